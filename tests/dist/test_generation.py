@@ -127,6 +127,12 @@ def on_a_ring(rank: int, world_size: int, case: Case) -> Ways:
 
 
 RECURRENT = ("greedy", "padded on the left", "beams", "in chunks", "one token")
+KEPT = {  # whose states are in caches of their own, in modules, or beside keys
+    # Not padded: one process numbers tokens by the cache of a layer that has none, so padding changes them.
+    "minimax": ("greedy", "sampled"),
+    "recurrent_gemma": ("greedy", "sampled"),
+    "zaya": ("greedy", "sampled", "padded on the left"),
+}
 STATES = (
     "qwen3_next", "kimi_linear", "bamba", "granitemoehybrid", "falcon_h1", "nemotron_h", "zamba2", "jamba", "lfm2",
     "olmo_hybrid", "bailing_hybrid", "mamba", "mamba2",
@@ -135,7 +141,7 @@ NIGHTLY = {
     "ring 4, every way",
     "windows in some layers, sinks",  # gpt-oss has two cases
     "dynamic rotary embedding", "learned positions", "experts", "values of another width",
-    *(f"states: {name} on 4" for name in ("qwen3_5_text", *STATES)),
+    *(f"states: {name} on 4" for name in ("qwen3_5_text", *STATES, *KEPT)),
 }  # fmt: skip
 CASES = {
     "ring 4, every way": Case(4, tuple(WAYS)),
@@ -156,6 +162,7 @@ CASES = {
     "states: bamba on 2": Case(2, RECURRENT, "bamba"),
     "beams of layers with both kinds of states": Case(2, ("beams",), "falcon_h1"),
     **{f"states: {name} on 4": Case(4, RECURRENT, name) for name in STATES},
+    **{f"states: {name} on {size}": Case(size, ways, name) for name, ways in KEPT.items() for size in (2, 4)},
     # transformers has no chunks for these
     "states: mamba on 4": Case(4, tuple({*RECURRENT} - {"in chunks"}), "mamba"),
     "states: mamba2 on 4": Case(4, tuple({*RECURRENT} - {"in chunks"}), "mamba2"),
@@ -237,6 +244,15 @@ def refused(rank: int, world_size: int) -> list[str]:
     model.eval()
     model.generate(ids, max_new_tokens=2)
     return found
+
+
+@pytest.mark.parametrize("name", ["rwkv", "xlstm"])
+def test_states_that_no_cache_holds_are_refused(name: str) -> None:
+    from ds_ring.integrations.transformers.variants.recurrent.layers import Recurrent
+    from ds_ring_launcher.check.small_model import build, read_config, shrink
+
+    model = build(shrink(read_config(name), PROMPT, 2, {}), "causal-lm", 0)
+    assert "which no cache on a ring carries" in str(Recurrent().refuse_generation(model))
 
 
 def test_what_cannot_be_honoured_is_refused_on_every_rank(rank_pool: Pool) -> None:

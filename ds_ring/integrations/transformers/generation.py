@@ -253,6 +253,8 @@ class Generation(ModelPart):
                 type(self.model).__name__, "position_ids [samples, tokens]", "others", _OFF
             )
         mask_BT = given.pop("attention_mask", None)
+        if not getattr(self.model, "_supports_default_dynamic_cache", lambda: True)():
+            given["use_cache"] = False  # the cache is given; the model would ask for one of its own class
         if "output_router_logits" in self.signature.parameters:
             given["output_router_logits"] = False  # their loss is not read
         real_tokens: Tensor | None = None

@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 from typing import Any, NoReturn
 
-import numpy as np
 from torch import Tensor
 from transformers import PreTrainedConfig, cache_utils
 from transformers.cache_utils import (
@@ -23,11 +22,11 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from ds_ring.comm.device_tables import on_device
 from ds_ring.comm.exchange import Exchange
 from ds_ring.decode.cache_layout import CacheLayout
 from ds_ring.errors import RingConfigError
 from ds_ring.integrations.deepspeed.packing import RowGroup
+from ds_ring.integrations.transformers.rows import own_last_tokens
 from ds_ring.schedule.layout import Layout
 
 _NO_LAYER: Any = getattr(cache_utils, "DummyLayer", ())  # of layers without a cache; from 5.23 on
@@ -129,15 +128,20 @@ class RingCache(Cache):
         Collective in the ring.
         """
         assert self.layout is not None
-        prompt = self.layout.prompt
-        owners, slots = np.divmod(prompt.slots_by_position()[-width:], prompt.local_tokens)
-        tail_BCW = x_BCS.new_zeros((*x_BCS.shape[:-1], width))
-        mine, first = np.flatnonzero(owners == self.ring_rank), width - len(owners)
-        there, here = (on_device(index, x_BCS.device) for index in (first + mine, slots[mine]))
-        tail_BCW[..., there] = x_BCS[..., here]
+        tail_BCW = own_last_tokens(x_BCS, width, self.layout.prompt, self.ring_rank)
         if self._exchange is not None and self._exchange.mesh.ring_group is not None:
             self._exchange.all_reduce(tail_BCW, self._exchange.mesh.ring_group)
         return tail_BCW
+
+    def get_linear_cache(self, layer_idx: int) -> Tensor | None:
+        """Return the state of a layer, as MiniMax's own cache; None before the prompt."""
+        layer: Any = self.layers[layer_idx]
+        return None if self.arriving.start == 0 else layer.recurrent_states[0]
+
+    def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
+        """Store what `get_linear_cache` returns."""
+        layer: Any = self.layers[layer_idx]
+        layer.update_recurrent_state(linear_cache)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self._tokens

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ds_ring.comm.device_tables import on_device
+from ds_ring.schedule.layout import Layout
 
 
 def in_order(parts: Sequence[Tensor], rows: Sequence[list[int]]) -> Tensor:
@@ -26,3 +27,13 @@ def padded(x: Tensor, slots: int, dim: int) -> Tensor:
     shape = list(x.shape)
     shape[dim] = slots - x.shape[dim]
     return torch.cat([x, x.new_zeros(shape)], dim=dim)
+
+
+def own_last_tokens(x_BCS: Tensor, width: int, layout: Layout, ring_rank: int) -> Tensor:
+    """Return the last tokens of a sequence [B, C, width], zeros for those of other ranks: a sum gives all."""
+    owners, slots = np.divmod(layout.slots_by_position()[-width:], layout.local_tokens)
+    tail_BCW = x_BCS.new_zeros((*x_BCS.shape[:-1], width))
+    mine, first = np.flatnonzero(owners == ring_rank), width - len(owners)
+    there, here = (on_device(index, x_BCS.device) for index in (first + mine, slots[mine]))
+    tail_BCW[..., there] = x_BCS[..., here]
+    return tail_BCW

@@ -54,7 +54,10 @@ METHODS: dict[str, Callable[..., Any]] = {
 }
 WRAPPERS = FUNCTIONS | METHODS
 # Whose wrappers compute the state after a prompt, or whose layer keeps what they read in a cache.
-_GIVES_STATES = FUNCTIONS.keys() - {"rwkv_linear_attention"}
+_GIVES_STATES = WRAPPERS.keys() - {
+    "rwkv_linear_attention", "xLSTMBackend.forward", "Qwen4ExpTextNGramEmbedding.forward",
+}  # fmt: skip
+_KEEPS_INPUTS = {"RecurrentGemmaRecurrentBlock"}  # its last inputs, by itself
 # nn.Conv1d modules that are called by themselves, by the class that has them.
 _CONVOLUTIONS = {"RecurrentGemmaRecurrentBlock": "conv_1d", "Qwen4ExpTextPLELayer": "conv1d"}
 # Words of `layer_types` that are recurrent if every such layer is.
@@ -174,8 +177,10 @@ def _give_sharding(adapter: ModelAdapter) -> tuple[Callable[..., Any], Callable[
         return args, given
 
     @_after_layer
-    def after(*_: Any) -> None:
-        scan.active.pop()
+    def after(module: nn.Module, *_: Any) -> None:
+        sharding = scan.active.pop()
+        if sharding.masks_padding and not sharding.is_replicated:
+            methods.keep_last_inputs(module)
 
     return before, after
 
@@ -235,7 +240,7 @@ def is_recurrent(part: nn.Module) -> bool:
 def passes_no_state_to_a_cache(part: nn.Module) -> bool:
     """Return whether a part is recurrent, and computes no state after the last token of a prompt."""
     names = {name for _, name in _used(type(part))}
-    return bool(names - _GIVES_STATES or own_modules(part))
+    return bool(names - _GIVES_STATES or (own_modules(part) and type(part).__name__ not in _KEEPS_INPUTS))
 
 
 def own_modules(part: nn.Module) -> dict[nn.Module, tuple[str, Callable[..., Any]]]:

@@ -16,15 +16,19 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ds_ring.comm.collective import collective
 from ds_ring.comm.device_tables import on_device
+from ds_ring.errors import RingConfigError
 from ds_ring.integrations.deepspeed.batch import cache_in
-from ds_ring.integrations.transformers.rows import padded
+from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
+from ds_ring.integrations.transformers.rows import own_last_tokens, padded
 from ds_ring.integrations.transformers.variants.recurrent.scan import (
     Computed,
     Original,
@@ -32,6 +36,7 @@ from ds_ring.integrations.transformers.variants.recurrent.scan import (
     kinds_of,
     recurrence,
     refuse_states,
+    rows_of,
     sharding_of,
     token_before,
     with_halo,
@@ -54,6 +59,8 @@ class Summary(NamedTuple):
     increment: Tensor
 
 
+# What a convolution of a prompt got, from its call to the end of its block.
+_inputs: WeakKeyDictionary[nn.Module, tuple[Tensor, BatchSharding]] = WeakKeyDictionary()
 Summarise = Callable[[Sequence[Tensor], bool], Summary]  # takes a piece's tensors, and whether a state comes
 # Takes the pieces' tensors and the state before them (S, m), and returns the outputs.
 Outputs = Callable[[Sequence[Tensor], tuple[Tensor, Tensor] | None], Tensor]
@@ -204,7 +211,8 @@ def lightning_attention(
         found: tuple[Tensor, Tensor | None] = original(layer, *args, **kwargs)
         return found
     given = _arguments(original, layer, *args, **kwargs)
-    refuse_states("lightning attention", cache_in(given), False)
+    cache = cache_in(given)
+    refuse_states("lightning attention", cache if torch.is_grad_enabled() else None, False)
     hidden_states, attention_mask = given["hidden_states"], given.get("attention_mask")
     qkv = layer.act_fn(layer.qkv_proj(hidden_states))
     if attention_mask is not None:
@@ -235,7 +243,10 @@ def lightning_attention(
         out = torch.cat(outs, dim=2).transpose(1, 2)
         return Computed(out, state, transition, reach if continues else None)
 
-    out = layer.norm(recurrence(sharding, (query, key, value), call, False, 1)[0].flatten(2))
+    out, state = recurrence(sharding, (query, key, value), call, False, 1, cache is not None)
+    if cache is not None and state is not None:
+        cache.set_linear_cache(layer.layer_idx, state.to(value.dtype))
+    out = layer.norm(out.flatten(2))
     return layer.out_proj(F.sigmoid(layer.output_gate(hidden_states)) * out), None
 
 
@@ -250,7 +261,15 @@ def rg_lru(
             layer, hidden_states, recurrent_gate, reset, recurrent_states, acc_dtype
         )
         return found
-    refuse_states("RG-LRU", recurrent_states, False)
+    generates = recurrent_states is not None  # from the prompt's first token on: what it held is of another
+    refuse_states("RG-LRU", recurrent_states if torch.is_grad_enabled() else None, False)
+    if generates and hidden_states.shape[1] == 1:
+        raise RingConfigError.wrong(
+            "RecurrentGemma.generate",
+            "a prompt of 2 tokens or more a rank",
+            1,
+            "use fewer ranks, or engine.ring.off()",
+        )
 
     def call(tensors: Sequence[Tensor], continues: bool) -> Computed:
         x, gate, reset = tensors
@@ -260,7 +279,7 @@ def rg_lru(
         return Computed(out, final, decays[:, -1], (lambda s: decays * s[:, None]) if continues else None)
 
     of_tokens = hidden_states, recurrent_gate, reset.expand(len(hidden_states), -1, -1)
-    return recurrence(sharding, of_tokens, call, False, 1)
+    return recurrence(sharding, of_tokens, call, False, 1, generates)
 
 
 def compressed_convolution(
@@ -272,8 +291,11 @@ def compressed_convolution(
         found: tuple[Tensor, Tensor, Tensor] = original(layer, *args, **kwargs)
         return found
     given = _arguments(original, layer, *args, **kwargs)
-    refuse_states("compressed convolutional attention", cache_in(given), False)
+    cache = cache_in(given)
+    refuse_states("compressed convolutional attention", cache if torch.is_grad_enabled() else None, False)
     hidden_states, conv_mask = given["hidden_states"], given.get("conv_mask")
+    if sharding.masks_padding:  # of a prompt, whose mask the model was not given
+        conv_mask = sharding.real_tokens
     if conv_mask is not None:
         hidden_states = hidden_states * conv_mask[:, :, None].to(hidden_states.dtype)
     before, groups = layer.conv_kernel_size, layer.num_key_value_groups
@@ -287,15 +309,18 @@ def compressed_convolution(
             lambda x: F.pad(layer.conv_qk_grouped(layer.conv_qk_depthwise(x)), (before, 0)),
         )
 
-    mixed = by_rows(sharding, run, torch.cat([query, key], dim=-1).transpose(1, 2)).transpose(1, 2)
+    both = torch.cat([query, key], dim=-1).transpose(1, 2)
+    mixed = by_rows(sharding, run, both).transpose(1, 2)
     heads = (-1, layer.head_dim)
     of_query, of_key = (x.unflatten(2, heads) for x in mixed.split([query.shape[2], key.shape[2]], dim=2))
     of_heads = key.unflatten(2, heads).repeat_interleave(groups, dim=2)
     mean = (query.unflatten(2, heads) + of_heads) * 0.5
     first = layer.v_proj_delayed(hidden_states.new_zeros(1, 1, layer.hidden_size))[0, 0]
-    delayed = by_rows(
-        sharding, lambda context, x: token_before(context, x, first), layer.v_proj_delayed(hidden_states)
-    )
+    later = layer.v_proj_delayed(hidden_states)
+    delayed = by_rows(sharding, lambda context, x: token_before(context, x, first), later)
+    if cache is not None:
+        cache.update_conv_state(both, layer.layer_idx, conv_kernel_size=before)
+        cache.update_recurrent_state(cache.last_inputs(later.transpose(1, 2), 1)[..., 0], layer.layer_idx)
     value = torch.cat([layer.v_proj_current(hidden_states), delayed], dim=-1).unflatten(2, heads)
     return of_query + mean, of_key + mean.unflatten(2, (-1, groups)).mean(dim=3), value
 
@@ -319,6 +344,8 @@ def convolution_module(original: Original, x: Tensor) -> Tensor:
         found: Tensor = original(x)
         return found
     module: nn.Conv1d = original.__self__  # type: ignore[attr-defined]
+    if sharding.masks_padding:
+        _inputs[module] = x, sharding
     before = module.dilation[0] * (module.kernel_size[0] - 1)
     if module.padding[0]:
         return by_rows(sharding, lambda context, x: with_halo(context, x, before, original), x)
@@ -327,6 +354,21 @@ def convolution_module(original: Original, x: Tensor) -> Tensor:
         return F.pad(original(x), (before, 0))
 
     return by_rows(sharding, lambda context, x: with_halo(context, x, before, convolve), x[:, :, before:])
+
+
+def keep_last_inputs(block: Any) -> None:
+    """Give a block of Recurrent Gemma the last inputs of its convolution, after a prompt. Collective."""
+    found = _inputs.pop(getattr(block, "conv_1d", block), None)
+    if found is not None:
+        x, sharding = found
+        ((context, _),) = rows_of(sharding)
+        width = block.conv1d_state.shape[-1]
+        tail = own_last_tokens(x, width, context.layout, context.mesh.sequence_rank)
+        with collective(context.mesh, "last inputs of a prompt", context.exchange) as call:
+            context.agree(call, shape=tuple(tail.shape), dtype=tail.dtype)
+            if context.mesh.sequence_group is not None:
+                call.exchange.all_reduce(tail, context.mesh.sequence_group)
+        block.conv1d_state = tail
 
 
 def ngrams(original: Original, layer: Any, *args: Any, **kwargs: Any) -> Tensor:
