@@ -63,6 +63,6 @@ def nothing(options: Any) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
 def test_ranks_of_the_launcher_without_a_gpu_are_told_so(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(RanksError, match=r"rank \d: " + REFUSED.format(r"\d", r"\d", 0)):
-        run_ranks(nothing, 2, (SimpleNamespace(device="cuda"),), threads=1, deadline_s=120)
+        run_ranks(nothing, 1, (SimpleNamespace(device="cuda"),), threads=1, deadline_s=120)
     assert tune(["--device", "cuda", "--tokens", "64", "--heads", "1", "--head-dim", "8"]) == 2
     assert "tune: error: local rank 0: expected at least 1 GPUs, got 0" in capsys.readouterr().err
