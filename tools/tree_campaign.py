@@ -14,9 +14,11 @@ Example:
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 from common import parser_of, print_row, provenance
@@ -27,6 +29,12 @@ from tests.dist.harness import RankPool
 from tests.dist.tree_rounds import MODELS, OPERATORS, Tokens, play, tokens_of
 
 AT_ONCE = 40  # trees, of which the ranks of a ring are given their part in one call
+
+
+def append(file: Path, line: str) -> None:
+    """Add a line to a file."""
+    with file.open("a") as table:
+        table.write(line + "\n")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -44,7 +52,20 @@ def main(arguments: list[str] | None = None) -> int:
     names = [*OPERATORS, *MODELS] if "all" in options.names else options.names
     seeds = range(options.seed, options.seed + options.rounds)
     turns = 1 if options.all_rings else len(options.rings)
-    rows, bad = list[dict[str, object]](), 0
+    about, command = provenance(), " ".join(sys.argv[1:] if arguments is None else arguments)
+    write = partial(append, Path(options.output or os.devnull))
+    write(f"`python tools/tree_campaign.py {command}`, {about['date']}, commit {about['commit']}\n")
+    bad, heads = 0, set[str]()
+
+    def report(row: dict[str, object], seconds: float | None = None) -> None:
+        """Print a row, and write it as one of a table."""
+        print_row(row | ({} if seconds is None else {"seconds": round(seconds)}), options.json)
+        head = "| " + " | ".join(row) + " |"
+        if head not in heads:
+            heads.add(head)
+            write(f"\n{head}\n" + "|---" * len(row) + "|")
+        write("| " + " | ".join(map(str, row.values())) + " |")
+
     with ExitStack() as stack:
         pools = [stack.enter_context(RankPool(size)) for size in options.rings]
         for name in names:
@@ -62,24 +83,12 @@ def main(arguments: list[str] | None = None) -> int:
             errors = (max(one[at] for one in found) for at in (0, 1))
             named = dict(zip(("outputs", "gradients"), (f"{error:.1e}" for error in errors), strict=True))
             counts = {"rounds": len(found), "wrong": len(wrong), "refused": sum(one.refused for one in found)}
-            rows.append({"of": name} | counts | named)
-            print_row(rows[-1] | {"seconds": round(time.monotonic() - started)}, options.json)
-    tokens = list[dict[str, object]]()
+            report({"of": name} | counts | named, time.monotonic() - started)
     for size in options.rings:
         each = [tokens_of(seed, size) for seed in seeds]  # of all trees
         for of, at in (("trees", 0), ("rows", 1)):
             total = sum((pair[at] for pair in each), Tokens())
-            tokens.append({"ring": size, "of": of} | total._asdict())
-            print_row(tokens[-1], options.json)
-    if options.output:
-        about = provenance()
-        command = " ".join(["python tools/tree_campaign.py", *(arguments or sys.argv[1:])])
-        lines = [f"`{command}`, {about['date']}, commit {about['commit']}, {about['versions']}\n"]
-        for table in (rows, tokens):
-            lines += ["| " + " | ".join(table[0]) + " |", "|---" * len(table[0]) + "|"]
-            lines += ["| " + " | ".join(map(str, row.values())) + " |" for row in table] + [""]
-        with Path(options.output).open("a") as file:
-            file.write("\n".join(lines))
+            report({"ring": size, "of": of} | total._asdict())
     return min(bad, 100)
 
 

@@ -105,4 +105,4 @@ def test_the_tool_writes_tables(tmp_path: Path) -> None:
         ["rounds", "wrong", "refused"],
         *[["3", "0", "0"]] * 2,
     ]
-    assert len(lines) == 3 + 1 + 4
+    assert len(lines) == 3 + 1 + 4, lines
