@@ -30,6 +30,7 @@ from tests.dist.harness import RankPool
 
 Pool = Callable[[int], RankPool]
 TOKENS, HEADS, HEAD_DIM = 16384, 2, 16
+DAY = ("causal-2", "window 1024-4", "documents-2", "LongNet-2")
 MAX_RATIO = 1.05  # of the work over its mean, and of the bytes over the least that must cross
 # Of a (query, key) pair of one head: two products of head_dim forward, five back; 2 FLOPs each.
 FORWARD_FLOPS, BACKWARD_FLOPS = 4 * HEAD_DIM, 10 * HEAD_DIM
@@ -120,7 +121,7 @@ def count(rank: int, world_size: int, pattern: Pattern) -> Counted:
 
 @pytest.mark.parametrize("ring_size", [2, 4])
 @pytest.mark.parametrize("name", LONG_PATTERNS)
-@pytest.mark.covering(1)
+@pytest.mark.day(*(case for case in DAY if case[:-2] in LONG_PATTERNS))
 def test_executed_work_is_even_and_no_byte_is_sent_that_need_not_be(
     rank_pool: Pool, name: str, ring_size: int
 ) -> None:
