@@ -368,7 +368,7 @@ def keep_last_inputs(block: Any) -> None:
             context.agree(call, shape=tuple(tail.shape), dtype=tail.dtype)
             if context.mesh.sequence_group is not None:
                 call.exchange.all_reduce(tail, context.mesh.sequence_group)
-        block.conv1d_state = tail
+        block.conv1d_state.copy_(tail)  # the block has made it of the tokens here
 
 
 def ngrams(original: Original, layer: Any, *args: Any, **kwargs: Any) -> Tensor:
