@@ -105,7 +105,13 @@ MAY_IMPORT_A_PASS = {
 # A package from outside, and the places that may import it.
 OUTSIDE = {
     "deepspeed": ("integrations",),
-    "transformers": ("integrations", "contrib.ring_flash_attn", "contrib.encoder_decoder", "contrib.images"),
+    "transformers": (
+        "integrations",
+        "contrib.ring_flash_attn",
+        "contrib.encoder_decoder",
+        "contrib.images",
+        "contrib.diffusion",
+    ),
     "accelerate": ("integrations.trainers",),
     "megatron": ("contrib.megatron",),
     "diffusers": ("contrib.diffusers",),
