@@ -314,6 +314,7 @@ MODEL_PARTS = {
 ROW_KINDS = {
     "tree_ends": "ds_ring.contrib.policies.trees.TreeRows",
     "diffusion_blocks": "ds_ring.contrib.diffusion.batch.DiffusionRows",
+    "image_block_ids": "ds_ring.contrib.images.blocks.BlockRows",
 }
 
 # Functions that are methods of `engine.ring`, too: their first argument is the session.

@@ -35,8 +35,8 @@ from ds_ring.integrations.deepspeed.initialize import initialize
 from ds_ring.layers.selection.total_order import TotalOrder
 from ds_ring.registry import KV_PAYLOADS
 
-from .rounding import in_float64, moved_rounding, rounding_of
-from .small_images import add_images
+from .rounding import InFloat64, in_float64, moved_rounding, rounding_of
+from .small_images import LEAST_TOKENS, add_images
 from .small_model import (
     SAMPLES,
     Form,
@@ -144,6 +144,9 @@ def _check_here(request: CheckRequest, dtype: torch.dtype) -> list[ModelReport]:
     try:
         given = read_config(request.source)
         images = request.head == "image-text"
+        if images:
+            least = LEAST_TOKENS.get(getattr(given, "model_type", ""), 0)
+            request = replace(request, tokens=max(request.tokens, least))
         config = shrink(given, request.tokens, request.layers, request.changes, images)
         head = request.head or usual_head(config)
         if head == "causal-lm" and getattr(config, "is_decoder", None) is False:
@@ -190,7 +193,8 @@ def _check_here(request: CheckRequest, dtype: torch.dtype) -> list[ModelReport]:
         ]
         if batches and (not reports or reports[-1].result == "exact"):
             fresh = copy.deepcopy(alone)  # Recurrent Gemma keeps states, which cannot be copied
-            reports += _compared(on_rings[documents], fresh, batches, head, own, request.stage, told)
+            with InFloat64() if dtype == torch.float64 else nullcontext():
+                reports += _compared(on_rings[documents], fresh, batches, head, own, request.stage, told)
     order = {form: number for number, form in enumerate(request.forms)}
     return sorted(reports, key=lambda report: order[report.form])
 
@@ -351,7 +355,8 @@ def _trained_once(engine: Any, given: Given, head: str) -> Numbers:
 
 def _logits(output: Any) -> Tensor:
     logits: Tensor = output.logits if hasattr(output, "logits") else output.last_hidden_state
-    return logits
+    # Chameleon gives the least number for codes of images, beside which no error would be seen.
+    return logits.masked_fill(logits == torch.finfo(logits.dtype).min, 0)
 
 
 def _first_of(wrong: list[Difference]) -> str:

@@ -20,7 +20,8 @@ from statistics import median
 from typing import Any, Literal, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from ds_ring.integrations.deepspeed.first_batch import Difference, Numbers, Tolerance, compare
 
@@ -81,6 +82,23 @@ def in_float64(model: Model) -> Model:
     if set_experts is not None:  # its grouped products have no float64
         set_experts("eager")
     return copied
+
+
+class InFloat64(TorchFunctionMode):
+    """Compute in float64 what a model computes in float32 whatever its weights are: its delta rule, say."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Leave tensors of float64 as they are where float32 is asked for."""
+        given = kwargs or {}
+        tensor = args[0] if args and isinstance(args[0], Tensor) else None
+        if tensor is not None and tensor.dtype == torch.float64:
+            if function is Tensor.float:
+                return tensor
+            if function is Tensor.to:
+                args = tuple(torch.float64 if one is torch.float32 else one for one in args)
+        if given.get("dtype") is torch.float32:
+            given = given | {"dtype": torch.float64}
+        return function(*args, **given)
 
 
 def rounding_of(model: nn.Module, run: Alone, expected: Numbers, keys_rounded: bool) -> Rounding:

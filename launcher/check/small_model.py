@@ -103,6 +103,9 @@ _OF_TYPES: dict[str, ConfigValues] = {
         "n_recurrent_layers": 2,
         "n_output_layers": 2,
     },
+    "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"], "n_group": 1, "topk_group": 1},
+    "ernie4_5_vl_moe_text": {"moe_intermediate_size": [48, 32]},
+    "step3p5": {"sliding_window": 12},
     "dots1": {"n_routed_experts": HEAD_COUNT, "n_shared_experts": 1},
     "dots3_note_text": {"head_dim": HEAD_DIM + 8},
     "glm5_next_text": {  # the last layer takes what the one before it chose
@@ -112,6 +115,7 @@ _OF_TYPES: dict[str, ConfigValues] = {
         "num_hidden_layers": 3,
         "index_kpool": 4,
     },
+    "hy_v4_vl_text": {"rope_parameters": {"mrope_section": [2, 1, 1]}},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
     "hrm_text": {"num_layers_per_stack": 1, "num_hidden_layers": 8},  # two cycles of three low and a high
     "lfm2": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},  # as the trained ones
@@ -164,9 +168,11 @@ _OF_TYPES: dict[str, ConfigValues] = {
 _SECTIONS = {
     "qwen2_vl": [16, 24, 24],
     "qwen2_5_vl": [16, 24, 24],
+    "qwen2_5_omni": [16, 24, 24],
     "glm": [8, 12, 12],
     "paddleocr_vl": [16, 24, 24],
     "hunyuan_vl": [16, 16, 16, 16],
+    "ernie4_5_vl_moe": [16, 16, 32],
 }
 _DROPOUTS = (
     "dropout",
@@ -221,11 +227,16 @@ def shrink(
     """
     if images:
         text = shrink(config, tokens, layers, changes)
-        if text.model_type == config.model_type:
-            raise RingConfigError.wrong(
-                config.model_type, "parts for text and images", "one for both", "give a small config.json"
-            )
-        return _made(config.model_type, shrink_images(config, text.to_dict()))
+        values = config.to_dict()
+        if text.model_type == config.model_type and not config.sub_configs:
+            return text
+        for key in config.sub_configs:
+            if key == "vision_config" and values.get(key) is None:  # Gemma 4 is of text alone by default
+                values[key] = config.sub_configs[key]().to_dict()
+            if key != "text_config" and values.get(key) is not None:
+                _few_layers(values[key])
+        _take_dropout_out(values)
+        return _made(config.model_type, shrink_images(config, values, text.to_dict()))
     try:
         config = config.get_text_config(decoder=True if config.model_type.startswith("musicgen") else None)
     except ValueError as error:  # a model of several, of sound and text say
@@ -257,6 +268,14 @@ def _made(model_type: str, values: ConfigValues) -> PreTrainedConfig:
             f"{model_type}: transformers cannot make this configuration: {type(error).__name__}: {error}"
         ) from error
     return made
+
+
+def _few_layers(values: ConfigValues) -> None:
+    """Keep two layers, or one of each kind, of an encoder and of those inside it."""
+    _shrink_layers(values, 2)
+    for part in values.values():
+        if isinstance(part, dict) and "model_type" in part:
+            _few_layers(part)
 
 
 def _shrink_layers(values: ConfigValues, at_least: int) -> None:
@@ -503,10 +522,9 @@ def make_batch(config: PreTrainedConfig, head: str, tokens: int, seed: int, own_
 
     `own_loss`: whether the model computes its loss of labels.
     """
-    labels = config.num_labels or 2
-    named = [
-        value for name, value in config.to_dict().items() if name.endswith(("_token_id", "_token_index"))
-    ]
+    labels, values = config.num_labels or 2, config.to_dict()
+    named = [value for name, value in values.items() if name.endswith(("_token_id", "_token_index"))]
+    named += [*(values.get("vocabulary_map") or {}).values()]  # of codes of images
     flat = [item for value in named for item in (value if isinstance(value, list) else [value])]
     special = {item for item in flat if isinstance(item, int)}
     plain = torch.tensor([token for token in range(VOCABULARY) if token not in special])

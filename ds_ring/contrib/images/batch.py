@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ds_ring.comm.mesh import RingMesh
+from ds_ring.contrib.images.blocks import BLOCK_IDS
 from ds_ring.errors import RingConfigError, RingShapeError
 from ds_ring.integrations.deepspeed.batch import Batch, WholeTensors
 from ds_ring.integrations.deepspeed.packing import DOCUMENT_IDS
@@ -21,9 +22,22 @@ OF_IMAGES = (
     "pixel_values",
     "image_sizes",
     "image_grid_thw",
+    "image_grid_hw",
+    "image_merge_sizes",
     "image_position_ids",
     "spatial_shapes",
+    "target_sizes",
     "pixel_attention_mask",
+    "pixel_mask",
+    "high_res_pixel_values",
+    "pixel_values_local",
+    "num_local_patches",
+    "patches_grid",
+    "image_token_pooling",
+    "image_grids",
+    "image_num_crops",
+    "qformer_input_ids",
+    "qformer_attention_mask",
 )
 ENCODED = "mm_encoder_outputs"  # by modality, what `generate` has of images before its first forward pass
 _PLACES = "ds_ring_image_places"  # of prepared batches: [B, T]
@@ -53,12 +67,18 @@ class Images(WholeTensors):
         token: id of the tokens that are replaced by one image feature each.
         number_axes: numbers the tokens of a whole batch on several axes, [B, T, axes]; None: they have one
             position each.
+        number_blocks: numbers the blocks of tokens of a whole batch that see each other.
     """
 
     names = frozenset(OF_IMAGES)
 
-    def __init__(self, token: int, number_axes: Callable[[Batch], Tensor] | None = None) -> None:
-        self._token, self._number_axes = token, number_axes
+    def __init__(
+        self,
+        token: int,
+        number_axes: Callable[[Batch], Tensor] | None = None,
+        number_blocks: Callable[[Batch], Tensor | None] = lambda _: None,
+    ) -> None:
+        self._token, self._number_axes, self._number_blocks = token, number_axes, number_blocks
 
     def add_columns(self, prepared: Batch, given: Mapping[str, Tensor]) -> None:
         """Number the image tokens of a prepared batch, from 1 on; others, and padding of the layout, are 0.
@@ -70,11 +90,15 @@ class Images(WholeTensors):
         if "input_ids" not in prepared:
             raise RingShapeError.wrong("batch", "input_ids with images", f"{sorted(prepared)}", "give them")
         prepared[_PLACES] = self._numbers(prepared["input_ids"])
-        if self._number_axes is None:
+        blocks_BT = self._number_blocks(dict(given))
+        if blocks_BT is None and self._number_axes is None:
             return
         if DOCUMENT_IDS in prepared:
             raise RingConfigError.wrong("batch", "images without documents", "both", 'set "documents": false')
-        prepared[_AXES] = self._number_axes(dict(given))
+        if blocks_BT is not None:
+            prepared[BLOCK_IDS] = blocks_BT
+        if self._number_axes is not None:
+            prepared[_AXES] = self._number_axes(dict(given))
 
     def take_columns(
         self, local: Batch, prepared: Mapping[str, Tensor], layout: Layout | None, mesh: RingMesh

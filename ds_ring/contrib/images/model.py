@@ -14,7 +14,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -24,29 +25,42 @@ from ds_ring.comm.collective import collective
 from ds_ring.comm.exchange import Exchange
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.contrib.images.batch import ENCODED, OF_IMAGES, Images, ImageTokens, has_images
+from ds_ring.contrib.images.blocks import numbers_blocks
 from ds_ring.errors import RingConfigError, RingShapeError
 from ds_ring.integrations.adapter import patch
 from ds_ring.integrations.deepspeed.batch import Batch
 from ds_ring.integrations.deepspeed.session import RingSession
+from ds_ring.integrations.transformers.layer_masks import LayerMask
 from ds_ring.integrations.transformers.model import PRETRAINED, TABLE
 from ds_ring.integrations.transformers.model_part import Loss, ModelPart
 from ds_ring.integrations.transformers.variants.variant import Variant
 
+if TYPE_CHECKING:
+    from ds_ring.integrations.transformers.model_adapter import ModelAdapter
+
 # By model_type, those that tests compare with one process. Each takes in its forward pass what
 # `get_image_features` returns, and puts one feature in the place of each image token. Gemma 3 and PaliGemma
-# also let the tokens of an image, or of a prompt, see each other, where they are given token_type_ids:
-# that mask is refused (layer_masks.py).
+# also let the tokens of an image, or of a prompt, see each other: [Note: tokens of a block].
 EXACT = tuple(
     """
-    aya_vision cohere2_vision cohere_compass cosmos3_edge cosmos3_omni deepseek_vl exaone4_5 gemma3 gemma4
-    glm46v glm4v glm4v_moe glm_ocr glmga got_ocr2 hunyuan_vl hyperclovax_vision_v2 idefics2 idefics3 internvl
-    kimi_k25 lfm2_vl lighton_ocr llama4 llava llava_next llava_onevision minimax_m3_vl mistral3 mistral_large4
-    ovis2 paddleocr_vl paligemma pp_chart2table qianfan_ocr qwen2_5_vl qwen2_vl qwen3_5 qwen3_5_moe qwen3_vl
-    qwen3_vl_moe qwen4_exp smolvlm vipllava
+    apertus1p5 aria aya_vision blip-2 chameleon cohere2_vision cohere_compass cosmos3_edge cosmos3_omni
+    deepseek_ocr2 deepseek_vl deepseek_vl_hybrid dots3_note emu3 ernie4_5_vl_moe exaone4_5 fuyu gemma3
+    gemma4 gemma4_unified glm46v glm4v glm4v_moe glm5_next glm_ocr glmga got_ocr2 granite4_vision
+    granite_docling hunyuan_vl hy_v4_vl hyperclovax_vision_v2 idefics2 idefics3 instructblip internvl janus
+    kimi_k25 lfm2_vl lfm3_vl lighton_ocr llama4 llava llava_next llava_next_video llava_onevision
+    minicpm_ocr minicpmv4_6 minicpmv4_7 minimax_m3_vl mistral3 mistral_large4 molmo2 muse_glimmer muse_spark
+    nemotron_h_omni ovis2 paddleocr_vl paligemma pp_chart2table qianfan_ocr qwen2_5_omni_thinker qwen2_5_vl
+    qwen2_vl qwen3_5 qwen3_5_moe qwen3_omni_moe_thinker qwen3_vl qwen3_vl_moe qwen4_exp smolvlm step3p7
+    video_llama_3 vipllava
     """.split()  # noqa: SIM905
 )
 # What `get_image_features` returns for each image token: of most models, and of layers of the language part.
 _FEATURES, _OF_LAYERS = ("pooler_output", "last_hidden_state"), "deepstack_features"
+_OF_BLIP = ("opt", "llama")  # language parts which BLIP-2 and InstructBLIP give a mask of ones
+_MAKE_MASKS = ("paligemma", "molmo2")
+_GRIDS = ("image_grid_thw", "image_grid_hw", "target_sizes")  # numbers of each image's patches
+# Each rank encodes all images where some have tiles, or tokens pool patches of several.
+_TILES = frozenset({"pixel_values_local", "image_token_pooling"})
 _REFUSED = ("pixel_values_videos", "video_grid_thw", "input_features", "audio_values")
 
 
@@ -57,6 +71,25 @@ class ImageModels(Variant):
 
     def own_attention(self, model: nn.Module) -> list[PreTrainedModel]:
         return image_encoders(model)
+
+    def apart(self, model: nn.Module) -> list[nn.Module]:
+        """Return all modules but the language part: encoders, and what makes features of their outputs."""
+        if not _takes_images(model):
+            return []
+        whole: Any = model
+        of_text = {id(module) for module in whole.get_decoder().modules()}
+        return [module for module in model.modules() if id(module) not in of_text] + [
+            module for part in image_encoders(model) for module in part.modules()
+        ]
+
+    def makes_full_masks(self, model_type: str) -> bool:
+        return model_type in _OF_BLIP
+
+    def install(self, adapter: ModelAdapter) -> None:
+        """Let the language part of models that make its mask themselves make a causal one."""
+        model: Any = adapter.model
+        if _takes_images(model) and model.config.model_type in _MAKE_MASKS:
+            adapter.apply(partial(_leave_mask_out, adapter.session), decoder=model.get_decoder())
 
     def attention_names(self, model: PreTrainedModel, name: str) -> dict[str, str] | None:
         return attention_of_parts(model, name)
@@ -71,12 +104,16 @@ class ImagePart(ModelPart):
         return [] if hook is None else [hook]
 
 
+def _takes_images(model: nn.Module) -> bool:
+    return getattr(getattr(model, "config", None), "model_type", None) in EXACT
+
+
 def image_encoders(model: nn.Module) -> list[PreTrainedModel]:
     """Return the models inside `model` that read whole images, and those inside them."""
     config: Any = getattr(model, "config", None)
-    if getattr(config, "model_type", None) not in EXACT:
+    if not _takes_images(model):
         return []
-    of_text = (type(config), type(config.text_config))
+    of_text = (type(config), type(getattr(config, "text_config", config)))
     parts = (part for part in model.modules() if isinstance(part, PreTrainedModel))
     roots = [part for part in parts if type(part.config) not in of_text]
     found = {id(part): part for root in roots for part in root.modules() if isinstance(part, PreTrainedModel)}
@@ -95,6 +132,22 @@ def attention_of_parts(model: Any, name: str) -> dict[str, str] | None:
     return {"": name, "text_config": name} | own
 
 
+@patch(
+    TABLE.given("decoder", PRETRAINED), stage="before_forward", feature="images.masks",
+    reason="leaves out the mask with blocks, which the batch's rows have",
+    when="a model of images makes the mask of its language part",
+)  # fmt: skip
+def _leave_mask_out(
+    session: RingSession, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Let the language part make its own mask: it would read the shape of the one that it is given."""
+    mask = kwargs.get("attention_mask")
+    if not isinstance(mask, LayerMask):
+        return None
+    mask.check_blocks(session.batches.current)
+    return args, kwargs | {"attention_mask": None}
+
+
 _gives_features = patch(
     TABLE.given("base", PRETRAINED), stage="before_forward", feature="images",
     reason="gives the features of this rank's image tokens", when="the model takes images",
@@ -111,9 +164,9 @@ def images_hook(model: PreTrainedModel, session: RingSession) -> Callable[..., A
     base = model.base_model
     if not hasattr(base, "get_image_features"):
         return None
-    if image_encoders(model):
+    if _takes_images(model):
         number = _axes_of(base) if hasattr(base, "get_rope_index") else None
-        session.needs.whole = Images(int(model.config.image_token_id), number)
+        session.needs.whole = Images(int(model.config.image_token_id), number, numbers_blocks(model))
     signature = inspect.signature(base.forward)
 
     @_gives_features
@@ -142,7 +195,7 @@ def _check_given(model: PreTrainedModel, given: dict[str, Any]) -> None:
     name = type(model).__name__
     refused = [key for key in _REFUSED if given.get(key) is not None]
     refused += [key for key in given.get(ENCODED) or {} if key != "image"]
-    if has_images(given) and not image_encoders(model):
+    if has_images(given) and not _takes_images(model):
         refused.append("images")
     if refused:
         raise RingConfigError(
@@ -172,28 +225,43 @@ def _local_features(
     if found is None:
         takes = inspect.signature(base.get_image_features).parameters
         pixels = {key: given[key] for key in OF_IMAGES if given.get(key) is not None and key in takes}
-        shared = bool(images.wanted) and mesh.sequence_size > 1
+        shared = bool(images.wanted) and mesh.sequence_size > 1 and not _TILES.intersection(pixels)
         if shared:
             pixels, is_used = _share(pixels, takes, mesh)
         layer = given.get("vision_feature_layer")
         more = {} if layer is None or "vision_feature_layer" not in takes else {"vision_feature_layer": layer}
+        if isinstance(pixels.get("num_local_patches"), Tensor):
+            pixels["num_local_patches"] = pixels["num_local_patches"].tolist()  # some split a tensor by it
         found = base.get_image_features(**pixels, **more, return_dict=True)
-    given.pop("pixel_values", None)
-    name = next(name for name in _FEATURES if found.get(name) is not None)
-    of_layers = found.get(_OF_LAYERS) or []
-    parts = [_rows(found[name]), *map(_rows, of_layers)]
+    given["pixel_values"] = None  # which BLIP-2 has to be given
+    features = _features(found)
+    parts = [_rows(of_tokens) for _, _, of_tokens in features]
     rows_NE = torch.cat(parts, dim=1)
     if shared:
         mine = _exchanged(rows_NE if is_used else rows_NE[:0], base, images, mesh, wait_s)
     else:
         _check_number(base, len(rows_NE), images)
         mine = rows_NE[images.places_BS[images.places_BS > 0] - 1]
-    first, *rest = mine.split([part.shape[1] for part in parts], dim=1)
-    several = isinstance(found[name], (tuple, list))
-    local: dict[str, Any] = {name: (first,) if several else first}
-    if of_layers:
-        local[_OF_LAYERS] = [(part,) if isinstance(of_layers[0], (tuple, list)) else part for part in rest]
+    local: dict[str, Any] = {}
+    for (name, layer, whole), part in zip(
+        features, mine.split([x.shape[1] for x in parts], dim=1), strict=True
+    ):
+        own = (part,) if isinstance(whole, (tuple, list)) else part
+        if name == _OF_LAYERS:
+            local.setdefault(name, []).append(own if layer is None else (layer, own))
+        else:
+            local[name] = own
     return type(found)(**local)
+
+
+def _features(found: Any) -> list[tuple[str, int | None, Any]]:
+    """Return each output that has a feature for each image token: its name, the layer it is for, itself."""
+    name = next((name for name in _FEATURES if found.get(name) is not None), None)
+    features: list[tuple[str, int | None, Any]] = [] if name is None else [(name, None, found[name])]
+    for part in found.get(_OF_LAYERS) or []:
+        layer, whole = part if isinstance(part[0], int) else (None, part)  # Granite 4's name the layer
+        features.append((_OF_LAYERS, layer, whole))
+    return features
 
 
 def _rows(features: Any) -> Tensor:
@@ -211,17 +279,22 @@ def _check_number(base: Any, features: int, images: ImageTokens) -> None:
 
 def _share(pixels: dict[str, Tensor], takes: Any, mesh: RingMesh) -> tuple[dict[str, Tensor], bool]:
     """Return the tensors of the images that this rank encodes, and whether it uses their features."""
-    grids_IA, values = pixels.get("image_grid_thw"), pixels["pixel_values"]
-    dim = 0
-    if grids_IA is not None:  # the patches of all images are concatenated
-        patches_I = grids_IA.prod(dim=1).cpu()
-        if int(patches_I.sum()) != len(values):
+    values, dim = pixels["pixel_values"], 0
+    grid = next((name for name in _GRIDS if name in pixels), None)
+    # where the patches of all images are concatenated: in rows, or as squares of one strip (MiniCPM's)
+    pixel_dim, unit = (values.ndim - 1, values.shape[-2]) if grid == "target_sizes" else (0, 1)
+    if grid is not None:
+        patches_I = pixels[grid].prod(dim=1).cpu()
+        if int(patches_I.sum()) * unit != values.shape[pixel_dim]:
             raise RingShapeError(
-                f"pixel_values: expected {int(patches_I.sum())} patches (image_grid_thw), got {len(values)}"
+                f"pixel_values: expected {int(patches_I.sum()) * unit} patches ({grid}), got"
+                f" {values.shape[pixel_dim]}"
             )
     elif values.ndim == 5 and "pixel_attention_mask" in takes:
         # Idefics: by sample, and images of zeros where a sample has fewer
-        real_BI = (values != 0).flatten(2).any(dim=2)
+        mask = pixels.get("pixel_attention_mask")
+        is_of_images = mask is not None and mask.ndim == 2
+        real_BI = mask.bool() if is_of_images else (values != 0).flatten(2).any(dim=2)
         pixels = {key: x[real_BI][None] for key, x in pixels.items()}
         patches_I, dim = torch.ones(int(real_BI.sum()), dtype=torch.int64), 1
     else:
@@ -234,8 +307,9 @@ def _share(pixels: dict[str, Tensor], takes: Any, mesh: RingMesh) -> tuple[dict[
     start, stop = int(ends_I[first] - patches_I[first]), int(ends_I[first + count - 1])
 
     def cut(key: str, x: Tensor) -> Tensor:
-        of_patches = grids_IA is not None and key == "pixel_values"
-        return x[start:stop] if of_patches else x.narrow(dim, first, count)
+        if grid is not None and key == "pixel_values":
+            return x.narrow(pixel_dim, start * unit, (stop - start) * unit)
+        return x.narrow(dim, first, count)
 
     return {key: cut(key, x) for key, x in pixels.items()}, bool(len(mine))
 
@@ -325,7 +399,7 @@ def _axes_of(base: Any) -> Callable[[Batch], Tensor]:
     takes = inspect.signature(base.get_rope_index).parameters
 
     def number(batch: Batch) -> Tensor:
-        if batch.get("mm_token_type_ids") is None:
+        if "mm_token_type_ids" in takes and batch.get("mm_token_type_ids") is None:
             raise RingShapeError.wrong(
                 "batch", "mm_token_type_ids with images", "none", "use the model's processor"
             )

@@ -26,21 +26,19 @@ from ds_ring.comm.device_tables import outside_inference_mode, to_device
 from ds_ring.comm.exchange import once_a_batch
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.config.section import RingConfig
-from ds_ring.errors import RingError, RingMismatchError, RingPatternError, RingShapeError
+from ds_ring.errors import RingError, RingMismatchError, RingShapeError
 from ds_ring.integrations.deepspeed.batch import (
     LABEL_KEYS,
     Batch,
     token_shape,
     valid_tokens,
 )
-from ds_ring.integrations.deepspeed.packing import RowGroup
+from ds_ring.integrations.deepspeed.packing import RowGroup, numbers_of
 from ds_ring.integrations.layer_patterns import LayerPatterns
-from ds_ring.masks.catalog import Chunked
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import ScoreFunction
 from ds_ring.ops.context import RingContext
 from ds_ring.ops.prepare import MakePlan
-from ds_ring.patterns.documents.pattern import Documents, Tree
 from ds_ring.registry import load
 from ds_ring.schedule.layout import Layout
 from ds_ring.schedule.lowering import lower_class
@@ -92,17 +90,14 @@ class BatchSharding:
         return replace(self, slots=mine.to(device))
 
     def numbers_in_paths(self, device: torch.device) -> Tensor:
-        """Return the number of each local token in its sequence, or its path, [1, S] or [B, S]."""
+        """Return the number of each local token in its sequence, document or path, [1, S] or [B, S]."""
 
         @outside_inference_mode  # kept, and saved for later backward passes
         def make() -> Tensor:
             slots_S = self.with_slots(torch.device("cpu")).slots
             assert slots_S is not None
             trees = {row: one.pattern for one in self.groups for row in one.rows}
-            rows = [
-                torch.from_numpy(tree.depths)[slots_S] if isinstance(tree, Tree) else slots_S
-                for _, tree in sorted(trees.items())
-            ]
+            rows = [numbers_of(pattern, slots_S) for _, pattern in sorted(trees.items())]
             return to_device(torch.stack(rows or [slots_S]), device)
 
         return self.cached(("numbers in paths", device), make)
@@ -118,13 +113,6 @@ class BatchSharding:
         self, model_pattern: Pattern | None = None, layer: int | None = None, mixed: bool = False
     ) -> Pattern:
         """Return the pattern of a layer without its documents; see `LayerPatterns.for_layer`."""
-        parts = () if model_pattern is None else model_pattern.conjuncts
-        packed = any(isinstance(group.pattern, Documents) for group in self.groups)
-        if packed and any(isinstance(part, Chunked) for part in parts):
-            raise RingPatternError(
-                f"expected no documents with {model_pattern}, whose chunks begin with each document; set"
-                f' "documents": false, or config.attention_chunk_size to {self.layout.tokens}'
-            )
         found = self.patterns.for_layer(self.layout.tokens, model_pattern, layer, mixed)
         self.of_rows(found)  # refuses what a tree of rollouts cannot have
         return found

@@ -170,14 +170,13 @@ def recording(model: nn.Module) -> Iterator[dict[str, Tensor]]:
 
 
 def _modules_of_encoders(model: nn.Module) -> set[int]:
-    """Return the identities of the modules of image encoders inside `model`."""
+    """Return the identities of the modules inside `model` that read images."""
     of_transformers = [part for part in model.modules() if _is_of_transformers(part)]
     if not of_transformers:
         return set()
-    from ds_ring.integrations.transformers.variants import own_attention
+    from ds_ring.integrations.transformers.variants import apart
 
-    encoders = [encoder for part in of_transformers for encoder in own_attention(part)]
-    return {id(module) for encoder in encoders for module in encoder.modules()}
+    return {id(module) for part in of_transformers for module in apart(part)}
 
 
 def _by_token(got: Tensor, expected: Tensor) -> float:

@@ -17,6 +17,8 @@ from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
+from operator import and_
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -27,6 +29,7 @@ from torch.utils.data import Dataset
 from ds_ring.comm.device_tables import on_device
 from ds_ring.errors import RingConfigError, RingPatternError, RingShapeError
 from ds_ring.layers.scores import AlongPaths, Softcap
+from ds_ring.masks.catalog import Causal, Chunked, Full
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import ScoreFunction
 from ds_ring.patterns.documents.pattern import Documents, Tree
@@ -59,8 +62,18 @@ class RowGroup(NamedTuple):
         Raises:
             RingPatternError: a pattern that such rows cannot have, as trees of rollouts along their paths.
         """
-        own: Pattern | RowPattern = self.pattern
-        return asked & own if isinstance(own, Documents) else own.narrowed(asked)  # type: ignore[union-attr]
+        if not isinstance(self.pattern, Documents):
+            own: RowPattern = self.pattern
+            return own.narrowed(asked)
+        chunks = [part for part in asked.conjuncts if isinstance(part, Chunked)]
+        for chunk in chunks:  # they begin with each document, not with the row
+            rest = [part for part in asked.conjuncts if part is not chunk]
+            asked = reduce(and_, rest, Causal() if chunk.causal else Full()) & _in_chunks(self.pattern, chunk)
+        return asked & self.pattern
+
+    def counted(self, asked: Pattern) -> Pattern:
+        """Return the pattern by which a layout is chosen where a layer asks for one."""
+        return asked & self.pattern if isinstance(self.pattern, Pattern) else self.narrowed(asked)
 
     def along_paths(self, score_mod: ScoreFunction | None) -> ScoreFunction | None:
         """Return a layer's score_mod for these rows: in trees a distance is one of depths."""
@@ -80,8 +93,8 @@ class RowGroup(NamedTuple):
             RingPatternError: the rows are trees, or other ones than documents.
         """
         refuse_trees([self])
-        assert isinstance(self.pattern, Documents)
-        return self.pattern
+        found: Documents = self.pattern
+        return found
 
 
 def refuse_trees(groups: Sequence[RowGroup]) -> None:
@@ -164,6 +177,31 @@ class RowKind(ABC):
     @abstractmethod
     def pattern_of(self, row_T: np.ndarray) -> RowPattern:
         """Return the pattern of one row of the tensor."""
+
+
+def _in_chunks(documents: Documents, chunk: Chunked) -> Documents:
+    """Return chunks that begin with each document of a row as documents of their own."""
+    real = [number for number in documents.ids if number >= 0]
+    if len({*real}) < len(real):
+        raise RingPatternError.wrong(
+            "documents", f"tokens in one place with {chunk}", "a document in several", "put them together"
+        )
+    ends = [*documents.starts[1:], documents.tokens]
+    places = [np.arange(end - start) for start, end in zip(documents.starts, ends, strict=True)]
+    chunks = np.concatenate([place // chunk.chunk for place in places])
+    numbers = np.repeat(np.arange(len(places)), [len(place) for place in places])
+    is_padding = np.repeat(np.array(documents.ids) < 0, [len(place) for place in places])
+    return Documents(np.where(is_padding, PADDING, numbers * (int(chunks.max()) + 1) + chunks))
+
+
+def numbers_of(pattern: Any, slots_S: Tensor) -> Tensor:
+    """Return the numbers of tokens of a row in their document, or their path, by their places in the row."""
+    if isinstance(pattern, Tree):
+        return torch.from_numpy(pattern.depths)[slots_S]
+    if not isinstance(pattern, Documents):
+        return slots_S
+    starts = torch.tensor(pattern.starts)
+    return slots_S - starts[torch.searchsorted(starts, slots_S.clamp(min=0), right=True) - 1]
 
 
 def row_kind(tensors: Mapping[str, Tensor]) -> RowKind | None:

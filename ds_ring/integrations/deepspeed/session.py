@@ -672,7 +672,7 @@ class RingSession:
             name,
             tokens=tokens,
             ring_size=mesh.ring_size,
-            pattern={one & groups[0].pattern: layers for one, layers in mix.items()} if groups else mix,
+            pattern={groups[0].counted(one): layers for one, layers in mix.items()} if groups else mix,
             multiple_of=mesh.ulysses_size,
             block_size=block_side(config.kernel, self.device.type, mix, config.block_size),
             speeds=speeds,

@@ -76,6 +76,8 @@ class AttentionCall:
         mask = None if compiled or isinstance(self.mask, LayerMask) else self.mask
         checks.check_attention_call(self.name, mask, self.dropout, self.arguments)
         if not compiled:
+            if isinstance(self.mask, LayerMask):
+                self.mask.check_blocks(self.sharding)
             self.pattern = pattern_in(self.module, self.sharding, self.model_pattern())
         elif is_causal(self.module, self.arguments) != self.sharding.patterns.pattern.is_causal:
             raise RingPatternError(f"{self.name}: set pattern.causal in the JSON to what the model is")

@@ -14,7 +14,7 @@ from functools import reduce
 from operator import and_
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from ds_ring.errors import RingPatternError
 from ds_ring.integrations.layer_patterns import NARROW, covers, patterns_of_types
@@ -42,7 +42,18 @@ class LayerMask:
 
     pattern: Pattern | None  # None where nothing is seen: a model may make such a mask for no layer
     sharding: BatchSharding | None = None  # of the batch, where a layer takes no keyword argument
+    joins_blocks: bool = False  # whether tokens of a block see each other, too: patterns of the batch's rows
     ndim: ClassVar[int] = 0  # some models add a bias to a mask of four dimensions, and to the scores as well
+
+    def check_blocks(self, sharding: BatchSharding) -> None:
+        """Refuse blocks of tokens that see each other which the batch's rows do not have."""
+        if self.joins_blocks and not any(
+            getattr(group.pattern, "joins_blocks", False) for group in sharding.groups
+        ):
+            raise RingPatternError(
+                "expected a causal mask, got one that lets tokens of a block (of an image, of a prompt) see"
+                " each other; give images with the batch, or leave token_type_ids out of it"
+            )
 
     def __getitem__(self, index: Any) -> LayerMask:
         """Return the mask itself for a slice of everything: Gemma 3n and 4 slice by logits_to_keep, 0.
@@ -91,21 +102,19 @@ def read_mask(mask_function: Callable[..., Any]) -> LayerMask:
         RingPatternError: it has a function that no pattern can express.
     """
     leaves = _leaves(mask_function)
+    joins = any(ids is not None and bool((ids >= 0).any()) for ids in map(_block_ids, leaves))
+    leaves = [leaf for leaf in leaves if _block_ids(leaf) is None]
     if any(inspect.getclosurevars(leaf).nonlocals.get("sliding_window") == 0 for leaf in leaves):
         return LayerMask(None)  # Qwen's configuration without windows
     causal = any(leaf.__qualname__ == "causal_mask_function" for leaf in leaves)
     parts = {leaf.__qualname__: _part(leaf, causal) for leaf in leaves}
     unknown = sorted(name for name, part in parts.items() if part is None)
-    if any(map(_joins_blocks, leaves)):
-        raise RingPatternError(
-            "expected a causal mask, got one that lets tokens of a block (of an image, of a prompt) see each"
-            " other; leave token_type_ids out of the batch if your model was trained without"
-        )
     if unknown:
         advice = "use a model with causal or full attention, windows or chunks"
         raise RingPatternError(f"the model masks attention by {', '.join(unknown)}; {advice}")
     narrow = [part for part in parts.values() if part is not None and not isinstance(part, Causal | Full)]
-    return LayerMask(reduce(and_, narrow) if narrow else Causal() if causal else Full())
+    pattern = reduce(and_, narrow) if narrow else Causal() if causal else Full()
+    return LayerMask(pattern, joins_blocks=joins)
 
 
 def _part(leaf: Callable[..., Any], causal: bool) -> Pattern | None:
@@ -135,27 +144,20 @@ _COMPOSED_MASKS = {
 def _leaves(function: Callable[..., Any]) -> list[Callable[..., Any]]:
     """Return the elementary mask functions that transformers composed into this one."""
     name = function.__qualname__
-    if name == "or_masks.<locals>.or_mask":  # GIT's, of causal text and of images, of which there may be none
-        parts = [
-            one for one in inspect.getclosurevars(function).nonlocals["mask_functions"] if not _is_empty(one)
-        ]
-        return _leaves(parts[0]) if len(parts) == 1 else [function]
+    if name == "or_masks.<locals>.or_mask":  # of one mask and of blocks
+        parts = inspect.getclosurevars(function).nonlocals["mask_functions"]
+        others = [part for part in parts if _block_ids(part) is None]
+        return [*_leaves(others[0]), *(set(parts) - {*others})] if len(others) == 1 else [function]
     if name not in _COMPOSED_MASKS:
         return [function]
     parts = inspect.getclosurevars(function).nonlocals[_COMPOSED_MASKS[name]]
     return [leaf for part in (parts if isinstance(parts, tuple) else (parts,)) for leaf in _leaves(part)]
 
 
-def _joins_blocks(function: Callable[..., Any]) -> bool:
-    """Return whether a mask function lets tokens of a block see each other, in addition to another mask."""
-    parts = inspect.getclosurevars(function).nonlocals.get("mask_functions") or ()
-    return any("block_sequence_ids" in inspect.getclosurevars(part).nonlocals for part in parts)
-
-
-def _is_empty(function: Callable[..., Any]) -> bool:
-    """Return whether a mask function lets tokens of a block see each other, and there is no block."""
-    ids = inspect.getclosurevars(function).nonlocals.get("block_sequence_ids")
-    return ids is not None and not bool((ids >= 0).any())
+def _block_ids(function: Callable[..., Any]) -> Tensor | None:
+    """Return the blocks whose tokens a mask function lets see each other; None for other functions."""
+    ids: Tensor | None = inspect.getclosurevars(function).nonlocals.get("block_sequence_ids")
+    return ids
 
 
 def is_causal(module: nn.Module, kwargs: dict[str, Any]) -> bool:

@@ -45,6 +45,11 @@ def own_attention(model: nn.Module) -> list[PreTrainedModel]:
     return [part for variant in variants() for part in variant.own_attention(model)]
 
 
+def apart(model: nn.Module) -> list[nn.Module]:
+    """Return the modules inside a model whose outputs are no shards of the sequence."""
+    return [module for variant in variants() for module in variant.apart(model)]
+
+
 def attention_names(model: Any, name: str) -> str | dict[str, str]:
     """Return what to set as a model's attention, so that all of it but `own_attention` gets `name`."""
     found = (variant.attention_names(model, name) for variant in variants())

@@ -1,4 +1,4 @@
-"""Llama 4's temperature tuning on a ring: queries are scaled by their position in the sequence, or path.
+"""Llama 4's temperature tuning on a ring: queries are scaled by their position in a sequence or path.
 
 Shapes: B samples, S local tokens, E width of all query heads.
 """

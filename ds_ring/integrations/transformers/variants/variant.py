@@ -86,6 +86,10 @@ class Variant:
         """Return the models inside a model that keep their own attention."""
         return []
 
+    def apart(self, model: nn.Module) -> list[nn.Module]:
+        """Return the modules whose outputs are no shards of the sequence: by default those of encoders."""
+        return [module for part in self.own_attention(model) for module in part.modules()]
+
     def attention_names(self, model: PreTrainedModel, name: str) -> dict[str, str] | None:
         """Return what to set as attention of a model's parts, so that all get `name` but those of
         `own_attention`; None where all of them get it.
