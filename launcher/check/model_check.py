@@ -38,6 +38,7 @@ from ds_ring.registry import KV_PAYLOADS
 from .rounding import InFloat64, in_float64, moved_rounding, rounding_of
 from .small_images import LEAST_TOKENS, add_images
 from .small_model import (
+    HEADS,
     SAMPLES,
     Form,
     Given,
@@ -149,6 +150,13 @@ def _check_here(request: CheckRequest, dtype: torch.dtype) -> list[ModelReport]:
             request = replace(request, tokens=max(request.tokens, least))
         config = shrink(given, request.tokens, request.layers, request.changes, images)
         head = request.head or usual_head(config)
+        if head == "seq2seq-lm" and config.model_type not in HEADS[head].families:
+            raise RingConfigError.wrong(
+                given.model_type,
+                "two texts",
+                f"{', '.join(given.sub_configs)}: no batch is made for it",
+                "check its text part",
+            )
         if head == "causal-lm" and getattr(config, "is_decoder", None) is False:
             config.is_decoder = True  # BERT's and Reformer's: they predict the next token as decoders only
         if head == "causal-lm" and getattr(config, "causal", None) is False:

@@ -139,7 +139,6 @@ FAMILIES: list[tuple[str, dict[str, Any], str]] = [
 
 # Of exact families the forms of a batch that are refused, and a part of the reason.
 FORMS_REFUSED = {
-    ("llama4_text", "packed"): "whose chunks begin with each document",
     ("deepseek_v4", "packed"): "expected no packed documents",
     ("roformer", "packed"): "expected samples whose tokens have the same positions",
     **{(family, "packed"): "attention: expected the batch's" for family in ("musicgen", "musicgen_melody")},

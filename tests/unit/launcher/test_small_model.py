@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from transformers import CONFIG_MAPPING
 
 from ds_ring.errors import RingConfigError
+from ds_ring_launcher.check.rounding import InFloat64
 from ds_ring_launcher.check.small_images import add_images, shrink_images
 from ds_ring_launcher.check.small_model import _shrink_layers, build, make_batch, read_config, shrink
 
@@ -53,7 +56,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "a drafting model": (lambda _: read_config("gemma4_assistant"), "drafts tokens for another"),
     "one configuration for text and images": (
-        lambda _: shrink(read_config("llama"), 61, images=True), "got one for both",
+        lambda _: small("llama", "image-text"), "expected the head image-text, got none",
     ),
     "several texts": (lambda _: shrink(_TwoTexts(), 61), "Multiple valid text configs"),
     "a head that is none": (lambda _: small("llama", "tail"), "head: expected one of causal-lm"),
@@ -63,13 +66,18 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a large model": (
         lambda _: build(read_config("llama"), "causal-lm", 0), r"it would still have [\d,]+ parameters",
     ),
-    "no vision": (lambda _: shrink_images(read_config("llama"), {"hidden_size": 64}), "got no parts"),
+    "no vision": (lambda _: shrink_images(read_config("llama"), {}, {"hidden_size": 64}), "got no parts"),
     "no features of images": (
-        lambda _: add_images({}, small("llama"), 0), "expected get_image_features for images",
+        lambda _: add_images({}, _without_features(), 0), "expected get_image_features for images",
     ),
     "images of no size": (lambda _: add_images({}, _without_images(), 0), "no images can be made"),
     "images that do not fit": (lambda _: _few_tokens(), "expected images of 6 tokens"),
 }  # fmt: skip
+
+
+def _without_features() -> Any:
+    config = SimpleNamespace(model_type="mllama", sub_configs={"vision_config": None})
+    return SimpleNamespace(base_model=object(), config=config, forward=lambda pixel_values: None)
 
 
 def _without_images() -> Any:
@@ -88,3 +96,27 @@ def test_what_cannot_be_made_small_is_refused(case: str, tmp_path: Path) -> None
     make, words = REFUSED[case]
     with pytest.raises(RingConfigError, match=words):
         make(tmp_path)
+
+
+def test_a_run_in_float64_is_in_float64_where_a_model_asks_for_float32() -> None:
+    wide = torch.ones(2, dtype=torch.float64)
+    with InFloat64():
+        found = [wide.float(), wide.to(torch.float32), wide.softmax(0, dtype=torch.float32)]
+        found.append(torch.zeros(2, dtype=torch.float32))
+    assert {x.dtype for x in found} == {torch.float64}
+    assert wide.float().dtype == torch.float32
+
+
+@pytest.mark.parametrize("family", ["aria", "deepseek_vl_hybrid", "fuyu"])
+def test_images_of_small_models_have_their_features(family: str) -> None:
+    """Of encoders in parts, of two resolutions, of one projection."""
+    config = shrink(read_config(family), 61, images=True)
+    model = build(config, "image-text", 0)
+    text = make_batch(config, "image-text", 61, 0, True)
+    assert add_images(text, small("llama"), 0) is text  # a class that reads text only
+    batch = add_images(text, model, 0)
+    loss = model(**batch).loss
+    loss.backward()
+    assert bool(torch.isfinite(loss))
+    grads = [p.grad for name, p in model.named_parameters() if "vision" in name and p.grad is not None]
+    assert grads and all(bool(torch.isfinite(one).all()) for one in grads)

@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -84,6 +85,17 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Tensor]]] = {
             "image_grid_thw": GRIDS,
         },
     ),
+    "gemma3": (
+        "Gemma3",
+        {
+            "vision_config": VISION | {"model_type": "siglip_vision_model", "image_size": 8},
+            "text_config": TEXT | {"head_dim": 8, "sliding_window": 6, "num_hidden_layers": 2,
+                "layer_types": ["sliding_attention", "full_attention"]},
+            "image_token_index": IMAGE,
+            "mm_tokens_per_image": FEATURES,
+        },
+        {"pixel_values": torch.randn(3, 3, 8, 8, generator=torch.Generator().manual_seed(5))},
+    ),
 }  # fmt: skip
 
 
@@ -109,7 +121,8 @@ def batch_of(name: str) -> dict[str, Tensor]:
     mask[1, 38:] = 0
     labels = ids.masked_fill((ids == IMAGE) | (mask == 0), -100)
     batch = {"input_ids": ids, "labels": labels, "attention_mask": mask} | MODELS[name][2]
-    return batch | ({"mm_token_type_ids": (ids == IMAGE).int()} if "qwen" in name else {})
+    types = {"qwen2_vl": "mm_token_type_ids", "qwen2_5_vl": "mm_token_type_ids", "gemma3": "token_type_ids"}
+    return batch | ({types[name]: (ids == IMAGE).int()} if name in types else {})
 
 
 def on_a_ring(rank: int, world_size: int, name: str, layout: str, ulysses_size: int) -> Run:
@@ -121,7 +134,7 @@ def on_a_ring(rank: int, world_size: int, name: str, layout: str, ulysses_size: 
     ("name", "layout", "world_size", "ulysses_size"),
     [
         ("llava", "zigzag", 3, 1), ("mistral3", "striped", 2, 1), ("internvl", "contiguous", 2, 2),
-        ("qwen2_vl", "zigzag", 2, 1), ("qwen2_5_vl", "zigzag", 3, 1),
+        ("qwen2_vl", "zigzag", 2, 1), ("qwen2_5_vl", "zigzag", 3, 1), ("gemma3", "zigzag", 2, 1),
     ],
 )  # fmt: skip
 def test_images_are_exact(
@@ -171,6 +184,59 @@ def test_images_that_fill_up_a_sample_are_encoded_by_nobody() -> None:
     assert all(is_used for _, is_used in shares)
     images = torch.cat([found["pixel_values"] for found, _ in shares], dim=1)
     assert torch.equal(images, values[[0, 1, 1], [0, 0, 1]][None])
+
+
+def test_patches_of_a_strip_are_divided_by_image() -> None:
+    """MiniCPM: the patches of all images side by side, as squares of one strip."""
+    from ds_ring.contrib.images.model import _share
+
+    values = torch.randn(1, 3, 4, 4 * (4 + 8 + 4))
+    given = {"pixel_values": values, "target_sizes": torch.tensor([[2, 2], [2, 4], [2, 2]])}
+    shares = [_share(given, given, RingMesh(Grid(2, 2), r))[0] for r in (0, 1)]
+    assert torch.equal(torch.cat([one["pixel_values"] for one in shares], dim=3), values)
+    assert [one["target_sizes"].tolist() for one in shares] == [[[2, 2]], [[2, 4], [2, 2]]]
+
+
+def test_blocks_are_numbered_by_the_token_types_of_whole_batches() -> None:
+    from ds_ring.contrib.images.blocks import JoinedBlocks, numbers_blocks
+    from ds_ring.masks.catalog import Causal
+    from ds_ring.patterns.documents.pattern import Documents
+
+    types = torch.tensor([[0, 1, 1, 0, 1, 0]])
+    number = numbers_blocks(build("gemma3"))
+    ids = number({"token_type_ids": types})
+    assert ids is not None and ids.tolist() == [[-1, 0, 0, -1, 1, -1]]
+    assert number({"token_type_ids": 0 * types}) is None and number({}) is None
+    sees = JoinedBlocks(Documents(ids)).narrowed(Causal()).mask(np.arange(6), np.arange(6))
+    expected = torch.ones(6, 6).tril().bool()
+    expected[1, 2] = True
+    assert torch.equal(torch.as_tensor(sees), expected)
+
+
+def test_blocks_that_a_batch_does_not_have_are_refused() -> None:
+    from types import SimpleNamespace
+
+    from ds_ring.contrib.images.blocks import BlockRows, JoinedBlocks, numbers_blocks
+    from ds_ring.integrations.deepspeed.packing import RowGroup
+    from ds_ring.integrations.transformers.layer_masks import LayerMask
+    from ds_ring.masks.catalog import Causal
+    from ds_ring.patterns.documents.pattern import Documents
+
+    group = RowGroup(JoinedBlocks(Documents([0, 0, -1])), (0,))
+    mask = LayerMask(Causal(), joins_blocks=True)
+    mask.check_blocks(SimpleNamespace(groups=(group,)))  # type: ignore[arg-type]
+    with pytest.raises(RingError, match="see each other; give images with the batch"):
+        mask.check_blocks(SimpleNamespace(groups=()))  # type: ignore[arg-type]
+    with pytest.raises(RingError, match="expected rows of documents, got blocks of images"):
+        _ = group.documents
+    with pytest.raises(RingConfigError, match="leave it out"):
+        BlockRows().check({}, Causal(), False)
+    text = SimpleNamespace(use_bidirectional_attention="vision", sliding_window=2)
+    model = SimpleNamespace(config=SimpleNamespace(model_type="gemma4_unified", text_config=text))
+    number = numbers_blocks(model)
+    assert number({"mm_token_type_ids": torch.tensor([[1, 1, 0, 1]])}) is not None
+    with pytest.raises(RingConfigError, match="at most 2 tokens, as its window, got 3"):
+        number({"mm_token_type_ids": torch.tensor([[1, 1, 1, 0]])})
 
 
 def test_a_rank_without_an_image_encodes_one_for_its_gradients(rank_pool: Pool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,7 +19,7 @@ from ds_ring.integrations.deepspeed.packing import (
     positions_in_documents,
 )
 from ds_ring.integrations.deepspeed.session import REMEMBERED
-from ds_ring.masks.catalog import Causal, Full
+from ds_ring.masks.catalog import Causal, Chunked, Full
 from ds_ring.masks.pattern import Pattern
 from ds_ring.ops.context import ContextCache
 from ds_ring.schedule.grid import Grid
@@ -202,3 +203,16 @@ def test_what_cannot_be_packed_is_refused(what):
     others, documents, error, words = WRONG[what]
     with pytest.raises(error, match=words):
         prepare_batch({"input_ids": IDS, **others}, Causal(), documents)
+
+
+def test_chunks_begin_with_each_document() -> None:
+    ids = torch.tensor([[4, 4, 4, 4, 4, 7, 7, 7, 7, -1]])
+    (group,) = group_rows(ids, 1)
+    places = torch.tensor([0, 1, 2, 3, 4, 0, 1, 2, 3, 0])
+    chunks, at = places // 3, torch.arange(10)
+    expected = (ids[0][:, None] == ids[0]) & (chunks[:, None] == chunks) & (at[:, None] >= at) & (at < 9)
+    got = group.narrowed(Chunked(3)).mask(np.arange(10), np.arange(10))
+    assert torch.equal(torch.as_tensor(got), expected)
+    (parted,) = group_rows(torch.tensor([[1, 2, 1]]), 1)
+    with pytest.raises(RingPatternError, match="put them together"):
+        parted.narrowed(Chunked(2))

@@ -484,8 +484,6 @@ CONTRADICTIONS: dict[str, tuple[Any, Any, str]] = {
     "LongNet": ("Mistral", {"segment_lengths": [8], "dilation_rates": [2]}, 'write "window": 5'),
     "a named layer": ("Mistral", {"layers": {"1": {"window": 6}}}, 'write "window": 5 in the "pattern"'),
     "a window for all": ("Gemma", {"window": 7}, "every layer takes its own from the model"),
-    "chunks in documents": ("Llama 4", {"documents": True},
-        'whose chunks begin with each document.*"documents": false'),
 }  # fmt: skip
 
 
