@@ -227,7 +227,7 @@ def test_blocks_that_a_batch_does_not_have_are_refused() -> None:
     mask.check_blocks(SimpleNamespace(groups=(group,)))  # type: ignore[arg-type]
     with pytest.raises(RingError, match="see each other; give images with the batch"):
         mask.check_blocks(SimpleNamespace(groups=()))  # type: ignore[arg-type]
-    with pytest.raises(RingError, match="expected rows of documents, got blocks of images"):
+    with pytest.raises(RingError, match="expected softmax attention, got blocks of images"):
         _ = group.documents
     with pytest.raises(RingConfigError, match="leave it out"):
         BlockRows().check({}, Causal(), False)
