@@ -147,7 +147,7 @@ CAPABILITIES = {
         why="the name of layouts of pieces, which the core has; two refusals advise it",
     ),
     "block diffusion": Capability(("contrib.diffusion",), words=r"\bdiffusion_|contrib\.diffusion"),
-    "private keys": Capability(("patterns.private",), with_it=("block diffusion",),
+    "private keys": Capability(("patterns.private",), ("dist/contrib/test_drafter.py",), ("block diffusion",),
         words=r"\bBlockDiffusion|\bDrafter|\bPrivate|patterns\.private"),
     "slices": Capability(("patterns.slices",), words=r"\bSlices\b|\bSliceKeys|patterns\.slices"),
     "functions of pairs": Capability(
