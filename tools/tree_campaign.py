@@ -4,7 +4,8 @@ A round is one random tree of rollouts (branches within answers, equal ones, pre
 operator in float64 or a small model of transformers in float32, on gloo rings of 1 to 4 ranks. Outputs (of
 models log-probabilities) of each rollout and all gradients are compared with one process that computes each
 rollout by itself: 1e-10 for operators, 2e-5 for models (`tests/dist/tree_rounds.py`). "refused" counts trees
-of fewer tokens than ranks, which RWKV refuses. The last rows are the tokens that a layer computes and sends,
+of fewer tokens than ranks, which RWKV refuses; "rounded" those beyond 2e-5 whose ring is nearer to float64
+than one process is. The last rows are the tokens that a layer computes and sends,
 for the trees and for their rollouts as rows of their own.
 
 Example:
@@ -82,7 +83,8 @@ def main(arguments: list[str] | None = None) -> int:
             bad += len(wrong)
             errors = (max(one[at] for one in found) for at in (0, 1))
             named = dict(zip(("outputs", "gradients"), (f"{error:.1e}" for error in errors), strict=True))
-            counts = {"rounds": len(found), "wrong": len(wrong), "refused": sum(one.refused for one in found)}
+            counts = {"rounds": len(found), "wrong": len(wrong)}
+            counts |= {key: sum(getattr(one, key) for one in found) for key in ("refused", "rounded")}
             report({"of": name} | counts | named, time.monotonic() - started)
     for size in options.rings:
         each = [tokens_of(seed, size) for seed in seeds]  # of all trees
