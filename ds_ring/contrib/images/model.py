@@ -293,8 +293,10 @@ def _share(pixels: dict[str, Tensor], takes: Any, mesh: RingMesh) -> tuple[dict[
     elif values.ndim == 5 and "pixel_attention_mask" in takes:
         # Idefics: by sample, and images of zeros where a sample has fewer
         mask = pixels.get("pixel_attention_mask")
-        is_of_images = mask is not None and mask.ndim == 2
-        real_BI = mask.bool() if is_of_images else (values != 0).flatten(2).any(dim=2)
+        if mask is not None and mask.ndim == 2:
+            real_BI = mask.bool()
+        else:
+            real_BI = (values != 0).flatten(2).any(dim=2)
         pixels = {key: x[real_BI][None] for key, x in pixels.items()}
         patches_I, dim = torch.ones(int(real_BI.sum()), dtype=torch.int64), 1
     else:
