@@ -293,10 +293,8 @@ def _share(pixels: dict[str, Tensor], takes: Any, mesh: RingMesh) -> tuple[dict[
     elif values.ndim == 5 and "pixel_attention_mask" in takes:
         # Idefics: by sample, and images of zeros where a sample has fewer
         mask = pixels.get("pixel_attention_mask")
-        if mask is not None and mask.ndim == 2:
-            real_BI = mask.bool()
-        else:
-            real_BI = (values != 0).flatten(2).any(dim=2)
+        has_pixels_BI = (values != 0).flatten(2).any(dim=2)
+        real_BI = mask.bool() if mask is not None and mask.ndim == 2 else has_pixels_BI
         pixels = {key: x[real_BI][None] for key, x in pixels.items()}
         patches_I, dim = torch.ones(int(real_BI.sum()), dtype=torch.int64), 1
     else:
