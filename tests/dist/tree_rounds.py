@@ -279,7 +279,8 @@ def model_on_ring(rank: int, world_size: int, name: str, seeds: Sequence[int]) -
             batch = session.shard_batch(tree.batch)
             outputs = tree.of_rollouts(session.gather(session.logprobs(model, batch)))
         except RingError as error:
-            return [Result([], {}, f"{type(error).__name__}: {error}")] * len(seeds)
+            found.append(Result([], {}, f"{type(error).__name__}: {error}"))
+            continue
         loss_of(outputs, seed).backward()
         gradients = summed(gradients_of(model), world_size)
         found.append(Result([one.detach() for one in outputs], gradients if rank == 0 else {}))
