@@ -104,6 +104,8 @@ def layout_for(name: str, pattern: Pattern, *, tokens: int, ring_size: int, mult
         if name == "document_zigzag":
             return make_layout(name, pattern=ds_ring.Documents(document_ids(tokens)), **sizes)
         if name == "private":  # runs of that layout of another pattern
+            if tokens < 2:  # there is no such sequence
+                return make_layout("contiguous", **sizes)
             half = ds_ring.BlockDiffusion(7, tokens // 2, padding=tokens % 2)
             return make_layout(name, pattern=half, **sizes)
         if name != "residue":

@@ -79,8 +79,10 @@ class Pooled(nn.Module):
 
 
 def pooled(_: Given) -> Any:
-    current = SimpleNamespace(mesh="another", layout=SimpleNamespace(tokens=4))
-    session: Any = SimpleNamespace(mesh="ring", batches=SimpleNamespace(current=current))
+    current = SimpleNamespace(mesh=SimpleNamespace(sequence_size=1), layout=SimpleNamespace(tokens=4))
+    session: Any = SimpleNamespace(
+        mesh=SimpleNamespace(sequence_size=2), batches=SimpleNamespace(current=current)
+    )
     model: Any = Pooled()
     return families.pooled_token(model, session)[1](model, (), {}, torch.zeros(1, 4, 1))
 
@@ -169,7 +171,7 @@ CASES: dict[str, tuple[Callable[[Given], Any], type[RingError], str]] = {
         r"4 patches \(image_grid_thw\), got 5",
     ),
     "image tokens without types": (
-        lambda _: images._axes_of(SimpleNamespace(get_rope_index=lambda x: x))({}),
+        lambda _: images._axes_of(SimpleNamespace(get_rope_index=lambda mm_token_type_ids: 0))({}),
         RingShapeError,
         "expected mm_token_type_ids",
     ),

@@ -198,6 +198,7 @@ class IndexedLayer:
         if not isinstance(sharding, BatchSharding) or len(masks) != 1:
             got = f"got {len(masks)} masks and {type(sharding).__name__}"
             raise RingPatternError(f"{name}: expected its layer's mask, {got}; call the engine, not compiled")
+        masks[0].check_blocks(sharding)
         visible, keys = _Visible(), _Keys(sharding, pattern_in(self._layer, sharding, masks[0].pattern))
         args = tuple(visible if isinstance(x, LayerMask) else x for x in args)
         kwargs = {key: visible if isinstance(x, LayerMask) else x for key, x in kwargs.items()}

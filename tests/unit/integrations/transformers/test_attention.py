@@ -22,6 +22,8 @@ from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
 from ds_ring.integrations.deepspeed.session import RingSession
 from ds_ring.integrations.transformers.attach import attach, check_model
 from ds_ring.integrations.transformers.layer_masks import LayerMask
+from ds_ring.integrations.transformers.variants.eager_attention.families import Family
+from ds_ring.integrations.transformers.variants.eager_attention.scores import ModuleAttention
 from ds_ring.masks.catalog import Causal, SlidingWindow
 from tests.dist.test_long_sequence import Largest
 from tests.sessions import session_of
@@ -345,14 +347,19 @@ def test_a_causal_model_under_a_full_pattern_is_refused():
 def test_masks_that_no_pattern_stands_for_are_refused():
     from transformers.masking_utils import create_causal_mask
 
-    model, _ = attached()
+    model, session = attached()
     embeds = torch.zeros(2, 33, 32)
     with pytest.raises(RingPatternError, match="masks attention by or_masks"):
         create_causal_mask(model.config, embeds, None, None, or_mask_function=prefix)
-    with pytest.raises(RingPatternError, match="tokens of a block"):
-        create_causal_mask(model.config, embeds, None, None, block_sequence_ids=torch.zeros_like(IDS))
+    session.shard_batch({"input_ids": IDS})
+    sharding = session.batches.current
+    blocks = create_causal_mask(model.config, embeds, None, None, block_sequence_ids=torch.zeros_like(IDS))
+    eager: Any = ModuleAttention(model, model.config, Family(), sharding, blocks, 2)
+    for read in (blocks.check_blocks, lambda _: eager(None, None)):
+        with pytest.raises(RingPatternError, match="tokens of a block"):
+            read(sharding)
     with pytest.raises(RingPatternError, match=r"attention_mask: expected none, got \[2, 33\]"):
-        create_causal_mask(model.config, embeds, torch.ones_like(IDS), None)
+        create_causal_mask(model.config, embeds, (IDS[0, 0] != IDS).long(), None)
     jumping = torch.tensor([0, 1, 2, 30, 31, 32]).expand(2, -1)
     made = create_causal_mask(model.config, embeds[:, :6], None, None, position_ids=jumping)
     assert made == LayerMask(Causal())
