@@ -198,8 +198,11 @@ def verdict(cell: Cell, size: int, answers: Sequence[dict[str, Any]], said: str 
         if len(raised) == size:
             return Verdict("does not run", f"{first['raised']}: {why}")
         others = f"some ranks raise {first['raised']}, the others abort, hang or finish"
-        return Verdict("does not run", others if "Read error" in why else f"{others}: {why}")
+        return Verdict("does not run", others if _ENDED.search(why) else f"{others}: {why}")
     return Verdict("does not run", f"no answer in time, the ranks abort or hang: {said}"[:200])
+
+
+_ENDED = re.compile("Read error|Connection closed")  # what the others hear of a rank that has ended
 
 
 def _size(error: float) -> str:
