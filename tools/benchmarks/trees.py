@@ -2,7 +2,7 @@
 
 Both compute the log-probabilities of all answers and a policy's gradient (`engine.ring.logprobs`) on the same
 ring, and take turns. Reported are tokens of the batch, seconds of a step (medians of the slowest rank), the
-peak of a rank's tensor memory above that before the step, and the largest relative difference of the
+peak of a rank's tensor memory above that before the step, and the largest difference over the largest of the
 loss and of each parameter's gradient between the two.
 
 The model is a Llama of the given sizes, or that of a config.json: one with recurrences, say, whose states
@@ -80,7 +80,10 @@ def prepare(options: argparse.Namespace) -> Turns:
 
     def difference() -> float:
         one, other = first["tree"], first["rows"]
-        return max(float((one[key] - x).norm() / x.norm()) for key, x in other.items())
+        # Over the largest gradient: a decay's own is 1e-5 of it, and what is left of sums that cancel.
+        largest = max(x.norm() for key, x in other.items() if key != "the loss")
+        sizes = dict.fromkeys(other, largest) | {"the loss": other["the loss"].abs()}
+        return max(float((one[key] - x).norm() / sizes[key]) for key, x in other.items())
 
     return Turns({name: partial(step, name) for name in batches}, difference)
 
