@@ -2,8 +2,8 @@
 
 Both compute the log-probabilities of all answers and a policy's gradient (`engine.ring.logprobs`) on the same
 ring, and take turns. Reported are tokens of the batch, seconds of a step (medians of the slowest rank), the
-peak of a rank's tensor memory above that before the step, and the largest difference over the largest of the
-loss and of each parameter's gradient between the two.
+peak of a rank's tensor memory above that before the step, and the largest difference between the two: of a
+parameter's gradient over the largest gradient, of the loss over itself.
 
 The model is a Llama of the given sizes, or that of a config.json: one with recurrences, say, whose states
 follow the paths of a tree.
