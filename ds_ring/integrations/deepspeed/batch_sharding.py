@@ -124,14 +124,15 @@ class BatchSharding:
 
     def used_passes(self) -> list[UsedPass]:
         """Return the passes that this batch's attention made so far."""
-        found: dict[tuple[Pattern, int], UsedPass] = {}
+        found: dict[tuple[Pattern, int, int], UsedPass] = {}  # groups of rows have plans alike
         for key, rows in self._kept.items():
             if not isinstance(rows, RowsAttention):
                 continue
             for context, _ in rows.contexts:
                 for made in context.prepared.values():
                     ways = tuple(sorted({way for one in made.own.classes for way in one.lowered}))
-                    found[key[1], id(made.plan)] = UsedPass(key[1], made.make_plan, ways)
+                    heads = made.plan.query_heads, made.plan.kv_heads
+                    found[key[1], *heads] = UsedPass(key[1], made.make_plan, ways)
         return list(found.values())
 
     def attention(
@@ -331,7 +332,7 @@ class BatchReport(NamedTuple):
     division_crc: int = 0  # of a batch that is divided among smaller rings
 
 
-class PreparedBatch(NamedTuple):
+class ReadyBatch(NamedTuple):
     """A whole batch as `prepare_batch` left it, before the ranks have compared their reports."""
 
     tensors: Batch

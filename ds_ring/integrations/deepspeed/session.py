@@ -46,7 +46,7 @@ from ds_ring.integrations.deepspeed.batch_sharding import (
     REFUSED,
     REMEMBERED,
     BatchSharding,
-    PreparedBatch,
+    ReadyBatch,
     RecentBatches,
     RowsAttention,
     check_consistency,
@@ -297,7 +297,7 @@ class RingSession:
         self.check_at_work()
         return self._shard_prepared(self._prepare(batch), assigned)
 
-    def _shard_prepared(self, ready: PreparedBatch, assigned: Assigned | None = None) -> Batch:
+    def _shard_prepared(self, ready: ReadyBatch, assigned: Assigned | None = None) -> Batch:
         self.check_at_work()
         report, mesh, longest = ready.report, None, None
         if assigned is not None:
@@ -312,7 +312,7 @@ class RingSession:
         self.batches.record(local, sharding)
         return local
 
-    def _prepare_ahead(self, batch: Callable[[Any], Mapping[str, Tensor]], read: Any) -> PreparedBatch:
+    def _prepare_ahead(self, batch: Callable[[Any], Mapping[str, Tensor]], read: Any) -> ReadyBatch:
         """Prepare a batch, and plan its passes as those of the last batch; no collective. In a thread."""
         used, ready = self.batches.used, self._prepare(lambda: batch(read))
         if ready.fault is None and ready.report.tokens >= self.config.min_sequence_length:
@@ -324,7 +324,7 @@ class RingSession:
 
     def _ahead(
         self, reads_ahead: bool, batch: Callable[[Any], Mapping[str, Tensor]] = lambda read: read
-    ) -> Callable[[Any], PreparedBatch] | None:
+    ) -> Callable[[Any], ReadyBatch] | None:
         """Return what prepares the next batch in a thread; None where it is no use, or not allowed.
 
         Only documents are new in every batch. A model's own functions of whole batches run in its thread.
@@ -580,13 +580,13 @@ class RingSession:
             for replica, fault, position in everyones
         ]
 
-    def _prepare(self, batch: Callable[[], Mapping[str, Tensor]]) -> PreparedBatch:
+    def _prepare(self, batch: Callable[[], Mapping[str, Tensor]]) -> ReadyBatch:
         """Prepare a batch; keep a fault until the ranks have compared notes, so that all stop together."""
         try:
             documents, needs, given = self.config.pattern.documents, self.needs, batch()
             if needs.batches is not None:
                 prepared = needs.batches.prepare(given, needs.number_tokens)
-                return PreparedBatch(prepared, report_of(prepared))
+                return ReadyBatch(prepared, report_of(prepared))
             by_token, whole = whole_tensors(given, needs.whole)
             prepared = prepare_batch(by_token, self.pattern, documents, needs.real_tokens)
             if needs.number_tokens is not None and ("position_ids" not in given or row_kind(given)):
@@ -594,11 +594,11 @@ class RingSession:
             if whole and needs.whole is not None:
                 needs.whole.add_columns(prepared, given)
         except RingError as fault:
-            return PreparedBatch({}, REFUSED, fault)
-        return PreparedBatch(prepared | whole, report_of(prepared | whole))
+            return ReadyBatch({}, REFUSED, fault)
+        return ReadyBatch(prepared | whole, report_of(prepared | whole))
 
     def _cut(
-        self, ready: PreparedBatch, mesh: RingMesh | None = None, longest: int | None = None
+        self, ready: ReadyBatch, mesh: RingMesh | None = None, longest: int | None = None
     ) -> tuple[Batch, BatchSharding]:
         """Return this rank's part of a prepared batch, and its sharding; `document_ids` become patterns.
 
@@ -700,10 +700,10 @@ class RingSession:
 
     def _shard_read(self, read: Any) -> Batch:
         """Return this rank's part of a whole batch of a loader, or of one that was prepared ahead."""
-        return self._shard_prepared(read) if isinstance(read, PreparedBatch) else self.shard_batch(read)
+        return self._shard_prepared(read) if isinstance(read, ReadyBatch) else self.shard_batch(read)
 
     def _shard_slices(self, dataset: Any, read: Any) -> Batch:
-        local = self._shard_read(read if isinstance(read, PreparedBatch) else code_batch(dataset, read))
+        local = self._shard_read(read if isinstance(read, ReadyBatch) else code_batch(dataset, read))
         read_slices(dataset, local)
         # Labels of the data set may be -100, which codes do not tell.
         count = world_sum((local["labels"] != IGNORE).sum(), self.mesh)
