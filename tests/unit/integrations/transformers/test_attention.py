@@ -23,7 +23,7 @@ from ds_ring.integrations.deepspeed.session import RingSession
 from ds_ring.integrations.transformers.attach import attach, check_model
 from ds_ring.integrations.transformers.layer_masks import LayerMask
 from ds_ring.integrations.transformers.variants.eager_attention.families import Family
-from ds_ring.integrations.transformers.variants.eager_attention.scores import ModuleAttention
+from ds_ring.integrations.transformers.variants.eager_attention.scores import EagerScores, ModuleAttention
 from ds_ring.masks.catalog import Causal, SlidingWindow
 from tests.dist.test_long_sequence import Largest
 from tests.sessions import session_of
@@ -355,7 +355,9 @@ def test_masks_that_no_pattern_stands_for_are_refused():
     sharding = session.batches.current
     blocks = create_causal_mask(model.config, embeds, None, None, block_sequence_ids=torch.zeros_like(IDS))
     eager: Any = ModuleAttention(model, model.config, Family(), sharding, blocks, 2)
-    for read in (blocks.check_blocks, lambda _: eager(None, None)):
+    x = torch.zeros(2, 4, 33, 8)
+    scores = EagerScores(eager, x, x, torch.Size([2, 4, 33, 33]))
+    for read in (blocks.check_blocks, lambda _: eager(scores, x)):
         with pytest.raises(RingPatternError, match="tokens of a block"):
             read(sharding)
     with pytest.raises(RingPatternError, match=r"attention_mask: expected none, got \[2, 33\]"):

@@ -48,8 +48,6 @@ class ModuleAttention:
         family, mask = self.family, self.mask
         if family.pattern is not None:
             mask = LayerMask(family.pattern(self.module, self.config))
-        if mask is not None:
-            mask.check_blocks(self.sharding)
         if mask is None or scores.masked != (family.pattern is not None):
             raise unexpected(self.module, "does not mask the scores as its class is known to do")
         changed = None
