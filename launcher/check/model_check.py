@@ -348,17 +348,17 @@ def _trained_once(engine: Any, given: Given, head: str) -> Numbers:
     for name, parameter in engine.module.named_parameters():
         gradient = deepspeed.utils.safe_get_full_grad(parameter)
         if gradient is not None:
-            gradients[name] = gradient.detach().float().clone()
+            gradients[name] = gradient.detach().float().to("cpu", copy=True)
     engine.step()  # at a learning rate of 0
     logits = _logits(output).detach()
     if head != "sequence-classification":
-        logits = given.of_ring(session.gather(logits))
+        logits = given.of_ring(session.gather(logits).cpu())
     pair = session.batches.current.encoder is not None
     outputs = {
-        name: given.of_ring(session.gather(x, encoder=pair and "encoder." in name))
+        name: given.of_ring(session.gather(x, encoder=pair and "encoder." in name).cpu())
         for name, x in layers.items()
     }
-    return Numbers(logits, float(mean.detach()), outputs, gradients)
+    return Numbers(logits.cpu(), float(mean.detach()), outputs, gradients)
 
 
 def _logits(output: Any) -> Tensor:

@@ -9,10 +9,16 @@ PARTS = {
     "versions": "Versions and implementations", "kernels": "Kernels: exactness and ten timed passes",
     "overlap": "A ring that sends to itself", "trace": "One profiler trace", "host": "Host, merge, probes",
     "pull": "Pull between processes on one GPU", "nccl": "NCCL between ranks on one GPU",
-    "rates": "Rates by kind of tile", "tests": "tests/gpu", "longest": "The longest sequence of one device",
+    "models": "Small models on a ring of two", "rates": "Rates by kind of tile",
+    "tests": "tests/gpu", "longest": "The longest sequence of one device",
     "virtual": "A virtual ring against one device",
 }  # fmt: skip
 KERNELS = {"cuda": ("FA2", "cuDNN", "FA3", "flex", "FA4"), "cpu": ("flash", "cpu")}
+# A softmax with sinks, windows, chunks, ALiBi; selected and compressed keys; recurrences after convolutions.
+MODELS = (
+    "qwen3_5_text", "gpt_oss", "deepseek_v32", "mamba2", "gemma3_text", "deepseek_v4", "bloom", "lfm2",
+    "rwkv", "kimi_linear", "nemotron_h", "llama4_text", "recurrent_gemma", "minimax",
+)  # fmt: skip
 ONE_GPU = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "4", "NCCL_NVLS_ENABLE": "0"}
 
 
@@ -71,6 +77,8 @@ def rows(device: str) -> Iterator[Row]:
         yield row("nccl", f"ring, {ranks} ranks", "ranks.ring", 60, ONE_GPU, ranks=ranks)
     yield row("nccl", "a rank is killed", "ranks.killed", 90, ONE_GPU, ranks=3)
     yield row("nccl", "DeepSpeed, ZeRO 3", "ranks.deepspeed", 120, ONE_GPU, ranks=2)
+    for model_type in MODELS:
+        yield row("models", model_type, "ranks.model", 60, ONE_GPU, ranks=2, model_type=model_type)
     yield row("rates", "rates", "machine.rates", 120)
     for head_dim in (64, 128, 256):
         yield row("rates", f"blocks of flex, {head_dim}", "machine.flex_blocks", 90, head_dim=head_dim)

@@ -24,6 +24,7 @@ from ds_ring.ops.context import context_for
 from ds_ring.ops.options import Options
 from ds_ring.ops.ring_op import ring_attention_op
 from ds_ring.transports.devices import gpu_of_rank
+from ds_ring_launcher.check.model_check import CheckRequest, check_forms
 from ds_ring_launcher.run.local_ranks import RanksError, run_ranks
 
 from .kernels import errors_of, exact_tokens, is_cuda, judged, limit_of, operands, reference, shape_of
@@ -170,6 +171,29 @@ def _alone(job: OnNccl, steps: int) -> list[float]:
         optimizer.step()
         losses.append(float(loss))
     return losses
+
+
+def _check(job: OnNccl, model_type: str) -> dict[str, Any]:
+    """Compare a small model on a ring of all ranks with one process on the CPU, in float32."""
+    if is_cuda(job.device):
+        torch.cuda.set_device(gpu_of_rank(dist.get_rank(), torch.cuda.device_count()))
+    # This kernel compiles nothing; the others have rows of their own.
+    section = {"pattern": {"causal": True}, "kernel": "reference"}
+    return check_forms(CheckRequest(model_type, head="causal-lm", section=section))[0].as_json()
+
+
+def model(device: str, ranks: int, model_type: str) -> Iterator[ResultRow]:
+    """Yield the largest errors of a small model's training step on a ring against one process."""
+    if why := _too_old(device):
+        yield ResultRow({"ranks": ranks, "model": model_type}, {"not_shown": why})
+        return
+    if not is_cuda(device):
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    job = (OnNccl(device), model_type)
+    found = run_ranks(_check, ranks, job, threads=1, deadline_s=DEADLINE_S, imported=True)[0]
+    errors = {kind: f"{one['error']:.1e}" for kind, one in found["largest"].items()}
+    wrong = "" if found["result"] == "exact" else f"{found['result']}: {found['reason'][:300]}"
+    yield ResultRow({"ranks": ranks, "model": model_type}, errors, wrong)
 
 
 def _batch() -> dict[str, torch.Tensor]:
