@@ -91,9 +91,12 @@ CAPABILITIES = {
     "scans and halos": Capability(
         ("layers.scan", "simulation.scans"),
         ("dist/layers/test_scan.py", "dist/test_plan_bytes.py"),
-        with_it=("MoBA and NSA", "variant compressed", "variant recurrent"),
+        with_it=("MoBA and NSA", "variant compressed", "variant recurrent", "Mamba 3",
+            "log-linear attention"),
         words=r"\bring_scan|\bhalos?\b|\bshift_sequence|layers\.scan",
     ),
+    "Mamba 3": Capability(("layers.mamba3",), words=r"(?i)\bmamba_?3|layers\.mamba3"),
+    "log-linear attention": Capability(("layers.log_linear",), words=r"(?i)\blog_linear|layers\.log_linear"),
     "decode and generation": Capability(
         ("decode", "integrations.transformers.generation", "integrations.transformers.ring_cache"),
         ("dist/test_generation.py",),

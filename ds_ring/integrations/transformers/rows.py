@@ -20,15 +20,6 @@ def in_order(parts: Sequence[Tensor], rows: Sequence[list[int]]) -> Tensor:
     return torch.cat([*parts])[on_device(np.argsort(order), parts[0].device)]
 
 
-def padded(x: Tensor, slots: int, dim: int) -> Tensor:
-    """Append zeros for the padding slots at the end of a shard."""
-    if x.shape[dim] == slots:
-        return x
-    shape = list(x.shape)
-    shape[dim] = slots - x.shape[dim]
-    return torch.cat([x, x.new_zeros(shape)], dim=dim)
-
-
 def own_last_tokens(x_BCS: Tensor, width: int, layout: Layout, ring_rank: int) -> Tensor:
     """Return the last tokens of a sequence [B, C, width], zeros for those of other ranks: a sum gives all."""
     owners, slots = np.divmod(layout.slots_by_position()[-width:], layout.local_tokens)

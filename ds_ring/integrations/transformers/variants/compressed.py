@@ -45,10 +45,10 @@ from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
 from ds_ring.integrations.deepspeed.packing import refuse_trees
 from ds_ring.integrations.transformers.attention_name import NAME
 from ds_ring.integrations.transformers.model import TABLE
-from ds_ring.integrations.transformers.rows import padded
 from ds_ring.integrations.transformers.variants.variant import STATE, AttachRequest, Variant
 from ds_ring.layers.scan.context import scan_context
 from ds_ring.layers.scan.halo import halo_op
+from ds_ring.layers.scan.recurrence import padded
 from ds_ring.layers.scan.sequence_runs import in_blocks, of_blocks
 from ds_ring.layers.selection.attention import selected_attention
 from ds_ring.layers.selection.select import ring_select

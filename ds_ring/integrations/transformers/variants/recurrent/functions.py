@@ -22,7 +22,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ds_ring.integrations.transformers.variants.recurrent.scan import (
-    Computed,
     Original,
     by_rows,
     recurrence,
@@ -31,6 +30,7 @@ from ds_ring.integrations.transformers.variants.recurrent.scan import (
     with_halo,
 )
 from ds_ring.layers.scan.context import ScanContext
+from ds_ring.layers.scan.recurrence import Computed
 
 
 def convolution(

@@ -28,12 +28,10 @@ from ds_ring.comm.device_tables import on_device
 from ds_ring.errors import RingConfigError
 from ds_ring.integrations.deepspeed.batch import cache_in
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
-from ds_ring.integrations.transformers.rows import own_last_tokens, padded
+from ds_ring.integrations.transformers.rows import own_last_tokens
 from ds_ring.integrations.transformers.variants.recurrent.scan import (
-    Computed,
     Original,
     by_rows,
-    kinds_of,
     recurrence,
     refuse_states,
     rows_of,
@@ -42,6 +40,7 @@ from ds_ring.integrations.transformers.variants.recurrent.scan import (
     with_halo,
 )
 from ds_ring.layers.scan.context import ScanContext
+from ds_ring.layers.scan.recurrence import Computed, kinds_of, padded
 from ds_ring.layers.scan.scan import scan_op
 
 

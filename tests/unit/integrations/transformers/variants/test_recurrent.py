@@ -16,11 +16,12 @@ from ds_ring.config.section import RingConfig
 from ds_ring.errors import RingConfigError
 from ds_ring.integrations.transformers.attach import check_model
 from ds_ring.integrations.transformers.variants.recurrent import layers, scan
+from ds_ring.layers.scan import recurrence
 from tests.unit.integrations.transformers.test_attention import FAMILIES, GROUPED, build
 
 CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "no tokens for a state": (
-        lambda: scan.kinds_of(
+        lambda: recurrence.kinds_of(
             SimpleNamespace(pieces=[], layout="contiguous", mesh=RingMesh.single())  # type: ignore[arg-type]
         ),
         RingConfigError,

@@ -1,0 +1,90 @@
+"""Compare an operator over a sharded sequence with a float64 reference of one process, token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ds_ring import Documents, RingMesh, Tree, gather_sequence, make_layout, shard_sequence
+from tests.reference import relative_error
+
+T = 46
+IDS = [0] * 5 + [1] * 6 + [2] * 2 + [3] * 20 + [4] * 7 + [-1] * 6
+TREE = Tree((-1, 0, 1, 1, 0, 4, -1), (9, 5, 1, 7, 3, 8, 6), T)  # the last 7 tokens are padding
+
+# (world size, layout, Ulysses size) of the tables
+RINGS = [
+    (1, "zigzag", 1), (2, "zigzag", 1), (3, "contiguous", 1), (4, "zigzag", 1), (4, "balanced", 1),
+    (4, "zigzag", 2),
+]  # fmt: skip
+
+
+def documents_of(kind: str) -> Documents | Tree | None:
+    return {"whole": None, "packed": Documents(IDS), "tree": TREE}[kind]
+
+
+def tokens_before(kind: str) -> list[int]:
+    """Return the position of the token before each one in its document, or on its path; -1 for none."""
+    found = [t - 1 for t in range(T)]
+    if kind == "packed":
+        return [t - 1 if t and IDS[t - 1] == IDS[t] else -1 for t in range(T)]
+    if kind == "tree":
+        for node, parent in enumerate(TREE.parents):
+            found[TREE.starts[node]] = int(TREE.starts[parent + 1]) - 1 if parent >= 0 else -1
+        found[TREE.starts[-1]] = -1
+    return found
+
+
+def path_of(kind: str, t: int) -> list[int]:
+    """Return the positions of the tokens of a document, or path, up to t."""
+    before, found = tokens_before(kind), [t]
+    while before[found[-1]] >= 0:
+        found.append(before[found[-1]])
+    return found[::-1]
+
+
+def errors_on_a_ring(
+    world_size: int, ring: tuple[str, int, str], inputs: dict[str, Tensor], alone: Callable[..., Tensor],
+    operator: Callable[..., Tensor],
+) -> dict[str, float]:  # fmt: skip
+    """Return the relative errors of the output and of each gradient.
+
+    Args:
+        world_size: ranks.
+        ring: layout, Ulysses size, and the kind of documents.
+        inputs: [B, T, ...] float64.
+        alone: reference, of the inputs and the kind of documents.
+        operator: of shards, by name, and of layout, mesh and documents.
+    """
+    name, ulysses, kind = ring
+    mesh = RingMesh.from_world(world_size // ulysses, ulysses)
+    pattern = documents_of(kind) or Documents(IDS)
+    layout = make_layout(name, tokens=T, ring_size=mesh.ring_size, multiple_of=ulysses, pattern=pattern)
+    whole = {key: x.clone().requires_grad_() for key, x in inputs.items()}
+    expected = alone(kind=kind, **whole)
+    real = torch.ones(T, dtype=torch.float64)
+    if kind == "tree":
+        real[int(TREE.starts[-1]) :] = 0
+    torch.manual_seed(1)
+    real = real.view(1, T, *[1] * (expected.dim() - 2))
+    expected, grad = expected * real, torch.randn_like(expected) * real
+    expected.backward(grad)
+    named: dict[str, Any] = {"layout": layout, "mesh": mesh}
+    mine = {key: shard_sequence(x, dim=1, **named).requires_grad_() for key, x in inputs.items()}
+    out = operator(**mine, documents=documents_of(kind), **named)
+    out.backward(shard_sequence(grad, dim=1, **named))
+    found = {"out": relative_error(gather_sequence(out, dim=1, **named) * real, expected)}
+    for key, x in mine.items():
+        assert x.grad is not None
+        found[key] = relative_error(gather_sequence(x.grad, dim=1, **named), whole[key].grad)
+    return found
+
+
+def drawn(shapes: dict[str, tuple[int, ...]], seed: int = 0) -> dict[str, Tensor]:
+    """Return normal numbers of these shapes, float64."""
+    draw = np.random.default_rng(seed)
+    return {name: torch.from_numpy(draw.normal(size=shape)) for name, shape in shapes.items()}
