@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import math
 import os
@@ -105,12 +106,23 @@ def judged(
     return ResultRow(case, {name: f"{one:.1e}" for name, one in errors.items()} | dict(more or {}), wrong)
 
 
+def nccl_version() -> tuple[int, ...]:
+    """Return the version of the NCCL that computes: a preloaded one, or the one torch was built with."""
+    found = ctypes.c_int()
+    try:
+        ctypes.CDLL(None).ncclGetVersion(ctypes.byref(found))
+    except AttributeError:  # torch tells what it was built with, whatever is preloaded
+        version: tuple[int, ...] = torch.cuda.nccl.version()
+        return version
+    return found.value // 10_000, found.value // 100 % 100, found.value % 100
+
+
 def packages(device: str) -> Iterator[ResultRow]:
     """Yield versions, and the GPU."""
     found: dict[str, Any] = {name: version_of(name) for name in PACKAGES}
     if is_cuda(device):
         card = torch.cuda.get_device_properties(0)
-        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+        nccl = ".".join(map(str, nccl_version()))
         found |= {"cuda": torch.version.cuda, "nccl": nccl, "gpu": card.name}
         found |= {"cudnn": torch.backends.cudnn.version(), "multiprocessors": card.multi_processor_count}
         found["memory_gib"] = round(card.total_memory / 2**30, 1)

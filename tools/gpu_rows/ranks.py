@@ -27,7 +27,17 @@ from ds_ring.transports.devices import gpu_of_rank
 from ds_ring_launcher.check.model_check import CheckRequest, check_forms
 from ds_ring_launcher.run.local_ranks import RanksError, run_ranks
 
-from .kernels import errors_of, exact_tokens, is_cuda, judged, limit_of, operands, reference, shape_of
+from .kernels import (
+    errors_of,
+    exact_tokens,
+    is_cuda,
+    judged,
+    limit_of,
+    nccl_version,
+    operands,
+    reference,
+    shape_of,
+)
 
 NCCL = (2, 30)  # the first version with several ranks on a GPU
 DEADLINE_S = 55.0
@@ -96,7 +106,7 @@ def _too_old(device: str) -> str:
     """Return why NCCL cannot have several ranks on a GPU, or ""."""
     if not is_cuda(device):
         return ""
-    version = torch.cuda.nccl.version()
+    version = nccl_version()
     return "" if version >= NCCL else f"NCCL {'.'.join(map(str, version))}; 2.30 or newer is needed"
 
 
