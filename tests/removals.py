@@ -92,11 +92,12 @@ CAPABILITIES = {
         ("layers.scan", "simulation.scans"),
         ("dist/layers/test_scan.py", "dist/test_plan_bytes.py"),
         with_it=("MoBA and NSA", "variant compressed", "variant recurrent", "Mamba 3",
-            "log-linear attention"),
+            "log-linear attention", "serial states"),
         words=r"\bring_scan|\bhalos?\b|\bshift_sequence|layers\.scan",
     ),
     "Mamba 3": Capability(("layers.mamba3",), words=r"(?i)\bmamba_?3|layers\.mamba3"),
     "log-linear attention": Capability(("layers.log_linear",), words=r"(?i)\blog_linear|layers\.log_linear"),
+    "serial states": Capability(("layers.serial",), words=r"\bserial_scan|\bttt_|layers\.serial"),
     "decode and generation": Capability(
         ("decode", "integrations.transformers.generation", "integrations.transformers.ring_cache"),
         ("dist/test_generation.py",),

@@ -24,6 +24,7 @@ from ds_ring.comm.mesh import RingMesh
 from ds_ring.errors import RingShapeError, whole_number
 from ds_ring.layers.scan.context import ScanContext, scan_context
 from ds_ring.layers.scan.recurrence import Computed, recurrence_of_pieces
+from ds_ring.layers.scan.sequence_runs import positions_in_documents
 from ds_ring.masks.slots import IntArray
 from ds_ring.ops.handles import never_traced
 from ds_ring.patterns.documents.pattern import Documents, Tree
@@ -101,7 +102,9 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, g: Tensor, level_scales: Tens
 
 
 def _check_levels(context: ScanContext, levels: int) -> None:
-    needed = int(_positions(context).max(initial=0)).bit_length() + 1
+    needed = (
+        int(positions_in_documents(context.documents, context.layout.tokens).max(initial=0)).bit_length() + 1
+    )
     if levels < needed:
         raise RingShapeError.wrong(
             "log_linear_attention: level_scales", f"at least {needed} levels for documents of this length",
@@ -109,21 +112,9 @@ def _check_levels(context: ScanContext, levels: int) -> None:
         )  # fmt: skip
 
 
-def _positions(context: ScanContext) -> IntArray:
-    """Return the position of each token of the sequence in its document, or on its path, [T]."""
-    documents, tokens = context.documents, np.arange(context.layout.tokens, dtype=np.int64)
-    if isinstance(documents, Tree):
-        found: IntArray = np.concatenate([documents.depths[: documents.starts[-1]], tokens])[: len(tokens)]
-        return np.where(tokens < documents.starts[-1], found, tokens - documents.starts[-1])
-    if documents is None:
-        return tokens
-    starts = np.array(documents.starts, dtype=np.int64)
-    return tokens - starts[np.searchsorted(starts, tokens, side="right") - 1]
-
-
 def _own_positions(context: ScanContext) -> IntArray:
     """Return the positions of this rank's slots in their documents, [S]; 0 for padding."""
-    whole, runs = _positions(context), context.runs
+    whole, runs = positions_in_documents(context.documents, context.layout.tokens), context.runs
     found = np.zeros(runs.local_tokens, dtype=np.int64)
     for run in runs.of_rank(context.mesh.sequence_rank).tolist():
         start, slot, length = int(runs.starts[run]), int(runs.slots[run]), int(runs.lengths[run])

@@ -151,7 +151,7 @@ class Letter(NamedTuple):
 Messages = Generator[tuple[ByRank, ByRank], None, Tensor]
 
 
-def _deliver(
+def deliver(
     letters: Sequence[Letter], ranks: Sequence[int], rank: int, like: Tensor
 ) -> Generator[tuple[ByRank, ByRank], None, list[tuple[Letter, list[Tensor]]]]:
     """Yield what a rank sends and receives of letters; return those to its own runs with their tensors."""
@@ -205,7 +205,7 @@ def scan_messages(
 
     for steps in runs.rounds():
         letters = [letter(*step) for step in steps]
-        arrived = yield from _deliver(letters, ranks, rank, increment)
+        arrived = yield from deliver(letters, ranks, rank, increment)
         composed = {}
         for one, parts in arrived:
             own, increment_ = found[one.to]
@@ -215,7 +215,7 @@ def scan_messages(
         found |= composed
     letters = [letter(*step) for step in runs.shift()]
     states = torch.zeros_like(increment)
-    for one, (state,) in (yield from _deliver(letters, ranks, rank, increment)):
+    for one, (state,) in (yield from deliver(letters, ranks, rank, increment)):
         states[place[one.to]] = state
     return states
 
@@ -235,7 +235,7 @@ def gradient_messages(
         Letter(to, of, (grad.shape[1:],), (grad[place[to]],) if to in place else ())
         for of, to, _ in runs.shift()
     ]
-    for letter, (part,) in (yield from _deliver(letters, ranks, rank, grad)):
+    for letter, (part,) in (yield from deliver(letters, ranks, rank, grad)):
         found[place[letter.to]] += part
 
     def made(run: int) -> tuple[Tensor, ...]:
@@ -250,7 +250,7 @@ def gradient_messages(
             for of, to, done in steps
             if not done
         ]
-        arrived = yield from _deliver([*up, *down], ranks, rank, grad)
+        arrived = yield from deliver([*up, *down], ranks, rank, grad)
         moves = dict(move)
         for letter, (part,) in arrived:
             if letter.of > letter.to:  # from a run below: numbers rise along each path

@@ -249,6 +249,17 @@ def in_blocks(layout: Layout, size: int) -> Layout:
     return PieceLayout(blocks, layout.ring_size, 1, (*starts, blocks), tuple(runs.ranks.tolist()))
 
 
+@lru_cache(maxsize=64)
+def positions_in_documents(documents: Documents | Tree | None, tokens: int) -> IntArray:
+    """Return the position of each token of the sequence in its document, or on its path in a tree, [T]."""
+    if isinstance(documents, Tree):
+        end = int(documents.starts[-1])
+        return np.concatenate([documents.depths[:end], np.arange(tokens - end)])
+    starts = np.array([0] if documents is None else documents.starts, dtype=np.int64)
+    found: IntArray = np.arange(tokens, dtype=np.int64)
+    return found - starts[np.searchsorted(starts, found, side="right") - 1]
+
+
 class Piece(NamedTuple):
     """Consecutive slots of a rank in one run and one document.
 

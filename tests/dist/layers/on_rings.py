@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ds_ring import Documents, RingMesh, Tree, gather_sequence, make_layout, shard_sequence
+from ds_ring.layers.scan.sequence_runs import of_blocks
 from tests.reference import relative_error
 
 T = 46
@@ -49,7 +50,7 @@ def path_of(kind: str, t: int) -> list[int]:
 
 def errors_on_a_ring(
     world_size: int, ring: tuple[str, int, str], inputs: dict[str, Tensor], alone: Callable[..., Tensor],
-    operator: Callable[..., Tensor],
+    operator: Callable[..., Tensor], block_size: int = 1,
 ) -> dict[str, float]:  # fmt: skip
     """Return the relative errors of the output and of each gradient.
 
@@ -59,11 +60,16 @@ def errors_on_a_ring(
         inputs: [B, T, ...] float64.
         alone: reference, of the inputs and the kind of documents.
         operator: of shards, by name, and of layout, mesh and documents.
+        block_size: tokens that one shard has whole.
     """
     name, ulysses, kind = ring
     mesh = RingMesh.from_world(world_size // ulysses, ulysses)
     pattern = documents_of(kind) or Documents(IDS)
     layout = make_layout(name, tokens=T, ring_size=mesh.ring_size, multiple_of=ulysses, pattern=pattern)
+    if block_size > 1:
+        layout = of_blocks(
+            make_layout(name, tokens=-(-T // block_size), ring_size=mesh.ring_size), block_size, T
+        )
     whole = {key: x.clone().requires_grad_() for key, x in inputs.items()}
     expected = alone(kind=kind, **whole)
     real = torch.ones(T, dtype=torch.float64)

@@ -1,0 +1,114 @@
+"""A recurrence that is not linear in its state, over a sharded sequence: `serial_scan`.
+
+Such a state cannot be composed from the runs' own maps, so each run waits for the run before it in its
+document. Runs of different documents, and parts of the batch, overlap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ds_ring.comm.collective import collective
+from ds_ring.comm.mesh import RingMesh
+from ds_ring.errors import RingShapeError, whole_number
+from ds_ring.layers.scan.context import ScanContext, check_blocks, scan_context
+from ds_ring.layers.scan.recurrence import padded
+from ds_ring.layers.serial.hand_over import hand_over_op, turns
+from ds_ring.ops.handles import never_traced
+from ds_ring.patterns.documents.pattern import Documents, Tree
+from ds_ring.schedule.layout import Layout
+
+# Takes the state [b, ...] and the tensors [b, L, ...] of a piece; returns outputs and the state after it.
+Step = Callable[[Tensor, Sequence[Tensor]], tuple[Tensor, Tensor]]
+
+
+@never_traced
+def serial_scan(
+    step: Step, initial: Tensor, tensors: Sequence[Tensor], *, layout: Layout, mesh: RingMesh,
+    documents: Documents | Tree | None = None, block_size: int = 1, batch_parts: int = 1,
+    hop_timeout_s: float = 60.0,
+) -> Tensor:  # fmt: skip
+    """Compute a recurrence of any kind over a sharded sequence, run after run. Differentiable.
+
+    For a recurrence that is linear in its state use `ring_scan`, which is parallel. This one is serial: with
+    contiguous shards of one document, rank p computes when rank p - 1 is done. The whole takes as long as on
+    one rank, but for memory. Packed documents inside a shard, and `batch_parts`, overlap.
+
+    Args:
+        step: computes consecutive tokens of one document from a state [b, ...] and tensors [b, L, ...];
+            returns outputs [b, L, ...] and the state after the last token. It may not call other ranks.
+        initial: the state with which documents begin, [B, ...]; equal on all ranks.
+        tensors: local [B, S, ...].
+        layout: the rank and slot of each token; its runs have no gaps (zigzag, contiguous, balanced).
+        mesh: this process's place; every rank of the sequence must call, also in the backward pass.
+        documents: each document, or path of a tree, begins with `initial`.
+        block_size: tokens that `step` takes at once (the mini-batch of TTT): runs inside a document begin at
+            multiples of it.
+        batch_parts: parts of the batch that are computed one after the other, so that ranks overlap.
+        hop_timeout_s: seconds that a run may wait for the runs before it.
+
+    Returns:
+        out [B, S, ...]; zeros for padding.
+
+    Raises:
+        RingShapeError: `batch_parts` does not divide the batch; tensors are not the layout's.
+        RingLayoutError: a run begins inside a block; and as `halo`.
+        RingPatternError, RingMismatchError, RingPeerError: as `halo`.
+    """
+    context = scan_context(layout, mesh, documents, hop_timeout_s)
+    with collective(mesh, "serial_scan"):
+        _check(context, initial, tensors, block_size, batch_parts)
+    batch = len(initial) // batch_parts
+    begin = list(initial.split(batch))
+    of_run = context.runs.of_rank(mesh.sequence_rank).tolist()
+    turn_of = turns(layout, mesh.ulysses_size, documents)
+    last_turn = int(turn_of.max(initial=0)) + batch_parts - 1
+    # Backward passes are in one order on all ranks, also on one whose first runs come later.
+    anchor = initial.new_zeros((), requires_grad=torch.is_grad_enabled())
+    got = initial.new_zeros(context.own_runs, *begin[0].shape) + anchor
+    outs: dict[tuple[int, int], Tensor] = {}
+    for turn in range(last_turn + 1):
+        after = []
+        for number, run in enumerate(of_run):
+            part = turn - int(turn_of[run])
+            state = torch.zeros_like(begin[0])
+            if 0 <= part < batch_parts:
+                rows = slice(part * batch, (part + 1) * batch)
+                state = got[number]
+                for piece in (one for one in context.pieces if one.run == number):
+                    state = state if piece.continues else begin[part]
+                    given = [x[rows, piece.slot : piece.slot + piece.length] for x in tensors]
+                    outs[part, piece.slot], state = step(state, given)
+            after.append(state)
+        if turn < last_turn:
+            waiting = got.flatten()[:0].sum()
+            finals = torch.stack(after) + waiting if after else got
+            got = hand_over_op(finals, turn, batch_parts, False, context.handle)
+    slots = [piece.slot for piece in context.pieces]
+    if not slots:  # no token is here: padding gives the shape of the outputs
+        for part, state in enumerate(begin):
+            outs[part, 0] = step(state, [x[:batch, :block_size] for x in tensors])[0][:, :0]
+        slots = [0]
+    parts = [torch.cat([outs[part, slot] for slot in slots], dim=1) for part in range(batch_parts)]
+    return padded(torch.cat(parts), context.runs.local_tokens, 1) + got.flatten()[:0].sum()
+
+
+def _check(
+    context: ScanContext, initial: Tensor, tensors: Sequence[Tensor], block_size: int, batch_parts: int
+) -> None:
+    for name, value in (("block_size", block_size), ("batch_parts", batch_parts)):
+        whole_number(value, f"serial_scan: {name}", RingShapeError)
+    slots, batch = context.runs.local_tokens, len(initial)
+    for x in tensors:
+        if x.shape[:2] != (batch, slots):
+            raise RingShapeError.wrong(
+                "serial_scan: tensors", f"[{batch}, {slots}, ...]", list(x.shape), "pass this rank's shard"
+            )
+    if batch % batch_parts:
+        raise RingShapeError.wrong(
+            "serial_scan: batch_parts", f"a divisor of {batch} samples", batch_parts, "take fewer parts"
+        )
+    check_blocks("serial_scan", context, block_size)
