@@ -10,7 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from benchmarks.measuring import ResultRow
 from ds_ring import Causal, Dilated, Documents, Full, SlidingWindow, build_plan, make_layout
 from ds_ring.errors import RingError
 from ds_ring.kernels.flex.kernel import FlexKernel
+from ds_ring.kernels.flex.options import Blocks, options_of
 from ds_ring.kernels.select import Kernel, get_kernel
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.slots import count_slots
@@ -199,16 +200,30 @@ def kernel_rates(shape: Shape, tokens: int, rounds: int) -> list[ResultRow]:
     return rows
 
 
-def flex_rates(shape: Shape, tokens: int, rounds: int) -> list[ResultRow]:
-    """Return TFLOP/s of causal attention by flex with our blocks and warps, and with Inductor's."""
+def flex_rates(
+    shape: Shape, tokens: int, rounds: int, others: Sequence[tuple[Blocks, Blocks]] = ()
+) -> list[ResultRow]:
+    """Return TFLOP/s of causal attention by flex with our blocks and warps, Inductor's, and others.
+
+    Where the operator is not compiled backward (torch before 2.13), backward has a forward pass in it.
+    """
     layout = make_layout("contiguous", tokens=tokens, ring_size=1, pattern=Causal())
     plan = build_plan(Causal(), layout, query_heads=shape.heads, kv_heads=shape.kv_heads)
     rank = rank_of(shape, plan.rank(0).classes, layout.local_tokens)
     kernels = {"ours": FlexKernel(), "Inductor's": FlexKernel(device_blocks=False)}
-    forward = {name: partial(attend, kernel, rank) for name, kernel in kernels.items()}
-    backward = {name: partial(differentiate, kernel, rank) for name, kernel in kernels.items()}
-    rates = rates_of(shape, rank.pairs, (forward, backward), rounds)
-    return [ResultRow({"head_dim": shape.head_dim, "blocks": name}, rates[name]) for name in kernels]
+    for fwd, bwd in others:
+        options: dict[str, Any] = {**options_of({"fwd": fwd, "bwd": bwd})}
+        kernels[f"{fwd}; {bwd}"] = FlexKernel(**options)
+    refused: dict[str, dict[str, Any]] = {}
+    for name, kernel in kernels.items():
+        try:
+            both(kernel, rank)
+        except Exception as error:  # Triton's, for more shared memory than there is, come through Inductor
+            refused[name] = {"refused": " ".join(str(error).split())[:200]}
+    forward = {name: partial(attend, kernel, rank) for name, kernel in kernels.items() if name not in refused}
+    backward = {name: partial(differentiate, kernels[name], rank) for name in forward}
+    found = rates_of(shape, rank.pairs, (forward, backward), rounds) | refused
+    return [ResultRow({"head_dim": shape.head_dim, "blocks": name}, found[name]) for name in kernels]
 
 
 def sdpa(shape: Shape, tokens: int, causal: bool) -> tuple[Callable[[], object], Callable[[], object]]:

@@ -31,6 +31,21 @@ SMALL = dict(zip(SIZES, (1, 64, 2, 1, 128, 512), strict=True))
 TUNE_S, TRIAL_S = 110.0, 90.0
 
 
+# Blocks of queries and of keys, stages, warps: forward, backward. From 64 rows on Hopper's matrix units work.
+TRIED = {
+    64: (
+        ((128, 128, 3, 8), (64, 64, 3, 4)), ((128, 64, 3, 4), (64, 128, 2, 8)),
+        ((64, 128, 3, 4), (64, 128, 3, 4)),
+    ),
+    128: (
+        ((128, 128, 2, 8), (64, 64, 2, 4)), ((128, 64, 2, 8), (64, 64, 2, 8)),
+        ((128, 64, 3, 4), (64, 128, 2, 8)), ((64, 64, 3, 4), (64, 64, 3, 4)),
+        ((128, 128, 3, 8), (64, 64, 3, 8)), ((128, 32, 3, 8), (64, 128, 3, 8)),
+    ),
+    256: (((128, 64, 2, 8), (64, 64, 2, 8)), ((128, 32, 2, 8), (64, 64, 1, 8))),
+}  # fmt: skip
+
+
 def rates(device: str) -> Iterator[ResultRow]:
     """Yield TFLOP/s of every kernel on every kind of tile, and write rates.json for `ds_ring/measure`."""
     found = kernel_rates(shape_of(device), 32_768 if is_cuda(device) else 256, 5 if is_cuda(device) else 1)
@@ -54,7 +69,7 @@ def flex_blocks(device: str, head_dim: int) -> Iterator[ResultRow]:
     if not is_cuda(device):
         yield ResultRow({"head_dim": head_dim}, {"not_shown": "needs CUDA"})
         return
-    yield from flex_rates(shape_of(device)._replace(head_dim=head_dim), 32_768, 5)
+    yield from flex_rates(shape_of(device)._replace(head_dim=head_dim), 16_384, 5, TRIED[head_dim])
 
 
 def hardware(device: str) -> Iterator[ResultRow]:

@@ -12,6 +12,8 @@ import torch
 from benchmarks.gpu_rates import host_seconds, merge_rate
 from benchmarks.measuring import ResultRow
 
+from ds_ring.cuda.streams import CudaStreams
+
 from .kernels import is_cuda, shape_of
 
 
@@ -71,15 +73,23 @@ def _queries(name: str, work: Callable[[], None]) -> ResultRow:
 
 
 def _capture() -> dict[str, str]:
-    """Capture a graph while a thread queries an event, in both modes that torch offers."""
+    """Capture a graph while a thread queries an event, in both modes, and as ds_ring does it."""
     row: dict[str, str] = {}
-    for mode in ("global", "thread_local"):
+    streams = CudaStreams(torch.device("cuda", 0))
+    for name, mode, prepare, query in (
+        ("global", "global", lambda: None, torch.cuda.Event.query),
+        ("global, by CudaStreams", "global", streams.prepare_thread, streams.reached),
+        ("thread_local", "thread_local", lambda: None, torch.cuda.Event.query),
+    ):
         event, over = torch.cuda.Event(), threading.Event()
         event.record()
 
-        def ask(event: Any = event, over: threading.Event = over) -> None:
+        def ask(
+            event: Any = event, over: threading.Event = over, prepare: Any = prepare, query: Any = query
+        ) -> None:
+            prepare()
             while not over.is_set():
-                event.query()
+                query(event)
                 time.sleep(1e-4)
 
         thread = threading.Thread(target=ask)
@@ -91,9 +101,9 @@ def _capture() -> dict[str, str]:
                     x.add_(1)
             x.zero_()
             graph.replay()
-            row[mode] = "right" if bool((x == 1000).all()) else "wrong numbers"
+            row[name] = "right" if bool((x == 1000).all()) else "wrong numbers"
         except RuntimeError as error:
-            row[mode] = str(error).splitlines()[0][:100]
+            row[name] = str(error).splitlines()[0][:100]
         finally:
             over.set()
             thread.join()

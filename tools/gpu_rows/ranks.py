@@ -183,13 +183,15 @@ def _alone(job: OnNccl, steps: int) -> list[float]:
     return losses
 
 
-def _check(job: OnNccl, model_type: str) -> dict[str, Any]:
+def _check(job: OnNccl, model_type: str) -> list[dict[str, Any]]:
     """Compare a small model on a ring of all ranks with one process on the CPU, in float32."""
     if is_cuda(job.device):
         torch.cuda.set_device(gpu_of_rank(dist.get_rank(), torch.cuda.device_count()))
+        torch.backends.cudnn.allow_tf32 = False  # of convolutions: torch rounds their operands by default
     # This kernel compiles nothing; the others have rows of their own.
     section = {"pattern": {"causal": True}, "kernel": "reference"}
-    return check_forms(CheckRequest(model_type, head="causal-lm", section=section))[0].as_json()
+    asked = CheckRequest(model_type, head="causal-lm", section=section, forms=("plain", "packed"))
+    return [one.as_json() for one in check_forms(asked)]
 
 
 def model(device: str, ranks: int, model_type: str) -> Iterator[ResultRow]:
@@ -200,10 +202,13 @@ def model(device: str, ranks: int, model_type: str) -> Iterator[ResultRow]:
     if not is_cuda(device):
         os.environ["DS_ACCELERATOR"] = "cpu"
     job = (OnNccl(device), model_type)
-    found = run_ranks(_check, ranks, job, threads=1, deadline_s=DEADLINE_S, imported=True)[0]
-    errors = {kind: f"{one['error']:.1e}" for kind, one in found["largest"].items()}
-    wrong = "" if found["result"] == "exact" else f"{found['result']}: {found['reason'][:300]}"
-    yield ResultRow({"ranks": ranks, "model": model_type}, errors, wrong)
+    for one in run_ranks(_check, ranks, job, threads=1, deadline_s=DEADLINE_S, imported=True)[0]:
+        case = {"ranks": ranks, "model": model_type, "batch": one["form"]}
+        results: dict[str, Any] = {kind: f"{worst['error']:.1e}" for kind, worst in one["largest"].items()}
+        if one["result"] == "refused":
+            results["refused"] = one["reason"][:100]
+        is_right = one["result"] in ("exact", "refused")
+        yield ResultRow(case, results, "" if is_right else f"{one['result']}: {one['reason'][:300]}")
 
 
 def _batch() -> dict[str, torch.Tensor]:

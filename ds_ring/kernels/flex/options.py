@@ -5,6 +5,7 @@ Owns names and defaults; `kernel.py` makes the call.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -34,7 +35,8 @@ FlexOptions = tuple[tuple[str, Any], ...]
 # By compute capability and the head dimension rounded up to a row: (block of queries, of keys, stages,
 # warps) forward; in the backward pass the first block is the one that is iterated over, and the second one
 # stays.
-BLOCKS: dict[int, dict[int, dict[str, tuple[int, int, int, int]]]] = {
+Blocks = tuple[int, int, int, int]
+BLOCKS: dict[int, dict[int, dict[str, Blocks]]] = {
     80: {
         64: {"fwd": (128, 64, 3, 8), "bwd": (32, 64, 2, 4)},
         128: {"fwd": (128, 64, 3, 8), "bwd": (32, 32, 2, 4)},
@@ -116,6 +118,11 @@ def blocks_of(capability: int, head_dim: int, block: int) -> dict[str, int]:
     """
     rows = BLOCKS.get(capability, {})
     ways = next((rows[size] for size in sorted(rows) if size >= head_dim), {})
+    return options_of(ways, block)
+
+
+def options_of(ways: Mapping[str, Blocks], block: int = 128) -> dict[str, int]:
+    """Return blocks and warps of "fwd" and "bwd" as options, none larger than a block of the mask."""
     found: dict[str, int] = {}
     for way, (*sides, stages, warps) in ways.items():
         values = (*(min(side, block) for side in sides), stages, warps)
