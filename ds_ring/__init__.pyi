@@ -28,6 +28,8 @@ from ds_ring.layers.latents.attention import LatentAttention as LatentAttention
 from ds_ring.layers.latents.attention import latent_attention as latent_attention
 from ds_ring.layers.log_linear.log_linear import log_linear_attention as log_linear_attention
 from ds_ring.layers.mamba3.mamba3 import mamba3_scan as mamba3_scan
+from ds_ring.layers.ngrams.hashes import ngram_rows as ngram_rows
+from ds_ring.layers.ngrams.sharded_rows import sharded_rows as sharded_rows
 from ds_ring.layers.scan.halo import halo as halo
 from ds_ring.layers.scan.halo import shift_sequence as shift_sequence
 from ds_ring.layers.scan.scan import ring_scan as ring_scan

@@ -40,6 +40,11 @@ def tokens_before(kind: str) -> list[int]:
     return found
 
 
+def real_tokens(kind: str) -> Tensor:
+    """Return 1 for each token, and 0 for padding behind a tree, [T]."""
+    return (torch.arange(T) < (int(TREE.starts[-1]) if kind == "tree" else T)).double()
+
+
 def path_of(kind: str, t: int) -> list[int]:
     """Return the positions of the tokens of a document, or path, up to t."""
     before, found = tokens_before(kind), [t]
@@ -72,11 +77,8 @@ def errors_on_a_ring(
         )
     whole = {key: x.clone().requires_grad_() for key, x in inputs.items()}
     expected = alone(kind=kind, **whole)
-    real = torch.ones(T, dtype=torch.float64)
-    if kind == "tree":
-        real[int(TREE.starts[-1]) :] = 0
     torch.manual_seed(1)
-    real = real.view(1, T, *[1] * (expected.dim() - 2))
+    real = real_tokens(kind).view(1, T, *[1] * (expected.dim() - 2))
     expected, grad = expected * real, torch.randn_like(expected) * real
     expected.backward(grad)
     named: dict[str, Any] = {"layout": layout, "mesh": mesh}

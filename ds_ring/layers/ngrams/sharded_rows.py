@@ -1,0 +1,101 @@
+"""Look up rows of a table whose rows are sharded over the ranks of a sequence: `sharded_rows`.
+
+A rank asks the owner for each row once, however many tokens need it. The gradient of a row is added up on the
+asking rank, sent back, and added up at the owner.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ds_ring.comm.collective import collective
+from ds_ring.comm.mesh import RingMesh, check_mesh
+from ds_ring.errors import RingShapeError
+from ds_ring.ops.handles import never_traced
+
+
+@never_traced
+def sharded_rows(table: Tensor, rows: Tensor, *, mesh: RingMesh) -> Tensor:
+    """Return rows of a table that the ranks of the sequence hold together. Differentiable in the table.
+
+    Args:
+        table: this rank's shard [N, D]; rank r of the sequence has rows r N to (r + 1) N - 1.
+        rows: numbers of rows of the whole table, int64, of any shape; it may differ by rank.
+        mesh: this process's place; every rank of the sequence must call, also in the backward pass.
+
+    Returns:
+        [*rows.shape, D]. The gradient of the table is complete: the sum over all ranks of the sequence.
+
+    Raises:
+        RingShapeError: a row outside the table, or shapes and dtypes other than above.
+        RingMismatchError: shards of other shapes; nothing was sent.
+        RingPeerError: another rank failed or was too late.
+    """
+    check_mesh(mesh)
+    found: Tensor = _Rows.apply(table, rows, mesh)
+    return found
+
+
+class _Rows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, table: Tensor, rows: Tensor, mesh: RingMesh) -> Tensor:
+        with collective(mesh, "sharded_rows") as call:
+            ctx.mesh, ctx.shape, ctx.dtype = mesh, table.shape, table.dtype
+            _check(table, rows, mesh)
+            wanted, place = rows.flatten().unique(return_inverse=True)
+            call.agree({"table": tuple(table.shape), "dtype": table.dtype})
+            counts = torch.bincount(wanted // len(table), minlength=mesh.sequence_size)
+            ctx.wanted = counts.tolist()
+            to_each = [1] * mesh.sequence_size
+            ctx.asked = torch.cat(_swapped(call, counts, to_each, to_each)).tolist()
+            asked = torch.cat(_swapped(call, wanted, ctx.wanted, ctx.asked)) - mesh.sequence_rank * len(table)
+            found = torch.cat(_swapped(call, table[asked], ctx.asked, ctx.wanted))
+            ctx.save_for_backward(asked, place)
+            return found[place].unflatten(0, rows.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        asked, place = ctx.saved_tensors
+        with collective(ctx.mesh, "sharded_rows backward") as call:
+            call.agree({"table": tuple(ctx.shape), "dtype": grad.dtype})
+            dtype = torch.promote_types(ctx.dtype, torch.float32)
+            of_rows = grad.new_zeros(sum(ctx.wanted), ctx.shape[1], dtype=dtype)
+            of_rows.index_add_(0, place, grad.reshape(-1, ctx.shape[1]).to(dtype))
+            arrived = torch.cat(_swapped(call, of_rows, ctx.wanted, ctx.asked))
+            total = grad.new_zeros(ctx.shape, dtype=dtype).index_add_(0, asked, arrived)
+            return total.to(ctx.dtype), None, None
+
+
+def _check(table: Tensor, rows: Tensor, mesh: RingMesh) -> None:
+    if table.dim() != 2 or not len(table) or not table.is_floating_point():
+        raise RingShapeError.wrong(
+            "sharded_rows: table", "[N, D] floating point", table, "pass this rank's shard"
+        )
+    if rows.dtype != torch.int64 or rows.device != table.device:
+        raise RingShapeError.wrong(
+            "sharded_rows: rows", f"int64 on {table.device}", f"{rows.dtype} on {rows.device}", "convert them"
+        )
+    all_rows = len(table) * mesh.sequence_size
+    if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < all_rows:
+        raise RingShapeError.wrong(
+            "sharded_rows: rows", f"0 to {all_rows - 1}", f"{int(rows.min())} to {int(rows.max())}",
+            "pad the table to the ranks, and hash into it",
+        )  # fmt: skip
+
+
+def _swapped(call: collective, x: Tensor, sends: list[int], receives: list[int]) -> list[Tensor]:
+    """Send parts of x, of these lengths, to the ranks of the sequence; return theirs in rank order."""
+    mine, mesh = list(x.split(sends)), call.mesh
+    found = [x.new_empty((count, *x.shape[1:])) for count in receives]
+    found[mesh.sequence_rank] = mine[mesh.sequence_rank]
+    peers = [peer for peer in range(mesh.sequence_size) if peer != mesh.sequence_rank]
+    sent = [(peer, mine[peer].contiguous()) for peer in peers if sends[peer]]
+    received = [(peer, found[peer]) for peer in peers if receives[peer]]
+    if sent or received:
+        call.exchange.post_in_sequence(sent, received).wait()
+    return found

@@ -1,0 +1,156 @@
+"""`ngram_rows` and `sharded_rows`: Engram's layer on rings against whole tables on one process, float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ds_ring import (
+    Documents,
+    RingConfigError,
+    RingMesh,
+    RingMismatchError,
+    RingShapeError,
+    gather_sequence,
+    make_layout,
+    shard_sequence,
+    shift_sequence,
+)
+from ds_ring.layers.ngrams.hashes import ngram_rows
+from ds_ring.layers.ngrams.sharded_rows import sharded_rows
+from tests.dist.harness import RankPool
+from tests.dist.layers.on_rings import IDS, RINGS, T, documents_of, drawn, path_of, real_tokens
+from tests.reference import relative_error
+
+Pool = Callable[[int], RankPool]
+B, D, E = 2, 3, 4
+MULTIPLIERS, SIZES, PAD = (7919, 104729, 1299709), ((11, 13), (17,)), 5
+ROWS = 44  # 41, padded to 1, 2 and 4 ranks
+WIDTH, DILATION = 4, 3  # of Engram's convolution
+
+
+def numbers_of(ids: list[int], path: list[int]) -> list[int]:
+    """Rows of the n-grams that end at a path's end, by Python's integers."""
+    tokens = [ids[t] for t in reversed(path[-3:])] + [PAD] * 3
+    pair = tokens[0] * MULTIPLIERS[0] ^ tokens[1] * MULTIPLIERS[1]
+    return [pair % 11, 11 + pair % 13, 24 + (pair ^ tokens[2] * MULTIPLIERS[2]) % 17]
+
+
+def mixed(
+    hidden: Tensor, memory: Tensor, weights: dict[str, Tensor], before: Callable[[Tensor, int], Tensor]
+) -> Tensor:
+    """Engram's gate, and its convolution of the gated values with the tokens `before`."""
+    key, value = (memory.flatten(2) @ weights[name] for name in ("key", "value"))
+    normal = (F.layer_norm(x, (D,)) for x in (hidden, key))
+    gated = torch.stack([*normal]).prod(dim=0).sum(-1, keepdim=True).mul(D**-0.5).sigmoid() * value
+    taps = (weights["taps"][i] * before(gated, i * DILATION) for i in range(WIDTH))
+    return hidden + gated + F.silu(sum(taps, torch.zeros(())))
+
+
+def engram(rank: int, world_size: int, ring: tuple[str, int, str]) -> dict[str, float]:
+    """Relative errors of the output, and of the gradients of hidden states, table and weights."""
+    name, ulysses, kind = ring
+    mesh = RingMesh.from_world(world_size // ulysses, ulysses)
+    pattern = documents_of(kind) or Documents(IDS)
+    layout = make_layout(name, tokens=T, ring_size=mesh.ring_size, multiple_of=ulysses, pattern=pattern)
+    given = drawn({"hidden": (B, T, D), "table": (ROWS, E), "key": (3 * E, D), "value": (3 * E, D), "taps": (WIDTH, D),
+                   "grad": (B, T, D)})  # fmt: skip
+    torch.manual_seed(2)
+    ids, real = torch.randint(9, (B, T)), real_tokens(kind)[None, :, None]
+    grad = given.pop("grad") * real
+    paths = [path_of(kind, t) for t in range(T)]
+    numbers = torch.tensor([[numbers_of(row.tolist(), path) for path in paths] for row in ids])
+    whole = {key: x.clone().requires_grad_() for key, x in given.items()}
+
+    def along_paths(x: Tensor, back: int) -> Tensor:
+        found = [x[:, path[-1 - back]] if back < len(path) else 0 * x[:, 0] for path in paths]
+        return torch.stack(found, dim=1)
+
+    expected = mixed(whole["hidden"], whole["table"][numbers], whole, along_paths)
+    expected.backward(grad)
+
+    named: dict[str, Any] = {"layout": layout, "mesh": mesh}
+    documents, share = documents_of(kind), ROWS // world_size
+    mine = {key: x.clone().requires_grad_() for key, x in given.items() if key not in ("hidden", "table")}
+    mine["hidden"] = shard_sequence(given["hidden"], dim=1, **named).requires_grad_()
+    mine["table"] = given["table"][rank * share : (rank + 1) * share].clone().requires_grad_()
+    rows = ngram_rows(
+        shard_sequence(ids, dim=1, **named), MULTIPLIERS, SIZES, pad_id=PAD, documents=documents, **named
+    )
+    assert torch.equal(gather_sequence(rows, dim=1, **named) * real, numbers * real)
+
+    def behind(x: Tensor, back: int) -> Tensor:
+        return shift_sequence(x, -back, dim=1, documents=documents, **named) if back else x
+
+    out = mixed(mine["hidden"], sharded_rows(mine["table"], rows, mesh=mesh), mine, behind)
+    out.backward(shard_sequence(grad, dim=1, **named))
+    found = {"out": relative_error(gather_sequence(out, dim=1, **named) * real, expected * real)}
+    for key, x in mine.items():
+        assert x.grad is not None and whole[key].grad is not None
+        wanted, got = whole[key].grad, x.grad
+        if key == "table":  # complete at the owner
+            wanted = wanted[rank * share : (rank + 1) * share]
+        elif key == "hidden":
+            got = gather_sequence(got, dim=1, **named)
+        elif world_size > 1:
+            torch.distributed.all_reduce(got)
+        found[key] = relative_error(got, wanted)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["whole", "packed", "tree"])
+@pytest.mark.parametrize(("world_size", "layout", "ulysses"), [ring for ring in RINGS if ring[0] != 3])
+@pytest.mark.covering(1)
+def test_engram_is_exact(rank_pool: Pool, world_size: int, layout: str, ulysses: int, kind: str) -> None:
+    for errors in rank_pool(world_size).run(engram, (layout, ulysses, kind)):
+        assert len(errors) == 6 and max(errors.values()) < 1e-10, errors
+
+
+def looked_up(rank: int, world_size: int) -> tuple[bool, int]:
+    """Whether rows are right where ranks ask for different numbers of them; and the bytes that cross."""
+    mesh = RingMesh.from_world(world_size)
+    table = torch.arange(12.0, dtype=torch.float32).view(6, 2)
+    asked = torch.tensor([[5, 0, 5, 5], [], [1]][rank], dtype=torch.int64)
+    shard = table[2 * rank : 2 * rank + 2].clone().requires_grad_()
+    found = sharded_rows(shard, asked, mesh=mesh)
+    found.sum().backward()
+    times = torch.tensor([1.0, 1, 0, 0, 0, 3])[2 * rank : 2 * rank + 2]
+    return torch.equal(found, table[asked]) and torch.equal(shard.grad, times[:, None].expand(-1, 2)), len(
+        found
+    )
+
+
+def test_ranks_may_ask_for_any_number_of_rows(rank_pool: Pool) -> None:
+    assert rank_pool(3).run(looked_up) == [(True, 4), (True, 0), (True, 1)]
+
+
+def refused(rank: int, world_size: int, what: str) -> str:
+    mesh, layout = RingMesh.from_world(world_size), make_layout("zigzag", tokens=T, ring_size=world_size)
+    table, rows = torch.zeros(3, 2), torch.full((4,), 7 if what == "row" and rank else 2)
+    try:
+        if what in ("row", "dtype"):
+            sharded_rows(table, rows.int() if what == "dtype" else rows, mesh=mesh)
+        elif what == "shards":
+            sharded_rows(torch.zeros(3 + rank, 2), rows, mesh=mesh)
+        else:
+            ids = torch.zeros(B, layout.local_tokens, dtype=torch.int64 if what == "orders" else torch.int32)
+            ngram_rows(ids, MULTIPLIERS, SIZES[:1], layout=layout, mesh=mesh)
+    except (RingShapeError, RingConfigError, RingMismatchError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "not refused"
+
+
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [("row", "sharded_rows: rows: expected 0 to 5, got 7 to 7"), ("dtype", "expected int64 on cpu, got torch.int32"),
+     ("shards", "RingMismatchError"), ("orders", "RingConfigError: ngram_rows: sizes: expected a sequence for each"),
+     ("ids", "RingShapeError: ngram_rows: ids: expected [B, S] int64")],
+)  # fmt: skip
+def test_it_is_refused(rank_pool: Pool, what: str, says: str) -> None:
+    for rank, text in enumerate(rank_pool(2).run(refused, what)):
+        assert says in text or (what == "row" and rank == 0 and "rank 1" in text), text
