@@ -323,6 +323,9 @@ SESSION_METHODS = {
     "batch_invariant": "ds_ring.contrib.batch_invariant.session.batch_invariant",
     "generated_logprobs": "ds_ring.contrib.batch_invariant.session.generated_logprobs",
     "diffusion_batch": "ds_ring.contrib.diffusion.batch.diffusion_batch",
+    "drafter_batch": "ds_ring.contrib.drafter.batch.drafter_batch",
+    "draft_attention": "ds_ring.contrib.drafter.attention.draft_attention",
+    "draft_loss": "ds_ring.contrib.drafter.attention.draft_loss",
 }
 
 # Functions that put the trainers of a package on a ring; `ds_ring.enable` calls those of installed packages.

@@ -152,8 +152,10 @@ CAPABILITIES = {
         why="the name of layouts of pieces, which the core has; two refusals advise it",
     ),
     "block diffusion": Capability(("contrib.diffusion",), words=r"\bdiffusion_|contrib\.diffusion"),
-    "private keys": Capability(("patterns.private",), ("dist/contrib/test_drafter.py",), ("block diffusion",),
-        words=r"\bBlockDiffusion|\bDrafter|\bPrivate|patterns\.private"),
+    "drafters": Capability(("contrib.drafter",), words=r"\bdraft_|\bdrafter_|contrib\.drafter"),
+    "private keys": Capability(("patterns.private", "layers.private_keys"),
+        with_it=("block diffusion", "drafters"),
+        words=r"\bBlockDiffusion|\bDrafter|\bPrivate|patterns\.private|private_keys"),
     "slices": Capability(("patterns.slices",), words=r"\bSlices\b|\bSliceKeys|patterns\.slices"),
     "functions of pairs": Capability(
         ("patterns.captured",),

@@ -214,12 +214,12 @@ def train_on_ring(
     return Run(losses, gradients if rank == 0 else {})
 
 
-def start_engine(model: torch.nn.Module, config: dict[str, Any]) -> Any:
-    """An engine of `ds_ring.initialize` that trains by plain SGD, as in a new process."""
+def start_engine(model: torch.nn.Module, config: dict[str, Any], rate: float = LEARNING_RATE) -> Any:
+    """An engine of `ds_ring.initialize` that trains by plain SGD what is not frozen, as in a new process."""
     start_deepspeed()
     import ds_ring
 
-    sgd = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    sgd = torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=rate)
     return ds_ring.initialize(model=model, optimizer=sgd, config=config)[0]
 
 

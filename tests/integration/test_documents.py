@@ -565,6 +565,7 @@ BLOCKS: dict[str, Callable[[Place, str], None]] = {
     "tree = engine.ring.tree_batch(": only_reads(
         "tests/dist/contrib/policies/test_trees.py makes such calls"
     ),
+    "class Trained(torch.nn.Module):": only_reads("tests/dist/contrib/drafter trains such a module"),
     "engine, *_ = ds_ring.initialize(": compiled_engine,
     "# the rest is compiled by Inductor": compiled_model,
     "engine.eval()": only_reads("tests/dist/test_generation.py runs such calls"),

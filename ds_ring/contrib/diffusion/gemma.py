@@ -1,96 +1,265 @@
-"""DiffusionGemma of transformers on a ring, as it is: its encoder's keys are shared, those of a canvas stay.
+"""DiffusionGemma of transformers on a ring, as it is: its encoder's keys are shared, those of canvases stay.
 
 The model encodes a text causally. Its decoder attends from a canvas to the text before it and to the canvas.
-In training the text is the clean copy, and the canvases of all its blocks are the corrupted copy, in one
-call. The attention function tells the two apart by the number of keys.
+In training the text is the clean copy of a batch of `diffusion_batch`, and the canvases of all its blocks are
+the corrupted copy, in one call. `batch.py` has such batches.
 
-Shapes: B samples, H query heads, G K/V heads, C local clean tokens, N local corrupted ones, D head dim.
+Shapes: B samples, H query heads, G K/V heads, C clean tokens, S local slots, D head dim.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
-from torch.nn.functional import pad
-from transformers import AttentionInterface
+from transformers import DynamicCache, PreTrainedModel
 
-from ds_ring.api import ring_attention
-from ds_ring.comm.mesh import RingMesh
-from ds_ring.errors import RingConfigError, RingShapeError
-from ds_ring.masks.catalog import Causal, SlidingWindow
-from ds_ring.masks.pattern import Pattern
+from ds_ring.config.pattern_section import PatternConfig
+from ds_ring.contrib.diffusion.batch import BLOCKS, DiffusionRows
+from ds_ring.errors import RingConfigError, RingPatternError, RingShapeError
+from ds_ring.integrations.deepspeed.batch import (
+    LABEL_KEYS,
+    SHARDING,
+    Batch,
+    BatchKind,
+    cache_in,
+    cache_name,
+    prepare_batch,
+    split_tokens,
+    token_shape,
+)
+from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
+from ds_ring.integrations.deepspeed.loss import local_loss
+from ds_ring.integrations.deepspeed.packing import RowGroup, group_rows
+from ds_ring.integrations.deepspeed.session import RingSession
+from ds_ring.integrations.layer_patterns import LayerPatterns
+from ds_ring.integrations.transformers.checks import THROUGH_SHARD_BATCH, cannot_run, check_length
+from ds_ring.integrations.transformers.families import check_outputs
+from ds_ring.integrations.transformers.layer_masks import LayerMask
+from ds_ring.integrations.transformers.model_call import ModelCall
+from ds_ring.integrations.transformers.variants.variant import (
+    POSITIONS,
+    TWO_SEQUENCES,
+    AttachRequest,
+    Variant,
+)
+from ds_ring.layers.private_keys import PrivateAttention, RowsPass, attend_by_rows
+from ds_ring.masks.catalog import Causal, Full
+from ds_ring.masks.slots import IntArray
 from ds_ring.patterns.private.layout import PrivateLayout, make_private
 from ds_ring.patterns.private.pattern import BlockDiffusion
-from ds_ring.schedule.layout import Layout
 
-NAME = "ds_ring_diffusion"
+if TYPE_CHECKING:
+    from ds_ring.integrations.transformers.attention_call import AttentionCall
+    from ds_ring.integrations.transformers.model_adapter import ModelAdapter
+
+_DECODER = "decoder_"
+_FULL = LayerPatterns(Full(), {})
+_CANVAS = "canvas"
 
 
-@dataclass(frozen=True)
-class DiffusionRing:
-    """Say how the two copies of a batch are cut; a model gets it as the keyword argument `diffusion_ring`.
+def _is_part(model: nn.Module) -> bool:
+    known = type(model).__module__.startswith("transformers.models.diffusion_gemma.")
+    return known and isinstance(model, PreTrainedModel)
+
+
+def _is_one(model: nn.Module) -> bool:
+    return _is_part(model) and hasattr(model, "lm_head")
+
+
+class DiffusionGemma(Variant):
+    """DiffusionGemma, whose decoder reads the keys of the encoder and those of its canvas."""
+
+    encoder_types = ("diffusion_gemma",)
+
+    def matches(self, module: nn.Module) -> bool:
+        return _is_one(module)
+
+    def refuse(self, model: PreTrainedModel, request: AttachRequest) -> None:
+        if not _is_part(model):
+            return
+        if request.is_outermost and not _is_one(model):
+            raise cannot_run(model, "it is a part of DiffusionGemmaForBlockDiffusion; use that")
+        config = request.config
+        given = {
+            '"attention": "as_is"': request.as_is or config.attention == "as_is",
+            '"dynamic_ring": true': config.dynamic_ring,
+            '"long_sequence"': config.long_sequence.any,
+            f'"layout": "{config.layout}"': config.layout not in ("auto", "private"),
+            f'"ulysses_size": {config.ulysses_size}': config.ulysses_size > 1,
+            '"verify_first_batch": true': config.verify_first_batch,
+            '"min_sequence_length"': config.min_sequence_length > 0,
+        }
+        for key, applies in given.items():
+            if applies:
+                raise RingConfigError.wrong(type(model).__name__, f"a section without {key}", "it", "drop it")
+        if config.pattern != PatternConfig():
+            raise cannot_run(model, 'its batches have their pattern; leave "pattern" out')
+
+    def covers(self, model: PreTrainedModel, as_is: bool) -> set[str]:
+        return {TWO_SEQUENCES, POSITIONS} if _is_part(model) and not as_is else set()
+
+    def own_attention(self, model: nn.Module) -> list[PreTrainedModel]:
+        if not _is_one(model):
+            return []
+        whole: Any = model
+        texts = (type(whole.config), type(whole.config.text_config))
+        parts = (part for part in model.modules() if isinstance(part, PreTrainedModel))
+        return [part for part in parts if type(part.config) not in texts]
+
+    def attention_names(self, model: PreTrainedModel, name: str) -> dict[str, str] | None:
+        if not _is_one(model):
+            return None
+        images: Any = model.config.vision_config
+        return {"": name, "text_config": name, "vision_config": images._attn_implementation}
+
+    def model_call(self, model: PreTrainedModel) -> type[ModelCall] | None:
+        return CanvasCall if _is_one(model) else None
+
+    def install(self, adapter: ModelAdapter) -> None:
+        if _is_one(adapter.model):
+            adapter.session.needs.batches = Canvases()
+
+    def read(self, call: AttentionCall) -> None:
+        whole = call.sharding.whole
+        if not isinstance(whole, WholeCopies):
+            return
+        if type(call.module).__name__.startswith("DiffusionGemmaDecoder"):
+            call.taken[_CANVAS] = (whole, call.arguments.pop("sliding_window", None))
+            call.mask, call.sharding = LayerMask(Full()), whole.canvases
+        else:
+            assert call.sharding.encoder is not None
+            call.sharding = call.sharding.encoder
+
+    def attend(self, call: AttentionCall) -> Tensor | None:
+        if _CANVAS not in call.taken:
+            return None
+        whole, window = call.taken[_CANVAS]
+        out: Tensor = whole.attend(call, window)
+        return out
+
+    def refuse_generation(self, model: PreTrainedModel) -> str | None:
+        return (
+            "expected a model that continues a text, got one that fills canvases" if _is_one(model) else None
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class WholeCopies:
+    """Hold how both copies of a batch are cut: `BatchSharding.whole`.
 
     Attributes:
-        block: tokens of a canvas.
-        tokens: of the clean copy.
-        mesh: this process's place in the grid of ranks.
+        layout: of both copies.
+        clean: of the clean copy alone.
+        canvases: of the attention of canvases, whose keys are those of both copies.
     """
 
-    block: int
-    tokens: int
-    mesh: RingMesh
+    layout: PrivateLayout
+    clean: BatchSharding
+    canvases: BatchSharding
 
-    @cached_property
-    def layout(self) -> PrivateLayout:
-        """Return the layout of both copies."""
-        pattern = BlockDiffusion(self.block, self.tokens, causal=True)
-        found = make_private(2 * self.tokens, self.mesh.ring_size, 1, ((pattern, 1),))
-        assert isinstance(found, PrivateLayout)
-        return found
+    def attend(self, call: AttentionCall, window: int | None) -> Tensor:
+        """Return attention [B, H, S, E] of canvases to the clean copy and to themselves."""
+        sharding = call.sharding
+        copies = (self.clean, sharding)
+        parts = [(x.local_tokens, x.layout.valid_tokens(x.mesh.ring_rank)) for x in copies]
+        passes = []
+        for group in sharding.groups:
+            pattern = replace(group.pattern, window=window)
 
-    def local(self, ids_BT: Tensor, corrupted: bool = False) -> Tensor:
-        """Return this rank's tokens of a whole copy [B, T, ...]: positions, too, or labels. No padding."""
-        return ids_BT[:, self._positions(corrupted)]
+            def make(pattern: BlockDiffusion = pattern) -> PrivateAttention:
+                return PrivateAttention(sharding.config, pattern, self.layout, sharding.mesh, call.scale)
 
-    def _positions(self, corrupted: bool) -> list[int]:
-        copy = self.layout.copy(self.tokens * corrupted, self.tokens)
-        rank = self.mesh.ring_rank
-        return [int(one) for one in copy.positions(rank)[: copy.valid_tokens(rank)]]
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, window: int | None, scale: float | None) -> Tensor:
-        """Attend from local queries of the clean copy to its keys, or of the corrupted one to all keys."""
-        whole, decodes = self.layout, k.shape[2] != q.shape[2]
-        pattern: Pattern = BlockDiffusion(self.block, self.tokens, causal=True, window=window)
-        layout: Layout = whole
-        before = k.shape[2] - q.shape[2]
-        if not decodes:
-            layout = whole.copy(0, self.tokens)
-            pattern = Causal() if window is None else SlidingWindow(window)
-        if k.shape[2] != layout.valid_tokens(self.mesh.ring_rank):
-            raise RingShapeError.wrong(
-                NAME, f"{layout.valid_tokens(self.mesh.ring_rank)} local keys", k.shape[2],
-                "pass DiffusionRing.local of each copy, and a DynamicCache() without a configuration",
-            )  # fmt: skip
-        # clean queries of the decoder's pass are not asked for: their output is dropped
-        rest = layout.local_tokens - k.shape[2]
-        q, k, v = pad(q, (0, 0, before, rest)), pad(k, (0, 0, 0, rest)), pad(v, (0, 0, 0, rest))
-        out: Tensor = ring_attention(q, k, v, pattern=pattern, layout=layout, mesh=self.mesh, scale=scale)
-        return out[:, :, before : out.shape[2] - rest]
+            attend = sharding.cached((pattern, call.scale), make)
+            passes.append(RowsPass(attend, parts, group.rows))
+        return attend_by_rows(passes, call.q_BHSD, call.k_BGSD, call.v_BGSE)
 
 
-def _attention(
-    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, scaling: float | None = None,
-    sliding_window: int | None = None, diffusion_ring: DiffusionRing | None = None, **rest: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
-    if not isinstance(diffusion_ring, DiffusionRing) or mask is not None:
-        raise RingConfigError.wrong(
-            NAME, "diffusion_ring=DiffusionRing(...) and no attention_mask", type(module).__name__, "pass it"
-        )
-    out = diffusion_ring.attend(q, k, v, sliding_window, scaling)
-    return out.transpose(1, 2).contiguous(), None
+class Canvases(BatchKind):
+    """Batches of `diffusion_batch` as the encoder's tokens and those of the decoder."""
+
+    name = "DiffusionGemma"
+
+    def prepare(self, given: Mapping[str, Tensor], number: Callable[[Batch], Tensor] | None) -> Batch:
+        """Return the batch, checked: see `prepare_batch`.
+
+        Raises:
+            RingPatternError: no batch of `diffusion_batch`, or rows of different lengths.
+        """
+        if BLOCKS not in given:
+            raise RingPatternError.wrong(
+                "batch", f"{BLOCKS} for {self.name}", f"{sorted(given)}", "use engine.ring.diffusion_batch"
+            )
+        prepared = prepare_batch(given, Causal())
+        lengths = (prepared[BLOCKS] > 0).sum(dim=1)
+        if int(lengths.min()) < int(lengths.max()):
+            raise RingPatternError.wrong(
+                f"batch[{BLOCKS!r}]", "rows of one length", lengths.tolist(), "fill them with documents"
+            )
+        return prepared
+
+    def cut(self, prepared: Batch, session: RingSession) -> tuple[Batch, BatchSharding]:
+        """Return this rank's tokens of both copies, and the sharding of the decoder's."""
+        config, mesh, samples = session.config, session.mesh, token_shape(prepared)[0]
+        groups = group_rows(prepared[BLOCKS], samples, _pattern_of)
+        first: BlockDiffusion = groups[0].pattern
+        layout = make_private(2 * first.tokens, mesh.ring_size, 1, ((first, 1),))
+        assert isinstance(layout, PrivateLayout)
+        clean, corrupted = (layout.copy(start, first.tokens) for start in (0, first.tokens))
+        packed = [RowGroup(one.pattern.documents, one.rows) for one in groups if one.pattern.documents]
+        of_text = BatchSharding(config, clean, mesh, session.patterns, tuple(packed))
+        canvases = BatchSharding(config, corrupted, mesh, _FULL, groups, key_layout=layout)
+        whole = WholeCopies(layout, of_text, canvases)
+        sharding = BatchSharding(config, corrupted, mesh, session.patterns, whole=whole, encoder=of_text)
+        rest = {key: x for key, x in prepared.items() if key != BLOCKS}
+        inputs = {key: x[:, : first.tokens] for key, x in rest.items() if key not in LABEL_KEYS}
+        outputs = {
+            key if key in LABEL_KEYS else _DECODER + key: x[:, first.tokens : 2 * first.tokens]
+            for key, x in rest.items()
+        }
+        return split_tokens(inputs, clean, mesh) | split_tokens(outputs, corrupted, mesh), sharding
 
 
-AttentionInterface.register(NAME, _attention)
+def _pattern_of(row_T: IntArray) -> BlockDiffusion:
+    return replace(DiffusionRows().pattern_of(row_T), causal=True, padding=0)
+
+
+class CanvasCall(ModelCall):
+    """Give the model the sharding of its batch and a cache of all keys, and compute its loss."""
+
+    one_sequence = False
+
+    def start(self) -> None:
+        self._labels: tuple[Tensor, Tensor] | None = None
+
+    def before(
+        self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Check the call, take the labels out, and put sharding and cache in."""
+        given = dict(self.signature.bind_partial(*args, **kwargs).arguments) | kwargs
+        given.pop("kwargs", None)
+        extra = ("attention_mask", "decoder_attention_mask", "pixel_values", "mm_encoder_outputs")
+        found = [name for name in extra if given.get(name) is not None]
+        found += ["a cache"] * (cache_in(given) is not None)
+        names = [start + name for start in ("", _DECODER) for name in ("input_ids", "position_ids")]
+        found += [f"no {name}" for name in names if given.get(name) is None]
+        if found:
+            raise RingShapeError.wrong(self.name, "the copies of a batch", found[0], THROUGH_SHARD_BATCH)
+        self.session.batches.select(x for x in given.values() if isinstance(x, Tensor))
+        sharding = self.session.batches.current
+        whole: WholeCopies = sharding.whole
+        for start, one in (("", whole.clean), (_DECODER, sharding)):
+            check_length(self.name, {key: given[start + key] for key in ("input_ids", "position_ids")}, one)
+        _, aligned, items = (given.pop(key, None) for key in (*LABEL_KEYS, "num_items_in_batch"))
+        self._labels = None if aligned is None or items is None else (aligned, items)
+        cache = {cache_name(self.signature.parameters): DynamicCache()}  # without windows: of all keys
+        return (), given | cache | {SHARDING: sharding}
+
+    def after(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """Check the output; put this rank's part of the mean over all labels in."""
+        slots = self.session.batches.current.local_tokens
+        check_outputs(self.model, output, slots, ("encoder_last_hidden_state",))
+        if self._labels is not None:
+            output["loss"] = local_loss(output.logits, *self._labels)

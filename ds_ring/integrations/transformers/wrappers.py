@@ -136,7 +136,7 @@ class WrappedModel:
         self, engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Give the module the batch's padding mask; find out here what a compiled one reads."""
-        if self._session.batches.is_off:
+        if self._session.batches.is_off or self._has_parts():
             return None
         kwargs = self._with_mask(args, kwargs)
         if engine.is_compiled and engine.module.training not in self._whole:
@@ -153,13 +153,17 @@ class WrappedModel:
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch.compiler.is_compiling() or self._flow is not None or self._call is not None:
             return None
-        if self._session.batches.is_off or cache_in(kwargs) is not None:
+        if self._session.batches.is_off or cache_in(kwargs) is not None or self._has_parts():
             return None
         kwargs = self._with_mask(args, kwargs)
         if module.training not in self._whole:
             flow, self._shapes = self._look(module, args, kwargs)
             self._whole[module.training] = self._decide(flow)
         return self._widened(args, kwargs) if self._whole[module.training] else (args, kwargs)
+
+    def _has_parts(self) -> bool:
+        """Return whether the batch has tensors of which the module expects a rank's part."""
+        return bool(getattr(self._session.batches.current.whole, "for_modules", False))
 
     def _with_mask(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Add the attention_mask that `shard_batch` took out; inner models do not get it."""

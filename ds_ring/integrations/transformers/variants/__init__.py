@@ -21,6 +21,7 @@ _HERE = "ds_ring.integrations.transformers.variants"
 TABLE = (
     "ds_ring.contrib.images.model.ImageModels",
     "ds_ring.contrib.encoder_decoder.variant.EncoderDecoder",
+    "ds_ring.contrib.diffusion.gemma.DiffusionGemma",
     "eager_attention.layers.EagerVariant",
     "recurrent.layers.Recurrent",
     "compressed.CompressedAttention",

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-import inspect
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from transformers import DynamicCache
 
-from ds_ring import RingConfigError, RingMesh, RingShapeError
-from ds_ring.contrib.diffusion.gemma import NAME, DiffusionRing
+from ds_ring.config.section import RingConfig
+from ds_ring.contrib.diffusion.batch import BLOCKS, block_numbers
+from ds_ring.errors import RingConfigError, RingError
+from ds_ring.integrations.transformers.attach import check_model
+from ds_ring.patterns.private.pattern import BlockDiffusion
+from tests.dist.deepspeed_ranks import json_config, start_engine, take_step
 
 VOCABULARY, TOKENS, BLOCK = 61, 29, 4  # the last block is short
+IDS = np.repeat([0, 1], [18, 11])
 LEARNING_RATE = 0.005  # at ten times it, rounding to float32 changes which experts a token gets
 
 
@@ -47,22 +51,30 @@ def texts(step: int) -> tuple[Tensor, Tensor]:
     return clean, torch.where(torch.rand(clean.shape, generator=drawn) < 0.5, other, clean)
 
 
-def summed(logits: Tensor, labels: Tensor) -> Tensor:
-    return torch.nn.functional.cross_entropy(logits.mT, labels, reduction="sum")
+def has_text(packed: bool) -> Tensor:
+    """Whether there is text before a token's block: the first block of a document has none, and no loss."""
+    ids = IDS if packed else np.zeros(TOKENS, dtype=int)
+    return torch.tensor([int((ids[:t] == ids[t]).sum()) >= BLOCK for t in range(TOKENS)])
 
 
-def alone(steps: int) -> list[float]:
-    """Each block by itself, with the text before it: no mask of ours. The first block has no text, no loss."""
+def alone(steps: int, packed: bool) -> list[float]:
+    """Each block by itself, with the text of its document before it: no mask of ours."""
     model, losses = build("sdpa"), []
     sgd = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    ids = IDS if packed else np.zeros(TOKENS, dtype=int)
     for step in range(steps):
         clean, corrupted = texts(step)
-        parts = []
-        for start in range(BLOCK, TOKENS, BLOCK):
-            end = min(start + BLOCK, TOKENS)
-            logits = model(clean[:, :start], decoder_input_ids=corrupted[:, start:end]).logits
-            parts.append(summed(logits, clean[:, start:end]))
-        loss = torch.stack(parts).sum() / clean[:, BLOCK:].numel()
+        parts, first, labelled = [], 0, 0
+        for length in np.bincount(ids):
+            own = slice(first, first + int(length))
+            text, other, first = clean[:, own], corrupted[:, own], own.stop
+            for start in range(BLOCK, int(length), BLOCK):
+                canvas = slice(start, start + BLOCK)
+                logits = model(text[:, :start], decoder_input_ids=other[:, canvas]).logits
+                labels = text[:, canvas]
+                parts.append(torch.nn.functional.cross_entropy(logits.mT, labels, reduction="sum"))
+                labelled += labels.numel()
+        loss = torch.stack(parts).sum() / labelled
         sgd.zero_grad()
         loss.backward()
         sgd.step()
@@ -70,47 +82,78 @@ def alone(steps: int) -> list[float]:
     return losses
 
 
-def on_ring(rank: int, world_size: int, steps: int) -> list[float]:
-    model, losses = build(NAME), []
-    ring = DiffusionRing(BLOCK, TOKENS, RingMesh.from_world(world_size))
-    sgd = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
-    positions = torch.arange(TOKENS)[None]
-    cache = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+def on_ring(rank: int, world_size: int, steps: int, stage: int, packed: bool) -> list[float]:
+    model, losses = build("sdpa"), []
+    config = json_config(world_size, 2, stage, ring_attention={"layout": "private"})
+    engine = start_engine(model, config, LEARNING_RATE)
+    ids = torch.from_numpy(IDS) if packed else None
     for step in range(steps):
         clean, corrupted = texts(step)
-        labels = clean.clone()
-        labels[:, :BLOCK] = -100
-        logits = model(
-            ring.local(clean), position_ids=ring.local(positions), diffusion_ring=ring,
-            decoder_input_ids=ring.local(corrupted, True), decoder_position_ids=ring.local(positions, True),
-            **{cache: DynamicCache()},
-        ).logits  # fmt: skip
-        loss = summed(logits, ring.local(labels, True)) / clean[:, BLOCK:].numel()
-        sgd.zero_grad()
-        loss.backward()
-        loss = loss.detach()
-        dist.all_reduce(loss)
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                dist.all_reduce(parameter.grad)
-        sgd.step()
-        losses.append(float(loss))
+        labelled = has_text(packed).expand_as(clean)
+        batch = engine.ring.diffusion_batch(clean, corrupted, BLOCK, document_ids=ids, predicted=labelled)
+        losses.append(take_step(engine, batch))
     return losses
 
 
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize(("world", "steps"), [(2, 50), (4, 50), (2, 2)])
-@pytest.mark.day("2-2")
-def test_steps_have_the_losses_of_one_process(rank_pool: Any, world: int, steps: int) -> None:
-    want = alone(steps)
-    for losses in rank_pool(world).run(on_ring, steps):
+@pytest.mark.day("2-2-3-True")
+def test_steps_have_the_losses_of_one_process(
+    rank_pool: Any, world: int, steps: int, stage: int, packed: bool
+) -> None:
+    want = alone(steps, packed)
+    for losses in rank_pool(world).run(on_ring, steps, stage, packed):
         assert max(abs(a - b) for a, b in zip(losses, want, strict=True)) < 1e-5
 
 
-def test_a_call_without_the_ring_is_refused() -> None:
-    model, (clean, corrupted) = build(NAME), texts(0)
-    with pytest.raises(RingConfigError, match="diffusion_ring=DiffusionRing"):
-        model(clean, decoder_input_ids=corrupted)
-    ring = DiffusionRing(BLOCK, TOKENS, RingMesh.single())
-    with pytest.raises(RingShapeError, match=f"expected {TOKENS} local keys, got {TOKENS - 1}"):
-        model(clean[:, 1:], decoder_input_ids=corrupted, diffusion_ring=ring)
+def refused(rank: int, world_size: int) -> list[str]:
+    """What the model refuses in a call, and a batch of its engine."""
+    engine, (clean, corrupted) = start_engine(build("sdpa"), json_config(world_size, 2, 0)), texts(0)
+    batch = engine.ring.diffusion_batch(clean, corrupted, BLOCK)
+    local, messages = engine.ring.shard_batch(batch), []
+    tries: list[Callable[[], Any]] = [
+        lambda: engine(**local, attention_mask=local["input_ids"]),
+        lambda: engine(**{key: x for key, x in local.items() if key != "decoder_position_ids"}),
+        lambda: engine.ring.shard_batch({"input_ids": clean}),
+        lambda: engine.ring.shard_batch(batch | {BLOCKS: one_shorter(batch[BLOCKS])}),
+    ]
+    for attempt in tries:
+        with pytest.raises(RingError) as caught:
+            attempt()
+        messages.append(str(caught.value))
+    return messages
+
+
+def one_shorter(numbers: Tensor) -> Tensor:
+    """The blocks of two rows, the second one of which is a token shorter, with two tokens of padding."""
+    short = block_numbers(BlockDiffusion(BLOCK, TOKENS - 1, padding=2))
+    return torch.stack([numbers[0], torch.from_numpy(short)])
+
+
+def test_other_calls_and_batches_are_refused(rank_pool: Any) -> None:
+    words = ["got attention_mask", "got no decoder_position_ids", "use engine.ring.diffusion_batch",
+        f"rows of one length, got [{TOKENS}, {TOKENS - 1}]"]  # fmt: skip
+    for messages in rank_pool(2).run(refused):
+        assert all(word in message for word, message in zip(words, messages, strict=True)), messages
+
+
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        ({"layout": "zigzag"}, '"layout": "zigzag"'),
+        ({"pattern": {"window": 8}}, 'leave "pattern" out'),
+        ({"ulysses_size": 2, "ring_size": 2}, '"ulysses_size": 2'),
+        ({"min_sequence_length": 8}, '"min_sequence_length"'),
+    ],
+)
+def test_other_sections_are_refused(section: dict[str, Any], words: str) -> None:
+    config = RingConfig.from_deepspeed({"sequence_parallel_size": 4, "ring_attention": section})
+    with pytest.raises(RingConfigError, match=words):
+        check_model(build("sdpa"), config)
+
+
+def test_a_part_of_the_model_is_refused() -> None:
+    config = RingConfig.from_deepspeed({"sequence_parallel_size": 2, "ring_attention": {}})
+    with pytest.raises(RingConfigError, match="a part of DiffusionGemmaForBlockDiffusion"):
+        check_model(build("sdpa").model, config)

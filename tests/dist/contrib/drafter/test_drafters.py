@@ -1,0 +1,257 @@
+"""Drafters beside a frozen, sharded trunk: 50 steps of EAGLE-3 and DFlash have the losses of one process.
+
+No byte of a private key is sent: by the plan, and by what the ranks sent.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ds_ring import build_plan
+from ds_ring.comm.exchange import Exchange
+from ds_ring.contrib.drafter.attention import _patterns
+from ds_ring.contrib.drafter.batch import drafter_batch
+from ds_ring.errors import RingError, RingPatternError, RingShapeError
+from ds_ring.integrations.deepspeed.batch import IGNORE
+from ds_ring.patterns.private.layout import beside
+from tests.dist.contrib.drafter.models import MASK_TOKEN, Trained, dflash_loss, eagle_loss
+from tests.dist.deepspeed_ranks import VOCABULARY, json_config, start_engine
+from tests.unit.patterns.private.test_private import private_slots_sent
+
+ROOT = Path(__file__).resolve().parents[4]
+TRUNK, DRAFT, SAMPLES = 45, 4, 2
+IDS = np.repeat([0, 1, -1, 2], [20, 11, 3, 11])
+RATE = 0.3
+DECAY = [1.0, 1.0, 0.5, 0.25]  # DFlash's exp(-(k - 1) / gamma) for gamma = 1 / ln 2: exact in float32
+
+
+def drawn(step: int) -> tuple[Tensor, Tensor]:
+    """Trunk tokens, and anchors of another number in each row: two at one place, one none, one in padding."""
+    drawing = torch.Generator().manual_seed(step)
+    ids = torch.randint(0, MASK_TOKEN, (SAMPLES, TRUNK), generator=drawing)
+    anchors = torch.randint(0, TRUNK, (SAMPLES, 6), generator=drawing)
+    anchors[0, :3] = torch.tensor([7, 7, -1])
+    anchors[1, 0] = 32
+    return ids, anchors
+
+
+def of_step(model: Trained, blocks: bool, step: int, ids: np.ndarray) -> Tensor:
+    text, anchors = drawn(step)
+    if blocks:
+        return dflash_loss(model, text, ids, anchors, DRAFT, DECAY)
+    return eagle_loss(model, text, ids, DRAFT, DECAY)
+
+
+def alone(blocks: bool, steps: int, packed: bool) -> list[float]:
+    """In float64, one document (and block) at a time."""
+    model = Trained(blocks).double()
+    sgd = torch.optim.SGD(model.drafter.parameters(), lr=RATE)
+    losses = []
+    for step in range(steps):
+        loss = of_step(model, blocks, step, IDS if packed else np.zeros(TRUNK, dtype=int))
+        sgd.zero_grad()
+        loss.backward()
+        sgd.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def started(
+    world_size: int, blocks: bool, stage: int, packed: bool, dtype: torch.dtype = torch.float32
+) -> Any:
+    model = Trained(blocks).to(dtype)
+    section = {"ring_attention": {"pattern": {"documents": packed}}}
+    config = json_config(world_size, SAMPLES, stage, **section)
+    if stage == 3:  # the example, without its optimizer
+        config = json.loads((ROOT / "configs/private_keys.json").read_text())
+        config |= section | {"sequence_parallel_size": world_size, "train_micro_batch_size_per_gpu": SAMPLES}
+        del config["optimizer"]
+    engine = start_engine(model, config, RATE)
+    model.ring = engine.ring
+    return engine
+
+
+def batch_of(engine: Any, blocks: bool, step: int, packed: bool, draft: int = DRAFT) -> dict[str, Tensor]:
+    text, anchors = drawn(step)
+    more = {"anchors": anchors, "mask_token": MASK_TOKEN} if blocks else {}
+    ids = torch.from_numpy(IDS) if packed else None
+    weights = DECAY if draft == DRAFT else None
+    found: dict[str, Tensor] = engine.ring.drafter_batch(
+        text, draft, document_ids=ids, weights=weights, **more
+    )
+    return found
+
+
+def on_ring(rank: int, world_size: int, blocks: bool, steps: int, stage: int, packed: bool) -> list[float]:
+    engine = started(world_size, blocks, stage, packed)
+    before, losses = engine.module.trunk.lm_head.weight.detach().clone(), []
+    for step in range(steps):
+        local = engine.ring.shard_batch(batch_of(engine, blocks, step, packed))
+        loss = engine.ring.draft_loss(engine(**local), local)
+        engine.backward(loss.backward_loss)
+        engine.step()
+        losses.append(float(loss.mean_loss))
+    assert torch.equal(before, engine.module.trunk.lm_head.weight)
+    return losses
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize(("world", "steps"), [(2, 50), (4, 50), (2, 2)])
+@pytest.mark.day("2-2-False-3-True", "2-2-True-3-True")
+def test_steps_have_the_losses_of_one_process(
+    rank_pool: Any, world: int, steps: int, blocks: bool, stage: int, packed: bool
+) -> None:
+    want = alone(blocks, steps, packed)
+    assert want[-1] != want[0]
+    for losses in rank_pool(world).run(on_ring, blocks, steps, stage, packed):
+        assert max(abs(a - b) for a, b in zip(losses, want, strict=True)) < 1e-5
+
+
+def gradients(rank: int, world_size: int, blocks: bool) -> dict[str, Tensor]:
+    engine = started(world_size, blocks, 0, True, torch.float64)
+    local = engine.ring.shard_batch(batch_of(engine, blocks, 0, True))
+    # DeepSpeed reduces no float64: what it would do is written out
+    logits = engine.module(**local)
+    loss, mean, _ = engine.ring.draft_loss(logits, local)
+    one_hot = torch.nn.functional.one_hot(local["draft_labels"].clamp_min(0), VOCABULARY).double()
+    assert abs(float(mean - engine.ring.draft_loss(logits, local, one_hot).mean_loss)) < 1e-6
+    named = dict(engine.module.drafter.named_parameters())
+    own = torch.autograd.grad(loss / engine.ring.gradient_divisor, list(named.values()))
+    for one in own:
+        dist.all_reduce(one)
+    return dict(zip(named, own, strict=True))
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.day("2-False", "2-True")
+def test_each_gradient_is_that_of_the_reference(rank_pool: Any, world: int, blocks: bool) -> None:
+    model = Trained(blocks).double()
+    of_step(model, blocks, 0, IDS).backward()
+    want = {name: one.grad for name, one in model.drafter.named_parameters()}
+    for found in rank_pool(world).run(gradients, blocks):
+        assert found.keys() == want.keys()
+        for name, gradient in found.items():
+            assert float((gradient - want[name]).abs().max()) < 1e-10, name
+
+
+def sent_in(call: Callable[[], Any]) -> int:
+    """The bytes that this rank sends during a call."""
+
+    def now() -> int:
+        return sum(one.counters.bytes_sent for one in gc.get_objects() if type(one) is Exchange)
+
+    before = now()
+    call()
+    return now() - before
+
+
+def bytes_sent(rank: int, world_size: int, blocks: bool, draft: int) -> tuple[int, int, int, int]:
+    """Measured forward and backward, and by the plan those of shared and of private keys."""
+    engine = started(world_size, blocks, 0, True)
+    local = engine.ring.shard_batch(batch_of(engine, blocks, 0, True, draft))
+    sharding = engine.ring.batches.current
+    queries = local["draft_input_ids"].shape[1] if blocks else sharding.local_tokens
+    private = queries if blocks else queries * (draft - 1)
+    keys = sharding.local_tokens + private
+    q, k, v = (torch.randn(SAMPLES, 4, n, 8, requires_grad=True) for n in (queries, keys, keys))
+    outs: list[Tensor] = []
+    forward = sent_in(lambda: outs.append(engine.ring.draft_attention(q, k, v)))
+    backward = sent_in(lambda: outs[0].square().sum().backward())
+    planned = np.zeros(2, dtype=int)
+    for pattern, rows in _patterns(sharding, sharding.whole, draft - 1, SAMPLES, False).items():
+        layout = beside(sharding.layout, ((pattern, 1),))
+        assert build_plan(pattern, layout).tokens_sent == sum(private_slots_sent(pattern, layout))
+        planned += len(rows) * 2 * 4 * 8 * 4 * np.array(private_slots_sent(pattern, layout))
+    return forward, backward, int(planned[1]), int(planned[0])
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.day("2-False", "2-True")
+def test_no_private_key_is_sent(rank_pool: Any, world: int, blocks: bool) -> None:
+    few, many = (rank_pool(world).run(bytes_sent, blocks, draft) for draft in (2, 6))
+    for ranks in (few, many):
+        shared, private = ranks[0][2:]
+        assert private == 0 and sum(one[0] for one in ranks) == shared > 0
+    # three times the private tokens send the same bytes, gradients included
+    assert [one[:2] for one in few] == [one[:2] for one in many]
+
+
+class _Session:
+    """What `drafter_batch` needs of a session."""
+
+    class needs:  # noqa: N801
+        whole = None
+
+
+def made(draft: int = 3, **more: Any) -> dict[str, Tensor]:
+    return drafter_batch(_Session(), torch.arange(10, 18)[None], draft, **more)  # type: ignore[arg-type]
+
+
+def test_the_tokens_and_labels_of_steps_and_blocks() -> None:
+    ids = torch.tensor([0, 0, 0, 0, 0, 1, 1, -1])
+    eagle = {key: x.reshape(-1, 8).tolist() for key, x in made(2, document_ids=ids).items()}
+    assert eagle["draft_input_ids"] == [[11, 12, 13, 14, 0, 16, 0, 0], [12, 13, 14, 0, 0, 0, 0, 0]]
+    none = [IGNORE] * 3
+    assert eagle["draft_labels"] == [[12, 13, 14, *none, IGNORE, IGNORE], [13, 14, *none, *none]]
+    assert eagle["draft_position_ids"][1] == [1, 2, 3, 4, 5, 1, 2, 1]
+    anchors = torch.tensor([[3, -1, 5]])
+    blocks = made(3, document_ids=ids, anchors=anchors, mask_token=9, weights=[0, 1, 0.5])
+    of_blocks = {key: x.reshape(-1, 3).tolist() for key, x in blocks.items() if "draft_" in key}
+    assert of_blocks["draft_input_ids"] == [[13, 9, 9], [0, 9, 9], [15, 9, 9]]
+    assert of_blocks["draft_labels"] == [[IGNORE, 14, IGNORE], [IGNORE] * 3, [IGNORE, 16, IGNORE]]
+    assert of_blocks["draft_weights"] == [[0, 1, 0], [0, 0, 0], [0, 1, 0]]
+    assert of_blocks["draft_position_ids"][2] == [0, 1, 2]
+    shorter = made(2, predicted=torch.arange(8)[None] < 4)["draft_labels"].reshape(2, 8)
+    assert (shorter != IGNORE).sum(1).tolist() == [2, 1]
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"draft": 0}, "drafter_batch: draft"),
+        ({"anchors": torch.tensor([[1]])}, "a mask_token"),
+        ({"anchors": torch.tensor([[8]]), "mask_token": 1}, "positions from -1"),
+        ({"weights": [1.0]}, "expected 3 weights"),
+    ],
+)
+def test_wrong_batches_are_refused(more: dict[str, Any], words: str) -> None:
+    with pytest.raises((RingPatternError, RingShapeError), match=words):
+        made(**more)
+
+
+def refused(rank: int, world_size: int) -> list[str]:
+    engine, messages = started(world_size, True, 0, False), []
+    plain = engine.ring.shard_batch({"input_ids": drawn(0)[0]})
+    x = torch.zeros(SAMPLES, 4, engine.ring.batches.current.local_tokens, 8)
+    tries: list[Callable[[], Any]] = [
+        lambda: engine.ring.draft_attention(x, x, x),
+        lambda: engine.ring.draft_loss(torch.zeros(SAMPLES, 3, VOCABULARY), plain),
+    ]
+    for attempt in tries:
+        with pytest.raises(RingError) as caught:
+            attempt()
+        messages.append(str(caught.value))
+    local = engine.ring.shard_batch(batch_of(engine, True, 0, False))
+    with pytest.raises(RingError) as caught:
+        engine.ring.draft_attention(x, x, x)
+    return [*messages, str(caught.value), str(local["draft_labels"].shape[1] % DRAFT)]
+
+
+def test_calls_without_drafts_are_refused(rank_pool: Any) -> None:
+    for batch, loss, keys, rest in rank_pool(2).run(refused):
+        assert "expected a batch of drafter_batch" in batch and "got [2, 3, 61] and none" in loss
+        assert "private keys: expected" in keys and rest == "0"
