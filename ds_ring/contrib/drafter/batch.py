@@ -5,9 +5,9 @@ tokens. `attention.py` has attention and loss.
 
 Private tokens follow each other in the tensors `draft_*` as in the pattern `Drafter`. Without anchors
 (EAGLE-3) these are steps 0, 1, .. of all trunk tokens, and step 0 has the keys that the pattern calls the
-trunk's. The drafter reads state t and token t + 1 + step, and predicts token t + 2 + step. With anchors (DFlash) these are
-the blocks: block b has token anchor[b] and masks, and predicts what follows. The labels of a document end
-with it.
+trunk's. The drafter reads state t and token t + 1 + step, and predicts token t + 2 + step. With anchors
+(DFlash) these are the blocks: block b has token anchor[b] and masks, and predicts what follows. The labels of
+a document end with it.
 
 Shapes: B samples, T trunk tokens, N blocks, D steps or tokens of a block, M private tokens.
 """
