@@ -141,8 +141,13 @@ def documents_of(ids: np.ndarray) -> list[slice]:
     return [slice(a, b) for a, b in itertools.pairwise(starts) if ids[a] >= 0]
 
 
-def eagle_loss(model: Trained, ids_BT: Tensor, ids: np.ndarray, steps: int, weights: list[float]) -> Tensor:
-    """Step i of token t reads token t + 1 + i and sees step 0 up to t, then its own keys of earlier steps."""
+def eagle_loss(
+    model: Trained, ids_BT: Tensor, ids: np.ndarray, steps: int, weights: list[float], soft: bool = False
+) -> Tensor:
+    """Step i of token t reads token t + 1 + i and sees step 0 up to t, then its own keys of earlier steps.
+
+    It predicts token t + 2 + i, or learns what the trunk says there (`soft`).
+    """
     total, count = torch.zeros((), dtype=next(model.parameters()).dtype), 0.0
     for row in ids_BT:
         for own in documents_of(ids):
@@ -165,9 +170,11 @@ def eagle_loss(model: Trained, ids_BT: Tensor, ids: np.ndarray, steps: int, weig
             each = model.drafter.steps(fused, embedded, [places + i for i in range(steps)], attend)
             for i, logits in enumerate(each):
                 labels = text[:, i + 2 :]
-                kept = logits[:, : labels.shape[1]]
+                kept, count = logits[:, : labels.shape[1]], count + weights[i] * labels.numel()
+                if soft:
+                    said = model.trunk(input_ids=text, position_ids=places).logits.detach()
+                    labels = said[:, i + 1 : length - 1].softmax(-1).mT
                 total = total + weights[i] * cross_entropy(kept.mT, labels, reduction="sum")
-                count += weights[i] * labels.numel()
     return total / count
 
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_ring import build_plan
+from ds_ring import build_plan, shift_sequence
 from ds_ring.comm.exchange import Exchange
 from ds_ring.contrib.drafter.attention import _patterns
 from ds_ring.contrib.drafter.batch import drafter_batch
@@ -45,11 +45,11 @@ def drawn(step: int) -> tuple[Tensor, Tensor]:
     return ids, anchors
 
 
-def of_step(model: Trained, blocks: bool, step: int, ids: np.ndarray) -> Tensor:
+def of_step(model: Trained, blocks: bool, step: int, ids: np.ndarray, soft: bool = False) -> Tensor:
     text, anchors = drawn(step)
     if blocks:
         return dflash_loss(model, text, ids, anchors, DRAFT, DECAY)
-    return eagle_loss(model, text, ids, DRAFT, DECAY)
+    return eagle_loss(model, text, ids, DRAFT, DECAY, soft)
 
 
 def alone(blocks: bool, steps: int, packed: bool) -> list[float]:
@@ -119,14 +119,19 @@ def test_steps_have_the_losses_of_one_process(
         assert max(abs(a - b) for a, b in zip(losses, want, strict=True)) < 1e-5
 
 
-def gradients(rank: int, world_size: int, blocks: bool) -> dict[str, Tensor]:
+def gradients(rank: int, world_size: int, blocks: bool, soft: bool) -> dict[str, Tensor]:
     engine = started(world_size, blocks, 0, True, torch.float64)
     local = engine.ring.shard_batch(batch_of(engine, blocks, 0, True))
     # DeepSpeed reduces no float64: what it would do is written out
     logits = engine.module(**local)
-    loss, mean, _ = engine.ring.draft_loss(logits, local)
-    one_hot = torch.nn.functional.one_hot(local["draft_labels"].clamp_min(0), VOCABULARY).double()
-    assert abs(float(mean - engine.ring.draft_loss(logits, local, one_hot).mean_loss)) < 1e-6
+    targets = None
+    if soft:  # the trunk's distributions, from the ranks that have them
+        inputs = {key: local[key] for key in ("input_ids", "position_ids")}
+        said = engine.module.trunk(**inputs).logits.detach().softmax(-1)
+        place = {"layout": engine.ring.layout, "mesh": engine.ring.mesh}
+        moved = [shift_sequence(said, 1 + step, dim=1, **place) for step in range(DRAFT)]
+        targets = torch.cat(moved, dim=1)
+    loss = engine.ring.draft_loss(logits, local, targets).backward_loss
     named = dict(engine.module.drafter.named_parameters())
     own = torch.autograd.grad(loss / engine.ring.gradient_divisor, list(named.values()))
     for one in own:
@@ -134,14 +139,14 @@ def gradients(rank: int, world_size: int, blocks: bool) -> dict[str, Tensor]:
     return dict(zip(named, own, strict=True))
 
 
-@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize(("blocks", "soft"), [(False, False), (False, True), (True, False)])
 @pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.day("2-False", "2-True")
-def test_each_gradient_is_that_of_the_reference(rank_pool: Any, world: int, blocks: bool) -> None:
+@pytest.mark.day("2-False-True", "2-True-False")
+def test_each_gradient_is_that_of_the_reference(rank_pool: Any, world: int, blocks: bool, soft: bool) -> None:
     model = Trained(blocks).double()
-    of_step(model, blocks, 0, IDS).backward()
+    of_step(model, blocks, 0, IDS, soft).backward()
     want = {name: one.grad for name, one in model.drafter.named_parameters()}
-    for found in rank_pool(world).run(gradients, blocks):
+    for found in rank_pool(world).run(gradients, blocks, soft):
         assert found.keys() == want.keys()
         for name, gradient in found.items():
             assert float((gradient - want[name]).abs().max()) < 1e-10, name
