@@ -69,7 +69,9 @@ def even_pieces(
 
 def _pieces(mix: Mix, tokens: int, pieces: int) -> tuple[IntArray, list[IntArray]]:
     """Return the borders of equal pieces and, for each pattern over all of its layers, the pairs of each."""
-    bounds = np.array([tokens * i // pieces for i in range(pieces + 1)])
+    each, more = divmod(tokens, pieces)
+    number = np.arange(pieces + 1)
+    bounds = each * number + more * number // pieces  # tokens * number // pieces
     runs = np.stack([bounds[:-1], np.ones(pieces, dtype=np.int64), np.diff(bounds)], axis=1)
     return bounds, [layers * work_of_runs(one, runs, tokens) for one, layers in mix]
 
@@ -102,23 +104,29 @@ def _nearest(work: IntArray, ring_size: int, shares: np.ndarray) -> IntArray:
     `shares` of the work are the goals of the ranks.
     """
     pieces = np.arange(len(work)).reshape(ring_size, -1)  # of each rank
-    works = work[pieces]
+    works, per_rank = work[pieces], len(work) // ring_size
     goals = shares * work.sum()
     load = works.sum(1) - goals  # beyond the goal
+    enough = ((EVEN - 1) / 2 * goals).tolist()
+    gains, away = np.empty((per_rank, per_rank), dtype=np.int64), np.empty((per_rank, per_rank))
+    rows, columns = list(works), list(works[:, :, None])
     for _ in range(4 * ring_size):
         full, empty = int(load.argmax()), int(load.argmin())
+        most, least = load.item(full), load.item(empty)
         # the two ranks would be equally far from their goals after moving this much work
-        excess = (load[full] - load[empty]) / 2
-        if load[full] <= (EVEN - 1) / 2 * goals[full]:
+        excess = (most - least) / 2
+        if most <= enough[full]:
             break
         # [pieces of the fullest, pieces of the emptiest]: work moved by each swap
-        gain = works[full][:, None] - works[empty]
-        give, take = divmod(int(np.abs(gain - excess).argmin()), gain.shape[1])
+        np.subtract(columns[full], rows[empty], gains)
+        np.subtract(gains, excess, away)
+        best = int(np.abs(away, away).argmin())
+        gain = gains.item(best)
         # stop if no swap brings the two ranks closer together
-        if not 0 < gain[give, take] < 2 * excess:
+        if not 0 < gain < 2 * excess:
             break
-        load[full] -= gain[give, take]
-        load[empty] += gain[give, take]
+        load[full], load[empty] = most - gain, least + gain
+        give, take = divmod(best, per_rank)
         for table in (pieces, works):
             table[full, give], table[empty, take] = table[empty, take], table[full, give]
     owners = np.empty(len(work), dtype=np.int64)

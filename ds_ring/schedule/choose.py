@@ -80,10 +80,21 @@ def work_of_runs(pattern: Pattern, runs: IntArray, tokens: int) -> IntArray:
 
 def work_of_ranks(pattern: Pattern, layout: Layout) -> IntArray:
     """Return the attended pairs of every rank, for one head; int64 [ring_size]."""
-    runs = [layout.runs(rank) for rank in range(layout.ring_size)]
-    ranks = np.repeat(np.arange(layout.ring_size), [len(r) for r in runs])
-    work = work_of_runs(pattern, np.concatenate(runs), layout.tokens)
-    return np.bincount(ranks, weights=work, minlength=layout.ring_size).astype(np.int64)
+    works: IntArray = _works_of_ranks(pattern, [layout])[0]
+    return works
+
+
+def _works_of_ranks(pattern: Pattern, layouts: Sequence[Layout]) -> IntArray:
+    """Return the same for layouts of equal sizes, by one table; int64 [len(layouts), ring_size]."""
+    (runs, ranks), size = _runs_of_ranks(layouts), layouts[0].ring_size
+    work = work_of_runs(pattern, runs, layouts[0].tokens)
+    return np.bincount(ranks, weights=work, minlength=len(layouts) * size).astype(np.int64).reshape(-1, size)
+
+
+def _runs_of_ranks(layouts: Sequence[Layout]) -> tuple[IntArray, IntArray]:
+    """Return the runs of all ranks of all layouts, and the number of the rank that has each."""
+    shards = [layout.runs(rank) for layout in layouts for rank in range(layout.ring_size)]
+    return np.concatenate(shards), np.repeat(np.arange(len(shards)), [len(runs) for runs in shards])
 
 
 def costs_of_ranks(pattern: Pattern, layouts: Sequence[Layout]) -> tuple[IntArray, IntArray]:
@@ -94,8 +105,7 @@ def costs_of_ranks(pattern: Pattern, layouts: Sequence[Layout]) -> tuple[IntArra
     """
     tokens, size = layouts[0].tokens, layouts[0].ring_size
     count, width = len(layouts) * size, tokens + 1
-    shards = [layout.runs(rank) for layout in layouts for rank in range(size)]
-    runs, ranks = np.concatenate(shards), np.repeat(np.arange(count), [len(r) for r in shards])
+    runs, ranks = _runs_of_ranks(layouts)
     tiles = pattern.tiles(runs, np.array([[0, 1, tokens]]))
     first_slots = np.cumsum(runs[:, 2]) - runs[:, 2]
     reader = ranks[np.searchsorted(first_slots, tiles.q.slot, side="right") - 1]
@@ -135,8 +145,16 @@ def imbalance(works: list[IntArray], speeds: Speeds = ()) -> float:
 
 def rated(mix: Mix, layout: Layout, speeds: Speeds = ()) -> Candidate:
     """Return a layout with its imbalance; [Note: the cost of a layout]."""
-    works = [layers * work_of_ranks(bound_to_one_head(one), layout) for one, layers in mix]
-    return Candidate(layout, imbalance(works, speeds))
+    return all_rated(mix, [layout], speeds)[0]
+
+
+def all_rated(mix: Mix, layouts: Sequence[Layout], speeds: Speeds = ()) -> list[Candidate]:
+    """Return layouts of equal sizes with their imbalance."""
+    works = [layers * _works_of_ranks(bound_to_one_head(one), layouts) for one, layers in mix]
+    return [
+        Candidate(layout, imbalance([work[index] for work in works], speeds))
+        for index, layout in enumerate(layouts)
+    ]
 
 
 def to_compare(options: list[Candidate], least: float = 1.0) -> list[Candidate]:
@@ -169,7 +187,7 @@ def make_auto(
     if not mix or ring_size == 1:
         return ChunkLayout(tokens, ring_size, multiple_of, 1)
     bound = tuple((bound_to_one_head(one), layers) for one, layers in mix)
-    options = [rated(bound, ChunkLayout(tokens, ring_size, multiple_of, n), speeds) for n in (1, 2)]
+    options = all_rated(bound, [ChunkLayout(tokens, ring_size, multiple_of, n) for n in (1, 2)], speeds)
     for make in [load(row.always) for row in LAYOUTS.values() if row.always]:
         options += make(tokens, ring_size, multiple_of, bound, speeds)
     labels: list[Layout] = []

@@ -88,8 +88,9 @@ def find_reads(
 
 def _one_after_another(shards: Sequence[IntArray]) -> tuple[IntArray, IntArray]:
     """Return the runs of several shards as those of one, and the end of each shard in its slots."""
-    tokens = np.array([int(runs[:, 2].sum()) for runs in shards], dtype=np.int64)
-    return np.concatenate([np.empty((0, 3), dtype=np.int64), *shards]), np.cumsum(tokens)
+    runs = np.concatenate([np.empty((0, 3), dtype=np.int64), *shards])
+    last = np.cumsum([len(one) for one in shards], dtype=np.int64)  # the number of runs up to each shard
+    return runs, np.append(0, np.cumsum(runs[:, 2]))[last]
 
 
 def tiles_of_payload(tiles: Tiles, held: SlotRanges) -> Tiles:
@@ -175,7 +176,7 @@ class ReadsOfShards:
     @cached_property
     def shards(self) -> tuple[SlotRanges, ...]:
         """Return all slots of every shard."""
-        valid = [int(runs[:, 2].sum()) for runs in self.runs]
+        valid = np.diff(_one_after_another(self.runs)[1], prepend=0).tolist()
         return tuple(np.array([[0, tokens]]) if tokens else no_slots() for tokens in valid)
 
     def slots(self, origin: int, reader: int) -> SlotRanges:
@@ -186,12 +187,28 @@ class ReadsOfShards:
 
     def origins(self, reader: int) -> list[int]:
         """Return the other ranks of whose shards a rank reads something, ascending."""
-        if reader not in self._origins:
-            others = [rank for rank in range(self.layout.ring_size) if rank != reader]
-            found = find_reads(self.pattern, [self.runs[reader]], [self.runs[rank] for rank in others])
-            self._slots.update({(others[origin], reader): slots for (_, origin), slots in found.items()})
-            self._origins[reader] = [others[origin] for _, origin in found]
+        self.find_origins([reader])
         return self._origins[reader]
+
+    def find_origins(self, readers: Iterable[int]) -> None:
+        """Compute what several ranks read with one table."""
+        new = [reader for reader in dict.fromkeys(readers) if reader not in self._origins]
+        if not new:
+            return
+        found = find_reads(self.pattern, [self.runs[reader] for reader in new], self.runs)
+        for reader in new:
+            self._origins[reader] = []
+        for (number, origin), slots in found.items():
+            reader = new[number]
+            if reader != origin:
+                self._slots[origin, reader] = slots
+                self._origins[reader].append(origin)
+
+    def find_origins_around(self, reader: int) -> None:
+        """Compute what a rank reads and what those before and after it do, unless all is known."""
+        size = self.layout.ring_size
+        if len(self._readers) < size:
+            self.find_origins((reader + offset) % size for offset in (-1, 0, 1))
 
     def readers(self, origin: int) -> list[int]:
         """Return the other ranks that read something of a shard, ascending."""
@@ -355,6 +372,10 @@ class HeadClass:
 
     def rank(self, ring_rank: int) -> HeadClassPlan:
         """Return the plan of one rank."""
+        if self.prune and self._size > len(
+            self.reads.sampled
+        ):  # what the ranks before and after it read, too
+            self.reads.find_origins((ring_rank + offset) % self._size for offset in (-1, 0, 1))
         directions = tuple(self._direction(ring_rank, direction) for direction in self.directions)
         return HeadClassPlan(self.kv_heads, directions, max(direction.steps for direction in self.directions))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left, bisect_right
 
 import numpy as np
 
@@ -47,100 +48,129 @@ def _dealt(
     parts = np.minimum(np.maximum(parts, 1), np.minimum(ring_size, lengths))
     order = np.argsort(-works, kind="stable")
     long, short = order[parts[order] > 1], order[parts[order] == 1]
-    owners_of = ranks.share(parts[long], lengths[long], works[long])
-    owners_of += [ranks.alone(*one) for one in _rows(lengths[short], works[short])]
-    ordered = np.concatenate([long, short])
-    placed = np.array([bool(owners) for owners in owners_of])
+    shared, owners = ranks.share(parts[long], lengths[long], works[long])
+    alone = np.array(ranks.alone(lengths[short], works[short]), dtype=np.int64)
+    ordered, counts = np.concatenate([long, short]), np.concatenate([shared, alone >= 0])
+    placed, left = ordered[counts > 0], ordered[counts == 0]
     begins, owners = _pieces(
-        starts[ordered[placed]], lengths[ordered[placed]], [one for one in owners_of if one]
+        starts[placed], lengths[placed], counts[counts > 0], np.concatenate([owners, alone[alone >= 0]])
     )
-    left = ordered[~placed]
     left = left[np.argsort(-lengths[left], kind="stable")]
-    more = [piece for one in _rows(starts[left], lengths[left]) for piece in ranks.cut(*one)]
-    if more:
-        begins, owners = np.concatenate([np.stack([begins, owners]), np.array(more).T], axis=1)
+    more = np.array(ranks.cut(starts[left], lengths[left]), dtype=np.int64)
+    begins, owners = np.concatenate([np.stack([begins, owners]), more], axis=1)
     by_start = np.argsort(begins)
     return begins[by_start], owners[by_start]
 
 
-def _rows(*columns: IntArray) -> list[tuple[int, ...]]:
-    """Return the rows of a table as Python ints."""
-    return list(zip(*(column.tolist() for column in columns), strict=True))
-
-
-def _pieces(starts: IntArray, lengths: IntArray, owners_of: list[list[int]]) -> tuple[IntArray, IntArray]:
-    """Return the start and the owner of every piece of documents that their ranks share.
+def _pieces(
+    starts: IntArray, lengths: IntArray, counts: IntArray, ranks: IntArray
+) -> tuple[IntArray, IntArray]:
+    """Return the start and the owner of every piece of documents, each shared by the next `counts` ranks.
 
     Each of n ranks has two pieces, the near one and the far one of 2 n: as much work together in each rank.
     """
-    counts = np.array([len(owners) for owners in owners_of], dtype=np.int64)
     pieces = np.where(counts > 1, 2 * counts, 1)
-    flat = np.array([rank for owners in owners_of for rank in owners], dtype=np.int64)
     row, piece = repeat_rows(pieces)
     first, end = (at * lengths[row] // pieces[row] for at in (piece, piece + 1))
-    owners = flat[(np.cumsum(counts) - counts)[row] + np.minimum(piece, pieces[row] - 1 - piece)]
+    owners = ranks[(np.cumsum(counts) - counts)[row] + np.minimum(piece, pieces[row] - 1 - piece)]
     kept = end > first
     return (starts[row] + first)[kept], owners[kept]
 
 
 class _Ranks:
-    """Hold the slots left on each rank, and the ranks by the work that they have."""
+    """Hold the slots left on each rank, and the ranks by the work that they have, then by their number.
+
+    Lists of numbers alone: Python's garbage collector walks lists of tuples.
+    """
 
     def __init__(self, tokens: int, ring_size: int) -> None:
         self._room: list[int] = np.diff(np.arange(ring_size + 1) * tokens // ring_size).tolist()
-        self._by_work = [(0.0, rank) for rank in range(ring_size)]
-        self._by_room: list[tuple[int, int]] = []  # the largest room first, as it is when `cut` begins
+        self._works, self._ranks = [0.0] * ring_size, list(range(ring_size))
 
-    def share(self, counts: IntArray, lengths: IntArray, works: IntArray) -> list[list[int]]:
-        """Return for each document the `counts` ranks of least work that share it; none without room."""
-        room, ranks_of = self._room, list[list[int]]()
+    def _add(self, work: float, rank: int) -> None:
+        at = bisect_left(self._works, work)
+        at = bisect_left(self._ranks, rank, at, bisect_right(self._works, work, at))
+        self._works.insert(at, work)
+        self._ranks.insert(at, rank)
+
+    def _take(self, at: int) -> tuple[float, int]:
+        return self._works.pop(at), self._ranks.pop(at)
+
+    def share(self, counts: IntArray, lengths: IntArray, works: IntArray) -> tuple[IntArray, IntArray]:
+        """Share each document among the `counts` ranks of least work that have room, or none.
+
+        Return how many ranks share each document, and these ranks.
+        """
+        room, sharing, ranks_of = self._room, list[int](), list[int]()
         needed = -(-lengths // counts) + 1
         least = np.minimum.accumulate(needed[::-1])[::-1]  # what any later document needs of a rank
-        apart = list[tuple[float, int]]()  # ranks with less room
-        for count, length, work, most, any_later in _rows(counts, lengths, works, needed, least):
-            taken, others = list[tuple[float, int]](), list[tuple[float, int]]()
-            while self._by_work and len(taken) < count:
-                one = heapq.heappop(self._by_work)
-                free = room[one[1]]
-                (taken if free >= most else others if free >= any_later else apart).append(one)
-            found = sorted(rank for _, rank in taken) if len(taken) == count else []
-            for place, rank in enumerate(found):  # as `_pieces` cuts it
-                for piece in (place, 2 * count - 1 - place):
-                    room[rank] -= (piece + 1) * length // (2 * count) - piece * length // (2 * count)
-            others += [(had + work / count, rank) for had, rank in taken] if found else taken
-            for one in others:
-                heapq.heappush(self._by_work, one)
-            ranks_of.append(found)
-        for one in apart:
-            heapq.heappush(self._by_work, one)
-        return ranks_of
+        row, place = repeat_rows(counts)
+        length, pieces = lengths[row], 2 * counts[row]
+        # tokens of the two pieces of each rank, as `_pieces` cuts them
+        near = (place + 1) * length // pieces - place * length // pieces
+        far = (pieces - place) * length // pieces - (pieces - 1 - place) * length // pieces
+        tokens, first = (near + far).tolist(), 0
+        full = list[tuple[float, int]]()  # ranks with less room than any later document needs
+        columns = (column.tolist() for column in (counts, works, needed, least))
+        for count, work, most, any_later in zip(*columns, strict=True):
+            taken, gone = list[int](), list[int]()
+            for at, rank in enumerate(self._ranks):
+                if room[rank] >= most:
+                    taken.append(at)
+                    if len(taken) == count:
+                        break
+                elif room[rank] < any_later:
+                    gone.append(at)
+            found = [self._ranks[at] for at in taken] if len(taken) == count else []
+            had = [self._works[at] for at in taken]
+            if gone:
+                full += [(self._works[at], self._ranks[at]) for at in gone]
+            for at in sorted(gone + taken if found else gone, reverse=True):
+                self._take(at)
+            for before, rank in zip(had, found, strict=False):
+                self._add(before + work / count, rank)
+            found.sort()
+            for rank, used in zip(found, tokens[first : first + count], strict=False):
+                room[rank] -= used
+            first += count
+            sharing.append(len(found))
+            ranks_of += found
+        for one in full:
+            self._add(*one)
+        return np.array(sharing, dtype=np.int64), np.array(ranks_of, dtype=np.int64)
 
-    def alone(self, length: int, work: int) -> list[int]:
-        """Return a rank of little work that takes a whole document; none if `TRIES` ranks have no room."""
-        asked: list[tuple[float, int]] = []
-        found: list[int] = []
-        while self._by_work and len(asked) < TRIES and not found:
-            had, rank = heapq.heappop(self._by_work)
-            if self._room[rank] >= length:
-                self._room[rank] -= length
-                found, had = [rank], had + work
-            asked.append((had, rank))
-        for one in asked:
-            if self._room[one[1]]:
-                heapq.heappush(self._by_work, one)
+    def alone(self, lengths: IntArray, works: IntArray) -> list[int]:
+        """Return for each document a rank of little work that takes it; -1 if `TRIES` ranks have no room."""
+        room, found = self._room, list[int]()
+        for length, work in zip(lengths.tolist(), works.tolist(), strict=True):
+            asked, owner = self._ranks[:TRIES], -1
+            for at, rank in enumerate(asked):
+                if room[rank] >= length:
+                    asked, owner, had = asked[:at], rank, self._take(at)[0]
+                    room[rank] -= length
+                    if room[rank]:
+                        self._add(had + work, rank)
+                    break
+            for at in range(len(asked) - 1, -1, -1):  # ranks without any room are not asked again
+                if not room[asked[at]]:
+                    self._take(at)
+            found.append(owner)
         return found
 
-    def cut(self, start: int, length: int) -> list[tuple[int, int]]:
-        """Return the start and the owner of each part of a document, the largest room first."""
-        if not self._by_room:
-            self._by_room = [(-room, rank) for rank, room in enumerate(self._room) if room]
-            heapq.heapify(self._by_room)
-        found: list[tuple[int, int]] = []
-        while length:
-            room, rank = heapq.heappop(self._by_room)
-            taken = min(-room, length)
-            found.append((start, rank))
-            start, length = start + taken, length - taken
-            if -room > taken:
-                heapq.heappush(self._by_room, (room + taken, rank))
-        return found
+    def cut(self, starts: IntArray, lengths: IntArray) -> tuple[list[int], list[int]]:
+        """Return the start and the owner of each part of documents, the largest room first."""
+        size = len(self._room)
+        heap = [rank - room * size for rank, room in enumerate(self._room) if room]
+        heapq.heapify(heap)
+        begins, owners = list[int](), list[int]()
+        for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
+            while length:
+                negative, rank = divmod(heap[0], size)
+                begins.append(start)
+                owners.append(rank)
+                if -negative > length:
+                    heapq.heapreplace(heap, heap[0] + length * size)
+                    break
+                heapq.heappop(heap)
+                start, length = start - negative, length + negative
+        return begins, owners
