@@ -372,10 +372,8 @@ class HeadClass:
 
     def rank(self, ring_rank: int) -> HeadClassPlan:
         """Return the plan of one rank."""
-        if self.prune and self._size > len(
-            self.reads.sampled
-        ):  # what the ranks before and after it read, too
-            self.reads.find_origins((ring_rank + offset) % self._size for offset in (-1, 0, 1))
+        if self.prune:
+            self.reads.find_origins_around(ring_rank)
         directions = tuple(self._direction(ring_rank, direction) for direction in self.directions)
         return HeadClassPlan(self.kv_heads, directions, max(direction.steps for direction in self.directions))
 
