@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache
 
 from ds_ring.config.pattern_section import PatternConfig
 from ds_ring.contrib.diffusion.batch import BLOCKS, DiffusionRows
