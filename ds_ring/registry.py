@@ -304,6 +304,7 @@ ENGINE_PARTS = {
 # "long_sequence" by their keys in the JSON: without its row a key is refused.
 MODEL_PARTS = {
     "images": "ds_ring.contrib.images.model.ImagePart",
+    "sound": "ds_ring.contrib.sound.model.SoundPart",
     "tiled_loss": "ds_ring.integrations.transformers.tiles.head.TiledLoss",
     "tiled_mlp": "ds_ring.integrations.transformers.tiles.layers.TiledMLPs",
     "offload_checkpoints": "ds_ring.integrations.transformers.offloaded_checkpoints.OffloadedCheckpoints",

@@ -110,6 +110,7 @@ OUTSIDE = {
         "contrib.ring_flash_attn",
         "contrib.encoder_decoder",
         "contrib.images",
+        "contrib.sound",
         "contrib.diffusion",
     ),
     "accelerate": ("integrations.trainers",),

@@ -51,6 +51,7 @@ from .small_model import (
     shrink,
     usual_head,
 )
+from .small_sounds import add_sounds, hears
 
 CheckVerdict = Literal["exact", "refused", "WRONG", "invalid"]
 
@@ -148,7 +149,8 @@ def _check_here(request: CheckRequest, dtype: torch.dtype) -> list[ModelReport]:
         if images:
             least = LEAST_TOKENS.get(getattr(given, "model_type", ""), 0)
             request = replace(request, tokens=max(request.tokens, least))
-        config = shrink(given, request.tokens, request.layers, request.changes, images)
+        sounds = request.head == "seq2seq-lm" and hears(given)
+        config = shrink(given, request.tokens, request.layers, request.changes, images, sounds)
         head = request.head or usual_head(config)
         if head == "seq2seq-lm" and config.model_type not in HEADS[head].families:
             raise RingConfigError.wrong(
@@ -162,7 +164,10 @@ def _check_here(request: CheckRequest, dtype: torch.dtype) -> list[ModelReport]:
         if head == "causal-lm" and getattr(config, "causal", None) is False:
             config.causal = config.is_decoder = True  # XLM's
         model = build(config, head, request.seed)
-        plain = make_batch(config, head, request.tokens, request.seed, has_a_loss(model, head))
+        of_text = "causal-lm" if sounds else head
+        plain = make_batch(config, of_text, request.tokens, request.seed, has_a_loss(model, of_text))
+        if sounds:
+            plain = add_sounds(plain, model, request.seed)
         if images:
             plain = add_images(plain, model, request.seed)
         if "tree" in request.forms and (codebooks := getattr(config, "num_codebooks", 1)) > 1:

@@ -195,17 +195,17 @@ def shrink_images(config: PreTrainedConfig, values: ConfigValues, text: ConfigVa
         parts["perceiver_config"] |= _RESAMPLER | {"hidden_size": width}
     for key, part in parts.items():
         if key != "perceiver_config" and isinstance(part, dict):
-            _shrink_part(part, width)
+            shrink_part(part, width)
     for name in ("hidden_size", "projection_dim"):  # PaliGemma's
         if isinstance(values.get(name), int):
             values[name] = width
     if isinstance(values.get("vocab_size"), int):
         values["vocab_size"] = text["vocab_size"]
-    _name_tokens(values, text["vocab_size"])
-    return _merged(values, _OF_TYPES.get(model_type, {}))
+    name_tokens(values, text["vocab_size"])
+    return merged(values, _OF_TYPES.get(model_type, {}))
 
 
-def _shrink_part(part: ConfigValues, width: int) -> None:
+def shrink_part(part: ConfigValues, width: int) -> None:
     """Make an encoder, and the parts of it, narrow.
 
     Args:
@@ -229,18 +229,18 @@ def _shrink_part(part: ConfigValues, width: int) -> None:
             part[name] = [0, _LAYERS - 1][-len(part[name]) :]
     for inner in part.values():
         if isinstance(inner, dict) and "model_type" in inner:
-            _shrink_part(inner, width)
+            shrink_part(inner, width)
 
 
-def _merged(values: ConfigValues, more: ConfigValues) -> ConfigValues:
+def merged(values: ConfigValues, more: ConfigValues) -> ConfigValues:
     """Return the values with others in their place, those of parts by themselves."""
     return values | {
-        key: _merged(values.get(key) or {}, value) if key.endswith("_config") else value
+        key: merged(values.get(key) or {}, value) if key.endswith("_config") else value
         for key, value in more.items()
     }
 
 
-def _name_tokens(values: ConfigValues, vocabulary: int) -> None:
+def name_tokens(values: ConfigValues, vocabulary: int) -> None:
     """Give every token that is no text an id of its own, from the last one down."""
     names = sorted(
         (

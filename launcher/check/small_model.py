@@ -31,6 +31,7 @@ from ds_ring.integrations.transformers.checks import bypasses_interface, uses_in
 from ds_ring.registry import SESSION_METHODS, load
 
 from .small_images import ConfigValues, shrink_images
+from .small_sounds import hears, shrink_sounds
 
 VOCABULARY, HIDDEN, HEAD_COUNT, HEAD_DIM = 89, 64, 4, 16
 SAMPLES = 2
@@ -215,6 +216,7 @@ def shrink(
     layers: int = 2,
     changes: Mapping[str, Any] | None = None,
     images: bool = False,
+    sounds: bool = False,
 ) -> Any:
     """Return a small configuration of the same class.
 
@@ -224,8 +226,9 @@ def shrink(
         layers: at least so many, and at least one of each kind.
         changes: values of the configuration that are set before it shrinks; windows among them stay.
         images: return the configuration of the whole model, with a small image encoder.
+        sounds: the same, with a small tower of sound.
     """
-    if images:
+    if images or sounds:
         text = shrink(config, tokens, layers, changes)
         values = config.to_dict()
         if text.model_type == config.model_type and not config.sub_configs:
@@ -236,7 +239,8 @@ def shrink(
             if key != "text_config" and values.get(key) is not None:
                 _few_layers(values[key])
         _take_dropout_out(values)
-        return _made(config.model_type, shrink_images(config, values, text.to_dict()))
+        shrink_others = shrink_sounds if sounds else shrink_images
+        return _made(config.model_type, shrink_others(config, values, text.to_dict()))
     try:
         config = config.get_text_config(decoder=True if config.model_type.startswith("musicgen") else None)
     except ValueError as error:  # a model of several, of sound and text say
@@ -428,7 +432,7 @@ HEADS = {
 def section_for(model: PreTrainedModel, head: str) -> dict[str, Any]:
     """Return the section as its user would write it: windows and chunks are the model's to say."""
     kind = type(model)
-    if head == "image-text":  # the attention is that of the language part
+    if head == "image-text" or hears(model.config):  # the attention is that of the language part
         return {"pattern": {"causal": True}}
     as_is = not bypasses_interface(model) and not uses_interface(kind) and works_as_is(kind)
     causal = head == "seq2seq-lm" or (head != "masked-lm" and not _is_encoder(model.config))

@@ -119,7 +119,11 @@ class Images(WholeTensors):
         """Return which features the local tokens of a prompt take; None without images."""
         if not has_images(given) or given.get("input_ids") is None:
             return None
-        places_BT = self._numbers(given["input_ids"])
+        return self.tokens_of_prompt(given["input_ids"], layout, mesh)
+
+    def tokens_of_prompt(self, ids_BT: Tensor, layout: Layout, mesh: RingMesh) -> ImageTokens:
+        """Number the tokens of a prompt that take features, and return this rank's."""
+        places_BT = self._numbers(ids_BT)
         return ImageTokens(shard_sequence(places_BT, layout, mesh=mesh, dim=1), int(places_BT.max()), None)
 
     def _numbers(self, ids_BT: Tensor) -> Tensor:

@@ -74,13 +74,7 @@ class ImageModels(Variant):
 
     def apart(self, model: nn.Module) -> list[nn.Module]:
         """Return all modules but the language part: encoders, and what makes features of their outputs."""
-        if not _takes_images(model):
-            return []
-        whole: Any = model
-        of_text = {id(module) for module in whole.get_decoder().modules()}
-        return [module for module in model.modules() if id(module) not in of_text] + [
-            module for part in image_encoders(model) for module in part.modules()
-        ]
+        return modules_of_encoders(model) if _takes_images(model) else []
 
     def makes_full_masks(self, model_type: str) -> bool:
         return model_type in _OF_BLIP
@@ -92,7 +86,7 @@ class ImageModels(Variant):
             adapter.apply(partial(_leave_mask_out, adapter.session), decoder=model.get_decoder())
 
     def attention_names(self, model: PreTrainedModel, name: str) -> dict[str, str] | None:
-        return attention_of_parts(model, name)
+        return attention_of_parts(model, name) if image_encoders(model) else None
 
 
 class ImagePart(ModelPart):
@@ -110,9 +104,12 @@ def _takes_images(model: nn.Module) -> bool:
 
 def image_encoders(model: nn.Module) -> list[PreTrainedModel]:
     """Return the models inside `model` that read whole images, and those inside them."""
-    config: Any = getattr(model, "config", None)
-    if not _takes_images(model):
-        return []
+    return encoders_of(model) if _takes_images(model) else []
+
+
+def encoders_of(model: nn.Module) -> list[PreTrainedModel]:
+    """Return the models inside `model` but itself and its text part, and those inside them."""
+    config: Any = model.config
     of_text = (type(config), type(getattr(config, "text_config", config)))
     parts = (part for part in model.modules() if isinstance(part, PreTrainedModel))
     roots = [part for part in parts if type(part.config) not in of_text]
@@ -120,10 +117,16 @@ def image_encoders(model: nn.Module) -> list[PreTrainedModel]:
     return list(found.values())
 
 
-def attention_of_parts(model: Any, name: str) -> dict[str, str] | None:
-    """Return what to set as a model's attention so that all of it but its image encoders gets `name`."""
-    if not image_encoders(model):
-        return None
+def modules_of_encoders(model: Any) -> list[nn.Module]:
+    """Return all modules but the language part: encoders, and what makes features of their outputs."""
+    of_text = {id(module) for module in model.get_decoder().modules()}
+    return [module for module in model.modules() if id(module) not in of_text] + [
+        module for part in encoders_of(model) for module in part.modules()
+    ]
+
+
+def attention_of_parts(model: Any, name: str) -> dict[str, str]:
+    """Return what to set as a model's attention so that all of it but its encoders gets `name`."""
     own = {
         key: part._attn_implementation
         for key in model.config.sub_configs
@@ -240,7 +243,7 @@ def _local_features(
     if shared:
         mine = _exchanged(rows_NE if is_used else rows_NE[:0], base, images, mesh, wait_s)
     else:
-        _check_number(base, len(rows_NE), images)
+        check_number(base, len(rows_NE), images)
         mine = rows_NE[images.places_BS[images.places_BS > 0] - 1]
     local: dict[str, Any] = {}
     for (name, layer, whole), part in zip(
@@ -270,10 +273,11 @@ def _rows(features: Any) -> Tensor:
     return torch.cat([x.reshape(-1, x.shape[-1]) for x in (features if several else [features])])
 
 
-def _check_number(base: Any, features: int, images: ImageTokens) -> None:
+def check_number(base: Any, features: int, images: ImageTokens, kind: str = "image") -> None:
+    """Raise RingShapeError unless a batch has a token for each feature."""
     if features != images.tokens:
         raise RingShapeError(
-            f"batch: expected {features} image tokens, got {images.tokens}; use one processor for both"
+            f"batch: expected {features} {kind} tokens, got {images.tokens}; use one processor for both"
         )
 
 
@@ -380,7 +384,7 @@ def _exchanged(rows_NE: Tensor, base: Any, images: ImageTokens, mesh: RingMesh, 
     with collective(mesh, "number of image features", Exchange(mesh, wait_s)) as call:
         call.agree({"image tokens": images.tokens})
         counts = torch.cat(call.exchange.all_gather(count, mesh.sequence_group, mesh.sequence_size)).tolist()
-    _check_number(base, sum(counts), images)
+    check_number(base, sum(counts), images)
     starts = [sum(counts[:rank]) for rank in range(len(counts))]
 
     def of_rank(index: Tensor, rank: int) -> Tensor:

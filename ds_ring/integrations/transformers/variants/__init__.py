@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 _HERE = "ds_ring.integrations.transformers.variants"
 TABLE = (
     "ds_ring.contrib.images.model.ImageModels",
+    "ds_ring.contrib.sound.model.SoundModels",
     "ds_ring.contrib.encoder_decoder.variant.EncoderDecoder",
     "ds_ring.contrib.diffusion.gemma.DiffusionGemma",
     "eager_attention.layers.EagerVariant",

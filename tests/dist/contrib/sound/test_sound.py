@@ -1,0 +1,121 @@
+"""Models that hear, with their language part on a ring: loss and every gradient, the towers' too, as on one process."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING
+
+from ds_ring.comm.mesh import RingMesh
+from ds_ring.contrib.sound.model import EXACT, Sounds, SoundTokens, _features
+from ds_ring.errors import RingConfigError, RingShapeError
+from ds_ring_launcher.check.model_check import CheckRequest, ModelReport
+from tests.dist.deepspeed_ranks import json_config, start_deepspeed
+from tests.dist.harness import RankPool
+from tests.dist.test_families import checked
+
+Pool = Callable[[int], RankPool]
+HEAD = "seq2seq-lm"
+
+
+@pytest.mark.parametrize("family", [family for family in EXACT if family in CONFIG_MAPPING])
+@pytest.mark.day("musicflamingo")
+def test_sound_is_exact(rank_pool: Pool, family: str) -> None:
+    request = CheckRequest(family, head=HEAD, forms=("plain", "padded"))
+    for report in rank_pool(2).run(checked, request)[0]:
+        assert report.result == "exact", (report.form, report.reason)
+
+
+@pytest.mark.night
+@pytest.mark.parametrize(
+    ("ranks", "asked"),
+    [
+        (3, {"forms": ("packed",)}),
+        (4, {"tokens": 75, "section": {"pattern": {"causal": True}, "ulysses_size": 2}}),
+        (2, {"stage": 3, "section": {"pattern": {"causal": True}, "layout": "striped"}}),
+    ],
+)
+def test_documents_ulysses_and_zero_3_with_sound_are_exact(
+    rank_pool: Pool, ranks: int, asked: dict[str, Any]
+) -> None:
+    reports = rank_pool(ranks).run(checked, CheckRequest("audioflamingo3", head=HEAD, **asked))[0]
+    assert [report.result for report in reports] == ["exact"], reports[0].reason
+
+
+def with_numbers_of_each_rank(rank: int, world_size: int) -> list[ModelReport]:
+    """Number the sound tokens of each rank from 1 on."""
+    take = Sounds.take_columns
+
+    def careless(self: Sounds, *args: Any) -> SoundTokens | None:
+        found = take(self, *args)
+        if found is None:
+            return None
+        mine = found.local.places_BS > 0
+        numbers = mine.flatten().cumsum(0).view(mine.shape) * mine
+        return found._replace(local=found.local._replace(places_BS=numbers))
+
+    Sounds.take_columns = careless  # type: ignore
+    try:
+        return checked(rank, world_size, CheckRequest("qwen2_audio", head=HEAD))
+    finally:
+        Sounds.take_columns = take  # type: ignore
+
+
+@pytest.mark.night
+def test_features_of_other_tokens_are_found(rank_pool: Pool) -> None:
+    (report,) = rank_pool(2).run(with_numbers_of_each_rank)[0]
+    assert report.result == "WRONG" and report.differences
+
+
+def generated(rank: int, world_size: int) -> tuple[bool, str]:
+    """A generation with sounds and one without a ring; then sounds that are too few."""
+    start_deepspeed()
+    import ds_ring
+    from ds_ring_launcher.check.small_model import build, make_batch, read_config, shrink
+    from ds_ring_launcher.check.small_sounds import add_sounds
+
+    config = shrink(read_config("qwen2_audio"), 61, sounds=True)
+    model, plain = build(config, HEAD, 0), build(copy.deepcopy(config), HEAD, 0).eval()
+    batch = add_sounds(make_batch(config, "causal-lm", 61, 0, False), model, 0)
+    labels = batch.pop("shift_labels")
+    assert labels.shape == batch["input_ids"].shape
+    sgd = torch.optim.SGD(model.parameters(), lr=0.0)
+    engine, *_ = ds_ring.initialize(model=model, optimizer=sgd, config=json_config(world_size, 2, 0))
+    engine.eval()
+    prompt = batch | {"attention_mask": torch.ones_like(batch["input_ids"])}
+    asked: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None, "pad_token_id": 1}
+    texts = [one.generate(**prompt, **asked) for one in (engine.module, plain)]
+    fewer = {key: batch[key][:2] for key in ("input_features", "feature_attention_mask")}
+    with pytest.raises(RingShapeError) as raised:
+        engine(**engine.ring.shard_batch(batch | fewer))
+    return torch.equal(*texts), str(raised.value)
+
+
+@pytest.mark.night
+def test_generation_and_refusals(rank_pool: Pool) -> None:
+    for same, heard in rank_pool(2).run(generated):
+        assert same
+        assert "expected 13 sound tokens, got 20" in heard
+
+
+def test_a_tower_with_noise_of_its_own_is_refused() -> None:
+    tower = SimpleNamespace(vae_std=0.6)
+    config = SimpleNamespace(model_type="vibevoice_asr", acoustic_tokenizer_encoder_config=tower)
+    with pytest.raises(RingConfigError, match=r"set config.acoustic_tokenizer_encoder_config.vae_std to 0"):
+        _features(SimpleNamespace(config=config), {}, torch.zeros(1, 1))
+
+
+def test_tokens_of_a_prompt_are_numbered_over_all_samples() -> None:
+    from ds_ring.schedule.layout import make_layout
+
+    ids = torch.tensor([[5, 9, 9, 5], [9, 5, 5, 9]])
+    layout, sounds = make_layout("contiguous", tokens=4, ring_size=1), Sounds(9)
+    assert sounds.of_prompt({"input_ids": ids}, layout, RingMesh.single()) is None
+    found = sounds.of_prompt({"input_ids": ids, "input_values": ids}, layout, RingMesh.single())
+    assert found is not None and found.local.tokens == 4
+    assert found.local.places_BS.tolist() == [[0, 1, 2, 0], [3, 0, 0, 4]]
