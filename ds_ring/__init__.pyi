@@ -43,6 +43,7 @@ from ds_ring.layers.serial.ttt import ttt_linear as ttt_linear
 from ds_ring.layers.sparse.moba import moba_attention as moba_attention
 from ds_ring.layers.sparse.nsa import NsaSizes as NsaSizes
 from ds_ring.layers.sparse.nsa import nsa_attention as nsa_attention
+from ds_ring.layers.titans.titans import titans_scan as titans_scan
 from ds_ring.masks.catalog import Causal as Causal
 from ds_ring.masks.catalog import Chunked as Chunked
 from ds_ring.masks.catalog import DilatedWindow as DilatedWindow
