@@ -498,11 +498,18 @@ def build(config: PreTrainedConfig, head: str, seed: int) -> PreTrainedModel:
             f"{config.model_type}: the small model cannot be made: {type(error).__name__}: {error}"
         ) from error
     _randomise(model, seed)
+    if config.model_type == "llama4":
+        model.language_model.register_forward_hook(_add_image_outputs)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0  # those that have a default where the configuration is silent
     trained: PreTrainedModel = model.train()
     return trained
+
+
+def _add_image_outputs(_: nn.Module, __: Any, output: Any) -> None:
+    """Add what transformers 5.24.0 reads of Llama 4's text part, which has none: no call ends without it."""
+    output.image_outputs = None
 
 
 def _randomise(model: nn.Module, seed: int) -> None:

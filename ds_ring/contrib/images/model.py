@@ -51,7 +51,7 @@ EXACT = tuple(
     minicpm_ocr minicpmv4_6 minicpmv4_7 minimax_m3_vl mistral3 mistral_large4 molmo2 muse_glimmer muse_spark
     nemotron_h_omni ovis2 paddleocr_vl paligemma pp_chart2table qianfan_ocr qwen2_5_omni_thinker qwen2_5_vl
     qwen2_vl qwen3_5 qwen3_5_moe qwen3_omni_moe_thinker qwen3_vl qwen3_vl_moe qwen4_exp smolvlm step3p7
-    video_llama_3 vipllava
+    unlimited_ocr video_llama_3 video_llava vipllava
     """.split()  # noqa: SIM905
 )
 # What `get_image_features` returns for each image token: of most models, and of layers of the language part.
@@ -84,6 +84,12 @@ class ImageModels(Variant):
         model: Any = adapter.model
         if _takes_images(model) and model.config.model_type in _MAKE_MASKS:
             adapter.apply(partial(_leave_mask_out, adapter.session), decoder=model.get_decoder())
+
+    def refuse_generation(self, model: PreTrainedModel) -> str | None:
+        text = model.config.get_text_config()
+        if "reference_sliding_attention" not in (getattr(text, "layer_types", None) or ()):
+            return None
+        return "expected layers without a window over generated tokens alone, got reference_sliding_attention"
 
     def attention_names(self, model: PreTrainedModel, name: str) -> dict[str, str] | None:
         return attention_of_parts(model, name) if image_encoders(model) else None
@@ -249,7 +255,7 @@ def _local_features(
     for (name, layer, whole), part in zip(
         features, mine.split([x.shape[1] for x in parts], dim=1), strict=True
     ):
-        own = (part,) if isinstance(whole, (tuple, list)) else part
+        own = (part,) if isinstance(whole, (tuple, list)) else part.view(*[1] * (whole.ndim - 2), *part.shape)
         if name == _OF_LAYERS:
             local.setdefault(name, []).append(own if layer is None else (layer, own))
         else:

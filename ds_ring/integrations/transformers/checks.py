@@ -97,7 +97,9 @@ def refuse_foreign_arguments(name: str, kwargs: dict[str, Any]) -> None:
 
 # Which models a ring can run at all: known from the class and the configuration, before any call.
 
-_PLAIN_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "mlp", "moe"}
+_PLAIN_LAYERS = {
+    "full_attention", "sliding_attention", "chunked_attention", "reference_sliding_attention", "mlp", "moe",
+}  # fmt: skip
 OWN_TOKENS = (
     "so each rank would see its own tokens only; use an attention-only model such as Llama, Qwen, Mistral or"
     " GPT-NeoX"

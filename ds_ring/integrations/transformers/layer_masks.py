@@ -7,6 +7,7 @@ transformers' causal window counts the token itself, as `SlidingWindow` does; it
 from __future__ import annotations
 
 import inspect
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -144,14 +145,23 @@ _COMPOSED_MASKS = {
 def _leaves(function: Callable[..., Any]) -> list[Callable[..., Any]]:
     """Return the elementary mask functions that transformers composed into this one."""
     name = function.__qualname__
-    if name == "or_masks.<locals>.or_mask":  # of one mask and of blocks
+    if name == "or_masks.<locals>.or_mask":
         parts = inspect.getclosurevars(function).nonlocals["mask_functions"]
-        others = [part for part in parts if _block_ids(part) is None]
-        return [*_leaves(others[0]), *(set(parts) - {*others})] if len(others) == 1 else [function]
+        blocks = [part for part in parts if _block_ids(part) is not None]
+        others = [_leaves(part) for part in parts if part not in blocks]
+        widest = min(others, key=len, default=[function])
+        # a mask, or a part of it, is the mask
+        return [*widest, *blocks] if all({*widest} <= {*other} for other in others) else [function]
     if name not in _COMPOSED_MASKS:
         return [function]
     parts = inspect.getclosurevars(function).nonlocals[_COMPOSED_MASKS[name]]
-    return [leaf for part in (parts if isinstance(parts, tuple) else (parts,)) for leaf in _leaves(part)]
+    leaves = [leaf for part in (parts if isinstance(parts, tuple) else (parts,)) for leaf in _leaves(part)]
+    return [leaf for leaf in leaves if not _hides_nothing(leaf)]
+
+
+def _hides_nothing(function: Callable[..., Any]) -> bool:
+    """Return whether a mask function is Unlimited-OCR's for its prompt: in training all tokens are that."""
+    return inspect.getclosurevars(function).nonlocals.get("prefill_length") == math.inf
 
 
 def _block_ids(function: Callable[..., Any]) -> Tensor | None:

@@ -290,3 +290,15 @@ def test_training_generation_and_refusals(rank_pool: Pool) -> None:
         assert same
         assert "expected 8 image tokens, got 12" in heard[0]
         assert "got pixel_values_videos" in heard[1]
+
+
+def test_a_window_over_generated_tokens_alone_is_refused_in_a_generation() -> None:
+    from types import SimpleNamespace
+
+    from ds_ring.contrib.images.model import ImageModels
+
+    text = SimpleNamespace(layer_types=["reference_sliding_attention"])
+    model: Any = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: text))
+    assert "window over generated tokens" in (ImageModels().refuse_generation(model) or "")
+    text.layer_types = ["full_attention"]
+    assert ImageModels().refuse_generation(model) is None
