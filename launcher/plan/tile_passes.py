@@ -11,34 +11,74 @@ from dataclasses import replace
 import numpy as np
 
 from ds_ring.kernels.flash.calls import flash_calls
-from ds_ring.masks.pattern import Pattern
-from ds_ring.masks.slots import count_slots
-from ds_ring.masks.tiles import Tiles
+from ds_ring.masks.joins import near_rows
+from ds_ring.masks.pattern import BoundPattern, Pattern
+from ds_ring.masks.slots import IntArray, count_slots
+from ds_ring.masks.tiles import Axis, Tiles
+from ds_ring.schedule.choose import AS_FAST, bound_to_one_head
 from ds_ring.schedule.layout import Layout
 from ds_ring.schedule.lowering import count_heads, head_chunks
 from ds_ring.transports.tiles.grid import Step, TileGrid, steps_of
 from ds_ring.transports.tiles.plan import TilePlan, TokenBytes, choose_grid, tile_plan
 
-from .layer_passes import LayerPass, LayerPasses, layout_of, pass_shape, rough_pass_memory, sampled_ranks
+from .layer_passes import (
+    LayerPass,
+    LayerPasses,
+    layout_of,
+    pass_shape,
+    rough_pass_memory,
+    sampled_ranks,
+)  # fmt: skip
 from .model_memory import FLOAT
 from .pass_memory import PassShape
 from .pass_time import BACKWARD_FLOPS, FORWARD_FLOPS, PassCost, by_head, executed_pairs
-from .training_setting import TrainingSetting
+from .training_setting import FEW_RANKS, TrainingSetting
+
+MANY_RECTANGLES = 1 << 18  # pairs of runs: beyond it a pattern without short labels is taken as even
 
 
 def tile_passes(setting: TrainingSetting) -> LayerPasses:
     """Return the attention of all layers on tiles."""
     layout = layout_of(setting)
-    shape, ranks = pass_shape(setting, layout), sampled_ranks(setting.ring_size)
+    shape, looked_at = pass_shape(setting, layout), set[int]()
     passes, buffers = [], []
     for pattern, layers in setting.mix:
         grids = grids_that_run(setting, layout, pattern)
         plans = [tile_plan(pattern, layout, *_heads(setting), grid) for grid in grids]
+        ranks = _ranks_to_look_at(pattern, layout, grids)
+        looked_at.update(ranks)
         costs = (_cost(setting, shape, plans, rank) for rank in ranks)
         passes.append(LayerPass(pattern, layers, max(costs, key=lambda cost: cost.seconds)))
         buffers.append(_buffers(setting, shape, grids))
     memory = rough_pass_memory(setting)[1]._replace(buffers=max(buffers))
-    return LayerPasses(layout, tuple(passes), (), memory, len(ranks))
+    return LayerPasses(layout, tuple(passes), (), memory, len(looked_at))
+
+
+def _ranks_to_look_at(pattern: Pattern, layout: Layout, grids: tuple[TileGrid, ...]) -> list[int]:
+    """Return the ranks that represent all, the fullest of each grid among them."""
+    found = sampled_ranks(layout.ring_size)
+    for grid in dict.fromkeys(grids) if layout.ring_size > FEW_RANKS else ():
+        works = _work_of_ranks(bound_to_one_head(pattern), layout, grid)
+        if works is not None and works.max() > AS_FAST * works[found].max():
+            found.append(int(works.argmax()))
+    return found
+
+
+def _work_of_ranks(pattern: BoundPattern, layout: Layout, grid: TileGrid) -> IntArray | None:
+    """Return the pairs that every rank of a grid attends, for one head; None for a large dense pattern."""
+    shards = [layout.runs(rank) for rank in range(layout.ring_size)]
+    runs, ranks = np.concatenate(shards), np.repeat(np.arange(len(shards)), [len(one) for one in shards])
+    axis = Axis.from_runs(runs)
+    near = near_rows(pattern.branches_by_head[0], axis, axis)
+    if near is None and len(runs) ** 2 > MANY_RECTANGLES:
+        return None
+    table = pattern.cut(Tiles.rectangles(runs, runs, near))
+    ends, place = np.cumsum(runs[:, 2]), np.array([grid.place(rank) for rank in range(len(shards))])
+    q, k = (ranks[np.searchsorted(ends, side.slot, side="right")] for side in (table.q, table.k))
+    # a pair is computed in the row of its query and in the column of its key
+    numbers = np.empty((grid.key_ranks, grid.query_ranks), dtype=np.int64)
+    numbers[tuple(place.T)] = np.arange(len(shards))
+    return np.bincount(numbers[place[q, 0], place[k, 1]], weights=table.pairs, minlength=len(shards))
 
 
 def _heads(setting: TrainingSetting) -> tuple[int, int]:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
-from ds_ring import Causal, Full
+from ds_ring import Causal, Full, make_layout
+from ds_ring.transports.tiles.plan import TokenBytes, tile_plan
+from ds_ring_launcher.plan.documents import pattern_of
 from ds_ring_launcher.plan.estimate import estimate
 from ds_ring_launcher.plan.hardware import hardware_from
 from ds_ring_launcher.plan.model_file import ModelShape
 from ds_ring_launcher.plan.node_orders import node_orders
-from ds_ring_launcher.plan.tile_passes import on_tiles, tile_passes
+from ds_ring_launcher.plan.tile_passes import grids_that_run, on_tiles, tile_passes
 from tests.unit.launcher.plan.test_node_orders import MACHINE, MODEL, SLOW, setting
 
 INSTANT = {
@@ -53,6 +56,21 @@ def test_arithmetic_is_that_of_the_ring() -> None:
     whole, tiles = (estimate(one).attention for one in (ring, planned))
     assert tiles.pairs == whole.pairs
     assert tiles.seconds == pytest.approx(whole.seconds, rel=0.05)
+
+
+def test_the_fullest_rank_counts() -> None:
+    """One long document on ranks 4 and 5 of 16, which are none of those that represent all."""
+    free = {**INSTANT, "peak_flops": {"float32": 1e9}}
+    links = {"inter_node_bytes_per_s": 1e30, "intra_node_bytes_per_s": 1e30}
+    slow = hardware_from({**MACHINE.model_dump(), **free, **links}, "test")
+    pattern = pattern_of(np.concatenate([np.full(16, 64), [512], np.full(40, 64)]))
+    layout = make_layout("contiguous", tokens=4096, ring_size=16)
+    planned = on_tiles(setting(pattern=pattern, layout="contiguous", hardware=slow))
+    assert planned is not None
+    plan = tile_plan(pattern, layout, 8, 4, grids_that_run(planned, layout, pattern)[1])
+    pairs = [planned.batch * plan.traffic(rank, TokenBytes(0, 0, 0, 0)).pairs for rank in range(16)]
+    ((_, _, cost),) = tile_passes(planned).passes
+    assert max(pairs[rank] for rank in (0, 8, 15)) < cost.pairs == max(pairs)
 
 
 def test_tiles_are_advised_where_heads_limit_ulysses() -> None:
