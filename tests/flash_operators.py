@@ -50,6 +50,11 @@ def _windows(is_causal: bool, left: int, right: int, max_q: int, max_k: int) -> 
     left, right = (-1 if side >= max_k else side for side in (left, right))
     if is_causal and max_q > 1:
         right = 0
+    # Of a window with one open side FlashAttention 2 makes one with two: an H200 has shown it.
+    if left >= 0 and right < 0:
+        right = max_k
+    elif left < 0 and right > 0:
+        left = max_k
     return left, right
 
 
@@ -170,6 +175,7 @@ def cudnn_backward(
     _check(grad, q, k, v, out)
     assert lse.shape == (*q.shape[:3], 1) and lse.is_contiguous() and not dropout
     assert (max_q, max_k) == (q.shape[2], k.shape[2])
+    assert (max_q, max_k) != (1, 1), "s_q = s_kv = 1 is not supported"  # of cuDNN 9.19 on an H200
     groups = k.shape[1]
     keys, values = (x.repeat_interleave(q.shape[1] // groups, dim=1) for x in (k, v))
     scores = _cudnn_scores(q, k, is_causal, scale)

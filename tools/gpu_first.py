@@ -7,7 +7,8 @@ GPU; rates, tests/gpu, the longest sequence. Each result is written to --output 
 A row that raises, crashes or hangs costs no other row. Called again, it computes the rows that are missing
 or failed; --again computes all. It ends with 1 if a row failed or was not reached.
 
-No GPU has run it. With --device cpu the same code runs on small CPU tensors; a row names what needs CUDA.
+An H200's results are in tools/results/gpu_h200.md. With --device cpu the same code runs on small CPU
+tensors; a row names what needs CUDA.
 --dry-run computes nothing: each row of the GPU crashes once in each way, and a table says what survives.
 
 Example:

@@ -27,10 +27,7 @@ THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 
 
 class CudaStreams(Streams):
-    """Synchronize the current stream of a device with a second stream, from which messages are posted.
-
-    (Written for CUDA, not run so far: no GPU was at hand.)
-    """
+    """Synchronize the current stream of a device with a second stream, from which messages are posted."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -76,7 +73,7 @@ class CudaStreams(Streams):
 # While a thread captures a CUDA graph in the mode "global", torch's default, a query by another thread is
 # refused and invalidates the capture. A thread that has set its own mode to "thread local" is exempt; torch's
 # and NCCL's own watchdogs do the same. A stream that is captured itself is refused by `checks.py`.
-# All of this is known from CUDA's documentation and the sources of torch and NCCL. No GPU has shown it.
+# Sources: CUDA's documentation, torch and NCCL. An H200 has shown the capture (tools/results/gpu_h200.md).
 @lru_cache(maxsize=1)
 def _driver() -> Any:
     """Return CUDA's driver library; None where there is none."""

@@ -16,8 +16,8 @@ from torch.distributed import ProcessGroup
 # peers (direct sends, other nodes) connect in the first pass, which has a deadline of its own. The calls are
 # in the order in which the groups were made, on every rank, so that no two communicators wait for each other.
 # torch 2.13 makes no barrier a group (only with TORCH_DIST_INIT_BARRIER=1): after the one comparison of all
-# ranks in `_check_same` these calls are where the ranks of a group meet. (Written for NCCL, not run so far:
-# no GPU was at hand; with gloo, whose groups connect when they are made, the same calls are tested.)
+# ranks in `_check_same` these calls are where the ranks of a group meet. (NCCL ran them between ranks of one
+# GPU; with gloo, whose groups connect when they are made, the same calls are tested.)
 def warm_up(groups: Sequence[ProcessGroup]) -> None:
     """Make the first calls of NCCL's groups; [Note: before the first deadline]."""
     device = torch.device("cuda", torch.cuda.current_device())

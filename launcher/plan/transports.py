@@ -70,7 +70,8 @@ def transports(found: Estimate) -> Transports | None:
     wins = pull.attention_s < (1 - ALIKE) * ring.attention_s
     advice = (
         f'inside a node {"take" if wins else "keep"} "transport": "{names[wins]}": {pull_name}'
-        f" {pull.attention_s:.3g} s of attention a step ({figures}); computed, no GPU has run pulls so far"
+        f" {pull.attention_s:.3g} s of attention a step ({figures}); computed, pulls have not run between"
+        " several GPUs"
     )
     return Transports(tuple(rows), advice)
 

@@ -153,8 +153,9 @@ def measure_machine(
     """Measure kernel rates, links and the overhead of a hop."""
     probe, first = Probe(request, clock), everyone[0]
     shard = layout_of(request, "auto", first.ring_size, 1, request.tokens).local_tokens
-    # No larger than a shard, so that the probe costs no more than a pass.
-    large = min(max(shard, 2 * SMALL_TOKENS), LARGE_TOKENS)
+    large = LARGE_TOKENS[request.device]
+    if request.device == "cpu":  # no larger than a shard, so that the probe costs no more than a pass
+        large = min(max(shard, 2 * SMALL_TOKENS["cpu"]), large)
     choices = list(dict.fromkeys(candidate.kernel for candidate in everyone))
     kernels = probe.rates(choices, large, bar.update)
     alone = probe.alone_speedup(first.kernel, dist.get_rank(), large // 2)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -169,10 +169,19 @@ def rates_of(
     }
 
 
-def kernel_rates(shape: Shape, tokens: int, rounds: int) -> list[ResultRow]:
-    """Return TFLOP/s of every kernel on every kind of tile, and of torch's own causal and full attention."""
+def kernel_rates(shape: Shape, tokens: int, rounds: int, kinds: Collection[str] = ()) -> list[ResultRow]:
+    """Return TFLOP/s of every kernel on every kind of tile, and of torch's own causal and full attention.
+
+    Args:
+        shape: of the tensors.
+        tokens: of the sequence.
+        rounds: of which the median counts.
+        kinds: of tiles; all if there are none.
+    """
     rows: list[ResultRow] = []
     for kind, pattern in tile_kinds(tokens).items():
+        if kinds and kind not in kinds:
+            continue
         layout = make_layout("contiguous", tokens=tokens, ring_size=1, pattern=pattern)
         plan = build_plan(pattern, layout, query_heads=shape.heads, kv_heads=shape.kv_heads)
         rank = rank_of(shape, plan.rank(0).classes, layout.local_tokens)

@@ -46,21 +46,24 @@ TRIED = {
 }  # fmt: skip
 
 
-def rates(device: str) -> Iterator[ResultRow]:
-    """Yield TFLOP/s of every kernel on every kind of tile, and write rates.json for `ds_ring/measure`."""
-    found = kernel_rates(shape_of(device), 32_768 if is_cuda(device) else 256, 5 if is_cuda(device) else 1)
+def rates(device: str, kind: str) -> Iterator[ResultRow]:
+    """Yield TFLOP/s of every kernel on a kind of tile, and add them to rates.json for `ds_ring/measure`."""
+    size, rounds = (32_768, 5) if is_cuda(device) else (256, 1)
+    found = kernel_rates(shape_of(device), size, rounds, {kind})
     yield from found
     write_rates(provenance(device)["hardware"]["device"], found, Path(os.environ[OUTPUT], "rates.json"))
 
 
 def write_rates(device: str, rows: Sequence[ResultRow], path: Path) -> None:
-    """Write the rates of a device, in addition to those that `kernels/select.py` has of other devices."""
+    """Write the rates of a device, in addition to its others and to those that `ds_ring/measure` has."""
     found: dict[str, dict[str, list[float]]] = {}
     for row in rows:
         if row.case["kernel"] in KERNELS and "refused" not in row.results:
             both = [float(row.results[f"{way}_tflops"]) for way in ("forward", "backward")]
             found.setdefault(row.case["tiles"], {})[row.case["kernel"]] = both
-    known = json.loads(RATES.read_text()) if RATES.is_file() else {}
+    source = path if path.is_file() else RATES
+    known = json.loads(source.read_text()) if source.is_file() else {}
+    found = known.get(device, {}) | found
     path.write_text(json.dumps(known | {device: found}, indent=1, sort_keys=True) + "\n")
 
 

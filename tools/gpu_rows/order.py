@@ -80,10 +80,11 @@ def rows(device: str) -> Iterator[Row]:
     for model_type in MODELS:
         yield row("models", model_type, "ranks.model", 60, ONE_GPU, ranks=2, model_type=model_type)
     yield row("rates", "hardware file", "machine.hardware", 120)  # forks: before this process uses CUDA
-    yield row("rates", "rates", "machine.rates", 120)
+    for kind in ("full", "causal", "window", "documents", "LongNet"):
+        yield row("rates", kind, "machine.rates", 60, kind=kind)
     for head_dim in (128, 64, 256):
         yield row("rates", f"blocks of flex, {head_dim}", "machine.flex_blocks", 120, head_dim=head_dim)
-    of_tests = {"merge": 30.0, "float8": 30.0, "host_heads": 30.0, "flash": 90.0, "flex": 120.0}
+    of_tests = {"merge": 60.0, "float8": 30.0, "host_heads": 30.0, "flash": 110.0, "flex": 150.0}
     for name, most in of_tests.items() if device == "cuda" else (("merge", 30.0),):
         file = f"test_{name}.py"
         yield row("tests", file, "machine.gpu_tests", most + 15, file=file, limit_s=most)

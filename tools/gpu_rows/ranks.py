@@ -179,7 +179,7 @@ def _alone(job: OnNccl, steps: int) -> list[float]:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
     return losses
 
 

@@ -5,7 +5,9 @@ FlashAttention aligns windows at the bottom right (since 2.1): with n queries an
 keys j with i + (m - n) - left <= j <= i + (m - n) + right; -1 leaves a side open. A tile's band low <= i - j
 <= high is the window left = m - n + high, right = n - m - low. We never use a positive `right`: aten treats a
 `right` of m or more as an open side, which is wrong if n > m. Such a tile is two windows: the queries up to
-the first one that sees the last key, and the queries after it, whose right side is open.
+the first one that sees the last key, and the queries after it, whose right side is open. Of an open right
+side FlashAttention 2 makes a `right` of m if the left one is not open: wrong again if n > m. Such a tile is
+two windows, too: the queries that see all keys, and those after them, of which there are fewer than keys.
 
 [Note: batches and variable lengths]
 Sequences with the same window can be combined in two ways; we take the one with fewer calls. Equal sequences
@@ -66,6 +68,10 @@ def windows_of(tile: Tile) -> Iterator[FlashWindow]:
         first = max(until - tile.high, 0)  # key that they see
         yield from windows_of(tile.part(0, until, 0, keys))
         yield from windows_of(tile.part(until, queries - until, first, keys - first))
+    elif upper and not lower and queries > keys + 1:
+        whole = tile.high + 1
+        yield from windows_of(tile.part(0, whole, 0, keys))
+        yield from windows_of(tile.part(whole, queries - whole, 0, keys))
     else:
         left, right = keys - queries + tile.high if upper else OPEN, 0 if lower else OPEN
         yield FlashWindow(tile.q_rows, tile.k_rows, left, right, tile.head_in_group, tile.bias)

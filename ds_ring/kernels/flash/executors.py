@@ -164,8 +164,13 @@ class Cudnn(Executor):
     name, tokens_first = "cudnn", False
 
     def takes(self, call: FlashCall) -> bool:
+        # Backward, cuDNN refuses one query with one key. On an H200 a pass of 32 Ki tokens ended with an
+        # illegal access, in windows, batches of sequences or strided rows (tools/results/gpu_h200.md).
+        # Which of them is not known: FlashAttention 2 has these calls until a GPU shows it.
+        queries, keys = call.q_rows, call.k_rows
         full = call.left == OPEN and call.right == OPEN
-        return not call.q_ends and (full or (call.is_causal and call.q_rows.length == call.k_rows.length))
+        dense = call.is_plain and queries.step == keys.step == 1 and (queries.length, keys.length) != (1, 1)
+        return dense and (full or (call.is_causal and queries.length == keys.length))
 
     def forward(
         self, views: Views, call: FlashCall, q: Tensor, k: Tensor, v: Tensor, scale: float

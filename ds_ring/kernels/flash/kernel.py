@@ -3,8 +3,8 @@
 `calls.py` makes the calls and `executors.py` carries them out. A call is a view: nothing is
 copied, permuted or compiled. Mask functions and changed scores are not windows and are refused; the kernel
 "flex" takes them. On the CPU aten's CPU operator carries out the same calls, so that tests execute the list;
-as a kernel for the CPU "cpu" is faster. On CUDA FlashAttention 2 adds dQ with atomics: its last bits differ
-between runs unless torch.use_deterministic_algorithms is on.
+as a kernel for the CPU "cpu" is faster. On CUDA dQ is added with atomics: its last bits differ between runs
+unless torch.use_deterministic_algorithms is on. cuDNN has no other way, so it is not chosen then.
 
 [Note: the order of additions]
 A causal zigzag hop is one call. What the ring itself adds up has one order, so only FlashAttention's own dQ
@@ -158,7 +158,8 @@ class FlashKernel:
         name = self._implementation
         if not q.is_cuda or is_fake(q):  # only shapes: those of torch's operators
             return _of_torch("cuDNN" if name == "cuDNN" else "FA2")
-        found = _chosen(name, self._sm_margin, q.device, q.dtype, q.shape[-1], value_dim)
+        equal_bits = torch.are_deterministic_algorithms_enabled()
+        found = _chosen(name, self._sm_margin, q.device, q.dtype, q.shape[-1], value_dim, equal_bits)
         active = current_flash_attention_impl()
         if active is not None and any(one.calls_aten for one in found):
             raise RingConfigError(
@@ -178,16 +179,31 @@ def _of_torch(name: str) -> tuple[Executor, ...]:
 
 @lru_cache(maxsize=64)  # a model has few head dimensions
 def _chosen(
-    name: str | None, sm_margin: int, device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int
+    name: str | None,
+    sm_margin: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    value_dim: int,
+    equal_bits: bool,
 ) -> tuple[Executor, ...]:
     """Return the executors of an implementation that passes its try; [Note: a default is a try].
 
+    With `equal_bits` it has to have the same bits in each run.
+
     Raises:
-        RingConfigError: the implementation with this name is not installed, or does not pass.
+        RingConfigError: the implementation with this name is not installed, does not pass, or is not
+            deterministic.
     """
     asked = (sm_margin, device, dtype, head_dim, value_dim)
+    if name is not None and equal_bits and not IMPLEMENTATIONS[name].deterministic:
+        expected = "one that is deterministic, as torch.use_deterministic_algorithms is on"
+        advice = 'set "FA2", or leave "implementation" out'
+        raise RingConfigError.wrong('kernel "flash": implementation', expected, shown(name), advice)
     if name is None:
         for one in _defaults(device):
+            if equal_bits and not IMPLEMENTATIONS[one].deterministic:
+                continue
             try:
                 found = _tried(one, *asked)
             except ModuleNotFoundError as error:

@@ -116,17 +116,19 @@ class Implementation(NamedTuple):
         make: returns its executors, in the order in which they are asked, for an `sm_margin`; raises if it is
             not installed.
         package: what has to be installed.
+        deterministic: whether it has the same bits in each run under torch.use_deterministic_algorithms.
     """
 
     make: Callable[[int], tuple[Executor, ...]]
     package: str
+    deterministic: bool = True
 
 
 # FlashAttention 4 on sm_100 takes equal head dimensions up to 128, (192, 128) and (256, 256).
 FLASH_4_WIDTHS = ((128, None), (192, 128), (256, 256))
 IMPLEMENTATIONS = {
     "FA2": Implementation(lambda _: (Flash(),), "torch"),
-    "cuDNN": Implementation(lambda _: (Cudnn(), Flash()), "torch"),
+    "cuDNN": Implementation(lambda _: (Cudnn(), Flash()), "torch", deterministic=False),
     "FA3": Implementation(lambda sm_margin: (Flash(flash_3(sm_margin)),), "flash_attn_interface"),
     "FA4": Implementation(lambda _: (Flash(flash_4(), FLASH_4_WIDTHS),), "flash_attn.cute"),
 }

@@ -30,8 +30,9 @@ FlexOptions = tuple[tuple[str, Any], ...]
 # positions and labels, and with its choice ptxas keeps kilobytes of each thread in local memory. The rows
 # below are for 16-bit inputs: the first one, in an order from large blocks to small ones, with which no
 # kernel of any pattern spills more than 64 bytes (`python -m tools.verify_cuda_kernels --compile`; its tables
-# are in `tools/results`; for 100 LongNet's kernels alone were compiled). No GPU has timed them:
-# `tools/gpu_first.py` times them and Inductor's.
+# are in `tools/results`; for 100 LongNet's kernels alone were compiled). Those of 90 up to head dimension 128
+# are the fastest of up to eight that an H200 timed on a causal mask (`tools/results/gpu_h200.md`): they
+# spill, but blocks of 64 rows take Hopper's matrix units. No GPU has timed the others.
 # By compute capability and the head dimension rounded up to a row: (block of queries, of keys, stages,
 # warps) forward; in the backward pass the first block is the one that is iterated over, and the second one
 # stays.
@@ -43,8 +44,8 @@ BLOCKS: dict[int, dict[int, dict[str, Blocks]]] = {
         256: {"fwd": (32, 64, 3, 4), "bwd": (32, 32, 2, 8)},
     },
     90: {
-        64: {"fwd": (128, 64, 3, 8), "bwd": (32, 128, 3, 8)},
-        128: {"fwd": (128, 64, 3, 8), "bwd": (32, 64, 3, 8)},
+        64: {"fwd": (64, 128, 3, 4), "bwd": (64, 64, 3, 4)},
+        128: {"fwd": (128, 64, 3, 8), "bwd": (64, 128, 3, 8)},
         256: {"fwd": (64, 32, 3, 4), "bwd": (32, 32, 2, 8)},
     },
     100: {

@@ -5,7 +5,7 @@ Owns the memory, its signals, and the refusals where ranks cannot share any. `si
 [Note: shared memory]
 On CUDA the memory and the signals are those of torch.distributed._symmetric_memory. A stream of its own waits
 and copies: the copies are done by the copy engines of the GPU, and a signal is a kernel of one warp, so
-attention keeps all multiprocessors. No host waits. (Written for CUDA, not run so far: no GPU was at hand.)
+attention keeps all multiprocessors. No host waits. (It ran between ranks of one GPU, never between several.)
 
 [Note: a release past a stuck queue]
 A driver maps the streams of a process to few queues, 8 by default (CUDA_DEVICE_MAX_CONNECTIONS), and what is
@@ -186,7 +186,7 @@ class _DeviceWork:
 
 
 class CudaShared:
-    """The same on CUDA, by torch's symmetric memory. (Written for CUDA, not run so far.)"""
+    """The same on CUDA, by torch's symmetric memory. (It ran between ranks of one GPU.)"""
 
     doors: ClassVar[dict[str, Any]] = {}  # torch has its own
 

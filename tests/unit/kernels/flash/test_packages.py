@@ -66,11 +66,14 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         "FA2": (Flash(emulated()),), "cuDNN": (Cudnn(emulated()), Flash(emulated())),
     }  # fmt: skip
     for name, executors in own.items():
-        monkeypatch.setitem(IMPLEMENTATIONS, name, Implementation(partial(always, executors), "torch"))
+        here = IMPLEMENTATIONS[name]._replace(make=partial(always, executors))
+        monkeypatch.setitem(IMPLEMENTATIONS, name, here)
 
 
-def chosen(name: str | None, head_dim: int = 64, value_dim: int = 64) -> tuple[Executor, ...]:
-    return flash._chosen.__wrapped__(name, 8, CPU, torch.float32, head_dim, value_dim)
+def chosen(
+    name: str | None, head_dim: int = 64, value_dim: int = 64, equal_bits: bool = False
+) -> tuple[Executor, ...]:
+    return flash._chosen.__wrapped__(name, 8, CPU, torch.float32, head_dim, value_dim, equal_bits)
 
 
 TRIED: dict[str, tuple[int, Package, str, str]] = {
@@ -97,6 +100,14 @@ def test_the_default_is_the_first_that_works(
         assert expected not in ("FA2", "cuDNN") or found == wanted
     (failed,) = [line for line in caplog.messages if "not" in line] or [""]
     assert (said == "") == (failed == "") and re.search(said, failed)
+
+
+def test_cudnn_is_not_taken_where_bits_have_to_be_equal(on_cpu: None) -> None:
+    """On an H200 its dQ differed from run to run."""
+    with ABSENT_3(), fake_gpu(get_device_capability=(9, 0)):
+        assert chosen(None, equal_bits=True) == IMPLEMENTATIONS["FA2"].make(8)
+    with pytest.raises(RingConfigError, match=r'expected one that is deterministic.*got .cuDNN.; set "FA2"'):
+        chosen("cuDNN", equal_bits=True)
 
 
 @pytest.mark.parametrize(

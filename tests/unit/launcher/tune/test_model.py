@@ -28,6 +28,17 @@ def test_compute_is_the_pairs_over_the_rate() -> None:
     assert predicted.transfer_s == 0
 
 
+def test_launches_are_not_taken_for_speed() -> None:
+    """1.72 and 1.78 ms on an H200: the rise alone gave 2,335 TFLOP/s, more than twice what it can do."""
+    few, many = 2.1e9, 1.37e11
+    small, large = ([KernelSample((n, 2.5 * n), (s, s))] for n, s in ((few, 1.72e-3), (many, 1.78e-3)))
+    for way, factor in ((0, 1.0), (1, 2.5)):
+        assert _fit(small, large, way) == (factor * many / 1.78e-3, 0.0)
+    rising = [KernelSample((many, many), (10e-3, 10e-3))]
+    rate, fixed = _fit(small, rising, 0)
+    assert rate > many / 10e-3 and fixed > 0
+
+
 def test_transfer_is_the_bytes_over_the_rate() -> None:
     predicted = Model(ASKED, machine(ASKED)).predict(replace(DEFAULT, layout="striped"), 8192)
     assert predicted.transfer_s == pytest.approx(3 * 2048 * 4 * 2 * 64 * 12 / 1e9, rel=0.01)
