@@ -12,7 +12,7 @@ import torch
 from transformers import CONFIG_MAPPING
 
 from ds_ring.comm.mesh import RingMesh
-from ds_ring.contrib.sound.model import EXACT, Sounds, SoundTokens, _features
+from ds_ring.contrib.sound.model import EXACT, Sounds, SoundTokens, _features, sound_hook
 from ds_ring.errors import RingConfigError, RingShapeError
 from ds_ring_launcher.check.model_check import CheckRequest, ModelReport
 from tests.dist.deepspeed_ranks import json_config, start_deepspeed
@@ -23,8 +23,8 @@ Pool = Callable[[int], RankPool]
 HEAD = "seq2seq-lm"
 
 
+@pytest.mark.night
 @pytest.mark.parametrize("family", [family for family in EXACT if family in CONFIG_MAPPING])
-@pytest.mark.day("musicflamingo")
 def test_sound_is_exact(rank_pool: Pool, family: str) -> None:
     request = CheckRequest(family, head=HEAD, forms=("plain", "padded"))
     for report in rank_pool(2).run(checked, request)[0]:
@@ -101,6 +101,31 @@ def test_generation_and_refusals(rank_pool: Pool) -> None:
     for same, heard in rank_pool(2).run(generated):
         assert same
         assert "expected 13 sound tokens, got 20" in heard
+
+
+@pytest.mark.parametrize("family", ["musicflamingo", "qwen2_audio"])
+def test_the_text_part_gets_the_embeddings_of_the_plain_model(family: str) -> None:
+    from ds_ring.schedule.layout import make_layout
+    from ds_ring_launcher.check.small_model import build, make_batch, read_config, shrink
+    from ds_ring_launcher.check.small_sounds import add_sounds
+
+    model = build(shrink(read_config(family), 61, sounds=True), HEAD, 0).eval()
+    batch = add_sounds(make_batch(model.config, "causal-lm", 61, 0, False), model, 0)
+    current, mesh = SimpleNamespace(whole=None), RingMesh.single()
+    session: Any = SimpleNamespace(needs=SimpleNamespace(), batches=SimpleNamespace(current=current))
+    seen: list[torch.Tensor] = []
+
+    def see(_: Any, args: Any, given: dict[str, Any]) -> None:
+        seen.append(given["inputs_embeds"])
+
+    model.base_model.language_model.register_forward_pre_hook(see, with_kwargs=True)
+    given = {key: x for key, x in batch.items() if key != "shift_labels"}
+    model(**given)
+    hook = sound_hook(model, session)
+    layout = make_layout("contiguous", tokens=61, ring_size=1)
+    current.whole = session.needs.whole.of_prompt(given, layout, mesh)
+    _, ours = hook(model.base_model, (), given)
+    assert current.whole.local.places_BS.any() and torch.equal(ours["inputs_embeds"], seen[0])
 
 
 def test_a_tower_with_noise_of_its_own_is_refused() -> None:
