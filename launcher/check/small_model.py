@@ -76,7 +76,7 @@ _POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", 
 # Their shortest is 4 tokens, and two in one model (a window and a chunk) shrink alike.
 _WINDOWS = ("sliding_window", "window_size", "local_attention", "attention_window_size",
             "attention_chunk_size", "sliding_window_size", "floor_scale", "index_topk",
-            "keep_window_size")  # fmt: skip
+            "keep_window_size", "rel_extent", "log_scaling_n_floor")  # fmt: skip
 # transformers derives them again from the other keys.
 _DERIVED = ("qk_head_dim", "moe_layers", "quantization_config", "dtype", "torch_dtype")
 # None in some defaults, with which no model can be made; these are its values where it can.
@@ -119,6 +119,7 @@ _OF_TYPES: dict[str, ConfigValues] = {
     "hy_v4_vl_text": {"rope_parameters": {"mrope_section": [2, 1, 1]}},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
     "hrm_text": {"num_layers_per_stack": 1, "num_hidden_layers": 8},  # two cycles of three low and a high
+    "inkling_text": {"log_scaling_n_floor": 12, "layer_types": ["hybrid_sliding", "hybrid"]},
     "lfm2": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},  # as the trained ones
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "qwen4_exp_text": {

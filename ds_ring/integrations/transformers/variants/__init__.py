@@ -30,6 +30,7 @@ TABLE = (
     "indexed_blocks.IndexedBlocks",
     "latents.LatentLayers",
     "relative_bias.RelativePositionBias",
+    "distance_bias.DistanceBias",
     "key_terms.DynamicMask",
     "query_scale.TemperatureTuning",
 )

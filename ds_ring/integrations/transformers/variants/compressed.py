@@ -46,6 +46,7 @@ from ds_ring.integrations.deepspeed.packing import refuse_trees
 from ds_ring.integrations.transformers.attention_name import NAME
 from ds_ring.integrations.transformers.model import TABLE
 from ds_ring.integrations.transformers.variants.variant import STATE, AttachRequest, Variant
+from ds_ring.layers.parts import merged
 from ds_ring.layers.scan.context import scan_context
 from ds_ring.layers.scan.halo import halo_op
 from ds_ring.layers.scan.recurrence import padded
@@ -393,15 +394,6 @@ def attend_to_entries(
         out.transpose(2, 3).flatten(2, 3)[:, :, :tokens],
         lse.transpose(2, 3).flatten(2, 3)[:, :, :tokens],
     )
-
-
-def merged(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Merge (out, lse) over disjoint keys; differentiable, where a row has keys in one of them at least."""
-    (out, lse), (more, more_lse) = one, other
-    both = torch.logaddexp(lse, more_lse)
-    weight, weight_of_more = (torch.exp(x - both).unsqueeze(-1) for x in (lse, more_lse))
-    # in float32 at least, as the lse
-    return (weight * out.to(lse.dtype) + weight_of_more * more.to(lse.dtype)).to(out.dtype), both
 
 
 def entries_of(module: nn.Module) -> CompressedEntries | None:

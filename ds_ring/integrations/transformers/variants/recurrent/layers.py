@@ -51,11 +51,14 @@ METHODS: dict[str, Callable[..., Any]] = {
     "ZayaCCAProjection.forward": methods.compressed_convolution,
     "xLSTMBackend.forward": methods.mlstm,
     "Qwen4ExpTextNGramEmbedding.forward": methods.ngrams,
+    "Inkling2DynamicShortConvolution.forward": methods.dynamic_convolution,
+    "Inkling2LoopDynamicShortConvolution.forward": methods.dynamic_convolution,
 }
 WRAPPERS = FUNCTIONS | METHODS
 # Whose wrappers compute the state after a prompt, or whose layer keeps what they read in a cache.
 _GIVES_STATES = WRAPPERS.keys() - {
     "rwkv_linear_attention", "xLSTMBackend.forward", "Qwen4ExpTextNGramEmbedding.forward",
+    "Inkling2DynamicShortConvolution.forward", "Inkling2LoopDynamicShortConvolution.forward",
 }  # fmt: skip
 _KEEPS_INPUTS = {"RecurrentGemmaRecurrentBlock"}  # its last inputs, by itself
 # nn.Conv1d modules that are called by themselves, by the class that has them.

@@ -324,6 +324,29 @@ def compressed_convolution(
     return of_query + mean, of_key + mean.unflatten(2, (-1, groups)).mean(dim=3), value
 
 
+def dynamic_convolution(
+    original: Original, layer: Any, hidden_states: Tensor, dynamic_input: Tensor, **kwargs: Any
+) -> Tensor:
+    """Convolve as Inkling 2: [B, S, C] by taps that each token makes of its input [B, S, I]."""
+    sharding = sharding_of(kwargs)
+    if sharding is None:
+        found: Tensor = original(layer, hidden_states, dynamic_input, **kwargs)
+        return found
+    refuse_states("dynamic convolution", cache_in(kwargs), False)
+    widths = [hidden_states.shape[2], dynamic_input.shape[2]]
+
+    def convolve(both: Tensor) -> Tensor:
+        tokens, inputs = both.transpose(1, 2).split(widths, dim=2)
+        return original(layer, tokens, inputs).transpose(1, 2)
+
+    def run(context: ScanContext, both: Tensor) -> Tensor:
+        # as wide as the tokens on a rank without any, too
+        return with_halo(context, both, layer.conv_kernel_size - 1, convolve)[:, : widths[0]]
+
+    both = torch.cat([hidden_states, dynamic_input], dim=2).transpose(1, 2)
+    return by_rows(sharding, run, both).transpose(1, 2)
+
+
 def token_shift(original: Original, x: Tensor) -> Tensor:
     """Shift [B, S, C] by a token, as RWKV's `time_shift`."""
     sharding = sharding_of({})

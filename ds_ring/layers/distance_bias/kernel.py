@@ -1,0 +1,164 @@
+"""A bias of content and distance: one hop of attention whose scores have a learned term for each distance.
+
+A query has relative states r. The score of a key at distance d has the term r W[:, d] for 0 <= d < R, with
+profiles W that all heads share (Inkling; Shaw et al. 2018, arXiv 1803.02155, with states of the query's own).
+The states travel nowhere: they are the last dimensions of the local queries. No bias [S, T] exists, since the
+kernel computes a block of queries at a time: [block, R] terms, of which each pair takes one.
+
+Shapes: H query heads, Q queries of a block, K keys that it reads, D head dim, N width of r, R distances.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ds_ring.errors import RingConfigError, RingShapeError
+from ds_ring.kernels.interface import Kernel, Operands, PartialGrads, PartialOut, Tile, each_tile
+from ds_ring.kernels.reference import weights_of
+from ds_ring.masks.tiles import Tiles
+from ds_ring.ops.context import RingContext
+from ds_ring.ops.passes import ExtraOperand
+from ds_ring.ring.merge import accumulator_dtype
+from ds_ring.schedule.plan import Plan
+
+QUERIES = 128  # of a block
+
+
+class Profiles(ExtraOperand):
+    """The profiles W [N, R] as an operand of a pass whose queries end with relative states."""
+
+    name: ClassVar[str] = "profiles"
+    expands_keys: ClassVar[bool] = True  # k is narrower than q
+
+    def check(self, context: RingContext, operands: Operands, parts: int) -> None:
+        q, k, *_ = operands
+        profiles = self.tensor
+        why = context.options.row.no_hop_sums
+        if why is not None:
+            got = f'"{context.options.transport}", which {why}'
+            raise RingConfigError.wrong("profiles", 'transport "ring" or "pull"', got, "change the transport")
+        if profiles.dtype != q.dtype or profiles.device != q.device:
+            got = f"{profiles.dtype} on {profiles.device}"
+            raise RingShapeError.wrong("profiles", f"{q.dtype} on {q.device}, as q", got, "cast them")
+        width = q.shape[3] - k.shape[3]
+        if profiles.dim() != 2 or 0 in profiles.shape or profiles.shape[0] != width:
+            expected = f"[{width}, distances], head_dim {q.shape[3]} of q less {k.shape[3]} of k"
+            advice = "append the relative states to q"
+            raise RingShapeError.wrong("profiles", expected, tuple(profiles.shape), advice)
+
+    def fields(self, k: Tensor) -> dict[str, object]:
+        return {"head_dim of k": k.shape[-1], self.name: tuple(self.tensor.shape)}
+
+    def around(self, kernel: Kernel, context: RingContext, plan: Plan, operands: Operands) -> Kernel:
+        return ProfileKernel()
+
+    def bound(self, kernel: Kernel, context: RingContext, operands: Operands) -> ProfileKernel:
+        self._kernel = ProfileKernel(self.tensor, backward=operands.grad_out is not None)
+        return self._kernel
+
+    def gradient(self) -> Tensor:
+        """Return the gradient after a backward pass: that of this rank's queries."""
+        assert self._kernel.gradient is not None, "a forward pass"
+        return self._kernel.gradient.to(self.tensor.dtype)
+
+
+class ProfileKernel:
+    """Compute dense scores with their terms, in blocks of queries and at least float32.
+
+    Args:
+        profiles: [N, R]; None until `Profiles.bound` is called.
+        backward: whether gradients are added to `gradient` [N, R].
+    """
+
+    name = "profiles"
+
+    def __init__(self, profiles: Tensor | None = None, backward: bool = False) -> None:
+        self._profiles, self.gradient = profiles, None
+        if backward:
+            assert profiles is not None, "a kernel without profiles"
+            self.gradient = torch.zeros_like(profiles, dtype=accumulator_dtype(profiles.dtype))
+
+    def of_heads(self, heads: slice) -> ProfileKernel:
+        return self
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> Iterator[PartialOut]:
+        for tile in _blocks(tiles):
+            heads = tile.heads(q.shape[1] // k.shape[1])
+            scores, _, v_t = self._scores(q[:, heads], k, v, tile, scale)[:3]
+            lse = torch.logsumexp(scores, dim=-1)
+            yield PartialOut(heads, tile.q_rows, weights_of(scores, lse) @ v_t, lse)
+
+    def backward(
+        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tiles: Tiles,
+        scale: float, grad_lse: Tensor | None = None,
+    ) -> Iterator[PartialGrads]:  # fmt: skip
+        assert self._profiles is not None and self.gradient is not None, "a kernel of a forward pass"
+        groups, width = k.shape[1], k.shape[3]
+        for tile in _blocks(tiles):
+            heads = tile.heads(q.shape[1] // groups)
+            scores, k_t, v_t, places, is_near = self._scores(q[:, heads], k, v, tile, scale)
+            q_t, grad_t, out_t = (tile.q_rows.of(x[:, heads]).to(scores.dtype) for x in (q, grad_out, out))
+            weights = weights_of(scores, tile.q_rows.of(lse[:, heads]).to(scores.dtype))
+            delta = (grad_t * out_t).sum(-1, keepdim=True)
+            if grad_lse is not None:
+                delta = delta - tile.q_rows.of(grad_lse[:, heads]).to(delta.dtype).unsqueeze(-1)
+            dscores = weights * (grad_t @ v_t.mT - delta)
+            profiles = self._profiles.to(scores.dtype)
+            dterms = dscores.new_zeros((*dscores.shape[:-1], profiles.shape[1]))
+            dterms.scatter_add_(-1, places.expand_as(dscores), dscores * is_near)
+            states = q_t[..., width:].flatten(0, -2)
+            self.gradient.add_((states.mT @ dterms.flatten(0, -2)).to(self.gradient.dtype))
+            dscores = dscores * scale
+            dq = torch.cat([dscores @ k_t, dterms @ profiles.mT], dim=-1)
+            of_keys = dscores.mT @ q_t[..., :width], weights.mT @ grad_t
+            dk, dv = (x.unflatten(1, (groups, -1)).sum(2) for x in of_keys)
+            yield PartialGrads(heads, tile.q_rows, tile.k_rows, dq, dk, dv)
+
+    def executed_pairs(self, tiles: Tiles, backward: bool = False) -> int:
+        return sum(tile.q_rows.length * tile.k_rows.length for tile in _blocks(tiles))
+
+    def _scores(
+        self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Return the masked scores [B, heads, Q, K], k and v of each query head, and where each pair's term
+        is among [Q, R], with whether it has one.
+        """
+        assert self._profiles is not None, "a kernel without profiles"
+        dtype, width = torch.promote_types(q.dtype, torch.float32), k.shape[3]
+        q_t = tile.q_rows.of(q).to(dtype)
+        k_t, v_t = (
+            tile.k_rows.of(x).to(dtype).repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v)
+        )
+        terms = q_t[..., width:] @ self._profiles.to(dtype)
+        q_at, k_at = tile.positions(q.device)
+        distances = q_at[:, None] - k_at
+        is_near = (distances >= 0) & (distances < terms.shape[-1])
+        places = distances.clamp(0, terms.shape[-1] - 1)
+        scores = q_t[..., :width] @ k_t.mT * scale
+        scores = scores + terms.gather(-1, places.expand_as(scores)) * is_near + tile.bias
+        if tile.inside is not None:
+            scores = scores + tile.inside.bias(*distances.shape, dtype, q.device)
+        visible = tile.visible(len(q), q.device)
+        return scores.masked_fill(~visible, float("-inf")), k_t, v_t, places, is_near
+
+
+def _blocks(tiles: Tiles) -> Iterator[Tile]:
+    """Yield parts of tiles: at most `QUERIES` queries each, with the keys between the bounds of their band.
+
+    Their positions are those of the part.
+    """
+    for tile in each_tile(tiles):
+        queries, keys = tile.q_rows.length, tile.k_rows.length
+        for first in range(0, queries, QUERIES):
+            end = min(first + QUERIES, queries)
+            k_first, k_end = max(0, first - tile.high), min(keys, end - tile.low)
+            if k_first >= k_end:
+                continue
+            (q_at, q_step), (k_at, k_step) = tile.q_at, tile.k_at
+            yield tile.part(first, end - first, k_first, k_end - k_first)._replace(
+                q_at=(q_at + first * q_step, q_step), k_at=(k_at + k_first * k_step, k_step)
+            )
