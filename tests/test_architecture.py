@@ -88,6 +88,7 @@ IMPORTERS = {
     "contrib.images.model": {"comm.exchange"},  # features, to the ranks of their tokens
     "integrations.transformers.ring_cache": {"comm.exchange"},  # a convolution's last inputs
     "layers.latents.kernel": {"kernels", "ring.merge"},  # a kernel around another one
+    "layers.distance_bias.kernel": {"kernels", "ring.merge"},  # a kernel; the accumulators' dtype
     "simulation.simulate": {"kernels", "ring.merge"},  # chooses; the accumulators' dtype
     "simulation.rank": {"comm.exchange", "kernels"},  # the tokens of what stays at home
 }

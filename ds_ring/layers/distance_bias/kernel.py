@@ -141,7 +141,7 @@ class ProfileKernel:
         scores = q_t[..., :width] @ k_t.mT * scale
         scores = scores + terms.gather(-1, places.expand_as(scores)) * is_near + tile.bias
         if tile.inside is not None:
-            scores = scores + tile.inside.bias(*distances.shape, dtype, q.device)
+            scores = scores + tile.inside.bias(distances.shape[0], distances.shape[1], dtype, q.device)
         visible = tile.visible(len(q), q.device)
         return scores.masked_fill(~visible, float("-inf")), k_t, v_t, places, is_near
 

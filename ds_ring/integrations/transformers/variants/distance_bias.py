@@ -150,7 +150,7 @@ def _scaling(call: AttentionCall) -> Tensor | None:
 
     Inkling's first generation counts positions itself; the second one takes position_ids.
     """
-    config = call.module.config
+    config: Any = call.module.config
     if not scales(call.module):
         return None
     numbers_BS = call.sharding.numbers_in_paths(call.q_BHSD.device)
