@@ -10,9 +10,9 @@ Shapes: B samples, H query heads, S local tokens, D head dim, N width of the sta
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
@@ -52,7 +52,7 @@ _own_config = _patch(
 _TEXT_MODEL = TABLE.given("text_model", _MODULE)
 _DISTANCES = "get_relative_distance"
 
-_models_on_ring: list[nn.Module] = []  # that are being computed, innermost last
+_on_ring = ContextVar("a text model is being computed on a ring", default=False)
 _files: WeakSet[ModuleType] = WeakSet()  # whose function of distances is wrapped
 
 
@@ -85,8 +85,8 @@ class DistanceBias(Variant):
         super().install(adapter)
         for module in adapter.model.modules():
             if type(module).__name__.endswith("AttentionResidual") and hasattr(module, "config"):
-                config: Any = copy.deepcopy(module.config)
-                config._attn_implementation = "eager"
+                given: Any = module.config
+                config = type(given).from_dict(given.to_dict(), attn_implementation="eager")
                 adapter.apply(_own_config.to(config), over_layers=module)
             file = sys.modules[type(module).__module__]
             if isinstance(module, PreTrainedModel) and hasattr(file, _DISTANCES):
@@ -209,17 +209,15 @@ class StatesOfBias:
 
 
 @_patch(_TEXT_MODEL, stage="before_forward", reason="notes that the model runs on a ring")
-def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Note the model before it runs."""
-    if module.config._attn_implementation == NAME:  # type: ignore[union-attr]
-        _models_on_ring.append(module)
+def enter(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Note it before the model runs."""
+    _on_ring.set(module.config._attn_implementation == NAME)
 
 
 @_patch(_TEXT_MODEL, stage="after_forward", options=("always_call",), reason="ends that")
-def leave(module: nn.Module, *_: Any) -> None:
-    """Forget it."""
-    if _models_on_ring and _models_on_ring[-1] is module:
-        _models_on_ring.pop()
+def leave(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    """End it, also after an error."""
+    _on_ring.set(False)
 
 
 @_patch(
@@ -228,4 +226,4 @@ def leave(module: nn.Module, *_: Any) -> None:
 )  # fmt: skip
 def no_distances(original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor | None:
     """Return None on a ring, where the bias takes no distances."""
-    return None if _models_on_ring else original(*args, **kwargs)
+    return None if _on_ring.get() else original(*args, **kwargs)
