@@ -1,6 +1,5 @@
 """Attend to near keys with a bias of content and distance, over a sharded sequence.
 
-[Note: near and far]
 Only pairs at distances below R have a term. They are a pass of their own, by the kernel of kernel.py, and the
 ring sends no key that is farther away. All other pairs are a pass of the usual kernel (`Beyond`). The two
 merge by their log-sum-exps. A layer whose window is at most R wide has the first one alone.
