@@ -286,6 +286,8 @@ def add_images(batch: Batch, model: PreTrainedModel, seed: int) -> Batch:
     )
     ids_BT = batch["input_ids"].clone()
     tokens = ids_BT.shape[1]
+    text = ids_BT != model.config.image_token_id
+    ids_BT = torch.where(text, ids_BT, model.config.image_token_id - 1)  # drawn by chance: no image is there
     are_images_BT = torch.zeros_like(ids_BT, dtype=torch.bool)
     places = iter(counts)
     for row, number in enumerate(IMAGES):
