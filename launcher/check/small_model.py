@@ -178,6 +178,7 @@ _SECTIONS = {
 }
 _DROPOUTS = (
     "dropout",
+    "drop_path_rate",
     "pdrop",
     "dropout_prob",
     "dropout_p",

@@ -59,7 +59,8 @@ _FEATURES, _OF_LAYERS = ("pooler_output", "last_hidden_state"), "deepstack_featu
 _OF_BLIP = ("opt", "llama")  # language parts which BLIP-2 and InstructBLIP give a mask of ones
 _MAKE_MASKS = ("paligemma", "molmo2")
 _GRIDS = ("image_grid_thw", "image_grid_hw", "target_sizes")  # numbers of each image's patches
-# Each rank encodes all images where some have tiles, or tokens pool patches of several.
+# Each rank encodes all images where some have tiles, tokens pool patches of several, or a layer normalizes
+# over the batch.
 _TILES = frozenset({"pixel_values_local", "image_token_pooling"})
 _REFUSED = ("pixel_values_videos", "video_grid_thw", "input_features", "audio_values")
 
@@ -235,6 +236,7 @@ def _local_features(
         takes = inspect.signature(base.get_image_features).parameters
         pixels = {key: given[key] for key in OF_IMAGES if given.get(key) is not None and key in takes}
         shared = bool(images.wanted) and mesh.sequence_size > 1 and not _TILES.intersection(pixels)
+        shared = shared and not any(map(_reads_other_images, base.modules()))
         if shared:
             pixels, is_used = _share(pixels, takes, mesh)
         layer = given.get("vision_feature_layer")
@@ -261,6 +263,11 @@ def _local_features(
         else:
             local[name] = own
     return type(found)(**local)
+
+
+def _reads_other_images(module: nn.Module) -> bool:
+    """Return whether a module normalizes over all images of a batch, as Emu3's in training."""
+    return module.training and isinstance(module, nn.modules.batchnorm._BatchNorm)
 
 
 def _features(found: Any) -> list[tuple[str, int | None, Any]]:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.errors import RingConfigError, RingError, RingShapeError
@@ -143,6 +143,37 @@ def test_images_are_exact(
     expected = train_alone(build(name), [batch_of(name)])
     assert any("vis" in parameter for parameter in expected.gradients)
     for got in rank_pool(world_size).run(on_a_ring, name, layout, ulysses_size):
+        check(got, expected)
+
+
+class OverTheBatch(nn.Module):
+    """Normalize features [..., E] over all images of a batch."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        normal: Tensor = self.norm(x.flatten(0, -2)).view_as(x)
+        return normal
+
+
+def with_a_norm_over_the_batch() -> Any:
+    model = build("llava")
+    projector = model.model.multi_modal_projector
+    projector.act = nn.Sequential(projector.act, OverTheBatch(projector.linear_1.out_features))
+    return model.train()
+
+
+def normal_on_a_ring(rank: int, world_size: int) -> Run:
+    session = start_session(world_size)
+    return train_on_ring(attached(with_a_norm_over_the_batch(), session), session, [batch_of("llava")])
+
+
+def test_a_norm_over_the_batch_sees_all_images(rank_pool: Pool) -> None:
+    """In training Emu3's encoder has one; each rank encodes all images then."""
+    expected = train_alone(with_a_norm_over_the_batch(), [batch_of("llava")])
+    for got in rank_pool(2).run(normal_on_a_ring):
         check(got, expected)
 
 
