@@ -46,7 +46,8 @@ EXACT = tuple(
     apertus1p5 aria aya_vision blip-2 chameleon cohere2_vision cohere_compass cosmos3_edge cosmos3_omni
     deepseek_ocr2 deepseek_vl deepseek_vl_hybrid dots3_note emu3 ernie4_5_vl_moe exaone4_5 fuyu gemma3
     gemma4 gemma4_unified glm46v glm4v glm4v_moe glm5_next glm_ocr glmga got_ocr2 granite4_vision
-    granite_docling hunyuan_vl hy_v4_vl hyperclovax_vision_v2 idefics2 idefics3 instructblip internvl janus
+    granite_docling hunyuan_vl hy_v4_vl hyperclovax_vision_v2 idefics2 idefics3 inkling2 inkling2_loop
+    inkling_mm_model instructblip internvl janus
     kimi_k25 lfm2_vl lfm3_vl lighton_ocr llama4 llava llava_next llava_next_video llava_onevision
     minicpm_ocr minicpmv4_6 minicpmv4_7 minimax_m3_vl mistral3 mistral_large4 molmo2 muse_glimmer muse_spark
     nemotron_h_omni ovis2 paddleocr_vl paligemma pp_chart2table qianfan_ocr qwen2_5_omni_thinker qwen2_5_vl
