@@ -307,12 +307,10 @@ class WithoutInterface(transformers.LlamaForCausalLM):
     _supports_attention_backend = False
 
 
-def video_llava() -> Any:
-    from transformers import VideoLlavaConfig, VideoLlavaForConditionalGeneration
-
-    vision = test_images.VISION | {"model_type": "clip_vision_model", "image_size": 4}
-    config = VideoLlavaConfig(vision_config=vision, text_config=test_images.TEXT | {"model_type": "llama"})
-    return VideoLlavaForConditionalGeneration(config)
+def llava_of_ones_own() -> Any:
+    model = test_images.build("llava")
+    model.config.model_type = "llava_of_ones_own"
+    return model
 
 
 def llava() -> Any:
@@ -400,7 +398,7 @@ MORE: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         r"expected position_ids \[samples, tokens\], got others",
     ),
     "an image encoder that nobody compared": (
-        lambda: attach(video_llava(), windowed()), RingConfigError, "no test compares its images"
+        lambda: attach(llava_of_ones_own(), windowed()), RingConfigError, "no test compares its images"
     ),
     "images beside the batch": (llava, RingShapeError, "images: expected those of the batch"),
     "rotary lengths inside layers": (

@@ -43,10 +43,10 @@ _patch = partial(
 )
 _MODULE = "torch.nn.Module"
 _BIASED = TABLE.given("biased_by_distance", _MODULE)
-_not_scaled = _patch(_BIASED, "is_sliding", stage="around_forward", kind="set",
+_not_scaled = _patch(TABLE.given("biased_by_distance"), "is_sliding", stage="around_forward", kind="set",
     reason="the layer would scale by local positions")  # fmt: skip
 _own_config = _patch(
-    TABLE.given("over_layers", _MODULE), "config", stage="around_init", kind="set",
+    TABLE.given("over_layers"), "config", stage="around_init", kind="set",
     reason="a mixture of layers reads one token: its own attention computes it",
 )  # fmt: skip
 _TEXT_MODEL = TABLE.given("text_model", _MODULE)
