@@ -86,12 +86,12 @@ def work_of_ranks(pattern: Pattern, layout: Layout) -> IntArray:
 
 def _works_of_ranks(pattern: Pattern, layouts: Sequence[Layout]) -> IntArray:
     """Return the same for layouts of equal sizes, by one table; int64 [len(layouts), ring_size]."""
-    (runs, ranks), size = _runs_of_ranks(layouts), layouts[0].ring_size
+    (runs, ranks), size = runs_of_ranks(layouts), layouts[0].ring_size
     work = work_of_runs(pattern, runs, layouts[0].tokens)
     return np.bincount(ranks, weights=work, minlength=len(layouts) * size).astype(np.int64).reshape(-1, size)
 
 
-def _runs_of_ranks(layouts: Sequence[Layout]) -> tuple[IntArray, IntArray]:
+def runs_of_ranks(layouts: Sequence[Layout]) -> tuple[IntArray, IntArray]:
     """Return the runs of all ranks of all layouts, and the number of the rank that has each."""
     shards = [layout.runs(rank) for layout in layouts for rank in range(layout.ring_size)]
     return np.concatenate(shards), np.repeat(np.arange(len(shards)), [len(runs) for runs in shards])
@@ -105,7 +105,7 @@ def costs_of_ranks(pattern: Pattern, layouts: Sequence[Layout]) -> tuple[IntArra
     """
     tokens, size = layouts[0].tokens, layouts[0].ring_size
     count, width = len(layouts) * size, tokens + 1
-    runs, ranks = _runs_of_ranks(layouts)
+    runs, ranks = runs_of_ranks(layouts)
     tiles = pattern.tiles(runs, np.array([[0, 1, tokens]]))
     first_slots = np.cumsum(runs[:, 2]) - runs[:, 2]
     reader = ranks[np.searchsorted(first_slots, tiles.q.slot, side="right") - 1]

@@ -15,7 +15,7 @@ from ds_ring.masks.joins import near_rows
 from ds_ring.masks.pattern import BoundPattern, Pattern
 from ds_ring.masks.slots import IntArray, count_slots
 from ds_ring.masks.tiles import Axis, Tiles
-from ds_ring.schedule.choose import AS_FAST, bound_to_one_head
+from ds_ring.schedule.choose import AS_FAST, bound_to_one_head, runs_of_ranks
 from ds_ring.schedule.layout import Layout
 from ds_ring.schedule.lowering import count_heads, head_chunks
 from ds_ring.transports.tiles.grid import Step, TileGrid, steps_of
@@ -66,19 +66,18 @@ def _ranks_to_look_at(pattern: Pattern, layout: Layout, grids: tuple[TileGrid, .
 
 def _work_of_ranks(pattern: BoundPattern, layout: Layout, grid: TileGrid) -> IntArray | None:
     """Return the pairs that every rank of a grid attends, for one head; None for a large dense pattern."""
-    shards = [layout.runs(rank) for rank in range(layout.ring_size)]
-    runs, ranks = np.concatenate(shards), np.repeat(np.arange(len(shards)), [len(one) for one in shards])
+    (runs, ranks), size = runs_of_ranks([layout]), layout.ring_size
     axis = Axis.from_runs(runs)
     near = near_rows(pattern.branches_by_head[0], axis, axis)
     if near is None and len(runs) ** 2 > MANY_RECTANGLES:
         return None
     table = pattern.cut(Tiles.rectangles(runs, runs, near))
-    ends, place = np.cumsum(runs[:, 2]), np.array([grid.place(rank) for rank in range(len(shards))])
+    ends, place = np.cumsum(runs[:, 2]), np.array([grid.place(rank) for rank in range(size)])
     q, k = (ranks[np.searchsorted(ends, side.slot, side="right")] for side in (table.q, table.k))
     # a pair is computed in the row of its query and in the column of its key
     numbers = np.empty((grid.key_ranks, grid.query_ranks), dtype=np.int64)
-    numbers[tuple(place.T)] = np.arange(len(shards))
-    return np.bincount(numbers[place[q, 0], place[k, 1]], weights=table.pairs, minlength=len(shards))
+    numbers[tuple(place.T)] = np.arange(size)
+    return np.bincount(numbers[place[q, 0], place[k, 1]], weights=table.pairs, minlength=size)
 
 
 def _heads(setting: TrainingSetting) -> tuple[int, int]:

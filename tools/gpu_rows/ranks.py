@@ -186,7 +186,6 @@ def _alone(job: OnNccl, steps: int) -> list[float]:
 def _check(job: OnNccl, model_type: str) -> list[dict[str, Any]]:
     """Compare a small model on a ring of all ranks with one process on the CPU, in float32."""
     if is_cuda(job.device):
-        torch.cuda.set_device(gpu_of_rank(dist.get_rank(), torch.cuda.device_count()))
         torch.backends.cudnn.allow_tf32 = False  # of convolutions: torch rounds their operands by default
     # This kernel compiles nothing; the others have rows of their own.
     section = {"pattern": {"causal": True}, "kernel": "reference"}
