@@ -20,6 +20,21 @@ def weights_of(scores: Tensor, lse: Tensor) -> Tensor:
     return torch.exp(scores - lse.clamp_min(torch.finfo(lse.dtype).min).unsqueeze(-1))
 
 
+def score_gradients(
+    tile: Tile, heads: slice, scores: Tensor, v_t: Tensor,
+    grad_out: Tensor, q: Tensor, out: Tensor, lse: Tensor, grad_lse: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return queries and grad_out of a tile, its weights, and the gradient of its scores."""
+    q_t, grad_t, out_t = (tile.q_rows.of(x[:, heads]).to(scores.dtype) for x in (q, grad_out, out))
+    # With the global lse these are this tile's columns of the whole softmax.
+    weights = weights_of(scores, tile.q_rows.of(lse[:, heads]).to(scores.dtype))
+    # With the global out, delta is the sum of weights * dweights over the keys of all tiles.
+    delta = (grad_t * out_t).sum(-1, keepdim=True)
+    if grad_lse is not None:
+        delta = delta - tile.q_rows.of(grad_lse[:, heads]).to(delta.dtype).unsqueeze(-1)
+    return q_t, grad_t, weights, weights * (grad_t @ v_t.mT - delta)
+
+
 class ReferenceKernel:
     """Compute dense scores per tile, in at least float32."""
 
@@ -46,14 +61,8 @@ class ReferenceKernel:
         for tile in each_tile(tiles):
             heads = tile.heads(q.shape[1] // groups)
             products, scores, k_t, v_t = self._scores(q[:, heads], k, v, tile, scale, heads)
-            q_t, grad_t, out_t = (tile.q_rows.of(x[:, heads]).to(scores.dtype) for x in (q, grad_out, out))
-            # With the global lse these are this tile's columns of the whole softmax.
-            weights = weights_of(scores, tile.q_rows.of(lse[:, heads]).to(scores.dtype))
-            # With the global out, delta is the sum of weights * dweights over the keys of all tiles.
-            delta = (grad_t * out_t).sum(-1, keepdim=True)
-            if grad_lse is not None:
-                delta = delta - tile.q_rows.of(grad_lse[:, heads]).to(delta.dtype).unsqueeze(-1)
-            dscores = weights * (grad_t @ v_t.mT - delta)
+            operands = grad_out, q, out, lse, grad_lse
+            q_t, grad_t, weights, dscores = score_gradients(tile, heads, scores, v_t, *operands)
             if self._scores_of is not None:
                 positions = tile.positions(q.device)
                 dscores = self._scores_of.of(heads).gradient(products, *positions, dscores)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ds_ring.errors import RingConfigError, RingShapeError
 from ds_ring.kernels.interface import Kernel, Operands, PartialGrads, PartialOut, Tile, each_tile
-from ds_ring.kernels.reference import weights_of
+from ds_ring.kernels.reference import score_gradients, weights_of
 from ds_ring.masks.tiles import Tiles
 from ds_ring.ops.context import RingContext
 from ds_ring.ops.passes import ExtraOperand
@@ -101,12 +101,8 @@ class ProfileKernel:
         for tile in _blocks(tiles):
             heads = tile.heads(q.shape[1] // groups)
             scores, k_t, v_t, places, is_near = self._scores(q[:, heads], k, v, tile, scale)
-            q_t, grad_t, out_t = (tile.q_rows.of(x[:, heads]).to(scores.dtype) for x in (q, grad_out, out))
-            weights = weights_of(scores, tile.q_rows.of(lse[:, heads]).to(scores.dtype))
-            delta = (grad_t * out_t).sum(-1, keepdim=True)
-            if grad_lse is not None:
-                delta = delta - tile.q_rows.of(grad_lse[:, heads]).to(delta.dtype).unsqueeze(-1)
-            dscores = weights * (grad_t @ v_t.mT - delta)
+            operands = grad_out, q, out, lse, grad_lse
+            q_t, grad_t, weights, dscores = score_gradients(tile, heads, scores, v_t, *operands)
             profiles = self._profiles.to(scores.dtype)
             dterms = dscores.new_zeros((*dscores.shape[:-1], profiles.shape[1]))
             dterms.scatter_add_(-1, places.expand_as(dscores), dscores * is_near)
