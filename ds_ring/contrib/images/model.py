@@ -64,6 +64,7 @@ _GRIDS = ("image_grid_thw", "image_grid_hw", "target_sizes")  # numbers of each 
 # over the batch.
 _TILES = frozenset({"pixel_values_local", "image_token_pooling"})
 _REFUSED = ("pixel_values_videos", "video_grid_thw", "input_features", "audio_values")
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 class ImageModels(Variant):
@@ -268,7 +269,7 @@ def _local_features(
 
 def _reads_other_images(module: nn.Module) -> bool:
     """Return whether a module normalizes over all images of a batch, as Emu3's in training."""
-    return module.training and isinstance(module, nn.modules.batchnorm._BatchNorm)
+    return module.training and isinstance(module, _BATCH_NORMS)
 
 
 def _features(found: Any) -> list[tuple[str, int | None, Any]]:
