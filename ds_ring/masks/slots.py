@@ -1,4 +1,7 @@
-"""Slots: sets of indices into a rank's shard, as ranges. Plans and steps name tokens by them."""
+"""Slots: sets of indices into a rank's shard, as ranges. Plans and steps name tokens by them.
+
+Most sets of a plan are one range, and numpy takes microseconds for any array: so such sets are read by `item`.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,8 @@ def no_slots() -> SlotRanges:
 
 def count_slots(ranges: SlotRanges) -> int:
     """Return number of slots in a set of ranges."""
+    if len(ranges) == 1:
+        return int(ranges.item(1) - ranges.item(0))
     return int((ranges[:, 1] - ranges[:, 0]).sum())
 
 
@@ -102,6 +107,10 @@ def subtract_slots(whole: SlotRanges, part: SlotRanges) -> SlotRanges:
     """Return the slots of `whole` that are not in its subset `part`."""
     if not len(part):
         return whole
+    if len(whole) == len(part) == 1:
+        (start, end), (first, last) = whole.tolist()[0], part.tolist()[0]
+        left = [pair for pair in ((start, first), (last, end)) if pair[1] > pair[0]]
+        return np.array(left, dtype=np.int64).reshape(-1, 2)
     # `part` is inside `whole`, so the sorted starts and ends of the remaining ranges pair up
     start = np.sort(np.concatenate([whole[:, 0], part[:, 1]]))
     end = np.sort(np.concatenate([part[:, 0], whole[:, 1]]))
@@ -131,6 +140,8 @@ def locate_slots(slots: IntArray, within: SlotRanges) -> IntArray:
 
 def locate_ranges(ranges: SlotRanges, within: SlotRanges) -> SlotRanges:
     """Do `locate_slots` for whole ranges, each of which is inside one range of `within`."""
+    if len(within) == 1:
+        return ranges - within.item(0)
     start = ranges[:, 0]
     return ranges + (locate_slots(start, within) - start)[:, None]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -46,6 +48,16 @@ def test_ranges_are_sets(whole: set[int], part: set[int]) -> None:
         packed = locate_slots(np.array(sorted(part), dtype=np.int64), ranges)
         assert packed.tolist() == [sorted(whole).index(slot) for slot in sorted(part)]
         np.testing.assert_array_equal(expand_ranges(locate_ranges(inside, ranges)), packed)
+
+
+def test_one_range_inside_one() -> None:
+    whole = np.array([[3, 7]])
+    assert count_slots(whole) == 4
+    for first, end in itertools.combinations(range(3, 8), 2):
+        part = np.array([[first, end]])
+        left = as_ranges({3, 4, 5, 6} - set(range(first, end)))
+        np.testing.assert_array_equal(subtract_slots(whole, part), left)
+        np.testing.assert_array_equal(locate_ranges(part, whole), part - 3)
 
 
 @given(one=st.sets(st.integers(0, 40)), other=st.sets(st.integers(0, 40)))
