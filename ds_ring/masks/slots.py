@@ -1,6 +1,6 @@
 """Slots: sets of indices into a rank's shard, as ranges. Plans and steps name tokens by them.
 
-Most sets of a plan are one range, and numpy takes microseconds for any array: so such sets are read by `item`.
+Most sets of a plan are one range, and numpy takes microseconds for any array: `item` reads such a set.
 """
 
 from __future__ import annotations
