@@ -26,7 +26,7 @@ from ds_ring.config.section import RingConfig
 from ds_ring.errors import RingConfigError, RingVerifyError
 from ds_ring.integrations.adapter import applied, apply, patch
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
-from ds_ring.integrations.deepspeed.engine import DEEPSPEED, ENGINE
+from ds_ring.integrations.deepspeed.engine import DEEPSPEED, ENGINE, is_of_transformers, modules_of_encoders
 from ds_ring.integrations.deepspeed.packing import RowGroup
 from ds_ring.integrations.deepspeed.session import RingSession
 from ds_ring.integrations.layer_patterns import LayerPatterns
@@ -151,7 +151,7 @@ def recording(model: nn.Module) -> Iterator[dict[str, Tensor]]:
     Those of image encoders, which each rank runs on images of its own, are left out.
     """
     outputs: dict[str, Tensor] = {}
-    apart = _modules_of_encoders(model)
+    apart = modules_of_encoders(model)
 
     @_records_layer
     def record(name: str, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -167,16 +167,6 @@ def recording(model: nn.Module) -> Iterator[dict[str, Tensor]]:
                     continue
                 stack.enter_context(applied(partial(record, f"{path}.{name}"), layer=layer))
         yield outputs
-
-
-def _modules_of_encoders(model: nn.Module) -> set[int]:
-    """Return the identities of the modules inside `model` that read images."""
-    of_transformers = [part for part in model.modules() if _is_of_transformers(part)]
-    if not of_transformers:
-        return set()
-    from ds_ring.integrations.transformers.variants import apart
-
-    return {id(module) for part in of_transformers for module in apart(part)}
 
 
 def _by_token(got: Tensor, expected: Tensor) -> float:
@@ -308,7 +298,7 @@ def arguments_for(
     given = dict(kwargs)
     if isinstance(given.get("num_items_in_batch"), Tensor):
         given["num_items_in_batch"] = given["num_items_in_batch"] * divisor
-    if not _is_of_transformers(alone):
+    if not is_of_transformers(alone):
         return given
     from ds_ring.integrations.deepspeed.batch import SHARDING
     from ds_ring.integrations.transformers.attention_name import NAME
@@ -334,7 +324,7 @@ def without_masks(alone: nn.Module) -> Iterator[None]:
     """Run inner models without padding masks, as a ring does: the module around them has one."""
     with ExitStack() as stack:
         for part in alone.modules():
-            if part is not alone and _is_of_transformers(part):
+            if part is not alone and is_of_transformers(part):
                 stack.enter_context(applied(_drop_mask, layer=part))
         yield
 
@@ -350,13 +340,9 @@ def on_device(value: Any, device: torch.device) -> Any:
     return value
 
 
-def _is_of_transformers(model: nn.Module) -> bool:
-    return hasattr(model, "set_attn_implementation") and hasattr(model, "config")
-
-
 def choose_attention(alone: nn.Module, config: RingConfig) -> None:
     """Give the copy its own attention where that is what the JSON asks for, else the ring's on one rank."""
-    if not _is_of_transformers(alone):
+    if not is_of_transformers(alone):
         return
     from ds_ring.integrations.transformers.attention_name import NAME
     from ds_ring.integrations.transformers.variants import attention_names

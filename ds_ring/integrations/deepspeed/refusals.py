@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NoReturn
 
@@ -24,9 +24,9 @@ from deepspeed.pipe import PipelineModule
 from torch.overrides import TorchFunctionMode
 
 from ds_ring.errors import RingConfigError, RingShapeError
-from ds_ring.integrations.adapter import patch
+from ds_ring.integrations.adapter import applied, patch
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
-from ds_ring.integrations.deepspeed.engine import ENGINE, MODULE
+from ds_ring.integrations.deepspeed.engine import DEEPSPEED, ENGINE, MODULE, modules_of_encoders
 from ds_ring.integrations.deepspeed.loss import check_loss
 from ds_ring.integrations.deepspeed.session import RingSession
 from ds_ring.masks.catalog import Causal
@@ -265,7 +265,7 @@ class RingUse:
         if is_alone and sharding.patterns.pattern == Causal() and not sharding.groups:
             return forward(*args, **kwargs)  # the model's own attention would be right
         before = forward_passes()
-        with nullcontext() if is_alone or self._engine.is_compiled else _PlainAttention(sharding):
+        with nullcontext() if is_alone or self._engine.is_compiled else self._plain_attention(sharding):
             output = forward(*args, **kwargs)
         if forward_passes() == before:
             documents = " with documents" if sharding.groups else ""
@@ -281,6 +281,19 @@ class RingUse:
             self._warn(self._session.batches.names_of((*args, *kwargs.values())), sharding, output)
         self._seen.add(training)
         return output
+
+    @contextmanager
+    def _plain_attention(self, sharding: BatchSharding) -> Iterator[None]:
+        """Refuse attention outside the ring, but for that of encoders."""
+        model = self._engine.module
+        apart = modules_of_encoders(model)
+        mode = _PlainAttention(sharding)
+        with ExitStack() as stack:
+            for part in model.modules():
+                if id(part) in apart and all(id(inner) in apart for inner in part.modules()):
+                    stack.enter_context(applied(mode.enter_encoder, mode.leave_encoder, part=part))
+            stack.enter_context(mode)
+            yield
 
     def _warn(self, names: set[str], sharding: BatchSharding, output: Any) -> None:
         """Warn of a module's own positions and loss, on rank 0; from copies of a batch nothing is known."""
@@ -299,6 +312,13 @@ class RingUse:
             log.warning(_OWN_LOSS, name)
 
 
+_encoder_patch = partial(
+    patch, DEEPSPEED.given("part", "torch.nn.Module"), feature="ring_use.encoders",
+    reason="attention of an encoder is its own, over as many tokens as a rank has, too",
+    when="a part of the model reads images or sound",
+)  # fmt: skip
+
+
 class _PlainAttention(TorchFunctionMode):
     """Refuse attention outside the ring over exactly the tokens of this rank."""
 
@@ -308,10 +328,21 @@ class _PlainAttention(TorchFunctionMode):
         super().__init__()
         self._tokens = sharding.local_tokens
         self._all_tokens = sharding.layout.tokens
+        self._depth = 0  # of modules of encoders that run now
+
+    @_encoder_patch(stage="before_forward")
+    def enter_encoder(self, *_: Any) -> None:
+        self._depth += 1
+
+    @_encoder_patch(stage="after_forward", options=("always_call",))
+    def leave_encoder(self, *_: Any) -> None:
+        self._depth -= 1
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if self._depth:
+            return func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
         given = [x for x in (*args, *(kwargs or {}).values()) if isinstance(x, torch.Tensor)]
         tokens_dim = -2 if name in _PLAIN else 0 if name == _MULTIHEAD else None

@@ -275,6 +275,41 @@ def test_a_rank_without_an_image_encodes_one_for_its_gradients(rank_pool: Pool) 
     assert encoded == [1, 1, 1, 1]  # of three images
 
 
+def _attended(x: Tensor) -> Tensor:
+    return nn.functional.scaled_dot_product_attention(x, x, x)
+
+
+def as_many_as_patches(rank: int, world_size: int) -> list[str]:
+    """An encoder of five patches beside five tokens of each rank; then plain attention in the language part."""
+    start_deepspeed()
+    import ds_ring
+
+    ids = torch.tensor([[3, *[IMAGE] * FEATURES, 4, 5, 6, 7, 8]])
+    batch = {"input_ids": ids, "labels": ids, "pixel_values": batch_of("llava")["pixel_values"][:1]}
+    found = []
+    for plain in (False, True):
+        model = build("llava")
+        if plain:
+            layer = model.model.language_model.layers[0].mlp
+            layer.register_forward_hook(lambda _, args, out: out + _attended(out[:, None])[:, 0])
+        engine, *_ = ds_ring.initialize(
+            model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
+            config=json_config(world_size, 1, 0),
+        )  # fmt: skip
+        try:
+            engine(**engine.ring.shard_batch(batch))
+            found.append("")
+        except RingConfigError as error:
+            found.append(str(error))
+    return found
+
+
+def test_an_encoder_may_attend_over_as_many_patches_as_a_rank_has_tokens(rank_pool: Pool) -> None:
+    for exact, refused in rank_pool(2).run(as_many_as_patches):
+        assert not exact
+        assert "the 5 tokens of this rank, of 10" in refused
+
+
 def trained(rank: int, world_size: int) -> tuple[list[float], bool, list[str]]:
     """Two steps at ZeRO 3, the first compared with one process; a generation; then what is refused."""
     start_deepspeed()
