@@ -298,6 +298,7 @@ ENGINE_PARTS = {
     "rank_speeds": "ds_ring.integrations.metrics.rank_speeds.RankSpeeds",
     "run_report": "ds_ring.integrations.metrics.run_report.RunReport",
     "checkpoint": "ds_ring.integrations.checkpoint.engine.SealedCheckpoints",
+    "sharded_tables": "ds_ring.integrations.deepspeed.sharded_tables.ShardedTables",
 }
 
 # What capabilities add to a transformers model (`integrations/transformers/model_part.py`); those of

@@ -100,7 +100,8 @@ CAPABILITIES = {
     "Mamba 3": Capability(("layers.mamba3",), words=r"(?i)\bmamba_?3|layers\.mamba3"),
     "log-linear attention": Capability(("layers.log_linear",), words=r"(?i)\blog_linear|layers\.log_linear"),
     "serial states": Capability(("layers.serial",), words=r"\bserial_scan|\bttt_|layers\.serial"),
-    "n-gram tables": Capability(("layers.ngrams",), words=r"(?i)\bngram|\bsharded_rows|layers\.ngrams"),
+    "n-gram tables": Capability(("layers.ngrams", "integrations.deepspeed.sharded_tables"),
+        words=r"(?i)\bngram|\bsharded_rows|layers\.ngrams"),
     "Titans": Capability(("layers.titans",), words=r"(?i)\btitans"),
     "decode and generation": Capability(
         ("decode", "integrations.transformers.generation", "integrations.transformers.ring_cache"),

@@ -6,16 +6,20 @@ asking rank, sent back, and added up at the owner.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ds_ring.comm.collective import collective
 from ds_ring.comm.mesh import RingMesh, check_mesh
-from ds_ring.errors import RingShapeError
+from ds_ring.errors import RingConfigError, RingShapeError
 from ds_ring.ops.handles import never_traced
+
+_averaged = WeakTensorKeyDictionary()  # parameters whose values and gradients ranks have in common
 
 
 @never_traced
@@ -32,12 +36,35 @@ def sharded_rows(table: Tensor, rows: Tensor, *, mesh: RingMesh) -> Tensor:
 
     Raises:
         RingShapeError: a row outside the table, or shapes and dtypes other than above.
+        RingConfigError: the table is a parameter of an engine, which would average it over the ranks.
         RingMismatchError: shards of other shapes; nothing was sent.
         RingPeerError: another rank failed or was too late.
     """
     check_mesh(mesh)
     found: Tensor = _Rows.apply(table, rows, mesh)
     return found
+
+
+def refuse_as_tables(parameters: Iterable[Tensor]) -> None:
+    """Note parameters that no rank may use as its shard: what trains them gives all ranks the same values."""
+    for parameter in parameters:
+        _averaged[parameter] = True
+
+
+def _parameters_of(table: Tensor) -> Iterator[Tensor]:
+    """Yield the parameters of the table's own shape that it is computed from, as by a cast."""
+    nodes, seen = [table.grad_fn], set[Any]()
+    if table.grad_fn is None:
+        yield table
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        nodes += [before for before, _ in node.next_functions]
+        parameter = getattr(node, "variable", None)
+        if parameter is not None and parameter.shape == table.shape:
+            yield parameter
 
 
 class _Rows(torch.autograd.Function):
@@ -76,6 +103,12 @@ def _check(table: Tensor, rows: Tensor, mesh: RingMesh) -> None:
         raise RingShapeError.wrong(
             "sharded_rows: table", "[N, D] floating point", table, "pass this rank's shard"
         )
+    if any(parameter in _averaged for parameter in _parameters_of(table)):
+        raise RingConfigError.wrong(
+            "sharded_rows: table", "a shard that this rank trains by itself", "a parameter of an engine",
+            "DeepSpeed gives it the values of rank 0 and the mean of all shards' gradients: make it outside"
+            " the model, with an optimizer of its own",
+        )  # fmt: skip
     if rows.dtype != torch.int64 or rows.device != table.device:
         raise RingShapeError.wrong(
             "sharded_rows: rows", f"int64 on {table.device}", f"{rows.dtype} on {rows.device}", "convert them"

@@ -23,6 +23,7 @@ from ds_ring import (
 )
 from ds_ring.layers.ngrams.hashes import ngram_rows
 from ds_ring.layers.ngrams.sharded_rows import sharded_rows
+from tests.dist.deepspeed_ranks import json_config, start_engine
 from tests.dist.harness import RankPool
 from tests.dist.layers.on_rings import IDS, RINGS, T, documents_of, drawn, path_of, real_tokens
 from tests.reference import relative_error
@@ -154,3 +155,66 @@ def refused(rank: int, world_size: int, what: str) -> str:
 def test_it_is_refused(rank_pool: Pool, what: str, says: str) -> None:
     for rank, text in enumerate(rank_pool(2).run(refused, what)):
         assert says in text or (what == "row" and rank == 0 and "rank 1" in text), text
+
+
+class Memory(torch.nn.Module):
+    """A model whose table is a parameter: a shard of each rank, or with `whole` all rows on every rank."""
+
+    ring: Any
+
+    def __init__(self, whole: bool, cast: bool, world_size: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = torch.nn.Parameter(torch.randn(8 if whole else 8 // world_size, 4))
+        self.whole, self.cast = whole, cast
+
+    def forward(self, input_ids: Tensor, **_: Any) -> Tensor:
+        mesh, layout = self.ring.mesh, self.ring.batches.current.layout
+        rows = ngram_rows(input_ids, MULTIPLIERS[:2], [[8]], layout=layout, mesh=mesh)
+        share = 8 // mesh.sequence_size
+        first = mesh.sequence_rank * share
+        table = self.table[first : first + share] if self.whole else self.table
+        return sharded_rows(table.double() if self.cast else table, rows, mesh=mesh).square().sum()
+
+
+def in_an_engine(rank: int, world_size: int, stage: int, whole: bool, cast: bool) -> str | float:
+    """The refusal of a table that an engine trains; or the error of a step with a whole one."""
+    model = Memory(whole, cast, world_size)
+    alone = model.table.detach().clone().requires_grad_()
+    engine = start_engine(model, json_config(world_size, 1, stage), 0.5)
+    model.ring = engine.ring
+    ids = torch.tensor([[0, 5, 5, 5, 7, 2, 1, 1]])
+    local = engine.ring.shard_batch({"input_ids": ids})
+    try:
+        loss = engine(**local)
+    except RingConfigError as error:
+        return str(error)
+    engine.backward(loss)
+    engine.step()
+    mixed = ids * MULTIPLIERS[0] ^ F.pad(ids, (1, 0))[:, :-1] * MULTIPLIERS[1]
+    (alone[mixed % 8].square().sum() / world_size).backward()
+    assert alone.grad is not None
+    return relative_error(gathered(engine.module.table), alone.detach() - 0.5 * alone.grad)
+
+
+def gathered(parameter: Tensor) -> Tensor:
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters([parameter]):
+        return parameter.detach().clone()
+
+
+@pytest.mark.parametrize("cast", [False, True])
+@pytest.mark.parametrize(("world_size", "stage"), [(2, 0), (2, 2), (4, 1), (2, 3)])
+@pytest.mark.day("2-0-True", "2-3-False")
+def test_a_shard_in_an_engine_is_refused(rank_pool: Pool, world_size: int, stage: int, cast: bool) -> None:
+    for found in rank_pool(world_size).run(in_an_engine, stage, False, cast):
+        assert "expected a shard that this rank trains by itself, got a parameter of an engine" in str(found)
+        assert "with an optimizer of its own" in str(found)
+
+
+@pytest.mark.parametrize(("world_size", "stage"), [(2, 0), (4, 1), (2, 3)])
+@pytest.mark.day("2-0")
+def test_a_part_of_a_whole_table_is_not(rank_pool: Pool, world_size: int, stage: int) -> None:
+    for found in rank_pool(world_size).run(in_an_engine, stage, True, False):
+        assert isinstance(found, float) and found < 1e-6

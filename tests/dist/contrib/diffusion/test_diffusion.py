@@ -57,8 +57,11 @@ def alone(steps: int, ids: np.ndarray | None) -> list[float]:
     return losses
 
 
-def on_ring(rank: int, world_size: int, steps: int, ids: np.ndarray | None) -> tuple[list[float], str]:
-    config = json_config(world_size, SIZE.samples, 1, ring_attention={"layout": "private"})
+def on_ring(
+    rank: int, world_size: int, steps: int, ids: np.ndarray | None, ulysses: int
+) -> tuple[list[float], str]:
+    section = {"layout": "private", "ulysses_size": ulysses}
+    config = json_config(world_size, SIZE.samples, 1, ring_attention=section)
     engine = start_engine(build_model(SIZE, "sdpa"), config)
     documents = None if ids is None else torch.from_numpy(ids)
     losses = []
@@ -70,12 +73,16 @@ def on_ring(rank: int, world_size: int, steps: int, ids: np.ndarray | None) -> t
 
 
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize(("world", "steps"), [(2, 50), (4, 50), (2, 3)])
-@pytest.mark.day("2-3-True")
-def test_steps_have_the_losses_of_one_process(rank_pool: Any, world: int, steps: int, packed: bool) -> None:
+@pytest.mark.parametrize(
+    ("world", "ulysses", "steps"), [(2, 1, 50), (4, 1, 50), (2, 1, 3), (2, 2, 3), (4, 2, 3)]
+)
+@pytest.mark.day("2-1-3-True", "4-2-3-True")
+def test_steps_have_the_losses_of_one_process(
+    rank_pool: Any, world: int, ulysses: int, steps: int, packed: bool
+) -> None:
     ids = IDS if packed else None
     want = alone(steps, ids)
-    for losses, layout in rank_pool(world).run(on_ring, steps, ids):
+    for losses, layout in rank_pool(world).run(on_ring, steps, ids, ulysses):
         assert layout == "private"
         assert max(abs(a - b) for a, b in zip(losses, want, strict=True)) < 1e-5
 

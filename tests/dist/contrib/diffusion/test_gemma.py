@@ -117,6 +117,8 @@ def refused(rank: int, world_size: int) -> list[str]:
         lambda: engine(**{key: x for key, x in local.items() if key != "decoder_position_ids"}),
         lambda: engine.ring.shard_batch({"input_ids": clean}),
         lambda: engine.ring.shard_batch(batch | {BLOCKS: one_shorter(batch[BLOCKS])}),
+        lambda: engine(**local, pixel_values=torch.zeros(1, 4, 8)),
+        lambda: engine.ring.shard_batch(batch | {"pixel_values": torch.zeros(2, 4, 8)}),
     ]
     for attempt in tries:
         with pytest.raises(RingError) as caught:
@@ -133,7 +135,7 @@ def one_shorter(numbers: Tensor) -> Tensor:
 
 def test_other_calls_and_batches_are_refused(rank_pool: Any) -> None:
     words = ["got attention_mask", "got no decoder_position_ids", "use engine.ring.diffusion_batch",
-        f"rows of one length, got [{TOKENS}, {TOKENS - 1}]"]  # fmt: skip
+        f"rows of one length, got [{TOKENS}, {TOKENS - 1}]", "got pixel_values", "pixel_values"]  # fmt: skip
     for messages in rank_pool(2).run(refused):
         assert all(word in message for word, message in zip(words, messages, strict=True)), messages
 

@@ -260,3 +260,19 @@ def test_calls_without_drafts_are_refused(rank_pool: Any) -> None:
     for batch, loss, keys, rest in rank_pool(2).run(refused):
         assert "expected a batch of drafter_batch" in batch and "got [2, 3, 61] and none" in loss
         assert "private keys: expected" in keys and rest == "0"
+
+
+def refused_with_ulysses(rank: int, world_size: int, blocks: bool) -> str:
+    model = Trained(blocks)
+    engine = start_engine(
+        model, json_config(world_size, SAMPLES, 0, ring_attention={"ulysses_size": 2}), RATE
+    )
+    with pytest.raises(RingShapeError) as caught:
+        engine.ring.shard_batch(batch_of(engine, blocks, 0, False))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+def test_ulysses_ranks_are_refused(rank_pool: Any, blocks: bool) -> None:
+    for message in rank_pool(2).run(refused_with_ulysses, blocks):
+        assert 'got Ulysses ranks; leave "min_sequence_length" and "ulysses_size" out' in message
