@@ -156,7 +156,8 @@ def cudnn_forward(
     assert want_lse and not dropout and not debug and bias is None and q.dim() == 4
     scores = _cudnn_scores(q, k, is_causal, scale)
     lse = scores.logsumexp(-1, keepdim=True)
-    out = torch.exp(scores - lse) @ v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
+    out = torch.empty_like(q)  # of q's layout
+    out.copy_(torch.exp(scores - lse) @ v.repeat_interleave(q.shape[1] // v.shape[1], dim=1))
     return out, lse, None, None, q.shape[2], k.shape[2], None, None, None
 
 
@@ -175,6 +176,9 @@ def cudnn_backward(
     _check(grad, q, k, v, out)
     assert lse.shape == (*q.shape[:3], 1) and lse.is_contiguous() and not dropout
     assert (max_q, max_k) == (q.shape[2], k.shape[2])
+    # Torch finds the compiled graph by q, k and v alone: with other strides it reads other elements.
+    expected = torch.empty_like(q).stride()
+    assert grad.stride() == out.stride() == expected, "strides of another graph than of torch's own attention"
     assert (max_q, max_k) != (1, 1), "s_q = s_kv = 1 is not supported"  # of cuDNN 9.19 on an H200
     groups = k.shape[1]
     keys, values = (x.repeat_interleave(q.shape[1] // groups, dim=1) for x in (k, v))

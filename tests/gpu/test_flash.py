@@ -10,7 +10,10 @@ import itertools
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
+from ds_ring import Full
 from ds_ring.kernels.flash.kernel import FlashKernel
 from tests.cases import LAYOUTS, PATTERNS, Shape
 from tests.gpu.against_float64 import hold_kernel
@@ -45,6 +48,19 @@ def test_every_layout(name: str, layout_name: str) -> None:
 @pytest.mark.parametrize("name", WINDOWS)
 def test_cudnn(name: str, head_dim: int) -> None:
     hold(name, "zigzag", head_dim, torch.bfloat16, 4, "cuDNN")
+
+
+def test_cudnn_after_torchs_own_attention_of_the_same_sizes() -> None:
+    """Torch keeps cuDNN's graphs by q, k and v alone; the pass must not meet one of other strides."""
+    shape = Shape(2, 8, 2, 500, 64)
+    q, k, v = (
+        torch.randn(2, heads, 500, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+        for heads in (8, 2, 2)
+    )
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        out = scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    out.backward(torch.randn_like(out))
+    hold_kernel(FlashKernel("cuDNN"), Full(), "contiguous", shape, torch.bfloat16, 1, LIMITS[torch.bfloat16])
 
 
 @pytest.mark.parametrize("implementation", ["FA3", "FA4"])

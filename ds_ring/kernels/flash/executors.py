@@ -190,7 +190,7 @@ class Cudnn(Executor):
         self, views: Views, call: FlashCall, queries: OfQueries, k: Tensor, v: Tensor, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         rows, keys = call.q_rows, call.k_rows
-        grad_out, q, out, lse = views.once(_rows_of, queries, _heads_first, rows, call.bias, False)
+        grad_out, q, out, lse = views.once(_laid_out_as_queries, queries, rows, call.bias)
         found = self._operators.cudnn_backward(
             grad_out, q, _heads_first(k, keys), _heads_first(v, keys), out,
             lse.unsqueeze(-1), lse, lse, None, None, None,
@@ -226,6 +226,21 @@ def _rows_of(
 ) -> OfQueries:  # fmt: skip
     lse = lse - bias if bias else lse  # exp(score + bias - lse) without a bias tensor
     return OfQueries(view(grad_out, rows), view(q, rows), view(out, rows), _lse_of(lse, rows, packed))
+
+
+# Torch finds a compiled cuDNN graph by the sizes and strides of q, k and v alone (MHAParams in MHA.cpp), but
+# the graph has the strides of `out` and its gradient, too. With other ones the graph of another call, of
+# torch's own attention perhaps, would read other elements. Both get the strides that torch's forward gives.
+def _laid_out_as_queries(
+    grad_out: Tensor, q: Tensor, out: Tensor, lse: Tensor, rows: Rows, bias: float
+) -> OfQueries:
+    found = _rows_of(grad_out, q, out, lse, _heads_first, rows, bias, False)
+    strides = torch.empty_like(found.q, device="meta").stride()
+    parts = (
+        x if x.stride() == strides else torch.empty_like(found.q).copy_(x)
+        for x in (found.grad_out, found.out)
+    )  # fmt: skip
+    return OfQueries(next(parts), found.q, next(parts), found.lse)
 
 
 def _tokens_first(x: Tensor, rows: Rows) -> Tensor:
