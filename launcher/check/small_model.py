@@ -38,7 +38,9 @@ SAMPLES = 2
 
 # The largest value of each size, by its names in transformers' configurations.
 _SIZES: dict[int, tuple[str, ...]] = {
-    VOCABULARY: ("vocab_size", "vocab_size_per_layer_input", "decoder_vocab_size"),
+    VOCABULARY: (
+        "vocab_size", "vocab_size_per_layer_input", "decoder_vocab_size", "unpadded_vocab_size",
+    ),
     HIDDEN: (
         "hidden_size", "d_model", "n_embd", "dim", "embedding_size", "word_embed_proj_dim", "lru_width",
         "attention_hidden_size", "output_embedding_size", "emb_dim",
@@ -55,12 +57,12 @@ _SIZES: dict[int, tuple[str, ...]] = {
     HEAD_DIM: ("head_dim", "d_kv", "qk_nope_head_dim", "v_head_dim", "linear_key_head_dim", "mamba_d_head",
                "linear_value_head_dim", "index_head_dim", "mamba_dt_rank", "time_step_rank", "mamba_d_state",
                "chunk_size", "mamba_chunk_size", "attention_head_dim", "d_head", "mamba_head_dim",
-               "ssm_state_size", "linear_head_dim", "block_size"),
+               "ssm_state_size", "linear_head_dim", "block_size", "swa_head_dim"),
     8: ("qk_rope_head_dim", "rotary_dim", "relative_attention_num_buckets"),
     HEAD_COUNT: (
         "num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads", "encoder_attention_heads",
         "decoder_attention_heads", "num_local_experts", "num_experts", "n_routed_experts",
-        "linear_num_value_heads", "index_n_heads", "mamba_n_heads", "mamba_num_heads", "linear_num_heads",
+        "swa_num_attention_heads", "linear_num_value_heads", "index_n_heads", "mamba_n_heads", "mamba_num_heads", "linear_num_heads",
     ),
     2: ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "n_group",
         "n_groups", "mamba_ngroups", "num_expert_group",
@@ -68,7 +70,7 @@ _SIZES: dict[int, tuple[str, ...]] = {
     1: ("topk_group", "first_k_dense_replace", "attn_layer_offset", "expert_layer_offset", "num_dense_layers",
         "n_shared_experts", "num_shared_experts", "mamba_n_groups", "num_nextn_predict_layers"),
 }  # fmt: skip
-_KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads")
+_KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads")
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers",
            "num_decoder_layers", "num_encoder_layers")  # fmt: skip
 _POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "context_length",
@@ -86,7 +88,9 @@ _LEFT_OPEN = {
     "head_dim": HEAD_DIM,
     "num_experts_per_tok": 2,
 }
-# By model type: what its defaults leave open, or what must fit a size that was made smaller.
+# By model type: what its defaults leave open, or what must fit a size that was made smaller. Lists of
+# _BY_LAYER are repeated for all layers, some of which are kept, unless the number of layers is fixed here.
+_BY_LAYER = ("layer_types", "mlp_layer_types")
 _OF_TYPES: dict[str, ConfigValues] = {
     "bamba": {"attn_layer_indices": [1]},
     "cohere_compass_text": {
@@ -250,14 +254,19 @@ def shrink(
     values = _made(config.model_type, config.to_dict() | dict(changes or {})).to_dict()
     values = {key: value for key, value in values.items() if key not in _DERIVED}
     values |= {key: value for key, value in _LEFT_OPEN.items() if values.get(key, value) is None}
+    own = dict(_OF_TYPES.get(config.model_type, {}))
+    for name in () if "num_hidden_layers" in own else _BY_LAYER:
+        if name in own:
+            count, kinds = values["num_hidden_layers"], own.pop(name)
+            values[name] = (kinds * count)[:count]
     for part in (values, *(part for key, part in values.items() if key.endswith("_config") and part)):
-        _shrink_layers(part, layers)
+        _shrink_layers(part, own.get("num_hidden_layers", layers) if part is values else layers)
         _shrink_sizes(part)
     _shrink_lengths(values, tokens)
     _keep_tokens_known(values)
     _take_dropout_out(values)
     values |= {name: value for name, value in (changes or {}).items() if name in _WINDOWS}
-    for name, value in _OF_TYPES.get(config.model_type, {}).items():
+    for name, value in own.items():
         values[name] = values[name] | value if isinstance(values.get(name), dict) else value
     return _made(config.model_type, values)
 
@@ -325,6 +334,8 @@ def _shrink_sizes(values: ConfigValues) -> None:
         for name in names:
             if isinstance(values.get(name), int) and not isinstance(values[name], bool):
                 values[name] = min(values[name], largest)
+            elif isinstance(values.get(name), list):  # one for each layer
+                values[name] = [min(one, largest) if isinstance(one, int) else one for one in values[name]]
     width = (values.get("mamba_expand") or 0) * HIDDEN  # of Mamba 2's heads together
     if width and isinstance(values.get("mamba_d_head"), int):
         values["mamba_d_head"] = width // values["mamba_n_heads"]
@@ -338,13 +349,16 @@ def _shrink_sizes(values: ConfigValues) -> None:
 
 
 def _shrink_lengths(values: ConfigValues, tokens: int) -> None:
-    """Shrink windows to a fifth of the tokens, rotary scaling's length to between shard and sequence."""
+    """Shrink windows to a fifth of the tokens, rotary scaling's length to between shard and sequence.
+
+    Known positions are twice as many as tokens: more than a type may have (Blenderbot 128).
+    """
     for name in _WINDOWS:
         if isinstance(values.get(name), int) and values[name] > 0:
             values[name] = min(values[name], max(4, tokens // 5))
     for name in _POSITIONS:
-        if isinstance(values.get(name), int):
-            values[name] = min(values[name], 2 * tokens + 8)
+        if isinstance(values.get(name), int) and values[name] > 0:
+            values[name] = 2 * tokens + 8
     trained = 7 * tokens // 8
     _shrink_sections(values)
     rope = values.get("rope_parameters") or {}

@@ -109,6 +109,9 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
     require_packages("check-model", "transformers")
     asked = {name: getattr(options, name) for name in ("tokens", "layers", "head", "seed")}
     asked |= {"section": section, "forms": (options.batch,)}
+    # what was asked, of a crash and of a model that cannot be made, too: tools/model_table.py joins by it
+    shape = f"{processes}x{options.tokens}x{options.layers}"
+    about = {"shape": shape, "seed": options.seed, "form": options.batch}
     with _stdout_to_stderr():  # DeepSpeed speaks when it is imported
         _import(options.model)
         sys.stdout.flush()
@@ -120,9 +123,9 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
                 _check, processes, told, threads=1, deadline_s=options.deadline_seconds, imported=True
             )
         except RanksError as error:  # what a rank refuses it reports: these have crashed, or hang
-            return {"source": source, "model": "", "result": "WRONG", "reason": str(error)}
+            return {"source": source, "model": "", "result": "WRONG", "reason": str(error)} | about
         report: dict[str, Any] = reports[0]
-        return report
+        return report | about
 
     if options.all:
         codes = []

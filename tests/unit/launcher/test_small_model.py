@@ -15,7 +15,14 @@ from transformers import CONFIG_MAPPING
 from ds_ring.errors import RingConfigError
 from ds_ring_launcher.check.rounding import InFloat64
 from ds_ring_launcher.check.small_images import add_images, shrink_images
-from ds_ring_launcher.check.small_model import _shrink_layers, build, make_batch, read_config, shrink
+from ds_ring_launcher.check.small_model import (
+    _OF_TYPES,
+    _shrink_layers,
+    build,
+    make_batch,
+    read_config,
+    shrink,
+)
 
 
 def test_a_small_model_keeps_a_layer_of_each_kind_that_shares_keys() -> None:
@@ -26,6 +33,41 @@ def test_a_small_model_keeps_a_layer_of_each_kind_that_shares_keys() -> None:
     assert values == {
         "num_hidden_layers": 4, "layer_types": types * 2, "num_kv_shared_layers": 2
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("layers", range(1, 6))
+@pytest.mark.parametrize("model_type", sorted(_OF_TYPES))
+def test_lists_by_layer_have_an_entry_for_each(model_type: str, layers: int) -> None:
+    """Types whose defaults leave the kinds of their layers open have as many kinds as layers."""
+    config = shrink(read_config(model_type), 61, layers)
+    of_layer = {
+        name: len(getattr(config, name))
+        for name in ("layer_types", "mlp_layer_types", "indexer_types", "layers_block_type")
+        if isinstance(getattr(config, name, None), list) and model_type != "dory"  # of two a layer
+    }
+    assert set(of_layer.values()) <= {config.num_hidden_layers}, of_layer
+    if "num_hidden_layers" not in _OF_TYPES[model_type] and of_layer:
+        assert config.num_hidden_layers >= layers
+
+
+def test_a_small_model_has_positions_for_all_tokens() -> None:
+    """Blenderbot knows 128."""
+    assert read_config("blenderbot").max_position_embeddings == 128
+    assert shrink(read_config("blenderbot"), 150).max_position_embeddings >= 150
+
+
+@pytest.mark.parametrize(
+    ("model_type", "head", "most"),
+    [
+        ("gemma3n_text", "causal-lm", 1e6),
+        ("inkling2", "image-text", 1e6),
+        ("inkling2_text", "causal-lm", 1e6),
+    ],
+)
+def test_sizes_by_layer_and_of_windows_shrink(model_type: str, head: str, most: float) -> None:
+    """Gemma 3n has a list of MLP widths, Inkling 2 a second vocabulary and other heads in windows."""
+    made = small(model_type, head)
+    assert sum(parameter.numel() for parameter in made.parameters()) < 1e6
 
 
 class _TwoTexts(CONFIG_MAPPING["llava"]):  # type: ignore[misc]
