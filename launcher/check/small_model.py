@@ -62,7 +62,8 @@ _SIZES: dict[int, tuple[str, ...]] = {
     HEAD_COUNT: (
         "num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads", "encoder_attention_heads",
         "decoder_attention_heads", "num_local_experts", "num_experts", "n_routed_experts",
-        "swa_num_attention_heads", "linear_num_value_heads", "index_n_heads", "mamba_n_heads", "mamba_num_heads", "linear_num_heads",
+        "swa_num_attention_heads", "linear_num_value_heads", "index_n_heads", "mamba_n_heads",
+        "mamba_num_heads", "linear_num_heads",
     ),
     2: ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "n_group",
         "n_groups", "mamba_ngroups", "num_expert_group",
