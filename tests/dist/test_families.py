@@ -134,6 +134,7 @@ FAMILIES: list[tuple[str, dict[str, Any], str]] = [
     ("deepseek_v4", {}, EXACT),
     *((family, {}, EXACT) for family in SINCE_5_24.split() if family in CONFIG_MAPPING),
     *((one, {}, "expected no sinks") for one in ("inkling2_loop_text",) if one in CONFIG_MAPPING),
+    ("phi4_multimodal", {"head": "causal-lm"}, EXACT),
 ]  # fmt: skip
 
 

@@ -55,6 +55,8 @@ EXACT = tuple(
     unlimited_ocr video_llama_3 video_llava vipllava
     """.split()  # noqa: SIM905
 )
+# Those whose texts are: the images and sounds of these are refused.
+TEXTS = ("phi4_multimodal",)
 # What `get_image_features` returns for each image token: of most models, and of layers of the language part.
 _FEATURES, _OF_LAYERS = ("pooler_output", "last_hidden_state"), "deepstack_features"
 _OF_BLIP = ("opt", "llama")  # language parts which BLIP-2 and InstructBLIP give a mask of ones
@@ -63,7 +65,10 @@ _GRIDS = ("image_grid_thw", "image_grid_hw", "target_sizes")  # numbers of each 
 # Each rank encodes all images where some have tiles, tokens pool patches of several, or a layer normalizes
 # over the batch.
 _TILES = frozenset({"pixel_values_local", "image_token_pooling"})
-_REFUSED = ("pixel_values_videos", "video_grid_thw", "input_features", "audio_values")
+_REFUSED = (
+    "pixel_values_videos", "video_grid_thw", "input_features", "audio_values", "image_pixel_values",
+    "audio_input_features",
+)  # fmt: skip
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
@@ -77,7 +82,7 @@ class ImageModels(Variant):
 
     def apart(self, model: nn.Module) -> list[nn.Module]:
         """Return all modules but the language part: encoders, and what makes features of their outputs."""
-        return modules_of_encoders(model) if _takes_images(model) else []
+        return modules_of_encoders(model) if image_encoders(model) else []
 
     def makes_full_masks(self, model_type: str) -> bool:
         return model_type in _OF_BLIP
@@ -108,12 +113,17 @@ class ImagePart(ModelPart):
 
 
 def _takes_images(model: nn.Module) -> bool:
-    return getattr(getattr(model, "config", None), "model_type", None) in EXACT
+    return _type_of(model) in EXACT
+
+
+def _type_of(model: nn.Module) -> str | None:
+    found: str | None = getattr(getattr(model, "config", None), "model_type", None)
+    return found
 
 
 def image_encoders(model: nn.Module) -> list[PreTrainedModel]:
     """Return the models inside `model` that read whole images, and those inside them."""
-    return encoders_of(model) if _takes_images(model) else []
+    return encoders_of(model) if _type_of(model) in (*EXACT, *TEXTS) else []
 
 
 def encoders_of(model: nn.Module) -> list[PreTrainedModel]:
@@ -174,7 +184,7 @@ def images_hook(model: PreTrainedModel, session: RingSession) -> Callable[..., A
         RingShapeError: (from a forward pass) other numbers of image tokens than of features.
     """
     base = model.base_model
-    if not hasattr(base, "get_image_features"):
+    if not hasattr(base, "get_image_features") and _type_of(model) not in TEXTS:
         return None
     if _takes_images(model):
         number = _axes_of(base) if hasattr(base, "get_rope_index") else None

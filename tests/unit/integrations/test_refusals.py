@@ -46,6 +46,7 @@ from ds_ring.integrations.transformers.attach import attach
 from ds_ring.integrations.transformers.attention_name import NAME
 from ds_ring.integrations.transformers.tiles import head, layers
 from ds_ring.masks.catalog import Causal
+from ds_ring_launcher.check.small_model import build, read_config, shrink
 from tests.dist.contrib.images import test_images
 from tests.sessions import session_of
 from tests.unit.integrations.transformers.calls import IDS, REQUEST, attend, sharding
@@ -322,6 +323,13 @@ def llava() -> Any:
     return model(**texts, pixel_values=batch["pixel_values"])
 
 
+def phi4(**given: Any) -> Any:
+    """Images or sounds of a model whose texts alone are exact."""
+    model, session = build(shrink(read_config("phi4_multimodal"), 61), "causal-lm", 0), windowed()
+    attach(model, session)
+    return model(**session.shard_batch({"input_ids": IDS}), **given)
+
+
 class Faulty(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -401,6 +409,16 @@ MORE: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: attach(llava_of_ones_own(), windowed()), RingConfigError, "no test compares its images"
     ),
     "images beside the batch": (llava, RingShapeError, "images: expected those of the batch"),
+    "images of a model whose texts are exact": (
+        lambda: phi4(image_pixel_values=torch.ones(1, 1, 3, 8, 8)),
+        RingConfigError,
+        "expected texts, got image_pixel_values",
+    ),
+    "sounds of a model whose texts are exact": (
+        lambda: phi4(audio_input_features=torch.ones(1, 4, 8)),
+        RingConfigError,
+        "expected texts, got audio_input_features",
+    ),
     "rotary lengths inside layers": (
         lambda: positions.check_lengths(
             transformers.KyutaiSpeechToTextModel(
