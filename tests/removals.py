@@ -87,7 +87,8 @@ CAPABILITIES = {
     "MoBA and NSA": Capability(("layers.sparse",), ("dist/layers/test_sparse.py",),
         with_it=("variant indexed_blocks",), words=r"(?i)\bmoba|\bnsa|layers\.sparse"),
     "distance bias": Capability(("layers.distance_bias",), ("dist/layers/test_distance_bias.py",),
-        with_it=("variant distance_bias",), words=r"\bDistanceBias|\bProfile|layers\.distance_bias"),
+        with_it=("variant distance_bias", "variant prompt", "variant relative_keys"),
+        words=r"\bDistanceBias|\bProfile|layers\.distance_bias"),
     "latents": Capability(("layers.latents",), ("dist/layers/test_latents.py",), with_it=("variant latents",),
         words=r"(?i)\blatent_|\blatents?\.|LatentKernel|up_projection|layers\.latents"),
     "scans and halos": Capability(
@@ -193,6 +194,8 @@ _VARIANTS = {
     "latents": ("deepseek_v3", "", "mamba2"),
     "relative_bias": ("t5", _BYPASSES, "bart"),
     "distance_bias": ("inkling_text", "expected no position_bias", "t5"),
+    "relative_keys": ("xlnet", _BYPASSES, "t5"),
+    "prompt": ("cpmant", _BYPASSES, "t5"),
     "key_terms": ("doge", "expected a model that hands its mask to attention as it is", "llama4_text"),
     "query_scale": ("llama4_text", "config.attn_temperature_tuning scales queries", "doge"),
 }

@@ -97,6 +97,15 @@ _OF_TYPES: dict[str, ConfigValues] = {
     "cohere_compass_text": {
         "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}
     },
+    "cpmant": {
+        "prompt_length": 7,
+        "position_bias_num_buckets": 16,
+        "position_bias_max_distance": 32,
+        "segment_types": 4,
+        "dim_head": HEAD_DIM,
+        "dim_ff": 96,
+        "pad_token_id": 0,
+    },
     "dbrx": {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0}},
     "deepseek_v4": {
         "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
@@ -452,7 +461,9 @@ def section_for(model: PreTrainedModel, head: str) -> dict[str, Any]:
     if head == "image-text" or hears(model.config):  # the attention is that of the language part
         return {"pattern": {"causal": True}}
     as_is = not bypasses_interface(model) and not uses_interface(kind) and works_as_is(kind)
-    causal = head == "seq2seq-lm" or (head != "masked-lm" and not _is_encoder(model.config))
+    sees_all = getattr(model.config, "attn_type", "") == "bi" or model.config.model_type == "cpmant"
+    sees_all = sees_all or _is_encoder(model.config)
+    causal = head == "seq2seq-lm" or (head != "masked-lm" and not sees_all)
     return {"pattern": {"causal": causal}} | ({"attention": "as_is"} if as_is else {})
 
 

@@ -39,22 +39,23 @@ class Beyond(Pattern):
 
 
 class DistanceBiasAttention(RingAttention):
-    """Compute `RingAttention` with the score term r W[:, d] at distance d of query r; arguments as there.
+    """Compute `RingAttention` with the score term r W[:, d - first] at distance d of query r.
 
-    The pattern has no pair at a distance below 0. `scale` must be given, since queries are wider than keys.
+    Arguments are as there. `scale` must be given, since queries are wider than keys.
     """
 
     def forward(  # type: ignore[override]
-        self, query: Tensor, key: Tensor, value: Tensor, *, profiles: Tensor, sinks: Tensor | None = None,
-        return_lse: bool = False,
+        self, query: Tensor, key: Tensor, value: Tensor, *, profiles: Tensor, first: int = 0,
+        sinks: Tensor | None = None, return_lse: bool = False,
     ) -> Any:  # fmt: skip
         """Attend over local shards.
 
         Args:
             query: [B, H, S, D + N], of which the last N are the relative states r.
             key, value: [B, G, S, D] and [B, G, S, E].
-            profiles: W, [N, R]; no term at distances from R on. On each rank its gradient is that of the
-                rank's queries: sum it over the sequence's ranks.
+            profiles: W, [N, R], or [H, N, R] of all query heads; no term at other distances. On each rank its
+                gradient is that of the rank's queries: sum it over the sequence's ranks.
+            first: the distance of the first profile; below 0 for keys after the query.
             sinks: None.
             return_lse: see `ring_attention`.
         """
@@ -66,7 +67,7 @@ class DistanceBiasAttention(RingAttention):
         check_eager(context, return_lse, _NAMES, query, key, value, profiles)
 
         def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-            found: tuple[Tensor, Tensor] = _Biased.apply(q, k, v, profiles, context)
+            found: tuple[Tensor, Tensor] = _Biased.apply(q, k, v, profiles, first, context)
             return found
 
         size = context.mesh.ulysses_size
@@ -81,9 +82,10 @@ class _Biased(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, profiles: Tensor, context: RingContext
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, profiles: Tensor, first: int, context: RingContext
     ) -> tuple[Tensor, Tensor]:
-        results = run_forward(context, q, k, v, None, [Profiles(profiles)])
+        ctx.first = first
+        results = run_forward(context, q, k, v, None, [Profiles(profiles, first)])
         save(ctx, context, (q, k, v, context, None), results, eager=True, more=(profiles,))
         return results
 
@@ -93,9 +95,9 @@ class _Biased(torch.autograd.Function):
         q, k, v, out, lse, _, profiles = ctx.saved_tensors
         if grad_out is None:  # another rank may need this rank's part of a gradient
             grad_out = torch.zeros_like(out, device=profiles.device)
-        given = Profiles(profiles)
+        given = Profiles(profiles, ctx.first)
         grads = run_backward(ctx.context, grad_out, q, k, v, out, lse, grad_lse, [given])
-        return *grads, given.gradient(), None
+        return *grads, given.gradient(), None, None
 
 
 class _WideQueries(ExtraOperand):

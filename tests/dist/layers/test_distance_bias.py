@@ -12,6 +12,7 @@ from torch import Tensor
 from ds_ring import (
     Causal,
     Documents,
+    Full,
     RingAttention,
     RingConfigError,
     RingMesh,
@@ -35,28 +36,36 @@ PATTERNS: dict[str, Pattern] = {
     "documents": Causal() & Documents(IDS),
     "window": SlidingWindow(R),
     "wider window": SlidingWindow(R + 9),
+    "both ways": Full(),
+    "both ways, documents": Documents(IDS),
 }
+FIRST = -4  # of profiles for both ways, which each head has of its own
 
 
-def inputs() -> list[Tensor]:
+def is_by_head(pattern: str) -> bool:
+    return pattern.startswith("both ways")
+
+
+def inputs(pattern: str = "causal") -> list[Tensor]:
     torch.manual_seed(0)
-    shapes = (B, H, T, D + N), (B, G, T, D), (B, G, T, D), (N, R), (B, H, T, D), (B, H, T)
+    profiles = (H, N, R) if is_by_head(pattern) else (N, R)
+    shapes = (B, H, T, D + N), (B, G, T, D), (B, G, T, D), profiles, (B, H, T, D), (B, H, T)
     return [torch.randn(shape, dtype=torch.float64) for shape in shapes]
 
 
 def seen(pattern: str) -> Tensor:
     distances = torch.arange(T)[:, None] - torch.arange(T)
     most = {"window": R, "wider window": R + 9}.get(pattern, T)
-    visible = (distances >= 0) & (distances < most)
+    visible = (distances >= (-T if is_by_head(pattern) else 0)) & (distances < most)
     same = torch.tensor(IDS)[:, None] == torch.tensor(IDS)
-    return visible & same if pattern == "documents" else visible
+    return visible & same if pattern.endswith("documents") else visible
 
 
 def dense(pattern: str) -> list[Tensor]:
     """Out, and the gradients of q, k, v and profiles, with the bias of all pairs."""
-    *leaves, grad, grad_lse = inputs()
+    *leaves, grad, grad_lse = inputs(pattern)
     q, k, v, profiles = (x.requires_grad_() for x in leaves)
-    distances = torch.arange(T)[:, None] - torch.arange(T)
+    distances = torch.arange(T)[:, None] - torch.arange(T) - (FIRST if is_by_head(pattern) else 0)
     near = (distances >= 0) & (distances < R)
     bias = (q[..., D:] @ profiles)[..., torch.arange(T)[:, None], distances.clamp(0, R - 1)] * near
     k_all, v_all = (x.repeat_interleave(H // G, dim=1) for x in (k, v))
@@ -71,14 +80,17 @@ def errors(rank: int, world_size: int, pattern: str, layout_name: str, ulysses_s
     """Relative errors on a ring, in the order of `dense`."""
     mesh = RingMesh.from_world(ring_size=world_size // ulysses_size, ulysses_size=ulysses_size)
     mask, ring_size = PATTERNS[pattern], world_size // ulysses_size
-    layout = make_layout(layout_name, tokens=T, ring_size=ring_size, pattern=mask)
+    sizes = {"tokens": T, "ring_size": ring_size, "multiple_of": ulysses_size}
+    layout = make_layout(layout_name, pattern=mask, **sizes)
     shard = partial(shard_sequence, layout=layout, mesh=mesh, dim=2)
-    q, k, v, profiles, grad, grad_lse = inputs()
+    q, k, v, profiles, grad, grad_lse = inputs(pattern)
     leaves = [x.requires_grad_() for x in (*map(shard, (q, k, v)), profiles)]
-    near = DistanceBiasAttention(mask & SlidingWindow(R), mesh=mesh, layout=layout, scale=SCALE)
+    first = FIRST if is_by_head(pattern) else 0
+    some = mask if first else mask & SlidingWindow(R)
+    near = DistanceBiasAttention(some, mesh=mesh, layout=layout, scale=SCALE)
     far = RingAttention(mask & Beyond(R), mesh=mesh, layout=layout, scale=SCALE)
-    out, lse = near(*leaves[:3], profiles=leaves[3], return_lse=True)
-    if pattern != "window":
+    out, lse = near(*leaves[:3], profiles=leaves[3], first=first, return_lse=True)
+    if pattern != "window" and not first:
         out, lse = merged((out, lse), far(leaves[0][..., :D].contiguous(), *leaves[1:3], return_lse=True))
     real = lse > -torch.inf  # padding has no lse
     loss = (out * shard(grad)).sum() + (lse.where(real, 0.0) * shard(grad_lse)).sum()
@@ -89,6 +101,7 @@ def errors(rank: int, world_size: int, pattern: str, layout_name: str, ulysses_s
 
 
 CASES = [("causal", "zigzag"), ("documents", "contiguous"), ("window", "striped"), ("wider window", "zigzag")]
+CASES += [("both ways", "striped"), ("both ways, documents", "zigzag")]
 
 
 @pytest.mark.parametrize(("pattern", "layout"), CASES)
@@ -101,6 +114,13 @@ def test_equals_dense_attention(rank_pool: Pool, pattern: str, layout: str) -> N
 @pytest.mark.parametrize(("pattern", "layout"), CASES)
 def test_equals_dense_attention_on_more_ranks(rank_pool: Pool, pattern: str, layout: str) -> None:
     for found in rank_pool(3).run(errors, pattern, layout):
+        assert max(found) < 1e-12, found
+
+
+@pytest.mark.night
+@pytest.mark.parametrize("pattern", ["causal", "both ways, documents"])
+def test_ulysses_ranks_take_the_profiles_of_their_heads(rank_pool: Pool, pattern: str) -> None:
+    for found in rank_pool(4).run(errors, pattern, "zigzag", 2):
         assert max(found) < 1e-12, found
 
 

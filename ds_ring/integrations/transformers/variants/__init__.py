@@ -31,6 +31,8 @@ TABLE = (
     "latents.LatentLayers",
     "relative_bias.RelativePositionBias",
     "distance_bias.DistanceBias",
+    "relative_keys.RelativeKeys",
+    "prompt.LearnedPrompt",
     "key_terms.DynamicMask",
     "query_scale.TemperatureTuning",
 )

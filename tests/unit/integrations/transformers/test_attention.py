@@ -223,12 +223,15 @@ def test_the_session_computes_the_same_loss_from_logits():
 
 
 FALCON_SIZES = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
-CPM_ANT = transformers.CpmAntConfig(vocab_size=61, hidden_size=32, num_hidden_layers=1, dim_ff=32)
+PROPHETNET = transformers.ProphetNetConfig(
+    vocab_size=61, hidden_size=32, num_encoder_layers=1, num_decoder_layers=1, encoder_ffn_dim=32,
+    decoder_ffn_dim=32, num_encoder_attention_heads=4, num_decoder_attention_heads=4,
+)  # fmt: skip
 
 
-def test_a_model_that_puts_a_prompt_in_front_of_its_tokens_is_refused():
-    with pytest.raises(RingConfigError, match="it puts a prompt in front of the tokens it is given"):
-        check_model(transformers.AutoModelForCausalLM.from_config(CPM_ANT), RingConfig(ring_size=2))
+def test_a_model_that_predicts_several_tokens_is_refused():
+    with pytest.raises(RingConfigError, match="it predicts several tokens ahead"):
+        check_model(transformers.AutoModelForCausalLM.from_config(PROPHETNET), RingConfig(ring_size=2))
 
 
 AS_IS = {"attention": "as_is"}
@@ -538,7 +541,7 @@ UNKNOWN_NAMES = {
         ),
         "without attn_implementation",
     ),
-    "CPM-Ant": (lambda: CPM_ANT, 'backend "ds_ring" cannot rewrite it either'),
+    "ProphetNet": (lambda: PROPHETNET, 'backend "ds_ring" cannot rewrite it either'),
 }
 
 

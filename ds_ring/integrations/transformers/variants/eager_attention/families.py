@@ -182,11 +182,9 @@ def family_of(model: PreTrainedModel) -> Family | None:
 
 # By model type, what a model that computes attention eagerly does with other tokens.
 REFUSED = {
-    "cpmant": "it puts a prompt in front of the tokens it is given, and learns a bias for each distance",
     "deberta": "its scores have terms of learned relative positions, whose tables need a gradient",
     "deberta-v2": "its scores have terms of learned relative positions, whose tables need a gradient",
     "mpnet": "its scores have a learned bias for each distance, whose table needs a gradient",
     "prophetnet": "it predicts several tokens ahead, from states that attend by learned bucketed distances",
     "reformer": "it sorts tokens into buckets by random projections, and attends within chunks of them",
-    "xlnet": "it adds scores of learned relative positions, for which it shifts the scores of all keys",
 }
