@@ -110,6 +110,12 @@ def _answer(folder: str, rank: int) -> Path:
 
 def _watch(ranks: list[BaseProcess], folder: str, deadline_s: float, waiting: Callable[[], object]) -> None:
     """Wait until all have ended well; raise the first rank's message."""
+
+    def failures() -> list[int]:
+        ended = [(number, process.exitcode) for number, process in enumerate(ranks) if process.exitcode]
+        # After a peer's failure a rank may end with 1 though it returned; [Note: the end of a process].
+        return [number for number, code in ended if code != 1 or not _answer(folder, number).is_file()]
+
     deadline = time.monotonic() + deadline_s
     failed: list[int] = []
     while not failed and (running := [process for process in ranks if process.is_alive()]):
@@ -119,8 +125,8 @@ def _watch(ranks: list[BaseProcess], folder: str, deadline_s: float, waiting: Ca
             )
         wait([process.sentinel for process in running], min(_LOOK_S, max(0.0, deadline - time.monotonic())))
         waiting()
-        failed = [number for number, process in enumerate(ranks) if process.exitcode]
-    failed = failed or [number for number, process in enumerate(ranks) if process.exitcode]  # just now
+        failed = failures()
+    failed = failed or failures()  # just now
     until = time.monotonic() + _GRACE_S
     for process in ranks:
         process.join(max(0.0, until - time.monotonic()))
@@ -165,8 +171,9 @@ def _rank(
             world_size=size,
             timeout=timedelta(seconds=deadline_s),
         )
-        _answer(folder, rank).write_bytes(pickle.dumps(work(*arguments)))
+        answer = pickle.dumps(work(*arguments))
         dist.barrier()
+        _answer(folder, rank).write_bytes(answer)
     except RingError as error:
         Path(folder, f"error{rank}").write_text(str(error))
         sys.exit(_WRONG_INPUT)

@@ -7,11 +7,23 @@ import signal
 
 import pytest
 
+from ds_ring.health.client import keep_for_ever
 from ds_ring_launcher.run.local_ranks import RanksError, _ended_by_signal, run_ranks
 
 
 def leave_without_a_word() -> None:
     os._exit(3)
+
+
+def return_from_a_stuck_wait() -> str:
+    keep_for_ever(
+        object()
+    )  # as a wait of torch does that a peer's failure has broken: the process ends with 1
+    return "its report"
+
+
+def test_what_a_rank_returned_is_read_though_a_peer_failed_in_its_work() -> None:
+    assert run_ranks(return_from_a_stuck_wait, 2, (), threads=1, deadline_s=120) == ["its report"] * 2
 
 
 def test_a_deadline_ends_all_ranks() -> None:
