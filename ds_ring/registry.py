@@ -328,6 +328,7 @@ SESSION_METHODS = {
     "drafter_batch": "ds_ring.contrib.drafter.batch.drafter_batch",
     "draft_attention": "ds_ring.contrib.drafter.attention.draft_attention",
     "draft_loss": "ds_ring.contrib.drafter.attention.draft_loss",
+    "states_by_heads": "ds_ring.contrib.whole_heads.by_heads.states_by_heads",
 }
 
 # Functions that put the trainers of a package on a ring; `ds_ring.enable` calls those of installed packages.

@@ -95,7 +95,7 @@ CAPABILITIES = {
         ("layers.scan", "simulation.scans"),
         ("dist/layers/test_scan.py", "dist/test_plan_bytes.py"),
         with_it=("MoBA and NSA", "variant compressed", "variant recurrent", "Mamba 3",
-            "log-linear attention", "serial states", "n-gram tables", "Titans"),
+            "log-linear attention", "serial states", "n-gram tables", "Titans", "whole heads"),
         words=r"\bring_scan|\bhalos?\b|\bshift_sequence|layers\.scan",
     ),
     "Mamba 3": Capability(("layers.mamba3",), words=r"(?i)\bmamba_?3|layers\.mamba3"),
@@ -104,6 +104,8 @@ CAPABILITIES = {
     "n-gram tables": Capability(("layers.ngrams", "integrations.deepspeed.sharded_tables"),
         words=r"(?i)\bngram|\bsharded_rows|layers\.ngrams"),
     "Titans": Capability(("layers.titans",), words=r"(?i)\btitans"),
+    "whole heads": Capability(("layers.whole_heads", "contrib.whole_heads"),
+        words=r"\bwhole_heads|\bstates_by_heads"),
     "decode and generation": Capability(
         ("decode", "integrations.transformers.generation", "integrations.transformers.ring_cache"),
         ("dist/test_generation.py",),
@@ -203,6 +205,7 @@ VARIANTS_FOLDER = "integrations.transformers.variants"
 for _name, (_family, _reason, _other) in _VARIANTS.items():
     CAPABILITIES[f"variant {_name}"] = Capability(
         (f"{VARIANTS_FOLDER}.{_name}",), (f"dist/variants/test_{_name}.py",),
+        ("whole heads",) if _name == "recurrent" else (),
         words=rf"\bvariants\.{_name}\b", family=_family, reason=_reason, other=_other,
     )  # fmt: skip
 

@@ -22,6 +22,7 @@ from .options import (
 from .other_layers import Recurrence, Selection
 from .pass_time import EXPOSED
 from .training_setting import ELEMENT_BYTES, TrainingSetting
+from .whole_heads import sentences
 
 # Remedies make a run fit, the cheapest first: changes that cost no time (a smaller bucket, ranks from
 # data-parallel replicas, states divided further, smaller micro-batches), then the cheapest sets of options of
@@ -219,6 +220,7 @@ def advise(found: Estimate, say: Callable[[str], None] = lambda what: None) -> A
         *_memory(found, more or own),
         *_exposed(found, hiding),
         *_latents(found),
+        *sentences(found),
         *_state_of_things(found),
     ]
     if found.fits:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from ds_ring.schedule.layout import Layout
 from ds_ring.schedule.lowering import chunk_bytes_on, count_heads, head_chunks, heads_on_host
 
+from .hardware import Hardware
 from .layer_passes import LayerPass, LayerPasses, OnProgress, layer_passes
 from .model_memory import LocalTokens, MemoryMoment, TrainingStep
 from .other_layers import LayerCost, layer_memory
@@ -45,13 +46,19 @@ def head_swaps(setting: TrainingSetting, local_tokens: int) -> HeadSwaps:
         return HeadSwaps(0, 0.0)
     row_bytes = model.head_dim * ELEMENT_BYTES[setting.dtype]
     own = setting.batch * local_tokens // size * row_bytes * swapped_heads(model.heads, model.kv_heads)
+    return HeadSwaps(
+        own * (size - 1) // size, swap_seconds(own, size, hardware) + SWAPS * hardware.link_latency_s
+    )
+
+
+def swap_seconds(own: int, size: int, hardware: Hardware) -> float:
+    """Return the seconds in which all-to-alls of `size` ranks move their own bytes, without latency."""
     # Ulysses ranks are neighbours in the world: of a rank's peers so many share its node.
     inside = min(size, hardware.devices_per_node) - 1
     rates = (hardware.intra_node_bytes_per_s, hardware.inter_node_bytes_per_s)
     peers = (inside, size - 1 - inside)
     # both kinds of link are at work at once
-    seconds = max(own * count / size / rate for count, rate in zip(peers, rates, strict=True))
-    return HeadSwaps(own * (size - 1) // size, seconds + SWAPS * hardware.link_latency_s)
+    return max(own * count / size / rate for count, rate in zip(peers, rates, strict=True))
 
 
 # of heads from the host: one computed, one that is not done with, and the next one on its way

@@ -49,6 +49,12 @@ class Recurrence(NamedTuple):
     state: int = 0
     transition: int = 0
     matrix: bool = False  # M is a matrix: the kernel computes it as more columns of values
+    # of `engine.ring.states_by_heads()`: heads that Ulysses can divide, and what its all-to-alls move of a
+    # token, there and back: elements of the activations' dtype, and in float32; 0 where there is no such way
+    heads: int = 0
+    swapped: int = 0
+    swapped_floats: int = 0
+    serial: bool = False  # each run waits for the state of the run before it; nothing is scanned
 
 
 class Selection(NamedTuple):
@@ -85,7 +91,9 @@ def _gated_delta(values: ModelValues) -> Recurrence:
     return Recurrence(
         "gated delta rule", hidden * (channels + 2 * inner + 2 * heads),
         2 * channels + 3 * inner + 2 * heads * key_dim, width - 1, channels,
-        heads * key_dim * value_dim, heads * key_dim**2, matrix=True,
+        heads * key_dim * value_dim, heads * key_dim**2, True,
+        # q, k, v, the outputs and beta; g
+        _size(values, "linear_num_key_heads"), channels + inner + heads, heads,
     )  # fmt: skip
 
 
@@ -95,7 +103,8 @@ def _kimi_delta(values: ModelValues) -> Recurrence:
     inner = heads * dim
     return Recurrence(
         "Kimi delta attention", 4 * hidden * inner + 2 * dim * (hidden + inner) + hidden * heads,
-        12 * inner, width - 1, 3 * inner, inner * dim, inner * dim, matrix=True,
+        12 * inner, width - 1, 3 * inner, inner * dim, inner * dim, True,
+        heads, 4 * inner + heads, inner,
     )  # fmt: skip
 
 
@@ -134,6 +143,50 @@ def _selection(values: ModelValues) -> Selection:
     return Selection("chosen keys", parameters, _size(values, "index_topk"), heads, dim, row)
 
 
+# Layers of a model of the user's own, by `ds_ring/layers`: their sizes have the word of the layer in front.
+def _mamba3(values: ModelValues) -> Recurrence:
+    heads, inputs, states, width = (
+        _size(values, f"mamba3_{name}") for name in ("heads", "ranks", "states", "channels")
+    )
+    hidden, inner = _size(values, "hidden_size"), heads * width
+    of_head = inputs * (states + width)  # k and v; the token before a run comes by a halo
+    return Recurrence(
+        "Mamba 3", hidden * (3 * inner + 2 * inputs * states + 3 * heads + states // 2),
+        2 * heads * of_head, 1, heads * of_head, heads * states * width, heads * states * 2,
+    )  # fmt: skip
+
+
+def _log_linear(values: ModelValues) -> Recurrence:
+    heads, keys, width, levels = (
+        _size(values, f"log_linear_{name}") for name in ("heads", "key_dim", "value_dim", "levels")
+    )
+    hidden, inner, buckets = _size(values, "hidden_size"), heads * width, levels - 1
+    return Recurrence(
+        "log-linear attention", hidden * (2 * heads * keys + 2 * inner + heads * (1 + levels)),
+        heads * (2 * keys + 2 * width + 1 + levels), state=heads * buckets * keys * width,
+        transition=heads * buckets**2,
+    )  # fmt: skip
+
+
+def _titans(values: ModelValues) -> Recurrence:
+    heads, keys, width = (_size(values, f"titans_{name}") for name in ("heads", "key_dim", "value_dim"))
+    hidden, inner = _size(values, "hidden_size"), heads * width
+    return Recurrence(
+        "Titans' memory", hidden * (2 * heads * keys + 2 * inner + 3 * heads),
+        heads * (2 * keys + 2 * width + 3), state=2 * heads * keys * width, transition=4 * heads * keys**2,
+        matrix=True,
+    )  # fmt: skip
+
+
+def _ttt_linear(values: ModelValues) -> Recurrence:
+    heads, dim = (_size(values, f"ttt_linear_{name}") for name in ("heads", "head_dim"))
+    hidden, inner = _size(values, "hidden_size"), heads * dim
+    return Recurrence(
+        "TTT-Linear", hidden * (4 * inner + heads), 4 * inner + heads, state=heads * (dim + 1) * dim,
+        serial=True,
+    )  # fmt: skip
+
+
 Readers = Mapping[str, Callable[[ModelValues], Kind]]
 # Types of models, words of their `layer_types` that are not softmax attention, and what reads the sizes.
 _ROWS: tuple[tuple[str, str, Callable[[ModelValues], Kind]], ...] = (
@@ -148,6 +201,9 @@ _ROWS: tuple[tuple[str, str, Callable[[ModelValues], Kind]], ...] = (
 KNOWN: Mapping[str, Readers] = {
     model: dict.fromkeys(words.split(), read) for models, words, read in _ROWS for model in models.split()
 }
+OWN: Readers = {
+    "mamba3": _mamba3, "log_linear": _log_linear, "titans": _titans, "ttt_linear": _ttt_linear,
+}  # fmt: skip
 # Keys of configurations whose layers are not all softmax attention, for any `layer_types`.
 _SIGNS = re.compile(
     r"mamba|ssm_|linear_(num|key|conv|attn)|index|lru_width|block_types?$|layers_block_type|attn_layer_"
@@ -164,6 +220,9 @@ def readers_of(values: ModelValues) -> Readers:
     model_type = values.get("model_type")
     if model_type in KNOWN:
         return KNOWN[str(model_type)]
+    types = values.get("layer_types")
+    if isinstance(types, list) and any(isinstance(one, str) and one in OWN for one in types):
+        return OWN
     signs = [key for key, value in values.items() if _SIGNS.match(key) and value not in (None, False)]
     if not signs:
         return {}
@@ -228,7 +287,14 @@ def sent_by(kind: Kind, place: LayerSetting, rank: int) -> list[Sent]:
         row = place.batch * kind.channels * place.element_bytes
         out, back = (sum(map(len, way.values())) * row for way in (messages.sends, messages.receives))
         found.append(Sent("halo", out, back, (back,), (out,)))
-    if kind.state:
+    if kind.serial:
+        ranks, size = sequence_runs(place.layout, place.parts).ranks, place.batch * FLOAT * kind.state
+        crosses = ranks[1:] != ranks[:-1]
+        out, into = (int((crosses & (who == rank)).sum()) * size for who in (ranks[:-1], ranks[1:]))
+        # each rank waits until all messages have gone their way
+        way = (size,) * int(crosses.sum())
+        found.append(Sent("hand-over", out, into, way, way))
+    elif kind.state:
         sent, received = [], []
         for reverse in (False, True):
             # `SequenceRuns.rounds`, then one shift.
@@ -293,7 +359,12 @@ class LayerCost(NamedTuple):
     # forward_s, backward_s: seconds, waiting included
     forward_s: float
     backward_s: float
-    waiting_s: float  # of both, for messages
+    waits: tuple[float, float]  # of them, for messages
+
+    @property
+    def waiting_s(self) -> float:
+        """Return the seconds of both passes in which the layer waits for messages."""
+        return sum(self.waits)
 
     @property
     def bytes_sent(self) -> tuple[int, int]:
@@ -320,7 +391,7 @@ def layer_cost(
             waits.append(times[0] + max(0.0, times[1] - compute))
         waiting.append(max(waits))
         seconds.append(compute + waiting[-1])
-    return LayerCost(kind, layers, tuple(busiest), seconds[0], seconds[1], sum(waiting))
+    return LayerCost(kind, layers, tuple(busiest), seconds[0], seconds[1], (waiting[0], waiting[1]))
 
 
 def _arithmetic(
@@ -331,7 +402,8 @@ def _arithmetic(
     dense = rate * hardware.matmul_efficiency
     if isinstance(kind, Recurrence):
         elements = kind.state + kind.matrix * kind.transition
-        flops = STATE_FLOPS * elements * batch * layout.local_tokens // place.parts
+        tokens = layout.tokens if kind.serial else layout.local_tokens // place.parts
+        flops = STATE_FLOPS * elements * batch * tokens
         return flops / dense, 2 * flops / dense
     pairs = int(work_of_ranks(bound_to_one_head(place.pattern), layout).max())
     scores = 2 * kind.finds * kind.heads * kind.key_dim * batch * pairs

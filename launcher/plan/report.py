@@ -21,6 +21,7 @@ from .node_orders import NodeOrders
 from .options import json_of
 from .other_layers import LayerCost
 from .transports import Transports
+from .whole_heads import StatesAdvice, states_by_heads
 
 GIB = 2**30
 
@@ -112,6 +113,7 @@ def as_dict(found: Estimate, advice: Advice) -> dict[str, Any]:
         "never_hides": advice.hiding.never,
         "remedies": [_remedy(one) for one in advice.remedies],
         "latents": None if latents is None else latents._asdict(),
+        "states_by_heads": [_ways(one) for one in states_by_heads(found)],
         "warnings": list(advice.warnings),
     }
 
@@ -146,6 +148,11 @@ def _layer(one: LayerCost, found: Estimate) -> dict[str, Any]:
         "backward_s": one.backward_s,
         "waiting_s": one.waiting_s,
     }
+
+
+def _ways(one: StatesAdvice) -> dict[str, Any]:
+    ways = {"scan": one.scan._asdict(), "by_heads": one.by_heads._asdict()}
+    return one._asdict() | ways | {"takes_heads": one.takes_heads}
 
 
 def _remedy(one: Remedy) -> dict[str, Any]:

@@ -148,7 +148,10 @@ def check_section(model: nn.Module, config: RingConfig) -> None:
         )
     if config.ulysses_size > 1:
         raise RingConfigError.wrong(
-            f"{name}: ulysses_size", "1, since it has one key head", config.ulysses_size, "use a ring"
+            f"{name}: ulysses_size",
+            "1, since it has one key head",
+            config.ulysses_size,
+            "use a ring: by heads each rank needs the key of every token, in place of one entry for a window",
         )
 
 

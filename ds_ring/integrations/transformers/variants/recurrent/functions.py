@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ds_ring.integrations.transformers.variants.recurrent.scan import (
     Original,
+    Recurrences,
     by_rows,
     recurrence,
     refuse_states,
@@ -84,7 +85,11 @@ def delta_rule(
             lambda state: torch.einsum("blhk,bhkv->blhv", reach, state),
         )
 
-    return recurrence(sharding, (query, key, value, g, beta), call, True, 1, output_final_state)
+    tensors = (query, key, value, g, beta)
+    of_heads = sharding.mesh.owners[Recurrences].of_heads
+    if of_heads is not None and not output_final_state:
+        return of_heads(sharding, tensors, call, True), None
+    return recurrence(sharding, tensors, call, True, 1, output_final_state)
 
 
 def mamba2(

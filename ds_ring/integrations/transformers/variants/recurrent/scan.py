@@ -27,6 +27,14 @@ Original = Callable[..., Any]
 active: list[BatchSharding] = []  # of the layers that are being computed, innermost last
 
 
+class Recurrences:
+    """Hold what computes delta rules on a mesh in place of `recurrence`: `mesh.owners[Recurrences]`."""
+
+    def __init__(self) -> None:
+        # takes sharding, tensors [B, S, H, ...], call and matrix, as `recurrence`; returns the outputs
+        self.of_heads: Callable[..., Tensor] | None = None
+
+
 def sharding_of(kwargs: dict[str, Any]) -> BatchSharding | None:
     """Return the sharding of a call, and take it out of the arguments; None if each rank has all tokens."""
     sharding: BatchSharding | None = kwargs.pop(SHARDING, None)
@@ -35,14 +43,14 @@ def sharding_of(kwargs: dict[str, Any]) -> BatchSharding | None:
     return None if sharding is None or sharding.is_replicated else sharding
 
 
-def rows_of(sharding: BatchSharding) -> list[tuple[ScanContext, list[int]]]:
+def rows_of(
+    sharding: BatchSharding, make: Callable[..., ScanContext] = scan_context
+) -> list[tuple[ScanContext, list[int]]]:
     """Return the context of each set of documents, and the rows that have them; [] for all rows."""
     layout, mesh, timeout = sharding.layout, sharding.mesh, float(sharding.config.hop_timeout_seconds)
     if not sharding.groups or sharding.masks_padding:
-        return [(scan_context(layout, mesh, None, timeout), [])]
-    return [
-        (scan_context(layout, mesh, group.pattern, timeout), list(group.rows)) for group in sharding.groups
-    ]
+        return [(make(layout, mesh, None, timeout), [])]
+    return [(make(layout, mesh, group.pattern, timeout), list(group.rows)) for group in sharding.groups]
 
 
 def by_rows(sharding: BatchSharding, run: Callable[..., Tensor], *tensors: Tensor) -> Tensor:

@@ -1,0 +1,55 @@
+"""Delta rules on Ulysses ranks: all tokens of some heads, where `engine.ring.states_by_heads()` asks for it.
+
+`ds-ring plan` says when this is faster than a scan over all ranks of the sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from ds_ring.errors import RingConfigError
+from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
+from ds_ring.integrations.deepspeed.session import RingSession
+from ds_ring.integrations.transformers.rows import in_order
+from ds_ring.integrations.transformers.variants.recurrent.scan import Recurrences, rows_of
+from ds_ring.layers.scan.recurrence import PieceKernel, recurrence_of_pieces
+from ds_ring.layers.whole_heads.whole_heads import head_context, with_whole_heads
+from ds_ring.ops.handles import never_traced
+
+
+def states_by_heads(session: RingSession, on: bool = True) -> None:
+    """Compute delta rules by Ulysses: an all-to-all of q, k, v and gates, and one of the outputs.
+
+    Without this call their states are scanned over all ranks of the sequence. Results are the same but for
+    rounding. Generation scans in any case.
+
+    Raises:
+        RingConfigError: no Ulysses ranks.
+    """
+    mesh = session.mesh
+    if mesh.ulysses_size == 1:
+        raise RingConfigError.wrong("states_by_heads", "Ulysses ranks", "none", 'set "ulysses_size"')
+    mesh.owners[Recurrences].of_heads = recurrence_by_heads if on else None
+
+
+@never_traced
+def recurrence_by_heads(
+    sharding: BatchSharding, tensors: Sequence[Tensor], call: PieceKernel, matrix: bool
+) -> Tensor:
+    """Return the outputs of a recurrence of [B, S, H, ...]; arguments as those of `scan.recurrence`.
+
+    Raises:
+        RingShapeError: the Ulysses size does not divide the heads.
+    """
+
+    def run(tensors: Sequence[Tensor]) -> Tensor:
+        sets = rows_of(sharding, head_context)
+        outs = [
+            recurrence_of_pieces(context, [x[rows] if rows else x for x in tensors], call, matrix, 1)[0]
+            for context, rows in sets
+        ]
+        return in_order(outs, [rows for _, rows in sets])
+
+    return with_whole_heads(run, tensors, sharding.layout, sharding.mesh, sharding.config)
