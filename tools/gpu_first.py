@@ -148,9 +148,9 @@ def main(arguments: list[str] | None = None) -> int:
         conductor.START_S = 1.0
         with tempfile.TemporaryDirectory() as temporary:
             return int(dry_run(chosen, Path(temporary)) > 0)
-    preload(options.device)
     if options.device == "cuda" and not has_gpu():
         parser.error("no CUDA device here; --device cpu runs the same code on small CPU tensors")
+    preload(options.device)
     where = provenance() | {"of": options.device, "gpu": name_of_gpu()}
     book = Book(Path(options.output), where, options.again)
     with tempfile.TemporaryDirectory() as references:

@@ -190,24 +190,24 @@ def _check_here(request: CheckRequest, dtype: torch.dtype) -> list[ModelReport]:
         "tokens": request.tokens,
         "layers": getattr(config, "num_hidden_layers", 0),
     }
-    alone, causal = copy.deepcopy(model), bool(section.get("pattern", {}).get("causal", True))
-    on_rings = {documents: copy.deepcopy(model) for documents in (False, True)}  # an engine hooks its own
+    causal = bool(section.get("pattern", {}).get("causal", True))
+    forms: dict[bool, list[Form]] = {False: [], True: []}  # by whether they need documents
+    for form in request.forms:
+        forms[form == "packed" or (form == "padded" and not causal)].append(form)
+    needed = [documents for documents in forms if forms[documents]]
+    # An engine hooks its own; and Recurrent Gemma keeps states, which cannot be copied once it ran.
+    models = {documents: (copy.deepcopy(model), copy.deepcopy(model)) for documents in needed}
     reports: list[ModelReport] = []
-    for documents in (False, True):
+    for documents in needed:
         pattern = dict(section.get("pattern", {})) | ({"documents": True} if documents else {})
         own = section | ({"pattern": pattern} if pattern else {})
-        forms = [
-            form
-            for form in request.forms
-            if (form == "packed" or (form == "padded" and not causal)) == documents
-        ]
         batches = [
-            make_form(form, plain, getattr(config, "pad_token_id", None) or 0, causal) for form in forms
+            make_form(form, plain, getattr(config, "pad_token_id", None) or 0, causal)
+            for form in forms[documents]
         ]
-        if batches and (not reports or reports[-1].result == "exact"):
-            fresh = copy.deepcopy(alone)  # Recurrent Gemma keeps states, which cannot be copied
+        if not reports or reports[-1].result == "exact":
             with InFloat64() if dtype == torch.float64 else nullcontext():
-                reports += _compared(on_rings[documents], fresh, batches, head, own, request.stage, told)
+                reports += _compared(*models[documents], batches, head, own, request.stage, told)
     order = {form: number for number, form in enumerate(request.forms)}
     return sorted(reports, key=lambda report: order[report.form])
 

@@ -100,6 +100,7 @@ def fill_up(rank: int, world_size: int, config: dict[str, Any], folder: str, scr
 
 @pytest.mark.needs("mounts")
 @pytest.mark.parametrize("script", [False, True])
+@pytest.mark.day("True")
 def test_a_full_disk_is_told_by_the_next_save_on_every_rank(
     rank_pool: Any, tmp_path: Path, script: bool
 ) -> None:

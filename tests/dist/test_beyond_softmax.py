@@ -119,7 +119,7 @@ def sharded(
     ],
     ids=str,
 )
-@pytest.mark.day("3-{}", "4-{'ulysses_size': 2}")
+@pytest.mark.day("4-{'ulysses_size': 2}")
 def test_float32_is_within_1e_5_of_float64(rank_pool: Pool, world_size: int, options: dict[str, Any]) -> None:
     errors = rank_pool(world_size).run(sharded, **options)[0]
     assert len(errors) == 6
@@ -127,6 +127,7 @@ def test_float32_is_within_1e_5_of_float64(rank_pool: Pool, world_size: int, opt
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-12), (torch.bfloat16, 1e-2)])
+@pytest.mark.day("dtype1-0.01")
 def test_other_dtypes(rank_pool: Pool, dtype: torch.dtype, bound: float) -> None:
     errors = rank_pool(2).run(sharded, dtype=dtype)[0]
     assert max(max(one) for one in errors.values()) < bound, errors
@@ -229,6 +230,7 @@ def modified(
         ("both", 2, {"kernel": "auto"}),
     ],
 )
+@pytest.mark.day("ALiBi-4-options1", "both-3-options2", "both-2-options4")
 def test_changed_scores(rank_pool: Pool, which: str, world_size: int, options: dict[str, Any]) -> None:
     for errors, heard in rank_pool(world_size).run(modified, which, **{"kernel": "reference"} | options):
         assert max(errors) < 1e-12, errors

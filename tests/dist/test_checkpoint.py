@@ -133,6 +133,7 @@ DAMAGE = {
 }
 
 
+@pytest.mark.day("zero3")
 def test_an_undamaged_checkpoint_is_the_newest(whole, copied, rank_pool):
     for resumed in rank_pool(2).run(load_and_train, whole.config, str(copied), STEPS):
         assert (resumed.folder, resumed.state) == (NEWER, {"seen": 4})
@@ -141,9 +142,7 @@ def test_an_undamaged_checkpoint_is_the_newest(whole, copied, rank_pool):
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-@pytest.mark.day(
-    "zero1-bit of the optimizer", "zero3-bit of the manifest", "zero1-latest torn", "zero3-model removed"
-)
+@pytest.mark.day("zero1-bit of the optimizer", "zero1-latest torn", "zero3-model removed")
 def test_damage_is_seen_and_the_one_before_goes_on_exactly(whole, copied, rank_pool, damage):
     says = DAMAGE[damage](copied)
     results = rank_pool(2).run(load_and_train, whole.config, str(copied), STEPS)
@@ -168,7 +167,7 @@ def test_four_ranks_and_two_replicas_take_the_same_one(rank_pool, tmp_path):
 
 
 @pytest.mark.parametrize("where", ["shard", "manifest", "latest"])
-@pytest.mark.covering(1)
+@pytest.mark.day("zero1-latest", "zero3-manifest")
 def test_a_rank_killed_in_mid_save(whole, tmp_path, rank_pool, where):
     """SIGKILL while a file is half-written: `latest` still names the one before, and that one is used."""
     shutil.copytree(whole.folder / OLDER, tmp_path / OLDER)

@@ -144,6 +144,7 @@ def test_eight_layers_of_a_llama_take_eight_passes(rank_pool: Pool, reentrant: b
 
 
 @pytest.mark.parametrize("options", [{"recompute": True}, {"writes": True}], ids=str)
+@pytest.mark.day("{'writes': True}")
 def test_passes_run_again_where_they_are_told_to_or_must(rank_pool: Pool, options: dict[str, bool]) -> None:
     plain = rank_pool(2).run(steps, "none")
     found = rank_pool(2).run(steps, "reentrant", **options)

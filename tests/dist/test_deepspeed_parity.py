@@ -84,6 +84,7 @@ def test_a_ring_of_ulysses_groups(rank_pool, stage):
 
 
 @pytest.mark.parametrize("ring", [2, 4])
+@pytest.mark.day("4")
 def test_a_short_batch_whose_samples_do_not_divide(rank_pool, ring):
     """Three samples on two or four ranks: each takes whole ones, and the rows left over count nothing."""
     size = Size(hidden=32, layers=1, tokens=24, samples=3)

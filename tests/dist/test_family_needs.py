@@ -163,7 +163,7 @@ def sdpa_as_is(rank: int, world_size: int, family: str) -> Run:
 
 
 @pytest.mark.parametrize("family", ["Falcon", "Nemotron"])
-@pytest.mark.day("Nemotron")
+@pytest.mark.night  # by day test_backend.py runs a model as it is
 def test_a_model_runs_as_is_as_its_refusal_says(rank_pool: Pool, family: str) -> None:
     """The one has no attention interface, the other tells it nothing: both refusals name this way."""
     expected = train_alone(build(family, "sdpa"), labelled(family))

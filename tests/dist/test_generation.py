@@ -141,6 +141,7 @@ NIGHTLY = {
     "ring 4, every way",
     "windows in some layers, sinks",  # gpt-oss has two cases
     "dynamic rotary embedding", "learned positions", "experts", "values of another width",
+    "states: zaya on 2",  # by day its documents, in test_families.py
     *(f"states: {name} on 4" for name in ("qwen3_5_text", *STATES, *KEPT)),
 }  # fmt: skip
 CASES = {
@@ -188,6 +189,7 @@ def test_tokens_and_logits_are_those_of_one_process(rank_pool: Pool, name: str) 
 
 
 @pytest.mark.parametrize("ring_size", [2, 4])
+@pytest.mark.day("4")
 def test_a_rank_holds_its_part_of_the_cache(rank_pool: Pool, ring_size: int) -> None:
     found = rank_pool(ring_size).run(on_a_ring, Case(ring_size, tokens=1000))
     alone = found[0].alone["greedy"]

@@ -103,6 +103,7 @@ KINDS = ["own", "own with workers", "wrapped", "stream", "distributed"]
 
 
 @pytest.mark.parametrize(("world", "kinds"), [(2, KINDS), (4, KINDS[::2])])
+@pytest.mark.day("4-kinds1")
 def test_an_epoch_goes_on_where_it_was(rank_pool, world, kinds):
     by_rank = rank_pool(world).run(resumed_in_mid_epoch, 2, kinds, timeout_s=240)
     for kind in kinds:

@@ -146,6 +146,7 @@ def call_with_masks(rank: int, world_size: int, table: str, name: str, wrong_ran
 
 
 @pytest.mark.parametrize("name", DIFFERENT)
+@pytest.mark.day("two lambdas", "one number", "one document id")
 def test_different_masks_on_two_ranks_are_named_on_every_rank(rank_pool: Pool, name: str) -> None:
     says = ("pattern: ring rank 0 has MaskMod(tests.dist.test_mask_mod.", ", contents ", "ring rank 1 ")
     for found in outcomes(rank_pool(3), call_with_masks, "DIFFERENT", name, 0):
@@ -153,7 +154,7 @@ def test_different_masks_on_two_ranks_are_named_on_every_rank(rank_pool: Pool, n
 
 
 @pytest.mark.parametrize("name", NO_MASKS)
-@pytest.mark.day("returns nothing", "draws", "writes", "knows too few documents", "branches")
+@pytest.mark.day("returns nothing", "branches", "draws", "knows too few documents")
 def test_what_is_no_mask_ends_in_a_typed_error_on_every_rank(rank_pool: Pool, name: str) -> None:
     for wrong_ranks in (1, 2):
         for rank, found in enumerate(outcomes(rank_pool(2), call_with_masks, "NO_MASKS", name, wrong_ranks)):
@@ -188,6 +189,7 @@ def changed_masks(rank: int, world_size: int, what: str) -> Refusal:
 @pytest.mark.parametrize(
     "what", ["tensor", "number", "tensor, by a module", "number, by a module", "tensor, compiled"]
 )
+@pytest.mark.day("tensor", "tensor, by a module", "tensor, compiled")
 def test_a_mask_that_was_changed_is_refused(rank_pool: Pool, what: str) -> None:
     for found in outcomes(rank_pool(2), changed_masks, what):
         check_refusal(found, "RingPatternError", ("unchanged captured values", "make a new MaskMod"))

@@ -65,6 +65,7 @@ def on_a_mesh(rank: int, world_size: int, how: str) -> tuple[list[int], float]:
 
 
 @pytest.mark.parametrize("how", SEQUENCES)
+@pytest.mark.day("sorted", "unsorted", "Ulysses", "device mesh and Ulysses")
 def test_attention_is_exact_on_groups_of_any_order(rank_pool: Pool, how: str) -> None:
     for rank, (members, error) in enumerate(rank_pool(4).run(on_a_mesh, how)):
         assert rank in members and members in SEQUENCES[how]

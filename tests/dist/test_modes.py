@@ -361,7 +361,7 @@ FEW = ["attention", "SlidingWindow", "MaskMod by vmap", "Softcap", "gather_seque
 
 @pytest.mark.parametrize("names", [FEW, list(FUNCTIONS)], ids=["few", "all"])
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.day(*(f"{mode}-few" for mode in MODES if mode not in ("inductor", "dynamic", "compile")))
+@pytest.mark.day("reentrant-few", "selective-few", "inference first-few", "batched gradients-few", "vmap-few")
 def test_a_mode_of_torch_changes_no_result(rank_pool: Pool, mode: str, names: list[str]) -> None:
     refused = REFUSED.get(mode, {})
     for found in rank_pool(RANKS).run(walk, mode, names, timeout_s=600):

@@ -44,7 +44,7 @@ def on_a_ring(rank: int, world_size: int, when: str, section: dict[str, Any]) ->
     return losses, plain, [line for line in engine.ring.describe().splitlines() if "neftune" in line]
 
 
-@pytest.mark.covering(1)
+@pytest.mark.day("zigzag-after-3")
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])

@@ -115,7 +115,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.day("longnet, ring 2 x ulysses 2", "documents, ring 2, zero 1", "documents, data 2 x ring 2")
+@pytest.mark.day("longnet, ring 2 x ulysses 2", "documents, ring 2, zero 1")
 def test_training_equals_one_process(rank_pool, name):
     world, ring, stage, pattern, section = CASES[name]
     batch = tokens_and_labels()
@@ -155,6 +155,7 @@ def logits_of(rank: int, world_size: int, pattern: dict[str, Any], batches: list
 
 
 @pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.day("3")
 def test_documents_do_not_see_each_other(rank_pool, world):
     """Other tokens in the second document of sample 0: its own logits change, and no others by a bit."""
     ids, documents = tokens_and_labels()["input_ids"], document_ids_of(2)

@@ -140,6 +140,7 @@ def planned(kind: Recurrence, size: int, ulysses: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(("size", "ulysses"), [(2, 1), (4, 1), (4, 2)])
+@pytest.mark.day("4-1")
 def test_bytes_of_scans_and_halos_are_those_of_real_ranks(rank_pool: Pool, size: int, ulysses: int) -> None:
     for kind in (DELTA, DECAY):
         assert rank_pool(size).run(primitives, kind, ulysses) == planned(kind, size, ulysses)
@@ -311,7 +312,7 @@ def of_ranks(asked: TrainingSetting) -> list[int]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.day("qwen3_5_text", "glm_moe_dsa")
+@pytest.mark.day("qwen3_5_text")
 def test_bytes_of_a_step_are_those_of_a_model(rank_pool: Pool, family: str) -> None:
     changes = FAMILIES[family]
     config = configuration(family, changes)
@@ -382,6 +383,7 @@ def peaks(rank: int, world_size: int) -> list[float]:
 
 
 @pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.day("4")
 def test_memory_is_planned(rank_pool: Pool, size: int) -> None:
     for rank, (scan, chosen, attention) in enumerate(rank_pool(size).run(peaks)):
         # The last rank has the middle of the sequence: one run, where two are planned.

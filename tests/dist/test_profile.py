@@ -138,6 +138,7 @@ def test_no_rank_outlives_a_killed_command(tmp_path: Path) -> None:
     assert not any(psutil.pid_exists(int(path.name)) for path in ranks)
 
 
+@pytest.mark.night  # by day tests/unit/launcher/test_local_ranks.py starts such ranks
 def test_no_rank_outlives_a_failure() -> None:
     before, ticks = own_processes(), []
     began = time.monotonic()

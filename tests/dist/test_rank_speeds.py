@@ -121,6 +121,7 @@ def train_slowed(
 @pytest.mark.parametrize(
     ("slow", "speeds"), [(None, [1.0, 0.25]), (1, "measured")], ids=["given", "measured"]
 )
+@pytest.mark.day("measured")
 def test_training_equals_one_process(
     rank_pool: Callable[[int], RankPool], slow: int | None, speeds: Any
 ) -> None:

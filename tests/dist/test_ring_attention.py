@@ -65,7 +65,7 @@ def parity(
 
 @pytest.mark.parametrize("tokens", LENGTHS)
 @pytest.mark.parametrize("ring_size", RING_SIZES)
-@pytest.mark.day("2-500", "4-511")
+@pytest.mark.day("4-511")
 def test_float32_is_within_1e_5_of_float64(rank_pool: Pool, ring_size: int, tokens: int) -> None:
     shape, dense, layouts = (
         Shape(batch=1, query_heads=4, tokens=tokens),
@@ -85,6 +85,7 @@ def test_bfloat16_is_within_1e_2(rank_pool: Pool, ring_size: int, layouts: tuple
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+@pytest.mark.day("dtype1")
 def test_other_dtypes(rank_pool: Pool, dtype: torch.dtype) -> None:
     errors = rank_pool(2).run(parity, Shape(tokens=130), dtype, KINDS, CHUNKS[1:])[0]
     assert max(errors.values()) < (1e-12 if dtype == torch.float64 else 2e-3), errors

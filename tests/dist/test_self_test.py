@@ -132,6 +132,7 @@ def told(rank: int, world_size: int, gather: Any, options: Options, whole: bool)
 
 
 @pytest.mark.parametrize(("size", "transport"), [(2, "ring"), (4, "ring"), (2, "pull")])
+@pytest.mark.day("4-ring", "2-pull")
 def test_a_real_ring_is_seen_to_send_what_its_schedule_says(
     rank_pool: Pool, size: int, transport: str
 ) -> None:

@@ -148,6 +148,7 @@ def ids_of_a_shuffling_loader(rank: int, world_size: int, axis: str, seedable: b
     ("world", "axis", "seedable"),
     [(2, "", False), (4, "", False), (4, "sp", False), (2, "cp", True), (4, "", True)],
 )
+@pytest.mark.day("2--False", "2-cp-True", "4--True")
 def test_ranks_of_a_ring_shuffle_alike_without_a_seed(
     rank_pool: Any, world: int, axis: str, seedable: bool
 ) -> None:

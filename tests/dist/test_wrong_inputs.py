@@ -357,6 +357,7 @@ def test_wrong_arguments_end_in_a_typed_error_on_every_rank(rank_pool: Pool, nam
     "name", ["tokens differ", "dtype differs", "three dimensions", "meta", "kernel unknown"]
 )
 @pytest.mark.parametrize(("world_size", "ulysses_size"), [(2, 2), (3, 1), (4, 2), (4, 4)])
+@pytest.mark.covering(1)  # what is wrong does not depend on where
 def test_every_rank_of_the_sequence_hears_of_it(
     rank_pool: Pool, name: str, world_size: int, ulysses_size: int
 ) -> None:
@@ -632,6 +633,7 @@ def compiled_wrongly(rank: int, world_size: int, name: str, backend: str) -> Ref
 @pytest.mark.parametrize(
     "name", ["heads no multiple", "layout of other tokens", "batch differs", "kernel unknown"]
 )
+@pytest.mark.day("heads no multiple-aot_eager", "kernel unknown-aot_eager")
 def test_errors_come_through_torch_compile_as_they_are(rank_pool: Pool, name: str, backend: str) -> None:
     case = WRONG[name]
     for rank, found in enumerate(outcomes(rank_pool(2), compiled_wrongly, name, backend)):

@@ -208,6 +208,7 @@ def test_configurations_that_differ_name_rank_and_key(rank_pool, tmp_path, what,
 
 @pytest.mark.parametrize("what", REFUSED)
 @pytest.mark.parametrize(("world", "wrong_rank"), [(2, 1), (4, 2)])
+@pytest.mark.day("2-1-unknown key", "2-1-trailing comma", "2-1-no section", "4-2-missing file")
 def test_a_rank_that_cannot_read_its_configuration_stops_all(rank_pool, tmp_path, what, world, wrong_rank):
     config, words = REFUSED[what]
     results = answers(rank_pool(world), differing_start, config, wrong_rank, str(tmp_path))

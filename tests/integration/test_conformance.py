@@ -22,7 +22,7 @@ CAUSAL = next(cell for cell in CELLS if cell.name == "causal")
 @pytest.mark.parametrize(
     "peers", [["ds_ring"], ["ds_ring", "torch context parallel", "DeepSpeed Ulysses"]], ids=["ours", "others"]
 )
-@pytest.mark.day("ours")
+@pytest.mark.night  # by day its parts: dense answers, verdicts, the table
 def test_a_short_round_finds_the_seeded_fault(peers: list[str], tmp_path: Path) -> None:
     path = tmp_path / "table.md"
     arguments = ["--cells", "causal", "--seeded", "--no-trainers", "--output", str(path)]

@@ -278,6 +278,7 @@ RANKS_OF_A_RECIPE = {8: ("slots=8", 1), 64: ("--nproc-per-node=8 ", 8), 512: ("\
 
 
 @pytest.mark.parametrize("world_size", RANKS_OF_A_RECIPE)
+@pytest.mark.day("512")
 def test_a_recipe_starts_all_its_ranks(workplace: Workplace, world_size: int) -> None:
     recipe = RECIPES / f"{world_size}_gpus.yaml"
     status, script = workplace.launch(recipe, "--dry-run")

@@ -12,6 +12,7 @@ from ds_ring_launcher import cli
 from ds_ring_launcher.plan import known_hardware
 from ds_ring_launcher.plan.estimate import Estimate, estimate
 from ds_ring_launcher.plan.inputs import settings_of
+from tests.plan_costs import costs_once  # noqa: F401 (used by all tests)
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -32,6 +32,7 @@ def hosts(count: int, slots: int) -> str:
 
 
 @pytest.mark.parametrize(("nodes", "slots"), [(2, 2), (64, 8)])
+@pytest.mark.day("64-8")
 def test_the_sbatch_script(workplace: Workplace, nodes: int, slots: int) -> None:  # noqa: F811
     text = f"engine: slurm\n{hosts(nodes, slots)}run_folder: run\ngrace_seconds: 100\n"
     path = workplace.write(text, world_size=slots)
@@ -47,6 +48,7 @@ def test_the_sbatch_script(workplace: Workplace, nodes: int, slots: int) -> None
 
 
 @pytest.mark.parametrize(("nodes", "slots"), [(2, 2), (64, 8)])
+@pytest.mark.day("64-8")
 def test_the_srun_script(workplace: Workplace, nodes: int, slots: int) -> None:  # noqa: F811
     secret = "environment: {TOKEN: my-token}\nrun_folder: run\n"
     path = workplace.write(f"engine: slurm\n{hosts(nodes, slots)}{secret}", world_size=slots)

@@ -50,7 +50,7 @@ NAMES = ("out", "lse", "dq", "dk", "dv")
 
 @pytest.mark.parametrize(("ring_size", "query_block"), [(4, 300), (16, 64), (1, 1000)])
 @pytest.mark.parametrize("name", PATTERNS)
-@pytest.mark.covering(1)
+@pytest.mark.day("longnet-4-300", "causal-1-1000", "window-4-300", "dilated window-4-300", "documents-4-300")
 def test_blocks_of_queries_are_whole_ranks(name: str, ring_size: int, query_block: int) -> None:
     source = GeneratedSource(TOKENS, head_dim=HEAD_DIM)
     layout = make_layout("contiguous", tokens=TOKENS, ring_size=ring_size)

@@ -18,6 +18,7 @@ Pool = Callable[[int], RankPool]
 
 
 @pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.day("4")
 def test_keys_travel_in_float8(rank_pool: Pool, size: int) -> None:
     """A byte an element and two a row; gradients travel as before. The error is that of rounding keys."""
     exact, rounded = (

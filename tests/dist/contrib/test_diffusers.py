@@ -179,7 +179,7 @@ MODELS = [flux, qwen, ltx, wan, cosmos]
 
 @pytest.mark.parametrize(("world_size", "ring_size"), [(2, 2), (4, 4), (4, 2)])
 @pytest.mark.parametrize("make", MODELS)
-@pytest.mark.day("flux-4-2", "qwen-2-2", "ltx-2-2", "wan-4-2", "cosmos-2-2")
+@pytest.mark.day("flux-2-2", "qwen-2-2", "ltx-2-2", "wan-2-2", "cosmos-2-2")
 def test_a_model_trains_as_on_one_process(
     rank_pool: Pool, make: Callable[[], Any], world_size: int, ring_size: int
 ) -> None:

@@ -126,7 +126,7 @@ def trained(rank: int, world_size: int, cp_size: int, changes: dict[str, Any]) -
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.day("causal", "four ranks", "learnable softmax")
+@pytest.mark.day("four ranks", "learnable softmax")
 def test_a_gpt_model_trains_as_on_one_process(rank_pool: Pool, name: str) -> None:
     cp_size, world_size, changes = CASES[name]
     for errors in rank_pool(world_size).run(trained, cp_size, changes):
@@ -180,7 +180,7 @@ def packed(rank: int, world_size: int) -> float:
 
 
 @pytest.mark.parametrize("ring_size", [2, 3, 4])
-@pytest.mark.day("2", "4")  # ranks that have imported Megatron already
+@pytest.mark.day("4")
 def test_packed_sequences_do_not_see_each_other(rank_pool: Pool, ring_size: int) -> None:
     assert max(rank_pool(ring_size).run(packed)) < 1e-5
 

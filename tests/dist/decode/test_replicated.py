@@ -147,6 +147,7 @@ def cross(rank: int, world_size: int, case: Case) -> float:
 
 
 @pytest.mark.parametrize("queries", [3, 300, 603])
+@pytest.mark.day("3", "603")
 def test_cross_attention_takes_any_number_of_queries(rank_pool: Pool, queries: int) -> None:
     errors = rank_pool(4).run(cross, Case(Full(), queries, 301, query_heads=6))
     assert max(errors) < 1e-5, errors
@@ -166,7 +167,7 @@ def test_positions_in_any_order(rank_pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("keys", [1, 2, 5])
-@pytest.mark.day("1", "5")
+@pytest.mark.day("1")
 def test_fewer_keys_than_ranks(rank_pool: Pool, keys: int) -> None:
     cases = [Case(SlidingWindow(10, causal=False), 1, keys, (0,)), Case(LONGNET, keys, keys)]
     errors = rank_pool(4).run(parity, cases)[0][0]
@@ -174,7 +175,7 @@ def test_fewer_keys_than_ranks(rank_pool: Pool, keys: int) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 1e-2), (torch.float64, 1e-12)])
-@pytest.mark.covering(1)
+@pytest.mark.day("dtype0-0.01")
 def test_other_dtypes(rank_pool: Pool, dtype: torch.dtype, tolerance: float) -> None:
     cases = [Case(make(503), 9, 503) for make in PATTERNS.values()]
     check(rank_pool(3).run(parity, cases, ["zigzag"], dtype), len(cases), tolerance)

@@ -116,6 +116,7 @@ def crossed(rank: int, world_size: int, ulysses: int, documents: bool) -> dict[A
 @pytest.mark.parametrize(
     ("world_size", "ulysses", "documents"), [(2, 1, False), (2, 1, True), (4, 1, True), (4, 2, True)]
 )
+@pytest.mark.day("2-1-False", "2-1-True", "4-2-True")
 def test_real_ranks_agree_with_float64(
     rank_pool: Pool, world_size: int, ulysses: int, documents: bool
 ) -> None:

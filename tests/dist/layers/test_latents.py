@@ -179,6 +179,15 @@ def test_exact(rank_pool: Pool, world_size: int, layout: str, ulysses: int, patt
     ],
     ids=str,
 )
+@pytest.mark.day(
+    "{'transport': 'all_gather'}",
+    "{'kernel': 'reference'}",
+    "{'kernel': 'flash', 'dtype': torch.float32}",
+    "{'chunk_bytes': 1}",
+    "{'chunk_bytes': 1, 'pattern_name': 'documents'}",
+    "{'ulysses': 2, 'compiled': True}",
+    "{'dtype': torch.float32}",
+)
 def test_every_way_of_doing_it_gives_the_same(rank_pool: Pool, options: dict[str, Any]) -> None:
     bound = 1e-12 if "dtype" not in options else 1e-5
     for errors in rank_pool(2).run(on_a_ring, "zigzag", **({"pattern_name": "causal"} | options)):
@@ -275,6 +284,7 @@ def train(rank: int, world_size: int, stage: int, latents: object, **model: Any)
 
 
 @pytest.mark.parametrize(("stage", "latents"), [(1, "auto"), (3, True)])
+@pytest.mark.day("3-True")
 def test_a_model_trains_as_with_expanded_keys(rank_pool: Pool, stage: int, latents: object) -> None:
     expanded = rank_pool(2).run(train, stage, False)
     for found, other in zip(rank_pool(2).run(train, stage, latents), expanded, strict=True):

@@ -55,7 +55,9 @@ def on_a_ring(rank: int, world_size: int, ring: tuple[str, int, str], chunk_size
 @pytest.mark.parametrize("chunk_size", [1, 6, 64])
 @pytest.mark.parametrize("kind", ["whole", "packed", "tree"])
 @pytest.mark.parametrize(("world_size", "layout", "ulysses"), RINGS)
-@pytest.mark.covering(1)
+@pytest.mark.day(
+    "1-zigzag-1-whole-1", "2-zigzag-1-whole-1", "3-contiguous-1-packed-6", "4-balanced-1-tree-64"
+)
 def test_exact(
     rank_pool: Pool, world_size: int, layout: str, ulysses: int, kind: str, chunk_size: int
 ) -> None:

@@ -59,7 +59,9 @@ def on_a_ring(
 @pytest.mark.parametrize("chunk_size", [4, 64])
 @pytest.mark.parametrize("kind", ["whole", "packed", "tree"])
 @pytest.mark.parametrize(("world_size", "layout", "ulysses"), RINGS)
-@pytest.mark.covering(1)
+@pytest.mark.day(
+    "1-zigzag-1-whole-4-1", "2-zigzag-1-whole-4-1", "3-contiguous-1-packed-64-3", "4-balanced-1-tree-4-1"
+)
 def test_exact(
     rank_pool: Pool, world_size: int, layout: str, ulysses: int, kind: str, chunk_size: int, rank_of_mimo: int
 ) -> None:

@@ -194,7 +194,7 @@ def parity(rank: int, world_size: int, cases: list[Any] = CASES) -> dict[str, fl
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.day("1", "4")
+@pytest.mark.day("4")
 def test_sets_outputs_and_gradients_are_those_of_one_process(rank_pool, size):
     errors = rank_pool(size).run(parity)[0]
     assert worst(errors.values()) < 1e-12, {key: one for key, one in errors.items() if not one < 1e-12}

@@ -160,7 +160,7 @@ def moba(rank: int, world_size: int, fault: str = "") -> dict[str, float]:
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.day("1", "4")
+@pytest.mark.day("4")
 def test_moba_is_that_of_the_paper(rank_pool: Pool, size: int) -> None:
     errors = rank_pool(size).run(moba)[0]
     assert len(errors) == 4 * len(MOBA)
@@ -282,7 +282,7 @@ def nsa(rank: int, world_size: int, fault: str = "") -> dict[str, float]:
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.day("1", "4")
+@pytest.mark.day("4")
 def test_nsa_is_that_of_the_paper(rank_pool: Pool, size: int) -> None:
     errors = rank_pool(size).run(nsa)[0]
     assert len(errors) == 2 * 12 + 2 * 8

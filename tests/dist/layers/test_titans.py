@@ -59,7 +59,7 @@ CASES += [(*ring, "whole", 4) for ring in RINGS[:4]] + [(*RINGS[0], "packed", 4)
 
 
 @pytest.mark.parametrize(("world_size", "layout", "ulysses", "kind", "chunk_size"), CASES)
-@pytest.mark.covering(1)
+@pytest.mark.day("1-zigzag-1-whole-1", "3-contiguous-1-packed-1", "4-balanced-1-tree-1", "2-zigzag-1-whole-4")
 def test_exact(
     rank_pool: Pool, world_size: int, layout: str, ulysses: int, kind: str, chunk_size: int
 ) -> None:

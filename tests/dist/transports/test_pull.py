@@ -78,7 +78,7 @@ def differences(rank: int, world_size: int, dtype: torch.dtype) -> list[Any]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("ring_size", [2, 4])
-@pytest.mark.day("2-torch.bfloat16", "4-torch.float32")
+@pytest.mark.day("4-torch.float32")
 def test_every_bit_is_that_of_messages(rank_pool: Pool, ring_size: int, dtype: torch.dtype) -> None:
     assert rank_pool(ring_size).run(differences, dtype) == [[]] * ring_size
 
@@ -108,6 +108,7 @@ def memories(rank: int, world_size: int, tokens: int) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(("tokens", "most"), [(512, 1.05), (509, 1.1)])
+@pytest.mark.day("509-1.1")
 def test_memory_is_that_of_messages(rank_pool: Pool, tokens: int, most: float) -> None:
     found = rank_pool(4).run(memories, tokens)
     used, shared = max(pool for pool, _ in found), {held for _, held in found}

@@ -226,10 +226,7 @@ class Overwritten(Buffers):
 @pytest.mark.parametrize("payload", ["float32", "bfloat16"])
 @pytest.mark.parametrize("most", [None, 3])
 @pytest.mark.parametrize(("name", "layout_name"), [("causal", "striped"), ("dilated", "balanced")])
-@pytest.mark.day(
-    *(f"causal-striped-{kind}" for kind in ("None-float32", "None-bfloat16", "3-float32")),
-    "dilated-balanced-3-float32",
-)
+@pytest.mark.day("causal-striped-None-float32", "causal-striped-3-float32", "dilated-balanced-3-float32")
 def test_nothing_reads_memory_that_was_given_back(
     name: str, layout_name: str, most: int | None, payload: str
 ) -> None:
@@ -312,7 +309,14 @@ def test_faults_in_stages_show(
         ("documents, causal", "zigzag"), ("causal", "striped"),
     ],
 )  # fmt: skip
-@pytest.mark.covering(1)
+@pytest.mark.day(
+    "causal-zigzag-2-reference",
+    "full-contiguous-3-flash",
+    "window-zigzag-2-reference",
+    "window both ways-balanced-4-reference",
+    "documents, causal-contiguous-2-reference",
+    "causal-striped-2-reference",
+)
 def test_stages_are_dense_attention(name: str, layout_name: str, ring_size: int, kernel: Kernel) -> None:
     """In the inputs' dtype and in float64, with sums of float32 and rounded parts."""
     pattern = PATTERNS[name](SHAPE.tokens)
@@ -342,7 +346,7 @@ def test_messages_of_many_ranges(payload: str) -> None:
 
 @pytest.mark.parametrize("name", ["causal", "window both ways"])
 @pytest.mark.parametrize(("ring_size", "node"), [(6, 2), (6, 3)])
-@pytest.mark.covering(1)
+@pytest.mark.day("6-3-window both ways")
 def test_nodes_of_a_ring_are_dense_attention(name: str, ring_size: int, node: int) -> None:
     pattern = PATTERNS[name](SHAPE.tokens)
     layout = layout_for("zigzag", pattern, tokens=SHAPE.tokens, ring_size=ring_size)

@@ -137,6 +137,7 @@ def on_a_ring(rank: int, world_size: int, name: str, layout: str, ulysses_size: 
         ("qwen2_vl", "zigzag", 2, 1), ("qwen2_5_vl", "zigzag", 3, 1), ("gemma3", "zigzag", 2, 1),
     ],
 )  # fmt: skip
+@pytest.mark.day("llava-zigzag-3-1", "internvl-contiguous-2-2", "qwen2_5_vl-zigzag-3-1", "gemma3-zigzag-2-1")
 def test_images_are_exact(
     rank_pool: Pool, name: str, layout: str, world_size: int, ulysses_size: int
 ) -> None:

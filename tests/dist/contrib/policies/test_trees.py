@@ -132,6 +132,7 @@ def test_simulated_rings_compute_each_rollout(seeds: range) -> None:
 
 
 @pytest.mark.parametrize("window", [1, 2, 5, 9, 40])
+@pytest.mark.day("5", "40")
 def test_windows_are_those_of_each_path(window: int) -> None:
     for seed in range(window, window + 6):
         tree = replace(random_tree(seed), window=window)
@@ -315,7 +316,7 @@ def step_on_ring(rank: int, world_size: int, ring: int, stage: int, long_sequenc
     ("world", "ring", "stage", "long_sequence"),
     [(2, 2, 1, {"tiled_loss": 16}), (2, 2, 3, {"tiled_loss": 16}), (4, 4, 2, "off"), (4, 2, 3, "off")],
 )
-@pytest.mark.day("2-2-3-long_sequence1", "4-2-3-off")
+@pytest.mark.day("2-2-3-long_sequence1")
 def test_a_step_on_a_tree_is_that_on_its_rollouts(
     rank_pool: Any, world: int, ring: int, stage: int, long_sequence: Any
 ) -> None:

@@ -76,7 +76,7 @@ def parity(rank: int, world_size: int, name: str) -> dict[str, float]:
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 6, 8])
 @pytest.mark.parametrize("name", PATTERNS)
-@pytest.mark.day("causal-4", "documents-2", "LongNet-4")
+@pytest.mark.day("causal-4", "documents-2")
 def test_it_is_exact_and_sends_what_is_planned(rank_pool: Pool, name: str, ranks: int) -> None:
     for worst in rank_pool(ranks).run(parity, name):
         assert max(worst.values()) < 1e-12, worst
@@ -103,6 +103,7 @@ def by_options(rank: int, world_size: int, ulysses: int) -> list[float]:
 
 
 @pytest.mark.parametrize(("ranks", "ulysses"), [(4, 1), (4, 2)], ids=str)
+@pytest.mark.day("4-2")
 def test_the_public_function_takes_a_grid_itself(rank_pool: Pool, ranks: int, ulysses: int) -> None:
     for found in rank_pool(ranks).run(by_options, ulysses):
         assert max(found) < 1e-12, found

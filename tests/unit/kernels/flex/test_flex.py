@@ -214,7 +214,7 @@ class OperatorCount(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("name", list(PATTERNS))
-@pytest.mark.day("dilated", "mask function, causal")  # documents: all hops are one compilation, below
+@pytest.mark.day("dilated")
 def test_kernel_equals_float64_over_a_ring(name: str) -> None:
     """Operators on the CPU: dense, but with our masks; gradients by the recomputed hop."""
     pattern = PATTERNS[name](TOKENS)
@@ -336,6 +336,7 @@ def cap_and_slope(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key
 
 
 @pytest.mark.parametrize(("backend", "changed"), [(None, True), ("eager", True), ("eager", False)])
+@pytest.mark.day("None-True", "eager-True")
 def test_scores_values_of_another_width_and_the_gradient_of_the_lse(
     backend: str | None, changed: bool
 ) -> None:

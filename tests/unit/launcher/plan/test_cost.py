@@ -192,7 +192,7 @@ def test_the_fewest_devices_fit_and_half_of_them_do_not():
     ],
     ids=str,
 )
-@pytest.mark.day("Causal()-contiguous-3", "SlidingWindow(window=512, causal=True)-auto-4")
+@pytest.mark.day("SlidingWindow(window=512, causal=True)-auto-4")
 def test_transfers_hide_above_the_threshold_and_not_just_below_it(pattern, layout, ring):
     def planned(shard):
         return estimate(replace(sized, tokens=shard * ring)).attention

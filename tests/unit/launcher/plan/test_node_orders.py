@@ -19,6 +19,7 @@ from ds_ring_launcher.plan.model_file import ModelShape
 from ds_ring_launcher.plan.model_memory import Zero
 from ds_ring_launcher.plan.node_orders import node_orders
 from ds_ring_launcher.plan.training_setting import TrainingSetting, like_in_hops, like_in_memory
+from tests.plan_costs import costs_once  # noqa: F401 (used by all tests)
 from tests.unit.launcher.plan.test_cost import RATES
 
 MODEL = ModelShape(2, 64, 8, 4, 16, 128, 256)

@@ -138,6 +138,7 @@ def test_a_timeline_says_when_ranks_share_cores(
 
 
 @pytest.mark.parametrize("backward", [True, False])
+@pytest.mark.day("True")
 def test_pictures_are_drawn(tmp_path: Path, backward: bool) -> None:
     sizes = SIZES._replace(dtype=torch.bfloat16)
     job = ProfileJob(sizes, SlidingWindow(100), "contiguous", Options(chunk_bytes=1), backward)

@@ -118,7 +118,7 @@ def test_tiles_of_random_runs_are_the_definition(
         ((9, 27), (1, 3)),
     ],
 )
-@pytest.mark.covering(1)
+@pytest.mark.day("lengths0-rates0-True", "lengths2-rates2-True", "lengths3-rates3-True")
 def test_where_segments_nest_no_pair_is_computed_twice(
     lengths: tuple[int, ...], rates: tuple[int, ...], causal: bool
 ) -> None:

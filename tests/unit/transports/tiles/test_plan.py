@@ -63,6 +63,7 @@ def test_a_thousand_ranks_in_seconds() -> None:
     ("ranks", "ring", "tiles"),
     [(8, (14, 35), (14, 32)), (64, (126, 315), (48.2, 136.2)), (256, (510, 1275), (104.4, 296.4))],
 )
+@pytest.mark.day("8-ring0-tiles0", "64-ring1-tiles1")
 def test_the_table_of_bytes(ranks: int, ring: tuple[float, float], tiles: tuple[float, float]) -> None:
     """README.md's: what the busiest rank receives, in shards of K."""
     layout = make_layout("zigzag", tokens=ranks * SHARD, ring_size=ranks)

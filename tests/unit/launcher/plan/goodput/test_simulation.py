@@ -102,6 +102,7 @@ def test_faults_that_do_not_strike_a_restart_fail_the_closed_form() -> None:
 
 
 @pytest.mark.parametrize(("pause", "mtbf"), [(5.0, 20_000.0), (60.0, 20_000.0), (300.0, 3_600.0)])
+@pytest.mark.day("5.0-20000.0", "300.0-3600.0")
 def test_no_interval_is_better_than_daly_s(pause: float, mtbf: float) -> None:
     best = daly(pause, mtbf)
     assert best == pytest.approx(young(pause, mtbf), rel=3 * (pause / mtbf) ** 0.5)
