@@ -309,7 +309,7 @@ MODEL_PARTS = {
     "tiled_loss": "ds_ring.integrations.transformers.tiles.head.TiledLoss",
     "tiled_mlp": "ds_ring.integrations.transformers.tiles.layers.TiledMLPs",
     "offload_checkpoints": "ds_ring.integrations.transformers.offloaded_checkpoints.OffloadedCheckpoints",
-    "generation": "ds_ring.integrations.transformers.generation.Generation",
+    "generation": "ds_ring.integrations.transformers.generation.generation_of",
 }
 
 # Kinds of rows by the tensor of a batch that has their patterns (`RowKind` in `integrations/deepspeed`).

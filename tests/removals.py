@@ -107,8 +107,11 @@ CAPABILITIES = {
     "whole heads": Capability(("layers.whole_heads", "contrib.whole_heads"),
         words=r"\bwhole_heads|\bstates_by_heads"),
     "decode and generation": Capability(
-        ("decode", "integrations.transformers.generation", "integrations.transformers.ring_cache"),
-        ("dist/test_generation.py",),
+        (
+            "decode", "integrations.transformers.generation", "integrations.transformers.ring_cache",
+            "contrib.encoder_decoder.generation",
+        ),
+        ("dist/test_generation.py", "dist/contrib/encoder_decoder/test_generation.py"),
         with_it=("batch invariance",),
         words=r"\bdecode_attention|\breplicated|\bdecode\.",
         named=1,

@@ -42,7 +42,7 @@ from ds_ring.patterns.documents.pattern import Documents
 from ds_ring.registry import ROW_KINDS
 
 DECODER = "decoder_"
-_FULL = LayerPatterns(Full(), {})
+FULL = LayerPatterns(Full(), {})
 
 
 def _two_sequences(batch: Mapping[str, Tensor]) -> tuple[Batch, Batch]:
@@ -101,12 +101,9 @@ class Pairs(BatchKind):
             raise RingShapeError(
                 f"batch: expected as many samples in both sequences, got {samples[0]} and {samples[1]}"
             )
-        mask_BE = encoder.get("attention_mask")
-        is_padded = mask_BE is not None and not bool(mask_BE.bool().all())
-        halves = prepare_batch(encoder, Full(), documents=is_padded), prepare_batch(decoder, Causal())
+        halves = prepare_encoder(encoder, number), prepare_batch(decoder, Causal())
         if number is not None:
-            for half in halves:
-                half["position_ids"] = number({key: x for key, x in half.items() if key != DOCUMENT_IDS})
+            halves[1]["position_ids"] = number(halves[1])
         return _one_batch(*halves)
 
     def cut(self, prepared: Batch, session: RingSession) -> tuple[Batch, BatchSharding]:
@@ -133,6 +130,16 @@ class Pairs(BatchKind):
         return _one_batch(encoder, decoder), sharding
 
 
+def prepare_encoder(encoder: Batch, number: Callable[[Batch], Tensor] | None) -> Batch:
+    """Return the encoder's tensors, prepared: its padding is a document of its own."""
+    mask_BE = encoder.get("attention_mask")
+    is_padded = mask_BE is not None and not bool(mask_BE.bool().all())
+    found = prepare_batch(encoder, Full(), documents=is_padded)
+    if number is not None:
+        found["position_ids"] = number({key: x for key, x in found.items() if key != DOCUMENT_IDS})
+    return found
+
+
 def shard_pair(
     session: RingSession, tokens: tuple[int, int], mesh: RingMesh, groups: tuple[RowGroup, ...] = ()
 ) -> BatchSharding:
@@ -144,16 +151,16 @@ def shard_pair(
         groups: rows by the padding of the encoder.
     """
     config, layout_for = session.config, session.layout_for
-    of_encoder, layout = layout_for(tokens[0], mesh, groups, _FULL), layout_for(tokens[1], mesh)
-    crossed = tuple(RowGroup(_between(tokens[1], group.documents), group.rows) for group in groups)
+    of_encoder, layout = layout_for(tokens[0], mesh, groups, FULL), layout_for(tokens[1], mesh)
+    crossed = tuple(RowGroup(between(tokens[1], group.documents), group.rows) for group in groups)
     return BatchSharding(
         config, layout, mesh, session.patterns,
-        encoder=BatchSharding(config, of_encoder, mesh, _FULL, groups),
-        cross=BatchSharding(config, layout, mesh, _FULL, crossed, key_layout=of_encoder),
+        encoder=BatchSharding(config, of_encoder, mesh, FULL, groups),
+        cross=BatchSharding(config, layout, mesh, FULL, crossed, key_layout=of_encoder),
     )  # fmt: skip
 
 
-def _between(queries: int, keys: Documents) -> Documents:
+def between(queries: int, keys: Documents) -> Documents:
     """Return the documents of queries that see all tokens of the encoder but padding."""
     ids = np.repeat(keys.ids, np.diff([*keys.starts, keys.tokens]))
     return Documents(np.concatenate([np.zeros(queries, dtype=np.int64), np.where(ids < 0, -1, 0)]))

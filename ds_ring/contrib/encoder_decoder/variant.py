@@ -42,6 +42,7 @@ from ds_ring.registry import PASSES
 
 if TYPE_CHECKING:
     from ds_ring.integrations.transformers.attention_call import AttentionCall
+    from ds_ring.integrations.transformers.generation import Generation
     from ds_ring.integrations.transformers.model_adapter import ModelAdapter
 
 _LABELS = ("labels", "shift_labels", "num_items_in_batch")
@@ -99,8 +100,7 @@ class EncoderDecoder(Variant):
     def install(self, adapter: ModelAdapter) -> None:
         if self.matches(adapter.model):
             adapter.session.needs.batches = Pairs(decoder_ids_of(adapter.model))
-            encoder = adapter.model.get_encoder()
-            adapter.apply(give_encoder_sharding, encoder=encoder)
+            adapter.apply(give_encoder_sharding(adapter), encoder=adapter.model.get_encoder())
 
     def read(self, call: AttentionCall) -> None:
         if call.sharding.cross is not None:
@@ -108,13 +108,10 @@ class EncoderDecoder(Variant):
             if pattern is not None and not pattern.is_causal:
                 call.sharding = call.sharding.cross  # the decoder's own attention is causal
 
-    def refuse_generation(self, model: PreTrainedModel) -> str | None:
-        if not getattr(model.config, "is_encoder_decoder", False):
-            return None
-        return (
-            "expected a model of one sequence, got an encoder-decoder, whose cache of two sequences does not"
-            " stay on the ring"
-        )
+    def generation(self, model: PreTrainedModel) -> type[Generation] | None:
+        from ds_ring.contrib.encoder_decoder.generation import PairGeneration
+
+        return PairGeneration if self.matches(model) else None
 
 
 def check_pair(model: PreTrainedModel, config: RingConfig) -> None:
@@ -169,19 +166,31 @@ def decoder_ids_of(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
     return made
 
 
-@patch(
+_encoder_patch = patch(
     TABLE.given("encoder", "transformers.modeling_utils.PreTrainedModel"), stage="before_forward",
-    feature="two sequences", reason="passes the sharding of the encoder's sequence",
+    feature="two sequences", reason="passes the sharding of the encoder's sequence, cuts prompts of generate",
     when="the model is an encoder-decoder",
 )  # fmt: skip
-def give_encoder_sharding(
-    _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Give the encoder the sharding of its own sequence in place of the decoder's."""
-    sharding = kwargs.get(SHARDING)
-    if not isinstance(sharding, BatchSharding) or sharding.encoder is None:
-        return None
-    return args, kwargs | {SHARDING: sharding.encoder}
+
+
+def give_encoder_sharding(adapter: ModelAdapter) -> Callable[..., Any]:
+    """Return the hook that gives the encoder the sharding of its own sequence in place of the decoder's."""
+    call, encoder = adapter.call, adapter.model.get_encoder()
+    signature = inspect.signature(encoder.forward)
+
+    @_encoder_patch
+    def before(
+        _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        sharding = kwargs.get(SHARDING)
+        if isinstance(sharding, BatchSharding) and sharding.encoder is not None:
+            return args, kwargs | {SHARDING: sharding.encoder}
+        assert isinstance(call, PairCall)
+        given = dict(signature.bind_partial(*args).arguments) | kwargs
+        found = call.encode(given) if sharding is None else None
+        return None if found is None else ((), found)
+
+    return before
 
 
 class PairCall(ModelCall):
@@ -195,6 +204,15 @@ class PairCall(ModelCall):
         self._positions: dict[str, Tensor] = {}
         self._labels: tuple[Tensor, Tensor] | None = None
         self._encoder = {id(one) for one in self.model.get_encoder().modules()}
+
+    def encode(self, given: dict[str, Any]) -> dict[str, Any] | None:
+        """Return the arguments of the encoder for this rank where `generate` calls it; None elsewhere."""
+        part: Any
+        for part in self.adapter.parts:
+            if hasattr(part, "encode") and (found := part.encode(given)) is not None:
+                self._positions = part.positions
+                return dict(found)
+        return None
 
     def sharding_of(self, module: nn.Module) -> BatchSharding:
         sharding = self.session.batches.current
@@ -213,6 +231,12 @@ class PairCall(ModelCall):
         self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Check the call; take positions and labels out, and put the sharding in."""
+        part: Any
+        for part in self.adapter.parts:
+            if part.sharding is not None:
+                self._positions = part.positions
+                return args, kwargs | {SHARDING: part.sharding}
+        self._positions = {}
         given = dict(self.signature.bind_partial(*args, **kwargs).arguments) | kwargs
         given.pop("kwargs", None)
         refuse_other_inputs(self.name, given)
@@ -235,6 +259,10 @@ class PairCall(ModelCall):
 
     def after(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Check the output; put this rank's part of the mean over all labels in."""
+        for part in self.adapter.parts:
+            if part.sharding is not None:
+                part.after(output)
+                return
         of_encoder = ("encoder_last_hidden_state",)
         check_outputs(self.model, output, self.session.batches.current.local_tokens, of_encoder)
         if self._labels is not None and getattr(output, "logits", None) is not None:

@@ -50,8 +50,8 @@ Batch = dict[str, Tensor]
 # What a model needs to know of whole batches. `attach` fills it in (families.py).
 
 SHARDING = "ds_ring_sharding"  # the keyword by which a model hands its batch's sharding down to attention
-# By which it takes a cache: from transformers 5.24 on, before, and Mamba's.
-CACHES = ("cache", "past_key_values", "cache_params")
+# By which it takes a cache: from transformers 5.24 on, before, Mamba's and RWKV's.
+CACHES = ("cache", "past_key_values", "cache_params", "state")
 
 
 def cache_in(given: Mapping[str, Any]) -> Any:

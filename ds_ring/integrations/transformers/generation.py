@@ -95,12 +95,13 @@ class _CachedAttention(RingAttention):
         value: Tensor,
         *args: Any,
         sinks: Tensor | None = None,
+        return_lse: bool = False,
         **kwargs: Any,
-    ) -> Tensor:
+    ) -> Any:
         assert not args and not kwargs
         handle = self.context.handle
-        out: Tensor = replicated_attention_op(query, key, value, self.q_positions, handle, sinks)[0]
-        return out
+        found = replicated_attention_op(query, key, value, self.q_positions, handle, sinks)
+        return found if return_lse else found[0]
 
 
 def _cache_class() -> type[RingCache]:
@@ -134,6 +135,8 @@ class Generation(ModelPart):
     def __init__(self, model: PreTrainedModel, session: RingSession, rewritten: Callable[[], bool]) -> None:
         super().__init__(model, session, rewritten)
         self.signature = inspect.signature(model.forward)
+        self._name = cache_name(self.signature.parameters)
+        self._has_own_cache = any(variant.has_own_cache(model) for variant in variants())
         self._cache: RingCache | None = None
         self._last = 0  # slot of the prompt's last token, on the rank that has it
 
@@ -172,21 +175,30 @@ class Generation(ModelPart):
             settings.update(**{name: value for name, value in asked.items() if hasattr(settings, name)})
             self._check(asked, settings)
             call.agree(_described(asked, settings))
-        given: dict[str, Any] = {}
-        if cache_in(asked) is None:
-            name, config = cache_name(self.signature.parameters), self.session.config
-            has_states = any(variant.has_states(self.model) for variant in variants())
-            given[name] = _cache_class()(
-                self.mesh.ring_rank, self.mesh.ring_size,
-                self.model.config.get_text_config(decoder=True) if has_states else None,
-                Exchange(self.mesh, config.hop_timeout_seconds),
-                config.block_size if PASSES[config.transport].whole_blocks else 1,
-            )  # fmt: skip
+        given: dict[str, Any] = {} if cache_in(asked) is not None else {self._name: self.new_cache()}
         # Replicas that end early go on with the others: at ZeRO 3 each layer's weights come from all ranks.
         sharded = any(hasattr(parameter, "ds_id") for parameter in self.model.parameters())
         if sharded and self.mesh.data_size > 1 and asked.get("synced_gpus") is None:
             given["synced_gpus"] = True
         return given
+
+    def end(self) -> None:
+        """End a call of `generate`, which may have failed."""
+
+    def new_cache(self) -> Any:
+        """Return an empty cache."""
+        config, model = self.session.config, self.model
+        has_states = not self._has_own_cache and any(one.has_states(model) for one in variants())
+        return _cache_class()(
+            self.mesh.ring_rank, self.mesh.ring_size,
+            model.config.get_text_config(decoder=True) if has_states else None,
+            Exchange(self.mesh, config.hop_timeout_seconds),
+            config.block_size if PASSES[config.transport].whole_blocks else 1,
+        )  # fmt: skip
+
+    def _faults(self, asked: dict[str, Any]) -> dict[str, bool]:
+        """Return what else this class refuses, and whether it applies."""
+        return {}
 
     def _check(self, asked: dict[str, Any], settings: Any) -> None:
         name = f"{type(self.model).__name__}.generate"
@@ -216,6 +228,8 @@ class Generation(ModelPart):
             f"expected greedy decoding, sampling or beams, got {mode.value}": mode.value not in _MODES
             or asked.get("custom_generate") is not None,
             "expected use_cache=True, got False": settings.use_cache is False,
+            f"expected greedy decoding or sampling, got {mode.value}: transformers does not reorder the"
+            " model's states": self._has_own_cache and "beam" in mode.value,
             "expected no config.sliding_window, got one that its attention does not know: transformers' cache"
             " would forget tokens; set it to None": only_the_cache_slides,
             f"expected no cache of another kind, got {type(cache).__name__}": cache is not None
@@ -227,6 +241,7 @@ class Generation(ModelPart):
                 settings.output_hidden_states or settings.output_attentions
             ),
         }
+        faults |= self._faults(asked)
         found = [variant.refuse_generation(self.model) for variant in variants()]
         found += [fault for fault, applies in faults.items() if applies]
         for fault in filter(None, found):
@@ -253,7 +268,9 @@ class Generation(ModelPart):
                 type(self.model).__name__, "position_ids [samples, tokens]", "others", _OFF
             )
         mask_BT = given.pop("attention_mask", None)
-        if not getattr(self.model, "_supports_default_dynamic_cache", lambda: True)():
+        if self._has_own_cache:
+            given |= {self._name: cache.own, "use_cache": True}
+        elif not getattr(self.model, "_supports_default_dynamic_cache", lambda: True)():
             given["use_cache"] = False  # the cache is given; the model would ask for one of its own class
         if "output_router_logits" in self.signature.parameters:
             given["output_router_logits"] = False  # their loss is not read
@@ -328,6 +345,8 @@ class Generation(ModelPart):
                 exchange = Exchange(self.mesh, self.session.config.hop_timeout_seconds)
                 exchange.all_reduce(last_B1V, self.mesh.ring_group)
             output["logits"] = last_B1V
+        if self._has_own_cache:
+            self._cache.own, output[self._name] = output[self._name], self._cache
         self._cache.finish()
 
 
@@ -342,11 +361,20 @@ class _Generate:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         bound = inspect.signature(self.own).bind(*args, **kwargs).arguments
         asked = {**bound, **bound.pop("kwargs", {})}
-        return self.own(**asked | self._generation.start(asked))
+        try:
+            return self.own(**asked | self._generation.start(asked))
+        finally:
+            self._generation.end()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Give a copy of the model its own method: this one would go on with the original's weights."""
         return types.MethodType(type(self._model).generate, memo[id(self._model)])
+
+
+def generation_of(model: PreTrainedModel, session: RingSession, rewritten: Callable[[], bool]) -> Generation:
+    """Return what runs `generate` of a model."""
+    kind = next(filter(None, (variant.generation(model) for variant in variants())), Generation)
+    return kind(model, session, rewritten)
 
 
 def _described(asked: dict[str, Any], settings: Any) -> dict[str, object]:

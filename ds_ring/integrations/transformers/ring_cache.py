@@ -58,6 +58,7 @@ class RingCache(Cache):
         self.layout: CacheLayout | None = None  # of all reserved slots; None before the prompt
         self.real_BT: Tensor | None = None  # which tokens are no padding, on the CPU; None if all are
         self.groups: dict[int, tuple[RowGroup, ...]] = {}  # rows by their padding, by the length of a layout
+        self.own: Any = None  # the states of a model that has a class of its own for them (RWKV, xLSTM)
         self._tokens = self._arriving = 0
         self._config, self._exchange = config, exchange
         if config is None:
@@ -152,7 +153,7 @@ class RingCache(Cache):
     def reset(self) -> None:
         self.layers[:] = self._layers()
         self.groups.clear()
-        self.layout = self.real_BT = None
+        self.layout = self.real_BT = self.own = None
         self._tokens = self._arriving = 0
 
     def crop(self, tokens_to_remove: int) -> NoReturn:

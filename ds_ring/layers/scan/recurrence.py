@@ -132,14 +132,24 @@ def _state_after(
         moves, increments, states: M and B of this rank's runs, and the states with which they begin.
         matrix: see `ring_scan`.
     """
+    passes, _ = context.masks(increments)
+    return of_last_run(context, compose((moves * passes, increments), (None, states), matrix)[1])
+
+
+def of_last_run(context: ScanContext, x: Tensor) -> Tensor:
+    """Return what is computed of each own run, [R, ...], of the sequence's last run, on every rank."""
     last = len(context.runs.starts) - 1
-    found = increments.new_zeros(increments.shape[1:])
+    found = x.new_zeros(x.shape[1:])
     for place, run in enumerate(context.runs.of_rank(context.mesh.sequence_rank).tolist()):
         if run == last:
-            passes, _ = context.masks(increments)
-            found = compose((moves * passes, increments), (None, states), matrix)[1][place].contiguous()
-    with collective(context.mesh, "state after the sequence", context.exchange) as call:
-        context.agree(call, shape=tuple(found.shape), dtype=found.dtype)
+            found = x[place].clone()
+    return on_every_rank(context, found, "state after the sequence")
+
+
+def on_every_rank(context: ScanContext, x: Tensor, name: str) -> Tensor:
+    """Return the sum of all ranks' x: what one of them has, as the others have zeros. `x` is changed."""
+    with collective(context.mesh, name, context.exchange) as call:
+        context.agree(call, shape=tuple(x.shape), dtype=x.dtype)
         if context.mesh.sequence_group is not None:
-            call.exchange.all_reduce(found, context.mesh.sequence_group)
-    return found
+            call.exchange.all_reduce(x, context.mesh.sequence_group)
+    return x

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ds_ring.integrations.transformers.attention_call import AttentionCall
+    from ds_ring.integrations.transformers.generation import Generation
     from ds_ring.integrations.transformers.model_adapter import ModelAdapter
     from ds_ring.integrations.transformers.model_call import ModelCall
 
@@ -130,6 +131,14 @@ class Variant:
         """Return why a model cannot generate on a ring; None if this variant has no reason."""
         return None
 
+    def generation(self, model: PreTrainedModel) -> type[Generation] | None:
+        """Return what runs `generate` of a model in place of `Generation`; None for any other model."""
+        return None
+
     def has_states(self, model: PreTrainedModel) -> bool:
         """Return whether a cache has to hold states of the model's layers."""
+        return False
+
+    def has_own_cache(self, model: PreTrainedModel) -> bool:
+        """Return whether a model makes a cache of its own kind, of states that every rank has."""
         return False

@@ -127,10 +127,17 @@ def used_otherwise(rank: int, world_size: int) -> dict[str, Any]:
         except RingError as error:
             found[name] = f"{type(error).__name__}: {error}"
     engine.eval()
-    try:
-        engine.module.generate(whole["input_ids"], max_new_tokens=3)
-    except RingError as error:
-        found["generate"] = f"{type(error).__name__}: {error}"
+    from transformers.modeling_outputs import BaseModelOutput
+
+    answers, states = whole["labels"].clamp(min=0), torch.zeros(2, 21, 4)
+    for name, asked in {
+        "generate": {"decoder_input_ids": answers, "decoder_attention_mask": answers % 2},
+        "generate from states": {"encoder_outputs": BaseModelOutput(last_hidden_state=states)},
+    }.items():
+        try:
+            engine.module.generate(**{"input_ids": whole["input_ids"]} | asked, max_new_tokens=3)
+        except RingError as error:
+            found[name] = f"{type(error).__name__}: {error}"
     with torch.no_grad():
         mine = engine.ring.gather(engine.ring.logprobs(engine, local))
         states = engine.ring.gather(engine(**local).encoder_last_hidden_state, encoder=True)
@@ -164,7 +171,8 @@ SAID = {
     "encoder_outputs": "expected one sequence of tokens, got encoder_outputs",
     "length": "RingShapeError: BartForConditionalGeneration: input_ids: expected 7 local tokens",
     "compiled": "RingConfigError: engine.compile: expected a model of one sequence, got an encoder-decoder",
-    "generate": "RingConfigError: BartForConditionalGeneration.generate: expected a model of one sequence",
+    "generate": "RingConfigError: BartForConditionalGeneration.generate: expected decoder_input_ids without",
+    "generate from states": "RingConfigError: BartForConditionalGeneration.generate: expected a prompt, got enc",
 }
 
 

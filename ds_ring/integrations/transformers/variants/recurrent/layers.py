@@ -50,6 +50,8 @@ METHODS: dict[str, Callable[..., Any]] = {
     "RecurrentGemmaRglru._rnn_scan": methods.rg_lru,
     "ZayaCCAProjection.forward": methods.compressed_convolution,
     "xLSTMBackend.forward": methods.mlstm,
+    "RwkvSelfAttention.extract_key_value": partial(methods.rwkv_shift, place=1),
+    "RwkvFeedForward.forward": partial(methods.rwkv_shift, place=0),
     "Qwen4ExpTextNGramEmbedding.forward": methods.ngrams,
     "Inkling2DynamicShortConvolution.forward": methods.dynamic_convolution,
     "Inkling2LoopDynamicShortConvolution.forward": methods.dynamic_convolution,
@@ -57,10 +59,13 @@ METHODS: dict[str, Callable[..., Any]] = {
 WRAPPERS = FUNCTIONS | METHODS
 # Whose wrappers compute the state after a prompt, or whose layer keeps what they read in a cache.
 _GIVES_STATES = WRAPPERS.keys() - {
-    "rwkv_linear_attention", "xLSTMBackend.forward", "Qwen4ExpTextNGramEmbedding.forward",
-    "Inkling2DynamicShortConvolution.forward", "Inkling2LoopDynamicShortConvolution.forward",
+    "Qwen4ExpTextNGramEmbedding.forward", "Inkling2DynamicShortConvolution.forward",
+    "Inkling2LoopDynamicShortConvolution.forward",
 }  # fmt: skip
-_KEEPS_INPUTS = {"RecurrentGemmaRecurrentBlock"}  # its last inputs, by itself
+# Their last inputs, by themselves.
+_KEEPS_INPUTS = {"RecurrentGemmaRecurrentBlock", "RwkvSelfAttention", "RwkvFeedForward"}
+# Of models whose states are objects of their own, which their layers get in place of a cache.
+_OWN_STATES = {"rwkv_linear_attention", "xLSTMBackend.forward"}
 # nn.Conv1d modules that are called by themselves, by the class that has them.
 _CONVOLUTIONS = {"RecurrentGemmaRecurrentBlock": "conv_1d", "Qwen4ExpTextPLELayer": "conv1d"}
 # Words of `layer_types` that are recurrent if every such layer is.
@@ -158,6 +163,9 @@ class Recurrent(Variant):
 
     def has_states(self, model: PreTrainedModel) -> bool:
         return any(map(is_recurrent, model.modules()))
+
+    def has_own_cache(self, model: PreTrainedModel) -> bool:
+        return any(name in _OWN_STATES for part in model.modules() for _, name in _used(type(part)))
 
 
 def _give_sharding(adapter: ModelAdapter) -> tuple[Callable[..., Any], Callable[..., Any]]:

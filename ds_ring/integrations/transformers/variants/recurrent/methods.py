@@ -23,12 +23,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ds_ring.comm.collective import collective
 from ds_ring.comm.device_tables import on_device
 from ds_ring.errors import RingConfigError
 from ds_ring.integrations.deepspeed.batch import cache_in
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
-from ds_ring.integrations.transformers.rows import own_last_tokens
+from ds_ring.integrations.transformers.rows import in_order, own_last_tokens
 from ds_ring.integrations.transformers.variants.recurrent.scan import (
     Original,
     by_rows,
@@ -40,7 +39,7 @@ from ds_ring.integrations.transformers.variants.recurrent.scan import (
     with_halo,
 )
 from ds_ring.layers.scan.context import ScanContext
-from ds_ring.layers.scan.recurrence import Computed, kinds_of, padded
+from ds_ring.layers.scan.recurrence import Computed, kinds_of, of_last_run, on_every_rank, padded
 from ds_ring.layers.scan.scan import scan_op
 
 
@@ -66,24 +65,50 @@ Outputs = Callable[[Sequence[Tensor], tuple[Tensor, Tensor] | None], Tensor]
 
 
 def _scaled_recurrence(
-    context: ScanContext, tensors: Sequence[Tensor], summarise: Summarise, call: Outputs, dim: int
-) -> Tensor:
-    """Return the outputs of a recurrence whose states are S exp(m), as `recurrence`."""
-    batch, slots, kinds = tensors[0].shape[0], tensors[0].shape[dim], kinds_of(context)
-    last = {piece.run: piece for piece in context.pieces if piece.is_last}
-    summaries = [
-        summarise([x.narrow(dim, last[run].slot, last[run].length) for x in tensors], last[run].continues)
-        for run in range(context.own_runs)
+    sharding: BatchSharding, tensors: Sequence[Tensor], summarise: Summarise, call: Outputs, dim: int,
+    wants_state: bool,
+) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:  # fmt: skip
+    """Return the outputs of a recurrence whose states are S exp(m), and the last (S, m), as `recurrence`."""
+    sets = rows_of(sharding)
+    found = [
+        _scaled_pieces(context, [x[rows] if rows else x for x in tensors], summarise, call, dim, wants_state)
+        for context, rows in sets
     ]
-    decay, greatest, increment = (torch.stack(parts) for parts in zip(*summaries, strict=True))
+    rows = [one for _, one in sets]
+    out = in_order([one for one, _ in found], rows)
+    states = [one for _, one in found if one is not None]
+    if not wants_state:
+        return out, None
+    S, m = (in_order(list(parts), rows) for parts in zip(*states, strict=True))
+    return out, (S, m)
+
+
+def _scaled_pieces(
+    context: ScanContext, tensors: Sequence[Tensor], summarise: Summarise, call: Outputs, dim: int,
+    wants_state: bool,
+) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:  # fmt: skip
+    """Return what `_scaled_recurrence` returns, of rows with the same documents."""
+    batch, slots = tensors[0].shape[0], tensors[0].shape[dim]
+    kinds = kinds_of(context) if context.pieces or not wants_state else {}
+    last = {piece.run: piece for piece in context.pieces if piece.is_last}
+    places = [(last[run].slot, last[run].length, last[run].continues) for run in range(context.own_runs)]
+    # No token is here: a padding slot gives the shape of the states.
+    summaries = [
+        summarise([x.narrow(dim, slot, length) for x in tensors], continues)
+        for slot, length, continues in places or [(0, 1, False)]
+    ]
+    decay, greatest, increment = (torch.stack(parts)[: len(places)] for parts in zip(*summaries, strict=True))
     before = _greatest_before(context, decay, greatest)
-    comes = on_device(np.array([last[run].continues for run in range(context.own_runs)]), decay.device)
+    comes = on_device(np.array([continues for *_, continues in places], dtype=bool), decay.device)
     comes = comes.view(-1, *[1] * (decay.dim() - 1))
     after = torch.where(comes, torch.maximum(before + decay, greatest), greatest)
     move = torch.where(comes, before + decay - after, 0.0).exp()
     wide = (*decay.shape, *[1] * (increment.dim() - decay.dim()))
-    states = scan_op(move.view(wide), increment * (greatest - after).exp().view(wide), False, context.handle)
+    move, increment = move.view(wide), increment * (greatest - after).exp().view(wide)
+    states = scan_op(move, increment, False, context.handle)
     outs: dict[int, Tensor] = {}
+    if not kinds:
+        outs[0] = call([x.narrow(dim, 0, 1) for x in tensors], None).narrow(dim, 0, 0)
     for (length, continues), numbers in kinds.items():
         pieces = [context.pieces[number] for number in numbers]
         given = [torch.cat([x.narrow(dim, piece.slot, length) for piece in pieces]) for x in tensors]
@@ -95,7 +120,10 @@ def _scaled_recurrence(
     whole = torch.cat([outs[number] for number in sorted(outs)], dim=dim)
     if not any(continues for _, continues in kinds):  # every rank takes part in the backward pass of the scan
         whole = whole + states.flatten()[:0].sum().to(whole.dtype)
-    return padded(whole, slots, dim)
+    final = None
+    if wants_state:
+        final = of_last_run(context, move * states + increment), of_last_run(context, after)
+    return padded(whole, slots, dim), final
 
 
 def _greatest_before(context: ScanContext, decay: Tensor, greatest: Tensor) -> Tensor:
@@ -125,7 +153,8 @@ def wkv(
     if sharding is None:
         found: tuple[Tensor, Any] = original(time_decay, time_first, key, value, state, return_state)
         return found
-    refuse_states("RWKV", state, return_state)
+    wants_state = sharding.masks_padding and return_state  # of a prompt, before which the state is empty
+    refuse_states("RWKV", None if wants_state else state, return_state and not wants_state)
     rate = -torch.exp(time_decay.float())  # [C]
 
     def summarise(tensors: Sequence[Tensor], continues: bool) -> Summary:
@@ -151,12 +180,24 @@ def wkv(
         out: Tensor = original(time_decay, time_first, key, value)[0]
         return out if state is None else out[:, 1:]
 
-    return by_rows(
-        sharding,
-        lambda context, *tensors: _scaled_recurrence(context, tensors, summarise, call, dim=1),
-        key,
-        value,
-    ), None
+    out, last = _scaled_recurrence(sharding, (key, value), summarise, call, 1, wants_state)
+    if last is None:
+        return out, state
+    numerator, denominator = last[0].unbind(-1)
+    return out, [numerator, denominator, last[1]]
+
+
+def rwkv_shift(
+    original: Original, layer: Any, hidden: Tensor, state: list[Tensor] | None = None, *, place: int
+) -> tuple[Any, ...]:
+    """Compute what mixes tokens [B, S, C] with those before them; the last one is `state[place]`."""
+    sharding = sharding_of({})
+    if sharding is None or state is None:
+        found: tuple[Any, ...] = original(layer, hidden, state)
+        return found
+    *mixed, _ = original(layer, hidden)
+    state[place][:, :, layer.layer_id] = _last_inputs(sharding, hidden.transpose(1, 2), 1)[..., 0]
+    return (*mixed, state)
 
 
 def mlstm(
@@ -169,7 +210,13 @@ def mlstm(
     if sharding is None:
         first = (c_initial, n_initial, m_initial)
         return original(layer, query, key, value, igate, fgate, *first, return_last_states, mode)
-    refuse_states("mLSTM", c_initial, False)
+    wants_state = sharding.masks_padding  # of a prompt, before which the state is empty
+    refuse_states("mLSTM", None if wants_state else c_initial, False)
+    if query.shape[2] != sharding.local_tokens:
+        raise RingConfigError.wrong(
+            "xLSTM", f"layers that get all {sharding.local_tokens} tokens of a shard", query.shape[2],
+            "set config.max_inference_chunksize to as many tokens",
+        )  # fmt: skip
 
     def summarise(tensors: Sequence[Tensor], continues: bool) -> Summary:
         _, key, value, igate, fgate = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in tensors)
@@ -190,10 +237,9 @@ def mlstm(
         out: Tensor = original(layer, *tensors, *(first or (None,) * 3), mode="inference")[0]
         return out
 
-    def run(context: ScanContext, *tensors: Tensor) -> Tensor:
-        return _scaled_recurrence(context, tensors, summarise, call, dim=2)
-
-    return by_rows(sharding, run, query, key, value, igate, fgate), None
+    tensors = query, key, value, igate, fgate
+    out, last = _scaled_recurrence(sharding, tensors, summarise, call, 2, wants_state)
+    return out, None if last is None else (last[0][..., :-1], last[0][..., -1], last[1][..., None])
 
 
 def _arguments(original: Original, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -383,14 +429,15 @@ def keep_last_inputs(block: Any) -> None:
     found = _inputs.pop(getattr(block, "conv_1d", block), None)
     if found is not None:
         x, sharding = found
-        ((context, _),) = rows_of(sharding)
-        width = block.conv1d_state.shape[-1]
-        tail = own_last_tokens(x, width, context.layout, context.mesh.sequence_rank)
-        with collective(context.mesh, "last inputs of a prompt", context.exchange) as call:
-            context.agree(call, shape=tuple(tail.shape), dtype=tail.dtype)
-            if context.mesh.sequence_group is not None:
-                call.exchange.all_reduce(tail, context.mesh.sequence_group)
-        block.conv1d_state.copy_(tail)  # the block has made it of the tokens here
+        # the block has made it of the tokens here
+        block.conv1d_state.copy_(_last_inputs(sharding, x, block.conv1d_state.shape[-1]))
+
+
+def _last_inputs(sharding: BatchSharding, x: Tensor, width: int) -> Tensor:
+    """Return the last inputs [B, C, width] of a prompt [B, C, S], on every rank. Collective."""
+    ((context, _),) = rows_of(sharding)
+    tail = own_last_tokens(x, width, context.layout, context.mesh.sequence_rank)
+    return on_every_rank(context, tail, "last inputs of a prompt")
 
 
 def ngrams(original: Original, layer: Any, *args: Any, **kwargs: Any) -> Tensor:
