@@ -80,7 +80,7 @@ CAPABILITIES = {
         words=r"\bcross_attention|\bCrossAttention|layers\.cross"),
     "selected keys": Capability(
         ("layers.selection", "integrations.transformers.selection"),
-        ("dist/layers/test_selection.py",),
+        ("dist/layers/test_selection.py", "dist/variants/test_indexed_generation.py"),
         with_it=("MoBA and NSA", "variant compressed", "variant indexed", "variant key_terms"),
         words=r"\bring_select|\bselected_attention|layers\.selection",
     ),
@@ -109,9 +109,12 @@ CAPABILITIES = {
     "decode and generation": Capability(
         (
             "decode", "integrations.transformers.generation", "integrations.transformers.ring_cache",
-            "contrib.encoder_decoder.generation",
+            "contrib.encoder_decoder.generation", "layers.selection.few_queries",
         ),
-        ("dist/test_generation.py", "dist/contrib/encoder_decoder/test_generation.py"),
+        (
+            "dist/test_generation.py", "dist/contrib/encoder_decoder/test_generation.py",
+            "dist/variants/test_indexed_generation.py",
+        ),
         with_it=("batch invariance",),
         words=r"\bdecode_attention|\breplicated|\bdecode\.",
         named=1,

@@ -56,7 +56,7 @@ class ReplicatedPass:
         if self.exchange is not None:
             # [B * H * Q, E + 1]: the lse is one more column, in the same message.
             rows_ND = torch.cat([out, lse.unsqueeze(-1)], dim=-1).flatten(0, 2)
-            whole = _all_reduce(self.exchange, rows_ND, _merge_rows).view(*q.shape[:3], -1)
+            whole = all_reduce(self.exchange, rows_ND, merge_rows).view(*q.shape[:3], -1)
             out, lse = whole[..., :-1], whole[..., -1].contiguous()
         return out.to(q.dtype).contiguous(), lse
 
@@ -92,7 +92,7 @@ class ReplicatedPass:
                 part.add_to(dq_w, dk_w, dv_w)
         if self.exchange is not None:
             # dk and dv need no message, since the keys are on this rank only.
-            dq = _all_reduce(self.exchange, dq.flatten(0, 2), _sum_rows).view(q.shape)
+            dq = all_reduce(self.exchange, dq.flatten(0, 2), _sum_rows).view(q.shape)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
@@ -101,7 +101,7 @@ class ReplicatedPass:
 # each rank sends 2 (P - 1) / P of the result's size, however many keys there are, and no rank holds P
 # results. All ranks get the same bits, because one rank computes each row. In the forward pass the rows are
 # (out, lse) and are merged; in the backward pass they are dq and are summed.
-def _all_reduce(exchange: Exchange, rows: Tensor, combine: Callable[[list[Tensor]], Tensor]) -> Tensor:
+def all_reduce(exchange: Exchange, rows: Tensor, combine: Callable[[list[Tensor]], Tensor]) -> Tensor:
     """Combine all ranks' [N, width] rows in rank order, the same bits everywhere; [Note: one all-reduce]."""
     group, size = exchange.mesh.ring_group, exchange.mesh.ring_size
     missing = -len(rows) % size
@@ -111,7 +111,7 @@ def _all_reduce(exchange: Exchange, rows: Tensor, combine: Callable[[list[Tensor
     return torch.cat(exchange.all_gather(mine, group, size))[: len(rows)]
 
 
-def _merge_rows(partials: list[Tensor]) -> Tensor:
+def merge_rows(partials: list[Tensor]) -> Tensor:
     """Merge rows of (out, lse) over disjoint keys into one."""
     total = partials[0]
     for partial in partials[1:]:

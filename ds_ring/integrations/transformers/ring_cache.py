@@ -108,7 +108,7 @@ class RingCache(Cache):
         """Return the memory of this rank's part, bytes."""
         held: list[Any] = []
         for layer in self.layers:
-            held += [getattr(layer, "keys", None), getattr(layer, "values", None)]
+            held += [getattr(layer, name, None) for name in ("keys", "values", "indexer_keys")]
             if isinstance(layer, RingStateLayer):
                 held += [*layer.conv_states.values(), *layer.recurrent_states.values()]
         return sum(x.nbytes for x in held if x is not None)
@@ -169,6 +169,7 @@ class RingCacheLayer(CacheLayerMixin):
     def __init__(self, cache: RingCache) -> None:
         super().__init__()
         self._cache = cache
+        self.indexer_keys: Tensor | None = None  # of an indexer that selects keys, [B, 1, S, D]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.keys, self.values = self._room(key_states), self._room(value_states)
@@ -182,24 +183,37 @@ class RingCacheLayer(CacheLayerMixin):
         Of a prompt that is this rank's shard, for the ring pass. Later every rank has all new tokens, and
         gets back its part of the whole sequence.
         """
+        self.keys, self.values = self._stored(self.keys, key_states), self._stored(self.values, value_states)
+        self.is_initialized = True
+        if self._cache.arriving.start == 0:
+            return key_states, value_states
+        return self.keys, self.values
+
+    def update_indexer(self, keys_BQD: Tensor) -> Tensor:
+        """Store the keys of an indexer [B, Q, D]; return what it scores, as `update` does."""
+        self.indexer_keys = self._stored(self.indexer_keys, keys_BQD.unsqueeze(1))
+        return keys_BQD if self._cache.arriving.start == 0 else self.indexer_keys.squeeze(1)
+
+    def _stored(self, kept: Tensor | None, new: Tensor) -> Tensor:
+        """Return `kept` with the arriving tokens of this rank, [B, G, Q, D] of a prompt or of all ranks."""
         cache = self._cache
         assert cache.layout is not None
         if cache.arriving.start == 0:
-            self.lazy_initialization(key_states, value_states)
             stored = cache.layout.prompt.valid_tokens(cache.ring_rank)
-            for kept, new in ((self.keys, key_states), (self.values, value_states)):
-                assert kept is not None
-                kept[:, :, :stored] = new[:, :, :stored]
-            return key_states, value_states
-        assert self.keys is not None and self.values is not None
-        if self.keys.shape[2] < cache.layout.local_tokens:
-            self.keys, self.values = self._room(self.keys, self.keys), self._room(self.values, self.values)
+            return self._room(new, new[:, :, :stored])
+        assert kept is not None
+        if kept.shape[2] < cache.layout.local_tokens:
+            kept = self._room(kept, kept)
         for index, position in enumerate(cache.arriving):
             slot = cache.layout.slot(cache.ring_rank, position)
             if slot is not None:
-                self.keys[:, :, slot] = key_states[:, :, index]
-                self.values[:, :, slot] = value_states[:, :, index]
-        return self.keys, self.values
+                kept[:, :, slot] = new[:, :, index]
+        return kept
+
+    def reorder_cache(self, beam_idx: Any) -> None:
+        super().reorder_cache(beam_idx)
+        if self.indexer_keys is not None:
+            self.indexer_keys = self.indexer_keys.index_select(0, beam_idx.to(self.indexer_keys.device))
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self._cache.get_mask_sizes(query_length, 0)

@@ -200,7 +200,7 @@ def _walk_tokens(best: BestKeys, scores_fn: ScoresFunction, keys: Tensor, contex
 
     def merge(hop: int, arrived: Tensor) -> None:
         positions = held(hop)
-        _keep_best(best, scores_fn, arrived, positions, Visible(context.pattern, queries, positions), tables)
+        keep_best(best, scores_fn, arrived, positions, Visible(context.pattern, queries, positions), tables)
 
     no_positions = layout.positions(rank)[:0]
     _walk(keys, context, leaving, lambda hop: len(held(hop)), merge)
@@ -231,7 +231,7 @@ def _walk_blocks(
 
     def merge(hop: int, arrived: Tensor) -> None:
         own = numbers((rank - hop) % size)
-        _keep_best(best, scores_fn, arrived, own, Visible(pattern, queries, blocks.starts[own]), tables)
+        keep_best(best, scores_fn, arrived, own, Visible(pattern, queries, blocks.starts[own]), tables)
 
     _walk(keys, context, leaving, lambda hop: count(rank, (rank - hop) % size), merge)
 
@@ -288,7 +288,7 @@ class Visible:
         return found
 
 
-def _keep_best(
+def keep_best(
     best: BestKeys, scores_fn: ScoresFunction, keys: Tensor, numbers: IntArray, seen: Visible,
     tables: DeviceTables,
 ) -> None:  # fmt: skip

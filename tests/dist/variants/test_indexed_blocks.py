@@ -212,5 +212,8 @@ def test_the_model_is_plain_while_the_ring_is_off(rank_pool, family, stage):
     for found in rank_pool(2).run(losses, family, stage):
         for name in ("before", "off before", "after", "off after"):
             assert found[name] == pytest.approx(found["alone"], rel=1e-6), found
+        if family == "minimax_m3_vl_text":  # see test_indexed_generation.py
+            assert "generation" not in found, found
+            continue
         assert found["generation"].startswith("RingConfigError"), found
         assert "engine.ring.off()" in found["generation"], found

@@ -156,14 +156,15 @@ def _another_formula(how: str) -> RingConfigError:
 class _Keys:
     """Stand for the cache to which an indexer gives its keys."""
 
-    def __init__(self, sharding: BatchSharding, pattern: Pattern) -> None:
-        self._sharding, self._pattern = sharding, pattern
+    def __init__(self, sharding: BatchSharding, pattern: Pattern, cache: Any) -> None:
+        self._sharding, self._pattern, self._cache = sharding, pattern, cache
 
     def update_indexer(self, keys_BSD: Tensor, layer: int) -> KeysOfAllRanks:
         sharding, tokens = self._sharding, self._sharding.layout.tokens
+        held = keys_BSD if self._cache is None else self._cache.update_indexer(keys_BSD, layer)
 
         def select(scores: Computation, k: int) -> Tensor:
-            return selected(sharding, self._pattern, scores, k, keys_BSD)
+            return selected(sharding, self._pattern, scores, k, held)
 
         shape = torch.Size((*keys_BSD.shape[:2], tokens))
         return KeysOfAllRanks(select, shape, lambda samples, slots, shard: shard)
@@ -192,14 +193,16 @@ class IndexedLayer:
         self, indexer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         sharding, name = self._sharding, type(indexer).__name__
-        if (sharding is not None and sharding.is_replicated) or cache_in(kwargs) is not None:
+        cache, generates = cache_in(kwargs), isinstance(sharding, BatchSharding) and sharding.masks_padding
+        if cache is not None and not generates:
             raise has_cache(name)
         masks = [x for x in (*args, *kwargs.values()) if isinstance(x, LayerMask)]
         if not isinstance(sharding, BatchSharding) or len(masks) != 1:
             got = f"got {len(masks)} masks and {type(sharding).__name__}"
             raise RingPatternError(f"{name}: expected its layer's mask, {got}; call the engine, not compiled")
         masks[0].check_blocks(sharding)
-        visible, keys = _Visible(), _Keys(sharding, pattern_in(self._layer, sharding, masks[0].pattern))
+        pattern = pattern_in(self._layer, sharding, masks[0].pattern)
+        visible, keys = _Visible(), _Keys(sharding, pattern, cache)
         args = tuple(visible if isinstance(x, LayerMask) else x for x in args)
         kwargs = {key: visible if isinstance(x, LayerMask) else x for key, x in kwargs.items()}
         return args, kwargs | {cache_name(inspect.signature(indexer.forward).parameters): keys}

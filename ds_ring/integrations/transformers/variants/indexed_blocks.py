@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 from ds_ring.comm.device_tables import on_device
 from ds_ring.errors import RingConfigError, RingPatternError
 from ds_ring.integrations.adapter import patch
-from ds_ring.integrations.deepspeed.batch import SHARDING
+from ds_ring.integrations.deepspeed.batch import SHARDING, cache_in
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
 from ds_ring.integrations.transformers.attention_name import NAME
 from ds_ring.integrations.transformers.checks import has_cache, no_sharding
@@ -41,6 +41,7 @@ from ds_ring.integrations.transformers.selection import (
 )
 from ds_ring.integrations.transformers.variants.variant import Variant
 from ds_ring.layers.selection.block_layout import BlockLayout
+from ds_ring.layers.selection.few_queries import greatest_for_all
 from ds_ring.layers.selection.select import ScoresFunction, ring_select
 from ds_ring.layers.sparse.blocks import tokens_of_blocks
 from ds_ring.masks.catalog import Causal
@@ -175,14 +176,11 @@ def minimax_m3(
 
     The score of a block is that of its best token.
     """
-    size, local, dim = indexer.block_size, indexer.local_blocks, indexer.head_dim
+    size, local = indexer.block_size, indexer.local_blocks
     if not 1 <= local <= indexer.topk_blocks:
         expected = f"expected index_local_blocks from 1 to index_topk_blocks, {indexer.topk_blocks}"
         raise RingConfigError(f"{type(indexer).__name__}: {expected}, got {local}; set index_local_blocks")
-    queries = indexer.q_norm(indexer.q_proj(hidden_states).unflatten(2, (-1, dim))).transpose(1, 2)
-    keys = indexer.k_norm(indexer.k_proj(hidden_states).unflatten(2, (-1, dim))).transpose(1, 2)
-    queries, keys = _rotary(indexer)(queries, keys, *(x[..., :dim] for x in cos_sin))
-    keys = keys.squeeze(1)  # [B, S, D]
+    queries, keys = _minimax_m3_projected(indexer, hidden_states, cos_sin)
 
     def scores(of_samples: Tensor, slots: slice, tokens: Tensor) -> Tensor:
         found = [
@@ -205,6 +203,57 @@ def minimax_m3(
             chosen = torch.cat([chosen, best], dim=3)
         found.append(chosen)
     return joined(sharding, found)
+
+
+def _minimax_m3_projected(
+    indexer: Any, hidden_states: Tensor, cos_sin: Sequence[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Return the queries [B, H, S, D] and keys [B, S, D] of MiniMax M3's indexer."""
+    dim = indexer.head_dim
+    queries = indexer.q_norm(indexer.q_proj(hidden_states).unflatten(2, (-1, dim))).transpose(1, 2)
+    keys = indexer.k_norm(indexer.k_proj(hidden_states).unflatten(2, (-1, dim))).transpose(1, 2)
+    queries, keys = _rotary(indexer)(queries, keys, *(x[..., :dim] for x in cos_sin))
+    return queries, keys.squeeze(1)
+
+
+def minimax_m3_with_cache(
+    indexer: Any, sharding: Any, hidden_states: Tensor, cos_sin: Sequence[Tensor], cache: Any
+) -> Tensor:
+    """Return what `minimax_m3` does for a prompt, or [B, H, Q, k] for queries that every rank has.
+
+    Raises:
+        RingPatternError: padded prompts, whose blocks begin in the padding on one process.
+    """
+    if sharding.groups:
+        name = type(indexer).__name__
+        raise RingPatternError.wrong(
+            f"{name}: attention_mask", "prompts of one length", "padding", "generate one at a time"
+        )
+    queries, keys = _minimax_m3_projected(indexer, hidden_states, cos_sin)
+    keys = cache.layers[indexer.layer_idx].update_indexer(keys)
+    if not sharding.is_replicated:
+        return minimax_m3(indexer, sharding, hidden_states, cos_sin)
+    size, layout, mesh = indexer.block_size, sharding.layout, sharding.mesh
+    of_queries: Tensor = sharding.q_positions.to(keys.device)
+    count = layout.valid_tokens(mesh.ring_rank)
+    of_keys = on_device(layout.positions(mesh.ring_rank)[:count], keys.device)
+    scores = torch.matmul(queries.float(), keys[:, None, :count].float().mT)
+    scores = scores.masked_fill(of_keys > of_queries[:, None], -torch.inf)
+    blocks = int(of_queries[-1]) // size + 1
+    best = scores.new_full((*scores.shape[:3], blocks + 1), -torch.inf)  # the last one of reserved slots
+    best.scatter_reduce_(3, (of_keys // size).clamp(max=blocks).expand_as(scores), scores, "amax")
+    best = greatest_for_all(
+        best[..., :blocks].contiguous(), layout=layout, mesh=mesh,
+        hop_timeout_s=float(sharding.config.hop_timeout_seconds),
+    )  # fmt: skip
+    own = (of_queries // size)[:, None]
+    numbers = torch.arange(blocks, device=keys.device)
+    best = best.masked_fill((numbers <= own) & (numbers > own - indexer.local_blocks), torch.inf)
+    sorted_scores, chosen = best.sort(dim=3, descending=True, stable=True)
+    chosen, sorted_scores = (x[..., : indexer.topk_blocks] for x in (chosen, sorted_scores))
+    tokens = (chosen[..., None] * size + torch.arange(size, device=keys.device)).flatten(3)
+    hidden = (sorted_scores == -torch.inf).repeat_interleave(size, dim=3)
+    return tokens.masked_fill(hidden | (tokens > of_queries[:, None]), -1)
 
 
 def glm5(indexer: Any, sharding: BatchSharding, hidden_states: Tensor, q_resid: Tensor) -> Tensor:
@@ -239,6 +288,10 @@ _INDEXERS: dict[str, Callable[..., Tensor]] = {
     "MiniMaxM3VLIndexer": minimax_m3,
     "Glm5NextTextIndexer": glm5,
 }
+
+
+# Those that take a cache: of a generation.
+_WITH_CACHE: dict[str, Callable[..., Tensor]] = {"MiniMaxM3VLIndexer": minimax_m3_with_cache}
 
 
 class IndexedBlocks(Variant):
@@ -323,8 +376,12 @@ class BlockIndexedLayer:
         if self._layer.config._attn_implementation != NAME:
             return forward(*args, **kwargs)  # engine.ring.off()
         sharding, name = self._sharding, type(self._indexer).__name__
-        if sharding is not None and sharding.is_replicated:
-            raise has_cache(name)
+        given = inspect.signature(forward).bind(*args, **kwargs).arguments
+        cache, make = cache_in(given), _INDEXERS[name]
+        if cache is not None:
+            if name not in _WITH_CACHE or not getattr(sharding, "masks_padding", False):
+                raise has_cache(name)
+            make = partial(_WITH_CACHE[name], cache=cache)
         if not isinstance(sharding, BatchSharding) or torch.compiler.is_compiling():
             raise no_sharding(name, sharding)
         own = self._mask.pattern if self._mask is not None else pattern_of_call(self._layer, {})
@@ -334,5 +391,5 @@ class BlockIndexedLayer:
             raise RingPatternError(f"{name}: {expected}; leave the pattern out of the JSON")
         with torch.no_grad():
             # the hidden states, and what else scores are made of
-            first, second = [*inspect.signature(forward).bind(*args, **kwargs).arguments.values()][:2]
-            return _INDEXERS[name](self._indexer, sharding, first, second)
+            first, second = [*given.values()][:2]
+            return make(self._indexer, sharding, first, second)
