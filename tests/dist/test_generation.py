@@ -40,11 +40,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         SIZES | {"num_local_experts": 4, "sliding_window": None, "output_router_logits": True}),
 }  # fmt: skip
 GREEDY: dict[str, Any] = {"max_new_tokens": NEW}
-CHANGES: dict[
-    str, dict[str, Any]
-] = {  # of families; where padding is refused, no token of a prompt is padding
+# Of families; no token of a prompt is padding where that is refused, or the last one would be.
+CHANGES: dict[str, dict[str, Any]] = {
     "bigbird_pegasus": {"attention_type": "original_full"},
     "minimax_m3_vl_text": {"pad_token_id": None},
+    "dots3_note_text": {"pad_token_id": None},
+    "doge": {"keep_window_size": 20},  # fewer keys than there are
 }
 WAYS: dict[str, dict[str, Any]] = {
     "greedy": GREEDY,
@@ -260,6 +261,8 @@ def refused(rank: int, world_size: int) -> list[str]:
         (RingMismatchError, {"inputs": ids + rank}),
         (RingMismatchError, {"max_new_tokens": 2 + rank}),
         (RingMismatchError, {"do_sample": True, "seed": rank}),
+        (RingConfigError, {"attention_mask": (ids < 19).long()}),
+        (RingConfigError, {"pad_token_id": 19}),
         (RingConfigError if rank == 1 else RingMismatchError, {"use_cache": rank != 1}),
     ]
     for error, call in calls:
@@ -279,7 +282,8 @@ def test_what_cannot_be_honoured_is_refused_on_every_rank(rank_pool: Pool) -> No
         words = (
             "got training with checkpointing", "use_cache=True", "beams, got assisted_generation",
             "no cache_implementation", "no hidden states", "no hidden states", "inputs: ring rank 0 has",
-            "'max_new_tokens': 3", "random numbers (call torch", "use_cache=True",
+            "'max_new_tokens': 3", "random numbers (call torch", *["prompts that end with a token"] * 2,
+            "use_cache=True",
         )  # fmt: skip
         for word, text in zip(words, found, strict=True):
             assert word in text, (number, text)

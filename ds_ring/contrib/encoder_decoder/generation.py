@@ -57,7 +57,7 @@ class PairGeneration(Generation):
     def end(self) -> None:
         self._waits = False
 
-    def _faults(self, asked: dict[str, Any]) -> dict[str, bool]:
+    def _faults(self, asked: dict[str, Any], settings: Any) -> dict[str, bool]:
         mask = asked.get("decoder_attention_mask")
         return {
             "expected decoder_input_ids without padding, got a mask that hides some": mask is not None

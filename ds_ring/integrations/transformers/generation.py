@@ -196,9 +196,20 @@ class Generation(ModelPart):
             config.block_size if PASSES[config.transport].whole_blocks else 1,
         )  # fmt: skip
 
-    def _faults(self, asked: dict[str, Any]) -> dict[str, bool]:
-        """Return what else this class refuses, and whether it applies."""
-        return {}
+    def _faults(self, asked: dict[str, Any], settings: Any) -> dict[str, bool]:
+        """Return what is refused of the prompts, and whether it applies."""
+        # On one process a last token that is padding sees the tokens before it.
+        ids_BT, mask_BT = asked.get("inputs", asked.get("input_ids")), asked.get("attention_mask")
+        padding, ends = settings.pad_token_id, settings.eos_token_id
+        if mask_BT is None and ids_BT is not None and padding is not None and padding not in _listed(ends):
+            mask_BT = ids_BT != padding  # as transformers makes it
+        return {
+            "expected prompts that end with a token, got padding there: pad them on the left, or give an"
+            " attention_mask": isinstance(mask_BT, Tensor)
+            and mask_BT.ndim == 2
+            and not self._has_own_cache
+            and not bool(mask_BT[:, -1].bool().all())
+        }
 
     def _check(self, asked: dict[str, Any], settings: Any) -> None:
         name = f"{type(self.model).__name__}.generate"
@@ -241,7 +252,7 @@ class Generation(ModelPart):
                 settings.output_hidden_states or settings.output_attentions
             ),
         }
-        faults |= self._faults(asked)
+        faults |= self._faults(asked, settings)
         found = [variant.refuse_generation(self.model) for variant in variants()]
         found += [fault for fault, applies in faults.items() if applies]
         for fault in filter(None, found):
@@ -389,6 +400,10 @@ def _described(asked: dict[str, Any], settings: Any) -> dict[str, object]:
         state = torch.get_rng_state() if device.type == "cpu" else torch.cuda.get_rng_state(device)
         fields["random numbers (call torch.manual_seed with one seed on all ranks)"] = f"{_crc(state):08x}"
     return fields
+
+
+def _listed(ids: int | list[int] | None) -> list[int]:
+    return ids if isinstance(ids, list) else [] if ids is None else [ids]
 
 
 def _crc(tensor: Tensor) -> int:

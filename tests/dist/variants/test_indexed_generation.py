@@ -1,4 +1,4 @@
-"""`model.generate` of models whose indexer selects keys, on a ring against one process.
+"""`model.generate` of models whose layers choose their keys, on a ring against one process.
 
 Where scores are equal one process chooses by the same order as the ring (`TotalOrder`).
 """
@@ -11,8 +11,9 @@ from ds_ring.layers.selection.total_order import TotalOrder
 from tests.dist.test_generation import Case, Pool, compare
 
 WAYS = ("greedy", "sampled", "padded on the left", "beams", "in chunks", "one token")
-FAMILIES = ("deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4", "dots3_note_text")
-BLOCKS = ("greedy", "sampled", "beams", "in chunks, not padded", "one token")  # not padded: blocks begin in the padding
+FAMILIES = ("deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4", "dots3_note_text", "doge")
+# Not padded: blocks begin in the padding on one process.
+BLOCKS = ("greedy", "sampled", "beams", "in chunks, not padded", "one token")
 CASES = {
     f"{name} on {size}": Case(size, WAYS, name, alone=TotalOrder) for name in FAMILIES for size in (2, 4)
 }

@@ -68,10 +68,10 @@ class DynamicMask(Variant):
             return None
         if call.pattern is None or call.scale is None:
             raise not_compiled(call.name, "adds a term of each key to the scores")
-        if call.sharding.is_replicated:
+        if terms.terms.shape[2] != call.k_BGSD.shape[2]:
             raise has_cache(call.name)
         call.q_BHSD, call.k_BGSD = with_key_terms(call.q_BHSD, call.k_BGSD, terms.terms, call.scale)
-        chosen = terms.largest(call.sharding, call.pattern)
+        chosen = terms.largest(call.sharding, call.pattern, call.q_BHSD.shape[2])
         return call.softmax() if chosen is None else attend_to_chosen(call, chosen)
 
 
@@ -96,13 +96,13 @@ class TermsMask:
 
     reshape = expand
 
-    def largest(self, sharding: BatchSharding, pattern: Pattern) -> Tensor | None:
-        """Return the keys with the largest terms [B, G, S, k] of each query; None if it sees no more."""
+    def largest(self, sharding: BatchSharding, pattern: Pattern, queries: int) -> Tensor | None:
+        """Return the keys with the largest terms [B, G, Q, k] of each query; None if it sees no more."""
         if self.most >= sharding.layout.tokens:
             return None
 
-        def scores(samples: Any, queries: slice, terms_BSG: Tensor) -> Tensor:
-            count = len(range(*queries.indices(self.terms.shape[2])))
+        def scores(samples: Any, some: slice, terms_BSG: Tensor) -> Tensor:
+            count = len(range(*some.indices(queries)))
             return terms_BSG.transpose(1, 2).unsqueeze(2).expand(-1, -1, count, -1)
 
         terms_BSG = self.terms.detach().transpose(1, 2).contiguous()
@@ -137,6 +137,6 @@ class KeyTerms:
                 keep_window_size=keep_window_size,
                 attention_mask=attention_mask,
             )
-        if dt_states.shape[-1] != hidden_states.shape[1] or isinstance(attention_mask, Tensor):
+        if isinstance(attention_mask, Tensor):
             raise has_cache(type(self._layer).__name__)
         return TermsMask(attention_mask, dt_states, keep_window_size)
