@@ -67,9 +67,11 @@ IMPORTERS = {
     "ops.passes": {"kernels"},  # in annotations
     "comm.collective": {"comm.exchange"},  # compares headers
     "decode.replicated": {"comm.exchange", "kernels", "ring.merge"},
+    "decode.all_reduce": {"comm.exchange", "ring.merge"},
     "decode.replicated_op": {"kernels"},  # whether a pass compiles
     "layers.selection.select": {"kernels"},
     "layers.selection.selected_pass": {"kernels", "ring.merge"},
+    "layers.selection.few_queries": {"ring.merge"},  # the accumulators' dtype
     "layers.selection.max_logits": {"comm.exchange", "ring.merge"},
     "ops.context": {"comm.exchange", "kernels"},  # makes both, uses neither
     "ops.prepare": {"kernels"},  # chooses them

@@ -19,7 +19,7 @@ from torch import Tensor
 from ds_ring.comm.collective import collective
 from ds_ring.comm.device_tables import DeviceTables, to_host
 from ds_ring.comm.mesh import RingMesh
-from ds_ring.decode.replicated import all_reduce, merge_rows
+from ds_ring.decode.all_reduce import all_reduce, merge_rows
 from ds_ring.layers.selection.context import selection_context
 from ds_ring.layers.selection.select import ScoresFunction, Visible, keep_best
 from ds_ring.layers.selection.total_order import BestKeys, in_order, none_so_far

@@ -377,7 +377,7 @@ class BlockIndexedLayer:
             return forward(*args, **kwargs)  # engine.ring.off()
         sharding, name = self._sharding, type(self._indexer).__name__
         given = inspect.signature(forward).bind(*args, **kwargs).arguments
-        cache, make = cache_in(given), _INDEXERS[name]
+        cache, make = cache_in(given), _INDEXERS.get(name)
         if cache is not None:
             if name not in _WITH_CACHE or not getattr(sharding, "masks_padding", False):
                 raise has_cache(name)
@@ -392,4 +392,5 @@ class BlockIndexedLayer:
         with torch.no_grad():
             # the hidden states, and what else scores are made of
             first, second = [*given.values()][:2]
+            assert make is not None, "the layer matches"
             return make(self._indexer, sharding, first, second)

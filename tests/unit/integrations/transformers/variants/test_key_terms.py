@@ -33,9 +33,9 @@ def doge(**settings: Any) -> Any:
 CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "Doge for the backend": (lambda: doge(), RingConfigError, "cannot run on a ring: its layers add learned"),
     "Doge's experts": (lambda: doge(is_moe=True), RingConfigError, "config.is_moe: its router"),
-    "terms of keys in a generation": (
+    "terms of other keys": (
         lambda: attend(
-            attention_mask=key_terms.TermsMask(layer_masks.LayerMask(Causal()), torch.zeros(1, 2, 4), 1),
+            attention_mask=key_terms.TermsMask(layer_masks.LayerMask(Causal()), torch.zeros(1, 2, 3), 1),
             scaling=1.0,
             **{batch.SHARDING: cached()},
         ),
