@@ -118,16 +118,13 @@ def table_of(reports: Sequence[dict[str, Any]], commit: str) -> str:
     for run in sorted({run for of_type in runs_of.values() for run in of_type}):
         seeds_of.setdefault(run.shape, []).append(str(run.seed))
     runs = "; ".join(f"{shape} with seed {' and '.join(seeds)}" for shape, seeds in seeds_of.items())
-    types_of: dict[str, set[str]] = {}
-    for report in reports:
-        types_of.setdefault(report.get("commit", commit), set()).add(report["source"])
-    first, *others = sorted(types_of, key=lambda one: -len(types_of[one]))
-    commits = "".join(f"; {', '.join(sorted(types_of[one]))}: {one}" for one in others)
+    runs_by = Counter(report.get("commit", commit) for report in reports).most_common()
+    commits = ", ".join(f"{one} ({number} runs)" for one, number in runs_by)
     dates = " and ".join(sorted({report["date"] for report in reports}))
     lines = [
         f"# {head} types of transformers {version}\n",
         f"{len(worst)} types: {found}. `ds-ring check-model --all --head {head}{batch}`, {dates},"
-        f" commit {first}{commits}.\n",
+        f" commits {commits}.\n",
         f"Shapes (ranks x tokens x least layers): {runs}.\n",
         *(f"Not run with {run}: {', '.join(names)}.\n" for run, names in lacking(runs_of).items()),
         *([f"Rounding tips a threshold of {', '.join(tipped)}.\n"] if tipped else []),

@@ -129,6 +129,7 @@ _OF_TYPES: dict[str, ConfigValues] = {
         "indexer_types": ["full", "full", "shared"],
         "num_hidden_layers": 3,
         "index_kpool": 4,
+        "index_topk": 12,  # a multiple of it
     },
     "hy_v4_vl_text": {"rope_parameters": {"mrope_section": [2, 1, 1]}},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},

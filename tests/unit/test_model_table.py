@@ -45,7 +45,7 @@ def test_a_type_has_the_worst_of_its_results(table, capsys):
     assert status == 1
     assert capsys.readouterr().out.strip() == text.strip()
     assert "4 types: 1 exact, 1 refused, 1 no small model, 1 WRONG." in text
-    assert "2026-11-26, commit abc" in text and "tips a threshold of llama" in text
+    assert "2026-11-26, commits abc (8 runs)." in text and "tips a threshold of llama" in text
     assert "Shapes (ranks x tokens x least layers): 2x61x2 with seed 0 and 1." in text
     assert rows_of(text) == [
         "| mpt | WRONG | seed 1 of 2x61x2: 2 differ |",
@@ -79,7 +79,7 @@ def test_a_type_that_was_run_again_has_its_last_report_and_commit(table):
         [row("llama", commit="b2", date="2026-11-27")],
     )
     assert status == 0 and rows_of(text) == ["| bloom, llama, mpt | exact | |"]
-    assert "2026-11-26 and 2026-11-27, commit a1; llama: b2." in text
+    assert "2026-11-26 and 2026-11-27, commits a1 (2 runs), b2 (1 runs)." in text
 
 
 @pytest.mark.parametrize(

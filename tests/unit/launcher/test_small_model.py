@@ -50,6 +50,13 @@ def test_lists_by_layer_have_an_entry_for_each(model_type: str, layers: int) -> 
         assert config.num_hidden_layers >= layers
 
 
+@pytest.mark.parametrize("tokens", [61, 100, 150])
+def test_keys_chosen_are_a_multiple_of_those_pooled(tokens: int) -> None:
+    """GLM 5 Next chooses keys in pools of four, however many tokens there are."""
+    config = shrink(read_config("glm5_next"), tokens, images=True).text_config
+    assert config.index_topk % config.index_kpool == 0
+
+
 def test_a_small_model_has_positions_for_all_tokens() -> None:
     """Blenderbot knows 128."""
     assert read_config("blenderbot").max_position_embeddings == 128
