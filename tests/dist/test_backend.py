@@ -283,6 +283,7 @@ def loss_alone(batch: dict[str, Tensor]) -> float:
     return total / count
 
 
+@pytest.mark.night  # by day test_compile.py has other lengths
 def test_other_lengths_and_documents_run_in_the_same_graph(rank_pool: Pool) -> None:
     with torch.no_grad():
         expected = [loss_alone(batch) for batch in batches()]

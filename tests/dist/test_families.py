@@ -245,7 +245,6 @@ TREES = (
 
 
 @pytest.mark.parametrize("family", TREES)
-@pytest.mark.day("deepseek_v4", "bloom")
 def test_a_tree_of_rollouts_is_exact_or_refused(rank_pool, family):
     (report,) = rank_pool(2).run(checked, CheckRequest(family, head="causal-lm", forms=("tree",)))[0]
     reason = TREES[family]
@@ -255,8 +254,9 @@ def test_a_tree_of_rollouts_is_exact_or_refused(rank_pool, family):
         assert report.result == "refused" and reason in report.reason, report
 
 
-@pytest.mark.parametrize("family", ["gemma3_text", "qwen3_5_text"] if TREES else [])
-@pytest.mark.day("qwen3_5_text")
+@pytest.mark.parametrize(
+    "family", [pytest.param("gemma3_text", marks=pytest.mark.night), "qwen3_5_text"] if TREES else []
+)
 def test_an_orphan_of_a_tree_is_found(rank_pool, family):
     (report,) = rank_pool(2).run(checked, CheckRequest(family, forms=("tree",)))[0]
     assert report.result == "exact", report.reason

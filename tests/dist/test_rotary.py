@@ -122,8 +122,7 @@ def compiled_on_a_ring(rank: int, world_size: int, family: str, layout: str, rou
         ("longrope", "contiguous", "session"),
     ],
 )
-@pytest.mark.covering(1)
-@pytest.mark.day("longrope-contiguous-options")
+@pytest.mark.night  # by day the same lengths without a compiler
 def test_the_length_is_that_of_the_whole_batch_in_compiled_code(
     rank_pool: Pool, family: str, layout: str, route: str
 ) -> None:

@@ -241,7 +241,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.day("batch_rebalance", "random collator")
+@pytest.mark.day("random collator")
 def test_options_of_trainer_are_those_of_one_process(rank_pool: Any, tmp_path: Path, option: str) -> None:
     compare(rank_pool, tmp_path, ["ModelOutput"], 2, **OPTIONS[option])
 

@@ -27,6 +27,7 @@ def run_cells(notebook: dict[str, Any]) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.night
 def test_the_cells_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     printed = run_cells(NOTEBOOK)

@@ -85,7 +85,7 @@ def ranks_attend(copy: Path, folder: Path, ranks: int = 2) -> list[str]:
     return [text for rank, text in zip(started, printed, strict=True) if rank.returncode]
 
 
-@pytest.mark.day("ring-flash-attn's functions")
+@pytest.mark.night  # by day ranks of a copy with a fault, below, and the imports of all copies
 @pytest.mark.parametrize("name", OTHERS)
 def test_a_capability_is_deleted_with_its_folder_and_its_row(name: str, tmp_path: Path) -> None:
     copy = removed(name, tmp_path / "copy")

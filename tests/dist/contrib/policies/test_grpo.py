@@ -50,7 +50,7 @@ def run_on_trees(rank: int, world_size: int, model: str, config: str) -> tuple[L
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("ring", [2, 4])
-@pytest.mark.day("2-2")
+@pytest.mark.night  # by day steps on trees in test_trees.py, and TRL's DPO in test_trainers.py
 def test_grpo_on_trees_is_grpo_on_one_process(rank_pool: Pool, tmp_path: Path, ring: int, stage: int) -> None:
     pytest.importorskip("trl")
     model = str(save_model(tmp_path))

@@ -69,6 +69,7 @@ def test_slow_links_and_costly_hops() -> None:
     )
 
 
+@pytest.mark.night
 def test_every_candidate_of_a_dilated_pattern_has_a_prediction() -> None:
     pattern = {"segment_lengths": [1024, 2048], "dilation_rates": [1, 2]}
     asked = request(4, tokens=4096, kv_heads=2, section={"pattern": pattern})
