@@ -16,7 +16,6 @@ from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
 from ds_ring.integrations.transformers.attention_call import AttentionCall
 from ds_ring.integrations.transformers.rows import in_order
 from ds_ring.layers.selection.attention import selected_attention
-from ds_ring.layers.selection.few_queries import attend_for_all, select_for_all
 from ds_ring.layers.selection.select import ring_select
 from ds_ring.masks.pattern import Pattern
 
@@ -32,7 +31,9 @@ def selected(sharding: BatchSharding, pattern: Pattern, scores: Computation, k: 
     place: dict[str, Any] = {"layout": sharding.layout, "mesh": sharding.mesh}
     place["hop_timeout_s"] = float(sharding.config.hop_timeout_seconds)
     select: Callable[..., Tensor] = ring_select
-    if sharding.is_replicated:  # a step of a generation
+    if sharding.is_replicated:  # a step of a generation, which can be removed
+        from ds_ring.layers.selection.few_queries import select_for_all
+
         of_all: Any = sharding
         select = partial(select_for_all, q_positions=of_all.q_positions.numpy())
     if not sharding.groups:
@@ -67,7 +68,11 @@ def attend_to_chosen(call: AttentionCall, chosen: Tensor) -> Tensor:
     """
     if call.softcap is not None:
         raise RingConfigError(f"{call.name}: expected no softcap beside chosen keys, got {call.softcap}")
-    attend: Callable[..., Tensor] = attend_for_all if call.sharding.is_replicated else selected_attention
+    attend: Callable[..., Tensor] = selected_attention
+    if call.sharding.is_replicated:
+        from ds_ring.layers.selection.few_queries import attend_for_all
+
+        attend = attend_for_all
     return attend(
         call.q_BHSD, call.k_BGSD, call.v_BGSE, chosen, layout=call.sharding.layout, mesh=call.sharding.mesh,
         scale=call.scale, sinks=call.sinks, hop_timeout_s=float(call.sharding.config.hop_timeout_seconds),

@@ -41,7 +41,6 @@ from ds_ring.integrations.transformers.selection import (
 )
 from ds_ring.integrations.transformers.variants.variant import Variant
 from ds_ring.layers.selection.block_layout import BlockLayout
-from ds_ring.layers.selection.few_queries import greatest_for_all
 from ds_ring.layers.selection.select import ScoresFunction, ring_select
 from ds_ring.layers.sparse.blocks import tokens_of_blocks
 from ds_ring.masks.catalog import Causal
@@ -233,6 +232,8 @@ def minimax_m3_with_cache(
     keys = cache.layers[indexer.layer_idx].update_indexer(keys)
     if not sharding.is_replicated:
         return minimax_m3(indexer, sharding, hidden_states, cos_sin)
+    from ds_ring.layers.selection.few_queries import greatest_for_all
+
     size, layout, mesh = indexer.block_size, sharding.layout, sharding.mesh
     of_queries: Tensor = sharding.q_positions.to(keys.device)
     count = layout.valid_tokens(mesh.ring_rank)
