@@ -19,7 +19,7 @@ from .options import (
     peak_bytes,
     sets_that_fit,
 )
-from .other_layers import Recurrence, Selection
+from .other_layers import Lookup, Recurrence, Selection
 from .pass_time import EXPOSED
 from .training_setting import ELEMENT_BYTES, TrainingSetting
 from .whole_heads import sentences
@@ -301,6 +301,11 @@ def _state_of_things(found: Estimate) -> list[str]:
         warnings.append(
             "layers other than attention keep what goes into their kernels and comes out; what a kernel keeps"
             " inside is not counted, and their arithmetic is rough"
+        )
+    if any(isinstance(one.kind, Lookup) for one in found.other_layers):
+        warnings.append(
+            "n-gram tables: their rows are outside the engine, and no memory of them is counted; rows that"
+            " occur again on a rank are counted as often as they are looked up"
         )
     if setting.hardware.kind == "cuda":
         warnings.append("the figures for GPUs are computed, not measured: ds_ring has not been timed on one")

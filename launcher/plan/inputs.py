@@ -15,11 +15,19 @@ from ds_ring.config.json_text import SECTION, SP_KEY, parse_object, resolve
 from ds_ring.config.messages import sentence, shown
 from ds_ring.config.section import RingConfig
 from ds_ring.errors import RingConfigError
+from ds_ring.masks.pattern import Pattern
 from ds_ring.registry import PASSES
 
 from ..commands.parsers import require_sizes
 from .hardware import Hardware, read_hardware
-from .model_file import layer_patterns, model_of, patterns_by, with_layer_types
+from .model_file import (
+    layer_patterns,
+    model_of,
+    patterns_by,
+    read_hf_config,
+    text_part,
+    with_layer_types,
+)
 from .model_memory import Zero
 from .options import (
     MAX_TOKENS,
@@ -31,7 +39,7 @@ from .options import (
     tiled_mlp,
     with_cheapest_options,
 )
-from .other_layers import Selection
+from .other_layers import Kind, Lookup, Selection, lookups_of
 from .training_setting import ELEMENT_BYTES, TrainingSetting
 
 _Raw = dict[str, Any]
@@ -148,7 +156,11 @@ def _setting(
     patterns = layer_patterns(config, model_patterns, options.tokens or MAX_TOKENS)
     kinds = model.kinds or (None,) * model.layers
     attention = Counter(one for one, kind in zip(patterns, kinds, strict=True) if kind is None)
-    other_layers = Counter((kind, one) for one, kind in zip(patterns, kinds, strict=True) if kind is not None)
+    others = ((kind, one) for one, kind in zip(patterns, kinds, strict=True) if kind is not None)
+    other_layers: Counter[tuple[Kind | Lookup, Pattern]] = Counter(others)
+    lookups = None if options.hf_config is None else lookups_of(text_part(read_hf_config(options.hf_config)))
+    if lookups is not None:
+        other_layers[lookups[0], patterns[0]] = lookups[1]
     if ulysses > 1 and any(isinstance(kind, Selection) for kind in model.other_layers):
         expected = "1 for attention over chosen keys"
         raise RingConfigError(f"Ulysses size: {sentence(expected, str(ulysses), 'use a larger ring')}")

@@ -69,6 +69,15 @@ class Selection(NamedTuple):
     finds: bool = True  # has an indexer; else it takes what a layer before it chose
 
 
+class Lookup(NamedTuple):
+    """Describe n-grams that a layer looks up in addition to its attention, by `ds_ring/layers/ngrams`."""
+
+    name: str
+    orders: int  # tokens of the longest n-gram
+    rows: int  # that a token looks up
+    row: int  # elements of one
+
+
 Kind = Recurrence | Selection
 Kinds = tuple[Kind | None, ...]  # of every layer, None for softmax attention
 ModelValues = Mapping[str, Any]
@@ -273,7 +282,7 @@ class LayerSetting(NamedTuple):
 Rounds = tuple[tuple[np.ndarray, np.ndarray], ...]
 
 
-def sent_by(kind: Kind, place: LayerSetting, rank: int) -> list[Sent]:
+def sent_by(kind: Kind | Lookup, place: LayerSetting, rank: int) -> list[Sent]:
     """Return what a rank of the sequence sends in one forward and one backward pass of a layer.
 
     Raises:
@@ -281,6 +290,8 @@ def sent_by(kind: Kind, place: LayerSetting, rank: int) -> list[Sent]:
     """
     if isinstance(kind, Selection):
         return [*_selected(kind, place, rank)]
+    if isinstance(kind, Lookup):
+        return [*_looked_up(kind, place, rank)]
     found = []
     if kind.before:
         messages = halo_messages(place.layout, place.parts, rank, kind.before, 0)
@@ -350,10 +361,39 @@ def _selected(kind: Selection, place: LayerSetting, rank: int) -> Iterator[Sent]
     yield Sent("rows that may be chosen", forward, backward, *got, overlaps=True)
 
 
+def lookups_of(values: ModelValues) -> tuple[Lookup, int] | None:
+    """Return the n-grams of a config.json and how many layers look some up; None for a model without."""
+    if "ngram_layers" not in values:
+        return None
+    layers, orders, heads, row = (
+        _size(values, f"ngram_{name}") for name in ("layers", "orders", "heads", "row")
+    )
+    return Lookup("n-gram tables", orders, (orders - 1) * heads, row), layers
+
+
+def _looked_up(kind: Lookup, place: LayerSetting, rank: int) -> Iterator[Sent]:
+    """Yield both passes of `ngram_rows` and `sharded_rows`, for hashes that spread evenly.
+
+    N-grams that occur again on a rank are asked for once, so that real ones send less.
+    """
+    peers = place.layout.ring_size * place.parts - 1
+    if not peers:
+        return
+    ids = [halo_messages(place.layout, place.parts, rank, back, 0) for back in range(1, kind.orders)]
+    out, into = ([8 * place.batch * sum(map(len, one.values())) for one in ways]
+        for ways in ([one.sends for one in ids], [one.receives for one in ids]))  # fmt: skip
+    yield Sent("token ids", sum(out), 0, tuple(into), ())
+    tokens = place.batch * place.layout.local_tokens // place.parts
+    numbers = 8 * (tokens * kind.rows * peers // (peers + 1))
+    yield Sent("numbers of rows", 8 * peers + numbers, 0, (8 * peers, numbers), ())
+    rows, gradients = (numbers // 8 * kind.row * size for size in (place.element_bytes, FLOAT))
+    yield Sent("rows", rows, gradients, (rows,), (gradients,))
+
+
 class LayerCost(NamedTuple):
     """Hold what the layers of one kind cost: of one of them, on the rank that needs most."""
 
-    kind: Kind
+    kind: Kind | Lookup
     layers: int
     sent: tuple[Sent, ...]  # of the rank that sends most
     # forward_s, backward_s: seconds, waiting included
@@ -373,8 +413,8 @@ class LayerCost(NamedTuple):
 
 
 def layer_cost(
-    kind: Kind, layers: int, place: LayerSetting, ranks: Sequence[int], hardware: Hardware, dtype: str,
-    bytes_per_s: float, kernel: str,
+    kind: Kind | Lookup, layers: int, place: LayerSetting, ranks: Sequence[int], hardware: Hardware,
+    dtype: str, bytes_per_s: float, kernel: str,
 ) -> LayerCost:  # fmt: skip
     """Return the cost of a layer on the ranks of the sequence that are looked at."""
     traffic = {rank: sent_by(kind, place, rank) for rank in ranks}
@@ -395,11 +435,13 @@ def layer_cost(
 
 
 def _arithmetic(
-    kind: Kind, place: LayerSetting, hardware: Hardware, dtype: str, kernel: str
+    kind: Kind | Lookup, place: LayerSetting, hardware: Hardware, dtype: str, kernel: str
 ) -> tuple[float, float]:
     """Return the seconds of arithmetic without the matrices of the layer, forward and backward."""
     rate, batch, layout = hardware.flops(dtype), place.batch, place.layout
     dense = rate * hardware.matmul_efficiency
+    if isinstance(kind, Lookup):
+        return 0.0, 0.0  # its matrices are those of any layer
     if isinstance(kind, Recurrence):
         elements = kind.state + kind.matrix * kind.transition
         tokens = layout.tokens if kind.serial else layout.local_tokens // place.parts

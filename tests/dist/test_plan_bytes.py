@@ -11,6 +11,7 @@ import json
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,24 @@ import transformers
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from ds_ring import Causal, Full, RingMesh, halo, make_layout, ring_scan, ring_select, selected_attention
+from ds_ring import (
+    Causal,
+    Full,
+    RingMesh,
+    halo,
+    make_layout,
+    ring_scan,
+    ring_select,
+    selected_attention,
+    shard_sequence,
+)
 from ds_ring.comm.exchange import Exchange
 from ds_ring.errors import RingConfigError
 from ds_ring.integrations.transformers.variants.recurrent.layers import FUNCTIONS, METHODS
 from ds_ring.layers.log_linear.log_linear import log_linear_attention
 from ds_ring.layers.mamba3.mamba3 import mamba3_scan
+from ds_ring.layers.ngrams.hashes import ngram_rows
+from ds_ring.layers.ngrams.sharded_rows import sharded_rows
 from ds_ring.layers.scan.context import scan_context
 from ds_ring.layers.scan.sequence_runs import SequenceRuns, sequence_runs
 from ds_ring.layers.selection import select, selected_pass
@@ -52,10 +65,12 @@ from ds_ring_launcher.plan.other_layers import (
     KNOWN,
     OWN,
     LayerSetting,
+    Lookup,
     Recurrence,
     Selection,
     layer_cost,
     layer_memory,
+    lookups_of,
     sent_by,
 )
 from ds_ring_launcher.plan.pass_time import bytes_sent
@@ -234,6 +249,68 @@ def test_own_layers_are_planned_by_their_words(capsys: Any) -> None:
     assert costs[0].waits[0] == pytest.approx(3 * (serial.state * 4 / 1e9 + wait))
     status, text = run(capsys, config | {"mamba3_states": None})
     assert status == 2 and "mamba3_states: expected a whole number of at least 1, got null" in text
+
+
+NGRAMS = {"ngram_layers": 2, "ngram_orders": 3, "ngram_heads": 2, "ngram_row": 5}
+
+
+def looked_up(rank: int, world_size: int, ulysses: int, tokens: int) -> list[int]:
+    """Bytes of the token ids, of numbers and rows, and of the gradient of rows, on this rank."""
+    mesh = RingMesh.from_world(world_size // ulysses, ulysses)
+    layout = make_layout("zigzag", tokens=tokens, ring_size=mesh.ring_size, multiple_of=ulysses)
+    named: dict[str, Any] = {"layout": layout, "mesh": mesh}
+    drawn, sizes = torch.Generator().manual_seed(0), [[1 << 16, 1 << 16]] * 2
+    ids = shard_sequence(torch.randint(1 << 20, (BATCH, tokens), generator=drawn), dim=1, **named)
+    table = torch.zeros((1 << 18) // world_size, NGRAMS["ngram_row"], requires_grad=True)
+    exchanges, made = list[Exchange](), Exchange.__init__
+
+    def kept(self: Exchange, *args: Any, **named: Any) -> None:  # that of a call ends with the call
+        made(self, *args, **named)
+        exchanges.append(self)
+
+    Exchange.__init__ = kept  # type: ignore[method-assign]
+    at = [counted()]
+    rows = ngram_rows(ids, (7919, 104729, 1299709), sizes, **named)
+    at.append(counted())
+    found = sharded_rows(table, rows, mesh=mesh)
+    at.append(counted())
+    found.sum().backward()
+    at.append(counted())
+    Exchange.__init__ = made  # type: ignore[method-assign]
+    mesh.close()
+    return [after - before for before, after in pairwise(at)]
+
+
+@pytest.mark.parametrize(("size", "ulysses"), [(2, 1), (4, 1), (4, 2)])
+@pytest.mark.day("4-1")
+def test_bytes_of_ngrams_are_those_of_hashes_that_spread(rank_pool: Pool, size: int, ulysses: int) -> None:
+    (kind, layers), tokens = lookups_of(NGRAMS) or (None, 0), 2048
+    assert kind == Lookup("n-gram tables", 3, 4, 5) and layers == 2
+    layout = make_layout("zigzag", tokens=tokens, ring_size=size // ulysses, multiple_of=ulysses)
+    place = LayerSetting(layout, ulysses, BATCH, 4, Causal())
+    of_ranks = rank_pool(size).run(looked_up, ulysses, tokens)
+    assert sum(found[0] for found in of_ranks) > 0
+    for rank, found in enumerate(of_ranks):
+        ids, numbers, rows = sent_by(kind, place, rank)
+        assert found[0] == ids.forward
+        assert found[1] == pytest.approx(numbers.forward + rows.forward, rel=0.05)
+        assert found[2] == pytest.approx(rows.backward, rel=0.05)
+
+
+def test_ngrams_are_planned_beside_attention(capsys: Any) -> None:
+    plain = {
+        "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 96, "vocab_size": 256,
+        "hidden_size": 64,
+    }  # fmt: skip
+    found, without = (json.loads(run(capsys, one, "--json")[1]) for one in (plain | NGRAMS, plain))
+    (one,) = found["other_layers"]
+    assert (one["kind"], one["layers"]) == ("n-gram tables", 2) and without["other_layers"] == []
+    assert [*one["messages"]] == ["token ids", "numbers of rows", "rows"]
+    assert found["attention_by_pattern"] == without["attention_by_pattern"]
+    assert found["step"]["total_s"] > without["step"]["total_s"]
+    assert any("n-gram tables: their rows" in text for text in found["warnings"])
+    status, text = run(capsys, plain | NGRAMS | {"ngram_heads": 0})
+    assert status == 2 and "ngram_heads: expected a whole number of at least 1, got 0" in text
 
 
 # --- whole models ----------------------------------------------------------------------------------
