@@ -37,6 +37,8 @@ class Family:
         bias: what a module adds to the scores; None if it adds nothing.
         positions: the class of the module that numbers tokens, which `numbered` replaces; "" if the model is
             given position_ids, or needs none.
+        dense_up_to: of a configuration, up to how many tokens its layers attend to all keys, where they draw
+            keys at random for more; None if they never draw any.
     """
 
     attention: str = ""
@@ -44,6 +46,14 @@ class Family:
     bias: Bias | None = None
     positions: str = ""
     numbered: Numbered | None = None
+    dense_up_to: Callable[[Any], int | None] = lambda config: None
+
+
+def _big_bird_tokens(config: Any) -> int | None:
+    """BigBird's own limit, at which its models switch."""
+    if config.attention_type != "block_sparse":
+        return None
+    return int((5 + 2 * config.num_random_blocks) * config.block_size)
 
 
 def _bloom_alibi(module: Any, factor: float) -> Alibi:
@@ -128,7 +138,7 @@ def _numbered_by_ids(positions: str) -> Family:
 # By model type, those that tests compare with one process: tests/dist/test_families.py.
 FAMILIES: Mapping[str, Family] = {
     "bart": _decoder("BartLearnedPositionalEmbedding"),
-    "big_bird": Family("BigBirdSelfAttention"),
+    "big_bird": Family("BigBirdSelfAttention", dense_up_to=_big_bird_tokens),
     "bigbird_pegasus": _decoder("BigBirdPegasusLearnedPositionalEmbedding", "BigBirdPegasusSelfAttention"),
     "biogpt": Family(),
     "blenderbot": _decoder("BlenderbotLearnedPositionalEmbedding"),

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from ds_ring.errors import RingConfigError
 from ds_ring.integrations.adapter import patch
 from ds_ring.integrations.deepspeed.batch import SHARDING
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
@@ -61,6 +62,12 @@ _positions_patch = _patch(
 )  # fmt: skip
 
 
+_switches = _patch(
+    TABLE.given("draws_blocks"), "set_attention_type", stage="at_initialize", kind="registered",
+    feature="eager attention.dense", reason="attends to all keys, as the model does up to a length",
+)  # fmt: skip
+
+
 class EagerVariant(Variant):
     """Models that compute attention in their own code, or number their tokens by themselves."""
 
@@ -74,10 +81,8 @@ class EagerVariant(Variant):
         if request.as_is and getattr(config, "alibi", False):
             raise cannot_run(model, 'config.alibi adds a distance to each score; set "attention": "ring"')
         pair = getattr(model.config, "is_encoder_decoder", False)
-        draws = config.model_type == "big_bird" or (config.model_type == "bigbird_pegasus" and pair)
-        if draws and config.attention_type == "block_sparse":
-            draws = 'config.attention_type "block_sparse" draws blocks of keys at random'
-            raise cannot_run(model, f'{draws}; set it to "original_full", if that is your model')
+        if config.model_type == "bigbird_pegasus" and pair and config.attention_type == "block_sparse":
+            raise draws_blocks(model)
         if family is None or request.as_is:
             return
         if family.positions not in ("", *(type(part).__name__ for part in model.modules())):
@@ -105,8 +110,14 @@ class EagerVariant(Variant):
         if adapter.rewritten or not any(map(self.matches, adapter.model.modules())):
             return
         numbered = _NumberedCall(adapter)
-        if self.matches(adapter.model) and adapter.call.one_sequence:
+        is_known = self.matches(adapter.model) and adapter.call.one_sequence
+        if is_known:
             adapter.apply(numbered.hook(), model=adapter.model)
+        for part in adapter.model.modules():
+            if self.matches(part) and hasattr(part, "set_attention_type") and draws(part):
+                if not is_known:
+                    raise draws_blocks(part)
+                adapter.apply(switch_of(part), draws_blocks=part)
         for part, family, module in parts_of(adapter.model):
             if type(module).__name__ == family.positions:
                 around = around_positions(part, family, module, partial(numbered.position_ids, module))
@@ -115,6 +126,30 @@ class EagerVariant(Variant):
                 adapter.apply(around_attention(part, family, module, adapter.call), eager=module)
         for layer in layers_of(adapter.model):
             adapter.apply(tell_mask(adapter.call, layer), checkpointed=layer)
+
+
+def draws_blocks(model: Any, where: str = "") -> RingConfigError:
+    """Return the error of a model that draws blocks of keys at random."""
+    draws = f'config.attention_type "block_sparse" draws blocks of keys at random{where}'
+    return cannot_run(model, f'{draws}; set it to "original_full", if that is your model')
+
+
+def draws(part: Any) -> bool:
+    """Return whether the layers of a model draw blocks of keys for long batches, and none was short yet."""
+    family = family_of(part)
+    may = family is not None and family.dense_up_to(part.config) is not None
+    return may and part.attention_type == "block_sparse"
+
+
+def switch_of(part: Any) -> Callable[..., Any]:
+    """Return what makes a model attend to all keys, as it does by itself with the first short batch."""
+
+    @_switches
+    def switch() -> Callable[[], None]:
+        part.set_attention_type("original_full")
+        return lambda: part.set_attention_type("block_sparse")
+
+    return switch
 
 
 def _asks_interface(kind: type[nn.Module]) -> bool:
@@ -205,6 +240,10 @@ class _NumberedCall:
         @_call_patch
         def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             refuse_other_inputs(self._call.name, kwargs)
+            family, tokens = family_of(self._call.model), kwargs[SHARDING].layout.tokens
+            most = None if family is None else family.dense_up_to(self._call.model.config)
+            if most is not None and tokens > most:
+                raise draws_blocks(self._call.model, f" for more than {most} tokens, got {tokens}")
             given = dict(self._signature.bind_partial(*args, **kwargs).arguments) | kwargs
             ids = given["inputs_embeds"] if given.get("input_ids") is None else given["input_ids"]
             position_ids = given.get("position_ids")

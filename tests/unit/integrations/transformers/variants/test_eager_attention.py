@@ -175,12 +175,21 @@ def test_positions_of_another_class_are_refused():
         check_model(model, RingConfig(ring_size=2))
 
 
-def test_block_sparse_attention_is_refused():
+@pytest.mark.parametrize("block_size", [2, 16])
+def test_block_sparse_attention_is_refused_where_batches_are_long(block_size):
     config = transformers.BigBirdConfig(
-        vocab_size=61, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=32
-    )
-    with pytest.raises(RingConfigError, match="draws blocks of keys at random"):
-        check_model(transformers.BigBirdForMaskedLM(config), RingConfig(ring_size=2))
+        vocab_size=61, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=32,
+        block_size=block_size, num_random_blocks=1, is_decoder=True,
+    )  # fmt: skip
+    model = transformers.BigBirdForCausalLM(config).eval()
+    session = attached(model, pattern={"window": 33})
+    batch = session.shard_batch({"input_ids": IDS})
+    if block_size == 2:
+        with pytest.raises(RingConfigError, match="at random for more than 14 tokens, got 33"):
+            model(**batch)
+    else:
+        model(**batch)
+        assert model.bert.attention_type == "original_full"
 
 
 def test_code_from_elsewhere_is_of_no_family():
