@@ -38,13 +38,14 @@ from ds_ring.integrations.transformers.model import TABLE
 from ds_ring.integrations.transformers.model_call import ModelCall
 from ds_ring.integrations.transformers.variants.variant import TWO_SEQUENCES, AttachRequest, Variant
 from ds_ring.masks.catalog import Full
-from ds_ring.registry import PASSES
+from ds_ring.registry import PASSES, load
 
 if TYPE_CHECKING:
     from ds_ring.integrations.transformers.attention_call import AttentionCall
-    from ds_ring.integrations.transformers.generation import Generation
     from ds_ring.integrations.transformers.model_adapter import ModelAdapter
+    from ds_ring.integrations.transformers.model_part import ModelPart
 
+_GENERATION = "ds_ring.contrib.encoder_decoder.generation.PairGeneration"  # which can be removed
 _LABELS = ("labels", "shift_labels", "num_items_in_batch")
 # The model types that tests compare with one process: tests/dist/test_families.py.
 PAIRS = frozenset(
@@ -108,10 +109,8 @@ class EncoderDecoder(Variant):
             if pattern is not None and not pattern.is_causal:
                 call.sharding = call.sharding.cross  # the decoder's own attention is causal
 
-    def generation(self, model: PreTrainedModel) -> type[Generation] | None:
-        from ds_ring.contrib.encoder_decoder.generation import PairGeneration
-
-        return PairGeneration if self.matches(model) else None
+    def generation(self, model: PreTrainedModel) -> type[ModelPart] | None:
+        return load(_GENERATION) if self.matches(model) else None
 
 
 def check_pair(model: PreTrainedModel, config: RingConfig) -> None:

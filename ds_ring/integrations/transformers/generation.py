@@ -384,8 +384,9 @@ class _Generate:
 
 def generation_of(model: PreTrainedModel, session: RingSession, rewritten: Callable[[], bool]) -> Generation:
     """Return what runs `generate` of a model."""
-    kind = next(filter(None, (variant.generation(model) for variant in variants())), Generation)
-    return kind(model, session, rewritten)
+    kind: Any = next(filter(None, (variant.generation(model) for variant in variants())), Generation)
+    found: Generation = kind(model, session, rewritten)
+    return found
 
 
 def _described(asked: dict[str, Any], settings: Any) -> dict[str, object]:

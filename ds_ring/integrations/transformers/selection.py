@@ -18,6 +18,9 @@ from ds_ring.integrations.transformers.rows import in_order
 from ds_ring.layers.selection.attention import selected_attention
 from ds_ring.layers.selection.select import ring_select
 from ds_ring.masks.pattern import Pattern
+from ds_ring.registry import load
+
+FEW_QUERIES = "ds_ring.layers.selection.few_queries"  # for queries that every rank has
 
 # Computes some scores: of samples and of slots of this rank's queries, with some keys.
 Computation = Callable[[Any, slice, Tensor], Tensor]
@@ -32,10 +35,8 @@ def selected(sharding: BatchSharding, pattern: Pattern, scores: Computation, k: 
     place["hop_timeout_s"] = float(sharding.config.hop_timeout_seconds)
     select: Callable[..., Tensor] = ring_select
     if sharding.is_replicated:  # a step of a generation, which can be removed
-        from ds_ring.layers.selection.few_queries import select_for_all
-
         of_all: Any = sharding
-        select = partial(select_for_all, q_positions=of_all.q_positions.numpy())
+        select = partial(load(f"{FEW_QUERIES}.select_for_all"), q_positions=of_all.q_positions.numpy())
     if not sharding.groups:
         return select(partial(scores, slice(None)), k, keys, pattern=pattern, **place)
     found = []
@@ -70,9 +71,7 @@ def attend_to_chosen(call: AttentionCall, chosen: Tensor) -> Tensor:
         raise RingConfigError(f"{call.name}: expected no softcap beside chosen keys, got {call.softcap}")
     attend: Callable[..., Tensor] = selected_attention
     if call.sharding.is_replicated:
-        from ds_ring.layers.selection.few_queries import attend_for_all
-
-        attend = attend_for_all
+        attend = load(f"{FEW_QUERIES}.attend_for_all")
     return attend(
         call.q_BHSD, call.k_BGSD, call.v_BGSE, chosen, layout=call.sharding.layout, mesh=call.sharding.mesh,
         scale=call.scale, sinks=call.sinks, hop_timeout_s=float(call.sharding.config.hop_timeout_seconds),

@@ -35,6 +35,7 @@ from ds_ring.integrations.transformers.checks import has_cache, no_sharding
 from ds_ring.integrations.transformers.layer_masks import LayerMask, pattern_in, pattern_of_call
 from ds_ring.integrations.transformers.model import TABLE
 from ds_ring.integrations.transformers.selection import (
+    FEW_QUERIES,
     attend_to_chosen,
     joined,
     layers_with_indexers,
@@ -45,6 +46,7 @@ from ds_ring.layers.selection.select import ScoresFunction, ring_select
 from ds_ring.layers.sparse.blocks import tokens_of_blocks
 from ds_ring.masks.catalog import Causal
 from ds_ring.patterns.documents.pattern import Documents
+from ds_ring.registry import load
 
 if TYPE_CHECKING:
     from ds_ring.integrations.transformers.attention_call import AttentionCall
@@ -232,8 +234,6 @@ def minimax_m3_with_cache(
     keys = cache.layers[indexer.layer_idx].update_indexer(keys)
     if not sharding.is_replicated:
         return minimax_m3(indexer, sharding, hidden_states, cos_sin)
-    from ds_ring.layers.selection.few_queries import greatest_for_all
-
     size, layout, mesh = indexer.block_size, sharding.layout, sharding.mesh
     of_queries: Tensor = sharding.q_positions.to(keys.device)
     count = layout.valid_tokens(mesh.ring_rank)
@@ -243,7 +243,7 @@ def minimax_m3_with_cache(
     blocks = int(of_queries[-1]) // size + 1
     best = scores.new_full((*scores.shape[:3], blocks + 1), -torch.inf)  # the last one of reserved slots
     best.scatter_reduce_(3, (of_keys // size).clamp(max=blocks).expand_as(scores), scores, "amax")
-    best = greatest_for_all(
+    best = load(f"{FEW_QUERIES}.greatest_for_all")(
         best[..., :blocks].contiguous(), layout=layout, mesh=mesh,
         hop_timeout_s=float(sharding.config.hop_timeout_seconds),
     )  # fmt: skip

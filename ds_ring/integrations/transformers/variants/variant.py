@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ds_ring.integrations.transformers.attention_call import AttentionCall
-    from ds_ring.integrations.transformers.generation import Generation
     from ds_ring.integrations.transformers.model_adapter import ModelAdapter
     from ds_ring.integrations.transformers.model_call import ModelCall
+    from ds_ring.integrations.transformers.model_part import ModelPart
 
 # Needs of a model that `checks.py` finds: softmax over keys does not cover them. Words of `layer_types`, too.
 INTERFACE = "attention interface"  # its attention bypasses transformers' interface
@@ -131,7 +131,7 @@ class Variant:
         """Return why a model cannot generate on a ring; None if this variant has no reason."""
         return None
 
-    def generation(self, model: PreTrainedModel) -> type[Generation] | None:
+    def generation(self, model: PreTrainedModel) -> type[ModelPart] | None:
         """Return what runs `generate` of a model in place of `Generation`; None for any other model."""
         return None
 
