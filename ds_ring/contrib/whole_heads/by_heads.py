@@ -26,12 +26,17 @@ def states_by_heads(session: RingSession, on: bool = True) -> None:
     rounding. Generation scans in any case.
 
     Raises:
-        RingConfigError: no Ulysses ranks.
+        RingConfigError: no Ulysses ranks, or a model without delta rules.
     """
     mesh = session.mesh
+    recurrences = mesh.owners[Recurrences]
     if mesh.ulysses_size == 1:
         raise RingConfigError.wrong("states_by_heads", "Ulysses ranks", "none", 'set "ulysses_size"')
-    mesh.owners[Recurrences].of_heads = recurrence_by_heads if on else None
+    if session.attached and not recurrences.has_delta_rules:
+        raise RingConfigError.wrong(
+            "states_by_heads", "a model with delta rules", "one without", "leave the call out"
+        )
+    recurrences.of_heads = recurrence_by_heads if on else None
 
 
 @never_traced

@@ -116,6 +116,8 @@ def test_states_that_pass_wrongly_are_found(rank_pool: Pool, fault: str, packed:
 
 def refused(rank: int, world_size: int, what: str) -> str:
     session = start_session(world_size, ulysses_size=1 if what == "ring" else 2)
+    if what == "llama":
+        attached(model_of("llama"), session)
     few = {"linear_num_value_heads": 3, "linear_num_key_heads": 3} if what == "heads" else {}
     try:
         if what != "one rank" or rank:
@@ -131,6 +133,7 @@ def refused(rank: int, world_size: int, what: str) -> str:
     ("what", "says"),
     [
         ("ring", "RingConfigError: states_by_heads: expected Ulysses ranks, got none"),
+        ("llama", "RingConfigError: states_by_heads: expected a model with delta rules, got one without"),
         ("heads", "expected 31 tokens and a multiple of 2 heads, got 31 and 3; leave states_by_heads out"),
         ("one rank", "RingMismatchError"),
     ],

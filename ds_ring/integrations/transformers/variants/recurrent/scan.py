@@ -31,6 +31,7 @@ class Recurrences:
     """Hold what computes delta rules on a mesh in place of `recurrence`: `mesh.owners[Recurrences]`."""
 
     def __init__(self) -> None:
+        self.has_delta_rules = False  # some layer of a model on this mesh
         # takes sharding, tensors [B, S, H, ...], call and matrix, as `recurrence`; returns the outputs
         self.of_heads: Callable[..., Tensor] | None = None
 
