@@ -104,14 +104,14 @@ def intersect_slots(one: SlotRanges, other: SlotRanges) -> SlotRanges:
 
 
 def subtract_slots(whole: SlotRanges, part: SlotRanges) -> SlotRanges:
-    """Return the slots of `whole` that are not in its subset `part`."""
+    """Return the slots of `whole` that are not in `part`."""
     if not len(part):
         return whole
     if len(whole) == len(part) == 1:
         (start, end), (first, last) = whole.tolist()[0], part.tolist()[0]
-        left = [pair for pair in ((start, first), (last, end)) if pair[1] > pair[0]]
-        return np.array(left, dtype=np.int64).reshape(-1, 2)
-    # `part` is inside `whole`, so the sorted starts and ends of the remaining ranges pair up
+        sides = (start, min(first, end)), (max(last, start), end)
+        return np.array([side for side in sides if side[1] > side[0]], dtype=np.int64).reshape(-1, 2)
+    # A slot of `whole` alone is between a start and an end; one of `part` alone between an end and a start.
     start = np.sort(np.concatenate([whole[:, 0], part[:, 1]]))
     end = np.sort(np.concatenate([part[:, 0], whole[:, 1]]))
     keep = end > start

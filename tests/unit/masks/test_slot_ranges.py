@@ -40,6 +40,7 @@ def test_slot_arithmetic() -> None:
 
 @given(whole=st.sets(st.integers(0, 40)), part=st.sets(st.integers(0, 40)))
 def test_ranges_are_sets(whole: set[int], part: set[int]) -> None:
+    np.testing.assert_array_equal(subtract_slots(as_ranges(whole), as_ranges(part)), as_ranges(whole - part))
     part &= whole
     ranges, inside = as_ranges(whole), as_ranges(part)
     assert expand_ranges(ranges).tolist() == sorted(whole) and count_slots(ranges) == len(whole)
@@ -50,14 +51,15 @@ def test_ranges_are_sets(whole: set[int], part: set[int]) -> None:
         np.testing.assert_array_equal(expand_ranges(locate_ranges(inside, ranges)), packed)
 
 
-def test_one_range_inside_one() -> None:
+def test_one_range_and_one() -> None:
     whole = np.array([[3, 7]])
     assert count_slots(whole) == 4
-    for first, end in itertools.combinations(range(3, 8), 2):
+    for first, end in itertools.combinations(range(10), 2):
         part = np.array([[first, end]])
         left = as_ranges({3, 4, 5, 6} - set(range(first, end)))
         np.testing.assert_array_equal(subtract_slots(whole, part), left)
-        np.testing.assert_array_equal(locate_ranges(part, whole), part - 3)
+        if 3 <= first and end <= 7:
+            np.testing.assert_array_equal(locate_ranges(part, whole), part - 3)
 
 
 @given(one=st.sets(st.integers(0, 40)), other=st.sets(st.integers(0, 40)))
