@@ -80,7 +80,7 @@ CAPABILITIES = {
         words=r"\bcross_attention|\bCrossAttention|layers\.cross"),
     "selected keys": Capability(
         ("layers.selection", "integrations.transformers.selection"),
-        ("dist/layers/test_selection.py", "dist/variants/test_indexed_generation.py"),
+        ("dist/layers/test_selection.py", "dist/test_chosen_key_generation.py"),
         with_it=("MoBA and NSA", "variant compressed", "variant indexed", "variant key_terms"),
         words=r"\bring_select|\bselected_attention|layers\.selection",
     ),
@@ -113,7 +113,7 @@ CAPABILITIES = {
         ),
         (
             "dist/test_generation.py", "dist/contrib/encoder_decoder/test_generation.py",
-            "dist/variants/test_indexed_generation.py",
+            "dist/test_chosen_key_generation.py",
         ),
         with_it=("batch invariance",),
         words=r"\bdecode_attention|\breplicated|\bdecode\.",

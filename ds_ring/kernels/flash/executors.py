@@ -236,11 +236,10 @@ def _laid_out_as_queries(
 ) -> OfQueries:
     found = _rows_of(grad_out, q, out, lse, _heads_first, rows, bias, False)
     strides = torch.empty_like(found.q, device="meta").stride()
-    parts = (
-        x if x.stride() == strides else torch.empty_like(found.q).copy_(x)
-        for x in (found.grad_out, found.out)
-    )  # fmt: skip
-    return OfQueries(next(parts), found.q, next(parts), found.lse)
+    order = sorted(range(found.q.dim()), key=lambda dim: -strides[dim])
+    back = [order.index(dim) for dim in range(len(order))]
+    grad_out, out = (x.permute(order).contiguous().permute(back) for x in (found.grad_out, found.out))
+    return found._replace(grad_out=grad_out, out=out)
 
 
 def _tokens_first(x: Tensor, rows: Rows) -> Tensor:

@@ -212,7 +212,7 @@ def test_the_model_is_plain_while_the_ring_is_off(rank_pool, family, stage):
     for found in rank_pool(2).run(losses, family, stage):
         for name in ("before", "off before", "after", "off after"):
             assert found[name] == pytest.approx(found["alone"], rel=1e-6), found
-        if family == "minimax_m3_vl_text":  # see test_indexed_generation.py
+        if family == "minimax_m3_vl_text":  # see test_chosen_key_generation.py
             assert "generation" not in found, found
             continue
         assert found["generation"].startswith("RingConfigError"), found

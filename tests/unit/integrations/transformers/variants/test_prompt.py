@@ -90,7 +90,7 @@ def test_each_pair_is_within_a_part_or_of_both(crosses: bool) -> None:
 
 
 def test_it_does_not_generate_and_is_its_own_without_a_ring() -> None:
-    model, session = cpm_ant().eval(), session_of(pattern={"causal": False, "documents": True})
+    model, session = cpm_ant().double().eval(), session_of(pattern={"causal": False, "documents": True})
     assert "without a prompt" in str(VARIANT.refuse_generation(model))
     before = model(input_ids=IDS).logits
     attach(model, session)
