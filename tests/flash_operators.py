@@ -177,7 +177,8 @@ def cudnn_backward(
     assert lse.shape == (*q.shape[:3], 1) and lse.is_contiguous() and not dropout
     assert (max_q, max_k) == (q.shape[2], k.shape[2])
     # Torch finds the compiled graph by q, k and v alone: with other strides it reads other elements.
-    for size, *strides in zip(q.shape, torch.empty_like(q).stride(), grad.stride(), out.stride(), strict=True):
+    usual = torch.empty_like(q).stride()
+    for size, *strides in zip(q.shape, usual, grad.stride(), out.stride(), strict=True):
         assert size == 1 or len(set(strides)) == 1, "strides of another graph than of torch's own attention"
     assert (max_q, max_k) != (1, 1), "s_q = s_kv = 1 is not supported"  # of cuDNN 9.19 on an H200
     groups = k.shape[1]
