@@ -62,7 +62,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 def pytest_runtest_protocol(
     item: pytest.Item, nextitem: pytest.Item | None
 ) -> Generator[None, object, object]:
-    """With several workers (`-n 3`): while tests that are marked `alone` run, the others wait.
+    """With several workers (`-n 4`): while tests that are marked `alone` run, the others wait.
 
     Such tests hold deadlines of a second or so, which other tests on the same cores would break. Whoever
     comes to the door first goes through first; inside are any number of tests, or one worker whose tests are

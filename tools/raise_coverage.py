@@ -1,7 +1,7 @@
 """List the `raise` statements of ds_ring and launcher that no test reaches.
 
 Examples:
-    python tools/raise_coverage.py --record /tmp/raised -- python -m pytest -q -n 3 --dist loadfile
+    python tools/raise_coverage.py --record /tmp/raised -- python -m pytest -q -n 4 --dist loadfile
     python tools/raise_coverage.py --record /tmp/raised          # the report alone, of runs before
 
 While the command runs, each Python process of this environment notes the `raise` statements that it reaches:
