@@ -28,7 +28,13 @@ from ds_ring.integrations.transformers.attention_name import NAME
 from ds_ring.integrations.transformers.checks import cannot_run, not_compiled
 from ds_ring.integrations.transformers.layer_masks import LayerMask
 from ds_ring.integrations.transformers.model import MODEL, TABLE
-from ds_ring.integrations.transformers.variants.variant import INTERFACE, POSITIONS, AttachRequest, Variant
+from ds_ring.integrations.transformers.variants.variant import (
+    INTERFACE,
+    POSITIONS,
+    AttachRequest,
+    Variant,
+    advice_for_own_attention,
+)
 from ds_ring.layers.distance_bias.attention import DistanceBiasAttention
 from ds_ring.masks.catalog import Causal, Full
 
@@ -89,9 +95,7 @@ class RelativeKeys(Variant):
         return {INTERFACE, POSITIONS} if known and not as_is else set()
 
     def advice(self, kind: type[PreTrainedModel]) -> str | None:
-        if getattr(kind.config_class, "model_type", None) != _TYPE:
-            return None
-        return "build it without attn_implementation, and start with ds_ring.initialize(model=...)"
+        return advice_for_own_attention(kind, _TYPE)
 
     def apart(self, model: nn.Module) -> list[nn.Module]:
         """Return the layers: their outputs have tokens before samples."""

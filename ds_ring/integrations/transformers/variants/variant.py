@@ -142,3 +142,10 @@ class Variant:
     def has_own_cache(self, model: PreTrainedModel) -> bool:
         """Return whether a model makes a cache of its own kind, of states that every rank has."""
         return False
+
+
+def advice_for_own_attention(kind: type[PreTrainedModel], model_type: str) -> str | None:
+    """Return how to start a model type whose layers compute attention themselves; None for other types."""
+    if getattr(kind.config_class, "model_type", None) != model_type:
+        return None
+    return "build it without attn_implementation, and start with ds_ring.initialize(model=...)"
