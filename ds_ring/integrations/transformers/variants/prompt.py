@@ -164,7 +164,7 @@ class LearnedPrompt(Variant):
         return {INTERFACE, POSITIONS} if known and not as_is else set()
 
     def advice(self, kind: type[PreTrainedModel]) -> str | None:
-        return advice_for_own_attention(kind, _TYPE)
+        return advice_for_own_attention(kind, {_TYPE})
 
     def apart(self, model: nn.Module) -> list[nn.Module]:
         """Return the layers: their outputs have the prompt's tokens, too."""

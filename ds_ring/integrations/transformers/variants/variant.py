@@ -7,7 +7,7 @@ A new variant overrides the methods that it needs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -144,8 +144,8 @@ class Variant:
         return False
 
 
-def advice_for_own_attention(kind: type[PreTrainedModel], model_type: str) -> str | None:
-    """Return how to start a model type whose layers compute attention themselves; None for other types."""
-    if getattr(kind.config_class, "model_type", None) != model_type:
+def advice_for_own_attention(kind: type[PreTrainedModel], types: Container[str]) -> str | None:
+    """Return how to start a model whose layers compute attention themselves; None unless of `types`."""
+    if getattr(kind.config_class, "model_type", None) not in types:
         return None
     return "build it without attn_implementation, and start with ds_ring.initialize(model=...)"

@@ -14,10 +14,12 @@ from ds_ring.integrations.deepspeed import batch
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
 from ds_ring.integrations.layer_patterns import LayerPatterns
 from ds_ring.integrations.transformers import attention, generation
+from ds_ring.integrations.transformers.attach import attach
 from ds_ring.integrations.transformers.attention_name import NAME
 from ds_ring.integrations.transformers.variants.variant import AttachRequest
 from ds_ring.masks.catalog import Causal
 from ds_ring.schedule.layout import make_layout
+from tests.sessions import session_of
 
 IDS = torch.ones(2, 4, dtype=torch.int64)
 REQUEST = AttachRequest(RingConfig(ring_size=2))
@@ -36,6 +38,18 @@ def cached() -> Any:
     one = sharding()
     positions = torch.arange(4)
     return generation.CachedSharding(one.config, one.layout, one.mesh, one.patterns, q_positions=positions)
+
+
+def check_alone(model: Any, pattern: dict[str, Any]) -> None:
+    """Compare logits of `IDS` before a model is attached, on a ring of one rank, and with the ring off."""
+    model, session = model.eval(), session_of(pattern=pattern)
+    before = model(input_ids=IDS).logits
+    attach(model, session)
+    on_ring = model(**session.shard_batch({"input_ids": IDS})).logits
+    with session.off():
+        off = model(input_ids=IDS).logits
+    assert torch.equal(before, off)
+    torch.testing.assert_close(before, on_ring)
 
 
 def attend(keys: int = 4, **given: Any) -> Any:

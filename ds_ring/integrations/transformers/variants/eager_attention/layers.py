@@ -38,7 +38,13 @@ from ds_ring.integrations.transformers.variants.eager_attention.scores import (
     ScoreOperators,
     unexpected,
 )
-from ds_ring.integrations.transformers.variants.variant import INTERFACE, POSITIONS, AttachRequest, Variant
+from ds_ring.integrations.transformers.variants.variant import (
+    INTERFACE,
+    POSITIONS,
+    AttachRequest,
+    Variant,
+    advice_for_own_attention,
+)
 
 if TYPE_CHECKING:
     from ds_ring.integrations.transformers.model_adapter import ModelAdapter
@@ -93,12 +99,7 @@ class EagerVariant(Variant):
         return {INTERFACE, POSITIONS} if self.matches(model) and not as_is else set()
 
     def advice(self, kind: type[PreTrainedModel]) -> str | None:
-        if getattr(kind.config_class, "model_type", None) not in FAMILIES:
-            return None
-        return (
-            "build it without attn_implementation, and start with ds_ring.initialize(model=...), which"
-            " computes its attention on the ring"
-        )
+        return advice_for_own_attention(kind, FAMILIES)
 
     def makes_full_masks(self, model_type: str) -> bool:
         return model_type in FAMILIES

@@ -19,7 +19,7 @@ from ds_ring.integrations.transformers.variants import prompt
 from ds_ring.masks.pattern import QueryHead
 from ds_ring.schedule.layout import make_layout
 from tests.sessions import session_of
-from tests.unit.integrations.transformers.calls import IDS, REQUEST
+from tests.unit.integrations.transformers.calls import IDS, REQUEST, check_alone
 
 VARIANT = prompt.LearnedPrompt()
 ULYSSES = replace(REQUEST, config=RingConfig(ring_size=1, ulysses_size=2))
@@ -90,12 +90,6 @@ def test_each_pair_is_within_a_part_or_of_both(crosses: bool) -> None:
 
 
 def test_it_does_not_generate_and_is_its_own_without_a_ring() -> None:
-    model, session = cpm_ant().double().eval(), session_of(pattern={"causal": False, "documents": True})
+    model = cpm_ant().double()
     assert "without a prompt" in str(VARIANT.refuse_generation(model))
-    before = model(input_ids=IDS).logits
-    attach(model, session)
-    on_ring = model(**session.shard_batch({"input_ids": IDS})).logits
-    with session.off():
-        off = model(input_ids=IDS).logits
-    assert torch.equal(before, off)
-    torch.testing.assert_close(before, on_ring)
+    check_alone(model, {"causal": False, "documents": True})

@@ -15,7 +15,7 @@ from ds_ring.integrations.transformers import checks
 from ds_ring.integrations.transformers.attach import attach
 from ds_ring.integrations.transformers.variants import relative_keys
 from tests.sessions import session_of
-from tests.unit.integrations.transformers.calls import IDS, REQUEST
+from tests.unit.integrations.transformers.calls import IDS, REQUEST, check_alone
 
 VARIANT = relative_keys.RelativeKeys()
 SIZES = {"vocab_size": 61, "d_model": 16, "n_layer": 2, "n_head": 2, "d_inner": 32, "dropout": 0.0}
@@ -63,11 +63,4 @@ def test_layers_are_found_and_do_not_generate() -> None:
 
 
 def test_without_a_ring_it_is_the_own_attention() -> None:
-    model, session = xlnet().eval(), session_of(pattern={"causal": False, "documents": True})
-    before = model(input_ids=IDS).logits
-    attach(model, session)
-    on_ring = model(**session.shard_batch({"input_ids": IDS})).logits
-    with session.off():
-        off = model(input_ids=IDS).logits
-    assert torch.equal(before, off)
-    torch.testing.assert_close(before, on_ring)
+    check_alone(xlnet(), {"causal": False, "documents": True})
