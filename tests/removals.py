@@ -181,7 +181,7 @@ CAPABILITIES = {
     "Megatron": Capability(("contrib.megatron",), words=r"(?i)\bmegatron"),
     "encoder-decoders": Capability(("contrib.encoder_decoder",), words=r"(?i)\bdecoder|encoder_decoder",
         family="t5", reason="it is an encoder-decoder", other="bloom"),
-    "images": Capability(("contrib.images",), with_it=("sound",), words=r"\bimage"),
+    "images": Capability(("contrib.images",), with_it=("sound",), words=r"\bimage|\bvideo"),
     "sound": Capability(("contrib.sound",), words=r"\bsound"),
     "trees and policies": Capability(("contrib.policies",),
         words=r"\bTreeBatch|\btree_batch|contrib\.policies"),

@@ -1,8 +1,8 @@
-"""Make a model that reads images small, and images for a batch of it.
+"""Make a model that reads images and videos small, and those of a batch of it.
 
-Owns the sizes of image encoders, the shapes in which a model type takes its images (from the names that
-`get_image_features` takes; no processor is run), and positions of image tokens: across the borders of shards,
-two images in the first sample and one in the second.
+Owns the sizes of image encoders, the shapes in which a model type takes its images and videos (from the names
+that `get_image_features` and `get_video_features` take; no processor is run), and positions of their tokens:
+across the borders of shards, two images and a video between them in the first sample, an image in the second.
 
 Shapes: B samples, T tokens, I images, C channels, H rows and W columns of pixels.
 """
@@ -23,6 +23,7 @@ from ds_ring.integrations.deepspeed.batch import IGNORE, Batch
 ConfigValues = dict[str, Any]
 
 IMAGES = (2, 1)  # of each sample
+FRAMES = 4  # of the video, of models that take videos
 PATCH, SIDE = 4, 4  # pixels of a patch's side, patches of an image's side
 GRIDS = ((1, 4, 4), (1, 2, 4), (1, 4, 2))  # in patches, of models that take images of any size
 _WIDTH, _LAYERS = 32, 2
@@ -83,6 +84,13 @@ _LAYERS_NAMED = (
 _VQ = {"channel_multiplier": [1, 1, 1], "attn_resolutions": [], "num_res_blocks": 1}
 _SAM = {"output_channels": 16, "mlp_dim": 48, "image_size": 8 * PATCH, "global_attn_indexes": [1]}
 _SAM_DOWN = _SAM | {"downsample_channels": [24, _WIDTH], "image_size": 8 * PATCH}
+# What the tokens of a video are, by its names; of the second list they are image tokens, so that no batch has
+# both. Which of its tokens are a video's, GLM-5 counts on one rank.
+_MEDIA_TOKENS = ("image_token", "video_token")
+_VIDEO_TOKENS = ("video_token_id", "video_token_index")
+_ONE_TOKEN = ("glm46v", "glm4v", "glm4v_moe", "glm_ocr", "molmo2", "nemotron_h_omni")
+_WITHOUT_VIDEOS = ("glm5_next",)
+_SECONDS = ("second_per_grid_ts", "video_second_per_grid")  # between the steps of a video
 LEAST_TOKENS = {"deepseek_ocr2": 700}  # an image of it has 145 tokens at least
 # By model type: what must fit the small sizes, by part.
 _OF_TYPES: dict[str, ConfigValues] = {
@@ -247,17 +255,23 @@ def name_tokens(values: ConfigValues, vocabulary: int) -> None:
             name
             for name in values
             if name.endswith(("_token_id", "_token_index"))
-            and (values[name] is not None or name.startswith("image_token"))
+            and (values[name] is not None or name.startswith(_MEDIA_TOKENS))
         ),
         key=lambda name: not name.startswith("image_token"),
     )
     for number, name in enumerate(names):
-        if isinstance(values[name], int) or name.startswith("image_token"):
+        if isinstance(values[name], int) or name.startswith(_MEDIA_TOKENS):
             values[name] = vocabulary - 1 - number
 
 
-def add_images(batch: Batch, model: PreTrainedModel, seed: int) -> Batch:
-    """Return a batch of text [B, T] with image tokens in place of some, and their images.
+def add_images(batch: Batch, model: PreTrainedModel, seed: int, only_videos: bool = False) -> Batch:
+    """Return a batch of text [B, T] with tokens of images and videos in place of some, and these.
+
+    Args:
+        batch: of text.
+        model: that takes it.
+        seed: of the images.
+        only_videos: without images.
 
     Raises:
         RingConfigError: the model takes its images in a shape that is not known here, or too large for the
@@ -271,50 +285,77 @@ def add_images(batch: Batch, model: PreTrainedModel, seed: int) -> Batch:
             model.config.model_type, "get_image_features for images", "none", "leave images out"
         )
     try:
-        images = _images(model, seed)
-        takes = inspect.signature(base.get_image_features).parameters
-        with torch.no_grad():
-            given = {key: x for key, x in images.items() if key in takes}
-            counts = _counts(base.get_image_features(**given, return_dict=True))
+        images = {} if only_videos else _images(model, seed)
+        counts = _counts(base.get_image_features, images, sum(IMAGES)) if images else []
+        video_token = None if images and model.config.model_type in _ONE_TOKEN else _video_token(model)
+        videos = {} if video_token is None else _video(model, seed)
+        of_frames = _counts(base.get_video_features, videos, 1)[0] if videos else 0
+        if (kept := videos.get("video_compression_mask")) is not None:
+            of_frames = int(kept.sum())
     except Exception as error:  # of a model type that takes images otherwise
         raise RingConfigError(
             f"{model.config.model_type}: no images can be made: {type(error).__name__}: {error}"
         ) from error
+    rope = getattr(base, "get_rope_index", None)
     # Qwen's Omni models find images by the token before, where there is an attention_mask
-    is_marked = hasattr(base, "get_rope_index") and (
-        "mm_token_type_ids" not in inspect.signature(base.get_rope_index).parameters
-    )
+    is_marked = rope is not None and "mm_token_type_ids" not in inspect.signature(rope).parameters
+    image_token = model.config.image_token_id
     ids_BT = batch["input_ids"].clone()
     tokens = ids_BT.shape[1]
-    text = ids_BT != model.config.image_token_id
-    ids_BT = torch.where(text, ids_BT, model.config.image_token_id - 1)  # drawn by chance: no image is there
-    are_images_BT = torch.zeros_like(ids_BT, dtype=torch.bool)
+    # drawn by chance: no image is there
+    ids_BT = torch.where((ids_BT != image_token) & (ids_BT != video_token), ids_BT, 5)
+    types_BT = torch.zeros_like(ids_BT)  # 1 for images, 2 for videos
     places = iter(counts)
+
+    def put(row: int, start: int, count: int, kind: int) -> None:
+        if start + count >= tokens or bool(types_BT[row, start - 1 : start + count].any()):
+            raise RingConfigError(
+                f"{model.config.model_type}: expected images of {tokens} tokens, got {counts} and a video of"
+                f" {of_frames}; give more"
+            )
+        types_BT[row, start : start + count] = kind
+        ids_BT[row, start : start + count] = int(image_token if kind == 1 else video_token or 0)
+        if is_marked:
+            ids_BT[row, start - 1] = model.config.vision_start_token_id
+
+    # Where a timestamp parts the steps of a video, each has its own positions, or is a block
+    is_parted = "video_position_ids" in videos or (
+        rope is not None and "repeat_interleave(video_grid_thw" in inspect.getsource(rope)
+    )
+    parts = FRAMES if is_parted else 1
     for row, number in enumerate(IMAGES):
+        end = tokens // 4
         for which in range(number):
-            count = next(places)
-            # the middles of the first sample's images are where shards of two ranks end
-            middle = 3 * tokens // 7 if row else (2 * which + 1) * tokens // 4 + 1 + which
-            start = max(1, middle - count // 2)
-            if start + count >= tokens or bool(are_images_BT[row, start - 1 : start + count].any()):
-                raise RingConfigError(
-                    f"{model.config.model_type}: expected images of {tokens} tokens, got {counts}; give more"
-                )
-            are_images_BT[row, start : start + count] = True
-            if is_marked:
-                ids_BT[row, start - 1] = model.config.vision_start_token_id
-    ids_BT[are_images_BT] = model.config.image_token_id
-    made = batch | {"input_ids": ids_BT} | images
+            if which == 1 and videos:  # between the first sample's images
+                for _ in range(parts):
+                    put(row, end + 2, of_frames // parts, 2)
+                    end += 2 + of_frames // parts
+            if images:
+                count = next(places)
+                # the middles of the first sample's images are where shards of two ranks end
+                middle = 3 * tokens // 7 if row else (2 * which + 1) * tokens // 4 + 1 + which
+                start = max(end + 1 if which else 1, middle - count // 2)
+                put(row, start, count, 1)
+                end = start + count
+    made = batch | {"input_ids": ids_BT} | images | videos
     if is_marked:
         made["attention_mask"] = torch.ones_like(ids_BT)
     for key in ("labels", "shift_labels"):
         if key in batch:
-            made[key] = batch[key].masked_fill(are_images_BT, IGNORE)
+            made[key] = batch[key].masked_fill(types_BT > 0, IGNORE)
     whole = inspect.signature(base.forward).parameters
     for key in ("mm_token_type_ids", "token_type_ids", "moe_mm_token_type_ids"):
         if key in whole or key in inspect.signature(model.forward).parameters:
-            made[key] = are_images_BT.long()
+            made[key] = (types_BT > 0).long() if model.config.model_type == "molmo2" else types_BT
     return made
+
+
+def _video_token(model: PreTrainedModel) -> int | None:
+    """Return the id of the tokens of a video; None for a model that takes none."""
+    if not hasattr(model.base_model, "get_video_features") or model.config.model_type in _WITHOUT_VIDEOS:
+        return None
+    names = ("image_token_id",) if model.config.model_type in _ONE_TOKEN else _VIDEO_TOKENS
+    return next((one for name in names if (one := getattr(model.config, name, None)) is not None), None)
 
 
 def _reads_images(model: PreTrainedModel) -> bool:
@@ -324,9 +365,11 @@ def _reads_images(model: PreTrainedModel) -> bool:
     )
 
 
-def _counts(found: Any) -> list[int]:
-    """Return how many features each image has."""
-    number = sum(IMAGES)
+def _counts(encode: Callable[..., Any], pixels: Batch, number: int) -> list[int]:
+    """Return how many features each image or video has."""
+    takes = inspect.signature(encode).parameters
+    with torch.no_grad():
+        found = encode(**{key: x for key, x in pixels.items() if key in takes}, return_dict=True)
     features = next(
         (found[name] for name in ("pooler_output", "last_hidden_state") if found.get(name) is not None), None
     )
@@ -338,22 +381,81 @@ def _counts(found: Any) -> list[int]:
     return [rows // number] * number  # of all images of a sample, one after the other
 
 
+def _sizes_of(model: PreTrainedModel, seed: int) -> tuple[Any, int, int, int, Callable[..., Tensor]]:
+    """Return the vision part's configuration, channels, patch and side in pixels, and what makes pixels."""
+    vision = getattr(model.config, "vision_config", model.config)
+    generator = torch.Generator().manual_seed(seed)
+    channels = getattr(vision, "num_channels", getattr(vision, "in_channels", 3))
+    patch, side = (
+        one[0] if isinstance(one, (list, tuple)) else one
+        for one in (getattr(vision, "patch_size", PATCH), getattr(vision, "image_size", PATCH * SIDE))
+    )
+    return vision, channels, patch, side, lambda *shape: torch.randn(*shape, generator=generator)
+
+
+def _video(model: PreTrainedModel, seed: int) -> Batch:
+    """Return pixels, and their other inputs, of a video."""
+    base: Any = model.base_model
+    takes = inspect.signature(base.get_video_features).parameters
+    whole = inspect.signature(base.forward).parameters
+    kind = model.config.model_type
+    vision, channels, patch, side, pixels = _sizes_of(model, seed + 3)
+    if kind == "nemotron_h_omni":  # [I, tubelets, frames of one and channels, H, W]
+        channels *= model.config.video_temporal_patch_size
+    if kind == "molmo2":
+        patches, tokens = (side // patch) ** 2, 4
+        return {
+            "pixel_values_videos": pixels(FRAMES, patches, 3 * patch**2),
+            "video_token_pooling": torch.arange(FRAMES * tokens)[:, None] * 4 + torch.arange(4),
+            "video_grids": torch.tensor(((FRAMES, 2, 2),)),
+        }
+    if "target_sizes_videos" in takes:
+        sizes = torch.full((FRAMES, 2), SIDE)
+        return {
+            "pixel_values_videos": pixels(1, 3, patch, FRAMES * SIDE * SIDE * patch),
+            "target_sizes_videos": sizes,
+        }
+    if "num_frames_per_video" in takes:  # Gemma 4
+        made = _positioned(pixels, vision, patch, FRAMES, SIDE)
+        return {
+            "pixel_values_videos": made["pixel_values"],
+            "video_position_ids": made["image_position_ids"],
+            "num_frames_per_video": torch.tensor([FRAMES]),
+        }
+    if "video_grid_thw" not in takes:
+        return {"pixel_values_videos": pixels(1, FRAMES, channels, side, side)}
+    grids = torch.tensor(((FRAMES, SIDE, SIDE // 2),))
+    video, rows = {"video_grid_thw": grids}, int(grids.prod())
+    if "video_merge_sizes" in takes:
+        video["video_merge_sizes"] = torch.tensor([2])
+        video["video_compression_mask"] = torch.arange(rows // 4) % 3 > 0
+    video |= {name: torch.tensor([0.6]) for name in _SECONDS if name in whole}
+    if kind == "kimi_k25":
+        return video | {"pixel_values_videos": pixels(rows, channels, patch, patch)}
+    frames = getattr(vision, "temporal_patch_size", getattr(vision, "patch_temporal", 1))
+    return video | {"pixel_values_videos": pixels(rows, channels * frames * patch * patch)}
+
+
+def _positioned(
+    pixels: Callable[..., Tensor], vision: Any, patch: int, number: int, unified: int = SIDE * SIDE // 2
+) -> Batch:
+    """Gemma 4: images or frames whose patches have positions; `unified` patches of the unified one."""
+    at = torch.arange(SIDE)
+    positions = torch.stack(torch.meshgrid(at, at, indexing="xy"), dim=-1).view(1, -1, 2)
+    if hasattr(vision, "model_patch_size"):  # the unified one projects patches, fewer than its window
+        patch, positions = vision.model_patch_size, positions[:, :unified]
+    return {
+        "pixel_values": pixels(number, positions.shape[1], 3 * patch * patch).sigmoid(),
+        "image_position_ids": positions.expand(number, -1, -1).contiguous(),
+    }
+
+
 def _images(model: PreTrainedModel, seed: int) -> Batch:
     """Return pixels, and their other inputs, of all images of a batch."""
     base: Any = model.base_model
     takes = inspect.signature(base.get_image_features).parameters
     kind, number = model.config.model_type, sum(IMAGES)
-    vision = getattr(model.config, "vision_config", model.config)
-    generator = torch.Generator().manual_seed(seed + 2)
-    channels = getattr(vision, "num_channels", getattr(vision, "in_channels", 3))
-    patch = getattr(vision, "patch_size", PATCH)
-    patch = patch[0] if isinstance(patch, (list, tuple)) else patch
-    side = getattr(vision, "image_size", PATCH * SIDE)
-    side = side[0] if isinstance(side, (list, tuple)) else side
-
-    def pixels(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator)
-
+    vision, channels, patch, side, pixels = _sizes_of(model, seed + 2)
     if kind in _IMAGES_OF_TYPES:
         return _IMAGES_OF_TYPES[kind](pixels, model.config)
     if "image_grid_hw" in takes:
@@ -375,14 +477,7 @@ def _images(model: PreTrainedModel, seed: int) -> Batch:
         return images | {"pixel_values": pixels(rows, torch.Size(of_patch).numel())}
     sizes = torch.full((number, 2), side)
     if "image_position_ids" in takes:  # Gemma 4
-        at = torch.arange(SIDE)
-        positions = torch.stack(torch.meshgrid(at, at, indexing="xy"), dim=-1).view(1, -1, 2)
-        if hasattr(vision, "model_patch_size"):  # the unified one projects patches, fewer than its window
-            patch, positions = vision.model_patch_size, positions[:, : SIDE * SIDE // 2]
-        return {
-            "pixel_values": pixels(number, positions.shape[1], 3 * patch * patch).sigmoid(),
-            "image_position_ids": positions.expand(number, -1, -1).contiguous(),
-        }
+        return _positioned(pixels, vision, patch, number)
     if "spatial_shapes" in takes:
         return {
             "pixel_values": pixels(number, SIDE * SIDE, channels * patch * patch),
@@ -403,7 +498,9 @@ def _images(model: PreTrainedModel, seed: int) -> Batch:
         high = model.config.high_res_vision_config.image_size
         images["high_res_pixel_values"] = pixels(number, channels, high, high)
     if "qformer_input_ids" in takes:  # of the instruction, for each image
-        images["qformer_input_ids"] = torch.randint(3, 60, (number, 5), generator=generator)
+        images["qformer_input_ids"] = torch.randint(
+            3, 60, (number, 5), generator=torch.Generator().manual_seed(seed)
+        )
     if "pixel_mask" in takes:
         images["pixel_mask"] = torch.ones(number, side, side, dtype=torch.int64)
     takes_sizes = "image_sizes" in takes and takes["image_sizes"].default is inspect.Parameter.empty

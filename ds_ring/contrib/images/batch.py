@@ -1,4 +1,4 @@
-"""Batches with images: tensors that go whole to every rank, and the numbers of image tokens.
+"""Batches with images and videos: tensors that go whole to every rank, and the numbers of their tokens.
 
 Shapes: B samples, T tokens, S local tokens.
 """
@@ -39,57 +39,82 @@ OF_IMAGES = (
     "qformer_input_ids",
     "qformer_attention_mask",
 )
+OF_VIDEOS = (
+    "pixel_values_videos",
+    "image_sizes_videos",
+    "num_frames_per_video",
+    "second_per_grid_ts",
+    "target_sizes_videos",
+    "video_compression_mask",
+    "video_grid_thw",
+    "video_grids",
+    "video_merge_sizes",
+    "video_position_ids",
+    "video_second_per_grid",
+    "video_token_pooling",
+)
+PIXELS = {"image": "pixel_values", "video": "pixel_values_videos"}  # by modality
 ENCODED = "mm_encoder_outputs"  # by modality, what `generate` has of images before its first forward pass
-_PLACES = "ds_ring_image_places"  # of prepared batches: [B, T]
+_PLACES = "ds_ring_places_of_"  # and the modality: of prepared batches, [B, T]
 _AXES = "ds_ring_image_axes"  # [B, T, axes]
 
 
-class ImageTokens(NamedTuple):
-    """The image features that replace embeddings of a batch's local tokens."""
+class FeatureTokens(NamedTuple):
+    """The features of one modality that replace embeddings of a batch's local tokens."""
 
     places_BS: Tensor  # the feature's number, from 1 on; 0 for other tokens
-    tokens: int  # image tokens of the whole batch
-    axes_BSA: Tensor | None  # positions on several axes, where the model has such
+    tokens: int  # of the whole batch that take such features
     # by rank of the sequence, the features of its tokens, from 0 on, in the order of its tokens; empty where
     # samples are whole
     wanted: tuple[Tensor, ...] = ()
 
 
-def has_images(given: Mapping[str, Any]) -> bool:
-    """Return whether the arguments of a call have images."""
-    return given.get("pixel_values") is not None or "image" in (given.get(ENCODED) or {})
+class BatchFeatures(NamedTuple):
+    """The features of a batch's local tokens."""
+
+    by_modality: dict[str, FeatureTokens]
+    axes_BSA: Tensor | None = None  # positions on several axes, where the model has such
+
+
+def modalities_in(given: Mapping[str, Any]) -> list[str]:
+    """Return the modalities in the arguments of a call: "image", "video"."""
+    encoded = given.get(ENCODED) or {}
+    return [name for name, pixels in PIXELS.items() if given.get(pixels) is not None or name in encoded]
 
 
 class Images(WholeTensors):
-    """The images of a model's batches.
+    """The images and videos of a model's batches.
 
     Args:
-        token: id of the tokens that are replaced by one image feature each.
+        tokens: by modality, the id of the tokens that are replaced by one feature each.
         number_axes: numbers the tokens of a whole batch on several axes, [B, T, axes]; None: they have one
             position each.
         number_blocks: numbers the blocks of tokens of a whole batch that see each other.
     """
 
-    names = frozenset(OF_IMAGES)
+    names = frozenset(OF_IMAGES + OF_VIDEOS)
 
     def __init__(
         self,
-        token: int,
+        tokens: Mapping[str, int],
         number_axes: Callable[[Batch], Tensor] | None = None,
         number_blocks: Callable[[Batch], Tensor | None] = lambda _: None,
     ) -> None:
-        self._token, self._number_axes, self._number_blocks = token, number_axes, number_blocks
+        self._tokens, self._number_axes, self._number_blocks = tokens, number_axes, number_blocks
 
     def add_columns(self, prepared: Batch, given: Mapping[str, Tensor]) -> None:
-        """Number the image tokens of a prepared batch, from 1 on; others, and padding of the layout, are 0.
+        """Number the tokens of each modality in a prepared batch, from 1 on; others, and padding of the
+        layout, are 0.
 
         Raises:
             RingShapeError: images without input_ids, which mark their tokens.
-            RingConfigError: packed documents, and positions on several axes.
+            RingConfigError: packed documents, and positions on several axes; images and videos whose tokens
+                are the same.
         """
         if "input_ids" not in prepared:
             raise RingShapeError.wrong("batch", "input_ids with images", f"{sorted(prepared)}", "give them")
-        prepared[_PLACES] = self._numbers(prepared["input_ids"])
+        for modality in self._modalities(given):
+            prepared[_PLACES + modality] = self._numbers(prepared["input_ids"], modality)
         blocks_BT = self._number_blocks(dict(given))
         if blocks_BT is None and self._number_axes is None:
             return
@@ -102,30 +127,45 @@ class Images(WholeTensors):
 
     def take_columns(
         self, local: Batch, prepared: Mapping[str, Tensor], layout: Layout | None, mesh: RingMesh
-    ) -> ImageTokens | None:
-        """Return which features the local tokens take; None for a batch without images."""
-        places_BS, axes_BSA = local.pop(_PLACES, None), local.pop(_AXES, None)
-        if places_BS is None:
-            return None
-        places_BT, wanted = prepared[_PLACES], []
-        for ring_rank in range(mesh.ring_size) if layout is not None else ():
-            assert layout is not None
-            shard_BS = shard_sequence(places_BT, layout, dim=1, ring_rank=ring_rank)
-            parts = shard_BS.to(places_BS.device).chunk(mesh.ulysses_size, dim=1)
-            wanted += [part[part > 0] - 1 for part in parts]
-        return ImageTokens(places_BS, int(places_BT.max()), axes_BSA, tuple(wanted))
+    ) -> BatchFeatures | None:
+        """Return which features the local tokens take; None for a batch without any."""
+        found, axes_BSA = {}, local.pop(_AXES, None)
+        for modality in self._tokens:
+            places_BS = local.pop(_PLACES + modality, None)
+            if places_BS is None:
+                continue
+            places_BT, wanted = prepared[_PLACES + modality], []
+            for ring_rank in range(mesh.ring_size) if layout is not None else ():
+                assert layout is not None
+                shard_BS = shard_sequence(places_BT, layout, dim=1, ring_rank=ring_rank)
+                parts = shard_BS.to(places_BS.device).chunk(mesh.ulysses_size, dim=1)
+                wanted += [part[part > 0] - 1 for part in parts]
+            found[modality] = FeatureTokens(places_BS, int(places_BT.max()), tuple(wanted))
+        return BatchFeatures(found, axes_BSA) if found else None
 
-    def of_prompt(self, given: Mapping[str, Any], layout: Layout, mesh: RingMesh) -> ImageTokens | None:
-        """Return which features the local tokens of a prompt take; None without images."""
-        if not has_images(given) or given.get("input_ids") is None:
+    def of_prompt(self, given: Mapping[str, Any], layout: Layout, mesh: RingMesh) -> BatchFeatures | None:
+        """Return which features the local tokens of a prompt take; None without any."""
+        modalities, ids_BT = self._modalities(given), given.get("input_ids")
+        if not modalities or ids_BT is None:
             return None
-        return self.tokens_of_prompt(given["input_ids"], layout, mesh)
+        return BatchFeatures({one: self.tokens_of_prompt(ids_BT, one, layout, mesh) for one in modalities})
 
-    def tokens_of_prompt(self, ids_BT: Tensor, layout: Layout, mesh: RingMesh) -> ImageTokens:
+    def tokens_of_prompt(
+        self, ids_BT: Tensor, modality: str, layout: Layout, mesh: RingMesh
+    ) -> FeatureTokens:
         """Number the tokens of a prompt that take features, and return this rank's."""
-        places_BT = self._numbers(ids_BT)
-        return ImageTokens(shard_sequence(places_BT, layout, mesh=mesh, dim=1), int(places_BT.max()), None)
+        places_BT = self._numbers(ids_BT, modality)
+        return FeatureTokens(shard_sequence(places_BT, layout, mesh=mesh, dim=1), int(places_BT.max()))
 
-    def _numbers(self, ids_BT: Tensor) -> Tensor:
-        are_images_BT = ids_BT == self._token
-        return are_images_BT.flatten().cumsum(0).view(are_images_BT.shape) * are_images_BT
+    def _modalities(self, given: Mapping[str, Any]) -> list[str]:
+        """Return the modalities in a batch that tokens of the model take."""
+        found = [name for name in modalities_in(given) if name in self._tokens]
+        if len({self._tokens[name] for name in found}) < len(found):
+            raise RingConfigError.wrong(
+                "batch", "images or videos, whose tokens are the same", "both", "give two batches"
+            )
+        return found
+
+    def _numbers(self, ids_BT: Tensor, modality: str) -> Tensor:
+        are_features_BT = ids_BT == self._tokens[modality]
+        return are_features_BT.flatten().cumsum(0).view(are_features_BT.shape) * are_features_BT

@@ -90,8 +90,8 @@ def numbers_blocks(model: Any) -> Callable[[Batch], Tensor | None]:
             ids_BT = torch.where(types_BT == 0, 0, _NO_BLOCK)
         elif kind == "molmo2":  # all images of a sample are one block
             ids_BT = torch.where(types_BT == 1, 0, _NO_BLOCK)
-        else:  # each image
-            are_images_BT = types_BT == 1
+        else:  # each image, and in Gemma 4 each frame of a video
+            are_images_BT = (types_BT == 1) | ((types_BT == 2) & kind.startswith("gemma4"))
             begins_BT = are_images_BT & ~torch.nn.functional.pad(are_images_BT, (1, 0))[:, :-1]
             ids_BT = torch.where(are_images_BT, begins_BT.long().cumsum(1) - 1, _NO_BLOCK)
         mask_BT = given.get("attention_mask")

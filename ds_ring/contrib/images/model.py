@@ -1,12 +1,13 @@
-"""Give the language part of a vision-language model the image features of its own tokens.
+"""Give the language part of a vision-language model the image and video features of its own tokens.
 
 [Note: features of images]
-Each rank runs the image encoders on its share of the images of a batch and gets the features of its own image
-tokens (batch.py counts them before the batch is cut): [Note: shares of images]. Image encoders keep their own
-attention. Every rank encodes all images where samples are whole (below min_sequence_length), and in a
-generation, whose `generate` encodes them before the ring sees the prompt.
+Each rank runs the encoders on its share of the images and videos of a batch and gets the features of its own
+tokens (batch.py counts them before the batch is cut): [Note: shares of images]. Encoders keep their own
+attention. Every rank encodes everything where samples are whole (below min_sequence_length), and in a
+generation, whose `generate` encodes images before the ring sees the prompt.
 
-Shapes: B samples, T tokens, S local tokens, N image tokens of the batch, E width of the language part.
+Shapes: B samples, T tokens, S local tokens, N features, E width of the language part, I images or videos, U
+units: images, and steps of videos.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +25,16 @@ from transformers import PreTrainedModel
 from ds_ring.comm.collective import collective
 from ds_ring.comm.exchange import Exchange
 from ds_ring.comm.mesh import RingMesh
-from ds_ring.contrib.images.batch import ENCODED, OF_IMAGES, Images, ImageTokens, has_images
+from ds_ring.contrib.images.batch import (
+    ENCODED,
+    OF_IMAGES,
+    OF_VIDEOS,
+    PIXELS,
+    BatchFeatures,
+    FeatureTokens,
+    Images,
+    modalities_in,
+)
 from ds_ring.contrib.images.blocks import numbers_blocks
 from ds_ring.errors import RingConfigError, RingShapeError
 from ds_ring.integrations.adapter import patch
@@ -61,14 +71,19 @@ TEXTS = ("phi4_multimodal",)
 _FEATURES, _OF_LAYERS = ("pooler_output", "last_hidden_state"), "deepstack_features"
 _OF_BLIP = ("opt", "llama")  # language parts which BLIP-2 and InstructBLIP give a mask of ones
 _MAKE_MASKS = ("paligemma", "molmo2")
-_GRIDS = ("image_grid_thw", "image_grid_hw", "target_sizes")  # numbers of each image's patches
+# Numbers of each image's and video's patches, and those of patches that are squares of one strip (MiniCPM's).
+_STRIPS = ("target_sizes", "target_sizes_videos")
+_GRIDS = ("image_grid_thw", "image_grid_hw", "video_grid_thw", *_STRIPS)
 # Each rank encodes all images where some have tiles, tokens pool patches of several, or a layer normalizes
 # over the batch.
-_TILES = frozenset({"pixel_values_local", "image_token_pooling"})
-_REFUSED = (
-    "pixel_values_videos", "video_grid_thw", "input_features", "audio_values", "image_pixel_values",
-    "audio_input_features",
-)  # fmt: skip
+_TILES = frozenset({"pixel_values_local", "image_token_pooling", "video_token_pooling"})
+# A video's tokens are image tokens: transformers takes no batch with both.
+_ONE_TOKEN = ("glm46v", "glm4v", "glm4v_moe", "glm_ocr", "molmo2", "nemotron_h_omni")
+# Their encoders attend over all frames of a video: one rank encodes it.
+_WHOLE_VIDEOS = ("kimi_k25", "minimax_m3_vl")
+# Which of its tokens are a video's, GLM-5 counts on one rank.
+_WITHOUT_VIDEOS = ("glm5_next",)
+_REFUSED = ("input_features", "audio_values", "image_pixel_values", "audio_input_features")
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
@@ -188,7 +203,7 @@ def images_hook(model: PreTrainedModel, session: RingSession) -> Callable[..., A
         return None
     if _takes_images(model):
         number = _axes_of(base) if hasattr(base, "get_rope_index") else None
-        session.needs.whole = Images(int(model.config.image_token_id), number, numbers_blocks(model))
+        session.needs.whole = Images(_tokens_of(model), number, numbers_blocks(model))
     signature = inspect.signature(base.forward)
 
     @_gives_features
@@ -196,75 +211,108 @@ def images_hook(model: PreTrainedModel, session: RingSession) -> Callable[..., A
         _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         given = dict(signature.bind_partial(*args).arguments) | kwargs
-        _check_given(model, given)
-        if not has_images(given):
+        modalities = modalities_in(given)
+        _check_given(model, given, modalities)
+        if not modalities:
             return None
-        images = session.batches.current.whole
-        if images is None:
+        features = session.batches.current.whole
+        if not isinstance(features, BatchFeatures) or not features.by_modality.keys() >= {*modalities}:
             raise RingShapeError(
                 "images: expected those of the batch, got others; give them to engine.ring.shard_batch"
             )
         mesh, wait_s = session.batches.current.mesh, session.config.hop_timeout_seconds
-        given[ENCODED] = {"image": _local_features(base, given, images, mesh, wait_s)}
-        if images.axes_BSA is not None:
-            given["position_ids"] = images.axes_BSA.permute(2, 0, 1)
+        encoded = {
+            one: _local_features(base, one, given, features.by_modality[one], mesh, wait_s)
+            for one in modalities
+        }
+        given |= {ENCODED: encoded, "pixel_values": None}  # which BLIP-2 has to be given
+        given |= dict.fromkeys(given.keys() & {PIXELS["video"], "video_compression_mask"})
+        if features.axes_BSA is not None:
+            given["position_ids"] = features.axes_BSA.permute(2, 0, 1)
         return (), given
 
     return before
 
 
-def _check_given(model: PreTrainedModel, given: dict[str, Any]) -> None:
+def _tokens_of(model: Any) -> dict[str, int]:
+    """Return, by modality, the id of the tokens that take its features."""
+    config, tokens = model.config, {"image": int(model.config.image_token_id)}
+    if _takes_videos(model):
+        ids = (getattr(config, name, None) for name in ("video_token_id", "video_token_index"))
+        own = next((one for one in ids if one is not None), None)
+        if config.model_type in _ONE_TOKEN:
+            own = config.image_token_id
+        tokens |= {} if own is None else {"video": int(own)}
+    return tokens
+
+
+def _takes_videos(model: Any) -> bool:
+    return hasattr(model.base_model, "get_video_features") and _type_of(model) not in _WITHOUT_VIDEOS
+
+
+def _check_given(model: Any, given: dict[str, Any], modalities: list[str]) -> None:
     name = type(model).__name__
+    takes_images, takes_videos = _takes_images(model), _takes_images(model) and _takes_videos(model)
     refused = [key for key in _REFUSED if given.get(key) is not None]
-    refused += [key for key in given.get(ENCODED) or {} if key != "image"]
-    if has_images(given) and not _takes_images(model):
+    refused += [key for key in given.get(ENCODED) or {} if key not in PIXELS]
+    if "image" in modalities and not takes_images:
         refused.append("images")
+    if "video" in modalities and not takes_videos:
+        refused.append(PIXELS["video"])
     if refused:
+        takes = "texts" + ", images" * takes_images + ", videos" * takes_videos
         raise RingConfigError(
-            f"{name}: expected texts, got {', '.join(refused)}; images are exact with the model types"
-            f" {', '.join(EXACT)}: leave them out, or pass inputs_embeds through engine.ring.shard_batch"
+            f"{name}: expected {takes}, got {', '.join(refused)}; images are exact with the model types"
+            f" {', '.join(EXACT)}, videos with those that have get_video_features, but for"
+            f" {', '.join(_WITHOUT_VIDEOS)}: leave them out, or pass inputs_embeds through"
+            " engine.ring.shard_batch"
         )
-    if has_images(given) and torch.compiler.is_compiling():
+    if modalities and torch.compiler.is_compiling():
         raise RingConfigError.wrong(name, "no compiled model with images", "one", "do not compile it")
+    if "video" in modalities and getattr(model.config, "video_pruning_rate", None):  # Nemotron's
+        raise RingConfigError.wrong(
+            name, "all tokens of a video", "a video_pruning_rate", "set config.video_pruning_rate to 0"
+        )
 
 
 # [Note: shares of images]
 # Images are divided among the ranks of a sequence in their order, by their numbers of patches: each is
-# encoded once. An image token takes one feature, so each feature is sent to the one rank that has its
-# token, and its gradient comes back from there: the encoder's gradient is a sum over the ranks, like any
-# other. Which rank needs which feature is known from the whole batch; how many features a rank has found is
-# exchanged once. A rank that has no image encodes the first one without using its features, so every rank
-# runs the same modules (ZeRO 3 gathers their parameters) and has a gradient for each parameter.
+# encoded once. A video is divided by its frames, or the steps of its grid, for its encoder attends to each by
+# itself; where it attends over all frames (`_WHOLE_VIDEOS`), one rank encodes the video. A token takes one
+# feature, so each feature is sent to the one rank that has its token, and its gradient comes back from there:
+# the encoder's gradient is a sum over the ranks, like any other. Which rank needs which feature is known from
+# the whole batch; how many features a rank has found is exchanged once. A rank that has no image encodes the
+# first one without using its features, so every rank runs the same modules (ZeRO 3 gathers their parameters)
+# and has a gradient for each parameter.
 def _local_features(
-    base: Any, given: dict[str, Any], images: ImageTokens, mesh: RingMesh, wait_s: float
+    base: Any, modality: str, given: dict[str, Any], tokens: FeatureTokens, mesh: RingMesh, wait_s: float
 ) -> Any:
-    """Return what `get_image_features` found, with the features of this rank's image tokens in their order.
-
-    Takes the images out of `given`.
-    """
-    found = (given.get(ENCODED) or {}).get("image")
-    shared, is_used = False, True
+    """Return what encodes a modality found, with the features of this rank's tokens in their order."""
+    found = (given.get(ENCODED) or {}).get(modality)
+    shared, share = False, _Share({})
     if found is None:
-        takes = inspect.signature(base.get_image_features).parameters
-        pixels = {key: given[key] for key in OF_IMAGES if given.get(key) is not None and key in takes}
-        shared = bool(images.wanted) and mesh.sequence_size > 1 and not _TILES.intersection(pixels)
+        encode = getattr(base, f"get_{modality}_features")
+        takes = inspect.signature(encode).parameters
+        names = OF_IMAGES if modality == "image" else OF_VIDEOS
+        pixels = {key: given[key] for key in names if given.get(key) is not None and key in takes}
+        kept_N = given.get("video_compression_mask") if modality == "video" else None
+        shared = bool(tokens.wanted) and mesh.sequence_size > 1 and not _TILES.intersection(pixels)
         shared = shared and not any(map(_reads_other_images, base.modules()))
-        if shared:
-            pixels, is_used = _share(pixels, takes, mesh)
+        share = _share(base, pixels, takes, mesh, kept_N) if shared else _Share(pixels, kept_N=kept_N)
         layer = given.get("vision_feature_layer")
         more = {} if layer is None or "vision_feature_layer" not in takes else {"vision_feature_layer": layer}
-        if isinstance(pixels.get("num_local_patches"), Tensor):
-            pixels["num_local_patches"] = pixels["num_local_patches"].tolist()  # some split a tensor by it
-        found = base.get_image_features(**pixels, **more, return_dict=True)
-    given["pixel_values"] = None  # which BLIP-2 has to be given
+        if isinstance(share.pixels.get("num_local_patches"), Tensor):
+            # some split a tensor by it
+            share.pixels["num_local_patches"] = share.pixels["num_local_patches"].tolist()
+        found = encode(**share.pixels, **more, return_dict=True)
     features = _features(found)
     parts = [_rows(of_tokens) for _, _, of_tokens in features]
-    rows_NE = torch.cat(parts, dim=1)
+    rows_NE = share.taken(torch.cat(parts, dim=1))
     if shared:
-        mine = _exchanged(rows_NE if is_used else rows_NE[:0], base, images, mesh, wait_s)
+        mine = _exchanged(rows_NE, base, modality, tokens, mesh, wait_s)
     else:
-        check_number(base, len(rows_NE), images)
-        mine = rows_NE[images.places_BS[images.places_BS > 0] - 1]
+        check_number(base, len(rows_NE), tokens, modality)
+        mine = rows_NE[tokens.places_BS[tokens.places_BS > 0] - 1]
     local: dict[str, Any] = {}
     for (name, layer, whole), part in zip(
         features, mine.split([x.shape[1] for x in parts], dim=1), strict=True
@@ -298,25 +346,55 @@ def _rows(features: Any) -> Tensor:
     return torch.cat([x.reshape(-1, x.shape[-1]) for x in (features if several else [features])])
 
 
-def check_number(base: Any, features: int, images: ImageTokens, kind: str = "image") -> None:
+def check_number(base: Any, features: int, tokens: FeatureTokens, modality: str) -> None:
     """Raise RingShapeError unless a batch has a token for each feature."""
-    if features != images.tokens:
+    if features != tokens.tokens:
         raise RingShapeError(
-            f"batch: expected {features} {kind} tokens, got {images.tokens}; use one processor for both"
+            f"batch: expected {features} {modality} tokens, got {tokens.tokens}; use one processor for both"
         )
 
 
-def _share(pixels: dict[str, Tensor], takes: Any, mesh: RingMesh) -> tuple[dict[str, Tensor], bool]:
-    """Return the tensors of the images that this rank encodes, and whether it uses their features."""
-    values, dim = pixels["pixel_values"], 0
-    grid = next((name for name in _GRIDS if name in pixels), None)
-    # where the patches of all images are concatenated: in rows, or as squares of one strip (MiniCPM's)
-    pixel_dim, unit = (values.ndim - 1, values.shape[-2]) if grid == "target_sizes" else (0, 1)
+class _Share(NamedTuple):
+    """The images and steps of videos that a rank encodes.
+
+    Attributes:
+        pixels: their tensors, by the names that the encoder takes.
+        is_used: False for a rank that has none.
+        kept_N: which of their features tokens take; None: all.
+        ends_U: of LLaVA-OneVision, which frames are the last of a video: a line break follows them.
+    """
+
+    pixels: dict[str, Any]
+    is_used: bool = True
+    kept_N: Tensor | None = None
+    ends_U: Tensor | None = None
+
+    def taken(self, rows_NE: Tensor) -> Tensor:
+        """Return the features that tokens take."""
+        if not self.is_used:
+            return rows_NE[:0]
+        if self.ends_U is not None:  # each frame was encoded as a video
+            kept_UR = torch.ones(len(self.ends_U), len(rows_NE) // len(self.ends_U), dtype=torch.bool)
+            kept_UR[:, -1] = self.ends_U
+            return rows_NE[kept_UR.flatten().to(rows_NE.device)]
+        return rows_NE if self.kept_N is None else rows_NE[self.kept_N.bool()]
+
+
+def _share(
+    base: Any, pixels: dict[str, Tensor], takes: Any, mesh: RingMesh, kept_N: Tensor | None = None
+) -> _Share:
+    """Return what this rank encodes of the images or videos of a batch."""
+    name = next(one for one in PIXELS.values() if one in pixels)
+    values, dim, ends_U = pixels[name], 0, None
+    grid = next((one for one in _GRIDS if one in pixels), None)
+    # where the patches of all images are concatenated: in rows, or as squares of one strip
+    pixel_dim, size = (values.ndim - 1, values.shape[-2]) if grid in _STRIPS else (0, 1)
+    patches_I = torch.ones(len(values), dtype=torch.int64)
     if grid is not None:
         patches_I = pixels[grid].prod(dim=1).cpu()
-        if int(patches_I.sum()) * unit != values.shape[pixel_dim]:
+        if int(patches_I.sum()) * size != values.shape[pixel_dim]:
             raise RingShapeError(
-                f"pixel_values: expected {int(patches_I.sum()) * unit} patches ({grid}), got"
+                f"{name}: expected {int(patches_I.sum()) * size} patches ({grid}), got"
                 f" {values.shape[pixel_dim]}"
             )
     elif values.ndim == 5 and "pixel_attention_mask" in takes:
@@ -326,21 +404,50 @@ def _share(pixels: dict[str, Tensor], takes: Any, mesh: RingMesh) -> tuple[dict[
         real_BI = mask.bool() if mask is not None and mask.ndim == 2 else has_pixels_BI
         pixels = {key: x[real_BI][None] for key, x in pixels.items()}
         patches_I, dim = torch.ones(int(real_BI.sum()), dtype=torch.int64), 1
-    else:
-        patches_I = torch.ones(len(values), dtype=torch.int64)
-    ends_I = patches_I.cumsum(0)
-    # an image belongs to the rank whose share of all patches has its middle
-    owners_I = (2 * ends_I - patches_I) * mesh.sequence_size // (2 * int(ends_I[-1]))
-    mine = (owners_I == mesh.sequence_rank).nonzero()[:, 0]
+    elif values.ndim == 5 and name == PIXELS["video"]:  # [I, frames, ...]
+        videos, frames = values.shape[:2]
+        pixels = pixels | {name: values.flatten(0, 1)[:, None]}
+        patches_I = torch.ones(videos * frames, dtype=torch.int64)
+        if hasattr(base, "image_newline") and hasattr(base, "apply_pooling"):
+            ends_U = (torch.arange(videos * frames) + 1) % frames == 0
+    steps_I = _steps(base, pixels[grid]) if grid == "video_grid_thw" else torch.ones_like(patches_I)
+    item_U = torch.arange(len(steps_I)).repeat_interleave(steps_I)
+    patches_U = (patches_I // steps_I)[item_U]
+    stops_U = patches_U.cumsum(0)
+    # a unit belongs to the rank whose share of all patches has its middle
+    owners_U = (2 * stops_U - patches_U) * mesh.sequence_size // (2 * int(stops_U[-1]))
+    mine = (owners_U == mesh.sequence_rank).nonzero()[:, 0]
     first, count = (int(mine[0]), len(mine)) if len(mine) else (0, 1)
-    start, stop = int(ends_I[first] - patches_I[first]), int(ends_I[first + count - 1])
+    start, stop = int(stops_U[first] - patches_U[first]), int(stops_U[first + count - 1])
+    items, counts = item_U[first : first + count].unique_consecutive(return_counts=True)
 
     def cut(key: str, x: Tensor) -> Tensor:
-        if grid is not None and key == "pixel_values":
-            return x.narrow(pixel_dim, start * unit, (stop - start) * unit)
-        return x.narrow(dim, first, count)
+        if key == "num_frames_per_video":  # Gemma 4's, by which it splits the features
+            return x.new_tensor([count])
+        if key == name and grid is not None:
+            return x.narrow(pixel_dim, start * size, (stop - start) * size)
+        if len(steps_I) == len(item_U):
+            return x.narrow(dim, first, count)
+        part = x[items.to(x.device)]
+        if key == grid:
+            part[:, 0] = part[:, 0] // steps_I[items].to(x) * counts.to(x)
+        return part
 
-    return {key: cut(key, x) for key, x in pixels.items()}, bool(len(mine))
+    if kept_N is not None:  # VideoLLaMA 3's, of all features
+        merged_U = patches_U // pixels["video_merge_sizes"].cpu()[item_U] ** 2
+        place = int(merged_U[:first].sum())
+        kept_N = kept_N[place : place + int(merged_U[first : first + count].sum())]
+    mine_of = {key: cut(key, x) for key, x in pixels.items()}
+    return _Share(mine_of, bool(len(mine)), kept_N, None if ends_U is None else ends_U[first : first + count])
+
+
+def _steps(base: Any, grids_I3: Tensor) -> Tensor:
+    """Return how many steps each video has that its encoder attends to by themselves."""
+    steps_I = grids_I3[:, 0].cpu()
+    if base.config.model_type in _WHOLE_VIDEOS:
+        return torch.ones_like(steps_I)
+    merged = getattr(getattr(base, "resampler_model", None), "temporal_merge_size", 1)  # ERNIE's
+    return torch.where(steps_I % merged == 0, steps_I // merged, 1)
 
 
 @dataclass(frozen=True)
@@ -348,11 +455,13 @@ class _Routes:
     """Say which features go to which rank of the sequence.
 
     Attributes:
+        name: of the features.
         sends: by rank, the rows of this rank's features that it needs.
-        receives: by rank, the places of its features among this rank's image tokens.
-        count: image tokens of this rank.
+        receives: by rank, the places of its features among this rank's tokens.
+        count: this rank's tokens that take features.
     """
 
+    name: str
     mesh: RingMesh
     wait_s: float
     sends: dict[int, Tensor]
@@ -366,13 +475,14 @@ class _Exchanged(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows_NE: Tensor, routes: _Routes) -> Tensor:
         ctx.routes, ctx.rows = routes, len(rows_NE)
-        return _sent(rows_NE, "image features", routes, routes.sends, routes.receives, routes.count)
+        return _sent(rows_NE, routes.name, routes, routes.sends, routes.receives, routes.count)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         routes = ctx.routes
-        name = "image features backward"
-        return _sent(grads[0], name, routes, routes.receives, routes.sends, ctx.rows), None
+        return _sent(
+            grads[0], f"{routes.name} backward", routes, routes.receives, routes.sends, ctx.rows
+        ), None
 
 
 def _sent(
@@ -402,23 +512,25 @@ def _sent(
     return arrived
 
 
-def _exchanged(rows_NE: Tensor, base: Any, images: ImageTokens, mesh: RingMesh, wait_s: float) -> Tensor:
-    """Return the features of this rank's image tokens, of the features that each rank has encoded."""
+def _exchanged(
+    rows_NE: Tensor, base: Any, modality: str, tokens: FeatureTokens, mesh: RingMesh, wait_s: float
+) -> Tensor:
+    """Return the features of this rank's tokens, of the features that each rank has encoded."""
     own = mesh.sequence_rank
     count = torch.tensor([len(rows_NE)], device=rows_NE.device)
-    with collective(mesh, "number of image features", Exchange(mesh, wait_s)) as call:
-        call.agree({"image tokens": images.tokens})
+    with collective(mesh, f"number of {modality} features", Exchange(mesh, wait_s)) as call:
+        call.agree({f"{modality} tokens": tokens.tokens})
         counts = torch.cat(call.exchange.all_gather(count, mesh.sequence_group, mesh.sequence_size)).tolist()
-    check_number(base, sum(counts), images)
+    check_number(base, sum(counts), tokens, modality)
     starts = [sum(counts[:rank]) for rank in range(len(counts))]
 
     def of_rank(index: Tensor, rank: int) -> Tensor:
         return (index >= starts[rank]) & (index < starts[rank] + counts[rank])
 
-    wanted = images.wanted
+    wanted = tokens.wanted
     sends = {rank: index[of_rank(index, own)] - starts[own] for rank, index in enumerate(wanted)}
     receives = {rank: of_rank(wanted[own], rank).nonzero()[:, 0] for rank in range(len(counts))}
-    routes = _Routes(mesh, wait_s, sends, receives, len(wanted[own]))
+    routes = _Routes(f"{modality} features", mesh, wait_s, sends, receives, len(wanted[own]))
     found: Tensor = _Exchanged.apply(rows_NE, routes)
     return found
 
@@ -432,7 +544,10 @@ def _axes_of(base: Any) -> Callable[[Batch], Tensor]:
             raise RingShapeError.wrong(
                 "batch", "mm_token_type_ids with images", "none", "use the model's processor"
             )
-        positions_3BT = base.get_rope_index(**{key: batch[key] for key in takes if key in batch})[0]
+        given = {key: batch[key] for key in takes if key in batch}
+        if "second_per_grids" in takes and "video_second_per_grid" in batch:  # Qwen's Omni models
+            given["second_per_grids"] = batch["video_second_per_grid"]
+        positions_3BT = base.get_rope_index(**given)[0]
         return positions_3BT.permute(1, 2, 0).contiguous()
 
     return number

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import create_bidirectional_mask
 
 from ds_ring.comm.mesh import RingMesh
-from ds_ring.contrib.images.batch import Images, ImageTokens
+from ds_ring.contrib.images.batch import FeatureTokens, Images
 from ds_ring.contrib.images.model import attention_of_parts, check_number, encoders_of, modules_of_encoders
 from ds_ring.errors import RingConfigError, RingShapeError
 from ds_ring.integrations.adapter import patch
@@ -47,7 +47,7 @@ _OF_SOUND = frozenset({*_SOUND, "input_features_mask", "feature_attention_mask",
 class SoundTokens(NamedTuple):
     """The sound features that replace embeddings of a batch's local tokens."""
 
-    local: ImageTokens  # numbered as image tokens are
+    local: FeatureTokens  # numbered as image tokens are
     ids_BT: Tensor  # of the whole batch: Music Flamingo counts the tokens of each sound
 
 
@@ -61,13 +61,17 @@ class Sounds(Images):
     ) -> Any:
         """Return the `SoundTokens` of the local tokens; None for a batch without sounds."""
         found = super().take_columns(local, prepared, layout, mesh)
-        return None if found is None else SoundTokens(found, prepared["input_ids"])
+        return None if found is None else SoundTokens(found.by_modality["sound"], prepared["input_ids"])
 
     def of_prompt(self, given: Mapping[str, Any], layout: Layout, mesh: RingMesh) -> Any:
         """Return the `SoundTokens` of the local tokens of a prompt; None without sounds."""
         if not _has_sound(given) or given.get("input_ids") is None:
             return None
-        return SoundTokens(self.tokens_of_prompt(given["input_ids"], layout, mesh), given["input_ids"])
+        ids_BT = given["input_ids"]
+        return SoundTokens(self.tokens_of_prompt(ids_BT, "sound", layout, mesh), ids_BT)
+
+    def _modalities(self, given: Mapping[str, Any]) -> list[str]:
+        return ["sound"]
 
 
 class SoundModels(Variant):
@@ -115,7 +119,7 @@ def sound_hook(model: PreTrainedModel, session: RingSession) -> Callable[..., An
         RingShapeError: (from a forward pass) other numbers of sound tokens than of features.
     """
     base: Any = model.base_model
-    session.needs.whole = Sounds(int(model.config.audio_token_id))
+    session.needs.whole = Sounds({"sound": int(model.config.audio_token_id)})
     signature = inspect.signature(base.forward)
 
     @_gives_features

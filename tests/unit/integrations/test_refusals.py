@@ -52,7 +52,7 @@ from tests.sessions import session_of
 from tests.unit.integrations.transformers.calls import IDS, REQUEST, attend, sharding
 
 Given = Any
-IMAGES = Images(3)
+IMAGES = Images({"image": 3})
 
 
 def compiled(**given: Any) -> Any:
@@ -100,6 +100,11 @@ def generated(**given: Any) -> Any:
     return generation.Generation.before(SimpleNamespace(), {"past_key_values": cache} | given)  # type: ignore[arg-type]
 
 
+def pruned(kind: str = "nemotron_h_omni") -> Any:
+    base = SimpleNamespace(get_video_features=None)
+    return SimpleNamespace(config=SimpleNamespace(model_type=kind, video_pruning_rate=0.5), base_model=base)
+
+
 def offloading(model: Any) -> Any:
     config = SimpleNamespace(
         long_sequence=SimpleNamespace(offload_checkpoints=True), recompute_attention=False
@@ -128,9 +133,26 @@ CASES: dict[str, tuple[Callable[[Given], Any], type[RingError], str]] = {
         "expected input_ids with images",
     ),
     "images in documents": (
-        lambda _: Images(3, lambda x: IDS).add_columns({"input_ids": IDS, DOCUMENT_IDS: IDS}, {}),
+        lambda _: Images({"image": 3}, lambda x: IDS).add_columns({"input_ids": IDS, DOCUMENT_IDS: IDS}, {}),
         RingConfigError,
         "expected images without documents",
+    ),
+    "images and videos of one token": (
+        lambda _: Images({"image": 3, "video": 3}).add_columns(
+            {"input_ids": IDS}, {"pixel_values": IDS, "pixel_values_videos": IDS}
+        ),
+        RingConfigError,
+        "expected images or videos, whose tokens are the same, got both",
+    ),
+    "videos that lose tokens": (
+        lambda _: images._check_given(pruned(), {"pixel_values_videos": IDS}, ["video"]),
+        RingConfigError,
+        "expected all tokens of a video, got a video_pruning_rate",
+    ),
+    "videos of GLM-5": (
+        lambda _: images._check_given(pruned("glm5_next"), {"pixel_values_videos": IDS}, ["video"]),
+        RingConfigError,
+        r"expected texts, images, got pixel_values_videos.*but for glm5_next",
     ),
     "no output": (lambda _: first_batch.results_of("text"), RingVerifyError, "got str"),
     "no copy": (lambda _: first_batch.skeleton(Locked()), RingConfigError, "a model that can be copied"),
@@ -164,6 +186,7 @@ CASES: dict[str, tuple[Callable[[Given], Any], type[RingError], str]] = {
     "generating from nothing": (lambda _: generated(), RingShapeError, "expected input_ids or inputs_embeds"),
     "patches that do not fit": (
         lambda _: images._share(
+            None,
             {"image_grid_thw": torch.tensor([[1, 2, 2]]), "pixel_values": torch.ones(5, 3)},
             {},
             RingMesh.single(),

@@ -1,20 +1,23 @@
 """Vision-language models whose language part is on a ring: loss and every gradient, the towers' too, as on one process.
 
-Images lie across the borders of shards, and samples have different numbers of them.
+Images and videos lie across the borders of shards, and samples have different numbers of them.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import CONFIG_MAPPING
 
 from ds_ring.comm.mesh import RingMesh
+from ds_ring.contrib.images.batch import PIXELS
 from ds_ring.errors import RingConfigError, RingError, RingShapeError
 from ds_ring.schedule.grid import Grid
 from tests.dist.deepspeed_ranks import Run, json_config, start_deepspeed
@@ -24,7 +27,7 @@ from tests.dist.test_family_needs import GROUPED, check
 
 Pool = Callable[[int], RankPool]
 
-TOKENS, IMAGE, FEATURES = 45, 60, 4  # of each image
+TOKENS, IMAGE, VIDEO, FEATURES = 45, 60, 59, 4  # of each image
 TEXT: dict[str, Any] = GROUPED | {"pad_token_id": 1, "attention_dropout": 0.0}
 VISION: dict[str, Any] = {
     "hidden_size": 16,
@@ -40,6 +43,7 @@ QWEN_VISION: dict[str, Any] = {
 MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
 SQUARES = torch.full((3, 2), 8)  # heights and widths in pixels
 GRIDS = torch.tensor([[1, 4, 4]] * 3)  # in patches
+VIDEO_GRIDS = torch.tensor([[3, 4, 4], [5, 2, 2]])  # steps, and patches of each: 3 * 4 and 5 features
 
 # The class's name without "Config", its configuration, and what its images come with.
 MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Tensor]]] = {
@@ -79,10 +83,14 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Tensor]]] = {
             | {"out_hidden_size": 32, "window_size": 4, "fullatt_block_indexes": [1]},
             "text_config": TEXT | {"rope_parameters": MROPE},
             "image_token_id": IMAGE,
+            "video_token_id": VIDEO,
         },
         {
             "pixel_values": torch.randn(48, 12, generator=torch.Generator().manual_seed(5)),
             "image_grid_thw": GRIDS,
+            "pixel_values_videos": torch.randn(68, 12, generator=torch.Generator().manual_seed(6)),
+            "video_grid_thw": VIDEO_GRIDS,
+            "second_per_grid_ts": torch.tensor([1.0, 0.6]),
         },
     ),
     "gemma3": (
@@ -113,16 +121,18 @@ def build(name: str) -> Any:
 
 
 def batch_of(name: str) -> dict[str, Tensor]:
-    """Two samples, the first with two images; padding on the right of the second."""
-    ids = torch.randint(2, IMAGE, (2, TOKENS), generator=torch.Generator().manual_seed(1))
+    """Two samples, the first with two images; padding on the right of the second. A video in each, if any."""
+    ids = torch.randint(2, VIDEO, (2, TOKENS), generator=torch.Generator().manual_seed(1))
     for row, start in ((0, 3), (0, 20), (1, 9)):
         ids[row, start : start + FEATURES] = IMAGE
+    if "video_grid_thw" in MODELS[name][2]:
+        ids[0, 26 : 26 + 12] = ids[1, 17 : 17 + 5] = VIDEO
     mask = torch.ones_like(ids)
     mask[1, 38:] = 0
-    labels = ids.masked_fill((ids == IMAGE) | (mask == 0), -100)
+    labels = ids.masked_fill((ids >= VIDEO) | (mask == 0), -100)
     batch = {"input_ids": ids, "labels": labels, "attention_mask": mask} | MODELS[name][2]
     types = {"qwen2_vl": "mm_token_type_ids", "qwen2_5_vl": "mm_token_type_ids", "gemma3": "token_type_ids"}
-    return batch | ({types[name]: (ids == IMAGE).int()} if name in types else {})
+    return batch | ({types[name]: (ids == IMAGE).int() + 2 * (ids == VIDEO).int()} if name in types else {})
 
 
 def on_a_ring(rank: int, world_size: int, name: str, layout: str, ulysses_size: int) -> Run:
@@ -178,24 +188,24 @@ def test_a_norm_over_the_batch_sees_all_images(rank_pool: Pool) -> None:
         check(got, expected)
 
 
-def patches_encoded(rank: int, world_size: int, name: str) -> tuple[int, int]:
+def patches_encoded(rank: int, world_size: int, name: str, modality: str = "image") -> tuple[int, int]:
     """How many patches or images this rank's encoder gets in a forward pass, and how many there are."""
     session = start_session(world_size)
     model = attached(build(name), session)
     seen: list[int] = []
-    encode = model.base_model.get_image_features
+    encode, pixels = getattr(model.base_model, f"get_{modality}_features"), PIXELS[modality]
 
     def noted(*args: Any, **kwargs: Any) -> Any:
-        seen.append(len(kwargs["pixel_values"]))
+        seen.append(len(kwargs[pixels]))
         return encode(*args, **kwargs)
 
     noted.__signature__ = inspect.signature(encode)  # type: ignore[attr-defined]
-    model.base_model.get_image_features = noted
+    setattr(model.base_model, f"get_{modality}_features", noted)
     batch = batch_of(name)
     model(**session.shard_batch(batch)).loss.backward()
     first = [p.grad for key, p in model.named_parameters() if "vis" in key and ".0.mlp" in key]
     assert first and all(gradient is not None for gradient in first)
-    return sum(seen), len(batch["pixel_values"])
+    return sum(seen), len(batch[pixels])
 
 
 @pytest.mark.parametrize("name", ["llava", "qwen2_vl"])
@@ -205,6 +215,117 @@ def test_each_image_is_encoded_once(rank_pool: Pool, name: str) -> None:
     assert len({one for one, _ in encoded}) == 1  # three images of one size, on three ranks
 
 
+def test_each_step_of_a_video_is_encoded_once(rank_pool: Pool) -> None:
+    """Three steps of 16 patches and five of 4: the rank whose share has its middle encodes a step."""
+    encoded = rank_pool(3).run(patches_encoded, "qwen2_5_vl", "video")
+    assert [one for one, _ in encoded] == [16, 32, 20]
+    assert encoded[0][1] == 68
+
+
+def shares_of(kind: str, given: dict[str, Tensor], ranks: int) -> list[dict[str, Any]]:
+    """What each rank encodes of videos."""
+    from ds_ring.contrib.images.model import _share
+
+    base = SimpleNamespace(config=SimpleNamespace(model_type=kind))
+    return [_share(base, given, given, RingMesh(Grid(ranks, ranks), r)).pixels for r in range(ranks)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_a_rank_encodes_its_share_of_the_frames_of_one_video(ranks: int) -> None:
+    """Of F frames about F / P: patches of a grid, frames of a tensor, frames in one row (Gemma 4)."""
+    frames, patches = 22, 6
+    grid = {
+        "pixel_values_videos": torch.arange(frames * patches)[:, None],
+        "video_grid_thw": torch.tensor([[frames, 2, 3]]),
+    }
+    tensor = {"pixel_values_videos": torch.arange(frames * patches).view(1, frames, 1, 2, 3)}
+    row = {
+        "pixel_values_videos": torch.arange(frames * patches).view(frames, 2, 3),
+        "num_frames_per_video": torch.tensor([frames]),
+    }
+    for kind, given in (("qwen2_5_vl", grid), ("llava_onevision", tensor), ("gemma4", row)):
+        found = shares_of(kind, given, ranks)
+        pixels = [one["pixel_values_videos"].flatten() for one in found]
+        assert torch.equal(torch.cat(pixels), torch.arange(frames * patches))
+        assert max(map(len, pixels)) <= -(-frames // ranks) * patches
+    assert sum(int(one["video_grid_thw"][0, 0]) for one in shares_of("qwen2_5_vl", grid, ranks)) == frames
+    whole = [len(one["pixel_values_videos"]) for one in shares_of("kimi_k25", grid, ranks)]
+    assert whole == [frames * patches] * ranks  # its attention is over all frames: one rank has the video
+
+
+def test_a_share_of_several_videos_has_parts_of_their_grids() -> None:
+    """The video that begins on one rank and ends on another is there with some steps on each."""
+    given = {
+        "pixel_values_videos": torch.arange(40)[:, None],
+        "video_grid_thw": torch.tensor([[1, 2, 2], [7, 2, 2], [2, 2, 2]]),
+        "video_merge_sizes": torch.tensor([1, 2, 2]),
+    }
+    first, second = shares_of("video_llama_3", given, 2)
+    assert first["video_grid_thw"].tolist() == [[1, 2, 2], [4, 2, 2]]
+    assert second["video_grid_thw"].tolist() == [[3, 2, 2], [2, 2, 2]]
+    assert [one["video_merge_sizes"].tolist() for one in (first, second)] == [[1, 2], [2, 2]]
+    assert given["video_grid_thw"].tolist() == [[1, 2, 2], [7, 2, 2], [2, 2, 2]]
+
+
+def faulty(rank: int, world_size: int, fault: str) -> Run:
+    """A ring on which something is wrong with the features of videos."""
+    session = start_session(world_size)
+    model = attached(build("qwen2_5_vl"), session)
+    encode = model.base_model.get_video_features
+
+    def wrong(*args: Any, **kwargs: Any) -> Any:
+        found = encode(*args, **kwargs)
+        if fault == "two steps swapped":
+            found.pooler_output = [x.roll(len(x) // 2, dims=0) for x in found.pooler_output]
+        elif rank == 1:  # its gradients are dropped
+            found.pooler_output = [x.detach() + 0 * x for x in found.pooler_output]
+        return found
+
+    wrong.__signature__ = inspect.signature(encode)  # type: ignore[attr-defined]
+    if fault == "no order":
+        axes = session.needs.whole._number_axes
+        session.needs.whole._number_axes = lambda batch: axes(batch | {"second_per_grid_ts": None})
+    else:
+        model.base_model.get_video_features = wrong
+    return train_on_ring(model, session, [batch_of("qwen2_5_vl")])
+
+
+@pytest.mark.parametrize("fault", ["two steps swapped", "gradients dropped", "no order"])
+@pytest.mark.day("two steps swapped", "gradients dropped")
+def test_a_comparison_finds_what_is_wrong_with_a_video(rank_pool: Pool, fault: str) -> None:
+    expected = train_alone(build("qwen2_5_vl"), [batch_of("qwen2_5_vl")])
+    got = rank_pool(2).run(faulty, fault)[0]
+    with pytest.raises(AssertionError):
+        check(got, expected)
+
+
+# Types that take videos, their images and videos in one batch where one process takes both.
+VIDEOS = """
+    cohere_compass cosmos3_edge cosmos3_omni dots3_note ernie4_5_vl_moe exaone4_5 gemma4 gemma4_unified glm46v glm4v
+    glm4v_moe glm_ocr hy_v4_vl hyperclovax_vision_v2 kimi_k25 lfm3_vl llava_next_video llava_onevision minicpm_ocr
+    minicpmv4_6 minicpmv4_7 minimax_m3_vl molmo2 muse_glimmer muse_spark nemotron_h_omni qwen2_5_omni_thinker
+    qwen2_5_vl qwen2_vl qwen3_5 qwen3_5_moe qwen3_omni_moe_thinker qwen3_vl qwen3_vl_moe qwen4_exp video_llama_3
+    video_llava
+"""
+
+
+def checked(rank: int, world_size: int, kind: str, stage: int) -> list[Any]:
+    start_deepspeed()
+    from ds_ring_launcher.check.model_check import CheckRequest, check_forms
+
+    request = CheckRequest(kind, head="image-text", forms=("plain", "padded"), stage=stage)
+    return check_forms(request)
+
+
+@pytest.mark.parametrize("ring_size", [2, 3, 4])
+@pytest.mark.parametrize("kind", [one for one in VIDEOS.split() if one in CONFIG_MAPPING])
+@pytest.mark.day("qwen3_vl-3")
+def test_videos_are_exact(rank_pool: Pool, kind: str, ring_size: int) -> None:
+    """Deepstack features, parted steps, positions: whatever the type has."""
+    for report in rank_pool(ring_size).run(checked, kind, 3 if ring_size == 3 else 0)[0]:
+        assert report.result == "exact", (report.form, report.reason)
+
+
 def test_images_that_fill_up_a_sample_are_encoded_by_nobody() -> None:
     """Idefics: a sample with fewer images than another one has zeros."""
     from ds_ring.contrib.images.model import _share
@@ -212,9 +333,9 @@ def test_images_that_fill_up_a_sample_are_encoded_by_nobody() -> None:
     values, mask = torch.randn(2, 2, 3, 4, 4), torch.ones(2, 2, 4, 4)
     values[0, 1] = 0
     given = {"pixel_values": values, "pixel_attention_mask": mask}
-    shares = [_share(given, given, RingMesh(Grid(2, 2), r)) for r in (0, 1)]
-    assert all(is_used for _, is_used in shares)
-    images = torch.cat([found["pixel_values"] for found, _ in shares], dim=1)
+    shares = [_share(None, given, given, RingMesh(Grid(2, 2), r)) for r in (0, 1)]
+    assert all(share.is_used for share in shares)
+    images = torch.cat([share.pixels["pixel_values"] for share in shares], dim=1)
     assert torch.equal(images, values[[0, 1, 1], [0, 0, 1]][None])
 
 
@@ -224,7 +345,7 @@ def test_patches_of_a_strip_are_divided_by_image() -> None:
 
     values = torch.randn(1, 3, 4, 4 * (4 + 8 + 4))
     given = {"pixel_values": values, "target_sizes": torch.tensor([[2, 2], [2, 4], [2, 2]])}
-    shares = [_share(given, given, RingMesh(Grid(2, 2), r))[0] for r in (0, 1)]
+    shares = [_share(None, given, given, RingMesh(Grid(2, 2), r)).pixels for r in (0, 1)]
     assert torch.equal(torch.cat([one["pixel_values"] for one in shares], dim=3), values)
     assert [one["target_sizes"].tolist() for one in shares] == [[[2, 2]], [[2, 4], [2, 2]]]
 
@@ -246,8 +367,6 @@ def test_blocks_are_numbered_by_the_token_types_of_whole_batches() -> None:
 
 
 def test_blocks_that_a_batch_does_not_have_are_refused() -> None:
-    from types import SimpleNamespace
-
     from ds_ring.contrib.images.blocks import BlockRows, JoinedBlocks, numbers_blocks
     from ds_ring.integrations.deepspeed.packing import RowGroup
     from ds_ring.integrations.transformers.layer_masks import LayerMask
@@ -342,10 +461,9 @@ def trained(rank: int, world_size: int) -> tuple[list[float], bool, list[str]]:
     ]
     heard = []
     for error, changes in faults:
-        videos = {key: x for key, x in changes.items() if "videos" in key}
-        local = engine.ring.shard_batch(batch | {k: x for k, x in changes.items() if k not in videos})
+        local = engine.ring.shard_batch(batch | changes)
         with pytest.raises(error) as raised:
-            engine(**local, **videos)
+            engine(**local)
         heard.append(str(raised.value))
     return losses, same, heard
 
@@ -356,12 +474,10 @@ def test_training_generation_and_refusals(rank_pool: Pool) -> None:
         assert losses[2] == pytest.approx(losses[3], rel=1e-5)
         assert same
         assert "expected 8 image tokens, got 12" in heard[0]
-        assert "got pixel_values_videos" in heard[1]
+        assert "expected texts, images, got pixel_values_videos" in heard[1]
 
 
 def test_a_window_over_generated_tokens_alone_is_refused_in_a_generation() -> None:
-    from types import SimpleNamespace
-
     from ds_ring.contrib.images.model import ImageModels
 
     text = SimpleNamespace(layer_types=["reference_sliding_attention"])

@@ -139,7 +139,7 @@ def test_tokens_of_a_prompt_are_numbered_over_all_samples() -> None:
     from ds_ring.schedule.layout import make_layout
 
     ids = torch.tensor([[5, 9, 9, 5], [9, 5, 5, 9]])
-    layout, sounds = make_layout("contiguous", tokens=4, ring_size=1), Sounds(9)
+    layout, sounds = make_layout("contiguous", tokens=4, ring_size=1), Sounds({"sound": 9})
     assert sounds.of_prompt({"input_ids": ids}, layout, RingMesh.single()) is None
     found = sounds.of_prompt({"input_ids": ids, "input_values": ids}, layout, RingMesh.single())
     assert found is not None and found.local.tokens == 4
