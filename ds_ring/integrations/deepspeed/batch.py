@@ -120,9 +120,6 @@ class ModelNeeds:
     # makes the position ids [B, T] of a prepared batch that came without any
     number_tokens: Callable[[Batch], Tensor] | None = None
     whole: WholeTensors | None = None  # of a model that reads images, for example
-    # makes the layout of tokens of the layout of their blocks; set together with `block`
-    of_blocks: Callable[[Layout, int, int], Layout] | None = None
-    block: int = 1  # tokens of the blocks that no border between ranks may cut
     batches: BatchKind | None = None  # of a model of several sequences
 
 

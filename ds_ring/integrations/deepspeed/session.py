@@ -93,7 +93,7 @@ from ds_ring.integrations.deepspeed.packing import (
     row_kind,
 )
 from ds_ring.integrations.layer_patterns import LayerPatterns
-from ds_ring.masks.catalog import Causal, Full
+from ds_ring.masks.catalog import Full
 from ds_ring.masks.pattern import Pattern
 from ds_ring.ops.context import block_side
 from ds_ring.ops.shard import gather_sequence
@@ -657,17 +657,11 @@ class RingSession:
 
         `patterns` are those of layers that are all alike, None for the model's.
         """
-        config, block = self.config, self.needs.block
+        config = self.config
         layers = self.needs.layers if patterns is None else ()
         mix = (patterns or self.patterns).counted(tokens, layers)
         name = "contiguous" if mesh.sequence_size == 1 < self.mesh.sequence_size else config.layout
         speeds = self.speeds if self.speeds and name == config.layout else None
-        if self.needs.of_blocks is not None:  # the entries of such blocks are seen by all tokens after them
-            blocks = make_layout(
-                name, tokens=-(-tokens // block), ring_size=mesh.ring_size, pattern=Causal(),
-                multiple_of=mesh.ulysses_size, speeds=speeds,
-            )  # fmt: skip
-            return self.needs.of_blocks(blocks, block, tokens)
         layout = make_layout(
             name,
             tokens=tokens,

@@ -6,9 +6,12 @@ softmax in float32.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
+from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -25,17 +28,24 @@ from ds_ring import (
 )
 from ds_ring.integrations.adapter import apply
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
+from ds_ring.integrations.deepspeed.packing import RowGroup, group_rows
 from ds_ring.integrations.layer_patterns import LayerPatterns
 from ds_ring.integrations.transformers.attention_name import NAME
-from ds_ring.integrations.transformers.variants import compressed
-from ds_ring.layers.scan.sequence_runs import of_blocks
+from ds_ring.integrations.transformers.variants.compressed import layers as compressed
+from ds_ring.integrations.transformers.variants.compressed.windows import Sources, Windows
+from ds_ring.layers.scan.recurrence import padded
 from ds_ring.layers.selection.total_order import TotalOrder
+from ds_ring.masks.catalog import Before
+from ds_ring.masks.pattern import Pattern
 from tests.dist.deepspeed_ranks import json_config, start_deepspeed
 from tests.reference import relative_error, worst
 
-SAMPLES, TOKENS, HEADS, HEAD_DIM, RATE, WINDOW, CHOSEN = 2, 83, 3, 8, 4, 9, 3
-ENTRIES = TOKENS // RATE
-SEEN = (torch.arange(TOKENS) + 1) // RATE  # complete entries of each query
+TOKENS, HEADS, HEAD_DIM, RATE, WINDOW, CHOSEN = 83, 3, 8, 4, 9, 3
+# Documents of three samples: of one token, shorter than a window, of whole windows, and others; in the second
+# one padding is between two. In the last one none has an entry.
+DOCUMENTS = ((1, 3, 4, 21, 8, 2, 44), (30, -6, 47), (3,) * 27 + (2,))
+SAMPLES = len(DOCUMENTS)
+Spans = list[tuple[int, int, int]]  # sample, start and end of each document
 
 
 def make(name: str, *shape: int) -> Tensor:
@@ -44,105 +54,200 @@ def make(name: str, *shape: int) -> Tensor:
     return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
-def sharding_of(mesh: RingMesh, name: str, tokens: int = TOKENS, rate: int = RATE) -> BatchSharding:
-    blocks = make_layout(name, tokens=-(-tokens // rate), ring_size=mesh.ring_size, pattern=Causal())
-    config = RingConfig(ring_size=mesh.ring_size)
-    return BatchSharding(config, of_blocks(blocks, rate, tokens), mesh, LayerPatterns(Causal(), {}))
+def spans_of(kind: str, tokens: int = TOKENS) -> Spans:
+    if kind == "whole":
+        return [(sample, 0, tokens) for sample in range(SAMPLES)]
+    found = []
+    for sample, lengths in enumerate(DOCUMENTS):
+        ends = np.cumsum(np.abs(lengths)).tolist()
+        assert ends[-1] == tokens
+        found += [
+            (sample, end - length, end) for end, length in zip(ends, lengths, strict=True) if length > 0
+        ]
+    return found
 
 
-def choices() -> Tensor:
-    """Some entries that each query sees, none twice, the others -1: int64 [B, T, k]."""
-    scores = make("choices", SAMPLES, TOKENS, ENTRIES)
-    scores = scores.masked_fill(torch.arange(ENTRIES) >= SEEN[:, None], float("-inf"))
-    best = scores.topk(CHOSEN, dim=-1)
-    return best.indices.masked_fill(best.values == float("-inf"), -1)
+def sharding_of(mesh: RingMesh, name: str, kind: str, tokens: int = TOKENS) -> BatchSharding:
+    layout = make_layout(name, tokens=tokens, ring_size=mesh.ring_size, pattern=Causal())
+    groups: tuple[RowGroup, ...] = ()
+    if kind == "packed":
+        ids = torch.full((SAMPLES, tokens), -1)
+        for number, (sample, start, end) in enumerate(spans_of(kind, tokens)):
+            ids[sample, start:end] = number
+        groups = group_rows(ids, SAMPLES)
+        assert len(groups) == SAMPLES
+    return BatchSharding(
+        RingConfig(ring_size=mesh.ring_size), layout, mesh, LayerPatterns(Causal(), {}), groups
+    )
 
 
-def dense(x: dict[str, Tensor], chosen: Tensor | None) -> dict[str, Tensor]:
-    """Output and gradients of one softmax over the window, the entries and the sinks."""
+def windows_of(sharding: BatchSharding, rate: int) -> list[tuple[list[int], Windows]]:
+    """The samples of each set of documents, and their windows."""
+    groups = [(list(one.rows), one.documents) for one in sharding.groups] or [([*range(SAMPLES)], None)]
+    return [(samples, Windows(sharding.layout, rate, documents)) for samples, documents in groups]
+
+
+def shard_entries(whole: list[Tensor], sharding: BatchSharding, rate: int, dim: int) -> Tensor:
+    """This rank's slots of the entries of each sample; 1e3 where there is none, which nobody may see."""
+    found: dict[int, Tensor] = {}
+    for samples, windows in windows_of(sharding, rate):
+        for sample in samples:
+            shape = [*whole[sample].shape]
+            if windows.layout is None:
+                shape[dim] = 1
+                found[sample] = whole[sample].new_full(shape, 1e3)
+                continue
+            shape[dim] = windows.layout.tokens
+            index = torch.from_numpy(np.flatnonzero(windows.has_entry))
+            placed = whole[sample].new_full(shape, 1e3).index_copy(dim, index, whole[sample])
+            found[sample] = shard_sequence(placed, windows.layout, mesh=sharding.mesh, dim=dim)
+    most = max(one.shape[dim] for one in found.values())
+    return torch.stack([padded(found[sample], most, dim) for sample in range(SAMPLES)])
+
+
+def gather_entries(local: Tensor, sharding: BatchSharding, rate: int, dim: int) -> list[Tensor]:
+    """The reverse, of [B, ...]."""
+    found = [local[sample].narrow(dim, 0, 0) for sample in range(SAMPLES)]
+    for samples, windows in windows_of(sharding, rate):
+        for sample in samples if windows.layout is not None else ():
+            own = local[sample].narrow(dim, 0, windows.layout.local_tokens).contiguous()
+            whole = gather_sequence(own, windows.layout, mesh=sharding.mesh, dim=dim)
+            found[sample] = whole.index_select(dim, torch.from_numpy(np.flatnonzero(windows.has_entry)))
+    return found
+
+
+class Reference(NamedTuple):
+    """The tokens of each sample and its entries, of one process."""
+
+    seen: list[Tensor]  # which entries a token sees, bool [T, N]
+    near: list[Tensor]  # which tokens, bool [T, T]
+
+
+def reference(kind: str) -> Reference:
+    seen: list[list[Tensor]] = [[] for _ in range(SAMPLES)]
+    near = [torch.zeros(TOKENS, TOKENS, dtype=torch.bool) for _ in range(SAMPLES)]
+    for sample, start, end in spans_of(kind):
+        own = torch.arange(TOKENS) - start
+        inside = (own >= 0) & (own < end - start)
+        for number in range((end - start) // RATE):
+            seen[sample].append(inside & (own >= (number + 1) * RATE - 1))
+        gap = own[:, None] - own
+        near[sample] |= inside[:, None] & inside & (gap >= 0) & (gap < WINDOW)
+    none = torch.zeros(TOKENS, 0, dtype=torch.bool)
+    return Reference([torch.stack(one, dim=1) if one else none for one in seen], near)
+
+
+def choices(one: Reference) -> list[Tensor]:
+    """Some entries that each query sees, none twice, the others -1: int64 [T, k] for each sample."""
+    found = []
+    for sample, seen in enumerate(one.seen):
+        scores = make(f"choices {sample}", *seen.shape).masked_fill(~seen, float("-inf"))
+        best = torch.nn.functional.pad(scores, (0, CHOSEN), value=float("-inf")).topk(CHOSEN, dim=-1)
+        found.append(best.indices.masked_fill(best.values == float("-inf"), -1))
+    return found
+
+
+def dense(x: dict[str, Tensor], entries: list[Tensor], kind: str, chosen: list[Tensor] | None) -> Any:
+    """Output and gradients of one softmax over the window, the entries and the sinks; those of entries."""
     given = {name: one.clone().requires_grad_() for name, one in x.items() if name != "grad"}
-    place = torch.arange(TOKENS)
-    gap = place[:, None] - place
-    window = ((gap >= 0) & (gap < WINDOW)).expand(SAMPLES, -1, -1)
-    entries = (torch.arange(ENTRIES) < SEEN[:, None]).expand(SAMPLES, -1, -1)
-    if chosen is not None:
-        picked = torch.zeros(SAMPLES, TOKENS, ENTRIES + 1, dtype=torch.bool)
-        picked.scatter_(-1, torch.where(chosen < 0, ENTRIES, chosen), True)
-        entries = picked[..., :ENTRIES]
-    keys = torch.cat([given["kv"], given["entries"]], dim=2)
-    scores = given["q"] @ keys.mT * HEAD_DIM**-0.5
-    scores = scores.masked_fill(~torch.cat([window, entries], dim=-1).unsqueeze(1), float("-inf"))
-    sinks = given["sinks"][None, :, None, None].expand(SAMPLES, -1, TOKENS, 1)
-    out = torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1] @ keys
+    entries = [one.clone().requires_grad_() for one in entries]
+    found, outs = reference(kind), []
+    for sample in range(SAMPLES):
+        seen = found.seen[sample]
+        if chosen is not None:
+            picked = torch.zeros(TOKENS, seen.shape[1] + 1, dtype=torch.bool)
+            own = chosen[sample]
+            seen = picked.scatter_(-1, own.where(own >= 0, seen.shape[1]), True)[:, :-1]
+        keys = torch.cat([given["kv"][sample, 0], entries[sample][0]])
+        scores = given["q"][sample] @ keys.mT * HEAD_DIM**-0.5
+        scores = scores.masked_fill(~torch.cat([found.near[sample], seen], dim=-1), float("-inf"))
+        sinks = given["sinks"][:, None, None].expand(-1, TOKENS, 1)
+        outs.append(torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1] @ keys)
+    out = torch.stack(outs)
     out.backward(x["grad"])
-    return {"out": out.detach()} | {name: one.grad for name, one in given.items() if one.grad is not None}
+    results = {"out": out.detach()} | {name: one.grad for name, one in given.items()}
+    return results, [torch.zeros_like(one) if one.grad is None else one.grad for one in entries]
 
 
-def attention_errors(rank: int, world_size: int) -> dict[str, float]:
+def attention_errors(rank: int, world_size: int, kind: str) -> dict[str, float]:
     """The largest error of the output and of each gradient, by layout and kind of layer."""
     mesh, errors = RingMesh.from_world(world_size), {}
+    counts = [seen.shape[1] for seen in reference(kind).seen]
     x = {
         "q": make("q", SAMPLES, HEADS, TOKENS, HEAD_DIM),
         "kv": make("kv", SAMPLES, 1, TOKENS, HEAD_DIM),
-        "entries": make("entries", SAMPLES, 1, ENTRIES, HEAD_DIM),
         "sinks": make("sinks", HEADS),
         "grad": make("grad", SAMPLES, HEADS, TOKENS, HEAD_DIM),
     }
+    entries = [make(f"entries {sample}", 1, count, HEAD_DIM) for sample, count in enumerate(counts)]
     try:
         for name in ("zigzag", "contiguous"):
-            sharding = sharding_of(mesh, name)
-            blocks = compressed.sharding_in_blocks(sharding, RATE).layout
-            for chosen in (None, choices()):
-                want = dense(x, chosen)
-                # the window that the end of the sequence cuts has an entry that nobody may see
-                whole = torch.nn.functional.pad(x["entries"], (0, 0, 0, blocks.tokens - ENTRIES), value=1e3)
-                layouts = {"q": sharding.layout, "kv": sharding.layout, "grad": sharding.layout}
-                local = {key: shard_sequence(x[key], one, mesh=mesh, dim=2) for key, one in layouts.items()}
-                local["entries"] = shard_sequence(whole, blocks, mesh=mesh, dim=2)
-                local["sinks"] = x["sinks"].clone()
-                picked = chosen
-                if picked is not None:
-                    picked = shard_sequence(picked, sharding.layout, mesh=mesh, dim=1, pad_value=-1)
+            sharding = sharding_of(mesh, name, kind)
+            rows = compressed.rows_of(sharding, RATE, True, torch.device("cpu"))
+            places: dict[str, Any] = {"layout": sharding.layout, "mesh": mesh}
+            for chosen in (None, choices(reference(kind))):
+                want, want_entries = dense(x, entries, kind, chosen)
+                local = {key: shard_sequence(x[key], dim=2, **places) for key in ("q", "kv", "grad")}
+                local |= {"sinks": x["sinks"].clone(), "entries": shard_entries(entries, sharding, RATE, 1)}
+                picked = None
+                if chosen is not None:
+                    picked = []
+                    for samples, windows in windows_of(sharding, RATE):
+                        of_entry = torch.from_numpy(np.append(np.flatnonzero(windows.has_entry), -1))
+                        whole = of_entry[torch.stack([chosen[sample] for sample in samples])]
+                        picked.append(shard_sequence(whole, dim=1, pad_value=-1, **places))
                 for key in ("q", "kv", "entries", "sinks"):
                     local[key].requires_grad_()
                 both = torch.cat([local["kv"], local["entries"]], dim=2)
                 out = compressed.attend(
-                    local["q"], both, sharding, RATE, picked, SlidingWindow(WINDOW), None, local["sinks"]
+                    local["q"], both, sharding, rows, picked, SlidingWindow(WINDOW), None, local["sinks"]
                 )
                 out.backward(local["grad"])
                 grads = {key: local[key].grad for key in ("q", "kv", "entries", "sinks")}
                 assert all(one is not None for one in grads.values())
                 if world_size > 1:
                     torch.distributed.all_reduce(grads["sinks"], group=mesh.sequence_group)
-                got = {"sinks": grads["sinks"], "out": out.detach(), "q": grads["q"], "kv": grads["kv"]}
-                for key in ("out", "q", "kv"):
-                    got[key] = gather_sequence(got[key], sharding.layout, mesh=mesh, dim=2)
-                got["entries"] = gather_sequence(grads["entries"], blocks, mesh=mesh, dim=2)[:, :, :ENTRIES]
-                kind = "all" if chosen is None else "chosen"
-                errors |= {f"{name} {kind} {key}": relative_error(got[key], one) for key, one in want.items()}
+                got = {"out": out.detach(), "q": grads["q"], "kv": grads["kv"]}
+                got = {key: gather_sequence(one, dim=2, **places) for key, one in got.items()}
+                got["sinks"] = grads["sinks"]
+                of_entries = gather_entries(grads["entries"], sharding, RATE, 1)
+                case = f"{name} {'all' if chosen is None else 'chosen'}"
+                errors |= {f"{case} {key}": relative_error(got[key], one) for key, one in want.items()}
+                pairs = zip(of_entries, want_entries, counts, strict=True)
+                errors[f"{case} entries"] = max(relative_error(*pair) for *pair, count in pairs if count)
         return errors
     finally:
         mesh.close()
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.day("1", "4")
-def test_attention_to_a_window_and_entries_is_that_of_one_process(rank_pool, size):
-    for errors in rank_pool(size).run(attention_errors):
+@pytest.mark.parametrize("kind", ["whole", "packed"])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.day("1-packed", "2-packed", "4-whole", "4-packed")
+def test_attention_to_a_window_and_entries_is_that_of_one_process(rank_pool, size, kind):
+    for errors in rank_pool(size).run(attention_errors, kind):
         assert worst(errors.values()) < 1e-12, {key: one for key, one in errors.items() if not one < 1e-12}
+
+
+def with_pattern(pattern: Callable[[Windows, int], Pattern], kind: str) -> dict[str, float]:
+    """Let queries see other entries."""
+    with mock.patch.object(Windows, "pattern", pattern):
+        return attention_errors(torch.distributed.get_rank(), torch.distributed.get_world_size(), kind)
 
 
 def with_unfinished_entries(rank: int, world_size: int) -> dict[str, float]:
     """Let queries see the entry of a window that goes on behind them."""
-    before, compressed.Before = compressed.Before, Causal
-    try:
-        return attention_errors(rank, world_size)
-    finally:
-        compressed.Before = before
+    pattern = Windows.pattern
+    return with_pattern(lambda windows, apart: pattern(windows, apart - 1), "whole")
 
 
-def test_an_entry_that_is_seen_too_early_is_found(rank_pool):
-    errors = rank_pool(2).run(with_unfinished_entries)[0]
+def across_documents(rank: int, world_size: int) -> dict[str, float]:
+    """Let queries see the entries of documents before their own."""
+    return with_pattern(lambda windows, apart: Before(apart), "packed")
+
+
+@pytest.mark.parametrize("fault", [with_unfinished_entries, across_documents])
+def test_an_entry_that_a_query_may_not_see_is_found(rank_pool, fault):
+    errors = rank_pool(2).run(fault)[0]
     assert errors["zigzag all out"] > 1e-3 and errors["zigzag all entries"] > 1e-3
     assert errors["zigzag chosen out"] < 1e-12
 
@@ -166,25 +271,56 @@ def compressor(kind: str) -> Any:
     return made
 
 
-def compressor_errors(rank: int, world_size: int, kind: str) -> dict[str, float]:
-    """Errors of entries and of the gradient of hidden states; 1 for choices that differ."""
+class Compressed(NamedTuple):
+    """What a compressor makes of each sample, document by document."""
+
+    entries: list[Tensor]  # [N, D]
+    grads: list[Tensor]  # of the entries, [N, D]
+    picked: Tensor  # which entries each token may attend to, bool [B, T, N]
+    hidden: Tensor  # gradient of the hidden states
+    parameters: dict[str, Tensor]
+
+
+def one_by_one(kind: str, hidden: Tensor, queries: Tensor, spans: Spans) -> Compressed:
+    alone, own = compressor(kind), hidden.clone().requires_grad_()
+    entries = [hidden.new_zeros(0, 8)] * SAMPLES
+    picked = torch.zeros(SAMPLES, hidden.shape[1], hidden.shape[1] + 1, dtype=torch.bool)
+    for sample, start, end in spans:
+        given = (
+            own[None, sample, start:end],
+            queries[None, sample, start:end],
+            torch.arange(end - start)[None],
+        )
+        with TotalOrder():
+            found, bias = alone(*given, None, 0)
+        first = len(entries[sample])
+        entries[sample] = torch.cat([entries[sample], found[0, 0]])
+        if bias is not None:
+            picked[sample, start:end, first : len(entries[sample])] = bias[0, 0] == 0
+    grads = [make(f"grad {sample}", *one.shape) for sample, one in enumerate(entries)]
+    total = sum((one * grad).sum() for one, grad in zip(entries, grads, strict=True))
+    (total + 0 * own.sum()).backward()
+    parameters = {name: one.grad for name, one in alone.named_parameters() if one.grad is not None}
+    assert own.grad is not None
+    return Compressed([one.detach() for one in entries], grads, picked, own.grad, parameters)
+
+
+def compressor_errors(rank: int, world_size: int, kind: str, rows: str) -> dict[str, float]:
+    """Errors of entries and of gradients; 1 for choices that differ."""
     mesh, errors = RingMesh.from_world(world_size), {}
     try:
-        for tokens in LENGTHS:
+        for tokens in LENGTHS if rows == "whole" else LENGTHS[:1]:
+            hidden, queries = make("hidden", SAMPLES, tokens, 16), make("queries", SAMPLES, tokens, 6)
+            spans = spans_of(rows, tokens)
+            positions, want = (
+                torch.zeros(SAMPLES, tokens, dtype=torch.int64),
+                one_by_one(kind, hidden, queries, spans),
+            )
+            for sample, start, end in spans:
+                positions[sample, start:end] = torch.arange(end - start)
             for name in ("zigzag", "contiguous"):
-                hidden, queries = make("hidden", SAMPLES, tokens, 16), make("queries", SAMPLES, tokens, 6)
-                positions = torch.arange(tokens)[None]
-                alone, own = compressor(kind), hidden.clone().requires_grad_()
-                with TotalOrder():
-                    want, bias = alone(own, queries, positions, None, 0)
-                count, rate = want.shape[2], alone.compress_rate
-                grad = make("grad", *want.shape)
-                if count:
-                    want.backward(grad)
-
-                sharding = sharding_of(mesh, name, tokens, 8)
-                blocks, layout = compressed.sharding_in_blocks(sharding, rate).layout, sharding.layout
-                made, places = compressor(kind), {"layout": layout, "mesh": mesh, "dim": 1}
+                sharding, made = sharding_of(mesh, name, rows, tokens), compressor(kind)
+                rate, places = made.compress_rate, {"layout": sharding.layout, "mesh": mesh, "dim": 1}
                 layer = SimpleNamespace(compressor=made, config=SimpleNamespace(_attn_implementation=NAME))
                 entries: Any = compressed.CompressedEntries(layer)
                 if kind == "CSA":
@@ -193,48 +329,79 @@ def compressor_errors(rank: int, world_size: int, kind: str) -> dict[str, float]
                 given = [shard_sequence(x, **places) for x in (hidden, queries, positions)]
                 given[0].requires_grad_()
                 got, mask = entries.compress(*given, None, 0)
-                assert mask is None and got.shape[2] == blocks.local_tokens
-                whole = torch.nn.functional.pad(grad, (0, 0, 0, blocks.tokens - count))
-                got.backward(shard_sequence(whole, blocks, mesh=mesh, dim=2))
+                assert mask is None and got.requires_grad
+                grads = shard_entries([one[None] for one in want.grads], sharding, rate, 1)
+                got.backward(torch.where(grads == 1e3, 0.0, grads))
                 case = f"{tokens} {name}"
                 of_hidden = gather_sequence(given[0].grad, **places)
-                if count:
-                    found = gather_sequence(got.detach(), blocks, mesh=mesh, dim=2)[:, :, :count]
-                    errors[f"{case} entries"] = relative_error(found, want)
-                    errors[f"{case} hidden"] = relative_error(of_hidden, own.grad)
+                found = gather_entries(got.detach(), sharding, rate, 1)
+                if any(map(len, want.entries)):
+                    of_entries = torch.cat([one[0] for one in found])
+                    errors[f"{case} entries"] = relative_error(of_entries, torch.cat(want.entries))
+                    errors[f"{case} hidden"] = relative_error(of_hidden, want.hidden)
+                    for parameter, grad in want.parameters.items():
+                        own = made.get_parameter(parameter).grad.clone()
+                        if world_size > 1:
+                            torch.distributed.all_reduce(own, group=mesh.sequence_group)
+                        errors[f"{case} {parameter}"] = relative_error(own, grad)
                 else:
                     assert not of_hidden.any()
                 if kind == "CSA":
-                    chosen = gather_sequence(entries._chosen, **places)
-                    picked = torch.zeros(SAMPLES, tokens, blocks.tokens + 1, dtype=torch.bool)
-                    picked.scatter_(-1, torch.where(chosen < 0, blocks.tokens, chosen), True)
-                    differs = (picked[..., :count] != (bias[:, 0] == 0)).any() | picked[..., count:-1].any()
-                    errors[f"{case} choices"] = float(differs)
+                    errors[f"{case} choices"] = float((picks(entries, sharding, rate) != want.picked).any())
         return errors
     finally:
         mesh.close()
 
 
+def picks(entries: Any, sharding: BatchSharding, rate: int) -> Tensor:
+    """Which entries the tokens of all ranks chose, bool [B, T, N]."""
+    tokens = sharding.layout.tokens
+    picked = torch.zeros(SAMPLES, tokens, tokens + 1, dtype=torch.bool)
+    for (samples, windows), chosen in zip(windows_of(sharding, rate), entries._chosen, strict=True):
+        if chosen is None:
+            assert windows.layout is None
+            continue
+        whole = gather_sequence(chosen, layout=sharding.layout, mesh=sharding.mesh, dim=1)
+        assert bool(np.append(windows.has_entry, True)[whole].all())  # -1 is the last one
+        number = torch.from_numpy(np.append(np.cumsum(windows.has_entry) - 1, tokens))
+        picked[samples] = picked[samples].scatter(-1, number[whole], True)
+    picked[..., tokens] = False
+    return picked
+
+
+@pytest.mark.parametrize("rows", ["whole", "packed"])
 @pytest.mark.parametrize("kind", ["HCA", "CSA"])
-@pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.day("1-HCA", "1-CSA", "4-HCA", "4-CSA")
-def test_entries_and_choices_are_those_of_one_process(rank_pool, size, kind):
-    for errors in rank_pool(size).run(compressor_errors, kind):
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.day("1-CSA-packed", "2-HCA-packed", "4-CSA-whole", "4-HCA-packed", "4-CSA-packed")
+def test_entries_and_choices_are_those_of_one_process(rank_pool, size, kind, rows):
+    for errors in rank_pool(size).run(compressor_errors, kind, rows):
         assert worst(errors.values()) < 1e-6, {key: one for key, one in errors.items() if not one < 1e-6}
 
 
 def without_windows_before(rank: int, world_size: int) -> dict[str, float]:
-    """Take the window before each run for the beginning of the sequence."""
+    """Take zeros for the tokens before each run."""
     halo = compressed.halo_op
-    compressed.halo_op = lambda *given: halo(*given) * 0
-    try:
-        return compressor_errors(rank, world_size, "CSA")
-    finally:
-        compressed.halo_op = halo
+    with mock.patch.object(compressed, "halo_op", lambda *given: halo(*given) * 0):
+        return compressor_errors(rank, world_size, "CSA", "whole")
 
 
-def test_a_window_that_is_lost_between_ranks_is_found(rank_pool):
-    errors = rank_pool(2).run(without_windows_before)[0]
+def of_the_document_before(rank: int, world_size: int) -> dict[str, float]:
+    """Let the first entry of a document have a part of the document before."""
+    sources = Windows.sources
+
+    def careless(windows: Windows, of_rank: int, overlaps: bool) -> Sources:
+        found = sources(windows, of_rank, overlaps)
+        before = np.maximum(found.tokens - windows.rate, 0)
+        tokens = np.where(found.hidden[:, None], before, found.tokens)
+        return found._replace(tokens=tokens, hidden=np.zeros_like(found.hidden))
+
+    with mock.patch.object(Windows, "sources", careless):
+        return compressor_errors(rank, world_size, "CSA", "packed")
+
+
+@pytest.mark.parametrize("fault", [without_windows_before, of_the_document_before])
+def test_a_window_of_another_place_is_found(rank_pool, fault):
+    errors = rank_pool(2).run(fault)[0]
     assert errors["83 zigzag entries"] > 1e-3 and errors["83 zigzag hidden"] > 1e-3
 
 

@@ -25,7 +25,7 @@ TABLE = (
     "ds_ring.contrib.diffusion.gemma.DiffusionGemma",
     "eager_attention.layers.EagerVariant",
     "recurrent.layers.Recurrent",
-    "compressed.CompressedAttention",
+    "compressed.layers.CompressedAttention",
     "indexed.IndexedKeys",
     "indexed_blocks.IndexedBlocks",
     "latents.LatentLayers",
