@@ -141,7 +141,6 @@ FAMILIES: list[tuple[str, dict[str, Any], str]] = [
 
 # Of exact families the forms of a batch that are refused, and a part of the reason.
 FORMS_REFUSED = {
-    ("deepseek_v4", "packed"): "expected no packed documents",
     ("cpmant", "padded"): "samples of one document after the one prompt",
     ("roformer", "packed"): "expected samples whose tokens have the same positions",
     **{(family, "packed"): "attention: expected the batch's" for family in ("musicgen", "musicgen_melody")},
@@ -174,7 +173,7 @@ def forms_run(row: tuple[str, dict[str, Any], str]) -> tuple[Form, ...]:
     number = FAMILIES.index(row) % len(forms)
     if asked.get("head") == "seq2seq-lm":
         return forms
-    # Of DeepSeek V4 and CPM-Ant, one form is refused; a check ends there.
+    # Of CPM-Ant one form is refused; a check ends there.
     if family == "cpmant":
         return FORMS[:2]
     return ROWS if family in (*RECURRENT.split(), "deepseek_v4") else forms[number : number + 1]

@@ -4,8 +4,8 @@ A recurrence or a convolution passes from run to run, so it needs to know which 
 Owns this order and the messages that follow from it; pure data. Each run must be consecutive positions
 (step 1): the zigzag, contiguous and balanced layouts have such runs, the striped and residue layouts do not.
 
-A model that makes one entry of every `size` tokens needs runs of whole blocks. `of_blocks` makes such a
-layout, and `in_blocks` returns the layout of the entries.
+A layer that makes one entry of every `size` tokens may need runs of whole blocks: `in_blocks` returns the
+layout of the entries.
 """
 
 from __future__ import annotations
@@ -212,18 +212,6 @@ def other_documents(
         of_places, of_borders = (np.searchsorted(starts, where, side="right") for where in (places, borders))
         outside.append(of_places != of_borders)
     return np.flatnonzero(np.concatenate(outside))
-
-
-def of_blocks(blocks: Layout, size: int, tokens: int) -> Layout:
-    """Return the layout of `tokens` positions whose blocks of `size` are where `blocks` has positions.
-
-    The last block may be shorter. Each shard is padded to a multiple of `blocks.multiple_of` slots.
-    """
-    runs = sequence_runs(blocks)
-    starts = (runs.starts * size).tolist()
-    return PieceLayout(
-        tokens, blocks.ring_size, blocks.multiple_of, (*starts, tokens), tuple(runs.ranks.tolist())
-    )
 
 
 @lru_cache(maxsize=64)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ds_ring import Documents, RingMesh, Tree, gather_sequence, make_layout, shard_sequence
-from ds_ring.layers.scan.sequence_runs import of_blocks
+from ds_ring.schedule.layout import in_whole_blocks
 from tests.reference import relative_error
 
 T = 46
@@ -72,9 +72,7 @@ def errors_on_a_ring(
     pattern = documents_of(kind) or Documents(IDS)
     layout = make_layout(name, tokens=T, ring_size=mesh.ring_size, multiple_of=ulysses, pattern=pattern)
     if block_size > 1:
-        layout = of_blocks(
-            make_layout(name, tokens=-(-T // block_size), ring_size=mesh.ring_size), block_size, T
-        )
+        layout = in_whole_blocks(make_layout(name, tokens=T, ring_size=mesh.ring_size), block_size)
     whole = {key: x.clone().requires_grad_() for key, x in inputs.items()}
     expected = alone(kind=kind, **whole)
     torch.manual_seed(1)

@@ -30,12 +30,11 @@ from ds_ring import (
     selected_attention,
     shard_sequence,
 )
-from ds_ring.layers.scan.sequence_runs import of_blocks
 from ds_ring.layers.selection.selected_pass import SelectedPass
 from ds_ring.layers.sparse import blocks as of_tokens
 from ds_ring.layers.sparse import nsa as nsa_module
 from ds_ring.measure.memory import measure_cpu_memory
-from ds_ring.schedule.layout import Layout
+from ds_ring.schedule.layout import Layout, in_whole_blocks
 from tests.dist.harness import RankPool
 from tests.reference import relative_error
 
@@ -234,8 +233,8 @@ def nsa_alone(x: dict[str, Tensor], case: tuple[Any, ...]) -> Results:
 
 def laid_out(name: str, tokens: int, block: int, mesh: RingMesh) -> Layout:
     """A layout of whole blocks, of which the last one may be shorter."""
-    whole = make_layout(name, tokens=-(-tokens // block), ring_size=mesh.ring_size, pattern=Causal())
-    return of_blocks(whole, block, tokens)
+    layout = make_layout(name, tokens=tokens, ring_size=mesh.ring_size, pattern=Causal())
+    return in_whole_blocks(layout, block)
 
 
 def nsa(rank: int, world_size: int, fault: str = "") -> dict[str, float]:

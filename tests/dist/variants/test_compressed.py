@@ -454,6 +454,50 @@ def test_off_is_the_model_alone_and_generation_on_the_ring_is_refused(rank_pool)
         assert "layers that attend to compressed entries, which a ring's cache lacks" in found["refused"]
 
 
+# Two samples of 83 tokens: documents of one token, shorter than a window, of whole windows, across borders.
+LENGTHS_OF_ROWS = ((1, 3, 8, 21, 2, 48), (30, 47, 6))
+
+
+def packed_check(rank: int, world_size: int, section: dict[str, Any], dtype: torch.dtype) -> Any:
+    """Check the whole model in rows of such documents, each of them against a row of its own."""
+    start_deepspeed()
+    from ds_ring_launcher.check import model_check, small_model
+
+    ends = [torch.tensor(lengths).cumsum(0) for lengths in LENGTHS_OF_ROWS]
+    ids = torch.stack([torch.bucketize(torch.arange(83), one, right=True) for one in ends])
+    ids[1, 77:] = -1
+    request = model_check.CheckRequest(
+        "deepseek_v4", 83, forms=("packed",), section={"pattern": {}} | section, stage=1
+    )
+    with mock.patch.object(small_model, "_documents", return_value=ids):
+        return model_check._of_all_ranks(model_check._check_here(request, dtype))
+
+
+SECTIONS = [{}, {"layout": "contiguous"}, {"layout": "balanced"}, {"layout": "document_zigzag"}]
+
+
+@pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.get("layout", "auto"))
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.day("3-auto")
+def test_each_document_of_a_row_is_the_model_alone(rank_pool, size, section):
+    (report,) = rank_pool(size).run(packed_check, section, torch.float64)[0]
+    assert report.result == "exact", report.reason
+    largest = {kind: one.error for kind, one in report.largest.items()}
+    # gradients are read in float32
+    assert max(largest["logits"], largest["loss"]) < 2e-10 and largest["gradient"] < 2e-7, largest
+
+
+def with_others_entries(rank: int, world_size: int) -> Any:
+    """Let queries see the entries of documents before their own."""
+    with mock.patch.object(Windows, "pattern", lambda windows, apart: Before(apart)):
+        return packed_check(rank, world_size, {}, torch.float32)
+
+
+def test_a_model_whose_entries_cross_documents_is_found(rank_pool):
+    (report,) = rank_pool(2).run(with_others_entries)[0]
+    assert report.result == "WRONG" and "differ" in report.reason
+
+
 def checkpointed(rank: int, world_size: int) -> list[Any]:
     """Compute the layers on the ring again in the backward pass, at ZeRO 3."""
     start_deepspeed()
@@ -482,7 +526,7 @@ def test_checkpointed_layers_at_zero_3_are_exact(rank_pool):
     [
         ({"layout": "striped"}, "RingConfigError", "expected shards of consecutive tokens"),
         ({"pattern": {"window": 8}}, "RingPatternError", "expected the plain causal pattern,.* got Sliding"),
-        ({"pattern": {"documents": True}}, "RingPatternError", "expected no packed documents"),
+        ({"pattern": {"documents": True, "window": 8}}, "RingPatternError", "expected the plain causal"),
         ({"ring_size": 1, "ulysses_size": 2}, "RingConfigError", "ulysses_size: expected 1,.* got 2"),
     ],
 )

@@ -5,21 +5,23 @@ its window and to entries: to all that are complete ("heavily compressed"), or t
 selects ("compressed sparse"). All of them are in one softmax, with a sink for each head.
 
 On a ring, compressor and indexer run as they are, with their projections, norms, rotary embedding and
-formulas. They are given an object in place of a cache (`_LocalWindows`), which hands them the windows of this
-rank with their places in the sequence. In "compressed sparse" layers an entry has a part of the window before
-its own: the first window of each run gets that from its owner (`halo`). The attention function gets the
-tokens' keys followed by this rank's entries, and merges two parts by their log-sum-exps: the ring's
-attention to the window, and attention to the entries of all ranks.
+formulas. They are given an object in place of a cache (`_LocalWindows`), which hands them the windows whose
+entries this rank has, with their places in their documents. Tokens before a run come from their owners
+(`halo`). In "compressed sparse" layers an entry has a part of the window before its own, too. The attention
+function gets the tokens' keys followed by this rank's entries, and merges two parts by their log-sum-exps:
+the ring's attention to the window, and attention to the entries of all ranks.
 
-[Note: queries by their place in a block]
+Windows begin with each document of a packed row, as they do in a row of its own (windows.py), and no query
+sees an entry of another document. Samples with different documents are attended to one set after the other.
+
+[Note: queries by their place in a window]
 Query b * rate + r sees the entries before b; with r = rate - 1 it sees entry b, too. So entries are a
-sequence of their own, whose layout is that of the tokens in blocks. Queries with one r are queries of that
-sequence, one for each block. All heads and all r are query heads of one causal pass (`Before`), which share
-the one K/V head of the entries. Entry b of the last r is on the query's own rank, and is merged there.
+sequence of their own, with a slot for each fragment of a window. Queries with one r are queries of that
+sequence, one for each fragment. All heads and all r are query heads of one causal pass, which share the one
+K/V head of the entries. Entry b of the last r is on the query's own rank, and is merged there.
 
-Both need runs of whole blocks of tokens. `ModelNeeds.block` gives the choice of the layout this size.
-
-Shapes: B samples, H query heads, S local tokens, n local entries, D head dim, k chosen entries.
+Shapes: B samples, b samples with the same documents, H query heads, S local tokens, n local entries, D head
+dim, k chosen entries.
 """
 
 from __future__ import annotations
@@ -157,6 +159,9 @@ class _Rows:
         slots: of the entries on each rank, n.
         sharding: of the fragments, whose slots those of the entries are; None if no document has an entry.
         before, until: which fragments attend to which entries: without, and with, a fragment's own.
+        windows: number of a sample's windows that the compressor takes, m.
+        first: position in its document of the first token of each, less rate * index, int64 [m].
+        hidden: whether each stands for what is before a document, bool [m]; begins_documents: if one does.
     """
 
     def __init__(
@@ -176,9 +181,8 @@ class _Rows:
         self._outside = on_device(places.outside, device) if places.outside.any() else None
         self.slots, self.rate = len(sources.own), rate
         self.windows, self._halo = len(sources.tokens), windows.before(overlaps)
-        self.hidden = on_device(sources.hidden, device) if sources.hidden.any() else None
-        first = sources.positions - np.arange(len(sources.positions)) * rate
-        self.first = on_device(first, device)
+        self.hidden, self.begins_documents = on_device(sources.hidden, device), bool(sources.hidden.any())
+        self.first = on_device(sources.positions - np.arange(self.windows) * rate, device)
         self._scan = scan_context(sharding.layout, sharding.mesh, None, timeout_of(sharding))
 
     def take(self, x: Tensor) -> Tensor:
@@ -197,7 +201,7 @@ class _Rows:
         return found.masked_fill(self._outside.view(-1, *[1] * (found.dim() - 1 - dim)), none)
 
     def windows_of(self, x: Tensor) -> Tensor:
-        """Return the windows [b * m, rate, W] of tokens x [b, S, W], with those before entries of other ranks."""
+        """Return the windows [windows, rate, W] of tokens x [b, S, W], sample by sample."""
         if self._halo:
             beside = halo_op(x.contiguous(), 1, self._halo, 0, self._scan.handle)
             x = torch.cat([x, beside.flatten(1, 2)], dim=1)
@@ -215,7 +219,7 @@ class _Rows:
         Args:
             q: [b, H, S, D].
             entries: this rank's, [b, 1, n or more, D]; keys and values.
-            chosen: fragments whose entries each query attends to, int64 [b, S, k]; None for all complete ones.
+            chosen: fragments whose entries each query attends to, int64 [b, S, k]; None for all entries.
             scale: factor of the scores; None is 1 / sqrt(D).
         """
         blocks = self.sharding
@@ -248,7 +252,7 @@ class _Rows:
         return self.by_token(out, 2, 0.0), self.by_token(lse, 2, -torch.inf)
 
     def choose(self, scores: Callable[[int, slice, Tensor], Tensor], k: int, keys: Tensor) -> Tensor | None:
-        """Return the fragments whose entries each query chooses, int64 [b, S, k]; None if there are no entries.
+        """Return the fragments whose entries each query chooses, int64 [b, S, k]; None without entries.
 
         Args:
             scores: called with a place, a slice of fragments and keys; returns [b, fragments, keys].
@@ -293,7 +297,8 @@ def rows_of(sharding: BatchSharding, rate: int, overlaps: bool, device: torch.de
         refuse_trees(sharding.groups)
         groups = [(list(group.rows), group.documents) for group in sharding.groups]
         if len(groups) < 2:
-            groups = [([], groups[0][1] if groups else None)]
+            documents = groups[0][1] if groups else None
+            return [_Rows(sharding, [], documents, rate, overlaps, device)]
         return [_Rows(sharding, *group, rate, overlaps, device) for group in groups]
 
     return sharding.cached(("windows", rate, overlaps, device), make)
@@ -315,22 +320,18 @@ class _LocalWindows:
         self.entries: dict[str, Tensor] = {}  # of the compressor and of its indexer: [B, n, D]
 
     def store_compression_weights(self, name: str, kv: Tensor, gate: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the windows of which this rank has entries, of kv and gate [1, B * S, W], and where they begin.
+        """Return the windows of this rank's entries, of kv and gate [1, B * S, W], and where they begin.
 
         Returns:
-            kv and gate [1, windows * rate, W], and an int64 tensor [windows]: added to rate * index, it is
-            the position of a window's first token in its document.
+            kv and gate [1, windows * rate, W] of all samples, and an int64 tensor [windows]: added to
+            rate * index, it is the position of a window's first token in its document.
         """
         both = torch.cat([kv, gate], dim=-1).unflatten(1, (self.batch, -1))[0]
         found = torch.cat([one.windows_of(one.take(both)) for one in self.rows])  # [windows, rate, 2 W]
         kv, gate = found.split(kv.shape[-1], dim=-1)
         of_rows = list(zip(self.rows, self._counts, strict=True))
-        if any(one.hidden is not None for one in self.rows):  # no weight for what is before a document
-            hidden = torch.cat([
-                found.new_zeros(count, dtype=torch.bool) if one.hidden is None
-                else one.hidden.repeat(count // one.windows)
-                for one, count in of_rows
-            ])  # fmt: skip
+        if any(one.begins_documents for one in self.rows):  # no weight for what is before them
+            hidden = torch.cat([one.hidden.repeat(count // one.windows) for one, count in of_rows])
             first, second = gate.chunk(2, dim=-1)
             gate = torch.cat([first.masked_fill(hidden[:, None, None], -torch.inf), second], dim=-1)
         begins, done = [], 0
