@@ -493,6 +493,7 @@ def with_others_entries(rank: int, world_size: int) -> Any:
         return packed_check(rank, world_size, {}, torch.float32)
 
 
+@pytest.mark.night
 def test_a_model_whose_entries_cross_documents_is_found(rank_pool):
     (report,) = rank_pool(2).run(with_others_entries)[0]
     assert report.result == "WRONG" and "differ" in report.reason
