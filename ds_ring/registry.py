@@ -331,6 +331,12 @@ SESSION_METHODS = {
     "states_by_heads": "ds_ring.contrib.whole_heads.by_heads.states_by_heads",
 }
 
+# What gives kinds of layers the bits of a generation in `engine.ring.batch_invariant()`: functions of the
+# session that return a context.
+INVARIANT_PARTS = {
+    "recurrences": "ds_ring.contrib.batch_invariant.steps.in_steps",
+}
+
 # Functions that put the trainers of a package on a ring; `ds_ring.enable` calls those of installed packages.
 TRAINERS = {
     "accelerate": "ds_ring.integrations.trainers.accelerate.enable_accelerate",

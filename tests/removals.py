@@ -73,6 +73,7 @@ CAPABILITIES = {
         with_it=("batch invariance",), words=r"\breproducible"),
     "batch invariance": Capability(("contrib.batch_invariant",),
         words=r"\bbatch_invariant|\bgenerated_logprobs"),
+    "invariant steps": Capability(("contrib.batch_invariant.steps",), words=r"\bbatch_invariant\.steps"),
     "transport tiles": Capability(("transports.tiles",), words=r"\btransports\.tiles|\bTilePass|\bTileGrid"),
     "transport all_gather": Capability(("transports.all_gather",),
         words=r"\bGatherPass|transports\.all_gather"),
@@ -100,7 +101,8 @@ CAPABILITIES = {
     ),
     "Mamba 3": Capability(("layers.mamba3",), words=r"(?i)\bmamba_?3|layers\.mamba3"),
     "log-linear attention": Capability(("layers.log_linear",), words=r"(?i)\blog_linear|layers\.log_linear"),
-    "serial states": Capability(("layers.serial",), words=r"\bserial_scan|\bttt_|layers\.serial"),
+    "serial states": Capability(("layers.serial",), with_it=("invariant steps",),
+        words=r"\bserial_scan|\bttt_|layers\.serial"),
     "n-gram tables": Capability(("layers.ngrams", "integrations.deepspeed.sharded_tables"),
         words=r"(?i)\bngram|\bsharded_rows|layers\.ngrams"),
     "Titans": Capability(("layers.titans",), words=r"(?i)\btitans"),
@@ -110,6 +112,7 @@ CAPABILITIES = {
         (
             "decode", "integrations.transformers.generation", "integrations.transformers.ring_cache",
             "contrib.encoder_decoder.generation", "layers.selection.few_queries",
+            "layers.cross.few_queries",
         ),
         (
             "dist/test_generation.py", "dist/contrib/encoder_decoder/test_generation.py",
@@ -211,7 +214,7 @@ VARIANTS_FOLDER = "integrations.transformers.variants"
 for _name, (_family, _reason, _other) in _VARIANTS.items():
     CAPABILITIES[f"variant {_name}"] = Capability(
         (f"{VARIANTS_FOLDER}.{_name}",), (f"dist/variants/test_{_name}.py",),
-        ("whole heads",) if _name == "recurrent" else (),
+        ("whole heads", "invariant steps") if _name == "recurrent" else (),
         words=rf"\bvariants\.{_name}\b", family=_family, reason=_reason, other=_other,
     )  # fmt: skip
 

@@ -29,6 +29,17 @@ FAMILIES = (
 )  # fmt: skip
 
 
+RECURRENT = (
+    "qwen3_next", "kimi_linear", "mamba", "mamba2", "bamba", "zamba2", "falcon_h1", "nemotron_h", "jamba",
+    "lfm2", "olmo_hybrid", "bailing_hybrid", "minimax", "recurrent_gemma", "granitemoehybrid", "qwen3_5_text",
+)  # fmt: skip
+PAIRS = (
+    "bart", "t5", "marian", "mbart", "pegasus", "mt5", "umt5", "m2m_100", "blenderbot", "blenderbot-small",
+    "plbart", "mvp", "bigbird_pegasus",
+)  # fmt: skip
+CHANGES = {"bigbird_pegasus": {"attention_type": "original_full"}}
+
+
 class Rollout(NamedTuple):
     """A random model, its prompts, and how a ring computes it."""
 
@@ -53,8 +64,10 @@ def drawn(number: int, family: str) -> Rollout:
 
 def model_of(rollout: Rollout) -> Any:
     """Return the model, the same in every process."""
-    config = shrink(read_config(rollout.family), rollout.prompt + rollout.tokens, 2, {})
-    model = build(config, "causal-lm", rollout.seed).eval()
+    changes = CHANGES.get(rollout.family, {})
+    config = shrink(read_config(rollout.family), rollout.prompt + rollout.tokens, 2, changes)
+    head = "seq2seq-lm" if config.is_encoder_decoder else "causal-lm"
+    model = build(config, head, rollout.seed).eval()
     model.generation_config.eos_token_id = None
     return model
 
@@ -76,22 +89,28 @@ def rolled_out(
     engine.eval()
     words = engine.module.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(rollout.seed)
-    ids = torch.randint(1, words, (rollout.samples, rollout.prompt), generator=generator)
+    ids = torch.randint(3, words, (rollout.samples, rollout.prompt), generator=generator)
+    is_pair = engine.module.config.is_encoder_decoder  # whose answer begins with a part of the text
+    given = {"decoder_input_ids": ids[:, : rollout.tokens]} if is_pair else {}
     torch.manual_seed(rollout.seed)
     with engine.ring.batch_invariant() if invariant else contextlib.nullcontext():
         output = engine.module.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=rollout.tokens, do_sample=True, top_k=20,
-            pad_token_id=0, return_dict_in_generate=True, output_logits=True,
+            pad_token_id=0, return_dict_in_generate=True, output_logits=True, **given,
         )  # fmt: skip
         found = [engine.ring.generated_logprobs(output)]
         sequences = output.sequences if sequences is None else sequences
-        for batches in ([sequences], sequences.split(1)):
+        begun = sequences.shape[1] - rollout.tokens
+        for batches in ([(sequences, ids)], list(zip(sequences.split(1), ids.split(1), strict=True))):
             each = []
-            for rows in batches:
-                batch = engine.ring.shard_batch({"input_ids": rows, "labels": rows})
+            for rows, texts in batches:
+                whole = {"input_ids": rows, "labels": rows}
+                if is_pair:
+                    whole = {"input_ids": texts, "decoder_input_ids": rows[:, :-1], "labels": rows[:, 1:]}
+                batch = engine.ring.shard_batch(whole)
                 with torch.no_grad():
                     local = engine.ring.logprobs(engine, batch)
-                each.append(engine.ring.gather(local)[:, rollout.prompt - 1 : -1])
+                each.append(engine.ring.gather(local)[:, begun - 1 :][:, : rollout.tokens])
             found.append(torch.cat(each))
     return sequences, found
 
@@ -100,7 +119,7 @@ def main(arguments: list[str] | None = None) -> int:
     """One row a model; exit status 1 if a number differs with the mode on."""
     parser = parser_of(
         __doc__, models=(20, "random models"), ring_sizes=[1, 2, 4], plain=(False, "without the mode, too"),
-        families=(list(FAMILIES), "of transformers, in turn"),
+        families=([*FAMILIES, *RECURRENT, *PAIRS], "of transformers, in turn"),
     )  # fmt: skip
     options = parser.parse_args(arguments)
     os.environ["DS_ACCELERATOR"] = "cpu"

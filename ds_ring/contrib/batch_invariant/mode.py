@@ -52,7 +52,13 @@ where zero zeros zeros_like
 """
 _EXACT = set(_NAMES.split())
 # Operators of ds_ring that send numbers as they are, or none.
-_MOVES = {"swap_heads_tokens", "refuse"}
+_MOVES = {"swap_heads_tokens", "refuse", "halo", "hand_over"}
+# Why passes have other bits in a generation than in training.
+_DIFFER = {
+    "scan": "recurrent layers whose model has code of its own for one token after the other",
+    "latent_attention": "keys that are the same numbers in both, not latents that are expanded by rank",
+    "selected_attention": "keys that the mask chooses, not scores, whose bits depend on how many there are",
+}
 
 
 class BatchInvariant(TorchDispatchMode):
@@ -97,8 +103,9 @@ class BatchInvariant(TorchDispatchMode):
         if name in _MOVES:
             return func(*args, **kwargs)
         if name not in passes:
+            expected = _DIFFER.get(name, "layers of softmax attention")
             raise RingConfigError.wrong(
-                "batch_invariant", "layers of softmax attention", f"a layer that calls {name}", "leave it out"
+                "batch_invariant", expected, f"a layer that calls {name}", "leave it out"
             )
         if args[0].device.type != "cpu":  # each element is computed by itself
             return func(*args, **kwargs)
@@ -160,6 +167,31 @@ class BatchInvariant(TorchDispatchMode):
             return torch.bmm(a, b)
         return torch.stack([self.mm(*pair) for pair in zip(a, b, strict=True)])
 
+    def convolution(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, stride: Sequence[int], padding: Sequence[int],
+        dilation: Sequence[int], transposed: bool, output_padding: Sequence[int], groups: int,
+    ) -> Tensor:  # fmt: skip
+        """Return a convolution over tokens: [B, C, L] with a weight [C', C / groups, W]."""
+        if x.ndim != 3 or transposed or stride[0] != 1:
+            raise RingConfigError.wrong(
+                "batch_invariant", "convolutions over tokens", "another one", "leave it out"
+            )
+        x, step, width = pad(x, (padding[0], padding[0])), dilation[0], weight.shape[2]
+        length = x.shape[2] - step * (width - 1)
+        taps = [x[:, :, i * step : i * step + length] for i in range(width)]
+        if weight.shape[1] == 1 and groups == len(weight):  # of channels by themselves, tap after tap
+            out = taps[0] * weight[:, 0, :1]
+            for tap, of_tap in zip(taps[1:], weight[:, 0, 1:].split(1, dim=1), strict=True):
+                out = out + tap * of_tap
+        else:
+            rows = torch.stack(taps, dim=-1).transpose(1, 2).unflatten(2, (groups, -1))  # [B, L, g, C/g, W]
+            parts = [
+                self.mm(part.flatten(2).flatten(0, 1), of_group.flatten(1).t()).unflatten(0, (len(x), -1))
+                for part, of_group in zip(rows.unbind(2), weight.chunk(groups), strict=True)
+            ]
+            out = torch.cat(parts, dim=2).transpose(1, 2)
+        return out if bias is None else out + bias[:, None]
+
     def baddbmm(self, bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
         """Return beta * bias + alpha * a b, for each pair of matrices."""
         product = self.bmm(a, b)
@@ -187,6 +219,7 @@ _PRODUCTS: dict[str, Callable[..., Tensor]] = {
     "bmm": BatchInvariant.bmm,
     "baddbmm": BatchInvariant.baddbmm,
     "_grouped_mm": BatchInvariant.grouped_mm,
+    "convolution": BatchInvariant.convolution,
 }
 
 
@@ -228,10 +261,16 @@ def _by_rows(call: Callable[[Tensor], Any], x: Tensor, dims: Sequence[int]) -> t
     return tuple(torch.cat(each)[:rows] for each in zip(*found, strict=True)), shape
 
 
+# The overloads over some dims, where sums over all of them are one row.
+_OF_DIMS = {"sum": "dim_IntList", "mean": "dim"}
+
+
 def _reduced(func: Any, x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
     """Return a sum or a mean over some dims."""
     dims = [dim] if isinstance(dim, int) else list(dim or range(x.ndim))
     x = x if dtype is None else x.to(dtype)
+    if getattr(func, "_overloadname", None) == "default":
+        func = getattr(func.overloadpacket, _OF_DIMS[func.overloadpacket.__name__])
     found, shape = _by_rows(lambda rows: func(rows, [-1]), x, dims)
     out: Tensor = found.reshape(shape)
     if keepdim:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from ds_ring.contrib.batch_invariant.mode import BatchInvariant
 from ds_ring.errors import RingConfigError, RingShapeError
 from ds_ring.integrations.deepspeed.loss import logprobs_and_entropies
 from ds_ring.integrations.deepspeed.session import RingSession
-from ds_ring.registry import PASSES
+from ds_ring.registry import INVARIANT_PARTS, PASSES, load
 
 
 @contextmanager
@@ -40,7 +40,10 @@ def batch_invariant(session: RingSession) -> Iterator[None]:
         raise RingConfigError.wrong(
             "batch_invariant", '"transport": "reproducible"', got, "set it in the JSON"
         )
-    with BatchInvariant():
+    with ExitStack() as stack:
+        for home in INVARIANT_PARTS.values():
+            stack.enter_context(load(home)(session))
+        stack.enter_context(BatchInvariant())
         yield
 
 

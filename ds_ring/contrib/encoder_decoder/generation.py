@@ -13,7 +13,7 @@ Shapes: B samples, E tokens of the encoder, D of the decoder so far, Q new token
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,14 +21,44 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
+from ds_ring.api import RingAttention
 from ds_ring.contrib.encoder_decoder.batch import DECODER, FULL, between, prepare_encoder
 from ds_ring.errors import RingPatternError
 from ds_ring.integrations.deepspeed.batch import SHARDING, cache_in, split_tokens, token_shape
-from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
+from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding, RowsAttention
 from ds_ring.integrations.deepspeed.packing import DOCUMENT_IDS, RowGroup, group_rows, without_padding
 from ds_ring.integrations.deepspeed.session import RingSession
 from ds_ring.integrations.transformers.generation import CachedSharding, Generation
+from ds_ring.masks.pattern import Pattern
+from ds_ring.masks.tiles import ScoreFunction
 from ds_ring.ops.shard import shard_sequence
+from ds_ring.registry import PASSES, load
+
+# For a transport in whole blocks.
+_FEW_QUERIES = "ds_ring.layers.cross.few_queries"
+
+
+@dataclass(frozen=True, eq=False)
+class CrossSharding(CachedSharding):
+    """The blocks of some queries, which every rank has, and the layout of the encoder's keys."""
+
+    def attention(
+        self,
+        scale: float | None = None,
+        pattern: Pattern | None = None,
+        score_mod: ScoreFunction | None = None,
+        make: type[RingAttention] | None = None,
+    ) -> RowsAttention:
+        assert make is None, "queries that every rank has"
+        module = load(f"{_FEW_QUERIES}.FewCrossQueries")
+        parts: list[RingAttention] = [
+            module(
+                self.config, mesh=self.mesh, layout=self.layout, key_layout=self.key_layout, scale=scale,
+                pattern=one, score_mod=score_mod, q_positions=self.q_positions,
+            )
+            for one in self.of_rows(self.patterns.pattern if pattern is None else pattern)
+        ]  # fmt: skip
+        return RowsAttention(parts, tuple(group.rows for group in self.groups))
 
 
 class PairGeneration(Generation):
@@ -127,6 +157,15 @@ class PairGeneration(Generation):
         """Return the sharding of cross attention of the pass under way."""
         config, mesh, encoder = self.session.config, self.mesh, self._encoder
         assert encoder is not None
+        if isinstance(sharding, CachedSharding) and PASSES[config.transport].whole_blocks:
+            make = load(f"{_FEW_QUERIES}.block_of_queries")
+            layout, where = make(sharding.q_positions, mesh.ring_size, config.block_size)
+            groups = tuple(
+                RowGroup(between(layout.tokens, one.documents), one.rows) for one in self._groups_of_keys
+            )
+            return CrossSharding(
+                config, layout, mesh, FULL, groups, key_layout=encoder.layout, q_positions=where
+            )
         if isinstance(sharding, CachedSharding):
             where = torch.full_like(sharding.q_positions, self._seen)
             groups = self._groups_of_keys

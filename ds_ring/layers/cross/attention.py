@@ -23,6 +23,7 @@ from ds_ring.ops.compiled import Refusal
 from ds_ring.ops.context import RingContext
 from ds_ring.ops.frontend import AskedContext, attend, context_of_call
 from ds_ring.ops.handles import never_traced
+from ds_ring.registry import PASSES
 from ds_ring.schedule.layout import Layout
 
 
@@ -50,7 +51,7 @@ def cross_attention(
         RingLayoutError, RingPatternError: not two layouts, or an undefined pattern.
         RingError: as in `ring_attention`.
     """
-    pair, between = _pair_of(pattern, layout, key_layout, mesh)
+    pair, between = _pair_of(pattern, layout, key_layout, mesh, options)
     context = context_of_call(AskedContext(between, pair, mesh, scale, "auto", options, score_mod))
     return _attend_between(pair, q, k, v, context, sinks, return_lse)
 
@@ -69,12 +70,13 @@ class CrossAttention(RingAttention):
         scale: float | None = None, pattern: Pattern | None = None, score_mod: ScoreFunction | None = None,
     ) -> None:  # fmt: skip
         self._key_layout = key_layout
+        self._options = config_or_pattern if isinstance(config_or_pattern, PassOptions) else None
         super().__init__(
             config_or_pattern, mesh=mesh, layout=layout, scale=scale, pattern=pattern, score_mod=score_mod
         )
 
     def _placed(self, pattern: Pattern, layout: Layout | str, mesh: RingMesh) -> tuple[Pattern, Layout]:
-        self._pair, between = _pair_of(pattern, layout, self._key_layout, mesh)
+        self._pair, between = _pair_of(pattern, layout, self._key_layout, mesh, self._options)
         return between, self._pair
 
     @never_traced
@@ -86,7 +88,7 @@ class CrossAttention(RingAttention):
 
 
 def _pair_of(
-    pattern: Pattern, layout: object, key_layout: object, mesh: RingMesh
+    pattern: Pattern, layout: object, key_layout: object, mesh: RingMesh, options: PassOptions | None
 ) -> tuple[PairLayout, Pattern]:
     """Return the layout and the pattern of both sequences as one; refuse other layouts on all ranks."""
     check_mesh(mesh)
@@ -98,7 +100,8 @@ def _pair_of(
             )
         if not isinstance(pattern, Pattern):
             raise RingPatternError(f"pattern: expected a pattern, got {type(pattern).__name__}")
-        pair = PairLayout.join(layout, key_layout, mesh.ulysses_size)
+        block = options.block_size if options is not None and PASSES[options.transport].whole_blocks else 1
+        pair = PairLayout.join(layout, key_layout, mesh.ulysses_size, block)
         return pair, pair.pattern_between(pattern)
 
 
@@ -107,9 +110,16 @@ def _attend_between(
     return_lse: bool,
 ) -> Any:  # fmt: skip
     """Attend from q to k and v of another sequence, in a pass of both as one."""
-    queries, keys = (one.part_slots(pair.parts) for one in (pair.queries, pair.keys))
+    slots = pair.queries.part_slots(pair.parts)
     if all(isinstance(x, Tensor) and x.dim() == 4 for x in (q, k, v)):  # others are refused
         # the slots of the other sequence are not read
-        q, k, v = pad(q, (0, 0, 0, keys)), pad(k, (0, 0, queries, 0)), pad(v, (0, 0, queries, 0))
+        fill, keys = pair.slots_of(pair.queries) - slots, pair.slots_of(pair.keys)
+        q, (k, v) = pad(q, (0, 0, 0, fill + keys)), (among_keys(pair, x) for x in (k, v))
     out = attend(q, k, v, context, sinks, return_lse)
-    return tuple(x[:, :, :queries] for x in out) if return_lse else out[:, :, :queries]
+    return tuple(x[:, :, :slots] for x in out) if return_lse else out[:, :, :slots]
+
+
+def among_keys(pair: PairLayout, x: Tensor) -> Tensor:
+    """Return local keys or values [B, G, S', D] at their slots of a pair; the others are not read."""
+    fill = pair.slots_of(pair.keys) - pair.keys.part_slots(pair.parts)
+    return pad(x, (0, 0, pair.slots_of(pair.queries), fill))

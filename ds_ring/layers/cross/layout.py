@@ -17,13 +17,14 @@ from ds_ring.schedule.layout import Layout
 
 @dataclass(frozen=True)
 class _QueriesToKeys(Pattern):
-    """Attend from the first `queries` positions to those from there up to `end`."""
+    """Attend from positions `first` .. `end` - 1, the queries, to the first `keys` ones."""
 
-    queries: int
+    keys: int
+    first: int
     end: int
 
     def branches(self, head: QueryHead) -> tuple[Branch, ...]:
-        return (Branch(in_range(0, self.queries), in_range(self.queries, self.end)),)
+        return (Branch(in_range(self.first, self.end), in_range(0, self.keys)),)
 
 
 @dataclass(frozen=True)
@@ -31,43 +32,77 @@ class PairLayout(Layout):
     """Lay out two sequences as one, for attention from queries of one to keys of the other.
 
     Each rank has its slots of the queries' layout, then its slots of the keys' layout; where `parts` Ulysses
-    ranks share a shard, each has its part of both. Positions are those of the queries, then of the keys, then
+    ranks share a shard, each has its part of both. Positions are those of the keys, then of the queries, then
     one for each padding slot of the two layouts. In `pattern_between` only queries attend, and only to keys:
     the slots of the other sequence, and padding, are neither computed nor sent.
+
+    With a `block` above 1 both sequences are filled up to whole blocks, on the rank of their last token. Then
+    a block of queries has the same squares with keys whatever the number of queries.
     """
 
     queries: Layout = field(kw_only=True)
     keys: Layout = field(kw_only=True)
     parts: int = field(kw_only=True, default=1)
+    block: int = field(kw_only=True, default=1)
 
     name = "pair"
 
     @classmethod
-    def join(cls, queries: Layout, keys: Layout, parts: int = 1) -> PairLayout:
+    def join(cls, queries: Layout, keys: Layout, parts: int = 1, block: int = 1) -> PairLayout:
         """Return the layout of both.
 
         Raises:
-            RingLayoutError: layouts of different numbers of ranks.
+            RingLayoutError: layouts of different numbers of ranks, or blocks on Ulysses ranks.
             RingShapeError: shards that cannot be split over the Ulysses ranks.
         """
         if queries.ring_size != keys.ring_size:
             raise RingLayoutError.wrong(
                 "key_layout", f"{queries.ring_size} ranks", keys.ring_size, "make both for one ring"
             )
-        slots = sum(one.part_slots(parts) * parts for one in (queries, keys))
-        return cls(slots * queries.ring_size, queries.ring_size, queries=queries, keys=keys, parts=parts)
+        if parts > 1 and block > 1:
+            raise RingLayoutError.wrong(
+                "key_layout", "no Ulysses ranks for passes in whole blocks", parts, "use ring_size"
+            )
+        for one in (queries, keys):
+            one.part_slots(parts)  # refuses shards of other lengths
+        whole = [-(-one.local_tokens // block) * block for one in (queries, keys)]
+        return cls(
+            sum(whole) * queries.ring_size, queries.ring_size, queries=queries, keys=keys, parts=parts,
+            block=block,
+        )  # fmt: skip
+
+    def slots_of(self, one: Layout) -> int:
+        """Return the slots of a rank for one of the two, where Ulysses ranks share them its part."""
+        return -(-one.part_slots(self.parts) // self.block) * self.block
+
+    def _whole(self, one: Layout) -> int:
+        return -(-one.tokens // self.block) * self.block
+
+    @property
+    def first_query(self) -> int:
+        """Return the position of the first query; that of the first key is 0."""
+        return self._whole(self.keys)
+
+    def _runs_of(self, one: Layout, ring_rank: int) -> IntArray:
+        """Return the runs of one of the two, filled up to whole blocks."""
+        runs, missing = one.runs(ring_rank), self._whole(one) - one.tokens
+        if missing and len(runs) and runs[-1, 0] + runs[-1, 2] == one.tokens:
+            runs = runs.copy()
+            runs[-1, 2] += missing
+        return runs
 
     def runs(self, ring_rank: int) -> IntArray:
-        pads = [
-            one.local_tokens - one.valid_tokens(rank)
-            for rank in range(ring_rank)
-            for one in (self.queries, self.keys)
-        ]
-        padding = self.queries.tokens + self.keys.tokens + sum(pads)  # its first position
+        both = (self.queries, self.first_query), (self.keys, 0)
+
+        def fills(rank: int) -> int:
+            used = sum(int(self._runs_of(one, rank)[:, 2].sum()) for one, _ in both)
+            return self.parts * sum(self.slots_of(one) for one, _ in both) - used
+
+        padding = self.first_query + self._whole(self.queries) + sum(map(fills, range(ring_rank)))
         found = []
         for part in range(self.parts):
-            for one, first in zip((self.queries, self.keys), (0, self.queries.tokens), strict=True):
-                size, runs = one.part_slots(self.parts), one.runs(ring_rank)
+            for one, first in both:
+                size, runs = self.slots_of(one), self._runs_of(one, ring_rank)
                 # places in each run at which the part begins and ends
                 before = np.cumsum(runs[:, 2]) - runs[:, 2]
                 low, high = (np.clip(end * size - before, 0, runs[:, 2]) for end in (part, part + 1))
@@ -86,20 +121,26 @@ class PairLayout(Layout):
         Raises:
             RingPatternError: another one, or documents of another number of tokens.
         """
-        queries, both = self.queries.tokens, self.queries.tokens + self.keys.tokens
-        found: Pattern = _QueriesToKeys(queries, both)
+        queries, keys = self.queries.tokens, self.keys.tokens
+        after_queries = self.first_query + self._whole(self.queries)
+        found: Pattern = _QueriesToKeys(keys, self.first_query, after_queries)
         for part in pattern.conjuncts:
             if isinstance(part, Full):
                 continue
-            if not isinstance(part, Documents) or part.tokens != both:
+            if not isinstance(part, Documents) or part.tokens != queries + keys:
                 raise RingPatternError(
-                    f"key_layout: expected the pattern Full(), or Documents with {both} ids, of the {queries}"
-                    f" queries and then of the {self.keys.tokens} keys, got {part}; positions of two"
+                    f"key_layout: expected the pattern Full(), or Documents with {queries + keys} ids, of the"
+                    f" {queries} queries and then of the {keys} keys, got {part}; positions of two"
                     " sequences have no distance"
                 )
-            ids = np.repeat(part.ids, np.diff([*part.starts, part.tokens]))
-            found = found & Documents(np.concatenate([ids, np.full(self.tokens - both, -1)]))
+            given = np.repeat(part.ids, np.diff([*part.starts, part.tokens]))
+            ids = np.full(self.tokens, -1)
+            ids[:keys] = given[queries:]
+            ids[self.first_query : after_queries] = given[queries - 1]  # what fills up the last block
+            ids[self.first_query : self.first_query + queries] = given[:queries]
+            found = found & Documents(ids)
         return found
 
     def __str__(self) -> str:
-        return f"pair of queries in the {self.queries} and keys in the {self.keys}, {self.parts} parts"
+        whole = f", in blocks of {self.block}" if self.block > 1 else ""
+        return f"pair of queries in the {self.queries} and keys in the {self.keys}, {self.parts} parts{whole}"

@@ -50,6 +50,18 @@ def has_whole_blocks(pattern: Pattern) -> bool:
 
 
 @lru_cache(maxsize=256)
+def is_in_blocks(layout: Layout, size: int) -> bool:
+    """Return whether runs begin at multiples of `size`, or follow on the ones before them in their shards."""
+    for ring_rank in range(layout.ring_size):
+        end = -1
+        for start, step, length in layout.runs(ring_rank).tolist():
+            if (step != 1 and length > 1) or (start % size and start != end):
+                return False
+            end = start + length
+    return True
+
+
+@lru_cache(maxsize=256)
 def blocks_of(layout: Layout, ring_rank: int, size: int, whole: bool) -> tuple[TokenBlock, ...]:
     """Return the blocks of a shard whose runs begin at multiples of `size`, or follow on one another.
 

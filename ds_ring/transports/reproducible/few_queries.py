@@ -70,6 +70,8 @@ class FewQueries:
         """Return (out, lse); same contract as `ReplicatedPass.forward`."""
         out, lse = empty_results(q, v.shape[-1], accumulator_dtype(q.dtype))
         blocks = list(self._blocks(q.shape[1], k.shape[1]))
+        if not blocks:
+            return out.to(q.dtype), lse
         here = [self._of_this_rank(block, q, k, v) for block in blocks]
         for block, total in zip(blocks, self._completed(blocks, here, v), strict=True):
             queries, rows = (on_device(index, q.device) for index in (block.queries, block.rows))
@@ -90,6 +92,8 @@ class FewQueries:
                 side = min(size, tokens - number * size)
                 leaves = np.flatnonzero(squares_of(pattern, tokens, size)[number])
                 rows = self.positions[queries] % size
+                if not len(leaves):  # no key, and no node of a tree
+                    continue
                 yield _QueryBlock(heads, kv, pattern, tokens, number, queries, rows, side, leaves)
 
     def _keys(self, block: _QueryBlock, ring_rank: int) -> tuple[int, ...]:

@@ -41,6 +41,7 @@ from ds_ring.transports.reproducible.blocks import (
     attend_square,
     blocks_of,
     has_whole_blocks,
+    is_in_blocks,
     merged,
     squares_of,
     tiles_of,
@@ -169,7 +170,9 @@ class ReproduciblePass:
         return -(-tokens // self.size) * self.size if filled else tokens
 
     def _blocks(self, ring_rank: int, number: int) -> tuple[TokenBlock, ...]:
-        layout = whole_blocks(self.plan.layout, self.size)
+        layout = self.plan.layout
+        if not is_in_blocks(layout, self.size):
+            whole_blocks(layout, self.size)  # says what to do
         return blocks_of(layout, ring_rank, self.size, has_whole_blocks(self.plan.classes[number].pattern))
 
     def _squares(self, number: int) -> np.ndarray:

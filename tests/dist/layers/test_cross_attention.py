@@ -27,11 +27,13 @@ from ds_ring import (
     shard_sequence,
     simulate,
 )
+from ds_ring.config.pass_options import PassOptions
 from ds_ring.layers.cross.layout import PairLayout
 from ds_ring.masks.pattern import Pattern
-from ds_ring.schedule.layout import Layout
+from ds_ring.schedule.layout import Layout, in_whole_blocks
 from ds_ring.schedule.plan import build_plan
 from ds_ring.simulation.simulate import SimulationOptions
+from ds_ring.transports.reproducible.blocks import blocks_of
 from tests.dist.harness import RankPool
 
 Pool = Callable[[int], RankPool]
@@ -86,12 +88,17 @@ def layouts_for(names: tuple[str, str], lengths: tuple[int, int], ring: int, uly
     return [make_layout(one, tokens=n, **sizes) for one, n in zip(names, lengths, strict=True)]
 
 
-def crossed(rank: int, world_size: int, ulysses: int, documents: bool) -> dict[Any, float]:
-    """Relative errors of all cases."""
+def crossed(rank: int, world_size: int, ulysses: int, documents: bool, block: int) -> dict[Any, float]:
+    """Relative errors of all cases; with a block those of the reproducible transport."""
     mesh = RingMesh.from_world(world_size // ulysses, ulysses)
     errors = {}
-    for names, lengths in CASES:
+    more: dict[str, Any] = {}
+    if block > 1:
+        more["options"] = PassOptions(transport="reproducible", block_size=block)
+    for names, lengths in CASES[: 2 if block > 1 else None]:
         q_layout, k_layout = layouts_for(names, lengths, mesh.ring_size, ulysses)
+        if block > 1:
+            q_layout, k_layout = (in_whole_blocks(one, block) for one in (q_layout, k_layout))
         pattern: Pattern = Full()
         sees = None
         if documents:
@@ -102,8 +109,8 @@ def crossed(rank: int, world_size: int, ulysses: int, documents: bool) -> dict[A
         q, k, v, grad = (shard_sequence(x, one, mesh=mesh, dim=2) for x, one in zip(whole, of, strict=True))
         leaves = [x.requires_grad_() for x in (q, k, v)]
         both = {"layout": q_layout, "key_layout": k_layout, "mesh": mesh}
-        if names[0] == "zigzag":
-            out = cross_attention(q, k, v, pattern=pattern, **both)  # type: ignore[arg-type]
+        if names[0] == "zigzag" or block > 1:
+            out = cross_attention(q, k, v, pattern=pattern, **more, **both)  # type: ignore[arg-type]
         else:
             out = CrossAttention(pattern, **both)(q, k, v)  # type: ignore[arg-type]
         found = (out.detach(), *torch.autograd.grad(out, leaves, grad))
@@ -114,14 +121,15 @@ def crossed(rank: int, world_size: int, ulysses: int, documents: bool) -> dict[A
 
 
 @pytest.mark.parametrize(
-    ("world_size", "ulysses", "documents"), [(2, 1, False), (2, 1, True), (4, 1, True), (4, 2, True)]
+    ("world_size", "ulysses", "documents", "block"),
+    [(2, 1, False, 1), (2, 1, True, 1), (4, 1, True, 1), (4, 2, True, 1), (2, 1, True, 8), (4, 1, False, 8)],
 )
-@pytest.mark.day("2-1-False", "2-1-True", "4-2-True")
+@pytest.mark.day("2-1-False-1", "2-1-True-1", "4-2-True-1", "2-1-True-8")
 def test_real_ranks_agree_with_float64(
-    rank_pool: Pool, world_size: int, ulysses: int, documents: bool
+    rank_pool: Pool, world_size: int, ulysses: int, documents: bool, block: int
 ) -> None:
-    errors = rank_pool(world_size).run(crossed, ulysses, documents)[0]
-    assert len(errors) == len(CASES) * len(NAMES)
+    errors = rank_pool(world_size).run(crossed, ulysses, documents, block)[0]
+    assert len(errors) == (2 if block > 1 else len(CASES)) * len(NAMES)
     assert max(errors.values()) < 1e-12, errors
 
 
@@ -132,7 +140,7 @@ def test_virtual_ranks_agree_with_float64(
 ) -> None:
     q_layout, k_layout = layouts_for(names, lengths, ring_size, 1)
     pair = PairLayout.join(q_layout, k_layout)
-    queries, both = lengths[0], sum(lengths)
+    (queries, keys), first = lengths, pair.first_query
     whole = drawn(*lengths)
 
     def spread(x: Tensor, first: int) -> Tensor:
@@ -141,7 +149,7 @@ def test_virtual_ranks_agree_with_float64(
         found[:, :, first : first + x.shape[2]] = x
         return found
 
-    q, k, v, grad = (spread(x, n) for x, n in zip(whole, (0, queries, queries, 0), strict=True))
+    q, k, v, grad = (spread(x, n) for x, n in zip(whole, (first, 0, 0, first), strict=True))
     found = simulate(
         q,
         k,
@@ -153,8 +161,8 @@ def test_virtual_ranks_agree_with_float64(
     )
     want = dense(*whole, None)
     assert found.dq is not None and found.dk is not None and found.dv is not None
-    got = (found.out[:, :, :queries], found.dq[:, :, :queries])
-    got += (found.dk[:, :, queries:both], found.dv[:, :, queries:both])
+    got = tuple(x[:, :, first : first + queries] for x in (found.out, found.dq))
+    got += (found.dk[:, :, :keys], found.dv[:, :, :keys])
     for name, x in zip(NAMES, got, strict=True):
         assert error_of(x, want[name]) < 1e-12, name
 
@@ -169,9 +177,21 @@ def test_a_pair_keeps_the_slots_of_both(ulysses: int) -> None:
         slots = pair.positions(rank).reshape(ulysses, -1)
         mine = np.where(slots < 37 + 61, slots, -1)
         size = q_layout.local_tokens // ulysses
-        assert (mine[:, :size].reshape(-1) == q_layout.positions(rank)).all()
-        keys = k_layout.positions(rank)
-        assert (mine[:, size:].reshape(-1) == np.where(keys < 0, -1, keys + 37)).all()
+        queries = q_layout.positions(rank)
+        assert (mine[:, :size].reshape(-1) == np.where(queries < 0, -1, queries + 61)).all()
+        assert (mine[:, size:].reshape(-1) == k_layout.positions(rank)).all()
+
+
+@pytest.mark.parametrize("queries", [1, 16, 37])
+def test_a_pair_in_blocks_has_whole_blocks_of_both(queries: int) -> None:
+    q_layout, k_layout = layouts_for(("zigzag", "zigzag"), (queries, 61), 3, 1)
+    pair = PairLayout.join(*(in_whole_blocks(one, 8) for one in (q_layout, k_layout)), block=8)
+    everywhere = np.concatenate([pair.positions(rank) for rank in range(3)])
+    assert sorted(everywhere.tolist()) == list(range(pair.tokens)) and pair.first_query == 64
+    numbers = [one.number for rank in range(3) for one in blocks_of(pair, rank, 8, False)]
+    assert sorted(numbers) == list(range(pair.tokens // 8))
+    with pytest.raises(RingLayoutError, match="expected no Ulysses ranks"):
+        PairLayout.join(q_layout, k_layout, 2, 8)
 
 
 def test_queries_are_neither_computed_as_keys_nor_sent() -> None:

@@ -148,13 +148,13 @@ class RelativeBias:
             out_BHSD, lse_BHS = attention(q_BHSD, k_BHSD, v_BHSD, return_lse=True)
             outs.append(out_BHSD)
             lses.append(lse_BHS + table_NH[bucket].to(lse_BHS.dtype)[:, None])
-        parts_NBHS = torch.stack(lses)
-        seen_BHS = (parts_NBHS > -torch.inf).any(dim=0)
-        weights_NBHS = torch.softmax(parts_NBHS.where(seen_BHS, 0.0), dim=0)
-        total_BHSD = sum(
-            weight[..., None] * out.to(weight.dtype) for weight, out in zip(weights_NBHS, outs, strict=True)
-        )
-        assert isinstance(total_BHSD, Tensor)
+        # Added band by band: bands without pairs, which the length decides, do not change a bit of the sums.
+        greatest_BHS = torch.stack(lses).detach().amax(dim=0)
+        greatest_BHS = greatest_BHS.where(greatest_BHS > -torch.inf, 0.0)
+        weights = [torch.exp(lse_BHS - greatest_BHS) for lse_BHS in lses]
+        sum_BHS = sum(weights[1:], weights[0])
+        parts = [weight[..., None] * out.to(weight.dtype) for weight, out in zip(weights, outs, strict=True)]
+        total_BHSD = sum(parts[1:], parts[0]) / sum_BHS.where(sum_BHS > 0, 1.0)[..., None]
         return total_BHSD.to(q_BHSD.dtype)
 
 

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from ds_ring.errors import RingConfigError
 from tests.dist.deepspeed_ranks import json_config, start_engine
@@ -28,23 +30,46 @@ def bits(rank: int, world_size: int, name: str, ring_size: int, invariant: bool)
     engine = start_engine(build(name), json_config(ring_size, 1, 0, ring_attention=section))
     engine.eval()
     ids = torch.randint(1, 50, (2, PROMPT), generator=torch.Generator().manual_seed(1))
+    found = numbers_of(engine, ids, engine.ring.batch_invariant() if invariant else torch.no_grad())
+    assert all(torch.allclose(x, found[0], atol=1e-4) for x in found)
+    return digests(found)
+
+
+def digests(found: list[Tensor]) -> set[str]:
+    return {hashlib.sha256(x.contiguous().numpy().tobytes()).hexdigest() for x in found}
+
+
+def numbers_of(
+    engine: Any, ids: Tensor, mode: Any, texts: Callable[[Tensor], dict[str, Tensor]] | None = None
+) -> list[Tensor]:
+    """Return log-probabilities [B, NEW]: of a generation, of an update, of an update of each sample.
+
+    `texts` makes the encoder's tensors of some rows, for models that begin an answer by `ids`.
+    """
+    given = {"inputs": ids, "attention_mask": torch.ones_like(ids)}
+    if texts is not None:
+        given = texts(torch.arange(len(ids))) | {"decoder_input_ids": ids}
     torch.manual_seed(2)
-    mode = engine.ring.batch_invariant() if invariant else torch.no_grad()
     with mode, torch.no_grad():
         output = engine.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=True, top_k=8,
-            pad_token_id=0, return_dict_in_generate=True, output_logits=True,
+            **given, max_new_tokens=NEW, do_sample=True, top_k=8, pad_token_id=0,
+            return_dict_in_generate=True, output_logits=True,
         )  # fmt: skip
-        found = [engine.ring.generated_logprobs(output)]
-        for batches in ([output.sequences], output.sequences.split(1)):
+        found, tokens = [engine.ring.generated_logprobs(output)], output.sequences
+        first = tokens.shape[1] - NEW - 1
+        rows_BS = torch.arange(len(ids)).split(1)
+        for batches in ([torch.arange(len(ids))], rows_BS):
             each = []
             for rows in batches:
-                batch = engine.ring.shard_batch({"input_ids": rows, "labels": rows})
+                whole = {"input_ids": tokens[rows], "labels": tokens[rows]}
+                if texts is not None:
+                    whole = {"decoder_input_ids": tokens[rows][:, :-1], "labels": tokens[rows][:, 1:]}
+                    whole |= texts(rows)
+                batch = engine.ring.shard_batch(whole)
                 numbers = engine.ring.gather(engine.ring.logprobs(engine, batch))
-                each.append(numbers[:, PROMPT - 1 : -1].contiguous())
+                each.append(numbers[:, first : first + NEW].contiguous())
             found.append(torch.cat(each))
-    assert all(torch.allclose(x, found[0], atol=1e-4) for x in found)
-    return {hashlib.sha256(x.contiguous().numpy().tobytes()).hexdigest() for x in found}
+    return found
 
 
 @pytest.mark.parametrize("name", MODELS)

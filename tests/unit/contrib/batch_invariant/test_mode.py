@@ -16,6 +16,7 @@ from ds_ring.errors import RingConfigError, RingShapeError
 
 WIDTH = 37
 torch.manual_seed(0)
+OF_CHANNELS, OF_GROUPS = torch.randn(4, 1, 3), torch.randn(6, 2, 3)
 WEIGHT, BIAS, EXPERTS = torch.randn(19, WIDTH), torch.randn(19), torch.randn(3, 32, 8)
 
 
@@ -26,6 +27,12 @@ def grouped(x: Tensor) -> Tensor:
     ends = torch.bincount(which, minlength=3).cumsum(0).to(torch.int32)
     found = torch._grouped_mm(x[order, :32].contiguous(), EXPERTS, offs=ends)
     return found[order.argsort()]
+
+
+def convolved(x: Tensor, weight: Tensor, bias: Tensor | None, groups: int) -> Tensor:
+    """Each row as 9 tokens of 4 channels."""
+    tokens = x[:, :36].unflatten(1, (4, 9))
+    return functional.conv1d(tokens, weight, bias, padding=2, groups=groups).flatten(1)
 
 
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -46,6 +53,8 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "cumulative sum": lambda x: x.cumsum(-1),
     "products of a batch": lambda x: (x[:, None] @ WEIGHT.t())[:, 0],
     "experts": grouped,
+    "convolution of channels": lambda x: convolved(x, OF_CHANNELS, BIAS[:4], 4),
+    "convolution of groups": lambda x: convolved(x, OF_GROUPS, None, 2),
 }
 
 
@@ -72,6 +81,16 @@ def test_gradients_are_those_without_the_mode() -> None:
     found = torch.autograd.grad(out[:, 0].sum(), x)[0]
     want = torch.autograd.grad(FUNCTIONS["linear"](x).softmax(-1)[:, 0].sum(), x)[0]
     assert torch.allclose(found, want, atol=1e-6)
+
+
+def test_a_convolution_of_one_token_has_the_bits_of_one_of_many() -> None:
+    x = torch.randn(2, 4, 70)
+    with BatchInvariant():
+        whole = functional.conv1d(x, OF_CHANNELS, BIAS[:4], groups=4)
+        one = functional.conv1d(x[:, :, 41:44].clone(), OF_CHANNELS, BIAS[:4], groups=4)
+        with pytest.raises(RingConfigError, match="expected convolutions over tokens"):
+            functional.conv2d(x[None], torch.randn(1, 2, 3, 3))
+    assert torch.equal(one[..., 0], whole[..., 41])
 
 
 def test_what_is_not_known_is_refused() -> None:

@@ -30,6 +30,7 @@ from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
 from ds_ring.integrations.transformers.rows import in_order, own_last_tokens
 from ds_ring.integrations.transformers.variants.recurrent.scan import (
     Original,
+    Steps,
     by_rows,
     recurrence,
     refuse_states,
@@ -288,7 +289,15 @@ def lightning_attention(
         out = torch.cat(outs, dim=2).transpose(1, 2)
         return Computed(out, state, transition, reach if continues else None)
 
-    out, state = recurrence(sharding, (query, key, value), call, False, 1, cache is not None)
+    def run(state: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        ratio, outs = torch.exp(-layer.slope_rate), []
+        for q, k, v in zip(*(x.transpose(1, 2).split(1, dim=2) for x in tensors), strict=True):
+            state = ratio * state + k.transpose(2, 3) @ v
+            outs.append((q @ state).transpose(1, 2))
+        return torch.cat(outs, dim=1), state
+
+    steps = Steps((query.shape[2], size, size), run)
+    out, state = recurrence(sharding, (query, key, value), call, False, 1, cache is not None, steps)
     if cache is not None and state is not None:
         cache.set_linear_cache(layer.layer_idx, state.to(value.dtype))
     out = layer.norm(out.flatten(2))
@@ -323,8 +332,16 @@ def rg_lru(
         decays = (gate * ~reset).to(final.dtype).cumprod(dim=1)
         return Computed(out, final, decays[:, -1], (lambda s: decays * s[:, None]) if continues else None)
 
+    def run(state: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        outs = []
+        for x, gate, reset in zip(*(one.split(1, dim=1) for one in tensors), strict=True):
+            out, state = original(layer, x, gate, reset, state, acc_dtype)
+            outs.append(out)
+        return torch.cat(outs, dim=1), state
+
     of_tokens = hidden_states, recurrent_gate, reset.expand(len(hidden_states), -1, -1)
-    return recurrence(sharding, of_tokens, call, False, 1, generates)
+    steps = Steps(tuple(hidden_states.shape[2:]), run)
+    return recurrence(sharding, of_tokens, call, False, 1, generates, steps)
 
 
 def compressed_convolution(

@@ -8,7 +8,7 @@ Shapes: B samples, S local slots, L tokens of a piece, C channels.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,11 +27,25 @@ Original = Callable[..., Any]
 active: list[BatchSharding] = []  # of the layers that are being computed, innermost last
 
 
+class Steps(NamedTuple):
+    """A recurrence, one token after the other, as the model's own code computes a generated token.
+
+    Attributes:
+        shape: of a state, without the batch.
+        run: state [b, *shape] and the tensors of a piece -> outputs, and the state after it.
+    """
+
+    shape: tuple[int, ...]
+    run: Callable[[Tensor, Sequence[Tensor]], tuple[Tensor, Tensor]]
+
+
 class Recurrences:
-    """Hold what computes delta rules on a mesh in place of `recurrence`: `mesh.owners[Recurrences]`."""
+    """Hold what computes recurrences on a mesh in place of `recurrence`: `mesh.owners[Recurrences]`."""
 
     def __init__(self) -> None:
         self.has_delta_rules = False  # some layer of a model on this mesh
+        # takes sharding, tensors, `Steps`, dim, wants_state, as `recurrence`; returns what it does
+        self.by_steps: Callable[..., tuple[Tensor, Tensor | None]] | None = None
         # takes sharding, tensors [B, S, H, ...], call and matrix, as `recurrence`; returns the outputs
         self.of_heads: Callable[..., Tensor] | None = None
 
@@ -41,7 +55,15 @@ def sharding_of(kwargs: dict[str, Any]) -> BatchSharding | None:
     sharding: BatchSharding | None = kwargs.pop(SHARDING, None)
     if sharding is None and active:
         sharding = active[-1]
-    return None if sharding is None or sharding.is_replicated else sharding
+    if sharding is None or not sharding.is_replicated:
+        return sharding
+    positions: Any = sharding.q_positions  # type: ignore[attr-defined]
+    if len(positions) > 1 and sharding.mesh.owners[Recurrences].by_steps is not None:
+        raise RingConfigError.wrong(
+            "generate", "a prompt in one call, as states go token by token", f"{len(positions)} later tokens",
+            "leave prefill_chunk_size out",
+        )  # fmt: skip
+    return None
 
 
 def rows_of(
@@ -95,7 +117,7 @@ def token_before(context: ScanContext, x: Tensor, first: Tensor) -> Tensor:
 
 def recurrence(
     sharding: BatchSharding, tensors: Sequence[Tensor], call: PieceKernel, matrix: bool, dim: int,
-    wants_state: bool = False,
+    wants_state: bool = False, steps: Steps | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Return the outputs of a recurrence over all pieces, and the state after the last token of each sample.
 
@@ -106,7 +128,11 @@ def recurrence(
         matrix: see `ring_scan`.
         dim: 1 or 2.
         wants_state: the state is returned, on every rank; it has no gradient.
+        steps: the same, token by token; None if the model has no such code of its own.
     """
+    by_steps = sharding.mesh.owners[Recurrences].by_steps
+    if by_steps is not None and steps is not None:
+        return by_steps(sharding, tensors, steps, dim, wants_state)
     sets = rows_of(sharding)
     found = [
         recurrence_of_pieces(

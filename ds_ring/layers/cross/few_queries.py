@@ -1,0 +1,46 @@
+"""Attend from few queries, which every rank has, to the sharded keys of another sequence.
+
+For a step of a generation with a transport in whole blocks: the bits are those of the same queries among all
+others in `CrossAttention`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ds_ring.decode.replicated_op import replicated_attention_op
+from ds_ring.layers.cross.attention import CrossAttention, among_keys
+from ds_ring.schedule.layout import PieceLayout
+
+
+class FewCrossQueries(CrossAttention):
+    """Compute `CrossAttention` of queries that are equal on all ranks.
+
+    Args:
+        args, given: see `CrossAttention`; the layout is that of `block_of_queries`.
+        q_positions: of the queries in that layout, int64 [Q], on the CPU.
+    """
+
+    def __init__(self, *args: Any, q_positions: Tensor, **given: Any) -> None:
+        super().__init__(*args, **given)
+        self._q_positions = q_positions
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, *args: Any, sinks: Tensor | None = None,
+        return_lse: bool = False, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        """Return out [B, H, Q, E] of query [B, H, Q, D] and local keys; with `return_lse` (out, lse)."""
+        assert not args and not kwargs
+        key, value = (among_keys(self._pair, x) for x in (key, value))
+        where = self._q_positions + self._pair.first_query
+        found = replicated_attention_op(query, key, value, where, self.context.handle, sinks)
+        return found if return_lse else found[0]
+
+
+def block_of_queries(positions: Tensor, ring_size: int, block: int) -> tuple[PieceLayout, Tensor]:
+    """Return a layout of the blocks of some consecutive positions [Q], and their places in it."""
+    where = positions - positions[0] // block * block
+    tokens = (int(where[-1]) // block + 1) * block
+    return PieceLayout(tokens, ring_size, 1, (0, tokens), (0,)), where
