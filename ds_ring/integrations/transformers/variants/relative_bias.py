@@ -111,9 +111,12 @@ class RelativeBias:
         self.has_table = has_table
 
     def bands(self, tokens: int) -> list[tuple[int, int, int]]:
-        """Return (least, most, bucket) of query minus key for each range of distances of one bucket."""
+        """Return (least, most, bucket) of query minus key for each range of distances of one bucket.
+
+        Those that `tokens` have: the ranges themselves are those of any length, as a generation requires.
+        """
         # Beyond the greatest distance all have the last bucket of their side.
-        reach = min(tokens, self._module.relative_attention_max_distance + 1)
+        reach = self._module.relative_attention_max_distance + 1
         distances = torch.arange(-reach, reach + 1)
         bucket_of = self._module._relative_position_bucket
         given = {
@@ -130,7 +133,8 @@ class RelativeBias:
         for first, end in pairwise(starts):
             least = -UNBOUNDED if first == 0 else int(distances[first])
             most = UNBOUNDED if end == len(distances) else int(distances[end - 1])
-            found.append((least, most, int(buckets[first])))
+            if least < tokens and most > -tokens:
+                found.append((least, most, int(buckets[first])))
         return found
 
     def attend(
@@ -142,7 +146,7 @@ class RelativeBias:
         table_NH = self._module.relative_attention_bias(numbers)
         outs, lses, (nearest, farthest) = [], [], pattern.distance
         for least, most, bucket in self.bands(sharding.layout.tokens):
-            if most < nearest or least > farthest or least >= sharding.layout.tokens:
+            if most < nearest or least > farthest:
                 continue
             attention = sharding.attention(scale, pattern & Band(least, most))
             out_BHSD, lse_BHS = attention(q_BHSD, k_BHSD, v_BHSD, return_lse=True)

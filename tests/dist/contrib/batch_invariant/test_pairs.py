@@ -20,9 +20,10 @@ def bits(rank: int, world_size: int, name: str, ring_size: int, padded: bool) ->
     model = build(f"{name}/seq2seq-lm")
     engine = start_engine(model, json_config(ring_size, 1, 0, ring_attention=section))
     engine.eval()
-    texts_BE = torch.randint(3, 50, (2, TEXT), generator=torch.Generator().manual_seed(1))
-    lengths = torch.tensor([TEXT, TEXT - 7 if padded else TEXT])
-    mask_BE = (torch.arange(TEXT) < lengths[:, None]).long()
+    text = -(-TEXT // BLOCK) * BLOCK if padded else TEXT  # of padded texts in whole blocks
+    texts_BE = torch.randint(3, 50, (2, text), generator=torch.Generator().manual_seed(1))
+    lengths = torch.tensor([text, text - 7 if padded else text])
+    mask_BE = (torch.arange(text) < lengths[:, None]).long()
 
     def of_rows(rows: Tensor) -> dict[str, Tensor]:
         return {"input_ids": texts_BE[rows], "attention_mask": mask_BE[rows]}
