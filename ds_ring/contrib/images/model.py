@@ -81,6 +81,11 @@ _TILES = frozenset({"pixel_values_local", "image_token_pooling", "video_token_po
 _ONE_TOKEN = ("glm46v", "glm4v", "glm4v_moe", "glm_ocr", "molmo2", "nemotron_h_omni")
 # Their encoders attend over all frames of a video: one rank encodes it.
 _WHOLE_VIDEOS = ("kimi_k25", "minimax_m3_vl")
+# Their encoders call modules once for each image: ranks have equal numbers, so that ZeRO 3 gathers alike.
+_ONE_BY_ONE = (
+    "apertus1p5", "hunyuan_vl", "hy_v4_vl", "lfm3_vl", "minicpm_ocr", "minicpmv4_6", "minicpmv4_7",
+    "paddleocr_vl",
+)  # fmt: skip
 # Which of its tokens are a video's, GLM-5 counts on one rank.
 _WITHOUT_VIDEOS = ("glm5_next",)
 _REFUSED = ("input_features", "audio_values", "image_pixel_values", "audio_input_features")
@@ -283,7 +288,8 @@ def _check_given(model: Any, given: dict[str, Any], modalities: list[str]) -> No
 # the encoder's gradient is a sum over the ranks, like any other. Which rank needs which feature is known from
 # the whole batch; how many features a rank has found is exchanged once. A rank that has no image encodes the
 # first one without using its features, so every rank runs the same modules (ZeRO 3 gathers their parameters)
-# and has a gradient for each parameter.
+# and has a gradient for each parameter. Where modules run once for each image (`_ONE_BY_ONE`), a rank encodes
+# its first one as often as it lacks images.
 def _local_features(
     base: Any, modality: str, given: dict[str, Any], tokens: FeatureTokens, mesh: RingMesh, wait_s: float
 ) -> Any:
@@ -307,7 +313,11 @@ def _local_features(
         found = encode(**share.pixels, **more, return_dict=True)
     features = _features(found)
     parts = [_rows(of_tokens) for _, _, of_tokens in features]
-    rows_NE = share.taken(torch.cat(parts, dim=1))
+    rows_NE = torch.cat(parts, dim=1)
+    if share.padding:  # a slice: the backward pass runs the modules of all ranks, too
+        _, _, whole = features[0]
+        rows_NE = rows_NE[: len(rows_NE) - len(_rows(whole[-share.padding :]))]
+    rows_NE = share.taken(rows_NE)
     if shared:
         mine = _exchanged(rows_NE, base, modality, tokens, mesh, wait_s)
     else:
@@ -362,12 +372,14 @@ class _Share(NamedTuple):
         is_used: False for a rank that has none.
         kept_N: which of their features tokens take; None: all.
         ends_U: of LLaVA-OneVision, which frames are the last of a video: a line break follows them.
+        padding: how many images at the end only make the number of images that of other ranks.
     """
 
     pixels: dict[str, Any]
     is_used: bool = True
     kept_N: Tensor | None = None
     ends_U: Tensor | None = None
+    padding: int = 0
 
     def taken(self, rows_NE: Tensor) -> Tensor:
         """Return the features that tokens take."""
@@ -420,16 +432,24 @@ def _share(
     first, count = (int(mine[0]), len(mine)) if len(mine) else (0, 1)
     start, stop = int(stops_U[first] - patches_U[first]), int(stops_U[first + count - 1])
     items, counts = item_U[first : first + count].unique_consecutive(return_counts=True)
+    padding = 0
+    if _type_of(base) in _ONE_BY_ONE:
+        of_ranks = [len(item_U[owners_U == rank].unique()) for rank in range(mesh.sequence_size)]
+        padding = max(of_ranks) - len(items)
+        items = torch.cat([items, items[:1].repeat(padding)])
+        counts = torch.nn.functional.pad(counts, (0, padding), value=1)
 
     def cut(key: str, x: Tensor) -> Tensor:
         if key == "num_frames_per_video":  # Gemma 4's, by which it splits the features
             return x.new_tensor([count])
         if key == name and grid is not None:
-            return x.narrow(pixel_dim, start * size, (stop - start) * size)
-        if len(steps_I) == len(item_U):
+            own = x.narrow(pixel_dim, start * size, (stop - start) * size)
+            unit = x.narrow(pixel_dim, start * size, int(patches_U[first]) * size)
+            return torch.cat([own, *[unit] * padding], dim=pixel_dim) if padding else own
+        if len(steps_I) == len(item_U) and not padding:
             return x.narrow(dim, first, count)
-        part = x[items.to(x.device)]
-        if key == grid:
+        part = x.index_select(dim, items.to(x.device))
+        if key == "video_grid_thw":
             part[:, 0] = part[:, 0] // steps_I[items].to(x) * counts.to(x)
         return part
 
@@ -438,13 +458,14 @@ def _share(
         place = int(merged_U[:first].sum())
         kept_N = kept_N[place : place + int(merged_U[first : first + count].sum())]
     mine_of = {key: cut(key, x) for key, x in pixels.items()}
-    return _Share(mine_of, bool(len(mine)), kept_N, None if ends_U is None else ends_U[first : first + count])
+    ends_U = None if ends_U is None else ends_U[first : first + count]
+    return _Share(mine_of, bool(len(mine)), kept_N, ends_U, padding)
 
 
 def _steps(base: Any, grids_I3: Tensor) -> Tensor:
     """Return how many steps each video has that its encoder attends to by themselves."""
     steps_I = grids_I3[:, 0].cpu()
-    if base.config.model_type in _WHOLE_VIDEOS:
+    if _type_of(base) in _WHOLE_VIDEOS:
         return torch.ones_like(steps_I)
     merged = getattr(getattr(base, "resampler_model", None), "temporal_merge_size", 1)  # ERNIE's
     return torch.where(steps_I % merged == 0, steps_I // merged, 1)

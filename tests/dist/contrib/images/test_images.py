@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING
 
 from ds_ring.comm.mesh import RingMesh
-from ds_ring.contrib.images.batch import PIXELS
+from ds_ring.contrib.images.batch import OF_IMAGES, OF_VIDEOS, PIXELS
+from ds_ring.contrib.images.model import _ONE_BY_ONE, EXACT
 from ds_ring.errors import RingConfigError, RingError, RingShapeError
 from ds_ring.schedule.grid import Grid
 from tests.dist.deepspeed_ranks import Run, json_config, start_deepspeed
@@ -326,6 +327,62 @@ def test_videos_are_exact(rank_pool: Pool, kind: str, ring_size: int) -> None:
         assert report.result == "exact", (report.form, report.reason)
 
 
+def calls_of(kind: str, modality: str, ranks: int) -> list[list[str]]:
+    """The modules with parameters that each rank calls for its share of a batch, in their order."""
+    from ds_ring.contrib.images import model as images
+    from ds_ring_launcher.check.small_images import LEAST_TOKENS, add_images
+    from ds_ring_launcher.check.small_model import build, make_batch, read_config, shrink
+
+    tokens = LEAST_TOKENS.get(kind, 61)
+    model = build(shrink(read_config(kind), tokens, images=True), "image-text", 0)
+    text = make_batch(model.config, "image-text", tokens, 0, True)
+    batch = add_images(text, model, 0, only_videos=modality == "video" and kind in images._ONE_TOKEN)
+    base: Any = model.base_model
+    encode = getattr(base, f"get_{modality}_features")
+    takes = inspect.signature(encode).parameters
+    calls: list[list[str]] = [[] for _ in range(ranks)]
+    names = OF_IMAGES if modality == "image" else OF_VIDEOS
+    pixels = {key: batch[key] for key in names if key in batch and key in takes}
+    for rank, called in enumerate(calls):
+        share = images._share(base, pixels, takes, RingMesh(Grid(ranks, ranks), rank))
+        hooks = [
+            module.register_forward_hook(lambda *_, name=name, called=called: called.append(name))
+            for name, module in base.named_modules()
+            if any(True for _ in module.parameters(recurse=False))
+        ]
+        with torch.no_grad():
+            encode(**share.pixels, return_dict=True)
+        for hook in hooks:
+            hook.remove()
+    return calls
+
+
+@pytest.mark.parametrize("kind", [one for one in _ONE_BY_ONE if one in CONFIG_MAPPING])
+@pytest.mark.night
+def test_encoders_that_take_images_one_by_one_are_exact_at_zero_3(rank_pool: Pool, kind: str) -> None:
+    """Of three images one rank has two."""
+    for report in rank_pool(2).run(checked, kind, 3)[0]:
+        assert report.result == "exact", (report.form, report.reason)
+
+
+# Of Molmo 2 and Step 3.7 each rank encodes all images.
+CUT = [one for one in EXACT if one in CONFIG_MAPPING and one not in ("molmo2", "step3p7")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "modality"),
+    [(one, kind) for kind in ("image", "video") for one in CUT if kind == "image" or one in VIDEOS.split()],
+)
+@pytest.mark.day("minicpmv4_6-video", "lfm3_vl-image")
+def test_all_ranks_call_the_same_modules(kind: str, modality: str) -> None:
+    """ZeRO 3 gathers the parameters of each call on all ranks, also where an encoder takes images one by one."""
+    if kind == "inkling_mm_model":
+        pytest.importorskip("scipy")
+    for ranks in (2, 3, 4):
+        first, *others = calls_of(kind, modality, ranks)
+        assert first and all(one == first for one in others), ranks
+
+
 def test_images_that_fill_up_a_sample_are_encoded_by_nobody() -> None:
     """Idefics: a sample with fewer images than another one has zeros."""
     from ds_ring.contrib.images.model import _share
@@ -475,6 +532,33 @@ def test_training_generation_and_refusals(rank_pool: Pool) -> None:
         assert same
         assert "expected 8 image tokens, got 12" in heard[0]
         assert "expected texts, images, got pixel_values_videos" in heard[1]
+
+
+def texts_of_videos(rank: int, world_size: int) -> list[Tensor]:
+    """What a prompt with two images and a video goes on with, on a ring and on one process."""
+    start_deepspeed()
+    import ds_ring
+    from ds_ring_launcher.check.small_images import add_images
+    from ds_ring_launcher.check.small_model import build, make_batch, read_config, shrink
+
+    model, plain = (
+        build(shrink(read_config("llava_onevision"), 61, images=True), "image-text", 0) for _ in range(2)
+    )
+    plain.eval()
+    batch = add_images(make_batch(plain.config, "image-text", 61, 0, True), plain, 0)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.0)
+    engine, *_ = ds_ring.initialize(model=model, optimizer=sgd, config=json_config(world_size, 2, 0))
+    engine.eval()
+    prompt = {key: batch[key][:1] for key in ("input_ids", "pixel_values_videos")}
+    prompt |= {key: batch[key][:2] for key in ("pixel_values", "image_sizes")}
+    prompt["attention_mask"] = torch.ones_like(prompt["input_ids"])
+    asked: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None, "pad_token_id": 1}
+    return [one.generate(**prompt, **asked) for one in (engine.module, plain)]
+
+
+def test_a_text_goes_on_after_a_video(rank_pool: Pool) -> None:
+    for on_a_ring, alone in rank_pool(2).run(texts_of_videos):
+        assert torch.equal(on_a_ring, alone)
 
 
 def test_a_window_over_generated_tokens_alone_is_refused_in_a_generation() -> None:
