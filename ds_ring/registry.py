@@ -332,9 +332,10 @@ SESSION_METHODS = {
 }
 
 # What gives kinds of layers the bits of a generation in `engine.ring.batch_invariant()`: functions of the
-# session that return a context.
+# session and the mode that return a context.
 INVARIANT_PARTS = {
     "recurrences": "ds_ring.contrib.batch_invariant.steps.in_steps",
+    "choices": "ds_ring.contrib.batch_invariant.chosen.query_by_query",
 }
 
 # Functions that put the trainers of a package on a ring; `ds_ring.enable` calls those of installed packages.

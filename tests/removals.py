@@ -74,6 +74,8 @@ CAPABILITIES = {
     "batch invariance": Capability(("contrib.batch_invariant",),
         words=r"\bbatch_invariant|\bgenerated_logprobs"),
     "invariant steps": Capability(("contrib.batch_invariant.steps",), words=r"\bbatch_invariant\.steps"),
+    "invariant choices": Capability(("contrib.batch_invariant.chosen",),
+        words=r"\bbatch_invariant\.chosen"),
     "transport tiles": Capability(("transports.tiles",), words=r"\btransports\.tiles|\bTilePass|\bTileGrid"),
     "transport all_gather": Capability(("transports.all_gather",),
         words=r"\bGatherPass|transports\.all_gather"),
@@ -82,7 +84,8 @@ CAPABILITIES = {
     "selected keys": Capability(
         ("layers.selection", "integrations.transformers.selection"),
         ("dist/layers/test_selection.py", "dist/test_chosen_key_generation.py"),
-        with_it=("MoBA and NSA", "variant compressed", "variant indexed", "variant key_terms"),
+        with_it=("invariant choices", "MoBA and NSA", "variant compressed", "variant indexed",
+            "variant key_terms"),
         words=r"\bring_select|\bselected_attention|layers\.selection",
     ),
     "MoBA and NSA": Capability(("layers.sparse",), ("dist/layers/test_sparse.py",),

@@ -40,10 +40,11 @@ def batch_invariant(session: RingSession) -> Iterator[None]:
         raise RingConfigError.wrong(
             "batch_invariant", '"transport": "reproducible"', got, "set it in the JSON"
         )
+    mode = BatchInvariant()
     with ExitStack() as stack:
         for home in INVARIANT_PARTS.values():
-            stack.enter_context(load(home)(session))
-        stack.enter_context(BatchInvariant())
+            stack.enter_context(load(home)(session, mode))
+        stack.enter_context(mode)
         yield
 
 

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from ds_ring.contrib.batch_invariant.mode import BatchInvariant
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
 from ds_ring.integrations.deepspeed.session import RingSession
 from ds_ring.integrations.transformers.rows import in_order
@@ -24,7 +25,7 @@ from ds_ring.layers.serial.serial_scan import serial_scan
 
 
 @contextmanager
-def in_steps(session: RingSession) -> Iterator[None]:
+def in_steps(session: RingSession, mode: BatchInvariant) -> Iterator[None]:
     """Compute the recurrences of a session's mesh one token after the other, as long as this is on."""
     recurrences = session.mesh.owners[Recurrences]
     recurrences.by_steps, before = recurrence_in_steps, recurrences.by_steps

@@ -36,6 +36,7 @@ from ds_ring.integrations.transformers.layer_masks import LayerMask, pattern_in,
 from ds_ring.integrations.transformers.model import TABLE
 from ds_ring.integrations.transformers.selection import (
     FEW_QUERIES,
+    Choices,
     attend_to_chosen,
     joined,
     layers_with_indexers,
@@ -390,7 +391,7 @@ class BlockIndexedLayer:
         if not isinstance(pattern, Causal):
             expected = f"expected a causal pattern, with or without documents, got {pattern}"
             raise RingPatternError(f"{name}: {expected}; leave the pattern out of the JSON")
-        with torch.no_grad():
+        with torch.no_grad(), sharding.mesh.owners[Choices].exact():
             # the hidden states, and what else scores are made of
             first, second = [*given.values()][:2]
             assert make is not None, "the layer matches"

@@ -23,7 +23,7 @@ from ds_ring.integrations.transformers.attention_name import NAME
 from ds_ring.integrations.transformers.checks import cannot_run, has_cache, not_compiled
 from ds_ring.integrations.transformers.layer_masks import LayerMask
 from ds_ring.integrations.transformers.model import TABLE
-from ds_ring.integrations.transformers.selection import attend_to_chosen, selected
+from ds_ring.integrations.transformers.selection import Choices, attend_to_chosen, selected
 from ds_ring.integrations.transformers.variants.variant import AttachRequest, Variant
 from ds_ring.layers.scores import with_key_terms
 from ds_ring.masks.pattern import Pattern
@@ -98,7 +98,7 @@ class TermsMask:
 
     def largest(self, sharding: BatchSharding, pattern: Pattern, queries: int) -> Tensor | None:
         """Return the keys with the largest terms [B, G, Q, k] of each query; None if it sees no more."""
-        if self.most >= sharding.layout.tokens:
+        if self.most >= sharding.layout.tokens and sharding.mesh.owners[Choices].attend is None:
             return None
 
         def scores(samples: Any, some: slice, terms_BSG: Tensor) -> Tensor:

@@ -74,7 +74,6 @@ def refused(rank: int, world_size: int, name: str) -> str:
 REFUSED = {
     "rwkv": "a layer that calls scan",
     "kimi_linear": "a layer that calls latent_attention",
-    "deepseek_v32": "a layer that calls ",
     "mamba2": "time_step_limit (0.0, 0.5)",
     "lfm2": "leave prefill_chunk_size out",
 }
