@@ -85,11 +85,11 @@ _VQ = {"channel_multiplier": [1, 1, 1], "attn_resolutions": [], "num_res_blocks"
 _SAM = {"output_channels": 16, "mlp_dim": 48, "image_size": 8 * PATCH, "global_attn_indexes": [1]}
 _SAM_DOWN = _SAM | {"downsample_channels": [24, _WIDTH], "image_size": 8 * PATCH}
 # What the tokens of a video are, by its names; of the second list they are image tokens, so that no batch has
-# both. Which of its tokens are a video's, GLM-5 counts on one rank.
+# both. Of the third list an image token is a video's between the tokens that begin and end one.
 _MEDIA_TOKENS = ("image_token", "video_token")
 _VIDEO_TOKENS = ("video_token_id", "video_token_index")
 _ONE_TOKEN = ("glm46v", "glm4v", "glm4v_moe", "glm_ocr", "molmo2", "nemotron_h_omni")
-_WITHOUT_VIDEOS = ("glm5_next",)
+_SPANS = ("glm5_next",)
 _SECONDS = ("second_per_grid_ts", "video_second_per_grid")  # between the steps of a video
 LEAST_TOKENS = {"deepseek_ocr2": 700}  # an image of it has 145 tokens at least
 # By model type: what must fit the small sizes, by part.
@@ -317,6 +317,9 @@ def add_images(batch: Batch, model: PreTrainedModel, seed: int, only_videos: boo
         ids_BT[row, start : start + count] = int(image_token if kind == 1 else video_token or 0)
         if is_marked:
             ids_BT[row, start - 1] = model.config.vision_start_token_id
+        if kind == 2 and model.config.model_type in _SPANS:
+            ids_BT[row, start - 1] = model.config.video_start_token_id
+            ids_BT[row, start + count] = model.config.video_end_token_id
 
     # Where a timestamp parts the steps of a video, each has its own positions, or is a block
     is_parted = "video_position_ids" in videos or (
@@ -352,9 +355,9 @@ def add_images(batch: Batch, model: PreTrainedModel, seed: int, only_videos: boo
 
 def _video_token(model: PreTrainedModel) -> int | None:
     """Return the id of the tokens of a video; None for a model that takes none."""
-    if not hasattr(model.base_model, "get_video_features") or model.config.model_type in _WITHOUT_VIDEOS:
+    if not hasattr(model.base_model, "get_video_features"):
         return None
-    names = ("image_token_id",) if model.config.model_type in _ONE_TOKEN else _VIDEO_TOKENS
+    names = ("image_token_id",) if model.config.model_type in (*_ONE_TOKEN, *_SPANS) else _VIDEO_TOKENS
     return next((one for name in names if (one := getattr(model.config, name, None)) is not None), None)
 
 

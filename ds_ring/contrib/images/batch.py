@@ -86,7 +86,8 @@ class Images(WholeTensors):
     """The images and videos of a model's batches.
 
     Args:
-        tokens: by modality, the id of the tokens that are replaced by one feature each.
+        tokens: by modality, the id of the tokens that are replaced by one feature each, or what marks these
+            tokens [B, T] in whole samples.
         number_axes: numbers the tokens of a whole batch on several axes, [B, T, axes]; None: they have one
             position each.
         number_blocks: numbers the blocks of tokens of a whole batch that see each other.
@@ -96,7 +97,7 @@ class Images(WholeTensors):
 
     def __init__(
         self,
-        tokens: Mapping[str, int],
+        tokens: Mapping[str, int | Callable[[Tensor], Tensor]],
         number_axes: Callable[[Batch], Tensor] | None = None,
         number_blocks: Callable[[Batch], Tensor | None] = lambda _: None,
     ) -> None:
@@ -167,5 +168,6 @@ class Images(WholeTensors):
         return found
 
     def _numbers(self, ids_BT: Tensor, modality: str) -> Tensor:
-        are_features_BT = ids_BT == self._tokens[modality]
+        token = self._tokens[modality]
+        are_features_BT = token(ids_BT) if callable(token) else ids_BT == token
         return are_features_BT.flatten().cumsum(0).view(are_features_BT.shape) * are_features_BT

@@ -86,8 +86,8 @@ _ONE_BY_ONE = (
     "apertus1p5", "hunyuan_vl", "hy_v4_vl", "lfm3_vl", "minicpm_ocr", "minicpmv4_6", "minicpmv4_7",
     "paddleocr_vl",
 )  # fmt: skip
-# Which of its tokens are a video's, GLM-5 counts on one rank.
-_WITHOUT_VIDEOS = ("glm5_next",)
+# An image token is a video's between the tokens that begin and end one, which may be on other ranks.
+_SPANS = ("glm5_next",)
 _REFUSED = ("input_features", "audio_values", "image_pixel_values", "audio_input_features")
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
@@ -230,7 +230,11 @@ def images_hook(model: PreTrainedModel, session: RingSession) -> Callable[..., A
             one: _local_features(base, one, given, features.by_modality[one], mesh, wait_s)
             for one in modalities
         }
-        given |= {ENCODED: encoded, "pixel_values": None}  # which BLIP-2 has to be given
+        if _type_of(base) in _SPANS:
+            given |= _embedded(base, given, encoded, features)
+        else:
+            given[ENCODED] = encoded
+        given["pixel_values"] = None  # which BLIP-2 has to be given
         given |= dict.fromkeys(given.keys() & {PIXELS["video"], "video_compression_mask"})
         if features.axes_BSA is not None:
             given["position_ids"] = features.axes_BSA.permute(2, 0, 1)
@@ -239,9 +243,34 @@ def images_hook(model: PreTrainedModel, session: RingSession) -> Callable[..., A
     return before
 
 
-def _tokens_of(model: Any) -> dict[str, int]:
-    """Return, by modality, the id of the tokens that take its features."""
-    config, tokens = model.config, {"image": int(model.config.image_token_id)}
+def _embedded(
+    base: Any, given: dict[str, Any], encoded: dict[str, Any], features: BatchFeatures
+) -> dict[str, Any]:
+    """Return the embeddings of local tokens with their features, in the place of ids and features."""
+    embeds_BSE = base.get_input_embeddings()(given["input_ids"])
+    for modality, found in encoded.items():
+        rows_NE = _rows(_features(found)[0][2]).to(embeds_BSE.dtype)
+        are_features_BS = features.by_modality[modality].places_BS > 0
+        embeds_BSE = embeds_BSE.masked_scatter(are_features_BS[..., None], rows_NE)
+    return {"inputs_embeds": embeds_BSE, "input_ids": None, ENCODED: None}
+
+
+def _tokens_of(model: Any) -> dict[str, int | Callable[[Tensor], Tensor]]:
+    """Return, by modality, the id of the tokens that take its features, or what marks them."""
+    config = model.config
+    tokens: dict[str, int | Callable[[Tensor], Tensor]] = {"image": int(config.image_token_id)}
+    if _type_of(model) in _SPANS:
+
+        def are_features(ids_BT: Tensor, of_videos: bool) -> Tensor:
+            begun_BT, ended_BT = (
+                (ids_BT == token).cumsum(-1)
+                for token in (config.video_start_token_id, config.video_end_token_id)
+            )
+            return (ids_BT == config.image_token_id) & ((begun_BT > ended_BT) == of_videos)
+
+        return {
+            "image": partial(are_features, of_videos=False), "video": partial(are_features, of_videos=True)
+        }  # fmt: skip
     if _takes_videos(model):
         ids = (getattr(config, name, None) for name in ("video_token_id", "video_token_index"))
         own = next((one for one in ids if one is not None), None)
@@ -252,7 +281,7 @@ def _tokens_of(model: Any) -> dict[str, int]:
 
 
 def _takes_videos(model: Any) -> bool:
-    return hasattr(model.base_model, "get_video_features") and _type_of(model) not in _WITHOUT_VIDEOS
+    return hasattr(model.base_model, "get_video_features")
 
 
 def _check_given(model: Any, given: dict[str, Any], modalities: list[str]) -> None:
@@ -268,9 +297,8 @@ def _check_given(model: Any, given: dict[str, Any], modalities: list[str]) -> No
         takes = "texts" + ", images" * takes_images + ", videos" * takes_videos
         raise RingConfigError(
             f"{name}: expected {takes}, got {', '.join(refused)}; images are exact with the model types"
-            f" {', '.join(EXACT)}, videos with those that have get_video_features, but for"
-            f" {', '.join(_WITHOUT_VIDEOS)}: leave them out, or pass inputs_embeds through"
-            " engine.ring.shard_batch"
+            f" {', '.join(EXACT)}, videos with those that have get_video_features: leave them out, or pass"
+            " inputs_embeds through engine.ring.shard_batch"
         )
     if modalities and torch.compiler.is_compiling():
         raise RingConfigError.wrong(name, "no compiled model with images", "one", "do not compile it")

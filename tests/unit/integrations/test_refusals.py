@@ -100,9 +100,11 @@ def generated(**given: Any) -> Any:
     return generation.Generation.before(SimpleNamespace(), {"past_key_values": cache} | given)  # type: ignore[arg-type]
 
 
-def pruned(kind: str = "nemotron_h_omni") -> Any:
+def pruned() -> Any:
     base = SimpleNamespace(get_video_features=None)
-    return SimpleNamespace(config=SimpleNamespace(model_type=kind, video_pruning_rate=0.5), base_model=base)
+    return SimpleNamespace(
+        config=SimpleNamespace(model_type="nemotron_h_omni", video_pruning_rate=0.5), base_model=base
+    )
 
 
 def offloading(model: Any) -> Any:
@@ -148,11 +150,6 @@ CASES: dict[str, tuple[Callable[[Given], Any], type[RingError], str]] = {
         lambda _: images._check_given(pruned(), {"pixel_values_videos": IDS}, ["video"]),
         RingConfigError,
         "expected all tokens of a video, got a video_pruning_rate",
-    ),
-    "videos of GLM-5": (
-        lambda _: images._check_given(pruned("glm5_next"), {"pixel_values_videos": IDS}, ["video"]),
-        RingConfigError,
-        r"expected texts, images, got pixel_values_videos.*but for glm5_next",
     ),
     "no output": (lambda _: first_batch.results_of("text"), RingVerifyError, "got str"),
     "no copy": (lambda _: first_batch.skeleton(Locked()), RingConfigError, "a model that can be copied"),

@@ -303,7 +303,7 @@ def test_a_comparison_finds_what_is_wrong_with_a_video(rank_pool: Pool, fault: s
 # Types that take videos, their images and videos in one batch where one process takes both.
 VIDEOS = """
     cohere_compass cosmos3_edge cosmos3_omni dots3_note ernie4_5_vl_moe exaone4_5 gemma4 gemma4_unified glm46v glm4v
-    glm4v_moe glm_ocr hy_v4_vl hyperclovax_vision_v2 kimi_k25 lfm3_vl llava_next_video llava_onevision minicpm_ocr
+    glm4v_moe glm5_next glm_ocr hy_v4_vl hyperclovax_vision_v2 kimi_k25 lfm3_vl llava_next_video llava_onevision minicpm_ocr
     minicpmv4_6 minicpmv4_7 minimax_m3_vl molmo2 muse_glimmer muse_spark nemotron_h_omni qwen2_5_omni_thinker
     qwen2_5_vl qwen2_vl qwen3_5 qwen3_5_moe qwen3_omni_moe_thinker qwen3_vl qwen3_vl_moe qwen4_exp video_llama_3
     video_llava
