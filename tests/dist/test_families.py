@@ -55,7 +55,7 @@ DECODERS_ALONE = """
 IMAGE_TEXT = """
     qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe qwen3_5 qwen3_5_moe qwen4_exp gemma4 llava llava_next llava_onevision
     internvl mistral3 idefics2 idefics3 smolvlm aya_vision glm4v glm4v_moe glm46v kimi_k25 minimax_m3_vl llama4
-    deepseek_vl ovis2 lfm2_vl vipllava cohere2_vision paddleocr_vl
+    deepseek_vl ovis2 lfm2_vl vipllava cohere2_vision paddleocr_vl gemma3 paligemma step3p7
 """
 MASKED = "camembert data2vec-text eurobert gte megatron-bert neomme nomic_bert xlm-roberta-xl"
 ENCODER_DECODERS = """
@@ -98,8 +98,6 @@ FAMILIES: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"section": {"transport": "reproducible", "block_size": 16}}, EXACT),
     ("minimax_m3_vl_text", {"section": {"layout": "striped"}}, "keys are chosen by blocks of 4 tokens"),
     *((family, {"head": "image-text"}, EXACT) for family in IMAGE_TEXT.split()),
-    *((family, {"head": "image-text"}, "see each other") for family in ("gemma3", "paligemma")),
-    *((family, {"head": "image-text"}, "no test compares") for family in ("video_llava", "step3p7")),
     *((family, {"head": "masked-lm"}, EXACT) for family in MASKED.split()),
     *((family, {"head": "seq2seq-lm"}, EXACT) for family in ENCODER_DECODERS.split()),
     *((family, {"head": "seq2seq-lm"}, EXACT) for family in ("seamless_m4t", "seamless_m4t_v2")),

@@ -594,6 +594,10 @@ def _axes_of(base: Any) -> Callable[[Batch], Tensor]:
                 "batch", "mm_token_type_ids with images", "none", "use the model's processor"
             )
         given = {key: batch[key] for key in takes if key in batch}
+        mask_BT = given.get("attention_mask")
+        if mask_BT is not None and "mm_token_type_ids" in takes and bool((mask_BT.long().diff() <= 0).all()):
+            # padding after all tokens: numbered as text, as a model without a mask does (verify_first_batch)
+            del given["attention_mask"]
         if "second_per_grids" in takes and "video_second_per_grid" in batch:  # Qwen's Omni models
             given["second_per_grids"] = batch["video_second_per_grid"]
         positions_3BT = base.get_rope_index(**given)[0]
