@@ -29,7 +29,7 @@ FAMILIES = (
 )  # fmt: skip
 # With states, which go token by token.
 RECURRENT = (
-    "qwen3_next", "mamba", "mamba2", "bamba", "falcon_h1", "nemotron_h", "jamba",
+    "qwen3_next", "mamba", "mamba2", "bamba", "falcon_h1", "falcon_mamba", "jamba",
     "lfm2", "olmo_hybrid", "minimax", "recurrent_gemma", "granitemoehybrid", "qwen3_5_text",
 )  # fmt: skip
 # Whose queries choose their keys.

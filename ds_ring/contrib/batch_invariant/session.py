@@ -30,7 +30,8 @@ def batch_invariant(session: RingSession) -> Iterator[None]:
 
     Needs `"transport": "reproducible"`, whose blocks are the same in both, and prompts without padding on the
     left: a token keeps its position. Forward passes alone: a weight's gradient is a sum over a rank's tokens.
-    On the CPU, products of `ROWS` rows; slower than without.
+    On the CPU, products of `ROWS` rows; slower than without. Recurrent layers go token by token, one rank
+    after the other; where queries choose their keys, each rank gathers all keys and values.
 
     Raises:
         RingConfigError: another transport; in the block, an operator of whose bits nothing is known.

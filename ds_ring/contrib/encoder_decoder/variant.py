@@ -38,7 +38,7 @@ from ds_ring.integrations.transformers.model import TABLE
 from ds_ring.integrations.transformers.model_call import ModelCall
 from ds_ring.integrations.transformers.variants.variant import TWO_SEQUENCES, AttachRequest, Variant
 from ds_ring.masks.catalog import Full
-from ds_ring.registry import load
+from ds_ring.registry import PASSES, load
 
 if TYPE_CHECKING:
     from ds_ring.integrations.transformers.attention_call import AttentionCall
@@ -141,6 +141,8 @@ def check_pair(model: PreTrainedModel, config: RingConfig) -> None:
         '"verify_first_batch": true': config.verify_first_batch,
         '"long_sequence"': config.long_sequence.any,
         '"rank_speeds": "measured"': config.rank_speeds == "measured",
+        f'"transport": "{config.transport}" on Ulysses ranks': config.ulysses_size > 1
+        and PASSES[config.transport].whole_blocks,
     }
     for key, applies in given.items():
         if applies:

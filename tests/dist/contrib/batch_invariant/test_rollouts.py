@@ -1,6 +1,6 @@
 """Log-probabilities of a rollout and of its update: the same bits, on rings of 1, 2 and 4.
 
-`tools/check_rollouts.py` does it for 20 random models.
+`tools/check_rollouts.py` does it for random models.
 """
 
 from __future__ import annotations
