@@ -499,6 +499,80 @@ def test_a_model_whose_entries_cross_documents_is_found(rank_pool):
     assert report.result == "WRONG" and "differ" in report.reason
 
 
+STEPS = 3
+
+
+def packed_rows(replica: int, step: int) -> tuple[Tensor, list[Tensor]]:
+    """Two rows of 83 tokens of a replica, and their documents; in the second replica none has an entry."""
+    generator = torch.Generator().manual_seed(10 * step + replica)
+    ids, short = torch.randint(3, 80, (2, 83), generator=generator), DOCUMENTS[2]
+    rows = (short, short) if replica else (LENGTHS_OF_ROWS[step % 2], (40, 3, 1, 39))
+    return ids, [torch.repeat_interleave(torch.tensor(one)) for one in rows]
+
+
+def trained(rank: int, world_size: int, ring_size: int, stage: int) -> dict[str, Any]:
+    """Losses of some steps with packed rows, and the parameters after them, on rings and on one process."""
+    deepspeed = start_deepspeed()
+    import ds_ring
+
+    replicas, alone, model = world_size // ring_size, small_model(), small_model()
+    alone.set_attn_implementation("eager")
+    section = {"pattern": {"documents": True}}
+    engine = ds_ring.initialize(
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
+        config=json_config(ring_size, 2, stage, ring_attention=section),
+    )[0]
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.05, momentum=0.9)
+    found: dict[str, Any] = {"ring": [], "alone": []}
+    for step in range(STEPS):
+        ids, documents = packed_rows(engine.ring.mesh.data_rank, step)
+        batch = {"input_ids": ids, "labels": ids, "document_ids": torch.stack(documents)}
+        loss = engine(**engine.ring.shard_batch(batch)).loss
+        found["ring"].append(float(engine.ring.mean_loss(loss)))
+        engine.backward(loss)
+        engine.step()
+
+        by_length: dict[int, list[Tensor]] = {}
+        for replica in range(replicas):
+            ids, documents = packed_rows(replica, step)
+            for row, of_tokens in zip(ids, documents, strict=True):
+                for text in row.split(torch.unique_consecutive(of_tokens, return_counts=True)[1].tolist()):
+                    by_length.setdefault(len(text), []).append(text)
+        losses = []
+        for texts in map(torch.stack, by_length.values()):
+            with TotalOrder():
+                logits = alone(input_ids=texts).logits[:, :-1]
+            losses.append(
+                torch.nn.functional.cross_entropy(
+                    logits.flatten(0, 1), texts[:, 1:].flatten(), reduction="none"
+                )
+            )
+        mean = torch.cat(losses).mean()
+        found["alone"].append(float(mean.detach()))
+        mean.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+        pairs = zip(engine.module.named_parameters(), alone.parameters(), strict=True)
+        found["parameters"] = {
+            name: relative_error(mine.detach().double(), own.detach().double()) for (name, mine), own in pairs
+        }
+    return found
+
+
+@pytest.mark.parametrize(
+    ("size", "ring_size", "stage"), [(1, 1, 0), (3, 3, 1), (4, 2, 2), (4, 2, 3), (4, 4, 3)]
+)
+@pytest.mark.night
+def test_packed_rows_train_as_their_documents(rank_pool, size, ring_size, stage):
+    for found in rank_pool(size).run(trained, ring_size, stage):
+        assert found["ring"] == pytest.approx(found["alone"], rel=2e-5)
+        assert worst(found["parameters"].values()) < 2e-5, max(
+            found["parameters"].items(), key=lambda x: x[1]
+        )
+
+
 def checkpointed(rank: int, world_size: int) -> list[Any]:
     """Compute the layers on the ring again in the backward pass, at ZeRO 3."""
     start_deepspeed()
