@@ -13,7 +13,7 @@ units: images, and steps of videos.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -331,7 +331,7 @@ def _local_features(
         pixels = {key: given[key] for key in names if given.get(key) is not None and key in takes}
         kept_N = given.get("video_compression_mask") if modality == "video" else None
         shared = bool(tokens.wanted) and mesh.sequence_size > 1 and not _TILES.intersection(pixels)
-        shared = shared and not any(map(_reads_other_images, base.modules()))
+        shared = shared and not any(map(_reads_other_images, base.modules())) and not _joins_frames(pixels)
         share = _share(base, pixels, takes, mesh, kept_N) if shared else _Share(pixels, kept_N=kept_N)
         layer = given.get("vision_feature_layer")
         more = {} if layer is None or "vision_feature_layer" not in takes else {"vision_feature_layer": layer}
@@ -366,6 +366,12 @@ def _local_features(
 def _reads_other_images(module: nn.Module) -> bool:
     """Return whether a module normalizes over all images of a batch, as Emu3's in training."""
     return module.training and isinstance(module, _BATCH_NORMS)
+
+
+def _joins_frames(pixels: Mapping[str, Any]) -> bool:
+    """Return whether these are frames [frames, C, H, W] of one video, which Nemotron joins by several."""
+    frames = pixels.get(PIXELS["video"])
+    return frames is not None and frames.ndim == 4 and not pixels.keys() & {*_GRIDS}
 
 
 def _features(found: Any) -> list[tuple[str, int | None, Any]]:

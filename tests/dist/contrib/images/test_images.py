@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -317,6 +318,26 @@ def checked(rank: int, world_size: int, kind: str, stage: int) -> list[Any]:
 
     request = CheckRequest(kind, head="image-text", forms=("plain", "padded"), stage=stage)
     return check_forms(request)
+
+
+def frames_of_one_video(rank: int, world_size: int) -> list[Any]:
+    """Nemotron's older form: it joins the five frames in pairs."""
+    from unittest.mock import patch
+
+    from ds_ring_launcher.check import model_check, small_images
+
+    def frames(*_: Any) -> dict[str, Tensor]:
+        return {"pixel_values_videos": torch.randn(5, 3, 16, 16, generator=torch.Generator().manual_seed(7))}
+
+    only_videos = partial(small_images.add_images, only_videos=True)
+    with patch.object(small_images, "_video", frames), patch.object(model_check, "add_images", only_videos):
+        return checked(rank, world_size, "nemotron_h_omni", 0)
+
+
+@pytest.mark.night
+def test_frames_that_are_joined_are_encoded_by_all(rank_pool: Pool) -> None:
+    for report in rank_pool(3).run(frames_of_one_video)[0]:
+        assert report.result == "exact", (report.form, report.reason)
 
 
 @pytest.mark.parametrize("ring_size", [2, 3, 4])
