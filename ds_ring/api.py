@@ -31,7 +31,7 @@ from ds_ring.schedule.layout import Layout
 if TYPE_CHECKING:
     from ds_ring.config.section import RingConfig
     from ds_ring.masks.tiles import ScoreFunction
-    from ds_ring.ops.compiled import Refusal
+    from ds_ring.ops.compiled import GraphRefusal
 
 
 def ring_attention(
@@ -179,7 +179,7 @@ class RingAttention(nn.Module):
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, return_lse: bool,
-        refusal: Refusal | None,
+        refusal: GraphRefusal | None,
     ) -> Any:  # fmt: skip
         if torch.compiler.is_compiling():
             from ds_ring.ops.compiled import attend_compiled

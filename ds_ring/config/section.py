@@ -44,7 +44,7 @@ from ds_ring.registry import LAYOUTS
 # The "long_sequence" part: what of a model besides attention is computed in tiles.
 
 TileChoice = Literal["auto"] | bool | int
-Tile = Annotated[
+TileTokens = Annotated[
     Literal["auto"] | bool | AtLeastOne,
     Accepted('"auto", true, false, or a whole number of at least 1 (tokens)', "write true, say"),
 ]
@@ -60,10 +60,10 @@ class LongSequenceConfig(Section):
     with a line in the log.
     """
 
-    tiled_loss: Tile = Field(
+    tiled_loss: TileTokens = Field(
         default=False, description="compute logits, loss and their gradients by tiles of tokens"
     )
-    tiled_mlp: Tile = Field(
+    tiled_mlp: TileTokens = Field(
         default=False, description="compute MLPs by tiles of tokens, again in the backward pass"
     )
     offload_checkpoints: Switch = Field(
@@ -123,7 +123,7 @@ if TYPE_CHECKING:  # a type checker cannot read the words of a table
     LayoutName = str
 else:
     LayoutName = Annotated[Literal[tuple(LAYOUTS)], WORD]
-RankSpeeds = Annotated[
+SpeedsOfRanks = Annotated[
     Literal["measured"] | list[Annotated[float, Field(gt=0, allow_inf_nan=False)]] | None,
     Accepted('"measured", a number above 0 for each ring rank, or null', 'use "measured"'),
 ]
@@ -149,7 +149,7 @@ class RingKeys(Section):
         default="auto",
         description="the rank of each token; auto: even work and least traffic",
     )
-    rank_speeds: RankSpeeds = Field(
+    rank_speeds: SpeedsOfRanks = Field(
         default=None,
         description="relative speeds: slow ranks of the ring get less attention work",
     )

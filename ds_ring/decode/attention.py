@@ -23,7 +23,7 @@ from ds_ring.masks.catalog import Causal
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import ScoreFunction
 from ds_ring.ops.compiled import (
-    Refusal,
+    GraphRefusal,
     check_traced,
     differentiable,
     handle_of,
@@ -104,12 +104,12 @@ def check_context(context: RingContext) -> None:
             )
 
 
-def _checked(handle: int | Refusal) -> int | Refusal:
+def _checked(handle: int | GraphRefusal) -> int | GraphRefusal:
     """Return the handle, or why the call is refused, in a function that torch.compile traces."""
     found = differentiable(handle)
     return found if isinstance(found, tuple) else _checked_handle(found)
 
 
 @constant_in_graphs
-def _checked_handle(handle: int) -> int | Refusal:
+def _checked_handle(handle: int) -> int | GraphRefusal:
     return refusal_from(check_context, context_of(handle)) or handle

@@ -24,7 +24,9 @@ from ds_ring.errors import RingShapeError
 from ds_ring.masks.pattern import Pattern
 from ds_ring.schedule.layout import Layout
 
-Parts = Sequence[tuple[int, int]]  # slots and tokens of each sequence of keys; the queries are of the last
+SequenceParts = Sequence[
+    tuple[int, int]
+]  # slots and tokens of each sequence of keys; the queries are of the last
 
 
 class PrivateAttention:
@@ -43,7 +45,7 @@ class PrivateAttention:
         self._layout, self._tokens = layout, layout.valid_tokens(mesh.ring_rank)
         self._attend = RingAttention(config, mesh=mesh, layout=layout, scale=scale, pattern=pattern)
 
-    def __call__(self, parts: Parts, q_BHQD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor) -> Tensor:
+    def __call__(self, parts: SequenceParts, q_BHQD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor) -> Tensor:
         """Return [B, H, Q, E]; slots of padding get zeros.
 
         Raises:
@@ -67,7 +69,7 @@ class RowsPass(NamedTuple):
     """Attention of some rows of a batch, and the parts of their keys."""
 
     attend: PrivateAttention
-    parts: Parts
+    parts: SequenceParts
     rows: Sequence[int]
 
 
@@ -83,7 +85,7 @@ def attend_by_rows(passes: Sequence[RowsPass], q_BHQD: Tensor, k_BGKD: Tensor, v
     return out
 
 
-def _of_tokens(x: Tensor, parts: Parts) -> Tensor:
+def _of_tokens(x: Tensor, parts: SequenceParts) -> Tensor:
     """Leave the padding at the end of each part of [B, G, K, D] out."""
     if all(slots == tokens for slots, tokens in parts):
         return x

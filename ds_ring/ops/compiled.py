@@ -35,10 +35,10 @@ from ds_ring.ops.ring_op import fake_results, ring_attention_op
 from ds_ring.ops.ulysses import with_ulysses
 from ds_ring.schedule.layout import Layout
 
-Refusal = tuple[str, str]  # name of the error's class, and its text
+GraphRefusal = tuple[str, str]  # name of the error's class, and its text
 
 
-def refusal_from(check: Callable[..., object], *given: Any) -> Refusal | None:
+def refusal_from(check: Callable[..., object], *given: Any) -> GraphRefusal | None:
     """Return what a check raises as constants of a graph; None if it raises nothing. Traced by Dynamo."""
     try:
         check(*given)
@@ -58,7 +58,9 @@ def _(q: Tensor, value_dim: int, kind: str, why: str, handle: int) -> tuple[Tens
     return fake_results(q, q.new_empty((0, value_dim)))
 
 
-def refused_results(q: Tensor, value_dim: int, refusal: Refusal, mesh: RingMesh, return_lse: bool) -> Any:
+def refused_results(
+    q: Tensor, value_dim: int, refusal: GraphRefusal, mesh: RingMesh, return_lse: bool
+) -> Any:
     """Return the results of a refused call, in a function that torch.compile traces."""
     if refusal_from(check_operand, "q", q) is not None:
         raise_in_trace(mesh, *refusal)  # no operator would run on it
@@ -81,18 +83,18 @@ def check_traced(mesh: RingMesh, *given: Any) -> None:
         raise_in_trace(mesh, *refusal)
 
 
-def differentiable(handle: int | Refusal) -> int | Refusal:
+def differentiable(handle: int | GraphRefusal) -> int | GraphRefusal:
     """Return the handle, or why the call is refused: it would lose a derivative silently."""
     return handle if isinstance(handle, tuple) else _checked_handle(handle)
 
 
 @constant_in_graphs
-def _checked_handle(handle: int) -> int | Refusal:
+def _checked_handle(handle: int) -> int | GraphRefusal:
     return refusal_from(check_derivatives, context_of(handle)) or handle
 
 
 def attend_compiled(
-    q: Tensor, k: Tensor, v: Tensor, handle: int | Refusal, mesh: RingMesh, sinks: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, handle: int | GraphRefusal, mesh: RingMesh, sinks: Tensor | None,
     return_lse: bool,
 ) -> Any:  # fmt: skip
     """Do what `attend` does, in a function that torch.compile traces."""
@@ -140,7 +142,7 @@ def _made_again(value: Any, objects: tuple[Any, ...]) -> Any:
     return number_of(value)
 
 
-def handle_of(request: AskedContext) -> int | Refusal:
+def handle_of(request: AskedContext) -> int | GraphRefusal:
     """Return the handle of a call, or why it is refused, in a function that torch.compile traces."""
     pattern, layout, mesh, scale, kernel, options, score_mod = request
     objects: list[Any] = []
@@ -152,7 +154,7 @@ def handle_of(request: AskedContext) -> int | Refusal:
 def _handle_of(
     pattern: Any, score_mod: Any, layout: Layout | str, mesh: RingMesh, settings: tuple[Any, str],
     options: PassOptions | None, *objects: Any,
-) -> int | Refusal:  # fmt: skip
+) -> int | GraphRefusal:  # fmt: skip
     check_mesh(mesh)
     try:
         asked, mod = _made_again(pattern, objects), _made_again(score_mod, objects)

@@ -280,7 +280,7 @@ class VirtualExchange:
         return tokens, progressions_at(self.layout.runs(tokens.origin), tokens.slots)
 
 
-class Step(NamedTuple):
+class StepPeak(NamedTuple):
     """Hold tensor memory of one rank at the peak of one step of a pass, bytes.
 
     Attributes:
@@ -311,7 +311,7 @@ class Step(NamedTuple):
     total: int
 
 
-COMPONENTS = Step._fields[3:-1]
+COMPONENTS = StepPeak._fields[3:-1]
 
 
 @dataclass(frozen=True)
@@ -324,10 +324,10 @@ class RankMemory:
     """
 
     peak_bytes: int
-    steps: tuple[Step, ...]
+    steps: tuple[StepPeak, ...]
 
     @property
-    def at_peak(self) -> Step:
+    def at_peak(self) -> StepPeak:
         """Return the step that needs most."""
         return max(self.steps, key=lambda step: step.total)
 
@@ -372,7 +372,7 @@ def profile_of(peak: MemoryPeak, trace: Trace, sizes: TensorBytes) -> RankMemory
         # What the profiler saw beyond the known tensors is the workspace of kernel, merge and packing.
         workspace = total - sum(parts)
         of_step = (spans[0].phase, spans[0].step, spans[0].hop - 1)
-        steps.append(Step._make((*of_step, *parts, workspace, total)))
+        steps.append(StepPeak._make((*of_step, *parts, workspace, total)))
     return RankMemory(peak.peak_bytes, tuple(steps))
 
 

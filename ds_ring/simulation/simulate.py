@@ -51,7 +51,7 @@ from ds_ring.simulation.rank import (
     RankMemory,
     RankResult,
     Source,
-    Step,
+    StepPeak,
     TensorSource,
     VirtualRanks,
     put_rows,
@@ -64,7 +64,7 @@ __all__ = [
     "SimulationOptions",
     "SimulationResult",
     "Source",
-    "Step",
+    "StepPeak",
     "simulate",
 ]
 

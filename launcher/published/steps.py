@@ -27,7 +27,7 @@ CAST_AND_ADD_BYTES = 18  # of torch's `a += b.to(float32)`: a copy of b, then th
 FLOAT, ELEMENT = 4, 2
 
 
-class Step(NamedTuple):
+class ModelledStep(NamedTuple):
     """Hold what the model says of a published step."""
 
     seconds: float
@@ -59,7 +59,7 @@ def with_kernel(hardware: Hardware, kernel: Kernel) -> Hardware:
     return hardware.model_copy(update={"attention_efficiency": efficiency})
 
 
-def torch_step(table: Table, row: StepRow) -> Step:
+def torch_step(table: Table, row: StepRow) -> ModelledStep:
     """Return a step of torch's context parallelism (torch/distributed/tensor/experimental/_context_parallel).
 
     K and V of all ranks are gathered after the first hop began, before its end is used: once forward, once
@@ -68,7 +68,9 @@ def torch_step(table: Table, row: StepRow) -> Step:
     """
     setting = setting_of(table, row)
     found = estimate(setting)
-    return Step(found.step_s - found.host_s + torch_extra_s(setting, table.machines["h100"]), peak_gb(found))
+    return ModelledStep(
+        found.step_s - found.host_s + torch_extra_s(setting, table.machines["h100"]), peak_gb(found)
+    )
 
 
 def torch_extra_s(setting: TrainingSetting, machine: Machine) -> float:

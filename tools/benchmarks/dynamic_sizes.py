@@ -23,7 +23,7 @@ from benchmarks.measuring import ResultRow
 from ds_ring import Causal, Documents, RingConfig, make_layout
 from ds_ring.integrations.deepspeed.dynamic_ring import MeasuredRates, ModelSizes, SampleTimes
 from ds_ring.integrations.deepspeed.intervals import between_neighbours, ring_order
-from ds_ring.integrations.deepspeed.sub_rings import BatchLengths, Filled, Sizes, divide, fill_rings
+from ds_ring.integrations.deepspeed.sub_rings import BatchLengths, Filled, RingSizes, divide, fill_rings
 from ds_ring.kernels.select import get_kernel
 from ds_ring.limits import divisors
 from ds_ring.schedule.plan import build_plan
@@ -39,7 +39,7 @@ FLOPS, TILE_S, PRODUCT_FLOPS, HOP_S = (4e14, 3.5e14), (5e-6, 5e-6), 5e14, 5e-5
 WAYS = ("one ring", "sizes that divide", "every size")
 
 
-def divisions_of(ranks: int, sizes: list[int]) -> Iterator[Sizes]:
+def divisions_of(ranks: int, sizes: list[int]) -> Iterator[RingSizes]:
     """Yield every division of so many ranks into rings of some sizes, ascending ones."""
     if not ranks:
         yield ()

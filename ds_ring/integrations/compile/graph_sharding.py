@@ -33,7 +33,7 @@ from ds_ring.ops.options import Options
 from ds_ring.patterns.documents.pattern import Documents
 from ds_ring.schedule.layout import Layout
 
-Parts = tuple[tuple[RingContext, tuple[int, ...]], ...]
+PartContexts = tuple[tuple[RingContext, tuple[int, ...]], ...]
 KEPT = 64  # shardings of a source; more batches are never between a forward and its backward pass
 
 
@@ -43,7 +43,7 @@ class GraphSharding(NamedTuple):
     mesh: RingMesh
     pattern: Pattern
     layout: Layout | None  # None where only its name is known
-    parts: Parts
+    parts: PartContexts
     checks_positions: bool = True
 
 
@@ -122,12 +122,12 @@ class RegisteredSource:
 
     source: StaticSource | SessionSource
     handle: int = field(init=False)
-    _recent: OrderedDict[Parts, BatchContexts] = field(default_factory=OrderedDict)
+    _recent: OrderedDict[PartContexts, BatchContexts] = field(default_factory=OrderedDict)
 
     def __post_init__(self) -> None:
         self.handle = new_handle(self)
 
-    def placed(self, parts: Parts) -> BatchContexts:
+    def placed(self, parts: PartContexts) -> BatchContexts:
         """Return the one compiled attention of these parts."""
         if parts not in self._recent:
             self._recent[parts] = BatchContexts(parts)

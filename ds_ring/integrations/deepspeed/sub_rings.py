@@ -21,7 +21,7 @@ import numpy as np
 from ds_ring.errors import RingConfigError
 from ds_ring.masks.tiles import UNBOUNDED
 
-Sizes = tuple[int, ...]  # ranks of each ring, descending
+RingSizes = tuple[int, ...]  # ranks of each ring, descending
 
 WORTH_IT = 0.99  # of the whole ring's seconds: a division that saves less is not taken
 _STEPS = 32  # moves, splits and merges at most
@@ -83,7 +83,7 @@ def divide(batch: BatchLengths, ring_size: int, times: SampleSeconds, node: int 
         return [known[tokens] for tokens in batch.lengths]
 
     @cache
-    def fill(sizes: Sizes, batch: BatchLengths = batch) -> Filled | None:
+    def fill(sizes: RingSizes, batch: BatchLengths = batch) -> Filled | None:
         return fill_rings(batch, sizes, times, sample_seconds)
 
     whole = fill((ring_size,), batch._replace(most_tokens=UNBOUNDED))
@@ -108,7 +108,7 @@ def divide(batch: BatchLengths, ring_size: int, times: SampleSeconds, node: int 
 class Filled(NamedTuple):
     """Rings of some sizes with their samples, before they get places."""
 
-    sizes: Sizes
+    sizes: RingSizes
     held: tuple[tuple[int, ...], ...]
     slowest: int  # index of the ring that is done last
     seconds: float
@@ -116,7 +116,7 @@ class Filled(NamedTuple):
 
 def fill_rings(
     batch: BatchLengths,
-    sizes: Sizes,
+    sizes: RingSizes,
     times: SampleSeconds,
     sample_seconds: Callable[[int], list[float]],
 ) -> Filled | None:
@@ -142,13 +142,13 @@ def fill_rings(
     return Filled(sizes, tuple(map(tuple, held)), int(seconds.argmax()), float(seconds.max()))
 
 
-def _equal(ring_size: int, rings: int) -> Sizes:
+def _equal(ring_size: int, rings: int) -> RingSizes:
     """Return the sizes of so many rings, which differ by one at most."""
     size, larger = divmod(ring_size, rings)
     return (size + 1,) * larger + (size,) * (rings - larger)
 
 
-def _neighbours(sizes: Sizes, slowest: int) -> Iterator[Sizes]:
+def _neighbours(sizes: RingSizes, slowest: int) -> Iterator[RingSizes]:
     """Yield the sizes after ranks are moved to the slowest ring, after a split, or after a merge with it."""
     mine, others = sizes[slowest], [*sizes[:slowest], *sizes[slowest + 1 :]]
     for size in dict.fromkeys(others):
@@ -165,11 +165,11 @@ def _neighbours(sizes: Sizes, slowest: int) -> Iterator[Sizes]:
         yield _sorted([*others, part, mine - part])
 
 
-def _sorted(sizes: Iterable[int]) -> Sizes:
+def _sorted(sizes: Iterable[int]) -> RingSizes:
     return tuple(sorted(sizes, reverse=True))
 
 
-def _places(sizes: Sizes, node: int) -> Iterator[tuple[int, int]]:
+def _places(sizes: RingSizes, node: int) -> Iterator[tuple[int, int]]:
     """Yield first rank and size of each ring; rings that fit into what is left of a node go there first."""
     left, first = sorted(sizes, reverse=True), 0
     while left:

@@ -34,7 +34,7 @@ FEW_RUNS = 32  # for a side of at most this many runs, positions are computed on
 
 
 @dataclass(frozen=True)
-class Side:
+class SideRuns:
     """The runs of one side of a hop, in `length` slots from `first` on, which is a multiple of the block.
 
     The distinct runs are int64 [n, 5] of (slot, slot step, position, position step, length).
@@ -86,8 +86,8 @@ class HopGeometry:
     """
 
     key: tuple[Any, ...]
-    q: Side
-    k: Side
+    q: SideRuns
+    k: SideRuns
     rule: BoundPattern
     all_full: bool
 
@@ -177,7 +177,7 @@ def geometry_of(tiles: Tiles, block: int, shortest: int, slots: int, positions_m
     return HopGeometry((*what, q.first, q.length, k.first, k.length), q, k, rule, all_full)
 
 
-def _side(axis: Axis, block: int, shortest: int = 0, slots: int = 0) -> Side:
+def _side(axis: Axis, block: int, shortest: int = 0, slots: int = 0) -> SideRuns:
     """Return the distinct runs of one side of a hop, and the range of slots that they cover."""
     columns = (axis.slot, axis.slot_step, axis.position, axis.position_step, axis.length)
     # Several tiles have the same run, so keep each distinct run once.
@@ -188,7 +188,7 @@ def _side(axis: Axis, block: int, shortest: int = 0, slots: int = 0) -> Side:
     if slots:
         first = min(first, (slots - shortest) // block * block)
     end = max(int((slot + (length - 1) * slot_step).max()) + 1, first + shortest)
-    return Side(first, end - first, runs)
+    return SideRuns(first, end - first, runs)
 
 
 TABLE_BYTES = 8 << 20  # of a hop's four tables of blocks: above it blocks of twice the side are taken

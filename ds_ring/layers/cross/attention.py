@@ -19,7 +19,7 @@ from ds_ring.errors import RingLayoutError, RingPatternError
 from ds_ring.layers.cross.layout import PairLayout
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import ScoreFunction
-from ds_ring.ops.compiled import Refusal
+from ds_ring.ops.compiled import GraphRefusal
 from ds_ring.ops.context import RingContext
 from ds_ring.ops.frontend import AskedContext, attend, context_of_call
 from ds_ring.ops.handles import never_traced
@@ -82,7 +82,7 @@ class CrossAttention(RingAttention):
     @never_traced
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, return_lse: bool,
-        refusal: Refusal | None,
+        refusal: GraphRefusal | None,
     ) -> Any:  # fmt: skip
         return _attend_between(self._pair, q, k, v, self._context_now(), sinks, return_lse)
 

@@ -20,7 +20,7 @@ from ds_ring.layers.latents.latent_op import latent_attention_op
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import ScoreFunction
 from ds_ring.ops.compiled import (
-    Refusal,
+    GraphRefusal,
     check_traced,
     differentiable,
     handle_of,
@@ -120,7 +120,7 @@ def attend(
 
 
 def attend_compiled(
-    q: Tensor, latent: Tensor, rope: Tensor, up: Tensor, handle: int | Refusal, mesh: RingMesh,
+    q: Tensor, latent: Tensor, rope: Tensor, up: Tensor, handle: int | GraphRefusal, mesh: RingMesh,
     sinks: Tensor | None, return_lse: bool,
 ) -> Any:  # fmt: skip
     """Do what `attend` does, in a function that torch.compile traces."""

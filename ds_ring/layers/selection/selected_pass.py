@@ -53,7 +53,7 @@ class HopRows(NamedTuple):
     v: Tensor  # [g, R, E]
 
 
-class Batch(NamedTuple):
+class ChosenRows(NamedTuple):
     """Blocks of queries of one item, and the rows of a hop that each of them chose."""
 
     where: tuple[slice, slice, slice]  # sample, query heads, query slots
@@ -196,7 +196,7 @@ class SelectedPass:
                 yield first, end, width
             first = end
 
-    def batches(self, rows: HopRows) -> Iterator[Batch]:
+    def batches(self, rows: HopRows) -> Iterator[ChosenRows]:
         """Yield the batches of blocks of a hop, segment by segment and item by item."""
         heads = self.q.shape[1] // self.choices
         unions = self.unions[:, : -(-self.queries // BLOCK), rows.owner].tolist()
@@ -218,20 +218,20 @@ class SelectedPass:
                     place = numbers.gather(1, chosen).view(*shape[:2], -1)
                     hidden = used.new_ones(shape).scatter_(2, place, False)[..., 1:]
                     slots = _first_true(numbers, width) + (item * self.slots + start - 1)
-                    yield Batch((*at, queries), rows.number[slots.flatten()], hidden)
+                    yield ChosenRows((*at, queries), rows.number[slots.flatten()], hidden)
 
-    def _by_block(self, x: Tensor, batch: Batch) -> Tensor:
+    def _by_block(self, x: Tensor, batch: ChosenRows) -> Tensor:
         """Return [g, n, queries * heads of a group, D] of the queries of a batch, from [B, H, Q, D]."""
         blocks, queries, _ = batch.hidden.shape
         x = x[batch.where][0].to(self.dtype)
         return x.unflatten(1, (blocks, queries)).unflatten(0, (len(self.k), -1)).transpose(1, 2).flatten(2, 3)
 
-    def _by_query(self, x: Tensor, batch: Batch) -> Tensor:
+    def _by_query(self, x: Tensor, batch: ChosenRows) -> Tensor:
         """Return the reverse, [1, H / C, queries, D]."""
         x = x.unflatten(2, (-1, batch.hidden.shape[1])).transpose(1, 2)
         return x.flatten(2, 3).flatten(0, 1).unsqueeze(0)
 
-    def _scores(self, batch: Batch, rows: HopRows) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _scores(self, batch: ChosenRows, rows: HopRows) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return scaled q [g, n, queries, D], k and v [g, n, U, ..], and masked scores."""
         blocks, queries, width = batch.hidden.shape
         k, v = (

@@ -22,12 +22,12 @@ from ds_ring.patterns.documents.pattern import Documents, Tree
 from ds_ring.schedule.layout import Layout
 
 # Takes the state [b, ...] and the tensors [b, L, ...] of a piece; returns outputs and the state after it.
-Step = Callable[[Tensor, Sequence[Tensor]], tuple[Tensor, Tensor]]
+CellStep = Callable[[Tensor, Sequence[Tensor]], tuple[Tensor, Tensor]]
 
 
 @never_traced
 def serial_scan(
-    step: Step, initial: Tensor, tensors: Sequence[Tensor], *, layout: Layout, mesh: RingMesh,
+    step: CellStep, initial: Tensor, tensors: Sequence[Tensor], *, layout: Layout, mesh: RingMesh,
     documents: Documents | Tree | None = None, block_size: int = 1, batch_parts: int = 1,
     hop_timeout_s: float = 60.0,
 ) -> Tensor:  # fmt: skip

@@ -56,7 +56,7 @@ _FUNCTORCH = [
 
 T = TypeVar("T")
 PairFunction = Callable[..., Tensor]
-Refusal = Callable[[str, str], RingError]  # of (expected, got)
+MakesRefusal = Callable[[str, str], RingError]  # of (expected, got)
 
 
 def name_of(function: Callable[..., Any]) -> str:
@@ -171,7 +171,7 @@ _codes: OrderedDict[str, Callable[..., Any]] = OrderedDict()  # compiled kernels
 
 
 def trace(
-    function: Callable[..., Any], arguments: Sequence[Tensor], refusal: Refusal, what: str,
+    function: Callable[..., Any], arguments: Sequence[Tensor], refusal: MakesRefusal, what: str,
     signature: str, check: Callable[[Any], None] | None = None,
 ) -> Traced:  # fmt: skip
     """Trace a function twice; refuse it if the two graphs differ, or if it draws random numbers.
@@ -208,7 +208,7 @@ def without_modes(work: Callable[[], T]) -> T:
 
 
 def _graph_of(
-    function: Callable[..., Any], arguments: Sequence[Tensor], refusal: Refusal, what: str,
+    function: Callable[..., Any], arguments: Sequence[Tensor], refusal: MakesRefusal, what: str,
     signature: str, check: Callable[[Any], None] | None,
 ) -> fx.GraphModule:  # fmt: skip
     """Trace a function with 0-d tensors, or refuse it; see [Note: the trace of a mask]."""

@@ -58,7 +58,7 @@ class TileGrid(NamedTuple):
         return self.rank(row, column + distance)
 
 
-class Block(NamedTuple):
+class TileBlock(NamedTuple):
     """Queries and keys that one kernel call attends with, by the distance to their owners, or ALL.
 
     `part` is 0 for all pairs; 1 and 2 for the two parts of the own shard's, by queries.
@@ -76,24 +76,24 @@ class Step(NamedTuple):
     keys_in: tuple[int, ...]
     queries_back: tuple[int, ...]  # partial results, or dQ
     keys_back: tuple[int, ...]  # dK and dV
-    block: Block | None
+    block: TileBlock | None
 
 
-def blocks_of(grid: TileGrid, backward: bool) -> Iterator[Block]:
+def blocks_of(grid: TileGrid, backward: bool) -> Iterator[TileBlock]:
     """Yield the blocks of a pass in order; see [Note: the order of blocks]."""
     a, b = grid.key_ranks, grid.query_ranks
     if backward:
-        yield Block(0, 0, 1)
-        yield from (Block(i, 0) for i in range(1, b))
-        yield from (Block(ALL, j) for j in range(1, a - 1))
+        yield TileBlock(0, 0, 1)
+        yield from (TileBlock(i, 0) for i in range(1, b))
+        yield from (TileBlock(ALL, j) for j in range(1, a - 1))
         if a > 1:
-            yield from (Block(i, a - 1) for i in (*range(1, b), 0))
-        yield Block(0, 0, 2)
+            yield from (TileBlock(i, a - 1) for i in (*range(1, b), 0))
+        yield TileBlock(0, 0, 2)
     else:
-        yield from (Block(0, j) for j in range(max(a - 1, 1)))
-        yield from (Block(i, ALL) for i in range(1, b))
+        yield from (TileBlock(0, j) for j in range(max(a - 1, 1)))
+        yield from (TileBlock(i, ALL) for i in range(1, b))
         if a > 1:
-            yield Block(0, a - 1)
+            yield TileBlock(0, a - 1)
 
 
 @lru_cache(maxsize=64)
@@ -118,7 +118,7 @@ def steps_of(grid: TileGrid, backward: bool) -> tuple[Step, ...]:
     return tuple(steps) if any(steps[-1][:4]) else tuple(steps[:-1])
 
 
-def _uses(blocks: list[Block], count: int, side: int) -> dict[int, tuple[int, int]]:
+def _uses(blocks: list[TileBlock], count: int, side: int) -> dict[int, tuple[int, int]]:
     """Return the first and the last block that reads the tokens of each rank but the own one."""
     found = {}
     for distance in range(1, count):

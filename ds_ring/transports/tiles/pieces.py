@@ -41,7 +41,7 @@ def add_at(total: Tensor, slots: SlotRanges, part: Tensor) -> None:
         total[start:end] += own
 
 
-class Batch:
+class StepMessages:
     """The messages of a step. Both sides of a connection add theirs in one order."""
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class Batch:
             self.receives += [Message(x, of, name) for name, x in zip(names, tensors, strict=True)]
 
 
-class Side:
+class TileSide:
     """One side of a tile: the queries of a row, or the keys of a column.
 
     Args:
@@ -102,7 +102,7 @@ class Side:
         for distance in distances:
             del self._parts[distance], self._views[distance]
 
-    def arrive(self, batch: Batch, distances: Sequence[int]) -> None:
+    def arrive(self, batch: StepMessages, distances: Sequence[int]) -> None:
         """Add the messages of own tokens to the ranks at these distances, and of other ranks' tokens."""
         for distance in distances:
             slots = self._readers[distance]
@@ -117,7 +117,7 @@ class Side:
             batch.receive(self._rank_at(-distance), self._names, self._parts[distance])
 
     def give_back(
-        self, batch: Batch, distances: Sequence[int], names: Sequence[str],
+        self, batch: StepMessages, distances: Sequence[int], names: Sequence[str],
         results: Mapping[int, Sequence[Tensor]], like: Sequence[Tensor],
     ) -> list[tuple[SlotRanges, list[Tensor]]]:  # fmt: skip
         """Add the messages of results for other ranks' tokens, and of those for own tokens.

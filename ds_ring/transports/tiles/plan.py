@@ -19,7 +19,7 @@ from ds_ring.masks.tiles import Axis, Tiles
 from ds_ring.schedule.head_class import tiles_of_payload
 from ds_ring.schedule.layout import Layout
 from ds_ring.schedule.plan import head_classes, sampled_origins
-from ds_ring.transports.tiles.grid import ALL, Block, TileGrid
+from ds_ring.transports.tiles.grid import ALL, TileBlock, TileGrid
 
 UNEVEN = 0.05  # more pairs on the busiest rank than with another grid
 LEAST_KEPT = 1024  # queries of the own shard whose block is kept for the end of a backward pass
@@ -207,7 +207,7 @@ class RankTiles:
         self.query_readers, self.key_readers = query_readers, key_readers
         self._table = table  # slots count through the tokens that are read, rank after rank
         self._q_first, self._k_first = (_firsts(side) for side in (reads.queries, reads.keys))
-        self._blocks: dict[Block, Tiles] = {}
+        self._blocks: dict[TileBlock, Tiles] = {}
 
     @classmethod
     def of(cls, plan: TilePlan, number: int, ring_rank: int) -> RankTiles:
@@ -226,7 +226,7 @@ class RankTiles:
         ]
         return cls(table, reads, queries, keys)
 
-    def of_block(self, block: Block) -> Tiles:
+    def of_block(self, block: TileBlock) -> Tiles:
         """Return the tiles of a block; slots count from the first token of what it reads on each side."""
         if block not in self._blocks:
             tiles = self._table

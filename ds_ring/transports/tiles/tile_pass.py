@@ -25,7 +25,7 @@ from ds_ring.ring.accumulator import Accumulator, parts_wait
 from ds_ring.ring.merge import accumulator_dtype
 from ds_ring.schedule.lowering import head_bytes, head_chunks, query_heads_of
 from ds_ring.transports.tiles.grid import ALL, TileGrid, steps_of
-from ds_ring.transports.tiles.pieces import FEW_RANGES, Batch, Side, add_at, rows
+from ds_ring.transports.tiles.pieces import FEW_RANGES, StepMessages, TileSide, add_at, rows
 from ds_ring.transports.tiles.plan import RankTiles, TilePlan, TokenBytes, choose_grid, tile_plan
 
 
@@ -90,7 +90,7 @@ class TilePass:
         partial_results: dict[int, list[Tensor]] = {}  # of other ranks' queries, by distance
         steps = steps_of(self.plan.grid, backward=False)
         for number, step in enumerate(steps):
-            batch = Batch()
+            batch = StepMessages()
             queries.arrive(batch, step.queries_in)
             keys.arrive(batch, step.keys_in)
             returned = queries.give_back(batch, step.queries_back, ("out", "lse"), partial_results, like)
@@ -152,7 +152,7 @@ class TilePass:
         dkv: dict[int, list[Tensor]] = {}  # by distance, as dq
         steps = steps_of(self.plan.grid, backward=True)
         for number, step in enumerate(steps):
-            batch = Batch()
+            batch = StepMessages()
             queries.arrive(batch, step.queries_in)
             keys.arrive(batch, step.keys_in)
             of_queries = queries.give_back(batch, step.queries_back, ("dQ",), dq, [like_q])
@@ -200,17 +200,17 @@ class TilePass:
     def _sides(
         self, tiles: RankTiles, names: Sequence[str], of_queries: Sequence[Tensor], kv: Sequence[Tensor],
         keys_stay: bool,
-    ) -> tuple[Side, Side]:  # fmt: skip
+    ) -> tuple[TileSide, TileSide]:  # fmt: skip
         """Return queries and keys of a chunk: those that stay in one buffer, and those that pass through."""
         valid, grid = count_slots(tiles.queries[0]), self.plan.grid
         q_own, k_own = ([x[:, :, :valid] for x in side] for side in (of_queries, kv))
         at_q, at_k = (partial(where, self.ring_rank) for where in (grid.in_row, grid.in_column))
         return (
-            Side(q_own, names, tiles.queries, tiles.query_readers, at_q, not keys_stay),
-            Side(k_own, ("K", "V"), tiles.keys, tiles.key_readers, at_k, keys_stay),
+            TileSide(q_own, names, tiles.queries, tiles.query_readers, at_q, not keys_stay),
+            TileSide(k_own, ("K", "V"), tiles.keys, tiles.key_readers, at_k, keys_stay),
         )
 
-    def _post(self, batch: Batch, number: int) -> Pending | None:
+    def _post(self, batch: StepMessages, number: int) -> Pending | None:
         if not batch.sends and not batch.receives:
             return None
         assert self.exchange is not None, "messages on a ring of one"

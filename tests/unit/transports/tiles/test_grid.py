@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from ds_ring.transports.tiles.grid import ALL, Block, TileGrid, blocks_of, steps_of
+from ds_ring.transports.tiles.grid import ALL, TileBlock, TileGrid, blocks_of, steps_of
 from ds_ring.transports.tiles.plan import grids_of
 
 SIZES = (1, 2, 6, 12, 16)
@@ -58,7 +58,7 @@ def test_blocks_are_the_tile_once_and_messages_come_before_and_return_after(
         back: list[list[int]] = [[], []]
         for step in steps_of(grid, backward):
             for side, (block_at, count) in enumerate(
-                zip((step.block or Block(0, 0))[:2], counts, strict=True)
+                zip((step.block or TileBlock(0, 0))[:2], counts, strict=True)
             ):
                 needed = set(range(count)) if block_at == ALL else {block_at}
                 assert needed <= here[side]

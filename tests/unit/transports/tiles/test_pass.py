@@ -100,7 +100,7 @@ def test_a_part_of_the_own_shard_is_kept_for_the_end(monkeypatch: pytest.MonkeyP
     layout, grid = make_layout("zigzag", tokens=90, ring_size=4), TileGrid(2, 2)
     found, _ = on_threads(grid, Causal(), layout, given)
     assert compared(found, dense_attention(*given, Causal())) < EXACT
-    kept = tile_plan(Causal(), layout, 2, 1, grid).tiles(0, 1).of_block(plans.Block(0, 0, 2))
+    kept = tile_plan(Causal(), layout, 2, 1, grid).tiles(0, 1).of_block(plans.TileBlock(0, 0, 2))
     assert len(kept)
     tile_plan.cache_clear()
 
