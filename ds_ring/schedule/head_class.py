@@ -196,13 +196,13 @@ class ReadsOfShards:
         if not new:
             return
         found = find_reads(self.pattern, [self.runs[reader] for reader in new], self.runs)
-        for reader in new:
-            self._origins[reader] = []
+        origins: dict[int, list[int]] = {reader: [] for reader in new}
         for (number, origin), slots in found.items():
             reader = new[number]
             if reader != origin:
                 self._slots[origin, reader] = slots
-                self._origins[reader].append(origin)
+                origins[reader].append(origin)
+        self._origins.update(origins)  # whole lists, after their slots: another thread may read them at once
 
     def find_origins_around(self, reader: int) -> None:
         """Compute what a rank reads and what those before and after it do, unless all is known."""
@@ -221,13 +221,13 @@ class ReadsOfShards:
         if not new:
             return
         found = find_reads(self.pattern, self.runs, [self.runs[origin] for origin in new])
-        for origin in new:
-            self._readers[origin] = []
+        readers: dict[int, list[int]] = {origin: [] for origin in new}
         for (reader, number), slots in found.items():
             origin = new[number]
             if reader != origin:
                 self._slots[origin, reader] = slots
-                self._readers[origin].append(reader)
+                readers[origin].append(reader)
+        self._readers.update(readers)  # whole lists, after their slots
 
 
 _NONE = no_slots()

@@ -10,7 +10,13 @@ import pytest
 
 from ds_ring import Causal, Full, RingLayoutError, SlidingWindow, build_plan, make_layout
 from ds_ring.masks.pattern import Pattern
-from ds_ring.masks.slots import count_slots, expand_ranges, no_slots, ranges_of_progressions
+from ds_ring.masks.slots import (
+    SlotRanges,
+    count_slots,
+    expand_ranges,
+    no_slots,
+    ranges_of_progressions,
+)
 from ds_ring.schedule.head_class import ReadsOfShards
 from ds_ring.schedule.layout import Layout
 from ds_ring.schedule.plan import Plan, one_way
@@ -236,3 +242,25 @@ def test_a_window_that_reaches_one_token_of_a_neighbour_reads_it(causal: bool, r
     of_all = ReadsOfShards(pattern, layout)
     assert of_all.readers(1) == sorted(other for other, slots in zip(others, read, strict=True) if slots)
     assert alone == [count_slots(of_all.slots(1, reader)) for reader in others] == read
+
+
+@pytest.mark.parametrize("ask", [ReadsOfShards.origins, ReadsOfShards.readers])
+def test_another_thread_never_finds_a_part_of_a_list(ask: Callable[[ReadsOfShards, int], list[int]]) -> None:
+    """A plan belongs to all threads: a loader plans the next batch, and two rings have one plan."""
+
+    class Interrupted(dict[tuple[int, int], SlotRanges]):
+        """Let another thread ask whenever the first one has kept something."""
+
+        def __setitem__(self, key: tuple[int, int], slots: SlotRanges) -> None:
+            super().__setitem__(key, slots)
+            if not found:
+                found.append([])  # the other thread is not interrupted itself
+                found[0] += ask(reads, 2)
+
+    layout = make_layout("zigzag", tokens=64, ring_size=4)
+    pattern = Causal().bind((0,), 1, 1)
+    want = ask(ReadsOfShards(pattern, layout), 2)
+    found: list[list[int]] = []
+    reads = ReadsOfShards(pattern, layout, Interrupted())
+    assert ask(reads, 2) == want == [0, 1, 3]
+    assert found == [want]
