@@ -39,6 +39,8 @@ PAIRS = (
     "bart", "t5", "marian", "mbart", "pegasus", "mt5", "umt5", "m2m_100", "blenderbot", "blenderbot-small",
     "plbart", "mvp", "bigbird_pegasus",
 )  # fmt: skip
+# It gives a token that is padding in an answer no position of its own in training, but in a generation.
+SKIPS_PADDING = {"m2m_100"}
 CHANGES: dict[str, dict[str, Any]] = {
     "bigbird_pegasus": {"attention_type": "original_full"},
     "doge": {"keep_window_size": 40},  # fewer keys than there are
@@ -98,7 +100,9 @@ def rolled_out(
     generator = torch.Generator().manual_seed(rollout.seed)
     ids = torch.randint(3, words, (rollout.samples, rollout.prompt), generator=generator)
     is_pair = engine.module.config.is_encoder_decoder  # whose answer begins with a part of the text
-    given = {"decoder_input_ids": ids[:, : rollout.tokens]} if is_pair else {}
+    given: dict[str, Any] = {"decoder_input_ids": ids[:, : rollout.tokens]} if is_pair else {}
+    if rollout.family in SKIPS_PADDING:
+        given["suppress_tokens"] = [engine.module.config.pad_token_id]
     torch.manual_seed(rollout.seed)
     with engine.ring.batch_invariant() if invariant else contextlib.nullcontext():
         output = engine.module.generate(
