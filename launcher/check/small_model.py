@@ -641,7 +641,10 @@ def make_form(form: Form, plain: Batch, padding: int, causal: bool) -> Given:
     real_BT = documents_BT >= 0
     ends_BT = torch.nn.functional.pad(documents_BT.diff(dim=1) != 0, (0, 1), value=True)
     batch: Batch = {"input_ids": ids_BT.masked_fill(~real_BT, padding)}
-    images = {key: x for key, x in plain.items() if x.shape != ids_BT.shape and "labels" not in key}
+    # of images, or of a decoder's tokens; labels [B] are of samples
+    images = {
+        key: x for key, x in plain.items() if x.shape != ids_BT.shape and (x.ndim > 1 or "labels" not in key)
+    }
     for key, labels in plain.items():
         if key == "input_ids" or key in images:
             continue

@@ -122,9 +122,16 @@ def crossed(rank: int, world_size: int, ulysses: int, documents: bool, block: in
 
 @pytest.mark.parametrize(
     ("world_size", "ulysses", "documents", "block"),
-    [(2, 1, False, 1), (2, 1, True, 1), (4, 1, True, 1), (4, 2, True, 1), (2, 1, True, 8), (4, 1, False, 8)],
+    [
+        (2, 1, False, 1),
+        (2, 1, True, 1),
+        (4, 1, True, 1),
+        (4, 2, True, 1),
+        (2, 1, True, 16),
+        (4, 1, False, 16),
+    ],
 )
-@pytest.mark.day("2-1-False-1", "2-1-True-1", "4-2-True-1", "2-1-True-8")
+@pytest.mark.day("2-1-False-1", "2-1-True-1", "4-2-True-1", "2-1-True-16")
 def test_real_ranks_agree_with_float64(
     rank_pool: Pool, world_size: int, ulysses: int, documents: bool, block: int
 ) -> None:
