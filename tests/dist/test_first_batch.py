@@ -132,3 +132,42 @@ def test_what_cannot_be_verified_is_refused(rank_pool, dropout, train, reason):
     for outcome in rank_pool(2).collect(start, dropout, train, grace_s=30):
         assert outcome.error_type == "RingConfigError", outcome.report
         assert reason in outcome.message
+
+
+def train_family(rank: int, world_size: int, family: str, stage: int, packed: bool) -> None:
+    """A step of a small model of transformers."""
+    start_deepspeed()
+    from ds_ring_launcher.check.small_model import build, read_config, shrink
+
+    model = build(shrink(read_config(family), SIZE.tokens), "causal-lm", 0)
+    section = {"verify_first_batch": True, "pattern": {"documents": packed}}
+    engine = start_engine(model, json_config(world_size, SIZE.samples, stage, ring_attention=section))
+    ids_BT = torch.randint(1, 40, (SIZE.samples, SIZE.tokens), generator=torch.Generator().manual_seed(1))
+    batch = {"input_ids": ids_BT, "labels": ids_BT}
+    if packed:
+        batch["document_ids"] = (torch.arange(SIZE.tokens) // 20).expand(SIZE.samples, -1)
+    engine.backward(engine(**engine.ring.shard_batch(batch)).loss)
+    engine.step()
+
+
+# Tied weights (two of them), keys that layers choose, layers that compute attention by themselves, recurrences.
+FAMILIES = (
+    "gpt2", "lfm2", "deepseek_v32", "deepseek_v4", "minimax_m3_vl_text", "doge", "mpt", "falcon", "gpt_neo",
+    "recurrent_gemma", "zaya", "kimi_linear",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.day("0-deepseek_v32", "3-gpt2")
+def test_layers_of_any_kind_are_compared(rank_pool, family, stage):
+    """Each of them raised a false alarm: the copy had another matrix of logits, or code of the ring."""
+    rank_pool(2).run(train_family, family, stage, False)
+
+
+@pytest.mark.parametrize("family", ["mamba2", "deepseek_v32", "mpt"])
+@pytest.mark.day("mamba2")
+def test_documents_that_a_models_own_code_need_not_know_are_refused(rank_pool, family):
+    for outcome in rank_pool(2).collect(train_family, family, 0, True, grace_s=30):
+        assert outcome.error_type == "RingConfigError", outcome.report
+        assert "a pattern that the model's own code knows" in outcome.message

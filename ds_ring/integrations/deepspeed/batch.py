@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -121,6 +122,8 @@ class ModelNeeds:
     number_tokens: Callable[[Batch], Tensor] | None = None
     whole: WholeTensors | None = None  # of a model that reads images, for example
     batches: BatchKind | None = None  # of a model of several sequences
+    # makes a context in which the model on one process breaks ties as the ring does
+    one_process: Callable[[], AbstractContextManager[object]] = nullcontext
 
 
 def prepare_batch(

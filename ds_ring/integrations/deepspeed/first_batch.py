@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import astuple, dataclass, field
 from functools import partial
@@ -24,7 +24,7 @@ from ds_ring.comm.mesh import RingMesh
 from ds_ring.config.pattern_section import PatternConfig
 from ds_ring.config.section import RingConfig
 from ds_ring.errors import RingConfigError, RingVerifyError
-from ds_ring.integrations.adapter import applied, apply, patch
+from ds_ring.integrations.adapter import AppliedPatch, applied, apply, patch
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
 from ds_ring.integrations.deepspeed.engine import DEEPSPEED, ENGINE, is_of_transformers, modules_of_encoders
 from ds_ring.integrations.deepspeed.packing import RowGroup
@@ -50,6 +50,7 @@ _notes_gradient = _patch(
 _step_patch = partial(
     _patch, ENGINE, feature="first_batch", reason="records the first step and compares it with one process"
 )
+_SAME = ("numbering", "latents")  # features of layers whose own code computes the same, whatever the pattern
 _FLOOR = 1e-2  # of the root mean square of all gradients' norms
 
 
@@ -275,19 +276,32 @@ def skeleton(model: nn.Module) -> nn.Module:
 
 
 def filled(
-    alone: nn.Module, module: nn.Module, weights: dict[str, Tensor], device: torch.device
-) -> nn.Module:
-    """Return the copy with the weights and buffers of the engine's model, in float32 or float64."""
+    alone: nn.Module, module: nn.Module, weights: dict[str, Tensor], changes: Sequence[AppliedPatch],
+    device: torch.device,
+) -> nn.Module:  # fmt: skip
+    """Return the copy with the weights and buffers of the engine's model, in float32 or float64.
+
+    What ds_ring changed in the modules of the engine's model stays there: the copy runs its own code.
+    """
     alone.to_empty(device=device)
-    state = dict(alone.named_parameters()) | dict(alone.named_buffers())
-    for name, value in [*weights.items(), *module.named_buffers()]:
+    first: dict[int, nn.Parameter] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        place, _, key = name.rpartition(".")
+        # `to_empty` unties: give each name the parameter of the first one.
+        setattr(alone.get_submodule(place), key, first.setdefault(id(parameter), alone.get_parameter(name)))
+    state = dict(alone.named_parameters()) | dict(alone.named_buffers(remove_duplicate=False))
+    for name, value in [*weights.items(), *module.named_buffers(remove_duplicate=False)]:
         wide = torch.float32 if value.dtype in (torch.float16, torch.bfloat16) else value.dtype
         state[name].data = value.detach().to(device, wide, copy=True)
+    changed = {(id(one.owner), one.row.name) for one in changes}
     for name, part in alone.named_modules():
-        later = vars(module.get_submodule(name))  # the session, say: what was set after the copy was made
-        vars(part).update(
-            {key: value for key, value in later.items() if key[0] != "_" and vars(part).get(key) is None}
-        )
+        own = module.get_submodule(name)
+        later = {  # the session, say: what was set after the copy was made
+            key: value
+            for key, value in vars(own).items()
+            if key[0] != "_" and vars(part).get(key) is None and (id(own), key) not in changed
+        }
+        vars(part).update(later)
     return alone.train()
 
 
@@ -340,6 +354,38 @@ def on_device(value: Any, device: torch.device) -> Any:
     return value
 
 
+def is_own_pattern(config: RingConfig, model: Any) -> bool:
+    """Return whether a model with this configuration computes the section's pattern by itself."""
+    # whether it is causal, and a window that is the model's, are what its own attention does
+    rest = config.pattern.model_copy(update={"causal": True, "window": None})
+    return rest == PatternConfig() and config.pattern.window in (None, getattr(model, "sliding_window", None))
+
+
+def refuse_other_pattern(model: nn.Module, session: RingSession) -> None:
+    """Refuse a pattern that is not the model's own for layers that mix tokens by code beside attention.
+
+    Their own code, which the copy runs, need not know documents or another window.
+
+    Raises:
+        RingConfigError: a scan, a convolution, a choice of keys or attention of its own is in the model.
+    """
+    part = next(filter(is_of_transformers, model.modules()), None)
+    if part is None or is_own_pattern(session.config, part.config):
+        return
+    inner = {id(one): one for one in part.modules() if not is_of_transformers(one)}
+    beside = [
+        one for one in session.changes if id(one.owner) in inner and not one.row.feature.startswith(_SAME)
+    ]
+    if beside:
+        name, feature = type(inner[id(beside[0].owner)]).__name__, beside[0].row.feature
+        raise RingConfigError.wrong(
+            "verify_first_batch",
+            "a pattern that the model's own code knows",
+            f"another one, and {name} ({feature})",
+            "leave it out; `ds-ring check-model` compares packed samples with each document alone",
+        )
+
+
 def choose_attention(alone: nn.Module, config: RingConfig) -> None:
     """Give the copy its own attention where that is what the JSON asks for, else the ring's on one rank."""
     if not is_of_transformers(alone):
@@ -347,11 +393,8 @@ def choose_attention(alone: nn.Module, config: RingConfig) -> None:
     from ds_ring.integrations.transformers.attention_name import NAME
     from ds_ring.integrations.transformers.variants import attention_names
 
-    asked, model = config.pattern, alone.config
-    # whether it is causal, and a window that is the model's, are what its own attention does
-    rest = asked.model_copy(update={"causal": True, "window": None})
-    own = rest == PatternConfig() and asked.window in (None, getattr(model, "sliding_window", None))
-    if not own:
+    model = alone.config
+    if not is_own_pattern(config, model):
         alone.set_attn_implementation(attention_names(alone, NAME))  # type: ignore[operator]
         log.info("verify_first_batch: the pattern is the JSON's own, so its mask is not compared")
     elif getattr(model, "_attn_implementation", None) == NAME:
@@ -388,6 +431,8 @@ class FirstBatch:
     def around_forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._done or not (self.engine.module.training and torch.is_grad_enabled()):
             return forward(*args, **kwargs)
+        if not self._forwards:
+            refuse_other_pattern(self.engine.module, self.session)
         sharding = self.session.batches.current
         with recording(self.engine.module) as layers:
             output = forward(*args, **kwargs)
@@ -457,7 +502,7 @@ class FirstBatch:
             # An overflow skips the step: fp16 training lowers its loss scale and continues. This check is
             # then repeated.
             return _AGAIN
-        alone = filled(self._alone, module, weights, self.session.device)
+        alone = filled(self._alone, module, weights, self.session.changes, self.session.device)
         choose_attention(alone, self.session.config)
         found: list[Difference] = []
         for parts, mean in zip(pieces, means, strict=True):
@@ -484,6 +529,7 @@ class FirstBatch:
                 torch.random.fork_rng(devices),
                 recording(alone) as layers,
                 without_masks(alone),
+                self.session.needs.one_process(),
                 self._one_rank(part) as single,
             ):
                 given = arguments_for(alone, part.kwargs, single, divisor)

@@ -37,6 +37,7 @@ from ds_ring.integrations.transformers.selection import (
     selected,
 )
 from ds_ring.integrations.transformers.variants.variant import Variant
+from ds_ring.layers.selection.total_order import TotalOrder
 from ds_ring.masks.pattern import Pattern
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ class IndexedKeys(Variant):
 
     def install_on(self, module: nn.Module, adapter: ModelAdapter) -> None:
         adapter.apply(IndexedLayer(module), indexed=module, indexer=module.indexer)
+        adapter.session.needs.one_process = TotalOrder
 
     def read(self, call: AttentionCall) -> None:
         call.taken["indices"] = call.arguments.pop("indices", None)

@@ -44,6 +44,7 @@ from ds_ring.integrations.transformers.selection import (
 from ds_ring.integrations.transformers.variants.variant import Variant
 from ds_ring.layers.selection.block_layout import BlockLayout
 from ds_ring.layers.selection.select import ScoresFunction, ring_select
+from ds_ring.layers.selection.total_order import TotalOrder
 from ds_ring.layers.sparse.blocks import tokens_of_blocks
 from ds_ring.masks.catalog import Causal
 from ds_ring.patterns.documents.pattern import Documents
@@ -318,6 +319,7 @@ class IndexedBlocks(Variant):
     def install_on(self, module: nn.Module, adapter: ModelAdapter) -> None:
         layer = BlockIndexedLayer(module)
         adapter.apply(layer, block_indexed=module, block_indexer=module.indexer)
+        adapter.session.needs.one_process = TotalOrder
 
     def read(self, call: AttentionCall) -> None:
         chosen = call.arguments.pop("block_indices", None)  # of this file, so positions

@@ -26,6 +26,7 @@ from ds_ring.integrations.transformers.model import TABLE
 from ds_ring.integrations.transformers.selection import Choices, attend_to_chosen, selected
 from ds_ring.integrations.transformers.variants.variant import AttachRequest, Variant
 from ds_ring.layers.scores import with_key_terms
+from ds_ring.layers.selection.total_order import TotalOrder
 from ds_ring.masks.pattern import Pattern
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ class DynamicMask(Variant):
 
     def install_on(self, module: nn.Module, adapter: ModelAdapter) -> None:
         adapter.apply(KeyTerms(module), terms=module)
+        adapter.session.needs.one_process = TotalOrder
 
     def read(self, call: AttentionCall) -> None:
         call.taken["terms"] = call.mask if isinstance(call.mask, TermsMask) else None

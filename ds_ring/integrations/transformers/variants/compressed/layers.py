@@ -55,6 +55,7 @@ from ds_ring.layers.scan.halo import halo_op
 from ds_ring.layers.scan.recurrence import padded
 from ds_ring.layers.selection.attention import selected_attention
 from ds_ring.layers.selection.select import ring_select
+from ds_ring.layers.selection.total_order import TotalOrder
 from ds_ring.masks.pattern import Pattern
 from ds_ring.patterns.documents.pattern import Documents
 
@@ -97,6 +98,7 @@ class CompressedAttention(Variant):
         if hasattr(compressor, "indexer"):
             objects["scorer"] = compressor.indexer.scorer
             adapter.gather_once(compressor.indexer.scorer)
+            adapter.session.needs.one_process = TotalOrder
         adapter.apply(CompressedEntries(module), **objects)
 
     def read(self, call: AttentionCall) -> None:
