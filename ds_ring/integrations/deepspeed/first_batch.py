@@ -288,7 +288,8 @@ def filled(
     for name, parameter in module.named_parameters(remove_duplicate=False):
         place, _, key = name.rpartition(".")
         # `to_empty` unties: give each name the parameter of the first one.
-        setattr(alone.get_submodule(place), key, first.setdefault(id(parameter), alone.get_parameter(name)))
+        tied = first.setdefault(id(parameter), alone.get_parameter(name))
+        alone.get_submodule(place).register_parameter(key, tied)
     state = dict(alone.named_parameters()) | dict(alone.named_buffers(remove_duplicate=False))
     for name, value in [*weights.items(), *module.named_buffers(remove_duplicate=False)]:
         wide = torch.float32 if value.dtype in (torch.float16, torch.bfloat16) else value.dtype

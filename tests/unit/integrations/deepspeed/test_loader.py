@@ -251,7 +251,11 @@ def test_a_loader_that_reads_ahead_ends_its_epoch() -> None:
     assert [[batch["read"] for batch in loader] for _ in range(2)] == [[0, 1, 2]] * 2
     assert loader.state_dict() == {"epoch": 2, "samples": 0}
     assert list(NextBatch(iter(range(2)), lambda read: read)) == [0, 1]
-    assert not [one for one in threading.enumerate() if "next-batch" in one.name and one.is_alive()][1:]
+    left = [one for one in threading.enumerate() if "next-batch" in one.name]
+    deadline = time.monotonic() + 10  # `close` does not wait for what a thread does now
+    while [one for one in left if one.is_alive()][1:] and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not [one for one in left if one.is_alive()][1:]
 
 
 def test_what_the_model_may_change_is_not_read_ahead() -> None:
