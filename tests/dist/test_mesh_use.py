@@ -213,7 +213,9 @@ def resources_of(rank: int, world_size: int, how: str, meshes: int) -> list[tupl
             count()
     gc.collect()
     destroy_dropped_groups()
-    time.sleep(0.5)  # threads of watches and of gloo end
+    deadline = time.monotonic() + 10  # threads of watches and of gloo end in their own time
+    while process.num_threads() > found[0][1] + 8 and time.monotonic() < deadline:
+        time.sleep(0.1)
     count()
     mesh = RingMesh.from_world(2, ulysses_size=2)
     attend(right_arguments(mesh))
