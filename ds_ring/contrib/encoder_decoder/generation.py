@@ -25,12 +25,10 @@ from ds_ring.api import RingAttention
 from ds_ring.contrib.encoder_decoder.batch import DECODER, FULL, between, prepare_encoder
 from ds_ring.errors import RingPatternError
 from ds_ring.integrations.deepspeed.batch import SHARDING, cache_in, split_tokens, token_shape
-from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding, RowsAttention
+from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
 from ds_ring.integrations.deepspeed.packing import DOCUMENT_IDS, RowGroup, group_rows, without_padding
 from ds_ring.integrations.deepspeed.session import RingSession
 from ds_ring.integrations.transformers.generation import CachedSharding, Generation
-from ds_ring.masks.pattern import Pattern
-from ds_ring.masks.tiles import ScoreFunction
 from ds_ring.ops.shard import shard_sequence
 from ds_ring.registry import PASSES, load
 
@@ -42,23 +40,12 @@ _FEW_QUERIES = "ds_ring.layers.cross.few_queries"
 class CrossSharding(CachedSharding):
     """The blocks of some queries, which every rank has, and the layout of the encoder's keys."""
 
-    def attention(
-        self,
-        scale: float | None = None,
-        pattern: Pattern | None = None,
-        score_mod: ScoreFunction | None = None,
-        make: type[RingAttention] | None = None,
-    ) -> RowsAttention:
-        assert make is None, "queries that every rank has"
-        module = load(f"{_FEW_QUERIES}.FewCrossQueries")
-        parts: list[RingAttention] = [
-            module(
-                self.config, mesh=self.mesh, layout=self.layout, key_layout=self.key_layout, scale=scale,
-                pattern=one, score_mod=score_mod, q_positions=self.q_positions,
-            )
-            for one in self.of_rows(self.patterns.pattern if pattern is None else pattern)
-        ]  # fmt: skip
-        return RowsAttention(parts, tuple(group.rows for group in self.groups))
+    def _of_queries(self, **given: Any) -> RingAttention:
+        found: RingAttention = load(f"{_FEW_QUERIES}.FewCrossQueries")(
+            self.config, mesh=self.mesh, layout=self.layout, key_layout=self.key_layout,
+            q_positions=self.q_positions, **given,
+        )  # fmt: skip
+        return found
 
 
 class PairGeneration(Generation):

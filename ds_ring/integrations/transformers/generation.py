@@ -73,14 +73,16 @@ class CachedSharding(BatchSharding):
     ) -> RowsAttention:
         assert make is None, "queries that every rank has"
         asked = self.patterns.pattern if pattern is None else pattern
-        parts: list[RingAttention] = []
-        for one in self.of_rows(asked):
-            part = _CachedAttention(
-                self.config, mesh=self.mesh, layout=self.layout, scale=scale, pattern=one, score_mod=score_mod
-            )
-            part.q_positions = self.q_positions
-            parts.append(part)
+        parts = [
+            self._of_queries(scale=scale, pattern=one, score_mod=score_mod) for one in self.of_rows(asked)
+        ]
         return RowsAttention(parts, tuple(group.rows for group in self.groups))
+
+    def _of_queries(self, **given: Any) -> RingAttention:
+        """Return what attends in rows with the same documents; arguments as of `RingAttention`."""
+        found = _CachedAttention(self.config, mesh=self.mesh, layout=self.layout, **given)
+        found.q_positions = self.q_positions
+        return found
 
 
 class _CachedAttention(RingAttention):

@@ -216,9 +216,9 @@ def mamba1(
 
     def run(state: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         state, D, outs = state.clone(), kwargs.get("D"), []
+        D = None if D is None else D.to(tensors[0].dtype)  # of which the layer has made float32
         more = {"dt_bias": delta_bias, "dt_softplus": delta_softplus}
         for x, dt, B, C in zip(*(one.unbind(2) for one in tensors), strict=True):
-            D = None if D is None else D.to(x.dtype)  # of which the layer has made float32
             outs.append(_of_one_token(original)(state, x, dt, A, B, C, D, z=None, **more))
         return torch.stack(outs, dim=2), state
 
