@@ -226,6 +226,7 @@ def losses_by_length(rank: int, world_size: int) -> list[float]:
     return found
 
 
+@pytest.mark.situation("models", "samples of other lengths scale positions")
 def test_the_longest_sample_of_a_batch_scales_positions_on_all_rings(rank_pool):
     texts = Texts()
     model = sharp_model()

@@ -162,6 +162,7 @@ def sdpa_as_is(rank: int, world_size: int, family: str) -> Run:
     return train_on_ring(model, session, labelled(family), compiled)
 
 
+@pytest.mark.situation("models", "a model that is refused, changed as its refusal says")
 @pytest.mark.parametrize("family", ["Falcon", "Nemotron"])
 @pytest.mark.night  # by day test_backend.py runs a model as it is
 def test_a_model_runs_as_is_as_its_refusal_says(rank_pool: Pool, family: str) -> None:

@@ -56,6 +56,7 @@ def mistake(rank: int, world_size: int, kind: str) -> None:
     engine.ring.loss(output.logits, batch)
 
 
+@pytest.mark.situation("first hour", "a mistake of a first script")
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
@@ -83,6 +84,7 @@ def numbered_by_itself(rank: int, world_size: int) -> None:
     engine(**engine.ring.shard_batch(build_batch(SIZE)))
 
 
+@pytest.mark.situation("first hour", "a model of one's own that numbers its tokens")
 def test_a_model_that_numbers_its_tokens_by_itself_is_named(rank_pool: Any) -> None:
     """By the second rank; the first one's tokens do begin at 0."""
     other, own = rank_pool(2).collect(numbered_by_itself, grace_s=30)
@@ -107,6 +109,7 @@ def without_a_launcher(rank: int, world_size: int) -> None:
     ds_ring.initialize(model=torch.nn.Linear(1, 1), config=config)
 
 
+@pytest.mark.situation("first hour", "python script.py without a launcher")
 def test_a_script_without_a_launcher_hears_of_it() -> None:
     (found,) = run_ranks_collect(without_a_launcher, 1)
     assert found.error_type == "RingConfigError"

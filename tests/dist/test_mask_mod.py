@@ -145,6 +145,7 @@ def call_with_masks(rank: int, world_size: int, table: str, name: str, wrong_ran
     return refusal(lambda: attend(right_arguments(mesh) | {"pattern": MaskMod(row)}), mesh)
 
 
+@pytest.mark.situation("masks", "ranks have different mask functions")
 @pytest.mark.parametrize("name", DIFFERENT)
 @pytest.mark.day("two lambdas", "one number", "one document id")
 def test_different_masks_on_two_ranks_are_named_on_every_rank(rank_pool: Pool, name: str) -> None:
@@ -186,6 +187,7 @@ def changed_masks(rank: int, world_size: int, what: str) -> Refusal:
     return refusal(call, mesh)
 
 
+@pytest.mark.situation("masks", "what a mask captured has changed since it was made")
 @pytest.mark.parametrize(
     "what", ["tensor", "number", "tensor, by a module", "number, by a module", "tensor, compiled"]
 )
@@ -207,6 +209,7 @@ def batches_in_one_buffer(rank: int, world_size: int) -> list[bool]:
     return found
 
 
+@pytest.mark.situation("masks", "document ids of each batch in one buffer")
 def test_ids_of_the_next_batch_in_the_same_buffer_are_attended(rank_pool: Pool) -> None:
     assert rank_pool(2).run(batches_in_one_buffer) == [[True] * 3] * 2
 

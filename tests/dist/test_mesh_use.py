@@ -70,6 +70,7 @@ def after_close(rank: int, world_size: int) -> dict[str, tuple[str, str, float]]
     return {name: raised(act) for name, act in acts.items()}
 
 
+@pytest.mark.situation("mesh", "a closed mesh is used")
 @pytest.mark.parametrize("ring_size", [1, 2])
 def test_a_closed_mesh_raises_at_every_later_use(rank_pool: Pool, ring_size: int) -> None:
     for found in rank_pool(ring_size).run(after_close):
@@ -102,6 +103,7 @@ def after_fork(rank: int, world_size: int) -> tuple[list[tuple[str, str, float]]
     return found, error_of_a_correct_pass(mesh)
 
 
+@pytest.mark.situation("mesh", "a forked child uses its parent's mesh")
 @pytest.mark.parametrize("ring_size", [1, 2])
 def test_a_forked_child_cannot_use_the_mesh_of_its_parent(rank_pool: Pool, ring_size: int) -> None:
     for found, afterwards in rank_pool(ring_size).run(after_fork):
@@ -131,6 +133,7 @@ def two_threads(rank: int, world_size: int) -> tuple[list[tuple[str, str, float]
     return found, time.perf_counter() - started
 
 
+@pytest.mark.situation("mesh", "two threads use one mesh")
 def test_one_mesh_in_two_threads_raises_on_every_rank(rank_pool: Pool) -> None:
     """Both threads of both ranks end with a typed error that says why; nobody waits."""
     for found, seconds in rank_pool(2).run(two_threads):
@@ -223,6 +226,7 @@ def resources_of(rank: int, world_size: int, how: str, meshes: int) -> list[tupl
     return found
 
 
+@pytest.mark.situation("mesh", "many meshes are made and dropped")
 @pytest.mark.parametrize("how", ["closed", "dropped", "closed at other times"])
 @pytest.mark.day("closed", "dropped")
 def test_meshes_that_are_closed_or_dropped_leave_nothing_behind(how: str) -> None:

@@ -359,6 +359,7 @@ def walk(rank: int, world_size: int, mode: str, names: list[str]) -> dict[str, s
 FEW = ["attention", "SlidingWindow", "MaskMod by vmap", "Softcap", "gather_sequence", "halo"]
 
 
+@pytest.mark.situation("modes", "public functions under compile, checkpoint, inference_mode, no_grad, vmap")
 @pytest.mark.parametrize("names", [FEW, list(FUNCTIONS)], ids=["few", "all"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.day("reentrant-few", "selective-few", "inference first-few", "batched gradients-few", "vmap-few")
@@ -390,6 +391,7 @@ def made_inside(rank: int, world_size: int) -> str:
     return ""
 
 
+@pytest.mark.situation("modes", "a pattern is made inside a compiled function")
 def test_what_cannot_be_made_inside_a_graph_is_named(rank_pool: Pool) -> None:
     (found,) = rank_pool(1).run(made_inside)
     assert found.startswith("RingConfigError: Tilt: expected one that is made outside"), found

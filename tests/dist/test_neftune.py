@@ -44,6 +44,7 @@ def on_a_ring(rank: int, world_size: int, when: str, section: dict[str, Any]) ->
     return losses, plain, [line for line in engine.ring.describe().splitlines() if "neftune" in line]
 
 
+@pytest.mark.situation("trainers", "NEFTune's noise")
 @pytest.mark.day("zigzag-after-3")
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -79,6 +80,7 @@ def with_term(rank: int, world_size: int, kind: str) -> None:
     engine(**engine.ring.shard_batch(build_batch(SIZE)))
 
 
+@pytest.mark.situation("trainers", "a hook whose term depends on the number of tokens")
 @pytest.mark.parametrize(
     ("kind", "words"), [("activated LoRA", "alora_invocation_tokens"), ("z-loss", "added a term to it")]
 )

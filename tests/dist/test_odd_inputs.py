@@ -56,6 +56,7 @@ def expected(place: str, value: float) -> list[Tensor]:
     return [want.out, want.dq, want.dk, want.dv]
 
 
+@pytest.mark.situation("inputs", "tensors with other strides")
 @pytest.mark.parametrize("transport", ["ring", "all_gather"])
 @pytest.mark.parametrize("stride", STRIDES)
 def test_strides_do_not_matter(rank_pool, stride, transport):
@@ -77,11 +78,13 @@ def gradient_of_a_sum(rank: int, world_size: int) -> list[Tensor]:
     return [x - y for x, y in zip(*found, strict=True)]
 
 
+@pytest.mark.situation("inputs", "out.sum().backward(): the incoming gradient is expanded")
 def test_the_gradient_of_a_sum(rank_pool):
     for differences in rank_pool(2).run(gradient_of_a_sum):
         assert all(bool((x == 0).all()) for x in differences)
 
 
+@pytest.mark.situation("inputs", "NaN or Inf in the input")
 @pytest.mark.parametrize("place", ["q", "k", "v", "grad"])
 @pytest.mark.parametrize("value", VALUES)
 @pytest.mark.parametrize("world", [2, 4])

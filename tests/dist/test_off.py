@@ -59,6 +59,7 @@ def train_generate_save(rank: int, world_size: int, stage: int, folder: str) -> 
     return found
 
 
+@pytest.mark.situation("models", "the model without the ring: generate, export")
 @pytest.mark.parametrize("stage", [1, 3], ids=lambda stage: f"zero{stage}")
 @pytest.mark.day("zero3")
 def test_the_model_is_plain_while_the_ring_is_off(rank_pool: Any, tmp_path: Path, stage: int) -> None:

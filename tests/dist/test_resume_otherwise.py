@@ -136,6 +136,7 @@ def check(found: list[Any], words: str, error: str = "RingCheckpointError") -> N
 # Ranks that read something else.
 
 
+@pytest.mark.situation("checkpoints", "ranks load different checkpoints of one tag")
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("tag", [None, "global_step2"])
 @pytest.mark.day("global_step2-3")
@@ -153,6 +154,7 @@ def test_the_same_checkpoint_under_two_paths_is_one(rank_pool, saved, tmp_path) 
     assert loaded(rank_pool, Setup(), [folder, copy]) == [losses, losses]
 
 
+@pytest.mark.situation("checkpoints", "one rank does not see the folder of checkpoints")
 @pytest.mark.parametrize("blind", [0, 1])
 @pytest.mark.parametrize("tag", [None, "global_step2"])
 def test_a_folder_that_one_rank_does_not_see(rank_pool, saved, tmp_path, blind, tag) -> None:
@@ -169,6 +171,7 @@ OPTIONS = (
 )  # fmt: skip
 
 
+@pytest.mark.situation("checkpoints", "ranks load with different options")
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.day(OPTIONS[0])
 def test_ranks_that_load_with_different_options(rank_pool, saved, option) -> None:
@@ -229,6 +232,7 @@ TABLE: dict[str, tuple[Setup, Setup, dict[str, Any], str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.situation("checkpoints", "a run resumes with another ZeRO stage, dtype, optimizer or scheduler")
 @pytest.mark.parametrize("case", TABLE)
 @pytest.mark.day(
     "stage 1 at 2", "stage 0 at 1", "weights of 0 at 2", "bf16 as fp32", "AdamW as SGD", "AdamW as Adamax",
@@ -266,6 +270,7 @@ OLD = {
 }
 
 
+@pytest.mark.situation("checkpoints", "a manifest of an older version")
 @pytest.mark.parametrize("case", OLD)
 @pytest.mark.day("stage 1 at 2", "AdamW as SGD")
 def test_a_manifest_of_an_older_version(rank_pool, saved, tmp_path, case) -> None:

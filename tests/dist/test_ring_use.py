@@ -160,6 +160,7 @@ def every_attention(rank: int, world_size: int) -> dict[str, list[str]]:
     return found
 
 
+@pytest.mark.situation("models", "a model with attention of its own")
 def test_attention_of_ones_own_is_the_rings_or_an_error(rank_pool: Any) -> None:
     for found in rank_pool(2).run(every_attention, timeout_s=120):
         for name, (_, words) in ATTENTIONS.items():

@@ -99,6 +99,7 @@ def pickled(rank: int, world_size: int) -> list[str]:
     return found
 
 
+@pytest.mark.situation("trainers", "torch.save of a model on a ring")
 def test_a_module_with_hooks_of_a_ring_is_not_pickled(rank_pool: Any) -> None:
     for found in rank_pool(2).run(pickled):
         assert len(found) == 9
@@ -117,6 +118,7 @@ def losses_alone() -> list[float]:
     return losses
 
 
+@pytest.mark.situation("trainers", "a second engine on one model")
 @pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize("ending", ["later engine", "destroy", "failed start", "compiled"])
 @pytest.mark.day("later engine-True", "failed start-True", "destroy-False")
@@ -172,6 +174,7 @@ def stages(rank: int, world_size: int, config: str, ring: bool) -> Logs:
     return logs
 
 
+@pytest.mark.situation("trainers", "a model goes from SFT to another trainer")
 @pytest.mark.night  # by day engines of ds_ring and of deepspeed.initialize, above
 def test_a_model_goes_from_trainer_to_trainer(rank_pool: Any, tmp_path: Path) -> None:
     pytest.importorskip("accelerate")

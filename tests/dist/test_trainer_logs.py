@@ -194,6 +194,7 @@ def compare(rank_pool: Any, folder: Path, cases: list[str], ring: int, **more: A
             print(case, check_logs(logs[case], expected[case]))
 
 
+@pytest.mark.situation("trainers", "a model returns a dict, a tuple or a dataclass, and is evaluated")
 @pytest.mark.parametrize("ring", [2, 4])
 @pytest.mark.parametrize("forms", [("dataclass", "tensor"), tuple(FORMS)], ids=["some", "all"])
 @pytest.mark.day("some-2")
@@ -203,6 +204,7 @@ def test_outputs_of_any_form_are_evaluated_as_on_one_process(
     compare(rank_pool, tmp_path, list(forms), ring)
 
 
+@pytest.mark.situation("trainers", "compute_loss of one's own, label smoothing, a teacher")
 @pytest.mark.parametrize("ring", [2, 4])
 @pytest.mark.day("2")
 def test_losses_of_ones_own_are_evaluated_as_on_one_process(
@@ -211,6 +213,7 @@ def test_losses_of_ones_own_are_evaluated_as_on_one_process(
     compare(rank_pool, tmp_path, list(OWN_LOSSES), ring)
 
 
+@pytest.mark.situation("trainers", "an IterableDataset on several replicas")
 @pytest.mark.night
 def test_streams_of_replicas_are_evaluated_as_on_one_process(rank_pool: Any, tmp_path: Path) -> None:
     """Ring 2 x data 2, one sample a replica, and the last round half full; the model stays as it is."""
@@ -240,12 +243,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.situation("trainers", "an option of TrainingArguments")
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.day("random collator")
 def test_options_of_trainer_are_those_of_one_process(rank_pool: Any, tmp_path: Path, option: str) -> None:
     compare(rank_pool, tmp_path, ["ModelOutput"], 2, **OPTIONS[option])
 
 
+@pytest.mark.situation("trainers", "an IterableDataset whose last batch is incomplete")
 @pytest.mark.parametrize("ring", [2, 4])
 @pytest.mark.day("2")
 def test_streams_are_evaluated_as_on_one_process(rank_pool: Any, tmp_path: Path, ring: int) -> None:

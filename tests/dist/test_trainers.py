@@ -144,6 +144,7 @@ def ids_of_a_shuffling_loader(rank: int, world_size: int, axis: str, seedable: b
     return mine
 
 
+@pytest.mark.situation("trainers", "no seed is set")
 @pytest.mark.parametrize(
     ("world", "axis", "seedable"),
     [(2, "", False), (4, "", False), (4, "sp", False), (2, "cp", True), (4, "", True)],
@@ -225,6 +226,7 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
     return found
 
 
+@pytest.mark.situation("trainers", "an option that a ring cannot honour")
 def test_what_cannot_be_honoured_is_refused(rank_pool: Any) -> None:
     pytest.importorskip("trl")
     words = {
@@ -292,6 +294,7 @@ def whole_batches(rank: int, world_size: int) -> dict[str, str]:
     return found
 
 
+@pytest.mark.situation("trainers", "a trainer of whole sequences")
 def test_what_cannot_be_whole_on_a_ring_is_refused(rank_pool: Any) -> None:
     words = {
         "dynamic": "dynamic_ring: expected false under ds_ring.enable(), got true",
@@ -346,6 +349,7 @@ def late(rank: int, world_size: int) -> list[str]:
     return [*found, str(bool(engine(**build_batch(size)).loss > 0))]
 
 
+@pytest.mark.situation("trainers", "ds_ring.enable() after the model was prepared")
 def test_a_late_enable_names_what_was_made_before() -> None:
     pytest.importorskip("accelerate")
     for found in run_ranks(late, 2):
@@ -493,6 +497,7 @@ def padded_on_the_left(rank: int, world_size: int) -> tuple[float, float, list[s
     return logits, float((output.loss - expected.loss).abs()), refused
 
 
+@pytest.mark.situation("padding", "prompts that are padded on the left")
 def test_padding_on_the_left_is_moved_out_of_the_way(rank_pool: Any) -> None:
     for logits, loss, refused in rank_pool(2).run(padded_on_the_left):
         assert max(logits, loss) <= 2e-6

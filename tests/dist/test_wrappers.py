@@ -310,6 +310,9 @@ def on_a_ring(
     )
 
 
+@pytest.mark.situation(
+    "wrappers", "a module around the model mixes tokens (reward models, embedders, pooling)"
+)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("stage", [0, 3])
@@ -327,6 +330,7 @@ def test_a_wrapper_trains_as_on_one_process(rank_pool: Any, case: str, stage: in
         assert all(shape[1] < SIZE.tokens for shape in by_token), shapes
 
 
+@pytest.mark.situation("wrappers", "a module around the model mixes tokens in a way that cannot be sharded")
 @pytest.mark.parametrize(
     ("case", "section", "change", "error", "words"),
     [
@@ -346,6 +350,7 @@ def test_what_cannot_be_made_exact_is_refused_on_every_rank(
         assert "test_wrappers.py:" in outcome.message or case == "prompt of its own"
 
 
+@pytest.mark.situation("wrappers", "a module around the model has collectives of its own")
 def test_a_module_that_sends_by_itself_is_left_alone_with_a_warning(rank_pool: Any) -> None:
     (_, _, said, _), *_ = rank_pool(2).run(on_a_ring, "sums itself", 3, {})
     assert len(said) == 2 and "calls torch.distributed itself" in said[0]  # in training, in evaluation

@@ -343,6 +343,7 @@ def call_wrongly(rank: int, world_size: int, name: str, ulysses_size: int) -> Re
     return refusal(lambda: attend(arguments), mesh)
 
 
+@pytest.mark.situation("inputs", "a wrong argument")
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_arguments_end_in_a_typed_error_on_every_rank(rank_pool: Pool, name: str) -> None:
     case = WRONG[name]
@@ -590,6 +591,7 @@ def act_wrongly(rank: int, world_size: int, name: str) -> Refusal:
     return refusal(lambda: CALLS[name].act(rank, mesh), mesh)
 
 
+@pytest.mark.situation("inputs", "a wrong call")
 @pytest.mark.parametrize("name", CALLS)
 def test_wrong_calls_end_in_a_typed_error_on_every_rank(rank_pool: Pool, name: str) -> None:
     case = CALLS[name]
@@ -623,6 +625,7 @@ def compiled_wrongly(rank: int, world_size: int, name: str, backend: str) -> Ref
     return found._replace(seconds=0.0)  # most of them are the compiler's
 
 
+@pytest.mark.situation("inputs", "a wrong call inside a compiled function")
 @pytest.mark.parametrize(
     "backend",
     [

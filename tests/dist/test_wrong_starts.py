@@ -138,6 +138,7 @@ def wrong_start(rank: int, world_size: int, what: str) -> Refusal:
     return refused(initialize(**arguments))
 
 
+@pytest.mark.situation("first hour", "a wrong start")
 @pytest.mark.parametrize("what", STARTS)
 def test_wrong_starts_are_errors_on_every_rank(rank_pool, what):
     _, error, words = STARTS[what]
@@ -194,6 +195,7 @@ def differing_start(
     return found, afterwards.ring.mesh.ring_size == 2
 
 
+@pytest.mark.situation("first hour", "the JSON differs between ranks")
 @pytest.mark.parametrize("what", DIFFERENT)
 @pytest.mark.parametrize(("world", "wrong_rank"), [(2, 1), (2, 0), (4, 2)])
 @pytest.mark.covering(1)
@@ -262,6 +264,7 @@ def wrong_batch(rank: int, world_size: int, what: str, who: int | None) -> Refus
     return refused(lambda: engine(**engine.ring.shard_batch(batch)))
 
 
+@pytest.mark.situation("inputs", "a batch that no pattern can express")
 @pytest.mark.parametrize("what", BATCHES)
 @pytest.mark.parametrize("who", [None, 1], ids=["all", "rank 1"])
 def test_batches_that_no_pattern_can_express(rank_pool, what, who):

@@ -85,6 +85,7 @@ def launch(place: Workplace, yaml: str, fault: str) -> tuple[int, str]:
     return place.launch(place.write(yaml + RUN, COUNT), "--", "--fault", fault)
 
 
+@pytest.mark.situation("launcher", "a rank is killed")
 @pytest.mark.parametrize("engine", ["deepspeed", "torchrun", "mpirun"])
 @pytest.mark.day("mpirun")  # which starts without torch
 def test_a_killed_rank_is_named_and_the_job_goes_on(workplace: Workplace, engine: str) -> None:  # noqa: F811
@@ -102,6 +103,7 @@ def test_a_killed_rank_is_named_and_the_job_goes_on(workplace: Workplace, engine
     assert "strikes now" in output
 
 
+@pytest.mark.situation("launcher", 'an error of one\'s own whose text has "nccl"')
 @pytest.mark.needs("mpirun")
 def test_a_bug_ends_it_after_two_attempts_with_its_traceback_first(workplace: Workplace) -> None:  # noqa: F811
     status, output = launch(workplace, f"engine: mpirun\n{LOCAL}", "bug")
@@ -118,6 +120,7 @@ def test_a_bug_ends_it_after_two_attempts_with_its_traceback_first(workplace: Wo
     )
 
 
+@pytest.mark.situation("launcher", "the job is preempted")
 @pytest.mark.needs("mpirun")  # which starts without torch
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 @pytest.mark.day("15")
@@ -133,6 +136,7 @@ def test_a_preempted_job_ends_with_75(workplace: Workplace, number: signal.Signa
     assert RunFolder(workplace.folder / "run").events()[-1]["verdict"] == "preempted"
 
 
+@pytest.mark.situation("launcher", "two launches of one YAML")
 @pytest.mark.needs("mpirun")
 @pytest.mark.parametrize("rounds", [1, 10])
 @pytest.mark.day("1")

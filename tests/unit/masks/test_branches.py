@@ -76,6 +76,7 @@ IDS_OF = st.lists(st.integers(-2, 5), min_size=6, max_size=6).map(tuple)
 STARTS = (0, 5, 9, 30, 31, 60)
 
 
+@pytest.mark.situation("masks", "labels that do not ascend: trees whose nodes are in any order, negative ids")
 @given(ids=IDS_OF, others=IDS_OF, q=runs, k=runs)
 def test_tables_join_by_their_ids_in_any_order(
     ids: tuple[int, ...],
@@ -207,6 +208,7 @@ def test_unions_count_each_pair_once() -> None:
             np.testing.assert_array_equal(counts, want)
 
 
+@pytest.mark.situation("masks", "a union of patterns that count a pair twice")
 @pytest.mark.parametrize(
     ("first", "second"),
     [

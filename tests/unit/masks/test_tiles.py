@@ -47,6 +47,7 @@ def test_several_runs_are_cut_at_once() -> None:
     np.testing.assert_array_equal(paint(tiles, 12, 18), k[None, :] <= q[:, None])
 
 
+@pytest.mark.situation("masks", "a tree whose tile has no queries or no keys")
 @pytest.mark.parametrize("side", ["q", "k"])
 def test_an_empty_tile_is_refused_where_it_is_made(side: str) -> None:
     """aten ended the process at a tile of no tokens (SIGFPE)."""

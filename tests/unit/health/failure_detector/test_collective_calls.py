@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from ds_ring.health.failure_detector.verdicts import LEFT_S, FailureDetector
 
 HEARTBEAT_S = 2.0
 SCRIPT = ("the training script", 10.0, "step_timeout_seconds")
 STEP = ("engine.step", 6.0, "hop_timeout_seconds")
+
+pytestmark = pytest.mark.situation("late ranks", "a rank is late outside of a pass")
 
 
 def detector_of(ranks: int = 3) -> FailureDetector:

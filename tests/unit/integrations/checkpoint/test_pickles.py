@@ -24,6 +24,7 @@ from ds_ring.integrations.checkpoint.stand_ins import CALLS, CLASSES, DTYPES, ST
 from tests.hostile_pickles import FLOATS, HOSTILE, RAW, TWO_FLOATS, Call, mutated, tensor, write
 
 ROOT = Path(__file__).resolve().parents[4]
+pytestmark = pytest.mark.situation("checkpoints", "a hostile or damaged .pt file")
 
 
 class Planted:

@@ -193,6 +193,7 @@ def truth(function: Function) -> Tensor:
     return (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(~mask, -torch.inf).softmax(-1) @ v
 
 
+@pytest.mark.situation("masks", "a mask is made anew after what its function captured has changed")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.day("two_levels_down", "by_method")
 def test_a_new_mask_has_what_was_captured_now_and_the_old_one_is_refused(kind: str) -> None:
@@ -209,6 +210,7 @@ def test_a_new_mask_has_what_was_captured_now_and_the_old_one_is_refused(kind: s
         attended(pattern=first)
 
 
+@pytest.mark.situation("masks", "a score_mod whose captured values have changed")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("how", ["call", "module"])
 @pytest.mark.day("call-by_ids", "module-two_levels_down")
@@ -261,6 +263,7 @@ def test_masks_of_equal_code_and_values_are_one_plan() -> None:
         attended(pattern=first)
 
 
+@pytest.mark.situation("masks", "a captured value changes between forward and backward")
 def test_the_backward_pass_has_the_values_of_the_forward_pass() -> None:
     """Two batches whose ids lie in one buffer, forward before backward."""
     ids, mesh = torch.zeros(TOKENS, dtype=torch.long), RingMesh.single()
@@ -327,6 +330,7 @@ LEARNED: dict[str, Any] = {
 }
 
 
+@pytest.mark.situation("masks", "a score_mod captures a parameter, a leaf tensor or a module")
 @pytest.mark.parametrize("name", LEARNED)
 @pytest.mark.parametrize("how", ["call", "module", "replicated"])
 @pytest.mark.day("call-a module", "module-a tensor that was computed")
@@ -382,6 +386,7 @@ def five_times(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Ten
     return FiveTimes.apply(score)  # type: ignore[no-any-return]
 
 
+@pytest.mark.situation("masks", "a score_mod whose derivative is not finite at hidden pairs")
 @pytest.mark.parametrize("function", [far, root, five_times])
 def test_derivatives_are_masked_and_are_those_of_the_function(function: Function) -> None:
     """(FlexAttention masks after the derivative.)"""

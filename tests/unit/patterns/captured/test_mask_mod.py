@@ -78,6 +78,7 @@ def test_a_mask_is_flex_attentions(function: MaskFunction) -> None:
     assert_close(found.expand_as(expected), expected)
 
 
+@pytest.mark.situation("masks", "a mask function writes to a captured tensor")
 @pytest.mark.parametrize(
     "write",
     [lambda q: IDS.view(8, 8).add_(0), lambda q: IDS.add_(q), lambda q: q.add_(1), lambda q: q.sub_(q)],
@@ -91,6 +92,7 @@ def test_a_mask_that_writes_to_what_is_not_its_own_is_refused(write: MaskFunctio
         trace_mask(function)
 
 
+@pytest.mark.situation("masks", "a mask function with tensors as defaults")
 @pytest.mark.parametrize("where", ["default", "after a star"])
 def test_what_a_default_holds_is_captured(where: str) -> None:
     def near(b: Tensor, h: Tensor, q: Tensor, k: Tensor, width: int = 9) -> Tensor:
@@ -120,6 +122,7 @@ def dense(function: MaskFunction) -> None:
     MaskMod(function).mask(np.arange(4), np.arange(4))
 
 
+@pytest.mark.situation("masks", "a function that is no mask")
 @pytest.mark.parametrize(
     ("call", "error", "said"),
     [
