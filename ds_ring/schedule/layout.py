@@ -151,12 +151,6 @@ class ChunkLayout(Layout):
         """Return the number of chunks of the whole sequence."""
         return self.ring_size * self.chunks_per_rank
 
-    def chunks_of(self, ring_rank: int) -> list[int]:
-        """Return the chunks of a rank, ascending: p alone, or p and its mirror image."""
-        if self.chunks_per_rank == 1:
-            return [ring_rank]
-        return [ring_rank, self.chunks - 1 - ring_rank]
-
     def runs(self, ring_rank: int) -> IntArray:
         return self._runs[ring_rank]
 

@@ -82,7 +82,6 @@ def test_a_file_and_a_row_are_all(copy: Path) -> None:
     assert differing == {"__init__.pyi": 2, "registry.py": 3}  # a row each
 
 
-@pytest.mark.night
 def test_two_ranks_run_all_of_them_by_their_names(copy: Path, tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     reports = [tmp_path / f"report{rank}" for rank in range(2)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ds_ring.masks.slots import IntArray
 from ds_ring.schedule.layout import ChunkLayout, Layout, Mix
 
 
@@ -15,8 +16,8 @@ class MirroredLayout(ChunkLayout):
     def name(self) -> str:
         return "mirrored"
 
-    def chunks_of(self, ring_rank: int) -> list[int]:
-        return [self.ring_size - 1 - ring_rank]
+    def runs(self, ring_rank: int) -> IntArray:
+        return super().runs(self.ring_size - 1 - ring_rank)
 
 
 def make_mirrored(tokens: int, ring_size: int, multiple_of: int, mix: Mix) -> Layout:
