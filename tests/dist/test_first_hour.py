@@ -28,18 +28,20 @@ SIZE = Size(hidden=16, layers=1, tokens=24, samples=2)
 class Head(nn.Module):
     """A model of one's own on the ring, and a head that reads the token of a number."""
 
-    def __init__(self) -> None:
+    def __init__(self, selects: bool) -> None:
         super().__init__()
         self.embed, self.head, self.ring = nn.Embedding(61, 16), nn.Linear(16, 1), None
+        self.selects = selects
 
     def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         ring: Any = self.ring
         x = self.embed(input_ids)[:, None]
-        return self.head(ring.attention()(x, x, x)[:, 0, SIZE.tokens - 1])
+        x = ring.attention()(x, x, x)[:, 0]
+        return self.head(x.select(1, SIZE.tokens - 1) if self.selects else x[:, SIZE.tokens - 1])
 
 
 def mistake(rank: int, world_size: int, kind: str) -> None:
-    model: Any = Head() if kind == "index" else build_model(SIZE, "sdpa")
+    model: Any = Head(kind == "select") if kind in ("index", "select") else build_model(SIZE, "sdpa")
     engine = start_engine(model, json_config(world_size, 2, 0))
     model.ring = engine.ring
     if kind.startswith("ragged"):
@@ -47,6 +49,8 @@ def mistake(rank: int, world_size: int, kind: str) -> None:
         given = engine.ring.loader(data, 2) if kind == "ragged" else engine.ring.wrap(DataLoader(data, 2))
         next(iter(given))
     whole = build_batch(SIZE)
+    if kind == "token id":
+        whole["input_ids"][:, -1] = 10**6
     batch = engine.ring.shard_batch({"input_ids": whole["input_ids"]})
     output = engine(input_ids=batch["input_ids"], position_ids=batch["position_ids"])
     if kind == "no labels, backward":
@@ -66,11 +70,20 @@ def mistake(rank: int, world_size: int, kind: str) -> None:
         ("ragged", "expected one length, got 12, 17 tokens; give lengths="),
         ("ragged, wrapped", "expected one length, got 12, 17 tokens"),
         ("index", "a rank has 12 of 24 tokens"),
+        ("select", "a rank has 12 of 24 tokens"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_named_on_every_rank(rank_pool: Any, kind: str, words: str) -> None:
     for outcome in rank_pool(2).collect(mistake, kind, grace_s=30):
         assert outcome.error_type == "RingShapeError" and words in outcome.message, outcome.report
+
+
+@pytest.mark.situation("first hour", "a token id above the vocabulary")
+def test_a_token_id_above_the_vocabulary_is_no_index_of_the_sequence(rank_pool: Any) -> None:
+    outcomes = rank_pool(2).collect(mistake, "token id", grace_s=30)
+    raw = [outcome for outcome in outcomes if outcome.error_type == "IndexError"]
+    assert raw and "index out of range in self" in raw[0].message, [one.report for one in outcomes]
+    assert not any("whole sequence" in outcome.message for outcome in outcomes)
 
 
 def numbered_by_itself(rank: int, world_size: int) -> None:

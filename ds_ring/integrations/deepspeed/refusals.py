@@ -13,6 +13,7 @@ on the same sharding, so all of them raise. What a transformers model may ask fo
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -216,6 +217,15 @@ def refuse_training(call: Callable[..., Any], *_: Any, **__: Any) -> NoReturn:
     raise RingConfigError(f"engine.{call.__name__}: expected an optimizer, got none; {ADD_OPTIMIZER}")
 
 
+def _indexed_size(error: IndexError) -> int | None:
+    """Return the size of the dimension that an index of torch does not fit; None if the text has none."""
+    if found := re.search(r"out of bounds for dimension -?\d+ with size (\d+)", str(error)):
+        return int(found[1])
+    if found := re.search(r"for tensor of size \[([\d, ]+)\] at dimension (-?\d+)", str(error)):
+        return int(found[1].split(",")[int(found[2])])
+    return None
+
+
 class RingUse:
     """Check the first forward pass of an engine's model in each mode (training, evaluation).
 
@@ -239,6 +249,8 @@ class RingUse:
             if batches.is_off or batches.current.mesh.sequence_size == 1:
                 raise
             sharding, name = batches.current, type(self._engine.module).__name__
+            if _indexed_size(error) != sharding.local_tokens:
+                raise  # of another tensor: a token id above the vocabulary, a label above the classes
             raise RingShapeError(
                 f"{name}: {error}; a rank has {sharding.local_tokens} of {sharding.layout.tokens} tokens, so"
                 " an index of the whole sequence does not fit: use engine.ring.gather(x)[:, index]"
