@@ -36,7 +36,8 @@ def object_of(handle: int, kind: type[T]) -> T:
 # [Note: handles in compiled code]
 # torch.compile runs a function marked `assume_constant_result` while it traces and keeps the result, here the
 # integer by which the operator finds pattern, layout, mesh and options. It guards the arguments: numbers and
-# texts by value, objects that come from outside by identity. An object that the traced code itself makes is
+# texts by value, objects that come from outside by identity ([Note: guards of functions] in
+# `traced_objects.py` has those of functions). An object that the traced code itself makes is
 # handed over without its attributes, so that nothing may be wrapped into an object before such a call: it
 # would arrive with its defaults.
 def constant_in_graphs(function: Callable[..., T]) -> Callable[..., T]:

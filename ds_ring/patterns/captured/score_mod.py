@@ -26,10 +26,12 @@ from ds_ring.masks.tiles import ScoreFunction
 from ds_ring.patterns.captured.traced import (
     CapturedValues,
     Traced,
+    compiled_as_written,
     functorch_allowed,
     indexed_by_tensors,
     name_of,
     trace,
+    uncompiled,
     without_modes,
 )
 
@@ -125,8 +127,8 @@ class ScoreMod:
         """Return whether the score depends on a captured tensor that requires a gradient."""
 
         def work() -> bool:
-            with indexed_by_tensors():
-                return bool(self.function(*_examples(torch.float32)[:5]).requires_grad)
+            with indexed_by_tensors(), compiled_as_written():
+                return bool(uncompiled(self.function)(*_examples(torch.float32)[:5]).requires_grad)
 
         return without_modes(work)
 
@@ -148,7 +150,7 @@ class ScoreMod:
     @cached_property
     def untraced(self) -> Callable[..., Tensor]:
         """Return the function itself, with the arguments of its trace."""
-        function = self.function
+        function = uncompiled(self.function)
 
         def of_pairs(
             score: Tensor, batch: Tensor, head: Tensor, q: Tensor, k: Tensor, grad: Tensor
