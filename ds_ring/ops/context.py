@@ -49,7 +49,6 @@ class RingContext:
         layout: the rank and slot of each token; a name: a layout for each length of a call.
         mesh: the ranks and process groups.
         options: kernel, transport and further options.
-        handle: the integer by which the operator finds this context.
         in_a_graph: True if a compiled graph carries the handle; then the context lives as long as the mesh.
         keeps_functions: calls do not trace the functions of pattern and score_mod anew. So it is with
             modules, whose contexts hold the caller's own objects; others hold any that are equal.
@@ -66,7 +65,6 @@ class RingContext:
     options: Options
     in_a_graph: bool = False
     keeps_functions: bool = False
-    handle: int = field(init=False)
     make_pass: MakePass = field(init=False, repr=False)
     exchange: Exchange | None = None
     saved: SavedTensors = field(init=False, repr=False)
@@ -84,7 +82,11 @@ class RingContext:
             self.saved = load(SAVED_TENSORS["offload_attention"])(self.saved)
         if self.options.recompute_attention < 1 and "results" in SAVED_TENSORS:
             self.saved = load(SAVED_TENSORS["results"])(self.saved)
-        self.handle = new_handle(self)
+
+    @cached_property
+    def handle(self) -> int:
+        """Return the integer by which the operator finds this context."""
+        return new_handle(self, self.mesh.place, self._settings)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RingContext:
         """Return this context itself: callers cannot change it, and its mesh cannot be copied."""

@@ -8,8 +8,10 @@ mesh, pattern or scale of another call.
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,9 +29,12 @@ from ds_ring import (
     RingAttention,
     RingError,
     RingMesh,
+    halo,
     make_layout,
     ring_attention,
+    ring_scan,
 )
+from ds_ring.layers.latents.attention import latent_attention
 from ds_ring.ops.context import KEPT_CONTEXTS, ContextCache, context_for, context_of
 from ds_ring.ops.options import Options
 from tests.cases import Shape, tensors
@@ -544,3 +549,68 @@ def test_a_compiled_function_sees_what_a_function_of_pairs_has_captured(
 def test_a_function_made_inside_of_a_computed_tensor_is_named(rank_pool: Pool) -> None:
     (found,) = rank_pool(1).run(captured, "made_inside", "a computed tensor")
     assert isinstance(found, str) and "a tensor that is computed inside" in found, found
+
+
+def shared_cache(rank: int, world_size: int, folder: str, names: list[str]) -> dict[str, list[float]]:
+    """Compile functions whose graphs differ by rank, with Inductor's cache in this folder; errors against eager."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+    ring, heads = RingMesh.from_world(world_size), RingMesh.from_world(1, world_size)
+    zigzag = make_layout("zigzag", tokens=16, ring_size=world_size)  # the first rank has two runs, the last one
+    whole = make_layout("contiguous", tokens=16, ring_size=1)
+    assert len(zigzag.runs(ring.ring_rank)) == world_size - rank
+
+    def haloed(x: Tensor) -> Tensor:
+        return halo(x, 2, 1, dim=1, layout=zigzag, mesh=ring)
+
+    def scanned(transition: Tensor, increment: Tensor) -> Tensor:
+        return ring_scan(transition, increment, layout=zigzag, mesh=ring)
+
+    def with_sinks(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
+        where: dict[str, Any] = {"layout": whole, "mesh": heads}
+        return ring_attention(q, k, v, pattern=Causal(), sinks=sinks, **where)  # type: ignore[no-any-return]
+
+    def attended(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return ring_attention(q, k, v, pattern=Causal(), layout=zigzag, mesh=ring)  # type: ignore[no-any-return]
+
+    def latents(q: Tensor, latent: Tensor, rope: Tensor, up: Tensor) -> Tensor:
+        where: dict[str, Any] = {"layout": whole, "mesh": heads}
+        return latent_attention(q, latent, rope, up, pattern=Causal(), **where)  # type: ignore[no-any-return]
+
+    def randn(*shape: int) -> Tensor:
+        generator = torch.Generator().manual_seed(len(shape) + 10 * shape[-1])
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    qkv, runs = [randn(1, heads, 8, 16) for heads in (4, 2, 2)], len(zigzag.runs(ring.ring_rank))
+    calls: dict[str, tuple[Callable[..., Tensor], list[Tensor]]] = {
+        "halo": (haloed, [randn(2, 8, 3)]),
+        "scan": (scanned, [randn(runs, 2, 3), randn(runs, 2, 3)]),
+        "attention": (attended, qkv),
+        "sinks and Ulysses": (with_sinks, [*qkv, torch.linspace(-1, 1, 4, dtype=torch.float64)]),
+        "latents and Ulysses": (
+            latents,
+            [randn(1, 4, 8, 12), randn(1, 1, 8, 6), randn(1, 1, 8, 4), randn(4 * 16, 6)],
+        ),
+    }
+    found: dict[str, list[float]] = {}
+    for name in names:
+        function, inputs = calls[name]
+        both = []
+        for run in (function, torch.compile(function, fullgraph=True)):
+            given = [x.clone().requires_grad_() for x in inputs]
+            out = run(*given)
+            out.backward(torch.ones_like(out))
+            both.append([out.detach(), *(x.grad for x in given if x.grad is not None)])
+        found[name] = [float((a - b).abs().max()) for a, b in zip(*both, strict=True)]
+    return found
+
+
+SHARED = ["halo", "scan", "attention", "sinks and Ulysses", "latents and Ulysses"]
+
+
+@pytest.mark.situation("compile", "a second run takes Inductor's graphs from disk, of ranks with other sizes")
+@pytest.mark.parametrize("names", [["halo"], SHARED], ids=["halo", "all"])
+@pytest.mark.day("halo")
+def test_ranks_with_other_sizes_share_the_cache_of_graphs(tmp_path: Path, names: list[str]) -> None:
+    for _ in range(2):  # with an empty cache, and with a warm one in new processes
+        for found in run_ranks(shared_cache, 2, str(tmp_path), names, timeout_s=600):
+            assert max(max(errors) for errors in found.values()) < 1e-12, found
