@@ -126,6 +126,22 @@ class RingContext:
             if self.options.score_mod is not None:
                 self.options.score_mod.check_unchanged()
 
+    def check_pairs(self, layout: Layout, q: Tensor, query_heads: int) -> None:
+        """Refuse functions of pairs that fail for positions of a layout, before anything is sent.
+
+        Args:
+            layout: of the call.
+            q: [B, ...]; its batch size and device matter.
+            query_heads: the number on all ranks.
+
+        Raises:
+            RingPatternError, RingConfigError: of the mask; of the score_mod.
+        """
+        self.pattern.check(layout.tokens, q.shape[0], query_heads, str(q.device))
+        mod = self.options.score_mod
+        if mod is not None and layout.has_pairs_of_all and not is_fake(q):
+            mod.check(layout.tokens, q.shape[0], query_heads)
+
     def kernel_for(self, q: Tensor) -> Kernel:
         """Return the kernel that the options, the pattern and q ask for."""
         options, scores = self.options, None

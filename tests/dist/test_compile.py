@@ -368,7 +368,7 @@ def by_attribute(x: float) -> Any:
 
 def by_table(x: float) -> Any:
     table = x * torch.arange(SPAN)
-    return lambda s, b, h, q, k: s + table[q]
+    return lambda s, b, h, q, k: s + table[k]
 
 
 class Tilted:
@@ -443,14 +443,14 @@ class Attends(nn.Module):
         if self.inside == "mask":
             return ring_attention(q, k, v, pattern=MaskMod(function) & pattern, **where)  # type: ignore[no-any-return]
         if self.inside == "a buffer":
-            function = lambda s, b, h, q, k: s + table[q]  # noqa: E731
+            function = lambda s, b, h, q, k: s + table[k]  # noqa: E731
         if self.inside == "self":
             function = lambda s, b, h, q, k: s + self.number * (q - k)  # noqa: E731
         if self.inside == "an argument":
             function = lambda s, b, h, q, k: s + given * (q - k)  # noqa: E731
         if self.inside == "a computed tensor":
             table = q.sum((0, 1, 3))
-            function = lambda s, b, h, q, k: s + table[q]  # noqa: E731
+            function = lambda s, b, h, q, k: s + table[k]  # noqa: E731
         return ring_attention(q, k, v, pattern=pattern, score_mod=function, **where)  # type: ignore[no-any-return]
 
 
@@ -491,9 +491,9 @@ def written(name: str) -> list[float]:
     numbers, table, tilted = [0.3], torch.arange(SPAN) * 0.3, Tilted(0.3)
     changes: dict[str, tuple[Any, Any]] = {
         "list": (lambda s, b, h, q, k: s + numbers[0] * (q - k), lambda x: numbers.__setitem__(0, x)),
-        "in place": (lambda s, b, h, q, k: s + table[q], lambda x: table.mul_(x)),
-        "data": (lambda s, b, h, q, k: s + table[q], lambda x: table.data.mul_(x)),
-        "numpy": (lambda s, b, h, q, k: s + table[q], lambda x: np.multiply(table.numpy(), x, table.numpy())),
+        "in place": (lambda s, b, h, q, k: s + table[k], lambda x: table.mul_(x)),
+        "data": (lambda s, b, h, q, k: s + table[k], lambda x: table.data.mul_(x)),
+        "numpy": (lambda s, b, h, q, k: s + table[k], lambda x: np.multiply(table.numpy(), x, table.numpy())),
         "object": (tilted, lambda x: setattr(tilted, "x", x)),
     }
     function, change = changes[name]
@@ -555,7 +555,9 @@ def shared_cache(rank: int, world_size: int, folder: str, names: list[str]) -> d
     """Compile functions whose graphs differ by rank, with Inductor's cache in this folder; errors against eager."""
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
     ring, heads = RingMesh.from_world(world_size), RingMesh.from_world(1, world_size)
-    zigzag = make_layout("zigzag", tokens=16, ring_size=world_size)  # the first rank has two runs, the last one
+    zigzag = make_layout(
+        "zigzag", tokens=16, ring_size=world_size
+    )  # the first rank has two runs, the last one
     whole = make_layout("contiguous", tokens=16, ring_size=1)
     assert len(zigzag.runs(ring.ring_rank)) == world_size - rank
 

@@ -47,6 +47,7 @@ from ds_ring.masks.tiles import ByIdentity
 _aten = torch.ops.aten
 # `and_masks` and `or_masks` call `batch.new_ones`, which takes no value from the batch index: become `full`
 _CREATE: Any = get_decompositions([_aten.new_ones, _aten.new_zeros, _aten.new_full, _aten.new_empty])
+SAMPLED = 64  # positions at which a function is tried before the first pass; the first and the last are added
 _STATE_DEPTH = 4  # how deep nested functions and objects are searched for captured values
 MAX_CODES = 256  # code of so many graphs is kept
 _CPU = torch.device("cpu")
@@ -159,7 +160,7 @@ class Traced:
         with torch.inference_mode(False):
             held = self.constants if fake is None else tuple(map(fake.from_tensor, self.constants))
             # The function was traced on the CPU: so were tensors that it makes of numbers.
-            constants = tuple(x.to(device) if x.device == _CPU else x for x in held)
+            constants = tuple(x.to(device) if _CPU in (x.device, device) else x for x in held)
         code = self._code(result, device, constants)
 
         def of_pairs(*arguments: Tensor) -> Tensor:
