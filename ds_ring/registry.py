@@ -246,9 +246,10 @@ GRADIENT_PAYLOADS = {
 }
 
 # What makes a function of pairs a value that ranks compare. Its `for_heads` returns `Scores` in
-# `kernels/interface.py`.
+# `kernels/interface.py`. `captured` holds what a function captured; its `is_same` compares another function.
 TRACERS = {
     "score_mod": "ds_ring.patterns.captured.score_mod.ScoreMod",
+    "captured": "ds_ring.patterns.captured.traced.CapturedValues",
 }
 
 

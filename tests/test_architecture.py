@@ -593,6 +593,7 @@ OWN_OBJECTS = {
         "region",
     ): "torch's context of a checkpointed region: no other place lives as long",
     ("ops.handles", "function"): "a function of ours, which it marks for torch.compile",
+    ("ops.traced_objects", "function"): "a function that it makes in place of a traced one",
     ("comm.mesh", "weakref.finalize(mesh.state, _drop, detector, mesh.state.groups)"): "its own finalizer",
     ("contrib.diffusers", "name"): "the member of an enumeration that it makes",
     ("comm.groups", "options"): "of a process group that is being made",

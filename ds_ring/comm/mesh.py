@@ -302,6 +302,11 @@ class RingMesh(MeshCoordinates):
         here = f"ring rank {self.ring_rank}, Ulysses rank {self.ulysses_rank}, data rank {self.data_rank}"
         return f"{sizes}; rank {self.global_rank} of {self.grid.world_size}: {here}"
 
+    @property
+    def place(self) -> tuple[int, ...]:
+        """Return ring size, Ulysses size, and this process's rank in both: equal for data replicas."""
+        return self.ring_size, self.ulysses_size, self.ring_rank, self.ulysses_rank
+
     def __deepcopy__(self, memo: dict[int, Any]) -> RingMesh:
         """Return this mesh: copies of a module (nn.TransformerEncoder's layers) share its process groups."""
         return self

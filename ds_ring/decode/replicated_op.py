@@ -97,7 +97,7 @@ def _prepared(
     check_sinks(sinks, q, q.shape[1])
     layout = context.layout_for(k.shape[2], k.device.type)
     check_tokens(k.shape[2], layout.local_tokens)
-    context.pattern.check(layout.tokens, q.shape[0], q.shape[1], str(q.device))
+    context.check_pairs(layout, q, q.shape[1])
     if context.options.check_finite:
         check_finite(context.mesh.ring_rank, None, q=q, k=k, v=v, grad_out=grad_out, sinks=sinks)
     kernel = context.kernel_for(q)

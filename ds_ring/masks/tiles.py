@@ -30,13 +30,13 @@ class ByIdentity:
     """Hold an object, a function of pairs for example, that is equal to itself alone."""
 
     def __init__(self, value: object) -> None:
-        self._value = value
+        self.value = value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, ByIdentity) and other._value is self._value
+        return isinstance(other, ByIdentity) and other.value is self.value
 
     def __hash__(self) -> int:
-        return id(self._value)
+        return id(self.value)
 
 
 class PairMask(ABC):

@@ -121,16 +121,18 @@ def described(value: Any, objects: list[Any]) -> Any:
     if getattr(value, "made_in_graphs", False):
         kind = type(value)
         return (_PARTS, kind, *[described(getattr(value, name), objects) for name in kind.__match_args__])
-    objects.append(value)
+    from ds_ring.ops.traced_objects import taken
+
+    objects.append(taken(value))
     return _OBJECT, len(objects) - 1
 
 
 def _made_again(value: Any, objects: tuple[Any, ...]) -> Any:
-    """Return what `described` was given."""
+    """Return what `described` was given, or raise the RingConfigError that refuses an object."""
     if isinstance(value, tuple) and value[:1] == (_PARTS,):
         return value[1](*(_made_again(one, objects) for one in value[2:]))
     if isinstance(value, tuple) and value[:1] == (_OBJECT,):
-        found = objects[value[1]]
+        found = objects[value[1]].value
         lost = is_dataclass(found) and any(one.init and not hasattr(found, one.name) for one in fields(found))
         if lost:
             kind, expected = type(found).__name__, "one that is made outside of the compiled function"
@@ -160,7 +162,7 @@ def _handle_of(
         asked, mod = _made_again(pattern, objects), _made_again(score_mod, objects)
         scale, kernel = number_of(settings[0]), settings[1]
         request = AskedContext(asked, layout, mesh, scale, kernel, options, mod)
-        context = made_context(request, keeps_functions=True)
+        context = made_context(request)
     except RingError as error:
         return type(error).__name__, str(error)
     context.in_a_graph = True

@@ -49,10 +49,9 @@ class RingContext:
         layout: the rank and slot of each token; a name: a layout for each length of a call.
         mesh: the ranks and process groups.
         options: kernel, transport and further options.
-        handle: the integer by which the operator finds this context.
         in_a_graph: True if a compiled graph carries the handle; then the context lives as long as the mesh.
-        keeps_functions: calls do not trace the functions of pattern and score_mod anew. So it is with graphs
-            and modules, whose contexts hold the caller's own objects; others hold any that are equal.
+        keeps_functions: calls do not trace the functions of pattern and score_mod anew. So it is with
+            modules, whose contexts hold the caller's own objects; others hold any that are equal.
         make_pass: of the transport, from the table of passes.
         exchange: sends and receives tensors; None if the sequence has one rank.
         saved: what keeps tensors of a pass for its gradient.
@@ -66,7 +65,6 @@ class RingContext:
     options: Options
     in_a_graph: bool = False
     keeps_functions: bool = False
-    handle: int = field(init=False)
     make_pass: MakePass = field(init=False, repr=False)
     exchange: Exchange | None = None
     saved: SavedTensors = field(init=False, repr=False)
@@ -84,7 +82,11 @@ class RingContext:
             self.saved = load(SAVED_TENSORS["offload_attention"])(self.saved)
         if self.options.recompute_attention < 1 and "results" in SAVED_TENSORS:
             self.saved = load(SAVED_TENSORS["results"])(self.saved)
-        self.handle = new_handle(self)
+
+    @cached_property
+    def handle(self) -> int:
+        """Return the integer by which the operator finds this context."""
+        return new_handle(self, self.mesh.place, self._settings)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RingContext:
         """Return this context itself: callers cannot change it, and its mesh cannot be copied."""
@@ -123,6 +125,22 @@ class RingContext:
             self.pattern.check_unchanged()
             if self.options.score_mod is not None:
                 self.options.score_mod.check_unchanged()
+
+    def check_pairs(self, layout: Layout, q: Tensor, query_heads: int) -> None:
+        """Refuse functions of pairs that fail for positions of a layout, before anything is sent.
+
+        Args:
+            layout: of the call.
+            q: [B, ...]; its batch size and device matter.
+            query_heads: the number on all ranks.
+
+        Raises:
+            RingPatternError, RingConfigError: of the mask; of the score_mod.
+        """
+        self.pattern.check(layout.tokens, q.shape[0], query_heads, str(q.device))
+        mod = self.options.score_mod
+        if mod is not None and layout.has_pairs_of_all and not is_fake(q):
+            mod.check(layout.tokens, q.shape[0], query_heads)
 
     def kernel_for(self, q: Tensor) -> Kernel:
         """Return the kernel that the options, the pattern and q ask for."""

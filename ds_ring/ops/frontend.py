@@ -64,12 +64,12 @@ def context_of_call(request: AskedContext, check: Callable[[RingContext], None] 
     return found
 
 
-def made_context(request: AskedContext, keeps_functions: bool = False) -> RingContext:
+def made_context(request: AskedContext) -> RingContext:
     """Return the context of these arguments, or raise the RingError that refuses one of them."""
     pattern, layout, mesh, scale, kernel, given, score_mod = request
     chosen = {} if isinstance(kernel, str) and kernel == "auto" else {"kernel": kernel}
     options = Options.of(given, scale=scale, score_mod=as_value(score_mod), **chosen)
-    return context_for(pattern, layout, mesh, options, keeps_functions)
+    return context_for(pattern, layout, mesh, options)
 
 
 def check_derivatives(context: RingContext) -> None:

@@ -6,6 +6,7 @@ is kept by its mesh. Owns also what marks a function or an operator for torch.co
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import weakref
 from collections.abc import Callable
@@ -15,7 +16,8 @@ from typing import Any, TypeVar
 import torch
 
 _objects: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-_handles = itertools.count()
+_made = itertools.count()
+_COUNT_BITS = 24
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -36,7 +38,8 @@ def object_of(handle: int, kind: type[T]) -> T:
 # [Note: handles in compiled code]
 # torch.compile runs a function marked `assume_constant_result` while it traces and keeps the result, here the
 # integer by which the operator finds pattern, layout, mesh and options. It guards the arguments: numbers and
-# texts by value, objects that come from outside by identity. An object that the traced code itself makes is
+# texts by value, objects that come from outside by identity ([Note: guards of functions] in
+# `traced_objects.py` has those of functions). An object that the traced code itself makes is
 # handed over without its attributes, so that nothing may be wrapped into an object before such a call: it
 # would arrive with its defaults.
 def constant_in_graphs(function: Callable[..., T]) -> Callable[..., T]:
@@ -45,10 +48,17 @@ def constant_in_graphs(function: Callable[..., T]) -> Callable[..., T]:
     return function
 
 
+# [Note: handles in caches on disk]
+# Inductor and AOTAutograd keep compiled graphs in files, which all ranks and later runs share, by the text of
+# the traced graph. What fake results and gradients read from the object behind a handle (runs of a rank, the
+# Ulysses rank, options) is not in that text. So the upper bits of a handle are a digest of it.
 @constant_in_graphs
-def new_handle(owner: object) -> int:
-    """Return the integer by which an operator finds this object."""
-    handle = next(_handles)
+def new_handle(owner: object, *facts: object) -> int:
+    """Return the integer by which an operator finds this object; `facts` are what a graph may depend on."""
+    text = " | ".join(map(str, (type(owner).__name__, *facts)))
+    digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) >> (_COUNT_BITS + 1)
+    while (handle := digest << _COUNT_BITS | next(_made) % (1 << _COUNT_BITS)) in _objects:
+        pass
     _objects[handle] = owner
     return handle
 

@@ -125,7 +125,7 @@ def check(
     check_length(context.pattern, layout)
     # Patterns count the heads of all Ulysses ranks: q has them all before the all-to-all, H / U after it.
     all_heads = q.shape[1] * context.mesh.ulysses_size // parts
-    context.pattern.check(layout.tokens, q.shape[0], all_heads, str(q.device))
+    context.check_pairs(layout, q, all_heads)
     return layout, context.kernel_for(q)
 
 

@@ -18,7 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -44,6 +44,7 @@ class Layout(ABC):
     tokens: int
     ring_size: int
     multiple_of: int = 1
+    has_pairs_of_all: ClassVar[bool] = True  # any two of its positions may be a query and a key
 
     @property
     @abstractmethod

@@ -8,16 +8,33 @@ mesh, pattern or scale of another call.
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from ds_ring import Causal, Full, PassOptions, RingAttention, RingMesh, make_layout, ring_attention
+from ds_ring import (
+    Causal,
+    Full,
+    MaskMod,
+    PassOptions,
+    RingAttention,
+    RingError,
+    RingMesh,
+    halo,
+    make_layout,
+    ring_attention,
+    ring_scan,
+)
+from ds_ring.layers.latents.attention import latent_attention
 from ds_ring.ops.context import KEPT_CONTEXTS, ContextCache, context_for, context_of
 from ds_ring.ops.options import Options
 from tests.cases import Shape, tensors
@@ -321,3 +338,281 @@ def test_opcheck(dtype: torch.dtype) -> None:
     torch.library.opcheck(backward, (torch.ones_like(out), q, k, v, out, lse, context.handle))
     swap = torch.ops.ds_ring.swap_heads_tokens.default
     torch.library.opcheck(swap, (leaves, "Ulysses of q, k, v", context.handle))
+
+
+SPAN = 16  # tokens of the calls below
+
+
+def by_number(x: float) -> Any:
+    return lambda s, b, h, q, k: s + x * (q - k)
+
+
+def by_default(x: float) -> Any:
+    return lambda s, b, h, q, k, x=x: s + x * (q - k)
+
+
+def by_keyword(x: float) -> Any:
+    def score(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, *, x: float = x) -> Tensor:
+        return s + x * (q - k)
+
+    return score
+
+
+def by_attribute(x: float) -> Any:
+    def score(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return s + score.x * (q - k)  # type: ignore[attr-defined,no-any-return]
+
+    score.x = x  # type: ignore[attr-defined]
+    return score
+
+
+def by_table(x: float) -> Any:
+    table = x * torch.arange(SPAN)
+    return lambda s, b, h, q, k: s + table[k]
+
+
+class Tilted:
+    def __init__(self, x: float) -> None:
+        self.x = x
+
+    def score(self, s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return s + self.x * (q - k)
+
+    __call__ = score
+
+
+def by_partial(x: float) -> Any:
+    return partial(lambda x, s, b, h, q, k: s + x * (q - k), x)
+
+
+def by_compiled(x: float) -> Any:
+    return torch.compile(by_number(x), backend="eager")
+
+
+def window(x: float) -> Any:
+    return lambda b, h, q, k: q - k < 10 * x
+
+
+def window_default(x: float) -> Any:
+    return lambda b, h, q, k, x=x: q - k < 10 * x
+
+
+def documents(x: float) -> Any:
+    ids = torch.arange(SPAN) // int(10 * x)
+    return lambda b, h, q, k: ids[q] == ids[k]
+
+
+def compiled_window(x: float) -> Any:
+    return torch.compile(window(x), backend="eager")
+
+
+SCORES = {
+    "a number": by_number,
+    "a default": by_default,
+    "a keyword's default": by_keyword,
+    "an attribute of the function": by_attribute,
+    "a tensor": by_table,
+    "an object": Tilted,
+    "a method": lambda x: Tilted(x).score,
+    "a partial": by_partial,
+    "a compiled function": by_compiled,
+}
+MASKS = {
+    "a mask's number": window,
+    "a mask's default": window_default,
+    "a mask's tensor": documents,
+    "a compiled mask": compiled_window,
+}
+CAPTURED = {**SCORES, **MASKS}
+VALUES = (0.3, 0.9, 0.3)
+
+
+class Attends(nn.Module):
+    """Attend with a function of the module, or one that its forward makes of numbers and tensors."""
+
+    def __init__(self, function: Any, inside: str = "") -> None:
+        super().__init__()
+        self.function, self.inside = function, inside
+        self.mesh = RingMesh.single()
+        self.register_buffer("table", torch.arange(SPAN) * (0.1 if function is None else 0.0))
+        self.number = 0.3
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, given: Any = None) -> Tensor:
+        pattern, function, table = Causal(), self.function if given is None else given, self.table
+        where: dict[str, Any] = {"layout": "contiguous", "mesh": self.mesh}
+        if self.inside == "mask":
+            return ring_attention(q, k, v, pattern=MaskMod(function) & pattern, **where)  # type: ignore[no-any-return]
+        if self.inside == "a buffer":
+            function = lambda s, b, h, q, k: s + table[k]  # noqa: E731
+        if self.inside == "self":
+            function = lambda s, b, h, q, k: s + self.number * (q - k)  # noqa: E731
+        if self.inside == "an argument":
+            function = lambda s, b, h, q, k: s + given * (q - k)  # noqa: E731
+        if self.inside == "a computed tensor":
+            table = q.sum((0, 1, 3))
+            function = lambda s, b, h, q, k: s + table[k]  # noqa: E731
+        return ring_attention(q, k, v, pattern=pattern, score_mod=function, **where)  # type: ignore[no-any-return]
+
+
+def distance(compiled: Any, module: Attends, *given: Any) -> float:
+    q, k, v, _ = tensors(Shape(batch=1, tokens=SPAN, query_heads=2, kv_heads=2))
+    got, want = compiled(q, k, v, *given), module.forward(q, k, v, *given)
+    return float((got - want).abs().max())
+
+
+def argument(name: str) -> list[float]:
+    """The function is an argument of a compiled one."""
+    module = Attends(None, "mask" if name in MASKS else "")
+    compiled = torch.compile(module.forward, fullgraph=True, backend="eager")
+    return [distance(compiled, module, CAPTURED[name](x)) for x in VALUES]
+
+
+def attribute(name: str) -> list[float]:
+    """An attribute of a compiled module is set anew."""
+    module = Attends(None, "mask" if name in MASKS else "")
+    compiled = torch.compile(module, fullgraph=True, backend="eager")
+    found = []
+    for x in VALUES:
+        module.function = CAPTURED[name](x)
+        found.append(distance(compiled, module))
+    return found
+
+
+def layers(name: str) -> list[float]:
+    """Equal layers are compiled one by one: they share their code, and so their graphs."""
+    modules = [Attends(CAPTURED[name](x), "mask" if name in MASKS else "") for x in VALUES]
+    for module in modules:
+        module.compile(fullgraph=True, backend="eager")
+    return [distance(module, module) for module in modules]
+
+
+def written(name: str) -> list[float]:
+    """The same function, whose captured list, tensor or object changes between calls, counted or not."""
+    numbers, table, tilted = [0.3], torch.arange(SPAN) * 0.3, Tilted(0.3)
+    changes: dict[str, tuple[Any, Any]] = {
+        "list": (lambda s, b, h, q, k: s + numbers[0] * (q - k), lambda x: numbers.__setitem__(0, x)),
+        "in place": (lambda s, b, h, q, k: s + table[k], lambda x: table.mul_(x)),
+        "data": (lambda s, b, h, q, k: s + table[k], lambda x: table.data.mul_(x)),
+        "numpy": (lambda s, b, h, q, k: s + table[k], lambda x: np.multiply(table.numpy(), x, table.numpy())),
+        "object": (tilted, lambda x: setattr(tilted, "x", x)),
+    }
+    function, change = changes[name]
+    module = Attends(function)
+    compiled = torch.compile(module, fullgraph=True, backend="eager")
+    found = []
+    for x in (1.0, 3.0, 0.2):
+        change(x)
+        found.append(distance(compiled, module))
+    return found
+
+
+def made_inside(name: str) -> list[float]:
+    """`forward` makes the function of what it has."""
+    module = Attends(None, name)
+    compiled = torch.compile(module.forward, fullgraph=True, backend="eager")
+    given = VALUES if name == "an argument" else (None, None)
+    found = []
+    for step, one in enumerate(given):
+        module.number = 0.3 + step
+        found.append(distance(compiled, module, one))
+        module.table += 0.1 * module.table.flip(0)
+    return found
+
+
+def captured(rank: int, world_size: int, how: str, name: str) -> list[float] | str:
+    torch._dynamo.reset()
+    kinds = {one.__name__: one for one in (argument, attribute, layers, written, made_inside)}
+    try:
+        return kinds[how](name)
+    except RingError as error:
+        return str(error)
+
+
+ROWS = [
+    *(("argument", name) for name in CAPTURED),
+    *((how, name) for how in ("attribute", "layers") for name in ("a number", "a mask's tensor")),
+    *(("written", name) for name in ("list", "in place", "data", "numpy", "object")),
+    *(("made_inside", name) for name in ("a buffer", "self", "an argument")),
+]
+
+
+@pytest.mark.situation("compile", "a mask or score function captures other values in the next call")
+@pytest.mark.parametrize(("how", "name"), ROWS, ids=lambda one: one.replace(" ", "_"))
+def test_a_compiled_function_sees_what_a_function_of_pairs_has_captured(
+    rank_pool: Pool, how: str, name: str
+) -> None:
+    (found,) = rank_pool(1).run(captured, how, name)
+    assert not isinstance(found, str) and max(found) < 1e-6, found
+
+
+@pytest.mark.situation("compile", "a score_mod made inside of a compiled function captures a computed tensor")
+def test_a_function_made_inside_of_a_computed_tensor_is_named(rank_pool: Pool) -> None:
+    (found,) = rank_pool(1).run(captured, "made_inside", "a computed tensor")
+    assert isinstance(found, str) and "a tensor that is computed inside" in found, found
+
+
+def shared_cache(rank: int, world_size: int, folder: str, names: list[str]) -> dict[str, list[float]]:
+    """Compile functions whose graphs differ by rank, with Inductor's cache in this folder; errors against eager."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+    ring, heads = RingMesh.from_world(world_size), RingMesh.from_world(1, world_size)
+    zigzag = make_layout(
+        "zigzag", tokens=16, ring_size=world_size
+    )  # the first rank has two runs, the last one
+    whole = make_layout("contiguous", tokens=16, ring_size=1)
+    assert len(zigzag.runs(ring.ring_rank)) == world_size - rank
+
+    def haloed(x: Tensor) -> Tensor:
+        return halo(x, 2, 1, dim=1, layout=zigzag, mesh=ring)
+
+    def scanned(transition: Tensor, increment: Tensor) -> Tensor:
+        return ring_scan(transition, increment, layout=zigzag, mesh=ring)
+
+    def with_sinks(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
+        where: dict[str, Any] = {"layout": whole, "mesh": heads}
+        return ring_attention(q, k, v, pattern=Causal(), sinks=sinks, **where)  # type: ignore[no-any-return]
+
+    def attended(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return ring_attention(q, k, v, pattern=Causal(), layout=zigzag, mesh=ring)  # type: ignore[no-any-return]
+
+    def latents(q: Tensor, latent: Tensor, rope: Tensor, up: Tensor) -> Tensor:
+        where: dict[str, Any] = {"layout": whole, "mesh": heads}
+        return latent_attention(q, latent, rope, up, pattern=Causal(), **where)  # type: ignore[no-any-return]
+
+    def randn(*shape: int) -> Tensor:
+        generator = torch.Generator().manual_seed(len(shape) + 10 * shape[-1])
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    qkv, runs = [randn(1, heads, 8, 16) for heads in (4, 2, 2)], len(zigzag.runs(ring.ring_rank))
+    calls: dict[str, tuple[Callable[..., Tensor], list[Tensor]]] = {
+        "halo": (haloed, [randn(2, 8, 3)]),
+        "scan": (scanned, [randn(runs, 2, 3), randn(runs, 2, 3)]),
+        "attention": (attended, qkv),
+        "sinks and Ulysses": (with_sinks, [*qkv, torch.linspace(-1, 1, 4, dtype=torch.float64)]),
+        "latents and Ulysses": (
+            latents,
+            [randn(1, 4, 8, 12), randn(1, 1, 8, 6), randn(1, 1, 8, 4), randn(4 * 16, 6)],
+        ),
+    }
+    found: dict[str, list[float]] = {}
+    for name in names:
+        function, inputs = calls[name]
+        both = []
+        for run in (function, torch.compile(function, fullgraph=True)):
+            given = [x.clone().requires_grad_() for x in inputs]
+            out = run(*given)
+            out.backward(torch.ones_like(out))
+            both.append([out.detach(), *(x.grad for x in given if x.grad is not None)])
+        found[name] = [float((a - b).abs().max()) for a, b in zip(*both, strict=True)]
+    return found
+
+
+SHARED = ["halo", "scan", "attention", "sinks and Ulysses", "latents and Ulysses"]
+
+
+@pytest.mark.situation("compile", "a second run takes Inductor's graphs from disk, of ranks with other sizes")
+@pytest.mark.parametrize("names", [["halo"], SHARED], ids=["halo", "all"])
+@pytest.mark.day("halo")
+def test_ranks_with_other_sizes_share_the_cache_of_graphs(tmp_path: Path, names: list[str]) -> None:
+    for _ in range(2):  # with an empty cache, and with a warm one in new processes
+        for found in run_ranks(shared_cache, 2, str(tmp_path), names, timeout_s=600):
+            assert max(max(errors) for errors in found.values()) < 1e-12, found

@@ -6,14 +6,15 @@ import functools
 import itertools
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
-from ds_ring import MaskMod, RingAttention, RingMesh
+from ds_ring import Causal, MaskMod, RingAttention, RingError, RingMesh
 from ds_ring.ops.options import Options
 from tests import calls
-from tests.cases import LAYOUTS, Shape
+from tests.cases import LAYOUTS, Shape, tensors
 from tests.dist.harness import RankPool
 from tests.dist.test_patterns import NAMES, run_ring
 from tests.dist.test_wrong_inputs import Refusal, attend, check_refusal, outcomes, refusal, right_arguments
@@ -226,3 +227,39 @@ def test_a_captured_parameter_is_refused_on_every_rank(rank_pool: Pool) -> None:
     says = ("captured tensors that require no gradient", "detach it")
     check_refusal(last, "RingConfigError", says)
     check_refusal(first, "RingMismatchError", ("ring rank 1 refused its own input", says[0]))
+
+
+SHORT: dict[str, Callable[..., Any]] = {
+    "by query": lambda table, s, b, h, q, k: s + table[q],
+    "by key": lambda table, s, b, h, q, k: s + table[k],
+    "by distance": lambda table, s, b, h, q, k: s + table[(q - k).abs()],
+    "by head": lambda table, s, b, h, q, k: s + table[h * 16],
+    "by sample": lambda table, s, b, h, q, k: s + table[b * 31],
+}
+
+
+def short_tables(rank: int, world_size: int, name: str, queries: str) -> tuple[str, bool]:
+    """What a score_mod with a table of 31 entries for 32 positions raises; whether the mesh works afterwards."""
+    mesh = RingMesh.from_world(world_size)
+    q, k, v, _ = tensors(Shape(batch=2, query_heads=4, kv_heads=2, tokens=32 // world_size), seed=rank)
+    table = torch.zeros(31)
+    where: dict[str, Any] = {"pattern": Causal(), "layout": "zigzag", "mesh": mesh, "queries": queries}
+    if queries == "replicated":
+        q = tensors(Shape(batch=2, query_heads=4, tokens=3))[0]
+    found = ""
+    try:
+        calls.attend(q, k, v, score_mod=functools.partial(SHORT[name], table), **where)
+    except RingError as error:
+        found = f"{type(error).__name__}: {error}"
+    out = calls.attend(q, k, v, **where)
+    return found, bool(out.isfinite().all())
+
+
+@pytest.mark.situation("operators", "the table of a score_mod is shorter than the sequence")
+@pytest.mark.parametrize("name", SHORT)
+@pytest.mark.parametrize("queries", ["sharded", "replicated"])
+@pytest.mark.day("sharded-by query", "sharded-by sample", "replicated-by key")
+def test_a_table_that_is_too_short_is_refused_on_all_ranks(rank_pool: Pool, name: str, queries: str) -> None:
+    for found, works in rank_pool(2).run(short_tables, name, queries):
+        assert works
+        assert found.startswith("RingConfigError: score_mod") and "IndexError" in found, found

@@ -140,7 +140,7 @@ _numbers: weakref.WeakKeyDictionary[RingMesh, int] = weakref.WeakKeyDictionary()
 def number_of(mesh: RingMesh) -> int:
     """Return the number by which a compiled graph refers to `mesh`."""
     if mesh not in _numbers:
-        _numbers[mesh] = new_handle(mesh)
+        _numbers[mesh] = new_handle(mesh, mesh.place)
     return _numbers[mesh]
 
 

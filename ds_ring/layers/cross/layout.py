@@ -46,6 +46,7 @@ class PairLayout(Layout):
     block: int = field(kw_only=True, default=1)
 
     name = "pair"
+    has_pairs_of_all = False
 
     @classmethod
     def join(cls, queries: Layout, keys: Layout, parts: int = 1, block: int = 1) -> PairLayout:

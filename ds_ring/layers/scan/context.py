@@ -6,6 +6,7 @@ Owns `ScanContext`, which a mesh caches, and the integer by which the operators 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -42,7 +43,6 @@ class ScanContext:
             with a tree along its paths.
         hop_timeout_s: seconds that the messages of one round may take.
         in_a_graph: True if a compiled graph carries the handle.
-        handle: the integer by which the operators find this object.
         exchange: sends and receives; None if the sequence has one rank.
         pieces: this rank's pieces in slot order.
         own_runs: number of this rank's runs.
@@ -53,7 +53,6 @@ class ScanContext:
     mesh: RingMesh
     hop_timeout_s: float = 60.0
     in_a_graph: bool = False
-    handle: int = field(init=False)
     exchange: Exchange | None = None
     pieces: tuple[Piece, ...] = field(init=False, default=(), repr=False)
     own_runs: int = field(init=False, default=0)
@@ -68,7 +67,11 @@ class ScanContext:
         # Attributes, which torch.compile reads and need not trace.
         self.pieces = pieces(self.layout, self.mesh.ulysses_size, rank, self.documents)
         self.own_runs = len(self.runs.of_rank(rank))
-        self.handle = new_handle(self)
+
+    @cached_property
+    def handle(self) -> int:
+        """Return the integer by which the operators find this object."""
+        return new_handle(self, self.mesh.place, self.layout, self.documents)
 
     @property
     def runs(self) -> SequenceRuns:

@@ -30,6 +30,7 @@ from ds_ring.masks.pattern import Pattern, QueryHead
 from ds_ring.masks.slots import IntArray
 from ds_ring.masks.tiles import ByIdentity, MaskFunction, PairMask
 from ds_ring.patterns.captured.traced import (
+    SAMPLED,
     CapturedValues,
     Traced,
     constant_of,
@@ -40,7 +41,6 @@ from ds_ring.patterns.captured.traced import (
 )
 
 _aten = torch.ops.aten
-_SAMPLED = 64  # positions at which a mask is tried before the first pass; the first and the last are added
 
 
 def _refusal(function: MaskFunction, expected: str, got: str) -> RingPatternError:
@@ -251,7 +251,7 @@ class HeadMask(PairMask):
         key = (tokens, samples, query_heads, device)
         if key not in whole._tried:
             # spread over the whole sequence, first and last position included
-            some = torch.linspace(0, tokens - 1, min(_SAMPLED, tokens), device=device).long()
+            some = torch.linspace(0, tokens - 1, min(SAMPLED, tokens), device=device).long()
             _evaluate(whole.function, facts, samples, tuple(range(query_heads)), some, some)
             whole._tried.add(key)
 

@@ -24,12 +24,16 @@ from torch import Tensor
 from ds_ring.errors import RingConfigError, shown
 from ds_ring.masks.tiles import ScoreFunction
 from ds_ring.patterns.captured.traced import (
+    SAMPLED,
     CapturedValues,
     Traced,
+    compiled_as_written,
+    first_line,
     functorch_allowed,
     indexed_by_tensors,
     name_of,
     trace,
+    uncompiled,
     without_modes,
 )
 
@@ -60,6 +64,7 @@ class ScoreMod:
 
     function: ScoreFunction
     _by_dtype: dict[torch.dtype, Traced] = field(default_factory=dict, init=False, repr=False)
+    _tried: set[tuple[int, int, int]] = field(default_factory=set, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not callable(self.function) or isinstance(self.function, type):
@@ -125,8 +130,8 @@ class ScoreMod:
         """Return whether the score depends on a captured tensor that requires a gradient."""
 
         def work() -> bool:
-            with indexed_by_tensors():
-                return bool(self.function(*_examples(torch.float32)[:5]).requires_grad)
+            with indexed_by_tensors(), compiled_as_written():
+                return bool(uncompiled(self.function)(*_examples(torch.float32)[:5]).requires_grad)
 
         return without_modes(work)
 
@@ -148,7 +153,7 @@ class ScoreMod:
     @cached_property
     def untraced(self) -> Callable[..., Tensor]:
         """Return the function itself, with the arguments of its trace."""
-        function = self.function
+        function = uncompiled(self.function)
 
         def of_pairs(
             score: Tensor, batch: Tensor, head: Tensor, q: Tensor, k: Tensor, grad: Tensor
@@ -161,6 +166,25 @@ class ScoreMod:
         """Raise RingConfigError for a function that captured other values since it was traced."""
         if self.is_changed():
             raise self._refusal("captured values that stay as they were", "others; pass the function anew")
+
+    def check(self, tokens: int, samples: int, query_heads: int) -> None:
+        """Raise RingConfigError for a function that fails for positions, samples or heads of such a call.
+
+        On the CPU, as an index out of bounds ends the use of a GPU; once for each kind of call.
+        """
+        if (tokens, samples, query_heads) in self._tried:
+            return
+        where = torch.linspace(0, tokens - 1, min(SAMPLED, tokens), device="cpu").long()
+        batch, heads = (torch.tensor(sorted({0, n - 1}), device="cpu") for n in (samples, query_heads))
+        scores = torch.zeros(len(batch), len(heads), len(where), len(where), device="cpu")
+        try:
+            for result in (VALUE, DERIVATIVE):
+                _evaluated(self, result, scores, scores, batch, heads, where, where)
+        except Exception as error:
+            if isinstance(error, RingConfigError):
+                raise
+            raise self._refusal(f"scores at positions up to {tokens - 1}", first_line(error)) from error
+        self._tried.add((tokens, samples, query_heads))
 
     def check_gradient(self) -> None:
         """Raise RingConfigError for a captured tensor that requires a gradient now: it would get none."""
@@ -216,12 +240,29 @@ class HeadScores(NamedTuple):
         self, result: int, scores_BHQK: Tensor, grad_BHQK: Tensor, q_positions: Tensor, k_positions: Tensor
     ) -> Tensor:
         device = scores_BHQK.device
-        evaluate: Callable[..., Tensor] = self.mod.traced(scores_BHQK.dtype).function(device, result)
-        for argument in (4, 3, 2, 1):  # keys, queries, heads, samples: the innermost is the last dimension
-            dims = [0, None, None, None, None, 0]
-            dims[argument] = 0
-            evaluate = torch.vmap(evaluate, in_dims=tuple(dims))
         batch, heads = (torch.tensor(x, device=device) for x in (range(len(scores_BHQK)), self.heads))
+        given = scores_BHQK, grad_BHQK, batch, heads, q_positions, k_positions
+        return _evaluated(self.mod, result, *given).to(scores_BHQK.dtype)
+
+
+def _evaluated(
+    mod: ScoreMod, result: int, scores_BHQK: Tensor, grad_BHQK: Tensor, batch: Tensor, heads: Tensor,
+    q_positions: Tensor, k_positions: Tensor,
+) -> Tensor:  # fmt: skip
+    """Return a result of the function for all samples, heads, queries and keys of these numbers.
+
+    Raises:
+        RingConfigError: the function fails.
+    """
+    device = scores_BHQK.device
+    evaluate: Callable[..., Tensor] = mod.traced(scores_BHQK.dtype).function(device, result)
+    for argument in (4, 3, 2, 1):  # keys, queries, heads, samples: the innermost is the last dimension
+        dims = [0, None, None, None, None, 0]
+        dims[argument] = 0
+        evaluate = torch.vmap(evaluate, in_dims=tuple(dims))
+    try:
         with torch.no_grad(), functorch_allowed():
-            found = evaluate(scores_BHQK, batch, heads, q_positions, k_positions, grad_BHQK)
-        return found.to(scores_BHQK.dtype)
+            return evaluate(scores_BHQK, batch, heads, q_positions, k_positions, grad_BHQK)
+    except IndexError as error:
+        where = f"scores at positions up to {int(q_positions.max())} and {int(k_positions.max())}"
+        raise mod._refusal(where, first_line(error)) from error

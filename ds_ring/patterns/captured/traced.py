@@ -24,12 +24,13 @@ import functools
 import hashlib
 import inspect
 import random
+import threading
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import is_dataclass
+from dataclasses import dataclass, is_dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -46,9 +47,11 @@ from ds_ring.masks.tiles import ByIdentity
 _aten = torch.ops.aten
 # `and_masks` and `or_masks` call `batch.new_ones`, which takes no value from the batch index: become `full`
 _CREATE: Any = get_decompositions([_aten.new_ones, _aten.new_zeros, _aten.new_full, _aten.new_empty])
+SAMPLED = 64  # positions at which a function is tried before the first pass; the first and the last are added
 _STATE_DEPTH = 4  # how deep nested functions and objects are searched for captured values
 MAX_CODES = 256  # code of so many graphs is kept
 _CPU = torch.device("cpu")
+_ONE_STANCE = threading.Lock()  # torch has one stance for all threads
 _FUNCTORCH = [
     getattr(torch._C.DispatchKey, f"FuncTorch{name}")
     for name in ("Batched", "VmapMode", "GradWrapper", "DynamicLayerFrontMode", "DynamicLayerBackMode")
@@ -67,6 +70,17 @@ def name_of(function: Callable[..., Any]) -> str:
     return f"{named.__module__}.{named.__qualname__}"
 
 
+def uncompiled(function: Any) -> Any:
+    """Return what `torch.compile` or `torch.compiler.disable` wrapped; any other object as it is."""
+    while True:
+        inner = inspect.getattr_static(function, "_torchdynamo_orig_callable", None)
+        if isinstance(function, torch.nn.Module):
+            inner = vars(function)["_modules"].get("_orig_mod")  # of an OptimizedModule
+        if inner is None:
+            return function
+        function = inner
+
+
 def first_line(error: Exception) -> str:
     """Return the type of an error and the first line of its message."""
     text = str(error).strip()
@@ -79,6 +93,20 @@ def indexed_by_tensors() -> AbstractContextManager[Any]:
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
     return TransformGetItemToIndex()
+
+
+@contextlib.contextmanager
+def compiled_as_written() -> Iterator[None]:
+    """Run a compiled function that is called inside of a trace as it is written."""
+    # Imported here: see `indexed_by_tensors`
+    from torch._dynamo import config
+
+    with ExitStack() as settings:
+        settings.enter_context(config.patch(error_on_nested_fx_trace=False))
+        if torch.compiler.is_compiling():  # the thread that waits for this one has Dynamo's lock
+            settings.enter_context(_ONE_STANCE)
+            settings.enter_context(torch.compiler.set_stance("force_eager"))
+        yield
 
 
 @contextlib.contextmanager
@@ -121,7 +149,7 @@ class Traced:
     def is_changed(self, function: Callable[..., Any], captured: CapturedValues) -> bool:
         """Return whether a function has captured other values since this trace, as far as Python shows."""
         written = any(writes_to(tensor) != count for tensor, count in self.captured)
-        return written or captured.values != CapturedValues.by(function).values
+        return written or not captured.is_same(function)
 
     def function(self, device: torch.device = _CPU, result: int = 0) -> PairFunction:
         """Return one of the results as a function of the same arguments, on a device."""
@@ -132,7 +160,7 @@ class Traced:
         with torch.inference_mode(False):
             held = self.constants if fake is None else tuple(map(fake.from_tensor, self.constants))
             # The function was traced on the CPU: so were tensors that it makes of numbers.
-            constants = tuple(x.to(device) if x.device == _CPU else x for x in held)
+            constants = tuple(x.to(device) if _CPU in (x.device, device) else x for x in held)
         code = self._code(result, device, constants)
 
         def of_pairs(*arguments: Tensor) -> Tensor:
@@ -212,14 +240,14 @@ def _graph_of(
     signature: str, check: Callable[[Any], None] | None,
 ) -> fx.GraphModule:  # fmt: skip
     """Trace a function with 0-d tensors, or refuse it; see [Note: the trace of a mask]."""
-    results = []
+    results, function = [], uncompiled(function)
 
     def with_result(*args: Tensor) -> Any:  # make_fx returns the graph alone
         results.append(function(*args))
         return results[-1]
 
     try:
-        with torch.no_grad(), indexed_by_tensors():
+        with torch.no_grad(), indexed_by_tensors(), compiled_as_written():
             traced = make_fx(with_result, tracing_mode="real")(*arguments)
     except Exception as error:
         raise refusal(signature, first_line(error)) from error
@@ -289,22 +317,69 @@ def writes_to(tensor: Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
-class CapturedValues(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class CapturedValues:
     """Hold what a function captured, as far as Python lets us look.
 
     Attributes:
-        values: in a fixed order numbers, texts, and objects by identity; equal for two moments between which
-            nothing changed.
+        values: in a fixed order numbers, texts, and objects by identity.
         is_all: no other value can change a trace: the function captured numbers and texts alone.
+        copies: of the captured tensors, by their order in `values`. `x.data` and numpy write without being
+            counted, so contents are compared; None for a tensor without them.
     """
 
     values: list[object]
     is_all: bool
+    copies: list[Tensor | None]
 
     @classmethod
     def by(cls, function: object) -> CapturedValues:
-        found = list(_values_of(function, _STATE_DEPTH))
-        return cls(found, not any(isinstance(one, _Opaque) for one in found))
+        """Return what a function has captured now."""
+        found = _all_values_of(function)
+        tensors = _tensors_in(found)
+        copies = without_modes(lambda: list(map(_copy_of, tensors))) if tensors else []
+        return cls(found, not any(isinstance(one, _Opaque) for one in found), copies)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Return the captured tensors."""
+        return _tensors_in(self.values)
+
+    def is_same(self, function: object) -> bool:
+        """Return whether it has the same code, equal captured numbers, and the same unchanged objects."""
+        found = _all_values_of(function)
+        if found != self.values:
+            return False
+        both = zip(_tensors_in(found), self.copies, strict=True)
+        pairs = [(tensor, copy) for tensor, copy in both if copy is not None]
+        return not pairs or without_modes(lambda: all(_has_bits(*pair) for pair in pairs))
+
+
+def _all_values_of(function: object) -> list[object]:
+    function = uncompiled(function)
+    if not callable(function):
+        return list(_value(function, _STATE_DEPTH, set()))
+    return [ByIdentity(getattr(function, "__code__", None)), *_values_of(function, _STATE_DEPTH)]
+
+
+def _tensors_in(values: list[object]) -> list[Tensor]:
+    objects = [one.value for one in values if isinstance(one, _Opaque)]
+    found = [one.value for one in objects if isinstance(one, ByIdentity)]
+    return [one for one in found if isinstance(one, Tensor)]
+
+
+def _copy_of(tensor: Tensor) -> Tensor | None:
+    if isinstance(tensor, FakeTensor) or tensor.is_meta or tensor.layout is not torch.strided:
+        return None
+    return tensor.detach().clone(memory_format=torch.contiguous_format)
+
+
+def _has_bits(tensor: Tensor, copy: Tensor) -> bool:
+    """Return whether a tensor has the contents of a contiguous copy, NaN included."""
+    if (tensor.shape, tensor.dtype, tensor.device) != (copy.shape, copy.dtype, copy.device):
+        return False
+    own = tensor.detach().contiguous()
+    return not own.numel() or torch.equal(*(x.reshape(-1).view(torch.uint8) for x in (own, copy)))
 
 
 class _Opaque(NamedTuple):
@@ -321,6 +396,7 @@ def _names_of(code: types.CodeType) -> set[str]:
 
 def _values_of(function: object, depth: int) -> Iterator[object]:
     """Yield what a callable captured."""
+    function = uncompiled(function)
     if isinstance(function, functools.partial):
         parts: list[object] = [function.func, *function.args, *function.keywords.values()]
         names: set[str] = set()
@@ -366,7 +442,10 @@ def _value(part: object, depth: int, names: set[str]) -> Iterator[object]:
         for one in (x for pair in part.items() for x in pair) if isinstance(part, dict) else part:
             yield from _value(one, depth - 1, names)
     elif isinstance(part, (types.FunctionType, types.MethodType, functools.partial)) and depth:
+        part = uncompiled(part)
         yield ByIdentity(getattr(part, "__code__", None))
+        if getattr(part, "__dict__", None):  # attributes of a function
+            yield from _attributes(part, depth - 1, names)
         yield from _values_of(part, depth - 1)
     elif isinstance(part, (types.ModuleType, type)) and _home_of(part) in _UNCHANGING:
         yield ByIdentity(part)
@@ -391,7 +470,7 @@ def _attributes(owner: object, depth: int, names: set[str]) -> Iterator[object]:
         # not getattr, which may run code
         found = inspect.getattr_static(owner, name, None)
         for table in ("_buffers", "_parameters", "_modules"):  # of an nn.Module
-            found = vars(owner)[table].get(name, found) if table in getattr(owner, "__dict__", {}) else found
+            found = vars(owner)[table].get(name, found) if isinstance(owner, torch.nn.Module) else found
         if isinstance(found, types.FunctionType) and depth and not isinstance(owner, types.ModuleType):
             yield from _attributes(owner, depth - 1, _names_of(found.__code__))  # a method reads others
         elif isinstance(found, property):

@@ -227,6 +227,55 @@ def test_a_score_mod_has_what_was_captured_now(kind: str, how: str) -> None:
         assert relative_error(got, truth(causally(function))) < 1e-12
 
 
+UNCOUNTED: dict[str, Callable[[Tensor], Any]] = {
+    "data": lambda table: table.data.mul_(3),
+    "numpy": lambda table: np.multiply(table.numpy(), 3, table.numpy()),
+}
+
+
+@pytest.mark.situation("modules", "tensors that a module's functions captured are written by .data or numpy")
+@pytest.mark.parametrize("how", UNCOUNTED)
+def test_a_write_that_torch_does_not_count_is_a_change(how: str) -> None:
+    table, ids = torch.linspace(0, 2, TOKENS, dtype=torch.float64), torch.arange(TOKENS) // 5
+    scored = lambda score, b, h, q, k: score + table[q - k]  # noqa: E731
+    where: dict[str, Any] = {"mesh": RingMesh.single(), "layout": LAYOUT}
+    module, pattern = (
+        RingAttention(Causal(), **where, score_mod=scored),
+        MaskMod(lambda b, h, q, k: ids[q] == ids[k]),
+    )
+    masked = RingAttention(pattern & Causal(), **where)
+    module(*inputs()), masked(*inputs())
+    UNCOUNTED[how](table), UNCOUNTED[how](ids)
+    want = attended(pattern=Causal(), score_mod=scored)
+    assert relative_error(module(*inputs()), want) < 1e-12
+    for call in (lambda: masked(*inputs()), lambda: attended(pattern=pattern)):
+        with pytest.raises(RingPatternError, match="make a new MaskMod"):
+            call()
+
+
+def test_contents_are_compared_bit_by_bit() -> None:
+    table = torch.tensor([torch.nan, -0.0])
+    held = CapturedValues.by(lambda: table)
+    assert held.is_same(lambda: table) is False  # another function has other code
+    function = lambda: table  # noqa: E731
+    held = CapturedValues.by(function)
+    assert held.is_same(function)
+    table.data[1] = 0.0
+    assert not held.is_same(function)
+
+
+@pytest.mark.situation("compile", "a mask or score function is itself a compiled function, or calls one")
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_compiled_function_is_what_it_was_compiled_of(nested: bool) -> None:
+    tilt = lambda score, b, h, q, k: score + 0.3 * (q - k)  # noqa: E731
+    near = lambda b, h, q, k: q - k < 5  # noqa: E731
+    fast_tilt, fast_near = torch.compile(tilt, backend="eager"), torch.compile(near, backend="eager")
+    score_mod = (lambda *given: fast_tilt(*given)) if nested else fast_tilt
+    mask_mod = (lambda *given: fast_near(*given)) if nested else fast_near
+    got = attended(pattern=MaskMod(mask_mod) & Causal(), score_mod=score_mod)
+    assert relative_error(got, attended(pattern=MaskMod(near) & Causal(), score_mod=tilt)) < 1e-12
+
+
 def test_a_list_that_is_cut_elsewhere_is_a_change() -> None:
     """[[1], [2]] and [[1, 2]] have the same items."""
     groups = [[1], [2]]
