@@ -72,7 +72,7 @@ IMPORTERS = {
     "layers.selection.select": {"kernels"},
     "layers.selection.selected_pass": {"kernels", "ring.merge"},
     "layers.selection.few_queries": {"ring.merge"},  # the accumulators' dtype
-    "layers.selection.max_logits": {"comm.exchange", "ring.merge"},
+    "layers.selection.max_logits": {"ring.merge"},  # the accumulators' dtype
     "ops.context": {"comm.exchange", "kernels"},  # makes both, uses neither
     "ops.prepare": {"kernels"},  # chooses them
     "cuda.patience": {"kernels"},  # asks whether one compiles
