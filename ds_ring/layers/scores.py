@@ -51,6 +51,31 @@ class AlongPaths:
         return self.score_mod(score, batch, head, self.depths[query], self.depths[key])
 
 
+@dataclass(frozen=True)
+class BetweenSequences:
+    """Give a score_mod of two sequences, which a pass lays out as one, the positions in each of them.
+
+    Attributes:
+        score_mod: which changes the scores.
+        first_query: the position of the first query in the pass; the first key is at 0.
+        queries, keys: tokens of the two sequences. Slots of padding have positions of none, and get those of a
+            token: their scores are masked, and a table of the tokens has no entry for them.
+    """
+
+    score_mod: ScoreFunction
+    first_query: int
+    queries: int
+    keys: int
+
+    def __call__(self, score: Tensor, batch: Any, head: Any, query: Any, key: Any) -> Tensor:
+        query = (query - self.first_query).clamp(0, self.queries - 1)
+        return self.score_mod(score, batch, head, query, key.clamp(0, self.keys - 1))
+
+    @property
+    def __wrapped__(self) -> ScoreFunction:  # whose name messages have
+        return self.score_mod
+
+
 _WIDTH = 8  # head dims of kernels are multiples of it
 
 
