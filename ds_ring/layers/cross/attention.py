@@ -42,8 +42,8 @@ def cross_attention(
         layout: of the queries.
         key_layout: of the keys.
         mesh: this process's place in the grid of ranks; every rank of the ring must call.
-        scale, sinks, score_mod, return_lse, options: see `ring_attention`. The positions that a score_mod gets
-            are those of the query among the queries, and of the key among the keys.
+        scale, sinks, score_mod, return_lse, options: see `ring_attention`. A score_mod gets the position of a
+            query among the queries, and of a key among the keys.
 
     Returns:
         out [B, H, S, E]; with `return_lse` (out, lse).
