@@ -125,15 +125,19 @@ class RingAttention(nn.Module):
                 advice = "pass pattern=pattern_from_config(config) & Documents(document_ids)"
                 raise RingConfigError.wrong("RingAttention", expected, "none", advice)
             pattern = pattern_from_config(config_or_pattern) if pattern is None else pattern
+        pattern, where, score_mod = self._placed(
+            pattern, layout if layout is not None else name, mesh, score_mod
+        )
         if score_mod is not None:
             options = options.replaced(score_mod=as_value(score_mod))
-        pattern, where = self._placed(pattern, layout if layout is not None else name, mesh)
         self.context: RingContext = context_for(pattern, where, mesh, options, keeps_functions=True)
         self._mesh, self._handle = mesh, self.context.handle
 
-    def _placed(self, pattern: Pattern, layout: Layout | str, mesh: RingMesh) -> tuple[Pattern, Layout | str]:
-        """Return the pattern and the layout of the pass; for modules of other sequences."""
-        return pattern, layout
+    def _placed(
+        self, pattern: Pattern, layout: Layout | str, mesh: RingMesh, score_mod: ScoreFunction | None
+    ) -> tuple[Pattern, Layout | str, ScoreFunction | None]:
+        """Return the pattern, the layout and the score_mod of the pass; for modules of other sequences."""
+        return pattern, layout, score_mod
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, batch_dim_idx: int | None = None, *args: Any,

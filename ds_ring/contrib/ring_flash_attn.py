@@ -44,9 +44,9 @@ from ds_ring.comm.mesh import RingMesh
 from ds_ring.errors import RingConfigError, RingMeshError, RingShapeError
 from ds_ring.integrations.adapter import PatchTable, apply, patch
 from ds_ring.layers.scores import Alibi, Softcap
-from ds_ring.masks.catalog import Causal, Full, SlidingWindow
+from ds_ring.masks.catalog import Band, Causal, Full, SlidingWindow
 from ds_ring.masks.pattern import Pattern
-from ds_ring.masks.tiles import ScoreFunction
+from ds_ring.masks.tiles import UNBOUNDED, ScoreFunction
 from ds_ring.patterns.documents.pattern import Documents
 from ds_ring.schedule.layout import Layout, PieceLayout, StripedLayout, make_layout
 
@@ -83,16 +83,14 @@ def _layout_of_documents(family: str, lengths: tuple[int, ...], ring_size: int) 
 
 def _pattern_of(causal: bool, window_size: Sequence[int]) -> Pattern:
     """Return the pattern of FlashAttention's `causal` and `window_size` (keys before, after; -1 for all)."""
-    before, behind = window_size
-    if before < 0 and (causal or behind < 0):
-        return Causal() if causal else Full()
-    if causal or behind == 0:
-        return SlidingWindow(before + 1)
-    if before != behind:
-        raise RingConfigError.wrong(
-            "window_size", "two equal numbers, or causal=True", str((before, behind)), "pass a pattern"
-        )
-    return SlidingWindow(before + 1, causal=False)
+    before, after = window_size
+    if causal:
+        after = 0
+    if before < 0 and after <= 0:
+        return Causal() if after == 0 else Full()
+    if before >= 0 and after in (0, before):
+        return SlidingWindow(before + 1, causal=after == 0)
+    return Band(-UNBOUNDED if after < 0 else -after, UNBOUNDED if before < 0 else before)
 
 
 def _attend(
@@ -110,7 +108,7 @@ def _attend(
                 "alibi_slopes: expected one number for each head, and no softcap, got"
                 f" {tuple(alibi_slopes.shape)}, softcap {softcap}; call ring_attention with a score_mod"
             )
-        score_mod = Alibi(tuple(alibi_slopes.tolist()))
+        score_mod = Alibi(tuple(alibi_slopes.tolist()), both_ways=True)
     elif softcap:
         score_mod = Softcap(softcap)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -217,8 +215,20 @@ def _varlen(family: str) -> Callable[..., Any]:
     return attend
 
 
-# The lengths of all documents, by the tensor that `llama3_flash_attn_prepare_cu_seqlens` made for this rank.
+# The lengths of all documents, by the tensor that `llama3_flash_attn_prepare_cu_seqlens` made for this rank,
+# with that tensor's numbers: a buffer that is filled anew is another batch's.
 _of_all = WeakTensorKeyDictionary()
+
+
+def _lengths_of_all(cu_seqlens_q: Tensor) -> tuple[int, ...]:
+    lengths, ends = _of_all.get(cu_seqlens_q, (None, None))
+    if lengths is None or ends != cu_seqlens_q.tolist():
+        raise RingConfigError(
+            "cu_seqlens_q: expected the tensor of llama3_flash_attn_prepare_cu_seqlens as it was made,"
+            f" got {'another one' if lengths is None else 'other numbers in it'}; call it for each batch"
+        )
+    found: tuple[int, ...] = lengths
+    return found
 
 
 def _llama3() -> Callable[..., Any]:
@@ -230,9 +240,8 @@ def _llama3() -> Callable[..., Any]:
         group: ProcessGroup | None = None,
     ) -> Any:  # fmt: skip
         """Attend over this rank's shard; see the module."""
-        lengths = _of_all.get(cu_seqlens_q)
-        if lengths is None:
-            raise RingConfigError("cu_seqlens_q: expected that of llama3_flash_attn_prepare_cu_seqlens")
+        with collective(mesh_of(group), "packed attention"):
+            lengths = _lengths_of_all(cu_seqlens_q)
         return _attend_llama3(
             q, k, v, lengths, group, causal, window_size, return_attn_probs, scale=softmax_scale,
             dropout_p=dropout_p, alibi_slopes=alibi_slopes,
@@ -321,7 +330,7 @@ def llama3_flash_attn_prepare_cu_seqlens(
     mine = ends[first : last + 1]
     of_queries = mine.clamp(begin, end) - begin
     of_keys = (mine.clamp(max=end) if causal else mine) - mine[0]
-    _of_all[of_queries] = lengths
+    _of_all[of_queries] = lengths, of_queries.tolist()
     keys = slice(int(mine[0]), int(mine[0] + of_keys[-1]))
     longest = (int(x.diff().max()) for x in (of_queries, of_keys))
     return of_queries, of_keys, *longest, keys  # type: ignore[return-value]
@@ -373,7 +382,7 @@ def create_ring_flash_attention_forward(
             raise RingConfigError.wrong(
                 "cu_seqlens", "the batch's", "none", "call update_ring_flash_attn_params first"
             )
-        lengths = _of_all[DATA_PARAMS["cu_seqlens_q"]]
+        lengths = _lengths_of_all(DATA_PARAMS["cu_seqlens_q"])
         window = (-1, -1) if sliding_window is None else (sliding_window - 1, 0)
         q, k, v = (x[0] for x in (query_states, key_states, value_states))
         out: Tensor = _attend_llama3(

@@ -25,14 +25,20 @@ class Softcap:
 
 @dataclass(frozen=True)
 class Alibi:
-    """Add slope * (key position - query position) to the scores of each head: a `score_mod`."""
+    """Add slope * (key position - query position) to the scores of each head: a `score_mod`.
+
+    With `both_ways` it is -slope * |query position - key position|, as in FlashAttention. For keys up to the
+    query both are the same.
+    """
 
     made_in_graphs = True
     slopes: tuple[float, ...]  # of the model's query heads
+    both_ways: bool = False
 
     def __call__(self, score: Tensor, batch: Any, head: Any, query: Any, key: Any) -> Tensor:
         slopes = torch.tensor(self.slopes, dtype=score.dtype, device=score.device)
-        return score + slopes[head] * (key - query)
+        distance = -(query - key).abs() if self.both_ways else key - query
+        return score + slopes[head] * distance
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,6 +55,31 @@ class AlongPaths:
 
     def __call__(self, score: Tensor, batch: Any, head: Any, query: Any, key: Any) -> Tensor:
         return self.score_mod(score, batch, head, self.depths[query], self.depths[key])
+
+
+@dataclass(frozen=True)
+class BetweenSequences:
+    """Give a score_mod of two sequences, which a pass lays out as one, the positions in each of them.
+
+    Attributes:
+        score_mod: which changes the scores.
+        first_query: the position of the first query in the pass; the first key is at 0.
+        queries, keys: tokens of the two sequences. Slots of padding have other positions, and get those of a
+            token: their scores are masked, and a table of the tokens has no entry for them.
+    """
+
+    score_mod: ScoreFunction
+    first_query: int
+    queries: int
+    keys: int
+
+    def __call__(self, score: Tensor, batch: Any, head: Any, query: Any, key: Any) -> Tensor:
+        query = (query - self.first_query).clamp(0, self.queries - 1)
+        return self.score_mod(score, batch, head, query, key.clamp(0, self.keys - 1))
+
+    @property
+    def __wrapped__(self) -> ScoreFunction:  # whose name messages have
+        return self.score_mod
 
 
 _WIDTH = 8  # head dims of kernels are multiples of it

@@ -67,7 +67,7 @@ def even_pieces(
     return found
 
 
-def _pieces(mix: Mix, tokens: int, pieces: int) -> tuple[IntArray, list[IntArray]]:
+def _pieces(mix: Mix, tokens: int, pieces: int) -> tuple[IntArray, list[np.ndarray]]:
     """Return the borders of equal pieces and, for each pattern over all of its layers, the pairs of each."""
     each, more = divmod(tokens, pieces)
     number = np.arange(pieces + 1)
@@ -77,7 +77,7 @@ def _pieces(mix: Mix, tokens: int, pieces: int) -> tuple[IntArray, list[IntArray
 
 
 def _even_cuts(
-    tokens: int, ring_size: int, multiple_of: int, bounds: IntArray, work: IntArray, shares: np.ndarray
+    tokens: int, ring_size: int, multiple_of: int, bounds: IntArray, work: np.ndarray, shares: np.ndarray
 ) -> Layout | None:
     """Return contiguous shards of these shares of the work; None if lengths differ by more than the slack."""
     total = np.concatenate([[0], np.cumsum(work)])
@@ -89,7 +89,7 @@ def _even_cuts(
     return PieceLayout(tokens, ring_size, multiple_of, tuple(cuts), tuple(range(ring_size)))
 
 
-def _snake(work: IntArray, ring_size: int) -> IntArray:
+def _snake(work: np.ndarray, ring_size: int) -> IntArray:
     """Deal out pieces by falling work, to ranks 0 .. P-1 and back; every rank gets the same number."""
     place = np.argsort(-work, kind="stable")
     turn, seat = np.divmod(np.arange(len(work)), ring_size)
@@ -98,7 +98,7 @@ def _snake(work: IntArray, ring_size: int) -> IntArray:
     return owners
 
 
-def _nearest(work: IntArray, ring_size: int, shares: np.ndarray) -> IntArray:
+def _nearest(work: np.ndarray, ring_size: int, shares: np.ndarray) -> IntArray:
     """Start from contiguous shards; swap pieces of the fullest and the emptiest rank while that helps.
 
     `shares` of the work are the goals of the ranks.
@@ -108,7 +108,7 @@ def _nearest(work: IntArray, ring_size: int, shares: np.ndarray) -> IntArray:
     goals = shares * work.sum()
     load = works.sum(1) - goals  # beyond the goal
     enough = ((EVEN - 1) / 2 * goals).tolist()
-    gains, away = np.empty((per_rank, per_rank), dtype=np.int64), np.empty((per_rank, per_rank))
+    gains, away = np.empty((2, per_rank, per_rank))
     rows, columns = list(works), list(works[:, :, None])
     for _ in range(4 * ring_size):
         full, empty = int(load.argmax()), int(load.argmin())

@@ -45,6 +45,17 @@ class Before(Pattern):
         return (Branch(least=self.apart),)
 
 
+@dataclass(frozen=True)
+class Band(Pattern):
+    """Attend where query position - key position is from `least` to `most`; +-UNBOUNDED if open."""
+
+    least: int = -UNBOUNDED
+    most: int = UNBOUNDED
+
+    def branches(self, head: QueryHead) -> tuple[Branch, ...]:
+        return (Branch(least=self.least, most=self.most),)
+
+
 class _NumbersOfTokens:
     """Check the fields of a pattern: `causal`, if there is one, must be a bool, the others positive ints."""
 

@@ -219,6 +219,11 @@ class BoundPattern(Pattern):
     def bind(self, heads: tuple[int, ...], query_heads: int, kv_heads: int) -> BoundPattern:
         return self
 
+    @property
+    def is_same_for_heads(self) -> bool:
+        """Return whether all query heads that it is bound to attend to the same pairs."""
+        return len(self.branches_by_head) == 1 and self.mask_heads == (0,)
+
     @cached_property
     def counts_twice(self) -> bool:
         """Return whether some pair may be in more than one branch (m > 1)."""

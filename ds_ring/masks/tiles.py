@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 MaskFunction = Callable[[Any, Any, Any, Any], Any]  # FlexAttention's mask_mod(batch, head, q_pos, k_pos)
 ScoreFunction = Callable[[Any, Any, Any, Any, Any], Any]  # its score_mod(score, batch, head, q_pos, k_pos)
+MAX_PAIRS = 1 << 62  # of a table, in int64
 UNBOUNDED = 1 << 60  # larger than any distance between positions, small enough not to overflow int64
 
 
@@ -253,9 +254,14 @@ class Tiles:
 
     @property
     def pairs(self) -> IntArray:
-        """Return the number of attended pairs of each tile; with a mask function, of the whole rectangle."""
-        low, high = self.band
-        sides = self.q.length, self.k.length
+        """Return the number of attended pairs of each tile; with a mask function, of the whole rectangle.
+
+        int64 while the sum fits; above that Python's integers, in an array of objects.
+        """
+        (low, high), sides = self.band, (self.q.length, self.k.length)
+        if self.q.length.astype(np.float64) @ self.k.length >= MAX_PAIRS:
+            low, high = low.astype(object), high.astype(object)
+            sides = self.q.length.astype(object), self.k.length.astype(object)
         return _pairs_up_to(*sides, high) - _pairs_up_to(*sides, low - 1)
 
     def rows(self, index: IntArray | slice) -> Tiles:

@@ -36,7 +36,7 @@ import numpy as np
 
 from ds_ring.masks.pattern import BoundPattern, Pattern
 from ds_ring.masks.slots import IntArray, count_sets, intersect_slots, ranges_of_progressions
-from ds_ring.masks.tiles import UNBOUNDED
+from ds_ring.masks.tiles import UNBOUNDED, Tiles
 from ds_ring.registry import KERNELS, LAYOUTS, load
 from ds_ring.schedule.head_class import HeadClass, ReadsOfShards
 from ds_ring.schedule.layout import ChunkLayout, Layout, Mix
@@ -69,26 +69,31 @@ def bound_to_one_head(pattern: Pattern) -> BoundPattern:
     return pattern.bind((0,), 1, 1)
 
 
-def work_of_runs(pattern: Pattern, runs: IntArray, tokens: int) -> IntArray:
-    """Return the attended pairs of the queries of every run, over all keys; int64 [len(runs)]."""
+def work_of_runs(pattern: Pattern, runs: IntArray, tokens: int) -> np.ndarray:
+    """Return the attended pairs of the queries of every run, over all keys; float64 [len(runs)]."""
     tiles = pattern.tiles(runs, np.array([[0, 1, tokens]]))
     # Runs are consecutive in the query slots, so a tile's first slot determines its run.
     first_slots = np.cumsum(runs[:, 2]) - runs[:, 2]
     row = np.searchsorted(first_slots, tiles.q.slot, side="right") - 1
-    return np.bincount(row, weights=tiles.pairs, minlength=len(runs)).astype(np.int64)
+    return np.bincount(row, weights=_as_floats(tiles), minlength=len(runs))
 
 
-def work_of_ranks(pattern: Pattern, layout: Layout) -> IntArray:
-    """Return the attended pairs of every rank, for one head; int64 [ring_size]."""
-    works: IntArray = _works_of_ranks(pattern, [layout])[0]
+def _as_floats(tiles: Tiles) -> np.ndarray:
+    """Return the pairs of tiles, float64: exact up to 2^53, and sums beyond int64 do not overflow."""
+    return tiles.pairs.astype(np.float64)
+
+
+def work_of_ranks(pattern: Pattern, layout: Layout) -> np.ndarray:
+    """Return the attended pairs of every rank, for one head; float64 [ring_size]."""
+    works: np.ndarray = _works_of_ranks(pattern, [layout])[0]
     return works
 
 
-def _works_of_ranks(pattern: Pattern, layouts: Sequence[Layout]) -> IntArray:
-    """Return the same for layouts of equal sizes, by one table; int64 [len(layouts), ring_size]."""
+def _works_of_ranks(pattern: Pattern, layouts: Sequence[Layout]) -> np.ndarray:
+    """Return the same for layouts of equal sizes, by one table; float64 [len(layouts), ring_size]."""
     (runs, ranks), size = runs_of_ranks(layouts), layouts[0].ring_size
     work = work_of_runs(pattern, runs, layouts[0].tokens)
-    return np.bincount(ranks, weights=work, minlength=len(layouts) * size).astype(np.int64).reshape(-1, size)
+    return np.bincount(ranks, weights=work, minlength=len(layouts) * size).reshape(-1, size)
 
 
 def runs_of_ranks(layouts: Sequence[Layout]) -> tuple[IntArray, IntArray]:
@@ -97,11 +102,11 @@ def runs_of_ranks(layouts: Sequence[Layout]) -> tuple[IntArray, IntArray]:
     return np.concatenate(shards), np.repeat(np.arange(len(shards)), [len(runs) for runs in shards])
 
 
-def costs_of_ranks(pattern: Pattern, layouts: Sequence[Layout]) -> tuple[IntArray, IntArray]:
+def costs_of_ranks(pattern: Pattern, layouts: Sequence[Layout]) -> tuple[np.ndarray, IntArray]:
     """Return the pairs of each rank and the tokens that it receives in a forward pass, for one head.
 
-    Both are int64 [len(layouts), ring_size]; one table for layouts of equal sizes. Tokens received are 0
-    where they are not known: if the keys of a tile are not consecutive.
+    They are float64 and int64 [len(layouts), ring_size]; one table for layouts of equal sizes. Tokens
+    received are 0 where they are not known: if the keys of a tile are not consecutive.
     """
     tokens, size = layouts[0].tokens, layouts[0].ring_size
     count, width = len(layouts) * size, tokens + 1
@@ -109,10 +114,10 @@ def costs_of_ranks(pattern: Pattern, layouts: Sequence[Layout]) -> tuple[IntArra
     tiles = pattern.tiles(runs, np.array([[0, 1, tokens]]))
     first_slots = np.cumsum(runs[:, 2]) - runs[:, 2]
     reader = ranks[np.searchsorted(first_slots, tiles.q.slot, side="right") - 1]
-    work = np.bincount(reader, weights=tiles.pairs, minlength=count).astype(np.int64).reshape(-1, size)
+    work = np.bincount(reader, weights=_as_floats(tiles), minlength=count).reshape(-1, size)
     strided = (tiles.k.position_step != 1) & (tiles.k.length > 1)
     if strided.any() or (runs[:, 1] != 1).any() or count * width >= UNBOUNDED:
-        return work, np.zeros_like(work)
+        return work, np.zeros(work.shape, dtype=np.int64)
     # one set of positions for each rank, as in `join_sets`
     rows = np.stack([tiles.k.position + reader * width, np.ones_like(reader), tiles.k.length], axis=1)
     read = ranges_of_progressions(rows)
@@ -136,7 +141,7 @@ def timed(mix: Mix, layouts: Sequence[Layout]) -> list[Candidate]:
     return found
 
 
-def imbalance(works: list[IntArray], speeds: Speeds = ()) -> float:
+def imbalance(works: list[np.ndarray], speeds: Speeds = ()) -> float:
     """Return the imbalance of the ranks' work, given for each pattern over all its layers."""
     mean = sum(work.mean() for work in works)
     relative = np.array(speeds) / np.mean(speeds) if speeds else 1.0

@@ -259,8 +259,9 @@ class HeadClassPlan:
     def pairs(self, group: int) -> int:
         """Return attended pairs per K/V head, summed over the `group` query heads that share it."""
         # A tile with head_in_group -1 is for all `group` query heads, and counts once for each.
-        each = ((one.tiles.pairs, np.where(one.tiles.head_in_group < 0, group, 1)) for one in self.hops)
-        return sum(int((pairs * heads).sum()) for pairs, heads in each)
+        # Python's integers: the product may exceed int64.
+        each = ((one.tiles.pairs, one.tiles.head_in_group < 0) for one in self.hops)
+        return sum(group * int(pairs[of_all].sum()) + int(pairs[~of_all].sum()) for pairs, of_all in each)
 
     @property
     def tokens_received(self) -> int:

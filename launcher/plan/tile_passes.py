@@ -77,7 +77,7 @@ def _work_of_ranks(pattern: BoundPattern, layout: Layout, grid: TileGrid) -> Int
     # a pair is computed in the row of its query and in the column of its key
     numbers = np.empty((grid.key_ranks, grid.query_ranks), dtype=np.int64)
     numbers[tuple(place.T)] = np.arange(size)
-    return np.bincount(numbers[place[q, 0], place[k, 1]], weights=table.pairs, minlength=size)
+    return np.bincount(numbers[place[q, 0], place[k, 1]], weights=table.pairs.astype(float), minlength=size)
 
 
 def _heads(setting: TrainingSetting) -> tuple[int, int]:

@@ -9,7 +9,6 @@ D head dim.
 
 from __future__ import annotations
 
-import weakref
 from functools import lru_cache
 from typing import Any
 
@@ -93,7 +92,6 @@ class RingCoreAttention(nn.Module):
             self._window = None if left < 0 else left + 1
         self._scale = softmax_scale if softmax_scale is not None else config.kv_channels**-0.5
         self._kernel, self._options = kernel, PassOptions(hop_timeout_seconds=hop_timeout_s)
-        self._packed: tuple[weakref.ref[Tensor], Tensor, tuple[Layout, Documents]] | None = None
         heads = max(1, config.num_attention_heads // pg_collection.tp.size())
         self.softmax_offset = _sinks(config, heads)
 
@@ -158,11 +156,12 @@ class RingCoreAttention(nn.Module):
         return Full()
 
     def _packing(self, given: Any) -> tuple[Layout, Documents]:
-        """Return layout and documents of packed sequences; kept for the layers of a pass."""
+        """Return layout and documents of packed sequences.
+
+        Each call reads the numbers: the same tensor may have been filled with those of another batch.
+        """
         lengths = given.cu_seqlens_q
         padded = given.cu_seqlens_q_padded if given.cu_seqlens_q_padded is not None else lengths
-        if self._packed is not None and self._packed[0]() is lengths and self._packed[1] is padded:
-            return self._packed[2]
         for name in _PACKING_OF_ITS_OWN:
             if getattr(given, name, None) is not None:
                 raise RingShapeError(f"packed_seq_params.{name}: expected None, got {getattr(given, name)}")
@@ -175,9 +174,8 @@ class RingCoreAttention(nn.Module):
                 'packed_seq_params: expected qkv_format "thd" and the same lengths of queries and keys, got'
                 f" {given.qkv_format!r}, {lengths} and {given.cu_seqlens_kv}"
             )
-        found = _packing(tuple(lengths.tolist()), tuple(padded.tolist()), self.mesh.ring_size)
-        self._packed = (weakref.ref(lengths), padded, found)
-        return found
+        starts = tuple(lengths.tolist())
+        return _packing(starts, starts if padded is lengths else tuple(padded.tolist()), self.mesh.ring_size)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None

@@ -42,7 +42,8 @@ def cross_attention(
         layout: of the queries.
         key_layout: of the keys.
         mesh: this process's place in the grid of ranks; every rank of the ring must call.
-        scale, sinks, score_mod, return_lse, options: see `ring_attention`.
+        scale, sinks, score_mod, return_lse, options: see `ring_attention`. A score_mod gets the position of a
+            query among the queries, and of a key among the keys.
 
     Returns:
         out [B, H, S, E]; with `return_lse` (out, lse).
@@ -52,7 +53,8 @@ def cross_attention(
         RingError: as in `ring_attention`.
     """
     pair, between = _pair_of(pattern, layout, key_layout, mesh, options)
-    context = context_of_call(AskedContext(between, pair, mesh, scale, "auto", options, score_mod))
+    own = pair.score_mod_between(score_mod)
+    context = context_of_call(AskedContext(between, pair, mesh, scale, "auto", options, own))
     return _attend_between(pair, q, k, v, context, sinks, return_lse)
 
 
@@ -75,9 +77,11 @@ class CrossAttention(RingAttention):
             config_or_pattern, mesh=mesh, layout=layout, scale=scale, pattern=pattern, score_mod=score_mod
         )
 
-    def _placed(self, pattern: Pattern, layout: Layout | str, mesh: RingMesh) -> tuple[Pattern, Layout]:
+    def _placed(
+        self, pattern: Pattern, layout: Layout | str, mesh: RingMesh, score_mod: ScoreFunction | None
+    ) -> tuple[Pattern, Layout, ScoreFunction | None]:
         self._pair, between = _pair_of(pattern, layout, self._key_layout, mesh, self._options)
-        return between, self._pair
+        return between, self._pair, self._pair.score_mod_between(score_mod)
 
     @never_traced
     def _attend(

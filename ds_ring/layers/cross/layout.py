@@ -7,10 +7,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ds_ring.errors import RingLayoutError, RingPatternError
+from ds_ring.layers.scores import BetweenSequences
 from ds_ring.masks.branches import Branch, in_range
 from ds_ring.masks.catalog import Full
 from ds_ring.masks.pattern import Pattern, QueryHead
 from ds_ring.masks.slots import IntArray
+from ds_ring.masks.tiles import ScoreFunction
 from ds_ring.patterns.documents.pattern import Documents
 from ds_ring.schedule.layout import Layout
 
@@ -141,6 +143,12 @@ class PairLayout(Layout):
             ids[self.first_query : self.first_query + queries] = given[:queries]
             found = found & Documents(ids)
         return found
+
+    def score_mod_between(self, score_mod: ScoreFunction | None) -> ScoreFunction | None:
+        """Return a score_mod of positions in the two sequences as one of positions of this layout."""
+        if not callable(score_mod) or isinstance(score_mod, type):  # none, or refused by name
+            return score_mod
+        return BetweenSequences(score_mod, self.first_query, self.queries.tokens, self.keys.tokens)
 
     def __str__(self) -> str:
         whole = f", in blocks of {self.block}" if self.block > 1 else ""

@@ -47,7 +47,7 @@ def check_same_for_heads(bound: Pattern, pattern: Pattern) -> None:
     `bound` is that of a plan, for the heads of this Ulysses rank.
     """
     assert isinstance(bound, BoundPattern), "plans bind their patterns"
-    if len(bound.branches_by_head) > 1 or bound.mask_heads != (0,):
+    if not bound.is_same_for_heads:
         raise RingPatternError.wrong(
             "up_projection", "a pattern that is the same for all heads", f"{pattern}", "pass expanded k and v"
         )

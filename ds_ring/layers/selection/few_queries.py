@@ -21,7 +21,7 @@ from ds_ring.comm.device_tables import DeviceTables, to_host
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.decode.all_reduce import all_reduce, merge_rows
 from ds_ring.layers.selection.context import selection_context
-from ds_ring.layers.selection.select import ScoresFunction, Visible, keep_best
+from ds_ring.layers.selection.select import ScoresFunction, Visible, keeping, merge_scores
 from ds_ring.layers.selection.total_order import BestKeys, in_order, none_so_far
 from ds_ring.masks.catalog import Full
 from ds_ring.masks.pattern import Pattern
@@ -55,9 +55,10 @@ def select_for_all(
         context.agree(call, described, described, more)
         best = none_so_far(keys, (*heads, len(q_positions)), k, layout, dtype)
         own = layout.positions(mesh.ring_rank)[: layout.valid_tokens(mesh.ring_rank)]
-        keep_best(
-            best, lambda rows, some, _: scores_fn(rows, some), keys[:, : len(own)], own,
-            Visible(pattern, q_positions, own), mesh.owners[DeviceTables],
+        seen = Visible(pattern.bind((0,), 1, 1), q_positions, own)
+        merge_scores(
+            keeping(best), lambda rows, some, _: scores_fn(rows, some), math.prod(heads[1:]),
+            keys[:, : len(own)], own, seen, mesh.owners[DeviceTables],
         )  # fmt: skip
         if context.exchange is not None:
             parts = [

@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from ds_ring.comm.collective import collective
-from ds_ring.comm.exchange import Exchange
 from ds_ring.comm.mesh import RingMesh, check_mesh
 from ds_ring.errors import RingShapeError
-from ds_ring.layers.selection.select import best_keys
+from ds_ring.layers.selection.context import selection_context
+from ds_ring.layers.selection.select import checked_scores, walk_tokens
+from ds_ring.masks.catalog import Causal
 from ds_ring.masks.pattern import Pattern
 from ds_ring.ops.checks import check_operand
 from ds_ring.ops.handles import never_traced
@@ -31,17 +32,18 @@ def max_logits(
     Args:
         q, k: local queries [B, H, S, D] and keys [B, G, S, D]; H a multiple of G.
         layout, mesh, hop_timeout_s: see `ring_select`.
-        pattern: which query attends to which key, the same for all heads; None is `Causal()`.
+        pattern: which query attends to which key; None is `Causal()`.
         scale: factor of the scores; None is 1 / sqrt(D).
 
     Returns:
-        [H], float32 (float64 for float64), without a gradient; -inf for a head that sees no key.
+        [H], float32 (float64 for float64), without a gradient; -inf for a head that sees no key, NaN for one
+        with a NaN among its scores.
 
     Raises:
         as `ring_select`.
     """
     check_mesh(mesh)
-    with collective(mesh, "max_logits", Exchange(mesh, hop_timeout_s)) as call:
+    with collective(mesh, "max_logits") as call, torch.no_grad():
         check_operand("q", q)
         check_operand("k", k)
         fits = q.dim() == k.dim() == 4 and q.shape[::2] == k.shape[::2] and q.shape[3] == k.shape[3]
@@ -49,14 +51,23 @@ def max_logits(
             raise RingShapeError(
                 f"max_logits: expected H a multiple of G in q and k, got {list(q.shape)}, {list(k.shape)}"
             )
-        factor, dtype = q.shape[-1] ** -0.5 if scale is None else scale, accumulator_dtype(q.dtype)
+        groups, heads, dtype = k.shape[1], q.shape[1], accumulator_dtype(q.dtype)
+        keys, pattern = k.detach().transpose(1, 2).contiguous(), Causal() if pattern is None else pattern
+        context = selection_context(pattern, layout, mesh, hop_timeout_s, scale, by_head=True)
+        factor = context.scale_of(q)
 
-        def scores(rows: slice, keys: Tensor) -> Tensor:  # of keys [B, n, G, D]
-            grouped = q[:, :, rows].unflatten(1, (k.shape[1], -1)).to(dtype)
+        def scores(rows: slice, keys: Tensor, _: Tensor) -> Tensor:  # of keys [B, n, G, D]
+            grouped = q[:, :, rows].unflatten(1, (groups, -1)).to(dtype)
             return torch.einsum("bgrqd,bngd->bgrqn", grouped, keys.to(dtype)).flatten(1, 2) * factor
 
-        keys = k.detach().transpose(1, 2).contiguous()
-        best = best_keys(scores, 1, keys, layout, mesh, pattern, None, 0, False, hop_timeout_s)
-        found = best.scores.amax(dim=(0, 2, 3))
-        call.agree({"heads": len(found)})
-        return torch.stack(call.exchange.all_gather(found, mesh.ring_group, mesh.ring_size)).amax(0)
+        checked_scores(scores, 1, keys, context, None, heads)
+        context.agree(call, q, k)
+        found = torch.full((heads,), -torch.inf, dtype=dtype, device=q.device)
+
+        def merge(rows: slice, of_tile: Tensor, _: Tensor) -> None:
+            torch.maximum(found, of_tile.amax(dim=(0, 2, 3)), out=found)  # NaN stays
+
+        walk_tokens(merge, scores, heads, keys, context, pattern.bind(tuple(range(heads)), heads, groups))
+        if context.exchange is None:
+            return found
+        return torch.stack(context.exchange.all_gather(found, mesh.ring_group, mesh.ring_size)).amax(0)

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import chain
 
 import numpy as np
 import torch
@@ -27,7 +28,7 @@ from ds_ring.layers.selection.context import selection_context
 from ds_ring.layers.selection.total_order import BestKeys, in_order, merge_best, none_so_far
 from ds_ring.masks.branches import Branch
 from ds_ring.masks.catalog import Before, Causal, Full
-from ds_ring.masks.pattern import Pattern, QueryHead
+from ds_ring.masks.pattern import BoundPattern, Pattern
 from ds_ring.masks.slots import IntArray, expand_ranges
 from ds_ring.ops.checks import DTYPES, check_operand
 from ds_ring.ops.context import RingContext
@@ -38,6 +39,8 @@ from ds_ring.schedule.plan import one_way
 from ds_ring.schedule.rank_plan import HopPlan
 
 ScoresFunction = Callable[..., Tensor]  # of a slice of queries and keys, perhaps also their positions
+Merge = Callable[[slice, Tensor, Tensor], None]  # takes a slice of queries, scores, and positions of keys
+LabelledBranch = tuple[Branch, IntArray, IntArray]  # with the labels of queries and of keys
 
 # Scores that exist at a time, by device: those of a tile, [B, C, queries, at most KEYS]. One choice counts as
 # HEADS, since an indexer makes its score from several heads' scores.
@@ -79,15 +82,6 @@ def ring_select(
         RingMismatchError: ranks that call with other shapes or settings; nothing was sent.
         RingPeerError: another rank failed or was too late.
     """
-    given = (layout, mesh, pattern, blocks, delay, with_positions, hop_timeout_s)
-    return in_order(best_keys(scores_fn, k, keys, *given))
-
-
-def best_keys(
-    scores_fn: ScoresFunction, k: int, keys: Tensor, layout: Layout, mesh: RingMesh, pattern: Pattern | None,
-    blocks: BlockLayout | None, delay: int, with_positions: bool, hop_timeout_s: float,
-) -> BestKeys:  # fmt: skip
-    """Return the k best keys of each local query with their scores; see `ring_select`."""
     check_mesh(mesh)
     if pattern is None:
         pattern = Full() if blocks is not None else Causal()
@@ -98,22 +92,27 @@ def best_keys(
                 "ring_select", f"blocks of the {layout} and no pattern", f"{blocks.of}, {pattern}", "pass one"
             )
         context = selection_context(pattern, layout, mesh, hop_timeout_s)
-        heads, dtype = _checked_scores(scores, k, keys, context, blocks)
+        heads, dtype = checked_scores(scores, k, keys, context, blocks)
         described = keys.flatten(2).unsqueeze(1)
         more = {"k": k, "shape and dtype of scores": (*heads, dtype), "blocks": str(blocks), "delay": delay}
         context.agree(call, described, described, more)
         best = none_so_far(keys, (*heads, layout.local_tokens), k, blocks or layout, dtype)
+        walk = keeping(best), scores, math.prod(heads[1:]), keys, context
         if blocks is None:
-            _walk_tokens(best, scores, keys, context)
+            walk_tokens(*walk, pattern.bind((0,), 1, 1))
         else:
-            _walk_blocks(best, scores, keys, context, blocks, delay)
-        return best
+            _walk_blocks(*walk, blocks, delay)
+        return in_order(best)
 
 
-def _checked_scores(
-    scores_fn: ScoresFunction, k: int, keys: Tensor, context: RingContext, blocks: BlockLayout | None
-) -> tuple[torch.Size, torch.dtype]:
-    """Check the arguments of `ring_select`; return the leading dimensions of scores, and their dtype."""
+def checked_scores(
+    scores_fn: ScoresFunction, k: int, keys: Tensor, context: RingContext, blocks: BlockLayout | None,
+    query_heads: int = 1,
+) -> tuple[torch.Size, torch.dtype]:  # fmt: skip
+    """Check the arguments of `ring_select`; return the leading dimensions of scores, and their dtype.
+
+    `query_heads` are those that the pattern's mask functions may be evaluated for.
+    """
     check_operand("keys", keys)
     layout = context.layout_for(0, keys.device.type)
     slots = (blocks or layout).local_tokens
@@ -122,7 +121,7 @@ def _checked_scores(
             "keys", f"[batch, {slots}, ...]", list(keys.shape), "use ds_ring.shard_sequence(..., dim=1)"
         )
     whole_number(k, "k", RingConfigError)
-    context.pattern.check(layout.tokens, len(keys), 1, str(keys.device))
+    context.pattern.check(layout.tokens, len(keys), query_heads, str(keys.device))
     try:
         none = torch.zeros(1, dtype=torch.int64, device=keys.device)
         scores = scores_fn(slice(0, 1), keys[:, :1], none)
@@ -141,30 +140,29 @@ def _checked_scores(
 
 
 @lru_cache(maxsize=16)
-def _head_class(pattern: Pattern, layout: Layout) -> HeadClass:
+def _head_class(pattern: BoundPattern, layout: Layout) -> HeadClass:
     # Every owner sends to its readers directly, so the order of ranks is all that a direction says here.
-    reads = ReadsOfShards(pattern.bind((0,), 1, 1), layout)
-    return HeadClass(reads, slice(0, 1), one_way(layout.ring_size))
+    return HeadClass(ReadsOfShards(pattern, layout), slice(0, 1), one_way(layout.ring_size))
 
 
 @lru_cache(maxsize=16)
-def _hops(pattern: Pattern, layout: Layout, ring_rank: int) -> tuple[HopPlan | None, ...]:
+def _hops(pattern: BoundPattern, layout: Layout, ring_rank: int) -> tuple[HopPlan | None, ...]:
     """Return what a rank sees of each shard, by hop: at hop s that of rank `ring_rank` - s."""
     return _head_class(pattern, layout).rank(ring_rank).directions[0].hops
 
 
 def _walk(
     keys: Tensor, context: RingContext, leaving: Callable[[int], Tensor | None],
-    arriving: Callable[[int], int], merge: Callable[[int, Tensor], None],
+    arriving: Callable[[int], int], compute: Callable[[int, Tensor], None],
 ) -> None:  # fmt: skip
-    """Call `merge` with the keys of each hop that this rank reads, while those of the next one travel.
+    """Call `compute` with the keys of each hop that this rank reads, while those of the next one travel.
 
     Args:
         keys: this rank's.
         context: of the call.
         leaving: returns the rows for the rank `hop` after this one; None if it reads none.
         arriving: returns the number of rows of the rank `hop` before this one; 0 if this rank reads none.
-        merge: takes the hop and the keys.
+        compute: takes the hop and the keys.
     """
     mesh, exchange = context.mesh, context.exchange
     size, rank = mesh.ring_size, mesh.ring_rank
@@ -179,15 +177,22 @@ def _walk(
                 received = [Message(buffer, (rank - following) % size)]
             pending = exchange.post(sent, received, following)
         if arrived is not None:
-            merge(hop, arrived)
+            compute(hop, arrived)
         if pending is not None:
             pending.wait()
         arrived = received[0].tensor if received else None
 
 
-def _walk_tokens(best: BestKeys, scores_fn: ScoresFunction, keys: Tensor, context: RingContext) -> None:
+def walk_tokens(
+    merge: Merge, scores_fn: ScoresFunction, choices: int, keys: Tensor, context: RingContext,
+    pattern: BoundPattern,
+) -> None:  # fmt: skip
+    """Pass the scores of this rank's queries, and of all keys that they see by a pattern, to `merge`.
+
+    `choices` are the heads of the scores, which the pattern may tell apart.
+    """
     layout, rank = context.layout_for(0, keys.device.type), context.mesh.ring_rank
-    reads, hops = _head_class(context.pattern, layout).reads, _hops(context.pattern, layout, rank)
+    reads, hops = _head_class(pattern, layout).reads, _hops(pattern, layout, rank)
     tables, queries = context.mesh.owners[DeviceTables], layout.positions(rank)[: layout.valid_tokens(rank)]
 
     def held(hop: int) -> IntArray:
@@ -198,25 +203,23 @@ def _walk_tokens(best: BestKeys, scores_fn: ScoresFunction, keys: Tensor, contex
         ranges = reads.slots(rank, (rank + hop) % layout.ring_size)
         return tables.slot_index(ranges, keys.device) if len(ranges) else None
 
-    def merge(hop: int, arrived: Tensor) -> None:
+    def compute(hop: int, arrived: Tensor) -> None:
         positions = held(hop)
-        keep_best(best, scores_fn, arrived, positions, Visible(context.pattern, queries, positions), tables)
+        seen = Visible(pattern, queries, positions)
+        merge_scores(merge, scores_fn, choices, arrived, positions, seen, tables)
 
     no_positions = layout.positions(rank)[:0]
-    _walk(keys, context, leaving, lambda hop: len(held(hop)), merge)
+    _walk(keys, context, leaving, lambda hop: len(held(hop)), compute)
 
 
 def _walk_blocks(
-    best: BestKeys,
-    scores_fn: ScoresFunction,
-    keys: Tensor,
-    context: RingContext,
-    blocks: BlockLayout,
-    delay: int,
-) -> None:
+    merge: Merge, scores_fn: ScoresFunction, choices: int, keys: Tensor, context: RingContext,
+    blocks: BlockLayout, delay: int,
+) -> None:  # fmt: skip
     size, rank, layout = context.mesh.ring_size, context.mesh.ring_rank, blocks.of
     tables, queries = context.mesh.owners[DeviceTables], layout.positions(rank)[: layout.valid_tokens(rank)]
-    pattern: Pattern = Before(delay) if blocks.documents is None else Before(delay) & blocks.documents
+    documents: Pattern = Full() if blocks.documents is None else blocks.documents
+    pattern = (Before(delay) & documents).bind((0,), 1, 1)
 
     def numbers(owner: int) -> IntArray:
         return blocks.positions(owner)[: blocks.valid_tokens(owner)]
@@ -229,32 +232,34 @@ def _walk_blocks(
         rows = count((rank + hop) % size, rank)
         return torch.arange(rows, device=keys.device) if rows else None
 
-    def merge(hop: int, arrived: Tensor) -> None:
+    def compute(hop: int, arrived: Tensor) -> None:
         own = numbers((rank - hop) % size)
-        keep_best(best, scores_fn, arrived, own, Visible(pattern, queries, blocks.starts[own]), tables)
+        seen = Visible(pattern, queries, blocks.starts[own])
+        merge_scores(merge, scores_fn, choices, arrived, own, seen, tables)
 
-    _walk(keys, context, leaving, lambda hop: count(rank, (rank - hop) % size), merge)
+    _walk(keys, context, leaving, lambda hop: count(rank, (rank - hop) % size), compute)
 
 
 @dataclass(frozen=True, eq=False)
 class Visible:
     """Which queries may choose which keys, by their positions, none of which is padding."""
 
-    pattern: Pattern
+    pattern: BoundPattern
     q: IntArray
     k: IntArray
 
     @cached_property
-    def _branches(self) -> list[tuple[Branch, IntArray, IntArray]]:
-        # with the labels of queries and of keys
+    def _branches(self) -> list[list[LabelledBranch]]:
+        """Return the branches of each head, of one where all are equal."""
         return [
-            (one, *one.labels(self.q, self.k)) for one in self.pattern.bind((0,), 1, 1).branches(QueryHead())
+            [(one, *one.labels(self.q, self.k)) for one in branches]
+            for branches in self.pattern.branches_by_head
         ]
 
     def columns(self, rows: slice) -> tuple[int, int]:
         """Return the first key and the end of the keys that some queries may choose, perhaps among others."""
         q, near = self.q[rows], np.zeros(len(self.k), dtype=bool)
-        for branch, labels, of_keys in self._branches:
+        for branch, labels, of_keys in chain(*self._branches):
             least, most = max(0, labels[rows].min()), labels[rows].max()
             near |= (
                 (self.k >= q.min() - branch.most)
@@ -267,10 +272,23 @@ class Visible:
     def mask(
         self, rows: slice, columns: slice, samples: int, tables: DeviceTables, device: torch.device
     ) -> Tensor | None:
-        """Return the mask, bool [queries, keys] or [samples or 1, 1, queries, keys]; None for all."""
+        """Return the mask, [queries, keys] or [samples or 1, heads or 1, queries, keys]; None for all."""
+        found = [self._mask(one, rows, columns, samples, tables, device) for one in self._branches]
+        if len(found) == 1:
+            return found[0]
+        shape = 1, 1, len(self.q[rows]), len(self.k[columns])
+        every = [torch.ones(shape, dtype=torch.bool, device=device) if x is None else x for x in found]
+        count = max(len(x) if x.dim() == 4 else 1 for x in every)
+        return torch.cat([x.expand(count, *shape[1:]) for x in every], dim=1)
+
+    def _mask(
+        self, branches: list[LabelledBranch], rows: slice, columns: slice, samples: int,
+        tables: DeviceTables, device: torch.device,
+    ) -> Tensor | None:  # fmt: skip
+        """Return the mask of some branches; see `mask`."""
         some_q, some_k, found = self.q[rows], self.k[columns], None
         q, k = tables.array(self.q, device)[rows], tables.array(self.k, device)[columns]
-        for branch, labels, of_keys in self._branches:
+        for branch, labels, of_keys in branches:
             seen, both = [mask(samples, q, k) for mask in branch.masks], (labels[rows], of_keys[columns])
             if some_q.min() - some_k.max() < branch.least:
                 seen.append((q - branch.least).unsqueeze(1) >= k)
@@ -288,24 +306,33 @@ class Visible:
         return found
 
 
-def keep_best(
-    best: BestKeys, scores_fn: ScoresFunction, keys: Tensor, numbers: IntArray, seen: Visible,
+def keeping(best: BestKeys) -> Merge:
+    """Return the function that merges scores into the best keys of each query."""
+
+    def merge(rows: slice, scores: Tensor, positions: Tensor) -> None:
+        merge_best(BestKeys(*(x[..., rows, :] for x in best)), scores.to(best.scores.dtype), positions)
+
+    return merge
+
+
+def merge_scores(
+    merge: Merge, scores_fn: ScoresFunction, choices: int, keys: Tensor, numbers: IntArray, seen: Visible,
     tables: DeviceTables,
 ) -> None:  # fmt: skip
-    """Merge the keys of one shard, with their positions or numbers, into the best ones of each query."""
+    """Pass scores of one shard's keys, which have positions or numbers, to `merge`, a tile at a time."""
     samples, device, of_keys = len(keys), keys.device, tables.array(numbers, keys.device)
     width = max(1, min(len(numbers), KEYS))
-    scores_of_key = samples * max(math.prod(best.scores.shape[1:-2]), HEADS)
+    scores_of_key = samples * max(choices, HEADS)
     step = max(1, SCORES[device.type] // scores_of_key // width)
     for first in range(0, len(seen.q), step):
         rows = slice(first, min(first + step, len(seen.q)))
         start, end = seen.columns(rows)
         for begin in range(start, end, width):
             columns = slice(begin, min(begin + width, end))
-            scores = scores_fn(rows, keys[:, columns], of_keys[columns]).to(best.scores.dtype)
+            scores = scores_fn(rows, keys[:, columns], of_keys[columns])
             visible = seen.mask(rows, columns, samples, tables, device)
             if visible is not None:
                 if visible.dim() == 4 and scores.dim() == 3:
                     visible = visible[:, 0]
                 scores = scores.masked_fill(~visible, float("-inf"))
-            merge_best(BestKeys(*(x[..., rows, :] for x in best)), scores, of_keys[columns])
+            merge(rows, scores, of_keys[columns])

@@ -66,6 +66,7 @@ def name_of(function: Callable[..., Any]) -> str:
     """Return module and qualified name of a function, of the class of any other callable."""
     if isinstance(function, functools.partial):
         return f"partial of {name_of(function.func)}"
+    function = inspect.unwrap(function)
     named = function if hasattr(function, "__qualname__") else type(function)
     return f"{named.__module__}.{named.__qualname__}"
 
@@ -471,7 +472,8 @@ def _attributes(owner: object, depth: int, names: set[str]) -> Iterator[object]:
         found = inspect.getattr_static(owner, name, None)
         for table in ("_buffers", "_parameters", "_modules"):  # of an nn.Module
             found = vars(owner)[table].get(name, found) if isinstance(owner, torch.nn.Module) else found
-        if isinstance(found, types.FunctionType) and depth and not isinstance(owner, types.ModuleType):
+        is_own = isinstance(owner, types.ModuleType) or name in getattr(owner, "__dict__", {})
+        if isinstance(found, types.FunctionType) and depth and not is_own:
             yield from _attributes(owner, depth - 1, _names_of(found.__code__))  # a method reads others
         elif isinstance(found, property):
             yield _Opaque(None)

@@ -93,8 +93,10 @@ class TilePlan:
             tiles, *firsts = self.table(number, ring_rank)
             sides = zip((tiles.q, tiles.k), firsts, strict=True)
             found = [self._read(axis, first, ring_rank) for axis, first in sides]
-            heads = np.where(tiles.head_in_group < 0, self.group, 1)
-            self._reads[key] = Reads(found[0], found[1], int((tiles.pairs * heads).sum()))
+            # Python's integers: the product may exceed int64.
+            pairs, of_all = tiles.pairs, tiles.head_in_group < 0
+            count = self.group * int(pairs[of_all].sum()) + int(pairs[~of_all].sum())
+            self._reads[key] = Reads(found[0], found[1], count)
         return self._reads[key]
 
     def tiles(self, number: int, ring_rank: int) -> RankTiles:

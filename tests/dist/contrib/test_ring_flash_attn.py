@@ -107,6 +107,77 @@ def test_a_function_is_exact(rank_pool: Pool, world_size: int, name: str, option
         assert max(found) < 1e-12, found
 
 
+# Function, causal, window (before, after; -1 for all), whether there are slopes
+FLASH = [
+    ("ring_flash_attn", False, (-1, -1), True),
+    ("zigzag_ring_flash_attn", False, (3, 3), True),
+    ("stripe_flash_attn", True, (-1, -1), True),
+    ("zigzag_ring_flash_attn_varlen", False, (-1, -1), True),
+    ("llama3_flash_attn_varlen", False, (5, 2), True),
+    ("ring_flash_attn", False, (-1, 0), False),
+    ("ring_flash_attn", False, (2, 5), False),
+    ("zigzag_ring_flash_attn", False, (-1, 4), False),
+    ("llama3_flash_attn_varlen", False, (4, -1), False),
+    ("ring_flash_attn", True, (6, 3), False),
+    ("stripe_flash_attn", False, (0, 1), False),
+]
+
+
+def as_flash_attention(rank: int, world_size: int) -> dict[str, float]:
+    """Errors of out, dq, dk, dv where FlashAttention's own definitions of windows and slopes are written out."""
+    from ds_ring.contrib import ring_flash_attn as module
+
+    module._meshes.clear()
+    tokens, generator, found = sum(LENGTHS), torch.Generator().manual_seed(0), {}
+    q, grad = (torch.randn(tokens, HEADS, DIM, generator=generator, dtype=torch.float64) for _ in range(2))
+    k, v = (torch.randn(tokens, GROUPS, DIM, generator=generator, dtype=torch.float64) for _ in range(2))
+    slopes = torch.tensor([0.5, 0.25, 0.1, 0.03])
+    ids = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))
+    ends = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0)], dtype=torch.int32)
+    i, j = torch.arange(tokens)[:, None], torch.arange(tokens)
+    for name, causal, (before, after), biased in FLASH:
+        sees = (j <= i) if causal else torch.ones(tokens, tokens, dtype=torch.bool)
+        sees = sees & (j >= i - before) if before >= 0 else sees
+        sees = sees & (j <= i + after) if after >= 0 else sees
+        sees = sees & (ids[:, None] == ids) if "varlen" in name else sees
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        keys, values = (x.repeat_interleave(HEADS // GROUPS, dim=1) for x in leaves[1:])
+        scores = torch.einsum("ihd,jhd->hij", leaves[0], keys) / DIM**0.5
+        if biased:
+            scores = scores - slopes.double()[:, None, None] * (i - j).abs()
+        out = torch.einsum("hij,jhd->ihd", scores.masked_fill(~sees, -torch.inf).softmax(-1), values)
+        want = (out.detach(), *torch.autograd.grad(out, leaves, grad))
+        arguments: tuple[Any, ...] = ()
+        if name.startswith("llama3"):
+            *many, local = module.llama3_flash_attn_prepare_cu_seqlens(ends, causal, rank, world_size)
+            arguments = (*many, 1, local)
+        elif "varlen" in name:
+            arguments = (ends // world_size, max(LENGTHS) // world_size)
+        mine = [shard(x, name, rank, world_size) for x in (q, k, v, grad)]
+        if "varlen" not in name:
+            mine = [x[None] for x in mine]
+        own = [x.requires_grad_() for x in mine[:3]]
+        got = getattr(module, f"{name}_func")(
+            *own, *arguments, causal=causal, window_size=(before, after),
+            alibi_slopes=slopes if biased else None,
+        )  # fmt: skip
+        rows = (got.detach(), *torch.autograd.grad(got, own, mine[3]))
+        wanted = (shard(x, name, rank, world_size) for x in want)
+        case = f"{name} {causal} {before} {after} {biased}"
+        found[case] = max(relative_error(x.view_as(y), y) for x, y in zip(rows, wanted, strict=True))
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.day("2")
+@pytest.mark.situation(
+    "operators", "ring_flash_attn functions with alibi_slopes or any window_size, not causal"
+)
+def test_slopes_and_windows_are_those_of_flash_attention(rank_pool: Pool, world_size: int) -> None:
+    for found in rank_pool(world_size).run(as_flash_attention):
+        assert max(found.values()) < 1e-12, found
+
+
 def test_documents_need_not_be_cut_evenly() -> None:
     """Ranks have equally many tokens of each."""
     layout = _layout_of_documents("zigzag_ring_flash_attn", (6, 10), 2)
@@ -201,12 +272,13 @@ def refused(rank: int, world_size: int, what: str) -> None:
     elif what == "slopes":
         slopes = torch.ones(2, HEADS) if wrong else None
         module.ring_flash_attn_func(x[None], x[None], x[None], causal=True, alibi_slopes=slopes)
-    elif what == "window":
-        module.ring_flash_attn_func(x[None], x[None], x[None], window_size=(2, 3 if wrong else 2))
     elif what == "tokens":
         module.zigzag_ring_flash_attn_varlen_func(x, x, x, ends // (2 if wrong else 1), 8, causal=True)
     elif what == "ends":
         module.llama3_flash_attn_varlen_func(x, x, x, many[0].clone(), *many[1:4], 1, many[4], causal=True)
+    elif what == "filled anew":
+        many[0].mul_(2 if wrong else 1)
+        module.llama3_flash_attn_varlen_func(x, x, x, *many[:4], 1, many[4], causal=True)
     elif what == "length":
         module.llama3_flash_attn_prepare_cu_seqlens(ends + 1, True, rank, world_size)
     elif what == "mask":
@@ -219,9 +291,9 @@ def refused(rank: int, world_size: int, what: str) -> None:
     {
         "dropout": "dropout_p: expected 0, got 0.1",
         "slopes": "alibi_slopes: expected one number for each head, and no softcap, got (2, ",
-        "window": "window_size: expected two equal numbers",
         "tokens": "expected 4 tokens of q, k and v on each of 2 ranks",
-        "ends": "that of llama3_flash_attn_prepare_cu_seqlens",
+        "ends": "expected the tensor of llama3_flash_attn_prepare_cu_seqlens as it was made, got another one",
+        "filled anew": "got other numbers in it; call it for each batch",
         "length": "cu_seqlens: expected 0 and the ascending ends",
         "mask": "expected one row of packed documents without a mask",
     }.items(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -66,11 +67,16 @@ def documents_of(queries: int, keys: int) -> tuple[Documents, Tensor]:
     )
 
 
-def dense(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, sees: Tensor | None) -> dict[str, Tensor]:
+def dense(
+    q: Tensor, k: Tensor, v: Tensor, grad: Tensor, sees: Tensor | None, score_mod: Any = None
+) -> dict[str, Tensor]:
     """Softmax attention; a query without keys has 0."""
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     k_all, v_all = (x.repeat_interleave(HEADS // KV_HEADS, dim=1) for x in leaves[1:])
     scores = leaves[0] @ k_all.mT / WIDTH**0.5
+    if score_mod is not None:
+        b, h, i, j = (torch.arange(n) for n in scores.shape)
+        scores = score_mod(scores, b[:, None, None, None], h[:, None, None], i[:, None], j)
     mask = torch.ones(scores.shape[-2:], dtype=torch.bool) if sees is None else sees
     weights = torch.softmax(scores.masked_fill(~mask, -torch.inf), dim=-1).where(
         mask.any(-1, keepdim=True), 0.0
@@ -137,6 +143,61 @@ def test_real_ranks_agree_with_float64(
 ) -> None:
     errors = rank_pool(world_size).run(crossed, ulysses, documents, block)[0]
     assert len(errors) == (2 if block > 1 else len(CASES)) * len(NAMES)
+    assert max(errors.values()) < 1e-12, errors
+
+
+def scored(rank: int, world_size: int, ulysses: int, block: int) -> dict[str, float]:
+    """Relative errors of score_mods of both positions, against dense attention."""
+    mesh = RingMesh.from_world(world_size // ulysses, ulysses)
+    lengths = 37, 61
+    more: dict[str, Any] = {}
+    q_layout, k_layout = layouts_for(("zigzag", "contiguous"), lengths, mesh.ring_size, ulysses)
+    if block > 1:
+        more["options"] = PassOptions(transport="reproducible", block_size=block)
+        q_layout, k_layout = (in_whole_blocks(one, block) for one in (q_layout, k_layout))
+    q, k, v, grad = drawn(*lengths)
+    generator = torch.Generator().manual_seed(1)
+    by_query, by_key = (torch.randn(n, generator=generator, dtype=torch.float64) for n in lengths)
+    strength = [0.1]
+
+    def distance(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return score + strength[0] * (j - i) * (h + 1)
+
+    def tables(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return score * by_query[i] + by_key[j]
+
+    both: dict[str, Any] = {"layout": q_layout, "key_layout": k_layout, "mesh": mesh}
+    calls: dict[str, tuple[Any, Callable[..., Any]]] = {
+        "distance": (distance, partial(cross_attention, pattern=Full(), score_mod=distance, **both, **more)),
+        "tables": (tables, partial(cross_attention, pattern=Full(), score_mod=tables, **both, **more)),
+    }
+    if block == 1:
+        module = CrossAttention(Full(), score_mod=distance, **both)
+        calls |= {"module": (distance, module), "module with another number": (distance, module)}
+    errors = {}
+    for name, (mod, call) in calls.items():
+        strength[0] = 0.3 if "another" in name else 0.1
+        want = dense(q, k, v, grad, None, mod)
+        of = (q_layout, k_layout, k_layout)
+        mine = [
+            shard_sequence(x, one, mesh=mesh, dim=2).requires_grad_()
+            for x, one in zip((q, k, v), of, strict=True)
+        ]
+        out = call(*mine)
+        grads = torch.autograd.grad(out, mine, shard_sequence(grad, q_layout, mesh=mesh, dim=2))
+        for key, x, one in zip(NAMES, (out.detach(), *grads), (q_layout, *of), strict=True):
+            got = gather_sequence(x.contiguous(), one, mesh=mesh, dim=2)
+            errors[f"{name} {key}"] = error_of(got, want[key])
+    return errors
+
+
+@pytest.mark.parametrize(("world_size", "ulysses", "block"), [(1, 1, 1), (2, 1, 1), (2, 2, 1), (2, 1, 16)])
+@pytest.mark.day("2-1-1", "2-1-16")
+@pytest.mark.situation("operators", "cross_attention with a score_mod of positions: a distance, tables")
+def test_score_mods_get_the_positions_of_each_sequence(
+    rank_pool: Pool, world_size: int, ulysses: int, block: int
+) -> None:
+    errors = rank_pool(world_size).run(scored, ulysses, block)[0]
     assert max(errors.values()) < 1e-12, errors
 
 

@@ -15,9 +15,11 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import create_mask
 
 from ds_ring import (
     Causal,
+    Dilated,
     Documents,
     Full,
     MaskMod,
@@ -423,6 +425,74 @@ def largest_scores(rank: int, world_size: int, name: str, documents: bool) -> fl
 def test_the_largest_scores_are_those_of_one_process(rank_pool, world_size, name, documents):
     for error in rank_pool(world_size).run(largest_scores, name, documents):
         assert error < 1e-12
+
+
+BY_HEAD: dict[str, Pattern] = {
+    "mask_mod": MaskMod(lambda b, h, q, k: (q >= k) & (k % 4 == h)),
+    "mask_mod by sample": MaskMod(lambda b, h, q, k: (q >= k) & (k % 4 == h + b)),
+    "dilated": Dilated((16, 64), (2, 4)),
+    "dilated by K/V head": Dilated((16, 64), (2, 4), head_offsets="paper_kv"),
+    "dilated as torchscale": Dilated((8, 64), (1, 3), causal=False, head_offsets="torchscale"),
+    "both": Dilated((16, 64), (1, 4)) & MaskMod(lambda b, h, q, k: (k + h) % 3 != 0),
+}
+
+
+def visible_by_head(pattern: Pattern, tokens: int) -> Tensor:
+    """Which keys each of four query heads sees, bool [2 or 1, 4, T, T]."""
+    if isinstance(pattern, MaskMod):
+        return create_mask(pattern.function, 2, 4, tokens, tokens, device="cpu")
+    positions = np.arange(tokens)
+    return torch.from_numpy(np.stack([pattern.mask(positions, positions, head, 4, 2) for head in range(4)]))
+
+
+def largest_by_head(rank: int, world_size: int) -> dict[str, float]:
+    """The largest difference of `max_logits` from dense scores, for patterns that differ between heads."""
+    torch.manual_seed(0)
+    tokens, errors = 67, {}
+    q, k = (torch.randn(2, heads, tokens, 8, dtype=torch.float64) for heads in (4, 2))
+    mesh = RingMesh.from_world(world_size)
+    layout = make_layout("zigzag", tokens=tokens, ring_size=world_size)
+    place: Any = {"layout": layout, "mesh": mesh}
+    mine = [shard_sequence(x, layout, mesh=mesh, dim=2, pad_value=torch.nan) for x in (q, k)]
+    scores = q @ k.repeat_interleave(2, 1).mT * 8**-0.5
+    with small_tiles(), closing(mesh):
+        for name, pattern in BY_HEAD.items():
+            want = scores.masked_fill(~visible_by_head(pattern, tokens), -torch.inf).amax(dim=(0, 2, 3))
+            errors[name] = float((max_logits(*mine, pattern=pattern, **place) - want).abs().max())
+        # A NaN of one key of the first K/V head. The last query sees it, and no other one.
+        k[1, 0, -1] = torch.nan
+        found = max_logits(mine[0], shard_sequence(k, layout, mesh=mesh, dim=2), **place)
+        errors["NaN of two heads"] = float(found.isnan().tolist() != [True, True, False, False])
+    return errors
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.day("2")
+@pytest.mark.situation("operators", "max_logits with a mask by head, or dilated attention, and with a NaN")
+def test_largest_scores_follow_the_pattern_of_each_head_and_keep_nan(rank_pool, world_size):
+    for errors in rank_pool(world_size).run(largest_by_head):
+        assert worst(errors.values()) < 1e-12, errors
+
+
+def chosen_by_head(rank: int, world_size: int, name: str) -> str:
+    mesh = RingMesh.from_world(world_size)
+    layout = make_layout("zigzag", tokens=16, ring_size=world_size)
+    keys = torch.randn(1, 8, 4)
+
+    def scores(rows: slice, some: Tensor) -> Tensor:
+        return (keys[:, rows] @ some.mT).unsqueeze(1).expand(-1, 4, -1, -1)
+
+    with pytest.raises(RingPatternError) as caught:
+        ring_select(scores, 3, keys, layout=layout, mesh=mesh, pattern=BY_HEAD[name])
+    ring_select(scores, 3, keys, layout=layout, mesh=mesh)  # the mesh lives
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["mask_mod", "dilated by K/V head"])
+@pytest.mark.situation("operators", "ring_select with a pattern that differs between heads")
+def test_a_choice_by_a_pattern_that_differs_between_heads_is_refused(rank_pool, name):
+    for message in rank_pool(2).run(chosen_by_head, name):
+        assert "pattern: expected one that is the same for all heads, got" in message
 
 
 def wrong_scores(rank: int, world_size: int) -> None:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -30,8 +29,8 @@ from ds_ring.integrations.transformers.attention_name import NAME
 from ds_ring.integrations.transformers.checks import not_compiled
 from ds_ring.integrations.transformers.model import TABLE
 from ds_ring.integrations.transformers.variants.variant import INTERFACE, POSITIONS, Variant
-from ds_ring.masks.branches import Branch
-from ds_ring.masks.pattern import Pattern, QueryHead
+from ds_ring.masks.catalog import Band
+from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import UNBOUNDED
 
 if TYPE_CHECKING:
@@ -50,17 +49,6 @@ _has_bias = _patch(
     "has_relative_attention_bias", kind="set", feature="relative bias.on",
     reason="cross attention asks for its bias, too, in place of zeros for all pairs",
 )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Band(Pattern):
-    """Attend where query position - key position is from `least` to `most`; +-UNBOUNDED if open."""
-
-    least: int
-    most: int
-
-    def branches(self, head: QueryHead) -> tuple[Branch, ...]:
-        return (Branch(least=self.least, most=self.most),)
 
 
 # The model types that tests compare with one process. They take no position_ids, and need none.

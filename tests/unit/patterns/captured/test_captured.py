@@ -7,6 +7,7 @@ KINDS.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -161,11 +162,27 @@ def by_nested_function() -> tuple[Function, Change]:
     return within(lambda: config.window), lambda x: setattr(config, "window", x)
 
 
+@dataclass(frozen=True)
+class Frozen:
+    """A frozen value that holds a function."""
+
+    inner: Function
+
+    def __call__(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return self.inner(b, h, q, k)
+
+
+def by_function_of_frozen() -> tuple[Function, Change]:
+    config = SimpleNamespace(window=9)
+    return Frozen(lambda b, h, q, k: q - k < config.window), lambda x: setattr(config, "window", x)
+
+
 KINDS = {
     one.__name__: one
     for one in (
         by_attribute, two_levels_down, by_dict, by_list, by_array, by_global, by_method, by_property,
         by_called_method, by_class, by_slot, by_cell, by_tensor, by_ids, by_buffer, by_nested_function,
+        by_function_of_frozen,
     )
 }  # fmt: skip
 
