@@ -27,8 +27,7 @@ from ds_ring.schedule.layout import Layout
 
 B, T, H, G, D, E = 2, 24, 4, 2, 8, 8
 KEYS = 12  # of another sequence
-IDS = torch.tensor([0] * 5 + [1] * 11 + [2] * 8)
-DOCUMENTS = ds_ring.Documents(IDS)
+IDS = torch.tensor([0] * 5 + [1] * 11 + [2] * 8)  # of the documents
 
 Inputs = dict[str, Tensor]
 
@@ -60,6 +59,16 @@ class Place(NamedTuple):
 
     mesh: RingMesh
     name: str = "zigzag"
+    tokens: int = T
+
+    @property
+    def ids(self) -> Tensor:
+        """The number of each token's document, [tokens]."""
+        return (IDS + 3 * torch.arange(self.tokens // T)[:, None]).flatten()
+
+    @property
+    def documents(self) -> ds_ring.Documents:
+        return ds_ring.Documents(self.ids)
 
     @property
     def grid(self) -> Grid:
@@ -67,7 +76,7 @@ class Place(NamedTuple):
 
     @property
     def layout(self) -> Layout:
-        return self.grid.layout_of(T)
+        return self.grid.layout_of(self.tokens)
 
     @property
     def where(self) -> dict[str, Any]:
@@ -126,6 +135,14 @@ def drawn(dtype: torch.dtype, seed: int = 0, **shapes: Sequence[int]) -> Inputs:
     return found
 
 
+def longer(row: Operator, whole: Inputs) -> Inputs:
+    """The inputs of a sequence of 2 T tokens."""
+    return {
+        name: x if (dim := row.dims[name]) is None else torch.cat([x, x.flip(dim)], dim)
+        for name, x in whole.items()
+    }
+
+
 def weight_of(out: Tensor, seed: int = 7) -> Tensor:
     """The gradient of the whole output, in float64."""
     return torch.randn(out.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
@@ -138,9 +155,9 @@ def loss_of(row: Operator, place: Place, out: Tensor, rank: int, weight: Tensor)
     return loss / place.mesh.sequence_size if row.out_dim is None and row.loss == "sum" else loss
 
 
-def alone(row: Operator, whole: Inputs, gradients: Sequence[str] | None = None) -> Result:
+def alone(row: Operator, whole: Inputs, gradients: Sequence[str] | None = None, tokens: int = T) -> Result:
     """Output and gradients on a ring of one rank."""
-    place = Place(RingMesh.single(), row.layout)
+    place = Place(RingMesh.single(), row.layout, tokens)
     wanted = row.gradients if gradients is None else tuple(gradients)
     given = {name: x.detach().clone().requires_grad_(name in wanted) for name, x in whole.items()}
     out = row.call(place, **given)
@@ -215,12 +232,12 @@ def attend_with_sinks(place: Place, q: Tensor, k: Tensor, v: Tensor, sinks: Tens
 
 def attend_documents(place: Place, **given: Tensor) -> Tensor:
     return attend(
-        place, **given, pattern=DOCUMENTS & ds_ring.SlidingWindow(5), score_mod=ds_ring.Softcap(2.0)
+        place, **given, pattern=place.documents & ds_ring.SlidingWindow(5), score_mod=ds_ring.Softcap(2.0)
     )
 
 
 def attend_mask_mod(place: Place, **given: Tensor) -> Tensor:
-    ids = IDS.clone()
+    ids = place.ids
     return attend(place, **given, pattern=ds_ring.MaskMod(lambda b, h, q, k: (q >= k) & (ids[q] == ids[k])))
 
 
@@ -264,12 +281,12 @@ def attend_latents_module(
 
 
 def attend_between(place: Place, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    keys = place.grid.layout_of(KEYS)
+    keys = place.grid.layout_of(KEYS * place.tokens // T)
     return ds_ring.cross_attention(q, k, v, pattern=ds_ring.Full(), key_layout=keys, **place.where)  # type: ignore[no-any-return]
 
 
 def attend_between_module(place: Place, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    keys = place.grid.layout_of(KEYS)
+    keys = place.grid.layout_of(KEYS * place.tokens // T)
     return ds_ring.CrossAttention(ds_ring.Full(), key_layout=keys, **place.where)(q, k, v)  # type: ignore[no-any-return]
 
 
@@ -361,7 +378,7 @@ def attend_selected(place: Place, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def moba(place: Place, **given: Tensor) -> Tensor:
-    return ds_ring.moba_attention(**given, block_size=3, top_k=2, documents=DOCUMENTS, **place.where)
+    return ds_ring.moba_attention(**given, block_size=3, top_k=2, documents=place.documents, **place.where)
 
 
 def nsa(place: Place, q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> Tensor:
@@ -404,7 +421,7 @@ def ttt_inputs(dtype: torch.dtype) -> Inputs:
 
 
 def mamba3(place: Place, **given: Tensor) -> Tensor:
-    return ds_ring.mamba3_scan(**given, chunk_size=4, documents=DOCUMENTS, **place.where)
+    return ds_ring.mamba3_scan(**given, chunk_size=4, documents=place.documents, **place.where)
 
 
 def mamba3_inputs(dtype: torch.dtype) -> Inputs:
@@ -440,13 +457,13 @@ def log_linear(place: Place, **given: Tensor) -> Tensor:
 
 def log_linear_inputs(dtype: torch.dtype) -> Inputs:
     found = drawn(
-        dtype, q=(B, T, 1, 3), k=(B, T, 1, 3), v=(B, T, 2, 3), g=(B, T, 2), level_scales=(B, T, 2, 6)
+        dtype, q=(B, T, 1, 3), k=(B, T, 1, 3), v=(B, T, 2, 3), g=(B, T, 2), level_scales=(B, T, 2, 7)
     )
     return found | {"g": -0.3 * found["g"].abs()}
 
 
 def ngrams(place: Place, ids: Tensor) -> Tensor:
-    return ds_ring.ngram_rows(ids, (3, 5, 7), ((11, 13), (17,)), documents=DOCUMENTS, **place.where)
+    return ds_ring.ngram_rows(ids, (3, 5, 7), ((11, 13), (17,)), documents=place.documents, **place.where)
 
 
 def rows_of_tokens(dtype: torch.dtype) -> Inputs:
@@ -550,7 +567,7 @@ OPERATORS: dict[str, Operator] = {
     "halo": Operator(tokens, {"x": 1}, halo, 1, ("x",), any_dtype=True),
     "shift_sequence": Operator(
         tokens, {"x": 1},
-        lambda place, x: ds_ring.shift_sequence(x, 1, dim=1, documents=DOCUMENTS, **place.where),
+        lambda place, x: ds_ring.shift_sequence(x, 1, dim=1, documents=place.documents, **place.where),
         1, ("x",), any_dtype=True,
     ),
     "ring_scan": Operator(
