@@ -138,7 +138,7 @@ def drawn(dtype: torch.dtype, seed: int = 0, **shapes: Sequence[int]) -> Inputs:
 def longer(row: Operator, whole: Inputs) -> Inputs:
     """The inputs of a sequence of 2 T tokens."""
     return {
-        name: x if (dim := row.dims[name]) is None else torch.cat([x, x.flip(dim)], dim)
+        name: x if (dim := row.dims[name]) is None else torch.cat([x, (0.7 * x.flip(dim)).to(x.dtype)], dim)
         for name, x in whole.items()
     }
 
@@ -168,7 +168,10 @@ def alone(row: Operator, whole: Inputs, gradients: Sequence[str] | None = None, 
 
 
 def errors(row: Operator, grid: Grid, found: Sequence[Result], want: Result) -> dict[str, float]:
-    """How far the results of all ranks are from those of one process: the largest difference, by name."""
+    """How far the results of all ranks are from those of one process, by name.
+
+    The largest difference, over the largest magnitude if that is above 1.
+    """
     worst: dict[str, float] = {}
 
     def compare(name: str, got: Tensor, wanted: Tensor) -> None:
@@ -178,7 +181,11 @@ def errors(row: Operator, grid: Grid, found: Sequence[Result], want: Result) -> 
         error = (
             (got.to(wanted.dtype) - wanted).abs().max() if got.is_floating_point() else (got != wanted).any()
         )
-        worst[name] = max(worst.get(name, 0.0), float("inf" if error != error else error))
+        scale = 1.0 if not wanted.is_floating_point() else max(1.0, float(want_of(name).abs().max()))
+        worst[name] = max(worst.get(name, 0.0), float("inf" if error != error else error) / scale)
+
+    def want_of(name: str) -> Tensor:
+        return want.out if name == "out" else want.gradients[name[1:]]
 
     for rank, one in enumerate(found):
         out = want.out if row.out_dim is None else grid.shard(want.out, row.out_dim, rank)
