@@ -11,7 +11,8 @@ import json
 import math
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from types import TracebackType
@@ -53,6 +54,26 @@ class Agreement(NamedTuple):
         report = {_OPERATION: operation, **{name: str(value) for name, value in fields.items()}}
         digest = hashlib.sha256(json.dumps(report, sort_keys=True).encode()).digest()
         return cls(report, int.from_bytes(digest[:8], "big", signed=True))
+
+
+@contextmanager
+def comparing(mesh: RingMesh, name: str, number: int, said: str = "") -> Iterator[None]:
+    """Let the headers of calls inside carry a further number, which must be equal on all ranks that give one.
+
+    For what only eager calls know: a compiled graph calls operators directly, and gives none.
+
+    Args:
+        mesh: of the calls.
+        name: for the message.
+        number: at least 1; 0 gives none.
+        said: the number in words.
+    """
+    state = mesh.state
+    before, state.compared = state.compared, (name, number, said)
+    try:
+        yield
+    finally:
+        state.compared = before
 
 
 # [Note: refusals]
@@ -147,15 +168,18 @@ class collective:  # noqa: N801 - reads as contextlib's own
         self._agreement_began = True
         exchange, state = self._exchange or self.exchange, self.mesh.state
         exchange.call = number = next(self.mesh.calls)
+        further, value, said = state.compared
         # Never reduce the patience here: headers of the last call may be in flight, or a rank may compile.
         state.patience_s = max(state.patience_s, patience_s)
         # Headers are compared lexicographically: if the first two integers are the same on all ranks, the
-        # greatest header has the longest patience of all ranks.
-        header = torch.tensor([0, agreement.digest ^ number, math.ceil(patience_s)])
+        # greatest header has the longest patience of all ranks. The last integers are compared if both are
+        # known; where patience is equal, as on CPUs, they are the least and the greatest of all ranks.
+        header = torch.tensor([0, agreement.digest ^ number, math.ceil(patience_s), value])
         least, greatest = exchange.spread(header).tolist()
-        if least[:2] != greatest[:2]:
+        if least[:2] != greatest[:2] or (0 < least[3] != greatest[3] > 0):
             # Every rank sees the same least and greatest, so all of them send their reports, or none.
-            reports = _all_reports(exchange, agreement.report, number)
+            report = agreement.report | ({further: said or str(value)} if value else {})
+            reports = _all_reports(exchange, report, number)
             error = RingMismatchError(self._describe(reports))
             error.peers_know = True
             raise error
@@ -187,7 +211,7 @@ class collective:  # noqa: N801 - reads as contextlib's own
         exchange.call = number = next(self.mesh.calls)
         try:
             # The 1 is in no header of a rank that agrees.
-            least, _ = exchange.spread(torch.tensor([1, 0, 0])).tolist()
+            least, _ = exchange.spread(torch.tensor([1, 0, 0, 0])).tolist()
             if least[0] == 0:  # some rank does not refuse, and gathers the reports
                 _all_reports(exchange, {_OPERATION: self.name, _REFUSAL: str(error)}, number)
         except RingPeerError as unheard:  # no peer is reachable; this rank's own error is the better message

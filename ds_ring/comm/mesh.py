@@ -133,6 +133,7 @@ class MeshState:
         groups: process groups that were made for the mesh and its smaller rings.
         abandoned: a wait for a message was given up, so torch may be using a group for ever.
         process: the one that made the mesh.
+        compared: name, value and words of a further number of headers (`collective.comparing`).
         busy, thread: held during a call (`collective.py`), and by which thread.
     """
 
@@ -146,6 +147,7 @@ class MeshState:
         self.groups: list[ProcessGroup | None] = []
         self.abandoned = False
         self.process = os.getpid()
+        self.compared = ("", 0, "")
         self.busy = threading.Lock()
         self.thread: int | None = None  # the one that holds `busy`
 

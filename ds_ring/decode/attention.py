@@ -33,6 +33,7 @@ from ds_ring.ops.compiled import (
 )  # fmt: skip
 from ds_ring.ops.context import RingContext, context_of
 from ds_ring.ops.frontend import NAMES, AskedContext, check_eager, context_of_call
+from ds_ring.ops.gradients import run_compared
 from ds_ring.ops.handles import constant_in_graphs
 from ds_ring.schedule.layout import Layout
 
@@ -82,7 +83,8 @@ def decode_attention(
             got = shown(positions).removeprefix("list ")
             why = f"positions: expected integers [Q], got {got}; pass a tensor"
             raise_in_trace(mesh, "RingShapeError", why)
-    out, lse = replicated_attention_op(q, k, v, positions, handle, sinks)
+    given = (q, k, v, positions, handle, sinks)
+    out, lse = run_compared(mesh, "decode_attention", replicated_attention_op, *given)
     return (out, lse) if return_lse else out
 
 

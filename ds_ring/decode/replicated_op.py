@@ -16,6 +16,7 @@ from ds_ring.decode.tiles import query_positions, replicated_tiles
 from ds_ring.kernels.interface import HeadsOfPass, Operands, compiles
 from ds_ring.ops.checks import check_finite, check_heads, check_tensors, check_tokens
 from ds_ring.ops.context import RingContext, context_of
+from ds_ring.ops.gradients import forward_call, run_gradient
 from ds_ring.ops.handles import operator
 from ds_ring.ops.passes import count_forward_pass
 from ds_ring.ops.ring_op import register
@@ -65,6 +66,7 @@ def _setup_replicated(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, T
     q, k, v, positions, handle, sinks = inputs
     ctx.save_for_backward(q, k, v, positions, *output, sinks)
     ctx.context = context_of(handle)  # keep it alive until the backward pass
+    ctx.call = forward_call(ctx.context.exchange)
     ctx.set_materialize_grads(False)
 
 
@@ -74,7 +76,11 @@ def _backward_replicated(
     *given, out, lse, sinks = ctx.saved_tensors
     if grad_out is None:
         grad_out = torch.zeros_like(out)
-    grads = replicated_attention_backward_op(grad_out, *given, out, lse, ctx.context.handle, grad_lse)
+    context = ctx.context
+    grads = run_gradient(
+        context.mesh, ctx.call, replicated_attention_backward_op, grad_out, *given, out, lse, context.handle,
+        grad_lse,
+    )  # fmt: skip
     return (*grads, None, None, sinks_gradient(sinks, slice(None), grad_out, out, lse, grad_lse))
 
 

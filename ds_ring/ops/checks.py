@@ -52,8 +52,13 @@ def check_operand(name: str, x: object) -> None:
     raise RingShapeError.wrong(name, *why)
 
 
-def check_derivative() -> None:
-    """Refuse the torch.func transforms and dual levels under which attention would lose a derivative.
+def loses_derivatives() -> bool:
+    """Return whether a torch.func transform or a dual level is active; `check_derivative` may refuse it."""
+    return peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+
+
+def check_derivative(name: str = "ring attention") -> None:
+    """Refuse the torch.func transforms and dual levels under which an operator would lose a derivative.
 
     A custom operator drops tangents and has no rule for torch.func.grad; torch.func.vmap is right (one sample
     after the other), and backward() is what it has a gradient for.
@@ -65,10 +70,10 @@ def check_derivative() -> None:
     active = {level.key() for level in retrieve_all_functorch_interpreters()}
     if forward_ad._current_level >= 0 or TransformType.Jvp in active:
         got = "forward mode (torch.func.jvp, jacfwd, hessian or torch.autograd.forward_ad)"
-        raise RingConfigError.wrong("ring attention", "reverse-mode differentiation", got, f"use {usual}")
+        raise RingConfigError.wrong(name, "reverse-mode differentiation", got, f"use {usual}")
     if TransformType.Grad in active:
         got = "a torch.func transform (grad, vjp, jacrev)"
-        raise RingConfigError.wrong("ring attention", usual, got, "use those, or torch.func.vmap alone")
+        raise RingConfigError.wrong(name, usual, got, "use those, or torch.func.vmap alone")
 
 
 def check_not_transformed(name: str) -> None:

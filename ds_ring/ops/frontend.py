@@ -10,16 +10,15 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, strided
-from torch._C._functorch import peek_interpreter_stack
-from torch.autograd import forward_ad
 
 from ds_ring.comm.collective import collective
 from ds_ring.comm.mesh import RingMesh, check_mesh
 from ds_ring.config.pass_options import PassOptions
 from ds_ring.errors import RingShapeError, shown
 from ds_ring.masks.pattern import Pattern
-from ds_ring.ops.checks import check_derivative, check_operand
+from ds_ring.ops.checks import check_derivative, check_operand, loses_derivatives
 from ds_ring.ops.context import ContextCache, RingContext, context_for
+from ds_ring.ops.gradients import run_compared
 from ds_ring.ops.options import Options, as_value
 from ds_ring.ops.ring_op import EagerAttention, ring_attention_op, sees_plain
 from ds_ring.ops.ulysses import with_ulysses
@@ -104,8 +103,7 @@ def check_eager(
             usual = usual and type(x) is Tensor and x.layout is strided
             usual = usual and not (x.is_meta or x.is_nested or x.is_quantized)
     # functorch would raise before the operator's body
-    is_transformed = peek_interpreter_stack() is not None or forward_ad._current_level >= 0
-    if not usual or is_transformed or context.options.score_mod is not None:
+    if not usual or loses_derivatives() or context.options.score_mod is not None:
         with collective(context.mesh, "attention"):
             check_operands(return_lse, names, *operands)
             check_derivatives(context)
@@ -120,7 +118,7 @@ def attend(
     def run(q: Tensor, k: Tensor, v: Tensor) -> Any:
         # By the operator if a transform, a mode or a subclass must see one node.
         if sees_plain((q, k, v, sinks)):
-            return EagerAttention.apply(q, k, v, context, sinks)
-        return ring_attention_op(q, k, v, context.handle, sinks)
+            return run_compared(context.mesh, "ring attention", EagerAttention.apply, q, k, v, context, sinks)
+        return run_compared(context.mesh, "ring attention", ring_attention_op, q, k, v, context.handle, sinks)
 
     return with_ulysses(run, q, k, v, context.handle, context.mesh.ulysses_size, return_lse)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,9 +23,9 @@ from torch._C._functorch import is_legacy_batchedtensor, peek_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ds_ring.comm.collective import collective
-from ds_ring.errors import RingConfigError
 from ds_ring.kernels.interface import Operands
 from ds_ring.ops.context import RingContext, context_of
+from ds_ring.ops.gradients import forward_call, refuse_second_derivative, run_gradient
 from ds_ring.ops.handles import operator
 from ds_ring.ops.passes import ExtraOperand, FiniteKernel
 from ds_ring.ops.prepare import Prepared, pass_of
@@ -128,6 +128,7 @@ def save(
     # Save no hop's K/V: they travel again in the backward pass, which keeps memory at O(T / P).
     saved = context.saved.save(context, (q, k, v, *output))
     ctx.context = context  # keeps it alive until the backward pass
+    ctx.call = forward_call(context.exchange)
     ctx.save_for_backward(*saved, sinks, *more)
     ctx.set_materialize_grads(False)
 
@@ -144,9 +145,10 @@ def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tup
         grad_out = torch.zeros_like(out, device=device)
     given = (q, k, v, out, lse)
     if ctx.eager and not torch.is_grad_enabled() and sees_plain((*given, grad_out)):
-        grads = run_backward(context, grad_out, *given, grad_lse)
+        grads = run_gradient(context.mesh, ctx.call, run_backward, context, grad_out, *given, grad_lse)
     else:
-        grads = ring_attention_backward_op(grad_out, *given, context.handle, grad_lse)
+        more = (context.handle, grad_lse)
+        grads = run_gradient(context.mesh, ctx.call, ring_attention_backward_op, grad_out, *given, *more)
     if sinks is None:
         return (*grads, None, None)
     return (*grads, None, sinks_gradient(sinks, context.heads_here(q), grad_out, out, lse, grad_lse))
@@ -180,19 +182,15 @@ def sees_plain(tensors: Sequence[Tensor | None]) -> bool:
     return set(map(type, tensors)) <= _PLAIN
 
 
-def refuse_second_derivative(ctx: Any, *grads: Tensor | None) -> NoReturn:
-    got = "a request for the second one (create_graph=True, then a gradient of that gradient)"
-    advice = "differentiate once, or use a model with plain attention for it"
-    raise RingConfigError.wrong("ring attention", "a first derivative", got, advice)
-
-
 def register(forward: Any, backward: Any, setup: Callable[..., None], gradients: Callable[..., Any]) -> None:
     """Register fake results and gradients of a forward operator and of its backward operator."""
     # Fake results need the strides of real ones, which are contiguous for any strides of q.
     forward.register_fake(lambda q, k, v, *_: fake_results(q, v))
     backward.register_fake(lambda _, q, k, v, *more: tuple(x.new_empty(x.shape) for x in (q, k, v)))
     forward.register_autograd(gradients, setup_context=setup)
-    backward.register_autograd(refuse_second_derivative, setup_context=lambda ctx, inputs, output: None)
+    backward.register_autograd(
+        refuse_second_derivative("ring attention"), setup_context=lambda ctx, inputs, output: None
+    )
 
 
 register(ring_attention_op, ring_attention_backward_op, _setup, _backward)

@@ -19,6 +19,7 @@ from ds_ring.comm.mesh import RingMesh, check_mesh
 from ds_ring.comm.streams import is_fake
 from ds_ring.errors import RingConfigError, RingShapeError, shown
 from ds_ring.ops.checks import check_layout, check_not_transformed, check_operand
+from ds_ring.ops.gradients import comparing_gradient, forward_call, run_compared
 from ds_ring.ops.handles import never_traced
 from ds_ring.schedule.layout import Layout
 
@@ -114,17 +115,42 @@ class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, call: collective) -> Tensor:
         ctx.mesh = mesh = call.mesh
+        ctx.call = forward_call(call.exchange)
         return torch.cat(call.exchange.all_gather(local, mesh.sequence_group, mesh.sequence_size))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        mesh, grad = ctx.mesh, grads[0]
-        with collective(mesh, "gather_sequence backward", alone=is_fake(grad)) as call:
-            if is_legacy_batchedtensor(grad):
+        found: Tensor = _ReduceScatter.apply(grads[0], ctx.mesh, ctx.call)
+        return found, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    """Return this rank's part of the sum of all ranks' tensors; the gradient is the concatenation."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, mesh: RingMesh, number: int) -> Tensor:
+        ctx.mesh = mesh
+        with (
+            collective(mesh, "gather_sequence backward", alone=is_fake(whole)) as call,
+            comparing_gradient(mesh, number),
+        ):
+            if is_legacy_batchedtensor(whole):
                 got, advice = "several (is_grads_batched=True)", "call torch.autograd.grad for each of them"
                 raise RingConfigError.wrong("gather_sequence", "one gradient at a time", got, advice)
-            call.agree({"shape": tuple(grad.shape)})
-            return call.exchange.reduce_scatter(grad.chunk(mesh.sequence_size), mesh.sequence_group), None
+            call.agree({"shape": tuple(whole.shape)})
+            ctx.call = forward_call(call.exchange)
+            return call.exchange.reduce_scatter(whole.chunk(mesh.sequence_size), mesh.sequence_group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        grad, mesh = grads[0].contiguous(), ctx.mesh
+        with (
+            collective(mesh, "gather_sequence second derivative", alone=is_fake(grad)) as call,
+            comparing_gradient(mesh, ctx.call),
+        ):
+            call.agree({"shape": tuple(grad.shape), "dtype": grad.dtype})
+            found: Tensor = _AllGather.apply(grad, call)
+        return found, None, None
 
 
 @never_traced
@@ -144,7 +170,8 @@ def gather_sequence(x_local: Tensor, layout: Layout, *, mesh: RingMesh, dim: int
         check_not_transformed("gather_sequence")
         _check("gather_sequence", x_local, layout, dim, mesh, whole=False)
         shape = tuple(x_local.shape)
-        call.agree({"layout": layout, "shape": shape, "dim": dim % len(shape), "dtype": x_local.dtype})
+        fields = {"layout": layout, "shape": shape, "dim": dim % len(shape), "dtype": x_local.dtype}
+        run_compared(mesh, "gather_sequence", lambda x: call.agree(fields), x_local)
         # Tokens first: shards are joined along dim 0, and contiguous as messages must be.
         rows = x_local.movedim(dim, 0).contiguous()
         whole = _AllGather.apply(rows, call)

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ds_ring.comm.collective import collective
 from ds_ring.ops.context import RingContext, context_of
+from ds_ring.ops.gradients import forward_call, run_compared, run_gradient
 from ds_ring.ops.handles import operator
 from ds_ring.ops.passes import Operands
 from ds_ring.ops.prepare import check
@@ -104,12 +105,21 @@ def _(tensors: Sequence[Tensor], name: str, handle: int) -> list[Tensor]:
     return [x.new_empty(shape) for x, shape in zip(tensors, shapes, strict=True)]
 
 
+def swap(tensors: Sequence[Tensor], name: str, handle: int) -> list[Tensor]:
+    """Run the all-to-all of that name, in a call whose gradient every rank computes."""
+    if torch.compiler.is_compiling():
+        return swap_op(tensors, name, handle)
+    return run_compared(context_of(handle).mesh, name, swap_op, tensors, name, handle)
+
+
 def _setup_swap(ctx: Any, inputs: tuple[Sequence[Tensor], str, int], output: list[Tensor]) -> None:
     ctx.name, ctx.handle = inputs[1:]
+    ctx.call = forward_call(context_of(ctx.handle).exchange)
 
 
 def _backward_swap(ctx: Any, grads: list[Tensor]) -> tuple[list[Tensor], None, None]:
-    return swap_op(grads, SWAPS[ctx.name].gradient, ctx.handle), None, None
+    given = (grads, SWAPS[ctx.name].gradient, ctx.handle)
+    return run_gradient(context_of(ctx.handle).mesh, ctx.call, swap_op, *given), None, None
 
 
 swap_op.register_autograd(_backward_swap, setup_context=_setup_swap)
@@ -126,8 +136,8 @@ def with_ulysses(
     if ulysses_size == 1:
         out, lse = run(q, k, v)
         return (out, lse) if return_lse else out
-    out, lse = run(*swap_op([q, k, v], name, handle))
+    out, lse = run(*swap([q, k, v], name, handle))
     if not return_lse:
-        return swap_op([out], "Ulysses of out", handle)[0]
-    out, lse = swap_op([out, lse.unsqueeze(-1)], "Ulysses of out", handle)
+        return swap([out], "Ulysses of out", handle)[0]
+    out, lse = swap([out, lse.unsqueeze(-1)], "Ulysses of out", handle)
     return out, lse.squeeze(-1)

@@ -44,6 +44,7 @@ from ds_ring.integrations.transformers.layer_masks import LayerMask
 from ds_ring.integrations.transformers.model import PRETRAINED, TABLE
 from ds_ring.integrations.transformers.model_part import Loss, ModelPart
 from ds_ring.integrations.transformers.variants.variant import Variant
+from ds_ring.ops.gradients import comparing_gradient, forward_call, run_compared
 
 if TYPE_CHECKING:
     from ds_ring.integrations.transformers.model_adapter import ModelAdapter
@@ -530,19 +531,23 @@ class _Exchanged(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows_NE: Tensor, routes: _Routes) -> Tensor:
         ctx.routes, ctx.rows = routes, len(rows_NE)
-        return _sent(rows_NE, routes.name, routes, routes.sends, routes.receives, routes.count)
+        exchange = Exchange(routes.mesh, routes.wait_s)
+        found = _sent(rows_NE, routes.name, exchange, routes, routes.sends, routes.receives, routes.count)
+        ctx.call = forward_call(exchange)
+        return found
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         routes = ctx.routes
-        return _sent(
-            grads[0], f"{routes.name} backward", routes, routes.receives, routes.sends, ctx.rows
-        ), None
+        given = (f"{routes.name} backward", Exchange(routes.mesh, routes.wait_s), routes)
+        with comparing_gradient(routes.mesh, ctx.call):
+            return _sent(grads[0], *given, routes.receives, routes.sends, ctx.rows), None
 
 
 def _sent(
     rows_NE: Tensor,
     name: str,
+    exchange: Exchange,
     routes: _Routes,
     sends: dict[int, Tensor],
     receives: dict[int, Tensor],
@@ -550,7 +555,7 @@ def _sent(
 ) -> Tensor:
     """Return `count` rows: those of other ranks and of this one, at the places in `receives`."""
     mesh, own = routes.mesh, routes.mesh.sequence_rank
-    with collective(mesh, name, Exchange(mesh, routes.wait_s)) as call:
+    with collective(mesh, name, exchange) as call:
         call.agree({"features": rows_NE.shape[1], "dtype": rows_NE.dtype})
         arrived = rows_NE.new_zeros((count, rows_NE.shape[1]))
         arrived[receives[own]] = rows_NE[sends[own]]
@@ -586,7 +591,7 @@ def _exchanged(
     sends = {rank: index[of_rank(index, own)] - starts[own] for rank, index in enumerate(wanted)}
     receives = {rank: of_rank(wanted[own], rank).nonzero()[:, 0] for rank in range(len(counts))}
     routes = _Routes(f"{modality} features", mesh, wait_s, sends, receives, len(wanted[own]))
-    found: Tensor = _Exchanged.apply(rows_NE, routes)
+    found: Tensor = run_compared(routes.mesh, routes.name, _Exchanged.apply, rows_NE, routes)
     return found
 
 

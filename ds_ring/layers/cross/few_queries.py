@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ds_ring.decode.replicated_op import replicated_attention_op
 from ds_ring.layers.cross.attention import CrossAttention, among_keys
+from ds_ring.ops.gradients import run_compared
 from ds_ring.schedule.layout import PieceLayout
 
 
@@ -35,7 +36,10 @@ class FewCrossQueries(CrossAttention):
         assert not args and not kwargs
         key, value = (among_keys(self._pair, x) for x in (key, value))
         where = self._q_positions + self._pair.first_query
-        found = replicated_attention_op(query, key, value, where, self.context.handle, sinks)
+        found = run_compared(
+            self.context.mesh, "cross attention", replicated_attention_op, query, key, value, where,
+            self.context.handle, sinks,
+        )  # fmt: skip
         return found if return_lse else found[0]
 
 

@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ds_ring.api import RingAttention
 from ds_ring.errors import RingConfigError
@@ -22,6 +21,7 @@ from ds_ring.masks.branches import Branch
 from ds_ring.masks.pattern import Pattern, QueryHead
 from ds_ring.ops.context import RingContext
 from ds_ring.ops.frontend import check_eager
+from ds_ring.ops.gradients import first_derivative_alone, run_compared, run_gradient
 from ds_ring.ops.passes import ExtraOperand, Operands
 from ds_ring.ops.prepare import check
 from ds_ring.ops.ring_op import run_backward, run_forward, save
@@ -67,7 +67,9 @@ class DistanceBiasAttention(RingAttention):
         check_eager(context, return_lse, _NAMES, query, key, value, profiles)
 
         def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-            found: tuple[Tensor, Tensor] = _Biased.apply(q, k, v, profiles, first, context)
+            found: tuple[Tensor, Tensor] = run_compared(
+                context.mesh, "attention with profiles", _Biased.apply, q, k, v, profiles, first, context
+            )
             return found
 
         size = context.mesh.ulysses_size
@@ -90,13 +92,14 @@ class _Biased(torch.autograd.Function):
         return results
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_alone("attention with profiles")
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, _, profiles = ctx.saved_tensors
         if grad_out is None:  # another rank may need this rank's part of a gradient
             grad_out = torch.zeros_like(out, device=profiles.device)
         given = Profiles(profiles, ctx.first)
-        grads = run_backward(ctx.context, grad_out, q, k, v, out, lse, grad_lse, [given])
+        operands = (ctx.context, grad_out, q, k, v, out, lse, grad_lse, [given])
+        grads = run_gradient(ctx.context.mesh, ctx.call, run_backward, *operands)
         return *grads, given.gradient(), None, None
 
 

@@ -29,6 +29,7 @@ from ds_ring.ops.compiled import (
 )
 from ds_ring.ops.context import RingContext
 from ds_ring.ops.frontend import AskedContext, check_eager, context_of_call
+from ds_ring.ops.gradients import run_compared
 from ds_ring.ops.passes import ExtraOperand, Operands
 from ds_ring.ops.prepare import check
 from ds_ring.ops.ulysses import HEADS, SWAPS, TOKENS, Swap, with_ulysses
@@ -137,7 +138,8 @@ def _attend(
     return_lse: bool,
 ) -> Any:  # fmt: skip
     def run(q: Tensor, latent: Tensor, rope: Tensor) -> Any:
-        return latent_attention_op(q, latent, rope, up, handle, sinks)
+        given = (q, latent, rope, up, handle, sinks)
+        return run_compared(mesh, "latent_attention", latent_attention_op, *given)
 
     size = mesh.ulysses_size
     if size > 1:

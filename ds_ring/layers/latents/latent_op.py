@@ -16,8 +16,9 @@ from torch import Tensor
 
 from ds_ring.layers.latents.kernel import UpProjection, latent_value_dim
 from ds_ring.ops.context import context_of
+from ds_ring.ops.gradients import refuse_second_derivative, run_gradient
 from ds_ring.ops.handles import operator
-from ds_ring.ops.ring_op import fake_results, refuse_second_derivative, run_backward, run_forward, save
+from ds_ring.ops.ring_op import fake_results, run_backward, run_forward, save
 from ds_ring.ops.sinks import sinks_gradient
 
 
@@ -65,7 +66,8 @@ def _backward_latents(
     if grad_out is None:  # as in `_backward`
         grad_out = torch.zeros_like(out, device=up.device)
     handle = ctx.context.handle
-    grads = latent_attention_backward_op(grad_out, q, latent, rope, up, out, lse, handle, grad_lse)
+    given = (grad_out, q, latent, rope, up, out, lse, handle, grad_lse)
+    grads = run_gradient(ctx.context.mesh, ctx.call, latent_attention_backward_op, *given)
     if sinks is None:
         return (*grads, None, None)
     heads = ctx.context.heads_here(q)
@@ -74,5 +76,5 @@ def _backward_latents(
 
 latent_attention_op.register_autograd(_backward_latents, setup_context=_setup_latents)
 latent_attention_backward_op.register_autograd(
-    refuse_second_derivative, setup_context=lambda ctx, inputs, output: None
+    refuse_second_derivative("latent_attention"), setup_context=lambda ctx, inputs, output: None
 )

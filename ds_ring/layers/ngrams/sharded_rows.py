@@ -11,12 +11,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ds_ring.comm.collective import collective
 from ds_ring.comm.mesh import RingMesh, check_mesh
 from ds_ring.errors import RingConfigError, RingShapeError
+from ds_ring.ops.gradients import (
+    comparing_gradient,
+    first_derivative_alone,
+    forward_call,
+    run_compared,
+)
 from ds_ring.ops.handles import never_traced
 
 _averaged = WeakTensorKeyDictionary()  # parameters whose values and gradients ranks have in common
@@ -41,7 +46,7 @@ def sharded_rows(table: Tensor, rows: Tensor, *, mesh: RingMesh) -> Tensor:
         RingPeerError: another rank failed or was too late.
     """
     check_mesh(mesh)
-    found: Tensor = _Rows.apply(table, rows, mesh)
+    found: Tensor = run_compared(mesh, "sharded_rows", _Rows.apply, table, rows, mesh)
     return found
 
 
@@ -82,13 +87,15 @@ class _Rows(torch.autograd.Function):
             asked = torch.cat(_swapped(call, wanted, ctx.wanted, ctx.asked)) - mesh.sequence_rank * len(table)
             found = torch.cat(_swapped(call, table[asked], ctx.asked, ctx.wanted))
             ctx.save_for_backward(asked, place)
+            ctx.call = forward_call(call.exchange)
             return found[place].unflatten(0, rows.shape)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_alone("sharded_rows")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         asked, place = ctx.saved_tensors
-        with collective(ctx.mesh, "sharded_rows backward") as call:
+        compared = comparing_gradient(ctx.mesh, ctx.call)
+        with collective(ctx.mesh, "sharded_rows backward") as call, compared:
             call.agree({"table": tuple(ctx.shape), "dtype": grad.dtype})
             dtype = torch.promote_types(ctx.dtype, torch.float32)
             of_rows = grad.new_zeros(sum(ctx.wanted), ctx.shape[1], dtype=dtype)

@@ -17,6 +17,7 @@ from ds_ring.layers.scan.context import ScanContext, handle_of, scan_context
 from ds_ring.layers.scan.sequence_runs import halo_messages, other_documents
 from ds_ring.masks.slots import IntArray
 from ds_ring.ops.checks import check_operand
+from ds_ring.ops.gradients import forward_call, run_compared, run_gradient
 from ds_ring.ops.handles import constant, never_traced, object_of, operator
 from ds_ring.ops.passes import count_forward_pass
 from ds_ring.patterns.documents.pattern import Documents, Tree
@@ -57,7 +58,7 @@ def halo(
     handle = handle_of(layout, mesh, documents, constant(hop_timeout_s))
     if isinstance(x, Tensor) and isinstance(dim, int) and -x.dim() <= dim < 0:
         dim += x.dim()
-    return halo_op(x, dim, before, after, handle)
+    return run_compared(mesh, "halo", halo_op, x, dim, before, after, handle)
 
 
 @never_traced
@@ -194,11 +195,25 @@ halo_backward_op.register_fake(
 def _setup_halo(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, ctx.dim, ctx.before, ctx.after, handle = inputs
     ctx.slots, ctx.context = x.shape[ctx.dim], object_of(handle, ScanContext)  # alive until the backward pass
+    ctx.call = forward_call(ctx.context.exchange)
 
 
 def _backward_halo(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-    dx = halo_backward_op(grad, ctx.dim, ctx.before, ctx.after, ctx.slots, ctx.context.handle)
+    given = (grad, ctx.dim, ctx.before, ctx.after, ctx.slots, ctx.context.handle)
+    dx = run_gradient(ctx.context.mesh, ctx.call, halo_backward_op, *given)
     return dx, None, None, None, None
 
 
+def _setup_halo_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, ctx.dim, ctx.before, ctx.after, _, handle = inputs
+    ctx.context = object_of(handle, ScanContext)
+    ctx.call = forward_call(ctx.context.exchange)
+
+
+def _backward_halo_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    given = (grad, ctx.dim, ctx.before, ctx.after, ctx.context.handle)  # a halo is linear
+    return run_gradient(ctx.context.mesh, ctx.call, halo_op, *given), None, None, None, None, None
+
+
 halo_op.register_autograd(_backward_halo, setup_context=_setup_halo)
+halo_backward_op.register_autograd(_backward_halo_backward, setup_context=_setup_halo_backward)

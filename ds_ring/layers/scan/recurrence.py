@@ -19,6 +19,7 @@ from ds_ring.comm.collective import collective
 from ds_ring.errors import RingConfigError
 from ds_ring.layers.scan.context import ScanContext
 from ds_ring.layers.scan.scan import compose, scan_op
+from ds_ring.ops.gradients import run_compared
 
 
 class Computed(NamedTuple):
@@ -108,7 +109,7 @@ def recurrence_of_pieces(
         outs[0] = found.out.narrow(dim, 0, 0)
     for x in fronts:  # the backward pass of a halo is every rank's, and behind that of the scan
         increments = increments + x.flatten()[:0].sum().to(increments.dtype)
-    states = scan_op(moves, increments, matrix, context.handle)
+    states = run_compared(context.mesh, "recurrence", scan_op, moves, increments, matrix, context.handle)
     for numbers, out, reach in reaches:
         reached = out + reach(torch.cat([states[context.pieces[number].run] for number in numbers])).to(
             out.dtype

@@ -27,6 +27,7 @@ from ds_ring.errors import RingShapeError
 from ds_ring.layers.scan.context import ByRank, ScanContext, handle_of
 from ds_ring.layers.scan.sequence_runs import SequenceRuns
 from ds_ring.ops.checks import check_operand
+from ds_ring.ops.gradients import forward_call, refuse_second_derivative, run_compared, run_gradient
 from ds_ring.ops.handles import constant, object_of, operator
 from ds_ring.ops.passes import count_forward_pass
 from ds_ring.patterns.documents.pattern import Documents, Tree
@@ -63,7 +64,7 @@ def ring_scan(
         RingLayoutError, RingPatternError, RingMismatchError, RingPeerError: as `halo`.
     """
     handle = handle_of(layout, mesh, documents, constant(hop_timeout_s))
-    return scan_op(transition, increment, matrix, handle)
+    return run_compared(mesh, "ring_scan", scan_op, transition, increment, matrix, handle)
 
 
 @operator("ds_ring::scan")
@@ -285,11 +286,16 @@ def _setup_scan(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     transition, _, ctx.matrix, handle = inputs
     ctx.save_for_backward(transition, output)
     ctx.context = object_of(handle, ScanContext)  # alive until the backward pass
+    ctx.call = forward_call(ctx.context.exchange)
 
 
 def _backward_scan(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
     transition, states = ctx.saved_tensors
-    return *scan_backward_op(grad, transition, states, ctx.matrix, ctx.context.handle), None, None
+    given = (grad, transition, states, ctx.matrix, ctx.context.handle)
+    return *run_gradient(ctx.context.mesh, ctx.call, scan_backward_op, *given), None, None
 
 
 scan_op.register_autograd(_backward_scan, setup_context=_setup_scan)
+scan_backward_op.register_autograd(
+    refuse_second_derivative("ring_scan"), setup_context=lambda ctx, inputs, output: None
+)

@@ -16,6 +16,7 @@ from ds_ring.layers.selection.selected_pass import SelectedPass
 from ds_ring.masks.catalog import Full
 from ds_ring.ops.checks import check_heads, check_operand, check_tensors, check_tokens
 from ds_ring.ops.context import RingContext, context_of
+from ds_ring.ops.gradients import forward_call, run_compared, run_gradient
 from ds_ring.ops.handles import never_traced, operator
 from ds_ring.ops.passes import count_forward_pass
 from ds_ring.ops.ring_op import register
@@ -66,7 +67,8 @@ def selected_attention(
         q, chosen = (
             x.unflatten(1, (-1, group)).transpose(2, 3).flatten(2, 3).contiguous() for x in (q, chosen)
         )
-    out, lse = selected_attention_op(q, k, v, chosen, context.handle, sinks, size)
+    given = (q, k, v, chosen, context.handle, sinks, size)
+    out, lse = run_compared(mesh, "selected_attention", selected_attention_op, *given)
     if by_query_head:
         out, lse = (x.unflatten(2, (slots, group)).transpose(2, 3).flatten(1, 2) for x in (out, lse))
         assert out.shape[1] == heads
@@ -161,6 +163,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> 
     q, k, v, chosen, handle, sinks, ctx.block = inputs
     ctx.save_for_backward(q, k, v, chosen, *output, sinks)
     ctx.context = context_of(handle)  # keep it alive until the backward pass
+    ctx.call = forward_call(ctx.context.exchange)
     ctx.set_materialize_grads(False)
 
 
@@ -169,7 +172,8 @@ def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tup
     if grad_out is None:  # every rank must go through the pass: another rank's gradient may need it
         grad_out = torch.zeros_like(out)
     handle = ctx.context.handle
-    grads = selected_attention_backward_op(grad_out, q, k, v, chosen, out, lse, handle, ctx.block, grad_lse)
+    given = (grad_out, q, k, v, chosen, out, lse, handle, ctx.block, grad_lse)
+    grads = run_gradient(ctx.context.mesh, ctx.call, selected_attention_backward_op, *given)
     of_sinks = sinks_gradient(sinks, slice(None), grad_out, out, lse, grad_lse)
     return (*grads, None, None, of_sinks, None)
 

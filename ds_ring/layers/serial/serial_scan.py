@@ -6,6 +6,7 @@ document. Runs of different documents, and parts of the batch, overlap.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 
 import torch
@@ -17,6 +18,7 @@ from ds_ring.errors import RingShapeError, whole_number
 from ds_ring.layers.scan.context import ScanContext, check_blocks, scan_context
 from ds_ring.layers.scan.recurrence import padded
 from ds_ring.layers.serial.hand_over import hand_over_op, turns
+from ds_ring.ops.gradients import run_compared
 from ds_ring.ops.handles import never_traced
 from ds_ring.patterns.documents.pattern import Documents, Tree
 from ds_ring.schedule.layout import Layout
@@ -66,9 +68,9 @@ def serial_scan(
     of_run = context.runs.of_rank(mesh.sequence_rank).tolist()
     turn_of = turns(layout, mesh.ulysses_size, documents)
     last_turn = int(turn_of.max(initial=0)) + batch_parts - 1
-    # Backward passes are in one order on all ranks, also on one whose first runs come later.
-    anchor = initial.new_zeros((), requires_grad=torch.is_grad_enabled())
-    got = initial.new_zeros(context.own_runs, *begin[0].shape) + anchor
+    # A node of every hand-over on every rank, also on one whose first runs come later; see
+    # [Note: nodes of all ranks].
+    got = initial.new_zeros(context.own_runs, *begin[0].shape) + _anchor(step, initial, tensors, block_size)
     outs: dict[tuple[int, int], Tensor] = {}
     for turn in range(last_turn + 1):
         after = []
@@ -86,7 +88,8 @@ def serial_scan(
         if turn < last_turn:
             waiting = got.flatten()[:0].sum()
             finals = torch.stack(after) + waiting if after else got
-            got = hand_over_op(finals, turn, batch_parts, False, context.handle)
+            given = (finals, turn, batch_parts, False, context.handle)
+            got = run_compared(mesh, "serial_scan", hand_over_op, *given)
     slots = [piece.slot for piece in context.pieces]
     if not slots:  # no token is here: padding gives the shape of the outputs
         for part, state in enumerate(begin):
@@ -94,6 +97,19 @@ def serial_scan(
         slots = [0]
     parts = [torch.cat([outs[part, slot] for slot in slots], dim=1) for part in range(batch_parts)]
     return padded(torch.cat(parts), context.runs.local_tokens, 1) + got.flatten()[:0].sum()
+
+
+def _anchor(step: CellStep, initial: Tensor, tensors: Sequence[Tensor], block_size: int) -> Tensor:
+    """Return 0, computed from all that a step is computed from, the tensors that it captured among them."""
+    if not torch.is_grad_enabled():
+        return initial.new_zeros(())
+    none = [x[:0, :block_size] for x in tensors]  # of no sample: it costs nothing, and its gradient is 0
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of means of nothing
+            made = step(initial[:0], none)
+    except Exception:  # a step that takes no empty batch
+        made = step(initial[:1], [x[:1, :block_size] for x in tensors])
+    return torch.stack([x.flatten()[:0].sum().to(initial.dtype) for x in (initial, *tensors, *made)]).sum()
 
 
 def _check(

@@ -23,6 +23,7 @@ from ds_ring.layers.selection.attention import selected_attention
 from ds_ring.layers.selection.block_layout import BlockLayout
 from ds_ring.masks.slots import IntArray
 from ds_ring.ops.checks import check_heads, check_layout, check_operand, check_tensors, check_tokens
+from ds_ring.ops.gradients import run_compared
 from ds_ring.schedule.layout import Layout
 
 
@@ -38,7 +39,8 @@ def tokens_of_blocks(
     index, source = _index(blocks, mesh.ring_rank), x
     if after:
         context = scan_context(layout, mesh, None, hop_timeout_s)
-        source = torch.cat([x, halo_op(x.contiguous(), 1, 0, after, context.handle).flatten(1, 2)], dim=1)
+        copies = run_compared(mesh, "blocks of tokens", halo_op, x.contiguous(), 1, 0, after, context.handle)
+        source = torch.cat([x, copies.flatten(1, 2)], dim=1)
     padded = np.zeros((blocks.local_tokens, blocks.size), dtype=np.int64)
     padded[: len(index)] = index
     places = on_device(padded, x.device)
@@ -73,7 +75,11 @@ def windows(x: Tensor, context: ScanContext, before: int, after: int, step: int 
         step: slots of a group.
     """
     size, parts = before + step + after, []
-    beside = halo_op(x.contiguous(), 1, before, after, context.handle) if before + after else None
+    beside = None
+    if before + after:
+        beside = run_compared(
+            context.mesh, "windows of tokens", halo_op, x.contiguous(), 1, before, after, context.handle
+        )
     for piece in context.pieces:
         own = x[:, piece.slot : piece.slot + piece.length]
         rest = own.new_zeros((len(own), -piece.length % step, *own.shape[2:]))

@@ -24,7 +24,7 @@ from ds_ring.layers.scan.sequence_runs import SequenceRuns, pieces, sequence_run
 from ds_ring.masks.catalog import Causal
 from ds_ring.ops.context import RingContext, cached_context, context_for
 from ds_ring.ops.options import Options
-from ds_ring.ops.ulysses import SWAPS, Swap, swap_op
+from ds_ring.ops.ulysses import SWAPS, Swap, swap
 from ds_ring.patterns.documents.pattern import Documents, Tree
 from ds_ring.schedule.layout import Layout
 
@@ -82,9 +82,7 @@ def with_whole_heads(
         RingShapeError: heads that the Ulysses size does not divide, or tokens that are not a rank's.
     """
     handle = context_for(Causal(), layout, mesh, Options.of(options)).handle
-    return swap_op([run(swap_op(list(tensors), "Ulysses of states", handle))], "Ulysses of outputs", handle)[
-        0
-    ]
+    return swap([run(swap(list(tensors), "Ulysses of states", handle))], "Ulysses of outputs", handle)[0]
 
 
 def _check(context: RingContext, tensors: Sequence[Tensor], parts: int) -> None:

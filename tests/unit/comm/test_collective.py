@@ -54,15 +54,15 @@ def agrees(header: Tensor) -> Tensor:
 
 
 def differs(header: Tensor) -> Tensor:
-    return header + torch.tensor([0, 1, 0])
+    return header + torch.tensor([0, 1, 0, 0])
 
 
 def another_call(header: Tensor) -> Tensor:
-    return torch.tensor([0, 5, 0])
+    return torch.tensor([0, 5, 0, 0])
 
 
 def refuses(header: Tensor) -> Tensor:
-    return torch.tensor([1, 0, 0])
+    return torch.tensor([1, 0, 0, 0])
 
 
 def silent(header: Tensor) -> Tensor:
@@ -100,7 +100,7 @@ def test_a_refusal_is_sent_as_a_header_and_raised_as_it_is(other: Any, gathered:
     exchange = Answered(other)
     with pytest.raises(RingConfigError, match="its own input") as raised, exchange.begin():
         raise RingConfigError("its own input")
-    assert exchange.headers == [[1, 0, 0]] and exchange.gathered == gathered
+    assert exchange.headers == [[1, 0, 0, 0]] and exchange.gathered == gathered
     assert raised.value.peers_know and not exchange.failures
 
 

@@ -187,7 +187,7 @@ def test_the_most_patience_that_a_rank_asks_for_is_every_ranks(mesh: RingMesh) -
 
     def heard(patience: int, refused: int = 0) -> Callable[..., Tensor]:
         def spread(_: object, header: Tensor) -> Tensor:
-            other = torch.tensor([refused or int(header[0]), int(header[1]), patience])
+            other = torch.tensor([refused or int(header[0]), int(header[1]), patience, 0])
             rows = sorted(tuple(x.tolist()) for x in (header, other))
             return torch.tensor(rows)
 

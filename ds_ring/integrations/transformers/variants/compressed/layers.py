@@ -57,6 +57,7 @@ from ds_ring.layers.selection.attention import selected_attention
 from ds_ring.layers.selection.select import ring_select
 from ds_ring.layers.selection.total_order import TotalOrder
 from ds_ring.masks.pattern import Pattern
+from ds_ring.ops.gradients import run_compared
 from ds_ring.patterns.documents.pattern import Documents
 
 if TYPE_CHECKING:
@@ -205,7 +206,8 @@ class _Rows:
     def windows_of(self, x: Tensor) -> Tensor:
         """Return the windows [windows, rate, W] of tokens x [b, S, W], sample by sample."""
         if self._halo:
-            beside = halo_op(x.contiguous(), 1, self._halo, 0, self._scan.handle)
+            given = (x.contiguous(), 1, self._halo, 0, self._scan.handle)
+            beside = run_compared(self._scan.mesh, "compressed keys", halo_op, *given)
             x = torch.cat([x, beside.flatten(1, 2)], dim=1)
         return x.index_select(1, self._tokens_of_windows).reshape(-1, self.rate, x.shape[2])
 

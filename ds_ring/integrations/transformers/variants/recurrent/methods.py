@@ -42,6 +42,7 @@ from ds_ring.integrations.transformers.variants.recurrent.scan import (
 from ds_ring.layers.scan.context import ScanContext
 from ds_ring.layers.scan.recurrence import Computed, kinds_of, of_last_run, on_every_rank, padded
 from ds_ring.layers.scan.scan import scan_op
+from ds_ring.ops.gradients import run_compared
 
 
 class Summary(NamedTuple):
@@ -106,7 +107,7 @@ def _scaled_pieces(
     move = torch.where(comes, before + decay - after, 0.0).exp()
     wide = (*decay.shape, *[1] * (increment.dim() - decay.dim()))
     move, increment = move.view(wide), increment * (greatest - after).exp().view(wide)
-    states = scan_op(move, increment, False, context.handle)
+    states = run_compared(context.mesh, "recurrence", scan_op, move, increment, False, context.handle)
     outs: dict[int, Tensor] = {}
     if not kinds:
         outs[0] = call([x.narrow(dim, 0, 1) for x in tensors], None).narrow(dim, 0, 0)

@@ -20,6 +20,7 @@ from ds_ring.integrations.transformers.rows import in_order
 from ds_ring.layers.scan.context import ScanContext, scan_context
 from ds_ring.layers.scan.halo import halo_op, shift_sequence
 from ds_ring.layers.scan.recurrence import PieceKernel, padded, recurrence_of_pieces
+from ds_ring.ops.gradients import run_compared
 
 Original = Callable[..., Any]
 
@@ -89,7 +90,8 @@ def with_halo(context: ScanContext, x: Tensor, before: int, call: Callable[[Tens
     `call` gets all pieces concatenated, each preceded by the `before` tokens before it (zeros where a
     document begins). Its result has one entry a token.
     """
-    beside = halo_op(x, 2, before, 0, context.handle)  # [B, C, R, before]
+    given = (x, 2, before, 0, context.handle)
+    beside = run_compared(context.mesh, "convolution", halo_op, *given)  # [B, C, R, before]
     zeros = x.new_zeros((*x.shape[:2], before))
     parts: list[Tensor] = []
     for piece in context.pieces:

@@ -1,0 +1,130 @@
+"""Run eager calls that send, and their gradients, so that every rank makes the same one, or all ranks raise.
+
+[Note: nodes of all ranks]
+The gradient of such a call sends, too, so its node in the graph of autograd must run on all ranks or on
+none, and nodes in the same order. Autograd makes a node if an operand requires a gradient: ranks compare
+that in the header of the forward call. It runs a node that leads to one of the tensors whose gradients are
+asked for, so all operands of a call must be in front of each of its nodes, on every rank. The header of a
+gradient has the number of its forward call, so that the gradients of two equal calls cannot be exchanged. A
+compiled graph calls operators directly and has one order of nodes: its headers give no number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial, wraps
+from typing import Any, NoReturn, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from ds_ring.comm.collective import collective, comparing
+from ds_ring.comm.mesh import RingMesh
+from ds_ring.errors import RingConfigError
+from ds_ring.ops.checks import check_derivative, loses_derivatives
+
+T = TypeVar("T")
+
+
+def run_compared(mesh: RingMesh, name: str, function: Callable[..., T], *given: Any) -> T:
+    """Return `function(*given)`, a forward call that sends; its header tells whether it gets a gradient.
+
+    Raises:
+        RingConfigError: a transform or a dual level under which the call would lose a derivative.
+        RingMismatchError: some ranks' operands require a gradient, and others' do not; nothing was sent.
+    """
+    if torch.compiler.is_compiling():
+        return function(*given)
+    if loses_derivatives():
+        with collective(mesh, name):
+            check_derivative(name)
+    if mesh.sequence_size == 1:
+        return function(*given)
+    requires = torch.is_grad_enabled() and _requires_grad(given)
+    said = "one that requires it" if requires else "none that requires it"
+    with comparing(mesh, "operands and a gradient", 1 + requires, said):
+        return function(*given)
+
+
+def _requires_grad(given: Sequence[Any]) -> bool:
+    for x in given:
+        if isinstance(x, (list, tuple)):
+            if _requires_grad(x):
+                return True
+        elif isinstance(x, Tensor) and x.requires_grad:
+            return True
+    return False
+
+
+class _Counts(Protocol):
+    """An exchange, which has the number of its last call."""
+
+    call: int
+
+
+def forward_call(exchange: _Counts | None) -> int:
+    """Return the number of the call that was just made, for its gradient."""
+    return 0 if exchange is None else exchange.call
+
+
+def comparing_gradient(mesh: RingMesh, number: int) -> AbstractContextManager[None]:
+    """Return what surrounds the gradient of the forward call of that number."""
+    return comparing(mesh, "gradient of the forward call of number", number)
+
+
+def run_gradient(mesh: RingMesh, number: int, function: Callable[..., T], *given: Any) -> T:
+    """Return `function(*given)`, the gradient of the forward call of that number.
+
+    Raises:
+        RingMismatchError: other ranks compute that of another call; nothing was sent.
+    """
+    with comparing_gradient(mesh, number):
+        return function(*given)
+
+
+def refuse_second_derivative(name: str) -> Callable[..., NoReturn]:
+    """Return a gradient that raises RingConfigError: that of an operator that computes a gradient."""
+    return partial(_refuse_second_derivative, name)
+
+
+def _refuse_second_derivative(name: str, ctx: Any, *grads: Tensor | None) -> NoReturn:
+    got = "a request for the second one (create_graph=True, then a gradient of that gradient)"
+    advice = "differentiate once, or use a model with plain attention for it"
+    raise RingConfigError.wrong(name, "a first derivative", got, advice)
+
+
+class _Once(torch.autograd.Function):
+    """Return the first `count` tensors; a gradient with respect to any tensor is refused."""
+
+    @staticmethod
+    def forward(ctx: Any, name: str, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.name = name
+        return tuple(x.view_as(x) for x in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> NoReturn:
+        _refuse_second_derivative(ctx.name, ctx, *grads)
+
+
+Backward = Callable[..., tuple[Tensor | None, ...]]
+
+
+def first_derivative_alone(name: str) -> Callable[[Backward], Backward]:
+    """Decorate the backward method of an autograd function so that a second derivative is refused by name."""
+
+    def decorate(backward: Backward) -> Backward:
+        @wraps(backward)
+        def run(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+            with torch.no_grad():
+                found = backward(ctx, *grads)
+            if not torch.is_grad_enabled():
+                return found
+            made = [x for x in found if x is not None]
+            before = [x for x in (*grads, *ctx.saved_tensors) if x is not None]
+            refusing = iter(_Once.apply(name, len(made), *made, *before))
+            return tuple(None if x is None else next(refusing) for x in found)
+
+        return run
+
+    return decorate

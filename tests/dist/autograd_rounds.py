@@ -1,0 +1,282 @@
+"""Every operator of the table under every way of asking for gradients, on ranks, against one process.
+
+Owns the cases of `tools/autograd_campaign.py`. A case is an operator and a mode. It must end in the values of one
+process, or in one refusal on all ranks; then the mesh works. No rank may wait for a deadline.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
+
+from ds_ring import RingMesh
+from tests.dist.harness import RankPool
+from tests.operator_table import (
+    OPERATORS,
+    Grid,
+    Inputs,
+    Operator,
+    Place,
+    Result,
+    T,
+    alone,
+    errors,
+    longer,
+    loss_of,
+)
+from tests.operator_table import weight_of as weight
+
+LIMIT_S = 20.0  # a case takes milliseconds: what takes so long has waited for a deadline
+TOLERANCE = 1e-9
+REFUSALS = ("RingConfigError", "RingMismatchError", "RingShapeError")
+DTYPE = torch.float64
+
+
+class Call(NamedTuple):
+    """One operator on one rank."""
+
+    row: Operator
+    place: Place
+    rank: int
+    whole: Inputs
+
+    @classmethod
+    def of(cls, row: Operator, mesh: RingMesh, rank: int, tokens: int = T) -> Call:
+        whole = row.inputs(DTYPE)
+        return cls(row, Place(mesh, row.layout, tokens), rank, longer(row, whole) if tokens > T else whole)
+
+    def inputs(self, names: Sequence[str] | None = None) -> Inputs:
+        """The shards; those of `names` (None: all) require a gradient."""
+        wanted = self.row.gradients if names is None else names
+        shards = self.row.shards(self.place.grid, self.whole, self.rank)
+        return {name: x.requires_grad_(name in wanted) for name, x in shards.items()}
+
+    def out(self, given: Inputs) -> Tensor:
+        return self.row.call(self.place, **given)
+
+    def loss(self, out: Tensor) -> Tensor:
+        of_all = alone(self.row, self.whole, (), self.place.tokens).out
+        return loss_of(self.row, self.place, out, self.rank, weight(of_all))
+
+
+def _result(out: Tensor, given: Inputs) -> Result:
+    return Result(out.detach(), {name: x.grad for name, x in given.items() if x.grad is not None})
+
+
+def backward(call: Call) -> list[Result]:
+    given = call.inputs()
+    out = call.out(given)
+    call.loss(out).backward()
+    return [_result(out, given)]
+
+
+def grad(call: Call) -> list[Result]:
+    given, names = call.inputs(), call.row.gradients
+    out = call.out(given)
+    found = torch.autograd.grad(call.loss(out), [given[name] for name in names])
+    return [Result(out.detach(), dict(zip(names, found, strict=True)))]
+
+
+def one_input(call: Call) -> list[Result]:
+    """backward(inputs=[...]) for each input by itself."""
+    found = []
+    for name in call.row.gradients:
+        given = call.inputs()
+        out = call.out(given)
+        call.loss(out).backward(inputs=[given[name]])
+        found.append(_result(out, given))
+    return found
+
+
+def some_inputs(call: Call) -> list[Result]:
+    """One input requires a gradient, the others do not, for each input."""
+    found = []
+    for name in call.row.gradients:
+        given = call.inputs([name])
+        out = call.out(given)
+        call.loss(out).backward()
+        found.append(_result(out, given))
+    return found
+
+
+def other_inputs(call: Call) -> list[Result]:
+    """On each rank another input requires a gradient."""
+    names = call.row.gradients
+    given = call.inputs([names[call.rank % len(names)]])
+    out = call.out(given)
+    call.loss(out).backward()
+    return [_result(out, given)]
+
+
+def none_on_a_rank(call: Call) -> list[Result]:
+    """Nothing requires a gradient on the last rank."""
+    given = call.inputs([] if call.rank == call.place.mesh.sequence_size - 1 else None)
+    out = call.out(given)
+    loss = call.loss(out)
+    if loss.requires_grad:
+        loss.backward()
+    return [_result(out, given)]
+
+
+def twice(call: Call) -> list[Result]:
+    given = call.inputs()
+    out = call.out(given)
+    loss = call.loss(out)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    return [Result(out.detach(), {name: x.grad / 2 for name, x in given.items() if x.grad is not None})]
+
+
+def checkpointed(reentrant: bool) -> Callable[[Call], list[Result]]:
+    def run(call: Call) -> list[Result]:
+        given, names = call.inputs(), tuple(call.whole)
+
+        def region(*tensors: Tensor) -> Tensor:
+            return call.out(dict(zip(names, tensors, strict=True)))
+
+        out = checkpoint(region, *given.values(), use_reentrant=reentrant)
+        call.loss(out).backward()
+        return [_result(out, given)]
+
+    return run
+
+
+def two_lengths(call: Call) -> list[Result]:
+    """Two forward passes of other lengths, then one backward pass of both."""
+    calls = [call, Call.of(call.row, call.place.mesh, call.rank, 2 * T)]
+    given = [one.inputs() for one in calls]
+    outs = [one.out(x) for one, x in zip(calls, given, strict=True)]
+    sum(one.loss(out) for one, out in zip(calls, outs, strict=True)).backward()  # type: ignore[union-attr]
+    return [_result(out, x) for out, x in zip(outs, given, strict=True)]
+
+
+def other_order(call: Call) -> list[Result]:
+    """Two equal calls, whose backward passes rank 0 runs in another order."""
+    given = [call.inputs(), call.inputs()]
+    outs = [call.out(x) for x in given]
+    losses = [call.loss(out) for out in outs]
+    for loss in losses if call.rank else losses[::-1]:
+        loss.backward()
+    return [_result(out, x) for out, x in zip(outs, given, strict=True)]
+
+
+def forward_mode(call: Call) -> list[Result]:
+    """A tangent of ones: the tangent of the output takes the output's place."""
+    given = call.inputs([])
+    with forward_ad.dual_level():
+        given = {
+            name: forward_ad.make_dual(x, torch.ones_like(x)) if name in call.row.gradients else x
+            for name, x in given.items()
+        }
+        primal, tangent = forward_ad.unpack_dual(call.out(given))
+    return [Result(torch.zeros_like(primal) if tangent is None else tangent, {})]
+
+
+def second_derivative(call: Call) -> list[Result]:
+    """The gradients of a sum of squared gradients, which depends on the output's square."""
+    given, names = call.inputs(), call.row.gradients
+    out = call.out(given)
+    loss = call.loss(out * out)
+    firsts = torch.autograd.grad(loss, [given[name] for name in names], create_graph=True)
+    squares = sum(x.square().sum() for x in firsts)
+    seconds = torch.autograd.grad(squares, [given[name] for name in names], allow_unused=True)  # type: ignore[arg-type]
+    return [Result(out.detach(), {name: x for name, x in zip(names, seconds, strict=True) if x is not None})]
+
+
+MODES: dict[str, Callable[[Call], list[Result]]] = {
+    "backward": backward, "grad": grad, "backward(inputs=[one])": one_input, "some inputs": some_inputs,
+    "another input on each rank": other_inputs, "no input on the last rank": none_on_a_rank, "twice": twice,
+    "reentrant": checkpointed(True), "non-reentrant": checkpointed(False), "two lengths": two_lengths,
+    "another order on rank 0": other_order, "forward mode": forward_mode, "second derivative": second_derivative,
+}  # fmt: skip
+SELF = ("forward mode", "second derivative")  # one process plays the mode, too
+
+
+class Outcome(NamedTuple):
+    """What became of a case on one rank."""
+
+    results: list[Result]
+    said: str
+    seconds: float
+
+
+def play_on_rank(rank: int, world_size: int, ulysses: int, cases: Sequence[tuple[str, str]]) -> list[Outcome]:
+    """Play cases one after the other; ranks make a new mesh together after one that broke it."""
+    mesh, found = RingMesh.from_world(world_size // ulysses, ulysses), []
+    for name, mode in cases:
+        started, results, said = time.monotonic(), [], ""
+        try:
+            results = MODES[mode](Call.of(OPERATORS[name], mesh, rank))
+        except Exception as error:
+            said = f"{type(error).__name__}: {error}"
+        seconds = time.monotonic() - started
+        if not said or said.startswith(REFUSALS):
+            try:  # the mesh works afterwards
+                grad(Call.of(OPERATORS["halo"], mesh, rank))
+            except Exception as error:
+                said = f"the mesh is lost: {type(error).__name__}: {error} after {said or 'a result'}"
+        found.append(Outcome(results, said, seconds))
+        told: list[Any] = [None] * world_size
+        dist.all_gather_object(told, not said or said.startswith(REFUSALS))
+        if not all(told):
+            mesh = RingMesh.from_world(world_size // ulysses, ulysses)
+    return found
+
+
+def wanted(row: Operator, mode: str) -> list[Result]:
+    """What one process gets."""
+    whole = row.inputs(DTYPE)
+    if mode in SELF:
+        try:
+            return MODES[mode](Call.of(row, RingMesh.single(), 0))
+        except Exception:
+            return []
+    first = alone(row, whole)
+    if mode == "two lengths":
+        return [first, alone(row, longer(row, whole), tokens=2 * T)]
+    return [first] * max(len(row.gradients), 2)
+
+
+def judge(name: str, mode: str, grid: Grid, found: Sequence[Outcome]) -> str:
+    """Return "equal", "refused", or what is wrong."""
+    if max(one.seconds for one in found) > LIMIT_S:
+        return f"waited: {max(one.seconds for one in found):.0f} s, {[one.said[:200] for one in found]}"
+    if all(one.said for one in found):
+        is_refused = all(one.said.startswith(REFUSALS) for one in found)
+        return "refused" if is_refused else f"raw: {[one.said[:300] for one in found]}"
+    if any(one.said for one in found):
+        return f"on some ranks: {[one.said[:300] for one in found]}"
+    row, worst = OPERATORS[name], 0.0
+    want = wanted(row, mode)
+    for place, one in enumerate(want):
+        results = [outcome.results[place] for outcome in found if place < len(outcome.results)]
+        if results:
+            worst = max(worst, *errors(row, grid, results, one).values())
+    return "equal" if want and worst < TOLERANCE else f"wrong: off by {worst:.2g}"
+
+
+def cases(names: Sequence[str], modes: Sequence[str], ulysses: int) -> list[tuple[str, str]]:
+    """The cases of a grid: every operator that has gradients and takes it, every mode."""
+    without = "none" if ulysses > 1 else "only"
+    rows = [name for name in names if OPERATORS[name].gradients and OPERATORS[name].ulysses != without]
+    return [(name, mode) for name in rows for mode in modes]
+
+
+def play(
+    pool: RankPool, names: Sequence[str], modes: Sequence[str], ulysses: int = 1, timeout_s: float = 300.0
+) -> dict[tuple[str, str], str]:
+    """Play the cases on the ranks of a pool; return what `judge` says of each."""
+    asked, world_size = cases(names, modes, ulysses), pool.world_size
+    by_rank = pool.run(play_on_rank, ulysses, asked, timeout_s=timeout_s)
+    found = {}
+    for number, (name, mode) in enumerate(asked):
+        grid = Grid(world_size // ulysses, ulysses, OPERATORS[name].layout)
+        found[name, mode] = judge(name, mode, grid, [outcomes[number] for outcomes in by_rank])
+    return found
