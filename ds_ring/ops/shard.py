@@ -123,7 +123,7 @@ class _AllGather(torch.autograd.Function):
             if is_legacy_batchedtensor(grad):
                 got, advice = "several (is_grads_batched=True)", "call torch.autograd.grad for each of them"
                 raise RingConfigError.wrong("gather_sequence", "one gradient at a time", got, advice)
-            call.agree({"shape": tuple(grad.shape)})
+            call.agree({"shape": tuple(grad.shape), "dtype": grad.dtype})
             return call.exchange.reduce_scatter(grad.chunk(mesh.sequence_size), mesh.sequence_group), None
 
 

@@ -56,7 +56,9 @@ def max_logits(
             return torch.einsum("bgrqd,bngd->bgrqn", grouped, keys.to(dtype)).flatten(1, 2) * factor
 
         keys = k.detach().transpose(1, 2).contiguous()
-        best = best_keys(scores, 1, keys, layout, mesh, pattern, None, 0, False, hop_timeout_s)
+        best = best_keys(
+            scores, 1, keys, layout, mesh, pattern, None, 0, False, hop_timeout_s, {"scale": factor}
+        )
         found = best.scores.amax(dim=(0, 2, 3))
         call.agree({"heads": len(found)})
         return torch.stack(call.exchange.all_gather(found, mesh.ring_group, mesh.ring_size)).amax(0)

@@ -9,7 +9,7 @@ Shapes: B samples, C choices (heads that choose for themselves), S local tokens,
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -86,8 +86,12 @@ def ring_select(
 def best_keys(
     scores_fn: ScoresFunction, k: int, keys: Tensor, layout: Layout, mesh: RingMesh, pattern: Pattern | None,
     blocks: BlockLayout | None, delay: int, with_positions: bool, hop_timeout_s: float,
+    more: Mapping[str, object] | None = None,
 ) -> BestKeys:  # fmt: skip
-    """Return the k best keys of each local query with their scores; see `ring_select`."""
+    """Return the k best keys of each local query with their scores; see `ring_select`.
+
+    Ranks compare what is in `more`, too.
+    """
     check_mesh(mesh)
     if pattern is None:
         pattern = Full() if blocks is not None else Causal()
@@ -100,8 +104,9 @@ def best_keys(
         context = selection_context(pattern, layout, mesh, hop_timeout_s)
         heads, dtype = _checked_scores(scores, k, keys, context, blocks)
         described = keys.flatten(2).unsqueeze(1)
-        more = {"k": k, "shape and dtype of scores": (*heads, dtype), "blocks": str(blocks), "delay": delay}
-        context.agree(call, described, described, more)
+        fields = {"k": k, "shape and dtype of scores": (*heads, dtype), "blocks": str(blocks), "delay": delay}
+        fields |= {"shape of keys": tuple(keys.shape), **(more or {})}
+        context.agree(call, described, described, fields)
         best = none_so_far(keys, (*heads, layout.local_tokens), k, blocks or layout, dtype)
         if blocks is None:
             _walk_tokens(best, scores, keys, context)
