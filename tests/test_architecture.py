@@ -18,6 +18,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+from torch.utils._device import _device_constructors
 
 import ds_ring
 from ds_ring.config.section import RingConfig
@@ -279,6 +280,35 @@ def arrays_go_to_a_device_without_a_wait(name: str) -> None:
             )
 
 
+# What torch.set_default_device changes, and of these what torch.set_default_dtype does for any arguments.
+FACTORIES = {function.__name__ for function in _device_constructors()}
+OF_THE_DEFAULT_DTYPE = {
+    "empty",
+    "empty_strided",
+    "eye",
+    "linspace",
+    "logspace",
+    "ones",
+    "rand",
+    "randn",
+    "zeros",
+}
+
+
+def new_tensors_say_where_and_of_what(name: str) -> None:
+    """A script may set another default device or dtype: nothing of the library's own depends on them."""
+    for node in nodes_of(tree_of(MODULES[name])):
+        if not isinstance(node, ast.Call) or not ast.unparse(node.func).startswith("torch."):
+            continue
+        function, given = ast.unparse(node.func).removeprefix("torch."), {one.arg for one in node.keywords}
+        wanted = {
+            name for name, of in (("device", FACTORIES), ("dtype", OF_THE_DEFAULT_DTYPE)) if function in of
+        }
+        if None not in given:  # else **options may have them
+            where = f"ds_ring.{name}, line {node.lineno}: {ast.unparse(node)}"
+            assert wanted <= given, f"{where}; say device= (and dtype=)"
+
+
 def only_the_exchange_sends_from_rank_to_rank(name: str) -> None:
     tree, sends = tree_of(MODULES[name]), name in SENDS
     names = distributed_names(tree)
@@ -307,6 +337,7 @@ def only_the_exchange_sends_from_rank_to_rank(name: str) -> None:
         nothing_below_the_launcher_reads_the_environment,
         only_the_exchange_sends_from_rank_to_rank,
         arrays_go_to_a_device_without_a_wait,
+        new_tensors_say_where_and_of_what,
     ],
     ids=lambda rule: rule.__name__,
 )

@@ -11,6 +11,7 @@ import json
 import math
 import os
 import threading
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -174,7 +175,7 @@ class collective:  # noqa: N801 - reads as contextlib's own
         # Headers are compared lexicographically: if the first two integers are the same on all ranks, the
         # greatest header has the longest patience of all ranks. The last integers are compared if both are
         # known; where patience is equal, as on CPUs, they are the least and the greatest of all ranks.
-        header = torch.tensor([0, agreement.digest ^ number, math.ceil(patience_s), value])
+        header = torch.tensor([0, agreement.digest ^ number, math.ceil(patience_s), value], device="cpu")
         least, greatest = exchange.spread(header).tolist()
         if least[:2] != greatest[:2] or (0 < least[3] != greatest[3] > 0):
             # Every rank sees the same least and greatest, so all of them send their reports, or none.
@@ -211,7 +212,7 @@ class collective:  # noqa: N801 - reads as contextlib's own
         exchange.call = number = next(self.mesh.calls)
         try:
             # The 1 is in no header of a rank that agrees.
-            least, _ = exchange.spread(torch.tensor([1, 0, 0, 0])).tolist()
+            least, _ = exchange.spread(torch.tensor([1, 0, 0, 0], device="cpu")).tolist()
             if least[0] == 0:  # some rank does not refuse, and gathers the reports
                 _all_reports(exchange, {_OPERATION: self.name, _REFUSAL: str(error)}, number)
         except RingPeerError as unheard:  # no peer is reachable; this rank's own error is the better message
@@ -250,8 +251,15 @@ class collective:  # noqa: N801 - reads as contextlib's own
 def _all_reports(exchange: Exchange, report: dict[str, str], number: int) -> list[dict[str, str]]:
     """Return every rank's report, by sequence rank."""
     mine = {_OPERATION: report[_OPERATION], "number of the call": str(number), **report}
-    text = json.dumps({name: value[:_VALUE_CHARACTERS] for name, value in mine.items()})
+    text = json.dumps({name: _shortened(value) for name, value in mine.items()})
     return [json.loads(row) for row in gather_texts(exchange, text)]
+
+
+def _shortened(value: str) -> str:
+    """Return the beginning of a long text with a checksum, so that texts with one beginning still differ."""
+    if len(value) <= _VALUE_CHARACTERS:
+        return value
+    return f"{value[:_VALUE_CHARACTERS]}... (checksum {zlib.crc32(value.encode()):08x})"
 
 
 def gather_texts(exchange: Exchange, text: str) -> list[str]:

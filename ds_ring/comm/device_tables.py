@@ -115,6 +115,6 @@ class DeviceTables:
         key = (numbers, dtype, *stream_key(device))
         found = self._tables.get(key)
         if found is None:
-            tensor = to_device(torch.tensor(numbers, dtype=dtype), device)
+            tensor = to_device(torch.tensor(numbers, dtype=dtype, device="cpu"), device)
             found = self._tables.add(key, tensor, tensor.nbytes)
         return found

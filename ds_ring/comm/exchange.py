@@ -25,7 +25,7 @@ from ds_ring.errors import RingError, RingPeerError
 from ds_ring.health.client import keep_for_ever
 from ds_ring.registry import DEVICES, load
 
-NOTHING = torch.empty(0)
+NOTHING = torch.empty(0, dtype=torch.float32, device="cpu")
 NOT_COUNTED = BatchSizes(False, 0, 0)  # for headers, which do not count as payload
 
 
@@ -223,13 +223,13 @@ class Exchange:
                 self._header_routes.append(self.world_route([behind], [ahead], header, mesh.cpu_group))
         least = greatest = tuple(header.tolist())
         for route in self._header_routes:
-            known = torch.tensor([least, greatest], dtype=torch.int64)
+            known = torch.tensor([least, greatest], dtype=torch.int64, device="cpu")
             heard = torch.empty_like(known)
             self.start(route, [known], [heard]).wait()
             # Python compares tuples lexicographically, so each result is the whole header of one rank.
             low, high = heard.tolist()
             least, greatest = min(least, tuple(low)), max(greatest, tuple(high))
-        return torch.tensor([least, greatest], dtype=torch.int64)
+        return torch.tensor([least, greatest], dtype=torch.int64, device="cpu")
 
     def all_gather(self, tensor: Tensor, group: ProcessGroup | None, size: int) -> list[Tensor]:
         """Return every rank's (equally shaped, contiguous) tensor, in group order."""

@@ -29,9 +29,9 @@ def warm_up(groups: Sequence[ProcessGroup]) -> None:
 def connect(group: ProcessGroup, device: torch.device) -> None:
     """Make a collective call and exchange an element with both neighbours. Collective over the group."""
     size, rank = dist.get_world_size(group), dist.get_rank(group)
-    one = torch.ones(1, device=device)
+    one = torch.ones(1, dtype=torch.float32, device=device)
     dist.all_reduce(one, group=group)
     # By an all-to-all that is empty but for two ranks: it makes the connections of point-to-point messages.
     counts = [int(peer in ((rank + 1) % size, (rank - 1) % size)) for peer in range(size)]
-    sent = torch.ones(sum(counts), device=device)
+    sent = torch.ones(sum(counts), dtype=torch.float32, device=device)
     dist.all_to_all_single(torch.empty_like(sent), sent, counts, counts, group=group)

@@ -78,7 +78,7 @@ def decode_attention(
         handle = context.handle
     if positions is not None and not isinstance(positions, Tensor):
         try:
-            positions = torch.as_tensor(positions)
+            positions = torch.as_tensor(positions, device="cpu")
         except Exception:
             got = shown(positions).removeprefix("list ")
             why = f"positions: expected integers [Q], got {got}; pass a tensor"

@@ -58,7 +58,7 @@ def replicated_attention_backward_op(
     """Return (dq, dk, dv); see `ReplicatedPass.backward`."""
     context = context_of(handle)
     with context.call("replicated attention backward", q) as call:
-        made = _prepared(context, call, q, k, v, positions, grad_out, has_grad_lse=grad_lse is not None)
+        made = _prepared(context, call, q, k, v, positions, grad_out, grad_lse=grad_lse)
         return made.backward(grad_out, q, k, v, out, lse, grad_lse)
 
 
@@ -89,7 +89,7 @@ register(replicated_attention_op, replicated_attention_backward_op, _setup_repli
 
 def _prepared(
     context: RingContext, call: collective, q: Tensor, k: Tensor, v: Tensor, positions: Tensor | None,
-    grad_out: Tensor | None = None, sinks: Tensor | None = None, has_grad_lse: bool = False,
+    grad_out: Tensor | None = None, sinks: Tensor | None = None, grad_lse: Tensor | None = None,
 ) -> ReplicatedPass:  # fmt: skip
     """Return the pass, after this rank's tensors were checked and all ranks have agreed to it.
 
@@ -114,14 +114,14 @@ def _prepared(
         "local keys": k.shape[2],
         "head_dim of v": v.shape[-1],
         "sinks": None if sinks is None else sinks.dtype,
-        **_checksums(context, q=q, grad_out=grad_out, sinks=sinks),
+        **_checksums(context, q=q, grad_out=grad_out, grad_lse=grad_lse, sinks=sinks),
     }
     tiles = replicated_tiles(context.pattern, layout, context.mesh.ring_rank, where, q.shape[1], k.shape[1])
     scale = context.scale_of(q)
     compiling = False
     if not call.alone:
         parts = [HeadsOfPass(count_heads(h), count_heads(kv), [one]) for h, kv, one in tiles]
-        compiling = compiles(kernel, Operands(q, k, v, grad_out, has_grad_lse), parts, scale)
+        compiling = compiles(kernel, Operands(q, k, v, grad_out, grad_lse is not None), parts, scale)
     context.agree(call, q, k, fields, compiles=compiling)
     if grad_out is None:
         count_forward_pass()

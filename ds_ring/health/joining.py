@@ -48,7 +48,7 @@ class FirstCollective:
     def __init__(self) -> None:
         import torch
 
-        self._number = torch.zeros(1)
+        self._number = torch.zeros(1, dtype=torch.float32, device="cpu")
         self._work: dist.Work | None = None
 
     def begin(self) -> None:

@@ -137,7 +137,7 @@ class _ReduceScatter(torch.autograd.Function):
             if is_legacy_batchedtensor(whole):
                 got, advice = "several (is_grads_batched=True)", "call torch.autograd.grad for each of them"
                 raise RingConfigError.wrong("gather_sequence", "one gradient at a time", got, advice)
-            call.agree({"shape": tuple(whole.shape)})
+            call.agree({"shape": tuple(whole.shape), "dtype": whole.dtype})
             ctx.call = forward_call(call.exchange)
             return call.exchange.reduce_scatter(whole.chunk(mesh.sequence_size), mesh.sequence_group)
 

@@ -65,7 +65,9 @@ def swap_op(tensors: Sequence[Tensor], name: str, handle: int) -> list[Tensor]:
     with collective(mesh, name, context.exchange, is_fake) as call:
         if swap.check is not None:
             swap.check(context, tensors, mesh.ulysses_size)
-        context.agree(call, tensors[0], tensors[-1])
+        # An all-to-all of other sizes on one rank ends its process: compare every tensor, not q and v alone.
+        shapes = {f"tensor {i} of Ulysses": f"{tuple(x.shape)} {x.dtype}" for i, x in enumerate(tensors)}
+        context.agree(call, tensors[0], tensors[-1], shapes)
         parts = [x.chunk(mesh.ulysses_size, dim=swap.split_dim) for x in tensors]
         packets = [_packed(one) for one in zip(*parts, strict=True)]
         received = call.exchange.all_to_all(packets, mesh.ulysses_group)

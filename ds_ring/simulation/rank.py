@@ -120,7 +120,7 @@ def shard_of(source: Source, layout: Layout, name: str, ring_rank: int) -> Tenso
     """
     sizes = source.geometry
     shape = (sizes.batch, sizes.heads(name), layout.local_tokens, sizes.width(name))
-    x = torch.zeros(shape, dtype=sizes.dtype)
+    x = torch.zeros(shape, dtype=sizes.dtype, device="cpu")
     valid = layout.valid_tokens(ring_rank)
     if valid:
         source.fill(name, slice(None), layout.runs(ring_rank), x[:, :, :valid])
@@ -172,7 +172,9 @@ class GradientSums:
 
     def __init__(self, geometry: GlobalSizes, dtype: torch.dtype) -> None:
         shape = (geometry.batch, geometry.kv_heads, geometry.tokens)
-        self.dk, self.dv = (torch.zeros(*shape, geometry.width(name), dtype=dtype) for name in ("k", "v"))
+        self.dk, self.dv = (
+            torch.zeros(*shape, geometry.width(name), dtype=dtype, device="cpu") for name in ("k", "v")
+        )
 
     def add(self, what: str, tokens: TokenRange, runs: IntArray, part: Tensor) -> None:
         """Add gradients of some tokens; see `AddGradients`."""
@@ -261,7 +263,10 @@ class VirtualExchange:
         rows, sizes, parts = message.tensor, self.source.geometry, self._parts(message)
         if self.codec is not None:
             shape = rows.shape[1], rows.shape[2], rows.shape[0]
-            parts = [(name, torch.empty(*shape, sizes.width(name), dtype=sizes.dtype)) for name in "kv"]
+            parts = [
+                (name, torch.empty(*shape, sizes.width(name), dtype=sizes.dtype, device="cpu"))
+                for name in "kv"
+            ]
         for what, part in parts:
             self.source.fill(what.lower(), tokens.heads, runs, part)
         if self.codec is not None:

@@ -230,9 +230,13 @@ def _collected(job: VirtualRanks, ranks: list[int], progress: bool) -> Simulatio
     """Run all ranks one after the other and put their results together."""
     sizes, layout = job.source.geometry, job.plan.layout
     shape, nan = (sizes.batch, sizes.query_heads, sizes.tokens), torch.nan
-    out = torch.full((*shape, sizes.width("out")), nan, dtype=sizes.dtype)
-    lse = torch.full(shape, nan, dtype=accumulator_dtype(sizes.dtype))
-    dq = None if job.sums is None else torch.full((*shape, sizes.head_dim), nan, dtype=sizes.dtype)
+    out = torch.full((*shape, sizes.width("out")), nan, dtype=sizes.dtype, device="cpu")
+    lse = torch.full(shape, nan, dtype=accumulator_dtype(sizes.dtype), device="cpu")
+    dq = (
+        None
+        if job.sums is None
+        else torch.full((*shape, sizes.head_dim), nan, dtype=sizes.dtype, device="cpu")
+    )
     memory: dict[int, RankMemory] = {}
     bytes_sent: dict[int, BytesSent] = {}
     traces: dict[int, Trace] = {}
@@ -359,8 +363,10 @@ def exact_rows(source: Source, pattern: Pattern, rows: IntArray, scale: float, b
     """
     sizes = source.geometry
     group, count = sizes.query_heads // sizes.kv_heads, len(rows)
-    out = torch.zeros(sizes.batch, sizes.query_heads, count, sizes.width("out"), dtype=torch.float64)
-    lse = torch.full(out.shape[:-1], -torch.inf, dtype=torch.float64)
+    out = torch.zeros(
+        sizes.batch, sizes.query_heads, count, sizes.width("out"), dtype=torch.float64, device="cpu"
+    )
+    lse = torch.full(out.shape[:-1], -torch.inf, dtype=torch.float64, device="cpu")
     dq = lse.new_zeros(*lse.shape, sizes.head_dim) if backward else None
     everything = (sizes.batch, sizes.kv_heads, sizes.tokens)
     dk, dv = (lse.new_zeros(*everything, sizes.width(name)) if backward else None for name in ("k", "v"))
@@ -402,7 +408,7 @@ def _weights(
 def _read(source: Source, name: str, head: int, positions: IntArray) -> Tensor:
     """Return one head at some positions, float64 [B, n, D]."""
     sizes = source.geometry
-    x = torch.empty(sizes.batch, 1, len(positions), sizes.width(name), dtype=sizes.dtype)
+    x = torch.empty(sizes.batch, 1, len(positions), sizes.width(name), dtype=sizes.dtype, device="cpu")
     runs = np.stack([positions, np.ones_like(positions), np.ones_like(positions)], axis=1)
     source.fill(name, slice(head, head + 1), runs, x)
     return x[:, 0].double()

@@ -158,7 +158,7 @@ class BatchInvariant(TorchDispatchMode):
         key = a.device, a.dtype, *b_KN.shape, *b_KN.stride()
         if key in self._checked:
             return
-        row = torch.arange(a.shape[1], dtype=torch.float32).mul_(0.7).sin_().to(a)
+        row = torch.arange(a.shape[1], dtype=torch.float32, device="cpu").mul_(0.7).sin_().to(a)
         found = torch.mm(row.expand(ROWS, -1).contiguous(), b_KN)
         if not torch.equal(found, found[:1].expand_as(found)):
             raise RingConfigError.wrong(

@@ -120,7 +120,11 @@ def diffusion_batch(
             "cut them",
         )
     samples, tokens = clean.shape
-    ids = torch.zeros(1, tokens, dtype=torch.int64) if document_ids is None else document_ids.reshape(1, -1)
+    ids = (
+        torch.zeros(1, tokens, dtype=torch.int64, device="cpu")
+        if document_ids is None
+        else document_ids.reshape(1, -1)
+    )
     check_ids(ids)
     if bool((ids.diff(dim=1) < 0).any()):
         raise RingPatternError.wrong("diffusion_batch", "ids that rise", ids[0].tolist(), "number anew")

@@ -148,7 +148,7 @@ def drafter_batch(
             "drafter_batch", "input_ids [samples, tokens]", list(input_ids.shape), "add a dimension"
         )
     samples, tokens = input_ids.shape
-    given = torch.zeros(1, tokens, dtype=torch.int64) if document_ids is None else document_ids
+    given = torch.zeros(1, tokens, dtype=torch.int64, device="cpu") if document_ids is None else document_ids
     ids_BT = given.reshape(-1, tokens).to(input_ids.device).expand(samples, tokens)
     places_BT = positions_in_documents(ids_BT)
     if anchors is None:

@@ -421,7 +421,9 @@ class _Share(NamedTuple):
         if not self.is_used:
             return rows_NE[:0]
         if self.ends_U is not None:  # each frame was encoded as a video
-            kept_UR = torch.ones(len(self.ends_U), len(rows_NE) // len(self.ends_U), dtype=torch.bool)
+            kept_UR = torch.ones(
+                len(self.ends_U), len(rows_NE) // len(self.ends_U), dtype=torch.bool, device="cpu"
+            )
             kept_UR[:, -1] = self.ends_U
             return rows_NE[kept_UR.flatten().to(rows_NE.device)]
         return rows_NE if self.kept_N is None else rows_NE[self.kept_N.bool()]
@@ -436,7 +438,7 @@ def _share(
     grid = next((one for one in _GRIDS if one in pixels), None)
     # where the patches of all images are concatenated: in rows, or as squares of one strip
     pixel_dim, size = (values.ndim - 1, values.shape[-2]) if grid in _STRIPS else (0, 1)
-    patches_I = torch.ones(len(values), dtype=torch.int64)
+    patches_I = torch.ones(len(values), dtype=torch.int64, device="cpu")
     if grid is not None:
         patches_I = pixels[grid].prod(dim=1).cpu()
         if int(patches_I.sum()) * size != values.shape[pixel_dim]:
@@ -450,15 +452,15 @@ def _share(
         has_pixels_BI = (values != 0).flatten(2).any(dim=2)
         real_BI = mask.bool() if mask is not None and mask.ndim == 2 else has_pixels_BI
         pixels = {key: x[real_BI][None] for key, x in pixels.items()}
-        patches_I, dim = torch.ones(int(real_BI.sum()), dtype=torch.int64), 1
+        patches_I, dim = torch.ones(int(real_BI.sum()), dtype=torch.int64, device="cpu"), 1
     elif values.ndim == 5 and name == PIXELS["video"]:  # [I, frames, ...]
         videos, frames = values.shape[:2]
         pixels = pixels | {name: values.flatten(0, 1)[:, None]}
-        patches_I = torch.ones(videos * frames, dtype=torch.int64)
+        patches_I = torch.ones(videos * frames, dtype=torch.int64, device="cpu")
         if hasattr(base, "image_newline") and hasattr(base, "apply_pooling"):
-            ends_U = (torch.arange(videos * frames) + 1) % frames == 0
+            ends_U = (torch.arange(videos * frames, device="cpu") + 1) % frames == 0
     steps_I = _steps(base, pixels[grid]) if grid == "video_grid_thw" else torch.ones_like(patches_I)
-    item_U = torch.arange(len(steps_I)).repeat_interleave(steps_I)
+    item_U = torch.arange(len(steps_I), device="cpu").repeat_interleave(steps_I)
     patches_U = (patches_I // steps_I)[item_U]
     stops_U = patches_U.cumsum(0)
     # a unit belongs to the rank whose share of all patches has its middle

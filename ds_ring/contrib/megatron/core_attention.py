@@ -248,7 +248,7 @@ def _sinks(config: Any, heads: int) -> Tensor | nn.Parameter | None:
         return None
     device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
     if kind == "off-by-one":
-        return torch.zeros(heads, device=device)
+        return torch.zeros(heads, dtype=torch.float32, device=device)
     if kind != "learnable":
         raise RingConfigError(f"softmax_type: expected vanilla, off-by-one or learnable, got {kind!r}")
     found = nn.Parameter(torch.empty(heads, device=device, dtype=config.params_dtype))

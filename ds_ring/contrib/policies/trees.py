@@ -112,8 +112,8 @@ class TreeBatch:
 
     def _summed(self, ids: list[IntArray], weights: Sequence[Any]) -> Tensor:
         """Return the sum of the rollouts' weights where tokens predict, float32 [T]."""
-        total = torch.zeros(self.tree.tokens or 0)
-        given = [torch.as_tensor(one, dtype=torch.float32) for one in weights]
+        total = torch.zeros(self.tree.tokens or 0, dtype=torch.float32, device="cpu")
+        given = [torch.as_tensor(one, dtype=torch.float32, device="cpu") for one in weights]
         if [tuple(one.shape) for one in given] != [one.shape for one in ids]:
             raise RingShapeError.wrong(
                 "tree_batch: weights", f"one for each token, {list(map(len, ids))}", given, "add the others"

@@ -222,7 +222,7 @@ def _states_after_a_step(engine: DeepSpeedEngine) -> tuple[str, ...]:
     make: Callable[..., Any] = type(own)
     # If the class needs more arguments than its defaults, nothing is compared.
     with suppress(Exception), torch.enable_grad():
-        parameter = torch.nn.Parameter(torch.zeros(1))
+        parameter = torch.nn.Parameter(torch.zeros(1, dtype=torch.float32, device="cpu"))
         optimizer = make([parameter], **(own.defaults if own is not None else {}))
         parameter.sum().backward()
         optimizer.step()

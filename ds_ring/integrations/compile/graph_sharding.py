@@ -172,7 +172,7 @@ def place_op(
     with collective(sharding.mesh, "attention"):
         if checked and sharding.checks_positions:
             check_positions(positions, sharding)
-    return torch.tensor([registered.placed(sharding.parts).handle], dtype=torch.int64)
+    return torch.tensor([registered.placed(sharding.parts).handle], dtype=torch.int64, device="cpu")
 
 
 place_op.register_fake(lambda positions, *_: torch.empty(1, dtype=torch.int64, device="cpu"))

@@ -61,7 +61,7 @@ class BatchSharding:
     patterns: LayerPatterns  # of the JSON, for every sample and layer
     groups: tuple[RowGroup, ...] = ()  # rows by their documents, which narrow it; none if all rows are alike
     # the greatest position of the whole batch, int64 []. A tensor, so that a graph reads it anew.
-    longest: Tensor = field(default_factory=lambda: torch.tensor(0), repr=False)
+    longest: Tensor = field(default_factory=lambda: torch.tensor(0, device="cpu"), repr=False)
     # position in the sequence of each local slot, int64 [S], -1 for padding; None if not needed
     slots: Tensor | None = field(default=None, repr=False)
     # 1 for local tokens of the batch, 0 for its padding, [B, S]; None if there is none

@@ -237,7 +237,7 @@ def _seconds(work: Callable[[], object], device: torch.device) -> float:
     rounds = []
     work()
     for _ in range(_ROUNDS):
-        dist.all_reduce(torch.zeros(1, device=device))
+        dist.all_reduce(torch.zeros(1, dtype=torch.float32, device=device))
         get_accelerator().synchronize()
         began = time.perf_counter()
         work()
@@ -370,16 +370,16 @@ def joined(assigned: Assigned, samples: Sequence[Mapping[str, Any]], packed: boo
         rows = [{key: tensor[:1].clone() for key, tensor in rows[0].items()}]
         for key in rows[0].keys() & LABEL_KEYS:
             rows[0][key].fill_(IGNORE)
-        rows[0]["attention_mask"] = torch.zeros(1, dtype=torch.int64)
+        rows[0]["attention_mask"] = torch.zeros(1, dtype=torch.int64, device="cpu")
     if not packed:
         return padded(rows)
-    ids = [torch.full((len(row["input_ids"]),), number) for number, row in enumerate(rows)]
+    ids = [torch.full((len(row["input_ids"]),), number, device="cpu") for number, row in enumerate(rows)]
     batch = {key: torch.cat([row[key] for row in rows])[None] for key in rows[0]}
     return batch | {DOCUMENT_IDS: torch.cat(ids)[None]}
 
 
 def _checked(piece: DocumentPart, sample: Mapping[str, Any]) -> dict[str, Tensor]:
-    tensors = {key: torch.as_tensor(value) for key, value in sample.items()}
+    tensors = {key: torch.as_tensor(value, device="cpu") for key, value in sample.items()}
     tokens = piece.stop - piece.start
     for key, tensor in tensors.items():
         if key in ("position_ids", DOCUMENT_IDS):

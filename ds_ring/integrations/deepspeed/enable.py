@@ -192,8 +192,8 @@ class WholeBatches:
             if items is None:  # the labelled tokens of this rank's sequences
                 mine = (local["shift_labels"] != IGNORE).sum().float()
                 items = sequence_sum_op(mine, number_of(self._session.mesh)).clamp_min(1)
-            items = torch.as_tensor(items)
-            local[_ITEMS] = items.to(self._session.device) * self.share
+            items = torch.as_tensor(items, device=self._session.device)
+            local[_ITEMS] = items * self.share
         shifts = "labels" in given and "shift_labels" not in given
         self._outermost = module, self._session.batches.current, shifts, left_B1
         rest = {key: x for key, x in given.items() if key not in batch and key not in _BORDERS}

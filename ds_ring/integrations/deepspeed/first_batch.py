@@ -180,11 +180,11 @@ def _by_token(got: Tensor, expected: Tensor) -> float:
 
 def compare_gradients(got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[Difference]:
     """Return the error of each parameter's gradient; one that only one of both has is zero on the other."""
-    norms = torch.tensor([float(gradient.norm()) for gradient in expected.values()] or [0.0])
+    norms = torch.tensor([float(gradient.norm()) for gradient in expected.values()] or [0.0], device="cpu")
     floor = _FLOOR * float(norms.square().mean().sqrt()) + 1e-30
     found = []
     for name in [*expected, *[name for name in got if name not in expected]]:
-        zero = torch.zeros((), dtype=torch.float64)
+        zero = torch.zeros((), dtype=torch.float64, device="cpu")
         mine, theirs = got.get(name, zero).double(), expected.get(name, zero).double()
         error = float((mine - theirs).norm()) / max(float(theirs.norm()), floor)
         found.append(difference("gradient", name, error))
@@ -319,7 +319,7 @@ def arguments_for(
     from ds_ring.integrations.transformers.attention_name import NAME
 
     positions = given.get("position_ids")
-    if positions is not None and bool((positions == torch.arange(single.layout.tokens)).all()):
+    if positions is not None and bool((positions == torch.arange(single.layout.tokens, device="cpu")).all()):
         del given["position_ids"]  # the model numbers tokens by itself
     if getattr(alone.config, "_attn_implementation", None) == NAME:
         given[SHARDING] = single

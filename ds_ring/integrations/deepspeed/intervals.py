@@ -150,12 +150,12 @@ class NeighbourCollectives:
         sides = list(dict.fromkeys((self.behind, self.ahead)))
         route = exchange.world_route(sides, sides, header, exchange.mesh.cpu_group)
         for _ in range(self.size // 2):
-            known = torch.tensor([least, greatest], dtype=torch.int64)
+            known = torch.tensor([least, greatest], dtype=torch.int64, device="cpu")
             heard = [torch.empty_like(known) for _ in sides]
             exchange.start(route, [known] * len(sides), heard).wait()
             for low, high in (one.tolist() for one in heard):
                 least, greatest = min(least, tuple(low)), max(greatest, tuple(high))
-        return torch.tensor([least, greatest], dtype=torch.int64)
+        return torch.tensor([least, greatest], dtype=torch.int64, device="cpu")
 
     def all_gather(self, exchange: Exchange, own: Tensor, group: ProcessGroup | None) -> list[Tensor]:
         """Return every rank's tensor in ring order."""

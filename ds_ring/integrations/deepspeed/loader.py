@@ -132,7 +132,7 @@ class SampleOrder(Order):
         shuffled = np.arange(self._samples)
         generator = torch.Generator().manual_seed(self._seed + self.epoch)
         if self._shuffle:
-            shuffled = torch.randperm(self._samples, generator=generator).numpy()
+            shuffled = torch.randperm(self._samples, generator=generator, device="cpu").numpy()
         if self._lengths is None:
             return shuffled
         lengths, batch = np.asarray(self._lengths), self.units_per_batch
@@ -141,7 +141,7 @@ class SampleOrder(Order):
             shuffled[at : at + _GROUPED * batch] = some[np.argsort(-lengths[some], kind="stable")]
         if self._shuffle:  # the batches; a short one stays last
             whole = self._samples // batch
-            places = torch.randperm(whole, generator=generator).numpy()
+            places = torch.randperm(whole, generator=generator, device="cpu").numpy()
             shuffled[: whole * batch] = shuffled[: whole * batch].reshape(whole, batch)[places].ravel()
         return shuffled
 
@@ -489,15 +489,15 @@ def is_sliced(dataset: Any) -> bool:
 # are the tokens that this rank needs as inputs and as labels, and only these are read.
 def code_batch(dataset: Any, indices: Sequence[int]) -> Batch:
     """Return the batch of codes of samples ([Note: token codes])."""
-    lengths = torch.tensor([int(dataset.length(index)) for index in indices])
+    lengths = torch.tensor([int(dataset.length(index)) for index in indices], device="cpu")
     tokens = int(lengths.max())
     if not 0 < tokens < _MAX_TOKENS or int(lengths.min()) < 1:
         raise RingShapeError.wrong(
             "length", f"samples of 1 to {_MAX_TOKENS - 1} tokens", lengths.tolist(), "leave others out"
         )
-    positions_T = torch.arange(tokens)
+    positions_T = torch.arange(tokens, device="cpu")
     real_BT = positions_T < lengths[:, None]
-    codes_BT = ((torch.tensor(indices)[:, None] + 1) * _MAX_TOKENS + positions_T) * real_BT
+    codes_BT = ((torch.tensor(indices, device="cpu")[:, None] + 1) * _MAX_TOKENS + positions_T) * real_BT
     batch = {"input_ids": codes_BT, "labels": codes_BT.masked_fill(~real_BT, IGNORE)}
     if not bool(real_BT.all()):
         batch["attention_mask"] = real_BT.long()
@@ -520,7 +520,7 @@ def read_slices(dataset: Any, local: Batch) -> None:
         part = part_of(dataset, sample - 1, position, position + end - first)
         for name in ("input_ids", "labels"):
             if name in part:
-                parts.setdefault(name, []).append(torch.as_tensor(part[name]).long())
+                parts.setdefault(name, []).append(torch.as_tensor(part[name], device="cpu").long())
     for name, fill in (("input_ids", 0), ("labels", IGNORE)):
         found = torch.full_like(wanted[name], fill)
         if len(codes):
@@ -541,7 +541,7 @@ def stacked(samples: list[Any]) -> Any:
         return default_collate(samples)
     except RuntimeError as error:
         values = [x for one in samples if isinstance(one, dict) for x in one.values()]
-        shapes = {tuple(torch.as_tensor(x).shape) for x in values}
+        shapes = {tuple(torch.as_tensor(x, device="cpu").shape) for x in values}
         if len(shapes) < 2:
             raise
         lengths = ", ".join(str(shape[0] if len(shape) == 1 else list(shape)) for shape in sorted(shapes))
@@ -556,8 +556,8 @@ def padded(samples: Sequence[dict[str, Tensor]]) -> Batch:
     tokens = max(len(sample["input_ids"]) for sample in samples)
     batch: Batch = {}
     for key in samples[0]:
-        rows = [torch.as_tensor(sample[key]) for sample in samples]
+        rows = [torch.as_tensor(sample[key], device="cpu") for sample in samples]
         batch[key] = pad_sequence(rows, batch_first=True, padding_value=pad_value(key))
-    lengths = torch.tensor([len(sample["input_ids"]) for sample in samples])
-    batch.setdefault("attention_mask", (torch.arange(tokens) < lengths[:, None]).long())
+    lengths = torch.tensor([len(sample["input_ids"]) for sample in samples], device="cpu")
+    batch.setdefault("attention_mask", (torch.arange(tokens, device="cpu") < lengths[:, None]).long())
     return batch

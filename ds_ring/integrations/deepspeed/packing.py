@@ -200,7 +200,7 @@ def numbers_of(pattern: Any, slots_S: Tensor) -> Tensor:
         return torch.from_numpy(pattern.depths)[slots_S]
     if not isinstance(pattern, Documents):
         return slots_S
-    starts = torch.tensor(pattern.starts)
+    starts = torch.tensor(pattern.starts, device="cpu")
     return slots_S - starts[torch.searchsorted(starts, slots_S.clamp(min=0), right=True) - 1]
 
 
@@ -324,14 +324,14 @@ class PackedRows(Dataset[dict[str, Tensor]]):
 
     def document_ids(self, row: int) -> Tensor:
         """Return the document of each token of a row, numbered within it, int64 [tokens]; padding is -1."""
-        ids = torch.full((self.tokens,), PADDING)
+        ids = torch.full((self.tokens,), PADDING, device="cpu")
         for number, piece in enumerate(self.rows[row]):
             ids[piece.at : piece.at + piece.stop - piece.start] = number
         return ids
 
     def slice(self, row: int, start: int, stop: int) -> dict[str, Tensor]:
         """Return tokens `start` to `stop` of a row by name; reads only the documents in this range."""
-        found: dict[str, Tensor] = {"input_ids": torch.zeros(stop - start, dtype=torch.int64)}
+        found: dict[str, Tensor] = {"input_ids": torch.zeros(stop - start, dtype=torch.int64, device="cpu")}
         for piece in self.rows[row]:
             first = max(start, piece.at)
             last = min(stop, piece.at + piece.stop - piece.start)
@@ -339,8 +339,8 @@ class PackedRows(Dataset[dict[str, Tensor]]):
                 shift = piece.start - piece.at
                 part = part_of(self.documents, piece.document, first + shift, last + shift)
                 for name, values in part.items():
-                    found.setdefault(name, torch.zeros(stop - start, dtype=torch.int64))
-                    found[name][first - start : last - start] = torch.as_tensor(values)
+                    found.setdefault(name, torch.zeros(stop - start, dtype=torch.int64, device="cpu"))
+                    found[name][first - start : last - start] = torch.as_tensor(values, device="cpu")
         return found
 
 

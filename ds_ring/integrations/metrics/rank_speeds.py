@@ -80,6 +80,6 @@ class MeasuredSpeeds:
             return
         rates = pairs / seconds
         found = (rates / rates.max() * 16).round().clamp_min(1) / 16
-        now = torch.tensor(self._session.speeds or [1.0] * mesh.ring_size, dtype=found.dtype)
+        now = torch.tensor(self._session.speeds or [1.0] * mesh.ring_size, dtype=found.dtype, device="cpu")
         if bool(((found.cpu() - now / now.max()).abs() > 1.5 / 16).any()):
             self._session.set_speeds(tuple(found.tolist()))

@@ -60,7 +60,7 @@ def gather_numbers(mine: Sequence[float], session: RingSession) -> torch.Tensor:
     """Return the numbers of every rank of the world, float64 [ranks, n]. Collective."""
     size, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     table = torch.zeros(size, len(mine), dtype=torch.float64, device=session.device)
-    table[rank] = torch.tensor(mine, dtype=torch.float64)
+    table[rank] = torch.tensor(mine, dtype=torch.float64, device="cpu")
     world_sum(table, session.mesh, Exchange(session.mesh, session.mesh.timeouts.hop))
     return table
 

@@ -265,7 +265,9 @@ class _OnARing(Accelerator):  # type: ignore[misc]
         draws = isinstance(sampler, RandomSampler) and not self.use_seedable_sampler
         if self.num_processes == 1 and draws and sampler.generator is None:
             # With more replicas accelerate keeps their orders equal; one replica has several ranks here.
-            seed = broadcast_object_list([int(torch.empty((), dtype=torch.int64).random_().item())])
+            seed = broadcast_object_list(
+                [int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())]
+            )
             apply(_generator.to(torch.Generator().manual_seed(seed[0])), sampler=sampler)
         prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
         sampler = get_sampler(prepared)

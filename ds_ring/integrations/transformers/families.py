@@ -216,14 +216,19 @@ def read_router_loss(model: nn.Module) -> RouterLoss | None:
 def _is_the_same(function: Callable[..., Any], ours: RouterLoss) -> bool:
     """Compare the model's function with ours on random routers, with and without padding."""
     generator = torch.Generator().manual_seed(0)
-    logits = tuple(torch.randn(12, ours.experts, generator=generator) for _ in range(2))
-    mask = (torch.arange(12).reshape(2, 6) % 5 > 0).long()
+    logits = tuple(
+        torch.randn(12, ours.experts, generator=generator, dtype=torch.float32, device="cpu")
+        for _ in range(2)
+    )
+    mask = (torch.arange(12, device="cpu").reshape(2, 6) % 5 > 0).long()
     for counted in (None, mask):
         try:
             theirs = function(logits, ours.experts, ours.chosen, counted)
         except (TypeError, ValueError, RuntimeError, IndexError):
             return False
-        if not torch.allclose(torch.as_tensor(theirs), ours(logits, counted, lambda x: x), rtol=1e-5):
+        if not torch.allclose(
+            torch.as_tensor(theirs, device="cpu"), ours(logits, counted, lambda x: x), rtol=1e-5
+        ):
             return False
     return True
 

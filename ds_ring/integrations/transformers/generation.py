@@ -301,7 +301,8 @@ class Generation(ModelPart):
         session, groups = self.session, self._groups(cache.layout.tokens)
         self.sharding = CachedSharding(
             session.config, cache.layout, self.mesh, session.patterns, groups, longest,
-            q_positions=torch.tensor(list(cache.arriving)), real_tokens=real_tokens, masks_padding=True,
+            q_positions=torch.tensor(list(cache.arriving), device="cpu"), real_tokens=real_tokens,
+            masks_padding=True,
         )  # fmt: skip
         session.batches.work_on(self.sharding)
         return given
@@ -342,7 +343,7 @@ class Generation(ModelPart):
         if real_BT is None:
             return ()
         if tokens not in kept:
-            ids_BT = torch.zeros(real_BT.shape[0], tokens, dtype=torch.int64)
+            ids_BT = torch.zeros(real_BT.shape[0], tokens, dtype=torch.int64, device="cpu")
             ids_BT[:, : real_BT.shape[1]].masked_fill_(~real_BT, PADDING)
             kept[tokens] = group_rows(ids_BT, real_BT.shape[0])
         return kept[tokens]
@@ -430,5 +431,5 @@ def one_ring(mesh: RingMesh) -> RingMesh:
     group = found.ring_group
     if mesh.ulysses_size > 1 and group is not None and dist.get_backend(group) == "nccl":
         # NCCL connects in the first call, which all ranks must make; a hop may have messages of a few only.
-        Exchange(found).all_reduce(torch.zeros(1, device="cuda"), group)
+        Exchange(found).all_reduce(torch.zeros(1, dtype=torch.float32, device="cuda"), group)
     return found

@@ -78,7 +78,7 @@ def _drawn(output_BSH: Tensor, sharding: BatchSharding, alpha: float) -> Tensor:
     """Draw for all tokens in their order, block by block, and keep this rank's; padding gets none."""
     samples, _, hidden = output_BSH.shape
     tokens = sharding.layout.tokens
-    most = float(alpha / torch.sqrt(torch.tensor(tokens * hidden)))
+    most = float(alpha / torch.sqrt(torch.tensor(tokens * hidden, device="cpu")))
     slots_S = sharding.with_slots(output_BSH.device).slots
     assert slots_S is not None
     block = max(1, min(tokens, _DRAWN_AT_ONCE // hidden))

@@ -63,7 +63,7 @@ class Biases:
         if inside is not None and inside.mask is not None:
             # Not cached: it depends on this tile's positions, and may depend on the sample and the head.
             visible = inside.visible(len(q), queries, keys, torch.device("cpu"))
-            bias = torch.zeros(visible.shape, dtype=dtype) if bias is None else bias
+            bias = torch.zeros(visible.shape, dtype=dtype, device="cpu") if bias is None else bias
             return bias.masked_fill(~visible, HIDDEN)
         return bias
 
@@ -82,7 +82,7 @@ class Biases:
 @outside_inference_mode
 def _corners(queries: int, keys: int, low: int, high: int, dtype: torch.dtype, mode: Mode) -> Tensor:
     """Return the bias that masks the pairs outside low <= i - j <= high."""
-    hidden = torch.full((queries, keys), HIDDEN, dtype=dtype)
+    hidden = torch.full((queries, keys), HIDDEN, dtype=dtype, device="cpu")
     return hidden.tril(-high - 1) + hidden.triu(1 - low)
 
 

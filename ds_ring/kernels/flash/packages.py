@@ -151,7 +151,8 @@ def check(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: in
         runs = [np.array([[keys - n, 1, n]]) for n in (queries, keys)]
         tiles = pattern.tiles(*runs)
         sizes = ((2, queries, head_dim), (1, keys, head_dim), (1, keys, value_dim), (2, queries, value_dim))
-        given = [torch.randn(1, *size, generator=draw).to(dtype) for size in sizes]
+        options: dict[str, Any] = {"generator": draw, "dtype": torch.float32, "device": "cpu"}
+        given = [torch.randn(1, *size, **options).to(dtype) for size in sizes]
         q, k, v, grad_out = (x.double() for x in given)
         (part,) = ReferenceKernel().forward(q, k, v, tiles, scale)
         out, lse = part.out_BHSD, part.lse_BHS

@@ -65,7 +65,9 @@ class SideRuns:
         for slot, slot_step, position, step, length in self.runs.tolist():
             at = slot - self.first
             there = found[at : at + (length - 1) * slot_step + 1 : slot_step]
-            torch.arange(position, position + length * step, step, dtype=torch.int32, out=there)
+            torch.arange(
+                position, position + length * step, step, dtype=torch.int32, out=there, device=there.device
+            )
         return found
 
     def host_positions(self) -> IntArray:
@@ -364,7 +366,7 @@ def _build(geometry: HopGeometry, tiles: Tiles, block: int, device: torch.device
         full_rows,
         partial_columns,
         full_columns,
-        to_device(torch.tensor(geometry.rule.mask_heads, dtype=torch.int64), device),
+        to_device(torch.tensor(geometry.rule.mask_heads, dtype=torch.int64, device="cpu"), device),
         geometry.rule.counts_twice,
     )
     return HopMask((q.first, q.length), (k.first, k.length), tensors, block)

@@ -63,12 +63,14 @@ def log_linear_attention(
         RingLayoutError, RingPatternError, RingMismatchError, RingPeerError: as `halo`.
     """
     context = scan_context(layout, mesh, documents, hop_timeout_s)
-    with collective(mesh, "log_linear_attention"):
+    with collective(mesh, "log_linear_attention") as agreement:
         whole_number(chunk_size, "log_linear_attention: chunk_size", RingShapeError)
         _check_shapes(q, k, v, g, level_scales)
         _check_levels(context, level_scales.shape[-1])
+        factor = k.shape[-1] ** -0.5 if scale is None else scale
+        agreement.agree({"scale": factor})
     groups = v.shape[2] // k.shape[2]
-    scaled = q * (k.shape[-1] ** -0.5 if scale is None else scale)
+    scaled = q * factor
     positions = on_device(_own_positions(context), v.device).expand(len(v), -1)
     dtype = torch.promote_types(v.dtype, torch.float32)
 

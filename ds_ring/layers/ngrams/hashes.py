@@ -48,7 +48,7 @@ def ngram_rows(
         RingConfigError: no sizes for each order.
         RingLayoutError, RingPatternError, RingMismatchError, RingPeerError: as `halo`.
     """
-    with collective(mesh, "ngram_rows"):
+    with collective(mesh, "ngram_rows") as call:
         if ids.dtype != torch.int64 or ids.dim() != 2:
             raise RingShapeError.wrong("ngram_rows: ids", "[B, S] int64", ids, "pass token ids")
         if len(sizes) != len(multipliers) - 1 or not sizes:
@@ -58,6 +58,8 @@ def ngram_rows(
             )  # fmt: skip
         for size in (size for heads in sizes for size in heads):
             whole_number(size, "ngram_rows: size", RingConfigError)
+        numbers = {"multipliers": [*map(int, multipliers)], "sizes": [[*map(int, heads)] for heads in sizes]}
+        call.agree({**numbers, "pad_id": pad_id})
     mixed, found = ids * multipliers[0], []
     begins = iter(accumulate((size for heads in sizes for size in heads), initial=0))
     for back, (multiplier, heads) in enumerate(zip(multipliers[1:], sizes, strict=True), 1):

@@ -96,7 +96,7 @@ class ScanContext:
 
     @outside_inference_mode
     def _new_masks(self, dtype: torch.dtype, device: torch.device) -> Tensor:
-        rows = torch.ones(2, self.own_runs)
+        rows = torch.ones(2, self.own_runs, dtype=torch.int64, device="cpu")
         if self.documents is not None:
             rows.zero_()
             for piece in self.pieces:

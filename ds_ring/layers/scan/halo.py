@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ds_ring.comm.collective import collective
-from ds_ring.comm.mesh import RingMesh
+from ds_ring.comm.mesh import RingMesh, check_mesh
 from ds_ring.errors import RingPatternError, RingShapeError, whole_number
 from ds_ring.layers.scan.context import ScanContext, handle_of, scan_context
 from ds_ring.layers.scan.sequence_runs import halo_messages, other_documents
@@ -86,6 +86,9 @@ def shift_sequence(
     """
     if offset:
         whole_number(abs(offset), "shift_sequence: offset", RingShapeError)
+    check_mesh(mesh)
+    with collective(mesh, "shift_sequence") as call:
+        call.agree({"fill": fill})
     before, after = max(-offset, 0), max(offset, 0)
     named: dict[str, Any] = {"layout": layout, "mesh": mesh, "documents": documents}
     named["hop_timeout_s"] = hop_timeout_s
@@ -168,7 +171,7 @@ def halo_backward_op(grad: Tensor, dim: int, before: int, after: int, slots: int
     mesh, rank = context.mesh, context.mesh.sequence_rank
     shape = (*grad.shape[:dim], *grad.shape[dim + 1 :])  # the number of runs may differ by rank
     with collective(mesh, "halo backward", context.exchange) as call:
-        context.agree(call, shape=shape, dtype=grad.dtype)
+        context.agree(call, before=before, after=after, shape=shape, dim=dim, dtype=grad.dtype)
         messages = halo_messages(context.layout, mesh.ulysses_size, rank, before, after, context.tree)
         rows = grad.movedim((dim, dim + 1), (0, 1)).flatten(0, 1).clone()
         _clear_other_documents(context, before, after, rows)

@@ -94,8 +94,9 @@ def ring_select(
         context = selection_context(pattern, layout, mesh, hop_timeout_s)
         heads, dtype = checked_scores(scores, k, keys, context, blocks)
         described = keys.flatten(2).unsqueeze(1)
-        more = {"k": k, "shape and dtype of scores": (*heads, dtype), "blocks": str(blocks), "delay": delay}
-        context.agree(call, described, described, more)
+        fields = {"k": k, "shape and dtype of scores": (*heads, dtype), "blocks": str(blocks), "delay": delay}
+        fields["shape of keys"] = tuple(keys.shape)
+        context.agree(call, described, described, fields)
         best = none_so_far(keys, (*heads, layout.local_tokens), k, blocks or layout, dtype)
         walk = keeping(best), scores, math.prod(heads[1:]), keys, context
         if blocks is None:

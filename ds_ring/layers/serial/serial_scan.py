@@ -61,8 +61,9 @@ def serial_scan(
         RingPatternError, RingMismatchError, RingPeerError: as `halo`.
     """
     context = scan_context(layout, mesh, documents, hop_timeout_s)
-    with collective(mesh, "serial_scan"):
+    with collective(mesh, "serial_scan") as call:
         _check(context, initial, tensors, block_size, batch_parts)
+        call.agree({"block_size": block_size, "batch_parts": batch_parts, "initial": tuple(initial.shape)})
     batch = len(initial) // batch_parts
     begin = list(initial.split(batch))
     of_run = context.runs.of_rank(mesh.sequence_rank).tolist()

@@ -110,7 +110,7 @@ def nsa_attention(
     asked = NsaSizes() if sizes is None else sizes
     compressed_size, stride, block_size = asked.compressed_size, asked.stride, asked.block_size
     check_mesh(mesh)
-    with collective(mesh, "nsa_attention"):
+    with collective(mesh, "nsa_attention") as call:
         asked.check()
         if len(three_k) != 3 or len(three_v) != 3:
             raise RingConfigError.wrong(
@@ -125,6 +125,7 @@ def nsa_attention(
             )
         in_blocks(layout, block_size)  # or what does not fit
         blocks, entries = BlockLayout.of_tokens(layout, block_size, whole=False), in_blocks(layout, stride)
+        call.agree({"sizes": asked})
     q, gates = (without_padding(x, layout, mesh) for x in (q, gates))
     three_k, three_v = ([without_padding(x, layout, mesh) for x in three] for three in (three_k, three_v))
     options = PassOptions(hop_timeout_seconds=hop_timeout_s)

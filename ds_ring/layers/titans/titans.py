@@ -61,7 +61,7 @@ def titans_scan(
         RingPatternError, RingMismatchError, RingPeerError: as `halo`.
     """
     context = scan_context(layout, mesh, documents, hop_timeout_s)
-    with collective(mesh, "titans_scan"):
+    with collective(mesh, "titans_scan") as agreement:
         whole_number(chunk_size, "titans_scan: chunk_size", RingShapeError)
         fits = q.dim() == v.dim() == 4 and k.shape == q.shape and v.shape[:3] == q.shape[:3]
         if not fits or any(x.shape != q.shape[:3] for x in (theta, log_keep, log_momentum)):
@@ -71,6 +71,7 @@ def titans_scan(
                 "[B, S, H, K] twice, [B, S, H, V], [B, S, H] three times", f"{shapes}", "transpose them",
             )  # fmt: skip
         check_blocks("titans_scan", context, chunk_size)
+        agreement.agree({"chunk_size": chunk_size})
     dtype = torch.promote_types(v.dtype, torch.float32)
 
     def call(tensors: Sequence[Tensor], continues: bool) -> Computed:

@@ -63,7 +63,7 @@ def saved_on_host(saved: Saved, memory: HostMemory) -> Saved:
     region, again = running_region()
     if region is not None and not again:  # the first run, whose saved tensors are not used
         # Checkpointing compares shape, dtype and device with those of the second run.
-        return tuple(torch.empty(x.shape, dtype=x.dtype) for x in saved)  # type: ignore[return-value]
+        return tuple(torch.empty(x.shape, dtype=x.dtype, device="cpu") for x in saved)  # type: ignore[return-value]
     return tuple(memory.start_out(x)[0] for x in saved)  # type: ignore[return-value]
 
 

@@ -83,7 +83,7 @@ class HostMemory:
         """
         tensor = tensor.detach()
         on_cpu = tensor.device.type == "cpu"
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=not on_cpu)
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=not on_cpu, device="cpu")
         if on_cpu:
             return host.copy_(tensor), None
         stream, _ = self._streams_of(tensor.device)

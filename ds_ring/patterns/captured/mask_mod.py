@@ -251,7 +251,8 @@ class HeadMask(PairMask):
         key = (tokens, samples, query_heads, device)
         if key not in whole._tried:
             # spread over the whole sequence, first and last position included
-            some = torch.linspace(0, tokens - 1, min(SAMPLED, tokens), device=device).long()
+            number = min(SAMPLED, tokens)
+            some = torch.linspace(0, tokens - 1, number, dtype=torch.float64, device=device).long()
             _evaluate(whole.function, facts, samples, tuple(range(query_heads)), some, some)
             whole._tried.add(key)
 
@@ -271,5 +272,12 @@ class HeadMask(PairMask):
             return np.zeros(q.shape, dtype=bool)
         ours, theirs = (torch.from_numpy(x.flatten()) for x in (q, k))  # copies: q and k may be read-only
         pairwise = torch.vmap(self.function(ours.device), in_dims=(None, None, 0, 0))
-        found = _call(function, pairwise, torch.tensor(0), torch.tensor(self.heads[0]), ours, theirs)
+        found = _call(
+            function,
+            pairwise,
+            torch.tensor(0, device="cpu"),
+            torch.tensor(self.heads[0], device="cpu"),
+            ours,
+            theirs,
+        )
         return found.numpy().reshape(q.shape)

@@ -52,7 +52,7 @@ def test_ring_and_ulysses_ask_nccl_for_urgent_streams_and_every_communicator_is_
         "ProcessGroupNCCL": SimpleNamespace(Options=Options),
     }.items():
         monkeypatch.setattr(dist, name, stand_in, raising=False)
-    monkeypatch.setattr(torch, "ones", lambda *shape, device=None: torch.zeros(*shape))
+    monkeypatch.setattr(torch, "ones", lambda *shape, device, dtype: torch.zeros(*shape))
     with fake_gpu(current_device=3, synchronize=lambda device: calls.append(("host waits", device))):
         made: Any = process_groups.make_groups(Grid(8, 2, 2), TIMEOUT)
     urgent = [keywords.get("pg_options") for _, keywords in asked]

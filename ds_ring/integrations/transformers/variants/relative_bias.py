@@ -105,7 +105,7 @@ class RelativeBias:
         """
         # Beyond the greatest distance all have the last bucket of their side.
         reach = self._module.relative_attention_max_distance + 1
-        distances = torch.arange(-reach, reach + 1)
+        distances = torch.arange(-reach, reach + 1, device="cpu")
         bucket_of = self._module._relative_position_bucket
         given = {
             "bidirectional": not self._module.is_decoder,

@@ -65,7 +65,9 @@ def _bloom_alibi(module: Any, factor: float) -> Alibi:
 
 def _of_second_key(build_alibi_tensor: Callable[..., Tensor], heads: int) -> Tensor:
     """Return the slopes [H]: ALiBi of the second of two keys."""
-    return build_alibi_tensor(torch.ones(1, 2, dtype=torch.int64), heads, torch.float32)[:, 0, 1]
+    return build_alibi_tensor(torch.ones(1, 2, dtype=torch.int64, device="cpu"), heads, torch.float32)[
+        :, 0, 1
+    ]
 
 
 def _mpt_alibi(module: Any, factor: float) -> Alibi:

@@ -1,0 +1,76 @@
+"""Other defaults of torch: scripts set a device or dtype for their models, operators take those of their tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor
+
+from ds_ring import RingMesh
+from tests.dist.harness import RankPool
+from tests.operator_table import OPERATORS, Operator, Place
+
+Pool = Callable[[int], RankPool]
+DEFAULTS = {
+    "device meta": ("meta", torch.float32),
+    "dtype float64": ("cpu", torch.float64),
+    "dtype float16": ("cpu", torch.float16),
+}
+# What the user's own code makes there: a module's parameters, and positions.
+OF_THE_USER = {"device meta": {"MultiheadRingAttention", "selected_attention"}}
+
+
+@contextmanager
+def defaults(device: str, dtype: torch.dtype) -> Iterator[None]:
+    """Set torch's default device and dtype."""
+    torch.set_default_dtype(dtype)
+    torch.set_default_device(device)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+
+
+def results(row: Operator, place: Place, device: str, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The output and gradients of this rank under other defaults, of equal inputs."""
+    whole = row.inputs(torch.int64 if row is OPERATORS["ngram_rows"] else torch.float32)
+    given = row.shards(place.grid, whole, place.mesh.sequence_rank)
+    for name in row.gradients:
+        given[name].requires_grad_()
+    with defaults(device, dtype):
+        out = row.call(place, **given)
+        if row.gradients:
+            out.backward(torch.ones_like(out))
+    found = {"out": out.detach(), **{name: given[name].grad for name in row.gradients}}
+    return {name: x for name, x in found.items() if x is not None}
+
+
+def differences(rank: int, world_size: int, ulysses_size: int, other: str) -> dict[str, str]:
+    """What operators have otherwise under other defaults, by name."""
+    mesh, found = RingMesh.from_world(world_size // ulysses_size, ulysses_size), {}
+    for name, row in OPERATORS.items():
+        suits = row.ulysses == "any" or (row.ulysses == "none") == (ulysses_size == 1)
+        if not suits or name in OF_THE_USER.get(other, ()):
+            continue
+        place = Place(mesh, row.layout)
+        want = results(row, place, "cpu", torch.float32)
+        try:
+            got = results(row, place, *DEFAULTS[other])
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+            break
+        equal = [x.dtype == want[key].dtype and torch.equal(x, want[key]) for key, x in got.items()]
+        unequal = [key for key, same in zip(got, equal, strict=True) if not same]
+        if unequal:
+            found[name] = f"{unequal} differ"
+    return found
+
+
+@pytest.mark.situation("dtypes", "the script sets torch's default device or dtype")
+@pytest.mark.parametrize(("other", "ulysses_size"), [*((other, 1) for other in DEFAULTS), ("device meta", 2)])
+def test_operators_do_not_depend_on_defaults(rank_pool: Pool, other: str, ulysses_size: int) -> None:
+    assert rank_pool(2).run(differences, ulysses_size, other) == [{}, {}]

@@ -1,0 +1,144 @@
+"""Arguments that must be equal on all ranks and are not on one: each operator names them, and the ring goes on.
+
+A row is an operator and one argument that the last rank has otherwise. Nothing but a comparison can find it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import ds_ring
+from ds_ring import Causal, Documents, NsaSizes, RingMesh, make_layout
+from tests.dist.test_wrong_inputs import MISMATCH, Pool, Refusal, check_refusal, outcomes, refusal
+
+TOKENS = 32
+Call = Callable[[RingMesh, bool], Any]
+
+
+def drawn(*shape: int) -> Tensor:
+    return torch.randn(shape)
+
+
+def placed(mesh: RingMesh, name: str = "zigzag") -> dict[str, Any]:
+    layout = make_layout(name, tokens=TOKENS, ring_size=mesh.ring_size, multiple_of=mesh.ulysses_size)
+    return {"layout": layout, "mesh": mesh}
+
+
+def slots(mesh: RingMesh) -> int:
+    return TOKENS // mesh.ring_size // mesh.ulysses_size
+
+
+def qkv(mesh: RingMesh, value_dim: int = 8) -> list[Tensor]:
+    return [drawn(1, 4, slots(mesh), width) for width in (8, 8, value_dim)]
+
+
+def attention(mesh: RingMesh, other: bool, value_dim: int = 8, lse: bool = False) -> None:
+    q, k, v = qkv(mesh, value_dim if other else 8)
+    ds_ring.ring_attention(q, k, v, pattern=Causal(), return_lse=lse and other, **placed(mesh))
+
+
+def latents(mesh: RingMesh, other: bool) -> None:
+    q, latent = drawn(1, 4, slots(mesh), 6), 5 if other else 6
+    given = drawn(1, 1, slots(mesh), latent), drawn(1, 1, slots(mesh), 2), drawn(4 * (4 + 3), latent)
+    ds_ring.latent_attention(q, *given, pattern=Causal(), **placed(mesh))
+
+
+def lse_gradient(mesh: RingMesh, other: bool) -> None:
+    torch.manual_seed(3)  # replicated queries
+    q, (_, k, v) = drawn(1, 4, 2, 8).requires_grad_(), qkv(mesh)
+    out, lse = ds_ring.decode_attention(q, k, v, return_lse=True, **placed(mesh))
+    (out.sum() + (2.0 if other else 1.0) * lse.sum()).backward()
+
+
+def largest_score(mesh: RingMesh, other: bool) -> None:
+    q, k, _ = qkv(mesh)
+    ds_ring.max_logits(q, k, scale=0.5 if other else None, **placed(mesh))
+
+
+def selection(mesh: RingMesh, other: bool) -> None:
+    keys = drawn(1, slots(mesh), *((2, 6) if other else (3, 4)))
+    ds_ring.ring_select(lambda rows, some: some.flatten(2)[:, None, :, 0].expand(1, rows.stop - rows.start, -1),
+                        2, keys, **placed(mesh))  # fmt: skip
+
+
+def titans(mesh: RingMesh, other: bool) -> None:
+    of_tokens = [drawn(1, slots(mesh), 2, 4) for _ in range(3)] + [-drawn(1, slots(mesh), 2).abs()] * 3
+    ds_ring.titans_scan(*of_tokens, chunk_size=2 if other else 4, **placed(mesh))
+
+
+def log_linear(mesh: RingMesh, other: bool) -> None:
+    of_tokens = [drawn(1, slots(mesh), 2, 4) for _ in range(3)]
+    given = *of_tokens, -drawn(1, slots(mesh), 2).abs(), drawn(1, slots(mesh), 2, 7)
+    ds_ring.log_linear_attention(*given, scale=0.25 if other else None, **placed(mesh))
+
+
+def ttt(mesh: RingMesh, other: bool) -> None:
+    given = [drawn(1, slots(mesh), 2, 4) for _ in range(3)] + [drawn(1, slots(mesh), 2)]
+    norm, initial = (drawn(2, 4), drawn(2, 4)), drawn(2, 5, 4)
+    ds_ring.ttt_linear(*given, norm, initial, mini_batch=2 if other else 4, **placed(mesh, "contiguous"))
+
+
+def states_of_another_batch(mesh: RingMesh, other: bool) -> None:
+    x = drawn(2, slots(mesh), 3)
+    ds_ring.serial_scan(
+        lambda state, some: (some[0], state + some[0].sum(1)), drawn(2, 3), [x], batch_parts=2 if other else 1,
+        documents=Documents([0] * TOKENS), **placed(mesh, "contiguous"),
+    )  # fmt: skip
+
+
+def nsa(mesh: RingMesh, other: bool) -> None:
+    sizes = NsaSizes(4, 4, 4, 3, 1, 2 if other else 1, 8)
+    ds_ring.nsa_attention(
+        *qkv(mesh), drawn(1, 4, slots(mesh), 3), compress=lambda k, v: (k.mean(3), v.mean(3)), sizes=sizes,
+        **placed(mesh),
+    )  # fmt: skip
+
+
+def ngrams(mesh: RingMesh, other: bool, **changed: Any) -> None:
+    ids = torch.randint(0, 9, (1, slots(mesh)))
+    given: dict[str, Any] = {"multipliers": [3, 5], "sizes": [[7, 11]], "pad_id": 0}
+    ds_ring.ngram_rows(ids, **given | (changed if other else {}), **placed(mesh))
+
+
+def shifted(mesh: RingMesh, other: bool) -> None:
+    ds_ring.shift_sequence(drawn(1, slots(mesh)), 1, dim=1, fill=-100 if other else 0, **placed(mesh))
+
+
+# by what the last rank has otherwise: Ulysses size, the call, words of the message
+ROWS: dict[str, tuple[int, Call, tuple[str, ...]]] = {
+    "the width of v, Ulysses": (2, lambda *of: attention(*of, value_dim=4), ("tensor 2 of Ulysses", "16, 8)", "16, 4)")),
+    "return_lse, Ulysses": (2, lambda *of: attention(*of, lse=True), ("tensor 1 of Ulysses", "has none")),
+    "the width of latents, Ulysses": (2, latents, ("tensor 1 of Ulysses", "16, 6)", "16, 5)")),
+    "the gradient of lse of replicated queries": (1, lse_gradient, ("values of grad_lse",)),
+    "max_logits' scale": (1, largest_score, ("scale: ", "has 0.5")),
+    "the shape of ring_select's keys": (1, selection, ("shape of keys", "3, 4)", "2, 6)")),
+    "Titans' chunk_size": (1, titans, ("chunk_size: ", "has 4", "has 2")),
+    "Titans' chunk_size, Ulysses": (2, titans, ("chunk_size: ", "has 4", "has 2")),
+    "log-linear attention's scale": (1, log_linear, ("scale: ", "has 0.25")),
+    "TTT's mini_batch": (1, ttt, ("block_size: ", "has 4", "has 2")),
+    "serial_scan's batch_parts": (1, states_of_another_batch, ("batch_parts: ", "has 1", "has 2")),
+    "NSA's local_blocks": (1, nsa, ("local_blocks=1", "local_blocks=2")),
+    "n-grams' multipliers": (1, lambda *of: ngrams(*of, multipliers=[3, 6]), ("multipliers: ", "[3, 6]")),
+    "n-grams' sizes": (1, lambda *of: ngrams(*of, sizes=[[11, 7]]), ("sizes: ", "[[11, 7]]")),
+    "n-grams' pad_id": (1, lambda *of: ngrams(*of, pad_id=3), ("pad_id: ", "has 3")),
+    "shift_sequence's fill": (1, shifted, ("fill: ", "has -100", "has 0")),
+}  # fmt: skip
+
+
+def on_the_last_rank(rank: int, world_size: int, name: str) -> Refusal:
+    """The call of a row, then a correct one on the same mesh."""
+    ulysses_size, call, _ = ROWS[name]
+    mesh = RingMesh.from_world(world_size // ulysses_size, ulysses_size)
+    return refusal(lambda: call(mesh, rank == world_size - 1), mesh)
+
+
+@pytest.mark.situation("inputs", "one rank passes another value of an argument that all ranks must share")
+@pytest.mark.parametrize("name", ROWS)
+def test_an_argument_that_one_rank_has_otherwise_is_named_on_all(rank_pool: Pool, name: str) -> None:
+    for found in outcomes(rank_pool(2), on_the_last_rank, name):
+        check_refusal(found, MISMATCH, ROWS[name][2])
