@@ -7,6 +7,7 @@ Shapes: B samples, H query heads, S local tokens.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -21,8 +22,9 @@ from ds_ring.masks.catalog import Causal, Full, SlidingWindow
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import ScoreFunction
 
-# Of an attention module, and what the bias is multiplied by after it was added: the bias of a pair.
-Bias = Callable[[Any, float], ScoreFunction]
+# Of an attention module, what the bias is multiplied by after it was added, and the attention that the model
+# has without a ring ("eager", "sdpa"): the bias of a pair.
+Bias = Callable[[Any, float, str], ScoreFunction]
 # Of a module that numbers tokens, the batch's position ids [B, S], its own forward and what that is given.
 Numbered = Callable[[Any, Tensor, Callable[..., Tensor], Any], Tensor]
 
@@ -56,7 +58,7 @@ def _big_bird_tokens(config: Any) -> int | None:
     return int((5 + 2 * config.num_random_blocks) * config.block_size)
 
 
-def _bloom_alibi(module: Any, factor: float) -> Alibi:
+def _bloom_alibi(module: Any, factor: float, implementation: str) -> Alibi:
     from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 
     slopes = _of_second_key(build_alibi_tensor, module.num_heads)
@@ -68,7 +70,7 @@ def _of_second_key(build_alibi_tensor: Callable[..., Tensor], heads: int) -> Ten
     return build_alibi_tensor(torch.ones(1, 2, dtype=torch.int64), heads, torch.float32)[:, 0, 1]
 
 
-def _mpt_alibi(module: Any, factor: float) -> Alibi:
+def _mpt_alibi(module: Any, factor: float, implementation: str) -> Alibi:
     from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
     slopes = -build_mpt_alibi_tensor(module.n_heads, 2)[:, 0, 0]  # of the key one before the last
@@ -88,9 +90,11 @@ class RoundedAlibi:
         return score + rounded * self.factor
 
 
-def _falcon_alibi(module: Any, factor: float) -> RoundedAlibi:
+def _falcon_alibi(module: Any, factor: float, implementation: str) -> RoundedAlibi:
     from transformers.models.falcon.modeling_falcon import build_alibi_tensor
 
+    if implementation == "eager":  # its model adds ALiBi to the mask, too, which sdpa is given alone
+        factor += 1 / math.sqrt(module.config.hidden_size // module.num_heads)
     return RoundedAlibi(tuple(_of_second_key(build_alibi_tensor, module.num_heads).tolist()), factor)
 
 

@@ -124,7 +124,8 @@ class EagerVariant(Variant):
                 around = around_positions(part, family, module, partial(numbered.position_ids, module))
                 adapter.apply(around, numbers=module)
             else:
-                adapter.apply(around_attention(part, family, module, adapter.call), eager=module)
+                around = around_attention(part, family, module, adapter.call, adapter.own[part])
+                adapter.apply(around, eager=module)
         for layer in layers_of(adapter.model):
             adapter.apply(tell_mask(adapter.call, layer), checkpointed=layer)
 
@@ -174,9 +175,12 @@ def parts_of(model: nn.Module) -> list[tuple[PreTrainedModel, Family, nn.Module]
 
 
 def around_attention(
-    model: PreTrainedModel, family: Family, module: nn.Module, call: ModelCall
+    model: PreTrainedModel, family: Family, module: nn.Module, call: ModelCall, implementation: str
 ) -> Callable[..., Any]:
-    """Return what runs in place of the forward of a module that computes attention eagerly."""
+    """Return what runs in place of the forward of a module that computes attention eagerly.
+
+    `implementation`: the attention that the model has without a ring.
+    """
 
     @_attention_patch
     def around(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -190,7 +194,8 @@ def around_attention(
         sharding = None if used is None else used.sharding
         sharding = call.sharding_of(module) if sharding is None else sharding
         samples = next(x for x in given if isinstance(x, Tensor)).shape[0]
-        operators = ScoreOperators(ModuleAttention(module, model.config, family, sharding, used, samples))
+        attend = ModuleAttention(module, model.config, family, sharding, used, samples, implementation)
+        operators = ScoreOperators(attend)
         with operators:
             output = forward(
                 *(None if isinstance(x, LayerMask) else x for x in args),
