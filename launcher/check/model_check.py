@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode_stack
 from transformers import PreTrainedModel
 
 from ds_ring.errors import RingConfigError, RingError
@@ -186,11 +187,7 @@ def _check_here(request: CheckRequest, dtype: torch.dtype) -> list[ModelReport]:
                 "check others",
             )
         if request.checkpointing != "none":
-            use_reentrant = request.checkpointing == "reentrant"
-            try:
-                model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
-            except ValueError as error:
-                raise RingConfigError(f"{config.model_type}: {error}") from error
+            _checkpoint(model, use_reentrant=request.checkpointing == "reentrant")
         if request.inputs_embeds:
             plain = _embedded(model, plain)
         if dtype == torch.float64:
@@ -226,6 +223,33 @@ def _check_here(request: CheckRequest, dtype: torch.dtype) -> list[ModelReport]:
                 reports += _compared(*models[documents], batches, head, own, request.stage, told)
     order = {form: number for number, form in enumerate(request.forms)}
     return sorted(reports, key=lambda report: order[report.form])
+
+
+def _checkpoint(model: PreTrainedModel, use_reentrant: bool) -> None:
+    """Let the layers be checkpointed. They run again in the modes of torch functions of their first run.
+
+    Raises:
+        RingConfigError: the model has no such layers.
+    """
+    try:
+        model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    except ValueError as error:
+        raise RingConfigError(f"{model.config.model_type}: {error}") from error
+    for module in model.modules():
+        if hasattr(module, "_gradient_checkpointing_func"):
+            module._gradient_checkpointing_func = partial(_in_modes, module._gradient_checkpointing_func)
+
+
+def _in_modes(checkpoint: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
+    modes = _get_current_function_mode_stack()  # TotalOrder, InFloat64; autograd runs without any
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with ExitStack() as stack:
+            for mode in modes[len(_get_current_function_mode_stack()) :]:
+                stack.enter_context(mode)
+            return function(*args, **kwargs)
+
+    return checkpoint(run, *args, **kwargs)
 
 
 def _embedded(model: PreTrainedModel, plain: Batch) -> Batch:

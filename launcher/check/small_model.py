@@ -267,11 +267,7 @@ def shrink(
     values = _made(config.model_type, config.to_dict() | dict(changes or {})).to_dict()
     values = {key: value for key, value in values.items() if key not in _DERIVED}
     values |= {key: value for key, value in _LEFT_OPEN.items() if values.get(key, value) is None}
-    own = {
-        name: value
-        for name, value in _OF_TYPES.get(config.model_type, {}).items()
-        if name not in (changes or {})
-    }
+    own = _left_by(dict(changes or {}), _OF_TYPES.get(config.model_type, {}))
     for name in () if "num_hidden_layers" in own else _BY_LAYER:
         if name in own:
             count, kinds = values["num_hidden_layers"], own.pop(name)
@@ -287,6 +283,15 @@ def shrink(
     for name, value in own.items():
         values[name] = values[name] | value if isinstance(values.get(name), dict) else value
     return _made(config.model_type, values)
+
+
+def _left_by(changes: ConfigValues, own: ConfigValues) -> ConfigValues:
+    """Return the values that changes say nothing of."""
+    found = {name: value for name, value in own.items() if name not in changes}
+    for name, value in own.items():
+        if isinstance(changes.get(name), dict) and isinstance(value, dict):
+            found[name] = _left_by(changes[name], value)
+    return found
 
 
 def _made(model_type: str, values: ConfigValues) -> PreTrainedConfig:
