@@ -100,7 +100,7 @@ def add(commands: Commands) -> None:
         "--rows", metavar="FILE", help="of --configurations: append rows of JSON; skip those that it has"
     )
     check.add_argument(
-        "--only", metavar="REGEX", default="", help="of --configurations: those whose name has it"
+        "--only", metavar="REGEX", help="of --configurations: those whose name has it"
     )
     add_json(check)
 
@@ -124,7 +124,7 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
         if getattr(options, name) and not options.configurations:
             raise RingConfigError(f"--{name}: expected --configurations with it")
     try:
-        re.compile(options.only)
+        re.compile(options.only or "")
     except re.error as error:
         raise RingConfigError(f"--only: expected a regular expression, got {options.only!r}") from error
     if not 1 <= options.jobs <= 64:
@@ -204,7 +204,7 @@ def _check_configurations(
     counts: Counter[str] = Counter()
     with open(file, "a") if file is not None else nullcontext() as written:
         for source in types:
-            for row in rows_of(source, run, known, options.deadline_seconds, options.only):
+            for row in rows_of(source, run, known, options.deadline_seconds, options.only or ""):
                 counts[row["verdict"]] += 1
                 if written is not None and row_key(row) not in known:
                     print(json.dumps(row), file=written, flush=True)

@@ -41,6 +41,8 @@ class Family:
             given position_ids, or needs none.
         dense_up_to: of a configuration, up to how many tokens its layers attend to all keys, where they draw
             keys at random for more; None if they never draw any.
+        by_length: whether the model counts the tokens of a row that are no padding, and hides as many of its
+            last ones as there is padding, where it is given no mask (XLM).
     """
 
     attention: str = ""
@@ -49,6 +51,7 @@ class Family:
     positions: str = ""
     numbered: Numbered | None = None
     dense_up_to: Callable[[Any], int | None] = lambda config: None
+    by_length: bool = False
 
 
 def _big_bird_tokens(config: Any) -> int | None:
@@ -184,7 +187,11 @@ FAMILIES: Mapping[str, Family] = {
     "trocr": _decoder("TrOCRLearnedPositionalEmbedding", "TrOCRAttention"),
     "whisper": _decoder("WhisperPositionalEmbedding"),
     "xglm": Family("XGLMAttention"),
-    "xlm": Family("MultiHeadAttention", pattern=lambda module, config: Causal() if config.causal else Full()),
+    "xlm": Family(
+        "MultiHeadAttention",
+        pattern=lambda module, config: Causal() if config.causal else Full(),
+        by_length=True,
+    ),
 }
 
 

@@ -173,6 +173,38 @@ def test_falcons_alibi_is_that_of_sdpa_and_refused_beside_documents():
         other(**session.shard_batch({"input_ids": IDS, "document_ids": (torch.arange(33) > 12)[None].long()}))
 
 
+def xlm() -> Any:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 61, "emb_dim": 32, "n_layers": 2, "n_heads": 4, "max_position_embeddings": 64}
+    config = transformers.XLMConfig(**sizes, causal=True, is_decoder=True, pad_index=2, n_langs=1)
+    return transformers.XLMWithLMHeadModel(config).eval()
+
+
+@pytest.mark.situation("padding", "packed rows of XLM with padding between the documents")
+def test_padding_between_xlms_documents_hides_no_token():
+    model, alone = xlm(), xlm()
+    session = attached(model, **DOCUMENTS)
+    documents = torch.tensor([0, -1, 1]).repeat_interleave(torch.tensor([12, 7, 14]))[None]
+    ids_BT = IDS[:1].masked_fill(IDS[:1] == 2, 3).masked_fill(documents < 0, 2)
+    found = model(**session.shard_batch({"input_ids": ids_BT, "document_ids": documents})).logits
+    for number in (0, 1):
+        of_document = documents[0] == number
+        torch.testing.assert_close(found[:, of_document], alone(input_ids=ids_BT[:, of_document]).logits)
+
+
+@pytest.mark.situation("padding", "rows of XLM that have its padding token before other tokens")
+@pytest.mark.parametrize("section", [DOCUMENTS, {"pattern": {"window": 33}}], ids=["documents", "rows"])
+def test_xlms_padding_before_other_tokens_is_refused(section: dict[str, Any]):
+    session = attached(xlm(), **section)
+    ids_BT = IDS[:1].masked_fill(IDS[:1] == 2, 3)
+    ids_BT[0, 5] = 2
+    batch = {"input_ids": ids_BT}
+    if section is DOCUMENTS:
+        batch["document_ids"] = (torch.arange(33) > 12)[None].long()
+    with pytest.raises(RingPatternError, match=r"input_ids: expected padding \(config\.pad_index, 2\) at the"):
+        session.shard_batch(batch)
+
+
 def test_a_second_sequence_is_refused():
     config = transformers.XGLMConfig(
         vocab_size=61, d_model=32, ffn_dim=32, num_layers=1, attention_heads=4, add_cross_attention=True
