@@ -158,7 +158,9 @@ _VALUES: dict[str, Callable[[Any, Values], list[Any]]] = {
     "q_lora_rank": lambda value, _: [24 if value is None else None],
     "recurrent_kv_cache_mode": lambda value, _: ["last_loop"],
     "rotary_dim": lambda value, _: [4],
-    "use_bidirectional_attention": lambda value, _: [None, True] if value is None else [],
+    "use_bidirectional_attention": lambda value, values: [
+        "all" if values["model_type"].startswith("gemma4") else True
+    ],
     "word_embed_proj_dim": lambda value, _: [32],
 }
 
