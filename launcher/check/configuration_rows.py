@@ -56,11 +56,12 @@ def verdict_of(report: ModelReport) -> str:
 
 def row_key(row: Row) -> tuple[str, ...]:
     """Return what tells a row from others: of two in a file, the later holds."""
-    return tuple(str(row[name]) for name in ("source", "configuration", "shape", "seed", "transformers"))
+    required = ("source", "configuration", "shape", "seed", "transformers")
+    return (*(str(row[name]) for name in required), str(row.get("head")), str(row.get("section")))
 
 
 def read_rows(file: Path | None) -> dict[tuple[str, ...], Row]:
-    """Return the rows in a file, which may not be there yet; a last line that was cut off is left out.
+    """Return the rows in a file, which may not be there yet; a last line that was cut off is removed.
 
     Raises:
         RingConfigError: the file has other lines than rows.
@@ -68,15 +69,18 @@ def read_rows(file: Path | None) -> dict[tuple[str, ...], Row]:
     rows: dict[tuple[str, ...], Row] = {}
     if file is None or not file.exists():
         return rows
-    for number, line in enumerate(file.read_text().splitlines(keepends=True), 1):
+    text = file.read_text()
+    whole, _, cut_off = text.rpartition("\n")
+    for number, line in enumerate(whole.splitlines(), 1):
         try:
             row = json.loads(line)
             rows[row_key(row)] = row
         except (ValueError, KeyError, TypeError) as error:
-            if line.endswith("\n"):
-                raise RingConfigError(
-                    f"--rows: {file}, line {number}: expected a row of --configurations, got {line[:60]!r}"
-                ) from error
+            raise RingConfigError(
+                f"--rows: {file}, line {number}: expected a row of --configurations, got {line[:60]!r}"
+            ) from error
+    if cut_off:
+        file.write_text(text[: len(text) - len(cut_off)])
     return rows
 
 
@@ -96,7 +100,8 @@ def rows_of(
         deadline_s: of one row, in which a rank that hangs is ended.
         only: a regular expression, to be found in a configuration's name.
     """
-    about = {"shape": run.shape, "seed": run.seed, "transformers": version("transformers")}
+    about = {"shape": run.shape, "seed": run.seed, "transformers": version("transformers"), "head": run.head}
+    about["section"] = None if run.section is None else dict(run.section)
 
     def row(configuration: Configuration, verdict: str, reason: str, report: Row) -> Row:
         told = {"source": source, "configuration": configuration.name, "verdict": verdict, "reason": reason}
@@ -168,8 +173,16 @@ def _on_rank(source: str, run: RowRun, configurations: Sequence[Configuration], 
         )  # fmt: skip
         if dist.get_rank() == 0:
             values = report.as_json()
-            kept = ("model", "largest", "rounding", "measured", "tipped", "in_float64", "differences",
-                    "eager_differs")
+            kept = (
+                "model",
+                "largest",
+                "rounding",
+                "measured",
+                "tipped",
+                "in_float64",
+                "differences",
+                "eager_differs",
+            )
             with open(answers, "a") as file:
                 answer = (verdict_of(report), report.reason, {name: values[name] for name in kept})
                 print(json.dumps(answer), file=file, flush=True)

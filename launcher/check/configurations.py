@@ -197,9 +197,7 @@ def _rotary(values: Values) -> Iterator[Configuration]:
     own: dict[str, Any] = rope[inner] if inner is not None else rope
     if any(isinstance(value, dict) for value in own.values()):
         return
-    kept = {
-        key: own[key] for key in ("rope_theta", "partial_rotary_factor", "mrope_section") if key in own
-    }
+    kept = {key: own[key] for key in ("rope_theta", "partial_rotary_factor", "mrope_section") if key in own}
     trained = {"original_max_position_embeddings": _UNUSED_LENGTH}
     longer = [1.0 + 0.25 * place for place in range(64)]
     scalings: dict[str, dict[str, Any]] = {

@@ -237,7 +237,8 @@ def _checkpoint(model: PreTrainedModel, use_reentrant: bool) -> None:
         raise RingConfigError(f"{model.config.model_type}: {error}") from error
     for module in model.modules():
         if hasattr(module, "_gradient_checkpointing_func"):
-            module._gradient_checkpointing_func = partial(_in_modes, module._gradient_checkpointing_func)
+            checkpoint: Any = partial(_in_modes, module._gradient_checkpointing_func)
+            module._gradient_checkpointing_func = checkpoint
 
 
 def _in_modes(checkpoint: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -256,9 +257,7 @@ def _embedded(model: PreTrainedModel, plain: Batch) -> Batch:
     """Return a batch with inputs_embeds [B, T, E] instead of input_ids [B, T]."""
     with torch.no_grad():
         inputs_embeds_BTE = model.get_input_embeddings()(plain["input_ids"])
-    return {"inputs_embeds": inputs_embeds_BTE} | {
-        key: x for key, x in plain.items() if key != "input_ids"
-    }
+    return {"inputs_embeds": inputs_embeds_BTE} | {key: x for key, x in plain.items() if key != "input_ids"}
 
 
 def _compared(
@@ -289,7 +288,7 @@ def _compared(
         run = partial(_alone, given=given, head=head)
         by_default = _differs_from_eager(untouched, given, head, expected)
         if by_default:
-            run = partial(run, implementation=untouched.config._attn_implementation)
+            run = partial(run, implementation=_implementation(untouched))
             expected = run(copy.deepcopy(untouched))
             about["eager_differs"] = _first_of(by_default)
         if number >= len(on_ring):
@@ -316,15 +315,13 @@ def _compared(
     return reports
 
 
-def _differs_from_eager(
-    model: nn.Module, given: Given, head: str, eager: Numbers
-) -> list[Difference]:
+def _differs_from_eager(model: nn.Module, given: Given, head: str, eager: Numbers) -> list[Difference]:
     """Return how the attention that the model has by default differs from its "eager" one, in float64.
 
     Two kinds of attention of one model should agree; Falcon's do not with alibi. A run without a ring has the
     default, which is then what a ring is compared with.
     """
-    implementation: str = model.config._attn_implementation  # type: ignore[union-attr, assignment]
+    implementation = _implementation(model)
     if implementation == "eager":
         return []
     allowed = Tolerance.for_dtype(torch.float32)
@@ -337,6 +334,11 @@ def _differs_from_eager(
     except Exception:  # it cannot run so, or not in float64
         return []
     return beyond(compare(*wide), allowed)
+
+
+def _implementation(model: nn.Module) -> str:
+    name: str = model.config._attn_implementation  # type: ignore[union-attr, assignment]
+    return name
 
 
 def _merged(reports: list[ModelReport]) -> ModelReport:

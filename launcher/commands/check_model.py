@@ -99,9 +99,7 @@ def add(commands: Commands) -> None:
     check.add_argument(
         "--rows", metavar="FILE", help="of --configurations: append rows of JSON; skip those that it has"
     )
-    check.add_argument(
-        "--only", metavar="REGEX", help="of --configurations: those whose name has it"
-    )
+    check.add_argument("--only", metavar="REGEX", help="of --configurations: those whose name has it")
     add_json(check)
 
 
@@ -191,9 +189,7 @@ def _check_all(check: Callable[[str], dict[str, Any]], head: str, options: argpa
     return 1 if counts["WRONG"] else 0
 
 
-def _check_configurations(
-    options: argparse.Namespace, section: dict[str, Any] | None, processes: int
-) -> int:
+def _check_configurations(options: argparse.Namespace, section: dict[str, Any] | None, processes: int) -> int:
     """Print a row for each configuration of the types, then the counts."""
     from ..check.configuration_rows import RowRun, read_rows, row_key, rows_of
 
@@ -279,6 +275,8 @@ def _text(report: dict[str, Any]) -> str:
     for one in report["tipped"][:_SHOWN]:
         what = f"{one['kind']} {one['name']} by {one['error']:.1e}"
         lines.append(f"  a threshold that rounding tips on one process, too: {what}")
+    if report["eager_differs"]:
+        lines.append(f"  the model's eager attention, not compared, differs: {report['eager_differs']}")
     if report["tipped"]:
         lines.append(f"  a ring in float64, where nothing is near it: {report['in_float64']}")
     differences = report["differences"]

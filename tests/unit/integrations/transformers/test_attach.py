@@ -49,7 +49,7 @@ def test_those_of_transformers_are(implementation: str) -> None:
     check_model(model_of(implementation), CONFIG)
 
 
-@pytest.mark.situation("configurations", "Gemma with use_bidirectional_attention, whose sdpa and eager differ")
+@pytest.mark.situation("configurations", "Gemma with use_bidirectional_attention: sdpa, eager")
 def test_a_gemma_that_looks_both_ways_is_refused_unless_it_was_loaded_with_eager_attention() -> None:
     sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1}
     sizes |= {"num_hidden_layers": 1, "head_dim": 8}
@@ -61,5 +61,5 @@ def test_a_gemma_that_looks_both_ways_is_refused_unless_it_was_loaded_with_eager
         if implementation == "eager":  # causal, as its masks are
             check_model(model, CONFIG)
             continue
-        with pytest.raises(RingConfigError, match="config.use_bidirectional_attention lets sdpa attend"):
+        with pytest.raises(RingConfigError, match=r"config\.use_bidirectional_attention lets sdpa attend"):
             check_model(model, CONFIG)

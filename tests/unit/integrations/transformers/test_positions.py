@@ -29,7 +29,7 @@ def test_padding_in_packed_documents_has_the_number_of_padding() -> None:
     assert numbered({"input_ids": plain}).tolist() == alone(plain, PADDING).tolist()
 
 
-@pytest.mark.situation("inputs", "packed rows of a RoBERTa decoder whose documents have the padding's token inside")
+@pytest.mark.situation("inputs", "packed rows of a RoBERTa decoder with padding tokens inside documents")
 @pytest.mark.parametrize("kind", ["documents", "trees"])
 def test_padding_tokens_inside_a_document_are_not_counted(kind: str) -> None:
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
@@ -45,7 +45,7 @@ def test_padding_tokens_inside_a_document_are_not_counted(kind: str) -> None:
             want = alone(torch.tensor([documents[0] + branch]), PADDING)[0]
             assert found[torch.as_tensor(places)].tolist() == want.tolist()
         return
-    row = torch.tensor([sum(documents, [])])
+    row = torch.tensor([[token for one in documents for token in one]])
     lengths = torch.tensor([*map(len, documents)])
     batch = {
         "input_ids": row,

@@ -148,7 +148,9 @@ def _padding_last(padding: int, prepared: Batch) -> Tensor:
             is_next_BT &= (documents_BT.diff(dim=-1) == 0) & (documents_BT[:, 1:] >= 0)
         if bool(is_next_BT.any()):
             raise RingPatternError.wrong(
-                "input_ids", f"padding (config.pad_index, {padding}) at the end", "some before other tokens",
+                "input_ids",
+                f"padding (config.pad_index, {padding}) at the end",
+                "some before other tokens",
                 "XLM takes as many of the last tokens for padding; use another token, or documents",
             )
     return prepared["position_ids"]
