@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
@@ -21,12 +21,16 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode_stack
+from transformers import PreTrainedModel
 
 from ds_ring.errors import RingConfigError, RingError
-from ds_ring.integrations.deepspeed.batch import IGNORE
+from ds_ring.integrations.deepspeed.batch import IGNORE, Batch
 from ds_ring.integrations.deepspeed.first_batch import (
     Difference,
     Numbers,
+    Tolerance,
+    beyond,
     compare,
     largest,
     recording,
@@ -40,6 +44,7 @@ from .small_images import LEAST_TOKENS, add_images
 from .small_model import (
     HEADS,
     SAMPLES,
+    Checkpointing,
     Form,
     Given,
     build,
@@ -70,6 +75,8 @@ class CheckRequest:
     changes: Mapping[str, Any] = field(default_factory=dict)
     # one report each; where a model is refused, or one process differs from it, the others are left out
     forms: tuple[Form, ...] = ("plain",)
+    checkpointing: Checkpointing = "none"  # of gradients, on one process, too
+    inputs_embeds: bool = False  # the embeddings of the batch's tokens are given, instead of their ids
     stage: int = 0  # of ZeRO
     seed: int = 0  # of weights and batch
 
@@ -90,6 +97,8 @@ class ModelReport:
     rounding: Mapping[str, Difference] = field(default_factory=dict)
     measured: str = ""
     tipped: tuple[Difference, ...] = ()  # by a threshold near which rounding decides, on one process, too
+    # how the model's own "eager" attention differs from its default, with which the ring is then compared
+    eager_differs: str = ""
     in_float64: str = ""  # if something is tipped: what a ring in float64 shows
     ring_size: int = 0
     tokens: int = 0
@@ -177,6 +186,10 @@ def _check_here(request: CheckRequest, dtype: torch.dtype) -> list[ModelReport]:
                 f"{codebooks} codebooks",
                 "check others",
             )
+        if request.checkpointing != "none":
+            _checkpoint(model, use_reentrant=request.checkpointing == "reentrant")
+        if request.inputs_embeds:
+            plain = _embedded(model, plain)
         if dtype == torch.float64:
             model = in_float64(model)
             plain = {key: x.double() if x.is_floating_point() else x for key, x in plain.items()}
@@ -212,6 +225,41 @@ def _check_here(request: CheckRequest, dtype: torch.dtype) -> list[ModelReport]:
     return sorted(reports, key=lambda report: order[report.form])
 
 
+def _checkpoint(model: PreTrainedModel, use_reentrant: bool) -> None:
+    """Let the layers be checkpointed. They run again in the modes of torch functions of their first run.
+
+    Raises:
+        RingConfigError: the model has no such layers.
+    """
+    try:
+        model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    except ValueError as error:
+        raise RingConfigError(f"{model.config.model_type}: {error}") from error
+    for module in model.modules():
+        if hasattr(module, "_gradient_checkpointing_func"):
+            checkpoint: Any = partial(_in_modes, module._gradient_checkpointing_func)
+            module._gradient_checkpointing_func = checkpoint
+
+
+def _in_modes(checkpoint: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
+    modes = _get_current_function_mode_stack()  # TotalOrder, InFloat64; autograd runs without any
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with ExitStack() as stack:
+            for mode in modes[len(_get_current_function_mode_stack()) :]:
+                stack.enter_context(mode)
+            return function(*args, **kwargs)
+
+    return checkpoint(run, *args, **kwargs)
+
+
+def _embedded(model: PreTrainedModel, plain: Batch) -> Batch:
+    """Return a batch with inputs_embeds [B, T, E] instead of input_ids [B, T]."""
+    with torch.no_grad():
+        inputs_embeds_BTE = model.get_input_embeddings()(plain["input_ids"])
+    return {"inputs_embeds": inputs_embeds_BTE} | {key: x for key, x in plain.items() if key != "input_ids"}
+
+
 def _compared(
     model: nn.Module,
     alone: nn.Module,
@@ -237,16 +285,21 @@ def _compared(
         except Exception as error:
             reason = f"alone: {type(error).__name__}: {error}"
             return [*reports, ModelReport(**about, result="invalid", reason=reason)]
+        run = partial(_alone, given=given, head=head)
+        by_default = _differs_from_eager(untouched, given, head, expected)
+        if by_default:
+            run = partial(run, implementation=_implementation(untouched))
+            expected = run(copy.deepcopy(untouched))
+            about["eager_differs"] = _first_of(by_default)
         if number >= len(on_ring):
             reason = f"crash: {type(fault).__name__}: {fault}"
             return [*reports, ModelReport(**about, result="WRONG", reason=reason)]
         found = compare(on_ring[number], expected)
-        run = partial(_alone, given=given, head=head)
         keys_rounded = not KV_PAYLOADS[section.get("kv_payload", "as_is")].exact
         rounding = rounding_of(untouched, run, expected, keys_rounded)
-        beyond = wrong = rounding.beyond(found)
-        if beyond and next(alone.parameters()).dtype == torch.float32:
-            wrong = moved_rounding(untouched, run, expected, rounding).jumps(beyond)
+        larger = wrong = rounding.beyond(found)
+        if larger and next(alone.parameters()).dtype == torch.float32:
+            wrong = moved_rounding(untouched, run, expected, rounding).jumps(larger)
         reports.append(
             ModelReport(
                 **about,
@@ -256,10 +309,36 @@ def _compared(
                 largest=largest(found),
                 rounding=largest(list(rounding.found)),
                 measured=rounding.measured,
-                tipped=() if wrong else tuple(beyond),
+                tipped=() if wrong else tuple(larger),
             )
         )
     return reports
+
+
+def _differs_from_eager(model: nn.Module, given: Given, head: str, eager: Numbers) -> list[Difference]:
+    """Return how the attention that the model has by default differs from its "eager" one, in float64.
+
+    Two kinds of attention of one model should agree; Falcon's do not with alibi. A run without a ring has the
+    default, which is then what a ring is compared with.
+    """
+    implementation = _implementation(model)
+    if implementation == "eager":
+        return []
+    allowed = Tolerance.for_dtype(torch.float32)
+    try:
+        default = _alone(copy.deepcopy(model), given, head, implementation)
+        if not beyond(compare(default, eager), allowed):
+            return []
+        with InFloat64():
+            wide = [_alone(in_float64(model), given, head, name) for name in (implementation, "eager")]
+    except Exception:  # it cannot run so, or not in float64
+        return []
+    return beyond(compare(*wide), allowed)
+
+
+def _implementation(model: nn.Module) -> str:
+    name: str = model.config._attn_implementation  # type: ignore[union-attr, assignment]
+    return name
 
 
 def _merged(reports: list[ModelReport]) -> ModelReport:
@@ -272,9 +351,9 @@ def _merged(reports: list[ModelReport]) -> ModelReport:
     return max(reports, key=lambda one: max((x.error for x in one.largest.values()), default=0.0))
 
 
-def _alone(model: nn.Module, given: Given, head: str) -> Numbers:
-    """Run the model with its own attention, written out ("eager"), on this process."""
-    model.set_attn_implementation("eager")  # type: ignore[operator]
+def _alone(model: nn.Module, given: Given, head: str, implementation: str = "eager") -> Numbers:
+    """Run the model with its own attention, written out ("eager") or another, on this process."""
+    model.set_attn_implementation(implementation)  # type: ignore[operator]
     model.zero_grad()
     dtype = next(model.parameters()).dtype  # of images, too
     batch = {key: x.to(dtype) if x.is_floating_point() else x for key, x in given.alone.items()}

@@ -33,6 +33,8 @@ from ds_ring.registry import SESSION_METHODS, load
 from .small_images import ConfigValues, shrink_images
 from .small_sounds import hears, shrink_sounds
 
+Checkpointing = Literal["none", "reentrant", "non_reentrant"]  # of gradients
+
 VOCABULARY, HIDDEN, HEAD_COUNT, HEAD_DIM = 89, 64, 4, 16
 SAMPLES = 2
 
@@ -265,7 +267,7 @@ def shrink(
     values = _made(config.model_type, config.to_dict() | dict(changes or {})).to_dict()
     values = {key: value for key, value in values.items() if key not in _DERIVED}
     values |= {key: value for key, value in _LEFT_OPEN.items() if values.get(key, value) is None}
-    own = dict(_OF_TYPES.get(config.model_type, {}))
+    own = _left_by(dict(changes or {}), _OF_TYPES.get(config.model_type, {}))
     for name in () if "num_hidden_layers" in own else _BY_LAYER:
         if name in own:
             count, kinds = values["num_hidden_layers"], own.pop(name)
@@ -276,10 +278,20 @@ def shrink(
     _shrink_lengths(values, tokens)
     _keep_tokens_known(values)
     _take_dropout_out(values)
-    values |= {name: value for name, value in (changes or {}).items() if name in _WINDOWS}
+    stay = (*_WINDOWS, "attn_implementation")
+    values |= {name: value for name, value in (changes or {}).items() if name in stay}
     for name, value in own.items():
         values[name] = values[name] | value if isinstance(values.get(name), dict) else value
     return _made(config.model_type, values)
+
+
+def _left_by(changes: ConfigValues, own: ConfigValues) -> ConfigValues:
+    """Return the values that changes say nothing of."""
+    found = {name: value for name, value in own.items() if name not in changes}
+    for name, value in own.items():
+        if isinstance(changes.get(name), dict) and isinstance(value, dict):
+            found[name] = _left_by(changes[name], value)
+    return found
 
 
 def _made(model_type: str, values: ConfigValues) -> PreTrainedConfig:
@@ -382,7 +394,7 @@ def _shrink_lengths(values: ConfigValues, tokens: int) -> None:
         for key in ("short_factor", "long_factor"):
             if key in part:
                 share = part.get("partial_rotary_factor") or values.get("partial_rotary_factor") or 1.0
-                count = int(HEAD_DIM * share) // 2
+                count = int((values.get("head_dim") or HEAD_DIM) * share) // 2
                 part[key] = [part[key][place * len(part[key]) // count] for place in range(count)]
         values["max_position_embeddings"] = trained if kind == "dynamic" else 2 * tokens
     if values.get("original_max_position_embeddings"):
@@ -609,7 +621,7 @@ class Given(NamedTuple):
 
 
 def _taken(x: Tensor, rows: Tensor | None, batch: Batch) -> Tensor:
-    samples, tokens = batch["input_ids"].shape
+    samples, tokens = batch["input_ids" if "input_ids" in batch else "inputs_embeds"].shape[:2]
     if rows is None or x.ndim < 2 or x.shape[1] != tokens or samples % x.shape[0]:
         return x
     # Several rows of a batch may be one of the model: its codebooks (Musicgen).

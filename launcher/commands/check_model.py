@@ -6,13 +6,15 @@ import argparse
 import datetime
 import json
 import os
+import re
 import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib.metadata import version
 from multiprocessing.pool import ThreadPool
+from pathlib import Path
 from typing import Any
 
 from ds_ring.registry import SESSION_METHODS
@@ -42,6 +44,8 @@ examples:
   ds-ring check-model qwen3 --head token-classification --ring-size 4 --tokens 90 --json
   ds-ring check-model --all --jobs 2                        the model types of transformers, in four groups
   ds-ring check-model --all --head image-text --json        one group; a line of JSON for each type
+  ds-ring check-model falcon --configurations               alibi, parallel_attn, ...: one at a time
+  ds-ring check-model --all --configurations --rows FILE    of every causal type; goes on where it was ended
 
 prints exact, refused (with the reason) or WRONG (with the layer and the parameters that differ), and with
 --all a row for each model type, "no model" among them where no small model can be made of its defaults;
@@ -54,6 +58,7 @@ _HEADS = (
 _GROUPS = ("causal-lm", "image-text", "masked-lm", "seq2seq-lm")  # of --all
 _FORMS = ("plain", "padded", "packed", *(["tree"] if "tree_batch" in SESSION_METHODS else []))
 _RESULTS = {"exact": "exact", "refused": "refused", "invalid": "no model", "WRONG": "WRONG"}
+ROW_VERDICTS = ("exact", "refused", "no model", "WRONG", "raw error")  # of --configurations
 _SHOWN = 12
 
 
@@ -86,6 +91,15 @@ def add(commands: Commands) -> None:
     check.add_argument(
         "--deadline-seconds", type=float, default=120, help="all ranks are ended then (default 120)"
     )
+    check.add_argument(
+        "--configurations",
+        action="store_true",
+        help="each switch of the type's configuration by itself, gradient checkpointing and inputs_embeds",
+    )
+    check.add_argument(
+        "--rows", metavar="FILE", help="of --configurations: append rows of JSON; skip those that it has"
+    )
+    check.add_argument("--only", metavar="REGEX", help="of --configurations: those whose name has it")
     add_json(check)
 
 
@@ -104,6 +118,13 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
     require_deadline(options.deadline_seconds)
     if options.all == (options.model is not None):
         raise RingConfigError("model: expected a configuration, a model type or --all, and one of them only")
+    for name in ("rows", "only"):
+        if getattr(options, name) and not options.configurations:
+            raise RingConfigError(f"--{name}: expected --configurations with it")
+    try:
+        re.compile(options.only or "")
+    except re.error as error:
+        raise RingConfigError(f"--only: expected a regular expression, got {options.only!r}") from error
     if not 1 <= options.jobs <= 64:
         raise RingConfigError(f"--jobs: expected 1 to 64, got {options.jobs}")
     require_packages("check-model", "transformers")
@@ -127,6 +148,8 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
         report: dict[str, Any] = reports[0]
         return report | about
 
+    if options.configurations:
+        return _check_configurations(options, section, processes)
     if options.all:
         codes = []
         for head in (options.head,) if options.head else _GROUPS:
@@ -164,6 +187,30 @@ def _check_all(check: Callable[[str], dict[str, Any]], head: str, options: argpa
         found = ", ".join(f"{counts[key]} {_RESULTS[key]}" for key in _RESULTS)
         print(f"{len(types)} model types ({head}, transformers {about['transformers']}, {today}): {found}")
     return 1 if counts["WRONG"] else 0
+
+
+def _check_configurations(options: argparse.Namespace, section: dict[str, Any] | None, processes: int) -> int:
+    """Print a row for each configuration of the types, then the counts."""
+    from ..check.configuration_rows import RowRun, read_rows, row_key, rows_of
+
+    run = RowRun(processes, options.tokens, options.layers, options.seed, section, options.head)
+    types = _types(options.head or "causal-lm") if options.all else [options.model]
+    file = Path(options.rows) if options.rows else None
+    known = read_rows(file)
+    counts: Counter[str] = Counter()
+    with open(file, "a") if file is not None else nullcontext() as written:
+        for source in types:
+            for row in rows_of(source, run, known, options.deadline_seconds, options.only or ""):
+                counts[row["verdict"]] += 1
+                if written is not None and row_key(row) not in known:
+                    print(json.dumps(row), file=written, flush=True)
+                text = f"{row['verdict']:<9} {row['source']} {row['configuration']}"
+                reason = " ".join(row["reason"].split())
+                print(json.dumps(row) if options.json else text + f": {reason}" * bool(reason), flush=True)
+    if not options.json:
+        found = ", ".join(f"{counts[key]} {key}" for key in ROW_VERDICTS)
+        print(f"{counts.total()} configurations of {len(types)} model types: {found}")
+    return 1 if counts["WRONG"] or counts["raw error"] else 0
 
 
 def _section(options: argparse.Namespace) -> tuple[dict[str, Any] | None, int]:
@@ -228,6 +275,8 @@ def _text(report: dict[str, Any]) -> str:
     for one in report["tipped"][:_SHOWN]:
         what = f"{one['kind']} {one['name']} by {one['error']:.1e}"
         lines.append(f"  a threshold that rounding tips on one process, too: {what}")
+    if report["eager_differs"]:
+        lines.append(f"  the model's eager attention, not compared, differs: {report['eager_differs']}")
     if report["tipped"]:
         lines.append(f"  a ring in float64, where nothing is near it: {report['in_float64']}")
     differences = report["differences"]

@@ -137,6 +137,14 @@ def check_class(model: PreTrainedModel, request: AttachRequest) -> None:
     reasons += [reason for need, reason in _REASONS.items() if need in needs]
     if reasons:
         raise cannot_run(model, f"{reasons[0]}, {OWN_TOKENS}")
+    both_ways = getattr(model.config, "use_bidirectional_attention", None) and request.is_outermost
+    if model.config.model_type == "gemma" and both_ways and model.config._attn_implementation != "eager":
+        raise cannot_run(
+            model,
+            "config.use_bidirectional_attention lets sdpa attend to later tokens in a batch without padding"
+            " only, and eager attention in none; set it to False, or load the model with"
+            ' attn_implementation="eager"',
+        )
     for key, (what, value) in _SETTINGS.items():
         if getattr(config, key, None) and key not in covered:
             advice = f"set config.{key} to {value}, if that is your model"

@@ -48,14 +48,32 @@ def _numbered_by_ids(padding: int, prepared: Batch) -> Tensor:
 
     Returns:
         Position ids [B or 1, T]; with documents, tokens count within each, and in a tree along each path.
+        A padding token inside a document or a path is not counted, as in a row of its own.
     """
     ids_BT = prepared.get("input_ids")
     if ids_BT is None:
         return prepared["position_ids"] + padding + 1
     real_BT = ids_BT != padding
-    if DOCUMENT_IDS in prepared or row_kind(prepared) is not None:
-        return torch.where(real_BT, prepared["position_ids"] + padding + 1, padding)
-    return real_BT.long().cumsum(dim=1) * real_BT + padding
+    if row_kind(prepared) is not None:
+        depths_BT = prepared["position_ids"].expand_as(ids_BT)
+        counts_BT = torch.tensor([*map(_count_in_paths, real_BT.tolist(), depths_BT.tolist())])
+        return counts_BT.to(ids_BT) * real_BT + padding
+    counts_BT = real_BT.long().cumsum(dim=1)
+    if DOCUMENT_IDS in prepared:
+        starts_BT = torch.arange(ids_BT.shape[1], device=ids_BT.device) - prepared["position_ids"]
+        before_BT = torch.nn.functional.pad(counts_BT, (1, 0)).gather(1, starts_BT.expand_as(ids_BT))
+        counts_BT = counts_BT - before_BT
+    return counts_BT * real_BT + padding
+
+
+def _count_in_paths(are_real: list[bool], depths: list[int]) -> list[int]:
+    """Return for each token of a row of trees the real tokens of its path; nodes are in depth-first order."""
+    counts = [0] * (max(depths) + 2)  # of the latest token of each depth
+    found = []
+    for is_real, depth in zip(are_real, depths, strict=True):
+        counts[depth + 1] = counts[depth] + is_real
+        found.append(counts[depth + 1])
+    return found
 
 
 _notes_positions = patch(

@@ -6,7 +6,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AttentionInterface,
+    GemmaConfig,
+    GemmaForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ds_ring import RingConfig, RingConfigError
@@ -41,3 +47,19 @@ def test_an_attention_of_the_users_is_not_replaced_in_silence(own: str) -> None:
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 def test_those_of_transformers_are(implementation: str) -> None:
     check_model(model_of(implementation), CONFIG)
+
+
+@pytest.mark.situation("configurations", "Gemma with use_bidirectional_attention: sdpa, eager")
+def test_a_gemma_that_looks_both_ways_is_refused_unless_it_was_loaded_with_eager_attention() -> None:
+    sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1}
+    sizes |= {"num_hidden_layers": 1, "head_dim": 8}
+    for implementation in ("sdpa", "eager"):
+        config = GemmaConfig(
+            **sizes, use_bidirectional_attention=True, attn_implementation=implementation, pad_token_id=0
+        )
+        model = GemmaForCausalLM(config)
+        if implementation == "eager":  # causal, as its masks are
+            check_model(model, CONFIG)
+            continue
+        with pytest.raises(RingConfigError, match=r"config\.use_bidirectional_attention lets sdpa attend"):
+            check_model(model, CONFIG)

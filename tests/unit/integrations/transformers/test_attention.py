@@ -357,7 +357,7 @@ def test_masks_that_no_pattern_stands_for_are_refused():
     session.shard_batch({"input_ids": IDS})
     sharding = session.batches.current
     blocks = create_causal_mask(model.config, embeds, None, None, block_sequence_ids=torch.zeros_like(IDS))
-    eager: Any = ModuleAttention(model, model.config, Family(), sharding, blocks, 2)
+    eager: Any = ModuleAttention(model, model.config, Family(), sharding, blocks, 2, "sdpa")
     x = torch.zeros(2, 4, 33, 8)
     scores = EagerScores(eager, x, x, torch.Size([2, 4, 33, 33]))
     for read in (blocks.check_blocks, lambda _: eager(scores, x)):

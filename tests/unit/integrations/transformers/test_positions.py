@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from transformers import RobertaConfig, RobertaModel
 
@@ -26,3 +27,30 @@ def test_padding_in_packed_documents_has_the_number_of_padding() -> None:
     assert found.tolist() == want.tolist() and (found[row == PADDING] == PADDING).all()
     plain = torch.cat([row[:, :4], gap], dim=1)
     assert numbered({"input_ids": plain}).tolist() == alone(plain, PADDING).tolist()
+
+
+@pytest.mark.situation("inputs", "packed rows of a RoBERTa decoder with padding tokens inside documents")
+@pytest.mark.parametrize("kind", ["documents", "trees"])
+def test_padding_tokens_inside_a_document_are_not_counted(kind: str) -> None:
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
+    model = RobertaModel(RobertaConfig(vocab_size=32, pad_token_id=PADDING, **sizes))
+    numbered, alone = numbering_of(model), model.embeddings.create_position_ids_from_input_ids
+    assert numbered is not None
+    documents = [[7, PADDING, 9, 4], [5], [6, 8, PADDING, PADDING, 3]]
+    if kind == "trees":  # two branches behind the first document's tokens
+        trees = pytest.importorskip("ds_ring.contrib.policies.trees")
+        tree = trees.TreeBatch([documents[0] + branch for branch in ([5], [PADDING, 6, 8, PADDING, 3])])
+        found = numbered(tree.batch)[0]
+        for branch, places in zip(([5], [PADDING, 6, 8, PADDING, 3]), tree.places, strict=True):
+            want = alone(torch.tensor([documents[0] + branch]), PADDING)[0]
+            assert found[torch.as_tensor(places)].tolist() == want.tolist()
+        return
+    row = torch.tensor([[token for one in documents for token in one]])
+    lengths = torch.tensor([*map(len, documents)])
+    batch = {
+        "input_ids": row,
+        "position_ids": torch.cat([torch.arange(length) for length in lengths])[None],
+        DOCUMENT_IDS: torch.repeat_interleave(torch.arange(3), lengths)[None],
+    }
+    want = torch.cat([alone(torch.tensor([one]), PADDING) for one in documents], dim=1)
+    assert numbered(batch).tolist() == want.tolist()

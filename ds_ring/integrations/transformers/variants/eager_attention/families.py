@@ -7,6 +7,7 @@ Shapes: B samples, H query heads, S local tokens.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -21,8 +22,9 @@ from ds_ring.masks.catalog import Causal, Full, SlidingWindow
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import ScoreFunction
 
-# Of an attention module, and what the bias is multiplied by after it was added: the bias of a pair.
-Bias = Callable[[Any, float], ScoreFunction]
+# Of an attention module, what the bias is multiplied by after it was added, and the attention that the model
+# has without a ring ("eager", "sdpa"): the bias of a pair.
+Bias = Callable[[Any, float, str], ScoreFunction]
 # Of a module that numbers tokens, the batch's position ids [B, S], its own forward and what that is given.
 Numbered = Callable[[Any, Tensor, Callable[..., Tensor], Any], Tensor]
 
@@ -39,6 +41,8 @@ class Family:
             given position_ids, or needs none.
         dense_up_to: of a configuration, up to how many tokens its layers attend to all keys, where they draw
             keys at random for more; None if they never draw any.
+        by_length: whether the model counts the tokens of a row that are no padding, and hides as many of its
+            last ones as there is padding, where it is given no mask (XLM).
     """
 
     attention: str = ""
@@ -47,6 +51,7 @@ class Family:
     positions: str = ""
     numbered: Numbered | None = None
     dense_up_to: Callable[[Any], int | None] = lambda config: None
+    by_length: bool = False
 
 
 def _big_bird_tokens(config: Any) -> int | None:
@@ -56,7 +61,7 @@ def _big_bird_tokens(config: Any) -> int | None:
     return int((5 + 2 * config.num_random_blocks) * config.block_size)
 
 
-def _bloom_alibi(module: Any, factor: float) -> Alibi:
+def _bloom_alibi(module: Any, factor: float, implementation: str) -> Alibi:
     from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 
     slopes = _of_second_key(build_alibi_tensor, module.num_heads)
@@ -70,7 +75,7 @@ def _of_second_key(build_alibi_tensor: Callable[..., Tensor], heads: int) -> Ten
     ]
 
 
-def _mpt_alibi(module: Any, factor: float) -> Alibi:
+def _mpt_alibi(module: Any, factor: float, implementation: str) -> Alibi:
     from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
     slopes = -build_mpt_alibi_tensor(module.n_heads, 2)[:, 0, 0]  # of the key one before the last
@@ -90,9 +95,11 @@ class RoundedAlibi:
         return score + rounded * self.factor
 
 
-def _falcon_alibi(module: Any, factor: float) -> RoundedAlibi:
+def _falcon_alibi(module: Any, factor: float, implementation: str) -> RoundedAlibi:
     from transformers.models.falcon.modeling_falcon import build_alibi_tensor
 
+    if implementation == "eager":  # its model adds ALiBi to the mask, too, which sdpa is given alone
+        factor += 1 / math.sqrt(module.config.hidden_size // module.num_heads)
     return RoundedAlibi(tuple(_of_second_key(build_alibi_tensor, module.num_heads).tolist()), factor)
 
 
@@ -182,7 +189,11 @@ FAMILIES: Mapping[str, Family] = {
     "trocr": _decoder("TrOCRLearnedPositionalEmbedding", "TrOCRAttention"),
     "whisper": _decoder("WhisperPositionalEmbedding"),
     "xglm": Family("XGLMAttention"),
-    "xlm": Family("MultiHeadAttention", pattern=lambda module, config: Causal() if config.causal else Full()),
+    "xlm": Family(
+        "MultiHeadAttention",
+        pattern=lambda module, config: Causal() if config.causal else Full(),
+        by_length=True,
+    ),
 }
 
 

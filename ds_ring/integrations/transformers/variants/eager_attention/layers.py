@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ds_ring.errors import RingConfigError
+from ds_ring.errors import RingConfigError, RingPatternError
 from ds_ring.integrations.adapter import patch
-from ds_ring.integrations.deepspeed.batch import SHARDING
+from ds_ring.integrations.deepspeed.batch import SHARDING, Batch
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
+from ds_ring.integrations.deepspeed.packing import DOCUMENT_IDS
 from ds_ring.integrations.transformers.attention_name import NAME
 from ds_ring.integrations.transformers.checks import (
     OWN_TOKENS,
@@ -110,6 +111,9 @@ class EagerVariant(Variant):
     def install(self, adapter: ModelAdapter) -> None:
         if adapter.rewritten or not any(map(self.matches, adapter.model.modules())):
             return
+        family = family_of(adapter.model)
+        if family is not None and family.by_length:
+            adapter.session.needs.number_tokens = partial(_padding_last, adapter.model.config.pad_index)
         numbered = _NumberedCall(adapter)
         is_known = self.matches(adapter.model) and adapter.call.one_sequence
         if is_known:
@@ -124,9 +128,32 @@ class EagerVariant(Variant):
                 around = around_positions(part, family, module, partial(numbered.position_ids, module))
                 adapter.apply(around, numbers=module)
             else:
-                adapter.apply(around_attention(part, family, module, adapter.call), eager=module)
+                around = around_attention(part, family, module, adapter.call, adapter.own[part])
+                adapter.apply(around, eager=module)
         for layer in layers_of(adapter.model):
             adapter.apply(tell_mask(adapter.call, layer), checkpointed=layer)
+
+
+def _padding_last(padding: int, prepared: Batch) -> Tensor:
+    """Return the position ids of a whole batch of a model that counts the tokens that are no padding.
+
+    Raises:
+        RingPatternError: padding in a row or a document before other tokens; one process would hide these.
+    """
+    ids_BT = prepared.get("input_ids")
+    if ids_BT is not None:
+        is_next_BT = (ids_BT[:, :-1] == padding) & (ids_BT[:, 1:] != padding)
+        documents_BT = prepared.get(DOCUMENT_IDS)
+        if documents_BT is not None:
+            is_next_BT &= (documents_BT.diff(dim=-1) == 0) & (documents_BT[:, 1:] >= 0)
+        if bool(is_next_BT.any()):
+            raise RingPatternError.wrong(
+                "input_ids",
+                f"padding (config.pad_index, {padding}) at the end",
+                "some before other tokens",
+                "XLM takes as many of the last tokens for padding; use another token, or documents",
+            )
+    return prepared["position_ids"]
 
 
 def draws_blocks(model: Any, where: str = "") -> RingConfigError:
@@ -174,9 +201,12 @@ def parts_of(model: nn.Module) -> list[tuple[PreTrainedModel, Family, nn.Module]
 
 
 def around_attention(
-    model: PreTrainedModel, family: Family, module: nn.Module, call: ModelCall
+    model: PreTrainedModel, family: Family, module: nn.Module, call: ModelCall, implementation: str
 ) -> Callable[..., Any]:
-    """Return what runs in place of the forward of a module that computes attention eagerly."""
+    """Return what runs in place of the forward of a module that computes attention eagerly.
+
+    `implementation`: the attention that the model has without a ring.
+    """
 
     @_attention_patch
     def around(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -190,7 +220,8 @@ def around_attention(
         sharding = None if used is None else used.sharding
         sharding = call.sharding_of(module) if sharding is None else sharding
         samples = next(x for x in given if isinstance(x, Tensor)).shape[0]
-        operators = ScoreOperators(ModuleAttention(module, model.config, family, sharding, used, samples))
+        attend = ModuleAttention(module, model.config, family, sharding, used, samples, implementation)
+        operators = ScoreOperators(attend)
         with operators:
             output = forward(
                 *(None if isinstance(x, LayerMask) else x for x in args),
@@ -247,10 +278,12 @@ class _NumberedCall:
                 raise draws_blocks(self._call.model, f" for more than {most} tokens, got {tokens}")
             given = dict(self._signature.bind_partial(*args, **kwargs).arguments) | kwargs
             ids = given["inputs_embeds"] if given.get("input_ids") is None else given["input_ids"]
+            if family is not None and family.by_length:  # nothing attends to padding
+                kwargs = kwargs | {"lengths": torch.full(ids.shape[:1], ids.shape[1], device=ids.device)}
             position_ids = given.get("position_ids")
             if position_ids is None:  # in a generation
                 self._noted = _positions_in(given[SHARDING], ids.device).expand(ids.shape[0], -1)
-                return None
+                return args, kwargs
             self._noted = position_ids.expand(ids.shape[0], -1)  # XLM asks for each sample's
             return args, kwargs | {"position_ids": self._noted}
 

@@ -42,6 +42,7 @@ class ModuleAttention:
     sharding: BatchSharding
     mask: LayerMask | None
     samples: int  # B
+    implementation: str  # that the model has without a ring: "eager", "sdpa"
 
     def __call__(self, scores: EagerScores, value: Tensor) -> Tensor:
         """Return the ring's attention [..., S, D], with the leading dimensions of the scores."""
@@ -53,7 +54,7 @@ class ModuleAttention:
         changed = None
         if scores.bias is not None:
             assert family.bias is not None
-            changed = family.bias(self.module, scores.bias)
+            changed = family.bias(self.module, scores.bias, self.implementation)
             packed = any(isinstance(group.pattern, Documents) for group in self.sharding.groups)
             if isinstance(changed, RoundedAlibi) and packed:
                 expected = "expected no documents beside config.alibi, got some"

@@ -138,6 +138,25 @@ def test_dropout_inside_attention_is_refused():
         model(**session.shard_batch({"input_ids": IDS}))
 
 
+@pytest.mark.situation("configurations", "Falcon with alibi, loaded with eager attention or with sdpa")
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("more", [{}, {"new_decoder_architecture": True, "num_kv_heads": 2}], ids=str)
+def test_falcons_alibi_is_that_of_the_attention_it_was_loaded_with(
+    implementation: str, more: dict[str, Any]
+) -> None:
+    sizes: dict[str, Any] = {
+        "vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "alibi": True,
+    }  # fmt: skip
+    config = transformers.FalconConfig(**sizes, **more, attn_implementation=implementation)
+    torch.manual_seed(0)
+    model = transformers.FalconForCausalLM(config).double().eval()
+    for parameter in model.parameters():  # scores of order one
+        nn.init.normal_(parameter, std=0.2)
+    expected = model(input_ids=IDS).logits
+    session = attached(model, pattern={"window": 33})
+    torch.testing.assert_close(model(**session.shard_batch({"input_ids": IDS})).logits, expected)
+
+
 def test_falcons_alibi_is_that_of_sdpa_and_refused_beside_documents():
     sizes = {
         "vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "alibi": True,
@@ -152,6 +171,38 @@ def test_falcons_alibi_is_that_of_sdpa_and_refused_beside_documents():
     session = attached(other, **DOCUMENTS)
     with pytest.raises(RingPatternError, match=r"expected no documents beside config\.alibi"):
         other(**session.shard_batch({"input_ids": IDS, "document_ids": (torch.arange(33) > 12)[None].long()}))
+
+
+def xlm() -> Any:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 61, "emb_dim": 32, "n_layers": 2, "n_heads": 4, "max_position_embeddings": 64}
+    config = transformers.XLMConfig(**sizes, causal=True, is_decoder=True, pad_index=2, n_langs=1)
+    return transformers.XLMWithLMHeadModel(config).eval()
+
+
+@pytest.mark.situation("padding", "packed rows of XLM with padding between the documents")
+def test_padding_between_xlms_documents_hides_no_token():
+    model, alone = xlm(), xlm()
+    session = attached(model, **DOCUMENTS)
+    documents = torch.tensor([0, -1, 1]).repeat_interleave(torch.tensor([12, 7, 14]))[None]
+    ids_BT = IDS[:1].masked_fill(IDS[:1] == 2, 3).masked_fill(documents < 0, 2)
+    found = model(**session.shard_batch({"input_ids": ids_BT, "document_ids": documents})).logits
+    for number in (0, 1):
+        of_document = documents[0] == number
+        torch.testing.assert_close(found[:, of_document], alone(input_ids=ids_BT[:, of_document]).logits)
+
+
+@pytest.mark.situation("padding", "rows of XLM that have its padding token before other tokens")
+@pytest.mark.parametrize("section", [DOCUMENTS, {"pattern": {"window": 33}}], ids=["documents", "rows"])
+def test_xlms_padding_before_other_tokens_is_refused(section: dict[str, Any]):
+    session = attached(xlm(), **section)
+    ids_BT = IDS[:1].masked_fill(IDS[:1] == 2, 3)
+    ids_BT[0, 5] = 2
+    batch = {"input_ids": ids_BT}
+    if section is DOCUMENTS:
+        batch["document_ids"] = (torch.arange(33) > 12)[None].long()
+    with pytest.raises(RingPatternError, match=r"input_ids: expected padding \(config\.pad_index, 2\) at"):
+        session.shard_batch(batch)
 
 
 def test_a_second_sequence_is_refused():
@@ -214,7 +265,7 @@ class Graph(nn.Module):
 
 def written() -> Any:
     family: Any = SimpleNamespace(pattern=None, bias=None)
-    call: Any = scores.ModuleAttention(Graph(), None, family, sharding(), None, 1)
+    call: Any = scores.ModuleAttention(Graph(), None, family, sharding(), None, 1, "sdpa")
     q = torch.zeros(1, 4, 8)
     return scores.EagerScores(call, q, q, torch.Size([1, 4, 4])), call, q
 
@@ -233,7 +284,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
 
 COMPILED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "written out": (
-        lambda: layers.around_attention(ON, None, Graph(), None)(len),  # type: ignore[arg-type]
+        lambda: layers.around_attention(ON, None, Graph(), None, "sdpa")(len),  # type: ignore[arg-type]
         RingConfigError,
         "Graph computes attention in its own code",
     ),
@@ -260,7 +311,7 @@ def test_falcons_alibi_is_rounded_as_falcon_rounds_it(heads: int) -> None:
     tokens, factor = 600, 0.25  # from 257 keys on bfloat16 has no number for each
     expected = build_alibi_tensor(torch.ones(1, tokens, dtype=torch.int64), heads, torch.float32)[:, 0]
     module: Any = SimpleNamespace(num_heads=heads)
-    change = families._falcon_alibi(module, factor)
+    change = families._falcon_alibi(module, factor, "sdpa")
     got = change(
         torch.zeros(heads, tokens), None, torch.arange(heads)[:, None], None, torch.arange(tokens)[None]
     )
@@ -282,7 +333,7 @@ def test_attention_is_eager_where_the_class_does_not_ask_the_interface() -> None
 def test_the_slopes_of_alibi_are_the_models_own() -> None:
     from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 
-    slopes = families._bloom_alibi(SimpleNamespace(num_heads=6), 2.0).slopes
+    slopes = families._bloom_alibi(SimpleNamespace(num_heads=6), 2.0, "sdpa").slopes
     whole = build_alibi_tensor(torch.ones(1, 9, dtype=torch.int64), 6, torch.float64)[:, 0]
     found = torch.tensor(slopes, dtype=torch.float64)[:, None] * torch.arange(9) / 2
     torch.testing.assert_close(found, whole)

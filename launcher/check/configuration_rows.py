@@ -1,0 +1,190 @@
+"""Check many configurations of a model type on the same ranks: a row each.
+
+Owns the processes of `ds-ring check-model --configurations`: ranks that check one configuration after
+another, their rows, and what becomes of the others when one ends the ranks. Which configurations there are
+is configurations.py's; how one is checked is model_check.py's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from ds_ring.errors import RingConfigError
+
+from ..run.local_ranks import RanksError, run_ranks
+from .configurations import Configuration, configurations_of
+from .model_check import CheckRequest, ModelReport, check_forms
+from .small_model import read_config
+
+Row = dict[str, Any]
+_ROWS_PER_START = 40  # of ranks: engines leave a little behind
+
+
+@dataclass(frozen=True)
+class RowRun:
+    """What all rows of a run have in common."""
+
+    processes: int
+    tokens: int
+    layers: int
+    seed: int
+    section: Mapping[str, Any] | None = None
+    head: str | None = None
+
+    @property
+    def shape(self) -> str:
+        """Return ranks x tokens x layers."""
+        return f"{self.processes}x{self.tokens}x{self.layers}"
+
+
+def verdict_of(report: ModelReport) -> str:
+    """Return "exact", "refused", "no model", "WRONG" (other numbers) or "raw error"."""
+    if report.result == "WRONG":
+        return "WRONG" if report.differences or report.in_float64 == "WRONG" else "raw error"
+    return {"invalid": "no model"}.get(report.result, report.result)
+
+
+def row_key(row: Row) -> tuple[str, ...]:
+    """Return what tells a row from others: of two in a file, the later holds."""
+    required = ("source", "configuration", "shape", "seed", "transformers")
+    return (*(str(row[name]) for name in required), str(row.get("head")), str(row.get("section")))
+
+
+def read_rows(file: Path | None) -> dict[tuple[str, ...], Row]:
+    """Return the rows in a file, which may not be there yet; a last line that was cut off is removed.
+
+    Raises:
+        RingConfigError: the file has other lines than rows.
+    """
+    rows: dict[tuple[str, ...], Row] = {}
+    if file is None or not file.exists():
+        return rows
+    text = file.read_text()
+    whole, _, cut_off = text.rpartition("\n")
+    for number, line in enumerate(whole.splitlines(), 1):
+        try:
+            row = json.loads(line)
+            rows[row_key(row)] = row
+        except (ValueError, KeyError, TypeError) as error:
+            raise RingConfigError(
+                f"--rows: {file}, line {number}: expected a row of --configurations, got {line[:60]!r}"
+            ) from error
+    if cut_off:
+        file.write_text(text[: len(text) - len(cut_off)])
+    return rows
+
+
+def rows_of(
+    source: str,
+    run: RowRun,
+    known: Mapping[tuple[str, ...], Row],
+    deadline_s: float,
+    only: str = "",
+) -> Iterator[Row]:
+    """Yield a row for each configuration of a model type: first the known ones, then as they are checked.
+
+    Args:
+        source: a config.json, its folder, or a model type.
+        run: what all rows have in common.
+        known: rows by their keys, which are not checked again.
+        deadline_s: of one row, in which a rank that hangs is ended.
+        only: a regular expression, to be found in a configuration's name.
+    """
+    about = {"shape": run.shape, "seed": run.seed, "transformers": version("transformers"), "head": run.head}
+    about["section"] = None if run.section is None else dict(run.section)
+
+    def row(configuration: Configuration, verdict: str, reason: str, report: Row) -> Row:
+        told = {"source": source, "configuration": configuration.name, "verdict": verdict, "reason": reason}
+        return told | about | report
+
+    try:
+        waiting = configurations_of(read_config(source), run.tokens, run.layers)
+    except RingConfigError as error:
+        yield row(Configuration("default"), "no model", str(error), {})
+        return
+    waiting = [one for one in waiting if re.search(only, one.name)]
+    for configuration in list(waiting):
+        old = known.get(row_key(row(configuration, "", "", {})))
+        if old is not None:
+            waiting.remove(configuration)
+            yield old
+    while waiting:
+        reports, fault = _checked(source, run, waiting[:_ROWS_PER_START], deadline_s)
+        for configuration, (verdict, reason, report) in zip(waiting, reports, strict=False):
+            yield row(configuration, verdict, reason, report)
+        waiting = waiting[len(reports) :]
+        if fault and waiting:
+            yield row(waiting.pop(0), "raw error", fault, {})
+
+
+def _checked(
+    source: str, run: RowRun, waiting: Sequence[Configuration], deadline_s: float
+) -> tuple[list[tuple[str, str, Row]], str]:
+    """Return the reports of the first configurations, and the error that kept the next one from having one.
+
+    The ranks end after a row that another error than a refusal ended: their groups may be out of step.
+    """
+    with tempfile.TemporaryDirectory(prefix="ds-ring-rows-") as folder:
+        answers = Path(folder, "answers")
+        answers.touch()
+        last = [time.monotonic(), 0.0]  # when the size of the answers changed, and that size
+
+        def look() -> None:
+            size = answers.stat().st_size
+            if size != last[1]:
+                last[:] = [time.monotonic(), size]
+            elif time.monotonic() - last[0] > deadline_s:
+                raise RanksError(f"expected an answer of all ranks within {deadline_s:g} s, got none")
+
+        fault = ""
+        try:
+            run_ranks(
+                _on_rank, run.processes, (source, run, list(waiting), str(answers)), threads=1,
+                deadline_s=deadline_s * (len(waiting) + 1), waiting=look, imported=True,
+            )  # fmt: skip
+        except RanksError as error:
+            fault = str(error)
+        lines = answers.read_text().splitlines(keepends=True)
+    return [tuple(json.loads(line)) for line in lines if line.endswith("\n")], fault
+
+
+def _on_rank(source: str, run: RowRun, configurations: Sequence[Configuration], answers: str) -> None:
+    """Check one configuration after another; rank 0 writes the answers."""
+    import torch.distributed as dist
+
+    sys.stdout.flush()
+    os.dup2(2, 1)  # what libraries print must not mix with the command's output
+    for one in configurations:
+        (report,) = check_forms(
+            CheckRequest(
+                source, run.tokens, run.layers, run.head, run.section, one.changes, seed=run.seed,
+                checkpointing=one.checkpointing, inputs_embeds=one.inputs_embeds,
+            )
+        )  # fmt: skip
+        if dist.get_rank() == 0:
+            values = report.as_json()
+            kept = (
+                "model",
+                "largest",
+                "rounding",
+                "measured",
+                "tipped",
+                "in_float64",
+                "differences",
+                "eager_differs",
+            )
+            with open(answers, "a") as file:
+                answer = (verdict_of(report), report.reason, {name: values[name] for name in kept})
+                print(json.dumps(answer), file=file, flush=True)
+        if verdict_of(report) == "raw error":
+            return

@@ -1,0 +1,59 @@
+"""`ds-ring check-model --configurations`: a row for each configuration, and what becomes of those that fail."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+# A fault of numbers (ALiBi once where eager attention adds it twice), and a rank that dies.
+SEEDED = """
+import os, sys
+from ds_ring.integrations.transformers.variants.eager_attention import families, scores
+from ds_ring_launcher.check import configuration_rows, model_check
+from ds_ring_launcher.cli import main
+
+rows = sys.argv[1]
+alibi, make = families._falcon_alibi, model_check.build
+row = families.FAMILIES["falcon"]
+object.__setattr__(row, "bias", lambda module, factor, implementation: alibi(module, factor, "sdpa"))
+model_check.build = lambda config, *others: os._exit(3) if config.bias else make(config, *others)
+only = "default|attn_implementation|bias|inputs_embeds|checkpointing=reentrant|tie_word"
+command = ["check-model", "falcon", "--configurations", "--tokens", "21", "--rows", rows, "--only", only]
+first = main(command)
+configuration_rows.run_ranks = None  # a row that is there is not checked again
+raise SystemExit(10 * first + main(command))
+"""
+VERDICTS = {
+    "default": "exact",
+    "checkpointing=reentrant": "exact",
+    "inputs_embeds": "exact",
+    "bias=True": "raw error",
+    "tie_word_embeddings=False": "exact",
+    "alibi=True, attn_implementation=eager": "WRONG",
+}
+
+
+@pytest.mark.situation(
+    "configurations", "checks all configurations of a model type, and goes on where it was ended"
+)
+def test_rows_name_the_configuration_that_is_wrong_or_ends_a_rank(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    done = subprocess.run(
+        [sys.executable, "-c", SEEDED, str(rows)], capture_output=True, text=True, timeout=300
+    )
+    found = [json.loads(line) for line in rows.read_text().splitlines()]
+    assert {row["configuration"]: row["verdict"] for row in found} == VERDICTS, done.stderr
+    assert len(found) == len(VERDICTS)
+    printed = [line for line in done.stdout.splitlines() if line[0] != "["]
+    assert sorted(printed[:6]) == sorted(printed[7:13]), "the second run prints the rows of the first"
+    counts = "6 configurations of 1 model types: 4 exact, 0 refused, 0 no model, 1 WRONG, 1 raw error"
+    assert printed[6] == printed[13] == counts
+    assert done.returncode == 11
+    (wrong,) = (row for row in found if row["verdict"] == "WRONG")
+    assert "differ: first layer transformer.h.0" in wrong["reason"]
+    (dead,) = (row for row in found if row["verdict"] == "raw error")
+    assert "rank 0 with 3" in dead["reason"] or "rank 1 with 3" in dead["reason"]
