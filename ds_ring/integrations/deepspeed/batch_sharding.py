@@ -270,7 +270,9 @@ class RecentBatches:
         first_runs, noted = self._regions()
         found = noted[-1] if noted else self._selected()
         for region in first_runs:
-            batches = region.__dict__.setdefault(_BATCHES, {}).setdefault(self, [])
+            by_asked: dict[RecentBatches, list[BatchSharding]] = getattr(region, _BATCHES, {})
+            setattr(region, _BATCHES, by_asked)
+            batches = by_asked.setdefault(self, [])
             if found not in batches:
                 batches.append(found)
         return found
