@@ -59,6 +59,23 @@ def check_model_call(name: str, given: dict[str, Any]) -> None:
         raise RingConfigError(f"{name}: expected a call without a cache, got one; call model.generate")
 
 
+LOST_GRADIENTS = (
+    "layers take keys and values of earlier ones, whose gradients reentrant checkpointing cuts, as in one"
+    " process; set gradient_checkpointing_kwargs={'use_reentrant': False}"
+)
+
+
+def loses_gradients(model: nn.Module) -> bool:
+    """Return whether reentrant checkpoints cut gradients of what layers hand to later ones.
+
+    The first run of a reentrant region has no gradients, so neither have the keys that later layers read.
+    """
+    shares = any(getattr(module, "is_kv_shared_layer", False) for module in model.modules())
+    functions = [vars(module).get("_gradient_checkpointing_func") for module in model.modules()]
+    plain = [getattr(one, "plain", one) for one in functions]  # without what offloads checkpoints
+    return shares and any(getattr(one, "keywords", {}).get("use_reentrant") for one in plain)
+
+
 def check_length(name: str, given: dict[str, Any], sharding: BatchSharding) -> None:
     """Raise RingShapeError unless the tensors are as long as this rank's part of the sequence."""
     for key in ("input_ids", "inputs_embeds", "position_ids"):
