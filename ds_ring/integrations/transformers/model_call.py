@@ -91,7 +91,8 @@ class ModelCall:
         bound = self.signature.bind_partial(*args, **kwargs)
         given = dict(bound.arguments) | kwargs
         self.guard.start(given.get("num_items_in_batch"))
-        checks.check_model_call(self.name, given)
+        of_config = {"output_attentions": getattr(model.config, "output_attentions", False)}
+        checks.check_model_call(self.name, of_config | {k: x for k, x in given.items() if x is not None})
         added: dict[str, Any] = {}
         if "use_cache" not in given:
             added["use_cache"] = False  # transformers' default would keep every layer's keys and values
