@@ -300,6 +300,7 @@ ENGINE_PARTS = {
     "run_report": "ds_ring.integrations.metrics.run_report.RunReport",
     "checkpoint": "ds_ring.integrations.checkpoint.engine.SealedCheckpoints",
     "sharded_tables": "ds_ring.integrations.deepspeed.sharded_tables.ShardedTables",
+    "random_draws": "ds_ring.integrations.deepspeed.random_draws.RandomDraws",
 }
 
 # What capabilities add to a transformers model (`integrations/transformers/model_part.py`); those of

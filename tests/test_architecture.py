@@ -624,6 +624,7 @@ OWN_OBJECTS = {
         "memory.saved_results",
         "region",
     ): "torch's context of a checkpointed region: no other place lives as long",
+    ("integrations.deepspeed.batch_sharding", "region"): "the same",
     ("ops.handles", "function"): "a function of ours, which it marks for torch.compile",
     ("ops.traced_objects", "function"): "a function that it makes in place of a traced one",
     ("comm.mesh", "weakref.finalize(mesh.state, _drop, detector, mesh.state.groups)"): "its own finalizer",

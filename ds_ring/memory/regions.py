@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 _HOOKS = {  # torch.utils.checkpoint: what a region packs its tensors with, and the name of its frame there
     "_checkpoint_hook.__init__.<locals>.pack_hook": "frame",
@@ -53,3 +55,37 @@ def running_region() -> tuple[Any, bool]:
         return None, False
     found = dict(zip(pack.__code__.co_freevars, pack.__closure__, strict=True))[name].cell_contents
     return (found, False) if name == "frame" else (found(), True)
+
+
+_DEEPSPEED = "deepspeed.runtime.activation_checkpointing.checkpointing"
+# Frames of what is not reentrant, by name and module: the variable that leads to the region's object, and
+# whether the region is run again.
+_FRAMES = {
+    ("checkpoint", "torch.utils.checkpoint"): ("gen", False),
+    ("unpack_hook", "torch.utils.checkpoint"): ("frame", True),
+    ("non_reentrant_checkpoint", _DEEPSPEED): ("storage", False),
+    ("checkpoint_unpack", _DEEPSPEED): ("storage", True),
+}
+_FRAME_NAMES = {name for name, _ in _FRAMES}
+
+
+def running_regions() -> Iterator[tuple[Any, bool]]:
+    """Yield all regions that are running, innermost first, and whether each is run again.
+
+    The forward pass of any autograd Function counts as a region: its backward pass may run layers again.
+    """
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name in ("forward", "backward") and code.co_varnames[:1] == ("ctx",):
+            ctx = frame.f_locals["ctx"]
+            if isinstance(ctx, FunctionCtx):
+                yield ctx, code.co_name == "backward"
+        elif code.co_name in _FRAME_NAMES:
+            name, again = _FRAMES.get((code.co_name, frame.f_globals.get("__name__", "")), ("", False))
+            region = frame.f_locals.get(name)
+            if name == "gen" and region is not None:  # a generator, whose frame has the region's object
+                region = region.gi_frame and region.gi_frame.f_locals.get("new_frame")
+            if region is not None:
+                yield region, again
+        frame = frame.f_back

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -187,3 +189,54 @@ def pairs_of_passes(rank: int, world_size: int) -> list[int]:
 def test_the_first_half_of_the_rows_is_a_quarter_of_the_pairs(rank_pool: Pool) -> None:
     for pairs, pairs_again in rank_pool(4).run(pairs_of_passes):
         assert 0.2 * pairs < pairs_again < 0.3 * pairs
+
+
+# Their later layers take keys and values of earlier ones; stock loses gradients of these where it is reentrant.
+SHARED: dict[str, dict[str, Any]] = {"gemma4_text": {"num_kv_shared_layers": 20}, "gemma3n_text": {}}
+
+
+def against_stock(rank: int, world_size: int, family: str, reentrant: bool) -> tuple[float, float, list[str]]:
+    """Greatest errors of gradients: of a ring against stock with the same switch, of stock without it."""
+    from ds_ring.integrations.transformers import model_call
+    from ds_ring_launcher.check import small_model as small
+    from tests.dist.family_ranks import attached, gradients_of, start_session
+
+    config = small.shrink(small.read_config(family), TOKENS, 2, SHARED[family], False, False)
+    batch = small.make_batch(config, "causal-lm", TOKENS, 0, True)
+    session = start_session(world_size)
+    alone, model = (small.build(copy.deepcopy(config), "causal-lm", 0).train() for _ in "ab")
+    alone.set_attn_implementation("eager")
+
+    def gradients(model: Any, batch: dict[str, Tensor], divisor: float) -> dict[str, Tensor]:
+        model.zero_grad()
+        model(**batch).loss.backward()
+        return {name: one.clone() for name, one in gradients_of(model, divisor).items()}
+
+    plain = gradients(alone, batch, 0.0)
+    attached(model, session)
+    for one in (alone, model):
+        one.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    warned: list[str] = []
+    with mock.patch.object(model_call._log, "warning", lambda text, *words: warned.append(text % words)):
+        found = gradients(model, session.shard_batch(batch), session.gradient_divisor)
+    stock = gradients(alone, batch, 0.0)
+    greatest = max(float(one.norm()) for one in plain.values())
+
+    def error(got: dict[str, Tensor], want: dict[str, Tensor]) -> float:
+        assert got.keys() == want.keys()
+        return max(
+            float((got[name] - one).norm() / one.norm().clamp(min=1e-3 * greatest))
+            for name, one in want.items()
+        )
+
+    return error(found, stock), error(stock, plain), warned
+
+
+@pytest.mark.parametrize("family", SHARED)
+@pytest.mark.situation("checkpointing", "trained Gemma 3n or 4, whose layers share K/V, with checkpoints")
+def test_layers_that_share_keys_have_the_gradients_of_stock(rank_pool: Pool, family: str) -> None:
+    for error, of_stock, warned in rank_pool(2).run(against_stock, family, reentrant=True):
+        assert error < 1e-4 and of_stock > 0.3  # stock loses them, too
+        assert len(warned) == 1 and "use_reentrant" in warned[0]
+    for error, of_stock, warned in rank_pool(2).run(against_stock, family, reentrant=False):
+        assert error < 1e-4 and of_stock < 1e-5 and not warned

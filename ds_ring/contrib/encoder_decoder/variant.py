@@ -127,10 +127,6 @@ def check_pair(model: PreTrainedModel, config: RingConfig) -> None:
         advice = "with a head of your own on engine.ring.gather(output.last_hidden_state)"
         base = type(model.base_model).__name__
         raise cannot_run(model, f"its head pools tokens, or normalizes over them; take {base}, {advice}")
-    for key in ("encoder_layerdrop", "decoder_layerdrop"):
-        if getattr(model.config, key, 0):
-            value = getattr(model.config, key)
-            raise cannot_run(model, f"config.{key} {value} leaves out other layers on each rank; set it to 0")
     if config.pattern != PatternConfig():
         documents = " and documents" if config.pattern.documents else ""
         got = f"got {pattern_from_config(config)}{documents}"

@@ -37,6 +37,7 @@ from ds_ring.integrations.deepspeed.packing import RowGroup, numbers_of
 from ds_ring.integrations.layer_patterns import LayerPatterns
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import ScoreFunction
+from ds_ring.memory.regions import running_regions
 from ds_ring.ops.context import RingContext
 from ds_ring.ops.prepare import MakePlan
 from ds_ring.registry import load
@@ -47,6 +48,7 @@ T = TypeVar("T")
 
 REMEMBERED = 64  # batches; more are never between a loader and the model
 
+_BATCHES = "_ds_ring_batches"  # attribute of a region: its batches by the `RecentBatches` that was asked
 _CROSS_ATTENTION = "ds_ring.layers.cross.attention.CrossAttention"  # for keys of another sequence
 
 
@@ -259,10 +261,42 @@ class RecentBatches:
 
     @property
     def current(self) -> BatchSharding:
-        """Return the sharding of the batch selected (or, before any forward, recorded) last."""
+        """Return the sharding of the batch selected (or, before any forward, recorded) last.
+
+        In a checkpointed region that is run again: of the batch that it was first run with.
+        """
+        if torch.compiler.is_compiling():
+            return self._selected()
+        first_runs, noted = self._regions()
+        found = noted[-1] if noted else self._selected()
+        for region in first_runs:
+            by_asked: dict[RecentBatches, list[BatchSharding]] = getattr(region, _BATCHES, {})
+            setattr(region, _BATCHES, by_asked)
+            batches = by_asked.setdefault(self, [])
+            if found not in batches:
+                batches.append(found)
+        return found
+
+    def _selected(self) -> BatchSharding:
         if self._current is None:
             raise RingShapeError("expected a sharded batch, got none so far; use engine.ring.shard_batch")
         return self._current
+
+    # [Note: batches of regions]
+    # A forward pass of another batch may come between a forward pass and its backward pass, in which layers
+    # run again: the batch selected last is then another one. Each region that runs for the first time notes
+    # the batch that is asked for inside, and gets it again. Layers ask here, whatever they need it for.
+    def _regions(self) -> tuple[list[Any], list[BatchSharding]]:
+        """Return the regions that run for the first time, and the batches of the one around them that runs
+        again, the latest last; none without such a region.
+        """
+        first_runs = []
+        for region, again in running_regions():
+            if not again:
+                first_runs.append(region)
+            elif noted := getattr(region, _BATCHES, {}).get(self):
+                return first_runs, noted
+        return first_runs, []
 
     def record(self, local: Mapping[str, Tensor], sharding: BatchSharding) -> None:
         """Remember the sharding of these local tensors."""
@@ -277,12 +311,18 @@ class RecentBatches:
 
     def select(self, local: Iterable[Tensor]) -> BatchSharding:
         """Find the sharding of the tensors that a model was called with, and make it the current one."""
+        noted = self._regions()[1]
         tensors = [tensor for tensor in local if tensor.ndim >= 2]
         for references, sharding in reversed(self._recent):
             alive = [reference() for reference in references.values()]
             if any(tensor is one for tensor in tensors for one in alive):
-                self._current = sharding
+                if noted:
+                    noted[:] = [one for one in noted if one is not sharding] + [sharding]
+                else:
+                    self._current = sharding
                 return sharding
+        if len(noted) == 1:  # a reentrant region gets copies of its tensors
+            return noted[0]
         # A loop may move or slice a batch: then its length has to tell, if only one fits.
         self._current = self._by_length(tensors)
         return self._current

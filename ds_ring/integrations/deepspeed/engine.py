@@ -6,6 +6,8 @@ these files ask of an engine's model.
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 
 from ds_ring.integrations.adapter import PatchTable
@@ -28,3 +30,23 @@ def modules_of_encoders(model: nn.Module) -> set[int]:
     from ds_ring.integrations.transformers.variants import apart
 
     return {id(module) for part in of_transformers for module in apart(part)}
+
+
+def draws_random_numbers(model: nn.Module) -> bool:
+    """Return whether a model in training has an active dropout, or another rate of that name."""
+    return any(_has_rate(module, ("drop", "jitter")) for module in model.modules())
+
+
+def drops_layers(model: nn.Module) -> bool:
+    """Return whether a model in training leaves layers out at random."""
+    return any(_has_rate(module, ("layerdrop", "layer_drop")) for module in model.modules())
+
+
+def _has_rate(module: nn.Module, words: tuple[str, ...]) -> bool:
+    values: dict[str, Any] = vars(module)
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        values = {"dropout": module.p}
+    return any(
+        isinstance(value, float) and value > 0 and any(word in name for word in words)
+        for name, value in values.items()
+    )

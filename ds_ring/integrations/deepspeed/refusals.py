@@ -27,7 +27,13 @@ from torch.overrides import TorchFunctionMode
 from ds_ring.errors import RingConfigError, RingShapeError
 from ds_ring.integrations.adapter import applied, patch
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
-from ds_ring.integrations.deepspeed.engine import DEEPSPEED, ENGINE, MODULE, modules_of_encoders
+from ds_ring.integrations.deepspeed.engine import (
+    DEEPSPEED,
+    ENGINE,
+    MODULE,
+    drops_layers,
+    modules_of_encoders,
+)
 from ds_ring.integrations.deepspeed.loss import check_loss
 from ds_ring.integrations.deepspeed.session import RingSession
 from ds_ring.masks.catalog import Causal
@@ -280,6 +286,8 @@ class RingUse:
         with nullcontext() if is_alone or self._engine.is_compiled else self._plain_attention(sharding):
             output = forward(*args, **kwargs)
         if forward_passes() == before:
+            if training and drops_layers(self._engine.module):
+                return output  # all layers with attention may have been left out
             documents = " with documents" if sharding.groups else ""
             fault = f"the pattern {sharding.patterns.pattern}{documents} was not applied"
             if sharding.mesh.sequence_size > 1:

@@ -57,6 +57,31 @@ def check_model_call(name: str, given: dict[str, Any]) -> None:
         raise RingPatternError(f"{name}: expected no attention_mask, got a local one; {THROUGH_SHARD_BATCH}")
     if given.get("use_cache") or cache_in(given) is not None:
         raise RingConfigError(f"{name}: expected a call without a cache, got one; call model.generate")
+    if given.get("output_attentions"):
+        raise refuse_weights(name)
+
+
+LOST_GRADIENTS = (
+    "layers take keys and values of earlier ones, whose gradients reentrant checkpointing cuts, as in one"
+    " process; set gradient_checkpointing_kwargs={'use_reentrant': False}"
+)
+
+
+def loses_gradients(model: nn.Module) -> bool:
+    """Return whether reentrant checkpoints cut gradients of what layers hand to later ones.
+
+    The first run of a reentrant region has no gradients, so neither have the keys that later layers read.
+    """
+    shares = any(getattr(module, "is_kv_shared_layer", False) for module in model.modules())
+    functions = [vars(module).get("_gradient_checkpointing_func") for module in model.modules()]
+    plain = [getattr(one, "plain", one) for one in functions]  # without what offloads checkpoints
+    return shares and any(getattr(one, "keywords", {}).get("use_reentrant") for one in plain)
+
+
+def refuse_weights(name: str) -> RingConfigError:
+    """Return the error for attention weights, which no rank keeps."""
+    got, advice = "True", "leave it out: no rank keeps the weights of attention"
+    return RingConfigError.wrong(f"{name}: output_attentions", "False", got, advice)
 
 
 def check_length(name: str, given: dict[str, Any], sharding: BatchSharding) -> None:

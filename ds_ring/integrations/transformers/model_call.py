@@ -6,6 +6,7 @@ A variant may handle the calls of its models by a subclass.
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,7 @@ from ds_ring.integrations.transformers.neftune import scale_noise
 if TYPE_CHECKING:
     from ds_ring.integrations.transformers.model_adapter import ModelAdapter
 
+_log = logging.getLogger(__name__)
 _before_call = patch(
     MODEL, stage="before_forward", feature="sharding",
     reason="checks the call, passes use_cache=False and the batch's sharding",
@@ -46,7 +48,7 @@ class ModelCall:
 
     def __init__(self, adapter: ModelAdapter, guard: LossGuard) -> None:
         self.adapter, self.model, self.session = adapter, adapter.model, adapter.session
-        self.guard = guard
+        self.guard, self._warned = guard, False
         self.name, self.signature = type(self.model).__name__, inspect.signature(self.model.forward)
         self.start()
 
@@ -79,6 +81,9 @@ class ModelCall:
         model, session = self.model, self.session
         if model.training and not torch.compiler.is_compiling():
             scale_noise(model, session)  # a Trainer switches it on and off
+            if not self._warned and checks.loses_gradients(model):
+                self._warned = True
+                _log.warning("%s: %s", self.name, checks.LOST_GRADIENTS)
         for part in self.adapter.parts:
             if part.sharding is not None:
                 self.guard.start()
@@ -86,7 +91,8 @@ class ModelCall:
         bound = self.signature.bind_partial(*args, **kwargs)
         given = dict(bound.arguments) | kwargs
         self.guard.start(given.get("num_items_in_batch"))
-        checks.check_model_call(self.name, given)
+        of_config = {"output_attentions": getattr(model.config, "output_attentions", False)}
+        checks.check_model_call(self.name, of_config | {k: x for k, x in given.items() if x is not None})
         added: dict[str, Any] = {}
         if "use_cache" not in given:
             added["use_cache"] = False  # transformers' default would keep every layer's keys and values

@@ -194,8 +194,6 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], type[RingError], str]] 
     "speeds": ({"rank_speeds": "measured"}, {}, RingConfigError, '"rank_speeds": "measured"'),
     "reproducible": ({"transport": "reproducible", "ulysses_size": 2}, {}, RingConfigError,
         '"transport": "reproducible" on Ulysses ranks'),
-    "layerdrop": ({}, {"encoder_layerdrop": 0.1}, RingConfigError, "config.encoder_layerdrop 0.1 leaves out"),
-    "the decoder's": ({}, {"decoder_layerdrop": 0.2}, RingConfigError, "config.decoder_layerdrop 0.2 leaves"),
 }  # fmt: skip
 
 

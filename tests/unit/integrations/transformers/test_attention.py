@@ -291,6 +291,7 @@ WRONG_CALLS = {
     "a mask": ({"attention_mask": torch.ones_like(IDS)}, RingPatternError, "expected no attention_mask"),
     "a cache": ({"use_cache": True}, RingConfigError, "expected a call without a cache"),
     "an old cache": ({"past_key_values": transformers.DynamicCache()}, RingConfigError, "without a cache"),
+    "weights": ({"output_attentions": True}, RingConfigError, "output_attentions: expected False, got True"),
     "labels alone": ({"shift_labels": None}, RingShapeError, "expected shift_labels with labels, got none"),
     "a local mean": ({"num_items_in_batch": None}, RingShapeError, "expected num_items_in_batch with labels"),
     "another length": ({"input_ids": IDS[:, :9]}, RingShapeError,
