@@ -14,13 +14,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.dist import family_ranks
-from tests.dist.deepspeed_ranks import Run, json_config, start_deepspeed
+from tests.dist import deepspeed_ranks, family_ranks
+from tests.dist.deepspeed_ranks import Run, Size, build_model, json_config, start_deepspeed
 from tests.dist.family_ranks import attached, gradients_of, start_session, train_alone
 from tests.dist.harness import RankPool
 
 Pool = Callable[[int], RankPool]
 SAMPLES, TOKENS, PADDED = 2, 23, 7
+SIZE = Size(hidden=16, layers=1, tokens=29, samples=4)
 
 
 class Case(NamedTuple):
@@ -160,3 +161,69 @@ def test_the_label_that_the_shift_gives_padding_is_left_out_and_named(rank_pool:
     for loss, gradient, messages in rank_pool(2).run(trained_on_the_left, family):
         assert loss < 1e-5 and gradient < 1e-4
         assert len(messages) == 1 and "shift" in messages[0]
+
+
+def build_subclass(kind: str) -> Callable[..., Any]:
+    """A function that builds a Llama of a class of the user's, with the weights of the plain one."""
+    from transformers import LlamaForCausalLM, LlamaModel, LlamaPreTrainedModel
+
+    class Empty(LlamaForCausalLM):
+        pass
+
+    class WithHead(LlamaForCausalLM):
+        """Returns what it inherits, by a forward of its own."""
+
+        def forward(self, input_ids: Any = None, attention_mask: Any = None, **given: Any) -> Any:
+            output = super().forward(input_ids, attention_mask=attention_mask, **given)
+            output["logits"] = output.logits * 1
+            return output
+
+    class Remote(LlamaPreTrainedModel):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.model = LlamaModel(config)
+            self.lm_head = torch.nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+            self.post_init()
+
+        def forward(
+            self, input_ids: Any = None, attention_mask: Any = None, position_ids: Any = None,
+            labels: Any = None, **given: Any,
+        ) -> Any:  # fmt: skip
+            from transformers.modeling_outputs import CausalLMOutput
+
+            hidden = self.model(
+                input_ids, attention_mask=attention_mask, position_ids=position_ids
+            ).last_hidden_state
+            logits, loss = self.lm_head(hidden), None
+            if labels is not None:
+                loss = self.loss_function(
+                    logits=logits, labels=labels, vocab_size=self.config.vocab_size, **given
+                )
+            return CausalLMOutput(loss=loss, logits=logits)
+
+    def build(size: Size, implementation: str, **changes: Any) -> Any:
+        plain: Any = build_model(size, implementation, **changes)
+        made = {"empty": Empty, "with a head": WithHead, "remote code": Remote}[kind](plain.config)
+        made.load_state_dict(plain.state_dict(), strict=False)
+        return made
+
+    return build
+
+
+def trained_subclass(rank: int, world_size: int, kind: str) -> Run:
+    from tests.dist.deepspeed_ranks import train_on_ring
+
+    config = json_config(world_size, SIZE.samples, 0)
+    return train_on_ring(rank, world_size, SIZE, config, 2, build=build_subclass(kind))
+
+
+@pytest.mark.situation(
+    "modules", "trained a subclass of a model of transformers, or remote code, on padded batches"
+)
+@pytest.mark.parametrize("kind", ["empty", "with a head", "remote code"])
+def test_a_subclass_is_what_it_inherits(rank_pool: Pool, kind: str) -> None:
+    expected = deepspeed_ranks.train_alone(SIZE, 2)
+    got = rank_pool(2).run(trained_subclass, kind)[0]
+    assert got.losses == pytest.approx(expected.losses, rel=1e-5)
+    for name, gradient in expected.gradients.items():
+        assert torch.allclose(got.gradients[name], gradient, atol=1e-5), name

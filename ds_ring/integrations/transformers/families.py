@@ -57,7 +57,8 @@ def pooled_token(model: PreTrainedModel, session: RingSession) -> list[Any]:
 
     @_notes_ids
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        noted["input_ids"] = signature.bind_partial(*args, **kwargs).arguments.get("input_ids")
+        given = signature.bind_partial(*args, **kwargs).arguments | kwargs  # a forward may take **kwargs
+        noted["input_ids"] = given.get("input_ids")
 
     @_pools
     def after_score(
@@ -163,7 +164,8 @@ def check_outputs(
             or (name == "logits" and pools_the_last_token(model))
         ):
             continue
-        classifies = value.ndim == 2 and type(model).__name__.endswith("ForSequenceClassification")
+        names = [kind.__name__ for kind in type(model).__mro__]
+        classifies = value.ndim == 2 and any(one.endswith("ForSequenceClassification") for one in names)
         if name == "logits" and (classifies or (value.ndim == 2 and value.shape[1] != local_tokens)):
             raise RingConfigError(_own_head(model, value))
         if value.shape[1] != local_tokens or name in _OVER_TOKENS:

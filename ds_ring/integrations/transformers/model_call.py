@@ -86,6 +86,8 @@ class ModelCall:
         bound = self.signature.bind_partial(*args, **kwargs)
         given = dict(bound.arguments) | kwargs
         self.guard.start(given.get("num_items_in_batch"))
+        if any(given.get("attention_mask") is mask for mask in session.batches.masks):
+            del given["attention_mask"]  # of a user's class around the models that attend
         checks.check_model_call(self.name, given)
         added: dict[str, Any] = {}
         if "use_cache" not in given:
