@@ -45,6 +45,7 @@ from ds_ring.integrations.transformers.variants.variant import (
     TWO_SEQUENCES,
     AttachRequest,
     Variant,
+    home_of_forward,
 )
 from ds_ring.layers.private_keys import PrivateAttention, RowsPass, attend_by_rows
 from ds_ring.masks.catalog import Causal, Full
@@ -62,7 +63,7 @@ _CANVAS = "canvas"
 
 
 def _is_part(model: nn.Module) -> bool:
-    known = type(model).__module__.startswith("transformers.models.diffusion_gemma.")
+    known = home_of_forward(model).startswith("transformers.models.diffusion_gemma.")
     return known and isinstance(model, PreTrainedModel)
 
 

@@ -36,7 +36,12 @@ from ds_ring.integrations.transformers.families import check_outputs
 from ds_ring.integrations.transformers.layer_masks import LayerMask
 from ds_ring.integrations.transformers.model import TABLE
 from ds_ring.integrations.transformers.model_call import ModelCall
-from ds_ring.integrations.transformers.variants.variant import TWO_SEQUENCES, AttachRequest, Variant
+from ds_ring.integrations.transformers.variants.variant import (
+    TWO_SEQUENCES,
+    AttachRequest,
+    Variant,
+    home_of_forward,
+)
 from ds_ring.masks.catalog import Full
 from ds_ring.registry import PASSES, load
 
@@ -71,7 +76,7 @@ class EncoderDecoder(Variant):
 
     def matches(self, module: nn.Module) -> bool:
         has_two = getattr(getattr(module, "config", None), "is_encoder_decoder", False)
-        known = type(module).__module__.startswith("transformers.models.")
+        known = home_of_forward(module).startswith("transformers.models.")
         return (
             bool(has_two)
             and known

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 IGNORE = -100  # the label that cross entropy skips (PyTorch's and Hugging Face's default)
 LABEL_KEYS = ("labels", "shift_labels")
+EMBEDS = "inputs_embeds"  # [B, T, E], in place of input_ids
 LOSS_WEIGHTS = "loss_weights"  # of tokens in a loss of the caller's: no model takes them
 REAL_TOKENS = "ds_ring_real_tokens"  # of prepared batches only: 1 for tokens, 0 for padding
 
@@ -120,6 +121,10 @@ class ModelNeeds:
     layers: tuple[Pattern, ...] = ()
     # makes the position ids [B, T] of a prepared batch that came without any
     number_tokens: Callable[[Batch], Tensor] | None = None
+    # position ids of a batch that came without any leave out the padding of its attention_mask
+    skips_padding: bool = False
+    # raises a RingError for a prepared batch [B, T] with `REAL_TOKENS` that the model cannot be given
+    check: Callable[[Batch], None] | None = None
     whole: WholeTensors | None = None  # of a model that reads images, for example
     batches: BatchKind | None = None  # of a model of several sequences
     # makes a context in which the model on one process breaks ties as the ring does
@@ -174,6 +179,12 @@ def prepare_batch(
     return tensors | of_samples
 
 
+def number_real_tokens(mask_BT: Tensor) -> Tensor:
+    """Return position ids [B, T] that count the tokens of an attention_mask; its padding has -1."""
+    real_BT = mask_BT.bool().long()
+    return real_BT.cumsum(dim=1) * real_BT - 1
+
+
 def token_shape(tensors: Mapping[str, Tensor]) -> tuple[int, int]:
     """Return (B, T) of a batch."""
     tokens = _tokens_of(tensors)
@@ -190,12 +201,20 @@ def valid_tokens(tensors: Mapping[str, Tensor]) -> int:
 
 def split_tokens(tensors: Mapping[str, Tensor], layout: Layout, mesh: RingMesh) -> Batch:
     """Return this rank's tokens of every sample: [B, T, ...] -> [B, S, ...]. Padding slots carry no label."""
-    return {
+    local = {
         key: tensor
         if tensor.ndim == 1
         else shard_sequence(tensor, layout, mesh=mesh, dim=1, pad_value=pad_value(key))
         for key, tensor in tensors.items()
     }
+    embeds_BTE = tensors.get(EMBEDS)
+    if embeds_BTE is not None and layout.local_tokens * layout.ring_size > layout.tokens:
+        # An embedding of zeros belongs to no token: Gemma 3n's norms have no gradient there, and Gemma 4
+        # finds no id for it. So padding slots have the first token's.
+        ones_1T = torch.ones(1, layout.tokens, dtype=torch.bool, device=embeds_BTE.device)
+        is_token_1S = shard_sequence(ones_1T, layout, mesh=mesh, dim=1)
+        local[EMBEDS] = torch.where(is_token_1S[..., None], local[EMBEDS], embeds_BTE[:, :1].detach())
+    return local
 
 
 def split_samples(tensors: Mapping[str, Tensor], place: int, places: int) -> Batch:
@@ -216,6 +235,8 @@ def split_samples(tensors: Mapping[str, Tensor], place: int, places: int) -> Bat
             continue
         part = tensor[mine]
         missing = part.new_full((rows - part.shape[0], *part.shape[1:]), pad_value(key))
+        if key == EMBEDS:  # as in `split_tokens`
+            missing = tensor[:1].detach().expand_as(missing)
         local[key] = torch.cat([part, missing])
     return local
 
@@ -235,7 +256,7 @@ def _as_tensors(batch: Mapping[str, Tensor]) -> Batch:
 
 
 def _tokens_of(tensors: Mapping[str, Tensor]) -> Tensor:
-    for key in ("input_ids", "inputs_embeds"):
+    for key in ("input_ids", EMBEDS):
         if key in tensors:
             return tensors[key]
     raise RingShapeError(f"batch: expected input_ids or inputs_embeds, got the keys {sorted(tensors)}")
@@ -263,6 +284,15 @@ def _warn_of_whole_rows() -> None:
     _log.warning(
         'ds_ring: "documents": true, but a batch has neither document_ids nor position_ids: each of its rows'
         " counts as one document"
+    )
+
+
+@lru_cache(maxsize=1)  # once a process
+def warn_of_shifted_padding() -> None:
+    """Say that padding loses the label that the shift of labels gives it."""
+    _log.warning(
+        "ds_ring: labels: shifted by one, the first token of a sample is the label of the padding in front of"
+        " it; that label is left out, since padding predicts nothing"
     )
 
 
@@ -295,6 +325,8 @@ def _aligned_labels(tensors: Mapping[str, Tensor], pattern: Pattern) -> Tensor |
                 "labels", "a causal pattern", f"{pattern}", 'set "causal": true, or give "shift_labels"'
             )
         labels_BT = torch.nn.functional.pad(tensors["labels"][:, 1:], (0, 1), value=IGNORE)
+        if document_ids is not None and bool(((labels_BT != IGNORE) & (document_ids < 0)).any()):
+            warn_of_shifted_padding()
     if labels_BT is None or document_ids is None:
         return labels_BT
     # Without a causal pattern labels need not be next tokens: only padding loses its own.

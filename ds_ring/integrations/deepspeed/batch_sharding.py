@@ -240,6 +240,8 @@ class RecentBatches:
         self.used: list[UsedPass] = []  # of the latest batch that was worked on before the current one
         self.is_off = False  # batches are each rank's own, and nothing is sharded
         self.defers_logits = False  # the pass under way is one of `logprobs`
+        # copies of the batch's attention_mask that the module of the call under way was given
+        self.masks: list[Tensor] = []
 
     @contextmanager
     def off(self) -> Iterator[None]:

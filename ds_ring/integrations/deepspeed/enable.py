@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from ds_ring.config.json_text import SECTION
 from ds_ring.errors import RingConfigError, RingPatternError, RingShapeError
 from ds_ring.integrations.adapter import apply, patch
-from ds_ring.integrations.deepspeed.batch import IGNORE, cache_in
+from ds_ring.integrations.deepspeed.batch import IGNORE, cache_in, warn_of_shifted_padding
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
 from ds_ring.integrations.deepspeed.engine import DEEPSPEED, ENGINE, MODULE
 from ds_ring.integrations.deepspeed.initialize import initialize, leave_shm_out
@@ -267,12 +267,15 @@ class WholeBatches:
         tokens = mask_BT.shape[1]
         if "labels" in batch and batch["labels"].shape == mask_BT.shape and "shift_labels" not in batch:
             next_BT = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORE)
-            batch = batch | {"shift_labels": next_BT}
+            is_last_padding_BT = torch.arange(tokens, device=mask_BT.device) == left_B1 - 1
+            if bool((next_BT != IGNORE)[is_last_padding_BT].any()):
+                warn_of_shifted_padding()
+            batch = batch | {"shift_labels": next_BT.masked_fill(is_last_padding_BT, IGNORE)}
             del batch["labels"]
         by_token = {key for key, x in batch.items() if x.shape[:2] == mask_BT.shape}
         by_token -= session.needs.whole.names if session.needs.whole is not None else set()
         flushed = {key: _rolled(x, left_B1) if key in by_token else x for key, x in batch.items()}
-        if session.needs.number_tokens is None:
+        if session.needs.number_tokens is None and not session.needs.skips_padding:
             places_T = torch.arange(tokens, device=mask_BT.device)
             flushed.setdefault("position_ids", (places_T + left_B1).clamp_max(tokens - 1))
         return flushed, left_B1

@@ -35,6 +35,7 @@ from ds_ring.integrations.deepspeed.batch import (
     REAL_TOKENS,
     Batch,
     ModelNeeds,
+    number_real_tokens,
     prepare_batch,
     split_samples,
     split_tokens,
@@ -588,7 +589,16 @@ class RingSession:
                 prepared = needs.batches.prepare(given, needs.number_tokens)
                 return ReadyBatch(prepared, report_of(prepared))
             by_token, whole = whole_tensors(given, needs.whole)
+            mask_BT = by_token.get("attention_mask")
+            if (
+                needs.skips_padding
+                and mask_BT is not None
+                and not {"position_ids", DOCUMENT_IDS} & given.keys()
+            ):
+                by_token["position_ids"] = number_real_tokens(mask_BT)
             prepared = prepare_batch(by_token, self.pattern, documents, needs.real_tokens)
+            if needs.check is not None:
+                needs.check(prepared)
             if needs.number_tokens is not None and ("position_ids" not in given or row_kind(given)):
                 prepared["position_ids"] = needs.number_tokens(prepared)
             if whole and needs.whole is not None:

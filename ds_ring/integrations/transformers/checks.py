@@ -276,7 +276,15 @@ def works_as_is(kind: type[PreTrainedModel]) -> bool:
 
 def takes_positions(kind: type[PreTrainedModel]) -> bool:
     """Return whether the model's forward can be given the positions of its tokens."""
-    return "position_ids" in inspect.signature(kind.forward).parameters
+    # A subclass whose forward takes any arguments hands them to the forward that it inherits.
+    for one in kind.__mro__:
+        if "forward" in vars(one):
+            parameters = inspect.signature(one.forward).parameters  # type: ignore[attr-defined]
+            if "position_ids" in parameters:
+                return True
+            if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+                return False
+    return False
 
 
 def layers_of(model: PreTrainedModel) -> nn.ModuleList:

@@ -9,7 +9,7 @@ import ast
 import inspect
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
 from typing import Any, NoReturn
@@ -18,8 +18,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, modeling_layers
 
-from ds_ring.errors import RingConfigError, RingShapeError
+from ds_ring.comm.collective import collective
+from ds_ring.errors import RingConfigError, RingPatternError, RingShapeError
 from ds_ring.integrations.adapter import patch
+from ds_ring.integrations.deepspeed.batch import REAL_TOKENS, Batch
 from ds_ring.integrations.deepspeed.loss import number_of, sequence_max_op, sequence_sum_op, shared_scale
 from ds_ring.integrations.deepspeed.session import RingSession
 from ds_ring.integrations.transformers.checks import THROUGH_SHARD_BATCH
@@ -55,7 +57,8 @@ def pooled_token(model: PreTrainedModel, session: RingSession) -> list[Any]:
 
     @_notes_ids
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        noted["input_ids"] = signature.bind_partial(*args, **kwargs).arguments.get("input_ids")
+        given = signature.bind_partial(*args, **kwargs).arguments | kwargs  # a forward may take **kwargs
+        noted["input_ids"] = given.get("input_ids")
 
     @_pools
     def after_score(
@@ -69,11 +72,13 @@ def pooled_token(model: PreTrainedModel, session: RingSession) -> list[Any]:
             )
         assert sharding.slots is not None
         slots_S, input_ids, number = sharding.slots, noted["input_ids"], number_of(mesh)
-        # Where all tokens are padding that is the first one, as on one process; without a padding token, or
-        # without ids, the very last.
+        # Where all tokens are padding that is the first one, as on one process; without a padding token the
+        # very last; without ids the last real one: `check_pooled_token`.
         tokens = logits_BSL.shape[1]
         candidates_BS = slots_S.expand(logits_BSL.shape[0], tokens)
-        if padding is not None and input_ids is not None:
+        if input_ids is None and sharding.real_tokens is not None:
+            candidates_BS = torch.where((sharding.real_tokens == 0) & (slots_S >= 0), 0, candidates_BS)
+        elif padding is not None and input_ids is not None:
             candidates_BS = torch.where((input_ids == padding) & (slots_S >= 0), 0, candidates_BS)
         last_B = sequence_max_op(candidates_BS.amax(dim=1), number)
         mine_BS1 = (slots_S == last_B[:, None])[..., None]
@@ -81,6 +86,66 @@ def pooled_token(model: PreTrainedModel, session: RingSession) -> list[Any]:
         return pooled_BL[:, None].expand(-1, tokens, -1)
 
     return [before, after_score]
+
+
+def check_pooled_token(model: PreTrainedModel, prepared: Batch) -> None:
+    """Refuse a batch of which a classifier would read padding: there a ring's hidden state is another.
+
+    Without ids transformers reads the very last token, with ids the last one that is not `pad_token_id`.
+
+    Raises:
+        RingPatternError: the attention_mask hides that token of some sample.
+    """
+    real_BT, ids_BT = prepared[REAL_TOKENS].bool(), prepared.get("input_ids")
+    padding = model.config.get_text_config().pad_token_id
+    places_T = torch.arange(real_BT.shape[1], device=real_BT.device)
+    last_B1 = (places_T * real_BT).amax(dim=1, keepdim=True)
+    if ids_BT is None or padding is None:
+        # Where padding was moved from the left to the right, the last token keeps its position.
+        end, positions_BT = len(places_T) - 1, prepared["position_ids"].expand(real_BT.shape)
+        is_read_B = ((last_B1 == end) | (positions_BT.gather(1, last_B1) == end))[:, 0]
+        got, advice = "inputs_embeds with padding there", "pad on the left, or give input_ids"
+    else:
+        read_B1 = (places_T * (ids_BT != padding)).amax(dim=1, keepdim=True)
+        is_read_B = real_BT.gather(1, read_B1)[:, 0]
+        got, advice = f"padding with other ids than pad_token_id {padding}", "give padding that id"
+    wrong = (~is_read_B & real_BT.any(dim=1)).nonzero()
+    if len(wrong):
+        expected = f"a token that attention_mask shows where it reads sample {int(wrong[0])}"
+        raise RingPatternError.wrong(type(model).__name__, expected, got, advice)
+
+
+# Gemma 4 and Qwen 4 look the ids of tokens up by their embeddings, for tables of other embeddings. Where an
+# embedding is no row of the table they raise a RuntimeError: on the rank that has such a token.
+
+_lookup_patch = partial(
+    patch, TABLE.given("lookup"), stage="around_call", feature="lookup",
+    reason="an embedding that is none of the model's raises on all ranks",
+    when="the model looks ids up by inputs_embeds",
+)  # fmt: skip
+_LOOKUPS = {name: _lookup_patch(name) for name in ("get_per_layer_inputs", "reverse_embedding")}
+
+
+def lookup_guards(model: nn.Module, session: RingSession) -> Iterator[tuple[nn.Module, Any]]:
+    """Yield the modules that look ids up by embeddings, and what lets all ranks raise together there."""
+
+    def guarded(lookup: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        try:
+            return lookup(*args, **kwargs)
+        except RuntimeError as error:
+            if torch.compiler.is_compiling():
+                raise
+            name, expected = type(model).__name__, "rows of its embedding table"
+            with collective(session.batches.current.mesh, "attention"):
+                raise RingShapeError.wrong(
+                    f"{name}: inputs_embeds", expected, "others", "give input_ids instead"
+                ) from error
+
+    for module in model.modules():
+        for name, rows in _LOOKUPS.items():
+            lookup = getattr(type(module), name, None)
+            if lookup is not None and "inputs_embeds" in inspect.signature(lookup).parameters:
+                yield module, rows.to(guarded)
 
 
 def check_outputs(
@@ -99,7 +164,8 @@ def check_outputs(
             or (name == "logits" and pools_the_last_token(model))
         ):
             continue
-        classifies = value.ndim == 2 and type(model).__name__.endswith("ForSequenceClassification")
+        names = [kind.__name__ for kind in type(model).__mro__]
+        classifies = value.ndim == 2 and any(one.endswith("ForSequenceClassification") for one in names)
         if name == "logits" and (classifies or (value.ndim == 2 and value.shape[1] != local_tokens)):
             raise RingConfigError(_own_head(model, value))
         if value.shape[1] != local_tokens or name in _OVER_TOKENS:

@@ -241,7 +241,8 @@ def makes_such_masks(model: PreTrainedModel, layer_type: str) -> bool:
     """Return whether the model's code makes masks of this kind: Moshi has a window in its config only."""
     from transformers import PreTrainedModel
 
-    modules = {type(part).__module__ for part in model.modules() if isinstance(part, PreTrainedModel)}
+    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+    modules = {kind.__module__ for part in parts for kind in type(part).__mro__}  # of what it inherits, too
     names: set[str] = set()
     for module in modules:
         names |= set(vars(sys.modules[module])) if module in sys.modules else set()

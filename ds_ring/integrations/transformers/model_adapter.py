@@ -23,6 +23,8 @@ from ds_ring.integrations.deepspeed.session import RingSession
 from ds_ring.integrations.transformers.attention_name import NAME
 from ds_ring.integrations.transformers.families import (
     LossGuard,
+    check_pooled_token,
+    lookup_guards,
     pooled_token,
     pools_the_last_token,
     router_loss,
@@ -32,6 +34,7 @@ from ds_ring.integrations.transformers.model_call import ModelCall
 from ds_ring.integrations.transformers.model_part import ModelPart, model_parts
 from ds_ring.integrations.transformers.positions import (
     check_lengths,
+    counts_real_tokens,
     depends_on_length,
     numbering_check,
     numbering_of,
@@ -128,7 +131,12 @@ class ModelAdapter:
         for variant in variants():
             variant.install(self)
         session.needs.number_tokens = numbering_of(model) or session.needs.number_tokens
-        session.needs.slots = session.needs.slots or pools_the_last_token(model)
+        session.needs.skips_padding = session.needs.skips_padding or counts_real_tokens(model)
+        if pools_the_last_token(model):
+            session.needs.slots = session.needs.real_tokens = True
+            session.needs.check = partial(check_pooled_token, model)
+        for module, guard in lookup_guards(model, session):
+            self.apply(guard, lookup=module)
 
     def _install_on_model(self, parts: list[ModelPart]) -> None:
         """Apply the rows of the model itself, of its head and of its loss."""

@@ -91,6 +91,8 @@ class ModelCall:
         bound = self.signature.bind_partial(*args, **kwargs)
         given = dict(bound.arguments) | kwargs
         self.guard.start(given.get("num_items_in_batch"))
+        if any(given.get("attention_mask") is mask for mask in session.batches.masks):
+            del given["attention_mask"]  # of a user's class around the models that attend
         of_config = {"output_attentions": getattr(model.config, "output_attentions", False)}
         checks.check_model_call(self.name, of_config | {k: x for k, x in given.items() if x is not None})
         added: dict[str, Any] = {}

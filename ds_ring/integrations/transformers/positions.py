@@ -1,7 +1,7 @@
 """What a model computes from the positions of the whole batch: position ids and rotary length.
 
-RoBERTa-like models number tokens from `padding_idx + 1` and leave padding out. Any other model must use the
-position ids that it is given.
+RoBERTa-like models number tokens from `padding_idx + 1` and leave padding out; OPT leaves out what an
+attention_mask hides. Any other model must use the position ids that it is given.
 
 Shapes: B samples, T global tokens, S local tokens, H query heads, D head dim.
 """
@@ -41,6 +41,20 @@ def numbering_of(model: nn.Module) -> Callable[[Batch], Tensor] | None:
         if derives and (own or hasattr(module, "position_embeddings")) and isinstance(padding, int):
             return partial(_numbered_by_ids, padding)
     return None
+
+
+def counts_real_tokens(model: nn.Module) -> bool:
+    """Return whether a model that numbers its tokens leaves out what an attention_mask hides (OPT)."""
+    # BioGPT's table of positions could do so, too, but is given position ids.
+    kinds = {type(part) for part in model.modules() if not isinstance(part, nn.Embedding)}
+    return any("position_ids = torch.cumsum(" in _source_of_forward(kind) for kind in kinds)
+
+
+def _source_of_forward(kind: type[nn.Module]) -> str:
+    try:
+        return inspect.getsource(inspect.unwrap(kind.forward))
+    except (OSError, TypeError):
+        return ""
 
 
 def _numbered_by_ids(padding: int, prepared: Batch) -> Tensor:
@@ -188,10 +202,7 @@ def depends_on_length(module: nn.Module) -> bool:
     names = types.values() if isinstance(types, dict) else (types,)
     if any(kind in str(name) for name in names for kind in _BY_LENGTH):
         return True
-    try:
-        source = inspect.getsource(inspect.unwrap(type(module).forward))
-    except (OSError, TypeError):
-        return False
+    source = _source_of_forward(type(module))
     return "max(position_ids" in source or "position_ids.max(" in source  # PhiMoE asks for it itself
 
 

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from ds_ring.errors import RingConfigError, RingShapeError
 from ds_ring.integrations.adapter import apply, patch
-from ds_ring.integrations.deepspeed.batch import cache_in, pad_value
+from ds_ring.integrations.deepspeed.batch import SHARDING, cache_in, pad_value
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
 from ds_ring.integrations.deepspeed.engine import ENGINE, MODULE
 from ds_ring.integrations.deepspeed.session import RingSession
@@ -32,6 +32,7 @@ from ds_ring.integrations.deepspeed.token_flow import TokenFlow
 from ds_ring.integrations.transformers.families import pools_the_last_token
 from ds_ring.integrations.transformers.model import MODEL
 from ds_ring.integrations.transformers.model_adapter import ModelAdapter
+from ds_ring.integrations.transformers.variants.variant import home_of_forward
 from ds_ring.ops.shard import gather_sequence, shard_sequence
 
 log = logging.getLogger(__name__)
@@ -93,14 +94,16 @@ class _WholeCall:
 class WrappedModel:
     """Call a module around transformers models, on local tokens or on whole sequences."""
 
-    def __init__(self, module: nn.Module, session: RingSession, inner: list[PreTrainedModel]) -> None:
+    def __init__(
+        self, module: nn.Module, session: RingSession, inner: list[PreTrainedModel], is_attached: bool = False
+    ) -> None:
+        self._is_attached = is_attached  # the module itself has the sharding, which its code may not pass on
         self._name, self._session = type(module).__name__, session
         self._whole: dict[bool, bool] = {}  # by training mode, whether it reads across tokens
         self._shapes: dict[Path, Tensor] = {}  # its results for local tokens, by place in the output
         self._axes: dict[Path, int | None] = {}  # the dimension of tokens, by place in the output
         self._flow: TokenFlow | None = None
         self._call: _WholeCall | None = None
-        self._masks: list[Tensor] = []  # copies of the batch's attention_mask in this call
         self._parameters = inspect.signature(module.forward).parameters
         one = self._parameters.get(_MASK)
         takes_all = any(one.kind is one.VAR_KEYWORD for one in self._parameters.values())
@@ -178,7 +181,7 @@ class WrappedModel:
             mask_BS = (slots_S >= 0).long().expand(rows.shape[0], -1)
         if mask_BS is None:
             return kwargs
-        self._masks = [mask_BS]
+        self._session.batches.masks = [mask_BS]
         return kwargs | {_MASK: mask_BS}
 
     def _look(
@@ -254,8 +257,8 @@ class WrappedModel:
             elif x.ndim >= 2 and x.shape[1] == sharding.local_tokens:
                 found = _gathered(x, sharding)
             local_of[id(found)] = found, x
-            if any(x is mask for mask in self._masks):
-                self._masks.append(found)
+            if any(x is mask for mask in self._session.batches.masks):
+                self._session.batches.masks.append(found)
             return found
 
         names = [*self._parameters, *[""] * len(args)]
@@ -296,6 +299,8 @@ class WrappedModel:
         mask = named.get(_MASK)
         if isinstance(mask, Tensor) and self._is_of_batch(mask):
             named[_MASK] = None
+        if self._is_attached:
+            named.setdefault(SHARDING, self._session.batches.current)
         if self._flow is not None:
             self._flow.check_inputs(named.values())
             self._flow.pause()
@@ -305,9 +310,10 @@ class WrappedModel:
 
     def _is_of_batch(self, mask: Tensor) -> bool:
         """Return whether a mask equals the batch's own, which `shard_batch` has checked."""
-        return any(mask is one for one in self._masks) or (
+        masks = self._session.batches.masks
+        return any(mask is one for one in masks) or (
             self._call is not None
-            and any(mask.shape == one.shape and torch.equal(mask, one.to(mask)) for one in self._masks)
+            and any(mask.shape == one.shape and torch.equal(mask, one.to(mask)) for one in masks)
         )
 
     def _cut(self, model: str, name: str, x: Any) -> Any:
@@ -350,18 +356,19 @@ def wrapped_model(
     module: nn.Module, session: RingSession, attached: list[ModelAdapter]
 ) -> WrappedModel | None:
     """Return what calls a module that is no transformers model itself but has some inside; None without."""
-    models = [one.model for one in attached]
+    models, is_attached = [one.model for one in attached], False
     if not models or session.mesh.sequence_size == 1:
         return None
     if module in models:  # a class of the user's around a base model of transformers
-        if type(module).__module__.startswith("transformers."):
+        if home_of_forward(module).startswith("transformers."):
             return None
         parts = [one for one in module.modules() if isinstance(one, PreTrainedModel) and one is not module]
         inside = {id(part) for one in parts for part in one.modules() if part is not one}
         models = [one for one in parts if id(one) not in inside]
         if not models:
             return None
-    return WrappedModel(module, session, models)
+        is_attached = not attached[0].rewritten
+    return WrappedModel(module, session, models, is_attached)
 
 
 def _gathered(x: Tensor, sharding: BatchSharding) -> Tensor:

@@ -174,7 +174,7 @@ class ScoreMod:
         """
         if (tokens, samples, query_heads) in self._tried:
             return
-        where = torch.linspace(0, tokens - 1, min(SAMPLED, tokens), device="cpu").long()
+        where = torch.linspace(0, tokens - 1, min(SAMPLED, tokens), dtype=torch.float64, device="cpu").long()
         batch, heads = (torch.tensor(sorted({0, n - 1}), device="cpu") for n in (samples, query_heads))
         scores = torch.zeros(len(batch), len(heads), len(where), len(where), device="cpu")
         try:

@@ -38,6 +38,7 @@ from ds_ring.integrations.transformers.variants.variant import (
     AttachRequest,
     Variant,
     advice_for_own_attention,
+    home_of_forward,
 )
 from ds_ring.layers.distance_bias.attention import DistanceBiasAttention
 from ds_ring.layers.parts import merged
@@ -160,7 +161,7 @@ class LearnedPrompt(Variant):
             raise cannot_run(model, "its prompt is of one rank of a ring; leave ulysses_size out")
 
     def covers(self, model: PreTrainedModel, as_is: bool) -> set[str]:
-        known = type(model).__module__.startswith("transformers.models.") and self.matches(model)
+        known = home_of_forward(model).startswith("transformers.models.") and self.matches(model)
         return {INTERFACE, POSITIONS} if known and not as_is else set()
 
     def advice(self, kind: type[PreTrainedModel]) -> str | None:

@@ -28,7 +28,7 @@ from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
 from ds_ring.integrations.transformers.attention_name import NAME
 from ds_ring.integrations.transformers.checks import not_compiled
 from ds_ring.integrations.transformers.model import TABLE
-from ds_ring.integrations.transformers.variants.variant import INTERFACE, POSITIONS, Variant
+from ds_ring.integrations.transformers.variants.variant import INTERFACE, POSITIONS, Variant, home_of_forward
 from ds_ring.masks.catalog import Band
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import UNBOUNDED
@@ -63,7 +63,7 @@ class RelativePositionBias(Variant):
 
     def covers(self, model: PreTrainedModel, as_is: bool) -> set[str]:
         known = (
-            type(model).__module__.startswith("transformers.models.") and model.config.model_type in _TYPES
+            home_of_forward(model).startswith("transformers.models.") and model.config.model_type in _TYPES
         )
         return {INTERFACE, POSITIONS} if known and not as_is else set()
 

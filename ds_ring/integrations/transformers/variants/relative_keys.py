@@ -34,6 +34,7 @@ from ds_ring.integrations.transformers.variants.variant import (
     AttachRequest,
     Variant,
     advice_for_own_attention,
+    home_of_forward,
 )
 from ds_ring.layers.distance_bias.attention import DistanceBiasAttention
 from ds_ring.masks.catalog import Causal, Full
@@ -91,7 +92,7 @@ class RelativeKeys(Variant):
                 raise cannot_run(model, f"config.{key}: {what}; set it to False, if that is your model")
 
     def covers(self, model: PreTrainedModel, as_is: bool) -> set[str]:
-        known = type(model).__module__.startswith("transformers.models.") and model.config.model_type == _TYPE
+        known = home_of_forward(model).startswith("transformers.models.") and model.config.model_type == _TYPE
         return {INTERFACE, POSITIONS} if known and not as_is else set()
 
     def advice(self, kind: type[PreTrainedModel]) -> str | None:

@@ -31,6 +31,11 @@ CONVOLUTION = "convolution"  # a layer has an nn.Conv1d over tokens
 TWO_SEQUENCES = "two sequences"  # it is an encoder-decoder
 
 
+def home_of_forward(model: nn.Module) -> str:
+    """Return the module of the class whose forward a model runs: a subclass without one inherits it."""
+    return next(kind.__module__ for kind in type(model).__mro__ if "forward" in vars(kind))
+
+
 @dataclass(frozen=True)
 class AttachRequest:
     """The section with which a model is to run.

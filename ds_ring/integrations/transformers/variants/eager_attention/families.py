@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ds_ring.errors import RingPatternError
+from ds_ring.integrations.transformers.variants.variant import home_of_forward
 from ds_ring.layers.scores import Alibi
 from ds_ring.masks.catalog import Causal, Full, SlidingWindow
 from ds_ring.masks.pattern import Pattern
@@ -199,7 +200,7 @@ FAMILIES: Mapping[str, Family] = {
 
 def family_of(model: PreTrainedModel) -> Family | None:
     """Return the row of a model of `FAMILIES`; None for others, also of code from elsewhere."""
-    known = type(model).__module__.startswith("transformers.models.")
+    known = home_of_forward(model).startswith("transformers.models.")
     return FAMILIES.get(model.config.model_type) if known else None
 
 
