@@ -150,6 +150,7 @@ def initialize(
         if _has_part_of_transformers(model):
             with imports_of("a model of transformers", "transformers"):
                 from ds_ring.integrations.transformers.attach import attach
+                from ds_ring.integrations.transformers.module_watch import ModuleWatch
                 from ds_ring.integrations.transformers.wrappers import wrapped_model
             attached = list(attach(model, session))
             wrapper = wrapped_model(model, session, attached)
@@ -167,6 +168,8 @@ def initialize(
         if first_batch is not None:
             first_batch.engine = engine
         patches = _patches_of(engine, session, attached, wrapper, first_batch, trains)
+        if attached and session.config.check_modules and session.mesh.sequence_size > 1:
+            patches.append(ModuleWatch(session, engine, attached))
         apply(*patches, session=session, engine=engine)
         for module in {engine.module, *(one.model for one in attached)}:
             apply(refuse_to_pickle, session=session, module=module)

@@ -241,8 +241,8 @@ class Generation(ModelPart):
             f"expected greedy decoding, sampling or beams, got {mode.value}": mode.value not in _MODES
             or asked.get("custom_generate") is not None,
             "expected use_cache=True, got False": settings.use_cache is False,
-            f"expected greedy decoding or sampling, got {mode.value}: transformers' cache does not reorder the"
-            " model's states, and beams would go on with those of others": "beam" in mode.value
+            f"expected greedy decoding or sampling, got {mode.value}: transformers' cache does not reorder"
+            " the model's states, and beams would go on with those of others": "beam" in mode.value
             and any(one.mixes_beams(self.model) for one in variants()),
             "expected no config.sliding_window, got one that its attention does not know: transformers' cache"
             " would forget tokens; set it to None": only_the_cache_slides,

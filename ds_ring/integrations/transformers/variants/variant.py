@@ -144,7 +144,7 @@ class Variant:
         return False
 
     def mixes_beams(self, model: PreTrainedModel) -> bool:
-        """Return whether transformers' cache of a model does not reorder its states when beams change rows."""
+        """Return whether transformers' cache leaves a model's states in place when beams change rows."""
         return self.has_own_cache(model)
 
 
