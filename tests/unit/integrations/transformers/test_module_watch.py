@@ -13,11 +13,11 @@ from ds_ring.integrations.transformers.module_watch import ModuleWatch
 from ds_ring_launcher.check.small_model import build, read_config, shrink
 
 FAMILIES = (
-    "llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "gemma3n_text", "gpt_oss", "gpt2",
-    "gpt_neox",     "phi3", "mixtral", "deepseek_v2", "deepseek_v3", "olmo3", "cohere2", "falcon", "bloom", "mpt", "opt",
-    "mamba", "mamba2", "jamba", "bamba", "qwen3_next", "recurrent_gemma", "minimax", "rwkv", "xlstm",
-    "zamba2", "lfm2",     "granitemoehybrid", "nemotron_h", "llama4_text", "modernbert-decoder", "doge", "stablelm", "xglm",
-    "codegen",
+    "llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "gemma3n_text",
+    "gpt_oss", "gpt2", "gpt_neox", "phi3", "mixtral", "deepseek_v2", "deepseek_v3", "olmo3",
+    "cohere2", "falcon", "bloom", "mpt", "opt", "mamba", "mamba2", "jamba", "bamba", "qwen3_next",
+    "recurrent_gemma", "minimax", "rwkv", "xlstm", "zamba2", "lfm2", "granitemoehybrid",
+    "nemotron_h", "llama4_text", "modernbert-decoder", "doge", "stablelm", "xglm", "codegen",
 )  # fmt: skip
 
 
