@@ -203,6 +203,10 @@ class RingConfig(PassOptions, RingKeys):
         default=False,
         description="compare the first step with one process: logits, loss, every gradient",
     )
+    check_modules: Flag = Field(
+        default=True,
+        description="first step: refuse modules and hooks of yours in a model that mix tokens",
+    )
     monitor: Flag = Field(
         default=False, description="report hop times, bytes and memory to DeepSpeed's monitor"
     )

@@ -17,9 +17,9 @@ SIZE = Size(hidden=32, layers=2, tokens=21, samples=2)
 
 # From the inside out.
 METHODS = {
-    "forward": ["RingUse", "FirstBatch", "attribute_engine_failure"],
+    "forward": ["RingUse", "ModuleWatch", "FirstBatch", "attribute_engine_failure"],
     "backward": ["RingUse", "attribute_engine_failure"],
-    "_backward_prologue": ["refuse_direct_backward"],
+    "_backward_prologue": ["InputGradients", "refuse_direct_backward"],
     "step": ["FirstBatch", "StepMetrics", "_Report", "SynchronizedResults", "attribute_engine_failure"],
     "save_checkpoint": ["save_checkpoint", "SynchronizedResults", "attribute_engine_failure"],
     "load_checkpoint": ["load_checkpoint", "attribute_engine_failure"],
@@ -32,8 +32,8 @@ METHODS = {
     "destroy": ["_destroy", "attribute_engine_failure"],
 }
 # In the order in which torch calls them.
-BEFORE = ["WholeBatches", "_find_sharding", "StepMetrics", "_Report"]
-AFTER = ["StepMetrics", "_Report", "WholeBatches"]
+BEFORE = ["WholeBatches", "_find_sharding", "InputGradients", "StepMetrics", "_Report"]
+AFTER = ["InputGradients", "StepMetrics", "_Report", "WholeBatches"]
 
 
 def name_of(part: Any) -> str:

@@ -54,6 +54,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "padded on the right": GREEDY | {"padding": (0, 11, 4), "on_the_right": True},
     "begun": GREEDY | {"decoder_input_ids": torch.arange(15).view(3, 5) + 3},
     "beams": GREEDY | {"num_beams": 3, "num_return_sequences": 2},
+    "sampled beams": GREEDY | {"num_beams": 3, "num_return_sequences": 2, "do_sample": True},
+    "several samples": GREEDY | {"num_return_sequences": 2, "do_sample": True},
     "ended": {"max_new_tokens": 24, "eos_token_id": list(range(0, VOCABULARY, 3)), "pad_token_id": 0},
     "in chunks": GREEDY | {"prefill_chunk_size": 16, "padding": (0, 18, 4)},
     "in chunks, not padded": GREEDY | {"prefill_chunk_size": 16},
@@ -145,13 +147,13 @@ def on_a_ring(rank: int, world_size: int, case: Case) -> Ways:
         return Ways(replica, found, {way: generate(plain, way, case.tokens, replica) for way in ways})
 
 
-RECURRENT = ("greedy", "padded on the left", "beams", "in chunks", "one token")
+RECURRENT = ("greedy", "padded on the left", "beams", "in chunks", "one token", "sampled beams")
 KEPT = {  # whose states are in caches of their own, in modules, or beside keys
     # Not padded: one process numbers tokens by the cache of a layer that has none, so padding changes them.
-    "minimax": ("greedy", "sampled"),
-    "recurrent_gemma": ("greedy", "sampled"),
-    "zaya": ("greedy", "sampled", "padded on the left"),
-    # In caches of their own, whose beams transformers does not reorder.
+    # Its cache does not reorder them, nor do those of xLSTM and RWKV, which are caches of their own.
+    "minimax": ("greedy", "sampled", "several samples"),
+    "recurrent_gemma": ("greedy", "sampled", "beams", "sampled beams", "several samples"),
+    "zaya": ("greedy", "sampled", "padded on the left", "beams", "sampled beams", "several samples"),
     "xlstm": ("greedy", "sampled", "padded on the left", "one token"),
     # Steps of one token mix the samples of a batch in transformers 5.24, so one token is a prompt of its own.
     "rwkv": ("greedy", "sampled", "padded on the left", "one sample", "one token of one sample"),
@@ -287,3 +289,27 @@ def test_what_cannot_be_honoured_is_refused_on_every_rank(rank_pool: Pool) -> No
         )  # fmt: skip
         for word, text in zip(words, found, strict=True):
             assert word in text, (number, text)
+
+
+def beams_of_states(rank: int, world_size: int, name: str) -> list[str]:
+    """What each way that reorders rows raises."""
+    model = build(name)
+    _engine = start_engine(model, json_config(world_size, 1, 0))
+    model.eval()
+    found = []
+    for asked in ({"num_beams": 2}, {"num_beams": 2, "do_sample": True}):
+        torch.manual_seed(0)
+        with pytest.raises(RingConfigError) as raised:
+            model.generate(torch.arange(1, 20)[None], max_new_tokens=2, **asked)
+        found.append(str(raised.value))
+    return found
+
+
+@pytest.mark.situation(
+    "generation", "Beam search of a model whose states transformers' cache does not reorder."
+)
+@pytest.mark.parametrize("name", ["minimax", "xlstm", "rwkv"])
+def test_beams_of_states_that_are_not_reordered_are_refused(rank_pool: Pool, name: str) -> None:
+    for found in rank_pool(2).run(beams_of_states, name):
+        for mode, text in zip(("beam_search", "beam_sample"), found, strict=True):
+            assert f"got {mode}: transformers' cache does not reorder the model's states" in text

@@ -88,6 +88,7 @@ KEYS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         "offload"),
     "ring_attention.check_finite": ({}, {"check_finite": True}, "NaN"),
     "ring_attention.verify_first_batch": ({}, {"verify_first_batch": True}, "forward"),
+    "ring_attention.check_modules": ({}, {"check_modules": False}, "watch"),
     "ring_attention.monitor": (CSV, CSV | {"monitor": True}, "traces"),
 }  # fmt: skip
 
@@ -118,6 +119,8 @@ def observe(section: dict[str, Any], name: str, folder: str, defaults: dict[bool
         return type(layer.expand_kv).__name__
     if name == "long":
         return in_the_model(start(section, build_model(SIZE, "sdpa")).module)
+    if name == "watch":
+        return str("module_watch" in start(section, build_model(SIZE, "sdpa")).ring.describe())
     if name == "rings":
         return str(start(section, build_model(SIZE, "sdpa")).ring.dynamic.rings is not None)
     engine = defaults.get(name != "NaN" and not section) or start(section, Own(of_the_session))

@@ -402,7 +402,9 @@ def report_of(tensors: Mapping[str, Tensor]) -> BatchReport:
         kind = "labels" if key in LABEL_KEYS else "inputs"
         flat = tensors[key].detach().cpu().contiguous().view(-1).view(torch.uint8)
         crcs[kind] = zlib.crc32(flat.numpy().tobytes(), crcs[kind])
-    keys_crc = zlib.crc32(" ".join(sorted(tensors)).encode())
+    # whose gradient all ranks compute together
+    keys = (f"{name} requires_grad" if tensors[name].requires_grad else name for name in sorted(tensors))
+    keys_crc = zlib.crc32(" ".join(keys).encode())
     samples, tokens = token_shape(tensors)
     return BatchReport(0, samples, tokens, keys_crc, crcs["inputs"], crcs["labels"], valid_tokens(tensors))
 

@@ -41,6 +41,7 @@ from ds_ring.integrations.deepspeed.failure_attribution import (
     join_job,
 )
 from ds_ring.integrations.deepspeed.first_batch import FirstBatch
+from ds_ring.integrations.deepspeed.input_gradients import InputGradients
 from ds_ring.integrations.deepspeed.loader import RingLoader, check_dataset
 from ds_ring.integrations.deepspeed.refusals import (
     RingUse,
@@ -222,7 +223,12 @@ def _patches_of(
 ) -> list[Any]:
     """Return the patches of an engine, from the inside out."""
     patches: list[Any] = [_ring.to(session), partial(_find_sharding, session), wrapper]
-    patches += [RingUse(session, engine, is_own=not attached), first_batch]
+    patches += [InputGradients(session, engine), RingUse(session, engine, is_own=not attached)]
+    if attached and session.config.check_modules and session.mesh.sequence_size > 1:
+        from ds_ring.integrations.transformers.module_watch import ModuleWatch
+
+        patches.append(ModuleWatch(session, engine, attached))
+    patches.append(first_batch)
     speeds = session.config.rank_speeds
     if speeds is not None and speeds != "measured":
         session.set_speeds(tuple(speeds))

@@ -62,6 +62,7 @@ from ds_ring.integrations.deepspeed.dynamic_ring import (
     joined,
 )
 from ds_ring.integrations.deepspeed.engine import DEEPSPEED
+from ds_ring.integrations.deepspeed.input_gradients import check_divisor, with_whole_gradients
 from ds_ring.integrations.deepspeed.loader import (
     RingLoader,
     SampleOrder,
@@ -585,6 +586,7 @@ class RingSession:
         """Prepare a batch; keep a fault until the ranks have compared notes, so that all stop together."""
         try:
             documents, needs, given = self.config.pattern.documents, self.needs, batch()
+            check_divisor(given, self.gradient_divisor, self.mesh.grid.world_size)
             if needs.batches is not None:
                 prepared = needs.batches.prepare(given, needs.number_tokens)
                 return ReadyBatch(prepared, report_of(prepared))
@@ -615,7 +617,7 @@ class RingSession:
         `mesh` is a smaller ring that the batch is for, `longest` then the greatest position of the whole
         batch.
         """
-        prepared = ready.tensors
+        prepared = with_whole_gradients(ready.tensors, mesh or self.mesh)
         if self.needs.batches is not None:
             local, sharding = self.needs.batches.cut(prepared, self)
             return {key: tensor.to(self.device) for key, tensor in local.items()}, sharding

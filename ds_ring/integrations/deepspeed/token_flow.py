@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -90,6 +90,7 @@ class TokenFlow(TorchDispatchMode):
         self._flows: dict[Any, tuple[Flow, Any]] = {}
         self._labels: set[Any] = set()
         self._results: set[Any] = set()  # of inner models
+        self._frame: int | None = None  # identity of the frame within which operators are watched
 
     def add_tokens(self, values: Iterable[Any], labels: Any = None) -> None:
         """Take the tensors [B, S, ...] among values for one entry a token."""
@@ -113,7 +114,7 @@ class TokenFlow(TorchDispatchMode):
         """Look at what an inner model is given: tensors of S tokens come from the batch."""
         for x in values:
             if isinstance(x, Tensor) and x.ndim >= 2 and x.shape[1] == self._tokens and self._flow(x) is None:
-                self._note(f"a tensor {list(x.shape)} made for this rank's tokens", _caller()[0])
+                self._note(f"a tensor {list(x.shape)} made for this rank's tokens", _caller(self._frame)[0])
 
     def pause(self) -> None:
         """Watch nothing until `resume`."""
@@ -162,7 +163,7 @@ class TokenFlow(TorchDispatchMode):
         try:
             result = func(*args, **kwargs)
         except (IndexError, RuntimeError):  # an index, or a tensor, of the whole sequence
-            line, is_ours = _caller()
+            line, is_ours = _caller(self._frame)
             tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
             if not is_ours and any(self._flow(x) is not None for x in tensors):
                 self._note(f"{func.overloadpacket.__name__} over tokens", line)
@@ -170,10 +171,10 @@ class TokenFlow(TorchDispatchMode):
         inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         flows = [self._flow(x) for x in inputs]
         outputs = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
-        line, is_ours = _caller()
+        line, is_ours = _caller(self._frame)
         found: list[Flow | None] = []
-        if is_ours:  # tokens received from other ranks have no source tensor here
-            found = [Flow("whole")] * len(outputs)
+        if is_ours:
+            found = self._of_ring(flows, inputs, outputs)
         elif any(flow is not None for flow in flows):
             try:
                 found = self._rule(func, args, kwargs, list(zip(inputs, flows, strict=True)), outputs)
@@ -183,6 +184,12 @@ class TokenFlow(TorchDispatchMode):
             if flow is not None:
                 self._put(x, flow)
         return result
+
+    def _of_ring(
+        self, flows: list[Flow | None], inputs: list[Tensor], outputs: list[Tensor]
+    ) -> list[Flow | None]:
+        """Return what results of ds_ring are: tokens received from other ranks have no source tensor here."""
+        return [Flow("whole")] * len(outputs)
 
     def _rule(
         self,
@@ -337,6 +344,91 @@ class TokenFlow(TorchDispatchMode):
         )
 
 
+class ModuleFlow(TokenFlow):
+    """Watch a module or hooks inside a model on a ring, whose attention is the ring's.
+
+    What ds_ring returns to the module has an entry for each token of its operands; what is not known of it
+    is taken as right.
+
+    Args:
+        tokens, samples: of this rank's part of the batch.
+        frame: identity of the frame within which operators are watched.
+    """
+
+    def __init__(self, tokens: int, samples: int, frame: int | None) -> None:
+        super().__init__(tokens)
+        self._samples, self._frame = samples, frame
+
+    def guess(self, x: Tensor) -> Flow | None:
+        """Return what a tensor is by its shape alone; None for one that has no entry for each token."""
+        tokens, merged = self._tokens, self._tokens * self._samples
+        if isinstance(x, nn.Parameter) or x.ndim == 0:
+            return None
+        if x.ndim >= 2 and x.shape[1] == tokens:
+            return Flow("tokens", 1)
+        if x.ndim >= 4 and x.shape[2] == tokens:
+            return Flow("tokens", 2)
+        if x.shape[0] == merged or (x.ndim >= 3 and x.shape[0] == tokens):
+            return Flow("tokens", 0)
+        if x.ndim >= 3 and x.shape[-1] == tokens:
+            return Flow("tokens", x.ndim - 1)
+        is_picked = x.ndim == 2 and x.is_floating_point() and x.shape[0] != self._samples
+        return Flow("tokens", 0, True) if is_picked else None  # tokens that a router has chosen
+
+    def take(self, values: Iterable[Tensor], outer: ModuleFlow | None = None) -> list[Flow | None]:
+        """Take tensors as given to the module, by what `outer` knows of them or by shape; return that."""
+        knows = outer is not None and outer.found is None
+        flows = [outer._flow(x) if knows and outer is not None else self.guess(x) for x in values]
+        for x, flow in zip(values, flows, strict=True):
+            if flow is not None:
+                self._put(x, flow)
+        return flows
+
+    def take_back(self, values: Iterable[Tensor], inner: ModuleFlow | None, given: Iterable[Tensor]) -> None:
+        """Take the results of a module inside: by its own flow, or of ds_ring's and transformers' modules."""
+        values, given = list(values), list(given)
+        guesses = self._of_ring([self._flow(x) for x in given], given, values)
+        for x, guessed in zip(values, guesses, strict=True):
+            flow = inner._flow(x) if inner is not None and inner.found is None else self._flow(x) or guessed
+            if flow is not None:
+                self._put(x, flow)
+
+    def check(self, results: Iterable[Tensor], given: Iterable[Tensor]) -> None:
+        """Look at what the module returns: entries by token come from its tokens; no sums."""
+        inputs = {_key(x) for x in given}
+        for x in results:
+            flow, guessed = self._flow(x), self.guess(x)
+            if flow is not None and flow.kind == "sum":
+                self._note("a sum over tokens", "its end")
+            if flow is None and guessed is not None and not guessed.picked and _key(x) not in inputs:
+                self._note(f"a result {list(x.shape)} that is not known to be of tokens", "its end")
+
+    def _of_ring(
+        self, flows: list[Flow | None], inputs: list[Tensor], outputs: list[Tensor]
+    ) -> list[Flow | None]:
+        known = [(x, flow) for x, flow in zip(inputs, flows, strict=True) if flow and flow.kind == "tokens"]
+
+        def of(out: Tensor) -> Flow | None:
+            for x, flow in known:
+                if out.ndim > flow.axis and out.shape[flow.axis] == x.shape[flow.axis]:
+                    return flow
+            return self.guess(out) or (Flow("whole") if known else None)
+
+        return [of(out) for out in outputs]
+
+    def _rule(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        inputs: list[tuple[Tensor, Flow | None]],
+        outputs: list[Tensor],
+    ) -> list[Flow | None]:
+        if any(flow is not None and flow.kind == "whole" for _, flow in inputs):
+            return [Flow("whole")] * len(outputs)
+        return super()._rule(func, args, kwargs, inputs, outputs)
+
+
 def _mixes() -> Any:
     raise _MixesError
 
@@ -401,11 +493,14 @@ def _moved(name: str, given: dict[str, Any], ndim: int, axis: int, dims: set[int
     return None
 
 
-def _caller() -> tuple[str, bool]:
-    """Return the line that called an operator, as FILE:LINE (CODE), and whether ds_ring is in between."""
+def _caller(outermost: int | None = None) -> tuple[str, bool]:
+    """Return the line that called an operator, as FILE:LINE (CODE), and whether ds_ring is in between.
+
+    `outermost` is the identity of the frame at which the search ends; None: at a caller's `_look`.
+    """
     frame: Any = sys._getframe(2)
     line, is_ours = "", False
-    while frame is not None:
+    while frame is not None and id(frame) != outermost:
         module = frame.f_globals.get("__name__", "")
         if module == __name__ or module.startswith("torch"):
             frame = frame.f_back

@@ -241,8 +241,9 @@ class Generation(ModelPart):
             f"expected greedy decoding, sampling or beams, got {mode.value}": mode.value not in _MODES
             or asked.get("custom_generate") is not None,
             "expected use_cache=True, got False": settings.use_cache is False,
-            f"expected greedy decoding or sampling, got {mode.value}: transformers does not reorder the"
-            " model's states": self._has_own_cache and "beam" in mode.value,
+            f"expected greedy decoding or sampling, got {mode.value}: transformers' cache does not reorder"
+            " the model's states, and beams would go on with those of others": "beam" in mode.value
+            and any(one.mixes_beams(self.model) for one in variants()),
             "expected no config.sliding_window, got one that its attention does not know: transformers' cache"
             " would forget tokens; set it to None": only_the_cache_slides,
             f"expected no cache of another kind, got {type(cache).__name__}": cache is not None

@@ -148,6 +148,10 @@ class Variant:
         """Return whether a model makes a cache of its own kind, of states that every rank has."""
         return False
 
+    def mixes_beams(self, model: PreTrainedModel) -> bool:
+        """Return whether transformers' cache leaves a model's states in place when beams change rows."""
+        return self.has_own_cache(model)
+
 
 def advice_for_own_attention(kind: type[PreTrainedModel], types: Container[str]) -> str | None:
     """Return how to start a model whose layers compute attention themselves; None unless of `types`."""

@@ -169,6 +169,11 @@ class Recurrent(Variant):
     def has_own_cache(self, model: PreTrainedModel) -> bool:
         return any(name in _OWN_STATES for part in model.modules() for _, name in _used(type(part)))
 
+    def mixes_beams(self, model: PreTrainedModel) -> bool:
+        # `MiniMaxCache.linear_cache` is no layer of the cache, and `Cache.reorder_cache` knows layers only.
+        names = {type(part).__name__ for part in model.modules()}
+        return self.has_own_cache(model) or "MiniMaxLightningAttention" in names
+
 
 def _give_sharding(adapter: ModelAdapter) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Return the hooks of a recurrent layer that give its functions the sharding of the batch."""
