@@ -78,7 +78,7 @@ class _PassDraws:
 
     def __init__(self, session: RingSession, drops_layers: bool, is_compiled: bool) -> None:
         self._device = session.device
-        base = int(torch.randint(2**62, (), dtype=torch.int64))
+        base = int(torch.randint(2**62, (), dtype=torch.int64, device="cpu"))
         if drops_layers:
             base = _of_first_rank(base, session)
         self._states = _states(self._device)
