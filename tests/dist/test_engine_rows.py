@@ -32,8 +32,8 @@ METHODS = {
     "destroy": ["_destroy", "attribute_engine_failure"],
 }
 # In the order in which torch calls them.
-BEFORE = ["WholeBatches", "_find_sharding", "StepMetrics", "_Report"]
-AFTER = ["StepMetrics", "_Report", "WholeBatches"]
+BEFORE = ["WholeBatches", "_find_sharding", "StepMetrics", "_Report", "seed_generators"]
+AFTER = ["StepMetrics", "_Report", "restore_generators", "WholeBatches"]
 
 
 def name_of(part: Any) -> str:
