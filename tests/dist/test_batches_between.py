@@ -108,7 +108,7 @@ DAY = {
     "mamba2": (("length", "reentrant"), ("documents", "not reentrant")),
 }
 NIGHT = """
-    llama bloom gpt2 xlnet big_bird cpmant gemma4_text deepseek_v32 deepseek_v4 minimax_m3_vl_text doge rwkv xlstm
+    llama bloom gpt2 big_bird gemma4_text deepseek_v32 deepseek_v4 minimax_m3_vl_text doge rwkv xlstm
     zaya minimax recurrent_gemma qwen4_exp_text kimi_linear jamba falcon_h1 lfm2
 """
 CASES = [

@@ -32,8 +32,8 @@ METHODS = {
     "destroy": ["_destroy", "attribute_engine_failure"],
 }
 # In the order in which torch calls them.
-BEFORE = ["WholeBatches", "_find_sharding", "InputGradients", "StepMetrics", "_Report"]
-AFTER = ["InputGradients", "StepMetrics", "_Report", "WholeBatches"]
+BEFORE = ["WholeBatches", "_find_sharding", "InputGradients", "StepMetrics", "_Report", "seed_generators"]
+AFTER = ["InputGradients", "StepMetrics", "_Report", "restore_generators", "WholeBatches"]
 
 
 def name_of(part: Any) -> str:
@@ -102,7 +102,7 @@ def test_patches_of_an_engine_have_their_order(rank_pool: Any, tmp_path: Path) -
     found = rank_pool(2).run(describe, str(tmp_path))[0]
     assert found["methods"] == METHODS
     assert (found["before"], found["after"]) == (BEFORE, AFTER)
-    assert found["after an error"] == [["WholeBatches"]] * 2
+    assert found["after an error"] == [["restore_generators", "WholeBatches"], ["WholeBatches"]]
     for row in ("engine.step (monitor)", "engine.forward (first_batch)", "shutil.copytree", "torch.load"):
         assert row in found["full"], found["full"]
     for row in ("(monitor)", "(first_batch)", "(run_report)", "(evaluation)"):

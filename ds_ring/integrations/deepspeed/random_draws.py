@@ -29,9 +29,8 @@ _STEP = 0x9E3779B97F4A7C15  # odd, so that the seeds of ranks differ (splitmix64
 _DRAW = torch.rand
 _draws_patch = partial(patch, ENGINE, feature="random_draws", when="the model draws random numbers")
 _before_pass = _draws_patch(
-    stage="before_forward", options=("prepend",),
-    reason="ranks draw other dropout masks, and leave out the same layers",
-)  # fmt: skip
+    stage="before_forward", reason="ranks draw other dropout masks, and leave out the same layers"
+)
 _after_pass = _draws_patch(
     stage="after_forward", options=("always_call",), reason="the generators go on from where they were"
 )
@@ -58,19 +57,19 @@ def _hooks(session: RingSession, engine: Any) -> tuple[Callable[..., None], Call
     passes: list[_PassDraws | None] = []  # under way, innermost last
 
     @_before_pass
-    def before(*_: Any) -> None:
+    def seed_generators(*_: Any) -> None:
         model = engine.module
         passes.append(None)
         if model.training and not session.batches.is_off and draws_random_numbers(model):
             passes[-1] = _PassDraws(session, drops_layers(model), engine.is_compiled)
 
     @_after_pass
-    def after(*_: Any) -> None:
+    def restore_generators(*_: Any) -> None:
         draws = passes.pop() if passes else None
         if draws is not None:
             draws.end()
 
-    return before, after
+    return seed_generators, restore_generators
 
 
 class _PassDraws:
