@@ -110,6 +110,30 @@ def test_inputs_are_those_of_one_process_or_refused(rank_pool: Pool, name: str) 
         family_ranks.check(got, expected, least=1e-3)
 
 
+def classified_on_the_left(rank: int, world_size: int) -> float:
+    """How far the logits of a classifier are from one process, given embeddings with padding on the left."""
+    deepspeed = start_deepspeed()
+    import ds_ring
+
+    ds_ring.enable()
+    case = CASES["classifier, left"]
+    model = build(case).float().eval()
+    batch = batch_for(model, case)
+    del batch["labels"]
+    with torch.no_grad():
+        expected = model(**batch).logits
+    engine = deepspeed.initialize(model=model, config=json_config(world_size, SAMPLES, 0))[0]
+    with torch.no_grad():
+        return float((engine(**batch).logits - expected).abs().max())
+
+
+@pytest.mark.situation(
+    "padding", "gave a classifier embeddings with padding on the left, by ds_ring.enable()"
+)
+def test_a_classifier_reads_the_last_token_after_padding_was_moved(rank_pool: Pool) -> None:
+    assert max(rank_pool(2).run(classified_on_the_left)) < 1e-5
+
+
 def trained_on_the_left(rank: int, world_size: int, family: str) -> tuple[float, float, list[str]]:
     """How far loss and gradients are from one process on a stock collator's batch, without the shifted label there.
 
