@@ -110,6 +110,30 @@ def test_inputs_are_those_of_one_process_or_refused(rank_pool: Pool, name: str) 
         family_ranks.check(got, expected, least=1e-3)
 
 
+def classified_on_the_left(rank: int, world_size: int) -> float:
+    """How far the logits of a classifier are from one process, given embeddings with padding on the left."""
+    deepspeed = start_deepspeed()
+    import ds_ring
+
+    ds_ring.enable()
+    case = CASES["classifier, left"]
+    model = build(case).float().eval()
+    batch = batch_for(model, case)
+    del batch["labels"]
+    with torch.no_grad():
+        expected = model(**batch).logits
+    engine = deepspeed.initialize(model=model, config=json_config(world_size, SAMPLES, 0))[0]
+    with torch.no_grad():
+        return float((engine(**batch).logits - expected).abs().max())
+
+
+@pytest.mark.situation(
+    "padding", "gave a classifier embeddings with padding on the left, by ds_ring.enable()"
+)
+def test_a_classifier_reads_the_last_token_after_padding_was_moved(rank_pool: Pool) -> None:
+    assert max(rank_pool(2).run(classified_on_the_left)) < 1e-5
+
+
 def trained_on_the_left(rank: int, world_size: int, family: str) -> tuple[float, float, list[str]]:
     """How far loss and gradients are from one process on a stock collator's batch, without the shifted label there.
 
@@ -227,3 +251,51 @@ def test_a_subclass_is_what_it_inherits(rank_pool: Pool, kind: str) -> None:
     assert got.losses == pytest.approx(expected.losses, rel=1e-5)
     for name, gradient in expected.gradients.items():
         assert torch.allclose(got.gradients[name], gradient, atol=1e-5), name
+
+
+KEPT: dict[str, Any] = {
+    "one": 1,
+    "some": 5,
+    "all": TOKENS,
+    "places": torch.tensor([3, TOKENS - 1]),
+    "places of each": torch.tensor([[9, 22], [0, 4]]),
+    "mask": torch.arange(SAMPLES * TOKENS).view(SAMPLES, TOKENS) % 5 == 0,
+}
+
+
+def kept_logits(rank: int, world_size: int) -> tuple[dict[str, float], str]:
+    """How far the logits are that stock keeps, and what a call with labels raises."""
+    deepspeed = start_deepspeed()
+    import ds_ring
+
+    ds_ring.enable()
+    case = Case("llama", side="left")
+    model = build(case).float().eval()
+    batch = batch_for(model, case)
+    labels = batch.pop("labels")
+    real = batch["attention_mask"].bool()
+    with torch.no_grad():
+        expected = {name: model(**batch, logits_to_keep=keep).logits for name, keep in KEPT.items()}
+        every = model(**batch).logits
+    engine = deepspeed.initialize(model=model, config=json_config(world_size, SAMPLES, 0))[0]
+    errors = {}
+    with torch.no_grad():
+        for name, keep in KEPT.items():
+            got = engine(**batch, logits_to_keep=keep).logits
+            # of padding, which sees other tokens here, there is no right value
+            shown = torch.isin(expected[name], every[real])
+            assert got.shape == expected[name].shape, name
+            errors[name] = float((got - expected[name])[shown].abs().max())
+        with pytest.raises(ds_ring.RingConfigError) as refused:
+            engine(**batch, labels=labels, logits_to_keep=1)
+        engine(**batch, labels=labels, logits_to_keep=0)
+    return errors, str(refused.value)
+
+
+@pytest.mark.situation(
+    "inputs", "asked a model under ds_ring.enable() for the logits of some tokens, logits_to_keep"
+)
+def test_the_kept_logits_are_those_of_one_process(rank_pool: Pool) -> None:
+    for errors, refused in rank_pool(2).run(kept_logits):
+        assert max(errors.values()) < 1e-5, errors
+        assert "logits_to_keep: expected none, or all 23 tokens, with labels, got 1" in refused

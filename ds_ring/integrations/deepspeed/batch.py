@@ -150,7 +150,8 @@ def prepare_batch(
     mask_BT = tensors.pop("attention_mask", None)
     _check_rows(tensors, shape)
     if mask_BT is not None and tuple(mask_BT.shape) != shape:
-        raise RingShapeError.wrong("attention_mask", f"{list(shape)}", list(mask_BT.shape), "use a pattern")
+        advice = 'leave it out: "pattern" of the JSON says which token attends to which'
+        raise RingShapeError.wrong("attention_mask", f"{list(shape)}", list(mask_BT.shape), advice)
     kind = row_kind(tensors)
     if kind is not None:
         kind.check(tensors, pattern, documents or mask_BT is not None)

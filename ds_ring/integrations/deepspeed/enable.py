@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from ds_ring.config.json_text import SECTION
 from ds_ring.errors import RingConfigError, RingPatternError, RingShapeError
 from ds_ring.integrations.adapter import apply, patch
-from ds_ring.integrations.deepspeed.batch import IGNORE, cache_in, warn_of_shifted_padding
+from ds_ring.integrations.deepspeed.batch import EMBEDS, IGNORE, cache_in, warn_of_shifted_padding
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
-from ds_ring.integrations.deepspeed.engine import DEEPSPEED, ENGINE, MODULE
+from ds_ring.integrations.deepspeed.engine import DEEPSPEED, ENGINE, MODULE, is_of_transformers
 from ds_ring.integrations.deepspeed.initialize import initialize, leave_shm_out
 from ds_ring.integrations.deepspeed.loss import number_of, sequence_sum_op
 from ds_ring.integrations.deepspeed.outputs import Gather, is_number, whole_output
@@ -39,6 +39,7 @@ from ds_ring.schedule.layout import Layout
 _ITEMS = "num_items_in_batch"
 # What TRL's fused head returns for each label: one fewer than tokens where it shifts the labels itself.
 _OF_LABELS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask")
+_KEEP = "logits_to_keep"  # transformers' argument
 _LABELS = ("labels", "shift_labels", _ITEMS)
 # Where documents begin, for kernels of variable length; position ids say the same.
 _BORDERS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
@@ -167,7 +168,7 @@ class WholeBatches:
         self.share = session.mesh.data_size / session.gradient_divisor
         self._parameters = inspect.signature(module.forward).parameters
         self._nested = 0  # calls of the outermost module inside its call
-        self._outermost: tuple[nn.Module, BatchSharding, bool, Tensor | None] | None = None
+        self._outermost: tuple[nn.Module, BatchSharding, bool, Tensor | None, Any] | None = None
 
     # A Trainer evaluates the module without the engine; the outer of two calls does the work.
     @_whole_patch(MODULE, stage="before_forward", options=("prepend",))
@@ -184,7 +185,7 @@ class WholeBatches:
         if cache_in(kwargs) is not None:  # `generate` cuts its prompts itself
             return None
         given = self._named(args, kwargs)
-        items = given.pop(_ITEMS, None)
+        items, keep = given.pop(_ITEMS, None), self._kept_logits(given)
         batch = {key: x for key, x in given.items() if isinstance(x, Tensor) and x.ndim > 0}
         flushed, left_B1 = self._flushed(_without_borders(batch))
         local: dict[str, Any] = dict(self._session.shard_batch(flushed))
@@ -195,7 +196,7 @@ class WholeBatches:
             items = torch.as_tensor(items, device=self._session.device)
             local[_ITEMS] = items * self.share
         shifts = "labels" in given and "shift_labels" not in given
-        self._outermost = module, self._session.batches.current, shifts, left_B1
+        self._outermost = module, self._session.batches.current, shifts, left_B1, keep
         rest = {key: x for key, x in given.items() if key not in batch and key not in _BORDERS}
         return (), rest | {key: x for key, x in local.items() if self._takes(key)}
 
@@ -208,7 +209,7 @@ class WholeBatches:
         if self._nested:
             self._nested -= 1
             return None
-        _, sharding, shifts, left_B1 = self._outermost
+        _, sharding, shifts, left_B1, keep = self._outermost
         self._outermost = None
         if output is None:  # the call failed
             return None
@@ -225,7 +226,31 @@ class WholeBatches:
             by_name = {name: of_encoder for name in names if name.startswith("encoder_")}
         if shifts and isinstance(output, dict) and "log_probs" in output:
             by_name |= {name: lambda x: whole(x)[:, :-1] for name in _OF_LABELS}
+        if keep is not None:
+            by_name |= {"logits": lambda x: _kept(whole(x), keep)}
         return whole_output(output, self.shown, whole, by_name)
+
+    def _kept_logits(self, given: dict[str, Any]) -> Any:
+        """Take the tokens out of a call of which transformers returns logits; None for all.
+
+        Raises:
+            RingConfigError: there are labels as well.
+        """
+        if not is_of_transformers(self._module):
+            return None
+        keep = given.pop(_KEEP, None)
+        tokens = next(
+            (given[name].shape[1] for name in ("input_ids", EMBEDS) if given.get(name) is not None), 0
+        )
+        if keep is None or (isinstance(keep, int) and (keep == 0 or keep >= tokens)):
+            return None
+        if given.get("labels") is not None:  # of other tokens than the logits, for which transformers raises
+            got = list(keep.shape) if isinstance(keep, Tensor) else keep
+            raise RingConfigError.wrong(
+                f"{type(self._module).__name__}: {_KEEP}", f"none, or all {tokens} tokens, with labels", got,
+                "leave it out, and give tokens without a loss the label -100",
+            )  # fmt: skip
+        return keep
 
     @property
     def layout(self) -> Layout:
@@ -318,6 +343,14 @@ class _Shown(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         return gradients[0], None
+
+
+def _kept(logits_BTV: Tensor, keep: Any) -> Tensor:
+    """Return the logits that transformers keeps: the last `keep`, or those of a tensor of places."""
+    if isinstance(keep, Tensor) and keep.ndim == 2:
+        keep = keep.to(logits_BTV.device)
+        return logits_BTV[keep] if keep.dtype == torch.bool else logits_BTV.take_along_dim(keep[..., None], 1)
+    return logits_BTV[:, slice(-keep, None) if isinstance(keep, int) else keep]
 
 
 def _rolled(x: Tensor, by_B1: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ds_ring.errors import RingConfigError, RingPatternError, RingShapeError, is_inside
@@ -55,8 +55,19 @@ def check_model_call(name: str, given: dict[str, Any]) -> None:
         raise RingShapeError(f"{name}: expected position_ids, got none; {wrong}: {THROUGH_SHARD_BATCH}")
     if given.get("attention_mask") is not None:
         raise RingPatternError(f"{name}: expected no attention_mask, got a local one; {THROUGH_SHARD_BATCH}")
-    if given.get("use_cache") or cache_in(given) is not None:
+    if cache_in(given) is not None:
         raise RingConfigError(f"{name}: expected a call without a cache, got one; call model.generate")
+    if given.get("use_cache"):
+        raise RingConfigError(
+            f"{name}: expected use_cache=False outside training, got True; call model.generate"
+        )
+    keep = given.get("logits_to_keep")
+    if isinstance(keep, Tensor) or keep:
+        got = list(keep.shape) if isinstance(keep, Tensor) else keep
+        raise RingConfigError.wrong(
+            f"{name}: logits_to_keep", "none on a shard, whose last tokens are not the sequence's", got,
+            "leave it out, and take tokens of engine.ring.gather(output.logits)",
+        )  # fmt: skip
     if given.get("output_attentions"):
         raise refuse_weights(name)
 

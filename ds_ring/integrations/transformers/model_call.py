@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,13 +29,18 @@ from ds_ring.integrations.transformers.neftune import scale_noise
 if TYPE_CHECKING:
     from ds_ring.integrations.transformers.model_adapter import ModelAdapter
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 _before_call = patch(
     MODEL, stage="before_forward", feature="sharding",
     reason="checks the call, passes use_cache=False and the batch's sharding",
 )  # fmt: skip
 _after_call = patch(MODEL, stage="after_forward", feature="sharding", reason="checks the output and its loss")
 REWRITTEN = "rewritten by the backend"  # in place of a sharding: the graph asks for it
+
+
+@lru_cache(maxsize=1)  # once a process
+def _note_unused_cache() -> None:
+    log.warning("ds_ring: use_cache=True: in training nothing reads a cache, and none is made")
 
 
 class ModelCall:
@@ -83,7 +89,7 @@ class ModelCall:
             scale_noise(model, session)  # a Trainer switches it on and off
             if not self._warned and checks.loses_gradients(model):
                 self._warned = True
-                _log.warning("%s: %s", self.name, checks.LOST_GRADIENTS)
+                log.warning("%s: %s", self.name, checks.LOST_GRADIENTS)
         for part in self.adapter.parts:
             if part.sharding is not None:
                 self.guard.start()
@@ -93,11 +99,14 @@ class ModelCall:
         self.guard.start(given.get("num_items_in_batch"))
         if any(given.get("attention_mask") is mask for mask in session.batches.masks):
             del given["attention_mask"]  # of a user's class around the models that attend
-        of_config = {"output_attentions": getattr(model.config, "output_attentions", False)}
-        checks.check_model_call(self.name, of_config | {k: x for k, x in given.items() if x is not None})
         added: dict[str, Any] = {}
         if "use_cache" not in given:
             added["use_cache"] = False  # transformers' default would keep every layer's keys and values
+        elif given["use_cache"] and "use_cache" in kwargs and model.training and torch.is_grad_enabled():
+            given["use_cache"] = added["use_cache"] = False
+            _note_unused_cache()
+        of_config = {"output_attentions": getattr(model.config, "output_attentions", False)}
+        checks.check_model_call(self.name, of_config | {k: x for k, x in given.items() if x is not None})
         if self.adapter.rewritten:
             added["position_ids"] = needs_backend_op(given["position_ids"])
             if model.config._attn_implementation == NAME:

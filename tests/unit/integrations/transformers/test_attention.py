@@ -289,7 +289,8 @@ def call(**changes: Any) -> Any:
 WRONG_CALLS = {
     "no positions": ({"position_ids": None}, RingShapeError, "would number this rank's tokens from 0"),
     "a mask": ({"attention_mask": torch.ones_like(IDS)}, RingPatternError, "expected no attention_mask"),
-    "a cache": ({"use_cache": True}, RingConfigError, "expected a call without a cache"),
+    "one logit": ({"logits_to_keep": 1}, RingConfigError, "logits_to_keep: expected none on a shard"),
+    "places": ({"logits_to_keep": torch.tensor([3])}, RingConfigError, r"logits_to_keep.*got \[1\]"),
     "an old cache": ({"past_key_values": transformers.DynamicCache()}, RingConfigError, "without a cache"),
     "weights": ({"output_attentions": True}, RingConfigError, "output_attentions: expected False, got True"),
     "labels alone": ({"shift_labels": None}, RingShapeError, "expected shift_labels with labels, got none"),
@@ -304,6 +305,14 @@ def test_calls_that_would_be_silently_wrong_are_refused(what):
     changes, error, words = WRONG_CALLS[what]
     with pytest.raises(error, match=words):
         call(**changes)
+
+
+@pytest.mark.situation("inputs", "passed use_cache=True to a forward pass of training, or of an evaluation")
+def test_a_cache_is_left_out_in_training_and_refused_by_its_name_elsewhere():
+    expected, got = call(), call(use_cache=True)
+    assert torch.equal(got.loss, expected.loss) and got.get("past_key_values") is None
+    with torch.no_grad(), pytest.raises(RingConfigError, match="expected use_cache=False outside training"):
+        call(use_cache=True)
 
 
 def test_a_ring_of_one_generates_as_sdpa_does():
@@ -573,8 +582,6 @@ def test_settings_that_look_at_other_tokens_are_refused(family):
 def test_heads_that_pool_or_cut_tokens_are_refused():
     model, session = attached()
     batch = session.shard_batch({"input_ids": IDS})
-    with pytest.raises(RingConfigError, match=r"its output logits \[2, 1, 61\] is read off"):
-        model(**batch, logits_to_keep=1)
     with pytest.raises(RingConfigError, match="leave out return_dict=False"):
         model(**batch, return_dict=False)
     sizes = SIZES | {"attention_probs_dropout_prob": 0.0}
