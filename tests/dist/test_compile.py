@@ -38,6 +38,7 @@ from ds_ring.layers.latents.attention import latent_attention
 from ds_ring.ops.context import KEPT_CONTEXTS, ContextCache, context_for, context_of
 from ds_ring.ops.options import Options
 from tests.cases import Shape, tensors
+from tests.dist.compiled_rounds import BACKENDS, play
 from tests.dist.harness import RankPool, run_ranks
 from tests.parity import gathered_pass
 from tests.reference import dense_attention, relative_error
@@ -616,3 +617,15 @@ def test_ranks_with_other_sizes_share_the_cache_of_graphs(tmp_path: Path, names:
     for _ in range(2):  # with an empty cache, and with a warm one in new processes
         for found in run_ranks(shared_cache, 2, str(tmp_path), names, timeout_s=600):
             assert max(max(errors) for errors in found.values()) < 1e-12, found
+
+
+@pytest.mark.night
+@pytest.mark.situation(
+    "compile", "one compiled function is called with other arguments and captured values each time"
+)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_random_calls_of_a_compiled_function_are_eager_ones(rank_pool: Pool, backend: str) -> None:
+    for seed in (1, 2):
+        for found in rank_pool(2).run(play, seed, backend, timeout_s=600):
+            assert not found.wrong, found.wrong
+            assert found.equal and all("Ring" in error for error in found.refused), found
