@@ -116,8 +116,9 @@ class ScanContext:
             # Only tokens in front: `halo` refuses others.
             found = (mine >= 0) & (mine < self.tree.starts[-1]) & (self.tree.depths[mine] + offset >= 0)
         elif isinstance(self.documents, Documents):
-            a, b = (np.searchsorted(self.documents.starts, where, side="right") for where in (mine, other))
-            found &= a == b
+            starts, ids = self.documents.starts, np.array([-1, *self.documents.ids])
+            a, b = (np.searchsorted(starts, where, side="right") for where in (mine, other))
+            found &= (a == b) & (ids[a] >= 0)  # padding has no tokens
         return self._exists.setdefault((offset, device), on_device(found, device))
 
     def agree(self, call: collective, **fields: object) -> None:
