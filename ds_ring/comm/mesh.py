@@ -302,6 +302,13 @@ class RingMesh(MeshCoordinates):
         here = f"ring rank {self.ring_rank}, Ulysses rank {self.ulysses_rank}, data rank {self.data_rank}"
         return f"{sizes}; rank {self.global_rank} of {self.grid.world_size}: {here}"
 
+    def __reduce__(self) -> Any:
+        """Refuse a pickle: process groups belong to this process."""
+        raise RingMeshError.wrong(
+            "RingMesh", "one that stays in its process", "a pickle of it or of a module with it",
+            "save module.state_dict(), and make mesh and module anew where you load it",
+        )  # fmt: skip
+
     def __deepcopy__(self, memo: dict[int, Any]) -> RingMesh:
         """Return this mesh: copies of a module (nn.TransformerEncoder's layers) share its process groups."""
         return self

@@ -151,6 +151,11 @@ def scan_context(
         return ScanContext(layout, documents, mesh, hop_timeout_s)
 
     with collective(mesh, "scan"):
+        if documents is not None and not isinstance(documents, (Documents, Tree)):
+            raise RingPatternError.wrong(
+                "documents", "ds_ring.Documents or ds_ring.Tree", type(documents).__name__,
+                "pass ds_ring.Documents(document_ids)",
+            )  # fmt: skip
         found: ScanContext = cached_context(mesh, (ScanContext, layout, documents, hop_timeout_s), make)
     return found
 

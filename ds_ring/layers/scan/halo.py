@@ -5,13 +5,14 @@ Owns the operator `ds_ring::halo`. The gradient of a copy is added at the token'
 
 from __future__ import annotations
 
+from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ds_ring.comm.collective import collective
-from ds_ring.comm.mesh import RingMesh
+from ds_ring.comm.mesh import RingMesh, check_mesh
 from ds_ring.errors import RingPatternError, RingShapeError, whole_number
 from ds_ring.layers.scan.context import ScanContext, handle_of, scan_context
 from ds_ring.layers.scan.sequence_runs import halo_messages, other_documents
@@ -83,8 +84,11 @@ def shift_sequence(
     Raises:
         RingShapeError: offset is 0 or no whole number; and what `halo` raises.
     """
-    if offset:
-        whole_number(abs(offset), "shift_sequence: offset", RingShapeError)
+    check_mesh(mesh)
+    with collective(mesh, "halo"):
+        is_number = isinstance(offset, Integral) and not isinstance(offset, bool)
+        if not is_number or offset:
+            whole_number(abs(offset) if is_number else offset, "shift_sequence: offset", RingShapeError)
     before, after = max(-offset, 0), max(offset, 0)
     named: dict[str, Any] = {"layout": layout, "mesh": mesh, "documents": documents}
     named["hop_timeout_s"] = hop_timeout_s
