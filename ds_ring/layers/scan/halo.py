@@ -86,9 +86,10 @@ def shift_sequence(
     """
     check_mesh(mesh)
     with collective(mesh, "halo"):
-        is_number = isinstance(offset, Integral) and not isinstance(offset, bool)
-        if not is_number or offset:
-            whole_number(abs(offset) if is_number else offset, "shift_sequence: offset", RingShapeError)
+        given: Any = offset
+        is_number = isinstance(given, Integral) and not isinstance(given, bool)
+        if not is_number or given:
+            whole_number(abs(given) if is_number else given, "shift_sequence: offset", RingShapeError)
     before, after = max(-offset, 0), max(offset, 0)
     named: dict[str, Any] = {"layout": layout, "mesh": mesh, "documents": documents}
     named["hop_timeout_s"] = hop_timeout_s
