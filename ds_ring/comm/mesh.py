@@ -309,6 +309,13 @@ class RingMesh(MeshCoordinates):
         """Return ring size, Ulysses size, and this process's rank in both: equal for data replicas."""
         return self.ring_size, self.ulysses_size, self.ring_rank, self.ulysses_rank
 
+    def __reduce__(self) -> Any:
+        """Refuse a pickle: process groups belong to this process."""
+        raise RingMeshError.wrong(
+            "RingMesh", "one that stays in its process", "a pickle of it or of a module with it",
+            "save module.state_dict(), and make mesh and module anew where you load it",
+        )  # fmt: skip
+
     def __deepcopy__(self, memo: dict[int, Any]) -> RingMesh:
         """Return this mesh: copies of a module (nn.TransformerEncoder's layers) share its process groups."""
         return self

@@ -162,7 +162,8 @@ def check_finite(ring_rank: int, hop: int | None, **tensors: Tensor | None) -> N
     Args:
         ring_rank: this rank.
         hop: after which hop; None for what goes into a pass.
-        tensors: by the name for the message. An `lse` may be -inf: that row saw no key.
+        tensors: by the name for the message. An `lse` may be -inf: that row saw no key. So may a sink: it is
+            none.
     """
     if any(x is not None and is_fake(x) for x in tensors.values()):
         return
@@ -170,7 +171,7 @@ def check_finite(ring_rank: int, hop: int | None, **tensors: Tensor | None) -> N
         if tensor is None or not tensor.is_floating_point():
             continue
         bad = ~torch.isfinite(tensor)
-        if name == "lse":
+        if name in ("lse", "sinks"):
             bad &= tensor != float("-inf")
         count = int(bad.sum())
         if count:

@@ -88,6 +88,10 @@ class RingContext:
         """Return the integer by which the operator finds this context."""
         return new_handle(self, self.mesh.place, self._settings)
 
+    def __reduce__(self) -> Any:
+        """Refuse a pickle, of a module for example, as the mesh does."""
+        return self.mesh.__reduce__()
+
     def __deepcopy__(self, memo: dict[int, Any]) -> RingContext:
         """Return this context itself: callers cannot change it, and its mesh cannot be copied."""
         return self
@@ -112,6 +116,11 @@ class RingContext:
         """Return which of the query heads of all Ulysses ranks q [B, H, S, D] has in a pass."""
         first = self.mesh.ulysses_rank * q.shape[1]
         return slice(first, first + q.shape[1])
+
+    def tokens_here(self, grad_out: Tensor) -> int:
+        """Return how many of the slots of grad_out [B, H, S, E], the first ones, hold tokens on this rank."""
+        layout = self.layout_for(grad_out.shape[2], grad_out.device.type)
+        return layout.valid_tokens(self.mesh.ring_rank)
 
     def check_functions(self) -> None:
         """Refuse functions that captured other values since they were traced, where calls do not trace them.

@@ -151,7 +151,8 @@ def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tup
         grads = run_gradient(context.mesh, ctx.call, ring_attention_backward_op, grad_out, *given, *more)
     if sinks is None:
         return (*grads, None, None)
-    return (*grads, None, sinks_gradient(sinks, context.heads_here(q), grad_out, out, lse, grad_lse))
+    heads, tokens = context.heads_here(q), context.tokens_here(grad_out)
+    return (*grads, None, sinks_gradient(sinks, heads, grad_out, out, lse, grad_lse, tokens))
 
 
 class EagerAttention(torch.autograd.Function):

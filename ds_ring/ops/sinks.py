@@ -61,15 +61,19 @@ def add_sinks(out: Tensor, lse: Tensor, sinks_H: Tensor | None) -> tuple[Tensor,
 
 
 def sinks_gradient(
-    sinks_H: Tensor | None, heads: slice, grad_out: Tensor, out: Tensor, lse: Tensor, grad_lse: Tensor | None
-) -> Tensor | None:
+    sinks_H: Tensor | None, heads: slice, grad_out: Tensor, out: Tensor, lse: Tensor,
+    grad_lse: Tensor | None, tokens: int | None = None,
+) -> Tensor | None:  # fmt: skip
     """Return the gradient of the sinks from this rank's queries, whose heads are `heads`; 0 for other heads.
+
+    The first `tokens` slots are tokens (None: all): gradients of padding may be NaN.
 
     A sink is a key whose value is 0, so this is -sum over the rows of
     exp(sink - lse) (sum(out grad_out) - grad_lse), with the results of `add_sinks`.
     """
     if sinks_H is None:
         return None
+    out, grad_out, lse = (x[:, :, :tokens] for x in (out, grad_out, lse))
     if out.device == grad_out.device:
         delta = (out.to(lse.dtype) * grad_out).sum(-1)
     else:  # head by head, if out is on the host
@@ -77,7 +81,7 @@ def sinks_gradient(
         delta = torch.stack([(o.to(g.device, lse.dtype) * g).sum(-1) for o, g in by_head], dim=1)
     lse = lse.to(delta.device)
     if grad_lse is not None:
-        delta = delta - grad_lse
+        delta = delta - grad_lse[:, :, :tokens]
     # A row without keys and sinks has lse -inf; the clamp prevents a NaN.
     weights = torch.exp(sinks_H[heads].unsqueeze(-1) - lse.clamp_min(torch.finfo(lse.dtype).min))
     found = -(weights * delta).sum((0, 2)).to(sinks_H.dtype)

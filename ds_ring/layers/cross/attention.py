@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -119,8 +120,14 @@ def _attend_between(
         # the slots of the other sequence are not read
         fill, keys = pair.slots_of(pair.queries) - slots, pair.slots_of(pair.keys)
         q, (k, v) = pad(q, (0, 0, 0, fill + keys)), (among_keys(pair, x) for x in (k, v))
-    out = attend(q, k, v, context, sinks, return_lse)
-    return tuple(x[:, :, :slots] for x in out) if return_lse else out[:, :, :slots]
+    found = attend(q, k, v, context, sinks, return_lse)
+    results = [x[:, :, :slots] for x in (found if return_lse else (found,))]
+    if sinks is not None:
+        # In the pair padding has positions: its gradients, which may be NaN, would reach the sinks.
+        first = context.mesh.sequence_rank % pair.parts * slots
+        tokens = max(0, pair.queries.valid_tokens(context.mesh.ring_rank) - first)
+        results = [torch.cat([x[:, :, :tokens], x[:, :, tokens:].detach()], dim=2) for x in results]
+    return tuple(results) if return_lse else results[0]
 
 
 def among_keys(pair: PairLayout, x: Tensor) -> Tensor:

@@ -45,6 +45,10 @@ def latent_attention_backward_op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of q, latent, rope and up."""
     context, of_up = context_of(handle), UpProjection(up)
+    tokens = context.tokens_here(grad_out)
+    if tokens < latent.shape[2]:  # NaN of padding times a gradient of 0 is NaN
+        latent = latent.clone()
+        latent[:, :, tokens:].zero_()
     grads = run_backward(context, grad_out, q, latent, rope, out, lse, grad_lse, [of_up])
     return *grads, of_up.gradient()
 
@@ -70,8 +74,8 @@ def _backward_latents(
     grads = run_gradient(ctx.context.mesh, ctx.call, latent_attention_backward_op, *given)
     if sinks is None:
         return (*grads, None, None)
-    heads = ctx.context.heads_here(q)
-    return (*grads, None, sinks_gradient(sinks, heads, grad_out, out, lse, grad_lse))
+    heads, tokens = ctx.context.heads_here(q), ctx.context.tokens_here(grad_out)
+    return (*grads, None, sinks_gradient(sinks, heads, grad_out, out, lse, grad_lse, tokens))
 
 
 latent_attention_op.register_autograd(_backward_latents, setup_context=_setup_latents)

@@ -119,8 +119,9 @@ class ScanContext:
             # Only tokens in front: `halo` refuses others.
             found = (mine >= 0) & (mine < self.tree.starts[-1]) & (self.tree.depths[mine] + offset >= 0)
         elif isinstance(self.documents, Documents):
-            a, b = (np.searchsorted(self.documents.starts, where, side="right") for where in (mine, other))
-            found &= a == b
+            starts, ids = self.documents.starts, np.array([-1, *self.documents.ids])
+            a, b = (np.searchsorted(starts, where, side="right") for where in (mine, other))
+            found &= (a == b) & (ids[a] >= 0)  # padding has no tokens
         return self._exists.setdefault((offset, device), on_device(found, device))
 
     def agree(self, call: collective, **fields: object) -> None:
@@ -153,6 +154,11 @@ def scan_context(
         return ScanContext(layout, documents, mesh, hop_timeout_s)
 
     with collective(mesh, "scan"):
+        if documents is not None and not isinstance(documents, (Documents, Tree)):
+            raise RingPatternError.wrong(
+                "documents", "ds_ring.Documents or ds_ring.Tree", type(documents).__name__,
+                "pass ds_ring.Documents(document_ids)",
+            )  # fmt: skip
         found: ScanContext = cached_context(mesh, (ScanContext, layout, documents, hop_timeout_s), make)
     return found
 

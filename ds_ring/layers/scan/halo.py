@@ -5,6 +5,7 @@ Owns the operator `ds_ring::halo`. The gradient of a copy is added at the token'
 
 from __future__ import annotations
 
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -84,10 +85,12 @@ def shift_sequence(
     Raises:
         RingShapeError: offset is 0 or no whole number; and what `halo` raises.
     """
-    if offset:
-        whole_number(abs(offset), "shift_sequence: offset", RingShapeError)
     check_mesh(mesh)
     with collective(mesh, "shift_sequence") as call:
+        given: Any = offset
+        is_number = isinstance(given, int) and not isinstance(given, bool)
+        if not is_number or given:
+            whole_number(abs(given) if is_number else given, "shift_sequence: offset", RingShapeError)
         call.agree({"fill": fill})
     before, after = max(-offset, 0), max(offset, 0)
     named: dict[str, Any] = {"layout": layout, "mesh": mesh, "documents": documents}

@@ -174,7 +174,9 @@ def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tup
     handle = ctx.context.handle
     given = (grad_out, q, k, v, chosen, out, lse, handle, ctx.block, grad_lse)
     grads = run_gradient(ctx.context.mesh, ctx.call, selected_attention_backward_op, *given)
-    of_sinks = sinks_gradient(sinks, slice(None), grad_out, out, lse, grad_lse)
+    # queries of other slots than the keys' are all tokens, as far as the layout says
+    tokens = ctx.context.tokens_here(grad_out) if q.shape[2] == k.shape[2] else None
+    of_sinks = sinks_gradient(sinks, slice(None), grad_out, out, lse, grad_lse, tokens)
     return (*grads, None, None, of_sinks, None)
 
 

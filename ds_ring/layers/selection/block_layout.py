@@ -36,8 +36,13 @@ class BlockLayout(Layout):
 
         Raises:
             RingLayoutError: shards that are not consecutive tokens.
-            RingPatternError: documents of another length, or a document that has gaps.
+            RingPatternError: no documents, those of another length, or a document that has gaps.
         """
+        if documents is not None and not isinstance(documents, Documents):
+            raise RingPatternError.wrong(
+                "documents", "ds_ring.Documents", type(documents).__name__,
+                "pass ds_ring.Documents(document_ids)",
+            )  # fmt: skip
         for ring_rank in range(layout.ring_size):
             runs = layout.runs(ring_rank)
             if bool((runs[runs[:, 2] > 1, 1] != 1).any()):

@@ -158,7 +158,8 @@ def nsa_attention(
     )
     branches = zip((compressed, selected, near_ones), gates.unbind(-1), strict=True)
     parts = [gate.unsqueeze(-1) * out for out, gate in branches]
-    return (parts[0] + parts[1] + parts[2]).to(q.dtype)
+    # its gradient of padding, which may be NaN, goes nowhere
+    return without_padding((parts[0] + parts[1] + parts[2]).to(q.dtype), layout, mesh)
 
 
 class _Importance:

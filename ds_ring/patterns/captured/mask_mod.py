@@ -10,11 +10,15 @@ or head matter if the graph uses them.
 [Note: all pairs at once]
 A call through vmap costs a millisecond, and a strided layout can have thousands of small tiles. A graph that
 has only elementwise operators and look-ups of integers gives the same result for broadcast tensors as for
-0-d tensors under vmap, so the graph is called directly. (With captured floats, type promotion could differ.)
+0-d tensors under vmap, so the graph is called directly. Except for types: a 0-d tensor does not widen the
+type of a tensor with dimensions, if both are whole numbers, but it widens that of another 0-d tensor. So
+where an operator takes a captured number and something of the pair, both rules must give one type
+(`_has_one_type`). (With captured floats, type promotion could differ, too.)
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -54,7 +58,11 @@ def _refusal(function: MaskFunction, expected: str, got: str) -> RingPatternErro
 def _is_elementwise(graph: fx.GraphModule) -> bool:
     """Return whether the graph may be called with tensors that broadcast; [Note: all pairs at once]."""
 
+    of_pairs: set[fx.Node] = set()  # what has dimensions when the tensors broadcast
+
     def accepts(node: fx.Node) -> bool:
+        if node.op == "placeholder" or not of_pairs.isdisjoint(node.all_input_nodes):
+            of_pairs.add(node)
         if node.op == "get_attr":
             constant = constant_of(graph, node)
             return not (constant.is_floating_point() or constant.is_complex())
@@ -63,11 +71,30 @@ def _is_elementwise(graph: fx.GraphModule) -> bool:
         if not node.all_input_nodes:  # it makes a tensor
             return node.kwargs.get("dtype") in (torch.bool, torch.int32, torch.int64)
         if node.target is not _aten.index.Tensor:
-            return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
+            is_pointwise = (
+                isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
+            )
+            return is_pointwise and _has_one_type(graph, node, of_pairs)
         table, indices = cast(tuple[fx.Node, list[fx.Node]], node.args)
         return table.op == "get_attr" and len(indices) == constant_of(graph, table).dim()
 
     return all(map(accepts, graph.graph.nodes))
+
+
+def _has_one_type(graph: fx.GraphModule, node: fx.Node, of_pairs: set[fx.Node]) -> bool:
+    """Return whether an operator computes in one type, with 0-d tensors and with those that broadcast."""
+    dtypes: list[set[torch.dtype]] = [set(), set()]  # of what broadcasts, and of numbers
+    for one in node.all_input_nodes:
+        found = constant_of(graph, one) if one.op == "get_attr" else one.meta["val"]
+        dtypes[one not in of_pairs].add(found.dtype)
+    if len(dtypes[0] | dtypes[1]) == 1 or not all(dtypes):
+        return True
+    try:
+        broadcast, number = (functools.reduce(torch.promote_types, one) for one in dtypes)
+        both = torch.empty(1, dtype=broadcast, device="cpu"), torch.empty((), dtype=number, device="cpu")
+        return torch.result_type(*both) == torch.promote_types(broadcast, number)
+    except RuntimeError:  # types that do not mix
+        return False
 
 
 class MaskFacts(NamedTuple):

@@ -220,7 +220,7 @@ def mtp_errors(rank: int, world_size: int, name: str, packed: bool, ulysses_size
     def by_slices(x: Tensor, offset: int, fill: float) -> Tensor:
         found = torch.full_like(x, fill)
         for t in range(T):
-            if 0 <= t + offset < T and numbers[t + offset] == numbers[t]:
+            if 0 <= t + offset < T and numbers[t + offset] == numbers[t] >= 0:  # -1 is padding
                 found[:, t] = x[:, t + offset]
         return found
 
@@ -252,6 +252,28 @@ def test_multi_token_prediction_is_exact(
 ) -> None:
     for found in rank_pool(world_size).run(mtp_errors, name, packed, ulysses_size):
         assert max(found) < 1e-12, found
+
+
+def shifted_padding(rank: int, world_size: int) -> list[Tensor]:
+    """Tokens moved by some offsets, with two runs of padding inside and at the end; 7 where there is none."""
+    mesh = RingMesh.from_world(world_size)
+    documents = Documents([0] * 5 + [-1] * 9 + [1] * 20 + [2] * 3 + [-1] * 9)
+    layout = make_layout("zigzag", tokens=T, ring_size=world_size)
+    place: dict[str, Any] = {"dim": 1, "layout": layout, "mesh": mesh}
+    mine = shard_sequence(torch.arange(100, 100 + T)[None], **place)
+    return [
+        gather_sequence(shift_sequence(mine, offset, documents=documents, fill=7, **place), **place)
+        for offset in (1, -1, 4)
+    ]
+
+
+@pytest.mark.situation("padding", "shift_sequence of labels with documents of padding, id -1")
+def test_padding_gets_the_fill_and_not_its_neighbour(rank_pool: Pool) -> None:
+    ids = [0] * 5 + [-1] * 9 + [1] * 20 + [2] * 3 + [-1] * 9
+    for found in rank_pool(2).run(shifted_padding):
+        for offset, got in zip((1, -1, 4), found, strict=True):
+            inside = [0 <= t + offset < T and ids[t + offset] == ids[t] >= 0 for t in range(T)]
+            assert got[0].tolist() == [100 + t + offset if inside[t] else 7 for t in range(T)]
 
 
 def test_torch_compile_sees_one_operator_each(rank_pool: Pool) -> None:
