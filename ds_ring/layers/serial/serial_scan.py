@@ -88,8 +88,8 @@ def serial_scan(
         if turn < last_turn:
             waiting = got.flatten()[:0].sum()
             finals = torch.stack(after) + waiting if after else got
-            given = (finals, turn, batch_parts, False, context.handle)
-            got = run_compared(mesh, "serial_scan", hand_over_op, *given)
+            operands = (finals, turn, batch_parts, False, context.handle)
+            got = run_compared(mesh, "serial_scan", hand_over_op, *operands)
     slots = [piece.slot for piece in context.pieces]
     if not slots:  # no token is here: padding gives the shape of the outputs
         for part, state in enumerate(begin):
