@@ -137,10 +137,15 @@ def drawn(dtype: torch.dtype, seed: int = 0, **shapes: Sequence[int]) -> Inputs:
 
 def longer(row: Operator, whole: Inputs) -> Inputs:
     """The inputs of a sequence of 2 T tokens."""
-    return {
-        name: x if (dim := row.dims[name]) is None else torch.cat([x, (0.7 * x.flip(dim)).to(x.dtype)], dim)
-        for name, x in whole.items()
-    }
+
+    def twice(x: Tensor, dim: int | None) -> Tensor:
+        if dim is None:  # what ranks have whole has tokens if only the output is sharded
+            dim = row.out_dim
+        if dim is None or x.dim() <= dim or x.shape[dim] not in (T, KEYS):
+            return x
+        return torch.cat([x, (0.7 * x.flip(dim)).to(x.dtype)], dim)
+
+    return {name: twice(x, row.dims[name]) for name, x in whole.items()}
 
 
 def weight_of(out: Tensor, seed: int = 7) -> Tensor:

@@ -7,6 +7,9 @@ that in the header of the forward call. It runs a node that leads to one of the 
 asked for, so all operands of a call must be in front of each of its nodes, on every rank. The header of a
 gradient has the number of its forward call, so that the gradients of two equal calls cannot be exchanged. A
 compiled graph calls operators directly and has one order of nodes: its headers give no number.
+
+A checkpointed region that is not reentrant runs again, and sends, when a node asks for a saved tensor. So
+each node of a call that sends saves a tensor, and asks for it before its gradient is sent.
 """
 
 from __future__ import annotations
@@ -71,6 +74,19 @@ def forward_call(exchange: _Counts | None) -> int:
 def comparing_gradient(mesh: RingMesh, number: int) -> AbstractContextManager[None]:
     """Return what surrounds the gradient of the forward call of that number."""
     return comparing(mesh, "gradient of the forward call of number", number)
+
+
+def note_call(ctx: Any, exchange: _Counts | None, like: Tensor) -> None:
+    """Note the call that was just made, whose gradient needs no tensor; `has_run_again` reads it."""
+    ctx.call = forward_call(exchange)
+    ctx.save_for_backward(like.new_empty(0))
+
+
+def has_run_again(ctx: Any) -> int:
+    """Return the number of the forward call, after the checkpointed region that it is in has run again."""
+    assert len(ctx.saved_tensors) == 1
+    number: int = ctx.call
+    return number
 
 
 def run_gradient(mesh: RingMesh, number: int, function: Callable[..., T], *given: Any) -> T:

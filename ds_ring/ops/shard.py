@@ -19,7 +19,7 @@ from ds_ring.comm.mesh import RingMesh, check_mesh
 from ds_ring.comm.streams import is_fake
 from ds_ring.errors import RingConfigError, RingShapeError, shown
 from ds_ring.ops.checks import check_layout, check_not_transformed, check_operand
-from ds_ring.ops.gradients import comparing_gradient, forward_call, run_compared
+from ds_ring.ops.gradients import comparing_gradient, forward_call, has_run_again, note_call, run_compared
 from ds_ring.ops.handles import never_traced
 from ds_ring.schedule.layout import Layout
 
@@ -115,12 +115,12 @@ class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, call: collective) -> Tensor:
         ctx.mesh = mesh = call.mesh
-        ctx.call = forward_call(call.exchange)
+        note_call(ctx, call.exchange, local)
         return torch.cat(call.exchange.all_gather(local, mesh.sequence_group, mesh.sequence_size))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        found: Tensor = _ReduceScatter.apply(grads[0], ctx.mesh, ctx.call)
+        found: Tensor = _ReduceScatter.apply(grads[0], ctx.mesh, has_run_again(ctx))
         return found, None
 
 

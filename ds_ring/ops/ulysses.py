@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ds_ring.comm.collective import collective
 from ds_ring.ops.context import RingContext, context_of
-from ds_ring.ops.gradients import forward_call, run_compared, run_gradient
+from ds_ring.ops.gradients import has_run_again, note_call, run_compared, run_gradient
 from ds_ring.ops.handles import operator
 from ds_ring.ops.passes import Operands
 from ds_ring.ops.prepare import check
@@ -115,13 +115,13 @@ def swap(tensors: Sequence[Tensor], name: str, handle: int) -> list[Tensor]:
 
 
 def _setup_swap(ctx: Any, inputs: tuple[Sequence[Tensor], str, int], output: list[Tensor]) -> None:
-    ctx.name, ctx.handle = inputs[1:]
-    ctx.call = forward_call(context_of(ctx.handle).exchange)
+    tensors, ctx.name, ctx.handle = inputs
+    note_call(ctx, context_of(ctx.handle).exchange, tensors[0])
 
 
 def _backward_swap(ctx: Any, grads: list[Tensor]) -> tuple[list[Tensor], None, None]:
     given = (grads, SWAPS[ctx.name].gradient, ctx.handle)
-    return run_gradient(context_of(ctx.handle).mesh, ctx.call, swap_op, *given), None, None
+    return run_gradient(context_of(ctx.handle).mesh, has_run_again(ctx), swap_op, *given), None, None
 
 
 swap_op.register_autograd(_backward_swap, setup_context=_setup_swap)

@@ -180,8 +180,13 @@ def forward_mode(call: Call) -> list[Result]:
 
 
 def second_derivative(call: Call) -> list[Result]:
-    """The gradients of a sum of squared gradients, which depends on the output's square."""
-    given, names = call.inputs(), call.row.gradients
+    """The gradients of a sum of squared gradients, which depends on the output's square.
+
+    Of inputs that are sharded: a rank has a part of the gradient of others, and the squares of parts are no sum.
+    """
+    sharded = tuple(name for name in call.row.gradients if call.row.dims[name] is not None)
+    names = sharded or call.row.gradients
+    given = call.inputs(names)
     out = call.out(given)
     loss = call.loss(out * out)
     firsts = torch.autograd.grad(loss, [given[name] for name in names], create_graph=True)

@@ -44,7 +44,7 @@ from ds_ring.integrations.transformers.layer_masks import LayerMask
 from ds_ring.integrations.transformers.model import PRETRAINED, TABLE
 from ds_ring.integrations.transformers.model_part import Loss, ModelPart
 from ds_ring.integrations.transformers.variants.variant import Variant
-from ds_ring.ops.gradients import comparing_gradient, forward_call, run_compared
+from ds_ring.ops.gradients import comparing_gradient, has_run_again, note_call, run_compared
 
 if TYPE_CHECKING:
     from ds_ring.integrations.transformers.model_adapter import ModelAdapter
@@ -535,14 +535,14 @@ class _Exchanged(torch.autograd.Function):
         ctx.routes, ctx.rows = routes, len(rows_NE)
         exchange = Exchange(routes.mesh, routes.wait_s)
         found = _sent(rows_NE, routes.name, exchange, routes, routes.sends, routes.receives, routes.count)
-        ctx.call = forward_call(exchange)
+        note_call(ctx, exchange, rows_NE)
         return found
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         routes = ctx.routes
         given = (f"{routes.name} backward", Exchange(routes.mesh, routes.wait_s), routes)
-        with comparing_gradient(routes.mesh, ctx.call):
+        with comparing_gradient(routes.mesh, has_run_again(ctx)):
             return _sent(grads[0], *given, routes.receives, routes.sends, ctx.rows), None
 
 

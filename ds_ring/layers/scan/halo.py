@@ -18,7 +18,7 @@ from ds_ring.layers.scan.context import ScanContext, handle_of, scan_context
 from ds_ring.layers.scan.sequence_runs import halo_messages, other_documents
 from ds_ring.masks.slots import IntArray
 from ds_ring.ops.checks import check_operand
-from ds_ring.ops.gradients import forward_call, run_compared, run_gradient
+from ds_ring.ops.gradients import forward_call, has_run_again, note_call, run_compared, run_gradient
 from ds_ring.ops.handles import constant, never_traced, object_of, operator
 from ds_ring.ops.passes import count_forward_pass
 from ds_ring.patterns.documents.pattern import Documents, Tree
@@ -88,7 +88,7 @@ def shift_sequence(
     check_mesh(mesh)
     with collective(mesh, "shift_sequence") as call:
         given: Any = offset
-        is_number = isinstance(given, int) and not isinstance(given, bool)
+        is_number = isinstance(given, Integral) and not isinstance(given, bool)
         if not is_number or given:
             whole_number(abs(given) if is_number else given, "shift_sequence: offset", RingShapeError)
         call.agree({"fill": fill})
@@ -201,12 +201,12 @@ halo_backward_op.register_fake(
 def _setup_halo(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, ctx.dim, ctx.before, ctx.after, handle = inputs
     ctx.slots, ctx.context = x.shape[ctx.dim], object_of(handle, ScanContext)  # alive until the backward pass
-    ctx.call = forward_call(ctx.context.exchange)
+    note_call(ctx, ctx.context.exchange, x)
 
 
 def _backward_halo(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
     given = (grad, ctx.dim, ctx.before, ctx.after, ctx.slots, ctx.context.handle)
-    dx = run_gradient(ctx.context.mesh, ctx.call, halo_backward_op, *given)
+    dx = run_gradient(ctx.context.mesh, has_run_again(ctx), halo_backward_op, *given)
     return dx, None, None, None, None
 
 

@@ -17,7 +17,7 @@ from ds_ring.layers.scan.context import ScanContext
 from ds_ring.layers.scan.scan import Letter, deliver
 from ds_ring.layers.scan.sequence_runs import sequence_runs
 from ds_ring.masks.slots import IntArray
-from ds_ring.ops.gradients import forward_call, run_gradient
+from ds_ring.ops.gradients import has_run_again, note_call, run_gradient
 from ds_ring.ops.handles import object_of, operator
 from ds_ring.ops.passes import count_forward_pass
 from ds_ring.patterns.documents.pattern import Documents, Tree
@@ -76,14 +76,14 @@ hand_over_op.register_fake(lambda states, *_: states.new_empty(states.shape))
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, ctx.turn, ctx.batch_parts, ctx.reverse, handle = inputs
+    states, ctx.turn, ctx.batch_parts, ctx.reverse, handle = inputs
     ctx.context = object_of(handle, ScanContext)  # alive until the backward pass
-    ctx.call = forward_call(ctx.context.exchange)
+    note_call(ctx, ctx.context.exchange, states)
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
     given = (grad.contiguous(), ctx.turn, ctx.batch_parts, not ctx.reverse, ctx.context.handle)
-    back = run_gradient(ctx.context.mesh, ctx.call, hand_over_op, *given)
+    back = run_gradient(ctx.context.mesh, has_run_again(ctx), hand_over_op, *given)
     return back, None, None, None, None
 
 

@@ -89,8 +89,8 @@ def serial_scan(
         if turn < last_turn:
             waiting = got.flatten()[:0].sum()
             finals = torch.stack(after) + waiting if after else got
-            handed = (finals, turn, batch_parts, False, context.handle)
-            got = run_compared(mesh, "serial_scan", hand_over_op, *handed)
+            operands = (finals, turn, batch_parts, False, context.handle)
+            got = run_compared(mesh, "serial_scan", hand_over_op, *operands)
     slots = [piece.slot for piece in context.pieces]
     if not slots:  # no token is here: padding gives the shape of the outputs
         for part, state in enumerate(begin):
