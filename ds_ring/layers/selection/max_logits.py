@@ -11,7 +11,7 @@ from ds_ring.comm.mesh import RingMesh, check_mesh
 from ds_ring.errors import RingShapeError
 from ds_ring.layers.selection.select import best_keys
 from ds_ring.masks.pattern import Pattern
-from ds_ring.ops.checks import check_operand
+from ds_ring.ops.checks import check_floats
 from ds_ring.ops.handles import never_traced
 from ds_ring.ring.merge import accumulator_dtype
 from ds_ring.schedule.layout import Layout
@@ -42,8 +42,7 @@ def max_logits(
     """
     check_mesh(mesh)
     with collective(mesh, "max_logits", Exchange(mesh, hop_timeout_s)) as call:
-        check_operand("q", q)
-        check_operand("k", k)
+        check_floats("max_logits", q=q, k=k)
         fits = q.dim() == k.dim() == 4 and q.shape[::2] == k.shape[::2] and q.shape[3] == k.shape[3]
         if not fits or q.shape[1] % k.shape[1]:
             raise RingShapeError(
