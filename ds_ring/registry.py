@@ -188,6 +188,7 @@ class PassRow(NamedTuple):
         no_offload: why its operands cannot wait on the host; None: they can.
         no_hop_sums: why no kernel may keep a sum over the hops of a rank; None: one may.
         whole_blocks: its layouts have runs of whole blocks of `block_size` tokens.
+        checks_layout: function of a layout and `block_size` that raises RingLayoutError for one that has not.
         shares_memory: ranks copy out of memory that those of one node share; no backend sees a message.
         few_queries: function that makes its forward pass of queries that all ranks have; None: the usual.
     """
@@ -198,6 +199,7 @@ class PassRow(NamedTuple):
     no_offload: str | None = None
     no_hop_sums: str | None = None
     whole_blocks: bool = False
+    checks_layout: str | None = None
     shares_memory: bool = False
     few_queries: str | None = None
 
@@ -276,6 +278,7 @@ PASSES = {
         no_offload="takes all of them at once",
         no_hop_sums="adds the gradients of blocks in an order of its own",
         whole_blocks=True,
+        checks_layout="ds_ring.transports.reproducible.blocks.check_blocks",
         few_queries="ds_ring.transports.reproducible.few_queries.make_forward",
     ),
     "tiles": PassRow(

@@ -13,7 +13,7 @@ import os
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import chain
 from types import TracebackType
@@ -87,7 +87,7 @@ class collective:  # noqa: N801 - reads as contextlib's own
     """Surround a call that all ranks of a sequence make together; see [Note: refusals].
 
         with collective(mesh, "halo") as call:
-            check(x)  # a RingError that is raised here is a refusal: every rank raises
+            check(x)  # an error that is raised here is a refusal: every rank raises
             call.agree({"shape": tuple(x.shape)})  # RingMismatchError on every rank if the fields differ
             send_and_compute(call.exchange)  # an error that is raised here is a failure: peers are notified
 
@@ -199,14 +199,16 @@ class collective:  # noqa: N801 - reads as contextlib's own
 
     def _tell(self, error: BaseException) -> None:
         """Tell the other ranks that this one refuses or has failed."""
-        if isinstance(error, RingError):
-            error.peers_know = True
+        with suppress(AttributeError):  # a class with slots
+            error.peers_know = True  # type: ignore[attr-defined]
         if self._agreement_began:
             self.exchange.failed(error)
-        elif isinstance(error, RingError):
+        # Also what is no RingError, such as an IndexError of the user's function: ranks wait for a header.
+        # (A KeyboardInterrupt ends the process, and the failure detector sees that.)
+        elif isinstance(error, Exception) and not torch.compiler.is_compiling():
             self._refuse(error)
 
-    def _refuse(self, error: RingError) -> None:
+    def _refuse(self, error: Exception) -> None:
         exchange = self.exchange
         # Refused calls count as well: ranks that go on after one must still have equal numbers.
         exchange.call = number = next(self.mesh.calls)
@@ -214,7 +216,8 @@ class collective:  # noqa: N801 - reads as contextlib's own
             # The 1 is in no header of a rank that agrees.
             least, _ = exchange.spread(torch.tensor([1, 0, 0, 0], device="cpu")).tolist()
             if least[0] == 0:  # some rank does not refuse, and gathers the reports
-                _all_reports(exchange, {_OPERATION: self.name, _REFUSAL: str(error)}, number)
+                why = str(error) if isinstance(error, RingError) else f"{type(error).__name__}: {error}"
+                _all_reports(exchange, {_OPERATION: self.name, _REFUSAL: why}, number)
         except RingPeerError as unheard:  # no peer is reachable; this rank's own error is the better message
             raise error from unheard
 

@@ -26,6 +26,11 @@ from ds_ring.health.client import keep_for_ever
 from ds_ring.registry import DEVICES, load
 
 NOTHING = torch.empty(0, dtype=torch.float32, device="cpu")
+# What every backend sends; a tensor of another dtype travels as bytes.
+SENT_DTYPES = frozenset({
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8,
+    torch.uint8,
+})  # fmt: skip
 NOT_COUNTED = BatchSizes(False, 0, 0)  # for headers, which do not count as payload
 
 
@@ -237,13 +242,13 @@ class Exchange:
             return [tensor]
         if (own := self._own_collectives(group)) is not None:
             return own.all_gather(self, tensor.contiguous(), group)
+        sent = _as_sent(tensor.contiguous())
         # One allocation; slices along dim 0 are contiguous.
-        parts = list(torch.empty((size, *tensor.shape), dtype=tensor.dtype, device=tensor.device))
+        parts = list(torch.empty((size, *sent.shape), dtype=sent.dtype, device=sent.device))
         check_alive(self.mesh, None)
-        sent = tensor.contiguous()
         self._finish(dist.all_gather(parts, sent, group=group, async_op=True), group, [sent], parts)
         self.counters.bytes_sent += tensor.nbytes * (size - 1)
-        return parts
+        return [_received(part, tensor) for part in parts]
 
     def all_reduce(self, tensor: Tensor, group: ProcessGroup) -> None:
         """Sum over the ranks of a group, in place."""
@@ -260,7 +265,7 @@ class Exchange:
             return list(parts)
         if (own := self._own_collectives(group)) is not None:
             return own.all_to_all(self, parts, group)
-        sends = [part.contiguous() for part in parts]
+        sends = [_as_sent(part.contiguous()) for part in parts]
         check_alive(self.mesh, None)
         if torch.__version__ < "2.12" and sends[0].device.type == "cpu":
             # gloo of torch 2.11 has the all-to-all of single tensors only, not the one of lists.
@@ -274,7 +279,7 @@ class Exchange:
         self._finish(work, group, sends, received)
         # One part stays on this rank; all parts have one size, so leave out any one of them.
         self.counters.bytes_sent += sum(part.nbytes for part in parts[1:])
-        return received
+        return [_received(part, parts[0]) for part in received]
 
     def reduce_scatter(self, parts: Sequence[Tensor], group: ProcessGroup | None) -> Tensor:
         """Return the sum of all ranks' parts for this rank, in group order (the same bits every time)."""
@@ -301,6 +306,16 @@ class Exchange:
         Pending([work], peers, self.mesh, site, self.deadline_s, sent, got, group, watchdog, streams).wait()
 
 
+def _as_sent(tensor: Tensor) -> Tensor:
+    """Return a contiguous tensor, or a view of its bytes [n] if a backend may lack its dtype."""
+    return tensor if tensor.dtype in SENT_DTYPES else tensor.view(-1).view(torch.uint8)
+
+
+def _received(part: Tensor, like: Tensor) -> Tensor:
+    """Return what arrived of a tensor like `like`, which `_as_sent` may have turned into bytes."""
+    return part if part.dtype == like.dtype else part.view(like.dtype).view(like.shape)
+
+
 def once_a_batch(mesh: RingMesh, what: str) -> Exchange:
     """Return an exchange for a collective outside of a pass. Its limit is "step": a peer may load data."""
     limit = mesh.timeouts.limit("step")
@@ -315,5 +330,5 @@ def start_batch(route: Route, sent: Sequence[Tensor], received: Sequence[Tensor]
     operations = []
     for act, tensors, ranks in sides:
         for tensor, rank in zip(tensors, ranks, strict=True):
-            operations.append(dist.P2POp(act, tensor, group=route.group, group_peer=rank))
+            operations.append(dist.P2POp(act, _as_sent(tensor), group=route.group, group_peer=rank))
     return dist.batch_isend_irecv(operations)

@@ -29,7 +29,7 @@ from ds_ring.errors import (
 from ds_ring.limits import MAX_HEADS
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import ScoreFunction
-from ds_ring.ops.checks import check_operand
+from ds_ring.ops.checks import DTYPES, check_operand
 from ds_ring.ops.compiled import refusal_from, refused_results
 from ds_ring.patterns.dilated.pattern import Dilated
 from ds_ring.schedule.layout import Layout
@@ -127,6 +127,9 @@ class MultiheadRingAttention(nn.Module):
                 isinstance(number, (int, float)) and not isinstance(number, bool) and 0 < number < 1e30
             ):
                 raise RingConfigError(f"{_NAME}: {name}: expected a positive number, got {shown(number)}")
+        if dtype is not None and dtype not in DTYPES:
+            expected = "a floating dtype (float64 to float16), or None"
+            raise RingConfigError.wrong(f"{_NAME}: dtype", expected, f"{dtype}", "use torch.float32")
         self.gamma_init = gamma_init
         self.head_dim = self.embed_dim // self.num_heads
         self._widths = (self.embed_dim, self.kv_heads * self.head_dim, self.kv_heads * self.head_dim)

@@ -123,6 +123,9 @@ def check(
     layout = context.layout_for(q.shape[2] * parts, q.device.type)
     check_tokens(k.shape[2], layout.part_slots(parts), q.shape[2])
     check_length(context.pattern, layout)
+    options = context.options
+    if options.row.checks_layout is not None:
+        load(options.row.checks_layout)(layout, options.block_size)
     # Patterns count the heads of all Ulysses ranks: q has them all before the all-to-all, H / U after it.
     all_heads = q.shape[1] * context.mesh.ulysses_size // parts
     context.check_pairs(layout, q, all_heads)

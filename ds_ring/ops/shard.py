@@ -18,7 +18,14 @@ from ds_ring.comm.device_tables import outside_inference_mode, to_device
 from ds_ring.comm.mesh import RingMesh, check_mesh
 from ds_ring.comm.streams import is_fake
 from ds_ring.errors import RingConfigError, RingShapeError, shown
-from ds_ring.ops.checks import check_layout, check_not_transformed, check_operand
+from ds_ring.ops.checks import (
+    as_bits,
+    check_copied,
+    check_layout,
+    check_not_transformed,
+    check_operand,
+    fill_bits,
+)
 from ds_ring.ops.gradients import comparing_gradient, forward_call, has_run_again, note_call, run_compared
 from ds_ring.ops.handles import never_traced
 from ds_ring.schedule.layout import Layout
@@ -42,13 +49,14 @@ def shard_sequence(
         dim: the token dimension.
         ring_rank: whose shard; or give `mesh`, which also cuts it for the Ulysses ranks.
         mesh: this process's place.
-        pad_value: what padding slots get.
+        pad_value: what padding slots get, a value of the tensor's dtype.
 
     Returns:
         The same shape with layout.local_tokens (over the Ulysses size) entries in `dim`, contiguous.
 
     Raises:
-        RingShapeError: wrong length, or neither or both of ring_rank and mesh.
+        RingShapeError: wrong length, neither or both of ring_rank and mesh, a pad_value that the dtype has
+            not, or a gradient of a dtype that torch does not add up.
         RingLayoutError: the layout is for another ring than the mesh's.
     """
     if (ring_rank is None) == (mesh is None):
@@ -64,14 +72,16 @@ def shard_sequence(
     if isinstance(rank, bool) or not isinstance(rank, (int, np.integer)) or not 0 <= rank < layout.ring_size:
         expected = f"a rank of the layout, 0..{layout.ring_size - 1}"
         raise RingShapeError.wrong("shard_sequence: ring_rank", expected, shown(rank), "pass one of them")
+    pad_bits = fill_bits("shard_sequence: pad_value", pad_value, x_global)
+    check_copied("shard_sequence", x_global)
     positions = _positions(layout, int(rank), *_cut(layout, mesh))
     index = positions.clamp_min(0).to(x_global.device)  # padding slots (-1) take token 0 until pad_value
-    local = x_global.index_select(dim, index)
+    local = as_bits(x_global).index_select(dim, index)
     if bool((positions < 0).any()):
         shape = [1] * local.dim()
         shape[dim] = -1
-        local = local.masked_fill((positions < 0).to(local.device).view(shape), pad_value)
-    return local
+        local = local.masked_fill((positions < 0).to(local.device).view(shape), pad_bits)
+    return local.view(x_global.dtype)
 
 
 def _check(name: str, x: object, layout: object, dim: object, mesh: RingMesh | None, whole: bool) -> None:
@@ -161,7 +171,8 @@ def gather_sequence(x_local: Tensor, layout: Layout, *, mesh: RingMesh, dim: int
     computes the same loss from the gathered tensor, divide it by mesh.sequence_size.
 
     Raises:
-        RingShapeError: `dim` has not layout.local_tokens (over the Ulysses size) entries.
+        RingShapeError: `dim` has not layout.local_tokens (over the Ulysses size) entries, or a gradient of a
+            dtype that torch does not add up.
         RingLayoutError: the layout is for another ring than the mesh's.
         RingMismatchError: the ranks call with different shapes, dtypes or layouts, or one was refused.
     """
@@ -169,11 +180,14 @@ def gather_sequence(x_local: Tensor, layout: Layout, *, mesh: RingMesh, dim: int
     with collective(mesh, "gather_sequence", alone=is_fake(x_local)) as call:
         check_not_transformed("gather_sequence")
         _check("gather_sequence", x_local, layout, dim, mesh, whole=False)
+        check_copied("gather_sequence", x_local)
         shape = tuple(x_local.shape)
+        # Tokens first: shards are joined along dim 0, and contiguous as messages must be. What is sent is
+        # memory, which has not the sign of a lazy conjugate.
+        rows = as_bits(x_local).movedim(dim, 0).resolve_conj().resolve_neg().contiguous()
         fields = {"layout": layout, "shape": shape, "dim": dim % len(shape), "dtype": x_local.dtype}
         run_compared(mesh, "gather_sequence", lambda x: call.agree(fields), x_local)
-        # Tokens first: shards are joined along dim 0, and contiguous as messages must be.
-        rows = x_local.movedim(dim, 0).contiguous()
         whole = _AllGather.apply(rows, call)
     # The index has the slot of each position, and padding slots have none: they fall away.
-    return whole.index_select(0, to_device(_slots_by_position(layout), x_local.device)).movedim(0, dim)
+    index = to_device(_slots_by_position(layout), x_local.device)
+    return whole.index_select(0, index).movedim(0, dim).view(x_local.dtype)

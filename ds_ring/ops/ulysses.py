@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ds_ring.comm.collective import collective
+from ds_ring.ops.checks import as_bits
 from ds_ring.ops.context import RingContext, context_of
 from ds_ring.ops.gradients import has_run_again, note_call, run_compared, run_gradient
 from ds_ring.ops.handles import operator
@@ -67,12 +68,13 @@ def swap_op(tensors: Sequence[Tensor], name: str, handle: int) -> list[Tensor]:
             swap.check(context, tensors, mesh.ulysses_size)
         # An all-to-all of other sizes on one rank ends its process: compare every tensor, not q and v alone.
         shapes = {f"tensor {i} of Ulysses": f"{tuple(x.shape)} {x.dtype}" for i, x in enumerate(tensors)}
-        context.agree(call, tensors[0], tensors[-1], shapes)
-        parts = [x.chunk(mesh.ulysses_size, dim=swap.split_dim) for x in tensors]
+        parts = [as_bits(x).chunk(mesh.ulysses_size, dim=swap.split_dim) for x in tensors]
         packets = [_packed(one) for one in zip(*parts, strict=True)]
+        context.agree(call, tensors[0], tensors[-1], shapes)
         received = call.exchange.all_to_all(packets, mesh.ulysses_group)
         from_ranks = [_unpacked(one, [of_ranks[0] for of_ranks in parts]) for one in received]
-        return [torch.cat(of_ranks, dim=swap.join_dim) for of_ranks in zip(*from_ranks, strict=True)]
+        whole = [torch.cat(of_ranks, dim=swap.join_dim) for of_ranks in zip(*from_ranks, strict=True)]
+        return [found.view(x.dtype) for found, x in zip(whole, tensors, strict=True)]
 
 
 # [Note: packets]

@@ -20,6 +20,7 @@ from ds_ring.errors import RingLayoutError, RingPatternError
 from ds_ring.layers.cross.layout import PairLayout
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import ScoreFunction
+from ds_ring.ops.checks import DTYPES
 from ds_ring.ops.compiled import GraphRefusal
 from ds_ring.ops.context import RingContext
 from ds_ring.ops.frontend import AskedContext, attend, context_of_call
@@ -116,7 +117,8 @@ def _attend_between(
 ) -> Any:  # fmt: skip
     """Attend from q to k and v of another sequence, in a pass of both as one."""
     slots = pair.queries.part_slots(pair.parts)
-    if all(isinstance(x, Tensor) and x.dim() == 4 for x in (q, k, v)):  # others are refused
+    # Others are refused, on all ranks.
+    if all(isinstance(x, Tensor) and x.dim() == 4 and x.dtype in DTYPES for x in (q, k, v)):
         # the slots of the other sequence are not read
         fill, keys = pair.slots_of(pair.queries) - slots, pair.slots_of(pair.keys)
         q, (k, v) = pad(q, (0, 0, 0, fill + keys)), (among_keys(pair, x) for x in (k, v))

@@ -21,11 +21,13 @@ from torch import Tensor
 from ds_ring.comm.collective import collective
 from ds_ring.comm.device_tables import on_device
 from ds_ring.comm.mesh import RingMesh
+from ds_ring.comm.streams import is_fake
 from ds_ring.errors import RingShapeError, whole_number
 from ds_ring.layers.scan.context import ScanContext, scan_context
 from ds_ring.layers.scan.recurrence import Computed, recurrence_of_pieces
 from ds_ring.layers.scan.sequence_runs import positions_in_documents
 from ds_ring.masks.slots import IntArray
+from ds_ring.ops.checks import check_floats
 from ds_ring.ops.handles import never_traced
 from ds_ring.patterns.documents.pattern import Documents, Tree
 from ds_ring.schedule.layout import Layout
@@ -63,7 +65,8 @@ def log_linear_attention(
         RingLayoutError, RingPatternError, RingMismatchError, RingPeerError: as `halo`.
     """
     context = scan_context(layout, mesh, documents, hop_timeout_s)
-    with collective(mesh, "log_linear_attention") as agreement:
+    with collective(mesh, "log_linear_attention", alone=is_fake(q)) as agreement:
+        check_floats("log_linear_attention", q=q, k=k, v=v, g=g, level_scales=level_scales)
         whole_number(chunk_size, "log_linear_attention: chunk_size", RingShapeError)
         _check_shapes(q, k, v, g, level_scales)
         _check_levels(context, level_scales.shape[-1])

@@ -22,6 +22,7 @@ from ds_ring.errors import RingShapeError, whole_number
 from ds_ring.layers.scan.context import scan_context
 from ds_ring.layers.scan.halo import halo
 from ds_ring.layers.scan.recurrence import Computed, recurrence_of_pieces
+from ds_ring.ops.checks import check_floats
 from ds_ring.ops.handles import never_traced
 from ds_ring.patterns.documents.pattern import Documents, Tree
 from ds_ring.schedule.layout import Layout
@@ -62,6 +63,7 @@ def mamba3_scan(
     """
     context = scan_context(layout, mesh, documents, hop_timeout_s)
     with collective(mesh, "mamba3_scan"):
+        check_floats("mamba3_scan", q=q, k=k, v=v, adt=adt, dt=dt, trap=trap, angles=angles)
         whole_number(chunk_size, "mamba3_scan: chunk_size", RingShapeError)
         _check_shapes(q, k, v, adt, dt, trap, angles)
     fronts = [

@@ -13,8 +13,10 @@ from torch import Tensor
 
 from ds_ring.comm.collective import collective
 from ds_ring.comm.mesh import RingMesh
+from ds_ring.comm.streams import is_fake
 from ds_ring.errors import RingConfigError, RingShapeError, whole_number
 from ds_ring.layers.scan.halo import shift_sequence
+from ds_ring.ops.checks import check_operand
 from ds_ring.ops.handles import never_traced
 from ds_ring.patterns.documents.pattern import Documents, Tree
 from ds_ring.schedule.layout import Layout
@@ -48,9 +50,12 @@ def ngram_rows(
         RingConfigError: no sizes for each order.
         RingLayoutError, RingPatternError, RingMismatchError, RingPeerError: as `halo`.
     """
-    with collective(mesh, "ngram_rows") as call:
+    with collective(mesh, "ngram_rows", alone=is_fake(ids)) as call:
+        check_operand("ngram_rows: ids", ids)
         if ids.dtype != torch.int64 or ids.dim() != 2:
-            raise RingShapeError.wrong("ngram_rows: ids", "[B, S] int64", ids, "pass token ids")
+            raise RingShapeError.wrong(
+                "ngram_rows: ids", "[B, S] int64", f"{list(ids.shape)} {ids.dtype}", "pass token ids"
+            )
         if len(sizes) != len(multipliers) - 1 or not sizes:
             raise RingConfigError.wrong(
                 "ngram_rows: sizes", f"a sequence for each of {len(multipliers) - 1} orders, 2 and above",

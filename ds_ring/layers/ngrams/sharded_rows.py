@@ -16,6 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ds_ring.comm.collective import collective
 from ds_ring.comm.mesh import RingMesh, check_mesh
 from ds_ring.errors import RingConfigError, RingShapeError
+from ds_ring.ops.checks import check_floats, check_operand
 from ds_ring.ops.gradients import (
     comparing_gradient,
     first_derivative_alone,
@@ -106,10 +107,10 @@ class _Rows(torch.autograd.Function):
 
 
 def _check(table: Tensor, rows: Tensor, mesh: RingMesh) -> None:
-    if table.dim() != 2 or not len(table) or not table.is_floating_point():
-        raise RingShapeError.wrong(
-            "sharded_rows: table", "[N, D] floating point", table, "pass this rank's shard"
-        )
+    check_floats("sharded_rows", table=table)
+    check_operand("sharded_rows: rows", rows)
+    if table.dim() != 2 or not len(table):
+        raise RingShapeError.wrong("sharded_rows: table", "[N, D]", table, "pass this rank's shard")
     if any(parameter in _averaged for parameter in _parameters_of(table)):
         raise RingConfigError.wrong(
             "sharded_rows: table", "a shard that this rank trains by itself", "a parameter of an engine",

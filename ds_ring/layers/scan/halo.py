@@ -13,11 +13,12 @@ from torch import Tensor
 
 from ds_ring.comm.collective import collective
 from ds_ring.comm.mesh import RingMesh, check_mesh
+from ds_ring.comm.streams import is_fake
 from ds_ring.errors import RingPatternError, RingShapeError, whole_number
 from ds_ring.layers.scan.context import ScanContext, handle_of, scan_context
 from ds_ring.layers.scan.sequence_runs import halo_messages, other_documents
 from ds_ring.masks.slots import IntArray
-from ds_ring.ops.checks import check_operand
+from ds_ring.ops.checks import ADDED_UP, as_bits, check_copied, check_operand, fill_bits
 from ds_ring.ops.gradients import forward_call, has_run_again, note_call, run_compared, run_gradient
 from ds_ring.ops.handles import constant, never_traced, object_of, operator
 from ds_ring.ops.passes import count_forward_pass
@@ -50,13 +51,17 @@ def halo(
         takes part in the backward pass.
 
     Raises:
-        RingShapeError: a length that is not the layout's, or `before` and `after` are not whole numbers.
+        RingShapeError: a length that is not the layout's, or `before` and `after` are not whole numbers; in
+            the backward pass a gradient of a dtype that torch does not add up.
         RingLayoutError: a layout whose runs have gaps (striped, residue), or for another ring.
         RingPatternError: documents of another length, or `after` with a tree.
         RingMismatchError: ranks that call with different arguments; nothing was sent.
         RingPeerError: another rank failed or was too late.
     """
     handle = handle_of(layout, mesh, documents, constant(hop_timeout_s))
+    if isinstance(x, Tensor) and not torch.compiler.is_compiling():
+        with collective(mesh, "halo"):
+            check_copied("halo", x)
     if isinstance(x, Tensor) and isinstance(dim, int) and -x.dim() <= dim < 0:
         dim += x.dim()
     return run_compared(mesh, "halo", halo_op, x, dim, before, after, handle)
@@ -77,26 +82,32 @@ def shift_sequence(
         x: local shard, any dtype, with S slots in `dim`.
         offset: how many positions, not 0; negative for tokens in front.
         dim, layout, mesh, documents, hop_timeout_s: see `halo`.
-        fill: value where there is no such token: outside the sequence, in another document, in padding.
+        fill: value of x's dtype where there is no such token: outside the sequence, in another document, in
+            padding. The same on all ranks.
 
     Returns:
         The shape of x.
 
     Raises:
-        RingShapeError: offset is 0 or no whole number; and what `halo` raises.
+        RingShapeError: offset is 0 or no whole number, or fill is no value of x's dtype.
+        RingError: as in `halo`.
     """
     check_mesh(mesh)
-    with collective(mesh, "shift_sequence") as call:
+    with collective(mesh, "shift_sequence", alone=is_fake(x)) as call:
         given: Any = offset
         is_number = isinstance(given, Integral) and not isinstance(given, bool)
         if not is_number or given:
             whole_number(abs(given) if is_number else given, "shift_sequence: offset", RingShapeError)
+        check_operand("shift_sequence: x", x)
+        check_copied("shift_sequence", x)
+        fill_of_bits = fill_bits("shift_sequence: fill", fill, x)
         call.agree({"fill": fill})
     before, after = max(-offset, 0), max(offset, 0)
     named: dict[str, Any] = {"layout": layout, "mesh": mesh, "documents": documents}
     named["hop_timeout_s"] = hop_timeout_s
     copies = halo(x, before, after, dim=dim, **named)
     context, dim = scan_context(**named), dim % x.dim()
+    dtype, x, copies = x.dtype, as_bits(x), as_bits(copies)
     # Also a rank without tokens takes part in the backward pass.
     parts, runs = [x.narrow(dim, 0, 0) + copies.flatten()[:0].sum().to(x.dtype)], context.runs
     for number, run in enumerate(runs.of_rank(mesh.sequence_rank).tolist()):
@@ -106,7 +117,7 @@ def shift_sequence(
     padding = x.shape[dim] - sum(part.shape[dim] for part in parts)
     shifted = torch.cat([*parts, x.narrow(dim, 0, padding)], dim=dim)
     exists = context.exists(offset, x.device).view(-1, *[1] * (x.dim() - 1 - dim))
-    return torch.where(exists, shifted, torch.full_like(shifted, fill))
+    return torch.where(exists, shifted, torch.full_like(shifted, fill_of_bits)).view(dtype)
 
 
 def _clear_other_documents(context: ScanContext, before: int, after: int, copies: Tensor) -> None:
@@ -137,18 +148,19 @@ def halo_op(x: Tensor, dim: int, before: int, after: int, handle: int) -> Tensor
     with collective(mesh, "halo", context.exchange) as call:
         _check_halo(x, dim, before, after, context)
         shape = tuple(x.shape)
+        rows = as_bits(x).movedim(dim, 0)
         context.agree(call, before=before, after=after, shape=shape, dim=dim, dtype=x.dtype)
         count_forward_pass()
         messages = halo_messages(context.layout, mesh.ulysses_size, rank, before, after, context.tree)
-        rows = x.movedim(dim, 0)
         count = context.own_runs
-        copies = x.new_zeros((count * (before + after), *rows.shape[1:]))
+        copies = rows.new_zeros((count * (before + after), *rows.shape[1:]))
         slots, places = (context.tables.array(index, x.device) for index in messages.own)
         copies[places] = rows[slots]
         for index, received in _swapped(context, rows, messages.sends, messages.receives):
             copies[index] = received
         _clear_other_documents(context, before, after, copies)
-        return copies.unflatten(0, (count, before + after)).movedim((0, 1), (dim, dim + 1)).contiguous()
+        copies = copies.unflatten(0, (count, before + after)).movedim((0, 1), (dim, dim + 1))
+        return copies.contiguous().view(x.dtype)
 
 
 def _check_halo(x: Tensor, dim: int, before: int, after: int, context: ScanContext) -> None:
@@ -174,6 +186,8 @@ def halo_backward_op(grad: Tensor, dim: int, before: int, after: int, slots: int
     mesh, rank = context.mesh, context.mesh.sequence_rank
     shape = (*grad.shape[:dim], *grad.shape[dim + 1 :])  # the number of runs may differ by rank
     with collective(mesh, "halo backward", context.exchange) as call:
+        if as_bits(grad) is not grad:
+            raise RingShapeError.wrong("halo", ADDED_UP, f"{grad.dtype}", "cast x, or detach it")
         context.agree(call, before=before, after=after, shape=shape, dim=dim, dtype=grad.dtype)
         messages = halo_messages(context.layout, mesh.ulysses_size, rank, before, after, context.tree)
         rows = grad.movedim((dim, dim + 1), (0, 1)).flatten(0, 1).clone()

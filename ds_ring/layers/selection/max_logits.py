@@ -12,7 +12,7 @@ from ds_ring.layers.selection.context import selection_context
 from ds_ring.layers.selection.select import checked_scores, walk_tokens
 from ds_ring.masks.catalog import Causal
 from ds_ring.masks.pattern import Pattern
-from ds_ring.ops.checks import check_operand
+from ds_ring.ops.checks import check_floats
 from ds_ring.ops.handles import never_traced
 from ds_ring.ring.merge import accumulator_dtype
 from ds_ring.schedule.layout import Layout
@@ -44,8 +44,7 @@ def max_logits(
     """
     check_mesh(mesh)
     with collective(mesh, "max_logits") as call, torch.no_grad():
-        check_operand("q", q)
-        check_operand("k", k)
+        check_floats("max_logits", q=q, k=k)
         fits = q.dim() == k.dim() == 4 and q.shape[::2] == k.shape[::2] and q.shape[3] == k.shape[3]
         if not fits or q.shape[1] % k.shape[1]:
             raise RingShapeError(

@@ -14,10 +14,12 @@ from torch import Tensor
 
 from ds_ring.comm.collective import collective
 from ds_ring.comm.mesh import RingMesh
+from ds_ring.comm.streams import is_fake
 from ds_ring.errors import RingShapeError, whole_number
 from ds_ring.layers.scan.context import ScanContext, check_blocks, scan_context
 from ds_ring.layers.scan.recurrence import padded
 from ds_ring.layers.serial.hand_over import hand_over_op, turns
+from ds_ring.ops.checks import DTYPES, check_operand
 from ds_ring.ops.gradients import run_compared
 from ds_ring.ops.handles import never_traced
 from ds_ring.patterns.documents.pattern import Documents, Tree
@@ -61,7 +63,7 @@ def serial_scan(
         RingPatternError, RingMismatchError, RingPeerError: as `halo`.
     """
     context = scan_context(layout, mesh, documents, hop_timeout_s)
-    with collective(mesh, "serial_scan") as call:
+    with collective(mesh, "serial_scan", alone=is_fake(initial)) as call:
         _check(context, initial, tensors, block_size, batch_parts)
         call.agree({"block_size": block_size, "batch_parts": batch_parts, "initial": tuple(initial.shape)})
     batch = len(initial) // batch_parts
@@ -116,6 +118,12 @@ def _anchor(step: CellStep, initial: Tensor, tensors: Sequence[Tensor], block_si
 def _check(
     context: ScanContext, initial: Tensor, tensors: Sequence[Tensor], block_size: int, batch_parts: int
 ) -> None:
+    check_operand("serial_scan: initial", initial)
+    if initial.dtype not in (*DTYPES, torch.complex64, torch.complex128):
+        expected = "a floating or complex dtype (float64 to float16)"
+        raise RingShapeError.wrong("serial_scan: initial", expected, f"{initial.dtype}", "cast it")
+    for x in tensors:
+        check_operand("serial_scan: tensors", x)
     for name, value in (("block_size", block_size), ("batch_parts", batch_parts)):
         whole_number(value, f"serial_scan: {name}", RingShapeError)
     slots, batch = context.runs.local_tokens, len(initial)

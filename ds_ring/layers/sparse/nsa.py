@@ -19,6 +19,7 @@ from ds_ring.api import ring_attention
 from ds_ring.comm.collective import collective
 from ds_ring.comm.device_tables import on_device
 from ds_ring.comm.mesh import RingMesh, check_mesh
+from ds_ring.comm.streams import is_fake
 from ds_ring.config.pass_options import PassOptions
 from ds_ring.errors import RingConfigError, RingShapeError, whole_number
 from ds_ring.layers.scan.context import scan_context
@@ -27,6 +28,7 @@ from ds_ring.layers.selection.block_layout import BlockLayout
 from ds_ring.layers.selection.select import ring_select
 from ds_ring.layers.sparse.blocks import attend_to_blocks, check_shards, padded, windows, without_padding
 from ds_ring.masks.catalog import Before, SlidingWindow
+from ds_ring.ops.checks import check_floats
 from ds_ring.ops.handles import never_traced
 from ds_ring.schedule.layout import Layout
 
@@ -110,7 +112,7 @@ def nsa_attention(
     asked = NsaSizes() if sizes is None else sizes
     compressed_size, stride, block_size = asked.compressed_size, asked.stride, asked.block_size
     check_mesh(mesh)
-    with collective(mesh, "nsa_attention") as call:
+    with collective(mesh, "nsa_attention", alone=is_fake(q)) as call:
         asked.check()
         if len(three_k) != 3 or len(three_v) != 3:
             raise RingConfigError.wrong(
@@ -119,10 +121,10 @@ def nsa_attention(
         for keys, values in zip(three_k, three_v, strict=True):
             check_shards("nsa_attention", layout, mesh, ("q", q), ("k", keys), ("v", values))
         shape = (*q.shape[:3], 3)
-        if gates.shape != shape or not gates.is_floating_point():
-            raise RingShapeError.wrong(
-                "nsa_attention: gates", f"floating {shape}", f"{gates.dtype} {list(gates.shape)}", "cast them"
-            )
+        check_floats("nsa_attention", gates=gates)
+        if gates.shape != shape:
+            got = list(gates.shape)
+            raise RingShapeError.wrong("nsa_attention: gates", f"{shape}", got, "pass three numbers a query")
         in_blocks(layout, block_size)  # or what does not fit
         blocks, entries = BlockLayout.of_tokens(layout, block_size, whole=False), in_blocks(layout, stride)
         call.agree({"sizes": asked})

@@ -20,9 +20,11 @@ from torch import Tensor
 
 from ds_ring.comm.collective import collective
 from ds_ring.comm.mesh import RingMesh
+from ds_ring.comm.streams import is_fake
 from ds_ring.errors import RingShapeError, whole_number
 from ds_ring.layers.scan.context import check_blocks, scan_context
 from ds_ring.layers.scan.recurrence import Computed, recurrence_of_pieces
+from ds_ring.ops.checks import check_floats
 from ds_ring.ops.handles import never_traced
 from ds_ring.patterns.documents.pattern import Documents, Tree
 from ds_ring.schedule.layout import Layout
@@ -61,7 +63,9 @@ def titans_scan(
         RingPatternError, RingMismatchError, RingPeerError: as `halo`.
     """
     context = scan_context(layout, mesh, documents, hop_timeout_s)
-    with collective(mesh, "titans_scan") as agreement:
+    with collective(mesh, "titans_scan", alone=is_fake(q)) as agreement:
+        given = {"theta": theta, "log_keep": log_keep, "log_momentum": log_momentum}
+        check_floats("titans_scan", q=q, k=k, v=v, **given)
         whole_number(chunk_size, "titans_scan: chunk_size", RingShapeError)
         fits = q.dim() == v.dim() == 4 and k.shape == q.shape and v.shape[:3] == q.shape[:3]
         if not fits or any(x.shape != q.shape[:3] for x in (theta, log_keep, log_momentum)):

@@ -22,6 +22,7 @@ from ds_ring.errors import RingShapeError
 from ds_ring.layers.scan.context import ScanContext
 from ds_ring.layers.scan.sequence_runs import SequenceRuns, pieces, sequence_runs
 from ds_ring.masks.catalog import Causal
+from ds_ring.ops.checks import check_operand
 from ds_ring.ops.context import RingContext, cached_context, context_for
 from ds_ring.ops.options import Options
 from ds_ring.ops.ulysses import SWAPS, Swap, swap
@@ -89,6 +90,7 @@ def _check(context: RingContext, tensors: Sequence[Tensor], parts: int) -> None:
     assert isinstance(context.layout, Layout)
     slots = context.layout.part_slots(parts)
     for x in tensors:
+        check_operand("recurrence by heads", x)
         if x.shape[_TOKENS] != slots or x.shape[_HEADS] % parts:
             raise RingShapeError.wrong(
                 "recurrence by heads", f"{slots} tokens and a multiple of {parts} heads",

@@ -14,7 +14,7 @@ from ds_ring.kernels.interface import Kernel
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import Tiles
 from ds_ring.ring.merge import accumulator_dtype, empty_results, merge_
-from ds_ring.schedule.layout import Layout
+from ds_ring.schedule.layout import Layout, whole_blocks
 
 Partial = tuple[Tensor, Tensor]  # out and lse of a block of queries
 
@@ -59,6 +59,12 @@ def is_in_blocks(layout: Layout, size: int) -> bool:
                 return False
             end = start + length
     return True
+
+
+def check_blocks(layout: Layout, size: int) -> None:
+    """Raise RingLayoutError for a layout that is not in blocks of `size` tokens."""
+    if not is_in_blocks(layout, size):
+        whole_blocks(layout, size)  # says what to do
 
 
 @lru_cache(maxsize=256)

@@ -31,7 +31,6 @@ from ds_ring.masks.tiles import Tiles
 from ds_ring.ops.context import RingContext
 from ds_ring.ops.prepare import Prepared
 from ds_ring.ring.merge import accumulator_dtype, empty_results
-from ds_ring.schedule.layout import whole_blocks
 from ds_ring.schedule.lowering import query_heads_of
 from ds_ring.schedule.plan import Plan
 from ds_ring.transports.owner_walk import walk_owners
@@ -41,7 +40,6 @@ from ds_ring.transports.reproducible.blocks import (
     attend_square,
     blocks_of,
     has_whole_blocks,
-    is_in_blocks,
     merged,
     squares_of,
     tiles_of,
@@ -170,10 +168,8 @@ class ReproduciblePass:
         return -(-tokens // self.size) * self.size if filled else tokens
 
     def _blocks(self, ring_rank: int, number: int) -> tuple[TokenBlock, ...]:
-        layout = self.plan.layout
-        if not is_in_blocks(layout, self.size):
-            whole_blocks(layout, self.size)  # says what to do
-        return blocks_of(layout, ring_rank, self.size, has_whole_blocks(self.plan.classes[number].pattern))
+        filled = has_whole_blocks(self.plan.classes[number].pattern)
+        return blocks_of(self.plan.layout, ring_rank, self.size, filled)
 
     def _squares(self, number: int) -> np.ndarray:
         return squares_of(self.plan.classes[number].pattern, self._tokens(number), self.size)
