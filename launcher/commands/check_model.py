@@ -193,8 +193,9 @@ def _check_configurations(options: argparse.Namespace, section: dict[str, Any] |
     """Print a row for each configuration of the types, then the counts."""
     from ..check.configuration_rows import RowRun, read_rows, row_key, rows_of
 
-    run = RowRun(processes, options.tokens, options.layers, options.seed, section, options.head)
-    types = _types(options.head or "causal-lm") if options.all else [options.model]
+    head = options.head or ("causal-lm" if options.all else None)
+    run = RowRun(processes, options.tokens, options.layers, options.seed, section, head)
+    types = _types(head) if options.all and head else [options.model]
     file = Path(options.rows) if options.rows else None
     known = read_rows(file)
     counts: Counter[str] = Counter()
