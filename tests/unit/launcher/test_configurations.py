@@ -28,7 +28,7 @@ SWITCHES = {
     "gemma2": {"attn_logit_softcapping=None", "layer_types=all full_attention"},
     "gemma3_text": {"rope_type=dynamic", "head_dim=8", "use_bidirectional_attention=True"},
     "mpt": {"attn_config.alibi=False", "attn_config.clip_qkv=0.5", "no_bias=False"},
-    "minicpm3": {"scale_emb=18.0", "q_lora_rank=None"},
+    "minicpm3": {"scale_emb=18", "q_lora_rank=None"},
     "opt": {"do_layer_norm_before=False", "word_embed_proj_dim=32"},
 }  # fmt: skip
 
