@@ -363,7 +363,8 @@ def _alone(model: nn.Module, given: Given, head: str, implementation: str = "eag
     model.set_attn_implementation(implementation)  # type: ignore[operator]
     model.zero_grad()
     dtype = next(model.parameters()).dtype  # of images, too
-    batch = {key: x.to(dtype) if x.is_floating_point() else x for key, x in given.alone.items()}
+    # a copy: GIT writes into the inputs_embeds that it is given
+    batch = {key: x.to(dtype, copy=True) if x.is_floating_point() else x for key, x in given.alone.items()}
     with recording(model) as layers, TotalOrder():
         if "labels" in batch:
             output = model(**batch)
