@@ -121,6 +121,11 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
     for name in ("rows", "only"):
         if getattr(options, name) and not options.configurations:
             raise RingConfigError(f"--{name}: expected --configurations with it")
+    for name, default in (("jobs", 1), ("batch", "plain")):
+        if options.configurations and getattr(options, name) != default:
+            raise RingConfigError.wrong(
+                f"--{name}", f"{default} with --configurations", "another", "leave it out"
+            )
     try:
         re.compile(options.only or "")
     except re.error as error:
