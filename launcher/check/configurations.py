@@ -94,6 +94,10 @@ def configurations_of(config: PreTrainedConfig, tokens: int, layers: int = 2) ->
             seen.append(values)
             if configuration.changes:
                 found.append(configuration)
+    shared = [one for one in found if "num_kv_shared_layers" in one.changes]
+    for one in shared:  # layers hand tensors to later ones, which are computed again
+        for way in WAYS[1:3]:
+            found.append(one._replace(name=f"{one.name}, {way.name}", checkpointing=way.checkpointing))
     return found
 
 
