@@ -27,6 +27,7 @@ _NO_SWITCHES = {
     "use_mems_eval", "use_weighted_layer_sum", "classifier_bias", "rescale_prenorm_residual",
     "use_mem_eff_path", "disable_ngram_loss", "moe_shared_expert_overlap", "norm_topk_prob",
     "share_encoder_decoder_embeddings", "concat_input", "mlp_bias", "gelu_activation",
+    "enable_moe_block",
 }  # fmt: skip
 _FACTORS = (
     "attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_scale",
@@ -39,12 +40,15 @@ _KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "kv_n_heads", "swa_nu
 _WINDOWS = ("sliding_window", "attention_chunk_size", "sliding_window_size")
 
 # By model type: switches that only matter together.
+_EXPERTS = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32}
 _TOGETHER: dict[str, tuple[dict[str, Any], ...]] = {
+    "gemma4_text": (_EXPERTS,),
     "falcon": (
         {"alibi": True, "parallel_attn": False, "multi_query": False},
         {"new_decoder_architecture": True, "num_kv_heads": 1},
         {"new_decoder_architecture": True, "alibi": True},
         {"alibi": True, "attn_implementation": "eager"},  # adds ALiBi twice
+        {"alibi": True, "new_decoder_architecture": True, "num_kv_heads": 1, "attn_implementation": "eager"},
     ),
 }
 
@@ -90,6 +94,10 @@ def configurations_of(config: PreTrainedConfig, tokens: int, layers: int = 2) ->
             seen.append(values)
             if configuration.changes:
                 found.append(configuration)
+    shared = [one for one in found if "num_kv_shared_layers" in one.changes]
+    for one in shared:  # layers hand tensors to later ones, which are computed again
+        for way in WAYS[1:3]:
+            found.append(one._replace(name=f"{one.name}, {way.name}", checkpointing=way.checkpointing))
     return found
 
 
@@ -130,16 +138,19 @@ def _others(name: str, value: Any, values: Values) -> list[Any]:
     if name in _CAPS:
         return [2.0 if value is None else None]
     if name in _WINDOWS:
-        return [] if value is None else [None]
+        # A layer of this kind asks for a number; there _layer_types takes it away.
+        return [] if value is None or "sliding_attention" in (values.get("layer_types") or ()) else [None]
     if name in _FACTORS:
-        return [] if isinstance(value, str) else [0.5 if value is None else 1.5 * value]
+        if isinstance(value, str):
+            return []
+        return [0.5 if value is None else value + value // 2 if isinstance(value, int) else 1.5 * value]
     values_of = _VALUES.get(name)
     return [other for other in values_of(value, values) if other != value] if values_of is not None else []
 
 
 _VALUES: dict[str, Callable[[Any, Values], list[Any]]] = {
     "attention_type": lambda value, _: ["original_full"],  # BigBird's
-    "attn_type": lambda value, _: ["uni", "bi"],  # XLNet's
+    "attn_type": lambda value, _: ["uni", "bi"] if value in ("uni", "bi") else [],  # XLNet's
     "attention_layers": lambda value, _: [[kind] * len(value) for kind in ("global", "local")],  # GPT-Neo's
     "clamp_len": lambda value, _: [8],
     "clip_qkv": lambda value, _: [0.5 if value is None else None],
@@ -185,7 +196,10 @@ def _layer_types(values: Values) -> Iterator[Configuration]:
     window = any(isinstance(values.get(name), int) for name in _WINDOWS)
     offered = sorted(set(kinds) | ({"sliding_attention"} if window and "full_attention" in kinds else set()))
     for kind in offered:
-        yield Configuration(f"layer_types=all {kind}", {"layer_types": [kind] * len(kinds)})
+        changes: dict[str, Any] = {"layer_types": [kind] * len(kinds)}
+        if "attention" not in kind.replace("linear_attention", ""):  # caches of none know no length
+            changes["use_cache"] = False
+        yield Configuration(f"layer_types=all {kind}", changes)
 
 
 def _rotary(values: Values) -> Iterator[Configuration]:

@@ -254,9 +254,16 @@ def _in_modes(checkpoint: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _embedded(model: PreTrainedModel, plain: Batch) -> Batch:
-    """Return a batch with inputs_embeds [B, T, E] instead of input_ids [B, T]."""
-    with torch.no_grad():
-        inputs_embeds_BTE = model.get_input_embeddings()(plain["input_ids"])
+    """Return a batch with inputs_embeds [B, T, E] instead of input_ids [B, T].
+
+    Raises:
+        RingConfigError: the model's embeddings take other inputs.
+    """
+    try:
+        with torch.no_grad():
+            inputs_embeds_BTE = model.get_input_embeddings()(plain["input_ids"])
+    except Exception as error:  # Musicgen's is a list of tables
+        raise RingConfigError(f"no inputs_embeds can be made: {type(error).__name__}: {error}") from error
     return {"inputs_embeds": inputs_embeds_BTE} | {key: x for key, x in plain.items() if key != "input_ids"}
 
 
@@ -356,7 +363,8 @@ def _alone(model: nn.Module, given: Given, head: str, implementation: str = "eag
     model.set_attn_implementation(implementation)  # type: ignore[operator]
     model.zero_grad()
     dtype = next(model.parameters()).dtype  # of images, too
-    batch = {key: x.to(dtype) if x.is_floating_point() else x for key, x in given.alone.items()}
+    # a copy: GIT writes into the inputs_embeds that it is given
+    batch = {key: x.to(dtype, copy=True) if x.is_floating_point() else x for key, x in given.alone.items()}
     with recording(model) as layers, TotalOrder():
         if "labels" in batch:
             output = model(**batch)

@@ -121,6 +121,11 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
     for name in ("rows", "only"):
         if getattr(options, name) and not options.configurations:
             raise RingConfigError(f"--{name}: expected --configurations with it")
+    for name, default in (("jobs", 1), ("batch", "plain")):
+        if options.configurations and getattr(options, name) != default:
+            raise RingConfigError.wrong(
+                f"--{name}", f"{default} with --configurations", "another", "leave it out"
+            )
     try:
         re.compile(options.only or "")
     except re.error as error:
@@ -193,8 +198,9 @@ def _check_configurations(options: argparse.Namespace, section: dict[str, Any] |
     """Print a row for each configuration of the types, then the counts."""
     from ..check.configuration_rows import RowRun, read_rows, row_key, rows_of
 
-    run = RowRun(processes, options.tokens, options.layers, options.seed, section, options.head)
-    types = _types(options.head or "causal-lm") if options.all else [options.model]
+    head = options.head or ("causal-lm" if options.all else None)
+    run = RowRun(processes, options.tokens, options.layers, options.seed, section, head)
+    types = _types(head) if options.all and head else [options.model]
     file = Path(options.rows) if options.rows else None
     known = read_rows(file)
     counts: Counter[str] = Counter()

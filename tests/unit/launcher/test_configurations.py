@@ -26,9 +26,10 @@ SWITCHES = {
     "mistral": {"sliding_window=None", "num_key_value_heads=1", "num_key_value_heads=32", "use_cache=False"},
     "qwen2": {"use_sliding_window=True, max_window_layers=0", "rope_type=longrope"},
     "gemma2": {"attn_logit_softcapping=None", "layer_types=all full_attention"},
-    "gemma3_text": {"rope_type=dynamic", "sliding_window=None", "use_bidirectional_attention=True"},
+    "gemma3_text": {"rope_type=dynamic", "head_dim=8", "use_bidirectional_attention=True"},
+    "gemma4_text": {"num_kv_shared_layers=15, checkpointing=reentrant", "attention_k_eq_v=True"},
     "mpt": {"attn_config.alibi=False", "attn_config.clip_qkv=0.5", "no_bias=False"},
-    "minicpm3": {"scale_emb=18.0", "q_lora_rank=None"},
+    "minicpm3": {"scale_emb=18", "q_lora_rank=None"},
     "opt": {"do_layer_norm_before=False", "word_embed_proj_dim=32"},
 }  # fmt: skip
 
