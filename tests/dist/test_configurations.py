@@ -21,7 +21,7 @@ alibi, make = families._falcon_alibi, model_check.build
 row = families.FAMILIES["falcon"]
 object.__setattr__(row, "bias", lambda module, factor, implementation: alibi(module, factor, "sdpa"))
 model_check.build = lambda config, *others: os._exit(3) if config.bias else make(config, *others)
-only = "default|attn_implementation|bias|inputs_embeds|checkpointing=reentrant|tie_word"
+only = "default|alibi=True, attn_implementation|bias|inputs_embeds|checkpointing=reentrant|tie_word"
 command = ["check-model", "falcon", "--configurations", "--tokens", "21", "--rows", rows, "--only", only]
 first = main(command)
 configuration_rows.run_ranks = None  # a row that is there is not checked again
