@@ -129,7 +129,7 @@ class InputGradients:
     )  # fmt: skip
     def around_prologue(self, prologue: Callable[[], None]) -> None:
         """Refuse torch.autograd.grad(loss, x), but for x of a batch that was given whole."""
-        engine, executes = self._engine, torch._C._will_engine_execute_node  # type: ignore[attr-defined]
+        engine, executes = self._engine, torch._C._will_engine_execute_node
         direct = not engine._running_engine_backward and engine._support_torch_style_backward
         if direct and self._session.mesh.sequence_size > 1 and torch._C._current_graph_task_id() != -1:
             trained = [one for one in engine.module.parameters() if one.requires_grad]

@@ -366,7 +366,7 @@ def _is_by_token(call: _Call) -> bool:
     try:
         whole = _leaves_of(call, lambda x, flow: x.clone())
         for half in (0, 1):
-            alone = _leaves_of(call, lambda x, flow: _of_half(x, flow.axis, call, half, flow.picked))  # noqa: B023
+            alone = _leaves_of(call, lambda x, flow: _of_half(x, flow.axis, call, half))  # noqa: B023
             among = _leaves_of(call, lambda x, flow: _with_others_changed(x, flow, call, half))  # noqa: B023
             if not len(whole) == len(alone) == len(among):
                 return False
@@ -395,19 +395,19 @@ def _leaves_of(call: _Call, change: Callable[[Tensor, Flow], Tensor]) -> list[Te
         return _tensors(call.run(tree_unflatten(given, tree)))
 
 
-def _rows(size: int, call: _Call, half: int, picked: bool) -> Tensor:
+def _rows(size: int, call: _Call, half: int, picked: bool = False) -> Tensor:
     """Return the indices of a half of the tokens in a dimension; samples may be merged into it."""
     if picked or size % call.tokens:
         return torch.arange(size).tensor_split(2)[half]
     return torch.arange(size).view(-1, call.tokens).tensor_split(2, dim=1)[half].flatten()
 
 
-def _of_half(x: Tensor, axis: int, call: _Call, half: int, picked: bool) -> Tensor:
+def _of_half(x: Tensor, axis: int, call: _Call, half: int, picked: bool = False) -> Tensor:
     return x.index_select(axis, _rows(x.shape[axis], call, half, picked).to(x.device))
 
 
 def _with_others_changed(x: Tensor, flow: Flow, call: _Call, half: int) -> Tensor:
-    rows = _rows(x.shape[flow.axis], call, 1 - half, flow.picked).to(x.device)
+    rows = _rows(x.shape[flow.axis], call, 1 - half).to(x.device)
     others = x.index_select(flow.axis, rows)
     new = 1 - 2 * others if x.is_floating_point() else others.flip(flow.axis)
     return x.index_copy(flow.axis, rows, new)
@@ -421,7 +421,7 @@ def _agree(whole: Tensor, alone: Tensor, among: Tensor, call: _Call, half: int) 
         return False
     if differ:
         axis, size = differ[0], whole.shape[differ[0]]
-        picked = len(_rows(size, call, half, False)) != alone.shape[axis]
+        picked = len(_rows(size, call, half)) != alone.shape[axis]
         whole, among = (_of_half(x, axis, call, half, picked) for x in (whole, among))
     return whole.shape == alone.shape and _close(whole, alone) and _close(whole, among)
 
