@@ -362,6 +362,27 @@ def test_a_switch_turns_it_off(rank_pool: Pool) -> None:
     assert rank_pool(2).run(with_the_switch) == [""] * 2
 
 
+def after_a_short_batch(rank: int, world_size: int, stage: int) -> list[str]:
+    """A batch of whole samples on each rank shows nothing; the next one does."""
+    torch.manual_seed(3)
+    model = build_model(SIZE, "sdpa")
+    FAULTS["a shifted MLP"][0](model)
+    engine = start_engine(model, json_config(2, 2, stage, ring_attention={"min_sequence_length": 20}))
+    found = []
+    for tokens in (12, 29):
+        try:
+            take_step(engine, build_batch(SIZE._replace(tokens=tokens)))
+            found.append("")
+        except RingConfigError as error:
+            found.append(str(error).partition(":")[0])
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_batch_that_is_not_cut_is_waited_out(rank_pool: Pool, stage: int) -> None:
+    assert rank_pool(2).run(after_a_short_batch, stage) == [["", f"{MLP} (Shifted)"]] * 2
+
+
 # Of families, all of whose modules are taken for a user's.
 FAMILIES = (
     "llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "gemma3n_text", "gpt_oss", "gpt2",
