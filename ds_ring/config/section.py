@@ -205,7 +205,7 @@ class RingConfig(PassOptions, RingKeys):
     )
     check_modules: Flag = Field(
         default=True,
-        description="first step: refuse modules and hooks of yours in a model that mix tokens",
+        description="first step: refuse your modules and hooks that mix tokens",
     )
     monitor: Flag = Field(
         default=False, description="report hop times, bytes and memory to DeepSpeed's monitor"

@@ -85,8 +85,8 @@ def samples_of(batch: dict[str, Tensor], replica: int, replicas: int) -> dict[st
     return {key: x.chunk(replicas)[replica] for key, x in batch.items()}
 
 
-def engine_of(stage: int, enabled: bool, ring_size: int = 2) -> tuple[Any, Any]:
-    model, config = build_model(SIZE, "sdpa"), json_config(ring_size, 2, stage)
+def engine_of(stage: int, enabled: bool, **section: Any) -> tuple[Any, Any]:
+    model, config = build_model(SIZE, "sdpa"), json_config(2, 2, stage, ring_attention=section)
     if not enabled:
         engine = start_engine(model, config, 0.0)
         return engine, engine.ring.shard_batch
@@ -98,9 +98,11 @@ def engine_of(stage: int, enabled: bool, ring_size: int = 2) -> tuple[Any, Any]:
     return deepspeed.initialize(model=model, optimizer=sgd, config=config)[0], dict
 
 
-def of_whole_tensors(rank: int, world_size: int, stage: int, enabled: bool) -> dict[str, float]:
-    """The largest relative error of each way's gradients; parameters of the model, too."""
-    engine, shard = engine_of(stage, enabled)
+def of_whole_tensors(
+    rank: int, world_size: int, stage: int, enabled: bool, **section: Any
+) -> dict[str, float]:
+    """The largest relative error of each way's gradients."""
+    engine, shard = engine_of(stage, enabled, **section)
     found = {}
     for name, way in WAYS.items():
         ring = way(engine, shard, dict(build_batch(SIZE)))
@@ -119,6 +121,11 @@ def test_gradients_of_whole_tensors_are_those_of_one_process(
     rank_pool: Pool, stage: int, enabled: bool
 ) -> None:
     for found in rank_pool(2).run(of_whole_tensors, stage, enabled):
+        assert max(found.values()) < TOLERANCE, found
+
+
+def test_gradients_of_whole_samples_on_each_rank(rank_pool: Pool) -> None:
+    for found in rank_pool(2).run(of_whole_tensors, 0, False, min_sequence_length=40):
         assert max(found.values()) < TOLERANCE, found
 
 

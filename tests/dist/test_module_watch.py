@@ -360,3 +360,59 @@ def with_the_switch(rank: int, world_size: int) -> str:
 
 def test_a_switch_turns_it_off(rank_pool: Pool) -> None:
     assert rank_pool(2).run(with_the_switch) == [""] * 2
+
+
+def after_a_short_batch(rank: int, world_size: int, stage: int) -> list[str]:
+    """A batch of whole samples on each rank shows nothing; the next one does."""
+    torch.manual_seed(3)
+    model = build_model(SIZE, "sdpa")
+    FAULTS["a shifted MLP"][0](model)
+    engine = start_engine(model, json_config(2, 2, stage, ring_attention={"min_sequence_length": 20}))
+    found = []
+    for tokens in (12, 29):
+        try:
+            take_step(engine, build_batch(SIZE._replace(tokens=tokens)))
+            found.append("")
+        except RingConfigError as error:
+            found.append(str(error).partition(":")[0])
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_batch_that_is_not_cut_is_waited_out(rank_pool: Pool, stage: int) -> None:
+    assert rank_pool(2).run(after_a_short_batch, stage) == [["", f"{MLP} (Shifted)"]] * 2
+
+
+# Of families, all of whose modules are taken for a user's.
+FAMILIES = (
+    "llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "gemma3n_text", "gpt_oss", "gpt2",
+    "gpt_neox", "phi3", "mixtral", "deepseek_v2", "deepseek_v3", "olmo3", "cohere2", "falcon", "bloom", "mpt",
+    "opt", "mamba", "mamba2", "jamba", "bamba", "qwen3_next", "recurrent_gemma", "minimax", "rwkv", "xlstm",
+    "zamba2", "lfm2", "granitemoehybrid", "nemotron_h", "llama4_text", "modernbert-decoder", "doge", "stablelm",
+    "xglm", "codegen",
+)  # fmt: skip
+
+
+def as_a_users(rank: int, world_size: int, family: str) -> int:
+    """Take a step with a model whose modules are watched; return how many were."""
+    from ds_ring.integrations.transformers import module_watch
+    from ds_ring_launcher.check.small_model import build, read_config, shrink
+
+    with pytest.MonkeyPatch.context() as patch:
+        known = tuple(name for name in module_watch._KNOWN if name != "transformers")
+        patch.setattr(module_watch, "_KNOWN", known)
+        model = build(shrink(read_config(family), 58, 2, {}), "causal-lm", 0)
+        engine = start_engine(model, json_config(2, 2, 0))
+        counted: list[int] = []
+        judge = module_watch.ModuleWatch._judge
+        patch.setattr(module_watch.ModuleWatch, "_judge", lambda *args: (counted.append(1), judge(*args))[1])
+        ids = torch.randint(3, 60, (2, 58), generator=torch.Generator().manual_seed(0))
+        engine(**engine.ring.shard_batch({"input_ids": ids, "labels": ids}))
+        engine.destroy()
+    return len(counted)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.day("llama", "qwen3_moe", "bamba")
+def test_modules_of_families_would_not_be_refused_as_a_users(rank_pool: Pool, family: str) -> None:
+    assert min(rank_pool(2).run(as_a_users, family)) >= 6

@@ -56,7 +56,7 @@ _REDUCES = {
 _SAME = {
     "clone", "_to_copy", "detach", "alias", "lift_fresh", "bernoulli", "uniform", "normal", "native_dropout",
     "zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "masked_fill", "to",
-    "contiguous", "copy", "fill", "zero", "_fused_dropout",
+    "contiguous", "copy", "fill", "zero", "_fused_dropout", "polar",
 }  # fmt: skip
 _VIEWS = {"view", "_unsafe_view", "reshape", "_reshape_alias", "view_copy"}
 _NORMS = {"native_layer_norm", "_fused_rms_norm", "rms_norm", "layer_norm"}
@@ -68,6 +68,7 @@ _LINEAR = {"mul", "div", "add", "sub", "neg", "clone", "_to_copy", "detach", "al
 _WRITES = {"copy", "index_put", "scatter", "scatter_add", "index_add", "index_copy"}
 _READS = {"_local_scalar_dense", "equal", "is_nonzero", "item"}
 _PACKAGE = __name__.partition(".")[0] + "."
+_KNOWN = (_PACKAGE, "transformers.masking_utils")  # of whose masks the ring's attention knows
 
 
 class TokenFlow(TorchDispatchMode):
@@ -232,6 +233,8 @@ class TokenFlow(TorchDispatchMode):
         axis = flow.axis
         if name in _VIEWS:
             return [flow._replace(axis=self._axis_of_view(x, axis, outputs[0], flow.picked))]
+        if name in ("view_as_complex", "view_as_real"):
+            return [flow if axis < x.ndim - (name == "view_as_complex") else _mixes()]
         if name in _NORMS:
             return [flow if axis < x.ndim - len(given["normalized_shape"]) else _mixes()] * len(outputs)
         dims = _dims(given, x.ndim)
@@ -426,7 +429,29 @@ class ModuleFlow(TokenFlow):
     ) -> list[Flow | None]:
         if any(flow is not None and flow.kind == "whole" for _, flow in inputs):
             return [Flow("whole")] * len(outputs)
-        return super()._rule(func, args, kwargs, inputs, outputs)
+        try:
+            return super()._rule(func, args, kwargs, inputs, outputs)
+        except _MixesError:
+            (x, flow), *_ = inputs
+            name = func.overloadpacket.__name__
+            if name in _VIEWS and flow is not None and (found := self._merged(x, flow, outputs[0])):
+                return [found]
+            raise
+
+    def _merged(self, x: Tensor, flow: Flow, out: Tensor) -> Flow | None:
+        """Return where tokens are after a view that joins them with what is behind, or parts them again.
+
+        Each entry of a joined dimension is of one token, as those that were picked.
+        """
+        behind = x.shape[flow.axis + 1 :].numel()
+        for place, size in enumerate(out.shape):
+            inner = max(out.shape[place + 1 :].numel(), 1)
+            if flow.picked and size == self._tokens and x.shape[flow.axis] % size == 0:
+                return Flow("tokens", place)
+            joined = behind // inner if behind % inner == 0 else 0
+            if joined > 1 and size % joined == 0 and (size // joined) % self._tokens == 0:
+                return Flow("tokens", place, True)
+        return None
 
 
 def _mixes() -> Any:
@@ -507,7 +532,7 @@ def _caller(outermost: int | None = None) -> tuple[str, bool]:
             continue
         if frame.f_code.co_name == "_look" and module.startswith(_PACKAGE):
             break
-        if module.startswith(_PACKAGE):
+        if module.startswith(_KNOWN):
             is_ours |= frame.f_code.co_name != "__torch_function__"  # which watches functions
         elif not line and not module.startswith("deepspeed"):
             code = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()

@@ -53,7 +53,8 @@ _begins = _part_patch(stage="before_forward", options=("prepend",))
 _called = _part_patch(stage="before_forward")
 _returned = _part_patch(stage="after_forward", options=("prepend", "always_call"))
 _ends = _part_patch(stage="after_forward", options=("always_call",))
-# Relative to the largest entry that is typical: what another order of sums explains.
+_TRIES = 8  # passes of batches that are not cut on every rank, after which nothing is watched any more
+# Relative to an entry and to a typical one: what another order of sums explains.
 _ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4}
 _ROUNDING_16 = 2e-2
 
@@ -96,6 +97,7 @@ class ModuleWatch:
         self._session, self._engine = session, engine
         self._models = [one.model for one in adapters]
         self._seen = set[bool]()
+        self._tries = 0
         self._start()
 
     def _start(self) -> None:
@@ -110,15 +112,14 @@ class ModuleWatch:
     )  # fmt: skip
     def around_forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         training, batches = bool(self._engine.module.training), self._session.batches
-        if training in self._seen or batches.is_off:
+        rewritten = self._engine.is_compiled and self._session.config.attention == "as_is"
+        if training in self._seen or batches.is_off or rewritten:
             return forward(*args, **kwargs)
         sharding = batches.current
-        rewritten = self._engine.is_compiled and self._session.config.attention == "as_is"
-        if sharding.mesh.sequence_size == 1 or rewritten:
-            return forward(*args, **kwargs)
+        is_cut = sharding.mesh.sequence_size > 1  # or this rank has whole samples of a short batch
         self._start()
         with ExitStack() as stack:
-            for number, (name, module, is_users) in enumerate(list(self._watched())):
+            for number, (name, module, is_users) in enumerate(list(self._watched()) if is_cut else ()):
                 if number == 0:  # compiled code calls no hooks
                     stack.enter_context(torch.compiler.set_stance("force_eager"))
                 stack.enter_context(applied(*self._hooks(name, module, is_users, sharding), part=module))
@@ -126,9 +127,10 @@ class ModuleWatch:
                 output = forward(*args, **kwargs)
             finally:
                 self._switch(None)
-        self._refuse(sharding)
+        self._tries += 1
+        if self._refuse(sharding, is_cut) or self._tries >= _TRIES:
+            self._seen.add(training)
         self._start()
-        self._seen.add(training)
         return output
 
     # Which modules are watched.
@@ -249,22 +251,29 @@ class ModuleWatch:
 
     # After the forward pass.
 
-    def _refuse(self, sharding: BatchSharding) -> None:
-        """Raise on all ranks if a module or hooks mixed tokens on one. Collective."""
+    def _refuse(self, sharding: BatchSharding, is_cut: bool) -> bool:
+        """Raise on all ranks if a module or hooks mixed tokens on one; return whether they were watched.
+        Collective.
+        """
         mine = {name: one.fault for name, one in self._calls.items() if one.fault is not None}
-        faults = self._gathered(mine)
+        # At ZeRO 3 a module that runs again gathers its weights from all ranks of the world.
+        sharded = any(hasattr(parameter, "ds_id") for parameter in self._engine.module.parameters())
+        everyones = self._gathered((mine, set(self._calls), is_cut), sharded)
+        watched = [one[2] for one in everyones]
+        if not any(watched) or (sharded and not all(watched)):
+            return False
+        faults = {name: fault for one in everyones for name, fault in one[0].items()}
         if not faults:
-            return
+            return True
+        on_all = set.intersection(*(one[1] for one in everyones))
+        runs = [name for name in faults if name in self._calls and (name in on_all or not sharded)]
         with torch.no_grad():
-            wrong = {
-                name: fault
-                for name, fault in faults.items()
-                if name not in self._calls or not _is_by_token(self._calls[name])
-            }
-        wrong = self._gathered({name: fault for name, fault in wrong.items() if name in mine})
+            right = {name for name in runs if _is_by_token(self._calls[name])}
+        mine = {name: fault for name, fault in mine.items() if name in runs and name not in right}
+        wrong = {name: fault for one in self._gathered(mine, sharded) for name, fault in one.items()}
         if not wrong:
             log.info("modules that sort or gather tokens work token by token: %s", ", ".join(faults))
-            return
+            return True
         name, fault = next(iter(wrong.items()))
         more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
         raise RingConfigError(
@@ -274,15 +283,13 @@ class ModuleWatch:
             ' you mean, set "check_modules": false in the "ring_attention" section'
         )
 
-    def _gathered(self, mine: dict[str, str]) -> dict[str, str]:
-        """Return the faults of all ranks of the sequence; of all ranks at ZeRO 3. Collective."""
-        sharded = any(hasattr(parameter, "ds_id") for parameter in self._engine.module.parameters())
-        group = dist.group.WORLD if sharded else self._session.mesh.sequence_group
-        if group is None:
-            return mine
-        everyones: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(everyones, mine, group=group)
-        return {name: fault for one in everyones for name, fault in one.items()}
+    def _gathered(self, mine: Any, of_world: bool) -> list[Any]:
+        """Return what all ranks of the sequence, or of the world, give. Collective."""
+        group = dist.group.WORLD if of_world else self._session.mesh.sequence_group
+        everyones: list[Any] = [mine] if group is None else [None] * dist.get_world_size(group)
+        if group is not None:
+            dist.all_gather_object(everyones, mine, group=group)
+        return everyones
 
 
 def _tensors(tree: Any) -> list[Tensor]:
@@ -366,7 +373,7 @@ def _is_by_token(call: _Call) -> bool:
     try:
         whole = _leaves_of(call, lambda x, flow: x.clone())
         for half in (0, 1):
-            alone = _leaves_of(call, lambda x, flow: _of_half(x, flow.axis, call, half, flow.picked))  # noqa: B023
+            alone = _leaves_of(call, lambda x, flow: _of_half(x, flow.axis, call, half))  # noqa: B023
             among = _leaves_of(call, lambda x, flow: _with_others_changed(x, flow, call, half))  # noqa: B023
             if not len(whole) == len(alone) == len(among):
                 return False
@@ -395,19 +402,19 @@ def _leaves_of(call: _Call, change: Callable[[Tensor, Flow], Tensor]) -> list[Te
         return _tensors(call.run(tree_unflatten(given, tree)))
 
 
-def _rows(size: int, call: _Call, half: int, picked: bool) -> Tensor:
+def _rows(size: int, call: _Call, half: int, picked: bool = False) -> Tensor:
     """Return the indices of a half of the tokens in a dimension; samples may be merged into it."""
     if picked or size % call.tokens:
         return torch.arange(size).tensor_split(2)[half]
     return torch.arange(size).view(-1, call.tokens).tensor_split(2, dim=1)[half].flatten()
 
 
-def _of_half(x: Tensor, axis: int, call: _Call, half: int, picked: bool) -> Tensor:
+def _of_half(x: Tensor, axis: int, call: _Call, half: int, picked: bool = False) -> Tensor:
     return x.index_select(axis, _rows(x.shape[axis], call, half, picked).to(x.device))
 
 
 def _with_others_changed(x: Tensor, flow: Flow, call: _Call, half: int) -> Tensor:
-    rows = _rows(x.shape[flow.axis], call, 1 - half, flow.picked).to(x.device)
+    rows = _rows(x.shape[flow.axis], call, 1 - half).to(x.device)
     others = x.index_select(flow.axis, rows)
     new = 1 - 2 * others if x.is_floating_point() else others.flip(flow.axis)
     return x.index_copy(flow.axis, rows, new)
@@ -421,7 +428,7 @@ def _agree(whole: Tensor, alone: Tensor, among: Tensor, call: _Call, half: int) 
         return False
     if differ:
         axis, size = differ[0], whole.shape[differ[0]]
-        picked = len(_rows(size, call, half, False)) != alone.shape[axis]
+        picked = len(_rows(size, call, half)) != alone.shape[axis]
         whole, among = (_of_half(x, axis, call, half, picked) for x in (whole, among))
     return whole.shape == alone.shape and _close(whole, alone) and _close(whole, among)
 
