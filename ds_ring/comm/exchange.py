@@ -330,5 +330,7 @@ def start_batch(route: Route, sent: Sequence[Tensor], received: Sequence[Tensor]
     operations = []
     for act, tensors, ranks in sides:
         for tensor, rank in zip(tensors, ranks, strict=True):
-            operations.append(dist.P2POp(act, _as_sent(tensor), group=route.group, group_peer=rank))
+            if tensor.dtype not in SENT_DTYPES:
+                tensor = _as_sent(tensor)
+            operations.append(dist.P2POp(act, tensor, group=route.group, group_peer=rank))
     return dist.batch_isend_irecv(operations)

@@ -33,9 +33,15 @@ _WHOLE = (*_BITS.values(), torch.int8, torch.uint16, torch.uint32, torch.uint64)
 def as_bits(x: Tensor) -> Tensor:
     """Return x, or integers with its bits if torch lacks operators for its dtype (uint16, float8, ...).
 
-    For what copies values: `.view(x.dtype)` turns a result back.
+    For what copies values; `from_bits` turns a result back.
     """
     return x if x.dtype in _COUNTED else x.view(_BITS[x.element_size()])
+
+
+def from_bits(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return what `as_bits` has turned into integers, in its own dtype."""
+    # view(dtype) drops the gradient, also where it changes nothing
+    return x if x.dtype == dtype else x.view(dtype)
 
 
 def fill_bits(name: str, fill: float, x: Tensor) -> float:
@@ -103,11 +109,6 @@ def check_operand(name: str, x: object) -> None:
     else:
         return
     raise RingShapeError.wrong(name, *why)
-
-
-def loses_derivatives() -> bool:
-    """Return whether a torch.func transform or a dual level is active; `check_derivative` may refuse it."""
-    return peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
 def check_derivative(name: str = "ring attention") -> None:

@@ -16,9 +16,9 @@ from ds_ring.comm.mesh import RingMesh, check_mesh
 from ds_ring.config.pass_options import PassOptions
 from ds_ring.errors import RingShapeError, shown
 from ds_ring.masks.pattern import Pattern
-from ds_ring.ops.checks import check_derivative, check_operand, loses_derivatives
+from ds_ring.ops.checks import check_derivative, check_operand
 from ds_ring.ops.context import ContextCache, RingContext, context_for
-from ds_ring.ops.gradients import run_compared
+from ds_ring.ops.gradients import loses_derivatives, run_compared
 from ds_ring.ops.options import Options, as_value
 from ds_ring.ops.ring_op import EagerAttention, ring_attention_op, sees_plain
 from ds_ring.ops.ulysses import with_ulysses
@@ -121,4 +121,7 @@ def attend(
             return run_compared(context.mesh, "ring attention", EagerAttention.apply, q, k, v, context, sinks)
         return run_compared(context.mesh, "ring attention", ring_attention_op, q, k, v, context.handle, sinks)
 
-    return with_ulysses(run, q, k, v, context.handle, context.mesh.ulysses_size, return_lse)
+    if context.mesh.ulysses_size > 1:
+        return with_ulysses(run, q, k, v, context.handle, context.mesh.ulysses_size, return_lse)
+    out, lse = run(q, k, v)
+    return (out, lse) if return_lse else out

@@ -21,13 +21,21 @@ from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from torch._C._functorch import peek_interpreter_stack
+from torch.autograd import forward_ad
 
 from ds_ring.comm.collective import collective, comparing
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.errors import RingConfigError
-from ds_ring.ops.checks import check_derivative, loses_derivatives
+from ds_ring.ops.checks import check_derivative
 
+_GRADIENT = "gradient of the forward call of number"
 T = TypeVar("T")
+
+
+def loses_derivatives() -> bool:
+    """Return whether a torch.func transform or a dual level is active; `check_derivative` may refuse it."""
+    return peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
 def run_compared(mesh: RingMesh, name: str, function: Callable[..., T], *given: Any) -> T:
@@ -46,8 +54,12 @@ def run_compared(mesh: RingMesh, name: str, function: Callable[..., T], *given: 
         return function(*given)
     requires = torch.is_grad_enabled() and _requires_grad(given)
     said = "one that requires it" if requires else "none that requires it"
-    with comparing(mesh, "operands and a gradient", 1 + requires, said):
+    state, before = mesh.state, mesh.state.compared
+    state.compared = "operands and a gradient", 1 + requires, said
+    try:
         return function(*given)
+    finally:
+        state.compared = before
 
 
 def _requires_grad(given: Sequence[Any]) -> bool:
@@ -73,7 +85,7 @@ def forward_call(exchange: _Counts | None) -> int:
 
 def comparing_gradient(mesh: RingMesh, number: int) -> AbstractContextManager[None]:
     """Return what surrounds the gradient of the forward call of that number."""
-    return comparing(mesh, "gradient of the forward call of number", number)
+    return comparing(mesh, _GRADIENT, number)
 
 
 def note_call(ctx: Any, exchange: _Counts | None, like: Tensor) -> None:
@@ -95,8 +107,12 @@ def run_gradient(mesh: RingMesh, number: int, function: Callable[..., T], *given
     Raises:
         RingMismatchError: other ranks compute that of another call; nothing was sent.
     """
-    with comparing_gradient(mesh, number):
+    state, before = mesh.state, mesh.state.compared
+    state.compared = _GRADIENT, number, ""
+    try:
         return function(*given)
+    finally:
+        state.compared = before
 
 
 def refuse_second_derivative(name: str) -> Callable[..., NoReturn]:

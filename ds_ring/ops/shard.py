@@ -25,6 +25,7 @@ from ds_ring.ops.checks import (
     check_not_transformed,
     check_operand,
     fill_bits,
+    from_bits,
 )
 from ds_ring.ops.gradients import comparing_gradient, forward_call, has_run_again, note_call, run_compared
 from ds_ring.ops.handles import never_traced
@@ -81,7 +82,7 @@ def shard_sequence(
         shape = [1] * local.dim()
         shape[dim] = -1
         local = local.masked_fill((positions < 0).to(local.device).view(shape), pad_bits)
-    return local.view(x_global.dtype)
+    return from_bits(local, x_global.dtype)
 
 
 def _check(name: str, x: object, layout: object, dim: object, mesh: RingMesh | None, whole: bool) -> None:
@@ -190,4 +191,4 @@ def gather_sequence(x_local: Tensor, layout: Layout, *, mesh: RingMesh, dim: int
         whole = _AllGather.apply(rows, call)
     # The index has the slot of each position, and padding slots have none: they fall away.
     index = to_device(_slots_by_position(layout), x_local.device)
-    return whole.index_select(0, index).movedim(0, dim).view(x_local.dtype)
+    return from_bits(whole.index_select(0, index).movedim(0, dim), x_local.dtype)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ds_ring.comm.collective import collective
-from ds_ring.ops.checks import as_bits
+from ds_ring.ops.checks import as_bits, from_bits
 from ds_ring.ops.context import RingContext, context_of
 from ds_ring.ops.gradients import has_run_again, note_call, run_compared, run_gradient
 from ds_ring.ops.handles import operator
@@ -74,7 +74,7 @@ def swap_op(tensors: Sequence[Tensor], name: str, handle: int) -> list[Tensor]:
         received = call.exchange.all_to_all(packets, mesh.ulysses_group)
         from_ranks = [_unpacked(one, [of_ranks[0] for of_ranks in parts]) for one in received]
         whole = [torch.cat(of_ranks, dim=swap.join_dim) for of_ranks in zip(*from_ranks, strict=True)]
-        return [found.view(x.dtype) for found, x in zip(whole, tensors, strict=True)]
+        return [from_bits(found, x.dtype) for found, x in zip(whole, tensors, strict=True)]
 
 
 # [Note: packets]
@@ -96,7 +96,7 @@ def _unpacked(packet: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
         return [packet]
     sizes = [like[index].nbytes for index in _order(like)]
     found = dict(zip(_order(like), packet.split(sizes), strict=True))
-    return [found[index].view(x.dtype).view(x.shape) for index, x in enumerate(like)]
+    return [from_bits(found[index], x.dtype).view(x.shape) for index, x in enumerate(like)]
 
 
 @swap_op.register_fake

@@ -232,7 +232,7 @@ class RingPass:
             of_queries = Accumulator(lambda: some_heads(heads, dq()), grad_here, [q_here.shape], *given)
             # Gradients of the own keys that other ranks return are added here.
             results = some_heads(kv, dk, dv)
-            home = Accumulator(partial(tuple, results), grad_here, [x.shape for x in results], *given)
+            home = Accumulator(partial(tuple, results), grad_here, list(map(Tensor.size, results)), *given)
             kernel, own = self.kernel.of_heads(heads), Pair(k_here, v_here)
             parts_dtype = k.dtype if waits else lse.dtype
             buffers = RingBuffers(chunk, self.buffers, prepared.kinds[kv.start], own, home, parts_dtype)

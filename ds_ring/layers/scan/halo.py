@@ -18,7 +18,7 @@ from ds_ring.errors import RingPatternError, RingShapeError, whole_number
 from ds_ring.layers.scan.context import ScanContext, handle_of, scan_context
 from ds_ring.layers.scan.sequence_runs import halo_messages, other_documents
 from ds_ring.masks.slots import IntArray
-from ds_ring.ops.checks import ADDED_UP, as_bits, check_copied, check_operand, fill_bits
+from ds_ring.ops.checks import ADDED_UP, as_bits, check_copied, check_operand, fill_bits, from_bits
 from ds_ring.ops.gradients import forward_call, has_run_again, note_call, run_compared, run_gradient
 from ds_ring.ops.handles import constant, never_traced, object_of, operator
 from ds_ring.ops.passes import count_forward_pass
@@ -117,7 +117,7 @@ def shift_sequence(
     padding = x.shape[dim] - sum(part.shape[dim] for part in parts)
     shifted = torch.cat([*parts, x.narrow(dim, 0, padding)], dim=dim)
     exists = context.exists(offset, x.device).view(-1, *[1] * (x.dim() - 1 - dim))
-    return torch.where(exists, shifted, torch.full_like(shifted, fill_of_bits)).view(dtype)
+    return from_bits(torch.where(exists, shifted, torch.full_like(shifted, fill_of_bits)), dtype)
 
 
 def _clear_other_documents(context: ScanContext, before: int, after: int, copies: Tensor) -> None:
@@ -160,7 +160,7 @@ def halo_op(x: Tensor, dim: int, before: int, after: int, handle: int) -> Tensor
             copies[index] = received
         _clear_other_documents(context, before, after, copies)
         copies = copies.unflatten(0, (count, before + after)).movedim((0, 1), (dim, dim + 1))
-        return copies.contiguous().view(x.dtype)
+        return from_bits(copies.contiguous(), x.dtype)
 
 
 def _check_halo(x: Tensor, dim: int, before: int, after: int, context: ScanContext) -> None:

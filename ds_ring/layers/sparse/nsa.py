@@ -124,7 +124,8 @@ def nsa_attention(
         check_floats("nsa_attention", gates=gates)
         if gates.shape != shape:
             got = list(gates.shape)
-            raise RingShapeError.wrong("nsa_attention: gates", f"{shape}", got, "pass three numbers a query")
+            expected = f"floating {shape}"
+            raise RingShapeError.wrong("nsa_attention: gates", expected, got, "pass three numbers a query")
         in_blocks(layout, block_size)  # or what does not fit
         blocks, entries = BlockLayout.of_tokens(layout, block_size, whole=False), in_blocks(layout, stride)
         call.agree({"sizes": asked})

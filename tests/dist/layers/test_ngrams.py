@@ -64,7 +64,8 @@ def engram(rank: int, world_size: int, ring: tuple[str, int, str]) -> dict[str, 
     torch.manual_seed(2)
     ids, real = torch.randint(9, (B, T)), real_tokens(kind)[None, :, None]
     grad = given.pop("grad") * real
-    paths = [path_of(kind, t) for t in range(T)]
+    # padding has no tokens in front
+    paths = [[t] if kind == "packed" and IDS[t] < 0 else path_of(kind, t) for t in range(T)]
     numbers = torch.tensor([[numbers_of(row.tolist(), path) for path in paths] for row in ids])
     whole = {key: x.clone().requires_grad_() for key, x in given.items()}
 
