@@ -64,7 +64,7 @@ class Place(NamedTuple):
     @property
     def ids(self) -> Tensor:
         """The number of each token's document, [tokens]."""
-        return (IDS + 3 * torch.arange(self.tokens // T)[:, None]).flatten()
+        return (IDS + 3 * torch.arange(self.tokens // T, device="cpu")[:, None]).flatten()
 
     @property
     def documents(self) -> ds_ring.Documents:

@@ -150,7 +150,8 @@ def _check_unwritten(tx: Any, value: object, tensors: list[torch.Tensor]) -> Non
 def _guard(tx: Any, source: Source, value: Any) -> None:
     """Compile again where the source has another object, or one that captured something else."""
     if isinstance(value, Pattern):
-        _install(source, lambda x: x is value and _is_unchanged(value))
+        unchanged = _is_unchanged(value)  # a graph of one that is changed refuses it
+        _install(source, lambda x: x is value and _is_unchanged(value) == unchanged)
     elif "captured" not in TRACERS:
         _install(source, lambda x: x is value)
     else:

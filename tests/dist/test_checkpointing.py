@@ -217,7 +217,7 @@ def against_stock(rank: int, world_size: int, family: str, reentrant: bool) -> t
     for one in (alone, model):
         one.gradient_checkpointing_enable({"use_reentrant": reentrant})
     warned: list[str] = []
-    with mock.patch.object(model_call._log, "warning", lambda text, *words: warned.append(text % words)):
+    with mock.patch.object(model_call.log, "warning", lambda text, *words: warned.append(text % words)):
         found = gradients(model, session.shard_batch(batch), session.gradient_divisor)
     stock = gradients(alone, batch, 0.0)
     greatest = max(float(one.norm()) for one in plain.values())
