@@ -157,11 +157,17 @@ def two_lengths(call: Call) -> list[Result]:
     return [_result(out, x) for out, x in zip(outs, given, strict=True)]
 
 
+def halved(whole: Inputs) -> Inputs:
+    """Inputs of other values."""
+    return {name: x / 2 if x.is_floating_point() else x for name, x in whole.items()}
+
+
 def other_order(call: Call) -> list[Result]:
-    """Two equal calls, whose backward passes rank 0 runs in another order."""
-    given = [call.inputs(), call.inputs()]
-    outs = [call.out(x) for x in given]
-    losses = [call.loss(out) for out in outs]
+    """Two calls of equal shapes, whose backward passes rank 0 runs in another order."""
+    calls = [call, call._replace(whole=halved(call.whole))]
+    given = [one.inputs() for one in calls]
+    outs = [one.out(x) for one, x in zip(calls, given, strict=True)]
+    losses = [one.loss(out) for one, out in zip(calls, outs, strict=True)]
     for loss in losses if call.rank else losses[::-1]:
         loss.backward()
     return [_result(out, x) for out, x in zip(outs, given, strict=True)]
@@ -201,7 +207,18 @@ MODES: dict[str, Callable[[Call], list[Result]]] = {
     "reentrant": checkpointed(True), "non-reentrant": checkpointed(False), "two lengths": two_lengths,
     "another order on rank 0": other_order, "forward mode": forward_mode, "second derivative": second_derivative,
 }  # fmt: skip
-SELF = ("forward mode", "second derivative")  # one process plays the mode, too
+SELF = ("second derivative",)  # one process plays the mode, too
+# Modes in which every input gets a gradient on every rank.
+OF_ALL_INPUTS = (
+    "backward",
+    "grad",
+    "twice",
+    "reentrant",
+    "non-reentrant",
+    "two lengths",
+    "another order on rank 0",
+)
+STEP, TOLERANCE_OF_STEPS = 1e-5, 1e-6  # of finite differences
 
 
 class Outcome(NamedTuple):
@@ -243,7 +260,15 @@ def wanted(row: Operator, mode: str) -> list[Result]:
             return MODES[mode](Call.of(row, RingMesh.single(), 0))
         except Exception:
             return []
+    if mode == "forward mode":
+        ahead, behind = (
+            alone(row, {name: x + step if name in row.gradients else x for name, x in whole.items()}, ()).out
+            for step in (STEP, -STEP)
+        )
+        return [Result((ahead - behind) / (2 * STEP), {})]
     first = alone(row, whole)
+    if mode == "another order on rank 0":
+        return [first, alone(row, halved(whole))]
     if mode == "two lengths":
         return [first, alone(row, longer(row, whole), tokens=2 * T)]
     return [first] * max(len(row.gradients), 2)
@@ -264,7 +289,10 @@ def judge(name: str, mode: str, grid: Grid, found: Sequence[Outcome]) -> str:
         results = [outcome.results[place] for outcome in found if place < len(outcome.results)]
         if results:
             worst = max(worst, *errors(row, grid, results, one).values())
-    return "equal" if want and worst < TOLERANCE else f"wrong: off by {worst:.2g}"
+        if mode in OF_ALL_INPUTS and any({*result.gradients} != {*one.gradients} for result in results):
+            return f"wrong: expected gradients of {[*one.gradients]}, got {[[*x.gradients] for x in results]}"
+    tolerance = TOLERANCE_OF_STEPS if mode == "forward mode" else TOLERANCE
+    return "equal" if want and worst < tolerance else f"wrong: off by {worst:.2g}"
 
 
 def cases(names: Sequence[str], modes: Sequence[str], ulysses: int) -> list[tuple[str, str]]:

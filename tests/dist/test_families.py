@@ -294,7 +294,7 @@ def with_local_positions(rank: int, world_size: int) -> list[ModelReport]:
     """
     from ds_ring.integrations.transformers.module_watch import ModuleWatch
 
-    with silently_wrong("local positions"), mock.patch.object(ModuleWatch, "_watched", lambda _: iter(())):
+    with silently_wrong("local positions"), mock.patch.object(ModuleWatch, "_watched", return_value=()):
         return checked(rank, world_size, CheckRequest("llama"))
 
 
