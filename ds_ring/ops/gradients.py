@@ -79,13 +79,13 @@ class _Counts(Protocol):
 
 
 def forward_call(exchange: _Counts | None) -> int:
-    """Return the number of the call that was just made, for its gradient."""
-    return 0 if exchange is None else exchange.call
+    """Return the number of the call that was just made, for its gradient; -1 if none was."""
+    return -1 if exchange is None else exchange.call
 
 
 def comparing_gradient(mesh: RingMesh, number: int) -> AbstractContextManager[None]:
     """Return what surrounds the gradient of the forward call of that number."""
-    return comparing(mesh, _GRADIENT, number)
+    return comparing(mesh, _GRADIENT, number + 1, str(number))
 
 
 def note_call(ctx: Any, exchange: _Counts | None, like: Tensor) -> None:
@@ -108,7 +108,7 @@ def run_gradient(mesh: RingMesh, number: int, function: Callable[..., T], *given
         RingMismatchError: other ranks compute that of another call; nothing was sent.
     """
     state, before = mesh.state, mesh.state.compared
-    state.compared = _GRADIENT, number, ""
+    state.compared = _GRADIENT, number + 1, str(number)  # a mesh's first call has the number 0
     try:
         return function(*given)
     finally:
