@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_ring.errors import RingConfigError
+from ds_ring.integrations.written_files import append_text, replace_text
 
 from ..run.local_ranks import RanksError, run_ranks
 from .configurations import Configuration, configurations_of
@@ -80,7 +81,7 @@ def read_rows(file: Path | None) -> dict[tuple[str, ...], Row]:
                 f"--rows: {file}, line {number}: expected a row of --configurations, got {line[:60]!r}"
             ) from error
     if cut_off:
-        file.write_text(text[: len(text) - len(cut_off)])
+        replace_text(file, text[: len(text) - len(cut_off)])
     return rows
 
 
@@ -136,7 +137,7 @@ def _checked(
     """
     with tempfile.TemporaryDirectory(prefix="ds-ring-rows-") as folder:
         answers = Path(folder, "answers")
-        answers.touch()
+        answers.touch(exist_ok=False)
         last = [time.monotonic(), 0.0]  # when the size of the answers changed, and that size
 
         def look() -> None:
@@ -183,8 +184,7 @@ def _on_rank(source: str, run: RowRun, configurations: Sequence[Configuration], 
                 "differences",
                 "eager_differs",
             )
-            with open(answers, "a") as file:
-                answer = (verdict_of(report), report.reason, {name: values[name] for name in kept})
-                print(json.dumps(answer), file=file, flush=True)
+            answer = (verdict_of(report), report.reason, {name: values[name] for name in kept})
+            append_text(Path(answers), json.dumps(answer) + "\n")
         if verdict_of(report) == "raw error":
             return

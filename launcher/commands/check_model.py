@@ -11,12 +11,13 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from importlib.metadata import version
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
+from ds_ring.integrations.written_files import append_text
 from ds_ring.registry import SESSION_METHODS
 
 from .parsers import (
@@ -204,15 +205,14 @@ def _check_configurations(options: argparse.Namespace, section: dict[str, Any] |
     file = Path(options.rows) if options.rows else None
     known = read_rows(file)
     counts: Counter[str] = Counter()
-    with open(file, "a") if file is not None else nullcontext() as written:
-        for source in types:
-            for row in rows_of(source, run, known, options.deadline_seconds, options.only or ""):
-                counts[row["verdict"]] += 1
-                if written is not None and row_key(row) not in known:
-                    print(json.dumps(row), file=written, flush=True)
-                text = f"{row['verdict']:<9} {row['source']} {row['configuration']}"
-                reason = " ".join(row["reason"].split())
-                print(json.dumps(row) if options.json else text + f": {reason}" * bool(reason), flush=True)
+    for source in types:
+        for row in rows_of(source, run, known, options.deadline_seconds, options.only or ""):
+            counts[row["verdict"]] += 1
+            if file is not None and row_key(row) not in known:
+                append_text(file, json.dumps(row) + "\n")
+            text = f"{row['verdict']:<9} {row['source']} {row['configuration']}"
+            reason = " ".join(row["reason"].split())
+            print(json.dumps(row) if options.json else text + f": {reason}" * bool(reason), flush=True)
     if not options.json:
         found = ", ".join(f"{counts[key]} {key}" for key in ROW_VERDICTS)
         print(f"{counts.total()} configurations of {len(types)} model types: {found}")

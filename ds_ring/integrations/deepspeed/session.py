@@ -586,7 +586,8 @@ class RingSession:
         """Prepare a batch; keep a fault until the ranks have compared notes, so that all stop together."""
         try:
             documents, needs, given = self.config.pattern.documents, self.needs, batch()
-            check_divisor(given, self.gradient_divisor, self.mesh.grid.world_size)
+            if isinstance(given, Mapping):  # what is none is refused below
+                check_divisor(given, self.gradient_divisor, self.mesh.grid.world_size)
             if needs.batches is not None:
                 prepared = needs.batches.prepare(given, needs.number_tokens)
                 return ReadyBatch(prepared, report_of(prepared))

@@ -405,8 +405,8 @@ def _leaves_of(call: _Call, change: Callable[[Tensor, Flow], Tensor]) -> list[Te
 def _rows(size: int, call: _Call, half: int, picked: bool = False) -> Tensor:
     """Return the indices of a half of the tokens in a dimension; samples may be merged into it."""
     if picked or size % call.tokens:
-        return torch.arange(size).tensor_split(2)[half]
-    return torch.arange(size).view(-1, call.tokens).tensor_split(2, dim=1)[half].flatten()
+        return torch.arange(size, device="cpu").tensor_split(2)[half]
+    return torch.arange(size, device="cpu").view(-1, call.tokens).tensor_split(2, dim=1)[half].flatten()
 
 
 def _of_half(x: Tensor, axis: int, call: _Call, half: int, picked: bool = False) -> Tensor:

@@ -70,7 +70,8 @@ def _numbered_by_ids(padding: int, prepared: Batch) -> Tensor:
     real_BT = ids_BT != padding
     if row_kind(prepared) is not None:
         depths_BT = prepared["position_ids"].expand_as(ids_BT)
-        counts_BT = torch.tensor([*map(_count_in_paths, real_BT.tolist(), depths_BT.tolist())])
+        counts = [*map(_count_in_paths, real_BT.tolist(), depths_BT.tolist())]
+        counts_BT = torch.tensor(counts, device="cpu")
         return counts_BT.to(ids_BT) * real_BT + padding
     counts_BT = real_BT.long().cumsum(dim=1)
     if DOCUMENT_IDS in prepared:

@@ -176,7 +176,9 @@ class ScoreMod:
             return
         where = torch.linspace(0, tokens - 1, min(SAMPLED, tokens), dtype=torch.float64, device="cpu").long()
         batch, heads = (torch.tensor(sorted({0, n - 1}), device="cpu") for n in (samples, query_heads))
-        scores = torch.zeros(len(batch), len(heads), len(where), len(where), device="cpu")
+        scores = torch.zeros(
+            len(batch), len(heads), len(where), len(where), dtype=torch.float32, device="cpu"
+        )
         try:
             for result in (VALUE, DERIVATIVE):
                 _evaluated(self, result, scores, scores, batch, heads, where, where)

@@ -327,11 +327,13 @@ class CapturedValues:
         is_all: no other value can change a trace: the function captured numbers and texts alone.
         copies: of the captured tensors, by their order in `values`. `x.data` and numpy write without being
             counted, so contents are compared; None for a tensor without them.
+        requires_grad: of the captured tensors.
     """
 
     values: list[object]
     is_all: bool
     copies: list[Tensor | None]
+    requires_grad: list[bool]
 
     @classmethod
     def by(cls, function: object) -> CapturedValues:
@@ -339,7 +341,8 @@ class CapturedValues:
         found = _all_values_of(function)
         tensors = _tensors_in(found)
         copies = without_modes(lambda: list(map(_copy_of, tensors))) if tensors else []
-        return cls(found, not any(isinstance(one, _Opaque) for one in found), copies)
+        is_all = not any(isinstance(one, _Opaque) for one in found)
+        return cls(found, is_all, copies, [x.requires_grad for x in tensors])
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -351,7 +354,10 @@ class CapturedValues:
         found = _all_values_of(function)
         if found != self.values:
             return False
-        both = zip(_tensors_in(found), self.copies, strict=True)
+        tensors = _tensors_in(found)
+        if [x.requires_grad for x in tensors] != self.requires_grad:
+            return False
+        both = zip(tensors, self.copies, strict=True)
         pairs = [(tensor, copy) for tensor, copy in both if copy is not None]
         return not pairs or without_modes(lambda: all(_has_bits(*pair) for pair in pairs))
 

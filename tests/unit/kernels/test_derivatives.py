@@ -99,9 +99,6 @@ def test_a_captured_tensor_that_needs_a_gradient_is_refused_in_compiled_code_too
     compiled = torch.compile(lambda *qkv: attend(*qkv, score_mod=moved), backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(q, k, v), attend(q, k, v))
     bias.requires_grad_()
-    with pytest.raises(RingConfigError, match="captured values that stay as they were"):
-        compiled(q, k, v)
-    torch.compiler.reset()
     for call in (compiled, lambda *qkv: attend(*qkv, score_mod=moved)):
         with pytest.raises(RingConfigError, match="captured tensors that require no gradient"):
             call(q, k, v)

@@ -122,7 +122,7 @@ def evaluated(call: Callable[[], Tensor]) -> Tensor | None:
 
 
 @pytest.mark.parametrize("name", BINARY)
-@pytest.mark.day("mul", "where")
+@pytest.mark.day("mul")
 @pytest.mark.situation(
     "dtypes", "a mask_mod of a uint8 table and an int64 number: every operator and two types"
 )

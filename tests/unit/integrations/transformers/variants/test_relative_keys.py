@@ -43,7 +43,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         name: (lambda name=name: called(**{name: torch.zeros(2, 4)}), f"leave {name} out of the batch")
         for name in ("perm_mask", "target_mapping", "token_type_ids", "input_mask")
     },
-    "attentions": (lambda: called(output_attentions=True), "leave output_attentions out"),
+    "attentions": (lambda: called(output_attentions=True), "output_attentions: expected False"),
 }  # fmt: skip
 
 
