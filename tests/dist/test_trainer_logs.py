@@ -145,6 +145,10 @@ def logs_of(case: str, config: str, settings: dict[str, Any]) -> Logs:
     if settings.get("train_sampling_strategy") == "batch_rebalance":
         samples = [{name: x[: 60 - 7 * row] for name, x in one.items()} for row, one in enumerate(samples)]
         own["data_collator"] = padded
+    if (lengths := settings.pop("lengths", ())) != ():  # the last batch has another number of samples, too
+        rows = zip(text.samples(len(lengths), max(lengths)), lengths, strict=True)
+        samples = [{name: x[:length] for name, x in one.items()} for one, length in rows]
+        own["data_collator"] = padded
     if settings.pop("iterable", False):
         samples, held_out = Stream(samples), Stream(held_out)
     arguments = {
@@ -248,6 +252,16 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.day("random collator")
 def test_options_of_trainer_are_those_of_one_process(rank_pool: Any, tmp_path: Path, option: str) -> None:
     compare(rank_pool, tmp_path, ["ModelOutput"], 2, **OPTIONS[option])
+
+
+@pytest.mark.situation("trainers", "batches of different lengths, the last one of fewer samples")
+@pytest.mark.parametrize("iterable", [False, True])
+@pytest.mark.night
+def test_batches_of_other_lengths_are_counted_as_on_one_process(
+    rank_pool: Any, tmp_path: Path, iterable: bool
+) -> None:
+    more = {"lengths": (60, 60, 40, 60, 37), "max_steps": 5, "gradient_accumulation_steps": 2}
+    compare(rank_pool, tmp_path, ["ModelOutput"], 2, iterable=iterable, **more)
 
 
 @pytest.mark.situation("trainers", "an IterableDataset whose last batch is incomplete")
