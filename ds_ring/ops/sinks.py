@@ -73,7 +73,9 @@ def sinks_gradient(
     """
     if sinks_H is None:
         return None
-    out, grad_out, lse = (x[:, :, :tokens] for x in (out, grad_out, lse))
+    count = lse.shape[2] if tokens is None else tokens
+    # narrow: a slice of all entries is an alias, which a batched gradient (is_grads_batched) has no rule for
+    out, grad_out, lse = (x.narrow(2, 0, count) for x in (out, grad_out, lse))
     if out.device == grad_out.device:
         delta = (out.to(lse.dtype) * grad_out).sum(-1)
     else:  # head by head, if out is on the host
@@ -81,7 +83,7 @@ def sinks_gradient(
         delta = torch.stack([(o.to(g.device, lse.dtype) * g).sum(-1) for o, g in by_head], dim=1)
     lse = lse.to(delta.device)
     if grad_lse is not None:
-        delta = delta - grad_lse[:, :, :tokens]
+        delta = delta - grad_lse.narrow(2, 0, count)
     # A row without keys and sinks has lse -inf; the clamp prevents a NaN.
     weights = torch.exp(sinks_H[heads].unsqueeze(-1) - lse.clamp_min(torch.finfo(lse.dtype).min))
     found = -(weights * delta).sum((0, 2)).to(sinks_H.dtype)
