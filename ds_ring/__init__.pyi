@@ -7,6 +7,8 @@ from ds_ring.config.pass_options import PassOptions as PassOptions
 from ds_ring.config.section import RingConfig as RingConfig
 from ds_ring.contrib.multihead import MultiheadRingAttention as MultiheadRingAttention
 from ds_ring.decode.attention import decode_attention as decode_attention
+from ds_ring.engines.deepspeed.enable import enable as enable
+from ds_ring.engines.deepspeed.initialize import initialize as initialize
 from ds_ring.errors import RingBufferError as RingBufferError
 from ds_ring.errors import RingCheckpointError as RingCheckpointError
 from ds_ring.errors import RingCheckpointMissingError as RingCheckpointMissingError
@@ -20,8 +22,6 @@ from ds_ring.errors import RingPatternError as RingPatternError
 from ds_ring.errors import RingPeerError as RingPeerError
 from ds_ring.errors import RingShapeError as RingShapeError
 from ds_ring.errors import RingVerifyError as RingVerifyError
-from ds_ring.integrations.deepspeed.enable import enable as enable
-from ds_ring.integrations.deepspeed.initialize import initialize as initialize
 from ds_ring.layers.cross.attention import CrossAttention as CrossAttention
 from ds_ring.layers.cross.attention import cross_attention as cross_attention
 from ds_ring.layers.latents.attention import LatentAttention as LatentAttention

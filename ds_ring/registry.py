@@ -61,21 +61,21 @@ LAYOUTS = {
     "zigzag": LayoutRow("ds_ring.schedule.layout.make_zigzag"),
     "striped": LayoutRow("ds_ring.schedule.layout.make_striped"),
     "residue": LayoutRow(
-        "ds_ring.patterns.dilated.layout.make_residue",
-        for_blocks="ds_ring.patterns.dilated.layout.for_blocks",
+        "ds_ring.patterns.dilated.residue_layout.make_residue",
+        for_blocks="ds_ring.patterns.dilated.residue_layout.for_blocks",
     ),
     "balanced": LayoutRow(
-        "ds_ring.layouts.balanced.make_balanced",
+        "ds_ring.layouts.balanced.pieces.make_balanced",
         takes_speeds=True,
-        if_uneven="ds_ring.layouts.balanced.even_pieces",
+        if_uneven="ds_ring.layouts.balanced.pieces.even_pieces",
     ),
     "document_zigzag": LayoutRow(
-        "ds_ring.patterns.documents.layout.make_document_zigzag",
+        "ds_ring.patterns.documents.document_zigzag.make_document_zigzag",
         for_labels="ds_ring.patterns.documents.shared.whole_and_shared",
     ),
     "private": LayoutRow(
-        "ds_ring.patterns.private.layout.make_private",
-        always="ds_ring.patterns.private.layout.candidates",
+        "ds_ring.patterns.private.private_layout.make_private",
+        always="ds_ring.patterns.private.private_layout.candidates",
     ),
 }
 
@@ -258,7 +258,7 @@ TRACERS = {
 # What keeps tensors for a pass's gradient (`SavedTensors` in `ops/passes.py`): (out, lse) of checkpointed
 # regions, and q, k, v, out, lse on the host, by its key of the JSON.
 SAVED_TENSORS = {
-    "results": "ds_ring.memory.saved_results.KeepResults",
+    "results": "ds_ring.memory.saved_results.keep_results.KeepResults",
     "offload_attention": "ds_ring.memory.host.head_stream.OnHost",
 }
 
@@ -288,36 +288,36 @@ PASSES = {
         no_hop_sums="adds gradients of other ranks' queries, too",
     ),
     "all_gather": PassRow(
-        "ds_ring.transports.all_gather.make_pass",
+        "ds_ring.transports.all_gather.gather_pass.make_pass",
         no_hops="has no hops",
         no_offload="takes all of them at once",
     ),
 }
 
 
-# What capabilities add to an engine (`integrations/deepspeed/engine_part.py`), from the inside out.
+# What capabilities add to an engine (`data/engine_part.py`), from the inside out.
 ENGINE_PARTS = {
-    "compile": "ds_ring.integrations.compile.engine.CompiledEngine",
-    "monitor": "ds_ring.integrations.metrics.step_metrics.Monitor",
-    "rank_speeds": "ds_ring.integrations.metrics.rank_speeds.RankSpeeds",
-    "run_report": "ds_ring.integrations.metrics.run_report.RunReport",
-    "checkpoint": "ds_ring.integrations.checkpoint.engine.SealedCheckpoints",
-    "sharded_tables": "ds_ring.integrations.deepspeed.sharded_tables.ShardedTables",
-    "random_draws": "ds_ring.integrations.deepspeed.random_draws.RandomDraws",
+    "compile": "ds_ring.contrib.compile.engine.CompiledEngine",
+    "monitor": "ds_ring.measure.step_metrics.Monitor",
+    "rank_speeds": "ds_ring.measure.rank_speeds.RankSpeeds",
+    "run_report": "ds_ring.measure.run_report.RunReport",
+    "checkpoint": "ds_ring.checkpoint.engine.SealedCheckpoints",
+    "sharded_tables": "ds_ring.layers.ngrams.sharded_tables.ShardedTables",
+    "random_draws": "ds_ring.data.random_draws.RandomDraws",
 }
 
-# What capabilities add to a transformers model (`integrations/transformers/model_part.py`); those of
+# What capabilities add to a transformers model (`models/model_part.py`); those of
 # "long_sequence" by their keys in the JSON: without its row a key is refused.
 MODEL_PARTS = {
     "images": "ds_ring.contrib.images.model.ImagePart",
     "sound": "ds_ring.contrib.sound.model.SoundPart",
-    "tiled_loss": "ds_ring.integrations.transformers.tiles.head.TiledLoss",
-    "tiled_mlp": "ds_ring.integrations.transformers.tiles.layers.TiledMLPs",
-    "offload_checkpoints": "ds_ring.integrations.transformers.offloaded_checkpoints.OffloadedCheckpoints",
-    "generation": "ds_ring.integrations.transformers.generation.generation_of",
+    "tiled_loss": "ds_ring.memory.tiles.models_head.TiledLoss",
+    "tiled_mlp": "ds_ring.memory.tiles.models_layers.TiledMLPs",
+    "offload_checkpoints": "ds_ring.memory.host.offloaded_checkpoints.OffloadedCheckpoints",
+    "generation": "ds_ring.decode.generation.generation_of",
 }
 
-# Kinds of rows by the tensor of a batch that has their patterns (`RowKind` in `integrations/deepspeed`).
+# Kinds of rows by the tensor of a batch that has their patterns (`RowKind` in `engines/deepspeed`).
 ROW_KINDS = {
     "tree_ends": "ds_ring.contrib.policies.trees.TreeRows",
     "diffusion_blocks": "ds_ring.contrib.diffusion.batch.DiffusionRows",
@@ -345,8 +345,8 @@ INVARIANT_PARTS = {
 
 # Functions that put the trainers of a package on a ring; `ds_ring.enable` calls those of installed packages.
 TRAINERS = {
-    "accelerate": "ds_ring.integrations.trainers.accelerate.enable_accelerate",
-    "transformers": "ds_ring.integrations.trainers.transformers.enable_trainer_config",
+    "accelerate": "ds_ring.engines.trainers.accelerate.enable_accelerate",
+    "transformers": "ds_ring.engines.trainers.transformers.enable_trainer_config",
 }
 
 

@@ -110,7 +110,7 @@ def layout_for(name: str, pattern: Pattern, *, tokens: int, ring_size: int, mult
             return make_layout(name, pattern=half, **sizes)
         if name != "residue":
             raise
-        from ds_ring.patterns.dilated.layout import ResidueLayout
+        from ds_ring.patterns.dilated.residue_layout import ResidueLayout
 
         window = 6 * max(1, sizes["tokens"] // 96)  # runs of a few tokens: every pair of runs is a tile
         return ResidueLayout(**sizes, window=window, moduli=(2, 6), chunks_per_rank=2)

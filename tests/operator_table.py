@@ -21,8 +21,8 @@ from torch import Tensor
 
 import ds_ring
 from ds_ring import PassOptions, RingMesh, make_layout
+from ds_ring.contrib.whole_heads.scan import with_whole_heads
 from ds_ring.layers.distance_bias.attention import DistanceBiasAttention
-from ds_ring.layers.whole_heads.whole_heads import with_whole_heads
 from ds_ring.schedule.layout import Layout
 
 B, T, H, G, D, E = 2, 24, 4, 2, 8, 8

@@ -77,12 +77,12 @@ CAPABILITIES = {
     "invariant choices": Capability(("contrib.batch_invariant.chosen",),
         words=r"\bbatch_invariant\.chosen"),
     "transport tiles": Capability(("transports.tiles",), words=r"\btransports\.tiles|\bTilePass|\bTileGrid"),
-    "transport all_gather": Capability(("transports.all_gather",),
+    "transport all_gather": Capability(("transports.all_gather.gather_pass",),
         words=r"\bGatherPass|transports\.all_gather"),
     "cross attention": Capability(("layers.cross",), ("dist/layers/test_cross_attention.py",), ("diffusers",),
         words=r"\bcross_attention|\bCrossAttention|layers\.cross"),
     "selected keys": Capability(
-        ("layers.selection", "integrations.transformers.selection"),
+        ("layers.selection", "layers.selection.rows"),
         ("dist/layers/test_selection.py", "dist/test_chosen_key_generation.py"),
         with_it=("invariant choices", "MoBA and NSA", "variant compressed", "variant indexed",
             "variant key_terms"),
@@ -96,7 +96,7 @@ CAPABILITIES = {
     "latents": Capability(("layers.latents",), ("dist/layers/test_latents.py",), with_it=("variant latents",),
         words=r"(?i)\blatent_|\blatents?\.|LatentKernel|up_projection|layers\.latents"),
     "scans and halos": Capability(
-        ("layers.scan", "simulation.scans"),
+        ("layers.scan", "layers.scan.simulation"),
         ("dist/layers/test_scan.py", "dist/test_plan_bytes.py"),
         with_it=("MoBA and NSA", "variant compressed", "variant recurrent", "Mamba 3",
             "log-linear attention", "serial states", "n-gram tables", "Titans", "whole heads"),
@@ -106,16 +106,16 @@ CAPABILITIES = {
     "log-linear attention": Capability(("layers.log_linear",), words=r"(?i)\blog_linear|layers\.log_linear"),
     "serial states": Capability(("layers.serial",), with_it=("invariant steps",),
         words=r"\bserial_scan|\bttt_|layers\.serial"),
-    "n-gram tables": Capability(("layers.ngrams", "integrations.deepspeed.sharded_tables"),
+    "n-gram tables": Capability(("layers.ngrams", "layers.ngrams.sharded_tables"),
         words=r"(?i)\bngram|\bsharded_rows|layers\.ngrams"),
     "Titans": Capability(("layers.titans",), words=r"(?i)\btitans"),
-    "whole heads": Capability(("layers.whole_heads", "contrib.whole_heads"),
+    "whole heads": Capability(("contrib.whole_heads", "contrib.whole_heads"),
         words=r"\bwhole_heads|\bstates_by_heads"),
     "decode and generation": Capability(
         (
-            "decode", "integrations.transformers.generation", "integrations.transformers.ring_cache",
-            "contrib.encoder_decoder.generation", "layers.selection.few_queries",
-            "layers.cross.few_queries",
+            "decode", "decode.generation", "decode.ring_cache",
+            "decode.encoder_decoder", "decode.selection",
+            "decode.cross",
         ),
         (
             "dist/test_generation.py", "dist/contrib/encoder_decoder/test_generation.py",
@@ -128,34 +128,34 @@ CAPABILITIES = {
     ),
     "simulation": Capability(("simulation",),
         ("unit/patterns/test_pattern_rounds.py", "unit/test_simulate.py"), words=r"\bsimulat"),
-    "saved results": Capability(("memory.saved_results",), ("dist/test_checkpointing.py",),
+    "saved results": Capability(("memory.saved_results.keep_results",), ("dist/test_checkpointing.py",),
         words=r"saved_results|\bKeepResults"),
-    "offload to the host": Capability(("memory.host", "integrations.transformers.offloaded_checkpoints"),
+    "offload to the host": Capability(("memory.host", "memory.host.offloaded_checkpoints"),
         words=r"\bhost_memory|\bHostMemory|\bOnHost|\bHeadStream|memory\.host"),
     "tiles over tokens": Capability(
-        ("memory.tiles", "integrations.transformers.tiles"),
+        ("memory.tiles", "models.tiles"),
         ("dist/test_long_sequence.py",),
         words=r"\btiled_(call|loss|mlp|layers|head)\b|\bDeferredLogits|memory\.tiles",
         named=3,
         why="keys of the JSON's long_sequence, and whether one of them is on",
     ),
     "measure": Capability(
-        ("measure", "integrations.metrics"),
+        ("measure", "measure"),
         ("dist/test_rank_speeds.py", "dist/test_run_report.py", "unit/launcher/profile"),
         with_it=("simulation",),
         words=r"\bmeasure\.|\btracing\b|\bTrace\b",
     ),
-    "torch.compile": Capability(("integrations.compile",), ("dist/test_backend.py",),
+    "torch.compile": Capability(("contrib.compile",), ("dist/test_backend.py",),
         words=r"integrations\.compile|\bbackend_of\b"),
     "checkpoints": Capability(
-        ("integrations.checkpoint",),
+        ("checkpoint",),
         (
             "dist/test_checkpoint.py", "dist/test_resize.py", "dist/test_resume_otherwise.py",
             "dist/test_background_save.py", "dist/test_checkpoint_folder.py", "unit/test_relaunch.py",
         ),
         words=r"integrations\.checkpoint",
     ),
-    "trainers": Capability(("integrations.trainers",), ("dist/test_trainers.py", "dist/test_trainer_logs.py"),
+    "trainers": Capability(("engines.trainers",), ("dist/test_trainers.py", "dist/test_trainer_logs.py"),
         with_it=("training commands",), words=r"(?i)\baccelerate\b|\btrl\b"),
     "dilated attention": Capability(
         ("patterns.dilated",),
@@ -165,14 +165,14 @@ CAPABILITIES = {
         why="the prefix pattern refuses the key segment_lengths",
     ),
     "layout balanced": Capability(
-        ("layouts.balanced",),
+        ("layouts.balanced.pieces",),
         words=r"\bbalanced\b|\beven_pieces",
         named=3,
         why="the name of layouts of pieces, which the core has; two refusals advise it",
     ),
     "block diffusion": Capability(("contrib.diffusion",), words=r"\bdiffusion_|contrib\.diffusion"),
     "drafters": Capability(("contrib.drafter",), words=r"\bdraft_|\bdrafter_|contrib\.drafter"),
-    "private keys": Capability(("patterns.private", "layers.private_keys"),
+    "private keys": Capability(("patterns.private", "patterns.private.attention"),
         with_it=("block diffusion", "drafters"),
         words=r"\bBlockDiffusion|\bDrafter|\bPrivate|patterns\.private|private_keys"),
     "slices": Capability(("patterns.slices",), words=r"\bSlices\b|\bSliceKeys|patterns\.slices"),
@@ -214,7 +214,7 @@ _VARIANTS = {
     "key_terms": ("doge", "expected a model that hands its mask to attention as it is", "llama4_text"),
     "query_scale": ("llama4_text", "config.attn_temperature_tuning scales queries", "doge"),
 }
-VARIANTS_FOLDER = "integrations.transformers.variants"
+VARIANTS_FOLDER = "contrib.families"
 for _name, (_family, _reason, _other) in _VARIANTS.items():
     CAPABILITIES[f"variant {_name}"] = Capability(
         (f"{VARIANTS_FOLDER}.{_name}",), (f"dist/variants/test_{_name}.py",),
@@ -337,7 +337,7 @@ def _remove_rows(folder: Path, places: tuple[str, ...]) -> None:
     for file in ("pyproject.toml", "ds_ring/__init__.pyi"):
         lines = (folder / file).read_text().splitlines()
         (folder / file).write_text("\n".join(line for line in lines if not named.search(line)) + "\n")
-    table = folder / "ds_ring/integrations/transformers/variants/__init__.py"
+    table = folder / "ds_ring/models/variants/__init__.py"
     inside = [place.rpartition(".")[2] for place in places if ".variants." in place]
     lines = table.read_text().splitlines()
     rows = [line for line in lines if line.startswith(tuple(f'    "{name}.' for name in inside))]

@@ -8,7 +8,7 @@ import torch
 
 from ds_ring import RingConfig, RingMesh
 from ds_ring.config.section import pattern_from_config
-from ds_ring.integrations.deepspeed.session import RingSession
+from ds_ring.data.session import RingSession
 
 
 def session_of(mesh: RingMesh | None = None, divisor: float = 1.0, **section: Any) -> RingSession:

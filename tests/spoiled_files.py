@@ -25,9 +25,9 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 from torch.utils.data import DataLoader
 
+from ds_ring.checkpoint import manifest, pickles, resize
+from ds_ring.checkpoint.manifest import MANIFEST, OWNER
 from ds_ring.errors import RingError
-from ds_ring.integrations.checkpoint import manifest, pickles, resize
-from ds_ring.integrations.checkpoint.manifest import MANIFEST, OWNER
 from ds_ring_launcher.cluster.cluster import Host
 from ds_ring_launcher.run.relaunch import outcome_of
 from ds_ring_launcher.run.run_folder import RankFault, RunFolder, write_exit, write_fault, write_json

@@ -12,6 +12,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from importlib import import_module
@@ -45,8 +46,10 @@ CORE = [
 CAPABILITIES = [
     ["codecs", "layouts", "patterns", "kernels.cpu", "kernels.flash", "kernels.flex", "cuda", "transports",
         "layers", "decode", "memory", "measure", "simulation"],
-    ["integrations"],
-    ["contrib"],
+    ["patches", "written_files", "data", "models", "engines", "checkpoint", "measure.rank_speeds",
+        "measure.run_report", "measure.step_metrics", "memory.tiles.models_head", "memory.tiles.models_layers",
+        "memory.host.offloaded_checkpoints", "layers.selection.rows", "layers.ngrams.sharded_tables"],
+    ["contrib", "decode.generation", "decode.ring_cache", "decode.encoder_decoder"],
 ]  # fmt: skip
 LAYERS = [*CORE, *CAPABILITIES]
 
@@ -59,7 +62,7 @@ IMPORTERS = {
     "transports.pull.signals": {"comm.exchange", "kernels", "ring.merge"},  # dtypes of buffers
     "transports.pull.shared_memory": {"comm.exchange"},  # ranks tell each other how to open it
     "transports.owner_walk": {"comm.exchange"},  # a way to exchange
-    "transports.all_gather": {"comm.exchange", "kernels", "ring.merge"},  # the yardstick
+    "transports.all_gather.gather_pass": {"comm.exchange", "kernels", "ring.merge"},  # the yardstick
     "transports.reproducible.blocks": {"kernels", "ring.merge"},
     "transports.reproducible.sharded": {"comm.exchange", "kernels", "ring.merge"},
     "transports.reproducible.few_queries": {"kernels", "ring.merge"},
@@ -72,7 +75,7 @@ IMPORTERS = {
     "decode.replicated_op": {"kernels"},  # whether a pass compiles
     "layers.selection.select": {"kernels"},
     "layers.selection.selected_pass": {"kernels", "ring.merge"},
-    "layers.selection.few_queries": {"ring.merge"},  # the accumulators' dtype
+    "decode.selection": {"ring.merge"},  # the accumulators' dtype
     "layers.selection.max_logits": {"ring.merge"},  # the accumulators' dtype
     "ops.context": {"comm.exchange", "kernels"},  # makes both, uses neither
     "ops.prepare": {"kernels"},  # chooses them
@@ -81,23 +84,23 @@ IMPORTERS = {
     "memory.tiles.tiled_call": {"ring.merge"},  # the accumulators' dtype
     "layers.sparse.moba": {"ring.merge"},  # the same
     "layers.scan.context": {"comm.exchange"},
-    "integrations.deepspeed.batch_sharding": {"comm.exchange"},  # so that its collectives are watched
-    "integrations.compile.graph_sharding": {"comm.exchange"},
-    "integrations.deepspeed.loss": {"comm.exchange", "ring.merge"},  # the accumulators' dtype
-    "integrations.metrics.step_metrics": {"comm.exchange"},  # the limit of a sum
-    "integrations.deepspeed.dynamic_ring": {"comm.exchange"},  # measures it
-    "integrations.deepspeed.intervals": {"comm.exchange"},  # collectives of rings without groups
-    "integrations.transformers.generation": {"comm.exchange"},  # the prompt's last logits, to all ranks
+    "data.batch_sharding": {"comm.exchange"},  # so that its collectives are watched
+    "contrib.compile.graph_sharding": {"comm.exchange"},
+    "data.loss": {"comm.exchange", "ring.merge"},  # the accumulators' dtype
+    "measure.step_metrics": {"comm.exchange"},  # the limit of a sum
+    "engines.deepspeed.dynamic_ring": {"comm.exchange"},  # measures it
+    "data.intervals": {"comm.exchange"},  # collectives of rings without groups
+    "decode.generation": {"comm.exchange"},  # the prompt's last logits, to all ranks
     "contrib.images.model": {"comm.exchange"},  # features, to the ranks of their tokens
-    "integrations.transformers.ring_cache": {"comm.exchange"},  # a convolution's last inputs
+    "decode.ring_cache": {"comm.exchange"},  # a convolution's last inputs
     "layers.latents.kernel": {"kernels", "ring.merge"},  # a kernel around another one
     "layers.distance_bias.kernel": {"kernels", "ring.merge"},  # a kernel; the accumulators' dtype
     "simulation.simulate": {"kernels", "ring.merge"},  # chooses; the accumulators' dtype
     "simulation.rank": {"comm.exchange", "kernels"},  # the tokens of what stays at home
 }
-ON_THE_CPU = {"simulation.scans", "contrib.policies.trees"}  # index tensors of the CPU
+ON_THE_CPU = {"layers.scan.simulation", "contrib.policies.trees"}  # index tensors of the CPU
 PASSES = {
-    "ring.ring_pass", "transports.all_gather", "decode.replicated", "transports.reproducible.sharded",
+    "ring.ring_pass", "transports.all_gather.gather_pass", "decode.replicated", "transports.reproducible.sharded",
     "transports.reproducible.few_queries", "transports.tiles.tile_pass",
 }  # fmt: skip
 MAY_IMPORT_A_PASS = {
@@ -108,22 +111,28 @@ MAY_IMPORT_A_PASS = {
 
 # A package from outside, and the places that may import it.
 OUTSIDE = {
-    "deepspeed": ("integrations",),
+    "deepspeed": ("engines", "checkpoint", "models", "contrib.compile", "measure", "memory.tiles"),
     "transformers": (
-        "integrations",
+        "models",
+        "engines.trainers",
+        "contrib.families",
+        "memory.tiles.models_head",
+        "memory.tiles.models_layers",
+        "memory.host.offloaded_checkpoints",
+        "decode",
         "contrib.ring_flash_attn",
         "contrib.encoder_decoder",
         "contrib.images",
         "contrib.sound",
         "contrib.diffusion",
     ),
-    "accelerate": ("integrations.trainers",),
+    "accelerate": ("engines.trainers",),
     "megatron": ("contrib.megatron",),
     "diffusers": ("contrib.diffusers",),
 }
 NEVER_IN_ARITHMETIC = {"torch", "deepspeed", "transformers"}
 ARITHMETIC = ("masks", "schedule", "patterns", "layouts")  # index arithmetic in numpy
-EVALUATES_MASK_FUNCTIONS = "patterns.captured"  # as FlexAttention does, with torch
+MAY_USE_TORCH = ("patterns.captured", "patterns.private.attention")  # mask functions; a layer
 NEVER_IN_DS_RING = {
     "launcher", "ds_ring_launcher", "tools", "schedule_proof", "tests", "matplotlib", "rich", "yaml",
 }  # fmt: skip
@@ -134,7 +143,7 @@ APPLICATIONS = {"estimator", "profiling", "tuning"}  # they are launcher/plan, p
 # Where a launcher wants the figures of a rank, it says in the environment, too.
 # Whether ranks may share a GPU is said to NCCL and to torch by the environment alone.
 READS_THE_ENVIRONMENT = {
-    "integrations.deepspeed.config_agreement", "integrations.deepspeed.run_folder", "transports.devices",
+    "data.config_agreement", "data.run_folder", "transports.devices",
 }  # fmt: skip
 
 POINT_TO_POINT = {"isend", "irecv", "batch_isend_irecv", "P2POp", "send_object_list", "recv_object_list"}
@@ -206,9 +215,10 @@ def is_in(name: str, part: str) -> bool:
 
 
 def layer_of(name: str) -> int:
-    layers = [index for index, parts in enumerate(LAYERS) if any(is_in(name, part) for part in parts)]
-    assert len(layers) == 1, f"ds_ring.{name} is in no layer: give it a place in LAYERS"
-    return layers[0]
+    """Return the layer of the longest part that a module is in."""
+    layers = {part: index for index, parts in enumerate(LAYERS) for part in parts if is_in(name, part)}
+    assert layers, f"ds_ring.{name} is in no layer: give it a place in LAYERS"
+    return layers[max(layers, key=len)]
 
 
 def imports_go_downward(name: str) -> None:
@@ -247,7 +257,7 @@ def outside_packages_stay_in_their_place(name: str) -> None:
             f"ds_ring.{name} imports {package}; only {places} may"
         )
     assert not (roots & NEVER_IN_DS_RING), f"ds_ring.{name} imports {sorted(roots & NEVER_IN_DS_RING)}"
-    if any(is_in(name, part) for part in ARITHMETIC) and not is_in(name, EVALUATES_MASK_FUNCTIONS):
+    if any(is_in(name, part) for part in ARITHMETIC) and not any(is_in(name, part) for part in MAY_USE_TORCH):
         assert not (roots & NEVER_IN_ARITHMETIC), (
             f"ds_ring.{name} is arithmetic: no {sorted(roots & NEVER_IN_ARITHMETIC)}"
         )
@@ -516,7 +526,7 @@ def lost_references(texts: dict[str, str], files: set[str]) -> list[str]:
 def test_notes_and_files_that_are_named_exist() -> None:
     files = {path.relative_to(ROOT).as_posix() for path in tracked_files() if path.suffix == ".py"}
     named = {path for path in files if path.startswith(("ds_ring/", "launcher/", "tools/"))} | {
-        f"ds_ring/{name}.md" for name in ("DESIGN", "NOTES", "READING", "integrations/README")
+        f"ds_ring/{name}.md" for name in ("DESIGN", "NOTES", "READING", "models/PATCHES")
     }
     lost = lost_references({path: (ROOT / path).read_text() for path in named}, files)
     assert not lost, "\n".join(lost)
@@ -550,13 +560,12 @@ def test_a_lost_note_and_a_lost_file_are_found() -> None:
         assert found.endswith(words), found
 
 
-def test_packages_are_all_installed() -> None:
-    listed = set(re.findall(r'^  "(ds_ring[\w.]*)",$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE))
-    folders = {path.parent.relative_to(ROOT) for path in (ROOT / "ds_ring").rglob("__init__.py")}
-    launcher = {path.parent.relative_to(ROOT) for path in (ROOT / "launcher").rglob("__init__.py")}
-    parts = [folder.parts for folder in folders] + [("ds_ring_launcher", *f.parts[1:]) for f in launcher]
-    parts += [("ds_ring_launcher", "configs")]  # data only
-    assert listed == {".".join(names) for names in parts}
+def test_modules_of_all_folders_are_installed() -> None:
+    for folder, package in (("ds_ring", "ds_ring"), ("launcher", "ds_ring_launcher")):
+        patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+        assert "**/*.py" in patterns[package]
+        for path in (ROOT / folder).rglob("*.py"):
+            assert (path.parent / "__init__.py").exists(), f"{path.parent} is no package"
 
 
 def test_ci_runs_the_command_of_the_readme() -> None:
@@ -605,7 +614,7 @@ def test_scripts_are_executable() -> None:
     assert os.access(ROOT / ".ci/run", os.X_OK)
 
 
-APPLIES_PATCHES = "integrations.adapter"  # the only module that changes objects of other packages
+APPLIES_PATCHES = "patches"  # the only module that changes objects of other packages
 # What these objects have is not ours, whatever its name.
 FOREIGN = {"engine", "model", "module", "layer", "head", "part", "output", "sampler", "accelerator"}
 # Objects of other packages that ds_ring has made itself, or that are made for it to write on.
@@ -613,18 +622,18 @@ OWN_OBJECTS = {
     ("*", "ctx"): "of an autograd.Function of ours",
     ("config.messages", "__init__"): "the constructor of a class of ours",
     ("health.client", "timer"): "a threading.Timer",
-    ("integrations.compile.backend", "call"): "a node of the graph that a backend owns",
-    ("integrations.compile.graph_sharding", "asked"): "the same",
-    ("integrations.checkpoint.save", "copied"): "a copy of a state dict",
-    ("integrations.deepspeed.first_batch", "state[name]"): "a parameter of the copied model",
-    ("integrations.transformers.generation", "part"): "an attention of ours",
-    ("integrations.deepspeed.first_batch", "part"): "a module of the copied model",
-    ("integrations.deepspeed.initialize", "args"): "a copy of the script's arguments",
+    ("contrib.compile.backend", "call"): "a node of the graph that a backend owns",
+    ("contrib.compile.graph_sharding", "asked"): "the same",
+    ("checkpoint.save", "copied"): "a copy of a state dict",
+    ("engines.deepspeed.first_batch", "state[name]"): "a parameter of the copied model",
+    ("decode.generation", "part"): "an attention of ours",
+    ("engines.deepspeed.first_batch", "part"): "a module of the copied model",
+    ("engines.deepspeed.initialize", "args"): "a copy of the script's arguments",
     (
-        "memory.saved_results",
+        "memory.saved_results.keep_results",
         "region",
     ): "torch's context of a checkpointed region: no other place lives as long",
-    ("integrations.deepspeed.batch_sharding", "region"): "the same",
+    ("data.batch_sharding", "region"): "the same",
     ("ops.handles", "function"): "a function of ours, which it marks for torch.compile",
     ("ops.traced_objects", "function"): "a function that it makes in place of a traced one",
     ("comm.mesh", "weakref.finalize(mesh.state, _drop, detector, mesh.state.groups)"): "its own finalizer",
@@ -804,10 +813,10 @@ GLOBAL_TABLES = {
     ("comm.mesh", "_groups_of_garbage"): "the next mesh destroys them",
     ("contrib.ring_flash_attn", "DATA_PARAMS"): "one set of keys, for the current batch",
     ("health.client", "_in_stuck_waits"): "nothing: torch may write to them for ever; one wait a mesh",
-    ("integrations.adapter", "_tables"): "one for each file of patches",
-    ("integrations.adapter", "_of_process"): "one for each patch",
-    ("integrations.deepspeed.failure_attribution", "_hooked"): "one patch",
-    ("integrations.transformers.variants.recurrent.scan", "active"): "each layer takes its own entry back",
+    ("patches", "_tables"): "one for each file of patches",
+    ("patches", "_of_process"): "one for each patch",
+    ("data.failure_attribution", "_hooked"): "one patch",
+    ("contrib.families.recurrent.scan", "active"): "each layer takes its own entry back",
     ("kernels.flex.kernel", "_compiled_calls"): "MAX_COMPILED_CALLS",
     ("patterns.captured.traced", "_codes"): "MAX_CODES",
 }

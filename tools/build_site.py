@@ -40,11 +40,11 @@ TEXTS = {
     "ds_ring/DESIGN.md": "Design",
     "ds_ring/READING.md": "Reading the code",
     "ds_ring/NOTES.md": "Notes",
-    "ds_ring/integrations/README.md": "Integrations",
+    "ds_ring/models/PATCHES.md": "Integrations",
     **{
         path: path.removesuffix("/README.md").removeprefix("ds_ring/")
         for path in _FOLDERS
-        if path != "ds_ring/integrations/README.md"
+        if path != "ds_ring/models/PATCHES.md"
     },
     "CONTRIBUTING.md": "Contributing",
     "CHANGELOG.md": "Changelog",
@@ -54,7 +54,7 @@ MODULES = (
     "ds_ring",
     "ds_ring.config.section",  # RingKeys: keys that RingConfig inherits
     "ds_ring.config.pass_options",  # PassOptions: the others
-    "ds_ring.integrations.deepspeed.session",  # RingSession: engine.ring
+    "ds_ring.data.session",  # RingSession: engine.ring
     "ds_ring.masks.pattern",  # Pattern: what all patterns have in common
     "ds_ring.api",  # AttentionResult
     "ds_ring.schedule.layout",  # Layout: what make_layout returns

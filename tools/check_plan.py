@@ -184,7 +184,7 @@ def attention_rank(point: CheckedSetting) -> PeakAndTraffic:
 
 def training_rank(point: CheckedSetting) -> PeakAndTraffic:
     """Run one rank of training: build the model, make two steps."""
-    import ds_ring.integrations.transformers.attention  # noqa: F401  registers attn_implementation="ds_ring"
+    import ds_ring.models.attention  # noqa: F401  registers attn_implementation="ds_ring"
 
     shape = point.model
     assert shape is not None

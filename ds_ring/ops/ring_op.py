@@ -8,7 +8,7 @@ For torch.compile the whole pass is one opaque node, so a compiled graph has no 
 the number of ranks. If the collectives were traced, the partitioner could save every shard that arrives,
 so memory would be O(T), and Inductor could reorder the sends. With torch.compile's backend "ds_ring", one
 graph serves all inputs of a local length, whatever their layout and pattern: each run of the graph computes
-the handle of its context ([Note: placements in compiled code] in integrations/compile/placed_op.py).
+the handle of its context ([Note: placements in compiled code] in contrib/compile/placed_op.py).
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_ring.errors import RingConfigError
-from ds_ring.integrations.written_files import append_text, replace_text
+from ds_ring.written_files import append_text, replace_text
 
 from ..run.local_ranks import RanksError, run_ranks
 from .configurations import Configuration, configurations_of

@@ -24,9 +24,8 @@ from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 from transformers import PreTrainedModel
 
-from ds_ring.errors import RingConfigError, RingError
-from ds_ring.integrations.deepspeed.batch import IGNORE, Batch
-from ds_ring.integrations.deepspeed.first_batch import (
+from ds_ring.data.batch import IGNORE, Batch
+from ds_ring.engines.deepspeed.first_batch import (
     Difference,
     Numbers,
     Tolerance,
@@ -35,7 +34,8 @@ from ds_ring.integrations.deepspeed.first_batch import (
     largest,
     recording,
 )
-from ds_ring.integrations.deepspeed.initialize import initialize
+from ds_ring.engines.deepspeed.initialize import initialize
+from ds_ring.errors import RingConfigError, RingError
 from ds_ring.layers.selection.total_order import TotalOrder
 from ds_ring.registry import KV_PAYLOADS
 

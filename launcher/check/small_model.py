@@ -25,9 +25,9 @@ from transformers.models.auto import modeling_auto
 
 from ds_ring.config.json_text import read_object
 from ds_ring.config.messages import did_you_mean
+from ds_ring.data.batch import IGNORE, Batch
 from ds_ring.errors import RingConfigError
-from ds_ring.integrations.deepspeed.batch import IGNORE, Batch
-from ds_ring.integrations.transformers.checks import bypasses_interface, uses_interface, works_as_is
+from ds_ring.models.checks import bypasses_interface, uses_interface, works_as_is
 from ds_ring.registry import SESSION_METHODS, load
 
 from .small_images import ConfigValues, shrink_images

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from ds_ring.data.batch import IGNORE, Batch
 from ds_ring.errors import RingConfigError
-from ds_ring.integrations.deepspeed.batch import IGNORE, Batch
 
 from .small_images import ConfigValues, merged, name_tokens, shrink_part
 

@@ -17,8 +17,8 @@ from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
-from ds_ring.integrations.written_files import append_text
 from ds_ring.registry import SESSION_METHODS
+from ds_ring.written_files import append_text
 
 from .parsers import (
     Commands,

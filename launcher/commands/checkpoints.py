@@ -76,7 +76,7 @@ def add_resize(commands: Commands) -> None:
 
 def verify(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
     """Print the comparison; the exit status separates a damaged checkpoint from one that is not there."""
-    from ds_ring.integrations.checkpoint.manifest import accept_checkpoint, make_latest, verify_checkpoint
+    from ds_ring.checkpoint.manifest import accept_checkpoint, make_latest, verify_checkpoint
 
     refuse_extra("verify-checkpoint", extra_args)
     for name in ("accept", "make_latest"):
@@ -112,7 +112,7 @@ def resize(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
         )
     # stdout is the answer's: DeepSpeed logs there from its import on.
     with contextlib.redirect_stdout(sys.stderr):
-        from ds_ring.integrations.checkpoint.resize import resize_checkpoint, samples_of_a_step
+        from ds_ring.checkpoint.resize import resize_checkpoint, samples_of_a_step
 
     with _named("not converted"):
         samples = samples_of_a_step(options.folder, options.tag)

@@ -80,7 +80,7 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
 
 def _write_inputs(folder: Path, steps: int) -> Path:
     """Write what the training needs; return the cluster YAML."""
-    from ds_ring.integrations.written_files import replace_text
+    from ds_ring.written_files import replace_text
 
     folder.mkdir(parents=True, exist_ok=True)
     replace_text(folder / "ds_config.json", json.dumps(_DS_CONFIG, indent=2) + "\n")

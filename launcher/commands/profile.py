@@ -305,7 +305,7 @@ def _write(
     options: argparse.Namespace, job: ProfileJob, runs: list[RingRun], timelines: list[Timeline], folder: Path
 ) -> list[Path]:
     """Write the files."""
-    from ds_ring.integrations.written_files import replace_text
+    from ds_ring.written_files import replace_text
 
     from ..profile.pictures import draw_memory, draw_steps, draw_timeline
     from ..profile.timeline import chrome_trace

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ds_ring.integrations.written_files import replace_text
+from ds_ring.written_files import replace_text
 
 from ..profile.pictures import new_figure, save_figure
 from .lm_compare import Comparison

@@ -12,10 +12,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from ds_ring.integrations.written_files import replace_text
 from ds_ring.measure.schedule_text import format_schedule
 from ds_ring.schedule.lowering import lower_pass
 from ds_ring.schedule.plan import Plan
+from ds_ring.written_files import replace_text
 
 from ..profile.pictures import draw_timeline
 from ..profile.plan_picture import draw_plan

@@ -33,9 +33,9 @@ from ds_ring.comm.exchange import Exchange
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.comm.messages import Message
 from ds_ring.config.section import RingConfig
+from ds_ring.data.run_folder import mark_ring
+from ds_ring.engines.deepspeed.initialize import init_distributed
 from ds_ring.health.joining import presence
-from ds_ring.integrations.deepspeed.initialize import init_distributed
-from ds_ring.integrations.deepspeed.run_folder import mark_ring
 from ds_ring.masks.catalog import Causal, SlidingWindow
 from ds_ring.ops.context import RingContext, context_for
 from ds_ring.ops.options import Options

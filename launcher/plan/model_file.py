@@ -15,15 +15,15 @@ from typing import Any, NamedTuple
 from ds_ring.config.json_text import Json, parse_object, read_object
 from ds_ring.config.messages import did_you_mean, sentence, shown
 from ds_ring.config.section import RingConfig, named_patterns, pattern_from_config
+from ds_ring.data.layer_patterns import NARROW, LayerPatterns, patterns_of_types
 from ds_ring.errors import RingConfigError
-from ds_ring.integrations.layer_patterns import NARROW, LayerPatterns, patterns_of_types
 from ds_ring.masks.pattern import Pattern
 from ds_ring.schedule.layout import Mix
 
 from .other_layers import KNOWN, Kind, Kinds, Selection, kinds_of, readers_of
 
 # The layers of each pattern, from `layer_types` and windows of a config.json and from the JSON's section.
-# layer_patterns.py combines the two; for a model object, integrations/transformers reads its masks.
+# layer_patterns.py combines the two; for a model object, models reads its masks.
 
 _FULL = ("full_attention", "attention")
 MAX_LAYERS = 1 << 16

@@ -3,7 +3,7 @@
 Owns the moments of a step at which memory can be highest, and what lives at each. The blocks are those of an
 eager Llama in transformers 5 (what autograd saves was counted in the profiler's events and is exact there;
 fused norms, fused losses and compilation save less), loss and MLP in tiles those of
-`integrations/transformers`. Attention's own part comes from `pass_memory.py`, states from `model_memory.py`.
+`models`. Attention's own part comes from `pass_memory.py`, states from `model_memory.py`.
 """
 
 from __future__ import annotations
@@ -273,10 +273,10 @@ class TrainingStep:
             kept = self._kept_bytes
             inputs = layers * self.layer_input_bytes
             if self.offload_checkpoints:
-                # A layer's come back when they are needed, together with the next layer's (saved_results.py).
+                # A layer's come back when they are needed, together with the next layer's (keep_results.py).
                 here = 0 if self.host_is_device else min(layers, 2)
                 return max(here - 1, 0) * kept if attention else here * self.layer_input_bytes
-            # Of attention over chosen keys nothing is kept (saved_results.py).
+            # Of attention over chosen keys nothing is kept (keep_results.py).
             return (
                 min(layers, self.model.layers - len(self.model.other_layers)) * kept if attention else inputs
             )

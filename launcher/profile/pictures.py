@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ds_ring.errors import RingConfigError
-from ds_ring.integrations.written_files import replaced
 from ds_ring.simulation.rank import COMPONENTS, RankMemory
+from ds_ring.written_files import replaced
 
 from .measure import MIB, RingRun
 from .timeline import WHATS, Timeline

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 
 from ds_ring.errors import compiled_in, failure_kind
-from ds_ring.integrations.written_files import append_text
+from ds_ring.written_files import append_text
 
 from .job import open_standard_streams, raise_file_limit
 from .probe import interface_to
@@ -59,7 +59,7 @@ def main(argv: list[str]) -> None:
 
 def _step() -> int | None:
     """Return the optimizer step that is under way, if the script's engine is one of ds_ring.initialize."""
-    report = sys.modules.get("ds_ring.integrations.metrics.run_report")
+    report = sys.modules.get("ds_ring.measure.run_report")
     return None if report is None else report.step_under_way()
 
 

@@ -28,7 +28,7 @@ from typing import Any
 from ds_ring.config.json_text import read_object
 from ds_ring.config.section import RingConfig
 from ds_ring.errors import RingCheckpointError, RingConfigError, RingError
-from ds_ring.integrations.written_files import replace_text
+from ds_ring.written_files import replace_text
 
 from ..cluster.checks import choose_free_port, secret_for
 from ..cluster.cluster import Cluster, Host, Relaunch
@@ -386,13 +386,13 @@ def ranks_of(folder: Path) -> int:
 
 def convert(folder: Path, world_size: int, attempt_folder: Path) -> str | None:
     """Return the tag that `world_size` ranks can load, converted if need be; None where none is whole."""
-    from ds_ring.integrations.checkpoint.manifest import (
+    from ds_ring.checkpoint.manifest import (
         attempt_in,
         earlier_tags,
         read_latest,
         verify_checkpoint,
     )
-    from ds_ring.integrations.checkpoint.resize import resize_checkpoint
+    from ds_ring.checkpoint.resize import resize_checkpoint
 
     newest = read_latest(folder)
     for tag in () if newest is None else (newest, *earlier_tags(folder, newest)):

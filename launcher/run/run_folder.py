@@ -28,7 +28,7 @@ imports it before its script. All hosts see one folder (as they do the checkpoin
           rank-0.ring             empty: it has made a ring
           launcher.json           {"token"} of the launcher that started the attempt
           rank-0.metrics.json     its latest figures, replaced at most twice a second
-                                  (`ds_ring/integrations/metrics/run_report.py` writes them):
+                                  (`ds_ring/measure/run_report.py` writes them):
               {"rank", "at", "step", "loss", "step_seconds", "tokens_per_second" of all ranks (each of
                these three may be null), "memory_bytes", "ring_rank", "world_size", "links": [{"from": rank,
                "hops", "hop_seconds", "wait_seconds", "bytes"}] of a step within the last ten seconds or so}
@@ -51,7 +51,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_ring.errors import RingConfigError
-from ds_ring.integrations.written_files import append_text, replace_text
+from ds_ring.written_files import append_text, replace_text
 
 ATTEMPTS = "attempts.jsonl"
 FOLDER_VARIABLE = "DS_RING_RUN_FOLDER"  # of a rank: RUN/attempt-N

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ds_ring.errors import RingConfigError
-from ds_ring.integrations.written_files import replace_text
+from ds_ring.written_files import replace_text
 
 from ..run.process import say
 from ..run.run_folder import ATTEMPTS, PAGE

@@ -19,8 +19,8 @@ import yaml
 
 from ds_ring.config.json_text import SECTION, Json, parse_object, read_object
 from ds_ring.errors import RingError
-from ds_ring.integrations.written_files import write_at_once
 from ds_ring.transports.devices import gpu_of_rank
+from ds_ring.written_files import write_at_once
 
 from ..plan.model_file import model_patterns_of
 from .arguments import declare

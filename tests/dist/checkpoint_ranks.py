@@ -55,7 +55,7 @@ def start_engine(config: dict[str, Any]) -> Any:
     """A new engine over a new model; Adam, so that a wrong optimizer state shows in the losses."""
     start_deepspeed()
     import ds_ring
-    import ds_ring.integrations.transformers.attention  # registers the attention implementation
+    import ds_ring.models.attention  # registers the attention implementation
 
     model = build_model(SIZE, "ds_ring")
     adam = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -333,7 +333,7 @@ def two_hosts(rank: int, world_size: int, config: dict[str, Any], folders: list[
 def background_writer(rank: int, world_size: int, config: dict[str, Any]) -> Refused:
     """An engine whose checkpoint writer is still writing when save_checkpoint returns."""
     engine = start_engine(config)
-    from ds_ring.integrations.checkpoint.load import guard_checkpoints
+    from ds_ring.checkpoint.load import guard_checkpoints
 
     engine.checkpoint_engine.is_decoupled = lambda: True
     return _refused(lambda: guard_checkpoints(engine))

@@ -41,7 +41,7 @@ def start_session(world_size: int, divisor: float = 1.0, **section: Any) -> Any:
 
 
 def attached(model: Any, session: Any) -> Any:
-    from ds_ring.integrations.transformers.attach import attach
+    from ds_ring.models.attach import attach
 
     attach(model, session)
     return model

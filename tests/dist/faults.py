@@ -151,8 +151,8 @@ def preload(modes: list[str]) -> None:
         import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401  seconds, else within initialize
         import transformers.models.llama.modeling_llama  # noqa: F401
 
-        import ds_ring.integrations.deepspeed.initialize
-        import ds_ring.integrations.transformers.attention  # noqa: F401
+        import ds_ring.engines.deepspeed.initialize
+        import ds_ring.models.attention  # noqa: F401
 
 
 def rank_main(rank: int, job: dict[str, Any]) -> None:
@@ -231,10 +231,10 @@ def before_call(owner: Any, name: str, number: int, act: Callable[[], object]) -
 
 def arm_the_start(where: str, act: Callable[[], object], folder: Path) -> None:
     """Let this process act at one point of what comes before the first pass."""
+    from ds_ring.data import config_agreement
     from ds_ring.health import joining
     from ds_ring.health.failure_detector import handshake
     from ds_ring.health.joining import Arrival
-    from ds_ring.integrations.deepspeed import config_agreement
 
     def fault() -> None:
         happens_now(folder)
@@ -299,7 +299,7 @@ def otherwise(
 def train(rank: int, job: dict[str, Any], fault: str | None) -> None:
     """Real training steps under DeepSpeed with ZeRO 1; the fault is in the second or a later one."""
     import ds_ring
-    from ds_ring.integrations.transformers.attention import attention as registered
+    from ds_ring.models.attention import attention as registered
     from tests.dist.deepspeed_ranks import json_config
 
     folder, large = Path(job["folder"]), "64 MB" in job["kind"]

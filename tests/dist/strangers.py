@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from ds_ring.data.config_agreement import SECRET_VARIABLE
 from ds_ring.health.failure_detector.handshake import HandshakeError, RankHandshake, authenticate
-from ds_ring.integrations.deepspeed.config_agreement import SECRET_VARIABLE
 
 HELLO = b"ds_ring/1 hello 1 " + b"0" * 32 + b"\n"
 TLS_HELLO = bytes.fromhex("16030100c8010000c40303") + bytes(range(200))
@@ -182,8 +182,8 @@ def preload(modes: list[str]) -> None:
     import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401  seconds, else within initialize
     import transformers.models.llama.modeling_llama  # noqa: F401
 
-    import ds_ring.integrations.deepspeed.initialize
-    import ds_ring.integrations.transformers.attention  # noqa: F401
+    import ds_ring.engines.deepspeed.initialize
+    import ds_ring.models.attention  # noqa: F401
 
 
 def rank_main(rank: int, job: dict[str, Any]) -> None:

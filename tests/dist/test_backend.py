@@ -1,6 +1,6 @@
 """`backend="ds_ring"`: unmodified models on 2 ranks, by torch.compile and by engine.compile, against one process.
 
-What the rewriting reads and refuses is tested on one rank, in tests/unit/integrations/test_backend.py.
+What the rewriting reads and refuses is tested on one rank, in tests/unit/contrib/compile/test_backend.py.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def use_the_name() -> None:
     """ "ds_ring" as a backend of torch, whatever copy of the package is installed; see the entry point's test."""
     from torch._dynamo.backends import registry
 
-    from ds_ring.integrations.compile.backend import backend
+    from ds_ring.contrib.compile.backend import backend
 
     registry.list_backends()
     registry._COMPILER_FNS.pop("ds_ring", None)
@@ -93,7 +93,7 @@ def use_the_name() -> None:
 
 def count_attentions() -> list[int]:
     """A list that every rewritten graph adds its number of attentions to."""
-    from ds_ring.integrations.compile import backend as compile_backend
+    from ds_ring.contrib.compile import backend as compile_backend
 
     counted: list[int] = []
 

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_ring.errors import RingCheckpointError
-from ds_ring.integrations.checkpoint.manifest import (
+from ds_ring.checkpoint.manifest import (
     MANIFEST,
     FolderLocks,
     Storage,
@@ -20,7 +19,8 @@ from ds_ring.integrations.checkpoint.manifest import (
     record_files,
     verify_checkpoint,
 )
-from ds_ring.integrations.checkpoint.save import HostCopy, _make_room, _seal, exchange_reports, give_its_name
+from ds_ring.checkpoint.save import HostCopy, _make_room, _seal, exchange_reports, give_its_name
+from ds_ring.errors import RingCheckpointError
 from ds_ring.limits import Limit
 from tests.dist.checkpoint_ranks import SIZE, Refused, load_and_train, start_engine, train_to
 from tests.dist.deepspeed_ranks import json_config

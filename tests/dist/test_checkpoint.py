@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from ds_ring.integrations.checkpoint.manifest import accept_checkpoint
+from ds_ring.checkpoint.manifest import accept_checkpoint
 from tests.dist.checkpoint_ranks import (
     SIZE,
     background_writer,

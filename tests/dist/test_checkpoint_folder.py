@@ -1,7 +1,7 @@
 """The folder of a job's checkpoints: full disks, read-only disks, a second job, strangers' files, planted code.
 
 Two gloo ranks, a ring of two; whatever happens, every rank raises the same error and the checkpoint before is
-loaded. What the manifest sees by itself stands in tests/unit/integrations/test_manifest.py.
+loaded. What the manifest sees by itself stands in tests/unit/checkpoint/test_manifest.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_ring.integrations.checkpoint.manifest import (
+from ds_ring.checkpoint.manifest import (
     MANIFEST,
     OWNER,
     files_in,

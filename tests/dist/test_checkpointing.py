@@ -197,7 +197,7 @@ SHARED: dict[str, dict[str, Any]] = {"gemma4_text": {"num_kv_shared_layers": 20}
 
 def against_stock(rank: int, world_size: int, family: str, reentrant: bool) -> tuple[float, float, list[str]]:
     """Greatest errors of gradients: of a ring against stock with the same switch, of stock without it."""
-    from ds_ring.integrations.transformers import model_call
+    from ds_ring.models import model_call
     from ds_ring_launcher.check import small_model as small
     from tests.dist.family_ranks import attached, gradients_of, start_session
 

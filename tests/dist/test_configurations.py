@@ -12,7 +12,7 @@ import pytest
 # A fault of numbers (ALiBi once where eager attention adds it twice), and a rank that dies.
 SEEDED = """
 import os, sys
-from ds_ring.integrations.transformers.variants.eager_attention import families, scores
+from ds_ring.contrib.families.eager_attention import families, scores
 from ds_ring_launcher.check import configuration_rows, model_check
 from ds_ring_launcher.cli import main
 

@@ -32,7 +32,7 @@ def start(config: dict[str, Any] | None = None, implementation: str = "ds_ring",
     """`ds_ring.initialize` with a tiny model and SGD."""
     start_deepspeed()
     import ds_ring
-    import ds_ring.integrations.transformers.attention
+    import ds_ring.models.attention
 
     model = arguments.pop("model") if "model" in arguments else build_model(SIZE, implementation)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1) if model is not None else None

@@ -55,7 +55,7 @@ def layers_of(method: Callable[..., Any]) -> list[str]:
 def describe(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     deepspeed = start_deepspeed()
     import ds_ring
-    from ds_ring.integrations.deepspeed import run_folder
+    from ds_ring.data import run_folder
 
     ds_ring.enable()
     patch = pytest.MonkeyPatch()

@@ -43,7 +43,7 @@ RECURRENT = """
     qwen3_next qwen3_5_text qwen3_5_moe_text kimi_linear olmo_hybrid bailing_hybrid minimax recurrent_gemma zaya
     rwkv xlstm qwen4_exp_text glm5_next_text
 """
-# ds_ring/integrations/transformers/variants/eager_attention/families.py
+# ds_ring/contrib/families/eager_attention/families.py
 WRITTEN_OUT = """
     bloom mpt gptj gpt_neo codegen xglm biogpt falcon stablelm gpt_neox_japanese megatron-bert rembert roformer
     openai-gpt xlm nemotron
@@ -292,7 +292,7 @@ def with_local_positions(rank: int, world_size: int) -> list[ModelReport]:
 
     The watch of a user's modules would refuse it before there are numbers to compare.
     """
-    from ds_ring.integrations.transformers.module_watch import ModuleWatch
+    from ds_ring.models.module_watch import ModuleWatch
 
     with silently_wrong("local positions"), mock.patch.object(ModuleWatch, "_watched", return_value=()):
         return checked(rank, world_size, CheckRequest("llama"))
@@ -300,8 +300,8 @@ def with_local_positions(rank: int, world_size: int) -> list[ModelReport]:
 
 def with_other_keys(rank: int, world_size: int, family: str) -> list[ModelReport]:
     """Choose the second best key, or block, of each query instead of the best one."""
-    from ds_ring.integrations.transformers import selection
-    from ds_ring.integrations.transformers.variants import indexed_blocks
+    from ds_ring.contrib.families.indexed_blocks import layers as indexed_blocks
+    from ds_ring.layers.selection import rows as selection
 
     select = selection.ring_select
 
@@ -378,7 +378,7 @@ def with_a_small_fault(rank: int, world_size: int, family: str, name: str, fault
 
 
 def with_a_crash(rank: int, world_size: int) -> list[ModelReport]:
-    from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
+    from ds_ring.data.batch_sharding import BatchSharding
 
     attention = BatchSharding.attention
 

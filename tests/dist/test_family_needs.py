@@ -153,7 +153,7 @@ def labelled(family: str) -> list[dict[str, Tensor]]:
 
 
 def sdpa_as_is(rank: int, world_size: int, family: str) -> Run:
-    from ds_ring.integrations.compile.backend import backend_of
+    from ds_ring.contrib.compile.backend import backend_of
 
     torch._dynamo.reset()
     session = start_session(world_size, layout="zigzag", attention="as_is")

@@ -42,7 +42,7 @@ def silently_wrong(fault: str) -> Iterator[None]:
     """Seed an error that no shape and no dtype tells."""
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
+    from ds_ring.data.batch_sharding import BatchSharding
 
     rotate, attention, calls = LlamaRotaryEmbedding.forward, BatchSharding.attention, []
 

@@ -132,7 +132,7 @@ class Ways(NamedTuple):
 
 
 def on_a_ring(rank: int, world_size: int, case: Case) -> Ways:
-    from ds_ring.integrations.transformers import ring_cache
+    from ds_ring.decode import ring_cache
 
     ring_cache._RESERVED = case.reserved
     model, plain = build(case.model), build(case.model)

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 import ds_ring
-from ds_ring.integrations.deepspeed.packing import PackedRows
-from ds_ring.integrations.deepspeed.session import RingSession
+from ds_ring.data.packing import PackedRows
+from ds_ring.data.session import RingSession
 from ds_ring.ops.context import ContextCache
 from ds_ring.schedule import choose, layout, lowering, plan
 from tests.dist.harness import run_ranks_collect

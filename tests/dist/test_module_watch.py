@@ -395,7 +395,7 @@ FAMILIES = (
 
 def as_a_users(rank: int, world_size: int, family: str) -> int:
     """Take a step with a model whose modules are watched; return how many were."""
-    from ds_ring.integrations.transformers import module_watch
+    from ds_ring.models import module_watch
     from ds_ring_launcher.check.small_model import build, read_config, shrink
 
     with pytest.MonkeyPatch.context() as patch:

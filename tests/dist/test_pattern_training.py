@@ -210,7 +210,7 @@ def losses_of(
     from ds_ring import shard_sequence
     from ds_ring.comm.mesh import RingMesh
     from ds_ring.errors import RingError
-    from ds_ring.integrations.transformers.attach import attach
+    from ds_ring.models.attach import attach
     from tests.sessions import session_of
 
     pattern, found = {"documents": "document_ids" in batch}, []

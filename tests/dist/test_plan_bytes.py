@@ -33,19 +33,19 @@ from ds_ring import (
     shard_sequence,
 )
 from ds_ring.comm.exchange import Exchange
+from ds_ring.contrib.families.recurrent.layers import FUNCTIONS, METHODS
 from ds_ring.errors import RingConfigError
-from ds_ring.integrations.transformers.variants.recurrent.layers import FUNCTIONS, METHODS
 from ds_ring.layers.log_linear.log_linear import log_linear_attention
 from ds_ring.layers.mamba3.mamba3 import mamba3_scan
 from ds_ring.layers.ngrams.hashes import ngram_rows
 from ds_ring.layers.ngrams.sharded_rows import sharded_rows
 from ds_ring.layers.scan.context import scan_context
 from ds_ring.layers.scan.sequence_runs import SequenceRuns, sequence_runs
+from ds_ring.layers.scan.simulation import virtual_halo, virtual_scan
 from ds_ring.layers.selection import select, selected_pass
 from ds_ring.layers.serial.ttt import ttt_linear
 from ds_ring.layers.titans.titans import titans_scan
 from ds_ring.measure.memory import measure_cpu_memory
-from ds_ring.simulation.scans import virtual_halo, virtual_scan
 from ds_ring_launcher import cli
 from ds_ring_launcher.check.small_model import SAMPLES, build, make_batch, read_config, shrink
 from ds_ring_launcher.plan import other_layers

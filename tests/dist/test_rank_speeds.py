@@ -20,8 +20,8 @@ from ds_ring import (
     SlidingWindow,
     make_layout,
 )
-from ds_ring.integrations.metrics.rank_speeds import MeasuredSpeeds
 from ds_ring.masks.pattern import Pattern
+from ds_ring.measure.rank_speeds import MeasuredSpeeds
 from ds_ring.schedule.choose import bound_to_one_head, work_of_ranks
 from tests.dist.deepspeed_ranks import Run, Size, json_config, train_alone, train_on_ring
 from tests.dist.harness import RankPool

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from ds_ring.integrations.checkpoint.resize import resize_checkpoint
+from ds_ring.checkpoint.resize import resize_checkpoint
 from ds_ring_launcher.cli import main
 from tests.dist.checkpoint_ranks import SIZE, load_refused, start_engine
 from tests.dist.deepspeed_ranks import VOCABULARY, json_config

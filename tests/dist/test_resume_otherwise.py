@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from ds_ring.integrations.checkpoint.manifest import MANIFEST, read_manifest, verify_checkpoint
-from ds_ring.integrations.checkpoint.resize import resize_checkpoint
+from ds_ring.checkpoint.manifest import MANIFEST, read_manifest, verify_checkpoint
+from ds_ring.checkpoint.resize import resize_checkpoint
 from tests.dist.checkpoint_ranks import SIZE, Refused, train_to
 from tests.dist.deepspeed_ranks import build_model, json_config, skip_without, start_deepspeed
 
@@ -58,7 +58,7 @@ JSON_SCHEDULERS = {
 def engine_of(setup: Setup, universal: bool = False) -> Any:
     start_deepspeed()
     import ds_ring
-    import ds_ring.integrations.transformers.attention  # registers the attention implementation
+    import ds_ring.models.attention  # registers the attention implementation
 
     more: dict[str, Any] = {"checkpoint": {"load_universal": True}} if universal else {}
     if setup.dtype != "fp32":

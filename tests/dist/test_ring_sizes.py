@@ -20,10 +20,10 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 import ds_ring
 from ds_ring.comm.exchange import Exchange, Route
-from ds_ring.integrations.deepspeed import dynamic_ring
-from ds_ring.integrations.deepspeed.intervals import SubRings, are_linked
-from ds_ring.integrations.deepspeed.loader import SampleOrder
-from ds_ring.integrations.deepspeed.sub_rings import BatchLengths, Division, SubRing
+from ds_ring.data.intervals import SubRings, are_linked
+from ds_ring.data.loader import SampleOrder
+from ds_ring.data.sub_rings import BatchLengths, Division, SubRing
+from ds_ring.engines.deepspeed import dynamic_ring
 from tests.calls import attend
 from tests.dist.deepspeed_ranks import VOCABULARY
 from tests.dist.harness import run_ranks

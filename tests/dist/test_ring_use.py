@@ -222,7 +222,7 @@ def warned(rank: int, world_size: int) -> dict[str, list[str]]:
             found[case].append(record.getMessage())
 
     handler = Kept(logging.WARNING)
-    logger = logging.getLogger("ds_ring.integrations.deepspeed.refusals")
+    logger = logging.getLogger("ds_ring.engines.deepspeed.refusals")
     logger.addHandler(handler)
     everything = ("input_ids", "position_ids", "shift_labels", "num_items_in_batch")
     for case, model, names in (

@@ -95,7 +95,7 @@ ONE_LAYER = {"num_hidden_layers": 1}
 def compiled_on_a_ring(rank: int, world_size: int, family: str, layout: str, route: str, count: int) -> Run:
     """As `engine.compile` compiles it with the session's backend or another, or torch.compile with options."""
     from ds_ring import make_layout
-    from ds_ring.integrations.compile.backend import backend, backend_of
+    from ds_ring.contrib.compile.backend import backend, backend_of
 
     torch._dynamo.reset()
     rings_own = route == "another backend"

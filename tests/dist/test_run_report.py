@@ -20,8 +20,8 @@ STEPS, LOADING = 4, 0.2  # seconds before each batch
 
 def train(rank: int, world_size: int, folder: str, asks: str, monitor: bool) -> dict[str, Any]:
     """Steps with an evaluation after the second; `asks` for the loss before or after `engine.step()`."""
-    from ds_ring.integrations.deepspeed import run_folder
-    from ds_ring.integrations.metrics import run_report
+    from ds_ring.data import run_folder
+    from ds_ring.measure import run_report
 
     patch = pytest.MonkeyPatch()
     patch.setenv(run_folder.FOLDER_VARIABLE, folder)

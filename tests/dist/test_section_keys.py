@@ -289,7 +289,7 @@ def test_the_monitor_gets_real_figures(rank_pool: Any, tmp_path: Path) -> None:
 
 
 def tokens_of_a_ulysses_rank(rank: int, world_size: int) -> float:
-    from ds_ring.integrations.metrics.step_metrics import tokens_of
+    from ds_ring.measure.step_metrics import tokens_of
 
     model = build_model(SIZE, "sdpa")
     engine = start_engine(model, json_config(2, 2, 0, ring_attention={"ulysses_size": 2}))

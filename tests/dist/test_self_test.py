@@ -22,7 +22,7 @@ from ds_ring.ops.context import RingContext
 from ds_ring.ops.options import Options
 from ds_ring.ops.prepare import planner_of
 from ds_ring.ring.ring_pass import RingPass
-from ds_ring.transports.all_gather import GatherPass
+from ds_ring.transports.all_gather.gather_pass import GatherPass
 from ds_ring_launcher.doctor import self_test
 from ds_ring_launcher.doctor.findings import OK, WRONG, judge_ring
 from tests.dist.harness import RankPool

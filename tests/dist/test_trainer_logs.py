@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ds_ring.integrations.deepspeed.loader import padded
+from ds_ring.data.loader import padded
 from tests.dist.deepspeed_ranks import start_deepspeed
 from tests.dist.trainer_logs import Logs, check_logs, configs, start_trainers
 

@@ -169,7 +169,7 @@ ROLLOUTS: dict[str, dict[str, Any]] = {
 def refusals(rank: int, world_size: int) -> dict[str, str]:
     deepspeed = start_deepspeed()
     import ds_ring
-    from ds_ring.integrations.deepspeed.initialize import (
+    from ds_ring.engines.deepspeed.initialize import (
         _start_engine,
     )  # as an import from before would have it
 
@@ -565,7 +565,7 @@ def test_grpo_runs_on_a_registered_backend_as_on_one_process(rank_pool: Any, tmp
 
 def test_every_target_in_trl_exists() -> None:
     pytest.importorskip("trl")
-    from ds_ring.integrations.trainers.trl import TRL
+    from ds_ring.engines.trainers.trl import TRL
 
     TRL.check()
 
@@ -573,7 +573,7 @@ def test_every_target_in_trl_exists() -> None:
 def test_a_distillation_of_images_or_on_two_layouts_is_refused() -> None:
     pytest.importorskip("trl")
     import ds_ring
-    from ds_ring.integrations.trainers.trl import _batch_of, _Distillation
+    from ds_ring.engines.trainers.trl import _batch_of, _Distillation
 
     ids = torch.arange(3)[None]
     inputs = {"prompt_ids": ids, "prompt_mask": ids > 0, "completion_ids": ids, "completion_mask": ids < 2}

@@ -58,12 +58,10 @@ def initialize(config: Any = None, implementation: str = "ds_ring", **arguments:
     DeepSpeed's own start (imports, its communication backend) is behind us: seconds, once for each process.
     """
     start_deepspeed()
-    import ds_ring.integrations.deepspeed.initialize
-    import ds_ring.integrations.transformers.attention
+    import ds_ring.engines.deepspeed.initialize
+    import ds_ring.models.attention
 
-    ds_ring.integrations.deepspeed.initialize.init_distributed(
-        29500, None
-    )  # finds the harness's process group
+    ds_ring.engines.deepspeed.initialize.init_distributed(29500, None)  # finds the harness's process group
     model = arguments.pop("model") if "model" in arguments else build_model(SIZE, implementation)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1) if model is not None else None
     if "args" not in arguments:
@@ -248,7 +246,7 @@ def test_a_host_may_log_where_it_likes(rank_pool):
 # --- the first batch ---------------------------------------------------------------------------------
 
 
-BATCHES: dict[str, tuple[Callable[[Any], Any], str, str]] = {  # others: tests/unit/integrations/deepspeed
+BATCHES: dict[str, tuple[Callable[[Any], Any], str, str]] = {  # others: tests/unit/data
     "left padding": (lambda batch: batch | {"attention_mask": batch["attention_mask"].flip(1)},
         "RingPatternError", "padding_side"),
     "an empty batch": (lambda batch: {key: value[:0] for key, value in batch.items()}, "RingShapeError",
@@ -279,7 +277,7 @@ def test_batches_that_no_pattern_can_express(rank_pool, what, who):
 def dropout(rank: int, world_size: int) -> Refusal:
     start_deepspeed()
     import ds_ring
-    import ds_ring.integrations.transformers.attention
+    import ds_ring.models.attention
 
     model = build_model(SIZE, "ds_ring", attention_dropout=0.1)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)

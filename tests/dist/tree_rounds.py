@@ -17,11 +17,11 @@ from torch import Tensor
 from ds_ring import Causal, Chunked, RingMesh, SlidingWindow, build_plan, make_layout, ring_attention
 from ds_ring.contrib.policies.trees import TreeBatch
 from ds_ring.errors import RingError
-from ds_ring.integrations.transformers.attention_name import NAME
 from ds_ring.layers.scan.context import scan_context
 from ds_ring.layers.scan.sequence_runs import sequence_runs
 from ds_ring.layers.scores import Alibi, AlongPaths
 from ds_ring.masks.pattern import Pattern
+from ds_ring.models.attention_name import NAME
 from ds_ring.ops.shard import gather_sequence, shard_sequence
 from ds_ring_launcher.check import small_model
 from ds_ring_launcher.check.rounding import in_float64

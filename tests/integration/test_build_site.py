@@ -76,7 +76,7 @@ def test_a_broken_link_ends_the_command(tmp_path: Path, capsys: pytest.CaptureFi
         (root / text).parent.mkdir(parents=True, exist_ok=True)
         (root / text).write_text((ROOT / text).read_text())
     shutil.copytree(ROOT / "tools/results", root / "tools/results")
-    for file in ("launcher/run/run_folder.py", "ds_ring/integrations/adapter.py"):
+    for file in ("launcher/run/run_folder.py", "ds_ring/patches.py"):
         (root / file).parent.mkdir(parents=True, exist_ok=True)
         (root / file).write_text("")
     with (root / "ds_ring/TUTORIAL.md").open("a") as tutorial:

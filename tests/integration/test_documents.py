@@ -596,10 +596,8 @@ BLOCKS: dict[str, Callable[[Place, str], None]] = {
     "NPROC_PER_NODE=2 swift sft": is_a_picture("of a command of ms-swift; test_ms_swift.py"),
     "FORCE_TORCHRUN=1": is_a_picture("of a command of LLaMA-Factory; test_llama_factory.py"),
     "pip install ms-swift": is_a_picture("of two environments that exclude this one"),
-    # ds_ring/integrations/README.md
-    '@patch(ENGINE, "step"': only_reads(
-        "run_report.py's; tests/unit/integrations/test_adapter.py applies such"
-    ),
+    # ds_ring/models/PATCHES.md
+    '@patch(ENGINE, "step"': only_reads("run_report.py's; tests/unit/test_patches.py applies such"),
     '.venv/bin/python -c "from ds_ring.integrations': tables_of_changes,
 }
 

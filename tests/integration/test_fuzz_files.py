@@ -13,7 +13,7 @@ from tests import spoiled_files
 
 
 @pytest.mark.slow
-@pytest.mark.night  # by day pickles alone, in tests/unit/integrations/checkpoint/test_pickles.py
+@pytest.mark.night  # by day pickles alone, in tests/unit/checkpoint/test_pickles.py
 def test_nothing_that_is_spoilt_ends_a_process_or_raises_what_has_no_type(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

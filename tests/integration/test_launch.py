@@ -550,7 +550,7 @@ import psutil, torch
 if os.environ["MAKES"] == "torch":
     torch.distributed.init_process_group("gloo")
 else:
-    from ds_ring.integrations.deepspeed.initialize import init_distributed
+    from ds_ring.engines.deepspeed.initialize import init_distributed
     init_distributed()
 torch.distributed.barrier()
 port = int(os.environ["MASTER_PORT"])

@@ -41,7 +41,7 @@ latest.parent.mkdir(exist_ok=True)
 step = int(latest.read_text()) if latest.exists() else 0
 report = types.ModuleType("report")
 report.step_under_way = lambda: step + 1
-sys.modules["ds_ring.integrations.metrics.run_report"] = report
+sys.modules["ds_ring.measure.run_report"] = report
 (folder / f"rank-{rank}-of-{os.environ['WORLD_SIZE']}.json").write_text(str(size))
 told = []
 if options.fault == "preempted":

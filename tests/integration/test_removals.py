@@ -19,7 +19,7 @@ from unittest import mock
 
 import pytest
 
-from ds_ring.integrations.transformers.variants import TABLE, variants
+from ds_ring.models.variants import TABLE, variants
 from tests.removals import (
     CAPABILITIES,
     ROOT,
@@ -41,7 +41,7 @@ CORES_TESTS = (
 OF_MODELS = [name for name, one in CAPABILITIES.items() if one.family]
 VARIANTS = [name for name in OF_MODELS if CAPABILITIES[name].places[0].startswith(VARIANTS_FOLDER)]
 OTHERS = [name for name in CAPABILITIES if name not in VARIANTS]
-ADAPTER = ROOT / "ds_ring/integrations/transformers"
+ADAPTER = ROOT / "ds_ring/models"
 
 
 def environment_of(copy: Path) -> dict[str, str]:
@@ -102,7 +102,7 @@ def test_the_tests_of_the_core_pass_without_it(name: str, tmp_path: Path) -> Non
 @pytest.mark.night
 @pytest.mark.timeout(1200)
 def test_the_tests_of_the_adapter_pass_without_a_variant(tmp_path: Path) -> None:
-    pass_in(removed("variant relative_bias", tmp_path / "copy"), "tests/unit/integrations/transformers")
+    pass_in(removed("variant relative_bias", tmp_path / "copy"), "tests/unit/models")
 
 
 @pytest.mark.parametrize("name", CAPABILITIES)

@@ -147,8 +147,8 @@ def test_what_an_exception_says_of_itself() -> None:
 def test_an_error_of_a_rank_without_a_run_folder_is_described_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from ds_ring.data.run_folder import FOLDER_VARIABLE, record_fault
     from ds_ring.errors import RingPeerError
-    from ds_ring.integrations.deepspeed.run_folder import FOLDER_VARIABLE, record_fault
 
     record_fault(1, ValueError("nobody asks"), 3)  # no launcher has named a folder
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
@@ -286,7 +286,7 @@ def test_the_newest_checkpoint_and_its_ranks(tmp_path: Path) -> None:
 def test_a_checkpoint_that_any_number_of_ranks_loads_is_not_converted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ds_ring.integrations.checkpoint import manifest, resize
+    from ds_ring.checkpoint import manifest, resize
 
     monkeypatch.setattr(manifest, "verify_checkpoint", lambda *_: None)
     monkeypatch.setattr(resize, "resize_checkpoint", lambda folder, tag, attempt: f"{tag} for others")

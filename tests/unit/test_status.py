@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_ring.errors import RingConfigError
-from ds_ring.integrations.metrics.run_report import RunHistory
+from ds_ring.measure.run_report import RunHistory
 from ds_ring_launcher import cli
 from ds_ring_launcher.cluster.cluster import Host
 from ds_ring_launcher.run import run_lock

@@ -21,10 +21,10 @@ from torch import Tensor
 
 from benchmarks.measuring import ResultRow, Turns, clock, measure_on_ranks, ring_of_ranks
 from ds_ring import Causal, RingConfig, RingMesh, make_layout
-from ds_ring.integrations.deepspeed.batch import SHARDING
-from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
-from ds_ring.integrations.layer_patterns import LayerPatterns
-from ds_ring.integrations.transformers.variants.recurrent.layers import wrap_functions
+from ds_ring.contrib.families.recurrent.layers import wrap_functions
+from ds_ring.data.batch import SHARDING
+from ds_ring.data.batch_sharding import BatchSharding
+from ds_ring.data.layer_patterns import LayerPatterns
 from ds_ring.measure.memory import measure_cpu_memory
 from ds_ring.schedule.layout import Layout
 from ds_ring_launcher.run.local_ranks import run_ranks

@@ -26,9 +26,9 @@ from benchmarks.hybrid_layer import WIDTH, HybridLayer
 from benchmarks.measuring import ResultRow, clock
 from ds_ring import make_layout
 from ds_ring.layers.scan.sequence_runs import sequence_runs
+from ds_ring.layers.scan.simulation import virtual_halo, virtual_scan
 from ds_ring.masks.slots import IntArray
 from ds_ring.schedule.layout import Layout
-from ds_ring.simulation.scans import virtual_halo, virtual_scan
 
 OPTIONS = {
     "tokens": (1 << 16, "of scan-stream"), "ranks": (8, "virtual ranks"),

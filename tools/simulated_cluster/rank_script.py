@@ -37,7 +37,7 @@ def main() -> None:
     figures = Figures(Path(told["--figures"], f"{attempt}.figures"))
     report = types.ModuleType("report")  # where rank.py asks for the step
     report.step_under_way = lambda: 7  # type: ignore[attr-defined]
-    sys.modules["ds_ring.integrations.metrics.run_report"] = report
+    sys.modules["ds_ring.measure.run_report"] = report
     store = TorchStore("127.0.0.1", int(told["--store-port"]), f"{told['--figures']}/{attempt}")
     secret, heartbeat_s = os.environ["DS_RING_SECRET"], float(told["--heartbeat-seconds"])
     detector = join(

@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ds_ring.contrib.batch_invariant.mode import ROWS, BatchInvariant
-from ds_ring.integrations.deepspeed.session import RingSession
-from ds_ring.integrations.transformers.attention_call import AttentionCall
-from ds_ring.integrations.transformers.selection import Choices
+from ds_ring.data.session import RingSession
+from ds_ring.layers.selection.rows import Choices
+from ds_ring.models.attention_call import AttentionCall
 from ds_ring.ops.passes import count_forward_pass
 from ds_ring.ops.shard import gather_sequence
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from ds_ring.contrib.batch_invariant.mode import BatchInvariant
+from ds_ring.data.loss import logprobs_and_entropies
+from ds_ring.data.session import RingSession
 from ds_ring.errors import RingConfigError, RingShapeError
-from ds_ring.integrations.deepspeed.loss import logprobs_and_entropies
-from ds_ring.integrations.deepspeed.session import RingSession
 from ds_ring.registry import INVARIANT_PARTS, PASSES, load
 
 

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from ds_ring.contrib.batch_invariant.mode import BatchInvariant
-from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
-from ds_ring.integrations.deepspeed.session import RingSession
-from ds_ring.integrations.transformers.rows import in_order
-from ds_ring.integrations.transformers.variants.recurrent.scan import Recurrences, Steps, rows_of
+from ds_ring.contrib.families.recurrent.scan import Recurrences, Steps, rows_of
+from ds_ring.data.batch_sharding import BatchSharding
+from ds_ring.data.session import RingSession
 from ds_ring.layers.scan.context import ScanContext
 from ds_ring.layers.scan.recurrence import on_every_rank
 from ds_ring.layers.serial.serial_scan import serial_scan
+from ds_ring.models.rows import in_order
 
 
 @contextmanager

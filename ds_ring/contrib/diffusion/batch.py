@@ -19,15 +19,15 @@ import torch
 from torch import Tensor
 
 from ds_ring.comm.device_tables import on_device
-from ds_ring.errors import RingPatternError, RingShapeError, whole_number
-from ds_ring.integrations.deepspeed.batch import IGNORE, Batch
-from ds_ring.integrations.deepspeed.packing import (
+from ds_ring.data.batch import IGNORE, Batch
+from ds_ring.data.packing import (
     DOCUMENT_IDS,
     RowKind,
     check_ids,
     positions_in_documents,
 )
-from ds_ring.integrations.deepspeed.session import RingSession
+from ds_ring.data.session import RingSession
+from ds_ring.errors import RingPatternError, RingShapeError, whole_number
 from ds_ring.masks.catalog import Causal
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.slots import IntArray

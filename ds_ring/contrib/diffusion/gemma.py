@@ -19,8 +19,7 @@ from transformers.cache_utils import DynamicCache
 
 from ds_ring.config.pattern_section import PatternConfig
 from ds_ring.contrib.diffusion.batch import BLOCKS, DiffusionRows
-from ds_ring.errors import RingConfigError, RingPatternError, RingShapeError
-from ds_ring.integrations.deepspeed.batch import (
+from ds_ring.data.batch import (
     LABEL_KEYS,
     SHARDING,
     Batch,
@@ -31,31 +30,32 @@ from ds_ring.integrations.deepspeed.batch import (
     split_tokens,
     token_shape,
 )
-from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
-from ds_ring.integrations.deepspeed.loss import local_loss
-from ds_ring.integrations.deepspeed.packing import RowGroup, group_rows
-from ds_ring.integrations.deepspeed.session import RingSession
-from ds_ring.integrations.layer_patterns import LayerPatterns
-from ds_ring.integrations.transformers.checks import THROUGH_SHARD_BATCH, cannot_run, check_length
-from ds_ring.integrations.transformers.families import check_outputs
-from ds_ring.integrations.transformers.layer_masks import LayerMask
-from ds_ring.integrations.transformers.model_call import ModelCall
-from ds_ring.integrations.transformers.variants.variant import (
+from ds_ring.data.batch_sharding import BatchSharding
+from ds_ring.data.layer_patterns import LayerPatterns
+from ds_ring.data.loss import local_loss
+from ds_ring.data.packing import RowGroup, group_rows
+from ds_ring.data.session import RingSession
+from ds_ring.errors import RingConfigError, RingPatternError, RingShapeError
+from ds_ring.masks.catalog import Causal, Full
+from ds_ring.masks.slots import IntArray
+from ds_ring.models.checks import THROUGH_SHARD_BATCH, cannot_run, check_length
+from ds_ring.models.families import check_outputs
+from ds_ring.models.layer_masks import LayerMask
+from ds_ring.models.model_call import ModelCall
+from ds_ring.models.variant import (
     POSITIONS,
     TWO_SEQUENCES,
     AttachRequest,
     Variant,
     home_of_forward,
 )
-from ds_ring.layers.private_keys import PrivateAttention, RowsPass, attend_by_rows
-from ds_ring.masks.catalog import Causal, Full
-from ds_ring.masks.slots import IntArray
-from ds_ring.patterns.private.layout import PrivateLayout, make_private
+from ds_ring.patterns.private.attention import PrivateAttention, RowsPass, attend_by_rows
 from ds_ring.patterns.private.pattern import BlockDiffusion
+from ds_ring.patterns.private.private_layout import PrivateLayout, make_private
 
 if TYPE_CHECKING:
-    from ds_ring.integrations.transformers.attention_call import AttentionCall
-    from ds_ring.integrations.transformers.model_adapter import ModelAdapter
+    from ds_ring.models.attention_call import AttentionCall
+    from ds_ring.models.model_adapter import ModelAdapter
 
 _DECODER = "decoder_"
 _FULL = LayerPatterns(Full(), {})

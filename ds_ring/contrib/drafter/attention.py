@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from ds_ring.contrib.drafter.batch import LABELS, WEIGHTS, LocalDrafts
+from ds_ring.data.batch import Batch
+from ds_ring.data.batch_sharding import BatchSharding
+from ds_ring.data.loss import RingLoss, world_sum
+from ds_ring.data.session import RingSession
 from ds_ring.errors import RingShapeError
-from ds_ring.integrations.deepspeed.batch import Batch
-from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
-from ds_ring.integrations.deepspeed.loss import RingLoss, world_sum
-from ds_ring.integrations.deepspeed.session import RingSession
-from ds_ring.layers.private_keys import PrivateAttention, RowsPass, attend_by_rows
-from ds_ring.patterns.private.layout import beside
+from ds_ring.patterns.private.attention import PrivateAttention, RowsPass, attend_by_rows
 from ds_ring.patterns.private.pattern import Drafter
+from ds_ring.patterns.private.private_layout import beside
 
 
 def draft_attention(

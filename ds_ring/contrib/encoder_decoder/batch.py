@@ -22,8 +22,7 @@ import numpy as np
 from torch import Tensor
 
 from ds_ring.comm.mesh import RingMesh
-from ds_ring.errors import RingPatternError, RingShapeError
-from ds_ring.integrations.deepspeed.batch import (
+from ds_ring.data.batch import (
     LABEL_KEYS,
     Batch,
     BatchKind,
@@ -33,10 +32,11 @@ from ds_ring.integrations.deepspeed.batch import (
     token_shape,
     whole_tensors,
 )
-from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
-from ds_ring.integrations.deepspeed.packing import DOCUMENT_IDS, RowGroup, group_rows
-from ds_ring.integrations.deepspeed.session import RingSession
-from ds_ring.integrations.layer_patterns import LayerPatterns
+from ds_ring.data.batch_sharding import BatchSharding
+from ds_ring.data.layer_patterns import LayerPatterns
+from ds_ring.data.packing import DOCUMENT_IDS, RowGroup, group_rows
+from ds_ring.data.session import RingSession
+from ds_ring.errors import RingPatternError, RingShapeError
 from ds_ring.masks.catalog import Causal, Full
 from ds_ring.patterns.documents.pattern import Documents
 from ds_ring.registry import ROW_KINDS

@@ -20,37 +20,37 @@ from transformers import PreTrainedModel
 from ds_ring.config.pattern_section import PatternConfig
 from ds_ring.config.section import RingConfig, pattern_from_config
 from ds_ring.contrib.encoder_decoder.batch import DECODER, Pairs
+from ds_ring.data.batch import SHARDING
+from ds_ring.data.batch_sharding import BatchSharding
+from ds_ring.data.loss import local_loss
 from ds_ring.errors import RingConfigError, RingPatternError, RingShapeError
-from ds_ring.integrations.adapter import patch
-from ds_ring.integrations.deepspeed.batch import SHARDING
-from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
-from ds_ring.integrations.deepspeed.loss import local_loss
-from ds_ring.integrations.transformers.checks import (
+from ds_ring.masks.catalog import Full
+from ds_ring.models.checks import (
     THROUGH_SHARD_BATCH,
     cannot_run,
     check_length,
     check_model_call,
     refuse_other_inputs,
 )
-from ds_ring.integrations.transformers.families import check_outputs
-from ds_ring.integrations.transformers.layer_masks import LayerMask
-from ds_ring.integrations.transformers.model import TABLE
-from ds_ring.integrations.transformers.model_call import ModelCall
-from ds_ring.integrations.transformers.variants.variant import (
+from ds_ring.models.families import check_outputs
+from ds_ring.models.layer_masks import LayerMask
+from ds_ring.models.model import TABLE
+from ds_ring.models.model_call import ModelCall
+from ds_ring.models.variant import (
     TWO_SEQUENCES,
     AttachRequest,
     Variant,
     home_of_forward,
 )
-from ds_ring.masks.catalog import Full
+from ds_ring.patches import patch
 from ds_ring.registry import PASSES, load
 
 if TYPE_CHECKING:
-    from ds_ring.integrations.transformers.attention_call import AttentionCall
-    from ds_ring.integrations.transformers.model_adapter import ModelAdapter
-    from ds_ring.integrations.transformers.model_part import ModelPart
+    from ds_ring.models.attention_call import AttentionCall
+    from ds_ring.models.model_adapter import ModelAdapter
+    from ds_ring.models.model_part import ModelPart
 
-_GENERATION = "ds_ring.contrib.encoder_decoder.generation.PairGeneration"  # which can be removed
+_GENERATION = "ds_ring.decode.encoder_decoder.PairGeneration"  # which can be removed
 _LABELS = ("labels", "shift_labels", "num_items_in_batch")
 # The model types that tests compare with one process: tests/dist/test_families.py.
 PAIRS = frozenset(

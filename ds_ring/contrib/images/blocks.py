@@ -20,9 +20,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ds_ring.data.batch import Batch
+from ds_ring.data.packing import RowKind
 from ds_ring.errors import RingConfigError
-from ds_ring.integrations.deepspeed.batch import Batch
-from ds_ring.integrations.deepspeed.packing import RowKind
 from ds_ring.masks.branches import Branch
 from ds_ring.masks.pattern import Pattern, QueryHead
 from ds_ring.masks.slots import IntArray

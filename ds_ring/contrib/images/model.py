@@ -36,18 +36,18 @@ from ds_ring.contrib.images.batch import (
     modalities_in,
 )
 from ds_ring.contrib.images.blocks import numbers_blocks
+from ds_ring.data.batch import Batch
+from ds_ring.data.session import RingSession
 from ds_ring.errors import RingConfigError, RingShapeError
-from ds_ring.integrations.adapter import patch
-from ds_ring.integrations.deepspeed.batch import Batch
-from ds_ring.integrations.deepspeed.session import RingSession
-from ds_ring.integrations.transformers.layer_masks import LayerMask
-from ds_ring.integrations.transformers.model import PRETRAINED, TABLE
-from ds_ring.integrations.transformers.model_part import Loss, ModelPart
-from ds_ring.integrations.transformers.variants.variant import Variant
+from ds_ring.models.layer_masks import LayerMask
+from ds_ring.models.model import PRETRAINED, TABLE
+from ds_ring.models.model_part import Loss, ModelPart
+from ds_ring.models.variant import Variant
 from ds_ring.ops.gradients import comparing_gradient, has_run_again, note_call, run_compared
+from ds_ring.patches import patch
 
 if TYPE_CHECKING:
-    from ds_ring.integrations.transformers.model_adapter import ModelAdapter
+    from ds_ring.models.model_adapter import ModelAdapter
 
 # By model_type, those that tests compare with one process. Each takes in its forward pass what
 # `get_image_features` returns, and puts one feature in the place of each image token. Gemma 3 and PaliGemma

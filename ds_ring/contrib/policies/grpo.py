@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from ds_ring.contrib.policies.trees import TreeBatch
+from ds_ring.data.batch import IGNORE
+from ds_ring.engines.deepspeed.enable import whole_batches_of
 from ds_ring.errors import RingConfigError
-from ds_ring.integrations.adapter import PatchTable, apply, patch
-from ds_ring.integrations.deepspeed.batch import IGNORE
-from ds_ring.integrations.deepspeed.enable import whole_batches_of
+from ds_ring.patches import PatchTable, apply, patch
 
 GRPO = PatchTable("trl", ">=1.16")
 _LOGPS = "_get_per_token_logps_and_entropies"

@@ -28,10 +28,10 @@ import torch
 from torch import Tensor
 
 from ds_ring.comm.device_tables import on_device
+from ds_ring.data.batch import IGNORE, LOSS_WEIGHTS, Batch
+from ds_ring.data.packing import DOCUMENT_IDS, RowKind
+from ds_ring.data.session import RingSession
 from ds_ring.errors import RingPatternError, RingShapeError, shown
-from ds_ring.integrations.deepspeed.batch import IGNORE, LOSS_WEIGHTS, Batch
-from ds_ring.integrations.deepspeed.packing import DOCUMENT_IDS, RowKind
-from ds_ring.integrations.deepspeed.session import RingSession
 from ds_ring.masks.catalog import Causal
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.slots import IntArray

@@ -24,13 +24,13 @@ from transformers.masking_utils import create_bidirectional_mask
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.contrib.images.batch import FeatureTokens, Images
 from ds_ring.contrib.images.model import attention_of_parts, check_number, encoders_of, modules_of_encoders
+from ds_ring.data.batch import Batch
+from ds_ring.data.session import RingSession
 from ds_ring.errors import RingConfigError, RingShapeError
-from ds_ring.integrations.adapter import patch
-from ds_ring.integrations.deepspeed.batch import Batch
-from ds_ring.integrations.deepspeed.session import RingSession
-from ds_ring.integrations.transformers.model import PRETRAINED, TABLE
-from ds_ring.integrations.transformers.model_part import Loss, ModelPart
-from ds_ring.integrations.transformers.variants.variant import Variant
+from ds_ring.models.model import PRETRAINED, TABLE
+from ds_ring.models.model_part import Loss, ModelPart
+from ds_ring.models.variant import Variant
+from ds_ring.patches import patch
 from ds_ring.schedule.layout import Layout
 
 # By model_type, those that tests compare with one process: tests/dist/contrib/sound.

@@ -16,9 +16,9 @@ from typing import Any
 
 from torch import Tensor
 
+from ds_ring.engines.deepspeed.enable import enable
 from ds_ring.errors import RingConfigError
-from ds_ring.integrations.adapter import PatchTable, apply, patch
-from ds_ring.integrations.deepspeed.enable import enable
+from ds_ring.patches import PatchTable, apply, patch
 
 FACTORY = PatchTable("llamafactory", ">=0.9.5")
 _TUNER = FACTORY.imported("llamafactory.train.tuner")

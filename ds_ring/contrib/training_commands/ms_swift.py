@@ -16,12 +16,12 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from ds_ring.data.outputs import gather_of_local
+from ds_ring.engines.deepspeed.enable import enable
+from ds_ring.engines.trainers.accelerate import sequence_ranks
+from ds_ring.engines.trainers.transformers import counting_replicas
 from ds_ring.errors import RingConfigError
-from ds_ring.integrations.adapter import PatchTable, apply, patch
-from ds_ring.integrations.deepspeed.enable import enable
-from ds_ring.integrations.deepspeed.outputs import gather_of_local
-from ds_ring.integrations.trainers.accelerate import sequence_ranks
-from ds_ring.integrations.trainers.transformers import counting_replicas
+from ds_ring.patches import PatchTable, apply, patch
 
 SWIFT = PatchTable("ms-swift", ">=4.6,<5")
 _swift_patch = partial(patch, stage="at_enable", when="the file is passed as --external_plugins")

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from ds_ring.contrib.families.recurrent.scan import Recurrences, rows_of
+from ds_ring.contrib.whole_heads.scan import head_context, with_whole_heads
+from ds_ring.data.batch_sharding import BatchSharding
+from ds_ring.data.session import RingSession
 from ds_ring.errors import RingConfigError
-from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
-from ds_ring.integrations.deepspeed.session import RingSession
-from ds_ring.integrations.transformers.rows import in_order
-from ds_ring.integrations.transformers.variants.recurrent.scan import Recurrences, rows_of
 from ds_ring.layers.scan.recurrence import PieceKernel, recurrence_of_pieces
-from ds_ring.layers.whole_heads.whole_heads import head_context, with_whole_heads
+from ds_ring.models.rows import in_order
 from ds_ring.ops.handles import never_traced
 
 

@@ -189,7 +189,7 @@ def scan_messages(
 
     Yields the tensors that the rank sends and receives in each round, by the other rank; continues once the
     tensors to receive are filled. Real ranks exchange them (`scan_op`), virtual ranks copy them
-    (simulation/scans.py).
+    (layers/scan/simulation.py).
 
     Returns:
         The states, like `increment`.

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ds_ring import RingLayoutError, make_layout
-from ds_ring.layouts.balanced import _snake
+from ds_ring.layouts.balanced.pieces import _snake
 
 
 def test_pieces_are_dealt_out_to_and_fro() -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_ring import Causal, Chunked, Documents, Full, PrefixLM, RingPatternError, Sinks, SlidingWindow
-from ds_ring.integrations.layer_patterns import covers
+from ds_ring.data.layer_patterns import covers
 from ds_ring.masks.branches import (
     LARGEST_LABEL,
     Branch,

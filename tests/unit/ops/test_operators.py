@@ -10,7 +10,7 @@ import torch
 
 import ds_ring
 from ds_ring import Causal, RingMesh, RingShapeError
-from ds_ring.integrations.compile.placed_op import BatchContexts
+from ds_ring.contrib.compile.placed_op import BatchContexts
 from ds_ring.ops.context import context_for
 from ds_ring.ops.options import Options
 from ds_ring.ops.ulysses import _packed, _unpacked
@@ -23,7 +23,7 @@ def registered() -> list[str]:
         if module.name.endswith((".cuda.merge", ".__main__")):
             continue
         outer = module.name.startswith(("ds_ring.integrations", "ds_ring.contrib"))
-        if not outer or any(part in module.name for part in (".compile", "integrations.deepspeed")):
+        if not outer or any(part in module.name for part in (".compile", "engines.deepspeed")):
             importlib.import_module(module.name)
     names = torch._C._dispatch_get_all_op_names()
     return sorted(name.partition("::")[2] for name in names if name.startswith("ds_ring::"))

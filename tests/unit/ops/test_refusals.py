@@ -14,16 +14,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ds_ring
 from ds_ring import Causal, MaskMod, RingAttention, RingMesh
+from ds_ring.contrib.compile.graph_attention import Scope, _values
+from ds_ring.contrib.compile.graph_sharding import check_positions
 from ds_ring.errors import RingConfigError, RingError, RingLayoutError, RingPatternError, RingShapeError
-from ds_ring.integrations.backend_mark import needs_backend_op
-from ds_ring.integrations.compile.graph_attention import Scope, _values
-from ds_ring.integrations.compile.graph_sharding import check_positions
 from ds_ring.kernels.flash.executors import Flash
 from ds_ring.kernels.flash.kernel import _padded
 from ds_ring.kernels.flex.kernel import FlexKernel
 from ds_ring.kernels.select import get_kernel
 from ds_ring.layers.scores import Softcap
 from ds_ring.memory.tiles.deferred_logits import DeferredLogits
+from ds_ring.models.backend_mark import needs_backend_op
 from ds_ring.ops.checks import check_not_captured
 from ds_ring.ops.options import Options
 from ds_ring.patterns.captured.score_mod import ScoreMod

@@ -27,7 +27,7 @@ from ds_ring.layers.scan.context import scan_context
 from ds_ring.layers.scan.halo import halo_backward_op, halo_op
 from ds_ring.layers.scores import Alibi
 from ds_ring.masks.pattern import Pattern
-from ds_ring.memory.saved_results import KeepResults
+from ds_ring.memory.saved_results.keep_results import KeepResults
 from ds_ring.ops.context import context_for
 from ds_ring.ops.options import Options
 from ds_ring.ops.passes import SavedTensors

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ds_ring import RingConfigError
-from ds_ring.integrations.deepspeed import initialize
+from ds_ring.engines.deepspeed import initialize
 from ds_ring.transports.devices import OF_NCCL, OF_SYMMETRIC_MEMORY, claim_device, gpu_of_rank
 from ds_ring_launcher.run.local_ranks import RanksError, run_ranks
 from ds_ring_launcher.tune.__main__ import main as tune

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ds_ring import Alibi, RingPatternError, RingShapeError
 from ds_ring.contrib.diffusion.batch import BLOCKS, DiffusionRows, block_numbers, diffusion_batch
-from ds_ring.integrations.deepspeed.batch import IGNORE
-from ds_ring.integrations.deepspeed.packing import RowGroup, refuse_trees
+from ds_ring.data.batch import IGNORE
+from ds_ring.data.packing import RowGroup, refuse_trees
 from ds_ring.patterns.documents.pattern import Documents
 from ds_ring.patterns.private.pattern import BlockDiffusion
 from tests.dist.deepspeed_ranks import (

@@ -13,7 +13,7 @@ from torch import Tensor
 from ds_ring.config.section import RingConfig
 from ds_ring.contrib.diffusion.batch import BLOCKS, block_numbers
 from ds_ring.errors import RingConfigError, RingError
-from ds_ring.integrations.transformers.attach import check_model
+from ds_ring.models.attach import check_model
 from ds_ring.patterns.private.pattern import BlockDiffusion
 from tests.dist.deepspeed_ranks import json_config, start_engine, take_step
 

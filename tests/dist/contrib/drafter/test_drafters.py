@@ -21,9 +21,9 @@ from ds_ring import build_plan, shift_sequence
 from ds_ring.comm.exchange import Exchange
 from ds_ring.contrib.drafter.attention import _patterns
 from ds_ring.contrib.drafter.batch import drafter_batch
+from ds_ring.data.batch import IGNORE
 from ds_ring.errors import RingError, RingPatternError, RingShapeError
-from ds_ring.integrations.deepspeed.batch import IGNORE
-from ds_ring.patterns.private.layout import beside
+from ds_ring.patterns.private.private_layout import beside
 from tests.dist.contrib.drafter.models import MASK_TOKEN, Trained, dflash_loss, eagle_loss
 from tests.dist.deepspeed_ranks import VOCABULARY, json_config, start_engine
 from tests.unit.patterns.private.test_private import private_slots_sent

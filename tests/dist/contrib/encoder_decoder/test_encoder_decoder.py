@@ -277,12 +277,12 @@ def biased(rank: int, world_size: int, name: str, layout: str) -> dict[str, floa
     import torch.distributed as dist
 
     from ds_ring.config.section import RingConfig
-    from ds_ring.integrations.deepspeed.batch import SHARDING
-    from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
-    from ds_ring.integrations.deepspeed.packing import group_rows
-    from ds_ring.integrations.layer_patterns import LayerPatterns
-    from ds_ring.integrations.transformers import attention  # noqa: F401  (registers the name)
-    from ds_ring.integrations.transformers.variants.relative_bias import around_bias
+    from ds_ring.contrib.families.relative_bias.layers import around_bias
+    from ds_ring.data.batch import SHARDING
+    from ds_ring.data.batch_sharding import BatchSharding
+    from ds_ring.data.layer_patterns import LayerPatterns
+    from ds_ring.data.packing import group_rows
+    from ds_ring.models import attention  # noqa: F401  (registers the name)
 
     family, causal, padded = BIASED[name]
     x, grad, real = states_of()
@@ -336,11 +336,11 @@ def test_a_bias_of_distances_is_exact_in_float64(
 @pytest.mark.night
 def test_a_bias_of_distances_is_not_dropped_by_a_compiler() -> None:
     from ds_ring.config.section import RingConfig
-    from ds_ring.integrations.deepspeed.batch import SHARDING
-    from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
-    from ds_ring.integrations.layer_patterns import LayerPatterns
-    from ds_ring.integrations.transformers import attention  # noqa: F401  (registers the name)
-    from ds_ring.integrations.transformers.variants.relative_bias import around_bias
+    from ds_ring.contrib.families.relative_bias.layers import around_bias
+    from ds_ring.data.batch import SHARDING
+    from ds_ring.data.batch_sharding import BatchSharding
+    from ds_ring.data.layer_patterns import LayerPatterns
+    from ds_ring.models import attention  # noqa: F401  (registers the name)
 
     module = biased_module("t5", causal=True)
     module.compute_bias = around_bias(module)

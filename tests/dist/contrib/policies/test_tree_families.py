@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from ds_ring.integrations.deepspeed.packing import RowGroup
+from ds_ring.data.packing import RowGroup
 from ds_ring.layers.scan import context, halo
 from ds_ring.layers.scores import AlongPaths
 from ds_ring.patterns.documents.pattern import Tree

@@ -27,7 +27,7 @@ from ds_ring import (
     simulate,
 )
 from ds_ring.contrib.policies.trees import TREE_ENDS, TreeBatch, ends_of, tree_of
-from ds_ring.integrations.deepspeed.batch import LOSS_WEIGHTS
+from ds_ring.data.batch import LOSS_WEIGHTS
 from tests.dist.deepspeed_ranks import (
     VOCABULARY,
     Size,

@@ -11,9 +11,9 @@ import torch
 
 from ds_ring import Causal, make_layout
 from ds_ring.comm.exchange import Exchange
+from ds_ring.contrib.whole_heads.scan import HeadContext
 from ds_ring.errors import RingConfigError, RingMismatchError, RingShapeError
 from ds_ring.layers.scan.sequence_runs import pieces
-from ds_ring.layers.whole_heads.whole_heads import HeadContext
 from ds_ring_launcher.check.rounding import InFloat64, in_float64
 from ds_ring_launcher.check.small_model import build, read_config, shrink
 from ds_ring_launcher.plan.other_layers import LayerSetting, Recurrence, kinds_of, sent_by

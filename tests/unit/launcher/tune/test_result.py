@@ -10,8 +10,8 @@ import pytest
 
 from ds_ring.config.section import RingConfig
 from ds_ring.errors import RingConfigError
-from ds_ring.integrations.written_files import write_at_once
 from ds_ring.schedule.lowering import chunk_bytes_on
+from ds_ring.written_files import write_at_once
 from ds_ring_launcher.plan.hardware import hardware_from
 from ds_ring_launcher.plan.layer_passes import slowest_pass
 from ds_ring_launcher.plan.pass_memory import PassShape

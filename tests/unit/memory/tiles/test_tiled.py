@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, gelu, linear
 from torch.utils.checkpoint import checkpoint
 
+from ds_ring.data.loss import logprobs_and_entropies
 from ds_ring.errors import RingConfigError
-from ds_ring.integrations.deepspeed.loss import logprobs_and_entropies
 from ds_ring.memory.tiles.deferred_logits import DeferredLogits, NoLogitsError
 from ds_ring.memory.tiles.tiled_call import tiled_call
 from ds_ring.memory.tiles.tiled_loss import tiled_loss

@@ -21,7 +21,7 @@ from ds_ring import (
     simulate,
 )
 from ds_ring.masks.pattern import Pattern
-from ds_ring.patterns.private.layout import PrivateLayout, beside, private_table
+from ds_ring.patterns.private.private_layout import PrivateLayout, beside, private_table
 from ds_ring.schedule.choose import rated
 from ds_ring.schedule.layout import Layout
 from ds_ring.simulation.simulate import SimulationOptions

@@ -1,0 +1,233 @@
+"""The functions of modeling files that pass a state on or look back a few tokens, on a ring.
+
+transformers' layers call functions of their modeling file by name (`causal_conv1d_fn`,
+`torch_chunk_gated_delta_rule`, ...), which run fla's, mamba-ssm's or causal-conv1d's kernels where these are
+installed, and torch otherwise. On a ring, a wrapper here calls the function itself for each piece of the
+shard, and adds what comes from tokens on other ranks. So each kernel runs unchanged.
+
+For delta rules (Yang et al. 2024, "Gated Delta Networks"; Kimi Linear 2025), M is a matrix: one call of the
+kernel with K more value columns, which begin with the identity, gives out_t and reach_t, B and M. For
+state-space models (Gu and Dao 2023, Dao and Gu 2024), M is a product of decays.
+
+Shapes: B samples, S local slots, L tokens of a piece, H heads, K key dim, V value dim, N states, C channels.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ds_ring.contrib.families.recurrent.scan import (
+    Original,
+    Recurrences,
+    Steps,
+    by_rows,
+    recurrence,
+    refuse_states,
+    sharding_of,
+    with_halo,
+)
+from ds_ring.errors import RingConfigError
+from ds_ring.layers.scan.context import ScanContext
+from ds_ring.layers.scan.recurrence import Computed
+
+# What layers call for a single token, by the function for many.
+_OF_ONE_TOKEN = {
+    "torch_chunk_gated_delta_rule": "torch_recurrent_gated_delta_rule",
+    "chunk_kimi_delta_attention": "recurrent_kimi_delta_attention",
+    "mamba2_chunk_scan": "mamba2_selective_state_update",
+    "mamba_selective_scan": "mamba_selective_state_update",
+}
+
+
+def _of_one_token(original: Original) -> Original:
+    """Return what the layers of a modeling file call in place of `original` for a generated token."""
+    found: Original = getattr(sys.modules[original.__module__], _OF_ONE_TOKEN[original.__name__])
+    return found
+
+
+def convolution(
+    original: Original, x: Tensor, weight: Tensor, bias: Tensor | None = None, *args: Any, **kwargs: Any
+) -> Any:
+    """Convolve [B, C, S] causally with weight [C, width], as `causal_conv1d_fn`."""
+    sharding = sharding_of(kwargs)
+    if sharding is None:
+        return original(x, weight, bias, *args, **kwargs)
+
+    def run(context: ScanContext, x: Tensor) -> Tensor:
+        return with_halo(
+            context, x, weight.shape[-1] - 1, lambda tokens: original(tokens, weight, bias, *args, **kwargs)
+        )
+
+    return by_rows(sharding, run, x)
+
+
+def delta_rule(
+    original: Original, query: Tensor, key: Tensor, value: Tensor, *args: Any, g: Tensor, beta: Tensor,
+    initial_state: Tensor | None = None, output_final_state: bool = False, **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Compute a gated delta rule or Kimi delta attention of q and k [B, S, H, K] and v [B, S, H, V]."""
+    sharding = sharding_of(kwargs)
+    given = {"g": g, "beta": beta, "initial_state": initial_state, "output_final_state": output_final_state}
+    if sharding is None:
+        found: tuple[Tensor, Tensor | None] = original(query, key, value, *args, **given, **kwargs)
+        return found
+    refuse_states("delta rule", initial_state, output_final_state and torch.is_grad_enabled())
+    kwargs = {name: x for name, x in kwargs.items() if name != "cu_seqlens"}
+
+    def call(tensors: Sequence[Tensor], continues: bool) -> Computed:
+        q, k, v, g, beta = tensors
+        heads, (key_dim, value_dim) = v.shape[2], (k.shape[3], v.shape[3])
+        begin = None
+        if continues:
+            v = torch.cat([v, v.new_zeros((*v.shape[:3], key_dim))], dim=3)
+            # Not in the dtype of q: kernels keep states in float32.
+            zeros = torch.zeros(key_dim, value_dim, dtype=torch.float32, device=v.device)
+            identity = torch.eye(key_dim, dtype=torch.float32, device=v.device)
+            begin = torch.cat([zeros, identity], dim=1).expand(len(v), heads, -1, -1).contiguous()
+        state = {"g": g, "beta": beta, "initial_state": begin, "output_final_state": True}
+        out, final = original(q, k, v, *args, **state, **kwargs)
+        if not continues:
+            return Computed(out, final, final.new_zeros((*final.shape[:3], key_dim)), None)
+        reach = out[..., value_dim:].to(final.dtype)
+        return Computed(
+            out[..., :value_dim],
+            final[..., :value_dim].contiguous(),
+            final[..., value_dim:].contiguous(),
+            lambda state: torch.einsum("blhk,bhkv->blhv", reach, state),
+        )
+
+    def run(state: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        q, k, v, g, beta = tensors
+        given = {"g": g, "beta": beta, "initial_state": state, "output_final_state": True}
+        found: tuple[Tensor, Tensor] = _of_one_token(original)(q, k, v, **given, **kwargs)
+        return found
+
+    tensors = (query, key, value, g, beta)
+    recurrences = sharding.mesh.owners[Recurrences]
+    if recurrences.of_heads is not None and recurrences.by_steps is None and not output_final_state:
+        return recurrences.of_heads(sharding, tensors, call, True), None
+    steps = Steps((value.shape[2], key.shape[3], value.shape[3]), run)
+    return recurrence(sharding, tensors, call, True, 1, output_final_state, steps)
+
+
+def mamba2(
+    original: Original, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int,
+    *args: Any, **kwargs: Any,
+) -> Any:  # fmt: skip
+    """Compute Mamba 2's scan of x [B, S, H, P], dt [B, S, H], A [H], B and C [B, S, G, N]."""
+    sharding = sharding_of(kwargs)
+    if sharding is None:
+        return original(x, dt, A, B, C, chunk_size, *args, **kwargs)
+    z, state, returns_state = _of_whole_samples(kwargs, "z", "initial_states", "return_final_states")
+    refuse_states("Mamba 2", state, returns_state and torch.is_grad_enabled())
+    steps = [
+        kwargs.get("dt_bias"),
+        kwargs.get("dt_softplus", False),
+        kwargs.get("dt_limit", (0.0, float("inf"))),
+    ]
+
+    if sharding.mesh.owners[Recurrences].by_steps is not None and tuple(steps[2]) != (0.0, float("inf")):
+        raise RingConfigError.wrong(
+            "batch_invariant", "Mamba 2 without limits of its steps, which generation does not apply",
+            f"time_step_limit {tuple(steps[2])}", "set config.time_step_limit to (0.0, inf)",
+        )  # fmt: skip
+
+    def call(tensors: Sequence[Tensor], continues: bool) -> Computed:
+        x, dt, B, C = tensors
+        out, final = original(x, dt, A, B, C, chunk_size, *args, return_final_states=True, **kwargs)
+        decays = torch.exp(_summed_steps(dt, A, *steps))  # [b, L, H]
+        transition = decays[:, -1, :, None, None].to(final.dtype)
+
+        def reach(state: Tensor) -> Tensor:
+            of_heads = C.to(state.dtype).repeat_interleave(x.shape[2] // C.shape[2], dim=2)
+            return torch.einsum("blhn,bhpn->blhp", of_heads * decays[..., None].to(state.dtype), state)
+
+        return Computed(out, final, transition, reach if continues else None)
+
+    def run(state: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        (size, states), D, bias = state.shape[2:], kwargs.get("D"), steps[0]
+        of_each = [None if one is None else one[:, None].expand(-1, size) for one in (D, bias)]
+        rates, state, outs = A[:, None, None].expand(-1, size, states), state.clone(), []
+        for x, dt, B, C in zip(*(one.unbind(1) for one in tensors), strict=True):
+            dt = dt[..., None].expand(-1, -1, size)
+            more = {"dt_bias": of_each[1], "dt_softplus": steps[1]}
+            outs.append(_of_one_token(original)(state, x, dt, rates, B, C, of_each[0], z=None, **more))
+        return torch.stack(outs, dim=1), state
+
+    of_tokens = Steps((*x.shape[2:], B.shape[3]), run)
+    out, state = recurrence(sharding, (x, dt, B, C), call, False, 1, returns_state, of_tokens)
+    out = out if z is None else out * F.silu(z)
+    return (out, state) if returns_state else out
+
+
+def _of_whole_samples(kwargs: dict[str, Any], *names: str) -> tuple[Any, Any, bool]:
+    """Take out the gate, the first state and whether the last one is returned: not for single pieces."""
+    gate, first, returns_last = (kwargs.pop(name, None) for name in names)
+    kwargs.pop("seq_idx", None)
+    return gate, first, bool(returns_last)
+
+
+def _summed_steps(
+    dt: Tensor, A: Tensor, bias: Tensor | None, softplus: bool, limit: tuple[float, float]
+) -> Tensor:
+    """Return A times the sum of the step sizes up to each token, [b, L, H], float32 at least."""
+    dt = dt if bias is None else dt + bias.to(dt.dtype)
+    dt = F.softplus(dt) if softplus else dt
+    dt = dt.clamp(min=limit[0], max=limit[1])
+    dtype = torch.promote_types(dt.dtype, torch.float32)
+    return (A.to(dtype) * dt.to(dtype)).cumsum(dim=1)
+
+
+def mamba1(
+    original: Original, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    """Compute Mamba's selective scan: x and dt [B, C, S], A [C, N], B and C [B, N, S]; states [B, C, N]."""
+    sharding = sharding_of(kwargs)
+    if sharding is None:
+        return original(x, dt, A, B, C, *args, **kwargs)
+    z, state, returns_state = _of_whole_samples(kwargs, "z", "initial_state", "return_last_state")
+    refuse_states("Mamba", state, returns_state and torch.is_grad_enabled())
+    delta_bias, delta_softplus = kwargs.get("delta_bias"), kwargs.get("delta_softplus", False)
+
+    def call(tensors: Sequence[Tensor], continues: bool) -> Computed:
+        x, dt, B, C = tensors
+        out, final = original(x, dt, A, B, C, *args, return_last_state=True, **kwargs)
+        dt = dt if delta_bias is None else dt + delta_bias.to(dt.dtype)[:, None]
+        dt = F.softplus(dt) if delta_softplus else dt
+        dtype = torch.promote_types(final.dtype, torch.float32)
+        steps, rates = dt.to(dtype).cumsum(dim=2), A.to(dtype)  # [b, C, L], [C, N]
+
+        def reach(state: Tensor) -> Tensor:
+            # State by state, since [b, C, L, N] is N times an activation.
+            parts = [
+                torch.exp(rates[:, n, None] * steps) * (state[..., n, None] * C[:, n, None].to(dtype))
+                for n in range(rates.shape[1])
+            ]
+            return sum(parts[1:], parts[0])
+
+        transition = torch.exp(rates * steps[..., -1:])
+        return Computed(out, final.to(dtype), transition, reach if continues else None)
+
+    def run(state: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        state, D, outs = state.clone(), kwargs.get("D"), []
+        D = None if D is None else D.to(tensors[0].dtype)  # of which the layer has made float32
+        more = {"dt_bias": delta_bias, "dt_softplus": delta_softplus}
+        for x, dt, B, C in zip(*(one.unbind(2) for one in tensors), strict=True):
+            outs.append(_of_one_token(original)(state, x, dt, A, B, C, D, z=None, **more))
+        return torch.stack(outs, dim=2), state
+
+    steps = Steps((x.shape[1], B.shape[1]), run)
+    out, state = recurrence(sharding, (x, dt, B, C), call, False, 2, returns_state, steps)
+    out = out if z is None else out * F.silu(z)
+    return (out, state) if returns_state else out
+
+
+def not_fused(original: Original, *args: Any, **kwargs: Any) -> Any:
+    """Return None on a ring: the layer then calls the convolution and the scan one after the other."""
+    return original(*args, **kwargs) if sharding_of(kwargs) is None else None

@@ -1,0 +1,62 @@
+"""One row of `registry.ENGINE_PARTS`: what a capability adds to an engine of `ds_ring.initialize`.
+
+`initialize` asks all rows, in their order, and names none. A row that is applied later is outside.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from ds_ring.config.section import RingConfig
+from ds_ring.data.session import RingSession
+from ds_ring.errors import RingConfigError
+from ds_ring.registry import ENGINE_PARTS, MODEL_PARTS, SAVED_TENSORS, load
+
+
+class EngineStart(NamedTuple):
+    """An engine that has been made.
+
+    Attributes:
+        adapters: the `ModelAdapter` of each transformers model in it.
+        trains: whether it has an optimizer.
+    """
+
+    engine: Any
+    session: RingSession
+    adapters: list[Any]
+    trains: bool
+
+
+class EnginePart:
+    """One capability; the methods of this class change nothing."""
+
+    def check(self, config: RingConfig, deepspeed_config: dict[str, Any]) -> None:
+        """Refuse a configuration, before this rank has met the others.
+
+        Raises:
+            RingConfigError: with the reason.
+        """
+
+    def patches(self, start: EngineStart) -> list[Any]:
+        """Return the patches of an engine, from the inside out."""
+        return []
+
+
+def engine_parts() -> list[EnginePart]:
+    """Return an instance of each row."""
+    return [load(home)() for home in ENGINE_PARTS.values()]
+
+
+def check_engine_parts(config: RingConfig, deepspeed_config: dict[str, Any]) -> None:
+    """Refuse what a row refuses, and keys of the section whose row is not there.
+
+    Raises:
+        RingConfigError: with the reason.
+    """
+    asked: dict[str, Any] = {"monitor": config.monitor, "rank_speeds": config.rank_speeds == "measured"}
+    asked |= dict(config.long_sequence)
+    for key, value in asked.items():
+        if value and value != "auto" and key not in ENGINE_PARTS | MODEL_PARTS | SAVED_TENSORS:
+            raise RingConfigError(f"{key}: expected it to be left out: this ds_ring was installed without it")
+    for part in engine_parts():
+        part.check(config, deepspeed_config)

@@ -1,0 +1,591 @@
+"""Compare the first training step on the ring with the same model on one process.
+
+Owns the record of the step, the run of the model's copy on rank 0, their comparison and the error that all
+ranks raise. Reads the engine and changes nothing in it: parameters, gradients, buffers, optimizer and random
+numbers are what they would be without it.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import astuple, dataclass, field
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ds_ring.comm.mesh import RingMesh
+from ds_ring.config.pattern_section import PatternConfig
+from ds_ring.config.section import RingConfig
+from ds_ring.data.batch_sharding import BatchSharding
+from ds_ring.data.engine import DEEPSPEED, ENGINE, is_of_transformers, modules_of_encoders
+from ds_ring.data.layer_patterns import LayerPatterns
+from ds_ring.data.packing import RowGroup
+from ds_ring.data.session import RingSession
+from ds_ring.errors import RingConfigError, RingVerifyError
+from ds_ring.ops.shard import gather_sequence
+from ds_ring.patches import AppliedPatch, applied, apply, patch
+from ds_ring.registry import KV_PAYLOADS
+from ds_ring.schedule.layout import make_layout
+
+log = logging.getLogger(__name__)
+ComparedKind = Literal["layer", "logits", "loss", "gradient"]
+_NAMED = 8  # differences in the message
+_AGAIN = "again"  # a verdict: the loss scale of fp16 was too large, the next step is looked at
+_LAYER = DEEPSPEED.given("layer", "torch.nn.Module")
+_patch = partial(patch, when="verify_first_batch")
+_records_layer = _patch(
+    _LAYER, stage="after_forward", feature="first_batch.layers", reason="outputs by layer"
+)
+_notes_gradient = _patch(
+    DEEPSPEED.given("tensor", "torch.Tensor"), stage="in_backward", feature="first_batch.gradients",
+    reason="what the training loop made of the loss and the logits",
+)  # fmt: skip
+_step_patch = partial(
+    _patch, ENGINE, feature="first_batch", reason="records the first step and compares it with one process"
+)
+_SAME = ("numbering", "latents")  # features of layers whose own code computes the same, whatever the pattern
+_FLOOR = 1e-2  # of the root mean square of all gradients' norms
+
+
+# Compare what two models computed for the same batch. Shapes: B samples, T tokens.
+
+
+# [Note: measuring a difference]
+# Outputs are compared token by token: the norm of the largest difference over the mean norm of a token, so
+# that one wrong token among many stays visible. A gradient is compared by norms, by itself: sums over
+# parameters would hide a wrong one. Some gradients are zero but for rounding (a key's bias): a norm counts as
+# at least a hundredth of the typical one of the model.
+@dataclass(frozen=True)
+class Tolerance:
+    """Hold the relative errors that rounding explains; anything larger is a difference."""
+
+    outputs: float
+    loss: float
+    gradients: float
+
+    @classmethod
+    def for_dtype(cls, dtype: torch.dtype, keys_rounded: bool = False) -> Tolerance:
+        """Return the tolerance of a model of `dtype`, against a run in float32 (float64 for float64).
+
+        If K and V of other ranks are rounded (`KV_PAYLOADS`), bfloat16's tolerance is added once more.
+        """
+        if keys_rounded:
+            pairs = zip(astuple(cls.for_dtype(dtype)), astuple(cls.for_dtype(torch.bfloat16)), strict=True)
+            return cls(*(sum(pair) for pair in pairs))
+        return {
+            torch.float64: cls(1e-6, 1e-7, 1e-6),
+            torch.float32: cls(1e-4, 1e-5, 2e-4),
+            torch.float16: cls(2e-2, 5e-3, 5e-2),
+            torch.bfloat16: cls(1e-1, 2e-2, 2e-1),
+        }[dtype]
+
+
+class Difference(NamedTuple):
+    """Hold one comparison: `name` is a layer's or a parameter's, `error` is relative."""
+
+    kind: ComparedKind
+    name: str
+    error: float
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.name}".rstrip() + f" by {self.error:.1e}"
+
+
+@dataclass
+class Numbers:
+    """The results of a run of a model, over the whole sequence."""
+
+    logits: Tensor  # [B, T, ...], or [B, ...] where there is one result for a sample
+    loss: float | None = None  # the mean over labelled tokens; None if it was not computed
+    # outputs [B, T, ...] of the model's layers by their names, in the order of computing
+    layers: dict[str, Tensor] = field(default_factory=dict)
+    # by the names of parameters; those without one are left out
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+
+
+def difference(kind: ComparedKind, name: str, error: float) -> Difference:
+    """Return a comparison; NaN, which compares with nothing and must not pass for small, becomes infinity."""
+    return Difference(kind, name, error if error == error else float("inf"))
+
+
+def compare(got: Numbers, expected: Numbers) -> list[Difference]:
+    """Return the error of everything that was compared: layers, logits, loss, gradients."""
+    return compare_outputs(got, expected) + compare_gradients(got.gradients, expected.gradients)
+
+
+def compare_outputs(got: Numbers, expected: Numbers) -> list[Difference]:
+    """Return the errors of the layers that both recorded, of the logits, and of the loss if there is one."""
+    found = [
+        difference("layer", name, _by_token(got.layers[name], output))
+        for name, output in expected.layers.items()
+        if name in got.layers
+    ]
+    found.append(difference("logits", "", _by_token(got.logits, expected.logits)))
+    if got.loss is not None and expected.loss is not None:
+        error = abs(got.loss - expected.loss) / max(abs(expected.loss), 1e-6)
+        found.append(difference("loss", "", error))
+    return found
+
+
+def beyond(found: list[Difference], tolerance: Tolerance) -> list[Difference]:
+    """Return those that rounding does not explain, in the order in which they were computed."""
+    allowed = {"gradient": tolerance.gradients, "loss": tolerance.loss}
+    return [one for one in found if not one.error <= allowed.get(one.kind, tolerance.outputs)]
+
+
+def largest(found: list[Difference]) -> dict[str, Difference]:
+    """Return the largest error of each kind."""
+    return {one.kind: one for one in sorted(found, key=lambda one: one.error)}
+
+
+@contextmanager
+def recording(model: nn.Module) -> Iterator[dict[str, Tensor]]:
+    """Record the outputs [B, T, ...] of the model's layers: modules in a ModuleList that have parameters.
+
+    Those of image encoders, which each rank runs on images of its own, are left out.
+    """
+    outputs: dict[str, Tensor] = {}
+    apart = modules_of_encoders(model)
+
+    @_records_layer
+    def record(name: str, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        first = output[0] if isinstance(output, (tuple, list)) and output else output
+        if isinstance(first, Tensor) and first.ndim == 3 and first.is_floating_point():
+            outputs[name] = first.detach().clone()
+
+    with ExitStack() as stack:
+        for path, parent in model.named_modules():
+            for name, layer in parent.named_children() if isinstance(parent, nn.ModuleList) else ():
+                # Rotary embeddings (Granite SWA) have no parameters; one row of theirs can serve all samples.
+                if id(layer) in apart or next(layer.parameters(), None) is None:
+                    continue
+                stack.enter_context(applied(partial(record, f"{path}.{name}"), layer=layer))
+        yield outputs
+
+
+def _by_token(got: Tensor, expected: Tensor) -> float:
+    if got.shape != expected.shape:
+        return float("inf")
+    got, expected = got.detach().double(), expected.detach().double()
+    typical = expected.norm(dim=-1).mean().clamp_min(1e-12)
+    return float((got - expected).norm(dim=-1).max() / typical)
+
+
+def compare_gradients(got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[Difference]:
+    """Return the error of each parameter's gradient; one that only one of both has is zero on the other."""
+    norms = torch.tensor([float(gradient.norm()) for gradient in expected.values()] or [0.0], device="cpu")
+    floor = _FLOOR * float(norms.square().mean().sqrt()) + 1e-30
+    found = []
+    for name in [*expected, *[name for name in got if name not in expected]]:
+        zero = torch.zeros((), dtype=torch.float64, device="cpu")
+        mine, theirs = got.get(name, zero).double(), expected.get(name, zero).double()
+        error = float((mine - theirs).norm()) / max(float(theirs.norm()), floor)
+        found.append(difference("gradient", name, error))
+    return found
+
+
+# Record a training step: its forward passes, and weights and gradients as a whole on rank 0.
+
+
+@dataclass
+class Forward:
+    """Record a forward pass of the step: inputs and outputs, of this rank's tokens or of all."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    attended: tuple[int, LayerPatterns, tuple[RowGroup, ...]]  # tokens, and who attends to whom
+    logits: Tensor
+    loss: Tensor | None
+    layers: dict[str, Tensor]
+    # gradients of "loss" (what the training loop made of it) and "logits", without those that are not used
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    sharding: BatchSharding | None = None
+
+
+def whole_parameters(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the whole weights, and the gradients as the engine reduced them, on rank 0. Collective."""
+    weights, gradients = {}, {}
+    for name, parameter in module.named_parameters():
+        gradient = deepspeed.utils.safe_get_full_grad(parameter) if parameter.requires_grad else None
+        with deepspeed.zero.GatheredParameters([parameter]):
+            if dist.get_rank() == 0:
+                weights[name] = parameter.detach().cpu().clone()
+        if gradient is not None and dist.get_rank() == 0:
+            gradients[name] = gradient.detach().float().cpu().clone()
+    return weights, gradients
+
+
+def results_of(output: Any) -> tuple[Tensor, Tensor | None]:
+    """Return logits (or hidden states) and loss of a model's output."""
+    if isinstance(output, Tensor):
+        return (output, None) if output.ndim else (output[None], output)
+    loss = getattr(output, "loss", None)
+    for name in ("logits", "last_hidden_state"):
+        logits = getattr(output, name, None)
+        if name == "logits" and logits is not None and not isinstance(logits, Tensor) and loss is not None:
+            with torch.no_grad():  # of a short batch: the loss and the gradients are those of the tiles
+                return logits.tensor(), loss
+        if isinstance(logits, Tensor):
+            return logits, loss
+    items = tuple(output.values()) if isinstance(output, Mapping) else output
+    items = items if isinstance(items, (tuple, list)) else ()
+    tensors = [item for item in items if isinstance(item, Tensor)]
+    if not tensors:
+        raise RingVerifyError(f"verify_first_batch: expected logits or a tensor, got {type(output).__name__}")
+    return max(tensors, key=lambda item: item.ndim), next((item for item in tensors if item.ndim == 0), None)
+
+
+# Copy a model for one rank ([Note: one process]).
+
+
+def refuse_dropout(model: nn.Module) -> None:
+    """Raise a RingConfigError for a model with dropout, which no two runs share."""
+    for name, module in model.named_modules():
+        values = {key: value for key, value in vars(module).items() if key.endswith(("dropout", "layerdrop"))}
+        if isinstance(module, nn.Dropout):
+            values = {"p": module.p}
+        active = next((key for key, value in values.items() if isinstance(value, float) and value > 0), None)
+        if active is not None:
+            raise RingConfigError.wrong(
+                "verify_first_batch", "no dropout", f"{name}.{active} = {values[active]}", "set it to 0"
+            )
+
+
+def skeleton(model: nn.Module) -> nn.Module:
+    """Return a copy whose parameters have no memory yet: whole shapes, also where ZeRO 3 has cut them."""
+    memo: dict[int, Any] = {
+        id(p): nn.Parameter(
+            torch.empty(getattr(p, "ds_shape", p.shape), dtype=torch.float32, device="meta"), p.requires_grad
+        )
+        for p in model.parameters()
+    }
+    try:
+        return copy.deepcopy(model, memo)
+    except Exception as error:
+        raise RingConfigError(
+            f"verify_first_batch: expected a model that can be copied, got {type(error).__name__}: {error};"
+            " a module that has a RingAttention calls engine.ring.attention() in its forward pass"
+        ) from error
+
+
+def filled(
+    alone: nn.Module, module: nn.Module, weights: dict[str, Tensor], changes: Sequence[AppliedPatch],
+    device: torch.device,
+) -> nn.Module:  # fmt: skip
+    """Return the copy with the weights and buffers of the engine's model, in float32 or float64.
+
+    What ds_ring changed in the modules of the engine's model stays there: the copy runs its own code.
+    """
+    alone.to_empty(device=device)
+    first: dict[int, nn.Parameter] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        place, _, key = name.rpartition(".")
+        # `to_empty` unties: give each name the parameter of the first one.
+        tied = first.setdefault(id(parameter), alone.get_parameter(name))
+        alone.get_submodule(place).register_parameter(key, tied)
+    state = dict(alone.named_parameters()) | dict(alone.named_buffers(remove_duplicate=False))
+    for name, value in [*weights.items(), *module.named_buffers(remove_duplicate=False)]:
+        wide = torch.float32 if value.dtype in (torch.float16, torch.bfloat16) else value.dtype
+        state[name].data = value.detach().to(device, wide, copy=True)
+    changed = {(id(one.owner), one.row.name) for one in changes}
+    for name, part in alone.named_modules():
+        own = module.get_submodule(name)
+        later = {  # the session, say: what was set after the copy was made
+            key: value
+            for key, value in vars(own).items()
+            if key[0] != "_" and vars(part).get(key) is None and (id(own), key) not in changed
+        }
+        vars(part).update(later)
+    return alone.train()
+
+
+def arguments_for(
+    alone: nn.Module, kwargs: dict[str, Any], single: BatchSharding, divisor: float
+) -> dict[str, Any]:
+    """Return the arguments for all tokens at once: the loss is a mean over all labels of the world."""
+    given = dict(kwargs)
+    if isinstance(given.get("num_items_in_batch"), Tensor):
+        given["num_items_in_batch"] = given["num_items_in_batch"] * divisor
+    if not is_of_transformers(alone):
+        return given
+    from ds_ring.data.batch import SHARDING
+    from ds_ring.models.attention_name import NAME
+
+    positions = given.get("position_ids")
+    if positions is not None and bool((positions == torch.arange(single.layout.tokens, device="cpu")).all()):
+        del given["position_ids"]  # the model numbers tokens by itself
+    if getattr(alone.config, "_attn_implementation", None) == NAME:
+        given[SHARDING] = single
+    return given | {"use_cache": False}
+
+
+@_patch(
+    _LAYER, stage="before_forward", feature="first_batch.masks",
+    reason="models inside a module get no padding mask, on the copy of one process",
+)  # fmt: skip
+def _drop_mask(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return args, kwargs | {"attention_mask": None} if "attention_mask" in kwargs else kwargs
+
+
+@contextmanager
+def without_masks(alone: nn.Module) -> Iterator[None]:
+    """Run inner models without padding masks, as a ring does: the module around them has one."""
+    with ExitStack() as stack:
+        for part in alone.modules():
+            if part is not alone and is_of_transformers(part):
+                stack.enter_context(applied(_drop_mask, layer=part))
+        yield
+
+
+def on_device(value: Any, device: torch.device) -> Any:
+    """Return arguments with their tensors on `device`."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, dict):
+        return {name: on_device(item, device) for name, item in value.items()}
+    if isinstance(value, tuple) and type(value) is tuple:
+        return tuple(on_device(item, device) for item in value)
+    return value
+
+
+def is_own_pattern(config: RingConfig, model: Any) -> bool:
+    """Return whether a model with this configuration computes the section's pattern by itself."""
+    # whether it is causal, and a window that is the model's, are what its own attention does
+    rest = config.pattern.model_copy(update={"causal": True, "window": None})
+    return rest == PatternConfig() and config.pattern.window in (None, getattr(model, "sliding_window", None))
+
+
+def refuse_other_pattern(model: nn.Module, session: RingSession) -> None:
+    """Refuse a pattern that is not the model's own for layers that mix tokens by code beside attention.
+
+    Their own code, which the copy runs, need not know documents or another window.
+
+    Raises:
+        RingConfigError: a scan, a convolution, a choice of keys or attention of its own is in the model.
+    """
+    part = next(filter(is_of_transformers, model.modules()), None)
+    if part is None or is_own_pattern(session.config, part.config):
+        return
+    inner = {id(one): one for one in part.modules() if not is_of_transformers(one)}
+    beside = [
+        one for one in session.changes if id(one.owner) in inner and not one.row.feature.startswith(_SAME)
+    ]
+    if beside:
+        name, feature = type(inner[id(beside[0].owner)]).__name__, beside[0].row.feature
+        raise RingConfigError.wrong(
+            "verify_first_batch",
+            "a pattern that the model's own code knows",
+            f"another one, and {name} ({feature})",
+            "leave it out; `ds-ring check-model` compares packed samples with each document alone",
+        )
+
+
+def choose_attention(alone: nn.Module, config: RingConfig) -> None:
+    """Give the copy its own attention where that is what the JSON asks for, else the ring's on one rank."""
+    if not is_of_transformers(alone):
+        return
+    from ds_ring.models.attention_name import NAME
+    from ds_ring.models.variants import attention_names
+
+    model = alone.config
+    if not is_own_pattern(config, model):
+        alone.set_attn_implementation(attention_names(alone, NAME))  # type: ignore[operator]
+        log.info("verify_first_batch: the pattern is the JSON's own, so its mask is not compared")
+    elif getattr(model, "_attn_implementation", None) == NAME:
+        alone.set_attn_implementation("eager")  # type: ignore[operator]
+
+
+# [Note: one process]
+# Rank 0 needs memory for the whole model in float32, its gradients, and the whole batch: the check is for a
+# short first batch. The copy has the model's own attention, made before the ring's was given to it; where the
+# JSON asks for another one than the model's (LongNet, another window), it has the ring's kernel on all tokens
+# at once, which shows hops and positions to be right but not the pattern. Modules of your own may ask
+# `engine.ring.attention()`; one that holds a RingAttention, or calls ring_attention with the ring's mesh,
+# cannot be run on one rank. The step compared is the one before the first `engine.step()` at a boundary of
+# gradient accumulation; gradients are compared as the engine reduced them.
+@dataclass
+class FirstBatch:
+    """Compare the first step of an engine with one process."""
+
+    model: nn.Module
+    session: RingSession
+    trains: bool = True
+    engine: Any = None  # DeepSpeed's, as soon as there is one
+    _alone: nn.Module = field(init=False)
+    _forwards: list[Forward] = field(default_factory=list)
+    _done: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.trains:
+            raise RingConfigError("verify_first_batch: expected an optimizer, got none; set it to false")
+        refuse_dropout(self.model)
+        self._alone = skeleton(self.model)
+
+    @_step_patch("forward", stage="around_forward")
+    def around_forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._done or not (self.engine.module.training and torch.is_grad_enabled()):
+            return forward(*args, **kwargs)
+        if not self._forwards:
+            refuse_other_pattern(self.engine.module, self.session)
+        sharding = self.session.batches.current
+        with recording(self.engine.module) as layers:
+            output = forward(*args, **kwargs)
+        attended = sharding.layout.tokens, sharding.patterns, sharding.groups
+        logits, loss = results_of(output)
+        seen = Forward(args, kwargs, attended, logits, loss, layers, sharding=sharding)
+        # What the training loop makes of the results shows in the backward pass.
+        for name, result in (("loss", loss), ("logits", None if logits is loss else logits)):
+            if result is not None and result.requires_grad:
+                note = _notes_gradient.to(partial(seen.gradients.__setitem__, name))
+                apply(note, session=self.session, tensor=result)
+        self._forwards.append(seen)
+        return output
+
+    @_step_patch("step", stage="around_step")
+    def around_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not self._done and self.engine.is_gradient_accumulation_boundary():
+            with self._patience():
+                self._verify(self.engine)
+        return step(*args, **kwargs)
+
+    def _patience(self) -> AbstractContextManager[None]:
+        """Let the others wait as long as at the start: rank 0 computes a step of the whole model."""
+        detector, limit = self.session.mesh.detector, self.session.mesh.timeouts.limit("start")
+        return nullcontext() if detector is None else detector.within("verify_first_batch", limit)
+
+    @torch.no_grad()
+    def _verify(self, engine: Any) -> None:
+        """Gather the step on rank 0, compare there, and tell all ranks. Collective."""
+        used = [one for one in self._forwards if one.gradients]
+        self._forwards = []
+        if not used:
+            return
+        means = [None if one.loss is None else float(self.session.mean_loss(one.loss)) for one in used]
+        pieces = [self._pieces(one) for one in used]
+        weights, gradients = whole_parameters(engine.module)
+        verdict: list[Any] = [None]
+        if dist.get_rank() == 0:
+            try:
+                verdict = [self._compare_with_one_process(engine.module, weights, pieces, means, gradients)]
+            except Exception as error:
+                # Any error becomes the verdict: the other ranks wait for it in a broadcast.
+                verdict = [f"the model on one process raised {type(error).__name__}: {error}"]
+        dist.broadcast_object_list(verdict, src=0, device=self.session.device)
+        if verdict[0] == _AGAIN:
+            log.info("verify_first_batch: gradients overflowed in fp16, the next step is compared")
+            return
+        self._done = True
+        del self._alone
+        if verdict[0] is not None:
+            raise RingVerifyError(
+                f"verify_first_batch: expected the ring to equal one process, got: {verdict[0]}; look at the"
+                " first name: a model of your own uses position_ids, shift_labels and engine.ring.loss"
+            )
+
+    def _compare_with_one_process(
+        self,
+        module: nn.Module,
+        weights: dict[str, Tensor],
+        pieces: list[list[Forward]],
+        means: list[float | None],
+        gradients: dict[str, Tensor],
+    ) -> str | None:
+        """Return None if the ring's numbers are right, or what differs. On rank 0."""
+        dtype = next((x.dtype for x in weights.values() if x.is_floating_point()), torch.float32)
+        if dtype is torch.float16 and not all(bool(x.isfinite().all()) for x in gradients.values()):
+            # An overflow skips the step: fp16 training lowers its loss scale and continues. This check is
+            # then repeated.
+            return _AGAIN
+        alone = filled(self._alone, module, weights, self.session.changes, self.session.device)
+        choose_attention(alone, self.session.config)
+        found: list[Difference] = []
+        for parts, mean in zip(pieces, means, strict=True):
+            found += self._forward_alone(alone, parts, mean)
+        expected = {name: p.grad.cpu() for name, p in alone.named_parameters() if p.grad is not None}
+        found += compare_gradients(gradients, expected)
+        exact = KV_PAYLOADS[self.session.config.kv_payload].exact or self.session.mesh.ring_size == 1
+        wrong = beyond(found, Tolerance.for_dtype(dtype, not exact))
+        if wrong:
+            more = f" and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
+            return "; ".join(str(one) for one in wrong[:_NAMED]) + more
+        worst = ", ".join(str(one) for one in largest(found).values())
+        log.info("verify_first_batch: the ring equals one process; largest relative errors: %s", worst)
+        return None
+
+    def _forward_alone(self, alone: nn.Module, parts: list[Forward], mean: float | None) -> list[Difference]:
+        """Repeat one forward pass of the step, replica by replica; its gradients add up in `alone`."""
+        found, total = [], 0.0
+        divisor = self.session.gradient_divisor
+        for part in parts:
+            devices = [self.session.device] if self.session.device.type == "cuda" else []
+            with (
+                torch.enable_grad(),
+                torch.random.fork_rng(devices),
+                recording(alone) as layers,
+                without_masks(alone),
+                self.session.needs.one_process(),
+                self._one_rank(part) as single,
+            ):
+                given = arguments_for(alone, part.kwargs, single, divisor)
+                args, given = on_device((part.args, given), self.session.device)
+                output = alone(*args, **given)
+                logits, loss = results_of(output)
+                if "loss" in part.gradients and loss is not None:
+                    (loss * part.gradients["loss"].to(loss)).backward()
+                    total += float(loss.detach())
+                else:
+                    logits.backward(part.gradients["logits"].to(logits) / divisor)
+            # Of a module that returns its loss alone there are no logits: each rank's is its part.
+            compared = part.logits if logits.shape == (1,) and loss is not None else logits.detach().cpu()
+            rows = Numbers(compared, layers={name: x.cpu() for name, x in layers.items()})
+            found += compare_outputs(Numbers(part.logits, layers=part.layers), rows)
+        if mean is not None and "loss" in parts[0].gradients:
+            found.append(difference("loss", "", abs(mean - total) / max(abs(total), 1e-6)))
+        return found
+
+    @contextmanager
+    def _one_rank(self, part: Forward) -> Iterator[BatchSharding]:
+        """Make `session.attention()` attend to all tokens on this rank inside the block."""
+        tokens, patterns, groups = part.attended
+        layout, book = make_layout("contiguous", tokens=tokens, ring_size=1), self.session.batches
+        single = BatchSharding(self.session.config, layout, RingMesh.single(), patterns, groups)
+        before, book._current = book._current, single
+        try:
+            yield single
+        finally:
+            book._current = before
+
+    def _pieces(self, one: Forward) -> list[Forward]:
+        """Return the whole sequences of a forward pass, on the CPU, on rank 0, each once. Collective."""
+        sharding = one.sharding
+        assert sharding is not None
+        mesh = sharding.mesh
+        whole = mesh is not self.session.mesh and mesh.sequence_size == 1  # this rank's samples are whole
+
+        def take(value: Any) -> Any:
+            if isinstance(value, dict):
+                return {name: take(item) for name, item in value.items()}
+            if not isinstance(value, Tensor):
+                return value
+            value = value.detach()
+            if value.ndim >= 2 and value.shape[1] == sharding.local_tokens and not whole:
+                value = gather_sequence(value, sharding.layout, mesh=mesh, dim=1)
+            return value.cpu().contiguous()
+
+        # Of results of the whole sequence each rank has the gradient; they are averaged, not summed.
+        if not whole and (one.logits.ndim < 2 or one.logits.shape[1] != sharding.local_tokens):
+            one.gradients |= {
+                name: x * mesh.sequence_size for name, x in one.gradients.items() if name == "logits"
+            }
+        args, results = tuple(take(value) for value in one.args), (take(one.logits), take(one.loss))
+        taken = Forward(args, take(one.kwargs), one.attended, *results, take(one.layers), take(one.gradients))
+        pieces: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+        dist.gather_object(taken if whole or mesh.sequence_rank == 0 else None, pieces, dst=0)
+        return [piece for piece in pieces or () if piece is not None]

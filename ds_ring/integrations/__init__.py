@@ -1,1 +1,0 @@
-"""Connect ds_ring to other packages. Only files in here import deepspeed or transformers."""

@@ -1,0 +1,305 @@
+"""Refuse what a transformers model may not ask of attention on a ring.
+
+Every check guards against a silent mistake: a shard taken for the whole sequence, a mask that is dropped, a
+loss averaged over local tokens. Errors depend on what all ranks have in common (the model, the call), so that
+every rank raises them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from ds_ring.data.batch import cache_in
+from ds_ring.data.batch_sharding import BatchSharding
+from ds_ring.errors import RingConfigError, RingPatternError, RingShapeError, is_inside
+from ds_ring.models.variant import (
+    CONVOLUTION,
+    INTERFACE,
+    POSITIONS,
+    STATE,
+    TWO_SEQUENCES,
+    AttachRequest,
+)
+from ds_ring.models.variants import variants
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+UNMODIFIED = "sdpa"  # the attention that the backend "ds_ring" rewrites in a graph
+THROUGH_SHARD_BATCH = (
+    "take the batch from the loader of ds_ring.initialize or from engine.ring.shard_batch(batch)"
+)
+
+# Arguments with which models change what attention computes; a ring has none of it.
+_FOREIGN_ARGUMENTS = (
+    "softcap",
+    "s_aux",
+    "sinks",
+    "position_bias",
+    "head_mask",
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+)
+
+
+def check_model_call(name: str, given: dict[str, Any]) -> None:
+    """Refuse what a shard cannot answer. `given` is the call's arguments by name."""
+    if given.get("position_ids") is None:
+        wrong = "transformers would number this rank's tokens from 0"
+        raise RingShapeError(f"{name}: expected position_ids, got none; {wrong}: {THROUGH_SHARD_BATCH}")
+    if given.get("attention_mask") is not None:
+        raise RingPatternError(f"{name}: expected no attention_mask, got a local one; {THROUGH_SHARD_BATCH}")
+    if cache_in(given) is not None:
+        raise RingConfigError(f"{name}: expected a call without a cache, got one; call model.generate")
+    if given.get("use_cache"):
+        raise RingConfigError(
+            f"{name}: expected use_cache=False outside training, got True; call model.generate"
+        )
+    keep = given.get("logits_to_keep")
+    if isinstance(keep, Tensor) or keep:
+        got = list(keep.shape) if isinstance(keep, Tensor) else keep
+        raise RingConfigError.wrong(
+            f"{name}: logits_to_keep", "none on a shard, whose last tokens are not the sequence's", got,
+            "leave it out, and take tokens of engine.ring.gather(output.logits)",
+        )  # fmt: skip
+    if given.get("output_attentions"):
+        raise refuse_weights(name)
+
+
+LOST_GRADIENTS = (
+    "layers take keys and values of earlier ones, whose gradients reentrant checkpointing cuts, as in one"
+    " process; set gradient_checkpointing_kwargs={'use_reentrant': False}"
+)
+
+
+def loses_gradients(model: nn.Module) -> bool:
+    """Return whether reentrant checkpoints cut gradients of what layers hand to later ones.
+
+    The first run of a reentrant region has no gradients, so neither have the keys that later layers read.
+    """
+    shares = any(getattr(module, "is_kv_shared_layer", False) for module in model.modules())
+    functions = [vars(module).get("_gradient_checkpointing_func") for module in model.modules()]
+    plain = [getattr(one, "plain", one) for one in functions]  # without what offloads checkpoints
+    return shares and any(getattr(one, "keywords", {}).get("use_reentrant") for one in plain)
+
+
+def refuse_weights(name: str) -> RingConfigError:
+    """Return the error for attention weights, which no rank keeps."""
+    got, advice = "True", "leave it out: no rank keeps the weights of attention"
+    return RingConfigError.wrong(f"{name}: output_attentions", "False", got, advice)
+
+
+def check_length(name: str, given: dict[str, Any], sharding: BatchSharding) -> None:
+    """Raise RingShapeError unless the tensors are as long as this rank's part of the sequence."""
+    for key in ("input_ids", "inputs_embeds", "position_ids"):
+        tensor = given.get(key)
+        if tensor is not None and tensor.shape[1] != sharding.local_tokens:
+            expected = f"{sharding.local_tokens} local tokens, a rank's part of {sharding.layout.tokens}"
+            got = f"got {tensor.shape[1]}; {THROUGH_SHARD_BATCH}"
+            raise RingShapeError(f"{name}: {key}: expected {expected}, {got}")
+
+
+def refuse_other_inputs(name: str, given: Mapping[str, Any]) -> None:
+    """Refuse a second sequence, and images, which some models put in front of each rank's tokens."""
+    for key in ("encoder_hidden_states", "encoder_outputs", "pixel_values", "audio_codes"):
+        if given.get(key) is not None:
+            raise RingConfigError(f"{name}: expected one sequence of tokens, got {key} as well; leave it out")
+
+
+def check_attention_call(name: str, mask: object, dropout: float, kwargs: dict[str, Any]) -> None:
+    """Refuse dropout, mask tensors and extra terms of the scores."""
+    if dropout:
+        advice = "set attention_dropout of the configuration, or `dropout` of the attention modules, to 0"
+        raise RingConfigError(f"{name}: expected no dropout inside attention, got {dropout}; {advice}")
+    if mask is not None:
+        got = f"{type(mask).__name__} {list(getattr(mask, 'shape', []))}"
+        raise RingPatternError(f"{name}: expected no mask tensor, got {got}; set the pattern in the JSON")
+    refuse_foreign_arguments(name, kwargs)
+
+
+def refuse_foreign_arguments(name: str, kwargs: dict[str, Any]) -> None:
+    """Refuse terms of the scores that a ring does not compute, and with them the backend's own attention."""
+    for key in _FOREIGN_ARGUMENTS:
+        if kwargs.get(key) is not None:
+            advice = 'only sinks and softcap are computed, with "attention": "ring" in the section'
+            raise RingPatternError(f"{name}: expected no {key}, got one; {advice}")
+
+
+# Which models a ring can run at all: known from the class and the configuration, before any call.
+
+_PLAIN_LAYERS = {
+    "full_attention", "sliding_attention", "chunked_attention", "reference_sliding_attention", "mlp", "moe",
+}  # fmt: skip
+OWN_TOKENS = (
+    "so each rank would see its own tokens only; use an attention-only model such as Llama, Qwen, Mistral or"
+    " GPT-NeoX"
+)
+_BYPASSES = "its attention bypasses transformers' attention interface"
+
+# Settings that no property of the class shows: what the setting does with other tokens, and the value that
+# does not. A variant that covers a setting computes it.
+_SETTINGS: dict[str, tuple[str, str]] = {
+    "attn_temperature_tuning": ("scales queries by their place in the sequence", "False"),
+    "trigram_input": ("joins each token's embedding with its neighbours'", "False"),  # MobileBERT
+    "token_dropout": ("scales embeddings by the share of masked tokens in the sequence", "False"),  # ESM
+    "patching_mode": ("groups bytes into patches by the bytes before them", "none"),  # BLT
+}
+
+
+def check_class(model: PreTrainedModel, request: AttachRequest) -> None:
+    """Refuse models that mix tokens otherwise than by attention, or number them by themselves.
+
+    Raises:
+        RingConfigError, RingPatternError: a variant refuses the model, or none covers its layers.
+    """
+    as_is, covered = request.as_is, set[str]()
+    for variant in variants():
+        variant.refuse(model, request)
+        covered |= variant.covers(model, as_is)
+    kind, needs = type(model), needs_of(model) - covered
+    config = model.config.get_text_config()
+    if INTERFACE in needs and not (as_is and works_as_is(kind)):
+        raise bypass_error(kind)
+    layers = ", ".join(sorted(needs - {INTERFACE, *_REASONS}))
+    reasons = (
+        [f"its layers {layers} mix tokens otherwise than by a fixed pattern of attention"] if layers else []
+    )
+    reasons += [reason for need, reason in _REASONS.items() if need in needs]
+    if reasons:
+        raise cannot_run(model, f"{reasons[0]}, {OWN_TOKENS}")
+    both_ways = getattr(model.config, "use_bidirectional_attention", None) and request.is_outermost
+    if model.config.model_type == "gemma" and both_ways and model.config._attn_implementation != "eager":
+        raise cannot_run(
+            model,
+            "config.use_bidirectional_attention lets sdpa attend to later tokens in a batch without padding"
+            " only, and eager attention in none; set it to False, or load the model with"
+            ' attn_implementation="eager"',
+        )
+    for key, (what, value) in _SETTINGS.items():
+        if getattr(config, key, None) and key not in covered:
+            advice = f"set config.{key} to {value}, if that is your model"
+            advice = "use another model" if value == "none" else advice
+            raise cannot_run(model, f"config.{key} {what}, and a rank knows its own tokens only; {advice}")
+
+
+_REASONS = {
+    TWO_SEQUENCES: "it is an encoder-decoder, which is not known to be exact",
+    STATE: "it carries a recurrent state from token to token",
+    POSITIONS: "it takes no position_ids",
+    CONVOLUTION: "it convolves tokens",
+}
+
+
+def cannot_run(model: PreTrainedModel, reason: str) -> RingConfigError:
+    """Return the error of a model that a ring does not compute."""
+    return RingConfigError(f"{type(model).__name__} cannot run on a ring: {reason}")
+
+
+def not_compiled(name: str, what: str) -> RingConfigError:
+    """Return the error of a layer that does something which compiled code does not do on a ring."""
+    return RingConfigError(f"{name} {what}, which a compiled model does not do on a ring; do not compile it")
+
+
+def no_sharding(name: str, sharding: object) -> RingPatternError:
+    """Return the error of a layer that was given something else than the batch's sharding."""
+    got = f"got {type(sharding).__name__}; call the model through the engine, not compiled"
+    return RingPatternError(f"{name}: expected the batch's sharding, {got}")
+
+
+def has_cache(name: str) -> RingConfigError:
+    """Return the error of a layer that cannot use a cache on a ring."""
+    return RingConfigError(f"{name}: expected a call without a cache, got one; generate in engine.ring.off()")
+
+
+def needs_of(model: PreTrainedModel) -> set[str]:
+    """Return the needs of a model that softmax over the keys of a pattern does not cover."""
+    kind, layers = type(model), set(getattr(model.config, "layer_types", None) or ())
+    convolves = (
+        isinstance(child, nn.Conv1d) and child.kernel_size != (1,)
+        for layer in layers_of(model)
+        for child in layer.modules()
+    )
+    needs = {
+        INTERFACE: not uses_interface(kind),
+        TWO_SEQUENCES: getattr(model.config, "is_encoder_decoder", False),
+        STATE: model._is_stateful,
+        POSITIONS: not takes_positions(kind),
+        CONVOLUTION: any(convolves),
+    }
+    return layers - _PLAIN_LAYERS | {need for need, applies in needs.items() if applies}
+
+
+def home_of_attention(name: str) -> str | None:
+    """Return the module of an attention function that another package has registered; None for others."""
+    function = ALL_ATTENTION_FUNCTIONS.get(name)
+    home = getattr(getattr(function, "func", function), "__module__", None)
+    return None if home is None or is_inside(home, "transformers", "ds_ring", "kernels") else home
+
+
+def check_adapters(model: nn.Module) -> None:
+    """Refuse adapters of peft that count tokens from the end of what they are given."""
+    for part in model.modules():
+        configs = getattr(part, "peft_config", None)
+        for name, config in configs.items() if isinstance(configs, dict) else ():
+            if getattr(config, "alora_invocation_tokens", None):
+                got = "alora_invocation_tokens, counted from the end of a sequence"
+                raise RingConfigError(f"peft: adapter {name!r}: expected a plain LoRA, got {got}")
+
+
+def bypass_error(kind: type[PreTrainedModel]) -> RingConfigError:
+    """Return the error of a class that has no attention interface, with the way that works instead."""
+    advice = next(filter(None, (variant.advice(kind) for variant in variants())), None)
+    if advice is not None:
+        instead = f"What works with it: {advice}"
+    elif works_as_is(kind):
+        instead = (
+            'What works with it: build it with attn_implementation=\'sdpa\', set "attention": "as_is" in the'
+            ' "ring_attention" section, and say engine.compile(backend="ds_ring")'
+        )
+    else:
+        instead = 'The backend "ds_ring" cannot rewrite it either: use a model such as Llama, Qwen or Mistral'
+    return RingConfigError(
+        f"{kind.__name__} cannot run on a ring with attn_implementation='ds_ring': {_BYPASSES}, so each rank"
+        f" would see its own tokens only. {instead}"
+    )
+
+
+def bypasses_interface(model: PreTrainedModel) -> bool:
+    """Return whether a variant computes the attention of a model whose class does not take the name."""
+    return any(INTERFACE in variant.covers(model, as_is=False) for variant in variants())
+
+
+def uses_interface(kind: type[PreTrainedModel]) -> bool:
+    """Return whether all attention of a class is called through transformers' attention interface."""
+    return kind._supports_attention_backend or any(variant.uses_interface(kind) for variant in variants())
+
+
+def works_as_is(kind: type[PreTrainedModel]) -> bool:
+    """Return whether the backend can replace its attention: it calls sdpa and takes position_ids."""
+    return bool(kind._supports_sdpa) and not kind._is_stateful and takes_positions(kind)
+
+
+def takes_positions(kind: type[PreTrainedModel]) -> bool:
+    """Return whether the model's forward can be given the positions of its tokens."""
+    # A subclass whose forward takes any arguments hands them to the forward that it inherits.
+    for one in kind.__mro__:
+        if "forward" in vars(one):
+            parameters = inspect.signature(one.forward).parameters  # type: ignore[attr-defined]
+            if "position_ids" in parameters:
+                return True
+            if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+                return False
+    return False
+
+
+def layers_of(model: PreTrainedModel) -> nn.ModuleList:
+    """Return the layers of the language model, without those of an image encoder (which may convolve)."""
+    base = getattr(model, model.base_model_prefix, model)
+    layers = getattr(base, "layers", getattr(base, "blocks", None))
+    return layers if isinstance(layers, nn.ModuleList) else nn.ModuleList()

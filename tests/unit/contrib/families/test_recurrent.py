@@ -1,0 +1,148 @@
+"""Which layers pass a state on, or look back, and which of them are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from ds_ring.comm.mesh import RingMesh
+from ds_ring.config.section import RingConfig
+from ds_ring.contrib.families.recurrent import layers, scan
+from ds_ring.errors import RingConfigError
+from ds_ring.layers.scan import recurrence
+from ds_ring.models.attach import check_model
+from tests.unit.models.test_attention import FAMILIES, GROUPED, build
+
+CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "no tokens for a state": (
+        lambda: recurrence.kinds_of(
+            SimpleNamespace(pieces=[], layout="contiguous", mesh=RingMesh.single())  # type: ignore[arg-type]
+        ),
+        RingConfigError,
+        "got none on rank 0",
+    ),
+    "a state that is passed on": (
+        lambda: scan.refuse_states("scan", None, True), RingConfigError, "a call without a cache on a ring"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_is_refused(case: str) -> None:
+    call, error, words = CASES[case]
+    with pytest.raises(error, match=words):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("function", "given"),
+    [
+        ("MiniMaxLightningAttention.forward", {"hidden_states": 1, "position_embeddings": 2}),
+        ("ZayaCCAProjection.forward", {"hidden_states": 1, "conv_mask": 2}),
+        ("Qwen4ExpTextNGramEmbedding.forward", {"input_ids": 1}),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+def test_a_wrapped_method_keeps_the_names_of_its_arguments(
+    function: str, given: dict[str, Any], name: str
+) -> None:
+    def original(layer: Any, **kwargs: Any) -> Any:
+        return kwargs
+
+    asked = given | {name: None}
+    assert layers.WRAPPERS[function](original, SimpleNamespace(), **asked) == asked  # without a ring
+
+
+def lfm2() -> Any:
+    config = transformers.Lfm2Config(**GROUPED, layer_types=["conv", "full_attention"])
+    return build(config, "sdpa")
+
+
+def with_another_mixer() -> Any:
+    class Mixer(torch.nn.Module):
+        def forward(self, hidden_states: Tensor, **_: Any) -> Tensor:
+            return hidden_states.cumsum(dim=1)
+
+    model = lfm2()
+    model.model.layers[0].conv = Mixer()
+    return model
+
+
+def with_a_convolution() -> Any:
+    model = build(FAMILIES["Llama"](), "sdpa")
+    model.model.layers[0].mlp.add_module("mixing", torch.nn.Conv1d(32, 32, 3))
+    return model
+
+
+def with_a_convolution_that_is_called() -> Any:
+    from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
+
+    class Called(Lfm2ShortConv):
+        def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            length = hidden_states.shape[1]
+            return self.conv(hidden_states.transpose(1, 2))[..., :length].transpose(1, 2)
+
+    model = lfm2()
+    model.model.layers[0].conv.__class__ = Called
+    return model
+
+
+def with_a_convolution_beside_a_function() -> Any:
+    from transformers.models.lfm2 import modeling_lfm2 as file
+
+    class Both(file.Lfm2ShortConv):
+        def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            x = hidden_states.transpose(1, 2)
+            x = file.causal_conv1d_fn(x, self.conv.weight.squeeze(1), self.conv.bias)
+            return self.conv(x)[..., : x.shape[2]].transpose(1, 2)
+
+    model = lfm2()
+    model.model.layers[0].conv.__class__ = Both
+    return model
+
+
+def with_an_inner_function_that_is_covered() -> Any:
+    """A subclass keeps the forward of its family, whose functions are wrapped where that stands."""
+    from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
+
+    class Mine(Lfm2ShortConv):
+        pass
+
+    model = lfm2()
+    model.model.layers[0].conv.__class__ = Mine
+    return model
+
+
+SEEDED: dict[str, tuple[Any, str]] = {
+    "a layer of a known type with another mixer": (with_another_mixer,
+        "its layers conv mix tokens otherwise"),
+    "an nn.Conv1d": (with_a_convolution, "it convolves tokens"),
+    "an nn.Conv1d that is called": (with_a_convolution_that_is_called,
+        "its layers conv mix tokens otherwise"),
+    "an nn.Conv1d that is called beside a function": (with_a_convolution_beside_a_function,
+        "it convolves tokens"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", SEEDED)
+def test_layers_that_no_wrapper_computes_are_refused(what):
+    make, words = SEEDED[what]
+    with pytest.raises(RingConfigError, match=words):
+        check_model(make(), RingConfig(ring_size=2))
+
+
+@pytest.mark.parametrize("make", [lfm2, with_an_inner_function_that_is_covered])
+def test_layers_that_a_wrapper_computes_pass_the_check(make):
+    check_model(make(), RingConfig(ring_size=2))
+
+
+@pytest.mark.parametrize("layout", ["striped", "residue"])
+def test_layouts_of_single_tokens_are_refused_for_layers_that_pass_a_state_on(layout):
+    with pytest.raises(RingConfigError, match=f'consecutive tokens, got "{layout}"'):
+        check_model(lfm2(), RingConfig(ring_size=2, layout=layout))

@@ -1,0 +1,270 @@
+"""Loaders of one rank go on in mid epoch; samples of a batch for smaller rings become each ring's batch."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict
+from itertools import islice
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from ds_ring.data.loader import NextBatch, RingLoader, SampleOrder, ordered_loader
+from ds_ring.data.packing import PackedRows
+from ds_ring.engines.deepspeed.dynamic_ring import (
+    Assigned,
+    AssignedBatches,
+    AssignedSamples,
+    DynamicRing,
+    joined,
+)
+from ds_ring.errors import RingConfigError, RingShapeError
+from tests.dist.test_dynamic_ring import LONGEST, SAMPLES, Machine, Texts
+from tests.dist.test_loader import Numbered, _two_epochs, loader_of, numbers
+from tests.sessions import session_of
+
+
+@pytest.mark.parametrize("kind", ["own", "wrapped", "stream", "distributed"])
+def test_an_epoch_goes_on_where_it_was(kind: str) -> None:
+    """Real ranks, replicas and workers: tests/dist/test_loader.py."""
+    first, second = _two_epochs(session_of(), kind)
+    for epoch in (first, second):
+        assert sorted(number for batch in epoch for number in batch) == list(range(1, 11))
+    assert (first != second) is (kind != "stream")
+
+
+@pytest.mark.parametrize("kind", ["own", "wrapped"])
+def test_an_epoch_goes_on_where_it_was_again_and_again(kind: str) -> None:
+    expected, state, found = numbers(loader_of(session_of(), kind)), None, []
+    for _ in range(5):
+        loader = loader_of(session_of(), kind)
+        if state is not None:
+            loader.load_state_dict(state)
+        found += numbers(islice(iter(loader), 1))
+        state = loader.state_dict()
+    assert found == expected
+
+
+class Labelled(Texts):
+    """Every token has a label, the first one, too: a ring without samples has a token that must not count."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"input_ids": self.texts[index], "labels": self.texts[index]}
+
+
+def assigned_to_ranks(
+    dataset: Any, ring_size: int, batch: int, packed: bool, replica: tuple[int, int] = (0, 1)
+) -> list[list[Assigned]]:
+    """What each rank of a ring is given of every batch of an epoch."""
+    texts = Labelled()
+    found = []
+    for rank in range(ring_size):
+        rows = hasattr(dataset, "rows")
+        lengths = None if rows else texts.lengths
+        order = SampleOrder(
+            len(dataset), batch, replica, shuffle=True, seed=3, drop_last=False, lengths=lengths
+        )
+        session = SimpleNamespace(
+            dynamic=DynamicRing(None, Machine()), mesh=SimpleNamespace(ring_size=ring_size, ring_rank=rank)
+        )
+        batches = AssignedBatches(order, dataset, lengths or (), 100, packed, session)
+        found.append([one for (one,) in batches])
+        assert len(found[-1]) == len(batches)
+    return found
+
+
+@pytest.mark.parametrize(("packed", "batch"), [(False, 6), (True, 4), (False, 1), (True, 1)])
+def test_every_sample_of_a_batch_is_on_one_ring(packed: bool, batch: int) -> None:
+    texts = Labelled()
+    dataset = PackedRows(texts, texts.lengths, LONGEST // 2) if batch == 4 else texts
+    ranks, seen, sizes = assigned_to_ranks(dataset, 4, batch, packed), defaultdict(set), set()
+    for number, of_ranks in enumerate(zip(*ranks, strict=True)):
+        assert len({one.crc for one in of_ranks}) == len({one.longest for one in of_ranks}) == 1
+        tokens = defaultdict(set)
+        for rank, one in enumerate(of_ranks):
+            assert one.ring.first <= rank < one.ring.first + one.ring.ranks
+            sizes.add((one.ring.ranks, bool(one.ring.samples)))
+            tokens[one.ring.first].add(one.pieces if one.ring.samples else ())
+            check_joined(joined(one, AssignedSamples(dataset)[one][1], packed), one, texts, packed)
+        assert all(len(pieces) == 1 for pieces in tokens.values()), "ranks of a ring hold the same"
+        for (pieces,) in tokens.values():
+            for piece in pieces:
+                span = (piece.start, piece.stop)
+                assert span not in seen[number, piece.document]
+                seen[number, piece.document].add(span)
+        assert (
+            of_ranks[0].longest
+            == max(
+                stop - start
+                for (batch_of, _), spans in seen.items()
+                if batch_of == number
+                for start, stop in spans
+            )
+            - 1
+        )
+    assert {document for _, document in seen} == set(range(SAMPLES)) and sizes != {(4, True)}
+    assert ((1, False) in sizes) is (batch == 1), "ranks without samples"
+
+
+def check_joined(batch: dict[str, Tensor], one: Assigned, texts: Texts, packed: bool) -> None:
+    """The samples one after the other, or in rows; a ring without samples has a token that counts nothing."""
+    if not one.ring.samples:
+        assert batch["input_ids"].numel() == 1 and bool((batch["labels"] == -100).all())
+        assert "attention_mask" not in batch or not batch["attention_mask"].any()
+        return
+    wanted = [
+        {key: value[piece.start : piece.stop] for key, value in texts[piece.document].items()}
+        for piece in one.pieces
+    ]
+    for key in ("input_ids", "labels"):
+        if packed:
+            assert torch.equal(batch[key][0], torch.cat([sample[key] for sample in wanted]))
+            continue
+        for row, sample in zip(batch[key], wanted, strict=True):
+            assert torch.equal(row[: len(sample[key])], sample[key])
+            assert bool((row[len(sample[key]) :] == (0 if key == "input_ids" else -100)).all())
+    if packed:
+        lengths = torch.tensor([len(sample["labels"]) for sample in wanted])
+        expected = torch.arange(len(wanted)).repeat_interleave(lengths)
+        assert torch.equal(batch["document_ids"][0], expected)
+
+
+class Drawn(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """Samples that are drawn when they are read, by a worker."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        ids = torch.randint(1, 1000, (8,))
+        return {"input_ids": ids, "labels": ids}
+
+
+def test_workers_draw_anew_in_each_epoch_and_alike_on_the_ranks_of_a_ring() -> None:
+    epochs = [[], []]
+    for of_rank in epochs:  # two ranks of one replica, whose own generators differ
+        torch.rand(1 + len(epochs[0]))
+        loader = session_of().loader(Drawn(), 1, num_workers=1, seed=3)
+        of_rank += [[batch["input_ids"].tolist() for batch in loader] for _ in range(2)]
+    assert epochs[0] == epochs[1]
+    assert epochs[0][0] != epochs[0][1]
+    order = SampleOrder(2, 1, (1, 2), shuffle=False, seed=3, drop_last=False)
+    other = ordered_loader(Drawn(), order, num_workers=1)
+    assert next(batch["input_ids"].tolist() for batch in other) not in epochs[0][0], (
+        "replicas draw other samples"
+    )
+
+
+def test_a_ring_of_one_rank_takes_everything() -> None:
+    (batches,) = assigned_to_ranks(Labelled(), 1, 6, False)
+    assert {len(one.pieces) for one in batches} == {6} and {one.ring.ranks for one in batches} == {1}
+
+
+@pytest.mark.parametrize("batch", [torch.arange(8)[None], [torch.arange(8)], None])
+def test_batches_without_names_are_refused(batch):
+    with pytest.raises(RingShapeError, match=f"mapping of names to tensors, got {type(batch).__name__}"):
+        next(iter(session_of().wrap([batch])))
+
+
+WRONG_STATES = {
+    "beyond the data": ({"epoch": 0, "samples": 12}, r"at most 10 samples, got 12"),
+    "far beyond": ({"epoch": 0, "samples": 10**40}, r"at most 10 samples"),
+    "within a batch": ({"epoch": 0, "samples": 3}, r"a multiple of 2 samples"),
+    "another loader's": ({"epoch": 0, "batches": 1}, r"whole numbers .* got \['batches', 'epoch'\]"),
+    "a later epoch than there can be": ({"epoch": 1 << 70, "samples": 0}, r"whole numbers"),
+    "before the first": ({"epoch": 0, "samples": -2}, r"whole numbers"),
+    "true": ({"epoch": True, "samples": 0}, r"whole numbers"),
+    "a number of another kind": ({"epoch": 0.0, "samples": 2.0}, r"whole numbers"),
+    "keys of two kinds": ({1: 2, "a": 3}, r"got \['1', 'a'\]"),
+    "no mapping": ([1, 2], r"got list \[1, 2\]"),
+    "nothing": (None, r"got None"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_STATES)
+def test_a_state_of_something_else_is_refused(case: str) -> None:
+    """(One beyond the data set gave an epoch without a batch.)"""
+    state, words = WRONG_STATES[case]
+    loader = loader_of(session_of(), "own")
+    with pytest.raises(RingConfigError, match=f"loader state: expected .*{words}"):
+        loader.load_state_dict(state)
+    assert len(numbers(loader)) == len(loader), "it was changed by what was refused"
+
+
+def test_a_state_at_the_end_of_an_epoch_is_one() -> None:
+    loader = loader_of(session_of(), "own")
+    loader.load_state_dict({"epoch": 0, "samples": 10})
+    assert numbers(loader) == [] and loader.epoch == 1 and len(numbers(loader)) == 5
+
+
+def test_a_stream_that_is_too_short_is_an_error() -> None:
+    """Which its length does not tell."""
+    loader = loader_of(session_of(), "stream")
+    loader.load_state_dict({"epoch": 0, "batches": 99})
+    with pytest.raises(RingConfigError, match="over 99 batches a replica, got 5"):
+        list(loader)
+
+
+@pytest.mark.parametrize("generator", [3, "abc", torch.zeros(3), torch.zeros(16, dtype=torch.uint8), []])
+def test_a_generators_state_that_is_none_is_refused(generator: Any) -> None:
+    data = DataLoader(Numbered(), 2, shuffle=True, generator=torch.Generator())
+    loader = session_of().wrap(data)
+    with pytest.raises(RingConfigError, match=r"expected a torch\.Generator's state, got "):
+        loader.load_state_dict({"epoch": 0, "batches": 1, "generator": generator})
+
+
+class Boom(Exception):
+    pass
+
+
+def test_the_next_batch_is_read_while_the_model_works_and_its_error_is_raised_there() -> None:
+    prepared: list[tuple[int, bool]] = []
+
+    def prepare(number: int) -> int:
+        prepared.append((number, threading.current_thread() is threading.main_thread()))
+        if number == 3:
+            raise Boom
+        return 10 * number
+
+    order = SampleOrder(5, 1, (0, 1), shuffle=False, seed=0, drop_last=False)
+    loader = RingLoader(range(5), lambda read: {"read": read}, order, ahead=prepare)
+    batches = iter(loader)
+    assert next(batches) == {"read": 0}
+    assert loader.state_dict()["samples"] == 1  # what was read ahead does not count
+    deadline = time.monotonic() + 30
+    while len(prepared) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert prepared == [(0, False), (1, False)]
+    assert [next(batches)["read"], next(batches)["read"]] == [10, 20]
+    with pytest.raises(Boom):
+        next(batches)
+
+
+def test_a_loader_that_reads_ahead_ends_its_epoch() -> None:
+    order = SampleOrder(3, 1, (0, 1), shuffle=False, seed=0, drop_last=False)
+    loader = RingLoader(range(3), lambda read: {"read": read}, order, ahead=lambda read: read)
+    assert [[batch["read"] for batch in loader] for _ in range(2)] == [[0, 1, 2]] * 2
+    assert loader.state_dict() == {"epoch": 2, "samples": 0}
+    assert list(NextBatch(iter(range(2)), lambda read: read)) == [0, 1]
+    left = [one for one in threading.enumerate() if "next-batch" in one.name]
+    deadline = time.monotonic() + 10  # `close` does not wait for what a thread does now
+    while [one for one in left if one.is_alive()][1:] and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not [one for one in left if one.is_alive()][1:]
+
+
+def test_what_the_model_may_change_is_not_read_ahead() -> None:
+    """Documents of an iterable, or of a data set that this process reads: a step may come before."""
+    section = {"pattern": {"causal": True, "documents": True}}
+    session = session_of(**section)
+    assert session.wrap(DataLoader(Numbered(), 2)).ahead is None
+    assert session.loader(Numbered(), 2).ahead is None
+    assert session.wrap([]).ahead is None
+    assert session.wrap(DataLoader(Numbered(), 2, num_workers=1)).ahead is not None
+    assert session.loader(Numbered(), 2, lengths=[9] * 10, pack_tokens=30).ahead is not None
+    assert session_of().wrap(DataLoader(Numbered(), 2, num_workers=1)).ahead is None

@@ -1,0 +1,65 @@
+"""What `check_model` says of an attention that is neither transformers' nor ds_ring's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from transformers import (
+    AttentionInterface,
+    GemmaConfig,
+    GemmaForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from ds_ring import RingConfig, RingConfigError
+from ds_ring.models.attach import check_model
+
+CONFIG = RingConfig.from_deepspeed({"sequence_parallel_size": 2, "ring_attention": {}})
+
+
+def with_own_mask(*args: Any, **kwargs: Any) -> Any:
+    return sdpa_attention_forward(*args, **kwargs)
+
+
+@pytest.fixture
+def own() -> Iterator[str]:
+    AttentionInterface.register("own", with_own_mask)
+    yield "own"
+    del AttentionInterface._global_mapping["own"]
+
+
+def model_of(implementation: str) -> LlamaForCausalLM:
+    sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1}
+    config = LlamaConfig(**sizes, num_hidden_layers=1, attn_implementation=implementation)
+    return LlamaForCausalLM(config)
+
+
+def test_an_attention_of_the_users_is_not_replaced_in_silence(own: str) -> None:
+    """Its mask would be gone: the model would train on another attention."""
+    with pytest.raises(RingConfigError, match="expected an attention of transformers, got 'own' of tests"):
+        check_model(model_of(own), CONFIG)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_those_of_transformers_are(implementation: str) -> None:
+    check_model(model_of(implementation), CONFIG)
+
+
+@pytest.mark.situation("configurations", "Gemma with use_bidirectional_attention: sdpa, eager")
+def test_a_gemma_that_looks_both_ways_is_refused_unless_it_was_loaded_with_eager_attention() -> None:
+    sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1}
+    sizes |= {"num_hidden_layers": 1, "head_dim": 8}
+    for implementation in ("sdpa", "eager"):
+        config = GemmaConfig(
+            **sizes, use_bidirectional_attention=True, attn_implementation=implementation, pad_token_id=0
+        )
+        model = GemmaForCausalLM(config)
+        if implementation == "eager":  # causal, as its masks are
+            check_model(model, CONFIG)
+            continue
+        with pytest.raises(RingConfigError, match=r"config\.use_bidirectional_attention lets sdpa attend"):
+            check_model(model, CONFIG)

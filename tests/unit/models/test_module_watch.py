@@ -1,0 +1,48 @@
+"""Nothing of transformers' own models is watched: their modules are known, and cost nothing."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ds_ring.models.module_watch import ModuleWatch
+from ds_ring_launcher.check.small_model import build, read_config, shrink
+
+FAMILIES = (
+    "llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "gemma3n_text",
+    "gpt_oss", "gpt2", "gpt_neox", "phi3", "mixtral", "deepseek_v2", "deepseek_v3", "olmo3",
+    "cohere2", "falcon", "bloom", "mpt", "opt", "mamba", "mamba2", "jamba", "bamba", "qwen3_next",
+    "recurrent_gemma", "minimax", "rwkv", "xlstm", "zamba2", "lfm2", "granitemoehybrid",
+    "nemotron_h", "llama4_text", "modernbert-decoder", "doge", "stablelm", "xglm", "codegen",
+)  # fmt: skip
+
+
+def watched(model: Any) -> list[str]:
+    watch: Any = ModuleWatch.__new__(ModuleWatch)
+    watch._models, watch._engine = [model], SimpleNamespace(module=model)
+    return [name for name, _, _ in watch._watched()]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_module_of_transformers_is_watched(family: str) -> None:
+    assert watched(build(shrink(read_config(family), 40, 2, {}), "causal-lm", 0)) == []
+
+
+@pytest.mark.situation(
+    "modules", "LoRA of peft in a Llama, and a torch.nn module that the model does not have."
+)
+def test_what_a_user_adds_is_watched() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    model: Any = build(shrink(read_config("llama"), 40, 2, {}), "causal-lm", 0)
+    tuned = get_peft_model(model, LoraConfig(r=2, lora_dropout=0.1, target_modules=["q_proj"]))
+    assert watched(tuned.base_model.model) == []
+    inner = tuned.base_model.model.model
+    inner.layers[0].mlp = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.BatchNorm1d(4))
+    inner.layers[1].register_forward_hook(lambda *_: None)
+    torch.nn.utils.parametrizations.weight_norm(inner.layers[1].mlp.up_proj)
+    assert watched(tuned.base_model.model) == ["model.layers.0.mlp.2", "model.layers.1"]

@@ -1,0 +1,63 @@
+"""The load balancing loss of all ranks' tokens, and its gradients, against transformers' of the whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from transformers.models.mixtral import modeling_mixtral
+
+from ds_ring.errors import RingConfigError
+from ds_ring.models.families import RouterLoss, read_router_loss
+
+EXPERTS, CHOSEN, RANKS, SAMPLES, TOKENS = 5, 2, 3, 2, 12
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_shards_together_have_the_loss_of_the_whole(padded: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    layers = [
+        (3 * torch.randn(SAMPLES, TOKENS, EXPERTS, generator=generator)).requires_grad_() for _ in range(2)
+    ]
+    mask_BT = (torch.arange(TOKENS) < torch.tensor([[12], [5]])).long() if padded else None
+    theirs = modeling_mixtral.load_balancing_loss_func(
+        tuple(x.flatten(0, 1) for x in layers), EXPERTS, CHOSEN, mask_BT
+    )
+    ours, sums = RouterLoss(EXPERTS, CHOSEN, 0.1), list[Tensor]()
+
+    def of_rank(rank: int, add_up: Any) -> Tensor:
+        here = slice(rank * TOKENS // RANKS, (rank + 1) * TOKENS // RANKS)
+        logits = [x[:, here].flatten(0, 1) for x in layers]
+        return ours(logits, None if mask_BT is None else mask_BT[:, here], add_up)
+
+    for rank in range(RANKS):
+        of_rank(rank, lambda x: sums.append(x) or x)
+    total = torch.stack(sums).sum(dim=0)
+    for rank in range(RANKS):
+        got = of_rank(rank, lambda x: total)
+        torch.testing.assert_close(got, theirs)
+    for found, right in zip(
+        torch.autograd.grad(got, layers), torch.autograd.grad(theirs, layers), strict=True
+    ):
+        torch.testing.assert_close(found, right)
+
+
+SIZES = {
+    "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "vocab_size": 32, "num_local_experts": EXPERTS, "num_experts_per_tok": CHOSEN,
+    "router_aux_loss_coef": 0.37,
+}  # fmt: skip
+
+
+def test_experts_and_weight_are_read_off_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**SIZES))
+    assert read_router_loss(model) == RouterLoss(EXPERTS, CHOSEN, 0.37)
+    assert read_router_loss(torch.nn.Linear(1, 1)) is None
+    right = modeling_mixtral.load_balancing_loss_func
+    for wrong in (lambda *given: 2 * right(*given), lambda logits, e, k, mask: right(logits, e, k, None)):
+        monkeypatch.setattr(modeling_mixtral, "load_balancing_loss_func", wrong)
+        with pytest.raises(RingConfigError, match="expected transformers' router loss"):
+            read_router_loss(model)
