@@ -59,7 +59,7 @@ def ring_attention(
             Ranks compare its code and captured values, as for `MaskMod`. A captured tensor that requires a
             gradient is refused: it would get none.
             Kernel "auto" then is "flex" on CUDA, and the slow "reference" on the CPU.
-        kernel: a name of `registry.KERNELS`: "cpu", "flex", "flash" or "reference"; or "auto": the kernel of
+        kernel: a name of `plugin.KERNELS`: "cpu", "flex", "flash" or "reference"; or "auto": the kernel of
             the options, which is the device's fast one unless they say otherwise.
         return_lse: return the lse as well. Its gradient is exact.
         options: what is set once a run: transport, payload dtypes, deadlines, checks. Keys and values are

@@ -13,8 +13,8 @@ import torch
 import ds_ring
 from ds_ring import Causal, Full, RingLayoutError, SlidingWindow, make_layout
 from ds_ring.masks.pattern import Pattern
-from ds_ring.registry import LAYOUTS as LAYOUT_ROWS
-from ds_ring.registry import PUBLIC
+from ds_ring.plugin import LAYOUTS as LAYOUT_ROWS
+from ds_ring.plugin import PUBLIC
 from ds_ring.schedule import lowering
 from ds_ring.schedule.layout import Layout
 from ds_ring.schedule.plan import _built

@@ -73,8 +73,8 @@ CAPABILITIES = {
         with_it=("batch invariance",), words=r"\breproducible"),
     "batch invariance": Capability(("contrib.batch_invariant",),
         words=r"\bbatch_invariant|\bgenerated_logprobs"),
-    "invariant steps": Capability(("contrib.batch_invariant.steps",), words=r"\bbatch_invariant\.steps"),
-    "invariant choices": Capability(("contrib.batch_invariant.chosen",),
+    "invariant steps": Capability(("contrib.batch_invariant.recurrences.steps",), words=r"\bbatch_invariant\.steps"),
+    "invariant choices": Capability(("contrib.batch_invariant.choices.chosen",),
         words=r"\bbatch_invariant\.chosen"),
     "transport tiles": Capability(("transports.tiles",), words=r"\btransports\.tiles|\bTilePass|\bTileGrid"),
     "transport all_gather": Capability(("transports.all_gather.gather_pass",),
@@ -344,7 +344,7 @@ def _remove_rows(folder: Path, places: tuple[str, ...]) -> None:
     assert len(rows) == len(inside), f"expected a row for each of {inside}, got {rows}"
     rows += [line for line in lines if named.search(line)]
     table.write_text("\n".join(line for line in lines if line not in rows) + "\n")
-    registry = folder / "ds_ring/registry.py"
+    registry = folder / "ds_ring/plugin.py"
     text = registry.read_text()
     lines = text.splitlines()
     for node in ast.walk(ast.parse(text)):

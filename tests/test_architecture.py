@@ -24,7 +24,7 @@ from torch.utils._device import _device_constructors
 import ds_ring
 from ds_ring.config.section import RingConfig
 from ds_ring.masks.pattern import Pattern
-from ds_ring.registry import PUBLIC
+from ds_ring.plugin import PUBLIC
 from ds_ring_launcher.cluster.cluster_file import read_cluster
 from ds_ring_launcher.plan.hardware import read_hardware
 

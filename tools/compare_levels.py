@@ -14,7 +14,7 @@ from dataclasses import replace
 from common import parser_of
 
 from ds_ring import Causal
-from ds_ring.registry import KV_PAYLOADS
+from ds_ring.plugin import KV_PAYLOADS
 from ds_ring_launcher.plan.hardware import read_hardware
 from ds_ring_launcher.plan.layer_passes import slowest_passes, total_cost
 from ds_ring_launcher.plan.model_file import ModelShape

@@ -23,7 +23,7 @@ from ds_ring.comm.streams import Streams, streams_of
 from ds_ring.comm.waiting import CallSite, blame, check_alive, first_line
 from ds_ring.errors import RingError, RingPeerError
 from ds_ring.health.client import keep_for_ever
-from ds_ring.registry import DEVICES, load
+from ds_ring.plugin import DEVICES, load
 
 NOTHING = torch.empty(0, dtype=torch.float32, device="cpu")
 # What every backend sends; a tensor of another dtype travels as bytes.

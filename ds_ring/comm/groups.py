@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ds_ring.errors import RingMeshError, RingMismatchError, shown
 from ds_ring.health.whereabouts import names_of
 from ds_ring.limits import MAX_SECONDS
-from ds_ring.registry import DEVICES, load
+from ds_ring.plugin import DEVICES, load
 from ds_ring.schedule.grid import Grid
 
 # Of torch's own waits: every wait of ds_ring has a limit of its own, which torch's must not cut short.

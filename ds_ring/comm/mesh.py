@@ -92,7 +92,7 @@ class CallCounter(itertools.count):  # type: ignore[type-arg]
 
 
 class Watchdog(Protocol):
-    """Enforces the deadlines of messages that a stream waits for; `registry.DEVICES` names one."""
+    """Enforces the deadlines of messages that a stream waits for; `plugin.DEVICES` names one."""
 
     def add(self, batch: Pending) -> None:
         """Watch over a batch from now on."""

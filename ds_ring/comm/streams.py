@@ -1,6 +1,6 @@
 """Define how streams are ordered on a device, and what fake tensors have: shapes, no memory and no streams.
 
-On the CPU there is nothing to order. `registry.DEVICES` names the class of another kind of device.
+On the CPU there is nothing to order. `plugin.DEVICES` names the class of another kind of device.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ds_ring.registry import DEVICES, load
+from ds_ring.plugin import DEVICES, load
 
 
 def is_fake(x: Tensor) -> bool:

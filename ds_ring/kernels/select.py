@@ -1,7 +1,7 @@
-"""Choose kernels by name, device and pattern. The table of kernels is in `ds_ring/registry.py`.
+"""Choose kernels by name, device and pattern. The table of kernels is in `ds_ring/plugin.py`.
 
 [Note: which kernel auto is]
-With measured rates of the device (`registry.RATES`), "auto" takes the kernel that is faster for the pattern's
+With measured rates of the device (`plugin.RATES`), "auto" takes the kernel that is faster for the pattern's
 kinds of tiles. Without them it takes "flash" on CUDA for causal, windowed and full patterns, which are few
 calls of FlashAttention: by published figures it is faster there (`configs/hardware/h100.yaml` names the
 sources). For all else it takes the kernel of the device's row. The log has the choice and the reason.
@@ -19,7 +19,7 @@ import torch
 from ds_ring.errors import RingConfigError
 from ds_ring.kernels.interface import Kernel, KernelNeeds, Scores
 from ds_ring.masks.pattern import Pattern
-from ds_ring.registry import FAST_KERNELS, KERNELS, RATES, load, unmeasured
+from ds_ring.plugin import FAST_KERNELS, KERNELS, RATES, load, unmeasured
 
 __all__ = ["Kernel", "KernelNeeds", "block_side", "get_kernel"]
 

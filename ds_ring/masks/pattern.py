@@ -22,7 +22,7 @@ from ds_ring.masks.branches import ALL, Branch, Primitive, counts_twice, product
 from ds_ring.masks.joins import near_rows, tiles_by_head
 from ds_ring.masks.slots import IntArray
 from ds_ring.masks.tiles import UNBOUNDED, Axis, PairMask, Tiles
-from ds_ring.registry import JsonKey
+from ds_ring.plugin import JsonKey
 
 MANY_PAIRS = 4096  # of runs; if there are more, `tiles` first leaves out those that no branch joins
 

@@ -30,7 +30,7 @@ from ds_ring.ops.checks import check_layout
 from ds_ring.ops.handles import new_handle, object_of
 from ds_ring.ops.options import Options
 from ds_ring.ops.passes import MakePass, SavedTensors
-from ds_ring.registry import DEVICES, SAVED_TENSORS, load
+from ds_ring.plugin import DEVICES, SAVED_TENSORS, load
 from ds_ring.ring.prepared import PreparedPasses
 from ds_ring.schedule.layout import (
     Layout,

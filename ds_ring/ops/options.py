@@ -11,7 +11,7 @@ from ds_ring.config.messages import Accepted, Refused, Switch, sentence, shown
 from ds_ring.config.pass_options import PassOptions
 from ds_ring.errors import RingConfigError
 from ds_ring.masks.tiles import ScoreFunction
-from ds_ring.registry import PASSES, SAVED_TENSORS, TRACERS, PassRow, load
+from ds_ring.plugin import PASSES, SAVED_TENSORS, TRACERS, PassRow, load
 from ds_ring.schedule.lowering import chunk_bytes_on, heads_on_host
 
 _SCALE = Accepted("a finite number", "use None for 1 / sqrt(head_dim)")

@@ -1,8 +1,8 @@
 """What a pass is: one way to attend over the keys of all ranks, forward and backward.
 
-`registry.PASSES` has a row for each. Its `home` is a function like `MakePass`, in the file of the pass.
+`plugin.PASSES` has a row for each. Its `home` is a function like `MakePass`, in the file of the pass.
 `ExtraOperand` is what an attention layer with more operands than q, k and v is made of.
-`SavedTensors` keeps tensors of a pass for its gradient: this one as they are; `registry.SAVED_TENSORS` names
+`SavedTensors` keeps tensors of a pass for its gradient: this one as they are; `plugin.SAVED_TENSORS` names
 others. `FiniteKernel` checks what a kernel returns.
 """
 

@@ -17,7 +17,7 @@ from ds_ring.masks.pattern import Pattern
 from ds_ring.ops.checks import check_finite, check_heads, check_not_captured, check_tensors, check_tokens
 from ds_ring.ops.context import RingContext
 from ds_ring.ops.passes import ExtraOperand, Pass, count_forward_pass
-from ds_ring.registry import DEVICES, load
+from ds_ring.plugin import DEVICES, load
 from ds_ring.schedule.layout import Layout
 from ds_ring.schedule.lowering import stage_shards
 from ds_ring.schedule.plan import Plan, build_plan, check_length

@@ -34,7 +34,7 @@ from torch._guards import Guard, Source
 
 from ds_ring.errors import RingConfigError, RingError, RingPatternError
 from ds_ring.masks.pattern import Pattern
-from ds_ring.registry import TRACERS, load
+from ds_ring.plugin import TRACERS, load
 
 _CHANGED = "a mask or score function of ds_ring has captured other values"
 _NUMBERS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)

@@ -16,7 +16,7 @@ from ds_ring.comm.device_tables import DeviceTables
 from ds_ring.comm.messages import Label, TokenRange
 from ds_ring.comm.streams import stream_of
 from ds_ring.kernels.interface import ALL_HEADS, Rows
-from ds_ring.registry import load
+from ds_ring.plugin import load
 from ds_ring.ring.accumulator import Accumulator
 from ds_ring.ring.pair import (
     BufferKinds,

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ds_ring.comm.streams import is_fake
-from ds_ring.registry import DEVICES, load
+from ds_ring.plugin import DEVICES, load
 
 Part = Sequence[Any]  # (out, lse) over some of the keys; or (gradient, None)
 MAX_PARTS = 5  # parts of one merge, the accumulator included; the Triton kernel has as many parameters

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ds_ring.comm.streams import is_fake
-from ds_ring.registry import CodecRow
+from ds_ring.plugin import CodecRow
 from ds_ring.schedule.steps import Payload
 
 ALIGNMENT = 64  # bytes; a tensor begins at a multiple of it

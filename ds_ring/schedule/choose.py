@@ -37,7 +37,7 @@ import numpy as np
 from ds_ring.masks.pattern import BoundPattern, Pattern
 from ds_ring.masks.slots import IntArray, count_sets, intersect_slots, ranges_of_progressions
 from ds_ring.masks.tiles import UNBOUNDED, Tiles
-from ds_ring.registry import KERNELS, LAYOUTS, load
+from ds_ring.plugin import KERNELS, LAYOUTS, load
 from ds_ring.schedule.head_class import HeadClass, ReadsOfShards
 from ds_ring.schedule.layout import ChunkLayout, Layout, Mix
 from ds_ring.schedule.plan import one_way, sampled_origins

@@ -52,7 +52,7 @@ from ds_ring.masks.slots import (
     subtract_slots,
 )
 from ds_ring.masks.tiles import Tiles
-from ds_ring.registry import CodecRow
+from ds_ring.plugin import CodecRow
 from ds_ring.schedule.layout import Layout
 from ds_ring.schedule.rank_plan import (
     Direction,

@@ -26,7 +26,7 @@ from ds_ring.errors import RingLayoutError, RingShapeError, shown, whole_number
 from ds_ring.limits import MAX_RANKS
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.slots import IntArray, repeat_rows
-from ds_ring.registry import LAYOUTS, load
+from ds_ring.plugin import LAYOUTS, load
 
 Mix = tuple[tuple[Pattern, int], ...]  # patterns, and how many layers have each; empty if no pattern is given
 

@@ -12,7 +12,7 @@ hop's K/V is ever saved. (Keys for the next node are kept for R batches, see `ra
 explains which sums are passed on.)
 
 [Note: encoded keys]
-K and V may travel as a codec writes them (`KV_PAYLOADS` in `registry.py`). The owner encodes them when it
+K and V may travel as a codec writes them (`KV_PAYLOADS` in `plugin.py`). The owner encodes them when it
 packs them. A rank that they reach passes them on as they came, and decodes them into a buffer of the inputs'
 dtype, which its kernel reads. The owner itself computes with its own K and V. The backward pass sends the
 same bits, so it differentiates what the forward pass computed; the codec itself counts as the identity.

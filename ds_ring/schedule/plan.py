@@ -24,7 +24,7 @@ from ds_ring.errors import (
 from ds_ring.limits import MAX_HEADS
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.slots import count_slots
-from ds_ring.registry import GRADIENT_PAYLOADS, KV_PAYLOADS, CodecRow
+from ds_ring.plugin import GRADIENT_PAYLOADS, KV_PAYLOADS, CodecRow
 from ds_ring.schedule.head_class import HeadClass, ReadsOfShards
 from ds_ring.schedule.layout import Layout
 from ds_ring.schedule.rank_plan import Direction, RankPlan, over_heads
@@ -218,9 +218,9 @@ def build_plan(
         query_heads, kv_heads: H and G, heads per rank; H must be a multiple of G.
         prune: send only the tokens that the receiver reads.
         directions: directions of travel; None chooses those whose tokens cross the fewest links.
-        gradient_payload: dtype in which dK and dV return, a name of `registry.GRADIENT_PAYLOADS`; they are
+        gradient_payload: dtype in which dK and dV return, a name of `plugin.GRADIENT_PAYLOADS`; they are
             added in the accumulators' dtype.
-        kv_payload: how K and V travel, a name of `registry.KV_PAYLOADS`; [Note: encoded keys].
+        kv_payload: how K and V travel, a name of `plugin.KV_PAYLOADS`; [Note: encoded keys].
         ranks_per_node: number of neighbours on the ring that share a node, a divisor of the ring size; None
             if unknown. If it is known, a pattern that sends much between nodes travels on two levels.
         stage_shards: most shards of other ranks that are computed with at once; [Note: stages]. All ranks

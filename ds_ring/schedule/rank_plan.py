@@ -41,7 +41,7 @@ import numpy as np
 
 from ds_ring.masks.slots import SlotRanges, count_slots, no_slots, subtract_slots
 from ds_ring.masks.tiles import Tiles
-from ds_ring.registry import CodecRow
+from ds_ring.plugin import CodecRow
 
 
 class Direction(NamedTuple):

@@ -21,7 +21,7 @@ from typing import NamedTuple, TypeAlias
 
 from ds_ring.masks.slots import SlotRanges, count_slots
 from ds_ring.masks.tiles import Tiles
-from ds_ring.registry import CodecRow
+from ds_ring.plugin import CodecRow
 
 
 class Payload(Enum):

@@ -41,7 +41,7 @@ from ds_ring.kernels.select import Kernel
 from ds_ring.masks.slots import IntArray, progressions_at
 from ds_ring.measure.memory import MemoryPeak, measure_cpu_memory
 from ds_ring.measure.trace import Trace
-from ds_ring.registry import CodecRow, load
+from ds_ring.plugin import CodecRow, load
 from ds_ring.ring.pair import halves
 from ds_ring.ring.pool import Buffers
 from ds_ring.ring.ring_pass import RingPass

@@ -37,7 +37,7 @@ from ds_ring.engines.deepspeed.first_batch import (
 from ds_ring.engines.deepspeed.initialize import initialize
 from ds_ring.errors import RingConfigError, RingError
 from ds_ring.layers.selection.total_order import TotalOrder
-from ds_ring.registry import KV_PAYLOADS
+from ds_ring.plugin import KV_PAYLOADS
 
 from .rounding import InFloat64, in_float64, moved_rounding, rounding_of
 from .small_images import LEAST_TOKENS, add_images

@@ -28,7 +28,7 @@ from ds_ring.config.messages import did_you_mean
 from ds_ring.data.batch import IGNORE, Batch
 from ds_ring.errors import RingConfigError
 from ds_ring.models.checks import bypasses_interface, uses_interface, works_as_is
-from ds_ring.registry import SESSION_METHODS, load
+from ds_ring.plugin import SESSION_METHODS, load
 
 from .small_images import ConfigValues, shrink_images
 from .small_sounds import hears, shrink_sounds

@@ -17,7 +17,7 @@ from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
-from ds_ring.registry import SESSION_METHODS
+from ds_ring.plugin import SESSION_METHODS
 from ds_ring.written_files import append_text
 
 from .parsers import (

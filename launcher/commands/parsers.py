@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ds_ring.registry import LAYOUTS
+from ds_ring.plugin import LAYOUTS
 
 if TYPE_CHECKING:
     from ds_ring.config.section import RingConfig

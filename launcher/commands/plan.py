@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from ds_ring.errors import RingConfigError
-from ds_ring.registry import LAYOUTS
+from ds_ring.plugin import LAYOUTS
 
 from ..plan import known_hardware
 from .parsers import Commands, add_command, add_json, refuse_extra

@@ -22,7 +22,7 @@ from ds_ring.masks.catalog import Causal
 from ds_ring.masks.pattern import Pattern
 from ds_ring.measure.memory import MemoryPeak, measure_cpu_memory
 from ds_ring.patterns.documents.pattern import Documents
-from ds_ring.registry import KV_PAYLOADS
+from ds_ring.plugin import KV_PAYLOADS
 
 MIB = 2**20
 

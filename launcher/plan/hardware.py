@@ -23,7 +23,7 @@ from ds_ring.config.messages import (
     shown,
 )
 from ds_ring.errors import RingConfigError
-from ds_ring.registry import FAST_KERNELS, unmeasured
+from ds_ring.plugin import FAST_KERNELS, unmeasured
 
 from ..cluster.cluster_file import read_mapping
 from . import known_hardware

@@ -16,7 +16,7 @@ from ds_ring.config.messages import sentence, shown
 from ds_ring.config.section import RingConfig
 from ds_ring.errors import RingConfigError
 from ds_ring.masks.pattern import Pattern
-from ds_ring.registry import PASSES
+from ds_ring.plugin import PASSES
 
 from ..commands.parsers import require_sizes
 from .hardware import Hardware, read_hardware

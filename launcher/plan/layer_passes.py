@@ -14,7 +14,7 @@ from typing import NamedTuple
 from ds_ring.kernels.flex.layouts import executed_of_fullest
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import Tiles
-from ds_ring.registry import KERNELS
+from ds_ring.plugin import KERNELS
 from ds_ring.schedule.choose import AS_FAST, bound_to_one_head, work_of_ranks
 from ds_ring.schedule.layout import Layout, make_layout
 from ds_ring.schedule.lowering import chunk_bytes_on, stage_shards

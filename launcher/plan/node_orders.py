@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from ds_ring.registry import PASSES
+from ds_ring.plugin import PASSES
 
 from .estimate import Estimate, estimate
 from .layer_passes import plans_of, slowest_passes, total_cost

@@ -12,8 +12,8 @@ from functools import partial
 from itertools import combinations
 from typing import Any, NamedTuple
 
-from ds_ring.config.section import tile_tokens
-from ds_ring.registry import KERNELS, unmeasured
+from ds_ring.memory.tiles.keys import tile_tokens
+from ds_ring.plugin import KERNELS, unmeasured
 
 from .estimate import Estimate, estimate, fits, least_step, training_step
 from .layer_passes import LayerPasses, layer_passes, rough_pass_memory

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ds_ring.kernels.workspace import FLOAT, HopShape, workspace_bytes
-from ds_ring.registry import KERNELS, CodecRow, load
+from ds_ring.plugin import KERNELS, CodecRow, load
 from ds_ring.schedule.lowering import count_heads, lower_pass
 from ds_ring.schedule.rank_plan import HeadClassPlan
 from ds_ring.schedule.steps import (

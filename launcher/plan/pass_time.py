@@ -20,7 +20,7 @@ import numpy as np
 from ds_ring.kernels.cpu import TRIANGLE
 from ds_ring.kernels.cpu.triangles import triangulated
 from ds_ring.masks.tiles import Tiles
-from ds_ring.registry import PASSES
+from ds_ring.plugin import PASSES
 from ds_ring.schedule.lowering import count_heads
 from ds_ring.schedule.rank_plan import HeadClassPlan
 from ds_ring.schedule.steps import ChunkSteps, Recv, Schedule, Send

@@ -13,7 +13,7 @@ import math
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from ds_ring.registry import PASSES
+from ds_ring.plugin import PASSES
 
 from .estimate import Estimate, estimate
 from .layer_passes import layer_passes

@@ -16,7 +16,7 @@ from ds_ring.config.section import RingConfig
 from ds_ring.errors import RingLayoutError
 from ds_ring.kernels.cpu import BLOCK, TRIANGLE
 from ds_ring.ops.options import Options
-from ds_ring.registry import KERNELS, LAYOUTS
+from ds_ring.plugin import KERNELS, LAYOUTS
 from ds_ring.schedule.layout import Layout, make_layout
 from ds_ring.schedule.lowering import head_chunks
 from ds_ring.schedule.plan import head_classes

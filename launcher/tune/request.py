@@ -10,7 +10,7 @@ from ds_ring.config.json_text import SECTION, SP_KEY, Json
 from ds_ring.config.section import RingConfig, named_patterns
 from ds_ring.errors import RingConfigError
 from ds_ring.masks.pattern import Pattern
-from ds_ring.registry import FAST_KERNELS, PASSES
+from ds_ring.plugin import FAST_KERNELS, PASSES
 from ds_ring.schedule.layout import Mix
 
 from ..plan.model_file import mix_of

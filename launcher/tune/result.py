@@ -17,7 +17,7 @@ from rich.table import Table
 from ds_ring.config.json_text import SECTION, SP_KEY, Json
 from ds_ring.config.section import RingConfig
 from ds_ring.errors import RingConfigError
-from ds_ring.registry import FAST_KERNELS
+from ds_ring.plugin import FAST_KERNELS
 from ds_ring.schedule.lowering import chunk_bytes_on
 
 from ..plan.hardware import Hardware, hardware_from

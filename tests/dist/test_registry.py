@@ -26,7 +26,7 @@ from ds_ring.kernels.flex.kernel import FlexKernel
 from ds_ring.masks.pattern import Pattern
 from ds_ring.ops.context import context_for
 from ds_ring.ops.options import Options
-from ds_ring.registry import KERNELS, PUBLIC
+from ds_ring.plugin import KERNELS, PUBLIC
 from tests.cases import LAYOUTS, Shape, layout_for, tensors
 from tests.dist.harness import RankPool
 from tests.mask_table import HEADS, KV_HEADS, MASKS, TOKENS, dense

@@ -16,7 +16,7 @@ import torch
 from ds_ring.config.pattern_section import PATTERNS_BY_KEY
 from ds_ring.config.section import RingConfig, by_json_key
 from ds_ring.ops.options import Options
-from ds_ring.registry import KV_PAYLOADS
+from ds_ring.plugin import KV_PAYLOADS
 from ds_ring.ring.observer import Observers
 from tests.dist.deepspeed_ranks import (
     Size,

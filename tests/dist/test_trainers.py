@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_ring.registry import load
+from ds_ring.plugin import load
 from tests.dist.deepspeed_ranks import Size, build_batch, build_model, json_config, start_deepspeed
 from tests.dist.harness import RankPool, run_ranks
 from tests.dist.trainer_logs import EXAMPLES, RING_KEYS, Logs, check_logs, start_trainers

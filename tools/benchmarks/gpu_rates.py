@@ -27,7 +27,7 @@ from ds_ring.kernels.select import Kernel, get_kernel
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.slots import count_slots
 from ds_ring.masks.tiles import Tiles
-from ds_ring.registry import KERNELS
+from ds_ring.plugin import KERNELS
 from ds_ring.ring.merge import accumulator_dtype, empty_results, merge_
 from ds_ring.schedule.lowering import query_heads_of
 from ds_ring.schedule.rank_plan import HeadClassPlan

@@ -29,7 +29,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.measuring import ResultRow, Turns, clock, measure_on_ranks
 from ds_ring import SlidingWindow
-from ds_ring.config.section import tile_tokens
+from ds_ring.memory.tiles.keys import tile_tokens
 from ds_ring_launcher.plan.estimate import estimate
 from ds_ring_launcher.plan.hardware import read_hardware
 from ds_ring_launcher.plan.model_file import ModelShape

@@ -17,7 +17,7 @@ from common import ROOT, provenance
 from longest import Trial, attempt
 
 from ds_ring.measure.rates import RATES
-from ds_ring.registry import KERNELS
+from ds_ring.plugin import KERNELS
 from ds_ring_launcher.run.local_ranks import run_ranks
 from ds_ring_launcher.tune.__main__ import run as tune
 from ds_ring_launcher.tune.arguments import declare

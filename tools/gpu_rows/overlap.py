@@ -28,7 +28,7 @@ from ds_ring.comm import exchange
 from ds_ring.kernels.flash.kernel import FlashKernel
 from ds_ring.kernels.flash.packages import SM_MARGIN
 from ds_ring.ops.options import Options
-from ds_ring.registry import KV_PAYLOADS
+from ds_ring.plugin import KV_PAYLOADS
 
 from .kernels import errors_of, is_cuda, judged, limit_of, operands, reference, shape_of
 from .self_ring import Done, poisoned, self_group, self_ring

@@ -16,7 +16,7 @@ from ds_ring.kernels.flex.blocks import block_intervals, cut_at_blocks
 from ds_ring.masks.pattern import BoundPattern
 from ds_ring.masks.slots import IntArray
 from ds_ring.masks.tiles import Axis
-from ds_ring.registry import LAYOUTS, load
+from ds_ring.plugin import LAYOUTS, load
 from ds_ring.schedule.choose import Candidate, work_of_ranks
 from ds_ring.schedule.head_class import HeadClass, ReadsOfShards, tiles_of_payload
 from ds_ring.schedule.layout import Layout

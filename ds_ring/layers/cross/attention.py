@@ -25,7 +25,7 @@ from ds_ring.ops.compiled import GraphRefusal
 from ds_ring.ops.context import RingContext
 from ds_ring.ops.frontend import AskedContext, attend, context_of_call
 from ds_ring.ops.handles import never_traced
-from ds_ring.registry import PASSES
+from ds_ring.plugin import PASSES
 from ds_ring.schedule.layout import Layout
 
 

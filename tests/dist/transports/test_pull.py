@@ -17,7 +17,7 @@ from ds_ring import Causal, RingError, RingMesh, make_layout, shard_sequence
 from ds_ring.ops.context import context_for
 from ds_ring.ops.options import Options
 from ds_ring.ops.ring_op import ring_attention_op
-from ds_ring.registry import KV_PAYLOADS
+from ds_ring.plugin import KV_PAYLOADS
 from ds_ring.ring.pool import Buffers
 from ds_ring.transports.pull import shared_memory
 from ds_ring.transports.pull import signals as pull

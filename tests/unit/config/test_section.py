@@ -14,10 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_ring import registry
+from ds_ring import plugin as registry
 from ds_ring.config.pattern_section import FURTHER_KEYS, PATTERNS_BY_KEY, PatternConfig
-from ds_ring.config.section import RingConfig, by_json_key, strip_section, tile_tokens
+from ds_ring.config.section import RingConfig, by_json_key, strip_section
 from ds_ring.errors import RingConfigError, RingError, RingMeshError
+from ds_ring.memory.tiles.keys import tile_tokens
 from tests.cases import rows_of
 from tests.clock import unqueued_seconds
 

@@ -14,8 +14,8 @@ from ds_ring.masks.catalog import Causal
 from ds_ring.masks.joins import within_distances
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import UNBOUNDED, Tiles
-from ds_ring.registry import KERNELS as KERNEL_ROWS
-from ds_ring.registry import load
+from ds_ring.plugin import KERNELS as KERNEL_ROWS
+from ds_ring.plugin import load
 from ds_ring.ring.merge import merge_
 from ds_ring.schedule.layout import expand_runs
 from ds_ring.schedule.lowering import query_heads_of

@@ -27,7 +27,7 @@ from ds_ring.models.backend_mark import needs_backend_op
 from ds_ring.ops.checks import check_not_captured
 from ds_ring.ops.options import Options
 from ds_ring.patterns.captured.score_mod import ScoreMod
-from ds_ring.registry import KV_PAYLOADS
+from ds_ring.plugin import KV_PAYLOADS
 from ds_ring.schedule.plan import build_plan
 from tests import calls
 from tests.fake_cuda import fake_gpu, fake_tensors

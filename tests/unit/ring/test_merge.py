@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ds_ring.kernels.interface import Rows
-from ds_ring.registry import DEVICES
+from ds_ring.plugin import DEVICES
 from ds_ring.ring import merge
 from ds_ring.ring.accumulator import Accumulator, FirstParts
 from ds_ring.ring.merge import merge_, merge_parts_by_operators_

@@ -12,7 +12,7 @@ import pytest
 from ds_ring import Causal, SlidingWindow, build_plan, make_layout
 from ds_ring.errors import RingLayoutError
 from ds_ring.masks.pattern import Pattern
-from ds_ring.registry import LAYOUTS
+from ds_ring.plugin import LAYOUTS
 from ds_ring.schedule.choose import EVEN, best_of, bound_to_one_head, rated, timed, work_of_ranks
 from ds_ring.schedule.layout import Layout
 from ds_ring.schedule.plan import head_classes

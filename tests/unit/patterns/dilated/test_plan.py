@@ -10,7 +10,7 @@ from ds_ring.kernels.flex.layouts import executed_of_fullest
 from ds_ring.kernels.select import block_side
 from ds_ring.measure.schedule_text import format_schedule
 from ds_ring.patterns.dilated.residue_layout import for_blocks
-from ds_ring.registry import FAST_KERNELS, KERNELS
+from ds_ring.plugin import FAST_KERNELS, KERNELS
 from ds_ring.schedule.choose import bound_to_one_head
 from ds_ring.schedule.head_class import HeadClass
 from ds_ring.schedule.lowering import lower_pass

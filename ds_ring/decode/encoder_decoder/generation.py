@@ -30,10 +30,9 @@ from ds_ring.data.session import RingSession
 from ds_ring.decode.generation import CachedSharding, Generation
 from ds_ring.errors import RingPatternError
 from ds_ring.ops.shard import shard_sequence
-from ds_ring.registry import PASSES, load
+from ds_ring.plugin import HOOKS, PASSES, load
 
 # For a transport in whole blocks.
-_FEW_QUERIES = "ds_ring.decode.cross"
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,7 +40,7 @@ class CrossSharding(CachedSharding):
     """The blocks of some queries, which every rank has, and the layout of the encoder's keys."""
 
     def _of_queries(self, **given: Any) -> RingAttention:
-        found: RingAttention = load(f"{_FEW_QUERIES}.FewCrossQueries")(
+        found: RingAttention = load(HOOKS["FewCrossQueries"])(
             self.config, mesh=self.mesh, layout=self.layout, key_layout=self.key_layout,
             q_positions=self.q_positions, **given,
         )  # fmt: skip
@@ -145,7 +144,7 @@ class PairGeneration(Generation):
         config, mesh, encoder = self.session.config, self.mesh, self._encoder
         assert encoder is not None
         if isinstance(sharding, CachedSharding) and PASSES[config.transport].whole_blocks:
-            make = load(f"{_FEW_QUERIES}.block_of_queries")
+            make = load(HOOKS["block_of_queries"])
             layout, where = make(sharding.q_positions, mesh.ring_size, config.block_size)
             groups = tuple(
                 RowGroup(between(layout.tokens, one.documents), one.rows) for one in self._groups_of_keys
