@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # From the bottom up. A module imports from its own layer or a lower one; a package stands for all in it.
 CORE = [
-    ["errors", "limits", "registry"],
+    ["errors", "limits", "plugin"],
     ["masks"],
     ["config"],
     ["schedule"],

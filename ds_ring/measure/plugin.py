@@ -11,7 +11,6 @@ from ds_ring.plugin import Plugin
 
 PLUGIN = Plugin(
     order=20,
-    requires=("simulation",),
     rates={"cuda": fastest_here},
     engine_parts={"monitor": Monitor, "rank_speeds": RankSpeeds, "run_report": RunReport},
     json_keys={"MeasureKeys": MeasureKeys},

@@ -4,6 +4,4 @@ from __future__ import annotations
 
 from ds_ring.plugin import Plugin
 
-PLUGIN = Plugin(
-    order=50,
-)
+PLUGIN = Plugin(order=50, requires=("measure",))
