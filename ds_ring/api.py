@@ -193,13 +193,13 @@ class RingAttention(nn.Module):
 
     def _context_now(self) -> RingContext:
         """Return the context of an eager call: another one where the score_mod has captured other values."""
-        found = self.context
-        mod = found.options.score_mod
+        context = self.context
+        mod = context.options.score_mod
         if mod is not None and mod.is_changed():
             with collective(self._mesh, "attention"):
-                options = found.options.replaced(score_mod=mod.lookup(mod.function))
+                options = context.options.replaced(score_mod=mod.lookup(mod.function))
                 self.context = context_for(
-                    found.pattern, found.layout, self._mesh, options, keeps_functions=True
+                    context.pattern, context.layout, self._mesh, options, keeps_functions=True
                 )
             self._handle = self.context.handle
         return self.context

@@ -47,8 +47,8 @@ class RingError(Exception):
     @classmethod
     def wrong(cls, name: str, expected: str, got: object, advice: str) -> Self:
         """Return the error "name: expected ..., got ...; advice"; `got` is text, or a value to show."""
-        found = got if isinstance(got, str) else shown(got).removeprefix("list ")
-        return cls(f"{name}: expected {expected}, got {found}; {advice}")
+        got_text = got if isinstance(got, str) else shown(got).removeprefix("list ")
+        return cls(f"{name}: expected {expected}, got {got_text}; {advice}")
 
 
 class RingConfigError(RingError, ValueError):

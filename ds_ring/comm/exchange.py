@@ -93,10 +93,10 @@ class Exchange:
     @cached_property
     def _work_watchdog(self) -> Watchdog | None:
         # Only messages between GPUs need a watchdog: with gloo the host waits.
-        found: Watchdog | None = None
+        watchdog: Watchdog | None = None
         if "cuda" in DEVICES:
-            found = load(DEVICES["cuda"].watchdog).for_mesh(self.mesh)
-        return found
+            watchdog = load(DEVICES["cuda"].watchdog).for_mesh(self.mesh)
+        return watchdog
 
     @property
     def deadline_s(self) -> float:
@@ -217,13 +217,15 @@ class Exchange:
         Returns:
             int64 [2, n]: least and greatest.
         """
-        if (own := self.mesh.collectives) is not None:
-            return own.spread(self, header)
+        if (collectives := self.mesh.collectives) is not None:
+            return collectives.spread(self, header)
         if self._header_routes is None:
             mesh, self._header_routes = self.mesh, []
             for step in range((mesh.sequence_size - 1).bit_length()):
                 rank, apart = mesh.sequence_rank, 1 << step
-                ahead, behind = (mesh.global_rank_in_sequence(one) for one in (rank + apart, rank - apart))
+                ahead, behind = (
+                    mesh.global_rank_in_sequence(target) for target in (rank + apart, rank - apart)
+                )
                 # Headers are CPU tensors: NCCL could not send them.
                 self._header_routes.append(self.world_route([behind], [ahead], header, mesh.cpu_group))
         least = greatest = tuple(header.tolist())
@@ -240,8 +242,8 @@ class Exchange:
         """Return every rank's (equally shaped, contiguous) tensor, in group order."""
         if group is None:
             return [tensor]
-        if (own := self._own_collectives(group)) is not None:
-            return own.all_gather(self, tensor.contiguous(), group)
+        if (collectives := self._own_collectives(group)) is not None:
+            return collectives.all_gather(self, tensor.contiguous(), group)
         sent = _as_sent(tensor.contiguous())
         # One allocation; slices along dim 0 are contiguous.
         parts = list(torch.empty((size, *sent.shape), dtype=sent.dtype, device=sent.device))
@@ -253,8 +255,8 @@ class Exchange:
     def all_reduce(self, tensor: Tensor, group: ProcessGroup) -> None:
         """Sum over the ranks of a group, in place."""
         check_alive(self.mesh, None)
-        if (own := self._own_collectives(group)) is not None:
-            tensor.copy_(torch.stack(own.all_gather(self, tensor.contiguous(), group)).sum(dim=0))
+        if (collectives := self._own_collectives(group)) is not None:
+            tensor.copy_(torch.stack(collectives.all_gather(self, tensor.contiguous(), group)).sum(dim=0))
             return
         work = dist.all_reduce(tensor, group=group, async_op=True)
         self._finish(work, group, [], [tensor])
@@ -263,8 +265,8 @@ class Exchange:
         """Send part i of this rank to rank i of the group; all parts have one shape."""
         if group is None:
             return list(parts)
-        if (own := self._own_collectives(group)) is not None:
-            return own.all_to_all(self, parts, group)
+        if (collectives := self._own_collectives(group)) is not None:
+            return collectives.all_to_all(self, parts, group)
         sends = [_as_sent(part.contiguous()) for part in parts]
         check_alive(self.mesh, None)
         if torch.__version__ < "2.12" and sends[0].device.type == "cpu":

@@ -124,9 +124,9 @@ def _check_same(grid: Grid) -> None:
         return
     grids: list[Grid | None] = [None] * grid.world_size
     dist.all_gather_object(grids, grid)
-    other = next((rank for rank, theirs in enumerate(grids) if theirs != grids[0]), None)
-    if other is not None:
-        got = f"{_named(grids[0])} on rank 0 and {_named(grids[other])} on rank {other}"
+    different_rank = next((rank for rank, theirs in enumerate(grids) if theirs != grids[0]), None)
+    if different_rank is not None:
+        got = f"{_named(grids[0])} on rank 0 and {_named(grids[different_rank])} on rank {different_rank}"
         advice = "make the mesh with the same arguments everywhere"
         raise RingMismatchError.wrong("RingMesh", "the same groups on all ranks", got, advice)
 
@@ -145,7 +145,7 @@ def _my_group(
         return None
     mine: ProcessGroup | None = None
     for ranks in groups:
-        more: dict[str, Any] = {} if ranks == sorted(ranks) else dict(_UNSORTED)
+        unsorted_options: dict[str, Any] = {} if ranks == sorted(ranks) else dict(_UNSORTED)
         if urgent and "nccl" in str(dist.get_backend_config()):
             # torch changes the options, so each group has its own. A stream of high priority goes first where
             # a multiprocessor is free. A persistent kernel leaves no cluster of neighbouring ones free:
@@ -154,8 +154,8 @@ def _my_group(
             options: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
             options.config.cga_cluster_size = 1
             options._timeout = timeout  # new_group warns of any other
-            more["pg_options"] = options
-        group = dist.new_group(ranks, timeout=timeout, backend=backend, **more)
+            unsorted_options["pg_options"] = options
+        group = dist.new_group(ranks, timeout=timeout, backend=backend, **unsorted_options)
         if dist.get_rank() in ranks:
             mine = group
     return mine

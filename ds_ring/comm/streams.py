@@ -57,8 +57,8 @@ HOST = Streams()
 
 @lru_cache(maxsize=64)  # more devices than a host has
 def _streams_of_device(device: torch.device) -> Streams:
-    found: Streams = load(DEVICES[device.type].streams)(device) if device.type in DEVICES else HOST
-    return found
+    streams: Streams = load(DEVICES[device.type].streams)(device) if device.type in DEVICES else HOST
+    return streams
 
 
 def streams_of(tensor: Tensor) -> Streams:

@@ -483,8 +483,8 @@ def peer_error(grid: Grid, rank: int, hop: int | None, fault: Fault) -> RingPeer
     data, ring_rank, _ = grid.coordinates(rank)
     if not 0 <= fault.rank < grid.world_size:
         return RingPeerError(ring_rank, hop, None, fault.cause)
-    other = grid.coordinates(fault.rank)
-    peer = other.ring if other.data == data else None
+    location = grid.coordinates(fault.rank)
+    peer = location.ring if location.data == data else None
     alone = peer is not None and grid.world_size == grid.ring_size
     who = "" if alone else f"rank {fault.rank} of the world: "
     return RingPeerError(ring_rank, hop, peer, who + fault.cause)

@@ -111,19 +111,19 @@ def listening_hosts(store: Store, presences: Sequence[RankPresence]) -> list[str
         One address of this host, and loopback for the ranks on it; or [""], every address, where none is
         known that all ranks reach.
     """
-    if len({one.host for one in presences}) == 1:
+    if len({presence.host for presence in presences}) == 1:
         return [LOOPBACK]
     while (inner := getattr(store, "underlying_store", None)) is not None:  # of torch's PrefixStore
         store = inner
     name = getattr(store, "host", "")
     try:
-        found = {str(info[4][0]) for info in socket.getaddrinfo(name, None)} if name else set()
+        addresses = {str(info[4][0]) for info in socket.getaddrinfo(name, None)} if name else set()
     except OSError:
-        found = set()
+        addresses = set()
     reachable = [
         address
         for address in _own_addresses()
-        if address in found and not ipaddress.ip_address(address).is_loopback
+        if address in addresses and not ipaddress.ip_address(address).is_loopback
     ]
     return [reachable[0], LOOPBACK] if reachable else [""]
 
@@ -213,10 +213,10 @@ class Arrival:
     def wait_for_all(self) -> list[RankPresence]:
         """Wait until every rank has announced itself; return host and process of all."""
         self._wait(lambda: self.store.check(self._keys))
-        found = [RankPresence(*json.loads(text)) for text in self.store.multi_get(self._keys)]
-        self._known |= {rank: found[rank] for rank in self._unknown}
+        presences = [RankPresence(*json.loads(text)) for text in self.store.multi_get(self._keys)]
+        self._known |= {rank: presences[rank] for rank in self._unknown}
         self._unknown.clear()
-        return found
+        return presences
 
     def _wait(self, ready: Callable[[], bool]) -> None:
         pause_s = FIRST_LOOK_S
@@ -267,8 +267,8 @@ class Arrival:
                 self._known[rank] = RankPresence(*json.loads(self.store.get(f"{self.name}/{rank}")))
             else:
                 self._unknown.append(rank)
-        for rank, other in self._known.items():
-            if not self._lives(other):
+        for rank, presence in self._known.items():
+            if not self._lives(presence):
                 # It may have ended because it saw a fault, which it wrote after the query above.
                 fault = self._judge()
                 if fault is not None or 0 in (rank, self.rank):
@@ -301,13 +301,13 @@ class Arrival:
         self.store.set(f"{self.name}/{key}", value)
         self.store.set(f"{self.name}/alarm", "")
 
-    def _lives(self, other: RankPresence) -> bool:
+    def _lives(self, presence: RankPresence) -> bool:
         """Return False if the rank is known to be dead."""
         # A process id is valid within one host and namespace only.
-        if other[:2] != self._mine[:2]:
+        if presence[:2] != self._mine[:2]:
             return True
         try:
-            return psutil.Process(other.pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+            return psutil.Process(presence.pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
         except psutil.NoSuchProcess:
             return False
 
@@ -399,8 +399,8 @@ def join(
         address = MonitorAddress(*json.loads(arrival.wait_for("monitor")))
     known = secret or address.secret
     if known is None or (secret is not None and address.secret is not None):
-        has, other = ("none", "one") if secret is None else ("one", "none")
-        got = f"{other} on rank 0 and {has} on rank {rank}"
+        has, rank_0_has = ("none", "one") if secret is None else ("one", "none")
+        got = f"{rank_0_has} on rank 0 and {has} on rank {rank}"
         advice = "start all hosts by one `ds-ring launch`, or set DS_RING_SECRET"
         raise RingMeshError.wrong("secret", "one on every rank or on none", got, advice)
     connection = _connect(address, known.encode(), rank)

@@ -70,7 +70,7 @@ def wait_for_ranks(where: Rendezvous, limit: Limit) -> Store | None:
 
     def connect(seconds: float) -> Store:
         timeout = datetime.timedelta(seconds=seconds)
-        more = loopback_listener(where.host, where.port) if where.hosts else {}
+        listener = loopback_listener(where.host, where.port) if where.hosts else {}
         return dist.TCPStore(  # type: ignore[attr-defined]  # a name of torch's extension
             where.host,
             where.port,
@@ -79,7 +79,7 @@ def wait_for_ranks(where: Rendezvous, limit: Limit) -> Store | None:
             timeout,
             wait_for_workers=False,
             multi_tenant=True,
-            **more,
+            **listener,
         )
 
     warned_s = WARNED_PART * limit.seconds

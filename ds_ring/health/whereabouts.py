@@ -52,13 +52,13 @@ def collective_calls(not_compared: Container[str]) -> dict[str, int]:
     together. Backends that count nothing (MPI) are left out.
     """
     world = _c10d()._world
-    found = {"": int(world.group_count)}
+    calls = {"": int(world.group_count)}
     for group in list(world.pg_map)[:MAX_GROUPS]:
         with suppress(RuntimeError, KeyError):  # no count; destroyed by now
             name = str(world.pg_names[group])
             mark = NOT_COMPARED if name in not_compared else ""
-            found[f"{mark}{name}"] = int(group._get_sequence_number_for_group())
-    return found
+            calls[f"{mark}{name}"] = int(group._get_sequence_number_for_group())
+    return calls
 
 
 def where_is(thread: int) -> str:
@@ -66,10 +66,10 @@ def where_is(thread: int) -> str:
     frame = sys._current_frames().get(thread)
     if frame is None:
         return "a thread that has ended"
-    innermost, own = frame, _own(frame)
-    if own is None or own is innermost:
+    innermost, place = frame, _own(frame)
+    if place is None or place is innermost:
         return _place(innermost)
-    return f"{_place(innermost)}, called by {_place(own)}"
+    return f"{_place(innermost)}, called by {_place(place)}"
 
 
 def _own(frame: FrameType | None) -> FrameType | None:

@@ -48,7 +48,7 @@ class Rows(NamedTuple):
         1. One call takes all tensors, because calls of Python are most of the host time of a hop.
         """
         start, step, length, repeats, stride = self
-        found = []
+        views = []
         for x in tensors:
             if heads != ALL_HEADS:
                 x = x[:, heads]
@@ -64,8 +64,8 @@ class Rows(NamedTuple):
                     x = x.flatten(0, 1)
             elif step != 1 or length != x.shape[2]:  # else all slots: no view, which costs 3 microseconds
                 x = x[:, :, start : start + (length - 1) * step + 1 : step]
-            found.append(x)
-        return found
+            views.append(x)
+        return views
 
     def part(self, first: int, length: int) -> Rows:
         """Return members first .. first + length - 1 of every repetition."""

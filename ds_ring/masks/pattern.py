@@ -89,7 +89,7 @@ class Pattern(ABC):
     @cached_property
     def tile_kind(self) -> str:
         """Return the kind of tiles by which rates are measured (`tools/benchmarks/gpu_rates.py`)."""
-        rank, name = max((one.tile_kind for one in self.primitives), default=(0, ""))
+        rank, name = max((primitive.tile_kind for primitive in self.primitives), default=(0, ""))
         if rank:
             return name
         branch = self._of_one_head[0]
@@ -138,10 +138,12 @@ class Pattern(ABC):
         for branch in self.branches(QueryHead(head, query_heads, kv_heads)):
             q_label, k_label = branch.labels(ours, theirs)
             q_label, k_label = q_label.reshape(q.shape), k_label.reshape(k.shape)
-            found = (q_label == k_label) & (q_label >= 0) & (gap >= branch.least) & (gap <= branch.most)
+            visible = (q_label == k_label) & (q_label >= 0) & (gap >= branch.least) & (gap <= branch.most)
             for mask in branch.masks:
-                found = found & mask.pairs(*(np.broadcast_to(np.maximum(x, 0), found.shape) for x in (q, k)))
-            total += found
+                visible = visible & mask.pairs(
+                    *(np.broadcast_to(np.maximum(x, 0), visible.shape) for x in (q, k))
+                )
+            total += visible
         return total
 
     def mask(
@@ -163,18 +165,18 @@ class Pattern(ABC):
         """Return the tiles for a model with one head; use `bind` for more heads."""
         return self.bind((0,), 1, 1).tiles(q_runs, k_runs)
 
-    def __and__(self, other: Pattern) -> Pattern:
+    def __and__(self, pattern: Pattern) -> Pattern:
         """Attend where both patterns do."""
-        return Intersection(self, _checked(other, "&"))
+        return Intersection(self, _checked(pattern, "&"))
 
-    def __or__(self, other: Pattern) -> Pattern:
+    def __or__(self, pattern: Pattern) -> Pattern:
         """Attend where at least one of the two patterns does; a pair of both counts once.
 
         Raises:
             RingPatternError: the pairs of both patterns cannot be described by a band of distances and ranges
                 of positions, so they cannot be subtracted from one of the two.
         """
-        either = Union(self, _checked(other, "|"))
+        either = Union(self, _checked(pattern, "|"))
         # Raise here, at the line of the user that has the mistake, not later when a plan is built.
         either.branches(QueryHead())
         return either
@@ -187,21 +189,23 @@ def check_numbers(pattern: object, *names: str) -> None:
         object.__setattr__(pattern, name, whole_number(getattr(pattern, name), what, RingPatternError))
 
 
-def _checked(other: object, operator: str) -> Pattern:
-    if not isinstance(other, Pattern):
-        raise RingPatternError(f"{operator}: expected a pattern on both sides, got {type(other).__name__}")
-    return other
+def _checked(operand: object, operator: str) -> Pattern:
+    if not isinstance(operand, Pattern):
+        raise RingPatternError(f"{operator}: expected a pattern on both sides, got {type(operand).__name__}")
+    return operand
 
 
 def _evaluated_together(each: list[tuple[Branch, ...]], branches: tuple[Branch, ...]) -> tuple[Branch, ...]:
     """Return `branches` with mask functions that are evaluated once for the heads of all of `each`."""
-    found = list(branches)
+    evaluated = list(branches)
     for index, branch in enumerate(branches):
         for number, mask in enumerate(branch.masks):
-            heads = tuple(head for one in each for head in one[index].masks[number].heads)
-            masks = (*found[index].masks[:number], mask.for_heads(heads), *branch.masks[number + 1 :])
-            found[index] = replace(branch, masks=masks)
-    return tuple(found)
+            heads = tuple(
+                head for branches_of_head in each for head in branches_of_head[index].masks[number].heads
+            )
+            masks = (*evaluated[index].masks[:number], mask.for_heads(heads), *branch.masks[number + 1 :])
+            evaluated[index] = replace(branch, masks=masks)
+    return tuple(evaluated)
 
 
 @dataclass(frozen=True)
@@ -260,8 +264,8 @@ class BoundPattern(Pattern):
 
     def labels(self, q: IntArray, k: IntArray) -> tuple[IntArray, IntArray]:
         """Return labels of query and key positions, int64 [heads, branches, n] and [heads, branches, m]."""
-        found = [[branch.labels(q, k) for branch in branches] for branches in self.branches_by_head]
-        return tuple(np.array([[pair[side] for pair in one] for one in found]) for side in (0, 1))  # type: ignore[return-value]
+        by_head = [[branch.labels(q, k) for branch in branches] for branches in self.branches_by_head]
+        return tuple(np.array([[pair[side] for pair in pairs] for pairs in by_head]) for side in (0, 1))  # type: ignore[return-value]
 
 
 @dataclass(frozen=True)
@@ -292,13 +296,13 @@ class Union(Pattern):
     second: Pattern
 
     def branches(self, head: QueryHead) -> tuple[Branch, ...]:
-        found = union(self.first.branches(head), self.second.branches(head))
-        if found is None:
+        branches = union(self.first.branches(head), self.second.branches(head))
+        if branches is None:
             raise RingPatternError(
                 f"{self.first} | {self.second}: expected that bands and ranges of positions describe their"
                 " common pairs, which must count once, got others; write the whole mask as one MaskMod"
             )
-        return found
+        return branches
 
     def __str__(self) -> str:
         return f"({self.first} | {self.second})"

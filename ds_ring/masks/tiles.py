@@ -33,8 +33,8 @@ class ByIdentity:
     def __init__(self, value: object) -> None:
         self.value = value
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, ByIdentity) and other.value is self.value
+    def __eq__(self, operand: object) -> bool:
+        return isinstance(operand, ByIdentity) and operand.value is self.value
 
     def __hash__(self) -> int:
         return id(self.value)

@@ -38,7 +38,7 @@ def loses_derivatives() -> bool:
     return peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
-def run_compared(mesh: RingMesh, name: str, function: Callable[..., T], *given: Any) -> T:
+def run_compared(mesh: RingMesh, name: str, function: Callable[..., T], *arguments: Any) -> T:
     """Return `function(*given)`, a forward call that sends; its header tells whether it gets a gradient.
 
     Raises:
@@ -46,24 +46,24 @@ def run_compared(mesh: RingMesh, name: str, function: Callable[..., T], *given: 
         RingMismatchError: some ranks' operands require a gradient, and others' do not; nothing was sent.
     """
     if torch.compiler.is_compiling():
-        return function(*given)
+        return function(*arguments)
     if loses_derivatives():
         with collective(mesh, name):
             check_derivative(name)
     if mesh.sequence_size == 1:
-        return function(*given)
-    requires = torch.is_grad_enabled() and _requires_grad(given)
+        return function(*arguments)
+    requires = torch.is_grad_enabled() and _requires_grad(arguments)
     said = "one that requires it" if requires else "none that requires it"
     state, before = mesh.state, mesh.state.compared
     state.compared = "operands and a gradient", 1 + requires, said
     try:
-        return function(*given)
+        return function(*arguments)
     finally:
         state.compared = before
 
 
-def _requires_grad(given: Sequence[Any]) -> bool:
-    for x in given:
+def _requires_grad(arguments: Sequence[Any]) -> bool:
+    for x in arguments:
         if isinstance(x, (list, tuple)):
             if _requires_grad(x):
                 return True
@@ -101,7 +101,7 @@ def has_run_again(ctx: Any) -> int:
     return number
 
 
-def run_gradient(mesh: RingMesh, number: int, function: Callable[..., T], *given: Any) -> T:
+def run_gradient(mesh: RingMesh, number: int, function: Callable[..., T], *arguments: Any) -> T:
     """Return `function(*given)`, the gradient of the forward call of that number.
 
     Raises:
@@ -110,7 +110,7 @@ def run_gradient(mesh: RingMesh, number: int, function: Callable[..., T], *given
     state, before = mesh.state, mesh.state.compared
     state.compared = _GRADIENT, number + 1, str(number)  # a mesh's first call has the number 0
     try:
-        return function(*given)
+        return function(*arguments)
     finally:
         state.compared = before
 
@@ -149,13 +149,13 @@ def first_derivative_alone(name: str) -> Callable[[Backward], Backward]:
         @wraps(backward)
         def run(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
             with torch.no_grad():
-                found = backward(ctx, *grads)
+                gradients = backward(ctx, *grads)
             if not torch.is_grad_enabled():
-                return found
-            made = [x for x in found if x is not None]
+                return gradients
+            results = [x for x in gradients if x is not None]
             before = [x for x in (*grads, *ctx.saved_tensors) if x is not None]
-            refusing = iter(_Once.apply(name, len(made), *made, *before))
-            return tuple(None if x is None else next(refusing) for x in found)
+            refusing = iter(_Once.apply(name, len(results), *results, *before))
+            return tuple(None if x is None else next(refusing) for x in gradients)
 
         return run
 

@@ -144,7 +144,9 @@ class FiniteKernel:
 
     def __init__(self, kernel: Kernel, plan: RankPlan) -> None:
         self._kernel, self._plan = kernel, plan
-        calls = (kernel_calls(one, backward) for one in plan.classes for backward in (False, True))
+        calls = (
+            kernel_calls(head_class, backward) for head_class in plan.classes for backward in (False, True)
+        )
         self._hops = {id(step.tiles): step.hop for steps in calls for step in steps}
 
     def __getattr__(self, name: str) -> Any:

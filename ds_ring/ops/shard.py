@@ -93,11 +93,11 @@ def _check(name: str, x: object, layout: object, dim: object, mesh: RingMesh | N
     if isinstance(dim, bool) or not isinstance(dim, int):
         raise RingShapeError.wrong(f"{name}: dim", "the number of a dimension", shown(dim), "pass an int")
     first, end = (0, layout.tokens) if whole else _cut(layout, mesh)
-    found = x.shape[dim] if -x.dim() <= dim < x.dim() else 0
-    if found != end - first:
+    size = x.shape[dim] if -x.dim() <= dim < x.dim() else 0
+    if size != end - first:
         expected = f"{end} tokens (the layout's)" if whole else f"{end - first} slots (the layout's shard)"
         advice = "build the layout for this length" if whole else "pass this rank's shard and its layout"
-        raise RingShapeError.wrong(name, expected, f"{found} in dim {dim} of shape {tuple(x.shape)}", advice)
+        raise RingShapeError.wrong(name, expected, f"{size} in dim {dim} of shape {tuple(x.shape)}", advice)
 
 
 def _cut(layout: Layout, mesh: RingMesh | None) -> tuple[int, int]:
@@ -131,8 +131,8 @@ class _AllGather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        found: Tensor = _ReduceScatter.apply(grads[0], ctx.mesh, has_run_again(ctx))
-        return found, None
+        gradient: Tensor = _ReduceScatter.apply(grads[0], ctx.mesh, has_run_again(ctx))
+        return gradient, None
 
 
 class _ReduceScatter(torch.autograd.Function):
@@ -160,8 +160,8 @@ class _ReduceScatter(torch.autograd.Function):
             comparing_gradient(mesh, ctx.call),
         ):
             call.agree({"shape": tuple(grad.shape), "dtype": grad.dtype})
-            found: Tensor = _AllGather.apply(grad, call)
-        return found, None, None
+            gradient: Tensor = _AllGather.apply(grad, call)
+        return gradient, None, None
 
 
 @never_traced

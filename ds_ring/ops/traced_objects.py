@@ -56,19 +56,19 @@ class Taken:
 
 def taken(value: Any) -> Any:
     """Return the `Taken` of a pattern, a mask function or a score function. Traced by Dynamo."""
-    found = value  # `_take` writes this local
+    handed_over = value  # `_take` writes this local
     comptime(_take)
-    return found
+    return handed_over
 
 
 def _take(context: Any) -> None:
     tx = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
     variable = context.get_local("value")._i_will_not_complain_if_bc_breaks_VariableTracker()
     try:
-        found = Taken(_real(tx, variable))
+        handed_over = Taken(_real(tx, variable))
     except RingError as error:
-        found = Taken(None, error)
-    tx.symbolic_locals["found"] = UserDefinedObjectVariable(found)
+        handed_over = Taken(None, error)
+    tx.symbolic_locals["handed_over"] = UserDefinedObjectVariable(handed_over)
 
 
 def _real(tx: Any, variable: Any) -> Any:
@@ -102,9 +102,9 @@ def _made(tx: Any, variable: Any) -> Any:
             _install(GlobalStateSource(), lambda _: captured.is_same(function))
         return function
     if isinstance(variable, FunctoolsPartialVariable):
-        keywords = {name: _real(tx, one) for name, one in variable.keywords.items()}
+        keywords = {name: _real(tx, argument) for name, argument in variable.keywords.items()}
         return functools.partial(
-            _real(tx, variable.func), *[_real(tx, one) for one in variable.args], **keywords
+            _real(tx, variable.func), *[_real(tx, argument) for argument in variable.args], **keywords
         )
     if isinstance(variable, UserMethodVariable):
         return types.MethodType(variable.fn, _real(tx, variable.obj))
@@ -119,10 +119,10 @@ def _made(tx: Any, variable: Any) -> Any:
 
 def _made_function(tx: Any, variable: Any) -> types.FunctionType:
     def contents(cell: Any) -> Any:
-        found = tx.output.side_effects.load_cell(cell)
-        if found is variable:
+        content = tx.output.side_effects.load_cell(cell)
+        if content is variable:
             raise _refusal(types.FunctionType, "one that calls itself")
-        return _real(tx, found)
+        return _real(tx, content)
 
     cells = (
         tuple(types.CellType(contents(cell)) for cell in variable.closure.items) if variable.closure else ()
@@ -130,10 +130,12 @@ def _made_function(tx: Any, variable: Any) -> types.FunctionType:
     name = variable.fn_name.as_python_constant()
     function = types.FunctionType(variable.get_code(), variable.f_globals, name, closure=cells)
     if variable.defaults is not None:
-        function.__defaults__ = tuple(_real(tx, one) for one in variable.defaults.items)
+        function.__defaults__ = tuple(_real(tx, default) for default in variable.defaults.items)
     if variable.kwdefaults is not None:
-        given = variable.kwdefaults.items
-        function.__kwdefaults__ = {key.vt.as_python_constant(): _real(tx, one) for key, one in given.items()}
+        defaults = variable.kwdefaults.items
+        function.__kwdefaults__ = {
+            key.vt.as_python_constant(): _real(tx, default) for key, default in defaults.items()
+        }
     return function
 
 
@@ -141,7 +143,7 @@ def _check_unwritten(tx: Any, value: object, tensors: list[torch.Tensor]) -> Non
     """Refuse captured tensors that the traced code has written to: these writes come when the graph runs."""
     for node in tx.output.placeholders:
         argument = node.meta.get("grapharg")
-        if argument is None or not any(argument.example is one for one in tensors):
+        if argument is None or not any(argument.example is tensor for tensor in tensors):
             continue
         if node.meta["example_value"]._version > 0:
             raise _refusal(value, "a tensor that is written to inside")

@@ -26,17 +26,17 @@ class FirstParts:
 
     Args:
         slots: number of slots of the accumulator, whose memory is uninitialised.
-        fill: called with the tensors `given`, a first slot and an end; writes the neutral element to these
+        fill: called with `tensors`, a first slot and an end; writes the neutral element to these
             slots: 0, or the result of attention over no key.
 
     Attributes:
         open: the slots that are not written yet, as pairs of a first slot and an end.
     """
 
-    __slots__ = ("fill", "given", "open", "slots")
+    __slots__ = ("fill", "open", "slots", "tensors")
 
-    def __init__(self, slots: int, fill: Callable[..., None], *given: Tensor) -> None:
-        self.open, self.fill, self.given = [(0, slots)] if slots else [], fill, given
+    def __init__(self, slots: int, fill: Callable[..., None], *tensors: Tensor) -> None:
+        self.open, self.fill, self.tensors = [(0, slots)] if slots else [], fill, tensors
         self.slots = slots
 
     def is_first(self, rows: Rows, heads: slice = slice(None)) -> bool:
@@ -61,7 +61,7 @@ class FirstParts:
         if cut == [(start, end)]:
             return True
         for piece in cut:
-            self.fill(*self.given, *piece)
+            self.fill(*self.tensors, *piece)
         return False
 
     def write(self, start: int, end: int) -> None:
@@ -76,7 +76,7 @@ class FirstParts:
     def finish(self) -> None:
         """Fill the slots that were never written."""
         for piece in self.open:
-            self.fill(*self.given, *piece)
+            self.fill(*self.tensors, *piece)
         self.open = []
 
 
@@ -86,9 +86,9 @@ def see_no_key(out: Tensor, lse: Tensor, start: int, end: int) -> None:
     lse[:, :, start:end].fill_(float("-inf"))
 
 
-def zero(*given: Any) -> None:
+def zero(*arguments: Any) -> None:
     """Write zeros to some slots of tensors; the last two arguments are the first slot and the end."""
-    *tensors, start, end = given
+    *tensors, start, end = arguments
     for x in tensors:
         x[:, :, start:end].zero_()
 
@@ -105,11 +105,11 @@ def _cut(slots: int, missing: _Pieces, parts: tuple[Rows, ...]) -> list[tuple[in
     """
     bounds = [(rows.start, rows.start + rows.length) for rows in parts]
     cuts = {0, slots}.union(*bounds, *missing)
-    found = []
+    pieces = []
     for start, end in pairwise(sorted(cuts)):
         there = tuple((i, start - a) for i, (a, b) in enumerate(bounds) if a <= start and end <= b)
-        found.append((start, end, not any(a <= start and end <= b for a, b in missing), there))
-    return found
+        pieces.append((start, end, not any(a <= start and end <= b for a, b in missing), there))
+    return pieces
 
 
 # [Note: parts that wait]
@@ -163,9 +163,9 @@ class Accumulator:
         self._made: tuple[Tensor, ...] | None = None  # the accumulators, with lse
         self._targets: tuple[Tensor, ...] | None = None
         if not waits:
-            made = self._targets = tuple(results()[: len(shapes)])
-            if made[0].dtype == dtype:  # the results are the accumulators
-                self._made = self._first.given = made if lse is None else (*made, lse)
+            targets = self._targets = tuple(results()[: len(shapes)])
+            if targets[0].dtype == dtype:  # the results are the accumulators
+                self._made = self._first.tensors = targets if lse is None else (*targets, lse)
             else:
                 self._accumulate()
 
@@ -174,12 +174,12 @@ class Accumulator:
         if self._made is not None:
             return self._made
         if self._targets is None:
-            made = tuple(self._like.new_empty(shape, dtype=self.dtype) for shape in self._shapes)
+            accumulators = tuple(self._like.new_empty(shape, dtype=self.dtype) for shape in self._shapes)
         else:
-            made = tuple(torch.empty_like(x, dtype=self.dtype) for x in self._targets)
-        self.own_bytes = sum([x.nbytes for x in made])
+            accumulators = tuple(torch.empty_like(x, dtype=self.dtype) for x in self._targets)
+        self.own_bytes = sum([x.nbytes for x in accumulators])
         # These tensors, not self: a reference cycle would keep their memory until garbage collection.
-        self._made = self._first.given = made if self.lse is None else (*made, self.lse)
+        self._made = self._first.tensors = accumulators if self.lse is None else (*accumulators, self.lse)
         return self._made
 
     def make_room(self) -> None:
@@ -189,17 +189,17 @@ class Accumulator:
 
     def add(self, rows: Rows, heads: slice, *parts: Tensor) -> None:
         """Merge (or add) one part of each result, now or later; the caller must not write to parts again."""
-        made = self._made  # read without a call: Python calls are most of a hop's host time
+        accumulators = self._made  # read without a call: Python calls are most of a hop's host time
         if self._waits and heads == ALL_HEADS and rows.step == rows.repeats == 1:
             # The list may be full: of parts of this hop, or of gradients that other ranks returned.
-            if len(self.waiting) == MAX_PARTS - (made is not None):
+            if len(self.waiting) == MAX_PARTS - (accumulators is not None):
                 self._write(self._accumulate())
             self.waiting.append((rows, parts))
             return
-        if made is None:
-            made = self._accumulate()
+        if accumulators is None:
+            accumulators = self._accumulate()
         first = bool(self._first.open) and self._first.is_first(rows, heads)
-        there = rows.views(*made, heads=heads)
+        there = rows.views(*accumulators, heads=heads)
         # views, so that the accumulators are changed in place
         if self.lse is not None:
             (assign_ if first else merge_)(*there, *parts)
@@ -209,25 +209,25 @@ class Accumulator:
 
     def so_far(self) -> tuple[Tensor, ...]:
         """Return the accumulators (and lse) with all parts so far, and neutral elements in other rows."""
-        made = self._accumulate()
+        accumulators = self._accumulate()
         self.merge()
         self._first.finish()
-        return made
+        return accumulators
 
     def finish(self) -> None:
         """Write the results."""
-        made = self._made
+        accumulators = self._made
         if self._targets is None:
             self._targets = tuple(self._results()[: len(self._shapes)])
         targets = self._targets if self.lse is None else (*self._targets, self.lse)
-        if made is None:
-            self._first.given = targets
+        if accumulators is None:
+            self._first.tensors = targets
         if self.waiting:
             self._write(targets)
         else:
             if self._first.open:
                 self._first.finish()
-            for target, x in zip(targets, made or targets, strict=True):
+            for target, x in zip(targets, accumulators or targets, strict=True):
                 if target is not x:
                     target.copy_(x)
         self.own_bytes = 0
@@ -246,24 +246,24 @@ class Accumulator:
 
     def _write(self, targets: tuple[Tensor, ...]) -> None:
         """Merge the waiting parts and the accumulators into `targets`: the accumulators, or the results."""
-        made, waiting, first = self._made, self.waiting, self._first
+        accumulators, waiting, first = self._made, self.waiting, self._first
         still_open = []
         rows = tuple([rows for rows, _ in waiting])
         for start, end, written, of in _cut(first.slots, tuple(first.open), rows):
             count = end - start
             parts = [[x.narrow(2, at, count) for x in waiting[number][1]] for number, at in of]
-            if written and made is not None and (parts or targets is not made):
-                parts.append([x.narrow(2, start, count) for x in made])
+            if written and accumulators is not None and (parts or targets is not accumulators):
+                parts.append([x.narrow(2, start, count) for x in accumulators])
             if not parts:
-                if targets is not made and not written:
+                if targets is not accumulators and not written:
                     first.fill(*targets, start, end)
                 elif not written:
                     still_open.append((start, end))
                 continue
             there = [x.narrow(2, start, count) for x in targets]
             if self.lse is None:
-                for target, *given in zip(there, *parts, strict=True):
-                    add_parts_(target, given)
+                for target, *addends in zip(there, *parts, strict=True):
+                    add_parts_(target, addends)
             else:
                 merge_parts_(there[0], there[1], parts)
         first.open = still_open

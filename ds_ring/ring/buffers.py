@@ -69,8 +69,8 @@ def _move(
         for start, end in step.ranges:
             count = end - start
             at_target, at_source = (offset, start) if gather else (start, offset)
-            part, given = to.narrow(dim, at_target, count), of.narrow(dim, at_source, count)
-            (part.add_ if add else part.copy_)(given)
+            part, source_part = to.narrow(dim, at_target, count), of.narrow(dim, at_source, count)
+            (part.add_ if add else part.copy_)(source_part)
             offset += count
 
 
@@ -85,8 +85,8 @@ def _encode(codec: Codec, rows: Tensor, keys: Pair, step: Send | Accumulate, tab
     offset = 0
     for start, end in step.ranges:
         count = end - start
-        given = first.narrow(2, start, count), second.narrow(2, start, count)
-        codec.encode(*given, rows.narrow(0, offset, count))
+        parts = first.narrow(2, start, count), second.narrow(2, start, count)
+        codec.encode(*parts, rows.narrow(0, offset, count))
         offset += count
 
 
@@ -146,11 +146,11 @@ class RingBuffers:
 
     def pair(self, buffer: int) -> Pair:
         """Return the tensors of a buffer; those of a new buffer are uninitialised."""
-        found = self._pairs.get(buffer)
-        if found is None:
+        pair = self._pairs.get(buffer)
+        if pair is None:
             payload, slots = self.chunk.steps.buffers[buffer]
-            found = self._take(buffer, slots, payload)
-        return found
+            pair = self._take(buffer, slots, payload)
+        return pair
 
     def arrive(self, steps: Iterable[Accumulate | Free]) -> bool:
         """Accumulate and free the messages of the batch before; return whether RESULTS are final."""
@@ -191,7 +191,7 @@ class RingBuffers:
         tokens = TokenRange(step.origin, step.slots, self.chunk.kv_heads)
         dtype, names = self._dtypes[step.payload], step.payload.names
         messages = names.split("/") if step.payload in self._apart else [names]
-        return [Label(step.peer, one, step.count, dtype, tokens) for one in messages]
+        return [Label(step.peer, tensor_index, step.count, dtype, tokens) for tensor_index in messages]
 
     def adopt(self, buffer: int, parts: tuple[Tensor, ...] | None) -> bool:
         """Let a kernel's dK and dV [B, G, slots, ...] be a buffer, to send them without a copy, if they can.
@@ -250,7 +250,7 @@ class RingBuffers:
                 return (pair.memory[0].narrow(0, start, end - start),)
             return [x.narrow(0, start, end - start) for x in pair.memory]
         packed = self.pair(step.packed)
-        if step.payload is Payload.ENCODED and step.kept is Payload.KEYS:
+        if step.payload is Payload.ENCODED and step.buffer_payload is Payload.KEYS:
             _encode(self._codec, packed.memory[0], pair, step, self._pool.tables)
         else:
             _move(packed, pair, step, self._pool.tables)
@@ -263,11 +263,13 @@ class RingBuffers:
             self._add_home(self.home, step)
             return
         # Keys from several ranks may fill one buffer: the first part allocates it.
-        kept, payload = (self.chunk.steps.buffers[one].payload for one in (step.source, step.buffer))
+        source_payload, payload = (
+            self.chunk.steps.buffers[buffer].payload for buffer in (step.source, step.buffer)
+        )
         source, target = self._pairs[step.source], self.pair(step.buffer)
-        if kept is Payload.KEYS and payload is Payload.ENCODED:
+        if source_payload is Payload.KEYS and payload is Payload.ENCODED:
             _encode(self._codec, target.memory[0], source, step, self._pool.tables)
-        elif kept is Payload.ENCODED and payload is Payload.KEYS:
+        elif source_payload is Payload.ENCODED and payload is Payload.KEYS:
             self._codec.decode(source.memory[0], target.k, target.v)
         else:
             _move(target, source, step, self._pool.tables, add=payload is Payload.GRADIENTS)

@@ -228,14 +228,14 @@ class RingPass:
             (grad_here,) = some_heads(heads, grad_out)
             of_lse = None if grad_lse is None else grad_lse[:, heads]
             queries = Queries(grad_here, q_here, out_here, lse_here, of_lse)
-            given = lse.dtype, None, waits
-            of_queries = Accumulator(lambda: some_heads(heads, dq()), grad_here, [q_here.shape], *given)
+            settings = lse.dtype, None, waits
+            of_queries = Accumulator(lambda: some_heads(heads, dq()), grad_here, [q_here.shape], *settings)
             # Gradients of the own keys that other ranks return are added here.
             results = some_heads(kv, dk, dv)
-            home = Accumulator(partial(tuple, results), grad_here, list(map(Tensor.size, results)), *given)
-            kernel, own = self.kernel.of_heads(heads), Pair(k_here, v_here)
+            home = Accumulator(partial(tuple, results), grad_here, list(map(Tensor.size, results)), *settings)
+            kernel, own_pair = self.kernel.of_heads(heads), Pair(k_here, v_here)
             parts_dtype = k.dtype if waits else lse.dtype
-            buffers = RingBuffers(chunk, self.buffers, prepared.kinds[kv.start], own, home, parts_dtype)
+            buffers = RingBuffers(chunk, self.buffers, prepared.kinds[kv.start], own_pair, home, parts_dtype)
             return BackwardChunk(self, kernel, buffers, queries, of_queries, home, waits)
 
         self._run(schedule, prepared, begin)

@@ -121,15 +121,15 @@ def costs_of_ranks(pattern: Pattern, layouts: Sequence[Layout]) -> tuple[np.ndar
     # one set of positions for each rank, as in `join_sets`
     rows = np.stack([tiles.k.position + reader * width, np.ones_like(reader), tiles.k.length], axis=1)
     read = ranges_of_progressions(rows)
-    own = np.stack([runs[:, 0], runs[:, 0] + runs[:, 2]], axis=1) + (ranks * width)[:, None]
-    counts = [count_sets(one, width, count) for one in (read, intersect_slots(read, own))]
+    shard_slots = np.stack([runs[:, 0], runs[:, 0] + runs[:, 2]], axis=1) + (ranks * width)[:, None]
+    counts = [count_sets(slots, width, count) for slots in (read, intersect_slots(read, shard_slots))]
     return work, (counts[0] - counts[1]).reshape(-1, size)
 
 
 def timed(mix: Mix, layouts: Sequence[Layout]) -> list[Candidate]:
     """Return layouts of equal sizes with all of their costs; [Note: modelled time]."""
     costs = [(layers, *costs_of_ranks(pattern, layouts)) for pattern, layers in mix]
-    found, price = [], TOKEN_PAIRS if layouts[0].ring_size > NODE else TOKEN_PAIRS_IN_NODE
+    options, price = [], TOKEN_PAIRS if layouts[0].ring_size > NODE else TOKEN_PAIRS_IN_NODE
     for index, layout in enumerate(layouts):
         works = [layers * work[index] for layers, work, _ in costs]
         sent, total, mean = 0, 0.0, sum(float(work.mean()) for work in works)
@@ -137,8 +137,8 @@ def timed(mix: Mix, layouts: Sequence[Layout]) -> list[Candidate]:
             messages = price * received[index]
             total += layers * float((np.maximum(work[index], messages) + NOT_HIDDEN * messages).max())
             sent += layers * int(received[index].sum())
-        found.append(Candidate(layout, imbalance(works), sent, total / mean if mean else 1.0))
-    return found
+        options.append(Candidate(layout, imbalance(works), sent, total / mean if mean else 1.0))
+    return options
 
 
 def imbalance(works: list[np.ndarray], speeds: Speeds = ()) -> float:
@@ -155,7 +155,7 @@ def rated(mix: Mix, layout: Layout, speeds: Speeds = ()) -> Candidate:
 
 def all_rated(mix: Mix, layouts: Sequence[Layout], speeds: Speeds = ()) -> list[Candidate]:
     """Return layouts of equal sizes with their imbalance."""
-    works = [layers * _works_of_ranks(bound_to_one_head(one), layouts) for one, layers in mix]
+    works = [layers * _works_of_ranks(bound_to_one_head(pattern), layouts) for pattern, layers in mix]
     return [
         Candidate(layout, imbalance([work[index] for work in works], speeds))
         for index, layout in enumerate(layouts)
@@ -191,7 +191,7 @@ def make_auto(
     """
     if not mix or ring_size == 1:
         return ChunkLayout(tokens, ring_size, multiple_of, 1)
-    bound = tuple((bound_to_one_head(one), layers) for one, layers in mix)
+    bound = tuple((bound_to_one_head(pattern), layers) for pattern, layers in mix)
     options = all_rated(bound, [ChunkLayout(tokens, ring_size, multiple_of, n) for n in (1, 2)], speeds)
     for make in [load(row.always) for row in LAYOUTS.values() if row.always]:
         options += make(tokens, ring_size, multiple_of, bound, speeds)
@@ -201,19 +201,23 @@ def make_auto(
         for make in [load(row.for_labels) for row in LAYOUTS.values() if row.for_labels and not speeds]:
             labels += make(tokens, ring_size, multiple_of, bound)
         makers = [load(row.if_uneven) for row in LAYOUTS.values() if row.if_uneven]
-        options += [one for make in makers for one in make(tokens, ring_size, multiple_of, bound, speeds)]
+        options += [
+            layout for make in makers for layout in make(tokens, ring_size, multiple_of, bound, speeds)
+        ]
     least = 1.0
     for row in KERNELS.values() if block > 1 and not speeds else ():
         in_blocks = load(row.rates_layouts)(options, bound, block) if row.rates_layouts else None
         if in_blocks is not None:
             labels, options, least = [], in_blocks, min(o.imbalance for o in in_blocks)
     if labels:
-        even = [one.layout for one in to_compare(options)]
+        even = [option.layout for option in to_compare(options)]
         compared = timed(bound, [*even, *labels])
         # never slower than the even layout that would be taken without the others
-        slowest = min(compared[: len(even)], key=lambda one: one.tokens_sent).time
-        slowest = min(slowest, AS_FAST * min(one.time for one in compared))
-        best = min((one for one in compared if one.time <= slowest), key=lambda one: one.tokens_sent)
+        slowest = min(compared[: len(even)], key=lambda option: option.tokens_sent).time
+        slowest = min(slowest, AS_FAST * min(option.time for option in compared))
+        best = min(
+            (option for option in compared if option.time <= slowest), key=lambda option: option.tokens_sent
+        )
     else:
         best, compared = best_of(bound, options, least)
     others = "; ".join(str(c) for c in compared if c is not best) or "no other was even enough"
@@ -226,4 +230,4 @@ def in_words(mix: Mix) -> str:
     """Return the patterns as text, with their numbers of layers if there are several."""
     if len(mix) == 1:
         return str(mix[0][0])
-    return ", ".join(f"{one} in {layers} layer{'s' * (layers > 1)}" for one, layers in mix)
+    return ", ".join(f"{pattern} in {layers} layer{'s' * (layers > 1)}" for pattern, layers in mix)

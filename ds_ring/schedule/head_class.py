@@ -82,14 +82,14 @@ def find_reads(
     )
     slot = table.k.slot - np.append(0, k_ends)[origin]
     rows = np.stack([slot, table.k.slot_step, table.k.length], axis=1)
-    found = ranges_by_set(rows, reader * len(origin_runs) + origin)
-    return {divmod(pair, len(origin_runs)): slots for pair, slots in found.items()}
+    ranges = ranges_by_set(rows, reader * len(origin_runs) + origin)
+    return {divmod(pair, len(origin_runs)): slots for pair, slots in ranges.items()}
 
 
 def _one_after_another(shards: Sequence[IntArray]) -> tuple[IntArray, IntArray]:
     """Return the runs of several shards as those of one, and the end of each shard in its slots."""
     runs = np.concatenate([np.empty((0, 3), dtype=np.int64), *shards])
-    last = np.cumsum([len(one) for one in shards], dtype=np.int64)  # the number of runs up to each shard
+    last = np.cumsum([len(shard) for shard in shards], dtype=np.int64)  # the number of runs up to each shard
     return runs, np.append(0, np.cumsum(runs[:, 2]))[last]
 
 
@@ -112,8 +112,8 @@ def tiles_of_payload(tiles: Tiles, held: SlotRanges) -> Tiles:
         if key not in cuts:
             cuts[key] = _equal_strides(_located(key[0] + key[1] * np.arange(key[2]), held))
         if len(cuts[key]) > 1:
-            broken[row], one = True, tiles.rows(np.array([row]))
-            pieces += [trimmed(one.take(0, one.q.length, first, count)) for first, count in cuts[key]]
+            broken[row], tile = True, tiles.rows(np.array([row]))
+            pieces += [trimmed(tile.take(0, tile.q.length, first, count)) for first, count in cuts[key]]
     if pieces:
         tiles = Tiles.concat([tiles.rows(~broken), *pieces])
     first = _located(tiles.k.slot, held)
@@ -148,8 +148,8 @@ def _equal_strides(slots: IntArray) -> list[tuple[int, int]]:
     pieces, first = [], 0
     while first < len(slots):
         stride = np.diff(slots[first:])
-        other = np.flatnonzero(stride != stride[:1])  # where the stride changes
-        count = int(other[0]) + 1 if len(other) else len(slots) - first
+        changes = np.flatnonzero(stride != stride[:1])  # where the stride changes
+        count = int(changes[0]) + 1 if len(changes) else len(slots) - first
         pieces.append((first, count))
         first += count
     return pieces
@@ -195,9 +195,9 @@ class ReadsOfShards:
         new = [reader for reader in dict.fromkeys(readers) if reader not in self._origins]
         if not new:
             return
-        found = find_reads(self.pattern, [self.runs[reader] for reader in new], self.runs)
+        reads = find_reads(self.pattern, [self.runs[reader] for reader in new], self.runs)
         origins: dict[int, list[int]] = {reader: [] for reader in new}
-        for (number, origin), slots in found.items():
+        for (number, origin), slots in reads.items():
             reader = new[number]
             if reader != origin:
                 self._slots[origin, reader] = slots
@@ -220,9 +220,9 @@ class ReadsOfShards:
         new = [origin for origin in dict.fromkeys(origins) if origin not in self._readers]
         if not new:
             return
-        found = find_reads(self.pattern, self.runs, [self.runs[origin] for origin in new])
+        reads = find_reads(self.pattern, self.runs, [self.runs[origin] for origin in new])
         readers: dict[int, list[int]] = {origin: [] for origin in new}
-        for (reader, number), slots in found.items():
+        for (reader, number), slots in reads.items():
             origin = new[number]
             if reader != origin:
                 self._slots[origin, reader] = slots
@@ -292,15 +292,18 @@ class HeadClass:
         readers = self.reads.readers(origin)
         hops = direction.hop(origin, np.array(readers, dtype=np.int64), self._size).tolist()
         pairs = sorted(zip(hops, readers, strict=True))
-        found = {hop: self.reads.slots(origin, reader) for hop, reader in pairs if hop <= direction.limit}
-        return {0: shard, **found}
+        held = {hop: self.reads.slots(origin, reader) for hop, reader in pairs if hop <= direction.limit}
+        return {0: shard, **held}
 
     def _hops_in(self, reader: int, direction: Direction) -> list[int]:
         """Return the hops of a direction at which a rank holds tokens, hop 0 always."""
         if not self.prune:
             later = range(1, direction.limit + 1)
             origins = [direction.origin(reader, hop, self._size) for hop in later]
-            return [0, *(hop for hop, one in zip(later, origins, strict=True) if len(self.unpruned(one)))]
+            return [
+                0,
+                *(hop for hop, origin in zip(later, origins, strict=True) if len(self.unpruned(origin))),
+            ]
         read = np.array(self.reads.origins(reader), dtype=np.int64)
         hops = np.sort(direction.hop(read, reader, self._size))
         return [0, *hops[hops <= direction.limit].tolist()]
@@ -360,7 +363,7 @@ class HeadClass:
         for direction in self.directions:
             origin, hop, held, relayed = self.travel(origins, direction)
             node = direction.reader(origin, hop, size) // inner
-            earlier = np.array([direction.before(one) for one in hop.tolist()], dtype=np.int64)
+            earlier = np.array([direction.before(hop_number) for hop_number in hop.tolist()], dtype=np.int64)
             before = direction.reader(origin, earlier, size)
             np.add.at(left, before % inner, np.where(before // inner != node, relayed, 0))
             np.add.at(left, origin % inner, np.where(origin // inner != node, held - relayed, 0))
@@ -413,10 +416,10 @@ class HeadClass:
         held = [self.held(origin, direction, hop) for origin, hop in keys]
         joined = join_sets(held, width)
 
-        def shared(other: Callable[[int], int], needed: Callable[[int], bool]) -> list[SlotRanges]:
+        def shared(neighbour: Callable[[int], int], needed: Callable[[int], bool]) -> list[SlotRanges]:
             """Return the held slots that the reader at another hop also holds, at hops where needed."""
             theirs = [
-                self.held(origin, direction, other(hop)) if needed(hop) else _NONE for origin, hop in keys
+                self.held(origin, direction, neighbour(hop)) if needed(hop) else _NONE for origin, hop in keys
             ]
             return split_sets(self._relayed(direction, joined, theirs), width, len(keys))
 
@@ -449,9 +452,9 @@ class HeadClass:
         tiles = self.pattern.tiles(self.reads.runs[ring_rank], runs)
         hop = np.searchsorted(ends, tiles.k.slot, side="right")
         # At hop 0 keys are used in place: the tiles' key slots are slots of the shard already.
-        own, tiles, hop = tiles.rows(hop == 0), tiles.rows(hop > 0), hop[hop > 0]
+        own_tiles, tiles, hop = tiles.rows(hop == 0), tiles.rows(hop > 0), hop[hop > 0]
         if not len(tiles):
-            return [own, *([tiles] * (len(keys) - 1))]
+            return [own_tiles, *([tiles] * (len(keys) - 1))]
         # Payloads follow one another as the shards do.
         begins, counts = [0, *ends.tolist()], [count_slots(slots) for slots in held]
         every = [slots + begin for slots, begin in zip(held, begins, strict=False)]
@@ -461,4 +464,4 @@ class HeadClass:
         tiles = replace(tiles, k=replace(tiles.k, slot=tiles.k.slot - (ends - counts)[hop]))
         order = np.argsort(hop, kind="stable")
         tiles, bounds = tiles.rows(order), np.searchsorted(hop[order], np.arange(1, len(keys) + 1)).tolist()
-        return [own, *(tiles.rows(slice(*pair)) for pair in itertools.pairwise(bounds))]
+        return [own_tiles, *(tiles.rows(slice(*pair)) for pair in itertools.pairwise(bounds))]

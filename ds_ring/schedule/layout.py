@@ -321,13 +321,15 @@ def _mix_of(pattern: object) -> Mix:
         return ()
     counted = list(pattern.items()) if isinstance(pattern, Mapping) and pattern else [(pattern, 1)]
     mix: list[tuple[Pattern, int]] = []
-    for one, layers in counted:
-        if not isinstance(one, Pattern):
+    for entry, layers in counted:
+        if not isinstance(entry, Pattern):
             raise RingLayoutError(
                 "make_layout: pattern: expected a pattern, patterns with numbers of layers, or None, got"
-                f" {shown(one)}"
+                f" {shown(entry)}"
             )
-        mix.append((one, whole_number(layers, f"make_layout: pattern: layers with {one}", RingLayoutError)))
+        mix.append(
+            (entry, whole_number(layers, f"make_layout: pattern: layers with {entry}", RingLayoutError))
+        )
     return tuple(mix)
 
 
@@ -336,7 +338,7 @@ def _mix_of(pattern: object) -> Mix:
 def _made(
     name: str, tokens: int, ring_size: int, mix: Mix, multiple_of: int, block: int, speeds: tuple[float, ...]
 ) -> Layout:
-    more: dict[str, Any] = {"block": block} if block > 1 else {}  # only "auto" has this parameter
-    more |= {"speeds": speeds} if speeds else {}
-    made: Layout = load(LAYOUTS[name].home)(tokens, ring_size, multiple_of, mix, **more)
-    return made
+    options: dict[str, Any] = {"block": block} if block > 1 else {}  # only "auto" has this parameter
+    options |= {"speeds": speeds} if speeds else {}
+    layout: Layout = load(LAYOUTS[name].home)(tokens, ring_size, multiple_of, mix, **options)
+    return layout

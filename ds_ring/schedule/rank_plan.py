@@ -205,9 +205,9 @@ class DirectionPlan:
     def stages(self) -> tuple[StagePlan | None, ...]:
         """Return the stages, the own shard first; None where nothing is held. Without stages, the hops."""
         by_stage: dict[int, list[HopPlan]] = {}
-        for one in self.hops:
-            if one is not None:
-                by_stage.setdefault(self.direction.stage(one.hop), []).append(one)
+        for hop in self.hops:
+            if hop is not None:
+                by_stage.setdefault(self.direction.stage(hop.hop), []).append(hop)
         return tuple(
             StagePlan.of(by_stage[number]) if number in by_stage else None
             for number in range(max(by_stage) + 1)
@@ -217,7 +217,7 @@ class DirectionPlan:
     def tokens_sent(self) -> int:
         """Return the tokens that leave in a forward pass, per K/V head."""
         held = [hop_plan for hop_plan in self.hops if hop_plan is not None]
-        handed_on = sum(count_slots(part) for one in held for part in (one.forward, one.inter_node))
+        handed_on = sum(count_slots(part) for hop in held for part in (hop.forward, hop.inter_node))
         return handed_on + sum(count_slots(direct_send.slots) for direct_send in self.direct_sends)
 
     @cached_property
@@ -225,7 +225,7 @@ class DirectionPlan:
         """Return the number of batches of the backward pass, with the gradient returns after the last hop."""
         # the gradients of hop s are sent from batch s + 1 on
         received = [back.hop for back in self.gradient_returns]
-        sent = [one.hop for one in self.hops[1:] if one is not None and len(one.ends_here)]
+        sent = [hop.hop for hop in self.hops[1:] if hop is not None and len(hop.ends_here)]
         way = self.direction
         last_return = max((way.stage(hop) + way.batches(hop) for hop in received + sent), default=0)
         last_sum = len(self.stages) if len(self.stages) > 1 else 0
@@ -245,22 +245,22 @@ class HeadClassPlan:
     @property
     def ring_rank(self) -> int:
         """Return the rank that this plan is for."""
-        own = self.directions[0].hops[0]
-        assert own is not None, "hop 0 is the own shard"
-        return own.origin
+        own_hop = self.directions[0].hops[0]
+        assert own_hop is not None, "hop 0 is the own shard"
+        return own_hop.origin
 
     @property
     def hops(self) -> list[HopPlan]:
         """Return every hop at which tokens are computed with, held or sent on, in order."""
         # Hop 0 is the same in both directions and counts once.
-        own = [v for v in self.directions[0].hops[:1] if v is not None]
-        return own + [v for direction in self.directions for v in direction.hops[1:] if v is not None]
+        own_hops = [v for v in self.directions[0].hops[:1] if v is not None]
+        return own_hops + [v for direction in self.directions for v in direction.hops[1:] if v is not None]
 
     def pairs(self, group: int) -> int:
         """Return attended pairs per K/V head, summed over the `group` query heads that share it."""
         # A tile with head_in_group -1 is for all `group` query heads, and counts once for each.
         # Python's integers: the product may exceed int64.
-        each = ((one.tiles.pairs, one.tiles.head_in_group < 0) for one in self.hops)
+        each = ((hop.tiles.pairs, hop.tiles.head_in_group < 0) for hop in self.hops)
         return sum(group * int(pairs[of_all].sum()) + int(pairs[~of_all].sum()) for pairs, of_all in each)
 
     @property
@@ -290,19 +290,19 @@ class RankPlan:
     @property
     def pairs(self) -> int:
         """Return the attended (query, key) pairs of this rank, over all query heads."""
-        return over_heads(self.classes, self.kv_heads, lambda one: one.pairs(self.group))
+        return over_heads(self.classes, self.kv_heads, lambda head_class: head_class.pairs(self.group))
 
     @property
     def tokens_received(self) -> int:
         """Return the token-units (K and V of one token of one head) that arrive in a forward pass."""
-        return over_heads(self.classes, self.kv_heads, lambda one: one.tokens_received)
+        return over_heads(self.classes, self.kv_heads, lambda head_class: head_class.tokens_received)
 
     @property
     def tokens_sent(self) -> int:
         """Return the token-units that leave in a forward pass."""
-        return over_heads(self.classes, self.kv_heads, lambda one: one.tokens_sent)
+        return over_heads(self.classes, self.kv_heads, lambda head_class: head_class.tokens_sent)
 
 
 def over_heads(classes: Iterable[Any], kv_heads: int, amount: Callable[[Any], int]) -> int:
     """Return the sum over all K/V heads; `amount` returns the value of one head of a class."""
-    return sum(amount(one) * len(range(kv_heads)[one.kv_heads]) for one in classes)
+    return sum(amount(head_class) * len(range(kv_heads)[head_class.kv_heads]) for head_class in classes)

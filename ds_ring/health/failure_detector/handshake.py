@@ -48,10 +48,10 @@ def _proof(secret: bytes, role: str, rank: int, rank_nonce: str, monitor_nonce: 
 
 
 def _match(form: re.Pattern[str], line: bytes, expected: str) -> re.Match[str]:
-    found = form.fullmatch(line.decode("ascii", "replace"))
-    if found is None:
+    match = form.fullmatch(line.decode("ascii", "replace"))
+    if match is None:
         raise HandshakeError(f"expected {expected}, got {line[:40]!r}")
-    return found
+    return match
 
 
 class DetectorHandshake:

@@ -143,25 +143,30 @@ class Server:
     # Ask a late rank where it is, and tell it and one other rank, once, that others wait for it.
     def _report_late_ranks(self, now: float) -> None:
         late = self.detector.late_ranks(now)
-        for rank, one in late.items():
+        for rank, late_rank in late.items():
             notice = self.late.get(rank)
             if notice is None:
-                self.late[rank] = LateQuery(now, one.since)
+                self.late[rank] = LateQuery(now, late_rank.since)
                 self.detector.ask_again(rank)
                 self._tell(rank, {"kind": "where"})
             elif notice.reporter is None:
                 at = self.detector.whereabouts(rank)
                 if at is not None or now - notice.queried_at > ASKED_S:
-                    notice.reporter = min((other for other in self.ranks if other != rank), default=rank)
-                    message = {"kind": "late", **one._asdict(), "since": now - one.since, "at": at or ""}
-                    for other in {rank, notice.reporter}:
-                        self._tell(other, message)
+                    notice.reporter = min((peer for peer in self.ranks if peer != rank), default=rank)
+                    message = {
+                        "kind": "late",
+                        **late_rank._asdict(),
+                        "since": now - late_rank.since,
+                        "at": at or "",
+                    }
+                    for receiver in {rank, notice.reporter}:
+                        self._tell(receiver, message)
         for rank in [rank for rank in self.late if rank not in late]:
             notice = self.late.pop(rank)
             if notice.reporter is not None:
                 message = {"kind": "on time", "rank": rank, "since": now - notice.since}
-                for other in {rank, notice.reporter}:
-                    self._tell(other, message)
+                for receiver in {rank, notice.reporter}:
+                    self._tell(receiver, message)
 
     def _accept(self, listener: Any) -> None:
         for _ in range(ACCEPTS):

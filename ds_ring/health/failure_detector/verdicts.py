@@ -87,8 +87,8 @@ class Waits:
             if here in seen:
                 self._ends[here] = End(here, tuple(path[seen[here] :]))
                 break
-        for one in path:
-            self._ends[one] = self._ends[here]
+        for waiting_rank in path:
+            self._ends[waiting_rank] = self._ends[here]
         return self._ends[rank]
 
 
@@ -189,7 +189,8 @@ class FailureDetector:
         self._waits.forgive(seconds)
         self._calls.forgive(seconds)
         self._accusations = {
-            rank: one._replace(due=one.due + seconds) for rank, one in self._accusations.items()
+            rank: accusation._replace(due=accusation.due + seconds)
+            for rank, accusation in self._accusations.items()
         }
 
     def look(self, now: float) -> Fault | None:
@@ -207,7 +208,7 @@ class FailureDetector:
 
     def late_ranks(self, now: float) -> dict[int, LateRank]:
         """Return the ranks for which others have waited for a tenth of the limit and longer."""
-        found: dict[int, LateRank] = {}
+        late_ranks: dict[int, LateRank] = {}
         in_circles: dict[tuple[int, ...], int | None] = {}
         for waiting, wait in self._waits.of.items():
             end = self._waits.end_of(waiting)
@@ -217,10 +218,10 @@ class FailureDetector:
             if late is None or late in self._left:
                 continue
             limit_s, key = self._limit(wait, late)
-            before = found.get(late)
+            before = late_ranks.get(late)
             if now - wait.since >= WARNED_PART * limit_s and (before is None or wait.since < before.since):
-                found[late] = LateRank(late, waiting, wait.what, wait.since, limit_s, key)
-        return found
+                late_ranks[late] = LateRank(late, waiting, wait.what, wait.since, limit_s, key)
+        return late_ranks
 
     def whereabouts(self, rank: int) -> str | None:
         """Return the rank's answer to the query for its place in the program; None without an answer."""
@@ -238,9 +239,9 @@ class FailureDetector:
     def _group(self, rank: int, message: dict[str, Any]) -> frozenset[int]:
         """Return the ranks of a message, and its sender, as one set that all ranks of a group share."""
 
-        def is_range(one: Any) -> bool:
-            is_pair = isinstance(one, list) and [type(rank) for rank in one] == [int, int]
-            return is_pair and 0 <= one[0] <= one[1] < self.world_size
+        def is_range(value: Any) -> bool:
+            is_pair = isinstance(value, list) and [type(rank) for rank in value] == [int, int]
+            return is_pair and 0 <= value[0] <= value[1] < self.world_size
 
         on = message.get("on")
         if not isinstance(on, list) or not all(map(is_range, on)):
@@ -256,7 +257,7 @@ class FailureDetector:
             return False
         stage = RankStage(_text_in(message, "in"), _seconds_in(message, "limit"), _text_in(message, "key"))
         numbers = message.get("calls")
-        if not isinstance(numbers, dict) or any(type(one) is not int for one in numbers.values()):
+        if not isinstance(numbers, dict) or any(type(number) is not int for number in numbers.values()):
             raise ValueError(f"calls: expected whole numbers by process group, got {numbers!r:.40}")
         self._calls.hear(rank, stage, numbers, now)
         return True
@@ -271,13 +272,24 @@ class FailureDetector:
             rank for rank, wait in self._waits.of.items() if not wait.is_own and rank not in derived
         ]:
             self._waits.end(rank)
-        for rank, one in derived.items():
+        for rank, derived_wait in derived.items():
             known = self._waits.of.get(rank)
-            if now - one.since < self.heartbeat_timeout_s / 2 or (known is not None and known.is_own):
+            if now - derived_wait.since < self.heartbeat_timeout_s / 2 or (
+                known is not None and known.is_own
+            ):
                 continue
-            group = one.behind | {rank}
-            if known is None or (known.place, known.since, known.group) != (one.place, one.since, group):
-                self._waits.begin(rank, ReportedWait(group, one.place, one.what, one.since, is_own=False))
+            group = derived_wait.behind | {rank}
+            if known is None or (known.place, known.since, known.group) != (
+                derived_wait.place,
+                derived_wait.since,
+                group,
+            ):
+                self._waits.begin(
+                    rank,
+                    ReportedWait(
+                        group, derived_wait.place, derived_wait.what, derived_wait.since, is_own=False
+                    ),
+                )
         for rank, wait in list(self._waits.of.items()):
             if wait.is_own or self.fault is not None:
                 continue
@@ -360,8 +372,8 @@ class FailureDetector:
         odd = [rank for rank, wait in waits.items() if wait.place != usual]
         first = sorted(end.circle)[:8]  # a message is for people
         where = ", ".join(f"rank {rank} at {waits[rank].what}" for rank in first)
-        more = f" and {len(waits) - len(first)} more" if len(waits) > len(first) else ""
-        self.blame(odd[0] if odd else accused, f"{cause}; ranks wait for each other: {where}{more}")
+        remainder = f" and {len(waits) - len(first)} more" if len(waits) > len(first) else ""
+        self.blame(odd[0] if odd else accused, f"{cause}; ranks wait for each other: {where}{remainder}")
 
 
 def _text_in(message: dict[str, Any], key: str) -> str:

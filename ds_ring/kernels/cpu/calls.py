@@ -69,15 +69,15 @@ class PreparedCall(NamedTuple):
 @lru_cache(maxsize=512)
 def _prepared(tiles: Tiles, sizes: Sizes, group: int) -> tuple[PreparedCall, ...]:
     """Return the calls for a table of tiles, if `group` query heads share a K/V head."""
-    found = []
+    prepared = []
     for tile in calls(tiles, sizes):
         causal = tile.is_causal
         has_bias = tile.inside is not None or (any(tile.edges) and not causal)
         rows = tile.q_rows, tile.k_rows
-        found.append(
+        prepared.append(
             PreparedCall(tile, tile.heads(group), *rows, causal, tile.is_masked, tile.bias, has_bias)
         )
-    return tuple(found)
+    return tuple(prepared)
 
 
 # [Note: small triangles]

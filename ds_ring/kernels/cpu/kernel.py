@@ -97,12 +97,12 @@ def _computable(*tensors: Tensor) -> list[Tensor]:
     In the last dimension the operators read neighbours in memory, even if its stride is not 1 (it is 0 in
     the gradient of a sum).
     """
-    found = []
+    converted = []
     for x in tensors:
         if x.dtype not in (torch.float32, torch.float64):
             x = x.float()
-        found.append(x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous())
-    return found
+        converted.append(x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous())
+    return converted
 
 
 def _widened(*tensors: Tensor) -> list[Tensor]:

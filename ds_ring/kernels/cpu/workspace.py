@@ -31,8 +31,8 @@ def cpu_bytes(tiles: Tiles, shape: HopShape, backward: bool) -> int:
     split = next(size for least, size in ATEN_QUERIES if queries >= least)
     call += most * split // ATEN_QUERIES[0][1]  # a block inside aten
     weights = 3 * FLOAT * BIASED**2 if (tiles.weight >= 0).any() else 0  # two are kept, a third one is made
-    kept = 2 * weights // 3
-    return copies + max(call + kept, weights) + _bias(tiles, backward)
+    saved = 2 * weights // 3
+    return copies + max(call + saved, weights) + _bias(tiles, backward)
 
 
 def _call_sides(tiles: Tiles) -> tuple[int, int]:

@@ -109,7 +109,7 @@ def _side_by_side(full: list[FlashWindow], along_keys: bool) -> list[FlashWindow
     alike: dict[tuple[object, ...], list[FlashWindow]] = defaultdict(list)
     for window in full:
         alike[(*window.look, window.q if along_keys else window.k)].append(window)
-    found = []
+    calls = []
     for group in alike.values():
         group.sort(key=lambda window: (window.k if along_keys else window.q).start)
         last = group[0]
@@ -119,10 +119,10 @@ def _side_by_side(full: list[FlashWindow], along_keys: bool) -> list[FlashWindow
             elif not along_keys and end_of(last.q) == window.q.start:
                 last = last._replace(q=_and(last.q, window.q))
             else:
-                found.append(last)
+                calls.append(last)
                 last = window
-        found.append(last)
-    return found
+        calls.append(last)
+    return calls
 
 
 def _diagonals(
@@ -171,7 +171,7 @@ def branch_form(tiles: Tiles) -> Tiles:
         return tiles
     anew, by_class = _cut_anew(tiles), _by_class(tiles)
     if anew is not None:
-        counted = (int((one.pairs * one.multiplicity).sum()) for one in (anew, by_class))
+        counted = (int((tiles.pairs * tiles.multiplicity).sum()) for tiles in (anew, by_class))
         if len(anew) <= len(by_class) and len(set(counted)) == 1:
             return anew
     return by_class
@@ -221,14 +221,14 @@ def _runs(axis: Axis) -> Axis:
     apart = np.stack([np.diff(slots), np.diff(places)], axis=1)
     # a run ends at the point whose step differs from the one before it
     turns = np.append(np.flatnonzero((apart[1:] != apart[:-1]).any(axis=1)) + 1, len(slots) - 1)
-    found: list[tuple[int, int]] = []
+    runs: list[tuple[int, int]] = []
     first = 0
-    while first < len(slots) and len(found) <= MANY_RUNS:
+    while first < len(slots) and len(runs) <= MANY_RUNS:
         alone = first == len(slots) - 1 or apart[first].min() <= 0
         last = first if alone else int(turns[np.searchsorted(turns, first, side="right")])
-        found.append((first, last))
+        runs.append((first, last))
         first = last + 1
-    starts, ends = np.array(found).T
+    starts, ends = np.array(runs).T
     next_one = np.minimum(starts + 1, len(slots) - 1)
     steps = [np.where(ends > starts, x[next_one] - x[starts], 1) for x in (slots, places)]
     return Axis(slots[starts], steps[0], places[starts], steps[1], ends - starts + 1)
@@ -246,17 +246,17 @@ def _merged(rows: IntArray) -> Axis | None:
     dense = int(rows[several, 1].min())
     base, others = rows[several & (rows[:, 1] == dense)], rows[~(several & (rows[:, 1] == dense))]
     base = base[np.argsort(base[:, 0], kind="stable")]
-    found: list[list[int]] = []  # slot, position, position step, length
+    runs: list[list[int]] = []  # slot, position, position step, length
     for slot, _, position, step, length in base.tolist():
-        ahead = (slot - found[-1][0]) // dense if found else 0  # tokens from the run's first one on
-        touches = bool(found) and slot == found[-1][0] + ahead * dense and ahead <= found[-1][3]
-        if touches and step == found[-1][2] and position == found[-1][1] + ahead * step:
-            found[-1][3] = max(found[-1][3], ahead + length)
-        elif touches and ahead < found[-1][3]:
+        ahead = (slot - runs[-1][0]) // dense if runs else 0  # tokens from the run's first one on
+        touches = bool(runs) and slot == runs[-1][0] + ahead * dense and ahead <= runs[-1][3]
+        if touches and step == runs[-1][2] and position == runs[-1][1] + ahead * step:
+            runs[-1][3] = max(runs[-1][3], ahead + length)
+        elif touches and ahead < runs[-1][3]:
             return None
         else:
-            found.append([slot, position, step, length])
-    slot, position, step, length = np.array(found).T
+            runs.append([slot, position, step, length])
+    slot, position, step, length = np.array(runs).T
     if (slot[1:] <= (slot + (length - 1) * dense)[:-1]).any():
         return None
     run = np.searchsorted(slot, others[:, 0], side="right") - 1
@@ -265,7 +265,7 @@ def _merged(rows: IntArray) -> Axis | None:
     inside = (run >= 0) & (ahead % dense == 0) & (last <= (length[run] - 1) * dense)
     inside &= others[:, 2] == position[run] + ahead // dense * step[run]
     inside &= (others[:, 4] == 1) | (others[:, 3] * dense == others[:, 1] * step[run])
-    if not inside.all() or len(found) > MANY_RUNS:
+    if not inside.all() or len(runs) > MANY_RUNS:
         return None
     return Axis(slot, np.full_like(slot, dense), position, step, length)
 
@@ -342,8 +342,8 @@ class FlashCall:
     @property
     def pairs(self) -> int:
         """Return the number of attended (query, key) pairs, repetitions included."""
-        found = (_pairs(n, m, self.left, self.right) for n, m in self.lengths)
-        return self.q_rows.repeats * sum(found)
+        counts = (_pairs(n, m, self.left, self.right) for n, m in self.lengths)
+        return self.q_rows.repeats * sum(counts)
 
 
 @lru_cache(maxsize=512)
@@ -456,7 +456,7 @@ def _variable(chain: list[FlashWindow]) -> FlashCall:
         q_ends.append(gaps[0] + window.q.length)
         k_ends.append(gaps[1] + window.k.length)
     q, k = (
-        one._replace(length=(end_of(end) - one.start) // one.step)
-        for one, end in ((first.q, last.q), (first.k, last.k))
+        begin._replace(length=(end_of(end) - begin.start) // begin.step)
+        for begin, end in ((first.q, last.q), (first.k, last.k))
     )
     return FlashCall(q, k, *first[2:], tuple(q_ends), tuple(k_ends))

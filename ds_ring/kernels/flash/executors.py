@@ -59,17 +59,17 @@ class Views:
     def __init__(self) -> None:
         self._made: dict[int, dict[Any, Any]] = {}
 
-    def once(self, make: Callable[..., Any], given: tuple[Any, ...], *how: Any) -> Any:
-        """Return `make(*given, *how)`, computed once in a pass; `given` must not change during the pass.
+    def once(self, make: Callable[..., Any], tensors: tuple[Any, ...], *how: Any) -> Any:
+        """Return `make(*tensors, *how)`, computed once in a pass; `tensors` must not change during the pass.
 
-        The result is found by the first entry of `given`, a tensor; the other entries belong to it.
+        The result is found by the first entry of `tensors`, a tensor; the other entries belong to it.
         """
-        # `given` is kept as well, so that no other tensor gets its id.
-        made = self._made.setdefault(id(given[0]), {None: given})
+        # Keep `tensors` as well, so that no other tensor gets its id.
+        results = self._made.setdefault(id(tensors[0]), {None: tensors})
         key = (make, how)
-        if key not in made:
-            made[key] = make(*given, *how)
-        return made[key]
+        if key not in results:
+            results[key] = make(*tensors, *how)
+        return results[key]
 
 
 class Executor(ABC):
@@ -191,12 +191,12 @@ class Cudnn(Executor):
     ) -> tuple[Tensor, Tensor, Tensor]:
         rows, keys = call.q_rows, call.k_rows
         grad_out, q, out, lse = views.once(_laid_out_as_queries, queries, rows, call.bias)
-        found = self._operators.cudnn_backward(
+        gradients = self._operators.cudnn_backward(
             grad_out, q, _heads_first(k, keys), _heads_first(v, keys), out,
             lse.unsqueeze(-1), lse, lse, None, None, None,
             rows.length, keys.length, 0.0, call.is_causal, scale=scale,
         )  # fmt: skip
-        dq, dk, dv = found
+        dq, dk, dv = gradients
         if call.is_plain:
             return dq, dk, dv
         sides = ((dq, rows), (dk, keys), (dv, keys))
@@ -234,12 +234,12 @@ def _rows_of(
 def _laid_out_as_queries(
     grad_out: Tensor, q: Tensor, out: Tensor, lse: Tensor, rows: Rows, bias: float
 ) -> OfQueries:
-    found = _rows_of(grad_out, q, out, lse, _heads_first, rows, bias, False)
-    strides = torch.empty_like(found.q, device="meta").stride()
-    order = sorted(range(found.q.dim()), key=lambda dim: -strides[dim])
+    laid_out = _rows_of(grad_out, q, out, lse, _heads_first, rows, bias, False)
+    strides = torch.empty_like(laid_out.q, device="meta").stride()
+    order = sorted(range(laid_out.q.dim()), key=lambda dim: -strides[dim])
     back = [order.index(dim) for dim in range(len(order))]
-    grad_out, out = (x.permute(order).contiguous().permute(back) for x in (found.grad_out, found.out))
-    return found._replace(grad_out=grad_out, out=out)
+    grad_out, out = (x.permute(order).contiguous().permute(back) for x in (laid_out.grad_out, laid_out.out))
+    return laid_out._replace(grad_out=grad_out, out=out)
 
 
 def _tokens_first(x: Tensor, rows: Rows) -> Tensor:
@@ -330,11 +330,11 @@ class OnCpu(Executor):
         )
         for strip in _strips(call):
             i, j = strip.queries, strip.keys
-            found = self._operators.cpu_backward(
+            gradients = self._operators.cpu_backward(
                 grad[:, :, i], q_all[:, :, i], k_all[:, :, j], v_all[:, :, j], whole[:, :, i], sums[:, :, i],
                 0.0, strip.is_causal, attn_mask=strip.bias(q_all), scale=scale,
             )  # fmt: skip
-            for total, part, where in zip((dq, dk, dv), found, (i, j, j), strict=True):
+            for total, part, where in zip((dq, dk, dv), gradients, (i, j, j), strict=True):
                 total[:, :, where] += part
         return _unbatch(rows, dq), _unbatch(keys, dk), _unbatch(keys, dv)
 

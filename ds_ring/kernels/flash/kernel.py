@@ -104,11 +104,11 @@ class FlashKernel:
         scale: float, grad_lse: Tensor | None = None,
     ) -> Iterator[PartialGrads]:  # fmt: skip
         width, of_values = q.shape[-1], v.shape[-1]
-        more = 0 if grad_lse is None else 1
+        extra_dims = 0 if grad_lse is None else 1
         views = self.views or Views()
-        executors = views.once(self._executors, (q,), of_values + more)
-        wide, wide_v = _padded(executors, width, of_values + more, bool(more))
-        if more:
+        executors = views.once(self._executors, (q,), of_values + extra_dims)
+        wide, wide_v = _padded(executors, width, of_values + extra_dims, bool(extra_dims))
+        if extra_dims:
             v = pad(v, (0, 1), value=1.0)
         k, v = _usable(k, wide), _usable(v, wide_v)
         group = q.shape[1] // k.shape[1]
@@ -128,9 +128,9 @@ class FlashKernel:
 
     def of_heads(self, heads: slice) -> FlashKernel:
         """Return a kernel for one pass of these heads, which keeps what all hops of it read."""
-        found = FlashKernel(self._implementation, self._sm_margin)
-        found.executors, found.views, found._kinds = self.executors, Views(), self._kinds
-        return found
+        kernel = FlashKernel(self._implementation, self._sm_margin)
+        kernel.executors, kernel.views, kernel._kinds = self.executors, Views(), self._kinds
+        return kernel
 
     def compiles(self, operands: Operands, part: HeadsOfPass, scale: float) -> bool:
         """Return whether a pass on CUDA has calls of a new kind: FlashAttention 4 compiles for each.
@@ -140,9 +140,9 @@ class FlashKernel:
         q, _, v, grad_out, has_grad_lse = operands
         if not q.is_cuda:
             return False
-        asked = (q.device, q.dtype, q.shape[-1], v.shape[-1] + has_grad_lse, grad_out is None)
+        needs = (q.device, q.dtype, q.shape[-1], v.shape[-1] + has_grad_lse, grad_out is None)
         calls = (call for tiles in part.hops if len(tiles) for call in _calls(tiles))
-        kinds = {(*asked, part.query_heads // part.kv_heads, *call.kind) for call in calls}
+        kinds = {(*needs, part.query_heads // part.kv_heads, *call.kind) for call in calls}
         new = kinds - self._kinds
         self._kinds |= new
         return bool(new)
@@ -159,14 +159,14 @@ class FlashKernel:
         if not q.is_cuda or is_fake(q):  # only shapes: those of torch's operators
             return _of_torch("cuDNN" if name == "cuDNN" else "FA2")
         equal_bits = torch.are_deterministic_algorithms_enabled()
-        found = _chosen(name, self._sm_margin, q.device, q.dtype, q.shape[-1], value_dim, equal_bits)
+        executors = _chosen(name, self._sm_margin, q.device, q.dtype, q.shape[-1], value_dim, equal_bits)
         active = current_flash_attention_impl()
-        if active is not None and any(one.calls_aten for one in found):
+        if active is not None and any(executor.calls_aten for executor in executors):
             raise RingConfigError(
                 f'kernel "flash" with {name or "FA2"}: expected torch\'s own operators, got {active}, which'
                 " replaces them in this process; do not activate it: ds_ring calls its package"
             )
-        return found
+        return executors
 
 
 _ON_CPU = (OnCpu(),)
@@ -195,30 +195,30 @@ def _chosen(
         RingConfigError: the implementation with this name is not installed, does not pass, or is not
             deterministic.
     """
-    asked = (sm_margin, device, dtype, head_dim, value_dim)
+    needs = (sm_margin, device, dtype, head_dim, value_dim)
     if name is not None and equal_bits and not IMPLEMENTATIONS[name].deterministic:
         expected = "one that is deterministic, as torch.use_deterministic_algorithms is on"
         advice = 'set "FA2", or leave "implementation" out'
         raise RingConfigError.wrong('kernel "flash": implementation', expected, shown(name), advice)
     if name is None:
-        for one in _defaults(device):
-            if equal_bits and not IMPLEMENTATIONS[one].deterministic:
+        for default in _defaults(device):
+            if equal_bits and not IMPLEMENTATIONS[default].deterministic:
                 continue
             try:
-                found = _tried(one, *asked)
+                executor = _tried(default, *needs)
             except ModuleNotFoundError as error:
-                _log.info('ds_ring: kernel "flash": %s is not installed (%s)', one, error)
+                _log.info('ds_ring: kernel "flash": %s is not installed (%s)', default, error)
             except Exception as error:  # a package may raise anything: the next one is tried
                 failed = 'ds_ring: kernel "flash": %s is not used for head dimensions (%d, %d): %s: %s'
-                _log.warning(failed, one, head_dim, value_dim, type(error).__name__, error)
+                _log.warning(failed, default, head_dim, value_dim, type(error).__name__, error)
             else:
                 _log.info(
-                    'ds_ring: kernel "flash" is %s for head dimensions (%d, %d)', one, head_dim, value_dim
+                    'ds_ring: kernel "flash" is %s for head dimensions (%d, %d)', default, head_dim, value_dim
                 )
-                return found
+                return executor
         name = "FA2"
     try:
-        return _tried(name, *asked)
+        return _tried(name, *needs)
     except RingShapeError:
         raise
     except Exception as error:
@@ -253,19 +253,19 @@ def _calls(tiles: Tiles) -> tuple[FlashCall, ...]:
     return flash_calls(tiles)
 
 
-def refused(asked: KernelNeeds) -> RingError | None:
+def refused(needs: KernelNeeds) -> RingError | None:
     """Return the error for what this kernel cannot do; None where it can."""
-    if asked.pattern.masks:
+    if needs.pattern.masks:
         return RingConfigError(_MASKED)
-    if asked.device_type == "cpu":
+    if needs.device_type == "cpu":
         return None
-    if asked.dtype not in (torch.bfloat16, torch.float16):
+    if needs.dtype not in (torch.bfloat16, torch.float16):
         return RingShapeError(
-            f'kernel "flash": expected bfloat16 or float16 on {asked.device_type}, got {asked.dtype}; cast,'
+            f'kernel "flash": expected bfloat16 or float16 on {needs.device_type}, got {needs.dtype}; cast,'
             ' or set "kernel": "flex"'
         )
-    if asked.head_dim > WIDEST:
-        return _too_wide(str(asked.head_dim))
+    if needs.head_dim > WIDEST:
+        return _too_wide(str(needs.head_dim))
     return None
 
 
@@ -284,11 +284,11 @@ def _padded(
     Raises:
         RingShapeError: there is no operator for them.
     """
-    found = [executor.padded(head_dim, value_dim) for executor in executors]
-    if None in found:
+    widths = [executor.padded(head_dim, value_dim) for executor in executors]
+    if None in widths:
         widest = str(max(head_dim, value_dim))
         raise _too_wide(f"{widest} with the gradient of the log-sum-exp" if of_lse else widest)
-    return max(one for one in found if one is not None)
+    return max(width for width in widths if width is not None)
 
 
 def _usable(x: Tensor, width: int) -> Tensor:

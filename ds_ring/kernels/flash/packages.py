@@ -83,10 +83,10 @@ def _with_atens_arguments(
 
     def named(lengths: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
         names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-        found = {"softmax_scale": options["scale"], **dict(zip(names, lengths, strict=True))}
+        arguments = {"softmax_scale": options["scale"], **dict(zip(names, lengths, strict=True))}
         for side in ("window_size_left", "window_size_right"):
-            found[side] = open_side if options[side] < 0 else options[side]
-        return found
+            arguments[side] = open_side if options[side] < 0 else options[side]
+        return arguments
 
     def flash_forward(
         q: Tensor, k: Tensor, v: Tensor, ends_q: Tensor | None, ends_k: Tensor | None, max_q: int, max_k: int,
@@ -152,12 +152,12 @@ def check(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: in
         tiles = pattern.tiles(*runs)
         sizes = ((2, queries, head_dim), (1, keys, head_dim), (1, keys, value_dim), (2, queries, value_dim))
         options: dict[str, Any] = {"generator": draw, "dtype": torch.float32, "device": "cpu"}
-        given = [torch.randn(1, *size, **options).to(dtype) for size in sizes]
-        q, k, v, grad_out = (x.double() for x in given)
+        operands = [torch.randn(1, *size, **options).to(dtype) for size in sizes]
+        q, k, v, grad_out = (x.double() for x in operands)
         (part,) = ReferenceKernel().forward(q, k, v, tiles, scale)
         out, lse = part.out_BHSD, part.lse_BHS
         wanted = [out, lse, *_sums(ReferenceKernel(), grad_out, q, k, v, out, lse, tiles, scale)]
-        q, k, v, grad_out = (x.to(device) for x in given)
+        q, k, v, grad_out = (x.to(device) for x in operands)
         (part,) = kernel.forward(q, k, v, tiles, scale)
         out, lse = part.out_BHSD, part.lse_BHS
         got = [out, lse, *_sums(kernel, grad_out, q, k, v, out, lse, tiles, scale)]
@@ -169,7 +169,7 @@ def check(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: in
 
 def _sums(kernel: Kernel, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> list[Tensor]:
     """Return dq, dk and dv of a backward pass."""
-    found = [torch.zeros_like(x) for x in (q, k, v)]
+    gradients = [torch.zeros_like(x) for x in (q, k, v)]
     for grads in kernel.backward(grad_out, q, k, v, *rest):
-        grads.add_to(*found)
-    return found
+        grads.add_to(*gradients)
+    return gradients

@@ -76,8 +76,8 @@ def cut_at_blocks(axis: Axis, block: int) -> tuple[IntArray, IntArray, IntArray,
 
 def _union(row: IntArray, first: IntArray, end: IntArray) -> BlockIntervals:
     """Join intervals of a row that overlap or touch; empty ones are dropped."""
-    kept = first < end
-    row, first, end = row[kept], first[kept], end[kept]
+    is_filled = first < end
+    row, first, end = row[is_filled], first[is_filled], end[is_filled]
     order = np.lexsort([first, row])
     row, first = row[order], first[order]
     # The greatest end so far in the same row: `_FAR` separates the intervals of different rows.

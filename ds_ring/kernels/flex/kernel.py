@@ -78,8 +78,8 @@ class ScoreTensors(NamedTuple):
 
 def _at(table: Tensor, *indices: Tensor) -> Tensor:
     """Return one element, as an operator: a joint graph is derived by a call; `table[i, j]` would read."""
-    found: Tensor = torch.ops.aten.index.Tensor(table, indices)
-    return found
+    values: Tensor = torch.ops.aten.index.Tensor(table, indices)
+    return values
 
 
 def _count(mask: HopTensors) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
@@ -92,9 +92,9 @@ def _count(mask: HopTensors) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tenso
         for number, (q_label, k_label) in enumerate(pairs):
             # One row of labels for all query heads of a K/V head, or one for each.
             head_in_group = head % heads
-            own = _at(q_label, head_in_group, query)
+            query_label = _at(q_label, head_in_group, query)
             # A token without a label (-1) sees nothing, not even another one without.
-            same = (own == _at(k_label, head_in_group, key)) & (own >= 0)
+            same = (query_label == _at(k_label, head_in_group, key)) & (query_label >= 0)
             # A band that all branches share is left to the mask_mod: once a pair, not once a branch.
             if len(mask.bands) > 1:
                 same = same & _in_band(mask, mask.bands[number], batch, head, query, key)
@@ -143,11 +143,11 @@ def score_mod_of(mask: HopTensors, scores: ScoreTensors | None) -> Callable[...,
     """Return a score_mod that changes scores as the caller's, and adds log m where it can be other than 0."""
     count = _count(mask)
     if scores is not None:
-        own, _, heads = scores
+        scores_for_heads, _, heads = scores
 
         def changed(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             q_position, k_position = _at(mask.q.position, query).long(), _at(mask.k.position, key).long()
-            score = own(score, batch, _at(heads, head), q_position, k_position, score)
+            score = scores_for_heads(score, batch, _at(heads, head), q_position, k_position, score)
             return weighted(score, batch, head, query, key) if mask.counts_twice else score
 
     def weighted(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -291,8 +291,8 @@ def compiled_call(backend: str | None, constants: Constants, block: int) -> Call
         else:
             # Dynamo keeps its history of a function's inputs by file, line and name.
             code = call.__code__.replace(co_name=f"{call.__name__}_{next(_numbers)}")
-            own = FunctionType(code, call.__globals__, code.co_name, call.__defaults__)
-            call = torch.compile(own, backend=backend, fullgraph=True)
+            renamed = FunctionType(code, call.__globals__, code.co_name, call.__defaults__)
+            call = torch.compile(renamed, backend=backend, fullgraph=True)
         _compiled_calls[key] = call
     return _compiled_calls[key]
 
@@ -383,9 +383,9 @@ class FlexKernel:
     def of_heads(self, heads: slice) -> FlexKernel:
         if self._scores is None:
             return self
-        found = copy(self)
-        found._scores = self._scores.of(heads)
-        return found
+        kernel = copy(self)
+        kernel._scores = self._scores.of(heads)
+        return kernel
 
     def compiles(self, operands: Operands, part: HeadsOfPass, scale: float) -> bool:
         """Return whether a pass is going to compile something, as far as is known before its tables."""

@@ -88,7 +88,7 @@ class _Biased(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.first = first
         results = run_forward(context, q, k, v, None, [Profiles(profiles, first)])
-        save(ctx, context, (q, k, v, context, None), results, eager=True, more=(profiles,))
+        save(ctx, context, (q, k, v, context, None), results, eager=True, further=(profiles,))
         return results
 
     @staticmethod
