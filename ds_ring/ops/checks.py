@@ -120,14 +120,14 @@ def check_derivative(name: str = "ring attention") -> None:
     Raises:
         RingConfigError: names the one that is active.
     """
-    usual = "backward() or torch.autograd.grad"
+    supported = "backward() or torch.autograd.grad"
     active = {level.key() for level in retrieve_all_functorch_interpreters()}
     if forward_ad._current_level >= 0 or TransformType.Jvp in active:
         got = "forward mode (torch.func.jvp, jacfwd, hessian or torch.autograd.forward_ad)"
-        raise RingConfigError.wrong(name, "reverse-mode differentiation", got, f"use {usual}")
+        raise RingConfigError.wrong(name, "reverse-mode differentiation", got, f"use {supported}")
     if TransformType.Grad in active:
         got = "a torch.func transform (grad, vjp, jacrev)"
-        raise RingConfigError.wrong(name, usual, got, "use those, or torch.func.vmap alone")
+        raise RingConfigError.wrong(name, supported, got, "use those, or torch.func.vmap alone")
 
 
 def check_not_transformed(name: str) -> None:

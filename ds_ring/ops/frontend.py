@@ -95,15 +95,15 @@ def check_eager(
     context: RingContext, return_lse: object, names: tuple[str, ...], *operands: Tensor | None
 ) -> None:
     """Do the checks of a compiled call, on all ranks; ordinary dense tensors pass at once."""
-    usual = return_lse is True or return_lse is False
+    is_plain_call = return_lse is True or return_lse is False
     for name, x in zip(names, operands, strict=True):
         if x is None:
-            usual = usual and name == "sinks"
+            is_plain_call = is_plain_call and name == "sinks"
         else:
-            usual = usual and type(x) is Tensor and x.layout is strided
-            usual = usual and not (x.is_meta or x.is_nested or x.is_quantized)
+            is_plain_call = is_plain_call and type(x) is Tensor and x.layout is strided
+            is_plain_call = is_plain_call and not (x.is_meta or x.is_nested or x.is_quantized)
     # functorch would raise before the operator's body
-    if not usual or loses_derivatives() or context.options.score_mod is not None:
+    if not is_plain_call or loses_derivatives() or context.options.score_mod is not None:
         with collective(context.mesh, "attention"):
             check_operands(return_lse, names, *operands)
             check_derivatives(context)

@@ -80,7 +80,7 @@ class FirstParts:
         self.open = []
 
 
-def see_no_key(out: Tensor, lse: Tensor, start: int, end: int) -> None:
+def fill_empty_rows(out: Tensor, lse: Tensor, start: int, end: int) -> None:
     """Write the result of attention over no key to some slots."""
     out[:, :, start:end].zero_()
     lse[:, :, start:end].fill_(float("-inf"))
@@ -107,8 +107,8 @@ def _cut(slots: int, missing: _Pieces, parts: tuple[Rows, ...]) -> list[tuple[in
     cuts = {0, slots}.union(*bounds, *missing)
     pieces = []
     for start, end in pairwise(sorted(cuts)):
-        there = tuple((i, start - a) for i, (a, b) in enumerate(bounds) if a <= start and end <= b)
-        pieces.append((start, end, not any(a <= start and end <= b for a, b in missing), there))
+        covering = tuple((i, start - a) for i, (a, b) in enumerate(bounds) if a <= start and end <= b)
+        pieces.append((start, end, not any(a <= start and end <= b for a, b in missing), covering))
     return pieces
 
 
@@ -117,12 +117,12 @@ def _cut(slots: int, missing: _Pieces, parts: tuple[Rows, ...]) -> list[tuple[in
 # written), and a causal zigzag pass of 8 ranks has 8 parts. The kernels "flash" and "flex" return few parts,
 # in new tensors (`Kernel.few_parts`). So a part waits in a list (`Accumulator.waiting`) until one Triton
 # kernel (`cuda/merge.py`) merges several parts, and reads and writes the accumulator once for all of them.
-# The last merge writes the rounded result, so a pass of at most `ALONE` parts needs no accumulator. Parts
-# that wait take memory. So out and dQ are allocated only when the first chunk is done, and the two limits
+# The last merge writes the rounded result, so a pass of at most `MAX_WAITING` parts needs no accumulator.
+# Parts that wait take memory. So out and dQ are allocated only when the first chunk is done, and two limits
 # below keep the list short. Parts in the accumulators' dtype do not wait: each takes as much memory as an
 # accumulator.
-# this many waiting parts are merged before the next hop: ALONE without an accumulator, BESIDE with one
-ALONE, BESIDE = 4, 2
+# So many waiting parts are merged before the next hop, without an accumulator and with one.
+MAX_WAITING, MAX_WAITING_WITH_SUM = 4, 2
 
 
 def parts_wait(kernel: Kernel, dtype: torch.dtype, accumulator: torch.dtype) -> bool:
@@ -159,7 +159,7 @@ class Accumulator:
         self._results, self._like, self._shapes, self.dtype = results, like, shapes, dtype
         self._waits, self.own_bytes = waits, 0
         self.waiting: list[tuple[Rows, tuple[Tensor, ...]]] = []
-        self._first = FirstParts(shapes[0][2], zero if lse is None else see_no_key)
+        self._first = FirstParts(shapes[0][2], zero if lse is None else fill_empty_rows)
         self._made: tuple[Tensor, ...] | None = None  # the accumulators, with lse
         self._targets: tuple[Tensor, ...] | None = None
         if not waits:
@@ -183,8 +183,8 @@ class Accumulator:
         return self._made
 
     def make_room(self) -> None:
-        """Merge the parts that wait if there are `ALONE` of them, or `BESIDE` with an accumulator."""
-        if len(self.waiting) >= (ALONE if self._made is None else BESIDE):
+        """Merge the parts that wait if there are as many as may wait until the next hop."""
+        if len(self.waiting) >= (MAX_WAITING if self._made is None else MAX_WAITING_WITH_SUM):
             self._write(self._accumulate())
 
     def add(self, rows: Rows, heads: slice, *parts: Tensor) -> None:
@@ -199,12 +199,12 @@ class Accumulator:
         if accumulators is None:
             accumulators = self._accumulate()
         first = bool(self._first.open) and self._first.is_first(rows, heads)
-        there = rows.views(*accumulators, heads=heads)
-        # views, so that the accumulators are changed in place
+        views = rows.views(*accumulators, heads=heads)
+        # Views, so that the accumulators are changed in place
         if self.lse is not None:
-            (assign_ if first else merge_)(*there, *parts)
+            (assign_ if first else merge_)(*views, *parts)
             return
-        for to, part in zip(there, parts, strict=True):
+        for to, part in zip(views, parts, strict=True):
             (to.copy_ if first else to.add_)(part)
 
     def so_far(self) -> tuple[Tensor, ...]:
@@ -249,9 +249,9 @@ class Accumulator:
         accumulators, waiting, first = self._made, self.waiting, self._first
         still_open = []
         rows = tuple([rows for rows, _ in waiting])
-        for start, end, written, of in _cut(first.slots, tuple(first.open), rows):
+        for start, end, written, covering in _cut(first.slots, tuple(first.open), rows):
             count = end - start
-            parts = [[x.narrow(2, at, count) for x in waiting[number][1]] for number, at in of]
+            parts = [[x.narrow(2, at, count) for x in waiting[number][1]] for number, at in covering]
             if written and accumulators is not None and (parts or targets is not accumulators):
                 parts.append([x.narrow(2, start, count) for x in accumulators])
             if not parts:
@@ -260,11 +260,11 @@ class Accumulator:
                 elif not written:
                     still_open.append((start, end))
                 continue
-            there = [x.narrow(2, start, count) for x in targets]
+            pieces = [x.narrow(2, start, count) for x in targets]
             if self.lse is None:
-                for target, *addends in zip(there, *parts, strict=True):
+                for target, *addends in zip(pieces, *parts, strict=True):
                     add_parts_(target, addends)
             else:
-                merge_parts_(there[0], there[1], parts)
+                merge_parts_(pieces[0], pieces[1], parts)
         first.open = still_open
         waiting.clear()

@@ -125,20 +125,22 @@ class RingBuffers:
         kinds: sizes and dtypes of the buffers. They are the same in each pass of a shape; missing ones are
             added here.
         shard: K and V of the own tokens.
-        home: sums of their gradients; None in a forward pass.
+        own_kv_grads: sums of their gradients; None in a forward pass.
         parts_dtype: of gradients as the kernel returns them (`Payload.PARTS`).
     """
 
     def __init__(
         self, chunk: HeadChunk, pool: Buffers, kinds: BufferKinds, shard: Pair,
-        home: Accumulator | None = None, parts_dtype: torch.dtype | None = None,
+        own_kv_grads: Accumulator | None = None, parts_dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
-        self.chunk, self.home = chunk, home
+        self.chunk, self.own_kv_grads = chunk, own_kv_grads
         self._pool, self._kinds = pool, kinds
         # SHARD and RESULTS are the caller's tensors, which no step frees. All other buffers come from the
         # pool, including the copies made for sends.
         self._pairs = {SHARD: shard}
-        self._dtypes = payload_dtypes(shard.k.dtype, None if home is None else home.dtype, parts_dtype)
+        self._dtypes = payload_dtypes(
+            shard.k.dtype, None if own_kv_grads is None else own_kv_grads.dtype, parts_dtype
+        )
         apart = pool.adopts and shard.k.shape[1] == 1 and keys_apart(shard)
         self._apart = {Payload.PARTS, Payload.KEYS} if apart else {Payload.PARTS}
         self._blocks: dict[int, Block] = {}
@@ -159,8 +161,10 @@ class RingBuffers:
             if isinstance(step, Accumulate):
                 if step.buffer == RESULTS:
                     returned = True
-                elif returned and self.home is not None:  # this step may take the memory of what waits
-                    self.home.merge()
+                elif (
+                    returned and self.own_kv_grads is not None
+                ):  # this step may take the memory of what waits
+                    self.own_kv_grads.merge()
                 self._accumulate(step)
             elif step.buffer == RESULTS:  # the caller's memory, not the pool's
                 final = True
@@ -169,12 +173,12 @@ class RingBuffers:
                 block = self._blocks.pop(step.buffer, None)
                 if block is not None:
                     self._pool.give(block)
-        # Returned parts wait in `home` at most until here. Their memory was given back above, but no buffer
-        # uses it before this (or before `finish`, if the results are final): a batch takes buffers when it
-        # posts.
+        # Returned parts wait in `own_kv_grads` at most until here. Their memory was given back above, but no
+        # buffer uses it before this (or before `finish`, if the results are final): a batch takes buffers
+        # when it posts.
         if returned and not final:
-            assert self.home is not None, "gradients in a forward pass"
-            self.home.merge()
+            assert self.own_kv_grads is not None, "gradients in a forward pass"
+            self.own_kv_grads.merge()
         return final
 
     def post(self, steps: Iterable[Send | Recv], sent: list[Tensor], received: list[Tensor]) -> None:
@@ -259,8 +263,8 @@ class RingBuffers:
     def _accumulate(self, step: Accumulate) -> None:
         """Add gradients to a buffer, or write keys into a buffer that their first part allocates."""
         if step.buffer == RESULTS:
-            assert self.home is not None, "gradients in a forward pass"
-            self._add_home(self.home, step)
+            assert self.own_kv_grads is not None, "gradients in a forward pass"
+            self._add_returned(self.own_kv_grads, step)
             return
         # Keys from several ranks may fill one buffer: the first part allocates it.
         source_payload, payload = (
@@ -274,15 +278,15 @@ class RingBuffers:
         else:
             _move(target, source, step, self._pool.tables, add=payload is Payload.GRADIENTS)
 
-    def _add_home(self, home: Accumulator, step: Accumulate) -> None:
+    def _add_returned(self, own_kv_grads: Accumulator, step: Accumulate) -> None:
         """Add what returned to the gradients of the own shard."""
         (first, second, _), offset = self._pairs[step.source], 0
         if len(step.ranges) > FEW_RANGES:
-            dk, dv = home.so_far()
+            dk, dv = own_kv_grads.so_far()
             _move(Pair(dk, dv), self._pairs[step.source], step, self._pool.tables, add=True)
             return
         for start, end in step.ranges:
             count = end - start
             parts = first.narrow(2, offset, count), second.narrow(2, offset, count)
-            home.add(Rows(start, 1, count), ALL_HEADS, *parts)
+            own_kv_grads.add(Rows(start, 1, count), ALL_HEADS, *parts)
             offset += count

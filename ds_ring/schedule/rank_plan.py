@@ -102,7 +102,7 @@ class Direction(NamedTuple):
         return self.ranks_per_node if 0 < self.ranks_per_node <= hop else 1
 
 
-ALONE = Direction(1, 0)  # the direction of a ring of one rank
+ONE_RANK = Direction(1, 0)  # the direction of a ring of one rank
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ class DirectionPlan:
     hops: tuple[HopPlan | None, ...]  # by hop, None where nothing is held; hop 0 is the own shard
     direct_sends: tuple[DirectSend, ...]  # by ascending hop, from hop 2 on (in stages from hop 1 on)
     gradient_returns: tuple[GradientReturn, ...]  # by ascending hop
-    direction: Direction = ALONE
+    direction: Direction = ONE_RANK
     rounded: bool = False  # gradients are rounded to bfloat16 when they return to their owner
     codec: CodecRow | None = None  # encodes K and V for their messages; None: they are sent as they are
 
