@@ -180,7 +180,7 @@ class collective:  # noqa: N801 - reads as contextlib's own
         if least[:2] != greatest[:2] or (0 < least[3] != greatest[3] > 0):
             # Every rank sees the same least and greatest, so all of them send their reports, or none.
             report = agreement.report | ({further: said or str(value)} if value else {})
-            reports = _all_reports(exchange, report, number)
+            reports = _gather_reports(exchange, report, number)
             error = RingMismatchError(self._describe(reports))
             error.peers_know = True
             raise error
@@ -217,7 +217,7 @@ class collective:  # noqa: N801 - reads as contextlib's own
             least, _ = exchange.spread(torch.tensor([1, 0, 0, 0], device="cpu")).tolist()
             if least[0] == 0:  # some rank does not refuse, and gathers the reports
                 why = str(error) if isinstance(error, RingError) else f"{type(error).__name__}: {error}"
-                _all_reports(exchange, {_OPERATION: self.name, _REFUSAL: why}, number)
+                _gather_reports(exchange, {_OPERATION: self.name, _REFUSAL: why}, number)
         except RingPeerError as unheard:  # no peer is reachable; this rank's own error is the better message
             raise error from unheard
 
@@ -226,8 +226,8 @@ class collective:  # noqa: N801 - reads as contextlib's own
         refusing = [rank for rank, report in enumerate(reports) if _REFUSAL in report]
         if refusing:
             return (
-                f"{self._names(refusing)} refused its own input: {reports[refusing[0]][_REFUSAL]}. No rank of"
-                " this sequence sent anything; all can go on once that is mended"
+                f"{self._describe_ranks(refusing)} refused its own input: {reports[refusing[0]][_REFUSAL]}."
+                " No rank of this sequence sent anything; all can go on once that is mended"
             )
         operations = {report[_OPERATION] for report in reports}
         # Ranks of one operation may differ in their fields, too: one passes an operand that others lack.
@@ -238,7 +238,7 @@ class collective:  # noqa: N801 - reads as contextlib's own
             for rank, report in enumerate(reports):
                 by_value.setdefault(report.get(name, _NONE), []).append(rank)
             if len(by_value) > 1:
-                who = [f"{self._names(ranks)} has {value}" for value, ranks in by_value.items()]
+                who = [f"{self._describe_ranks(ranks)} has {value}" for value, ranks in by_value.items()]
                 different.append(f"{name}: {', '.join(who)}")
         return (
             "the ranks of this sequence call ds_ring with different arguments; nothing was sent. "
@@ -246,19 +246,19 @@ class collective:  # noqa: N801 - reads as contextlib's own
             + ". Give every rank of a sequence the same model, configuration and batch shape"
         )
 
-    def _names(self, ranks: list[int]) -> str:
+    def _describe_ranks(self, ranks: list[int]) -> str:
         named = " and ".join(self.mesh.describe(rank) for rank in ranks[:_NAMED_RANKS])
         return named if len(ranks) <= _NAMED_RANKS else f"{named} and {len(ranks) - _NAMED_RANKS} more"
 
 
-def _all_reports(exchange: Exchange, report: dict[str, str], number: int) -> list[dict[str, str]]:
+def _gather_reports(exchange: Exchange, report: dict[str, str], number: int) -> list[dict[str, str]]:
     """Return every rank's report, by sequence rank."""
     mine = {_OPERATION: report[_OPERATION], "number of the call": str(number), **report}
-    text = json.dumps({name: _shortened(value) for name, value in mine.items()})
+    text = json.dumps({name: _shorten(value) for name, value in mine.items()})
     return [json.loads(row) for row in gather_texts(exchange, text)]
 
 
-def _shortened(value: str) -> str:
+def _shorten(value: str) -> str:
     """Return the beginning of a long text with a checksum, so that texts with one beginning still differ."""
     if len(value) <= _VALUE_CHARACTERS:
         return value

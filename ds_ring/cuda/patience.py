@@ -36,7 +36,7 @@ def patience_s(
         prepared, operands: of a pass, instead of `compiling`.
     """
     if prepared is not None and operands is not None:
-        compiling = _compiles(context, prepared, operands)
+        compiling = _check_compiles(context, prepared, operands)
     options, seen = context.options, context.mesh.state.operations
     kind: Hashable = (name, options.kernel, q.dtype, q.shape[1], k.shape[1], q.shape[-1])
     known = kind in seen
@@ -44,7 +44,7 @@ def patience_s(
     return 0.0 if known and not compiling else options.first_pass_timeout_seconds
 
 
-def _compiles(context: RingContext, prepared: Prepared, operands: Operands) -> bool:
+def _check_compiles(context: RingContext, prepared: Prepared, operands: Operands) -> bool:
     """Return whether this rank's pass is going to compile something."""
     options, (_, k, v, *_) = context.options, operands
     # These values decide what a pass compiles, and compiled code is kept.

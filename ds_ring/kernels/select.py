@@ -51,7 +51,7 @@ def get_kernel(
         if device_type not in FAST_KERNELS and device_type != "cpu":
             expected, got = f"one for {device_type} tensors", '"auto", which has none'
             raise RingConfigError.wrong("kernel", expected, got, 'set "reference" (slow)')
-        name = _chosen(device_type, scores, needs)
+        name = _choose_kernel(device_type, scores, needs)
     if name not in KERNELS:
         expected = f"one of auto, {', '.join(sorted(KERNELS))}"
         raise RingConfigError.wrong("kernel", expected, repr(name), 'use "auto"')
@@ -72,7 +72,7 @@ def get_kernel(
             expected, got = f"a kernel that changes scores ({able})", f'"{name}" for {device_type} tensors'
             raise RingConfigError.wrong("score_mod", expected, got, 'set "kernel": "reference" (slow)')
         sizes["scores"] = scores
-    return _made(name, options, tuple(sizes.items()))
+    return _make_kernel(name, options, tuple(sizes.items()))
 
 
 def block_side(name: str, device_type: str, patterns: Iterable[Pattern], block_size: int) -> int:
@@ -90,13 +90,15 @@ def block_side(name: str, device_type: str, patterns: Iterable[Pattern], block_s
     names = {name}
     if name == "auto" and device_type in FAST_KERNELS:
         needs = (KernelNeeds(device_type, torch.bfloat16, 128, pattern) for pattern in patterns)
-        names = {_chosen(device_type, None, need) for need in needs}
+        names = {_choose_kernel(device_type, None, need) for need in needs}
     rows = (KERNELS[name] for name in names if name in KERNELS)
     return block_size if any(row.takes_blocks for row in rows) else 1
 
 
 @lru_cache(maxsize=16)
-def _made(name: str, options: tuple[tuple[str, Any], ...], sizes: tuple[tuple[str, Any], ...]) -> Kernel:
+def _make_kernel(
+    name: str, options: tuple[tuple[str, Any], ...], sizes: tuple[tuple[str, Any], ...]
+) -> Kernel:
     """Make a kernel: one for all patterns, since it may cache compiled code."""
     try:
         kernel: Kernel = load(KERNELS[name].home)(**dict(options), **dict(sizes))
@@ -106,11 +108,11 @@ def _made(name: str, options: tuple[tuple[str, Any], ...], sizes: tuple[tuple[st
         raise RingConfigError(f"kernel_options {dict(options)} of kernel {name!r}: {error}") from None
 
 
-def _chosen(device_type: str, scores: Scores | None, needs: KernelNeeds | None) -> str:
+def _choose_kernel(device_type: str, scores: Scores | None, needs: KernelNeeds | None) -> str:
     """Return the kernel that "auto" means, and log it."""
     name = FAST_KERNELS.get(device_type)
     if name is None:
-        return _slow_kernel(device_type, "no kernel for them is installed")
+        return _choose_slow_kernel(device_type, "no kernel for them is installed")
     if scores is None and needs is not None:
         # "auto" does not take other devices' kernels, so their modules are not imported.
         able = [
@@ -127,7 +129,7 @@ def _chosen(device_type: str, scores: Scores | None, needs: KernelNeeds | None) 
     if scores is None or KERNELS[name].takes_scores:
         _say(name, device_type, "no rates of this device were measured" if device_type != "cpu" else "")
         return name
-    return _slow_kernel(device_type, f"the kernel {name!r} cannot change scores ({scores.mod})")
+    return _choose_slow_kernel(device_type, f"the kernel {name!r} cannot change scores ({scores.mod})")
 
 
 @lru_cache(maxsize=64)
@@ -137,7 +139,7 @@ def _say(name: str, device_type: str, why: str) -> None:
 
 
 @lru_cache(maxsize=16)
-def _slow_kernel(device_type: str, why: str) -> str:
+def _choose_slow_kernel(device_type: str, why: str) -> str:
     """Return a kernel that runs anywhere and changes scores; warn of it once."""
     able = next(name for name, row in KERNELS.items() if row.takes_scores and row.device is None)
     _log.warning(

@@ -271,10 +271,10 @@ def overlapping(first: tuple[Branch, ...], second: tuple[Branch, ...]) -> IntArr
 def counts_twice(branches: tuple[Branch, ...]) -> bool:
     """Return whether a pair may take part in more than one of the branches."""
     both = np.argwhere(np.triu(overlapping(branches, branches), 1)).tolist()
-    return not all(_keys_differ(branches[first], branches[second]) for first, second in both)
+    return not all(_check_keys_differ(branches[first], branches[second]) for first, second in both)
 
 
-def _keys_differ(first: Branch, second: Branch) -> bool:
+def _check_keys_differ(first: Branch, second: Branch) -> bool:
     """Return whether labels alone show that no key takes part in both branches."""
     pairs = itertools.product(first.keys.primitives, second.keys.primitives)
     return any(ours.is_apart_from(theirs) for ours, theirs in pairs)
@@ -292,7 +292,7 @@ def union(first: tuple[Branch, ...], second: tuple[Branch, ...]) -> tuple[Branch
         added = [branch]
         for earlier in branches:
             touched = overlapping(tuple(added), (earlier,)).any()
-            if touched and _only_ranges_differ(earlier, branch):
+            if touched and _check_only_ranges_differ(earlier, branch):
                 added = [piece for part in added for piece in subtract(part, earlier)]
             elif touched:
                 break
@@ -303,14 +303,14 @@ def union(first: tuple[Branch, ...], second: tuple[Branch, ...]) -> tuple[Branch
         without = [branch]
         for earlier in reversed(branches):
             touched = overlapping((branch,), (earlier,)).any()
-            if touched and not _only_ranges_differ(branch, earlier):
+            if touched and not _check_only_ranges_differ(branch, earlier):
                 return None
             without = (subtract(earlier, branch) if touched else [earlier]) + without
         branches = without
     return tuple(branches)
 
 
-def _only_ranges_differ(taken: Branch, whole: Branch) -> bool:
+def _check_only_ranges_differ(taken: Branch, whole: Branch) -> bool:
     """Return whether ranges and band alone describe which pairs of `whole` are in `taken`."""
     # Every label and mask of `taken` also restricts `whole`, so none of them has to be negated.
     return set(taken.labels_of) <= set(whole.labels_of) and set(taken.masks) <= set(whole.masks)

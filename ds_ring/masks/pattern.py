@@ -56,24 +56,24 @@ class Pattern(ABC):
         return (self,)
 
     @cached_property
-    def _of_one_head(self) -> tuple[Branch, ...]:  # for properties that are the same for all heads
+    def _one_head_branches(self) -> tuple[Branch, ...]:  # for properties that are the same for all heads
         return self.branches(QueryHead())
 
     @cached_property
     def distance(self) -> tuple[int, int]:
         """Return the minimum and maximum (query position - key position) that attend; +-UNBOUNDED if open."""
-        bounds = [branch.distance for branch in self._of_one_head]
+        bounds = [branch.distance for branch in self._one_head_branches]
         return min(least for least, _ in bounds), max(most for _, most in bounds)
 
     @cached_property
     def is_causal(self) -> bool:
         """Return whether no query attends to a key after itself."""
-        return all(branch.is_causal for branch in self._of_one_head)
+        return all(branch.is_causal for branch in self._one_head_branches)
 
     @cached_property
     def masks(self) -> tuple[PairMask, ...]:
         """Return the mask functions of single pairs, which only a kernel can evaluate."""
-        return tuple(dict.fromkeys(mask for branch in self._of_one_head for mask in branch.masks))
+        return tuple(dict.fromkeys(mask for branch in self._one_head_branches for mask in branch.masks))
 
     @property
     def mask_ids(self) -> tuple[int, ...]:
@@ -83,7 +83,7 @@ class Pattern(ABC):
     @property
     def primitives(self) -> tuple[Primitive, ...]:
         """Return the functions that label positions, each once."""
-        sides = (side for branch in self._of_one_head for side in (branch.queries, branch.keys))
+        sides = (side for branch in self._one_head_branches for side in (branch.queries, branch.keys))
         return tuple(dict.fromkeys(primitive for side in sides for primitive in side.primitives))
 
     @cached_property
@@ -92,7 +92,7 @@ class Pattern(ABC):
         rank, name = max((primitive.tile_kind for primitive in self.primitives), default=(0, ""))
         if rank:
             return name
-        branch = self._of_one_head[0]
+        branch = self._one_head_branches[0]
         least, most = branch.distance
         if least > -UNBOUNDED and most < UNBOUNDED:
             return "window"
@@ -107,11 +107,11 @@ class Pattern(ABC):
         each = [self.branches(QueryHead(head, query_heads, kv_heads)) for head in heads]
         # Evaluate mask functions for all heads of the group at once: then heads whose branches are otherwise
         # equal need one entry only.
-        together = {_evaluated_together(each, branches) for branches in each}
+        together = {_combine_masks(each, branches) for branches in each}
         if len(together) == 1:
             return BoundPattern(tuple(together))
         # The heads differ: each has its own entry, with mask functions that are evaluated for it alone.
-        return BoundPattern(tuple(_evaluated_together([branches], branches) for branches in each))
+        return BoundPattern(tuple(_combine_masks([branches], branches) for branches in each))
 
     def check(self, tokens: int, samples: int, query_heads: int, device: str) -> None:
         """Raise RingPatternError if a mask function fails for such a call.
@@ -167,7 +167,7 @@ class Pattern(ABC):
 
     def __and__(self, pattern: Pattern) -> Pattern:
         """Attend where both patterns do."""
-        return Intersection(self, _checked(pattern, "&"))
+        return Intersection(self, _check_operand(pattern, "&"))
 
     def __or__(self, pattern: Pattern) -> Pattern:
         """Attend where at least one of the two patterns does; a pair of both counts once.
@@ -176,7 +176,7 @@ class Pattern(ABC):
             RingPatternError: the pairs of both patterns cannot be described by a band of distances and ranges
                 of positions, so they cannot be subtracted from one of the two.
         """
-        either = Union(self, _checked(pattern, "|"))
+        either = Union(self, _check_operand(pattern, "|"))
         # Raise here, at the line of the user that has the mistake, not later when a plan is built.
         either.branches(QueryHead())
         return either
@@ -189,13 +189,13 @@ def check_numbers(pattern: object, *names: str) -> None:
         object.__setattr__(pattern, name, whole_number(getattr(pattern, name), what, RingPatternError))
 
 
-def _checked(operand: object, operator: str) -> Pattern:
+def _check_operand(operand: object, operator: str) -> Pattern:
     if not isinstance(operand, Pattern):
         raise RingPatternError(f"{operator}: expected a pattern on both sides, got {type(operand).__name__}")
     return operand
 
 
-def _evaluated_together(each: list[tuple[Branch, ...]], branches: tuple[Branch, ...]) -> tuple[Branch, ...]:
+def _combine_masks(each: list[tuple[Branch, ...]], branches: tuple[Branch, ...]) -> tuple[Branch, ...]:
     """Return `branches` with mask functions that are evaluated once for the heads of all of `each`."""
     evaluated = list(branches)
     for index, branch in enumerate(branches):

@@ -85,11 +85,11 @@ def check_traced(mesh: RingMesh, *operands: Any) -> None:
 
 def differentiable(handle: int | GraphRefusal) -> int | GraphRefusal:
     """Return the handle, or why the call is refused: it would lose a derivative silently."""
-    return handle if isinstance(handle, tuple) else _checked_handle(handle)
+    return handle if isinstance(handle, tuple) else _check_handle(handle)
 
 
 @constant_in_graphs
-def _checked_handle(handle: int) -> int | GraphRefusal:
+def _check_handle(handle: int) -> int | GraphRefusal:
     return refusal_from(check_derivatives, context_of(handle)) or handle
 
 
@@ -127,10 +127,10 @@ def described(value: Any, objects: list[Any]) -> Any:
     return _OBJECT, len(objects) - 1
 
 
-def _made_again(value: Any, objects: tuple[Any, ...]) -> Any:
+def _make_again(value: Any, objects: tuple[Any, ...]) -> Any:
     """Return what `described` was given, or raise the RingConfigError that refuses an object."""
     if isinstance(value, tuple) and value[:1] == (_PARTS,):
-        return value[1](*(_made_again(item, objects) for item in value[2:]))
+        return value[1](*(_make_again(item, objects) for item in value[2:]))
     if isinstance(value, tuple) and value[:1] == (_OBJECT,):
         instance = objects[value[1]].value
         lost = is_dataclass(instance) and any(
@@ -142,7 +142,7 @@ def _made_again(value: Any, objects: tuple[Any, ...]) -> Any:
             raise RingConfigError.wrong(kind, expected, got, f"make the {kind} before the call")
         return instance
     if isinstance(value, tuple) and not is_constant(value):
-        return tuple(_made_again(item, objects) for item in value)
+        return tuple(_make_again(item, objects) for item in value)
     return number_of(value)
 
 
@@ -151,17 +151,17 @@ def handle_of(request: AskedContext) -> int | GraphRefusal:
     pattern, layout, mesh, scale, kernel, options, score_mod = request
     objects: list[Any] = []
     descriptions = described(pattern, objects), described(score_mod, objects)
-    return _handle_of(*descriptions, layout, mesh, (constant(scale), kernel), options, *objects)
+    return _make_handle(*descriptions, layout, mesh, (constant(scale), kernel), options, *objects)
 
 
 @constant_in_graphs
-def _handle_of(
+def _make_handle(
     pattern: Any, score_mod: Any, layout: Layout | str, mesh: RingMesh, settings: tuple[Any, str],
     options: PassOptions | None, *objects: Any,
 ) -> int | GraphRefusal:  # fmt: skip
     check_mesh(mesh)
     try:
-        real_pattern, mod = _made_again(pattern, objects), _made_again(score_mod, objects)
+        real_pattern, mod = _make_again(pattern, objects), _make_again(score_mod, objects)
         scale, kernel = number_of(settings[0]), settings[1]
         request = AskedContext(real_pattern, layout, mesh, scale, kernel, options, mod)
         context = made_context(request)

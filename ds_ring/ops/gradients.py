@@ -52,7 +52,7 @@ def run_compared(mesh: RingMesh, name: str, function: Callable[..., T], *argumen
             check_derivative(name)
     if mesh.sequence_size == 1:
         return function(*arguments)
-    requires = torch.is_grad_enabled() and _requires_grad(arguments)
+    requires = torch.is_grad_enabled() and _check_requires_grad(arguments)
     said = "one that requires it" if requires else "none that requires it"
     state, before = mesh.state, mesh.state.compared
     state.compared = "operands and a gradient", 1 + requires, said
@@ -62,10 +62,10 @@ def run_compared(mesh: RingMesh, name: str, function: Callable[..., T], *argumen
         state.compared = before
 
 
-def _requires_grad(arguments: Sequence[Any]) -> bool:
+def _check_requires_grad(arguments: Sequence[Any]) -> bool:
     for x in arguments:
         if isinstance(x, (list, tuple)):
-            if _requires_grad(x):
+            if _check_requires_grad(x):
                 return True
         elif isinstance(x, Tensor) and x.requires_grad:
             return True

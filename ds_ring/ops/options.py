@@ -69,9 +69,9 @@ class Options(PassOptions):
 
     def replaced(self, **changes: Any) -> Options:
         """Return options with other values of some fields."""
-        return Options(**self._fields() | changes)
+        return Options(**self._get_fields() | changes)
 
-    def _fields(self) -> dict[str, Any]:
+    def _get_fields(self) -> dict[str, Any]:
         """Return the fields by name; `dict(self)` would have cached properties, too."""
         return {name: getattr(self, name) for name in Options.model_fields}
 
@@ -96,7 +96,7 @@ class Options(PassOptions):
 
     @field_validator("offload_attention")
     @classmethod
-    def _is_of_the_message_ring(cls, value: Any, info: ValidationInfo) -> Any:
+    def _check_offload(cls, value: Any, info: ValidationInfo) -> Any:
         transport = info.data.get("transport", "ring")
         why = PASSES[transport].no_offload
         if value is True and why is not None:

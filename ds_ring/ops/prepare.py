@@ -79,7 +79,7 @@ def prepare(
     if context.keeps_functions and grad_out is None:
         context.check_functions()
     if prepared is None:
-        prepared = _prepared(context, call.name, operands, extras)
+        prepared = _prepare(context, call.name, operands, extras)
         if len(context.prepared) >= KEPT_DESCRIPTIONS:
             context.prepared.clear()
         context.prepared[key] = prepared
@@ -133,9 +133,7 @@ def check(
     return layout, context.kernel_for(q)
 
 
-def _prepared(
-    context: RingContext, name: str, operands: Operands, extras: Sequence[ExtraOperand]
-) -> Prepared:
+def _prepare(context: RingContext, name: str, operands: Operands, extras: Sequence[ExtraOperand]) -> Prepared:
     """Check the operands; return what passes over operands of this description need."""
     options, mesh, (q, k, v, *_) = context.options, context.mesh, operands
     layout, kernel = check(context, operands, extras=extras)

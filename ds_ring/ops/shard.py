@@ -75,7 +75,7 @@ def shard_sequence(
         raise RingShapeError.wrong("shard_sequence: ring_rank", expected, shown(rank), "pass one of them")
     pad_bits = fill_bits("shard_sequence: pad_value", pad_value, x_global)
     check_copied("shard_sequence", x_global)
-    positions = _positions(layout, int(rank), *_cut(layout, mesh))
+    positions = _find_positions(layout, int(rank), *_cut(layout, mesh))
     index = positions.clamp_min(0).to(x_global.device)  # padding slots (-1) take token 0 until pad_value
     local = as_bits(x_global).index_select(dim, index)
     if bool((positions < 0).any()):
@@ -110,13 +110,13 @@ def _cut(layout: Layout, mesh: RingMesh | None) -> tuple[int, int]:
 
 @lru_cache(maxsize=64)
 @outside_inference_mode
-def _positions(layout: Layout, ring_rank: int, first: int, end: int) -> Tensor:
+def _find_positions(layout: Layout, ring_rank: int, first: int, end: int) -> Tensor:
     return torch.from_numpy(layout.positions(ring_rank)[first:end].copy())
 
 
 @lru_cache(maxsize=16)
 @outside_inference_mode
-def _slots_by_position(layout: Layout) -> Tensor:
+def _find_slots(layout: Layout) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(layout.slots_by_position()))
 
 
@@ -190,5 +190,5 @@ def gather_sequence(x_local: Tensor, layout: Layout, *, mesh: RingMesh, dim: int
         run_compared(mesh, "gather_sequence", lambda x: call.agree(fields), x_local)
         whole = _AllGather.apply(rows, call)
     # The index has the slot of each position, and padding slots have none: they fall away.
-    index = to_device(_slots_by_position(layout), x_local.device)
+    index = to_device(_find_slots(layout), x_local.device)
     return from_bits(whole.index_select(0, index).movedim(0, dim), x_local.dtype)

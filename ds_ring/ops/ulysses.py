@@ -69,10 +69,10 @@ def swap_op(tensors: Sequence[Tensor], name: str, handle: int) -> list[Tensor]:
         # An all-to-all of other sizes on one rank ends its process: compare every tensor, not q and v alone.
         shapes = {f"tensor {i} of Ulysses": f"{tuple(x.shape)} {x.dtype}" for i, x in enumerate(tensors)}
         parts = [as_bits(x).chunk(mesh.ulysses_size, dim=swap.split_dim) for x in tensors]
-        packets = [_packed(tensors_of_rank) for tensors_of_rank in zip(*parts, strict=True)]
+        packets = [_pack(tensors_of_rank) for tensors_of_rank in zip(*parts, strict=True)]
         context.agree(call, tensors[0], tensors[-1], shapes)
         received = call.exchange.all_to_all(packets, mesh.ulysses_group)
-        from_ranks = [_unpacked(packet, [of_ranks[0] for of_ranks in parts]) for packet in received]
+        from_ranks = [_unpack(packet, [of_ranks[0] for of_ranks in parts]) for packet in received]
         whole = [torch.cat(of_ranks, dim=swap.join_dim) for of_ranks in zip(*from_ranks, strict=True)]
         return [from_bits(tensor, x.dtype) for tensor, x in zip(whole, tensors, strict=True)]
 
@@ -84,13 +84,13 @@ def _order(tensors: Sequence[Tensor]) -> list[int]:
     return sorted(range(len(tensors)), key=lambda index: -tensors[index].element_size())
 
 
-def _packed(parts: Sequence[Tensor]) -> Tensor:
+def _pack(parts: Sequence[Tensor]) -> Tensor:
     if len(parts) == 1:
         return parts[0].contiguous()
     return torch.cat([parts[index].contiguous().view(-1).view(torch.uint8) for index in _order(parts)])
 
 
-def _unpacked(packet: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+def _unpack(packet: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """Return views of the tensors in a packet, with the shapes and dtypes of `like`."""
     if len(like) == 1:
         return [packet]

@@ -185,7 +185,7 @@ class RingBuffers:
         """Append the tensor of every send and receive to these lists, in the order of the steps."""
         for step in steps:
             if isinstance(step, Send):
-                sent += self._packed(step)
+                sent += self._pack(step)
             else:
                 for x in self.pair(step.buffer).memory:
                     received.append(x if step.count == x.shape[0] else x.narrow(0, step.first, step.count))
@@ -239,7 +239,7 @@ class RingBuffers:
         codec: Codec = load(row.home)
         return codec
 
-    def _packed(self, step: Send) -> Sequence[Tensor]:
+    def _pack(self, step: Send) -> Sequence[Tensor]:
         """Return what to send: copies if the slots are in several ranges, converted, or those of the shard.
 
         Those of the shard are sent in place if keys travel apart.

@@ -191,7 +191,7 @@ class RingPass:
             )
             return ForwardChunk(self, kernel, buffers, q_here, total)
 
-        schedule = self._schedule(k, v, backward=False)
+        schedule = self._make_schedule(k, v, backward=False)
         prepared = self.prepared.of(schedule, k, v)
         self._run(schedule, prepared, begin)
         return out(), lse
@@ -215,7 +215,7 @@ class RingPass:
         dk, dv = new(k.shape, dtype=k.dtype), new(v.shape, dtype=v.dtype)
         waits = parts_wait(self.kernel, q.dtype, lse.dtype)
         dq = lru_cache(maxsize=1)(partial(new, q.shape, dtype=q.dtype))  # allocated at its first use
-        schedule = self._schedule(k, v, backward=True)
+        schedule = self._make_schedule(k, v, backward=True)
         prepared = self.prepared.of(schedule, k, v)
         saved: Saved = (q, k, v, out, lse)
         heads_here: Callable[[HeadChunk], Saved] = partial(heads_of, saved)
@@ -247,7 +247,7 @@ class RingPass:
         self._run(schedule, prepared, begin)
         return dq(), dk, dv
 
-    def _schedule(self, k: Tensor, v: Tensor, backward: bool) -> Schedule:
+    def _make_schedule(self, k: Tensor, v: Tensor, backward: bool) -> Schedule:
         # head_bytes 0 means one chunk. A ring of one rank gains nothing from chunks, unless there are float32
         # accumulators apart from the results, or heads are fetched from the host.
         is_wide = k.element_size() >= torch.float32.itemsize

@@ -75,34 +75,34 @@ def work_of_runs(pattern: Pattern, runs: IntArray, tokens: int) -> np.ndarray:
     # Runs are consecutive in the query slots, so a tile's first slot determines its run.
     first_slots = np.cumsum(runs[:, 2]) - runs[:, 2]
     row = np.searchsorted(first_slots, tiles.q.slot, side="right") - 1
-    return np.bincount(row, weights=_as_floats(tiles), minlength=len(runs))
+    return np.bincount(row, weights=_count_pairs(tiles), minlength=len(runs))
 
 
-def _as_floats(tiles: Tiles) -> np.ndarray:
+def _count_pairs(tiles: Tiles) -> np.ndarray:
     """Return the pairs of tiles, float64: exact up to 2^53, and sums beyond int64 do not overflow."""
     return tiles.pairs.astype(np.float64)
 
 
 def work_of_ranks(pattern: Pattern, layout: Layout) -> np.ndarray:
     """Return the attended pairs of every rank, for one head; float64 [ring_size]."""
-    works: np.ndarray = _works_of_ranks(pattern, [layout])[0]
+    works: np.ndarray = _count_rank_pairs(pattern, [layout])[0]
     return works
 
 
-def _works_of_ranks(pattern: Pattern, layouts: Sequence[Layout]) -> np.ndarray:
+def _count_rank_pairs(pattern: Pattern, layouts: Sequence[Layout]) -> np.ndarray:
     """Return the same for layouts of equal sizes, by one table; float64 [len(layouts), ring_size]."""
-    (runs, ranks), size = runs_of_ranks(layouts), layouts[0].ring_size
+    (runs, ranks), size = collect_runs(layouts), layouts[0].ring_size
     work = work_of_runs(pattern, runs, layouts[0].tokens)
     return np.bincount(ranks, weights=work, minlength=len(layouts) * size).reshape(-1, size)
 
 
-def runs_of_ranks(layouts: Sequence[Layout]) -> tuple[IntArray, IntArray]:
+def collect_runs(layouts: Sequence[Layout]) -> tuple[IntArray, IntArray]:
     """Return the runs of all ranks of all layouts, and the number of the rank that has each."""
     shards = [layout.runs(rank) for layout in layouts for rank in range(layout.ring_size)]
     return np.concatenate(shards), np.repeat(np.arange(len(shards)), [len(runs) for runs in shards])
 
 
-def costs_of_ranks(pattern: Pattern, layouts: Sequence[Layout]) -> tuple[np.ndarray, IntArray]:
+def compute_costs(pattern: Pattern, layouts: Sequence[Layout]) -> tuple[np.ndarray, IntArray]:
     """Return the pairs of each rank and the tokens that it receives in a forward pass, for one head.
 
     They are float64 and int64 [len(layouts), ring_size]; one table for layouts of equal sizes. Tokens
@@ -110,11 +110,11 @@ def costs_of_ranks(pattern: Pattern, layouts: Sequence[Layout]) -> tuple[np.ndar
     """
     tokens, size = layouts[0].tokens, layouts[0].ring_size
     count, width = len(layouts) * size, tokens + 1
-    runs, ranks = runs_of_ranks(layouts)
+    runs, ranks = collect_runs(layouts)
     tiles = pattern.tiles(runs, np.array([[0, 1, tokens]]))
     first_slots = np.cumsum(runs[:, 2]) - runs[:, 2]
     reader = ranks[np.searchsorted(first_slots, tiles.q.slot, side="right") - 1]
-    work = np.bincount(reader, weights=_as_floats(tiles), minlength=count).reshape(-1, size)
+    work = np.bincount(reader, weights=_count_pairs(tiles), minlength=count).reshape(-1, size)
     strided = (tiles.k.position_step != 1) & (tiles.k.length > 1)
     if strided.any() or (runs[:, 1] != 1).any() or count * width >= UNBOUNDED:
         return work, np.zeros(work.shape, dtype=np.int64)
@@ -128,7 +128,7 @@ def costs_of_ranks(pattern: Pattern, layouts: Sequence[Layout]) -> tuple[np.ndar
 
 def timed(mix: Mix, layouts: Sequence[Layout]) -> list[Candidate]:
     """Return layouts of equal sizes with all of their costs; [Note: modelled time]."""
-    costs = [(layers, *costs_of_ranks(pattern, layouts)) for pattern, layers in mix]
+    costs = [(layers, *compute_costs(pattern, layouts)) for pattern, layers in mix]
     options, price = [], TOKEN_PAIRS if layouts[0].ring_size > NODE else TOKEN_PAIRS_IN_NODE
     for index, layout in enumerate(layouts):
         works = [layers * work[index] for layers, work, _ in costs]
@@ -155,7 +155,7 @@ def rated(mix: Mix, layout: Layout, speeds: Speeds = ()) -> Candidate:
 
 def all_rated(mix: Mix, layouts: Sequence[Layout], speeds: Speeds = ()) -> list[Candidate]:
     """Return layouts of equal sizes with their imbalance."""
-    works = [layers * _works_of_ranks(bound_to_one_head(pattern), layouts) for pattern, layers in mix]
+    works = [layers * _count_rank_pairs(bound_to_one_head(pattern), layouts) for pattern, layers in mix]
     return [
         Candidate(layout, imbalance([work[index] for work in works], speeds))
         for index, layout in enumerate(layouts)

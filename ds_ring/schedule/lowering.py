@@ -505,7 +505,7 @@ class _Stages(_Way):
         steps: list[Send | Recv] = []
         for direct in self.direct_sends.get(number, ()):
             steps.append(self._send(self.shard, -1, direct.receiver, self.own_shard.origin, direct.slots))
-        coming = self._stage(number + 1)
+        coming = self._get_stage(number + 1)
         if coming is not None:
             self.coming = self.new(self.payload, coming.slots)
             for hop, at in zip(coming.hops, coming.first, strict=True):
@@ -515,7 +515,7 @@ class _Stages(_Way):
     def _post_gradients(self, number: int) -> list[Send | Recv]:
         """Return the messages of the gradients of the last stage, to their owners and to this rank."""
         steps: list[Send | Recv] = []
-        done = self._stage(number - 1) if number > 1 else None
+        done = self._get_stage(number - 1) if number > 1 else None
         if done is not None:
             assert self.done is not None, "gradients of a stage that was computed"
             for hop, at in zip(done.hops, done.first, strict=True):
@@ -530,7 +530,7 @@ class _Stages(_Way):
 
     def compute(self, number: int) -> list[Compute]:
         """Return what a stage computes: no step, or one."""
-        here = self._stage(number)
+        here = self._get_stage(number)
         if here is None:
             return []
         assert self.keys is not None, "keys of a stage that arrived"
@@ -564,7 +564,7 @@ class _Stages(_Way):
         """Return what gradients that return are."""
         return Payload.ROUNDED if self.plan.rounded else Payload.PARTS
 
-    def _stage(self, number: int) -> StagePlan | None:
+    def _get_stage(self, number: int) -> StagePlan | None:
         return self.plan.stages[number] if 0 <= number < len(self.plan.stages) else None
 
     def _send(

@@ -271,11 +271,11 @@ def build_plan(
         directions, nodes = in_stages(size, stage_shards) if size > 1 else None, 0
     rounded, row = not GRADIENT_PAYLOADS[gradient_payload].exact, KV_PAYLOADS[kv_payload]
     codec = row if row.home is not None else None
-    return _built(pattern, layout, query_heads, kv_heads, prune, directions, rounded, codec, nodes)
+    return _build_plan(pattern, layout, query_heads, kv_heads, prune, directions, rounded, codec, nodes)
 
 
 @lru_cache(maxsize=64)
-def _built(
+def _build_plan(
     pattern: Pattern,
     layout: Layout,
     query_heads: int,

@@ -86,13 +86,13 @@ class Send:
     in_place: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "ranges", _numbers(self.part))
+        object.__setattr__(self, "ranges", _convert_to_ints(self.part))
         object.__setattr__(self, "count", count_slots(self.slots))
         is_one = self.buffer > RESULTS and len(self.ranges) == 1
         object.__setattr__(self, "in_place", is_one and self.buffer_payload is self.payload)
 
     def __str__(self) -> str:
-        return f"send {_tokens(self)} to {self.peer}"
+        return f"send {_format_tokens(self)} to {self.peer}"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -111,7 +111,7 @@ class Recv:
         object.__setattr__(self, "count", count_slots(self.slots))
 
     def __str__(self) -> str:
-        return f"receive {_tokens(self)} from {self.peer} in b{self.buffer}"
+        return f"receive {_format_tokens(self)} from {self.peer} in b{self.buffer}"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -145,7 +145,7 @@ class Accumulate:
     ranges: tuple[tuple[int, int], ...] = field(init=False)  # `part` as Python ints
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "ranges", _numbers(self.part))
+        object.__setattr__(self, "ranges", _convert_to_ints(self.part))
 
     def __str__(self) -> str:
         return f"{name_of(self.source)} into {name_of(self.buffer)}"
@@ -161,12 +161,12 @@ class Free:
         return f"free {name_of(self.buffer)}"
 
 
-def _numbers(ranges: SlotRanges) -> tuple[tuple[int, int], ...]:
+def _convert_to_ints(ranges: SlotRanges) -> tuple[tuple[int, int], ...]:
     """Return ranges as Python ints: every hop reads them, and each numpy integer would cost a microsecond."""
     return tuple((start, end) for start, end in ranges.tolist())
 
 
-def _tokens(step: Send | Recv) -> str:
+def _format_tokens(step: Send | Recv) -> str:
     """Return payload, number of tokens and owner of a message, as text."""
     return f"{step.payload.names} of {step.origin} ({step.count})"
 

@@ -130,7 +130,7 @@ class Server:
         if fault is not None and not self.has_reported:
             self.has_reported = True
             for rank in list(self.ranks):
-                self._tell_of(rank, fault)
+                self._tell_fault(rank, fault)
         if fault is None:
             self._report_late_ranks(now)
         for client in list(self.strangers):
@@ -266,7 +266,7 @@ class Server:
             self.detector.join(rank, time.monotonic())
         self._send(client, answer)
         if client.handshake.done and self.has_reported and self.detector.fault is not None:
-            self._tell_of(client.handshake.rank, self.detector.fault)
+            self._tell_fault(client.handshake.rank, self.detector.fault)
 
     def _drop(self, client: Client, cause: str = "") -> None:
         if client.gone:
@@ -282,7 +282,7 @@ class Server:
                 self.detector.blame(client.handshake.rank, cause)
             self.detector.close(client.handshake.rank)
 
-    def _tell_of(self, rank: int, fault: Fault) -> None:
+    def _tell_fault(self, rank: int, fault: Fault) -> None:
         self._tell(rank, {"kind": "fault", "rank": fault.rank, "cause": fault.cause})
 
     def _tell(self, rank: int, message: dict[str, Any]) -> None:

@@ -39,6 +39,6 @@ def merged(ranges: Iterable[Sequence[int]]) -> Ranges:
 
 
 @lru_cache(maxsize=4096)
-def ranks_of(ranges: Ranges) -> frozenset[int]:
+def read_ranks(ranges: Ranges) -> frozenset[int]:
     """Return the ranks of some ranges; ranks of one group share one set."""
     return frozenset(rank for first, last in ranges for rank in range(first, last + 1))

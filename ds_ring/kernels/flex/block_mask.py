@@ -103,28 +103,28 @@ class HopGeometry:
         positions = [side.positions(device) for side in (self.q, self.k)]
         by_head = self.rule.branches_by_head
         if self.all_full:
-            labels = [self._one_label(x) for x in positions]
+            labels = [self._make_one_label(x) for x in positions]
             positions = [torch.zeros_like(x) for x in positions]
         elif any(branch.labels_of for branches in by_head for branch in branches):
-            labels = self._labels(device)
+            labels = self._make_labels(device)
         else:  # ranges of positions alone
             labels = [
                 tuple(
-                    torch.stack([_held_by(getattr(branch, side), x) for branch in branches])
+                    torch.stack([_label_partition(getattr(branch, side), x) for branch in branches])
                     for branches in zip(*by_head, strict=True)
                 )
                 for side, x in zip(("queries", "keys"), positions, strict=True)
             ]
         return zip([x.clamp_(min=0) for x in positions], labels, strict=True)
 
-    def _one_label(self, positions: Tensor) -> tuple[Tensor, ...]:
+    def _make_one_label(self, positions: Tensor) -> tuple[Tensor, ...]:
         """Return one label for all covered tokens in the first branch, and no label in the other branches."""
         label = torch.where(positions >= 0, 0, NO_LABEL).to(torch.int32)
         shape = (self.heads, len(positions))
         others = (label.new_full(shape, NO_LABEL) for _ in self.rule.branches_by_head[0][1:])
         return (label.expand(shape).contiguous(), *others)
 
-    def _labels(self, device: torch.device) -> list[tuple[Tensor, ...]]:
+    def _make_labels(self, device: torch.device) -> list[tuple[Tensor, ...]]:
         """Return the labels that primitives give, for both sides in one numbering."""
         hosts = [side.host_positions() for side in (self.q, self.k)]
         # Slots that no tile covers (-1) are labelled as position 0 first; their labels are removed below.
@@ -142,17 +142,17 @@ class HopGeometry:
         return labels
 
 
-def _held_by(partition: Partition, positions: Tensor) -> Tensor:
+def _label_partition(partition: Partition, positions: Tensor) -> Tensor:
     """Return label 0 for the positions that a branch of ranges alone has on a side, int32."""
     held = (positions >= max(partition.first, 0)) & (positions < min(partition.end, FARTHEST))
     return torch.where(held, 0, NO_LABEL).to(torch.int32)
 
 
-def geometry_of(tiles: Tiles, block: int, shortest: int, slots: int, positions_matter: bool) -> HopGeometry:
+def make_geometry(tiles: Tiles, block: int, shortest: int, slots: int, positions_matter: bool) -> HopGeometry:
     """Return the geometry of a hop; arguments as in `HopMasks.of`."""
     rule = tiles.rule
     assert len(tiles) and rule is not None, "flex: tiles that are empty, or cut from no rule"
-    q, k = _side(tiles.q, block, shortest, slots), _side(tiles.k, block, shortest=2)
+    q, k = _find_side(tiles.q, block, shortest, slots), _find_side(tiles.k, block, shortest=2)
     farthest = max(int((x.runs[:, 2] + (x.runs[:, 4] - 1) * x.runs[:, 3]).max()) for x in (q, k))
     assert farthest <= FARTHEST, f"position {farthest} does not fit into 32 bits"
     all_branches = [branch for branches in rule.branches_by_head for branch in branches]
@@ -181,7 +181,7 @@ def geometry_of(tiles: Tiles, block: int, shortest: int, slots: int, positions_m
     return HopGeometry((*what, q.first, q.length, k.first, k.length), q, k, rule, all_full)
 
 
-def _side(axis: Axis, block: int, shortest: int = 0, slots: int = 0) -> SideRuns:
+def _find_side(axis: Axis, block: int, shortest: int = 0, slots: int = 0) -> SideRuns:
     """Return the distinct runs of one side of a hop, and the range of slots that they cover."""
     columns = (axis.slot, axis.slot_step, axis.position, axis.position_step, axis.length)
     # Several tiles have the same run, so keep each distinct run once.
@@ -308,7 +308,7 @@ class HopMasks:
         options = TableOptions(block, device, shortest, slots, positions_matter)
         of_tiles = self._known.setdefault(tiles, {})
         if options not in of_tiles:
-            of_tiles[options] = _Known(geometry_of(tiles, block, *options[2:]))
+            of_tiles[options] = _Known(make_geometry(tiles, block, *options[2:]))
         known = of_tiles[options]
         key = (known.geometry.key, block, device, active_fake_mode())
         masks = self.by_geometry.get(key)
@@ -363,7 +363,7 @@ def _build(geometry: HopGeometry, tiles: Tiles, block: int, device: torch.device
     tensors = HopTensors(
         q_tokens,
         k_tokens,
-        _bands(geometry, device),
+        _make_bands(geometry, device),
         partial_rows,
         full_rows,
         partial_columns,
@@ -374,7 +374,7 @@ def _build(geometry: HopGeometry, tiles: Tiles, block: int, device: torch.device
     return HopMask((q.first, q.length), (k.first, k.length), tensors, block)
 
 
-def _bands(geometry: HopGeometry, device: torch.device) -> tuple[BandTensors, ...]:
+def _make_bands(geometry: HopGeometry, device: torch.device) -> tuple[BandTensors, ...]:
     """Return the distances and masks of the branches; see `BandTensors`."""
     bands = []
     for *bounds, masks in geometry.rule.bands:
@@ -427,7 +427,7 @@ class _TablePlan(NamedTuple):
         place -= (np.cumsum(self.counts) - self.counts)[row]
         most = int(number.max(initial=0)) + 1
         if most <= FEW_INTERVALS:
-            index = self._written(device, number, place, first - place, most, blocks)
+            index = self._write_rows(device, number, place, first - place, most, blocks)
         else:
             host = np.zeros((self.heads * self.rows, self.width), dtype=np.int32)
             which, within = repeat_rows(length)
@@ -438,7 +438,7 @@ class _TablePlan(NamedTuple):
             counts.view(1, self.heads, self.rows), index.view(1, self.heads, self.rows, self.width)
         )
 
-    def _written(
+    def _write_rows(
         self, device: torch.device, number: np.ndarray, place: np.ndarray, shift: np.ndarray, most: int,
         blocks: int,
     ) -> Tensor:  # fmt: skip

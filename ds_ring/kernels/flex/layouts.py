@@ -54,12 +54,12 @@ def executed_of_fullest(pattern: BoundPattern, layout: Layout, block: int) -> in
     head_class = HeadClass(ReadsOfShards(pattern, layout), slice(0, 1), one_way(size))
     sampled = sampled_origins(size)
     ranks = range(size) if size <= FEW_RANKS else (sampled[0], sampled[len(sampled) // 2], sampled[-1])
-    return max(_executed(head_class, rank, block) for rank in ranks)
+    return max(_count_executed(head_class, rank, block) for rank in ranks)
 
 
-def _executed(head_class: HeadClass, rank: int, block: int) -> int:
+def _count_executed(head_class: HeadClass, rank: int, block: int) -> int:
     layout, (way,) = head_class.reads.layout, head_class.directions
-    runs, share = _sampled_rows(layout.runs(rank), block)
+    runs, share = _sample_rows(layout.runs(rank), block)
     total = 0
     for hop in range(layout.ring_size) if len(runs) else ():
         origin = way.origin(rank, hop, layout.ring_size)
@@ -73,7 +73,7 @@ def _executed(head_class: HeadClass, rank: int, block: int) -> int:
     return round(total * block**2 / share)
 
 
-def _sampled_rows(runs: IntArray, block: int) -> tuple[IntArray, float]:
+def _sample_rows(runs: IntArray, block: int) -> tuple[IntArray, float]:
     """Return the runs of some rows of blocks, and which part of all rows they are; [Note: sampled rows]."""
     rows = -(-int(runs[:, 2].sum()) // block)
     if rows <= ROWS:

@@ -99,12 +99,12 @@ def options_on(
     if device.type != "cuda" or not triton or dtype.itemsize != 2 or not torch.cuda.is_available():
         return flex_options
     major, minor = torch.cuda.get_device_capability(device)
-    ways = [way for way in _NAMES if not any(_is_of(way, option) for option in options)]
+    ways = [way for way in _NAMES if not any(_sets_way(way, option) for option in options)]
     blocks = blocks_of(10 * major + minor, head_dim, block).items()
     return (*flex_options, *((option, value) for option, value in blocks if option[:3] in ways))
 
 
-def _is_of(way: str, option: str) -> bool:
+def _sets_way(way: str, option: str) -> bool:
     """Return whether an option sets blocks, stages or warps of the pass "fwd" or "bwd"."""
     opposite = {"fwd": "bwd_", "bwd": "fwd_"}[way]
     names = [name for several in _NAMES[way] for name in several]

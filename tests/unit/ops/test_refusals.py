@@ -19,7 +19,7 @@ from ds_ring.integrations.backend_mark import needs_backend_op
 from ds_ring.integrations.compile.graph_attention import Scope, _values
 from ds_ring.integrations.compile.graph_sharding import check_positions
 from ds_ring.kernels.flash.executors import Flash
-from ds_ring.kernels.flash.kernel import _padded
+from ds_ring.kernels.flash.kernel import _get_padded_dims
 from ds_ring.kernels.flex.kernel import FlexKernel
 from ds_ring.kernels.select import get_kernel
 from ds_ring.layers.scores import Softcap
@@ -203,7 +203,7 @@ def test_what_a_backend_cannot_read_is_refused() -> None:
 
 def test_heads_that_no_operator_of_flash_takes_are_refused() -> None:
     with pytest.raises(RingShapeError, match="got 300 with the gradient of the log-sum-exp"):
-        _padded((Flash(),), 256, 300, True)
+        _get_padded_dims((Flash(),), 256, 300, True)
 
 
 def test_deferred_logits_have_no_attribute_that_a_tensor_lacks() -> None:
