@@ -12,8 +12,8 @@ import math
 import os
 import threading
 import zlib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from itertools import chain
 from types import TracebackType
@@ -55,26 +55,6 @@ class Agreement(NamedTuple):
         report = {_OPERATION: operation, **{name: str(value) for name, value in fields.items()}}
         digest = hashlib.sha256(json.dumps(report, sort_keys=True).encode()).digest()
         return cls(report, int.from_bytes(digest[:8], "big", signed=True))
-
-
-@contextmanager
-def comparing(mesh: RingMesh, name: str, number: int, said: str = "") -> Iterator[None]:
-    """Let the headers of calls inside carry a further number, which must be equal on all ranks that give one.
-
-    For what only eager calls know: a compiled graph calls operators directly, and gives none.
-
-    Args:
-        mesh: of the calls.
-        name: for the message.
-        number: at least 1; 0 gives none.
-        said: the number in words.
-    """
-    state = mesh.state
-    before, state.compared = state.compared, (name, number, said)
-    try:
-        yield
-    finally:
-        state.compared = before
 
 
 # [Note: refusals]
@@ -169,7 +149,7 @@ class collective:  # noqa: N801 - reads as contextlib's own
         self._agreement_began = True
         exchange, state = self._exchange or self.exchange, self.mesh.state
         exchange.call = number = next(self.mesh.calls)
-        further, value, said = state.compared
+        further, value, words = state.compared
         # Never reduce the patience here: headers of the last call may be in flight, or a rank may compile.
         state.patience_s = max(state.patience_s, patience_s)
         # Headers are compared lexicographically: if the first two integers are the same on all ranks, the
@@ -179,7 +159,7 @@ class collective:  # noqa: N801 - reads as contextlib's own
         least, greatest = exchange.spread(header).tolist()
         if least[:2] != greatest[:2] or (0 < least[3] != greatest[3] > 0):
             # Every rank sees the same least and greatest, so all of them send their reports, or none.
-            report = agreement.report | ({further: said or str(value)} if value else {})
+            report = agreement.report | ({further: words} if value else {})
             reports = _gather_reports(exchange, report, number)
             error = RingMismatchError(self._describe(reports))
             error.peers_know = True

@@ -14,8 +14,8 @@ each node of a call that sends saves a tensor, and asks for it before its gradie
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any, NoReturn, Protocol, TypeVar
 
@@ -24,7 +24,7 @@ from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 
-from ds_ring.comm.collective import collective, comparing
+from ds_ring.comm.collective import collective
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.errors import RingConfigError
 from ds_ring.ops.checks import check_derivative
@@ -39,7 +39,7 @@ def loses_derivatives() -> bool:
 
 
 def run_compared(mesh: RingMesh, name: str, function: Callable[..., T], *arguments: Any) -> T:
-    """Return `function(*given)`, a forward call that sends; its header tells whether it gets a gradient.
+    """Return `function(*arguments)`, a forward call that sends; its header tells whether it gets a gradient.
 
     Raises:
         RingConfigError: a transform or a dual level under which the call would lose a derivative.
@@ -53,9 +53,9 @@ def run_compared(mesh: RingMesh, name: str, function: Callable[..., T], *argumen
     if mesh.sequence_size == 1:
         return function(*arguments)
     requires = torch.is_grad_enabled() and _check_requires_grad(arguments)
-    said = "one that requires it" if requires else "none that requires it"
+    words = "one that requires it" if requires else "none that requires it"
     state, before = mesh.state, mesh.state.compared
-    state.compared = "operands and a gradient", 1 + requires, said
+    state.compared = "operands and a gradient", 1 + requires, words
     try:
         return function(*arguments)
     finally:
@@ -83,9 +83,15 @@ def forward_call(exchange: _Counts | None) -> int:
     return -1 if exchange is None else exchange.call
 
 
-def comparing_gradient(mesh: RingMesh, number: int) -> AbstractContextManager[None]:
-    """Return what surrounds the gradient of the forward call of that number."""
-    return comparing(mesh, _GRADIENT, number + 1, str(number))
+@contextmanager
+def comparing_gradient(mesh: RingMesh, number: int) -> Iterator[None]:
+    """Let the headers of calls inside carry the number of the forward call whose gradient they compute."""
+    state, before = mesh.state, mesh.state.compared
+    state.compared = _GRADIENT, number + 1, str(number)
+    try:
+        yield
+    finally:
+        state.compared = before
 
 
 def note_call(ctx: Any, exchange: _Counts | None, like: Tensor) -> None:
@@ -102,7 +108,7 @@ def has_run_again(ctx: Any) -> int:
 
 
 def run_gradient(mesh: RingMesh, number: int, function: Callable[..., T], *arguments: Any) -> T:
-    """Return `function(*given)`, the gradient of the forward call of that number.
+    """Return `function(*arguments)`, the gradient of the forward call of that number.
 
     Raises:
         RingMismatchError: other ranks compute that of another call; nothing was sent.
