@@ -4,8 +4,8 @@ Every error that ds_ring raises on purpose is a `RingError`. Its message has thr
 what was got, and what to do (`wrong`). Mistakes of the caller are `ValueError`s as well, so that code which
 catches the standard family keeps working; faults of other machines are `RuntimeError`s.
 
-`whole_number` and `true_or_false` check a caller's argument: numpy's integers are accepted, look-alikes such
-as strings and floats are not.
+`whole_number` and `true_or_false` check a caller's argument: numpy's integers are accepted, strings and
+floats are not.
 """
 
 from __future__ import annotations

@@ -140,7 +140,7 @@ class WorkWatchdog:
                 )
                 return
         except RingPeerError as error:
-            # Nobody has seen it yet: a host that is stuck is still ended (`DetectorClient._last_resort`).
+            # Nobody has seen it yet: a host that is stuck is still ended (`DetectorClient._end_process`).
             mesh.state.broken = error
         # Other batches that were posted and have not ended cannot complete any more.
         others = [

@@ -59,7 +59,7 @@ class ExtraOperand:
     Attributes:
         name: the argument of the public function.
         tensor: its value.
-        expands_keys: k and v are expanded where they arrive, so that k may have another head_dim than q.
+        expands_keys: k and v are expanded on arrival, so that k may have another head_dim than q.
     """
 
     name: ClassVar[str]

@@ -26,7 +26,7 @@ a rank computes one stage, the keys of the next stage arrive in token ranges of 
 stage are one table over its buffer, so a pass has as many kernel calls and partial results as stages. The
 number of bytes is that of a ring, but most messages go to ranks that are not neighbours. So stages are for
 ranks that all have a link to each other, as inside a node. Memory grows with the largest two stages, and
-`stage_sizes` in `plan.py` bounds them. In MagiAttention (SandAI 2025) overlap stages are a similar thing; the
+`stage_sizes` in `plan.py` bounds them. In MagiAttention (SandAI 2025) overlap stages are similar; the
 choice of sizes and the merge are ours.
 """
 

@@ -27,7 +27,7 @@ from ds_ring.registry import CodecRow
 class Payload(Enum):
     """The content of a message: K and V, or dK and dV.
 
-    The two rows of a token are adjacent, except in PARTS, and in KEYS where `keys_apart` in `ring/pair.py`.
+    A token's two rows are adjacent, except in PARTS, and in KEYS where `keys_apart` (`ring/pair.py`).
     """
 
     KEYS = "keys"  # in the dtype of the inputs

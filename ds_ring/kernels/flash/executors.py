@@ -76,8 +76,8 @@ class Executor(ABC):
     """Carry out calls by some of torch's operators.
 
     q [B, heads, S, D], k and v [B, G, n, D] are whole shards and payloads; results have the shape of
-    `call.q_rows.of(q)`, `call.k_rows.of(k)`, an lse that of its queries; a query without keys has out 0 and
-    the lse -inf.
+    `call.q_rows.of(q)`, `call.k_rows.of(k)`, an lse that of its queries; a query without keys has
+    out 0 and the lse -inf.
 
     Attributes:
         tokens_first: whether it copies a gradient or an output in [B, H, S, D] memory order.

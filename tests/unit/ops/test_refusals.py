@@ -71,7 +71,7 @@ def a_module_whose_score_mod_is_none_now() -> Any:
 def small_heads_of_flex() -> Any:
     tiles = build_plan(Causal(), LAYOUT).rank(0).classes[0].hops[0].tiles
     with FakeTensorMode():
-        return FlexKernel()._mask(torch.empty(1, 1, TOKENS, 8, device="cuda"), tiles)
+        return FlexKernel()._get_mask(torch.empty(1, 1, TOKENS, 8, device="cuda"), tiles)
 
 
 def by_batch(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:

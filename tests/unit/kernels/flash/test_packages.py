@@ -146,7 +146,7 @@ def test_operators_that_another_implementation_replaces_are_refused(name: str | 
         mock.patch.object(flash, "current_flash_attention_impl", return_value="FA4"),
         pytest.raises(RingConfigError, match="expected torch's own operators, got FA4"),
     ):
-        FlashKernel(name)._executors(q, 64)
+        FlashKernel(name)._get_executors(q, 64)
 
 
 def of_base_2(*args: Any, **named: Any) -> tuple[Tensor, ...]:
