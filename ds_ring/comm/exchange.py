@@ -77,14 +77,14 @@ class Exchange:
     Args:
         mesh: the ranks and process groups.
         hop_timeout_s: seconds that one hop (or one collective) may take.
-        outside: None for passes; for another operation, its name and the JSON key of its time limit.
+        operation: its name and the JSON key of its time limit; None for a pass.
     """
 
     def __init__(
-        self, mesh: RingMesh, hop_timeout_s: float = 60.0, outside: tuple[str, str] | None = None
+        self, mesh: RingMesh, hop_timeout_s: float = 60.0, operation: tuple[str, str] | None = None
     ) -> None:
         self.mesh = mesh
-        self.hop_timeout_s, self._outside = hop_timeout_s, outside
+        self.hop_timeout_s, self._operation = hop_timeout_s, operation
         self.counters = Counters()
         self.call = 0  # number of the current call, for error messages
         self._latest: Pending | None = None
@@ -166,7 +166,7 @@ class Exchange:
         counters.batches += sizes.is_one
         counters.messages_sent += sizes.sends
         counters.bytes_sent += sizes.sent_bytes
-        site = CallSite(self.call, hop, self._outside)
+        site = CallSite(self.call, hop, self._operation)
         if mesh.state.broken is not None or (mesh.detector is not None and mesh.detector.fault is not None):
             check_alive(mesh, hop)
         try:
@@ -303,7 +303,7 @@ class Exchange:
         """Wait for a collective of torch.distributed."""
         assert work is not None
         peers = [tuple(rank for rank in dist.get_process_group_ranks(group) if rank != self.mesh.global_rank)]
-        streams, site = self._get_waiting_streams(got[0], group), CallSite(self.call, None, self._outside)
+        streams, site = self._get_waiting_streams(got[0], group), CallSite(self.call, None, self._operation)
         watchdog = None if streams is None else self._work_watchdog
         Pending([work], peers, self.mesh, site, self.deadline_s, sent, got, group, watchdog, streams).wait()
 

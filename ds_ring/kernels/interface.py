@@ -382,5 +382,5 @@ def value_dim(kernel: Kernel, v: Tensor) -> int:
 
 def compiles(kernel: Kernel, operands: Operands, parts: Iterable[HeadsOfPass], scale: float) -> bool:
     """Return whether a pass will compile something; False for a kernel without a method `compiles`."""
-    says = getattr(kernel, "compiles", None)
-    return says is not None and any(says(operands, part, scale) for part in parts)
+    kernel_compiles = getattr(kernel, "compiles", None)
+    return kernel_compiles is not None and any(kernel_compiles(operands, part, scale) for part in parts)

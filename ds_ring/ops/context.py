@@ -50,8 +50,8 @@ class RingContext:
         mesh: the ranks and process groups.
         options: kernel, transport and further options.
         in_a_graph: True if a compiled graph carries the handle; then the context lives as long as the mesh.
-        keeps_functions: calls do not trace the functions of pattern and score_mod anew. So it is with
-            modules, whose contexts hold the caller's own objects; others hold any that are equal.
+        keeps_functions: skip re-tracing the functions of pattern and score_mod: modules keep the caller's
+            function objects; other contexts hold any equal ones.
         make_pass: of the transport, from the table of passes.
         exchange: sends and receives tensors; None if the sequence has one rank.
         saved: what keeps tensors of a pass for its gradient.

@@ -198,10 +198,10 @@ class RingBuffers:
         return [Label(step.peer, tensor_index, step.count, dtype, tokens) for tensor_index in messages]
 
     def adopt(self, buffer: int, parts: tuple[Tensor, ...] | None) -> bool:
-        """Let a kernel's dK and dV [B, G, slots, ...] be a buffer, to send them without a copy, if they can.
+        """Send the kernel's dK and dV [B, G, slots, ...] without a copy if dtype and strides allow.
 
-        They can if it is one of PARTS of their dtype, each token's heads lie side by side, and the pool lets
-        what is sent lie in other memory than its own.
+        Then they become the buffer. It must be one of PARTS of their dtype, each token's heads must be
+        adjacent, and the pool must allow messages from other memory than its own.
         """
         payload = self.chunk.steps.buffers[buffer].payload
         if parts is None or payload is not Payload.PARTS or not self._pool.adopts:

@@ -52,8 +52,8 @@ class Block:
                 both = torch.empty(0, dtype=kind.dtype, device=self.device)
                 start = (kind.place or 0) // kind.dtype.itemsize
                 both = both.set_(self._storage, start, (count,), (1,))
-                beside = None if kind.apart else halves(both.view(kind.shape), kind.head_dim)
-                pair = self._kept[kind] = beside or kind.pair(both)
+                side_by_side = None if kind.apart else halves(both.view(kind.shape), kind.head_dim)
+                pair = self._kept[kind] = side_by_side or kind.pair(both)
         return pair
 
 
