@@ -54,7 +54,7 @@ class Pass(Protocol):
 
 
 class ExtraOperand:
-    """An operand of a call in addition to q, k and v, and what it changes of a pass; this base changes nothing.
+    """An operand of a call in addition to q, k, v, and its changes to a pass; this base changes nothing.
 
     Attributes:
         name: the argument of the public function.
