@@ -154,7 +154,7 @@ OF_TORCH_DISTRIBUTED = {
 }  # fmt: skip
 # Methods of a group's backend send as well.
 ASKS_FOR_A_BACKEND = {"comm.waiting"}  # which aborts
-SENDS = {"comm.exchange", "cuda.warm_up"}  # the second one connects the ranks of new groups
+SENDS = {"comm.exchange", "cuda.warm_up", "ring.naive"}  # connects the ranks of new groups; for readers
 
 
 def name_of(path: Path) -> str:

@@ -56,11 +56,11 @@ HOST = Streams()
 
 
 @lru_cache(maxsize=64)  # more devices than a host has
-def _streams_of_device(device: torch.device) -> Streams:
-    found: Streams = load(DEVICES[device.type].streams)(device) if device.type in DEVICES else HOST
-    return found
+def _make_streams(device: torch.device) -> Streams:
+    streams: Streams = load(DEVICES[device.type].streams)(device) if device.type in DEVICES else HOST
+    return streams
 
 
 def streams_of(tensor: Tensor) -> Streams:
     """Return the streams of a tensor's device."""
-    return _streams_of_device(tensor.device) if tensor.is_cuda and not is_fake(tensor) else HOST
+    return _make_streams(tensor.device) if tensor.is_cuda and not is_fake(tensor) else HOST

@@ -134,8 +134,8 @@ def launch(out: Tensor, lse: Tensor | None, parts: Sequence[tuple[Tensor, Tensor
     outputs = [part for part, _ in pairs]
     sums = [out] * (1 + MAX_PARTS) if lse is None else [lse, *(of for _, of in pairs if of is not None)]
     sizes, none = (1,) * missing + tuple(out.shape[:-1]), (0,) * missing
-    strides = [step for one in (out, *outputs) for step in none + one.stride()]
-    strides += [step for one in sums for step in (none + one.stride())[:ROW_DIMS]]
+    strides = [step for tensor in (out, *outputs) for step in none + tensor.stride()]
+    strides += [step for tensor in sums for step in (none + tensor.stride())[:ROW_DIMS]]
     wide = tl.float64 if out.element_size() == 8 else tl.float32
     width = 1 << max(head_dim - 1, 0).bit_length()
     at_once = max(1, ELEMENTS // width)

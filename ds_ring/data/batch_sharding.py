@@ -131,7 +131,7 @@ class BatchSharding:
                 continue
             for context, _ in rows.contexts:
                 for made in context.prepared.values():
-                    ways = tuple(sorted({way for one in made.own.classes for way in one.lowered}))
+                    ways = tuple(sorted({way for one in made.rank_plan.classes for way in one.lowered}))
                     heads = made.plan.query_heads, made.plan.kv_heads
                     found[key[1], *heads] = UsedPass(key[1], made.make_plan, ways)
         return list(found.values())

@@ -33,7 +33,7 @@ from ds_ring.comm.messages import (
     Message,
     TokenRange,
     check_messages,
-    sizes_of,
+    compute_batch_sizes,
 )
 from ds_ring.comm.streams import HOST, Streams
 from ds_ring.kernels.interface import drop_cached
@@ -226,7 +226,7 @@ class VirtualExchange:
         check_messages(sends)
         check_messages(receives)
         to, of = (tuple(Label(*message[1:]) for message in side) for side in (sends, receives))
-        return VirtualRoute(to, of, sizes_of(sends, receives))
+        return VirtualRoute(to, of, compute_batch_sizes(sends, receives))
 
     def start(
         self, route: VirtualRoute, sent: Sequence[Tensor], received: Sequence[Tensor], hop: int | None = None

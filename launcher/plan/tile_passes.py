@@ -15,7 +15,7 @@ from ds_ring.masks.joins import near_rows
 from ds_ring.masks.pattern import BoundPattern, Pattern
 from ds_ring.masks.slots import IntArray, count_slots
 from ds_ring.masks.tiles import Axis, Tiles
-from ds_ring.schedule.choose import AS_FAST, bound_to_one_head, runs_of_ranks
+from ds_ring.schedule.choose import AS_FAST, bound_to_one_head, collect_runs
 from ds_ring.schedule.layout import Layout
 from ds_ring.schedule.lowering import count_heads, head_chunks
 from ds_ring.transports.tiles.grid import Step, TileGrid, steps_of
@@ -66,7 +66,7 @@ def _ranks_to_look_at(pattern: Pattern, layout: Layout, grids: tuple[TileGrid, .
 
 def _work_of_ranks(pattern: BoundPattern, layout: Layout, grid: TileGrid) -> IntArray | None:
     """Return the pairs that every rank of a grid attends, for one head; None for a large dense pattern."""
-    (runs, ranks), size = runs_of_ranks([layout]), layout.ring_size
+    (runs, ranks), size = collect_runs([layout]), layout.ring_size
     axis = Axis.from_runs(runs)
     near = near_rows(pattern.branches_by_head[0], axis, axis)
     if near is None and len(runs) ** 2 > MANY_RECTANGLES:

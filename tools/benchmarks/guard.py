@@ -34,7 +34,7 @@ def bare() -> Iterator[None]:
 
     with (
         patch.object(in_flight, "wait_for", wait),
-        patch.object(in_flight, "_versions", lambda tensors: []),
+        patch.object(in_flight, "_read_versions", lambda tensors: []),
         patch.object(exchange, "check_messages", lambda messages: None),
         patch.object(collective, "compare_headers", lambda *_, **__: None),
     ):

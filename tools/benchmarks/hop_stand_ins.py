@@ -126,7 +126,7 @@ def hops_of(
     rank = ring_size // 2 - 1
     with ExitStack() as stack:
         mesh = stack.enter_context(fake_ring(rank, ring_size))
-        stack.enter_context(mock.patch("ds_ring.kernels.flash.kernel._usable", lambda x, width: x))
+        stack.enter_context(mock.patch("ds_ring.kernels.flash.kernel._make_usable", lambda x, width: x))
         # as on CUDA: K and V of one head are one message there
         stack.enter_context(mock.patch("ds_ring.ring.buffers.keys_apart", return_value=False))
         if not whole_merge:

@@ -79,7 +79,7 @@ class CrossAttention(RingAttention):
             config_or_pattern, mesh=mesh, layout=layout, scale=scale, pattern=pattern, score_mod=score_mod
         )
 
-    def _placed(
+    def _choose_placement(
         self, pattern: Pattern, layout: Layout | str, mesh: RingMesh, score_mod: ScoreFunction | None
     ) -> tuple[Pattern, Layout, ScoreFunction | None]:
         self._pair, between = _pair_of(pattern, layout, self._key_layout, mesh, self._options)
@@ -90,7 +90,7 @@ class CrossAttention(RingAttention):
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, return_lse: bool,
         refusal: GraphRefusal | None,
     ) -> Any:  # fmt: skip
-        return _attend_between(self._pair, q, k, v, self._context_now(), sinks, return_lse)
+        return _attend_between(self._pair, q, k, v, self._get_context(), sinks, return_lse)
 
 
 def _pair_of(

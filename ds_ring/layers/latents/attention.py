@@ -82,7 +82,7 @@ class LatentAttention(RingAttention):
         given = query, latent, rope, up_projection
         if torch.compiler.is_compiling():
             return attend_compiled(*given, self._handle, self._mesh, sinks, return_lse)
-        return attend(*given, self._context_now(), sinks, return_lse)
+        return attend(*given, self._get_context(), sinks, return_lse)
 
 
 class _Latents(ExtraOperand):

@@ -133,7 +133,7 @@ class PullExchange(Exchange):
         mesh, plan, (q, k, v, grad_out, _) = self.mesh, found.plan, operands
         backward, size = grad_out is not None, head_bytes(k, v)
         lower = partial(lower_rank, backward=backward, head_bytes=size, chunk_bytes=found.chunk_bytes)
-        own = lower(found.own)
+        own = lower(found.rank_plan)
         prepared = passes.of(own, k, v)
         if prepared.messages is None:
             kind_at = partial(kind_in_pass, found.kernel, q, k, v)

@@ -339,7 +339,7 @@ def test_events_are_queried_without_the_lock_by_a_thread_that_disturbs_no_captur
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     driver = Driver([600, 600, 0, 600, 0])
-    monkeypatch.setattr(device, "_driver", lambda: driver)
+    monkeypatch.setattr(device, "_load_driver", lambda: driver)
 
     def query() -> bool:
         raise AssertionError("Event.query holds the interpreter's lock")
@@ -361,7 +361,7 @@ def test_events_are_queried_without_the_lock_by_a_thread_that_disturbs_no_captur
 
 
 def test_a_query_that_fails_raises_the_error_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "_driver", lambda: Driver([700]))
+    monkeypatch.setattr(device, "_load_driver", lambda: Driver([700]))
     with pytest.raises(torch.AcceleratorError, match="illegal memory"):
         device.CudaStreams.reached(None, SimpleNamespace(cuda_event=1, query=fails))  # type: ignore[arg-type]
 

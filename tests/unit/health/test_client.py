@@ -130,7 +130,7 @@ def test_heartbeats_say_nothing_of_collectives_unless_asked(monitor: Monitor) ->
     until(lambda: monitor.kinds("beat"))
     assert monitor.kinds("beat")[0] == {"kind": "beat"}
     with detector.within("nothing", Limit(1.0, "key")):
-        assert detector._calls() == {}
+        assert detector._read_calls() == {}
     detector.leave()
 
 

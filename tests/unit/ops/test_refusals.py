@@ -18,7 +18,7 @@ from ds_ring.contrib.compile.graph_attention import Scope, _values
 from ds_ring.contrib.compile.graph_sharding import check_positions
 from ds_ring.errors import RingConfigError, RingError, RingLayoutError, RingPatternError, RingShapeError
 from ds_ring.kernels.flash.executors import Flash
-from ds_ring.kernels.flash.kernel import _padded
+from ds_ring.kernels.flash.kernel import _get_padded_dims
 from ds_ring.kernels.flex.kernel import FlexKernel
 from ds_ring.kernels.select import get_kernel
 from ds_ring.layers.scores import Softcap
@@ -71,7 +71,7 @@ def a_module_whose_score_mod_is_none_now() -> Any:
 def small_heads_of_flex() -> Any:
     tiles = build_plan(Causal(), LAYOUT).rank(0).classes[0].hops[0].tiles
     with FakeTensorMode():
-        return FlexKernel()._mask(torch.empty(1, 1, TOKENS, 8, device="cuda"), tiles)
+        return FlexKernel()._get_mask(torch.empty(1, 1, TOKENS, 8, device="cuda"), tiles)
 
 
 def by_batch(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -203,7 +203,7 @@ def test_what_a_backend_cannot_read_is_refused() -> None:
 
 def test_heads_that_no_operator_of_flash_takes_are_refused() -> None:
     with pytest.raises(RingShapeError, match="got 300 with the gradient of the log-sum-exp"):
-        _padded((Flash(),), 256, 300, True)
+        _get_padded_dims((Flash(),), 256, 300, True)
 
 
 def test_deferred_logits_have_no_attribute_that_a_tensor_lacks() -> None:

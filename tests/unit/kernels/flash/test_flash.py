@@ -274,13 +274,13 @@ def test_scales_values_of_another_width_and_the_gradient_of_the_lse(scale: float
 def test_what_is_refused_names_flex() -> None:
     masked = next(mask.pattern for name, mask in MASKS.items() if name not in WINDOWS)
     with pytest.raises(RingConfigError, match=r'MaskMod.*"kernel": "flex"'):
-        get_kernel("flash", "cuda", asked=KernelNeeds("cuda", torch.bfloat16, 64, masked))
+        get_kernel("flash", "cuda", needs=KernelNeeds("cuda", torch.bfloat16, 64, masked))
     with pytest.raises(
         RingShapeError, match=r'expected bfloat16 or float16 on cuda, got torch.float32.*"flex"'
     ):
-        get_kernel("flash", "cuda", asked=KernelNeeds("cuda", torch.float32, 64, Causal()))
+        get_kernel("flash", "cuda", needs=KernelNeeds("cuda", torch.float32, 64, Causal()))
     with pytest.raises(RingShapeError, match='head_dim of at most 256, got 320; set "kernel": "flex"'):
-        get_kernel("flash", "cuda", asked=KernelNeeds("cuda", torch.bfloat16, 320, Causal()))
+        get_kernel("flash", "cuda", needs=KernelNeeds("cuda", torch.bfloat16, 320, Causal()))
     with pytest.raises(
         RingConfigError, match="implementation: expected one of FA2, cuDNN, FA3, FA4, got 'FA5'"
     ):

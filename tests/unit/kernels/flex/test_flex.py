@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_ring import Causal, Chunked, Dilated, Documents, PrefixLM, Sinks, SlidingWindow
 from ds_ring.errors import RingConfigError
-from ds_ring.kernels.flex.block_mask import BlockTable, HopMasks, HopTensors, geometry_of
+from ds_ring.kernels.flex.block_mask import BlockTable, HopMasks, HopTensors, make_geometry
 from ds_ring.kernels.flex.kernel import FlexKernel, compiled_call
 from ds_ring.kernels.flex.options import BLOCKS, blocks_of, checked_options, options_on
 from ds_ring.kernels.flex.workspace import KEPT_TABLE_BYTES
@@ -85,7 +85,7 @@ def test_hops_of_one_geometry_are_attended_alike(rule: Pattern) -> None:
         if len(tiles):
             hops += 1
             picture = paint(tiles, 4, 4)
-            key = geometry_of(tiles, 4, 0, 0, False).key
+            key = make_geometry(tiles, 4, 0, 0, False).key
             assert np.array_equal(known.setdefault(key, picture), picture), (q, k)
     assert len(known) < hops
 
@@ -381,7 +381,7 @@ def test_each_constant_has_code_of_its_own() -> None:
     kernel, (tiles, *_) = FlexKernel(16, "eager"), list(hops_of(Causal(), "contiguous", 1))
     codes = set()
     for scale in (0.5, 1.0):
-        constants = kernel._constants_of_hop(Operands(q, q, q), tiles, scale)
+        constants = kernel._collect_hop_constants(Operands(q, q, q), tiles, scale)
         codes.add(compiled_call("eager", constants, 16)._torchdynamo_orig_callable.__code__.co_name)
     assert len(codes) == 2
 
