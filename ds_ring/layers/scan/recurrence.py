@@ -42,7 +42,7 @@ class Computed(NamedTuple):
 PieceKernel = Callable[[Sequence[Tensor], bool], Computed]
 
 
-def kinds_of(context: ScanContext) -> dict[tuple[int, bool], list[int]]:
+def group_pieces(context: ScanContext) -> dict[tuple[int, bool], list[int]]:
     """Return the numbers of this rank's pieces by their length, and whether they get a state."""
     kinds: dict[tuple[int, bool], list[int]] = {}
     for number, piece in enumerate(context.pieces):
@@ -80,7 +80,7 @@ def recurrence_of_pieces(
         wants_state: the state is returned, on every rank; it has no gradient.
     """
     batch, slots = tensors[0].shape[0], tensors[0].shape[dim]
-    kinds = kinds_of(context) if context.pieces else {}
+    kinds = group_pieces(context) if context.pieces else {}
     outs: dict[int, Tensor] = {}
     finals: dict[int, tuple[Tensor, Tensor]] = {}  # M and B by run
     reaches: list[tuple[list[int], Tensor, Callable[[Tensor], Tensor]]] = []
@@ -132,11 +132,11 @@ def _state_after(
 def of_last_run(context: ScanContext, x: Tensor) -> Tensor:
     """Return what is computed of each own run, [R, ...], of the sequence's last run, on every rank."""
     last = len(context.runs.starts) - 1
-    found = x.new_zeros(x.shape[1:])
-    for place, run in enumerate(context.runs.of_rank(context.mesh.sequence_rank).tolist()):
+    result = x.new_zeros(x.shape[1:])
+    for place, run in enumerate(context.runs.list_rank_runs(context.mesh.sequence_rank).tolist()):
         if run == last:
-            found = x[place].clone()
-    return on_every_rank(context, found, "state after the sequence")
+            result = x[place].clone()
+    return on_every_rank(context, result, "state after the sequence")
 
 
 def on_every_rank(context: ScanContext, x: Tensor, name: str) -> Tensor:

@@ -280,23 +280,23 @@ def share_memory(exchange: Exchange, nbytes: int, device: torch.device) -> HostS
         for rank in ring
         if rank != mesh.sequence_rank
     }
-    made, card = None, card_of(device)
+    shared, card = None, describe_card(device)
     if mesh.collectives is not None and device.type == "cuda" and card["refused"] is None:
         card["refused"] = "its ring, of dynamic rings, has no process group by which GPUs open memory"
     if card["refused"] is None:
         try:
-            made = (CudaShared if device.type == "cuda" else HostShared)(nbytes, device, list(others))
+            shared = (CudaShared if device.type == "cuda" else HostShared)(nbytes, device, list(others))
         except (OSError, RuntimeError) as error:
             card["refused"] = first_line(error)
-    card["doors"] = None if made is None else made.doors
+    card["doors"] = None if shared is None else shared.doors
     cards = [json.loads(text) for text in gather_texts(exchange, json.dumps(card))]
     why = why_not_together(mesh, cards)
     failed: list[str] = []
 
     def open_doors() -> None:
-        assert made is not None, "a rank that refused"
+        assert shared is not None, "a rank that refused"
         try:
-            made.open({peer: cards[rank]["doors"] for peer, rank in others.items()}, group)
+            shared.open({peer: cards[rank]["doors"] for peer, rank in others.items()}, group)
         except (OSError, RuntimeError) as error:
             failed.append(first_line(error))
 
@@ -312,9 +312,9 @@ def share_memory(exchange: Exchange, nbytes: int, device: torch.device) -> HostS
         refusal = RingConfigError(f'transport: {why}; use "transport": "ring"')
         refusal.peers_know = True  # every rank has the same cards
         raise refusal
-    assert made is not None, "a rank that refused"
-    made.close_doors()
-    return made
+    assert shared is not None, "a rank that refused"
+    shared.close_doors()
+    return shared
 
 
 # What is used of torch.distributed._symmetric_memory, with its parameters; a test compares them with torch's.
@@ -334,7 +334,7 @@ OF_HANDLE = {
 }
 
 
-def card_of(device: torch.device) -> dict[str, Any]:
+def describe_card(device: torch.device) -> dict[str, Any]:
     """Return this rank's node, its GPU, and the reason why it can share no memory, or None."""
     card: dict[str, Any] = {"node": _node(), "refused": _why_not(device)}
     if device.type == "cuda" and card["refused"] is None:
@@ -383,8 +383,8 @@ def why_not_together(mesh: RingMesh, cards: Sequence[Mapping[str, Any]]) -> str 
             who = mesh.describe(rank)
             return f'expected that every rank can share memory for "pull", got {who}: {card["refused"]}'
     for rank, card in enumerate(cards):
-        for other in range(rank % mesh.ulysses_size, rank, mesh.ulysses_size):  # of the same ring
-            peer, both = cards[other], f"{mesh.describe(other)} and {mesh.describe(rank)}"
+        for peer_rank in range(rank % mesh.ulysses_size, rank, mesh.ulysses_size):  # of the same ring
+            peer, both = cards[peer_rank], f"{mesh.describe(peer_rank)} and {mesh.describe(rank)}"
             if card["node"][1] != peer["node"][1]:
                 names = f"{peer['node'][0]} and {card['node'][0]}"
                 return f'expected a ring on one node, in one container, for "pull", got {both} on {names}'

@@ -14,7 +14,7 @@ from ds_ring.data.intervals import SubRings
 from ds_ring.schedule.grid import Grid
 from ds_ring.transports.devices import OF_NCCL, OF_SYMMETRIC_MEMORY
 from ds_ring.transports.pull import shared_memory
-from ds_ring.transports.pull.shared_memory import card_of, share_memory, why_not_together
+from ds_ring.transports.pull.shared_memory import describe_card, share_memory, why_not_together
 from tests.fake_cuda import fake_gpu
 
 
@@ -31,7 +31,7 @@ def test_pulls_between_ranks_on_one_gpu(
     with fake_gpu(device_count=1), mock.patch(refusals, return_value=None):
         for value in (first, second):
             monkeypatch.setenv(OF_SYMMETRIC_MEMORY, value)
-            cards.append(card_of(torch.device("cuda", 0)))
+            cards.append(describe_card(torch.device("cuda", 0)))
     why = why_not_together(mesh, cards)
     assert (why is None) == together
     if why is not None:
@@ -40,7 +40,7 @@ def test_pulls_between_ranks_on_one_gpu(
 
 def test_smaller_rings_share_no_memory_between_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """GPUs open each other's memory by a process group, which these rings lack; the CPU needs none."""
-    monkeypatch.setattr(shared_memory, "card_of", lambda device: {"node": ["a", "a"], "refused": None})
+    monkeypatch.setattr(shared_memory, "describe_card", lambda device: {"node": ["a", "a"], "refused": None})
     monkeypatch.setattr(shared_memory, "gather_texts", lambda exchange, text: [text, text])
     monkeypatch.setattr(dist, "get_group_rank", lambda group, rank: rank)
     whole = RingMesh(Grid(3, 3), 0, ring_group="ring")  # type: ignore[arg-type]
