@@ -205,7 +205,7 @@ def _require_unchanged(folder: Path) -> None:
 # [Note: one checkpoint for all] Ranks may be given other paths, or another folder under the same path on
 # another host. So all ranks look for the file `latest` and the folder, and the digests of their manifests are
 # compared: of all ranks, or with node-local storage of the ranks of each host.
-def _agreed(storage: Storage, check: Callable[[], None]) -> None:
+def _check_agreed(storage: Storage, check: Callable[[], None]) -> None:
     """Call a check that comes to one result on all ranks of a storage. Collective."""
     if len(storage.ranks) == dist.get_world_size():
         check()
@@ -225,7 +225,7 @@ def _require_seen_by_all(folder: Path, storage: Storage) -> None:
                 f" on {len(blind)} of {len(storage.ranks)}, rank {blind[0]} first; {_SHARE}"
             )
 
-    _agreed(storage, check)
+    _check_agreed(storage, check)
 
 
 _SHARE = (
@@ -320,7 +320,9 @@ def _faults_everywhere(folder: Path, storage: Storage, universal: bool) -> list[
         if dist.get_rank() == 0:
             log.error("%s is a universal checkpoint without %s: it is loaded unverified", folder, MANIFEST)
         sizes = together(lambda: str([(path, status.st_size) for path, status in walk_entries(folder)]))
-        _agreed(storage, lambda: _require_one_checkpoint(storage, [(text, str(folder)) for text in sizes]))
+        _check_agreed(
+            storage, lambda: _require_one_checkpoint(storage, [(text, str(folder)) for text in sizes])
+        )
         return []
     everyones = together(
         lambda: (find_faults(folder, storage.select_share), read_digest(folder), str(folder))
@@ -328,5 +330,5 @@ def _faults_everywhere(folder: Path, storage: Storage, universal: bool) -> list[
     faults = list(dict.fromkeys(fault for rank_faults, *_ in everyones for fault in rank_faults))
     if not faults:
         digests = [(digest, where) for _, digest, where in everyones]
-        _agreed(storage, lambda: _require_one_checkpoint(storage, digests))
+        _check_agreed(storage, lambda: _require_one_checkpoint(storage, digests))
     return faults

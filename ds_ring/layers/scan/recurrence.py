@@ -56,10 +56,10 @@ def group_pieces(context: ScanContext) -> dict[tuple[int, bool], list[int]]:
     return kinds
 
 
-def padded(x: Tensor, slots: int, dim: int) -> Tensor:
-    """Append zeros for the padding slots at the end of a shard."""
-    if x.shape[dim] == slots:
-        return x
+def padded(x: Tensor, slots: int, dim: int = 1) -> Tensor:
+    """Append zeros for the padding slots at the end of a shard, or cut slots off."""
+    if x.shape[dim] >= slots:
+        return x if x.shape[dim] == slots else x.narrow(dim, 0, slots)
     shape = list(x.shape)
     shape[dim] = slots - x.shape[dim]
     return torch.cat([x, x.new_zeros(shape)], dim=dim)

@@ -129,12 +129,3 @@ def without_padding(x: Tensor, layout: Layout, mesh: RingMesh) -> Tensor:
         return x
     is_padding = torch.arange(x.shape[2], device=x.device) >= valid
     return x.masked_fill(is_padding[:, None], 0)
-
-
-def padded(x: Tensor, slots: int, dim: int = 1) -> Tensor:
-    """Append zeros to a dimension, or cut it off, so that it has so many slots."""
-    if x.shape[dim] >= slots:
-        return x.narrow(dim, 0, slots)
-    shape = list(x.shape)
-    shape[dim] = slots - x.shape[dim]
-    return torch.cat([x, x.new_zeros(shape)], dim=dim)

@@ -23,10 +23,11 @@ from ds_ring.comm.streams import is_fake
 from ds_ring.config.pass_options import PassOptions
 from ds_ring.errors import RingConfigError, RingShapeError, whole_number
 from ds_ring.layers.scan.context import scan_context
+from ds_ring.layers.scan.recurrence import padded
 from ds_ring.layers.scan.sequence_runs import in_blocks
 from ds_ring.layers.selection.block_layout import BlockLayout
 from ds_ring.layers.selection.select import ring_select
-from ds_ring.layers.sparse.blocks import attend_to_blocks, check_shards, padded, windows, without_padding
+from ds_ring.layers.sparse.blocks import attend_to_blocks, check_shards, windows, without_padding
 from ds_ring.masks.catalog import Before, SlidingWindow
 from ds_ring.ops.checks import check_floats
 from ds_ring.ops.handles import never_traced
