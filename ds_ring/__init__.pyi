@@ -26,8 +26,6 @@ from ds_ring.layers.cross.attention import CrossAttention as CrossAttention
 from ds_ring.layers.cross.attention import cross_attention as cross_attention
 from ds_ring.layers.latents.attention import LatentAttention as LatentAttention
 from ds_ring.layers.latents.attention import latent_attention as latent_attention
-from ds_ring.layers.log_linear.log_linear import log_linear_attention as log_linear_attention
-from ds_ring.layers.mamba3.mamba3 import mamba3_scan as mamba3_scan
 from ds_ring.layers.ngrams.hashes import ngram_rows as ngram_rows
 from ds_ring.layers.ngrams.sharded_rows import sharded_rows as sharded_rows
 from ds_ring.layers.scan.halo import halo as halo
@@ -43,7 +41,6 @@ from ds_ring.layers.serial.ttt import ttt_linear as ttt_linear
 from ds_ring.layers.sparse.moba import moba_attention as moba_attention
 from ds_ring.layers.sparse.nsa import NsaSizes as NsaSizes
 from ds_ring.layers.sparse.nsa import nsa_attention as nsa_attention
-from ds_ring.layers.titans.titans import titans_scan as titans_scan
 from ds_ring.masks.catalog import Causal as Causal
 from ds_ring.masks.catalog import Chunked as Chunked
 from ds_ring.masks.catalog import DilatedWindow as DilatedWindow

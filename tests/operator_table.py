@@ -432,48 +432,6 @@ def ttt_inputs(dtype: torch.dtype) -> Inputs:
     return found | {"eta": (0.1 * found["eta"].double().sigmoid()).to(dtype)}
 
 
-def mamba3(place: Place, **given: Tensor) -> Tensor:
-    return ds_ring.mamba3_scan(**given, chunk_size=4, documents=place.documents, **place.where)
-
-
-def mamba3_inputs(dtype: torch.dtype) -> Inputs:
-    heads = (B, T, 2)
-    found = drawn(
-        dtype, q=(*heads, 1, 4), k=(*heads, 1, 4), v=(*heads, 1, 3), adt=heads, dt=heads, trap=heads,
-        angles=(*heads, 2),
-    )  # fmt: skip
-    return found | {
-        "adt": -0.3 * found["adt"].abs(), "dt": 0.5 * found["dt"].abs(),
-        "trap": (found["trap"].double().sigmoid()).to(dtype),
-    }  # fmt: skip
-
-
-def titans(place: Place, **given: Tensor) -> Tensor:
-    return ds_ring.titans_scan(**given, chunk_size=2, **place.where)
-
-
-def titans_inputs(dtype: torch.dtype) -> Inputs:
-    heads = (B, T, 2)
-    found = drawn(
-        dtype, q=(*heads, 3), k=(*heads, 3), v=(*heads, 2), theta=heads, log_keep=heads, log_momentum=heads
-    )
-    return found | {
-        "theta": 0.1 * found["theta"].abs(), "log_keep": -0.3 * found["log_keep"].abs(),
-        "log_momentum": -found["log_momentum"].abs(),
-    }  # fmt: skip
-
-
-def log_linear(place: Place, **given: Tensor) -> Tensor:
-    return ds_ring.log_linear_attention(**given, chunk_size=4, **place.where)
-
-
-def log_linear_inputs(dtype: torch.dtype) -> Inputs:
-    found = drawn(
-        dtype, q=(B, T, 1, 3), k=(B, T, 1, 3), v=(B, T, 2, 3), g=(B, T, 2), level_scales=(B, T, 2, 7)
-    )
-    return found | {"g": -0.3 * found["g"].abs()}
-
-
 def ngrams(place: Place, ids: Tensor) -> Tensor:
     return ds_ring.ngram_rows(ids, (3, 5, 7), ((11, 13), (17,)), documents=place.documents, **place.where)
 
@@ -595,17 +553,6 @@ OPERATORS: dict[str, Operator] = {
     "ttt_linear": Operator(
         ttt_inputs, _named("q k v eta") | _named("weight bias initial", None), ttt, 1,
         ("q", "k", "v", "eta", "weight", "bias", "initial"),
-    ),
-    "mamba3_scan": Operator(
-        mamba3_inputs, _named("q k v adt dt trap angles"), mamba3, 1,
-        ("q", "k", "v", "adt", "dt", "trap", "angles"),
-    ),
-    "titans_scan": Operator(
-        titans_inputs, _named("q k v theta log_keep log_momentum"), titans, 1,
-        ("q", "k", "v", "theta", "log_keep", "log_momentum"),
-    ),
-    "log_linear_attention": Operator(
-        log_linear_inputs, _named("q k v g level_scales"), log_linear, 1, ("q", "k", "v", "g", "level_scales")
     ),
     "ngram_rows": Operator(
         lambda dtype: drawn(dtype, ids=(B, T)), {"ids": 1}, ngrams, 1, (), any_dtype=True

@@ -89,7 +89,7 @@ def codec_source(name: str, head_dim: int, pointer: str) -> Any:
     """Return a kernel of the codec "float8" as it is launched for dense K and V, for Triton's compiler."""
     module: Any = importlib.import_module("ds_ring.codecs.float8_cuda")
     kernel = getattr(module, name)
-    constants = {**module.sizes_of(head_dim, head_dim), "k3": 1, "v3": 1}
+    constants = {**module.make_constants(head_dim, head_dim), "k3": 1, "v3": 1}
     if name == "decode_rows":
         constants["HALF"] = pointer == "*fp16"
     kinds = {"k": pointer, "v": pointer, "into": "*u8", "given": "*u8"}

@@ -29,7 +29,7 @@ _OF_ANOTHER_KIND = (KeyError, IndexError, AssertionError, AttributeError, TypeEr
 _LOADING = re.compile(r"Error\(s\) in loading state_dict|The ZeRO checkpoint")
 
 
-def training_of(engine: DeepSpeedEngine, leave_out_frozen: bool = False) -> Training:
+def describe_training(engine: DeepSpeedEngine, leave_out_frozen: bool = False) -> Training:
     """Return what a checkpoint of the engine, as it is now, is of."""
     optimizer = _own_optimizer(engine)
     scheduler = engine.lr_scheduler
@@ -39,10 +39,10 @@ def training_of(engine: DeepSpeedEngine, leave_out_frozen: bool = False) -> Trai
     return Training(
         zero_stage=int(engine.zero_optimization_stage()),
         dtype=_DTYPES.get(engine.get_data_types()[0], str(engine.get_data_types()[0])),
-        wrapper=_wrapper_of(engine),
+        wrapper=_get_wrapper_name(engine),
         optimizer="" if optimizer is None else type(optimizer).__name__,
         settings=() if optimizer is None else tuple(map(_public, optimizer.param_groups)),
-        states=_states_of(optimizer),
+        states=_list_states(optimizer),
         scheduler="" if scheduler is None else type(scheduler).__name__,
         scheduler_states=() if scheduler is None else tuple(sorted(scheduler.state_dict())),
         shapes={name: shape for name, shape in shapes.items() if not leave_out_frozen or name not in frozen},
@@ -71,7 +71,7 @@ def require_loadable(
         strict: names of the model must be the same.
         optimizer, scheduler, module: the parts to load.
     """
-    mine = training_of(engine)
+    mine = describe_training(engine)
     problem = ""
     if not universal:
         problem = _stage_problem(saved, mine, optimizer)
@@ -96,21 +96,23 @@ def _stage_problem(saved: Training, mine: Training, optimizer: bool) -> str:
     if optimizer and before != now and {before, now} != {1, 2}:
         return f"expected a checkpoint of ZeRO {now}, got one of ZeRO {before}; {set_back}, or {alone}"
     if optimizer and (saved.dtype, saved.wrapper) != (mine.dtype, mine.wrapper):
-        expected, got = (f"{one.dtype} ({one.wrapper or 'no wrapper'})" for one in (mine, saved))
+        expected, got = (
+            f"{training.dtype} ({training.wrapper or 'no wrapper'})" for training in (mine, saved)
+        )
         return f"expected optimizer states of {expected}, got {got}; set the dtype back, or {alone}"
     return ""
 
 
 def _model_problem(saved: Training, mine: Training, engine: DeepSpeedEngine, strict: bool) -> str:
     advice = "build the model that was saved"
-    other = [name for name, shape in mine.shapes.items() if saved.shapes.get(name, shape) != shape]
-    if other:
+    misfits = [name for name, shape in mine.shapes.items() if saved.shapes.get(name, shape) != shape]
+    if misfits:
         shapes = "; ".join(
             f"{name}: expected the shape {list(mine.shapes[name])}, got {list(saved.shapes[name])}"
-            for name in other[:_NAMED]
+            for name in misfits[:_NAMED]
         )
-        more = f", and {len(other) - _NAMED} more" if len(other) > _NAMED else ""
-        return f"{shapes}{more}; {advice}"
+        rest = f", and {len(misfits) - _NAMED} more" if len(misfits) > _NAMED else ""
+        return f"{shapes}{rest}; {advice}"
     # A module's own hooks may rename what they load, or make it.
     renames = any(module._load_state_dict_pre_hooks for module in engine.module.modules())
     if strict and not renames and saved.shapes.keys() != mine.shapes.keys():
@@ -154,8 +156,8 @@ def _scheduler_problem(saved: Training, mine: Training) -> str:
     anew = "pass load_lr_scheduler_states=False to begin its schedule anew"
     if not saved.scheduler:
         return f"expected the states of the scheduler {mine.scheduler}, got a checkpoint without any; {anew}"
-    own, there = set(mine.scheduler_states), set(saved.scheduler_states)
-    lacks = (own & _SCHEDULER_NEEDS or own) - there
+    needed, there = set(mine.scheduler_states), set(saved.scheduler_states)
+    lacks = (needed & _SCHEDULER_NEEDS or needed) - there
     if lacks:
         got = f"got those of {saved.scheduler}, without {', '.join(sorted(lacks))}"
         return f"expected the states of the scheduler {mine.scheduler}, {got}; use that one again, or {anew}"
@@ -169,8 +171,8 @@ def deepspeed_errors_typed(folder: Path, engine: DeepSpeedEngine, optimizer: boo
     For manifests that do not say what was trained; an optimizer that has lost settings is found here and not
     in its first step.
     """
-    own = _own_optimizer(engine)
-    before = [] if own is None else list(map(_public, own.param_groups))
+    inner = _own_optimizer(engine)
+    before = [] if inner is None else list(map(_public, inner.param_groups))
     advice = "load it with the JSON, the model and the optimizer that it was saved with"
     try:
         yield
@@ -180,14 +182,14 @@ def deepspeed_errors_typed(folder: Path, engine: DeepSpeedEngine, optimizer: boo
             raise
         text = f"{type(error).__name__}: {str(error)[:500]}".rstrip(": ")
         raise RingCheckpointError(f"{folder}: DeepSpeed cannot load it: {text}; {advice}") from error
-    if own is None or not optimizer:
+    if inner is None or not optimizer:
         return
-    after = list(map(_public, own.param_groups))
+    after = list(map(_public, inner.param_groups))
     lost = sorted(
         {name for mine, loaded in zip(before, after, strict=False) for name in set(mine) - set(loaded)}
     )
     if lost:
-        expected = f"expected the settings of {type(own).__name__}, got some without {', '.join(lost)}"
+        expected = f"expected the settings of {type(inner).__name__}, got some without {', '.join(lost)}"
         raise RingCheckpointError(f"{folder}: {expected}; {advice}")
 
 
@@ -198,7 +200,7 @@ def _own_optimizer(engine: DeepSpeedEngine) -> torch.optim.Optimizer | None:
     return inner if hasattr(inner, "param_groups") else None
 
 
-def _wrapper_of(engine: DeepSpeedEngine) -> str:
+def _get_wrapper_name(engine: DeepSpeedEngine) -> str:
     """Return the class of DeepSpeed's optimizer around the own one, that of ZeRO without its stage."""
     if engine.optimizer is None or engine.optimizer is _own_optimizer(engine):
         return ""
@@ -209,7 +211,7 @@ def _public(group: dict[str, Any]) -> tuple[str, ...]:
     return tuple(sorted(name for name in group if name != "params" and not name.startswith("_")))
 
 
-def _states_of(optimizer: Any) -> tuple[str, ...]:
+def _list_states(optimizer: Any) -> tuple[str, ...]:
     """Return the names of the states of one parameter; none before the first step."""
     if optimizer is None:
         return ()
@@ -218,13 +220,13 @@ def _states_of(optimizer: Any) -> tuple[str, ...]:
 
 def _states_after_a_step(engine: DeepSpeedEngine) -> tuple[str, ...]:
     """Return the states that a new optimizer of the engine's class has after a step, as far as known."""
-    own = _own_optimizer(engine)
-    make: Callable[..., Any] = type(own)
+    inner = _own_optimizer(engine)
+    make: Callable[..., Any] = type(inner)
     # If the class needs more arguments than its defaults, nothing is compared.
     with suppress(Exception), torch.enable_grad():
         parameter = torch.nn.Parameter(torch.zeros(1, dtype=torch.float32, device="cpu"))
-        optimizer = make([parameter], **(own.defaults if own is not None else {}))
+        optimizer = make([parameter], **(inner.defaults if inner is not None else {}))
         parameter.sum().backward()
         optimizer.step()
-        return _states_of(optimizer)
+        return _list_states(optimizer)
     return ()

@@ -28,23 +28,23 @@ from ds_ring.checkpoint.manifest import (
     FolderLocks,
     Storage,
     changes_by_others,
-    digest_of,
     earlier_tags,
-    entries_of,
-    faults_of,
     files_in,
+    find_faults,
+    find_storage,
     is_universal,
+    read_digest,
     read_latest,
     read_manifest,
     require_alike,
     require_folder,
     require_plain_tag,
-    storage_of,
     together,
     unfinished_tags,
+    walk_entries,
 )
 from ds_ring.checkpoint.pickles import require_weights_only, weights_only_below
-from ds_ring.checkpoint.resize import ranks_of, stage_of
+from ds_ring.checkpoint.resize import count_ranks, read_stage
 from ds_ring.checkpoint.save import BackgroundSave, save_checkpoint
 from ds_ring.data.engine import DEEPSPEED, ENGINE
 from ds_ring.errors import RingCheckpointError, RingCheckpointMissingError, RingConfigError, RingMismatchError
@@ -164,9 +164,9 @@ def _choose(engine: DeepSpeedEngine, root: Path, tag: str | None, damaged: set[P
     tags = together(lambda: None if tag is None else require_plain_tag(str(tag), "tag"))
     if len(set(tags)) > 1:
         raise RingMismatchError(f"tag: expected the same on all ranks, got {tags} by rank; pass one tag")
-    storage = storage_of(engine.local_rank, engine.use_node_local_storage())
+    storage = find_storage(engine.local_rank, engine.use_node_local_storage())
     universal = bool(engine.load_universal_checkpoint())
-    leads, found = dist.get_rank() == 0, list[str]()
+    leads, damage = dist.get_rank() == 0, list[str]()
     proposals = _proposals(root, tags[0], universal, storage)
     for position, name in enumerate(proposals):
         folder = root / name
@@ -177,35 +177,35 @@ def _choose(engine: DeepSpeedEngine, root: Path, tag: str | None, damaged: set[P
         faults = _faults_everywhere(folder, storage, universal)
         # The first whole one is taken; older ones are not read.
         if not faults:
-            together(lambda: require_weights_only(folder, storage.share_of(files_in(folder))))  # noqa: B023
+            together(lambda: require_weights_only(folder, storage.select_share(files_in(folder))))  # noqa: B023
             left = [tag for tag in unfinished_tags(root) if tag != name] if leads else []
             if left:
                 text = "unfinished in %s and not used: %s (no manifest); taking %s"
                 log.error(text, root, ", ".join(left), name)
             return name
-        found += [f"checkpoint {name}:", *faults]
+        damage += [f"checkpoint {name}:", *faults]
         damaged.add(folder.resolve())
         after = proposals[position + 1 : position + 2]
         then = f"trying {after[0]} instead" if after else "and there is no other to try"
         if leads:
             log.error("checkpoint %s is damaged, %s: %s", name, then, "; ".join(faults))
-    if found:
+    if damage:
         which = "every checkpoint" if tag is None else "the one asked for"
         raise RingCheckpointError(
-            "\n".join([f"expected a whole checkpoint in {root}, got damage in {which}:", *found])
+            "\n".join([f"expected a whole checkpoint in {root}, got damage in {which}:", *damage])
         )
     return None
 
 
 def _require_unchanged(folder: Path) -> None:
-    if os.path.lexists(folder) and (found := changes_by_others(folder)):
-        raise RingCheckpointError("\n".join([f"{folder} was changed by somebody:", *found]))
+    if os.path.lexists(folder) and (changes := changes_by_others(folder)):
+        raise RingCheckpointError("\n".join([f"{folder} was changed by somebody:", *changes]))
 
 
 # [Note: one checkpoint for all] Ranks may be given other paths, or another folder under the same path on
 # another host. So all ranks look for the file `latest` and the folder, and the digests of their manifests are
 # compared: of all ranks, or with node-local storage of the ranks of each host.
-def _agreed(storage: Storage, check: Callable[[], None]) -> None:
+def _check_agreed(storage: Storage, check: Callable[[], None]) -> None:
     """Call a check that comes to one result on all ranks of a storage. Collective."""
     if len(storage.ranks) == dist.get_world_size():
         check()
@@ -225,7 +225,7 @@ def _require_seen_by_all(folder: Path, storage: Storage) -> None:
                 f" on {len(blind)} of {len(storage.ranks)}, rank {blind[0]} first; {_SHARE}"
             )
 
-    _agreed(storage, check)
+    _check_agreed(storage, check)
 
 
 _SHARE = (
@@ -240,11 +240,11 @@ def _require_one_checkpoint(storage: Storage, digests: Sequence[tuple[str, str]]
     `digests` has the digest and the folder of each rank.
     """
     # Other hosts' checkpoints differ in their files where each has its own.
-    other = next((rank for rank in storage.ranks if digests[rank][0] != digests[storage.ranks[0]][0]), None)
-    if other is not None:
+    rank = next((rank for rank in storage.ranks if digests[rank][0] != digests[storage.ranks[0]][0]), None)
+    if rank is not None:
         first = storage.ranks[0]
         raise RingCheckpointError(
-            f"expected one checkpoint, got {digests[first][1]} and {digests[other][1]} on {other}; {_SHARE}"
+            f"expected one checkpoint, got {digests[first][1]} and {digests[rank][1]} on {rank}; {_SHARE}"
         )
 
 
@@ -263,12 +263,12 @@ def _require_size(engine: DeepSpeedEngine, folder: Path, universal: bool) -> Non
     """Raise RingCheckpointError for a checkpoint of another number of ranks, or another kind. Collective."""
     stage, world = engine.zero_optimization_stage(), dist.get_world_size()
     if universal:
-        made = max(together(lambda: stage_of(folder)))
-        if (stage == 3) != (made == 3) or stage == 0:
+        stage_saved = max(together(lambda: read_stage(folder)))
+        if (stage == 3) != (stage_saved == 3) or stage == 0:
             raise RingCheckpointError(
-                f"{folder}: expected a universal checkpoint of ZeRO {stage}, got one of ZeRO {made}"
+                f"{folder}: expected a universal checkpoint of ZeRO {stage}, got one of ZeRO {stage_saved}"
             )
-    elif stage and (saved := max(together(lambda: ranks_of(folder)))) not in (0, world):
+    elif stage and (saved := max(together(lambda: count_ranks(folder)))) not in (0, world):
         raise RingCheckpointError(
             f"{folder}: expected a checkpoint of {world} ranks, got one of {saved}; convert it with"
             f" `ds-ring resize-checkpoint {folder.parent} --world-size {world}`"
@@ -308,9 +308,9 @@ def _require_one_latest(path: Path, named: Sequence[str | None], storage: Storag
     """Raise RingCheckpointError where ranks do not find the same tag in `latest`."""
     # With storage of their own hosts may have been cut short at different tags, but not have none at all.
     compared = named if len(storage.ranks) == len(named) else [tag is None for tag in named]
-    other = next((rank for rank, tag in enumerate(compared) if tag != compared[0]), None)
-    if other is not None:
-        got = f"got {named[0] or 'none'} on rank 0 and {named[other] or 'none'} on rank {other}"
+    odd_rank = next((rank for rank, tag in enumerate(compared) if tag != compared[0]), None)
+    if odd_rank is not None:
+        got = f"got {named[0] or 'none'} on rank 0 and {named[odd_rank] or 'none'} on rank {odd_rank}"
         raise RingCheckpointError(f"{path}: expected the same tag on all ranks, {got}; {_SHARE}")
 
 
@@ -319,12 +319,16 @@ def _faults_everywhere(folder: Path, storage: Storage, universal: bool) -> list[
     if universal and not any(together((folder / MANIFEST).exists)):
         if dist.get_rank() == 0:
             log.error("%s is a universal checkpoint without %s: it is loaded unverified", folder, MANIFEST)
-        sizes = together(lambda: str([(path, status.st_size) for path, status in entries_of(folder)]))
-        _agreed(storage, lambda: _require_one_checkpoint(storage, [(one, str(folder)) for one in sizes]))
+        sizes = together(lambda: str([(path, status.st_size) for path, status in walk_entries(folder)]))
+        _check_agreed(
+            storage, lambda: _require_one_checkpoint(storage, [(text, str(folder)) for text in sizes])
+        )
         return []
-    everyones = together(lambda: (faults_of(folder, storage.share_of), digest_of(folder), str(folder)))
-    faults = list(dict.fromkeys(fault for found, *_ in everyones for fault in found))
+    everyones = together(
+        lambda: (find_faults(folder, storage.select_share), read_digest(folder), str(folder))
+    )
+    faults = list(dict.fromkeys(fault for rank_faults, *_ in everyones for fault in rank_faults))
     if not faults:
         digests = [(digest, where) for _, digest, where in everyones]
-        _agreed(storage, lambda: _require_one_checkpoint(storage, digests))
+        _check_agreed(storage, lambda: _require_one_checkpoint(storage, digests))
     return faults

@@ -101,13 +101,13 @@ def read_small(path: Path, most_bytes: int) -> bytes:
     return data
 
 
-def entries_of(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
+def walk_entries(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
     """Yield the path and the status of everything below `folder` but folders; no link is followed."""
     todo = [""]
     while todo:
         inside = todo.pop()
-        with os.scandir(folder / inside) as found:
-            for entry in sorted(found, key=lambda entry: entry.name):
+        with os.scandir(folder / inside) as entries:
+            for entry in sorted(entries, key=lambda entry: entry.name):
                 path = f"{inside}/{entry.name}" if inside else entry.name
                 if entry.is_dir(follow_symlinks=False):
                     todo.append(path)
@@ -177,7 +177,7 @@ class Manifest(Strict):
     )
     digest: str = ""  # sha256 of everything above
 
-    def digest_of_the_rest(self) -> str:
+    def compute_digest(self) -> str:
         # Without `training` where there is none, as older versions count.
         text = self.model_dump_json(exclude={"digest"}, exclude_none=True)
         return hashlib.sha256(text.encode()).hexdigest()
@@ -190,7 +190,7 @@ def files_in(folder: Path) -> Iterator[str]:
         RingCheckpointError: something is no regular file, or its name is none that a manifest can hold.
     """
     left_out = _left_out(folder)
-    for path, status in entries_of(folder):
+    for path, status in walk_entries(folder):
         if not stat.S_ISREG(status.st_mode):
             raise RingCheckpointError(not_regular(folder / path, status.st_mode))
         if not path.isprintable():
@@ -208,7 +208,7 @@ def write_manifest(
     """Write the manifest of the checkpoint in `folder` ([Note: sealed])."""
     files, now = tuple(sorted(files, key=lambda record: record.path)), time.time()
     manifest = Manifest(global_steps=global_steps, saved_unix_seconds=now, files=files, training=training)
-    manifest = manifest.model_copy(update={"digest": manifest.digest_of_the_rest()})
+    manifest = manifest.model_copy(update={"digest": manifest.compute_digest()})
     write_at_once(folder / MANIFEST, manifest.model_dump_json(indent=1, exclude_none=True) + "\n")
     return manifest
 
@@ -226,12 +226,12 @@ def read_manifest(folder: Path) -> Manifest:
     except (OSError, ValidationError) as error:
         reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error.strerror
         raise RingCheckpointError(f"{folder / MANIFEST}: damaged, cannot be read: {reason}") from None
-    if manifest.digest != manifest.digest_of_the_rest():
+    if manifest.digest != manifest.compute_digest():
         raise RingCheckpointError(f"{folder / MANIFEST}: damaged, its own digest does not match")
     return manifest
 
 
-def digest_of(folder: Path) -> str:
+def read_digest(folder: Path) -> str:
     """Return the digest of the manifest in `folder`; "" where there is none to trust."""
     try:
         return read_manifest(folder).digest
@@ -257,7 +257,7 @@ def changes_by_others(folder: Path) -> list[str]:
     # One sentence each. A person has to look at such a folder: going back one checkpoint would not help.
     if not is_folder(folder):
         return [not_regular(folder, folder.lstat().st_mode, "a folder")]
-    names = dict(entries_of(folder))
+    names = dict(walk_entries(folder))
     faults = [
         not_regular(folder / path, status.st_mode)
         for path, status in names.items()
@@ -268,7 +268,7 @@ def changes_by_others(folder: Path) -> list[str]:
     try:
         manifest = read_manifest(folder)
     except RingCheckpointError:
-        return []  # damage, which faults_of names
+        return []  # damage, which find_faults names
     known, left_out = {record.path for record in manifest.files}, _left_out(folder)
     disk = os.statvfs(folder)
     faults = [
@@ -289,27 +289,29 @@ def changes_by_others(folder: Path) -> list[str]:
     return _few(faults)
 
 
-def faults_of(folder: Path, share_of: Callable[[list[FileRecord]], list[FileRecord]] = list) -> list[str]:
+def find_faults(
+    folder: Path, select_share: Callable[[list[FileRecord]], list[FileRecord]] = list
+) -> list[str]:
     """Return the faults of the checkpoint in `folder`, one sentence each.
 
-    Every caller looks at all sizes, and hashes the files that `share_of` selects.
+    Every caller looks at all sizes, and hashes the files that `select_share` selects.
     """
     try:
         manifest = read_manifest(folder)
     except RingCheckpointError as error:
         return [str(error)]
-    sizes = {path: status.st_size for path, status in entries_of(folder)}
+    sizes = {path: status.st_size for path, status in walk_entries(folder)}
     wrong_sizes = []
-    for one in manifest.files:
-        if (size := sizes.get(one.path)) is None:
-            wrong_sizes.append(f"{folder / one.path}: expected {one.bytes} bytes, got no file")
-        elif size != one.bytes:
-            how = "truncated" if size < one.bytes else "too long"
-            wrong_sizes.append(f"{folder / one.path}: expected {one.bytes} bytes, got {size}: {how}")
+    for record in manifest.files:
+        if (size := sizes.get(record.path)) is None:
+            wrong_sizes.append(f"{folder / record.path}: expected {record.bytes} bytes, got no file")
+        elif size != record.bytes:
+            how = "truncated" if size < record.bytes else "too long"
+            wrong_sizes.append(f"{folder / record.path}: expected {record.bytes} bytes, got {size}: {how}")
     if wrong_sizes:
         return _few(wrong_sizes)  # no need to read gigabytes any more
 
-    def fault_of_content(record: FileRecord) -> str:
+    def check_content(record: FileRecord) -> str:
         path = folder / record.path
         try:
             with open_regular(path) as file:
@@ -323,7 +325,7 @@ def faults_of(folder: Path, share_of: Callable[[list[FileRecord]], list[FileReco
 
     by_size = sorted(manifest.files, key=lambda record: -record.bytes)
     with ThreadPoolExecutor(HASHING_THREADS) as threads:
-        return [text for text in threads.map(fault_of_content, share_of(by_size)) if text]
+        return [text for text in threads.map(check_content, select_share(by_size)) if text]
 
 
 def verify_checkpoint(directory: str | os.PathLike[str], tag: str | None = None) -> Manifest:
@@ -341,7 +343,7 @@ def verify_checkpoint(directory: str | os.PathLike[str], tag: str | None = None)
     tag = tag_in(root, tag)
     require_folder(root / tag)
     try:
-        faults = changes_by_others(root / tag) or faults_of(root / tag)
+        faults = changes_by_others(root / tag) or find_faults(root / tag)
     except OSError as error:
         raise RingCheckpointError(f"{error.filename}: cannot be read: {error.strerror}") from None
     if faults:
@@ -427,8 +429,8 @@ def earlier_tags(root: Path, tag: str) -> list[str]:
             manifest = read_manifest(folder)
             ages[folder.name] = manifest.global_steps, manifest.saved_unix_seconds
     limit = ages.pop(tag, None)
-    kept = [name for name in ages if limit is None or ages[name] < limit]
-    return sorted(kept, key=ages.__getitem__, reverse=True)
+    names = [name for name in ages if limit is None or ages[name] < limit]
+    return sorted(names, key=ages.__getitem__, reverse=True)
 
 
 def is_universal(folder: Path) -> bool:
@@ -451,8 +453,8 @@ def _folders(root: Path) -> list[Path]:
 
 def _left_out(folder: Path) -> Callable[[str], bool]:
     """Return which files no manifest names: itself, and on NFS what that keeps of a removed open file."""
-    kept = re.compile(r"\.nfs[0-9a-f]{24}") if _is_on_nfs(folder) else None
-    return lambda path: path == MANIFEST or bool(kept and kept.fullmatch(path.rpartition("/")[2]))
+    nfs_name = re.compile(r"\.nfs[0-9a-f]{24}") if _is_on_nfs(folder) else None
+    return lambda path: path == MANIFEST or bool(nfs_name and nfs_name.fullmatch(path.rpartition("/")[2]))
 
 
 def _is_on_nfs(folder: Path, mounts: Path = Path("/proc/self/mountinfo")) -> bool:
@@ -487,12 +489,12 @@ class Storage(NamedTuple):
         """Whether this rank writes the files that are written once a storage."""
         return self.rank == self.ranks[0]
 
-    def share_of(self, work: Iterable[T]) -> list[T]:
+    def select_share(self, work: Iterable[T]) -> list[T]:
         """Return this rank's part of the work on this storage."""
         return list(work)[self.ranks.index(self.rank) :: len(self.ranks)]
 
 
-def storage_of(local_rank: int, node_local: bool) -> Storage:
+def find_storage(local_rank: int, node_local: bool) -> Storage:
     """Return all ranks, or with node-local storage those of this host. Then they are consecutive, and this
     call is collective.
     """
@@ -502,7 +504,7 @@ def storage_of(local_rank: int, node_local: bool) -> Storage:
     if not node_local:
         return Storage(tuple(range(world)), rank)
     local_ranks = together(lambda: local_rank)
-    starts = [other for other in range(world) if local_ranks[other] == 0]
+    starts = [start for start in range(world) if local_ranks[start] == 0]
     first = max((start for start in starts if start <= rank), default=0)
     end = min((start for start in starts if start > rank), default=world)
     return Storage(tuple(range(first, end)), rank)
@@ -527,7 +529,7 @@ def together(act: Callable[[], T]) -> list[T]:
     failed = [(rank, text, missing) for rank, (_, text, missing) in enumerate(everyones) if text]
     if failed:
         # Where some ranks see what others miss, a script must not take it for a run that has not begun.
-        missing = len(failed) == len(everyones) and all(one for *_, one in failed)
+        missing = len(failed) == len(everyones) and all(is_missing for *_, is_missing in failed)
         kind = RingCheckpointMissingError if missing else RingCheckpointError
         texts = "; ".join(f"rank {rank}: {text}" for rank, text, _ in failed)
         raise kind(f"checkpoint: expected every rank to succeed, got {texts}")
@@ -537,12 +539,14 @@ def together(act: Callable[[], T]) -> list[T]:
 def require_alike(what: str, options: dict[str, Any]) -> None:
     """Raise RingMismatchError on every rank unless all ranks pass the same options. Collective."""
     everyones = together(lambda: options)
-    other = next((rank for rank, one in enumerate(everyones) if one != everyones[0]), None)
-    if other is not None:
-        first, second = everyones[0], everyones[other]
+    odd_rank = next(
+        (rank for rank, rank_options in enumerate(everyones) if rank_options != everyones[0]), None
+    )
+    if odd_rank is not None:
+        first, second = everyones[0], everyones[odd_rank]
         name = next(name for name in first if first[name] != second[name])
         raise RingMismatchError(
-            f"{what}: expected one {name}, got {first[name]!r} on rank 0, {second[name]!r} on {other}"
+            f"{what}: expected one {name}, got {first[name]!r} on rank 0, {second[name]!r} on {odd_rank}"
         )
 
 
@@ -566,10 +570,10 @@ class Attempt(NamedTuple):
     number: int
     launcher: str
 
-    def is_of_the_launcher_at_work(self) -> bool:
+    def has_working_launcher(self) -> bool:
         """Return whether the launcher that started this attempt holds the run's folder now."""
-        found = (_token_in(path) for path in sorted(Path(self.run).glob("launcher*.json")))
-        return bool(self.launcher) and self.launcher in found
+        tokens = (_token_in(path) for path in sorted(Path(self.run).glob("launcher*.json")))
+        return bool(self.launcher) and self.launcher in tokens
 
 
 def attempt_in(folder: Path | None) -> Attempt | None:
@@ -659,15 +663,15 @@ class FolderLocks:
             )
 
     def _is_ours(self, folder: Path) -> bool:
-        owner = _owner_of(folder)
+        owner = _read_owner(folder)
         return (owner.pid, owner.token) == (os.getpid(), _TOKEN) and (folder / LOCK).exists()
 
     def _require_older(self, folder: Path) -> None:
         """Raise RingCheckpointError unless the owner is an earlier attempt of this run ([Note: fencing])."""
-        owner, mine = _owner_of(folder), self._attempt
+        owner, mine = _read_owner(folder), self._attempt
         if mine is not None and mine.launcher and owner.run == mine.run and owner.attempt is not None:
             of_one_launcher = owner.launcher == mine.launcher
-            if owner.attempt < mine.number and (of_one_launcher or mine.is_of_the_launcher_at_work()):
+            if owner.attempt < mine.number and (of_one_launcher or mine.has_working_launcher()):
                 return
         who = f"process {'?' if owner.pid is None else owner.pid} on {owner.host or 'another host'}"
         raise RingCheckpointError(
@@ -676,7 +680,7 @@ class FolderLocks:
         )
 
 
-def _owner_of(folder: Path) -> _Owner:
+def _read_owner(folder: Path) -> _Owner:
     """Return the contents of the owner's file; empty if it cannot be read."""
     try:
         return _Owner.model_validate(_object_in(folder / OWNER))

@@ -89,8 +89,8 @@ def require_stand_ins(path: Path) -> None:
     Raises:
         RingCheckpointError: as `require_weights_only`.
     """
-    ours = {_name_of(one) for one in _ALLOWED}
-    trusted = {_name_of(one) for one in torch.serialization.get_safe_globals()} - ours
+    ours = {_get_name(symbol) for symbol in _ALLOWED}
+    trusted = {_get_name(symbol) for symbol in torch.serialization.get_safe_globals()} - ours
     with open_regular(path) as file:
         try:
             if file.read(len(_ZIP)) == _ZIP:
@@ -120,7 +120,7 @@ def _is_zip(path: Path) -> bool:
         return file.read(len(_ZIP)) == _ZIP
 
 
-def _name_of(safe_global: Any) -> str:
+def _get_name(safe_global: Any) -> str:
     """Return the full name by which torch's unpickler finds what was marked as safe."""
     if isinstance(safe_global, tuple):
         return str(safe_global[1])

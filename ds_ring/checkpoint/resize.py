@@ -47,26 +47,26 @@ SUFFIX = "-universal"
 _ADAM = {"exp_avg", "exp_avg_sq"}  # of the universal form, besides the weights and the step
 
 
-def ranks_of(folder: Path) -> int:
+def count_ranks(folder: Path) -> int:
     """Return how many ranks saved the optimizer states in `folder`; 0 if there are none (ZeRO 0)."""
     name = re.compile(r"zero_pp_rank_(\d+)_mp_rank_\d+_optim_states\.pt$")
-    found = (name.search(path) for path in files_in(folder))
-    return max((int(one.group(1)) + 1 for one in found if one), default=0)
+    matches = (name.search(path) for path in files_in(folder))
+    return max((int(match.group(1)) + 1 for match in matches if match), default=0)
 
 
-def stage_of(folder: Path) -> int:
+def read_stage(folder: Path) -> int:
     """Return the ZeRO stage that the universal checkpoint in `folder` was made from.
 
     Raises:
         RingCheckpointError: it has none of DeepSpeed's states.
     """
-    with _of_deepspeed(folder):
+    with _typed_errors(folder):
         state = torch.load(folder / "zero" / "optimizer_state.pt", map_location="cpu", mmap=True)
         return int(state.get("zero_stage", state.get("optimizer_state_dict", {}).get("zero_stage", 0)))
 
 
 @contextlib.contextmanager
-def _of_deepspeed(folder: Path) -> Iterator[None]:
+def _typed_errors(folder: Path) -> Iterator[None]:
     """Make a RingCheckpointError of what states that are none of DeepSpeed's raise where they are read."""
     try:
         yield
@@ -106,7 +106,7 @@ def resize_checkpoint(
     tag = tag_in(root, tag)
     folder, manifest = root / tag, verify_checkpoint(root, tag)
     universal = is_universal(folder)
-    if universal or not ranks_of(folder):
+    if universal or not count_ranks(folder):
         kind = "a universal one" if universal else "one without ZeRO's optimizer states (ZeRO 0)"
         raise RingCheckpointError.wrong(
             f"{folder}", "one of ZeRO 1, 2 or 3", kind, "any number of ranks loads it"
@@ -118,7 +118,7 @@ def resize_checkpoint(
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir()
         with weights_only_below(root):
-            with _of_deepspeed(folder):
+            with _typed_errors(folder):
                 _require_convertible(folder)
             _convert(folder, work / new, workers)
         files = record_files(work / new, files_in(work / new))
@@ -143,9 +143,9 @@ def samples_of_a_step(directory: str | os.PathLike[str], tag: str | None = None)
     folder = root / tag_in(root, tag)
     verify_checkpoint(root, folder.name)
     require_weights_only(folder, files_in(folder))
-    with weights_only_below(root), _of_deepspeed(folder):
+    with weights_only_below(root), _typed_errors(folder):
         state = _load_one(folder, "model_states.pt")
-        config, ranks = state["ds_config"], max(ranks_of(folder), int(state["dp_world_size"]))
+        config, ranks = state["ds_config"], max(count_ranks(folder), int(state["dp_world_size"]))
         if "train_batch_size" in config:
             return int(config["train_batch_size"])
         micro = int(config["train_micro_batch_size_per_gpu"])
@@ -166,8 +166,10 @@ def _require_convertible(folder: Path) -> None:
         )
     if not stage3:
         return
-    groups = [{key: value for key, value in one.items() if key != "params"} for one in states["param_groups"]]
-    if any(one != groups[0] for one in groups):
+    groups = [
+        {key: value for key, value in group.items() if key != "params"} for group in states["param_groups"]
+    ]
+    if any(group != groups[0] for group in groups):
         raise RingCheckpointError(
             f"{folder}: expected equal groups at ZeRO 3, got {len(groups)} different ones; use ZeRO 2"
         )

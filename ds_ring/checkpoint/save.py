@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from ds_ring.checkpoint.compatible import training_of
+from ds_ring.checkpoint.compatible import describe_training
 from ds_ring.checkpoint.manifest import (
     LATEST,
     MANIFEST,
@@ -39,12 +39,12 @@ from ds_ring.checkpoint.manifest import (
     Storage,
     Training,
     files_in,
+    find_storage,
     is_folder,
     record_files,
     require_alike,
     require_forward,
     require_plain_tag,
-    storage_of,
     together,
     write_manifest,
 )
@@ -97,10 +97,10 @@ class HostCopy:
             storage.copy_(source, non_blocking=False)
             self._storages[source.data_ptr()] = storage
             self._kept.append(source)
-        made = torch.empty(0, dtype=x.dtype, device="cpu")
+        copied = torch.empty(0, dtype=x.dtype, device="cpu")
         with torch.no_grad():
-            made.set_(storage, x.storage_offset(), x.size(), x.stride())
-        return torch.nn.Parameter(made, x.requires_grad) if isinstance(x, torch.nn.Parameter) else made
+            copied.set_(storage, x.storage_offset(), x.size(), x.stride())
+        return torch.nn.Parameter(copied, x.requires_grad) if isinstance(x, torch.nn.Parameter) else copied
 
 
 # [Note: no collective in the background]
@@ -174,8 +174,8 @@ _living: weakref.WeakSet[BackgroundSave] = weakref.WeakSet()
 def _wait_at_exit() -> None:
     """Let a checkpoint be finished at the end of a script that has not failed."""
     if getattr(sys, "last_value", None) is None:
-        for one in list(_living):
-            one.wait_at_exit()
+        for save in list(_living):
+            save.wait_at_exit()
 
 
 def exchange_reports(
@@ -214,10 +214,13 @@ def exchange_reports(
         time.sleep(_LOOK_SECONDS)
     reports = {rank: _read_report(path) for rank, path in paths.items()} | {storage.rank: report}
     shutil.rmtree(folder, ignore_errors=True)
-    faults = [one["fault"] for one in reports.values() if "fault" in one]
+    faults = [rank_report["fault"] for rank_report in reports.values() if "fault" in rank_report]
     if faults:
         raise RingCheckpointError("; ".join(faults))
-    return {rank: [FileRecord(**record) for record in one["files"]] for rank, one in reports.items()}
+    return {
+        rank: [FileRecord(**record) for record in rank_report["files"]]
+        for rank, rank_report in reports.items()
+    }
 
 
 def _read_report(path: Path) -> dict[str, Any]:
@@ -263,7 +266,7 @@ def save_checkpoint(
     if not save_dir:
         raise RingConfigError(f"save_dir: expected the path of a folder, got {save_dir!r}; pass one")
     under_way.finish()
-    root, storage = Path(save_dir), storage_of(engine.local_rank, engine.use_node_local_storage())
+    root, storage = Path(save_dir), find_storage(engine.local_rank, engine.use_node_local_storage())
     tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
     tags = together(lambda: require_plain_tag(tag, "tag"))
     if len(set(tags)) > 1:
@@ -279,7 +282,7 @@ def save_checkpoint(
         together(lambda: require_forward(root, engine.global_steps, damaged) if storage.leads else None)
     together(lambda: _make_room(root, hidden, locks, reporting) if storage.leads else None)
     writes = _Writes(hidden, HostCopy() if background else None)
-    of = int(engine.global_steps), training_of(engine, exclude_frozen_parameters)
+    of = int(engine.global_steps), describe_training(engine, exclude_frozen_parameters)
     try:
         with writes.watching(engine):
             done = type(engine).save_checkpoint(
@@ -317,7 +320,7 @@ def _seal_later(
     limit: Limit,
 ) -> None:
     """Write this rank's files; on a storage's first rank commit the checkpoint once all have. In a thread."""
-    reports_folder = _reports_of(writes.folder)
+    reports_folder = _get_reports_folder(writes.folder)
     try:
         reports = exchange_reports(reports_folder, storage, writes.records, limit)
         if reports is None:
@@ -338,7 +341,7 @@ def _commit(hidden: Path, folder: Path, locks: FolderLocks) -> None:
     give_its_name(hidden, folder)
 
 
-def _reports_of(hidden: Path) -> Path:
+def _get_reports_folder(hidden: Path) -> Path:
     return hidden.with_name(f"{hidden.name}.reports")
 
 
@@ -349,14 +352,14 @@ def _make_room(root: Path, hidden: Path, locks: FolderLocks, reporting: Sequence
     """
     root.mkdir(parents=True, exist_ok=True)
     locks.claim(root)
-    for folder in (hidden, _reports_of(hidden)):
+    for folder in (hidden, _get_reports_folder(hidden)):
         if is_folder(folder):
             shutil.rmtree(folder)  # of a save that was cut short
     hidden.mkdir()
     if reporting:
-        _reports_of(hidden).mkdir()
+        _get_reports_folder(hidden).mkdir()
     for rank in reporting:
-        (_reports_of(hidden) / f".{rank}").touch(exist_ok=False)
+        (_get_reports_folder(hidden) / f".{rank}").touch(exist_ok=False)
 
 
 class _Writes:

@@ -29,7 +29,7 @@ NOT_FINITE = -128  # exponent whose power is infinite
 ROWS_AT_ONCE = 2048  # slots whose rows are rounded at once, in memory that is small against a message
 
 
-def _power_of_two(exponents: Tensor, dtype: torch.dtype) -> Tensor:
+def _make_powers(exponents: Tensor, dtype: torch.dtype) -> Tensor:
     """Return 2^n exactly, n from -126 to 127; -inf for NOT_FINITE."""
     return ((exponents.int() + BIAS) << 23).view(torch.float32).to(dtype)
 
@@ -77,7 +77,7 @@ class Float8Rows:
                 m, e = torch.frexp(largest.float())  # m * 2^e with 0.5 <= m < 1
                 exponents = torch.where(m <= MAX_FLOAT8 / 2**9, e - 9, e - 8).clamp_(1 - BIAS, BIAS - 1)
                 exponents.masked_fill_(~largest.isfinite(), NOT_FINITE)
-                into[..., start:end].view(FLOAT8).copy_(x * _power_of_two(-exponents, x.dtype))
+                into[..., start:end].view(FLOAT8).copy_(x * _make_powers(-exponents, x.dtype))
                 into[..., number - 2 : number - 1 or None].copy_(exponents.to(torch.int8).view(torch.uint8))
                 start = end
 
@@ -88,17 +88,17 @@ class Float8Rows:
         if kernels is not None:
             return kernels.decode(rows, k, v)
         pieces = zip(*(x.split(ROWS_AT_ONCE, dim) for x, dim in ((rows, 0), (k, 2), (v, 2))), strict=True)
-        for given, *tensors in pieces:
+        for row_bytes, *tensors in pieces:
             start = 0
             for number, target in enumerate(tensors):
                 end, target = start + target.shape[3], target.permute(2, 0, 1, 3)
-                exponents = given[..., number - 2 : number - 1 or None].view(torch.int8)
-                elements, start = given[..., start:end].view(FLOAT8), end
+                exponents = row_bytes[..., number - 2 : number - 1 or None].view(torch.int8)
+                elements, start = row_bytes[..., start:end].view(FLOAT8), end
                 if (
                     target.dtype == torch.float16
                 ):  # has not all of these powers; 65504 would round up to infinity
-                    wide, most = _power_of_two(exponents, torch.float32), torch.finfo(torch.float16).max
-                    found = elements.float().mul_(wide)
-                    target.copy_(torch.where(wide.isfinite(), found.clamp(-most, most), found))
+                    wide, most = _make_powers(exponents, torch.float32), torch.finfo(torch.float16).max
+                    values = elements.float().mul_(wide)
+                    target.copy_(torch.where(wide.isfinite(), values.clamp(-most, most), values))
                 else:
-                    target.copy_(elements).mul_(_power_of_two(exponents, target.dtype))
+                    target.copy_(elements).mul_(_make_powers(exponents, target.dtype))

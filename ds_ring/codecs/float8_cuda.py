@@ -111,20 +111,20 @@ def encode_rows(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["rows", "groups", "samples"])
 def decode_rows(  # type: ignore[no-untyped-def]
-    given, k, v, rows, groups, samples, r0, r1, r2, k0, k1, k2, k3, v0, v1, v2, v3,
+    source, k, v, rows, groups, samples, r0, r1, r2, k0, k1, k2, k3, v0, v1, v2, v3,
     K_DIM: tl.constexpr, V_DIM: tl.constexpr, K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
     ROWS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     """Decode ROWS rows of K and of V; the strides are those of `encode_rows`."""
     there, sample, group, slot, offset = _located(rows, groups, samples, r0, r1, r2, ROWS)
-    of, ends = given + offset, given + offset + K_DIM + V_DIM
+    of, ends = source + offset, source + offset + K_DIM + V_DIM
     at, where, inside = _elements(k, sample, group, slot, there, k0, k1, k2, k3, K_DIM, K_WIDTH)
     _decode_part(at, where, inside, of, ends, there, HALF)
     at, where, inside = _elements(v, sample, group, slot, there, v0, v1, v2, v3, V_DIM, V_WIDTH)
     _decode_part(at, where, inside, of + K_DIM, ends + 1, there, HALF)
 
 
-def sizes_of(k_dim: int, v_dim: int) -> dict[str, int]:
+def make_constants(k_dim: int, v_dim: int) -> dict[str, int]:
     """Return the constants of a launch for these head dimensions."""
     k_width, v_width = (1 << max(dim - 1, 0).bit_length() for dim in (k_dim, v_dim))
     at_once = max(1, ELEMENTS // max(k_width, v_width))
@@ -133,7 +133,7 @@ def sizes_of(k_dim: int, v_dim: int) -> dict[str, int]:
 
 def encode(k: Tensor, v: Tensor, rows: Tensor) -> None:
     """Write rows as `Float8Rows.encode` does; returns before the device is done."""
-    strides, sizes = (*k.stride(), *v.stride(), *rows.stride()[:3]), sizes_of(k.shape[3], v.shape[3])
+    strides, sizes = (*k.stride(), *v.stride(), *rows.stride()[:3]), make_constants(k.shape[3], v.shape[3])
     samples, groups, slots, _ = k.shape
     if count := samples * groups * slots:
         grid = (triton.cdiv(count, sizes["ROWS"]),)
@@ -142,7 +142,7 @@ def encode(k: Tensor, v: Tensor, rows: Tensor) -> None:
 
 def decode(rows: Tensor, k: Tensor, v: Tensor) -> None:
     """Write K and V as `Float8Rows.decode` does; returns before the device is done."""
-    strides, sizes = (*rows.stride()[:3], *k.stride(), *v.stride()), sizes_of(k.shape[3], v.shape[3])
+    strides, sizes = (*rows.stride()[:3], *k.stride(), *v.stride()), make_constants(k.shape[3], v.shape[3])
     samples, groups, slots, _ = k.shape
     if count := samples * groups * slots:
         grid, half = (triton.cdiv(count, sizes["ROWS"]),), k.dtype == torch.float16

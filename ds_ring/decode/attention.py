@@ -65,8 +65,8 @@ def decode_attention(
         RingConfigError: a mesh with Ulysses, or options that would have no effect.
         RingError: as in `ring_attention`.
     """
-    asked = Causal() if pattern is None else pattern
-    request = AskedContext(asked, layout, mesh, scale, "auto", options, score_mod)
+    query_pattern = Causal() if pattern is None else pattern
+    request = AskedContext(query_pattern, layout, mesh, scale, "auto", options, score_mod)
     if torch.compiler.is_compiling():
         check_traced(mesh, return_lse, NAMES, q, k, v, sinks)
         handle = _checked(handle_of(request))
@@ -83,8 +83,8 @@ def decode_attention(
             got = shown(positions).removeprefix("list ")
             why = f"positions: expected integers [Q], got {got}; pass a tensor"
             raise_in_trace(mesh, "RingShapeError", why)
-    given = (q, k, v, positions, handle, sinks)
-    out, lse = run_compared(mesh, "decode_attention", replicated_attention_op, *given)
+    operands = (q, k, v, positions, handle, sinks)
+    out, lse = run_compared(mesh, "decode_attention", replicated_attention_op, *operands)
     return (out, lse) if return_lse else out
 
 
@@ -108,8 +108,8 @@ def check_context(context: RingContext) -> None:
 
 def _checked(handle: int | GraphRefusal) -> int | GraphRefusal:
     """Return the handle, or why the call is refused, in a function that torch.compile traces."""
-    found = differentiable(handle)
-    return found if isinstance(found, tuple) else _checked_handle(found)
+    handle_or_refusal = differentiable(handle)
+    return handle_or_refusal if isinstance(handle_or_refusal, tuple) else _checked_handle(handle_or_refusal)
 
 
 @constant_in_graphs

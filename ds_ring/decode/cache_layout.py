@@ -42,8 +42,8 @@ class CacheLayout(Layout):
         else:
             starts = range(first + ring_rank * self.block, self.tokens, self.ring_size * self.block)
             blocks = [[start, 1, min(self.block, self.tokens - start)] for start in starts]
-        found = np.array([*begun, *blocks], dtype=np.int64).reshape(-1, 3)
-        return found[found[:, 2] > 0]
+        runs = np.array([*begun, *blocks], dtype=np.int64).reshape(-1, 3)
+        return runs[runs[:, 2] > 0]
 
     def runs(self, ring_rank: int) -> IntArray:
         return np.concatenate([self.prompt.runs(ring_rank), self._generated(ring_rank)])

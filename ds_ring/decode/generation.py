@@ -72,17 +72,18 @@ class CachedSharding(BatchSharding):
         make: type[RingAttention] | None = None,
     ) -> RowsAttention:
         assert make is None, "queries that every rank has"
-        asked = self.patterns.pattern if pattern is None else pattern
+        layer_pattern = self.patterns.pattern if pattern is None else pattern
         parts = [
-            self._of_queries(scale=scale, pattern=one, score_mod=score_mod) for one in self.of_rows(asked)
+            self._make_attention(scale=scale, pattern=row_pattern, score_mod=score_mod)
+            for row_pattern in self.of_rows(layer_pattern)
         ]
         return RowsAttention(parts, tuple(group.rows for group in self.groups))
 
-    def _of_queries(self, **given: Any) -> RingAttention:
+    def _make_attention(self, **options: Any) -> RingAttention:
         """Return what attends in rows with the same documents; arguments as of `RingAttention`."""
-        found = _CachedAttention(self.config, mesh=self.mesh, layout=self.layout, **given)
-        found.q_positions = self.q_positions
-        return found
+        attention = _CachedAttention(self.config, mesh=self.mesh, layout=self.layout, **options)
+        attention.q_positions = self.q_positions
+        return attention
 
 
 class _CachedAttention(RingAttention):
@@ -102,8 +103,8 @@ class _CachedAttention(RingAttention):
     ) -> Any:
         assert not args and not kwargs
         handle = self.context.handle
-        found = replicated_attention_op(query, key, value, self.q_positions, handle, sinks)
-        return found if return_lse else found[0]
+        result = replicated_attention_op(query, key, value, self.q_positions, handle, sinks)
+        return result if return_lse else result[0]
 
 
 def _cache_class() -> type[RingCache]:
@@ -165,7 +166,7 @@ class Generation(ModelPart):
         generate = getattr(self.model, "generate", None)
         return [] if generate is None else [_own_generate.to(generate.own)]
 
-    def start(self, asked: dict[str, Any]) -> dict[str, Any]:
+    def start(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Check a call of `generate`, by its arguments, on all ranks; return the arguments to add.
 
         Raises:
@@ -173,16 +174,16 @@ class Generation(ModelPart):
         """
         with collective(self.mesh, "generate") as call:
             # as transformers puts it together
-            settings = copy.deepcopy(asked.get("generation_config") or self.model.generation_config)
-            settings.update(**{name: value for name, value in asked.items() if hasattr(settings, name)})
-            self._check(asked, settings)
-            call.agree(_described(asked, settings))
-        given: dict[str, Any] = {} if cache_in(asked) is not None else {self._name: self.new_cache()}
+            settings = copy.deepcopy(arguments.get("generation_config") or self.model.generation_config)
+            settings.update(**{name: value for name, value in arguments.items() if hasattr(settings, name)})
+            self._check(arguments, settings)
+            call.agree(_described(arguments, settings))
+        changes: dict[str, Any] = {} if cache_in(arguments) is not None else {self._name: self.new_cache()}
         # Replicas that end early go on with the others: at ZeRO 3 each layer's weights come from all ranks.
         sharded = any(hasattr(parameter, "ds_id") for parameter in self.model.parameters())
-        if sharded and self.mesh.data_size > 1 and asked.get("synced_gpus") is None:
-            given["synced_gpus"] = True
-        return given
+        if sharded and self.mesh.data_size > 1 and arguments.get("synced_gpus") is None:
+            changes["synced_gpus"] = True
+        return changes
 
     def end(self) -> None:
         """End a call of `generate`, which may have failed."""
@@ -190,7 +191,7 @@ class Generation(ModelPart):
     def new_cache(self) -> Any:
         """Return an empty cache."""
         config, model = self.session.config, self.model
-        has_states = not self._has_own_cache and any(one.has_states(model) for one in variants())
+        has_states = not self._has_own_cache and any(variant.has_states(model) for variant in variants())
         return _cache_class()(
             self.mesh.ring_rank, self.mesh.ring_size,
             model.config.get_text_config(decoder=True) if has_states else None,
@@ -198,10 +199,10 @@ class Generation(ModelPart):
             config.block_size if PASSES[config.transport].whole_blocks else 1,
         )  # fmt: skip
 
-    def _faults(self, asked: dict[str, Any], settings: Any) -> dict[str, bool]:
+    def _faults(self, arguments: dict[str, Any], settings: Any) -> dict[str, bool]:
         """Return what is refused of the prompts, and whether it applies."""
         # On one process a last token that is padding sees the tokens before it.
-        ids_BT, mask_BT = asked.get("inputs", asked.get("input_ids")), asked.get("attention_mask")
+        ids_BT, mask_BT = arguments.get("inputs", arguments.get("input_ids")), arguments.get("attention_mask")
         padding, ends = settings.pad_token_id, settings.eos_token_id
         if mask_BT is None and ids_BT is not None and padding is not None and padding not in _listed(ends):
             mask_BT = ids_BT != padding  # as transformers makes it
@@ -213,16 +214,16 @@ class Generation(ModelPart):
             and not bool(mask_BT[:, -1].bool().all())
         }
 
-    def _check(self, asked: dict[str, Any], settings: Any) -> None:
+    def _check(self, arguments: dict[str, Any], settings: Any) -> None:
         name = f"{type(self.model).__name__}.generate"
-        mode = settings.get_generation_mode(asked.get("assistant_model"))
-        cache, config = cache_in(asked), self.model.config.get_text_config()
-        modules = [one for one in self.model.modules() if one.training]
+        mode = settings.get_generation_mode(arguments.get("assistant_model"))
+        cache, config = cache_in(arguments), self.model.config.get_text_config()
+        modules = [module for module in self.model.modules() if module.training]
         only_in_training = [
             name
             for name, is_on in {
-                "dropout": any(isinstance(one, nn.Dropout) and one.p > 0 for one in modules),
-                "checkpointing": any(getattr(one, "gradient_checkpointing", False) for one in modules),
+                "dropout": any(isinstance(module, nn.Dropout) and module.p > 0 for module in modules),
+                "checkpointing": any(getattr(module, "gradient_checkpointing", False) for module in modules),
             }.items()
             if is_on
         ]
@@ -239,11 +240,11 @@ class Generation(ModelPart):
             " disable_dropout=True)": bool(only_in_training),
             f"expected a causal pattern, got {self.session.pattern}": not self.session.pattern.is_causal,
             f"expected greedy decoding, sampling or beams, got {mode.value}": mode.value not in _MODES
-            or asked.get("custom_generate") is not None,
+            or arguments.get("custom_generate") is not None,
             "expected use_cache=True, got False": settings.use_cache is False,
             f"expected greedy decoding or sampling, got {mode.value}: transformers' cache does not reorder"
             " the model's states, and beams would go on with those of others": "beam" in mode.value
-            and any(one.mixes_beams(self.model) for one in variants()),
+            and any(module.mixes_beams(self.model) for module in variants()),
             "expected no config.sliding_window, got one that its attention does not know: transformers' cache"
             " would forget tokens; set it to None": only_the_cache_slides,
             f"expected no cache of another kind, got {type(cache).__name__}": cache is not None
@@ -255,39 +256,39 @@ class Generation(ModelPart):
                 settings.output_hidden_states or settings.output_attentions
             ),
         }
-        faults |= self._faults(asked, settings)
-        found = [variant.refuse_generation(self.model) for variant in variants()]
-        found += [fault for fault, applies in faults.items() if applies]
-        for fault in filter(None, found):
+        faults |= self._faults(arguments, settings)
+        reasons = [variant.refuse_generation(self.model) for variant in variants()]
+        reasons += [fault for fault, applies in faults.items() if applies]
+        for fault in filter(None, reasons):
             raise RingConfigError(f"{name}: {fault}; {_OFF}")
 
-    def before(self, given: dict[str, Any]) -> dict[str, Any] | None:
+    def before(self, arguments: dict[str, Any]) -> dict[str, Any] | None:
         """Return the arguments of a forward pass of a generation, for this rank; None for any other pass."""
         self.sharding = None
-        cache = cache_in(given)
+        cache = cache_in(arguments)
         if cache is None or not isinstance(cache, _cache_class()):
             return None
         self._cache = cache
-        inputs = given.get("input_ids")
+        inputs = arguments.get("input_ids")
         if inputs is None:
-            inputs = given.get("inputs_embeds")
+            inputs = arguments.get("inputs_embeds")
         if inputs is None:
             raise RingShapeError("generate: expected input_ids or inputs_embeds, got none")
         tokens = int(inputs.shape[1])
-        positions = given.get("position_ids")
+        positions = arguments.get("position_ids")
         if positions is None and "position_ids" not in self.signature.parameters:
             positions = torch.arange(tokens, device=inputs.device)[None] + cache.get_seq_length()
         if positions is None or positions.ndim != 2:
             raise RingShapeError.wrong(
                 type(self.model).__name__, "position_ids [samples, tokens]", "others", _OFF
             )
-        mask_BT = given.pop("attention_mask", None)
+        mask_BT = arguments.pop("attention_mask", None)
         if self._has_own_cache:
-            given |= {self._name: cache.own, "use_cache": True}
+            arguments |= {self._name: cache.own, "use_cache": True}
         elif not getattr(self.model, "_supports_default_dynamic_cache", lambda: True)():
-            given["use_cache"] = False  # the cache is given; the model would ask for one of its own class
+            arguments["use_cache"] = False  # the cache is given; the model would ask for one of its own class
         if "output_router_logits" in self.signature.parameters:
-            given["output_router_logits"] = False  # their loss is not read
+            arguments["output_router_logits"] = False  # their loss is not read
         real_tokens: Tensor | None = None
         # Keep the mask if new tokens are padding; tokens that come after a kept mask are not.
         if mask_BT is not None and not bool(mask_BT[:, -tokens:].all()):
@@ -296,7 +297,7 @@ class Generation(ModelPart):
             real_tokens = mask_BT[:, -tokens:]
         longest = positions.max()
         if cache.get_seq_length() == 0:
-            return self._prompt(given, tokens, longest, real_tokens)
+            return self._prompt(arguments, tokens, longest, real_tokens)
         cache.begin(tokens)
         assert cache.layout is not None
         session, groups = self.session, self._groups(cache.layout.tokens)
@@ -306,10 +307,10 @@ class Generation(ModelPart):
             masks_padding=True,
         )  # fmt: skip
         session.batches.work_on(self.sharding)
-        return given
+        return arguments
 
     def _prompt(
-        self, given: dict[str, Any], tokens: int, longest: Tensor, real_tokens: Tensor | None
+        self, inputs: dict[str, Any], tokens: int, longest: Tensor, real_tokens: Tensor | None
     ) -> dict[str, Any]:
         """Return this rank's part of a prompt, which is cut as the batches of training are."""
         session, mesh, cache = self.session, self.mesh, self._cache
@@ -318,7 +319,7 @@ class Generation(ModelPart):
         layout = session.layout_for(tokens, mesh, groups)
         cache.begin(tokens, layout)
         kind = session.needs.whole
-        whole = None if kind is None else kind.of_prompt(given, layout, mesh)
+        whole = None if kind is None else kind.of_prompt(inputs, layout, mesh)
         if real_tokens is not None:
             real_tokens = shard_sequence(real_tokens, layout, mesh=mesh, dim=1)
         self.sharding = BatchSharding(
@@ -328,8 +329,8 @@ class Generation(ModelPart):
         session.batches.work_on(self.sharding)
         owner, self._last = divmod(int(layout.slots_by_position()[-1]), layout.local_tokens)
         self._owns_last = owner == mesh.ring_rank
-        local = dict(given)
-        for key, value in given.items():
+        local = dict(inputs)
+        for key, value in inputs.items():
             is_of_tokens = isinstance(value, Tensor) and value.ndim >= 2 and value.shape[1] == tokens
             if is_of_tokens and (kind is None or key not in kind.names):
                 local[key] = shard_sequence(value, layout, mesh=mesh, dim=1)
@@ -340,14 +341,14 @@ class Generation(ModelPart):
     def _groups(self, tokens: int) -> tuple[RowGroup, ...]:
         """Return the rows of the batch by their padding, for a layout of so many tokens."""
         assert self._cache is not None
-        real_BT, kept = self._cache.real_BT, self._cache.groups
+        real_BT, groups = self._cache.real_BT, self._cache.groups
         if real_BT is None:
             return ()
-        if tokens not in kept:
+        if tokens not in groups:
             ids_BT = torch.zeros(real_BT.shape[0], tokens, dtype=torch.int64, device="cpu")
             ids_BT[:, : real_BT.shape[1]].masked_fill_(~real_BT, PADDING)
-            kept[tokens] = group_rows(ids_BT, real_BT.shape[0])
-        return kept[tokens]
+            groups[tokens] = group_rows(ids_BT, real_BT.shape[0])
+        return groups[tokens]
 
     def after(self, output: Any) -> None:
         """Count the tokens as stored; of a prompt give every rank the logits of its last token."""
@@ -375,9 +376,9 @@ class _Generate:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         bound = inspect.signature(self.own).bind(*args, **kwargs).arguments
-        asked = {**bound, **bound.pop("kwargs", {})}
+        arguments = {**bound, **bound.pop("kwargs", {})}
         try:
-            return self.own(**asked | self._generation.start(asked))
+            return self.own(**arguments | self._generation.start(arguments))
         finally:
             self._generation.end()
 
@@ -389,13 +390,13 @@ class _Generate:
 def generation_of(model: PreTrainedModel, session: RingSession, rewritten: Callable[[], bool]) -> Generation:
     """Return what runs `generate` of a model."""
     kind: Any = next(filter(None, (variant.generation(model) for variant in variants())), Generation)
-    found: Generation = kind(model, session, rewritten)
-    return found
+    generation: Generation = kind(model, session, rewritten)
+    return generation
 
 
-def _described(asked: dict[str, Any], settings: Any) -> dict[str, object]:
+def _described(arguments: dict[str, Any], settings: Any) -> dict[str, object]:
     """Return what must be equal on all ranks of a sequence, by its name in messages."""
-    tensors = {name: value for name, value in asked.items() if isinstance(value, Tensor)}
+    tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
     fields: dict[str, object] = {
         name: f"{list(value.shape)}, checksum {_crc(value):08x}" for name, value in tensors.items()
     }
@@ -426,11 +427,11 @@ def one_ring(mesh: RingMesh) -> RingMesh:
     """
     grid = Grid(mesh.grid.world_size, mesh.sequence_size, 1, mesh.grid.order)
     owners = mesh.owners.derived({ContextCache, Observers}.__contains__)
-    found = dataclasses.replace(
+    mesh_of_one = dataclasses.replace(
         mesh, grid=grid, ring_group=mesh.sequence_group, ulysses_group=None, owners=owners
     )
-    group = found.ring_group
+    group = mesh_of_one.ring_group
     if mesh.ulysses_size > 1 and group is not None and dist.get_backend(group) == "nccl":
         # NCCL connects in the first call, which all ranks must make; a hop may have messages of a few only.
-        Exchange(found).all_reduce(torch.zeros(1, dtype=torch.float32, device="cuda"), group)
-    return found
+        Exchange(mesh_of_one).all_reduce(torch.zeros(1, dtype=torch.float32, device="cuda"), group)
+    return mesh_of_one

@@ -50,8 +50,10 @@ class ReplicatedPass:
             out_w, lse_w = out[:, heads], lse[:, heads]
             operands = (q[:, heads], k[:, kv_heads], v[:, kv_heads])
             for part in self.kernel.of_heads(heads).forward(*operands, tiles, self.scale):
-                rows, own = part.q_rows, part.heads
-                merge_(rows.of(out_w[:, own]), rows.of(lse_w[:, own]), part.out_BHSD, part.lse_BHS)
+                rows, heads_here = part.q_rows, part.heads
+                merge_(
+                    rows.of(out_w[:, heads_here]), rows.of(lse_w[:, heads_here]), part.out_BHSD, part.lse_BHS
+                )
         if self.exchange is not None:
             # [B * H * Q, E + 1]: the lse is one more column, in the same message.
             rows_ND = torch.cat([out, lse.unsqueeze(-1)], dim=-1).flatten(0, 2)

@@ -41,12 +41,12 @@ def run_replicated(
 ) -> tuple[Tensor, Tensor]:
     """Run the forward pass and return (out, lse), with sinks."""
     with context.call("replicated attention forward", q) as call:
-        made = _prepared(context, call, q, k, v, positions, sinks=sinks)
-        forward, own = made.forward, context.options.row.few_queries
-        if own is not None:
+        attention_pass = _prepared(context, call, q, k, v, positions, sinks=sinks)
+        forward, maker = attention_pass.forward, context.options.row.few_queries
+        if maker is not None:
             layout = context.layout_for(k.shape[2], k.device.type)
             where = query_positions(context.pattern, layout, q.shape[2], _as_array(positions))
-            forward = load(own)(context, made.kernel, made.scale, layout, where)
+            forward = load(maker)(context, attention_pass.kernel, attention_pass.scale, layout, where)
         return add_sinks(*forward(q, k, v), sinks)
 
 
@@ -58,8 +58,8 @@ def replicated_attention_backward_op(
     """Return (dq, dk, dv); see `ReplicatedPass.backward`."""
     context = context_of(handle)
     with context.call("replicated attention backward", q) as call:
-        made = _prepared(context, call, q, k, v, positions, grad_out, grad_lse=grad_lse)
-        return made.backward(grad_out, q, k, v, out, lse, grad_lse)
+        attention_pass = _prepared(context, call, q, k, v, positions, grad_out, grad_lse=grad_lse)
+        return attention_pass.backward(grad_out, q, k, v, out, lse, grad_lse)
 
 
 def _setup_replicated(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -73,13 +73,13 @@ def _setup_replicated(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, T
 def _backward_replicated(
     ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    *given, out, lse, sinks = ctx.saved_tensors
+    *operands, out, lse, sinks = ctx.saved_tensors
     if grad_out is None:
         grad_out = torch.zeros_like(out)
     context = ctx.context
     grads = run_gradient(
-        context.mesh, ctx.call, replicated_attention_backward_op, grad_out, *given, out, lse, context.handle,
-        grad_lse,
+        context.mesh, ctx.call, replicated_attention_backward_op, grad_out, *operands, out, lse,
+        context.handle, grad_lse,
     )  # fmt: skip
     return (*grads, None, None, sinks_gradient(sinks, slice(None), grad_out, out, lse, grad_lse))
 
@@ -120,7 +120,7 @@ def _prepared(
     scale = context.scale_of(q)
     compiling = False
     if not call.alone:
-        parts = [HeadsOfPass(count_heads(h), count_heads(kv), [one]) for h, kv, one in tiles]
+        parts = [HeadsOfPass(count_heads(h), count_heads(kv), [tile]) for h, kv, tile in tiles]
         compiling = compiles(kernel, Operands(q, k, v, grad_out, grad_lse is not None), parts, scale)
     context.agree(call, q, k, fields, compiles=compiling)
     if grad_out is None:
@@ -132,9 +132,9 @@ def _checksums(context: RingContext, **tensors: Tensor | None) -> dict[str, obje
     """Return checksums of small tensors that must be equal on all ranks; nothing else would detect it."""
     if context.exchange is None or any(x is not None and is_fake(x) for x in tensors.values()):
         return {}
-    given = {name: x.detach().cpu().contiguous() for name, x in tensors.items() if x is not None}
+    host_tensors = {name: x.detach().cpu().contiguous() for name, x in tensors.items() if x is not None}
     # As uint8: numpy has no bfloat16.
-    sums = {name: zlib.crc32(x.view(torch.uint8).numpy().data) for name, x in given.items()}
+    sums = {name: zlib.crc32(x.view(torch.uint8).numpy().data) for name, x in host_tensors.items()}
     return {f"values of {name}": f"checksum {value:08x}" for name, value in sums.items()}
 
 

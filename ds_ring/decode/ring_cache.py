@@ -69,18 +69,18 @@ class RingCache(Cache):
 
     def _layers(self) -> list[Any]:
         """Return this cache's layers in place of transformers' own; none yet if all hold keys and values."""
-        found: list[Any] = []
-        own: list[Any] = [] if self._config is None else DynamicCache(config=self._config).layers
-        for layer in own:
+        layers: list[Any] = []
+        model_layers: list[Any] = [] if self._config is None else DynamicCache(config=self._config).layers
+        for layer in model_layers:
             if isinstance(layer, _NO_LAYER):
-                found.append(layer)
+                layers.append(layer)
             elif not isinstance(layer, LinearAttentionCacheLayerMixin):
-                found.append(RingCacheLayer(self))
+                layers.append(RingCacheLayer(self))
             else:
                 is_hybrid = CacheLayerMixin in type(layer).__mro__
                 kind = RingHybridLayer if is_hybrid else RingStateLayer
-                found.append(kind(self, layer.number_of_states))
-        return found
+                layers.append(kind(self, layer.number_of_states))
+        return layers
 
     def begin(self, tokens: int, prompt: Layout | None = None) -> None:
         """Say how many tokens every layer is about to store; the prompt's come with their layout."""
@@ -194,21 +194,21 @@ class RingCacheLayer(CacheLayerMixin):
         self.indexer_keys = self._stored(self.indexer_keys, keys_BQD.unsqueeze(1))
         return keys_BQD if self._cache.arriving.start == 0 else self.indexer_keys.squeeze(1)
 
-    def _stored(self, kept: Tensor | None, new: Tensor) -> Tensor:
-        """Return `kept` with the arriving tokens of this rank, [B, G, Q, D] of a prompt or of all ranks."""
+    def _stored(self, stored_rows: Tensor | None, new: Tensor) -> Tensor:
+        """Return `stored_rows` with this rank's arriving tokens, [B, G, Q, D] of a prompt or of all ranks."""
         cache = self._cache
         assert cache.layout is not None
         if cache.arriving.start == 0:
             stored = cache.layout.prompt.valid_tokens(cache.ring_rank)
             return self._room(new, new[:, :, :stored])
-        assert kept is not None
-        if kept.shape[2] < cache.layout.local_tokens:
-            kept = self._room(kept, kept)
+        assert stored_rows is not None
+        if stored_rows.shape[2] < cache.layout.local_tokens:
+            stored_rows = self._room(stored_rows, stored_rows)
         for index, position in enumerate(cache.arriving):
             slot = cache.layout.slot(cache.ring_rank, position)
             if slot is not None:
-                kept[:, :, slot] = new[:, :, index]
-        return kept
+                stored_rows[:, :, slot] = new[:, :, index]
+        return stored_rows
 
     def reorder_cache(self, beam_idx: Any) -> None:
         super().reorder_cache(beam_idx)
@@ -224,13 +224,13 @@ class RingCacheLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         return -1  # transformers' word for none
 
-    def _room(self, like: Tensor, kept: Tensor | None = None) -> Tensor:
-        """Return zeros [B, G, S, D] for all reserved slots; `kept` fills the first ones."""
+    def _room(self, like: Tensor, first_rows: Tensor | None = None) -> Tensor:
+        """Return zeros [B, G, S, D] for all reserved slots; `first_rows` fills the first ones."""
         assert self._cache.layout is not None
         batch, heads, _, head_dim = like.shape
         room = like.new_zeros(batch, heads, self._cache.layout.local_tokens, head_dim)
-        if kept is not None:
-            room[:, :, : kept.shape[2]] = kept
+        if first_rows is not None:
+            room[:, :, : first_rows.shape[2]] = first_rows
         return room
 
 
@@ -250,8 +250,8 @@ class RingStateLayer(LinearAttentionLayer):
         """
         width, size = conv_kernel_size, {"conv_kernel_size": conv_kernel_size}
         if self._cache.arriving.start > 0:
-            found: Tensor = super().update_conv_state(conv_states, state_idx, **size, **kwargs)
-            return found
+            inputs: Tensor = super().update_conv_state(conv_states, state_idx, **size, **kwargs)
+            return inputs
         assert width is not None, "a layer whose convolution has a state says how wide it is"
         super().update_conv_state(self._cache.last_inputs(conv_states, width), state_idx, **size, **kwargs)
         return conv_states

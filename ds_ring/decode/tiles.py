@@ -28,13 +28,13 @@ class HeadTiles(NamedTuple):
     tiles: Tiles  # query slots count the queries, key slots are those of the rank's shard
 
 
-def query_positions(pattern: Pattern, layout: Layout, queries: int, given: IntArray | None) -> IntArray:
+def query_positions(pattern: Pattern, layout: Layout, queries: int, positions: IntArray | None) -> IntArray:
     """Return global positions of replicated queries, int64 [queries]; RingShapeError for wrong ones.
 
     If none are given, they are the last positions of the layout, the convention of decoding. Where all attend
     to all (`Full`) positions have no meaning and there may be any number.
     """
-    if given is None:
+    if positions is None:
         if isinstance(pattern, Full):
             return np.arange(queries, dtype=np.int64)
         if queries > layout.tokens:
@@ -42,14 +42,16 @@ def query_positions(pattern: Pattern, layout: Layout, queries: int, given: IntAr
                 "q", f"at most {layout.tokens} queries (positions)", queries, "pass positions, or Full()"
             )
         return np.arange(layout.tokens - queries, layout.tokens, dtype=np.int64)
-    if given.ndim != 1 or not np.issubdtype(given.dtype, np.integer):
-        raise RingShapeError(f"positions: expected integers [Q], got {given.dtype} {list(given.shape)}")
-    if len(given) != queries:
-        raise RingShapeError(f"positions: expected {queries} positions, as queries, got {len(given)}")
-    outside = given[(given < 0) | (given >= layout.tokens)]
+    if positions.ndim != 1 or not np.issubdtype(positions.dtype, np.integer):
+        raise RingShapeError(
+            f"positions: expected integers [Q], got {positions.dtype} {list(positions.shape)}"
+        )
+    if len(positions) != queries:
+        raise RingShapeError(f"positions: expected {queries} positions, as queries, got {len(positions)}")
+    outside = positions[(positions < 0) | (positions >= layout.tokens)]
     if len(outside):
         raise RingShapeError(f"positions: expected 0 to {layout.tokens - 1}, got {int(outside[0])}")
-    return given.astype(np.int64)
+    return positions.astype(np.int64)
 
 
 def query_runs(positions: IntArray) -> IntArray:

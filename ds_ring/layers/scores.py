@@ -100,7 +100,7 @@ def with_key_terms(q: Tensor, k: Tensor, terms: Tensor, scale: float) -> tuple[T
     high = inverse.to(q.dtype)
     low = inverse - high.double()
     # Filled on the device: a copy would make the host wait.
-    both = [q.new_full((*q.shape[:-1], 1), float(one)) for one in (high, low)]
+    both = [q.new_full((*q.shape[:-1], 1), float(value)) for value in (high, low)]
     terms = terms.to(k.dtype).unsqueeze(-1).expand(-1, -1, -1, 2)
     fill = -(q.shape[-1] + 2) % _WIDTH
     return pad(torch.cat([q, *both], dim=-1), (0, fill)), pad(torch.cat([k, terms], dim=-1), (0, fill))

@@ -65,8 +65,8 @@ def running_region() -> tuple[Any, bool]:
     name = _HOOKS.get(getattr(pack, "__qualname__", ""))
     if name is None:
         return None, False
-    found = dict(zip(pack.__code__.co_freevars, pack.__closure__, strict=True))[name].cell_contents
-    return (found, False) if name == "frame" else (found(), True)
+    contents = dict(zip(pack.__code__.co_freevars, pack.__closure__, strict=True))[name].cell_contents
+    return (contents, False) if name == "frame" else (contents(), True)
 
 
 _DEEPSPEED = "deepspeed.runtime.activation_checkpointing.checkpointing"

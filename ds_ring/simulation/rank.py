@@ -112,7 +112,7 @@ class TensorSource:
         take_rows(self._tensors[name][:, heads], runs, out)
 
 
-def shard_of(source: Source, layout: Layout, name: str, ring_rank: int) -> Tensor:
+def read_shard(source: Source, layout: Layout, name: str, ring_rank: int) -> Tensor:
     """Return a rank's tokens, zeros in padding slots, as `shard_sequence` cuts them.
 
     Returns:
@@ -249,7 +249,7 @@ class VirtualExchange:
             if message.what not in KEYS:
                 assert self.add is not None, "gradients in a forward pass"
                 for what, part in self._parts(message):
-                    self.add(what, *self._tokens_of(message), part)
+                    self.add(what, *self._find_tokens(message), part)
         for message in receives:
             if message.what in KEYS:
                 self.look_up(message)
@@ -259,7 +259,7 @@ class VirtualExchange:
 
     def look_up(self, message: Message) -> None:
         """Fill a message with the keys and values of its tokens."""
-        tokens, runs = self._tokens_of(message)
+        tokens, runs = self._find_tokens(message)
         rows, sizes, parts = message.tensor, self.source.geometry, self._parts(message)
         if self.codec is not None:
             shape = rows.shape[1], rows.shape[2], rows.shape[0]
@@ -279,7 +279,7 @@ class VirtualExchange:
             return [(names[0], message.tensor.permute(1, 2, 0, 3))]
         return list(zip(names, halves(message.tensor, self.source.geometry.head_dim)[:2], strict=True))
 
-    def _tokens_of(self, message: Message) -> tuple[TokenRange, IntArray]:
+    def _find_tokens(self, message: Message) -> tuple[TokenRange, IntArray]:
         tokens = message.tokens
         assert tokens is not None, "a message of a pass says what it carries"
         return tokens, progressions_at(self.layout.runs(tokens.origin), tokens.slots)
@@ -351,7 +351,7 @@ class TensorBytes(NamedTuple):
     lse: int
 
 
-def profile_of(peak: MemoryPeak, trace: Trace, sizes: TensorBytes) -> RankMemory:
+def make_profile(peak: MemoryPeak, trace: Trace, sizes: TensorBytes) -> RankMemory:
     """Return the profile of a measured pass.
 
     Args:
@@ -422,7 +422,7 @@ class VirtualRanks:
         if self.measure or self.keep_trace:
             # Processor time excludes what other processes took; with several threads it would count each.
             trace = Trace(ring_rank, processor_time=torch.get_num_threads() == 1)
-        shard = partial(shard_of, self.source, self.plan.layout, ring_rank=ring_rank)
+        shard = partial(read_shard, self.source, self.plan.layout, ring_rank=ring_rank)
         plan = self.plan.rank(ring_rank)  # made outside of the measured block; it holds no tensor
         ring = RingPass(
             plan, self.kernel, exchange, self.scale, chunk_bytes=self.chunk_bytes,
@@ -440,9 +440,9 @@ class VirtualRanks:
         memory = None
         if trace is not None and self.measure:
             sizes = TensorBytes(q.nbytes, k.nbytes + v.nbytes, out.nbytes, lse.nbytes)
-            memory = profile_of(peak, trace, sizes)
-        kept = trace if self.keep_trace else None
-        return RankResult(out, lse, dq, BytesSent(forward, total - forward), memory, kept)
+            memory = make_profile(peak, trace, sizes)
+        trace_or_none = trace if self.keep_trace else None
+        return RankResult(out, lse, dq, BytesSent(forward, total - forward), memory, trace_or_none)
 
     def _adder(self, ring_rank: int) -> Callable[[slice, Tensor, Tensor], None] | None:
         """Return what adds a rank's own dK and dV to the sums: `RingPass.on_gradients_final`."""

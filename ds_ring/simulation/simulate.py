@@ -137,12 +137,14 @@ class SimulationOptions:
         for name, most in (("threads", MAX_THREADS), ("chunk_bytes", MAX_TOKENS)):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, whole_number(getattr(self, name), name, RingConfigError, most))
-        given = {} if self.kernel_options is None else self.kernel_options
-        if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+        kernel_options = {} if self.kernel_options is None else self.kernel_options
+        if not isinstance(kernel_options, Mapping) or not all(
+            isinstance(name, str) for name in kernel_options
+        ):
             got = shown(self.kernel_options)
             raise RingConfigError(f"kernel_options: expected a dict of options by name, got {got}")
 
-    def of_a_pass(self, scale: float | None, kernel: str) -> Options:
+    def make_pass_options(self, scale: float | None, kernel: str) -> Options:
         """Return the options of a real call, checked."""
         return Options(
             scale=scale, kernel=kernel, kernel_options=dict(self.kernel_options or {}),
@@ -187,14 +189,14 @@ def simulate(
         RingConfigError: unknown kernel, scale, ranks or options.
     """
     source = _checked_source(q, k, v, grad_out, pattern, layout)
-    sizes, wanted = source.geometry, _ranks_of(ranks, layout.ring_size)
-    given = options if options is not None else SimulationOptions()
-    made = given.of_a_pass(scale, kernel)
+    sizes, wanted = source.geometry, _check_ranks(ranks, layout.ring_size)
+    settings = options if options is not None else SimulationOptions()
+    pass_options = settings.make_pass_options(scale, kernel)
     width = sizes.width("k") + sizes.width("v")
     shard_bytes = sizes.batch * sizes.kv_heads * layout.local_tokens * width * sizes.dtype.itemsize
     for name, flag in {"measure_memory": measure_memory, "trace": trace}.items():
         true_or_false(flag, name, RingConfigError)
-    threads = given.threads
+    threads = settings.threads
     if threads is None:  # each thread of a kernel takes workspace, and a real rank on the CPU has one
         threads = 1 if measure_memory else torch.get_num_threads()
     backward = grad_out is not None and grad_out is not False
@@ -205,15 +207,15 @@ def simulate(
             layout,
             query_heads=sizes.query_heads,
             kv_heads=sizes.kv_heads,
-            prune=given.prune,
-            gradient_payload=made.gradient_payload,
-            kv_payload=made.kv_payload,
-            ranks_per_node=given.ranks_per_node,
-            stage_shards=stage_shards(made.stage_bytes, "cpu", layout.ring_size, None, shard_bytes),
+            prune=settings.prune,
+            gradient_payload=pass_options.gradient_payload,
+            kv_payload=pass_options.kv_payload,
+            ranks_per_node=settings.ranks_per_node,
+            stage_shards=stage_shards(pass_options.stage_bytes, "cpu", layout.ring_size, None, shard_bytes),
         ),
-        get_kernel(made.kernel, "cpu", made.kernel_pairs, made.block_size),
-        made.scale if made.scale is not None else 1.0 / math.sqrt(sizes.head_dim),
-        made.chunk_bytes_on("cpu", layout.ring_size),
+        get_kernel(pass_options.kernel, "cpu", pass_options.kernel_pairs, pass_options.block_size),
+        pass_options.scale if pass_options.scale is not None else 1.0 / math.sqrt(sizes.head_dim),
+        pass_options.chunk_bytes_on("cpu", layout.ring_size),
         GradientSums(sizes, accumulator_dtype(sizes.dtype)) if backward else None,
         measure_memory,
         trace,
@@ -221,7 +223,7 @@ def simulate(
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        return _collected(job, wanted, given.progress)
+        return _collected(job, wanted, settings.progress)
     finally:
         torch.set_num_threads(before)
 
@@ -249,16 +251,16 @@ def _collected(job: VirtualRanks, ranks: list[int], progress: bool) -> Simulatio
         disable=None if progress else True,  # None: not shown unless stderr is a terminal
     )  # a bar below another one disappears at its end
     for rank in bar:
-        found: RankResult = job.run(rank)
+        result: RankResult = job.run(rank)
         valid = layout.valid_tokens(rank)
-        for whole_tensor, part in ((out, found.out), (lse, found.lse), (dq, found.dq)):
+        for whole_tensor, part in ((out, result.out), (lse, result.lse), (dq, result.dq)):
             if whole_tensor is not None and part is not None and valid:
                 put_rows(whole_tensor, layout.runs(rank), part[:, :, :valid])
-        bytes_sent[rank] = found.bytes_sent
-        if found.memory is not None:
-            memory[rank] = found.memory
-        if found.trace is not None:
-            traces[rank] = found.trace
+        bytes_sent[rank] = result.bytes_sent
+        if result.memory is not None:
+            memory[rank] = result.memory
+        if result.trace is not None:
+            traces[rank] = result.trace
     dk = dv = None
     if job.sums is not None and len(ranks) == layout.ring_size:  # each rank may add to any token
         dk, dv = job.sums.dk.to(sizes.dtype), job.sums.dv.to(sizes.dtype)
@@ -269,14 +271,14 @@ def _checked_source(
     q: Tensor | Source, k: Any, v: Any, grad_out: Any, pattern: Pattern, layout: Layout
 ) -> Source:
     """Return the one source of all tensors, which pattern and layout fit."""
-    given: tuple[tuple[str, object, type, type[RingError], str], ...] = (
+    checks: tuple[tuple[str, object, type, type[RingError], str], ...] = (
         ("pattern", pattern, Pattern, RingPatternError, "use ds_ring.Causal() or ds_ring.Full()"),
         ("layout", layout, Layout, RingLayoutError, "use make_layout(name, tokens=T, ring_size=P)"),
     )
-    for name, value, kind, error, advice in given:
+    for name, value, kind, error, advice in checks:
         if not isinstance(value, kind):
             raise error(f"{name}: expected a {name}, got {shown(value)}; {advice}")
-    source = _source_of(q, k, v, grad_out)
+    source = _make_source(q, k, v, grad_out)
     sizes = source.geometry
     if sizes.tokens != layout.tokens:
         raise RingShapeError.wrong(
@@ -286,7 +288,7 @@ def _checked_source(
     return source
 
 
-def _source_of(
+def _make_source(
     q: Tensor | Source, k: Tensor | None, v: Tensor | None, grad_out: Tensor | bool | None
 ) -> Source:
     """Return one checked source of all tensors."""
@@ -312,7 +314,7 @@ def _source_of(
     return TensorSource(q, k, v, grad_out if isinstance(grad_out, Tensor) else None)
 
 
-def _ranks_of(ranks: Iterable[int] | None, ring_size: int) -> list[int]:
+def _check_ranks(ranks: Iterable[int] | None, ring_size: int) -> list[int]:
     """Return the ranks to simulate."""
     if ranks is None:
         return list(range(ring_size))

@@ -11,7 +11,7 @@ from ds_ring.comm.messages import Message
 
 
 def walk_owners(
-    exchange: Exchange | None, ring_rank: int, ring_size: int, own: Sequence[Tensor],
+    exchange: Exchange | None, ring_rank: int, ring_size: int, local: Sequence[Tensor],
     sent_to: Callable[[int], Sequence[Tensor]], received_from: Callable[[int], Sequence[Tensor]],
     compute: Callable[[int, Sequence[Tensor]], Sequence[Tensor]],
     returned_by: Callable[[int], Sequence[Tensor]],
@@ -25,14 +25,14 @@ def walk_owners(
     Args:
         exchange: of the ring; None for a ring of one.
         ring_rank, ring_size: of this rank p.
-        own: its keys, as `compute` gets them.
+        local: its keys, as `compute` gets them.
         sent_to: returns the keys for a reader.
         received_from: returns empty tensors for those of an owner.
         compute: takes an owner and its keys; its result is sent back to the owner if `add` is given.
         returned_by: returns empty tensors for the result of a reader.
         add: takes a reader, first this rank, and the reader's result; called in the order of hops.
     """
-    here: Sequence[Tensor] = own
+    here: Sequence[Tensor] = local
     gradients: Sequence[Tensor] = ()
     for hop in range(ring_size + (add is not None and ring_size > 1)):
         sends: list[Message] = []

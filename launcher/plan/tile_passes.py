@@ -18,7 +18,7 @@ from ds_ring.masks.tiles import Axis, Tiles
 from ds_ring.schedule.choose import AS_FAST, bound_to_one_head, collect_runs
 from ds_ring.schedule.layout import Layout
 from ds_ring.schedule.lowering import count_heads, head_chunks
-from ds_ring.transports.tiles.grid import Step, TileGrid, steps_of
+from ds_ring.transports.tiles.grid import Step, TileGrid, list_steps
 from ds_ring.transports.tiles.plan import TilePlan, TokenBytes, choose_grid, tile_plan
 
 from .layer_passes import (
@@ -86,7 +86,7 @@ def _heads(setting: TrainingSetting) -> tuple[int, int]:
 
 
 def _token_bytes(shape: PassShape, backward: bool) -> TokenBytes:
-    return TokenBytes.of(backward, shape.head_dim, shape.value_dim, shape.element_bytes, FLOAT)
+    return TokenBytes.for_pass(backward, shape.head_dim, shape.value_dim, shape.element_bytes, FLOAT)
 
 
 def grids_that_run(setting: TrainingSetting, layout: Layout, pattern: Pattern) -> tuple[TileGrid, TileGrid]:
@@ -111,10 +111,10 @@ def _cost(setting: TrainingSetting, shape: PassShape, plans: list[TilePlan], ran
         for number, (kv_heads, _) in enumerate(plan.classes):
             chunks = head_chunks(kv_heads, shape.head_bytes, shape.chunk_bytes)
             heads = shape.batch * count_heads(chunks[0])
-            for step in steps_of(plan.grid, bool(backward)):
+            for step in list_steps(plan.grid, bool(backward)):
                 tiles = plan.tiles(number, rank)
                 work = calls = 0
-                if step.block is not None and len(table := tiles.of_block(step.block)):
+                if step.block is not None and len(table := tiles.make_block_tiles(step.block)):
                     work = heads * sum(n * executed_pairs(one) for one, n in by_head(table, shape.group))
                     calls = _calls(table, shape.kernel)
                 executed += work * len(chunks)

@@ -23,7 +23,7 @@ from ds_ring.ops.ring_op import ring_attention_op
 from ds_ring.schedule.layout import Layout, Mix, make_layout
 from ds_ring.schedule.plan import check_length
 from ds_ring.simulation.generate import GeneratedSource
-from ds_ring.simulation.rank import GlobalSizes, RankMemory, TensorBytes, profile_of, shard_of
+from ds_ring.simulation.rank import GlobalSizes, RankMemory, TensorBytes, make_profile, read_shard
 from ds_ring.simulation.simulate import SimulationOptions, simulate
 
 MIB = 2**20
@@ -188,7 +188,7 @@ def measure_rank(mesh: RingMesh, job: ProfileJob, times: bool) -> RankRun:
     context = context_for(job.pattern, layout, mesh, job.options)
     with tracing(mesh) as trace, measure_cpu_memory() as peak:
         sizes = _one_pass(mesh, job, layout, context)
-    memory = profile_of(peak, trace, sizes)
+    memory = make_profile(peak, trace, sizes)
     if not times:
         return RankRun(memory, None)
     with tracing(mesh) as trace:  # the first pass has warmed everything up
@@ -199,10 +199,10 @@ def measure_rank(mesh: RingMesh, job: ProfileJob, times: bool) -> RankRun:
 def _one_pass(mesh: RingMesh, job: ProfileJob, layout: Layout, context: RingContext) -> TensorBytes:
     """Run a pass over generated shards, in the order in which virtual ranks do it."""
     q, k, v = (
-        shard_of(job.source, layout, name, mesh.ring_rank).requires_grad_(job.backward)
+        read_shard(job.source, layout, name, mesh.ring_rank).requires_grad_(job.backward)
         for name in ("q", "k", "v")
     )
     out, lse = ring_attention_op(q, k, v, context.handle)
     if job.backward:
-        out.backward(shard_of(job.source, layout, "grad_out", mesh.ring_rank))
+        out.backward(read_shard(job.source, layout, "grad_out", mesh.ring_rank))
     return TensorBytes(q.nbytes, k.nbytes + v.nbytes, out.nbytes, lse.nbytes)

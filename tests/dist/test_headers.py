@@ -66,17 +66,6 @@ def selection(mesh: RingMesh, other: bool) -> None:
                         2, keys, **placed(mesh))  # fmt: skip
 
 
-def titans(mesh: RingMesh, other: bool) -> None:
-    of_tokens = [drawn(1, slots(mesh), 2, 4) for _ in range(3)] + [-drawn(1, slots(mesh), 2).abs()] * 3
-    ds_ring.titans_scan(*of_tokens, chunk_size=2 if other else 4, **placed(mesh))
-
-
-def log_linear(mesh: RingMesh, other: bool) -> None:
-    of_tokens = [drawn(1, slots(mesh), 2, 4) for _ in range(3)]
-    given = *of_tokens, -drawn(1, slots(mesh), 2).abs(), drawn(1, slots(mesh), 2, 7)
-    ds_ring.log_linear_attention(*given, scale=0.25 if other else None, **placed(mesh))
-
-
 def ttt(mesh: RingMesh, other: bool) -> None:
     given = [drawn(1, slots(mesh), 2, 4) for _ in range(3)] + [drawn(1, slots(mesh), 2)]
     norm, initial = (drawn(2, 4), drawn(2, 4)), drawn(2, 5, 4)
@@ -117,10 +106,8 @@ ROWS: dict[str, tuple[int, Call, tuple[str, ...]]] = {
     "the gradient of lse of replicated queries": (1, lse_gradient, ("values of grad_lse",)),
     "max_logits' scale": (1, largest_score, ("scale: ", "has 0.5")),
     "the shape of ring_select's keys": (1, selection, ("shape of keys", "3, 4)", "2, 6)")),
-    "Titans' chunk_size": (1, titans, ("chunk_size: ", "has 4", "has 2")),
-    "Titans' chunk_size, Ulysses": (2, titans, ("chunk_size: ", "has 4", "has 2")),
-    "log-linear attention's scale": (1, log_linear, ("scale: ", "has 0.25")),
     "TTT's mini_batch": (1, ttt, ("block_size: ", "has 4", "has 2")),
+    "TTT's mini_batch, Ulysses": (2, ttt, ("block_size: ", "has 4", "has 2")),
     "serial_scan's batch_parts": (1, states_of_another_batch, ("batch_parts: ", "has 1", "has 2")),
     "NSA's local_blocks": (1, nsa, ("local_blocks=1", "local_blocks=2")),
     "n-grams' multipliers": (1, lambda *of: ngrams(*of, multipliers=[3, 6]), ("multipliers: ", "[3, 6]")),

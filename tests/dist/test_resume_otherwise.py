@@ -254,7 +254,7 @@ def test_a_run_of_another_kind(rank_pool, saved, case) -> None:
 def forget(folder: Path) -> None:
     """Write the manifest as an older version did."""
     manifest = read_manifest(folder).model_copy(update={"training": None})
-    manifest = manifest.model_copy(update={"digest": manifest.digest_of_the_rest()})
+    manifest = manifest.model_copy(update={"digest": manifest.compute_digest()})
     (folder / MANIFEST).write_text(manifest.model_dump_json(exclude_none=True))
 
 

@@ -44,7 +44,7 @@ def count_bytes(options: argparse.Namespace) -> Iterator[ResultRow]:
     heads, dim, channels, ranks = 32, 128, 8192, options.ranks
     for tokens in options.lengths:
         layout = make_layout("zigzag", tokens=tokens, ring_size=ranks)
-        runs = [len(sequence_runs(layout).of_rank(rank)) for rank in range(ranks)]
+        runs = [len(sequence_runs(layout).list_rank_runs(rank)) for rank in range(ranks)]
         states = [torch.zeros(count, 1, heads, dim, dim) for count in runs]
         passes = [virtual_scan(layout, states, states, matrix=True, reverse=back) for back in (False, True)]
         halos = virtual_halo(
@@ -84,7 +84,7 @@ class VirtualLayer:
 
     def __init__(self, layer: HybridLayer, layout: Layout, block: int) -> None:
         self.layer, self.layout, self.runs = layer, layout, sequence_runs(layout)
-        self.of_rank = [self.runs.of_rank(rank) for rank in range(layout.ring_size)]
+        self.of_rank = [self.runs.list_rank_runs(rank) for rank in range(layout.ring_size)]
         self.halos = virtual_halo(layout, self._tokens, WIDTH - 1)
         found = [
             [self._run(rank, index, run, block) for index, run in enumerate(numbers.tolist())]

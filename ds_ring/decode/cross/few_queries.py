@@ -20,12 +20,12 @@ class FewCrossQueries(CrossAttention):
     """Compute `CrossAttention` of queries that are equal on all ranks.
 
     Args:
-        args, given: see `CrossAttention`; the layout is that of `block_of_queries`.
+        args, given: see `CrossAttention`; the layout is that of `make_query_blocks`.
         q_positions: of the queries in that layout, int64 [Q], on the CPU.
     """
 
-    def __init__(self, *args: Any, q_positions: Tensor, **given: Any) -> None:
-        super().__init__(*args, **given)
+    def __init__(self, *args: Any, q_positions: Tensor, **options: Any) -> None:
+        super().__init__(*args, **options)
         self._q_positions = q_positions
 
     def forward(
@@ -36,14 +36,14 @@ class FewCrossQueries(CrossAttention):
         assert not args and not kwargs
         key, value = (among_keys(self._pair, x) for x in (key, value))
         where = self._q_positions + self._pair.first_query
-        found = run_compared(
+        result = run_compared(
             self.context.mesh, "cross attention", replicated_attention_op, query, key, value, where,
             self.context.handle, sinks,
         )  # fmt: skip
-        return found if return_lse else found[0]
+        return result if return_lse else result[0]
 
 
-def block_of_queries(positions: Tensor, ring_size: int, block: int) -> tuple[PieceLayout, Tensor]:
+def make_query_blocks(positions: Tensor, ring_size: int, block: int) -> tuple[PieceLayout, Tensor]:
     """Return a layout of the blocks of some consecutive positions [Q], and their places in it."""
     where = positions - positions[0] // block * block
     tokens = (int(where[-1]) // block + 1) * block

@@ -39,12 +39,12 @@ from ds_ring.plugin import HOOKS, PASSES, load
 class CrossSharding(CachedSharding):
     """The blocks of some queries, which every rank has, and the layout of the encoder's keys."""
 
-    def _of_queries(self, **given: Any) -> RingAttention:
-        found: RingAttention = load(HOOKS["FewCrossQueries"])(
+    def _make_attention(self, **options: Any) -> RingAttention:
+        attention: RingAttention = load(HOOKS["FewCrossQueries"])(
             self.config, mesh=self.mesh, layout=self.layout, key_layout=self.key_layout,
-            q_positions=self.q_positions, **given,
+            q_positions=self.q_positions, **options,
         )  # fmt: skip
-        return found
+        return attention
 
 
 class PairGeneration(Generation):
@@ -65,29 +65,29 @@ class PairGeneration(Generation):
     def new_cache(self) -> Any:
         return EncoderDecoderCache(super().new_cache(), DynamicCache())
 
-    def start(self, asked: dict[str, Any]) -> dict[str, Any]:
-        found = super().start(asked)
+    def start(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        changes = super().start(arguments)
         self._waits = True
-        return found
+        return changes
 
     def end(self) -> None:
         self._waits = False
 
-    def _faults(self, asked: dict[str, Any], settings: Any) -> dict[str, bool]:
-        mask = asked.get("decoder_attention_mask")
+    def _faults(self, arguments: dict[str, Any], settings: Any) -> dict[str, bool]:
+        mask = arguments.get("decoder_attention_mask")
         return {
             "expected decoder_input_ids without padding, got a mask that hides some": mask is not None
             and not bool(mask.bool().all()),
-            "expected a prompt, got encoder_outputs": asked.get("encoder_outputs") is not None,
+            "expected a prompt, got encoder_outputs": arguments.get("encoder_outputs") is not None,
         }
 
-    def encode(self, given: dict[str, Any]) -> dict[str, Any] | None:
+    def encode(self, inputs: dict[str, Any]) -> dict[str, Any] | None:
         """Return the arguments of the encoder for this rank; None unless `generate` calls it."""
         if not self._waits:
             return None
         self._waits = False
         names = ("input_ids", "inputs_embeds", "attention_mask")
-        whole = {name: given[name] for name in names if given.get(name) is not None}
+        whole = {name: inputs[name] for name in names if inputs.get(name) is not None}
         prepared = prepare_encoder(whole, self.session.needs.number_tokens)
         ids, (samples, tokens) = prepared.pop(DOCUMENT_IDS, None), token_shape(prepared)
         groups = () if ids is None else group_rows(ids, samples)
@@ -97,15 +97,15 @@ class PairGeneration(Generation):
         encoder = BatchSharding(self.session.config, layout, self.mesh, FULL, groups)
         self._encoder = encoder
         self.session.batches.work_on(replace(encoder, encoder=encoder))
-        return given | dict.fromkeys(names) | local | {SHARDING: encoder}
+        return inputs | dict.fromkeys(names) | local | {SHARDING: encoder}
 
-    def before(self, given: dict[str, Any]) -> dict[str, Any] | None:
+    def before(self, arguments: dict[str, Any]) -> dict[str, Any] | None:
         self.sharding = None
-        pair = cache_in(given)
+        pair = cache_in(arguments)
         if not isinstance(pair, EncoderDecoderCache):
             return None
-        ids_BQ, mask_BE = given["decoder_input_ids"], given.pop("attention_mask", None)
-        given.pop(DECODER + "attention_mask", None)
+        ids_BQ, mask_BE = arguments["decoder_input_ids"], arguments.pop("attention_mask", None)
+        arguments.pop(DECODER + "attention_mask", None)
         first = pair.get_seq_length()
         if first == 0:
             self._find_rows(mask_BE)
@@ -119,7 +119,7 @@ class PairGeneration(Generation):
         if first == 0:
             positions = shard_sequence(positions, sharding.layout, mesh=self.mesh, dim=1)
         self.positions[DECODER] = positions
-        return given | {"decoder_input_ids": local["input_ids"]}
+        return arguments | {"decoder_input_ids": local["input_ids"]}
 
     def _find_rows(self, mask_BE: Tensor | None) -> None:
         """Note the rows by the padding of the encoder: beams have as many rows as the decoder's ids.
@@ -144,10 +144,11 @@ class PairGeneration(Generation):
         config, mesh, encoder = self.session.config, self.mesh, self._encoder
         assert encoder is not None
         if isinstance(sharding, CachedSharding) and PASSES[config.transport].whole_blocks:
-            make = load(HOOKS["block_of_queries"])
+            make = load(HOOKS["make_query_blocks"])
             layout, where = make(sharding.q_positions, mesh.ring_size, config.block_size)
             groups = tuple(
-                RowGroup(between(layout.tokens, one.documents), one.rows) for one in self._groups_of_keys
+                RowGroup(between(layout.tokens, key_group.documents), key_group.rows)
+                for key_group in self._groups_of_keys
             )
             return CrossSharding(
                 config, layout, mesh, FULL, groups, key_layout=encoder.layout, q_positions=where
@@ -164,10 +165,10 @@ class PairGeneration(Generation):
 
     def _numbered(self, ids_BQ: Tensor, first: int) -> Tensor:
         """Return the position ids [B or 1, Q] of the decoder's tokens, as its model numbers them."""
-        found = torch.arange(first, first + ids_BQ.shape[1], device=ids_BQ.device)[None]
+        positions = torch.arange(first, first + ids_BQ.shape[1], device=ids_BQ.device)[None]
         if self.session.needs.number_tokens is None:
-            return found
-        of_tokens = {"input_ids": ids_BQ, "position_ids": found}
+            return positions
+        of_tokens = {"input_ids": ids_BQ, "position_ids": positions}
         if first:  # they count on
-            of_tokens[DOCUMENT_IDS] = torch.zeros_like(found)
+            of_tokens[DOCUMENT_IDS] = torch.zeros_like(positions)
         return self.session.needs.number_tokens(of_tokens)

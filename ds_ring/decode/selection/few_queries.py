@@ -51,14 +51,14 @@ def select_for_all(
         like = scores_fn(slice(0, 1), keys[:, :1])
         dtype, heads = torch.promote_types(like.dtype, torch.float32), like.shape[:-2]
         described = keys.flatten(2).unsqueeze(1)
-        more = {"k": k, "shape and dtype of scores": (*heads, dtype), "queries": q_positions.tolist()}
-        context.agree(call, described, described, more)
+        fields = {"k": k, "shape and dtype of scores": (*heads, dtype), "queries": q_positions.tolist()}
+        context.agree(call, described, described, fields)
         best = none_so_far(keys, (*heads, len(q_positions)), k, layout, dtype)
-        own = layout.positions(mesh.ring_rank)[: layout.valid_tokens(mesh.ring_rank)]
-        seen = Visible(pattern.bind((0,), 1, 1), q_positions, own)
+        local_positions = layout.positions(mesh.ring_rank)[: layout.valid_tokens(mesh.ring_rank)]
+        seen = Visible(pattern.bind((0,), 1, 1), q_positions, local_positions)
         merge_scores(
             keeping(best), lambda rows, some, _: scores_fn(rows, some), math.prod(heads[1:]),
-            keys[:, : len(own)], own, seen, mesh.owners[DeviceTables],
+            keys[:, : len(local_positions)], local_positions, seen, mesh.owners[DeviceTables],
         )  # fmt: skip
         if context.exchange is not None:
             parts = [
@@ -119,9 +119,9 @@ def attend_for_all(
 def _slots(layout: Layout, ring_rank: int) -> IntArray:
     """Return the slot of each position on this rank, -1 for those of others and at the end, int64 [T + 1]."""
     positions = layout.positions(ring_rank)
-    found = np.full(layout.tokens + 1, -1, dtype=np.int64)
-    found[positions[positions >= 0]] = np.flatnonzero(positions >= 0)
-    return found
+    slots = np.full(layout.tokens + 1, -1, dtype=np.int64)
+    slots[positions[positions >= 0]] = np.flatnonzero(positions >= 0)
+    return slots
 
 
 def _own_slots(chosen: Tensor, layout: Layout, mesh: RingMesh) -> Tensor:

@@ -54,9 +54,9 @@ def cross_attention(
         RingLayoutError, RingPatternError: not two layouts, or an undefined pattern.
         RingError: as in `ring_attention`.
     """
-    pair, between = _pair_of(pattern, layout, key_layout, mesh, options)
-    own = pair.score_mod_between(score_mod)
-    context = context_of_call(AskedContext(between, pair, mesh, scale, "auto", options, own))
+    pair, between = _make_pair(pattern, layout, key_layout, mesh, options)
+    pair_score_mod = pair.score_mod_between(score_mod)
+    context = context_of_call(AskedContext(between, pair, mesh, scale, "auto", options, pair_score_mod))
     return _attend_between(pair, q, k, v, context, sinks, return_lse)
 
 
@@ -82,7 +82,7 @@ class CrossAttention(RingAttention):
     def _choose_placement(
         self, pattern: Pattern, layout: Layout | str, mesh: RingMesh, score_mod: ScoreFunction | None
     ) -> tuple[Pattern, Layout, ScoreFunction | None]:
-        self._pair, between = _pair_of(pattern, layout, self._key_layout, mesh, self._options)
+        self._pair, between = _make_pair(pattern, layout, self._key_layout, mesh, self._options)
         return between, self._pair, self._pair.score_mod_between(score_mod)
 
     @never_traced
@@ -93,14 +93,14 @@ class CrossAttention(RingAttention):
         return _attend_between(self._pair, q, k, v, self._get_context(), sinks, return_lse)
 
 
-def _pair_of(
+def _make_pair(
     pattern: Pattern, layout: object, key_layout: object, mesh: RingMesh, options: PassOptions | None
 ) -> tuple[PairLayout, Pattern]:
     """Return the layout and the pattern of both sequences as one; refuse other layouts on all ranks."""
     check_mesh(mesh)
     with collective(mesh, "cross attention"):
         if not isinstance(layout, Layout) or not isinstance(key_layout, Layout):
-            names = [type(one).__name__ for one in (layout, key_layout)]
+            names = [type(layout_).__name__ for layout_ in (layout, key_layout)]
             raise RingLayoutError(
                 f"key_layout: expected two layouts, got {' and '.join(names)}; use ds_ring.make_layout"
             )
@@ -120,10 +120,10 @@ def _attend_between(
     # Others are refused, on all ranks.
     if all(isinstance(x, Tensor) and x.dim() == 4 and x.dtype in DTYPES for x in (q, k, v)):
         # the slots of the other sequence are not read
-        fill, keys = pair.slots_of(pair.queries) - slots, pair.slots_of(pair.keys)
+        fill, keys = pair.count_slots(pair.queries) - slots, pair.count_slots(pair.keys)
         q, (k, v) = pad(q, (0, 0, 0, fill + keys)), (among_keys(pair, x) for x in (k, v))
-    found = attend(q, k, v, context, sinks, return_lse)
-    results = [x[:, :, :slots] for x in (found if return_lse else (found,))]
+    output = attend(q, k, v, context, sinks, return_lse)
+    results = [x[:, :, :slots] for x in (output if return_lse else (output,))]
     if sinks is not None:
         # In the pair padding has positions: its gradients, which may be NaN, would reach the sinks.
         first = context.mesh.sequence_rank % pair.parts * slots
@@ -134,5 +134,5 @@ def _attend_between(
 
 def among_keys(pair: PairLayout, x: Tensor) -> Tensor:
     """Return local keys or values [B, G, S', D] at their slots of a pair; the others are not read."""
-    fill = pair.slots_of(pair.keys) - pair.keys.part_slots(pair.parts)
-    return pad(x, (0, 0, pair.slots_of(pair.queries), fill))
+    fill = pair.count_slots(pair.keys) - pair.keys.part_slots(pair.parts)
+    return pad(x, (0, 0, pair.count_slots(pair.queries), fill))

@@ -66,30 +66,30 @@ class PairLayout(Layout):
             raise RingLayoutError.wrong(
                 "key_layout", "no Ulysses ranks for passes in whole blocks", parts, "use ring_size"
             )
-        for one in (queries, keys):
-            one.part_slots(parts)  # refuses shards of other lengths
-        whole = [-(-one.local_tokens // block) * block for one in (queries, keys)]
+        for layout in (queries, keys):
+            layout.part_slots(parts)  # refuses shards of other lengths
+        whole = [-(-layout.local_tokens // block) * block for layout in (queries, keys)]
         return cls(
             sum(whole) * queries.ring_size, queries.ring_size, queries=queries, keys=keys, parts=parts,
             block=block,
         )  # fmt: skip
 
-    def slots_of(self, one: Layout) -> int:
+    def count_slots(self, layout: Layout) -> int:
         """Return the slots of a rank for one of the two, where Ulysses ranks share them its part."""
-        return -(-one.part_slots(self.parts) // self.block) * self.block
+        return -(-layout.part_slots(self.parts) // self.block) * self.block
 
-    def _whole(self, one: Layout) -> int:
-        return -(-one.tokens // self.block) * self.block
+    def _whole(self, layout: Layout) -> int:
+        return -(-layout.tokens // self.block) * self.block
 
     @property
     def first_query(self) -> int:
         """Return the position of the first query; that of the first key is 0."""
         return self._whole(self.keys)
 
-    def _runs_of(self, one: Layout, ring_rank: int) -> IntArray:
+    def _make_runs(self, layout: Layout, ring_rank: int) -> IntArray:
         """Return the runs of one of the two, filled up to whole blocks."""
-        runs, missing = one.runs(ring_rank), self._whole(one) - one.tokens
-        if missing and len(runs) and runs[-1, 0] + runs[-1, 2] == one.tokens:
+        runs, missing = layout.runs(ring_rank), self._whole(layout) - layout.tokens
+        if missing and len(runs) and runs[-1, 0] + runs[-1, 2] == layout.tokens:
             runs = runs.copy()
             runs[-1, 2] += missing
         return runs
@@ -98,22 +98,22 @@ class PairLayout(Layout):
         both = (self.queries, self.first_query), (self.keys, 0)
 
         def fills(rank: int) -> int:
-            used = sum(int(self._runs_of(one, rank)[:, 2].sum()) for one, _ in both)
-            return self.parts * sum(self.slots_of(one) for one, _ in both) - used
+            used = sum(int(self._make_runs(layout, rank)[:, 2].sum()) for layout, _ in both)
+            return self.parts * sum(self.count_slots(layout) for layout, _ in both) - used
 
         padding = self.first_query + self._whole(self.queries) + sum(map(fills, range(ring_rank)))
-        found = []
+        pieces = []
         for part in range(self.parts):
-            for one, first in both:
-                size, runs = self.slots_of(one), self._runs_of(one, ring_rank)
+            for layout, first in both:
+                size, runs = self.count_slots(layout), self._make_runs(layout, ring_rank)
                 # places in each run at which the part begins and ends
                 before = np.cumsum(runs[:, 2]) - runs[:, 2]
                 low, high = (np.clip(end * size - before, 0, runs[:, 2]) for end in (part, part + 1))
                 mine = np.stack([first + runs[:, 0] + low * runs[:, 1], runs[:, 1], high - low], axis=1)
                 fill = size - int((high - low).sum())
-                found += [mine[high > low], np.array([[padding, 1, fill]])[: min(fill, 1)]]
+                pieces += [mine[high > low], np.array([[padding, 1, fill]])[: min(fill, 1)]]
                 padding += fill
-        return np.concatenate(found)
+        return np.concatenate(pieces)
 
     def pattern_between(self, pattern: Pattern) -> Pattern:
         """Return a pattern between the two sequences as a pattern over the positions of this layout.
@@ -126,7 +126,7 @@ class PairLayout(Layout):
         """
         queries, keys = self.queries.tokens, self.keys.tokens
         after_queries = self.first_query + self._whole(self.queries)
-        found: Pattern = _QueriesToKeys(keys, self.first_query, after_queries)
+        between: Pattern = _QueriesToKeys(keys, self.first_query, after_queries)
         for part in pattern.conjuncts:
             if isinstance(part, Full):
                 continue
@@ -136,13 +136,13 @@ class PairLayout(Layout):
                     f" {queries} queries and then of the {keys} keys, got {part}; positions of two"
                     " sequences have no distance"
                 )
-            given = np.repeat(part.ids, np.diff([*part.starts, part.tokens]))
+            document_ids = np.repeat(part.ids, np.diff([*part.starts, part.tokens]))
             ids = np.full(self.tokens, -1)
-            ids[:keys] = given[queries:]
-            ids[self.first_query : after_queries] = given[queries - 1]  # what fills up the last block
-            ids[self.first_query : self.first_query + queries] = given[:queries]
-            found = found & Documents(ids)
-        return found
+            ids[:keys] = document_ids[queries:]
+            ids[self.first_query : after_queries] = document_ids[queries - 1]  # what fills up the last block
+            ids[self.first_query : self.first_query + queries] = document_ids[:queries]
+            between = between & Documents(ids)
+        return between
 
     def score_mod_between(self, score_mod: ScoreFunction | None) -> ScoreFunction | None:
         """Return a score_mod of positions in the two sequences as one of positions of this layout."""

@@ -67,10 +67,10 @@ class DistanceBiasAttention(RingAttention):
         check_eager(context, return_lse, _NAMES, query, key, value, profiles)
 
         def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-            found: tuple[Tensor, Tensor] = run_compared(
+            result: tuple[Tensor, Tensor] = run_compared(
                 context.mesh, "attention with profiles", _Biased.apply, q, k, v, profiles, first, context
             )
-            return found
+            return result
 
         size = context.mesh.ulysses_size
         return with_ulysses(run, query, key, value, context.handle, size, return_lse, _ALL_TO_ALL)
@@ -97,10 +97,10 @@ class _Biased(torch.autograd.Function):
         q, k, v, out, lse, _, profiles = ctx.saved_tensors
         if grad_out is None:  # another rank may need this rank's part of a gradient
             grad_out = torch.zeros_like(out, device=profiles.device)
-        given = Profiles(profiles, ctx.first)
-        operands = (ctx.context, grad_out, q, k, v, out, lse, grad_lse, [given])
+        bias = Profiles(profiles, ctx.first)
+        operands = (ctx.context, grad_out, q, k, v, out, lse, grad_lse, [bias])
         grads = run_gradient(ctx.context.mesh, ctx.call, run_backward, *operands)
-        return *grads, given.gradient(), None, None
+        return *grads, bias.gradient(), None, None
 
 
 class _WideQueries(ExtraOperand):

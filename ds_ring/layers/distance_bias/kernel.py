@@ -79,23 +79,23 @@ class Profiles(ExtraOperand):
         return ProfileKernel()
 
     def bound(self, kernel: Kernel, context: RingContext, operands: Operands) -> ProfileKernel:
-        own, self._heads = self.tensor, context.heads_here(operands.q)
-        if own.dim() == 3:
-            own = own[self._heads]
-        dtype, backward = accumulator_dtype(own.dtype), operands.grad_out is not None
+        profiles, self._heads = self.tensor, context.heads_here(operands.q)
+        if profiles.dim() == 3:
+            profiles = profiles[self._heads]
+        dtype, backward = accumulator_dtype(profiles.dtype), operands.grad_out is not None
         self._kernel = ProfileKernel(
-            own, torch.zeros_like(own, dtype=dtype) if backward else None, self._first
+            profiles, torch.zeros_like(profiles, dtype=dtype) if backward else None, self._first
         )
         return self._kernel
 
     def gradient(self) -> Tensor:
         """Return the gradient after a backward pass: that of this rank's queries, 0 for heads of others."""
-        found = self._kernel.gradient
-        assert found is not None, "a forward pass"
-        if found.dim() == 2:
-            return found.to(self.tensor.dtype)
+        gradient = self._kernel.gradient
+        assert gradient is not None, "a forward pass"
+        if gradient.dim() == 2:
+            return gradient.to(self.tensor.dtype)
         whole = torch.zeros_like(self.tensor)
-        whole[self._heads] = found.to(whole.dtype)
+        whole[self._heads] = gradient.to(whole.dtype)
         return whole
 
 
@@ -139,10 +139,10 @@ class ProfileKernel:
             scores, k_t, v_t, places, is_near = self._scores(q[:, heads], k, v, tile, scale, heads)
             operands = grad_out, q, out, lse, grad_lse
             q_t, grad_t, weights, dscores = score_gradients(tile, heads, scores, v_t, *operands)
-            profiles = _of(self._profiles, heads).to(scores.dtype)
+            profiles = _select_heads(self._profiles, heads).to(scores.dtype)
             dterms = dscores.new_zeros((*dscores.shape[:-1], profiles.shape[-1]))
             dterms.scatter_add_(-1, places.expand_as(dscores), dscores * is_near)
-            gradient, states = _of(self.gradient, heads), q_t[..., width:]
+            gradient, states = _select_heads(self.gradient, heads), q_t[..., width:]
             of_heads = torch.einsum("bhqn,bhqr->hnr", states, dterms).to(gradient.dtype)
             gradient.add_(of_heads if gradient.dim() == 3 else of_heads.sum(0))
             dscores = dscores * scale
@@ -166,7 +166,7 @@ class ProfileKernel:
         k_t, v_t = (
             tile.k_rows.of(x).to(dtype).repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v)
         )
-        terms = q_t[..., width:] @ _of(self._profiles, heads).to(dtype)
+        terms = q_t[..., width:] @ _select_heads(self._profiles, heads).to(dtype)
         q_at, k_at = tile.positions(q.device)
         distances = q_at[:, None] - k_at - self._first  # from that of the first profile on
         is_near = (distances >= 0) & (distances < terms.shape[-1])
@@ -179,7 +179,7 @@ class ProfileKernel:
         return scores.masked_fill(~visible, float("-inf")), k_t, v_t, places, is_near
 
 
-def _of(profiles: Tensor, heads: slice) -> Tensor:
+def _select_heads(profiles: Tensor, heads: slice) -> Tensor:
     """Return a view of W, or of its gradient, for some heads."""
     return profiles if profiles.dim() == 2 else profiles[heads]
 

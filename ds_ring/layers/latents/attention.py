@@ -79,10 +79,10 @@ class LatentAttention(RingAttention):
         sinks: Tensor | None = None, return_lse: bool = False,
     ) -> Any:  # fmt: skip
         """Attend over local shards; see `latent_attention`."""
-        given = query, latent, rope, up_projection
+        inputs = query, latent, rope, up_projection
         if torch.compiler.is_compiling():
-            return attend_compiled(*given, self._handle, self._mesh, sinks, return_lse)
-        return attend(*given, self._get_context(), sinks, return_lse)
+            return attend_compiled(*inputs, self._handle, self._mesh, sinks, return_lse)
+        return attend(*inputs, self._get_context(), sinks, return_lse)
 
 
 class _Latents(ExtraOperand):
@@ -126,11 +126,11 @@ def attend_compiled(
 ) -> Any:  # fmt: skip
     """Do what `attend` does, in a function that torch.compile traces."""
     check_traced(mesh, return_lse, _NAMES, q, latent, rope, up, sinks)
-    found = refusal_from(check_one_head, latent, rope) or differentiable(handle)
-    if isinstance(found, tuple):
+    handle_or_refusal = refusal_from(check_one_head, latent, rope) or differentiable(handle)
+    if isinstance(handle_or_refusal, tuple):
         width = latent_value_dim(q, rope, up, q.shape[1])  # q has all heads here
-        return refused_results(q, max(width, 1), found, mesh, return_lse)
-    return _attend(q, latent, rope, up, found, mesh, sinks, return_lse)
+        return refused_results(q, max(width, 1), handle_or_refusal, mesh, return_lse)
+    return _attend(q, latent, rope, up, handle_or_refusal, mesh, sinks, return_lse)
 
 
 def _attend(
@@ -138,8 +138,8 @@ def _attend(
     return_lse: bool,
 ) -> Any:  # fmt: skip
     def run(q: Tensor, latent: Tensor, rope: Tensor) -> Any:
-        given = (q, latent, rope, up, handle, sinks)
-        return run_compared(mesh, "latent_attention", latent_attention_op, *given)
+        inputs = (q, latent, rope, up, handle, sinks)
+        return run_compared(mesh, "latent_attention", latent_attention_op, *inputs)
 
     size = mesh.ulysses_size
     if size > 1:

@@ -139,9 +139,9 @@ class UpProjection(ExtraOperand):
         """Return the gradient after a backward pass; 0 for the heads of other Ulysses ranks."""
         of_heads = self._kernel.gradient
         assert of_heads is not None, "a forward pass"
-        found = torch.zeros(self.tensor.shape, dtype=self.tensor.dtype, device=self.tensor.device)
-        found.unflatten(0, (-1, of_heads.shape[1]))[self._heads].copy_(of_heads)
-        return found
+        gradient = torch.zeros(self.tensor.shape, dtype=self.tensor.dtype, device=self.tensor.device)
+        gradient.unflatten(0, (-1, of_heads.shape[1]))[self._heads].copy_(of_heads)
+        return gradient
 
 
 class LatentKernel:
@@ -172,13 +172,13 @@ class LatentKernel:
         return LatentKernel(self.kernel, self.value_dim, self.chunk_bytes, up, gradient)
 
     def of_heads(self, heads: slice) -> LatentKernel:
-        found = copy(self)
-        found.kernel, found._kernels = self.kernel.of_heads(heads), {}
+        kernel = copy(self)
+        kernel.kernel, kernel._kernels = self.kernel.of_heads(heads), {}
         if self.up is not None:
-            found.up = self.up[heads]
+            kernel.up = self.up[heads]
         if self.gradient is not None:
-            found.gradient = self.gradient[heads]
-        return found
+            kernel.gradient = self.gradient[heads]
+        return kernel
 
     def forward(
         self, q: Tensor, latent: Tensor, rope: Tensor, tiles: Tiles, scale: float
@@ -187,7 +187,7 @@ class LatentKernel:
             return
         for heads in self._groups(q):
             k, v = self._expanded(latent, rope, heads)
-            for part in self._kernel_of(heads).forward(q[:, heads], k, v, tiles, scale):
+            for part in self._get_kernel(heads).forward(q[:, heads], k, v, tiles, scale):
                 yield part._replace(heads=_among(heads, part.heads, q.shape[1]))
 
     def backward(
@@ -209,8 +209,8 @@ class LatentKernel:
             of_keys, of_values = expanded.transpose(1, 2).split([nope, self.value_dim], dim=-1)
             grad_here, q_here, out_here, lse_here = (x[:, heads] for x in (grad_out, q, out, lse))
             of_lse = None if grad_lse is None else grad_lse[:, heads]
-            given = (grad_here, q_here, k, v, out_here, lse_here, tiles, scale, of_lse)
-            for part in self._kernel_of(heads).backward(*given):
+            inputs = (grad_here, q_here, k, v, out_here, lse_here, tiles, scale, of_lse)
+            for part in self._get_kernel(heads).backward(*inputs):
                 (dq, dk, dv), rows = part.heads_first, part.k_rows
                 rows.of(of_keys).add_(dk[..., :nope])
                 rows.of(d_rope).add_(dk[..., nope:].sum(-3, keepdim=True))
@@ -240,7 +240,7 @@ class LatentKernel:
         head_bytes = q.nbytes // q.shape[1] * min(q.shape[-1], self.value_dim) // q.shape[-1]
         return head_chunks(slice(0, q.shape[1]), head_bytes, self.chunk_bytes)
 
-    def _kernel_of(self, heads: slice) -> Kernel:
+    def _get_kernel(self, heads: slice) -> Kernel:
         if heads.start not in self._kernels:
             self._kernels[heads.start] = self.kernel.of_heads(heads)
         return self._kernels[heads.start]
@@ -273,5 +273,5 @@ def _among(group: slice, part: slice, heads: int) -> slice:
     """Return which of all heads some heads of a group are."""
     if group == slice(0, heads):
         return part
-    found = range(group.start, group.stop)[part]
-    return slice(found.start, found.stop, found.step)
+    indices = range(group.start, group.stop)[part]
+    return slice(indices.start, indices.stop, indices.step)

@@ -54,7 +54,7 @@ def latent_attention_backward_op(
 
 
 latent_attention_backward_op.register_fake(
-    lambda _, q, latent, rope, up, *more: tuple(x.new_empty(x.shape) for x in (q, latent, rope, up))
+    lambda _, q, latent, rope, up, *rest: tuple(x.new_empty(x.shape) for x in (q, latent, rope, up))
 )
 
 
@@ -70,8 +70,8 @@ def _backward_latents(
     if grad_out is None:  # as in `_backward`
         grad_out = torch.zeros_like(out, device=up.device)
     handle = ctx.context.handle
-    given = (grad_out, q, latent, rope, up, out, lse, handle, grad_lse)
-    grads = run_gradient(ctx.context.mesh, ctx.call, latent_attention_backward_op, *given)
+    inputs = (grad_out, q, latent, rope, up, out, lse, handle, grad_lse)
+    grads = run_gradient(ctx.context.mesh, ctx.call, latent_attention_backward_op, *inputs)
     if sinks is None:
         return (*grads, None, None)
     heads, tokens = ctx.context.heads_here(q), ctx.context.tokens_here(grad_out)

@@ -65,7 +65,7 @@ def ngram_rows(
             whole_number(size, "ngram_rows: size", RingConfigError)
         numbers = {"multipliers": [*map(int, multipliers)], "sizes": [[*map(int, heads)] for heads in sizes]}
         call.agree({**numbers, "pad_id": pad_id})
-    mixed, found = ids * multipliers[0], []
+    mixed, hashes = ids * multipliers[0], []
     begins = iter(accumulate((size for heads in sizes for size in heads), initial=0))
     for back, (multiplier, heads) in enumerate(zip(multipliers[1:], sizes, strict=True), 1):
         before = shift_sequence(
@@ -73,5 +73,5 @@ def ngram_rows(
             hop_timeout_s=hop_timeout_s,
         )  # fmt: skip
         mixed = mixed ^ (before * multiplier)
-        found += [mixed % size + begin for size, begin in zip(heads, begins)]  # noqa: B905 - goes on
-    return torch.stack(found, dim=-1)
+        hashes += [mixed % size + begin for size, begin in zip(heads, begins)]  # noqa: B905 - goes on
+    return torch.stack(hashes, dim=-1)

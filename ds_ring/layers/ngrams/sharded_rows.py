@@ -47,8 +47,8 @@ def sharded_rows(table: Tensor, rows: Tensor, *, mesh: RingMesh) -> Tensor:
         RingPeerError: another rank failed or was too late.
     """
     check_mesh(mesh)
-    found: Tensor = run_compared(mesh, "sharded_rows", _Rows.apply, table, rows, mesh)
-    return found
+    rows_found: Tensor = run_compared(mesh, "sharded_rows", _Rows.apply, table, rows, mesh)
+    return rows_found
 
 
 def refuse_as_tables(parameters: Iterable[Tensor]) -> None:
@@ -57,7 +57,7 @@ def refuse_as_tables(parameters: Iterable[Tensor]) -> None:
         _averaged[parameter] = True
 
 
-def _parameters_of(table: Tensor) -> Iterator[Tensor]:
+def _get_parameters(table: Tensor) -> Iterator[Tensor]:
     """Yield the parameters of the table's own shape that it is computed from, as by a cast."""
     nodes, seen = [table.grad_fn], set[Any]()
     if table.grad_fn is None:
@@ -85,16 +85,18 @@ class _Rows(torch.autograd.Function):
             ctx.wanted = counts.tolist()
             to_each = [1] * mesh.sequence_size
             ctx.asked = torch.cat(_swapped(call, counts, to_each, to_each)).tolist()
-            asked = torch.cat(_swapped(call, wanted, ctx.wanted, ctx.asked)) - mesh.sequence_rank * len(table)
-            found = torch.cat(_swapped(call, table[asked], ctx.asked, ctx.wanted))
-            ctx.save_for_backward(asked, place)
+            requests = torch.cat(_swapped(call, wanted, ctx.wanted, ctx.asked)) - mesh.sequence_rank * len(
+                table
+            )
+            looked_up = torch.cat(_swapped(call, table[requests], ctx.asked, ctx.wanted))
+            ctx.save_for_backward(requests, place)
             ctx.call = forward_call(call.exchange)
-            return found[place].unflatten(0, rows.shape)
+            return looked_up[place].unflatten(0, rows.shape)
 
     @staticmethod
     @first_derivative_alone("sharded_rows")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        asked, place = ctx.saved_tensors
+        requests, place = ctx.saved_tensors
         compared = comparing_gradient(ctx.mesh, ctx.call)
         with collective(ctx.mesh, "sharded_rows backward") as call, compared:
             call.agree({"table": tuple(ctx.shape), "dtype": grad.dtype})
@@ -102,7 +104,7 @@ class _Rows(torch.autograd.Function):
             of_rows = grad.new_zeros(sum(ctx.wanted), ctx.shape[1], dtype=dtype)
             of_rows.index_add_(0, place, grad.reshape(-1, ctx.shape[1]).to(dtype))
             arrived = torch.cat(_swapped(call, of_rows, ctx.wanted, ctx.asked))
-            total = grad.new_zeros(ctx.shape, dtype=dtype).index_add_(0, asked, arrived)
+            total = grad.new_zeros(ctx.shape, dtype=dtype).index_add_(0, requests, arrived)
             return total.to(ctx.dtype), None, None
 
 
@@ -111,7 +113,7 @@ def _check(table: Tensor, rows: Tensor, mesh: RingMesh) -> None:
     check_operand("sharded_rows: rows", rows)
     if table.dim() != 2 or not len(table):
         raise RingShapeError.wrong("sharded_rows: table", "[N, D]", table, "pass this rank's shard")
-    if any(parameter in _averaged for parameter in _parameters_of(table)):
+    if any(parameter in _averaged for parameter in _get_parameters(table)):
         raise RingConfigError.wrong(
             "sharded_rows: table", "a shard that this rank trains by itself", "a parameter of an engine",
             "DeepSpeed gives it the values of rank 0 and the mean of all shards' gradients: make it outside"
@@ -132,11 +134,11 @@ def _check(table: Tensor, rows: Tensor, mesh: RingMesh) -> None:
 def _swapped(call: collective, x: Tensor, sends: list[int], receives: list[int]) -> list[Tensor]:
     """Send parts of x, of these lengths, to the ranks of the sequence; return theirs in rank order."""
     mine, mesh = list(x.split(sends)), call.mesh
-    found = [x.new_empty((count, *x.shape[1:])) for count in receives]
-    found[mesh.sequence_rank] = mine[mesh.sequence_rank]
+    arrived = [x.new_empty((count, *x.shape[1:])) for count in receives]
+    arrived[mesh.sequence_rank] = mine[mesh.sequence_rank]
     peers = [peer for peer in range(mesh.sequence_size) if peer != mesh.sequence_rank]
     sent = [(peer, mine[peer].contiguous()) for peer in peers if sends[peer]]
-    received = [(peer, found[peer]) for peer in peers if receives[peer]]
+    received = [(peer, arrived[peer]) for peer in peers if receives[peer]]
     if sent or received:
         call.exchange.post_in_sequence(sent, received).wait()
-    return found
+    return arrived

@@ -66,7 +66,7 @@ class ScanContext:
         rank = self.mesh.sequence_rank
         # Attributes, which torch.compile reads and need not trace.
         self.pieces = pieces(self.layout, self.mesh.ulysses_size, rank, self.documents)
-        self.own_runs = len(self.runs.of_rank(rank))
+        self.own_runs = len(self.runs.list_rank_runs(rank))
 
     @cached_property
     def handle(self) -> int:
@@ -113,16 +113,16 @@ class ScanContext:
         slots = self.layout.part_slots(parts)
         first = rank % parts * slots
         mine = self.layout.positions(rank // parts)[first : first + slots]
-        other = mine + offset
-        found = (mine >= 0) & (other >= 0) & (other < self.layout.tokens)
+        target = mine + offset
+        exists = (mine >= 0) & (target >= 0) & (target < self.layout.tokens)
         if self.tree is not None:
             # Only tokens in front: `halo` refuses others.
-            found = (mine >= 0) & (mine < self.tree.starts[-1]) & (self.tree.depths[mine] + offset >= 0)
+            exists = (mine >= 0) & (mine < self.tree.starts[-1]) & (self.tree.depths[mine] + offset >= 0)
         elif isinstance(self.documents, Documents):
             starts, ids = self.documents.starts, np.array([-1, *self.documents.ids])
-            a, b = (np.searchsorted(starts, where, side="right") for where in (mine, other))
-            found &= (a == b) & (ids[a] >= 0)  # padding has no tokens
-        return self._exists.setdefault((offset, device), on_device(found, device))
+            a, b = (np.searchsorted(starts, where, side="right") for where in (mine, target))
+            exists &= (a == b) & (ids[a] >= 0)  # padding has no tokens
+        return self._exists.setdefault((offset, device), on_device(exists, device))
 
     def agree(self, call: collective, **fields: object) -> None:
         """Compare the layout, the documents and these fields on all ranks."""
@@ -159,8 +159,8 @@ def scan_context(
                 "documents", "ds_ring.Documents or ds_ring.Tree", type(documents).__name__,
                 "pass ds_ring.Documents(document_ids)",
             )  # fmt: skip
-        found: ScanContext = cached_context(mesh, (ScanContext, layout, documents, hop_timeout_s), make)
-    return found
+        context: ScanContext = cached_context(mesh, (ScanContext, layout, documents, hop_timeout_s), make)
+    return context
 
 
 def check_blocks(name: str, context: ScanContext, block_size: int) -> None:
@@ -180,8 +180,10 @@ def check_blocks(name: str, context: ScanContext, block_size: int) -> None:
 
 
 @constant_in_graphs
-def handle_of(layout: Layout, mesh: RingMesh, documents: Documents | Tree | None, hop_timeout_s: Any) -> int:
+def get_scan_handle(
+    layout: Layout, mesh: RingMesh, documents: Documents | Tree | None, hop_timeout_s: Any
+) -> int:
     """Return the integer by which the operators find the context of a call."""
-    found = scan_context(layout, mesh, documents, number_of(hop_timeout_s))
-    found.in_a_graph = True
-    return found.handle
+    context = scan_context(layout, mesh, documents, number_of(hop_timeout_s))
+    context.in_a_graph = True
+    return context.handle

@@ -15,7 +15,7 @@ from ds_ring.comm.collective import collective
 from ds_ring.comm.mesh import RingMesh, check_mesh
 from ds_ring.comm.streams import is_fake
 from ds_ring.errors import RingPatternError, RingShapeError, whole_number
-from ds_ring.layers.scan.context import ScanContext, handle_of, scan_context
+from ds_ring.layers.scan.context import ScanContext, get_scan_handle, scan_context
 from ds_ring.layers.scan.sequence_runs import halo_messages, other_documents
 from ds_ring.masks.slots import IntArray
 from ds_ring.ops.checks import ADDED_UP, as_bits, check_copied, check_operand, fill_bits, from_bits
@@ -58,7 +58,7 @@ def halo(
         RingMismatchError: ranks that call with different arguments; nothing was sent.
         RingPeerError: another rank failed or was too late.
     """
-    handle = handle_of(layout, mesh, documents, constant(hop_timeout_s))
+    handle = get_scan_handle(layout, mesh, documents, constant(hop_timeout_s))
     if isinstance(x, Tensor) and not torch.compiler.is_compiling():
         with collective(mesh, "halo"):
             check_copied("halo", x)
@@ -94,10 +94,10 @@ def shift_sequence(
     """
     check_mesh(mesh)
     with collective(mesh, "shift_sequence", alone=is_fake(x)) as call:
-        given: Any = offset
-        is_number = isinstance(given, Integral) and not isinstance(given, bool)
-        if not is_number or given:
-            whole_number(abs(given) if is_number else given, "shift_sequence: offset", RingShapeError)
+        raw: Any = offset
+        is_number = isinstance(raw, Integral) and not isinstance(raw, bool)
+        if not is_number or raw:
+            whole_number(abs(raw) if is_number else raw, "shift_sequence: offset", RingShapeError)
         check_operand("shift_sequence: x", x)
         check_copied("shift_sequence", x)
         fill_of_bits = fill_bits("shift_sequence: fill", fill, x)
@@ -110,10 +110,13 @@ def shift_sequence(
     dtype, x, copies = x.dtype, as_bits(x), as_bits(copies)
     # Also a rank without tokens takes part in the backward pass.
     parts, runs = [x.narrow(dim, 0, 0) + copies.flatten()[:0].sum().to(x.dtype)], context.runs
-    for number, run in enumerate(runs.of_rank(mesh.sequence_rank).tolist()):
-        own, beside = x.narrow(dim, int(runs.slots[run]), int(runs.lengths[run])), copies.select(dim, number)
-        both = torch.cat([own, beside] if offset > 0 else [beside, own], dim=dim)
-        parts.append(both.narrow(dim, after, own.shape[dim]))
+    for number, run in enumerate(runs.list_rank_runs(mesh.sequence_rank).tolist()):
+        tokens, beside = (
+            x.narrow(dim, int(runs.slots[run]), int(runs.lengths[run])),
+            copies.select(dim, number),
+        )
+        both = torch.cat([tokens, beside] if offset > 0 else [beside, tokens], dim=dim)
+        parts.append(both.narrow(dim, after, tokens.shape[dim]))
     padding = x.shape[dim] - sum(part.shape[dim] for part in parts)
     shifted = torch.cat([*parts, x.narrow(dim, 0, padding)], dim=dim)
     exists = context.exists(offset, x.device).view(-1, *[1] * (x.dim() - 1 - dim))
@@ -154,7 +157,7 @@ def halo_op(x: Tensor, dim: int, before: int, after: int, handle: int) -> Tensor
         messages = halo_messages(context.layout, mesh.ulysses_size, rank, before, after, context.tree)
         count = context.own_runs
         copies = rows.new_zeros((count * (before + after), *rows.shape[1:]))
-        slots, places = (context.tables.array(index, x.device) for index in messages.own)
+        slots, places = (context.tables.array(index, x.device) for index in messages.local)
         copies[places] = rows[slots]
         for index, received in _swapped(context, rows, messages.sends, messages.receives):
             copies[index] = received
@@ -193,7 +196,7 @@ def halo_backward_op(grad: Tensor, dim: int, before: int, after: int, slots: int
         rows = grad.movedim((dim, dim + 1), (0, 1)).flatten(0, 1).clone()
         _clear_other_documents(context, before, after, rows)
         dx = grad.new_zeros((slots, *rows.shape[1:]))
-        own_slots, places = (context.tables.array(index, grad.device) for index in messages.own)
+        own_slots, places = (context.tables.array(index, grad.device) for index in messages.local)
         dx.index_add_(0, own_slots, rows[places])
         for index, received in _swapped(context, rows, messages.receives, messages.sends):
             dx.index_add_(0, index, received)
@@ -219,8 +222,8 @@ def _setup_halo(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward_halo(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-    given = (grad, ctx.dim, ctx.before, ctx.after, ctx.slots, ctx.context.handle)
-    dx = run_gradient(ctx.context.mesh, has_run_again(ctx), halo_backward_op, *given)
+    operands = (grad, ctx.dim, ctx.before, ctx.after, ctx.slots, ctx.context.handle)
+    dx = run_gradient(ctx.context.mesh, has_run_again(ctx), halo_backward_op, *operands)
     return dx, None, None, None, None
 
 
@@ -231,8 +234,8 @@ def _setup_halo_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> N
 
 
 def _backward_halo_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    given = (grad, ctx.dim, ctx.before, ctx.after, ctx.context.handle)  # a halo is linear
-    return run_gradient(ctx.context.mesh, ctx.call, halo_op, *given), None, None, None, None, None
+    operands = (grad, ctx.dim, ctx.before, ctx.after, ctx.context.handle)  # a halo is linear
+    return run_gradient(ctx.context.mesh, ctx.call, halo_op, *operands), None, None, None, None, None
 
 
 halo_op.register_autograd(_backward_halo, setup_context=_setup_halo)

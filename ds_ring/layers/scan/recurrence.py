@@ -42,7 +42,7 @@ class Computed(NamedTuple):
 PieceKernel = Callable[[Sequence[Tensor], bool], Computed]
 
 
-def kinds_of(context: ScanContext) -> dict[tuple[int, bool], list[int]]:
+def group_pieces(context: ScanContext) -> dict[tuple[int, bool], list[int]]:
     """Return the numbers of this rank's pieces by their length, and whether they get a state."""
     kinds: dict[tuple[int, bool], list[int]] = {}
     for number, piece in enumerate(context.pieces):
@@ -56,10 +56,10 @@ def kinds_of(context: ScanContext) -> dict[tuple[int, bool], list[int]]:
     return kinds
 
 
-def padded(x: Tensor, slots: int, dim: int) -> Tensor:
-    """Append zeros for the padding slots at the end of a shard."""
-    if x.shape[dim] == slots:
-        return x
+def padded(x: Tensor, slots: int, dim: int = 1) -> Tensor:
+    """Append zeros for the padding slots at the end of a shard, or cut slots off."""
+    if x.shape[dim] >= slots:
+        return x if x.shape[dim] == slots else x.narrow(dim, 0, slots)
     shape = list(x.shape)
     shape[dim] = slots - x.shape[dim]
     return torch.cat([x, x.new_zeros(shape)], dim=dim)
@@ -67,7 +67,7 @@ def padded(x: Tensor, slots: int, dim: int) -> Tensor:
 
 def recurrence_of_pieces(
     context: ScanContext, tensors: Sequence[Tensor], call: PieceKernel, matrix: bool, dim: int,
-    wants_state: bool = False, fronts: Sequence[Tensor] = (),
+    wants_state: bool = False,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Return the outputs of a recurrence over all pieces, and the state after the last token of the sequence.
 
@@ -78,37 +78,29 @@ def recurrence_of_pieces(
         matrix: see `ring_scan`.
         dim: 1 or 2.
         wants_state: the state is returned, on every rank; it has no gradient.
-        fronts: [R, B, ...], halos of what is before each run. `call` gets them behind `tensors`, [b, ...], as
-            zeros for a piece that begins a document.
     """
     batch, slots = tensors[0].shape[0], tensors[0].shape[dim]
-    kinds = kinds_of(context) if context.pieces else {}
+    kinds = group_pieces(context) if context.pieces else {}
     outs: dict[int, Tensor] = {}
     finals: dict[int, tuple[Tensor, Tensor]] = {}  # M and B by run
     reaches: list[tuple[list[int], Tensor, Callable[[Tensor], Tensor]]] = []
     for (length, continues), numbers in kinds.items():
         first = [context.pieces[number].slot for number in numbers]
-        given = [torch.cat([x.narrow(dim, slot, length) for slot in first]) for x in tensors]
-        for x in fronts:
-            rows_of = torch.cat([x[context.pieces[number].run] for number in numbers])
-            given.append(rows_of if continues else torch.zeros_like(rows_of))
-        found = call(given, continues)
+        cut = [torch.cat([x.narrow(dim, slot, length) for slot in first]) for x in tensors]
+        result = call(cut, continues)
         for place, number in enumerate(numbers):
             rows = slice(place * batch, (place + 1) * batch)
-            outs[number] = found.out[rows]
+            outs[number] = result.out[rows]
             if context.pieces[number].is_last:
-                finals[context.pieces[number].run] = found.transition[rows], found.final[rows]
-        if found.reach is not None:
-            reaches.append((numbers, found.out, found.reach))
+                finals[context.pieces[number].run] = result.transition[rows], result.final[rows]
+        if result.reach is not None:
+            reaches.append((numbers, result.out, result.reach))
     if kinds:
         moves, increments = (torch.stack([finals[run][i] for run in range(context.own_runs)]) for i in (0, 1))
     else:  # no token is here: a padding slot gives the shape of the states
-        empty = [x.new_zeros(batch, *x.shape[2:]) for x in fronts]
-        found = call([x.narrow(dim, 0, 1) for x in tensors] + empty, False)
-        moves, increments = found.transition[None, :][:0], found.final[None, :][:0]
-        outs[0] = found.out.narrow(dim, 0, 0)
-    for x in fronts:  # the backward pass of a halo is every rank's, and behind that of the scan
-        increments = increments + x.flatten()[:0].sum().to(increments.dtype)
+        result = call([x.narrow(dim, 0, 1) for x in tensors], False)
+        moves, increments = result.transition[None, :][:0], result.final[None, :][:0]
+        outs[0] = result.out.narrow(dim, 0, 0)
     states = run_compared(context.mesh, "recurrence", scan_op, moves, increments, matrix, context.handle)
     for numbers, out, reach in reaches:
         reached = out + reach(torch.cat([states[context.pieces[number].run] for number in numbers])).to(
@@ -140,11 +132,11 @@ def _state_after(
 def of_last_run(context: ScanContext, x: Tensor) -> Tensor:
     """Return what is computed of each own run, [R, ...], of the sequence's last run, on every rank."""
     last = len(context.runs.starts) - 1
-    found = x.new_zeros(x.shape[1:])
-    for place, run in enumerate(context.runs.of_rank(context.mesh.sequence_rank).tolist()):
+    result = x.new_zeros(x.shape[1:])
+    for place, run in enumerate(context.runs.list_rank_runs(context.mesh.sequence_rank).tolist()):
         if run == last:
-            found = x[place].clone()
-    return on_every_rank(context, found, "state after the sequence")
+            result = x[place].clone()
+    return on_every_rank(context, result, "state after the sequence")
 
 
 def on_every_rank(context: ScanContext, x: Tensor, name: str) -> Tensor:

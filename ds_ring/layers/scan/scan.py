@@ -24,7 +24,7 @@ from torch import Tensor
 from ds_ring.comm.collective import collective
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.errors import RingShapeError
-from ds_ring.layers.scan.context import ByRank, ScanContext, handle_of
+from ds_ring.layers.scan.context import ByRank, ScanContext, get_scan_handle
 from ds_ring.layers.scan.sequence_runs import SequenceRuns
 from ds_ring.ops.checks import check_operand
 from ds_ring.ops.gradients import forward_call, refuse_second_derivative, run_compared, run_gradient
@@ -63,7 +63,7 @@ def ring_scan(
         RingShapeError: other shapes or dtypes than above.
         RingLayoutError, RingPatternError, RingMismatchError, RingPeerError: as `halo`.
     """
-    handle = handle_of(layout, mesh, documents, constant(hop_timeout_s))
+    handle = get_scan_handle(layout, mesh, documents, constant(hop_timeout_s))
     return run_compared(mesh, "ring_scan", scan_op, transition, increment, matrix, handle)
 
 
@@ -194,30 +194,30 @@ def scan_messages(
     Returns:
         The states, like `increment`.
     """
-    place = {run: place for place, run in enumerate(runs.of_rank(rank).tolist())}
+    place = {run: place for place, run in enumerate(runs.list_rank_runs(rank).tolist())}
     ranks, state_shape = runs.ranks.tolist(), increment.shape[1:]
-    found: dict[int, tuple[Tensor | None, Tensor]] = {
+    composites: dict[int, tuple[Tensor | None, Tensor]] = {
         run: (transition[at], increment[at]) for run, at in place.items()
     }
 
-    def letter(of: int, to: int, done: bool) -> Letter:
-        parts = tuple(x for x in found[of][done:] if x is not None) if of in found else ()
+    def write_letter(of: int, to: int, done: bool) -> Letter:
+        parts = tuple(x for x in composites[of][done:] if x is not None) if of in composites else ()
         return Letter(of, to, (transition.shape[1:], state_shape)[done:], parts)
 
     for steps in runs.rounds():
-        letters = [letter(*step) for step in steps]
+        letters = [write_letter(*step) for step in steps]
         arrived = yield from deliver(letters, ranks, rank, increment)
         composed = {}
-        for one, parts in arrived:
-            own, increment_ = found[one.to]
-            assert own is not None  # a run that has the whole state gets nothing more
+        for letter, parts in arrived:
+            transition_, increment_ = composites[letter.to]
+            assert transition_ is not None  # a run that has the whole state gets nothing more
             before = parts[0] if len(parts) == 2 else None
-            composed[one.to] = compose((own, increment_), (before, parts[-1]), matrix)
-        found |= composed
-    letters = [letter(*step) for step in runs.shift()]
+            composed[letter.to] = compose((transition_, increment_), (before, parts[-1]), matrix)
+        composites |= composed
+    letters = [write_letter(*step) for step in runs.shift()]
     states = torch.zeros_like(increment)
-    for one, (state,) in (yield from deliver(letters, ranks, rank, increment)):
-        states[place[one.to]] = state
+    for letter, (state,) in (yield from deliver(letters, ranks, rank, increment)):
+        states[place[letter.to]] = state
     return states
 
 
@@ -229,20 +229,20 @@ def gradient_messages(
     The transpose of `scan_messages`, and yields as it does: a shift, then the same rounds. In a round a run
     gets what the runs below it make of its final state, and they get its transition.
     """
-    place = {run: place for place, run in enumerate(runs.of_rank(rank).tolist())}
-    ranks, found = runs.ranks.tolist(), torch.zeros_like(grad)
+    place = {run: place for place, run in enumerate(runs.list_rank_runs(rank).tolist())}
+    ranks, gradient = runs.ranks.tolist(), torch.zeros_like(grad)
     move = {run: transition[at] for run, at in place.items()}
     letters = [
         Letter(to, of, (grad.shape[1:],), (grad[place[to]],) if to in place else ())
         for of, to, _ in runs.shift()
     ]
     for letter, (part,) in (yield from deliver(letters, ranks, rank, grad)):
-        found[place[letter.to]] += part
+        gradient[place[letter.to]] += part
 
     def made(run: int) -> tuple[Tensor, ...]:
         if run not in place:
             return ()
-        return (move[run].mT @ found[place[run]] if matrix else move[run] * found[place[run]],)
+        return (move[run].mT @ gradient[place[run]] if matrix else move[run] * gradient[place[run]],)
 
     for steps in runs.rounds():
         up = [Letter(to, of, (grad.shape[1:],), made(to)) for of, to, _ in steps]
@@ -255,24 +255,24 @@ def gradient_messages(
         moves = dict(move)
         for letter, (part,) in arrived:
             if letter.of > letter.to:  # from a run below: numbers rise along each path
-                found[place[letter.to]] += part
+                gradient[place[letter.to]] += part
             else:
                 moves[letter.to] = move[letter.to] @ part if matrix else move[letter.to] * part
         move = moves
-    return found
+    return gradient
 
 
 def _run(
-    context: ScanContext, messages: Callable[..., Messages], transition: Tensor, given: Tensor, matrix: bool
+    context: ScanContext, messages: Callable[..., Messages], transition: Tensor, operand: Tensor, matrix: bool
 ) -> Tensor:
     """Return what a generator of messages returns, run over the exchange."""
-    rounds = messages(context.runs, context.mesh.sequence_rank, transition, given, matrix)
+    rounds = messages(context.runs, context.mesh.sequence_rank, transition, operand, matrix)
     while True:
         try:
             sends, receives = next(rounds)
         except StopIteration as end:
-            found: Tensor = end.value
-            return found
+            states: Tensor = end.value
+            return states
         context.swap(sends, receives)
 
 
@@ -291,8 +291,8 @@ def _setup_scan(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _backward_scan(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
     transition, states = ctx.saved_tensors
-    given = (grad, transition, states, ctx.matrix, ctx.context.handle)
-    return *run_gradient(ctx.context.mesh, ctx.call, scan_backward_op, *given), None, None
+    operands = (grad, transition, states, ctx.matrix, ctx.context.handle)
+    return *run_gradient(ctx.context.mesh, ctx.call, scan_backward_op, *operands), None, None
 
 
 scan_op.register_autograd(_backward_scan, setup_context=_setup_scan)

@@ -29,13 +29,13 @@ class HaloMessages(NamedTuple):
     """The tokens that a rank copies, sends and receives for its halo, by the other rank.
 
     Attributes:
-        own: (slots, places) of the tokens that the rank has itself: int64 [n] each. A place is an index into
+        local: (slots, places) of the tokens that the rank has itself, int64 [n] each. A place is an index in
             the halos of the rank's runs, [runs * (before + after)].
         sends: slots of the tokens that each reader gets.
         receives: places of the tokens that each owner sends.
     """
 
-    own: tuple[IntArray, IntArray]
+    local: tuple[IntArray, IntArray]
     sends: dict[int, IntArray]
     receives: dict[int, IntArray]
 
@@ -70,7 +70,7 @@ class SequenceRuns:
     local_tokens: int
     tokens: int
 
-    def of_rank(self, rank: int) -> IntArray:
+    def list_rank_runs(self, rank: int) -> IntArray:
         """Return the numbers of a rank's runs, in slot order."""
         mine = np.flatnonzero(self.ranks == rank)
         return mine[np.argsort(self.slots[mine])]
@@ -94,7 +94,7 @@ class SequenceRuns:
         """Return the messages by which each run gets what the run before it has."""
         to = np.flatnonzero(self.previous >= 0)
         return [
-            ScanStep(of, one, True) for of, one in zip(self.previous[to].tolist(), to.tolist(), strict=True)
+            ScanStep(of, run, True) for of, run in zip(self.previous[to].tolist(), to.tolist(), strict=True)
         ]
 
 
@@ -154,10 +154,10 @@ def halo_messages(
     after it; a halo may cover several short runs. Places outside the sequence stay empty.
     """
     runs, width = sequence_runs(layout, parts, tree), before + after
-    own: tuple[list[IntArray], list[IntArray]] = ([], [])
+    local: tuple[list[IntArray], list[IntArray]] = ([], [])
     sends: dict[int, list[IntArray]] = defaultdict(list)
     receives: dict[int, list[IntArray]] = defaultdict(list)
-    number_of = {int(run): number for number, run in enumerate(runs.of_rank(rank))}
+    number_of = {int(run): number for number, run in enumerate(runs.list_rank_runs(rank))}
     ranks = runs.ranks.tolist()
     for reader, reading in enumerate(ranks):
         for run, first, count, place in _beside(runs, reader, before, after):
@@ -165,13 +165,13 @@ def halo_messages(
             if reading == rank:
                 places = number_of[reader] * width + place + np.arange(count)
                 if owner == rank:
-                    own[0].append(slots)
-                    own[1].append(places)
+                    local[0].append(slots)
+                    local[1].append(places)
                 else:
                     receives[owner].append(places)
             elif owner == rank:
                 sends[reading].append(slots)
-    joined = tuple(np.concatenate([np.empty(0, dtype=np.int64), *part]) for part in own)
+    joined = tuple(np.concatenate([np.empty(0, dtype=np.int64), *part]) for part in local)
     return HaloMessages(
         (joined[0], joined[1]),
         {reader: np.concatenate(parts_) for reader, parts_ in sorted(sends.items())},
@@ -205,7 +205,7 @@ def other_documents(
         np.array(documents.starts),
         [np.empty(0, dtype=bool)],
     )
-    for run in runs.of_rank(rank).tolist():
+    for run in runs.list_rank_runs(rank).tolist():
         first, end = int(runs.starts[run]), int(runs.starts[run] + runs.lengths[run])
         places = np.concatenate([np.arange(first - before, first), np.arange(end, end + after)])
         borders = np.repeat([first, end - 1], [before, after])
@@ -226,7 +226,9 @@ def in_blocks(layout: Layout, size: int) -> Layout:
         runs.starts.tolist(), runs.lengths.tolist(), runs.ranks.tolist(), strict=True
     ):
         if start % size or (length % size and start + length < layout.tokens):
-            pieces = layout.ring_size * max(len(runs.of_rank(one)) for one in range(layout.ring_size))
+            pieces = layout.ring_size * max(
+                len(runs.list_rank_runs(rank)) for rank in range(layout.ring_size)
+            )
             raise RingLayoutError(
                 f"{layout}: expected runs of whole blocks of {size} tokens, got {start} to"
                 f" {start + length - 1} on ring rank {rank}; pad the sequence to a multiple of"
@@ -244,8 +246,8 @@ def positions_in_documents(documents: Documents | Tree | None, tokens: int) -> I
         end = int(documents.starts[-1])
         return np.concatenate([documents.depths[:end], np.arange(tokens - end)])
     starts = np.array([0] if documents is None else documents.starts, dtype=np.int64)
-    found: IntArray = np.arange(tokens, dtype=np.int64)
-    return found - starts[np.searchsorted(starts, found, side="right") - 1]
+    positions: IntArray = np.arange(tokens, dtype=np.int64)
+    return positions - starts[np.searchsorted(starts, positions, side="right") - 1]
 
 
 class Piece(NamedTuple):
@@ -280,18 +282,18 @@ def pieces(layout: Layout, parts: int, rank: int, documents: Documents | Tree | 
                 True,
                 bool(runs.previous[run] >= 0),
             )
-            for number, run in enumerate(runs.of_rank(rank).tolist())
+            for number, run in enumerate(runs.list_rank_runs(rank).tolist())
         )
     runs = sequence_runs(layout, parts)
     breaks = np.array([0] if documents is None else documents.starts, dtype=np.int64)
-    found = []
-    for number, run in enumerate(runs.of_rank(rank).tolist()):
+    result = []
+    for number, run in enumerate(runs.list_rank_runs(rank).tolist()):
         start, end = int(runs.starts[run]), int(runs.starts[run] + runs.lengths[run])
         inside = breaks[(breaks > start) & (breaks < end)].tolist()
         edges = [start, *inside, end]
         begins_document = bool(np.isin(start, breaks))
         for first, last in pairwise(edges):
-            found.append(
+            result.append(
                 Piece(
                     int(runs.slots[run]) + first - start,
                     last - first,
@@ -301,4 +303,4 @@ def pieces(layout: Layout, parts: int, rank: int, documents: Documents | Tree | 
                     first == start and not begins_document,
                 )
             )
-    return tuple(found)
+    return tuple(result)

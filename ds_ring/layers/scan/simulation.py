@@ -71,9 +71,9 @@ def virtual_halo(layout: Layout, tokens_of: TokensOf, before: int, after: int = 
     plans = [halo_messages(layout, 1, rank, before, after) for rank in range(layout.ring_size)]
     copies = []
     for rank, messages in enumerate(plans):
-        own = tokens_of(rank, messages.own[0])
-        halos = own.new_zeros((len(runs.of_rank(rank)) * width, *own.shape[1:]))
-        halos[torch.from_numpy(messages.own[1])] = own
+        local = tokens_of(rank, messages.local[0])
+        halos = local.new_zeros((len(runs.list_rank_runs(rank)) * width, *local.shape[1:]))
+        halos[torch.from_numpy(messages.local[1])] = local
         for owner, places in messages.receives.items():
             message = tokens_of(owner, plans[owner].sends[rank])
             sent[owner] += message.nbytes

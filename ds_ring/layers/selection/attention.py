@@ -67,8 +67,8 @@ def selected_attention(
         q, chosen = (
             x.unflatten(1, (-1, group)).transpose(2, 3).flatten(2, 3).contiguous() for x in (q, chosen)
         )
-    given = (q, k, v, chosen, context.handle, sinks, size)
-    out, lse = run_compared(mesh, "selected_attention", selected_attention_op, *given)
+    operands = (q, k, v, chosen, context.handle, sinks, size)
+    out, lse = run_compared(mesh, "selected_attention", selected_attention_op, *operands)
     if by_query_head:
         out, lse = (x.unflatten(2, (slots, group)).transpose(2, 3).flatten(1, 2) for x in (out, lse))
         assert out.shape[1] == heads
@@ -126,13 +126,13 @@ def _agree(
     check_tokens(k.shape[2], layout.local_tokens)
     check_sinks(sinks, q, q.shape[1])
     _check_chosen(chosen, q, k, layout, block, is_known)
-    more = {
+    fields = {
         "head_dim of v": v.shape[-1],
         "shape of chosen": (*chosen.shape[1:-2], chosen.shape[-1]),
         "sinks": None if sinks is None else sinks.dtype,
         "block_size": block,
     }
-    context.agree(call, q, k, more)
+    context.agree(call, q, k, fields)
 
 
 @operator("ds_ring::selected_attention")
@@ -172,8 +172,8 @@ def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tup
     if grad_out is None:  # every rank must go through the pass: another rank's gradient may need it
         grad_out = torch.zeros_like(out)
     handle = ctx.context.handle
-    given = (grad_out, q, k, v, chosen, out, lse, handle, ctx.block, grad_lse)
-    grads = run_gradient(ctx.context.mesh, ctx.call, selected_attention_backward_op, *given)
+    operands = (grad_out, q, k, v, chosen, out, lse, handle, ctx.block, grad_lse)
+    grads = run_gradient(ctx.context.mesh, ctx.call, selected_attention_backward_op, *operands)
     # queries of other slots than the keys' are all tokens, as far as the layout says
     tokens = ctx.context.tokens_here(grad_out) if q.shape[2] == k.shape[2] else None
     of_sinks = sinks_gradient(sinks, slice(None), grad_out, out, lse, grad_lse, tokens)

@@ -29,7 +29,7 @@ class BlockLayout(Layout):
     name = "blocks"
 
     @classmethod
-    def of_tokens(
+    def from_tokens(
         cls, layout: Layout, size: int, documents: Documents | None = None, whole: bool = True
     ) -> BlockLayout:
         """Return the layout of the blocks of the tokens of `layout`.
@@ -89,8 +89,8 @@ class BlockLayout(Layout):
     def runs(self, ring_rank: int) -> IntArray:
         runs = self.of.runs(ring_rank)
         first, end = (np.searchsorted(self.starts, where) for where in (runs[:, 0], runs[:, 0] + runs[:, 2]))
-        found = np.stack([first, np.ones_like(first), end - first], axis=1)
-        return found[found[:, 2] > 0]
+        runs = np.stack([first, np.ones_like(first), end - first], axis=1)
+        return runs[runs[:, 2] > 0]
 
     def __str__(self) -> str:
         return f"blocks of {self.size} tokens (whole={self.whole}, {self.documents}) of the {self.of}"

@@ -61,12 +61,12 @@ def max_logits(
 
         checked_scores(scores, 1, keys, context, None, heads)
         context.agree(call, q, k)
-        found = torch.full((heads,), -torch.inf, dtype=dtype, device=q.device)
+        greatest = torch.full((heads,), -torch.inf, dtype=dtype, device=q.device)
 
         def merge(rows: slice, of_tile: Tensor, _: Tensor) -> None:
-            torch.maximum(found, of_tile.amax(dim=(0, 2, 3)), out=found)  # NaN stays
+            torch.maximum(greatest, of_tile.amax(dim=(0, 2, 3)), out=greatest)  # NaN stays
 
         walk_tokens(merge, scores, heads, keys, context, pattern.bind(tuple(range(heads)), heads, groups))
         if context.exchange is None:
-            return found
-        return torch.stack(context.exchange.all_gather(found, mesh.ring_group, mesh.ring_size)).amax(0)
+            return greatest
+        return torch.stack(context.exchange.all_gather(greatest, mesh.ring_group, mesh.ring_size)).amax(0)

@@ -44,15 +44,15 @@ def selected(sharding: BatchSharding, pattern: Pattern, scores: Computation, k: 
     if sharding.is_replicated:  # a step of a generation, which can be removed
         of_all: Any = sharding
         select = partial(load(HOOKS["select_for_all"]), q_positions=of_all.q_positions.numpy())
-    found = []
+    results = []
     with sharding.mesh.owners[Choices].exact():
         if not sharding.groups:
             return select(partial(scores, slice(None)), k, keys, pattern=pattern, **place)
         for group in sharding.groups:
             rows = list(group.rows)
             of_rows = partial(scores, rows)
-            found.append(select(of_rows, k, keys[rows], pattern=group.narrowed(pattern), **place))
-    return joined(sharding, found)
+            results.append(select(of_rows, k, keys[rows], pattern=group.narrowed(pattern), **place))
+    return joined(sharding, results)
 
 
 def joined(sharding: BatchSharding, chosen: Sequence[Tensor]) -> Tensor:

@@ -226,17 +226,21 @@ def _walk_blocks(
         return blocks.positions(owner)[: blocks.valid_tokens(owner)]
 
     def count(reader: int, owner: int) -> int:
-        own, queries = numbers(owner), layout.positions(reader)
-        return len(own) if len(own) and blocks.starts[own].min() + delay <= queries.max() else 0
+        blocks_here, queries = numbers(owner), layout.positions(reader)
+        return (
+            len(blocks_here)
+            if len(blocks_here) and blocks.starts[blocks_here].min() + delay <= queries.max()
+            else 0
+        )
 
     def leaving(hop: int) -> Tensor | None:
         rows = count((rank + hop) % size, rank)
         return torch.arange(rows, device=keys.device) if rows else None
 
     def compute(hop: int, arrived: Tensor) -> None:
-        own = numbers((rank - hop) % size)
-        seen = Visible(pattern, queries, blocks.starts[own])
-        merge_scores(merge, scores_fn, choices, arrived, own, seen, tables)
+        block_numbers = numbers((rank - hop) % size)
+        seen = Visible(pattern, queries, blocks.starts[block_numbers])
+        merge_scores(merge, scores_fn, choices, arrived, block_numbers, seen, tables)
 
     _walk(keys, context, leaving, lambda hop: count(rank, (rank - hop) % size), compute)
 
@@ -253,7 +257,7 @@ class Visible:
     def _branches(self) -> list[list[LabelledBranch]]:
         """Return the branches of each head, of one where all are equal."""
         return [
-            [(one, *one.labels(self.q, self.k)) for one in branches]
+            [(branch, *branch.labels(self.q, self.k)) for branch in branches]
             for branches in self.pattern.branches_by_head
         ]
 
@@ -267,18 +271,18 @@ class Visible:
                 & (self.k <= q.max() - branch.least)
                 & ((of_keys >= least) & (of_keys <= most))
             )
-        found = np.flatnonzero(near)
-        return (int(found[0]), int(found[-1]) + 1) if len(found) else (0, 0)
+        near_columns = np.flatnonzero(near)
+        return (int(near_columns[0]), int(near_columns[-1]) + 1) if len(near_columns) else (0, 0)
 
     def mask(
         self, rows: slice, columns: slice, samples: int, tables: DeviceTables, device: torch.device
     ) -> Tensor | None:
         """Return the mask, [queries, keys] or [samples or 1, heads or 1, queries, keys]; None for all."""
-        found = [self._mask(one, rows, columns, samples, tables, device) for one in self._branches]
-        if len(found) == 1:
-            return found[0]
+        masks = [self._mask(branch, rows, columns, samples, tables, device) for branch in self._branches]
+        if len(masks) == 1:
+            return masks[0]
         shape = 1, 1, len(self.q[rows]), len(self.k[columns])
-        every = [torch.ones(shape, dtype=torch.bool, device=device) if x is None else x for x in found]
+        every = [torch.ones(shape, dtype=torch.bool, device=device) if x is None else x for x in masks]
         count = max(len(x) if x.dim() == 4 else 1 for x in every)
         return torch.cat([x.expand(count, *shape[1:]) for x in every], dim=1)
 
@@ -287,7 +291,7 @@ class Visible:
         tables: DeviceTables, device: torch.device,
     ) -> Tensor | None:  # fmt: skip
         """Return the mask of some branches; see `mask`."""
-        some_q, some_k, found = self.q[rows], self.k[columns], None
+        some_q, some_k, visible = self.q[rows], self.k[columns], None
         q, k = tables.array(self.q, device)[rows], tables.array(self.k, device)[columns]
         for branch, labels, of_keys in branches:
             seen, both = [mask(samples, q, k) for mask in branch.masks], (labels[rows], of_keys[columns])
@@ -301,10 +305,10 @@ class Visible:
                 seen.append(ours.masked_fill(ours < 0, -2).unsqueeze(1) == theirs)
             if not seen:
                 return None
-            for other in seen[1:]:
-                seen[0] = seen[0] & other
-            found = seen[0] if found is None else found | seen[0]
-        return found
+            for label_mask in seen[1:]:
+                seen[0] = seen[0] & label_mask
+            visible = seen[0] if visible is None else visible | seen[0]
+        return visible
 
 
 def keeping(best: BestKeys) -> Merge:

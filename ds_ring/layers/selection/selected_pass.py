@@ -127,10 +127,12 @@ class SelectedPass:
         # Slots of padding, which chose nothing, come last.
         choosing = (self.chosen >= 0).any(-1).any(0) * torch.arange(1, queries + 1, device=bits.device)
         numbers = [wanted.sum((0, 2)), self._chosen_rows(self.asked).sum(1), torch.cat(unions, 1).flatten()]
-        found = to_host(torch.cat([choosing.amax().view(1), *numbers]))
-        self.queries, counts = int(found[0]), found[1 : 2 * self.size + 1].tolist()
+        host_numbers = to_host(torch.cat([choosing.amax().view(1), *numbers]))
+        self.queries, counts = int(host_numbers[0]), host_numbers[1 : 2 * self.size + 1].tolist()
         self.count_wanted, self.count_asked = counts[: self.size], counts[self.size :]
-        self.unions = found[2 * self.size + 1 :].reshape(items, -1, self.size, -(-self.slots // self.segment))
+        self.unions = host_numbers[2 * self.size + 1 :].reshape(
+            items, -1, self.size, -(-self.slots // self.segment)
+        )
 
     def _chosen_rows(self, bits: Tensor) -> Tensor:
         """Return whether each slot of all items is among some rows, bool [.., N * S]."""
@@ -146,14 +148,14 @@ class SelectedPass:
         If there is `add`, what `compute` returns (gradients of K's and V's rows) returns to the owner, and
         `add` gets what others return for rows of this rank, with their index; in the order of hops.
         """
-        kv, asked = (self.k, self.v), {}  # rows of this rank's shard, by the rank that reads them
+        kv, rows_by_reader = (self.k, self.v), {}  # rows of this rank's shard, by the rank that reads them
 
         def index(reader: int) -> Tensor:
-            if reader not in asked:
-                asked[reader] = _first_true(
+            if reader not in rows_by_reader:
+                rows_by_reader[reader] = _first_true(
                     self._chosen_rows(self.asked[reader]).cumsum(0), self.count_asked[reader]
                 )
-            return asked[reader]
+            return rows_by_reader[reader]
 
         def sent_to(reader: int) -> Sequence[Tensor]:
             return [x.index_select(1, index(reader)) for x in kv]
@@ -172,7 +174,7 @@ class SelectedPass:
         def returned(reader: int, gradients: Sequence[Tensor]) -> None:
             assert add is not None
             add(index(reader), gradients)
-            del asked[reader]
+            del rows_by_reader[reader]
 
         walk_owners(
             self.exchange, self.rank, self.size, sent_to(self.rank), sent_to, received_from, computed,

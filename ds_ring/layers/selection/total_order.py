@@ -78,9 +78,9 @@ class TotalOrder(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in (torch.topk, Tensor.topk):
             return func(*args, **(kwargs or {}))
-        return _first_of_equal(*args, **(kwargs or {}))
+        return _select_first_equal(*args, **(kwargs or {}))
 
 
-def _first_of_equal(x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
+def _select_first_equal(x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
     values, indices = x.sort(dim=dim, descending=largest, stable=True)
     return torch.return_types.topk((values.narrow(dim, 0, k), indices.narrow(dim, 0, k)))

@@ -31,10 +31,10 @@ def turns(layout: Layout, parts: int, documents: Documents | Tree | None) -> Int
     begins = runs.previous < 0
     if isinstance(documents, Documents):
         begins |= np.isin(runs.starts, documents.starts)
-    found = np.zeros(len(begins), dtype=np.int64)
+    result = np.zeros(len(begins), dtype=np.int64)
     for run in np.flatnonzero(~begins).tolist():
-        found[run] = found[runs.previous[run]] + 1
-    return found
+        result[run] = result[runs.previous[run]] + 1
+    return result
 
 
 @operator("ds_ring::hand_over")
@@ -59,17 +59,17 @@ def hand_over_op(states: Tensor, turn: int, batch_parts: int, reverse: bool, han
         pairs = [(int(runs.previous[run]), run) for run in to.tolist()]
         if reverse:
             pairs = [(to, of) for of, to in pairs]
-        place = {run: at for at, run in enumerate(runs.of_rank(rank).tolist())}
+        place = {run: at for at, run in enumerate(runs.list_rank_runs(rank).tolist())}
         shapes = (states.shape[1:],)
         letters = [Letter(of, to, shapes, (states[place[of]],) if of in place else ()) for of, to in pairs]
-        found, messages = torch.zeros_like(states), deliver(letters, runs.ranks.tolist(), rank, states)
+        arrived, messages = torch.zeros_like(states), deliver(letters, runs.ranks.tolist(), rank, states)
         context.swap(*next(messages))
         try:
             next(messages)
         except StopIteration as end:
             for letter, (state,) in end.value:
-                found[place[letter.to]] += state
-        return found
+                arrived[place[letter.to]] += state
+        return arrived
 
 
 hand_over_op.register_fake(lambda states, *_: states.new_empty(states.shape))
@@ -82,8 +82,8 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-    given = (grad.contiguous(), ctx.turn, ctx.batch_parts, not ctx.reverse, ctx.context.handle)
-    back = run_gradient(ctx.context.mesh, has_run_again(ctx), hand_over_op, *given)
+    operands = (grad.contiguous(), ctx.turn, ctx.batch_parts, not ctx.reverse, ctx.context.handle)
+    back = run_gradient(ctx.context.mesh, has_run_again(ctx), hand_over_op, *operands)
     return back, None, None, None, None
 
 

@@ -68,7 +68,7 @@ def serial_scan(
         call.agree({"block_size": block_size, "batch_parts": batch_parts, "initial": tuple(initial.shape)})
     batch = len(initial) // batch_parts
     begin = list(initial.split(batch))
-    of_run = context.runs.of_rank(mesh.sequence_rank).tolist()
+    of_run = context.runs.list_rank_runs(mesh.sequence_rank).tolist()
     turn_of = turns(layout, mesh.ulysses_size, documents)
     last_turn = int(turn_of.max(initial=0)) + batch_parts - 1
     # A node of every hand-over on every rank, also on one whose first runs come later; see
@@ -83,10 +83,10 @@ def serial_scan(
             if 0 <= part < batch_parts:
                 rows = slice(part * batch, (part + 1) * batch)
                 state = got[number]
-                for piece in (one for one in context.pieces if one.run == number):
+                for piece in (item for item in context.pieces if item.run == number):
                     state = state if piece.continues else begin[part]
-                    given = [x[rows, piece.slot : piece.slot + piece.length] for x in tensors]
-                    outs[part, piece.slot], state = step(state, given)
+                    cut = [x[rows, piece.slot : piece.slot + piece.length] for x in tensors]
+                    outs[part, piece.slot], state = step(state, cut)
             after.append(state)
         if turn < last_turn:
             waiting = got.flatten()[:0].sum()
@@ -109,10 +109,10 @@ def _anchor(step: CellStep, initial: Tensor, tensors: Sequence[Tensor], block_si
     none = [x[:0, :block_size] for x in tensors]  # of no sample: it costs nothing, and its gradient is 0
     try:
         with warnings.catch_warnings(action="ignore"):  # of means of nothing
-            made = step(initial[:0], none)
+            result = step(initial[:0], none)
     except Exception:  # a step that takes no empty batch
-        made = step(initial[:1], [x[:1, :block_size] for x in tensors])
-    return torch.stack([x.flatten()[:0].sum().to(initial.dtype) for x in (initial, *tensors, *made)]).sum()
+        result = step(initial[:1], [x[:1, :block_size] for x in tensors])
+    return torch.stack([x.flatten()[:0].sum().to(initial.dtype) for x in (initial, *tensors, *result)]).sum()
 
 
 def _check(

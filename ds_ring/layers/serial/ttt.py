@@ -70,8 +70,8 @@ def _mini_batch(
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [b, H, L, D]
     weight, bias, rate = weight[:, None], bias[:, None], eta.transpose(1, 2)[..., None]
     reached = F.pad(k, (0, 1), value=1.0)  # the bias is a row of the weight
-    found = reached @ state
-    normal, deviation = _normal(found)
+    predicted = reached @ state
+    normal, deviation = _normal(predicted)
     wanted = (weight * normal + bias + k - v) * weight
     parts = wanted - wanted.mean(-1, keepdim=True) - normal * (wanted * normal).mean(-1, keepdim=True)
     moves = rate * parts / deviation

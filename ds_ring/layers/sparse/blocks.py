@@ -50,17 +50,17 @@ def tokens_of_blocks(
 def _index(blocks: BlockLayout, rank: int) -> IntArray:
     """Return the indices of tokens of blocks, [n, L]: in the shard, or after it in the halos of runs."""
     after, slots = blocks.size - 1, blocks.of.local_tokens
-    own = blocks.positions(rank)[: blocks.valid_tokens(rank)]
-    tokens = blocks.starts[own, None] + np.arange(blocks.size)
-    tokens = np.minimum(tokens, blocks.ends[own, None] - 1)
-    found = np.empty_like(tokens)
+    local = blocks.positions(rank)[: blocks.valid_tokens(rank)]
+    tokens = blocks.starts[local, None] + np.arange(blocks.size)
+    tokens = np.minimum(tokens, blocks.ends[local, None] - 1)
+    index = np.empty_like(tokens)
     first = 0
     for run, (start, _, length) in enumerate(blocks.of.runs(rank).tolist()):
         mine = (tokens[:, 0] >= start) & (tokens[:, 0] < start + length)
         behind = tokens[mine] - start - length
-        found[mine] = np.where(behind < 0, first + length + behind, slots + run * after + behind)
+        index[mine] = np.where(behind < 0, first + length + behind, slots + run * after + behind)
         first += length
-    return found
+    return index
 
 
 def windows(x: Tensor, context: ScanContext, before: int, after: int, step: int = 1) -> Tensor:
@@ -81,9 +81,9 @@ def windows(x: Tensor, context: ScanContext, before: int, after: int, step: int 
             context.mesh, "windows of tokens", halo_op, x.contiguous(), 1, before, after, context.handle
         )
     for piece in context.pieces:
-        own = x[:, piece.slot : piece.slot + piece.length]
-        rest = own.new_zeros((len(own), -piece.length % step, *own.shape[2:]))
-        whole = torch.cat([own, rest], dim=1)
+        tokens = x[:, piece.slot : piece.slot + piece.length]
+        rest = tokens.new_zeros((len(tokens), -piece.length % step, *tokens.shape[2:]))
+        whole = torch.cat([tokens, rest], dim=1)
         if beside is not None:
             front, behind = beside[:, piece.run].split([before, after], dim=1)
             whole = torch.cat([front, whole, behind], dim=1)
@@ -101,11 +101,11 @@ def attend_to_blocks(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return (out, lse) of attention to the tokens of chosen blocks up to the query."""
     starts = on_device(np.append(blocks.starts, -1), q.device)  # number -1 is that of no block
-    found: tuple[Tensor, Tensor] = selected_attention(
+    result: tuple[Tensor, Tensor] = selected_attention(
         q, k, v, starts[chosen], layout=blocks.of, mesh=mesh, scale=scale, return_lse=True,
         block_size=blocks.size, hop_timeout_s=hop_timeout_s,
     )  # fmt: skip
-    return found
+    return result
 
 
 def check_shards(name: str, layout: Layout, mesh: RingMesh, *named: tuple[str, Any]) -> None:
@@ -129,12 +129,3 @@ def without_padding(x: Tensor, layout: Layout, mesh: RingMesh) -> Tensor:
         return x
     is_padding = torch.arange(x.shape[2], device=x.device) >= valid
     return x.masked_fill(is_padding[:, None], 0)
-
-
-def padded(x: Tensor, slots: int, dim: int = 1) -> Tensor:
-    """Append zeros to a dimension, or cut it off, so that it has so many slots."""
-    if x.shape[dim] >= slots:
-        return x.narrow(dim, 0, slots)
-    shape = list(x.shape)
-    shape[dim] = slots - x.shape[dim]
-    return torch.cat([x, x.new_zeros(shape)], dim=dim)

@@ -60,19 +60,19 @@ def moba_attention(
         for name, value in (("block_size", block_size), ("top_k", top_k)):
             whole_number(value, f"moba_attention: {name}", RingConfigError)
         check_shards("moba_attention", layout, mesh, ("q", q), ("k", k), ("v", v))
-        blocks = BlockLayout.of_tokens(layout, block_size, documents, whole=False)
+        blocks = BlockLayout.from_tokens(layout, block_size, documents, whole=False)
     q, k, v = (without_padding(x, layout, mesh) for x in (q, k, v))
     positions = layout.positions(mesh.ring_rank)
-    own = on_device(np.searchsorted(blocks.starts, positions, side="right") - 1, q.device)
+    query_blocks = on_device(np.searchsorted(blocks.starts, positions, side="right") - 1, q.device)
     with torch.no_grad():
         tokens, _ = tokens_of_blocks(k.transpose(1, 2), blocks, mesh, hop_timeout_s)
         means = tokens.mean(dim=2, dtype=accumulator_dtype(k.dtype))  # [B, N, G, D]
 
         def scores(rows: slice, keys: Tensor, numbers: Tensor) -> Tensor:
             of_groups = q[:, :, rows].unflatten(1, (k.shape[1], -1)).to(keys.dtype)
-            found = torch.einsum("bgrqd,bngd->bgrqn", of_groups, keys).flatten(1, 2)
+            products = torch.einsum("bgrqd,bngd->bgrqn", of_groups, keys).flatten(1, 2)
             # not in place: selective checkpointing may have saved the product
-            return found.masked_fill(numbers == own[rows, None], float("inf"))
+            return products.masked_fill(numbers == query_blocks[rows, None], float("inf"))
 
         chosen = ring_select(
             scores, top_k, means, layout=layout, mesh=mesh, blocks=blocks, with_positions=True,

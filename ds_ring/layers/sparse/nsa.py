@@ -23,10 +23,11 @@ from ds_ring.comm.streams import is_fake
 from ds_ring.config.pass_options import PassOptions
 from ds_ring.errors import RingConfigError, RingShapeError, whole_number
 from ds_ring.layers.scan.context import scan_context
+from ds_ring.layers.scan.recurrence import padded
 from ds_ring.layers.scan.sequence_runs import in_blocks
 from ds_ring.layers.selection.block_layout import BlockLayout
 from ds_ring.layers.selection.select import ring_select
-from ds_ring.layers.sparse.blocks import attend_to_blocks, check_shards, padded, windows, without_padding
+from ds_ring.layers.sparse.blocks import attend_to_blocks, check_shards, windows, without_padding
 from ds_ring.masks.catalog import Before, SlidingWindow
 from ds_ring.ops.checks import check_floats
 from ds_ring.ops.handles import never_traced
@@ -109,11 +110,15 @@ def nsa_attention(
         RingConfigError, RingShapeError, RingMismatchError, RingPeerError: as `moba_attention`.
     """
     three_k, three_v = (3 * [x] if isinstance(x, Tensor) else [*x] for x in (k, v))
-    asked = NsaSizes() if sizes is None else sizes
-    compressed_size, stride, block_size = asked.compressed_size, asked.stride, asked.block_size
+    branch_sizes = NsaSizes() if sizes is None else sizes
+    compressed_size, stride, block_size = (
+        branch_sizes.compressed_size,
+        branch_sizes.stride,
+        branch_sizes.block_size,
+    )
     check_mesh(mesh)
     with collective(mesh, "nsa_attention", alone=is_fake(q)) as call:
-        asked.check()
+        branch_sizes.check()
         if len(three_k) != 3 or len(three_v) != 3:
             raise RingConfigError.wrong(
                 "nsa_attention", "one or three k and v", f"{len(three_k)}, {len(three_v)}", "pass three"
@@ -127,8 +132,8 @@ def nsa_attention(
             expected = f"floating {shape}"
             raise RingShapeError.wrong("nsa_attention: gates", expected, got, "pass three numbers a query")
         in_blocks(layout, block_size)  # or what does not fit
-        blocks, entries = BlockLayout.of_tokens(layout, block_size, whole=False), in_blocks(layout, stride)
-        call.agree({"sizes": asked})
+        blocks, entries = BlockLayout.from_tokens(layout, block_size, whole=False), in_blocks(layout, stride)
+        call.agree({"sizes": branch_sizes})
     q, gates = (without_padding(x, layout, mesh) for x in (q, gates))
     three_k, three_v = ([without_padding(x, layout, mesh) for x in three] for three in (three_k, three_v))
     options = PassOptions(hop_timeout_seconds=hop_timeout_s)
@@ -149,15 +154,15 @@ def nsa_attention(
         )  # [B, N, w, G, D]
         scores = _Importance(
             q, lse, layout.positions(mesh.ring_rank), compressed_size, stride, block_size, scale,
-            (asked.first_blocks, asked.local_blocks),
+            (branch_sizes.first_blocks, branch_sizes.local_blocks),
         )  # fmt: skip
         chosen = ring_select(
-            scores, asked.top_k, padded(of_blocks, blocks.local_tokens), layout=layout, mesh=mesh,
+            scores, branch_sizes.top_k, padded(of_blocks, blocks.local_tokens), layout=layout, mesh=mesh,
             blocks=blocks, with_positions=True, hop_timeout_s=hop_timeout_s,
         )  # fmt: skip
     selected = attend_to_blocks(q, three_k[1], three_v[1], chosen, blocks, mesh, scale, hop_timeout_s)[0]
     near_ones = ring_attention(
-        q, three_k[2], three_v[2], pattern=SlidingWindow(asked.window), layout=layout, **place
+        q, three_k[2], three_v[2], pattern=SlidingWindow(branch_sizes.window), layout=layout, **place
     )
     branches = zip((compressed, selected, near_ones), gates.unbind(-1), strict=True)
     parts = [gate.unsqueeze(-1) * out for out, gate in branches]
@@ -198,11 +203,11 @@ class _Importance:
         """Return scores [B, G, queries, n] of keys [B, n, w, G, D]."""
         step = max(1, SCORED // keys.shape[2])
         parts = zip(keys.split(step, dim=1), numbers.split(step), strict=True)
-        found = torch.cat([self._sums(rows, part, number) for part, number in parts], dim=-1)
-        own = self.positions[rows, None] // self.block
+        importance = torch.cat([self._sums(rows, part, number) for part, number in parts], dim=-1)
+        query_block = self.positions[rows, None] // self.block
         first, local = self.always
-        chosen = (numbers < first) | ((numbers <= own) & (numbers > own - local))
-        return found.masked_fill_(chosen, float("inf"))
+        chosen = (numbers < first) | ((numbers <= query_block) & (numbers > query_block - local))
+        return importance.masked_fill_(chosen, float("inf"))
 
     def _sums(self, rows: slice, keys: Tensor, numbers: Tensor) -> Tensor:
         lse, groups = self.lse[:, :, rows], keys.shape[3]
@@ -254,11 +259,15 @@ def _attend_to_entries(
 def _compressed(compress: Compress, of_windows: Tensor, width: int, mesh: RingMesh) -> tuple[Tensor, Tensor]:
     """Return compressed keys [B, G, n, D] and values of windows [B, G, n, L, D + E], contiguous."""
     keys, values = of_windows.split([width, of_windows.shape[4] - width], dim=4)
-    found = compress(keys, values)
+    compressed = compress(keys, values)
     want = [(*x.shape[:3], x.shape[4]) for x in (keys, values)]
-    fits = isinstance(found, tuple) and all(isinstance(x, Tensor) for x in found)
-    if not fits or [tuple(x.shape) for x in found] != want or any(x.dtype != keys.dtype for x in found):
-        got = [tuple(x.shape) for x in found] if fits else type(found).__name__
+    fits = isinstance(compressed, tuple) and all(isinstance(x, Tensor) for x in compressed)
+    if (
+        not fits
+        or [tuple(x.shape) for x in compressed] != want
+        or any(x.dtype != keys.dtype for x in compressed)
+    ):
+        got = [tuple(x.shape) for x in compressed] if fits else type(compressed).__name__
         with collective(mesh, "nsa_attention"):
             raise RingShapeError(f"compress: expected keys and values {want} in {keys.dtype}, got {got}")
-    return found[0].contiguous(), found[1].contiguous()
+    return compressed[0].contiguous(), compressed[1].contiguous()

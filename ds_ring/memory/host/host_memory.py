@@ -53,7 +53,7 @@ class HostMemory:
     @property
     def held_bytes(self) -> int:
         """Return the bytes of all tensors that are kept."""
-        return sum(one.host.nbytes for one in list(self._tickets.values()))
+        return sum(ticket.host.nbytes for ticket in list(self._tickets.values()))
 
     def put(self, tensor: Tensor) -> Ticket:
         """Copy a tensor to the host; it may be freed at once, and must not be written to before `get`."""
@@ -68,9 +68,9 @@ class HostMemory:
         if ticket.device.type == "cpu":
             return ticket.host
         for number in range(ticket.number, ticket.number - 1 - self.ahead, -1):
-            one = self._tickets.get(number)
-            if one is not None and one.device == ticket.device and one.back is None:
-                one.back, one.ready = self.start_back(one.host, one.device)
+            following = self._tickets.get(number)
+            if following is not None and following.device == ticket.device and following.back is None:
+                following.back, following.ready = self.start_back(following.host, following.device)
         torch.accelerator.current_stream(ticket.device).wait_event(ticket.ready)
         tensor, ticket.back, ticket.ready = ticket.back, None, None
         assert tensor is not None
@@ -86,7 +86,7 @@ class HostMemory:
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=not on_cpu, device="cpu")
         if on_cpu:
             return host.copy_(tensor), None
-        stream, _ = self._streams_of(tensor.device)
+        stream, _ = self._get_streams(tensor.device)
         stream.wait_stream(torch.accelerator.current_stream(tensor.device))
         with stream:
             _copy(host, tensor)
@@ -101,7 +101,7 @@ class HostMemory:
         """
         if device.type == "cpu":
             return host, None
-        out, stream = self._streams_of(device)
+        out, stream = self._get_streams(device)
         # Allocated for the stream of the computation, so that its memory returns there without waiting.
         back = torch.empty(host.shape, dtype=host.dtype, device=device)
         stream.wait_stream(torch.accelerator.current_stream(device))
@@ -112,7 +112,7 @@ class HostMemory:
         back.record_stream(stream)
         return back, ready
 
-    def _streams_of(self, device: torch.device) -> tuple[Any, Any]:
+    def _get_streams(self, device: torch.device) -> tuple[Any, Any]:
         if device not in self._streams:
             self._streams[device] = (torch.Stream(device), torch.Stream(device))
         return self._streams[device]

@@ -39,8 +39,8 @@ class OffloadedCheckpoints(ModelPart):
 
     def patches(self, loss: Loss) -> list[Any]:
         """Return the hook that moves the checkpoints of each pass to the host."""
-        found = offloaded_checkpoints(self.model, self.session)
-        return [] if found is None else [found]
+        patch = offloaded_checkpoints(self.model, self.session)
+        return [] if patch is None else [patch]
 
 
 _FUNCTION = "_gradient_checkpointing_func"  # by which transformers' layers call what checkpoints them
@@ -69,12 +69,12 @@ def offloaded_checkpoints(model: PreTrainedModel, session: RingSession) -> Calla
     Raises:
         RingConfigError: the JSON asks for it by name, and the model cannot be checkpointed.
     """
-    asked = session.config.long_sequence.offload_checkpoints
-    if asked is False or (asked == "auto" and session.device.type == "cpu"):
+    choice = session.config.long_sequence.offload_checkpoints
+    if choice is False or (choice == "auto" and session.device.type == "cpu"):
         return None
     name = type(model).__name__
     if not model.supports_gradient_checkpointing:
-        if asked != "auto":
+        if choice != "auto":
             raise RingConfigError(
                 f'{name}: {_KEY}: expected layers that can be checkpointed, got none; set it to "auto"'
             )

@@ -48,10 +48,10 @@ class SavedRows:
         """Return a copy of the rows to be kept."""
         return tuple(x.index_select(2, self.slots) for x in results)  # type: ignore[return-value]
 
-    def completed(self, kept: Results) -> Results:
-        """Return all rows, of which `kept` are those of `slots`."""
+    def completed(self, row_results: Results) -> Results:
+        """Return all rows, of which `row_results` are those of `slots`."""
         results = self.run_others()
-        for whole, part in zip(results, kept, strict=True):
+        for whole, part in zip(results, row_results, strict=True):
             whole.index_copy_(2, self.slots, part)
         return results
 
@@ -96,23 +96,23 @@ def reuse_or_run(
     region, again = running_region()
     if region is None:
         return run()
-    kept = getattr(region, _ATTRIBUTE, None)
+    saved = getattr(region, _ATTRIBUTE, None)
     if again:
-        found = kept.take(call) if kept is not None else None
-        if found is None:
+        saved_results = saved.take(call) if saved is not None else None
+        if saved_results is None:
             return run()
-        return found if rows is None else rows.completed(found)
-    if kept is None:
-        kept = SavedResults()
-        setattr(region, _ATTRIBUTE, kept)
+        return saved_results if rows is None else rows.completed(saved_results)
+    if saved is None:
+        saved = SavedResults()
+        setattr(region, _ATTRIBUTE, saved)
     results = run()
     to_keep = results if rows is None else rows.select(results)
     if store is not None:
         tickets = [store.put(x) for x in to_keep]
-        kept.results.append((call, lambda: (store.get(tickets[0]), store.get(tickets[1]))))
+        saved.results.append((call, lambda: (store.get(tickets[0]), store.get(tickets[1]))))
     else:  # as they are, unless they are written to
         versions = _versions(to_keep)
-        kept.results.append((call, lambda: to_keep if _versions(to_keep) == versions else None))
+        saved.results.append((call, lambda: to_keep if _versions(to_keep) == versions else None))
     return results
 
 

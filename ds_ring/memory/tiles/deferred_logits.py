@@ -80,12 +80,14 @@ class DeferredLogits:
         """Return what `of_logits` makes of logits and labels (log-probabilities, say), tile by tile."""
 
         def job(hidden: Tensor, weight_VH: Tensor, bias_V: Tensor | None) -> Tensor:
-            def of_tile(hidden: Tensor, labels: Tensor) -> Tensor:
+            def compute_loss(hidden: Tensor, labels: Tensor) -> Tensor:
                 logits = self._change(linear(hidden, weight_VH, bias_V))
                 return of_logits(logits, labels[..., 0])
 
             parameters = [weight_VH] if bias_V is None else [weight_VH, bias_V]
-            return tiled_call(of_tile, [hidden, labels.to(hidden.device)[..., None]], parameters, self._tile)
+            return tiled_call(
+                compute_loss, [hidden, labels.to(hidden.device)[..., None]], parameters, self._tile
+            )
 
         return self._call_head(self._hidden, job)
 
@@ -114,10 +116,10 @@ class DeferredLogits:
         """Return the deferred logits after a function of theirs."""
         # An operand is one number (or a dtype, a device, a flag), and gets no gradient.
         plain = (
-            one.numel() == 1 and not one.requires_grad
-            if isinstance(one, Tensor)
-            else not isinstance(one, DeferredLogits)
-            for one in (*operands, *kwargs.values())
+            operand.numel() == 1 and not operand.requires_grad
+            if isinstance(operand, Tensor)
+            else not isinstance(operand, DeferredLogits)
+            for operand in (*operands, *kwargs.values())
         )
         if name not in _OF_EACH or not all(plain):
             if self._strict:
@@ -168,12 +170,12 @@ class DeferredLogits:
         first = args[0] if args else None
         if isinstance(first, cls) and name in _OF_EACH:
             return first._after(name, args[1:], kwargs or {})
-        found = [x for x in (*args, *(kwargs or {}).values()) if isinstance(x, cls)]
-        if not found or found[0]._strict:
+        deferred = [x for x in (*args, *(kwargs or {}).values()) if isinstance(x, cls)]
+        if not deferred or deferred[0]._strict:
             _refuse(name)
-        whole = {id(x): x._all(name) for x in found}
-        given = [whole.get(id(x), x) for x in args]
-        return func(*given, **{key: whole.get(id(x), x) for key, x in (kwargs or {}).items()})
+        whole = {id(x): x._all(name) for x in deferred}
+        operands = [whole.get(id(x), x) for x in args]
+        return func(*operands, **{key: whole.get(id(x), x) for key, x in (kwargs or {}).items()})
 
     def __repr__(self) -> str:
         return f"DeferredLogits({list(self.shape)}, computed in tiles of {self._tile} tokens with the loss)"

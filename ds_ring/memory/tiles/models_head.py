@@ -64,8 +64,8 @@ def tiled_head(model: PreTrainedModel, session: RingSession) -> TiledHead | None
     Raises:
         RingConfigError: the JSON asks for it by name, and the model has another head or loss.
     """
-    asked = session.config.long_sequence.tiled_loss
-    if asked is False:
+    choice = session.config.long_sequence.tiled_loss
+    if choice is False:
         return None
     head, why_not = model.get_output_embeddings(), ""
     if head is None:
@@ -80,11 +80,13 @@ def tiled_head(model: PreTrainedModel, session: RingSession) -> TiledHead | None
             name = getattr(loss, "__name__", type(loss).__name__)
             why_not = f"expected the loss of causal language models, ForCausalLMLoss, got {name}"
     if why_not:
-        if asked != "auto":
+        if choice != "auto":
             raise RingConfigError(f'{type(model).__name__}: {_KEY}: {why_not}; set it to "auto"')
         log.info('tiled_loss "auto": %s computes its logits at once: %s', type(model).__name__, why_not)
         return None
-    return TiledHead(head, tile_tokens(asked, head.out_features, session.device.type), strict=asked != "auto")
+    return TiledHead(
+        head, tile_tokens(choice, head.out_features, session.device.type), strict=choice != "auto"
+    )
 
 
 class TiledHead:
@@ -109,8 +111,8 @@ class TiledHead:
         return DeferredLogits(hidden, self._call, self._tile, self._head.out_features, self._strict)
 
     def _call(self, hidden: Tensor, job: HeadFunction) -> Tensor:
-        made: Tensor = self._head(hidden, job=job)
-        return made
+        result: Tensor = self._head(hidden, job=job)
+        return result
 
     def loss_function(self, plain: Loss) -> Loss:
         """Return the model's loss function, for deferred logits and for others."""

@@ -55,34 +55,36 @@ def tiled_layers(model: PreTrainedModel, session: RingSession) -> dict[nn.Module
     Raises:
         RingConfigError: the JSON asks for it by name, and the model has no MLP that can be tiled.
     """
-    asked = session.config.long_sequence.tiled_mlp
-    if asked is False:
+    choice = session.config.long_sequence.tiled_mlp
+    if choice is False:
         return {}
     why_not = "it has no module that is known for one"
-    found: list[nn.Module] = []  # the outermost modules that are MLPs, or the experts of a mixture
+    mlps: list[nn.Module] = []  # the outermost modules that are MLPs, or the experts of a mixture
     inside: set[nn.Module] = set()
     for module in model.modules():
         if module not in inside and (
             _is_mlp(module) or (type(module).__name__.endswith(_EXPERTS) and len(_arguments(module)) == 3)
         ):
             inside.update(module.modules())
-            found.append(module)
+            mlps.append(module)
     dropping = [
-        type(one).__name__
-        for one in found
-        if any(isinstance(part, nn.Dropout) and part.p > 0 for part in one.modules())
+        type(mlp).__name__
+        for mlp in mlps
+        if any(isinstance(part, nn.Dropout) and part.p > 0 for part in mlp.modules())
     ]
     if dropping:
-        found, why_not = [], f"{dropping[0]} has a dropout, which a second run would draw anew: set it to 0"
-    if not found:
-        if asked != "auto":
+        mlps, why_not = [], f"{dropping[0]} has a dropout, which a second run would draw anew: set it to 0"
+    if not mlps:
+        if choice != "auto":
             raise RingConfigError.wrong(_KEY, "MLPs on single tokens", f"none: {why_not}", 'set it to "auto"')
         log.info('tiled_mlp "auto": the MLPs of %s stay whole: %s', type(model).__name__, why_not)
         return {}
-    widest = max(map(_widest, found))
-    tiled = {module: _TiledModule(module, asked, session, widest).forward for module in _norms(model, inside)}
-    for module in found:
-        tiled[module] = _TiledModule(module, asked, session, _widest(module)).forward
+    widest = max(map(_widest, mlps))
+    tiled = {
+        module: _TiledModule(module, choice, session, widest).forward for module in _norms(model, inside)
+    }
+    for module in mlps:
+        tiled[module] = _TiledModule(module, choice, session, _widest(module)).forward
         # At ZeRO 3 the module's own hooks gather all its weights once; its children's would for every tile.
         set_z3_leaf_module(module, True)
     return tiled
@@ -110,18 +112,18 @@ def _is_mlp(module: nn.Module) -> bool:
 
 def _arguments(module: nn.Module) -> list[inspect.Parameter]:
     parameters = inspect.signature(module.forward).parameters.values()
-    return [one for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
+    return [parameter for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
 
 
 def _takes_one(module: nn.Module) -> bool:
-    return [one.default for one in _arguments(module)].count(inspect.Parameter.empty) == 1
+    return [parameter.default for parameter in _arguments(module)].count(inspect.Parameter.empty) == 1
 
 
 class _TiledModule:
     """Run one module tile by tile."""
 
-    def __init__(self, module: nn.Module, asked: TileChoice, session: RingSession, width: int) -> None:
-        self._module, self._asked, self._session = module, asked, session
+    def __init__(self, module: nn.Module, choice: TileChoice, session: RingSession, width: int) -> None:
+        self._module, self._asked, self._session = module, choice, session
         self._plain = module.forward
         self._width = width  # of the widest row inside: elements
 
@@ -157,7 +159,7 @@ def _widest(module: nn.Module) -> int:
 
 def _shapes(module: nn.Module) -> list[tuple[int, ...]]:
     # ds_shape: at ZeRO 3 a parameter that is not gathered has no shape of its own.
-    return [tuple(getattr(one, "ds_shape", one.shape)) for one in module.parameters()]
+    return [tuple(getattr(parameter, "ds_shape", parameter.shape)) for parameter in module.parameters()]
 
 
 @functools.lru_cache(maxsize=256)

@@ -42,14 +42,14 @@ class _TiledCall:
     function: Function
     tile: int
     inputs: int  # the first ones of the tensors are cut, the others are parameters
-    saved: Any  # the node that saved the inputs; None if it is `kept`
-    kept: tuple[Tensor, ...]
+    saved: Any  # the node that saved the inputs; None if `eager_tensors` has them
+    eager_tensors: tuple[Tensor, ...]
     autocast: tuple[str, bool, torch.dtype]
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Return the inputs again; a checkpointed region around them is run again here."""
-        found: tuple[Tensor, ...] = self.kept if self.saved is None else self.saved.saved_tensors
-        return found
+        tensors: tuple[Tensor, ...] = self.eager_tensors if self.saved is None else self.saved.saved_tensors
+        return tensors
 
     def run(self, inputs: Sequence[Tensor]) -> Tensor:
         """Call the function as it was called in the forward pass."""
@@ -76,15 +76,15 @@ def tiled_call(
     device = inputs[0].device.type
     autocast = (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
 
-    def of_rows(*rows: Tensor) -> Tensor:
+    def call_rows(*rows: Tensor) -> Tensor:
         out = function(*(x.reshape(*shape, *x.shape) for x in rows))
         return out.reshape(rows[0].shape[0], -1)
 
-    saved, kept = None, tuple(flat)
+    saved, eager_tensors = None, tuple(flat)
     if torch.is_grad_enabled() and any(x.requires_grad for x in flat):
         flat = list(_Save.apply(*flat))
-        saved, kept = next(x.grad_fn for x in flat if x.grad_fn is not None), ()
-    call = _TiledCall(of_rows, tile, len(flat), saved, kept, autocast)
+        saved, eager_tensors = next(x.grad_fn for x in flat if x.grad_fn is not None), ()
+    call = _TiledCall(call_rows, tile, len(flat), saved, eager_tensors, autocast)
     out: Tensor = _Tiled.apply(call, *flat, *parameters)
     return out.reshape(*leading, out.shape[-1])
 
@@ -128,27 +128,29 @@ class _Tiled(torch.autograd.Function):
         call, inputs = ctx.call, ctx.call.tensors()
         wanted = ctx.needs_input_grad[1:]
         parameters = [x for x, want in zip(ctx.parameters, wanted[call.inputs :], strict=True) if want]
-        found = [torch.empty_like(x) if want else None for x, want in zip(inputs, wanted, strict=False)]
+        gradients = [torch.empty_like(x) if want else None for x, want in zip(inputs, wanted, strict=False)]
         sums = [torch.zeros(x.shape, dtype=accumulator_dtype(x.dtype), device=x.device) for x in parameters]
         for start in range(0, inputs[0].shape[0], call.tile):
             rows = slice(start, start + call.tile)
             leaves = [x[rows].detach().requires_grad_(want) for x, want in zip(inputs, wanted, strict=False)]
             with torch.enable_grad():
                 out = call.run(leaves)
-            asked = [x for x in leaves if x.requires_grad]
-            parts = torch.autograd.grad(out, [*asked, *parameters], gradient[rows], allow_unused=True)
+            differentiated = [x for x in leaves if x.requires_grad]
+            parts = torch.autograd.grad(
+                out, [*differentiated, *parameters], gradient[rows], allow_unused=True
+            )
             del out
-            _put(found, rows, parts[: len(asked)])
-            for total, part in zip(sums, parts[len(asked) :], strict=True):
+            _put(gradients, rows, parts[: len(differentiated)])
+            for total, part in zip(sums, parts[len(differentiated) :], strict=True):
                 if part is not None:
                     total += part
         totals = iter([total.to(x.dtype) for total, x in zip(sums, parameters, strict=True)])
-        return (None, *found, *(next(totals) if want else None for want in wanted[call.inputs :]))
+        return (None, *gradients, *(next(totals) if want else None for want in wanted[call.inputs :]))
 
 
-def _put(found: list[Tensor | None], rows: slice, parts: Sequence[Tensor | None]) -> None:
+def _put(gradients: list[Tensor | None], rows: slice, parts: Sequence[Tensor | None]) -> None:
     """Write a tile's gradients of the inputs to their rows; one that is not used has none."""
-    for whole, part in zip([x for x in found if x is not None], parts, strict=True):
+    for whole, part in zip([x for x in gradients if x is not None], parts, strict=True):
         if part is None:
             whole[rows].zero_()
         else:

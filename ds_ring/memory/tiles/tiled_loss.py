@@ -47,8 +47,8 @@ def tiled_loss(
         change: of each token's logits [n, V] before the loss (a scale, a soft cap).
     """
     grads = torch.is_grad_enabled()  # inside the function it never is
-    made = _TiledLoss.apply(hidden.flatten(0, -2), weight_VH, bias_V, labels.flatten(), tile, change, grads)
-    loss: Tensor = made / items
+    total = _TiledLoss.apply(hidden.flatten(0, -2), weight_VH, bias_V, labels.flatten(), tile, change, grads)
+    loss: Tensor = total / items
     return loss
 
 
@@ -81,7 +81,7 @@ class _TiledLoss(torch.autograd.Function):
                 rows = slice(start, start + tile)
                 hidden_nH = hidden_NH[rows].to(dtype)
                 logits_nV = linear(hidden_nH, matrix_VH, offset_V)
-                loss, gradient_nV = _of_tile(logits_nV, labels_N[rows], change, any(wanted))
+                loss, gradient_nV = _compute_tile(logits_nV, labels_N[rows], change, any(wanted))
                 total += loss
                 if gradient_nV is not None:
                     sums.add(rows, gradient_nV, hidden_nH, matrix_VH)
@@ -93,12 +93,12 @@ class _TiledLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        found, ctx.gradients = ctx.gradients, None
-        if found is None:
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
             raise RingConfigError.wrong(
                 "tiled_loss", "one backward pass through a loss", "a second one", 'set "tiled_loss": false'
             )
-        scaled = [None if one is None else one.mul_(gradient.to(one.dtype)) for one in found]
+        scaled = [None if x is None else x.mul_(gradient.to(x.dtype)) for x in gradients]
         return (*scaled, None, None, None, None)
 
 
@@ -110,12 +110,12 @@ class _Sums:
     ) -> None:
         self.hidden_NH = torch.empty_like(hidden_NH) if wanted[0] else None
         self.weight_VH, self.bias_V = (
-            torch.zeros(one.shape, dtype=accumulator_dtype(one.dtype), device=one.device)
-            if want and one is not None
+            torch.zeros(x.shape, dtype=accumulator_dtype(x.dtype), device=x.device)
+            if want and x is not None
             else None
-            for one, want in ((weight_VH, wanted[1]), (bias_V, wanted[2]))
+            for x, want in ((weight_VH, wanted[1]), (bias_V, wanted[2]))
         )
-        self._dtypes = [None if one is None else one.dtype for one in (hidden_NH, weight_VH, bias_V)]
+        self._dtypes = [None if x is None else x.dtype for x in (hidden_NH, weight_VH, bias_V)]
 
     def add(self, rows: slice, gradient_nV: Tensor, hidden_nH: Tensor, matrix_VH: Tensor) -> None:
         """Take in the gradient of one tile's logits."""
@@ -130,13 +130,11 @@ class _Sums:
 
     def finished(self) -> list[Tensor | None]:
         """Return the gradients in the dtypes of their tensors."""
-        found = (self.hidden_NH, self.weight_VH, self.bias_V)
-        return [
-            None if one is None else one.to(dtype) for one, dtype in zip(found, self._dtypes, strict=True)
-        ]
+        sums = (self.hidden_NH, self.weight_VH, self.bias_V)
+        return [None if x is None else x.to(dtype) for x, dtype in zip(sums, self._dtypes, strict=True)]
 
 
-def _of_tile(
+def _compute_tile(
     logits_nV: Tensor, labels_n: Tensor, change: Change | None, wants_gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Return the summed cross entropy of a tile, and its gradient by the logits."""

@@ -24,10 +24,15 @@ from ds_ring.schedule.plan import Plan
 
 
 def make_pass(
-    context: RingContext, found: Prepared, operands: Operands, finish_header_check: Callable[[], None] | None
+    context: RingContext,
+    prepared: Prepared,
+    operands: Operands,
+    finish_header_check: Callable[[], None] | None,
 ) -> GatherPass:
     """Return the pass of a context. It sends all heads at once: no chunks, no overlap, no kept buffers."""
-    return GatherPass(found.plan, context.mesh.ring_rank, found.kernel, context.exchange, found.scale)
+    return GatherPass(
+        prepared.plan, context.mesh.ring_rank, prepared.kernel, context.exchange, prepared.scale
+    )
 
 
 @dataclass(frozen=True)
@@ -48,8 +53,10 @@ class GatherPass:
             kv_pair = all_k[origin][:, kv], all_v[origin][:, kv]
             out_w, lse_w = out[:, heads], lse[:, heads]
             for part in self.kernel.of_heads(heads).forward(q[:, heads], *kv_pair, tiles, self.scale):
-                rows, own = part.q_rows, part.heads
-                merge_(rows.of(out_w[:, own]), rows.of(lse_w[:, own]), part.out_BHSD, part.lse_BHS)
+                rows, heads_here = part.q_rows, part.heads
+                merge_(
+                    rows.of(out_w[:, heads_here]), rows.of(lse_w[:, heads_here]), part.out_BHSD, part.lse_BHS
+                )
         return out.to(q.dtype), lse
 
     def backward(
@@ -80,11 +87,11 @@ class GatherPass:
         """Yield origin, query heads, K/V heads and tiles of everything that this rank computes."""
         layout = self.plan.layout
         mine = layout.runs(self.ring_rank)
-        for one in self.plan.classes:
-            heads = query_heads_of(one.kv_heads, self.plan.group)
+        for head_class in self.plan.classes:
+            heads = query_heads_of(head_class.kv_heads, self.plan.group)
             for origin in range(self.plan.ring_size):
                 # Tiles of whole shards, not of the plan's payloads: here every rank has all keys.
-                yield origin, heads, one.kv_heads, one.pattern.tiles(mine, layout.runs(origin))
+                yield origin, heads, head_class.kv_heads, head_class.pattern.tiles(mine, layout.runs(origin))
 
     def _gather(self, x: Tensor) -> list[Tensor]:
         if self.exchange is None:

@@ -70,13 +70,13 @@ def place_buffers(schedule: Schedule, kind_at: Callable[[HeadChunk, Payload, int
     # Large ones first, each at the lowest place that is free for as long as it is needed: greedy by size
     # (Pisarchyk and Lee 2020, arXiv 2001.03288). Sizes that differ by a few tokens count as equal, or their
     # places would overlap by these tokens and none could follow another.
-    grain = -(-max((one.nbytes for one in kinds.values()), default=0) // (64 * GRAINS)) * 64
+    grain = -(-max((item.nbytes for item in kinds.values()), default=0) // (64 * GRAINS)) * 64
     sizes = {key: -(-kind.nbytes // grain) * grain for key, kind in kinds.items()}
     offsets: dict[tuple[int, int], int] = {}
     placed: list[tuple[int, int, int, int]] = []
-    for key in sorted(spans, key=lambda one: (-sizes[one], spans[one])):
+    for key in sorted(spans, key=lambda item: (-sizes[item], spans[item])):
         (taken, freed), nbytes, at = spans[key], sizes[key], 0
-        for start, end in sorted(one[:2] for one in placed if one[2] < freed and taken < one[3]):
+        for start, end in sorted(item[:2] for item in placed if item[2] < freed and taken < item[3]):
             if start - at >= nbytes:
                 break
             at = max(at, end)
@@ -84,7 +84,7 @@ def place_buffers(schedule: Schedule, kind_at: Callable[[HeadChunk, Payload, int
         placed.append((at, at + nbytes, taken, freed))
     messages: dict[MessageKey, int] = {}
     for index, chunk in enumerate(schedule.chunks):
-        for step in (step for one in chunk.steps.rounds for step in one.posted if isinstance(step, Send)):
+        for step in (step for item in chunk.steps.rounds for step in item.posted if isinstance(step, Send)):
             key = index, step.buffer if step.in_place else step.packed
             before = kinds[key].bytes_before(step.ranges[0][0] if step.in_place else 0)
             for what, skipped in zip(step.payload.messages, before, strict=True):
@@ -98,14 +98,14 @@ def place_buffers(schedule: Schedule, kind_at: Callable[[HeadChunk, Payload, int
 def _uses(schedule: Schedule) -> Iterator[tuple[int, int, bool]]:
     """Yield the chunk and number of the buffers that a pass uses, and whether it frees them, in order."""
     for batch in schedule.batches:
-        found: list[tuple[int, int, bool]] = []
+        uses: list[tuple[int, int, bool]] = []
         for index, steps in batch.rounds:
-            found += [(index, step.buffer, isinstance(step, Free)) for step in steps.arrived]
+            uses += [(index, step.buffer, isinstance(step, Free)) for step in steps.arrived]
             for step in steps.posted:
                 if isinstance(step, Send) and not step.in_place:
-                    found.append((index, step.packed, False))
+                    uses.append((index, step.packed, False))
                 else:
-                    found.append((index, step.buffer, False))
+                    uses.append((index, step.buffer, False))
         for index, steps in batch.rounds:
-            found += [(index, step.gradients, False) for step in steps.computed if step.gradients is not None]
-        yield from (one for one in found if one[1] not in (SHARD, RESULTS))
+            uses += [(index, step.gradients, False) for step in steps.computed if step.gradients is not None]
+        yield from (use for use in uses if use[1] not in (SHARD, RESULTS))

@@ -93,21 +93,21 @@ class HostShared:
         self._heard: Counter[tuple[int, int]] = Counter()
 
     @property
-    def doors(self) -> dict[str, Any]:
+    def ipc_handles(self) -> dict[str, Any]:
         """Return what others need to open this rank's memory and signals; JSON makes texts of the ranks."""
         return {"pid": os.getpid(), "memory": self._fd, "signals": self._for}
 
-    def open(self, doors: Mapping[int, Mapping[str, Any]], group: dist.ProcessGroup) -> None:
+    def open(self, ipc_handles: Mapping[int, Mapping[str, Any]], group: dist.ProcessGroup) -> None:
         """Open the memory and the signals of the others, by group rank."""
         me = str(dist.get_rank(group))
-        for peer, door in doors.items():
-            folder = f"/proc/{door['pid']}/fd"
-            memory = os.open(f"{folder}/{door['memory']}", os.O_RDWR)
+        for peer, handles in ipc_handles.items():
+            folder = f"/proc/{handles['pid']}/fd"
+            memory = os.open(f"{folder}/{handles['memory']}", os.O_RDWR)
             self._of[peer] = self._map(memory)
             os.close(memory)
-            self._to[peer] = self._opened(os.open(f"{folder}/{door['signals'][me]}", os.O_WRONLY))
+            self._to[peer] = self._opened(os.open(f"{folder}/{handles['signals'][me]}", os.O_WRONLY))
 
-    def close_doors(self) -> None:
+    def close_handles(self) -> None:
         """Close the pipes to others: all ranks have opened theirs. A pipe then ends with its writer."""
         for fd in (self._fd, *self._for.values()):
             os.close(fd)
@@ -188,7 +188,7 @@ class _DeviceWork:
 class CudaShared:
     """The same on CUDA, by torch's symmetric memory. (It ran between ranks of one GPU.)"""
 
-    doors: ClassVar[dict[str, Any]] = {}  # torch has its own
+    ipc_handles: ClassVar[dict[str, Any]] = {}  # torch has its own
 
     def __init__(self, nbytes: int, device: torch.device, peers: Sequence[int]) -> None:
         from torch.distributed import _symmetric_memory
@@ -202,12 +202,12 @@ class CudaShared:
         self._used_by: torch.cuda.Stream | None = None
         self._handle: Any = None
 
-    def open(self, doors: Mapping[int, Mapping[str, Any]], group: dist.ProcessGroup) -> None:
+    def open(self, ipc_handles: Mapping[int, Mapping[str, Any]], group: dist.ProcessGroup) -> None:
         """Map the memory of the others. Collective over the ring."""
         torch.cuda.set_device(self.device)  # a thread has its own
         self._handle = self._rendezvous(self._memory, group)
 
-    def close_doors(self) -> None:
+    def close_handles(self) -> None:
         """Do nothing: torch has closed its own."""
 
     def begin_pass(self) -> None:
@@ -280,23 +280,23 @@ def share_memory(exchange: Exchange, nbytes: int, device: torch.device) -> HostS
         for rank in ring
         if rank != mesh.sequence_rank
     }
-    made, card = None, card_of(device)
-    if mesh.collectives is not None and device.type == "cuda" and card["refused"] is None:
-        card["refused"] = "its ring, of dynamic rings, has no process group by which GPUs open memory"
-    if card["refused"] is None:
+    shared, peer_info = None, get_peer_info(device)
+    if mesh.collectives is not None and device.type == "cuda" and peer_info["refused"] is None:
+        peer_info["refused"] = "its ring, of dynamic rings, has no process group by which GPUs open memory"
+    if peer_info["refused"] is None:
         try:
-            made = (CudaShared if device.type == "cuda" else HostShared)(nbytes, device, list(others))
+            shared = (CudaShared if device.type == "cuda" else HostShared)(nbytes, device, list(others))
         except (OSError, RuntimeError) as error:
-            card["refused"] = first_line(error)
-    card["doors"] = None if made is None else made.doors
-    cards = [json.loads(text) for text in gather_texts(exchange, json.dumps(card))]
-    why = why_not_together(mesh, cards)
+            peer_info["refused"] = first_line(error)
+    peer_info["ipc_handles"] = None if shared is None else shared.ipc_handles
+    peer_infos = [json.loads(text) for text in gather_texts(exchange, json.dumps(peer_info))]
+    why = why_not_together(mesh, peer_infos)
     failed: list[str] = []
 
     def open_doors() -> None:
-        assert made is not None, "a rank that refused"
+        assert shared is not None, "a rank that refused"
         try:
-            made.open({peer: cards[rank]["doors"] for peer, rank in others.items()}, group)
+            shared.open({peer: peer_infos[rank]["ipc_handles"] for peer, rank in others.items()}, group)
         except (OSError, RuntimeError) as error:
             failed.append(first_line(error))
 
@@ -310,11 +310,11 @@ def share_memory(exchange: Exchange, nbytes: int, device: torch.device) -> HostS
                 why = f'expected ranks that share memory for "pull", got {what}'
     if why is not None:
         refusal = RingConfigError(f'transport: {why}; use "transport": "ring"')
-        refusal.peers_know = True  # every rank has the same cards
+        refusal.peers_know = True  # every rank has the same facts
         raise refusal
-    assert made is not None, "a rank that refused"
-    made.close_doors()
-    return made
+    assert shared is not None, "a rank that refused"
+    shared.close_handles()
+    return shared
 
 
 # What is used of torch.distributed._symmetric_memory, with its parameters; a test compares them with torch's.
@@ -334,14 +334,14 @@ OF_HANDLE = {
 }
 
 
-def card_of(device: torch.device) -> dict[str, Any]:
+def get_peer_info(device: torch.device) -> dict[str, Any]:
     """Return this rank's node, its GPU, and the reason why it can share no memory, or None."""
-    card: dict[str, Any] = {"node": _node(), "refused": _why_not(device)}
-    if device.type == "cuda" and card["refused"] is None:
+    peer_info: dict[str, Any] = {"node": _node(), "refused": _why_not(device)}
+    if device.type == "cuda" and peer_info["refused"] is None:
         index, count = device.index, torch.cuda.device_count()
         blind = [i for i in range(count) if i != index and not torch.cuda.can_device_access_peer(index, i)]
-        card |= {"gpu": index, "shares": may_share(OF_SYMMETRIC_MEMORY), "cannot read": blind}
-    return card
+        peer_info |= {"gpu": index, "shares": may_share(OF_SYMMETRIC_MEMORY), "cannot read": blind}
+    return peer_info
 
 
 def _node() -> list[str]:
@@ -376,23 +376,23 @@ def _why_not(device: torch.device) -> str | None:
     return None
 
 
-def why_not_together(mesh: RingMesh, cards: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return why the ranks of a sequence cannot share memory, by the cards of all; None if they can."""
-    for rank, card in enumerate(cards):
-        if card["refused"] is not None:
+def why_not_together(mesh: RingMesh, peer_infos: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return why the ranks of a sequence cannot share memory, by the facts of all ranks; None if they can."""
+    for rank, info in enumerate(peer_infos):
+        if info["refused"] is not None:
             who = mesh.describe(rank)
-            return f'expected that every rank can share memory for "pull", got {who}: {card["refused"]}'
-    for rank, card in enumerate(cards):
-        for other in range(rank % mesh.ulysses_size, rank, mesh.ulysses_size):  # of the same ring
-            peer, both = cards[other], f"{mesh.describe(other)} and {mesh.describe(rank)}"
-            if card["node"][1] != peer["node"][1]:
-                names = f"{peer['node'][0]} and {card['node'][0]}"
+            return f'expected that every rank can share memory for "pull", got {who}: {info["refused"]}'
+    for rank, info in enumerate(peer_infos):
+        for peer_rank in range(rank % mesh.ulysses_size, rank, mesh.ulysses_size):  # of the same ring
+            peer, both = peer_infos[peer_rank], f"{mesh.describe(peer_rank)} and {mesh.describe(rank)}"
+            if info["node"][1] != peer["node"][1]:
+                names = f"{peer['node'][0]} and {info['node'][0]}"
                 return f'expected a ring on one node, in one container, for "pull", got {both} on {names}'
-            if "gpu" in card and card["gpu"] == peer["gpu"] and not (card["shares"] and peer["shares"]):
+            if "gpu" in info and info["gpu"] == peer["gpu"] and not (info["shares"] and peer["shares"]):
                 what = (
-                    f"{both} on GPU {card['gpu']}; let each rank see all GPUs, or set {OF_SYMMETRIC_MEMORY}=1"
+                    f"{both} on GPU {info['gpu']}; let each rank see all GPUs, or set {OF_SYMMETRIC_MEMORY}=1"
                 )
                 return f'expected ranks on GPUs of different indices for "pull", got {what}'
-            if "gpu" in card and (card["gpu"] in peer["cannot read"] or peer["gpu"] in card["cannot read"]):
+            if "gpu" in info and (info["gpu"] in peer["cannot read"] or peer["gpu"] in info["cannot read"]):
                 return f'expected GPUs that read each other\'s memory for "pull", got {both}, which cannot'
     return None

@@ -51,13 +51,16 @@ GROWTH = 4  # memory that was too small is replaced by 1 / GROWTH more than is n
 
 
 def make_pass(
-    context: RingContext, found: Prepared, operands: Operands, finish_header_check: Callable[[], None] | None
+    context: RingContext,
+    prepared: Prepared,
+    operands: Operands,
+    finish_header_check: Callable[[], None] | None,
 ) -> Pass:
     """Return a ring pass with buffers in shared memory; an ordinary one for one rank or fake tensors."""
     exchange, buffers = context.exchange, None
     if isinstance(exchange, PullExchange) and not isinstance(operands.q, FakeTensor):
-        buffers, finish_header_check = exchange.share(found, operands, finish_header_check, context.passes)
-    return make_ring_pass(context, found, operands, finish_header_check, buffers)
+        buffers, finish_header_check = exchange.share(prepared, operands, finish_header_check, context.passes)
+    return make_ring_pass(context, prepared, operands, finish_header_check, buffers)
 
 
 class SharedBuffers(Buffers):
@@ -116,7 +119,7 @@ class PullExchange(Exchange):
 
     def share(
         self,
-        found: Prepared,
+        setup: Prepared,
         operands: Operands,
         finish_header_check: Callable[[], None] | None,
         passes: PreparedPasses,
@@ -130,17 +133,19 @@ class PullExchange(Exchange):
             RingConfigError: the ranks cannot share any; on all of them.
             RingPeerError: another rank failed during the call.
         """
-        mesh, plan, (q, k, v, grad_out, _) = self.mesh, found.plan, operands
+        mesh, plan, (q, k, v, grad_out, _) = self.mesh, setup.plan, operands
         backward, size = grad_out is not None, head_bytes(k, v)
-        lower = partial(lower_rank, backward=backward, head_bytes=size, chunk_bytes=found.chunk_bytes)
-        own = lower(found.rank_plan)
-        prepared = passes.of(own, k, v)
+        lower = partial(lower_rank, backward=backward, head_bytes=size, chunk_bytes=setup.chunk_bytes)
+        steps = lower(setup.rank_plan)
+        prepared = passes.of(steps, k, v)
         if prepared.messages is None:
-            kind_at = partial(kind_in_pass, found.kernel, q, k, v)
+            kind_at = partial(kind_in_pass, setup.kernel, q, k, v)
             ranks = [place_buffers(lower(plan.rank(rank)), kind_at) for rank in range(mesh.ring_size)]
-            give_places(prepared, own, ranks[mesh.ring_rank], kind_at)
-            prepared.messages = {key: place for one in ranks for key, place in one.messages.items()}
-            prepared.shared_bytes = max(one.nbytes for one in ranks)
+            give_places(prepared, steps, ranks[mesh.ring_rank], kind_at)
+            prepared.messages = {
+                key: place for rank_places in ranks for key, place in rank_places.messages.items()
+            }
+            prepared.shared_bytes = max(rank_places.nbytes for rank_places in ranks)
         self._messages, self._device, nbytes = prepared.messages, q.device, max(prepared.shared_bytes, 1)
         buffers = self._buffers
         # All ranks compute the same sizes, so all of them come here.
@@ -169,7 +174,11 @@ class PullExchange(Exchange):
         """
         route, both = super().route(sends, receives), (*sends, *receives)
         buffers = self._buffers
-        if buffers is None or not both or any(one.tokens is None or is_fake(one.tensor) for one in both):
+        if (
+            buffers is None
+            or not both
+            or any(letter.tokens is None or is_fake(letter.tensor) for letter in both)
+        ):
             return route
         me, start = self.mesh.ring_rank, buffers.shared.storage.data_ptr()
         for message in sends:

@@ -45,7 +45,7 @@ def has_whole_blocks(pattern: Pattern) -> bool:
 
     Its squares then do not depend on the length of the sequence, as a generation requires.
     """
-    lengths = [one.only_length for one in pattern.primitives]
+    lengths = [primitive.only_length for primitive in pattern.primitives]
     return pattern.is_causal and not pattern.masks and lengths == [None] * len(lengths)
 
 
@@ -68,33 +68,33 @@ def check_blocks(layout: Layout, size: int) -> None:
 
 
 @lru_cache(maxsize=256)
-def blocks_of(layout: Layout, ring_rank: int, size: int, whole: bool) -> tuple[TokenBlock, ...]:
+def cut_blocks(layout: Layout, ring_rank: int, size: int, whole: bool) -> tuple[TokenBlock, ...]:
     """Return the blocks of a shard whose runs begin at multiples of `size`, or follow on one another.
 
     Args:
         whole: fill up the last block of the sequence.
     """
-    found: list[TokenBlock] = []
+    blocks: list[TokenBlock] = []
     slot = 0
     for start, _, length in layout.runs(ring_rank).tolist():
         at, end = start, start + length
         while at < end:
             taken = min(size - at % size, end - at)
             if at % size:
-                last = found.pop()
+                last = blocks.pop()
                 assert (last.number, last.slot + last.length) == (at // size, slot), "a block in two places"
-                found.append(last._replace(length=last.length + taken))
+                blocks.append(last._replace(length=last.length + taken))
             else:
-                found.append(TokenBlock(at // size, slot, taken, 0))
+                blocks.append(TokenBlock(at // size, slot, taken, 0))
             at, slot = at + taken, slot + taken
-    return tuple(one._replace(side=size if whole else one.length) for one in found)
+    return tuple(block._replace(side=size if whole else block.length) for block in blocks)
 
 
 @lru_cache(maxsize=64)
-def squares_of(pattern: Pattern, tokens: int, size: int) -> np.ndarray:
+def find_squares(pattern: Pattern, tokens: int, size: int) -> np.ndarray:
     """Return which squares may have pairs, bool [blocks of queries, blocks of keys]: the same everywhere."""
     count = -(-tokens // size)
-    found = np.zeros((count, count), dtype=bool)
+    squares = np.zeros((count, count), dtype=bool)
     whole = np.array([[0, 1, tokens]])
     tiles = pattern.tiles(whole, whole)
     columns = (tiles.q.position, tiles.q.last_position, tiles.k.position, tiles.k.last_position)
@@ -103,12 +103,12 @@ def squares_of(pattern: Pattern, tokens: int, size: int) -> np.ndarray:
         for block in range(q_first // size, q_last // size + 1):
             low, high = max(q_first, block * size), min(q_last, (block + 1) * size - 1)
             first, last = max(k_first, low - most), min(k_last, high - least)
-            found[block, max(first, 0) // size : max(last, -1) // size + 1] |= first <= last
-    return found
+            squares[block, max(first, 0) // size : max(last, -1) // size + 1] |= first <= last
+    return squares
 
 
 @lru_cache(maxsize=1 << 14)
-def tiles_of(pattern: Pattern, tokens: int, size: int, query: int, key: int) -> Tiles:
+def make_tiles(pattern: Pattern, tokens: int, size: int, query: int, key: int) -> Tiles:
     runs = [np.array([[i * size, 1, min(size, tokens - i * size)]]) for i in (query, key)]
     return pattern.tiles(*runs)
 
@@ -118,9 +118,9 @@ def attend_square(
 ) -> Partial:
     """Return what a block of keys contributes to a block of queries: a call of the same shape everywhere."""
     out, lse = empty_results(q_i, value_dim, accumulator_dtype(q_i.dtype))
-    for one in kernel.forward(q_i, k_j, v_j, tiles, scale):
-        rows, own = one.q_rows, one.heads
-        merge_(rows.of(out[:, own]), rows.of(lse[:, own]), one.out_BHSD, one.lse_BHS)
+    for part in kernel.forward(q_i, k_j, v_j, tiles, scale):
+        rows, heads = part.q_rows, part.heads
+        merge_(rows.of(out[:, heads]), rows.of(lse[:, heads]), part.out_BHSD, part.lse_BHS)
     return out, lse
 
 

@@ -28,11 +28,11 @@ from ds_ring.schedule.plan import head_classes
 from ds_ring.transports.reproducible.blocks import (
     Partial,
     attend_square,
-    blocks_of,
+    cut_blocks,
+    find_squares,
     has_whole_blocks,
+    make_tiles,
     merged,
-    squares_of,
-    tiles_of,
 )
 from ds_ring.transports.reproducible.trees import Node, TreeSum, nodes_left
 
@@ -72,7 +72,7 @@ class FewQueries:
         blocks = list(self._blocks(q.shape[1], k.shape[1]))
         if not blocks:
             return out.to(q.dtype), lse
-        here = [self._of_this_rank(block, q, k, v) for block in blocks]
+        here = [self._compute_nodes(block, q, k, v) for block in blocks]
         for block, total in zip(blocks, self._completed(blocks, here, v), strict=True):
             queries, rows = (on_device(index, q.device) for index in (block.queries, block.rows))
             for whole, part in zip((out, lse), total, strict=True):
@@ -90,7 +90,7 @@ class FewQueries:
             for number in np.unique(numbers).tolist():
                 queries = np.flatnonzero(numbers == number)
                 side = min(size, tokens - number * size)
-                leaves = np.flatnonzero(squares_of(pattern, tokens, size)[number])
+                leaves = np.flatnonzero(find_squares(pattern, tokens, size)[number])
                 rows = self.positions[queries] % size
                 if not len(leaves):  # no key, and no node of a tree
                     continue
@@ -99,21 +99,21 @@ class FewQueries:
     def _keys(self, block: _QueryBlock, ring_rank: int) -> tuple[int, ...]:
         """Return the blocks of keys that a rank has, of those that a block of queries reads."""
         size, filled = self.context.options.block_size, has_whole_blocks(block.pattern)
-        held = {one.number for one in blocks_of(self.layout, ring_rank, size, filled)}
+        held = {token_block.number for token_block in cut_blocks(self.layout, ring_rank, size, filled)}
         return tuple(leaf for leaf in block.leaves.tolist() if leaf in held)
 
     def _nodes(self, block: _QueryBlock, ring_rank: int) -> tuple[Node, ...]:
         return nodes_left(tuple(block.leaves.tolist()), self._keys(block, ring_rank))
 
-    def _of_this_rank(self, block: _QueryBlock, q: Tensor, k: Tensor, v: Tensor) -> dict[Node, Partial]:
+    def _compute_nodes(self, block: _QueryBlock, q: Tensor, k: Tensor, v: Tensor) -> dict[Node, Partial]:
         """Return the nodes of the tree that this rank has completely."""
         size, filled = self.context.options.block_size, has_whole_blocks(block.pattern)
         tree = TreeSum[Partial](block.leaves, merged)
         q_i = _placed(q[:, block.heads].index_select(2, on_device(block.queries, q.device)), block, 0.0)
         kernel, read = self.kernel.of_heads(block.heads), set(block.leaves.tolist())
-        for keys in blocks_of(self.layout, self.context.mesh.ring_rank, size, filled):
+        for keys in cut_blocks(self.layout, self.context.mesh.ring_rank, size, filled):
             if keys.number in read:
-                tiles = tiles_of(block.pattern, block.tokens, size, block.number, keys.number)
+                tiles = make_tiles(block.pattern, block.tokens, size, block.number, keys.number)
                 k_j, v_j = (keys.tokens(x[:, block.kv_heads]) for x in (k, v))
                 part = attend_square(kernel, q_i, k_j, v_j, tiles, self.scale, v.shape[-1])
                 tree.insert((0, keys.number), part)
@@ -133,8 +133,8 @@ class FewQueries:
         ]
         of_rank = [[self._nodes(block, rank) for block in blocks] for rank in range(mesh.ring_size)]
         sizes = [
-            [len(nodes) * math.prod(shape) for nodes, shape in zip(found, shapes, strict=True)]
-            for found in of_rank
+            [len(nodes) * math.prod(shape) for nodes, shape in zip(block_nodes, shapes, strict=True)]
+            for block_nodes in of_rank
         ]
         sent = v.new_zeros(max(map(sum, sizes)), dtype=accumulator_dtype(v.dtype))
         parts = [
@@ -148,10 +148,12 @@ class FewQueries:
             torch.cat(parts, out=sent[: sum(map(len, parts))])
         trees = [TreeSum[Partial](block.leaves, merged) for block in blocks]
         received = exchange.all_gather(sent, mesh.ring_group, mesh.ring_size)
-        for found, lengths, flat in zip(of_rank, sizes, received, strict=True):
+        for block_nodes, lengths, flat in zip(of_rank, sizes, received, strict=True):
             of_blocks = flat[: sum(lengths)].split(lengths)
-            for tree, block, shape, nodes, one in zip(trees, blocks, shapes, found, of_blocks, strict=True):
-                for node, rows in zip(nodes, one.view(len(nodes), *shape), strict=True):
+            for tree, block, shape, nodes, block_rows in zip(
+                trees, blocks, shapes, block_nodes, of_blocks, strict=True
+            ):
+                for node, rows in zip(nodes, block_rows.view(len(nodes), *shape), strict=True):
                     out, lse = rows[..., :-1], rows[..., -1]
                     tree.insert(node, (_placed(out, block, 0.0), _placed(lse, block, -math.inf)))
         totals = [tree.total for tree in trees]

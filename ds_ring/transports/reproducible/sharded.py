@@ -38,11 +38,11 @@ from ds_ring.transports.reproducible.blocks import (
     Partial,
     TokenBlock,
     attend_square,
-    blocks_of,
+    cut_blocks,
+    find_squares,
     has_whole_blocks,
+    make_tiles,
     merged,
-    squares_of,
-    tiles_of,
 )
 from ds_ring.transports.reproducible.trees import Node, TreeSum, nodes_left
 
@@ -50,11 +50,14 @@ Square = tuple[int, int, int]  # head class, block of queries, block of keys
 
 
 def make_pass(
-    context: RingContext, found: Prepared, operands: Operands, finish_header_check: Callable[[], None] | None
+    context: RingContext,
+    prepared: Prepared,
+    operands: Operands,
+    finish_header_check: Callable[[], None] | None,
 ) -> ReproduciblePass:
     """Return the pass of a context."""
     return ReproduciblePass(
-        found.plan, context.mesh.ring_rank, found.kernel, context.exchange, found.scale,
+        prepared.plan, context.mesh.ring_rank, prepared.kernel, context.exchange, prepared.scale,
         context.options.block_size,
     )  # fmt: skip
 
@@ -72,8 +75,8 @@ class ReproduciblePass:
     _heads: list[tuple[slice, slice]] = field(init=False, repr=False, default_factory=list)
 
     def __post_init__(self) -> None:
-        for one in self.plan.classes:
-            self._heads.append((query_heads_of(one.kv_heads, self.plan.group), one.kv_heads))
+        for head_class in self.plan.classes:
+            self._heads.append((query_heads_of(head_class.kv_heads, self.plan.group), head_class.kv_heads))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Run the forward pass; same contract as `RingPass.forward`."""
@@ -82,7 +85,7 @@ class ReproduciblePass:
         trees: dict[tuple[int, int], TreeSum[Partial]] = {}
 
         def compute(owner: int, keys: Sequence[Tensor]) -> Sequence[Tensor]:
-            for (number, query, key), place, k_j, v_j in self._of_owner(owner, keys):
+            for (number, query, key), place, k_j, v_j in self._walk_squares(owner, keys):
                 heads = self._heads[number][0]
                 kernel, tiles = self.kernel.of_heads(heads), self._tiles(number, query, key)
                 q_i = place.tokens(q[:, heads])
@@ -112,26 +115,26 @@ class ReproduciblePass:
         of_queries: dict[tuple[int, int], TreeSum[Tensor]] = {}
         of_keys: dict[tuple[int, int], TreeSum[list[Tensor]]] = {}
 
-        def tree_of_keys(number: int, key: int) -> TreeSum[list[Tensor]]:
+        def make_key_tree(number: int, key: int) -> TreeSum[list[Tensor]]:
             leaves = np.flatnonzero(self._squares(number)[:, key])
             return TreeSum(leaves, lambda left, right: [a + b for a, b in zip(left, right, strict=True)])
 
         def compute(owner: int, keys: Sequence[Tensor]) -> Sequence[Tensor]:
             sums: dict[tuple[int, int], TreeSum[list[Tensor]]] = {}
-            for (number, query, key), place, k_j, v_j in self._of_owner(owner, keys):
+            for (number, query, key), place, k_j, v_j in self._walk_squares(owner, keys):
                 heads = self._heads[number][0]
                 grad_i, q_i, out_i, lse_i = (place.tokens(x[:, heads]) for x in (grad_out, q, out, lse))
                 grad_lse_i = None if grad_lse is None else place.tokens(grad_lse[:, heads])
                 dq, dk, dv = (torch.zeros_like(x, dtype=dtype) for x in (q_i, k_j, v_j))
                 inputs = (grad_i, q_i, k_j, v_j, out_i, lse_i, self._tiles(number, query, key), self.scale)
-                for one in self.kernel.of_heads(heads).backward(*inputs, grad_lse_i):
-                    one.add_to(dq, dk, dv)
+                for part in self.kernel.of_heads(heads).backward(*inputs, grad_lse_i):
+                    part.add_to(dq, dk, dv)
                 if (number, query) not in of_queries:
                     leaves = np.flatnonzero(self._squares(number)[query])
                     of_queries[number, query] = TreeSum(leaves, torch.add)
                 of_queries[number, query].insert((0, key), dq)
                 if (number, key) not in sums:
-                    sums[number, key] = tree_of_keys(number, key)
+                    sums[number, key] = make_key_tree(number, key)
                 sums[number, key].insert((0, query), [dk, dv])
             nodes = [
                 sums[number, block.number].nodes[node]
@@ -143,7 +146,7 @@ class ReproduciblePass:
             pairs = zip(gradients[::2], gradients[1::2], strict=True)
             for (number, block, node), pair in zip(self._nodes(self.ring_rank, reader), pairs, strict=True):
                 if (number, block.number) not in of_keys:
-                    of_keys[number, block.number] = tree_of_keys(number, block.number)
+                    of_keys[number, block.number] = make_key_tree(number, block.number)
                 of_keys[number, block.number].insert(node, list(pair))
 
         self._walk(k, v, compute, add)
@@ -169,13 +172,13 @@ class ReproduciblePass:
 
     def _blocks(self, ring_rank: int, number: int) -> tuple[TokenBlock, ...]:
         filled = has_whole_blocks(self.plan.classes[number].pattern)
-        return blocks_of(self.plan.layout, ring_rank, self.size, filled)
+        return cut_blocks(self.plan.layout, ring_rank, self.size, filled)
 
     def _squares(self, number: int) -> np.ndarray:
-        return squares_of(self.plan.classes[number].pattern, self._tokens(number), self.size)
+        return find_squares(self.plan.classes[number].pattern, self._tokens(number), self.size)
 
     def _tiles(self, number: int, query: int, key: int) -> Tiles:
-        return tiles_of(self.plan.classes[number].pattern, self._tokens(number), self.size, query, key)
+        return make_tiles(self.plan.classes[number].pattern, self._tokens(number), self.size, query, key)
 
     def _read(self, owner: int, reader: int) -> Iterator[tuple[int, TokenBlock, tuple[int, ...]]]:
         """Yield head class, block of the owner's keys, and the reader's blocks of queries that read it."""
@@ -194,7 +197,7 @@ class ReproduciblePass:
             for node in nodes_left(tuple(leaves), reading):
                 yield number, block, node
 
-    def _of_owner(
+    def _walk_squares(
         self, owner: int, keys: Sequence[Tensor]
     ) -> Iterator[tuple[Square, TokenBlock, Tensor, Tensor]]:
         """Yield the squares of this rank's queries and an owner's keys: square, queries, K and V."""

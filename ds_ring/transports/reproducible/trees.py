@@ -34,10 +34,10 @@ class TreeSum(Generic[T]):
             first = (number ^ 1) << level
             low, high = np.searchsorted(self._leaves, (first, first + (1 << level)))
             if low < high:
-                other = self.nodes.pop((level, number ^ 1), None)
-                if other is None:
+                sibling = self.nodes.pop((level, number ^ 1), None)
+                if sibling is None:
                     break
-                value = self._add(other, value) if number & 1 else self._add(value, other)
+                value = self._add(sibling, value) if number & 1 else self._add(value, sibling)
             level, number = level + 1, number >> 1
         self.nodes[level, number] = value
 
@@ -49,9 +49,9 @@ class TreeSum(Generic[T]):
 
 
 @lru_cache(maxsize=1 << 14)
-def nodes_left(leaves: tuple[int, ...], own: tuple[int, ...]) -> tuple[Node, ...]:
+def nodes_left(leaves: tuple[int, ...], local: tuple[int, ...]) -> tuple[Node, ...]:
     """Return the nodes that remain where a rank has some of a tree's leaves."""
     tree = TreeSum[bool](np.array(leaves), lambda left, right: True)
-    for leaf in own:
+    for leaf in local:
         tree.insert((0, leaf), True)
     return tuple(sorted(tree.nodes))

@@ -79,7 +79,7 @@ class Step(NamedTuple):
     block: TileBlock | None
 
 
-def blocks_of(grid: TileGrid, backward: bool) -> Iterator[TileBlock]:
+def order_blocks(grid: TileGrid, backward: bool) -> Iterator[TileBlock]:
     """Yield the blocks of a pass in order; see [Note: the order of blocks]."""
     a, b = grid.key_ranks, grid.query_ranks
     if backward:
@@ -97,9 +97,9 @@ def blocks_of(grid: TileGrid, backward: bool) -> Iterator[TileBlock]:
 
 
 @lru_cache(maxsize=64)
-def steps_of(grid: TileGrid, backward: bool) -> tuple[Step, ...]:
+def list_steps(grid: TileGrid, backward: bool) -> tuple[Step, ...]:
     """Return the steps of a pass; all ranks of a grid have the same."""
-    blocks = list(blocks_of(grid, backward))
+    blocks = list(order_blocks(grid, backward))
     queries, keys = (
         _uses(blocks, count, side) for count, side in ((grid.query_ranks, 0), (grid.key_ranks, 1))
     )
@@ -120,8 +120,8 @@ def steps_of(grid: TileGrid, backward: bool) -> tuple[Step, ...]:
 
 def _uses(blocks: list[TileBlock], count: int, side: int) -> dict[int, tuple[int, int]]:
     """Return the first and the last block that reads the tokens of each rank but the own one."""
-    found = {}
+    uses = {}
     for distance in range(1, count):
         using = [number for number, block in enumerate(blocks) if block[side] in (ALL, distance)]
-        found[distance] = using[0], using[-1]
-    return found
+        uses[distance] = using[0], using[-1]
+    return uses

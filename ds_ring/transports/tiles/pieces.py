@@ -37,8 +37,8 @@ def add_at(total: Tensor, slots: SlotRanges, part: Tensor) -> None:
         total.index_add_(0, on_device(expand_ranges(slots), total.device), part)
         return
     lengths = (slots[:, 1] - slots[:, 0]).tolist()
-    for (start, end), own in zip(slots.tolist(), part.split(lengths), strict=True):
-        total[start:end] += own
+    for (start, end), rows in zip(slots.tolist(), part.split(lengths), strict=True):
+        total[start:end] += rows
 
 
 class StepMessages:
@@ -63,7 +63,7 @@ class TileSide:
     """One side of a tile: the queries of a row, or the keys of a column.
 
     Args:
-        own: the tensors of the own shard's tokens, [B, heads, valid, ...].
+        local: the tensors of the own shard's tokens, [B, heads, valid, ...].
         names: of these tensors in messages.
         read: the slots that this rank reads of each rank, by distance, the own shard first.
         readers: the own slots that the rank at each distance reads.
@@ -73,14 +73,14 @@ class TileSide:
     """
 
     def __init__(
-        self, own: Sequence[Tensor], names: Sequence[str], read: Sequence[SlotRanges],
+        self, local: Sequence[Tensor], names: Sequence[str], read: Sequence[SlotRanges],
         readers: Sequence[SlotRanges], rank_at: Callable[[int], int], together: bool,
     ) -> None:  # fmt: skip
         self.counts = [count_slots(slots) for slots in read]
         self._names, self._readers, self._rank_at = names, readers, rank_at
-        self._own = [x.movedim(2, 0) for x in own]  # views; `_parts` has copies for messages
+        self._own = [x.movedim(2, 0) for x in local]  # views; `_parts` has copies for messages
         self._parts: dict[int, list[Tensor]] = {}
-        self._views: dict[int, list[Tensor]] = {0: list(own)}
+        self._views: dict[int, list[Tensor]] = {0: list(local)}
         if together:
             self._parts[ALL] = [rows(x, sum(self.counts)) for x in self._own]
             split = zip(*(x.split(self.counts) for x in self._parts[ALL]), strict=True)
@@ -130,7 +130,7 @@ class TileSide:
         Returns:
             for each distance the own slots, and the memory for their results.
         """
-        found = []
+        arrivals = []
         for distance in distances:
             if self.counts[distance]:
                 batch.send(self._rank_at(-distance), names, results[distance])
@@ -138,5 +138,5 @@ class TileSide:
             coming = [rows(x, count_slots(slots)) for x in like]
             batch.receive(self._rank_at(distance), names, coming)
             if len(slots):
-                found.append((slots, coming))
-        return found
+                arrivals.append((slots, coming))
+        return arrivals

@@ -34,7 +34,7 @@ class TokenBytes(NamedTuple):
     query_back: int  # partial out and lse, or dQ
 
     @classmethod
-    def of(
+    def for_pass(
         cls, backward: bool, head_dim: int, value_dim: int, element: int, accumulator: int, lses: int = 1
     ) -> TokenBytes:
         """Return those of a pass.
@@ -92,18 +92,18 @@ class TilePlan:
         if key not in self._reads:
             tiles, *firsts = self.table(number, ring_rank)
             sides = zip((tiles.q, tiles.k), firsts, strict=True)
-            found = [self._read(axis, first, ring_rank) for axis, first in sides]
+            side_reads = [self._read(axis, first, ring_rank) for axis, first in sides]
             # Python's integers: the product may exceed int64.
             pairs, of_all = tiles.pairs, tiles.head_in_group < 0
             count = self.group * int(pairs[of_all].sum()) + int(pairs[~of_all].sum())
-            self._reads[key] = Reads(found[0], found[1], count)
+            self._reads[key] = Reads(side_reads[0], side_reads[1], count)
         return self._reads[key]
 
     def tiles(self, number: int, ring_rank: int) -> RankTiles:
         """Return what a class does on a rank."""
         key = number, ring_rank
         if key not in self._tables:
-            self._tables[key] = RankTiles.of(self, number, ring_rank)
+            self._tables[key] = RankTiles.for_rank(self, number, ring_rank)
         return self._tables[key]
 
     def pairs(self, ring_rank: int) -> int:
@@ -117,9 +117,9 @@ class TilePlan:
         node = max(ranks_per_node, 1)
         for number, (kv_heads, _) in enumerate(self.classes):
             heads = len(range(self.kv_heads)[kv_heads])
-            own = self.reads(number, ring_rank)
+            reads = self.reads(number, ring_rank)
             for distance in range(1, grid.key_ranks):
-                come = heads * count_slots(own.keys[distance])
+                come = heads * count_slots(reads.keys[distance])
                 peer = grid.in_column(ring_rank, distance)
                 go = heads * count_slots(self.reads(number, peer).keys[distance])
                 received, sent = received + come * size.key, sent + go * size.key
@@ -128,7 +128,7 @@ class TilePlan:
                 far += come * size.key * (source // node != ring_rank // node)
                 far += go * size.key_back * (peer // node != ring_rank // node)
             for distance in range(1, grid.query_ranks):
-                come = heads * self.group * count_slots(own.queries[distance])
+                come = heads * self.group * count_slots(reads.queries[distance])
                 peer = grid.in_row(ring_rank, distance)
                 go = heads * self.group * count_slots(self.reads(number, peer).queries[distance])
                 received, sent = received + come * size.query, sent + go * size.query
@@ -145,10 +145,10 @@ class TilePlan:
         """
         far, total, node = 0, 0, max(ranks_per_node, 1)
         for number, (kv_heads, _) in enumerate(self.classes):
-            heads, own = len(range(self.kv_heads)[kv_heads]), self.reads(number, ring_rank)
+            heads, reads = len(range(self.kv_heads)[kv_heads]), self.reads(number, ring_rank)
             sides = (
-                (own.keys, size.key + size.key_back, self.grid.in_column),
-                (own.queries, self.group * (size.query + size.query_back), self.grid.in_row),
+                (reads.keys, size.key + size.key_back, self.grid.in_column),
+                (reads.queries, self.group * (size.query + size.query_back), self.grid.in_row),
             )
             for slots, row_bytes, source in sides:
                 for distance, read in enumerate(slots[1:], 1):
@@ -171,22 +171,22 @@ class TilePlan:
 
     def _runs(self, ranks: Sequence[int]) -> tuple[IntArray, IntArray]:
         runs = [self._shards[rank] for rank in ranks]
-        counts = [int(one[:, 2].sum()) for one in runs]
+        counts = [int(rank_runs[:, 2].sum()) for rank_runs in runs]
         return np.concatenate(runs), np.cumsum([0, *counts[:-1]])
 
-    def _read(self, axis: Axis, first: IntArray, own: int) -> tuple[SlotRanges, ...]:
+    def _read(self, axis: Axis, first: IntArray, owner_here: int) -> tuple[SlotRanges, ...]:
         """Return the slots of one side by the distance to their owner; all of the own shard."""
         source = np.searchsorted(first, axis.slot, side="right") - 1
         # One slot between two ranks, so that no range has tokens of both.
         apart = first + np.arange(len(first))
-        found = no_slots()
+        ranges = no_slots()
         if len(source):
             rows = np.stack([axis.slot + source, axis.slot_step, axis.length], axis=1)
-            found = ranges_of_progressions(rows)
-        owner = np.searchsorted(apart, found[:, 0], side="right") - 1
-        slots = found - apart[owner][:, None]
+            ranges = ranges_of_progressions(rows)
+        owner = np.searchsorted(apart, ranges[:, 0], side="right") - 1
+        slots = ranges - apart[owner][:, None]
         bounds = np.searchsorted(owner, np.arange(1, len(first) + 1))
-        valid = self.layout.valid_tokens(own)
+        valid = self.layout.valid_tokens(owner_here)
         return np.array([[0, valid]]) if valid else no_slots(), *np.split(slots, bounds)[1:-1]
 
 
@@ -212,7 +212,7 @@ class RankTiles:
         self._blocks: dict[TileBlock, Tiles] = {}
 
     @classmethod
-    def of(cls, plan: TilePlan, number: int, ring_rank: int) -> RankTiles:
+    def for_rank(cls, plan: TilePlan, number: int, ring_rank: int) -> RankTiles:
         """Return those of a class on a rank."""
         grid, reads = plan.grid, plan.reads(number, ring_rank)
         table, q_first, k_first = plan.table(number, ring_rank)
@@ -228,14 +228,14 @@ class RankTiles:
         ]
         return cls(table, reads, queries, keys)
 
-    def of_block(self, block: TileBlock) -> Tiles:
+    def make_block_tiles(self, block: TileBlock) -> Tiles:
         """Return the tiles of a block; slots count from the first token of what it reads on each side."""
         if block not in self._blocks:
             tiles = self._table
             if block.query != ALL:
-                tiles = _transposed(_of_source(_transposed(tiles), self._q_first, block.query))
+                tiles = _transposed(_select_source(_transposed(tiles), self._q_first, block.query))
             if block.key != ALL:
-                tiles = _of_source(tiles, self._k_first, block.key)
+                tiles = _select_source(tiles, self._k_first, block.key)
             if block.part:
                 cut = middle_slot(tiles)
                 keep = min(cut, count_slots(self.queries[0]) - cut) >= LEAST_KEPT
@@ -272,7 +272,7 @@ def _packed(tiles: Tiles, first: IntArray, held: Sequence[SlotRanges]) -> Tiles:
     return Tiles.concat(parts)
 
 
-def _of_source(tiles: Tiles, firsts: IntArray, distance: int) -> Tiles:
+def _select_source(tiles: Tiles, firsts: IntArray, distance: int) -> Tiles:
     """Return the tiles with the keys of one rank; their slots count from its first token."""
     begin, end = int(firsts[distance]), int(firsts[distance + 1])
     inside = (tiles.k.slot >= begin) & (tiles.k.slot < end)
@@ -282,8 +282,8 @@ def _of_source(tiles: Tiles, firsts: IntArray, distance: int) -> Tiles:
 @lru_cache(maxsize=64)
 def tile_plan(pattern: Pattern, layout: Layout, query_heads: int, kv_heads: int, grid: TileGrid) -> TilePlan:
     """Return the plan of a pattern on a layout and a grid, of H and G heads per rank."""
-    classes = tuple((heads, one) for heads, one in head_classes(pattern, query_heads, kv_heads))
-    assert all(isinstance(one, BoundPattern) for _, one in classes)
+    classes = tuple((heads, bound) for heads, bound in head_classes(pattern, query_heads, kv_heads))
+    assert all(isinstance(bound, BoundPattern) for _, bound in classes)
     return TilePlan(layout, grid, query_heads // kv_heads, classes, kv_heads)  # type: ignore[arg-type]
 
 
@@ -302,7 +302,7 @@ def choose_grid(
     node = ranks_per_node if 1 < ranks_per_node < ring else 0
     most: dict[TileGrid, int] = {}
     cost: dict[TileGrid, tuple[int, int, int]] = {}
-    for grid in grids_of(ring):
+    for grid in list_grids(ring):
         plan = tile_plan(pattern, layout, query_heads, kv_heads, grid)
         each = [plan.read_bytes(rank, size, node) for rank in ranks]
         most[grid] = max(plan.pairs(rank) for rank in ranks)
@@ -311,8 +311,8 @@ def choose_grid(
     return min((grid for grid in cost if most[grid] <= (1 + UNEVEN) * least), key=cost.__getitem__)
 
 
-def grids_of(ring_size: int) -> list[TileGrid]:
+def list_grids(ring_size: int) -> list[TileGrid]:
     """Return all grids of a ring; those of one row or one column once."""
     columns = [a for a in range(1, ring_size + 1) if ring_size % a == 0]
-    found = [TileGrid(a, ring_size // a, near) for a in columns for near in (True, False)]
-    return [one for one in found if one.keys_are_near or 1 < one.key_ranks < ring_size]
+    grids = [TileGrid(a, ring_size // a, near) for a in columns for near in (True, False)]
+    return [grid for grid in grids if grid.keys_are_near or 1 < grid.key_ranks < ring_size]

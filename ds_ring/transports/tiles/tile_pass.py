@@ -24,34 +24,37 @@ from ds_ring.ops.prepare import Prepared
 from ds_ring.ring.accumulator import Accumulator, parts_wait
 from ds_ring.ring.merge import accumulator_dtype
 from ds_ring.schedule.lowering import head_bytes, head_chunks, query_heads_of
-from ds_ring.transports.tiles.grid import ALL, TileGrid, steps_of
+from ds_ring.transports.tiles.grid import ALL, TileGrid, list_steps
 from ds_ring.transports.tiles.pieces import FEW_RANGES, StepMessages, TileSide, add_at, rows
 from ds_ring.transports.tiles.plan import RankTiles, TilePlan, TokenBytes, choose_grid, tile_plan
 
 
 def make_pass(
-    context: RingContext, found: Prepared, operands: Operands, finish_header_check: Callable[[], None] | None
+    context: RingContext,
+    prepared: Prepared,
+    operands: Operands,
+    finish_header_check: Callable[[], None] | None,
 ) -> TilePass:
     """Return the pass of a context, on the grid whose messages have the fewest bytes."""
-    mesh, plan = context.mesh, found.plan
+    mesh, plan = context.mesh, prepared.plan
     nodes = mesh.grid.ring_ranks_per_node(mesh.global_rank, mesh.ranks_per_node) or 0
-    asked = plan.pattern, plan.layout, plan.query_heads, plan.kv_heads
-    return pass_on(choose_grid(*asked, token_bytes(found.kernel, operands), nodes), context, found)
+    shape = plan.pattern, plan.layout, plan.query_heads, plan.kv_heads
+    return pass_on(choose_grid(*shape, token_bytes(prepared.kernel, operands), nodes), context, prepared)
 
 
-def pass_on(grid: TileGrid, context: RingContext, found: Prepared) -> TilePass:
+def pass_on(grid: TileGrid, context: RingContext, prepared: Prepared) -> TilePass:
     """Return the pass of a context on a grid."""
-    plan = found.plan
+    plan = prepared.plan
     tiles = tile_plan(plan.pattern, plan.layout, plan.query_heads, plan.kv_heads, grid)
-    given = found.kernel, context.exchange, found.scale, found.chunk_bytes
-    return TilePass(tiles, context.mesh.ring_rank, *given)
+    settings = prepared.kernel, context.exchange, prepared.scale, prepared.chunk_bytes
+    return TilePass(tiles, context.mesh.ring_rank, *settings)
 
 
 def token_bytes(kernel: Kernel, operands: Operands) -> TokenBytes:
     """Return the bytes of a token in the messages of a pass over these operands."""
     q, _, v, grad_out, has_grad_lse = operands
     sizes = q.element_size(), accumulator_dtype(q.dtype).itemsize
-    return TokenBytes.of(
+    return TokenBytes.for_pass(
         grad_out is not None, q.shape[-1], value_dim(kernel, v), *sizes, lses=1 + has_grad_lse
     )
 
@@ -88,7 +91,7 @@ class TilePass:
         queries, keys = self._sides(tiles, ("Q",), [q], [k, v], keys_stay=True)
         like = [x.movedim(2, 0) for x in results]
         partial_results: dict[int, list[Tensor]] = {}  # of other ranks' queries, by distance
-        steps = steps_of(self.plan.grid, backward=False)
+        steps = list_steps(self.plan.grid, backward=False)
         for number, step in enumerate(steps):
             batch = StepMessages()
             queries.arrive(batch, step.queries_in)
@@ -101,7 +104,7 @@ class TilePass:
                     partial_results[here] = [rows(x, queries.counts[here]) for x in like]
                     target = _merged(kernel, *(x.movedim(0, 2) for x in partial_results[here]))
                 operands = *queries.views(here), *keys.views(step.block.key)
-                self._attend(kernel, operands, tiles.of_block(step.block), target)
+                self._attend(kernel, operands, tiles.make_block_tiles(step.block), target)
                 if here:
                     target.finish()
                     queries.drop([here])
@@ -129,28 +132,28 @@ class TilePass:
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Return the gradients; same contract as `RingPass.backward`."""
         dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-        given = [grad_out, q, out, lse, *(() if grad_lse is None else (grad_lse.to(lse.dtype),))]
+        query_rows = [grad_out, q, out, lse, *(() if grad_lse is None else (grad_lse.to(lse.dtype),))]
         for tiles, heads, kv in self._chunks(k, v):
-            of_queries, of_keys = [x[:, heads] for x in given], [x[:, kv] for x in (k, v)]
-            found = self._backward(tiles, self.kernel.of_heads(heads), of_queries, of_keys)
-            for to, x in zip((dq[:, heads], dk[:, kv], dv[:, kv]), found, strict=True):
+            of_queries, of_keys = [x[:, heads] for x in query_rows], [x[:, kv] for x in (k, v)]
+            gradients = self._backward(tiles, self.kernel.of_heads(heads), of_queries, of_keys)
+            for to, x in zip((dq[:, heads], dk[:, kv], dv[:, kv]), gradients, strict=True):
                 to[:, :, : len(x)] = x.movedim(0, 2)
         return dq, dk, dv
 
     def _backward(
-        self, tiles: RankTiles, kernel: Kernel, given: Sequence[Tensor], kv: Sequence[Tensor]
+        self, tiles: RankTiles, kernel: Kernel, query_rows: Sequence[Tensor], kv: Sequence[Tensor]
     ) -> tuple[Tensor, ...]:
         """Return dq, dk and dv of the own tokens of a head chunk, [valid, B, heads, ...].
 
-        `given`: grad_out, q, out, lse, and grad_lse if there is one; `kv`: k and v.
+        `query_rows`: grad_out, q, out, lse, and grad_lse if there is one; `kv`: k and v.
         """
-        names, dtype = ("dO", "Q", "out", "lse", "lse's gradient")[: len(given)], given[3].dtype
-        queries, keys = self._sides(tiles, names, given, kv, keys_stay=False)
-        like_q, *like_kv = (rows(x.movedim(2, 0), 0, dtype) for x in (given[1], *kv))
+        names, dtype = ("dO", "Q", "out", "lse", "lse's gradient")[: len(query_rows)], query_rows[3].dtype
+        queries, keys = self._sides(tiles, names, query_rows, kv, keys_stay=False)
+        like_q, *like_kv = (rows(x.movedim(2, 0), 0, dtype) for x in (query_rows[1], *kv))
         sums_of_q = rows(like_q, sum(queries.counts)).zero_()
         dq = {ALL: [sums_of_q]} | {at: [x] for at, x in enumerate(sums_of_q.split(queries.counts))}
         dkv: dict[int, list[Tensor]] = {}  # by distance, as dq
-        steps = steps_of(self.plan.grid, backward=True)
+        steps = list_steps(self.plan.grid, backward=True)
         for number, step in enumerate(steps):
             batch = StepMessages()
             queries.arrive(batch, step.queries_in)
@@ -163,7 +166,11 @@ class TilePass:
                 if j not in dkv:
                     dkv[j] = [rows(x, keys.counts[j]).zero_() for x in like_kv]
                 self._differentiate(
-                    kernel, queries.views(i), keys.views(j), tiles.of_block(step.block), (*dq[i], *dkv[j])
+                    kernel,
+                    queries.views(i),
+                    keys.views(j),
+                    tiles.make_block_tiles(step.block),
+                    (*dq[i], *dkv[j]),
                 )
                 if j and j in steps[number + 1].keys_back:
                     keys.drop([j])
@@ -171,8 +178,8 @@ class TilePass:
                 pending.wait()
             for total, returned in ((dq[0], of_queries), (dkv.get(0, ()), of_keys)):
                 for slots, parts in returned:
-                    for one, part in zip(total, parts, strict=True):
-                        add_at(one, slots, part)
+                    for target, part in zip(total, parts, strict=True):
+                        add_at(target, slots, part)
             for distance in step.keys_back:
                 del dkv[distance]
         return *dq[0], *dkv[0]
@@ -183,8 +190,8 @@ class TilePass:
     ) -> None:  # fmt: skip
         """Add the gradients of a block to sums [n, B, heads, ...] of dq, dk and dv."""
         if len(tiles):
-            (grad_out, q, out, lse, *more), (k, v) = queries, keys
-            grad_lse = more[0] if more else None
+            (grad_out, q, out, lse, *rest), (k, v) = queries, keys
+            grad_lse = rest[0] if rest else None
             targets = [x.movedim(0, 2) for x in totals]
             inputs = (grad_out, q, k, v, out, lse, tiles, self.scale, grad_lse)
             for part in kernel.backward(*inputs):

@@ -34,7 +34,7 @@ from ds_ring.masks.pattern import Pattern
 from ds_ring.schedule.layout import Layout, in_whole_blocks
 from ds_ring.schedule.plan import build_plan
 from ds_ring.simulation.simulate import SimulationOptions
-from ds_ring.transports.reproducible.blocks import blocks_of
+from ds_ring.transports.reproducible.blocks import cut_blocks
 from tests.dist.harness import RankPool
 
 Pool = Callable[[int], RankPool]
@@ -256,7 +256,7 @@ def test_a_pair_in_blocks_has_whole_blocks_of_both(queries: int) -> None:
     pair = PairLayout.join(*(in_whole_blocks(one, 8) for one in (q_layout, k_layout)), block=8)
     everywhere = np.concatenate([pair.positions(rank) for rank in range(3)])
     assert sorted(everywhere.tolist()) == list(range(pair.tokens)) and pair.first_query == 64
-    numbers = [one.number for rank in range(3) for one in blocks_of(pair, rank, 8, False)]
+    numbers = [one.number for rank in range(3) for one in cut_blocks(pair, rank, 8, False)]
     assert sorted(numbers) == list(range(pair.tokens // 8))
     with pytest.raises(RingLayoutError, match="expected no Ulysses ranks"):
         PairLayout.join(q_layout, k_layout, 2, 8)

@@ -230,7 +230,7 @@ def block_choices(rank: int, world_size: int) -> dict[str, Any]:
     with small_tiles(), closing(mesh):
         for name, size, documents, whole, delay, k, choices in BLOCKS:
             layout = make_layout(name, tokens=TOKENS, ring_size=mesh.ring_size, pattern=Causal())
-            blocks = BlockLayout.of_tokens(layout, size, documents, whole)
+            blocks = BlockLayout.from_tokens(layout, size, documents, whole)
             known = blocks_alone(size, documents, whole)
             assert list(zip(blocks.starts.tolist(), blocks.ends.tolist(), strict=True)) == known
             x, count = tensors(choices), max(len(known), 1)
@@ -272,12 +272,12 @@ def test_ties_between_blocks_in_another_order_are_found(rank_pool):
 
 def test_blocks_need_consecutive_tokens_and_documents_without_gaps():
     with pytest.raises(RingLayoutError, match="expected shards of consecutive positions"):
-        BlockLayout.of_tokens(make_layout("striped", tokens=64, ring_size=2), 4)
+        BlockLayout.from_tokens(make_layout("striped", tokens=64, ring_size=2), 4)
     layout = make_layout("zigzag", tokens=64, ring_size=2)
     with pytest.raises(RingPatternError, match="got one with a gap"):
-        BlockLayout.of_tokens(layout, 4, Documents(document_ids=np.repeat([0, 1, 0], [10, 20, 34])))
+        BlockLayout.from_tokens(layout, 4, Documents(document_ids=np.repeat([0, 1, 0], [10, 20, 34])))
     with pytest.raises(RingPatternError, match=r"expected 64 ids, got 203"):
-        BlockLayout.of_tokens(layout, 4, DOCUMENTS)
+        BlockLayout.from_tokens(layout, 4, DOCUMENTS)
 
 
 def without_ties(rank: int, world_size: int, run: Any = None) -> dict[str, Any]:
@@ -347,13 +347,13 @@ def wrong(rank: int, world_size: int, what: str) -> str:
             chosen[0, 0, 0] = 64
         chosen = {"chosen floats": chosen.float(), "chosen shape": chosen[:, 1:]}.get(what, chosen)
         if what == "blocks of another layout":
-            other = BlockLayout.of_tokens(make_layout("contiguous", tokens=64, ring_size=mesh.ring_size), 4)
+            other = BlockLayout.from_tokens(make_layout("contiguous", tokens=64, ring_size=mesh.ring_size), 4)
             ring_select(scores, 5, keys, layout=layout, mesh=mesh, blocks=other)
         if what == "blocks and a pattern":
-            blocks = BlockLayout.of_tokens(layout, 4)
+            blocks = BlockLayout.from_tokens(layout, 4)
             ring_select(scores, 5, keys, layout=layout, mesh=mesh, blocks=blocks, pattern=Causal())
         if what == "keys of tokens":
-            ring_select(scores, 5, keys, layout=layout, mesh=mesh, blocks=BlockLayout.of_tokens(layout, 4))
+            ring_select(scores, 5, keys, layout=layout, mesh=mesh, blocks=BlockLayout.from_tokens(layout, 4))
         if what == "three choices":
             chosen = chosen.unsqueeze(1).expand(-1, 3, -1, -1)
         return selected_attention(q, k, v, chosen, layout=layout, mesh=mesh)

@@ -18,8 +18,8 @@ from ds_ring.checkpoint.manifest import (
     Storage,
     accept_checkpoint,
     earlier_tags,
-    faults_of,
     files_in,
+    find_faults,
     read_latest,
     read_manifest,
     record_files,
@@ -57,9 +57,9 @@ def test_every_single_bit_counts(tmp_path):
             data = bytearray(b"x" * 100)
             data[place] ^= 1 << bit
             path.write_bytes(data)
-            assert len(faults_of(folder)) == 1
+            assert len(find_faults(folder)) == 1
     path.write_bytes(b"x" * 100)
-    assert faults_of(folder) == []
+    assert find_faults(folder) == []
 
 
 def test_every_single_bit_of_the_manifest_counts(tmp_path):
@@ -70,7 +70,7 @@ def test_every_single_bit_of_the_manifest_counts(tmp_path):
         data = bytearray(whole)
         data[place] ^= 1 << place % 8
         (folder / MANIFEST).write_bytes(data)
-        if not faults_of(folder):
+        if not find_faults(folder):
             unseen.append(place)
     assert all(whole[place : place + 1].isspace() for place in unseen), "only the layout may change unseen"
 
@@ -79,7 +79,7 @@ def test_every_single_bit_of_the_manifest_counts(tmp_path):
 def test_every_truncation_counts(tmp_path, size):
     folder = checkpoint(tmp_path)
     os.truncate(folder / "offloaded" / "swap.bin", size)
-    assert faults_of(folder) == [
+    assert find_faults(folder) == [
         f"{folder / 'offloaded' / 'swap.bin'}: expected 100 bytes, got {size}: truncated"
     ]
 
@@ -88,8 +88,8 @@ def test_shares_of_the_ranks_are_all_files(tmp_path):
     folder = checkpoint(tmp_path)
     (folder / "mp_rank_00_model_states.pt").write_bytes(bytes(2048))
     (folder / "offloaded" / "swap.bin").write_bytes(b"y" * 100)
-    assert len(faults_of(folder)) == 2
-    assert [len(faults_of(folder, Storage((0, 1, 2), rank).share_of)) for rank in range(3)] == [1, 1, 0]
+    assert len(find_faults(folder)) == 2
+    assert [len(find_faults(folder, Storage((0, 1, 2), rank).select_share)) for rank in range(3)] == [1, 1, 0]
 
 
 def with_paths(folder: Path, *paths: str) -> None:
@@ -229,7 +229,7 @@ def test_a_manifest_of_a_later_version_is_refused(tmp_path):
     folder = checkpoint(tmp_path)
     text = json.loads((folder / MANIFEST).read_text())
     (folder / MANIFEST).write_text(json.dumps(text | {"format": 2}))
-    assert "damaged" in faults_of(folder)[0]
+    assert "damaged" in find_faults(folder)[0]
 
 
 def test_a_folder_that_was_renamed_or_moved_is_whole(tmp_path):
@@ -271,7 +271,7 @@ def test_accepting_a_checkpoint_of_before(tmp_path):
     folder = checkpoint(tmp_path, "global_step120")
     (folder / MANIFEST).unlink()
     assert accept_checkpoint(tmp_path, "global_step120").global_steps == 120
-    assert faults_of(folder) == []
+    assert find_faults(folder) == []
     with pytest.raises(RingCheckpointError, match=f"no {MANIFEST} yet"):
         accept_checkpoint(tmp_path, "global_step120")
     with pytest.raises(RingCheckpointError, match="check the tag"):

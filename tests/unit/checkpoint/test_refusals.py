@@ -190,5 +190,5 @@ def test_sizes_are_asked_of_deepspeeds_states_alone(tmp_path: Path) -> None:
         pickles.weights_only_below(folder),
         pytest.raises(RingCheckpointError, match="Linear, which loading"),
     ):
-        resize.stage_of(folder)
+        resize.read_stage(folder)
     assert (folder / MANIFEST).exists()

@@ -7,7 +7,7 @@ import pytest
 from ds_ring import make_layout
 from ds_ring.decode.cache_layout import CacheLayout
 from ds_ring.schedule.layout import in_whole_blocks
-from ds_ring.transports.reproducible.blocks import blocks_of
+from ds_ring.transports.reproducible.blocks import cut_blocks
 
 
 @pytest.mark.parametrize("ring_size", [1, 3, 4])
@@ -31,7 +31,7 @@ def test_blocks_stay_whole(ring_size: int) -> None:
     cache = CacheLayout(75 + 61, ring_size, prompt=prompt, block=8)
     owners = cache.slots_by_position() // cache.local_tokens
     for rank in range(ring_size):
-        places = [(one.number, one.length) for one in blocks_of(cache, rank, 8, True)]
+        places = [(one.number, one.length) for one in cut_blocks(cache, rank, 8, True)]
         assert places == [(number, 8) for number in range(17) if owners[8 * number] == rank]
         for position in range(75, 136):
             slot = cache.slot(rank, position)

@@ -69,6 +69,6 @@ def _of_rows(
     if not wants_state:
         return out, None
     # The last run of the sequence is the last one that its rank computes.
-    runs = context.runs.of_rank(context.mesh.sequence_rank).tolist()
+    runs = context.runs.list_rank_runs(context.mesh.sequence_rank).tolist()
     state = last.clone() if len(context.runs.starts) - 1 in runs else torch.zeros_like(initial)
     return out, on_every_rank(context, state, "state after the sequence")

@@ -166,7 +166,7 @@ class Windows:
             np.zeros(count, dtype=bool), np.zeros(slots, dtype=np.int64),
         )  # fmt: skip
         halo_of = np.zeros(len(runs.starts), dtype=np.int64)  # by run
-        halo_of[runs.of_rank(rank)] = np.arange((runs.ranks == rank).sum())
+        halo_of[runs.list_rank_runs(rank)] = np.arange((runs.ranks == rank).sum())
 
         def tokens(fragments: IntArray, firsts: IntArray) -> IntArray:
             """Return the indices of windows that begin at some positions, for fragments of this rank."""

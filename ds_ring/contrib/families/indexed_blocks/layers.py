@@ -58,7 +58,7 @@ _patch = partial(
 )
 
 SCORED = 2048  # tokens whose scores exist at a time
-_blocks = lru_cache(maxsize=64)(BlockLayout.of_tokens)  # the same for all layers and steps
+_blocks = lru_cache(maxsize=64)(BlockLayout.from_tokens)  # the same for all layers and steps
 
 
 @dataclass(frozen=True)

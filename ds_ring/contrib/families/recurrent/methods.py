@@ -39,7 +39,7 @@ from ds_ring.data.batch import cache_in
 from ds_ring.data.batch_sharding import BatchSharding
 from ds_ring.errors import RingConfigError
 from ds_ring.layers.scan.context import ScanContext
-from ds_ring.layers.scan.recurrence import Computed, kinds_of, of_last_run, on_every_rank, padded
+from ds_ring.layers.scan.recurrence import Computed, group_pieces, of_last_run, on_every_rank, padded
 from ds_ring.layers.scan.scan import scan_op
 from ds_ring.models.rows import in_order, own_last_tokens
 from ds_ring.ops.gradients import run_compared
@@ -91,7 +91,7 @@ def _scaled_pieces(
 ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:  # fmt: skip
     """Return what `_scaled_recurrence` returns, of rows with the same documents."""
     batch, slots = tensors[0].shape[0], tensors[0].shape[dim]
-    kinds = kinds_of(context) if context.pieces or not wants_state else {}
+    kinds = group_pieces(context) if context.pieces or not wants_state else {}
     last = {piece.run: piece for piece in context.pieces if piece.is_last}
     places = [(last[run].slot, last[run].length, last[run].continues) for run in range(context.own_runs)]
     # No token is here: a padding slot gives the shape of the states.
@@ -134,7 +134,7 @@ def _greatest_before(context: ScanContext, decay: Tensor, greatest: Tensor) -> T
     A scan of one-hot vectors hands every run the numbers of all runs of its document before it.
     """
     count = len(context.runs.starts)
-    own = on_device(context.runs.of_rank(context.mesh.sequence_rank), decay.device)
+    own = on_device(context.runs.list_rank_runs(context.mesh.sequence_rank), decay.device)
     factors = torch.stack([torch.ones_like(decay), decay, greatest], dim=1)  # [R, 3, ...]
     places = F.one_hot(own, count).to(decay.dtype)
     places = places.view(*places.shape, *[1] * (factors.dim() - 1))
@@ -474,7 +474,7 @@ def ngrams(original: Original, layer: Any, *args: Any, **kwargs: Any) -> Tensor:
         return out.transpose(1, 2)
 
     def run(context: ScanContext, ids: Tensor) -> Tensor:
-        kinds_of(context)
+        group_pieces(context)
         return with_halo(context, ids[:, None] + 1, layer.context_len, embed).transpose(1, 2)
 
     return by_rows(sharding, run, input_ids.long())

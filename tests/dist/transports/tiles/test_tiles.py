@@ -29,7 +29,7 @@ from ds_ring.ops.context import RingContext, context_for
 from ds_ring.ops.frontend import attend
 from ds_ring.ops.options import Options
 from ds_ring.transports.tiles.grid import TileGrid
-from ds_ring.transports.tiles.plan import TokenBytes, choose_grid, grids_of, tile_plan
+from ds_ring.transports.tiles.plan import TokenBytes, choose_grid, list_grids, tile_plan
 from ds_ring.transports.tiles.tile_pass import pass_on
 from tests import calls
 from tests.cases import Shape, document_ids, not_one_of_three, tensors
@@ -58,7 +58,7 @@ def parity(rank: int, world_size: int, name: str) -> dict[str, float]:
     layout = make_layout(layout_name, tokens=SHAPE.tokens, ring_size=world_size, pattern=pattern)
     whole = [x.double() for x in tensors(SHAPE)]
     want, worst = dense_attention(*whole, pattern), {}
-    for grid in grids_of(world_size):
+    for grid in list_grids(world_size):
         context = context_for(pattern, layout, mesh, Options(transport="tiles", chunk_bytes=None))
         on_grid(context, grid)
         exchange = context.exchange
@@ -68,7 +68,7 @@ def parity(rank: int, world_size: int, name: str) -> dict[str, float]:
             worst[key] = max(worst.get(key, 0.0), error)
         if exchange is not None:
             plan = tile_plan(pattern, layout, SHAPE.query_heads, SHAPE.kv_heads, grid)
-            sizes = [TokenBytes.of(backward, 8, 8, 8, 8) for backward in (False, True)]
+            sizes = [TokenBytes.for_pass(backward, 8, 8, 8, 8) for backward in (False, True)]
             planned = SHAPE.batch * sum(plan.traffic(rank, size).sent for size in sizes)
             assert exchange.counters.bytes_sent - before == planned, grid
     return worst
@@ -164,6 +164,6 @@ def test_what_cannot_be_honoured_is_refused(rank_pool: Pool, given: dict[str, An
 def test_grids_that_ranks_choose_are_equal() -> None:
     """The choice depends on what ranks compare: pattern, layout, heads, dtype and ranks of a node."""
     layout = make_layout("zigzag", tokens=np.int64(1024), ring_size=16)
-    size = TokenBytes.of(False, 64, 64, 2, 4)
+    size = TokenBytes.for_pass(False, 64, 64, 2, 4)
     found = {choose_grid.__wrapped__(Causal(), layout, 8, 2, size, 8) for _ in range(3)}
     assert len(found) == 1

@@ -21,7 +21,7 @@ from tests.unit.models.test_attention import FAMILIES, GROUPED, build
 
 CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "no tokens for a state": (
-        lambda: recurrence.kinds_of(
+        lambda: recurrence.group_pieces(
             SimpleNamespace(pieces=[], layout="contiguous", mesh=RingMesh.single())  # type: ignore[arg-type]
         ),
         RingConfigError,

@@ -6,15 +6,15 @@ import itertools
 
 import pytest
 
-from ds_ring.transports.tiles.grid import ALL, TileBlock, TileGrid, blocks_of, steps_of
-from ds_ring.transports.tiles.plan import grids_of
+from ds_ring.transports.tiles.grid import ALL, TileBlock, TileGrid, list_steps, order_blocks
+from ds_ring.transports.tiles.plan import list_grids
 
 SIZES = (1, 2, 6, 12, 16)
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_each_pair_of_shards_is_computed_by_one_rank(size: int) -> None:
-    for grid in grids_of(size):
+    for grid in list_grids(size):
         assert grid.key_ranks * grid.query_ranks == size
         met = [
             (grid.in_row(rank, -i), grid.in_column(rank, -j))
@@ -29,7 +29,7 @@ def test_each_pair_of_shards_is_computed_by_one_rank(size: int) -> None:
 
 @pytest.mark.parametrize("size", SIZES)
 def test_a_distance_there_and_back_is_the_rank_itself(size: int) -> None:
-    for grid, rank in itertools.product(grids_of(size), range(size)):
+    for grid, rank in itertools.product(list_grids(size), range(size)):
         for at, count in ((grid.in_row, grid.query_ranks), (grid.in_column, grid.key_ranks)):
             assert len({at(rank, distance) for distance in range(count)}) == count
             assert all(at(at(rank, distance), -distance) == rank for distance in range(count))
@@ -46,17 +46,17 @@ def test_neighbours_share_a_column_or_a_row() -> None:
 def test_blocks_are_the_tile_once_and_messages_come_before_and_return_after(
     size: int, backward: bool
 ) -> None:
-    for grid in grids_of(size):
+    for grid in list_grids(size):
         counts = grid.query_ranks, grid.key_ranks
         seen: list[tuple[int, int]] = []
-        for block in blocks_of(grid, backward):
+        for block in order_blocks(grid, backward):
             sides = (range(n) if at == ALL else (at,) for at, n in zip(block[:2], counts, strict=True))
             seen += [] if block.part == 2 else itertools.product(*sides)
         assert sorted(seen) == list(itertools.product(*map(range, counts)))
 
         here: list[set[int]] = [{0}, {0}]
         back: list[list[int]] = [[], []]
-        for step in steps_of(grid, backward):
+        for step in list_steps(grid, backward):
             for side, (block_at, count) in enumerate(
                 zip((step.block or TileBlock(0, 0))[:2], counts, strict=True)
             ):
@@ -76,6 +76,6 @@ def test_blocks_are_the_tile_once_and_messages_come_before_and_return_after(
 @pytest.mark.parametrize("backward", [False, True])
 def test_messages_travel_while_blocks_are_computed(backward: bool) -> None:
     """But for a forward pass whose keys do not travel: its last results return alone."""
-    for grid in grids_of(16):
-        alone = [step for step in steps_of(grid, backward) if step.block is None]
+    for grid in list_grids(16):
+        alone = [step for step in list_steps(grid, backward) if step.block is None]
         assert len(alone) == (not backward and grid.key_ranks == 1 and grid.query_ranks > 1)

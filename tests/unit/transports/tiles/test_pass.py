@@ -13,7 +13,7 @@ from ds_ring.comm.messages import Message
 from ds_ring.kernels.cpu.kernel import CpuKernel
 from ds_ring.transports.tiles import plan as plans
 from ds_ring.transports.tiles.grid import TileGrid
-from ds_ring.transports.tiles.plan import TokenBytes, grids_of, tile_plan
+from ds_ring.transports.tiles.plan import TokenBytes, list_grids, tile_plan
 from tests.cases import LAYOUTS, Shape, layout_for, tensors
 from tests.mask_table import HEADS, KV_HEADS, MASKS, TOKENS, dense
 from tests.reference import Dense, dense_attention, relative_error
@@ -53,7 +53,7 @@ def test_every_mask_is_its_formula_on_every_grid(
     """By day each mask takes the next grid."""
     ranks, pattern, given = 4, MASKS[mask].pattern, whole()
     layout, want = layout_for(layout_name, pattern, tokens=TOKENS, ring_size=ranks), truth(mask, given)
-    grids = grids_of(ranks)
+    grids = list_grids(ranks)
     if not request.config.getoption("night"):
         turn = list(MASKS).index(mask) // 3 % len(grids)
         grids = grids[turn : turn + 1]
@@ -61,7 +61,7 @@ def test_every_mask_is_its_formula_on_every_grid(
         found, sent = on_threads(grid, pattern, layout, given)
         assert worst([found[0], *found[2:]], want) < EXACT, grid
         plan = tile_plan(pattern, layout, HEADS, KV_HEADS, grid)
-        sizes = [TokenBytes.of(backward, 8, 8, 8, 8) for backward in (False, True)]
+        sizes = [TokenBytes.for_pass(backward, 8, 8, 8, 8) for backward in (False, True)]
         assert sent == [tuple(plan.traffic(rank, size).sent for size in sizes) for rank in range(ranks)]
 
 
@@ -79,7 +79,7 @@ def test_grouped_heads_batches_and_a_gradient_of_the_lse(heads: tuple[int, int],
     )
     layout = make_layout("zigzag", tokens=101, ring_size=4, multiple_of=4)
     want = dense_attention(*given, Causal(), grad_lse)
-    for grid in grids_of(4):
+    for grid in list_grids(4):
         found, _ = on_threads(grid, Causal(), layout, given, grad_lse, CpuKernel, chunk_bytes)
         assert compared(found, want) < EXACT, grid
 
@@ -88,7 +88,7 @@ def test_grouped_heads_batches_and_a_gradient_of_the_lse(heads: tuple[int, int],
 def test_ranks_without_tokens(tokens: int) -> None:
     given = whole(Shape(batch=1, query_heads=2, kv_heads=1, tokens=tokens, head_dim=8))
     layout = make_layout("zigzag", tokens=tokens, ring_size=6)
-    for grid in grids_of(6):
+    for grid in list_grids(6):
         found, _ = on_threads(grid, Causal(), layout, given)
         assert worst(found, dense_attention(*given, Causal())) < EXACT, grid  # dq of one key is 0
 
@@ -100,7 +100,7 @@ def test_a_part_of_the_own_shard_is_kept_for_the_end(monkeypatch: pytest.MonkeyP
     layout, grid = make_layout("zigzag", tokens=90, ring_size=4), TileGrid(2, 2)
     found, _ = on_threads(grid, Causal(), layout, given)
     assert compared(found, dense_attention(*given, Causal())) < EXACT
-    kept = tile_plan(Causal(), layout, 2, 1, grid).tiles(0, 1).of_block(plans.TileBlock(0, 0, 2))
+    kept = tile_plan(Causal(), layout, 2, 1, grid).tiles(0, 1).make_block_tiles(plans.TileBlock(0, 0, 2))
     assert len(kept)
     tile_plan.cache_clear()
 

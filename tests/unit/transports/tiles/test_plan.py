@@ -8,11 +8,11 @@ import pytest
 from ds_ring import Causal, Documents, Full, SlidingWindow, make_layout
 from ds_ring.masks.pattern import Pattern
 from ds_ring.transports.tiles.grid import TileGrid
-from ds_ring.transports.tiles.plan import TokenBytes, choose_grid, grids_of, tile_plan
+from ds_ring.transports.tiles.plan import TokenBytes, choose_grid, list_grids, tile_plan
 from tests.cases import document_ids
 
 HEADS, KV_HEADS, DIM, SHARD = 32, 8, 128, 8192
-FORWARD, BACKWARD = (TokenBytes.of(backward, DIM, DIM, 2, 4) for backward in (False, True))
+FORWARD, BACKWARD = (TokenBytes.for_pass(backward, DIM, DIM, 2, 4) for backward in (False, True))
 KV = SHARD * KV_HEADS * FORWARD.key  # bytes of a shard's K and V
 
 
@@ -20,7 +20,7 @@ def test_bytes_of_a_token() -> None:
     """bfloat16, D 128: K and V 512, q 256, out with its lse 260; gradients in float32."""
     assert FORWARD == (512, 0, 256, 260)
     assert BACKWARD == (512, 1024, 3 * 256 + 4, 512)
-    assert TokenBytes.of(True, 128, 64, 2, 4, lses=2) == (384, 768, 2 * 256 + 8, 512)
+    assert TokenBytes.for_pass(True, 128, 64, 2, 4, lses=2) == (384, 768, 2 * 256 + 8, 512)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_the_table_of_bytes(ranks: int, ring: tuple[float, float], tiles: tuple[
 )
 def test_every_grid_is_balanced(pattern: Pattern, layout: str, most: float) -> None:
     made = make_layout(layout, tokens=16 * 64, ring_size=16)
-    for grid in grids_of(16):
+    for grid in list_grids(16):
         plan = tile_plan(pattern, made, 4, 2, grid)
         pairs = [plan.traffic(rank, FORWARD).pairs for rank in range(16)]
         assert max(pairs) <= most * np.mean(pairs)
@@ -99,7 +99,7 @@ def test_what_no_pair_reads_is_not_sent() -> None:
         ]
         assert max(counts) <= 64, (rank, counts)
     apart = Documents(np.arange(16 * 64) // 64)
-    for grid in grids_of(16):
+    for grid in list_grids(16):
         plan = tile_plan(apart, layout, 4, 2, grid)
         assert all(plan.traffic(rank, BACKWARD).sent == 0 for rank in range(16))
 
@@ -115,7 +115,7 @@ def test_fewer_bytes_are_no_reason_for_uneven_work() -> None:
     pattern = Documents(document_ids(tokens, 400)) & Causal()
     layout = make_layout("balanced", tokens=tokens, ring_size=16, pattern=pattern)
     most = {}
-    for grid in grids_of(16):
+    for grid in list_grids(16):
         plan = tile_plan(pattern, layout, HEADS, KV_HEADS, grid)
         pairs = [plan.pairs(rank) for rank in range(16)]
         most[grid] = max(pairs) / np.mean(pairs)
@@ -130,13 +130,13 @@ def test_nodes_come_first() -> None:
     grid = choose_grid(Causal(), layout, HEADS, KV_HEADS, FORWARD, 8)
     far = {
         one: tile_plan(Causal(), layout, HEADS, KV_HEADS, one).read_bytes(0, FORWARD, 8)
-        for one in grids_of(64)
+        for one in list_grids(64)
     }
     assert far[grid][0] == min(each for each, _ in far.values())
     assert not grid.keys_are_near and grid.query_ranks == 8
 
 
-@pytest.mark.parametrize("grid", grids_of(6), ids=str)
+@pytest.mark.parametrize("grid", list_grids(6), ids=str)
 def test_both_sides_of_a_message_agree(grid: TileGrid) -> None:
     """What all ranks send is what all receive, and what is read is what goes and returns."""
     tokens = 6 * 50
