@@ -20,7 +20,6 @@ examples:
       --devices 8 --hardware h200 --fit                                      the longest sequence that fits
   ds-ring plan --hf-config config.json --tokens 131072 --config ds_config.json --hardware cpu --json
   ds-ring plan --published                                    what others measured, and the model beside it
-  ds-ring plan --hf-config config.json --tokens 131072 --devices 64 --goodput     how often to save
   ds-ring plan --documents lognormal --tokens 524288 --devices 64    layouts of packed documents
   ds-ring plan --hf-config config.json --tokens 8388608 --devices 64 --hardware a100 \\
       --pattern '{"segment_lengths": [2048, 16384], "dilation_rates": [1, 8]}'
@@ -79,8 +78,6 @@ def add(commands: Commands) -> None:
     says = "layouts of packed documents: lengths of a file, or lognormal, heavy-tail, uniform"
     plan.add_argument("--documents", metavar="FILE|NAME", help=says)
     plan.add_argument("--draws", type=int, default=20, metavar="N", help="of --documents; default: 20")
-    says = 'useful share of months with faults; JSON, say {"gpu_mtbf_hours": 20000}'
-    plan.add_argument("--goodput", nargs="?", const="{}", metavar="JSON", help=says)
     add_json(plan)
 
 
@@ -91,19 +88,14 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
     from ..plan.advice import advise
     from ..plan.compare import compare
     from ..plan.estimate import estimate
-    from ..plan.goodput import jobs
-    from ..plan.goodput import report as months
     from ..plan.inputs import settings_of
-    from ..plan.node_orders import node_orders
     from ..plan.report import as_json, print_report
-    from ..plan.transports import transports
 
     refuse_extra("plan", extra_args)
     if options.published:
         return _published(options.json)
     if options.documents is not None:
         return _documents(options)
-    faults = None if options.goodput is None else jobs.options_from(options.goodput)
     # On terminals only, once it has taken two seconds.
     with tqdm(bar_format="ds-ring plan: {desc} ...", delay=2, leave=False, disable=None) as line:
 
@@ -122,19 +114,10 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
         fit = advice.fit_reach
         most = None if fit is None else (fit.longest_tokens, fit.longest_options)
         rows = compare(found, advice.reach.longest_tokens, most) if options.compare else []
-        say("how to span the nodes")
-        orders = node_orders(found)
-        say("how to move keys and values inside a node")
-        ways = transports(found)
-        say("months with faults")
-        goodput = None if faults is None else months.goodput(found, faults)
     if options.json:
-        more = {} if goodput is None else {"goodput": months.as_dict(goodput)}
-        print(as_json(found, advice, rows, orders, ways, more))
+        print(as_json(found, advice, rows))
     else:
-        print_report(found, advice, rows, orders, ways)
-        if goodput is not None:
-            months.print_goodput(goodput)
+        print_report(found, advice, rows)
     return 0
 
 

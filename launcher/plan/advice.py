@@ -9,7 +9,7 @@ from itertools import chain, islice
 from typing import NamedTuple
 
 from .estimate import Estimate, estimate
-from .node_orders import Hiding, hiding_shard, waiting
+from .hiding import Hiding, hiding_shard, waiting
 from .options import (
     can_hold,
     fewest_devices,
@@ -22,7 +22,6 @@ from .options import (
 from .other_layers import Lookup, Recurrence, Selection
 from .pass_time import EXPOSED
 from .training_setting import ELEMENT_BYTES, TrainingSetting
-from .whole_heads import sentences
 
 # Remedies make a run fit, the cheapest first: changes that cost no time (a smaller bucket, ranks from
 # data-parallel replicas, states divided further, smaller micro-batches), then the cheapest sets of options of
@@ -220,7 +219,6 @@ def advise(found: Estimate, say: Callable[[str], None] = lambda what: None) -> A
         *_memory(found, more or own),
         *_exposed(found, hiding),
         *_latents(found),
-        *sentences(found),
         *_state_of_things(found),
     ]
     if found.fits:

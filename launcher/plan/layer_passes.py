@@ -187,10 +187,6 @@ def layer_passes(setting: TrainingSetting, progress: OnProgress | None = None) -
     Raises:
         RingError: layout and pattern do not go together.
     """
-    if setting.transport == "tiles":
-        from .tile_passes import tile_passes  # a transport that may be removed
-
-        return tile_passes(setting)
     layout = layout_of(setting)
     plans, shape, needs, costs = plans_of(setting, layout), pass_shape(setting, layout), [], []
     ranks = looked_at([plan for plan, _ in plans], layout)

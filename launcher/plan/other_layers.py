@@ -49,11 +49,6 @@ class Recurrence(NamedTuple):
     state: int = 0
     transition: int = 0
     matrix: bool = False  # M is a matrix: the kernel computes it as more columns of values
-    # of `engine.ring.states_by_heads()`: heads that Ulysses can divide, and what its all-to-alls move of a
-    # token, there and back: elements of the activations' dtype, and in float32; 0 where there is no such way
-    heads: int = 0
-    swapped: int = 0
-    swapped_floats: int = 0
     serial: bool = False  # each run waits for the state of the run before it; nothing is scanned
 
 
@@ -101,8 +96,6 @@ def _gated_delta(values: ModelValues) -> Recurrence:
         "gated delta rule", hidden * (channels + 2 * inner + 2 * heads),
         2 * channels + 3 * inner + 2 * heads * key_dim, width - 1, channels,
         heads * key_dim * value_dim, heads * key_dim**2, True,
-        # q, k, v, the outputs and beta; g
-        _size(values, "linear_num_key_heads"), channels + inner + heads, heads,
     )  # fmt: skip
 
 
@@ -113,7 +106,6 @@ def _kimi_delta(values: ModelValues) -> Recurrence:
     return Recurrence(
         "Kimi delta attention", 4 * hidden * inner + 2 * dim * (hidden + inner) + hidden * heads,
         12 * inner, width - 1, 3 * inner, inner * dim, inner * dim, True,
-        heads, 4 * inner + heads, inner,
     )  # fmt: skip
 
 
@@ -153,40 +145,6 @@ def _selection(values: ModelValues) -> Selection:
 
 
 # Layers of a model of the user's own, by `ds_ring/layers`: their sizes have the word of the layer in front.
-def _mamba3(values: ModelValues) -> Recurrence:
-    heads, inputs, states, width = (
-        _size(values, f"mamba3_{name}") for name in ("heads", "ranks", "states", "channels")
-    )
-    hidden, inner = _size(values, "hidden_size"), heads * width
-    of_head = inputs * (states + width)  # k and v; the token before a run comes by a halo
-    return Recurrence(
-        "Mamba 3", hidden * (3 * inner + 2 * inputs * states + 3 * heads + states // 2),
-        2 * heads * of_head, 1, heads * of_head, heads * states * width, heads * states * 2,
-    )  # fmt: skip
-
-
-def _log_linear(values: ModelValues) -> Recurrence:
-    heads, keys, width, levels = (
-        _size(values, f"log_linear_{name}") for name in ("heads", "key_dim", "value_dim", "levels")
-    )
-    hidden, inner, buckets = _size(values, "hidden_size"), heads * width, levels - 1
-    return Recurrence(
-        "log-linear attention", hidden * (2 * heads * keys + 2 * inner + heads * (1 + levels)),
-        heads * (2 * keys + 2 * width + 1 + levels), state=heads * buckets * keys * width,
-        transition=heads * buckets**2,
-    )  # fmt: skip
-
-
-def _titans(values: ModelValues) -> Recurrence:
-    heads, keys, width = (_size(values, f"titans_{name}") for name in ("heads", "key_dim", "value_dim"))
-    hidden, inner = _size(values, "hidden_size"), heads * width
-    return Recurrence(
-        "Titans' memory", hidden * (2 * heads * keys + 2 * inner + 3 * heads),
-        heads * (2 * keys + 2 * width + 3), state=2 * heads * keys * width, transition=4 * heads * keys**2,
-        matrix=True,
-    )  # fmt: skip
-
-
 def _ttt_linear(values: ModelValues) -> Recurrence:
     heads, dim = (_size(values, f"ttt_linear_{name}") for name in ("heads", "head_dim"))
     hidden, inner = _size(values, "hidden_size"), heads * dim
@@ -210,9 +168,7 @@ _ROWS: tuple[tuple[str, str, Callable[[ModelValues], Kind]], ...] = (
 KNOWN: Mapping[str, Readers] = {
     model: dict.fromkeys(words.split(), read) for models, words, read in _ROWS for model in models.split()
 }
-OWN: Readers = {
-    "mamba3": _mamba3, "log_linear": _log_linear, "titans": _titans, "ttt_linear": _ttt_linear,
-}  # fmt: skip
+OWN: Readers = {"ttt_linear": _ttt_linear}
 # Keys of configurations whose layers are not all softmax attention, for any `layer_types`.
 _SIGNS = re.compile(
     r"mamba|ssm_|linear_(num|key|conv|attn)|index|lru_width|block_types?$|layers_block_type|attn_layer_"

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 from typing import Any
 
 from rich.table import Table
@@ -17,33 +16,16 @@ from .advice import Advice, Reach, Remedy, latents_on_the_wire
 from .compare import ComparisonRow
 from .estimate import Estimate
 from .layer_passes import LayerPass
-from .node_orders import NodeOrders
 from .options import json_of
 from .other_layers import LayerCost
-from .transports import Transports
-from .whole_heads import StatesAdvice, states_by_heads
 
 GIB = 2**30
 
 
-def as_json(
-    found: Estimate, advice: Advice, rows: Sequence[ComparisonRow] = (), orders: NodeOrders | None = None,
-    ways: Transports | None = None, others: Mapping[str, Any] = MappingProxyType({}),
-) -> str:  # fmt: skip
-    """Return one object; sizes in bytes, times in seconds; `others` are further keys of it."""
-    more: dict[str, Any] = {**others} | ({"compared": [row._asdict() for row in rows]} if rows else {})
-    if orders is not None:
-        listed = []
-        for row in orders.rows:
-            values = row._asdict()
-            setting = values.pop("setting")
-            sizes = {"ring_size": setting.ring_size, "ulysses_size": setting.ulysses_size}
-            listed.append(sizes | values | {"best": row is orders.best})
-        more |= {"node_orders": listed, "node_advice": orders.advice}
-        more |= {"one_ring_hides_tokens_per_rank": orders.one_ring_hides.tokens}
-    if ways is not None:
-        more |= {"transports": [row._asdict() for row in ways.rows], "transport_advice": ways.advice}
-    return json.dumps(as_dict(found, advice) | more, indent=2)
+def as_json(found: Estimate, advice: Advice, rows: Sequence[ComparisonRow] = ()) -> str:
+    """Return one object; sizes in bytes, times in seconds."""
+    compared = {"compared": [row._asdict() for row in rows]} if rows else {}
+    return json.dumps(as_dict(found, advice) | compared, indent=2)
 
 
 def as_dict(found: Estimate, advice: Advice) -> dict[str, Any]:
@@ -113,7 +95,6 @@ def as_dict(found: Estimate, advice: Advice) -> dict[str, Any]:
         "never_hides": advice.hiding.never,
         "remedies": [_remedy(one) for one in advice.remedies],
         "latents": None if latents is None else latents._asdict(),
-        "states_by_heads": [_ways(one) for one in states_by_heads(found)],
         "warnings": list(advice.warnings),
     }
 
@@ -150,11 +131,6 @@ def _layer(one: LayerCost, found: Estimate) -> dict[str, Any]:
     }
 
 
-def _ways(one: StatesAdvice) -> dict[str, Any]:
-    ways = {"scan": one.scan._asdict(), "by_heads": one.by_heads._asdict()}
-    return one._asdict() | ways | {"takes_heads": one.takes_heads}
-
-
 def _remedy(one: Remedy) -> dict[str, Any]:
     row = {"change": one.change, "peak_bytes": one.peak_bytes, "step_s": one.step_s}
     row["host_bytes_of_node"] = one.host_bytes
@@ -166,10 +142,7 @@ def _usable_of_node(found: Estimate) -> int | None:
     return None if usable is None else int(usable * found.setting.devices_of_node)
 
 
-def print_report(
-    found: Estimate, advice: Advice, rows: Sequence[ComparisonRow] = (), orders: NodeOrders | None = None,
-    ways: Transports | None = None,
-) -> None:  # fmt: skip
+def print_report(found: Estimate, advice: Advice, rows: Sequence[ComparisonRow] = ()) -> None:
     """Print the tables, then the warnings, on stdout."""
     console = make_console()
     setting = found.setting
@@ -194,12 +167,6 @@ def print_report(
         print_table(_compared_table(rows))
         for row in rows:
             console.print(_options_of(row), markup=False)
-    if orders is not None:
-        print_table(_orders_table(orders))
-        console.print(orders.advice, markup=False)
-    if ways is not None:
-        print_table(_transports_table(ways))
-        console.print(ways.advice, markup=False)
     own, more = advice.reach, advice.fit_reach
     longest, fewest = f"{own.longest_tokens:,} tokens with these options", _fewest(own)
     if more is not None and more.longest_options != own.longest_options:
@@ -307,32 +274,6 @@ def _cost_table(found: Estimate) -> Table:
         table.add_row("host, not overlapped", _size(found.host_bytes), f"{found.host_s:.3g}")
     table.add_section()
     table.add_row("step", "", f"{found.step_s:.3g}")
-    return table
-
-
-def _orders_table(orders: NodeOrders) -> Table:
-    """Build the table of ways to span the nodes."""
-    label, unit = _unit(max(row.peak_bytes for row in orders.rows))
-    table = Table("across nodes", "attention s", "of it waiting", "step s", label)
-    for column in table.columns[1:]:
-        column.justify = "right"
-    for row in orders.rows:
-        marks = "" if row.runs else " (not run)"
-        marks += "" if row.fits else " (too large)"
-        times = (row.attention_s, row.waiting_s, row.step_s)
-        figures = [*(f"{seconds:.3g}" for seconds in times), f"{row.peak_bytes / unit:.1f}"]
-        table.add_row(row.name + marks, *figures)
-    return table
-
-
-def _transports_table(ways: Transports) -> Table:
-    """Build the table of ways to move keys and values inside a node."""
-    table = Table("inside the node", "attention s", "of it waiting", "step s")
-    for column in table.columns[1:]:
-        column.justify = "right"
-    for row in ways.rows:
-        times = (row.attention_s, row.waiting_s, row.step_s)
-        table.add_row(row.name, *(f"{seconds:.4g}" for seconds in times))
     return table
 
 

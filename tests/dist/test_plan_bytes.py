@@ -35,15 +35,12 @@ from ds_ring import (
 from ds_ring.comm.exchange import Exchange
 from ds_ring.errors import RingConfigError
 from ds_ring.integrations.transformers.variants.recurrent.layers import FUNCTIONS, METHODS
-from ds_ring.layers.log_linear.log_linear import log_linear_attention
-from ds_ring.layers.mamba3.mamba3 import mamba3_scan
 from ds_ring.layers.ngrams.hashes import ngram_rows
 from ds_ring.layers.ngrams.sharded_rows import sharded_rows
 from ds_ring.layers.scan.context import scan_context
 from ds_ring.layers.scan.sequence_runs import SequenceRuns, sequence_runs
 from ds_ring.layers.selection import select, selected_pass
 from ds_ring.layers.serial.ttt import ttt_linear
-from ds_ring.layers.titans.titans import titans_scan
 from ds_ring.measure.memory import measure_cpu_memory
 from ds_ring.simulation.scans import virtual_halo, virtual_scan
 from ds_ring_launcher import cli
@@ -171,38 +168,25 @@ def test_messages_that_are_not_planned_are_found(rank_pool: Pool, fault: str) ->
 
 # --- layers of a model of one's own ---------------------------------------------------------------
 
-OWN_SIZES = {
-    "hidden_size": 8, "mamba3_heads": 2, "mamba3_ranks": 2, "mamba3_states": 4, "mamba3_channels": 3,
-    "log_linear_heads": 2, "log_linear_key_dim": 3, "log_linear_value_dim": 5, "log_linear_levels": 7,
-    "titans_heads": 2, "titans_key_dim": 3, "titans_value_dim": 5, "ttt_linear_heads": 2,
-    "ttt_linear_head_dim": 3,
-}  # fmt: skip
+OWN_SIZES = {"hidden_size": 8, "ttt_linear_heads": 2, "ttt_linear_head_dim": 3}
 
 
-def of_operator(word: str, slots: int, named: dict[str, Any]) -> torch.Tensor:
+def run_operator(slots: int, named: dict[str, Any]) -> torch.Tensor:
     """The output of one layer's operator on drawn tensors."""
 
-    def given(*shape: int) -> torch.Tensor:
+    def draw(*shape: int) -> torch.Tensor:
         return torch.rand(BATCH, slots, *shape, requires_grad=True)
 
-    if word == "mamba3":
-        qkv = given(2, 2, 4), given(2, 2, 4), given(2, 2, 3)
-        return mamba3_scan(*qkv, -given(2), given(2), given(2), given(2, 1), **named)
-    if word == "log_linear":
-        return log_linear_attention(given(2, 3), given(2, 3), given(2, 5), -given(2), given(2, 7), **named)
-    if word == "titans":
-        rates = given(2), -given(2), -given(2)
-        return titans_scan(given(2, 3), given(2, 3), given(2, 5), *rates, chunk_size=1, **named)
     norm, begin = (torch.ones(2, 3), torch.zeros(2, 3)), torch.zeros(2, 4, 3)
-    return ttt_linear(given(2, 3), given(2, 3), given(2, 3), given(2), norm, begin, mini_batch=1, **named)
+    return ttt_linear(draw(2, 3), draw(2, 3), draw(2, 3), draw(2), norm, begin, mini_batch=1, **named)
 
 
-def operators(rank: int, world_size: int, word: str, ulysses: int) -> list[int]:
+def operators(rank: int, world_size: int, ulysses: int) -> list[int]:
     """Bytes of an operator on this rank, forward and backward."""
     mesh = RingMesh.from_world(world_size // ulysses, ulysses)
     layout = make_layout("zigzag", tokens=TOKENS, ring_size=mesh.ring_size, multiple_of=ulysses)
     before = counted()
-    out = of_operator(word, layout.local_tokens // ulysses, {"layout": layout, "mesh": mesh})
+    out = run_operator(layout.local_tokens // ulysses, {"layout": layout, "mesh": mesh})
     forward = counted() - before
     out.sum().backward()
     found = [forward, counted() - before - forward]
@@ -210,29 +194,26 @@ def operators(rank: int, world_size: int, word: str, ulysses: int) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("word", OWN)
 @pytest.mark.parametrize(("size", "ulysses"), [(2, 1), (4, 1), (4, 2)])
-@pytest.mark.day("4-2-mamba3", "2-1-log_linear", "4-1-titans", "4-1-ttt_linear")
-def test_bytes_of_own_layers_are_those_of_real_ranks(
-    rank_pool: Pool, size: int, ulysses: int, word: str
-) -> None:
-    kind = OWN[word](OWN_SIZES)
+@pytest.mark.day("4-1")
+def test_bytes_of_own_layers_are_those_of_real_ranks(rank_pool: Pool, size: int, ulysses: int) -> None:
+    kind = OWN["ttt_linear"](OWN_SIZES)
     assert isinstance(kind, Recurrence)
     layout = make_layout("zigzag", tokens=TOKENS, ring_size=size // ulysses, multiple_of=ulysses)
     parts = [sent_by(kind, LayerSetting(layout, ulysses, BATCH, 4, Causal()), rank) for rank in range(size)]
     want = [[sum(one.forward for one in mine), sum(one.backward for one in mine)] for mine in parts]
-    assert rank_pool(size).run(operators, word, ulysses) == want and sum(map(sum, want)) > 0
+    assert rank_pool(size).run(operators, ulysses) == want and sum(map(sum, want)) > 0
 
 
 def test_own_layers_are_planned_by_their_words(capsys: Any) -> None:
     config = {
-        "model_type": "mine", "num_hidden_layers": 5, "num_attention_heads": 4, "intermediate_size": 96,
+        "model_type": "mine", "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96,
         "vocab_size": 256, "layer_types": ["full_attention", *OWN],
     } | OWN_SIZES  # fmt: skip
     found = json.loads(run(capsys, config, "--json")[1])
     rows = {one["kind"]: one for one in found["other_layers"]}
-    assert list(rows) == ["Mamba 3", "log-linear attention", "Titans' memory", "TTT-Linear"]
-    assert all(one["layers"] == 1 and one["forward_bytes_sent"] > 0 for one in rows.values())
+    assert list(rows) == ["TTT-Linear"]
+    assert rows["TTT-Linear"]["layers"] == 1 and rows["TTT-Linear"]["forward_bytes_sent"] > 0
     assert [*rows["TTT-Linear"]["messages"]] == ["hand-over"]
     # One rank after the other computes: on four ranks four times as long as on its own tokens.
     layout = make_layout("contiguous", tokens=4096, ring_size=4)
@@ -247,8 +228,8 @@ def test_own_layers_are_planned_by_their_words(capsys: Any) -> None:
     assert computed[0] == pytest.approx(4 * computed[1])
     wait = hardware.link_latency_s + hardware.hop_overhead_s
     assert costs[0].waits[0] == pytest.approx(3 * (serial.state * 4 / 1e9 + wait))
-    status, text = run(capsys, config | {"mamba3_states": None})
-    assert status == 2 and "mamba3_states: expected a whole number of at least 1, got null" in text
+    status, text = run(capsys, config | {"ttt_linear_heads": None})
+    assert status == 2 and "ttt_linear_heads: expected a whole number of at least 1, got null" in text
 
 
 NGRAMS = {"ngram_layers": 2, "ngram_orders": 3, "ngram_heads": 2, "ngram_row": 5}

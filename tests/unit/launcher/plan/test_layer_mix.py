@@ -10,9 +10,9 @@ from ds_ring import Causal, Chunked, SlidingWindow
 from ds_ring.config.section import RingConfig
 from ds_ring.errors import RingConfigError, RingPatternError
 from ds_ring_launcher.plan.estimate import Estimate, estimate
+from ds_ring_launcher.plan.hiding import hiding_shard
 from ds_ring_launcher.plan.layer_passes import layer_passes
 from ds_ring_launcher.plan.model_file import mix_of, patterns_by, with_layer_types
-from ds_ring_launcher.plan.node_orders import hiding_shard
 from tests.unit.launcher.plan.test_cost import SMALL, setting
 
 GEMMA = {"num_hidden_layers": 6, "sliding_window": 512, "hidden_size": 64}
