@@ -31,7 +31,6 @@ from ds_ring.integrations.checkpoint.manifest import MANIFEST, OWNER
 from ds_ring_launcher.cluster.cluster import Host
 from ds_ring_launcher.run.relaunch import outcome_of
 from ds_ring_launcher.run.run_folder import RankFault, RunFolder, write_exit, write_fault, write_json
-from ds_ring_launcher.status.page import page_of
 from ds_ring_launcher.status.run_status import read_run
 from ds_ring_launcher.status.table import tables_of
 from tests.dist.test_loader import Numbered
@@ -298,7 +297,6 @@ def run_round(draw: random.Random, root: Path) -> None:
         elif not path.is_dir() and not (path.exists() and not path.is_file()):
             spoil_file(path, draw)
     with every() as act:
-        act(lambda: page_of(read_run(run.path)))
         act(lambda: tables_of(read_run(run.path), 8))
         act(lambda: json.dumps(read_run(run.path).document(), allow_nan=False))
         hosts = (Host(name="node-0", slots=2),)

@@ -32,7 +32,6 @@ from ds_ring.integrations.written_files import replace_text
 
 from ..cluster.checks import choose_free_port, secret_for
 from ..cluster.cluster import Cluster, Host, Relaunch
-from ..status.page import page_kept
 from .culprit import Culprit, culprit_of
 from .job import Job, module_command
 from .presence import HOSTS_MISSING, HostPresence, HostsMissing, address_of_master, ask_hosts
@@ -211,11 +210,7 @@ def run(job: Job) -> int:
     """
     run_folder = job.cluster.run_folder
     assert run_folder is not None
-    with (
-        signals_noted() as signals,
-        run_held(run_folder, job.node_rank) as token,
-        page_kept(run_folder),
-    ):
+    with signals_noted() as signals, run_held(run_folder, job.node_rank) as token:
         return _RelaunchedRun(job, signals, token).until_done()
 
 

@@ -18,7 +18,6 @@ imports it before its script. All hosts see one folder (as they do the checkpoin
            "ring": false where no rank has made a ring, else true}
       launcher.json               {"at", "host", "pid", "token", ..} of `ds-ring launch`, renewed every five
                                   seconds (run_lock.py); launcher-1.json of host 1 where each has its own
-      status.html                 the status page, renewed by it each minute and after every event
       attempt-1/
           rank-0.log              stdout and stderr of rank 0, as the terminal shows them
           rank-0.fault.json       what ended it, if that was an exception: see `RankFault`
@@ -60,7 +59,6 @@ PREEMPTED = 75  # sysexits.h's EX_TEMPFAIL: saved and left, to be started again
 CONFIG = "ds_config.json"
 LAUNCHER = "launcher.json"
 HISTORY = "history.jsonl"
-PAGE = "status.html"
 
 
 @dataclass(frozen=True)

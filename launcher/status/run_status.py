@@ -1,7 +1,7 @@
 """Read the folder of a run, also while it is being written: what has happened, and how far every rank is.
 
-Owns what `ds-ring status` and the status page know; status/table.py and status/page.py show it. Files of a
-run may be cut short, from another version, or anything at all: what cannot be read is left out.
+Owns what `ds-ring status` knows; status/table.py shows it. Files of a run may be cut short, from another
+version, or anything at all: what cannot be read is left out.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 import re
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from itertools import chain, islice, repeat
 from pathlib import Path
 from typing import Any
@@ -75,7 +75,6 @@ def _step_and_bytes(path: Path) -> tuple[int | None, int | None]:
 
 SILENT_SECONDS = 180.0  # the launcher writes every few seconds
 CONFIRM_SECONDS = 2.5 * BEAT_SECONDS  # in which a living launcher writes
-MAX_CURVES = 40  # attempts whose steps are read: the latest ones
 NO_RING = "no rank has made a ring"
 _DONE = ("done", "failed", "preempted", "interrupted")
 
@@ -133,7 +132,7 @@ class AttemptStatus:
 
 @dataclass(frozen=True)
 class HistoryMoment:
-    """Hold a step of the course of a run; a loss may be nan or infinite."""
+    """Hold a step of a run; a loss may be nan or infinite."""
 
     attempt: int
     step: int
@@ -159,23 +158,16 @@ class RunStatus:
     ranks: tuple[RankStatus, ...] = ()
     links: tuple[LinkStatus, ...] = ()
     checkpoints: tuple[Checkpoint, ...] = ()
-    course: tuple[HistoryMoment, ...] = field(default=(), repr=False)
+    latest: HistoryMoment | None = None  # step that is known
 
     @property
     def is_under_way(self) -> bool:
         """Return whether more may come."""
         return self.state in ("starting", "running", "waiting")
 
-    @property
-    def last_moment(self) -> HistoryMoment | None:
-        """Return the latest step that is known."""
-        return self.course[-1] if self.course else None
-
     def document(self) -> dict[str, Any]:
-        """Return what `--json` prints: this, without the course but for its last step."""
-        found = {name: value for name, value in asdict(self).items() if name != "course"}
-        last = self.last_moment
-        return _plain({**found, "latest": None if last is None else asdict(last)})
+        """Return what `--json` prints."""
+        return _plain(asdict(self))
 
 
 def read_run(path: Path, now: float | None = None, confirm_seconds: float = 0.0) -> RunStatus:
@@ -223,10 +215,10 @@ def _read_run(path: Path, now: float) -> RunStatus:
     events = events_of(path)
     attempts = tuple(_attempt(number, folder, events) for number in numbers)
     last = attempts[-1] if attempts else None
-    course = tuple(
+    steps = (
         HistoryMoment(number, one.step, one.loss, one.tokens_per_second)
-        for number in numbers[-MAX_CURVES:]
-        for one in read_lines(folder.attempt(number) / HISTORY, HistoryRecord)
+        for number in reversed(numbers)
+        for one in reversed(read_lines(folder.attempt(number) / HISTORY, HistoryRecord))
     )
     ranks = () if last is None else _ranks(folder.attempt(last.number), last, now)
     links = () if last is None else _links(folder.attempt(last.number), last)
@@ -236,7 +228,7 @@ def _read_run(path: Path, now: float) -> RunStatus:
     state, why = _state(last, silence)
     named = [one.checkpoints for one in events if one.checkpoints]
     checkpoints = newest_checkpoints(Path(named[-1])) if named else ()
-    return RunStatus(str(path), now, state, why, age, attempts, ranks, links, checkpoints, course)
+    return RunStatus(str(path), now, state, why, age, attempts, ranks, links, checkpoints, next(steps, None))
 
 
 def require_run(path: Path) -> list[int]:

@@ -1,4 +1,4 @@
-"""Describe the state of a run in tables of text, and print them on a terminal; page.py shows them, too."""
+"""Describe the state of a run in tables of text, and print them on a terminal."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ _MAX_LETTERS = 2000
 
 
 class StatusTable(NamedTuple):
-    """Hold a table; `none` is the text of an empty one, `left_out` counts rows that only --json has."""
+    """Hold a table; `left_out` counts rows that only --json has."""
 
     title: str
     heads: str  # with a comma and a blank between them
     rows: Sequence[tuple[str, ...]]
-    none: str = "Nothing is known."
     left_out: int = 0
 
 
@@ -30,7 +29,7 @@ def print_status(status: RunStatus) -> None:
 
     from ..tables import console, print_table
 
-    moment, why = status.last_moment, f" ({status.why})" if status.why else ""
+    moment, why = status.latest, f" ({status.why})" if status.why else ""
     lines = [f"[bold]{escape(plain(status.path))}[/bold]: [bold]{status.state}[/bold]{escape(plain(why))}"]
     if moment is not None:
         loss = "" if moment.loss is None else f", loss {number_text(moment.loss)}"
@@ -41,7 +40,7 @@ def print_status(status: RunStatus) -> None:
     missing = status.attempts[-1].missing if status.attempts else {}
     lines += [escape(plain(f"missing host {name}: {why}")) for name, why in missing.items()]
     console().print("\n".join(lines), soft_wrap=True)
-    for one in tables_of(status, MAX_ROWS):
+    for one in tables_of(status):
         left = f"; {one.left_out:,} more are in --json" if one.left_out else ""
         table = Table(title=f"{one.title}{left}", title_justify="left")
         for head in one.heads.split(", "):
@@ -52,7 +51,7 @@ def print_status(status: RunStatus) -> None:
             print_table(table)
 
 
-def tables_of(status: RunStatus, most: int) -> list[StatusTable]:
+def tables_of(status: RunStatus, most: int = MAX_ROWS) -> list[StatusTable]:
     """Return the tables of attempts, ranks, links and checkpoints, of at most so many rows each."""
     attempts = status.attempts[::-1]
     ranks = _chosen(status.ranks, most)
@@ -87,15 +86,12 @@ def tables_of(status: RunStatus, most: int) -> list[StatusTable]:
             "Hop times by link, the slowest first",
             "from rank, to rank, host, a hop takes, of which waiting, payload of a hop",
             links,
-            "Nothing is known: a ring of one rank, no step so far, or a GPU, whose host does not wait for"
-            " messages.",
             left_out=len(status.links) - len(links),
         ),
         StatusTable(
             "Checkpoints that are whole by their manifest, the newest first",
             "tag, step, saved, size, loaded next",
             checkpoints,
-            "None so far.",
         ),
     ]
 

@@ -574,7 +574,7 @@ BLOCKS: dict[str, Callable[[Place, str], None]] = {
     "ds-ring launch": launch,
     "run_folder: ../runs/mine": cluster_keys,  # tests/integration/test_relaunch.py starts such jobs
     "engine.ring.should_stop()": only_reads("tests/integration/test_train_lm.py's script does so"),
-    "ds-ring status": only_reads("tests/integration/test_status_page.py has a run to look at"),
+    "ds-ring status": only_reads("tests/integration/test_run_status.py has a run to look at"),
     '"ring_attention": {"ring_size": "auto", "monitor": true},': tensorboard,
     "ds-ring plan": plan,
     "ds-ring simulate --tokens 8192": simulate,
