@@ -143,27 +143,14 @@ def _documents(options: argparse.Namespace) -> int:
 
 
 def _published(json: bool) -> int:
-    from tqdm import tqdm
-
-    from ..published.evaluate import evaluate, predict
-    from ..published.packed import packed_rows
+    from ..published.evaluate import evaluate
     from ..published.report import as_json, print_report
     from ..published.table import published
 
-    with tqdm(bar_format="ds-ring plan: {desc} ...", delay=2, leave=False, disable=None) as line:
-
-        def say(what: str) -> None:
-            line.set_description_str(what, refresh=False)
-            line.update()
-
-        say("published passes and steps")
-        table = published()
-        results = evaluate(table)
-        say("ds_ring beside them")
-        own = predict(table, results)
-        packed = packed_rows(table, say=say)
+    table = published()
+    results = evaluate(table)
     if json:
-        print(as_json(table, results, own, packed))
+        print(as_json(table, results))
     else:
-        print_report(table, results, own, packed)
+        print_report(table, results)
     return 0

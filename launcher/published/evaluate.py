@@ -1,21 +1,16 @@
-"""Compute the model's figure beside every published one, and ds_ring's where the peers' rows hold."""
+"""Compute the model's figure beside every published one."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from typing import NamedTuple
 
-from ..plan.estimate import estimate
-from ..plan.hardware import read_hardware
 from .methods import METHODS, Pass
-from .own import own_pass
 from .packs import packs_of
-from .steps import longest_tokens, setting_of, torch_step, ulysses_tflops
+from .steps import longest_tokens, torch_step, ulysses_tflops
 from .table import Direction, PassGroup, Table
 
 CLOSE = 0.1  # a figure holds that is so close to the published one
-HOLDS = 0.8  # of a setting's peers so many figures must hold before ours is said
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward", "both")
 
 
@@ -102,50 +97,3 @@ def _lengths(table: Table) -> Iterator[Result]:
         found = longest_tokens(table, row)
         at = (row.source, str(table.sources[row.source].date), row.method, row.model, row.devices)
         yield Result(*at, "longest sequence, tokens", row.tokens, found, row.why)
-
-
-class Prediction(NamedTuple):
-    """Hold ds_ring's modelled figure in a setting whose peers' rows hold."""
-
-    setting: str
-    devices: int
-    quantity: str
-    model: float
-    best_published: str  # by a peer, and whose
-    peers: float  # the part of their figures that hold
-
-
-def predict(table: Table, results: list[Result]) -> list[Prediction]:
-    """Return ds_ring's figures: of attention's passes on H100, and of TRL's steps."""
-    found = []
-    for setting in ("h100 causal", "h100 packed"):
-        peers = [one for one in results if one.setting.startswith(setting) and one.method != "kernel alone"]
-        held = share(peers)
-        if held < HOLDS:
-            continue
-        group = next(
-            one for one in table.passes if f"{one.machine} {one.mask}" == setting and one.kernel == "flash3"
-        )
-        for ranks in group.forward:
-            (one,) = passes_of(table, group, "forward", ranks)
-            own = own_pass(one)
-            for direction, flops, seconds in (
-                ("forward", one.flops, own.forward_s), ("backward", 2.5 * one.flops, own.backward_s)
-            ):  # fmt: skip
-                quantity = f"{direction}, TFLOPS a GPU"
-                peer_best = max(
-                    (peer for peer in peers if peer.devices == ranks and peer.quantity == quantity),
-                    key=lambda peer: peer.published,
-                )
-                said = f"{peer_best.published:,.0f} ({peer_best.method})"
-                found.append(Prediction(setting, ranks, quantity, flops / seconds / 1e12, said, held))
-    steps = [one for one in results if one.quantity == "step, seconds"]
-    if share(steps) >= HOLDS:
-        # of two figures for one setting the later one
-        latest = {(row.model, row.tokens, row.devices): row for row in table.steps if row.seconds is not None}
-        for row in latest.values():
-            own_step = estimate(replace(setting_of(table, row), hardware=read_hardware("h100_flash3")))
-            name, best = f"{row.model}, {row.tokens:,} tokens", f"{row.seconds:,.0f} ({row.method})"
-            seconds = own_step.step_s - own_step.host_s
-            found.append(Prediction(name, row.devices, "step, seconds", seconds, best, share(steps)))
-    return found
