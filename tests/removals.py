@@ -141,7 +141,7 @@ CAPABILITIES = {
     ),
     "measure": Capability(
         ("measure", "integrations.metrics"),
-        ("dist/test_rank_speeds.py", "dist/test_run_report.py", "unit/launcher/profile"),
+        ("dist/test_rank_speeds.py", "dist/test_run_report.py"),
         with_it=("simulation",),
         words=r"\bmeasure\.|\btracing\b|\bTrace\b",
     ),

@@ -127,7 +127,7 @@ EVALUATES_MASK_FUNCTIONS = "patterns.captured"  # as FlexAttention does, with to
 NEVER_IN_DS_RING = {
     "launcher", "ds_ring_launcher", "tools", "schedule_proof", "tests", "matplotlib", "rich", "yaml",
 }  # fmt: skip
-APPLICATIONS = {"estimator", "profiling", "tuning"}  # they are launcher/plan, profile and tune
+APPLICATIONS = {"estimator", "profiling", "tuning"}  # they are launcher/plan and tune
 
 # A secret reaches a rank in no other way that other users of the host cannot see; one variable, one function.
 # How many ranks share a node: engines say it in the environment alone.

@@ -6,8 +6,7 @@ import argparse
 import json
 import math
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -116,19 +115,6 @@ def refuse_extra(command: str, extra_args: tuple[str, ...]) -> None:
         raise RingConfigError(f"{command}: expected nothing after --, got {got}; leave it out")
 
 
-@contextmanager
-def writing_to(folder: Path, option: str = "--output") -> Iterator[None]:
-    """Raise RingConfigError for the option where files cannot be written."""
-    from ds_ring.errors import RingConfigError
-
-    try:
-        yield
-    except OSError as error:
-        raise RingConfigError.wrong(
-            option, "a folder to write to", f"{folder}: {error.strerror}", "name another"
-        ) from None
-
-
 def require_packages(command: str, *names: str) -> None:
     """Raise RingConfigError, with pip's command, for packages of the extra `train` that are not installed."""
     from ds_ring.errors import RingConfigError
@@ -176,7 +162,7 @@ def require_deadline(seconds: float) -> None:
         raise RingConfigError(f"--deadline-seconds: expected a number {bound}, got {seconds:g}; leave it out")
 
 
-# Options of both `simulate` and `profile`: sizes of an attention, its pattern, layout and kernel.
+# Options of `simulate`: sizes of an attention, its pattern, layout and kernel.
 
 _MAX_SIZES = {
     "tokens": 2**40,

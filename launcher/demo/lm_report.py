@@ -13,7 +13,7 @@ import torch
 
 from ds_ring.integrations.written_files import replace_text
 
-from ..profile.pictures import new_figure, save_figure
+from ..plan.picture import new_figure, save_figure
 from .lm_compare import Comparison
 
 MIB = 2**20

@@ -47,7 +47,7 @@ from ds_ring.schedule.lowering import lower_rank
 from ds_ring.schedule.steps import Recv, Send
 from ds_ring.simulation.rank import GlobalSizes, shard_of
 from ds_ring_launcher.doctor.findings import MARK
-from ds_ring_launcher.profile.measure import ProfileJob, measure_rank
+from ds_ring_launcher.doctor.measure import AttentionJob, measure_rank
 
 EXACT_TOKENS, EXACT_HEADS, EXACT_KV_HEADS, EXACT_WIDTH = 64, 4, 2, 16  # of the comparison; tokens a rank
 MEMORY_TOKENS, MEMORY_TOKENS_A_RANK, MEMORY_HEADS, MEMORY_WIDTH = 16384, 256, 8, 32
@@ -204,7 +204,7 @@ def _exactness(mesh: RingMesh, options: Options) -> tuple[float, Traffic, tuple[
     sizes = GlobalSizes(
         1, EXACT_HEADS, EXACT_KV_HEADS, EXACT_TOKENS * mesh.ring_size, EXACT_WIDTH, torch.float32
     )
-    job = ProfileJob(sizes, Causal(), options=options)
+    job = AttentionJob(sizes, Causal(), options=options)
     layout = job.layout(mesh.ring_size)
     context = context_for(job.pattern, layout, mesh, by_messages)
     dtype, device = _kind(mesh)
@@ -288,16 +288,16 @@ def _memory(mesh: RingMesh, options: Options) -> tuple[float, float]:
         return _memory_on_cuda(mesh, options)
     tokens = max(MEMORY_TOKENS, MEMORY_TOKENS_A_RANK * mesh.ring_size)
     job = _memory_job(tokens, torch.float32, options)
-    here = measure_rank(mesh, job, times=False).memory.peak_bytes / tokens
+    here = measure_rank(mesh, job).peak_bytes / tokens
     if dist.get_rank():  # once is enough, and takes P times the memory
         return here, 0.0
     job = _memory_job(MEMORY_TOKENS, torch.float32, options)
-    return here, measure_rank(RingMesh.single(), job, times=False).memory.peak_bytes / MEMORY_TOKENS
+    return here, measure_rank(RingMesh.single(), job).peak_bytes / MEMORY_TOKENS
 
 
-def _memory_job(tokens: int, dtype: torch.dtype, options: Options) -> ProfileJob:
+def _memory_job(tokens: int, dtype: torch.dtype, options: Options) -> AttentionJob:
     sizes = GlobalSizes(1, MEMORY_HEADS, MEMORY_HEADS, tokens, MEMORY_WIDTH, dtype)
-    return ProfileJob(sizes, NARROW, options=options)
+    return AttentionJob(sizes, NARROW, options=options)
 
 
 def _memory_on_cuda(mesh: RingMesh, options: Options) -> tuple[float, float]:

@@ -12,14 +12,34 @@ from typing import Any
 
 import numpy as np
 
+from ds_ring.errors import RingConfigError
+from ds_ring.integrations.written_files import replaced
 from ds_ring.kernels.flex.blocks import block_intervals
 from ds_ring.masks.slots import count_slots, repeat_rows
 from ds_ring.schedule.plan import Plan
 from ds_ring.schedule.rank_plan import HopPlan
 
-from .pictures import new_figure, save_figure
+_DPI = 110
 
 _MAX_NAMED = 12  # hops in the legend of a large ring
+
+
+def new_figure(width_inches: float, height_inches: float) -> Any:
+    """Return an empty matplotlib figure."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise RingConfigError(
+            f"pictures: expected matplotlib, got: {error}; pip install 'ds_ring[plot]'"
+        ) from None
+    return Figure(figsize=(width_inches, height_inches), layout="constrained")
+
+
+def save_figure(figure: Any, path: str | Path) -> None:
+    """Write a picture in the format of its name's ending."""
+    path = Path(path)
+    with replaced(path) as file:
+        figure.savefig(file, dpi=_DPI, format=path.suffix[1:] or "png")
 
 
 def hops_of(plan: Plan, rank: int) -> Iterator[tuple[int, HopPlan]]:
