@@ -20,7 +20,6 @@ examples:
       --devices 8 --hardware h200 --fit                                      the longest sequence that fits
   ds-ring plan --hf-config config.json --tokens 131072 --config ds_config.json --hardware cpu --json
   ds-ring plan --published                                    what others measured, and the model beside it
-  ds-ring plan --documents lognormal --tokens 524288 --devices 64    layouts of packed documents
   ds-ring plan --hf-config config.json --tokens 8388608 --devices 64 --hardware a100 \\
       --pattern '{"segment_lengths": [2048, 16384], "dilation_rates": [1, 8]}'
 """
@@ -75,9 +74,6 @@ def add(commands: Commands) -> None:
     how.add_argument("--fit", action="store_true", help="turn on the cheapest of these that make it fit")
     plan.add_argument("--compare", action="store_true", help="beside DeepSpeed Ulysses, ALST, torch's ring")
     plan.add_argument("--published", action="store_true", help="the model beside published measurements")
-    says = "layouts of packed documents: lengths of a file, or lognormal, heavy-tail, uniform"
-    plan.add_argument("--documents", metavar="FILE|NAME", help=says)
-    plan.add_argument("--draws", type=int, default=20, metavar="N", help="of --documents; default: 20")
     add_json(plan)
 
 
@@ -94,8 +90,6 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
     refuse_extra("plan", extra_args)
     if options.published:
         return _published(options.json)
-    if options.documents is not None:
-        return _documents(options)
     # On terminals only, once it has taken two seconds.
     with tqdm(bar_format="ds-ring plan: {desc} ...", delay=2, leave=False, disable=None) as line:
 
@@ -118,27 +112,6 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
         print(as_json(found, advice, rows))
     else:
         print_report(found, advice, rows)
-    return 0
-
-
-def _documents(options: argparse.Namespace) -> int:
-    from tqdm import tqdm
-
-    from ..plan.documents import as_json, packed_figures, print_figures
-
-    ring_size = options.ring_size or options.devices
-    sizes = {"--tokens": options.tokens, "--devices": ring_size, "--draws": options.draws}
-    for name, value in sizes.items():
-        if value is None or value < 1:
-            raise RingConfigError.wrong(
-                f"--documents: {name}", "a positive number", value, "say --tokens 524288 --devices 64"
-            )
-    with tqdm(total=options.draws, desc="ds-ring plan", delay=2, leave=False, disable=None) as bar:
-        found = packed_figures(options.documents, options.tokens, ring_size, options.draws, bar.update)
-    if options.json:
-        print(as_json(found))
-    else:
-        print_figures(found)
     return 0
 
 

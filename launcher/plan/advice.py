@@ -1,139 +1,25 @@
-"""Find what to do about an estimate: whether it fits, whether transfers hide, and what would help."""
+"""Say about an estimate whether it fits, whether transfers hide, and what its limits are."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
-from itertools import chain, islice
 from typing import NamedTuple
 
-from .estimate import Estimate, estimate
+from .estimate import Estimate
 from .hiding import Hiding, hiding_shard, waiting
 from .options import (
-    can_hold,
     fewest_devices,
     flags_of,
     longest_sequence,
     longest_with_options,
-    peak_bytes,
     sets_that_fit,
 )
-from .other_layers import Lookup, Recurrence, Selection
+from .other_layers import Recurrence, Selection
 from .pass_time import EXPOSED
 from .training_setting import ELEMENT_BYTES, TrainingSetting
 
-# Remedies make a run fit, the cheapest first: changes that cost no time (a smaller bucket, ranks from
-# data-parallel replicas, states divided further, smaller micro-batches), then the cheapest sets of options of
-# options.py, then both together, then more devices, and last a shorter sequence.
-
-MAX_LINES, MAX_OF_THESE_DEVICES = 5, 3  # proposals in all; of them on the devices at hand
-ROUGHLY = 1.05  # of what a device has: more by a search's estimate needs no plan of the whole ring
-MAX_RANKS = 256  # of a ring that is proposed: the estimate grows as its square, 4096 ranks take minutes
-
-
-class Remedy(NamedTuple):
-    """Describe a change after which the run fits."""
-
-    change: str  # options of `ds-ring plan`, or a key of DeepSpeed's JSON
-    peak_bytes: int  # of a device then
-    host_bytes: int  # of a node's host then
-    step_s: float  # seconds of a step then
-    setting: TrainingSetting  # with the change in it
-
-
-class _Change(NamedTuple):
-    text: str
-    apply: Callable[[TrainingSetting], TrainingSetting]
-
-
-def remedies(setting: TrainingSetting) -> tuple[Remedy, ...]:
-    """Return at most five changes that each make the setting fit, cheapest first.
-
-    They name the options that they need, also where searches may add some.
-    """
-    searches_add, setting = setting.may_add_options, replace(setting, may_add_options=False)
-    changes = list(_changes(setting))
-    found = chain(_on_these_devices(setting, changes), _more_devices(setting))
-    lines = list(islice(found, MAX_LINES))
-    if (
-        not searches_add
-        and len(lines) < MAX_LINES
-        and 0 < (tokens := longest_sequence(setting)) < setting.tokens
-    ):
-        lines += _found(f"--tokens {tokens}", replace(setting, tokens=tokens))
-    return tuple(lines)
-
-
-def _changes(setting: TrainingSetting) -> Iterator[_Change]:
-    """Yield every change on the same devices for the same sequence, cheapest first."""
-    zero, model = setting.zero, setting.model
-    if zero.stage and zero.bucket_elements > model.largest_parameter:
-        largest = model.largest_parameter
-        yield _Change(
-            f'"reduce_bucket_size": {largest} in zero_optimization',
-            lambda s: replace(s, zero=replace(s.zero, bucket_elements=largest)),
-        )
-    ring = setting.devices // setting.ulysses_size
-    if ring > setting.ring_size:
-        yield _Change(f"--ring-size {ring}", lambda s: replace(s, ring_size=ring))
-    for stage in range(zero.stage + 1, 4):
-        yield _Change(f"--zero-stage {stage}", partial(_at_stage, stage))
-    if setting.batch > 1:
-        half = setting.batch // 2
-        yield _Change(f"--batch {half}", lambda s: replace(s, batch=half))
-    if setting.batch > 3:
-        yield _Change("--batch 1", lambda s: replace(s, batch=1))
-
-
-def _at_stage(stage: int, setting: TrainingSetting) -> TrainingSetting:
-    return replace(setting, zero=replace(setting.zero, stage=stage))
-
-
-def _on_these_devices(setting: TrainingSetting, changes: list[_Change]) -> Iterator[Remedy]:
-    """Yield changes that are enough and options that are; where none is, a change with options."""
-    enough = (one for change in changes for one in _found(change.text, change.apply(setting)))
-    found = list(islice(chain(enough, _with_options("", setting)), MAX_OF_THESE_DEVICES))
-    both = (one for change in changes for one in _with_options(change.text, change.apply(setting)))
-    yield from found or islice(both, MAX_OF_THESE_DEVICES)
-
-
-def _with_options(text: str, setting: TrainingSetting) -> Iterator[Remedy]:
-    """Yield the cheapest sets of options that make a setting fit."""
-    local = -(-setting.tokens // setting.ring_size)
-    # The rough estimate rules most out before the slow one.
-    if not can_hold(replace(setting, may_add_options=True), local):
-        return
-    for options, found in sets_that_fit(setting):
-        if options:
-            changes = " ".join(filter(None, (text, *(option.flag for option in options))))
-            yield Remedy(changes, found.peak.total, found.node_host_bytes, found.step_s, found.setting)
-
-
-def _more_devices(setting: TrainingSetting) -> Iterator[Remedy]:
-    """Propose more devices in one ring, alone, and fewer of them with options."""
-    alone, most = fewest_devices(setting), MAX_RANKS * setting.ulysses_size
-    if alone is not None and setting.devices < alone.devices <= most:
-        yield from _found(f"--devices {alone.devices} --ring-size {alone.ring_size}", alone)
-        most = alone.devices - 1
-    elif alone is not None and alone.devices <= setting.devices:
-        return
-    fewer = fewest_devices(replace(setting, may_add_options=True))
-    if fewer is not None and setting.devices < fewer.devices <= most:
-        text = f"--devices {fewer.devices} --ring-size {fewer.ring_size}"
-        yield from islice(_with_options(text, replace(fewer, may_add_options=False)), 1)
-
-
-def _found(text: str, setting: TrainingSetting) -> Iterator[Remedy]:
-    """Yield a change if it is enough."""
-    local = -(-setting.tokens // setting.ring_size)
-    # The rough estimate rules most out before the slow one.
-    if peak_bytes(setting, local) <= ROUGHLY * setting.usable_bytes:
-        found = estimate(setting)
-        if found.fits:
-            yield Remedy(text, found.peak.total, found.node_host_bytes, found.step_s, setting)
-
-
+MAX_RANKS = 256  # of a ring that is searched: the estimate grows as its square, 4096 ranks take minutes
 GIB = 2**30
 
 
@@ -202,7 +88,6 @@ class Advice(NamedTuple):
     fit_reach: Reach | None  # with those that --fit would add; None without --fit
     hiding: Hiding  # the shard from which on transfers hide, or why there is none
     warnings: tuple[str, ...]  # sentences
-    remedies: tuple[Remedy, ...]  # what would make it fit, cheapest first; none where it fits
 
 
 def advise(found: Estimate, say: Callable[[str], None] = lambda what: None) -> Advice:
@@ -221,10 +106,7 @@ def advise(found: Estimate, say: Callable[[str], None] = lambda what: None) -> A
         *_latents(found),
         *_state_of_things(found),
     ]
-    if found.fits:
-        return Advice(own, more, hiding, tuple(warnings), ())
-    say("what would make it fit")
-    return Advice(own, more, hiding, tuple(warnings), remedies(found.setting))
+    return Advice(own, more, hiding, tuple(warnings))
 
 
 def _reach(found: Estimate, say: Callable[[str], None]) -> Reach:
@@ -265,6 +147,7 @@ def _memory(found: Estimate, reach: Reach) -> list[str]:
     ways = [f"at most {longest:,} tokens fit {setting.devices} devices"] if longest else []
     ways += [f"{devices} devices fit {setting.tokens:,} tokens"] if devices else []
     ways += ["both with the options of --fit"] if setting.may_add_options and ways else []
+    ways += [] if setting.may_add_options else ["--fit turns on the cheapest options that make it fit"]
     return ["; ".join([text, *ways])]
 
 
@@ -299,11 +182,6 @@ def _state_of_things(found: Estimate) -> list[str]:
         warnings.append(
             "layers other than attention keep what goes into their kernels and comes out; what a kernel keeps"
             " inside is not counted, and their arithmetic is rough"
-        )
-    if any(isinstance(one.kind, Lookup) for one in found.other_layers):
-        warnings.append(
-            "n-gram tables: their rows are outside the engine, and no memory of them is counted; rows that"
-            " occur again on a rank are counted as often as they are looked up"
         )
     if setting.hardware.kind == "cuda":
         warnings.append("the figures for GPUs are computed, not measured: ds_ring has not been timed on one")

@@ -24,8 +24,6 @@ from .model_file import (
     layer_patterns,
     model_of,
     patterns_by,
-    read_hf_config,
-    text_part,
     with_layer_types,
 )
 from .model_memory import Zero
@@ -39,7 +37,7 @@ from .options import (
     tiled_mlp,
     with_cheapest_options,
 )
-from .other_layers import Kind, Lookup, Selection, lookups_of
+from .other_layers import Kind, Selection
 from .training_setting import ELEMENT_BYTES, TrainingSetting
 
 _Raw = dict[str, Any]
@@ -157,10 +155,7 @@ def _setting(
     kinds = model.kinds or (None,) * model.layers
     attention = Counter(one for one, kind in zip(patterns, kinds, strict=True) if kind is None)
     others = ((kind, one) for one, kind in zip(patterns, kinds, strict=True) if kind is not None)
-    other_layers: Counter[tuple[Kind | Lookup, Pattern]] = Counter(others)
-    lookups = None if options.hf_config is None else lookups_of(text_part(read_hf_config(options.hf_config)))
-    if lookups is not None:
-        other_layers[lookups[0], patterns[0]] = lookups[1]
+    other_layers: Counter[tuple[Kind, Pattern]] = Counter(others)
     if ulysses > 1 and any(isinstance(kind, Selection) for kind in model.other_layers):
         expected = "1 for attention over chosen keys"
         raise RingConfigError(f"Ulysses size: {sentence(expected, str(ulysses), 'use a larger ring')}")

@@ -49,7 +49,6 @@ class Recurrence(NamedTuple):
     state: int = 0
     transition: int = 0
     matrix: bool = False  # M is a matrix: the kernel computes it as more columns of values
-    serial: bool = False  # each run waits for the state of the run before it; nothing is scanned
 
 
 class Selection(NamedTuple):
@@ -62,15 +61,6 @@ class Selection(NamedTuple):
     key_dim: int  # elements of its key
     row: int  # elements of a token's K and V of all heads
     finds: bool = True  # has an indexer; else it takes what a layer before it chose
-
-
-class Lookup(NamedTuple):
-    """Describe n-grams that a layer looks up in addition to its attention, by `ds_ring/layers/ngrams`."""
-
-    name: str
-    orders: int  # tokens of the longest n-gram
-    rows: int  # that a token looks up
-    row: int  # elements of one
 
 
 Kind = Recurrence | Selection
@@ -144,16 +134,6 @@ def _selection(values: ModelValues) -> Selection:
     return Selection("chosen keys", parameters, _size(values, "index_topk"), heads, dim, row)
 
 
-# Layers of a model of the user's own, by `ds_ring/layers`: their sizes have the word of the layer in front.
-def _ttt_linear(values: ModelValues) -> Recurrence:
-    heads, dim = (_size(values, f"ttt_linear_{name}") for name in ("heads", "head_dim"))
-    hidden, inner = _size(values, "hidden_size"), heads * dim
-    return Recurrence(
-        "TTT-Linear", hidden * (4 * inner + heads), 4 * inner + heads, state=heads * (dim + 1) * dim,
-        serial=True,
-    )  # fmt: skip
-
-
 Readers = Mapping[str, Callable[[ModelValues], Kind]]
 # Types of models, words of their `layer_types` that are not softmax attention, and what reads the sizes.
 _ROWS: tuple[tuple[str, str, Callable[[ModelValues], Kind]], ...] = (
@@ -168,7 +148,6 @@ _ROWS: tuple[tuple[str, str, Callable[[ModelValues], Kind]], ...] = (
 KNOWN: Mapping[str, Readers] = {
     model: dict.fromkeys(words.split(), read) for models, words, read in _ROWS for model in models.split()
 }
-OWN: Readers = {"ttt_linear": _ttt_linear}
 # Keys of configurations whose layers are not all softmax attention, for any `layer_types`.
 _SIGNS = re.compile(
     r"mamba|ssm_|linear_(num|key|conv|attn)|index|lru_width|block_types?$|layers_block_type|attn_layer_"
@@ -185,9 +164,6 @@ def readers_of(values: ModelValues) -> Readers:
     model_type = values.get("model_type")
     if model_type in KNOWN:
         return KNOWN[str(model_type)]
-    types = values.get("layer_types")
-    if isinstance(types, list) and any(isinstance(one, str) and one in OWN for one in types):
-        return OWN
     signs = [key for key, value in values.items() if _SIGNS.match(key) and value not in (None, False)]
     if not signs:
         return {}
@@ -238,7 +214,7 @@ class LayerSetting(NamedTuple):
 Rounds = tuple[tuple[np.ndarray, np.ndarray], ...]
 
 
-def sent_by(kind: Kind | Lookup, place: LayerSetting, rank: int) -> list[Sent]:
+def sent_by(kind: Kind, place: LayerSetting, rank: int) -> list[Sent]:
     """Return what a rank of the sequence sends in one forward and one backward pass of a layer.
 
     Raises:
@@ -246,22 +222,13 @@ def sent_by(kind: Kind | Lookup, place: LayerSetting, rank: int) -> list[Sent]:
     """
     if isinstance(kind, Selection):
         return [*_selected(kind, place, rank)]
-    if isinstance(kind, Lookup):
-        return [*_looked_up(kind, place, rank)]
     found = []
     if kind.before:
         messages = halo_messages(place.layout, place.parts, rank, kind.before, 0)
         row = place.batch * kind.channels * place.element_bytes
         out, back = (sum(map(len, way.values())) * row for way in (messages.sends, messages.receives))
         found.append(Sent("halo", out, back, (back,), (out,)))
-    if kind.serial:
-        ranks, size = sequence_runs(place.layout, place.parts).ranks, place.batch * FLOAT * kind.state
-        crosses = ranks[1:] != ranks[:-1]
-        out, into = (int((crosses & (who == rank)).sum()) * size for who in (ranks[:-1], ranks[1:]))
-        # each rank waits until all messages have gone their way
-        way = (size,) * int(crosses.sum())
-        found.append(Sent("hand-over", out, into, way, way))
-    elif kind.state:
+    if kind.state:
         sent, received = [], []
         for reverse in (False, True):
             # `SequenceRuns.rounds`, then one shift.
@@ -317,39 +284,10 @@ def _selected(kind: Selection, place: LayerSetting, rank: int) -> Iterator[Sent]
     yield Sent("rows that may be chosen", forward, backward, *got, overlaps=True)
 
 
-def lookups_of(values: ModelValues) -> tuple[Lookup, int] | None:
-    """Return the n-grams of a config.json and how many layers look some up; None for a model without."""
-    if "ngram_layers" not in values:
-        return None
-    layers, orders, heads, row = (
-        _size(values, f"ngram_{name}") for name in ("layers", "orders", "heads", "row")
-    )
-    return Lookup("n-gram tables", orders, (orders - 1) * heads, row), layers
-
-
-def _looked_up(kind: Lookup, place: LayerSetting, rank: int) -> Iterator[Sent]:
-    """Yield both passes of `ngram_rows` and `sharded_rows`, for hashes that spread evenly.
-
-    N-grams that occur again on a rank are asked for once, so that real ones send less.
-    """
-    peers = place.layout.ring_size * place.parts - 1
-    if not peers:
-        return
-    ids = [halo_messages(place.layout, place.parts, rank, back, 0) for back in range(1, kind.orders)]
-    out, into = ([8 * place.batch * sum(map(len, one.values())) for one in ways]
-        for ways in ([one.sends for one in ids], [one.receives for one in ids]))  # fmt: skip
-    yield Sent("token ids", sum(out), 0, tuple(into), ())
-    tokens = place.batch * place.layout.local_tokens // place.parts
-    numbers = 8 * (tokens * kind.rows * peers // (peers + 1))
-    yield Sent("numbers of rows", 8 * peers + numbers, 0, (8 * peers, numbers), ())
-    rows, gradients = (numbers // 8 * kind.row * size for size in (place.element_bytes, FLOAT))
-    yield Sent("rows", rows, gradients, (rows,), (gradients,))
-
-
 class LayerCost(NamedTuple):
     """Hold what the layers of one kind cost: of one of them, on the rank that needs most."""
 
-    kind: Kind | Lookup
+    kind: Kind
     layers: int
     sent: tuple[Sent, ...]  # of the rank that sends most
     # forward_s, backward_s: seconds, waiting included
@@ -369,7 +307,7 @@ class LayerCost(NamedTuple):
 
 
 def layer_cost(
-    kind: Kind | Lookup, layers: int, place: LayerSetting, ranks: Sequence[int], hardware: Hardware,
+    kind: Kind, layers: int, place: LayerSetting, ranks: Sequence[int], hardware: Hardware,
     dtype: str, bytes_per_s: float, kernel: str,
 ) -> LayerCost:  # fmt: skip
     """Return the cost of a layer on the ranks of the sequence that are looked at."""
@@ -391,16 +329,14 @@ def layer_cost(
 
 
 def _arithmetic(
-    kind: Kind | Lookup, place: LayerSetting, hardware: Hardware, dtype: str, kernel: str
+    kind: Kind, place: LayerSetting, hardware: Hardware, dtype: str, kernel: str
 ) -> tuple[float, float]:
     """Return the seconds of arithmetic without the matrices of the layer, forward and backward."""
     rate, batch, layout = hardware.flops(dtype), place.batch, place.layout
     dense = rate * hardware.matmul_efficiency
-    if isinstance(kind, Lookup):
-        return 0.0, 0.0  # its matrices are those of any layer
     if isinstance(kind, Recurrence):
         elements = kind.state + kind.matrix * kind.transition
-        tokens = layout.tokens if kind.serial else layout.local_tokens // place.parts
+        tokens = layout.local_tokens // place.parts
         flops = STATE_FLOPS * elements * batch * tokens
         return flops / dense, 2 * flops / dense
     pairs = int(work_of_ranks(bound_to_one_head(place.pattern), layout).max())

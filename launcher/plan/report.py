@@ -12,7 +12,7 @@ from ds_ring.schedule.choose import in_words
 
 from ..tables import console as make_console
 from ..tables import print_table
-from .advice import Advice, Reach, Remedy, latents_on_the_wire
+from .advice import Advice, Reach, latents_on_the_wire
 from .compare import ComparisonRow
 from .estimate import Estimate
 from .layer_passes import LayerPass
@@ -93,7 +93,6 @@ def as_dict(found: Estimate, advice: Advice) -> dict[str, Any]:
         "with_fit_options": None if advice.fit_reach is None else advice.fit_reach._asdict(),
         "hiding_tokens_per_rank": advice.hiding.tokens,
         "never_hides": advice.hiding.never,
-        "remedies": [_remedy(one) for one in advice.remedies],
         "latents": None if latents is None else latents._asdict(),
         "warnings": list(advice.warnings),
     }
@@ -129,12 +128,6 @@ def _layer(one: LayerCost, found: Estimate) -> dict[str, Any]:
         "backward_s": one.backward_s,
         "waiting_s": one.waiting_s,
     }
-
-
-def _remedy(one: Remedy) -> dict[str, Any]:
-    row = {"change": one.change, "peak_bytes": one.peak_bytes, "step_s": one.step_s}
-    row["host_bytes_of_node"] = one.host_bytes
-    return row | {"devices": one.setting.devices, "tokens": one.setting.tokens}
 
 
 def _usable_of_node(found: Estimate) -> int | None:
@@ -180,13 +173,6 @@ def print_report(found: Estimate, advice: Advice, rows: Sequence[ComparisonRow] 
     console.print(f"transfers hide behind compute: {hides}")
     for warning in advice.warnings:
         console.print(f"[yellow]warning:[/] {warning}")
-    for remedy in advice.remedies:
-        needs = f"{remedy.peak_bytes / GIB:.1f} GiB, a step of {remedy.step_s:.3g} s"
-        if remedy.host_bytes:
-            needs += f", {remedy.host_bytes / GIB:.0f} GiB of a node's host"
-        console.print(f"would fit with {remedy.change}: {needs}", markup=False)
-    if not (found.fits or advice.remedies):
-        console.print("no change that ds-ring knows makes it fit")
 
 
 def _count(number: int) -> str:

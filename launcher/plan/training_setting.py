@@ -15,7 +15,7 @@ from ds_ring.schedule.lowering import chunk_bytes_on
 from .hardware import Hardware
 from .model_file import ModelShape
 from .model_memory import Zero
-from .other_layers import Kind, Lookup, Selection
+from .other_layers import Kind, Selection
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 USABLE = {"cuda": 0.92, "cpu": 1.0}  # the rest: context, communication buffers, fragmentation (assumed)
@@ -63,7 +63,7 @@ class TrainingSetting:
     # known, which makes one ring of all ranks
     ring_ranks_per_node: int | None = None
     # the other layers (`other_layers.py`): their kind, their pattern, how many there are
-    other_layers: tuple[tuple[Kind | Lookup, Pattern, int], ...] = ()
+    other_layers: tuple[tuple[Kind, Pattern, int], ...] = ()
 
     @property
     def mix(self) -> Mix:

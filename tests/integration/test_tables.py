@@ -37,7 +37,7 @@ def simulate(folder: Path) -> int:
 @pytest.mark.parametrize(
     ("command", "words"),
     [
-        (plan, ["memory of a device", "optimizer states", "would fit with", "step"]),
+        (plan, ["memory of a device", "optimizer states", "--fit turns on", "step"]),
         (tune, ["large matrix product", "chosen", "3.0000", "no overlap"]),
         (simulate, ["peak", "sent by a rank"]),
     ],
