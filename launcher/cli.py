@@ -62,12 +62,12 @@ def _run(argv: list[str] | None) -> int:
     # The script's own options must not be taken for ours.
     argv = sys.argv[1:] if argv is None else argv
     where = argv.index("--") if "--" in argv else len(argv)
-    own, extra = argv[:where], tuple(argv[where + 1 :])
+    arguments, extra = argv[:where], tuple(argv[where + 1 :])
     parser = _parser()
-    for argument in own:
+    for argument in arguments:
         if argument.startswith("--") and argument.endswith("=--"):  # argparse takes it for a list
             parser.error(f"{argument[:-3]}: expected a value, got '--'")
-    options = parser.parse_args(own)
+    options = parser.parse_args(arguments)
     try:
         status = int(options.run(options, extra))
         if sys.stdout is not None:  # closed by who started us

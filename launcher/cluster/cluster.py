@@ -81,10 +81,10 @@ def _script(value: object, info: ValidationInfo) -> Path:
     if path.exists() or len(words) < 2 or words[-1] == "py" or not all(map(str.isidentifier, words)):
         return path
     try:
-        found = find_spec(str(value))
+        module = find_spec(str(value))
     except ImportError:  # of a package around it
-        found = None
-    return Path(found.origin) if found is not None and found.origin is not None else path
+        module = None
+    return Path(module.origin) if module is not None and module.origin is not None else path
 
 
 def _text(value: object) -> str:

@@ -86,11 +86,11 @@ def _number(text: str) -> float:
 
 def add_command(
     commands: Commands, name: str, run: Callable[..., int], help: str, description: str, examples: str,
-    **more: str,
+    **overrides: str,
 ) -> argparse.ArgumentParser:  # fmt: skip
     """Add a subcommand whose help keeps the line breaks of its examples."""
     form = argparse.RawDescriptionHelpFormatter
-    texts = {"help": help, "description": description, "epilog": examples} | more
+    texts = {"help": help, "description": description, "epilog": examples} | overrides
     parser: argparse.ArgumentParser = commands.add_parser(name, formatter_class=form, **texts)
     parser.set_defaults(run=run)
     return parser
@@ -131,8 +131,8 @@ def require_sizes(options: argparse.Namespace, most: dict[str, int]) -> None:
     from ds_ring.errors import RingConfigError
 
     for name, limit in most.items():
-        given = getattr(options, name)
-        for value in given if isinstance(given, list) else [given]:
+        sizes = getattr(options, name)
+        for value in sizes if isinstance(sizes, list) else [sizes]:
             if value is not None and not 1 <= value <= limit:
                 bound = "at least 1" if value < 1 else f"at most {limit:,}"
                 option = f"--{name.replace('_', '-')}"
@@ -208,7 +208,7 @@ def add_shapes(parser: argparse.ArgumentParser, ring_sizes: list[int]) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the numbers (0)")
 
 
-def config_of(options: argparse.Namespace) -> RingConfig:
+def read_section(options: argparse.Namespace) -> RingConfig:
     """Return the section with pattern, layout and kernel: of --config, or made of --pattern."""
     from ds_ring.config.json_text import parse_object
     from ds_ring.config.section import RingConfig
@@ -222,7 +222,7 @@ def config_of(options: argparse.Namespace) -> RingConfig:
     return RingConfig.from_deepspeed({"sequence_parallel_size": 1, "ring_attention": {"pattern": pattern}})
 
 
-def pattern_of(options: argparse.Namespace, config: RingConfig) -> Pattern:
+def get_pattern(options: argparse.Namespace, config: RingConfig) -> Pattern:
     """Return the pattern of a section."""
     from ds_ring.config.section import pattern_from_config
     from ds_ring.errors import RingConfigError
@@ -234,7 +234,7 @@ def pattern_of(options: argparse.Namespace, config: RingConfig) -> Pattern:
     return pattern_from_config(config)
 
 
-def source_of(options: argparse.Namespace) -> GeneratedSource:
+def make_source(options: argparse.Namespace) -> GeneratedSource:
     """Return generated numbers of these sizes.
 
     Raises:

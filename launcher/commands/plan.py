@@ -84,7 +84,7 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
     from ..plan.advice import advise
     from ..plan.compare import compare
     from ..plan.estimate import estimate
-    from ..plan.inputs import settings_of
+    from ..plan.inputs import make_setting
     from ..plan.report import as_json, print_report
 
     refuse_extra("plan", extra_args)
@@ -97,21 +97,21 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
             line.set_description_str(what, refresh=False)
             line.update()
 
-        found = estimate(
-            settings_of(options, say),
+        planned = estimate(
+            make_setting(options, say),
             lambda done, total: say(f"rank {done + 1} of {total} that are looked at"),
         )
-        if options.compare and found.other_layers:
-            kind = found.other_layers[0].kind.name
+        if options.compare and planned.other_layers:
+            kind = planned.other_layers[0].kind.name
             raise RingConfigError(f"--compare: expected a model of softmax attention alone, got {kind}")
-        advice = advise(found, say)
+        advice = advise(planned, say)
         fit = advice.fit_reach
         most = None if fit is None else (fit.longest_tokens, fit.longest_options)
-        rows = compare(found, advice.reach.longest_tokens, most) if options.compare else []
+        rows = compare(planned, advice.reach.longest_tokens, most) if options.compare else []
     if options.json:
-        print(as_json(found, advice, rows))
+        print(as_json(planned, advice, rows))
     else:
-        print_report(found, advice, rows)
+        print_report(planned, advice, rows)
     return 0
 
 

@@ -118,9 +118,11 @@ def self_test(mesh: RingMesh, options: Options) -> list[RankAnswer]:
     clock = _clock()
     here = (dist.get_rank(), mesh.ring_rank, mesh.ring_size, socket.gethostname(), presence().host[-12:])
     dtype = str(_kind(mesh)[0]).removeprefix("torch.")
-    own = RankAnswer(*here, dtype, error, traffic._asdict(), *planned, shard, memory, alone, link, *clock)
+    rank_answer = RankAnswer(
+        *here, dtype, error, traffic._asdict(), *planned, shard, memory, alone, link, *clock
+    )
     answers: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(answers, own)
+    dist.all_gather_object(answers, rank_answer)
     return answers
 
 
@@ -153,12 +155,12 @@ class Traffic(NamedTuple):
 @contextmanager
 def record_traffic() -> Iterator[list[Traffic]]:
     """Record what this process moves inside the block; the list has it once the block has ended."""
-    found: list[Traffic] = []
+    traffic: list[Traffic] = []
     config = _ExperimentalConfig(profile_all_threads=True)
     kinds = [ProfilerActivity.CPU]
     with profile(activities=kinds, record_shapes=True, experimental_config=config) as profiler:
-        yield found
-    found.append(_traffic(profiler.profiler.kineto_results.events()))
+        yield traffic
+    traffic.append(_traffic(profiler.profiler.kineto_results.events()))
 
 
 def _traffic(events: Iterable[Any]) -> Traffic:
@@ -243,14 +245,14 @@ def _planned(context: RingContext, layout: Layout, q: Tensor, k: Tensor, v: Tens
     """Return the numbers that the schedules of this rank send and receive, forward and backward together."""
     plan = planner_of(context, Operands(q, k, v))(context.pattern, layout)
     rank = plan.rank(context.mesh.ring_rank)
-    found = {Send: 0, Recv: 0}
+    counts = {Send: 0, Recv: 0}
     for backward in (False, True):
         for chunk in lower_rank(rank, backward=backward).chunks:
             # both tensors of a message, of all heads of the chunk
             width = 2 * k.shape[0] * len(range(k.shape[1])[chunk.kv_heads]) * k.shape[3]
             for step in (step for steps in chunk.steps.rounds for step in steps.posted):
-                found[type(step)] += step.count * width
-    return found[Send], found[Recv]
+                counts[type(step)] += step.count * width
+    return counts[Send], counts[Recv]
 
 
 def _kind(mesh: RingMesh) -> tuple[torch.dtype, torch.device]:
@@ -302,39 +304,40 @@ def _memory_job(tokens: int, dtype: torch.dtype, options: Options) -> AttentionJ
 
 def _memory_on_cuda(mesh: RingMesh, options: Options) -> tuple[float, float]:
     """Return the same by the allocator's own count. (For CUDA, not run so far: no GPU was at hand.)"""
-    found = []
-    for one, tokens in ((mesh, MEMORY_TOKENS * mesh.ring_size), (RingMesh.single(), MEMORY_TOKENS)):
+    peaks = []
+    for mesh_used, tokens in ((mesh, MEMORY_TOKENS * mesh.ring_size), (RingMesh.single(), MEMORY_TOKENS)):
         job = _memory_job(tokens, torch.bfloat16, options)
-        layout = job.layout(one.ring_size)
-        context = context_for(job.pattern, layout, one, options)
+        layout = job.layout(mesh_used.ring_size)
+        context = context_for(job.pattern, layout, mesh_used, options)
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         q, k, v, grad_out = (
-            shard_of(job.source, layout, name, one.ring_rank).cuda() for name in ("q", "k", "v", "grad_out")
+            shard_of(job.source, layout, name, mesh_used.ring_rank).cuda()
+            for name in ("q", "k", "v", "grad_out")
         )
         out, _ = ring_attention_op(*(x.requires_grad_() for x in (q, k, v)), context.handle)
         out.backward(grad_out)
         torch.cuda.synchronize()
-        found.append((torch.cuda.max_memory_allocated() - before) / tokens)
+        peaks.append((torch.cuda.max_memory_allocated() - before) / tokens)
         del q, k, v, grad_out, out
-    return found[0], found[1]
+    return peaks[0], peaks[1]
 
 
 def _link(mesh: RingMesh) -> Link | None:
     """Return this rank's link to the next rank; links are measured one after the other."""
     if mesh.ring_size == 1:
         return None
-    exchange, found = Exchange(mesh), None
+    exchange, link = Exchange(mesh), None
     device = _kind(mesh)[1]
     for source in range(mesh.ring_size):
         target = (source + 1) % mesh.ring_size
         if mesh.ring_rank in (source, target):
             timed = _timed(exchange, mesh.ring_rank == source, target, source, device)
             if mesh.ring_rank == source:
-                found = Link(mesh.global_rank_of(source), mesh.global_rank_of(target), *timed)
+                link = Link(mesh.global_rank_of(source), mesh.global_rank_of(target), *timed)
         dist.barrier(group=mesh.ring_group)  # the others wait until this link has been measured
-    return found
+    return link
 
 
 def _timed(
@@ -405,7 +408,10 @@ def main() -> int:
     mesh = RingMesh.from_world(config.ring_size, config.ulysses_size)
     answers = self_test(mesh, Options.of(config))
     if dist.get_rank() == 0:
-        meta = [{**one._asdict(), "link": one.link and one.link._asdict()} for one in answers]
+        meta = [
+            {**rank_answer._asdict(), "link": rank_answer.link and rank_answer.link._asdict()}
+            for rank_answer in answers
+        ]
         print(MARK + json.dumps(meta), flush=True)
     mesh.close()
     dist.destroy_process_group()

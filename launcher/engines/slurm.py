@@ -129,7 +129,7 @@ exit "$status"
 """
 
 
-def environment_of(around: Mapping[str, str]) -> dict[str, str]:
+def read_rank_numbers(around: Mapping[str, str]) -> dict[str, str]:
     """Return what the script's environment has of Slurm's place for this task.
 
     Raises:
@@ -138,7 +138,7 @@ def environment_of(around: Mapping[str, str]) -> dict[str, str]:
     missing = [name for name in _FROM_SLURM.values() if name not in around]
     if missing:
         sys.exit(f"engines.slurm: expected to be started by Slurm's srun, which sets {missing[0]}")
-    found = {name: around[source] for name, source in _FROM_SLURM.items()}
+    numbers = {name: around[source] for name, source in _FROM_SLURM.items()}
     # "8(x64)", or "2(x3),1": the nodes with as many tasks follow one another.
     counts: list[str] = []
     for part in around.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
@@ -146,13 +146,13 @@ def environment_of(around: Mapping[str, str]) -> dict[str, str]:
         counts += [tasks] * int(times.rstrip(")") or 1)
     node = int(around.get("SLURM_NODEID", "0"))
     if node < len(counts) and counts[node].isdecimal():
-        found["LOCAL_SIZE"] = counts[node]
-    return found
+        numbers["LOCAL_SIZE"] = counts[node]
+    return numbers
 
 
 def main(argv: list[str]) -> None:
     """Run `argv`, a script or -m and a module with their arguments, in this process."""
-    os.environ.update(environment_of(os.environ))
+    os.environ.update(read_rank_numbers(os.environ))
     os.execv(sys.executable, [sys.executable, "-u", *argv])
 
 

@@ -10,7 +10,7 @@ from .estimate import Estimate
 from .hiding import Hiding, hiding_shard, waiting
 from .options import (
     fewest_devices,
-    flags_of,
+    list_flags,
     longest_sequence,
     longest_with_options,
     sets_that_fit,
@@ -35,12 +35,12 @@ class LatentAdvice(NamedTuple):
     pays_below_tokens_per_rank: int
 
 
-def latents_on_the_wire(found: Estimate) -> LatentAdvice | None:
+def latents_on_the_wire(planned: Estimate) -> LatentAdvice | None:
     """Return what latents change; None for a model without them, and where nothing is sent."""
-    setting, sizes, hardware = found.setting, found.setting.model.latents, found.setting.hardware
-    if sizes is None or not found.passes:
+    setting, sizes, hardware = planned.setting, planned.setting.model.latents, planned.setting.hardware
+    if sizes is None or not planned.passes:
         return None
-    cost = max((one.cost for one in found.passes), key=lambda cost: cost.seconds)
+    cost = max((layer_pass.cost for layer_pass in planned.passes), key=lambda cost: cost.seconds)
     sent = cost.forward_bytes + cost.backward_bytes
     if not sent:
         return None
@@ -49,26 +49,26 @@ def latents_on_the_wire(found: Estimate) -> LatentAdvice | None:
     received = cost.forward_bytes / (expanded * ELEMENT_BYTES[setting.dtype])
     # Each token that arrives is expanded in both passes, and its gradient is projected back and multiplied
     # by the latent; the own tokens are expanded once more.
-    products = 4 * received + setting.batch * found.layout.local_tokens
+    products = 4 * received + setting.batch * planned.layout.local_tokens
     flops = 2 * sizes.latent * heads * (sizes.nope + sizes.value) * products
-    more = flops / (hardware.flops(setting.dtype) * hardware.matmul_efficiency)
+    expansion_s = flops / (hardware.flops(setting.dtype) * hardware.matmul_efficiency)
     # With x times the tokens: x sent / rate > x^2 compute + x more.
-    most = max(0.0, (sent / setting.bytes_per_s - more) / cost.compute_s) * found.layout.local_tokens
-    below = sent / (cost.compute_s + more)
-    return LatentAdvice(sent, round(sent * latent / expanded), more, below, int(most))
+    most = max(0.0, (sent / setting.bytes_per_s - expansion_s) / cost.compute_s) * planned.layout.local_tokens
+    below = sent / (cost.compute_s + expansion_s)
+    return LatentAdvice(sent, round(sent * latent / expanded), expansion_s, below, int(most))
 
 
-def _latents(found: Estimate) -> list[str]:
-    one = latents_on_the_wire(found)
-    if one is None:
+def _latents(planned: Estimate) -> list[str]:
+    latents = latents_on_the_wire(planned)
+    if latents is None:
         return []
-    rate, least = found.setting.bytes_per_s / 1e9, one.pays_below_bytes_per_s / 1e9
+    rate, least = planned.setting.bytes_per_s / 1e9, latents.pays_below_bytes_per_s / 1e9
     return [
         f'latents: the figures are those of expanded keys ("latents": false). With latents a rank sends'
-        f" {one.latent_bytes / 1e6:,.1f} MB in a layer's passes, not {one.expanded_bytes / 1e6:,.1f} MB, and"
-        f" computes {one.expansion_s * 1e3:.3g} ms more: faster over links of less than {least:.3g} GB/s;"
-        f" these have {rate:.3g} GB/s, over which latents are faster below T/P ="
-        f" {one.pays_below_tokens_per_rank:,}"
+        f" {latents.latent_bytes / 1e6:,.1f} MB in a layer's passes, not"
+        f" {latents.expanded_bytes / 1e6:,.1f} MB, and computes {latents.expansion_s * 1e3:.3g} ms more:"
+        f" faster over links of less than {least:.3g} GB/s; these have {rate:.3g} GB/s, over which latents"
+        f" are faster below T/P = {latents.pays_below_tokens_per_rank:,}"
     ]
 
 
@@ -90,28 +90,28 @@ class Advice(NamedTuple):
     warnings: tuple[str, ...]  # sentences
 
 
-def advise(found: Estimate, say: Callable[[str], None] = lambda what: None) -> Advice:
+def advise(planned: Estimate, say: Callable[[str], None] = lambda what: None) -> Advice:
     """Search around a setting and warn of its faults; `say` is called with each search."""
-    own, more = _reach(found, say), None
-    if found.setting.may_add_options:
-        more = _fit_reach(found.setting, say)
-        if more.longest_options == own.longest_options:
+    reach, fit_reach = _reach(planned, say), None
+    if planned.setting.may_add_options:
+        fit_reach = _fit_reach(planned.setting, say)
+        if fit_reach.longest_options == reach.longest_options:
             # The search of `own` looked at a small ring.
-            own = own._replace(longest_tokens=more.longest_tokens)
+            reach = reach._replace(longest_tokens=fit_reach.longest_tokens)
     say("the shard whose transfers hide")
-    hiding = hiding_shard(found.setting)
+    hiding = hiding_shard(planned.setting)
     warnings = [
-        *_memory(found, more or own),
-        *_exposed(found, hiding),
-        *_latents(found),
-        *_state_of_things(found),
+        *_memory(planned, fit_reach or reach),
+        *_exposed(planned, hiding),
+        *_latents(planned),
+        *_warn_about_limits(planned),
     ]
-    return Advice(own, more, hiding, tuple(warnings))
+    return Advice(reach, fit_reach, hiding, tuple(warnings))
 
 
-def _reach(found: Estimate, say: Callable[[str], None]) -> Reach:
-    setting = replace(found.setting, may_add_options=False)
-    flags = flags_of(setting)
+def _reach(planned: Estimate, say: Callable[[str], None]) -> Reach:
+    setting = replace(planned.setting, may_add_options=False)
+    flags = list_flags(setting)
     say("the longest sequence that fits")
     longest = longest_sequence(setting)
     say("the fewest devices that fit")
@@ -122,21 +122,21 @@ def _reach(found: Estimate, say: Callable[[str], None]) -> Reach:
 def _fit_reach(setting: TrainingSetting, say: Callable[[str], None]) -> Reach:
     say("the longest sequence that fits with more options")
     longest = longest_with_options(setting)
-    tokens, options = (0, ()) if longest is None else (longest.tokens, flags_of(longest))
+    tokens, options = (0, ()) if longest is None else (longest.tokens, list_flags(longest))
     say("the fewest devices that fit with more options")
     fewest = fewest_devices(setting)
     # The search looks at a small ring: the whole one may need a little more.
     while fewest is not None and fewest.ring_size <= MAX_RANKS:
         if sets := sets_that_fit(fewest):
-            return Reach(tokens, options, fewest.devices, flags_of(sets[0].estimate.setting))
+            return Reach(tokens, options, fewest.devices, list_flags(sets[0].estimate.setting))
         fewest = fewest_devices(setting, 2 * fewest.ring_size)
     return Reach(tokens, options, None, ())
 
 
-def _memory(found: Estimate, reach: Reach) -> list[str]:
-    if found.fits:
+def _memory(planned: Estimate, reach: Reach) -> list[str]:
+    if planned.fits:
         return []
-    setting, peak = found.setting, found.peak
+    setting, peak = planned.setting, planned.peak
     longest, devices = reach.longest_tokens, reach.fewest_devices
     most = max(peak.components, key=lambda name: peak.components[name])
     text = (
@@ -151,12 +151,12 @@ def _memory(found: Estimate, reach: Reach) -> list[str]:
     return ["; ".join([text, *ways])]
 
 
-def _exposed(found: Estimate, hiding: Hiding) -> list[str]:
-    cost, setting = found.attention, found.setting
+def _exposed(planned: Estimate, hiding: Hiding) -> list[str]:
+    cost, setting = planned.attention, planned.setting
     share = waiting(cost)
     if setting.ring_size == 1 or share <= EXPOSED:
         return []
-    here = found.layout.local_tokens
+    here = planned.layout.local_tokens
     advice = (
         f"never: {hiding.never}" if hiding.tokens is None else f"from T/P = {hiding.tokens:,} on it hides"
     )
@@ -166,19 +166,19 @@ def _exposed(found: Estimate, hiding: Hiding) -> list[str]:
     ]
 
 
-def _state_of_things(found: Estimate) -> list[str]:
-    setting, warnings = found.setting, []
+def _warn_about_limits(planned: Estimate) -> list[str]:
+    setting, warnings = planned.setting, []
     if setting.model.experts > 1:
         warnings.append(
             f"experts: the model names {setting.model.experts}, and no matrix of them is counted: every MLP"
             " is planned with intermediate_size, in parameters, memory and time"
         )
-    if any(isinstance(one.kind, Selection) for one in found.other_layers):
+    if any(isinstance(layer.kind, Selection) for layer in planned.other_layers):
         warnings.append(
             "chosen keys: which rows cross is known at run time; counted are all that a rank's queries see,"
             " at most k for each. Latents do not travel here"
         )
-    if any(isinstance(one.kind, Recurrence) for one in found.other_layers):
+    if any(isinstance(layer.kind, Recurrence) for layer in planned.other_layers):
         warnings.append(
             "layers other than attention keep what goes into their kernels and comes out; what a kernel keeps"
             " inside is not counted, and their arithmetic is rough"

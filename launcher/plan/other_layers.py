@@ -41,7 +41,7 @@ class Recurrence(NamedTuple):
 
     name: str
     parameters: int  # of its matrices
-    kept: int  # elements a token that it keeps for the backward pass in addition to its kernel's
+    kept_elements: int  # a token that it keeps for the backward pass in addition to its kernel's
     # before, channels: tokens that its convolution looks back, and convolved elements a token
     before: int = 0
     channels: int = 0
@@ -155,7 +155,7 @@ _SIGNS = re.compile(
 )
 
 
-def readers_of(values: ModelValues) -> Readers:
+def find_readers(values: ModelValues) -> Readers:
     """Return what reads the layers of a config.json that are not softmax attention; nothing for most models.
 
     Raises:
@@ -175,18 +175,18 @@ def readers_of(values: ModelValues) -> Readers:
     raise RingConfigError(f"--hf-config: model_type: {sentence(expected, got, advice)}")
 
 
-def kinds_of(values: ModelValues, types: Sequence[str]) -> Kinds:
+def read_kinds(values: ModelValues, types: Sequence[str]) -> Kinds:
     """Return the kind of every layer, by the text part of a config.json and its `layer_types`."""
-    readers = readers_of(values)
-    made = {word: read(values) for word, read in readers.items() if word in types}
+    readers = find_readers(values)
+    kinds_by_word = {word: read(values) for word, read in readers.items() if word in types}
     shared = values.get("indexer_types") or ["full"] * len(types)
-    found: list[Kind | None] = []
+    kinds: list[Kind | None] = []
     for word, indexer in zip(types, shared, strict=False):
-        kind = made.get(word)
+        kind = kinds_by_word.get(word)
         if isinstance(kind, Selection) and indexer == "shared":
             kind = kind._replace(parameters=0, finds=False)
-        found.append(kind)
-    return tuple(found)
+        kinds.append(kind)
+    return tuple(kinds)
 
 
 class Sent(NamedTuple):
@@ -222,12 +222,12 @@ def sent_by(kind: Kind, place: LayerSetting, rank: int) -> list[Sent]:
     """
     if isinstance(kind, Selection):
         return [*_selected(kind, place, rank)]
-    found = []
+    parts = []
     if kind.before:
         messages = halo_messages(place.layout, place.parts, rank, kind.before, 0)
         row = place.batch * kind.channels * place.element_bytes
         out, back = (sum(map(len, way.values())) * row for way in (messages.sends, messages.receives))
-        found.append(Sent("halo", out, back, (back,), (out,)))
+        parts.append(Sent("halo", out, back, (back,), (out,)))
     if kind.state:
         sent, received = [], []
         for reverse in (False, True):
@@ -236,16 +236,16 @@ def sent_by(kind: Kind, place: LayerSetting, rank: int) -> list[Sent]:
             rounds = _rounds(place.layout, place.parts, state, transition, reverse)
             sent.append(sum(int(out[rank]) for out, _ in rounds))
             received.append(tuple(int(got[rank]) for _, got in rounds))
-        found.append(Sent("scan", sent[0], sent[1], received[0], received[1]))
-    return found
+        parts.append(Sent("scan", sent[0], sent[1], received[0], received[1]))
+    return parts
 
 
 @lru_cache(maxsize=8)
 def _rounds(layout: Layout, parts: int, state: int, transition: int, reverse: bool) -> Rounds:
     ranks = sequence_runs(layout, parts).ranks
-    ranks, world, found = ranks[::-1] if reverse else ranks, layout.ring_size * parts, []
+    ranks, world, rounds = ranks[::-1] if reverse else ranks, layout.ring_size * parts, []
     apart = [1 << i for i in range((len(ranks) - 1).bit_length())]
-    for distance, is_shift in [*((one, False) for one in apart), (1, True)]:
+    for distance, is_shift in [*((distance_apart, False) for distance_apart in apart), (1, True)]:
         to = np.arange(distance, len(ranks))
         # A run that has the state from the start on sends no transition.
         size = state + np.where((to < 2 * distance) | is_shift, 0, transition)
@@ -254,8 +254,8 @@ def _rounds(layout: Layout, parts: int, state: int, transition: int, reverse: bo
         sent, got = (
             np.bincount(who[crosses], weights=size[crosses], minlength=world) for who in (owners, readers)
         )
-        found.append((sent, got))
-    return tuple(found)
+        rounds.append((sent, got))
+    return tuple(rounds)
 
 
 @lru_cache(maxsize=16)
@@ -303,7 +303,7 @@ class LayerCost(NamedTuple):
     @property
     def bytes_sent(self) -> tuple[int, int]:
         """Return the bytes that the rank sends, forward and backward."""
-        return sum(one.forward for one in self.sent), sum(one.backward for one in self.sent)
+        return sum(message.forward for message in self.sent), sum(message.backward for message in self.sent)
 
 
 def layer_cost(
@@ -312,16 +312,18 @@ def layer_cost(
 ) -> LayerCost:  # fmt: skip
     """Return the cost of a layer on the ranks of the sequence that are looked at."""
     traffic = {rank: sent_by(kind, place, rank) for rank in ranks}
-    busiest = max(traffic.values(), key=lambda parts: sum(one.forward + one.backward for one in parts))
+    busiest = max(
+        traffic.values(), key=lambda parts: sum(message.forward + message.backward for message in parts)
+    )
     computed = _arithmetic(kind, place, hardware, dtype, kernel)
     fixed_s, seconds, waiting = hardware.link_latency_s + hardware.hop_overhead_s, [], []
     for backward, compute in enumerate(computed):
         waits = []
         for parts in traffic.values():
             times = [0.0, 0.0]  # of messages that nothing hides, and that overlap
-            for one in parts:
-                received = one.backward_received if backward else one.forward_received
-                times[one.overlaps] += sum(n / bytes_per_s + fixed_s for n in received if n)
+            for message in parts:
+                received = message.backward_received if backward else message.forward_received
+                times[message.overlaps] += sum(n / bytes_per_s + fixed_s for n in received if n)
             waits.append(times[0] + max(0.0, times[1] - compute))
         waiting.append(max(waits))
         seconds.append(compute + waiting[-1])
@@ -351,7 +353,7 @@ def _arithmetic(
 class LayerMemory(NamedTuple):
     """Hold the bytes of one layer on a rank, the most there may be."""
 
-    kept: int  # between its passes
+    kept_bytes: int  # between its passes
     messages: int  # while it exchanges
 
 
@@ -369,12 +371,12 @@ def layer_memory(
         device: "cpu" or "cuda".
     """
     if isinstance(kind, Recurrence):
-        kept = batch * slots * kind.kept * element_bytes
+        kept_bytes = batch * slots * kind.kept_elements * element_bytes
         if not kind.state:
-            return LayerMemory(kept, 2 * RUNS * batch * kind.before * kind.channels * element_bytes)
+            return LayerMemory(kept_bytes, 2 * RUNS * batch * kind.before * kind.channels * element_bytes)
         # M and B of the runs, composed, sent and received; states and gradients.
         scan = 7 * FLOAT * RUNS * batch * (kind.transition + kind.state)
-        return LayerMemory(kept + 2 * FLOAT * RUNS * batch * (kind.transition + kind.state), scan)
+        return LayerMemory(kept_bytes + 2 * FLOAT * RUNS * batch * (kind.transition + kind.state), scan)
     chosen = 8 * batch * slots * min(kind.top_k, tokens)  # int64
     # Of rows: those in use and those that arrive, and of several samples a copy of the own ones; in the
     # backward pass gradients of those in use, that leave and that arrive, and sums for narrower results.

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from .methods import METHODS, Pass
-from .packs import packs_of
+from .packs import get_packs
 from .steps import longest_tokens, torch_step, ulysses_tflops
 from .table import Direction, PassGroup, Table
 
@@ -40,7 +40,7 @@ class Result(NamedTuple):
 
 def share(results: Iterable[Result]) -> float:
     """Return the part of the figures that hold."""
-    held = [one.holds for one in results]
+    held = [result.holds for result in results]
     return sum(held) / len(held) if held else 0.0
 
 
@@ -62,20 +62,21 @@ def _passes(table: Table) -> Iterator[Result]:
                 )
 
 
-def passes_of(table: Table, group: PassGroup, direction: Direction, ranks: int) -> Iterator[Pass]:
+def list_passes(table: Table, group: PassGroup, direction: Direction, ranks: int) -> Iterator[Pass]:
     """Yield the pass of a group's figure, for each pack where documents are packed."""
     tokens = ranks * group.tokens
     machine, kernel = table.machines[group.machine], table.kernels[group.kernel]
-    for lengths in packs_of(tokens) if group.mask == "packed" else ((tokens,),):
+    for lengths in get_packs(tokens) if group.mask == "packed" else ((tokens,),):
         yield Pass(machine, kernel, ranks, group.tokens, group.heads, group.kv_heads, direction, lengths)
 
 
 def pass_tflops(table: Table, group: PassGroup, direction: Direction, ranks: int) -> float:
     """Return the TFLOPS a device of a pass; of packs the mean, as the benchmark takes it."""
-    found = [
-        one.flops / METHODS[group.method](one) / 1e12 for one in passes_of(table, group, direction, ranks)
+    rates = [
+        attention.flops / METHODS[group.method](attention) / 1e12
+        for attention in list_passes(table, group, direction, ranks)
     ]
-    return sum(found) / len(found)
+    return sum(rates) / len(rates)
 
 
 def _steps(table: Table) -> Iterator[Result]:
@@ -94,6 +95,6 @@ def _steps(table: Table) -> Iterator[Result]:
 
 def _lengths(table: Table) -> Iterator[Result]:
     for row in table.lengths:
-        found = longest_tokens(table, row)
+        modelled = longest_tokens(table, row)
         at = (row.source, str(table.sources[row.source].date), row.method, row.model, row.devices)
-        yield Result(*at, "longest sequence, tokens", row.tokens, found, row.why)
+        yield Result(*at, "longest sequence, tokens", row.tokens, modelled, row.why)

@@ -14,8 +14,8 @@ from .table import Table
 
 def as_json(table: Table, results: Sequence[Result]) -> str:
     """Return one object."""
-    sources = {name: one.model_dump(mode="json") for name, one in table.sources.items()}
-    rows = [one._asdict() | {"ratio": one.ratio, "holds": one.holds} for one in results]
+    sources = {name: source.model_dump(mode="json") for name, source in table.sources.items()}
+    rows = [result._asdict() | {"ratio": result.ratio, "holds": result.holds} for result in results]
     document = {"sources": sources, "share_within_a_tenth": share(results), "published": rows}
     return json.dumps(document, indent=2)
 
@@ -23,22 +23,22 @@ def as_json(table: Table, results: Sequence[Result]) -> str:
 def print_report(table: Table, results: Sequence[Result]) -> None:
     """Print a table for each source."""
     out = console()
-    for name in dict.fromkeys(one.source for one in results):
-        source, rows = table.sources[name], [one for one in results if one.source == name]
-        made = RichTable("method", "setting", "GPUs", "published", "model", "ratio", title_justify="left")
-        made.title = f"{source.what}, {source.date}: {share(rows):.0%} within {CLOSE:.0%}"
-        for one in rows:
-            mark = "" if one.holds else " off"
-            setting = f"{one.setting} {one.quantity}"
-            made.add_row(
-                one.method,
+    for name in dict.fromkeys(result.source for result in results):
+        source, rows = table.sources[name], [result for result in results if result.source == name]
+        grid = RichTable("method", "setting", "GPUs", "published", "model", "ratio", title_justify="left")
+        grid.title = f"{source.what}, {source.date}: {share(rows):.0%} within {CLOSE:.0%}"
+        for result in rows:
+            mark = "" if result.holds else " off"
+            setting = f"{result.setting} {result.quantity}"
+            grid.add_row(
+                result.method,
                 setting,
-                str(one.devices),
-                _figure(one.published),
-                _figure(one.model),
-                f"{one.ratio:.2f}{mark}",
+                str(result.devices),
+                _figure(result.published),
+                _figure(result.model),
+                f"{result.ratio:.2f}{mark}",
             )
-        out.print(made)
+        out.print(grid)
         out.print(source.link)
         for method, setting, why in dict.fromkeys((o.method, o.setting, o.why) for o in rows if not o.holds):
             out.print(f"off: {method}, {setting}: {why}")

@@ -111,7 +111,7 @@ class RunFolder:
         make_folder(self.path)
         try:
             numbers = (re.fullmatch(r"attempt-(\d{1,9})", path.name) for path in self.path.iterdir())
-            number = 1 + max((int(found[1]) for found in numbers if found), default=0)
+            number = 1 + max((int(match[1]) for match in numbers if match), default=0)
             self.attempt(number).mkdir()
         except OSError as error:
             raise _no_folder(self.path, error) from None
@@ -119,9 +119,9 @@ class RunFolder:
             write_json(self.attempt(number) / LAUNCHER, {"token": token})
         return number
 
-    def record(self, event: str, attempt: int, **more: Any) -> None:
+    def record(self, event: str, attempt: int, **fields: Any) -> None:
         """Append a line to attempts.jsonl; a full disk must not end a run."""
-        line = json.dumps({"event": event, "attempt": attempt, "at": time.time(), **more}) + "\n"
+        line = json.dumps({"event": event, "attempt": attempt, "at": time.time(), **fields}) + "\n"
         try:
             append_text(self.path / ATTEMPTS, line)
         except OSError:
@@ -129,9 +129,9 @@ class RunFolder:
 
     def events(self) -> list[dict[str, Any]]:
         """Return the lines of attempts.jsonl; one that a crash cut short is left out."""
-        from .run_records import events_of
+        from .run_records import read_events
 
-        return [one.model_dump(exclude_unset=True) for one in events_of(self.path)]
+        return [event.model_dump(exclude_unset=True) for event in read_events(self.path)]
 
 
 def make_folder(run: Path) -> None:

@@ -43,12 +43,12 @@ from ds_ring_launcher.check.small_model import SAMPLES, build, make_batch, read_
 from ds_ring_launcher.plan import other_layers
 from ds_ring_launcher.plan.advice import latents_on_the_wire
 from ds_ring_launcher.plan.estimate import estimate
-from ds_ring_launcher.plan.inputs import settings_of
-from ds_ring_launcher.plan.layer_passes import layout_of, parts_of, pass_shape, plans_of
+from ds_ring_launcher.plan.inputs import make_setting
+from ds_ring_launcher.plan.layer_passes import build_plans, choose_parts, pass_shape, plan_layout
 from ds_ring_launcher.plan.model_file import (
     _OPTIONS,
-    model_of,
-    model_patterns_of,
+    read_model,
+    read_model_patterns,
     text_part,
     with_layer_types,
 )
@@ -213,17 +213,17 @@ def setting(config: Any, size: int, layout: str) -> TrainingSetting:
         "hf_config": as_json(config), "tokens": TOKENS, "devices": size,
         "batch": SAMPLES, "dtype": "float32", "hardware": "cpu", "layout": layout,
     }  # fmt: skip
-    asked = settings_of(Namespace(**given), lambda _: None)
+    asked = make_setting(Namespace(**given), lambda _: None)
     return replace(asked, ring_ranks_per_node=0)  # all ranks are in one node here
 
 
 def of_ranks(asked: TrainingSetting) -> list[int]:
     """Bytes that each rank sends in a step."""
-    layout, found = layout_of(asked), []
+    layout, found = plan_layout(asked), []
     for rank in range(asked.ring_size):
         total = 0
-        for plan, layers in plans_of(asked, layout):
-            total += layers * sum(bytes_sent(parts_of(plan, rank), pass_shape(asked, layout)))
+        for plan, layers in build_plans(asked, layout):
+            total += layers * sum(bytes_sent(choose_parts(plan, rank), pass_shape(asked, layout)))
         for kind, pattern, layers in asked.other_layers:
             place = LayerSetting(layout, 1, asked.batch, 4, pattern)
             total += layers * sum(one.forward + one.backward for one in sent_by(kind, place, rank))
@@ -248,7 +248,7 @@ def test_fewer_keys_send_fewer_rows_than_are_planned(rank_pool: Pool) -> None:
     found = rank_pool(4).run(trained, "deepseek_v32", {"index_topk": 2}, "zigzag", False)
     assert isinstance(kind, Selection) and kind.top_k == 2
     for rank, (real, most) in enumerate(zip(found, want, strict=True)):
-        rows = sent_by(kind, LayerSetting(layout_of(asked), 1, SAMPLES, 4, pattern), rank)[-1]
+        rows = sent_by(kind, LayerSetting(plan_layout(asked), 1, SAMPLES, 4, pattern), rank)[-1]
         assert most - layers * (rows.forward + rows.backward) < real <= most
 
 
@@ -298,7 +298,7 @@ def peaks(rank: int, world_size: int) -> list[float]:
     sizes = [layer_memory(one, 1, slots, 1024, 4, "cpu") for one in (delta, kind)]
     pass_bytes = memory.peak_bytes - 3 * q.nbytes  # without its results
     mesh.close()
-    found = [scan.peak_bytes / sizes[0].messages, chosen.nbytes / sizes[1].kept]
+    found = [scan.peak_bytes / sizes[0].messages, chosen.nbytes / sizes[1].kept_bytes]
     return [*found, pass_bytes / sizes[1].messages]
 
 
@@ -335,7 +335,7 @@ def test_no_model_with_other_layers_is_planned_as_attention() -> None:
         config = text_part(json.loads(as_json(CONFIG_MAPPING[name]())))
         asked = Namespace(hf_config=json.dumps(config), **dict.fromkeys(_OPTIONS))
         try:
-            shape = model_of(asked)
+            shape = read_model(asked)
         except RingConfigError:
             refused.append(name)
             continue
@@ -395,7 +395,7 @@ def test_parameters_are_those_of_transformers() -> None:
             model = AutoModelForCausalLM.from_config(config)
         real = sum(x.numel() for x in model.parameters() if x.dim() == 2)
         asked = Namespace(hf_config=json.dumps(values), **dict.fromkeys(_OPTIONS))
-        shape = model_of(asked)
+        shape = read_model(asked)
         norms = (2 * shape.layers + 1) * shape.hidden
         # of Qwen 3.5 the gate of the attention's output
         gates = (shape.layers - len(shape.other_layers)) * shape.hidden * 4 * 16
@@ -421,6 +421,6 @@ def test_what_cannot_be_planned_is_refused(capsys: Any, config: Any, more: list[
 
 def test_layers_beside_attention_cannot_be_tuned(capsys: Any) -> None:
     with pytest.raises(RingConfigError, match='expected layers of attention, got "gated delta rule"'):
-        model_patterns_of(json.dumps(with_layer_types(json.dumps(QWEN))), None)
+        read_model_patterns(json.dumps(with_layer_types(json.dumps(QWEN))), None)
     with pytest.raises(RingConfigError, match="expected the type of each layer, got null"):
-        model_patterns_of(json.dumps(QWEN), None)
+        read_model_patterns(json.dumps(QWEN), None)

@@ -11,7 +11,7 @@ import pytest
 from ds_ring_launcher import cli
 from ds_ring_launcher.plan import known_hardware
 from ds_ring_launcher.plan.estimate import Estimate, estimate
-from ds_ring_launcher.plan.inputs import settings_of
+from ds_ring_launcher.plan.inputs import make_setting
 from tests.plan_costs import costs_once  # noqa: F401 (used by all tests)
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,7 +34,7 @@ def plan(capsys, *arguments: str) -> dict:
 
 def estimated(*arguments: str) -> Estimate:
     """What the command estimates, without its searches and advice, which take most of its time."""
-    return estimate(settings_of(cli._parser().parse_args(["plan", *arguments]), lambda what: None))
+    return estimate(make_setting(cli._parser().parse_args(["plan", *arguments]), lambda what: None))
 
 
 def refused(capsys, *arguments: str) -> str:

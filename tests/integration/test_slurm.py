@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from ds_ring_launcher.engines.slurm import environment_of
+from ds_ring_launcher.engines.slurm import read_rank_numbers
 from ds_ring_launcher.run.run_folder import RunFolder
 from tests.dist.namespaces import two_hosts
 from tests.dist.slurm_cluster import NODES, SlurmCluster, slurm_on
@@ -146,7 +146,7 @@ def wait_until(what: Callable[[], bool]) -> None:
 )
 def test_ranks_of_a_node(counts: str, node: int, expected: str | None) -> None:
     around = {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_LOCALID": "0"}
-    found = environment_of(around | {"SLURM_STEP_TASKS_PER_NODE": counts, "SLURM_NODEID": str(node)})
+    found = read_rank_numbers(around | {"SLURM_STEP_TASKS_PER_NODE": counts, "SLURM_NODEID": str(node)})
     assert found.get("LOCAL_SIZE") == expected
 
 

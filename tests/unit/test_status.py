@@ -20,7 +20,7 @@ from ds_ring.integrations.metrics.run_report import RunHistory
 from ds_ring_launcher import cli
 from ds_ring_launcher.cluster.cluster import Host
 from ds_ring_launcher.run import run_lock
-from ds_ring_launcher.run.culprit import culprit_of
+from ds_ring_launcher.run.culprit import find_culprit
 from ds_ring_launcher.run.relaunch import Outcome, decide
 from ds_ring_launcher.run.run_folder import RankFault, RunFolder, write_exit, write_fault, write_json
 from ds_ring_launcher.run.run_lock import run_held
@@ -32,7 +32,7 @@ from ds_ring_launcher.run.run_records import (
     read_lines,
 )
 from ds_ring_launcher.status.run_status import SILENT_SECONDS, read_run
-from ds_ring_launcher.status.table import print_status, tables_of
+from ds_ring_launcher.status.table import make_tables, print_status
 from tests.clock import unqueued_seconds
 
 NASTY = "</td><script>document.title='owned'</script><img src=x onerror=alert(1)> & \x1b[31m [bold]"
@@ -227,7 +227,7 @@ def test_files_that_nobody_of_ds_ring_writes_are_left_out(run: RunFolder, what: 
     status = read_run(run.path)
     json.dumps(status.document(), allow_nan=False)
     print_status(status)
-    culprit_of(run.attempt(2), (Host(name="node-0", slots=1),), 1)
+    find_culprit(run.attempt(2), (Host(name="node-0", slots=1),), 1)
     newest_checkpoint(run.path.parent / "checkpoints")
     assert unqueued_seconds() - started < 5.0
     assert [one.number for one in status.attempts] == [1, 2]
@@ -267,7 +267,7 @@ def test_a_record_of_any_values_is_read(
         (found.attempt(1) / name).write_text(text)
     status = read_run(found.path)
     json.dumps(status.document(), allow_nan=False)
-    culprit_of(found.attempt(1), (Host(name="node-0", slots=1),), 1)
+    find_culprit(found.attempt(1), (Host(name="node-0", slots=1),), 1)
 
 
 def test_a_rate_below_0_is_none(tmp_path: Path) -> None:
@@ -310,7 +310,7 @@ def test_mutated_files_of_a_run_are_read(run: RunFolder, rounds: int) -> None:
             path.write_bytes(mutated(data, draw) if draw.random() < 0.4 else data)
         status = read_run(run.path)
         json.dumps(status.document(), allow_nan=False)
-        found = culprit_of(folder, (Host(name="node-0", slots=1), Host(name="node-1", slots=1)), 1)
+        found = find_culprit(folder, (Host(name="node-0", slots=1), Host(name="node-1", slots=1)), 1)
         decide([Outcome(2, 1, None, False, False, found)], None)
         newest_checkpoint(run.path.parent / "checkpoints")
 
@@ -381,5 +381,5 @@ def test_a_long_history_is_thinned_out_evenly(tmp_path: Path) -> None:
 
 
 def test_times_of_a_link_are_milliseconds(run: RunFolder) -> None:
-    links = next(one for one in tables_of(read_run(run.path)) if one.title.startswith("Hop times"))
+    links = next(one for one in make_tables(read_run(run.path)) if one.title.startswith("Hop times"))
     assert [row[3:5] for row in links.rows] == [("10.00 ms", "1.00 ms")]

@@ -14,7 +14,7 @@ from ds_ring.schedule.plan import build_plan
 from ds_ring.simulation.simulate import SimulationOptions
 from ds_ring_launcher.plan.estimate import estimate, head_swaps
 from ds_ring_launcher.plan.hardware import hardware_from
-from ds_ring_launcher.plan.layer_passes import layer_passes, plans_of
+from ds_ring_launcher.plan.layer_passes import build_plans, layer_passes
 from ds_ring_launcher.plan.model_file import ModelShape
 from ds_ring_launcher.plan.model_memory import Zero
 from ds_ring_launcher.plan.training_setting import TrainingSetting, like_in_hops, like_in_memory
@@ -41,7 +41,7 @@ def setting(devices=16, ulysses=1, pattern=None, tokens=4096, layout="zigzag", *
 def test_the_plan_is_the_one_that_runs(devices: int, ulysses: int) -> None:
     one = setting(devices, ulysses, tokens=devices * 8)
     mesh = RingMesh(Grid(devices, devices // ulysses, ulysses), 0, ranks_per_node=NODE)
-    plan = plans_of(one)[0][0]
+    plan = build_plans(one)[0][0]
     runs = build_plan(
         Causal(), plan.layout, query_heads=8 // ulysses, kv_heads=4 // ulysses,
         ranks_per_node=mesh.grid.ring_ranks_per_node(0, mesh.ranks_per_node),

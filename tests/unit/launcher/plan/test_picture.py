@@ -10,7 +10,7 @@ import pytest
 
 from ds_ring import Causal, RingConfigError, build_plan, make_layout
 from ds_ring.schedule.plan import Plan
-from ds_ring_launcher.plan.picture import draw_plan, hops_of, label_of, new_figure
+from ds_ring_launcher.plan.picture import describe_hop, draw_plan, list_hops, new_figure
 
 
 @pytest.fixture(scope="module")
@@ -21,11 +21,11 @@ def plan() -> Plan:
 
 def test_keys_travel_as_in_the_picture_of_readme(plan: Plan) -> None:
     """(They went the other way, in a legend of "hop 1 down".)"""
-    origins = {(abs(hop), rank): part.origin for rank in range(4) for hop, part in hops_of(plan, rank)}
+    origins = {(abs(hop), rank): part.origin for rank in range(4) for hop, part in list_hops(plan, rank)}
     svg = (Path(__file__).resolve().parents[4] / "tools/results/ring.svg").read_text()
     drawn = [int(origin) for origin in re.findall(r">K(\d) V\d<", svg)]
     assert origins == {(step, rank): drawn[4 * step + rank] for step in range(4) for rank in range(4)}
-    assert [label_of(plan, hop) for hop in (0, -1, 2)] == [
+    assert [describe_hop(plan, hop) for hop in (0, -1, 2)] == [
         "hop 0: own K/V", "hop 1: K/V of rank r + 1", "hop 2: K/V of rank r - 2"
     ]  # fmt: skip
 

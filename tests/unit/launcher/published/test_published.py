@@ -13,9 +13,9 @@ from pydantic import ValidationError
 from ds_ring_launcher.cli import main
 from ds_ring_launcher.published.evaluate import evaluate, share
 from ds_ring_launcher.published.methods import METHODS, Pass, dispatched, rate_at, te_ring, ulysses
-from ds_ring_launcher.published.packs import LONGEST_PART, draw_packs, packs_of
+from ds_ring_launcher.published.packs import LONGEST_PART, draw_packs, get_packs
 from ds_ring_launcher.published.report import as_json, print_report
-from ds_ring_launcher.published.steps import setting_of, torch_extra_s
+from ds_ring_launcher.published.steps import make_published_setting, torch_extra_s
 from ds_ring_launcher.published.table import ROWS, Table, published, table_from
 
 SHARE = 0.58  # of all figures within a tenth
@@ -175,7 +175,7 @@ def test_packs_are_those_of_the_benchmark():
         assert max(pack) <= 65536 // LONGEST_PART
     # of their own sampler, computed from its seed
     for ranks, keys in {8: 3605, 16: 6379, 32: 9030, 64: 11386}.items():
-        packs = packs_of(ranks * 8192)
+        packs = get_packs(ranks * 8192)
         assert len(packs) == 20
         mean = np.mean([sum(n * n / 2 for n in pack) for pack in packs]) / (ranks * 8192)
         assert mean == pytest.approx(keys, rel=0.05)
@@ -184,7 +184,7 @@ def test_packs_are_those_of_the_benchmark():
 def test_torch_adds_little_to_a_long_step():
     table = published()
     row = table.steps[1]
-    extra = torch_extra_s(setting_of(table, row), table.machines["h100"])
+    extra = torch_extra_s(make_published_setting(table, row), table.machines["h100"])
     assert 0.01 < extra / row.seconds < 0.05
 
 
