@@ -31,6 +31,7 @@ from ds_ring.config.messages import (
 )
 from ds_ring.errors import RingConfigError
 
+from ..engines import engines as engines  # fills ENGINES, which the model reads
 from ..run.job import LOOPBACK, LOOPBACK_6
 from .cluster import LOCAL_NAME, Cluster, Host
 

@@ -1,7 +1,7 @@
 """Define what an engine is: the program that starts the ranks of a job.
 
-A new engine is a subclass in a file of its own, and a row of engines.py. Files of engines whose module also
-runs in each rank (mpirun.py, slurm.py) import what takes time inside functions.
+A new engine is a subclass in a file of its own, and a row in engines.py, which fills `ENGINES`. Files of
+engines whose module also runs in each rank (mpirun.py, slurm.py) import what takes time inside functions.
 """
 
 from __future__ import annotations
@@ -61,6 +61,9 @@ class Engine(ABC):
     def batch_script(self, cluster: Cluster, config: Path, extra_args: tuple[str, ...]) -> str | None:
         """Return a script for the engine's queue that launches the YAML at `config`; None without a queue."""
         return None
+
+
+ENGINES: dict[str, Engine] = {}  # by the word that the cluster YAML has for it
 
 
 def ssh_command(host: str, ssh_port: int | None, module: str = "ds_ring_launcher.run.agent") -> list[str]:
