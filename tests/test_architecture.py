@@ -136,7 +136,7 @@ MAY_USE_TORCH = ("patterns.captured", "patterns.private.attention")  # mask func
 NEVER_IN_DS_RING = {
     "launcher", "ds_ring_launcher", "tools", "schedule_proof", "tests", "matplotlib", "rich", "yaml",
 }  # fmt: skip
-APPLICATIONS = {"estimator", "profiling", "tuning"}  # they are launcher/plan, profile and tune
+APPLICATIONS = {"estimator", "profiling", "tuning"}  # they are launcher/plan and tune
 
 # A secret reaches a rank in no other way that other users of the host cannot see; one variable, one function.
 # How many ranks share a node: engines say it in the environment alone.

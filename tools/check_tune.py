@@ -31,7 +31,7 @@ from ds_ring_launcher.tune.candidates import TuningCandidate, candidates
 from ds_ring_launcher.tune.measurements import Clock, Passes
 from ds_ring_launcher.tune.request import TuningRequest, request_from
 from ds_ring_launcher.tune.result import TuningResult
-from ds_ring_launcher.tune.search import device_of, tune
+from ds_ring_launcher.tune.search import get_device, tune
 
 Times = dict[TuningCandidate, list[float]]
 
@@ -54,7 +54,7 @@ def grid(
 
 def row_of(options: argparse.Namespace, request: TuningRequest, result: TuningResult) -> dict[str, Any]:
     """The grid, its best and the choice again, and how the search compares."""
-    passes = Passes(request, Clock(device_of(request)))
+    passes = Passes(request, Clock(get_device(request)))
     everyone = candidates(request)
     times, grid_s = grid(passes, everyone, request.tokens, options.rounds, "grid")
     medians = {candidate: statistics.median(seconds) for candidate, seconds in times.items()}

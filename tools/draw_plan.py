@@ -19,7 +19,7 @@ from ds_ring import Causal, Dilated, Documents, Full, SlidingWindow, build_plan,
 from ds_ring.masks.pattern import Pattern
 from ds_ring.measure.schedule_text import format_schedule
 from ds_ring.schedule.lowering import lower_pass
-from ds_ring_launcher.profile.plan_picture import draw_plan
+from ds_ring_launcher.plan.picture import draw_plan
 
 
 def pattern_of(options: argparse.Namespace) -> Pattern:

@@ -2,7 +2,7 @@
 
 A round spoils one thing in a few places (bytes, values of a pickle or of JSON, names, kinds of files) and
 reads it with its reader: verification, pickles as loading reads them, resize-checkpoint, the owner of
-a folder; `ds-ring status`, its page and who failed first in a run; a loader's load_state_dict and its next
+a folder; `ds-ring status` and who failed first in a run; a loader's load_state_dict and its next
 epoch (tests/spoiled_files.py). A round is good if that ends, with a result or with a typed error of ds_ring.
 Rounds run in a child process: if it ends, or prints nothing for a minute, the round is a crash.
 

@@ -11,7 +11,6 @@ import json
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -30,44 +29,35 @@ from ds_ring import (
     ring_scan,
     ring_select,
     selected_attention,
-    shard_sequence,
 )
 from ds_ring.comm.exchange import Exchange
-from ds_ring.contrib.families.recurrent.layers import FUNCTIONS, METHODS
 from ds_ring.errors import RingConfigError
-from ds_ring.layers.ngrams.hashes import ngram_rows
-from ds_ring.layers.ngrams.sharded_rows import sharded_rows
+from ds_ring.integrations.transformers.variants.recurrent.layers import FUNCTIONS, METHODS
 from ds_ring.layers.scan.context import scan_context
 from ds_ring.layers.scan.sequence_runs import SequenceRuns, sequence_runs
-from ds_ring.layers.scan.simulation import virtual_halo, virtual_scan
 from ds_ring.layers.selection import select, selected_pass
-from ds_ring.layers.serial.ttt import ttt_linear
 from ds_ring.measure.memory import measure_cpu_memory
+from ds_ring.simulation.scans import virtual_halo, virtual_scan
 from ds_ring_launcher import cli
 from ds_ring_launcher.check.small_model import SAMPLES, build, make_batch, read_config, shrink
 from ds_ring_launcher.plan import other_layers
 from ds_ring_launcher.plan.advice import latents_on_the_wire
 from ds_ring_launcher.plan.estimate import estimate
-from ds_ring_launcher.plan.hardware import read_hardware
-from ds_ring_launcher.plan.inputs import settings_of
-from ds_ring_launcher.plan.layer_passes import layout_of, parts_of, pass_shape, plans_of
+from ds_ring_launcher.plan.inputs import make_setting
+from ds_ring_launcher.plan.layer_passes import build_plans, choose_parts, pass_shape, plan_layout
 from ds_ring_launcher.plan.model_file import (
     _OPTIONS,
-    model_of,
-    model_patterns_of,
+    read_model,
+    read_model_patterns,
     text_part,
     with_layer_types,
 )
 from ds_ring_launcher.plan.other_layers import (
     KNOWN,
-    OWN,
     LayerSetting,
-    Lookup,
     Recurrence,
     Selection,
-    layer_cost,
     layer_memory,
-    lookups_of,
     sent_by,
 )
 from ds_ring_launcher.plan.pass_time import bytes_sent
@@ -95,7 +85,7 @@ def test_bytes_of_scans_and_halos_are_those_of_virtual_ranks(size: int, layout: 
         make_layout(layout, tokens=203, ring_size=size, pattern=Causal()), 1, BATCH, 2, Causal()
     )
     runs = sequence_runs(place.layout)
-    given = [tensors(kind, len(runs.list_rank_runs(rank))) for rank in range(size)]
+    given = [tensors(kind, len(runs.of_rank(rank))) for rank in range(size)]
     scans = [
         virtual_scan(place.layout, *zip(*given, strict=True), matrix=kind.matrix, reverse=back)
         for back in (False, True)
@@ -166,133 +156,6 @@ def test_messages_that_are_not_planned_are_found(rank_pool: Pool, fault: str) ->
     assert [one[which] for one in found] == [one[which] for one in want]
 
 
-# --- layers of a model of one's own ---------------------------------------------------------------
-
-OWN_SIZES = {"hidden_size": 8, "ttt_linear_heads": 2, "ttt_linear_head_dim": 3}
-
-
-def of_operator(slots: int, named: dict[str, Any]) -> torch.Tensor:
-    """The output of one layer's operator on drawn tensors."""
-
-    def given(*shape: int) -> torch.Tensor:
-        return torch.rand(BATCH, slots, *shape, requires_grad=True)
-
-    norm, begin = (torch.ones(2, 3), torch.zeros(2, 3)), torch.zeros(2, 4, 3)
-    return ttt_linear(given(2, 3), given(2, 3), given(2, 3), given(2), norm, begin, mini_batch=1, **named)
-
-
-def operators(rank: int, world_size: int, ulysses: int) -> list[int]:
-    """Bytes of an operator on this rank, forward and backward."""
-    mesh = RingMesh.from_world(world_size // ulysses, ulysses)
-    layout = make_layout("zigzag", tokens=TOKENS, ring_size=mesh.ring_size, multiple_of=ulysses)
-    before = counted()
-    out = of_operator(layout.local_tokens // ulysses, {"layout": layout, "mesh": mesh})
-    forward = counted() - before
-    out.sum().backward()
-    found = [forward, counted() - before - forward]
-    mesh.close()
-    return found
-
-
-@pytest.mark.parametrize(("size", "ulysses"), [(2, 1), (4, 1), (4, 2)])
-def test_bytes_of_own_layers_are_those_of_real_ranks(rank_pool: Pool, size: int, ulysses: int) -> None:
-    kind = OWN["ttt_linear"](OWN_SIZES)
-    assert isinstance(kind, Recurrence)
-    layout = make_layout("zigzag", tokens=TOKENS, ring_size=size // ulysses, multiple_of=ulysses)
-    parts = [sent_by(kind, LayerSetting(layout, ulysses, BATCH, 4, Causal()), rank) for rank in range(size)]
-    want = [[sum(one.forward for one in mine), sum(one.backward for one in mine)] for mine in parts]
-    assert rank_pool(size).run(operators, ulysses) == want and sum(map(sum, want)) > 0
-
-
-def test_own_layers_are_planned_by_their_words(capsys: Any) -> None:
-    config = {
-        "model_type": "mine", "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96,
-        "vocab_size": 256, "layer_types": ["full_attention", *OWN],
-    } | OWN_SIZES  # fmt: skip
-    found = json.loads(run(capsys, config, "--json")[1])
-    rows = {one["kind"]: one for one in found["other_layers"]}
-    assert list(rows) == ["TTT-Linear"]
-    assert all(one["layers"] == 1 and one["forward_bytes_sent"] > 0 for one in rows.values())
-    assert [*rows["TTT-Linear"]["messages"]] == ["hand-over"]
-    # One rank after the other computes: on four ranks four times as long as on its own tokens.
-    layout = make_layout("contiguous", tokens=4096, ring_size=4)
-    place, hardware = LayerSetting(layout, 1, 1, 4, Causal()), read_hardware("cpu")
-    serial = OWN["ttt_linear"](OWN_SIZES)
-    assert isinstance(serial, Recurrence)
-    costs = [
-        layer_cost(one, 1, place, range(4), hardware, "float32", 1e9, "cpu")
-        for one in (serial, serial._replace(serial=False))
-    ]
-    computed = [one.forward_s - one.waits[0] for one in costs]
-    assert computed[0] == pytest.approx(4 * computed[1])
-    wait = hardware.link_latency_s + hardware.hop_overhead_s
-    assert costs[0].waits[0] == pytest.approx(3 * (serial.state * 4 / 1e9 + wait))
-    status, text = run(capsys, config | {"ttt_linear_heads": None})
-    assert status == 2 and "ttt_linear_heads: expected a whole number of at least 1, got null" in text
-
-
-NGRAMS = {"ngram_layers": 2, "ngram_orders": 3, "ngram_heads": 2, "ngram_row": 5}
-
-
-def looked_up(rank: int, world_size: int, ulysses: int, tokens: int) -> list[int]:
-    """Bytes of the token ids, of numbers and rows, and of the gradient of rows, on this rank."""
-    mesh = RingMesh.from_world(world_size // ulysses, ulysses)
-    layout = make_layout("zigzag", tokens=tokens, ring_size=mesh.ring_size, multiple_of=ulysses)
-    named: dict[str, Any] = {"layout": layout, "mesh": mesh}
-    drawn, sizes = torch.Generator().manual_seed(0), [[1 << 16, 1 << 16]] * 2
-    ids = shard_sequence(torch.randint(1 << 20, (BATCH, tokens), generator=drawn), dim=1, **named)
-    table = torch.zeros((1 << 18) // world_size, NGRAMS["ngram_row"], requires_grad=True)
-    exchanges, made = list[Exchange](), Exchange.__init__
-
-    def kept(self: Exchange, *args: Any, **named: Any) -> None:  # that of a call ends with the call
-        made(self, *args, **named)
-        exchanges.append(self)
-
-    Exchange.__init__ = kept  # type: ignore[method-assign]
-    at = [counted()]
-    rows = ngram_rows(ids, (7919, 104729, 1299709), sizes, **named)
-    at.append(counted())
-    found = sharded_rows(table, rows, mesh=mesh)
-    at.append(counted())
-    found.sum().backward()
-    at.append(counted())
-    Exchange.__init__ = made  # type: ignore[method-assign]
-    mesh.close()
-    return [after - before for before, after in pairwise(at)]
-
-
-@pytest.mark.parametrize(("size", "ulysses"), [(2, 1), (4, 1), (4, 2)])
-@pytest.mark.day("4-1")
-def test_bytes_of_ngrams_are_those_of_hashes_that_spread(rank_pool: Pool, size: int, ulysses: int) -> None:
-    (kind, layers), tokens = lookups_of(NGRAMS) or (None, 0), 2048
-    assert kind == Lookup("n-gram tables", 3, 4, 5) and layers == 2
-    layout = make_layout("zigzag", tokens=tokens, ring_size=size // ulysses, multiple_of=ulysses)
-    place = LayerSetting(layout, ulysses, BATCH, 4, Causal())
-    of_ranks = rank_pool(size).run(looked_up, ulysses, tokens)
-    assert sum(found[0] for found in of_ranks) > 0
-    for rank, found in enumerate(of_ranks):
-        ids, numbers, rows = sent_by(kind, place, rank)
-        assert found[0] == ids.forward
-        assert found[1] == pytest.approx(numbers.forward + rows.forward, rel=0.05)
-        assert found[2] == pytest.approx(rows.backward, rel=0.05)
-
-
-def test_ngrams_are_planned_beside_attention(capsys: Any) -> None:
-    plain = {
-        "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 96, "vocab_size": 256,
-        "hidden_size": 64,
-    }  # fmt: skip
-    found, without = (json.loads(run(capsys, one, "--json")[1]) for one in (plain | NGRAMS, plain))
-    (one,) = found["other_layers"]
-    assert (one["kind"], one["layers"]) == ("n-gram tables", 2) and without["other_layers"] == []
-    assert [*one["messages"]] == ["token ids", "numbers of rows", "rows"]
-    assert found["attention_by_pattern"] == without["attention_by_pattern"]
-    assert found["step"]["total_s"] > without["step"]["total_s"]
-    assert any("n-gram tables: their rows" in text for text in found["warnings"])
-    status, text = run(capsys, plain | NGRAMS | {"ngram_heads": 0})
-    assert status == 2 and "ngram_heads: expected a whole number of at least 1, got 0" in text
-
-
 # --- whole models ----------------------------------------------------------------------------------
 
 EVERY_KEY = {"index_topk": 64}
@@ -350,17 +213,17 @@ def setting(config: Any, size: int, layout: str) -> TrainingSetting:
         "hf_config": as_json(config), "tokens": TOKENS, "devices": size,
         "batch": SAMPLES, "dtype": "float32", "hardware": "cpu", "layout": layout,
     }  # fmt: skip
-    asked = settings_of(Namespace(**given), lambda _: None)
+    asked = make_setting(Namespace(**given), lambda _: None)
     return replace(asked, ring_ranks_per_node=0)  # all ranks are in one node here
 
 
 def of_ranks(asked: TrainingSetting) -> list[int]:
     """Bytes that each rank sends in a step."""
-    layout, found = layout_of(asked), []
+    layout, found = plan_layout(asked), []
     for rank in range(asked.ring_size):
         total = 0
-        for plan, layers in plans_of(asked, layout):
-            total += layers * sum(bytes_sent(parts_of(plan, rank), pass_shape(asked, layout)))
+        for plan, layers in build_plans(asked, layout):
+            total += layers * sum(bytes_sent(choose_parts(plan, rank), pass_shape(asked, layout)))
         for kind, pattern, layers in asked.other_layers:
             place = LayerSetting(layout, 1, asked.batch, 4, pattern)
             total += layers * sum(one.forward + one.backward for one in sent_by(kind, place, rank))
@@ -385,7 +248,7 @@ def test_fewer_keys_send_fewer_rows_than_are_planned(rank_pool: Pool) -> None:
     found = rank_pool(4).run(trained, "deepseek_v32", {"index_topk": 2}, "zigzag", False)
     assert isinstance(kind, Selection) and kind.top_k == 2
     for rank, (real, most) in enumerate(zip(found, want, strict=True)):
-        rows = sent_by(kind, LayerSetting(layout_of(asked), 1, SAMPLES, 4, pattern), rank)[-1]
+        rows = sent_by(kind, LayerSetting(plan_layout(asked), 1, SAMPLES, 4, pattern), rank)[-1]
         assert most - layers * (rows.forward + rows.backward) < real <= most
 
 
@@ -435,7 +298,7 @@ def peaks(rank: int, world_size: int) -> list[float]:
     sizes = [layer_memory(one, 1, slots, 1024, 4, "cpu") for one in (delta, kind)]
     pass_bytes = memory.peak_bytes - 3 * q.nbytes  # without its results
     mesh.close()
-    found = [scan.peak_bytes / sizes[0].messages, chosen.nbytes / sizes[1].kept]
+    found = [scan.peak_bytes / sizes[0].messages, chosen.nbytes / sizes[1].kept_bytes]
     return [*found, pass_bytes / sizes[1].messages]
 
 
@@ -472,7 +335,7 @@ def test_no_model_with_other_layers_is_planned_as_attention() -> None:
         config = text_part(json.loads(as_json(CONFIG_MAPPING[name]())))
         asked = Namespace(hf_config=json.dumps(config), **dict.fromkeys(_OPTIONS))
         try:
-            shape = model_of(asked)
+            shape = read_model(asked)
         except RingConfigError:
             refused.append(name)
             continue
@@ -532,7 +395,7 @@ def test_parameters_are_those_of_transformers() -> None:
             model = AutoModelForCausalLM.from_config(config)
         real = sum(x.numel() for x in model.parameters() if x.dim() == 2)
         asked = Namespace(hf_config=json.dumps(values), **dict.fromkeys(_OPTIONS))
-        shape = model_of(asked)
+        shape = read_model(asked)
         norms = (2 * shape.layers + 1) * shape.hidden
         # of Qwen 3.5 the gate of the attention's output
         gates = (shape.layers - len(shape.other_layers)) * shape.hidden * 4 * 16
@@ -558,6 +421,6 @@ def test_what_cannot_be_planned_is_refused(capsys: Any, config: Any, more: list[
 
 def test_layers_beside_attention_cannot_be_tuned(capsys: Any) -> None:
     with pytest.raises(RingConfigError, match='expected layers of attention, got "gated delta rule"'):
-        model_patterns_of(json.dumps(with_layer_types(json.dumps(QWEN))), None)
+        read_model_patterns(json.dumps(with_layer_types(json.dumps(QWEN))), None)
     with pytest.raises(RingConfigError, match="expected the type of each layer, got null"):
-        model_patterns_of(json.dumps(QWEN), None)
+        read_model_patterns(json.dumps(QWEN), None)

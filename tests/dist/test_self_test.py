@@ -15,19 +15,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_ring import RingMesh
+from ds_ring import Causal, RingMesh, simulate
 from ds_ring.kernels.interface import Operands
 from ds_ring.ops import ring_op as autograd
 from ds_ring.ops.context import RingContext
 from ds_ring.ops.options import Options
 from ds_ring.ops.prepare import planner_of
 from ds_ring.ring.ring_pass import RingPass
-from ds_ring.transports.all_gather.gather_pass import GatherPass
+from ds_ring.simulation.rank import GlobalSizes
+from ds_ring.simulation.simulate import SimulationOptions
+from ds_ring.transports.all_gather import GatherPass
 from ds_ring_launcher.doctor import self_test
 from ds_ring_launcher.doctor.findings import OK, WRONG, judge_ring
+from ds_ring_launcher.doctor.measure import AttentionJob, measure_rank
 from tests.dist.harness import RankPool
 
 Pool = Callable[[int], RankPool]
+JOB = AttentionJob(GlobalSizes(1, 4, 2, 2001, 32, torch.float32), Causal())
 
 
 def by_function(parts: list[Tensor], x: Tensor) -> None:
@@ -146,6 +150,23 @@ def test_a_real_ring_is_seen_to_send_what_its_schedule_says(
         assert traffic["sent"] == one["planned_sent"] and traffic["received"] == one["planned_received"]
     # K and V, forward and backward, go to every rank that reads them: P (P - 1) / 2 half shards and more
     assert sum(one["planned_sent"] for one in ranks) >= 2 * size * (size - 1) // 2 * ranks[0]["shard"]
+
+
+def measured(rank: int, world_size: int) -> int:
+    mesh = RingMesh.from_world(world_size)
+    try:
+        return measure_rank(mesh, JOB).peak_bytes
+    finally:
+        mesh.close()
+
+
+def test_virtual_ranks_take_what_real_ones_do(rank_pool: Pool) -> None:
+    """(The oracle of `ds_ring.simulate`'s memory.)"""
+    result = simulate(
+        JOB.source, pattern=JOB.pattern, layout=JOB.layout(2), grad_out=True, options=SimulationOptions()
+    )
+    for rank, peak in enumerate(rank_pool(2).run(measured)):
+        assert result.memory[rank].peak_bytes == pytest.approx(peak, rel=0.03)
 
 
 @pytest.mark.parametrize(

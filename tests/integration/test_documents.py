@@ -427,14 +427,6 @@ result = float((whole - want).abs().max())
     assert place.python(2, before, text, after) < 1e-5
 
 
-def profile(place: Place, text: str) -> None:
-    place.bash(text, {"4096 --ring-sizes 1 2 4 8": "256 --ring-sizes 2"})
-    pictures = place.folder / "runs/profile"
-    assert {path.name for path in pictures.iterdir()} == {
-        "memory.png", "steps.png", "timeline.png", "trace.json",
-    }  # fmt: skip
-
-
 def tune(place: Place, text: str) -> None:
     smaller = "512 --heads 2 --head-dim 16 --processes 2"
     place.bash(text, {"32768 --heads 8 --head-dim 64 --processes 4": smaller})
@@ -574,11 +566,10 @@ BLOCKS: dict[str, Callable[[Place, str], None]] = {
     "ds-ring launch": launch,
     "run_folder: ../runs/mine": cluster_keys,  # tests/integration/test_relaunch.py starts such jobs
     "engine.ring.should_stop()": only_reads("tests/integration/test_train_lm.py's script does so"),
-    "ds-ring status": only_reads("tests/integration/test_status_page.py has a run to look at"),
+    "ds-ring status": only_reads("tests/integration/test_run_status.py has a run to look at"),
     '"ring_attention": {"ring_size": "auto", "monitor": true},': tensorboard,
     "ds-ring plan": plan,
     "ds-ring simulate --tokens 8192": simulate,
-    "ds-ring profile": profile,
     "ds-ring tune": tune,
     "ds-ring check-model": check_model,
     "ds-ring verify-checkpoint": verify_checkpoints,

@@ -470,7 +470,7 @@ def packed_check(rank: int, world_size: int, section: dict[str, Any], dtype: tor
         "deepseek_v4", 83, forms=("packed",), section={"pattern": {}} | section, stage=1
     )
     with mock.patch.object(small_model, "_documents", return_value=ids):
-        return model_check._of_all_ranks(model_check._check_here(request, dtype))
+        return model_check._gather_reports(model_check._check_here(request, dtype))
 
 
 SECTIONS = [{}, {"layout": "contiguous"}, {"layout": "balanced"}, {"layout": "document_zigzag"}]

@@ -16,7 +16,7 @@ from ds_ring.errors import RingConfigError, RingMismatchError, RingShapeError
 from ds_ring.layers.scan.sequence_runs import pieces
 from ds_ring_launcher.check.rounding import InFloat64, in_float64
 from ds_ring_launcher.check.small_model import build, read_config, shrink
-from ds_ring_launcher.plan.other_layers import LayerSetting, Recurrence, kinds_of, sent_by
+from ds_ring_launcher.plan.other_layers import LayerSetting, Recurrence, read_kinds, sent_by
 from tests.dist.deepspeed_ranks import Batch, Run
 from tests.dist.family_ranks import attached, gradients_of, start_session, train_on_ring
 from tests.dist.harness import RankPool
@@ -163,14 +163,17 @@ def sent(rank: int, world_size: int, by_heads: bool) -> int:
 def of_the_plan(world_size: int) -> list[int]:
     """How many bytes more each rank sends by heads than by a scan, by the plan's formulas."""
     config = shrink(read_config("qwen3_next"), TOKENS, 2, {})
-    kinds = [one for one in kinds_of(config.to_dict(), config.layer_types) if one is not None]
+    kinds = [one for one in read_kinds(config.to_dict(), config.layer_types) if one is not None]
+    keys = 2 * config.linear_num_key_heads * config.linear_key_head_dim
+    values = config.linear_num_value_heads * config.linear_value_head_dim
+    swapped = keys + 2 * values + 2 * config.linear_num_value_heads  # q, k, v, the outputs, beta and g
     layout = make_layout("zigzag", tokens=TOKENS, ring_size=world_size // 2, multiple_of=2, pattern=Causal())
     found = []
     for rank in range(world_size):
         total = 0
         for kind in kinds:
             assert isinstance(kind, Recurrence)
-            own = SAMPLES * layout.local_tokens // 2 * (kind.swapped + kind.swapped_floats) * 4
+            own = SAMPLES * layout.local_tokens // 2 * swapped * 4
             half = kind._replace(before=0, state=kind.state // 2, transition=kind.transition // 2)
             cut = LayerSetting(layout, 2, SAMPLES, 4, Causal())
             scan = sent_by(kind._replace(before=0), cut, rank)

@@ -12,17 +12,37 @@ from typing import Any
 
 import numpy as np
 
+from ds_ring.errors import RingConfigError
+from ds_ring.integrations.written_files import replaced
 from ds_ring.kernels.flex.blocks import block_intervals
 from ds_ring.masks.slots import count_slots, repeat_rows
 from ds_ring.schedule.plan import Plan
 from ds_ring.schedule.rank_plan import HopPlan
 
-from .pictures import new_figure, save_figure
+_DPI = 110
 
 _MAX_NAMED = 12  # hops in the legend of a large ring
 
 
-def hops_of(plan: Plan, rank: int) -> Iterator[tuple[int, HopPlan]]:
+def new_figure(width_inches: float, height_inches: float) -> Any:
+    """Return an empty matplotlib figure."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise RingConfigError(
+            f"pictures: expected matplotlib, got: {error}; pip install 'ds_ring[plot]'"
+        ) from None
+    return Figure(figsize=(width_inches, height_inches), layout="constrained")
+
+
+def save_figure(figure: Any, path: str | Path) -> None:
+    """Write a picture in the format of its name's ending."""
+    path = Path(path)
+    with replaced(path) as file:
+        figure.savefig(file, dpi=_DPI, format=path.suffix[1:] or "png")
+
+
+def list_hops(plan: Plan, rank: int) -> Iterator[tuple[int, HopPlan]]:
     """Yield what a rank computes for the first K/V heads: hop (negative where shards go down), data."""
     head_class = plan.classes[0]
     for number, (direction, on_rank) in enumerate(
@@ -33,17 +53,17 @@ def hops_of(plan: Plan, rank: int) -> Iterator[tuple[int, HopPlan]]:
                 yield hop_plan.hop * direction.sign, hop_plan
 
 
-def hops_of_blocks(plan: Plan, block: int) -> np.ma.MaskedArray:
+def map_hops(plan: Plan, block: int) -> np.ma.MaskedArray:
     """Return for every block of the matrix, rank after rank, the signed hop that computes it, or masked."""
     side = -(-plan.layout.local_tokens // block)
     canvas = np.ma.masked_all((side * plan.ring_size,) * 2, dtype=int)
     for rank in range(plan.ring_size):
-        for hop, hop_plan in hops_of(plan, rank):
+        for hop, hop_plan in list_hops(plan, rank):
             queries, keys = plan.layout.runs(rank), plan.layout.runs(hop_plan.origin)
-            for found in block_intervals(plan.classes[0].pattern.tiles(queries, keys), block):
-                which, place = repeat_rows(found.end - found.first)
-                columns = hop_plan.origin * side + found.first[which] + place
-                canvas[rank * side + found.row[which], columns] = hop
+            for intervals in block_intervals(plan.classes[0].pattern.tiles(queries, keys), block):
+                which, place = repeat_rows(intervals.end - intervals.first)
+                columns = hop_plan.origin * side + intervals.first[which] + place
+                canvas[rank * side + intervals.row[which], columns] = hop
     return canvas
 
 
@@ -51,7 +71,7 @@ def received(plan: Plan) -> dict[int, np.ndarray]:
     """Return by signed hop the tokens that arrive on each rank, int64 [ring_size]; hop 0 sends none."""
     arrived: dict[int, np.ndarray] = {}
     for rank in range(plan.ring_size):
-        for hop, hop_plan in hops_of(plan, rank):
+        for hop, hop_plan in list_hops(plan, rank):
             if hop:
                 arrived.setdefault(hop, np.zeros(plan.ring_size, np.int64))[rank] += count_slots(
                     hop_plan.held
@@ -59,7 +79,7 @@ def received(plan: Plan) -> dict[int, np.ndarray]:
     return dict(sorted(arrived.items(), key=lambda item: (abs(item[0]), -item[0])))
 
 
-def color_of(hop: int, most: int) -> tuple[float, float, float, float]:
+def choose_color(hop: int, most: int) -> tuple[float, float, float, float]:
     """Return grey for the own shard, blues for shards that go up, oranges for those that go down."""
     if not hop:
         return (0.35, 0.35, 0.35, 1.0)
@@ -72,10 +92,10 @@ def color_of(hop: int, most: int) -> tuple[float, float, float, float]:
 
 def draw_blocks(axes: Any, plan: Plan, block: int, most: int) -> None:
     """Draw the attention matrix in the order of the layout, each block in the colour of its hop."""
-    canvas = hops_of_blocks(plan, block)
+    canvas = map_hops(plan, block)
     picture = np.ones((*canvas.shape, 4))
     for hop in np.unique(canvas.compressed()):
-        picture[(canvas == hop).filled(False)] = color_of(int(hop), most)
+        picture[(canvas == hop).filled(False)] = choose_color(int(hop), most)
     axes.imshow(picture, interpolation="nearest")
     side = len(canvas) // plan.ring_size
     for border in range(side, len(canvas), side):
@@ -97,7 +117,7 @@ def draw_received(axes: Any, plan: Plan, most: int) -> None:
     below = np.zeros(plan.ring_size, np.int64)
     for hop, tokens in received(plan).items():
         axes.bar(
-            np.arange(plan.ring_size), tokens, bottom=below, color=color_of(hop, most), edgecolor="white"
+            np.arange(plan.ring_size), tokens, bottom=below, color=choose_color(hop, most), edgecolor="white"
         )
         below += tokens
     axes.set(title="what each rank receives in a forward pass", xlabel="rank of the ring")
@@ -107,7 +127,7 @@ def draw_received(axes: Any, plan: Plan, most: int) -> None:
     axes.yaxis.set_major_formatter("{x:,.0f}")
 
 
-def label_of(plan: Plan, hop: int) -> str:
+def describe_hop(plan: Plan, hop: int) -> str:
     """Return whose shard a rank r computes with at a hop; without it on two levels, where nodes decide."""
     if not hop:
         return "hop 0: own K/V"
@@ -132,7 +152,7 @@ def draw_plan(plan: Plan, title: str, block: int, path: str | Path) -> None:
     draw_received(right, plan, most)
     named = hops[:: -(-len(hops) // _MAX_NAMED)]
     figure.legend(
-        handles=[Patch(facecolor=color_of(hop, most), label=label_of(plan, hop)) for hop in named],
+        handles=[Patch(facecolor=choose_color(hop, most), label=describe_hop(plan, hop)) for hop in named],
         title=f"what rank r computes with (ranks modulo {plan.ring_size}); white: nothing is computed",
         loc="outside lower center",
         ncols=min(4, len(named)),

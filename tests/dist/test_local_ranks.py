@@ -1,28 +1,22 @@
-"""`ds-ring profile --real`: gloo ranks that the command starts and ends, beside virtual ones."""
+"""Ranks of this machine that a command starts: none outlives a failure, or the command itself."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections import defaultdict
-from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 import torch.distributed as dist
 
 from ds_ring.errors import RingError, RingShapeError
-from ds_ring_launcher import cli
 from ds_ring_launcher.run.local_ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
-REAL, SIMULATED = 0, 1  # threads in the trace, in the order of the timelines
 
 
 def own_processes() -> set[int]:
@@ -54,44 +48,6 @@ def _ranks(pids: set[int]) -> list[str]:
     return found
 
 
-@pytest.mark.night
-def test_a_real_ring_beside_the_virtual_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    before = own_processes()
-    arguments = ["profile", "--tokens", "2001", "--heads", "4", "--kv-heads", "2", "--head-dim", "32"]
-    arguments += [
-        "--ring-sizes", "2", "--layout", "zigzag", "--chunk-bytes", "65536", "--real", "--simulated",
-    ]  # fmt: skip
-    assert cli.main([*arguments, "--output", str(tmp_path), "--json"]) == 0
-    wait_until_gone(before)
-    printed = capsys.readouterr().out
-    document = json.loads(printed)
-    (real, virtual), times = document["rings"], document["timelines"]
-    assert (real["run"], virtual["run"]) == ("real", "simulated")
-    for one, other in zip(real["peak_bytes_by_rank"], virtual["peak_bytes_by_rank"], strict=True):
-        assert other == pytest.approx(one, rel=0.03)
-    assert [one["timeline"] for one in times] == ["real", "simulated"]
-    for name in ("memory.png", "steps.png", "timeline.png"):
-        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
-    check_trace(json.loads((tmp_path / "trace.json").read_text()))
-
-
-def check_trace(trace: dict[str, Any]) -> None:
-    """Two ranks, each real and simulated; as many bytes sent in both, and as many received."""
-    by_thread: dict[tuple[int, int], list[dict[str, Any]]] = defaultdict(list)
-    for row in trace["traceEvents"]:
-        if row["ph"] == "X" and row["cat"] in ("forward", "backward"):
-            by_thread[row["pid"], row["tid"]].append(row)
-    assert set(by_thread) == {(rank, thread) for rank in (0, 1) for thread in (REAL, SIMULATED)}
-    sent: dict[int, set[tuple[int, ...]]] = defaultdict(set)
-    for (pid, _), rows in by_thread.items():
-        assert {row["cat"] for row in rows} == {"forward", "backward"}
-        assert all(row["dur"] > 0 for row in rows)
-        assert all(one["ts"] + one["dur"] <= other["ts"] + 1e-3 for one, other in pairwise(rows))
-        posted = [row["args"] for row in rows if row["name"].startswith("send")]
-        sent[pid].add(tuple(args["bytes_sent"] for args in posted if args["bytes_sent"]))
-    assert all(len(both) == 1 and sum(both.pop()) > 0 for both in sent.values()), sent
-
-
 def failing() -> None:
     if dist.get_rank() == 1:
         raise RingShapeError("expected this, got that; do something")
@@ -101,7 +57,7 @@ def failing() -> None:
 ORPHANS = """
 from pathlib import Path
 from ds_ring_launcher.run.local_ranks import run_ranks
-from tests.dist.test_profile import noting
+from tests.dist.test_local_ranks import noting
 if __name__ == "__main__":
     run_ranks(noting, 2, ({folder!r},), threads=1, deadline_s=600)
 """
