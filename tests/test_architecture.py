@@ -125,7 +125,7 @@ NEVER_IN_ARITHMETIC = {"torch", "deepspeed", "transformers"}
 ARITHMETIC = ("masks", "schedule", "patterns", "layouts")  # index arithmetic in numpy
 EVALUATES_MASK_FUNCTIONS = "patterns.captured"  # as FlexAttention does, with torch
 NEVER_IN_DS_RING = {
-    "launcher", "ds_ring_launcher", "tools", "schedule_proof", "tests", "matplotlib", "rich", "yaml",
+    "launcher", "ds_ring_launcher", "tools", "tests", "matplotlib", "rich", "yaml",
 }  # fmt: skip
 APPLICATIONS = {"estimator", "profiling", "tuning"}  # they are launcher/plan, profile and tune
 

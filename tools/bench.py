@@ -38,26 +38,16 @@ class Benchmark(NamedTuple):
 
 BENCHMARKS = {
     "attention": Benchmark("causal attention against SDPA and other packages", "attention"),
-    "dilated-peer": Benchmark("LongNet's pattern against dilated-attention-pytorch", "dilated_peer"),
     "dynamic": Benchmark("training steps with dynamic rings against a fixed ring", "dynamic"),
-    "dynamic-sizes": Benchmark(
-        "modelled: rings of all sizes, of divisors, and one", "dynamic_sizes", warm_up=0
-    ),
-    "growth": Benchmark("processor time and bytes by number of tokens and ranks", "growth"),
-    "guard": Benchmark("passes with the failure detector against bare waits", "guard"),
     "host": Benchmark("processor time of the host for one hop", "host", warm_up=5),
     "latents": Benchmark("multi-head latent attention in three ways", "latents"),
     "layers": Benchmark("layers with windows against the same layers without", "layers"),
     "long-memory": Benchmark('peak memory under "long_sequence"', "long", "memory", 0),
     "long-time": Benchmark('seconds of a step under "long_sequence"', "long", "time"),
-    "monitor": Benchmark("joining and verdicts of many ranks", "monitor", warm_up=0),
     "overlap": Benchmark("exposed communication over a slow link", "overlap"),
     "patterns": Benchmark("sparse patterns against the dense pass", "patterns"),
     "planning": Benchmark("processor time to plan packed documents", "planning", warm_up=0),
-    "save": Benchmark("the cost of a checkpoint for training", "save"),
-    "scan-bytes": Benchmark("bytes of a layer with a recurrent state", "scan_virtual", "count_bytes", 0),
     "scan-memory": Benchmark("peak memory of a layer with a recurrent state", "scan", "memory", 0),
-    "scan-stream": Benchmark("such a layer on more tokens than memory holds", "scan_virtual", "stream", 0),
     "scan-time": Benchmark("a layer with a recurrent state against one process", "scan", "time"),
     "speeds": Benchmark("a rank that shares its core, with its speed known and not", "speeds", warm_up=2),
     "trees": Benchmark("rollouts as a tree against rows of their own", "trees"),

@@ -20,13 +20,14 @@ from typing import Any, NamedTuple
 import torch
 from cuda_code import TARGETS, Resources, compiled, compiled_inductor, lowered_for, triton_sources
 from torch._dynamo.utils import counters
-from verify_merge import PART_DTYPES, PARTS, source_of
 
 from ds_ring.kernels.flex import kernel as flex
 from ds_ring.kernels.flex.options import blocks_of
 from tests.cases import PATTERNS, Shape, layout_for, tensors
 from tests.hops import ring_hops
 
+PART_DTYPES = ("*bf16", "*fp16", "*fp32")
+PARTS = (2, 4, 5)  # a float32 accumulator and a part; parts and their result; five parts with an accumulator
 RING, LENGTHS, BLOCK = 3, (1100, 1500), flex.BLOCK
 HEADS = ((32, 8), (8, 8))  # queries' and keys'; the second pair is lowered for TWO_HEADS, and not compiled
 TWO_HEADS = (64, 128)
@@ -76,13 +77,32 @@ def ours(capability: int, head_dims: Iterable[int]) -> Iterator[Row]:
     """Compile our own kernels."""
     for head_dim in head_dims:
         found = [
-            compiled(source_of(head_dim, *variant), capability, {})
+            compiled(merge_source(head_dim, *variant), capability, {})
             for variant in itertools.product(PART_DTYPES, PARTS, (False, True))
         ]
         yield Row(capability, head_dim, OURS[0], "", len(found), worst_of(found))
         for name in CODEC:
             found = [compiled(codec_source(name, head_dim, kind), capability, {}) for kind in PART_DTYPES]
             yield Row(capability, head_dim, name, "", len(found), worst_of(found))
+
+
+def merge_source(head_dim: int, pointer: str, parts: int, add: bool) -> Any:
+    """Return the merge kernel as `launch` would call it for dense tensors, for Triton's compiler."""
+    module: Any = importlib.import_module("ds_ring.cuda.merge")
+    names = module.merge_rows.arg_names
+    width = 1 << (head_dim - 1).bit_length()
+    constants = {"HEAD_DIM": head_dim, "WIDTH": width, "ROWS": max(1, module.ELEMENTS // width)}
+    constants |= {"PARTS": parts, "ADD": add, "DTYPE": importlib.import_module("triton.language").float32}
+    # Strides of 1 are constants, multiples of 16 are known to be: so Triton's launcher does it as well.
+    constants |= {f"{name}4": 1 for name in "oabcde"} | {f"{name}3": 1 for name in "lstuvw"}
+    kinds = dict.fromkeys(("out", "lse", *(f"lse_{x}" for x in "abcde")), "*fp32")
+    kinds |= {f"part_{x}": pointer for x in "abcde"}
+    kinds |= {"out": pointer} if parts == 4 else {f"part_{'abcde'[parts - 1]}": "*fp32"}
+    signature = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in names}
+    even = {name for name in names if name in kinds or re.fullmatch("[oabcde][0-3]", name)}
+    known = {(at,): [["tt.divisibility", 16]] for at, name in enumerate(names) if name in even}
+    compiler = importlib.import_module("triton.compiler")
+    return compiler.ASTSource(module.merge_rows, signature, constants, known)
 
 
 def codec_source(name: str, head_dim: int, pointer: str) -> Any:

@@ -14,7 +14,6 @@ from pathlib import Path
 from benchmarks.gpu_rates import flex_rates, kernel_rates, ring_row
 from benchmarks.measuring import ResultRow
 from common import ROOT, provenance
-from longest import Trial, attempt
 
 from ds_ring.measure.rates import RATES
 from ds_ring.registry import KERNELS
@@ -23,6 +22,7 @@ from ds_ring_launcher.tune.__main__ import run as tune
 from ds_ring_launcher.tune.arguments import declare
 
 from .kernels import is_cuda, shape_of
+from .longest import Trial, attempt
 from .overlap import OUTPUT
 
 SIZES = ("layers", "hidden", "heads", "kv_heads", "intermediate", "vocab")

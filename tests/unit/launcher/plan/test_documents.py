@@ -17,7 +17,7 @@ from ds_ring_launcher.plan.layer_passes import looked_at, sampled_ranks
 
 @pytest.mark.parametrize("source", DISTRIBUTIONS)
 def test_a_short_round(source: str) -> None:
-    """CI's round of `tools/document_layouts.py`."""
+    """`ds-ring plan --documents` prints these figures."""
     found = packed_figures(source, 16 * 8192, 16, 5)
     assert found.slower == 0 < found.other
     assert found.rows["time auto / balanced"][-1] <= 1 + 1e-9

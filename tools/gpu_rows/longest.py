@@ -1,30 +1,19 @@
-"""Find the longest sequence that a device holds: bisection with real training steps.
+"""One trial of a length: the model on ranks of its own, and two DeepSpeed steps.
 
-Each length is tried on ranks of its own: build the model, make two DeepSpeed steps. A length that runs out of
-memory is too long. On the CPU `--memory-gib` limits the memory that each rank may allocate after its
-start (RLIMIT_DATA); on a GPU its memory is the limit.
-
-Example:
-    python tools/longest.py --memory-gib 2 --long-sequence off     # two CPU ranks of this machine
-    python tools/longest.py --memory-gib 2
-    python tools/longest.py --device cuda --ranks 1 --layers 32 --hidden 4096 --heads 32 --kv-heads 8 \\
-        --intermediate 14336 --vocab 128256 --start 65536          # Llama-8B on one GPU
+A length that runs out of memory is too long. On the CPU `memory_gib` limits the memory that each rank may
+allocate after its start (RLIMIT_DATA); on a GPU its memory is the limit.
 """
 
 from __future__ import annotations
 
 import importlib
-import json
-import os
 import resource
-import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from common import engine_of, llama, parser_of, print_row
+from common import engine_of, llama
 
 from ds_ring.errors import RingError
 from ds_ring_launcher.run.local_ranks import RanksError, run_ranks
@@ -38,7 +27,7 @@ class TooLongError(RingError, RuntimeError):
 
 
 class Trial(NamedTuple):
-    """Describe one run; `sizes` are those of `bench.llama`."""
+    """Describe one run; `sizes` are those of `common.llama`."""
 
     device: str
     ranks: int
@@ -110,65 +99,3 @@ def attempt(trial: Trial, deadline_s: float, imported: bool = False) -> dict[str
             raise
         row |= {"fits": False}
     return row
-
-
-def fits(trial: Trial, deadline_s: float, as_json: bool) -> bool:
-    """Try one length, and say how it went."""
-    row = attempt(trial, deadline_s)
-    print_row(row, as_json)
-    return bool(row["fits"])
-
-
-def longest(holds: Callable[[int], bool], start: int, multiple: int, precision: float) -> int:
-    """Return the longest length, a multiple of `multiple`, that `holds`; 0 if `start` does not."""
-    good, bad = 0, None
-    tokens = start
-    while bad is None:
-        if holds(tokens):
-            good, tokens = tokens, 2 * tokens
-        else:
-            bad = tokens
-    while bad - good > max(multiple, precision * good) and good:
-        middle = (good + bad) // 2 // multiple * multiple
-        if middle in (good, bad):
-            break
-        if holds(middle):
-            good = middle
-        else:
-            bad = middle
-    return good
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Print a row for each length that is tried, and the longest that fits."""
-    parser = parser_of(
-        __doc__, ranks=2, layers=4, hidden=256, heads=4, kv_heads=2, intermediate=768, vocab=8192,
-        no_offload=(False, "optimizer and parameters on the device"), memory_gib=(2.0, "of a CPU rank"),
-        start=(4096, "the first length, in tokens"), precision=(0.05, "of the answer"),
-        deadline=(1800.0, "seconds for each length"), json=(False, "one JSON row per line"),
-    )  # fmt: skip
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--stage", type=int, default=3, choices=range(4), help="of ZeRO")
-    parser.add_argument("--long-sequence", default="auto", choices=("auto", "off"))
-    parser.add_argument("--pattern", type=json.loads, default={}, metavar="JSON", help="of the section")
-    options = parser.parse_args(arguments)
-    if options.device == "cpu":
-        os.environ["DS_ACCELERATOR"] = "cpu"
-    names = ("vocab", "hidden", "intermediate", "layers", "heads", "kv_heads")
-    sizes = {name: getattr(options, name) for name in names}
-    section = {"long_sequence": options.long_sequence, "pattern": options.pattern}
-
-    def holds(tokens: int) -> bool:
-        trial = Trial(
-            options.device, options.ranks, tokens, sizes, section, options.stage,
-            not options.no_offload and options.stage > 0, options.memory_gib,
-        )  # fmt: skip
-        return fits(trial, options.deadline, options.json)
-
-    found = longest(holds, options.start, 128 * options.ranks, options.precision)
-    print_row({"longest": found}, options.json)
-    return 0 if found else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())
