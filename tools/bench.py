@@ -15,7 +15,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
@@ -33,7 +33,7 @@ class Benchmark(NamedTuple):
     about: str
     module: str
     function: str = "run"
-    warm_up: int = 1  # rounds that are dropped
+    warm_up: int | None = 1  # rounds that are dropped; None: no option
 
 
 BENCHMARKS = {
@@ -54,27 +54,29 @@ BENCHMARKS = {
 }
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run one benchmark; return 1 if a row is wrong."""
+def main(
+    arguments: list[str] | None = None, table: Mapping[str, Benchmark] = BENCHMARKS,
+    package: str = "benchmarks", about: str | None = __doc__,
+) -> int:  # fmt: skip
+    """Run one row of a table of a package's modules; return 1 if a row of its results is wrong."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    names = "\n".join(f"  {name:14}{one.about}" for name, one in BENCHMARKS.items())
+    names = "\n".join(f"  {name:14}{one.about}" for name, one in table.items())
     outer = argparse.ArgumentParser(
-        description=__doc__,
-        epilog=f"benchmarks:\n{names}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=about, epilog=f"names:\n{names}", formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    outer.add_argument("name", choices=BENCHMARKS, metavar="NAME", help="one of the benchmarks below")
+    outer.add_argument("name", choices=table, metavar="NAME", help="one of the names below")
     name = outer.parse_known_args(arguments[:1])[0].name
-    benchmark = BENCHMARKS[name]
-    module = import_module(f"benchmarks.{benchmark.module}")
+    benchmark = table[name]
+    module = import_module(f"{package}.{benchmark.module}")
+    dropped = {} if benchmark.warm_up is None else {"warm_up": (benchmark.warm_up, "rounds that are dropped")}
     parser = parser_of(
-        module.__doc__, **module.OPTIONS, warm_up=(benchmark.warm_up, "rounds that are dropped"),
+        module.__doc__, **module.OPTIONS, **dropped,
         markdown=(False, "print a table at the end"), output=("", "append complete rows to this file"),
     )  # fmt: skip
     parser.prog = f"{outer.prog} {name}"
     options = parser.parse_args(arguments[1:])
-    if getattr(options, "device", "cpu") == "cuda" and not torch.cuda.is_available():
-        parser.error("no CUDA device here; --device cpu runs the same code on CPU tensors, slowly")
+    if getattr(options, "rounds", 1) < 1:
+        parser.error(f"--rounds: expected at least one round, got {options.rounds}")
     try:
         return report(name, getattr(module, benchmark.function)(options), options)
     except ModuleNotFoundError as missing:  # of a peer: its help names the package to install
@@ -84,8 +86,7 @@ def main(arguments: list[str] | None = None) -> int:
 def report(name: str, found: Iterable[ResultRow], options: argparse.Namespace) -> int:
     """Print rows as they come, and store them; return 1 if one is wrong."""
     torch.set_num_threads(1)
-    if getattr(options, "device", "cpu") == "cpu":
-        os.environ["DS_ACCELERATOR"] = "cpu"
+    os.environ["DS_ACCELERATOR"] = "cpu"
     where, rows = ResultRow({}, {}).complete(name, options), []
     about = {key: where[key] for key in ("hardware", "versions", "commit", "date", "warm_up", "iterations")}
     print(f"# {json.dumps({'benchmark': name} | about)}", flush=True)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
-from common import parser_of
+from common import ONLY, choose, parser_of
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the tests' ranks and variants
@@ -65,13 +65,10 @@ def print_cells(
 
 def main(arguments: list[str] | None = None) -> int:
     """Print the tables; return 1 if a cell is beyond rounding."""
-    parser = parser_of(__doc__, stages=([0, 1, 2, 3], "of ZeRO"))
-    parser.add_argument("--only", nargs="*", default=[], help="variants whose name contains one of these")
+    parser = parser_of(__doc__, stages=([0, 1, 2, 3], "of ZeRO"), only=ONLY)
     parser.add_argument("--meshes", nargs="*", choices=tuple(MESHES), default=list(MESHES))
     options = parser.parse_args(arguments)
-    names = [name for name in VARIANTS if not options.only or any(part in name for part in options.only)]
-    if not names:
-        parser.error(f"--only: expected parts of the names of variants, got {options.only}; see --help")
+    names = choose(options.only, VARIANTS)
     good, started = list[bool](), time.monotonic()
     for mesh in options.meshes:
         with RankPool(MESHES[mesh][0]) as pool:

@@ -8,7 +8,7 @@ import logging
 import os
 import platform
 import subprocess
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from functools import cache
@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("torch", "deepspeed", "numpy", "transformers")
+ONLY = ([""], "those whose name contains one of these")  # an option: words, see `choose`
 Name = TypeVar("Name")
 Found = TypeVar("Found")
 
@@ -44,6 +45,15 @@ def parser_of(about: str | None, **defaults: Any) -> argparse.ArgumentParser:
             option |= {"type": type(value), "choices": choices}
         parser.add_argument(f"--{name.replace('_', '-')}", **option)
     return parser
+
+
+def choose(words: Sequence[str], names: Iterable[str], option: str = "--only") -> list[str]:
+    """Return the names that contain one of the words; the command ends if none does."""
+    every = list(names)
+    chosen = [name for name in every if any(word in name for word in words)]
+    if not chosen:
+        argparse.ArgumentParser().error(f"{option}: expected parts of {every}, got {words}")
+    return chosen
 
 
 @cache

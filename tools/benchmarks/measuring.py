@@ -39,7 +39,7 @@ class ResultRow(NamedTuple):
     def complete(self, name: str, options: argparse.Namespace) -> dict[str, Any]:
         """Return the row as it is stored: with units, rounds, hardware, versions and commit."""
         units = {key: unit_of(key) for key, value in self.results.items() if isinstance(value, int | float)}
-        rounds = {"warm_up": options.warm_up, "iterations": getattr(options, "rounds", 1)}
+        rounds = {"warm_up": getattr(options, "warm_up", 0), "iterations": getattr(options, "rounds", 1)}
         where = provenance(getattr(options, "device", "cpu"))
         return {"benchmark": name} | self._asdict() | {"units": units} | rounds | where
 

@@ -72,7 +72,7 @@ DELAYS_S: dict[Shows, tuple[float, ...]] = {
     "false alarm": (0.0, 0.0),  # nothing has failed until then
 }
 # Seconds from then until the next step of a small model, without reading a checkpoint of size: two hosts, six
-# faults, thirty rounds of `tools/relaunch_campaign.py`.
+# faults, thirty rounds of `tools/campaign.py relaunch`.
 RELAUNCH_S = (13.6, 39.8)
 
 
