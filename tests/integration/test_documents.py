@@ -40,6 +40,7 @@ from tests.documents import (
     links,
     messages,
     prose,
+    read_results,
     rows_without_head,
     words,
 )
@@ -718,6 +719,36 @@ FIGURES: dict[str, tuple[str, list[str]]] = {
 def test_a_figure_without_its_command_or_date_is_noticed(case: str) -> None:
     text, lacks = FIGURES[case]
     assert [one.lacks() for one in figures("README.md", text)] == lacks
+
+
+@pytest.mark.parametrize("document", TEXTS)
+def test_figures_are_those_of_the_pages_that_commands_write(document: str) -> None:
+    """How many types of models are exact, and what a GPU has run."""
+    wrong = read_results().contradictions(document, (ROOT / document).read_text())
+    assert not wrong, "\n".join(wrong)
+
+
+# What a page says, what a document then says wrongly, and the document.
+CONTRADICTIONS = {
+    "exact types": ("CHANGELOG.md", "191 of the 196", "184 of the 196"),
+    "types": ("tools/README.md", "| 196 causal types", "| 189 causal types"),
+    "a table": ("ds_ring/README.md", "| 196 | 191 | 3 |", "| 196 | 196 | 3 |"),
+    "packed": ("ds_ring/README.md", "| 196 | 187 | 7 |", "| 196 | 191 | 7 |"),
+    "trees": ("ds_ring/README.md", "[172 of 189 types are exact]", "[191 of 196 types are exact]"),
+    "no GPU": ("README.md", "**One GPU has run it**", "**No GPU has run it**"),
+    "two GPUs": ("README.md", "**One GPU has run it**", "**Two GPUs have run it**"),
+    "another GPU": ("ds_ring/kernels/flash/README.md", "One H200 ran it", "One B200 ran it"),
+    "a transport": ("ds_ring/transports/README.md", "## Limits\n", "`pull` has not run on a GPU.\n"),
+    "a folder": ("ds_ring/kernels/flash/README.md", "One H200 ran it", "It has not run on a GPU"),
+}
+
+
+@pytest.mark.parametrize("what", CONTRADICTIONS)
+def test_a_figure_that_is_not_the_pages_is_noticed(what: str) -> None:
+    document, right, wrong = CONTRADICTIONS[what]
+    text = (ROOT / document).read_text()
+    assert text.count(right) == 1
+    assert len(read_results().contradictions(document, text.replace(right, wrong))) == 1
 
 
 @pytest.mark.parametrize("document", OF_THE_CODE)
