@@ -60,7 +60,7 @@ def main(
 ) -> int:  # fmt: skip
     """Run one row of a table of a package's modules; return 1 if a row of its results is wrong."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    names = "\n".join(f"  {name:14}{one.about}" for name, one in table.items())
+    names = "\n".join(f"  {name:14}{row.about}" for name, row in table.items())
     outer = argparse.ArgumentParser(
         description=about, epilog=f"names:\n{names}", formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -83,14 +83,14 @@ def main(
         parser.error(f"{missing}; see the help of {name}")
 
 
-def report(name: str, found: Iterable[ResultRow], options: argparse.Namespace) -> int:
+def report(name: str, results: Iterable[ResultRow], options: argparse.Namespace) -> int:
     """Print rows as they come, and store them; return 1 if one is wrong."""
     torch.set_num_threads(1)
     os.environ["DS_ACCELERATOR"] = "cpu"
     where, rows = ResultRow({}, {}).complete(name, options), []
     about = {key: where[key] for key in ("hardware", "versions", "commit", "date", "warm_up", "iterations")}
     print(f"# {json.dumps({'benchmark': name} | about)}", flush=True)
-    for row in found:
+    for row in results:
         rows.append(row)
         print(json.dumps({**row.case, **row.results}), flush=True)
         if row.wrong:

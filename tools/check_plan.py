@@ -70,10 +70,10 @@ class CheckedSetting(NamedTuple):
     @property
     def name(self) -> str:
         what = "attention" if self.stage is None else f"zero{self.stage}"
-        more = ", checkpointing" if self.checkpointing else ""
-        more += "".join(f", {key}" for key in self.long) + (", recompute" if self.recompute else "")
+        options = ", checkpointing" if self.checkpointing else ""
+        options += "".join(f", {key}" for key in self.long) + (", recompute" if self.recompute else "")
         heads = f"H{self.heads} G{self.kv_heads}"
-        return f"{what} P={self.ranks} T={self.tokens} {heads} {self.dtype} {self.pattern}{more}"
+        return f"{what} P={self.ranks} T={self.tokens} {heads} {self.dtype} {self.pattern}{options}"
 
 
 class PeakAndTraffic(NamedTuple):
@@ -152,18 +152,18 @@ def planned(point: CheckedSetting) -> PeakAndTraffic:
     local, group = layout.local_tokens, point.heads // point.kv_heads
     chunk_bytes = chunk_bytes_on("cpu", point.ranks)
     shape = PassShape(1, group, local, HEAD_DIM, element, chunk_bytes, "cpu")
-    found = []
+    ranks = []
     for rank in range(point.ranks):
         classes = plan.rank(rank).classes
         moment = attention_alone(
             point.heads, point.kv_heads, local, HEAD_DIM, element, pass_memory(classes, shape, first=True)
         )
-        found.append(
+        ranks.append(
             PeakAndTraffic(
                 moment.total, sum(bytes_sent([CostPart(head_class, 1) for head_class in classes], shape))
             )
         )
-    return PeakAndTraffic(*map(max, zip(*found, strict=True)))
+    return PeakAndTraffic(*map(max, zip(*ranks, strict=True)))
 
 
 def attention_rank(point: CheckedSetting) -> PeakAndTraffic:

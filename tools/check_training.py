@@ -32,8 +32,8 @@ def cell(pool: RankPool, name: str, stage: int, mesh: str) -> tuple[str, bool]:
     variant = VARIANTS[name]
     if stage < variant.least_stage:
         return "-", True
-    found = lambda: errors(pool.run(train_on_ring, name, stage, mesh), train_alone(name))  # noqa: E731
-    return judged(found, variant.errors)
+    run = lambda: errors(pool.run(train_on_ring, name, stage, mesh), train_alone(name))  # noqa: E731
+    return judged(run, variant.errors)
 
 
 def judged(run: Callable[[], tuple[float, float]], limits: tuple[float, float]) -> tuple[str, bool]:

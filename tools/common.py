@@ -101,18 +101,18 @@ def in_turns(
 
     Works take turns, so that a busy moment of the machine affects all of them, and none is always the first.
     """
-    names, found = list(works), {name: list[Found]() for name in works}
+    names, results = list(works), {name: list[Found]() for name in works}
     for turn in range(warm_up + rounds):
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            one = works[name]()
+            result = works[name]()
             if turn >= warm_up:
-                found[name].append(one)
-    return found
+                results[name].append(result)
+    return results
 
 
 def llama(
     tokens: int, vocab: int, hidden: int, intermediate: int, layers: int, heads: int,
-    kv_heads: int | None = None, attention: str = "sdpa", **more: Any,
+    kv_heads: int | None = None, attention: str = "sdpa", **config_options: Any,
 ) -> Any:  # fmt: skip
     """Return a Llama with random weights, the same in every process."""
     import torch
@@ -121,7 +121,7 @@ def llama(
     config = LlamaConfig(
         vocab_size=vocab, hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers,
         num_attention_heads=heads, num_key_value_heads=kv_heads or heads, max_position_embeddings=tokens,
-        **more,
+        **config_options,
     )  # fmt: skip
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(config, attn_implementation=attention)
@@ -154,7 +154,7 @@ def zero_of(stage: int | None, bucket: int) -> dict[str, Any]:
 
 def engine_of(
     model: Any, ranks: int, section: Mapping[str, Any], zero: Mapping[str, Any], *, batch: int = 1,
-    sgd: float | None = None, **more: Any,
+    sgd: float | None = None, **keys: Any,
 ) -> Any:  # fmt: skip
     """Return a model's DeepSpeed engine on a ring of `ranks`, with torch's AdamW, or SGD of rate `sgd`."""
     import deepspeed
@@ -169,7 +169,7 @@ def engine_of(
         "steps_per_print": 10**9,
         "sequence_parallel_size": ranks,
         "ring_attention": dict(section),
-    } | more
+    } | keys
     if sgd is None:  # DeepSpeed's own Adam of the CPU is compiled for two minutes
         adam = {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}}
         config = {"optimizer": adam} | config

@@ -54,36 +54,36 @@ class Row(NamedTuple):
 
 def faults(rows: Iterable[Row]) -> list[str]:
     """Return which rows are over the budget, in words."""
-    found = []
+    texts = []
     for row in rows:
         name = f"sm_{row.capability}, head_dim {row.head_dim}, {row.kernel} ({row.blocks})"
         allowed = MORE.get((row.capability, row.head_dim, row.kernel), SPILLED)
         if row.worst.spilled_bytes > allowed:
-            found.append(f"{name}: expected at most {allowed} bytes spilled, got {row.worst.spilled_bytes}")
+            texts.append(f"{name}: expected at most {allowed} bytes spilled, got {row.worst.spilled_bytes}")
         room = TARGETS[row.capability].shared_bytes
         if row.worst.shared_bytes > room:
-            found.append(
+            texts.append(
                 f"{name}: expected at most {room} bytes of shared memory, got {row.worst.shared_bytes}"
             )
-    return found
+    return texts
 
 
-def worst_of(found: Sequence[Resources]) -> Resources:
+def worst_of(resources: Sequence[Resources]) -> Resources:
     """Return the largest of each figure."""
-    return Resources(*(max(column) for column in zip(*found, strict=True)))
+    return Resources(*(max(column) for column in zip(*resources, strict=True)))
 
 
 def ours(capability: int, head_dims: Iterable[int]) -> Iterator[Row]:
     """Compile our own kernels."""
     for head_dim in head_dims:
-        found = [
+        resources = [
             compiled(merge_source(head_dim, *variant), capability, {})
             for variant in itertools.product(PART_DTYPES, PARTS, (False, True))
         ]
-        yield Row(capability, head_dim, OURS[0], "", len(found), worst_of(found))
+        yield Row(capability, head_dim, OURS[0], "", len(resources), worst_of(resources))
         for name in CODEC:
-            found = [compiled(codec_source(name, head_dim, kind), capability, {}) for kind in PART_DTYPES]
-            yield Row(capability, head_dim, name, "", len(found), worst_of(found))
+            resources = [compiled(codec_source(name, head_dim, kind), capability, {}) for kind in PART_DTYPES]
+            yield Row(capability, head_dim, name, "", len(resources), worst_of(resources))
 
 
 def merge_source(head_dim: int, pointer: str, parts: int, add: bool) -> Any:
@@ -114,9 +114,11 @@ def codec_source(name: str, head_dim: int, pointer: str) -> Any:
         constants["HALF"] = pointer == "*fp16"
     kinds = {"k": pointer, "v": pointer, "into": "*u8", "given": "*u8"}
     names = kernel.arg_names
-    signature = {one: "constexpr" if one in constants else kinds.get(one, "i32") for one in names}
-    even = {one for one in names if one in ("k", "v") or re.fullmatch("[kv][0-2]", one)}
-    known = {(at,): [["tt.divisibility", 16]] for at, one in enumerate(names) if one in even}
+    signature = {
+        argument: "constexpr" if argument in constants else kinds.get(argument, "i32") for argument in names
+    }
+    even = {argument for argument in names if argument in ("k", "v") or re.fullmatch("[kv][0-2]", argument)}
+    known = {(at,): [["tt.divisibility", 16]] for at, argument in enumerate(names) if argument in even}
     return importlib.import_module("triton.compiler").ASTSource(kernel, signature, constants, known)
 
 
@@ -139,8 +141,8 @@ class Captured(NamedTuple):
         """Return blocks, stages and warps."""
         if self.kernel == "row sums":
             return ""
-        found = dict(re.findall(r"\b(BLOCK_[MN][12]?) : tl.constexpr = (\d+)", self.text))
-        sides = [found[name] for name in sorted(found, key=lambda name: (name[7:], name))]
+        sizes = dict(re.findall(r"\b(BLOCK_[MN][12]?) : tl.constexpr = (\d+)", self.text))
+        sides = [sizes[name] for name in sorted(sizes, key=lambda name: (name[7:], name))]
         stages, warps = (re.search(rf"num_{what}=(\d+),", self.text) for what in ("stages", "warps"))
         assert sides and stages and warps, self.name
         return f"{' x '.join(sides)}, {stages[1]} stages, {warps[1]} warps"
@@ -160,7 +162,7 @@ def captured(
     Raises:
         AssertionError: a function was compiled again for another length, rank, hop or pattern.
     """
-    found: set[Captured] = set()
+    kernels: set[Captured] = set()
     counters.clear()
     sources: list[str] = []
     with lowered_for(TARGETS[capability], sources, run=False) as backend:
@@ -175,25 +177,25 @@ def captured(
                         pattern = PATTERNS[name](tokens)
                         layout = layout_for("zigzag", pattern, tokens=tokens, ring_size=RING)
                         ring_hops(kernel, *inputs, pattern, layout)
-                    made = [one for module in sources[begin:] for one in triton_sources(module).items()]
-                    found |= {Captured(head_dim, *one) for one in made if pair == HEADS[0]}
+                    named = [item for module in sources[begin:] for item in triton_sources(module).items()]
+                    kernels |= {Captured(head_dim, *item) for item in named if pair == HEADS[0]}
         functions = sum(key[0] == backend for key in flex._compiled_calls)
     compilations = counters["stats"]["unique_graphs"]
     assert functions == compilations, f"{functions} functions of flex were compiled {compilations} times"
-    return found
+    return kernels
 
 
 def inductors(capability: int, kernels: Iterable[Captured], jobs: int) -> list[Row]:
     """Compile Inductor's kernels in several processes."""
     ordered = sorted(kernels)
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        work = [pool.submit(compiled_inductor, one.name, one.text, capability) for one in ordered]
-        done = [one.result() for one in work]
+        work = [pool.submit(compiled_inductor, item.name, item.text, capability) for item in ordered]
+        done = [item.result() for item in work]
     cells: dict[tuple[int, str, str], list[list[Resources]]] = {}
-    for one, resources in zip(ordered, done, strict=True):
-        cells.setdefault((one.head_dim, one.kernel, one.blocks), []).append(resources)
+    for item, resources in zip(ordered, done, strict=True):
+        cells.setdefault((item.head_dim, item.kernel, item.blocks), []).append(resources)
     return [
-        Row(capability, *cell, len(several), worst_of([one for found in several for one in found]))
+        Row(capability, *cell, len(several), worst_of([item for results in several for item in results]))
         for cell, several in cells.items()
     ]
 
@@ -236,5 +238,5 @@ def run(
             (output / f"compiled_sm_{capability}.md").write_text(text)
         rows += new
     wrong = faults(rows)
-    print("\n".join(f"FAIL {one}" for one in wrong) or f"ok   {len(rows)} rows within the budget")
+    print("\n".join(f"FAIL {fault}" for fault in wrong) or f"ok   {len(rows)} rows within the budget")
     return 1 if wrong else 0

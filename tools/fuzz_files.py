@@ -52,16 +52,16 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"expected --rounds of 1 or more, got {options.rounds}")
     if options.child:
         return play(options.seed, range(options.first, options.first + options.rounds))
-    found, bad, started = {kind: Counter[str]() for kind in KINDS}, 0, time.monotonic()
+    outcomes, bad, started = {kind: Counter[str]() for kind in KINDS}, 0, time.monotonic()
     number, end = options.first, options.first + options.rounds
     while number < end:
         for kind, outcome, text in rounds_of_a_child(options.seed, number, end):
-            found[kind][outcome] += 1
+            outcomes[kind][outcome] += 1
             if outcome in ("crash", "untyped"):
                 bad += 1
                 print(f"round {number} ({kind}): {outcome}: {text}", flush=True)
             number += 1
-    for kind, counts in found.items():
+    for kind, counts in outcomes.items():
         print_row({"kind": kind, "rounds": counts.total(), **counts}, as_json=False)
     print(f"{options.rounds} rounds, {bad} bad, {time.monotonic() - started:.0f} s")
     return min(bad, 100)

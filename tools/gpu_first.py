@@ -113,7 +113,7 @@ def main(arguments: list[str] | None = None) -> int:
         end = 60 * options.minutes - (time.monotonic() - begin)
         conduct(left, book, partial(compute, options.device), end, partial(is_healthy, options.device))
     print(book.table())
-    return int(any(one["wrong"] for one in book.results))
+    return int(any(result["wrong"] for result in book.results))
 
 
 if __name__ == "__main__":

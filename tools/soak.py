@@ -88,11 +88,11 @@ def on_a_rank(options: argparse.Namespace) -> dict[str, Any]:
     return {"different": different, "large_hop_exact": exact, "seen": seen}
 
 
-def judge(found: dict[str, Any], passes: int, slack_mib: float) -> list[str]:
+def judge(result: dict[str, Any], passes: int, slack_mib: float) -> list[str]:
     """What is wrong with a rank."""
-    flat = [mark for mark in found["seen"] if mark["pass"] >= passes * WARM_UP]
-    wrong = [f"{found['different']} results differ"] if found["different"] else []
-    if found["large_hop_exact"] is False:
+    flat = [mark for mark in result["seen"] if mark["pass"] >= passes * WARM_UP]
+    wrong = [f"{result['different']} results differ"] if result["different"] else []
+    if result["large_hop_exact"] is False:
         wrong.append("the large hop did not arrive bit for bit")
     for name, slack in (("rss_mib", slack_mib), ("descriptors", 0), ("threads", 0)):
         growth = flat[-1][name] - flat[0][name]
@@ -111,10 +111,10 @@ def main(arguments: list[str] | None = None) -> int:
     bad = False
     for size in options.ranks:
         ranks = run_ranks(on_a_rank, size, (options,), threads=1, deadline_s=86_400)
-        wrong = [judge(found, options.passes, options.slack_mib) for found in ranks]
+        wrong = [judge(result, options.passes, options.slack_mib) for result in ranks]
         bad |= any(wrong)
-        last = [found["seen"][-1] for found in ranks]
-        exact = all(found["large_hop_exact"] is not False for found in ranks)
+        last = [result["seen"][-1] for result in ranks]
+        exact = all(result["large_hop_exact"] is not False for result in ranks)
         row = {"ranks": size, "passes": options.passes, "wrong": wrong, "last": last}
         print_row(row | {"large_exact": exact})
     return int(bad)

@@ -100,10 +100,14 @@ def lower_bounds() -> list[str]:
     """Return each dependency of pyproject.toml, and of the extras that are tried, at its lower bound."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     optional = project["optional-dependencies"]
-    wanted = project["dependencies"] + [one for name in BOUNDED for one in optional[name]]
-    found = (re.match(r"([\w-]+)>=([\w.]+)", one) for one in wanted)
+    wanted = project["dependencies"] + [requirement for name in BOUNDED for requirement in optional[name]]
+    bounds = (re.match(r"([\w-]+)>=([\w.]+)", requirement) for requirement in wanted)
     # megatron-core's version is `--megatron`'s
-    return [f"{one[1]}=={one[2]}" for one in found if one and one[1] != "megatron-core"]
+    return [
+        f"{requirement[1]}=={requirement[2]}"
+        for requirement in bounds
+        if requirement and requirement[1] != "megatron-core"
+    ]
 
 
 def run(command: list[str], deadline_s: float) -> str:
@@ -134,8 +138,8 @@ def tried(folder: Path, combination: Combination) -> Result:
     )  # fmt: skip
     place.with_name(f"{place.name}.log").write_text(done.stdout)
     failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
-    found = re.search(r"(\d+) passed", done.stdout)
-    passed = int(found[1]) if found else 0
+    match = re.search(r"(\d+) passed", done.stdout)
+    passed = int(match[1]) if match else 0
     fine = done.returncode == 0 and passed > 0
     verdict = "passed" if fine else f"{len(failed)} failed: {failed[0] if failed else 'see its log'}"
     return Result(combination.python, versions, verdict, passed, time.monotonic() - began)

@@ -187,8 +187,8 @@ def _lent_backward(*arguments: Any, **options: Any) -> None:
     del options
     first = (x.transpose(1, 2) for x in (grad, q, k, v, out))
     grads = _flash_backward(*first, lse.contiguous(), 0.0, causal, scale=scale)
-    for into, found in zip((dq, dk, dv), grads, strict=True):
-        into.copy_(found.transpose(1, 2))
+    for into, result in zip((dq, dk, dv), grads, strict=True):
+        into.copy_(result.transpose(1, 2))
 
 
 @contestant("yunchang zigzag ring")

@@ -81,8 +81,8 @@ class TrainedEngine:
         self.first: dict[str, Tensor] = {}  # gradients of the first step
         self.sends = Sends(self.engine.ring.mesh)
         tokens = {"pack_tokens": options.batch // rows * options.longest} if documents else {}
-        more: dict[str, Any] = {"shuffle": True, "drop_last": True, "lengths": files.lengths, **tokens}
-        self.batches: Iterator[Any] = iter(self.engine.ring.loader(files, rows, **more))
+        loading: dict[str, Any] = {"shuffle": True, "drop_last": True, "lengths": files.lengths, **tokens}
+        self.batches: Iterator[Any] = iter(self.engine.ring.loader(files, rows, **loading))
 
     def step(self) -> dict[str, float]:
         """Train on the next batch."""
@@ -117,20 +117,20 @@ def prepare(options: argparse.Namespace) -> Turns:
     engines = {name_of(*way): TrainedEngine(options, files, *way) for way in ways}
 
     def differences() -> dict[str, float]:
-        found = {}
+        largest = {}
         for kind in options.kinds:
             fixed, dynamic = (engines[name_of(kind, which)].first for which in (False, True))
-            found[kind] = max(float((x - dynamic[name]).norm() / x.norm()) for name, x in fixed.items())
-        return found
+            largest[kind] = max(float((x - dynamic[name]).norm() / x.norm()) for name, x in fixed.items())
+        return largest
 
-    return Turns({name: one.step for name, one in engines.items()}, differences)
+    return Turns({name: engine.step for name, engine in engines.items()}, differences)
 
 
-def row_of(kind: str, found: RoundResults) -> ResultRow:
+def row_of(kind: str, measured: RoundResults) -> ResultRow:
     """Return the row of a kind of batches."""
     names = fixed, dynamic = name_of(kind, False), name_of(kind, True)
     tokens, seconds, losses = (
-        {name: found.each(name, key) for name in names} for key in ("tokens", "wall_s", "loss")
+        {name: measured.each(name, key) for name in names} for key in ("tokens", "wall_s", "loss")
     )
     rates = {
         name: statistics.median(t / s for t, s in zip(tokens[name], seconds[name], strict=True))
@@ -140,18 +140,18 @@ def row_of(kind: str, found: RoundResults) -> ResultRow:
         "tokens_per_step": round(statistics.mean(tokens[fixed])),
         "fixed_tokens_per_s": round(rates[fixed]),
         "dynamic_tokens_per_s": round(rates[dynamic]),
-        "ratio": found.ratio(fixed, dynamic, "wall_s"),
-        "fixed_sent_bytes": round(statistics.mean(found.each(fixed, "sent_bytes"))),
-        "dynamic_sent_bytes": round(statistics.mean(found.each(dynamic, "sent_bytes"))),
+        "ratio": measured.ratio(fixed, dynamic, "wall_s"),
+        "fixed_sent_bytes": round(statistics.mean(measured.each(fixed, "sent_bytes"))),
+        "dynamic_sent_bytes": round(statistics.mean(measured.each(dynamic, "sent_bytes"))),
         "ratio_of_sums": round(sum(seconds[fixed]) / sum(seconds[dynamic]), 3),
-        "gradient_difference": found.at_end[0][kind],
+        "gradient_difference": measured.at_end[0][kind],
         "loss_difference": max(abs(a - b) for a, b in zip(losses[fixed], losses[dynamic], strict=True)),
-        "rings": found.each(dynamic, "ring", list),
+        "rings": measured.each(dynamic, "ring", list),
     }
     return ResultRow({"kind": kind}, results, "" if tokens[fixed] == tokens[dynamic] else "other samples")
 
 
 def run(options: argparse.Namespace) -> Iterator[ResultRow]:
     """Yield a row for each kind of batches."""
-    found = measure_on_ranks(prepare, options)
-    yield from (row_of(kind, found) for kind in options.kinds)
+    measured = measure_on_ranks(prepare, options)
+    yield from (row_of(kind, measured) for kind in options.kinds)

@@ -109,7 +109,7 @@ class Rank(NamedTuple):
     @property
     def pairs(self) -> int:
         """Return the attended pairs of all hops, per query head."""
-        counts = (int(one.tiles.pairs.sum()) * self.q[:, one.heads].shape[1] for one in self.hops)
+        counts = (int(hop.tiles.pairs.sum()) * self.q[:, hop.heads].shape[1] for hop in self.hops)
         return sum(counts) // self.q.shape[1]
 
 
@@ -159,7 +159,7 @@ def rates_of(
     shape: Shape, pairs: int, works: Sequence[Mapping[str, Callable[[], object]]], rounds: int
 ) -> dict[str, dict[str, float]]:
     """Return TFLOP/s by name, forward and backward; `works` are the forward and the backward passes."""
-    times = [medians(one, shape.device, rounds) for one in works]
+    times = [medians(passes, shape.device, rounds) for passes in works]
     return {
         name: {
             f"{way}_tflops": significant(shape.flops(pairs, way == "backward") / taken[name] / 1e12)
@@ -231,8 +231,8 @@ def flex_rates(
             refused[name] = {"refused": " ".join(str(error).split())[:200]}
     forward = {name: partial(attend, kernel, rank) for name, kernel in kernels.items() if name not in refused}
     backward = {name: partial(differentiate, kernels[name], rank) for name in forward}
-    found = rates_of(shape, rank.pairs, (forward, backward), rounds) | refused
-    return [ResultRow({"head_dim": shape.head_dim, "blocks": name}, found[name]) for name in kernels]
+    rates = rates_of(shape, rank.pairs, (forward, backward), rounds) | refused
+    return [ResultRow({"head_dim": shape.head_dim, "blocks": name}, rates[name]) for name in kernels]
 
 
 def sdpa(shape: Shape, tokens: int, causal: bool) -> tuple[Callable[[], object], Callable[[], object]]:

@@ -61,10 +61,10 @@ def operator_us(rounds: int) -> float:
 
 def print_profile(work: Callable[[], object], rounds: int) -> None:
     """Print the functions in which a pass spends most of its time."""
-    with cProfile.Profile() as found:
+    with cProfile.Profile() as profiler:
         for _ in range(rounds):
             work()
-    pstats.Stats(found).sort_stats("tottime").print_stats(40)
+    pstats.Stats(profiler).sort_stats("tottime").print_stats(40)
 
 
 def rows_of(

@@ -133,15 +133,15 @@ def planned(options: str, o: argparse.Namespace) -> MemoryMoment:
     return peak._replace(components=peak.components | {"optimizer states": states})
 
 
-def wrong(options: str, o: argparse.Namespace, found: MeasuredPeak, plan: MemoryMoment) -> str:
+def wrong(options: str, o: argparse.Namespace, measured: MeasuredPeak, plan: MemoryMoment) -> str:
     """Return the contradiction to the options: a tensor that tiles rule out, a plan that is off; or ""."""
     local, names = o.tokens // o.ranks, set(names_of(options))
     wide = {"tiled_loss": local * SHAPE.vocab, "tiled_loss tiled_mlp": local * SHAPE.intermediate}
     for needed, elements in wide.items():
         # The whole embedding and its gradient are larger than short shards' rows.
-        if names >= set(needed.split()) and found.largest // 4 >= elements > SHAPE.parameters:
-            return f"a tensor of {found.largest / MIB:.1f} MiB with {needed}"
-    ratio = plan.total / found.peak
+        if names >= set(needed.split()) and measured.largest // 4 >= elements > SHAPE.parameters:
+            return f"a tensor of {measured.largest / MIB:.1f} MiB with {needed}"
+    ratio = plan.total / measured.peak
     return "" if abs(ratio - 1) <= PLANNED_WITHIN else f"planned {ratio:.3f} of the measured peak"
 
 
@@ -153,18 +153,18 @@ def memory(o: argparse.Namespace) -> Iterator[ResultRow]:
     names = {4 * elements: name for name, elements in sizes.items()}
     for options in o.options:
         ranks = run_ranks(memory_of_a_rank, o.ranks, (options, o), threads=1, deadline_s=o.deadline)
-        found, plan = max(ranks, key=lambda rank: rank.peak), planned(options, o)
-        alive = sorted(found.alive.items(), key=lambda item: -item[0] * item[1])[:8]
+        measured, plan = max(ranks, key=lambda rank: rank.peak), planned(options, o)
+        alive = sorted(measured.alive.items(), key=lambda item: -item[0] * item[1])[:8]
         results = {
-            "peak_mib": round(found.peak / MIB, 1), "planned_mib": round(plan.total / MIB, 1),
-            "planned_over_measured": round(plan.total / found.peak, 3),
-            "largest_tensor_mib": round(found.largest / MIB, 1),
+            "peak_mib": round(measured.peak / MIB, 1), "planned_mib": round(plan.total / MIB, 1),
+            "planned_over_measured": round(plan.total / measured.peak, 3),
+            "largest_tensor_mib": round(measured.largest / MIB, 1),
             "tokens_x_vocabulary_mib": round(4 * local * SHAPE.vocab / MIB, 1),
             "tokens_x_intermediate_mib": round(4 * local * SHAPE.intermediate / MIB, 1),
             "alive": [f"{count} x {size / MIB:.1f} MiB {names.get(size, '')}" for size, count in alive],
             "planned": {name: round(size / MIB, 1) for name, size in plan.components.items() if size},
         }  # fmt: skip
-        yield ResultRow({"options": options, "tokens": o.tokens}, results, wrong(options, o, found, plan))
+        yield ResultRow({"options": options, "tokens": o.tokens}, results, wrong(options, o, measured, plan))
 
 
 def prepare(o: argparse.Namespace) -> Turns:
@@ -174,9 +174,9 @@ def prepare(o: argparse.Namespace) -> Turns:
 
 def time(o: argparse.Namespace) -> Iterator[ResultRow]:
     """Yield a row for each set of options; the ratio is to the first one."""
-    found, first = measure_on_ranks(prepare, o, o.deadline), o.options[0]
+    measured, first = measure_on_ranks(prepare, o, o.deadline), o.options[0]
     for options in o.options:
-        results = {"median_s": found.median(options, "wall_s", 3)}
-        results["fastest_s"] = round(min(found.each(options, "wall_s")), 3)
-        results["ratio"] = round(results["median_s"] / found.median(first, "wall_s", 3), 3)
+        results = {"median_s": measured.median(options, "wall_s", 3)}
+        results["fastest_s"] = round(min(measured.each(options, "wall_s")), 3)
+        results["ratio"] = round(results["median_s"] / measured.median(first, "wall_s", 3), 3)
         yield ResultRow({"options": options, "tokens": o.tokens}, results)

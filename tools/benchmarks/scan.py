@@ -84,10 +84,10 @@ def prepare(options: argparse.Namespace) -> Turns:
     whole = torch.randn(1, options.tokens if mesh.ring_rank == 0 else 1, options.hidden)
     local = torch.randn(1, layout.local_tokens, options.hidden)
 
-    def one_pass(x: Tensor, **more: Any) -> dict[str, float]:
+    def one_pass(x: Tensor, **keywords: Any) -> dict[str, float]:
         with clock() as taken:
             if x.shape[1] > 1:
-                layer(x, **more).sum().backward()
+                layer(x, **keywords).sum().backward()
         layer.zero_grad()
         return taken
 
@@ -100,8 +100,8 @@ def time(options: argparse.Namespace) -> Iterator[ResultRow]:
     """Yield one row."""
     os.environ.update(KEEP_PAGES)  # glibc reads them when the ranks start
     options.ranks = 2
-    found = measure_on_ranks(prepare, options, deadline_s=580)
-    results = {f"{name}_s": found.median(name, "wall_s", 3) for name in found.rounds}
+    measured = measure_on_ranks(prepare, options, deadline_s=580)
+    results = {f"{name}_s": measured.median(name, "wall_s", 3) for name in measured.rounds}
     results["ratio"] = round(results["ring_s"] / results["one_process_s"], 3)
     yield ResultRow(
         {key: getattr(options, key) for key in ("tokens", "hidden", "heads", "head_dim")}, results

@@ -68,7 +68,7 @@ def prepare(options: argparse.Namespace) -> Turns:
 def run(options: argparse.Namespace) -> Iterator[ResultRow]:
     """Yield one row: medians without and with the speeds, their ratio, and the speeds."""
     options.ranks = 2
-    found = measure_on_ranks(prepare, options, options.deadline)
-    results: dict[str, Any] = {f"{name}_s": found.median(name, "wall_s", 3) for name in found.rounds}
-    results |= {"ratio": round(results["measured_s"] / results["equal_s"], 2), "speeds": found.at_end[0]}
+    measured = measure_on_ranks(prepare, options, options.deadline)
+    results: dict[str, Any] = {f"{name}_s": measured.median(name, "wall_s", 3) for name in measured.rounds}
+    results |= {"ratio": round(results["measured_s"] / results["equal_s"], 2), "speeds": measured.at_end[0]}
     yield ResultRow({"tokens": options.tokens, "slowed": options.slowed}, results)

@@ -36,12 +36,12 @@ def run(options: Namespace) -> Iterator[ResultRow]:
             counts, faults = Counter[str](), []
             for seed in range(options.first + number, options.first + options.rounds, len(backends)):
                 outcomes = pool.collect(play, seed, backend, timeout_s=600)
-                answers = [one.value for one in outcomes if one.value is not None]
+                answers = [outcome.value for outcome in outcomes if outcome.value is not None]
                 texts = [text for answer in answers for text in answer.wrong]
                 texts += [
-                    f"seed {seed}, rank {one.rank} {one.status}: {one.report}"
-                    for one in outcomes
-                    if one.value is None
+                    f"seed {seed}, rank {outcome.rank} {outcome.status}: {outcome.report}"
+                    for outcome in outcomes
+                    if outcome.value is None
                 ]
                 faults += ["\n".join(texts[:2])] if texts else []
                 counts.update(rounds=1, equal=sum(answer.equal for answer in answers))

@@ -46,16 +46,18 @@ def try_dtypes(pool: RankPool, ulysses: int, name: str) -> tuple[Counter[str], l
     left, counts, faults = [str(dtype).removeprefix("torch.") for dtype in DTYPES], Counter[str](), []
     while left:
         by_rank = pool.collect(outcomes, ulysses, [(name, dtype) for dtype in left], timeout_s=120)
-        answers = [one.value if one.status == "returned" else {} for one in by_rank]
+        answers = [outcome.value if outcome.status == "returned" else {} for outcome in by_rank]
         reached = max(len(answer) for answer in answers)
         if not reached:
-            report = [(one.status, one.report[-400:]) for one in by_rank]
+            report = [(outcome.status, outcome.report[-400:]) for outcome in by_rank]
             return counts, [*faults, *(f"{dtype}: lost: {report}" for dtype in left)]
         for dtype in left[:reached]:
             results = {answer.get((name, dtype), Outcome("lost", "no answer")) for answer in answers} - {None}
-            worst = max((one.kind for one in results), key=KINDS.index, default="none")
+            worst = max((outcome.kind for outcome in results), key=KINDS.index, default="none")
             counts[worst] += 1
             if worst not in (*GOOD, "none"):
-                faults.append(f"{dtype}: {' | '.join(sorted(f'{one.kind} {one.text}' for one in results))}")
+                faults.append(
+                    f"{dtype}: {' | '.join(sorted(f'{outcome.kind} {outcome.text}' for outcome in results))}"
+                )
         left = left[reached:]
     return counts, faults

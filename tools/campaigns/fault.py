@@ -44,9 +44,9 @@ def run(options: Namespace) -> Iterator[ResultRow]:
     zygote = Zygote(options.mode)
     for name in names:
         rounds = [play(zygote, name, options.mode, turn, **transport) for turn in range(options.rounds)]
-        times = [one.seconds for one in rounds]
+        times = [verdict.seconds for verdict in rounds]
         counts = {"rounds": len(rounds), "median_s": round(statistics.median(times), 2)}
         counts["slowest_s"] = round(max(times), 2)
-        faults = [one.wrong for one in rounds if one.wrong]
+        faults = [verdict.wrong for verdict in rounds if verdict.wrong]
         yield count_row({"fault": name, "mode": options.mode, **transport}, counts, faults)
     zygote.close()

@@ -45,16 +45,16 @@ def run(options: Namespace) -> Iterator[ResultRow]:
         pools = [stack.enter_context(RankPool(size)) for size in options.rings]
         for name in names:
             rounds = [
-                one
+                result
                 for first in range(0, len(seeds), AT_ONCE)
                 for number, pool in enumerate(pools)
-                for one in play(name, seeds[first : first + AT_ONCE][number % turns :: turns], pool)
+                for result in play(name, seeds[first : first + AT_ONCE][number % turns :: turns], pool)
             ]
-            errors = (max(one[at] for one in rounds) for at in (0, 1))
+            errors = (max(result[at] for result in rounds) for at in (0, 1))
             counts: dict[str, object] = {"rounds": len(rounds)}
-            counts |= {key: sum(getattr(one, key) for one in rounds) for key in ("refused", "rounded")}
+            counts |= {key: sum(getattr(result, key) for result in rounds) for key in ("refused", "rounded")}
             counts |= zip(("outputs", "gradients"), (f"{error:.1e}" for error in errors), strict=True)
-            faults = [one.wrong for one in rounds if one.wrong]
+            faults = [result.wrong for result in rounds if result.wrong]
             yield count_row({"part": "errors", "of": name}, counts, faults)
     for size in options.rings:
         pairs = [tokens_of(seed, size) for seed in seeds]  # of all trees

@@ -64,10 +64,10 @@ class Peer(NamedTuple):
 
 def pattern_of(cell: Cell) -> Pattern:
     """Return a cell's mask as a pattern."""
-    found: Pattern = Causal() if cell.causal else Full()
+    pattern: Pattern = Causal() if cell.causal else Full()
     if cell.window is not None:
-        found = found & SlidingWindow(cell.window)
-    return found & Documents(cell.document_ids) if cell.documents else found
+        pattern = pattern & SlidingWindow(cell.window)
+    return pattern & Documents(cell.document_ids) if cell.documents else pattern
 
 
 def ds_ring(cell: Cell, where: Where) -> Entry:

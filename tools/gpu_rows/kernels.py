@@ -81,10 +81,10 @@ def reference(device: str, mask: str) -> Dense:
     """Return attention in float64, which one process computes on the device for all rows."""
     path = Path(os.environ[FOLDER], f"{mask}.pt")
     if not path.is_file():
-        found = dense_attention(*operands(device), tile_kinds(exact_tokens(device))[mask])
-        own = path.with_suffix(f".{os.getpid()}")  # ranks may compute it at the same time
-        torch.save(tuple(x.float() for x in found), own)
-        own.replace(path)
+        exact_results = dense_attention(*operands(device), tile_kinds(exact_tokens(device))[mask])
+        temporary = path.with_suffix(f".{os.getpid()}")  # ranks may compute it at the same time
+        torch.save(tuple(x.float() for x in exact_results), temporary)
+        temporary.replace(path)
     return Dense(*torch.load(path, map_location=device))
 
 
@@ -92,41 +92,43 @@ def errors_of(got: Mapping[str, Tensor], want: Dense, lse_more: float = 0.0) -> 
     """Return the errors of out, lse and the gradients, relative to the largest value."""
     wanted = want._replace(lse=want.lse + lse_more)._asdict()
     sees = wanted["lse"].isfinite()
-    found = {name: relative_error(x, wanted[name]) for name, x in got.items() if name != "lse"}
+    errors = {name: relative_error(x, wanted[name]) for name, x in got.items() if name != "lse"}
     if not torch.equal(got["lse"].isfinite(), sees):
-        return found | {"lse": math.inf}
-    return found | {"lse": relative_error(got["lse"][sees], wanted["lse"][sees])}
+        return errors | {"lse": math.inf}
+    return errors | {"lse": relative_error(got["lse"][sees], wanted["lse"][sees])}
 
 
 def judged(
-    case: Mapping[str, Any], errors: Mapping[str, float], limit: float, more: Mapping[str, Any] | None = None
+    case: Mapping[str, Any], errors: Mapping[str, float], limit: float, facts: Mapping[str, Any] | None = None
 ) -> ResultRow:
     """Return the row of some errors, which is wrong if one is not below the limit."""
-    wrong = "" if all(one < limit for one in errors.values()) else f"expected errors below {limit:g}"
-    return ResultRow(case, {name: f"{one:.1e}" for name, one in errors.items()} | dict(more or {}), wrong)
+    wrong = "" if all(error < limit for error in errors.values()) else f"expected errors below {limit:g}"
+    return ResultRow(
+        case, {name: f"{error:.1e}" for name, error in errors.items()} | dict(facts or {}), wrong
+    )
 
 
 def nccl_version() -> tuple[int, ...]:
     """Return the version of the NCCL that computes: a preloaded one, or the one torch was built with."""
-    found = ctypes.c_int()
+    number = ctypes.c_int()
     try:
-        ctypes.CDLL(None).ncclGetVersion(ctypes.byref(found))
+        ctypes.CDLL(None).ncclGetVersion(ctypes.byref(number))
     except AttributeError:  # torch tells what it was built with, whatever is preloaded
         version: tuple[int, ...] = torch.cuda.nccl.version()
         return version
-    return found.value // 10_000, found.value // 100 % 100, found.value % 100
+    return number.value // 10_000, number.value // 100 % 100, number.value % 100
 
 
 def packages(device: str) -> Iterator[ResultRow]:
     """Yield versions, and the GPU."""
-    found: dict[str, Any] = {name: version_of(name) for name in PACKAGES}
+    versions: dict[str, Any] = {name: version_of(name) for name in PACKAGES}
     if is_cuda(device):
         card = torch.cuda.get_device_properties(0)
         nccl = ".".join(map(str, nccl_version()))
-        found |= {"cuda": torch.version.cuda, "nccl": nccl, "gpu": card.name}
-        found |= {"cudnn": torch.backends.cudnn.version(), "multiprocessors": card.multi_processor_count}
-        found["memory_gib"] = round(card.total_memory / 2**30, 1)
-    yield ResultRow({}, found)
+        versions |= {"cuda": torch.version.cuda, "nccl": nccl, "gpu": card.name}
+        versions |= {"cudnn": torch.backends.cudnn.version(), "multiprocessors": card.multi_processor_count}
+        versions["memory_gib"] = round(card.total_memory / 2**30, 1)
+    yield ResultRow({}, versions)
 
 
 def ceilings(device: str) -> Iterator[ResultRow]:
@@ -194,11 +196,11 @@ def is_missing(error: RingError) -> bool:
 
 def exact(device: str, kernel: str) -> Iterator[ResultRow]:
     """Yield the errors of a kernel for each mask, in a ring of four virtual ranks."""
-    made = kernel_of(kernel, device)
+    instance = kernel_of(kernel, device)
     for mask, pattern in tile_kinds(exact_tokens(device)).items():
         layout = layout_for("zigzag", pattern, tokens=exact_tokens(device), ring_size=4)
         try:
-            got = ring_hops(made, *operands(device), pattern, layout)
+            got = ring_hops(instance, *operands(device), pattern, layout)
         except RingError as error:
             if not is_missing(error):
                 raise
@@ -213,13 +215,13 @@ def exact(device: str, kernel: str) -> Iterator[ResultRow]:
 
 def timed(device: str, kernel: str) -> Iterator[ResultRow]:
     """Yield ten timed passes of a kernel on causal attention, and those of torch's own in the same turns."""
-    shape, made = shape_of(device), kernel_of(kernel, device)
+    shape, instance = shape_of(device), kernel_of(kernel, device)
     tokens = 16_384 if is_cuda(device) else 256
     layout = make_layout("contiguous", tokens=tokens, ring_size=1, pattern=Causal())
     plan = build_plan(Causal(), layout, query_heads=shape.heads, kv_heads=shape.kv_heads)
     rank = rank_of(shape, plan.rank(0).classes, tokens)
     works = dict(zip(("torch forward", "torch backward"), sdpa(shape, tokens, True), strict=True))
-    works |= {"forward": partial(attend, made, rank), "backward": partial(differentiate, made, rank)}
+    works |= {"forward": partial(attend, instance, rank), "backward": partial(differentiate, instance, rank)}
     try:
         taken = in_turns({name: partial(seconds, work, device) for name, work in works.items()}, 10, 2)
     except RingError as error:

@@ -66,11 +66,11 @@ def two_steps(trial: Trial) -> tuple[float, float]:
         if trial.stage == 3:
             zero["offload_param"] = {"device": "cpu", "pin_memory": cuda}
     section = trial.section | {"hop_timeout_seconds": 600, "heartbeat_timeout_seconds": 60}
-    more: dict[str, Any] = {"bf16": {"enabled": cuda}, "zero_force_ds_cpu_optimizer": False}
+    keys: dict[str, Any] = {"bf16": {"enabled": cuda}, "zero_force_ds_cpu_optimizer": False}
     if cuda:
         # torch's own on the device: DeepSpeed's would be compiled first
-        more["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-5, "torch_adam": not trial.offload}}
-    engine = engine_of(model, trial.ranks, section, zero, **more)
+        keys["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-5, "torch_adam": not trial.offload}}
+    engine = engine_of(model, trial.ranks, section, zero, **keys)
     ids = torch.arange(trial.tokens)[None] % trial.sizes["vocab"]
     batch = engine.ring.shard_batch({"input_ids": ids, "labels": ids})
     seconds = 0.0
@@ -88,12 +88,12 @@ def attempt(trial: Trial, deadline_s: float, imported: bool = False) -> dict[str
     """Try one length, and return how it went; `imported` is that of `run_ranks`."""
     row: dict[str, Any] = {"tokens": trial.tokens}
     try:
-        found = run_ranks(
+        results = run_ranks(
             trial_rank, trial.ranks, (trial,), threads=1, deadline_s=deadline_s, imported=imported
         )
-        row |= {"fits": True, "step_seconds": round(max(seconds for seconds, _ in found), 2)}
+        row |= {"fits": True, "step_seconds": round(max(seconds for seconds, _ in results), 2)}
         if trial.device == "cuda":
-            row["peak_gib"] = round(max(peak for _, peak in found) / GIB, 2)
+            row["peak_gib"] = round(max(peak for _, peak in results) / GIB, 2)
     except RanksError as error:
         if not any(words in str(error) for words in (*_NO_MEMORY, "bad_alloc", "MemoryError")):
             raise

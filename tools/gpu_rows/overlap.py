@@ -82,7 +82,7 @@ def measure(device: str, sm_margin: int, cluster: str | None) -> Iterator[Result
 
     def computing(name: str) -> Callable[..., Any]:
         real = getattr(FlashKernel, name)
-        return lambda *given, **named: (real if on["kernels"] else _nothing)(*given, **named)
+        return lambda *arguments, **named: (real if on["kernels"] else _nothing)(*arguments, **named)
 
     exchange_start = exchange.start_batch
     options = Options(kernel="flash", kernel_options={"sm_margin": sm_margin})
@@ -97,7 +97,7 @@ def measure(device: str, sm_margin: int, cluster: str | None) -> Iterator[Result
             return seconds(passes, device)
 
         works = {"with": (True, True), "without": (False, True), "alone": (True, False)}
-        taken = in_turns({name: partial(timed, *given) for name, given in works.items()}, 10, 2)
+        taken = in_turns({name: partial(timed, *arguments) for name, arguments in works.items()}, 10, 2)
         on.update(messages=True, kernels=True)
     both, none, alone = (1e3 * statistics.median(taken[name]) for name in works)
     results = {"with_ms": round(both, 3), "without_ms": round(none, 3), "messages_alone_ms": round(alone, 3)}
@@ -117,23 +117,23 @@ def trace(device: str) -> Iterator[ResultRow]:
         if cuda:
             torch.cuda.synchronize()
         kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
-        with profile(activities=kinds) as found:
+        with profile(activities=kinds) as profiler:
             begin = time.perf_counter()
             passes()
             host = time.perf_counter() - begin
             if cuda:
                 torch.cuda.synchronize()
-    _write(found)
+    _write(profiler)
     events = [
-        one
-        for one in found.events()
-        if one.device_type.name == device.upper() and one.time_range.elapsed_us() > 0
+        event
+        for event in profiler.events()
+        if event.device_type.name == device.upper() and event.time_range.elapsed_us() > 0
     ]
     names, times = Counter[str](), Counter[str]()
-    for one in events:
-        names[one.name] += 1
-        times[one.name] += one.self_device_time_total if cuda else one.self_cpu_time_total
-    spans = sorted((one.time_range.start, one.time_range.end) for one in events)
+    for event in events:
+        names[event.name] += 1
+        times[event.name] += event.self_device_time_total if cuda else event.self_cpu_time_total
+    spans = sorted((event.time_range.start, event.time_range.end) for event in events)
     merged = spans[:1]
     for start, end in spans[1:]:
         if start <= merged[-1][1]:
@@ -150,10 +150,10 @@ def trace(device: str) -> Iterator[ResultRow]:
         yield ResultRow({"what": name[:90]}, {"launches": names[name], "sum_us": round(microseconds)})
 
 
-def _write(found: Any) -> None:
+def _write(profiler: Any) -> None:
     """Write a trace, unless it is too large to come back."""
     path = Path(os.environ[OUTPUT], "trace.json")
-    found.export_chrome_trace(str(path))
+    profiler.export_chrome_trace(str(path))
     packed = gzip.compress(path.read_bytes())
     path.unlink()
     if len(packed) <= TRACE_BYTES:

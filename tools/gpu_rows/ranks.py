@@ -91,10 +91,10 @@ def _in_ring(job: OnNccl | OnGloo, transport: str) -> dict[str, Any]:
 
 
 def _ring(job: OnNccl | OnGloo, transport: str, ranks: int, limit: float) -> Iterator[ResultRow]:
-    found = run_ranks(_in_ring, ranks, (job, transport), threads=1, deadline_s=DEADLINE_S, imported=True)
-    worst = {name: max(one["errors"][name] for one in found) for name in found[0]["errors"]}
-    more = {"pass_ms": max(one["pass_ms"] for one in found)}
-    yield judged({"ranks": ranks, "transport": transport}, worst, limit, more)
+    results = run_ranks(_in_ring, ranks, (job, transport), threads=1, deadline_s=DEADLINE_S, imported=True)
+    worst = {name: max(result["errors"][name] for result in results) for name in results[0]["errors"]}
+    facts = {"pass_ms": max(result["pass_ms"] for result in results)}
+    yield judged({"ranks": ranks, "transport": transport}, worst, limit, facts)
 
 
 def pull(device: str, ranks: int) -> Iterator[ResultRow]:
@@ -132,8 +132,8 @@ def _dies(job: OnNccl, folder: str) -> None:
             ring_attention_op(*leaves, context.handle)[0].sum().backward()
             mesh.synchronize()
     except RingError as error:
-        found = {"error": str(error), "seconds": time.monotonic() - begin}
-        Path(folder, f"{mesh.ring_rank}.json").write_text(json.dumps(found))
+        report = {"error": str(error), "seconds": time.monotonic() - begin}
+        Path(folder, f"{mesh.ring_rank}.json").write_text(json.dumps(report))
 
 
 def killed(device: str, ranks: int) -> Iterator[ResultRow]:
@@ -147,8 +147,8 @@ def killed(device: str, ranks: int) -> Iterator[ResultRow]:
         except RanksError:
             pass
         told = [json.loads(path.read_text()) for path in Path(folder).iterdir()]
-    named = sum(f"ring rank {CULPRIT}" in one["error"] for one in told)
-    slowest = max((one["seconds"] for one in told), default=0.0)
+    named = sum(f"ring rank {CULPRIT}" in report["error"] for report in told)
+    slowest = max((report["seconds"] for report in told), default=0.0)
     wrong = "" if named == ranks - 1 else f"expected {ranks - 1} ranks that name ring rank {CULPRIT}: {told}"
     wrong = wrong or ("" if slowest < 2 * HEARTBEAT_S + 1 else "expected an error in time")
     yield ResultRow({"ranks": ranks}, {"named_by": named, "slowest_s": round(slowest, 2)}, wrong)
@@ -159,8 +159,8 @@ def _train(job: OnNccl, steps: int) -> tuple[list[float], list[float]]:
     alone = _alone(job, steps)
     dtype = shape_of(job.device).dtype
     model = llama(512, **MODEL, dtype=dtype).to(job.device)
-    more: dict[str, Any] = {"gradient_clipping": 0.0, "bf16": {"enabled": dtype == torch.bfloat16}}
-    engine = engine_of(model, dist.get_world_size(), {}, zero_of(3, 100_000), sgd=0.1, **more)
+    keys: dict[str, Any] = {"gradient_clipping": 0.0, "bf16": {"enabled": dtype == torch.bfloat16}}
+    engine = engine_of(model, dist.get_world_size(), {}, zero_of(3, 100_000), sgd=0.1, **keys)
     losses = []
     for _ in range(steps):
         loss = engine(**engine.ring.shard_batch(_batch())).loss
@@ -189,8 +189,8 @@ def _check(job: OnNccl, model_type: str) -> list[dict[str, Any]]:
         torch.backends.cudnn.allow_tf32 = False  # of convolutions: torch rounds their operands by default
     # This kernel compiles nothing; the others have rows of their own.
     section = {"pattern": {"causal": True}, "kernel": "reference"}
-    asked = CheckRequest(model_type, head="causal-lm", section=section, forms=("plain", "packed"))
-    return [one.as_json() for one in check_forms(asked)]
+    request = CheckRequest(model_type, head="causal-lm", section=section, forms=("plain", "packed"))
+    return [form.as_json() for form in check_forms(request)]
 
 
 def model(device: str, ranks: int, model_type: str) -> Iterator[ResultRow]:
@@ -201,13 +201,13 @@ def model(device: str, ranks: int, model_type: str) -> Iterator[ResultRow]:
     if not is_cuda(device):
         os.environ["DS_ACCELERATOR"] = "cpu"
     job = (OnNccl(device), model_type)
-    for one in run_ranks(_check, ranks, job, threads=1, deadline_s=DEADLINE_S, imported=True)[0]:
-        case = {"ranks": ranks, "model": model_type, "batch": one["form"]}
-        results: dict[str, Any] = {kind: f"{worst['error']:.1e}" for kind, worst in one["largest"].items()}
-        if one["result"] == "refused":
-            results["refused"] = one["reason"][:100]
-        is_right = one["result"] in ("exact", "refused")
-        yield ResultRow(case, results, "" if is_right else f"{one['result']}: {one['reason'][:300]}")
+    for report in run_ranks(_check, ranks, job, threads=1, deadline_s=DEADLINE_S, imported=True)[0]:
+        case = {"ranks": ranks, "model": model_type, "batch": report["form"]}
+        results: dict[str, Any] = {kind: f"{worst['error']:.1e}" for kind, worst in report["largest"].items()}
+        if report["result"] == "refused":
+            results["refused"] = report["reason"][:100]
+        is_right = report["result"] in ("exact", "refused")
+        yield ResultRow(case, results, "" if is_right else f"{report['result']}: {report['reason'][:300]}")
 
 
 def _batch() -> dict[str, torch.Tensor]:
