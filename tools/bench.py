@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # some benchmarks 
 
 import torch
 from benchmarks.measuring import ResultRow, markdown
-from common import parser_of
+from common import make_parser
 
 
 class Benchmark(NamedTuple):
@@ -69,7 +69,7 @@ def main(
     benchmark = table[name]
     module = import_module(f"{package}.{benchmark.module}")
     dropped = {} if benchmark.warm_up is None else {"warm_up": (benchmark.warm_up, "rounds that are dropped")}
-    parser = parser_of(
+    parser = make_parser(
         module.__doc__, **module.OPTIONS, **dropped,
         markdown=(False, "print a table at the end"), output=("", "append complete rows to this file"),
     )  # fmt: skip

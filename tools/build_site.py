@@ -111,15 +111,18 @@ def build_texts(root: Path, output: Path) -> None:
     )
     template = pdoc.render.env.from_string(_PAGE)
     for text, title in TEXTS.items():
-        place, folder = output / _page_of(text), root / Path(text).parent
+        place, folder = output / _get_page(text), root / Path(text).parent
         content = str(Markdown(extras=extras).convert((root / text).read_text()))
         for link in set(re.findall(r'href="([^":#]+\.md)["#]', content)):
             linked = os.path.normpath(Path(text).parent / link)
             if linked not in TEXTS and (root / linked).is_file():
                 continue  # a table of results, which is copied
-            page = _page_of(linked)
+            page = _get_page(linked)
             content = content.replace(f'href="{link}', f'href="{os.path.relpath(page, Path(text).parent)}')
-        pages = [*((_page_of(document), name) for document, name in TEXTS.items()), ("api/index.html", "API")]
+        pages = [
+            *((_get_page(document), name) for document, name in TEXTS.items()),
+            ("api/index.html", "API"),
+        ]
         links = [(os.path.relpath(output / page, place.parent), name) for page, name in pages]
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_text(template.render(title=title, pages=links, content=content))
@@ -131,7 +134,7 @@ def build_texts(root: Path, output: Path) -> None:
                 shutil.copyfile(source, copy)
 
 
-def _page_of(text: str) -> str:
+def _get_page(text: str) -> str:
     return "index.html" if text == "README.md" else text.removesuffix(".md") + ".html"
 
 

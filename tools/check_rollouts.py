@@ -18,7 +18,7 @@ import sys
 from typing import Any, NamedTuple
 
 import torch
-from common import engine_of, parser_of, print_row
+from common import make_engine, make_parser, print_row
 
 from ds_ring_launcher.check.small_model import build, read_config, shrink
 from ds_ring_launcher.run.local_ranks import run_ranks
@@ -71,7 +71,7 @@ def drawn(number: int, family: str) -> Rollout:
     )  # fmt: skip
 
 
-def model_of(rollout: Rollout) -> Any:
+def make_model(rollout: Rollout) -> Any:
     """Return the model, the same in every process."""
     changes = CHANGES.get(rollout.family, {})
     config = shrink(read_config(rollout.family), rollout.prompt + rollout.tokens, 2, changes)
@@ -94,7 +94,7 @@ def rolled_out(
 ) -> tuple[Any, list[Any]]:
     """Return the sequences and log-probabilities: generated, trained, trained in other batches."""
     section = {"transport": "reproducible", "block_size": rollout.block_size, "layout": rollout.layout}
-    engine = engine_of(model_of(rollout), ring_size, section, {"stage": 0}, sgd=0.0)
+    engine = make_engine(make_model(rollout), ring_size, section, {"stage": 0}, sgd=0.0)
     engine.eval()
     words = engine.module.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(rollout.seed)
@@ -128,7 +128,7 @@ def rolled_out(
 
 def main(arguments: list[str] | None = None) -> int:
     """One row a model; exit status 1 if a number differs with the mode on."""
-    parser = parser_of(
+    parser = make_parser(
         __doc__, models=(53, "random models"), first=(0, "number of the first"), ring_sizes=[1, 2, 4],
         plain=(False, "without the mode, too"),
         families=([*FAMILIES, *RECURRENT, *PAIRS, *CHOOSING], "of transformers, in turn"),

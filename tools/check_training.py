@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
-from common import ONLY, choose, parser_of
+from common import ONLY, choose, make_parser
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the tests' ranks and variants
@@ -65,7 +65,7 @@ def print_cells(
 
 def main(arguments: list[str] | None = None) -> int:
     """Print the tables; return 1 if a cell is beyond rounding."""
-    parser = parser_of(__doc__, stages=([0, 1, 2, 3], "of ZeRO"), only=ONLY)
+    parser = make_parser(__doc__, stages=([0, 1, 2, 3], "of ZeRO"), only=ONLY)
     parser.add_argument("--meshes", nargs="*", choices=tuple(MESHES), default=list(MESHES))
     options = parser.parse_args(arguments)
     names = choose(options.only, VARIANTS)

@@ -23,7 +23,7 @@ Name = TypeVar("Name")
 Found = TypeVar("Found")
 
 
-def parser_of(about: str | None, **defaults: Any) -> argparse.ArgumentParser:
+def make_parser(about: str | None, **defaults: Any) -> argparse.ArgumentParser:
     """Return a parser whose help is a module's docstring, with an option for each default.
 
     A default is a value; a value and its help; or a value, its help and its choices. A list takes several
@@ -64,7 +64,7 @@ def provenance(device: str = "cpu") -> dict[str, Any]:
     with suppress(FileNotFoundError):  # a borrowed machine may have no git
         commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
     hardware: dict[str, Any] = {"device": _processor(), "cores": len(os.sched_getaffinity(0))}
-    versions = {"python": platform.python_version()} | {name: version_of(name) for name in PACKAGES}
+    versions = {"python": platform.python_version()} | {name: read_version(name) for name in PACKAGES}
     if device == "cuda":
         import torch
 
@@ -75,7 +75,7 @@ def provenance(device: str = "cpu") -> dict[str, Any]:
     return {"date": today, "commit": commit or "unknown", "hardware": hardware, "versions": versions}
 
 
-def version_of(package: str) -> str:
+def read_version(package: str) -> str:
     """Return the version of a package, "none" where it is not installed."""
     try:
         return metadata.version(package)
@@ -142,7 +142,7 @@ def fake_mesh(rank: int, ring_size: int) -> Iterator[Any]:
         dist.destroy_process_group()
 
 
-def zero_of(stage: int | None, bucket: int) -> dict[str, Any]:
+def make_zero_section(stage: int | None, bucket: int) -> dict[str, Any]:
     """Return DeepSpeed's section of a ZeRO stage: buckets of `bucket` elements, all parameters sharded."""
     return {
         "stage": stage,
@@ -152,7 +152,7 @@ def zero_of(stage: int | None, bucket: int) -> dict[str, Any]:
     }
 
 
-def engine_of(
+def make_engine(
     model: Any, ranks: int, section: Mapping[str, Any], zero: Mapping[str, Any], *, batch: int = 1,
     sgd: float | None = None, **keys: Any,
 ) -> Any:  # fmt: skip

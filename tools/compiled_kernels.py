@@ -68,7 +68,7 @@ def faults(rows: Iterable[Row]) -> list[str]:
     return texts
 
 
-def worst_of(resources: Sequence[Resources]) -> Resources:
+def find_worst(resources: Sequence[Resources]) -> Resources:
     """Return the largest of each figure."""
     return Resources(*(max(column) for column in zip(*resources, strict=True)))
 
@@ -80,10 +80,10 @@ def ours(capability: int, head_dims: Iterable[int]) -> Iterator[Row]:
             compiled(merge_source(head_dim, *variant), capability, {})
             for variant in itertools.product(PART_DTYPES, PARTS, (False, True))
         ]
-        yield Row(capability, head_dim, OURS[0], "", len(resources), worst_of(resources))
+        yield Row(capability, head_dim, OURS[0], "", len(resources), find_worst(resources))
         for name in CODEC:
             resources = [compiled(codec_source(name, head_dim, kind), capability, {}) for kind in PART_DTYPES]
-            yield Row(capability, head_dim, name, "", len(resources), worst_of(resources))
+            yield Row(capability, head_dim, name, "", len(resources), find_worst(resources))
 
 
 def merge_source(head_dim: int, pointer: str, parts: int, add: bool) -> Any:
@@ -195,7 +195,7 @@ def inductors(capability: int, kernels: Iterable[Captured], jobs: int) -> list[R
     for item, resources in zip(ordered, done, strict=True):
         cells.setdefault((item.head_dim, item.kernel, item.blocks), []).append(resources)
     return [
-        Row(capability, *cell, len(several), worst_of([item for results in several for item in results]))
+        Row(capability, *cell, len(several), find_worst([item for results in several for item in results]))
         for cell, several in cells.items()
     ]
 

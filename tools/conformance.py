@@ -22,7 +22,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from common import parser_of, provenance
+from common import make_parser, provenance
 from field import ranks, training
 from field.cells import CELLS
 from field.peers import PEERS, SEEDED, Peer
@@ -53,11 +53,11 @@ def main(arguments: list[str] | None = None) -> int:
     if words[:1] == ["--as-rank"]:
         rank, size, name, folder, seconds, *numbers = words[1:]
         cells = [CELLS[int(number)] for number in numbers]
-        ranks.be_rank(int(rank), int(size), ranks.peer_of(name), cells, Path(folder), float(seconds))
+        ranks.be_rank(int(rank), int(size), ranks.find_peer(name), cells, Path(folder), float(seconds))
     if words[:1] == ["--as-trainer"]:
         training.be_rank(words[1], Path(words[2]))
         return 0
-    parser = parser_of(
+    parser = make_parser(
         __doc__, ranks=([2], "numbers of ranks"), seconds=(60.0, "for a cell"),
         peers=([item.name for item in PEERS], "which"), cells=([item.name for item in CELLS], "which"),
         no_trainers=(False, "leave whole trainers out"),
@@ -65,12 +65,12 @@ def main(arguments: list[str] | None = None) -> int:
     )  # fmt: skip
     parser.add_argument("--output", type=Path, help="a file for the table; default: stdout")
     options = parser.parse_args(words)
-    peers = [ranks.peer_of(name) for name in options.peers] + [SEEDED] * options.seeded
+    peers = [ranks.find_peer(name) for name in options.peers] + [SEEDED] * options.seeded
     cells = [item for item in CELLS if item.name in options.cells]
     verdicts: dict[str, list[list[Verdict]]] = {}
     for peer in peers:
         verdicts[peer.name] = [
-            ranks.verdicts_of(peer, size, cells, options.seconds) for size in options.ranks
+            ranks.collect_verdicts(peer, size, cells, options.seconds) for size in options.ranks
         ]
         for size, row in zip(options.ranks, verdicts[peer.name], strict=True):
             said = ", ".join(f"{cell.name} {item}" for cell, item in zip(cells, row, strict=True))

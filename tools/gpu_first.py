@@ -28,7 +28,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from common import ROOT, parser_of, provenance
+from common import ROOT, make_parser, provenance
 from gpu_rows.conductor import Book, conduct
 from gpu_rows.order import PARTS, Row, rows
 
@@ -63,7 +63,7 @@ def has_gpu() -> bool:
     return os.waitpid(child, 0)[1] == 0
 
 
-def name_of_gpu() -> str:
+def read_gpu_name() -> str:
     """Return name, driver and memory of the first GPU, as nvidia-smi has them; "" without it."""
     ask = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
     try:
@@ -89,7 +89,7 @@ def preload(device: str) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Compute the rows that are missing; 1 if one of all failed or was not reached."""
-    parser = parser_of(
+    parser = make_parser(
         __doc__, minutes=(9.0, "no row begins or goes on after so many"),
         again=(False, "compute all rows, those in --output as well"),
         output=(os.environ.get("OUT", "tools/results"), "a folder"),
@@ -102,7 +102,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.device == "cuda" and not has_gpu():
         parser.error("no CUDA device here; --device cpu runs the same code on small CPU tensors")
     preload(options.device)
-    where = provenance() | {"of": options.device, "gpu": name_of_gpu()}
+    where = provenance() | {"of": options.device, "gpu": read_gpu_name()}
     book = Book(Path(options.output), where, options.again)
     with tempfile.TemporaryDirectory() as references:
         os.environ |= {

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from importlib.metadata import packages_distributions, version
 from pathlib import Path
 
-from common import parser_of
+from common import make_parser
 
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = ROOT / "tests/lowest_names.json"
@@ -94,7 +94,7 @@ def is_there(name: str) -> bool:
 
 def main(arguments: list[str] | None = None) -> int:
     """Write the table, or print the names that are missing here."""
-    parser = parser_of(__doc__)
+    parser = make_parser(__doc__)
     parser.add_argument("--print", action="store_true", help="what is missing here; write nothing")
     options = parser.parse_args(arguments)
     names = all_used()

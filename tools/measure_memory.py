@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import fake_mesh, parser_of, print_row
+from common import fake_mesh, make_parser, print_row
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ds_ring import Causal, PassOptions, RingMesh, make_layout, ring_attention
@@ -64,7 +64,7 @@ def measure_fake(size: int, options: argparse.Namespace) -> int:
 
 def main(arguments: list[str] | None = None) -> int:
     """Print one row per ring size and transport."""
-    parser = parser_of(
+    parser = make_parser(
         __doc__, tokens=(32768, "global tokens T of a real run"), heads=8, head_dim=64,
         local_tokens=(1 << 20, "tokens per rank of a fake run"), ring_sizes=[1, 2, 4, 8],
         transports=["ring", "all_gather"], json=(False, "one JSON row per line"),

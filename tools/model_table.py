@@ -23,7 +23,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from common import parser_of
+from common import make_parser
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "tools/results"
@@ -43,7 +43,7 @@ class Run(NamedTuple):
         return f"seed {self.seed} of {self.shape}"
 
 
-def reports_of(head: str, run: Run, jobs: int, batch: str) -> list[dict[str, Any]]:
+def run_checks(head: str, run: Run, jobs: int, batch: str) -> list[dict[str, Any]]:
     """Return what `ds-ring check-model --all` finds in the installed version.
 
     Raises:
@@ -98,7 +98,7 @@ def by_type(reports: Sequence[dict[str, Any]]) -> dict[str, dict[Run, dict[str, 
     return runs_of
 
 
-def table_of(reports: Sequence[dict[str, Any]], commit: str) -> str:
+def make_table(reports: Sequence[dict[str, Any]], commit: str) -> str:
     """Return the table of reports of one version, head and form, as Markdown.
 
     Args:
@@ -169,7 +169,7 @@ def newer_than_tables(index: str, tables: Sequence[str]) -> str | None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Make a table, or ask the index for a version without one."""
-    parser = parser_of(__doc__)
+    parser = make_parser(__doc__)
     parser.add_argument("--head", default="causal-lm")
     parser.add_argument("--batch", default="plain", help="plain, padded, packed or tree")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
@@ -191,13 +191,13 @@ def main(arguments: list[str] | None = None) -> int:
     reports = (
         read(options.read)
         if options.read
-        else [item for run in runs for item in reports_of(options.head, run, options.jobs, options.batch)]
+        else [item for run in runs for item in run_checks(options.head, run, options.jobs, options.batch)]
     )
     head = ["git", "rev-parse", "--short", "HEAD"]
     commit = options.commit or subprocess.run(head, capture_output=True, text=True, cwd=ROOT).stdout.strip()
     batch = "" if reports[0]["form"] == "plain" else f"_{reports[0]['form']}"
     place = RESULTS / f"models_{reports[0]['transformers']}_{reports[0]['head']}{batch}.md"
-    place.write_text(table_of(reports, commit))
+    place.write_text(make_table(reports, commit))
     print(place.read_text())
     return int(any(item["result"] == "WRONG" for item in reports) or bool(lacking(by_type(reports))))
 

@@ -24,7 +24,7 @@ import tomllib
 from pathlib import Path
 from typing import NamedTuple
 
-from common import parser_of
+from common import make_parser
 
 ROOT = Path(__file__).resolve().parents[1]
 TOOLS = ("pytest>=8.0", "pytest-timeout>=2.3.1", "pytest-xdist>=3.5", "hypothesis>=6.100")
@@ -147,7 +147,7 @@ def tried(folder: Path, combination: Combination) -> Result:
 
 def main(arguments: list[str] | None = None) -> int:
     """Try every combination; print the table."""
-    parser = parser_of(__doc__)
+    parser = make_parser(__doc__)
     parser.add_argument("--folder", type=Path, required=True, help="of the environments and their logs")
     parser.add_argument("--python", nargs="+", default=["3.11", "3.12", "3.13"])
     parser.add_argument("--torch", nargs="+", default=["2.11.0", "2.13.0", "2.15.0"])

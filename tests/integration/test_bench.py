@@ -10,7 +10,7 @@ from argparse import Namespace
 from pathlib import Path
 
 import pytest
-from benchmarks.measuring import ResultRow, unit_of
+from benchmarks.measuring import ResultRow, get_unit
 
 from tests.machine import skip_without
 from tools import bench
@@ -74,4 +74,4 @@ def test_a_wrong_row_is_the_exit_status(capsys: pytest.CaptureFixture[str]) -> N
     ("name", "unit"), [("cpu_s", "s"), ("fixed_tokens_per_s", "tokens/s"), ("ratio", "1")]
 )
 def test_the_end_of_a_name_is_its_unit(name: str, unit: str) -> None:
-    assert unit_of(name) == unit
+    assert get_unit(name) == unit

@@ -287,4 +287,4 @@ def test_the_host_benchmark_finds_a_hop_that_takes_too_long(monkeypatch: pytest.
     given = argparse.Namespace(ring_size=4, rounds=3, slots=16, profile="", warm_up=1)
     for goal, late in ((1e9, [False, False]), (1e-9, [False, True])):
         monkeypatch.setattr(host, "GOALS_US", {"forward": 1e9, "backward": goal})
-        assert [bool(row.wrong) for row in host.rows_of(given)] == late
+        assert [bool(row.wrong) for row in host.measure_rows(given)] == late

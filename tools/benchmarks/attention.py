@@ -34,8 +34,8 @@ from benchmarks.measuring import (
     Turns,
     clock,
     forward_and_backward,
+    make_ring,
     measure_on_ranks,
-    ring_of_ranks,
 )
 from ds_ring.measure.memory import measure_cpu_memory
 
@@ -60,7 +60,7 @@ class Contest:
     """Run contestants at one length on one rank; all ranks call the same methods in the same order."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        self.options, self.mesh = options, ring_of_ranks()
+        self.options, self.mesh = options, make_ring()
         self.entries: dict[str, Entry | None] = {}  # None: another rank runs it
         self.cannot_run: dict[str, str] = {}
         for name in options.only:
@@ -140,7 +140,7 @@ def loopback_bytes() -> int:
     return psutil.net_io_counters(pernic=True)["lo"].bytes_recv
 
 
-def row_of(name: str, measured: RoundResults, options: argparse.Namespace) -> ResultRow:
+def make_row(name: str, measured: RoundResults, options: argparse.Namespace) -> ResultRow:
     """Return the row of one contestant."""
     case = {"contestant": name, "tokens": options.tokens, "ranks": options.ranks}
     if name in measured.at_end[0]["cannot_run"]:
@@ -182,4 +182,4 @@ def run(options: argparse.Namespace) -> Iterator[ResultRow]:
                     forward_and_backward(dense, [x.double() for x in whole_inputs(tokens, at)]), at.exact
                 )
             measured = measure_on_ranks(prepare, at, deadline_s=86_400)
-        yield from (row_of(name, measured, at) for name in options.only)
+        yield from (make_row(name, measured, at) for name in options.only)

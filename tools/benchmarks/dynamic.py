@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import engine_of, llama
+from common import llama, make_engine
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -77,7 +77,9 @@ class TrainedEngine:
         section = {"dynamic_ring": dynamic, "pattern": {"causal": True, "documents": documents}}
         hidden = options.hidden
         model = llama(options.longest, VOCABULARY, hidden, 4 * hidden, options.layers, options.heads)
-        self.engine = engine_of(model, options.ranks, section, {"stage": options.zero}, batch=rows, sgd=0.01)
+        self.engine = make_engine(
+            model, options.ranks, section, {"stage": options.zero}, batch=rows, sgd=0.01
+        )
         self.first: dict[str, Tensor] = {}  # gradients of the first step
         self.sends = Sends(self.engine.ring.mesh)
         tokens = {"pack_tokens": options.batch // rows * options.longest} if documents else {}
@@ -104,7 +106,7 @@ class TrainedEngine:
         return taken | {"loss": mean, "tokens": float(tokens)} | counts
 
 
-def name_of(kind: str, dynamic: bool) -> str:
+def name_contestant(kind: str, dynamic: bool) -> str:
     """Return the name of a contestant."""
     return f"{kind}, {'dynamic' if dynamic else 'fixed'}"
 
@@ -114,21 +116,21 @@ def prepare(options: argparse.Namespace) -> Turns:
     logging.disable(logging.WARNING)
     files = Files(options.longest)
     ways = [(kind, dynamic) for kind in options.kinds for dynamic in (False, True)]
-    engines = {name_of(*way): TrainedEngine(options, files, *way) for way in ways}
+    engines = {name_contestant(*way): TrainedEngine(options, files, *way) for way in ways}
 
     def differences() -> dict[str, float]:
         largest = {}
         for kind in options.kinds:
-            fixed, dynamic = (engines[name_of(kind, which)].first for which in (False, True))
+            fixed, dynamic = (engines[name_contestant(kind, which)].first for which in (False, True))
             largest[kind] = max(float((x - dynamic[name]).norm() / x.norm()) for name, x in fixed.items())
         return largest
 
     return Turns({name: engine.step for name, engine in engines.items()}, differences)
 
 
-def row_of(kind: str, measured: RoundResults) -> ResultRow:
+def make_row(kind: str, measured: RoundResults) -> ResultRow:
     """Return the row of a kind of batches."""
-    names = fixed, dynamic = name_of(kind, False), name_of(kind, True)
+    names = fixed, dynamic = name_contestant(kind, False), name_contestant(kind, True)
     tokens, seconds, losses = (
         {name: measured.each(name, key) for name in names} for key in ("tokens", "wall_s", "loss")
     )
@@ -154,4 +156,4 @@ def row_of(kind: str, measured: RoundResults) -> ResultRow:
 def run(options: argparse.Namespace) -> Iterator[ResultRow]:
     """Yield a row for each kind of batches."""
     measured = measure_on_ranks(prepare, options)
-    yield from (row_of(kind, measured) for kind in options.kinds)
+    yield from (make_row(kind, measured) for kind in options.kinds)

@@ -103,22 +103,22 @@ def made_before(module: torch.fx.GraphModule, inputs: list[Any]) -> Callable[...
 class Hops:
     """Hold one rank of a ring whose other ranks are missing, and its two passes."""
 
-    made: RingPass  # the pass
+    ring_pass: RingPass
     ring_size: int  # hops of a pass
     operands: tuple[Tensor, Tensor, Tensor, Tensor]  # q, k, v, grad_out
     results: tuple[Tensor, Tensor]  # out, lse
 
     def forward(self) -> object:
         q, k, v, _ = self.operands
-        return self.made.forward(q, k, v)
+        return self.ring_pass.forward(q, k, v)
 
     def backward(self) -> object:
         q, k, v, grad_out = self.operands
-        return self.made.backward(grad_out, q, k, v, *self.results)
+        return self.ring_pass.backward(grad_out, q, k, v, *self.results)
 
 
 @contextmanager
-def hops_of(
+def prepare_hops(
     pattern: Pattern = CAUSAL, layout_name: str = "zigzag", ring_size: int = 8, slots: int = 16,
     whole_merge: bool = False, kernel: Kernel | None = None,
 ) -> Iterator[Hops]:  # fmt: skip

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from benchmarks.measuring import ResultRow, Turns, bytes_sent, clock, measure_on_ranks, ring_of_ranks
+from benchmarks.measuring import ResultRow, Turns, bytes_sent, clock, make_ring, measure_on_ranks
 from ds_ring import Causal, latent_attention, make_layout, ring_attention
 
 OPTIONS = {
@@ -56,7 +56,7 @@ WAYS = {"latents": latents, "expanded": expanded, "absorbed": absorbed}
 
 def prepare(options: argparse.Namespace) -> Turns:
     """Return the three on this rank, and the differences of their outputs at the end."""
-    mesh = ring_of_ranks()
+    mesh = make_ring()
     layout = make_layout("zigzag", tokens=options.tokens, ring_size=mesh.ring_size)
     torch.manual_seed(mesh.ring_rank)
     slots, heads, width = layout.local_tokens, options.heads, options.nope + options.rope

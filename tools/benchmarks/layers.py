@@ -24,8 +24,8 @@ from benchmarks.measuring import (
     Turns,
     bytes_sent,
     clock,
+    make_ring,
     measure_on_ranks,
-    ring_of_ranks,
     shard_inputs,
 )
 from ds_ring import Causal, PassOptions, RingMesh, SlidingWindow, build_plan, make_layout, ring_attention
@@ -71,7 +71,7 @@ def step(
 
 def prepare(options: argparse.Namespace) -> Turns:
     """Return a step of each case on this rank."""
-    mesh = ring_of_ranks()
+    mesh = make_ring()
     return Turns({kind: partial(step, mesh, *case, options) for kind, case in cases(options).items()})
 
 

@@ -38,13 +38,13 @@ class ResultRow(NamedTuple):
 
     def complete(self, name: str, options: argparse.Namespace) -> dict[str, Any]:
         """Return the row as it is stored: with units, rounds, hardware, versions and commit."""
-        units = {key: unit_of(key) for key, value in self.results.items() if isinstance(value, int | float)}
+        units = {key: get_unit(key) for key, value in self.results.items() if isinstance(value, int | float)}
         rounds = {"warm_up": getattr(options, "warm_up", 0), "iterations": getattr(options, "rounds", 1)}
         where = provenance(getattr(options, "device", "cpu"))
         return {"benchmark": name} | self._asdict() | {"units": units} | rounds | where
 
 
-def unit_of(name: str) -> str:
+def get_unit(name: str) -> str:
     """Return the unit of a result by the end of its name; "1" for a number without a unit."""
     return next((unit for end, unit in UNITS.items() if name.endswith(end)), "1")
 
@@ -116,7 +116,7 @@ def _take_turns(prepare: Callable[[Any], Turns], options: argparse.Namespace) ->
     return results, turns.at_end()
 
 
-def ring_of_ranks() -> RingMesh:
+def make_ring() -> RingMesh:
     """Return a ring of all ranks, whose heartbeats a busy machine may delay."""
     return RingMesh.from_world(dist.get_world_size(), heartbeat_timeout_s=120)
 

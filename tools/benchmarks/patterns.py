@@ -35,7 +35,7 @@ def contestants(tokens: int) -> dict[str, Pattern]:
     }
 
 
-def rows_of(tokens: int, options: argparse.Namespace) -> Iterator[ResultRow]:
+def measure_rows(tokens: int, options: argparse.Namespace) -> Iterator[ResultRow]:
     """Yield a row for each pattern."""
     layout, patterns = make_layout("contiguous", tokens=tokens, ring_size=1), contestants(tokens)
     torch.manual_seed(0)
@@ -67,4 +67,4 @@ def rows_of(tokens: int, options: argparse.Namespace) -> Iterator[ResultRow]:
 def run(options: argparse.Namespace) -> Iterator[ResultRow]:
     """Yield a row for each length and pattern."""
     for tokens in options.tokens:
-        yield from rows_of(tokens, options)
+        yield from measure_rows(tokens, options)

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import engine_of, llama
+from common import llama, make_engine
 
 from benchmarks.measuring import ResultRow, Turns, clock, measure_on_ranks
 
@@ -44,7 +44,7 @@ def prepare(options: argparse.Namespace) -> Turns:
     if rank == 1 and options.slowed:  # a daemon: it ends with this process
         multiprocessing.get_context("spawn").Process(target=keep_busy, args=(core,), daemon=True).start()
     engines = {
-        name: engine_of(
+        name: make_engine(
             llama(options.tokens, 256, options.hidden, 2 * options.hidden, 2, heads), options.ranks,
             {"ring_size": options.ranks, "rank_speeds": speeds}, {"stage": 1},
         )

@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from common import engine_of, llama, zero_of
+from common import llama, make_engine, make_zero_section
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -34,7 +34,7 @@ OPTIONS = {
 }  # fmt: skip
 
 
-def loss_of(answers: list[Tensor]) -> Tensor:
+def compute_loss(answers: list[Tensor]) -> Tensor:
     """Return a policy's loss of the answers' log-probabilities, with made-up advantages."""
     terms = [
         -(logprobs.exp() * (1 - number)).mean() - logprobs.mean() for number, logprobs in enumerate(answers)
@@ -55,7 +55,7 @@ def prepare(options: argparse.Namespace) -> Turns:
         model = llama(prompt + options.length, *sizes)
     vocabulary = model.config.vocab_size
     section = {"long_sequence": {"tiled_loss": True}}
-    engine = engine_of(model, options.ranks, section, zero_of(1, 1 << 20), sgd=0.1)
+    engine = make_engine(model, options.ranks, section, make_zero_section(1, 1 << 20), sgd=0.1)
     generator = torch.Generator().manual_seed(0)
     shared = torch.randint(0, vocabulary, (prompt,), generator=generator)
     rollouts = [
@@ -71,7 +71,7 @@ def prepare(options: argparse.Namespace) -> Turns:
         with clock() as taken, measure_cpu_memory() as memory:
             values = engine.ring.gather(engine.ring.logprobs(engine, batch))
             each = tree.of_rollouts(values) if name == "tree" else [row[:-1] for row in values]
-            loss = loss_of([answer[prompt - 1 :] for answer in each])
+            loss = compute_loss([answer[prompt - 1 :] for answer in each])
             engine.backward(loss)
         if name not in first:
             gradients = {key: safe_get_full_grad(x).clone() for key, x in engine.module.named_parameters()}

@@ -43,7 +43,8 @@ def run(options: Namespace) -> Iterator[ResultRow]:
 
 def try_dtypes(pool: RankPool, ulysses: int, name: str) -> tuple[Counter[str], list[str]]:
     """Return how many dtypes are of each kind, and a text for each bad one."""
-    left, counts, faults = [str(dtype).removeprefix("torch.") for dtype in DTYPES], Counter[str](), []
+    counts, faults = Counter[str](), list[str]()
+    left = [str(dtype).removeprefix("torch.") for dtype in DTYPES]
     while left:
         by_rank = pool.collect(outcomes, ulysses, [(name, dtype) for dtype in left], timeout_s=120)
         answers = [outcome.value if outcome.status == "returned" else {} for outcome in by_rank]

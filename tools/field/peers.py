@@ -62,7 +62,7 @@ class Peer(NamedTuple):
             return None
 
 
-def pattern_of(cell: Cell) -> Pattern:
+def make_pattern(cell: Cell) -> Pattern:
     """Return a cell's mask as a pattern."""
     pattern: Pattern = Causal() if cell.causal else Full()
     if cell.window is not None:
@@ -72,7 +72,7 @@ def pattern_of(cell: Cell) -> Pattern:
 
 def ds_ring(cell: Cell, where: Where) -> Entry:
     """Attend in a ring, layout auto."""
-    mesh, pattern = RingMesh.from_world(where.size), pattern_of(cell)
+    mesh, pattern = RingMesh.from_world(where.size), make_pattern(cell)
     layout = make_layout("auto", tokens=cell.tokens, ring_size=where.size, pattern=pattern)
     return Entry(
         torch.from_numpy(layout.positions(where.rank)),

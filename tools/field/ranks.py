@@ -46,7 +46,7 @@ class Verdict(NamedTuple):
         return f"{self.word}: {self.why}" if self.why else self.word
 
 
-def peer_of(name: str) -> Peer:
+def find_peer(name: str) -> Peer:
     """Return a peer by its name."""
     return next(peer for peer in (*PEERS, SEEDED) if peer.name == name)
 
@@ -58,13 +58,13 @@ def be_rank(rank: int, size: int, peer: Peer, cells: Sequence[Cell], folder: Pat
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size, timeout=limit)
     for number, cell in enumerate(cells):
         _note(folder, number, rank, {"stage": _STARTED})
-        _note(folder, number, rank, answer_of(peer, cell, Where(rank, size)))
+        _note(folder, number, rank, compute_answer(peer, cell, Where(rank, size)))
         if not _all_alike(folder, number, size, seconds):
             os._exit(_MIXED)
     os._exit(0)  # peers leave threads and groups behind
 
 
-def answer_of(peer: Peer, cell: Cell, where: Where) -> dict[str, Any]:
+def compute_answer(peer: Peer, cell: Cell, where: Where) -> dict[str, Any]:
     """Return a rank's errors of a cell, or what was raised and when."""
     stage, cell = "prepared", replace(cell, dtype=peer.dtype or cell.dtype)
     try:
@@ -119,7 +119,9 @@ def _all_alike(folder: Path, number: int, size: int, seconds: float) -> bool:
     return False
 
 
-def verdicts_of(peer: Peer, size: int, cells: Sequence[Cell] = CELLS, seconds: float = 60.0) -> list[Verdict]:
+def collect_verdicts(
+    peer: Peer, size: int, cells: Sequence[Cell] = CELLS, seconds: float = 60.0
+) -> list[Verdict]:
     """Return a peer's verdict on each cell."""
     if peer.version() is None:
         return [Verdict("not installed")] * len(cells)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from common import engine_of, llama
+from common import llama, make_engine
 
 from ds_ring.errors import RingError
 from ds_ring_launcher.run.local_ranks import RanksError, run_ranks
@@ -70,7 +70,7 @@ def two_steps(trial: Trial) -> tuple[float, float]:
     if cuda:
         # torch's own on the device: DeepSpeed's would be compiled first
         keys["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-5, "torch_adam": not trial.offload}}
-    engine = engine_of(model, trial.ranks, section, zero, **keys)
+    engine = make_engine(model, trial.ranks, section, zero, **keys)
     ids = torch.arange(trial.tokens)[None] % trial.sizes["vocab"]
     batch = engine.ring.shard_batch({"input_ids": ids, "labels": ids})
     seconds = 0.0

@@ -21,7 +21,7 @@ from ds_ring_launcher.run.local_ranks import run_ranks
 from ds_ring_launcher.tune.__main__ import run as tune
 from ds_ring_launcher.tune.arguments import declare
 
-from .kernels import is_cuda, shape_of
+from .kernels import get_shape, is_cuda
 from .longest import Trial, attempt
 from .overlap import OUTPUT
 
@@ -49,7 +49,7 @@ TRIED = {
 def rates(device: str, kind: str) -> Iterator[ResultRow]:
     """Yield TFLOP/s of every kernel on a kind of tile, and add them to rates.json for `ds_ring/measure`."""
     size, rounds = (32_768, 5) if is_cuda(device) else (256, 1)
-    results = kernel_rates(shape_of(device), size, rounds, {kind})
+    results = kernel_rates(get_shape(device), size, rounds, {kind})
     yield from results
     write_rates(provenance(device)["hardware"]["device"], results, Path(os.environ[OUTPUT], "rates.json"))
 
@@ -72,12 +72,12 @@ def flex_blocks(device: str, head_dim: int) -> Iterator[ResultRow]:
     if not is_cuda(device):
         yield ResultRow({"head_dim": head_dim}, {"not_shown": "needs CUDA"})
         return
-    yield from flex_rates(shape_of(device)._replace(head_dim=head_dim), 16_384, 5, TRIED[head_dim])
+    yield from flex_rates(get_shape(device)._replace(head_dim=head_dim), 16_384, 5, TRIED[head_dim])
 
 
 def hardware(device: str) -> Iterator[ResultRow]:
     """Let `ds-ring tune` write hardware.yaml, which `ds-ring plan --hardware` reads."""
-    shape, path = shape_of(device), Path(os.environ[OUTPUT], "hardware.yaml")
+    shape, path = get_shape(device), Path(os.environ[OUTPUT], "hardware.yaml")
     tokens, dtype = (16_384, "bfloat16") if is_cuda(device) else (128, "float32")
     parser = argparse.ArgumentParser()
     declare(parser)
@@ -153,4 +153,4 @@ def virtual(device: str, ring_size: int) -> Iterator[ResultRow]:
     """Yield the time of the hops of a virtual ring's slowest rank against one device's attention."""
     tokens, kernels = (131_072, ("flash", "flex")) if is_cuda(device) else (512, ("flash", "cpu"))
     for kernel in kernels:
-        yield ring_row(shape_of(device), tokens, ring_size, kernel, 5 if is_cuda(device) else 1)
+        yield ring_row(get_shape(device), tokens, ring_size, kernel, 5 if is_cuda(device) else 1)

@@ -30,7 +30,7 @@ from ds_ring.kernels.flash.packages import SM_MARGIN
 from ds_ring.ops.options import Options
 from ds_ring.registry import KV_PAYLOADS
 
-from .kernels import errors_of, is_cuda, judged, limit_of, operands, reference, shape_of
+from .kernels import compute_errors, get_limit, get_shape, is_cuda, judged, operands, reference
 from .self_ring import Done, poisoned, self_group, self_ring
 
 OUTPUT = "GPU_FIRST_OUTPUT"
@@ -48,15 +48,15 @@ def exact(device: str, kernel: str) -> Iterator[ResultRow]:
                 with self_ring(operands(device), ring_size, options) as passes:
                     got = dict(zip(names, passes(), strict=True))
                 case = {"kernel": kernel, "keys_travel": "in stages" if stage_bytes else "hop by hop"}
-                limit = limit_of(shape_of(device).dtype) if known.exact else 0.15
+                limit = get_limit(get_shape(device).dtype) if known.exact else 0.15
                 first = {"first_pass_s": round(time.perf_counter() - begin, 2)}
-                errors = errors_of(got, reference(device, "full"), math.log(ring_size))
+                errors = compute_errors(got, reference(device, "full"), math.log(ring_size))
                 yield judged(case | {"kv_payload": payload}, errors, limit, first)
 
 
 def _large(device: str) -> tuple[Tensor, ...]:
     """Return q, k, v and the gradient of out of a shard that is timed."""
-    shape, tokens = shape_of(device), 8192 if is_cuda(device) else 64
+    shape, tokens = get_shape(device), 8192 if is_cuda(device) else 64
     q, grad = (shape.tensor(shape.heads, tokens) for _ in range(2))
     k, v = (shape.tensor(shape.kv_heads, tokens) for _ in range(2))
     return q, k, v, grad

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from benchmarks.gpu_rates import seconds
 from benchmarks.measuring import ResultRow
-from common import engine_of, in_turns, llama, zero_of
+from common import in_turns, llama, make_engine, make_zero_section
 
 from ds_ring import Causal, RingMesh, make_layout, shard_sequence
 from ds_ring.errors import RingError
@@ -28,15 +28,15 @@ from ds_ring_launcher.check.model_check import CheckRequest, check_forms
 from ds_ring_launcher.run.local_ranks import RanksError, run_ranks
 
 from .kernels import (
-    errors_of,
+    compute_errors,
     exact_tokens,
+    get_limit,
+    get_shape,
     is_cuda,
     judged,
-    limit_of,
     nccl_version,
     operands,
     reference,
-    shape_of,
 )
 
 NCCL = (2, 30)  # the first version with several ranks on a GPU
@@ -83,7 +83,7 @@ def _in_ring(job: OnNccl | OnGloo, transport: str) -> dict[str, Any]:
     order = torch.from_numpy(layout.positions(mesh.ring_rank)).to(grad.device)
     want = reference(device, "causal")
     want = want._replace(**{name: x.index_select(2, order) for name, x in want._asdict().items()})
-    errors = errors_of(dict(zip(("out", "lse", "dq", "dk", "dv"), passes(), strict=True)), want)
+    errors = compute_errors(dict(zip(("out", "lse", "dq", "dk", "dv"), passes(), strict=True)), want)
     taken = in_turns({"pass": partial(seconds, passes, device)}, 10, 2)["pass"]
     mesh.synchronize()
     mesh.close()
@@ -99,7 +99,7 @@ def _ring(job: OnNccl | OnGloo, transport: str, ranks: int, limit: float) -> Ite
 
 def pull(device: str, ranks: int) -> Iterator[ResultRow]:
     """Yield errors and time of pulls between processes on one GPU."""
-    yield from _ring(OnGloo(device), "pull", ranks, limit_of(shape_of(device).dtype))
+    yield from _ring(OnGloo(device), "pull", ranks, get_limit(get_shape(device).dtype))
 
 
 def _too_old(device: str) -> str:
@@ -115,7 +115,7 @@ def ring(device: str, ranks: int) -> Iterator[ResultRow]:
     if why := _too_old(device):
         yield ResultRow({"ranks": ranks}, {"not_shown": why})
     else:
-        yield from _ring(OnNccl(device), "ring", ranks, limit_of(shape_of(device).dtype))
+        yield from _ring(OnNccl(device), "ring", ranks, get_limit(get_shape(device).dtype))
 
 
 def _dies(job: OnNccl, folder: str) -> None:
@@ -157,10 +157,10 @@ def killed(device: str, ranks: int) -> Iterator[ResultRow]:
 def _train(job: OnNccl, steps: int) -> tuple[list[float], list[float]]:
     """Train a small model with ZeRO 3 on a ring of all ranks; return the losses, and those of one process."""
     alone = _alone(job, steps)
-    dtype = shape_of(job.device).dtype
+    dtype = get_shape(job.device).dtype
     model = llama(512, **MODEL, dtype=dtype).to(job.device)
     keys: dict[str, Any] = {"gradient_clipping": 0.0, "bf16": {"enabled": dtype == torch.bfloat16}}
-    engine = engine_of(model, dist.get_world_size(), {}, zero_of(3, 100_000), sgd=0.1, **keys)
+    engine = make_engine(model, dist.get_world_size(), {}, make_zero_section(3, 100_000), sgd=0.1, **keys)
     losses = []
     for _ in range(steps):
         loss = engine(**engine.ring.shard_batch(_batch())).loss
@@ -172,7 +172,7 @@ def _train(job: OnNccl, steps: int) -> tuple[list[float], list[float]]:
 
 def _alone(job: OnNccl, steps: int) -> list[float]:
     """Train the same model in this process, by plain torch."""
-    model = llama(512, **MODEL, dtype=shape_of(job.device).dtype).to(job.device)
+    model = llama(512, **MODEL, dtype=get_shape(job.device).dtype).to(job.device)
     optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
     for _ in range(steps):
         loss = model(**{name: x.to(job.device) for name, x in _batch().items()}).loss
