@@ -751,6 +751,37 @@ def test_a_figure_that_is_not_the_pages_is_noticed(what: str) -> None:
     assert len(read_results().contradictions(document, text.replace(right, wrong))) == 1
 
 
+def rows_below(document: str, head: str) -> list[list[str]]:
+    """Return the cells of the table that begins with a head, this included, without emphasis."""
+    lines = (ROOT / document).read_text().replace("**", "").split(head, 1)[1].split("\n\n")[0].splitlines()
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in (head + lines[0], *lines[2:])]
+
+
+def is_repeated(peers: list[list[str]], speeds: list[list[str]]) -> bool:
+    """Whether README's two tables have the figures of the pages from which they are."""
+    evidence = {row[0]: iter(row) for row in rows_below("tools/README.md", "| T | SDPA")}
+    for name, *cells in speeds[1:]:
+        words = {*name.replace(",", "").split()}
+        key = max((key for key in evidence if {*key.split()} <= words), key=len)
+        if not all(cell in evidence[key] for cell in cells if cell):  # in the same order
+            return False
+    page = rows_below("tools/results/conformance.md", "| peer |")
+    columns = [next(i for i, cell in enumerate(page[0]) if name in cell) for name in peers[0][1:]]
+    for name, *cells in peers[1:]:
+        row = next(row for row in page if {*name.replace(",", "").split()} <= {*row[0].split()})
+        for cell, column in zip(cells, columns, strict=True):
+            if not {*cell.split()} <= {*row[column].replace(";", "").split(), "dk,", "dv"}:
+                return False
+    return True
+
+
+def test_readme_repeats_the_figures_of_the_pages() -> None:
+    speeds, peers = rows_below("README.md", "| | ds_ring |"), rows_below("README.md", "| | causal |")
+    assert len(speeds) == 6 == len(peers) and is_repeated(peers, speeds)
+    assert not is_repeated(peers, [speeds[0], ["4096 tokens", "1.29", "1.14"]])
+    assert not is_repeated([peers[0], ["yunchang 0.6.4, zigzag", *["exact"] * 5]], speeds)
+
+
 @pytest.mark.parametrize("document", OF_THE_CODE)
 def test_files_and_names_in_them_are_there(document: str) -> None:
     """Files of ds_ring/ and launcher/ are named from there, others from the top or from beside the document.
