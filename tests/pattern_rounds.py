@@ -1,6 +1,6 @@
 """Random patterns with tables of labels, each with its multiplicity m(q, k) by plain formulas of tokens.
 
-Owns a round of `tools/pattern_campaign.py`: a tree, or a composition with `&` and `|` of which one part has a
+Owns a round of `tools/campaign.py pattern`: a tree, or a composition with `&` and `|` of which one part has a
 table, on rings of 1 to 6 and all layouts, in float64, out, lse, dq, dk and dv each against dense attention.
 Rounds run in another process, so that one that a signal ends (SIGFPE) is counted. The formulas share no code
 with `ds_ring/masks`. Legend: H heads, G K/V heads, T tokens, D head dim.

@@ -134,7 +134,7 @@ NEVER_IN_ARITHMETIC = {"torch", "deepspeed", "transformers"}
 ARITHMETIC = ("masks", "schedule", "patterns", "layouts")  # index arithmetic in numpy
 MAY_USE_TORCH = ("patterns.captured", "patterns.private.attention")  # mask functions; a layer
 NEVER_IN_DS_RING = {
-    "launcher", "ds_ring_launcher", "tools", "schedule_proof", "tests", "matplotlib", "rich", "yaml",
+    "launcher", "ds_ring_launcher", "tools", "tests", "matplotlib", "rich", "yaml",
 }  # fmt: skip
 APPLICATIONS = {"estimator", "profiling", "tuning"}  # they are launcher/plan and tune
 

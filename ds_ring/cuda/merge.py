@@ -4,8 +4,7 @@ Owns the kernel and its launch; `ring/merge.py` owns the formula. Needs triton, 
 install; nothing imports this module where there are no CUDA tensors. Each element of every part
 is loaded once and that of the result stored once. So a merge of four parts in 16 bits into float32 moves 12
 bytes an element of the output, one after the other into an accumulator they would move 36 (and by torch's
-operators 84). (`tools/verify_merge.py` compiles it for sm_90 and interprets it on the CPU; it has not run on
-a GPU.)
+operators 84). One H200 has run it (`tools/results/gpu_h200.md`); tests/unit/cuda/test_merge.py interprets it.
 """
 
 from __future__ import annotations

@@ -35,8 +35,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch._C._distributed_c10d import Store
 
-# Functions import torch where they use it: tools/simulate_cluster.py joins a thousand ranks without torch,
-# by a store of its own.
+# Functions import torch where they use it: ranks without torch join, too (tests/dist/light_ranks.py).
 
 PROBE_S = 1.0  # for the collective to end, once everybody is here
 _LOOK_S = 0.002

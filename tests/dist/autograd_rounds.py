@@ -1,6 +1,6 @@
 """Every operator of the table under every way of asking for gradients, on ranks, against one process.
 
-Owns the cases of `tools/autograd_campaign.py`. A case is an operator and a mode. It must end in the values of one
+Owns the cases of `tools/campaign.py autograd`. A case is an operator and a mode. It must end in the values of one
 process, or in one refusal on all ranks; then the mesh works. No rank may wait for a deadline.
 """
 

@@ -1,6 +1,6 @@
 """Random sequences of calls of one compiled function, on ranks: equal to eager, or refused by name.
 
-Owns a round of `tools/compile_campaign.py`. A round is drawn from its seed, on all ranks alike: a backend, and
+Owns a round of `tools/campaign.py compile`. A round is drawn from its seed, on all ranks alike: a backend, and
 calls in which one or several things change: the pattern, the layout, the mesh, the scale, sinks, lengths, the
 documents, and what mask and score functions captured, by other functions or by writes.
 """

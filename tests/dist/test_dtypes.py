@@ -1,6 +1,6 @@
 """Every public operator and every dtype of torch: right, or refused by a typed error, and the mesh lives.
 
-By day the dtypes that transports or torch's operators lack, by night all (`tools/dtype_campaign.py` prints rows).
+By day the dtypes that transports or torch's operators lack, by night all (`tools/campaign.py dtype` prints rows).
 """
 
 from __future__ import annotations

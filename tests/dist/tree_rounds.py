@@ -1,6 +1,6 @@
 """Random trees of rollouts through layers and models, each against its rollouts by themselves on one process.
 
-Owns a round of `tools/tree_campaign.py`. `OPERATORS` are the parts of layers that mix tokens, in float64, by
+Owns a round of `tools/campaign.py tree`. `OPERATORS` are the parts of layers that mix tokens, in float64, by
 plain formulas of one sequence that share no code with ds_ring. `MODELS` are small models of transformers by
 their own configurations. Of both, outputs (of models log-probabilities) of each rollout and the gradients of
 a loss of all are compared. Legend: H heads, G K/V heads, T tokens, L tokens of a rollout, D head dim.

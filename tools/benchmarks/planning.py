@@ -88,7 +88,10 @@ def run(options: argparse.Namespace) -> Iterator[ResultRow]:
         every = list(draws(lengths_of(options.lengths), tokens, options.draws))
         seconds = np.array([planned(lengths, ring_size) for lengths in every])
         total = seconds.sum(1)
-        case = {"ranks": ring_size, "documents": round(np.mean([len(one) for one in every]))}
+        case = {
+            "ranks": ring_size,
+            "documents": round(np.mean([len(lengths_drawn) for lengths_drawn in every])),
+        }
         parts = zip(PARTS, seconds.mean(0).tolist(), strict=True)
         results = {f"{part}_s": round(mean, 4) for part, mean in parts}
         whole = {"mean_s": round(total.mean(), 4), "worst_s": round(total.max(), 4)}

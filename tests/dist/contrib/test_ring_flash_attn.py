@@ -1,6 +1,6 @@
 """The functions of ring-flash-attn over ds_ring, against dense attention in float64 and one process.
 
-The shards are cut here as that package's own tests cut them. `tools/ring_flash_attn_tests.py` runs those.
+The shards are cut here as that package's own tests cut them.
 """
 
 from __future__ import annotations

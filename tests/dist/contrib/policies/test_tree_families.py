@@ -1,10 +1,11 @@
 """Random trees of rollouts through every kind of layer, and through models: a few rounds of
-`tools/tree_campaign.py`, and faults that a round must find.
+`tools/campaign.py tree`, and faults that a round must find.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -95,14 +96,12 @@ def test_trees_vary_and_cost_less_than_their_rollouts() -> None:
 
 
 @pytest.mark.night
-def test_the_tool_writes_tables(tmp_path: Path) -> None:
-    tool, table = Path(__file__).parents[4] / "tools/tree_campaign.py", tmp_path / "table.md"
-    command = [sys.executable, str(tool), "--rounds", "3", "--rings", "1", "2", "--output", str(table)]
-    done = subprocess.run([*command, "--names", "attention", "rwkv"], capture_output=True, text=True)
+def test_the_tool_stores_its_rows(tmp_path: Path) -> None:
+    tool, file = Path(__file__).parents[4] / "tools/campaign.py", tmp_path / "rows"
+    command = [sys.executable, str(tool), "tree", "--rounds", "3", "--rings", "1", "2", "--output", str(file)]
+    done = subprocess.run([*command, "--only", "attention", "rwkv"], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    lines = [line for line in table.read_text().splitlines() if line.startswith("| ")]
-    assert [line.split(" | ")[1:4] for line in lines[:3]] == [
-        ["rounds", "wrong", "refused"],
-        *[["3", "0", "0"]] * 2,
-    ]
-    assert len(lines) == 3 + 1 + 4, lines
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    results = {row["case"]["of"]: row["results"] for row in rows if row["case"]["part"] == "errors"}
+    assert {"attention", "rwkv"} <= results.keys() and len(rows) == len(results) + 4
+    assert {(one["rounds"], one["wrong"]) for one in results.values()} == {(3, 0)}

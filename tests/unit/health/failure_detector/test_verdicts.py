@@ -262,7 +262,7 @@ def test_many_accusations_of_one_rank_are_one() -> None:
 
 @pytest.mark.parametrize("how", ["ring", "collective"])
 def test_a_verdict_over_1024_ranks_that_all_wait_and_accuse_takes_little_time(how: str) -> None:
-    """Following every rank's waits by itself took 3 to 13 s. `tools/bench.py monitor` times the process."""
+    """Following every rank's waits by itself took 3 to 13 s."""
     size, culprit_rank = 1024, 700
     detector = detector_of(size)
     everyone = set(range(size))

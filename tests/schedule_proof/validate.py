@@ -29,8 +29,8 @@ from ds_ring.schedule.steps import (
     Send,
     name_of,
 )
-from schedule_proof.coverage import Coverage, heads_of
-from schedule_proof.symbolic import Content, SymbolicRank
+from tests.schedule_proof.coverage import Coverage, heads_of
+from tests.schedule_proof.symbolic import Content, SymbolicRank
 
 
 class _End(NamedTuple):

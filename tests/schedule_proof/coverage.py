@@ -15,7 +15,7 @@ from ds_ring.masks.slots import IntArray, repeat_rows
 from ds_ring.masks.tiles import Axis, Tiles
 from ds_ring.schedule.plan import Plan
 from ds_ring.schedule.steps import SHARD, Compute, Schedule
-from schedule_proof.symbolic import ORIGIN_BITS, SymbolicRank
+from tests.schedule_proof.symbolic import ORIGIN_BITS, SymbolicRank
 
 SLOT = (1 << ORIGIN_BITS) - 1  # of a token's number
 
