@@ -122,7 +122,7 @@ def evaluated(call: Callable[[], Tensor]) -> Tensor | None:
 
 @pytest.mark.parametrize("left", WHOLE, ids=str)
 @pytest.mark.parametrize("name", BINARY)
-@pytest.mark.day("mul-torch.uint8", "mul-torch.int64")  # whose types differ from the other table's or number's
+@pytest.mark.day("mul-torch.uint8", "mul-torch.int64")
 @pytest.mark.situation(
     "dtypes", "a mask_mod of a uint8 table and an int64 number: every operator and two types"
 )
