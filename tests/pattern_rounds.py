@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from ds_ring import (
     Causal,
@@ -39,7 +38,7 @@ from ds_ring.schedule.layout import Layout
 from ds_ring.simulation.simulate import SimulationOptions
 from tests.cases import LAYOUTS, layout_for
 from tests.dilated_definition import RULES, Branches
-from tests.reference import Dense
+from tests.reference import Dense, attend_by_counts
 
 RINGS = (1, 2, 3, 4, 5, 6)
 HEADS, KV_HEADS, DIM = 4, 2, 4
@@ -187,20 +186,6 @@ def random_pattern(rng: Rng) -> Part:
 KINDS: dict[str, Callable[[Rng], Part]] = {"tree": random_tree, "pattern": random_pattern}
 
 
-def dense(part: Part, q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor) -> Dense:
-    """Softmax attention of the whole sequence, log m added to the scores."""
-    q, k, v = (x.clone().requires_grad_() for x in (q, k, v))
-    k_all, v_all = (x.repeat_interleave(HEADS // KV_HEADS, dim=1) for x in (k, v))
-    log_m = torch.from_numpy(part.m.copy()).double().log()
-    scores = q @ k_all.mT / DIM**0.5 + log_m
-    sees = log_m.isfinite().any(-1, keepdim=True)
-    lse = scores.logsumexp(-1)
-    out = torch.where(sees, scores, 0.0).softmax(-1) * sees @ v_all
-    out.backward(grad_out)
-    assert q.grad is not None and k.grad is not None and v.grad is not None
-    return Dense(out.detach(), lse.detach(), q.grad, k.grad, v.grad)
-
-
 def cases_of(part: Part, seed: int, every: bool) -> Iterator[tuple[Layout, str]]:
     """Layouts and kernels: of two rings one layout each, of other ones for the next seed; or of all rings."""
     tokens, first = part.m.shape[1], seed % len(RINGS)
@@ -218,7 +203,7 @@ def play(kind: str, seed: int, every: bool = False) -> tuple[int, list[str]]:
     tokens = part.m.shape[1]
     sizes = [(1, heads, tokens, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
     q, k, v, grad = (torch.from_numpy(rng.standard_normal(size)) for size in sizes)
-    want, wrong, count = dense(part, q, k, v, grad), [], 0
+    want, wrong, count = attend_by_counts(q, k, v, grad, torch.from_numpy(part.m.copy())), [], 0
     for layout, kernel in cases_of(part, seed, every):
         count += 1
         where = f"{kind} {seed}: {part.pattern!r} on {layout}, {kernel}"

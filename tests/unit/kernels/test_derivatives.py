@@ -11,6 +11,7 @@ from torch.autograd import forward_ad
 
 from ds_ring import Causal, RingConfigError, RingMesh, make_layout
 from tests import calls
+from tests.reference import attend_by_counts
 
 MESH, TOKENS = RingMesh.single(), 9
 LAYOUT = make_layout("contiguous", tokens=TOKENS, ring_size=1)
@@ -32,14 +33,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, **rest: object) -> Tensor:
 def test_any_finite_scale_is_right(scale: float, kernel: str) -> None:
     """Zero is uniform attention; below it the CPU kernel returned NaN."""
     *qkv, grad = operands()
-    ours, theirs = ([x.clone().requires_grad_() for x in qkv] for _ in range(2))
-    attend(*ours, scale=scale, kernel=kernel).backward(grad)
-    k, v = (x.repeat_interleave(2, dim=1) for x in theirs[1:])
-    scores = (theirs[0] @ k.mT * scale).masked_fill(~torch.ones(TOKENS, TOKENS).tril().bool(), -torch.inf)
-    (scores.softmax(-1) @ v).backward(grad)
-    torch.testing.assert_close(attend(*qkv, scale=scale, kernel=kernel), (scores.softmax(-1) @ v).detach())
-    for got, want in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(got.grad, want.grad)
+    leaves = [x.requires_grad_() for x in qkv]
+    out = attend(*leaves, scale=scale, kernel=kernel)
+    got = (out.detach(), *torch.autograd.grad(out, leaves, grad))
+    want, _, *gradients = attend_by_counts(*qkv, grad, torch.ones(TOKENS, TOKENS).tril(), scale=scale)
+    torch.testing.assert_close(got, (want, *gradients))
 
 
 def dual() -> None:

@@ -21,7 +21,7 @@ from ds_ring.schedule.layout import expand_runs
 from ds_ring.schedule.lowering import query_heads_of
 from ds_ring.schedule.plan import head_classes
 from tests.cases import document_ids
-from tests.reference import dense_attention, relative_error
+from tests.reference import attend_by_counts, dense_attention, relative_error
 
 KERNELS = [name for name, row in KERNEL_ROWS.items() if row.runs_on("cpu")]
 KINDS = ["full", "causal", "strict", "inverse-causal", "band"]
@@ -83,26 +83,16 @@ def test_forward_and_gradients(name: str, kind: str, queries: int, keys: int) ->
 def check_forward_and_gradients(kernel: Kernel, kind: str, queries: int, keys: int) -> None:
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, h, n, 16, dtype=torch.float64) for h, n in ((4, queries), (2, keys), (2, keys)))
-    grad = torch.randn_like(q)
-    for x in (q, k, v):
-        x.requires_grad_()
-    mask = mask_of(kind, queries, keys)
+    grad, mask = torch.randn_like(q), mask_of(kind, queries, keys)
     sees = mask.any(-1)
-    scores = (q @ k.repeat_interleave(2, 1).mT * 0.25).masked_fill(~mask, -torch.inf)
-    weights = torch.softmax(scores.masked_fill(~sees[:, None], 0), -1) * sees[:, None]
-    want = weights @ v.repeat_interleave(2, 1)
-    want.backward(grad)
-
-    tiles = tiles_of(kind, queries, keys)
-    q32, k32, v32, grad32 = (x.detach().float() for x in (q, k, v, grad))
-    out, lse, dq, dk, dv = run_kernel(kernel, q32, k32, v32, grad32, tiles)
+    want = attend_by_counts(q, k, v, grad, mask)
+    found = run_kernel(kernel, *(x.float() for x in (q, k, v, grad)), tiles_of(kind, queries, keys))
+    out, lse, *gradients = found
     if mask.any():
-        assert relative_error(out, want) < 3e-6
-        want_lse = torch.logsumexp(scores, -1)
-        assert relative_error(lse[:, :, sees], want_lse[:, :, sees]) < 3e-6
-        for got, x in ((dq, q), (dk, k), (dv, v)):
-            assert x.grad is not None
-            assert relative_error(got, x.grad) < 5e-6 or float(x.grad.abs().max()) < 1e-12
+        assert relative_error(out, want.out) < 3e-6
+        assert relative_error(lse[:, :, sees], want.lse[:, :, sees]) < 3e-6
+        for got, exact in zip(gradients, want[2:], strict=True):
+            assert relative_error(got, exact) < 5e-6 or float(exact.abs().max()) < 1e-12
     assert out[:, :, ~sees].eq(0).all() and lse[:, :, ~sees].eq(-torch.inf).all()
 
 

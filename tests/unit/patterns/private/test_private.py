@@ -25,6 +25,7 @@ from ds_ring.patterns.private.layout import PrivateLayout, beside, private_table
 from ds_ring.schedule.choose import rated
 from ds_ring.schedule.layout import Layout
 from ds_ring.simulation.simulate import SimulationOptions
+from tests.reference import attend_by_counts
 from tests.unit.patterns.private import masks
 
 PACKED = np.repeat([4, 0, -1, 7], [17, 5, 3, 14])  # 39 tokens
@@ -53,18 +54,6 @@ CASES: dict[str, Case] = {
         masks.dflash(39, 4, ANCHORS, PACKED, True),
     ),
 }  # fmt: skip
-
-
-def dense(seen: np.ndarray, *operands: torch.Tensor) -> dict[str, torch.Tensor]:
-    """One softmax over the pairs of a mask, in float64, and the gradients."""
-    *leaves, grad = (x.double() for x in operands)
-    q, k, v = (x.requires_grad_() for x in leaves)
-    repeat = q.shape[1] // k.shape[1]
-    scores = q @ k.repeat_interleave(repeat, 1).mT / q.shape[-1] ** 0.5
-    weights = torch.exp(scores - scores.amax(-1, keepdim=True).detach()) * torch.from_numpy(seen)
-    out = weights @ v.repeat_interleave(repeat, 1) / weights.sum(-1, keepdim=True).clamp_min(1e-300)
-    return dict(zip(("out", "dq", "dk", "dv"), (out.detach(), *torch.autograd.grad(out, (q, k, v), grad)),
-        strict=True))  # fmt: skip
 
 
 def private_slots_sent(pattern: Pattern, layout: Layout) -> tuple[int, int]:
@@ -104,8 +93,9 @@ def test_out_and_gradients_are_dense_and_no_private_key_is_sent(name: str, ring_
         q, k, v, pattern=pattern, layout=layout, grad_out=grad, measure_memory=False,
         options=SimulationOptions(progress=False),
     )  # fmt: skip
-    for part, want in dense(seen, q, k, v, grad).items():
-        assert float((getattr(found, part) - want).abs().max()) < 1e-12, part
+    exact = attend_by_counts(q, k, v, grad, torch.from_numpy(seen))
+    for part in ("out", "dq", "dk", "dv"):
+        assert float((getattr(found, part) - getattr(exact, part)).abs().max()) < 1e-12, part
     private, shared = private_slots_sent(pattern, layout)
     forward = sum(one.forward for one in found.bytes_sent.values())
     # K and V of 2 heads of 8 numbers in float64: all that is sent is shared

@@ -16,7 +16,7 @@ from ds_ring.transports.tiles.grid import TileGrid
 from ds_ring.transports.tiles.plan import TokenBytes, grids_of, tile_plan
 from tests.cases import LAYOUTS, Shape, layout_for, tensors
 from tests.mask_table import HEADS, KV_HEADS, MASKS, TOKENS, dense
-from tests.reference import Dense, dense_attention, relative_error
+from tests.reference import Dense, attend_by_counts, dense_attention, relative_error
 from tests.unit.transports.tiles.threads import on_threads
 
 SHAPE = Shape(batch=1, query_heads=HEADS, kv_heads=KV_HEADS, tokens=TOKENS, head_dim=8)
@@ -30,13 +30,8 @@ def whole(shape: Shape = SHAPE) -> list[Tensor]:
 
 def truth(mask: str, given: Sequence[Tensor]) -> list[Tensor]:
     """Out, dq, dk and dv by the formula of the table, one softmax over all keys."""
-    q, k, v = (x.clone().requires_grad_() for x in given[:3])
-    m = torch.from_numpy(dense(mask)).double()
-    keys, values = (x.repeat_interleave(HEADS // KV_HEADS, dim=1) for x in (k, v))
-    scores = q @ keys.mT / q.shape[-1] ** 0.5
-    weights = m * torch.exp(scores - scores.amax(-1, keepdim=True).detach())
-    out = weights @ values / weights.sum(-1, keepdim=True).clamp_min(1e-300)
-    return [out.detach(), *torch.autograd.grad(out, (q, k, v), given[3])]
+    out, _, *gradients = attend_by_counts(*given, torch.from_numpy(dense(mask)))
+    return [out, *gradients]
 
 
 def worst(found: Sequence[Tensor], want: Sequence[Tensor]) -> float:
