@@ -48,6 +48,7 @@ from ds_ring.integrations.transformers.tiles import head, layers
 from ds_ring.masks.catalog import Causal
 from ds_ring_launcher.check.small_model import build, read_config, shrink
 from tests.dist.contrib.images import test_images
+from tests.refusals import Refusals, refuse
 from tests.sessions import session_of
 from tests.unit.integrations.transformers.calls import IDS, REQUEST, attend, sharding
 
@@ -365,13 +366,13 @@ def wrapping() -> Any:
     return module(**session.shard_batch({"input_ids": IDS}))
 
 
-COMPILED: dict[str, tuple[Callable[[], Any], type[RingError], str]] = {
+COMPILED: Refusals = {
     "another mask than the pattern": (
         lambda: attend(is_causal=False), RingPatternError, "set pattern.causal in the JSON"
     ),
     "a tiled loss": (lambda: starting(Graph()), RingConfigError, "a model that is not compiled"),
 }  # fmt: skip
-MORE: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+MORE: Refusals = {
     "logits at once": (
         lambda: tiled_head().loss_function(len)(torch.zeros(1, 2, 3)),
         RingConfigError,
@@ -458,12 +459,7 @@ def alone() -> RingUse:
     return RingUse(session, engine, is_own=False)
 
 
-@pytest.mark.parametrize("case", COMPILED)
-def test_compiled_code_is_refused(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    call, error, words = COMPILED[case]
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    with pytest.raises(error, match=words):
-        call()
+test_compiled_code_is_refused = refuse(COMPILED, compiling=True)
 
 
 def test_compiled_models_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -485,11 +481,7 @@ def test_compiled_models_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         model(**texts)
 
 
-@pytest.mark.parametrize("case", MORE)
-def test_it_is_refused_too(case: str) -> None:
-    call, error, words = MORE[case]
-    with pytest.raises(error, match=words):
-        call()
+test_it_is_refused_too = refuse(MORE)
 
 
 def test_a_package_that_mpi4py_lacks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ds_ring
 from ds_ring import Causal, MaskMod, RingAttention, RingMesh
-from ds_ring.errors import RingConfigError, RingError, RingLayoutError, RingPatternError, RingShapeError
+from ds_ring.errors import RingConfigError, RingLayoutError, RingPatternError, RingShapeError
 from ds_ring.integrations.backend_mark import needs_backend_op
 from ds_ring.integrations.compile.graph_attention import Scope, _values
 from ds_ring.integrations.compile.graph_sharding import check_positions
@@ -31,6 +30,7 @@ from ds_ring.registry import KV_PAYLOADS
 from ds_ring.schedule.plan import build_plan
 from tests import calls
 from tests.fake_cuda import fake_gpu, fake_tensors
+from tests.refusals import Refusals, refuse
 
 TOKENS = 32
 LAYOUT = ds_ring.make_layout("contiguous", tokens=TOKENS, ring_size=1)
@@ -90,7 +90,7 @@ def in_a_graph(**wrong: Any) -> Any:
     return run(Q)
 
 
-ROWS: dict[str, tuple[Callable[[], Any], type[RingError], str]] = {
+ROWS: Refusals = {
     "payloads without hops": (
         lambda: Options(transport="all_gather", gradient_payload="bfloat16"),
         RingConfigError,
@@ -181,11 +181,7 @@ ROWS: dict[str, tuple[Callable[[], Any], type[RingError], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ROWS)
-def test_it_is_refused(name: str) -> None:
-    call, error, words = ROWS[name]
-    with pytest.raises(error, match=words):
-        call()
+test_it_is_refused = refuse(ROWS)
 
 
 def test_an_attention_that_is_not_rewritten_is_an_error() -> None:

@@ -29,6 +29,7 @@ from ds_ring.integrations.transformers.variants.eager_attention.families import 
 from ds_ring.integrations.transformers.variants.eager_attention.scores import EagerScores, ModuleAttention
 from ds_ring.masks.catalog import Causal, SlidingWindow
 from tests.dist.test_long_sequence import Largest
+from tests.refusals import refuse
 from tests.sessions import session_of
 
 SIZES: dict[str, Any] = {
@@ -566,11 +567,7 @@ REFUSED: dict[str, Refusal] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", REFUSED)
-def test_what_would_be_silently_wrong_is_refused(what):
-    make, error, words = REFUSED[what]
-    with pytest.raises(error, match=words):
-        make()
+test_what_would_be_silently_wrong_is_refused = refuse(REFUSED)
 
 
 def test_what_is_right_beside_it_is_taken():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +15,7 @@ from ds_ring.integrations.transformers.variants.compressed.windows import Window
 from ds_ring.layers.scan.sequence_runs import sequence_runs
 from ds_ring.patterns.documents.pattern import Documents
 from ds_ring.schedule.layout import Layout, PieceLayout, make_layout
+from tests.refusals import Refusals, refuse
 from tests.unit.integrations.transformers.calls import IDS, ON, attend, sharding
 
 
@@ -35,7 +35,7 @@ class Compressing(nn.Module):
         self.compressor.forward = entries.compress  # type: ignore[assignment]
 
 
-CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+CASES: Refusals = {
     "compressed entries of a cache": (
         lambda: compressing(sharding(), object()), RingConfigError, "expected a call without a cache"
     ),
@@ -48,11 +48,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_it_is_refused(case: str) -> None:
-    call, error, words = CASES[case]
-    with pytest.raises(error, match=words):
-        call()
+test_it_is_refused = refuse(CASES)
 
 
 def drawn(seed: int) -> tuple[Layout, int, np.ndarray]:

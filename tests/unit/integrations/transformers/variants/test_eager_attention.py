@@ -19,6 +19,7 @@ from ds_ring.integrations.transformers.attach import attach, check_model
 from ds_ring.integrations.transformers.variants.eager_attention import families, layers, scores
 from ds_ring.integrations.transformers.variants.eager_attention.families import FAMILIES, family_of
 from ds_ring.integrations.transformers.variants.eager_attention.layers import parts_of
+from tests.refusals import Refusals, refuse
 from tests.sessions import session_of
 from tests.unit.integrations.transformers.calls import ON, sharding
 from tests.unit.integrations.transformers.test_attention import IDS, RingConfig
@@ -270,7 +271,7 @@ def written() -> Any:
     return scores.EagerScores(call, q, q, torch.Size([1, 4, 4])), call, q
 
 
-CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+CASES: Refusals = {
     "positions by sample": (
         lambda: families._rotary_rows(None, torch.tensor([[0, 1], [0, 2]]), torch.sin, None),
         RingPatternError,
@@ -282,7 +283,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "scores of another shape": (lambda: written()[0].view(2, 8), RingPatternError, "views scores"),
 }  # fmt: skip
 
-COMPILED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+COMPILED: Refusals = {
     "written out": (
         lambda: layers.around_attention(ON, None, Graph(), None, "sdpa")(len),  # type: ignore[arg-type]
         RingConfigError,
@@ -291,19 +292,10 @@ COMPILED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_it_is_refused(case: str) -> None:
-    call, error, words = CASES[case]
-    with pytest.raises(error, match=words):
-        call()
+test_it_is_refused = refuse(CASES)
 
 
-@pytest.mark.parametrize("case", COMPILED)
-def test_compiled_code_is_refused(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    call, error, words = COMPILED[case]
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    with pytest.raises(error, match=words):
-        call()
+test_compiled_code_is_refused = refuse(COMPILED, compiling=True)
 
 
 @pytest.mark.parametrize("heads", [4, 6])

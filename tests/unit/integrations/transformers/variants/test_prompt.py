@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,12 +11,13 @@ import torch
 import transformers
 
 from ds_ring.config.section import RingConfig
-from ds_ring.errors import RingConfigError, RingError, RingPatternError
+from ds_ring.errors import RingConfigError, RingPatternError
 from ds_ring.integrations.transformers import checks
 from ds_ring.integrations.transformers.attach import attach
 from ds_ring.integrations.transformers.variants import prompt
 from ds_ring.masks.pattern import QueryHead
 from ds_ring.schedule.layout import make_layout
+from tests.refusals import Refusals, refuse
 from tests.sessions import session_of
 from tests.unit.integrations.transformers.calls import IDS, REQUEST, check_alone
 
@@ -39,7 +39,7 @@ def called(documents: bool = True, ids: Any = IDS, batch: Any = None, **given: A
     return model(**session.shard_batch({"input_ids": ids} | (batch or {})), **given)
 
 
-CASES: dict[str, tuple[Callable[[], Any], type[RingError], str]] = {
+CASES: Refusals = {
     "the backend": (
         lambda: checks.check_class(cpm_ant(), replace(REQUEST, as_is=True)), RingConfigError, "puts a prompt"
     ),
@@ -59,11 +59,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[RingError], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_it_is_refused(case: str) -> None:
-    call, error, words = CASES[case]
-    with pytest.raises(error, match=words):
-        call()
+test_it_is_refused = refuse(CASES)
 
 
 @pytest.mark.parametrize("name", ["striped", "zigzag"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,9 +16,10 @@ from ds_ring.errors import RingConfigError
 from ds_ring.integrations.transformers.attach import check_model
 from ds_ring.integrations.transformers.variants.recurrent import layers, scan
 from ds_ring.layers.scan import recurrence
+from tests.refusals import Refusals, refuse
 from tests.unit.integrations.transformers.test_attention import FAMILIES, GROUPED, build
 
-CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+CASES: Refusals = {
     "no tokens for a state": (
         lambda: recurrence.kinds_of(
             SimpleNamespace(pieces=[], layout="contiguous", mesh=RingMesh.single())  # type: ignore[arg-type]
@@ -33,11 +33,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_it_is_refused(case: str) -> None:
-    call, error, words = CASES[case]
-    with pytest.raises(error, match=words):
-        call()
+test_it_is_refused = refuse(CASES)
 
 
 @pytest.mark.parametrize(
