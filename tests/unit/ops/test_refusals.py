@@ -178,34 +178,29 @@ ROWS: Refusals = {
         lambda: attend(layout=ds_ring.make_layout("contiguous", tokens=64, ring_size=2)),
         RingLayoutError, "1 ranks",
     ),
+    "an attention that is not rewritten": (
+        lambda: needs_backend_op(torch.zeros(1, TOKENS)), RingConfigError, "does not go through the backend"
+    ),
+    "positions of fewer tokens, for a backend": (
+        lambda: check_positions(torch.arange(TOKENS - 1)[None], SimpleNamespace(pattern=Causal(), **place())),
+        RingShapeError, "position_ids: expected 32 local tokens",
+    ),
+    "values that a backend cannot read": (
+        lambda: _values("x", Scope(torch.fx.GraphModule({}, torch.fx.Graph()))), RingPatternError,
+        "made of str",
+    ),
+    "heads that no operator of flash takes": (
+        lambda: _padded((Flash(),), 256, 300, True), RingShapeError,
+        "got 300 with the gradient of the log-sum-exp",
+    ),
+    "an attribute that deferred logits lack": (
+        lambda: DeferredLogits(torch.ones(1, 4, 2), lambda x, job: job(x), 2, 3, True).nothing,
+        AttributeError, "nothing",
+    ),
 }  # fmt: skip
 
 
 test_it_is_refused = refuse(ROWS)
-
-
-def test_an_attention_that_is_not_rewritten_is_an_error() -> None:
-    with pytest.raises(RingConfigError, match="does not go through the backend"):
-        needs_backend_op(torch.zeros(1, TOKENS))
-
-
-def test_what_a_backend_cannot_read_is_refused() -> None:
-    sharding: Any = SimpleNamespace(layout=LAYOUT, mesh=RingMesh.single(), pattern=Causal())
-    with pytest.raises(RingShapeError, match="position_ids: expected 32 local tokens"):
-        check_positions(torch.arange(TOKENS - 1)[None], sharding)
-    with pytest.raises(RingPatternError, match="made of str"):
-        _values("x", Scope(torch.fx.GraphModule({}, torch.fx.Graph())))
-
-
-def test_heads_that_no_operator_of_flash_takes_are_refused() -> None:
-    with pytest.raises(RingShapeError, match="got 300 with the gradient of the log-sum-exp"):
-        _padded((Flash(),), 256, 300, True)
-
-
-def test_deferred_logits_have_no_attribute_that_a_tensor_lacks() -> None:
-    logits = DeferredLogits(torch.ones(1, 4, 2), lambda x, job: job(x), 2, 3, True)
-    with pytest.raises(AttributeError):
-        logits.nothing  # noqa: B018
 
 
 def test_a_captured_stream_is_refused() -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 import torch
 
 from ds_ring.errors import RingConfigError
 from ds_ring.integrations.deepspeed.packing import PackedRows
+from tests.refusals import refuse
 from tests.sessions import session_of
 
 LENGTHS = np.random.default_rng(1).lognormal(5, 1, 300).astype(int) + 1
@@ -37,14 +37,14 @@ def test_a_document_goes_where_it_leaves_least_room():
     assert whole == [[1] + [0] * 9, [6] * 6 + [4] * 4, [7] * 7 + [3] * 3, [8] * 8 + [2] * 2]
 
 
-def test_what_does_not_go_together_is_refused():
-    with pytest.raises(RingConfigError, match="of 300 documents, got a row of 512 and 299 lengths"):
-        PackedRows(TEXTS, LENGTHS[1:], 512)
-    with pytest.raises(RingConfigError, match="lengths from 0 on"):
-        PackedRows(TEXTS, LENGTHS * (np.arange(300) > 0), 512)
-    session = session_of()
-    with pytest.raises(RingConfigError, match='"documents": true'):
-        session.loader(TEXTS, 2, lengths=LENGTHS, pack_tokens=512)
-    rows = PackedRows(TEXTS, LENGTHS, 512)
-    with pytest.raises(RingConfigError, match="no workers"):
-        session.loader(rows, 2, num_workers=2)
+test_what_does_not_go_together_is_refused = refuse({
+    "fewer lengths": (lambda: PackedRows(TEXTS, LENGTHS[1:], 512), RingConfigError,
+        "of 300 documents, got a row of 512 and 299 lengths"),
+    "a length of 0": (lambda: PackedRows(TEXTS, LENGTHS * (np.arange(300) > 0), 512), RingConfigError,
+        "lengths from 0 on"),
+    "a pattern without documents": (
+        lambda: session_of().loader(TEXTS, 2, lengths=LENGTHS, pack_tokens=512), RingConfigError,
+        '"documents": true'),
+    "workers": (lambda: session_of().loader(PackedRows(TEXTS, LENGTHS, 512), 2, num_workers=2),
+        RingConfigError, "no workers"),
+})  # fmt: skip

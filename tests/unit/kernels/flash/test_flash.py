@@ -24,7 +24,7 @@ from ds_ring.errors import RingConfigError, RingShapeError
 from ds_ring.kernels.flash.calls import OPEN, FlashCall, FlashWindow, branch_form, flash_calls, join_windows
 from ds_ring.kernels.flash.executors import Cudnn, Executor, Flash
 from ds_ring.kernels.flash.kernel import FlashKernel
-from ds_ring.kernels.interface import Rows, each_tile
+from ds_ring.kernels.interface import Kernel, Rows, each_tile
 from ds_ring.kernels.reference import ReferenceKernel
 from ds_ring.kernels.select import KernelNeeds, get_kernel
 from ds_ring.masks.pattern import Pattern
@@ -36,6 +36,7 @@ from tests.flash_operators import emulated
 from tests.hops import ring_hops
 from tests.mask_table import HEADS, KV_HEADS, MASKS, TOKENS
 from tests.reference import Dense, dense_attention
+from tests.refusals import refuse
 
 WHOLE = "DS_RING_WHOLE_REGISTRY" in os.environ
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
@@ -271,23 +272,29 @@ def test_scales_values_of_another_width_and_the_gradient_of_the_lse(scale: float
             assert torch.allclose(a, b, rtol=0, atol=1e-11, equal_nan=True)
 
 
-def test_what_is_refused_names_flex() -> None:
-    masked = next(mask.pattern for name, mask in MASKS.items() if name not in WINDOWS)
-    with pytest.raises(RingConfigError, match=r'MaskMod.*"kernel": "flex"'):
-        get_kernel("flash", "cuda", asked=KernelNeeds("cuda", torch.bfloat16, 64, masked))
-    with pytest.raises(
-        RingShapeError, match=r'expected bfloat16 or float16 on cuda, got torch.float32.*"flex"'
-    ):
-        get_kernel("flash", "cuda", asked=KernelNeeds("cuda", torch.float32, 64, Causal()))
-    with pytest.raises(RingShapeError, match='head_dim of at most 256, got 320; set "kernel": "flex"'):
-        get_kernel("flash", "cuda", asked=KernelNeeds("cuda", torch.bfloat16, 320, Causal()))
-    with pytest.raises(
-        RingConfigError, match="implementation: expected one of FA2, cuDNN, FA3, FA4, got 'FA5'"
-    ):
-        get_kernel("flash", "cpu", (("implementation", "FA5"),))
-    _, tiles = next(hops_of(masked, "contiguous", 1, 93))
-    with pytest.raises(RingConfigError, match='"kernel": "flex"'):
-        list(FlashKernel().forward(*(torch.zeros(1, 2, 93, 8) for _ in range(3)), tiles, 1.0))
+MASKED = next(mask.pattern for name, mask in MASKS.items() if name not in WINDOWS)
+
+
+def flash_for(dtype: torch.dtype, head_dim: int, pattern: Pattern) -> Kernel:
+    return get_kernel("flash", "cuda", asked=KernelNeeds("cuda", dtype, head_dim, pattern))
+
+
+def attend_masked() -> None:
+    _, tiles = next(hops_of(MASKED, "contiguous", 1, 93))
+    list(FlashKernel().forward(*(torch.zeros(1, 2, 93, 8) for _ in range(3)), tiles, 1.0))
+
+
+test_what_is_refused_names_flex = refuse({
+    "a mask function": (lambda: flash_for(torch.bfloat16, 64, MASKED), RingConfigError,
+        r'MaskMod.*"kernel": "flex"'),
+    "float32": (lambda: flash_for(torch.float32, 64, Causal()), RingShapeError,
+        r'expected bfloat16 or float16 on cuda, got torch.float32.*"flex"'),
+    "wide heads": (lambda: flash_for(torch.bfloat16, 320, Causal()), RingShapeError,
+        'head_dim of at most 256, got 320; set "kernel": "flex"'),
+    "no implementation": (lambda: get_kernel("flash", "cpu", (("implementation", "FA5"),)), RingConfigError,
+        "implementation: expected one of FA2, cuDNN, FA3, FA4, got 'FA5'"),
+    "tiles of a mask function": (attend_masked, RingConfigError, '"kernel": "flex"'),
+})  # fmt: skip
 
 
 def test_a_triangle_and_a_rectangle_whose_last_query_sees_all_stay_two_windows() -> None:

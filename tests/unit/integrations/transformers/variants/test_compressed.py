@@ -135,11 +135,12 @@ def check_pattern(windows: Windows, place: np.ndarray, start: np.ndarray, comple
     assert not others[:, ~windows.has_entry].any()
 
 
-def test_documents_and_shards_that_have_no_windows_are_refused() -> None:
-    layout = make_layout("zigzag", tokens=6, ring_size=2)
-    with pytest.raises(RingPatternError, match="expected consecutive tokens, got one with a gap"):
-        Windows(layout, 2, Documents([0, 0, 1, 1, 0, 0]))
-    with pytest.raises(RingPatternError, match="expected 6 ids, got 4"):
-        Windows(layout, 2, Documents([0, 0, 1, 1]))
-    with pytest.raises(RingLayoutError, match="expected shards of consecutive positions"):
-        Windows(make_layout("striped", tokens=6, ring_size=2), 2)
+ZIGZAG, STRIPED = (make_layout(name, tokens=6, ring_size=2) for name in ("zigzag", "striped"))
+test_documents_and_shards_that_have_no_windows_are_refused = refuse({
+    "a gap": (lambda: Windows(ZIGZAG, 2, Documents([0, 0, 1, 1, 0, 0])), RingPatternError,
+        "expected consecutive tokens, got one with a gap"),
+    "fewer tokens": (lambda: Windows(ZIGZAG, 2, Documents([0, 0, 1, 1])), RingPatternError,
+        "expected 6 ids, got 4"),
+    "single tokens": (lambda: Windows(STRIPED, 2), RingLayoutError,
+        "expected shards of consecutive positions"),
+})  # fmt: skip

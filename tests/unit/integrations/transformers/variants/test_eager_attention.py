@@ -121,22 +121,17 @@ FAULTS: dict[str, tuple[Callable[..., Any], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_other_arithmetic_is_refused(fault):
-    written, words = FAULTS[fault]
+def forward(model: Any, section: dict[str, Any] | None = None, **batch: Any) -> Any:
+    session = attached(model, **section or {"pattern": {"window": 9}})
+    return model(**session.shard_batch({"input_ids": IDS} | batch))
+
+
+def with_arithmetic(written: Callable[..., Any]) -> Any:
+    """A model whose modules compute this."""
     model = neox_japanese()
-    session = attached(model, pattern={"window": 9})
     for _, _, module in parts_of(model):
         module._attn = lambda q, k, v, mask, module=module: (written(module, q, k, v), None)
-    with pytest.raises(RingPatternError, match=words):
-        model(**session.shard_batch({"input_ids": IDS}))
-
-
-def test_dropout_inside_attention_is_refused():
-    model = neox_japanese(attention_dropout=0.1).train()
-    session = attached(model, pattern={"window": 9})
-    with pytest.raises(RingConfigError, match=r"no dropout inside attention, got 0\.1"):
-        model(**session.shard_batch({"input_ids": IDS}))
+    return model
 
 
 @pytest.mark.situation("configurations", "Falcon with alibi, loaded with eager attention or with sdpa")
@@ -169,9 +164,8 @@ def test_falcons_alibi_is_that_of_sdpa_and_refused_beside_documents():
     session = attached(model, pattern={"window": 33})
     torch.testing.assert_close(model(**session.shard_batch({"input_ids": IDS})).logits, expected)
     other = transformers.FalconForCausalLM(transformers.FalconConfig(**sizes)).eval()
-    session = attached(other, **DOCUMENTS)
     with pytest.raises(RingPatternError, match=r"expected no documents beside config\.alibi"):
-        other(**session.shard_batch({"input_ids": IDS, "document_ids": (torch.arange(33) > 12)[None].long()}))
+        forward(other, DOCUMENTS, document_ids=(torch.arange(33) > 12)[None].long())
 
 
 def xlm() -> Any:
@@ -196,35 +190,28 @@ def test_padding_between_xlms_documents_hides_no_token():
 @pytest.mark.situation("padding", "rows of XLM that have its padding token before other tokens")
 @pytest.mark.parametrize("section", [DOCUMENTS, {"pattern": {"window": 33}}], ids=["documents", "rows"])
 def test_xlms_padding_before_other_tokens_is_refused(section: dict[str, Any]):
-    session = attached(xlm(), **section)
     ids_BT = IDS[:1].masked_fill(IDS[:1] == 2, 3)
     ids_BT[0, 5] = 2
-    batch = {"input_ids": ids_BT}
-    if section is DOCUMENTS:
-        batch["document_ids"] = (torch.arange(33) > 12)[None].long()
+    documents = {"document_ids": (torch.arange(33) > 12)[None].long()} if section is DOCUMENTS else {}
     with pytest.raises(RingPatternError, match=r"input_ids: expected padding \(config\.pad_index, 2\) at"):
-        session.shard_batch(batch)
+        forward(xlm(), section, input_ids=ids_BT, **documents)
 
 
-def test_a_second_sequence_is_refused():
+def with_two_sequences() -> Any:
     config = transformers.XGLMConfig(
         vocab_size=61, d_model=32, ffn_dim=32, num_layers=1, attention_heads=4, add_cross_attention=True
     )
     model = transformers.XGLMForCausalLM(config).eval()
-    session = attached(model, pattern={"window": 9})
-    batch = session.shard_batch({"input_ids": IDS})
-    with pytest.raises(RingConfigError, match="expected one sequence of tokens, got encoder_hidden_states"):
-        model(**batch, encoder_hidden_states=torch.zeros(2, 33, 32))
+    batch = attached(model, pattern={"window": 9}).shard_batch({"input_ids": IDS})
+    return model(**batch, encoder_hidden_states=torch.zeros(2, 33, 32))
 
 
-def test_positions_of_another_class_are_refused():
+def check_trocr() -> None:
     config = transformers.TrOCRConfig(
         vocab_size=61, d_model=32, decoder_layers=1, decoder_attention_heads=4, decoder_ffn_dim=32,
         use_learned_position_embeddings=False,
     )  # fmt: skip
-    model = transformers.TrOCRForCausalLM(config)
-    with pytest.raises(RingConfigError, match="numbers its tokens otherwise than by TrOCRLearned"):
-        check_model(model, RingConfig(ring_size=2))
+    check_model(transformers.TrOCRForCausalLM(config), RingConfig(ring_size=2))
 
 
 @pytest.mark.parametrize("block_size", [2, 16])
@@ -281,6 +268,22 @@ CASES: Refusals = {
         lambda: written()[1](written()[0], written()[2]), RingPatternError, "does not mask the scores"
     ),
     "scores of another shape": (lambda: written()[0].view(2, 8), RingPatternError, "views scores"),
+    "dropout inside attention": (
+        lambda: forward(neox_japanese(attention_dropout=0.1).train()), RingConfigError,
+        r"no dropout inside attention, got 0\.1",
+    ),
+    "a second sequence": (
+        with_two_sequences, RingConfigError, "expected one sequence of tokens, got encoder_hidden_states"
+    ),
+    "positions of another class": (
+        check_trocr, RingConfigError, "numbers its tokens otherwise than by TrOCRLearned"
+    ),
+    **{
+        f"other arithmetic: {name}": (
+            lambda function=function: forward(with_arithmetic(function)), RingPatternError, words
+        )
+        for name, (function, words) in FAULTS.items()
+    },
 }  # fmt: skip
 
 COMPILED: Refusals = {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -126,19 +128,19 @@ SEEDED: dict[str, tuple[Any, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", SEEDED)
-def test_layers_that_no_wrapper_computes_are_refused(what):
-    make, words = SEEDED[what]
-    with pytest.raises(RingConfigError, match=words):
-        check_model(make(), RingConfig(ring_size=2))
+def check(make: Callable[[], Any], layout: str = "auto") -> None:
+    check_model(make(), RingConfig(ring_size=2, layout=layout))
+
+
+test_layers_that_no_wrapper_computes_are_refused = refuse(
+    {what: (partial(check, make), RingConfigError, words) for what, (make, words) in SEEDED.items()}
+)
+test_layouts_of_single_tokens_are_refused_for_layers_that_pass_a_state_on = refuse({
+    layout: (partial(check, lfm2, layout), RingConfigError, f'consecutive tokens, got "{layout}"')
+    for layout in ("striped", "residue")
+})  # fmt: skip
 
 
 @pytest.mark.parametrize("make", [lfm2, with_an_inner_function_that_is_covered])
 def test_layers_that_a_wrapper_computes_pass_the_check(make):
-    check_model(make(), RingConfig(ring_size=2))
-
-
-@pytest.mark.parametrize("layout", ["striped", "residue"])
-def test_layouts_of_single_tokens_are_refused_for_layers_that_pass_a_state_on(layout):
-    with pytest.raises(RingConfigError, match=f'consecutive tokens, got "{layout}"'):
-        check_model(lfm2(), RingConfig(ring_size=2, layout=layout))
+    check(make)

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import pytest
 import torch
 import transformers
 
@@ -14,6 +13,7 @@ from ds_ring.errors import RingConfigError
 from ds_ring.integrations.transformers import checks
 from ds_ring.integrations.transformers.attach import attach
 from ds_ring.integrations.transformers.variants import relative_keys
+from tests.refusals import refuse
 from tests.sessions import session_of
 from tests.unit.integrations.transformers.calls import IDS, REQUEST, check_alone
 
@@ -47,11 +47,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_it_is_refused(case: str) -> None:
-    call, words = CASES[case]
-    with pytest.raises(RingConfigError, match=words):
-        call()
+test_it_is_refused = refuse({name: (call, RingConfigError, words) for name, (call, words) in CASES.items()})
 
 
 def test_layers_are_found_and_do_not_generate() -> None:
