@@ -1,9 +1,10 @@
-"""What a trace says about a mask function: what it depends on, how it may be called, and what is refused."""
+"""What a trace says about a mask function, what is refused, and its JSON keys."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,11 +13,12 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import and_masks, create_mask
 from torch.testing import assert_close
 
-from ds_ring import MaskMod, RingConfigError, RingError, RingPatternError
-from ds_ring.masks.pattern import QueryHead
+from ds_ring import Causal, MaskMod, RingConfig, RingConfigError, RingError, RingPatternError, SlidingWindow
+from ds_ring.config.section import pattern_from_config
+from ds_ring.masks.pattern import Pattern, QueryHead
 from ds_ring.patterns.captured.mask_mod import trace_mask
 from ds_ring.patterns.captured.score_mod import ScoreMod
-from tests.masks import MaskFunction, causal
+from tests.masks import MaskFunction, causal, every_third
 
 IDS = torch.arange(64)
 EXACT = torch.arange(64.0)
@@ -215,3 +217,38 @@ def test_a_mask_function_gets_arrays_of_its_own(tokens: int) -> None:
     """A broadcast array of one pair is contiguous and read-only; torch warns where it shares such memory."""
     pattern, positions = MaskMod(lambda b, h, q, k: q >= k), np.arange(tokens)
     np.testing.assert_array_equal(pattern.mask(positions, positions), np.tri(tokens, dtype=bool))
+
+
+# --- JSON keys -------------------------------------------------------------------------------------------
+
+
+NAME = "tests.masks:every_third"
+
+
+def pattern_of(**keys: Any) -> Pattern:
+    json = {"sequence_parallel_size": 2, "ring_attention": {"pattern": keys}}
+    return pattern_from_config(RingConfig.from_deepspeed(json))
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({}, MaskMod(every_third) & Causal()),
+        ({"causal": False}, MaskMod(every_third)),
+        ({"window": 8}, SlidingWindow(8) & MaskMod(every_third)),
+    ],
+)
+def test_a_function_is_combined_with_the_other_keys(keys: dict[str, Any], expected: Pattern) -> None:
+    assert pattern_of(mask_mod=NAME, **keys) == expected
+
+
+@pytest.mark.parametrize("value", ["every_third", "tests.masks:", "a b:c", 3, [NAME]])
+def test_what_is_no_name_is_refused(value: Any) -> None:
+    with pytest.raises(RingConfigError, match=r'pattern\.mask_mod: expected "module:function", got'):
+        pattern_of(mask_mod=value)
+
+
+@pytest.mark.parametrize("name", ["no_such_module:fn", "tests.masks:gone"])
+def test_what_cannot_be_imported_is_refused(name: str) -> None:
+    with pytest.raises(RingPatternError, match=rf"expected a function that can be imported, got '{name}'"):
+        pattern_of(mask_mod=name)

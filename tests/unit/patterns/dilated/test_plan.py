@@ -15,7 +15,7 @@ from ds_ring.schedule.choose import bound_to_one_head
 from ds_ring.schedule.head_class import HeadClass
 from ds_ring.schedule.lowering import lower_pass
 from tests.cases import longnet
-from tests.unit.kernels.flex.test_layouts import executed
+from tests.unit.kernels.flex.test_flex import executed
 from tests.unit.schedule.test_plan import attended
 
 
