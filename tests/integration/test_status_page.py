@@ -11,7 +11,6 @@ import re
 import shutil
 import subprocess
 import time
-from collections.abc import Callable
 from html import unescape
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ import pytest
 
 from ds_ring_launcher.run.run_folder import RunFolder, write_json
 from ds_ring_launcher.status.page import write_page
+from tests.clock import wait_until
 from tests.integration.test_launch import DS_RING, Workplace, workplace  # noqa: F401  a fixture
 from tests.machine import CHROMIUM
 
@@ -97,13 +97,6 @@ def objects(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 120.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "the run does not come so far"
-        time.sleep(0.1)
-
-
 @pytest.mark.needs("chromium", "mpirun")
 @pytest.mark.parametrize("script", ["plain", "training"])
 @pytest.mark.night
@@ -120,7 +113,7 @@ def test_a_browser_shows_a_run_its_fault_and_its_end(workplace: Workplace, scrip
     options = ["--output", str(place / "out"), "--steps", str(STEPS), "--step-seconds", "0.2", *fault]
     started = workplace.start([*DS_RING, str(place / "cluster.yaml"), "--", *options])
     history = run.attempt(1) / "history.jsonl"
-    wait_until(lambda: history.exists() and history.read_text().count("\n") >= 3)
+    wait_until(lambda: history.exists() and history.read_text().count("\n") >= 3, 120.0)
     write_page(run.path)
     shutil.copy(run.path / "status.html", place / "during.html")
     dom = browse(place / "during.html", place / "profile")
@@ -128,9 +121,9 @@ def test_a_browser_shows_a_run_its_fault_and_its_end(workplace: Workplace, scrip
     assert len(lines_of(dom)) == 2 and min(lines_of(dom)) >= 3
     assert "Hop times by link, the slowest first" in dom and "at work" in dom
 
-    wait_until(lambda: any(one["event"] == "start" and one["attempt"] == 2 for one in run.events()))
+    wait_until(lambda: any(item["event"] == "start" and item["attempt"] == 2 for item in run.events()), 120.0)
     said = "rank 1 on localhost was lost"
-    wait_until(lambda: said in (run.path / "status.html").read_text())  # by the launcher, at once
+    wait_until(lambda: said in (run.path / "status.html").read_text(), 120.0)  # by the launcher, at once
     shutil.copy(run.path / "status.html", place / "after.html")
     dom = browse(place / "after.html", place / "profile")
     assert said in dom and 'class="fault"' in dom and 'http-equiv="refresh"' in dom
@@ -139,10 +132,12 @@ def test_a_browser_shows_a_run_its_fault_and_its_end(workplace: Workplace, scrip
     assert status == 0, output
     dom = browse(run.path / "status.html", place / "profile")
     assert "<title>run: done</title>" in dom and len(lines_of(dom)) == 4 and f"<b>{STEPS}</b>" in dom
-    losses = {one["step"]: one["loss"] for one in objects(place / "out/losses.jsonl")}
+    losses = {item["step"]: item["loss"] for item in objects(place / "out/losses.jsonl")}
     for attempt in (1, 2):
         course = objects(run.attempt(attempt) / "history.jsonl")
-        assert course and all(one["loss"] == pytest.approx(losses[one["step"]], rel=1e-6) for one in course)
+        assert course and all(
+            item["loss"] == pytest.approx(losses[item["step"]], rel=1e-6) for item in course
+        )
 
 
 @pytest.mark.needs("chromium")

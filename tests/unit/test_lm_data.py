@@ -43,10 +43,10 @@ def test_samples_are_pieces_of_one_stream():
 
 @pytest.mark.usefixtures("few_files")
 def test_a_seed_is_an_order_of_the_documents():
-    one, again, other = PackedBytes(1000), PackedBytes(1000), PackedBytes(1000, seed=1)
-    assert np.array_equal(one.stream, again.stream)
-    assert not np.array_equal(one.stream, other.stream)
-    assert np.array_equal(np.sort(one.stream), np.sort(other.stream))
+    item, again, another = PackedBytes(1000), PackedBytes(1000), PackedBytes(1000, seed=1)
+    assert np.array_equal(item.stream, again.stream)
+    assert not np.array_equal(item.stream, another.stream)
+    assert np.array_equal(np.sort(item.stream), np.sort(another.stream))
 
 
 def test_held_out_documents_are_others():
@@ -54,7 +54,7 @@ def test_held_out_documents_are_others():
         ends = np.flatnonzero(data.stream == END_OF_DOCUMENT)
         return [part[part < 256].astype(np.uint8).tobytes() for part in np.split(data.stream, ends + 1)]
 
-    trained, held_out = (documents(one) for one in (packed(1000), PackedBytes(1000, held_out=True)))
+    trained, held_out = (documents(item) for item in (packed(1000), PackedBytes(1000, held_out=True)))
     assert 0.03 < len(held_out) / len(trained) < 0.08
     assert not {text for text in held_out if len(text) > 200} & set(trained)
 

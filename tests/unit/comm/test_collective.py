@@ -35,17 +35,17 @@ class Answered(Exchange):
     """An exchange of rank 0 of two whose other rank is played: what it sends and is told is noted.
 
     Args:
-        other: returns the other rank's header for this rank's, or raises.
+        answer: returns the other rank's header for this rank's, or raises.
     """
 
-    def __init__(self, other: Any) -> None:
+    def __init__(self, answer: Any) -> None:
         super().__init__(RingMesh(Grid(2, 2), 0))
-        self.other, self.headers, self.failures = other, [], []
+        self.answer, self.headers, self.failures = answer, [], []
         self.gathered = 0
 
     def spread(self, header: Tensor) -> Tensor:
         self.headers.append(header.tolist())
-        both = sorted([header.tolist(), self.other(header).tolist()])
+        both = sorted([header.tolist(), self.answer(header).tolist()])
         return torch.tensor([both[0], both[-1]])
 
     def all_gather(self, *_: object) -> list[Tensor]:
@@ -104,10 +104,10 @@ def test_ranks_that_differ_raise_the_difference_and_tell_nobody() -> None:
     assert raised.value.peers_know and not exchange.failures and len(exchange.headers) == 1
 
 
-@pytest.mark.parametrize(("other", "gathered"), [(another_call, 1), (refuses, 0)])
-def test_a_refusal_is_sent_as_a_header_and_raised_as_it_is(other: Any, gathered: int) -> None:
+@pytest.mark.parametrize(("answer", "gathered"), [(another_call, 1), (refuses, 0)])
+def test_a_refusal_is_sent_as_a_header_and_raised_as_it_is(answer: Any, gathered: int) -> None:
     """Reports are gathered unless all ranks refuse."""
-    exchange = Answered(other)
+    exchange = Answered(answer)
     with pytest.raises(RingConfigError, match="its own input") as raised, exchange.begin():
         raise RingConfigError("its own input")
     assert exchange.headers == [[1, 0, 0, 0]] and exchange.gathered == gathered

@@ -90,8 +90,8 @@ def check_forward_and_gradients(kernel: Kernel, kind: str, queries: int, keys: i
     grad, mask = torch.randn_like(q), mask_of(kind, queries, keys)
     sees = mask.any(-1)
     want = attend_by_counts(q, k, v, grad, mask)
-    found = run_kernel(kernel, *(x.float() for x in (q, k, v, grad)), tiles_of(kind, queries, keys))
-    out, lse, *gradients = found
+    result = run_kernel(kernel, *(x.float() for x in (q, k, v, grad)), tiles_of(kind, queries, keys))
+    out, lse, *gradients = result
     if mask.any():
         assert relative_error(out, want.out) < 3e-6
         assert relative_error(lse[:, :, sees], want.lse[:, :, sees]) < 3e-6
@@ -115,24 +115,24 @@ def check_heads_of_their_own(kernel: Kernel, pattern: Pattern, strided: bool) ->
     sizes = [(2, heads), (2, kv_heads), (2, kv_heads), (2, heads)]
     q, k, v, grad = (torch.randn(*size, tokens, 16, dtype=torch.float64) for size in sizes)
     want = dense_attention(q, k, v, grad, pattern)
-    found = [torch.zeros_like(x) for x in (want.out, want.lse, want.dq, want.dk, want.dv)]
+    result = [torch.zeros_like(x) for x in (want.out, want.lse, want.dq, want.dk, want.dv)]
     runs = np.array([[0, 1, tokens]])
     if strided:
         runs = np.array([[0, 2, tokens // 2], [1, 2, tokens // 2]])
     order = torch.from_numpy(expand_runs(runs))
-    for own, bound in head_classes(pattern, heads, kv_heads):
+    for local, bound in head_classes(pattern, heads, kv_heads):
         tiles = bound.tiles(runs, runs)
-        queries = query_heads_of(own, heads // kv_heads)
-        which = (queries, own, own, queries)
+        queries = query_heads_of(local, heads // kv_heads)
+        which = (queries, local, local, queries)
         parts = [x[:, h][:, :, order].float() for x, h in zip((q, k, v, grad), which, strict=True)]
         results = run_kernel(kernel, *parts, tiles)
-        for whole, part, h in zip(found, results, (queries, queries, queries, own, own), strict=True):
+        for whole, part, h in zip(result, results, (queries, queries, queries, local, local), strict=True):
             whole[:, h] = whole[:, h].index_copy(2, order, part.double())
-    assert relative_error(found[0], want.out) < 3e-6
+    assert relative_error(result[0], want.out) < 3e-6
     sees = want.lse.isfinite()
-    assert torch.equal(found[1].isfinite(), sees) and found[0][~sees].eq(0).all()
-    assert relative_error(found[1][sees], want.lse[sees]) < 3e-6
-    for got, expected in zip(found[2:], want[2:], strict=True):
+    assert torch.equal(result[1].isfinite(), sees) and result[0][~sees].eq(0).all()
+    assert relative_error(result[1][sees], want.lse[sees]) < 3e-6
+    for got, expected in zip(result[2:], want[2:], strict=True):
         assert relative_error(got, expected) < 5e-6
 
 

@@ -41,7 +41,7 @@ IDS = (3, 1, 3, -1, 0, 7)
 def residues() -> dict[str, Primitive]:
     from ds_ring.patterns.dilated.residues import Residue
 
-    return {str(one): Residue(*one) for one in ((12, 4, 1), (5, 7, 3), (20, 3, 2))}
+    return {str(item): Residue(*item) for item in ((12, 4, 1), (5, 7, 3), (20, 3, 2))}
 
 
 PRIMITIVES = [
@@ -92,8 +92,8 @@ def test_tables_join_by_their_ids_in_any_order(
     q_runs, k_runs = in_order(q), in_order(k)
     q_at, k_at = expand_runs(q_runs), expand_runs(k_runs)
     of_q, of_k = (
-        np.array(one)[np.searchsorted(STARTS, at, side="right") - 1]
-        for one, at in ((ids, q_at), (others, k_at))
+        np.array(item)[np.searchsorted(STARTS, at, side="right") - 1]
+        for item, at in ((ids, q_at), (others, k_at))
     )
     want = (of_q[:, None] == of_k) & (of_q[:, None] >= 0)
     for least in (-1000, 0):
@@ -270,9 +270,9 @@ def test_the_algebra_of_branches_is_that_of_their_pairs(whole: Branch, taken: Br
 
 def test_labels_of_many_primitives_stay_small_and_compare_as_before() -> None:
     """Three labels of positions near 2**30 make numbers of 90 bits, unless they are renumbered."""
-    one = labelled(Segment(1))
+    item = labelled(Segment(1))
     at = (1 << 30) + np.arange(0, 60, 3)
-    q, k = Branch(one & one & one, one & one & one).labels(at, at[::-1])
+    q, k = Branch(item & item & item, item & item & item).labels(at, at[::-1])
     np.testing.assert_array_equal(q[:, None] == k[None], at[:, None] == at[None, ::-1])
     assert q.min() >= 0 and q.max() < LARGEST_LABEL
 

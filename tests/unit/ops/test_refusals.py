@@ -42,16 +42,16 @@ def place() -> dict[str, Any]:
     return {"layout": LAYOUT, "mesh": RingMesh.single()}
 
 
-def attend(**more: Any) -> Any:
-    q, k, v = (more.pop(name, K) for name in "qkv")
-    return calls.attend(q, k, v, **{"pattern": Causal(), **place(), **more})
+def attend(**options: Any) -> Any:
+    q, k, v = (options.pop(name, K) for name in "qkv")
+    return calls.attend(q, k, v, **{"pattern": Causal(), **place(), **options})
 
 
 def latents_reproducible() -> Any:
-    more = {"up_projection": torch.ones(2 * 10, 6), "transport": "reproducible"}
+    extra = {"up_projection": torch.ones(2 * 10, 6), "transport": "reproducible"}
     layout = ds_ring.make_layout("contiguous", tokens=128, ring_size=1)
     q, latent, rope = (torch.ones(1, heads, 128, width) for heads, width in ((2, 9), (1, 6), (1, 4)))
-    return attend(q=q, k=latent, v=rope, layout=layout, **more)
+    return attend(q=q, k=latent, v=rope, layout=layout, **extra)
 
 
 def other_values() -> Any:

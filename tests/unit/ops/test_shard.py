@@ -33,8 +33,8 @@ MESH, LAYOUT, X = RingMesh.single(), make_layout("contiguous", tokens=8, ring_si
 OTHER: Any = make_layout("contiguous", tokens=8, ring_size=2)
 
 
-def shard(x: Any = X, layout: Any = LAYOUT, dim: Any = 1, **more: Any) -> Callable[[], object]:
-    return lambda: shard_sequence(x, layout, dim=dim, **({"mesh": MESH} | more))
+def shard(x: Any = X, layout: Any = LAYOUT, dim: Any = 1, **extra: Any) -> Callable[[], object]:
+    return lambda: shard_sequence(x, layout, dim=dim, **({"mesh": MESH} | extra))
 
 
 def gather(x: Any = X, layout: Any = LAYOUT, dim: Any = 1) -> Callable[[], object]:

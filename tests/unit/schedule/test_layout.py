@@ -92,8 +92,8 @@ def test_chunks_per_rank_are_one_or_two() -> None:
 
 @pytest.mark.parametrize("changed", [{"boundaries": (0, 4, 6, 12)}, {"owners": (0, 1, 1)}], ids="".join)
 def test_layouts_of_as_many_pieces_differ_as_texts_which_ranks_compare(changed: dict[str, Any]) -> None:
-    one = PieceLayout(12, 2, 1, (0, 3, 6, 12), (0, 1, 0))
-    assert str(replace(one)) == str(one) != str(replace(one, **changed))
+    piece_layout = PieceLayout(12, 2, 1, (0, 3, 6, 12), (0, 1, 0))
+    assert str(replace(piece_layout)) == str(piece_layout) != str(replace(piece_layout, **changed))
 
 
 # --- what auto promises: work within 5 % of even, no more bytes than must cross --------------------------
@@ -132,12 +132,12 @@ def test_auto_sends_no_more_than_must_cross(pattern_of: PatternOf, tokens: int, 
 def work_of_all_heads(pattern: Pattern, layout: Layout, heads: int) -> np.ndarray:
     """Attended pairs of every rank; int64 [ring_size]."""
     classes = head_classes(pattern, heads, heads)
-    return sum(work_of_ranks(bound, layout) * len(range(heads)[own]) for own, bound in classes)
+    return sum(work_of_ranks(bound, layout) * len(range(heads)[mine]) for mine, bound in classes)
 
 
 # Chunks of documents are uneven: only pieces make them even.
 PATTERNS = {
-    name: one for name, one in LONG_PATTERNS.items() if "balanced" in LAYOUTS or "documents" not in name
+    name: entry for name, entry in LONG_PATTERNS.items() if "balanced" in LAYOUTS or "documents" not in name
 }
 
 
@@ -154,7 +154,7 @@ def test_auto_is_even(name: str, tokens: int, ring_size: int) -> None:
     if "documents" in name:  # messages count, too
         mix = ((bound_to_one_head(pattern), 1),)
         balanced = make_layout("balanced", tokens=tokens, ring_size=ring_size, pattern=pattern)
-        times = [one.time for one in timed(mix, (layout, balanced))]
+        times = [entry.time for entry in timed(mix, (layout, balanced))]
         assert times[0] <= times[1]
     else:
         assert work.max() <= EVEN * work.mean()
@@ -167,7 +167,7 @@ def test_one_layout_is_even_for_layers_that_differ(window: int, tokens: int, rin
     """The sum over layers of the fullest rank's work, since ranks wait for each other in every layer."""
     mix: dict[Pattern, int] = {SlidingWindow(window): 5, Causal(): 1}
     layout = make_layout("auto", tokens=tokens, ring_size=ring_size, pattern=mix)
-    works = [layers * work_of_all_heads(one, layout, heads=1) for one, layers in mix.items()]
+    works = [layers * work_of_all_heads(entry, layout, heads=1) for entry, layers in mix.items()]
     assert sum(work.max() for work in works) <= EVEN * sum(work.mean() for work in works)
     # balanced for the windows alone would be uneven in the global layers
     local = make_layout("auto", tokens=tokens, ring_size=ring_size, pattern=SlidingWindow(window))

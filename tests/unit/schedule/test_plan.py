@@ -119,14 +119,14 @@ def test_gradients_come_home_once_for_every_time_a_key_leaves(
     plan = build_plan(pattern, layout, query_heads=HEADS[0], kv_heads=HEADS[1])
     for rank, (index, head_class) in itertools.product(range(ring_size), enumerate(plan.classes)):
         for number in range(len(head_class.directions)):
-            own = plan.rank(rank).classes[index].directions[number]
-            left = [own.hops[0].forward, *(direct_send.slots for direct_send in own.direct_sends)]
-            came = [home.slots for home in own.gradient_returns]
+            local = plan.rank(rank).classes[index].directions[number]
+            left = [local.hops[0].forward, *(direct_send.slots for direct_send in local.direct_sends)]
+            came = [home.slots for home in local.gradient_returns]
             left_slots, came_slots = (
                 np.sort(np.concatenate([[], *map(expand_ranges, parts)])) for parts in (left, came)
             )
             np.testing.assert_array_equal(came_slots, left_slots)  # one way home for every way out
-            for coming in own.gradient_returns:
+            for coming in local.gradient_returns:
                 hop_plan = plan.rank(coming.sender).classes[index].directions[number].at(coming.hop)
                 assert hop_plan is not None and hop_plan.origin == rank
                 np.testing.assert_array_equal(hop_plan.ends_here, coming.slots)
@@ -244,7 +244,7 @@ def test_a_window_that_reaches_one_token_of_a_neighbour_reads_it(causal: bool, r
     others = (2, 3, 0)
     alone = [count_slots(ReadsOfShards(pattern, layout).slots(1, reader)) for reader in others]
     of_all = ReadsOfShards(pattern, layout)
-    assert of_all.readers(1) == sorted(other for other, slots in zip(others, read, strict=True) if slots)
+    assert of_all.readers(1) == sorted(second for second, slots in zip(others, read, strict=True) if slots)
     assert alone == [count_slots(of_all.slots(1, reader)) for reader in others] == read
 
 
@@ -257,17 +257,17 @@ def test_another_thread_never_finds_a_part_of_a_list(ask: Callable[[ReadsOfShard
 
         def __setitem__(self, key: tuple[int, int], slots: SlotRanges) -> None:
             super().__setitem__(key, slots)
-            if not found:
-                found.append([])  # the other thread is not interrupted itself
-                found[0] += ask(reads, 2)
+            if not results:
+                results.append([])  # the other thread is not interrupted itself
+                results[0] += ask(reads, 2)
 
     layout = make_layout("zigzag", tokens=64, ring_size=4)
     pattern = Causal().bind((0,), 1, 1)
     want = ask(ReadsOfShards(pattern, layout), 2)
-    found: list[list[int]] = []
+    results: list[list[int]] = []
     reads = ReadsOfShards(pattern, layout, Interrupted())
     assert ask(reads, 2) == want == [0, 1, 3]
-    assert found == [want]
+    assert results == [want]
 
 
 # --- payloads: tiles over what travels are the tiles over the shard, whatever was left out ---------------
@@ -292,11 +292,15 @@ PACKED: list[Pattern] = [
     pattern=st.sampled_from(PACKED),
     q=runs,
     k=runs,
-    more=st.sets(st.integers(0, 47)),
+    extra=st.sets(st.integers(0, 47)),
     head=st.integers(0, 3),
 )
 def test_packing_changes_no_pair(
-    pattern: Pattern, q: list[tuple[int, int, int]], k: list[tuple[int, int, int]], more: set[int], head: int
+    pattern: Pattern,
+    q: list[tuple[int, int, int]],
+    k: list[tuple[int, int, int]],
+    extra: set[int],
+    head: int,
 ) -> None:
     """Held is what the tiles read and some slots more, which others read."""
     q_runs, k_runs = in_order(q), in_order(k)
@@ -304,7 +308,7 @@ def test_packing_changes_no_pair(
     for _, bound in head_classes(pattern, 4, 4)[head % 2 :]:
         tiles = bound.tiles(q_runs, k_runs)
         want = paint(tiles, queries, keys)
-        held = set(np.flatnonzero(want.any(0)).tolist()) | {slot for slot in more if slot < keys}
+        held = set(np.flatnonzero(want.any(0)).tolist()) | {slot for slot in extra if slot < keys}
         if not held:
             continue
         packed = tiles_of_payload(tiles, as_ranges(held))
@@ -366,9 +370,9 @@ def test_pairs_are_counted_beyond_int64(exponent: int, name: str, pattern: Patte
     tokens = (1 << exponent) + 24
     layout = make_layout(name, tokens=tokens, ring_size=4, pattern=pattern)
     plan = build_plan(pattern, layout, query_heads=8, kv_heads=2)
-    found = [plan.rank(rank).pairs for rank in range(4)]
-    assert sum(found) == 8 * pairs_of(pattern, tokens)
+    results = [plan.rank(rank).pairs for rank in range(4)]
+    assert sum(results) == 8 * pairs_of(pattern, tokens)
     if name == "auto":
-        assert max(found) * 4 < 1.06 * sum(found)
+        assert max(results) * 4 < 1.06 * sum(results)
     if name == "auto" and not isinstance(pattern, SlidingWindow):
         assert layout.name == make_layout(name, tokens=(1 << 20) + 24, ring_size=4, pattern=pattern).name

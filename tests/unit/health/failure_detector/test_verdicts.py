@@ -86,7 +86,8 @@ def play(detector: FailureDetector, *steps: Step) -> None:
             assert (None if fault is None else fault.rank) == rank, (now, fault)
         elif event is LATE:
             known = [
-                (one.rank, one.waiting, one.limit_s, one.key) for one in detector.late_ranks(now).values()
+                (item.rank, item.waiting, item.limit_s, item.key)
+                for item in detector.late_ranks(now).values()
             ]
             assert known == rank, (now, known)
         elif event is CAUSE:

@@ -206,8 +206,8 @@ def graph_of(fn: Callable[..., Tensor], *tensors: Any, **options: Any) -> torch.
     """The rewritten graph."""
     seen: list[torch.fx.Graph] = []
 
-    def keep(module: torch.fx.GraphModule, inputs: Any, **more: Any) -> Any:
-        run = backend(module, inputs, **more)
+    def keep(module: torch.fx.GraphModule, inputs: Any, **extra: Any) -> Any:
+        run = backend(module, inputs, **extra)
         seen.append(module.graph)
         return run
 
@@ -423,9 +423,9 @@ FLOAT_MASKS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("made", FLOAT_MASKS)
-def test_a_float_mask_that_hides_tokens_is_replaced(made: str) -> None:
-    fn = masked(lambda: FLOAT_MASKS[made](make_triangle()))
+@pytest.mark.parametrize("built", FLOAT_MASKS)
+def test_a_float_mask_that_hides_tokens_is_replaced(built: str) -> None:
+    fn = masked(lambda: FLOAT_MASKS[built](make_triangle()))
     assert torch.allclose(compiled(fn, masks="replace")(*qkv()), fn(*qkv()), atol=1e-6)
 
 

@@ -18,13 +18,13 @@ def test_every_token_lies_in_one_row():
     rows = PackedRows(TEXTS, LENGTHS, 512)
     whole = [rows.slice(row, 0, 512)["input_ids"] for row in range(len(rows))]
     ids = [rows.document_ids(row) for row in range(len(rows))]
-    real = torch.cat([tokens[own >= 0] for tokens, own in zip(whole, ids, strict=True)])
+    real = torch.cat([tokens[local >= 0] for tokens, local in zip(whole, ids, strict=True)])
     assert torch.equal(real.sort().values, torch.cat([text["input_ids"] for text in TEXTS]))
     assert len(rows) <= -(-sum(LENGTHS) // 512) + 1, "rows have room for other documents"
-    for tokens, own in zip(whole, ids, strict=True):
-        same = own.diff() == 0
-        assert bool((tokens.diff()[same & (own[1:] >= 0)] == 1).all()), "a document is torn"
-        assert bool((tokens[own < 0] == 0).all())
+    for tokens, local in zip(whole, ids, strict=True):
+        same = local.diff() == 0
+        assert bool((tokens.diff()[same & (local[1:] >= 0)] == 1).all()), "a document is torn"
+        assert bool((tokens[local < 0] == 0).all())
     assert torch.equal(rows.slice(3, 100, 411)["input_ids"], whole[3][100:411])
 
 

@@ -45,11 +45,11 @@ class Sliced(torch.utils.data.Dataset[Any]):
 
 
 def test_one_sequence_has_no_encoder() -> None:
-    one = session_of()
-    local = one.shard_batch({"input_ids": IDS[None]})
-    assert one.gather(local["input_ids"]).equal(IDS[None])
+    session = session_of()
+    local = session.shard_batch({"input_ids": IDS[None]})
+    assert session.gather(local["input_ids"]).equal(IDS[None])
     with pytest.raises(RingShapeError, match="expected the batch of an encoder-decoder, got one sequence"):
-        one.gather(local["input_ids"], encoder=True)
+        session.gather(local["input_ids"], encoder=True)
 
 
 def test_whoever_leaves_says_that_nothing_failed() -> None:

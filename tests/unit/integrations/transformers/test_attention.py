@@ -307,8 +307,8 @@ def test_a_copy_or_a_rewritten_model_does_not_generate_on_the_ring():
     with pytest.raises(RingConfigError, match=r"call model\.generate"):
         copied.generate(IDS, max_new_tokens=2)
     rewritten = build(FAMILIES["Llama"]())
-    (kept,) = attach(rewritten, session)
-    kept.rewritten = True
+    (saved,) = attach(rewritten, session)
+    saved.rewritten = True
     with pytest.raises(RingConfigError, match="the backend has rewritten"):
         rewritten.eval().generate(IDS, max_new_tokens=2)
 
@@ -331,8 +331,8 @@ def test_masks_that_no_pattern_stands_for_are_refused():
     with pytest.raises(RingPatternError, match=r"attention_mask: expected none, got \[2, 33\]"):
         create_causal_mask(model.config, embeds, (IDS[0, 0] != IDS).long(), None)
     jumping = torch.tensor([0, 1, 2, 30, 31, 32]).expand(2, -1)
-    made = create_causal_mask(model.config, embeds[:, :6], None, None, position_ids=jumping)
-    assert made == LayerMask(Causal())
+    mask = create_causal_mask(model.config, embeds[:, :6], None, None, position_ids=jumping)
+    assert mask == LayerMask(Causal())
 
 
 BY_NAME = """
@@ -386,8 +386,8 @@ def test_a_loss_that_is_not_that_of_all_tokens_is_refused(replaces, words):
 
     def forward(self: Any, labels: Any = None, **kwargs: Any) -> Any:
         output = original(self, **kwargs) if replaces else original(self, labels=labels, **kwargs)
-        own = 0.01 * output.logits.mean()
-        output.loss = own if replaces else output.loss + own
+        mine = 0.01 * output.logits.mean()
+        output.loss = mine if replaces else output.loss + mine
         return output
 
     model.forward = forward.__get__(model)
@@ -418,12 +418,14 @@ def test_a_model_with_a_window_runs_where_the_pattern_has_none_or_the_same(secti
     assert torch.allclose(got, expected, atol=1e-5)
 
 
-def logits_of_both(config: Any, documents: bool, section: Any, own: Any = None) -> tuple[Tensor, Tensor]:
-    """On a ring of one, in the order of the sequence, and by sdpa of a model with the configuration `own`."""
+def logits_of_both(
+    config: Any, documents: bool, section: Any, reference: Any = None
+) -> tuple[Tensor, Tensor]:
+    """On a ring of one, in the order of the sequence, and by sdpa of a model that `reference` configures."""
     batch = {"input_ids": IDS}
     if documents:
         batch["position_ids"] = torch.cat([torch.arange(20), torch.arange(13)]).expand(2, -1)
-    expected = build(own or config, "sdpa")(**batch, use_cache=False).logits
+    expected = build(reference or config, "sdpa")(**batch, use_cache=False).logits
     model, session = attached(config, pattern=section | {"documents": documents})
     got = model(**session.shard_batch(batch)).logits
     return got, expected[:, torch.from_numpy(session.layout.positions(0))]
@@ -434,7 +436,7 @@ def test_layers_that_the_json_names_are_those_of_a_model_that_says_so(documents)
     mixed = transformers.Qwen2Config(**GROUPED, **LOCAL_AND_GLOBAL, use_sliding_window=True)
     plain = transformers.Qwen2Config(**GROUPED)
     for section in ({"layers": {"0": {"window": 7}}}, {"window": 7, "layers": {"1": {"window": None}}}):
-        got, expected = logits_of_both(plain, documents, section, own=mixed)
+        got, expected = logits_of_both(plain, documents, section, reference=mixed)
         assert torch.allclose(got, expected, atol=1e-5)
     again, _ = logits_of_both(mixed, documents, {"layers": {"0": {"window": 7}}})
     assert torch.equal(again, got), "the model and the JSON say the same"
@@ -491,9 +493,9 @@ Refusal = tuple[Callable[[], object], type[RingError], str]
 REFUSED: dict[str, Refusal] = {
     name: (partial(call, **changes), error, words) for name, (changes, error, words) in WRONG_CALLS.items()
 } | {
-    f"{kept} is kept": (partial(check, LLAMA, kept, **AS_IS), RingConfigError,
-        f"'{kept}', which would .* this rank's tokens only")
-    for kept in ("eager", "flex_attention")
+    f"{saved} is kept": (partial(check, LLAMA, saved, **AS_IS), RingConfigError,
+        f"'{saved}', which would .* this rank's tokens only")
+    for saved in ("eager", "flex_attention")
 } | {
     f"{pattern} on one rank": (partial(check, LLAMA, "eager", 1, pattern=pattern, **AS_IS), RingConfigError,
         "'eager', which would not apply the pattern")

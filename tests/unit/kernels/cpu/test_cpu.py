@@ -130,9 +130,9 @@ def test_small_triangles_of_many_segments_are_few_calls() -> None:
     """LongNet with rates far beyond its smallest segment: calls grow with blocks, not with segments."""
     pattern = Dilated(tuple(256 * 4**i for i in range(6)), tuple(4**i for i in range(6))).bind((0,), 1, 1)
     tiles = pattern.tiles(np.array([[1 << 16, 1, 1 << 14]]), np.array([[1 << 16, 1, 1 << 14]]))
-    found = calls(tiles, Sizes())
-    assert len(tiles) > 150 and len(found) < 40
-    assert sum(call.q_rows.repeats * call.q_rows.length * call.k_rows.length for call in found) < (
+    result = calls(tiles, Sizes())
+    assert len(tiles) > 150 and len(result) < 40
+    assert sum(call.q_rows.repeats * call.q_rows.length * call.k_rows.length for call in result) < (
         1.45 * tiles.pairs.sum()
     )
 

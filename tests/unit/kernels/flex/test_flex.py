@@ -182,20 +182,20 @@ def test_tables_of_a_long_shard_are_small_and_shared_by_geometry() -> None:
     plan = build_plan(Causal(), layout, query_heads=8, kv_heads=8).rank(rank)
     hops = [hop.tiles for hop in plan.classes[0].hops]
     assert len(hops) == ring_size
-    kept, masks, seconds = HopMasks(), {}, []
+    saved, masks, seconds = HopMasks(), {}, []
     for tiles in hops:
         before = time.process_time()
         with OperatorCount() as count:
-            found = kept.of(tiles, 128, CPU, 128, shard)
+            result = saved.of(tiles, 128, CPU, 128, shard)
         seconds.append(time.process_time() - before)
         assert count.operators < 100, count.operators
-        masks[id(found.tensors)] = found
+        masks[id(result.tensors)] = result
     sizes = [mask.tensors.nbytes for mask in masks.values()]
     assert len(masks) == 3 and max(sizes) <= 16 << 20, (len(masks), sizes)
     # Processor time: 10 to 13 ms, 16 to 20 on a busy machine. The rest comes from the cache: about 1 ms.
     assert sorted(seconds)[-1] < 0.2 and sorted(seconds)[-4] < 2e-2, sorted(seconds)[-4:]
     for tiles in hops[:: ring_size // 4]:
-        tensors, block = kept.of(tiles, 128, CPU, 128, shard)[2:]
+        tensors, block = saved.of(tiles, 128, CPU, 128, shard)[2:]
         visited = int(tensors.partial_rows.counts.sum() + tensors.full_rows.counts.sum()) * block**2
         assert visited <= 1.01 * tiles.pairs.sum()
 
@@ -205,15 +205,15 @@ def test_tables_of_documents_are_measured_once_each_and_bounded(monkeypatch: pyt
     measured, nbytes = [], HopTensors.nbytes.fget
     monkeypatch.setattr(HopTensors, "nbytes", property(lambda x: measured.append(x) or nbytes(x)))
     masks = HopMasks(40_000)
-    kept = masks.by_geometry
+    saved = masks.by_geometry
     layout = layout_for("zigzag", Causal(), tokens=TOKENS, ring_size=1)
     for seed in range(50):
         pattern = Documents(document_ids(TOKENS, seed=seed)) & Causal()
         tiles = build_plan(pattern, layout).rank(0).classes[0].hops[0].tiles
         assert masks.of(tiles, 16, CPU) is masks.of(tiles, 16, CPU)
     assert len(measured) == 50
-    assert 1 < len(kept) < 50 and kept.nbytes <= 40_000
-    assert kept.nbytes == sum(nbytes(value.tensors) for value, _ in kept._entries.values())
+    assert 1 < len(saved) < 50 and saved.nbytes <= 40_000
+    assert saved.nbytes == sum(nbytes(value.tensors) for value, _ in saved._entries.values())
     assert KEPT_TABLE_BYTES == 64 << 20
 
 
@@ -313,32 +313,32 @@ def a_gpu() -> Iterator[None]:
 
 @pytest.mark.usefixtures("a_gpu")
 @pytest.mark.parametrize(
-    ("given", "fwd", "bwd"),
+    ("inputs", "fwd", "bwd"),
     [
         ({}, True, True), ({"fwd_BLOCK_M": 64}, False, True), ({"BLOCK_M1": 64}, True, False),
         ({"bwd_num_warps": 4}, True, False), ({"num_stages": 2}, False, False),
         ({"PRESCALE_QK": True}, True, True), ({"BACKEND": "FLASH"}, False, False),
     ],
 )  # fmt: skip
-def test_blocks_of_the_device_where_none_are_given(given: dict[str, Any], fwd: bool, bwd: bool) -> None:
-    device, pairs = torch.device("cuda", 0), tuple(checked_options(given).items())
-    found = options_on(pairs, device, 128, torch.bfloat16, 128)
-    assert found[: len(pairs)] == pairs
-    added = {name for name, _ in found[len(pairs) :]}
+def test_blocks_of_the_device_where_none_are_given(inputs: dict[str, Any], fwd: bool, bwd: bool) -> None:
+    device, pairs = torch.device("cuda", 0), tuple(checked_options(inputs).items())
+    result = options_on(pairs, device, 128, torch.bfloat16, 128)
+    assert result[: len(pairs)] == pairs
+    added = {name for name, _ in result[len(pairs) :]}
     assert {name[:3] for name in added} == {way for way, there in (("fwd", fwd), ("bwd", bwd)) if there}
-    for other in ((torch.device("cpu"), 128, torch.bfloat16), (device, 128, torch.float32)):
-        assert options_on(pairs, *other, 128) == pairs
+    for another in ((torch.device("cpu"), 128, torch.bfloat16), (device, 128, torch.float32)):
+        assert options_on(pairs, *another, 128) == pairs
 
 
 def test_blocks_divide_those_of_the_mask_and_each_other() -> None:
     """As FlexAttention's lowering asks: of the side of a block of the mask, and in the backward pass."""
     for capability, rows in BLOCKS.items():
         for head_dim, side in itertools.product((16, 64, 80, 128, 192, 256), (32, 64, 128, 256)):
-            found = blocks_of(capability, head_dim, side)
-            sides = {name: value for name, value in found.items() if "BLOCK" in name}
+            result = blocks_of(capability, head_dim, side)
+            sides = {name: value for name, value in result.items() if "BLOCK" in name}
             assert len(sides) == 6 and all(side % value == 0 for value in sides.values())
-            assert found["bwd_BLOCK_N1"] % found["bwd_BLOCK_M1"] == 0
-            assert found["bwd_BLOCK_M2"] % found["bwd_BLOCK_N2"] == 0
+            assert result["bwd_BLOCK_N1"] % result["bwd_BLOCK_M1"] == 0
+            assert result["bwd_BLOCK_M2"] % result["bwd_BLOCK_N2"] == 0
         assert max(rows) == 256 and blocks_of(capability, 512, 128) == {}
     assert blocks_of(75, 64, 128) == {}
 
@@ -371,11 +371,11 @@ def test_scores_values_of_another_width_and_the_gradient_of_the_lse(
     assert relative_error(got.out_BHSD, out) < 2e-6 and relative_error(got.lse_BHS, lse) < 2e-6
     totals = []
     for kernel in (reference, flex):
-        found = [torch.zeros_like(x) for x in (q, k, v)]
+        results = [torch.zeros_like(x) for x in (q, k, v)]
         for grads in kernel.backward(grad, q, k, v, out, lse, tiles, 0.25, grad_lse):
-            for total, rows, x in zip(found, (grads.q_rows, *[grads.k_rows] * 2), grads[3:6], strict=True):
+            for total, rows, x in zip(results, (grads.q_rows, *[grads.k_rows] * 2), grads[3:6], strict=True):
                 rows.of(total).add_(x)
-        totals.append(found)
+        totals.append(results)
     for want, part in zip(*totals, strict=True):
         assert relative_error(part, want) < 5e-6
 
@@ -385,8 +385,8 @@ def test_what_one_head_alone_attends_to_is_not_full_for_the_others() -> None:
     evens = np.array([[0, 2, 4]])
     tiles = Dilated((8,), (2,), causal=False).bind((0, 1), 2, 1).tiles(evens, evens)
     tensors = HopMasks().of(tiles, 16, CPU).tensors
-    found = [seen(tensors, head) for head in range(2)]
-    assert found[0].all() and not found[1].any()
+    results = [seen(tensors, head) for head in range(2)]
+    assert results[0].all() and not results[1].any()
 
 
 def test_each_constant_has_code_of_its_own() -> None:
@@ -433,7 +433,7 @@ def executed(pattern: Pattern, layout: Layout, block: int) -> int:
     tiles = [[hop.tiles for hop in rank.hops] for rank in ranks]
     if block > 1:
         return max(sum(map(kernel.executed_pairs, hops)) for hops in tiles)
-    return max(sum(int(one.pairs.sum()) for one in hops) for hops in tiles)
+    return max(sum(int(item.pairs.sum()) for item in hops) for hops in tiles)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -442,19 +442,19 @@ def executed(pattern: Pattern, layout: Layout, block: int) -> int:
 def test_auto_executes_least(name: str, block: int) -> None:
     """Over the registry of patterns; what executes 5 % more at most is as good, there traffic decides."""
     tokens, ring_size = 2048, 4
-    pattern, found = CASES[name](tokens), {}
+    pattern, result = CASES[name](tokens), {}
     sizes = {"tokens": tokens, "ring_size": ring_size, "pattern": pattern}
-    for other in OTHERS:
+    for another in OTHERS:
         try:
-            found[other] = executed(pattern, make_layout(other, **sizes), block)
+            result[another] = executed(pattern, make_layout(another, **sizes), block)
         except RingLayoutError:
             continue
     auto = make_layout("auto", **sizes, block_size=block)
-    assert executed(pattern, auto, block) <= EVEN * min(found.values()), (auto, found)
+    assert executed(pattern, auto, block) <= EVEN * min(result.values()), (auto, result)
 
 
 @pytest.mark.parametrize(
-    "name", [one for one in ("causal", "window", "documents, causal", "LongNet") if one in CASES]
+    "name", [item for item in ("causal", "window", "documents, causal", "LongNet") if item in CASES]
 )
 def test_blocks_are_counted_as_flex_counts_them(name: str) -> None:
     pattern = CASES[name](2000)

@@ -30,9 +30,9 @@ def first_heads(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
 
 
 def adds_to_its_own(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    own = q.new_zeros(())
-    own += b
-    return q + own >= k
+    local = q.new_zeros(())
+    local += b
+    return q + local >= k
 
 
 def own_sample(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -66,18 +66,18 @@ def own_table(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
 )
 def test_facts_of_a_mask(function: MaskFunction, by_batch: bool, by_head: bool, elementwise: bool) -> None:
     facts = trace_mask(function)
-    found = facts.by_batch, facts.by_head, facts.elementwise
-    assert found == (by_batch, by_head, elementwise)
+    result = facts.by_batch, facts.by_head, facts.elementwise
+    assert result == (by_batch, by_head, elementwise)
 
 
 @pytest.mark.parametrize("function", [first_heads, own_sample, own_head, promotes, own_table])
 def test_a_mask_is_flex_attentions(function: MaskFunction) -> None:
     samples, heads, at = 2, (0, 1, 2), torch.arange(8)
     (branch,) = MaskMod(function).branches(QueryHead(0, 3, 3))
-    found = branch.masks[0].for_heads(heads)(samples, at, at)
+    result = branch.masks[0].for_heads(heads)(samples, at, at)
     expected = create_mask(function, samples, len(heads), 8, 8, device="cpu")
-    assert found.dim() in (2, 4)
-    assert_close(found.expand_as(expected), expected)
+    assert result.dim() in (2, 4)
+    assert_close(result.expand_as(expected), expected)
 
 
 BINARY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -101,7 +101,7 @@ NUMBERS = torch.tensor(201), torch.tensor(77)
 
 def of_types(name: str, left: torch.dtype, right: torch.dtype) -> dict[str, MaskFunction]:
     """Masks by an operator of two types: of a table and a number, the reverse, and of two tables."""
-    (a, b), (x, y) = [(one.to(left), other.to(right)) for one, other in (TABLES, NUMBERS)]
+    (a, b), (x, y) = [(item.to(left), second.to(right)) for item, second in (TABLES, NUMBERS)]
     operator, later = BINARY[name], torch.tensor(40, dtype=torch.int64)
 
     def mask(read: Callable[..., tuple[Tensor, Tensor]]) -> MaskFunction:

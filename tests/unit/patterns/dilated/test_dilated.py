@@ -258,8 +258,8 @@ def test_a_dilated_window_is_both(
         Branches((8, 16, 32), (1, 2, 4), causal, rule) if nested else Branches((7, 20), (2, 3), causal, rule)
     )
     dilated = Dilated(branches.segment_lengths, branches.dilation_rates, causal, rule)
-    other = SlidingWindow(window, causal=False)
-    pattern: Pattern = other & dilated if turned else dilated & other
+    sliding_window = SlidingWindow(window, causal=False)
+    pattern: Pattern = sliding_window & dilated if turned else dilated & sliding_window
     q_runs, k_runs = in_order(q), in_order(k)
     q_at, k_at = expand_runs(q_runs), expand_runs(k_runs)
     tokens = 1 + int(max(q_at.max(), k_at.max()))

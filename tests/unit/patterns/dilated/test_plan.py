@@ -37,8 +37,8 @@ def test_what_must_cross_is_each_token_once_for_each_other_rank_that_reads_it() 
     (head_class,) = build_plan(pattern, layout).classes
     assert isinstance(head_class, HeadClass)
     for origin in range(4):
-        own = layout.positions(origin)
-        reads = [attended(pattern, 0, layout.positions(r), own).any(0) for r in range(4) if r != origin]
+        local = layout.positions(origin)
+        reads = [attended(pattern, 0, layout.positions(r), local).any(0) for r in range(4) if r != origin]
         assert head_class.tokens_needed(origin) == np.sum(reads)
 
 

@@ -85,8 +85,8 @@ def test_windows_are_those_of_each_document(first: int) -> None:
             inside = np.flatnonzero(~places.outside)
             assert (places.tokens[places.places[inside]] == inside).all()
             slots = 1 if windows.layout is None else windows.layout.local_tokens
-            own = places.places[inside]
-            assert (own // slots == place[of_slot[inside]] % rate).all()
+            local = places.places[inside]
+            assert (local // slots == place[of_slot[inside]] % rate).all()
             for overlaps in (False, True):
                 check_sources(windows, layout, rank, overlaps)
         if windows.layout is not None:
@@ -97,23 +97,23 @@ def check_sources(windows: Windows, layout: Layout, rank: int, overlaps: bool) -
     """Each entry's window, and the one before it where there is one."""
     runs, before = sequence_runs(layout), windows.before(overlaps)
     halos = [runs.starts[run] - before + np.arange(before) for run in runs.of_rank(rank).tolist()]
-    given = np.concatenate([layout.positions(rank), *halos])
-    found = windows.sources(rank, overlaps)
+    inputs = np.concatenate([layout.positions(rank), *halos])
+    result = windows.sources(rank, overlaps)
     if windows.layout is None:
-        assert found.tokens.shape == (1, windows.rate) and not found.hidden.any()
+        assert result.tokens.shape == (1, windows.rate) and not result.hidden.any()
         return
     fragments = windows.layout.positions(rank)
     for slot, fragment in enumerate(fragments.tolist()):
         if fragment < 0 or not windows.has_entry[fragment]:
             continue
-        own, first, number = found.own[slot], windows.firsts[fragment], windows.numbers[fragment]
-        assert given[found.tokens[own]].tolist() == [*range(first, first + windows.rate)]
-        assert found.positions[own] == number * windows.rate and not found.hidden[own]
+        local, first, number = result.own[slot], windows.firsts[fragment], windows.numbers[fragment]
+        assert inputs[result.tokens[local]].tolist() == [*range(first, first + windows.rate)]
+        assert result.positions[local] == number * windows.rate and not result.hidden[local]
         if overlaps and number:
-            assert given[found.tokens[own - 1]].tolist() == [*range(first - windows.rate, first)]
-            assert not found.hidden[own - 1]
+            assert inputs[result.tokens[local - 1]].tolist() == [*range(first - windows.rate, first)]
+            assert not result.hidden[local - 1]
         elif overlaps:
-            assert found.hidden[own - 1]
+            assert result.hidden[local - 1]
 
 
 def check_pattern(windows: Windows, place: np.ndarray, start: np.ndarray, complete: np.ndarray) -> None:

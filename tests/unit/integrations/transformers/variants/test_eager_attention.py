@@ -49,11 +49,11 @@ def test_a_model_with_documents_is_its_documents_one_by_one():
     model, alone = neox_japanese(), neox_japanese()
     session = attached(model, **DOCUMENTS)
     ids_BT = IDS[:1]
-    found = model(
+    result = model(
         **session.shard_batch({"input_ids": ids_BT, "document_ids": (torch.arange(33) > 12)[None].long()})
     )
     expected = torch.cat([alone(input_ids=part).logits for part in (ids_BT[:, :13], ids_BT[:, 13:])], dim=1)
-    torch.testing.assert_close(found.logits, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(result.logits, expected, rtol=1e-5, atol=1e-5)
 
 
 def gradients(checkpointed: bool) -> dict[str, Tensor]:
@@ -136,14 +136,14 @@ def with_arithmetic(written: Callable[..., Any]) -> Any:
 
 @pytest.mark.situation("configurations", "Falcon with alibi, loaded with eager attention or with sdpa")
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-@pytest.mark.parametrize("more", [{}, {"new_decoder_architecture": True, "num_kv_heads": 2}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"new_decoder_architecture": True, "num_kv_heads": 2}], ids=str)
 def test_falcons_alibi_is_that_of_the_attention_it_was_loaded_with(
-    implementation: str, more: dict[str, Any]
+    implementation: str, options: dict[str, Any]
 ) -> None:
     sizes: dict[str, Any] = {
         "vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "alibi": True,
     }  # fmt: skip
-    config = transformers.FalconConfig(**sizes, **more, attn_implementation=implementation)
+    config = transformers.FalconConfig(**sizes, **options, attn_implementation=implementation)
     torch.manual_seed(0)
     model = transformers.FalconForCausalLM(config).double().eval()
     for parameter in model.parameters():  # scores of order one
@@ -163,9 +163,9 @@ def test_falcons_alibi_is_that_of_sdpa_and_refused_beside_documents():
     expected = model(input_ids=IDS).logits
     session = attached(model, pattern={"window": 33})
     torch.testing.assert_close(model(**session.shard_batch({"input_ids": IDS})).logits, expected)
-    other = transformers.FalconForCausalLM(transformers.FalconConfig(**sizes)).eval()
+    packed = transformers.FalconForCausalLM(transformers.FalconConfig(**sizes)).eval()
     with pytest.raises(RingPatternError, match=r"expected no documents beside config\.alibi"):
-        forward(other, DOCUMENTS, document_ids=(torch.arange(33) > 12)[None].long())
+        forward(packed, DOCUMENTS, document_ids=(torch.arange(33) > 12)[None].long())
 
 
 def xlm() -> Any:
@@ -181,10 +181,10 @@ def test_padding_between_xlms_documents_hides_no_token():
     session = attached(model, **DOCUMENTS)
     documents = torch.tensor([0, -1, 1]).repeat_interleave(torch.tensor([12, 7, 14]))[None]
     ids_BT = IDS[:1].masked_fill(IDS[:1] == 2, 3).masked_fill(documents < 0, 2)
-    found = model(**session.shard_batch({"input_ids": ids_BT, "document_ids": documents})).logits
+    result = model(**session.shard_batch({"input_ids": ids_BT, "document_ids": documents})).logits
     for number in (0, 1):
         of_document = documents[0] == number
-        torch.testing.assert_close(found[:, of_document], alone(input_ids=ids_BT[:, of_document]).logits)
+        torch.testing.assert_close(result[:, of_document], alone(input_ids=ids_BT[:, of_document]).logits)
 
 
 @pytest.mark.situation("padding", "rows of XLM that have its padding token before other tokens")
@@ -330,5 +330,5 @@ def test_the_slopes_of_alibi_are_the_models_own() -> None:
 
     slopes = families._bloom_alibi(SimpleNamespace(num_heads=6), 2.0, "sdpa").slopes
     whole = build_alibi_tensor(torch.ones(1, 9, dtype=torch.int64), 6, torch.float64)[:, 0]
-    found = torch.tensor(slopes, dtype=torch.float64)[:, None] * torch.arange(9) / 2
-    torch.testing.assert_close(found, whole)
+    result = torch.tensor(slopes, dtype=torch.float64)[:, None] * torch.arange(9) / 2
+    torch.testing.assert_close(result, whole)

@@ -33,10 +33,10 @@ def cpm_ant() -> Any:
     return transformers.CpmAntForCausalLM(config)
 
 
-def called(documents: bool = True, ids: Any = IDS, batch: Any = None, **given: Any) -> Any:
+def called(documents: bool = True, ids: Any = IDS, batch: Any = None, **inputs: Any) -> Any:
     model, session = cpm_ant(), session_of(pattern={"causal": False, "documents": documents})
     attach(model, session)
-    return model(**session.shard_batch({"input_ids": ids} | (batch or {})), **given)
+    return model(**session.shard_batch({"input_ids": ids} | (batch or {})), **inputs)
 
 
 CASES: Refusals = {
@@ -68,8 +68,8 @@ def test_the_prompt_is_in_front_of_the_tokens_of_rank_0(name: str) -> None:
     layout = prompt.PromptedLayout.before(base, 3)
     real = [layout.positions(rank)[: layout.valid_tokens(rank)] for rank in range(2)]
     assert real[0][:3].tolist() == [0, 1, 2]
-    for rank, own in enumerate((real[0][3:], real[1])):
-        assert np.array_equal(own - 3, base.positions(rank)[: base.valid_tokens(rank)])
+    for rank, local in enumerate((real[0][3:], real[1])):
+        assert np.array_equal(local - 3, base.positions(rank)[: base.valid_tokens(rank)])
     assert sorted(np.concatenate(real).tolist()) == list(range(14))
     assert str(layout).endswith(f"a prompt before the {base}")
 

@@ -39,7 +39,7 @@ test_it_is_refused = refuse(CASES)
 
 
 @pytest.mark.parametrize(
-    ("function", "given"),
+    ("function", "inputs"),
     [
         ("MiniMaxLightningAttention.forward", {"hidden_states": 1, "position_embeddings": 2}),
         ("ZayaCCAProjection.forward", {"hidden_states": 1, "conv_mask": 2}),
@@ -48,13 +48,13 @@ test_it_is_refused = refuse(CASES)
 )  # fmt: skip
 @pytest.mark.parametrize("name", ["cache", "past_key_values"])
 def test_a_wrapped_method_keeps_the_names_of_its_arguments(
-    function: str, given: dict[str, Any], name: str
+    function: str, inputs: dict[str, Any], name: str
 ) -> None:
     def original(layer: Any, **kwargs: Any) -> Any:
         return kwargs
 
-    asked = given | {name: None}
-    assert layers.WRAPPERS[function](original, SimpleNamespace(), **asked) == asked  # without a ring
+    request = inputs | {name: None}
+    assert layers.WRAPPERS[function](original, SimpleNamespace(), **request) == request  # without a ring
 
 
 def lfm2() -> Any:

@@ -25,10 +25,10 @@ def xlnet(**changes: Any) -> Any:
     return transformers.XLNetLMHeadModel(transformers.XLNetConfig(**SIZES, **changes))
 
 
-def called(**given: Any) -> Any:
+def called(**inputs: Any) -> Any:
     model, session = xlnet(), session_of(pattern={"causal": False, "documents": True})
     attach(model, session)
-    return model(**session.shard_batch({"input_ids": IDS}), **given)
+    return model(**session.shard_batch({"input_ids": IDS}), **inputs)
 
 
 CASES: dict[str, tuple[Callable[[], Any], str]] = {
