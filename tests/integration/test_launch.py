@@ -148,15 +148,19 @@ def require_engine(engine: str) -> None:
         skip_without("mpirun")
 
 
-@pytest.mark.parametrize("engine", ["deepspeed", "torchrun", "mpirun"])
-@pytest.mark.day("mpirun")  # which starts without torch; by torchrun ranks of two hosts are started, below
-def test_ranks_meet(workplace: Workplace, engine: str) -> None:
+@pytest.mark.parametrize(
+    ("engine", "script"),
+    [("deepspeed", MEET), ("torchrun", MEET), ("mpirun", MEET), ("mpirun", REPORT)],
+    ids=["deepspeed", "torchrun", "mpirun", "mpirun-report"],
+)
+@pytest.mark.day("mpirun-report")  # by day they meet in test_environment_crosses_to_other_hosts
+def test_ranks_meet(workplace: Workplace, engine: str, script: str) -> None:
     require_engine(engine)
-    path = workplace.write(f"engine: {engine}\n{LOCAL}environment: {{GREETING: it's 2 words}}\n", MEET)
+    path = workplace.write(f"engine: {engine}\n{LOCAL}environment: {{GREETING: it's 2 words}}\n", script)
     status, output = workplace.launch(path, "--", "--fail-on", "5")
     assert status == 0, output
-    assert "rank 0 sums 3" in output and "rank 1 sums 3" in output
     for rank in (0, 1):
+        assert f"rank {rank} {'sums 3' if script == MEET else 'reports'}" in output
         environment, options = workplace.report(rank)["environment"], workplace.report(rank)["options"]
         assert environment["GREETING"] == "it's 2 words"
         assert (environment["DS_ACCELERATOR"], environment["OMP_NUM_THREADS"]) == ("cpu", "1")
