@@ -23,23 +23,21 @@ from ds_ring import (
     RingPatternError,
     RingShapeError,
     cross_attention,
-    gather_sequence,
     make_layout,
-    shard_sequence,
     simulate,
 )
 from ds_ring.config.pass_options import PassOptions
 from ds_ring.layers.cross.layout import PairLayout
-from ds_ring.masks.pattern import Pattern
 from ds_ring.schedule.layout import Layout, in_whole_blocks
 from ds_ring.schedule.plan import build_plan
 from ds_ring.simulation.simulate import SimulationOptions
 from ds_ring.transports.reproducible.blocks import blocks_of
 from tests.dist.harness import RankPool
+from tests.dist.one_process import Layer, compare, same_as_one_process
+from tests.reference import relative_error
 
 Pool = Callable[[int], RankPool]
 HEADS, KV_HEADS, WIDTH = 4, 2, 16
-NAMES = ("out", "dq", "dk", "dv")
 # (layout of the queries, of the keys), (queries, keys)
 CASES = [
     (("zigzag", "contiguous"), (37, 61)),
@@ -67,13 +65,10 @@ def documents_of(queries: int, keys: int) -> tuple[Documents, Tensor]:
     )
 
 
-def dense(
-    q: Tensor, k: Tensor, v: Tensor, grad: Tensor, sees: Tensor | None, score_mod: Any = None
-) -> dict[str, Tensor]:
+def dense(q: Tensor, k: Tensor, v: Tensor, sees: Tensor | None, score_mod: Any = None) -> Tensor:
     """Softmax attention; a query without keys has 0."""
-    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    k_all, v_all = (x.repeat_interleave(HEADS // KV_HEADS, dim=1) for x in leaves[1:])
-    scores = leaves[0] @ k_all.mT / WIDTH**0.5
+    k_all, v_all = (x.repeat_interleave(HEADS // KV_HEADS, dim=1) for x in (k, v))
+    scores = q @ k_all.mT / WIDTH**0.5
     if score_mod is not None:
         b, h, i, j = (torch.arange(n) for n in scores.shape)
         scores = score_mod(scores, b[:, None, None, None], h[:, None, None], i[:, None], j)
@@ -81,12 +76,7 @@ def dense(
     weights = torch.softmax(scores.masked_fill(~mask, -torch.inf), dim=-1).where(
         mask.any(-1, keepdim=True), 0.0
     )
-    out = weights @ v_all
-    return dict(zip(NAMES, (out.detach(), *torch.autograd.grad(out, leaves, grad)), strict=True))
-
-
-def error_of(got: Tensor, want: Tensor) -> float:
-    return float((got - want).abs().max() / want.abs().max())
+    return weights @ v_all
 
 
 def layouts_for(names: tuple[str, str], lengths: tuple[int, int], ring: int, ulysses: int) -> list[Layout]:
@@ -94,36 +84,25 @@ def layouts_for(names: tuple[str, str], lengths: tuple[int, int], ring: int, uly
     return [make_layout(one, tokens=n, **sizes) for one, n in zip(names, lengths, strict=True)]
 
 
-def crossed(rank: int, world_size: int, ulysses: int, documents: bool, block: int) -> dict[Any, float]:
-    """Relative errors of all cases; with a block those of the reproducible transport."""
-    mesh = RingMesh.from_world(world_size // ulysses, ulysses)
-    errors = {}
-    more: dict[str, Any] = {}
+def crossed(
+    mesh: RingMesh, names: tuple[str, str], lengths: tuple[int, int], documents: bool, block: int,
+    score_mod: Any = None, is_module: bool = False,
+) -> Layer:  # fmt: skip
+    """With a block, on the reproducible transport."""
+    options = PassOptions()
+    q_layout, k_layout = layouts_for(names, lengths, mesh.ring_size, mesh.ulysses_size)
     if block > 1:
-        more["options"] = PassOptions(transport="reproducible", block_size=block)
-    for names, lengths in CASES[: 2 if block > 1 else None]:
-        q_layout, k_layout = layouts_for(names, lengths, mesh.ring_size, ulysses)
-        if block > 1:
-            q_layout, k_layout = (in_whole_blocks(one, block) for one in (q_layout, k_layout))
-        pattern: Pattern = Full()
-        sees = None
-        if documents:
-            pattern, sees = documents_of(*lengths)
-        whole = drawn(*lengths)
-        want = dense(*whole, sees)
-        of = (q_layout, k_layout, k_layout, q_layout)
-        q, k, v, grad = (shard_sequence(x, one, mesh=mesh, dim=2) for x, one in zip(whole, of, strict=True))
-        leaves = [x.requires_grad_() for x in (q, k, v)]
-        both = {"layout": q_layout, "key_layout": k_layout, "mesh": mesh}
-        if names[0] == "zigzag" or block > 1:
-            out = cross_attention(q, k, v, pattern=pattern, **more, **both)  # type: ignore[arg-type]
-        else:
-            out = CrossAttention(pattern, **both)(q, k, v)  # type: ignore[arg-type]
-        found = (out.detach(), *torch.autograd.grad(out, leaves, grad))
-        for name, x, one in zip(NAMES, found, (q_layout, q_layout, k_layout, k_layout), strict=True):
-            got = gather_sequence(x.contiguous(), one, mesh=mesh, dim=2)
-            errors[names, lengths, name] = error_of(got, want[name])
-    return errors
+        options = PassOptions(transport="reproducible", block_size=block)
+        q_layout, k_layout = (in_whole_blocks(layout, block) for layout in (q_layout, k_layout))
+    pattern, sees = documents_of(*lengths) if documents else (Full(), None)
+    place: dict[str, Any] = {"layout": q_layout, "key_layout": k_layout, "mesh": mesh, "score_mod": score_mod}
+    attend: Any = partial(cross_attention, pattern=pattern, options=options, **place)
+    if is_module:
+        module = CrossAttention(pattern, **place)
+        attend = lambda q, k, v: module(q, k, v)  # noqa: E731
+    inputs = dict(zip("qkv", drawn(*lengths), strict=False))
+    reference = partial(dense, sees=sees, score_mod=score_mod)
+    return Layer(inputs, reference, attend, mesh, q_layout, layouts={"k": k_layout, "v": k_layout})
 
 
 @pytest.mark.parametrize(
@@ -141,53 +120,36 @@ def crossed(rank: int, world_size: int, ulysses: int, documents: bool, block: in
 def test_real_ranks_agree_with_float64(
     rank_pool: Pool, world_size: int, ulysses: int, documents: bool, block: int
 ) -> None:
-    errors = rank_pool(world_size).run(crossed, ulysses, documents, block)[0]
-    assert len(errors) == (2 if block > 1 else len(CASES)) * len(NAMES)
-    assert max(errors.values()) < 1e-12, errors
+    cases = [
+        (*case, documents, block, None, case[0][0] != "zigzag" and block == 1)
+        for case in CASES[: 2 if block > 1 else None]
+    ]
+    same_as_one_process(rank_pool(world_size), crossed, *cases, ulysses=ulysses, count=4)
 
 
-def scored(rank: int, world_size: int, ulysses: int, block: int) -> dict[str, float]:
-    """Relative errors of score_mods of both positions, against dense attention."""
+STRENGTH = [0.1]  # on ranks
+GENERATOR = torch.Generator().manual_seed(1)
+BY_QUERY, BY_KEY = (torch.randn(n, generator=GENERATOR, dtype=torch.float64) for n in CASES[0][1])
+
+
+def distance(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return score + STRENGTH[0] * (j - i) * (h + 1)
+
+
+def tables(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return score * BY_QUERY[i] + BY_KEY[j]
+
+
+def scored(rank: int, world_size: int, ulysses: int, block: int) -> list[dict[str, float]]:
+    """Relative errors of score_mods of both positions; a module's reads another number in its second call."""
     mesh = RingMesh.from_world(world_size // ulysses, ulysses)
-    lengths = 37, 61
-    more: dict[str, Any] = {}
-    q_layout, k_layout = layouts_for(("zigzag", "contiguous"), lengths, mesh.ring_size, ulysses)
-    if block > 1:
-        more["options"] = PassOptions(transport="reproducible", block_size=block)
-        q_layout, k_layout = (in_whole_blocks(one, block) for one in (q_layout, k_layout))
-    q, k, v, grad = drawn(*lengths)
-    generator = torch.Generator().manual_seed(1)
-    by_query, by_key = (torch.randn(n, generator=generator, dtype=torch.float64) for n in lengths)
-    strength = [0.1]
-
-    def distance(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return score + strength[0] * (j - i) * (h + 1)
-
-    def tables(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return score * by_query[i] + by_key[j]
-
-    both: dict[str, Any] = {"layout": q_layout, "key_layout": k_layout, "mesh": mesh}
-    calls: dict[str, tuple[Any, Callable[..., Any]]] = {
-        "distance": (distance, partial(cross_attention, pattern=Full(), score_mod=distance, **both, **more)),
-        "tables": (tables, partial(cross_attention, pattern=Full(), score_mod=tables, **both, **more)),
-    }
+    errors = [compare(crossed(mesh, *CASES[0], False, block, mod)) for mod in (distance, tables)]
     if block == 1:
-        module = CrossAttention(Full(), score_mod=distance, **both)
-        calls |= {"module": (distance, module), "module with another number": (distance, module)}
-    errors = {}
-    for name, (mod, call) in calls.items():
-        strength[0] = 0.3 if "another" in name else 0.1
-        want = dense(q, k, v, grad, None, mod)
-        of = (q_layout, k_layout, k_layout)
-        mine = [
-            shard_sequence(x, one, mesh=mesh, dim=2).requires_grad_()
-            for x, one in zip((q, k, v), of, strict=True)
-        ]
-        out = call(*mine)
-        grads = torch.autograd.grad(out, mine, shard_sequence(grad, q_layout, mesh=mesh, dim=2))
-        for key, x, one in zip(NAMES, (out.detach(), *grads), (q_layout, *of), strict=True):
-            got = gather_sequence(x.contiguous(), one, mesh=mesh, dim=2)
-            errors[f"{name} {key}"] = error_of(got, want[key])
+        module = crossed(mesh, *CASES[0], False, block, distance, True)
+        errors.append(compare(module))
+        STRENGTH[0] = 0.3
+        errors.append(compare(module))
+        STRENGTH[0] = 0.1
     return errors
 
 
@@ -197,8 +159,8 @@ def scored(rank: int, world_size: int, ulysses: int, block: int) -> dict[str, fl
 def test_score_mods_get_the_positions_of_each_sequence(
     rank_pool: Pool, world_size: int, ulysses: int, block: int
 ) -> None:
-    errors = rank_pool(world_size).run(scored, ulysses, block)[0]
-    assert max(errors.values()) < 1e-12, errors
+    for errors in rank_pool(world_size).run(scored, ulysses, block)[0]:
+        assert len(errors) == 4 and max(errors.values()) < 1e-12, errors
 
 
 @pytest.mark.parametrize("ring_size", [2, 3])
@@ -227,12 +189,13 @@ def test_virtual_ranks_agree_with_float64(
         grad_out=grad.nan_to_num(0.0),
         options=SimulationOptions(progress=False),
     )
-    want = dense(*whole, None)
+    leaves = [x.clone().requires_grad_() for x in whole[:3]]
+    out = dense(*leaves, None)
+    want = (out.detach(), *torch.autograd.grad(out, leaves, whole[3]))
     assert found.dq is not None and found.dk is not None and found.dv is not None
     got = tuple(x[:, :, first : first + queries] for x in (found.out, found.dq))
     got += (found.dk[:, :, :keys], found.dv[:, :, :keys])
-    for name, x in zip(NAMES, got, strict=True):
-        assert error_of(x, want[name]) < 1e-12, name
+    assert max(map(relative_error, got, want)) < 1e-12
 
 
 @pytest.mark.parametrize("ulysses", [1, 2, 4])
@@ -292,10 +255,12 @@ def test_wrong_arguments(what: str) -> None:
         cross_attention(*(torch.randn(1, 2, n, 8) for n in (8, 16, 16)), **given)
 
 
-@pytest.mark.parametrize("how", ["function", "module"])
+@pytest.mark.parametrize("how", ["function", "module", "function without a plan"])
 @pytest.mark.day("function")
 def test_a_graph_ends_before_it(how: str) -> None:
-    mesh, layout = RingMesh.single(), make_layout("zigzag", tokens=8, ring_size=1)
+    is_planned = how != "function without a plan"  # Dynamo traces what makes a plan, too: 10 s
+    mesh, slots = RingMesh.single(), 8 if is_planned else 10
+    layout = make_layout("zigzag", tokens=slots, ring_size=1)
     module = CrossAttention(Full(), mesh=mesh, layout=layout, key_layout=layout)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -303,7 +268,9 @@ def test_a_graph_ends_before_it(how: str) -> None:
             return module(q, k, v)
         return cross_attention(q, k, v, pattern=Full(), layout=layout, key_layout=layout, mesh=mesh)
 
-    given = [torch.randn(1, 2, 8, 8) for _ in range(3)]
+    given = [torch.randn(1, 2, slots, 8) for _ in range(3)]
+    if is_planned:
+        attend(*given)
     with pytest.raises(torch._dynamo.exc.Unsupported, match="runs eagerly: call it outside of the graph"):
         torch.compile(attend, backend="eager", fullgraph=True)(*given)
     assert torch.equal(torch.compile(attend, backend="eager")(*given), attend(*given))

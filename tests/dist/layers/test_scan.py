@@ -34,6 +34,7 @@ from ds_ring.layers.scan import halo as halo_module
 from ds_ring.layers.scan import scan
 from ds_ring.layers.scan.context import scan_context
 from tests.dist.harness import RankPool
+from tests.dist.one_process import Layer, same_as_one_process
 from tests.reference import relative_error
 
 B, T, K, V = 2, 46, 3, 4
@@ -132,45 +133,17 @@ def layer(x: dict[str, Tensor], context: Any, matrix: bool, compiled: bool = Fal
     return out
 
 
-def on_a_ring(
-    rank: int,
-    world_size: int,
-    name: str,
-    packed: bool,
-    matrix: bool,
-    ulysses: int = 1,
-    compiled: bool = False,
-) -> dict[str, float]:
-    """Relative error of the output and of each gradient, by name."""
-    mesh = RingMesh.from_world(world_size // ulysses, ulysses)
+def on_a_ring(mesh: RingMesh, name: str, packed: bool, matrix: bool, compiled: bool = False) -> Layer:
     ids = IDS if packed else None
-    layout = make_layout(
-        name, tokens=T, ring_size=mesh.ring_size, multiple_of=ulysses, pattern=Documents(IDS)
-    )
+    sizes = {"ring_size": mesh.ring_size, "multiple_of": mesh.ulysses_size}
+    layout = make_layout(name, tokens=T, pattern=Documents(IDS), **sizes)
     context = scan_context(layout, mesh, Documents(ids) if ids else None)
-    whole = inputs()
-    expected = alone(whole, ids, matrix)
-    grad = torch.randn_like(expected)
-    expected.backward(grad)
-    shards = {
-        name: x.detach().clone().requires_grad_() if name == "weight" else
-        shard_sequence(x.detach(), layout, mesh=mesh, dim=1).requires_grad_()
-        for name, x in whole.items()
-    }  # fmt: skip
-    out = layer(shards, context, matrix, compiled)
-    out.backward(shard_sequence(grad, layout, mesh=mesh, dim=1))
-    errors = {"out": relative_error(gather_sequence(out, layout, mesh=mesh, dim=1), expected)}
-    for name, x in shards.items():
-        if x.grad is None:
-            continue
-        if name == "weight":
-            parts = x.grad.clone()
-            if world_size > 1:
-                torch.distributed.all_reduce(parts)
-            errors[name] = relative_error(parts, whole[name].grad)
-        else:
-            errors[name] = relative_error(gather_sequence(x.grad, layout, mesh=mesh, dim=1), whole[name].grad)
-    return errors
+    return Layer(
+        inputs(),
+        lambda **x: alone(x, ids, matrix),
+        lambda **x: layer(x, context, matrix, compiled),
+        mesh, layout, dim=1, parameters=["weight"],
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("matrix", [False, True])
@@ -183,10 +156,8 @@ def on_a_ring(
 def test_exact(
     rank_pool: Pool, world_size: int, layout: str, ulysses: int, packed: bool, matrix: bool
 ) -> None:
-    for errors in rank_pool(world_size).run(on_a_ring, layout, packed, matrix, ulysses):
-        expected = {"out", "k", "v", "weight"} | (set() if matrix else {"decay"})
-        assert errors.keys() >= expected
-        assert all(error < 1e-12 for error in errors.values()), errors
+    case = layout, packed, matrix
+    same_as_one_process(rank_pool(world_size), on_a_ring, case, ulysses=ulysses, count=5 - matrix)
 
 
 def predict_ahead(
@@ -278,9 +249,7 @@ def test_padding_gets_the_fill_and_not_its_neighbour(rank_pool: Pool) -> None:
 
 def test_torch_compile_sees_one_operator_each(rank_pool: Pool) -> None:
     """A function around each is one graph, forward and backward."""
-    for errors in rank_pool(2).run(on_a_ring, "zigzag", True, False, 1, True):
-        assert len(errors) == 5
-        assert all(error < 1e-12 for error in errors.values()), errors
+    same_as_one_process(rank_pool(2), on_a_ring, ("zigzag", True, False, True), count=5)
 
 
 def test_masks_are_made_once_for_all_layers_of_a_batch() -> None:

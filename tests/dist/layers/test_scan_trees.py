@@ -27,6 +27,7 @@ from ds_ring import (
 from ds_ring.layers.scan import sequence_runs
 from ds_ring.layers.scan.context import ScanContext, scan_context
 from tests.dist.harness import RankPool
+from tests.dist.one_process import Layer, same_as_one_process
 from tests.reference import relative_error
 
 B, T, K, V, WIDTH = 2, 61, 3, 4, 4
@@ -127,39 +128,18 @@ def layer(x: Inputs, context: ScanContext, matrix: bool) -> Tensor:
     return out
 
 
-def on_trees(rank: int, world_size: int, name: str, matrix: bool, ulysses: int) -> list[dict[str, float]]:
-    """Relative errors of the output and of each gradient, of several trees."""
-    mesh, found = RingMesh.from_world(world_size // ulysses, ulysses), []
-    for seed in range(4):
-        tree, whole = random_tree(seed), inputs(seed)
-        layout = make_layout(name, tokens=T, ring_size=mesh.ring_size, multiple_of=ulysses, pattern=tree)
-        context = scan_context(layout, mesh, tree)
-        keep = torch.tensor([[t > -2] for t in tokens_before(tree)])
-        expected = alone(whole, tree, matrix) * keep
-        grad = torch.randn_like(expected) * keep
-        expected.backward(grad)
-        shards = {
-            name: x.detach().clone().requires_grad_() if name == "weight" else
-            shard_sequence(x.detach(), layout, mesh=mesh, dim=1).requires_grad_()
-            for name, x in whole.items()
-        }  # fmt: skip
-        out = layer(shards, context, matrix)
-        out.backward(shard_sequence(grad, layout, mesh=mesh, dim=1))
-        got = gather_sequence(out, layout, mesh=mesh, dim=1)
-        errors = {"out": relative_error(got * keep, expected)}
-        for name_, x in shards.items():
-            if matrix and name_ == "decay":
-                continue
-            assert x.grad is not None
-            if name_ == "weight":
-                of_all = x.grad.clone()
-                if world_size > 1:
-                    torch.distributed.all_reduce(of_all)
-            else:
-                of_all = gather_sequence(x.grad, layout, mesh=mesh, dim=1)
-            errors[name_] = relative_error(of_all, whole[name_].grad)
-        found.append(errors)
-    return found
+def on_trees(mesh: RingMesh, seed: int, name: str, matrix: bool) -> Layer:
+    tree = random_tree(seed)
+    sizes = {"ring_size": mesh.ring_size, "multiple_of": mesh.ulysses_size}
+    layout = make_layout(name, tokens=T, pattern=tree, **sizes)
+    context = scan_context(layout, mesh, tree)
+    return Layer(
+        inputs(seed),
+        lambda **x: alone(x, tree, matrix),
+        lambda **x: layer(x, context, matrix),
+        mesh, layout, dim=1, parameters=["weight"],
+        real=torch.tensor([float(t > -2) for t in tokens_before(tree)]),
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("matrix", [False, True])
@@ -169,9 +149,8 @@ def on_trees(rank: int, world_size: int, name: str, matrix: bool, ulysses: int) 
 )
 @pytest.mark.covering(1)
 def test_exact(rank_pool: Pool, world_size: int, layout: str, ulysses: int, matrix: bool) -> None:
-    for errors in rank_pool(world_size).run(on_trees, layout, matrix, ulysses)[0]:
-        assert len(errors) == 4 + (not matrix)
-        assert max(errors.values()) < 1e-12, errors
+    trees = [(seed, layout, matrix) for seed in range(4)]
+    same_as_one_process(rank_pool(world_size), on_trees, *trees, ulysses=ulysses, count=5 - matrix)
 
 
 def with_a_wrong_parent(rank: int, world_size: int) -> float:
