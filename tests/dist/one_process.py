@@ -14,11 +14,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ds_ring import RingMesh, gather_sequence, shard_sequence
+from ds_ring.masks.pattern import Pattern
 from ds_ring.schedule.layout import Layout
 from tests.dist.harness import RankPool
 from tests.reference import relative_error, worst
@@ -110,6 +112,16 @@ def same_as_one_process(
         for case, errors in zip(cases, errors_by_case, strict=True):
             assert len(errors) == (count or len(errors)) > 1, (case, errors)
             assert worst(errors.values()) < bound, (case, errors)
+
+
+def attend_densely(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> tuple[Tensor, Tensor]:
+    """Return out and lse of softmax attention over all keys; log m of the pattern is added to the scores."""
+    heads, groups = q.shape[1], k.shape[1]
+    rows, columns = np.arange(q.shape[2])[:, None], np.arange(k.shape[2])[None, :]
+    counts = [pattern.multiplicity(head, heads, groups, rows, columns) for head in range(heads)]
+    k_all, v_all = (x.repeat_interleave(heads // groups, dim=1) for x in (k, v))
+    scores = q @ k_all.mT / q.shape[-1] ** 0.5 + torch.from_numpy(np.stack(counts)).to(q.dtype).log()
+    return scores.softmax(-1) @ v_all, scores.logsumexp(-1)
 
 
 def _as_list(outputs: Outputs) -> list[Tensor]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +25,6 @@ from ds_ring import (
     RingError,
     RingMesh,
     SlidingWindow,
-    gather_sequence,
     latent_attention,
     make_layout,
     shard_sequence,
@@ -49,7 +48,8 @@ from tests.dist.deepspeed_ranks import (
     take_step,
 )
 from tests.dist.harness import RankPool
-from tests.reference import dense_attention, relative_error
+from tests.dist.one_process import Layer, attend_densely, same_as_one_process
+from tests.reference import relative_error
 
 Pool = Callable[[int], RankPool]
 B, T, H = 2, 61, 4
@@ -62,95 +62,66 @@ PATTERNS: dict[str, Pattern] = {
 }
 
 
-class Inputs(NamedTuple):
-    """Global tensors of a layer, and the gradient of its output."""
-
-    q: Tensor
-    latent: Tensor
-    rope: Tensor
-    up: Tensor
-    grad: Tensor
-
-
-def inputs(dtype: torch.dtype = torch.float64) -> Inputs:
+def inputs(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    """Global tensors of a layer."""
     torch.manual_seed(0)
-    shapes = (
-        (B, H, T, NOPE + ROPE), (B, 1, T, LATENT), (B, 1, T, ROPE), (H * (NOPE + VALUE), LATENT),
-        (B, H, T, VALUE),
-    )  # fmt: skip
-    return Inputs(*(torch.randn(shape, dtype=torch.float64).to(dtype) for shape in shapes))
+    shapes = {
+        "q": (B, H, T, NOPE + ROPE), "latent": (B, 1, T, LATENT), "rope": (B, 1, T, ROPE),
+        "up": (H * (NOPE + VALUE), LATENT),
+    }  # fmt: skip
+    return {name: torch.randn(shape, dtype=torch.float64).to(dtype) for name, shape in shapes.items()}
 
 
-def expanded(given: Inputs, pattern: Pattern) -> dict[str, Tensor]:
-    """Output and gradients of dense attention over expanded keys and values."""
-    latent, rope, up = (x.clone().requires_grad_() for x in given[1:4])
-    both = torch.einsum("bsl,hdl->bhsd", latent[:, 0], up.unflatten(0, (H, -1)))
+def expanded(q: Tensor, latent: Tensor, rope: Tensor, up: Tensor, pattern: Pattern) -> Tensor:
+    """The output of dense attention over expanded keys and values, in float64."""
+    q, latent, rope, weight = (x.double() for x in (q, latent, rope, up))
+    both = torch.einsum("bsl,hdl->bhsd", latent[:, 0], weight.unflatten(0, (H, -1)))
     k = torch.cat([both[..., :NOPE], rope.expand(-1, H, -1, -1)], dim=-1)
-    dense = dense_attention(given.q, k, both[..., NOPE:], given.grad, pattern)
-    grads = torch.autograd.grad([k, both], [latent, rope, up], [dense.dk, pad(dense.dv)])
-    return dict(zip(("out", "q", "latent", "rope", "up"), (dense.out, dense.dq, *grads), strict=True))
+    return attend_densely(q, k, both[..., NOPE:], pattern)[0].to(up.dtype)
 
 
-def pad(dv: Tensor) -> Tensor:
-    """The gradient of keys and values together, from that of values."""
-    return torch.cat([dv.new_zeros((*dv.shape[:-1], NOPE)), dv], dim=-1)
-
-
-def absorbed(given: Inputs, pattern: Pattern) -> Tensor:
+def absorbed(q: Tensor, latent: Tensor, rope: Tensor, up: Tensor, pattern: Pattern) -> Tensor:
     """The output of attention among latents, whose up-projection is in queries and output."""
-    of_keys, of_values = given.up.unflatten(0, (H, -1)).split([NOPE, VALUE], dim=1)
-    inner = torch.einsum("bhsd,hdl->bhsl", given.q[..., :NOPE], of_keys)
-    q = torch.cat([inner, given.q[..., NOPE:]], dim=-1)
+    of_keys, of_values = up.unflatten(0, (H, -1)).split([NOPE, VALUE], dim=1)
+    inner = torch.einsum("bhsd,hdl->bhsl", q[..., :NOPE], of_keys)
+    q = torch.cat([inner, q[..., NOPE:]], dim=-1)
     # the scale of the scores is that of the layer's head_dim
     q = q * (q.shape[-1] / (NOPE + ROPE)) ** 0.5
-    k = torch.cat([given.latent, given.rope], dim=-1)
-    zeros = torch.zeros(B, H, T, LATENT, dtype=q.dtype)
-    out = dense_attention(q, k, given.latent, zeros, pattern).out
+    out = attend_densely(q, torch.cat([latent, rope], dim=-1), latent, pattern)[0]
     return torch.einsum("bhsl,hel->bhse", out, of_values)
 
 
 def on_a_ring(
-    rank: int,
-    world_size: int,
+    mesh: RingMesh,
     layout_name: str,
     pattern_name: str,
-    ulysses: int = 1,
     compiled: bool = False,
     chunk_bytes: int | None = None,
     dtype: torch.dtype = torch.float64,
     **options: Any,
-) -> dict[str, float]:
-    """Relative error of the output and of each gradient, by name."""
-    mesh, pattern = RingMesh.from_world(world_size // ulysses, ulysses), PATTERNS[pattern_name]
-    layout = make_layout(
-        layout_name, tokens=T, ring_size=mesh.ring_size, multiple_of=ulysses, pattern=pattern
-    )
-    whole = inputs(dtype)
-    *shards, grad = (shard_sequence(x, layout, mesh=mesh, dim=2) for x in (*whole[:3], whole.grad))
-    leaves = [x.requires_grad_() for x in (*shards, whole.up.clone())]
+) -> Layer:
+    pattern, sizes = PATTERNS[pattern_name], {"ring_size": mesh.ring_size, "multiple_of": mesh.ulysses_size}
+    layout = make_layout(layout_name, tokens=T, pattern=pattern, **sizes)
 
     def call(q: Tensor, latent: Tensor, rope: Tensor, up: Tensor) -> Tensor:
         if chunk_bytes is not None:  # an option of the JSON only
             context = context_for(pattern, layout, mesh, Options(chunk_bytes=chunk_bytes))
             return latent_attention_op(q, latent, rope, up, context.handle)[0]
         named = {"pattern": pattern, "layout": layout, "mesh": mesh, "up_projection": up}
-        out: Tensor = calls.attend(q, latent, rope, **named, **options)
-        return out
+        return calls.attend(q, latent, rope, **named, **options)  # type: ignore[no-any-return]
 
-    run: Any = torch.compile(call, fullgraph=True, backend="aot_eager") if compiled else call
-    out = run(*leaves)
-    *grads, of_up = torch.autograd.grad(out, leaves, grad)
-    if world_size > 1:
-        dist.all_reduce(of_up)
-    found = [gather_sequence(x, layout, mesh=mesh, dim=2) for x in (out.detach(), *grads)]
-    want = expanded(whole, pattern)
-    return {name: relative_error(x, want[name]) for name, x in zip(want, (*found, of_up), strict=True)}
+    attend: Any = torch.compile(call, fullgraph=True, backend="aot_eager") if compiled else call
+    return Layer(inputs(dtype), partial(expanded, pattern=pattern), attend, mesh, layout, parameters=["up"])
+
+
+def with_options(mesh: RingMesh, options: dict[str, Any]) -> Layer:
+    return on_a_ring(mesh, "zigzag", **({"pattern_name": "causal"} | options))
 
 
 def test_the_two_references_agree() -> None:
     for pattern in PATTERNS.values():
         given = inputs()
-        assert relative_error(absorbed(given, pattern), expanded(given, pattern)["out"]) < 1e-12
+        assert relative_error(absorbed(**given, pattern=pattern), expanded(**given, pattern=pattern)) < 1e-12
 
 
 @pytest.mark.parametrize("pattern", list(PATTERNS))
@@ -160,9 +131,7 @@ def test_the_two_references_agree() -> None:
 )
 @pytest.mark.covering(1)
 def test_exact(rank_pool: Pool, world_size: int, layout: str, ulysses: int, pattern: str) -> None:
-    for errors in rank_pool(world_size).run(on_a_ring, layout, pattern, ulysses):
-        assert errors.keys() == {"out", "q", "latent", "rope", "up"}
-        assert max(errors.values()) < 1e-12, errors
+    same_as_one_process(rank_pool(world_size), on_a_ring, (layout, pattern), ulysses=ulysses, count=5)
 
 
 @pytest.mark.parametrize(
@@ -189,9 +158,9 @@ def test_exact(rank_pool: Pool, world_size: int, layout: str, ulysses: int, patt
     "{'dtype': torch.float32}",
 )
 def test_every_way_of_doing_it_gives_the_same(rank_pool: Pool, options: dict[str, Any]) -> None:
-    bound = 1e-12 if "dtype" not in options else 1e-5
-    for errors in rank_pool(2).run(on_a_ring, "zigzag", **({"pattern_name": "causal"} | options)):
-        assert max(errors.values()) < bound, errors
+    bound, options = 1e-12 if "dtype" not in options else 1e-5, dict(options)
+    ulysses = options.pop("ulysses", 1)
+    same_as_one_process(rank_pool(2), with_options, (options,), ulysses=ulysses, bound=bound, count=5)
 
 
 # --- beside other arguments, against the ring with expanded keys -----------------------------------
@@ -202,9 +171,10 @@ def beside(rank: int, world_size: int) -> dict[str, float]:
     mesh = RingMesh.from_world(world_size)
     layout = make_layout("zigzag", tokens=T, ring_size=world_size)
     whole = inputs()
-    *shards, grad = (shard_sequence(x, layout, mesh=mesh, dim=2) for x in (*whole[:3], whole.grad))
+    up, grad = whole.pop("up"), torch.randn(B, H, T, VALUE, dtype=torch.float64)
+    *shards, grad = (shard_sequence(x, layout, mesh=mesh, dim=2) for x in (*whole.values(), grad))
     sinks = torch.linspace(-1, 1, H, dtype=torch.float64).requires_grad_()
-    leaves = [x.requires_grad_() for x in (*shards, whole.up.clone(), sinks)]
+    leaves = [x.requires_grad_() for x in (*shards, up, sinks)]
 
     def call(latents: bool, *given: Tensor, by_heads: bool = False, **options: Any) -> tuple[Tensor, Tensor]:
         q, k, v, up, sinks = given
@@ -325,7 +295,7 @@ def wrong_shapes(rank: int, world_size: int, what: str, compiled: bool) -> tuple
     """The error of this rank, of two that share the heads, if rank 1 passes what is no latent."""
     mesh = RingMesh.from_world(1, world_size)
     layout = make_layout("contiguous", tokens=T, ring_size=1, multiple_of=world_size)
-    q, latent, rope, up, _ = inputs()
+    q, latent, rope, up = inputs().values()
     q, latent, rope = (shard_sequence(x, layout, mesh=mesh, dim=2) for x in (q, latent, rope))
     if rank == 1:
         latent = latent.expand(-1, 2, -1, -1) if what == "heads" else latent
