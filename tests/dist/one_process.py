@@ -12,7 +12,7 @@ A layer is a function of a mesh and a case, at the top level of a module so that
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from ds_ring.schedule.layout import Layout
 from tests.dist.harness import RankPool
 from tests.reference import relative_error, worst
 
+T = TypeVar("T")
 Outputs = Tensor | Sequence[Tensor]
 
 
@@ -58,12 +59,7 @@ class Layer(NamedTuple):
 
 def compare(layer: Layer) -> dict[str, float]:
     """Return the relative error of each output ("out", "out 1", ...) and of each gradient, by the input's name."""
-    whole = {name: x.detach().clone().requires_grad_() for name, x in layer.inputs.items()}
-    expected = [_masked(x, layer) for x in _as_list(layer.alone(**whole))]
-    torch.manual_seed(1)
-    grads = [_masked(torch.randn_like(x), layer) for x in expected]
-    torch.autograd.backward(expected, grads)
-
+    expected, grads, wanted = from_first_rank(lambda: _reference(layer))
     place: dict[str, Any] = {"mesh": layer.mesh, "dim": layer.dim}
     local = {
         name: x.detach().clone() if name in layer.parameters else
@@ -80,15 +76,32 @@ def compare(layer: Layer) -> dict[str, float]:
         errors["out" + f" {number}" * (number > 0)] = _error(got, want)
     for name, x in local.items():
         if x.grad is None:
-            assert whole[name].grad is None, f"no gradient of {name}"
+            assert wanted[name] is None, f"no gradient of {name}"
         elif name in layer.parameters:
             if layer.mesh.sequence_group is not None:
                 dist.all_reduce(x.grad, group=layer.mesh.sequence_group)
-            errors[name] = _error(x.grad, whole[name].grad)
+            errors[name] = _error(x.grad, wanted[name])
         else:
             got = gather_sequence(x.grad, layer.layouts.get(name, layer.layout), **place)
-            errors[name] = _error(got, whole[name].grad)
+            errors[name] = _error(got, wanted[name])
     return errors
+
+
+def _reference(layer: Layer) -> tuple[list[Tensor], list[Tensor], dict[str, Tensor | None]]:
+    """Return outputs of one process, the gradients that they get, and those of the inputs."""
+    whole = {name: x.detach().clone().requires_grad_() for name, x in layer.inputs.items()}
+    expected = [_masked(x, layer) for x in _as_list(layer.alone(**whole))]
+    torch.manual_seed(1)
+    grads = [_masked(torch.randn_like(x), layer) for x in expected]
+    torch.autograd.backward(expected, grads)
+    return [x.detach() for x in expected], grads, {name: x.grad for name, x in whole.items()}
+
+
+def from_first_rank(compute: Callable[[], T]) -> T:
+    """Return what rank 0 computes, on every rank: references are slow, and equal everywhere."""
+    results = [compute() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(results)
+    return results[0]  # type: ignore[return-value]
 
 
 def compare_cases(
