@@ -38,6 +38,7 @@ from typing import Any
 
 import pytest
 
+from ds_ring.errors import RingError
 from tests.dist.rank_process import (
     DUMP_SIGNAL,
     RANK_ENVIRONMENT,
@@ -93,6 +94,15 @@ def run_ranks_collect(
     """The same on fresh ranks, but what became of each rank is the result, whatever it is."""
     with RankPool(world_size) as pool:
         return pool.collect(fn, *args, timeout_s=timeout_s, grace_s=grace_s, silent=silent, **kwargs)
+
+
+def catch_refusal(call: Callable[..., object], *args: Any, **kwargs: Any) -> str:
+    """Call, and return the type and the message of ds_ring's error; "" for none."""
+    try:
+        call(*args, **kwargs)
+    except RingError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def first_in_time(run: Callable[[], list[Any]], in_time: Callable[[list[Any]], bool]) -> list[Any]:
@@ -288,6 +298,9 @@ class RankPool:
     def _log_tail(self, rank: int) -> str:
         lines = _text(log_path(self._folder, rank)).splitlines()[-_LOG_LINES:]
         return "its output:\n" + "\n".join(lines) if lines else "it printed nothing"
+
+
+Pool = Callable[[int], RankPool]  # the fixture `rank_pool`
 
 
 def _summary(outcome: RankOutcome) -> str:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 from tests.dist.autograd_rounds import MODES, play
-from tests.dist.harness import RankPool
+from tests.dist.harness import Pool
 from tests.operator_table import OPERATORS
 
-Pool = Callable[[int], RankPool]
 FEW = ["ring_attention", "gather_sequence", "halo", "serial_scan", "sharded_rows"]
 
 

@@ -5,13 +5,13 @@ What the rewriting reads and refuses is tested on one rank, in tests/unit/integr
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
+import ds_ring
 from tests.dist import family_ranks
 from tests.dist.deepspeed_ranks import (
     Run,
@@ -25,9 +25,7 @@ from tests.dist.deepspeed_ranks import (
     train_alone,
 )
 from tests.dist.family_ranks import GROUPED, SIZES, check, gradients_of
-from tests.dist.harness import RankPool
-
-Pool = Callable[[int], RankPool]
+from tests.dist.harness import Pool
 
 SAMPLES, TOKENS, VOCABULARY, WINDOW = 2, 45, 61, 10
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -120,8 +118,6 @@ def on_a_ring(
 ) -> OnRanks:
     from torch._dynamo.utils import counters
 
-    import ds_ring
-
     counted = start_counting()
     mesh = ds_ring.RingMesh.from_world(world_size // ulysses_size, ulysses_size)
     pattern = ds_ring.SlidingWindow(WINDOW) if family == "Mistral" else ds_ring.Causal()
@@ -158,8 +154,6 @@ def test_an_unmodified_family_equals_one_process(
 
 def wrong_call(rank: int, world_size: int, case: str) -> None:
     """A Llama or Mistral whose masks the pattern must not stand for; `alone`: on rank 1 only."""
-    import ds_ring
-
     start_counting()
     mesh = ds_ring.RingMesh.from_world(world_size)
     layout = ds_ring.make_layout("zigzag", tokens=TOKENS, ring_size=world_size)

@@ -26,9 +26,8 @@ from ds_ring.ops.options import Options
 from ds_ring.ops.ring_op import ring_attention_op
 from ds_ring.schedule.plan import build_plan
 from tests.cases import LONG_PATTERNS, Shape, tensors
-from tests.dist.harness import RankPool
+from tests.dist.harness import Pool
 
-Pool = Callable[[int], RankPool]
 TOKENS, HEADS, HEAD_DIM = 16384, 2, 16
 DAY = ("causal-2", "window 1024-4", "documents-2", "LongNet-2")
 MAX_RATIO = 1.05  # of the work over its mean, and of the bytes over the least that must cross

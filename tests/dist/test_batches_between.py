@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.dist.harness import RankPool
+from tests.dist.family_ranks import GROUPED, attached, build, start_session
+from tests.dist.harness import Pool
 
-Pool = Callable[[int], RankPool]
 REENTRANT = {"none": None, "reentrant": {"use_reentrant": True}, "not reentrant": {"use_reentrant": False}}
 
 
@@ -63,8 +63,6 @@ def prepared(case: Case) -> tuple[Any, list[dict[str, Tensor]], bool, dict[str, 
 
 def gradients(rank: int, world_size: int, case: Case) -> dict[str, float]:
     """The largest relative error of a gradient of this rank, by batch and by what it is compared with."""
-    from tests.dist.family_ranks import attached, start_session
-
     model, batches, own_loss, section = prepared(case)
     session = start_session(world_size, **section)
     model = attached(model.train(), session)
@@ -173,7 +171,6 @@ KINDS = (
 def of_own_layers(rank: int, world_size: int) -> dict[str, float]:
     """The largest difference of gradients of two layers, two batches in turn and one between, by kind."""
     from tests.dist.deepspeed_ranks import start_deepspeed
-    from tests.dist.family_ranks import start_session
 
     start_deepspeed()
     session = start_session(world_size, pattern={"documents": True})
@@ -217,8 +214,6 @@ def test_own_layers_run_again_with_the_batch_of_their_first_run(rank_pool: Pool)
 
 def of_a_checkpointed_model(rank: int, world_size: int) -> float:
     """The largest difference of gradients where the whole model is one reentrant region."""
-    from tests.dist.family_ranks import GROUPED, attached, build, start_session
-
     session = start_session(world_size, pattern={"documents": True})
     model = attached(build("LlamaConfig", GROUPED, "sdpa").train(), session)
     batches = [

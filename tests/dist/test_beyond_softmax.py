@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -25,11 +24,10 @@ from ds_ring.ops.context import context_for
 from ds_ring.ops.options import Options
 from ds_ring.schedule.plan import build_plan
 from tests import calls
-from tests.dist.harness import RankPool
+from tests.dist.harness import Pool, RankPool
 from tests.dist.one_process import Layer, compare, same_as_one_process
 from tests.reference import relative_error
 
-Pool = Callable[[int], RankPool]
 TOKENS, HEADS, KV_HEADS = 131, 8, 4
 WIDTHS = ((24, 16), (16, 24))  # of keys and of values: DeepSeek's proportion, and the other way round
 

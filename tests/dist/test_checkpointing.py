@@ -16,9 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from ds_ring import Causal, RingAttention, RingConfig, RingMesh, make_layout
 from ds_ring.ops import ring_op as autograd
 from ds_ring.ring.ring_pass import RingPass
-from tests.dist.harness import RankPool
+from tests.dist.harness import Pool
 
-Pool = Callable[[int], RankPool]
 LAYERS, TOKENS, WIDTH, HEADS = 8, 48, 32, 4
 KINDS = ("reentrant", "not reentrant", "DeepSpeed")
 

@@ -39,13 +39,12 @@ from ds_ring.ops.context import KEPT_CONTEXTS, ContextCache, context_for, contex
 from ds_ring.ops.options import Options
 from tests.cases import Shape, tensors
 from tests.dist.compiled_rounds import BACKENDS, play
-from tests.dist.harness import RankPool, run_ranks
+from tests.dist.harness import Pool, run_ranks
 from tests.parity import gathered_pass
 from tests.reference import dense_attention, relative_error
 
 pytestmark = pytest.mark.needs("compiler")
 
-Pool = Callable[[int], RankPool]
 # Graphs, guards and operators are the same for both, and `opcheck` compares the operators' fake results with real
 # ones. Inductor's C++ takes the compiler half a minute.
 each_backend = pytest.mark.parametrize(

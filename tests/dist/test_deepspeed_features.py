@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+import ds_ring
 from tests.dist.deepspeed_ranks import (
     Size,
     build_batch,
@@ -19,6 +20,7 @@ from tests.dist.deepspeed_ranks import (
     train_alone,
     train_on_ring,
 )
+from tests.dist.harness import catch_refusal
 from tests.dist.test_deepspeed_parity import check_parity
 
 SIZE = Size(hidden=32, layers=2, tokens=21, samples=2)
@@ -75,8 +77,6 @@ MODELS = {
 
 def error_of(config: dict[str, Any], change: Any = lambda model: None) -> tuple[str, str]:
     start_deepspeed()
-    import ds_ring
-
     model = build_model(SIZE, "sdpa")
     change(model)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -149,8 +149,6 @@ def test_what_is_exact(rank_pool: Any, feature: str) -> None:
 
 def direct_backward(rank: int, world_size: int, stage: int, steps: int) -> tuple[str, float]:
     """`loss.backward()` in place of `engine.backward(loss)`: the error, or how much a weight changed."""
-    import ds_ring
-
     model = build_model(SIZE, "sdpa")
     engine = start_engine(model, json_config(2, 2, stage, gradient_accumulation_steps=steps))
     batch = engine.ring.shard_batch(build_batch(SIZE))
@@ -176,8 +174,6 @@ def test_a_direct_backward_is_exact_or_refused(rank_pool: Any) -> None:
 
 def optimizer_on_rank_0(rank: int, world_size: int) -> tuple[str, str]:
     start_deepspeed()
-    import ds_ring
-
     model = build_model(SIZE, "sdpa")
     sgd = torch.optim.SGD(model.parameters(), lr=0.1) if rank == 0 else None
     try:
@@ -198,8 +194,6 @@ def test_ranks_of_which_one_has_an_optimizer_all_stop(rank_pool: Any) -> None:
 
 def evaluate(rank: int, world_size: int, stage: int) -> dict[str, Any]:
     start_deepspeed()
-    import ds_ring
-
     engine = ds_ring.initialize(model=build_model(SIZE, "sdpa"), config=json_config(2, 2, stage))[0]
     engine.eval()
     batch = engine.ring.shard_batch(build_batch(SIZE))
@@ -211,10 +205,7 @@ def evaluate(rank: int, world_size: int, stage: int) -> dict[str, Any]:
         "step": lambda: engine.step(),
         "save": lambda: engine.save_checkpoint("nowhere") if stage == 3 else engine.backward(output.loss),
     }.items():
-        try:
-            call()
-        except ds_ring.RingError as error:
-            errors[name] = str(error)
+        errors[name] = catch_refusal(call)
     loss = float(engine.ring.mean_loss(output.loss))
     return {"loss": loss, "logits": engine.ring.gather(output.logits), "errors": errors}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from ds_ring import RingMesh
-from tests.dist.harness import RankPool
+from tests.dist.harness import Pool
 from tests.operator_table import OPERATORS, Operator, Place
 
-Pool = Callable[[int], RankPool]
 DEFAULTS = {
     "device meta": ("meta", torch.float32),
     "dtype float64": ("cpu", torch.float64),

@@ -5,18 +5,15 @@ By day the dtypes that transports or torch's operators lack, by night all (`tool
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
 import ds_ring
 from ds_ring import RingMesh
 from tests.dist.dtype_table import DTYPES, Outcome, outcomes, rows_for
-from tests.dist.harness import RankPool
+from tests.dist.harness import Pool, RankPool
 from tests.operator_table import OPERATORS, Place, T
 
-Pool = Callable[[int], RankPool]
 NAMES = [str(dtype).removeprefix("torch.") for dtype in DTYPES]
 OF_THE_DAY = ("uint16", "float8_e5m2", "complex64")
 

@@ -30,6 +30,7 @@ from tests.dist.deepspeed_ranks import (
     json_config,
     start_deepspeed,
 )
+from tests.dist.harness import catch_refusal
 from tests.dist.test_loader import forking_session
 
 SIZE = Size(hidden=32, layers=2, tokens=0, samples=0)
@@ -310,11 +311,7 @@ def refused(rank: int, world_size: int) -> dict[str, str]:
         "compile": lambda: _start_compiled(),
     }
     for name, call in calls.items():
-        try:
-            call()
-            found[name] = ""
-        except ds_ring.RingError as error:
-            found[name] = f"{type(error).__name__}: {error}"
+        found[name] = catch_refusal(call)
     return found
 
 

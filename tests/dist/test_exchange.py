@@ -18,12 +18,11 @@ from ds_ring.comm.exchange import Exchange
 from ds_ring.comm.messages import Counters, Message
 from ds_ring.schedule.grid import Grid
 from tests import calls
-from tests.dist.harness import RankPool, first_in_time, run_ranks_collect
+from tests.dist.harness import Pool, first_in_time, run_ranks_collect
 from tests.dist.rank_process import RankOutcome
 
 pytestmark = pytest.mark.alone
 
-Pool = Callable[[int], RankPool]
 DEADLINE_S = 0.5
 LARGE = 16 << 20  # floats: 64 MiB
 LATE_S = 2.0  # by then a deadline of half a second must have been heard

@@ -20,9 +20,7 @@ from torch.nn import functional
 from tests.dist import family_ranks
 from tests.dist.deepspeed_ranks import Run
 from tests.dist.family_ranks import attached, gradients_of, start_session, train_alone, train_on_ring
-from tests.dist.harness import RankPool
-
-Pool = Callable[[int], RankPool]
+from tests.dist.harness import Pool
 
 SAMPLES, TOKENS, VOCABULARY = 3, 45, 61
 SIZES = family_ranks.SIZES | {"pad_token_id": 1}

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
 from ds_ring import Causal, Full, RingError, RingMesh
 from tests import calls
-from tests.dist.harness import RankOutcome, RankPool, run_ranks_collect
-
-Pool = Callable[[int], RankPool]
+from tests.dist.harness import Pool, RankOutcome, run_ranks_collect
 
 
 def attend(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,10 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import ds_ring
-from tests.dist.harness import RankPool
+from tests.dist.harness import Pool
 from tests.reference import relative_error
 
-Pool = Callable[[int], RankPool]
 TOKENS, SAMPLES, HIDDEN, HEADS = 37, 2, 32, 4
 
 

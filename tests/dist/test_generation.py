@@ -12,9 +12,7 @@ from torch import Tensor
 
 from ds_ring.errors import RingConfigError, RingMismatchError
 from tests.dist.deepspeed_ranks import Size, build_batch, build_model, json_config, start_engine, take_step
-from tests.dist.harness import RankPool
-
-Pool = Callable[[int], RankPool]
+from tests.dist.harness import Pool, RankPool
 
 VOCABULARY, PROMPT, NEW = 61, 37, 6
 # Weights so large that attention decides on the next token; no word ends a text unless a call says so.

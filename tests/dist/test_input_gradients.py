@@ -20,9 +20,8 @@ from tests.dist.deepspeed_ranks import (
     start_deepspeed,
     start_engine,
 )
-from tests.dist.harness import RankPool
+from tests.dist.harness import Pool
 
-Pool = Callable[[int], RankPool]
 SIZE = Size(hidden=16, layers=2, tokens=29, samples=2)
 TOLERANCE = 2e-6
 

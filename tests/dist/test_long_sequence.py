@@ -9,6 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.dist.deepspeed_ranks import json_config, start_deepspeed, start_engine
+from tests.dist.harness import catch_refusal
 from tests.dist.long_table import Step, errors, step_alone, step_on_ring
 
 # Family, ZeRO stage, option, whether layers are checkpointed: each option alone, every stage, every family.
@@ -105,7 +106,6 @@ def refused(rank: int, world_size: int) -> dict[str, str]:
     import transformers
 
     import ds_ring
-    from ds_ring.errors import RingConfigError
 
     def engine_of(part: Any, kind: str = "LlamaForCausalLM", **more: Any) -> Any:
         family = kind.removesuffix("ForCausalLM").removesuffix("Model")
@@ -119,11 +119,7 @@ def refused(rank: int, world_size: int) -> dict[str, str]:
         )[0]
 
     def message(call: Any) -> str:
-        try:
-            call()
-        except RingConfigError as error:
-            return str(error)
-        return "nothing"
+        return catch_refusal(call)
 
     llama = {"intermediate_size": 32}
     ids = torch.arange(16)[None]

@@ -15,12 +15,11 @@ from ds_ring import Causal, MaskMod, RingAttention, RingError, RingMesh
 from ds_ring.ops.options import Options
 from tests import calls
 from tests.cases import LAYOUTS, Shape, tensors
-from tests.dist.harness import RankPool
+from tests.dist.harness import Pool
 from tests.dist.test_patterns import NAMES, run_ring
 from tests.dist.test_wrong_inputs import Refusal, attend, check_refusal, outcomes, refusal, right_arguments
 from tests.masks import COMPOSED, MASKS, MaskFunction, attention_by_mask, causal, patterns
 
-Pool = Callable[[int], RankPool]
 KERNELS = ("cpu", "reference")
 RINGS = (1, 2, 3)
 TURNS = -(-len(LAYOUTS) // len(RINGS))  # so that every mask meets every layout

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,9 +21,8 @@ from ds_ring.ops.options import Options
 from ds_ring.ops.ring_op import ring_attention_op
 from ds_ring.ring.pool import Buffers
 from tests.cases import Shape, tensors
-from tests.dist.harness import RankPool
+from tests.dist.harness import Pool, RankPool
 
-Pool = Callable[[int], RankPool]
 ROOT = Path(__file__).resolve().parents[2]
 SHAPE = Shape(batch=1, query_heads=16, kv_heads=16, tokens=2048, head_dim=32)
 FEW_HEADS = Shape(batch=1, query_heads=8, kv_heads=8, tokens=2048, head_dim=32)

@@ -32,10 +32,8 @@ from ds_ring.comm.collective import collective
 from ds_ring.comm.mesh import destroy_dropped_groups
 from ds_ring.integrations.deepspeed.intervals import SubRings
 from tests.clock import unqueued_seconds
-from tests.dist.harness import RankPool, run_ranks
+from tests.dist.harness import Pool, run_ranks
 from tests.dist.test_wrong_inputs import attend, error_of_a_correct_pass, right_arguments
-
-Pool = Callable[[int], RankPool]
 
 
 def raised(act: Callable[[], object]) -> tuple[str, str, float]:

@@ -21,12 +21,11 @@ from ds_ring import RingMesh
 from ds_ring.layers.scores import Alibi, Softcap
 from ds_ring.schedule.layout import Layout
 from tests import calls
-from tests.dist.harness import RankPool
+from tests.dist.harness import Pool
 from tests.reference import relative_error
 
 pytestmark = pytest.mark.needs("compiler")
 
-Pool = Callable[[int], RankPool]
 Run = Callable[..., Tensor]
 RANKS, TOKENS, HEADS, WIDTH = 2, 32, 4, 16
 SLOTS = TOKENS // RANKS

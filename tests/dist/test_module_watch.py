@@ -13,9 +13,8 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from ds_ring.errors import RingConfigError
 from tests.dist.deepspeed_ranks import Size, build_batch, build_model, json_config, start_engine, take_step
-from tests.dist.harness import RankPool
+from tests.dist.harness import Pool
 
-Pool = Callable[[int], RankPool]
 SIZE = Size(hidden=16, layers=2, tokens=29, samples=2)
 H = SIZE.hidden
 

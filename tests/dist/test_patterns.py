@@ -31,10 +31,9 @@ from ds_ring.ops.options import Options
 from ds_ring.ops.ring_op import ring_attention_op
 from tests.cases import LAYOUTS, Shape, layout_for, not_one_of_three, tensors
 from tests.dilated_definition import RULES, Branches, mixture, one_softmax
-from tests.dist.harness import RankPool
+from tests.dist.harness import Pool
 from tests.reference import dense_attention
 
-Pool = Callable[[int], RankPool]
 NAMES = ("out", "dq", "dk", "dv")
 
 # Segment lengths, dilation rates, tokens.

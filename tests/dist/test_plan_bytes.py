@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import json
 from argparse import Namespace
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -21,6 +20,7 @@ import transformers
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+import ds_ring
 from ds_ring import (
     Causal,
     Full,
@@ -76,9 +76,8 @@ from ds_ring_launcher.plan.other_layers import (
 from ds_ring_launcher.plan.pass_time import bytes_sent
 from ds_ring_launcher.plan.training_setting import TrainingSetting
 from tests.dist.deepspeed_ranks import start_deepspeed
-from tests.dist.harness import RankPool
+from tests.dist.harness import Pool
 
-Pool = Callable[[int], RankPool]
 TOKENS, BATCH = 61, 2
 DELTA = Recurrence("delta", 0, 0, 3, 5, 2 * 3 * 4, 2 * 3 * 3, matrix=True)
 DECAY = Recurrence("decay", 0, 0, 6, 2, 2 * 3 * 4, 2)
@@ -332,8 +331,6 @@ def trained(
 ) -> int:
     """Bytes that this rank sends in one step of a small model."""
     start_deepspeed()
-    import ds_ring
-
     config = configuration(family, changes)
     model = build(config, "causal-lm", seed=0)
     engine = ds_ring.initialize(

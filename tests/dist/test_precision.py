@@ -7,7 +7,6 @@ overlap and without: nothing depends on when a message arrives.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -28,10 +27,9 @@ from ds_ring.masks.pattern import Pattern
 from ds_ring.ops.context import ContextCache
 from tests.calls import attend
 from tests.cases import Shape, document_ids, tensors
-from tests.dist.harness import RankPool
+from tests.dist.harness import Pool
 from tests.reference import dense_attention
 
-Pool = Callable[[int], RankPool]
 SHAPE = Shape(batch=1, query_heads=4, kv_heads=2, tokens=512, head_dim=32)
 NAMES = ("out", "dq", "dk", "dv")
 PATTERNS: dict[str, tuple[Pattern, str]] = {

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from tests.dist.deepspeed_ranks import full_gradient, json_config, start_engine
-from tests.dist.harness import RankPool
+from tests.dist.harness import Pool
 
-Pool = Callable[[int], RankPool]
 TOKENS, LAYERS = 24, 6
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+import ds_ring
 from ds_ring import (
     Causal,
     Documents,
@@ -85,7 +86,6 @@ def train_slowed(
     rank: int, world_size: int, slow: int | None, speeds: Any
 ) -> tuple[Run, list[float], set[float]]:
     """Train; each hop of rank `slow` takes longer, by as much as its pairs. Also the pairs of each step."""
-    import ds_ring
     from ds_ring.kernels.cpu.kernel import CpuKernel
 
     sessions: list[Any] = []

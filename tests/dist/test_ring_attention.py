@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -15,11 +14,10 @@ from ds_ring.ops.options import Options
 from ds_ring.ops.ring_op import ring_attention_op
 from tests.calls import attend
 from tests.cases import LAYOUTS, LENGTHS, PATTERNS, RING_SIZES, Shape, layout_for, tensors
-from tests.dist.harness import RankPool
+from tests.dist.harness import Pool
 from tests.parity import errors, gathered_pass
 from tests.reference import dense_attention, relative_error
 
-Pool = Callable[[int], RankPool]
 SMALL = Shape(batch=1, query_heads=4, kv_heads=2, tokens=257)
 CHUNKS = ("contiguous", "zigzag", "striped")
 # One pattern for each way in which a mask is told: everything, bands, many small tiles, head by head.

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+import ds_ring
 from tests.dist.deepspeed_ranks import Size, build_batch, build_model, json_config, start_engine
 
 SIZE = Size(hidden=16, layers=2, tokens=24, samples=2)
@@ -85,8 +86,6 @@ def every_second_layer(model: Own, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def replicated_queries(model: Own, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """A few queries, equal on all ranks, attend to everybody's keys; their gradient must be equal, too."""
-    import ds_ring
-
     mesh = model.session.mesh
 
     def summed(grad: Tensor) -> Tensor:
@@ -109,8 +108,6 @@ def over_a_few_latents(model: Own, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def start(model: nn.Module, sequence_parallel_size: int = 2, section: dict[str, Any] | None = None) -> Any:
-    import ds_ring
-
     engine = start_engine(
         model, json_config(sequence_parallel_size, 2, 1, ring_attention=section or {"layout": "zigzag"})
     )
@@ -257,8 +254,6 @@ def test_positions_and_a_loss_of_ones_own_are_a_warning(rank_pool: Any) -> None:
 
 
 def through_the_backend(rank: int, world_size: int) -> tuple[Tensor, str]:
-    import ds_ring
-
     engine = start(Own(plain))
     engine.compile(backend="ds_ring", compile_kwargs={"fullgraph": True, "options": {"inner": "aot_eager"}})
     with torch.no_grad():

@@ -6,7 +6,6 @@ A rank knows the greatest position of its own tokens only: dynamic NTK was 19 to
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,9 +15,7 @@ from torch import Tensor
 from tests.dist import family_ranks
 from tests.dist.deepspeed_ranks import Run
 from tests.dist.family_ranks import GROUPED, attached, check, start_session, train_alone, train_on_ring
-from tests.dist.harness import RankPool
-
-Pool = Callable[[int], RankPool]
+from tests.dist.harness import Pool
 
 SAMPLES, VOCABULARY, SWITCH = 2, 61, 45
 SIZES = GROUPED | {"max_position_embeddings": SWITCH}

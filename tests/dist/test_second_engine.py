@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+import ds_ring
 from tests.dist.deepspeed_ranks import Size, build_batch, build_model, json_config, start_deepspeed
 from tests.dist.trainer_logs import Logs, check_logs, configs, start_trainers
 
@@ -37,8 +38,6 @@ def two_engines(rank: int, world_size: int, ending: str, whole: bool) -> dict[st
     engine says afterwards.
     """
     deepspeed = start_deepspeed()
-    import ds_ring
-
     if whole:
         ds_ring.enable()
     start = deepspeed.initialize if whole else ds_ring.initialize
@@ -83,8 +82,6 @@ def two_engines(rank: int, world_size: int, ending: str, whole: bool) -> dict[st
 def pickled(rank: int, world_size: int) -> list[str]:
     """What each way of pickling a module on a ring raises."""
     start_deepspeed()
-    import ds_ring
-
     model, found = build_model(SIZE, "sdpa"), []
     wrapper = nn.Sequential(model)
     engine = ds_ring.initialize(model=wrapper, config=json_config(world_size, SIZE.samples, 0))[0]
@@ -138,8 +135,6 @@ def test_a_second_engine_trains_as_the_first(rank_pool: Any, ending: str, whole:
 def stages(rank: int, world_size: int, config: str, ring: bool) -> Logs:
     """What two Trainers log that train one model; the first one finds its batch size, with an engine for each try."""
     start_deepspeed()
-    import ds_ring
-
     if ring:
         ds_ring.enable()
     start_trainers()

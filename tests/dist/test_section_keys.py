@@ -15,6 +15,7 @@ import torch
 
 from ds_ring.config.pattern_section import PATTERNS_BY_KEY
 from ds_ring.config.section import RingConfig, by_json_key
+from ds_ring.errors import RingConfigError, RingError
 from ds_ring.ops.options import Options
 from ds_ring.registry import KV_PAYLOADS
 from ds_ring.ring.observer import Observers
@@ -209,8 +210,6 @@ def values_of(thing: Any) -> Any:
 
 
 def error_of(call: Any) -> str:
-    from ds_ring.errors import RingError
-
     try:
         call()
     except RingError as error:
@@ -333,7 +332,5 @@ def test_a_monitor_that_writes_nowhere_is_refused(rank_pool: Any) -> None:
     ],
 )
 def test_keys_without_an_effect_are_refused_by_name(section: dict[str, Any], words: str) -> None:
-    from ds_ring.errors import RingConfigError
-
     with pytest.raises(RingConfigError, match=words):
         RingConfig.from_deepspeed({"sequence_parallel_size": 2, "ring_attention": section})

@@ -25,9 +25,7 @@ from ds_ring.ring.ring_pass import RingPass
 from ds_ring.transports.all_gather import GatherPass
 from ds_ring_launcher.doctor import self_test
 from ds_ring_launcher.doctor.findings import OK, WRONG, judge_ring
-from tests.dist.harness import RankPool
-
-Pool = Callable[[int], RankPool]
+from tests.dist.harness import Pool
 
 
 def by_function(parts: list[Tensor], x: Tensor) -> None:

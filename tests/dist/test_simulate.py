@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import pytest
@@ -18,10 +17,9 @@ from ds_ring.ops.options import Options
 from ds_ring.ops.ring_op import ring_attention_op
 from ds_ring.simulation.simulate import BytesSent, SimulationOptions, SimulationResult
 from tests.cases import PATTERNS, Shape, tensors
-from tests.dist.harness import RankPool
+from tests.dist.harness import Pool
 from tests.reference import relative_error
 
-Pool = Callable[[int], RankPool]
 SHAPE = Shape(batch=1, query_heads=8, kv_heads=4, tokens=2001, head_dim=32)
 CHUNK_BYTES = 1 << 16
 

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 from ds_ring import RingMesh
-from ds_ring.errors import RingMismatchError
 from ds_ring.ops.context import context_for
 from ds_ring.ops.options import Options
 from ds_ring.ops.ring_op import ring_attention_op
 from tests.cases import PATTERNS, Shape, layout_for, least_kept, tensors
-from tests.dist.harness import RankPool
+from tests.dist.harness import Pool, catch_refusal
 from tests.parity import errors, gathered_pass
 from tests.reference import Dense, dense_attention
 
-Pool = Callable[[int], RankPool]
 SHAPE = Shape(batch=2, query_heads=4, kv_heads=2, tokens=130, head_dim=8)
 SHARD_BYTES = 2 * SHAPE.batch * SHAPE.kv_heads * 33 * SHAPE.head_dim * 8  # K and V of 4 ranks in float64
 BESIDE: list[dict[str, Any]] = [
@@ -104,11 +101,7 @@ def differently(rank: int, world_size: int) -> tuple[str, list[str], float]:
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("ds_ring").addHandler(handler)
-    try:
-        attend(mesh, "causal", "zigzag", stage_bytes=(2 + rank) * SHARD_BYTES)
-        text = ""
-    except RingMismatchError as error:
-        text = str(error)
+    text = catch_refusal(attend, mesh, "causal", "zigzag", stage_bytes=(2 + rank) * SHARD_BYTES)
     stages = attend(mesh, "causal", "zigzag", stage_bytes=SHARD_BYTES)["stages"]
     logging.getLogger("ds_ring").removeHandler(handler)
     return text, [line for line in lines if "stage_bytes" in line], stages

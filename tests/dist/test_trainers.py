@@ -20,9 +20,11 @@ from typing import Any
 import pytest
 import torch
 
+import ds_ring
+from ds_ring.integrations.trainers.trl import TRL, _batch_of, _Distillation
 from ds_ring.registry import load
 from tests.dist.deepspeed_ranks import Size, build_batch, build_model, json_config, start_deepspeed
-from tests.dist.harness import RankPool, run_ranks
+from tests.dist.harness import RankPool, catch_refusal, run_ranks
 from tests.dist.trainer_logs import EXAMPLES, RING_KEYS, Logs, check_logs, start_trainers
 
 STEPS = 2  # of TRL's trainers
@@ -112,8 +114,6 @@ def test_replicas_of_a_ring_see_other_samples(rank_pool: Any, tmp_path: Path, sc
 
 
 def ids_of_a_shuffling_loader(rank: int, world_size: int, axis: str, seedable: bool) -> list[int]:
-    import ds_ring
-
     start_deepspeed()
     ds_ring.enable()
     from accelerate import Accelerator, DataLoaderConfiguration, DeepSpeedPlugin
@@ -168,7 +168,6 @@ ROLLOUTS: dict[str, dict[str, Any]] = {
 
 def refusals(rank: int, world_size: int) -> dict[str, str]:
     deepspeed = start_deepspeed()
-    import ds_ring
     from ds_ring.integrations.deepspeed.initialize import (
         _start_engine,
     )  # as an import from before would have it
@@ -204,10 +203,7 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
         ),
     }.items():
         AcceleratorState._reset_state(reset_partial_state=True)
-        try:
-            call()
-        except ds_ring.RingError as error:
-            found[name] = str(error)
+        found[name] = catch_refusal(call)
     for home, other in ROLLOUTS.items():
         try:
             load(home)("unused", deepspeed=dict(config), bf16=False, **other)
@@ -267,8 +263,6 @@ class Unnumbered(Bare):
 def whole_batches(rank: int, world_size: int) -> dict[str, str]:
     """What engines say to batches and modules that cannot be whole on a ring."""
     deepspeed = start_deepspeed()
-    import ds_ring
-
     ds_ring.enable()
     size = Size(hidden=32, layers=1, tokens=16, samples=2)
     config, batch = json_config(world_size, 2, 0), build_batch(size)
@@ -287,10 +281,11 @@ def whole_batches(rank: int, world_size: int) -> dict[str, str]:
     }.items():
         model = build_model(size, "sdpa")
         model = model if wrap is None else wrap(model)
-        try:
-            call(deepspeed.initialize(model=model, config=section)[0])
-        except ds_ring.RingError as error:
-            found[name] = str(error)
+        found[name] = catch_refusal(
+            lambda call=call, model=model, section=section: call(
+                deepspeed.initialize(model=model, config=section)[0]
+            )
+        )
     return found
 
 
@@ -316,8 +311,6 @@ def late(rank: int, world_size: int) -> list[str]:
     start_trainers()
     from accelerate import Accelerator, DeepSpeedPlugin
     from transformers import TrainingArguments
-
-    import ds_ring
 
     size = Size(hidden=32, layers=1, tokens=16, samples=2)
     config = json_config(world_size, 2, 1)
@@ -413,8 +406,6 @@ def run_trl(
     from datasets import Dataset
     from transformers import AutoModelForSequenceClassification
 
-    import ds_ring
-
     if ring:
         ds_ring.enable()
     trl = __import__("trl")
@@ -471,8 +462,6 @@ def padded_on_the_left(rank: int, world_size: int) -> tuple[float, float, list[s
     """How far logits of real tokens, and the loss, are from those without a ring; what two wrong batches raise."""
     deepspeed = start_deepspeed()
     from transformers import GPT2Config, GPT2LMHeadModel
-
-    import ds_ring
 
     ds_ring.enable()
     torch.manual_seed(0)
@@ -540,8 +529,6 @@ def test_trl_is_the_same_as_on_one_process(
 def run_grpo_by_its_backend(rank: int, world_size: int, model: str, config: str) -> Logs:
     """Run GRPO on a ring that only `parallelism_config` asks for."""
     start_deepspeed()
-    import ds_ring
-
     ds_ring.enable()
     from accelerate.parallelism_config import ParallelismConfig
 
@@ -565,16 +552,11 @@ def test_grpo_runs_on_a_registered_backend_as_on_one_process(rank_pool: Any, tmp
 
 def test_every_target_in_trl_exists() -> None:
     pytest.importorskip("trl")
-    from ds_ring.integrations.trainers.trl import TRL
-
     TRL.check()
 
 
 def test_a_distillation_of_images_or_on_two_layouts_is_refused() -> None:
     pytest.importorskip("trl")
-    import ds_ring
-    from ds_ring.integrations.trainers.trl import _batch_of, _Distillation
-
     ids = torch.arange(3)[None]
     inputs = {"prompt_ids": ids, "prompt_mask": ids > 0, "completion_ids": ids, "completion_mask": ids < 2}
     batch, labels = _batch_of(inputs)

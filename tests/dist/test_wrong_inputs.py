@@ -35,11 +35,10 @@ from ds_ring.comm.exchange import Exchange
 from tests import calls
 from tests.cases import Shape, tensors
 from tests.clock import unqueued_seconds
-from tests.dist.harness import RankPool, first_in_time
+from tests.dist.harness import Pool, RankPool, first_in_time
 from tests.parity import errors, gathered_pass
 from tests.reference import dense_attention
 
-Pool = Callable[[int], RankPool]
 Arguments = dict[str, Any]
 SHAPE = Shape(batch=2, query_heads=8, kv_heads=4, tokens=64, head_dim=16)
 SECONDS = 1.0  # from the call to the error, on every rank

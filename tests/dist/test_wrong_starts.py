@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+import ds_ring
+import ds_ring.integrations.transformers.attention
 from tests.clock import unqueued_seconds
 from tests.dist.deepspeed_ranks import Size, build_batch, build_model, json_config, start_deepspeed
 from tests.dist.harness import RankPool, first_in_time
@@ -59,7 +61,6 @@ def initialize(config: Any = None, implementation: str = "ds_ring", **arguments:
     """
     start_deepspeed()
     import ds_ring.integrations.deepspeed.initialize
-    import ds_ring.integrations.transformers.attention
 
     ds_ring.integrations.deepspeed.initialize.init_distributed(
         29500, None
@@ -222,16 +223,12 @@ def test_a_rank_that_cannot_read_its_configuration_stops_all(rank_pool, tmp_path
 
 def test_before_there_is_a_process_group_a_rank_raises_alone():
     """The launcher ends those that wait for it; looking for them would hide the error behind a time-out."""
-    import ds_ring
-
     assert not torch.distributed.is_initialized()
     with pytest.raises(ds_ring.RingConfigError, match="did you mean 'ring_size'"):
         ds_ring.initialize(model=torch.nn.Linear(2, 2), config={"ring_attention": {"ring_sice": 2}})
 
 
 def test_an_argument_that_nobody_knows_is_a_type_error():
-    import ds_ring
-
     with pytest.raises(TypeError, match=r"ds_ring.initialize\(\) got an unexpected .* 'modle'"):
         ds_ring.initialize(model=torch.nn.Linear(2, 2), config=GOOD, modle=1)
 
@@ -278,9 +275,6 @@ def test_batches_that_no_pattern_can_express(rank_pool, what, who):
 
 def dropout(rank: int, world_size: int) -> Refusal:
     start_deepspeed()
-    import ds_ring
-    import ds_ring.integrations.transformers.attention
-
     model = build_model(SIZE, "ds_ring", attention_dropout=0.1)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
 

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
 from ds_ring import Causal, build_plan, make_layout
 from ds_ring_launcher.plan.pass_memory import PassShape
 from ds_ring_launcher.plan.pass_time import CostPart, bytes_sent
-from tests.dist.harness import RankPool
+from tests.dist.harness import Pool
 from tests.dist.test_first_batch import train
 from tests.dist.test_precision import SHAPE, passed_in
-
-Pool = Callable[[int], RankPool]
 
 
 @pytest.mark.parametrize("size", [2, 4])

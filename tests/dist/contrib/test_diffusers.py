@@ -13,10 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.dist.harness import RankPool
+from tests.dist.harness import Pool, catch_refusal
 from tests.reference import relative_error
-
-Pool = Callable[[int], RankPool]
 
 pytestmark = pytest.mark.needs("diffusers")  # which the ranks import; both workers would, here
 
@@ -290,8 +288,6 @@ def refused(rank: int, world_size: int) -> dict[str, str]:
     """What each of these raises on this rank, also where only rank 0 is wrong."""
     from diffusers.models.attention_dispatch import dispatch_attention_fn
 
-    from ds_ring.errors import RingError
-
     wrong, found = rank == 0, {}
     config = parallel(world_size, 1)
     x, right = torch.zeros(B, 8, 4, 8), torch.ones(B, 8).bool()
@@ -304,14 +300,17 @@ def refused(rank: int, world_size: int) -> dict[str, str]:
         kv = x[:, :4] if what == "causal" and wrong else x
         mask = masks[what] if what in masks and wrong else right if what in masks else None
         config.context_parallel_config.ring_anything = what == "uneven shards"
-        try:
-            dispatch_attention_fn(
-                x, kv, kv, right if what == "one rank masks" and wrong else mask,
-                dropout_p=0.1 * (what == "dropout" and wrong), is_causal=what == "causal", backend="ds_ring",
-                parallel_config=config,
-            )  # fmt: skip
-        except RingError as error:
-            found[what] = str(error)
+        found[what] = catch_refusal(
+            dispatch_attention_fn,
+            x,
+            kv,
+            kv,
+            right if what == "one rank masks" and wrong else mask,
+            dropout_p=0.1 * (what == "dropout" and wrong),
+            is_causal=what == "causal",
+            backend="ds_ring",
+            parallel_config=config,
+        )
     return found
 
 

@@ -18,10 +18,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 import ds_ring
-from tests.dist.harness import RankPool
-from tests.reference import relative_error
-
-Pool = Callable[[int], RankPool]
+from tests.dist.harness import Pool
+from tests.reference import dense_attention, relative_error
 
 pytestmark = pytest.mark.needs("megatron")  # which the ranks import; both workers would, here
 
@@ -146,7 +144,6 @@ def packed(rank: int, world_size: int) -> float:
     from megatron.core.transformer.enums import AttnMaskType
 
     from ds_ring.contrib.megatron.core_attention import RingCoreAttention, mesh_of
-    from tests.reference import dense_attention
 
     start_megatron(world_size)
     parts, generator = 2 * world_size, torch.Generator().manual_seed(0)
@@ -202,7 +199,6 @@ def called(rank: int, world_size: int) -> dict[str, float]:
     from megatron.core.transformer.enums import AttnMaskType
 
     from ds_ring.contrib.megatron.core_attention import RingCoreAttention, mesh_of
-    from tests.reference import dense_attention
 
     start_megatron(world_size)
     generator = torch.Generator().manual_seed(0)

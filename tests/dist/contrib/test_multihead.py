@@ -5,7 +5,6 @@ Tokens do not divide by the ranks, so shards have padding. A parameter's gradien
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,12 +22,11 @@ from ds_ring import (
     make_layout,
     shard_sequence,
 )
-from tests.dist.harness import RankPool
+from tests.dist.harness import Pool
 from tests.multihead import dense
 from tests.reference import relative_error
 
 E, H, T = 32, 4, 46
-Pool = Callable[[int], RankPool]
 DILATED = Dilated((8, 16, 46), (1, 2, 4))
 
 

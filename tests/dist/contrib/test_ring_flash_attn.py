@@ -5,7 +5,7 @@ The shards are cut here as that package's own tests cut them. `tools/ring_flash_
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
 from typing import Any
 
 import pytest
@@ -16,10 +16,8 @@ import ds_ring
 from ds_ring.contrib.ring_flash_attn import _layout_of_documents
 from ds_ring.errors import RingConfigError
 from ds_ring.masks.pattern import Pattern
-from tests.dist.harness import RankPool
+from tests.dist.harness import Pool
 from tests.reference import dense_attention, relative_error
-
-Pool = Callable[[int], RankPool]
 
 LENGTHS = (16, 48, 8, 24)  # of documents, multiples of 2P
 HEADS, GROUPS, DIM = 4, 2, 8
@@ -189,8 +187,6 @@ def test_documents_need_not_be_cut_evenly() -> None:
 
 def trained(rank: int, world_size: int) -> list[float]:
     """Errors of the loss and of every gradient of a Llama, as OpenRLHF trains it: rows unpadded, packed, cut."""
-    import sys
-
     import torch.distributed as dist
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -305,8 +301,6 @@ def test_what_the_ring_does_not_compute_is_refused(rank_pool: Pool, what: str, s
 
 
 def test_the_package_itself_is_not_replaced_behind_its_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-
     from ds_ring.contrib import ring_flash_attn
 
     monkeypatch.setitem(sys.modules, "ring_flash_attn", pytest)

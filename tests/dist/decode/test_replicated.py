@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,10 +32,9 @@ from ds_ring.ops.context import context_for
 from ds_ring.ops.options import Options
 from tests import calls
 from tests.cases import PATTERNS
-from tests.dist.harness import RankPool
+from tests.dist.harness import Pool
 from tests.reference import dense_attention, relative_error
 
-Pool = Callable[[int], RankPool]
 LAYOUTS = ("contiguous", "zigzag", "striped")  # those that any pattern can have
 LONGNET = Dilated((2048, 8192, 32768, 131072), (1, 4, 16, 64), head_offsets="paper")
 

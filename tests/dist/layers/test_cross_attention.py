@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -32,11 +31,10 @@ from ds_ring.schedule.layout import Layout, in_whole_blocks
 from ds_ring.schedule.plan import build_plan
 from ds_ring.simulation.simulate import SimulationOptions
 from ds_ring.transports.reproducible.blocks import blocks_of
-from tests.dist.harness import RankPool
+from tests.dist.harness import Pool
 from tests.dist.one_process import Layer, compare, same_as_one_process
 from tests.reference import relative_error
 
-Pool = Callable[[int], RankPool]
 HEADS, KV_HEADS, WIDTH = 4, 2, 16
 # (layout of the queries, of the keys), (queries, keys)
 CASES = [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -24,10 +23,9 @@ from ds_ring import (
 from ds_ring.layers.distance_bias.attention import Beyond, DistanceBiasAttention
 from ds_ring.layers.parts import merged
 from ds_ring.masks.pattern import Pattern
-from tests.dist.harness import RankPool
+from tests.dist.harness import Pool
 from tests.dist.one_process import Layer, same_as_one_process
 
-Pool = Callable[[int], RankPool]
 B, T, H, G, D, N, R, SCALE = 2, 61, 4, 2, 8, 3, 11, 0.3
 IDS = [0] * 9 + [1] * 20 + [2] * 2 + [3] * 30
 PATTERNS: dict[str, Pattern] = {

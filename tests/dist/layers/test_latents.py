@@ -7,7 +7,6 @@ each gradient by itself, on several rings, layouts and patterns.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+import ds_ring
 from ds_ring import (
     Alibi,
     Causal,
@@ -47,11 +47,10 @@ from tests.dist.deepspeed_ranks import (
     start_engine,
     take_step,
 )
-from tests.dist.harness import RankPool
+from tests.dist.harness import Pool
 from tests.dist.one_process import Layer, attend_densely, same_as_one_process
 from tests.reference import relative_error
 
-Pool = Callable[[int], RankPool]
 B, T, H = 2, 61, 4
 NOPE, ROPE, VALUE, LATENT = 6, 4, 5, 8
 IDS = [0] * 9 + [1] * 20 + [2] * 2 + [3] * 30
@@ -267,8 +266,6 @@ def test_a_model_trains_as_with_expanded_keys(rank_pool: Pool, stage: int, laten
 
 def refused(rank: int, world_size: int) -> list[str]:
     start_deepspeed()
-    import ds_ring
-
     messages = []
     dilated = {"segment_lengths": [16, 64], "dilation_rates": [1, 4]}
     for model, pattern in ((build_model(SIZE, "sdpa"), {}), (build_latent_model(SIZE), dilated)):

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
-from ds_ring import RingMesh, RingShapeError, make_layout
+from ds_ring import RingMesh, make_layout
 from ds_ring.layers.log_linear.log_linear import log_linear_attention
-from tests.dist.harness import RankPool
+from tests.dist.harness import Pool, catch_refusal
 from tests.dist.layers.on_rings import RINGS, T, drawn, errors_on_a_ring, path_of
 
-Pool = Callable[[int], RankPool]
 B, G, H, K, V, LEVELS = 2, 1, 2, 3, 4, 7
 
 
@@ -72,11 +70,7 @@ def refused(rank: int, world_size: int, what: str) -> str:
         x["level_scales"] = x["level_scales"][..., :6]
     else:
         x["g"] = x["g"][..., :1]
-    try:
-        log_linear_attention(**x, layout=layout, mesh=mesh)
-    except RingShapeError as error:
-        return str(error)
-    return "not refused"
+    return catch_refusal(log_linear_attention, **x, layout=layout, mesh=mesh)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -10,12 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from ds_ring import RingMesh, RingMismatchError, RingShapeError, make_layout
+from ds_ring import RingMesh, make_layout
 from ds_ring.layers.mamba3.mamba3 import mamba3_scan
-from tests.dist.harness import RankPool
+from tests.dist.harness import Pool, catch_refusal
 from tests.dist.layers.on_rings import RINGS, T, drawn, errors_on_a_ring, tokens_before
 
-Pool = Callable[[int], RankPool]
 B, H, N, P, ANGLES = 2, 2, 6, 3, 2
 
 
@@ -75,11 +73,7 @@ def refused(rank: int, world_size: int) -> str:
     x: dict[str, Any] = {key: value[:, : layout.local_tokens] for key, value in inputs(1).items()}
     if rank:
         x["angles"] = x["angles"].repeat(1, 1, 1, 2)
-    try:
-        mamba3_scan(**x, layout=layout, mesh=mesh)
-    except (RingShapeError, RingMismatchError) as error:
-        return str(error)
-    return "not refused"
+    return catch_refusal(mamba3_scan, **x, layout=layout, mesh=mesh)
 
 
 def test_more_angles_than_pairs_are_refused_on_every_rank(rank_pool: Pool) -> None:

@@ -24,11 +24,10 @@ from ds_ring import (
 from ds_ring.layers.ngrams.hashes import ngram_rows
 from ds_ring.layers.ngrams.sharded_rows import sharded_rows
 from tests.dist.deepspeed_ranks import json_config, start_engine
-from tests.dist.harness import RankPool
+from tests.dist.harness import Pool
 from tests.dist.layers.on_rings import IDS, RINGS, T, documents_of, drawn, path_of, real_tokens
 from tests.reference import relative_error
 
-Pool = Callable[[int], RankPool]
 B, D, E = 2, 3, 4
 MULTIPLIERS, SIZES, PAD = (7919, 104729, 1299709), ((11, 13), (17,)), 5
 ROWS = 44  # 41, padded to 1, 2 and 4 ranks

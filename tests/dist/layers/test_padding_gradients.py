@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,9 +23,8 @@ from ds_ring import (
 )
 from ds_ring.layers.sparse.nsa import NsaSizes
 from ds_ring.schedule.layout import in_whole_blocks
-from tests.dist.harness import RankPool
+from tests.dist.harness import Pool
 
-Pool = Callable[[int], RankPool]
 Results = tuple[Tensor, ...]
 TOKENS, HEADS, GROUPS, DIM = 45, 4, 2, 8  # 3 slots of padding on two ranks of whole blocks of 4
 

@@ -23,9 +23,8 @@ from ds_ring import (
     ring_attention,
     shift_sequence,
 )
-from tests.dist.harness import RankPool
+from tests.dist.harness import Pool
 
-Pool = Callable[[int], RankPool]
 T = 16
 
 

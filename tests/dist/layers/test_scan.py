@@ -33,14 +33,13 @@ from ds_ring import (
 from ds_ring.layers.scan import halo as halo_module
 from ds_ring.layers.scan import scan
 from ds_ring.layers.scan.context import scan_context
-from tests.dist.harness import RankPool
+from tests.dist.harness import Pool
 from tests.dist.one_process import Layer, same_as_one_process
 from tests.reference import relative_error
 
 B, T, K, V = 2, 46, 3, 4
 WIDTH = 4  # of the convolution
 IDS = [0] * 5 + [1] * 6 + [2] * 2 + [3] * 20 + [4] * 7 + [-1] * 6  # borders within halos, too
-Pool = Callable[[int], RankPool]
 
 
 def inputs() -> dict[str, Tensor]:

@@ -5,7 +5,6 @@ Each token goes on from the one before it on its path: a delta rule or a decay, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -26,12 +25,11 @@ from ds_ring import (
 )
 from ds_ring.layers.scan import sequence_runs
 from ds_ring.layers.scan.context import ScanContext, scan_context
-from tests.dist.harness import RankPool
+from tests.dist.harness import Pool
 from tests.dist.one_process import Layer, same_as_one_process
 from tests.reference import relative_error
 
 B, T, K, V, WIDTH = 2, 61, 3, 4, 4
-Pool = Callable[[int], RankPool]
 Inputs = dict[str, Tensor]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -11,13 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ds_ring import RingLayoutError, RingMesh, RingShapeError, make_layout
+from ds_ring import RingMesh, make_layout
 from ds_ring.layers.serial.serial_scan import serial_scan
 from ds_ring.layers.serial.ttt import ttt_linear
-from tests.dist.harness import RankPool
+from tests.dist.harness import Pool, catch_refusal
 from tests.dist.layers.on_rings import RINGS, T, drawn, errors_on_a_ring, path_of, tokens_before
 
-Pool = Callable[[int], RankPool]
 B, H, D = 2, 2, 3
 
 
@@ -114,11 +113,9 @@ def refused(rank: int, world_size: int, what: str) -> str:
     mesh, layout = RingMesh.from_world(world_size), make_layout("zigzag", tokens=T, ring_size=world_size)
     x, initial = torch.zeros(B, layout.local_tokens, D), torch.zeros(B, D)
     settings = {"blocks": {"block_size": 5}, "parts": {"batch_parts": 3}, "slots": {}}[what]
-    try:
-        serial_scan(any_step, initial, [x[:, what == "slots" :]], layout=layout, mesh=mesh, **settings)
-    except (RingShapeError, RingLayoutError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "not refused"
+    return catch_refusal(
+        serial_scan, any_step, initial, [x[:, what == "slots" :]], layout=layout, mesh=mesh, **settings
+    )
 
 
 @pytest.mark.parametrize(

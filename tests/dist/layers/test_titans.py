@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
-from ds_ring import RingLayoutError, RingMesh, RingShapeError, make_layout
+from ds_ring import RingMesh, make_layout
 from ds_ring.layers.titans.titans import titans_scan
-from tests.dist.harness import RankPool
+from tests.dist.harness import Pool, catch_refusal
 from tests.dist.layers.on_rings import RINGS, T, drawn, errors_on_a_ring, tokens_before
 
-Pool = Callable[[int], RankPool]
 B, H, K, V = 2, 2, 3, 4
 
 
@@ -72,11 +70,7 @@ def refused(rank: int, world_size: int, what: str) -> str:
     x = {name: value[:, : layout.local_tokens] for name, value in inputs().items()}
     if what == "heads":
         x["theta"] = x["theta"][..., :1]
-    try:
-        titans_scan(**x, layout=layout, mesh=mesh, chunk_size=16)
-    except (RingShapeError, RingLayoutError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "not refused"
+    return catch_refusal(titans_scan, **x, layout=layout, mesh=mesh, chunk_size=16)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import gc
 import os
 import signal
 import time
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -25,9 +24,8 @@ from ds_ring.transports.pull.shared_memory import READY, HostShared
 from ds_ring.transports.pull.signals import SharedBuffersByDevice
 from tests import calls
 from tests.cases import PATTERNS, Shape, layout_for, tensors
-from tests.dist.harness import RankPool, run_ranks_collect
+from tests.dist.harness import Pool, run_ranks_collect
 
-Pool = Callable[[int], RankPool]
 TIMEOUT_S = 2.0
 CASES = (
     ("window", "contiguous"), ("documents, causal", "zigzag"), ("dilated", "zigzag"), ("causal", "zigzag"),

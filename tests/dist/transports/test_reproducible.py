@@ -7,7 +7,6 @@ day has four ranks and a case, the night eight ranks and a hundred cases.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -36,10 +35,8 @@ from ds_ring.ops.options import Options
 from ds_ring.schedule.layout import in_whole_blocks, whole_blocks
 from ds_ring.transports.reproducible.trees import TreeSum
 from tests import calls
-from tests.dist.harness import RankPool
+from tests.dist.harness import Pool
 from tests.reference import dense_attention, relative_error
-
-Pool = Callable[[int], RankPool]
 
 RINGS, LAYOUTS, BLOCK = (1, 2, 4, 8), ("contiguous", "zigzag", "balanced"), 16
 OPTIONS = Options(transport="reproducible", block_size=BLOCK)

@@ -18,12 +18,13 @@ from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextIndexer
 from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VLIndexer
 from transformers.models.qwen4_exp.modeling_qwen4_exp import Qwen4ExpTextQSAIndexer
 
-from ds_ring import Causal, Documents, RingMesh, gather_sequence, make_layout, shard_sequence
+from ds_ring import Causal, Documents, RingMesh, gather_sequence, initialize, make_layout, shard_sequence
 from ds_ring.integrations.deepspeed.packing import RowGroup
 from ds_ring.integrations.transformers.variants import indexed_blocks
 from ds_ring.layers.selection.total_order import TotalOrder
 from ds_ring.layers.sparse import blocks as sparse
 from tests.dist.deepspeed_ranks import start_deepspeed
+from tests.dist.harness import catch_refusal
 
 TOKENS, SAMPLES, HIDDEN, DIM, ROTARY = 101, 3, 24, 8, 4
 # Rows of documents by their lengths; the last one of the second row is padding.
@@ -169,7 +170,6 @@ def losses(rank: int, world_size: int, family: str, stage: int) -> dict[str, Any
     start_deepspeed()
     import copy
 
-    from ds_ring import RingError, initialize
     from ds_ring_launcher.check.small_model import build, make_batch, read_config, shrink
 
     # of Doge's, more than a shard has keys and fewer than there are
@@ -197,10 +197,7 @@ def losses(rank: int, world_size: int, family: str, stage: int) -> dict[str, Any
         found[name] = float(engine.ring.mean_loss(loss))
         with engine.ring.off(), torch.no_grad(), TotalOrder():
             found[f"off {name}"] = float(engine.module(**batch).loss)
-    try:
-        engine.module.generate(batch["input_ids"][:1, :20], max_new_tokens=3)
-    except RingError as error:
-        found["generation"] = f"{type(error).__name__}: {error}"
+    found["generation"] = catch_refusal(engine.module.generate, batch["input_ids"][:1, :20], max_new_tokens=3)
     engine.ring.mesh.close()
     return found
 

@@ -15,10 +15,8 @@ from torch import Tensor
 
 from ds_ring.errors import RingConfigError
 from tests.dist.deepspeed_ranks import json_config, start_engine
-from tests.dist.harness import RankPool
+from tests.dist.harness import Pool
 from tests.dist.test_generation import build
-
-Pool = Callable[[int], RankPool]
 
 BLOCK, PROMPT, NEW = 16, 77, 5  # generated tokens are in two blocks
 MODELS = ("Llama", "gpt-oss", "Mixtral", "qwen3", "gemma3_text")

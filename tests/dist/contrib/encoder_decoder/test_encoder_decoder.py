@@ -6,7 +6,6 @@ Ulysses ranks, short batches that are not cut, and batches that are wrong.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -15,6 +14,11 @@ from torch import Tensor
 
 import ds_ring
 from ds_ring import RingConfigError, RingError, RingPatternError
+from ds_ring.config.section import RingConfig
+from ds_ring.integrations.deepspeed.batch import SHARDING
+from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
+from ds_ring.integrations.layer_patterns import LayerPatterns
+from ds_ring.integrations.transformers.variants.relative_bias import around_bias
 from tests.dist.deepspeed_ranks import (
     LEARNING_RATE,
     Size,
@@ -26,9 +30,8 @@ from tests.dist.deepspeed_ranks import (
     train_alone,
     train_on_ring,
 )
-from tests.dist.harness import RankPool
+from tests.dist.harness import Pool, catch_refusal
 
-Pool = Callable[[int], RankPool]
 BUILD = {"bart": build_bart, "t5": build_t5}
 STEPS = 3
 
@@ -110,10 +113,7 @@ def used_otherwise(rank: int, world_size: int) -> dict[str, Any]:
         "gaps": whole | {"decoder_attention_mask": torch.arange(13).expand(2, -1) % 2},
     }
     for name, batch in wrong.items():
-        try:
-            engine.ring.shard_batch(batch)
-        except RingError as error:
-            found[name] = f"{type(error).__name__}: {error}"
+        found[name] = catch_refusal(engine.ring.shard_batch, batch)
     local = engine.ring.shard_batch(whole)
     calls: dict[str, dict[str, Any]] = {
         "labels alone": {key: x for key, x in local.items() if key != "shift_labels"},
@@ -122,10 +122,7 @@ def used_otherwise(rank: int, world_size: int) -> dict[str, Any]:
         "length": local | {"decoder_input_ids": local["decoder_input_ids"][:, :-1]},
     }
     for name, given in calls.items():
-        try:
-            engine(**given)
-        except RingError as error:
-            found[name] = f"{type(error).__name__}: {error}"
+        found[name] = catch_refusal(engine, **given)
     engine.eval()
     from transformers.modeling_outputs import BaseModelOutput
 
@@ -134,10 +131,9 @@ def used_otherwise(rank: int, world_size: int) -> dict[str, Any]:
         "generate": {"decoder_input_ids": answers, "decoder_attention_mask": answers % 2},
         "generate from states": {"encoder_outputs": BaseModelOutput(last_hidden_state=states)},
     }.items():
-        try:
-            engine.module.generate(**{"input_ids": whole["input_ids"]} | asked, max_new_tokens=3)
-        except RingError as error:
-            found[name] = f"{type(error).__name__}: {error}"
+        found[name] = catch_refusal(
+            engine.module.generate, **{"input_ids": whole["input_ids"]} | asked, max_new_tokens=3
+        )
     with torch.no_grad():
         mine = engine.ring.gather(engine.ring.logprobs(engine, local))
         states = engine.ring.gather(engine(**local).encoder_last_hidden_state, encoder=True)
@@ -152,10 +148,7 @@ def used_otherwise(rank: int, world_size: int) -> dict[str, Any]:
     real = whole["attention_mask"].bool()
     found["states"] = float((states - output.encoder_last_hidden_state)[real].abs().max())
     found["text"] = bool(torch.equal(text, expected))
-    try:
-        engine.compile()
-    except RingError as error:
-        found["compiled"] = f"{type(error).__name__}: {error}"
+    found["compiled"] = catch_refusal(engine.compile)
     return found
 
 
@@ -276,13 +269,7 @@ def biased(rank: int, world_size: int, name: str, layout: str) -> dict[str, floa
     """Errors of the output and of each gradient."""
     import torch.distributed as dist
 
-    from ds_ring.config.section import RingConfig
-    from ds_ring.integrations.deepspeed.batch import SHARDING
-    from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
     from ds_ring.integrations.deepspeed.packing import group_rows
-    from ds_ring.integrations.layer_patterns import LayerPatterns
-    from ds_ring.integrations.transformers import attention  # noqa: F401  (registers the name)
-    from ds_ring.integrations.transformers.variants.relative_bias import around_bias
 
     family, causal, padded = BIASED[name]
     x, grad, real = states_of()
@@ -335,13 +322,6 @@ def test_a_bias_of_distances_is_exact_in_float64(
 
 @pytest.mark.night
 def test_a_bias_of_distances_is_not_dropped_by_a_compiler() -> None:
-    from ds_ring.config.section import RingConfig
-    from ds_ring.integrations.deepspeed.batch import SHARDING
-    from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
-    from ds_ring.integrations.layer_patterns import LayerPatterns
-    from ds_ring.integrations.transformers import attention  # noqa: F401  (registers the name)
-    from ds_ring.integrations.transformers.variants.relative_bias import around_bias
-
     module = biased_module("t5", causal=True)
     module.compute_bias = around_bias(module)
     module.config._attn_implementation = "ds_ring"

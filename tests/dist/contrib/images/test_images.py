@@ -6,7 +6,6 @@ Images and videos lie across the borders of shards, and samples have different n
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -17,18 +16,19 @@ import torch
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING
 
+import ds_ring
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.contrib.images.batch import OF_IMAGES, OF_VIDEOS, PIXELS
 from ds_ring.contrib.images.model import _ONE_BY_ONE, EXACT
 from ds_ring.errors import RingConfigError, RingError, RingShapeError
+from ds_ring.masks.catalog import Causal
+from ds_ring.patterns.documents.pattern import Documents
 from ds_ring.schedule.grid import Grid
 from ds_ring_launcher.check.small_model import Form
 from tests.dist.deepspeed_ranks import Run, json_config, start_deepspeed
 from tests.dist.family_ranks import attached, start_session, train_alone, train_on_ring
-from tests.dist.harness import RankPool
+from tests.dist.harness import Pool, catch_refusal
 from tests.dist.test_family_needs import GROUPED, check
-
-Pool = Callable[[int], RankPool]
 
 TOKENS, IMAGE, VIDEO, FEATURES = 45, 60, 59, 4  # of each image
 TEXT: dict[str, Any] = GROUPED | {"pad_token_id": 1, "attention_dropout": 0.0}
@@ -434,8 +434,6 @@ def test_patches_of_a_strip_are_divided_by_image() -> None:
 
 def test_blocks_are_numbered_by_the_token_types_of_whole_batches() -> None:
     from ds_ring.contrib.images.blocks import JoinedBlocks, numbers_blocks
-    from ds_ring.masks.catalog import Causal
-    from ds_ring.patterns.documents.pattern import Documents
 
     types = torch.tensor([[0, 1, 1, 0, 1, 0]])
     number = numbers_blocks(build("gemma3"))
@@ -452,8 +450,6 @@ def test_blocks_that_a_batch_does_not_have_are_refused() -> None:
     from ds_ring.contrib.images.blocks import BlockRows, JoinedBlocks, numbers_blocks
     from ds_ring.integrations.deepspeed.packing import RowGroup
     from ds_ring.integrations.transformers.layer_masks import LayerMask
-    from ds_ring.masks.catalog import Causal
-    from ds_ring.patterns.documents.pattern import Documents
 
     group = RowGroup(JoinedBlocks(Documents([0, 0, -1])), (0,))
     mask = LayerMask(Causal(), joins_blocks=True)
@@ -484,8 +480,6 @@ def _attended(x: Tensor) -> Tensor:
 def as_many_as_patches(rank: int, world_size: int) -> list[str]:
     """An encoder of five patches beside five tokens of each rank; then plain attention in the language part."""
     start_deepspeed()
-    import ds_ring
-
     ids = torch.tensor([[3, *[IMAGE] * FEATURES, 4, 5, 6, 7, 8]])
     batch = {"input_ids": ids, "labels": ids, "pixel_values": batch_of("llava")["pixel_values"][:1]}
     found = []
@@ -498,11 +492,7 @@ def as_many_as_patches(rank: int, world_size: int) -> list[str]:
             model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
             config=json_config(world_size, 1, 0),
         )  # fmt: skip
-        try:
-            engine(**engine.ring.shard_batch(batch))
-            found.append("")
-        except RingConfigError as error:
-            found.append(str(error))
+        found.append(catch_refusal(engine, **engine.ring.shard_batch(batch)))
     return found
 
 
@@ -515,8 +505,6 @@ def test_an_encoder_may_attend_over_as_many_patches_as_a_rank_has_tokens(rank_po
 def trained(rank: int, world_size: int) -> tuple[list[float], bool, list[str]]:
     """Two steps at ZeRO 3, the first compared with one process; a generation; then what is refused."""
     start_deepspeed()
-    import ds_ring
-
     model, plain, batch = build("llava"), build("llava").eval(), batch_of("llava")
     config = json_config(world_size, 2, 3, ring_attention={"verify_first_batch": True})
     sgd = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -562,8 +550,6 @@ def test_training_generation_and_refusals(rank_pool: Pool) -> None:
 def verified(rank: int, world_size: int) -> tuple[float, float]:
     """The loss of a step at ZeRO 3 that is compared with one process, and that of one process."""
     start_deepspeed()
-    import ds_ring
-
     model, plain, batch = build("qwen2_5_vl"), build("qwen2_5_vl"), batch_of("qwen2_5_vl")
     config = json_config(world_size, 2, 3, ring_attention={"verify_first_batch": True})
     sgd = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -583,7 +569,6 @@ def test_a_first_batch_with_videos_and_padding_is_verified(rank_pool: Pool) -> N
 def texts_of_videos(rank: int, world_size: int) -> list[Tensor]:
     """What a prompt with two images and a video goes on with, on a ring and on one process."""
     start_deepspeed()
-    import ds_ring
     from ds_ring_launcher.check.small_images import add_images
     from ds_ring_launcher.check.small_model import build, make_batch, read_config, shrink
 

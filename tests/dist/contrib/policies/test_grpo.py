@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -13,11 +12,10 @@ import torch
 
 from ds_ring import RingConfigError
 from ds_ring.contrib.policies.grpo import use_trees
-from tests.dist.harness import RankPool
+from tests.dist.harness import Pool
 from tests.dist.test_trainers import plain_config, run_trl, save_model
 from tests.dist.trainer_logs import EXAMPLES, Logs, check_logs
 
-Pool = Callable[[int], RankPool]
 OF_ONE_PROCESS: list[Logs] = []
 # The gradients of a shared prompt all but cancel, and Adam would divide their rounding by itself.
 SETTINGS = {"optim": "sgd", "learning_rate": 1.0}

@@ -22,10 +22,8 @@ from ds_ring.layers.scan import context, halo
 from ds_ring.layers.scores import AlongPaths
 from ds_ring.patterns.documents.pattern import Tree
 from tests.dist import tree_rounds
-from tests.dist.harness import RankPool
+from tests.dist.harness import Pool
 from tests.dist.tree_rounds import MODELS, OPERATORS, play, random_rollouts, tokens_of
-
-Pool = Callable[[int], RankPool]
 
 
 @pytest.mark.parametrize("name", OPERATORS)

@@ -37,6 +37,7 @@ from tests.dist.deepspeed_ranks import (
     start_deepspeed,
     start_engine,
 )
+from tests.dist.harness import catch_refusal
 from tests.parity import gathered_pass
 
 HEADS, KV_HEADS, DIM = 4, 2, 8
@@ -343,11 +344,7 @@ def refused(rank: int, world_size: int) -> dict[str, str]:
         options = json_config(world_size, 1, 0, ring_attention=section or {})
         engine = start_engine(model, options)
         batch = {key: x for key, x in (tree.batch | changes).items() if x is not None}
-        try:
-            engine.ring.logprobs(engine, engine.ring.shard_batch(batch))
-        except (RingPatternError, RingShapeError) as error:
-            return str(error)
-        return "nothing"
+        return catch_refusal(lambda: engine.ring.logprobs(engine, engine.ring.shard_batch(batch)))
 
     llama, ids = transformers.LlamaConfig(**sizes), tree.batch["input_ids"]
     return {

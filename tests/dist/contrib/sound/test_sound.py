@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,12 +13,12 @@ from transformers import CONFIG_MAPPING
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.contrib.sound.model import EXACT, Sounds, SoundTokens, _features, sound_hook
 from ds_ring.errors import RingConfigError, RingShapeError
+from ds_ring.schedule.layout import make_layout
 from ds_ring_launcher.check.model_check import CheckRequest, ModelReport
 from tests.dist.deepspeed_ranks import json_config, start_deepspeed
-from tests.dist.harness import RankPool
+from tests.dist.harness import Pool
 from tests.dist.test_families import checked
 
-Pool = Callable[[int], RankPool]
 HEAD = "seq2seq-lm"
 
 
@@ -105,7 +104,6 @@ def test_generation_and_refusals(rank_pool: Pool) -> None:
 
 @pytest.mark.parametrize("family", ["musicflamingo", "qwen2_audio"])
 def test_the_text_part_gets_the_embeddings_of_the_plain_model(family: str) -> None:
-    from ds_ring.schedule.layout import make_layout
     from ds_ring_launcher.check.small_model import build, make_batch, read_config, shrink
     from ds_ring_launcher.check.small_sounds import add_sounds
 
@@ -136,8 +134,6 @@ def test_a_tower_with_noise_of_its_own_is_refused() -> None:
 
 
 def test_tokens_of_a_prompt_are_numbered_over_all_samples() -> None:
-    from ds_ring.schedule.layout import make_layout
-
     ids = torch.tensor([[5, 9, 9, 5], [9, 5, 5, 9]])
     layout, sounds = make_layout("contiguous", tokens=4, ring_size=1), Sounds({"sound": 9})
     assert sounds.of_prompt({"input_ids": ids}, layout, RingMesh.single()) is None

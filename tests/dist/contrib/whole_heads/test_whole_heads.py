@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,10 +18,9 @@ from ds_ring_launcher.check.small_model import build, read_config, shrink
 from ds_ring_launcher.plan.other_layers import LayerSetting, Recurrence, kinds_of, sent_by
 from tests.dist.deepspeed_ranks import Batch, Run
 from tests.dist.family_ranks import attached, gradients_of, start_session, train_on_ring
-from tests.dist.harness import RankPool
+from tests.dist.harness import Pool
 from tests.reference import relative_error
 
-Pool = Callable[[int], RankPool]
 TOKENS, SAMPLES = 61, 2
 LENGTHS = (23, 9, 29)  # of packed documents
 

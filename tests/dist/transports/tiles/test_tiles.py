@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -33,11 +32,10 @@ from ds_ring.transports.tiles.plan import TokenBytes, choose_grid, grids_of, til
 from ds_ring.transports.tiles.tile_pass import pass_on
 from tests import calls
 from tests.cases import Shape, document_ids, not_one_of_three, tensors
-from tests.dist.harness import RankPool
+from tests.dist.harness import Pool
 from tests.parity import errors, gathered_pass
 from tests.reference import dense_attention, relative_error
 
-Pool = Callable[[int], RankPool]
 SHAPE = Shape(batch=2, query_heads=8, kv_heads=2, tokens=203, head_dim=8)
 PATTERNS: dict[str, tuple[Pattern, str]] = {
     "causal": (Causal(), "zigzag"),
