@@ -232,6 +232,7 @@ def against_stock(rank: int, world_size: int, family: str, reentrant: bool) -> t
 
 
 @pytest.mark.parametrize("family", SHARED)
+@pytest.mark.day("gemma4_text")
 @pytest.mark.situation("checkpointing", "trained Gemma 3n or 4, whose layers share K/V, with checkpoints")
 def test_layers_that_share_keys_have_the_gradients_of_stock(rank_pool: Pool, family: str) -> None:
     for error, of_stock, warned in rank_pool(2).run(against_stock, family, reentrant=True):

@@ -536,8 +536,15 @@ ROWS = [
 ]
 
 
+# What a default, an attribute, an object or an array holds is captured by day in tests/unit/patterns/captured.
 @pytest.mark.situation("compile", "a mask or score function captures other values in the next call")
 @pytest.mark.parametrize(("how", "name"), ROWS, ids=lambda one: one.replace(" ", "_"))
+@pytest.mark.day(
+    "argument-a_number", "argument-a_tensor", "argument-a_method", "argument-a_partial",
+    "argument-a_compiled_function", "argument-a_mask's_tensor", "argument-a_compiled_mask", "attribute-a_number",
+    "layers-a_mask's_tensor", "written-list", "written-in_place", "written-object", "made_inside-a_buffer",
+    "made_inside-self", "made_inside-an_argument",
+)  # fmt: skip
 def test_a_compiled_function_sees_what_a_function_of_pairs_has_captured(
     rank_pool: Pool, how: str, name: str
 ) -> None:

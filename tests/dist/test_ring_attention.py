@@ -90,6 +90,7 @@ def test_other_dtypes(rank_pool: Pool, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("options", [{"kernel": "reference"}, {"overlap": False}, {"prune": False}], ids=str)
+@pytest.mark.day("{'prune': False}")  # test_registry.py has the kernel by day, test_patterns.py the overlap
 def test_every_way_of_doing_it_gives_the_same(rank_pool: Pool, options: dict[str, object]) -> None:
     shape = Shape(batch=1, tokens=130)
     errors = rank_pool(3).run(parity, shape, torch.float32, KINDS, CHUNKS[1:], **options)[0]
