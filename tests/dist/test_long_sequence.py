@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.dist.deepspeed_ranks import json_config, start_deepspeed, start_engine
+from tests.dist.deepspeed_ranks import Run, json_config, start_deepspeed, start_engine
 from tests.dist.harness import catch_refusal
-from tests.dist.long_table import Step, errors, step_alone, step_on_ring
+from tests.dist.long_table import step_alone, step_on_ring
+from tests.dist.training_table import errors
 
 # Family, ZeRO stage, option, whether layers are checkpointed: each option alone, every stage, every family.
 CELLS = [
@@ -32,7 +33,7 @@ MORE_CELLS = [
 ]
 
 
-def steps(rank: int, world_size: int, cells: list[Any]) -> list[Step]:
+def steps(rank: int, world_size: int, cells: list[Any]) -> list[Run]:
     return [
         step_on_ring(rank, world_size, family, stage, option, world_size, checkpointing)
         for family, stage, option, checkpointing in cells
