@@ -7,13 +7,14 @@ the tests. Rank functions are called by the harness as fn(rank, world_size, ...)
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tests.machine import skip_without
+from tests.reference import worst
 
 VOCABULARY = 61
 LEARNING_RATE = 0.1
@@ -225,6 +226,23 @@ def fit_on_ring(rank: int, engine: Any, batch: Batch, steps: int, wrong_scale: f
             engine.step()
         losses.append(logged)
     return Run(losses, gradients if rank == 0 else {})
+
+
+def gradient_errors(
+    got: Mapping[str, Tensor], want: Mapping[str, Tensor], least: float = 0.0
+) -> dict[str, float]:
+    """The relative error of each gradient by its norm; those below `least` of the largest norm are rounding."""
+    assert got.keys() == want.keys()
+    floor = least * max(float(x.norm()) for x in want.values())
+    return {name: float((got[name] - x).norm() / x.norm().clamp(min=floor)) for name, x in want.items()}
+
+
+def check_gradients(
+    got: Mapping[str, Tensor], want: Mapping[str, Tensor], bound: float, least: float = 0.0
+) -> None:
+    """Each gradient by itself: an average over parameters would hide a wrong one."""
+    errors = gradient_errors(got, want, least)
+    assert worst(errors.values()) < bound, {name: x for name, x in errors.items() if not x < bound}
 
 
 def start_engine(model: torch.nn.Module, config: dict[str, Any], rate: float = LEARNING_RATE) -> Any:

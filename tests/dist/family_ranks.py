@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.dist.deepspeed_ranks import Batch, Run
+from tests.dist.deepspeed_ranks import Batch, Run, check_gradients
 
 SIZES: dict[str, Any] = {
     "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -79,8 +79,4 @@ def train_on_ring(model: Any, session: Any, batches: Sequence[Batch], call: Any 
 def check(got: Run, expected: Run, least: float = 0.0) -> None:
     """Every loss, and each gradient by itself; gradients below `least` of the largest one are rounding."""
     assert got.losses == pytest.approx(expected.losses, rel=1e-5)
-    assert got.gradients.keys() == expected.gradients.keys()
-    floor = least * max(float(gradient.norm()) for gradient in expected.gradients.values())
-    for name, gradient in expected.gradients.items():
-        error = float((got.gradients[name] - gradient).norm() / gradient.norm().clamp(min=floor))
-        assert error < 1e-5, f"gradient of {name}: relative error {error:.3e}"
+    check_gradients(got.gradients, expected.gradients, 1e-5, least)

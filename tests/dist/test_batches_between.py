@@ -13,8 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.dist.deepspeed_ranks import gradient_errors, start_deepspeed
 from tests.dist.family_ranks import GROUPED, attached, build, start_session
 from tests.dist.harness import Pool
+from tests.reference import worst
 
 REENTRANT = {"none": None, "reentrant": {"use_reentrant": True}, "not reentrant": {"use_reentrant": False}}
 
@@ -91,12 +93,7 @@ def gradients(rank: int, world_size: int, case: Case) -> dict[str, float]:
     found = {}
     for what, got, want in (("in turn", in_turn, plain), ("between", between, in_turn)):
         for number in range(2):
-            assert got[number].keys() == want[number].keys(), what
-            greatest = max(float(x.norm()) for x in want[number].values())
-            found[f"{what} {number}"] = max(
-                float((got[number][name] - x).norm() / x.norm().clamp(min=1e-3 * greatest))
-                for name, x in want[number].items()
-            )
+            found[f"{what} {number}"] = worst(gradient_errors(got[number], want[number], 1e-3).values())
     return found
 
 
@@ -171,8 +168,6 @@ KINDS = (
 
 def of_own_layers(rank: int, world_size: int) -> dict[str, float]:
     """The largest difference of gradients of two layers, two batches in turn and one between, by kind."""
-    from tests.dist.deepspeed_ranks import start_deepspeed
-
     start_deepspeed()
     session = start_session(world_size, pattern={"documents": True})
     layers = nn.Sequential(OwnLayer(session), OwnLayer(session))

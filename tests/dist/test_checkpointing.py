@@ -16,7 +16,9 @@ from torch.utils.checkpoint import checkpoint
 from ds_ring import Causal, RingAttention, RingConfig, RingMesh, make_layout
 from ds_ring.ops import ring_op as autograd
 from ds_ring.ring.ring_pass import RingPass
+from tests.dist.deepspeed_ranks import gradient_errors, json_config, start_deepspeed, start_engine
 from tests.dist.harness import Pool
+from tests.reference import worst
 
 LAYERS, TOKENS, WIDTH, HEADS = 8, 48, 32, 4
 KINDS = ("reentrant", "not reentrant", "DeepSpeed")
@@ -66,8 +68,6 @@ def steps(
 ) -> tuple[list[int], list[Tensor]]:
     """Forward passes of two steps at once and of a graph that goes back twice; gradients of the former."""
     if kind == "DeepSpeed":
-        from tests.dist.deepspeed_ranks import start_deepspeed
-
         start_deepspeed()
     mesh = RingMesh.from_world(world_size)
     layout = make_layout("zigzag", tokens=TOKENS, ring_size=world_size)
@@ -115,8 +115,6 @@ def test_a_step_has_as_many_passes_as_without(rank_pool: Pool) -> None:
 def count_in_llama(rank: int, world_size: int, reentrant: bool) -> list[int]:
     """Forward and backward passes of a step of a Llama of 8 layers under DeepSpeed."""
     import transformers
-
-    from tests.dist.deepspeed_ranks import json_config, start_engine
 
     counts, pass_of = [0, 0], autograd.pass_of
 
@@ -219,16 +217,8 @@ def against_stock(rank: int, world_size: int, family: str, reentrant: bool) -> t
     with mock.patch.object(model_call.log, "warning", lambda text, *words: warned.append(text % words)):
         found = gradients(model, session.shard_batch(batch), session.gradient_divisor)
     stock = gradients(alone, batch, 0.0)
-    greatest = max(float(one.norm()) for one in plain.values())
-
-    def error(got: dict[str, Tensor], want: dict[str, Tensor]) -> float:
-        assert got.keys() == want.keys()
-        return max(
-            float((got[name] - one).norm() / one.norm().clamp(min=1e-3 * greatest))
-            for name, one in want.items()
-        )
-
-    return error(found, stock), error(stock, plain), warned
+    errors = gradient_errors(found, stock, 1e-3), gradient_errors(stock, plain, 1e-3)
+    return *(worst(one.values()) for one in errors), warned
 
 
 @pytest.mark.parametrize("family", SHARED)
