@@ -26,6 +26,7 @@ from ds_ring.layers.ngrams.sharded_rows import sharded_rows
 from tests.dist.deepspeed_ranks import json_config, start_engine
 from tests.dist.harness import Pool
 from tests.dist.layers.on_rings import IDS, RINGS, T, documents_of, drawn, path_of, real_tokens
+from tests.dist.one_process import Layer, same_as_one_process
 from tests.reference import relative_error
 
 B, D, E = 2, 3, 4
@@ -52,64 +53,51 @@ def mixed(
     return hidden + gated + F.silu(sum(taps, torch.zeros(())))
 
 
-def engram(rank: int, world_size: int, ring: tuple[str, int, str]) -> dict[str, float]:
-    """Relative errors of the output, and of the gradients of hidden states, table and weights."""
-    name, ulysses, kind = ring
-    mesh = RingMesh.from_world(world_size // ulysses, ulysses)
-    pattern = documents_of(kind) or Documents(IDS)
-    layout = make_layout(name, tokens=T, ring_size=mesh.ring_size, multiple_of=ulysses, pattern=pattern)
-    given = drawn({"hidden": (B, T, D), "table": (ROWS, E), "key": (3 * E, D), "value": (3 * E, D), "taps": (WIDTH, D),
-                   "grad": (B, T, D)})  # fmt: skip
+def engram(mesh: RingMesh, name: str, kind: str) -> Layer:
+    """Engram's layer; each rank looks up its rows of a whole table, whose gradients are complete at the owner."""
+    pattern, documents = documents_of(kind) or Documents(IDS), documents_of(kind)
+    sizes = {"ring_size": mesh.ring_size, "multiple_of": mesh.ulysses_size}
+    layout = make_layout(name, tokens=T, pattern=pattern, **sizes)
+    place: dict[str, Any] = {"dim": 1, "layout": layout, "mesh": mesh}
+    inputs = drawn(
+        {"hidden": (B, T, D), "table": (ROWS, E), "key": (3 * E, D), "value": (3 * E, D), "taps": (WIDTH, D)}
+    )
     torch.manual_seed(2)
-    ids, real = torch.randint(9, (B, T)), real_tokens(kind)[None, :, None]
-    grad = given.pop("grad") * real
+    ids, real = torch.randint(9, (B, T)), real_tokens(kind)
     # padding has no tokens in front
     paths = [[t] if kind == "packed" and IDS[t] < 0 else path_of(kind, t) for t in range(T)]
     numbers = torch.tensor([[numbers_of(row.tolist(), path) for path in paths] for row in ids])
-    whole = {key: x.clone().requires_grad_() for key, x in given.items()}
+    places = {"layout": layout, "mesh": mesh}
+    rows = ngram_rows(
+        shard_sequence(ids, **place), MULTIPLIERS, SIZES, pad_id=PAD, documents=documents, **places
+    )
+    assert torch.equal(gather_sequence(rows, **place) * real[:, None].long(), numbers * real[:, None].long())
+    share = ROWS // mesh.sequence_size
 
     def along_paths(x: Tensor, back: int) -> Tensor:
         found = [x[:, path[-1 - back]] if back < len(path) else 0 * x[:, 0] for path in paths]
         return torch.stack(found, dim=1)
 
-    expected = mixed(whole["hidden"], whole["table"][numbers], whole, along_paths)
-    expected.backward(grad)
-
-    named: dict[str, Any] = {"layout": layout, "mesh": mesh}
-    documents, share = documents_of(kind), ROWS // world_size
-    mine = {key: x.clone().requires_grad_() for key, x in given.items() if key not in ("hidden", "table")}
-    mine["hidden"] = shard_sequence(given["hidden"], dim=1, **named).requires_grad_()
-    mine["table"] = given["table"][rank * share : (rank + 1) * share].clone().requires_grad_()
-    rows = ngram_rows(
-        shard_sequence(ids, dim=1, **named), MULTIPLIERS, SIZES, pad_id=PAD, documents=documents, **named
-    )
-    assert torch.equal(gather_sequence(rows, dim=1, **named) * real, numbers * real)
-
     def behind(x: Tensor, back: int) -> Tensor:
-        return shift_sequence(x, -back, dim=1, documents=documents, **named) if back else x
+        return shift_sequence(x, -back, documents=documents, **place) if back else x
 
-    out = mixed(mine["hidden"], sharded_rows(mine["table"], rows, mesh=mesh), mine, behind)
-    out.backward(shard_sequence(grad, dim=1, **named))
-    found = {"out": relative_error(gather_sequence(out, dim=1, **named) * real, expected * real)}
-    for key, x in mine.items():
-        assert x.grad is not None and whole[key].grad is not None
-        wanted, got = whole[key].grad, x.grad
-        if key == "table":  # complete at the owner
-            wanted = wanted[rank * share : (rank + 1) * share]
-        elif key == "hidden":
-            got = gather_sequence(got, dim=1, **named)
-        elif world_size > 1:
-            torch.distributed.all_reduce(got)
-        found[key] = relative_error(got, wanted)
-    return found
+    def alone(hidden: Tensor, table: Tensor, **weights: Tensor) -> Tensor:
+        return mixed(hidden, table[numbers], weights, along_paths)
+
+    def sharded(hidden: Tensor, table: Tensor, **weights: Tensor) -> Tensor:
+        shard = table.narrow(0, mesh.sequence_rank * share, share)
+        return mixed(hidden, sharded_rows(shard, rows, mesh=mesh), weights, behind)
+
+    parameters = ["table", "key", "value", "taps"]
+    return Layer(inputs, alone, sharded, mesh, layout, dim=1, parameters=parameters, real=real)
 
 
 @pytest.mark.parametrize("kind", ["whole", "packed", "tree"])
 @pytest.mark.parametrize(("world_size", "layout", "ulysses"), [ring for ring in RINGS if ring[0] != 3])
 @pytest.mark.covering(1)
 def test_engram_is_exact(rank_pool: Pool, world_size: int, layout: str, ulysses: int, kind: str) -> None:
-    for errors in rank_pool(world_size).run(engram, (layout, ulysses, kind)):
-        assert len(errors) == 6 and max(errors.values()) < 1e-10, errors
+    case = layout, kind
+    same_as_one_process(rank_pool(world_size), engram, case, ulysses=ulysses, bound=1e-10, count=6)
 
 
 def looked_up(rank: int, world_size: int) -> tuple[bool, int]:
