@@ -250,7 +250,7 @@ def start_engine(model: torch.nn.Module, config: dict[str, Any], rate: float = L
     start_deepspeed()
     import ds_ring
 
-    sgd = torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=rate)
+    sgd = torch.optim.SGD([item for item in model.parameters() if item.requires_grad], lr=rate)
     return ds_ring.initialize(model=model, optimizer=sgd, config=config)[0]
 
 

@@ -27,8 +27,8 @@ def build(config: str, values: dict[str, Any], implementation: str, head: str = 
     import transformers
 
     torch.manual_seed(0)
-    made = getattr(transformers, config)(**values)
-    return getattr(transformers, f"AutoModelFor{head}").from_config(made, attn_implementation=implementation)
+    built = getattr(transformers, config)(**values)
+    return getattr(transformers, f"AutoModelFor{head}").from_config(built, attn_implementation=implementation)
 
 
 def start_session(world_size: int, divisor: float = 1.0, **section: Any) -> Any:
@@ -49,11 +49,11 @@ def attached(model: Any, session: Any) -> Any:
 
 def gradients_of(model: torch.nn.Module, divisor: float = 0.0) -> dict[str, Tensor]:
     """Those of this rank, or (by a divisor) the sum over ranks divided by it."""
-    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    for gradient in found.values() if divisor else ():
+    result = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    for gradient in result.values() if divisor else ():
         dist.all_reduce(gradient)
         gradient /= divisor
-    return found
+    return result
 
 
 def train_alone(model: Any, batches: Sequence[Batch]) -> Run:

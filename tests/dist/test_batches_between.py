@@ -90,11 +90,11 @@ def gradients(rank: int, world_size: int, case: Case) -> dict[str, float]:
     in_turn = [backward(loss_of(batch)) for batch in batches]
     first, second = [loss_of(batch) for batch in batches]
     between = [backward(first), backward(second)]
-    found = {}
+    result = {}
     for what, got, want in (("in turn", in_turn, plain), ("between", between, in_turn)):
         for number in range(2):
-            found[f"{what} {number}"] = worst(gradient_errors(got[number], want[number], 1e-3).values())
-    return found
+            result[f"{what} {number}"] = worst(gradient_errors(got[number], want[number], 1e-3).values())
+    return result
 
 
 # Of each way in which layers look their batch up; the others run at night.
@@ -188,24 +188,24 @@ def of_own_layers(rank: int, world_size: int) -> dict[str, float]:
         return [p.grad.clone() for p in layers.parameters() if p.grad is not None]
 
     plain = [backward(loss_of(batch, "none")) for batch in batches]
-    found = {}
+    result = {}
     for kind in KINDS:
         first, second = [loss_of(batch, kind) for batch in batches]
         between = [backward(first), backward(second)]
-        found[kind] = max(
+        result[kind] = max(
             float((a - b).abs().max() / b.abs().max())
             for got, want in zip(between, plain, strict=True)
             for a, b in zip(got, want, strict=True)
         )
-    return found
+    return result
 
 
 @pytest.mark.situation(
     "checkpointing", "checkpointed own layers around engine.ring.attention(), two batches before one backward"
 )
 def test_own_layers_run_again_with_the_batch_of_their_first_run(rank_pool: Pool) -> None:
-    for found in rank_pool(2).run(of_own_layers):
-        assert found.keys() == set(KINDS) and max(found.values()) < 1e-5, found
+    for result in rank_pool(2).run(of_own_layers):
+        assert result.keys() == set(KINDS) and max(result.values()) < 1e-5, result
 
 
 def of_a_checkpointed_model(rank: int, world_size: int) -> float:

@@ -67,11 +67,11 @@ def attention(
     pattern: Pattern | None = None,
     **options: Any,
 ) -> Layer:
-    pattern, given = pattern or Causal(), inputs(*widths, dtype)
+    pattern, arguments = pattern or Causal(), inputs(*widths, dtype)
     layout = make_layout("zigzag", tokens=TOKENS, ring_size=mesh.ring_size, multiple_of=mesh.ulysses_size)
     results = slice(None if with_lse else 1)
     if not with_sinks:
-        del given["sinks"]
+        del arguments["sinks"]
 
     def attend(q: Tensor, k: Tensor, v: Tensor, **sinks: Tensor) -> tuple[Tensor, ...]:
         place: dict[str, Any] = {"pattern": pattern, "layout": layout, "mesh": mesh, "return_lse": True}
@@ -80,7 +80,7 @@ def attention(
     def alone(**x: Tensor) -> tuple[Tensor, ...]:
         return dense(**x, pattern=pattern, positions=range(TOKENS))[results]
 
-    return Layer(given, alone, attend, mesh, layout, parameters=["sinks"])
+    return Layer(arguments, alone, attend, mesh, layout, parameters=["sinks"])
 
 
 def with_options(mesh: RingMesh, options: dict[str, Any], *case: Any) -> Layer:
@@ -140,16 +140,16 @@ def bytes_sent(rank: int, world_size: int) -> tuple[list[int], list[int]]:
     """Bytes counted forward and back, and those of keys of width 24 and values of width 16 in the plan."""
     mesh = RingMesh.from_world(world_size)
     layout = make_layout("zigzag", tokens=TOKENS, ring_size=world_size)
-    given = inputs(24, 16, torch.bfloat16)
-    q, k, v = (shard_sequence(given[name], layout, mesh=mesh, dim=2).requires_grad_() for name in "qkv")
+    arguments = inputs(24, 16, torch.bfloat16)
+    q, k, v = (shard_sequence(arguments[name], layout, mesh=mesh, dim=2).requires_grad_() for name in "qkv")
     exchange = context_for(Causal(), layout, mesh, Options()).exchange
     assert exchange is not None
     out = ring_attention(q, k, v, pattern=Causal(), layout=layout, mesh=mesh)
     forward = exchange.counters.bytes_sent
     out.backward(torch.ones_like(out))
-    own = build_plan(Causal(), layout, query_heads=HEADS, kv_heads=KV_HEADS).rank(rank)
+    owned = build_plan(Causal(), layout, query_heads=HEADS, kv_heads=KV_HEADS).rank(rank)
     token = 2 * (24 + 16)  # samples x both widths; elements of 2 bytes, gradients of 4
-    planned = [token * own.tokens_sent * 2, token * (own.tokens_sent * 2 + own.tokens_received * 4)]
+    planned = [token * owned.tokens_sent * 2, token * (owned.tokens_sent * 2 + owned.tokens_received * 4)]
     return [forward, exchange.counters.bytes_sent - forward], planned
 
 
@@ -184,8 +184,8 @@ def modified(
         scores = function(scores, b[:, None, None, None], h[:, None, None], i[:, None], j)
         return scores.masked_fill(torch.ones(TOKENS, TOKENS).triu(1) > 0, -torch.inf).softmax(-1) @ v
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, **more: Any) -> Any:
-        return calls.attend(q, k, v, **({"score_mod": function} | rest | more))
+    def attend(q: Tensor, k: Tensor, v: Tensor, **extra: Any) -> Any:
+        return calls.attend(q, k, v, **({"score_mod": function} | rest | extra))
 
     errors, heard = compare(Layer(whole, alone, attend, mesh, layout)), []
     local = [shard_sequence(x, layout, mesh=mesh, dim=2) for x in whole.values()]
@@ -218,9 +218,9 @@ def test_changed_scores(rank_pool: Pool, which: str, world_size: int, options: d
 def wrong_sinks(rank: int, world_size: int, which: str) -> tuple[str, str]:
     mesh = RingMesh.from_world(world_size // 2, 2)
     layout = make_layout("zigzag", tokens=TOKENS, ring_size=mesh.ring_size, multiple_of=2)
-    given = inputs(16, 16, torch.float32)
-    q, k, v = (shard_sequence(given[name], layout, mesh=mesh, dim=2) for name in "qkv")
-    sinks: Any = given["sinks"]
+    arguments = inputs(16, 16, torch.float32)
+    q, k, v = (shard_sequence(arguments[name], layout, mesh=mesh, dim=2) for name in "qkv")
+    sinks: Any = arguments["sinks"]
     if rank == 0 and which == "none on the first":
         sinks = None
     elif rank == 1:
@@ -231,10 +231,10 @@ def wrong_sinks(rank: int, world_size: int, which: str) -> tuple[str, str]:
     try:
         ring_attention(q, k, v, pattern=Causal(), layout=layout, mesh=mesh, sinks=sinks)
     except Exception as error:
-        found = type(error).__name__, str(error)
+        result = type(error).__name__, str(error)
     # The ring goes on after a refusal.
-    ring_attention(q, k, v, pattern=Causal(), layout=layout, mesh=mesh, sinks=given["sinks"])
-    return found
+    ring_attention(q, k, v, pattern=Causal(), layout=layout, mesh=mesh, sinks=arguments["sinks"])
+    return result
 
 
 @pytest.mark.parametrize(
@@ -245,8 +245,8 @@ def wrong_sinks(rank: int, world_size: int, which: str) -> tuple[str, str]:
     ],
 )  # fmt: skip
 def test_wrong_sinks_raise_on_every_rank(rank_pool: Pool, which: str) -> None:
-    found = rank_pool(4).run(wrong_sinks, which)
+    result = rank_pool(4).run(wrong_sinks, which)
     refused = which in ("of one rank's heads", "of two dimensions", "integers", "a list")
-    own = "RingShapeError" if refused else "RingMismatchError"
-    assert [name for name, _ in found] == ["RingMismatchError", own, *["RingMismatchError"] * 2]
-    assert all("sinks" in text for _, text in found), found
+    owned = "RingShapeError" if refused else "RingMismatchError"
+    assert [name for name, _ in result] == ["RingMismatchError", owned, *["RingMismatchError"] * 2]
+    assert all("sinks" in text for _, text in result), result

@@ -103,11 +103,11 @@ def test_a_step_has_as_many_passes_as_without(rank_pool: Pool) -> None:
     plain = rank_pool(2).run(steps, "none")
     assert [counts for counts, _ in plain] == [[2 * LAYERS, 0]] * 2
     for kind in KINDS:
-        found = rank_pool(2).run(steps, kind)
+        result = rank_pool(2).run(steps, kind)
         # The second time that one graph goes back nothing is kept any more.
         again = 2 * LAYERS if kind == "not reentrant" else 0
-        assert [counts for counts, _ in found] == [[2 * LAYERS, again]] * 2, kind
-        for (_, got), (_, want) in zip(found, plain, strict=True):
+        assert [counts for counts, _ in result] == [[2 * LAYERS, again]] * 2, kind
+        for (_, got), (_, want) in zip(result, plain, strict=True):
             assert len(got) == len(want) == 2 + 4 * LAYERS
             assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True)), kind
 
@@ -118,9 +118,9 @@ def count_in_llama(rank: int, world_size: int, reentrant: bool) -> list[int]:
 
     counts, pass_of = [0, 0], autograd.pass_of
 
-    def counting(context: Any, call: Any, operands: Any, *more: Any) -> Any:
+    def counting(context: Any, call: Any, operands: Any, *extra: Any) -> Any:
         counts[operands.grad_out is not None] += 1
-        return pass_of(context, call, operands, *more)
+        return pass_of(context, call, operands, *extra)
 
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 4, "vocab_size": 64}
     config = transformers.LlamaConfig(num_hidden_layers=LAYERS, num_key_value_heads=2, **sizes)
@@ -146,16 +146,16 @@ def test_eight_layers_of_a_llama_take_eight_passes(rank_pool: Pool, reentrant: b
 @pytest.mark.day("{'writes': True}")
 def test_passes_run_again_where_they_are_told_to_or_must(rank_pool: Pool, options: dict[str, bool]) -> None:
     plain = rank_pool(2).run(steps, "none")
-    found = rank_pool(2).run(steps, "reentrant", **options)
-    assert [counts for counts, _ in found] == [[4 * LAYERS, 0]] * 2
-    for (_, got), (_, want) in zip(found, plain, strict=True):
+    result = rank_pool(2).run(steps, "reentrant", **options)
+    assert [counts for counts, _ in result] == [[4 * LAYERS, 0]] * 2
+    for (_, got), (_, want) in zip(result, plain, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
 def test_the_first_half_is_computed_again_and_the_other_kept(rank_pool: Pool) -> None:
     plain = rank_pool(2).run(steps, "none")
-    found = rank_pool(2).run(steps, "reentrant", recompute=0.5)
-    for (counts, got), (_, want) in zip(found, plain, strict=True):
+    result = rank_pool(2).run(steps, "reentrant", recompute=0.5)
+    for (counts, got), (_, want) in zip(result, plain, strict=True):
         assert counts[0] == 4 * LAYERS
         for a, b in zip(got, want, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)  # sums of other tiles
@@ -168,10 +168,10 @@ def pairs_of_passes(rank: int, world_size: int) -> list[int]:
     config = RingConfig.from_deepspeed({"sequence_parallel_size": world_size, "ring_attention": json})
     layout = make_layout("striped", tokens=TOKENS, ring_size=world_size)
     layer = Layer(RingAttention(config, mesh=mesh, layout=layout, pattern=Causal()), writes=False)
-    found, forward = [], RingPass.forward
+    result, forward = [], RingPass.forward
 
     def noting(self: RingPass, *args: Tensor | None) -> tuple[Tensor, Tensor]:
-        found.append(self.plan.pairs)
+        result.append(self.plan.pairs)
         return forward(self, *args)  # type: ignore[arg-type]
 
     RingPass.forward = noting  # type: ignore[method-assign]
@@ -180,7 +180,7 @@ def pairs_of_passes(rank: int, world_size: int) -> list[int]:
         checkpoint(layer, x, use_reentrant=False).sum().backward()
     finally:
         RingPass.forward = forward  # type: ignore[method-assign]
-    return found
+    return result
 
 
 def test_the_first_half_of_the_rows_is_a_quarter_of_the_pairs(rank_pool: Pool) -> None:
@@ -207,18 +207,18 @@ def against_stock(rank: int, world_size: int, family: str, reentrant: bool) -> t
     def gradients(model: Any, batch: dict[str, Tensor], divisor: float) -> dict[str, Tensor]:
         model.zero_grad()
         model(**batch).loss.backward()
-        return {name: one.clone() for name, one in gradients_of(model, divisor).items()}
+        return {name: item.clone() for name, item in gradients_of(model, divisor).items()}
 
     plain = gradients(alone, batch, 0.0)
     attached(model, session)
-    for one in (alone, model):
-        one.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    for item in (alone, model):
+        item.gradient_checkpointing_enable({"use_reentrant": reentrant})
     warned: list[str] = []
     with mock.patch.object(model_call.log, "warning", lambda text, *words: warned.append(text % words)):
-        found = gradients(model, session.shard_batch(batch), session.gradient_divisor)
+        result = gradients(model, session.shard_batch(batch), session.gradient_divisor)
     stock = gradients(alone, batch, 0.0)
-    errors = gradient_errors(found, stock, 1e-3), gradient_errors(stock, plain, 1e-3)
-    return *(worst(one.values()) for one in errors), warned
+    errors = gradient_errors(result, stock, 1e-3), gradient_errors(stock, plain, 1e-3)
+    return *(worst(item.values()) for item in errors), warned
 
 
 @pytest.mark.parametrize("family", SHARED)

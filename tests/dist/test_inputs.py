@@ -194,8 +194,8 @@ def build_subclass(kind: str) -> Callable[..., Any]:
     class WithHead(LlamaForCausalLM):
         """Returns what it inherits, by a forward of its own."""
 
-        def forward(self, input_ids: Any = None, attention_mask: Any = None, **given: Any) -> Any:
-            output = super().forward(input_ids, attention_mask=attention_mask, **given)
+        def forward(self, input_ids: Any = None, attention_mask: Any = None, **inputs: Any) -> Any:
+            output = super().forward(input_ids, attention_mask=attention_mask, **inputs)
             output["logits"] = output.logits * 1
             return output
 
@@ -208,7 +208,7 @@ def build_subclass(kind: str) -> Callable[..., Any]:
 
         def forward(
             self, input_ids: Any = None, attention_mask: Any = None, position_ids: Any = None,
-            labels: Any = None, **given: Any,
+            labels: Any = None, **inputs: Any,
         ) -> Any:  # fmt: skip
             from transformers.modeling_outputs import CausalLMOutput
 
@@ -218,15 +218,15 @@ def build_subclass(kind: str) -> Callable[..., Any]:
             logits, loss = self.lm_head(hidden), None
             if labels is not None:
                 loss = self.loss_function(
-                    logits=logits, labels=labels, vocab_size=self.config.vocab_size, **given
+                    logits=logits, labels=labels, vocab_size=self.config.vocab_size, **inputs
                 )
             return CausalLMOutput(loss=loss, logits=logits)
 
     def build(size: Size, implementation: str, **changes: Any) -> Any:
         plain: Any = build_model(size, implementation, **changes)
-        made = {"empty": Empty, "with a head": WithHead, "remote code": Remote}[kind](plain.config)
-        made.load_state_dict(plain.state_dict(), strict=False)
-        return made
+        built = {"empty": Empty, "with a head": WithHead, "remote code": Remote}[kind](plain.config)
+        built.load_state_dict(plain.state_dict(), strict=False)
+        return built
 
     return build
 

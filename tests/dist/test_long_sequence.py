@@ -44,9 +44,9 @@ def steps(rank: int, world_size: int, cells: list[Any]) -> list[Run]:
     "cells", [CELLS, pytest.param(MORE_CELLS, marks=pytest.mark.night)], ids=["few", "more"]
 )
 def test_gradients_are_those_of_one_process(rank_pool: Any, cells: list[Any]) -> None:
-    found = rank_pool(2).run(steps, cells)
+    outcome = rank_pool(2).run(steps, cells)
     alone = {family: step_alone(family) for family, *_ in cells}
-    for cell, *runs in zip(cells, *found, strict=True):
+    for cell, *runs in zip(cells, *outcome, strict=True):
         loss, gradient = errors(runs, alone[cell[0]])
         assert loss < 1e-6, cell
         assert gradient < 1e-5, cell
@@ -66,8 +66,8 @@ class Largest(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        found = result if isinstance(result, (tuple, list)) else [result]
-        sizes = [x.numel() for x in found if isinstance(x, torch.Tensor)]
+        outcome = result if isinstance(result, (tuple, list)) else [result]
+        sizes = [x.numel() for x in outcome if isinstance(x, torch.Tensor)]
         self.elements = max([self.elements, *sizes])
         return result
 
@@ -108,10 +108,10 @@ def refused(rank: int, world_size: int) -> dict[str, str]:
 
     import ds_ring
 
-    def engine_of(part: Any, kind: str = "LlamaForCausalLM", **more: Any) -> Any:
+    def engine_of(part: Any, kind: str = "LlamaForCausalLM", **extra: Any) -> Any:
         family = kind.removesuffix("ForCausalLM").removesuffix("Model")
         sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 64}
-        config = getattr(transformers, f"{family}Config")(**sizes, **more)
+        config = getattr(transformers, f"{family}Config")(**sizes, **extra)
         model = getattr(transformers, kind)(config)
         sgd = torch.optim.SGD(model.parameters(), lr=0.1)
         section = {"long_sequence": part}
@@ -127,7 +127,7 @@ def refused(rank: int, world_size: int) -> dict[str, str]:
     engine = engine_of({"tiled_loss": 4}, **llama)
     local = engine.ring.shard_batch({"input_ids": ids, "labels": ids})
     logits = engine(**local).logits
-    found = {
+    outcome = {
         "no head": message(lambda: engine_of({"tiled_loss": True}, "LlamaModel", **llama)),
         "no MLP": message(
             lambda: engine_of({"tiled_mlp": True}, "OPTForCausalLM", ffn_dim=32, word_embed_proj_dim=16)
@@ -140,20 +140,20 @@ def refused(rank: int, world_size: int) -> dict[str, str]:
         "a part": message(lambda: logits[:, -1]),
     }
     scaled = (logits[:, 0:, :].float() * 2.0 / 4).tanh()
-    found["shape"] = str(list(scaled.shape))
-    found["loss"] = str(
+    outcome["shape"] = str(list(scaled.shape))
+    outcome["loss"] = str(
         float(engine.ring.loss(logits, local).mean_loss - engine.ring.mean_loss(engine(**local).loss))
     )
     engine.eval()
     with torch.no_grad():
-        found["eval"] = str(
+        outcome["eval"] = str(
             type(
                 engine(
                     **{k: x for k, x in local.items() if "label" not in k and k != "num_items_in_batch"}
                 ).logits
             )
         )
-    return found
+    return outcome
 
 
 def test_what_is_refused_and_what_is_not(rank_pool: Any) -> None:

@@ -59,8 +59,8 @@ def on_a_mesh(rank: int, world_size: int, how: str) -> tuple[list[int], float]:
     )
     whole = tensors(SHAPE, seed=mesh.data_rank)  # every sequence is another one
     call = partial(ring_attention, pattern=pattern, layout=layout, mesh=mesh)
-    found = gathered_pass(call, whole, layout, mesh)
-    return members, max(errors(found, dense_attention(*whole, pattern)).values())
+    result = gathered_pass(call, whole, layout, mesh)
+    return members, max(errors(result, dense_attention(*whole, pattern)).values())
 
 
 @pytest.mark.parametrize("how", SEQUENCES)

@@ -43,15 +43,15 @@ def wait_until_gone(before: set[int], seconds: float = 10.0) -> None:
 
 
 def _ranks(pids: set[int]) -> list[str]:
-    found = []
+    result = []
     for pid in pids:
         try:
             line = " ".join(psutil.Process(pid).cmdline())
         except psutil.Error:
             continue
         if "resource_tracker" not in line:
-            found.append(line)
-    return found
+            result.append(line)
+    return result
 
 
 @pytest.mark.night
@@ -67,9 +67,9 @@ def test_a_real_ring_beside_the_virtual_one(tmp_path: Path, capsys: pytest.Captu
     document = json.loads(printed)
     (real, virtual), times = document["rings"], document["timelines"]
     assert (real["run"], virtual["run"]) == ("real", "simulated")
-    for one, other in zip(real["peak_bytes_by_rank"], virtual["peak_bytes_by_rank"], strict=True):
-        assert other == pytest.approx(one, rel=0.03)
-    assert [one["timeline"] for one in times] == ["real", "simulated"]
+    for item, second in zip(real["peak_bytes_by_rank"], virtual["peak_bytes_by_rank"], strict=True):
+        assert second == pytest.approx(item, rel=0.03)
+    assert [item["timeline"] for item in times] == ["real", "simulated"]
     for name in ("memory.png", "steps.png", "timeline.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
     check_trace(json.loads((tmp_path / "trace.json").read_text()))
@@ -86,7 +86,7 @@ def check_trace(trace: dict[str, Any]) -> None:
     for (pid, _), rows in by_thread.items():
         assert {row["cat"] for row in rows} == {"forward", "backward"}
         assert all(row["dur"] > 0 for row in rows)
-        assert all(one["ts"] + one["dur"] <= other["ts"] + 1e-3 for one, other in pairwise(rows))
+        assert all(item["ts"] + item["dur"] <= second["ts"] + 1e-3 for item, second in pairwise(rows))
         posted = [row["args"] for row in rows if row["name"].startswith("send")]
         sent[pid].add(tuple(args["bytes_sent"] for args in posted if args["bytes_sent"]))
     assert all(len(both) == 1 and sum(both.pop()) > 0 for both in sent.values()), sent

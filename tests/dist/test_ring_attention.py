@@ -32,9 +32,9 @@ def run_ring(
     sizes = {"tokens": shape.tokens, "ring_size": mesh.ring_size, "multiple_of": mesh.ulysses_size}
     layout = layout_for(layout_name, pattern, **sizes)
     call = partial(attend, pattern=pattern, layout=layout, mesh=mesh, **options)
-    found = gathered_pass(call, tensors(shape, dtype), layout, mesh)
-    assert {x.dtype for x in found} == {dtype}
-    return found
+    result = gathered_pass(call, tensors(shape, dtype), layout, mesh)
+    assert {x.dtype for x in result} == {dtype}
+    return result
 
 
 def parity(
@@ -49,7 +49,7 @@ def parity(
 ) -> dict:
     """Relative errors of every layout and pattern; on rank 0 (the others hold the same gathered tensors)."""
     mesh = RingMesh.from_world(world_size // ulysses_size, ulysses_size)
-    found = {}
+    result = {}
     for pattern_name in patterns:
         if rank == 0:
             want = dense_attention(*tensors(shape, dtype), PATTERNS[pattern_name](shape.tokens))
@@ -57,8 +57,8 @@ def parity(
             got = run_ring(mesh, layout_name, pattern_name, shape, dtype, **options)
             if rank == 0:
                 named = errors(got, want).items()
-                found |= {(layout_name, pattern_name, name): error for name, error in named}
-    return found
+                result |= {(layout_name, pattern_name, name): error for name, error in named}
+    return result
 
 
 @pytest.mark.parametrize("tokens", LENGTHS)

@@ -103,8 +103,8 @@ def start(section: dict[str, Any], model: torch.nn.Module) -> Any:
     import ds_ring
 
     section = dict(section)
-    more = {key: section.pop(key) for key in ("sequence_parallel_size", "csv_monitor") if key in section}
-    config = json_config(2, 2, 0, ring_attention=section, **more)
+    extra = {key: section.pop(key) for key in ("sequence_parallel_size", "csv_monitor") if key in section}
+    config = json_config(2, 2, 0, ring_attention=section, **extra)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1) if "verify_first_batch" in section else None
     return ds_ring.initialize(model=model, optimizer=sgd, config=config)[0]
 
@@ -166,7 +166,7 @@ def observe(section: dict[str, Any], name: str, folder: str, defaults: dict[bool
         "batches": lambda: counters.batches,
         "bytes": lambda: counters.bytes_sent,
         "waits": lambda: waited[0],
-        "directions": lambda: [one.plan.classes[0].directions for one in context.prepared.values()],
+        "directions": lambda: [entry.plan.classes[0].directions for entry in context.prepared.values()],
         "gradient payload": lambda: context.options.gradient_payload,
         "recompute": lambda: float(context.options.recompute_attention),
         "offload": lambda: context.options.offload_attention,
@@ -227,8 +227,8 @@ def all_keys(rank: int, world_size: int, folder: str) -> dict[str, tuple[str, st
 
 def test_every_key_changes_what_can_be_seen(rank_pool: Any, tmp_path: Path) -> None:
     sections = {key: (before, after) for key, (before, after, _) in KEYS.items()}
-    for found in rank_pool(2).run(all_keys, str(tmp_path), timeout_s=240):
-        for key, (before, after) in found.items():
+    for result in rank_pool(2).run(all_keys, str(tmp_path), timeout_s=240):
+        for key, (before, after) in result.items():
             assert before != after, f"{key}: {KEYS[key][2]} is {before} with {sections[key]}"
 
 

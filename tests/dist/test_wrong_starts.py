@@ -75,20 +75,20 @@ def initialize(config: Any = None, implementation: str = "ds_ring", **arguments:
 def answers(pool: RankPool, fn: Callable[..., Any], *args: object) -> list[Any]:
     """What the ranks return: a refusal, or a tuple with one at its head."""
 
-    def in_time(found: list[Any]) -> bool:
-        refusals = [one if isinstance(one, Refusal) else one[0] for one in found]
-        return all(one.seconds < SECONDS for one in refusals)
+    def in_time(result: list[Any]) -> bool:
+        refusals = [item if isinstance(item, Refusal) else item[0] for item in result]
+        return all(item.seconds < SECONDS for item in refusals)
 
     return first_in_time(lambda: pool.run(fn, *args, timeout_s=30), in_time)
 
 
-def check(found: list[Refusal], errors: tuple[str, ...], *says: str) -> None:
-    for rank, (one, error) in enumerate(zip(found, errors, strict=True)):
-        assert one.error == error, (rank, one)
-        assert {"RingError", "ValueError"} <= set(one.families)
+def check(result: list[Refusal], errors: tuple[str, ...], *says: str) -> None:
+    for rank, (item, error) in enumerate(zip(result, errors, strict=True)):
+        assert item.error == error, (rank, item)
+        assert {"RingError", "ValueError"} <= set(item.families)
         for words in says:
-            assert re.search(words, one.text), (words, one.text)
-        assert one.seconds < SECONDS, (rank, one)
+            assert re.search(words, item.text), (words, item.text)
+        assert item.seconds < SECONDS, (rank, item)
 
 
 # --- all ranks alike -----------------------------------------------------------------------------
@@ -191,9 +191,9 @@ def differing_start(
             if what:
                 path.write_text(what)
             config = str(path)
-    found = refused(initialize(config))
+    result = refused(initialize(config))
     afterwards = initialize(GOOD)()[0]  # the same processes can start when the file is mended
-    return found, afterwards.ring.mesh.ring_size == 2
+    return result, afterwards.ring.mesh.ring_size == 2
 
 
 @pytest.mark.situation("first hour", "the JSON differs between ranks")
@@ -205,7 +205,7 @@ def test_configurations_that_differ_name_rank_and_key(rank_pool, tmp_path, what,
     results = answers(rank_pool(world), differing_start, config, wrong_rank, str(tmp_path))
     if wrong_rank == 0:  # rank 1 is the first that differs from it, with the values the other way round
         words = words.split(":")[0] + ": .* on rank 0, .* on rank 1"
-    check([found for found, _ in results], ("RingMismatchError",) * world, words.format(wrong_rank))
+    check([result for result, _ in results], ("RingMismatchError",) * world, words.format(wrong_rank))
     assert all(mended for _, mended in results)
 
 
@@ -216,9 +216,9 @@ def test_a_rank_that_cannot_read_its_configuration_stops_all(rank_pool, tmp_path
     config, words = REFUSED[what]
     results = answers(rank_pool(world), differing_start, config, wrong_rank, str(tmp_path))
     errors = tuple(CONFIG if rank == wrong_rank else "RingMismatchError" for rank in range(world))
-    check([found for found, _ in results], errors, words)
-    for rank, (found, _) in enumerate(results):
-        assert rank == wrong_rank or found.text.startswith(f"rank {wrong_rank} refused to start: ")
+    check([result for result, _ in results], errors, words)
+    for rank, (result, _) in enumerate(results):
+        assert rank == wrong_rank or result.text.startswith(f"rank {wrong_rank} refused to start: ")
 
 
 def test_before_there_is_a_process_group_a_rank_raises_alone():
@@ -239,7 +239,7 @@ def own_paths(rank: int, world_size: int) -> Refusal:
 
 
 def test_a_host_may_log_where_it_likes(rank_pool):
-    assert [found.error for found in rank_pool(2).run(own_paths)] == ["", ""]
+    assert [result.error for result in rank_pool(2).run(own_paths)] == ["", ""]
 
 
 # --- the first batch ---------------------------------------------------------------------------------
@@ -266,11 +266,11 @@ def wrong_batch(rank: int, world_size: int, what: str, who: int | None) -> Refus
 @pytest.mark.parametrize("who", [None, 1], ids=["all", "rank 1"])
 def test_batches_that_no_pattern_can_express(rank_pool, what, who):
     _, error, words = BATCHES[what]
-    for rank, found in enumerate(answers(rank_pool(2), wrong_batch, what, who)):
+    for rank, result in enumerate(answers(rank_pool(2), wrong_batch, what, who)):
         if who is None or rank == who:
-            check([found], (error,), words)
+            check([result], (error,), words)
         else:
-            check([found], ("RingMismatchError",), "rank 1 refused its batch")
+            check([result], ("RingMismatchError",), "rank 1 refused its batch")
 
 
 def dropout(rank: int, world_size: int) -> Refusal:

@@ -122,9 +122,9 @@ def errors(runs: list[Run], expected: Run) -> tuple[float, float]:
     """The largest relative errors: of a loss on any rank, of a parameter's gradient by its norm."""
     assert runs[0].gradients.keys() == expected.gradients.keys()
     losses = [
-        abs(one - other) / abs(other)
+        abs(item - second) / abs(second)
         for run in runs
-        for one, other in zip(run.losses, expected.losses, strict=True)
+        for item, second in zip(run.losses, expected.losses, strict=True)
     ]
     typical = torch.stack([gradient.norm() for gradient in expected.gradients.values()]).mean()
     gradients = [

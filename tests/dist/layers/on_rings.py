@@ -30,14 +30,14 @@ def documents_of(kind: str) -> Documents | Tree | None:
 
 def tokens_before(kind: str) -> list[int]:
     """Return the position of the token before each one in its document, or on its path; -1 for none."""
-    found = [t - 1 for t in range(T)]
+    result = [t - 1 for t in range(T)]
     if kind == "packed":
         return [t - 1 if t and IDS[t - 1] == IDS[t] else -1 for t in range(T)]
     if kind == "tree":
         for node, parent in enumerate(TREE.parents):
-            found[TREE.starts[node]] = int(TREE.starts[parent + 1]) - 1 if parent >= 0 else -1
-        found[TREE.starts[-1]] = -1
-    return found
+            result[TREE.starts[node]] = int(TREE.starts[parent + 1]) - 1 if parent >= 0 else -1
+        result[TREE.starts[-1]] = -1
+    return result
 
 
 def real_tokens(kind: str) -> Tensor:
@@ -47,10 +47,10 @@ def real_tokens(kind: str) -> Tensor:
 
 def path_of(kind: str, t: int) -> list[int]:
     """Return the positions of the tokens of a document, or path, up to t."""
-    before, found = tokens_before(kind), [t]
-    while before[found[-1]] >= 0:
-        found.append(before[found[-1]])
-    return found[::-1]
+    before, result = tokens_before(kind), [t]
+    while before[result[-1]] >= 0:
+        result.append(before[result[-1]])
+    return result[::-1]
 
 
 def errors_on_a_ring(

@@ -79,7 +79,7 @@ def dense(q: Tensor, k: Tensor, v: Tensor, sees: Tensor | None, score_mod: Any =
 
 def layouts_for(names: tuple[str, str], lengths: tuple[int, int], ring: int, ulysses: int) -> list[Layout]:
     sizes = {"ring_size": ring, "multiple_of": ulysses, "pattern": Causal()}
-    return [make_layout(one, tokens=n, **sizes) for one, n in zip(names, lengths, strict=True)]
+    return [make_layout(item, tokens=n, **sizes) for item, n in zip(names, lengths, strict=True)]
 
 
 def crossed(
@@ -173,12 +173,12 @@ def test_virtual_ranks_agree_with_float64(
 
     def spread(x: Tensor, first: int) -> Tensor:
         """The tokens of all positions of the pair, NaN where no pair is; NaN would spread."""
-        found = torch.full((2, x.shape[1], pair.tokens, WIDTH), torch.nan, dtype=torch.float64)
-        found[:, :, first : first + x.shape[2]] = x
-        return found
+        result = torch.full((2, x.shape[1], pair.tokens, WIDTH), torch.nan, dtype=torch.float64)
+        result[:, :, first : first + x.shape[2]] = x
+        return result
 
     q, k, v, grad = (spread(x, n) for x, n in zip(whole, (first, 0, 0, first), strict=True))
-    found = simulate(
+    result = simulate(
         q,
         k,
         v,
@@ -190,9 +190,9 @@ def test_virtual_ranks_agree_with_float64(
     leaves = [x.clone().requires_grad_() for x in whole[:3]]
     out = dense(*leaves, None)
     want = (out.detach(), *torch.autograd.grad(out, leaves, whole[3]))
-    assert found.dq is not None and found.dk is not None and found.dv is not None
-    got = tuple(x[:, :, first : first + queries] for x in (found.out, found.dq))
-    got += (found.dk[:, :, :keys], found.dv[:, :, :keys])
+    assert result.dq is not None and result.dk is not None and result.dv is not None
+    got = tuple(x[:, :, first : first + queries] for x in (result.out, result.dq))
+    got += (result.dk[:, :, :keys], result.dv[:, :, :keys])
     assert max(map(relative_error, got, want)) < 1e-12
 
 
@@ -214,10 +214,10 @@ def test_a_pair_keeps_the_slots_of_both(ulysses: int) -> None:
 @pytest.mark.parametrize("queries", [1, 16, 37])
 def test_a_pair_in_blocks_has_whole_blocks_of_both(queries: int) -> None:
     q_layout, k_layout = layouts_for(("zigzag", "zigzag"), (queries, 61), 3, 1)
-    pair = PairLayout.join(*(in_whole_blocks(one, 8) for one in (q_layout, k_layout)), block=8)
+    pair = PairLayout.join(*(in_whole_blocks(item, 8) for item in (q_layout, k_layout)), block=8)
     everywhere = np.concatenate([pair.positions(rank) for rank in range(3)])
     assert sorted(everywhere.tolist()) == list(range(pair.tokens)) and pair.first_query == 64
-    numbers = [one.number for rank in range(3) for one in blocks_of(pair, rank, 8, False)]
+    numbers = [item.number for rank in range(3) for item in blocks_of(pair, rank, 8, False)]
     assert sorted(numbers) == list(range(pair.tokens // 8))
     with pytest.raises(RingLayoutError, match="expected no Ulysses ranks"):
         PairLayout.join(q_layout, k_layout, 2, 8)
@@ -228,7 +228,8 @@ def test_queries_are_neither_computed_as_keys_nor_sent() -> None:
     pair = PairLayout.join(q_layout, k_layout)
     plan = build_plan(pair.pattern_between(Full()), pair, query_heads=1, kv_heads=1)
     assert (
-        sum(hop.pairs for one in plan.classes for rank in range(4) for hop in one.rank(rank).hops) == 400 * 80
+        sum(hop.pairs for item in plan.classes for rank in range(4) for hop in item.rank(rank).hops)
+        == 400 * 80
     )
     assert plan.tokens_sent == plan.tokens_needed == 80 * 3
 
@@ -246,11 +247,11 @@ WRONG: dict[str, tuple[dict[str, Any], type[RingError], str]] = {
 @pytest.mark.parametrize("what", WRONG)
 def test_wrong_arguments(what: str) -> None:
     changes, error, said = WRONG[what]
-    given: dict[str, Any] = {"pattern": Full(), "mesh": RingMesh.single()}
-    given |= {"layout": make_layout("zigzag", tokens=8, ring_size=1)}
-    given |= {"key_layout": make_layout("zigzag", tokens=16, ring_size=1)} | changes
+    arguments: dict[str, Any] = {"pattern": Full(), "mesh": RingMesh.single()}
+    arguments |= {"layout": make_layout("zigzag", tokens=8, ring_size=1)}
+    arguments |= {"key_layout": make_layout("zigzag", tokens=16, ring_size=1)} | changes
     with pytest.raises(error, match=said):
-        cross_attention(*(torch.randn(1, 2, n, 8) for n in (8, 16, 16)), **given)
+        cross_attention(*(torch.randn(1, 2, n, 8) for n in (8, 16, 16)), **arguments)
 
 
 @pytest.mark.parametrize("how", ["function", "module", "function without a plan"])
@@ -266,9 +267,9 @@ def test_a_graph_ends_before_it(how: str) -> None:
             return module(q, k, v)
         return cross_attention(q, k, v, pattern=Full(), layout=layout, key_layout=layout, mesh=mesh)
 
-    given = [torch.randn(1, 2, slots, 8) for _ in range(3)]
+    arguments = [torch.randn(1, 2, slots, 8) for _ in range(3)]
     if is_planned:
-        attend(*given)
+        attend(*arguments)
     with pytest.raises(torch._dynamo.exc.Unsupported, match="runs eagerly: call it outside of the graph"):
-        torch.compile(attend, backend="eager", fullgraph=True)(*given)
-    assert torch.equal(torch.compile(attend, backend="eager")(*given), attend(*given))
+        torch.compile(attend, backend="eager", fullgraph=True)(*arguments)
+    assert torch.equal(torch.compile(attend, backend="eager")(*arguments), attend(*arguments))

@@ -119,8 +119,11 @@ def with_options(mesh: RingMesh, options: dict[str, Any]) -> Layer:
 
 def test_the_two_references_agree() -> None:
     for pattern in PATTERNS.values():
-        given = inputs()
-        assert relative_error(absorbed(**given, pattern=pattern), expanded(**given, pattern=pattern)) < 1e-12
+        arguments = inputs()
+        assert (
+            relative_error(absorbed(**arguments, pattern=pattern), expanded(**arguments, pattern=pattern))
+            < 1e-12
+        )
 
 
 @pytest.mark.parametrize("pattern", list(PATTERNS))
@@ -175,8 +178,10 @@ def beside(rank: int, world_size: int) -> dict[str, float]:
     sinks = torch.linspace(-1, 1, H, dtype=torch.float64).requires_grad_()
     leaves = [x.requires_grad_() for x in (*shards, up, sinks)]
 
-    def call(latents: bool, *given: Tensor, by_heads: bool = False, **options: Any) -> tuple[Tensor, Tensor]:
-        q, k, v, up, sinks = given
+    def call(
+        latents: bool, *arguments: Tensor, by_heads: bool = False, **options: Any
+    ) -> tuple[Tensor, Tensor]:
+        q, k, v, up, sinks = arguments
         if latents:
             options |= {"up_projection": up}
         else:
@@ -187,8 +192,8 @@ def beside(rank: int, world_size: int) -> dict[str, float]:
             few = Options(chunk_bytes=1, score_mod=ScoreMod(options["score_mod"]))
             handle = context_for(Causal(), layout, mesh, few).handle
             return latent_attention_op(q, k, v, up, handle, sinks)
-        found: tuple[Tensor, Tensor] = calls.attend(q, k, v, **named, **options)
-        return found
+        result: tuple[Tensor, Tensor] = calls.attend(q, k, v, **named, **options)
+        return result
 
     def results(latents: bool, again: bool, **options: Any) -> list[Tensor]:
         run = partial(call, latents, **options)
@@ -228,9 +233,9 @@ def train(rank: int, world_size: int, stage: int, latents: object, **model: Any)
     """Losses of two steps, how many passes took latents, and the loss of the model off the ring."""
     passes, forward = [0], LatentKernel.forward
 
-    def counting(kernel: LatentKernel, *given: Any) -> Any:
+    def counting(kernel: LatentKernel, *arguments: Any) -> Any:
         passes[0] += 1
-        return forward(kernel, *given)
+        return forward(kernel, *arguments)
 
     built = build_latent_model(SIZE, **model)
     section = {"layout": "zigzag", "latents": latents}
@@ -256,12 +261,12 @@ def train(rank: int, world_size: int, stage: int, latents: object, **model: Any)
 @pytest.mark.day("3-True")
 def test_a_model_trains_as_with_expanded_keys(rank_pool: Pool, stage: int, latents: object) -> None:
     expanded = rank_pool(2).run(train, stage, False)
-    for found, other in zip(rank_pool(2).run(train, stage, latents), expanded, strict=True):
-        assert other["passes"] == 0 and found["passes"] >= 2 * 2 * 2  # steps, layers, hops
-        assert found["losses"] == pytest.approx(other["losses"], rel=1e-5)
-        assert found["losses"][1] != pytest.approx(found["losses"][0], rel=1e-3)
-        assert found["off"] == pytest.approx(other["off"], rel=1e-5)
-        assert found["ids"] == other["ids"]
+    for result, second in zip(rank_pool(2).run(train, stage, latents), expanded, strict=True):
+        assert second["passes"] == 0 and result["passes"] >= 2 * 2 * 2  # steps, layers, hops
+        assert result["losses"] == pytest.approx(second["losses"], rel=1e-5)
+        assert result["losses"][1] != pytest.approx(result["losses"][0], rel=1e-3)
+        assert result["off"] == pytest.approx(second["off"], rel=1e-5)
+        assert result["ids"] == second["ids"]
 
 
 def refused(rank: int, world_size: int) -> list[str]:
@@ -300,7 +305,7 @@ def wrong_shapes(rank: int, world_size: int, what: str, compiled: bool) -> tuple
         latent = latent[0] if what == "dimensions" else latent
         q = q[:, :-1] if what == "queries" else q
     place = {"pattern": PATTERNS["causal"], "layout": layout, "mesh": mesh}
-    attend = lambda *given: latent_attention(*given, **place)  # noqa: E731
+    attend = lambda *arguments: latent_attention(*arguments, **place)  # noqa: E731
     try:
         (torch.compile(attend, fullgraph=True, backend="eager") if compiled else attend)(q, latent, rope, up)
     except RingError as error:
@@ -321,9 +326,9 @@ def test_what_is_no_latent_is_refused_beside_ulysses(
     rank_pool: Pool, what: str, words: str, compiled: bool
 ) -> None:
     """A latent of two heads would be taken for two copies."""
-    other, own = rank_pool(2).run(wrong_shapes, what, compiled)
-    assert own[0] == "RingShapeError" and words in own[1], own
-    assert other[0] == "RingMismatchError" and words in other[1], other
+    second, local = rank_pool(2).run(wrong_shapes, what, compiled)
+    assert local[0] == "RingShapeError" and words in local[1], local
+    assert second[0] == "RingMismatchError" and words in second[1], second
 
 
 def bytes_of_deepseek(rank: int, world_size: int) -> tuple[list[int], list[int], dict[str, float]]:
@@ -337,7 +342,7 @@ def bytes_of_deepseek(rank: int, world_size: int) -> tuple[list[int], list[int],
     up = (torch.randn(HEADS * (nope + value), latent) * latent**-0.5).requires_grad_()
     *shards, grad = (shard_sequence(x, layout, mesh=mesh, dim=2) for x in whole)
     leaves = [x.requires_grad_() for x in shards] + [up]
-    found, sent = [], []
+    result, sent = [], []
     for window in (FEW, FEW + 1):  # equal masks, each with a context of its own
         context = context_for(SlidingWindow(window), layout, mesh, Options())
         q, k, v = leaves[:3]
@@ -353,14 +358,14 @@ def bytes_of_deepseek(rank: int, world_size: int) -> tuple[list[int], list[int],
         sent.append([forward, context.exchange.counters.bytes_sent - forward])
         of_up = grads[-1].clone()
         dist.all_reduce(of_up)
-        found.append((out.detach(), *grads[:-1], of_up))
+        result.append((out.detach(), *grads[:-1], of_up))
     names = ("out", "q", "latent", "rope", "up")
-    errors = {name: relative_error(a, b) for name, a, b in zip(names, *found, strict=True)}
+    errors = {name: relative_error(a, b) for name, a, b in zip(names, *result, strict=True)}
     return sent[0], sent[1], errors
 
 
 def test_deepseek_v3_sends_a_71st(rank_pool: Pool) -> None:
     for latents, expanded, errors in rank_pool(2).run(bytes_of_deepseek):
-        for one, other in zip(latents, expanded, strict=True):
-            assert one * 71 <= other < one * 72
+        for item, second in zip(latents, expanded, strict=True):
+            assert item * 71 <= second < item * 72
         assert max(errors.values()) < 1e-5, errors

@@ -26,12 +26,12 @@ def inputs() -> dict[str, Tensor]:
 
 def levels_of(t: int) -> list[int]:
     """Return the level of each position up to t: the Fenwick tree takes the lowest set bit off, again and again."""
-    found, end = [0] * (t + 1), t
+    result, end = [0] * (t + 1), t
     while end:
         low = end & -end
-        found[end - low : end] = [low.bit_length()] * low
+        result[end - low : end] = [low.bit_length()] * low
         end -= low
-    return found
+    return result
 
 
 def alone(q: Tensor, k: Tensor, v: Tensor, g: Tensor, level_scales: Tensor, kind: str) -> Tensor:

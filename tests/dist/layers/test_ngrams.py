@@ -75,8 +75,8 @@ def engram(mesh: RingMesh, name: str, kind: str) -> Layer:
     share = ROWS // mesh.sequence_size
 
     def along_paths(x: Tensor, back: int) -> Tensor:
-        found = [x[:, path[-1 - back]] if back < len(path) else 0 * x[:, 0] for path in paths]
-        return torch.stack(found, dim=1)
+        result = [x[:, path[-1 - back]] if back < len(path) else 0 * x[:, 0] for path in paths]
+        return torch.stack(result, dim=1)
 
     def behind(x: Tensor, back: int) -> Tensor:
         return shift_sequence(x, -back, documents=documents, **place) if back else x
@@ -104,14 +104,14 @@ def looked_up(rank: int, world_size: int) -> tuple[bool, int]:
     """Whether rows are right where ranks ask for different numbers of them; and the bytes that cross."""
     mesh = RingMesh.from_world(world_size)
     table = torch.arange(12.0, dtype=torch.float32).view(6, 2)
-    asked = torch.tensor([[5, 0, 5, 5], [], [1]][rank], dtype=torch.int64)
+    requested = torch.tensor([[5, 0, 5, 5], [], [1]][rank], dtype=torch.int64)
     shard = table[2 * rank : 2 * rank + 2].clone().requires_grad_()
-    found = sharded_rows(shard, asked, mesh=mesh)
-    found.sum().backward()
+    result = sharded_rows(shard, requested, mesh=mesh)
+    result.sum().backward()
     times = torch.tensor([1.0, 1, 0, 0, 0, 3])[2 * rank : 2 * rank + 2]
-    return torch.equal(found, table[asked]) and torch.equal(shard.grad, times[:, None].expand(-1, 2)), len(
-        found
-    )
+    return torch.equal(result, table[requested]) and torch.equal(
+        shard.grad, times[:, None].expand(-1, 2)
+    ), len(result)
 
 
 def test_ranks_may_ask_for_any_number_of_rows(rank_pool: Pool) -> None:
@@ -196,13 +196,13 @@ def gathered(parameter: Tensor) -> Tensor:
 @pytest.mark.parametrize(("world_size", "stage"), [(2, 0), (2, 2), (4, 1), (2, 3)])
 @pytest.mark.day("2-0-True", "2-3-False")
 def test_a_shard_in_an_engine_is_refused(rank_pool: Pool, world_size: int, stage: int, cast: bool) -> None:
-    for found in rank_pool(world_size).run(in_an_engine, stage, False, cast):
-        assert "expected a shard that this rank trains by itself, got a parameter of an engine" in str(found)
-        assert "with an optimizer of its own" in str(found)
+    for result in rank_pool(world_size).run(in_an_engine, stage, False, cast):
+        assert "expected a shard that this rank trains by itself, got a parameter of an engine" in str(result)
+        assert "with an optimizer of its own" in str(result)
 
 
 @pytest.mark.parametrize(("world_size", "stage"), [(2, 0), (4, 1), (2, 3)])
 @pytest.mark.day("2-0")
 def test_a_part_of_a_whole_table_is_not(rank_pool: Pool, world_size: int, stage: int) -> None:
-    for found in rank_pool(world_size).run(in_an_engine, stage, True, False):
-        assert isinstance(found, float) and found < 1e-6
+    for result in rank_pool(world_size).run(in_an_engine, stage, True, False):
+        assert isinstance(result, float) and result < 1e-6

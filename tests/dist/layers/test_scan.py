@@ -45,13 +45,13 @@ IDS = [0] * 5 + [1] * 6 + [2] * 2 + [3] * 20 + [4] * 7 + [-1] * 6  # borders wit
 def inputs() -> dict[str, Tensor]:
     """Return keys, values, decays and weights of the layer, float64."""
     torch.manual_seed(0)
-    given = {
+    arguments = {
         "k": torch.nn.functional.normalize(torch.randn(B, T, K, dtype=torch.float64), dim=-1),
         "v": torch.randn(B, T, V, dtype=torch.float64),
         "decay": torch.rand(B, T, K, dtype=torch.float64) * 0.3 + 0.7,
         "weight": torch.randn(WIDTH + 1, dtype=torch.float64),
     }
-    return {name: x.requires_grad_() for name, x in given.items()}
+    return {name: x.requires_grad_() for name, x in arguments.items()}
 
 
 def step(state: Tensor, k: Tensor, v: Tensor, decay: Tensor, matrix: bool) -> Tensor:
@@ -99,15 +99,15 @@ def layer(x: dict[str, Tensor], context: Any, matrix: bool, compiled: bool = Fal
 
     if compiled:
         look_beside, scanned = (
-            torch.compile(one, fullgraph=True, backend="aot_eager") for one in (look_beside, scanned)
+            torch.compile(item, fullgraph=True, backend="aot_eager") for item in (look_beside, scanned)
         )
     beside = look_beside(x["v"])  # [B, R, WIDTH, V]
     zeros, v = torch.zeros_like(x["v"][:, :1]), torch.zeros_like(x["v"])
     for piece in context.pieces:
-        own = x["v"][:, piece.slot : piece.slot + piece.length]
+        local = x["v"][:, piece.slot : piece.slot + piece.length]
         front = beside[:, piece.run, : WIDTH - 1] if piece.is_first else zeros.expand(-1, WIDTH - 1, -1)
         last = beside[:, piece.run, WIDTH - 1 :] if piece.is_last else zeros
-        whole = torch.cat([front, own, last], dim=1)
+        whole = torch.cat([front, local, last], dim=1)
         parts = [x["weight"][i] * whole[:, i : i + piece.length] for i in range(WIDTH + 1)]
         v = torch.cat([v[:, : piece.slot], sum(parts), v[:, piece.slot + piece.length :]], dim=1)
     x = x | {"v": v}
@@ -127,8 +127,8 @@ def layer(x: dict[str, Tensor], context: Any, matrix: bool, compiled: bool = Fal
     for piece in context.pieces:
         tokens = range(piece.slot, piece.slot + piece.length)
         states = through(starts[piece.run] if piece.is_first else zero, x, tokens, matrix)[0]
-        found = torch.einsum("bsk,sbkv->bsv", x["k"][:, list(tokens)], torch.stack(states))
-        out = torch.cat([out[:, : piece.slot], found, out[:, piece.slot + piece.length :]], dim=1)
+        result = torch.einsum("bsk,sbkv->bsv", x["k"][:, list(tokens)], torch.stack(states))
+        out = torch.cat([out[:, : piece.slot], result, out[:, piece.slot + piece.length :]], dim=1)
     return out
 
 
@@ -188,11 +188,11 @@ def mtp_errors(rank: int, world_size: int, name: str, packed: bool, ulysses_size
     numbers = torch.tensor(IDS if packed else [0] * T)
 
     def by_slices(x: Tensor, offset: int, fill: float) -> Tensor:
-        found = torch.full_like(x, fill)
+        result = torch.full_like(x, fill)
         for t in range(T):
             if 0 <= t + offset < T and numbers[t + offset] == numbers[t] >= 0:  # -1 is padding
-                found[:, t] = x[:, t + offset]
-        return found
+                result[:, t] = x[:, t + offset]
+        return result
 
     labels = by_slices(ids, 1, -100)
     want = predict_ahead(ids, labels, weights, lambda x, n, fill: by_slices(x, n, fill) if n else x)
@@ -207,10 +207,10 @@ def mtp_errors(rank: int, world_size: int, name: str, packed: bool, ulysses_size
         mine, following, weights,
         lambda x, n, fill: shift_sequence(x, n, dim=1, documents=documents, fill=fill, **named) if n else x,
     )  # fmt: skip
-    found = [got.detach(), *torch.autograd.grad(got, [*weights.values()])]
-    for x in found:
+    result = [got.detach(), *torch.autograd.grad(got, [*weights.values()])]
+    for x in result:
         torch.distributed.all_reduce(x)
-    return [relative_error(a, b) for a, b in zip(found, [want, *wanted], strict=True)]
+    return [relative_error(a, b) for a, b in zip(result, [want, *wanted], strict=True)]
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -220,8 +220,8 @@ def mtp_errors(rank: int, world_size: int, name: str, packed: bool, ulysses_size
 def test_multi_token_prediction_is_exact(
     rank_pool: Pool, world_size: int, ulysses_size: int, name: str, packed: bool
 ) -> None:
-    for found in rank_pool(world_size).run(mtp_errors, name, packed, ulysses_size):
-        assert max(found) < 1e-12, found
+    for result in rank_pool(world_size).run(mtp_errors, name, packed, ulysses_size):
+        assert max(result) < 1e-12, result
 
 
 def shifted_padding(rank: int, world_size: int) -> list[Tensor]:
@@ -240,8 +240,8 @@ def shifted_padding(rank: int, world_size: int) -> list[Tensor]:
 @pytest.mark.situation("padding", "shift_sequence of labels with documents of padding, id -1")
 def test_padding_gets_the_fill_and_not_its_neighbour(rank_pool: Pool) -> None:
     ids = [0] * 5 + [-1] * 9 + [1] * 20 + [2] * 3 + [-1] * 9
-    for found in rank_pool(2).run(shifted_padding):
-        for offset, got in zip((1, -1, 4), found, strict=True):
+    for result in rank_pool(2).run(shifted_padding):
+        for offset, got in zip((1, -1, 4), result, strict=True):
             inside = [0 <= t + offset < T and ids[t + offset] == ids[t] >= 0 for t in range(T)]
             assert got[0].tolist() == [100 + t + offset if inside[t] else 7 for t in range(T)]
 
@@ -263,8 +263,8 @@ def test_masks_are_made_once_for_all_layers_of_a_batch() -> None:
     assert [x.shape for x in first] == [(context.own_runs, 1, 1, 1)] * 2
     double = context.masks(torch.ones(context.own_runs, dtype=torch.float64))
     assert [x.dtype for x in double] == [torch.float64] * 2
-    other = scan_context(context.layout, mesh, Documents([0] * T))  # of the next batch
-    assert other.masks(torch.ones(1))[0].data_ptr() != first[0].data_ptr()
+    another = scan_context(context.layout, mesh, Documents([0] * T))  # of the next batch
+    assert another.masks(torch.ones(1))[0].data_ptr() != first[0].data_ptr()
 
 
 def bytes_of(rank: int, world_size: int, tokens: int) -> int:
@@ -367,8 +367,8 @@ def failed(rank: int, world_size: int, where: str) -> tuple[str, int | None, str
 
 @pytest.mark.parametrize("where", ["halo", "halo backward", "scan", "scan backward"])
 def test_an_error_on_one_rank_is_told_to_the_others_at_once(rank_pool: Pool, where: str) -> None:
-    found = rank_pool(3).run(failed, where)
-    assert found[1][0] == "ZeroDivisionError"
-    for kind, peer, text, seconds in (found[0], found[2]):
-        assert (kind, peer) == ("RingPeerError", 1) and "ZeroDivisionError in call" in text, found
-        assert seconds < 5, found
+    result = rank_pool(3).run(failed, where)
+    assert result[1][0] == "ZeroDivisionError"
+    for kind, peer, text, seconds in (result[0], result[2]):
+        assert (kind, peer) == ("RingPeerError", 1) and "ZeroDivisionError in call" in text, result
+        assert seconds < 5, result

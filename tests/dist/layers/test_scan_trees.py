@@ -46,23 +46,23 @@ def random_tree(seed: int) -> Tree:
 
 def tokens_before(tree: Tree) -> list[int]:
     """The position of the token before each one on its path; -1 for none, -2 for padding."""
-    found = [-2] * T
+    result = [-2] * T
     for node, parent in enumerate(tree.parents):
         for t in range(tree.starts[node], tree.starts[node + 1]):
-            found[t] = t - 1
-        found[tree.starts[node]] = int(tree.starts[parent + 1]) - 1 if parent >= 0 else -1
-    return found
+            result[t] = t - 1
+        result[tree.starts[node]] = int(tree.starts[parent + 1]) - 1 if parent >= 0 else -1
+    return result
 
 
 def inputs(seed: int) -> Inputs:
     torch.manual_seed(seed)
-    given = {
+    arguments = {
         "k": torch.nn.functional.normalize(torch.randn(B, T, K, dtype=torch.float64), dim=-1),
         "v": torch.randn(B, T, V, dtype=torch.float64),
         "decay": torch.rand(B, T, K, dtype=torch.float64) * 0.3 + 0.7,
         "weight": torch.randn(WIDTH, dtype=torch.float64),
     }
-    return {name: x.requires_grad_() for name, x in given.items()}
+    return {name: x.requires_grad_() for name, x in arguments.items()}
 
 
 def step(state: Tensor, x: Inputs, v: Tensor, t: int, matrix: bool) -> Tensor:
@@ -112,7 +112,7 @@ def layer(x: Inputs, context: ScanContext, matrix: bool) -> Tensor:
         none = beside.flatten()[:0].sum()  # of the halo: backward passes are in one order on all ranks
         moves = [zero.new_zeros(0, B, K, K if matrix else 1) + none]
         finals = [zero.new_zeros(0, B, K, V) + none]
-    of_runs = (torch.stack(one) if context.pieces else one[0] for one in (moves, finals))
+    of_runs = (torch.stack(item) if context.pieces else item[0] for item in (moves, finals))
     starts = ring_scan(*of_runs, matrix=matrix, **named)
     out = torch.zeros(B, x["v"].shape[1], V, dtype=torch.float64)
     out = out + starts.flatten()[:0].sum()
@@ -174,11 +174,11 @@ def shifted(rank: int, world_size: int) -> tuple[bool, str]:
     x = torch.arange(T)[None]
     named: dict[str, Any] = {"dim": 1, "layout": layout, "mesh": mesh, "documents": tree}
     mine = shift_sequence(shard_sequence(x, layout, mesh=mesh, dim=1), -1, fill=-1, **named)
-    found = gather_sequence(mine, layout, mesh=mesh, dim=1)[0].tolist()
+    result = gather_sequence(mine, layout, mesh=mesh, dim=1)[0].tolist()
     try:
         halo(mine, 1, 1, **named)
     except RingPatternError as error:
-        return found == [max(t, -1) for t in tokens_before(tree)], str(error)
+        return result == [max(t, -1) for t in tokens_before(tree)], str(error)
     return False, ""
 
 

@@ -141,8 +141,8 @@ class Compress(nn.Module):
         self.place = nn.Parameter(make("place", size, D))
 
     def forward(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        one = torch.einsum("bgnld,l->bgnd", torch.tanh(keys + self.place), self.of_keys)
-        return one, torch.einsum("bgnld,l->bgnd", values, self.of_values)
+        item = torch.einsum("bgnld,l->bgnd", torch.tanh(keys + self.place), self.of_keys)
+        return item, torch.einsum("bgnld,l->bgnd", values, self.of_values)
 
 
 def nsa_inputs(tokens: int, by_branch: bool) -> dict[str, Tensor]:
@@ -170,9 +170,9 @@ def nsa_alone(case: tuple[Any, ...], q: Tensor, gates: Tensor, **leaves: Tensor)
                 if 1 <= i <= p.shape[-1]:
                     importance[..., j - 1] += p.detach()[..., i - 1]
     importance = importance.unflatten(1, (G, -1)).sum(2)
-    own, number = (t // block)[:, None], torch.arange(blocks)
-    importance = importance.masked_fill((number < first) | (number > own - local), float("inf"))
-    importance = importance.masked_fill(number > own, float("-inf"))
+    mine, number = (t // block)[:, None], torch.arange(blocks)
+    importance = importance.masked_fill((number < first) | (number > mine - local), float("inf"))
+    importance = importance.masked_fill(number > mine, float("-inf"))
     chosen = best(importance, k)[..., t // block] & (t <= t[:, None])
     of_blocks = dense(
         q, leaves[f"k{min(1, last)}"], leaves[f"v{min(1, last)}"], chosen.repeat_interleave(H // G, 1)
@@ -225,21 +225,21 @@ def test_nsa_is_that_of_the_paper(rank_pool: Pool, size: int) -> None:
 # --- faults ----------------------------------------------------------------------------------------
 
 
-def see_all(self: Any, *given: Any) -> Tensor:
+def see_all(self: Any, *arguments: Any) -> Tensor:
     """Tokens of the query's block behind it are seen."""
     self.last = torch.full_like(self.last, TOKENS - 1)
-    return places(self, *given)
+    return places(self, *arguments)
 
 
-def count_once(self: Any, *given: Any) -> None:
+def count_once(self: Any, *arguments: Any) -> None:
     """A window counts once for a block, however much of it they share."""
-    shared(self, *given)
+    shared(self, *arguments)
     self.shared = torch.ones_like(self.shared)
 
 
-def lose_halo(*given: Any) -> Any:
+def lose_halo(*arguments: Any) -> Any:
     """What lies on other ranks is left out of the means."""
-    return halo(*given) * 0
+    return halo(*arguments) * 0
 
 
 halo, places, shared = of_tokens.halo_op, SelectedPass._places, nsa_module._Importance.__init__
@@ -269,13 +269,13 @@ def wrong(rank: int, world_size: int, what: str) -> str:
     layout = make_layout("zigzag", tokens=64, ring_size=mesh.ring_size)
     slots = layout.local_tokens // ulysses
     x = {name: torch.ones(1, heads, slots, 4) for name, heads in (("q", 4), ("k", 2), ("v", 2))}
-    asked: dict[str, Any] = {"layout": layout, "mesh": mesh}
+    requested: dict[str, Any] = {"layout": layout, "mesh": mesh}
     of_moba: dict[str, Any] = {"block_size": 8, "top_k": 2}
     of_nsa: dict[str, Any] = {
         "gates": torch.ones(1, 4, slots, 3), "compress": lambda k, v: (k.mean(3), v.mean(3)),
         "sizes": NsaSizes(8, 4, 8, top_k=3, window=5),
     }  # fmt: skip
-    run, given = (nsa_attention, of_nsa) if what.startswith("nsa") else (moba_attention, of_moba)
+    run, arguments = (nsa_attention, of_nsa) if what.startswith("nsa") else (moba_attention, of_moba)
     changes: dict[str, Any] = {
         "striped": {"layout": make_layout("striped", tokens=64, ring_size=mesh.ring_size)},
         "no blocks": {"block_size": 0},
@@ -294,17 +294,17 @@ def wrong(rank: int, world_size: int, what: str) -> str:
     }
     if what == "nsa cut":
         of_nsa["gates"] = torch.ones(1, 4, 30, 3)
-        x = {name: one[:, :, :30] for name, one in x.items()}
+        x = {name: item[:, :, :30] for name, item in x.items()}
     try:
-        run(**(x | asked | given | changes.get(what, {})))
+        run(**(x | requested | arguments | changes.get(what, {})))
     except RingError as error:
-        found = f"{type(error).__name__}: {error}"
+        result = f"{type(error).__name__}: {error}"
     else:
-        found = "not refused"
+        result = "not refused"
     if what not in ("ulysses", "nsa cut"):
-        assert moba_attention(**x, **asked, **of_moba).shape == x["q"].shape
+        assert moba_attention(**x, **requested, **of_moba).shape == x["q"].shape
     mesh.close()
-    return found
+    return result
 
 
 @pytest.mark.parametrize(
@@ -341,7 +341,7 @@ def blocks_as_tokens(rank: int, world_size: int) -> dict[str, float]:
     mesh, x = RingMesh.from_world(world_size), moba_inputs()
     layout = make_layout("zigzag", tokens=TOKENS, ring_size=mesh.ring_size)
     place: dict[str, Any] = {"layout": layout, "mesh": mesh}
-    size, local = 4, {name: shard_sequence(one, layout, mesh=mesh, dim=2) for name, one in x.items()}
+    size, local = 4, {name: shard_sequence(item, layout, mesh=mesh, dim=2) for name, item in x.items()}
     grad = shard_sequence(make("grad", B, H, TOKENS, E), layout, mesh=mesh, dim=2)
     positions = torch.from_numpy(layout.positions(mesh.ring_rank))
     firsts = torch.stack([positions // size * size, torch.zeros_like(positions)], dim=-1)
@@ -350,22 +350,22 @@ def blocks_as_tokens(rank: int, world_size: int) -> dict[str, float]:
     tokens = (firsts.unsqueeze(-1) + torch.arange(size)).flatten(-2)
     tokens = torch.where((firsts < 0).repeat_interleave(size, -1) | (tokens > positions[:, None]), -1, tokens)
     errors, want = {}, None
-    for name, chosen, more in (
+    for name, chosen, extra in (
         ("tokens", tokens, {}),
         ("blocks", firsts, {"block_size": size}),
         ("of each head", firsts[:, None].expand(-1, H, -1, -1), {"block_size": size}),
         ("tokens of each head", tokens[:, None].expand(-1, H, -1, -1), {}),
     ):
         leaves = {key: local[key].clone().requires_grad_() for key in ("q", "k", "v")}
-        out, lse = selected_attention(*leaves.values(), chosen, **place, return_lse=True, **more)
+        out, lse = selected_attention(*leaves.values(), chosen, **place, return_lse=True, **extra)
         grads = torch.autograd.grad(out, [*leaves.values()], grad)
-        found = {
+        result = {
             "out": out.detach(),
             "lse": lse.detach()[..., positions >= 0],
             **dict(zip("qkv", grads, strict=True)),
         }
-        want = found if want is None else want
-        errors[name] = max(relative_error(found[key], want[key]) for key in want)
+        want = result if want is None else want
+        errors[name] = max(relative_error(result[key], want[key]) for key in want)
 
     def nearest(rows: slice, keys: Tensor, where: Tensor) -> Tensor:
         return -(positions[rows, None] - where).abs().double().expand(B, -1, -1)
@@ -396,7 +396,7 @@ def test_blocks_are_their_tokens_and_heads_choose_for_themselves(rank_pool: Pool
 
 def peaks(rank: int, world_size: int, tokens: int) -> list[int]:
     """The most bytes of a forward and backward pass of each pattern."""
-    mesh, found = RingMesh.from_world(world_size), []
+    mesh, result = RingMesh.from_world(world_size), []
     layout = make_layout("zigzag", tokens=tokens, ring_size=world_size)
     place: dict[str, Any] = {"layout": layout, "mesh": mesh}
     slots = layout.local_tokens
@@ -415,9 +415,9 @@ def peaks(rank: int, world_size: int, tokens: int) -> list[int]:
                     q, k, v, gates, **place, compress=of_mean, sizes=NsaSizes(top_k=4, window=64)
                 )
             out.sum().backward()
-        found.append(memory.peak_bytes)
+        result.append(memory.peak_bytes)
     mesh.close()
-    return found
+    return result
 
 
 def test_memory_is_that_of_the_tokens_of_a_rank(rank_pool: Pool) -> None:

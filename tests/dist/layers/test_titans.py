@@ -46,7 +46,7 @@ def alone(
 
 
 def on_a_ring(rank: int, world_size: int, ring: tuple[str, int, str], chunk_size: int) -> dict[str, float]:
-    reference, operator = (partial(one, chunk_size=chunk_size) for one in (alone, titans_scan))
+    reference, operator = (partial(item, chunk_size=chunk_size) for item in (alone, titans_scan))
     blocks = chunk_size if ring[2] == "whole" and world_size > 1 else 1
     return errors_on_a_ring(world_size, ring, inputs(), reference, operator, blocks)
 

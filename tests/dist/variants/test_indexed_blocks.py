@@ -70,7 +70,7 @@ def alone(kind: str, packed: bool) -> Tensor:
     """Which tokens each query attends to, bool [B, H, T, T], of each document by itself."""
     indexer, rest = made(kind), inputs()
     heads = 2 if kind == "minimax_m3" else 1
-    found = torch.zeros(SAMPLES, heads, TOKENS, TOKENS, dtype=torch.bool)
+    result = torch.zeros(SAMPLES, heads, TOKENS, TOKENS, dtype=torch.bool)
     for row in range(SAMPLES):
         edges = np.cumsum([0, *LENGTHS[row]]) if packed else [0, TOKENS]
         for first, end, number in zip(edges, edges[1:], IDS[row] if packed else [0], strict=False):
@@ -95,8 +95,8 @@ def alone(kind: str, packed: bool) -> Tensor:
                         blocks, None, end - first, torch.float64, torch.device("cpu"), positions
                     )
                     chosen = mask == 0
-            found[row, :, first:end, first:end] = chosen[0] & causal
-    return found
+            result[row, :, first:end, first:end] = chosen[0] & causal
+    return result
 
 
 def on_the_ring(mesh: RingMesh, kind: str, packed: bool, name: str) -> Tensor:
@@ -138,8 +138,8 @@ def choices(rank: int, world_size: int, cases: Any = CASES) -> dict[tuple[str, b
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.day("2")
 def test_indexers_choose_what_they_choose_on_one_process(rank_pool, size):
-    for found in rank_pool(size).run(choices):
-        assert found == dict.fromkeys(CASES, 0)
+    for result in rank_pool(size).run(choices):
+        assert result == dict.fromkeys(CASES, 0)
 
 
 def with_another_token(rank: int, world_size: int) -> dict[tuple[str, bool, str], int]:
@@ -157,9 +157,9 @@ def with_another_token(rank: int, world_size: int) -> dict[tuple[str, bool, str]
 
 
 def test_a_wrong_token_behind_a_cut_is_found(rank_pool):
-    found = rank_pool(4).run(with_another_token)[0]
-    assert found["qwen4", True, "contiguous"] > 0 and found["minimax_m3", True, "contiguous"] > 0
-    assert found["glm5", True, "contiguous"] > 0
+    result = rank_pool(4).run(with_another_token)[0]
+    assert result["qwen4", True, "contiguous"] > 0 and result["minimax_m3", True, "contiguous"] > 0
+    assert result["glm5", True, "contiguous"] > 0
 
 
 FAMILIES = ("qwen4_exp_text", "minimax_m3_vl_text", "doge")
@@ -178,7 +178,7 @@ def losses(rank: int, world_size: int, family: str, stage: int) -> dict[str, Any
     plain = copy.deepcopy(model)
     plain.set_attn_implementation("eager")
     with torch.no_grad(), TotalOrder():
-        found: dict[str, Any] = {"alone": float(plain(**batch).loss)}
+        result: dict[str, Any] = {"alone": float(plain(**batch).loss)}
     engine = initialize(
         model=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
@@ -194,23 +194,25 @@ def losses(rank: int, world_size: int, family: str, stage: int) -> dict[str, Any
         loss = engine(**engine.ring.shard_batch(batch)).loss
         engine.backward(loss)
         engine.step()
-        found[name] = float(engine.ring.mean_loss(loss))
+        result[name] = float(engine.ring.mean_loss(loss))
         with engine.ring.off(), torch.no_grad(), TotalOrder():
-            found[f"off {name}"] = float(engine.module(**batch).loss)
-    found["generation"] = catch_refusal(engine.module.generate, batch["input_ids"][:1, :20], max_new_tokens=3)
+            result[f"off {name}"] = float(engine.module(**batch).loss)
+    result["generation"] = catch_refusal(
+        engine.module.generate, batch["input_ids"][:1, :20], max_new_tokens=3
+    )
     engine.ring.mesh.close()
-    return found
+    return result
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.day("3-minimax_m3_vl_text")
 def test_the_model_is_plain_while_the_ring_is_off(rank_pool, family, stage):
-    for found in rank_pool(2).run(losses, family, stage):
+    for result in rank_pool(2).run(losses, family, stage):
         for name in ("before", "off before", "after", "off after"):
-            assert found[name] == pytest.approx(found["alone"], rel=1e-6), found
+            assert result[name] == pytest.approx(result["alone"], rel=1e-6), result
         if family == "minimax_m3_vl_text":  # see test_chosen_key_generation.py
-            assert "generation" not in found, found
+            assert "generation" not in result, result
             continue
-        assert found["generation"].startswith("RingConfigError"), found
-        assert "engine.ring.off()" in found["generation"], found
+        assert result["generation"].startswith("RingConfigError"), result
+        assert "engine.ring.off()" in result["generation"], result

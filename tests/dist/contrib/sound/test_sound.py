@@ -32,7 +32,7 @@ def test_sound_is_exact(rank_pool: Pool, family: str) -> None:
 
 @pytest.mark.night
 @pytest.mark.parametrize(
-    ("ranks", "asked"),
+    ("ranks", "requested"),
     [
         (3, {"forms": ("packed",)}),
         (4, {"tokens": 75, "section": {"pattern": {"causal": True}, "ulysses_size": 2}}),
@@ -40,9 +40,9 @@ def test_sound_is_exact(rank_pool: Pool, family: str) -> None:
     ],
 )
 def test_documents_ulysses_and_zero_3_with_sound_are_exact(
-    rank_pool: Pool, ranks: int, asked: dict[str, Any]
+    rank_pool: Pool, ranks: int, requested: dict[str, Any]
 ) -> None:
-    reports = rank_pool(ranks).run(checked, CheckRequest("audioflamingo3", head=HEAD, **asked))[0]
+    reports = rank_pool(ranks).run(checked, CheckRequest("audioflamingo3", head=HEAD, **requested))[0]
     assert [report.result for report in reports] == ["exact"], reports[0].reason
 
 
@@ -51,12 +51,12 @@ def with_numbers_of_each_rank(rank: int, world_size: int) -> list[ModelReport]:
     take = Sounds.take_columns
 
     def careless(self: Sounds, *args: Any) -> SoundTokens | None:
-        found = take(self, *args)
-        if found is None:
+        outcome = take(self, *args)
+        if outcome is None:
             return None
-        mine = found.local.places_BS > 0
+        mine = outcome.local.places_BS > 0
         numbers = mine.flatten().cumsum(0).view(mine.shape) * mine
-        return found._replace(local=found.local._replace(places_BS=numbers))
+        return outcome._replace(local=outcome.local._replace(places_BS=numbers))
 
     Sounds.take_columns = careless  # type: ignore
     try:
@@ -87,8 +87,13 @@ def generated(rank: int, world_size: int) -> tuple[bool, str]:
     engine, *_ = ds_ring.initialize(model=model, optimizer=sgd, config=json_config(world_size, 2, 0))
     engine.eval()
     prompt = batch | {"attention_mask": torch.ones_like(batch["input_ids"])}
-    asked: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None, "pad_token_id": 1}
-    texts = [one.generate(**prompt, **asked) for one in (engine.module, plain)]
+    requested: dict[str, Any] = {
+        "max_new_tokens": 5,
+        "do_sample": False,
+        "eos_token_id": None,
+        "pad_token_id": 1,
+    }
+    texts = [item.generate(**prompt, **requested) for item in (engine.module, plain)]
     fewer = {key: batch[key][:2] for key in ("input_features", "feature_attention_mask")}
     with pytest.raises(RingShapeError) as raised:
         engine(**engine.ring.shard_batch(batch | fewer))
@@ -113,16 +118,16 @@ def test_the_text_part_gets_the_embeddings_of_the_plain_model(family: str) -> No
     session: Any = SimpleNamespace(needs=SimpleNamespace(), batches=SimpleNamespace(current=current))
     seen: list[torch.Tensor] = []
 
-    def see(_: Any, args: Any, given: dict[str, Any]) -> None:
-        seen.append(given["inputs_embeds"])
+    def see(_: Any, args: Any, inputs: dict[str, Any]) -> None:
+        seen.append(inputs["inputs_embeds"])
 
     model.base_model.language_model.register_forward_pre_hook(see, with_kwargs=True)
-    given = {key: x for key, x in batch.items() if key != "shift_labels"}
-    model(**given)
+    inputs = {key: x for key, x in batch.items() if key != "shift_labels"}
+    model(**inputs)
     hook = sound_hook(model, session)
     layout = make_layout("contiguous", tokens=61, ring_size=1)
-    current.whole = session.needs.whole.of_prompt(given, layout, mesh)
-    _, ours = hook(model.base_model, (), given)
+    current.whole = session.needs.whole.of_prompt(inputs, layout, mesh)
+    _, ours = hook(model.base_model, (), inputs)
     assert current.whole.local.places_BS.any() and torch.equal(ours["inputs_embeds"], seen[0])
 
 
@@ -137,6 +142,6 @@ def test_tokens_of_a_prompt_are_numbered_over_all_samples() -> None:
     ids = torch.tensor([[5, 9, 9, 5], [9, 5, 5, 9]])
     layout, sounds = make_layout("contiguous", tokens=4, ring_size=1), Sounds({"sound": 9})
     assert sounds.of_prompt({"input_ids": ids}, layout, RingMesh.single()) is None
-    found = sounds.of_prompt({"input_ids": ids, "input_values": ids}, layout, RingMesh.single())
-    assert found is not None and found.local.tokens == 4
-    assert found.local.places_BS.tolist() == [[0, 1, 2, 0], [3, 0, 0, 4]]
+    outcome = sounds.of_prompt({"input_ids": ids, "input_values": ids}, layout, RingMesh.single())
+    assert outcome is not None and outcome.local.tokens == 4
+    assert outcome.local.places_BS.tolist() == [[0, 1, 2, 0], [3, 0, 0, 4]]
