@@ -30,6 +30,7 @@ from tests.dist.deepspeed_ranks import (
     full_gradient,
     json_config,
     start_deepspeed,
+    start_engine,
 )
 from tests.dist.harness import catch_refusal
 from tests.dist.test_loader import forking_session
@@ -123,8 +124,7 @@ def _step_on_ring(rank: int, case: Case) -> Step:
     config["gradient_accumulation_steps"] = case.accumulation
     model = build_model(SIZE, "sdpa")
     with timed_by_machine(case):
-        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-        engine, _, _, _ = ds_ring.initialize(model=model, optimizer=sgd, config=config)
+        engine = start_engine(model, config)
     result = Step([], {}, [], getattr(engine.ring.dynamic.times, "rates", None))
     for batch in islice(engine.ring.loader(texts, case.batch, **options_of(case, texts)), case.accumulation):
         loss = engine(**batch).loss
@@ -313,21 +313,13 @@ def refused(rank: int, world_size: int) -> dict[str, str]:
 
 
 def _start_own() -> None:
-    start_deepspeed()
-    model = torch.nn.Linear(4, 4)
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    ds_ring.initialize(
-        model=model, optimizer=sgd, config=json_config(2, 1, 0, ring_attention={"dynamic_ring": True})
-    )
+    start_engine(torch.nn.Linear(4, 4), json_config(2, 1, 0, ring_attention={"dynamic_ring": True}))
 
 
 def _start_compiled() -> None:
-    start_deepspeed()
-    model = build_model(SIZE, "sdpa")
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     config = json_config(2, 1, 0, ring_attention={"dynamic_ring": True})
     with patch(MEASURED, lambda *_: Machine()):
-        engine, _, _, _ = ds_ring.initialize(model=model, optimizer=sgd, config=config)
+        engine = start_engine(build_model(SIZE, "sdpa"), config)
     engine.compile(backend="ds_ring")
 
 

@@ -106,18 +106,12 @@ def refused(rank: int, world_size: int) -> dict[str, str]:
     start_deepspeed()
     import transformers
 
-    import ds_ring
-
     def engine_of(part: Any, kind: str = "LlamaForCausalLM", **extra: Any) -> Any:
         family = kind.removesuffix("ForCausalLM").removesuffix("Model")
         sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 64}
         config = getattr(transformers, f"{family}Config")(**sizes, **extra)
         model = getattr(transformers, kind)(config)
-        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-        section = {"long_sequence": part}
-        return ds_ring.initialize(
-            model=model, optimizer=sgd, config=json_config(2, 1, 0, ring_attention=section)
-        )[0]
+        return start_engine(model, json_config(2, 1, 0, ring_attention={"long_sequence": part}))
 
     def message(call: Any) -> str:
         return catch_refusal(call)

@@ -20,7 +20,6 @@ import transformers
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-import ds_ring
 from ds_ring import (
     Causal,
     Full,
@@ -75,7 +74,7 @@ from ds_ring_launcher.plan.other_layers import (
 )
 from ds_ring_launcher.plan.pass_time import bytes_sent
 from ds_ring_launcher.plan.training_setting import TrainingSetting
-from tests.dist.deepspeed_ranks import start_deepspeed
+from tests.dist.deepspeed_ranks import json_config, start_engine
 from tests.dist.harness import Pool
 
 TOKENS, BATCH = 61, 2
@@ -334,17 +333,10 @@ def trained(
     rank: int, world_size: int, family: str, changes: dict[str, Any], layout: str, latents: bool
 ) -> int:
     """Bytes that this rank sends in one step of a small model."""
-    start_deepspeed()
     config = configuration(family, changes)
     model = build(config, "causal-lm", seed=0)
-    engine = ds_ring.initialize(
-        model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
-        config={
-            "train_micro_batch_size_per_gpu": SAMPLES, "zero_allow_untested_optimizer": True,
-            "steps_per_print": 10**9, "sequence_parallel_size": world_size,
-            "ring_attention": {"layout": layout, "latents": latents},
-        },
-    )[0]  # fmt: skip
+    section = {"layout": layout, "latents": latents}
+    engine = start_engine(model, json_config(world_size, SAMPLES, 0, ring_attention=section), 0.0)
     try:
         local = engine.ring.shard_batch(make_batch(config, "causal-lm", TOKENS, 0, True))
         before = counted()

@@ -38,7 +38,7 @@ from ds_ring.layers.scan.recurrence import padded
 from ds_ring.layers.selection.total_order import TotalOrder
 from ds_ring.masks.catalog import Before
 from ds_ring.masks.pattern import Pattern
-from tests.dist.deepspeed_ranks import json_config, start_deepspeed
+from tests.dist.deepspeed_ranks import json_config, start_deepspeed, start_engine
 from tests.dist.harness import catch_refusal
 from tests.reference import relative_error, worst
 
@@ -422,11 +422,7 @@ def off_and_on(rank: int, world_size: int) -> dict[str, Any]:
     alone = small_model()
     alone.set_attn_implementation("eager")
     model = small_model()
-    engine = ds_ring.initialize(
-        model=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
-        config=json_config(world_size, world_size, stage=0),
-    )[0]
+    engine = start_engine(model, json_config(world_size, world_size, stage=0), 0.0)
     alone.eval()
     engine.eval()
     outcome: dict[str, Any] = {}

@@ -27,6 +27,7 @@ from tests.dist.deepspeed_ranks import (
     build_t5,
     json_config,
     start_deepspeed,
+    start_engine,
     train_alone,
     train_on_ring,
 )
@@ -92,12 +93,7 @@ def small() -> Size:
 
 def session_for(section: dict[str, Any], **changes: Any) -> Any:
     """The engine of a small BART on this process's ring of two."""
-    deepspeed = start_deepspeed()
-    del deepspeed
-    model = build_bart(small(), **changes)
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    config = json_config(2, 2, 0, ring_attention=section)
-    return ds_ring.initialize(model=model, optimizer=sgd, config=config)[0]
+    return start_engine(build_bart(small(), **changes), json_config(2, 2, 0, ring_attention=section))
 
 
 def used_otherwise(rank: int, world_size: int) -> dict[str, Any]:

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING
 
-import ds_ring
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.contrib.images.batch import OF_IMAGES, OF_VIDEOS, PIXELS
 from ds_ring.contrib.images.model import _ONE_BY_ONE, EXACT
@@ -25,7 +24,7 @@ from ds_ring.masks.catalog import Causal
 from ds_ring.patterns.documents.pattern import Documents
 from ds_ring.schedule.grid import Grid
 from ds_ring_launcher.check.small_model import Form
-from tests.dist.deepspeed_ranks import Run, json_config, start_deepspeed
+from tests.dist.deepspeed_ranks import Run, json_config, start_deepspeed, start_engine
 from tests.dist.family_ranks import attached, start_session, train_alone, train_on_ring
 from tests.dist.harness import Pool, catch_refusal
 from tests.dist.test_family_needs import GROUPED, check
@@ -493,10 +492,7 @@ def as_many_as_patches(rank: int, world_size: int) -> list[str]:
         if plain:
             layer = model.model.language_model.layers[0].mlp
             layer.register_forward_hook(lambda _, args, out: out + _attended(out[:, None])[:, 0])
-        engine, *_ = ds_ring.initialize(
-            model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
-            config=json_config(world_size, 1, 0),
-        )  # fmt: skip
+        engine = start_engine(model, json_config(world_size, 1, 0), 0.0)
         outcome.append(catch_refusal(engine, **engine.ring.shard_batch(batch)))
     return outcome
 
@@ -512,8 +508,7 @@ def trained(rank: int, world_size: int) -> tuple[list[float], bool, list[str]]:
     start_deepspeed()
     model, plain, batch = build("llava"), build("llava").eval(), batch_of("llava")
     config = json_config(world_size, 2, 3, ring_attention={"verify_first_batch": True})
-    sgd = torch.optim.SGD(model.parameters(), lr=0.0)
-    engine, *_ = ds_ring.initialize(model=model, optimizer=sgd, config=config)
+    engine = start_engine(model, config, 0.0)
     losses = []
     for inputs in (batch, {key: x for key, x in batch.items() if key != "pixel_values"}):
         if inputs is not batch:
@@ -562,8 +557,7 @@ def verified(rank: int, world_size: int) -> tuple[float, float]:
     start_deepspeed()
     model, plain, batch = build("qwen2_5_vl"), build("qwen2_5_vl"), batch_of("qwen2_5_vl")
     config = json_config(world_size, 2, 3, ring_attention={"verify_first_batch": True})
-    sgd = torch.optim.SGD(model.parameters(), lr=0.0)
-    engine, *_ = ds_ring.initialize(model=model, optimizer=sgd, config=config)
+    engine = start_engine(model, config, 0.0)
     loss = engine(**engine.ring.shard_batch(batch)).loss
     engine.backward(loss)
     engine.step()
@@ -587,8 +581,7 @@ def texts_of_videos(rank: int, world_size: int) -> list[Tensor]:
     )
     plain.eval()
     batch = add_images(make_batch(plain.config, "image-text", 61, 0, True), plain, 0)
-    sgd = torch.optim.SGD(model.parameters(), lr=0.0)
-    engine, *_ = ds_ring.initialize(model=model, optimizer=sgd, config=json_config(world_size, 2, 0))
+    engine = start_engine(model, json_config(world_size, 2, 0), 0.0)
     engine.eval()
     prompt = {key: batch[key][:1] for key in ("input_ids", "pixel_values_videos")}
     prompt |= {key: batch[key][:2] for key in ("pixel_values", "image_sizes")}

@@ -15,7 +15,7 @@ from ds_ring.contrib.sound.model import EXACT, Sounds, SoundTokens, _features, s
 from ds_ring.errors import RingConfigError, RingShapeError
 from ds_ring.schedule.layout import make_layout
 from ds_ring_launcher.check.model_check import CheckRequest, ModelReport
-from tests.dist.deepspeed_ranks import json_config, start_deepspeed
+from tests.dist.deepspeed_ranks import json_config, start_deepspeed, start_engine
 from tests.dist.harness import Pool
 from tests.dist.test_families import checked
 
@@ -74,7 +74,6 @@ def test_features_of_other_tokens_are_found(rank_pool: Pool) -> None:
 def generated(rank: int, world_size: int) -> tuple[bool, str]:
     """A generation with sounds and one without a ring; then sounds that are too few."""
     start_deepspeed()
-    import ds_ring
     from ds_ring_launcher.check.small_model import build, make_batch, read_config, shrink
     from ds_ring_launcher.check.small_sounds import add_sounds
 
@@ -83,8 +82,7 @@ def generated(rank: int, world_size: int) -> tuple[bool, str]:
     batch = add_sounds(make_batch(config, "causal-lm", 61, 0, False), model, 0)
     labels = batch.pop("shift_labels")
     assert labels.shape == batch["input_ids"].shape
-    sgd = torch.optim.SGD(model.parameters(), lr=0.0)
-    engine, *_ = ds_ring.initialize(model=model, optimizer=sgd, config=json_config(world_size, 2, 0))
+    engine = start_engine(model, json_config(world_size, 2, 0), 0.0)
     engine.eval()
     prompt = batch | {"attention_mask": torch.ones_like(batch["input_ids"])}
     requested: dict[str, Any] = {
