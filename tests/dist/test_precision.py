@@ -7,6 +7,7 @@ overlap and without: nothing depends on when a message arrives.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -28,10 +29,10 @@ from ds_ring.ops.context import ContextCache
 from tests.calls import attend
 from tests.cases import Shape, document_ids, tensors
 from tests.dist.harness import Pool
+from tests.parity import NAMES, gathered_pass
 from tests.reference import dense_attention
 
 SHAPE = Shape(batch=1, query_heads=4, kv_heads=2, tokens=512, head_dim=32)
-NAMES = ("out", "dq", "dk", "dv")
 PATTERNS: dict[str, tuple[Pattern, str]] = {
     "causal": (Causal(), "zigzag"),
     "window": (SlidingWindow(70), "contiguous"),
@@ -40,20 +41,15 @@ PATTERNS: dict[str, tuple[Pattern, str]] = {
 }
 
 
-def passed(
-    rank: int, world_size: int, name: str, dtype: torch.dtype, overlap: bool = True, whole: bool = True
-) -> list[Tensor]:
-    """out, dq, dk, dv: of the whole sequence, or the local ones."""
+def passed(rank: int, world_size: int, name: str, dtype: torch.dtype, overlap: bool = True) -> list[Tensor]:
+    """out, dq, dk, dv of the whole sequence."""
     pattern, layout_name = PATTERNS[name]
     mesh = RingMesh.from_world(world_size)
     layout = make_layout(layout_name, tokens=SHAPE.tokens, ring_size=world_size, pattern=pattern)
-    q, k, v, grad = (shard_sequence(x.to(dtype), layout, mesh=mesh, dim=2) for x in tensors(SHAPE))
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    out = attend(*leaves, pattern=pattern, layout=layout, mesh=mesh, overlap=overlap)
-    out.backward(grad)
-    result = [out.detach(), *(x.grad for x in leaves if x.grad is not None)]
-    assert all(x.dtype == dtype for x in result)
-    return [gather_sequence(x, layout, mesh=mesh, dim=2) for x in result] if whole else result
+    run = partial(attend, pattern=pattern, layout=layout, mesh=mesh, overlap=overlap)
+    results = gathered_pass(run, [x.to(dtype) for x in tensors(SHAPE)], layout, mesh)
+    assert {x.dtype for x in results} == {dtype}
+    return results
 
 
 def errors(result: list[Tensor], name: str, dtype: torch.dtype) -> list[float]:
@@ -101,10 +97,10 @@ def passed_in(
 
 def bits_that_differ(rank: int, world_size: int, name: str, dtype: torch.dtype) -> list[str]:
     """In three more passes, with overlap and without."""
-    first = passed(rank, world_size, name, dtype, whole=False)
+    first = passed(rank, world_size, name, dtype)
     result = []
     for turn in range(3):
-        again = passed(rank, world_size, name, dtype, overlap=turn % 2 == 0, whole=False)
+        again = passed(rank, world_size, name, dtype, overlap=turn % 2 == 0)
         pairs = zip(NAMES, first, again, strict=True)
         result += [f"pass {turn}: {tensor}" for tensor, x, y in pairs if not torch.equal(x, y)]
     return result

@@ -79,6 +79,7 @@ def cases(ring_size: int) -> list[Case]:
     return [Case(*choices, stages) for *choices, size, stages in every if size == ring_size]
 
 
+@lru_cache
 def truth(name: str) -> dict[str, Tensor]:
     """Out, dq, dk, dv and which queries see anything, by one softmax over all keys in float64."""
     m = torch.from_numpy(dense(name)).double()

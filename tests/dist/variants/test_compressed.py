@@ -7,6 +7,7 @@ softmax in float32.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
@@ -40,6 +41,7 @@ from ds_ring.masks.catalog import Before
 from ds_ring.masks.pattern import Pattern
 from tests.dist.deepspeed_ranks import json_config, start_deepspeed, start_engine
 from tests.dist.harness import catch_refusal
+from tests.dist.one_process import from_first_rank
 from tests.reference import relative_error, worst
 
 TOKENS, HEADS, HEAD_DIM, RATE, WINDOW, CHOSEN = 83, 3, 8, 4, 9, 3
@@ -188,7 +190,7 @@ def attention_errors(rank: int, world_size: int, kind: str) -> dict[str, float]:
             rows = compressed.rows_of(sharding, RATE, True, torch.device("cpu"))
             places: dict[str, Any] = {"layout": sharding.layout, "mesh": mesh}
             for chosen in (None, choices(reference(kind))):
-                want, want_entries = dense(x, entries, kind, chosen)
+                want, want_entries = from_first_rank(partial(dense, x, entries, kind, chosen))
                 local = {key: shard_sequence(x[key], dim=2, **places) for key in ("q", "kv", "grad")}
                 local |= {"sinks": x["sinks"].clone(), "entries": shard_entries(entries, sharding, RATE, 1)}
                 picked = None
@@ -314,10 +316,8 @@ def compressor_errors(rank: int, world_size: int, kind: str, rows: str) -> dict[
         for tokens in LENGTHS if rows == "whole" else LENGTHS[:1]:
             hidden, queries = make("hidden", SAMPLES, tokens, 16), make("queries", SAMPLES, tokens, 6)
             spans = spans_of(rows, tokens)
-            positions, want = (
-                torch.zeros(SAMPLES, tokens, dtype=torch.int64),
-                one_by_one(kind, hidden, queries, spans),
-            )
+            positions = torch.zeros(SAMPLES, tokens, dtype=torch.int64)
+            want = from_first_rank(partial(one_by_one, kind, hidden, queries, spans))
             for sample, start, end in spans:
                 positions[sample, start:end] = torch.arange(end - start)
             for name in ("zigzag", "contiguous"):
