@@ -326,11 +326,8 @@ def changed_on_the_ring(change: Callable[[Any], None]) -> Iterator[None]:
         change(model)
         return run(model, *args)
 
-    model_check._on_the_ring = careless
-    try:
+    with mock.patch.object(model_check, "_on_the_ring", careless):
         yield
-    finally:
-        model_check._on_the_ring = run
 
 
 @contextmanager
@@ -348,11 +345,8 @@ def close_experts() -> Iterator[None]:
                 parameter.data[1] = parameter.data[0] * (1 + 2**-19 * noise)
         return model
 
-    model_check.build = tied
-    try:
+    with mock.patch.object(model_check, "build", tied):
         yield
-    finally:
-        model_check.build = make
 
 
 def with_other_rounding(rank: int, world_size: int, family: str) -> list[ModelReport]:
@@ -380,16 +374,11 @@ def with_a_small_fault(rank: int, world_size: int, family: str, name: str, fault
 def with_a_crash(rank: int, world_size: int) -> list[ModelReport]:
     from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
 
-    attention = BatchSharding.attention
-
     def fail(self: BatchSharding, *_: Any) -> Any:
         raise KeyError("ds_ring")
 
-    BatchSharding.attention = fail
-    try:
+    with mock.patch.object(BatchSharding, "attention", fail):
         return checked(rank, world_size, CheckRequest("llama"))
-    finally:
-        BatchSharding.attention = attention
 
 
 def test_rotary_positions_of_the_shard_are_found(rank_pool):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -152,12 +153,8 @@ def observe(section: dict[str, Any], name: str, folder: str, defaults: dict[bool
         waited[0] += 1
         wait(pending)
 
-    exchange.Pending.wait = counting  # type: ignore[method-assign]
-    try:
-        with torch.no_grad():
-            output = engine(**local)
-    finally:
-        exchange.Pending.wait = wait  # type: ignore[method-assign]
+    with mock.patch.object(exchange.Pending, "wait", counting), torch.no_grad():
+        output = engine(**local)
     observables = {
         "grid": lambda: session.mesh.grid,
         "layout": lambda: (session.layout, session.batches.current.mesh.sequence_size),

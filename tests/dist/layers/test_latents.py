@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -242,8 +243,7 @@ def train(rank: int, world_size: int, stage: int, latents: object, **model: Any)
     engine = start_engine(built, json_config(world_size, 2, stage, ring_attention=section))
     engine.module.gradient_checkpointing_enable()
     losses = []
-    LatentKernel.forward = counting  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(LatentKernel, "forward", counting):
         for _ in range(2):
             losses.append(take_step(engine, build_batch(SIZE)))
         on = passes[0]
@@ -252,8 +252,6 @@ def train(rank: int, world_size: int, stage: int, latents: object, **model: Any)
             off = float(engine(**build_batch(SIZE)).loss)
             assert passes[0] == on, "off the ring nothing travels"
         ids = engine.module.generate(torch.arange(1, 8)[None], max_new_tokens=3, do_sample=False)
-    finally:
-        LatentKernel.forward = forward  # type: ignore[method-assign]
     return {"losses": losses, "off": off, "passes": on, "ids": ids.tolist()}
 
 

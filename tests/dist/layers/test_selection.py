@@ -282,7 +282,6 @@ def test_blocks_need_consecutive_tokens_and_documents_without_gaps():
 
 def without_ties(rank: int, world_size: int, run: Any = None) -> dict[str, Any]:
     """Break ties as `torch.topk` does."""
-    merge = selection.merge_best
 
     def careless(best: Any, scores: Tensor, positions: Tensor) -> None:
         both = torch.cat([best.scores, scores], dim=-1)
@@ -291,11 +290,8 @@ def without_ties(rank: int, world_size: int, run: Any = None) -> dict[str, Any]:
         best.positions.copy_(place.gather(-1, index))
         best.scores.copy_(values)
 
-    selection.merge_best = careless
-    try:
+    with mock.patch.object(selection, "merge_best", careless):
         return parity(rank, world_size, CASES[:1]) if run is None else run(rank, world_size)
-    finally:
-        selection.merge_best = merge
 
 
 def test_ties_in_another_order_are_found(rank_pool):
@@ -311,11 +307,8 @@ def without_a_gradient(rank: int, world_size: int) -> dict[str, float]:
         lost = rank == 1 and peer == 0 and what == ("dK", "dV")
         return messages([torch.zeros_like(x) for x in inputs] if lost else inputs, peer, what)
 
-    owner_walk._in_turn = careless
-    try:
+    with mock.patch.object(owner_walk, "_in_turn", careless):
         return parity(rank, world_size, CASES[:1])
-    finally:
-        owner_walk._in_turn = messages
 
 
 def test_a_gradient_that_does_not_return_is_found(rank_pool):

@@ -575,11 +575,8 @@ def checkpointed(rank: int, world_size: int) -> list[Any]:
         model.gradient_checkpointing_enable()
         return on_the_ring(model, *others)
 
-    model_check._on_the_ring = again
-    try:
+    with mock.patch.object(model_check, "_on_the_ring", again):
         return model_check.check_forms(model_check.CheckRequest("deepseek_v4", stage=3))
-    finally:
-        model_check._on_the_ring = on_the_ring
 
 
 def test_checkpointed_layers_at_zero_3_are_exact(rank_pool):

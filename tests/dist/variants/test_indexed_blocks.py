@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -149,11 +150,8 @@ def with_another_token(rank: int, world_size: int) -> dict[tuple[str, bool, str]
     def careless(*args: Any) -> Tensor:
         return halo(*args).roll(1, dims=2)
 
-    sparse.halo_op = careless
-    try:
+    with mock.patch.object(sparse, "halo_op", careless):
         return choices(rank, world_size, [case for case in CASES if case[1:] == (True, "contiguous")])
-    finally:
-        sparse.halo_op = halo
 
 
 def test_a_wrong_token_behind_a_cut_is_found(rank_pool):

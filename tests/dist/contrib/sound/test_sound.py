@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -58,11 +59,8 @@ def with_numbers_of_each_rank(rank: int, world_size: int) -> list[ModelReport]:
         numbers = mine.flatten().cumsum(0).view(mine.shape) * mine
         return outcome._replace(local=outcome.local._replace(places_BS=numbers))
 
-    Sounds.take_columns = careless  # type: ignore
-    try:
+    with mock.patch.object(Sounds, "take_columns", careless):
         return checked(rank, world_size, CheckRequest("qwen2_audio", head=HEAD))
-    finally:
-        Sounds.take_columns = take  # type: ignore
 
 
 @pytest.mark.night
