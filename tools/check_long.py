@@ -22,14 +22,16 @@ from common import make_parser
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the tests' ranks and models
 
+from tests.dist.deepspeed_ranks import Run
 from tests.dist.harness import RankPool
-from tests.dist.long_table import FAMILIES, OPTIONS, Step, errors, step_alone, step_on_ring
+from tests.dist.long_table import FAMILIES, OPTIONS, step_alone, step_on_ring
+from tests.dist.training_table import errors
 
 LOSS, GRADIENT = 1e-6, 1e-5
 
 
 def cell(
-    pool: RankPool, family: str, stage: int, option: str, checkpointing: bool, alone: Step
+    pool: RankPool, family: str, stage: int, option: str, checkpointing: bool, alone: Run
 ) -> tuple[str, bool]:
     """Return the text of one step and whether it is good."""
     arguments = (family, stage, option, pool.world_size, checkpointing)

@@ -64,8 +64,8 @@ def play_rounds(folder: Path, rounds: int) -> list[str]:
         cwd=Path(__file__).parents[2],
     )
     assert done.returncode == 0, done.stderr
-    found: list[str] = json.loads(done.stdout)
-    return found
+    result: list[str] = json.loads(done.stdout)
+    return result
 
 
 def _round(folder: Path) -> str:

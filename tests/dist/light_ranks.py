@@ -112,11 +112,50 @@ class LightRanks:
 
     def _lines(self, seconds: float) -> list[tuple[int, bytes]]:
         """What came, by rank."""
-        found = []
+        result = []
         for key, _ in self._selector.select(seconds):
             rank = key.data
             data = self.connections[rank].recv(65536)
             assert data, f"the monitor closed the connection of rank {rank}"
             *lines, self._unread[rank] = (self._unread[rank] + data).split(b"\n")
-            found += [(rank, line) for line in lines]
-        return found
+            result += [(rank, line) for line in lines]
+        return result
+
+
+def verdict_seconds(how: str, count: int, heartbeat_timeout_s: float = 3.0) -> tuple[float, float]:
+    """The seconds of joining, and of a verdict that every rank has heard.
+
+    Args:
+        how: "killed": counts from the end of the connection; "stopped": from the heartbeat timeout after the
+            last beat; "late in a ring", "late in a collective": all ranks wait and accuse, counts from the
+            first accusation.
+        count: ranks.
+        heartbeat_timeout_s: of the job.
+    """
+    culprit = count * 2 // 3
+    others = [rank for rank in range(count) if rank != culprit]
+    if "collective" in how:
+        everyone = range(count)
+        on = {rank: ranges_of([*everyone[:rank], *everyone[rank + 1 :]]) for rank in others}
+    else:
+        on = {rank: ranges_of([(rank - 1) % count]) for rank in others}
+    with LightRanks(count, heartbeat_timeout_s) as ranks:
+        joined_s = ranks.join()
+        ranks.run(0.5)
+        if how == "killed":
+            ranks.kill(culprit)
+            seconds = ranks.await_verdict(30.0)
+        elif how == "stopped":
+            ranks.say(culprit, kind="beat")
+            ranks.silent.add(culprit)
+            seconds = ranks.await_verdict(heartbeat_timeout_s + 30.0) - heartbeat_timeout_s
+        else:
+            for rank in others:
+                ranks.say(rank, kind="wait", on=on[rank], place=[7, 3], what="call 7, hop 3")
+            started = time.monotonic()
+            for rank in others:
+                ranks.say(rank, kind="timeout", on=on[rank], cause="it is late")
+            ranks.await_verdict(30.0)
+            seconds = time.monotonic() - started
+        assert {rank for rank, _ in ranks.verdicts.values()} == {culprit}, set(ranks.verdicts.values())
+        return joined_s, seconds

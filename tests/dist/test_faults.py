@@ -28,9 +28,9 @@ IN_TRAINING = (
 @pytest.fixture(scope="module")
 def zygote() -> Iterator[Zygote]:
     """One for all modes, with what the last of them imports."""
-    made = Zygote("outside")
-    yield made
-    made.close()
+    built = Zygote("outside")
+    yield built
+    built.close()
 
 
 def test_a_job_without_ranks_ends(zygote: Zygote) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -11,13 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ds_ring import RingLayoutError, RingMesh, RingShapeError, make_layout
+from ds_ring import RingMesh, make_layout
 from ds_ring.layers.serial.serial_scan import serial_scan
 from ds_ring.layers.serial.ttt import ttt_linear
-from tests.dist.harness import RankPool
+from tests.dist.harness import Pool, catch_refusal
 from tests.dist.layers.on_rings import RINGS, T, drawn, errors_on_a_ring, path_of, tokens_before
 
-Pool = Callable[[int], RankPool]
 B, H, D = 2, 2, 3
 
 
@@ -65,15 +64,15 @@ def weights() -> dict[str, Tensor]:
 
 def ttt_alone(q: Tensor, k: Tensor, v: Tensor, eta: Tensor, mini_batch: int, kind: str) -> Tensor:
     """Each output by itself, from the first token of its document."""
-    given = weights()
+    inputs = weights()
 
     def model(x: Tensor, state: Tensor) -> Tensor:
-        found = torch.einsum("bhd,bhde->bhe", F.pad(x, (0, 1), value=1.0), state)
-        return F.layer_norm(found, (D,), eps=1e-6) * given["weight"] + given["bias"]
+        result = torch.einsum("bhd,bhde->bhe", F.pad(x, (0, 1), value=1.0), state)
+        return F.layer_norm(result, (D,), eps=1e-6) * inputs["weight"] + inputs["bias"]
 
     outs = []
     for t in range(T):
-        path, state = path_of(kind, t), given["initial"].expand(B, -1, -1, -1)
+        path, state = path_of(kind, t), inputs["initial"].expand(B, -1, -1, -1)
         for first in range(0, len(path), mini_batch):
             begin = state.requires_grad_() if state.is_leaf else state
             for s in path[first : first + mini_batch]:
@@ -87,10 +86,10 @@ def ttt_alone(q: Tensor, k: Tensor, v: Tensor, eta: Tensor, mini_batch: int, kin
 def ttt_on_a_ring(
     rank: int, world_size: int, ring: tuple[str, int, str], mini_batch: int, batch_parts: int
 ) -> dict[str, float]:
-    wide, given = (B, T, H, D), weights()
+    wide, inputs = (B, T, H, D), weights()
     x = drawn({"q": wide, "k": wide, "v": wide, "eta": (B, T, H)})
     operator = partial(
-        ttt_linear, norm=(given["weight"], given["bias"]), initial=given["initial"], mini_batch=mini_batch,
+        ttt_linear, norm=(inputs["weight"], inputs["bias"]), initial=inputs["initial"], mini_batch=mini_batch,
         batch_parts=batch_parts,
     )  # fmt: skip
     alone, blocks = partial(ttt_alone, mini_batch=mini_batch), mini_batch if ring[2] == "whole" else 1
@@ -114,11 +113,9 @@ def refused(rank: int, world_size: int, what: str) -> str:
     mesh, layout = RingMesh.from_world(world_size), make_layout("zigzag", tokens=T, ring_size=world_size)
     x, initial = torch.zeros(B, layout.local_tokens, D), torch.zeros(B, D)
     settings = {"blocks": {"block_size": 5}, "parts": {"batch_parts": 3}, "slots": {}}[what]
-    try:
-        serial_scan(any_step, initial, [x[:, what == "slots" :]], layout=layout, mesh=mesh, **settings)
-    except (RingShapeError, RingLayoutError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "not refused"
+    return catch_refusal(
+        serial_scan, any_step, initial, [x[:, what == "slots" :]], layout=layout, mesh=mesh, **settings
+    )
 
 
 @pytest.mark.parametrize(
