@@ -1,7 +1,7 @@
 """Find what there are several of: layouts, kernels, passes, patterns, model families, JSON keys, public names.
 
 A capability is a folder with a `plugin.py`, whose `PLUGIN` holds its rows. `plugins.json` is an index of these
-files (`python -m ds_ring.plugin` writes it): it has the dotted name of each object, which is imported at its
+files (`python tools/plugin_index.py` writes it): it has the dotted name of each object, which is imported at its
 first use, so that words need neither torch nor numpy and an unused capability costs no import. Rows of a folder
 that is not there are left out: deleting a folder removes a capability. Other packages add rows of their own by
 the entry point group `ds_ring.plugins`.
@@ -369,7 +369,7 @@ def make_index() -> str:
 
 
 def _as_json(value: Any) -> Any:
-    if isinstance(value, tuple) and hasattr(value, "_asdict"):  # a NamedTuple: without its defaults
+    if isinstance(value, (Plugin, *_ROW_TYPES.values())):  # without its defaults
         fields = value._asdict().items()
         return {name: _as_json(x) for name, x in fields if x != value._field_defaults.get(name, ...)}
     if isinstance(value, Mapping):
@@ -379,5 +379,6 @@ def _as_json(value: Any) -> Any:
     return value
 
 
-if __name__ == "__main__":
+def write_index() -> None:
+    """Write `plugins.json`: python -c "from ds_ring.plugin import write_index; write_index()"."""
     INDEX.write_text(make_index())

@@ -21,7 +21,6 @@ from typing import Any
 import psutil
 
 from ds_ring_launcher.run.run_folder import RunFolder
-from ds_ring_launcher.run.run_records import read_faults
 from tests.dist.namespaces import ROOT, Hosts
 from tests.dist.slurm_cluster import slurm_on
 from tests.dist.ssh_hosts import ADDRESSES, SshHosts, ssh_hosts

@@ -13,7 +13,7 @@ import yaml
 from ds_ring.config.section import RingConfig
 from ds_ring.errors import RingMeshError
 from ds_ring_launcher import cli
-from ds_ring_launcher.tune.candidates import candidates, read_section
+from ds_ring_launcher.tune.candidates import candidates
 from ds_ring_launcher.tune.request import request_from
 from ds_ring_launcher.tune.search import tune
 from tests.dist.harness import RankPool

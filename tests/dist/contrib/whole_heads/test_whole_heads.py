@@ -15,7 +15,7 @@ from ds_ring.errors import RingConfigError, RingMismatchError, RingShapeError
 from ds_ring.layers.scan.sequence_runs import pieces
 from ds_ring_launcher.check.rounding import InFloat64, in_float64
 from ds_ring_launcher.check.small_model import build, read_config, shrink
-from ds_ring_launcher.plan.other_layers import LayerSetting, Recurrence, read_kinds, sent_by
+from ds_ring_launcher.plan.other_layers import LayerSetting, Recurrence, sent_by
 from tests.dist.deepspeed_ranks import Batch, Run
 from tests.dist.family_ranks import attached, gradients_of, start_session, train_on_ring
 from tests.dist.harness import Pool

@@ -12,7 +12,7 @@ from ds_ring.contrib.families.indexed_blocks import layers as indexed_blocks
 from ds_ring.errors import RingConfigError, RingPatternError
 from ds_ring.masks.catalog import Full
 from tests.refusals import Refusals, refuse
-from tests.unit.integrations.transformers.calls import IDS, ON, sharding
+from tests.unit.models.calls import IDS, ON, sharding
 
 
 def chosen_by(current: Any, pattern: Any = None) -> Any:

@@ -13,7 +13,7 @@ from ds_ring.data import batch
 from ds_ring.errors import RingConfigError
 from ds_ring.masks.catalog import Causal
 from tests.refusals import Refusals, refuse
-from tests.unit.integrations.transformers.calls import REQUEST, attend, cached
+from tests.unit.models.calls import REQUEST, attend, cached
 
 
 def masked(**terms: Any) -> Any:
