@@ -369,7 +369,7 @@ def make_index() -> str:
 
 
 def _as_json(value: Any) -> Any:
-    if isinstance(value, (Plugin, *_ROW_TYPES.values())):  # without its defaults
+    if hasattr(value, "_field_defaults"):  # a row: without its defaults
         fields = value._asdict().items()
         return {name: _as_json(x) for name, x in fields if x != value._field_defaults.get(name, ...)}
     if isinstance(value, Mapping):

@@ -16,6 +16,7 @@ from ds_ring.contrib.compile.graph_attention import Scope, _values
 from ds_ring.contrib.compile.graph_sharding import check_positions
 from ds_ring.errors import RingConfigError, RingLayoutError, RingPatternError, RingShapeError
 from ds_ring.kernels.flash.executors import Flash
+from ds_ring.kernels.flash.kernel import _get_padded_dims
 from ds_ring.kernels.flex.kernel import FlexKernel
 from ds_ring.kernels.select import get_kernel
 from ds_ring.layers.scores import Softcap
