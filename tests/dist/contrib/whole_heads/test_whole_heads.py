@@ -15,7 +15,7 @@ from ds_ring.errors import RingConfigError, RingMismatchError, RingShapeError
 from ds_ring.layers.scan.sequence_runs import pieces
 from ds_ring_launcher.check.rounding import InFloat64, in_float64
 from ds_ring_launcher.check.small_model import build, read_config, shrink
-from ds_ring_launcher.plan.other_layers import LayerSetting, Recurrence, sent_by
+from ds_ring_launcher.plan.other_layers import LayerSetting, Recurrence, read_kinds, sent_by
 from tests.dist.deepspeed_ranks import Batch, Run
 from tests.dist.family_ranks import attached, gradients_of, start_session, train_on_ring
 from tests.dist.harness import Pool
@@ -161,7 +161,7 @@ def sent(rank: int, world_size: int, by_heads: bool) -> int:
 def of_the_plan(world_size: int) -> list[int]:
     """How many bytes more each rank sends by heads than by a scan, by the plan's formulas."""
     config = shrink(read_config("qwen3_next"), TOKENS, 2, {})
-    kinds = [entry for entry in kinds_of(config.to_dict(), config.layer_types) if entry is not None]
+    kinds = [entry for entry in read_kinds(config.to_dict(), config.layer_types) if entry is not None]
     layout = make_layout("zigzag", tokens=TOKENS, ring_size=world_size // 2, multiple_of=2, pattern=Causal())
     result = []
     for rank in range(world_size):
