@@ -27,7 +27,7 @@ from ds_ring.simulation.simulate import SimulationOptions
 from ds_ring.transports.all_gather import GatherPass
 from ds_ring_launcher.doctor import self_test
 from ds_ring_launcher.doctor.findings import OK, WRONG, judge_ring
-from ds_ring_launcher.doctor.measure import AttentionJob, measure_rank
+from ds_ring_launcher.doctor.self_test import AttentionJob, measure_rank
 from tests.dist.harness import RankPool
 
 Pool = Callable[[int], RankPool]
