@@ -34,7 +34,7 @@ class JsonKey(NamedTuple):
 
     name: str
     meaning: str
-    conflicts: Mapping[str, str] = {}  # noqa: RUF012
+    conflicts: Mapping[str, str] = {}
 
 
 # Objects in rows are functions and classes in a plugin.py, and dotted names in the index; `load` takes both.

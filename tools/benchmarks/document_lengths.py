@@ -33,7 +33,7 @@ DISTRIBUTIONS: dict[str, Draw] = {
 }
 
 
-def lengths_of(source: str) -> Draw:
+def read_lengths(source: str) -> Draw:
     """Return how lengths are drawn: by the name of a distribution, or from the numbers of a file.
 
     Raises:
@@ -43,8 +43,8 @@ def lengths_of(source: str) -> Draw:
         return DISTRIBUTIONS[source]
     try:
         text = Path(source).read_text()
-        given = json.loads(text) if text.lstrip().startswith("[") else text.split()
-        numbers = np.array(given, dtype=np.int64)
+        values = json.loads(text) if text.lstrip().startswith("[") else text.split()
+        numbers = np.array(values, dtype=np.int64)
     except (OSError, ValueError, TypeError, OverflowError) as error:
         raise RingConfigError(
             f"lengths: expected {', '.join(DISTRIBUTIONS)} or a file of lengths, got {shown(source)}"
@@ -69,7 +69,7 @@ def draws(draw: Draw, tokens: int, count: int) -> Iterator[np.ndarray]:
         yield np.diff(ends[: int(np.searchsorted(ends, tokens)) + 1], prepend=0)
 
 
-def pattern_of(lengths: Sequence[int] | np.ndarray) -> Pattern:
+def make_document_pattern(lengths: Sequence[int] | np.ndarray) -> Pattern:
     """Return causal attention inside each of the documents that follow one another."""
     if len(lengths) == 1:
         return Causal()

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.document_lengths import draws, lengths_of, pattern_of
+from benchmarks.document_lengths import draws, make_document_pattern, read_lengths
 from benchmarks.measuring import ResultRow
 from ds_ring import build_plan, make_layout
 from ds_ring.schedule.lowering import lower_rank
@@ -37,7 +37,7 @@ PARTS = ("layout", "plan", "rank", "steps")
 
 def planned(lengths: np.ndarray, ring_size: int) -> list[float]:
     """Return the seconds of processor time of each part of planning."""
-    pattern = pattern_of(lengths)
+    pattern = make_document_pattern(lengths)
     at = [time.process_time()]
     sizes: dict[str, Any] = {"tokens": int(lengths.sum()), "ring_size": ring_size}
     layout = make_layout("auto", pattern=pattern, **sizes)
@@ -85,7 +85,7 @@ def run(options: argparse.Namespace) -> Iterator[ResultRow]:
     gc.freeze()
     for ring_size in options.ranks:
         tokens = ring_size * options.shard
-        every = list(draws(lengths_of(options.lengths), tokens, options.draws))
+        every = list(draws(read_lengths(options.lengths), tokens, options.draws))
         seconds = np.array([planned(lengths, ring_size) for lengths in every])
         total = seconds.sum(1)
         case = {
@@ -96,6 +96,6 @@ def run(options: argparse.Namespace) -> Iterator[ResultRow]:
         results = {f"{part}_s": round(mean, 4) for part, mean in parts}
         whole = {"mean_s": round(total.mean(), 4), "worst_s": round(total.max(), 4)}
         if options.step:
-            drawn = list(draws(lengths_of(options.lengths), tokens, 3 * options.draws))[options.draws :]
+            drawn = list(draws(read_lengths(options.lengths), tokens, 3 * options.draws))[options.draws :]
             whole |= beside_a_step(drawn, ring_size, options.step)
         yield ResultRow(case, {**results, **whole})

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from benchmarks.document_lengths import DISTRIBUTIONS, draws, lengths_of, pattern_of
+from benchmarks.document_lengths import DISTRIBUTIONS, draws, make_document_pattern, read_lengths
 
 from ds_ring import Causal, RingConfigError, build_plan, make_layout
 from ds_ring.schedule.choose import bound_to_one_head, timed, work_of_ranks
@@ -16,8 +16,8 @@ from ds_ring_launcher.plan.layer_passes import looked_at, sampled_ranks
 @pytest.mark.parametrize("source", DISTRIBUTIONS)
 def test_auto_is_never_slower_than_balanced(source: str) -> None:
     others = 0
-    for lengths in draws(lengths_of(source), 16 * 8192, 5):
-        pattern = pattern_of(lengths)
+    for lengths in draws(read_lengths(source), 16 * 8192, 5):
+        pattern = make_document_pattern(lengths)
         auto, balanced = (
             make_layout(name, tokens=16 * 8192, ring_size=16, pattern=pattern)
             for name in ("auto", "balanced")
@@ -31,26 +31,26 @@ def test_auto_is_never_slower_than_balanced(source: str) -> None:
 @pytest.mark.parametrize("text", ["5 70\n900", "[5, 70, 900]"])
 def test_lengths_of_a_file_fill_every_sequence(tmp_path: Path, text: str) -> None:
     (file := tmp_path / "lengths").write_text(text)
-    for lengths in draws(lengths_of(str(file)), 10_000, 3):
+    for lengths in draws(read_lengths(str(file)), 10_000, 3):
         assert lengths.sum() == 10_000
         assert set(lengths[:-1].tolist()) <= {5, 70, 900}
-    assert max(next(draws(lengths_of(str(file)), 1000, 1))) <= 250  # a quarter
+    assert max(next(draws(read_lengths(str(file)), 1000, 1))) <= 250  # a quarter
 
 
 @pytest.mark.parametrize("text", ["5 x", "[1, [2]]", "", "0 5", "[-1]"])
 def test_a_file_of_something_else_is_refused(tmp_path: Path, text: str) -> None:
     (file := tmp_path / "lengths").write_text(text)
     with pytest.raises(RingConfigError, match="one positive integer for each document"):
-        lengths_of(str(file))
+        read_lengths(str(file))
     with pytest.raises(RingConfigError, match="expected lognormal"):
-        lengths_of("lognorml")
+        read_lengths("lognorml")
 
 
 def test_the_fullest_rank_counts() -> None:
     """One long document beside many short ones: its few ranks are none of those that represent all."""
     ranks, short = 48, np.full(40, 1024)
     lengths = np.concatenate([short, [8192], short])
-    pattern = pattern_of(lengths)
+    pattern = make_document_pattern(lengths)
     layout = make_layout("contiguous", tokens=int(lengths.sum()), ring_size=ranks)
     plan = build_plan(pattern, layout)
     works = work_of_ranks(bound_to_one_head(pattern), layout)
