@@ -30,6 +30,7 @@ from torch import Tensor
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
+from ds_ring.simulation.rank import read_shard
 from ds_ring.comm.exchange import Exchange
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.comm.messages import Message

@@ -45,7 +45,7 @@ MODELS = {
     "contrib/families/distance_bias": ("inkling_text", "expected no position_bias", "t5"),
     "contrib/families/relative_keys": ("xlnet", _BYPASSES, "t5"),
     "contrib/families/prompt": ("cpmant", _BYPASSES, "t5"),
-    "contrib/families/key_terms": ("doge", "expected a model that hands its mask to attention", "llama4_text"),
+    "contrib/families/key_terms": ("doge", "expected a model that hands its mask", "llama4_text"),
     "contrib/families/query_scale": ("llama4_text", "config.attn_temperature_tuning scales queries", "doge"),
 }  # fmt: skip
 
