@@ -24,9 +24,9 @@ from tests.cases import Shape, tensors
 from tests.dist.harness import Pool, RankPool
 
 ROOT = Path(__file__).resolve().parents[2]
-SHAPE = Shape(batch=1, query_heads=16, kv_heads=16, tokens=1024, head_dim=32)
-FEW_HEADS = Shape(batch=1, query_heads=8, kv_heads=8, tokens=1024, head_dim=32)
-GROUPED = Shape(batch=1, query_heads=16, kv_heads=4, tokens=1024, head_dim=32)
+SHAPE = Shape(batch=1, query_heads=16, kv_heads=16, tokens=2048, head_dim=32)
+FEW_HEADS = Shape(batch=1, query_heads=8, kv_heads=8, tokens=2048, head_dim=32)
+GROUPED = Shape(batch=1, query_heads=16, kv_heads=4, tokens=2048, head_dim=32)
 TENSORS = 8  # that live at the end: q, k, v, out, their gradients
 
 
@@ -55,7 +55,7 @@ def measured_pass(rank: int, world_size: int, shape: Shape, transport: str) -> M
     mesh = RingMesh.from_world(world_size)
     layout = make_layout("zigzag", tokens=shape.tokens, ring_size=world_size)
     chunks = {"chunk_bytes": 1} if transport in ("ring", "pull") else {}
-    options = Options(transport=transport, kernel_options={"block": 128, "triangle": 64}, **chunks)
+    options = Options(transport=transport, kernel_options={"block": 256, "triangle": 128}, **chunks)
     handle = context_for(Causal(), layout, mesh, options).handle
     q, k, v, grad = (shard_sequence(x, layout, mesh=mesh, dim=2) for x in tensors(shape))
     for x in (q, k, v):
@@ -97,11 +97,11 @@ def test_few_heads_have_as_few_buffers(rank_pool: Pool) -> None:
     # A chunk sets out once the keys of the one before are freed. Two ranks have six buffers of one
     # head of eight at once (the own keys side by side with values, gradients that leave, half a shard's that
     # return, the next keys), four have ten.
-    # Beside them there are the lse and the kernel's workspace of 64 KiB.
+    # Beside them there are the lse and the kernel's workspace of a quarter of a MiB.
     few = {size: largest(rank_pool(size), FEW_HEADS, "ring") for size in (2, 4)}
     buffers = {2: 6, 4: 10}
     for size, result in few.items():
-        assert result.peak < TENSORS + buffers[size] / 8 + 1 / 32 + (1 << 16) / result.unit_bytes, few
+        assert result.peak < TENSORS + buffers[size] / 8 + 1 / 32 + (1 << 18) / result.unit_bytes, few
 
 
 @pytest.mark.parametrize("shape", [SHAPE, GROUPED], ids=["H=G", "GQA"])
