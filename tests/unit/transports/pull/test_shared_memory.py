@@ -38,9 +38,9 @@ CPU = torch.device("cpu")
 def two_ends() -> tuple[HostShared, HostShared]:
     ends = HostShared(256, CPU, [1]), HostShared(256, CPU, [0])
     for rank, item in enumerate(ends):
-        doors = json.loads(json.dumps(ends[1 - rank].doors))
+        handles = json.loads(json.dumps(ends[1 - rank].ipc_handles))
         with mock.patch.object(dist, "get_rank", return_value=rank):
-            item.open({1 - rank: doors}, mock.sentinel.group)
+            item.open({1 - rank: handles}, mock.sentinel.group)
     return ends
 
 
@@ -58,7 +58,7 @@ def test_a_batch_before_the_last_one_was_taken_is_refused() -> None:
 def test_signals_end_with_the_rank_that_gives_them() -> None:
     first, second = two_ends()
     for item in (first, second):
-        item.close_doors()
+        item.close_handles()
     del second, item
     with pytest.raises(RuntimeError, match="its signals have ended: the process is gone"):
         first._hear(READY, 1)
