@@ -30,7 +30,6 @@ from torch import Tensor
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
-from ds_ring.simulation.rank import read_shard
 from ds_ring.comm.exchange import Exchange
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.comm.messages import Message
@@ -51,7 +50,7 @@ from ds_ring.schedule.layout import Layout, expand_runs, make_layout
 from ds_ring.schedule.lowering import lower_rank
 from ds_ring.schedule.steps import Recv, Send
 from ds_ring.simulation.generate import GeneratedSource
-from ds_ring.simulation.rank import GlobalSizes, RankMemory, TensorBytes, profile_of, shard_of
+from ds_ring.simulation.rank import GlobalSizes, RankMemory, TensorBytes, profile_of, read_shard, shard_of
 from ds_ring_launcher.doctor.findings import MARK
 
 EXACT_TOKENS, EXACT_HEADS, EXACT_KV_HEADS, EXACT_WIDTH = 64, 4, 2, 16  # of the comparison; tokens a rank
