@@ -103,7 +103,7 @@ CAPABILITIES = {
         words=r"\bring_scan|\bhalos?\b|\bshift_sequence|layers\.scan",
     ),
     "serial states": Capability(("layers.serial",), with_it=("invariant steps",),
-        words=r"\bserial_scan|\bttt_|layers\.serial"),
+        words=r"\bserial_scan|layers\.serial"),
     "n-gram tables": Capability(("layers.ngrams", "layers.ngrams.sharded_tables"),
         words=r"(?i)\bngram|\bsharded_rows|layers\.ngrams"),
     "whole heads": Capability(("contrib.whole_heads", "contrib.whole_heads"),

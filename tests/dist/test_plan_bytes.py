@@ -41,7 +41,6 @@ from ds_ring.layers.scan.context import scan_context
 from ds_ring.layers.scan.sequence_runs import SequenceRuns, sequence_runs
 from ds_ring.layers.scan.simulation import virtual_halo, virtual_scan
 from ds_ring.layers.selection import select, selected_pass
-from ds_ring.layers.serial.ttt import ttt_linear
 from ds_ring.measure.memory import measure_cpu_memory
 from ds_ring_launcher import cli
 from ds_ring_launcher.check.small_model import SAMPLES, build, make_batch, read_config, shrink
@@ -169,39 +168,6 @@ def test_messages_that_are_not_planned_are_found(rank_pool: Pool, fault: str) ->
 # --- layers of a model of one's own ---------------------------------------------------------------
 
 OWN_SIZES = {"hidden_size": 8, "ttt_linear_heads": 2, "ttt_linear_head_dim": 3}
-
-
-def of_operator(slots: int, named: dict[str, Any]) -> torch.Tensor:
-    """The output of one layer's operator on drawn tensors."""
-
-    def given(*shape: int) -> torch.Tensor:
-        return torch.rand(BATCH, slots, *shape, requires_grad=True)
-
-    norm, begin = (torch.ones(2, 3), torch.zeros(2, 3)), torch.zeros(2, 4, 3)
-    return ttt_linear(given(2, 3), given(2, 3), given(2, 3), given(2), norm, begin, mini_batch=1, **named)
-
-
-def operators(rank: int, world_size: int, ulysses: int) -> list[int]:
-    """Bytes of an operator on this rank, forward and backward."""
-    mesh = RingMesh.from_world(world_size // ulysses, ulysses)
-    layout = make_layout("zigzag", tokens=TOKENS, ring_size=mesh.ring_size, multiple_of=ulysses)
-    before = counted()
-    out = of_operator(layout.local_tokens // ulysses, {"layout": layout, "mesh": mesh})
-    forward = counted() - before
-    out.sum().backward()
-    found = [forward, counted() - before - forward]
-    mesh.close()
-    return found
-
-
-@pytest.mark.parametrize(("size", "ulysses"), [(2, 1), (4, 1), (4, 2)])
-def test_bytes_of_own_layers_are_those_of_real_ranks(rank_pool: Pool, size: int, ulysses: int) -> None:
-    kind = OWN["ttt_linear"](OWN_SIZES)
-    assert isinstance(kind, Recurrence)
-    layout = make_layout("zigzag", tokens=TOKENS, ring_size=size // ulysses, multiple_of=ulysses)
-    parts = [sent_by(kind, LayerSetting(layout, ulysses, BATCH, 4, Causal()), rank) for rank in range(size)]
-    want = [[sum(one.forward for one in mine), sum(one.backward for one in mine)] for mine in parts]
-    assert rank_pool(size).run(operators, ulysses) == want and sum(map(sum, want)) > 0
 
 
 def test_own_layers_are_planned_by_their_words(capsys: Any) -> None:
