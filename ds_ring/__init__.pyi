@@ -1,4 +1,4 @@
-"""The public names of ds_ring, each a row: what type checkers read, and `ds_ring/registry.py`."""
+"""The public names of ds_ring, each a row: what type checkers read, and `ds_ring/plugin.py`."""
 
 from ds_ring.api import RingAttention as RingAttention
 from ds_ring.api import ring_attention as ring_attention

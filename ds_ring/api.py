@@ -59,7 +59,7 @@ def ring_attention(
             Ranks compare its code and captured values, as for `MaskMod`. A captured tensor that requires a
             gradient is refused: it would get none.
             Kernel "auto" then is "flex" on CUDA, and the slow "reference" on the CPU.
-        kernel: a name of `registry.KERNELS`: "cpu", "flex", "flash" or "reference"; or "auto": the kernel of
+        kernel: a name of `plugin.KERNELS`: "cpu", "flex", "flash" or "reference"; or "auto": the kernel of
             the options, which is the device's fast one unless they say otherwise.
         return_lse: return the lse as well. Its gradient is exact.
         options: what is set once a run: transport, payload dtypes, deadlines, checks. Keys and values are
@@ -125,7 +125,7 @@ class RingAttention(nn.Module):
                 advice = "pass pattern=pattern_from_config(config) & Documents(document_ids)"
                 raise RingConfigError.wrong("RingAttention", expected, "none", advice)
             pattern = pattern_from_config(config_or_pattern) if pattern is None else pattern
-        pattern, where, score_mod = self._placed(
+        pattern, where, score_mod = self._choose_placement(
             pattern, layout if layout is not None else name, mesh, score_mod
         )
         if score_mod is not None:
@@ -133,7 +133,7 @@ class RingAttention(nn.Module):
         self.context: RingContext = context_for(pattern, where, mesh, options, keeps_functions=True)
         self._mesh, self._handle = mesh, self.context.handle
 
-    def _placed(
+    def _choose_placement(
         self, pattern: Pattern, layout: Layout | str, mesh: RingMesh, score_mod: ScoreFunction | None
     ) -> tuple[Pattern, Layout | str, ScoreFunction | None]:
         """Return the pattern, the layout and the score_mod of the pass; for modules of other sequences."""
@@ -189,17 +189,17 @@ class RingAttention(nn.Module):
             from ds_ring.ops.compiled import attend_compiled
 
             return attend_compiled(q, k, v, refusal or self._handle, self._mesh, sinks, return_lse)
-        return attend(q, k, v, self._context_now(), sinks, return_lse)
+        return attend(q, k, v, self._get_context(), sinks, return_lse)
 
-    def _context_now(self) -> RingContext:
+    def _get_context(self) -> RingContext:
         """Return the context of an eager call: another one where the score_mod has captured other values."""
-        found = self.context
-        mod = found.options.score_mod
+        context = self.context
+        mod = context.options.score_mod
         if mod is not None and mod.is_changed():
             with collective(self._mesh, "attention"):
-                options = found.options.replaced(score_mod=mod.lookup(mod.function))
+                options = context.options.replaced(score_mod=mod.lookup(mod.function))
                 self.context = context_for(
-                    found.pattern, found.layout, self._mesh, options, keeps_functions=True
+                    context.pattern, context.layout, self._mesh, options, keeps_functions=True
                 )
             self._handle = self.context.handle
         return self.context

@@ -4,8 +4,8 @@ Every error that ds_ring raises on purpose is a `RingError`. Its message has thr
 what was got, and what to do (`wrong`). Mistakes of the caller are `ValueError`s as well, so that code which
 catches the standard family keeps working; faults of other machines are `RuntimeError`s.
 
-`whole_number` and `true_or_false` check a caller's argument: numpy's integers are accepted, look-alikes such
-as strings and floats are not.
+`whole_number` and `true_or_false` check a caller's argument: numpy's integers are accepted, strings and
+floats are not.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class RingError(Exception):
     @classmethod
     def wrong(cls, name: str, expected: str, got: object, advice: str) -> Self:
         """Return the error "name: expected ..., got ...; advice"; `got` is text, or a value to show."""
-        found = got if isinstance(got, str) else shown(got).removeprefix("list ")
-        return cls(f"{name}: expected {expected}, got {found}; {advice}")
+        got_text = got if isinstance(got, str) else shown(got).removeprefix("list ")
+        return cls(f"{name}: expected {expected}, got {got_text}; {advice}")
 
 
 class RingConfigError(RingError, ValueError):

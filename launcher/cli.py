@@ -17,11 +17,9 @@ from .commands import (
     check_model,
     checkpoints,
     configs,
-    demo,
     doctor,
     launch,
     plan,
-    profile,
     simulate,
     status,
     tune,
@@ -29,7 +27,7 @@ from .commands import (
 from .commands.parsers import Parser, readable
 
 COMMANDS = (
-    demo.add, configs.add, launch.add, doctor.add, status.add, plan.add, simulate.add, profile.add, tune.add,
+    configs.add, launch.add, doctor.add, status.add, plan.add, simulate.add, tune.add,
     check_model.add, checkpoints.add_verify, checkpoints.add_resize,
 )  # fmt: skip
 
@@ -37,7 +35,6 @@ WRONG_INPUT, CANNOT_PRINT = 2, 74  # 74: sysexits.h's EX_IOERR
 _OUTPUT_IS_GONE = (errno.ENOSPC, errno.EIO, errno.EBADF, errno.EFBIG, errno.EDQUOT)
 _EXAMPLE = """\
 examples:
-  ds-ring demo                                             two CPU ranks, about a minute, a report
   ds-ring configs                                          write configs/ here: quick start, recipes, examples
   ds-ring launch configs/quickstart.yaml                   train on this machine
   ds-ring status runs/mine                                 how far it is
@@ -48,7 +45,6 @@ examples:
   ds-ring verify-checkpoint runs/train_lm/checkpoints      read the latest checkpoint, compare its manifest
   ds-ring resize-checkpoint runs/train_lm/checkpoints --world-size 4    go on with other ranks
   ds-ring simulate --tokens 65536 --ring-sizes 1 8         what each rank would need and send
-  ds-ring profile --tokens 8192 --ring-sizes 1 2 4 8       pictures: memory by ring size, who waits when
   ds-ring COMMAND --help                                   more examples
 """
 
@@ -66,12 +62,12 @@ def _run(argv: list[str] | None) -> int:
     # The script's own options must not be taken for ours.
     argv = sys.argv[1:] if argv is None else argv
     where = argv.index("--") if "--" in argv else len(argv)
-    own, extra = argv[:where], tuple(argv[where + 1 :])
+    arguments, extra = argv[:where], tuple(argv[where + 1 :])
     parser = _parser()
-    for argument in own:
+    for argument in arguments:
         if argument.startswith("--") and argument.endswith("=--"):  # argparse takes it for a list
             parser.error(f"{argument[:-3]}: expected a value, got '--'")
-    options = parser.parse_args(own)
+    options = parser.parse_args(arguments)
     try:
         status = int(options.run(options, extra))
         if sys.stdout is not None:  # closed by who started us

@@ -35,11 +35,11 @@ def _width(table: Table) -> int:
 
 def _turned(table: Table) -> Table:
 
-    made = Table(title=table.title, title_justify="left", caption=table.caption, caption_justify="left")
+    turned = Table(title=table.title, title_justify="left", caption=table.caption, caption_justify="left")
     first, *others = table.columns
-    made.add_column(str(first.header))
+    turned.add_column(str(first.header))
     for cell in first.cells:
-        made.add_column(str(cell), justify="right")
+        turned.add_column(str(cell), justify="right")
     for column in others:
-        made.add_row(str(column.header), *map(str, column.cells))
-    return made
+        turned.add_row(str(column.header), *map(str, column.cells))
+    return turned

@@ -13,11 +13,11 @@ import torch
 import ds_ring
 from ds_ring import Causal, Full, RingLayoutError, SlidingWindow, make_layout
 from ds_ring.masks.pattern import Pattern
-from ds_ring.registry import LAYOUTS as LAYOUT_ROWS
-from ds_ring.registry import PUBLIC
+from ds_ring.plugin import LAYOUTS as LAYOUT_ROWS
+from ds_ring.plugin import PUBLIC
 from ds_ring.schedule import lowering
 from ds_ring.schedule.layout import Layout
-from ds_ring.schedule.plan import _built
+from ds_ring.schedule.plan import _build_plan
 from ds_ring_launcher.demo.lm_data import PackedBytes
 
 Row = TypeVar("Row")
@@ -141,8 +141,8 @@ def least_kept(queries: int) -> Iterator[None]:
     before = lowering.LEAST_KEPT
     try:
         lowering.LEAST_KEPT = queries
-        _built.cache_clear()  # plans keep their steps
+        _build_plan.cache_clear()  # plans keep their steps
         yield
     finally:
         lowering.LEAST_KEPT = before
-        _built.cache_clear()
+        _build_plan.cache_clear()

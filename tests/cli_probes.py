@@ -42,14 +42,12 @@ def base_of(command: str, folder: Path) -> list[str]:
     """A command line that the command accepts, and that would take a moment only; files are in `folder`."""
     sizes = ["--tokens", "64", "--heads", "2", "--head-dim", "8"]
     return {
-        "demo": ["--output", str(folder / "out"), "--steps", "0"],  # refused: nothing is trained
         "configs": [str(folder / "new")],
         "launch": ["--dry-run", str(folder / "cluster.yaml")],
         "doctor": [str(folder / "cluster.yaml"), "--no-ring"],
         "plan": ["--tokens", "512", "--devices", "2", "--hardware", "cpu", "--dtype", "float32",
                  "--hf-config", str(folder / "config.json")],
         "simulate": [*sizes, "--ring-sizes", "2"],
-        "profile": [*sizes, "--ring-sizes", "2", "--no-pictures", "--output", str(folder / "out")],
         "tune": ["--tokens", "4096", "--heads", "4", "--head-dim", "64", "--processes", "2",
                  "--threads", "0"],  # refused after everything else: no rank is started
         "status": [str(folder / "run")],
@@ -170,7 +168,7 @@ def file_probes(folder: Path) -> Iterator[Probe]:
     odd = list(odd_files(folder))
     for name, path in odd:
         yield Probe(f"launch {name}", ["launch", "--dry-run", path])
-        for command in ("plan", "simulate", "profile", "tune"):
+        for command in ("plan", "simulate", "tune"):
             yield Probe(f"{command} --config {name}", [command, *base_of(command, folder), "--config", path])
         base = base_of("plan", folder)
         # /dev/null and the like are no hardware either
@@ -187,8 +185,6 @@ def file_probes(folder: Path) -> Iterator[Probe]:
                 "no characters",
             ):
                 yield Probe(f"tune {option} {name}", ["tune", *base_of("tune", folder), option, path])
-        if name in ("a FIFO", "a socket", "below a file", "a name of 5000", "a zero byte", "/dev/null"):
-            yield Probe(f"profile --output {name}", ["profile", *base_of("profile", folder)[:-1], path])
         for key in ("script", "deepspeed_config", "hostfile"):
             text = FROM_HOSTFILE if key == "hostfile" else CLUSTER
             lines = [line for line in text.splitlines() if not line.startswith(f"{key}:")]
@@ -379,7 +375,7 @@ def _hardware_probes(folder: Path) -> Iterator[Probe]:
 
 def _with_json(folder: Path, name: str, written: str) -> Iterator[Probe]:
     """A DeepSpeed JSON, in every place where one is read."""
-    for command in ("plan", "simulate", "profile", "tune"):
+    for command in ("plan", "simulate", "tune"):
         argv = [command, *base_of(command, folder), "--config", written]
         # to these a section's number of ranks says nothing: wrong are the pattern and the kernel
         fine = (0, 2) if name.startswith("section") else (2,)

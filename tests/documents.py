@@ -206,6 +206,84 @@ def _sections(text: str) -> Iterator[tuple[str, int]]:
         line += part.count("\n")
 
 
+class Results(NamedTuple):
+    """Hold what the pages of tools/results say: counts of model types, and what ran on a GPU."""
+
+    counts: dict[str, dict[str, int]]  # by the name of the page: of "types", "exact", "refused" and others
+    gpus: list[str]
+    names_on_gpus: set[str]
+
+    def contradictions(self, document: str, text: str) -> list[str]:
+        """Return the sentences and rows that state another count, or another run on a GPU, than the pages."""
+        wrong = []
+        for head, unit in _units(text):
+            plain = _DATE.sub("", re.sub(r"\]\([^)]*\)|`[^`]*`", " ", unit))
+            if pages := self._pages(unit) if re.search(r"\b(exact|types)\b", head + unit) else []:
+                columns = zip(_cells(head), _cells(unit), strict=False)
+                table = [(name, int(cell)) for name, cell in columns if cell.isdigit() and name in pages[0]]
+                pairs = re.findall(r"(\d+) of (?:the )?(\d+)", plain)
+                numbers = re.findall(r"(?<![\d.,\w-])\d{2,3}(?![\d.,]*\d|[\w-])", plain)
+                known = {count for page in pages for count in page.values()}
+                is_right = all(pages[0][name] == count for name, count in table)
+                is_right &= all(
+                    any((str(one["exact"]), str(one["types"])) == x for one in pages) for x in pairs
+                )
+                is_right &= {*map(int, numbers)} <= known
+                wrong += [] if is_right else [f"{document}: expected counts of {pages}, got {unit!r}"]
+            if claim := _RUN_ON.search(plain):
+                gpus = [name for name in self.gpus if claim[2] in ("GPU", name)]
+                is_right = _NUMBERS[claim[1].lower()] == len(gpus)
+                wrong += [] if is_right else [f"{document}: expected runs on {self.gpus}, got {unit!r}"]
+            if _NOT_RUN.search(plain):
+                names = {*re.findall(r"`(\w+)(?:\.py|/)?`", unit)} or {Path(document).parent.name}
+                wrong += [f"{document}: {name} ran: {unit!r}" for name in names & self.names_on_gpus]
+        return wrong
+
+    def _pages(self, unit: str) -> list[dict[str, int]]:
+        """Return the counts of the pages to which a unit links, or else of the newest about its heads."""
+        heads = [head for head, words in _HEADS.items() if re.search(words, unit)]
+        newest = [max(name for name in self.counts if name.endswith(f"_{head}.md")) for head in heads]
+        return [self.counts[name] for name in _PAGE.findall(unit) or newest]
+
+
+_PAGE = re.compile(r"results/(models_[\w.-]+\.md)\)")
+_HEADS = {
+    "causal-lm": r"causal (?:language models|types)|`causal-lm`",
+    "image-text": r"image-text",
+    "seq2seq-lm": r"encoder-decoders",
+}
+_NUMBERS = {"no": 0, "a": 1, "an": 1, "one": 1, "two": 2, "three": 3, "several": 2}
+_RUN_ON = re.compile(rf"\b({'|'.join(_NUMBERS)}) (GPU|[AHB]\d00)s?\b.*\br[au]ns?\b", re.IGNORECASE)
+_NOT_RUN = re.compile(r"\b(?:not|never|nothing|none)\b.*\br[au]n on (?:a |one )?GPU", re.IGNORECASE)
+
+
+def read_results(folder: Path = ROOT / "tools/results") -> Results:
+    """Read the pages that commands have written."""
+    counts = {}
+    for path in folder.glob("models_*.md"):
+        line = path.read_text().splitlines()[2].partition("`")[0]
+        counts[path.name] = {name: int(count) for count, name in re.findall(r"(\d+) (\w+)", line)}
+    pages = [path.read_text() for path in folder.glob("gpu_*.md")]
+    gpus = [re.search(r"^One NVIDIA (\w+)", page, re.MULTILINE) for page in pages]
+    names = {re.sub(r"\.py$", "", word) for page in pages for word in re.findall(r"[\w.]+", page)}
+    return Results(counts, [gpu[1] for gpu in gpus if gpu], names)
+
+
+def _cells(row: str) -> list[str]:
+    return [cell.strip() for cell in row.split("|")]
+
+
+def _units(text: str) -> list[tuple[str, str]]:
+    """Return the sentences of a document, and the rows of its tables with the heads of these."""
+    sentences, rows, head = [], [], ""
+    for line in _FENCE.sub("\n", text).splitlines():
+        is_row = line.startswith("|")
+        head = "" if not is_row else head or line
+        rows += [(head, line)] if is_row else []
+        sentences.append("" if is_row or line.startswith("#") else line)
+    return [*(("", " ".join(part.split())) for part in _BREAK.split("\n".join(sentences))), *rows]
+
+
 def changed(text: str, instead: Mapping[str, str]) -> str:
     """Return a block's text with smaller sizes in it; what they are put for must be there."""
     for old, new in instead.items():

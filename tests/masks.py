@@ -16,7 +16,7 @@ from torch.nn.attention.flex_attention import and_masks, create_mask, noop_mask,
 from ds_ring import Causal, MaskMod, SlidingWindow
 from ds_ring.masks.pattern import Pattern
 from tests.cases import Shape, document_ids, tensors
-from tests.reference import Dense
+from tests.reference import Dense, attend_by_counts
 
 MaskFunction = Callable[[Any, Any, Any, Any], Any]
 
@@ -142,16 +142,4 @@ def patterns(name: str, composed: str, tokens: int) -> tuple[Pattern, Tensor]:
 
 def attention_by_mask(shape: Shape, mask: Tensor) -> Dense:
     """Dense float64 attention of `tensors(shape)` under bool [2, 8, T, T], heads and samples cut to size."""
-    q, k, v, grad = (x.double() for x in tensors(shape, torch.float64))
-    for x in (q, k, v):
-        x.requires_grad_()
-    groups = shape.query_heads // shape.kv_heads
-    k_all, v_all = (x.repeat_interleave(groups, dim=1) for x in (k, v))
-    visible = mask[: shape.batch, : shape.query_heads]
-    scores = (q @ k_all.mT / shape.head_dim**0.5).masked_fill(~visible, -torch.inf)
-    sees = visible.any(-1, keepdim=True)
-    lse = torch.logsumexp(scores, dim=-1)
-    out = torch.softmax(torch.where(sees, scores, 0.0), dim=-1) * sees @ v_all
-    out.backward(grad)
-    assert q.grad is not None and k.grad is not None and v.grad is not None
-    return Dense(out.detach(), lse.detach(), q.grad, k.grad, v.grad)
+    return attend_by_counts(*tensors(shape, torch.float64), mask[: shape.batch, : shape.query_heads])

@@ -1,6 +1,6 @@
 """Random patterns with tables of labels, each with its multiplicity m(q, k) by plain formulas of tokens.
 
-Owns a round of `tools/pattern_campaign.py`: a tree, or a composition with `&` and `|` of which one part has a
+Owns a round of `tools/campaign.py pattern`: a tree, or a composition with `&` and `|` of which one part has a
 table, on rings of 1 to 6 and all layouts, in float64, out, lse, dq, dk and dv each against dense attention.
 Rounds run in another process, so that one that a signal ends (SIGFPE) is counted. The formulas share no code
 with `ds_ring/masks`. Legend: H heads, G K/V heads, T tokens, D head dim.
@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from ds_ring import (
     Causal,
@@ -39,7 +38,7 @@ from ds_ring.schedule.layout import Layout
 from ds_ring.simulation.simulate import SimulationOptions
 from tests.cases import LAYOUTS, layout_for
 from tests.dilated_definition import RULES, Branches
-from tests.reference import Dense
+from tests.reference import Dense, attend_by_counts
 
 RINGS = (1, 2, 3, 4, 5, 6)
 HEADS, KV_HEADS, DIM = 4, 2, 4
@@ -54,12 +53,12 @@ class Part(NamedTuple):
     pattern: Pattern
     m: np.ndarray
 
-    def __and__(self, other: Part) -> Part:
-        return Part(self.pattern & other.pattern, self.m * other.m)
+    def __and__(self, rest: Part) -> Part:
+        return Part(self.pattern & rest.pattern, self.m * rest.m)
 
-    def __or__(self, other: Part) -> Part:
+    def __or__(self, rest: Part) -> Part:
         """Raise RingPatternError for patterns whose union cannot be expressed."""
-        return Part(self.pattern | other.pattern, np.maximum(self.m, other.m))
+        return Part(self.pattern | rest.pattern, np.maximum(self.m, rest.m))
 
 
 def for_all_heads(pattern: Pattern, seen: np.ndarray) -> Part:
@@ -135,9 +134,9 @@ def random_dilated(rng: Rng, tokens: int) -> Part:
     lengths = np.sort(rng.choice(np.arange(2, 2 * tokens + 4), 2, False)).tolist()
     rates, causal = np.sort(rng.choice(np.arange(1, 7), 2, False)).tolist(), bool(rng.integers(2))
     rule = str(rng.choice(RULES))
-    given = tuple(lengths), tuple(rates), causal, rule
-    of_heads = (Branches(*given).multiplicity(head, HEADS, KV_HEADS, tokens) for head in range(HEADS))
-    return Part(Dilated(*given), np.stack(list(of_heads)))
+    inputs = tuple(lengths), tuple(rates), causal, rule
+    of_heads = (Branches(*inputs).multiplicity(head, HEADS, KV_HEADS, tokens) for head in range(HEADS))
+    return Part(Dilated(*inputs), np.stack(list(of_heads)))
 
 
 def random_mask_mod(rng: Rng, tokens: int) -> Part:
@@ -173,32 +172,18 @@ PARTS: tuple[Callable[[Rng, int], Part], ...] = (
 def random_pattern(rng: Rng) -> Part:
     """A composition of one to four parts, of which the first or a later one has a table."""
     tokens = int(rng.integers(1, 33))
-    found = WITH_TABLES[rng.integers(len(WITH_TABLES))](rng, tokens)
+    result = WITH_TABLES[rng.integers(len(WITH_TABLES))](rng, tokens)
     for _ in range(int(rng.integers(0, 4))):
-        other = PARTS[rng.integers(len(PARTS))](rng, tokens)
-        pair = (found, other) if rng.random() < 0.5 else (other, found)
+        second = PARTS[rng.integers(len(PARTS))](rng, tokens)
+        pair = (result, second) if rng.random() < 0.5 else (second, result)
         try:
-            found = pair[0] | pair[1] if rng.random() < 0.4 else pair[0] & pair[1]
+            result = pair[0] | pair[1] if rng.random() < 0.4 else pair[0] & pair[1]
         except RingPatternError:  # a union that is refused by name
-            found = pair[0] & pair[1]
-    return found
+            result = pair[0] & pair[1]
+    return result
 
 
 KINDS: dict[str, Callable[[Rng], Part]] = {"tree": random_tree, "pattern": random_pattern}
-
-
-def dense(part: Part, q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor) -> Dense:
-    """Softmax attention of the whole sequence, log m added to the scores."""
-    q, k, v = (x.clone().requires_grad_() for x in (q, k, v))
-    k_all, v_all = (x.repeat_interleave(HEADS // KV_HEADS, dim=1) for x in (k, v))
-    log_m = torch.from_numpy(part.m.copy()).double().log()
-    scores = q @ k_all.mT / DIM**0.5 + log_m
-    sees = log_m.isfinite().any(-1, keepdim=True)
-    lse = scores.logsumexp(-1)
-    out = torch.where(sees, scores, 0.0).softmax(-1) * sees @ v_all
-    out.backward(grad_out)
-    assert q.grad is not None and k.grad is not None and v.grad is not None
-    return Dense(out.detach(), lse.detach(), q.grad, k.grad, v.grad)
 
 
 def cases_of(part: Part, seed: int, every: bool) -> Iterator[tuple[Layout, str]]:
@@ -218,13 +203,13 @@ def play(kind: str, seed: int, every: bool = False) -> tuple[int, list[str]]:
     tokens = part.m.shape[1]
     sizes = [(1, heads, tokens, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
     q, k, v, grad = (torch.from_numpy(rng.standard_normal(size)) for size in sizes)
-    want, wrong, count = dense(part, q, k, v, grad), [], 0
+    want, wrong, count = attend_by_counts(q, k, v, grad, torch.from_numpy(part.m.copy())), [], 0
     for layout, kernel in cases_of(part, seed, every):
         count += 1
         where = f"{kind} {seed}: {part.pattern!r} on {layout}, {kernel}"
         stage = (0, 1 << 30)[(seed + count) % 4 == 0]
         try:
-            found = simulate(
+            result = simulate(
                 q, k, v, pattern=part.pattern, layout=layout, grad_out=grad, kernel=kernel,
                 measure_memory=False, options=SimulationOptions(stage_bytes=stage, progress=False),
             )  # fmt: skip
@@ -232,7 +217,7 @@ def play(kind: str, seed: int, every: bool = False) -> tuple[int, list[str]]:
             wrong.append(f"{where}: {traceback.format_exc()}")
             continue
         for name in Dense._fields:
-            got, exact = getattr(found, name), getattr(want, name)
+            got, exact = getattr(result, name), getattr(want, name)
             nothing = exact.isneginf()  # the lse of a query that sees no key
             error = float((got - exact).masked_fill(nothing, 0).abs().max())
             if not torch.equal(got.isneginf(), nothing) or not error <= TOLERANCE:  # NaN is not, either
@@ -260,9 +245,9 @@ def play_apart(kind: str, seeds: Sequence[int], every: bool = False) -> Iterator
         theirs.close()
         try:
             while done < len(seeds) and ours.poll(TIMEOUT_S):
-                found = ours.recv()
+                result = ours.recv()
                 done += 1
-                yield found
+                yield result
         except EOFError:
             pass
         if done < len(seeds):

@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 
-from ds_ring_launcher.plan import node_orders
+from ds_ring_launcher.plan import hiding
 from ds_ring_launcher.plan.layer_passes import LayerPass, slowest_passes
 from ds_ring_launcher.plan.training_setting import TrainingSetting
 
@@ -23,4 +23,4 @@ def _slowest_passes(setting: TrainingSetting, bytes_per_s: float) -> tuple[Layer
 @pytest.fixture(autouse=True)
 def costs_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Import it into a module: its tests share the real costs, which are most of their time."""
-    monkeypatch.setattr(node_orders, "slowest_passes", _slowest_passes)
+    monkeypatch.setattr(hiding, "slowest_passes", _slowest_passes)

@@ -27,13 +27,23 @@ def dense_attention(
     q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, pattern: Pattern, grad_lse: Tensor | None = None
 ) -> Dense:
     """Softmax attention of [B, H, T, D] over [B, G, T, D], log m of the pattern added to the scores."""
-    q, k, v = (x.detach().double().requires_grad_() for x in (q, k, v))
-    repeat = q.shape[1] // k.shape[1]
-    k_all, v_all = (x.repeat_interleave(repeat, dim=1) for x in (k, v))
     heads, rows, columns = q.shape[1], np.arange(q.shape[2])[:, None], np.arange(k.shape[2])[None, :]
-    counts = [pattern.multiplicity(h, heads, heads // repeat, rows, columns) for h in range(heads)]
-    log_m = torch.from_numpy(np.stack(counts)).to(q.device).double().log()
-    scores = q @ k_all.mT / q.shape[-1] ** 0.5 + log_m
+    counts = [pattern.multiplicity(h, heads, k.shape[1], rows, columns) for h in range(heads)]
+    return attend_by_counts(q, k, v, grad_out, torch.from_numpy(np.stack(counts)), grad_lse)
+
+
+def attend_by_counts(
+    q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, m: Tensor, grad_lse: Tensor | None = None,
+    scale: float | None = None,
+) -> Dense:  # fmt: skip
+    """Softmax attention in which each pair counts `m` times, or, of booleans, where it is true.
+
+    `m` has the shape of the scores [B, H, T, S], or of their last dimensions.
+    """
+    q, k, v = (x.detach().double().requires_grad_() for x in (q, k, v))
+    k_all, v_all = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    log_m = m.to(q.device).double().log()
+    scores = q @ k_all.mT * (q.shape[-1] ** -0.5 if scale is None else scale) + log_m
     lse = torch.logsumexp(scores, dim=-1)
     sees = (log_m > -torch.inf).any(-1, keepdim=True)
     finite = torch.where(sees, scores, 0.0)

@@ -1,267 +1,150 @@
-"""Capabilities that a deletion removes: their places, and a copy of the package without one.
+"""What is left when a capability's folder is deleted, and nothing else.
 
-`removed` deletes a capability's files and its tests from a copy of the tree, and its rows: lines of
-`__init__.pyi` and of pyproject.toml, and entries of registry.py's tables that name one of its modules.
-Nothing else is changed. tests/integration/test_removals.py runs what is left. `python -m tests.removals`
-prints the table: files and lines of each capability, the files of its tests, lines of the core that name it.
+The capabilities are the folders of `ds_ring/plugins.json`. `removed` deletes one from a copy of the tree, with
+the folders of tests of the same name; no other file changes. Test files that import what is not there any more
+are of the capability, too. tests/integration/test_removals.py runs what is left. `python -m tests.removals`
+prints a table: files and lines of each capability, the files of its tests, lines of the core that name it.
+`python -m tests.removals --run [FOLDER ...]` runs the core's tests in a copy without each.
 """
 
 from __future__ import annotations
 
 import ast
+import json
+import os
 import re
 import shutil
 import subprocess
+import sys
+import tempfile
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+from ds_ring.plugin import INDEX, PUBLIC, Plugin, load
 from tests import test_architecture as architecture
 
 ROOT = Path(__file__).resolve().parents[1]
+INDEXED: dict[str, dict[str, object]] = json.loads(INDEX.read_text())
+CORE_FOLDERS = {
+    "ops",
+    "data",
+    "patterns/documents",
+}  # whose rows are the core's own, and what every batch needs
+CAPABILITIES = [folder for folder in INDEXED if folder not in CORE_FOLDERS]
 
 # For the processes of a copy, by PYTHONPATH: an editable install finds in the original what the copy lacks.
 _SITE = """import sys
 
 sys.meta_path = [one for one in sys.meta_path if "__editable__" not in getattr(one, "__module__", "")]
 """
-
-
-class Capability(NamedTuple):
-    """Describe what is deleted, and what the core may say of it.
-
-    Attributes:
-        places: modules and packages below ds_ring.
-        tests: files and folders below tests/ that go along, beside the folders of the same names.
-        with_it: capabilities that are made of this one, and go with it.
-        words: regular expression for its names in the code of the core.
-        named: lines of the core that name it all the same, its row in registry.py aside; at most 5.
-        why: the reason for these lines.
-        family: of an attention variant of transformers models, a model that needs it.
-        reason: a part of the reason for which that model is refused then; "" if it is exact without it.
-        other: a model of another variant, which still trains.
-    """
-
-    places: tuple[str, ...]
-    tests: tuple[str, ...] = ()
-    with_it: tuple[str, ...] = ()
-    words: str = ""
-    named: int = 0
-    why: str = ""
-    family: str = ""
-    reason: str = ""
-    other: str = ""
-
-
-CAPABILITIES = {
-    "kernel flash": Capability(("kernels.flash",), words=r"\bflash", named=2,
-        why="help texts of the JSON's kernel and kernel_options"),
-    "kernel flex": Capability(
-        ("kernels.flex",),
-        ("gpu/test_flex.py",),
-        words=r"\bflex\b|\bFlexKernel|kernels\.flex",
-        named=2,
-        why="help texts of the JSON's kernel and block_size",
+# Lines of the core that name a capability all the same, at most, and why.
+NAMED = {
+    "patterns/dilated": (1, "the prefix pattern refuses the key segment_lengths"),
+    "patterns/captured": (3, "an interface: a function's captured values are compared between ranks"),
+    "layouts/balanced": (3, "the name of layouts of pieces, which the core has; two refusals advise it"),
+    "memory/saved_results": (
+        3,
+        "an interface: what a checkpointed region keeps; a buffer has this name, too",
     ),
-    "CUDA": Capability(("cuda",),
-        ("dist/test_checkpoint.py", "dist/test_first_pass.py", "dist/test_mesh_groups.py",
-            "unit/ring/test_merge.py", "integration/test_cuda_code.py", "gpu"),
-        words=r"ds_ring\.cuda|(?i:\btriton)|\bCudaStreams|\babort_groups"),
-    "kernel cpu": Capability(("kernels.cpu",), words=r"\bCpuKernel|kernels\.cpu|\bcpu_bytes"),
-    "transport pull": Capability(("transports.pull",), words=r"\btransports\.pull|\bPullExchange"),
-    "transport reproducible": Capability(("transports.reproducible",), ("unit/decode/test_cache_layout.py",),
-        with_it=("batch invariance",), words=r"\breproducible"),
-    "batch invariance": Capability(("contrib.batch_invariant",),
-        words=r"\bbatch_invariant|\bgenerated_logprobs"),
-    "invariant steps": Capability(("contrib.batch_invariant.steps",), words=r"\bbatch_invariant\.steps"),
-    "invariant choices": Capability(("contrib.batch_invariant.chosen",),
-        words=r"\bbatch_invariant\.chosen"),
-    "transport tiles": Capability(("transports.tiles",), words=r"\btransports\.tiles|\bTilePass|\bTileGrid"),
-    "transport all_gather": Capability(("transports.all_gather.gather_pass",),
-        words=r"\bGatherPass|transports\.all_gather"),
-    "cross attention": Capability(("layers.cross",), ("dist/layers/test_cross_attention.py",), ("diffusers",),
-        words=r"\bcross_attention|\bCrossAttention|layers\.cross"),
-    "selected keys": Capability(
-        ("layers.selection", "layers.selection.rows"),
-        ("dist/layers/test_selection.py", "dist/test_chosen_key_generation.py"),
-        with_it=("invariant choices", "MoBA and NSA", "variant compressed", "variant indexed",
-            "variant key_terms"),
-        words=r"\bring_select|\bselected_attention|layers\.selection",
-    ),
-    "MoBA and NSA": Capability(("layers.sparse",), ("dist/layers/test_sparse.py",),
-        with_it=("variant indexed_blocks",), words=r"(?i)\bmoba|\bnsa|layers\.sparse"),
-    "distance bias": Capability(("layers.distance_bias",), ("dist/layers/test_distance_bias.py",),
-        with_it=("variant distance_bias", "variant prompt", "variant relative_keys"),
-        words=r"\bDistanceBias|\bProfile|layers\.distance_bias"),
-    "latents": Capability(("layers.latents",), ("dist/layers/test_latents.py",), with_it=("variant latents",),
-        words=r"(?i)\blatent_|\blatents?\.|LatentKernel|up_projection|layers\.latents"),
-    "scans and halos": Capability(
-        ("layers.scan", "layers.scan.simulation"),
-        ("dist/layers/test_scan.py", "dist/test_plan_bytes.py"),
-        with_it=("MoBA and NSA", "variant compressed", "variant recurrent",
-            "serial states", "n-gram tables", "whole heads"),
-        words=r"\bring_scan|\bhalos?\b|\bshift_sequence|layers\.scan",
-    ),
-    "serial states": Capability(("layers.serial",), with_it=("invariant steps",),
-        words=r"\bserial_scan|layers\.serial"),
-    "n-gram tables": Capability(("layers.ngrams", "layers.ngrams.sharded_tables"),
-        words=r"(?i)\bngram|\bsharded_rows|layers\.ngrams"),
-    "whole heads": Capability(("contrib.whole_heads", "contrib.whole_heads"),
-        words=r"\bwhole_heads|\bstates_by_heads"),
-    "decode and generation": Capability(
-        (
-            "decode", "decode.generation", "decode.ring_cache",
-            "decode.encoder_decoder", "decode.selection",
-            "decode.cross",
-        ),
-        (
-            "dist/test_generation.py", "dist/contrib/encoder_decoder/test_generation.py",
-            "dist/test_chosen_key_generation.py",
-        ),
-        with_it=("batch invariance",),
-        words=r"\bdecode_attention|\breplicated|\bdecode\.",
-        named=1,
-        why="a refusal of queries that are no shard says what takes them",
-    ),
-    "simulation": Capability(("simulation",),
-        ("unit/patterns/test_pattern_rounds.py", "unit/test_simulate.py"), words=r"\bsimulat"),
-    "saved results": Capability(("memory.saved_results.keep_results",), ("dist/test_checkpointing.py",),
-        words=r"saved_results|\bKeepResults"),
-    "offload to the host": Capability(("memory.host", "memory.host.offloaded_checkpoints"),
-        words=r"\bhost_memory|\bHostMemory|\bOnHost|\bHeadStream|memory\.host"),
-    "tiles over tokens": Capability(
-        ("memory.tiles", "models.tiles"),
-        ("dist/test_long_sequence.py",),
-        words=r"\btiled_(call|loss|mlp|layers|head)\b|\bDeferredLogits|memory\.tiles",
-        named=3,
-        why="keys of the JSON's long_sequence, and whether one of them is on",
-    ),
-    "measure": Capability(
-        ("measure", "measure"),
-        ("dist/test_rank_speeds.py", "dist/test_run_report.py", "unit/launcher/profile"),
-        with_it=("simulation",),
-        words=r"\bmeasure\.|\btracing\b|\bTrace\b",
-    ),
-    "torch.compile": Capability(("contrib.compile",), ("dist/test_backend.py",),
-        words=r"integrations\.compile|\bbackend_of\b"),
-    "checkpoints": Capability(
-        ("checkpoint",),
-        (
-            "dist/test_checkpoint.py", "dist/test_resize.py", "dist/test_resume_otherwise.py",
-            "dist/test_background_save.py", "dist/test_checkpoint_folder.py", "unit/test_relaunch.py",
-        ),
-        words=r"integrations\.checkpoint",
-    ),
-    "trainers": Capability(("engines.trainers",), ("dist/test_trainers.py", "dist/test_trainer_logs.py"),
-        with_it=("training commands",), words=r"(?i)\baccelerate\b|\btrl\b"),
-    "dilated attention": Capability(
-        ("patterns.dilated",),
-        with_it=("MultiheadRingAttention",),
-        words=r"\bDilated\b|\bResidue|patterns\.dilated|segment_lengths|\bLongNet",
-        named=1,
-        why="the prefix pattern refuses the key segment_lengths",
-    ),
-    "layout balanced": Capability(
-        ("layouts.balanced.pieces",),
-        words=r"\bbalanced\b|\beven_pieces",
-        named=3,
-        why="the name of layouts of pieces, which the core has; two refusals advise it",
-    ),
-    "block diffusion": Capability(("contrib.diffusion",), words=r"\bdiffusion_|contrib\.diffusion"),
-    "drafters": Capability(("contrib.drafter",), words=r"\bdraft_|\bdrafter_|contrib\.drafter"),
-    "private keys": Capability(("patterns.private", "patterns.private.attention"),
-        with_it=("block diffusion", "drafters"),
-        words=r"\bBlockDiffusion|\bDrafter|\bPrivate|patterns\.private|private_keys"),
-    "slices": Capability(("patterns.slices",), words=r"\bSlices\b|\bSliceKeys|patterns\.slices"),
-    "functions of pairs": Capability(
-        ("patterns.captured",),
-        ("dist/test_mask_mod.py", "dist/test_beyond_softmax.py"),
-        words=r"\bMaskMod\b|\bTraced\b|\bHeadMask\b|patterns\.captured",
-        named=1,
-        why="a refusal of | advises it",
-    ),
-    "diffusers": Capability(("contrib.diffusers",), words=r"\bdiffusers"),
-    "Megatron": Capability(("contrib.megatron",), words=r"(?i)\bmegatron"),
-    "encoder-decoders": Capability(("contrib.encoder_decoder",),
-        ("dist/contrib/batch_invariant/test_pairs.py",), words=r"(?i)\bdecoder|encoder_decoder",
-        family="t5", reason="it is an encoder-decoder", other="bloom"),
-    "images": Capability(("contrib.images",), with_it=("sound",), words=r"\bimage|\bvideo"),
-    "sound": Capability(("contrib.sound",), words=r"\bsound"),
-    "trees and policies": Capability(("contrib.policies",),
-        words=r"\bTreeBatch|\btree_batch|contrib\.policies"),
-    "training commands": Capability(("contrib.training_commands",), words=r"(?i)\bswift|llama_?factory"),
-    "ring-flash-attn's functions": Capability(("contrib.ring_flash_attn",), with_it=("diffusers", "Megatron"),
-        words=r"\bring_flash_attn"),
-    "MultiheadRingAttention": Capability(("contrib.multihead",), words=r"\bmultihead|MultiheadRing"),
-    "codec float8": Capability(("codecs.float8", "codecs.float8_cuda"), ("gpu/test_float8.py",),
-        words=r"(?i)\bfloat8|\bcodecs\.float8"),
-}  # fmt: skip
-_BYPASSES = "its attention bypasses transformers' attention interface"
-_VARIANTS = {
-    "eager_attention": ("bloom", _BYPASSES, "t5"),
-    "recurrent": ("qwen3_next", _BYPASSES, "deepseek_v4"),
-    "compressed": ("deepseek_v4", "its layers compressed_sparse_attention", "deepseek_v32"),
-    "indexed": ("deepseek_v32", "its layers indexed_attention mix tokens otherwise", "deepseek_v4"),
-    "indexed_blocks": ("minimax_m3_vl_text", "its layers minimax_m3_sparse", "deepseek_v32"),
-    "latents": ("deepseek_v3", "", "mamba2"),
-    "relative_bias": ("t5", _BYPASSES, "bart"),
-    "distance_bias": ("inkling_text", "expected no position_bias", "t5"),
-    "relative_keys": ("xlnet", _BYPASSES, "t5"),
-    "prompt": ("cpmant", _BYPASSES, "t5"),
-    "key_terms": ("doge", "expected a model that hands its mask to attention as it is", "llama4_text"),
-    "query_scale": ("llama4_text", "config.attn_temperature_tuning scales queries", "doge"),
+    "measure": (2, "the failure detector's own monitor"),
 }
-VARIANTS_FOLDER = "contrib.families"
-for _name, (_family, _reason, _other) in _VARIANTS.items():
-    CAPABILITIES[f"variant {_name}"] = Capability(
-        (f"{VARIANTS_FOLDER}.{_name}",), (f"dist/variants/test_{_name}.py",),
-        ("whole heads", "invariant steps") if _name == "recurrent" else (),
-        words=rf"\bvariants\.{_name}\b", family=_family, reason=_reason, other=_other,
-    )  # fmt: skip
+CORE_TESTS = (
+    "tests/unit/masks", "tests/unit/schedule", "tests/unit/config", "tests/dist/test_ring_attention.py",
+)  # fmt: skip
 
 
-def whole(name: str) -> tuple[str, ...]:
-    """Return a capability and those that go with it."""
-    found = [name]
-    for one in found:
-        found.extend(other for other in CAPABILITIES[one].with_it if other not in found)
-    return tuple(found)
+def module_name(folder: str) -> str:
+    return folder.replace("/", ".")
 
 
-def places_of(name: str) -> tuple[str, ...]:
-    return tuple(place for one in whole(name) for place in CAPABILITIES[one].places)
+def left_out_with(folder: str) -> list[str]:
+    """Return a capability and those that require it, or lie inside its folder."""
+    names = [folder]
+    for name in names:
+        for other, fields in INDEXED.items():
+            inside = name in fields.get("requires", ()) or other.startswith(f"{name}/")  # type: ignore[operator]
+            if inside and other not in names:
+                names.append(other)
+    return names
 
 
-def files_of(name: str) -> list[Path]:
-    """Return the modules of a capability, without those that go with it."""
-    places = CAPABILITIES[name].places
+def files_of(folder: str) -> list[Path]:
+    return sorted((ROOT / "ds_ring" / folder).rglob("*.py"))
+
+
+def tests_named_like(folder: str, root: Path = ROOT) -> list[Path]:
+    """Return the folders and files of tests that have a capability's name."""
+    parent, _, last = folder.rpartition("/")
+    places = [root / "tests" / kind for kind in ("unit", "dist", "gpu")]
     return [
         path
-        for module, path in architecture.MODULES.items()
-        if any(architecture.is_in(module, place) for place in places)
+        for place in places
+        for path in (place / folder, place / parent / f"test_{last}.py")
+        if path.exists()
     ]
 
 
-def own_tests_of(name: str) -> list[Path]:
-    """Return the files and folders of tests that go with a capability, without those that go with it."""
-    found = [ROOT / "tests" / one for one in CAPABILITIES[name].tests]
-    for place in CAPABILITIES[name].places:
-        path = place.replace(".", "/")
-        parent, _, last = path.rpartition("/")
-        for kind in ("unit", "dist"):
-            found += [ROOT / "tests" / kind / path, ROOT / "tests" / kind / parent / f"test_{last}.py"]
-    return [path for path in found if path.exists()]
+@cache
+def imports_of_test(path: Path) -> frozenset[str]:
+    """Return the dotted names that a test imports, public names of ds_ring as `ds_ring.NAME`."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.value, ast.Name)
+            and node.value.id == "ds_ring"
+        ):
+            names.add(f"ds_ring.{node.attr}")
+    return frozenset(names)
 
 
-def still_needing(name: str) -> list[str]:
-    """Return the imports of a capability by modules that stay when it goes."""
-    places, found = places_of(name), []
+@cache
+def users_of_modules() -> dict[str, set[Path]]:
+    """Return the files of tests by the modules and public names that they import, themselves or by a helper."""
+    files = {path: imports_of_test(path) for path in (ROOT / "tests").rglob("*.py")}
+    helpers = {path.relative_to(ROOT).with_suffix("").as_posix().replace("/", "."): path for path in files}
+    near = {
+        path: {helpers[x] for name in names for x in (name, name.rpartition(".")[0]) if x in helpers}
+        for path, names in files.items()
+    }
+    users: dict[str, set[Path]] = {}
+    for path in files:
+        reached, waiting = {path}, [path]
+        while waiting:
+            waiting += (more := near[waiting.pop()] - reached)
+            reached |= more
+        for name in {name for one in reached for name in files[one] if name.startswith("ds_ring.")}:
+            users.setdefault(name, set()).add(path)
+    return users
+
+
+@cache
+def tests_that_need(folder: str) -> list[Path]:
+    """Return the files of tests that import something of a capability, themselves or by a helper."""
+    prefixes = tuple(f"ds_ring.{module_name(name)}." for name in left_out_with(folder))
+    gone = {f"ds_ring.{name}" for name, home in PUBLIC.items() if home.startswith(prefixes)}
+    users = users_of_modules()
+    return sorted(
+        {path for name in users if name in gone or name.startswith(prefixes) for path in users[name]}
+    )
+
+
+def still_needing(folder: str) -> list[str]:
+    """Return the imports of a capability by modules that stay when its folder goes."""
+    places, imports = [module_name(name) for name in left_out_with(folder)], []
     for module in architecture.MODULES:
         if module and not any(architecture.is_in(module, place) for place in places):
-            imported = architecture.own_imports_of(module)
-            needs = sorted(one for one in imported if any(architecture.is_in(one, p) for p in places))
-            found += [f"{module} imports {one}" for one in needs]
-    return found
+            imports += [
+                f"{module} imports {one}"
+                for one in sorted(architecture.own_imports_of(module))
+                if architecture.is_in(one, places[0])
+            ]
+    return imports
 
 
 class CodeLine(NamedTuple):
@@ -275,9 +158,9 @@ class CodeLine(NamedTuple):
 def code_of_the_core() -> tuple[CodeLine, ...]:
     """Return the lines of code of the core, comments and docstrings left out."""
     parts = [part for floor in architecture.CORE for part in floor]
-    found = []
+    lines = []
     for module, path in architecture.MODULES.items():
-        if module == "registry" or not any(architecture.is_in(module, part) for part in parts):
+        if not any(architecture.is_in(module, part) for part in parts):
             continue
         prose = {
             number
@@ -287,14 +170,32 @@ def code_of_the_core() -> tuple[CodeLine, ...]:
         }
         for number, line in enumerate(path.read_text().splitlines(), 1):
             if number not in prose:
-                found.append(CodeLine(f"{module}, line {number}", line.split("#", 1)[0]))
-    return tuple(found)
+                lines.append(CodeLine(f"{module}, line {number}", line.split("#", 1)[0]))
+    return tuple(lines)
 
 
-def core_lines(name: str) -> list[str]:
+def expressions_of(folder: str) -> list[str]:
+    """Return what names a capability: its module and objects as words, names of rows and keys as strings."""
+    words, strings = {f"ds_ring.{module_name(folder)}"}, set()
+    for kind, rows in INDEXED[folder].items():
+        if kind not in Plugin._fields or not isinstance(rows, dict) or kind == "needs":
+            continue
+        for name, row in rows.items():
+            if kind not in ("part_keys", "json_keys", "devices", "rates"):
+                strings.add(name)
+            objects = row.values() if isinstance(row, dict) else [row]
+            words |= {str(x).rpartition(".")[2] for x in objects if str(x).startswith("ds_ring.")}
+            if kind in ("json_keys", "part_keys", "pattern_keys"):
+                strings |= set(load(row).__annotations__) - {"description"}
+    strings -= {"cpu", "cuda", "score_mod", "offload_attention"}  # kinds of devices; options of a pass
+    words -= {"make_pass", "refused", "launch", "warm_up", "patience_s"}  # of several folders
+    return [rf"(?<![\w.]){re.escape(word)}\b" for word in words] + [rf'"{re.escape(x)}"' for x in strings]
+
+
+def core_lines(folder: str) -> list[str]:
     """Return the lines of code of the core that name a capability."""
-    word = re.compile(CAPABILITIES[name].words)
-    return [f"{place}: {code.strip()}" for place, code in code_of_the_core() if word.search(code)]
+    names = re.compile("|".join(expressions_of(folder)))
+    return [f"{place}: {code.strip()}" for place, code in code_of_the_core() if names.search(code)]
 
 
 def copy_tree(folder: Path) -> None:
@@ -310,63 +211,69 @@ def copy_tree(folder: Path) -> None:
 
 
 def removed(name: str, folder: Path) -> Path:
-    """Make a copy of the tree without a capability, and return it."""
+    """Make a copy of the tree without a capability's folder and tests, and return it."""
     copy_tree(folder)
-    places = places_of(name)
-    for place in places:
-        path = folder / "ds_ring" / place.replace(".", "/")
-        _delete(path if path.is_dir() else path.with_suffix(".py"))
-    for test in {test.relative_to(ROOT) for part in whole(name) for test in own_tests_of(part)}:
-        _delete(folder / test)
-    _remove_rows(folder, places)
+    shutil.rmtree(folder / "ds_ring" / name)
+    gone = [path.relative_to(ROOT) for path in tests_that_need(name) if path.name.startswith("test_")]
+    gone = [path for path in gone if not path.as_posix().startswith(CORE_TESTS)]
+    gone += [path.relative_to(ROOT) for one in left_out_with(name) for path in tests_named_like(one)]
+    for path in gone:
+        target = folder / path
+        shutil.rmtree(target) if target.is_dir() else target.unlink(missing_ok=True)
     (folder / "sitecustomize.py").write_text(_SITE)
     (folder / "ds_ring_launcher").symlink_to("launcher")  # its installed name
     return folder
 
 
-def _delete(path: Path) -> None:
-    shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+def environment_of(copy: Path) -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
 
 
-def _remove_rows(folder: Path, places: tuple[str, ...]) -> None:
-    """Remove the rows that name a module of these places."""
-    named = re.compile("|".join(rf"\bds_ring\.{re.escape(place)}\b" for place in places))
-    for file in ("pyproject.toml", "ds_ring/__init__.pyi"):
-        lines = (folder / file).read_text().splitlines()
-        (folder / file).write_text("\n".join(line for line in lines if not named.search(line)) + "\n")
-    table = folder / "ds_ring/models/variants/__init__.py"
-    inside = [place.rpartition(".")[2] for place in places if ".variants." in place]
-    lines = table.read_text().splitlines()
-    rows = [line for line in lines if line.startswith(tuple(f'    "{name}.' for name in inside))]
-    assert len(rows) == len(inside), f"expected a row for each of {inside}, got {rows}"
-    rows += [line for line in lines if named.search(line)]
-    table.write_text("\n".join(line for line in lines if line not in rows) + "\n")
-    registry = folder / "ds_ring/registry.py"
-    text = registry.read_text()
-    lines = text.splitlines()
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Dict):
-            for key, value in zip(node.keys, node.values, strict=True):
-                if key is not None and named.search(ast.unparse(value)):
-                    for number in range(key.lineno - 1, value.end_lineno or value.lineno):
-                        lines[number] = ""
-    registry.write_text("\n".join(lines) + "\n")
+def run_tests(copy: Path, *tests: str) -> str:
+    """Run tests in a copy; return what they printed, "" if all passed."""
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+        "--day",
+        *tests,
+    ]
+    done = subprocess.run(
+        command, cwd=copy, env=environment_of(copy), capture_output=True, text=True, timeout=900
+    )
+    return "" if done.returncode == 0 and " passed" in done.stdout else done.stdout[-5000:] + done.stderr
 
 
 def table() -> str:
     """Return a row for each capability: files, their lines, files of tests, and lines of the core."""
-    rows = ["| capability | files | lines | files of tests | goes with it | named by the core |"]
+    rows = ["| capability | files | lines | files of tests | left out with it | named by the core |"]
     rows += ["|---|---|---|---|---|---|"]
-    for name, one in CAPABILITIES.items():
+    for name in CAPABILITIES:
         lines = sum(len(path.read_text().splitlines()) for path in files_of(name))
-        tests = set()
-        for path in own_tests_of(name):
-            tests |= {path} if path.is_file() else set(path.rglob("test_*.py"))
-        others = ", ".join(other for other in whole(name) if other != name)
-        named = str(len(core_lines(name))) + (f" ({one.why})" if one.why else "")
-        rows.append(f"| {name} | {len(files_of(name))} | {lines:,} | {len(tests)} | {others} | {named} |")
+        others = ", ".join(left_out_with(name)[1:])
+        why = NAMED.get(name, (0, ""))[1]
+        named = str(len(core_lines(name))) + (f" ({why})" if why else "")
+        tests = len(tests_that_need(name))
+        rows.append(f"| {name} | {len(files_of(name))} | {lines:,} | {tests} | {others} | {named} |")
     return "\n".join(rows)
 
 
+def main() -> None:
+    """Print the table, or run the core's tests without each capability."""
+    if "--run" not in sys.argv:
+        print(table())
+        return
+    chosen = [word for word in sys.argv[1:] if word != "--run"] or CAPABILITIES
+    for name in chosen:
+        with tempfile.TemporaryDirectory() as folder:
+            text = run_tests(removed(name, Path(folder) / "copy"), *CORE_TESTS)
+        print(f"{name}: {text or 'the tests of the core pass'}", flush=True)
+
+
 if __name__ == "__main__":
-    print(table())
+    main()

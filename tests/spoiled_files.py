@@ -29,11 +29,10 @@ from ds_ring.checkpoint import manifest, pickles, resize
 from ds_ring.checkpoint.manifest import MANIFEST, OWNER
 from ds_ring.errors import RingError
 from ds_ring_launcher.cluster.cluster import Host
-from ds_ring_launcher.run.relaunch import outcome_of
+from ds_ring_launcher.run.relaunch import read_outcome
 from ds_ring_launcher.run.run_folder import RankFault, RunFolder, write_exit, write_fault, write_json
-from ds_ring_launcher.status.page import page_of
 from ds_ring_launcher.status.run_status import read_run
-from ds_ring_launcher.status.table import tables_of
+from ds_ring_launcher.status.table import make_tables
 from tests.dist.test_loader import Numbered
 from tests.hostile_pickles import HOSTILE, RAW, TWO_FLOATS, mutated, write
 from tests.sessions import session_of
@@ -298,12 +297,11 @@ def run_round(draw: random.Random, root: Path) -> None:
         elif not path.is_dir() and not (path.exists() and not path.is_file()):
             spoil_file(path, draw)
     with every() as act:
-        act(lambda: page_of(read_run(run.path)))
-        act(lambda: tables_of(read_run(run.path), 8))
+        act(lambda: make_tables(read_run(run.path), 8))
         act(lambda: json.dumps(read_run(run.path).document(), allow_nan=False))
         hosts = (Host(name="node-0", slots=2),)
         for attempt in (1, 2):
-            act(lambda: outcome_of(attempt, run.attempt(attempt), hosts, 1, None, False))  # noqa: B023
+            act(lambda: read_outcome(attempt, run.attempt(attempt), hosts, 1, None, False))  # noqa: B023
 
 
 def loader_round(draw: random.Random, root: Path) -> None:

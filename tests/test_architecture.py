@@ -24,7 +24,7 @@ from torch.utils._device import _device_constructors
 import ds_ring
 from ds_ring.config.section import RingConfig
 from ds_ring.masks.pattern import Pattern
-from ds_ring.registry import PUBLIC
+from ds_ring.plugin import PUBLIC
 from ds_ring_launcher.cluster.cluster_file import read_cluster
 from ds_ring_launcher.plan.hardware import read_hardware
 
@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # From the bottom up. A module imports from its own layer or a lower one; a package stands for all in it.
 CORE = [
-    ["errors", "limits", "registry"],
+    ["errors", "limits", "plugin"],
     ["masks"],
     ["config"],
     ["schedule"],
@@ -134,9 +134,9 @@ NEVER_IN_ARITHMETIC = {"torch", "deepspeed", "transformers"}
 ARITHMETIC = ("masks", "schedule", "patterns", "layouts")  # index arithmetic in numpy
 MAY_USE_TORCH = ("patterns.captured", "patterns.private.attention")  # mask functions; a layer
 NEVER_IN_DS_RING = {
-    "launcher", "ds_ring_launcher", "tools", "schedule_proof", "tests", "matplotlib", "rich", "yaml",
+    "launcher", "ds_ring_launcher", "tools", "tests", "matplotlib", "rich", "yaml",
 }  # fmt: skip
-APPLICATIONS = {"estimator", "profiling", "tuning"}  # they are launcher/plan, profile and tune
+APPLICATIONS = {"estimator", "profiling", "tuning"}  # they are launcher/plan and tune
 
 # A secret reaches a rank in no other way that other users of the host cannot see; one variable, one function.
 # How many ranks share a node: engines say it in the environment alone.
@@ -154,7 +154,7 @@ OF_TORCH_DISTRIBUTED = {
 }  # fmt: skip
 # Methods of a group's backend send as well.
 ASKS_FOR_A_BACKEND = {"comm.waiting"}  # which aborts
-SENDS = {"comm.exchange", "cuda.warm_up"}  # the second one connects the ranks of new groups
+SENDS = {"comm.exchange", "cuda.warm_up", "ring.naive"}  # connects the ranks of new groups; for readers
 
 
 def name_of(path: Path) -> str:

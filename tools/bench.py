@@ -15,7 +15,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # some benchmarks 
 
 import torch
 from benchmarks.measuring import ResultRow, markdown
-from common import parser_of
+from common import make_parser
 
 
 class Benchmark(NamedTuple):
@@ -33,73 +33,64 @@ class Benchmark(NamedTuple):
     about: str
     module: str
     function: str = "run"
-    warm_up: int = 1  # rounds that are dropped
+    warm_up: int | None = 1  # rounds that are dropped; None: no option
 
 
 BENCHMARKS = {
     "attention": Benchmark("causal attention against SDPA and other packages", "attention"),
-    "dilated-peer": Benchmark("LongNet's pattern against dilated-attention-pytorch", "dilated_peer"),
     "dynamic": Benchmark("training steps with dynamic rings against a fixed ring", "dynamic"),
-    "dynamic-sizes": Benchmark(
-        "modelled: rings of all sizes, of divisors, and one", "dynamic_sizes", warm_up=0
-    ),
-    "growth": Benchmark("processor time and bytes by number of tokens and ranks", "growth"),
-    "guard": Benchmark("passes with the failure detector against bare waits", "guard"),
     "host": Benchmark("processor time of the host for one hop", "host", warm_up=5),
     "latents": Benchmark("multi-head latent attention in three ways", "latents"),
     "layers": Benchmark("layers with windows against the same layers without", "layers"),
     "long-memory": Benchmark('peak memory under "long_sequence"', "long", "memory", 0),
     "long-time": Benchmark('seconds of a step under "long_sequence"', "long", "time"),
-    "monitor": Benchmark("joining and verdicts of many ranks", "monitor", warm_up=0),
     "overlap": Benchmark("exposed communication over a slow link", "overlap"),
     "patterns": Benchmark("sparse patterns against the dense pass", "patterns"),
     "planning": Benchmark("processor time to plan packed documents", "planning", warm_up=0),
-    "save": Benchmark("the cost of a checkpoint for training", "save"),
-    "scan-bytes": Benchmark("bytes of a layer with a recurrent state", "scan_virtual", "count_bytes", 0),
     "scan-memory": Benchmark("peak memory of a layer with a recurrent state", "scan", "memory", 0),
-    "scan-stream": Benchmark("such a layer on more tokens than memory holds", "scan_virtual", "stream", 0),
     "scan-time": Benchmark("a layer with a recurrent state against one process", "scan", "time"),
     "speeds": Benchmark("a rank that shares its core, with its speed known and not", "speeds", warm_up=2),
     "trees": Benchmark("rollouts as a tree against rows of their own", "trees"),
 }
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run one benchmark; return 1 if a row is wrong."""
+def main(
+    arguments: list[str] | None = None, table: Mapping[str, Benchmark] = BENCHMARKS,
+    package: str = "benchmarks", about: str | None = __doc__,
+) -> int:  # fmt: skip
+    """Run one row of a table of a package's modules; return 1 if a row of its results is wrong."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    names = "\n".join(f"  {name:14}{one.about}" for name, one in BENCHMARKS.items())
+    names = "\n".join(f"  {name:14}{row.about}" for name, row in table.items())
     outer = argparse.ArgumentParser(
-        description=__doc__,
-        epilog=f"benchmarks:\n{names}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=about, epilog=f"names:\n{names}", formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    outer.add_argument("name", choices=BENCHMARKS, metavar="NAME", help="one of the benchmarks below")
+    outer.add_argument("name", choices=table, metavar="NAME", help="one of the names below")
     name = outer.parse_known_args(arguments[:1])[0].name
-    benchmark = BENCHMARKS[name]
-    module = import_module(f"benchmarks.{benchmark.module}")
-    parser = parser_of(
-        module.__doc__, **module.OPTIONS, warm_up=(benchmark.warm_up, "rounds that are dropped"),
+    benchmark = table[name]
+    module = import_module(f"{package}.{benchmark.module}")
+    dropped = {} if benchmark.warm_up is None else {"warm_up": (benchmark.warm_up, "rounds that are dropped")}
+    parser = make_parser(
+        module.__doc__, **module.OPTIONS, **dropped,
         markdown=(False, "print a table at the end"), output=("", "append complete rows to this file"),
     )  # fmt: skip
     parser.prog = f"{outer.prog} {name}"
     options = parser.parse_args(arguments[1:])
-    if getattr(options, "device", "cpu") == "cuda" and not torch.cuda.is_available():
-        parser.error("no CUDA device here; --device cpu runs the same code on CPU tensors, slowly")
+    if getattr(options, "rounds", 1) < 1:
+        parser.error(f"--rounds: expected at least one round, got {options.rounds}")
     try:
         return report(name, getattr(module, benchmark.function)(options), options)
     except ModuleNotFoundError as missing:  # of a peer: its help names the package to install
         parser.error(f"{missing}; see the help of {name}")
 
 
-def report(name: str, found: Iterable[ResultRow], options: argparse.Namespace) -> int:
+def report(name: str, results: Iterable[ResultRow], options: argparse.Namespace) -> int:
     """Print rows as they come, and store them; return 1 if one is wrong."""
     torch.set_num_threads(1)
-    if getattr(options, "device", "cpu") == "cpu":
-        os.environ["DS_ACCELERATOR"] = "cpu"
+    os.environ["DS_ACCELERATOR"] = "cpu"
     where, rows = ResultRow({}, {}).complete(name, options), []
     about = {key: where[key] for key in ("hardware", "versions", "commit", "date", "warm_up", "iterations")}
     print(f"# {json.dumps({'benchmark': name} | about)}", flush=True)
-    for row in found:
+    for row in results:
         rows.append(row)
         print(json.dumps({**row.case, **row.results}), flush=True)
         if row.wrong:

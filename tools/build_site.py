@@ -111,15 +111,18 @@ def build_texts(root: Path, output: Path) -> None:
     )
     template = pdoc.render.env.from_string(_PAGE)
     for text, title in TEXTS.items():
-        place, folder = output / _page_of(text), root / Path(text).parent
+        place, folder = output / _get_page(text), root / Path(text).parent
         content = str(Markdown(extras=extras).convert((root / text).read_text()))
         for link in set(re.findall(r'href="([^":#]+\.md)["#]', content)):
             linked = os.path.normpath(Path(text).parent / link)
             if linked not in TEXTS and (root / linked).is_file():
                 continue  # a table of results, which is copied
-            page = _page_of(linked)
+            page = _get_page(linked)
             content = content.replace(f'href="{link}', f'href="{os.path.relpath(page, Path(text).parent)}')
-        pages = [*((_page_of(one), name) for one, name in TEXTS.items()), ("api/index.html", "API")]
+        pages = [
+            *((_get_page(document), name) for document, name in TEXTS.items()),
+            ("api/index.html", "API"),
+        ]
         links = [(os.path.relpath(output / page, place.parent), name) for page, name in pages]
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_text(template.render(title=title, pages=links, content=content))
@@ -131,7 +134,7 @@ def build_texts(root: Path, output: Path) -> None:
                 shutil.copyfile(source, copy)
 
 
-def _page_of(text: str) -> str:
+def _get_page(text: str) -> str:
     return "index.html" if text == "README.md" else text.removesuffix(".md") + ".html"
 
 
@@ -153,14 +156,14 @@ def _links(page: Path) -> tuple[set[str], set[str]]:
 
 def broken_links(output: Path) -> list[str]:
     """Return each link of the site that leads to no file, or to no anchor of its page."""
-    found = {page.resolve(): _links(page) for page in sorted(output.rglob("*.html"))}
+    links_by_page = {page.resolve(): _links(page) for page in sorted(output.rglob("*.html"))}
     broken = []
-    for page, (links, _) in found.items():
+    for page, (links, _) in links_by_page.items():
         for link in sorted(links):
             path, _, anchor = link.partition("#")
             target = (page.parent / path).resolve() if path else page
-            known = found[target][1] if target in found else set[str]()
-            if not target.is_file() or (anchor and target in found and anchor not in known):
+            known = links_by_page[target][1] if target in links_by_page else set[str]()
+            if not target.is_file() or (anchor and target in links_by_page and anchor not in known):
                 broken.append(f"{page.relative_to(output.resolve())}: {link}")
     return broken
 

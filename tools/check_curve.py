@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import parser_of, print_row
+from common import make_parser, print_row
 
 from ds_ring_launcher.demo.lm_data import PackedBytes
 from ds_ring_launcher.run.local_ranks import run_ranks
@@ -44,7 +44,7 @@ def batches(options: argparse.Namespace) -> list[torch.Tensor]:
     return [torch.stack([data[index]["input_ids"] for index in step]) for step in chosen]
 
 
-def optimizer_of(model: Any, options: argparse.Namespace) -> torch.optim.Optimizer:
+def make_optimizer(model: Any, options: argparse.Namespace) -> torch.optim.Optimizer:
     """Return Adam with an eps above the rounding of gradients, which it would else make whole steps of."""
     trained = [p for p in model.parameters() if p.requires_grad]
     return torch.optim.AdamW(trained, lr=options.rate, eps=options.eps, weight_decay=0.0)
@@ -56,7 +56,7 @@ def train_alone(options: argparse.Namespace) -> list[float]:
 
     model = small_model(options.model)
     model.set_attn_implementation("eager")
-    optimizer, losses = optimizer_of(model, options), []
+    optimizer, losses = make_optimizer(model, options), []
     for ids in batches(options):
         with TotalOrder():
             loss = model(input_ids=ids, labels=ids, use_cache=False).loss
@@ -74,7 +74,7 @@ def train_on_ring(options: argparse.Namespace) -> list[float]:
     model = small_model(options.model)
     engine, *_ = ds_ring.initialize(
         model=model,
-        optimizer=optimizer_of(model, options),
+        optimizer=make_optimizer(model, options),
         config={
             "train_micro_batch_size_per_gpu": options.samples,
             "zero_optimization": {"stage": options.stage},
@@ -97,7 +97,7 @@ def train_on_ring(options: argparse.Namespace) -> list[float]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Print a row every tenth step, and the largest difference; return 1 if it is beyond the bound."""
-    parser = parser_of(
+    parser = make_parser(
         __doc__, model="configs/models/deepseek_v32_small.json", steps=100, tokens=128, samples=2,
         ring_size=2, stage=(2, "of ZeRO"), rate=5e-4, eps=1e-5, json=(False, "one JSON row per line"),
         deadline=(3000, "seconds"),

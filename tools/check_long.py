@@ -18,18 +18,20 @@ from functools import partial
 from pathlib import Path
 
 from check_training import judged, print_cells
-from common import parser_of
+from common import make_parser
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the tests' ranks and models
 
+from tests.dist.deepspeed_ranks import Run
 from tests.dist.harness import RankPool
-from tests.dist.long_table import FAMILIES, OPTIONS, Step, errors, step_alone, step_on_ring
+from tests.dist.long_table import FAMILIES, OPTIONS, step_alone, step_on_ring
+from tests.dist.training_table import errors
 
 LOSS, GRADIENT = 1e-6, 1e-5
 
 
 def cell(
-    pool: RankPool, family: str, stage: int, option: str, checkpointing: bool, alone: Step
+    pool: RankPool, family: str, stage: int, option: str, checkpointing: bool, alone: Run
 ) -> tuple[str, bool]:
     """Return the text of one step and whether it is good."""
     arguments = (family, stage, option, pool.world_size, checkpointing)
@@ -38,7 +40,7 @@ def cell(
 
 def main(arguments: list[str] | None = None) -> int:
     """Print the tables; return 1 if a cell is beyond rounding."""
-    parser = parser_of(__doc__, stages=([0, 1, 2, 3], "of ZeRO"), rings=([1, 2, 4], "ring sizes"))
+    parser = make_parser(__doc__, stages=([0, 1, 2, 3], "of ZeRO"), rings=([1, 2, 4], "ring sizes"))
     parser.add_argument("--families", nargs="*", choices=tuple(FAMILIES), default=list(FAMILIES))
     parser.add_argument("--options", nargs="*", choices=(*OPTIONS, "auto", "off"), default=list(OPTIONS))
     options = parser.parse_args(arguments)

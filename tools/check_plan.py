@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from common import engine_of, llama, parser_of, print_row, zero_of
+from common import ONLY, choose, llama, make_engine, make_parser, make_zero_section, print_row
 from tqdm import tqdm
 
 from ds_ring import Causal, Dilated, RingMesh, SlidingWindow, build_plan, make_layout
@@ -70,10 +70,10 @@ class CheckedSetting(NamedTuple):
     @property
     def name(self) -> str:
         what = "attention" if self.stage is None else f"zero{self.stage}"
-        more = ", checkpointing" if self.checkpointing else ""
-        more += "".join(f", {key}" for key in self.long) + (", recompute" if self.recompute else "")
+        options = ", checkpointing" if self.checkpointing else ""
+        options += "".join(f", {key}" for key in self.long) + (", recompute" if self.recompute else "")
         heads = f"H{self.heads} G{self.kv_heads}"
-        return f"{what} P={self.ranks} T={self.tokens} {heads} {self.dtype} {self.pattern}{more}"
+        return f"{what} P={self.ranks} T={self.tokens} {heads} {self.dtype} {self.pattern}{options}"
 
 
 class PeakAndTraffic(NamedTuple):
@@ -127,7 +127,7 @@ POINTS = [
 ]
 
 
-def bucket_of(point: CheckedSetting) -> int:
+def get_bucket(point: CheckedSetting) -> int:
     """Return a reduce_bucket_size that holds every parameter; DeepSpeed's default is more than these have."""
     assert point.model is not None
     return point.model.largest_parameter
@@ -137,7 +137,7 @@ def planned(point: CheckedSetting) -> PeakAndTraffic:
     """Return the cost model's plan for the rank that needs most."""
     pattern, element = PATTERNS[point.pattern][0], ELEMENT_BYTES[point.dtype]
     if point.model is not None and point.stage is not None:
-        zero = Zero(point.stage, point.ranks, element, bucket_of(point), point.stage == 3, fused_adam=False)
+        zero = Zero(point.stage, point.ranks, element, get_bucket(point), point.stage == 3, fused_adam=False)
         cpu = read_hardware("cpu")
         setting = TrainingSetting(
             point.tokens, point.ranks, 1, point.model, pattern, "auto", zero, point.dtype, cpu,
@@ -152,18 +152,18 @@ def planned(point: CheckedSetting) -> PeakAndTraffic:
     local, group = layout.local_tokens, point.heads // point.kv_heads
     chunk_bytes = chunk_bytes_on("cpu", point.ranks)
     shape = PassShape(1, group, local, HEAD_DIM, element, chunk_bytes, "cpu")
-    found = []
+    ranks = []
     for rank in range(point.ranks):
         classes = plan.rank(rank).classes
         moment = attention_alone(
             point.heads, point.kv_heads, local, HEAD_DIM, element, pass_memory(classes, shape, first=True)
         )
-        found.append(
+        ranks.append(
             PeakAndTraffic(
                 moment.total, sum(bytes_sent([CostPart(head_class, 1) for head_class in classes], shape))
             )
         )
-    return PeakAndTraffic(*map(max, zip(*found, strict=True)))
+    return PeakAndTraffic(*map(max, zip(*ranks, strict=True)))
 
 
 def attention_rank(point: CheckedSetting) -> PeakAndTraffic:
@@ -190,7 +190,7 @@ def training_rank(point: CheckedSetting) -> PeakAndTraffic:
     assert shape is not None
     sizes = (shape.vocab, shape.hidden, shape.intermediate, shape.layers, shape.heads, shape.kv_heads)
     ids = torch.randint(1, shape.vocab, (1, point.tokens), generator=torch.Generator().manual_seed(0))
-    zero = zero_of(point.stage, bucket_of(point))
+    zero = make_zero_section(point.stage, get_bucket(point))
     section = {
         "pattern": PATTERNS[point.pattern][1],
         "long_sequence": {key: TILES.get(key, True) for key in point.long},
@@ -201,7 +201,7 @@ def training_rank(point: CheckedSetting) -> PeakAndTraffic:
         model = llama(point.tokens, *sizes, attention="ds_ring", head_dim=shape.head_dim)
         if point.checkpointing:
             model.gradient_checkpointing_enable()
-        engine = engine_of(model, point.ranks, section, zero, **low)
+        engine = make_engine(model, point.ranks, section, zero, **low)
         for _ in range(2):
             loss = engine(**engine.ring.shard_batch({"input_ids": ids, "labels": ids.clone()})).loss
             engine.backward(loss)
@@ -245,14 +245,11 @@ def measured(point: CheckedSetting) -> PeakAndTraffic:
 
 def main(arguments: list[str] | None = None) -> int:
     """Print a row for each point; exit status 1 if a peak is off by more than 5 %, or bytes differ."""
-    parser = parser_of(
-        __doc__, only=("", "points whose name has this in it"), json=(False, "one JSON row per line")
-    )
+    parser = make_parser(__doc__, only=ONLY, json=(False, "one JSON row per line"))
     options = parser.parse_args(arguments)
     os.environ["DS_ACCELERATOR"] = "cpu"
-    points = [point for point in POINTS if options.only in point.name]
-    if not points:
-        parser.error(f"--only: expected a part of the name of a point, got {options.only!r}: no point has it")
+    names = choose(options.only, [point.name for point in POINTS])
+    points = [point for point in POINTS if point.name in names]
     good = 0
     for point in tqdm(points, desc="points", disable=None):
         plan, real = planned(point), measured(point)

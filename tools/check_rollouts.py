@@ -18,7 +18,7 @@ import sys
 from typing import Any, NamedTuple
 
 import torch
-from common import engine_of, parser_of, print_row
+from common import make_engine, make_parser, print_row
 
 from ds_ring_launcher.check.small_model import build, read_config, shrink
 from ds_ring_launcher.run.local_ranks import run_ranks
@@ -71,7 +71,7 @@ def drawn(number: int, family: str) -> Rollout:
     )  # fmt: skip
 
 
-def model_of(rollout: Rollout) -> Any:
+def make_model(rollout: Rollout) -> Any:
     """Return the model, the same in every process."""
     changes = CHANGES.get(rollout.family, {})
     config = shrink(read_config(rollout.family), rollout.prompt + rollout.tokens, 2, changes)
@@ -86,7 +86,7 @@ def on_a_rank(
 ) -> list[tuple[Any, list[Any]]]:
     """Return of each model and mode the sequences, and log-probabilities: of generation, and of training."""
     known = sequences or [None] * len(works)
-    return [rolled_out(ring_size, *work, one) for work, one in zip(works, known, strict=True)]
+    return [rolled_out(ring_size, *work, ids) for work, ids in zip(works, known, strict=True)]
 
 
 def rolled_out(
@@ -94,22 +94,22 @@ def rolled_out(
 ) -> tuple[Any, list[Any]]:
     """Return the sequences and log-probabilities: generated, trained, trained in other batches."""
     section = {"transport": "reproducible", "block_size": rollout.block_size, "layout": rollout.layout}
-    engine = engine_of(model_of(rollout), ring_size, section, {"stage": 0}, sgd=0.0)
+    engine = make_engine(make_model(rollout), ring_size, section, {"stage": 0}, sgd=0.0)
     engine.eval()
     words = engine.module.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(rollout.seed)
     ids = torch.randint(3, words, (rollout.samples, rollout.prompt), generator=generator)
     is_pair = engine.module.config.is_encoder_decoder  # whose answer begins with a part of the text
-    given: dict[str, Any] = {"decoder_input_ids": ids[:, : rollout.tokens]} if is_pair else {}
+    extra: dict[str, Any] = {"decoder_input_ids": ids[:, : rollout.tokens]} if is_pair else {}
     if rollout.family in SKIPS_PADDING:
-        given["suppress_tokens"] = [engine.module.config.pad_token_id]
+        extra["suppress_tokens"] = [engine.module.config.pad_token_id]
     torch.manual_seed(rollout.seed)
     with engine.ring.batch_invariant() if invariant else contextlib.nullcontext():
         output = engine.module.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=rollout.tokens, do_sample=True, top_k=20,
-            pad_token_id=0, return_dict_in_generate=True, output_logits=True, **given,
+            pad_token_id=0, return_dict_in_generate=True, output_logits=True, **extra,
         )  # fmt: skip
-        found = [engine.ring.generated_logprobs(output)]
+        logprobs = [engine.ring.generated_logprobs(output)]
         sequences = output.sequences if sequences is None else sequences
         begun = sequences.shape[1] - rollout.tokens
         for batches in ([(sequences, ids)], list(zip(sequences.split(1), ids.split(1), strict=True))):
@@ -122,13 +122,13 @@ def rolled_out(
                 with torch.no_grad():
                     local = engine.ring.logprobs(engine, batch)
                 each.append(engine.ring.gather(local)[:, begun - 1 :][:, : rollout.tokens])
-            found.append(torch.cat(each))
-    return sequences, found
+            logprobs.append(torch.cat(each))
+    return sequences, logprobs
 
 
 def main(arguments: list[str] | None = None) -> int:
     """One row a model; exit status 1 if a number differs with the mode on."""
-    parser = parser_of(
+    parser = make_parser(
         __doc__, models=(53, "random models"), first=(0, "number of the first"), ring_sizes=[1, 2, 4],
         plain=(False, "without the mode, too"),
         families=([*FAMILIES, *RECURRENT, *PAIRS, *CHOOSING], "of transformers, in turn"),
@@ -145,10 +145,10 @@ def main(arguments: list[str] | None = None) -> int:
         work[0]._asdict() | {"invariant": work[1], "numbers": 0, "differ": 0, "off": 0.0} for work in works
     ]
     for ring_size in options.ring_sizes:
-        given = (ring_size, works, [sequences for sequences, _ in first])
-        for found in run_ranks(on_a_rank, ring_size, given, threads=1, deadline_s=3000.0):
-            first = first or found
-            for row, (_, (want, *_)), (_, each) in zip(rows, first, found, strict=True):
+        arguments_of_ranks = (ring_size, works, [sequences for sequences, _ in first])
+        for results in run_ranks(on_a_rank, ring_size, arguments_of_ranks, threads=1, deadline_s=3000.0):
+            first = first or results
+            for row, (_, (want, *_)), (_, each) in zip(rows, first, results, strict=True):
                 for numbers in each:
                     row["numbers"] += numbers.numel()
                     row["differ"] += int((numbers != want).sum())

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
-from common import parser_of
+from common import ONLY, choose, make_parser
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the tests' ranks and variants
@@ -32,8 +32,8 @@ def cell(pool: RankPool, name: str, stage: int, mesh: str) -> tuple[str, bool]:
     variant = VARIANTS[name]
     if stage < variant.least_stage:
         return "-", True
-    found = lambda: errors(pool.run(train_on_ring, name, stage, mesh), train_alone(name))  # noqa: E731
-    return judged(found, variant.errors)
+    run = lambda: errors(pool.run(train_on_ring, name, stage, mesh), train_alone(name))  # noqa: E731
+    return judged(run, variant.errors)
 
 
 def judged(run: Callable[[], tuple[float, float]], limits: tuple[float, float]) -> tuple[str, bool]:
@@ -65,13 +65,10 @@ def print_cells(
 
 def main(arguments: list[str] | None = None) -> int:
     """Print the tables; return 1 if a cell is beyond rounding."""
-    parser = parser_of(__doc__, stages=([0, 1, 2, 3], "of ZeRO"))
-    parser.add_argument("--only", nargs="*", default=[], help="variants whose name contains one of these")
+    parser = make_parser(__doc__, stages=([0, 1, 2, 3], "of ZeRO"), only=ONLY)
     parser.add_argument("--meshes", nargs="*", choices=tuple(MESHES), default=list(MESHES))
     options = parser.parse_args(arguments)
-    names = [name for name in VARIANTS if not options.only or any(part in name for part in options.only)]
-    if not names:
-        parser.error(f"--only: expected parts of the names of variants, got {options.only}; see --help")
+    names = choose(options.only, VARIANTS)
     good, started = list[bool](), time.monotonic()
     for mesh in options.meshes:
         with RankPool(MESHES[mesh][0]) as pool:

@@ -8,7 +8,7 @@ import logging
 import os
 import platform
 import subprocess
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from functools import cache
@@ -18,11 +18,12 @@ from typing import Any, TypeVar
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("torch", "deepspeed", "numpy", "transformers")
+ONLY = ([""], "those whose name contains one of these")  # an option: words, see `choose`
 Name = TypeVar("Name")
 Found = TypeVar("Found")
 
 
-def parser_of(about: str | None, **defaults: Any) -> argparse.ArgumentParser:
+def make_parser(about: str | None, **defaults: Any) -> argparse.ArgumentParser:
     """Return a parser whose help is a module's docstring, with an option for each default.
 
     A default is a value; a value and its help; or a value, its help and its choices. A list takes several
@@ -46,6 +47,15 @@ def parser_of(about: str | None, **defaults: Any) -> argparse.ArgumentParser:
     return parser
 
 
+def choose(words: Sequence[str], names: Iterable[str], option: str = "--only") -> list[str]:
+    """Return the names that contain one of the words; the command ends if none does."""
+    every = list(names)
+    chosen = [name for name in every if any(word in name for word in words)]
+    if not chosen:
+        argparse.ArgumentParser().error(f"{option}: expected parts of {every}, got {words}")
+    return chosen
+
+
 @cache
 def provenance(device: str = "cpu") -> dict[str, Any]:
     """Return what figures depend on: date, commit, hardware and versions."""
@@ -54,7 +64,7 @@ def provenance(device: str = "cpu") -> dict[str, Any]:
     with suppress(FileNotFoundError):  # a borrowed machine may have no git
         commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
     hardware: dict[str, Any] = {"device": _processor(), "cores": len(os.sched_getaffinity(0))}
-    versions = {"python": platform.python_version()} | {name: version_of(name) for name in PACKAGES}
+    versions = {"python": platform.python_version()} | {name: read_version(name) for name in PACKAGES}
     if device == "cuda":
         import torch
 
@@ -65,7 +75,7 @@ def provenance(device: str = "cpu") -> dict[str, Any]:
     return {"date": today, "commit": commit or "unknown", "hardware": hardware, "versions": versions}
 
 
-def version_of(package: str) -> str:
+def read_version(package: str) -> str:
     """Return the version of a package, "none" where it is not installed."""
     try:
         return metadata.version(package)
@@ -91,18 +101,18 @@ def in_turns(
 
     Works take turns, so that a busy moment of the machine affects all of them, and none is always the first.
     """
-    names, found = list(works), {name: list[Found]() for name in works}
+    names, results = list(works), {name: list[Found]() for name in works}
     for turn in range(warm_up + rounds):
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            one = works[name]()
+            result = works[name]()
             if turn >= warm_up:
-                found[name].append(one)
-    return found
+                results[name].append(result)
+    return results
 
 
 def llama(
     tokens: int, vocab: int, hidden: int, intermediate: int, layers: int, heads: int,
-    kv_heads: int | None = None, attention: str = "sdpa", **more: Any,
+    kv_heads: int | None = None, attention: str = "sdpa", **config_options: Any,
 ) -> Any:  # fmt: skip
     """Return a Llama with random weights, the same in every process."""
     import torch
@@ -111,7 +121,7 @@ def llama(
     config = LlamaConfig(
         vocab_size=vocab, hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers,
         num_attention_heads=heads, num_key_value_heads=kv_heads or heads, max_position_embeddings=tokens,
-        **more,
+        **config_options,
     )  # fmt: skip
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(config, attn_implementation=attention)
@@ -132,7 +142,7 @@ def fake_mesh(rank: int, ring_size: int) -> Iterator[Any]:
         dist.destroy_process_group()
 
 
-def zero_of(stage: int | None, bucket: int) -> dict[str, Any]:
+def make_zero_section(stage: int | None, bucket: int) -> dict[str, Any]:
     """Return DeepSpeed's section of a ZeRO stage: buckets of `bucket` elements, all parameters sharded."""
     return {
         "stage": stage,
@@ -142,9 +152,9 @@ def zero_of(stage: int | None, bucket: int) -> dict[str, Any]:
     }
 
 
-def engine_of(
+def make_engine(
     model: Any, ranks: int, section: Mapping[str, Any], zero: Mapping[str, Any], *, batch: int = 1,
-    sgd: float | None = None, **more: Any,
+    sgd: float | None = None, **keys: Any,
 ) -> Any:  # fmt: skip
     """Return a model's DeepSpeed engine on a ring of `ranks`, with torch's AdamW, or SGD of rate `sgd`."""
     import deepspeed
@@ -159,7 +169,7 @@ def engine_of(
         "steps_per_print": 10**9,
         "sequence_parallel_size": ranks,
         "ring_attention": dict(section),
-    } | more
+    } | keys
     if sgd is None:  # DeepSpeed's own Adam of the CPU is compiled for two minutes
         adam = {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}}
         config = {"optimizer": adam} | config

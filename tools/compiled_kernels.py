@@ -20,13 +20,14 @@ from typing import Any, NamedTuple
 import torch
 from cuda_code import TARGETS, Resources, compiled, compiled_inductor, lowered_for, triton_sources
 from torch._dynamo.utils import counters
-from verify_merge import PART_DTYPES, PARTS, source_of
 
 from ds_ring.kernels.flex import kernel as flex
 from ds_ring.kernels.flex.options import blocks_of
 from tests.cases import PATTERNS, Shape, layout_for, tensors
 from tests.hops import ring_hops
 
+PART_DTYPES = ("*bf16", "*fp16", "*fp32")
+PARTS = (2, 4, 5)  # a float32 accumulator and a part; parts and their result; five parts with an accumulator
 RING, LENGTHS, BLOCK = 3, (1100, 1500), flex.BLOCK
 HEADS = ((32, 8), (8, 8))  # queries' and keys'; the second pair is lowered for TWO_HEADS, and not compiled
 TWO_HEADS = (64, 128)
@@ -53,36 +54,55 @@ class Row(NamedTuple):
 
 def faults(rows: Iterable[Row]) -> list[str]:
     """Return which rows are over the budget, in words."""
-    found = []
+    texts = []
     for row in rows:
         name = f"sm_{row.capability}, head_dim {row.head_dim}, {row.kernel} ({row.blocks})"
         allowed = MORE.get((row.capability, row.head_dim, row.kernel), SPILLED)
         if row.worst.spilled_bytes > allowed:
-            found.append(f"{name}: expected at most {allowed} bytes spilled, got {row.worst.spilled_bytes}")
+            texts.append(f"{name}: expected at most {allowed} bytes spilled, got {row.worst.spilled_bytes}")
         room = TARGETS[row.capability].shared_bytes
         if row.worst.shared_bytes > room:
-            found.append(
+            texts.append(
                 f"{name}: expected at most {room} bytes of shared memory, got {row.worst.shared_bytes}"
             )
-    return found
+    return texts
 
 
-def worst_of(found: Sequence[Resources]) -> Resources:
+def find_worst(resources: Sequence[Resources]) -> Resources:
     """Return the largest of each figure."""
-    return Resources(*(max(column) for column in zip(*found, strict=True)))
+    return Resources(*(max(column) for column in zip(*resources, strict=True)))
 
 
 def ours(capability: int, head_dims: Iterable[int]) -> Iterator[Row]:
     """Compile our own kernels."""
     for head_dim in head_dims:
-        found = [
-            compiled(source_of(head_dim, *variant), capability, {})
+        resources = [
+            compiled(merge_source(head_dim, *variant), capability, {})
             for variant in itertools.product(PART_DTYPES, PARTS, (False, True))
         ]
-        yield Row(capability, head_dim, OURS[0], "", len(found), worst_of(found))
+        yield Row(capability, head_dim, OURS[0], "", len(resources), find_worst(resources))
         for name in CODEC:
-            found = [compiled(codec_source(name, head_dim, kind), capability, {}) for kind in PART_DTYPES]
-            yield Row(capability, head_dim, name, "", len(found), worst_of(found))
+            resources = [compiled(codec_source(name, head_dim, kind), capability, {}) for kind in PART_DTYPES]
+            yield Row(capability, head_dim, name, "", len(resources), find_worst(resources))
+
+
+def merge_source(head_dim: int, pointer: str, parts: int, add: bool) -> Any:
+    """Return the merge kernel as `launch` would call it for dense tensors, for Triton's compiler."""
+    module: Any = importlib.import_module("ds_ring.cuda.merge")
+    names = module.merge_rows.arg_names
+    width = 1 << (head_dim - 1).bit_length()
+    constants = {"HEAD_DIM": head_dim, "WIDTH": width, "ROWS": max(1, module.ELEMENTS // width)}
+    constants |= {"PARTS": parts, "ADD": add, "DTYPE": importlib.import_module("triton.language").float32}
+    # Strides of 1 are constants, multiples of 16 are known to be: so Triton's launcher does it as well.
+    constants |= {f"{name}4": 1 for name in "oabcde"} | {f"{name}3": 1 for name in "lstuvw"}
+    kinds = dict.fromkeys(("out", "lse", *(f"lse_{x}" for x in "abcde")), "*fp32")
+    kinds |= {f"part_{x}": pointer for x in "abcde"}
+    kinds |= {"out": pointer} if parts == 4 else {f"part_{'abcde'[parts - 1]}": "*fp32"}
+    signature = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in names}
+    even = {name for name in names if name in kinds or re.fullmatch("[oabcde][0-3]", name)}
+    known = {(at,): [["tt.divisibility", 16]] for at, name in enumerate(names) if name in even}
+    compiler = importlib.import_module("triton.compiler")
+    return compiler.ASTSource(module.merge_rows, signature, constants, known)
 
 
 def codec_source(name: str, head_dim: int, pointer: str) -> Any:
@@ -94,9 +114,11 @@ def codec_source(name: str, head_dim: int, pointer: str) -> Any:
         constants["HALF"] = pointer == "*fp16"
     kinds = {"k": pointer, "v": pointer, "into": "*u8", "given": "*u8"}
     names = kernel.arg_names
-    signature = {one: "constexpr" if one in constants else kinds.get(one, "i32") for one in names}
-    even = {one for one in names if one in ("k", "v") or re.fullmatch("[kv][0-2]", one)}
-    known = {(at,): [["tt.divisibility", 16]] for at, one in enumerate(names) if one in even}
+    signature = {
+        argument: "constexpr" if argument in constants else kinds.get(argument, "i32") for argument in names
+    }
+    even = {argument for argument in names if argument in ("k", "v") or re.fullmatch("[kv][0-2]", argument)}
+    known = {(at,): [["tt.divisibility", 16]] for at, argument in enumerate(names) if argument in even}
     return importlib.import_module("triton.compiler").ASTSource(kernel, signature, constants, known)
 
 
@@ -119,8 +141,8 @@ class Captured(NamedTuple):
         """Return blocks, stages and warps."""
         if self.kernel == "row sums":
             return ""
-        found = dict(re.findall(r"\b(BLOCK_[MN][12]?) : tl.constexpr = (\d+)", self.text))
-        sides = [found[name] for name in sorted(found, key=lambda name: (name[7:], name))]
+        sizes = dict(re.findall(r"\b(BLOCK_[MN][12]?) : tl.constexpr = (\d+)", self.text))
+        sides = [sizes[name] for name in sorted(sizes, key=lambda name: (name[7:], name))]
         stages, warps = (re.search(rf"num_{what}=(\d+),", self.text) for what in ("stages", "warps"))
         assert sides and stages and warps, self.name
         return f"{' x '.join(sides)}, {stages[1]} stages, {warps[1]} warps"
@@ -140,7 +162,7 @@ def captured(
     Raises:
         AssertionError: a function was compiled again for another length, rank, hop or pattern.
     """
-    found: set[Captured] = set()
+    kernels: set[Captured] = set()
     counters.clear()
     sources: list[str] = []
     with lowered_for(TARGETS[capability], sources, run=False) as backend:
@@ -155,25 +177,25 @@ def captured(
                         pattern = PATTERNS[name](tokens)
                         layout = layout_for("zigzag", pattern, tokens=tokens, ring_size=RING)
                         ring_hops(kernel, *inputs, pattern, layout)
-                    made = [one for module in sources[begin:] for one in triton_sources(module).items()]
-                    found |= {Captured(head_dim, *one) for one in made if pair == HEADS[0]}
+                    named = [item for module in sources[begin:] for item in triton_sources(module).items()]
+                    kernels |= {Captured(head_dim, *item) for item in named if pair == HEADS[0]}
         functions = sum(key[0] == backend for key in flex._compiled_calls)
     compilations = counters["stats"]["unique_graphs"]
     assert functions == compilations, f"{functions} functions of flex were compiled {compilations} times"
-    return found
+    return kernels
 
 
 def inductors(capability: int, kernels: Iterable[Captured], jobs: int) -> list[Row]:
     """Compile Inductor's kernels in several processes."""
     ordered = sorted(kernels)
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        work = [pool.submit(compiled_inductor, one.name, one.text, capability) for one in ordered]
-        done = [one.result() for one in work]
+        work = [pool.submit(compiled_inductor, item.name, item.text, capability) for item in ordered]
+        done = [item.result() for item in work]
     cells: dict[tuple[int, str, str], list[list[Resources]]] = {}
-    for one, resources in zip(ordered, done, strict=True):
-        cells.setdefault((one.head_dim, one.kernel, one.blocks), []).append(resources)
+    for item, resources in zip(ordered, done, strict=True):
+        cells.setdefault((item.head_dim, item.kernel, item.blocks), []).append(resources)
     return [
-        Row(capability, *cell, len(several), worst_of([one for found in several for one in found]))
+        Row(capability, *cell, len(several), find_worst([item for results in several for item in results]))
         for cell, several in cells.items()
     ]
 
@@ -216,5 +238,5 @@ def run(
             (output / f"compiled_sm_{capability}.md").write_text(text)
         rows += new
     wrong = faults(rows)
-    print("\n".join(f"FAIL {one}" for one in wrong) or f"ok   {len(rows)} rows within the budget")
+    print("\n".join(f"FAIL {fault}" for fault in wrong) or f"ok   {len(rows)} rows within the budget")
     return 1 if wrong else 0

@@ -22,7 +22,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from common import parser_of, provenance
+from common import make_parser, provenance
 from field import ranks, training
 from field.cells import CELLS
 from field.peers import PEERS, SEEDED, Peer
@@ -53,27 +53,29 @@ def main(arguments: list[str] | None = None) -> int:
     if words[:1] == ["--as-rank"]:
         rank, size, name, folder, seconds, *numbers = words[1:]
         cells = [CELLS[int(number)] for number in numbers]
-        ranks.be_rank(int(rank), int(size), ranks.peer_of(name), cells, Path(folder), float(seconds))
+        ranks.be_rank(int(rank), int(size), ranks.find_peer(name), cells, Path(folder), float(seconds))
     if words[:1] == ["--as-trainer"]:
         training.be_rank(words[1], Path(words[2]))
         return 0
-    parser = parser_of(
+    parser = make_parser(
         __doc__, ranks=([2], "numbers of ranks"), seconds=(60.0, "for a cell"),
-        peers=([one.name for one in PEERS], "which"), cells=([one.name for one in CELLS], "which"),
+        peers=([item.name for item in PEERS], "which"), cells=([item.name for item in CELLS], "which"),
         no_trainers=(False, "leave whole trainers out"),
         seeded=(False, "also a peer with a fault, which must be found"),
     )  # fmt: skip
     parser.add_argument("--output", type=Path, help="a file for the table; default: stdout")
     options = parser.parse_args(words)
-    peers = [ranks.peer_of(name) for name in options.peers] + [SEEDED] * options.seeded
-    cells = [one for one in CELLS if one.name in options.cells]
-    found: dict[str, list[list[Verdict]]] = {}
+    peers = [ranks.find_peer(name) for name in options.peers] + [SEEDED] * options.seeded
+    cells = [item for item in CELLS if item.name in options.cells]
+    verdicts: dict[str, list[list[Verdict]]] = {}
     for peer in peers:
-        found[peer.name] = [ranks.verdicts_of(peer, size, cells, options.seconds) for size in options.ranks]
-        for size, row in zip(options.ranks, found[peer.name], strict=True):
-            said = ", ".join(f"{cell.name} {one}" for cell, one in zip(cells, row, strict=True))
+        verdicts[peer.name] = [
+            ranks.collect_verdicts(peer, size, cells, options.seconds) for size in options.ranks
+        ]
+        for size, row in zip(options.ranks, verdicts[peer.name], strict=True):
+            said = ", ".join(f"{cell.name} {item}" for cell, item in zip(cells, row, strict=True))
             print(f"{peer.name}, {size} ranks: {said}", file=sys.stderr, flush=True)
-    text = table(peers, [one.name for one in cells], options.ranks, found)
+    text = table(peers, [item.name for item in cells], options.ranks, verdicts)
     if not options.no_trainers:
         expected = training.trained("one process", 1)
         if isinstance(expected, str):
@@ -85,13 +87,15 @@ def main(arguments: list[str] | None = None) -> int:
         print(text)
     else:
         options.output.write_text(HEAD + text)
-    own = all(one.word in FINE for name, rows in found.items() if name in OURS for row in rows for one in row)
-    seeded = all(one.word in BAD for row in found.get(SEEDED.name, []) for one in row)
-    return int(not own or not seeded)
+    is_exact = all(
+        item.word in FINE for name, rows in verdicts.items() if name in OURS for row in rows for item in row
+    )
+    seeded = all(item.word in BAD for row in verdicts.get(SEEDED.name, []) for item in row)
+    return int(not is_exact or not seeded)
 
 
 def table(
-    peers: list[Peer], cells: list[str], sizes: list[int], found: dict[str, list[list[Verdict]]]
+    peers: list[Peer], cells: list[str], sizes: list[int], verdicts_by_peer: dict[str, list[list[Verdict]]]
 ) -> str:
     """Return the table in markdown, with a list of reasons below it."""
     about = provenance()
@@ -103,7 +107,7 @@ def table(
         version = peer.version()
         row = [f"{peer.name} {version or ''}".strip()]
         for number in range(len(cells)):
-            verdicts = [verdicts[number] for verdicts in found[peer.name]]
+            verdicts = [verdicts[number] for verdicts in verdicts_by_peer[peer.name]]
             row.append(_shown(sizes, verdicts, reasons))
         lines.append(f"| {' | '.join(row)} |")
     lines += ["", *(f"{number}. {why}" for why, number in reasons.items())]
@@ -112,12 +116,12 @@ def table(
     return "\n".join(lines) + "\n"
 
 
-def training_table(found: dict[str, dict[str, Verdict]]) -> str:
+def training_table(verdicts: dict[str, dict[str, Verdict]]) -> str:
     """Return a table of whole trainers in markdown."""
     lines = ["| two ranks, one step, beside one process | " + " | ".join(training.BOUNDS) + " |"]
     lines += [f"|---|{'---|' * len(training.BOUNDS)}"]
-    for way, row in found.items():
-        words = [str(one).replace("|", "/").replace("wrong:", "**wrong**") for one in row.values()]
+    for way, row in verdicts.items():
+        words = [str(verdict).replace("|", "/").replace("wrong:", "**wrong**") for verdict in row.values()]
         lines.append(f"| {way} | {' | '.join(words)} |")
     return "\n".join(lines) + "\n"
 

@@ -172,12 +172,12 @@ def lowered_for(target: Target, sources: list[str], run: bool) -> Iterator[str]:
 
 def triton_sources(module: str) -> dict[str, str]:
     """Return the Triton kernels of a generated module, by name."""
-    found = {}
+    sources = {}
     for node in ast.walk(ast.parse(module)):
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "async_compile.triton":
-            name, text = (ast.literal_eval(one) for one in node.args[:2])
-            found[name] = text
-    return found
+            name, text = (ast.literal_eval(argument) for argument in node.args[:2])
+            sources[name] = text
+    return sources
 
 
 class Resources(NamedTuple):
@@ -221,9 +221,9 @@ def compiled_inductor(name: str, text: str, capability: int) -> list[Resources]:
         module = importlib.util.module_from_spec(spec)
         sys.modules[name] = module
         spec.loader.exec_module(module)
-        tuner, found = getattr(module, name), []
-        for one in tuner.configs:
-            meta = tuner._create_compile_meta(one)
+        tuner, resources = getattr(module, name), []
+        for tuned in tuner.configs:
+            meta = tuner._create_compile_meta(tuned)
             source = compiler.ASTSource(tuner.fn, meta["signature"], meta["constants"], meta["configs"][0])
-            found.append(compiled(source, meta["cc"], tuner._create_compile_options(one, meta)))
-    return found
+            resources.append(compiled(source, meta["cc"], tuner._create_compile_options(tuned, meta)))
+    return resources

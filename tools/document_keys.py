@@ -16,7 +16,7 @@ from pydantic.fields import FieldInfo
 
 from ds_ring.config.messages import accepted_by, choices_of, shown
 from ds_ring.config.pattern_section import PatternConfig
-from ds_ring.config.section import LongSequenceConfig, RingConfig
+from ds_ring.config.section import PARTS, RingConfig
 
 DOCUMENT = Path(__file__).resolve().parents[1] / "configs/README.md"
 BEGIN = "<!-- keys: written by tools/document_keys.py from ds_ring/config/section.py -->"
@@ -36,7 +36,7 @@ _SHORT = {
 
 def tables() -> str:
     """The keys of the section and those of its parts, as Markdown."""
-    parts: dict[str, type[BaseModel]] = {"pattern": PatternConfig, "long_sequence": LongSequenceConfig}
+    parts: dict[str, type[BaseModel]] = {"pattern": PatternConfig, **PARTS}
     inner = [f'### Keys of "{name}"\n\n{table(model)}' for name, model in parts.items()]
     return "\n\n".join([table(RingConfig), *inner])
 

@@ -13,16 +13,16 @@ import re
 import sys
 
 import numpy as np
-from common import parser_of
+from common import make_parser
 
 from ds_ring import Causal, Dilated, Documents, Full, SlidingWindow, build_plan, make_layout
 from ds_ring.masks.pattern import Pattern
 from ds_ring.measure.schedule_text import format_schedule
 from ds_ring.schedule.lowering import lower_pass
-from ds_ring_launcher.profile.plan_picture import draw_plan
+from ds_ring_launcher.plan.picture import draw_plan
 
 
-def pattern_of(options: argparse.Namespace) -> Pattern:
+def read_pattern(options: argparse.Namespace) -> Pattern:
     """Return the pattern that the command line describes."""
     pattern: Pattern = Full() if options.full else Causal()
     if options.segment_lengths:
@@ -36,7 +36,7 @@ def pattern_of(options: argparse.Namespace) -> Pattern:
 
 def main(arguments: list[str] | None = None) -> int:
     """Draw, and print the plan's summary."""
-    parser = parser_of(
+    parser = make_parser(
         __doc__, tokens=4096, ring_size=4, layout="auto", full=(False, "not causal"), out="plan.png",
         block=(32, "tokens on a side of a point of the picture"),
     )  # fmt: skip
@@ -49,7 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.documents:
         options.tokens = sum(options.documents)
-    pattern = pattern_of(options)
+    pattern = read_pattern(options)
     layout = make_layout(options.layout, tokens=options.tokens, ring_size=options.ring_size, pattern=pattern)
     plan = build_plan(pattern, layout, stage_shards=options.stage_shards)
     if options.schedule is not None:

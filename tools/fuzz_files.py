@@ -2,7 +2,7 @@
 
 A round spoils one thing in a few places (bytes, values of a pickle or of JSON, names, kinds of files) and
 reads it with its reader: verification, pickles as loading reads them, resize-checkpoint, the owner of
-a folder; `ds-ring status`, its page and who failed first in a run; a loader's load_state_dict and its next
+a folder; `ds-ring status` and who failed first in a run; a loader's load_state_dict and its next
 epoch (tests/spoiled_files.py). A round is good if that ends, with a result or with a typed error of ds_ring.
 Rounds run in a child process: if it ends, or prints nothing for a minute, the round is a crash.
 
@@ -29,7 +29,7 @@ from collections.abc import Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
 
-from common import parser_of, print_row
+from common import make_parser, print_row
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the tests' ways to spoil a pickle
 
@@ -40,7 +40,7 @@ KINDS = ("checkpoint", "run", "loader")
 
 def main(arguments: list[str] | None = None) -> int:
     """Print a row per kind; the exit code is the number of bad rounds, 100 at most."""
-    parser = parser_of(
+    parser = make_parser(
         __doc__,
         rounds=300,
         seed=38,
@@ -52,22 +52,22 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"expected --rounds of 1 or more, got {options.rounds}")
     if options.child:
         return play(options.seed, range(options.first, options.first + options.rounds))
-    found, bad, started = {kind: Counter[str]() for kind in KINDS}, 0, time.monotonic()
+    outcomes, bad, started = {kind: Counter[str]() for kind in KINDS}, 0, time.monotonic()
     number, end = options.first, options.first + options.rounds
     while number < end:
-        for kind, outcome, text in rounds_of_a_child(options.seed, number, end):
-            found[kind][outcome] += 1
+        for kind, outcome, text in run_child(options.seed, number, end):
+            outcomes[kind][outcome] += 1
             if outcome in ("crash", "untyped"):
                 bad += 1
                 print(f"round {number} ({kind}): {outcome}: {text}", flush=True)
             number += 1
-    for kind, counts in found.items():
+    for kind, counts in outcomes.items():
         print_row({"kind": kind, "rounds": counts.total(), **counts}, as_json=False)
     print(f"{options.rounds} rounds, {bad} bad, {time.monotonic() - started:.0f} s")
     return min(bad, 100)
 
 
-def rounds_of_a_child(seed: int, first: int, end: int) -> Iterator[tuple[str, str, str]]:
+def run_child(seed: int, first: int, end: int) -> Iterator[tuple[str, str, str]]:
     """Yield kind, outcome and text of each round of a new process, until one ends it."""
     command = [sys.executable, __file__, "--child", "--seed", str(seed), "--first", str(first)]
     command += ["--rounds", str(end - first)]
@@ -84,14 +84,14 @@ def rounds_of_a_child(seed: int, first: int, end: int) -> Iterator[tuple[str, st
                 child.kill()
                 errors.seek(0)
                 how = f"exit status {child.wait()}" if ready else f"nothing for {SILENT_SECONDS:g} s"
-                yield kind_of(number), "crash", f"{how}: {errors.read()[-300:]!r}"
+                yield get_kind(number), "crash", f"{how}: {errors.read()[-300:]!r}"
                 return
             told = json.loads(line)
             yield told["kind"], told["outcome"], told["text"]
             number += 1
 
 
-def kind_of(number: int) -> str:
+def get_kind(number: int) -> str:
     """Return what a round spoils: of ten six checkpoints, three runs and one loader."""
     return KINDS[0] if number % 10 < 6 else KINDS[1] if number % 10 < 9 else KINDS[2]
 
@@ -105,7 +105,7 @@ def play(seed: int, numbers: range) -> int:
 
     bad, play_one = 0, {"checkpoint": checkpoint_round, "run": run_round, "loader": loader_round}
     for number in numbers:
-        draw, kind, text = random.Random(f"{seed} {number}"), kind_of(number), ""
+        draw, kind, text = random.Random(f"{seed} {number}"), get_kind(number), ""
         with tempfile.TemporaryDirectory(prefix="fuzz-", dir=MEMORY) as name, redirect_stdout(io.StringIO()):
             try:
                 play_one[kind](draw, Path(name))

@@ -9,18 +9,15 @@ or failed; --again computes all. It ends with 1 if a row failed or was not reach
 
 An H200's results are in tools/results/gpu_h200.md. With --device cpu the same code runs on small CPU
 tensors; a row names what needs CUDA.
---dry-run computes nothing: each row of the GPU crashes once in each way, and a table says what survives.
 
 Example:
     python tools/gpu_first.py
     python tools/gpu_first.py --device cpu --output /tmp/first
-    python tools/gpu_first.py --dry-run
 """
 
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -31,8 +28,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from common import ROOT, parser_of, provenance
-from gpu_rows import conductor
+from common import ROOT, make_parser, provenance
 from gpu_rows.conductor import Book, conduct
 from gpu_rows.order import PARTS, Row, rows
 
@@ -67,7 +63,7 @@ def has_gpu() -> bool:
     return os.waitpid(child, 0)[1] == 0
 
 
-def name_of_gpu() -> str:
+def read_gpu_name() -> str:
     """Return name, driver and memory of the first GPU, as nvidia-smi has them; "" without it."""
     ask = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
     try:
@@ -91,51 +87,10 @@ def preload(device: str) -> None:
     assert not torch.cuda.is_initialized(), "a process that uses CUDA cannot fork others that do"
 
 
-def crash(way: str) -> None:
-    """End, or hang, as a row may."""
-    if way == "exception":
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-    if way == "os._exit":
-        os._exit(3)
-    if way == "SIGKILL":
-        os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(3600)
-
-
-CRASHES = ("exception", "os._exit", "SIGKILL", "hang")
-
-
-def dry_run(chosen: list[Row], folder: Path) -> int:
-    """Crash each row once in each way, every second row a run; return how many results were lost."""
-    lost, short = 0, [row._replace(seconds=0.3) for row in chosen]
-    print("| crash | rows that crash | results of the others | faults named |\n|---|---|---|---|")
-    for way in CRASHES:
-        for turn in (0, 1):
-            bad = [(row.part, row.name) for row in chosen[turn::2]]
-            book = Book(folder / f"{way} {turn}", {}, again=True)
-            conduct(short, book, partial(fake, way, bad), 600, partial(bool, turn))
-            after, named, before = (
-                {(one["part"], one["row"]) for one in book.results if key in one["results"] or one.get(key)}
-                for key in ("after", "wrong", "before")
-            )
-            others = {(row.part, row.name) for row in chosen} - set(bad)
-            lost += len(others ^ after) + len(named ^ set(bad)) + len(chosen) - len(before)
-            print(f"| {way} | {len(bad)} of {len(chosen)} | {len(after)} of {len(others)} | {len(named)} |")
-    return lost
-
-
-def fake(way: str, bad: list[tuple[str, str]], row: Row) -> Iterator[Any]:
-    """Yield a result, crash if it is a bad row, and yield another one."""
-    yield {}, {"before": 1}, ""
-    if (row.part, row.name) in bad:
-        crash(way)
-    yield {}, {"after": 1}, ""
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Compute the rows that are missing; 1 if one of all failed or was not reached."""
-    parser = parser_of(
-        __doc__, minutes=(9.0, "no row begins or goes on after so many"), dry_run=False,
+    parser = make_parser(
+        __doc__, minutes=(9.0, "no row begins or goes on after so many"),
         again=(False, "compute all rows, those in --output as well"),
         output=(os.environ.get("OUT", "tools/results"), "a folder"),
     )  # fmt: skip
@@ -144,14 +99,10 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     begin = time.monotonic()
     chosen = [row for row in rows(options.device) if row.part in options.parts]
-    if options.dry_run:
-        conductor.START_S = 1.0
-        with tempfile.TemporaryDirectory() as temporary:
-            return int(dry_run(chosen, Path(temporary)) > 0)
     if options.device == "cuda" and not has_gpu():
         parser.error("no CUDA device here; --device cpu runs the same code on small CPU tensors")
     preload(options.device)
-    where = provenance() | {"of": options.device, "gpu": name_of_gpu()}
+    where = provenance() | {"of": options.device, "gpu": read_gpu_name()}
     book = Book(Path(options.output), where, options.again)
     with tempfile.TemporaryDirectory() as references:
         os.environ |= {
@@ -162,7 +113,7 @@ def main(arguments: list[str] | None = None) -> int:
         end = 60 * options.minutes - (time.monotonic() - begin)
         conduct(left, book, partial(compute, options.device), end, partial(is_healthy, options.device))
     print(book.table())
-    return int(any(one["wrong"] for one in book.results))
+    return int(any(result["wrong"] for result in book.results))
 
 
 if __name__ == "__main__":

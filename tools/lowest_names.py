@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from importlib.metadata import packages_distributions, version
 from pathlib import Path
 
-from common import parser_of
+from common import make_parser
 
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = ROOT / "tests/lowest_names.json"
@@ -33,22 +33,22 @@ def names_used(path: Path) -> set[str]:
     skipped = {id(node) for block in _only_for_types(tree) for node in ast.walk(block)}
     nodes = [node for node in ast.walk(tree) if id(node) not in skipped]
     known: dict[str, str] = {}
-    found: set[str] = set()
+    used: set[str] = set()
     for node in nodes:
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            for one in node.names:
-                known[one.asname or one.name] = f"{node.module}.{one.name}"
-                found.add(f"{node.module}.{one.name}")
+            for alias in node.names:
+                known[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+                used.add(f"{node.module}.{alias.name}")
         elif isinstance(node, ast.Import):
-            for one in node.names:
-                top = one.name.partition(".")[0]
-                known[one.asname or top] = one.name if one.asname else top
-                found.add(one.name)
+            for alias in node.names:
+                top = alias.name.partition(".")[0]
+                known[alias.asname or top] = alias.name if alias.asname else top
+                used.add(alias.name)
     for node in nodes:
         chain = _chain(node)
         if chain and chain[0] in known:
-            found.add(".".join([known[chain[0]], *chain[1:]]))
-    return {name for name in found if not _left_out(name)}
+            used.add(".".join([known[chain[0]], *chain[1:]]))
+    return {name for name in used if not _left_out(name)}
 
 
 def _left_out(name: str) -> bool:
@@ -81,20 +81,20 @@ def all_used() -> list[str]:
 
 def is_there(name: str) -> bool:
     """Return whether a dotted name can be imported and read here."""
-    parts, found = name.split("."), None
+    parts, value = name.split("."), None
     for number, part in enumerate(parts):
         try:  # a package may have a function of its module's name
-            found = importlib.import_module(".".join(parts[: number + 1]))
+            value = importlib.import_module(".".join(parts[: number + 1]))
         except Exception:  # no module, or one whose own imports fail
-            if not hasattr(found, part):
+            if not hasattr(value, part):
                 return False
-            found = getattr(found, part)
+            value = getattr(value, part)
     return True
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Write the table, or print the names that are missing here."""
-    parser = parser_of(__doc__)
+    parser = make_parser(__doc__)
     parser.add_argument("--print", action="store_true", help="what is missing here; write nothing")
     options = parser.parse_args(arguments)
     names = all_used()

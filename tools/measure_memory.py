@@ -3,12 +3,6 @@
 Example:
     python tools/measure_memory.py --tokens 32768 --ring-sizes 1 2 4 8
     python tools/measure_memory.py --fake --local-tokens 1048576 --ring-sizes 8 64 1024
-    python tools/measure_memory.py --chosen 64 --tokens 65536 --ring-sizes 4 --heads 2 --head-dim 32
-
-With --chosen K each query attends to K keys that an indexer of one narrow head selects, and a row also has
-the bytes that ranks sent, forward and backward, and those of causal attention to all keys. Two indexers:
-one whose queries choose independently of each other, so that a rank reads nearly every key of others, and one
-whose queries all prefer the same keys. Trained ones are between them.
 
 The unit of the last column is one local tensor [1, heads, tokens / P, head_dim]; q, k, v, their gradients,
 the output and its gradient are 8 units. A constant number of units is memory that falls as 1/P.
@@ -18,29 +12,16 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import fake_mesh, parser_of, print_row
-from torch import Tensor
+from common import fake_mesh, make_parser, print_row
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ds_ring import (
-    Causal,
-    PassOptions,
-    RingMesh,
-    build_plan,
-    make_layout,
-    ring_attention,
-    ring_select,
-    selected_attention,
-)
+from ds_ring import Causal, PassOptions, RingMesh, make_layout, ring_attention
 from ds_ring.measure.memory import fake_memory_peak, measure_cpu_memory, shard_unit_bytes
-from ds_ring.ops.context import ContextCache, context_for
+from ds_ring.ops.context import context_for
 from ds_ring.ops.options import Options
 from ds_ring.ops.ring_op import run_backward, run_forward
 from ds_ring_launcher.run.local_ranks import run_ranks
@@ -63,62 +44,6 @@ def real_rank(options: argparse.Namespace, transport: str) -> int:
     return memory.peak_bytes
 
 
-def resident_kib(reset: bool = False) -> int:
-    """Return this process's peak resident memory; with `reset` begin anew and return the present size."""
-    if reset:
-        Path("/proc/self/clear_refs").write_text("5")  # Linux: sets VmHWM to the resident size
-    return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
-
-
-def scores_of(queries: Tensor, rows: slice, keys: Tensor) -> Tensor:
-    """Return the scores [1, rows, keys] of some queries."""
-    return queries[:, rows] @ keys.mT
-
-
-def selecting_rank(options: argparse.Namespace, prefer: str) -> tuple[int, int]:
-    """One gloo rank that attends to chosen keys: the growth of its peak memory, and bytes sent."""
-    size = dist.get_world_size()
-    mesh = RingMesh.from_world(size, heartbeat_timeout_s=options.deadline)
-    torch.manual_seed(mesh.ring_rank)
-    # Not the profiler, which notes each of the many small tensors. The first small call is for what stays.
-    for tokens in (256 * size, options.tokens):
-        layout = make_layout("zigzag", tokens=tokens, ring_size=size)
-        shape = (1, options.heads, layout.local_tokens, options.head_dim)
-        before = resident_kib(reset=True)
-        q, k, v = (torch.randn(shape, requires_grad=True) for _ in range(3))
-        queries, keys = torch.randn(2, 1, layout.local_tokens, 16)
-        if prefer == "alike":
-            queries[..., 0] = 100.0
-        chosen = ring_select(
-            partial(scores_of, queries), options.chosen, keys,
-            layout=layout, mesh=mesh, hop_timeout_s=options.deadline,
-        )  # fmt: skip
-        result = selected_attention(q, k, v, chosen, layout=layout, mesh=mesh, hop_timeout_s=options.deadline)
-        result.backward(torch.randn_like(result))
-        peak = (resident_kib() - before) * 1024
-        exchanges = [
-            one.exchange for one in mesh.owners[ContextCache].by_key.values() if one.layout == layout
-        ]
-    return peak, sum(one.counters.bytes_sent for one in exchanges)
-
-
-def print_selecting(size: int, options: argparse.Namespace) -> None:
-    """Print a row for each indexer."""
-    layout = make_layout("zigzag", tokens=options.tokens, ring_size=size)
-    plan = build_plan(Causal(), layout, query_heads=options.heads, kv_heads=options.heads)
-    # K and V forward, K and V again and their gradients backward
-    of_all = 3 * plan.tokens_sent * 2 * options.head_dim * 4
-    unit = shard_unit_bytes(1, options.heads, layout.local_tokens, options.head_dim, torch.float32)
-    for prefer in options.queries:
-        start = time.monotonic()
-        found = run_ranks(selecting_rank, size, (options, prefer), threads=1, deadline_s=options.deadline)
-        peak, sent = max(peak for peak, _ in found), sum(sent for _, sent in found)
-        row = {"tokens": options.tokens, "ring_size": size, "chosen": options.chosen, "queries": prefer}
-        row |= {"peak_mib": round(peak / 2**20, 1), "shard_units": round(peak / unit, 2)}
-        row |= {"sent_mib": round(sent / 2**20, 1), "of_all_keys_mib": round(of_all / 2**20, 1)}
-        print_row(row | {"seconds": round(time.monotonic() - start)}, options.json)
-
-
 def measure_fake(size: int, options: argparse.Namespace) -> int:
     """Return the peak bytes of rank 0 of `size` with fake tensors and a fake process group."""
     with fake_mesh(0, size) as mesh:
@@ -139,20 +64,15 @@ def measure_fake(size: int, options: argparse.Namespace) -> int:
 
 def main(arguments: list[str] | None = None) -> int:
     """Print one row per ring size and transport."""
-    parser = parser_of(
+    parser = make_parser(
         __doc__, tokens=(32768, "global tokens T of a real run"), heads=8, head_dim=64,
         local_tokens=(1 << 20, "tokens per rank of a fake run"), ring_sizes=[1, 2, 4, 8],
         transports=["ring", "all_gather"], json=(False, "one JSON row per line"),
         fake=(False, "rank 0 of a fake process group, nothing allocated"),
-        chosen=(0, "attend to so many keys of each query, selected by an indexer"),
-        queries=(["independent", "alike"], "with --chosen: how queries choose"),
         deadline=(600, "seconds for a real run"),
     )  # fmt: skip
     options = parser.parse_args(arguments)
     for size in options.ring_sizes:
-        if options.chosen:
-            print_selecting(size, options)
-            continue
         for transport in ["ring"] if options.fake else options.transports:
             if options.fake:
                 peak, local = measure_fake(size, options), options.local_tokens

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from common import parser_of
+from common import make_parser
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "tools/results"
@@ -43,7 +43,7 @@ class Run(NamedTuple):
         return f"seed {self.seed} of {self.shape}"
 
 
-def reports_of(head: str, run: Run, jobs: int, batch: str) -> list[dict[str, Any]]:
+def run_checks(head: str, run: Run, jobs: int, batch: str) -> list[dict[str, Any]]:
     """Return what `ds-ring check-model --all` finds in the installed version.
 
     Raises:
@@ -78,8 +78,8 @@ def read(files: Iterable[Path]) -> list[dict[str, Any]]:
             of_table.setdefault((report["transformers"], report["head"], report["form"]), place)
             reports[report["source"], Run(report["shape"], report["seed"])] = report
     if len(of_table) != 1:
-        found = "; ".join(f"{' '.join(key)} ({place})" for key, place in of_table.items()) or "no report"
-        raise SystemExit(f"--read: expected reports of one version, head and form, got {found}")
+        tables = "; ".join(f"{' '.join(key)} ({place})" for key, place in of_table.items()) or "no report"
+        raise SystemExit(f"--read: expected reports of one version, head and form, got {tables}")
     return list(reports.values())
 
 
@@ -98,7 +98,7 @@ def by_type(reports: Sequence[dict[str, Any]]) -> dict[str, dict[Run, dict[str, 
     return runs_of
 
 
-def table_of(reports: Sequence[dict[str, Any]], commit: str) -> str:
+def make_table(reports: Sequence[dict[str, Any]], commit: str) -> str:
     """Return the table of reports of one version, head and form, as Markdown.
 
     Args:
@@ -110,35 +110,39 @@ def table_of(reports: Sequence[dict[str, Any]], commit: str) -> str:
     runs_of = by_type(reports)
     worst: dict[str, dict[str, Any]] = {}
     for name, of_type in runs_of.items():
-        worst[name] = min(of_type.values(), key=lambda one: WORST_FIRST.index(one["result"]))
-    counts = Counter(one["result"] for one in worst.values())
-    found = ", ".join(f"{counts[key]} {WORDS.get(key, key)}" for key in reversed(WORST_FIRST))
+        worst[name] = min(of_type.values(), key=lambda entry: WORST_FIRST.index(entry["result"]))
+    counts = Counter(entry["result"] for entry in worst.values())
+    totals = ", ".join(f"{counts[key]} {WORDS.get(key, key)}" for key in reversed(WORST_FIRST))
     tipped = sorted({report["source"] for report in reports if report.get("tipped")})
     seeds_of: dict[str, list[str]] = {}
     for run in sorted({run for of_type in runs_of.values() for run in of_type}):
         seeds_of.setdefault(run.shape, []).append(str(run.seed))
     runs = "; ".join(f"{shape} with seed {' and '.join(seeds)}" for shape, seeds in seeds_of.items())
     runs_by = Counter(report.get("commit", commit) for report in reports).most_common()
-    commits = ", ".join(f"{one} ({number} runs)" for one, number in runs_by)
+    commits = ", ".join(f"{entry} ({number} runs)" for entry, number in runs_by)
     dates = " and ".join(sorted({report["date"] for report in reports}))
     lines = [
         f"# {head} types of transformers {version}\n",
-        f"{len(worst)} types: {found}. `ds-ring check-model --all --head {head}{batch}`, {dates},"
+        f"{len(worst)} types: {totals}. `ds-ring check-model --all --head {head}{batch}`, {dates},"
         f" commits {commits}.\n",
         f"Shapes (ranks x tokens x least layers): {runs}.\n",
         *(f"Not run with {run}: {', '.join(names)}.\n" for run, names in lacking(runs_of).items()),
         *([f"Rounding tips a threshold of {', '.join(tipped)}.\n"] if tipped else []),
         "| type | result | why |\n|---|---|---|",
     ]
-    exact = [name for name, one in worst.items() if one["result"] == "exact"]
+    exact = [name for name, entry in worst.items() if entry["result"] == "exact"]
     rows = sorted(worst.items(), key=lambda row: (WORST_FIRST.index(row[1]["result"]), row[0]))
-    for name, one in rows:
+    for name, entry in rows:
         if name not in exact:
-            reason = " ".join(one["reason"].split()).replace("|", "/")
-            same = [run for run, other in sorted(runs_of[name].items()) if other["result"] == one["result"]]
+            reason = " ".join(entry["reason"].split()).replace("|", "/")
+            same = [
+                run
+                for run, candidate in sorted(runs_of[name].items())
+                if candidate["result"] == entry["result"]
+            ]
             if len(same) < len(runs_of[name]):  # other runs had a better result
                 reason = f"{', '.join(map(str, same))}: {reason}"
-            lines.append(f"| {name} | {WORDS.get(one['result'], one['result'])} | {reason} |")
+            lines.append(f"| {name} | {WORDS.get(entry['result'], entry['result'])} | {reason} |")
     return "\n".join([*lines, *([f"| {', '.join(sorted(exact))} | exact | |"] if exact else [])]) + "\n"
 
 
@@ -150,22 +154,22 @@ def minor(version: str) -> tuple[int, int]:
 
 def newest_in(index: str) -> str:
     """Return the newest release in what `pip index versions` printed."""
-    found = re.search(r"^transformers \(([\d.]+)\)", index, re.MULTILINE)
-    if found is None:
+    match = re.search(r"^transformers \(([\d.]+)\)", index, re.MULTILINE)
+    if match is None:
         raise SystemExit(f"pip index versions: expected a version of transformers, got {index!r}")
-    return found[1]
+    return match[1]
 
 
 def newer_than_tables(index: str, tables: Sequence[str]) -> str | None:
     """Return the newest version in the index if no table is of its minor version, None if one is."""
     newest = newest_in(index)
     known = [name.split("_")[1] for name in tables]
-    return None if any(minor(one) >= minor(newest) for one in known) else newest
+    return None if any(minor(version) >= minor(newest) for version in known) else newest
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Make a table, or ask the index for a version without one."""
-    parser = parser_of(__doc__)
+    parser = make_parser(__doc__)
     parser.add_argument("--head", default="causal-lm")
     parser.add_argument("--batch", default="plain", help="plain, padded, packed or tree")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
@@ -180,22 +184,22 @@ def main(arguments: list[str] | None = None) -> int:
     if options.newer:
         command = [sys.executable, "-m", "pip", "index", "versions", "transformers"]
         index = subprocess.run(command, capture_output=True, text=True).stdout
-        newer = newer_than_tables(index, [one.stem for one in RESULTS.glob("models_*.md")])
+        newer = newer_than_tables(index, [item.stem for item in RESULTS.glob("models_*.md")])
         print(f"transformers {newer} has no table" if newer else "the newest minor version has a table")
         return int(newer is not None)
     runs = [Run(shape, seed) for shape in options.shapes for seed in options.seeds]
     reports = (
         read(options.read)
         if options.read
-        else [one for run in runs for one in reports_of(options.head, run, options.jobs, options.batch)]
+        else [item for run in runs for item in run_checks(options.head, run, options.jobs, options.batch)]
     )
     head = ["git", "rev-parse", "--short", "HEAD"]
     commit = options.commit or subprocess.run(head, capture_output=True, text=True, cwd=ROOT).stdout.strip()
     batch = "" if reports[0]["form"] == "plain" else f"_{reports[0]['form']}"
     place = RESULTS / f"models_{reports[0]['transformers']}_{reports[0]['head']}{batch}.md"
-    place.write_text(table_of(reports, commit))
+    place.write_text(make_table(reports, commit))
     print(place.read_text())
-    return int(any(one["result"] == "WRONG" for one in reports) or bool(lacking(by_type(reports))))
+    return int(any(item["result"] == "WRONG" for item in reports) or bool(lacking(by_type(reports))))
 
 
 if __name__ == "__main__":

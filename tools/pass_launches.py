@@ -113,23 +113,23 @@ def ring_pass(kind: str, mesh: RingMesh, options: Any) -> Both:
         stage_shards=None if kind == "flex" else stage_shards("auto", "cuda", size, size, shard_bytes),
     )  # fmt: skip
     kernel = FlexKernel(128, None, recompute=False) if kind == "flex" else FlashKernel()
-    made = RingPass(
+    prepared = RingPass(
         plan.rank(rank), kernel, Exchange(mesh), 0.125, chunk_bytes=CHUNK_BYTES_GPU,
         buffers=mesh.owners[Buffers],
     )  # fmt: skip
     q, k, v, grad = operands(options)
-    out, lse = made.forward(q, k, v)
-    return lambda: made.forward(q, k, v), lambda: made.backward(grad, q, k, v, out, lse)
+    out, lse = prepared.forward(q, k, v)
+    return lambda: prepared.forward(q, k, v), lambda: prepared.backward(grad, q, k, v, out, lse)
 
 
 def scan(mesh: RingMesh, options: Any) -> Both:
     """Return both passes of the scan of a gated delta net: matrices of 128 by 128, 16 heads."""
     layout = make_layout("zigzag", tokens=options.local_tokens * mesh.ring_size, ring_size=mesh.ring_size)
     context = scan_context(layout, mesh)
-    made = [torch.empty(context.own_runs, 1, 16, 128, 128, device="cuda") for _ in range(3)]
+    states = [torch.empty(context.own_runs, 1, 16, 128, 128, device="cuda") for _ in range(3)]
     # What the operators compute; their fake implementations only make results.
-    forward = partial(scan_op._init_fn, made[0], made[1], True, context.handle)
-    return forward, partial(scan_backward_op._init_fn, made[2], made[0], made[1], True, context.handle)
+    forward = partial(scan_op._init_fn, states[0], states[1], True, context.handle)
+    return forward, partial(scan_backward_op._init_fn, states[2], states[0], states[1], True, context.handle)
 
 
 def halo(mesh: RingMesh, options: Any) -> Both:
@@ -206,7 +206,7 @@ def known_numbers(mesh: RingMesh, options: Any, chosen: Tensor) -> Iterator[None
 
 def counted(kind: str, options: Any) -> list[Launches]:
     """Return the counts of the second forward and the second backward pass of the ring's middle rank."""
-    rank, found = options.ring_size // 2, []
+    rank, results = options.ring_size // 2, []
     with ExitStack() as stack:
         stack.enter_context(cuda_guard())
         mesh, counting = stack.enter_context(fake_ring(rank, options.ring_size)), partial(Launches, "cuda")
@@ -224,8 +224,8 @@ def counted(kind: str, options: Any) -> list[Launches]:
                 call()
             with counting().watching() as counts:
                 call()
-            found.append(counts)
-    return found
+            results.append(counts)
+    return results
 
 
 LAYERS: dict[str, Callable[[RingMesh, Any], Both]] = {"scan": scan, "halo": halo}

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from common import parser_of, print_row, provenance
+from common import make_parser, print_row, provenance
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -70,7 +70,7 @@ class Rows:
 
 def main(arguments: list[str] | None = None) -> int:
     """Print a row for each situation, then the number of each outcome."""
-    parser = parser_of(
+    parser = make_parser(
         __doc__, areas=([""], "only rows of these areas"), folder=("tests", "the tests to look through"),
         short=(False, "the rows of a day, without those of the night"), json=(False, "one JSON row each"),
     )  # fmt: skip

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed as dist
-from common import parser_of, print_row
+from common import make_parser, print_row
 from torch import Tensor
 
 from ds_ring import Causal, Dilated, RingMesh, make_layout, ring_attention
@@ -30,7 +30,7 @@ WARM_UP = 0.1  # of the passes, before anything is called flat
 LARGE_BYTES = 512 << 20
 
 
-def digest_of(tensors: list[Tensor]) -> str:
+def hash_tensors(tensors: list[Tensor]) -> str:
     """The bits of some tensors."""
     digest = hashlib.sha256()
     for tensor in tensors:
@@ -46,7 +46,7 @@ def one_pass(mesh: RingMesh, tokens: int, number: int) -> str:
     shape = (1, 4, layout.local_tokens, 32)
     q, k, v = (torch.randn(shape, generator=generator).requires_grad_() for _ in range(3))
     out = ring_attention(q, k, v, pattern=pattern, layout=layout, mesh=mesh)
-    return digest_of([out, *torch.autograd.grad(out.square().sum(), (q, k, v))])
+    return hash_tensors([out, *torch.autograd.grad(out.square().sum(), (q, k, v))])
 
 
 def usage() -> dict[str, float]:
@@ -88,11 +88,11 @@ def on_a_rank(options: argparse.Namespace) -> dict[str, Any]:
     return {"different": different, "large_hop_exact": exact, "seen": seen}
 
 
-def judge(found: dict[str, Any], passes: int, slack_mib: float) -> list[str]:
+def judge(result: dict[str, Any], passes: int, slack_mib: float) -> list[str]:
     """What is wrong with a rank."""
-    flat = [mark for mark in found["seen"] if mark["pass"] >= passes * WARM_UP]
-    wrong = [f"{found['different']} results differ"] if found["different"] else []
-    if found["large_hop_exact"] is False:
+    flat = [mark for mark in result["seen"] if mark["pass"] >= passes * WARM_UP]
+    wrong = [f"{result['different']} results differ"] if result["different"] else []
+    if result["large_hop_exact"] is False:
         wrong.append("the large hop did not arrive bit for bit")
     for name, slack in (("rss_mib", slack_mib), ("descriptors", 0), ("threads", 0)):
         growth = flat[-1][name] - flat[0][name]
@@ -103,7 +103,7 @@ def judge(found: dict[str, Any], passes: int, slack_mib: float) -> list[str]:
 
 def main(arguments: list[str] | None = None) -> int:
     """One row per ring size; exit code 1 if anything grew or differed."""
-    parser = parser_of(
+    parser = make_parser(
         __doc__, passes=(10000, "forward + backward"), ranks=[2, 4], tokens=512,
         no_large=(False, "without the hop of 512 MB"), slack_mib=(8.0, "of growth that counts as none"),
     )  # fmt: skip
@@ -111,10 +111,10 @@ def main(arguments: list[str] | None = None) -> int:
     bad = False
     for size in options.ranks:
         ranks = run_ranks(on_a_rank, size, (options,), threads=1, deadline_s=86_400)
-        wrong = [judge(found, options.passes, options.slack_mib) for found in ranks]
+        wrong = [judge(result, options.passes, options.slack_mib) for result in ranks]
         bad |= any(wrong)
-        last = [found["seen"][-1] for found in ranks]
-        exact = all(found["large_hop_exact"] is not False for found in ranks)
+        last = [result["seen"][-1] for result in ranks]
+        exact = all(result["large_hop_exact"] is not False for result in ranks)
         row = {"ranks": size, "passes": options.passes, "wrong": wrong, "last": last}
         print_row(row | {"large_exact": exact})
     return int(bad)

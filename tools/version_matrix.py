@@ -24,7 +24,7 @@ import tomllib
 from pathlib import Path
 from typing import NamedTuple
 
-from common import parser_of
+from common import make_parser
 
 ROOT = Path(__file__).resolve().parents[1]
 TOOLS = ("pytest>=8.0", "pytest-timeout>=2.3.1", "pytest-xdist>=3.5", "hypothesis>=6.100")
@@ -100,10 +100,14 @@ def lower_bounds() -> list[str]:
     """Return each dependency of pyproject.toml, and of the extras that are tried, at its lower bound."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     optional = project["optional-dependencies"]
-    wanted = project["dependencies"] + [one for name in BOUNDED for one in optional[name]]
-    found = (re.match(r"([\w-]+)>=([\w.]+)", one) for one in wanted)
+    wanted = project["dependencies"] + [requirement for name in BOUNDED for requirement in optional[name]]
+    bounds = (re.match(r"([\w-]+)>=([\w.]+)", requirement) for requirement in wanted)
     # megatron-core's version is `--megatron`'s
-    return [f"{one[1]}=={one[2]}" for one in found if one and one[1] != "megatron-core"]
+    return [
+        f"{requirement[1]}=={requirement[2]}"
+        for requirement in bounds
+        if requirement and requirement[1] != "megatron-core"
+    ]
 
 
 def run(command: list[str], deadline_s: float) -> str:
@@ -134,8 +138,8 @@ def tried(folder: Path, combination: Combination) -> Result:
     )  # fmt: skip
     place.with_name(f"{place.name}.log").write_text(done.stdout)
     failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
-    found = re.search(r"(\d+) passed", done.stdout)
-    passed = int(found[1]) if found else 0
+    match = re.search(r"(\d+) passed", done.stdout)
+    passed = int(match[1]) if match else 0
     fine = done.returncode == 0 and passed > 0
     verdict = "passed" if fine else f"{len(failed)} failed: {failed[0] if failed else 'see its log'}"
     return Result(combination.python, versions, verdict, passed, time.monotonic() - began)
@@ -143,7 +147,7 @@ def tried(folder: Path, combination: Combination) -> Result:
 
 def main(arguments: list[str] | None = None) -> int:
     """Try every combination; print the table."""
-    parser = parser_of(__doc__)
+    parser = make_parser(__doc__)
     parser.add_argument("--folder", type=Path, required=True, help="of the environments and their logs")
     parser.add_argument("--python", nargs="+", default=["3.11", "3.12", "3.13"])
     parser.add_argument("--torch", nargs="+", default=["2.11.0", "2.13.0", "2.15.0"])

@@ -1,6 +1,6 @@
 """The codec "float8": round K and V to float8 with one power of two for each row ([Note: float8 rows]).
 
-`KV_PAYLOADS` in `registry.py` has its row, `Codec` in `ring/pair.py` is its interface.
+`KV_PAYLOADS` in `plugin.py` has its row, `Codec` in `ring/pair.py` is its interface.
 """
 
 from __future__ import annotations

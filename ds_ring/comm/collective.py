@@ -12,8 +12,8 @@ import math
 import os
 import threading
 import zlib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from itertools import chain
 from types import TracebackType
@@ -55,26 +55,6 @@ class Agreement(NamedTuple):
         report = {_OPERATION: operation, **{name: str(value) for name, value in fields.items()}}
         digest = hashlib.sha256(json.dumps(report, sort_keys=True).encode()).digest()
         return cls(report, int.from_bytes(digest[:8], "big", signed=True))
-
-
-@contextmanager
-def comparing(mesh: RingMesh, name: str, number: int, said: str = "") -> Iterator[None]:
-    """Let the headers of calls inside carry a further number, which must be equal on all ranks that give one.
-
-    For what only eager calls know: a compiled graph calls operators directly, and gives none.
-
-    Args:
-        mesh: of the calls.
-        name: for the message.
-        number: at least 1; 0 gives none.
-        said: the number in words.
-    """
-    state = mesh.state
-    before, state.compared = state.compared, (name, number, said)
-    try:
-        yield
-    finally:
-        state.compared = before
 
 
 # [Note: refusals]
@@ -169,7 +149,7 @@ class collective:  # noqa: N801 - reads as contextlib's own
         self._agreement_began = True
         exchange, state = self._exchange or self.exchange, self.mesh.state
         exchange.call = number = next(self.mesh.calls)
-        further, value, said = state.compared
+        further, value, words = state.compared
         # Never reduce the patience here: headers of the last call may be in flight, or a rank may compile.
         state.patience_s = max(state.patience_s, patience_s)
         # Headers are compared lexicographically: if the first two integers are the same on all ranks, the
@@ -179,8 +159,8 @@ class collective:  # noqa: N801 - reads as contextlib's own
         least, greatest = exchange.spread(header).tolist()
         if least[:2] != greatest[:2] or (0 < least[3] != greatest[3] > 0):
             # Every rank sees the same least and greatest, so all of them send their reports, or none.
-            report = agreement.report | ({further: said or str(value)} if value else {})
-            reports = _all_reports(exchange, report, number)
+            report = agreement.report | ({further: words} if value else {})
+            reports = _gather_reports(exchange, report, number)
             error = RingMismatchError(self._describe(reports))
             error.peers_know = True
             raise error
@@ -217,7 +197,7 @@ class collective:  # noqa: N801 - reads as contextlib's own
             least, _ = exchange.spread(torch.tensor([1, 0, 0, 0], device="cpu")).tolist()
             if least[0] == 0:  # some rank does not refuse, and gathers the reports
                 why = str(error) if isinstance(error, RingError) else f"{type(error).__name__}: {error}"
-                _all_reports(exchange, {_OPERATION: self.name, _REFUSAL: why}, number)
+                _gather_reports(exchange, {_OPERATION: self.name, _REFUSAL: why}, number)
         except RingPeerError as unheard:  # no peer is reachable; this rank's own error is the better message
             raise error from unheard
 
@@ -226,8 +206,8 @@ class collective:  # noqa: N801 - reads as contextlib's own
         refusing = [rank for rank, report in enumerate(reports) if _REFUSAL in report]
         if refusing:
             return (
-                f"{self._names(refusing)} refused its own input: {reports[refusing[0]][_REFUSAL]}. No rank of"
-                " this sequence sent anything; all can go on once that is mended"
+                f"{self._describe_ranks(refusing)} refused its own input: {reports[refusing[0]][_REFUSAL]}."
+                " No rank of this sequence sent anything; all can go on once that is mended"
             )
         operations = {report[_OPERATION] for report in reports}
         # Ranks of one operation may differ in their fields, too: one passes an operand that others lack.
@@ -238,7 +218,7 @@ class collective:  # noqa: N801 - reads as contextlib's own
             for rank, report in enumerate(reports):
                 by_value.setdefault(report.get(name, _NONE), []).append(rank)
             if len(by_value) > 1:
-                who = [f"{self._names(ranks)} has {value}" for value, ranks in by_value.items()]
+                who = [f"{self._describe_ranks(ranks)} has {value}" for value, ranks in by_value.items()]
                 different.append(f"{name}: {', '.join(who)}")
         return (
             "the ranks of this sequence call ds_ring with different arguments; nothing was sent. "
@@ -246,19 +226,19 @@ class collective:  # noqa: N801 - reads as contextlib's own
             + ". Give every rank of a sequence the same model, configuration and batch shape"
         )
 
-    def _names(self, ranks: list[int]) -> str:
+    def _describe_ranks(self, ranks: list[int]) -> str:
         named = " and ".join(self.mesh.describe(rank) for rank in ranks[:_NAMED_RANKS])
         return named if len(ranks) <= _NAMED_RANKS else f"{named} and {len(ranks) - _NAMED_RANKS} more"
 
 
-def _all_reports(exchange: Exchange, report: dict[str, str], number: int) -> list[dict[str, str]]:
+def _gather_reports(exchange: Exchange, report: dict[str, str], number: int) -> list[dict[str, str]]:
     """Return every rank's report, by sequence rank."""
     mine = {_OPERATION: report[_OPERATION], "number of the call": str(number), **report}
-    text = json.dumps({name: _shortened(value) for name, value in mine.items()})
+    text = json.dumps({name: _shorten(value) for name, value in mine.items()})
     return [json.loads(row) for row in gather_texts(exchange, text)]
 
 
-def _shortened(value: str) -> str:
+def _shorten(value: str) -> str:
     """Return the beginning of a long text with a checksum, so that texts with one beginning still differ."""
     if len(value) <= _VALUE_CHARACTERS:
         return value

@@ -92,20 +92,20 @@ class DeviceTables:
     def slot_index(self, ranges: SlotRanges, device: torch.device) -> Tensor:
         """Return the slots of some ranges as an index, int64 [n]."""
         key = (ranges.tobytes(), *stream_key(device))
-        found = self._tables.get(key)
-        if found is None:
+        table = self._tables.get(key)
+        if table is None:
             index = to_device(torch.from_numpy(expand_ranges(ranges)), device)
-            found = self._tables.add(key, index, index.nbytes)
-        return found
+            table = self._tables.add(key, index, index.nbytes)
+        return table
 
     @outside_inference_mode
     def array(self, table: np.ndarray, device: torch.device) -> Tensor:
         """Return a small array as a tensor on a device."""
         key = (table.tobytes(), table.shape, table.dtype.str, *stream_key(device))
-        found = self._tables.get(key)
-        if found is None:
-            found = self._tables.add(key, on_device(table, device), table.nbytes)
-        return found
+        resident = self._tables.get(key)
+        if resident is None:
+            resident = self._tables.add(key, on_device(table, device), table.nbytes)
+        return resident
 
     @outside_inference_mode
     def numbers(
@@ -113,8 +113,8 @@ class DeviceTables:
     ) -> Tensor:
         """Return numbers (or rows of numbers) as a tensor on a device."""
         key = (numbers, dtype, *stream_key(device))
-        found = self._tables.get(key)
-        if found is None:
+        table = self._tables.get(key)
+        if table is None:
             tensor = to_device(torch.tensor(numbers, dtype=dtype, device="cpu"), device)
-            found = self._tables.add(key, tensor, tensor.nbytes)
-        return found
+            table = self._tables.add(key, tensor, tensor.nbytes)
+        return table

@@ -18,12 +18,12 @@ from torch.distributed import ProcessGroup
 
 from ds_ring.comm.in_flight import Pending
 from ds_ring.comm.mesh import Collectives, RingMesh, Watchdog
-from ds_ring.comm.messages import BatchSizes, Counters, Message, check_messages, sizes_of
+from ds_ring.comm.messages import BatchSizes, Counters, Message, check_messages, compute_batch_sizes
 from ds_ring.comm.streams import Streams, streams_of
 from ds_ring.comm.waiting import CallSite, blame, check_alive, first_line
 from ds_ring.errors import RingError, RingPeerError
 from ds_ring.health.client import keep_for_ever
-from ds_ring.registry import DEVICES, load
+from ds_ring.plugin import DEVICES, load
 
 NOTHING = torch.empty(0, dtype=torch.float32, device="cpu")
 # What every backend sends; a tensor of another dtype travels as bytes.
@@ -77,14 +77,14 @@ class Exchange:
     Args:
         mesh: the ranks and process groups.
         hop_timeout_s: seconds that one hop (or one collective) may take.
-        outside: None for passes; for another operation, its name and the JSON key of its time limit.
+        operation: its name and the JSON key of its time limit; None for a pass.
     """
 
     def __init__(
-        self, mesh: RingMesh, hop_timeout_s: float = 60.0, outside: tuple[str, str] | None = None
+        self, mesh: RingMesh, hop_timeout_s: float = 60.0, operation: tuple[str, str] | None = None
     ) -> None:
         self.mesh = mesh
-        self.hop_timeout_s, self._outside = hop_timeout_s, outside
+        self.hop_timeout_s, self._operation = hop_timeout_s, operation
         self.counters = Counters()
         self.call = 0  # number of the current call, for error messages
         self._latest: Pending | None = None
@@ -93,10 +93,10 @@ class Exchange:
     @cached_property
     def _work_watchdog(self) -> Watchdog | None:
         # Only messages between GPUs need a watchdog: with gloo the host waits.
-        found: Watchdog | None = None
+        watchdog: Watchdog | None = None
         if "cuda" in DEVICES:
-            found = load(DEVICES["cuda"].watchdog).for_mesh(self.mesh)
-        return found
+            watchdog = load(DEVICES["cuda"].watchdog).for_mesh(self.mesh)
+        return watchdog
 
     @property
     def deadline_s(self) -> float:
@@ -124,7 +124,7 @@ class Exchange:
         check_messages(sent)
         check_messages(received)
         of, to = ([self.mesh.global_rank_in_sequence(peer) for peer, _ in side] for side in (receives, sends))
-        sizes = sizes_of(sent, received)
+        sizes = compute_batch_sizes(sent, received)
         route = self.world_route(of, to, (*receives, *sends)[0][1], self.mesh.sequence_group, sizes)
         return self.start(route, [x for _, x in sends], [x for _, x in receives])
 
@@ -139,7 +139,7 @@ class Exchange:
         check_messages(receives)
         of, to = ([self.mesh.global_rank_of(message.peer) for message in side] for side in (receives, sends))
         tensor = (*receives, *sends)[0].tensor if receives or sends else NOTHING
-        return self.world_route(of, to, tensor, self.mesh.ring_group, sizes_of(sends, receives))
+        return self.world_route(of, to, tensor, self.mesh.ring_group, compute_batch_sizes(sends, receives))
 
     def world_route(
         self, receives: Sequence[int], sends: Sequence[int], like: Tensor, group: ProcessGroup | None,
@@ -151,7 +151,7 @@ class Exchange:
             tuple(rank if group is None else dist.get_group_rank(group, rank) for rank in side)
             for side in (receives, sends)
         )
-        streams = self._streams_that_wait(like, group)
+        streams = self._get_waiting_streams(like, group)
         return Route(of, to, peers, [tuple(sorted({*receives, *sends}))], sizes, group, streams)
 
     def streams(self, tensor: Tensor) -> Streams:
@@ -166,7 +166,7 @@ class Exchange:
         counters.batches += sizes.is_one
         counters.messages_sent += sizes.sends
         counters.bytes_sent += sizes.sent_bytes
-        site = CallSite(self.call, hop, self._outside)
+        site = CallSite(self.call, hop, self._operation)
         if mesh.state.broken is not None or (mesh.detector is not None and mesh.detector.fault is not None):
             check_alive(mesh, hop)
         try:
@@ -188,7 +188,7 @@ class Exchange:
         )
         return self._latest
 
-    def _streams_that_wait(self, tensor: Tensor, group: ProcessGroup | None) -> Streams | None:
+    def _get_waiting_streams(self, tensor: Tensor, group: ProcessGroup | None) -> Streams | None:
         """Return the streams that wait for works; None with gloo, whose works the host waits for."""
         on_device = tensor.is_cuda and dist.get_backend(group) != "gloo"
         return self.streams(tensor) if on_device else None
@@ -217,13 +217,15 @@ class Exchange:
         Returns:
             int64 [2, n]: least and greatest.
         """
-        if (own := self.mesh.collectives) is not None:
-            return own.spread(self, header)
+        if (collectives := self.mesh.collectives) is not None:
+            return collectives.spread(self, header)
         if self._header_routes is None:
             mesh, self._header_routes = self.mesh, []
             for step in range((mesh.sequence_size - 1).bit_length()):
                 rank, apart = mesh.sequence_rank, 1 << step
-                ahead, behind = (mesh.global_rank_in_sequence(one) for one in (rank + apart, rank - apart))
+                ahead, behind = (
+                    mesh.global_rank_in_sequence(target) for target in (rank + apart, rank - apart)
+                )
                 # Headers are CPU tensors: NCCL could not send them.
                 self._header_routes.append(self.world_route([behind], [ahead], header, mesh.cpu_group))
         least = greatest = tuple(header.tolist())
@@ -240,21 +242,21 @@ class Exchange:
         """Return every rank's (equally shaped, contiguous) tensor, in group order."""
         if group is None:
             return [tensor]
-        if (own := self._own_collectives(group)) is not None:
-            return own.all_gather(self, tensor.contiguous(), group)
-        sent = _as_sent(tensor.contiguous())
+        if (collectives := self._get_collectives(group)) is not None:
+            return collectives.all_gather(self, tensor.contiguous(), group)
+        sent = _view_as_sent(tensor.contiguous())
         # One allocation; slices along dim 0 are contiguous.
         parts = list(torch.empty((size, *sent.shape), dtype=sent.dtype, device=sent.device))
         check_alive(self.mesh, None)
         self._finish(dist.all_gather(parts, sent, group=group, async_op=True), group, [sent], parts)
         self.counters.bytes_sent += tensor.nbytes * (size - 1)
-        return [_received(part, tensor) for part in parts]
+        return [_view_as_received(part, tensor) for part in parts]
 
     def all_reduce(self, tensor: Tensor, group: ProcessGroup) -> None:
         """Sum over the ranks of a group, in place."""
         check_alive(self.mesh, None)
-        if (own := self._own_collectives(group)) is not None:
-            tensor.copy_(torch.stack(own.all_gather(self, tensor.contiguous(), group)).sum(dim=0))
+        if (collectives := self._get_collectives(group)) is not None:
+            tensor.copy_(torch.stack(collectives.all_gather(self, tensor.contiguous(), group)).sum(dim=0))
             return
         work = dist.all_reduce(tensor, group=group, async_op=True)
         self._finish(work, group, [], [tensor])
@@ -263,9 +265,9 @@ class Exchange:
         """Send part i of this rank to rank i of the group; all parts have one shape."""
         if group is None:
             return list(parts)
-        if (own := self._own_collectives(group)) is not None:
-            return own.all_to_all(self, parts, group)
-        sends = [_as_sent(part.contiguous()) for part in parts]
+        if (collectives := self._get_collectives(group)) is not None:
+            return collectives.all_to_all(self, parts, group)
+        sends = [_view_as_sent(part.contiguous()) for part in parts]
         check_alive(self.mesh, None)
         if torch.__version__ < "2.12" and sends[0].device.type == "cpu":
             # gloo of torch 2.11 has the all-to-all of single tensors only, not the one of lists.
@@ -279,7 +281,7 @@ class Exchange:
         self._finish(work, group, sends, received)
         # One part stays on this rank; all parts have one size, so leave out any one of them.
         self.counters.bytes_sent += sum(part.nbytes for part in parts[1:])
-        return [_received(part, parts[0]) for part in received]
+        return [_view_as_received(part, parts[0]) for part in received]
 
     def reduce_scatter(self, parts: Sequence[Tensor], group: ProcessGroup | None) -> Tensor:
         """Return the sum of all ranks' parts for this rank, in group order (the same bits every time)."""
@@ -291,7 +293,7 @@ class Exchange:
             total = total + part
         return total
 
-    def _own_collectives(self, group: ProcessGroup | None) -> Collectives | None:
+    def _get_collectives(self, group: ProcessGroup | None) -> Collectives | None:
         """Return what replaces torch's on a group with ranks of other rings; None for torch's."""
         return None if group is dist.group.WORLD else self.mesh.collectives
 
@@ -301,18 +303,18 @@ class Exchange:
         """Wait for a collective of torch.distributed."""
         assert work is not None
         peers = [tuple(rank for rank in dist.get_process_group_ranks(group) if rank != self.mesh.global_rank)]
-        streams, site = self._streams_that_wait(got[0], group), CallSite(self.call, None, self._outside)
+        streams, site = self._get_waiting_streams(got[0], group), CallSite(self.call, None, self._operation)
         watchdog = None if streams is None else self._work_watchdog
         Pending([work], peers, self.mesh, site, self.deadline_s, sent, got, group, watchdog, streams).wait()
 
 
-def _as_sent(tensor: Tensor) -> Tensor:
+def _view_as_sent(tensor: Tensor) -> Tensor:
     """Return a contiguous tensor, or a view of its bytes [n] if a backend may lack its dtype."""
     return tensor if tensor.dtype in SENT_DTYPES else tensor.view(-1).view(torch.uint8)
 
 
-def _received(part: Tensor, like: Tensor) -> Tensor:
-    """Return what arrived of a tensor like `like`, which `_as_sent` may have turned into bytes."""
+def _view_as_received(part: Tensor, like: Tensor) -> Tensor:
+    """Return what arrived of a tensor like `like`, which `_view_as_sent` may have turned into bytes."""
     return part if part.dtype == like.dtype else part.view(like.dtype).view(like.shape)
 
 
@@ -331,6 +333,6 @@ def start_batch(route: Route, sent: Sequence[Tensor], received: Sequence[Tensor]
     for act, tensors, ranks in sides:
         for tensor, rank in zip(tensors, ranks, strict=True):
             if tensor.dtype not in SENT_DTYPES:
-                tensor = _as_sent(tensor)
+                tensor = _view_as_sent(tensor)
             operations.append(dist.P2POp(act, tensor, group=route.group, group_peer=rank))
     return dist.batch_isend_irecv(operations)

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ds_ring.errors import RingMeshError, RingMismatchError, shown
 from ds_ring.health.whereabouts import names_of
 from ds_ring.limits import MAX_SECONDS
-from ds_ring.registry import DEVICES, load
+from ds_ring.plugin import DEVICES, load
 from ds_ring.schedule.grid import Grid
 
 # Of torch's own waits: every wait of ds_ring has a limit of its own, which torch's must not cut short.
@@ -70,14 +70,14 @@ def make_groups(grid: Grid, timeout: datetime.timedelta) -> Groups:
             expected = f"groups in the order of the world (torch {torch.__version__} sorts their ranks)"
             raise RingMeshError.wrong("ranks", expected, str(unsorted), "sort them, or use torch 2.13")
     # In the same order on every rank of the world: torch matches the calls of new_group by order.
-    sequence = _my_group(grid.sequence_groups(), timeout, None)
+    sequence = _make_group(grid.sequence_groups(), timeout, None)
     speaks_gloo = sequence is None or dist.get_backend(sequence) in ("gloo", "fake")
     # Transfers that overlap with attention are urgent.
-    ring = _my_group(grid.ring_groups(), timeout, None, urgent=True)
-    ulysses = _my_group(grid.ulysses_groups(), timeout, None, urgent=True)
-    data = _my_group(grid.data_groups(), timeout, None)
+    ring = _make_group(grid.ring_groups(), timeout, None, urgent=True)
+    ulysses = _make_group(grid.ulysses_groups(), timeout, None, urgent=True)
+    data = _make_group(grid.data_groups(), timeout, None)
     # Headers are CPU tensors, which NCCL does not take.
-    cpu = sequence if speaks_gloo else _my_group(grid.sequence_groups(), timeout, "gloo")
+    cpu = sequence if speaks_gloo else _make_group(grid.sequence_groups(), timeout, "gloo")
     nccl = [group for group in (sequence, ring, ulysses, data) if group is not None and _is_nccl(group)]
     if nccl and "cuda" in DEVICES:
         load(DEVICES["cuda"].warm_up)(nccl)
@@ -124,20 +124,21 @@ def _check_same(grid: Grid) -> None:
         return
     grids: list[Grid | None] = [None] * grid.world_size
     dist.all_gather_object(grids, grid)
-    other = next((rank for rank, theirs in enumerate(grids) if theirs != grids[0]), None)
-    if other is not None:
-        got = f"{_named(grids[0])} on rank 0 and {_named(grids[other])} on rank {other}"
+    different_rank = next((rank for rank, theirs in enumerate(grids) if theirs != grids[0]), None)
+    if different_rank is not None:
+        first, different = _describe_grid(grids[0]), _describe_grid(grids[different_rank])
+        got = f"{first} on rank 0 and {different} on rank {different_rank}"
         advice = "make the mesh with the same arguments everywhere"
         raise RingMismatchError.wrong("RingMesh", "the same groups on all ranks", got, advice)
 
 
-def _named(grid: Grid | None) -> str:
+def _describe_grid(grid: Grid | None) -> str:
     assert grid is not None
     order = f", order {list(grid.order)}" if grid.order else ""
     return f"ring_size {grid.ring_size}, ulysses_size {grid.ulysses_size}{order}"
 
 
-def _my_group(
+def _make_group(
     groups: list[list[int]], timeout: datetime.timedelta, backend: str | None, urgent: bool = False
 ) -> ProcessGroup | None:
     """Create all groups (torch wants every rank to take part) and return the one this rank is in."""
@@ -145,7 +146,7 @@ def _my_group(
         return None
     mine: ProcessGroup | None = None
     for ranks in groups:
-        more: dict[str, Any] = {} if ranks == sorted(ranks) else dict(_UNSORTED)
+        unsorted_options: dict[str, Any] = {} if ranks == sorted(ranks) else dict(_UNSORTED)
         if urgent and "nccl" in str(dist.get_backend_config()):
             # torch changes the options, so each group has its own. A stream of high priority goes first where
             # a multiprocessor is free. A persistent kernel leaves no cluster of neighbouring ones free:
@@ -154,8 +155,8 @@ def _my_group(
             options: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
             options.config.cga_cluster_size = 1
             options._timeout = timeout  # new_group warns of any other
-            more["pg_options"] = options
-        group = dist.new_group(ranks, timeout=timeout, backend=backend, **more)
+            unsorted_options["pg_options"] = options
+        group = dist.new_group(ranks, timeout=timeout, backend=backend, **unsorted_options)
         if dist.get_rank() in ranks:
             mine = group
     return mine

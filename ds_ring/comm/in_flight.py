@@ -62,7 +62,7 @@ class Pending:
     _over: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
-        self._versions = _versions(self.sent)
+        self._versions = _read_versions(self.sent)
         # The time counts from the post, not from the wait: with overlap a hop's attention runs in between.
         self.deadline = time.monotonic() + self.timeout_s
 
@@ -90,7 +90,7 @@ class Pending:
         self._over, self.sent, self.received = True, (), ()
         if watchdog is not None:
             watchdog.add(self)
-        if _versions(sent) != versions:
+        if _read_versions(sent) != versions:
             where, got = f"ring rank {self.mesh.ring_rank} at {self.site}", "one changed in place"
             advice = "do not modify inputs of ring_attention while it runs"
             raise RingBufferError.wrong(where, "unchanged K, V and gradients in flight", got, advice)
@@ -129,7 +129,7 @@ class Pending:
 _VERSION = operator.attrgetter("_version")
 
 
-def _versions(tensors: Sequence[Tensor]) -> list[int]:
+def _read_versions(tensors: Sequence[Tensor]) -> list[int]:
     """Return how often each was written to; 0 for inference tensors, which keep no count."""
     try:
         return list(map(_VERSION, tensors))

@@ -62,8 +62,8 @@ class Owners(dict[type, Any]):
 
     def __missing__(self, kind: type) -> Any:
         shared = self._parent is not None and not self._is_own(kind)
-        found = self[kind] = self._parent[kind] if self._parent is not None and shared else kind()
-        return found
+        resource = self[kind] = self._parent[kind] if self._parent is not None and shared else kind()
+        return resource
 
     def derived(self, is_own: Callable[[type], bool] | None = None) -> Owners:
         """Return the owners of another mesh of these ranks: shared ones, and its own ones of some classes."""
@@ -71,12 +71,12 @@ class Owners(dict[type, Any]):
 
     def process_groups(self) -> list[Any]:
         """Return the process groups of all owners."""
-        return [group for one in self.values() for group in getattr(one, "process_groups", list)()]
+        return [group for resource in self.values() for group in getattr(resource, "process_groups", list)()]
 
     def release(self) -> None:
         """Release and drop all owners."""
-        for one in self.values():
-            getattr(one, "release", lambda: None)()
+        for resource in self.values():
+            getattr(resource, "release", lambda: None)()
         self.clear()
 
 
@@ -92,7 +92,7 @@ class CallCounter(itertools.count):  # type: ignore[type-arg]
 
 
 class Watchdog(Protocol):
-    """Enforces the deadlines of messages that a stream waits for; `registry.DEVICES` names one."""
+    """Enforces the deadlines of messages that a stream waits for; `plugin.DEVICES` names one."""
 
     def add(self, batch: Pending) -> None:
         """Watch over a batch from now on."""
@@ -111,7 +111,7 @@ class Collectives(Protocol):
         """Return the least and the greatest header of all ranks."""
         ...
 
-    def all_gather(self, exchange: Any, own: Tensor, group: ProcessGroup | None) -> list[Tensor]:
+    def all_gather(self, exchange: Any, tensor: Tensor, group: ProcessGroup | None) -> list[Tensor]:
         """Return every rank's (equally shaped, contiguous) tensor, in ring order."""
         ...
 
@@ -133,7 +133,7 @@ class MeshState:
         groups: process groups that were made for the mesh and its smaller rings.
         abandoned: a wait for a message was given up, so torch may be using a group for ever.
         process: the one that made the mesh.
-        compared: name, value and words of a further number of headers (`collective.comparing`).
+        compared: name, value and words of a further number of headers (`ops/gradients.py`).
         busy, thread: held during a call (`collective.py`), and by which thread.
     """
 
@@ -176,7 +176,7 @@ class MeshState:
         Raises:
             RingMeshError: names both threads.
         """
-        names = [repr(one.name) for one in threading.enumerate() if one.ident == self.thread]
+        names = [repr(thread.name) for thread in threading.enumerate() if thread.ident == self.thread]
         why = (
             "expected one thread at a time on a mesh, got a call of thread"
             f" {threading.current_thread().name!r} while thread {(names or ['?'])[0]} is in one; ranks match"

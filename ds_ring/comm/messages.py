@@ -113,9 +113,9 @@ class BatchSizes(NamedTuple):
     sent_bytes: int
 
 
-def sizes_of(sends: Sequence[Message], receives: Sequence[Message]) -> BatchSizes:
+def compute_batch_sizes(sends: Sequence[Message], receives: Sequence[Message]) -> BatchSizes:
     """Return the increments of the counters for a batch."""
-    return BatchSizes(bool(sends or receives), len(sends), sum(one.tensor.nbytes for one in sends))
+    return BatchSizes(bool(sends or receives), len(sends), sum(message.tensor.nbytes for message in sends))
 
 
 class MessageSize(NamedTuple):

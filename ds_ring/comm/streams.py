@@ -1,6 +1,6 @@
 """Define how streams are ordered on a device, and what fake tensors have: shapes, no memory and no streams.
 
-On the CPU there is nothing to order. `registry.DEVICES` names the class of another kind of device.
+On the CPU there is nothing to order. `plugin.DEVICES` names the class of another kind of device.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ds_ring.registry import DEVICES, load
+from ds_ring.plugin import DEVICES, load
 
 
 def is_fake(x: Tensor) -> bool:
@@ -56,11 +56,11 @@ HOST = Streams()
 
 
 @lru_cache(maxsize=64)  # more devices than a host has
-def _streams_of_device(device: torch.device) -> Streams:
-    found: Streams = load(DEVICES[device.type].streams)(device) if device.type in DEVICES else HOST
-    return found
+def _make_streams(device: torch.device) -> Streams:
+    streams: Streams = load(DEVICES[device.type].streams)(device) if device.type in DEVICES else HOST
+    return streams
 
 
 def streams_of(tensor: Tensor) -> Streams:
     """Return the streams of a tensor's device."""
-    return _streams_of_device(tensor.device) if tensor.is_cuda and not is_fake(tensor) else HOST
+    return _make_streams(tensor.device) if tensor.is_cuda and not is_fake(tensor) else HOST

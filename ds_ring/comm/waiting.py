@@ -34,16 +34,16 @@ DEVICE_ERROR: tuple[type[BaseException], ...] = tuple(
 class CallSite(NamedTuple):
     """The place in the program at which a wait happens: the number of the call, and the hop.
 
-    `outside`, of an operation that is not a pass: its name, and the JSON key of its time limit.
+    `operation`: its name and the JSON key of its time limit; None for a pass.
     """
 
     call: int
     hop: int | None
-    outside: tuple[str, str] | None = None
+    operation: tuple[str, str] | None = None
 
     def __str__(self) -> str:
-        if self.outside is not None:
-            return self.outside[0]
+        if self.operation is not None:
+            return self.operation[0]
         return f"call {self.call}, " + ("before its first hop" if self.hop is None else f"hop {self.hop}")
 
     @property
@@ -52,7 +52,7 @@ class CallSite(NamedTuple):
 
     @property
     def limit_key(self) -> str:
-        return _HOP_KEYS if self.outside is None else self.outside[1]
+        return _HOP_KEYS if self.operation is None else self.operation[1]
 
 
 class Task:

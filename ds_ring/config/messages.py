@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from numbers import Integral
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, get_args, get_origin
 
 from pydantic import (
     BaseModel,
@@ -168,11 +168,36 @@ class Section(BaseModel):
 
 
 class FurtherKeys(Section):
-    """Base of the keys of "pattern" that a pattern's own folder has (`PATTERN_KEYS` in `registry.py`)."""
+    """Base of the keys of "pattern" that a pattern's own folder has (`PATTERN_KEYS` in `plugin.py`)."""
 
     def composed(self, parts: list[Pattern], causal: bool) -> list[Pattern]:
         """Return the patterns that are composed with `&`: `parts`, and that of these keys if they are set."""
         raise NotImplementedError
+
+
+class PartKeys(Section):
+    """Base of the keys of a part of the section that several capabilities have.
+
+    The part is "off", "auto" or an object of keys. A key that is `true` is an error where the model does not allow it; one that is "auto" is left out there,
+    with a line in the log.
+
+    Attributes:
+        description: of the part.
+    """
+
+    description: ClassVar[str]
+
+    @property
+    def changes_models(self) -> bool:
+        """Return whether a part of a transformers model is on, or may be."""
+        return False
+
+
+def part_from_word(part: type[PartKeys], value: Any) -> Any:
+    """Replace "off" by no key, and "auto" by every key that the model allows."""
+    if value == "off":
+        return {}
+    return dict.fromkeys(part.model_fields, "auto") if value == "auto" else value
 
 
 def _problem(detail: ErrorDetails, root: type[BaseModel], prefix: str) -> Problem:

@@ -27,7 +27,7 @@ from ds_ring.config.messages import (
     without_effect,
 )  # fmt: skip
 from ds_ring.limits import MAX_BLOCK, MAX_BYTES, Timeouts
-from ds_ring.registry import GRADIENT_PAYLOADS, KERNELS, KV_PAYLOADS, PASSES
+from ds_ring.plugin import GRADIENT_PAYLOADS, KERNELS, KV_PAYLOADS, PASSES
 
 BlockSize = Annotated[int, Field(le=MAX_BLOCK), Accepted("a power of two of at least 16", "use 128")]
 KernelOptions = Annotated[dict[str, JsonValue], Accepted("an object of JSON values", "use {} for no options")]

@@ -30,7 +30,7 @@ from ds_ring.config.messages import (
     without_effect,
 )  # fmt: skip
 from ds_ring.masks.pattern import Pattern
-from ds_ring.registry import PATTERN_KEYS, PUBLIC, load
+from ds_ring.plugin import PATTERN_KEYS, PATTERNS, load
 
 Window = Annotated[AtLeastOne | None, Accepted(f"{ONE_UP}, or null", "use null for no window")]
 Beside = Annotated[AtLeastOne | None, Accepted(f"{ONE_UP}, or null", "use null for none")]
@@ -65,9 +65,8 @@ class PatternKeys(Section):
 
 FURTHER_KEYS: list[type[FurtherKeys]] = [load(home) for home in PATTERN_KEYS.values()]
 
-# The public patterns that say themselves what their key is (`Pattern.json_key`).
-_HOMES = (home for home in PUBLIC.values() if home.startswith("ds_ring.masks."))
-_PATTERNS: list[type[Pattern]] = [load(home) for home in _HOMES]
+# Patterns that say themselves what their key is (`Pattern.json_key`).
+_PATTERNS: list[type[Pattern]] = [load(home) for home in PATTERNS.values()]
 PATTERNS_BY_KEY = {one.json_key.name: (one.json_key, one) for one in _PATTERNS if one.json_key}
 
 

@@ -11,101 +11,33 @@ import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import fields
-from functools import lru_cache, reduce
+from functools import lru_cache, partial, reduce
 from operator import and_
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
-from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, create_model, field_validator, model_validator
 
 from ds_ring.config.json_text import SECTION, SP_KEY, Json, JsonSource, resolve
 from ds_ring.config.messages import (
     ONE_UP,
     WORD,
     Accepted,
-    AtLeastOne,
     Flag,
+    PartKeys,
     Refused,
     Section,
-    Switch,
     Timeout,
     listed,
+    part_from_word,
     sentence,
-    shown,
-    without_effect,
 )  # fmt: skip
-from ds_ring.config.pass_options import PassOptions, refuse_without_hops
+from ds_ring.config.pass_options import PassOptions
 from ds_ring.config.pattern_section import FURTHER_KEYS, PATTERNS_BY_KEY, PatternConfig
 from ds_ring.errors import RingMeshError
 from ds_ring.limits import MAX_RANKS, MAX_TOKENS, Timeouts, divisors
 from ds_ring.masks.catalog import Causal, DilatedWindow, Full, Sinks, SlidingWindow
 from ds_ring.masks.pattern import Pattern
-from ds_ring.registry import LAYOUTS
-
-# The "long_sequence" part: what of a model besides attention is computed in tiles.
-
-TileChoice = Literal["auto"] | bool | int
-TileTokens = Annotated[
-    Literal["auto"] | bool | AtLeastOne,
-    Accepted('"auto", true, false, or a whole number of at least 1 (tokens)', "write true, say"),
-]
-
-_MIB = 1 << 20
-_LEAST_TOKENS = 64
-
-
-class LongSequenceConfig(Section):
-    """Say which parts of a model are computed in tiles of tokens, and where its checkpoints are kept.
-
-    A part that is `true` is an error where the model does not allow it; one that is "auto" is left out there,
-    with a line in the log.
-    """
-
-    tiled_loss: TileTokens = Field(
-        default=False, description="compute logits, loss and their gradients by tiles of tokens"
-    )
-    tiled_mlp: TileTokens = Field(
-        default=False, description="compute MLPs by tiles of tokens, again in the backward pass"
-    )
-    offload_checkpoints: Switch = Field(
-        default=False, description="checkpoint each layer; keep checkpoints in pinned memory of the host"
-    )
-    offload_attention: Switch = Field(
-        default=False, description="keep attention's saved tensors in pinned memory of the host"
-    )
-
-    @property
-    def any(self) -> bool:
-        """Return whether a part of a model is on, or may be; `offload_attention` is attention's own."""
-        parts = (self.tiled_loss, self.tiled_mlp, self.offload_checkpoints)
-        return any(value is not False for value in parts)
-
-
-def _from_word(value: Any) -> Any:
-    """Replace "off" by no part, and "auto" by every part that the model allows."""
-    if value == "off":
-        return {}
-    return dict.fromkeys(LongSequenceConfig.model_fields, "auto") if value == "auto" else value
-
-
-LongSequence = Annotated[
-    LongSequenceConfig,
-    BeforeValidator(_from_word),
-    Accepted('"off", "auto", or an object of its keys', 'write "auto" for all that the model allows'),
-]
-
-
-def tile_tokens(tile: TileChoice, width: int, device: str = "cpu") -> int:
-    """Return the tokens of a tile of at most so many: 64 MiB of float32 on the CPU, 512 MiB elsewhere.
-
-    Args:
-        tile: the value of `tiled_loss` or `tiled_mlp`; a number is taken as it is.
-        width: elements of a token's widest row: the vocabulary for the loss, or an MLP's intermediate size.
-        device: the kind of device, "cpu" or "cuda".
-    """
-    if type(tile) is int:
-        return tile
-    return max((64 if device == "cpu" else 512) * _MIB // (4 * width), _LEAST_TOKENS)
-
+from ds_ring.plugin import JSON_KEYS, LAYOUTS, PART_KEYS, load
 
 _OPEN: Any = None  # filled in or refused by the validators: no finished model holds it
 _AUTO: Any = "auto"
@@ -123,10 +55,6 @@ if TYPE_CHECKING:  # a type checker cannot read the words of a table
     LayoutName = str
 else:
     LayoutName = Annotated[Literal[tuple(LAYOUTS)], WORD]
-SpeedsOfRanks = Annotated[
-    Literal["measured"] | list[Annotated[float, Field(gt=0, allow_inf_nan=False)]] | None,
-    Accepted('"measured", a number above 0 for each ring rank, or null', 'use "measured"'),
-]
 AttentionName = Annotated[Literal["ring", "as_is"], WORD]
 
 
@@ -149,10 +77,6 @@ class RingKeys(Section):
         default="auto",
         description="the rank of each token; auto: even work and least traffic",
     )
-    rank_speeds: SpeedsOfRanks = Field(
-        default=None,
-        description="relative speeds: slow ranks of the ring get less attention work",
-    )
     pattern: Annotated[
         PatternConfig, Accepted("an object of pattern keys", 'write {"causal": true}, say')
     ] = Field(default=PatternConfig(), description="which query sees which key")
@@ -165,7 +89,7 @@ class RingKeys(Section):
     )
 
 
-class RingConfig(PassOptions, RingKeys):
+class CoreConfig(PassOptions, RingKeys):
     """Hold the section, resolved: `ring_size` is a number here even where the JSON says "auto".
 
     `sequence_parallel_size` is at the top level of the JSON, where DeepSpeed reads it. Left out, or "auto",
@@ -173,21 +97,9 @@ class RingConfig(PassOptions, RingKeys):
     unknown; DeepSpeed's own default of 1 would silently be no ring at all, so that is an error.
     """
 
-    latents: Switch = Field(
-        default="auto",
-        description="multi-head latent attention (DeepSeek, Kimi) sends latents in place of K/V",
-    )
-    long_sequence: LongSequence = Field(
-        default=LongSequenceConfig(),
-        description="what is computed in tiles or kept on the host",
-    )
     min_sequence_length: TokenCount = Field(
         default=0,
         description="below this many tokens ranks take whole samples instead of shards",
-    )
-    dynamic_ring: Flag = Field(
-        default=False,
-        description="the loader gives short samples to smaller rings and single ranks",
     )
     step_timeout_seconds: Timeout = Field(
         default=Timeouts().step,
@@ -199,16 +111,9 @@ class RingConfig(PassOptions, RingKeys):
     start_timeout_seconds: Timeout = Field(
         default=Timeouts().start, description="longest wait until all ranks have made their engines"
     )
-    verify_first_batch: Flag = Field(
-        default=False,
-        description="compare the first step with one process: logits, loss, every gradient",
-    )
     check_modules: Flag = Field(
         default=True,
         description="first step: refuse your modules and hooks that mix tokens",
-    )
-    monitor: Flag = Field(
-        default=False, description="report hop times, bytes and memory to DeepSpeed's monitor"
     )
 
     @classmethod
@@ -241,10 +146,14 @@ class RingConfig(PassOptions, RingKeys):
         text = json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
+    def get(self, key: str, default: Any = False) -> Any:
+        """Return the value of a capability's key; `default` where the capability is not there."""
+        return getattr(self, key, default)
+
     @property
-    def offload_attention(self) -> bool | Literal["auto"]:
-        """Return whether attention's tensors are kept on the host between both passes."""
-        return self.long_sequence.offload_attention
+    def changes_models(self) -> bool:
+        """Return whether a part of the section changes a transformers model, or may."""
+        return any(getattr(self, part).changes_models for part in PARTS)
 
     @model_validator(mode="before")
     @classmethod
@@ -285,34 +194,6 @@ class RingConfig(PassOptions, RingKeys):
             f"set {fits}, or {SP_KEY} to {ring * ulysses}"
         )
 
-    @field_validator("monitor")
-    @classmethod
-    def _has_hops_to_report(cls, value: bool, info: ValidationInfo) -> bool:
-        return bool(refuse_without_hops(cls, value, info))
-
-    @field_validator("rank_speeds")
-    @classmethod
-    def _has_work_to_deal_out(cls, value: Any, info: ValidationInfo) -> Any:
-        layout, ring_size = info.data.get("layout", "auto"), info.data.get("ring_size")
-        if value is not None and not LAYOUTS[layout].takes_speeds:
-            raise Refused(without_effect(shown(value), f'"layout": "{layout}"', "deals out no work"))
-        if isinstance(value, list) and type(ring_size) is int and len(value) != ring_size:
-            expected = f"{ring_size} numbers (ring_size)"
-            raise Refused(sentence(expected, str(len(value)), "give one for each rank of the ring"))
-        return value
-
-    @field_validator("dynamic_ring")
-    @classmethod
-    def _has_plain_rings(cls, value: bool, info: ValidationInfo) -> bool:
-        if value and info.data.get("rank_speeds") is not None:
-            raise Refused(sentence("false", "true beside rank_speeds", "smaller rings have other ranks"))
-        if value and info.data.get("ulysses_size", 1) > 1:
-            why = "is for rings without Ulysses ranks"
-            raise Refused(sentence("false", f"true beside ulysses_size {info.data['ulysses_size']}", why))
-        if value and info.data.get("attention") == "as_is":
-            raise Refused(sentence("false", 'true beside "attention": "as_is"', "a graph has one ring"))
-        return value
-
     @field_validator(*(f"{name}_timeout_seconds" for name in Timeouts._fields))
     @classmethod
     def _outlasts_the_heartbeat(cls, limit: float, info: ValidationInfo) -> float:
@@ -323,6 +204,41 @@ class RingConfig(PassOptions, RingKeys):
                 sentence(f"at least heartbeat_timeout_seconds, {heartbeat:g}", f"{limit:g}", advice)
             )
         return limit
+
+
+def _make_part(part: str) -> type[PartKeys]:
+    keys = [load(home) for name, home in PART_KEYS.items() if name.startswith(f"{part}.")]
+    name = f"{part.title().replace('_', '')}Config"
+    return create_model(name, __base__=tuple(reversed(keys)), __module__=__name__)
+
+
+# Parts of the section whose keys are those of capabilities, "long_sequence" for example.
+PARTS = {part: _make_part(part) for part in dict.fromkeys(name.partition(".")[0] for name in PART_KEYS)}
+
+
+def _field_of_part(kind: type[PartKeys]) -> tuple[Any, Any]:
+    advice = 'write "auto" for all that the model allows'
+    accepted = Accepted('"off", "auto", or an object of its keys', advice)
+    annotation = Annotated[kind, BeforeValidator(partial(part_from_word, kind)), accepted]
+    return annotation, Field(default=kind(), description=kind.description)
+
+
+if TYPE_CHECKING:
+
+    class RingConfig(CoreConfig):
+        """Add the keys of capabilities (`plugin.JSON_KEYS`)."""
+
+        def __getattr__(self, name: str) -> Any: ...
+
+else:
+    _KEYS = [load(home) for home in JSON_KEYS.values()]
+    RingConfig = create_model(
+        "RingConfig",
+        __base__=(*reversed(_KEYS), CoreConfig),  # the fields of the last base come first
+        __module__=__name__,
+        __doc__=CoreConfig.__doc__,
+        **{part: _field_of_part(kind) for part, kind in PARTS.items()},
+    )
 
 
 def strip_section(source: JsonSource) -> Json:
@@ -369,6 +285,6 @@ def by_json_key(config: RingConfig) -> Json:
     """Return the values by their dotted JSON keys, with everything that was left out filled in."""
     values = config.model_dump(mode="json")
     flat = {SP_KEY: values.pop(SP_KEY)}
-    for part in ("pattern", "long_sequence"):
+    for part in ("pattern", *PARTS):
         values |= {f"{part}.{name}": value for name, value in values.pop(part).items()}
     return flat | {f"{SECTION}.{name}": value for name, value in values.items()}

@@ -4,8 +4,7 @@ Owns the kernel and its launch; `ring/merge.py` owns the formula. Needs triton, 
 install; nothing imports this module where there are no CUDA tensors. Each element of every part
 is loaded once and that of the result stored once. So a merge of four parts in 16 bits into float32 moves 12
 bytes an element of the output, one after the other into an accumulator they would move 36 (and by torch's
-operators 84). (`tools/verify_merge.py` compiles it for sm_90 and interprets it on the CPU; it has not run on
-a GPU.)
+operators 84). One H200 has run it (`tools/results/gpu_h200.md`); tests/unit/cuda/test_merge.py interprets it.
 """
 
 from __future__ import annotations
@@ -134,8 +133,8 @@ def launch(out: Tensor, lse: Tensor | None, parts: Sequence[tuple[Tensor, Tensor
     outputs = [part for part, _ in pairs]
     sums = [out] * (1 + MAX_PARTS) if lse is None else [lse, *(of for _, of in pairs if of is not None)]
     sizes, none = (1,) * missing + tuple(out.shape[:-1]), (0,) * missing
-    strides = [step for one in (out, *outputs) for step in none + one.stride()]
-    strides += [step for one in sums for step in (none + one.stride())[:ROW_DIMS]]
+    strides = [step for tensor in (out, *outputs) for step in none + tensor.stride()]
+    strides += [step for tensor in sums for step in (none + tensor.stride())[:ROW_DIMS]]
     wide = tl.float64 if out.element_size() == 8 else tl.float32
     width = 1 << max(head_dim - 1, 0).bit_length()
     at_once = max(1, ELEMENTS // width)

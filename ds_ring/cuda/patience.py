@@ -26,17 +26,17 @@ if TYPE_CHECKING:
 
 def patience_s(
     context: RingContext, name: str, q: Tensor, k: Tensor, compiling: bool = False,
-    found: Prepared | None = None, operands: Operands | None = None,
+    prepared: Prepared | None = None, operands: Operands | None = None,
 ) -> float:  # fmt: skip
     """Return the seconds that this rank asks for in a call that begins now; 0: the hop's are enough.
 
     Args:
         context, name, q, k: of the call; the mesh remembers what it has seen.
         compiling: whether the kernel is going to compile something.
-        found, operands: of a pass, instead of `compiling`.
+        prepared, operands: of a pass, instead of `compiling`.
     """
-    if found is not None and operands is not None:
-        compiling = _compiles(context, found, operands)
+    if prepared is not None and operands is not None:
+        compiling = _check_compiles(context, prepared, operands)
     options, seen = context.options, context.mesh.state.operations
     kind: Hashable = (name, options.kernel, q.dtype, q.shape[1], k.shape[1], q.shape[-1])
     known = kind in seen
@@ -44,20 +44,22 @@ def patience_s(
     return 0.0 if known and not compiling else options.first_pass_timeout_seconds
 
 
-def _compiles(context: RingContext, found: Prepared, operands: Operands) -> bool:
+def _check_compiles(context: RingContext, prepared: Prepared, operands: Operands) -> bool:
     """Return whether this rank's pass is going to compile something."""
     options, (_, k, v, *_) = context.options, operands
     # These values decide what a pass compiles, and compiled code is kept.
-    seen = (found.kernel, found.scale, options.transport, options.chunk_bytes, *operands.description)
-    if seen in found.own.compiled:
+    seen = (prepared.kernel, prepared.scale, options.transport, options.chunk_bytes, *operands.description)
+    if seen in prepared.rank_plan.compiled:
         return False
-    sizes = (head_bytes(k, v), found.chunk_bytes) if options.has_hops else (0, 1)  # (0, 1): all of a class
+    sizes = (head_bytes(k, v), prepared.chunk_bytes) if options.has_hops else (0, 1)  # (0, 1): all of a class
     parts = []
-    for one in found.own.classes:
-        tables = [step.tiles for step in kernel_calls(one, operands.grad_out is not None)]
-        count = count_heads(head_chunks(one.kv_heads, *sizes)[0])  # all chunks of a class have one size
-        parts.append(HeadsOfPass(count * found.plan.group, count, tables))
-    compiling = compiles(found.kernel, operands, parts, found.scale)
+    for head_class in prepared.rank_plan.classes:
+        tables = [step.tiles for step in kernel_calls(head_class, operands.grad_out is not None)]
+        count = count_heads(
+            head_chunks(head_class.kv_heads, *sizes)[0]
+        )  # all chunks of a class have one size
+        parts.append(HeadsOfPass(count * prepared.plan.group, count, tables))
+    compiling = compiles(prepared.kernel, operands, parts, prepared.scale)
     if not compiling:
-        found.own.compiled.add(seen)
+        prepared.rank_plan.compiled.add(seen)
     return compiling

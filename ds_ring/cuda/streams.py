@@ -40,7 +40,7 @@ class CudaStreams(Streams):
         return mark
 
     def reached(self, mark: torch.cuda.Event) -> bool:
-        driver = _driver()
+        driver = _load_driver()
         result = NOT_READY if driver is None else driver.cuEventQuery(ctypes.c_void_p(mark.cuda_event))
         if driver is not None and result in (SUCCESS, NOT_READY):
             return bool(result == SUCCESS)
@@ -54,7 +54,7 @@ class CudaStreams(Streams):
 
     def prepare_thread(self) -> None:
         torch.cuda.set_device(self._device)  # a thread has its own
-        driver = _driver()
+        driver = _load_driver()
         if driver is None:
             return
         mode = ctypes.c_int(THREAD_LOCAL)
@@ -75,7 +75,7 @@ class CudaStreams(Streams):
 # and NCCL's own watchdogs do the same. A stream that is captured itself is refused by `checks.py`.
 # Sources: CUDA's documentation, torch and NCCL. An H200 has shown the capture (tools/results/gpu_h200.md).
 @lru_cache(maxsize=1)
-def _driver() -> Any:
+def _load_driver() -> Any:
     """Return CUDA's driver library; None where there is none."""
     try:
         return ctypes.CDLL("libcuda.so.1")

@@ -29,8 +29,8 @@ def warm_up(groups: Sequence[ProcessGroup]) -> None:
 def connect(group: ProcessGroup, device: torch.device) -> None:
     """Make a collective call and exchange an element with both neighbours. Collective over the group."""
     size, rank = dist.get_world_size(group), dist.get_rank(group)
-    one = torch.ones(1, dtype=torch.float32, device=device)
-    dist.all_reduce(one, group=group)
+    element = torch.ones(1, dtype=torch.float32, device=device)
+    dist.all_reduce(element, group=group)
     # By an all-to-all that is empty but for two ranks: it makes the connections of point-to-point messages.
     counts = [int(peer in ((rank + 1) % size, (rank - 1) % size)) for peer in range(size)]
     sent = torch.ones(sum(counts), dtype=torch.float32, device=device)

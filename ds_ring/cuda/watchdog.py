@@ -67,11 +67,11 @@ class WorkWatchdog:
     @classmethod
     def for_mesh(cls, mesh: RingMesh) -> WorkWatchdog:
         """Return the watchdog of a mesh, made at the first call."""
-        found = mesh.state.work_watchdog
-        if found is None:
-            found = mesh.state.work_watchdog = cls()
-        assert isinstance(found, cls)
-        return found
+        watchdog = mesh.state.work_watchdog
+        if watchdog is None:
+            watchdog = mesh.state.work_watchdog = cls()
+        assert isinstance(watchdog, cls)
+        return watchdog
 
     def add(self, batch: Pending) -> None:
         """Watch over a batch from now on, which holds no tensor any more; returns at once."""
@@ -111,70 +111,72 @@ class WorkWatchdog:
                         return
             idle = 0 if self._queue else idle + 1
             while self._queue:
-                one = self._queue.popleft()
-                if isinstance(one, threading.Event):
-                    one.set()
+                entry = self._queue.popleft()
+                if isinstance(entry, threading.Event):
+                    entry.set()
                     continue
                 try:
-                    if one.streams is not None and one.streams is not streams:
-                        one.streams.prepare_thread()
-                        streams = one.streams
-                    if not _is_over(one):
-                        self._see_through(one)
+                    if entry.streams is not None and entry.streams is not streams:
+                        entry.streams.prepare_thread()
+                        streams = entry.streams
+                    if not _is_over(entry):
+                        self._see_through(entry)
                 except Exception as error:  # such as a lost device; go on with the next batches
-                    one.mesh.state.broken = own_fault(one.mesh, one.site, error)
-                one.works = []
-                del one  # or its works would live on until the next one comes
+                    entry.mesh.state.broken = own_fault(entry.mesh, entry.site, error)
+                entry.works = []
+                del entry  # or its works would live on until the next one comes
             self._hurried.wait(SWEEP_S)
             self._hurried.clear()
 
-    def _see_through(self, one: Pending) -> None:
+    def _see_through(self, pending: Pending) -> None:
         """Poll a batch until it ends. If it fails, mark the mesh as broken and abort unfinished works."""
-        mesh = one.mesh
+        mesh = pending.mesh
         try:
             if mesh.state.broken is None:
-                self._wait_for_begin(one)
-                deadline = time.monotonic() + one.timeout_s
-                wait_for(one.works, one.peers, mesh, one.site, deadline, one.arrived, self._hurried)
+                self._wait_for_begin(pending)
+                deadline = time.monotonic() + pending.timeout_s
+                wait_for(
+                    pending.works, pending.peers, mesh, pending.site, deadline, pending.arrived, self._hurried
+                )
                 return
         except RingPeerError as error:
-            # Nobody has seen it yet: a host that is stuck is still ended (`DetectorClient._last_resort`).
+            # Nobody has seen it yet: a host that is stuck is still ended (`DetectorClient._end_process`).
             mesh.state.broken = error
         # Other batches that were posted and have not ended cannot complete any more.
         others = [
-            other
-            for other in list(self._queue)
-            if not isinstance(other, threading.Event) and not _is_over(other)
+            entry
+            for entry in list(self._queue)
+            if not isinstance(entry, threading.Event) and not _is_over(entry)
         ]
-        abort_groups((other.mesh, other.group) for other in (one, *others))
+        abort_groups((entry.mesh, entry.group) for entry in (pending, *others))
 
-    def _wait_for_begin(self, one: Pending) -> None:
+    def _wait_for_begin(self, pending: Pending) -> None:
         """Wait until the device reaches the wait; earlier, it is busy with other work.
 
         Raises a RingPeerError that names this rank if the device fails, or does not reach the wait within
         `step_timeout_seconds` (it may be in a step of the optimizer, for example).
         """
-        mesh = one.mesh
+        mesh = pending.mesh
         limit = mesh.timeouts.limit("step")
 
         try:
             if poll(
-                lambda: one.came() or (mesh.detector is not None and mesh.detector.fault is not None),
+                lambda: pending.came() or (mesh.detector is not None and mesh.detector.fault is not None),
                 limit.seconds,
                 self._hurried,
             ):
                 return
         except RuntimeError as error:  # of an event's query
-            raise own_fault(mesh, one.site, error) from error
-        cause = f"its device did not come to {one.site} within {limit.seconds:g} s ({limit.key})"
-        raise own_fault(mesh, one.site, f"{cause}: what was launched before does not end")
+            raise own_fault(mesh, pending.site, error) from error
+        cause = f"its device did not come to {pending.site} within {limit.seconds:g} s ({limit.key})"
+        raise own_fault(mesh, pending.site, f"{cause}: what was launched before does not end")
 
 
-def _is_over(one: Pending) -> bool:
+def _is_over(pending: Pending) -> bool:
     """Return whether a batch is over without a failure, as most are when they are looked at."""
     try:
         # a work that failed counts as completed, and its wait raises
-        return one.arrived() and all(work.is_completed() and work.wait() for work in one.works)
+        return pending.arrived() and all(work.is_completed() and work.wait() for work in pending.works)
     except RuntimeError:
         return False
 
@@ -190,9 +192,13 @@ def abort_groups(stuck: Iterable[tuple[RingMesh, Any]]) -> None:
     """Abort those of the groups that their mesh has made, once; [Note: which groups are aborted]."""
     tasks: list[Task] = []
     for mesh, group in stuck:
-        made = [mesh.sequence_group, mesh.ring_group, mesh.ulysses_group, mesh.data_group]
-        made += mesh.owners.process_groups()
-        if group is not None and any(group is one for one in made) and id(group) not in mesh.state.aborted:
+        groups = [mesh.sequence_group, mesh.ring_group, mesh.ulysses_group, mesh.data_group]
+        groups += mesh.owners.process_groups()
+        if (
+            group is not None
+            and any(group is mesh_group for mesh_group in groups)
+            and id(group) not in mesh.state.aborted
+        ):
             mesh.state.aborted.add(id(group))
             tasks.append(Task(group.abort).start())
     deadline = time.monotonic() + ABORT_S

@@ -40,7 +40,7 @@ from ds_ring.masks.tiles import ScoreFunction
 from ds_ring.memory.regions import running_regions
 from ds_ring.ops.context import RingContext
 from ds_ring.ops.prepare import MakePlan
-from ds_ring.registry import load
+from ds_ring.plugin import HOOKS, load
 from ds_ring.schedule.layout import Layout
 from ds_ring.schedule.lowering import lower_class
 
@@ -49,7 +49,6 @@ T = TypeVar("T")
 REMEMBERED = 64  # batches; more are never between a loader and the model
 
 _BATCHES = "_ds_ring_batches"  # attribute of a region: its batches by the `RecentBatches` that was asked
-_CROSS_ATTENTION = "ds_ring.layers.cross.attention.CrossAttention"  # for keys of another sequence
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,7 +131,7 @@ class BatchSharding:
                 continue
             for context, _ in rows.contexts:
                 for made in context.prepared.values():
-                    ways = tuple(sorted({way for one in made.own.classes for way in one.lowered}))
+                    ways = tuple(sorted({way for one in made.rank_plan.classes for way in one.lowered}))
                     heads = made.plan.query_heads, made.plan.kv_heads
                     found[key[1], *heads] = UsedPass(key[1], made.make_plan, ways)
         return list(found.values())
@@ -154,7 +153,7 @@ class BatchSharding:
         if key not in self._kept:
             module: Callable[..., RingAttention] = make or RingAttention
             if self.key_layout is not None:
-                module = partial(load(_CROSS_ATTENTION), key_layout=self.key_layout)
+                module = partial(load(HOOKS["CrossAttention"]), key_layout=self.key_layout)
             given = {"mesh": self.mesh, "layout": self.layout, "scale": scale}
             of_rows = [group.along_paths(score_mod) for group in self.groups] or [score_mod]
             parts = [

@@ -1,4 +1,4 @@
-"""One row of `registry.ENGINE_PARTS`: what a capability adds to an engine of `ds_ring.initialize`.
+"""One row of `plugin.ENGINE_PARTS`: what a capability adds to an engine of `ds_ring.initialize`.
 
 `initialize` asks all rows, in their order, and names none. A row that is applied later is outside.
 """
@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 
 from ds_ring.config.section import RingConfig
 from ds_ring.data.session import RingSession
-from ds_ring.errors import RingConfigError
-from ds_ring.registry import ENGINE_PARTS, MODEL_PARTS, SAVED_TENSORS, load
+from ds_ring.plugin import ENGINE_PARTS, load
 
 
 class EngineStart(NamedTuple):
@@ -48,15 +47,10 @@ def engine_parts() -> list[EnginePart]:
 
 
 def check_engine_parts(config: RingConfig, deepspeed_config: dict[str, Any]) -> None:
-    """Refuse what a row refuses, and keys of the section whose row is not there.
+    """Refuse what a row refuses.
 
     Raises:
         RingConfigError: with the reason.
     """
-    asked: dict[str, Any] = {"monitor": config.monitor, "rank_speeds": config.rank_speeds == "measured"}
-    asked |= dict(config.long_sequence)
-    for key, value in asked.items():
-        if value and value != "auto" and key not in ENGINE_PARTS | MODEL_PARTS | SAVED_TENSORS:
-            raise RingConfigError(f"{key}: expected it to be left out: this ds_ring was installed without it")
     for part in engine_parts():
         part.check(config, deepspeed_config)

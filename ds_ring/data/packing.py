@@ -33,7 +33,7 @@ from ds_ring.masks.catalog import Causal, Chunked, Full
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import ScoreFunction
 from ds_ring.patterns.documents.pattern import Documents, Tree
-from ds_ring.registry import ROW_KINDS, load
+from ds_ring.plugin import ROW_KINDS, load
 
 DOCUMENT_IDS = "document_ids"
 PADDING = -1  # the document of tokens that belong to none

@@ -99,7 +99,7 @@ from ds_ring.masks.pattern import Pattern
 from ds_ring.ops.context import block_side
 from ds_ring.ops.shard import gather_sequence
 from ds_ring.patches import AppliedPatch, apply, describe, patch, undo
-from ds_ring.registry import PASSES, ROW_KINDS, SESSION_METHODS, load
+from ds_ring.plugin import PASSES, ROW_KINDS, SESSION_METHODS, load
 from ds_ring.schedule.choose import bound_to_one_head, work_of_ranks
 from ds_ring.schedule.layout import Layout, in_whole_blocks, make_layout
 
@@ -179,7 +179,7 @@ class RingSession:
     )
 
     def __getattr__(self, name: str) -> Any:
-        """Return a method that a capability adds: a row of `registry.SESSION_METHODS`."""
+        """Return a method that a capability adds: a row of `plugin.SESSION_METHODS`."""
         if name not in SESSION_METHODS:
             raise AttributeError(f"engine.ring has no attribute {name!r}")
         return functools.partial(load(SESSION_METHODS[name]), self)
@@ -486,7 +486,7 @@ class RingSession:
             RingConfigError: the arguments or the JSON's pattern do not go together.
         """
         check_dataset(dataset)
-        dynamic = self.config.dynamic_ring
+        dynamic = self.config.get("dynamic_ring")
         if dynamic and lengths is None and hasattr(dataset, "length"):
             lengths = [int(dataset.length(index)) for index in range(len(dataset))]  # type: ignore[arg-type]
         self._check_loader(lengths, collate_fn, pack_tokens, most_tokens)
@@ -529,7 +529,7 @@ class RingSession:
         most_tokens: int | None,
     ) -> None:
         """Raise RingConfigError for arguments of `loader` that do not go together, or with the JSON."""
-        dynamic = self.config.dynamic_ring
+        dynamic = self.config.get("dynamic_ring")
         if most_tokens is not None and not dynamic:
             raise RingConfigError.wrong("most_tokens", '"dynamic_ring": true', "false", "leave it out")
         if dynamic and lengths is None:

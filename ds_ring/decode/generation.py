@@ -49,7 +49,7 @@ from ds_ring.models.variants import variants
 from ds_ring.ops.context import ContextCache
 from ds_ring.ops.shard import shard_sequence
 from ds_ring.patches import imports_of, patch
-from ds_ring.registry import PASSES
+from ds_ring.plugin import PASSES
 from ds_ring.ring.observer import Observers
 from ds_ring.schedule.grid import Grid
 

@@ -21,7 +21,7 @@ from ds_ring.ops.handles import operator
 from ds_ring.ops.passes import count_forward_pass
 from ds_ring.ops.ring_op import register
 from ds_ring.ops.sinks import add_sinks, check_sinks, sinks_gradient
-from ds_ring.registry import load
+from ds_ring.plugin import load
 from ds_ring.schedule.lowering import count_heads
 
 

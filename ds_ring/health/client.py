@@ -77,7 +77,7 @@ class DetectorClient:
     Attributes:
         fault: who failed first, once that is known; it stays.
         noticed: an error about it was raised here.
-        exit_after_s: seconds after a fault within which it must have been noticed; see `_last_resort`. None
+        exit_after_s: seconds after a fault within which it must have been noticed; see `_end_process`. None
             leaves the process alone.
         on_late: called, in this client's thread, with a notice that a rank is late (this one, or another one
             if this rank reports it), and with that rank's number once it continues.
@@ -171,13 +171,13 @@ class DetectorClient:
     def report_failure(self, cause: str) -> None:
         """Report that this rank has failed in a way that leaves the others waiting."""
         self._send({"kind": "failed", "cause": cause})
-        self._know(Fault(self.rank, cause))
+        self._record_fault(Fault(self.rank, cause))
 
     def leave(self, ends: bool = False) -> None:
         """Send a goodbye and end the connection; `ends`: the process ends, too."""
         if self.is_open:
             # Others may be in a collective that a process which ends will never begin.
-            self._send({"kind": "bye"} | (self._calls() if ends else {}))
+            self._send({"kind": "bye"} | (self._read_calls() if ends else {}))
             self._close()
         _clients_of_process.discard(self)
 
@@ -207,19 +207,19 @@ class DetectorClient:
             time.sleep(max(0.0, self._since + LINGER_S - time.monotonic()))
         self.leave(ends=True)
 
-    def _know(self, fault: Fault) -> None:
+    def _record_fault(self, fault: Fault) -> None:
         with self._lock:
             if self.fault is None:
                 self.fault, self._since = fault, time.monotonic()
                 if self.exit_after_s is not None:
-                    timer = threading.Timer(self.exit_after_s, self._last_resort)
+                    timer = threading.Timer(self.exit_after_s, self._end_process)
                     timer.daemon = True
                     timer.start()
             waiting = list(self._waiting)
         for wake in waiting:
             wake.set()
 
-    def _last_resort(self) -> None:
+    def _end_process(self) -> None:
         """End a process that is stuck where no error can be raised: in a collective of somebody else."""
         if self.is_open and not self.noticed and self.fault is not None:
             faulthandler.dump_traceback(all_threads=True)
@@ -232,7 +232,7 @@ class DetectorClient:
             logging.shutdown()
             os._exit(1)
 
-    def _calls(self) -> dict[str, Any]:
+    def _read_calls(self) -> dict[str, Any]:
         """Return the collectives' part of a heartbeat: nothing, if they are not watched."""
         stage = self._stage
         if stage is None or default_group_id() != self._group:
@@ -247,7 +247,7 @@ class DetectorClient:
         """Act on a message of the monitor."""
         kind = message["kind"]
         if kind == "fault":
-            self._know(Fault(message["rank"], message["cause"]))
+            self._record_fault(Fault(message["rank"], message["cause"]))
         elif kind == "where":
             self._send({"kind": "at", "text": where_is(self._thread)})
         elif kind == "late":
@@ -284,7 +284,7 @@ class DetectorClient:
                 return
             if now >= next_beat:
                 next_beat = now + interval
-                self._send({"kind": "beat"} | self._calls())
+                self._send({"kind": "beat"} | self._read_calls())
             if now - answered > self.heartbeat_timeout_s:
                 self._lose_the_monitor(f"no answer for {now - answered:.1f} s")
                 return
@@ -305,7 +305,7 @@ class DetectorClient:
     def _lose_the_monitor(self, how: str) -> None:
         if self.is_open and self.fault is None:
             what = f"the host of rank {self._host}, where the monitor process is, is lost: {how}"
-            self._know(Fault(self._host, what))
+            self._record_fault(Fault(self._host, what))
         self._close()
 
 
@@ -483,8 +483,8 @@ def peer_error(grid: Grid, rank: int, hop: int | None, fault: Fault) -> RingPeer
     data, ring_rank, _ = grid.coordinates(rank)
     if not 0 <= fault.rank < grid.world_size:
         return RingPeerError(ring_rank, hop, None, fault.cause)
-    other = grid.coordinates(fault.rank)
-    peer = other.ring if other.data == data else None
+    location = grid.coordinates(fault.rank)
+    peer = location.ring if location.data == data else None
     alone = peer is not None and grid.world_size == grid.ring_size
     who = "" if alone else f"rank {fault.rank} of the world: "
     return RingPeerError(ring_rank, hop, peer, who + fault.cause)

@@ -35,8 +35,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch._C._distributed_c10d import Store
 
-# Functions import torch where they use it: tools/simulate_cluster.py joins a thousand ranks without torch,
-# by a store of its own.
+# Functions import torch where they use it: ranks without torch join, too (tests/dist/light_ranks.py).
 
 PROBE_S = 1.0  # for the collective to end, once everybody is here
 _LOOK_S = 0.002
@@ -111,24 +110,24 @@ def listening_hosts(store: Store, presences: Sequence[RankPresence]) -> list[str
         One address of this host, and loopback for the ranks on it; or [""], every address, where none is
         known that all ranks reach.
     """
-    if len({one.host for one in presences}) == 1:
+    if len({presence.host for presence in presences}) == 1:
         return [LOOPBACK]
     while (inner := getattr(store, "underlying_store", None)) is not None:  # of torch's PrefixStore
         store = inner
     name = getattr(store, "host", "")
     try:
-        found = {str(info[4][0]) for info in socket.getaddrinfo(name, None)} if name else set()
+        addresses = {str(info[4][0]) for info in socket.getaddrinfo(name, None)} if name else set()
     except OSError:
-        found = set()
+        addresses = set()
     reachable = [
         address
-        for address in _own_addresses()
-        if address in found and not ipaddress.ip_address(address).is_loopback
+        for address in _find_addresses()
+        if address in addresses and not ipaddress.ip_address(address).is_loopback
     ]
     return [reachable[0], LOOPBACK] if reachable else [""]
 
 
-def _own_addresses() -> list[str]:
+def _find_addresses() -> list[str]:
     families = (socket.AF_INET, socket.AF_INET6)
     return [a.address for of in psutil.net_if_addrs().values() for a in of if a.family in families]
 
@@ -201,7 +200,7 @@ class Arrival:
 
     def check(self) -> None:
         """Raise PeerLost if a rank that had come has died since."""
-        fault = self._or_lost(self._look)
+        fault = self._ask_store(self._look)
         if fault is not None:
             raise self._tell(fault)
 
@@ -213,18 +212,18 @@ class Arrival:
     def wait_for_all(self) -> list[RankPresence]:
         """Wait until every rank has announced itself; return host and process of all."""
         self._wait(lambda: self.store.check(self._keys))
-        found = [RankPresence(*json.loads(text)) for text in self.store.multi_get(self._keys)]
-        self._known |= {rank: found[rank] for rank in self._unknown}
+        presences = [RankPresence(*json.loads(text)) for text in self.store.multi_get(self._keys)]
+        self._known |= {rank: presences[rank] for rank in self._unknown}
         self._unknown.clear()
-        return found
+        return presences
 
     def _wait(self, ready: Callable[[], bool]) -> None:
         pause_s = FIRST_LOOK_S
-        while not self._or_lost(ready):
+        while not self._ask_store(ready):
             self.check()
             seconds = time.monotonic() - self._began
             if seconds > self._limit.seconds:
-                missing = self._or_lost(self._missing) or [0]
+                missing = self._ask_store(self._find_missing) or [0]
                 late = f"it did not come to where ds_ring starts within {self._limit.seconds:g} s"
                 raise self._tell(Fault(missing[0], f"{late} ({self._limit.key})"))
             if not self._warned and seconds > WARNED_PART * self._limit.seconds:
@@ -236,7 +235,7 @@ class Arrival:
 
     def _warn(self, seconds: float) -> None:
         """Log which ranks have not come, on the first rank that has."""
-        missing = self._or_lost(self._missing)
+        missing = self._ask_store(self._find_missing)
         if missing and self.rank == min(set(range(self.world_size)) - set(missing), default=-1):
             named = ", ".join(map(str, missing[:8])) + (" and others" if len(missing) > 8 else "")
             log.warning(
@@ -244,7 +243,7 @@ class Arrival:
                 " failed after %g s (%s)", named, seconds, self._limit.seconds, self._limit.key,
             )  # fmt: skip
 
-    def _or_lost(self, ask: Callable[[], T]) -> T:
+    def _ask_store(self, ask: Callable[[], T]) -> T:
         """Return the result of a query, or raise PeerLost if the store is lost with its host."""
         try:
             return ask()
@@ -267,8 +266,8 @@ class Arrival:
                 self._known[rank] = RankPresence(*json.loads(self.store.get(f"{self.name}/{rank}")))
             else:
                 self._unknown.append(rank)
-        for rank, other in self._known.items():
-            if not self._lives(other):
+        for rank, presence in self._known.items():
+            if not self._check_alive(presence):
                 # It may have ended because it saw a fault, which it wrote after the query above.
                 fault = self._judge()
                 if fault is not None or 0 in (rank, self.rank):
@@ -288,7 +287,7 @@ class Arrival:
         if self.rank == 0 and self.store.check([f"{self.name}/dead"]):
             return Fault(int(self.store.get(f"{self.name}/dead")), ENDED)
         if self.store.check([f"{self.name}/broken"]):
-            missing = self._missing()
+            missing = self._find_missing()
             if len(missing) == 1 and 0 in (missing[0], self.rank):
                 return Fault(missing[0], "its process ended before it came to where ds_ring starts")
             self._complete_at = None if missing else self._complete_at or time.monotonic()
@@ -301,17 +300,17 @@ class Arrival:
         self.store.set(f"{self.name}/{key}", value)
         self.store.set(f"{self.name}/alarm", "")
 
-    def _lives(self, other: RankPresence) -> bool:
+    def _check_alive(self, presence: RankPresence) -> bool:
         """Return False if the rank is known to be dead."""
         # A process id is valid within one host and namespace only.
-        if other[:2] != self._mine[:2]:
+        if presence[:2] != self._mine[:2]:
             return True
         try:
-            return psutil.Process(other.pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+            return psutil.Process(presence.pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
         except psutil.NoSuchProcess:
             return False
 
-    def _missing(self) -> list[int]:
+    def _find_missing(self) -> list[int]:
         return [rank for rank, key in enumerate(self._keys) if not self.store.check([key])]
 
     def _tell(self, fault: Fault) -> PeerLost:
@@ -391,7 +390,7 @@ def join(
         arrival.check()  # from here on the monitor would wait for the dead
         hosts = hosts[::-1]  # loopback first
         if hosts == [""]:  # fe80 is of one cable only
-            outside = [a for a in _own_addresses() if not a.startswith(("127.", "::1", "fe80"))]
+            outside = [a for a in _find_addresses() if not a.startswith(("127.", "::1", "fe80"))]
             hosts = [LOOPBACK, *outside, socket.gethostname()]
         address = MonitorAddress(port, hosts, published, heartbeat_timeout_s)
         store.set(f"{name}/monitor", json.dumps(address))
@@ -399,8 +398,8 @@ def join(
         address = MonitorAddress(*json.loads(arrival.wait_for("monitor")))
     known = secret or address.secret
     if known is None or (secret is not None and address.secret is not None):
-        has, other = ("none", "one") if secret is None else ("one", "none")
-        got = f"{other} on rank 0 and {has} on rank {rank}"
+        has, rank_0_has = ("none", "one") if secret is None else ("one", "none")
+        got = f"{rank_0_has} on rank 0 and {has} on rank {rank}"
         advice = "start all hosts by one `ds-ring launch`, or set DS_RING_SECRET"
         raise RingMeshError.wrong("secret", "one on every rank or on none", got, advice)
     connection = _connect(address, known.encode(), rank)

@@ -70,7 +70,7 @@ def wait_for_ranks(where: Rendezvous, limit: Limit) -> Store | None:
 
     def connect(seconds: float) -> Store:
         timeout = datetime.timedelta(seconds=seconds)
-        more = loopback_listener(where.host, where.port) if where.hosts else {}
+        listener = loopback_listener(where.host, where.port) if where.hosts else {}
         return dist.TCPStore(  # type: ignore[attr-defined]  # a name of torch's extension
             where.host,
             where.port,
@@ -79,7 +79,7 @@ def wait_for_ranks(where: Rendezvous, limit: Limit) -> Store | None:
             timeout,
             wait_for_workers=False,
             multi_tenant=True,
-            **more,
+            **listener,
         )
 
     warned_s = WARNED_PART * limit.seconds
@@ -98,13 +98,13 @@ def wait_for_ranks(where: Rendezvous, limit: Limit) -> Store | None:
         arrival.announce()
         arrival.wait_for_all()
     except PeerLost as lost:
-        raise peer_error(_line(where.world_size), where.rank, None, lost.fault) from lost
+        raise peer_error(_make_line(where.world_size), where.rank, None, lost.fault) from lost
     except RuntimeError as error:
         fault = Fault(0, f"its store did not answer within {limit.seconds:g} s ({limit.key})")
-        raise peer_error(_line(where.world_size), where.rank, None, fault) from error
+        raise peer_error(_make_line(where.world_size), where.rank, None, fault) from error
     return store
 
 
-def _line(world_size: int) -> Grid:
+def _make_line(world_size: int) -> Grid:
     """Return the numbering of a world before the sizes of its rings are known to all."""
     return Grid(world_size, world_size)

@@ -26,21 +26,21 @@ _OF_OTHERS = (
 )
 
 
-def _c10d() -> Any:
+def _get_c10d() -> Any:
     """Return torch's module of process groups; None if it is not imported."""
     return sys.modules.get("torch.distributed.distributed_c10d")
 
 
 def default_group_id() -> int | None:
     """Return the identity of the default process group, whose groups are counted; None without one."""
-    c10d = _c10d()
+    c10d = _get_c10d()
     group = None if c10d is None else c10d.GroupMember.WORLD
     return None if group is None else id(group)
 
 
 def names_of(groups: Iterable[object]) -> set[str]:
     """Return the names of process groups, the same on all ranks; groups that are gone have none."""
-    c10d = _c10d()
+    c10d = _get_c10d()
     known = {} if c10d is None else c10d._world.pg_names
     return {str(known[group]) for group in groups if group in known}
 
@@ -51,14 +51,14 @@ def collective_calls(not_compared: Container[str]) -> dict[str, int]:
     Names in `not_compared` get a mark. The name "" counts the groups that all ranks of the world have made
     together. Backends that count nothing (MPI) are left out.
     """
-    world = _c10d()._world
-    found = {"": int(world.group_count)}
+    world = _get_c10d()._world
+    calls = {"": int(world.group_count)}
     for group in list(world.pg_map)[:MAX_GROUPS]:
         with suppress(RuntimeError, KeyError):  # no count; destroyed by now
             name = str(world.pg_names[group])
             mark = NOT_COMPARED if name in not_compared else ""
-            found[f"{mark}{name}"] = int(group._get_sequence_number_for_group())
-    return found
+            calls[f"{mark}{name}"] = int(group._get_sequence_number_for_group())
+    return calls
 
 
 def where_is(thread: int) -> str:
@@ -66,13 +66,13 @@ def where_is(thread: int) -> str:
     frame = sys._current_frames().get(thread)
     if frame is None:
         return "a thread that has ended"
-    innermost, own = frame, _own(frame)
-    if own is None or own is innermost:
+    innermost, place = frame, _find_user_frame(frame)
+    if place is None or place is innermost:
         return _place(innermost)
-    return f"{_place(innermost)}, called by {_place(own)}"
+    return f"{_place(innermost)}, called by {_place(place)}"
 
 
-def _own(frame: FrameType | None) -> FrameType | None:
+def _find_user_frame(frame: FrameType | None) -> FrameType | None:
     """Return the innermost frame that belongs to no installed package, to Python or to ds_ring."""
     while frame is not None and frame.f_code.co_filename.startswith(_OF_OTHERS):
         frame = frame.f_back

@@ -48,7 +48,7 @@ class Rows(NamedTuple):
         1. One call takes all tensors, because calls of Python are most of the host time of a hop.
         """
         start, step, length, repeats, stride = self
-        found = []
+        views = []
         for x in tensors:
             if heads != ALL_HEADS:
                 x = x[:, heads]
@@ -64,8 +64,8 @@ class Rows(NamedTuple):
                     x = x.flatten(0, 1)
             elif step != 1 or length != x.shape[2]:  # else all slots: no view, which costs 3 microseconds
                 x = x[:, :, start : start + (length - 1) * step + 1 : step]
-            found.append(x)
-        return found
+            views.append(x)
+        return views
 
     def part(self, first: int, length: int) -> Rows:
         """Return members first .. first + length - 1 of every repetition."""
@@ -130,7 +130,7 @@ class TilePredicate(NamedTuple):
     def visible(self, samples: int, queries: int, keys: int, device: torch.device) -> Tensor:
         """Return the mask: bool [queries, keys] or [samples or 1, heads or 1, queries, keys]."""
         assert self.mask is not None, "a tile without a mask"
-        q, k = self._positions(queries, keys, device)
+        q, k = self._find_positions(queries, keys, device)
         visible: Tensor = self.mask(samples, q[:, 0], k[0])
         return visible
 
@@ -139,11 +139,11 @@ class TilePredicate(NamedTuple):
         if self.weights is None:
             return torch.zeros(queries, keys, dtype=dtype, device=device)
         period = self.weights.period
-        counts = self.weights(*self._positions(min(queries, period), min(keys, period), device))
+        counts = self.weights(*self._find_positions(min(queries, period), min(keys, period), device))
         tiled = counts.to(dtype).log_().repeat(-(-queries // len(counts)), -(-keys // counts.shape[1]))
         return tiled[:queries, :keys]
 
-    def _positions(self, queries: int, keys: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    def _find_positions(self, queries: int, keys: int, device: torch.device) -> tuple[Tensor, Tensor]:
         q = self.q_first + self.q_step * torch.arange(queries, device=device)
         k = self.k_first + self.k_step * torch.arange(keys, device=device)
         return q[:, None], k[None, :]
@@ -232,13 +232,13 @@ def each_tile(tiles: Tiles) -> Iterator[Tile]:
     lists = zip(*(c.tolist() for c in columns), strict=True)
     masked = tiles.is_masked.tolist()
     for row, (q0, q_step, q_n, k0, k_step, k_n, low, high, head, times, weight, *at) in enumerate(lists):
-        inside = _inside(tiles, row) if masked[row] or weight >= 0 else None
+        inside = _get_predicate(tiles, row) if masked[row] or weight >= 0 else None
         q_rows, k_rows = Rows(q0, q_step, q_n), Rows(k0, k_step, k_n)
         places = (at[0], at[1]), (at[2], at[3])
         yield Tile(q_rows, k_rows, low, high, head, math.log(times), inside, *places)
 
 
-def _inside(tiles: Tiles, row: int) -> TilePredicate:
+def _get_predicate(tiles: Tiles, row: int) -> TilePredicate:
     q, k, weight, mask = tiles.q, tiles.k, int(tiles.weight[row]), int(tiles.mask[row])
     places = (q.position[row], q.position_step[row], k.position[row], k.position_step[row])
     # Part (0, 0) reduces the positions by the period of the weights, as every other part does.
@@ -382,5 +382,5 @@ def value_dim(kernel: Kernel, v: Tensor) -> int:
 
 def compiles(kernel: Kernel, operands: Operands, parts: Iterable[HeadsOfPass], scale: float) -> bool:
     """Return whether a pass will compile something; False for a kernel without a method `compiles`."""
-    says = getattr(kernel, "compiles", None)
-    return says is not None and any(says(operands, part, scale) for part in parts)
+    kernel_compiles = getattr(kernel, "compiles", None)
+    return kernel_compiles is not None and any(kernel_compiles(operands, part, scale) for part in parts)

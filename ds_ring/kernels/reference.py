@@ -49,7 +49,7 @@ class ReferenceKernel:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> Iterator[PartialOut]:
         for tile in each_tile(tiles):
             heads = tile.heads(q.shape[1] // k.shape[1])
-            _, scores, _, v_t = self._scores(q[:, heads], k, v, tile, scale, heads)
+            _, scores, _, v_t = self._compute_scores(q[:, heads], k, v, tile, scale, heads)
             lse = torch.logsumexp(scores, dim=-1)
             yield PartialOut(heads, tile.q_rows, weights_of(scores, lse) @ v_t, lse)
 
@@ -60,7 +60,7 @@ class ReferenceKernel:
         groups = k.shape[1]
         for tile in each_tile(tiles):
             heads = tile.heads(q.shape[1] // groups)
-            products, scores, k_t, v_t = self._scores(q[:, heads], k, v, tile, scale, heads)
+            products, scores, k_t, v_t = self._compute_scores(q[:, heads], k, v, tile, scale, heads)
             operands = grad_out, q, out, lse, grad_lse
             q_t, grad_t, weights, dscores = score_gradients(tile, heads, scores, v_t, *operands)
             if self._scores_of is not None:
@@ -75,7 +75,7 @@ class ReferenceKernel:
     def executed_pairs(self, tiles: Tiles, backward: bool = False) -> int:
         return int((tiles.q.length * tiles.k.length).sum())
 
-    def _scores(
+    def _compute_scores(
         self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, scale: float, heads: slice
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return q k^T * scale [B, heads, queries, keys], the masked scores, and k, v of each query head."""

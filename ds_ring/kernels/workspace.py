@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ds_ring.masks.tiles import Tiles
-from ds_ring.registry import KERNELS, load
+from ds_ring.plugin import KERNELS, load
 
 FLOAT = 4  # bytes of a float32 element
 

@@ -78,7 +78,7 @@ class Primitive(ABC):
         """Return the only sequence length for which it is defined; None for any."""
         return None
 
-    def is_apart_from(self, other: Any) -> bool:
+    def is_apart_from(self, primitive: Any) -> bool:
         """Return whether it is known that no token takes part in both."""
         return False
 
@@ -155,9 +155,9 @@ class Partition:
         """Return whether the range includes every position."""
         return self.first <= 0 and self.end >= UNBOUNDED
 
-    def __and__(self, other: Partition) -> Partition:
-        first, end = max(self.first, other.first), min(self.end, other.end)
-        return Partition(first, end, self.primitives + other.primitives)
+    def __and__(self, partition: Partition) -> Partition:
+        first, end = max(self.first, partition.first), min(self.end, partition.end)
+        return Partition(first, end, self.primitives + partition.primitives)
 
 
 ALL = Partition()
@@ -227,10 +227,10 @@ class Branch:
         inside = [(x >= side.first) & (x < side.end) for x, side in ((q, self.queries), (k, self.keys))]
         both = np.where(np.concatenate(inside), 0, NO_LABEL)
         for ours, theirs in self.labels_of:
-            more = np.concatenate([ours.labels(q), theirs.labels(k)])
+            labels = np.concatenate([ours.labels(q), theirs.labels(k)])
             # mixed radix: two numbers are equal only if the labels of all primitives so far are equal
-            base = int(more.max(initial=0)) + 1
-            both = np.where((both >= 0) & (more >= 0), both * base + more, NO_LABEL)
+            base = int(labels.max(initial=0)) + 1
+            both = np.where((both >= 0) & (labels >= 0), both * base + labels, NO_LABEL)
             if both.max(initial=0) >= LARGEST_LABEL:
                 numbers = np.unique(both, return_inverse=True)[1].reshape(both.shape)
                 both = np.where(both < 0, NO_LABEL, numbers)
@@ -264,19 +264,19 @@ def overlapping(first: tuple[Branch, ...], second: tuple[Branch, ...]) -> IntArr
     # A rectangle of positions contains every distance between the smallest and the largest of its corners.
     nearest = np.maximum(np.maximum(low, floor), q_first - k_end + 1)
     farthest = np.minimum(np.minimum(high, top), q_end - 1 - k_first)
-    found: IntArray = (q_first < q_end) & (k_first < k_end) & (nearest <= farthest)
-    return found
+    overlap: IntArray = (q_first < q_end) & (k_first < k_end) & (nearest <= farthest)
+    return overlap
 
 
 def counts_twice(branches: tuple[Branch, ...]) -> bool:
     """Return whether a pair may take part in more than one of the branches."""
     both = np.argwhere(np.triu(overlapping(branches, branches), 1)).tolist()
-    return not all(_keys_differ(branches[one], branches[other]) for one, other in both)
+    return not all(_check_keys_differ(branches[first], branches[second]) for first, second in both)
 
 
-def _keys_differ(one: Branch, other: Branch) -> bool:
+def _check_keys_differ(first: Branch, second: Branch) -> bool:
     """Return whether labels alone show that no key takes part in both branches."""
-    pairs = itertools.product(one.keys.primitives, other.keys.primitives)
+    pairs = itertools.product(first.keys.primitives, second.keys.primitives)
     return any(ours.is_apart_from(theirs) for ours, theirs in pairs)
 
 
@@ -286,31 +286,31 @@ def union(first: tuple[Branch, ...], second: tuple[Branch, ...]) -> tuple[Branch
         return first + second
     if counts_twice(first) or counts_twice(second):
         return None  # with m > 1 in one pattern, the m of a pair that both have is not defined
-    kept = list(first)
+    branches = list(first)
     for branch in second:
         # first attempt: subtract from the new branch the pairs that other branches have already
         added = [branch]
-        for other in kept:
-            touched = overlapping(tuple(added), (other,)).any()
-            if touched and _only_ranges_differ(other, branch):
-                added = [piece for part in added for piece in subtract(part, other)]
+        for earlier in branches:
+            touched = overlapping(tuple(added), (earlier,)).any()
+            if touched and _check_only_ranges_differ(earlier, branch):
+                added = [piece for part in added for piece in subtract(part, earlier)]
             elif touched:
                 break
         else:
-            kept += added
+            branches += added
             continue
         # second attempt: subtract the new branch from the others
         without = [branch]
-        for other in reversed(kept):
-            touched = overlapping((branch,), (other,)).any()
-            if touched and not _only_ranges_differ(branch, other):
+        for earlier in reversed(branches):
+            touched = overlapping((branch,), (earlier,)).any()
+            if touched and not _check_only_ranges_differ(branch, earlier):
                 return None
-            without = (subtract(other, branch) if touched else [other]) + without
-        kept = without
-    return tuple(kept)
+            without = (subtract(earlier, branch) if touched else [earlier]) + without
+        branches = without
+    return tuple(branches)
 
 
-def _only_ranges_differ(taken: Branch, whole: Branch) -> bool:
+def _check_only_ranges_differ(taken: Branch, whole: Branch) -> bool:
     """Return whether ranges and band alone describe which pairs of `whole` are in `taken`."""
     # Every label and mask of `taken` also restricts `whole`, so none of them has to be negated.
     return set(taken.labels_of) <= set(whole.labels_of) and set(taken.masks) <= set(whole.masks)
@@ -322,12 +322,12 @@ def subtract(whole: Branch, taken: Branch) -> list[Branch]:
     # band.
     parts = []
     for side in ("queries", "keys"):
-        mine, other = getattr(whole, side), getattr(taken, side)
+        mine, limit = getattr(whole, side), getattr(taken, side)
         parts += [
-            replace(whole, **{side: replace(mine, end=min(mine.end, other.first))}),
-            replace(whole, **{side: replace(mine, first=max(mine.first, other.end))}),
+            replace(whole, **{side: replace(mine, end=min(mine.end, limit.first))}),
+            replace(whole, **{side: replace(mine, first=max(mine.first, limit.end))}),
         ]
-        inside = replace(mine, first=max(mine.first, other.first), end=min(mine.end, other.end))
+        inside = replace(mine, first=max(mine.first, limit.first), end=min(mine.end, limit.end))
         whole = replace(whole, **{side: inside})
     parts += [
         replace(whole, most=min(whole.most, taken.least - 1)),

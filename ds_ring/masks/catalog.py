@@ -12,7 +12,7 @@ from ds_ring.errors import RingPatternError, true_or_false
 from ds_ring.masks.branches import ALL, Branch, Remainder, Segment, equal_labels, in_range
 from ds_ring.masks.pattern import Pattern, QueryHead, check_numbers
 from ds_ring.masks.tiles import UNBOUNDED
-from ds_ring.registry import JsonKey
+from ds_ring.plugin import JsonKey
 
 
 @dataclass(frozen=True)

@@ -39,44 +39,44 @@ RowPairs = tuple[IntArray, IntArray]  # indices of query rows and of key rows, i
 
 def near_rows(branches: Iterable[Branch], q: Axis, k: Axis) -> RowPairs | None:
     """Return the pairs of rows that some branch may join; None for all. See [Note: near rows]."""
-    found: dict[tuple[object, ...], IntArray] = {}
+    rows_by_key: dict[tuple[object, ...], IntArray] = {}
     count, total = 0, len(q.slot) * len(k.slot)
     for branch in branches:
         ranges = (branch.queries.first, branch.queries.end), (branch.keys.first, branch.keys.end)
         key = (branch.labels_of, ranges, branch.least, branch.most)
-        if key in found:
+        if key in rows_by_key:
             continue
-        overlaps = list(_intervals_of(branch, q, k))
+        overlaps = list(_make_intervals(branch, q, k))
         if not overlaps:
             return None
         # the sides that fewest pairs have in common; the others are compared pair by pair
-        counts = [_count_overlaps(*one) for one in overlaps]
+        counts = [_count_overlaps(*axes) for axes in overlaps]
         best = counts.index(min(counts))
         count += counts[best]
         if 2 * count > total:
             return None
-        rows, columns = _overlapping(*overlaps.pop(best))
+        rows, columns = _find_overlaps(*overlaps.pop(best))
         for (q_least, q_most), (k_least, k_most) in overlaps:
-            kept = (q_least[rows] <= k_most[columns]) & (k_least[columns] <= q_most[rows])
-            rows, columns = rows[kept], columns[kept]
-        found[key] = rows * len(k.slot) + columns
-    pairs = np.unique(np.concatenate(list(found.values())))
+            is_near = (q_least[rows] <= k_most[columns]) & (k_least[columns] <= q_most[rows])
+            rows, columns = rows[is_near], columns[is_near]
+        rows_by_key[key] = rows * len(k.slot) + columns
+    pairs = np.unique(np.concatenate(list(rows_by_key.values())))
     return np.divmod(pairs, len(k.slot))
 
 
-def _intervals_of(branch: Branch, q: Axis, k: Axis) -> Iterable[tuple[Intervals, Intervals]]:
+def _make_intervals(branch: Branch, q: Axis, k: Axis) -> Iterable[tuple[Intervals, Intervals]]:
     """Yield intervals of the query rows and of the key rows; a branch joins only rows where all overlap."""
     outside = []
     for axis, side in ((q, branch.queries), (k, branch.keys)):
         outside.append((axis.position >= side.end) | (axis.last_position < side.first))
-    if branch.least > -UNBOUNDED or branch.most < UNBOUNDED or any(one.any() for one in outside):
+    if branch.least > -UNBOUNDED or branch.most < UNBOUNDED or any(mask.any() for mask in outside):
         q_moved = q.position - branch.most, q.last_position - branch.least
-        yield _without(*q_moved, outside[0]), _without(k.position, k.last_position, outside[1])
+        yield _clear_rows(*q_moved, outside[0]), _clear_rows(k.position, k.last_position, outside[1])
     for ours, theirs in branch.labels_of:
-        yield _without(*ours.bounds(q), outside[0]), _without(*theirs.bounds(k), outside[1])
+        yield _clear_rows(*ours.bounds(q), outside[0]), _clear_rows(*theirs.bounds(k), outside[1])
 
 
-def _without(least: IntArray, most: IntArray, rows: IntArray) -> Intervals:
+def _clear_rows(least: IntArray, most: IntArray, rows: IntArray) -> Intervals:
     """Return the intervals, those of some rows empty."""
     return least, np.where(rows, least - 1, most)
 
@@ -89,7 +89,7 @@ def _count_overlaps(q: Intervals, k: Intervals) -> int:
     return int((begun - before).sum())
 
 
-def _overlapping(q: Intervals, k: Intervals) -> RowPairs:
+def _find_overlaps(q: Intervals, k: Intervals) -> RowPairs:
     """Return the pairs of rows whose intervals overlap."""
     # Of two intervals that overlap, one begins inside the other; if both begin together, count them once.
     q_inside = _begin_inside(k, q, "right")
@@ -135,14 +135,14 @@ def tiles_by_head(
         refined = [nothing]
         for head_in_group, branches in jobs:
             refined += _refine(near.for_head(head_in_group), branches, least >= 0, plain)
-        found = refined[1] if len(refined) == 2 else Tiles.concat(refined)
+        tiles = refined[1] if len(refined) == 2 else Tiles.concat(refined)
         if masks:
             # The mask function includes the band, so blocks are kept or dropped, but not cut.
-            blocks = may_touch(_in_blocks(found), least, most)
+            blocks = may_touch(_split_blocks(tiles), least, most)
             column = np.zeros(len(blocks), dtype=np.int64)
             parts.append(replace(blocks, mask=column, masks=(MaskInside(masks, least, most),)))
         else:
-            parts.append(within_distances(found, least, most))
+            parts.append(within_distances(tiles, least, most))
     return parts[0] if len(parts) == 1 else Tiles.concat([nothing, *parts])
 
 
@@ -153,7 +153,7 @@ def may_touch(tiles: Tiles, least: int, most: int) -> Tiles:
     return tiles if keep.all() else tiles.rows(keep)
 
 
-def _in_blocks(tiles: Tiles) -> Tiles:
+def _split_blocks(tiles: Tiles) -> Tiles:
     """Cut every rectangle into blocks of at most `MASK_BLOCK` x `MASK_BLOCK` tokens."""
     q_parts, k_parts = -(-tiles.q.length // MASK_BLOCK), -(-tiles.k.length // MASK_BLOCK)
     row, which = repeat_rows(q_parts * k_parts)
@@ -175,7 +175,7 @@ def _refine(tiles: Tiles, branches: list[Branch], causal: bool, plain: bool) -> 
         if queries != ALL or keys != ALL:
             q = tiles.q if queries == ALL else tiles.q.between(queries.first, queries.end)
             near = tiles.sides(q, tiles.k if keys == ALL else tiles.k.between(keys.first, keys.end))
-        products = [[[pair] for pair in one] for one in joined] if plain else _factors(joined)
+        products = [[[pair] for pair in masks] for masks in joined] if plain else _find_factors(joined)
         for factors in products:
             refined = near
             for factor in factors:
@@ -184,24 +184,24 @@ def _refine(tiles: Tiles, branches: list[Branch], causal: bool, plain: bool) -> 
     return parts
 
 
-def _factors(joined: list[tuple[Joined, ...]]) -> list[list[list[Joined]]]:
+def _find_factors(joined: list[tuple[Joined, ...]]) -> list[list[list[Joined]]]:
     """Write alternatives, each a conjunction, as products of sums: one product if all combinations occur."""
     columns = [list(dict.fromkeys(column)) for column in zip(*joined, strict=False)]
-    lengths = {len(one) for one in joined}
+    lengths = {len(masks) for masks in joined}
     # If there are as many distinct conjunctions as combinations, they are all combinations.
     whole = math.prod(len(column) for column in columns)
     if len(lengths) == 1 and len(joined) == len(set(joined)) == whole:
         return [columns]
-    return [[[pair] for pair in one] for one in joined]
+    return [[[pair] for pair in masks] for masks in joined]
 
 
 def _refine_by(tiles: Tiles, factor: list[Joined], causal: bool, plain: bool) -> Tiles:
     """Return the rectangles refined by a sum of alternatives."""
     kinds = {type(queries) for queries, _ in factor}
     if not plain and len(kinds) == 1 and all(queries == keys for queries, keys in factor):
-        found = kinds.pop().refine_sum(tiles, [queries for queries, _ in factor], causal)
-        if found is not None:
-            return found
+        refined = kinds.pop().refine_sum(tiles, [queries for queries, _ in factor], causal)
+        if refined is not None:
+            return refined
     parts = [join(tiles, queries, keys) for queries, keys in factor]
     return parts[0] if len(parts) == 1 else Tiles.concat(parts)
 
@@ -211,8 +211,8 @@ def join(tiles: Tiles, queries: Primitive, keys: Primitive) -> Tiles:
     (q_least, q_greatest), (k_least, k_greatest) = queries.bounds(tiles.q), keys.bounds(tiles.k)
     # only labels that may occur on both sides can be equal
     least, greatest = np.maximum(q_least, k_least), np.minimum(q_greatest, k_greatest)
-    q_row, q, q_label = _pieces_between(queries, tiles.q, least, greatest)
-    k_row, k, k_label = _pieces_between(keys, tiles.k, least, greatest)
+    q_row, q, q_label = _select_pieces(queries, tiles.q, least, greatest)
+    k_row, k, k_label = _select_pieces(keys, tiles.k, least, greatest)
     # One number for each (rectangle, label). All labels are from least to greatest, so that the numbers of
     # two rectangles never overlap.
     width = 1 + int((greatest - least).max(initial=0))
@@ -230,11 +230,15 @@ def join(tiles: Tiles, queries: Primitive, keys: Primitive) -> Tiles:
     return tiles.rows(q_row[q_index]).sides(q.rows(q_index), k.rows(k_index))
 
 
-def _pieces_between(primitive: Primitive, axis: Axis, least: IntArray, greatest: IntArray) -> Pieces:
+def _select_pieces(primitive: Primitive, axis: Axis, least: IntArray, greatest: IntArray) -> Pieces:
     """Return the pieces of every row with labels from least to greatest; `split` may return others."""
     pieces = primitive.split(axis, least, greatest)
-    kept = (pieces.label >= least[pieces.row]) & (pieces.label <= greatest[pieces.row])
-    return pieces if kept.all() else Pieces(pieces.row[kept], pieces.axis.rows(kept), pieces.label[kept])
+    is_inside = (pieces.label >= least[pieces.row]) & (pieces.label <= greatest[pieces.row])
+    return (
+        pieces
+        if is_inside.all()
+        else Pieces(pieces.row[is_inside], pieces.axis.rows(is_inside), pieces.label[is_inside])
+    )
 
 
 def within_distances(tiles: Tiles, least: int, most: int) -> Tiles:
@@ -250,7 +254,7 @@ def within_distances(tiles: Tiles, least: int, most: int) -> Tiles:
     cut = ~whole & (farthest >= tiles.least) & (nearest <= tiles.most)
     if not cut.any():
         return tiles if whole.all() else tiles.rows(whole)
-    return Tiles.concat([tiles.rows(whole), trimmed(_equal_steps(tiles.rows(cut)))])
+    return Tiles.concat([tiles.rows(whole), trimmed(_split_equal_steps(tiles.rows(cut)))])
 
 
 def trimmed(tiles: Tiles) -> Tiles:
@@ -289,7 +293,7 @@ def middle_slot(tiles: Tiles) -> int:
     return int(starts[away.argmin()]) if (away <= end / 8).any() else end // 2
 
 
-def _equal_steps(tiles: Tiles) -> Tiles:
+def _split_equal_steps(tiles: Tiles) -> Tiles:
     """Split rows so that both sides have the same position step."""
     q_step, k_step = tiles.q.position_step, tiles.k.position_step
     if (q_step == k_step).all():

@@ -22,7 +22,7 @@ from ds_ring.masks.branches import ALL, Branch, Primitive, counts_twice, product
 from ds_ring.masks.joins import near_rows, tiles_by_head
 from ds_ring.masks.slots import IntArray
 from ds_ring.masks.tiles import UNBOUNDED, Axis, PairMask, Tiles
-from ds_ring.registry import JsonKey
+from ds_ring.plugin import JsonKey
 
 MANY_PAIRS = 4096  # of runs; if there are more, `tiles` first leaves out those that no branch joins
 
@@ -56,24 +56,24 @@ class Pattern(ABC):
         return (self,)
 
     @cached_property
-    def _of_one_head(self) -> tuple[Branch, ...]:  # for properties that are the same for all heads
+    def _one_head_branches(self) -> tuple[Branch, ...]:  # for properties that are the same for all heads
         return self.branches(QueryHead())
 
     @cached_property
     def distance(self) -> tuple[int, int]:
         """Return the minimum and maximum (query position - key position) that attend; +-UNBOUNDED if open."""
-        bounds = [branch.distance for branch in self._of_one_head]
+        bounds = [branch.distance for branch in self._one_head_branches]
         return min(least for least, _ in bounds), max(most for _, most in bounds)
 
     @cached_property
     def is_causal(self) -> bool:
         """Return whether no query attends to a key after itself."""
-        return all(branch.is_causal for branch in self._of_one_head)
+        return all(branch.is_causal for branch in self._one_head_branches)
 
     @cached_property
     def masks(self) -> tuple[PairMask, ...]:
         """Return the mask functions of single pairs, which only a kernel can evaluate."""
-        return tuple(dict.fromkeys(mask for branch in self._of_one_head for mask in branch.masks))
+        return tuple(dict.fromkeys(mask for branch in self._one_head_branches for mask in branch.masks))
 
     @property
     def mask_ids(self) -> tuple[int, ...]:
@@ -83,16 +83,16 @@ class Pattern(ABC):
     @property
     def primitives(self) -> tuple[Primitive, ...]:
         """Return the functions that label positions, each once."""
-        sides = (side for branch in self._of_one_head for side in (branch.queries, branch.keys))
+        sides = (side for branch in self._one_head_branches for side in (branch.queries, branch.keys))
         return tuple(dict.fromkeys(primitive for side in sides for primitive in side.primitives))
 
     @cached_property
     def tile_kind(self) -> str:
         """Return the kind of tiles by which rates are measured (`tools/benchmarks/gpu_rates.py`)."""
-        rank, name = max((one.tile_kind for one in self.primitives), default=(0, ""))
+        rank, name = max((primitive.tile_kind for primitive in self.primitives), default=(0, ""))
         if rank:
             return name
-        branch = self._of_one_head[0]
+        branch = self._one_head_branches[0]
         least, most = branch.distance
         if least > -UNBOUNDED and most < UNBOUNDED:
             return "window"
@@ -107,11 +107,11 @@ class Pattern(ABC):
         each = [self.branches(QueryHead(head, query_heads, kv_heads)) for head in heads]
         # Evaluate mask functions for all heads of the group at once: then heads whose branches are otherwise
         # equal need one entry only.
-        together = {_evaluated_together(each, branches) for branches in each}
+        together = {_combine_masks(each, branches) for branches in each}
         if len(together) == 1:
             return BoundPattern(tuple(together))
         # The heads differ: each has its own entry, with mask functions that are evaluated for it alone.
-        return BoundPattern(tuple(_evaluated_together([branches], branches) for branches in each))
+        return BoundPattern(tuple(_combine_masks([branches], branches) for branches in each))
 
     def check(self, tokens: int, samples: int, query_heads: int, device: str) -> None:
         """Raise RingPatternError if a mask function fails for such a call.
@@ -138,10 +138,12 @@ class Pattern(ABC):
         for branch in self.branches(QueryHead(head, query_heads, kv_heads)):
             q_label, k_label = branch.labels(ours, theirs)
             q_label, k_label = q_label.reshape(q.shape), k_label.reshape(k.shape)
-            found = (q_label == k_label) & (q_label >= 0) & (gap >= branch.least) & (gap <= branch.most)
+            visible = (q_label == k_label) & (q_label >= 0) & (gap >= branch.least) & (gap <= branch.most)
             for mask in branch.masks:
-                found = found & mask.pairs(*(np.broadcast_to(np.maximum(x, 0), found.shape) for x in (q, k)))
-            total += found
+                visible = visible & mask.pairs(
+                    *(np.broadcast_to(np.maximum(x, 0), visible.shape) for x in (q, k))
+                )
+            total += visible
         return total
 
     def mask(
@@ -163,18 +165,18 @@ class Pattern(ABC):
         """Return the tiles for a model with one head; use `bind` for more heads."""
         return self.bind((0,), 1, 1).tiles(q_runs, k_runs)
 
-    def __and__(self, other: Pattern) -> Pattern:
+    def __and__(self, pattern: Pattern) -> Pattern:
         """Attend where both patterns do."""
-        return Intersection(self, _checked(other, "&"))
+        return Intersection(self, _check_operand(pattern, "&"))
 
-    def __or__(self, other: Pattern) -> Pattern:
+    def __or__(self, pattern: Pattern) -> Pattern:
         """Attend where at least one of the two patterns does; a pair of both counts once.
 
         Raises:
             RingPatternError: the pairs of both patterns cannot be described by a band of distances and ranges
                 of positions, so they cannot be subtracted from one of the two.
         """
-        either = Union(self, _checked(other, "|"))
+        either = Union(self, _check_operand(pattern, "|"))
         # Raise here, at the line of the user that has the mistake, not later when a plan is built.
         either.branches(QueryHead())
         return either
@@ -187,21 +189,23 @@ def check_numbers(pattern: object, *names: str) -> None:
         object.__setattr__(pattern, name, whole_number(getattr(pattern, name), what, RingPatternError))
 
 
-def _checked(other: object, operator: str) -> Pattern:
-    if not isinstance(other, Pattern):
-        raise RingPatternError(f"{operator}: expected a pattern on both sides, got {type(other).__name__}")
-    return other
+def _check_operand(operand: object, operator: str) -> Pattern:
+    if not isinstance(operand, Pattern):
+        raise RingPatternError(f"{operator}: expected a pattern on both sides, got {type(operand).__name__}")
+    return operand
 
 
-def _evaluated_together(each: list[tuple[Branch, ...]], branches: tuple[Branch, ...]) -> tuple[Branch, ...]:
+def _combine_masks(each: list[tuple[Branch, ...]], branches: tuple[Branch, ...]) -> tuple[Branch, ...]:
     """Return `branches` with mask functions that are evaluated once for the heads of all of `each`."""
-    found = list(branches)
+    evaluated = list(branches)
     for index, branch in enumerate(branches):
         for number, mask in enumerate(branch.masks):
-            heads = tuple(head for one in each for head in one[index].masks[number].heads)
-            masks = (*found[index].masks[:number], mask.for_heads(heads), *branch.masks[number + 1 :])
-            found[index] = replace(branch, masks=masks)
-    return tuple(found)
+            heads = tuple(
+                head for branches_of_head in each for head in branches_of_head[index].masks[number].heads
+            )
+            masks = (*evaluated[index].masks[:number], mask.for_heads(heads), *branch.masks[number + 1 :])
+            evaluated[index] = replace(branch, masks=masks)
+    return tuple(evaluated)
 
 
 @dataclass(frozen=True)
@@ -260,8 +264,8 @@ class BoundPattern(Pattern):
 
     def labels(self, q: IntArray, k: IntArray) -> tuple[IntArray, IntArray]:
         """Return labels of query and key positions, int64 [heads, branches, n] and [heads, branches, m]."""
-        found = [[branch.labels(q, k) for branch in branches] for branches in self.branches_by_head]
-        return tuple(np.array([[pair[side] for pair in one] for one in found]) for side in (0, 1))  # type: ignore[return-value]
+        by_head = [[branch.labels(q, k) for branch in branches] for branches in self.branches_by_head]
+        return tuple(np.array([[pair[side] for pair in pairs] for pairs in by_head]) for side in (0, 1))  # type: ignore[return-value]
 
 
 @dataclass(frozen=True)
@@ -292,13 +296,13 @@ class Union(Pattern):
     second: Pattern
 
     def branches(self, head: QueryHead) -> tuple[Branch, ...]:
-        found = union(self.first.branches(head), self.second.branches(head))
-        if found is None:
+        branches = union(self.first.branches(head), self.second.branches(head))
+        if branches is None:
             raise RingPatternError(
                 f"{self.first} | {self.second}: expected that bands and ranges of positions describe their"
                 " common pairs, which must count once, got others; write the whole mask as one MaskMod"
             )
-        return found
+        return branches
 
     def __str__(self) -> str:
         return f"({self.first} | {self.second})"

@@ -70,16 +70,16 @@ def ranges_by_set(rows: IntArray, numbers: IntArray) -> dict[int, SlotRanges]:
 
 def join_sets(sets: Sequence[SlotRanges], width: int) -> SlotRanges:
     """Return several sets as one: slot s of set i becomes i * width + s. `width` is above every slot."""
-    lengths = [len(one) for one in sets]
+    lengths = [len(slots) for slots in sets]
     return np.concatenate([no_slots(), *sets]) + width * np.repeat(np.arange(len(sets)), lengths)[:, None]
 
 
 def split_sets(ranges: SlotRanges, width: int, count: int) -> list[SlotRanges]:
     """Return the sets that `join_sets` joined."""
     number = ranges[:, 0] // width
-    own = ranges - (number * width)[:, None]
+    local_ranges = ranges - (number * width)[:, None]
     bounds = np.searchsorted(number, np.arange(count + 1)).tolist()
-    return [own[slice(*pair)] for pair in itertools.pairwise(bounds)]
+    return [local_ranges[slice(*pair)] for pair in itertools.pairwise(bounds)]
 
 
 def count_sets(ranges: SlotRanges, width: int, count: int) -> IntArray:
@@ -88,17 +88,17 @@ def count_sets(ranges: SlotRanges, width: int, count: int) -> IntArray:
     return total.astype(np.int64)
 
 
-def intersect_slots(one: SlotRanges, other: SlotRanges) -> SlotRanges:
+def intersect_slots(first: SlotRanges, second: SlotRanges) -> SlotRanges:
     """Return the slots that are in both sets."""
-    if not len(one) or not len(other):
+    if not len(first) or not len(second):
         return no_slots()
-    if one is other or np.array_equal(one, other):
-        return one
+    if first is second or np.array_equal(first, second):
+        return first
     # ends first where edges are equal
-    edges = np.concatenate([one[:, 1], other[:, 1], one[:, 0], other[:, 0]])
+    edges = np.concatenate([first[:, 1], second[:, 1], first[:, 0], second[:, 0]])
     order = np.argsort(edges, kind="stable")
     # sets that are open at each edge; with both open, the next edge is an end
-    depth = np.cumsum(np.where(order < len(one) + len(other), -1, 1))
+    depth = np.cumsum(np.where(order < len(first) + len(second), -1, 1))
     inside = np.flatnonzero(depth == 2)
     return np.stack([edges[order[inside]], edges[order[inside + 1]]], axis=1)
 

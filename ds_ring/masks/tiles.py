@@ -33,8 +33,8 @@ class ByIdentity:
     def __init__(self, value: object) -> None:
         self.value = value
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, ByIdentity) and other.value is self.value
+    def __eq__(self, operand: object) -> bool:
+        return isinstance(operand, ByIdentity) and operand.value is self.value
 
     def __hash__(self) -> int:
         return id(self.value)
@@ -262,7 +262,7 @@ class Tiles:
         if self.q.length.astype(np.float64) @ self.k.length >= MAX_PAIRS:
             low, high = low.astype(object), high.astype(object)
             sides = self.q.length.astype(object), self.k.length.astype(object)
-        return _pairs_up_to(*sides, high) - _pairs_up_to(*sides, low - 1)
+        return _count_pairs_up_to(*sides, high) - _count_pairs_up_to(*sides, low - 1)
 
     def rows(self, index: IntArray | slice) -> Tiles:
         """Return a selection of rows (indices, a boolean mask or a slice)."""
@@ -328,7 +328,7 @@ class Tiles:
         return Tiles(q, k, zeros - UNBOUNDED, zeros + UNBOUNDED, zeros - 1, zeros + 1, zeros - 1, zeros - 1)
 
 
-def _pairs_up_to(queries: IntArray, keys: IntArray, most: IntArray) -> IntArray:
+def _count_pairs_up_to(queries: IntArray, keys: IntArray, most: IntArray) -> IntArray:
     """Count pairs of 0 <= i < queries and 0 <= j < keys with i - j <= most."""
     # row i has keys - max(i - most, 0) of them, if that is positive
     whole = np.clip(most + 1, 0, queries)

@@ -2,7 +2,7 @@
 
 `ds-ring launch` names the folder in DS_RING_RUN_FOLDER where the cluster YAML has a `run_folder`. Step, loss,
 time, memory and links go to `rank-N.metrics.json`; rank 0 writes the history of the run to `history.jsonl`.
-The status page reads them, and a relaunch reads in which step a rank failed. There is no collective.
+`ds-ring status` reads them, and a relaunch reads in which step a rank failed. There is no collective.
 
 [Note: whose loss]
 A script reads the mean loss of step k before `engine.step()` or after it. In the second case the loss is not

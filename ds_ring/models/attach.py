@@ -29,7 +29,7 @@ from ds_ring.models.model_adapter import (
 from ds_ring.models.variant import AttachRequest
 from ds_ring.models.variants import attention_names, own_attention, variants
 from ds_ring.patches import apply, patch
-from ds_ring.registry import PASSES
+from ds_ring.plugin import PASSES
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ def _keeps_its_own(config: RingConfig, model: PreTrainedModel) -> bool:
     # Bits that do not depend on the ring's size are those of its blocks, on one rank, too.
     has_own_bits = PASSES[config.transport].whole_blocks
     one_rank = config.sequence_parallel_size == 1
-    return not config.long_sequence.any and one_rank and is_plain_causal and not has_own_bits
+    return not config.changes_models and one_rank and is_plain_causal and not has_own_bits
 
 
 def _refuse_unknown_encoder(model: PreTrainedModel) -> None:

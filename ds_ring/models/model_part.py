@@ -1,4 +1,4 @@
-"""One row of `registry.MODEL_PARTS`: what a capability adds to a transformers model on a ring.
+"""One row of `plugin.MODEL_PARTS`: what a capability adds to a transformers model on a ring.
 
 `ModelAdapter.install` makes one object of each row for a model, and names none.
 """
@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from ds_ring.data.batch_sharding import BatchSharding
 from ds_ring.data.session import RingSession
-from ds_ring.registry import MODEL_PARTS, load
+from ds_ring.plugin import MODEL_PARTS, load
 
 Loss = Callable[..., Tensor]
 

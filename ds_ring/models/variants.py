@@ -1,15 +1,14 @@
-"""The table of attention variants: each row is a class, and each variant is a file or a folder.
+"""The attention variants of transformers models, which capabilities add (`families` in `plugin.py`).
 
-Delete a variant's file and its row, and models that need it are refused; all others run as before. A row of
-another folder is a whole name. Rows are tried in this order: a variant that chooses which sequence a layer
-reads comes before those that attend.
+Delete a variant's folder, and models that need it are refused; all others run as before.
 """
 
 from __future__ import annotations
 
 import functools
-import pkgutil
 from typing import TYPE_CHECKING, Any
+
+from ds_ring.plugin import FAMILIES, load
 
 if TYPE_CHECKING:
     from torch import nn
@@ -17,30 +16,11 @@ if TYPE_CHECKING:
 
     from ds_ring.models.variant import Variant
 
-TABLE = (
-    "ds_ring.contrib.images.model.ImageModels",
-    "ds_ring.contrib.sound.model.SoundModels",
-    "ds_ring.contrib.encoder_decoder.variant.EncoderDecoder",
-    "ds_ring.contrib.diffusion.gemma.DiffusionGemma",
-    "ds_ring.contrib.families.eager_attention.layers.EagerVariant",
-    "ds_ring.contrib.families.recurrent.layers.Recurrent",
-    "ds_ring.contrib.families.compressed.layers.CompressedAttention",
-    "ds_ring.contrib.families.indexed.layers.IndexedKeys",
-    "ds_ring.contrib.families.indexed_blocks.layers.IndexedBlocks",
-    "ds_ring.contrib.families.latents.layers.LatentLayers",
-    "ds_ring.contrib.families.relative_bias.layers.RelativePositionBias",
-    "ds_ring.contrib.families.distance_bias.layers.DistanceBias",
-    "ds_ring.contrib.families.relative_keys.layers.RelativeKeys",
-    "ds_ring.contrib.families.prompt.layers.LearnedPrompt",
-    "ds_ring.contrib.families.key_terms.layers.DynamicMask",
-    "ds_ring.contrib.families.query_scale.layers.TemperatureTuning",
-)
-
 
 @functools.cache
 def variants() -> tuple[Variant, ...]:
     """Return one instance of each row. Imports their files, which import transformers."""
-    return tuple(pkgutil.resolve_name(home)() for home in TABLE)
+    return tuple(load(home)() for home in FAMILIES.values())
 
 
 def own_attention(model: nn.Module) -> list[PreTrainedModel]:

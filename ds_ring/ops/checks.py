@@ -53,14 +53,14 @@ def fill_bits(name: str, fill: float, x: Tensor) -> float:
     if fill == 0:  # has the bits 0, also where torch cannot fill with it
         return 0
     try:
-        found = torch.full((1,), fill, dtype=x.dtype, device="cpu")
-        fits = x.dtype not in _WHOLE or int(found) == fill
+        filled = torch.full((1,), fill, dtype=x.dtype, device="cpu")
+        fits = x.dtype not in _WHOLE or int(filled) == fill
     except (RuntimeError, TypeError, ValueError, OverflowError):
         fits = False
     if not fits:
         advice = "cast the tensor, or take another value"
         raise RingShapeError.wrong(name, f"a value of {x.dtype}", shown(fill), advice)
-    return fill if x.dtype in _COUNTED else int(as_bits(found))
+    return fill if x.dtype in _COUNTED else int(as_bits(filled))
 
 
 def check_copied(name: str, x: Tensor) -> None:
@@ -120,14 +120,14 @@ def check_derivative(name: str = "ring attention") -> None:
     Raises:
         RingConfigError: names the one that is active.
     """
-    usual = "backward() or torch.autograd.grad"
+    supported = "backward() or torch.autograd.grad"
     active = {level.key() for level in retrieve_all_functorch_interpreters()}
     if forward_ad._current_level >= 0 or TransformType.Jvp in active:
         got = "forward mode (torch.func.jvp, jacfwd, hessian or torch.autograd.forward_ad)"
-        raise RingConfigError.wrong(name, "reverse-mode differentiation", got, f"use {usual}")
+        raise RingConfigError.wrong(name, "reverse-mode differentiation", got, f"use {supported}")
     if TransformType.Grad in active:
         got = "a torch.func transform (grad, vjp, jacrev)"
-        raise RingConfigError.wrong(name, usual, got, "use those, or torch.func.vmap alone")
+        raise RingConfigError.wrong(name, supported, got, "use those, or torch.func.vmap alone")
 
 
 def check_not_transformed(name: str) -> None:
@@ -158,12 +158,12 @@ def check_arguments(batch_dim_idx: object, args: tuple[Any, ...], kwargs: dict[s
         value = kwargs.pop(name, None)
         if value is not None and not (isinstance(value, (int, float)) and value == 0):
             raise RingConfigError.wrong(name, "0", shown(value), "set it to 0 in the model's config")
-    given = [repr(type(a).__name__) for a in args if a is not None]
-    given += [name for name, value in kwargs.items() if value is not None]
-    if given:
+    arguments = [repr(type(a).__name__) for a in args if a is not None]
+    arguments += [name for name, value in kwargs.items() if value is not None]
+    if arguments:
         advice = "express masks as a pattern, apply rotary embeddings before the call"
         raise RingConfigError.wrong(
-            "RingAttention", "q, k and v alone", f"{', '.join(given)} as well", advice
+            "RingAttention", "q, k and v alone", f"{', '.join(arguments)} as well", advice
         )
 
 

@@ -38,10 +38,10 @@ from ds_ring.schedule.layout import Layout
 GraphRefusal = tuple[str, str]  # name of the error's class, and its text
 
 
-def refusal_from(check: Callable[..., object], *given: Any) -> GraphRefusal | None:
+def refusal_from(check: Callable[..., object], *arguments: Any) -> GraphRefusal | None:
     """Return what a check raises as constants of a graph; None if it raises nothing. Traced by Dynamo."""
     try:
-        check(*given)
+        check(*arguments)
     except RingError as error:
         return type(error).__name__, error.args[0]
     return None
@@ -76,20 +76,20 @@ def raise_in_trace(mesh: RingMesh, kind: str, why: str) -> NoReturn:
         raise error(why)
 
 
-def check_traced(mesh: RingMesh, *given: Any) -> None:
+def check_traced(mesh: RingMesh, *operands: Any) -> None:
     """Do the checks of `check_operands`, in a function that torch.compile traces."""
-    refusal = refusal_from(check_operands, *given)
+    refusal = refusal_from(check_operands, *operands)
     if refusal is not None:
         raise_in_trace(mesh, *refusal)
 
 
 def differentiable(handle: int | GraphRefusal) -> int | GraphRefusal:
     """Return the handle, or why the call is refused: it would lose a derivative silently."""
-    return handle if isinstance(handle, tuple) else _checked_handle(handle)
+    return handle if isinstance(handle, tuple) else _check_handle(handle)
 
 
 @constant_in_graphs
-def _checked_handle(handle: int) -> int | GraphRefusal:
+def _check_handle(handle: int) -> int | GraphRefusal:
     return refusal_from(check_derivatives, context_of(handle)) or handle
 
 
@@ -99,14 +99,14 @@ def attend_compiled(
 ) -> Any:  # fmt: skip
     """Do what `attend` does, in a function that torch.compile traces."""
     check_traced(mesh, return_lse, NAMES, q, k, v, sinks)
-    found = differentiable(handle)
-    if isinstance(found, tuple):
-        return refused_results(q, v.shape[-1], found, mesh, return_lse)
+    result = differentiable(handle)
+    if isinstance(result, tuple):
+        return refused_results(q, v.shape[-1], result, mesh, return_lse)
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Any:
-        return ring_attention_op(q, k, v, found, sinks)
+        return ring_attention_op(q, k, v, result, sinks)
 
-    return with_ulysses(run, q, k, v, found, mesh.ulysses_size, return_lse)
+    return with_ulysses(run, q, k, v, result, mesh.ulysses_size, return_lse)
 
 
 _PARTS, _OBJECT = "ds_ring parts", "ds_ring object"
@@ -117,7 +117,7 @@ def described(value: Any, objects: list[Any]) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return constant(value)
     if isinstance(value, tuple):
-        return tuple([described(one, objects) for one in value])
+        return tuple([described(item, objects) for item in value])
     if getattr(value, "made_in_graphs", False):
         kind = type(value)
         return (_PARTS, kind, *[described(getattr(value, name), objects) for name in kind.__match_args__])
@@ -127,20 +127,22 @@ def described(value: Any, objects: list[Any]) -> Any:
     return _OBJECT, len(objects) - 1
 
 
-def _made_again(value: Any, objects: tuple[Any, ...]) -> Any:
+def _make_again(value: Any, objects: tuple[Any, ...]) -> Any:
     """Return what `described` was given, or raise the RingConfigError that refuses an object."""
     if isinstance(value, tuple) and value[:1] == (_PARTS,):
-        return value[1](*(_made_again(one, objects) for one in value[2:]))
+        return value[1](*(_make_again(item, objects) for item in value[2:]))
     if isinstance(value, tuple) and value[:1] == (_OBJECT,):
-        found = objects[value[1]].value
-        lost = is_dataclass(found) and any(one.init and not hasattr(found, one.name) for one in fields(found))
+        instance = objects[value[1]].value
+        lost = is_dataclass(instance) and any(
+            attribute.init and not hasattr(instance, attribute.name) for attribute in fields(instance)
+        )
         if lost:
-            kind, expected = type(found).__name__, "one that is made outside of the compiled function"
+            kind, expected = type(instance).__name__, "one that is made outside of the compiled function"
             got = "one that is made inside, whose attributes torch.compile does not hand over"
             raise RingConfigError.wrong(kind, expected, got, f"make the {kind} before the call")
-        return found
+        return instance
     if isinstance(value, tuple) and not is_constant(value):
-        return tuple(_made_again(one, objects) for one in value)
+        return tuple(_make_again(item, objects) for item in value)
     return number_of(value)
 
 
@@ -148,20 +150,20 @@ def handle_of(request: AskedContext) -> int | GraphRefusal:
     """Return the handle of a call, or why it is refused, in a function that torch.compile traces."""
     pattern, layout, mesh, scale, kernel, options, score_mod = request
     objects: list[Any] = []
-    asked = described(pattern, objects), described(score_mod, objects)
-    return _handle_of(*asked, layout, mesh, (constant(scale), kernel), options, *objects)
+    descriptions = described(pattern, objects), described(score_mod, objects)
+    return _make_handle(*descriptions, layout, mesh, (constant(scale), kernel), options, *objects)
 
 
 @constant_in_graphs
-def _handle_of(
+def _make_handle(
     pattern: Any, score_mod: Any, layout: Layout | str, mesh: RingMesh, settings: tuple[Any, str],
     options: PassOptions | None, *objects: Any,
 ) -> int | GraphRefusal:  # fmt: skip
     check_mesh(mesh)
     try:
-        asked, mod = _made_again(pattern, objects), _made_again(score_mod, objects)
+        real_pattern, mod = _make_again(pattern, objects), _make_again(score_mod, objects)
         scale, kernel = number_of(settings[0]), settings[1]
-        request = AskedContext(asked, layout, mesh, scale, kernel, options, mod)
+        request = AskedContext(real_pattern, layout, mesh, scale, kernel, options, mod)
         context = made_context(request)
     except RingError as error:
         return type(error).__name__, str(error)

@@ -30,7 +30,7 @@ from ds_ring.ops.checks import check_layout
 from ds_ring.ops.handles import new_handle, object_of
 from ds_ring.ops.options import Options
 from ds_ring.ops.passes import MakePass, SavedTensors
-from ds_ring.registry import DEVICES, SAVED_TENSORS, load
+from ds_ring.plugin import DEVICES, SAVED_TENSORS, load
 from ds_ring.ring.prepared import PreparedPasses
 from ds_ring.schedule.layout import (
     Layout,
@@ -50,8 +50,8 @@ class RingContext:
         mesh: the ranks and process groups.
         options: kernel, transport and further options.
         in_a_graph: True if a compiled graph carries the handle; then the context lives as long as the mesh.
-        keeps_functions: calls do not trace the functions of pattern and score_mod anew. So it is with
-            modules, whose contexts hold the caller's own objects; others hold any that are equal.
+        keeps_functions: skip re-tracing the functions of pattern and score_mod: modules keep the caller's
+            function objects; other contexts hold any equal ones.
         make_pass: of the transport, from the table of passes.
         exchange: sends and receives tensors; None if the sequence has one rank.
         saved: what keeps tensors of a pass for its gradient.
@@ -73,8 +73,8 @@ class RingContext:
 
     def __post_init__(self) -> None:
         if self.mesh.sequence_size > 1:
-            own = self.options.row.exchange if self.mesh.ring_size > 1 else None
-            make = Exchange if own is None else load(own)
+            exchange_class = self.options.row.exchange if self.mesh.ring_size > 1 else None
+            make = Exchange if exchange_class is None else load(exchange_class)
             self.exchange = make(self.mesh, self.options.hop_timeout_seconds)
         self.make_pass = load(self.options.row.home)
         self.saved = SavedTensors()
@@ -157,22 +157,22 @@ class RingContext:
         if options.score_mod is not None:
             here = self.heads_here(q)
             scores = options.score_mod.for_heads(range(here.start, here.stop))
-        asked = KernelNeeds(q.device.type, q.dtype, q.shape[-1], self.pattern)
+        needs = KernelNeeds(q.device.type, q.dtype, q.shape[-1], self.pattern)
         row = (options.kernel, q.device.type, options.kernel_pairs, options.block_size)
-        return get_kernel(*row, scores, asked)
+        return get_kernel(*row, scores, needs)
 
     def call(self, name: str, q: Tensor) -> collective:
         """Return a call on the mesh of this context; with fake tensors it tells nobody."""
         return collective(self.mesh, name, self.exchange, is_fake(q))
 
     def agree(
-        self, call: collective, q: Tensor, k: Tensor, more: Mapping[str, object] | None = None,
+        self, call: collective, q: Tensor, k: Tensor, fields: Mapping[str, object] | None = None,
         compiles: bool = False,
     ) -> None:  # fmt: skip
-        """Agree with the other ranks of the sequence on a call, the shapes of q and k, and `more`.
+        """Agree with the other ranks of the sequence on a call, the shapes of q and k, and `fields`.
 
         Args:
-            call, q, k, more: what is compared; from here on the call has this context's exchange.
+            call, q, k, fields: what is compared; from here on the call has this context's exchange.
             compiles: whether this rank is going to compile something.
 
         Raises:
@@ -182,15 +182,15 @@ class RingContext:
             call.use(self.exchange)
             row = DEVICES.get(q.device.type)
             patience = 0.0 if row is None else load(row.patience)(self, call.name, q, k, compiles)
-            call.agree({**self.fields(q, k), **(more or {})}, patience)
+            call.agree({**self.fields(q, k), **(fields or {})}, patience)
 
     @cached_property
     def _settings(self) -> dict[str, str]:
         """Return the settings that are the same in every call, by name. (A deadline may differ by rank.)"""
         options = {name: str(value) for name, value in self.options}
         del options["hop_timeout_seconds"], options["first_pass_timeout_seconds"]
-        more = {"ranks per node": str(self.mesh.ranks_per_node)}
-        return {"pattern": str(self.pattern), "layout": str(self.layout), **options, **more}
+        node_settings = {"ranks per node": str(self.mesh.ranks_per_node)}
+        return {"pattern": str(self.pattern), "layout": str(self.layout), **options, **node_settings}
 
     def fields(self, q: Tensor, k: Tensor) -> dict[str, object]:
         """Return what ranks compare in every call, by the name for the message."""
@@ -236,13 +236,13 @@ def context_for(
     else:
         check_layout(layout, mesh.ring_size)
     pattern.check_unchanged()
-    own: Hashable = (pattern.mask_ids, id(options.score_mod)) if keeps_functions else None
+    function_key: Hashable = (pattern.mask_ids, id(options.score_mod)) if keeps_functions else None
 
     def make() -> RingContext:
         return RingContext(pattern, layout, mesh, options, keeps_functions=keeps_functions)
 
-    found: RingContext = cached_context(mesh, (pattern, layout, options, own), make)
-    return found
+    context: RingContext = cached_context(mesh, (pattern, layout, options, function_key), make)
+    return context
 
 
 class ContextCache:

@@ -47,27 +47,27 @@ def context_of_call(request: AskedContext, check: Callable[[RingContext], None] 
     pattern, layout, mesh, *settings, score_mod = request
     check_mesh(mesh)
     key: tuple[Any, ...] = ()
-    found: RingContext | None = None
+    context: RingContext | None = None
     with suppress(Exception):  # what cannot be hashed or compared is refused below, by name
         if score_mod is None:
             key = (pattern, layout, *settings, *map(type, settings), check)  # the types tell 1 from True
-            found = mesh.owners[ContextCache].recent.get(key)
-    if found is None:
+            context = mesh.owners[ContextCache].recent.get(key)
+    if context is None:
         with collective(mesh, "attention"):
-            found = made_context(request)
+            context = made_context(request)
             if check is not None:
-                check(found)
+                check(context)
         # Functions are not kept here: the values that they captured may change.
         if key and not pattern.masks:
-            mesh.owners[ContextCache].recent[key] = found
-    return found
+            mesh.owners[ContextCache].recent[key] = context
+    return context
 
 
 def made_context(request: AskedContext) -> RingContext:
     """Return the context of these arguments, or raise the RingError that refuses one of them."""
-    pattern, layout, mesh, scale, kernel, given, score_mod = request
+    pattern, layout, mesh, scale, kernel, pass_options, score_mod = request
     chosen = {} if isinstance(kernel, str) and kernel == "auto" else {"kernel": kernel}
-    options = Options.of(given, scale=scale, score_mod=as_value(score_mod), **chosen)
+    options = Options.of(pass_options, scale=scale, score_mod=as_value(score_mod), **chosen)
     return context_for(pattern, layout, mesh, options)
 
 
@@ -95,15 +95,15 @@ def check_eager(
     context: RingContext, return_lse: object, names: tuple[str, ...], *operands: Tensor | None
 ) -> None:
     """Do the checks of a compiled call, on all ranks; ordinary dense tensors pass at once."""
-    usual = return_lse is True or return_lse is False
+    is_plain_call = return_lse is True or return_lse is False
     for name, x in zip(names, operands, strict=True):
         if x is None:
-            usual = usual and name == "sinks"
+            is_plain_call = is_plain_call and name == "sinks"
         else:
-            usual = usual and type(x) is Tensor and x.layout is strided
-            usual = usual and not (x.is_meta or x.is_nested or x.is_quantized)
+            is_plain_call = is_plain_call and type(x) is Tensor and x.layout is strided
+            is_plain_call = is_plain_call and not (x.is_meta or x.is_nested or x.is_quantized)
     # functorch would raise before the operator's body
-    if not usual or loses_derivatives() or context.options.score_mod is not None:
+    if not is_plain_call or loses_derivatives() or context.options.score_mod is not None:
         with collective(context.mesh, "attention"):
             check_operands(return_lse, names, *operands)
             check_derivatives(context)

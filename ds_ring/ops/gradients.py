@@ -14,8 +14,8 @@ each node of a call that sends saves a tensor, and asks for it before its gradie
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any, NoReturn, Protocol, TypeVar
 
@@ -24,7 +24,7 @@ from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 
-from ds_ring.comm.collective import collective, comparing
+from ds_ring.comm.collective import collective
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.errors import RingConfigError
 from ds_ring.ops.checks import check_derivative
@@ -38,34 +38,34 @@ def loses_derivatives() -> bool:
     return peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
-def run_compared(mesh: RingMesh, name: str, function: Callable[..., T], *given: Any) -> T:
-    """Return `function(*given)`, a forward call that sends; its header tells whether it gets a gradient.
+def run_compared(mesh: RingMesh, name: str, function: Callable[..., T], *arguments: Any) -> T:
+    """Return `function(*arguments)`, a forward call that sends; its header tells whether it gets a gradient.
 
     Raises:
         RingConfigError: a transform or a dual level under which the call would lose a derivative.
         RingMismatchError: some ranks' operands require a gradient, and others' do not; nothing was sent.
     """
     if torch.compiler.is_compiling():
-        return function(*given)
+        return function(*arguments)
     if loses_derivatives():
         with collective(mesh, name):
             check_derivative(name)
     if mesh.sequence_size == 1:
-        return function(*given)
-    requires = torch.is_grad_enabled() and _requires_grad(given)
-    said = "one that requires it" if requires else "none that requires it"
+        return function(*arguments)
+    requires = torch.is_grad_enabled() and _check_requires_grad(arguments)
+    words = "one that requires it" if requires else "none that requires it"
     state, before = mesh.state, mesh.state.compared
-    state.compared = "operands and a gradient", 1 + requires, said
+    state.compared = "operands and a gradient", 1 + requires, words
     try:
-        return function(*given)
+        return function(*arguments)
     finally:
         state.compared = before
 
 
-def _requires_grad(given: Sequence[Any]) -> bool:
-    for x in given:
+def _check_requires_grad(arguments: Sequence[Any]) -> bool:
+    for x in arguments:
         if isinstance(x, (list, tuple)):
-            if _requires_grad(x):
+            if _check_requires_grad(x):
                 return True
         elif isinstance(x, Tensor) and x.requires_grad:
             return True
@@ -83,9 +83,15 @@ def forward_call(exchange: _Counts | None) -> int:
     return -1 if exchange is None else exchange.call
 
 
-def comparing_gradient(mesh: RingMesh, number: int) -> AbstractContextManager[None]:
-    """Return what surrounds the gradient of the forward call of that number."""
-    return comparing(mesh, _GRADIENT, number + 1, str(number))
+@contextmanager
+def comparing_gradient(mesh: RingMesh, number: int) -> Iterator[None]:
+    """Let the headers of calls inside carry the number of the forward call whose gradient they compute."""
+    state, before = mesh.state, mesh.state.compared
+    state.compared = _GRADIENT, number + 1, str(number)
+    try:
+        yield
+    finally:
+        state.compared = before
 
 
 def note_call(ctx: Any, exchange: _Counts | None, like: Tensor) -> None:
@@ -101,8 +107,8 @@ def has_run_again(ctx: Any) -> int:
     return number
 
 
-def run_gradient(mesh: RingMesh, number: int, function: Callable[..., T], *given: Any) -> T:
-    """Return `function(*given)`, the gradient of the forward call of that number.
+def run_gradient(mesh: RingMesh, number: int, function: Callable[..., T], *arguments: Any) -> T:
+    """Return `function(*arguments)`, the gradient of the forward call of that number.
 
     Raises:
         RingMismatchError: other ranks compute that of another call; nothing was sent.
@@ -110,7 +116,7 @@ def run_gradient(mesh: RingMesh, number: int, function: Callable[..., T], *given
     state, before = mesh.state, mesh.state.compared
     state.compared = _GRADIENT, number + 1, str(number)  # a mesh's first call has the number 0
     try:
-        return function(*given)
+        return function(*arguments)
     finally:
         state.compared = before
 
@@ -149,13 +155,13 @@ def first_derivative_alone(name: str) -> Callable[[Backward], Backward]:
         @wraps(backward)
         def run(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
             with torch.no_grad():
-                found = backward(ctx, *grads)
+                gradients = backward(ctx, *grads)
             if not torch.is_grad_enabled():
-                return found
-            made = [x for x in found if x is not None]
+                return gradients
+            results = [x for x in gradients if x is not None]
             before = [x for x in (*grads, *ctx.saved_tensors) if x is not None]
-            refusing = iter(_Once.apply(name, len(made), *made, *before))
-            return tuple(None if x is None else next(refusing) for x in found)
+            refusing = iter(_Once.apply(name, len(results), *results, *before))
+            return tuple(None if x is None else next(refusing) for x in gradients)
 
         return run
 

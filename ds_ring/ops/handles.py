@@ -28,11 +28,11 @@ operator = partial(torch.library.custom_op, mutates_args=(), tags=(torch.Tag.cud
 
 def object_of(handle: int, kind: type[T]) -> T:
     """Return the object behind a handle."""
-    found = _objects.get(handle)
-    assert isinstance(found, kind), (
+    value = _objects.get(handle)
+    assert isinstance(value, kind), (
         f"{kind.__name__} {handle} is gone: its mesh, model or batch was dropped before this call"
     )
-    return found
+    return value
 
 
 # [Note: handles in compiled code]

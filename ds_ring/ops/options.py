@@ -11,7 +11,7 @@ from ds_ring.config.messages import Accepted, Refused, Switch, sentence, shown
 from ds_ring.config.pass_options import PassOptions
 from ds_ring.errors import RingConfigError
 from ds_ring.masks.tiles import ScoreFunction
-from ds_ring.registry import PASSES, SAVED_TENSORS, TRACERS, PassRow, load
+from ds_ring.plugin import PASSES, SAVED_TENSORS, TRACERS, PassRow, load
 from ds_ring.schedule.lowering import chunk_bytes_on, heads_on_host
 
 _SCALE = Accepted("a finite number", "use None for 1 / sqrt(head_dim)")
@@ -52,26 +52,26 @@ class Options(PassOptions):
     score_mod: Annotated[Any, Accepted("a value of as_value(function)", "call it")] = Field(default=None)
 
     @classmethod
-    def of(cls, given: PassOptions | None, **more: Any) -> Options:
+    def of(cls, options: PassOptions | None, **overrides: Any) -> Options:
         """Return the options of a call: those that are given, a `RingConfig` say, and others by name.
 
         Raises:
-            RingConfigError: `given` is something else, or a value that a field does not take.
+            RingConfigError: `options` is something else, or a value that a field does not take.
         """
-        if given is None:
-            return cls(**more)
-        if not isinstance(given, PassOptions):
+        if options is None:
+            return cls(**overrides)
+        if not isinstance(options, PassOptions):
             raise RingConfigError.wrong(
-                "options", "PassOptions", shown(given), "use ds_ring.PassOptions(transport=...)"
+                "options", "PassOptions", shown(options), "use ds_ring.PassOptions(transport=...)"
             )
         fields = [*PassOptions.model_fields, "offload_attention"]
-        return cls(**{name: getattr(given, name) for name in fields if hasattr(given, name)} | more)
+        return cls(**{name: getattr(options, name) for name in fields if hasattr(options, name)} | overrides)
 
     def replaced(self, **changes: Any) -> Options:
         """Return options with other values of some fields."""
-        return Options(**self._fields() | changes)
+        return Options(**self._get_fields() | changes)
 
-    def _fields(self) -> dict[str, Any]:
+    def _get_fields(self) -> dict[str, Any]:
         """Return the fields by name; `dict(self)` would have cached properties, too."""
         return {name: getattr(self, name) for name in Options.model_fields}
 
@@ -96,7 +96,7 @@ class Options(PassOptions):
 
     @field_validator("offload_attention")
     @classmethod
-    def _is_of_the_message_ring(cls, value: Any, info: ValidationInfo) -> Any:
+    def _check_offload(cls, value: Any, info: ValidationInfo) -> Any:
         transport = info.data.get("transport", "ring")
         why = PASSES[transport].no_offload
         if value is True and why is not None:

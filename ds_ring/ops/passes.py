@@ -1,8 +1,8 @@
 """What a pass is: one way to attend over the keys of all ranks, forward and backward.
 
-`registry.PASSES` has a row for each. Its `home` is a function like `MakePass`, in the file of the pass.
+`plugin.PASSES` has a row for each. Its `home` is a function like `MakePass`, in the file of the pass.
 `ExtraOperand` is what an attention layer with more operands than q, k and v is made of.
-`SavedTensors` keeps tensors of a pass for its gradient: this one as they are; `registry.SAVED_TENSORS` names
+`SavedTensors` keeps tensors of a pass for its gradient: this one as they are; `plugin.SAVED_TENSORS` names
 others. `FiniteKernel` checks what a kernel returns.
 """
 
@@ -54,12 +54,12 @@ class Pass(Protocol):
 
 
 class ExtraOperand:
-    """A tensor that a call has beside q, k and v, and what it changes of a pass; this base changes nothing.
+    """An operand of a call in addition to q, k, v, and its changes to a pass; this base changes nothing.
 
     Attributes:
         name: the argument of the public function.
         tensor: its value.
-        expands_keys: k and v are expanded where they arrive, so that k may have another head_dim than q.
+        expands_keys: k and v are expanded on arrival, so that k may have another head_dim than q.
     """
 
     name: ClassVar[str]
@@ -144,7 +144,9 @@ class FiniteKernel:
 
     def __init__(self, kernel: Kernel, plan: RankPlan) -> None:
         self._kernel, self._plan = kernel, plan
-        calls = (kernel_calls(one, backward) for one in plan.classes for backward in (False, True))
+        calls = (
+            kernel_calls(head_class, backward) for head_class in plan.classes for backward in (False, True)
+        )
         self._hops = {id(step.tiles): step.hop for steps in calls for step in steps}
 
     def __getattr__(self, name: str) -> Any:

@@ -17,7 +17,7 @@ from ds_ring.masks.pattern import Pattern
 from ds_ring.ops.checks import check_finite, check_heads, check_not_captured, check_tensors, check_tokens
 from ds_ring.ops.context import RingContext
 from ds_ring.ops.passes import ExtraOperand, Pass, count_forward_pass
-from ds_ring.registry import DEVICES, load
+from ds_ring.plugin import DEVICES, load
 from ds_ring.schedule.layout import Layout
 from ds_ring.schedule.lowering import stage_shards
 from ds_ring.schedule.plan import Plan, build_plan, check_length
@@ -33,7 +33,7 @@ class Prepared(NamedTuple):
     """What a pass over tensors of one description needs besides them."""
 
     plan: Plan
-    own: RankPlan
+    rank_plan: RankPlan
     kernel: Kernel
     scale: float
     chunk_bytes: int
@@ -46,13 +46,13 @@ def pass_of(
     context: RingContext, call: collective, operands: Operands, extras: Sequence[ExtraOperand] = ()
 ) -> Pass:
     """Return the pass of a context (backward if there is a gradient), once its headers are on their way."""
-    found, finish_header_check = prepare(context, call, operands, extras)
-    kernel = found.kernel
-    for one in extras:
-        kernel = one.bound(kernel, context, operands)
-    if kernel is not found.kernel:
-        found = found._replace(kernel=kernel)
-    return context.make_pass(context, found, operands, finish_header_check)
+    prepared, finish_header_check = prepare(context, call, operands, extras)
+    kernel = prepared.kernel
+    for operand in extras:
+        kernel = operand.bound(kernel, context, operands)
+    if kernel is not prepared.kernel:
+        prepared = prepared._replace(kernel=kernel)
+    return context.make_pass(context, prepared, operands, finish_header_check)
 
 
 def prepare(
@@ -72,35 +72,36 @@ def prepare(
     options = context.options
     key = (
         q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
-        q.is_inference(), grad_out is None, tuple(one.description for one in extras) if extras else None,
+        q.is_inference(), grad_out is None,
+        tuple(operand.description for operand in extras) if extras else None,
     )  # fmt: skip
-    found: Prepared | None = context.prepared.get(key)
+    prepared: Prepared | None = context.prepared.get(key)
     if context.keeps_functions and grad_out is None:
         context.check_functions()
-    if found is None:
-        found = _prepared(context, call.name, operands, extras)
+    if prepared is None:
+        prepared = _prepare(context, call.name, operands, extras)
         if len(context.prepared) >= KEPT_DESCRIPTIONS:
             context.prepared.clear()
-        context.prepared[key] = found
+        context.prepared[key] = prepared
     if q.is_cuda:  # from here on: what may differ between operands of one description
         check_not_captured(q)
     if options.check_finite:
-        more = {one.name: one.tensor for one in extras}
-        check_finite(context.mesh.ring_rank, None, q=q, k=k, v=v, grad_out=grad_out, **more)
+        tensors = {operand.name: operand.tensor for operand in extras}
+        check_finite(context.mesh.ring_rank, None, q=q, k=k, v=v, grad_out=grad_out, **tensors)
     finish_header_check = None
     if not call.alone:
         patience = 0.0
         if q.device.type in DEVICES:
             ask = load(DEVICES[q.device.type].patience)
-            patience = ask(context, call.name, q, k, found=found, operands=operands)
+            patience = ask(context, call.name, q, k, prepared=prepared, operands=operands)
         # On the CPU nothing computes meanwhile, so compare the headers at once.
         if q.is_cuda and options.overlap and options.has_hops:
-            finish_header_check = call.compare_headers_meanwhile(found.agreement, patience)
+            finish_header_check = call.compare_headers_meanwhile(prepared.agreement, patience)
         else:
-            call.compare_headers(found.agreement, patience)
+            call.compare_headers(prepared.agreement, patience)
     if grad_out is None:
         count_forward_pass()
-    return found, finish_header_check
+    return prepared, finish_header_check
 
 
 def check(
@@ -116,9 +117,9 @@ def check(
         RingError: the first fault found on this rank, in most cases a RingShapeError.
     """
     q, k, v, *_ = operands
-    check_tensors(q, k, v, not any(one.expands_keys for one in extras))
-    for one in extras:
-        one.check(context, operands, parts)
+    check_tensors(q, k, v, not any(operand.expands_keys for operand in extras))
+    for operand in extras:
+        operand.check(context, operands, parts)
     check_heads(q.shape[1], k.shape[1], parts)
     layout = context.layout_for(q.shape[2] * parts, q.device.type)
     check_tokens(k.shape[2], layout.part_slots(parts), q.shape[2])
@@ -132,24 +133,22 @@ def check(
     return layout, context.kernel_for(q)
 
 
-def _prepared(
-    context: RingContext, name: str, operands: Operands, extras: Sequence[ExtraOperand]
-) -> Prepared:
+def _prepare(context: RingContext, name: str, operands: Operands, extras: Sequence[ExtraOperand]) -> Prepared:
     """Check the operands; return what passes over operands of this description need."""
     options, mesh, (q, k, v, *_) = context.options, context.mesh, operands
     layout, kernel = check(context, operands, extras=extras)
     make_plan = planner_of(context, operands)
     plan = make_plan(context.pattern, layout)
     fields = {**context.fields(q, k), "head_dim of v": v.shape[-1]}
-    for one in extras:
-        kernel = one.around(kernel, context, plan, operands)
-        fields |= one.fields(k)
+    for operand in extras:
+        kernel = operand.around(kernel, context, plan, operands)
+        fields |= operand.fields(k)
     if not isinstance(context.layout, Layout):  # what "auto" chose, so that ranks compare it
         fields |= {"kernel that runs": type(kernel).__name__, "layout that was made": str(layout)}
     chunk_bytes = options.chunk_bytes_on(q.device.type, mesh.ring_size)
     offload = options.offload_on(q.device.type, q.shape[2])
-    own, agreement = plan.rank(mesh.ring_rank), Agreement.on(name, fields)
-    return Prepared(plan, own, kernel, context.scale_of(q), chunk_bytes, offload, agreement, make_plan)
+    rank_plan, agreement = plan.rank(mesh.ring_rank), Agreement.on(name, fields)
+    return Prepared(plan, rank_plan, kernel, context.scale_of(q), chunk_bytes, offload, agreement, make_plan)
 
 
 def planner_of(context: RingContext, operands: Operands) -> MakePlan:

@@ -37,22 +37,22 @@ from ds_ring.ring.ring_pass import RingPass
 
 
 def make_pass(
-    context: RingContext, found: Prepared, operands: Operands, finish_header_check: Callable[[], None] | None,
-    buffers: Buffers | None = None,
+    context: RingContext, prepared: Prepared, operands: Operands,
+    finish_header_check: Callable[[], None] | None, buffers: Buffers | None = None,
 ) -> RingPass:  # fmt: skip
     """Return the ring pass, with buffers of the mesh if none are given."""
     options, mesh, exchange = context.options, context.mesh, context.exchange
     observers: Observers = mesh.owners[Observers]
     return RingPass(
-        found.own,
-        FiniteKernel(found.kernel, found.own) if options.check_finite else found.kernel,
+        prepared.rank_plan,
+        FiniteKernel(prepared.kernel, prepared.rank_plan) if options.check_finite else prepared.kernel,
         exchange,
-        found.scale,
+        prepared.scale,
         options.overlap,
-        found.chunk_bytes,
+        prepared.chunk_bytes,
         mesh.owners[Buffers] if buffers is None else buffers,
         observer=observers[-1] if observers else None,
-        load_heads=partial(context.saved.load_heads, context) if found.offload else None,
+        load_heads=partial(context.saved.load_heads, context) if prepared.offload else None,
         finish_header_check=finish_header_check,
         prepared=context.passes,
     )
@@ -63,12 +63,12 @@ def run_forward(
     extras: Sequence[ExtraOperand] = (),
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Run a pass and return (out, lse), with sinks; or the kept ones if a checkpointed region runs again."""
-    given = extras if sinks is None else (SinkLogits(sinks), *extras)
+    operands = extras if sinks is None else (SinkLogits(sinks), *extras)
 
     def run(context: RingContext) -> tuple[Tensor, Tensor]:
         is_fake = isinstance(q, FakeTensor)
         with collective(context.mesh, "attention forward", context.exchange, is_fake) as call:
-            out, lse = pass_of(context, call, Operands(q, k, v), given).forward(q, k, v)
+            out, lse = pass_of(context, call, Operands(q, k, v), operands).forward(q, k, v)
             return (out, lse) if sinks is None else add_sinks(out, lse, sinks[context.heads_here(q)])
 
     return context.saved.run(context, run, q, (q.shape, k.shape, v.shape, q.dtype, len(extras)))
@@ -87,8 +87,8 @@ def run_backward(
                 torch.zeros((), dtype=x.dtype, device=grad_out.device).expand(x.shape) for x in (q, k, v)
             )
         operands = Operands(q_here, k_here, v_here, grad_out, grad_lse is not None)
-        made = pass_of(context, call, operands, extras)
-        return made.backward(grad_out, q, k, v, out, lse, grad_lse)
+        ring_pass = pass_of(context, call, operands, extras)
+        return ring_pass.backward(grad_out, q, k, v, out, lse, grad_lse)
 
 
 @operator("ds_ring::ring_attention")
@@ -120,16 +120,16 @@ def ring_attention_backward_op(
 
 def save(
     ctx: Any, context: RingContext, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor], eager: bool,
-    more: tuple[Tensor, ...] = (),
+    further: tuple[Tensor, ...] = (),
 ) -> None:  # fmt: skip
-    """Save the tensors that the backward pass needs; `more` are saved after the sinks."""
+    """Save the tensors that the backward pass needs; `further` are saved after the sinks."""
     q, k, v, _, sinks = inputs
     ctx.eager = eager
     # Save no hop's K/V: they travel again in the backward pass, which keeps memory at O(T / P).
     saved = context.saved.save(context, (q, k, v, *output))
     ctx.context = context  # keeps it alive until the backward pass
     ctx.call = forward_call(context.exchange)
-    ctx.save_for_backward(*saved, sinks, *more)
+    ctx.save_for_backward(*saved, sinks, *further)
     ctx.set_materialize_grads(False)
 
 
@@ -143,12 +143,12 @@ def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tup
     if grad_out is None:  # run the pass nevertheless: another rank may need this rank's part of a gradient
         device = out.device if grad_lse is None else grad_lse.device
         grad_out = torch.zeros_like(out, device=device)
-    given = (q, k, v, out, lse)
-    if ctx.eager and not torch.is_grad_enabled() and sees_plain((*given, grad_out)):
-        grads = run_gradient(context.mesh, ctx.call, run_backward, context, grad_out, *given, grad_lse)
+    saved = (q, k, v, out, lse)
+    if ctx.eager and not torch.is_grad_enabled() and sees_plain((*saved, grad_out)):
+        grads = run_gradient(context.mesh, ctx.call, run_backward, context, grad_out, *saved, grad_lse)
     else:
-        more = (context.handle, grad_lse)
-        grads = run_gradient(context.mesh, ctx.call, ring_attention_backward_op, grad_out, *given, *more)
+        rest = (context.handle, grad_lse)
+        grads = run_gradient(context.mesh, ctx.call, ring_attention_backward_op, grad_out, *saved, *rest)
     if sinks is None:
         return (*grads, None, None)
     heads, tokens = context.heads_here(q), context.tokens_here(grad_out)
@@ -187,7 +187,7 @@ def register(forward: Any, backward: Any, setup: Callable[..., None], gradients:
     """Register fake results and gradients of a forward operator and of its backward operator."""
     # Fake results need the strides of real ones, which are contiguous for any strides of q.
     forward.register_fake(lambda q, k, v, *_: fake_results(q, v))
-    backward.register_fake(lambda _, q, k, v, *more: tuple(x.new_empty(x.shape) for x in (q, k, v)))
+    backward.register_fake(lambda _, q, k, v, *rest: tuple(x.new_empty(x.shape) for x in (q, k, v)))
     forward.register_autograd(gradients, setup_context=setup)
     backward.register_autograd(
         refuse_second_derivative("ring attention"), setup_context=lambda ctx, inputs, output: None

@@ -75,7 +75,7 @@ def shard_sequence(
         raise RingShapeError.wrong("shard_sequence: ring_rank", expected, shown(rank), "pass one of them")
     pad_bits = fill_bits("shard_sequence: pad_value", pad_value, x_global)
     check_copied("shard_sequence", x_global)
-    positions = _positions(layout, int(rank), *_cut(layout, mesh))
+    positions = _find_positions(layout, int(rank), *_cut(layout, mesh))
     index = positions.clamp_min(0).to(x_global.device)  # padding slots (-1) take token 0 until pad_value
     local = as_bits(x_global).index_select(dim, index)
     if bool((positions < 0).any()):
@@ -93,11 +93,11 @@ def _check(name: str, x: object, layout: object, dim: object, mesh: RingMesh | N
     if isinstance(dim, bool) or not isinstance(dim, int):
         raise RingShapeError.wrong(f"{name}: dim", "the number of a dimension", shown(dim), "pass an int")
     first, end = (0, layout.tokens) if whole else _cut(layout, mesh)
-    found = x.shape[dim] if -x.dim() <= dim < x.dim() else 0
-    if found != end - first:
+    size = x.shape[dim] if -x.dim() <= dim < x.dim() else 0
+    if size != end - first:
         expected = f"{end} tokens (the layout's)" if whole else f"{end - first} slots (the layout's shard)"
         advice = "build the layout for this length" if whole else "pass this rank's shard and its layout"
-        raise RingShapeError.wrong(name, expected, f"{found} in dim {dim} of shape {tuple(x.shape)}", advice)
+        raise RingShapeError.wrong(name, expected, f"{size} in dim {dim} of shape {tuple(x.shape)}", advice)
 
 
 def _cut(layout: Layout, mesh: RingMesh | None) -> tuple[int, int]:
@@ -110,13 +110,13 @@ def _cut(layout: Layout, mesh: RingMesh | None) -> tuple[int, int]:
 
 @lru_cache(maxsize=64)
 @outside_inference_mode
-def _positions(layout: Layout, ring_rank: int, first: int, end: int) -> Tensor:
+def _find_positions(layout: Layout, ring_rank: int, first: int, end: int) -> Tensor:
     return torch.from_numpy(layout.positions(ring_rank)[first:end].copy())
 
 
 @lru_cache(maxsize=16)
 @outside_inference_mode
-def _slots_by_position(layout: Layout) -> Tensor:
+def _find_slots(layout: Layout) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(layout.slots_by_position()))
 
 
@@ -131,8 +131,8 @@ class _AllGather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        found: Tensor = _ReduceScatter.apply(grads[0], ctx.mesh, has_run_again(ctx))
-        return found, None
+        gradient: Tensor = _ReduceScatter.apply(grads[0], ctx.mesh, has_run_again(ctx))
+        return gradient, None
 
 
 class _ReduceScatter(torch.autograd.Function):
@@ -160,8 +160,8 @@ class _ReduceScatter(torch.autograd.Function):
             comparing_gradient(mesh, ctx.call),
         ):
             call.agree({"shape": tuple(grad.shape), "dtype": grad.dtype})
-            found: Tensor = _AllGather.apply(grad, call)
-        return found, None, None
+            gradient: Tensor = _AllGather.apply(grad, call)
+        return gradient, None, None
 
 
 @never_traced
@@ -190,5 +190,5 @@ def gather_sequence(x_local: Tensor, layout: Layout, *, mesh: RingMesh, dim: int
         run_compared(mesh, "gather_sequence", lambda x: call.agree(fields), x_local)
         whole = _AllGather.apply(rows, call)
     # The index has the slot of each position, and padding slots have none: they fall away.
-    index = to_device(_slots_by_position(layout), x_local.device)
+    index = to_device(_find_slots(layout), x_local.device)
     return from_bits(whole.index_select(0, index).movedim(0, dim), x_local.dtype)

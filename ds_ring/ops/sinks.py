@@ -86,6 +86,6 @@ def sinks_gradient(
         delta = delta - grad_lse.narrow(2, 0, count)
     # A row without keys and sinks has lse -inf; the clamp prevents a NaN.
     weights = torch.exp(sinks_H[heads].unsqueeze(-1) - lse.clamp_min(torch.finfo(lse.dtype).min))
-    found = -(weights * delta).sum((0, 2)).to(sinks_H.dtype)
+    gradient = -(weights * delta).sum((0, 2)).to(sinks_H.dtype)
     first, end, _ = heads.indices(len(sinks_H))
-    return pad(found, (first, len(sinks_H) - end))
+    return pad(gradient, (first, len(sinks_H) - end))

@@ -34,7 +34,7 @@ from torch._guards import Guard, Source
 
 from ds_ring.errors import RingConfigError, RingError, RingPatternError
 from ds_ring.masks.pattern import Pattern
-from ds_ring.registry import TRACERS, load
+from ds_ring.plugin import TRACERS, load
 
 _CHANGED = "a mask or score function of ds_ring has captured other values"
 _NUMBERS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
@@ -56,22 +56,22 @@ class Taken:
 
 def taken(value: Any) -> Any:
     """Return the `Taken` of a pattern, a mask function or a score function. Traced by Dynamo."""
-    found = value  # `_take` writes this local
+    handed_over = value  # `_take` writes this local
     comptime(_take)
-    return found
+    return handed_over
 
 
 def _take(context: Any) -> None:
     tx = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
     variable = context.get_local("value")._i_will_not_complain_if_bc_breaks_VariableTracker()
     try:
-        found = Taken(_real(tx, variable))
+        handed_over = Taken(_resolve(tx, variable))
     except RingError as error:
-        found = Taken(None, error)
-    tx.symbolic_locals["found"] = UserDefinedObjectVariable(found)
+        handed_over = Taken(None, error)
+    tx.symbolic_locals["handed_over"] = UserDefinedObjectVariable(handed_over)
 
 
-def _real(tx: Any, variable: Any) -> Any:
+def _resolve(tx: Any, variable: Any) -> Any:
     """Return the object that a variable of Dynamo stands for, guarded.
 
     Raises:
@@ -81,48 +81,48 @@ def _real(tx: Any, variable: Any) -> Any:
     if isinstance(variable, SymNodeVariable):
         return variable.evaluate_expr(tx.output)
     if variable.source is None or isinstance(variable, NestedUserFunctionVariable):
-        return _made(tx, variable)
+        return _make_object(tx, variable)
     if variable.is_python_constant() and isinstance(variable.as_python_constant(), _NUMBERS):
         return variable.as_python_constant()
     value = tx.output.resolve_source_value(variable.source)
     if variable in tx.output.side_effects and tx.output.side_effects.is_modified(variable):
-        raise _refusal(value, "an object that is changed inside")
+        raise _make_refusal(value, "an object that is changed inside")
     if isinstance(variable, TensorVariable) and variable.as_proxy().node.op != "placeholder":
-        raise _refusal(value, "a tensor that is computed inside")
+        raise _make_refusal(value, "a tensor that is computed inside")
     _guard(tx, variable.source, value)
     return value
 
 
-def _made(tx: Any, variable: Any) -> Any:
+def _make_object(tx: Any, variable: Any) -> Any:
     """Return a real object in place of one that the traced code makes."""
     if isinstance(variable, NestedUserFunctionVariable):
-        function = _made_function(tx, variable)
+        function = _make_function(tx, variable)
         if "captured" in TRACERS:
             captured = load(TRACERS["captured"]).by(function)
             _install(GlobalStateSource(), lambda _: captured.is_same(function))
         return function
     if isinstance(variable, FunctoolsPartialVariable):
-        keywords = {name: _real(tx, one) for name, one in variable.keywords.items()}
+        keywords = {name: _resolve(tx, argument) for name, argument in variable.keywords.items()}
         return functools.partial(
-            _real(tx, variable.func), *[_real(tx, one) for one in variable.args], **keywords
+            _resolve(tx, variable.func), *[_resolve(tx, argument) for argument in variable.args], **keywords
         )
     if isinstance(variable, UserMethodVariable):
-        return types.MethodType(variable.fn, _real(tx, variable.obj))
+        return types.MethodType(variable.fn, _resolve(tx, variable.obj))
     if isinstance(variable, TensorVariable):
-        raise _refusal(torch.Tensor, "a tensor that is computed inside")
+        raise _make_refusal(torch.Tensor, "a tensor that is computed inside")
     if isinstance(variable, UserDefinedObjectVariable):
         return variable.value
     if variable.is_python_constant():
         return variable.as_python_constant()
-    raise _refusal(variable.python_type(), "one that is made inside")
+    raise _make_refusal(variable.python_type(), "one that is made inside")
 
 
-def _made_function(tx: Any, variable: Any) -> types.FunctionType:
+def _make_function(tx: Any, variable: Any) -> types.FunctionType:
     def contents(cell: Any) -> Any:
-        found = tx.output.side_effects.load_cell(cell)
-        if found is variable:
-            raise _refusal(types.FunctionType, "one that calls itself")
-        return _real(tx, found)
+        content = tx.output.side_effects.load_cell(cell)
+        if content is variable:
+            raise _make_refusal(types.FunctionType, "one that calls itself")
+        return _resolve(tx, content)
 
     cells = (
         tuple(types.CellType(contents(cell)) for cell in variable.closure.items) if variable.closure else ()
@@ -130,10 +130,12 @@ def _made_function(tx: Any, variable: Any) -> types.FunctionType:
     name = variable.fn_name.as_python_constant()
     function = types.FunctionType(variable.get_code(), variable.f_globals, name, closure=cells)
     if variable.defaults is not None:
-        function.__defaults__ = tuple(_real(tx, one) for one in variable.defaults.items)
+        function.__defaults__ = tuple(_resolve(tx, default) for default in variable.defaults.items)
     if variable.kwdefaults is not None:
-        given = variable.kwdefaults.items
-        function.__kwdefaults__ = {key.vt.as_python_constant(): _real(tx, one) for key, one in given.items()}
+        defaults = variable.kwdefaults.items
+        function.__kwdefaults__ = {
+            key.vt.as_python_constant(): _resolve(tx, default) for key, default in defaults.items()
+        }
     return function
 
 
@@ -141,10 +143,10 @@ def _check_unwritten(tx: Any, value: object, tensors: list[torch.Tensor]) -> Non
     """Refuse captured tensors that the traced code has written to: these writes come when the graph runs."""
     for node in tx.output.placeholders:
         argument = node.meta.get("grapharg")
-        if argument is None or not any(argument.example is one for one in tensors):
+        if argument is None or not any(argument.example is tensor for tensor in tensors):
             continue
         if node.meta["example_value"]._version > 0:
-            raise _refusal(value, "a tensor that is written to inside")
+            raise _make_refusal(value, "a tensor that is written to inside")
 
 
 def _guard(tx: Any, source: Source, value: Any) -> None:
@@ -177,7 +179,7 @@ def _install(source: Source, is_same: Callable[[Any], bool]) -> None:
     install_guard(source.make_guard(create))
 
 
-def _refusal(value: object, got: str) -> RingConfigError:
+def _make_refusal(value: object, got: str) -> RingConfigError:
     kind = getattr(value, "__name__", type(value).__name__)
     expected = "values that exist before the compiled function runs"
     advice = "make it outside of the compiled function, or leave the call out of the graph"

@@ -69,12 +69,12 @@ def swap_op(tensors: Sequence[Tensor], name: str, handle: int) -> list[Tensor]:
         # An all-to-all of other sizes on one rank ends its process: compare every tensor, not q and v alone.
         shapes = {f"tensor {i} of Ulysses": f"{tuple(x.shape)} {x.dtype}" for i, x in enumerate(tensors)}
         parts = [as_bits(x).chunk(mesh.ulysses_size, dim=swap.split_dim) for x in tensors]
-        packets = [_packed(one) for one in zip(*parts, strict=True)]
+        packets = [_pack(tensors_of_rank) for tensors_of_rank in zip(*parts, strict=True)]
         context.agree(call, tensors[0], tensors[-1], shapes)
         received = call.exchange.all_to_all(packets, mesh.ulysses_group)
-        from_ranks = [_unpacked(one, [of_ranks[0] for of_ranks in parts]) for one in received]
+        from_ranks = [_unpack(packet, [of_ranks[0] for of_ranks in parts]) for packet in received]
         whole = [torch.cat(of_ranks, dim=swap.join_dim) for of_ranks in zip(*from_ranks, strict=True)]
-        return [from_bits(found, x.dtype) for found, x in zip(whole, tensors, strict=True)]
+        return [from_bits(tensor, x.dtype) for tensor, x in zip(whole, tensors, strict=True)]
 
 
 # [Note: packets]
@@ -84,19 +84,19 @@ def _order(tensors: Sequence[Tensor]) -> list[int]:
     return sorted(range(len(tensors)), key=lambda index: -tensors[index].element_size())
 
 
-def _packed(parts: Sequence[Tensor]) -> Tensor:
+def _pack(parts: Sequence[Tensor]) -> Tensor:
     if len(parts) == 1:
         return parts[0].contiguous()
     return torch.cat([parts[index].contiguous().view(-1).view(torch.uint8) for index in _order(parts)])
 
 
-def _unpacked(packet: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+def _unpack(packet: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """Return views of the tensors in a packet, with the shapes and dtypes of `like`."""
     if len(like) == 1:
         return [packet]
     sizes = [like[index].nbytes for index in _order(like)]
-    found = dict(zip(_order(like), packet.split(sizes), strict=True))
-    return [from_bits(found[index], x.dtype).view(x.shape) for index, x in enumerate(like)]
+    by_index = dict(zip(_order(like), packet.split(sizes), strict=True))
+    return [from_bits(by_index[index], x.dtype).view(x.shape) for index, x in enumerate(like)]
 
 
 @swap_op.register_fake
@@ -122,8 +122,8 @@ def _setup_swap(ctx: Any, inputs: tuple[Sequence[Tensor], str, int], output: lis
 
 
 def _backward_swap(ctx: Any, grads: list[Tensor]) -> tuple[list[Tensor], None, None]:
-    given = (grads, SWAPS[ctx.name].gradient, ctx.handle)
-    return run_gradient(context_of(ctx.handle).mesh, has_run_again(ctx), swap_op, *given), None, None
+    arguments = (grads, SWAPS[ctx.name].gradient, ctx.handle)
+    return run_gradient(context_of(ctx.handle).mesh, has_run_again(ctx), swap_op, *arguments), None, None
 
 
 swap_op.register_autograd(_backward_swap, setup_context=_setup_swap)

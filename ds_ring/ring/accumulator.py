@@ -26,17 +26,17 @@ class FirstParts:
 
     Args:
         slots: number of slots of the accumulator, whose memory is uninitialised.
-        fill: called with the tensors `given`, a first slot and an end; writes the neutral element to these
+        fill: called with `tensors`, a first slot and an end; writes the neutral element to these
             slots: 0, or the result of attention over no key.
 
     Attributes:
         open: the slots that are not written yet, as pairs of a first slot and an end.
     """
 
-    __slots__ = ("fill", "given", "open", "slots")
+    __slots__ = ("fill", "open", "slots", "tensors")
 
-    def __init__(self, slots: int, fill: Callable[..., None], *given: Tensor) -> None:
-        self.open, self.fill, self.given = [(0, slots)] if slots else [], fill, given
+    def __init__(self, slots: int, fill: Callable[..., None], *tensors: Tensor) -> None:
+        self.open, self.fill, self.tensors = [(0, slots)] if slots else [], fill, tensors
         self.slots = slots
 
     def is_first(self, rows: Rows, heads: slice = slice(None)) -> bool:
@@ -61,7 +61,7 @@ class FirstParts:
         if cut == [(start, end)]:
             return True
         for piece in cut:
-            self.fill(*self.given, *piece)
+            self.fill(*self.tensors, *piece)
         return False
 
     def write(self, start: int, end: int) -> None:
@@ -76,19 +76,19 @@ class FirstParts:
     def finish(self) -> None:
         """Fill the slots that were never written."""
         for piece in self.open:
-            self.fill(*self.given, *piece)
+            self.fill(*self.tensors, *piece)
         self.open = []
 
 
-def see_no_key(out: Tensor, lse: Tensor, start: int, end: int) -> None:
+def fill_empty_rows(out: Tensor, lse: Tensor, start: int, end: int) -> None:
     """Write the result of attention over no key to some slots."""
     out[:, :, start:end].zero_()
     lse[:, :, start:end].fill_(float("-inf"))
 
 
-def zero(*given: Any) -> None:
+def zero(*arguments: Any) -> None:
     """Write zeros to some slots of tensors; the last two arguments are the first slot and the end."""
-    *tensors, start, end = given
+    *tensors, start, end = arguments
     for x in tensors:
         x[:, :, start:end].zero_()
 
@@ -105,11 +105,11 @@ def _cut(slots: int, missing: _Pieces, parts: tuple[Rows, ...]) -> list[tuple[in
     """
     bounds = [(rows.start, rows.start + rows.length) for rows in parts]
     cuts = {0, slots}.union(*bounds, *missing)
-    found = []
+    pieces = []
     for start, end in pairwise(sorted(cuts)):
-        there = tuple((i, start - a) for i, (a, b) in enumerate(bounds) if a <= start and end <= b)
-        found.append((start, end, not any(a <= start and end <= b for a, b in missing), there))
-    return found
+        covering = tuple((i, start - a) for i, (a, b) in enumerate(bounds) if a <= start and end <= b)
+        pieces.append((start, end, not any(a <= start and end <= b for a, b in missing), covering))
+    return pieces
 
 
 # [Note: parts that wait]
@@ -117,12 +117,12 @@ def _cut(slots: int, missing: _Pieces, parts: tuple[Rows, ...]) -> list[tuple[in
 # written), and a causal zigzag pass of 8 ranks has 8 parts. The kernels "flash" and "flex" return few parts,
 # in new tensors (`Kernel.few_parts`). So a part waits in a list (`Accumulator.waiting`) until one Triton
 # kernel (`cuda/merge.py`) merges several parts, and reads and writes the accumulator once for all of them.
-# The last merge writes the rounded result, so a pass of at most `ALONE` parts needs no accumulator. Parts
-# that wait take memory. So out and dQ are allocated only when the first chunk is done, and the two limits
+# The last merge writes the rounded result, so a pass of at most `MAX_WAITING` parts needs no accumulator.
+# Parts that wait take memory. So out and dQ are allocated only when the first chunk is done, and two limits
 # below keep the list short. Parts in the accumulators' dtype do not wait: each takes as much memory as an
 # accumulator.
-# this many waiting parts are merged before the next hop: ALONE without an accumulator, BESIDE with one
-ALONE, BESIDE = 4, 2
+# So many waiting parts are merged before the next hop, without an accumulator and with one.
+MAX_WAITING, MAX_WAITING_WITH_SUM = 4, 2
 
 
 def parts_wait(kernel: Kernel, dtype: torch.dtype, accumulator: torch.dtype) -> bool:
@@ -159,13 +159,13 @@ class Accumulator:
         self._results, self._like, self._shapes, self.dtype = results, like, shapes, dtype
         self._waits, self.own_bytes = waits, 0
         self.waiting: list[tuple[Rows, tuple[Tensor, ...]]] = []
-        self._first = FirstParts(shapes[0][2], zero if lse is None else see_no_key)
+        self._first = FirstParts(shapes[0][2], zero if lse is None else fill_empty_rows)
         self._made: tuple[Tensor, ...] | None = None  # the accumulators, with lse
         self._targets: tuple[Tensor, ...] | None = None
         if not waits:
-            made = self._targets = tuple(results()[: len(shapes)])
-            if made[0].dtype == dtype:  # the results are the accumulators
-                self._made = self._first.given = made if lse is None else (*made, lse)
+            targets = self._targets = tuple(results()[: len(shapes)])
+            if targets[0].dtype == dtype:  # the results are the accumulators
+                self._made = self._first.tensors = targets if lse is None else (*targets, lse)
             else:
                 self._accumulate()
 
@@ -174,60 +174,60 @@ class Accumulator:
         if self._made is not None:
             return self._made
         if self._targets is None:
-            made = tuple(self._like.new_empty(shape, dtype=self.dtype) for shape in self._shapes)
+            accumulators = tuple(self._like.new_empty(shape, dtype=self.dtype) for shape in self._shapes)
         else:
-            made = tuple(torch.empty_like(x, dtype=self.dtype) for x in self._targets)
-        self.own_bytes = sum([x.nbytes for x in made])
+            accumulators = tuple(torch.empty_like(x, dtype=self.dtype) for x in self._targets)
+        self.own_bytes = sum([x.nbytes for x in accumulators])
         # These tensors, not self: a reference cycle would keep their memory until garbage collection.
-        self._made = self._first.given = made if self.lse is None else (*made, self.lse)
+        self._made = self._first.tensors = accumulators if self.lse is None else (*accumulators, self.lse)
         return self._made
 
     def make_room(self) -> None:
-        """Merge the parts that wait if there are `ALONE` of them, or `BESIDE` with an accumulator."""
-        if len(self.waiting) >= (ALONE if self._made is None else BESIDE):
+        """Merge the parts that wait if there are as many as may wait until the next hop."""
+        if len(self.waiting) >= (MAX_WAITING if self._made is None else MAX_WAITING_WITH_SUM):
             self._write(self._accumulate())
 
     def add(self, rows: Rows, heads: slice, *parts: Tensor) -> None:
         """Merge (or add) one part of each result, now or later; the caller must not write to parts again."""
-        made = self._made  # read without a call: Python calls are most of a hop's host time
+        accumulators = self._made  # read without a call: Python calls are most of a hop's host time
         if self._waits and heads == ALL_HEADS and rows.step == rows.repeats == 1:
             # The list may be full: of parts of this hop, or of gradients that other ranks returned.
-            if len(self.waiting) == MAX_PARTS - (made is not None):
+            if len(self.waiting) == MAX_PARTS - (accumulators is not None):
                 self._write(self._accumulate())
             self.waiting.append((rows, parts))
             return
-        if made is None:
-            made = self._accumulate()
+        if accumulators is None:
+            accumulators = self._accumulate()
         first = bool(self._first.open) and self._first.is_first(rows, heads)
-        there = rows.views(*made, heads=heads)
-        # views, so that the accumulators are changed in place
+        views = rows.views(*accumulators, heads=heads)
+        # Views, so that the accumulators are changed in place
         if self.lse is not None:
-            (assign_ if first else merge_)(*there, *parts)
+            (assign_ if first else merge_)(*views, *parts)
             return
-        for to, part in zip(there, parts, strict=True):
+        for to, part in zip(views, parts, strict=True):
             (to.copy_ if first else to.add_)(part)
 
     def so_far(self) -> tuple[Tensor, ...]:
         """Return the accumulators (and lse) with all parts so far, and neutral elements in other rows."""
-        made = self._accumulate()
+        accumulators = self._accumulate()
         self.merge()
         self._first.finish()
-        return made
+        return accumulators
 
     def finish(self) -> None:
         """Write the results."""
-        made = self._made
+        accumulators = self._made
         if self._targets is None:
             self._targets = tuple(self._results()[: len(self._shapes)])
         targets = self._targets if self.lse is None else (*self._targets, self.lse)
-        if made is None:
-            self._first.given = targets
+        if accumulators is None:
+            self._first.tensors = targets
         if self.waiting:
             self._write(targets)
         else:
             if self._first.open:
                 self._first.finish()
-            for target, x in zip(targets, made or targets, strict=True):
+            for target, x in zip(targets, accumulators or targets, strict=True):
                 if target is not x:
                     target.copy_(x)
         self.own_bytes = 0
@@ -246,25 +246,25 @@ class Accumulator:
 
     def _write(self, targets: tuple[Tensor, ...]) -> None:
         """Merge the waiting parts and the accumulators into `targets`: the accumulators, or the results."""
-        made, waiting, first = self._made, self.waiting, self._first
+        accumulators, waiting, first = self._made, self.waiting, self._first
         still_open = []
         rows = tuple([rows for rows, _ in waiting])
-        for start, end, written, of in _cut(first.slots, tuple(first.open), rows):
+        for start, end, written, covering in _cut(first.slots, tuple(first.open), rows):
             count = end - start
-            parts = [[x.narrow(2, at, count) for x in waiting[number][1]] for number, at in of]
-            if written and made is not None and (parts or targets is not made):
-                parts.append([x.narrow(2, start, count) for x in made])
+            parts = [[x.narrow(2, at, count) for x in waiting[number][1]] for number, at in covering]
+            if written and accumulators is not None and (parts or targets is not accumulators):
+                parts.append([x.narrow(2, start, count) for x in accumulators])
             if not parts:
-                if targets is not made and not written:
+                if targets is not accumulators and not written:
                     first.fill(*targets, start, end)
                 elif not written:
                     still_open.append((start, end))
                 continue
-            there = [x.narrow(2, start, count) for x in targets]
+            pieces = [x.narrow(2, start, count) for x in targets]
             if self.lse is None:
-                for target, *given in zip(there, *parts, strict=True):
-                    add_parts_(target, given)
+                for target, *addends in zip(pieces, *parts, strict=True):
+                    add_parts_(target, addends)
             else:
-                merge_parts_(there[0], there[1], parts)
+                merge_parts_(pieces[0], pieces[1], parts)
         first.open = still_open
         waiting.clear()

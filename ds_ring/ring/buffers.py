@@ -16,7 +16,7 @@ from ds_ring.comm.device_tables import DeviceTables
 from ds_ring.comm.messages import Label, TokenRange
 from ds_ring.comm.streams import stream_of
 from ds_ring.kernels.interface import ALL_HEADS, Rows
-from ds_ring.registry import load
+from ds_ring.plugin import load
 from ds_ring.ring.accumulator import Accumulator
 from ds_ring.ring.pair import (
     BufferKinds,
@@ -69,8 +69,8 @@ def _move(
         for start, end in step.ranges:
             count = end - start
             at_target, at_source = (offset, start) if gather else (start, offset)
-            part, given = to.narrow(dim, at_target, count), of.narrow(dim, at_source, count)
-            (part.add_ if add else part.copy_)(given)
+            part, source_part = to.narrow(dim, at_target, count), of.narrow(dim, at_source, count)
+            (part.add_ if add else part.copy_)(source_part)
             offset += count
 
 
@@ -85,8 +85,8 @@ def _encode(codec: Codec, rows: Tensor, keys: Pair, step: Send | Accumulate, tab
     offset = 0
     for start, end in step.ranges:
         count = end - start
-        given = first.narrow(2, start, count), second.narrow(2, start, count)
-        codec.encode(*given, rows.narrow(0, offset, count))
+        parts = first.narrow(2, start, count), second.narrow(2, start, count)
+        codec.encode(*parts, rows.narrow(0, offset, count))
         offset += count
 
 
@@ -125,20 +125,22 @@ class RingBuffers:
         kinds: sizes and dtypes of the buffers. They are the same in each pass of a shape; missing ones are
             added here.
         shard: K and V of the own tokens.
-        home: sums of their gradients; None in a forward pass.
+        own_kv_grads: sums of their gradients; None in a forward pass.
         parts_dtype: of gradients as the kernel returns them (`Payload.PARTS`).
     """
 
     def __init__(
         self, chunk: HeadChunk, pool: Buffers, kinds: BufferKinds, shard: Pair,
-        home: Accumulator | None = None, parts_dtype: torch.dtype | None = None,
+        own_kv_grads: Accumulator | None = None, parts_dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
-        self.chunk, self.home = chunk, home
+        self.chunk, self.own_kv_grads = chunk, own_kv_grads
         self._pool, self._kinds = pool, kinds
         # SHARD and RESULTS are the caller's tensors, which no step frees. All other buffers come from the
         # pool, including the copies made for sends.
         self._pairs = {SHARD: shard}
-        self._dtypes = payload_dtypes(shard.k.dtype, None if home is None else home.dtype, parts_dtype)
+        self._dtypes = payload_dtypes(
+            shard.k.dtype, None if own_kv_grads is None else own_kv_grads.dtype, parts_dtype
+        )
         apart = pool.adopts and shard.k.shape[1] == 1 and keys_apart(shard)
         self._apart = {Payload.PARTS, Payload.KEYS} if apart else {Payload.PARTS}
         self._blocks: dict[int, Block] = {}
@@ -146,11 +148,11 @@ class RingBuffers:
 
     def pair(self, buffer: int) -> Pair:
         """Return the tensors of a buffer; those of a new buffer are uninitialised."""
-        found = self._pairs.get(buffer)
-        if found is None:
+        pair = self._pairs.get(buffer)
+        if pair is None:
             payload, slots = self.chunk.steps.buffers[buffer]
-            found = self._take(buffer, slots, payload)
-        return found
+            pair = self._take(buffer, slots, payload)
+        return pair
 
     def arrive(self, steps: Iterable[Accumulate | Free]) -> bool:
         """Accumulate and free the messages of the batch before; return whether RESULTS are final."""
@@ -159,8 +161,10 @@ class RingBuffers:
             if isinstance(step, Accumulate):
                 if step.buffer == RESULTS:
                     returned = True
-                elif returned and self.home is not None:  # this step may take the memory of what waits
-                    self.home.merge()
+                elif (
+                    returned and self.own_kv_grads is not None
+                ):  # this step may take the memory of what waits
+                    self.own_kv_grads.merge()
                 self._accumulate(step)
             elif step.buffer == RESULTS:  # the caller's memory, not the pool's
                 final = True
@@ -169,19 +173,19 @@ class RingBuffers:
                 block = self._blocks.pop(step.buffer, None)
                 if block is not None:
                     self._pool.give(block)
-        # Returned parts wait in `home` at most until here. Their memory was given back above, but no buffer
-        # uses it before this (or before `finish`, if the results are final): a batch takes buffers when it
-        # posts.
+        # Returned parts wait in `own_kv_grads` at most until here. Their memory was given back above, but no
+        # buffer uses it before this (or before `finish`, if the results are final): a batch takes buffers
+        # when it posts.
         if returned and not final:
-            assert self.home is not None, "gradients in a forward pass"
-            self.home.merge()
+            assert self.own_kv_grads is not None, "gradients in a forward pass"
+            self.own_kv_grads.merge()
         return final
 
     def post(self, steps: Iterable[Send | Recv], sent: list[Tensor], received: list[Tensor]) -> None:
         """Append the tensor of every send and receive to these lists, in the order of the steps."""
         for step in steps:
             if isinstance(step, Send):
-                sent += self._packed(step)
+                sent += self._pack(step)
             else:
                 for x in self.pair(step.buffer).memory:
                     received.append(x if step.count == x.shape[0] else x.narrow(0, step.first, step.count))
@@ -191,13 +195,13 @@ class RingBuffers:
         tokens = TokenRange(step.origin, step.slots, self.chunk.kv_heads)
         dtype, names = self._dtypes[step.payload], step.payload.names
         messages = names.split("/") if step.payload in self._apart else [names]
-        return [Label(step.peer, one, step.count, dtype, tokens) for one in messages]
+        return [Label(step.peer, tensor_index, step.count, dtype, tokens) for tensor_index in messages]
 
     def adopt(self, buffer: int, parts: tuple[Tensor, ...] | None) -> bool:
-        """Let a kernel's dK and dV [B, G, slots, ...] be a buffer, to send them without a copy, if they can.
+        """Send the kernel's dK and dV [B, G, slots, ...] without a copy if dtype and strides allow.
 
-        They can if it is one of PARTS of their dtype, each token's heads lie side by side, and the pool lets
-        what is sent lie in other memory than its own.
+        Then they become the buffer. It must be one of PARTS of their dtype, each token's heads must be
+        adjacent, and the pool must allow messages from other memory than its own.
         """
         payload = self.chunk.steps.buffers[buffer].payload
         if parts is None or payload is not Payload.PARTS or not self._pool.adopts:
@@ -235,7 +239,7 @@ class RingBuffers:
         codec: Codec = load(row.home)
         return codec
 
-    def _packed(self, step: Send) -> Sequence[Tensor]:
+    def _pack(self, step: Send) -> Sequence[Tensor]:
         """Return what to send: copies if the slots are in several ranges, converted, or those of the shard.
 
         Those of the shard are sent in place if keys travel apart.
@@ -250,7 +254,7 @@ class RingBuffers:
                 return (pair.memory[0].narrow(0, start, end - start),)
             return [x.narrow(0, start, end - start) for x in pair.memory]
         packed = self.pair(step.packed)
-        if step.payload is Payload.ENCODED and step.kept is Payload.KEYS:
+        if step.payload is Payload.ENCODED and step.buffer_payload is Payload.KEYS:
             _encode(self._codec, packed.memory[0], pair, step, self._pool.tables)
         else:
             _move(packed, pair, step, self._pool.tables)
@@ -259,28 +263,30 @@ class RingBuffers:
     def _accumulate(self, step: Accumulate) -> None:
         """Add gradients to a buffer, or write keys into a buffer that their first part allocates."""
         if step.buffer == RESULTS:
-            assert self.home is not None, "gradients in a forward pass"
-            self._add_home(self.home, step)
+            assert self.own_kv_grads is not None, "gradients in a forward pass"
+            self._add_returned(self.own_kv_grads, step)
             return
         # Keys from several ranks may fill one buffer: the first part allocates it.
-        kept, payload = (self.chunk.steps.buffers[one].payload for one in (step.source, step.buffer))
+        source_payload, payload = (
+            self.chunk.steps.buffers[buffer].payload for buffer in (step.source, step.buffer)
+        )
         source, target = self._pairs[step.source], self.pair(step.buffer)
-        if kept is Payload.KEYS and payload is Payload.ENCODED:
+        if source_payload is Payload.KEYS and payload is Payload.ENCODED:
             _encode(self._codec, target.memory[0], source, step, self._pool.tables)
-        elif kept is Payload.ENCODED and payload is Payload.KEYS:
+        elif source_payload is Payload.ENCODED and payload is Payload.KEYS:
             self._codec.decode(source.memory[0], target.k, target.v)
         else:
             _move(target, source, step, self._pool.tables, add=payload is Payload.GRADIENTS)
 
-    def _add_home(self, home: Accumulator, step: Accumulate) -> None:
+    def _add_returned(self, own_kv_grads: Accumulator, step: Accumulate) -> None:
         """Add what returned to the gradients of the own shard."""
         (first, second, _), offset = self._pairs[step.source], 0
         if len(step.ranges) > FEW_RANGES:
-            dk, dv = home.so_far()
+            dk, dv = own_kv_grads.so_far()
             _move(Pair(dk, dv), self._pairs[step.source], step, self._pool.tables, add=True)
             return
         for start, end in step.ranges:
             count = end - start
             parts = first.narrow(2, offset, count), second.narrow(2, offset, count)
-            home.add(Rows(start, 1, count), ALL_HEADS, *parts)
+            own_kv_grads.add(Rows(start, 1, count), ALL_HEADS, *parts)
             offset += count

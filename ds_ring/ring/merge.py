@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ds_ring.comm.streams import is_fake
-from ds_ring.registry import DEVICES, load
+from ds_ring.plugin import DEVICES, load
 
 Part = Sequence[Any]  # (out, lse) over some of the keys; or (gradient, None)
 MAX_PARTS = 5  # parts of one merge, the accumulator included; the Triton kernel has as many parameters
@@ -90,7 +90,7 @@ def merge_parts_(out_BHSD: Tensor, lse_BHS: Tensor | None, parts: Sequence[Part]
     """
     if out_BHSD.is_cuda and not is_fake(out_BHSD):
         with torch.cuda.device(out_BHSD.device):
-            _on_cuda()(out_BHSD, lse_BHS, parts)
+            _load_cuda_merge()(out_BHSD, lse_BHS, parts)
     else:
         merge_parts_by_operators_(out_BHSD, lse_BHS, parts)
 
@@ -122,7 +122,7 @@ def add_parts_(total: Tensor, parts: Sequence[Tensor]) -> None:
 
 
 @cache
-def _on_cuda() -> Callable[[Tensor, Tensor | None, Sequence[Part]], None]:
+def _load_cuda_merge() -> Callable[[Tensor, Tensor | None, Sequence[Part]], None]:
     """Return the Triton kernel that `DEVICES` names; if it cannot be loaded, warn and return the fallback."""
     try:
         launch: Callable[[Tensor, Tensor | None, Sequence[Part]], None] = load(DEVICES["cuda"].merge)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ds_ring.comm.streams import is_fake
-from ds_ring.registry import CodecRow
+from ds_ring.plugin import CodecRow
 from ds_ring.schedule.steps import Payload
 
 ALIGNMENT = 64  # bytes; a tensor begins at a multiple of it
@@ -101,10 +101,10 @@ class BufferKind(NamedTuple):
         rows, width = math.prod(self.shape[:-1]), self.shape[-1]
         parts = elements.split((rows * self.head_dim, rows * (width - self.head_dim)))
         widths = self.head_dim, width - self.head_dim
-        both = (part.view(*self.shape[:-1], own) for part, own in zip(parts, widths, strict=True))
-        found = tokens_first(*(x.permute(1, 2, 0, 3) for x in both))
-        assert found is not None, "dense as it was made"
-        return found
+        both = (part.view(*self.shape[:-1], width) for part, width in zip(parts, widths, strict=True))
+        tensors = tokens_first(*(x.permute(1, 2, 0, 3) for x in both))
+        assert tensors is not None, "dense as it was made"
+        return tensors
 
 
 @lru_cache(maxsize=64)
@@ -115,9 +115,9 @@ def payload_dtypes(
 
     A forward pass has no `sums` and no `parts`.
     """
-    found = {Payload.KEYS: keys, Payload.ENCODED: torch.uint8, Payload.ROUNDED: torch.bfloat16}
+    dtypes = {Payload.KEYS: keys, Payload.ENCODED: torch.uint8, Payload.ROUNDED: torch.bfloat16}
     backward = {Payload.GRADIENTS: sums, Payload.PARTS: parts}
-    return found | {payload: dtype for payload, dtype in backward.items() if dtype is not None}
+    return dtypes | {payload: dtype for payload, dtype in backward.items() if dtype is not None}
 
 
 def keys_apart(like: Pair) -> bool:

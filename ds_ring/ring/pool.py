@@ -42,8 +42,8 @@ class Block:
 
     def pair(self, kind: BufferKind) -> Pair:
         """Return the tensors of a kind in this memory, the same ones at every call."""
-        found = self._kept.get(kind)
-        if found is None:
+        pair = self._kept.get(kind)
+        if pair is None:
             if len(self._kept) >= MAX_PAIRS_PER_BLOCK:
                 self._kept.clear()
             # Not in inference mode, or they could not be written to in a later training step.
@@ -52,9 +52,9 @@ class Block:
                 both = torch.empty(0, dtype=kind.dtype, device=self.device)
                 start = (kind.place or 0) // kind.dtype.itemsize
                 both = both.set_(self._storage, start, (count,), (1,))
-                beside = None if kind.apart else halves(both.view(kind.shape), kind.head_dim)
-                found = self._kept[kind] = beside or kind.pair(both)
-        return found
+                side_by_side = None if kind.apart else halves(both.view(kind.shape), kind.head_dim)
+                pair = self._kept[kind] = side_by_side or kind.pair(both)
+        return pair
 
 
 class BlockKey(NamedTuple):

@@ -55,7 +55,7 @@ class PreparedPasses:
         """Return the cached data for this schedule and K and V of this shape, dtype and device."""
         key = (k.shape, v.shape, k.dtype, k.device, isinstance(k, FakeTensor))
         passes = self._passes.setdefault(schedule, {})
-        found = passes.get(key)
-        if found is None:
-            found = passes[key] = PreparedPass()
-        return found
+        prepared = passes.get(key)
+        if prepared is None:
+            prepared = passes[key] = PreparedPass()
+        return prepared

@@ -76,10 +76,10 @@ class BackwardChunk:
 
     def __init__(
         self, ring: RingPass, kernel: Kernel, buffers: RingBuffers, queries: Queries, dq: Accumulator,
-        home: Accumulator, waits: bool,
+        own_kv_grads: Accumulator, waits: bool,
     ) -> None:  # fmt: skip
         self.ring, self.kernel, self.buffers = ring, kernel, buffers
-        self.queries, self.dq, self.home, self.waits = queries, dq, home, waits
+        self.queries, self.dq, self.own_kv_grads, self.waits = queries, dq, own_kv_grads, waits
 
     def compute(self, step: Compute) -> None:
         """Compute the gradients of a step's tiles and add them to the accumulators."""
@@ -87,17 +87,17 @@ class BackwardChunk:
         assert step.gradients is not None, "steps of a forward pass"
         if self.dq.waiting:
             self.dq.make_room()
-        # `of_keys` accumulates dK and dV of this step's keys; at hop 0, those of the own shard. Nothing is
+        # `kv_grads` accumulates dK and dV of this step's keys; at hop 0, those of the own shard. Nothing is
         # added to another buffer before this step, and no other step computes into it.
-        keys, of_keys = self.buffers.pair(step.buffer), self.home
-        of_stage = False
+        keys, kv_grads = self.buffers.pair(step.buffer), self.own_kv_grads
+        is_stage = False
         if step.gradients != RESULTS:
             # In a ring (GRADIENTS), sums of other ranks are added to this buffer later, so it is an
             # accumulator. In stages none are: parts may wait, and one alone can become the buffer: `adopt`.
-            of_stage = self.buffers.chunk.steps.buffers[step.gradients].payload is not Payload.GRADIENTS
-            shapes, waits = (keys.k.shape, keys.v.shape), of_stage and self.waits
-            there = partial(self.buffers.pair, step.gradients)
-            of_keys = Accumulator(there, grad_out, shapes, self.home.dtype, None, waits)
+            is_stage = self.buffers.chunk.steps.buffers[step.gradients].payload is not Payload.GRADIENTS
+            shapes, waits = (keys.k.shape, keys.v.shape), is_stage and self.waits
+            buffer_pair = partial(self.buffers.pair, step.gradients)
+            kv_grads = Accumulator(buffer_pair, grad_out, shapes, self.own_kv_grads.dtype, None, waits)
         inputs = (keys.k, keys.v, out, lse, step.tiles, self.ring.scale, grad_lse)
         for part in self.kernel.backward(grad_out, q, *inputs):
             heads, rows, key_rows, dq_part, dk_part, dv_part, tokens_first = part
@@ -105,23 +105,23 @@ class BackwardChunk:
                 dq_part, dk_part, dv_part = (x.transpose(-3, -2) for x in (dq_part, dk_part, dv_part))
             self.dq.add(rows, heads, dq_part)
             # All K/V heads: the kernel has already summed over the query heads that share one.
-            of_keys.add(key_rows, ALL_HEADS, dk_part, dv_part)
+            kv_grads.add(key_rows, ALL_HEADS, dk_part, dv_part)
             del part, dq_part, dk_part, dv_part
-        adopted = of_stage and self.buffers.adopt(step.gradients, of_keys.whole())
-        if of_keys is not self.home and not adopted:
-            of_keys.finish()
+        adopted = is_stage and self.buffers.adopt(step.gradients, kv_grads.whole())
+        if kv_grads is not self.own_kv_grads and not adopted:
+            kv_grads.finish()
 
     @property
     def accumulators_bytes(self) -> int:
         """Return the bytes of the accumulators, for observers."""
-        return self.dq.own_bytes + self.home.own_bytes
+        return self.dq.own_bytes + self.own_kv_grads.own_bytes
 
     def finish(self) -> None:
         """Pass the gradients of the own shard to `on_gradients_final`, then round all gradients."""
         self.dq.finish()
         if self.ring.on_gradients_final is not None:
-            self.ring.on_gradients_final(self.buffers.chunk.kv_heads, *self.home.so_far())
-        self.home.finish()
+            self.ring.on_gradients_final(self.buffers.chunk.kv_heads, *self.own_kv_grads.so_far())
+        self.own_kv_grads.finish()
 
 
 Chunk = ForwardChunk | BackwardChunk
@@ -191,7 +191,7 @@ class RingPass:
             )
             return ForwardChunk(self, kernel, buffers, q_here, total)
 
-        schedule = self._schedule(k, v, backward=False)
+        schedule = self._make_schedule(k, v, backward=False)
         prepared = self.prepared.of(schedule, k, v)
         self._run(schedule, prepared, begin)
         return out(), lse
@@ -215,7 +215,7 @@ class RingPass:
         dk, dv = new(k.shape, dtype=k.dtype), new(v.shape, dtype=v.dtype)
         waits = parts_wait(self.kernel, q.dtype, lse.dtype)
         dq = lru_cache(maxsize=1)(partial(new, q.shape, dtype=q.dtype))  # allocated at its first use
-        schedule = self._schedule(k, v, backward=True)
+        schedule = self._make_schedule(k, v, backward=True)
         prepared = self.prepared.of(schedule, k, v)
         saved: Saved = (q, k, v, out, lse)
         heads_here: Callable[[HeadChunk], Saved] = partial(heads_of, saved)
@@ -226,22 +226,28 @@ class RingPass:
             heads, kv = chunk.query_heads, chunk.kv_heads
             q_here, k_here, v_here, out_here, lse_here = heads_here(chunk)
             (grad_here,) = some_heads(heads, grad_out)
-            of_lse = None if grad_lse is None else grad_lse[:, heads]
-            queries = Queries(grad_here, q_here, out_here, lse_here, of_lse)
-            given = lse.dtype, None, waits
-            of_queries = Accumulator(lambda: some_heads(heads, dq()), grad_here, [q_here.shape], *given)
+            grad_lse_here = None if grad_lse is None else grad_lse[:, heads]
+            queries = Queries(grad_here, q_here, out_here, lse_here, grad_lse_here)
+            settings = lse.dtype, None, waits
+            dq_accumulator = Accumulator(
+                lambda: some_heads(heads, dq()), grad_here, [q_here.shape], *settings
+            )
             # Gradients of the own keys that other ranks return are added here.
             results = some_heads(kv, dk, dv)
-            home = Accumulator(partial(tuple, results), grad_here, list(map(Tensor.size, results)), *given)
-            kernel, own = self.kernel.of_heads(heads), Pair(k_here, v_here)
+            own_kv_grads = Accumulator(
+                partial(tuple, results), grad_here, list(map(Tensor.size, results)), *settings
+            )
+            kernel, own_pair = self.kernel.of_heads(heads), Pair(k_here, v_here)
             parts_dtype = k.dtype if waits else lse.dtype
-            buffers = RingBuffers(chunk, self.buffers, prepared.kinds[kv.start], own, home, parts_dtype)
-            return BackwardChunk(self, kernel, buffers, queries, of_queries, home, waits)
+            buffers = RingBuffers(
+                chunk, self.buffers, prepared.kinds[kv.start], own_pair, own_kv_grads, parts_dtype
+            )
+            return BackwardChunk(self, kernel, buffers, queries, dq_accumulator, own_kv_grads, waits)
 
         self._run(schedule, prepared, begin)
         return dq(), dk, dv
 
-    def _schedule(self, k: Tensor, v: Tensor, backward: bool) -> Schedule:
+    def _make_schedule(self, k: Tensor, v: Tensor, backward: bool) -> Schedule:
         # head_bytes 0 means one chunk. A ring of one rank gains nothing from chunks, unless there are float32
         # accumulators apart from the results, or heads are fetched from the host.
         is_wide = k.element_size() >= torch.float32.itemsize

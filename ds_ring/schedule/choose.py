@@ -37,7 +37,7 @@ import numpy as np
 from ds_ring.masks.pattern import BoundPattern, Pattern
 from ds_ring.masks.slots import IntArray, count_sets, intersect_slots, ranges_of_progressions
 from ds_ring.masks.tiles import UNBOUNDED, Tiles
-from ds_ring.registry import KERNELS, LAYOUTS, load
+from ds_ring.plugin import KERNELS, LAYOUTS, load
 from ds_ring.schedule.head_class import HeadClass, ReadsOfShards
 from ds_ring.schedule.layout import ChunkLayout, Layout, Mix
 from ds_ring.schedule.plan import one_way, sampled_origins
@@ -75,34 +75,34 @@ def work_of_runs(pattern: Pattern, runs: IntArray, tokens: int) -> np.ndarray:
     # Runs are consecutive in the query slots, so a tile's first slot determines its run.
     first_slots = np.cumsum(runs[:, 2]) - runs[:, 2]
     row = np.searchsorted(first_slots, tiles.q.slot, side="right") - 1
-    return np.bincount(row, weights=_as_floats(tiles), minlength=len(runs))
+    return np.bincount(row, weights=_count_pairs(tiles), minlength=len(runs))
 
 
-def _as_floats(tiles: Tiles) -> np.ndarray:
+def _count_pairs(tiles: Tiles) -> np.ndarray:
     """Return the pairs of tiles, float64: exact up to 2^53, and sums beyond int64 do not overflow."""
     return tiles.pairs.astype(np.float64)
 
 
 def work_of_ranks(pattern: Pattern, layout: Layout) -> np.ndarray:
     """Return the attended pairs of every rank, for one head; float64 [ring_size]."""
-    works: np.ndarray = _works_of_ranks(pattern, [layout])[0]
+    works: np.ndarray = _count_rank_pairs(pattern, [layout])[0]
     return works
 
 
-def _works_of_ranks(pattern: Pattern, layouts: Sequence[Layout]) -> np.ndarray:
+def _count_rank_pairs(pattern: Pattern, layouts: Sequence[Layout]) -> np.ndarray:
     """Return the same for layouts of equal sizes, by one table; float64 [len(layouts), ring_size]."""
-    (runs, ranks), size = runs_of_ranks(layouts), layouts[0].ring_size
+    (runs, ranks), size = collect_runs(layouts), layouts[0].ring_size
     work = work_of_runs(pattern, runs, layouts[0].tokens)
     return np.bincount(ranks, weights=work, minlength=len(layouts) * size).reshape(-1, size)
 
 
-def runs_of_ranks(layouts: Sequence[Layout]) -> tuple[IntArray, IntArray]:
+def collect_runs(layouts: Sequence[Layout]) -> tuple[IntArray, IntArray]:
     """Return the runs of all ranks of all layouts, and the number of the rank that has each."""
     shards = [layout.runs(rank) for layout in layouts for rank in range(layout.ring_size)]
     return np.concatenate(shards), np.repeat(np.arange(len(shards)), [len(runs) for runs in shards])
 
 
-def costs_of_ranks(pattern: Pattern, layouts: Sequence[Layout]) -> tuple[np.ndarray, IntArray]:
+def compute_costs(pattern: Pattern, layouts: Sequence[Layout]) -> tuple[np.ndarray, IntArray]:
     """Return the pairs of each rank and the tokens that it receives in a forward pass, for one head.
 
     They are float64 and int64 [len(layouts), ring_size]; one table for layouts of equal sizes. Tokens
@@ -110,26 +110,26 @@ def costs_of_ranks(pattern: Pattern, layouts: Sequence[Layout]) -> tuple[np.ndar
     """
     tokens, size = layouts[0].tokens, layouts[0].ring_size
     count, width = len(layouts) * size, tokens + 1
-    runs, ranks = runs_of_ranks(layouts)
+    runs, ranks = collect_runs(layouts)
     tiles = pattern.tiles(runs, np.array([[0, 1, tokens]]))
     first_slots = np.cumsum(runs[:, 2]) - runs[:, 2]
     reader = ranks[np.searchsorted(first_slots, tiles.q.slot, side="right") - 1]
-    work = np.bincount(reader, weights=_as_floats(tiles), minlength=count).reshape(-1, size)
+    work = np.bincount(reader, weights=_count_pairs(tiles), minlength=count).reshape(-1, size)
     strided = (tiles.k.position_step != 1) & (tiles.k.length > 1)
     if strided.any() or (runs[:, 1] != 1).any() or count * width >= UNBOUNDED:
         return work, np.zeros(work.shape, dtype=np.int64)
     # one set of positions for each rank, as in `join_sets`
     rows = np.stack([tiles.k.position + reader * width, np.ones_like(reader), tiles.k.length], axis=1)
     read = ranges_of_progressions(rows)
-    own = np.stack([runs[:, 0], runs[:, 0] + runs[:, 2]], axis=1) + (ranks * width)[:, None]
-    counts = [count_sets(one, width, count) for one in (read, intersect_slots(read, own))]
+    shard_slots = np.stack([runs[:, 0], runs[:, 0] + runs[:, 2]], axis=1) + (ranks * width)[:, None]
+    counts = [count_sets(slots, width, count) for slots in (read, intersect_slots(read, shard_slots))]
     return work, (counts[0] - counts[1]).reshape(-1, size)
 
 
 def timed(mix: Mix, layouts: Sequence[Layout]) -> list[Candidate]:
     """Return layouts of equal sizes with all of their costs; [Note: modelled time]."""
-    costs = [(layers, *costs_of_ranks(pattern, layouts)) for pattern, layers in mix]
-    found, price = [], TOKEN_PAIRS if layouts[0].ring_size > NODE else TOKEN_PAIRS_IN_NODE
+    costs = [(layers, *compute_costs(pattern, layouts)) for pattern, layers in mix]
+    options, price = [], TOKEN_PAIRS if layouts[0].ring_size > NODE else TOKEN_PAIRS_IN_NODE
     for index, layout in enumerate(layouts):
         works = [layers * work[index] for layers, work, _ in costs]
         sent, total, mean = 0, 0.0, sum(float(work.mean()) for work in works)
@@ -137,8 +137,8 @@ def timed(mix: Mix, layouts: Sequence[Layout]) -> list[Candidate]:
             messages = price * received[index]
             total += layers * float((np.maximum(work[index], messages) + NOT_HIDDEN * messages).max())
             sent += layers * int(received[index].sum())
-        found.append(Candidate(layout, imbalance(works), sent, total / mean if mean else 1.0))
-    return found
+        options.append(Candidate(layout, imbalance(works), sent, total / mean if mean else 1.0))
+    return options
 
 
 def imbalance(works: list[np.ndarray], speeds: Speeds = ()) -> float:
@@ -155,7 +155,7 @@ def rated(mix: Mix, layout: Layout, speeds: Speeds = ()) -> Candidate:
 
 def all_rated(mix: Mix, layouts: Sequence[Layout], speeds: Speeds = ()) -> list[Candidate]:
     """Return layouts of equal sizes with their imbalance."""
-    works = [layers * _works_of_ranks(bound_to_one_head(one), layouts) for one, layers in mix]
+    works = [layers * _count_rank_pairs(bound_to_one_head(pattern), layouts) for pattern, layers in mix]
     return [
         Candidate(layout, imbalance([work[index] for work in works], speeds))
         for index, layout in enumerate(layouts)
@@ -191,7 +191,7 @@ def make_auto(
     """
     if not mix or ring_size == 1:
         return ChunkLayout(tokens, ring_size, multiple_of, 1)
-    bound = tuple((bound_to_one_head(one), layers) for one, layers in mix)
+    bound = tuple((bound_to_one_head(pattern), layers) for pattern, layers in mix)
     options = all_rated(bound, [ChunkLayout(tokens, ring_size, multiple_of, n) for n in (1, 2)], speeds)
     for make in [load(row.always) for row in LAYOUTS.values() if row.always]:
         options += make(tokens, ring_size, multiple_of, bound, speeds)
@@ -201,19 +201,23 @@ def make_auto(
         for make in [load(row.for_labels) for row in LAYOUTS.values() if row.for_labels and not speeds]:
             labels += make(tokens, ring_size, multiple_of, bound)
         makers = [load(row.if_uneven) for row in LAYOUTS.values() if row.if_uneven]
-        options += [one for make in makers for one in make(tokens, ring_size, multiple_of, bound, speeds)]
+        options += [
+            layout for make in makers for layout in make(tokens, ring_size, multiple_of, bound, speeds)
+        ]
     least = 1.0
     for row in KERNELS.values() if block > 1 and not speeds else ():
         in_blocks = load(row.rates_layouts)(options, bound, block) if row.rates_layouts else None
         if in_blocks is not None:
             labels, options, least = [], in_blocks, min(o.imbalance for o in in_blocks)
     if labels:
-        even = [one.layout for one in to_compare(options)]
+        even = [option.layout for option in to_compare(options)]
         compared = timed(bound, [*even, *labels])
         # never slower than the even layout that would be taken without the others
-        slowest = min(compared[: len(even)], key=lambda one: one.tokens_sent).time
-        slowest = min(slowest, AS_FAST * min(one.time for one in compared))
-        best = min((one for one in compared if one.time <= slowest), key=lambda one: one.tokens_sent)
+        slowest = min(compared[: len(even)], key=lambda option: option.tokens_sent).time
+        slowest = min(slowest, AS_FAST * min(option.time for option in compared))
+        best = min(
+            (option for option in compared if option.time <= slowest), key=lambda option: option.tokens_sent
+        )
     else:
         best, compared = best_of(bound, options, least)
     others = "; ".join(str(c) for c in compared if c is not best) or "no other was even enough"
@@ -226,4 +230,4 @@ def in_words(mix: Mix) -> str:
     """Return the patterns as text, with their numbers of layers if there are several."""
     if len(mix) == 1:
         return str(mix[0][0])
-    return ", ".join(f"{one} in {layers} layer{'s' * (layers > 1)}" for one, layers in mix)
+    return ", ".join(f"{pattern} in {layers} layer{'s' * (layers > 1)}" for pattern, layers in mix)

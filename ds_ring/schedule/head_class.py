@@ -52,7 +52,7 @@ from ds_ring.masks.slots import (
     subtract_slots,
 )
 from ds_ring.masks.tiles import Tiles
-from ds_ring.registry import CodecRow
+from ds_ring.plugin import CodecRow
 from ds_ring.schedule.layout import Layout
 from ds_ring.schedule.rank_plan import (
     Direction,
@@ -74,7 +74,7 @@ def find_reads(
     Pairs that read nothing are left out.
     """
     # Make one table for all: the runs of the shards follow one another in its slots.
-    (q, q_ends), (k, k_ends) = (_one_after_another(runs) for runs in (reader_runs, origin_runs))
+    (q, q_ends), (k, k_ends) = (_concat_shards(runs) for runs in (reader_runs, origin_runs))
     table = pattern.tiles(q, k)
     reader, origin = (
         np.searchsorted(ends, axis.slot, side="right")
@@ -82,14 +82,14 @@ def find_reads(
     )
     slot = table.k.slot - np.append(0, k_ends)[origin]
     rows = np.stack([slot, table.k.slot_step, table.k.length], axis=1)
-    found = ranges_by_set(rows, reader * len(origin_runs) + origin)
-    return {divmod(pair, len(origin_runs)): slots for pair, slots in found.items()}
+    ranges = ranges_by_set(rows, reader * len(origin_runs) + origin)
+    return {divmod(pair, len(origin_runs)): slots for pair, slots in ranges.items()}
 
 
-def _one_after_another(shards: Sequence[IntArray]) -> tuple[IntArray, IntArray]:
+def _concat_shards(shards: Sequence[IntArray]) -> tuple[IntArray, IntArray]:
     """Return the runs of several shards as those of one, and the end of each shard in its slots."""
     runs = np.concatenate([np.empty((0, 3), dtype=np.int64), *shards])
-    last = np.cumsum([len(one) for one in shards], dtype=np.int64)  # the number of runs up to each shard
+    last = np.cumsum([len(shard) for shard in shards], dtype=np.int64)  # the number of runs up to each shard
     return runs, np.append(0, np.cumsum(runs[:, 2]))[last]
 
 
@@ -110,32 +110,32 @@ def tiles_of_payload(tiles: Tiles, held: SlotRanges) -> Tiles:
     for row in np.flatnonzero(suspicious):
         key = int(tiles.k.slot[row]), int(tiles.k.slot_step[row]), int(tiles.k.length[row])
         if key not in cuts:
-            cuts[key] = _equal_strides(_located(key[0] + key[1] * np.arange(key[2]), held))
+            cuts[key] = _split_progressions(_locate(key[0] + key[1] * np.arange(key[2]), held))
         if len(cuts[key]) > 1:
-            broken[row], one = True, tiles.rows(np.array([row]))
-            pieces += [trimmed(one.take(0, one.q.length, first, count)) for first, count in cuts[key]]
+            broken[row], tile = True, tiles.rows(np.array([row]))
+            pieces += [trimmed(tile.take(0, tile.q.length, first, count)) for first, count in cuts[key]]
     if pieces:
         tiles = Tiles.concat([tiles.rows(~broken), *pieces])
-    first = _located(tiles.k.slot, held)
-    last = _located(tiles.k.slot + (tiles.k.length - 1) * tiles.k.slot_step, held)
+    first = _locate(tiles.k.slot, held)
+    last = _locate(tiles.k.slot + (tiles.k.length - 1) * tiles.k.slot_step, held)
     if (short := last - first < tiles.k.length - 1).any():
-        raise _not_held(int(tiles.k.slot[short][0]) + 1, held)
+        raise _make_error(int(tiles.k.slot[short][0]) + 1, held)
     step = np.where(tiles.k.length > 1, (last - first) // np.maximum(tiles.k.length - 1, 1), 1)
     return replace(tiles, k=replace(tiles.k, slot=first, slot_step=step))
 
 
-def _located(slots: IntArray, held: SlotRanges) -> IntArray:
+def _locate(slots: IntArray, held: SlotRanges) -> IntArray:
     """Return the index of each slot in the packed payload; RingPatternError for a slot that it omits."""
     if not len(held):
-        raise _not_held(int(slots[0]), held)
+        raise _make_error(int(slots[0]), held)
     row = np.searchsorted(held[:, 0], slots, side="right") - 1
     outside = (row < 0) | (slots >= held[row, 1])
     if outside.any():
-        raise _not_held(int(slots[outside][0]), held)
+        raise _make_error(int(slots[outside][0]), held)
     return locate_slots(slots, held)
 
 
-def _not_held(slot: int, held: SlotRanges) -> RingPatternError:
+def _make_error(slot: int, held: SlotRanges) -> RingPatternError:
     return RingPatternError(
         f"tiles: expected keys among the {count_slots(held)} slots of the payload, got slot {slot}, which is"
         f" not in {shown(held[:4].tolist())}; the label of a token must depend on its position alone, so look"
@@ -143,13 +143,13 @@ def _not_held(slot: int, held: SlotRanges) -> RingPatternError:
     )
 
 
-def _equal_strides(slots: IntArray) -> list[tuple[int, int]]:
+def _split_progressions(slots: IntArray) -> list[tuple[int, int]]:
     """Cut ascending slots into progressions, each as long as it can be: (index of the first, length)."""
     pieces, first = [], 0
     while first < len(slots):
         stride = np.diff(slots[first:])
-        other = np.flatnonzero(stride != stride[:1])  # where the stride changes
-        count = int(other[0]) + 1 if len(other) else len(slots) - first
+        changes = np.flatnonzero(stride != stride[:1])  # where the stride changes
+        count = int(changes[0]) + 1 if len(changes) else len(slots) - first
         pieces.append((first, count))
         first += count
     return pieces
@@ -176,7 +176,7 @@ class ReadsOfShards:
     @cached_property
     def shards(self) -> tuple[SlotRanges, ...]:
         """Return all slots of every shard."""
-        valid = np.diff(_one_after_another(self.runs)[1], prepend=0).tolist()
+        valid = np.diff(_concat_shards(self.runs)[1], prepend=0).tolist()
         return tuple(np.array([[0, tokens]]) if tokens else no_slots() for tokens in valid)
 
     def slots(self, origin: int, reader: int) -> SlotRanges:
@@ -195,9 +195,9 @@ class ReadsOfShards:
         new = [reader for reader in dict.fromkeys(readers) if reader not in self._origins]
         if not new:
             return
-        found = find_reads(self.pattern, [self.runs[reader] for reader in new], self.runs)
+        reads = find_reads(self.pattern, [self.runs[reader] for reader in new], self.runs)
         origins: dict[int, list[int]] = {reader: [] for reader in new}
-        for (number, origin), slots in found.items():
+        for (number, origin), slots in reads.items():
             reader = new[number]
             if reader != origin:
                 self._slots[origin, reader] = slots
@@ -220,9 +220,9 @@ class ReadsOfShards:
         new = [origin for origin in dict.fromkeys(origins) if origin not in self._readers]
         if not new:
             return
-        found = find_reads(self.pattern, self.runs, [self.runs[origin] for origin in new])
+        reads = find_reads(self.pattern, self.runs, [self.runs[origin] for origin in new])
         readers: dict[int, list[int]] = {origin: [] for origin in new}
-        for (reader, number), slots in found.items():
+        for (reader, number), slots in reads.items():
             origin = new[number]
             if reader != origin:
                 self._slots[origin, reader] = slots
@@ -284,7 +284,7 @@ class HeadClass:
             return _NONE
         return self.reads.slots(origin, direction.reader(origin, hop, self._size))
 
-    def _held_by_hop(self, origin: int, direction: Direction) -> dict[int, SlotRanges]:
+    def _find_held(self, origin: int, direction: Direction) -> dict[int, SlotRanges]:
         """Return what is held of a shard at hop 0 and at each hop at which some rank reads tokens of it."""
         shard = self.reads.shards[origin]
         if not self.prune:
@@ -292,20 +292,25 @@ class HeadClass:
         readers = self.reads.readers(origin)
         hops = direction.hop(origin, np.array(readers, dtype=np.int64), self._size).tolist()
         pairs = sorted(zip(hops, readers, strict=True))
-        found = {hop: self.reads.slots(origin, reader) for hop, reader in pairs if hop <= direction.limit}
-        return {0: shard, **found}
+        held = {hop: self.reads.slots(origin, reader) for hop, reader in pairs if hop <= direction.limit}
+        return {0: shard, **held}
 
-    def _hops_in(self, reader: int, direction: Direction) -> list[int]:
+    def _find_hops(self, reader: int, direction: Direction) -> list[int]:
         """Return the hops of a direction at which a rank holds tokens, hop 0 always."""
         if not self.prune:
             later = range(1, direction.limit + 1)
             origins = [direction.origin(reader, hop, self._size) for hop in later]
-            return [0, *(hop for hop, one in zip(later, origins, strict=True) if len(self.unpruned(one)))]
+            return [
+                0,
+                *(hop for hop, origin in zip(later, origins, strict=True) if len(self.unpruned(origin))),
+            ]
         read = np.array(self.reads.origins(reader), dtype=np.int64)
         hops = np.sort(direction.hop(read, reader, self._size))
         return [0, *hops[hops <= direction.limit].tolist()]
 
-    def _relayed(self, direction: Direction, held: SlotRanges, before: Sequence[SlotRanges]) -> SlotRanges:
+    def _find_relayed(
+        self, direction: Direction, held: SlotRanges, before: Sequence[SlotRanges]
+    ) -> SlotRanges:
         """Return the held slots that the rank before each reader also holds, and therefore passes on to it.
 
         `held` has the sets of several hops, joined; `before` those of the ranks before. In stages none are
@@ -327,14 +332,14 @@ class HeadClass:
             self.reads.find_readers(origins)
         rows, sets, before = [], list[SlotRanges](), list[SlotRanges]()
         for origin in origins:
-            by_hop = self._held_by_hop(origin, direction)
+            by_hop = self._find_held(origin, direction)
             hops = list(by_hop)[1:]
             rows += [(origin, hop) for hop in hops]
             sets += [by_hop[hop] for hop in hops]
             before += [by_hop.get(direction.before(hop), _NONE) for hop in hops]
         held = join_sets(sets, self._width)
         counts = (
-            count_sets(x, self._width, len(rows)) for x in (held, self._relayed(direction, held, before))
+            count_sets(x, self._width, len(rows)) for x in (held, self._find_relayed(direction, held, before))
         )
         return Travel(*np.array(rows, dtype=np.int64).reshape(-1, 2).T, *counts)
 
@@ -360,7 +365,7 @@ class HeadClass:
         for direction in self.directions:
             origin, hop, held, relayed = self.travel(origins, direction)
             node = direction.reader(origin, hop, size) // inner
-            earlier = np.array([direction.before(one) for one in hop.tolist()], dtype=np.int64)
+            earlier = np.array([direction.before(hop_number) for hop_number in hop.tolist()], dtype=np.int64)
             before = direction.reader(origin, earlier, size)
             np.add.at(left, before % inner, np.where(before // inner != node, relayed, 0))
             np.add.at(left, origin % inner, np.where(origin // inner != node, held - relayed, 0))
@@ -374,27 +379,27 @@ class HeadClass:
         """Return the plan of one rank."""
         if self.prune:
             self.reads.find_origins_around(ring_rank)
-        directions = tuple(self._direction(ring_rank, direction) for direction in self.directions)
+        directions = tuple(self._make_direction(ring_rank, direction) for direction in self.directions)
         return HeadClassPlan(self.kv_heads, directions, max(direction.steps for direction in self.directions))
 
-    def _direction(self, ring_rank: int, direction: Direction) -> DirectionPlan:
-        incoming = self._hops_in(ring_rank, direction)
-        plans = self._hop_plans(ring_rank, direction, incoming)
+    def _make_direction(self, ring_rank: int, direction: Direction) -> DirectionPlan:
+        incoming = self._find_hops(ring_rank, direction)
+        plans = self._make_hop_plans(ring_rank, direction, incoming)
         hops: list[HopPlan | None] = [None] * (incoming[-1] + 1)  # the index is the hop's number
         for plan in plans:
             hops[plan.hop] = plan
         # This rank is the owner: it sends the slots that the rank before each reader does not have. Gradients
         # that the reader does not pass on as a sum return to this rank directly.
-        by_hop = self._held_by_hop(ring_rank, direction)
+        by_hop = self._find_held(ring_rank, direction)
         outgoing = list(by_hop)[1:]
         held = join_sets([by_hop[hop] for hop in outgoing], self._width)
-        relayed = self._relayed(
+        relayed = self._find_relayed(
             direction, held, [by_hop.get(direction.before(hop), _NONE) for hop in outgoing]
         )
         after = [
             by_hop.get(hop + 1, _NONE) if self._has_sums(direction, hop + 1) else _NONE for hop in outgoing
         ]
-        sums = self._relayed(direction, held, after)
+        sums = self._find_relayed(direction, held, after)
         direct_sends, gradient_returns = [], []
         left = (split_sets(subtract_slots(held, x), self._width, len(outgoing)) for x in (relayed, sums))
         for hop, leaving, ending in zip(outgoing, *left, strict=True):
@@ -406,25 +411,25 @@ class HeadClass:
         messages = tuple(direct_sends), tuple(gradient_returns)
         return DirectionPlan(tuple(hops), *messages, direction, self.rounded, self.codec)
 
-    def _hop_plans(self, ring_rank: int, direction: Direction, hops: list[int]) -> list[HopPlan]:
+    def _make_hop_plans(self, ring_rank: int, direction: Direction, hops: list[int]) -> list[HopPlan]:
         """Return the plans of all hops at which a rank holds tokens, computed together."""
         size, inner, width = self._size, direction.ranks_per_node, self._width
         keys = [(direction.origin(ring_rank, hop, size), hop) for hop in hops]
         held = [self.held(origin, direction, hop) for origin, hop in keys]
         joined = join_sets(held, width)
 
-        def shared(other: Callable[[int], int], needed: Callable[[int], bool]) -> list[SlotRanges]:
+        def shared(neighbour: Callable[[int], int], needed: Callable[[int], bool]) -> list[SlotRanges]:
             """Return the held slots that the reader at another hop also holds, at hops where needed."""
             theirs = [
-                self.held(origin, direction, other(hop)) if needed(hop) else _NONE for origin, hop in keys
+                self.held(origin, direction, neighbour(hop)) if needed(hop) else _NONE for origin, hop in keys
             ]
-            return split_sets(self._relayed(direction, joined, theirs), width, len(keys))
+            return split_sets(self._find_relayed(direction, joined, theirs), width, len(keys))
 
         came = shared(direction.before, lambda hop: hop > 0)
         forward = shared(lambda hop: hop + 1, lambda hop: direction.is_next(hop + 1))
         # the reader is the first rank of its node to get the shard
         inter_node = shared(lambda hop: hop + inner, lambda hop: inner > 0 and hop % inner == 0)
-        tables = self._tables(ring_rank, keys, held)
+        tables = self._make_tables(ring_rank, keys, held)
         return [
             HopPlan(
                 hop,
@@ -443,15 +448,17 @@ class HeadClass:
             for index, (origin, hop) in enumerate(keys)
         ]
 
-    def _tables(self, ring_rank: int, keys: Sequence[OriginAndHop], held: list[SlotRanges]) -> list[Tiles]:
+    def _make_tables(
+        self, ring_rank: int, keys: Sequence[OriginAndHop], held: list[SlotRanges]
+    ) -> list[Tiles]:
         """Return the tiles of a rank with the shard of every hop; key slots index the hop's payload."""
-        runs, ends = _one_after_another([self.reads.runs[origin] for origin, _ in keys])
+        runs, ends = _concat_shards([self.reads.runs[origin] for origin, _ in keys])
         tiles = self.pattern.tiles(self.reads.runs[ring_rank], runs)
         hop = np.searchsorted(ends, tiles.k.slot, side="right")
         # At hop 0 keys are used in place: the tiles' key slots are slots of the shard already.
-        own, tiles, hop = tiles.rows(hop == 0), tiles.rows(hop > 0), hop[hop > 0]
+        own_tiles, tiles, hop = tiles.rows(hop == 0), tiles.rows(hop > 0), hop[hop > 0]
         if not len(tiles):
-            return [own, *([tiles] * (len(keys) - 1))]
+            return [own_tiles, *([tiles] * (len(keys) - 1))]
         # Payloads follow one another as the shards do.
         begins, counts = [0, *ends.tolist()], [count_slots(slots) for slots in held]
         every = [slots + begin for slots, begin in zip(held, begins, strict=False)]
@@ -461,4 +468,4 @@ class HeadClass:
         tiles = replace(tiles, k=replace(tiles.k, slot=tiles.k.slot - (ends - counts)[hop]))
         order = np.argsort(hop, kind="stable")
         tiles, bounds = tiles.rows(order), np.searchsorted(hop[order], np.arange(1, len(keys) + 1)).tolist()
-        return [own, *(tiles.rows(slice(*pair)) for pair in itertools.pairwise(bounds))]
+        return [own_tiles, *(tiles.rows(slice(*pair)) for pair in itertools.pairwise(bounds))]

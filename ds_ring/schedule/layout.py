@@ -26,7 +26,7 @@ from ds_ring.errors import RingLayoutError, RingShapeError, shown, whole_number
 from ds_ring.limits import MAX_RANKS
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.slots import IntArray, repeat_rows
-from ds_ring.registry import LAYOUTS, load
+from ds_ring.plugin import LAYOUTS, load
 
 Mix = tuple[tuple[Pattern, int], ...]  # patterns, and how many layers have each; empty if no pattern is given
 
@@ -108,7 +108,7 @@ def expand_runs(runs: IntArray) -> IntArray:
     return runs[row, 0] + runs[row, 1] * within
 
 
-def _runs_of_pieces(starts: IntArray, ends: IntArray, owners: IntArray, ring_size: int) -> list[IntArray]:
+def _split_pieces(starts: IntArray, ends: IntArray, owners: IntArray, ring_size: int) -> list[IntArray]:
     """Return the runs of every rank for ascending, disjoint pieces start .. end - 1; pieces may be empty.
 
     Adjacent pieces of a rank become one run.
@@ -160,7 +160,7 @@ class ChunkLayout(Layout):
         edges = np.array([self.tokens * i // self.chunks for i in range(self.chunks + 1)], dtype=np.int64)
         chunk = np.arange(self.chunks)
         owners = np.minimum(chunk, self.chunks - 1 - chunk) if self.chunks_per_rank == 2 else chunk
-        return _runs_of_pieces(edges[:-1], edges[1:], owners, self.ring_size)
+        return _split_pieces(edges[:-1], edges[1:], owners, self.ring_size)
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,7 @@ class PieceLayout(Layout):
     @cached_property
     def _runs(self) -> list[IntArray]:
         bounds, owners = np.array(self.boundaries, dtype=np.int64), np.array(self.owners, dtype=np.int64)
-        return _runs_of_pieces(bounds[:-1], bounds[1:], owners, self.ring_size)
+        return _split_pieces(bounds[:-1], bounds[1:], owners, self.ring_size)
 
     @cached_property
     def longest_shard(self) -> int:
@@ -294,12 +294,18 @@ def make_layout(
     check_layout_name(name)
     block_size = whole_number(block_size, "make_layout: block_size", RingLayoutError)
     block = block_size if name == "auto" else 1
-    return _made(
-        name, tokens, ring_size, _mix_of(pattern), multiple_of, block, _speeds_of(speeds, name, ring_size)
+    return _make_layout(
+        name,
+        tokens,
+        ring_size,
+        _read_mix(pattern),
+        multiple_of,
+        block,
+        _check_speeds(speeds, name, ring_size),
     )
 
 
-def _speeds_of(speeds: Sequence[float] | None, name: str, ring_size: int) -> tuple[float, ...]:
+def _check_speeds(speeds: Sequence[float] | None, name: str, ring_size: int) -> tuple[float, ...]:
     if speeds is None:
         return ()
     numbers = tuple(map(float, speeds))
@@ -316,27 +322,29 @@ def _speeds_of(speeds: Sequence[float] | None, name: str, ring_size: int) -> tup
     return numbers if len(set(numbers)) > 1 else ()
 
 
-def _mix_of(pattern: object) -> Mix:
+def _read_mix(pattern: object) -> Mix:
     if pattern is None:
         return ()
     counted = list(pattern.items()) if isinstance(pattern, Mapping) and pattern else [(pattern, 1)]
     mix: list[tuple[Pattern, int]] = []
-    for one, layers in counted:
-        if not isinstance(one, Pattern):
+    for entry, layers in counted:
+        if not isinstance(entry, Pattern):
             raise RingLayoutError(
                 "make_layout: pattern: expected a pattern, patterns with numbers of layers, or None, got"
-                f" {shown(one)}"
+                f" {shown(entry)}"
             )
-        mix.append((one, whole_number(layers, f"make_layout: pattern: layers with {one}", RingLayoutError)))
+        mix.append(
+            (entry, whole_number(layers, f"make_layout: pattern: layers with {entry}", RingLayoutError))
+        )
     return tuple(mix)
 
 
 # cached: a layout for a pattern is computed from the tiles of the whole sequence, which takes time
 @lru_cache(maxsize=256)
-def _made(
+def _make_layout(
     name: str, tokens: int, ring_size: int, mix: Mix, multiple_of: int, block: int, speeds: tuple[float, ...]
 ) -> Layout:
-    more: dict[str, Any] = {"block": block} if block > 1 else {}  # only "auto" has this parameter
-    more |= {"speeds": speeds} if speeds else {}
-    made: Layout = load(LAYOUTS[name].home)(tokens, ring_size, multiple_of, mix, **more)
-    return made
+    options: dict[str, Any] = {"block": block} if block > 1 else {}  # only "auto" has this parameter
+    options |= {"speeds": speeds} if speeds else {}
+    layout: Layout = load(LAYOUTS[name].home)(tokens, ring_size, multiple_of, mix, **options)
+    return layout

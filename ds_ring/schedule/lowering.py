@@ -12,7 +12,7 @@ hop's K/V is ever saved. (Keys for the next node are kept for R batches, see `ra
 explains which sums are passed on.)
 
 [Note: encoded keys]
-K and V may travel as a codec writes them (`KV_PAYLOADS` in `registry.py`). The owner encodes them when it
+K and V may travel as a codec writes them (`KV_PAYLOADS` in `plugin.py`). The owner encodes them when it
 packs them. A rank that they reach passes them on as they came, and decodes them into a buffer of the inputs'
 dtype, which its kernel reads. The owner itself computes with its own K and V. The backward pass sends the
 same bits, so it differentiates what the forward pass computed; the codec itself counts as the identity.
@@ -171,12 +171,18 @@ def lower_pass(
         head_bytes: bytes of the local K (or V) of one head; 0 puts all heads of a class into one chunk.
         chunk_bytes: minimum bytes of K (or V) of a chunk; see `chunk_bytes_on`.
     """
-    cut = [(one, kv) for one in classes for kv in head_chunks(one.kv_heads, head_bytes, chunk_bytes)]
+    cut = [
+        (head_class, kv)
+        for head_class in classes
+        for kv in head_chunks(head_class.kv_heads, head_bytes, chunk_bytes)
+    ]
     # Few chunks have large buffers, so they start one batch later: [Note: one chunk after another].
     later = int(backward and len(cut) < MANY_CHUNKS)
     chunks = (
-        HeadChunk(kv, query_heads_of(kv, group), lower_class(one, backward), max(one.limit + later, 1))
-        for one, kv in cut
+        HeadChunk(
+            kv, query_heads_of(kv, group), lower_class(head_class, backward), max(head_class.limit + later, 1)
+        )
+        for head_class, kv in cut
     )
     return Schedule(cut[0][0].ring_rank, backward, tuple(chunks))
 
@@ -187,18 +193,18 @@ def lower_rank(plan: RankPlan, *, backward: bool, head_bytes: int = 0, chunk_byt
     if key not in plan.schedules:
         sizes = {"head_bytes": head_bytes, "chunk_bytes": chunk_bytes}
         plan.schedules[key] = lower_pass(plan.classes, plan.group, backward=backward, **sizes)
-    found: Schedule = plan.schedules[key]
-    return found
+    schedule: Schedule = plan.schedules[key]
+    return schedule
 
 
 def lower_class(plan: HeadClassPlan, backward: bool) -> ChunkSteps:
     """Return the steps of any head chunk of a class, cached with the plan for each pass."""
     if backward in plan.lowered:
-        kept: ChunkSteps = plan.lowered[backward]
-        return kept
-    own = plan.directions[0].at(0)
-    assert own is not None, "a rank always has its own shard"
-    valid = count_slots(own.held)
+        chunk_steps: ChunkSteps = plan.lowered[backward]
+        return chunk_steps
+    own_shard = plan.directions[0].at(0)
+    assert own_shard is not None, "a rank always has its own shard"
+    valid = count_slots(own_shard.held)
     # buffers number 0 and 1 are SHARD and RESULTS
     buffers = [Buffer(Payload.KEYS, valid), Buffer(Payload.GRADIENTS, valid)]
     directions = [
@@ -207,7 +213,9 @@ def lower_class(plan: HeadClassPlan, backward: bool) -> ChunkSteps:
     ]
     rounds: list[Round] = []
     arrived: list[Accumulate | Free] = [step for direction in directions for step in direction.begin()]
-    lengths = (one.backward_batches if backward else one.forward_batches for one in plan.directions)
+    lengths = (
+        direction.backward_batches if backward else direction.forward_batches for direction in plan.directions
+    )
     for hop in range(max(lengths)):
         posted = [step for direction in directions for step in direction.post(hop)]
         # The own shard is computed once, although it may travel in two directions.
@@ -226,20 +234,20 @@ def lower_class(plan: HeadClassPlan, backward: bool) -> ChunkSteps:
 
 def kernel_calls(plan: HeadClassPlan, backward: bool) -> list[Compute]:
     """Return the computations of a pass, in order; those of each head chunk of the class."""
-    return [step for one in lower_class(plan, backward).rounds for step in one.computed]
+    return [step for step_round in lower_class(plan, backward).rounds for step in step_round.computed]
 
 
 def _keep_for_the_end(rounds: list[Round]) -> None:
     """Move a part of the own shard's tiles to the last batches; [Note: a part for the end]."""
-    (own,) = rounds[0].computed
-    computing = max(number for number, one in enumerate(rounds) if one.computed)
-    middle = middle_slot(own.tiles)
+    (own_step,) = rounds[0].computed
+    computing = max(number for number, step_round in enumerate(rounds) if step_round.computed)
+    middle = middle_slot(own_step.tiles)
     count = min(len(rounds) - 1 - computing, middle // LEAST_KEPT)
     if count:
         slots = [middle * part // count for part in range(1, count + 1)]
-        *kept, first = cut_queries(own.tiles, slots)
-        for number, tiles in zip(range(-count, 1), (*kept, first), strict=True):
-            rounds[number] = rounds[number]._replace(computed=(replace(own, tiles=tiles),))
+        *deferred, first = cut_queries(own_step.tiles, slots)
+        for number, tiles in zip(range(-count, 1), (*deferred, first), strict=True):
+            rounds[number] = rounds[number]._replace(computed=(replace(own_step, tiles=tiles),))
 
 
 class _Way:
@@ -247,9 +255,9 @@ class _Way:
 
     def __init__(self, plan: DirectionPlan, buffers: list[Buffer], backward: bool) -> None:
         self.plan, self.buffers, self.backward = plan, buffers, backward
-        own = plan.at(0)
-        assert own is not None, "a rank always has its own shard"
-        self.own = own
+        own_shard = plan.at(0)
+        assert own_shard is not None, "a rank always has its own shard"
+        self.own_shard = own_shard
         self.payload = Payload.KEYS if plan.codec is None else Payload.ENCODED  # of keys that travel
         # by the batch in which a message is posted: keys sent directly, and gradients that return here
         self.direct_sends: dict[int, list[DirectSend]] = {}
@@ -273,11 +281,11 @@ class _Way:
         payload: Payload | None = None,
     ) -> Send:  # fmt: skip
         """Return the step that sends a part of a buffer: `slots` of the shard of `origin`."""
-        kept = self.buffers[buffer].payload
-        payload = payload or (self.payload if kept is Payload.KEYS else kept)
+        buffer_payload = self.buffers[buffer].payload
+        payload = payload or (self.payload if buffer_payload is Payload.KEYS else buffer_payload)
         packed = self.new(payload, count_slots(slots))  # used where the part is no range of a buffer
         self.leaving.append(packed)
-        return Send(payload, buffer, part, peer, origin, slots, packed, needs, kept)
+        return Send(payload, buffer, part, peer, origin, slots, packed, needs, buffer_payload)
 
     def decode(self, encoded: int, needs: int) -> Accumulate:
         """Return the step that decodes the keys of a buffer into a new one, which the kernel reads."""
@@ -321,7 +329,7 @@ class _Direction(_Way):
             steps.append(self._send(self.keys, here, here.send_rank, here.forward))
         steps += self._post_across(hop)
         for direct in self.direct_sends.get(hop, ()):
-            steps.append(self._send(SHARD, self.own, direct.receiver, direct.slots))
+            steps.append(self._send(SHARD, self.own_shard, direct.receiver, direct.slots))
         if coming is not None:
             # At hop 1 the neighbour is the origin, so everything counts as relayed.
             if len(coming.relayed) and not self.plan.direction.crosses(coming.hop):
@@ -360,8 +368,8 @@ class _Direction(_Way):
         # The gradients of the own shard stay in RESULTS.
         leaving = done if done is not None and done.hop > 0 else None
         if leaving is not None and len(leaving.grad_send):
-            found = self.gradients[leaving.hop]
-            steps.append(self._send(found, leaving, leaving.send_rank, leaving.grad_send))
+            gradients = self.gradients[leaving.hop]
+            steps.append(self._send(gradients, leaving, leaving.send_rank, leaving.grad_send))
         if here is not None and len(here.grad_recv):
             buffer = self.new(Payload.GRADIENTS, count_slots(here.grad_recv))
             self.partial = buffer, locate_ranges(here.grad_recv, here.held)
@@ -374,20 +382,20 @@ class _Direction(_Way):
         """Return the messages of gradients that return to their owners, and to this rank."""
         steps: list[Send | Recv] = []
         returning, self.returning = self.returning, []
-        for one, found in returning:
-            number, parts = hop - 1 - one.hop, self.plan.direction.batches(one.hop)
-            if len(part := part_of(one.ends_here, number, parts)):
-                steps.append(self._send(found, one, one.origin, part, payload))
-            if number + 1 < parts and len(one.ends_here):
-                self.returning.append((one, found))
+        for hop_plan, gradients in returning:
+            number, parts = hop - 1 - hop_plan.hop, self.plan.direction.batches(hop_plan.hop)
+            if len(part := part_of(hop_plan.ends_here, number, parts)):
+                steps.append(self._send(gradients, hop_plan, hop_plan.origin, part, payload))
+            if number + 1 < parts and len(hop_plan.ends_here):
+                self.returning.append((hop_plan, gradients))
             else:
-                self.leaving.append(found)
+                self.leaving.append(gradients)
         for back in self.gradient_returns.get(hop, ()):
             number, parts = hop - 1 - back.hop, self.plan.direction.batches(back.hop)
             if len(part := part_of(back.slots, number, parts)):
                 buffer = self.new(payload, count_slots(part))
                 self.returns.append((buffer, part))
-                steps.append(Recv(payload, buffer, back.sender, self.own.origin, part))
+                steps.append(Recv(payload, buffer, back.sender, self.own_shard.origin, part))
         return steps
 
     def compute(self, hop: int) -> list[Compute]:
@@ -442,8 +450,8 @@ class _Direction(_Way):
         if len(parts) > 1:
             self.keys = self.new(self.payload, slots)
             self.came[self.keys] = max(self.came[buffer] for buffer, _ in parts)
-            for one, part in parts:
-                steps += [Accumulate(self.keys, one, part, self.came[one]), Free(one)]
+            for buffer, part in parts:
+                steps += [Accumulate(self.keys, buffer, part, self.came[buffer]), Free(buffer)]
         self.read = self.keys
         if self.plan.codec is not None:
             decoded = self.decode(self.keys, self.came[self.keys])
@@ -478,11 +486,11 @@ class _Stages(_Way):
 
     def begin(self) -> list[Accumulate]:
         """Return one packed copy of the own K/V, if that is smaller than a copy for every message."""
-        valid = count_slots(self.own.held)
+        valid = count_slots(self.own_shard.held)
         if sum(count_slots(direct.slots) for direct in self.plan.direct_sends) <= valid:
             return []
         self.shard = self.new(self.payload, valid)
-        return [Accumulate(self.shard, SHARD, self.own.held, -1)]
+        return [Accumulate(self.shard, SHARD, self.own_shard.held, -1)]
 
     @property
     def left(self) -> list[int]:
@@ -496,8 +504,8 @@ class _Stages(_Way):
         """
         steps: list[Send | Recv] = []
         for direct in self.direct_sends.get(number, ()):
-            steps.append(self._send(self.shard, -1, direct.receiver, self.own.origin, direct.slots))
-        coming = self._stage(number + 1)
+            steps.append(self._send(self.shard, -1, direct.receiver, self.own_shard.origin, direct.slots))
+        coming = self._get_stage(number + 1)
         if coming is not None:
             self.coming = self.new(self.payload, coming.slots)
             for hop, at in zip(coming.hops, coming.first, strict=True):
@@ -507,7 +515,7 @@ class _Stages(_Way):
     def _post_gradients(self, number: int) -> list[Send | Recv]:
         """Return the messages of the gradients of the last stage, to their owners and to this rank."""
         steps: list[Send | Recv] = []
-        done = self._stage(number - 1) if number > 1 else None
+        done = self._get_stage(number - 1) if number > 1 else None
         if done is not None:
             assert self.done is not None, "gradients of a stage that was computed"
             for hop, at in zip(done.hops, done.first, strict=True):
@@ -517,12 +525,12 @@ class _Stages(_Way):
         for back in self.gradient_returns.get(number, ()):
             buffer = self.new(self._payload, count_slots(back.slots))
             self.returns.append((buffer, back.slots))
-            steps.append(Recv(self._payload, buffer, back.sender, self.own.origin, back.slots))
+            steps.append(Recv(self._payload, buffer, back.sender, self.own_shard.origin, back.slots))
         return steps
 
     def compute(self, number: int) -> list[Compute]:
         """Return what a stage computes: no step, or one."""
-        here = self._stage(number)
+        here = self._get_stage(number)
         if here is None:
             return []
         assert self.keys is not None, "keys of a stage that arrived"
@@ -556,7 +564,7 @@ class _Stages(_Way):
         """Return what gradients that return are."""
         return Payload.ROUNDED if self.plan.rounded else Payload.PARTS
 
-    def _stage(self, number: int) -> StagePlan | None:
+    def _get_stage(self, number: int) -> StagePlan | None:
         return self.plan.stages[number] if 0 <= number < len(self.plan.stages) else None
 
     def _send(

@@ -24,7 +24,7 @@ from ds_ring.errors import (
 from ds_ring.limits import MAX_HEADS
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.slots import count_slots
-from ds_ring.registry import GRADIENT_PAYLOADS, KV_PAYLOADS, CodecRow
+from ds_ring.plugin import GRADIENT_PAYLOADS, KV_PAYLOADS, CodecRow
 from ds_ring.schedule.head_class import HeadClass, ReadsOfShards
 from ds_ring.schedule.layout import Layout
 from ds_ring.schedule.rank_plan import Direction, RankPlan, over_heads
@@ -65,13 +65,17 @@ class Plan:
     def tokens_sent(self) -> int:
         """Return tokens sent in a forward pass, summed over ranks, hops and K/V heads."""
         origins = range(self.ring_size)
-        return over_heads(self.classes, self.kv_heads, lambda one: sum(one.tokens_sent([x]) for x in origins))
+        return over_heads(
+            self.classes, self.kv_heads, lambda head_class: sum(head_class.tokens_sent([x]) for x in origins)
+        )
 
     @property
     def tokens_needed(self) -> int:
         """Return the minimum of `tokens_sent`: each token once to every other rank that reads it."""
         origins = range(self.ring_size)
-        return over_heads(self.classes, self.kv_heads, lambda one: sum(map(one.tokens_needed, origins)))
+        return over_heads(
+            self.classes, self.kv_heads, lambda head_class: sum(map(head_class.tokens_needed, origins))
+        )
 
     def summary(self) -> str:
         """Return a readable table: tiles, pairs, and tokens held and sent on, by rank, class and hop."""
@@ -99,16 +103,16 @@ def head_classes(pattern: Pattern, query_heads: int, kv_heads: int) -> list[tupl
     for head in range(kv_heads):
         sharing = tuple(range(head * group, (head + 1) * group))
         classes[pattern.bind(sharing, query_heads, kv_heads)].append(head)
-    found: list[tuple[slice, Pattern]] = []
+    heads_and_patterns: list[tuple[slice, Pattern]] = []
     for bound, heads in classes.items():
         # Use one slice if the query heads that share these K/V heads are a slice as well. If a group has
         # several query heads, this holds only for consecutive K/V heads.
         steps = set(np.diff(heads).tolist()) or {1}
         if len(steps) == 1 and (group == 1 or steps == {1}):
-            found.append((slice(heads[0], heads[-1] + 1, steps.pop()), bound))
+            heads_and_patterns.append((slice(heads[0], heads[-1] + 1, steps.pop()), bound))
         else:
-            found += [(slice(head, head + 1, 1), bound) for head in heads]
-    return found
+            heads_and_patterns += [(slice(head, head + 1, 1), bound) for head in heads]
+    return heads_and_patterns
 
 
 def sampled_origins(size: int) -> list[int]:
@@ -135,17 +139,17 @@ def stage_sizes(size: int, most: int) -> tuple[int, ...]:
     As few stages as `most` shards in each allow, and of these the ones whose largest stage is smallest. The
     last stage is as short as that allows, because nothing is computed while its gradients return.
     """
-    found: tuple[int, ...] = ()
+    best_sizes: tuple[int, ...] = ()
     for limit in range(min(most, size - 1), 0, -1):
         sizes, left, last = [], size - 1, 1
         while left:
             last = min(limit, STAGE_GROWTH * last, left)
             sizes.append(last)
             left -= last
-        if found and len(sizes) > len(found):
+        if best_sizes and len(sizes) > len(best_sizes):
             break
-        found = tuple(sizes)
-    return found
+        best_sizes = tuple(sizes)
+    return best_sizes
 
 
 def in_stages(size: int, most: int) -> tuple[Direction, ...]:
@@ -218,9 +222,9 @@ def build_plan(
         query_heads, kv_heads: H and G, heads per rank; H must be a multiple of G.
         prune: send only the tokens that the receiver reads.
         directions: directions of travel; None chooses those whose tokens cross the fewest links.
-        gradient_payload: dtype in which dK and dV return, a name of `registry.GRADIENT_PAYLOADS`; they are
+        gradient_payload: dtype in which dK and dV return, a name of `plugin.GRADIENT_PAYLOADS`; they are
             added in the accumulators' dtype.
-        kv_payload: how K and V travel, a name of `registry.KV_PAYLOADS`; [Note: encoded keys].
+        kv_payload: how K and V travel, a name of `plugin.KV_PAYLOADS`; [Note: encoded keys].
         ranks_per_node: number of neighbours on the ring that share a node, a divisor of the ring size; None
             if unknown. If it is known, a pattern that sends much between nodes travels on two levels.
         stage_shards: most shards of other ranks that are computed with at once; [Note: stages]. All ranks
@@ -267,11 +271,11 @@ def build_plan(
         directions, nodes = in_stages(size, stage_shards) if size > 1 else None, 0
     rounded, row = not GRADIENT_PAYLOADS[gradient_payload].exact, KV_PAYLOADS[kv_payload]
     codec = row if row.home is not None else None
-    return _built(pattern, layout, query_heads, kv_heads, prune, directions, rounded, codec, nodes)
+    return _build_plan(pattern, layout, query_heads, kv_heads, prune, directions, rounded, codec, nodes)
 
 
 @lru_cache(maxsize=64)
-def _built(
+def _build_plan(
     pattern: Pattern,
     layout: Layout,
     query_heads: int,

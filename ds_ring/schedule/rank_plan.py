@@ -26,7 +26,7 @@ a rank computes one stage, the keys of the next stage arrive in token ranges of 
 stage are one table over its buffer, so a pass has as many kernel calls and partial results as stages. The
 number of bytes is that of a ring, but most messages go to ranks that are not neighbours. So stages are for
 ranks that all have a link to each other, as inside a node. Memory grows with the largest two stages, and
-`stage_sizes` in `plan.py` bounds them. In MagiAttention (SandAI 2025) overlap stages are a similar thing; the
+`stage_sizes` in `plan.py` bounds them. In MagiAttention (SandAI 2025) overlap stages are similar; the
 choice of sizes and the merge are ours.
 """
 
@@ -41,7 +41,7 @@ import numpy as np
 
 from ds_ring.masks.slots import SlotRanges, count_slots, no_slots, subtract_slots
 from ds_ring.masks.tiles import Tiles
-from ds_ring.registry import CodecRow
+from ds_ring.plugin import CodecRow
 
 
 class Direction(NamedTuple):
@@ -102,7 +102,7 @@ class Direction(NamedTuple):
         return self.ranks_per_node if 0 < self.ranks_per_node <= hop else 1
 
 
-ALONE = Direction(1, 0)  # the direction of a ring of one rank
+ONE_RANK = Direction(1, 0)  # the direction of a ring of one rank
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ class DirectionPlan:
     hops: tuple[HopPlan | None, ...]  # by hop, None where nothing is held; hop 0 is the own shard
     direct_sends: tuple[DirectSend, ...]  # by ascending hop, from hop 2 on (in stages from hop 1 on)
     gradient_returns: tuple[GradientReturn, ...]  # by ascending hop
-    direction: Direction = ALONE
+    direction: Direction = ONE_RANK
     rounded: bool = False  # gradients are rounded to bfloat16 when they return to their owner
     codec: CodecRow | None = None  # encodes K and V for their messages; None: they are sent as they are
 
@@ -205,9 +205,9 @@ class DirectionPlan:
     def stages(self) -> tuple[StagePlan | None, ...]:
         """Return the stages, the own shard first; None where nothing is held. Without stages, the hops."""
         by_stage: dict[int, list[HopPlan]] = {}
-        for one in self.hops:
-            if one is not None:
-                by_stage.setdefault(self.direction.stage(one.hop), []).append(one)
+        for hop in self.hops:
+            if hop is not None:
+                by_stage.setdefault(self.direction.stage(hop.hop), []).append(hop)
         return tuple(
             StagePlan.of(by_stage[number]) if number in by_stage else None
             for number in range(max(by_stage) + 1)
@@ -217,7 +217,7 @@ class DirectionPlan:
     def tokens_sent(self) -> int:
         """Return the tokens that leave in a forward pass, per K/V head."""
         held = [hop_plan for hop_plan in self.hops if hop_plan is not None]
-        handed_on = sum(count_slots(part) for one in held for part in (one.forward, one.inter_node))
+        handed_on = sum(count_slots(part) for hop in held for part in (hop.forward, hop.inter_node))
         return handed_on + sum(count_slots(direct_send.slots) for direct_send in self.direct_sends)
 
     @cached_property
@@ -225,7 +225,7 @@ class DirectionPlan:
         """Return the number of batches of the backward pass, with the gradient returns after the last hop."""
         # the gradients of hop s are sent from batch s + 1 on
         received = [back.hop for back in self.gradient_returns]
-        sent = [one.hop for one in self.hops[1:] if one is not None and len(one.ends_here)]
+        sent = [hop.hop for hop in self.hops[1:] if hop is not None and len(hop.ends_here)]
         way = self.direction
         last_return = max((way.stage(hop) + way.batches(hop) for hop in received + sent), default=0)
         last_sum = len(self.stages) if len(self.stages) > 1 else 0
@@ -245,22 +245,22 @@ class HeadClassPlan:
     @property
     def ring_rank(self) -> int:
         """Return the rank that this plan is for."""
-        own = self.directions[0].hops[0]
-        assert own is not None, "hop 0 is the own shard"
-        return own.origin
+        own_hop = self.directions[0].hops[0]
+        assert own_hop is not None, "hop 0 is the own shard"
+        return own_hop.origin
 
     @property
     def hops(self) -> list[HopPlan]:
         """Return every hop at which tokens are computed with, held or sent on, in order."""
         # Hop 0 is the same in both directions and counts once.
-        own = [v for v in self.directions[0].hops[:1] if v is not None]
-        return own + [v for direction in self.directions for v in direction.hops[1:] if v is not None]
+        own_hops = [v for v in self.directions[0].hops[:1] if v is not None]
+        return own_hops + [v for direction in self.directions for v in direction.hops[1:] if v is not None]
 
     def pairs(self, group: int) -> int:
         """Return attended pairs per K/V head, summed over the `group` query heads that share it."""
         # A tile with head_in_group -1 is for all `group` query heads, and counts once for each.
         # Python's integers: the product may exceed int64.
-        each = ((one.tiles.pairs, one.tiles.head_in_group < 0) for one in self.hops)
+        each = ((hop.tiles.pairs, hop.tiles.head_in_group < 0) for hop in self.hops)
         return sum(group * int(pairs[of_all].sum()) + int(pairs[~of_all].sum()) for pairs, of_all in each)
 
     @property
@@ -290,19 +290,19 @@ class RankPlan:
     @property
     def pairs(self) -> int:
         """Return the attended (query, key) pairs of this rank, over all query heads."""
-        return over_heads(self.classes, self.kv_heads, lambda one: one.pairs(self.group))
+        return over_heads(self.classes, self.kv_heads, lambda head_class: head_class.pairs(self.group))
 
     @property
     def tokens_received(self) -> int:
         """Return the token-units (K and V of one token of one head) that arrive in a forward pass."""
-        return over_heads(self.classes, self.kv_heads, lambda one: one.tokens_received)
+        return over_heads(self.classes, self.kv_heads, lambda head_class: head_class.tokens_received)
 
     @property
     def tokens_sent(self) -> int:
         """Return the token-units that leave in a forward pass."""
-        return over_heads(self.classes, self.kv_heads, lambda one: one.tokens_sent)
+        return over_heads(self.classes, self.kv_heads, lambda head_class: head_class.tokens_sent)
 
 
 def over_heads(classes: Iterable[Any], kv_heads: int, amount: Callable[[Any], int]) -> int:
     """Return the sum over all K/V heads; `amount` returns the value of one head of a class."""
-    return sum(amount(one) * len(range(kv_heads)[one.kv_heads]) for one in classes)
+    return sum(amount(head_class) * len(range(kv_heads)[head_class.kv_heads]) for head_class in classes)

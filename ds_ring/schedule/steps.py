@@ -21,13 +21,13 @@ from typing import NamedTuple, TypeAlias
 
 from ds_ring.masks.slots import SlotRanges, count_slots
 from ds_ring.masks.tiles import Tiles
-from ds_ring.registry import CodecRow
+from ds_ring.plugin import CodecRow
 
 
 class Payload(Enum):
     """The content of a message: K and V, or dK and dV.
 
-    The two rows of a token are adjacent, except in PARTS, and in KEYS where `keys_apart` in `ring/pair.py`.
+    A token's two rows are adjacent, except in PARTS, and in KEYS where `keys_apart` (`ring/pair.py`).
     """
 
     KEYS = "keys"  # in the dtype of the inputs
@@ -70,7 +70,7 @@ class Buffer(NamedTuple):
 class Send:
     """Send a part of a buffer to one rank."""
 
-    payload: Payload  # of the message; if `kept` differs, packing converts: rounds gradients, encodes keys
+    payload: Payload  # of the message; packing converts from `buffer_payload`
     buffer: int  # must not be written or freed before the batch has ended
     part: SlotRanges  # the slots of the buffer that are sent
     peer: int  # ring rank that receives
@@ -78,7 +78,7 @@ class Send:
     slots: SlotRanges  # the same tokens as slots of the shard of `origin`
     packed: int  # buffer for a copy of the part; used unless `in_place`
     needs: int  # latest batch whose messages it depends on, counted from the chunk's start; -1 for none
-    kept: Payload  # payload of the buffer
+    buffer_payload: Payload  # payload of the buffer
     ranges: tuple[tuple[int, int], ...] = field(init=False)  # `part` as Python ints
     count: int = field(init=False)  # number of slots
     # whether the message is sent from the buffer itself: one range, not of SHARD or RESULTS, not converted.
@@ -86,13 +86,13 @@ class Send:
     in_place: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "ranges", _numbers(self.part))
+        object.__setattr__(self, "ranges", _convert_to_ints(self.part))
         object.__setattr__(self, "count", count_slots(self.slots))
         is_one = self.buffer > RESULTS and len(self.ranges) == 1
-        object.__setattr__(self, "in_place", is_one and self.kept is self.payload)
+        object.__setattr__(self, "in_place", is_one and self.buffer_payload is self.payload)
 
     def __str__(self) -> str:
-        return f"send {_tokens(self)} to {self.peer}"
+        return f"send {_format_tokens(self)} to {self.peer}"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -111,7 +111,7 @@ class Recv:
         object.__setattr__(self, "count", count_slots(self.slots))
 
     def __str__(self) -> str:
-        return f"receive {_tokens(self)} from {self.peer} in b{self.buffer}"
+        return f"receive {_format_tokens(self)} from {self.peer} in b{self.buffer}"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -145,7 +145,7 @@ class Accumulate:
     ranges: tuple[tuple[int, int], ...] = field(init=False)  # `part` as Python ints
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "ranges", _numbers(self.part))
+        object.__setattr__(self, "ranges", _convert_to_ints(self.part))
 
     def __str__(self) -> str:
         return f"{name_of(self.source)} into {name_of(self.buffer)}"
@@ -161,12 +161,12 @@ class Free:
         return f"free {name_of(self.buffer)}"
 
 
-def _numbers(ranges: SlotRanges) -> tuple[tuple[int, int], ...]:
+def _convert_to_ints(ranges: SlotRanges) -> tuple[tuple[int, int], ...]:
     """Return ranges as Python ints: every hop reads them, and each numpy integer would cost a microsecond."""
     return tuple((start, end) for start, end in ranges.tolist())
 
 
-def _tokens(step: Send | Recv) -> str:
+def _format_tokens(step: Send | Recv) -> str:
     """Return payload, number of tokens and owner of a message, as text."""
     return f"{step.payload.names} of {step.origin} ({step.count})"
 
@@ -228,7 +228,7 @@ class Schedule:
     @cached_property
     def batches(self) -> tuple[ExchangeBatch, ...]:
         """Return the batches of the pass, in order; cached."""
-        starts, found = self.starts, []
+        starts, batches = self.starts, []
         ends = [at + len(chunk.steps.rounds) for at, chunk in zip(starts, self.chunks, strict=True)]
         for number in range(max(ends)):
             rounds = [
@@ -238,5 +238,5 @@ class Schedule:
             ]
             # In its batch b, a chunk receives the keys of hop b + 1.
             youngest = max(at for at in starts if at <= number)
-            found.append(ExchangeBatch(number, number - youngest + 1, rounds))
-        return tuple(found)
+            batches.append(ExchangeBatch(number, number - youngest + 1, rounds))
+        return tuple(batches)

@@ -33,7 +33,7 @@ from ds_ring.comm.messages import (
     Message,
     TokenRange,
     check_messages,
-    sizes_of,
+    compute_batch_sizes,
 )
 from ds_ring.comm.streams import HOST, Streams
 from ds_ring.kernels.interface import drop_cached
@@ -41,7 +41,7 @@ from ds_ring.kernels.select import Kernel
 from ds_ring.masks.slots import IntArray, progressions_at
 from ds_ring.measure.memory import MemoryPeak, measure_cpu_memory
 from ds_ring.measure.trace import Trace
-from ds_ring.registry import CodecRow, load
+from ds_ring.plugin import CodecRow, load
 from ds_ring.ring.pair import halves
 from ds_ring.ring.pool import Buffers
 from ds_ring.ring.ring_pass import RingPass
@@ -226,7 +226,7 @@ class VirtualExchange:
         check_messages(sends)
         check_messages(receives)
         to, of = (tuple(Label(*message[1:]) for message in side) for side in (sends, receives))
-        return VirtualRoute(to, of, sizes_of(sends, receives))
+        return VirtualRoute(to, of, compute_batch_sizes(sends, receives))
 
     def start(
         self, route: VirtualRoute, sent: Sequence[Tensor], received: Sequence[Tensor], hop: int | None = None

@@ -23,7 +23,7 @@ from ds_ring.errors import RingConfigError
 from ds_ring.written_files import append_text, replace_text
 
 from ..run.local_ranks import RanksError, run_ranks
-from .configurations import Configuration, configurations_of
+from .configurations import Configuration, list_configurations
 from .model_check import CheckRequest, ModelReport, check_forms
 from .small_model import read_config
 
@@ -48,7 +48,7 @@ class RowRun:
         return f"{self.processes}x{self.tokens}x{self.layers}"
 
 
-def verdict_of(report: ModelReport) -> str:
+def get_verdict(report: ModelReport) -> str:
     """Return "exact", "refused", "no model", "WRONG" (other numbers) or "raw error"."""
     if report.result == "WRONG":
         return "WRONG" if report.differences or report.in_float64 == "WRONG" else "raw error"
@@ -85,7 +85,7 @@ def read_rows(file: Path | None) -> dict[tuple[str, ...], Row]:
     return rows
 
 
-def rows_of(
+def check_rows(
     source: str,
     run: RowRun,
     known: Mapping[tuple[str, ...], Row],
@@ -109,11 +109,11 @@ def rows_of(
         return told | about | report
 
     try:
-        waiting = configurations_of(read_config(source), run.tokens, run.layers)
+        waiting = list_configurations(read_config(source), run.tokens, run.layers)
     except RingConfigError as error:
         yield row(Configuration("default"), "no model", str(error), {})
         return
-    waiting = [one for one in waiting if re.search(only, one.name)]
+    waiting = [configuration for configuration in waiting if re.search(only, configuration.name)]
     for configuration in list(waiting):
         old = known.get(row_key(row(configuration, "", "", {})))
         if old is not None:
@@ -165,16 +165,16 @@ def _on_rank(source: str, run: RowRun, configurations: Sequence[Configuration], 
 
     sys.stdout.flush()
     os.dup2(2, 1)  # what libraries print must not mix with the command's output
-    for one in configurations:
+    for configuration in configurations:
         (report,) = check_forms(
             CheckRequest(
-                source, run.tokens, run.layers, run.head, run.section, one.changes, seed=run.seed,
-                checkpointing=one.checkpointing, inputs_embeds=one.inputs_embeds,
+                source, run.tokens, run.layers, run.head, run.section, configuration.changes, seed=run.seed,
+                checkpointing=configuration.checkpointing, inputs_embeds=configuration.inputs_embeds,
             )
         )  # fmt: skip
         if dist.get_rank() == 0:
             values = report.as_json()
-            kept = (
+            fields = (
                 "model",
                 "largest",
                 "rounding",
@@ -184,7 +184,7 @@ def _on_rank(source: str, run: RowRun, configurations: Sequence[Configuration], 
                 "differences",
                 "eager_differs",
             )
-            answer = (verdict_of(report), report.reason, {name: values[name] for name in kept})
+            answer = (get_verdict(report), report.reason, {name: values[name] for name in fields})
             append_text(Path(answers), json.dumps(answer) + "\n")
-        if verdict_of(report) == "raw error":
+        if get_verdict(report) == "raw error":
             return

@@ -72,7 +72,7 @@ WAYS = (
 )
 
 
-def configurations_of(config: PreTrainedConfig, tokens: int, layers: int = 2) -> list[Configuration]:
+def list_configurations(config: PreTrainedConfig, tokens: int, layers: int = 2) -> list[Configuration]:
     """Return the configurations of a model type, the default first.
 
     A change that leaves the small model's configuration as it is, or as another change does, is left out.
@@ -83,7 +83,7 @@ def configurations_of(config: PreTrainedConfig, tokens: int, layers: int = 2) ->
         layers: of the small model, at least.
     """
     seen: list[Any] = []
-    found = list(WAYS)
+    configurations = list(WAYS)
     for configuration in (Configuration("default"), *_switches(config)):
         try:
             values = shrink(config, tokens, layers, configuration.changes).to_dict()
@@ -93,12 +93,18 @@ def configurations_of(config: PreTrainedConfig, tokens: int, layers: int = 2) ->
         if values not in seen:
             seen.append(values)
             if configuration.changes:
-                found.append(configuration)
-    shared = [one for one in found if "num_kv_shared_layers" in one.changes]
-    for one in shared:  # layers hand tensors to later ones, which are computed again
+                configurations.append(configuration)
+    shared = [
+        configuration for configuration in configurations if "num_kv_shared_layers" in configuration.changes
+    ]
+    for configuration in shared:  # layers hand tensors to later ones, which are computed again
         for way in WAYS[1:3]:
-            found.append(one._replace(name=f"{one.name}, {way.name}", checkpointing=way.checkpointing))
-    return found
+            configurations.append(
+                configuration._replace(
+                    name=f"{configuration.name}, {way.name}", checkpointing=way.checkpointing
+                )
+            )
+    return configurations
 
 
 def _switches(config: PreTrainedConfig) -> Iterator[Configuration]:
@@ -108,13 +114,13 @@ def _switches(config: PreTrainedConfig) -> Iterator[Configuration]:
         return
     values = part.to_dict()
     for name, value in sorted(values.items()):
-        yield from (_one(name, other) for other in _others(name, value, values))
+        yield from (_one(name, setting) for setting in _others(name, value, values))
         if name.endswith("attn_config") and isinstance(value, dict):  # MPT's and DBRX's
             heads = {key: values[key] for key in _HEADS if key in values}
             for key, inner in sorted(value.items()):
-                for other in _others(key, inner, heads | value):
-                    change = {name: value | {key: other}}
-                    yield Configuration(f"{name}.{key}={other}", change)
+                for setting in _others(key, inner, heads | value):
+                    change = {name: value | {key: setting}}
+                    yield Configuration(f"{name}.{key}={setting}", change)
     for changes in _TOGETHER.get(part.model_type, ()):
         yield Configuration(", ".join(f"{name}={value}" for name, value in changes.items()), changes)
     yield from _windows_on(values)
@@ -145,7 +151,9 @@ def _others(name: str, value: Any, values: Values) -> list[Any]:
             return []
         return [0.5 if value is None else value + value // 2 if isinstance(value, int) else 1.5 * value]
     values_of = _VALUES.get(name)
-    return [other for other in values_of(value, values) if other != value] if values_of is not None else []
+    return (
+        [setting for setting in values_of(value, values) if setting != value] if values_of is not None else []
+    )
 
 
 _VALUES: dict[str, Callable[[Any, Values], list[Any]]] = {
@@ -208,10 +216,12 @@ def _rotary(values: Values) -> Iterator[Configuration]:
     if not isinstance(rope, dict):
         return
     inner = next((key for key in ("full_attention", "main") if isinstance(rope.get(key), dict)), None)
-    own: dict[str, Any] = rope[inner] if inner is not None else rope
-    if any(isinstance(value, dict) for value in own.values()):
+    rotary: dict[str, Any] = rope[inner] if inner is not None else rope
+    if any(isinstance(value, dict) for value in rotary.values()):
         return
-    kept = {key: own[key] for key in ("rope_theta", "partial_rotary_factor", "mrope_section") if key in own}
+    common = {
+        key: rotary[key] for key in ("rope_theta", "partial_rotary_factor", "mrope_section") if key in rotary
+    }
     trained = {"original_max_position_embeddings": _UNUSED_LENGTH}
     longer = [1.0 + 0.25 * place for place in range(64)]
     scalings: dict[str, dict[str, Any]] = {
@@ -223,14 +233,14 @@ def _rotary(values: Values) -> Iterator[Configuration]:
         "longrope": {"factor": 4.0, "short_factor": [1.0] * 64, "long_factor": longer} | trained,
     }
     for kind, scaling in scalings.items():
-        if kind != own.get("rope_type", "default"):
-            change = kept | {"rope_type": kind} | scaling
+        if kind != rotary.get("rope_type", "default"):
+            change = common | {"rope_type": kind} | scaling
             yield Configuration(
                 f"rope_type={kind}", {"rope_parameters": change if inner is None else rope | {inner: change}}
             )
-    share = own.get("partial_rotary_factor")
+    share = rotary.get("partial_rotary_factor")
     if share is not None:
-        change = own | {"partial_rotary_factor": 0.5 if share == 1.0 else 1.0}
+        change = rotary | {"partial_rotary_factor": 0.5 if share == 1.0 else 1.0}
         yield Configuration(
             f"partial_rotary_factor={change['partial_rotary_factor']}",
             {"rope_parameters": change if inner is None else rope | {inner: change}},

@@ -37,9 +37,9 @@ from ds_ring.engines.deepspeed.first_batch import (
 from ds_ring.engines.deepspeed.initialize import initialize
 from ds_ring.errors import RingConfigError, RingError
 from ds_ring.layers.selection.total_order import TotalOrder
-from ds_ring.registry import KV_PAYLOADS
+from ds_ring.plugin import KV_PAYLOADS
 
-from .rounding import InFloat64, in_float64, moved_rounding, rounding_of
+from .rounding import InFloat64, in_float64, measure_rounding, moved_rounding
 from .small_images import LEAST_TOKENS, add_images
 from .small_model import (
     HEADS,
@@ -110,9 +110,9 @@ class ModelReport:
         """Return the report as an object of JSON values."""
         values = asdict(self)
         for name in ("differences", "tipped"):
-            values[name] = [one._asdict() for one in getattr(self, name)]
+            values[name] = [difference._asdict() for difference in getattr(self, name)]
         for name in ("largest", "rounding"):
-            values[name] = {kind: one._asdict() for kind, one in getattr(self, name).items()}
+            values[name] = {kind: difference._asdict() for kind, difference in getattr(self, name).items()}
         return values
 
 
@@ -120,11 +120,11 @@ def check_forms(request: CheckRequest) -> list[ModelReport]:
     """Run the model on one process and on the ring of all ranks with every form of the batch. Collective."""
     # Every rank computes the whole run, too, and compares for itself: what differs on one rank only is found.
     # Returns the reports of all ranks together, the same on each. Raises nothing: a crash is in a report.
-    reports = _of_all_ranks(_check_here(request, torch.float32))
-    return [_looked_at_in_float64(request, one) if one.tipped else one for one in reports]
+    reports = _gather_reports(_check_here(request, torch.float32))
+    return [_looked_at_in_float64(request, report) if report.tipped else report for report in reports]
 
 
-def _of_all_ranks(mine: list[ModelReport]) -> list[ModelReport]:
+def _gather_reports(mine: list[ModelReport]) -> list[ModelReport]:
     """Return the reports of all ranks together. Collective."""
     all_ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(all_ranks, mine)
@@ -138,7 +138,7 @@ def _looked_at_in_float64(request: CheckRequest, tipped: ModelReport) -> ModelRe
     """Return the report of a model some of whose thresholds rounding has tipped. Collective."""
     # Without ZeRO DeepSpeed reduces no gradients in float64 on a CPU.
     again = replace(request, forms=(tipped.form,), stage=max(1, request.stage))
-    (wide,) = _of_all_ranks(_check_here(again, torch.float64))
+    (wide,) = _gather_reports(_check_here(again, torch.float64))
     if wide.differences:
         return replace(
             tipped, result="WRONG", reason=f"in float64: {wide.reason}", differences=wide.differences,
@@ -153,19 +153,19 @@ def _check_here(request: CheckRequest, dtype: torch.dtype) -> list[ModelReport]:
     transformers.logging.set_verbosity_error()
     world = dist.get_world_size()
     try:
-        given = read_config(request.source)
+        source_config = read_config(request.source)
         images = request.head == "image-text"
         if images:
-            least = LEAST_TOKENS.get(getattr(given, "model_type", ""), 0)
+            least = LEAST_TOKENS.get(getattr(source_config, "model_type", ""), 0)
             request = replace(request, tokens=max(request.tokens, least))
-        sounds = request.head == "seq2seq-lm" and hears(given)
-        config = shrink(given, request.tokens, request.layers, request.changes, images, sounds)
+        sounds = request.head == "seq2seq-lm" and hears(source_config)
+        config = shrink(source_config, request.tokens, request.layers, request.changes, images, sounds)
         head = request.head or usual_head(config)
         if head == "seq2seq-lm" and config.model_type not in HEADS[head].families:
             raise RingConfigError.wrong(
-                given.model_type,
+                source_config.model_type,
                 "two texts",
-                f"{', '.join(given.sub_configs)}: no batch is made for it",
+                f"{', '.join(source_config.sub_configs)}: no batch is made for it",
                 "check its text part",
             )
         if head == "causal-lm" and getattr(config, "is_decoder", None) is False:
@@ -213,14 +213,14 @@ def _check_here(request: CheckRequest, dtype: torch.dtype) -> list[ModelReport]:
     reports: list[ModelReport] = []
     for documents in needed:
         pattern = dict(section.get("pattern", {})) | ({"documents": True} if documents else {})
-        own = section | ({"pattern": pattern} if pattern else {})
+        form_section = section | ({"pattern": pattern} if pattern else {})
         batches = [
             make_form(form, plain, getattr(config, "pad_token_id", None) or 0, causal)
             for form in forms[documents]
         ]
         if not reports or reports[-1].result == "exact":
             with InFloat64() if dtype == torch.float64 else nullcontext():
-                reports += _compared(*models[documents], batches, head, own, request.stage, told)
+                reports += _compared(*models[documents], batches, head, form_section, request.stage, told)
     order = {form: number for number, form in enumerate(request.forms)}
     return sorted(reports, key=lambda report: order[report.form])
 
@@ -281,40 +281,40 @@ def _compared(
     untouched = copy.deepcopy(alone)
     on_ring, fault = _on_the_ring(model, batches, head, section, stage)
     reports: list[ModelReport] = []
-    for number, given in enumerate(batches):
-        about = told | {"form": given.form}
+    for number, batch in enumerate(batches):
+        about = told | {"form": batch.form}
         if number >= len(on_ring) and isinstance(fault, RingError) and isinstance(fault, ValueError):
             # a mistake of the caller
             reason = f"{type(fault).__name__}: {fault}"
             return [*reports, ModelReport(**about, result="refused", reason=reason)]
         try:
-            expected = _alone(alone, given, head)
+            expected = _alone(alone, batch, head)
         except Exception as error:
             reason = f"alone: {type(error).__name__}: {error}"
             return [*reports, ModelReport(**about, result="invalid", reason=reason)]
-        run = partial(_alone, given=given, head=head)
-        by_default = _differs_from_eager(untouched, given, head, expected)
+        run = partial(_alone, batch_form=batch, head=head)
+        by_default = _differs_from_eager(untouched, batch, head, expected)
         if by_default:
             run = partial(run, implementation=_implementation(untouched))
             expected = run(copy.deepcopy(untouched))
-            about["eager_differs"] = _first_of(by_default)
+            about["eager_differs"] = _name_first(by_default)
         if number >= len(on_ring):
             reason = f"crash: {type(fault).__name__}: {fault}"
             return [*reports, ModelReport(**about, result="WRONG", reason=reason)]
-        found = compare(on_ring[number], expected)
+        differences = compare(on_ring[number], expected)
         keys_rounded = not KV_PAYLOADS[section.get("kv_payload", "as_is")].exact
-        rounding = rounding_of(untouched, run, expected, keys_rounded)
-        larger = wrong = rounding.beyond(found)
+        rounding = measure_rounding(untouched, run, expected, keys_rounded)
+        larger = wrong = rounding.beyond(differences)
         if larger and next(alone.parameters()).dtype == torch.float32:
             wrong = moved_rounding(untouched, run, expected, rounding).jumps(larger)
         reports.append(
             ModelReport(
                 **about,
                 result="WRONG" if wrong else "exact",
-                reason=_first_of(wrong),
+                reason=_name_first(wrong),
                 differences=tuple(wrong),
-                largest=largest(found),
-                rounding=largest(list(rounding.found)),
+                largest=largest(differences),
+                rounding=largest(list(rounding.errors)),
                 measured=rounding.measured,
                 tipped=() if wrong else tuple(larger),
             )
@@ -322,7 +322,7 @@ def _compared(
     return reports
 
 
-def _differs_from_eager(model: nn.Module, given: Given, head: str, eager: Numbers) -> list[Difference]:
+def _differs_from_eager(model: nn.Module, batch: Given, head: str, eager: Numbers) -> list[Difference]:
     """Return how the attention that the model has by default differs from its "eager" one, in float64.
 
     Two kinds of attention of one model should agree; Falcon's do not with alibi. A run without a ring has the
@@ -333,11 +333,11 @@ def _differs_from_eager(model: nn.Module, given: Given, head: str, eager: Number
         return []
     allowed = Tolerance.for_dtype(torch.float32)
     try:
-        default = _alone(copy.deepcopy(model), given, head, implementation)
+        default = _alone(copy.deepcopy(model), batch, head, implementation)
         if not beyond(compare(default, eager), allowed):
             return []
         with InFloat64():
-            wide = [_alone(in_float64(model), given, head, name) for name in (implementation, "eager")]
+            wide = [_alone(in_float64(model), batch, head, name) for name in (implementation, "eager")]
     except Exception:  # it cannot run so, or not in float64
         return []
     return beyond(compare(*wide), allowed)
@@ -352,19 +352,23 @@ def _merged(reports: list[ModelReport]) -> ModelReport:
     """Return the report of all ranks: the worst, and WRONG if they do not agree on the result."""
     results = {report.result for report in reports}
     if len(results) > 1 or len(reports) < dist.get_world_size():
-        text = "; ".join(f"rank {rank}: {one.result} {one.reason}" for rank, one in enumerate(reports))
-        worst = max(reports, key=lambda one: len(one.differences))
+        text = "; ".join(
+            f"rank {rank}: {report.result} {report.reason}" for rank, report in enumerate(reports)
+        )
+        worst = max(reports, key=lambda report: len(report.differences))
         return replace(worst, result="WRONG", reason=f"ranks differ: {text}")
-    return max(reports, key=lambda one: max((x.error for x in one.largest.values()), default=0.0))
+    return max(reports, key=lambda report: max((x.error for x in report.largest.values()), default=0.0))
 
 
-def _alone(model: nn.Module, given: Given, head: str, implementation: str = "eager") -> Numbers:
+def _alone(model: nn.Module, batch_form: Given, head: str, implementation: str = "eager") -> Numbers:
     """Run the model with its own attention, written out ("eager") or another, on this process."""
     model.set_attn_implementation(implementation)  # type: ignore[operator]
     model.zero_grad()
     dtype = next(model.parameters()).dtype  # of images, too
     # a copy: GIT writes into the inputs_embeds that it is given
-    batch = {key: x.to(dtype, copy=True) if x.is_floating_point() else x for key, x in given.alone.items()}
+    batch = {
+        key: x.to(dtype, copy=True) if x.is_floating_point() else x for key, x in batch_form.alone.items()
+    }
     with recording(model) as layers, TotalOrder():
         if "labels" in batch:
             output = model(**batch)
@@ -377,15 +381,15 @@ def _alone(model: nn.Module, given: Given, head: str, implementation: str = "eag
             )
     loss.backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    recorded = {name: given.of_one(x) for name, x in layers.items()}
-    return Numbers(given.of_one(_logits(output).detach()), float(loss.detach()), recorded, gradients)
+    recorded = {name: batch_form.take_alone(x) for name, x in layers.items()}
+    return Numbers(batch_form.take_alone(_logits(output).detach()), float(loss.detach()), recorded, gradients)
 
 
 def _on_the_ring(
     model: nn.Module, batches: Sequence[Given], head: str, section: Mapping[str, Any], stage: int
 ) -> tuple[list[Numbers], Exception | None]:
     """Return what the engine computes of each batch, up to the first that it raises for, and that error."""
-    found: list[Numbers] = []
+    results: list[Numbers] = []
     engine = None
     try:
         engine, _, _, _ = initialize(
@@ -403,18 +407,18 @@ def _on_the_ring(
         )
         if section.get("attention") == "as_is":  # the rest of the graph as it is: no compiler, no rounding
             engine.compile(backend="ds_ring", compile_kwargs={"options": {"inner": "eager"}})
-        for given in batches:
-            found.append(_trained_once(engine, given, head))
+        for batch in batches:
+            results.append(_trained_once(engine, batch, head))
     except Exception as error:
-        return found, error
+        return results, error
     finally:
         if engine is not None:
             engine.ring.mesh.close()
-    return found, None
+    return results, None
 
 
-def _trained_once(engine: Any, given: Given, head: str) -> Numbers:
-    session, whole = engine.ring, given.ring
+def _trained_once(engine: Any, batch: Given, head: str) -> Numbers:
+    session, whole = engine.ring, batch.ring
     # a graph has no layers to record
     recorded: AbstractContextManager[dict[str, Tensor]] = (
         nullcontext({}) if engine.is_compiled else recording(engine.module)
@@ -444,10 +448,10 @@ def _trained_once(engine: Any, given: Given, head: str) -> Numbers:
     engine.step()  # at a learning rate of 0
     logits = _logits(output).detach()
     if head != "sequence-classification":
-        logits = given.of_ring(session.gather(logits).cpu())
+        logits = batch.take_ring(session.gather(logits).cpu())
     pair = session.batches.current.encoder is not None
     outputs = {
-        name: given.of_ring(session.gather(x, encoder=pair and "encoder." in name).cpu())
+        name: batch.take_ring(session.gather(x, encoder=pair and "encoder." in name).cpu())
         for name, x in layers.items()
     }
     return Numbers(logits.cpu(), float(mean.detach()), outputs, gradients)
@@ -459,9 +463,13 @@ def _logits(output: Any) -> Tensor:
     return logits.masked_fill(logits == torch.finfo(logits.dtype).min, 0)
 
 
-def _first_of(wrong: list[Difference]) -> str:
+def _name_first(wrong: list[Difference]) -> str:
     """Name the layer that differs first, and the parameter whose gradient differs most."""
     if not wrong:
         return ""
-    worst = max((one for one in wrong if one.kind == "gradient"), key=lambda one: one.error, default=None)
+    worst = max(
+        (difference for difference in wrong if difference.kind == "gradient"),
+        key=lambda difference: difference.error,
+        default=None,
+    )
     return f"{len(wrong)} differ: first {wrong[0]}" + (f", most {worst}" if worst is not None else "")

@@ -40,38 +40,42 @@ class Rounding:
 
     Attributes:
         measured: how.
-        found: the error of everything that was compared.
+        errors: the error of everything that was compared.
         keys_rounded: whether keys and values are rounded while they travel.
     """
 
     measured: RoundingMeasure
-    found: tuple[Difference, ...]
+    errors: tuple[Difference, ...]
     keys_rounded: bool = False
 
-    def beyond(self, found: Iterable[Difference]) -> list[Difference]:
+    def beyond(self, differences: Iterable[Difference]) -> list[Difference]:
         """Return the differences that rounding does not explain, in their order."""
-        return self._above(found, _MAX_ERROR)
+        return self._above(differences, _MAX_ERROR)
 
-    def jumps(self, found: Iterable[Difference]) -> list[Difference]:
+    def jumps(self, differences: Iterable[Difference]) -> list[Difference]:
         """Return the differences that are larger than a threshold's that rounding tips."""
-        return self._above(found, float("inf"))
+        return self._above(differences, float("inf"))
 
-    def _above(self, found: Iterable[Difference], most: float) -> list[Difference]:
-        own = {(one.kind, one.name): one.error for one in self.found}
-        outputs = [one.error for one in self.found if one.kind in ("layer", "logits")]
-        gradients = [one.error for one in self.found if one.kind == "gradient"]
+    def _above(self, differences: Iterable[Difference], most: float) -> list[Difference]:
+        errors = {(difference.kind, difference.name): difference.error for difference in self.errors}
+        outputs = [difference.error for difference in self.errors if difference.kind in ("layer", "logits")]
+        gradients = [difference.error for difference in self.errors if difference.kind == "gradient"]
         # Rounding of outputs adds up from layer to layer; a gradient's may be small by chance.
         typical = {"layer": max(outputs), "logits": max(outputs), "gradient": median(gradients or [0.0])}
         tolerance = Tolerance.for_dtype(torch.bfloat16)
-        more = {"loss": tolerance.loss, "gradient": tolerance.gradients}
+        tolerances = {"loss": tolerance.loss, "gradient": tolerance.gradients}
         wrong = []
-        for one in found:
-            error = max(own.get((one.kind, one.name), 0.0), typical.get(one.kind, 0.0), _MIN_ERROR)
+        for difference in differences:
+            error = max(
+                errors.get((difference.kind, difference.name), 0.0),
+                typical.get(difference.kind, 0.0),
+                _MIN_ERROR,
+            )
             allowed = TIMES * min(error, most)
             if self.keys_rounded:
-                allowed += more.get(one.kind, tolerance.outputs)
-            if not one.error <= allowed:
-                wrong.append(one)
+                allowed += tolerances.get(difference.kind, tolerance.outputs)
+            if not difference.error <= allowed:
+                wrong.append(difference)
         return wrong
 
 
@@ -89,19 +93,19 @@ class InFloat64(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Leave tensors of float64 as they are where float32 is asked for."""
-        given = kwargs or {}
+        options = kwargs or {}
         tensor = args[0] if args and isinstance(args[0], Tensor) else None
         if tensor is not None and tensor.dtype == torch.float64:
             if function is Tensor.float:
                 return tensor
             if function is Tensor.to:
-                args = tuple(torch.float64 if one is torch.float32 else one for one in args)
-        if given.get("dtype") is torch.float32:
-            given = given | {"dtype": torch.float64}
-        return function(*args, **given)
+                args = tuple(torch.float64 if argument is torch.float32 else argument for argument in args)
+        if options.get("dtype") is torch.float32:
+            options = options | {"dtype": torch.float64}
+        return function(*args, **options)
 
 
-def rounding_of(model: nn.Module, run: Alone, expected: Numbers, keys_rounded: bool) -> Rounding:
+def measure_rounding(model: nn.Module, run: Alone, expected: Numbers, keys_rounded: bool) -> Rounding:
     """Measure a model's rounding by float64; by moved weights where it cannot run in float64.
 
     Args:
@@ -128,9 +132,9 @@ def _moved_rounding(model: nn.Module, run: Alone, expected: Numbers, keys_rounde
     for number in range(_MOVED_RUNS):
         moved = copy.deepcopy(model)
         move(moved, number)
-        for one in compare(run(moved), expected):
-            key = (one.kind, one.name)
-            worst[key] = max(worst.get(key, one), one, key=lambda one: one.error)
+        for difference in compare(run(moved), expected):
+            key = (difference.kind, difference.name)
+            worst[key] = max(worst.get(key, difference), difference, key=lambda difference: difference.error)
     return Rounding("moved weights", tuple(worst.values()), keys_rounded)
 
 

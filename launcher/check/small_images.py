@@ -222,11 +222,11 @@ def shrink_part(part: ConfigValues, width: int) -> None:
     """
     outer_width = part.get("hidden_size") if "embed_dim" in part else None  # Qwen2-VL's: of its output
     for name, size in _SIZES.items():
-        given = part.get(name)
-        if isinstance(given, int) and not isinstance(given, bool):
-            part[name] = min(given, size)
-        elif isinstance(given, (list, tuple)) and name in ("image_size", "patch_size"):
-            part[name] = [size] * len(given)
+        value = part.get(name)
+        if isinstance(value, int) and not isinstance(value, bool):
+            part[name] = min(value, size)
+        elif isinstance(value, (list, tuple)) and name in ("image_size", "patch_size"):
+            part[name] = [size] * len(value)
     if outer_width is not None:
         part["hidden_size"] = width
     for name in _TEXT_WIDTHS:
@@ -240,11 +240,11 @@ def shrink_part(part: ConfigValues, width: int) -> None:
             shrink_part(inner, width)
 
 
-def merged(values: ConfigValues, more: ConfigValues) -> ConfigValues:
+def merged(values: ConfigValues, changes: ConfigValues) -> ConfigValues:
     """Return the values with others in their place, those of parts by themselves."""
     return values | {
         key: merged(values.get(key) or {}, value) if key.endswith("_config") else value
-        for key, value in more.items()
+        for key, value in changes.items()
     }
 
 
@@ -290,8 +290,8 @@ def add_images(batch: Batch, model: PreTrainedModel, seed: int, only_videos: boo
         video_token = None if images and model.config.model_type in _ONE_TOKEN else _video_token(model)
         videos = {} if video_token is None else _video(model, seed)
         of_frames = _counts(base.get_video_features, videos, 1)[0] if videos else 0
-        if (kept := videos.get("video_compression_mask")) is not None:
-            of_frames = int(kept.sum())
+        if (mask := videos.get("video_compression_mask")) is not None:
+            of_frames = int(mask.sum())
     except Exception as error:  # of a model type that takes images otherwise
         raise RingConfigError(
             f"{model.config.model_type}: no images can be made: {type(error).__name__}: {error}"
@@ -340,17 +340,17 @@ def add_images(batch: Batch, model: PreTrainedModel, seed: int, only_videos: boo
                 start = max(end + 1 if which else 1, middle - count // 2)
                 put(row, start, count, 1)
                 end = start + count
-    made = batch | {"input_ids": ids_BT} | images | videos
+    inputs = batch | {"input_ids": ids_BT} | images | videos
     if is_marked:
-        made["attention_mask"] = torch.ones_like(ids_BT)
+        inputs["attention_mask"] = torch.ones_like(ids_BT)
     for key in ("labels", "shift_labels"):
         if key in batch:
-            made[key] = batch[key].masked_fill(types_BT > 0, IGNORE)
+            inputs[key] = batch[key].masked_fill(types_BT > 0, IGNORE)
     whole = inspect.signature(base.forward).parameters
     for key in ("mm_token_type_ids", "token_type_ids", "moe_mm_token_type_ids"):
         if key in whole or key in inspect.signature(model.forward).parameters:
-            made[key] = (types_BT > 0).long() if model.config.model_type == "molmo2" else types_BT
-    return made
+            inputs[key] = (types_BT > 0).long() if model.config.model_type == "molmo2" else types_BT
+    return inputs
 
 
 def _video_token(model: PreTrainedModel) -> int | None:
@@ -358,7 +358,7 @@ def _video_token(model: PreTrainedModel) -> int | None:
     if not hasattr(model.base_model, "get_video_features"):
         return None
     names = ("image_token_id",) if model.config.model_type in (*_ONE_TOKEN, *_SPANS) else _VIDEO_TOKENS
-    return next((one for name in names if (one := getattr(model.config, name, None)) is not None), None)
+    return next((token for name in names if (token := getattr(model.config, name, None)) is not None), None)
 
 
 def _reads_images(model: PreTrainedModel) -> bool:
@@ -372,26 +372,27 @@ def _counts(encode: Callable[..., Any], pixels: Batch, number: int) -> list[int]
     """Return how many features each image or video has."""
     takes = inspect.signature(encode).parameters
     with torch.no_grad():
-        found = encode(**{key: x for key, x in pixels.items() if key in takes}, return_dict=True)
+        output = encode(**{key: x for key, x in pixels.items() if key in takes}, return_dict=True)
     features = next(
-        (found[name] for name in ("pooler_output", "last_hidden_state") if found.get(name) is not None), None
+        (output[name] for name in ("pooler_output", "last_hidden_state") if output.get(name) is not None),
+        None,
     )
     if features is None:  # Granite 4's: of layers of the text part
-        features = found.deepstack_features[0][1]
+        features = output.deepstack_features[0][1]
     if len(features) == number and not (isinstance(features, Tensor) and features.ndim == 2):
         return [part.reshape(-1, part.shape[-1]).shape[0] for part in features]
     rows = sum(part.reshape(-1, part.shape[-1]).shape[0] for part in features)
     return [rows // number] * number  # of all images of a sample, one after the other
 
 
-def _sizes_of(model: PreTrainedModel, seed: int) -> tuple[Any, int, int, int, Callable[..., Tensor]]:
+def _read_sizes(model: PreTrainedModel, seed: int) -> tuple[Any, int, int, int, Callable[..., Tensor]]:
     """Return the vision part's configuration, channels, patch and side in pixels, and what makes pixels."""
     vision = getattr(model.config, "vision_config", model.config)
     generator = torch.Generator().manual_seed(seed)
     channels = getattr(vision, "num_channels", getattr(vision, "in_channels", 3))
     patch, side = (
-        one[0] if isinstance(one, (list, tuple)) else one
-        for one in (getattr(vision, "patch_size", PATCH), getattr(vision, "image_size", PATCH * SIDE))
+        size[0] if isinstance(size, (list, tuple)) else size
+        for size in (getattr(vision, "patch_size", PATCH), getattr(vision, "image_size", PATCH * SIDE))
     )
     return vision, channels, patch, side, lambda *shape: torch.randn(*shape, generator=generator)
 
@@ -402,7 +403,7 @@ def _video(model: PreTrainedModel, seed: int) -> Batch:
     takes = inspect.signature(base.get_video_features).parameters
     whole = inspect.signature(base.forward).parameters
     kind = model.config.model_type
-    vision, channels, patch, side, pixels = _sizes_of(model, seed + 3)
+    vision, channels, patch, side, pixels = _read_sizes(model, seed + 3)
     if kind == "nemotron_h_omni":  # [I, tubelets, frames of one and channels, H, W]
         channels *= model.config.video_temporal_patch_size
     if kind == "molmo2":
@@ -419,10 +420,10 @@ def _video(model: PreTrainedModel, seed: int) -> Batch:
             "target_sizes_videos": sizes,
         }
     if "num_frames_per_video" in takes:  # Gemma 4
-        made = _positioned(pixels, vision, patch, FRAMES, SIDE)
+        frames_batch = _positioned(pixels, vision, patch, FRAMES, SIDE)
         return {
-            "pixel_values_videos": made["pixel_values"],
-            "video_position_ids": made["image_position_ids"],
+            "pixel_values_videos": frames_batch["pixel_values"],
+            "video_position_ids": frames_batch["image_position_ids"],
             "num_frames_per_video": torch.tensor([FRAMES]),
         }
     if "video_grid_thw" not in takes:
@@ -458,7 +459,7 @@ def _images(model: PreTrainedModel, seed: int) -> Batch:
     base: Any = model.base_model
     takes = inspect.signature(base.get_image_features).parameters
     kind, number = model.config.model_type, sum(IMAGES)
-    vision, channels, patch, side, pixels = _sizes_of(model, seed + 2)
+    vision, channels, patch, side, pixels = _read_sizes(model, seed + 2)
     if kind in _IMAGES_OF_TYPES:
         return _IMAGES_OF_TYPES[kind](pixels, model.config)
     if "image_grid_hw" in takes:
@@ -513,7 +514,7 @@ def _images(model: PreTrainedModel, seed: int) -> Batch:
 Pixels = Callable[..., Tensor]
 
 
-def _tokens_of_pixels(pixels: Pixels, config: Any) -> Batch:
+def _make_token_patches(pixels: Pixels, config: Any) -> Batch:
     """Inkling 2: the patches of each token, in order."""
     vision, grids = config.vision_config, torch.tensor(((1, 2, 2), (1, 1, 2), (1, 2, 1)))
     side = vision.patch_size * vision.spatial_merge_size
@@ -521,7 +522,7 @@ def _tokens_of_pixels(pixels: Pixels, config: Any) -> Batch:
     return {"pixel_values": pixels(tokens, side, side, vision.num_channels), "image_grid_thw": grids}
 
 
-def _patches_of_images(pixels: Pixels, config: Any) -> Batch:
+def _make_image_patches(pixels: Pixels, config: Any) -> Batch:
     """Inkling: patches, one for each token; how many an image has only its tokens say."""
     vision = config.vision_config
     shape = vision.temporal_patch_size, vision.patch_size, vision.patch_size, vision.num_channels
@@ -563,8 +564,8 @@ def _fuyu_patches(pixels: Pixels, config: Any) -> Batch:
 
 
 _IMAGES_OF_TYPES: dict[str, Callable[[Pixels, Any], Batch]] = {
-    **dict.fromkeys(("inkling2", "inkling2_loop"), _tokens_of_pixels),
-    "inkling_mm_model": _patches_of_images,
+    **dict.fromkeys(("inkling2", "inkling2_loop"), _make_token_patches),
+    "inkling_mm_model": _make_image_patches,
     **dict.fromkeys(("minicpm_ocr", "minicpmv4_6", "minicpmv4_7"), _strips),
     "fuyu": _fuyu_patches,
     "step3p7": _whole_and_tiles,

@@ -28,7 +28,7 @@ from ds_ring.config.messages import did_you_mean
 from ds_ring.data.batch import IGNORE, Batch
 from ds_ring.errors import RingConfigError
 from ds_ring.models.checks import bypasses_interface, uses_interface, works_as_is
-from ds_ring.registry import SESSION_METHODS, load
+from ds_ring.plugin import SESSION_METHODS, load
 
 from .small_images import ConfigValues, shrink_images
 from .small_sounds import hears, shrink_sounds
@@ -267,31 +267,31 @@ def shrink(
     values = _made(config.model_type, config.to_dict() | dict(changes or {})).to_dict()
     values = {key: value for key, value in values.items() if key not in _DERIVED}
     values |= {key: value for key, value in _LEFT_OPEN.items() if values.get(key, value) is None}
-    own = _left_by(dict(changes or {}), _OF_TYPES.get(config.model_type, {}))
-    for name in () if "num_hidden_layers" in own else _BY_LAYER:
-        if name in own:
-            count, kinds = values["num_hidden_layers"], own.pop(name)
+    type_values = _left_by(dict(changes or {}), _OF_TYPES.get(config.model_type, {}))
+    for name in () if "num_hidden_layers" in type_values else _BY_LAYER:
+        if name in type_values:
+            count, kinds = values["num_hidden_layers"], type_values.pop(name)
             values[name] = (kinds * count)[:count]
     for part in (values, *(part for key, part in values.items() if key.endswith("_config") and part)):
-        _shrink_layers(part, own.get("num_hidden_layers", layers) if part is values else layers)
+        _shrink_layers(part, type_values.get("num_hidden_layers", layers) if part is values else layers)
         _shrink_sizes(part)
     _shrink_lengths(values, tokens)
     _keep_tokens_known(values)
     _take_dropout_out(values)
     stay = (*_WINDOWS, "attn_implementation")
     values |= {name: value for name, value in (changes or {}).items() if name in stay}
-    for name, value in own.items():
+    for name, value in type_values.items():
         values[name] = values[name] | value if isinstance(values.get(name), dict) else value
     return _made(config.model_type, values)
 
 
-def _left_by(changes: ConfigValues, own: ConfigValues) -> ConfigValues:
+def _left_by(changes: ConfigValues, type_values: ConfigValues) -> ConfigValues:
     """Return the values that changes say nothing of."""
-    found = {name: value for name, value in own.items() if name not in changes}
-    for name, value in own.items():
+    remaining = {name: value for name, value in type_values.items() if name not in changes}
+    for name, value in type_values.items():
         if isinstance(changes.get(name), dict) and isinstance(value, dict):
-            found[name] = _left_by(changes[name], value)
-    return found
+            remaining[name] = _left_by(changes[name], value)
+    return remaining
 
 
 def _made(model_type: str, values: ConfigValues) -> PreTrainedConfig:
@@ -300,12 +300,12 @@ def _made(model_type: str, values: ConfigValues) -> PreTrainedConfig:
             model_type, "a model that runs by itself", "one that drafts tokens for another", "check that"
         )
     try:
-        made: PreTrainedConfig = CONFIG_MAPPING[model_type].from_dict(copy.deepcopy(values))
+        config: PreTrainedConfig = CONFIG_MAPPING[model_type].from_dict(copy.deepcopy(values))
     except Exception as error:  # transformers validates with errors of its own
         raise RingConfigError(
             f"{model_type}: transformers cannot make this configuration: {type(error).__name__}: {error}"
         ) from error
-    return made
+    return config
 
 
 def _few_layers(values: ConfigValues) -> None:
@@ -323,26 +323,28 @@ def _shrink_layers(values: ConfigValues, at_least: int) -> None:
         return
     count = values[name]
     by_layer = [key for key, value in values.items() if isinstance(value, list) and len(value) == count > 1]
-    own = {int(layer): value for layer, value in (values.get("per_layer_config") or {}).items()}
+    layer_values = {int(layer): value for layer, value in (values.get("per_layer_config") or {}).items()}
     first_shared = count - (values.get("num_kv_shared_layers") or 0)  # the last layers take others' keys
     kinds = [
-        repr(([values[key][layer] for key in by_layer], own.get(layer), layer >= first_shared))
+        repr(([values[key][layer] for key in by_layer], layer_values.get(layer), layer >= first_shared))
         for layer in range(count)
     ]
     firsts = {kinds.index(kind) for kind in kinds}
     others = [layer for layer in range(count) if layer not in firsts]
-    kept = sorted(firsts.union(others[: max(0, at_least - len(firsts))]))
-    if own:
-        values["per_layer_config"] = {place: own[layer] for place, layer in enumerate(kept) if layer in own}
+    layers_left = sorted(firsts.union(others[: max(0, at_least - len(firsts))]))
+    if layer_values:
+        values["per_layer_config"] = {
+            place: layer_values[layer] for place, layer in enumerate(layers_left) if layer in layer_values
+        }
     for key in by_layer:
-        values[key] = [values[key][layer] for layer in kept]
+        values[key] = [values[key][layer] for layer in layers_left]
     if first_shared < count:
-        values["num_kv_shared_layers"] = sum(layer >= first_shared for layer in kept)
+        values["num_kv_shared_layers"] = sum(layer >= first_shared for layer in layers_left)
     for key in _LAYERS:
         if isinstance(values.get(key), int):
-            values[key] = min(values[key], len(kept))
+            values[key] = min(values[key], len(layers_left))
     if isinstance(values.get("mlp_only_layers"), list):
-        values["mlp_only_layers"] = [layer for layer in values["mlp_only_layers"] if layer < len(kept)]
+        values["mlp_only_layers"] = [layer for layer in values["mlp_only_layers"] if layer < len(layers_left)]
     if "attention_types" in values:  # GPT-Neo's: kinds, and how often
         values["attention_types"] = [[values["attention_layers"], 1]]
 
@@ -358,7 +360,9 @@ def _shrink_sizes(values: ConfigValues) -> None:
             if isinstance(values.get(name), int) and not isinstance(values[name], bool):
                 values[name] = min(values[name], largest)
             elif isinstance(values.get(name), list):  # one for each layer
-                values[name] = [min(one, largest) if isinstance(one, int) else one for one in values[name]]
+                values[name] = [
+                    min(size, largest) if isinstance(size, int) else size for size in values[name]
+                ]
     width = (values.get("mamba_expand") or 0) * HIDDEN  # of Mamba 2's heads together
     if width and isinstance(values.get("mamba_d_head"), int):
         values["mamba_d_head"] = width // values["mamba_n_heads"]
@@ -405,7 +409,7 @@ def _shrink_sections(values: ConfigValues) -> None:
     """Divide the small rotary half among the axes of time, height and width, in the large one's shares."""
     rope, model_type = values.get("rope_parameters") or {}, values.get("model_type") or ""
     sections = rope.get("mrope_section") or next(
-        (own for start, own in _SECTIONS.items() if model_type.startswith(start)), None
+        (shares for start, shares in _SECTIONS.items() if model_type.startswith(start)), None
     )
     if not sections:
         return
@@ -517,11 +521,13 @@ def build(config: PreTrainedConfig, head: str, seed: int) -> PreTrainedModel:
     class_name, families = HEADS[head]
     make = getattr(transformers, class_name).from_config
     # Of the text part of Emu 3 and Mllama transformers makes a model, but not by its model type.
-    outer = max((one for one in families if config.model_type.startswith(f"{one}_")), key=len, default=None)
+    outer = max(
+        (family for family in families if config.model_type.startswith(f"{family}_")), key=len, default=None
+    )
     if config.model_type not in families and outer is not None:
         make = getattr(transformers, families[outer])._from_config
     elif config.model_type not in families:
-        having = [name for name, one in HEADS.items() if config.model_type in one.families]
+        having = [name for name, head_row in HEADS.items() if config.model_type in head_row.families]
         raise RingConfigError.wrong(
             config.model_type, f"the head {head}", "none", f"use {' or '.join(having) or 'another model'}"
         )
@@ -611,11 +617,11 @@ class Given(NamedTuple):
     alone: Batch  # [D, L]
     rows: tuple[Tensor, Tensor] | None  # of the ring's and of one process's tokens that are compared, [N]
 
-    def of_ring(self, x: Tensor) -> Tensor:
+    def take_ring(self, x: Tensor) -> Tensor:
         """Return the tokens [1, N, ...] of a result [B, T, ...] that are compared; all of one of samples."""
         return _taken(x, self.rows and self.rows[0], self.ring)
 
-    def of_one(self, x: Tensor) -> Tensor:
+    def take_alone(self, x: Tensor) -> Tensor:
         """Return the same of a result [D, L, ...] of one process."""
         return _taken(x, self.rows and self.rows[1], self.alone)
 
@@ -679,7 +685,7 @@ def _tree(ids_BT: Tensor, padding: int) -> Given:
     """
     (first, second), half = ids_BT.tolist(), ids_BT.shape[1] // 2
     answers = [first[half:], first[half : half + 4] + second[half:], second[half + 2 :]]
-    rollouts = [*(first[:half] + one for one in answers), second[: half + 3]]
+    rollouts = [*(first[:half] + answer for answer in answers), second[: half + 3]]
     tree = load(SESSION_METHODS["tree_batch"])(None, rollouts)
     longest = max(map(len, rollouts))
     alone = {
@@ -693,7 +699,7 @@ def _tree(ids_BT: Tensor, padding: int) -> Given:
         alone["attention_mask"][number, : len(ids)] = 1
         for token, place in enumerate(places.tolist()):
             of_place.setdefault(place, number * longest + token)
-    places_, tokens = (torch.tensor(one) for one in zip(*of_place.items(), strict=True))
+    places_, tokens = (torch.tensor(indices) for indices in zip(*of_place.items(), strict=True))
     alone["shift_labels"].view(-1)[tokens] = tree.batch["shift_labels"][0, places_]
     return Given("tree", tree.batch, alone, (places_, tokens))
 

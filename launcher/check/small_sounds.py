@@ -181,8 +181,8 @@ def add_sounds(batch: Batch, model: PreTrainedModel, seed: int) -> Batch:
                     model.config.model_type, f"sounds of {counts} tokens", f"{tokens} tokens", "give more"
                 )
             are_sounds_BT[row, start : start + count] = True
-    made = batch | {"input_ids": ids_BT.masked_fill(are_sounds_BT, model.config.audio_token_id)} | sounds
+    inputs = batch | {"input_ids": ids_BT.masked_fill(are_sounds_BT, model.config.audio_token_id)} | sounds
     for key in ("labels", "shift_labels"):
         if key in batch:
-            made[key] = batch[key].masked_fill(are_sounds_BT, IGNORE)
-    return made
+            inputs[key] = batch[key].masked_fill(are_sounds_BT, IGNORE)
+    return inputs

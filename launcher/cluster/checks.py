@@ -25,19 +25,19 @@ def require_inputs(cluster: Cluster) -> None:
     RingConfig.from_deepspeed(cluster.deepspeed_config).validate_world(cluster.world_size)
 
 
-def resolve_node_rank(cluster: Cluster, given: int | None) -> int:
+def resolve_node_rank(cluster: Cluster, node_rank: int | None) -> int:
     """Return which host of the list this is; 0 where one call starts all of them."""
     count = len(cluster.hosts)
     if cluster.is_local or cluster.reaches_out:
-        if given is not None:
+        if node_rank is not None:
             what = "this machine alone" if cluster.is_local else "all hosts by ssh"
-            raise RingConfigError(f"--node-rank: expected none, got {given}; the YAML starts {what}")
+            raise RingConfigError(f"--node-rank: expected none, got {node_rank}; the YAML starts {what}")
         return 0
-    if given is None or not 0 <= given < count:
-        got = "none" if given is None else str(given)
+    if node_rank is None or not 0 <= node_rank < count:
+        got = "none" if node_rank is None else str(node_rank)
         names = ", ".join(f"{index} on {host.name}" for index, host in enumerate(cluster.hosts))
         raise RingConfigError(f"--node-rank: expected 0 to {count - 1}, got {got}; without ssh, use {names}")
-    return given
+    return node_rank
 
 
 def resolve_port(cluster: Cluster, node_rank: int) -> int:

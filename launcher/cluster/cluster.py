@@ -11,14 +11,13 @@ import re
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo
 
-from ds_ring.config.messages import Accepted, Refused, Section, sentence, shown
+from ds_ring.config.messages import Accepted, Refused, Section, did_you_mean, sentence, shown
 
-from ..engines.engine import Engine
-from ..engines.engines import ENGINES
+from ..engines.engine import ENGINES, Engine
 from ..run.job import LOOPBACK, LOOPBACK_6, SECRET_VARIABLE
 
 MAX_SLOTS = 4096  # of one host: more than any has devices or cores
@@ -27,10 +26,6 @@ LOCAL_NAME = "localhost"
 # Every engine sets these for each rank by itself; a value from the YAML would be lost or, worse, win.
 _SET_BY_THE_ENGINE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
-if TYPE_CHECKING:
-    _EngineName = str
-else:  # mypy knows no Literal of a table
-    _EngineName = Literal[tuple(ENGINES)]
 _FILE = Accepted("the path of a file", "write it relative to the folder of this YAML, or absolute")
 _WORD = Accepted("a word", "write one of these words")
 _WORDS = Accepted("a list", "write ['--steps', 100], or one '- item' on each line")
@@ -81,10 +76,10 @@ def _script(value: object, info: ValidationInfo) -> Path:
     if path.exists() or len(words) < 2 or words[-1] == "py" or not all(map(str.isidentifier, words)):
         return path
     try:
-        found = find_spec(str(value))
+        module = find_spec(str(value))
     except ImportError:  # of a package around it
-        found = None
-    return Path(found.origin) if found is not None and found.origin is not None else path
+        module = None
+    return Path(module.origin) if module is not None and module.origin is not None else path
 
 
 def _text(value: object) -> str:
@@ -138,6 +133,16 @@ def _names(value: object) -> tuple[str, ...]:
     return tuple(value)
 
 
+def _engine(value: object) -> str:
+    if not isinstance(value, str) or value not in ENGINES:
+        words, got = ", ".join(map(shown, ENGINES)), shown(value)
+        near = did_you_mean(value, ENGINES) if isinstance(value, str) else None
+        raise Refused(
+            sentence(f"one of {words}", got, f"did you mean {shown(near)}?" if near else _WORD.advice)
+        )
+    return value
+
+
 _HostName = Annotated[str, Field(pattern=r"^[A-Za-z0-9:][A-Za-z0-9._:-]*$", max_length=253)]
 _File = Annotated[Path, BeforeValidator(_path), _FILE]
 _Script = Annotated[Path, BeforeValidator(_script), _FILE]
@@ -186,7 +191,7 @@ class Relaunch(Section):
 class Cluster(Section):
     """Describe a run: engine, hosts, environment, script. Paths are absolute; `local` is a host, too."""
 
-    engine: Annotated[_EngineName, _WORD] = "deepspeed"
+    engine: Annotated[str, BeforeValidator(_engine), _WORD] = "deepspeed"
     device: Annotated[Literal["auto", "cpu", "cuda"], _WORD] = "auto"
     hosts: Annotated[tuple[Host, ...], Field(min_length=1), _HOSTS]
     ssh: Annotated[bool, _YES_NO] = True

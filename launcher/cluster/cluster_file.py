@@ -31,6 +31,7 @@ from ds_ring.config.messages import (
 )
 from ds_ring.errors import RingConfigError
 
+from ..engines import engines as engines  # fills ENGINES, which the model reads
 from ..run.job import LOOPBACK, LOOPBACK_6
 from .cluster import LOCAL_NAME, Cluster, Host
 
@@ -164,27 +165,27 @@ def read_hostfile(path: Path) -> tuple[list[dict[str, Any]], list[Problem]]:
         # A file of another kind has a problem on each line: the first ones are enough.
         if len(problems) > MAX_PROBLEMS:
             break
-        problem = _problem_of(content, number, seen)
+        problem = _find_problem(content, number, seen)
         if problem:
             problems.append(Problem("hostfile", f"{path}, line {number}: {problem}"))
-        elif (found := _LINE.fullmatch(content)) is not None:
-            hosts.append({"name": found["name"], "slots": int(found["slots"])})
-            seen[found["name"]] = number
+        elif (match := _LINE.fullmatch(content)) is not None:
+            hosts.append({"name": match["name"], "slots": int(match["slots"])})
+            seen[match["name"]] = number
     if not hosts and not problems:
         expected = sentence("a line 'node-0 slots=8' for each host", "no host", "write them down")
         problems.append(Problem("hostfile", f"{path}: {expected}"))
     return hosts, problems
 
 
-def _problem_of(content: str, number: int, seen: dict[str, int]) -> str:
-    found = _LINE.fullmatch(content)
-    if found is None:
+def _find_problem(content: str, number: int, seen: dict[str, int]) -> str:
+    match = _LINE.fullmatch(content)
+    if match is None:
         got = repr(content) if len(content) <= 80 else shown(content)
         return sentence("'node-0 slots=8'", got, "write the name, a blank, slots=number")
-    if int(found["slots"]) == 0:
-        return sentence("at least one slot", f"{found['name']} slots=0", "remove the line, or give it slots")
-    if found["name"] in seen:
-        first = f"{found['name']} on line {seen[found['name']]} and again"
+    if int(match["slots"]) == 0:
+        return sentence("at least one slot", f"{match['name']} slots=0", "remove the line, or give it slots")
+    if match["name"] in seen:
+        first = f"{match['name']} on line {seen[match['name']]} and again"
         return sentence("every host once", first, "add its slots up in one line")
     return ""
 
@@ -212,8 +213,10 @@ def read_cluster(path: Path) -> Cluster:
     except ValidationError as error:
         # A faulty host is named by itself: the list that lacks it needs no error of its own.
         named_in_detail = "hosts" if problems else None
-        found = [problem for problem in problems_of(error, Cluster, "") if problem.key != named_in_detail]
-        raise config_error(str(path), *problems, *found) from None
+        key_problems = [
+            problem for problem in problems_of(error, Cluster, "") if problem.key != named_in_detail
+        ]
+        raise config_error(str(path), *problems, *key_problems) from None
     problems += _misfits(cluster)
     if problems:
         raise config_error(str(path), *problems)
@@ -245,7 +248,7 @@ def _with_hosts(raw: _Raw) -> tuple[_Raw, list[Problem]]:
     if not isinstance(listed, list):
         return raw, []
     pairs = [_host(entry, f"hosts[{index}]") for index, entry in enumerate(listed)]
-    problems = [problem for _, found in pairs for problem in found]
+    problems = [problem for _, host_problems in pairs for problem in host_problems]
     if "slots" in raw:
         advice = "move it into each line: '- {name: node-0, slots: 8}'"
         problems.append(
@@ -287,7 +290,9 @@ def _misfits(cluster: Cluster) -> Iterator[Problem]:
         advice = "name it by the key hostfile of this YAML"
         yield Problem("engine_args", sentence("no hostfile of the engine's", "one", advice))
     unset = cluster.starter.unset
-    options = [name for name in cluster.environment if any(fnmatch.fnmatchcase(name, one) for one in unset)]
+    options = [
+        name for name in cluster.environment if any(fnmatch.fnmatchcase(name, wildcard) for wildcard in unset)
+    ]
     if options:
         expected = f"variables that {cluster.engine} does not read as options"
         advice = "remove it; options of the engine belong in engine_args"

@@ -17,7 +17,7 @@ from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
-from ds_ring.registry import SESSION_METHODS
+from ds_ring.plugin import SESSION_METHODS
 from ds_ring.written_files import append_text
 
 from .parsers import (
@@ -134,8 +134,8 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
     if not 1 <= options.jobs <= 64:
         raise RingConfigError(f"--jobs: expected 1 to 64, got {options.jobs}")
     require_packages("check-model", "transformers")
-    asked = {name: getattr(options, name) for name in ("tokens", "layers", "head", "seed")}
-    asked |= {"section": section, "forms": (options.batch,)}
+    request = {name: getattr(options, name) for name in ("tokens", "layers", "head", "seed")}
+    request |= {"section": section, "forms": (options.batch,)}
     # what was asked, of a crash and of a model that cannot be made, too: tools/model_table.py joins by it
     shape = f"{processes}x{options.tokens}x{options.layers}"
     about = {"shape": shape, "seed": options.seed, "form": options.batch}
@@ -144,7 +144,7 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
         sys.stdout.flush()
 
     def check(source: str) -> dict[str, Any]:
-        told = (asked | {"source": source},)
+        told = (request | {"source": source},)
         try:
             reports = run_ranks(
                 _check, processes, told, threads=1, deadline_s=options.deadline_seconds, imported=True
@@ -159,7 +159,7 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
     if options.all:
         codes = []
         for head in (options.head,) if options.head else _GROUPS:
-            asked["head"] = head
+            request["head"] = head
             codes.append(_check_all(check, head, options))
         return max(codes)
     report = check(options.model)
@@ -190,14 +190,14 @@ def _check_all(check: Callable[[str], dict[str, Any]], head: str, options: argpa
                 json.dumps(report | about) if options.json else row + f": {reason}" * bool(reason), flush=True
             )
     if not options.json:
-        found = ", ".join(f"{counts[key]} {_RESULTS[key]}" for key in _RESULTS)
-        print(f"{len(types)} model types ({head}, transformers {about['transformers']}, {today}): {found}")
+        totals = ", ".join(f"{counts[key]} {_RESULTS[key]}" for key in _RESULTS)
+        print(f"{len(types)} model types ({head}, transformers {about['transformers']}, {today}): {totals}")
     return 1 if counts["WRONG"] else 0
 
 
 def _check_configurations(options: argparse.Namespace, section: dict[str, Any] | None, processes: int) -> int:
     """Print a row for each configuration of the types, then the counts."""
-    from ..check.configuration_rows import RowRun, read_rows, row_key, rows_of
+    from ..check.configuration_rows import RowRun, check_rows, read_rows, row_key
 
     head = options.head or ("causal-lm" if options.all else None)
     run = RowRun(processes, options.tokens, options.layers, options.seed, section, head)
@@ -206,7 +206,7 @@ def _check_configurations(options: argparse.Namespace, section: dict[str, Any] |
     known = read_rows(file)
     counts: Counter[str] = Counter()
     for source in types:
-        for row in rows_of(source, run, known, options.deadline_seconds, options.only or ""):
+        for row in check_rows(source, run, known, options.deadline_seconds, options.only or ""):
             counts[row["verdict"]] += 1
             if file is not None and row_key(row) not in known:
                 append_text(file, json.dumps(row) + "\n")
@@ -214,8 +214,8 @@ def _check_configurations(options: argparse.Namespace, section: dict[str, Any] |
             reason = " ".join(row["reason"].split())
             print(json.dumps(row) if options.json else text + f": {reason}" * bool(reason), flush=True)
     if not options.json:
-        found = ", ".join(f"{counts[key]} {key}" for key in ROW_VERDICTS)
-        print(f"{counts.total()} configurations of {len(types)} model types: {found}")
+        totals = ", ".join(f"{counts[key]} {key}" for key in ROW_VERDICTS)
+        print(f"{counts.total()} configurations of {len(types)} model types: {totals}")
     return 1 if counts["WRONG"] or counts["raw error"] else 0
 
 
@@ -246,25 +246,25 @@ def _import(model: str | None) -> None:
     import ds_ring_launcher.check.model_check  # noqa: F401
 
 
-def _check(asked: dict[str, Any]) -> dict[str, Any]:
+def _check(request: dict[str, Any]) -> dict[str, Any]:
     """Return the report, as JSON values. On a rank."""
     from ..check.model_check import CheckRequest, check_forms
 
     with _stdout_to_stderr():
-        return check_forms(CheckRequest(**asked))[0].as_json()
+        return check_forms(CheckRequest(**request))[0].as_json()
 
 
 @contextmanager
 def _stdout_to_stderr() -> Iterator[None]:
     """Send what libraries print to stderr: it must not mix with the command's output."""
-    kept = os.dup(1)
+    stdout_copy = os.dup(1)
     os.dup2(2, 1)
     try:
         yield
     finally:
         sys.stdout.flush()
-        os.dup2(kept, 1)
-        os.close(kept)
+        os.dup2(stdout_copy, 1)
+        os.close(stdout_copy)
 
 
 def _text(report: dict[str, Any]) -> str:
@@ -274,19 +274,24 @@ def _text(report: dict[str, Any]) -> str:
     if report["result"] == "WRONG" and not report.get("differences"):
         return f"WRONG: {what}: {report['reason']}"
     size = f"{report['layers']} layers, {report['tokens']} tokens, {report['ring_size']} ranks"
-    errors = [f"{kind} {one['error']:.1e} {one['name']}".rstrip() for kind, one in report["largest"].items()]
+    errors = [
+        f"{kind} {error['error']:.1e} {error['name']}".rstrip() for kind, error in report["largest"].items()
+    ]
     lines = [f"{report['result']}: {what}, {size}", f"  largest relative errors: {', '.join(errors)}"]
-    own = ", ".join(f"{kind} {one['error']:.1e}" for kind, one in report["rounding"].items())
-    lines.append(f"  rounding of one process ({report['measured']}): {own}; 10 times that is allowed")
-    for one in report["tipped"][:_SHOWN]:
-        what = f"{one['kind']} {one['name']} by {one['error']:.1e}"
+    rounding = ", ".join(f"{kind} {error['error']:.1e}" for kind, error in report["rounding"].items())
+    lines.append(f"  rounding of one process ({report['measured']}): {rounding}; 10 times that is allowed")
+    for tip in report["tipped"][:_SHOWN]:
+        what = f"{tip['kind']} {tip['name']} by {tip['error']:.1e}"
         lines.append(f"  a threshold that rounding tips on one process, too: {what}")
     if report["eager_differs"]:
         lines.append(f"  the model's eager attention, not compared, differs: {report['eager_differs']}")
     if report["tipped"]:
         lines.append(f"  a ring in float64, where nothing is near it: {report['in_float64']}")
     differences = report["differences"]
-    lines += [f"  {one['kind']} {one['name']}: {one['error']:.1e}" for one in differences[:_SHOWN]]
+    lines += [
+        f"  {difference['kind']} {difference['name']}: {difference['error']:.1e}"
+        for difference in differences[:_SHOWN]
+    ]
     if len(differences) > _SHOWN:
         lines.append(f"  and {len(differences) - _SHOWN} more; --json has all")
     return "\n".join(lines)

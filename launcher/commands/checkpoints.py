@@ -91,8 +91,8 @@ def verify(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
         manifest = verified(options.folder, options.tag)
     total_bytes = sum(record.bytes for record in manifest.files)
     if options.json:
-        found = {"files": len(manifest.files), "bytes": total_bytes, "global_steps": manifest.global_steps}
-        print_json(found)
+        figures = {"files": len(manifest.files), "bytes": total_bytes, "global_steps": manifest.global_steps}
+        print_json(figures)
     else:
         print(
             f"whole: {len(manifest.files)} files, {total_bytes:,} bytes, after step {manifest.global_steps}"

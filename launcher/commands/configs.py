@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from .parsers import Commands, add_command, refuse_extra, writing_to
+from .parsers import Commands, add_command, refuse_extra
 
 _HELP = "write configs/ of this version here: quick start, recipes, hardware, examples"
 _DESCRIPTION = (
@@ -31,25 +31,31 @@ def add(commands: Commands) -> None:
 
 def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
     """Copy the files that FOLDER lacks; return 0."""
-    from ds_ring.written_files import replace_text
+    from ds_ring.errors import RingConfigError
+    from ds_ring.integrations.written_files import replace_text
 
     from .. import configs_folder
 
     refuse_extra("configs", extra_args)
-    written, kept = 0, []
-    with writing_to(options.folder, "FOLDER"):
+    written, differing = 0, []
+    try:
         for source in sorted(configs_folder().rglob("*")):
             name = source.relative_to(configs_folder())
             if source.is_dir() or "__pycache__" in name.parts:
                 continue
             target, text = options.folder / name, source.read_text(encoding="utf-8")
             if target.exists():
-                kept += [str(name)] if target.read_text(encoding="utf-8", errors="replace") != text else []
+                if target.read_text(encoding="utf-8", errors="replace") != text:
+                    differing.append(str(name))
                 continue
             target.parent.mkdir(parents=True, exist_ok=True)
             replace_text(target, text)
             written += 1
+    except OSError as error:
+        raise RingConfigError.wrong(
+            "FOLDER", "a folder to write to", f"{options.folder}: {error.strerror}", "name another"
+        ) from None
     print(f"{options.folder}: {written} files written")
-    if kept:
-        print(f"kept, though other than in this version: {', '.join(kept)}")
+    if differing:
+        print(f"kept, though other than in this version: {', '.join(differing)}")
     return 0

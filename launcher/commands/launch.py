@@ -60,10 +60,6 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
     if options.sbatch:
         return _print_sbatch(cluster, options.config, extra_args)
     caller = dict(os.environ)
-    hosts = cluster.starter.order_hosts(cluster.hosts, caller)
-    if hosts != cluster.hosts:
-        process.say(f"hosts in the order of their switches: {', '.join(host.name for host in hosts)}")
-        cluster = cluster.model_copy(update={"hosts": hosts})
     told = checks.secret_for(cluster)
 
     if options.dry_run:

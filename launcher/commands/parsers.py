@@ -6,13 +6,12 @@ import argparse
 import json
 import math
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ds_ring.registry import LAYOUTS
+from ds_ring.plugin import LAYOUTS
 
 if TYPE_CHECKING:
     from ds_ring.config.section import RingConfig
@@ -87,11 +86,11 @@ def _number(text: str) -> float:
 
 def add_command(
     commands: Commands, name: str, run: Callable[..., int], help: str, description: str, examples: str,
-    **more: str,
+    **overrides: str,
 ) -> argparse.ArgumentParser:  # fmt: skip
     """Add a subcommand whose help keeps the line breaks of its examples."""
     form = argparse.RawDescriptionHelpFormatter
-    texts = {"help": help, "description": description, "epilog": examples} | more
+    texts = {"help": help, "description": description, "epilog": examples} | overrides
     parser: argparse.ArgumentParser = commands.add_parser(name, formatter_class=form, **texts)
     parser.set_defaults(run=run)
     return parser
@@ -116,19 +115,6 @@ def refuse_extra(command: str, extra_args: tuple[str, ...]) -> None:
         raise RingConfigError(f"{command}: expected nothing after --, got {got}; leave it out")
 
 
-@contextmanager
-def writing_to(folder: Path, option: str = "--output") -> Iterator[None]:
-    """Raise RingConfigError for the option where files cannot be written."""
-    from ds_ring.errors import RingConfigError
-
-    try:
-        yield
-    except OSError as error:
-        raise RingConfigError.wrong(
-            option, "a folder to write to", f"{folder}: {error.strerror}", "name another"
-        ) from None
-
-
 def require_packages(command: str, *names: str) -> None:
     """Raise RingConfigError, with pip's command, for packages of the extra `train` that are not installed."""
     from ds_ring.errors import RingConfigError
@@ -145,8 +131,8 @@ def require_sizes(options: argparse.Namespace, most: dict[str, int]) -> None:
     from ds_ring.errors import RingConfigError
 
     for name, limit in most.items():
-        given = getattr(options, name)
-        for value in given if isinstance(given, list) else [given]:
+        sizes = getattr(options, name)
+        for value in sizes if isinstance(sizes, list) else [sizes]:
             if value is not None and not 1 <= value <= limit:
                 bound = "at least 1" if value < 1 else f"at most {limit:,}"
                 option = f"--{name.replace('_', '-')}"
@@ -176,7 +162,7 @@ def require_deadline(seconds: float) -> None:
         raise RingConfigError(f"--deadline-seconds: expected a number {bound}, got {seconds:g}; leave it out")
 
 
-# Options of both `simulate` and `profile`: sizes of an attention, its pattern, layout and kernel.
+# Options of `simulate`: sizes of an attention, its pattern, layout and kernel.
 
 _MAX_SIZES = {
     "tokens": 2**40,
@@ -222,7 +208,7 @@ def add_shapes(parser: argparse.ArgumentParser, ring_sizes: list[int]) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the numbers (0)")
 
 
-def config_of(options: argparse.Namespace) -> RingConfig:
+def read_section(options: argparse.Namespace) -> RingConfig:
     """Return the section with pattern, layout and kernel: of --config, or made of --pattern."""
     from ds_ring.config.json_text import parse_object
     from ds_ring.config.section import RingConfig
@@ -236,7 +222,7 @@ def config_of(options: argparse.Namespace) -> RingConfig:
     return RingConfig.from_deepspeed({"sequence_parallel_size": 1, "ring_attention": {"pattern": pattern}})
 
 
-def pattern_of(options: argparse.Namespace, config: RingConfig) -> Pattern:
+def get_pattern(options: argparse.Namespace, config: RingConfig) -> Pattern:
     """Return the pattern of a section."""
     from ds_ring.config.section import pattern_from_config
     from ds_ring.errors import RingConfigError
@@ -248,7 +234,7 @@ def pattern_of(options: argparse.Namespace, config: RingConfig) -> Pattern:
     return pattern_from_config(config)
 
 
-def source_of(options: argparse.Namespace) -> GeneratedSource:
+def make_source(options: argparse.Namespace) -> GeneratedSource:
     """Return generated numbers of these sizes.
 
     Raises:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from ds_ring.errors import RingConfigError
-from ds_ring.registry import LAYOUTS
+from ds_ring.plugin import LAYOUTS
 
 from ..plan import known_hardware
 from .parsers import Commands, add_command, add_json, refuse_extra
@@ -20,8 +20,6 @@ examples:
       --devices 8 --hardware h200 --fit                                      the longest sequence that fits
   ds-ring plan --hf-config config.json --tokens 131072 --config ds_config.json --hardware cpu --json
   ds-ring plan --published                                    what others measured, and the model beside it
-  ds-ring plan --hf-config config.json --tokens 131072 --devices 64 --goodput     how often to save
-  ds-ring plan --documents lognormal --tokens 524288 --devices 64    layouts of packed documents
   ds-ring plan --hf-config config.json --tokens 8388608 --devices 64 --hardware a100 \\
       --pattern '{"segment_lengths": [2048, 16384], "dilation_rates": [1, 8]}'
 """
@@ -76,11 +74,6 @@ def add(commands: Commands) -> None:
     how.add_argument("--fit", action="store_true", help="turn on the cheapest of these that make it fit")
     plan.add_argument("--compare", action="store_true", help="beside DeepSpeed Ulysses, ALST, torch's ring")
     plan.add_argument("--published", action="store_true", help="the model beside published measurements")
-    says = "layouts of packed documents: lengths of a file, or lognormal, heavy-tail, uniform"
-    plan.add_argument("--documents", metavar="FILE|NAME", help=says)
-    plan.add_argument("--draws", type=int, default=20, metavar="N", help="of --documents; default: 20")
-    says = 'useful share of months with faults; JSON, say {"gpu_mtbf_hours": 20000}'
-    plan.add_argument("--goodput", nargs="?", const="{}", metavar="JSON", help=says)
     add_json(plan)
 
 
@@ -91,19 +84,12 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
     from ..plan.advice import advise
     from ..plan.compare import compare
     from ..plan.estimate import estimate
-    from ..plan.goodput import jobs
-    from ..plan.goodput import report as months
-    from ..plan.inputs import settings_of
-    from ..plan.node_orders import node_orders
+    from ..plan.inputs import make_setting
     from ..plan.report import as_json, print_report
-    from ..plan.transports import transports
 
     refuse_extra("plan", extra_args)
     if options.published:
         return _published(options.json)
-    if options.documents is not None:
-        return _documents(options)
-    faults = None if options.goodput is None else jobs.options_from(options.goodput)
     # On terminals only, once it has taken two seconds.
     with tqdm(bar_format="ds-ring plan: {desc} ...", delay=2, leave=False, disable=None) as line:
 
@@ -111,76 +97,33 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
             line.set_description_str(what, refresh=False)
             line.update()
 
-        found = estimate(
-            settings_of(options, say),
+        planned = estimate(
+            make_setting(options, say),
             lambda done, total: say(f"rank {done + 1} of {total} that are looked at"),
         )
-        if options.compare and found.other_layers:
-            kind = found.other_layers[0].kind.name
+        if options.compare and planned.other_layers:
+            kind = planned.other_layers[0].kind.name
             raise RingConfigError(f"--compare: expected a model of softmax attention alone, got {kind}")
-        advice = advise(found, say)
+        advice = advise(planned, say)
         fit = advice.fit_reach
         most = None if fit is None else (fit.longest_tokens, fit.longest_options)
-        rows = compare(found, advice.reach.longest_tokens, most) if options.compare else []
-        say("how to span the nodes")
-        orders = node_orders(found)
-        say("how to move keys and values inside a node")
-        ways = transports(found)
-        say("months with faults")
-        goodput = None if faults is None else months.goodput(found, faults)
+        rows = compare(planned, advice.reach.longest_tokens, most) if options.compare else []
     if options.json:
-        more = {} if goodput is None else {"goodput": months.as_dict(goodput)}
-        print(as_json(found, advice, rows, orders, ways, more))
+        print(as_json(planned, advice, rows))
     else:
-        print_report(found, advice, rows, orders, ways)
-        if goodput is not None:
-            months.print_goodput(goodput)
-    return 0
-
-
-def _documents(options: argparse.Namespace) -> int:
-    from tqdm import tqdm
-
-    from ..plan.documents import as_json, packed_figures, print_figures
-
-    ring_size = options.ring_size or options.devices
-    sizes = {"--tokens": options.tokens, "--devices": ring_size, "--draws": options.draws}
-    for name, value in sizes.items():
-        if value is None or value < 1:
-            raise RingConfigError.wrong(
-                f"--documents: {name}", "a positive number", value, "say --tokens 524288 --devices 64"
-            )
-    with tqdm(total=options.draws, desc="ds-ring plan", delay=2, leave=False, disable=None) as bar:
-        found = packed_figures(options.documents, options.tokens, ring_size, options.draws, bar.update)
-    if options.json:
-        print(as_json(found))
-    else:
-        print_figures(found)
+        print_report(planned, advice, rows)
     return 0
 
 
 def _published(json: bool) -> int:
-    from tqdm import tqdm
-
-    from ..published.evaluate import evaluate, predict
-    from ..published.packed import packed_rows
+    from ..published.evaluate import evaluate
     from ..published.report import as_json, print_report
     from ..published.table import published
 
-    with tqdm(bar_format="ds-ring plan: {desc} ...", delay=2, leave=False, disable=None) as line:
-
-        def say(what: str) -> None:
-            line.set_description_str(what, refresh=False)
-            line.update()
-
-        say("published passes and steps")
-        table = published()
-        results = evaluate(table)
-        say("ds_ring beside them")
-        own = predict(table, results)
-        packed = packed_rows(table, say=say)
+    table = published()
+    results = evaluate(table)
     if json:
-        print(as_json(table, results, own, packed))
+        print(as_json(table, results))
     else:
-        print_report(table, results, own, packed)
+        print_report(table, results)
     return 0

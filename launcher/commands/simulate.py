@@ -15,11 +15,11 @@ from .parsers import (
     add_command,
     add_json,
     add_shapes,
-    config_of,
-    pattern_of,
+    get_pattern,
+    make_source,
     print_json,
+    read_section,
     refuse_extra,
-    source_of,
 )
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
         raise RingConfigError(f"--check: expected at least 1 row, got {options.check}; leave it out for none")
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's library greets on stderr
     rows: list[dict[str, Any]] = []
-    config, source = config_of(options), source_of(options)
+    config, source = read_section(options), make_source(options)
     errors = _exact(options, source, config)
     for ring_size in options.ring_sizes:
         rows.append(_row(options, config, source, ring_size, errors))
@@ -90,7 +90,7 @@ def _row(
     from ds_ring.schedule.layout import make_layout
     from ds_ring.simulation.simulate import SimulationOptions, simulate
 
-    pattern = pattern_of(options, config)
+    pattern = get_pattern(options, config)
     layout = make_layout(
         options.layout or config.layout, tokens=options.tokens, ring_size=ring_size, pattern=pattern
     )
@@ -132,17 +132,17 @@ def _exact(options: argparse.Namespace, source: GeneratedSource, config: RingCon
         return lambda result: {}
     rows = sampled_rows(options.tokens, options.check, options.seed)
     scale = options.head_dim**-0.5
-    exact = exact_rows(source, pattern_of(options, config), rows, scale, options.backward)
+    exact = exact_rows(source, get_pattern(options, config), rows, scale, options.backward)
 
     def errors(result: SimulationResult) -> dict[str, Any]:
         """Return largest differences over the largest magnitude; of dk and dv if all rows were compared."""
-        found = {"out": result.out[:, :, rows]}
+        results = {"out": result.out[:, :, rows]}
         if result.dq is not None:
-            found["dq"] = result.dq[:, :, rows]
+            results["dq"] = result.dq[:, :, rows]
         if result.dk is not None and result.dv is not None and len(rows) == options.tokens:
-            found |= {"dk": result.dk, "dv": result.dv}
+            results |= {"dk": result.dk, "dv": result.dv}
         largest = {}
-        for name, got in found.items():
+        for name, got in results.items():
             want = getattr(exact, name)
             largest[name] = float((got.double() - want).abs().max() / want.abs().max())
         return {"rows_checked": len(rows), "errors": largest}

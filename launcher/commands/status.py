@@ -24,7 +24,6 @@ examples:
   ds-ring status runs/mine              tables of attempts, ranks, links and checkpoints
   ds-ring status runs/mine --watch      again every two seconds, until the run has ended
   ds-ring status runs/mine --json       one JSON document; with --watch one on each line
-  ds-ring status runs/mine --page       write runs/mine/status.html anew, which a launcher does each minute
 
 exit status: 0 done or under way, 1 failed or interrupted, 2 wrong input, 4 nothing heard for three minutes,
 75 preempted (saved, and to be started again)
@@ -38,7 +37,6 @@ def add(commands: Commands) -> None:
     status.add_argument(
         "--watch", action="store_true", help="again every two seconds, until the run has ended"
     )
-    status.add_argument("--page", action="store_true", help="write RUN/status.html, too")
     add_json(status)
 
 
@@ -57,22 +55,12 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
 
 
 def _show(status: RunStatus, options: argparse.Namespace) -> None:
-    from ds_ring.errors import RingConfigError
-
-    from ..status.page import write_page
     from ..status.table import print_status
 
     if options.json:
         print(json.dumps(status.document(), indent=None if options.watch else 2), flush=True)
-    else:
-        if options.watch and sys.stdout.isatty():
-            print("\x1b[2J\x1b[H", end="")  # clear, and begin at the top
-        print_status(status)
-        sys.stdout.flush()
-    try:
-        if options.page:
-            write_page(options.folder)
-    except OSError as error:
-        raise RingConfigError.wrong(
-            "--page", f"to write status.html in {options.folder}", f"{error.strerror}", "copy the folder"
-        ) from None
+        return
+    if options.watch and sys.stdout.isatty():
+        print("\x1b[2J\x1b[H", end="")  # clear, and begin at the top
+    print_status(status)
+    sys.stdout.flush()

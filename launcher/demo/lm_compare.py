@@ -22,7 +22,7 @@ from ds_ring.masks.catalog import Causal
 from ds_ring.masks.pattern import Pattern
 from ds_ring.measure.memory import MemoryPeak, measure_cpu_memory
 from ds_ring.patterns.documents.pattern import Documents
-from ds_ring.registry import KV_PAYLOADS
+from ds_ring.plugin import KV_PAYLOADS
 
 MIB = 2**20
 
@@ -86,7 +86,7 @@ def compare(engine: Any, plain: nn.Module, whole: dict[str, Tensor], pattern: Pa
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, (ring.peak_bytes / MIB, worst, exact))
     peaks, differences, verdicts = zip(*ranks, strict=True)
-    worst = max(differences, key=lambda one: one.error)
+    worst = max(differences, key=lambda difference: difference.error)
     samples, tokens = whole["input_ids"].shape
     return Comparison(
         samples, tokens, alone.loss, ring.loss, len(alone.gradients), worst.name, worst.error,
@@ -134,7 +134,7 @@ def _for_one_process(whole: dict[str, Tensor], pattern: Pattern, config: Any) ->
         labels_BT[begins_BT] = -100
         patterns = [pattern & Documents(ids_T.cpu()) for ids_T in documents_BT]
     if patterns != [Causal()] * len(patterns):
-        masks = [_mask(one, config, ids_BT.shape[1]) for one in patterns]
+        masks = [_mask(row_pattern, config, ids_BT.shape[1]) for row_pattern in patterns]
         batch["attention_mask"] = torch.stack(masks).to(ids_BT.device)
     return batch
 

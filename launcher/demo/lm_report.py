@@ -13,7 +13,7 @@ import torch
 
 from ds_ring.written_files import replace_text
 
-from ..profile.pictures import new_figure, save_figure
+from ..plan.picture import new_figure, save_figure
 from .lm_compare import Comparison
 
 MIB = 2**20
@@ -78,11 +78,15 @@ def draw(report: Report, path: Path) -> None:
     loss_axes.set(title=report.title, xlabel="step", ylabel="loss per byte, nats", ylim=(0, None))
     loss_axes.grid(alpha=0.3)
     loss_axes.legend()
-    found = report.comparison
-    alone, sizes = ([], report.peak_mib) if found is None else ([found.alone_mib], found.ranks_mib)
+    comparison = report.comparison
+    alone, sizes = (
+        ([], report.peak_mib) if comparison is None else ([comparison.alone_mib], comparison.ranks_mib)
+    )
     names = [*(["one process"] if alone else []), *(f"rank {rank}" for rank in range(len(sizes)))]
     memory_axes.bar_label(memory_axes.barh(names, [*alone, *sizes]), fmt="%.0f MiB", padding=3)
-    memory_axes.set_title("peak memory" if found is None else "peak tensor memory of a pass", fontsize=10)
+    memory_axes.set_title(
+        "peak memory" if comparison is None else "peak tensor memory of a pass", fontsize=10
+    )
     memory_axes.margins(x=0.15)  # space for the labels
     memory_axes.set_xlabel("MiB")
     memory_axes.invert_yaxis()

@@ -46,52 +46,54 @@ class Finding(NamedTuple):
     says: str
 
 
-def judge_hosts(cluster: Cluster, found: HostAnswers) -> list[Finding]:
+def judge_hosts(cluster: Cluster, hosts: HostAnswers) -> list[Finding]:
     """Return the findings about hosts, in the order in which they should be read."""
-    answers = found.answers
+    answers = hosts.answers
     if not answers:
         others = ("port", "interfaces", "versions", "devices", "script", "configuration", "folders")
         return [
-            _presence(cluster, found),
-            *(Finding(one, NOT_LOOKED_AT, "no host answered") for one in others),
+            _presence(cluster, hosts),
+            *(Finding(topic, NOT_LOOKED_AT, "no host answered") for topic in others),
         ]
     return [
-        _presence(cluster, found),
+        _presence(cluster, hosts),
         _port(answers),
-        _interfaces(cluster, found),
+        _interfaces(cluster, hosts),
         _versions(answers),
         _devices(cluster, answers),
         _files(cluster, answers),
         _configuration(answers),
-        _folders(cluster, found),
+        _folders(cluster, hosts),
     ]
 
 
-def _presence(cluster: Cluster, found: HostAnswers) -> Finding:
-    if found.missing:
-        text = "; ".join(f"{name}: {why}" for name, why in found.missing.items())
+def _presence(cluster: Cluster, hosts: HostAnswers) -> Finding:
+    if hosts.missing:
+        text = "; ".join(f"{name}: {why}" for name, why in hosts.missing.items())
         return Finding("hosts", WRONG, f"missing {text}. Start it, or mend its name, network or ssh")
-    names = ", ".join(f"{name} ({one['node']})" for name, one in found.answers.items())
-    return Finding("hosts", OK, f"{len(found.answers)} of {len(cluster.hosts)} answered: {names}")
+    names = ", ".join(f"{name} ({answer['node']})" for name, answer in hosts.answers.items())
+    return Finding("hosts", OK, f"{len(hosts.answers)} of {len(cluster.hosts)} answered: {names}")
 
 
 def _port(answers: Hosts) -> Finding:
-    for name, one in answers.items():
-        if one.get("port_holder"):
-            says = f"the master's port is taken on {name} by {one['port_holder']}; end it, or choose another"
+    for name, answer in answers.items():
+        if answer.get("port_holder"):
+            says = (
+                f"the master's port is taken on {name} by {answer['port_holder']}; end it, or choose another"
+            )
             return Finding("port", WRONG, f"{says} master_port")
     return Finding("port", OK, "the master's port is free")
 
 
-def _interfaces(cluster: Cluster, found: HostAnswers) -> Finding:
+def _interfaces(cluster: Cluster, hosts: HostAnswers) -> Finding:
     wrong, ways = [], []
-    for name, one in found.answers.items():
-        way = one.get("way", {})
-        reached = found.ways.get(name) or (way.get("address"), way.get("interface"))
-        wrong += [f"{name}: {text}" for text in _wrong_interfaces(cluster, one, reached)]
+    for name, answer in hosts.answers.items():
+        way = answer.get("way", {})
+        reached = hosts.ways.get(name) or (way.get("address"), way.get("interface"))
+        wrong += [f"{name}: {text}" for text in _wrong_interfaces(cluster, answer, reached)]
         ways.append(f"{name} by {reached[1]} ({reached[0]})" if reached[0] else f"{name} is the master")
-    for name, one in found.answers.items():
-        unknown = [other for other, address in one["names"].items() if address is None]
+    for name, answer in hosts.answers.items():
+        unknown = [peer for peer, address in answer["names"].items() if address is None]
         if unknown:
             wrong.append(f"{name} does not know the name {', '.join(unknown)}; add it to /etc/hosts or DNS")
     if wrong:
@@ -99,11 +101,11 @@ def _interfaces(cluster: Cluster, found: HostAnswers) -> Finding:
     return Finding("interfaces", OK, "loopback" if cluster.is_local else ", ".join(ways))
 
 
-def _wrong_interfaces(cluster: Cluster, one: Mapping[str, Any], reached: tuple[Any, Any]) -> Iterable[str]:
+def _wrong_interfaces(cluster: Cluster, answer: Mapping[str, Any], reached: tuple[Any, Any]) -> Iterable[str]:
     """Yield faults of the interfaces that a host's variables choose, or with gloo's own choice."""
-    there = one["interfaces"]
+    there = answer["interfaces"]
     has = ", ".join(f"{name} ({' '.join(i['addresses'])})" for name, i in there.items() if i["addresses"])
-    for variable, value in one["chosen"].items():
+    for variable, value in answer["chosen"].items():
         if variable.startswith("NCCL") and value[:1] in "^=":
             continue  # a list of what not to take, or a list of exact names that NCCL checks
         for name in value.split(","):
@@ -114,24 +116,26 @@ def _wrong_interfaces(cluster: Cluster, one: Mapping[str, Any], reached: tuple[A
                 yield f"{variable}={value}: that interface is down or has no address, it has {has}"
             elif reached[1] and reached[1] not in matching:
                 yield f"{variable}={value}, but the master is reached by {reached[1]} ({reached[0]})"
-    own = one["own_address"] or ""
+    own_address = answer["own_address"] or ""
     # With a run_folder every rank names the interface by itself (rank.py).
     if (
         not cluster.is_local
         and cluster.run_folder is None
-        and "GLOO_SOCKET_IFNAME" not in one["chosen"]
-        and own.startswith("127.")
+        and "GLOO_SOCKET_IFNAME" not in answer["chosen"]
+        and own_address.startswith("127.")
     ):
         yield (
-            f"its own name {one['node']} stands for {own}, where gloo would listen; set run_folder, or"
-            f" GLOO_SOCKET_IFNAME in environment, it has {has}"
+            f"its own name {answer['node']} stands for {own_address}, where gloo would listen; set"
+            f" run_folder, or GLOO_SOCKET_IFNAME in environment, it has {has}"
         )
 
 
 def _versions(answers: Hosts) -> Finding:
-    packages = sorted({package for one in answers.values() for package in one["versions"]})
+    packages = sorted({package for answer in answers.values() for package in answer["versions"]})
     differ = {
-        package: _by_value({name: one["versions"].get(package, "none") for name, one in answers.items()})
+        package: _by_value(
+            {name: answer["versions"].get(package, "none") for name, answer in answers.items()}
+        )
         for package in packages
     }
     differences = [f"{name} {_hosts_by_value(values)}" for name, values in differ.items() if len(values) > 1]
@@ -149,8 +153,8 @@ def _devices(cluster: Cluster, answers: Hosts) -> Finding:
     for host in cluster.hosts:
         if host.name not in answers:
             continue
-        one = answers[host.name]["devices"]
-        gpus, cores = len(one["gpus"]), one["cores"]
+        devices = answers[host.name]["devices"]
+        gpus, cores = len(devices["gpus"]), devices["cores"]
         lines.append(f"{host.name}: {gpus} GPUs" if gpus else f"{host.name}: {cores} cores, no GPU")
         if cluster.device == "cuda" and gpus < host.slots:
             wrong.append(f"{host.name} has {gpus} GPUs for {host.slots} slots; correct slots, or its driver")
@@ -160,7 +164,7 @@ def _devices(cluster: Cluster, answers: Hosts) -> Finding:
 
 
 def _files(cluster: Cluster, answers: Hosts) -> Finding:
-    values = _by_value({name: str(one["files"]["script"]) for name, one in answers.items()})
+    values = _by_value({name: str(answer["files"]["script"]) for name, answer in answers.items()})
     absent = values.get("None", [])
     if absent:
         return Finding("script", WRONG, f"there is no {cluster.script} on {', '.join(absent)}; copy it there")
@@ -173,36 +177,36 @@ def _files(cluster: Cluster, answers: Hosts) -> Finding:
 
 def _configuration(answers: Hosts) -> Finding:
     """Compare the DeepSpeed JSON and the cluster YAML of all hosts, key by key."""
-    unread = [name for name, one in answers.items() if one["config"] is None]
+    unread = [name for name, answer in answers.items() if answer["config"] is None]
     if unread:
         return Finding("configuration", WRONG, f"the DeepSpeed JSON cannot be read on {', '.join(unread)}")
     differences = []
     for what, part in (("the DeepSpeed JSON", "config"), ("the cluster YAML", "cluster")):
-        keys = sorted({key for one in answers.values() for key in one[part]})
+        keys = sorted({key for answer in answers.values() for key in answer[part]})
         for key in keys:
-            values = _by_value({name: one[part].get(key, "nothing") for name, one in answers.items()})
+            values = _by_value({name: answer[part].get(key, "nothing") for name, answer in answers.items()})
             if len(values) > 1:
                 differences.append(f"{key} of {what}: {_hosts_by_value(values)}")
     if differences:
-        more = f" and {len(differences) - MAX_KEYS} more" if len(differences) > MAX_KEYS else ""
+        rest = f" and {len(differences) - MAX_KEYS} more" if len(differences) > MAX_KEYS else ""
         return Finding(
-            "configuration", WRONG, f"{'; '.join(differences[:MAX_KEYS])}{more}. Copy one to all hosts"
+            "configuration", WRONG, f"{'; '.join(differences[:MAX_KEYS])}{rest}. Copy one to all hosts"
         )
     return Finding("configuration", OK, "the DeepSpeed JSON and the cluster YAML are the same on all hosts")
 
 
-def _folders(cluster: Cluster, found: HostAnswers) -> Finding:
-    folders = sorted({folder for one in found.answers.values() for folder in one["folders"]})
+def _folders(cluster: Cluster, hosts: HostAnswers) -> Finding:
+    folders = sorted({folder for answer in hosts.answers.values() for folder in answer["folders"]})
     if not folders:
         return Finding("folders", NOT_LOOKED_AT, "the cluster YAML names no run_folder")
     wrong = [
         f"{name} cannot write to {folder}: {why}"
-        for name, one in found.answers.items()
-        for folder, why in one["folders"].items()
+        for name, answer in hosts.answers.items()
+        for folder, why in answer["folders"].items()
         if why
     ]
-    everybody = {index for index, host in enumerate(cluster.hosts) if host.name in found.answers}
-    for name, seen in found.seen.items():
+    everybody = {index for index, host in enumerate(cluster.hosts) if host.name in hosts.answers}
+    for name, seen in hosts.seen.items():
         for folder, there in seen.items():
             unseen = [cluster.hosts[index].name for index in sorted(everybody - set(there))]
             if unseen and not wrong:
@@ -214,10 +218,10 @@ def _folders(cluster: Cluster, found: HostAnswers) -> Finding:
 
 def _by_value(values: Mapping[str, str]) -> dict[str, list[str]]:
     """Return the hosts that have each value, of host -> value."""
-    found: dict[str, list[str]] = defaultdict(list)
+    names_by_value: dict[str, list[str]] = defaultdict(list)
     for name, value in values.items():
-        found[value].append(name)
-    return dict(found)
+        names_by_value[value].append(name)
+    return dict(names_by_value)
 
 
 def _hosts_by_value(values: Mapping[str, list[str]]) -> str:
@@ -235,7 +239,7 @@ def _size(value: float) -> float:
 
 
 def _exact(ranks: list[dict[str, Any]]) -> Finding:
-    worst = max(ranks, key=lambda one: _size(one["error"]))
+    worst = max(ranks, key=lambda rank: _size(rank["error"]))
     text = f"largest error against float64 {worst['error']:.1e} ({worst['dtype']}), on rank {worst['rank']}"
     if not worst["error"] <= MAX_ERROR[worst["dtype"]]:
         return Finding(
@@ -246,9 +250,9 @@ def _exact(ranks: list[dict[str, Any]]) -> Finding:
 
 def _travels(ranks: list[dict[str, Any]]) -> Finding:
     """Say whether K and V travel as a ring: point-to-point alone, as much as planned, a shard at most."""
-    for one in ranks:
-        if (why := _no_ring(one)) is not None:
-            says = f"this is no ring: {why}, on rank {one['rank']} of {one['host']}"
+    for rank in ranks:
+        if (why := _no_ring(rank)) is not None:
+            says = f"this is no ring: {why}, on rank {rank['rank']} of {rank['host']}"
             return Finding(
                 "ring", WRONG, f'{says}; set "transport": "ring" in the JSON, or find who replaced it'
             )
@@ -259,33 +263,33 @@ def _travels(ranks: list[dict[str, Any]]) -> Finding:
     return Finding("ring", OK, f"{says}, none larger than a shard ({ranks[0]['shard']})")
 
 
-def _no_ring(one: Mapping[str, Any]) -> str | None:
+def _no_ring(rank: Mapping[str, Any]) -> str | None:
     """Return what a rank moved that a ring does not move, or did not move that it does."""
-    traffic, shard = one["traffic"], one["shard"]
-    if traffic["others"] and one["ring_size"] > 1:
+    traffic, shard = rank["traffic"], rank["shard"]
+    if traffic["others"] and rank["ring_size"] > 1:
         return "a pass called " + ", ".join(f"{n} {name}" for name, n in traffic["others"].items())
     if traffic["largest"] > shard:
         return f"one message had {traffic['largest'] / shard:.1f} shards"
     for way in ("sent", "received"):
-        if traffic[way] != (planned := one[f"planned_{way}"]):
+        if traffic[way] != (planned := rank[f"planned_{way}"]):
             return f"a pass {way} {traffic[way]} numbers of K, V and gradients, its plan says {planned}"
     if traffic["integers"] > shard // MAX_HEADERS:
         return f"a pass sent {traffic['integers']} integers, which is more than its headers"
-    if one["ring_size"] > 1 and not traffic["sent"] + traffic["received"]:
+    if rank["ring_size"] > 1 and not traffic["sent"] + traffic["received"]:
         return "a pass moved nothing, and so did its plan"
     return None
 
 
 def _memory(ranks: list[dict[str, Any]]) -> Finding:
     size, alone = ranks[0]["ring_size"], ranks[0]["alone_bytes"]
-    worst = max(ranks, key=lambda one: _size(one["memory_bytes"]))
+    worst = max(ranks, key=lambda rank: _size(rank["memory_bytes"]))
     share = worst["memory_bytes"] / alone
     text = f"a pass takes {share:.2f} of one rank's memory on a ring of {size} (1/{size} is {1 / size:.2f})"
     if not share * size <= MAX_MEMORY:
         return Finding(
             "memory", WRONG, f"memory does not fall with the ring: {text}, on rank {worst['rank']}"
         )
-    least = min(ranks, key=lambda one: float(one["memory_bytes"]))
+    least = min(ranks, key=lambda rank: float(rank["memory_bytes"]))
     if (share := least["memory_bytes"] / alone) * size < LEAST_MEMORY:
         says = f"memory was not measured: a pass takes {share:.2f} of one rank's, less than its shards"
         return Finding("memory", WRONG, f"{says}, on rank {least['rank']}")
@@ -293,25 +297,27 @@ def _memory(ranks: list[dict[str, Any]]) -> Finding:
 
 
 def _links(ranks: list[dict[str, Any]]) -> Finding:
-    links = [one["link"] for one in ranks if one["link"] is not None]
+    links = [rank["link"] for rank in ranks if rank["link"] is not None]
     if ranks[0]["ring_size"] == 1:
         return Finding("links", NOT_LOOKED_AT, "a ring of one has none")
-    for one in ranks:
-        if one["link"] is None or not one["link"]["bytes_per_s"] > 0:
-            says = f"rank {one['rank']} of {one['host']} measured no link to the next rank"
+    for rank in ranks:
+        if rank["link"] is None or not rank["link"]["bytes_per_s"] > 0:
+            says = f"rank {rank['rank']} of {rank['host']} measured no link to the next rank"
             return Finding("links", WRONG, says)
-    place = {one["rank"]: one["place"] for one in ranks}
-    host = {one["rank"]: one["host"] for one in ranks}
+    place = {rank["rank"]: rank["place"] for rank in ranks}
+    host = {rank["rank"]: rank["host"] for rank in ranks}
     for link in links:
         link["crosses"] = place[link["source"]] != place[link["target"]]
-    slowest = min(links, key=lambda one: float(one["bytes_per_s"]))
+    slowest = min(links, key=lambda slow_link: float(slow_link["bytes_per_s"]))
     text = f"slowest {_named(slowest, host)}"
-    for one in sorted(links, key=lambda one: float(one["bytes_per_s"])):
-        alike = [other["bytes_per_s"] for other in links if other["crosses"] == one["crosses"]]
-        too_slow = one["crosses"] and one["bytes_per_s"] < LEAST_BYTES_PER_S
-        if too_slow or one["bytes_per_s"] * SLOWER < median(alike):
-            says = f"slow link {_named(one, host)}; its kind has {median(alike) / 1e6:.0f} MB/s in the middle"
-            advice = "its cable and interface" if one["crosses"] else f"other work on {host[one['target']]}"
+    for rank in sorted(links, key=lambda slow_link: float(slow_link["bytes_per_s"])):
+        alike = [link_row["bytes_per_s"] for link_row in links if link_row["crosses"] == rank["crosses"]]
+        too_slow = rank["crosses"] and rank["bytes_per_s"] < LEAST_BYTES_PER_S
+        if too_slow or rank["bytes_per_s"] * SLOWER < median(alike):
+            says = (
+                f"slow link {_named(rank, host)}; its kind has {median(alike) / 1e6:.0f} MB/s in the middle"
+            )
+            advice = "its cable and interface" if rank["crosses"] else f"other work on {host[rank['target']]}"
             return Finding("links", WRONG if too_slow else WARNING, f"{says}. Look at {advice}")
     return Finding("links", OK, text)
 
@@ -322,7 +328,7 @@ def _named(link: Mapping[str, Any], host: Mapping[int, str]) -> str:
 
 
 def _clocks(ranks: list[dict[str, Any]]) -> Finding:
-    worst = max(ranks, key=lambda one: _size(one["clock_s"]))
+    worst = max(ranks, key=lambda rank: _size(rank["clock_s"]))
     ahead_ms, error_ms = 1e3 * worst["clock_s"], 1e3 * worst["clock_error_s"]
     text = f"rank {worst['rank']}'s is {ahead_ms:+.1f} ms from rank 0's (within {error_ms:.1f})"
     if not abs(worst["clock_s"]) - worst["clock_error_s"] <= MAX_CLOCK_S:
@@ -358,12 +364,12 @@ def ring_findings(job: Job, hosts: list[Finding], seconds: float) -> list[Findin
         return [Finding("ring", NOT_LOOKED_AT, f"mend first: {', '.join(wrong)}")]
     path = job.folder / "doctor.yaml"
     path.touch(mode=0o600, exist_ok=False)  # it has the values of variables
-    path.write_text(yaml.safe_dump(_cluster_of_self_test(job)))
+    path.write_text(yaml.safe_dump(_describe_self_test(job)))
     command = [*module_command("ds_ring_launcher.cli"), "launch", str(path)]
     if not job.cluster.is_local and not job.cluster.reaches_out:
         command += ["--node-rank", str(job.node_rank)]
     status, output, complaints = _run(command, dict(job.caller_environment), seconds)
-    line = next((one for one in output if MARK in one), None)
+    line = next((text_line for text_line in output if MARK in text_line), None)
     if status == 0 and line is not None:
         return judge_ring(json.loads(line.split(MARK, 1)[1]))
     if status == 0 and job.node_rank:
@@ -378,7 +384,7 @@ def ring_findings(job: Job, hosts: list[Finding], seconds: float) -> list[Findin
     return [Finding("ring", WRONG, f"the ring test failed, it {ended}: {' / '.join(last)}")]
 
 
-def _cluster_of_self_test(job: Job) -> dict[str, object]:
+def _describe_self_test(job: Job) -> dict[str, object]:
     """Return the YAML's keys with the self-test for a script."""
     cluster = job.cluster
     settings: dict[str, object] = {

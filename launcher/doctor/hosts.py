@@ -69,24 +69,24 @@ def request_for(job: Job, index: int, token: str) -> dict[str, Any]:
 
 def _described(cluster: Cluster) -> dict[str, str]:
     """Return the YAML's keys as text; values of variables as digests, since they may be secret."""
-    found = {
+    keys = {
         name: json.dumps(value, default=str)
         for name, value in cluster.model_dump(mode="json").items()
         if name not in _OF_ONE_HOST
     }
     for name in cluster.environment.keys() - set(probe.INTERFACE_VARIABLES):
         value = cluster.environment[name]
-        found[f"environment.{name}"] = hashlib.sha256(value.encode()).hexdigest()[:12]
-    return found
+        keys[f"environment.{name}"] = hashlib.sha256(value.encode()).hexdigest()[:12]
+    return keys
 
 
 def ask(job: Job, seconds: float = MEETING_SECONDS) -> HostAnswers:
     """Return what all hosts say, in at most so many seconds and a little."""
     if job.cluster.is_local:
         request = request_for(job, 0, uuid.uuid4().hex)
-        found = HostAnswers({request["host"]: probe.examine(request)})
+        hosts = HostAnswers({request["host"]: probe.examine(request)})
         probe.remove_marks(request)
-        return found
+        return hosts
     return _from_here(job, seconds) if job.cluster.reaches_out else _meet(job, seconds)
 
 
@@ -94,29 +94,29 @@ def _from_here(job: Job, seconds: float) -> HostAnswers:
     """Ask all hosts at once."""
     cluster, token = job.cluster, uuid.uuid4().hex
     presence = ask_hosts(cluster, seconds / 2)
-    found = HostAnswers(missing=dict(presence.missing), ways=dict(presence.interfaces))
-    asked = {
+    hosts = HostAnswers(missing=dict(presence.missing), ways=dict(presence.interfaces))
+    hosts_asked = {
         host.name: AskedHost(cluster, host.name, "ds_ring_launcher.doctor.probe") for host in presence.hosts
     }
     deadline = time.monotonic() + seconds / 2
     try:
         for index, host in enumerate(cluster.hosts):
-            if host.name in asked:
-                asked[host.name].ask(request_for(job, index, token))
-        for name, asking in asked.items():
+            if host.name in hosts_asked:
+                hosts_asked[host.name].ask(request_for(job, index, token))
+        for name, asking in hosts_asked.items():
             answer = asking.answer(deadline)
             if answer is None:
-                found.missing[name] = f"its examination did not end: {asking.silence(seconds / 2)}"
+                hosts.missing[name] = f"its examination did not end: {asking.silence(seconds / 2)}"
             else:
-                found.answers[name] = answer
-        for asking in asked.values():
+                hosts.answers[name] = answer
+        for asking in hosts_asked.values():
             asking.ask({"look": True})
-        for name, asking in asked.items():
-            found.seen[name] = (asking.answer(deadline) or {"seen": {}})["seen"]
+        for name, asking in hosts_asked.items():
+            hosts.seen[name] = (asking.answer(deadline) or {"seen": {}})["seen"]
     finally:
-        for asking in asked.values():
+        for asking in hosts_asked.values():
             asking.end(_END_SECONDS)  # it removes its mark first
-    return found
+    return hosts
 
 
 # [Note: a meeting without ssh]
@@ -124,39 +124,39 @@ def _from_here(job: Job, seconds: float) -> HostAnswers:
 # training would meet as well, in torch's own TCPStore: so a port that is closed, an address of another
 # machine and a host that never came are found by what they would break.
 def _meet(job: Job, seconds: float) -> HostAnswers:
-    names, own = [host.name for host in job.cluster.hosts], job.node_rank
-    request = request_for(job, own, f"port{job.port}")
+    names, node_rank = [host.name for host in job.cluster.hosts], job.node_rank
+    request = request_for(job, node_rank, f"port{job.port}")
     answer = probe.examine(request)
-    found = HostAnswers({names[own]: answer})
+    hosts = HostAnswers({names[node_rank]: answer})
     if answer.get("port_holder"):
-        return found  # no meeting is possible here
+        return hosts  # no meeting is possible here
     try:
-        _exchange(job, request, found, seconds)
+        _exchange(job, request, hosts, seconds)
     except (RuntimeError, ValueError) as error:
         why = str(error).splitlines()[0].split(" Exception raised")[0][:200]
         where = f"{job.master_address}, port {job.port}"
-        found.missing[names[0]] = f"the meeting with it at {where} failed: {why}"
+        hosts.missing[names[0]] = f"the meeting with it at {where} failed: {why}"
     probe.remove_marks(request)
-    return found
+    return hosts
 
 
-def _exchange(job: Job, request: dict[str, Any], found: HostAnswers, seconds: float) -> None:
+def _exchange(job: Job, request: dict[str, Any], hosts: HostAnswers, seconds: float) -> None:
     """Exchange answers with all hosts, through a store at the master's address; fill `found`."""
-    names, own = [host.name for host in job.cluster.hosts], job.node_rank
+    names, node_rank = [host.name for host in job.cluster.hosts], job.node_rank
     store = _store(job, seconds)
     deadline = time.monotonic() + seconds  # torch has been imported by now
-    store.set(f"answer{own}", json.dumps(found.answers[names[own]]))
+    store.set(f"answer{node_rank}", json.dumps(hosts.answers[names[node_rank]]))
     for index in _wait(store, "answer", range(len(names)), deadline):
-        found.answers[names[index]] = json.loads(store.get(f"answer{index}"))
+        hosts.answers[names[index]] = json.loads(store.get(f"answer{index}"))
     for name in names:
-        if name not in found.answers:
-            found.missing[name] = f"did not come to {job.master_address}, port {job.port}"
-    store.set(f"seen{own}", json.dumps(probe.look(request)))
-    present = [index for index, name in enumerate(names) if name in found.answers]
+        if name not in hosts.answers:
+            hosts.missing[name] = f"did not come to {job.master_address}, port {job.port}"
+    store.set(f"seen{node_rank}", json.dumps(probe.look(request)))
+    present = [index for index, name in enumerate(names) if name in hosts.answers]
     for index in _wait(store, "seen", present, deadline + 3):
-        found.seen[names[index]] = json.loads(store.get(f"seen{index}"))["seen"]
-    store.set(f"done{own}", "")
-    if own == 0:  # the store ends with this process
+        hosts.seen[names[index]] = json.loads(store.get(f"seen{index}"))["seen"]
+    store.set(f"done{node_rank}", "")
+    if node_rank == 0:  # the store ends with this process
         _wait(store, "done", present, deadline + 5)
 
 
@@ -165,19 +165,19 @@ def _store(job: Job, seconds: float) -> Any:
     import torch  # noqa: F401  # seconds: only where it is needed, and before the deadline begins
     from torch._C._distributed_c10d import TCPStore
 
-    made: Future[Any] = Future()
+    future: Future[Any] = Future()
     timeout = datetime.timedelta(seconds=seconds)
     where = (job.master_address, job.port)
 
     def make() -> None:
         try:
-            made.set_result(TCPStore(*where, None, job.node_rank == 0, timeout, wait_for_workers=False))
+            future.set_result(TCPStore(*where, None, job.node_rank == 0, timeout, wait_for_workers=False))
         except (RuntimeError, ValueError) as error:
-            made.set_exception(error)
+            future.set_exception(error)
 
     threading.Thread(target=make, daemon=True).start()  # no executor: that would wait for it at the end
     try:
-        return made.result(seconds + _IMPORT_SECONDS)
+        return future.result(seconds + _IMPORT_SECONDS)
     except TimeoutError:
         raise RuntimeError("something else is there, which says nothing") from None
 

@@ -40,7 +40,7 @@ def examine(request: Answer) -> Answer:
     for name in PACKAGES:
         with suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
-    found: Answer = {
+    answers: Answer = {
         "host": request["host"],
         "node": os.uname().nodename,
         "versions": {"python": platform.python_version(), **versions},
@@ -55,20 +55,20 @@ def examine(request: Answer) -> Answer:
         "folders": _marked_folders(request),
     }
     if request["is_master"]:
-        found["port_holder"] = _holder(request["port"])
+        answers["port_holder"] = _holder(request["port"])
     else:
-        found["way"] = way_to(request["master"])
-    return found
+        answers["way"] = way_to(request["master"])
+    return answers
 
 
 def look(request: Answer) -> Answer:
     """Return which hosts' marks are in the folders, and remove this host's; after all have examined."""
-    found = {}
+    seen = {}
     for folder in request["folders"]:
         names = {path.name for path in Path(folder).glob(f"{_MARK}*")} if Path(folder).is_dir() else set()
         prefix = f"{_MARK}{request['token']}-"
-        found[folder] = sorted(int(name[len(prefix) :]) for name in names if name.startswith(prefix))
-    return {"seen": found}
+        seen[folder] = sorted(int(name[len(prefix) :]) for name in names if name.startswith(prefix))
+    return {"seen": seen}
 
 
 def remove_marks(request: Answer) -> None:
@@ -83,15 +83,15 @@ def _mark(folder: str, request: Answer) -> Path:
 
 def _marked_folders(request: Answer) -> dict[str, str]:
     """Return for each folder of the run "" where a mark was left there, or why not."""
-    found = {}
+    reasons = {}
     for folder in request["folders"]:
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)
             _mark(folder, request).touch(exist_ok=False)  # a planted link is not followed
-            found[folder] = ""
+            reasons[folder] = ""
         except OSError as error:
-            found[folder] = str(error.strerror or error)
-    return found
+            reasons[folder] = str(error.strerror or error)
+    return reasons
 
 
 def _devices() -> Answer:
@@ -100,23 +100,23 @@ def _devices() -> Answer:
     if shutil.which("nvidia-smi"):
         command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
         with suppress(OSError, subprocess.TimeoutExpired):
-            found = subprocess.run(command, capture_output=True, text=True, timeout=10)
-            gpus = found.stdout.split("\n")[:-1] if found.returncode == 0 else []
+            listing = subprocess.run(command, capture_output=True, text=True, timeout=10)
+            gpus = listing.stdout.split("\n")[:-1] if listing.returncode == 0 else []
     return {"cores": len(os.sched_getaffinity(0)), "memory": psutil.virtual_memory().total, "gpus": gpus}
 
 
 def interfaces(again: bool = True) -> dict[str, Answer]:
     """Return addresses, state and rate (Mbit/s, 0 where unknown) of each interface."""
     states = psutil.net_if_stats()
-    found = {}
+    links = {}
     for name, entries in psutil.net_if_addrs().items():
         state = states.get(name)
         is_up, mbit = (state.isup, state.speed) if state else (False, 0)
-        found[name] = {"addresses": probe.internet_addresses(entries), "up": is_up, "mbit": mbit}
-    if again and any(one["addresses"] and not one["up"] for one in found.values()):
+        links[name] = {"addresses": probe.internet_addresses(entries), "up": is_up, "mbit": mbit}
+    if again and any(link["addresses"] and not link["up"] for link in links.values()):
         time.sleep(_LINK_SECONDS)
         return interfaces(again=False)
-    return found
+    return links
 
 
 def _resolved(name: str) -> str | None:
@@ -129,10 +129,10 @@ def _resolved(name: str) -> str | None:
 def way_to(address: str) -> Answer:
     """Return the own address and interface from which packets to a host leave, or why there is none."""
     try:
-        own, name = probe.way_to(address)
+        address_here, name = probe.way_to(address)
     except OSError as error:
         return {"address": None, "interface": None, "why": str(error.strerror or error)}
-    return {"address": own, "interface": name, "why": ""}
+    return {"address": address_here, "interface": name, "why": ""}
 
 
 def _holder(port: int) -> str | None:
@@ -143,9 +143,14 @@ def _holder(port: int) -> str | None:
     except OSError as error:
         why = str(error.strerror or error)
     with suppress(psutil.Error):
-        for one in psutil.net_connections("tcp"):
-            if one.laddr and one.laddr.port == port and one.status == psutil.CONN_LISTEN and one.pid:
-                return f"process {one.pid} ({psutil.Process(one.pid).name()})"
+        for connection in psutil.net_connections("tcp"):
+            if (
+                connection.laddr
+                and connection.laddr.port == port
+                and connection.status == psutil.CONN_LISTEN
+                and connection.pid
+            ):
+                return f"process {connection.pid} ({psutil.Process(connection.pid).name()})"
     return why
 
 
@@ -162,17 +167,17 @@ def _flat(path: str) -> dict[str, str] | None:
         value = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    found: dict[str, str] = {}
+    values: dict[str, str] = {}
 
-    def walk(where: str, one: Any) -> None:
-        if isinstance(one, dict) and one:
-            for key, inner in one.items():
+    def walk(where: str, part: Any) -> None:
+        if isinstance(part, dict) and part:
+            for key, inner in part.items():
                 walk(f"{where}.{key}" if where else str(key), inner)
         else:
-            found[where] = json.dumps(one)
+            values[where] = json.dumps(part)
 
     walk("", value)
-    return found
+    return values
 
 
 def main() -> None:

@@ -33,9 +33,9 @@ from ds_ring.comm.exchange import Exchange
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.comm.messages import Message
 from ds_ring.config.section import RingConfig
-from ds_ring.data.run_folder import mark_ring
-from ds_ring.engines.deepspeed.initialize import init_distributed
 from ds_ring.health.joining import presence
+from ds_ring.integrations.deepspeed.initialize import init_distributed
+from ds_ring.integrations.deepspeed.run_folder import mark_ring
 from ds_ring.masks.catalog import Causal, SlidingWindow
 from ds_ring.ops.context import RingContext, context_for
 from ds_ring.ops.options import Options
@@ -45,9 +45,9 @@ from ds_ring.ops.ring_op import ring_attention_op
 from ds_ring.schedule.layout import Layout, expand_runs
 from ds_ring.schedule.lowering import lower_rank
 from ds_ring.schedule.steps import Recv, Send
-from ds_ring.simulation.rank import GlobalSizes, read_shard
+from ds_ring.simulation.rank import GlobalSizes, shard_of
 from ds_ring_launcher.doctor.findings import MARK
-from ds_ring_launcher.profile.measure import ProfileJob, measure_rank
+from ds_ring_launcher.doctor.measure import AttentionJob, measure_rank
 
 EXACT_TOKENS, EXACT_HEADS, EXACT_KV_HEADS, EXACT_WIDTH = 64, 4, 2, 16  # of the comparison; tokens a rank
 MEMORY_TOKENS, MEMORY_TOKENS_A_RANK, MEMORY_HEADS, MEMORY_WIDTH = 16384, 256, 8, 32
@@ -118,9 +118,11 @@ def self_test(mesh: RingMesh, options: Options) -> list[RankAnswer]:
     clock = _clock()
     here = (dist.get_rank(), mesh.ring_rank, mesh.ring_size, socket.gethostname(), presence().host[-12:])
     dtype = str(_kind(mesh)[0]).removeprefix("torch.")
-    own = RankAnswer(*here, dtype, error, traffic._asdict(), *planned, shard, memory, alone, link, *clock)
+    rank_answer = RankAnswer(
+        *here, dtype, error, traffic._asdict(), *planned, shard, memory, alone, link, *clock
+    )
     answers: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(answers, own)
+    dist.all_gather_object(answers, rank_answer)
     return answers
 
 
@@ -153,12 +155,12 @@ class Traffic(NamedTuple):
 @contextmanager
 def record_traffic() -> Iterator[list[Traffic]]:
     """Record what this process moves inside the block; the list has it once the block has ended."""
-    found: list[Traffic] = []
+    traffic: list[Traffic] = []
     config = _ExperimentalConfig(profile_all_threads=True)
     kinds = [ProfilerActivity.CPU]
     with profile(activities=kinds, record_shapes=True, experimental_config=config) as profiler:
-        yield found
-    found.append(_traffic(profiler.profiler.kineto_results.events()))
+        yield traffic
+    traffic.append(_traffic(profiler.profiler.kineto_results.events()))
 
 
 def _traffic(events: Iterable[Any]) -> Traffic:
@@ -204,12 +206,12 @@ def _exactness(mesh: RingMesh, options: Options) -> tuple[float, Traffic, tuple[
     sizes = GlobalSizes(
         1, EXACT_HEADS, EXACT_KV_HEADS, EXACT_TOKENS * mesh.ring_size, EXACT_WIDTH, torch.float32
     )
-    job = ProfileJob(sizes, Causal(), options=options)
+    job = AttentionJob(sizes, Causal(), options=options)
     layout = job.layout(mesh.ring_size)
     context = context_for(job.pattern, layout, mesh, by_messages)
     dtype, device = _kind(mesh)
     shards = {
-        name: read_shard(job.source, layout, name, mesh.ring_rank).to(device, dtype)
+        name: shard_of(job.source, layout, name, mesh.ring_rank).to(device, dtype)
         for name in ("q", "k", "v", "grad_out")
     }
     grad_out = shards.pop("grad_out")
@@ -226,7 +228,7 @@ def _exactness(mesh: RingMesh, options: Options) -> tuple[float, Traffic, tuple[
     if by_messages != options:
         run(context_for(job.pattern, layout, mesh, options))
     whole = {
-        name: read_shard(job.source, job.layout(1), name, 0).to(dtype) for name in ("q", "k", "v", "grad_out")
+        name: shard_of(job.source, job.layout(1), name, 0).to(dtype) for name in ("q", "k", "v", "grad_out")
     }
     want = _dense_causal(**whole)
     positions = torch.from_numpy(expand_runs(layout.runs(mesh.ring_rank)))
@@ -243,14 +245,14 @@ def _planned(context: RingContext, layout: Layout, q: Tensor, k: Tensor, v: Tens
     """Return the numbers that the schedules of this rank send and receive, forward and backward together."""
     plan = planner_of(context, Operands(q, k, v))(context.pattern, layout)
     rank = plan.rank(context.mesh.ring_rank)
-    found = {Send: 0, Recv: 0}
+    counts = {Send: 0, Recv: 0}
     for backward in (False, True):
         for chunk in lower_rank(rank, backward=backward).chunks:
             # both tensors of a message, of all heads of the chunk
             width = 2 * k.shape[0] * len(range(k.shape[1])[chunk.kv_heads]) * k.shape[3]
             for step in (step for steps in chunk.steps.rounds for step in steps.posted):
-                found[type(step)] += step.count * width
-    return found[Send], found[Recv]
+                counts[type(step)] += step.count * width
+    return counts[Send], counts[Recv]
 
 
 def _kind(mesh: RingMesh) -> tuple[torch.dtype, torch.device]:
@@ -288,53 +290,54 @@ def _memory(mesh: RingMesh, options: Options) -> tuple[float, float]:
         return _memory_on_cuda(mesh, options)
     tokens = max(MEMORY_TOKENS, MEMORY_TOKENS_A_RANK * mesh.ring_size)
     job = _memory_job(tokens, torch.float32, options)
-    here = measure_rank(mesh, job, times=False).memory.peak_bytes / tokens
+    here = measure_rank(mesh, job).peak_bytes / tokens
     if dist.get_rank():  # once is enough, and takes P times the memory
         return here, 0.0
     job = _memory_job(MEMORY_TOKENS, torch.float32, options)
-    return here, measure_rank(RingMesh.single(), job, times=False).memory.peak_bytes / MEMORY_TOKENS
+    return here, measure_rank(RingMesh.single(), job).peak_bytes / MEMORY_TOKENS
 
 
-def _memory_job(tokens: int, dtype: torch.dtype, options: Options) -> ProfileJob:
+def _memory_job(tokens: int, dtype: torch.dtype, options: Options) -> AttentionJob:
     sizes = GlobalSizes(1, MEMORY_HEADS, MEMORY_HEADS, tokens, MEMORY_WIDTH, dtype)
-    return ProfileJob(sizes, NARROW, options=options)
+    return AttentionJob(sizes, NARROW, options=options)
 
 
 def _memory_on_cuda(mesh: RingMesh, options: Options) -> tuple[float, float]:
     """Return the same by the allocator's own count. (For CUDA, not run so far: no GPU was at hand.)"""
-    found = []
-    for one, tokens in ((mesh, MEMORY_TOKENS * mesh.ring_size), (RingMesh.single(), MEMORY_TOKENS)):
+    peaks = []
+    for mesh_used, tokens in ((mesh, MEMORY_TOKENS * mesh.ring_size), (RingMesh.single(), MEMORY_TOKENS)):
         job = _memory_job(tokens, torch.bfloat16, options)
-        layout = job.layout(one.ring_size)
-        context = context_for(job.pattern, layout, one, options)
+        layout = job.layout(mesh_used.ring_size)
+        context = context_for(job.pattern, layout, mesh_used, options)
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         q, k, v, grad_out = (
-            read_shard(job.source, layout, name, one.ring_rank).cuda() for name in ("q", "k", "v", "grad_out")
+            shard_of(job.source, layout, name, mesh_used.ring_rank).cuda()
+            for name in ("q", "k", "v", "grad_out")
         )
         out, _ = ring_attention_op(*(x.requires_grad_() for x in (q, k, v)), context.handle)
         out.backward(grad_out)
         torch.cuda.synchronize()
-        found.append((torch.cuda.max_memory_allocated() - before) / tokens)
+        peaks.append((torch.cuda.max_memory_allocated() - before) / tokens)
         del q, k, v, grad_out, out
-    return found[0], found[1]
+    return peaks[0], peaks[1]
 
 
 def _link(mesh: RingMesh) -> Link | None:
     """Return this rank's link to the next rank; links are measured one after the other."""
     if mesh.ring_size == 1:
         return None
-    exchange, found = Exchange(mesh), None
+    exchange, link = Exchange(mesh), None
     device = _kind(mesh)[1]
     for source in range(mesh.ring_size):
         target = (source + 1) % mesh.ring_size
         if mesh.ring_rank in (source, target):
             timed = _timed(exchange, mesh.ring_rank == source, target, source, device)
             if mesh.ring_rank == source:
-                found = Link(mesh.global_rank_of(source), mesh.global_rank_of(target), *timed)
+                link = Link(mesh.global_rank_of(source), mesh.global_rank_of(target), *timed)
         dist.barrier(group=mesh.ring_group)  # the others wait until this link has been measured
-    return found
+    return link
 
 
 def _timed(
@@ -405,7 +408,10 @@ def main() -> int:
     mesh = RingMesh.from_world(config.ring_size, config.ulysses_size)
     answers = self_test(mesh, Options.of(config))
     if dist.get_rank() == 0:
-        meta = [{**one._asdict(), "link": one.link and one.link._asdict()} for one in answers]
+        meta = [
+            {**rank_answer._asdict(), "link": rank_answer.link and rank_answer.link._asdict()}
+            for rank_answer in answers
+        ]
         print(MARK + json.dumps(meta), flush=True)
     mesh.close()
     dist.destroy_process_group()

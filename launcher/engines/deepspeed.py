@@ -68,14 +68,15 @@ def _slots(job: Job) -> tuple[dict[str, int], list[str]]:
     # DeepSpeed overwrites CUDA_VISIBLE_DEVICES with 0, 1, 2, ... unless `--include` has the same, and it
     # checks the numbers there against the hostfile's slots.
     slots = {host.name: host.slots for host in job.cluster.hosts}
-    own = job.cluster.hosts[job.node_rank]
-    devices = _visible_devices(job, own.slots)
-    if devices == list(range(own.slots)):
+    host_here = job.cluster.hosts[job.node_rank]
+    devices = _visible_devices(job, host_here.slots)
+    if devices == list(range(host_here.slots)):
         return slots, []
     chosen = {
-        name: f"{own.name}:{','.join(map(str, devices))}" if name == own.name else name for name in slots
+        name: f"{host_here.name}:{','.join(map(str, devices))}" if name == host_here.name else name
+        for name in slots
     }
-    return {**slots, own.name: max(devices) + 1}, [f"--include={'@'.join(chosen.values())}"]
+    return {**slots, host_here.name: max(devices) + 1}, [f"--include={'@'.join(chosen.values())}"]
 
 
 def _visible_devices(job: Job, slots: int) -> list[int]:

@@ -1,14 +1,13 @@
 """Define what an engine is: the program that starts the ranks of a job.
 
-A new engine is a subclass in a file of its own, and a row of engines.py. Files of engines whose module also
-runs in each rank (mpirun.py, slurm.py) import what takes time inside functions.
+A new engine is a subclass in a file of its own, and a row in engines.py, which fills `ENGINES`. Files of
+engines whose module also runs in each rank (mpirun.py, slurm.py) import what takes time inside functions.
 """
 
 from __future__ import annotations
 
 import shlex
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +17,7 @@ from ..run.run_folder import FOLDER_VARIABLE
 if TYPE_CHECKING:
     from ds_ring.config.messages import Problem
 
-    from ..cluster.cluster import Cluster, Host
+    from ..cluster.cluster import Cluster
 
 _SSH_ADVICE = "install an ssh client, or set ssh: false and start ds-ring on every host with --node-rank"
 
@@ -59,13 +58,12 @@ class Engine(ABC):
         """Return what this engine cannot do of a YAML whose keys are right by themselves."""
         return []
 
-    def order_hosts(self, hosts: tuple[Host, ...], environment: Mapping[str, str]) -> tuple[Host, ...]:
-        """Return the hosts in the order of their ranks; the first host stays the first."""
-        return hosts
-
     def batch_script(self, cluster: Cluster, config: Path, extra_args: tuple[str, ...]) -> str | None:
         """Return a script for the engine's queue that launches the YAML at `config`; None without a queue."""
         return None
+
+
+ENGINES: dict[str, Engine] = {}  # by the word that the cluster YAML has for it
 
 
 def ssh_command(host: str, ssh_port: int | None, module: str = "ds_ring_launcher.run.agent") -> list[str]:

@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 from .deepspeed import DeepSpeed
-from .engine import Engine
+from .engine import ENGINES
 from .mpirun import Mpirun
 from .slurm import Slurm
 from .torchrun import Torchrun
 
-ENGINES: dict[str, Engine] = {
-    "deepspeed": DeepSpeed(),
-    "torchrun": Torchrun(),
-    "mpirun": Mpirun(),
-    "slurm": Slurm(),
-}
+ENGINES |= {"deepspeed": DeepSpeed(), "torchrun": Torchrun(), "mpirun": Mpirun(), "slurm": Slurm()}

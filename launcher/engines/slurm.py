@@ -12,9 +12,8 @@ import os
 import re
 import shlex
 import signal
-import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,18 +22,14 @@ from ..run.run_folder import PREEMPTED
 from .engine import NUMBERS_OF_RANKS, Engine
 
 if TYPE_CHECKING:
-    from ..cluster.cluster import Cluster, Host
+    from ..cluster.cluster import Cluster
 
 _FROM_SLURM = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_NTASKS", "LOCAL_RANK": "SLURM_LOCALID"}
-_SWITCH = re.compile(
-    r"^SwitchName=(?P<name>\S+) Level=(?P<level>\d+) .*?\bNodes=(?P<nodes>\S+)", re.MULTILINE
-)
 _OPTIONS = (
     "EXPORT_ENV", "LABELIO", "STDINMODE", "STDOUTMODE", "STDERRMODE", "WORKING_DIR", "WAIT", "NO_KILL",
     "TASK_PROLOG", "TASK_EPILOG", "PROLOG", "EPILOG", "OVERCOMMIT", "TIMELIMIT", "EXCLUSIVE", "OVERLAP",
     "MULTI_PROG", "HINT", "MEM_BIND", "OPEN_MODE", "SRUN_REDUCE_TASK_EXIT",
 )  # fmt: skip
-_SCONTROL_SECONDS = 30
 _PLAIN = ("--mpi=none", "--cpu-bind=none", "--unbuffered")  # nothing of MPI's, nothing held back
 _SIGNAL_SECONDS = 120  # before the time limit, unless grace_seconds needs more
 _SRUN_ADVICE = (
@@ -81,16 +76,6 @@ class Slurm(Engine):
         """Return the srun that runs a module on one host of the allocation, next to the job there."""
         argv = ["srun", "--nodes=1", "--ntasks=1", f"--nodelist={host}", "--overlap", "--quiet", *_PLAIN]
         return [*argv, *module_command(module)], _SRUN_ADVICE
-
-    def order_hosts(self, hosts: tuple[Host, ...], environment: Mapping[str, str]) -> tuple[Host, ...]:
-        """Return the hosts in the order of their switches, where Slurm knows those.
-
-        Neighbours in the ring then share a switch. The first host stays the first one: it is the master.
-        """
-        if "SLURM_JOB_ID" not in environment or len(hosts) < 3:
-            return hosts
-        switches = _switches(_scontrol("topology"), lambda nodes: _scontrol("hostnames", nodes).split())
-        return by_switch(hosts, switches)
 
     def batch_script(self, cluster: Cluster, config: Path, extra_args: tuple[str, ...]) -> str | None:
         """Return a script for sbatch that runs `ds-ring launch` on the YAML at `config` in its allocation."""
@@ -144,52 +129,7 @@ exit "$status"
 """
 
 
-def by_switch(hosts: Sequence[Host], switches: Mapping[str, Sequence[str]]) -> tuple[Host, ...]:
-    """Return hosts of one switch side by side, else as they were.
-
-    Args:
-        hosts: in the order of the YAML.
-        switches: host name -> its switches, from the top of the tree down to its leaf.
-    """
-    first: dict[tuple[str, ...], int] = {}  # a switch has the place of its first host
-    ways = [tuple(switches.get(host.name, ())) for host in hosts]
-    for index, way in enumerate(ways):
-        for depth in range(1, len(way) + 1):
-            first.setdefault(way[:depth], index)
-
-    def rank_of(index: int) -> tuple[int, ...]:
-        way = ways[index]
-        return (*(first[way[:depth]] for depth in range(1, len(way) + 1)), index)
-
-    return tuple(hosts[index] for index in sorted(range(len(hosts)), key=rank_of))
-
-
-def _switches(topology: str, names_in: Callable[[str], Sequence[str]]) -> dict[str, list[str]]:
-    """Return each host's switches, top first, of what `scontrol show topology` prints.
-
-    Args:
-        topology: a line for each switch; none where Slurm has no topology.
-        names_in: returns the names of a host list such as gpu[0-3].
-    """
-    found: dict[str, list[str]] = {}
-    for switch in sorted(_SWITCH.finditer(topology), key=lambda one: -int(one["level"])):
-        for name in names_in(switch["nodes"]):
-            found.setdefault(name, []).append(switch["name"])
-    return found
-
-
-def _scontrol(*what: str) -> str:
-    """Return what it prints; empty if it has no output, or is missing."""
-    try:
-        done = subprocess.run(
-            ["scontrol", "show", *what], capture_output=True, text=True, timeout=_SCONTROL_SECONDS
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout if done.returncode == 0 else ""
-
-
-def environment_of(around: Mapping[str, str]) -> dict[str, str]:
+def read_rank_numbers(around: Mapping[str, str]) -> dict[str, str]:
     """Return what the script's environment has of Slurm's place for this task.
 
     Raises:
@@ -198,7 +138,7 @@ def environment_of(around: Mapping[str, str]) -> dict[str, str]:
     missing = [name for name in _FROM_SLURM.values() if name not in around]
     if missing:
         sys.exit(f"engines.slurm: expected to be started by Slurm's srun, which sets {missing[0]}")
-    found = {name: around[source] for name, source in _FROM_SLURM.items()}
+    numbers = {name: around[source] for name, source in _FROM_SLURM.items()}
     # "8(x64)", or "2(x3),1": the nodes with as many tasks follow one another.
     counts: list[str] = []
     for part in around.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
@@ -206,13 +146,13 @@ def environment_of(around: Mapping[str, str]) -> dict[str, str]:
         counts += [tasks] * int(times.rstrip(")") or 1)
     node = int(around.get("SLURM_NODEID", "0"))
     if node < len(counts) and counts[node].isdecimal():
-        found["LOCAL_SIZE"] = counts[node]
-    return found
+        numbers["LOCAL_SIZE"] = counts[node]
+    return numbers
 
 
 def main(argv: list[str]) -> None:
     """Run `argv`, a script or -m and a module with their arguments, in this process."""
-    os.environ.update(environment_of(os.environ))
+    os.environ.update(read_rank_numbers(os.environ))
     os.execv(sys.executable, [sys.executable, "-u", *argv])
 
 

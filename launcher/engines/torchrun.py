@@ -59,9 +59,9 @@ def main(arguments: list[str]) -> None:
     name = "TCPStore"
     store = getattr(rendezvous, name)
 
-    def made(host: str, port: int, world_size: int, is_master: bool, timeout: Any, **more: Any) -> Any:
-        more |= loopback_listener(host, port) if is_master else {}
-        return store(host, port, world_size, is_master, timeout, **more)
+    def made(host: str, port: int, world_size: int, is_master: bool, timeout: Any, **options: Any) -> Any:
+        options |= loopback_listener(host, port) if is_master else {}
+        return store(host, port, world_size, is_master, timeout, **options)
 
     setattr(rendezvous, name, made)
     if arguments[:1] != [_BRIEF]:

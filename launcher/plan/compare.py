@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from .estimate import Estimate, fits, training_step
 from .model_memory import FLOAT, LocalTokens, TrainingStep
-from .options import MAX_TOKENS, flags_of, longest_that, option_sets
+from .options import MAX_TOKENS, list_flags, longest_that, option_sets
 from .pass_memory import PassMemory
 from .training_setting import ELEMENT_BYTES, TrainingSetting
 
@@ -61,7 +61,7 @@ class _Method(NamedTuple):
 
 
 def compare(
-    found: Estimate, longest_tokens: int, most: tuple[int, tuple[str, ...]] | None = None
+    planned: Estimate, longest_tokens: int, most: tuple[int, tuple[str, ...]] | None = None
 ) -> list[ComparisonRow]:
     """Return ds_ring's own row and those of the other methods, for the same model, tokens and devices.
 
@@ -72,10 +72,18 @@ def compare(
         longest_tokens: of ds_ring on these devices.
         most: the same with all that --fit may add, and with which options; None without --fit.
     """
-    setting, sent = found.setting, found.attention.forward_bytes + found.attention.backward_bytes
+    setting, sent = planned.setting, planned.attention.forward_bytes + planned.attention.backward_bytes
     ranks = setting.ring_size * setting.ulysses_size
-    own = ("ds_ring", ranks, found.peak.total, found.node_host_bytes, sent, found.fits, flags_of(setting))
-    rows = [ComparisonRow(*own, longest_tokens, *(most or ()))]
+    ring_figures = (
+        "ds_ring",
+        ranks,
+        planned.peak.total,
+        planned.node_host_bytes,
+        sent,
+        planned.fits,
+        list_flags(setting),
+    )
+    rows = [ComparisonRow(*ring_figures, longest_tokens, *(most or ()))]
     for method in _METHODS:
         mine = method.with_own_options(setting)
         step = method.step(mine)
@@ -84,10 +92,10 @@ def compare(
                 method.name,
                 method.ranks(setting),
                 step.peak().total,
-                step.host_bytes * setting.devices_of_node,
+                step.host_bytes * setting.node_devices,
                 method.sent(setting),
                 fits(setting, step.moments()),
-                flags_of(mine),
+                list_flags(mine),
                 longest_that(partial(_has_room, method, mine), setting.devices, MAX_TOKENS, 1, FINE),
                 *(() if most is None else _most(method, mine)),
             )
@@ -104,11 +112,13 @@ def _most(method: _Method, setting: TrainingSetting) -> tuple[int, tuple[str, ..
     """Return a method's longest sequence with any of the options, and the fewest that it needs for it."""
 
     def with_room(tokens: int) -> TrainingSetting | None:
-        return next((one for _, one in option_sets(setting) if _has_room(method, one, tokens)), None)
+        return next(
+            (candidate for _, candidate in option_sets(setting) if _has_room(method, candidate, tokens)), None
+        )
 
     tokens = longest_that(lambda tried: with_room(tried) is not None, setting.devices, MAX_TOKENS, 1, FINE)
-    found = with_room(tokens)
-    return tokens, () if found is None else flags_of(found)
+    best = with_room(tokens)
+    return tokens, () if best is None else list_flags(best)
 
 
 def _ulysses_ranks(setting: TrainingSetting) -> int:
@@ -125,15 +135,15 @@ def _ulysses_step(setting: TrainingSetting) -> TrainingStep:
     return _step(setting, tokens, PassMemory(0, inside * (model.heads // ranks) * model.head_dim * FLOAT, 0))
 
 
-def _of_others(setting: TrainingSetting) -> TrainingSetting:
+def _apply_checkpointing(setting: TrainingSetting) -> TrainingSetting:
     """Turn on what all of them train long sequences with: checkpointing, and attention computed again."""
     return replace(setting, checkpointing=True, recompute_attention=1.0)
 
 
-def _of_alst(setting: TrainingSetting) -> TrainingSetting:
+def _apply_alst(setting: TrainingSetting) -> TrainingSetting:
     zero, model = setting.zero, setting.model
     return replace(
-        _of_others(setting),
+        _apply_checkpointing(setting),
         loss_tokens=max(GIB // (FLOAT * model.vocab), 1),
         mlp_tokens=model.hidden,
         offload_checkpoints=True,
@@ -146,8 +156,8 @@ def _of_alst(setting: TrainingSetting) -> TrainingSetting:
     )
 
 
-def _of_trl(setting: TrainingSetting) -> TrainingSetting:
-    return replace(_of_others(setting), loss_tokens=CHUNK_TOKENS, offload_checkpoints=True)
+def _apply_trl(setting: TrainingSetting) -> TrainingSetting:
+    return replace(_apply_checkpointing(setting), loss_tokens=CHUNK_TOKENS, offload_checkpoints=True)
 
 
 def _torch_step(setting: TrainingSetting) -> TrainingStep:
@@ -182,7 +192,9 @@ def _sent_by_torch(setting: TrainingSetting) -> int:
 
 
 _METHODS = (
-    _Method("DeepSpeed Ulysses", _of_others, _ulysses_step, _ulysses_ranks, _sent_by_ulysses),
-    _Method("ALST", _of_alst, _ulysses_step, _ulysses_ranks, _sent_by_ulysses),
-    _Method("torch context parallel, TRL's guide", _of_trl, _torch_step, lambda s: s.devices, _sent_by_torch),
+    _Method("DeepSpeed Ulysses", _apply_checkpointing, _ulysses_step, _ulysses_ranks, _sent_by_ulysses),
+    _Method("ALST", _apply_alst, _ulysses_step, _ulysses_ranks, _sent_by_ulysses),
+    _Method(
+        "torch context parallel, TRL's guide", _apply_trl, _torch_step, lambda s: s.devices, _sent_by_torch
+    ),
 )

@@ -45,20 +45,23 @@ def head_swaps(setting: TrainingSetting, local_tokens: int) -> HeadSwaps:
     if size == 1:
         return HeadSwaps(0, 0.0)
     row_bytes = model.head_dim * ELEMENT_BYTES[setting.dtype]
-    own = setting.batch * local_tokens // size * row_bytes * swapped_heads(model.heads, model.kv_heads)
+    shard_bytes = (
+        setting.batch * local_tokens // size * row_bytes * swapped_heads(model.heads, model.kv_heads)
+    )
     return HeadSwaps(
-        own * (size - 1) // size, swap_seconds(own, size, hardware) + SWAPS * hardware.link_latency_s
+        shard_bytes * (size - 1) // size,
+        swap_seconds(shard_bytes, size, hardware) + SWAPS * hardware.link_latency_s,
     )
 
 
-def swap_seconds(own: int, size: int, hardware: Hardware) -> float:
+def swap_seconds(shard_bytes: int, size: int, hardware: Hardware) -> float:
     """Return the seconds in which all-to-alls of `size` ranks move their own bytes, without latency."""
     # Ulysses ranks are neighbours in the world: of a rank's peers so many share its node.
     inside = min(size, hardware.devices_per_node) - 1
     rates = (hardware.intra_node_bytes_per_s, hardware.inter_node_bytes_per_s)
     peers = (inside, size - 1 - inside)
     # both kinds of link are at work at once
-    return max(own * count / size / rate for count, rate in zip(peers, rates, strict=True))
+    return max(shard_bytes * count / size / rate for count, rate in zip(peers, rates, strict=True))
 
 
 # of heads from the host: one computed, one that is not done with, and the next one on its way
@@ -105,7 +108,7 @@ class Estimate(NamedTuple):
     @property
     def node_host_bytes(self) -> int:
         """Return the most memory on a node's host, of all its devices."""
-        return self.host_peak.host_total * self.setting.devices_of_node
+        return self.host_peak.host_total * self.setting.node_devices
 
     @property
     def fits(self) -> bool:
@@ -121,7 +124,7 @@ class Estimate(NamedTuple):
 def fits(setting: TrainingSetting, moments: list[MemoryMoment]) -> bool:
     """Return whether device and host have enough memory at every moment."""
     host = setting.usable_host_bytes or 0.0
-    return all(one.total <= setting.usable_bytes and one.host_total <= host for one in moments)
+    return all(moment.total <= setting.usable_bytes and moment.host_total <= host for moment in moments)
 
 
 def least_step(setting: TrainingSetting) -> TrainingStep:
@@ -145,9 +148,9 @@ def training_step(setting: TrainingSetting, slots: int, ring: PassMemory) -> Tra
     return TrainingStep(
         model, setting.zero, tokens, ring, setting.checkpointing, 1 - setting.recompute_attention,
         setting.loss_tokens, setting.mlp_tokens, setting.offload_checkpoints, setting.host_is_device,
-        heads_here(setting, slots), sum(others[kind].kept for kind in model.other_layers),
-        max((one.kept for one in others.values()), default=0),
-        max((one.messages for one in others.values()), default=0) * (setting.ring_size * ulysses > 1),
+        heads_here(setting, slots), sum(others[kind].kept_bytes for kind in model.other_layers),
+        max((memory.kept_bytes for memory in others.values()), default=0),
+        max((memory.messages for memory in others.values()), default=0) * (setting.ring_size * ulysses > 1),
     )  # fmt: skip
 
 
@@ -203,8 +206,8 @@ def estimate(
     swaps, times = head_swaps(setting, attention.layout.local_tokens), 2 + setting.checkpointing
     swap_s = times * model.attention_layers * swaps.seconds
     other_layers_s = sum(
-        one.layers * ((1 + setting.checkpointing) * one.forward_s + one.backward_s)
-        for one in attention.other_layers
+        layer.layers * ((1 + setting.checkpointing) * layer.forward_s + layer.backward_s)
+        for layer in attention.other_layers
     )
     # An all-reduce sends 2 (W-1)/W of its size, a gather or scatter one. Stage 3 gathers the parameters twice
     # and scatters gradients once (Rajbhandari et al. 2020, section 7).
@@ -254,7 +257,7 @@ def host_traffic(setting: TrainingSetting, step: TrainingStep) -> tuple[int, flo
     if zero.offload_optimizer:
         moved += 2 * zero.element_bytes * share
         if hardware.host_memory_bytes_per_s is not None:
-            adam_s = 28 * share * setting.devices_of_node / hardware.host_memory_bytes_per_s
+            adam_s = 28 * share * setting.node_devices / hardware.host_memory_bytes_per_s
     if zero.offload_parameters and zero.stage == 3:
         moved += 3 * zero.element_bytes * share
     link = hardware.host_link_bytes_per_s

@@ -23,7 +23,7 @@ from ds_ring.config.messages import (
     shown,
 )
 from ds_ring.errors import RingConfigError
-from ds_ring.registry import FAST_KERNELS, unmeasured
+from ds_ring.plugin import FAST_KERNELS, unmeasured
 
 from ..cluster.cluster_file import read_mapping
 from . import known_hardware
@@ -140,13 +140,13 @@ class Hardware(Section):
 
     def flops(self, dtype: str) -> float:
         """Return peak FLOPs per second in a dtype."""
-        found: float | None = getattr(self.peak_flops, dtype, None)
-        if found is None:
+        rate: float | None = getattr(self.peak_flops, dtype, None)
+        if rate is None:
             known = [name for name in DTYPES if getattr(self.peak_flops, name) is not None]
             advice = "add it under peak_flops, or take another dtype"
             what = sentence(f"one of {', '.join(known)}", dtype, advice)
             raise RingConfigError(f"hardware {self.name}: dtype: {what}")
-        return found
+        return rate
 
     def runs(self, kernel: str, kinds: Iterable[str]) -> str:
         """Return the kernel of a name of the JSON.
@@ -157,21 +157,21 @@ class Hardware(Section):
         Raises:
             RingConfigError: the file has no rates of it.
         """
-        own, others = self.kernel or FAST_KERNELS[self.kind], self.attention_by_kernel or {}
-        found = kernel
+        default, others = self.kernel or FAST_KERNELS[self.kind], self.attention_by_kernel or {}
+        runs = kernel
         if kernel == "auto":
-            found = self.kernel or unmeasured(self.kind, kinds, (own, *others))
-        if found != own and found not in others:
-            known = ", ".join((own, *others))
+            runs = self.kernel or unmeasured(self.kind, kinds, (default, *others))
+        if runs != default and runs not in others:
+            known = ", ".join((default, *others))
             advice = "add it under attention_by_kernel, or take another file"
             raise RingConfigError(
-                f"hardware {self.name}: kernel: {sentence(f'one of {known}', found, advice)}"
+                f"hardware {self.name}: kernel: {sentence(f'one of {known}', runs, advice)}"
             )
-        return found
+        return runs
 
     def efficiency(self, kernel: str) -> AttentionEfficiency:
         """Return the efficiency of a kernel that `runs` has returned."""
-        by_name = {str(name): found for name, found in (self.attention_by_kernel or {}).items()}
+        by_name = {str(name): efficiency for name, efficiency in (self.attention_by_kernel or {}).items()}
         return by_name.get(kernel, self.attention_efficiency)
 
 

@@ -16,16 +16,14 @@ from ds_ring.config.messages import sentence, shown
 from ds_ring.config.section import RingConfig
 from ds_ring.errors import RingConfigError
 from ds_ring.masks.pattern import Pattern
-from ds_ring.registry import PASSES
+from ds_ring.plugin import PASSES
 
 from ..commands.parsers import require_sizes
 from .hardware import Hardware, read_hardware
 from .model_file import (
     layer_patterns,
-    model_of,
     patterns_by,
-    read_hf_config,
-    text_part,
+    read_model,
     with_layer_types,
 )
 from .model_memory import Zero
@@ -39,7 +37,7 @@ from .options import (
     tiled_mlp,
     with_cheapest_options,
 )
-from .other_layers import Kind, Lookup, Selection, lookups_of
+from .other_layers import Kind, Selection
 from .training_setting import ELEMENT_BYTES, TrainingSetting
 
 _Raw = dict[str, Any]
@@ -57,27 +55,27 @@ _MAX_SIZES = {
 }
 
 
-def settings_of(options: argparse.Namespace, say: Callable[[str], None]) -> TrainingSetting:
+def make_setting(options: argparse.Namespace, say: Callable[[str], None]) -> TrainingSetting:
     """Return what the options ask for; with --tokens or --devices left out, what a search found."""
     if options.tiled_loss is None:
         options.tiled_loss = options.loss_chunk
     require_sizes(options, _MAX_SIZES)
     config, whole = _ring_config(options)
     ulysses = config.ulysses_size
-    given = options.ring_size or (config.ring_size if options.config else None)
-    devices, ring = _sizes(options.devices, given, ulysses)
+    ring_size = options.ring_size or (config.ring_size if options.config else None)
+    devices, ring = _sizes(options.devices, ring_size, ulysses)
     # Checked before any search, which may take seconds.
     setting = _setting(options, config, whole, devices, ring)
     if options.tokens is None and devices is None:
         raise RingConfigError("expected --tokens, --devices or both, got neither; give one of them")
     if devices is None:
         say("the fewest devices that fit")
-        found = fewest_devices(setting)
-        if found is None:
+        smallest = fewest_devices(setting)
+        if smallest is None:
             raise RingConfigError.wrong(
                 "--devices", f"room for {setting.tokens:,} tokens", "none up to 16384", "try --fit"
             )
-        setting = found
+        setting = smallest
     elif options.tokens is None:
         say("the longest sequence that fits")
         return _longest(setting)
@@ -91,8 +89,8 @@ def _ring_config(options: argparse.Namespace) -> tuple[RingConfig, _Raw]:
     """Return the section with the options in it, checked as any section is, and the whole JSON."""
     whole: _Raw = resolve(options.config, RingConfig)[1] if options.config else {SECTION: {}}
     section: _Raw = dict(whole[SECTION])
-    given = {"ring_size": options.ring_size, "ulysses_size": options.ulysses_size, "layout": options.layout}
-    section |= {key: value for key, value in given.items() if value is not None}
+    sizes = {"ring_size": options.ring_size, "ulysses_size": options.ulysses_size, "layout": options.layout}
+    section |= {key: value for key, value in sizes.items() if value is not None}
     if options.pattern is not None:
         section["pattern"] = parse_object(options.pattern, "--pattern")
     if options.ring_size:  # refuses what the JSON would
@@ -135,7 +133,7 @@ def _setting(
             advice = "plan computes ring passes of equally fast ranks: leave the key out for it"
             what = sentence(usual, shown(getattr(config, key)), advice)
             raise RingConfigError(f"--config: {SECTION}.{key}: {what}")
-    model, ulysses = model_of(options), config.ulysses_size
+    model, ulysses = read_model(options), config.ulysses_size
     if ring * ulysses > _MAX_DEVICES:
         expected = f"at most {_MAX_DEVICES:,} ranks"
         raise RingConfigError(f"ring size: {sentence(expected, shown(ring * ulysses), 'take fewer')}")
@@ -155,12 +153,13 @@ def _setting(
     )
     patterns = layer_patterns(config, model_patterns, options.tokens or MAX_TOKENS)
     kinds = model.kinds or (None,) * model.layers
-    attention = Counter(one for one, kind in zip(patterns, kinds, strict=True) if kind is None)
-    others = ((kind, one) for one, kind in zip(patterns, kinds, strict=True) if kind is not None)
-    other_layers: Counter[tuple[Kind | Lookup, Pattern]] = Counter(others)
-    lookups = None if options.hf_config is None else lookups_of(text_part(read_hf_config(options.hf_config)))
-    if lookups is not None:
-        other_layers[lookups[0], patterns[0]] = lookups[1]
+    attention = Counter(
+        layer_pattern for layer_pattern, kind in zip(patterns, kinds, strict=True) if kind is None
+    )
+    others = (
+        (kind, layer_pattern) for layer_pattern, kind in zip(patterns, kinds, strict=True) if kind is not None
+    )
+    other_layers: Counter[tuple[Kind, Pattern]] = Counter(others)
     if ulysses > 1 and any(isinstance(kind, Selection) for kind in model.other_layers):
         expected = "1 for attention over chosen keys"
         raise RingConfigError(f"Ulysses size: {sentence(expected, str(ulysses), 'use a larger ring')}")
@@ -200,8 +199,12 @@ def _with_options(
     """Turn on what the command line or the JSON asks for of `launcher/plan/options.py`."""
     long, gpu = config.long_sequence, not setting.host_is_device
     for key, turn_on in (("tiled_loss", tiled_loss), ("tiled_mlp", tiled_mlp)):
-        asked = getattr(options, key)
-        tile = getattr(long, key) if asked is None else (True if asked == DEFAULT_TILE else asked)
+        tile_option = getattr(options, key)
+        tile = (
+            getattr(long, key)
+            if tile_option is None
+            else (True if tile_option == DEFAULT_TILE else tile_option)
+        )
         if tile is not False:
             setting = turn_on(setting, None if tile in (True, "auto") else tile)
     offloads = long.offload_checkpoints is True or (long.offload_checkpoints == "auto" and gpu)
@@ -238,7 +241,7 @@ def _zero(options: argparse.Namespace, whole: _Raw, dtype: str, devices: int, ki
         "bucket_elements": _number(section, f"{_ZERO}.", "reduce_bucket_size", least=1, most=2**53),
         "live_elements": _number(section, f"{_ZERO}.", "stage3_max_live_parameters", least=0, most=2**53),
     }
-    more = {name: int(value) for name, value in numbers.items() if value is not None}
+    sizes = {name: int(value) for name, value in numbers.items() if value is not None}
     overlap = _flag(section, _ZERO, "overlap_comm")
     return Zero(
         stage,
@@ -249,7 +252,7 @@ def _zero(options: argparse.Namespace, whole: _Raw, dtype: str, devices: int, ki
         # to the host's memory
         offload_optimizer=_mapping(section, "offload_optimizer", f"{_ZERO}.").get("device") == "cpu",
         offload_parameters=_mapping(section, "offload_param", f"{_ZERO}.").get("device") == "cpu",
-        **more,
+        **sizes,
     )
 
 
@@ -285,12 +288,12 @@ def _flag(section: _Raw, prefix: str, key: str) -> bool | None:
 
 def _longest(setting: TrainingSetting) -> TrainingSetting:
     if setting.may_add_options:
-        found = longest_with_options(setting)
+        longest = longest_with_options(setting)
     else:
         tokens = longest_sequence(setting)
-        found = replace(setting, tokens=tokens) if tokens else None
-    if found is None:
+        longest = replace(setting, tokens=tokens) if tokens else None
+    if longest is None:
         raise RingConfigError.wrong(
             "--tokens", f"a length that fits {setting.devices} devices", "none", "take more devices"
         )
-    return found
+    return longest

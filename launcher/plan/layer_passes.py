@@ -14,7 +14,7 @@ from typing import NamedTuple
 from ds_ring.kernels.flex.layouts import executed_of_fullest
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import Tiles
-from ds_ring.registry import KERNELS
+from ds_ring.plugin import KERNELS
 from ds_ring.schedule.choose import AS_FAST, bound_to_one_head, work_of_ranks
 from ds_ring.schedule.layout import Layout, make_layout
 from ds_ring.schedule.lowering import chunk_bytes_on, stage_shards
@@ -58,26 +58,29 @@ def total_cost(passes: Sequence[LayerPass]) -> PassCost:
     """Return the sum of the passes of all layers."""
     if not passes:  # all attention is over chosen keys
         return PassCost(0, 0, 0, 0, 0.0, 0.0, 0.0, 0, 0, 0)
-    weighted = [[one.layers * value for value in vars(one.cost).values()] for one in passes]
+    weighted = [
+        [layer_pass.layers * value for value in vars(layer_pass.cost).values()] for layer_pass in passes
+    ]
     return PassCost(*(sum(values) for values in zip(*weighted, strict=True)))
 
 
-def blocks_of(setting: TrainingSetting) -> int:
+def get_block_side(setting: TrainingSetting) -> int:
     """Return the side of the blocks in which the kernel computes; 1 for one that does not."""
     return setting.block_size if KERNELS[setting.kernel_that_runs].takes_blocks else 1
 
 
-def layout_of(setting: TrainingSetting) -> Layout:
+def plan_layout(setting: TrainingSetting) -> Layout:
     """Return the layout of all layers."""
     return make_layout(
         setting.layout, tokens=setting.tokens, ring_size=setting.ring_size,
-        pattern=dict(setting.mix_of_layout), multiple_of=setting.ulysses_size, block_size=blocks_of(setting),
+        pattern=dict(setting.layout_mix), multiple_of=setting.ulysses_size,
+        block_size=get_block_side(setting),
     )  # fmt: skip
 
 
-def plans_of(setting: TrainingSetting, layout: Layout | None = None) -> list[tuple[Plan, int]]:
+def build_plans(setting: TrainingSetting, layout: Layout | None = None) -> list[tuple[Plan, int]]:
     """Build the plans of one rank's heads for each pattern, with their numbers of layers, on one layout."""
-    layout = layout_of(setting) if layout is None else layout
+    layout = plan_layout(setting) if layout is None else layout
     heads, kv_heads = (n // setting.ulysses_size for n in (setting.model.heads, setting.model.kv_heads))
     shape, node = pass_shape(setting, layout), setting.node_ranks or None
     node = setting.ring_size if setting.ring_is_in_node else node
@@ -86,17 +89,17 @@ def plans_of(setting: TrainingSetting, layout: Layout | None = None) -> list[tup
     return [
         (
             build_plan(
-                one, layout, query_heads=heads, kv_heads=kv_heads, prune=setting.prune,
+                layer_pattern, layout, query_heads=heads, kv_heads=kv_heads, prune=setting.prune,
                 gradient_payload=setting.gradient_payload, kv_payload=setting.kv_payload,
                 ranks_per_node=node, stage_shards=stage,
             ),
             layers,
         )
-        for one, layers in setting.mix
+        for layer_pattern, layers in setting.mix
     ]  # fmt: skip
 
 
-def executed_of(plan: Plan, block: int) -> Callable[[Tiles], int] | None:
+def get_executed(plan: Plan, block: int) -> Callable[[Tiles], int] | None:
     """Return how a kernel of such blocks counts a table of a dilated pattern; None where edges alone matter.
 
     Every tile counts as the fullest rank's do on average (`schedule/choose.py`). Searches go without: they
@@ -143,15 +146,15 @@ def sampled_ranks(ring_size: int) -> list[int]:
 
 def looked_at(plans: Sequence[Plan], layout: Layout) -> list[int]:
     """Return the ranks that represent all on a layout, the fullest of each pattern among them."""
-    found = sampled_ranks(layout.ring_size)
+    ranks = sampled_ranks(layout.ring_size)
     for plan in plans if layout.ring_size > FEW_RANKS else ():
         works = work_of_ranks(bound_to_one_head(plan.pattern), layout)
-        if works.max() > AS_FAST * works[found].max():
-            found.append(int(works.argmax()))
-    return found
+        if works.max() > AS_FAST * works[ranks].max():
+            ranks.append(int(works.argmax()))
+    return ranks
 
 
-def parts_of(plan: Plan, ring_rank: int) -> list[CostPart]:
+def choose_parts(plan: Plan, ring_rank: int) -> list[CostPart]:
     """Return a rank's head-group schedules, or two that represent all; [Note: sampled ranks]."""
     if plan.ring_size <= FEW_CLASSES or len(plan.classes) <= 2:
         return [CostPart(head_class.rank(ring_rank), 1) for head_class in plan.classes]
@@ -167,7 +170,7 @@ def slowest_pass(
     transport: str = "ring",
 ) -> PassCost:  # fmt: skip
     """Return the pass of the slowest sampled rank; arguments are those of `cost.pass_cost`."""
-    ranks = [parts_of(plan, rank) for rank in looked_at([plan], plan.layout)]
+    ranks = [choose_parts(plan, rank) for rank in looked_at([plan], plan.layout)]
     rates = hardware, dtype
     costs = (pass_cost(parts, shape, *rates, bytes_per_s, overlap, transport=transport) for parts in ranks)
     return max(costs, key=lambda cost: cost.seconds)
@@ -175,8 +178,8 @@ def slowest_pass(
 
 def slowest_passes(setting: TrainingSetting, bytes_per_s: float) -> tuple[LayerPass, ...]:
     """Return the passes of the slowest sampled rank for every pattern, over links of that rate."""
-    layout = layout_of(setting)
-    plans, shape = plans_of(setting, layout), pass_shape(setting, layout)
+    layout = plan_layout(setting)
+    plans, shape = build_plans(setting, layout), pass_shape(setting, layout)
     rates = (setting.hardware, setting.dtype, bytes_per_s, setting.overlap, setting.transport)
     return tuple(LayerPass(plan.pattern, layers, slowest_pass(plan, shape, *rates)) for plan, layers in plans)
 
@@ -187,22 +190,23 @@ def layer_passes(setting: TrainingSetting, progress: OnProgress | None = None) -
     Raises:
         RingError: layout and pattern do not go together.
     """
-    if setting.transport == "tiles":
-        from .tile_passes import tile_passes  # a transport that may be removed
-
-        return tile_passes(setting)
-    layout = layout_of(setting)
-    plans, shape, needs, costs = plans_of(setting, layout), pass_shape(setting, layout), [], []
+    layout = plan_layout(setting)
+    plans, shape, needs, costs = build_plans(setting, layout), pass_shape(setting, layout), [], []
     ranks = looked_at([plan for plan, _ in plans], layout)
     rates = (setting.hardware, setting.dtype, setting.bytes_per_s, setting.overlap)
-    executed = [executed_of(plan, blocks_of(setting)) for plan, _ in plans]
+    executed = [get_executed(plan, get_block_side(setting)) for plan, _ in plans]
     for done, rank in enumerate(ranks):
         if progress is not None:
             progress(done, len(ranks))
-        parts = [parts_of(plan, rank) for plan, _ in plans]
+        parts = [choose_parts(plan, rank) for plan, _ in plans]
         needs.append(_most([_memory(mine, shape) for mine in parts]))
         of_rank = zip(parts, executed, strict=True)
-        costs.append([pass_cost(mine, shape, *rates, one, setting.transport) for mine, one in of_rank])
+        costs.append(
+            [
+                pass_cost(mine, shape, *rates, count_executed, setting.transport)
+                for mine, count_executed in of_rank
+            ]
+        )
     slowest = [max(of_layers, key=lambda cost: cost.seconds) for of_layers in zip(*costs, strict=True)]
     passes = zip(plans, slowest, strict=True)
     return LayerPasses(
@@ -229,8 +233,8 @@ def _other_layers(setting: TrainingSetting, layout: Layout, ranks: list[int]) ->
 
 def rough_pass_memory(setting: TrainingSetting) -> tuple[Layout, PassMemory]:
     """Return the layout, and what passes need by two ranks and one class of heads: enough for a search."""
-    layout = layout_of(setting)
-    plans, shape, needs = plans_of(setting, layout), pass_shape(setting, layout), []
+    layout = plan_layout(setting)
+    plans, shape, needs = build_plans(setting, layout), pass_shape(setting, layout), []
     for rank in sorted({0, setting.ring_size // 2}):
         parts = [[CostPart(plan.classes[0].rank(rank), len(plan.classes))] for plan, _ in plans]
         needs.append(_most([_memory(mine, shape) for mine in parts]))

@@ -20,7 +20,7 @@ from ds_ring.errors import RingConfigError
 from ds_ring.masks.pattern import Pattern
 from ds_ring.schedule.layout import Mix
 
-from .other_layers import KNOWN, Kind, Kinds, Selection, kinds_of, readers_of
+from .other_layers import KNOWN, Kind, Kinds, Selection, find_readers, read_kinds
 
 # The layers of each pattern, from `layer_types` and windows of a config.json and from the JSON's section.
 # layer_patterns.py combines the two; for a model object, models reads its masks.
@@ -47,11 +47,11 @@ def patterns_by(values: Mapping[str, Any]) -> tuple[Pattern, ...]:
     """
     if values.get("is_encoder_decoder"):
         raise _refused("is_encoder_decoder", "a model of one sequence", True, "plan its parts by --layers")
-    own = text_part(values)
-    return patterns_of_types(_types(own), lambda key: _width(own, key), True)
+    text_values = text_part(values)
+    return patterns_of_types(_types(text_values), lambda key: _width(text_values, key), True)
 
 
-def model_patterns_of(hf_config: str | None, layers: int | None) -> tuple[Pattern | None, ...] | None:
+def read_model_patterns(hf_config: str | None, layers: int | None) -> tuple[Pattern | None, ...] | None:
     """Return the attention of each layer: by a config.json or its text, or by their number alone.
 
     Raises:
@@ -74,8 +74,8 @@ def model_patterns_of(hf_config: str | None, layers: int | None) -> tuple[Patter
 
 def kinds_by(values: Mapping[str, Any]) -> Kinds:
     """Return which layers of a config.json are not softmax attention over all keys, and what they are."""
-    own = text_part(values)
-    return kinds_of(own, _types(own))
+    text_values = text_part(values)
+    return read_kinds(text_values, _types(text_values))
 
 
 def read_hf_config(path_or_text: str) -> Json:
@@ -89,7 +89,7 @@ def read_hf_config(path_or_text: str) -> Json:
     return parse_object(path_or_text, "--hf-config")
 
 
-def mix_of(config: RingConfig, model_patterns: Sequence[Pattern | None], tokens: int) -> Mix:
+def count_patterns(config: RingConfig, model_patterns: Sequence[Pattern | None], tokens: int) -> Mix:
     """Count the layers of each pattern, in the order of the layers; see `layer_patterns`."""
     return tuple(Counter(layer_patterns(config, model_patterns, tokens)).items())
 
@@ -114,34 +114,41 @@ def layer_patterns(
         expected = f"layers from 0 to {len(model_patterns) - 1}, which the model has"
         raise RingConfigError(f"pattern: layers: {sentence(expected, str(max(beyond)), 'leave it out')}")
     patterns, mixed = LayerPatterns(pattern_from_config(config), named), len(set(model_patterns)) > 1
-    return [patterns.for_layer(tokens, one, layer, mixed) for layer, one in enumerate(model_patterns)]
+    return [
+        patterns.for_layer(tokens, model_pattern, layer, mixed)
+        for layer, model_pattern in enumerate(model_patterns)
+    ]
 
 
-def _types(own: Mapping[str, Any]) -> Sequence[str]:
-    count = own.get("num_hidden_layers")
+def _types(text_values: Mapping[str, Any]) -> Sequence[str]:
+    count = text_values.get("num_hidden_layers")
     if type(count) is not int or not 1 <= count <= MAX_LAYERS:
         raise _refused("num_hidden_layers", "a whole number of at least 1", count, "correct it")
-    known = (*_FULL, *NARROW, *readers_of(own))
-    types = own.get("layer_types")
+    known = (*_FULL, *NARROW, *find_readers(text_values))
+    types = text_values.get("layer_types")
     if types is None and len(known) > len(_FULL) + len(NARROW):
         raise _refused("layer_types", "the type of each layer", types, "add it")
     if types is None:
-        narrow = [word for word, key in NARROW.items() if _width(own, key)]
+        narrow = [word for word, key in NARROW.items() if _width(text_values, key)]
         return [narrow[0] if narrow else _FULL[0]] * count
-    if not isinstance(types, list) or len(types) != count or not all(isinstance(one, str) for one in types):
+    if (
+        not isinstance(types, list)
+        or len(types) != count
+        or not all(isinstance(layer_type, str) for layer_type in types)
+    ):
         raise _refused("layer_types", f"a list of {count} words, one for each layer", types, "correct it")
-    unknown = [one for one in types if one not in known]
+    unknown = [layer_type for layer_type in types if layer_type not in known]
     if unknown:
         advice = "such a layer is not known: plan the attention alone by --layers and the other sizes"
         raise _refused("layer_types", ", ".join(known), unknown[0], advice)
     return types
 
 
-def _width(own: Mapping[str, Any], key: str) -> int | None:
-    width = own.get(key)
+def _width(text_values: Mapping[str, Any], key: str) -> int | None:
+    width = text_values.get(key)
     if width is not None and (type(width) is not int or width < 1):
         raise _refused(key, "a whole number of at least 1, or null", width, "correct it")
-    return width if own.get("use_sliding_window", True) is not False else None
+    return width if text_values.get("use_sliding_window", True) is not False else None
 
 
 def _refused(key: str, expected: str, got: object, advice: str) -> RingConfigError:
@@ -220,7 +227,7 @@ class ModelShape:
     def mixing_parameters(self) -> int:
         """Count what mixes tokens, of all layers: attention's projections and those of other kinds."""
         return self.attention_layers * self.attention_parameters + sum(
-            one.parameters for one in self.other_layers
+            kind.parameters for kind in self.other_layers
         )
 
     @cached_property
@@ -264,16 +271,16 @@ _EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_exp
 _OPTIONS = ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocab")
 
 
-def model_of(options: argparse.Namespace) -> ModelShape:
+def read_model(options: argparse.Namespace) -> ModelShape:
     """Return the model of --hf-config, or of --layers, --hidden, --heads, --vocab and what has defaults."""
-    given = [name for name in _OPTIONS if getattr(options, name) is not None]
+    sizes = [name for name in _OPTIONS if getattr(options, name) is not None]
     if options.hf_config is not None:
-        if given:
+        if sizes:
             raise RingConfigError(
-                f"--hf-config: expected no sizes with it, got --{given[0].replace('_', '-')}; remove one"
+                f"--hf-config: expected no sizes with it, got --{sizes[0].replace('_', '-')}; remove one"
             )
         return _from_transformers(options.hf_config)
-    missing = [f"--{name}" for name in ("layers", "hidden", "heads", "vocab") if name not in given]
+    missing = [f"--{name}" for name in ("layers", "hidden", "heads", "vocab") if name not in sizes]
     if missing:
         raise RingConfigError(
             f"model: expected --hf-config config.json, or sizes, got no {', '.join(missing)}"
@@ -312,14 +319,18 @@ def with_layer_types(path_or_text: str) -> dict[str, Any]:
             f"--hf-config: layer_types: expected every layer's type with {needed[0]}, got none, and"
             f" transformers does not know {model_type!r}; add it"
         )
-    made = CONFIG_MAPPING[model_type](**{key: value for key, value in values.items() if key != "model_type"})
-    lists = {key: getattr(made, key, None) for key in ("layer_types", "indexer_types")}
-    return dict(values) | {key: list(found) for key, found in lists.items() if found is not None}
+    config = CONFIG_MAPPING[model_type](
+        **{key: value for key, value in values.items() if key != "model_type"}
+    )
+    lists = {key: getattr(config, key, None) for key in ("layer_types", "indexer_types")}
+    return dict(values) | {
+        key: list(layer_list) for key, layer_list in lists.items() if layer_list is not None
+    }
 
 
-def _head_dim(given: int | None, hidden: int, heads: int) -> int:
-    if given is not None:
-        return given
+def _head_dim(head_dim: int | None, hidden: int, heads: int) -> int:
+    if head_dim is not None:
+        return head_dim
     if heads > 0 and hidden % heads:
         raise RingConfigError.wrong(
             "model: hidden", f"a multiple of {heads} heads", hidden, "give --head-dim"

@@ -3,7 +3,7 @@
 Owns the moments of a step at which memory can be highest, and what lives at each. The blocks are those of an
 eager Llama in transformers 5 (what autograd saves was counted in the profiler's events and is exact there;
 fused norms, fused losses and compilation save less), loss and MLP in tiles those of
-`models`. Attention's own part comes from `pass_memory.py`, states from `model_memory.py`.
+`integrations/transformers`. Attention's own part comes from `pass_memory.py`, states from `model_memory.py`.
 """
 
 from __future__ import annotations
@@ -97,17 +97,17 @@ class Zero:
         partition = 0 if self.offload_optimizer else self.share(model.parameters)
         return self.element_bytes * (partition + self.bucket_elements)
 
-    def gradients(self, model: ModelShape, made: int) -> int:
+    def gradients(self, model: ModelShape, elements: int) -> int:
         """Return bytes in a backward pass that has made the gradients of `made` parameters."""
         if self.stage == 3:
             return 0
-        buckets = self.bucket_elements * (1 + self.overlap_comm) if self.stage and made else 0
-        kept = made
+        buckets = self.bucket_elements * (1 + self.overlap_comm) if self.stage and elements else 0
+        held = elements
         if self.stage == 2:
-            kept = self.share(model.parameters) if made else 0
+            held = self.share(model.parameters) if elements else 0
         if self.stage and self.offload_optimizer:  # each moves to the host once it is reduced
-            kept = min(made, model.largest_parameter)
-        return self.element_bytes * (kept + buckets)
+            held = min(elements, model.largest_parameter)
+        return self.element_bytes * (held + buckets)
 
     def reduction(self, model: ModelShape) -> int:
         """Return what the end of a backward pass allocates on top: flat copies that are reduced."""
@@ -270,15 +270,17 @@ class TrainingStep:
     def saved(self, layers: int, attention: bool) -> int:
         """Return what whole layers keep for the backward pass, of attention or of the rest."""
         if self.checkpointing:
-            kept = self._kept_bytes
+            results_bytes = self._kept_bytes
             inputs = layers * self.layer_input_bytes
             if self.offload_checkpoints:
-                # A layer's come back when they are needed, together with the next layer's (keep_results.py).
+                # A layer's come back when they are needed, together with the next layer's (saved_results.py).
                 here = 0 if self.host_is_device else min(layers, 2)
-                return max(here - 1, 0) * kept if attention else here * self.layer_input_bytes
-            # Of attention over chosen keys nothing is kept (keep_results.py).
+                return max(here - 1, 0) * results_bytes if attention else here * self.layer_input_bytes
+            # Of attention over chosen keys nothing is kept (saved_results.py).
             return (
-                min(layers, self.model.layers - len(self.model.other_layers)) * kept if attention else inputs
+                min(layers, self.model.layers - len(self.model.other_layers)) * results_bytes
+                if attention
+                else inputs
             )
         if not attention:
             others = self.other_layers_bytes * layers // self.model.layers
@@ -323,13 +325,13 @@ class TrainingStep:
         """Return the moment of the most memory."""
         return max(self.moments(), key=lambda moment: moment.total)
 
-    def _states(self, made: int, passing: bool = True) -> Components:
+    def _states(self, elements: int, passing: bool = True) -> Components:
         zero, model = self.zero, self.model
         return {
             "parameters": zero.parameters(model),
             "gathered parameters": zero.gathered(model) if passing else 0,
             "optimizer states": zero.optimizer(model),
-            "gradients": zero.standing_gradients(model) + zero.gradients(model, made),
+            "gradients": zero.standing_gradients(model) + zero.gradients(model, elements),
             "ring buffers": self.ring.buffers,
         }
 
@@ -345,7 +347,7 @@ class TrainingStep:
             "attention": self.saved(layers, True),
         }
         weight = self.zero.element_bytes * self.model.head_parameters
-        made = before | {"gradients": before["gradients"] + weight}
+        after_head = before | {"gradients": before["gradients"] + weight}
         if self.loss_tokens is not None:
             sums = self.layer_input_bytes + FLOAT * self.model.head_parameters
             tile = max((element + 3 * FLOAT) * self.logits, 2 * element * self.logits + weight)
@@ -357,26 +359,26 @@ class TrainingStep:
             wide = 3 * FLOAT * self.logits
             yield self._moment("loss, backward", before | {"logits and loss": wide}, layers)
             backward = element * self.logits + 2 * self.layer_input_bytes
-        yield self._moment("output matrix, backward", made | {"logits and loss": backward}, layers)
+        yield self._moment("output matrix, backward", after_head | {"logits and loss": backward}, layers)
 
     def _layers(self) -> Iterator[MemoryMoment]:
         """Yield the last layer, while all others are saved, and the first, when all gradients exist."""
         layers, per_layer = self.model.layers, self.model.layer_parameters
         head = self.model.head_parameters
         for name, left in (("last", layers), ("first", 1)):
-            made = head + (layers - left) * per_layer
+            elements = head + (layers - left) * per_layer
             saved, attention = self.saved(left, False), self.saved(left, True)
             if self.checkpointing:  # computed again
                 saved += 2 * self.norm_bytes + self.mlp_bytes + self.most_of_other_layers
                 # What is kept is the tensor itself where it is all, and a copy where it is a part.
                 same = self.keeps_attention == 1 and self.heads_here is None and attention > 0
                 attention += self._attention_here - (self._kept_bytes if same else 0)
-            mlp = self._mlp(made, saved, attention)
+            mlp = self._mlp(elements, saved, attention)
             yield self._moment(f"MLP of the {name} layer, backward", mlp, left)
-            inside = self._attention(made + self.model.mlp_parameters, saved, attention)
+            inside = self._attention(elements + self.model.mlp_parameters, saved, attention)
             yield self._moment(f"attention of the {name} layer, backward", inside, left)
 
-    def _mlp(self, made: int, saved: int, attention: int) -> Components:
+    def _mlp(self, elements: int, saved: int, attention: int) -> Components:
         """Return an MLP's backward.
 
         In tiles, its inside exists for one tile of tokens, and its matrices' gradients are added up in
@@ -387,16 +389,16 @@ class TrainingStep:
         if (tile := self._mlp_tile) is not None:
             inside = tile * element * (6 * model.intermediate + 2 * model.hidden)
             passing = 2 * self.layer_input_bytes + inside + (FLOAT + element) * model.mlp_parameters
-        return self._states(made) | {"activations": saved + passing, "attention": attention}
+        return self._states(elements) | {"activations": saved + passing, "attention": attention}
 
-    def _attention(self, made: int, saved: int, attention: int) -> Components:
+    def _attention(self, elements: int, saved: int, attention: int) -> Components:
         """Return attention's backward: four gradients and q, k, v, out; the MLP's part is freed."""
         here, element = self.tokens, self.zero.element_bytes
         saved += 2 * self.layer_input_bytes - self.mlp_bytes - self.norm_bytes
         gradients = here.inside * (2 * here.heads + 2 * here.kv_heads) * self.model.head_dim * element
         heads = int(self.offloaded_bytes * (self.heads_here or 0.0))
         return (
-            self._states(made)
+            self._states(elements)
             | {"activations": saved, "attention": attention + gradients + heads - self._query_bytes}
             | {"accumulators": self.ring.accumulators, "kernel workspace": self.ring.workspace}
             | {"messages of other layers": self.messages}

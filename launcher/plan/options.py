@@ -12,8 +12,8 @@ from functools import partial
 from itertools import combinations
 from typing import Any, NamedTuple
 
-from ds_ring.config.section import tile_tokens
-from ds_ring.registry import KERNELS, unmeasured
+from ds_ring.memory.tiles.keys import tile_tokens
+from ds_ring.plugin import KERNELS, unmeasured
 
 from .estimate import Estimate, estimate, fits, least_step, training_step
 from .layer_passes import LayerPasses, layer_passes, rough_pass_memory
@@ -158,7 +158,7 @@ def fits_somehow(setting: TrainingSetting, slots: int, ring: PassMemory) -> bool
         ring: what its passes need.
     """
     tried = (changed for _, changed in option_sets(setting)) if setting.may_add_options else iter((setting,))
-    return any(fits(one, training_step(one, slots, ring).moments()) for one in tried)
+    return any(fits(candidate, training_step(candidate, slots, ring).moments()) for candidate in tried)
 
 
 class FoundSetting(NamedTuple):
@@ -171,29 +171,29 @@ class FoundSetting(NamedTuple):
 def sets_that_fit(setting: TrainingSetting, attention: LayerPasses | None = None) -> list[FoundSetting]:
     """Return the sets of options that make a setting fit, none with a needless one, cheapest first."""
     attention = layer_passes(setting) if attention is None else attention
-    found: list[FoundSetting] = []
+    fitting: list[FoundSetting] = []
     for options, changed in option_sets(setting):  # small sets come first
         flags = {option.flag for option in options}
-        if any(flags.issuperset(option.flag for option in smaller.options) for smaller in found):
+        if any(flags.issuperset(option.flag for option in smaller.options) for smaller in fitting):
             continue
         tried = estimate(changed, attention=attention)
         if tried.fits:
-            found.append(FoundSetting(options, tried))
-    return sorted(found, key=lambda one: (one.estimate.step_s, len(one.options)))
+            fitting.append(FoundSetting(options, tried))
+    return sorted(fitting, key=lambda option_set: (option_set.estimate.step_s, len(option_set.options)))
 
 
 def with_cheapest_options(setting: TrainingSetting) -> TrainingSetting:
     """Turn on the cheapest set of options that makes a setting fit; as it was where none does."""
-    found = sets_that_fit(setting)
-    return found[0].estimate.setting if found else setting
+    fitting = sets_that_fit(setting)
+    return fitting[0].estimate.setting if fitting else setting
 
 
-def flags_of(setting: TrainingSetting) -> tuple[str, ...]:
+def list_flags(setting: TrainingSetting) -> tuple[str, ...]:
     """Return the options of `ds-ring plan` that a setting has."""
     return tuple(option.flag for option in OPTIONS if option.is_on(setting))
 
 
-def json_of(setting: TrainingSetting) -> dict[str, Any]:
+def make_json(setting: TrainingSetting) -> dict[str, Any]:
     """Return the part of the DeepSpeed JSON that turns on a setting's options."""
     whole: dict[str, Any] = {}
     kernel = setting.kernel_that_runs
@@ -268,9 +268,9 @@ def longest_with_options(setting: TrainingSetting) -> TrainingSetting | None:
     tokens = longest_sequence(replace(setting, may_add_options=True))
     # The search looks at a small ring: the whole one may need a little more.
     for _ in range(FEW_STEPS):
-        found = sets_that_fit(replace(setting, tokens=tokens)) if tokens else []
-        if found:
-            return found[0].estimate.setting
+        fitting = sets_that_fit(replace(setting, tokens=tokens)) if tokens else []
+        if fitting:
+            return fitting[0].estimate.setting
         tokens -= tokens // FINE
     return None
 

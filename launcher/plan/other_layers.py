@@ -41,7 +41,7 @@ class Recurrence(NamedTuple):
 
     name: str
     parameters: int  # of its matrices
-    kept: int  # elements a token that it keeps for the backward pass in addition to its kernel's
+    kept_elements: int  # a token that it keeps for the backward pass in addition to its kernel's
     # before, channels: tokens that its convolution looks back, and convolved elements a token
     before: int = 0
     channels: int = 0
@@ -49,12 +49,6 @@ class Recurrence(NamedTuple):
     state: int = 0
     transition: int = 0
     matrix: bool = False  # M is a matrix: the kernel computes it as more columns of values
-    # of `engine.ring.states_by_heads()`: heads that Ulysses can divide, and what its all-to-alls move of a
-    # token, there and back: elements of the activations' dtype, and in float32; 0 where there is no such way
-    heads: int = 0
-    swapped: int = 0
-    swapped_floats: int = 0
-    serial: bool = False  # each run waits for the state of the run before it; nothing is scanned
 
 
 class Selection(NamedTuple):
@@ -67,15 +61,6 @@ class Selection(NamedTuple):
     key_dim: int  # elements of its key
     row: int  # elements of a token's K and V of all heads
     finds: bool = True  # has an indexer; else it takes what a layer before it chose
-
-
-class Lookup(NamedTuple):
-    """Describe n-grams that a layer looks up in addition to its attention, by `ds_ring/layers/ngrams`."""
-
-    name: str
-    orders: int  # tokens of the longest n-gram
-    rows: int  # that a token looks up
-    row: int  # elements of one
 
 
 Kind = Recurrence | Selection
@@ -101,8 +86,6 @@ def _gated_delta(values: ModelValues) -> Recurrence:
         "gated delta rule", hidden * (channels + 2 * inner + 2 * heads),
         2 * channels + 3 * inner + 2 * heads * key_dim, width - 1, channels,
         heads * key_dim * value_dim, heads * key_dim**2, True,
-        # q, k, v, the outputs and beta; g
-        _size(values, "linear_num_key_heads"), channels + inner + heads, heads,
     )  # fmt: skip
 
 
@@ -113,7 +96,6 @@ def _kimi_delta(values: ModelValues) -> Recurrence:
     return Recurrence(
         "Kimi delta attention", 4 * hidden * inner + 2 * dim * (hidden + inner) + hidden * heads,
         12 * inner, width - 1, 3 * inner, inner * dim, inner * dim, True,
-        heads, 4 * inner + heads, inner,
     )  # fmt: skip
 
 
@@ -152,16 +134,6 @@ def _selection(values: ModelValues) -> Selection:
     return Selection("chosen keys", parameters, _size(values, "index_topk"), heads, dim, row)
 
 
-# Layers of a model of the user's own, by `ds_ring/layers`: their sizes have the word of the layer in front.
-def _ttt_linear(values: ModelValues) -> Recurrence:
-    heads, dim = (_size(values, f"ttt_linear_{name}") for name in ("heads", "head_dim"))
-    hidden, inner = _size(values, "hidden_size"), heads * dim
-    return Recurrence(
-        "TTT-Linear", hidden * (4 * inner + heads), 4 * inner + heads, state=heads * (dim + 1) * dim,
-        serial=True,
-    )  # fmt: skip
-
-
 Readers = Mapping[str, Callable[[ModelValues], Kind]]
 # Types of models, words of their `layer_types` that are not softmax attention, and what reads the sizes.
 _ROWS: tuple[tuple[str, str, Callable[[ModelValues], Kind]], ...] = (
@@ -176,7 +148,6 @@ _ROWS: tuple[tuple[str, str, Callable[[ModelValues], Kind]], ...] = (
 KNOWN: Mapping[str, Readers] = {
     model: dict.fromkeys(words.split(), read) for models, words, read in _ROWS for model in models.split()
 }
-OWN: Readers = {"ttt_linear": _ttt_linear}
 # Keys of configurations whose layers are not all softmax attention, for any `layer_types`.
 _SIGNS = re.compile(
     r"mamba|ssm_|linear_(num|key|conv|attn)|index|lru_width|block_types?$|layers_block_type|attn_layer_"
@@ -184,7 +155,7 @@ _SIGNS = re.compile(
 )
 
 
-def readers_of(values: ModelValues) -> Readers:
+def find_readers(values: ModelValues) -> Readers:
     """Return what reads the layers of a config.json that are not softmax attention; nothing for most models.
 
     Raises:
@@ -193,9 +164,6 @@ def readers_of(values: ModelValues) -> Readers:
     model_type = values.get("model_type")
     if model_type in KNOWN:
         return KNOWN[str(model_type)]
-    types = values.get("layer_types")
-    if isinstance(types, list) and any(isinstance(one, str) and one in OWN for one in types):
-        return OWN
     signs = [key for key, value in values.items() if _SIGNS.match(key) and value not in (None, False)]
     if not signs:
         return {}
@@ -207,18 +175,18 @@ def readers_of(values: ModelValues) -> Readers:
     raise RingConfigError(f"--hf-config: model_type: {sentence(expected, got, advice)}")
 
 
-def kinds_of(values: ModelValues, types: Sequence[str]) -> Kinds:
+def read_kinds(values: ModelValues, types: Sequence[str]) -> Kinds:
     """Return the kind of every layer, by the text part of a config.json and its `layer_types`."""
-    readers = readers_of(values)
-    made = {word: read(values) for word, read in readers.items() if word in types}
+    readers = find_readers(values)
+    kinds_by_word = {word: read(values) for word, read in readers.items() if word in types}
     shared = values.get("indexer_types") or ["full"] * len(types)
-    found: list[Kind | None] = []
+    kinds: list[Kind | None] = []
     for word, indexer in zip(types, shared, strict=False):
-        kind = made.get(word)
+        kind = kinds_by_word.get(word)
         if isinstance(kind, Selection) and indexer == "shared":
             kind = kind._replace(parameters=0, finds=False)
-        found.append(kind)
-    return tuple(found)
+        kinds.append(kind)
+    return tuple(kinds)
 
 
 class Sent(NamedTuple):
@@ -246,7 +214,7 @@ class LayerSetting(NamedTuple):
 Rounds = tuple[tuple[np.ndarray, np.ndarray], ...]
 
 
-def sent_by(kind: Kind | Lookup, place: LayerSetting, rank: int) -> list[Sent]:
+def sent_by(kind: Kind, place: LayerSetting, rank: int) -> list[Sent]:
     """Return what a rank of the sequence sends in one forward and one backward pass of a layer.
 
     Raises:
@@ -254,22 +222,13 @@ def sent_by(kind: Kind | Lookup, place: LayerSetting, rank: int) -> list[Sent]:
     """
     if isinstance(kind, Selection):
         return [*_selected(kind, place, rank)]
-    if isinstance(kind, Lookup):
-        return [*_looked_up(kind, place, rank)]
-    found = []
+    parts = []
     if kind.before:
         messages = halo_messages(place.layout, place.parts, rank, kind.before, 0)
         row = place.batch * kind.channels * place.element_bytes
         out, back = (sum(map(len, way.values())) * row for way in (messages.sends, messages.receives))
-        found.append(Sent("halo", out, back, (back,), (out,)))
-    if kind.serial:
-        ranks, size = sequence_runs(place.layout, place.parts).ranks, place.batch * FLOAT * kind.state
-        crosses = ranks[1:] != ranks[:-1]
-        out, into = (int((crosses & (who == rank)).sum()) * size for who in (ranks[:-1], ranks[1:]))
-        # each rank waits until all messages have gone their way
-        way = (size,) * int(crosses.sum())
-        found.append(Sent("hand-over", out, into, way, way))
-    elif kind.state:
+        parts.append(Sent("halo", out, back, (back,), (out,)))
+    if kind.state:
         sent, received = [], []
         for reverse in (False, True):
             # `SequenceRuns.rounds`, then one shift.
@@ -277,16 +236,16 @@ def sent_by(kind: Kind | Lookup, place: LayerSetting, rank: int) -> list[Sent]:
             rounds = _rounds(place.layout, place.parts, state, transition, reverse)
             sent.append(sum(int(out[rank]) for out, _ in rounds))
             received.append(tuple(int(got[rank]) for _, got in rounds))
-        found.append(Sent("scan", sent[0], sent[1], received[0], received[1]))
-    return found
+        parts.append(Sent("scan", sent[0], sent[1], received[0], received[1]))
+    return parts
 
 
 @lru_cache(maxsize=8)
 def _rounds(layout: Layout, parts: int, state: int, transition: int, reverse: bool) -> Rounds:
     ranks = sequence_runs(layout, parts).ranks
-    ranks, world, found = ranks[::-1] if reverse else ranks, layout.ring_size * parts, []
+    ranks, world, rounds = ranks[::-1] if reverse else ranks, layout.ring_size * parts, []
     apart = [1 << i for i in range((len(ranks) - 1).bit_length())]
-    for distance, is_shift in [*((one, False) for one in apart), (1, True)]:
+    for distance, is_shift in [*((distance_apart, False) for distance_apart in apart), (1, True)]:
         to = np.arange(distance, len(ranks))
         # A run that has the state from the start on sends no transition.
         size = state + np.where((to < 2 * distance) | is_shift, 0, transition)
@@ -295,8 +254,8 @@ def _rounds(layout: Layout, parts: int, state: int, transition: int, reverse: bo
         sent, got = (
             np.bincount(who[crosses], weights=size[crosses], minlength=world) for who in (owners, readers)
         )
-        found.append((sent, got))
-    return tuple(found)
+        rounds.append((sent, got))
+    return tuple(rounds)
 
 
 @lru_cache(maxsize=16)
@@ -325,39 +284,10 @@ def _selected(kind: Selection, place: LayerSetting, rank: int) -> Iterator[Sent]
     yield Sent("rows that may be chosen", forward, backward, *got, overlaps=True)
 
 
-def lookups_of(values: ModelValues) -> tuple[Lookup, int] | None:
-    """Return the n-grams of a config.json and how many layers look some up; None for a model without."""
-    if "ngram_layers" not in values:
-        return None
-    layers, orders, heads, row = (
-        _size(values, f"ngram_{name}") for name in ("layers", "orders", "heads", "row")
-    )
-    return Lookup("n-gram tables", orders, (orders - 1) * heads, row), layers
-
-
-def _looked_up(kind: Lookup, place: LayerSetting, rank: int) -> Iterator[Sent]:
-    """Yield both passes of `ngram_rows` and `sharded_rows`, for hashes that spread evenly.
-
-    N-grams that occur again on a rank are asked for once, so that real ones send less.
-    """
-    peers = place.layout.ring_size * place.parts - 1
-    if not peers:
-        return
-    ids = [halo_messages(place.layout, place.parts, rank, back, 0) for back in range(1, kind.orders)]
-    out, into = ([8 * place.batch * sum(map(len, one.values())) for one in ways]
-        for ways in ([one.sends for one in ids], [one.receives for one in ids]))  # fmt: skip
-    yield Sent("token ids", sum(out), 0, tuple(into), ())
-    tokens = place.batch * place.layout.local_tokens // place.parts
-    numbers = 8 * (tokens * kind.rows * peers // (peers + 1))
-    yield Sent("numbers of rows", 8 * peers + numbers, 0, (8 * peers, numbers), ())
-    rows, gradients = (numbers // 8 * kind.row * size for size in (place.element_bytes, FLOAT))
-    yield Sent("rows", rows, gradients, (rows,), (gradients,))
-
-
 class LayerCost(NamedTuple):
     """Hold what the layers of one kind cost: of one of them, on the rank that needs most."""
 
-    kind: Kind | Lookup
+    kind: Kind
     layers: int
     sent: tuple[Sent, ...]  # of the rank that sends most
     # forward_s, backward_s: seconds, waiting included
@@ -373,25 +303,27 @@ class LayerCost(NamedTuple):
     @property
     def bytes_sent(self) -> tuple[int, int]:
         """Return the bytes that the rank sends, forward and backward."""
-        return sum(one.forward for one in self.sent), sum(one.backward for one in self.sent)
+        return sum(message.forward for message in self.sent), sum(message.backward for message in self.sent)
 
 
 def layer_cost(
-    kind: Kind | Lookup, layers: int, place: LayerSetting, ranks: Sequence[int], hardware: Hardware,
+    kind: Kind, layers: int, place: LayerSetting, ranks: Sequence[int], hardware: Hardware,
     dtype: str, bytes_per_s: float, kernel: str,
 ) -> LayerCost:  # fmt: skip
     """Return the cost of a layer on the ranks of the sequence that are looked at."""
     traffic = {rank: sent_by(kind, place, rank) for rank in ranks}
-    busiest = max(traffic.values(), key=lambda parts: sum(one.forward + one.backward for one in parts))
+    busiest = max(
+        traffic.values(), key=lambda parts: sum(message.forward + message.backward for message in parts)
+    )
     computed = _arithmetic(kind, place, hardware, dtype, kernel)
     fixed_s, seconds, waiting = hardware.link_latency_s + hardware.hop_overhead_s, [], []
     for backward, compute in enumerate(computed):
         waits = []
         for parts in traffic.values():
             times = [0.0, 0.0]  # of messages that nothing hides, and that overlap
-            for one in parts:
-                received = one.backward_received if backward else one.forward_received
-                times[one.overlaps] += sum(n / bytes_per_s + fixed_s for n in received if n)
+            for message in parts:
+                received = message.backward_received if backward else message.forward_received
+                times[message.overlaps] += sum(n / bytes_per_s + fixed_s for n in received if n)
             waits.append(times[0] + max(0.0, times[1] - compute))
         waiting.append(max(waits))
         seconds.append(compute + waiting[-1])
@@ -399,16 +331,14 @@ def layer_cost(
 
 
 def _arithmetic(
-    kind: Kind | Lookup, place: LayerSetting, hardware: Hardware, dtype: str, kernel: str
+    kind: Kind, place: LayerSetting, hardware: Hardware, dtype: str, kernel: str
 ) -> tuple[float, float]:
     """Return the seconds of arithmetic without the matrices of the layer, forward and backward."""
     rate, batch, layout = hardware.flops(dtype), place.batch, place.layout
     dense = rate * hardware.matmul_efficiency
-    if isinstance(kind, Lookup):
-        return 0.0, 0.0  # its matrices are those of any layer
     if isinstance(kind, Recurrence):
         elements = kind.state + kind.matrix * kind.transition
-        tokens = layout.tokens if kind.serial else layout.local_tokens // place.parts
+        tokens = layout.local_tokens // place.parts
         flops = STATE_FLOPS * elements * batch * tokens
         return flops / dense, 2 * flops / dense
     pairs = int(work_of_ranks(bound_to_one_head(place.pattern), layout).max())
@@ -423,7 +353,7 @@ def _arithmetic(
 class LayerMemory(NamedTuple):
     """Hold the bytes of one layer on a rank, the most there may be."""
 
-    kept: int  # between its passes
+    kept_bytes: int  # between its passes
     messages: int  # while it exchanges
 
 
@@ -441,12 +371,12 @@ def layer_memory(
         device: "cpu" or "cuda".
     """
     if isinstance(kind, Recurrence):
-        kept = batch * slots * kind.kept * element_bytes
+        kept_bytes = batch * slots * kind.kept_elements * element_bytes
         if not kind.state:
-            return LayerMemory(kept, 2 * RUNS * batch * kind.before * kind.channels * element_bytes)
+            return LayerMemory(kept_bytes, 2 * RUNS * batch * kind.before * kind.channels * element_bytes)
         # M and B of the runs, composed, sent and received; states and gradients.
         scan = 7 * FLOAT * RUNS * batch * (kind.transition + kind.state)
-        return LayerMemory(kept + 2 * FLOAT * RUNS * batch * (kind.transition + kind.state), scan)
+        return LayerMemory(kept_bytes + 2 * FLOAT * RUNS * batch * (kind.transition + kind.state), scan)
     chosen = 8 * batch * slots * min(kind.top_k, tokens)  # int64
     # Of rows: those in use and those that arrive, and of several samples a copy of the own ones; in the
     # backward pass gradients of those in use, that leave and that arrive, and sums for narrower results.

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ds_ring.kernels.workspace import FLOAT, HopShape, workspace_bytes
-from ds_ring.registry import KERNELS, CodecRow, load
+from ds_ring.plugin import KERNELS, CodecRow, load
 from ds_ring.schedule.lowering import count_heads, lower_pass
 from ds_ring.schedule.rank_plan import HeadClassPlan
 from ds_ring.schedule.steps import (
@@ -54,7 +54,7 @@ class PassShape:
         """Return D + E: the elements of a token's K and V of one head, which travel together."""
         return self.head_dim + self.value_dim
 
-    def bytes_of(self, payload: Payload, codec: CodecRow | None) -> int:
+    def slot_bytes(self, payload: Payload, codec: CodecRow | None) -> int:
         """Return the bytes of a slot of one head in a buffer: of K and V, or of dK and dV, together."""
         if payload is Payload.ENCODED and codec is not None:
             return codec.pair_bytes(self.pair_dim, self.element_bytes)
@@ -114,12 +114,12 @@ def pass_memory(
 def _shortened(schedule: Schedule) -> Schedule:
     """Return a schedule with the first few chunks of those that have the same steps."""
     seen: Counter[int] = Counter()
-    kept = []
+    chunks = []
     for chunk in schedule.chunks:
         seen[id(chunk.steps)] += 1
         if seen[id(chunk.steps)] <= CHUNKS_LOOKED_AT:
-            kept.append(chunk)
-    return replace(schedule, chunks=tuple(kept))
+            chunks.append(chunk)
+    return replace(schedule, chunks=tuple(chunks))
 
 
 class _Meter:
@@ -182,7 +182,7 @@ class _Meter:
     def _take(self, index: int, chunk: HeadChunk, buffer: int) -> None:
         if (index, buffer) not in self.sizes:
             payload, slots = chunk.steps.buffers[buffer]
-            size = slots * self._rows(chunk.kv_heads) * self.shape.bytes_of(payload, chunk.steps.codec)
+            size = slots * self._rows(chunk.kv_heads) * self.shape.slot_bytes(payload, chunk.steps.codec)
             self.sizes[index, buffer] = size
             self.used += size
             self.most_used = max(self.most_used, self.used)

@@ -20,7 +20,7 @@ import numpy as np
 from ds_ring.kernels.cpu import TRIANGLE
 from ds_ring.kernels.cpu.triangles import triangulated
 from ds_ring.masks.tiles import Tiles
-from ds_ring.registry import PASSES
+from ds_ring.plugin import PASSES
 from ds_ring.schedule.lowering import count_heads
 from ds_ring.schedule.rank_plan import HeadClassPlan
 from ds_ring.schedule.steps import ChunkSteps, Recv, Schedule, Send
@@ -30,7 +30,7 @@ from .pass_memory import PassShape
 
 FORWARD_FLOPS, BACKWARD_FLOPS = 4, 10  # per pair, query head and element of D: 2 and 5 products
 
-Work = np.ndarray  # float64 [rounds, 5]: see `work_of`
+Work = np.ndarray  # float64 [rounds, 5]: see `count_work`
 
 
 class PassRates(NamedTuple):
@@ -78,7 +78,7 @@ def by_head(tiles: Tiles, group: int) -> Iterator[tuple[Tiles, int]]:
         yield tiles.rows(np.logical_not(single)), group
 
 
-def work_of(
+def count_work(
     steps: ChunkSteps,
     shape: PassShape,
     executed: Callable[[Tiles], int],
@@ -104,7 +104,7 @@ def work_of(
                 row[:3] += heads * int(tiles.pairs.sum()), heads * executed(tiles), len(tiles)
         for post in steps_now.posted:
             if isinstance(post, Recv):
-                size = post.count * shape.bytes_of(post.payload, steps.codec)
+                size = post.count * shape.slot_bytes(post.payload, steps.codec)
                 row[4 if is_inside(post.peer) else 3] += size
     return work
 
@@ -114,7 +114,7 @@ def time_line(schedule: Schedule, work: dict[int, Work], shape: PassShape, rates
 
     Args:
         schedule: of one rank.
-        work: by id of a chunk's steps, from `work_of`.
+        work: by id of a chunk's steps, from `count_work`.
         shape: of the tensors.
         rates: of the machine.
     """
@@ -224,7 +224,7 @@ def _sent(schedule: Schedule, shape: PassShape) -> int:
         if id(chunk.steps) not in slots:
             posted = (post for steps in chunk.steps.rounds for post in steps.posted if isinstance(post, Send))
             codec = chunk.steps.codec
-            sizes = (post.count * shape.bytes_of(post.payload, codec) for post in posted)
+            sizes = (post.count * shape.slot_bytes(post.payload, codec) for post in posted)
             slots[id(chunk.steps)] = sum(sizes)
     heads = sum(count_heads(chunk.kv_heads) * slots[id(chunk.steps)] for chunk in schedule.chunks)
     return shape.batch * heads
@@ -237,7 +237,7 @@ def pass_cost(
     dtype: str,
     bytes_per_s: float,
     overlap: bool = True,
-    executed_of: Callable[[Tiles], int] | None = None,
+    get_executed: Callable[[Tiles], int] | None = None,
     transport: str = "ring",
 ) -> PassCost:
     """Return the cost of a forward and a backward pass of one rank.
@@ -253,15 +253,15 @@ def pass_cost(
         dtype: in which products run.
         bytes_per_s: of the slowest link of the ring.
         overlap: a hop's messages travel while the one before it is computed.
-        executed_of: pairs that the kernel multiplies for a table; None: `executed_pairs`.
+        get_executed: pairs that the kernel multiplies for a table; None: `executed_pairs`.
         transport: "ring" for messages, whose kernels hold multiprocessors inside a node, or one that copies
             out of shared memory.
     """
     classes = [part.head_class for part in parts for _ in range(part.times)]
     # A plan that does not go by nodes has 0 ranks of a node: no peer is inside.
     way = classes[0].directions[0]
-    own, node = way.hops[0], way.direction.ranks_per_node
-    inside = lambda peer: node > 0 and own is not None and peer // node == own.origin // node  # noqa: E731
+    first_hop, node = way.hops[0], way.direction.ranks_per_node
+    inside = lambda peer: node > 0 and first_hop is not None and peer // node == first_hop.origin // node  # noqa: E731
     efficiency, lines, in_hops, sent = hardware.efficiency(shape.kernel), [], [], []
     latency_s, share = hardware.link_latency_s, hardware.message_share or 0.0
     if PASSES[transport].shares_memory:
@@ -272,7 +272,10 @@ def pass_cost(
     for backward in (False, True):
         schedule = shape.schedule(classes, backward)
         steps = {id(chunk.steps): chunk.steps for chunk in schedule.chunks}
-        work = {key: work_of(one, shape, executed_of or executed_pairs, inside) for key, one in steps.items()}
+        work = {
+            key: count_work(chunk_steps, shape, get_executed or executed_pairs, inside)
+            for key, chunk_steps in steps.items()
+        }
         rates = PassRates(
             hardware.flops(dtype) * (efficiency.backward if backward else efficiency.forward),
             hardware.call_overhead_s,

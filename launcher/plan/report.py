@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 from typing import Any
 
 from rich.table import Table
@@ -13,51 +12,34 @@ from ds_ring.schedule.choose import in_words
 
 from ..tables import console as make_console
 from ..tables import print_table
-from .advice import Advice, Reach, Remedy, latents_on_the_wire
+from .advice import Advice, Reach, latents_on_the_wire
 from .compare import ComparisonRow
 from .estimate import Estimate
 from .layer_passes import LayerPass
-from .node_orders import NodeOrders
-from .options import json_of
+from .options import make_json
 from .other_layers import LayerCost
-from .transports import Transports
-from .whole_heads import StatesAdvice, states_by_heads
 
 GIB = 2**30
 
 
-def as_json(
-    found: Estimate, advice: Advice, rows: Sequence[ComparisonRow] = (), orders: NodeOrders | None = None,
-    ways: Transports | None = None, others: Mapping[str, Any] = MappingProxyType({}),
-) -> str:  # fmt: skip
-    """Return one object; sizes in bytes, times in seconds; `others` are further keys of it."""
-    more: dict[str, Any] = {**others} | ({"compared": [row._asdict() for row in rows]} if rows else {})
-    if orders is not None:
-        listed = []
-        for row in orders.rows:
-            values = row._asdict()
-            setting = values.pop("setting")
-            sizes = {"ring_size": setting.ring_size, "ulysses_size": setting.ulysses_size}
-            listed.append(sizes | values | {"best": row is orders.best})
-        more |= {"node_orders": listed, "node_advice": orders.advice}
-        more |= {"one_ring_hides_tokens_per_rank": orders.one_ring_hides.tokens}
-    if ways is not None:
-        more |= {"transports": [row._asdict() for row in ways.rows], "transport_advice": ways.advice}
-    return json.dumps(as_dict(found, advice) | more, indent=2)
+def as_json(planned: Estimate, advice: Advice, rows: Sequence[ComparisonRow] = ()) -> str:
+    """Return one object; sizes in bytes, times in seconds."""
+    compared = {"compared": [row._asdict() for row in rows]} if rows else {}
+    return json.dumps(as_dict(planned, advice) | compared, indent=2)
 
 
-def as_dict(found: Estimate, advice: Advice) -> dict[str, Any]:
+def as_dict(planned: Estimate, advice: Advice) -> dict[str, Any]:
     """Return everything that the tables have, in full precision."""
-    setting, latents = found.setting, latents_on_the_wire(found)
+    setting, latents = planned.setting, latents_on_the_wire(planned)
     return {
         "hardware": setting.hardware.name,
         "devices": setting.devices,
         "ring_size": setting.ring_size,
         "ulysses_size": setting.ulysses_size,
         "tokens": setting.tokens,
-        "local_tokens": found.layout.local_tokens,
+        "local_tokens": planned.layout.local_tokens,
         "batch": setting.batch,
-        "layout": found.layout.name,
+        "layout": planned.layout.name,
         "kernel": setting.kernel_that_runs,
         "tokens_per_device": setting.tokens // (setting.ring_size * setting.ulysses_size),
         "pattern": in_words(setting.mix),
@@ -71,56 +53,57 @@ def as_dict(found: Estimate, advice: Advice) -> dict[str, Any]:
         "offload_attention": setting.offload_attention,
         "offload_optimizer": setting.zero.offload_optimizer,
         "offload_param": setting.zero.offload_parameters,
-        "deepspeed_json": json_of(setting),
+        "deepspeed_json": make_json(setting),
         "parameters": setting.model.parameters,
         "memory": {
-            "peak_bytes": found.peak.total,
+            "peak_bytes": planned.peak.total,
             "usable_bytes": int(setting.usable_bytes),
-            "fits": found.fits,
-            "moment": found.peak.name,
-            "components": {name: size for name, size in found.peak.components.items() if size},
-            "moments": {moment.name: moment.total for moment in found.moments},
+            "fits": planned.fits,
+            "moment": planned.peak.name,
+            "components": {name: size for name, size in planned.peak.components.items() if size},
+            "moments": {moment.name: moment.total for moment in planned.moments},
         },
         "host": {
-            "node_bytes": found.node_host_bytes,
-            "usable_node_bytes": _usable_of_node(found),
-            "components": {name: size for name, size in found.host_peak.host.items() if size},
+            "node_bytes": planned.node_host_bytes,
+            "usable_node_bytes": _usable_node_bytes(planned),
+            "components": {name: size for name, size in planned.host_peak.host.items() if size},
         },
-        "attention": _pass(max(found.passes, key=lambda one: one.cost.seconds)) if found.passes else None,
+        "attention": _pass(max(planned.passes, key=lambda layer_pass: layer_pass.cost.seconds))
+        if planned.passes
+        else None,
         "attention_by_pattern": [
-            {"pattern": str(one.pattern), "layers": one.layers} | _pass(one) for one in found.passes
+            {"pattern": str(layer_pass.pattern), "layers": layer_pass.layers} | _pass(layer_pass)
+            for layer_pass in planned.passes
         ],
-        "other_layers": [_layer(one, found) for one in found.other_layers],
+        "other_layers": [_layer(layer, planned) for layer in planned.other_layers],
         "step": {
-            "attention_s": found.attention_s,
-            "exposed_s": found.exposed_s,
-            "other_layers_s": found.other_layers_s,
-            "swap_bytes_sent": found.swap_bytes,
-            "swap_s": found.swap_s,
-            "dense_flops": found.dense_flops,
-            "dense_s": found.dense_s,
-            "zero_bytes_sent": found.zero_bytes,
-            "zero_s": found.zero_s,
-            "host_bytes": found.host_bytes,
-            "host_s": found.host_s,
-            "total_s": found.step_s,
+            "attention_s": planned.attention_s,
+            "exposed_s": planned.exposed_s,
+            "other_layers_s": planned.other_layers_s,
+            "swap_bytes_sent": planned.swap_bytes,
+            "swap_s": planned.swap_s,
+            "dense_flops": planned.dense_flops,
+            "dense_s": planned.dense_s,
+            "zero_bytes_sent": planned.zero_bytes,
+            "zero_s": planned.zero_s,
+            "host_bytes": planned.host_bytes,
+            "host_s": planned.host_s,
+            "total_s": planned.step_s,
         },
-        "ranks_looked_at": found.ranks,
+        "ranks_looked_at": planned.ranks,
         "longest_tokens": advice.reach.longest_tokens,
         "fewest_devices": advice.reach.fewest_devices,
         "with_fit_options": None if advice.fit_reach is None else advice.fit_reach._asdict(),
         "hiding_tokens_per_rank": advice.hiding.tokens,
         "never_hides": advice.hiding.never,
-        "remedies": [_remedy(one) for one in advice.remedies],
         "latents": None if latents is None else latents._asdict(),
-        "states_by_heads": [_ways(one) for one in states_by_heads(found)],
         "warnings": list(advice.warnings),
     }
 
 
-def _pass(one: LayerPass) -> dict[str, Any]:
+def _pass(layer_pass: LayerPass) -> dict[str, Any]:
     """Return what a layer's passes cost; the costliest layer's where patterns differ."""
-    cost = one.cost
+    cost = layer_pass.cost
     return {
         "pairs": cost.pairs,
         "executed_pairs": cost.executed,
@@ -134,92 +117,69 @@ def _pass(one: LayerPass) -> dict[str, Any]:
     }
 
 
-def _layer(one: LayerCost, found: Estimate) -> dict[str, Any]:
+def _layer(layer: LayerCost, planned: Estimate) -> dict[str, Any]:
     """Return what a layer of a kind costs; in a step each sends its forward bytes again if checkpointed."""
-    forward, backward = one.bytes_sent
+    forward, backward = layer.bytes_sent
     return {
-        "kind": one.kind.name,
-        "layers": one.layers,
-        "messages": {part.what: {"forward": part.forward, "backward": part.backward} for part in one.sent},
+        "kind": layer.kind.name,
+        "layers": layer.layers,
+        "messages": {part.what: {"forward": part.forward, "backward": part.backward} for part in layer.sent},
         "forward_bytes_sent": forward,
         "backward_bytes_sent": backward,
-        "step_bytes_sent": one.layers * ((1 + found.setting.checkpointing) * forward + backward),
-        "forward_s": one.forward_s,
-        "backward_s": one.backward_s,
-        "waiting_s": one.waiting_s,
+        "step_bytes_sent": layer.layers * ((1 + planned.setting.checkpointing) * forward + backward),
+        "forward_s": layer.forward_s,
+        "backward_s": layer.backward_s,
+        "waiting_s": layer.waiting_s,
     }
 
 
-def _ways(one: StatesAdvice) -> dict[str, Any]:
-    ways = {"scan": one.scan._asdict(), "by_heads": one.by_heads._asdict()}
-    return one._asdict() | ways | {"takes_heads": one.takes_heads}
+def _usable_node_bytes(planned: Estimate) -> int | None:
+    usable = planned.setting.usable_host_bytes
+    return None if usable is None else int(usable * planned.setting.node_devices)
 
 
-def _remedy(one: Remedy) -> dict[str, Any]:
-    row = {"change": one.change, "peak_bytes": one.peak_bytes, "step_s": one.step_s}
-    row["host_bytes_of_node"] = one.host_bytes
-    return row | {"devices": one.setting.devices, "tokens": one.setting.tokens}
-
-
-def _usable_of_node(found: Estimate) -> int | None:
-    usable = found.setting.usable_host_bytes
-    return None if usable is None else int(usable * found.setting.devices_of_node)
-
-
-def print_report(
-    found: Estimate, advice: Advice, rows: Sequence[ComparisonRow] = (), orders: NodeOrders | None = None,
-    ways: Transports | None = None,
-) -> None:  # fmt: skip
+def print_report(planned: Estimate, advice: Advice, rows: Sequence[ComparisonRow] = ()) -> None:
     """Print the tables, then the warnings, on stdout."""
     console = make_console()
-    setting = found.setting
+    setting = planned.setting
     ring = f"ring {setting.ring_size} x Ulysses {setting.ulysses_size}"
     data = setting.devices // (setting.ring_size * setting.ulysses_size)
     console.print(
         f"{_count(setting.model.parameters)} parameters, {setting.tokens:,} tokens on"
-        f" {setting.devices} x {setting.hardware.name}: {ring} x data {data}, {found.layout.name} layout,"
+        f" {setting.devices} x {setting.hardware.name}: {ring} x data {data}, {planned.layout.name} layout,"
         f" kernel {setting.kernel_that_runs},"
         f" ZeRO {setting.zero.stage}, {setting.dtype};"
         f" {setting.tokens // (setting.ring_size * setting.ulysses_size):,} tokens a device"
     )
     if len(setting.mix) > 1:
         console.print(f"attention: {in_words(setting.mix)}", markup=False)
-    options = json_of(setting)
+    options = make_json(setting)
     if options or setting.checkpointing:
         how = "activation checkpointing; " if setting.checkpointing else ""
         console.print(f"with {how}in the JSON {json.dumps(options)}", markup=False)
-    print_table(_memory_table(found))
-    print_table(_cost_table(found))
+    print_table(_memory_table(planned))
+    print_table(_cost_table(planned))
     if rows:
         print_table(_compared_table(rows))
         for row in rows:
-            console.print(_options_of(row), markup=False)
-    if orders is not None:
-        print_table(_orders_table(orders))
-        console.print(orders.advice, markup=False)
-    if ways is not None:
-        print_table(_transports_table(ways))
-        console.print(ways.advice, markup=False)
-    own, more = advice.reach, advice.fit_reach
-    longest, fewest = f"{own.longest_tokens:,} tokens with these options", _fewest(own)
-    if more is not None and more.longest_options != own.longest_options:
-        longest += f"; {more.longest_tokens:,} with {_added(more.longest_options, own.longest_options)}"
-    if more is not None and more.fewest_devices != own.fewest_devices:
-        fewest += f"; {_fewest(more, own)}"
+            console.print(_format_options(row), markup=False)
+    reach, fit_reach = advice.reach, advice.fit_reach
+    longest, fewest = f"{reach.longest_tokens:,} tokens with these options", _fewest(reach)
+    if fit_reach is not None and fit_reach.longest_options != reach.longest_options:
+        longest += (
+            f"; {fit_reach.longest_tokens:,} with {_added(fit_reach.longest_options, reach.longest_options)}"
+        )
+    if fit_reach is not None and fit_reach.fewest_devices != reach.fewest_devices:
+        fewest += f"; {_fewest(fit_reach, reach)}"
     console.print(f"longest sequence on these devices: {longest}", markup=False)
     console.print(f"fewest devices for these tokens (one ring): {fewest}", markup=False)
     tokens, never = advice.hiding
-    hides = f"never: {never}" if tokens is None else f"T/P >= {tokens:,} (here {found.layout.local_tokens:,})"
+    hides = (
+        f"never: {never}" if tokens is None else f"T/P >= {tokens:,} (here {planned.layout.local_tokens:,})"
+    )
     console.print(f"transfers hide behind compute: {hides}")
     for warning in advice.warnings:
         console.print(f"[yellow]warning:[/] {warning}")
-    for remedy in advice.remedies:
-        needs = f"{remedy.peak_bytes / GIB:.1f} GiB, a step of {remedy.step_s:.3g} s"
-        if remedy.host_bytes:
-            needs += f", {remedy.host_bytes / GIB:.0f} GiB of a node's host"
-        console.print(f"would fit with {remedy.change}: {needs}", markup=False)
-    if not (found.fits or advice.remedies):
-        console.print("no change that ds-ring knows makes it fit")
 
 
 def _count(number: int) -> str:
@@ -232,7 +192,7 @@ def _count(number: int) -> str:
 
 def _added(options: Sequence[str], before: Sequence[str]) -> str:
     """Return the options that another set has more, as arguments; "no option more" where there is none."""
-    return " ".join(one for one in options if one not in before) or "no option more"
+    return " ".join(option for option in options if option not in before) or "no option more"
 
 
 def _fewest(reach: Reach, before: Reach | None = None) -> str:
@@ -240,12 +200,12 @@ def _fewest(reach: Reach, before: Reach | None = None) -> str:
     return f"{'none up to 16384' if reach.fewest_devices is None else f'{reach.fewest_devices:,}'} with {how}"
 
 
-def _options_of(row: ComparisonRow) -> str:
+def _format_options(row: ComparisonRow) -> str:
     """Return which options a row's figures have."""
-    own = " ".join(row.options) or "no option that saves memory"
+    options = " ".join(row.options) or "no option that saves memory"
     if row.most_options is None or row.most_options == row.options:
-        return f"{row.method}: {own}"
-    return f"{row.method}: {own}; longest with {_added(row.most_options, row.options)}"
+        return f"{row.method}: {options}"
+    return f"{row.method}: {options}; longest with {_added(row.most_options, row.options)}"
 
 
 def _unit(size: int) -> tuple[str, int]:
@@ -253,25 +213,25 @@ def _unit(size: int) -> tuple[str, int]:
     return ("GiB", GIB) if size >= 4 * GIB else ("MiB", 2**20)
 
 
-def _memory_table(found: Estimate) -> Table:
-    label, unit = _unit(found.peak.total)
-    table = Table("memory of a device", label, title=f"highest at: {found.peak.name}", title_justify="left")
+def _memory_table(planned: Estimate) -> Table:
+    label, unit = _unit(planned.peak.total)
+    table = Table("memory of a device", label, title=f"highest at: {planned.peak.name}", title_justify="left")
     table.columns[1].justify = "right"
-    for name, size in sorted(found.peak.components.items(), key=lambda item: -item[1]):
+    for name, size in sorted(planned.peak.components.items(), key=lambda item: -item[1]):
         if size:
             table.add_row(name, f"{size / unit:.3f}")
     table.add_section()
-    usable = found.setting.usable_bytes / unit
-    table.add_row(f"peak, of {usable:,.1f} that tensors can have", f"{found.peak.total / unit:.3f}")
-    if found.node_host_bytes:
+    usable = planned.setting.usable_bytes / unit
+    table.add_row(f"peak, of {usable:,.1f} that tensors can have", f"{planned.peak.total / unit:.3f}")
+    if planned.node_host_bytes:
         table.add_section()
-        devices = found.setting.devices_of_node
-        for name, size in found.host_peak.host.items():
+        devices = planned.setting.node_devices
+        for name, size in planned.host_peak.host.items():
             if size:
                 table.add_row(f"{name}, {devices} devices of a node", f"{size * devices / unit:.3f}")
-        whole = _usable_of_node(found)
+        whole = _usable_node_bytes(planned)
         limit = "" if whole is None else f", of {whole / unit:,.1f} that tensors can have"
-        table.add_row(f"host of a node{limit}", f"{found.node_host_bytes / unit:.3f}")
+        table.add_row(f"host of a node{limit}", f"{planned.node_host_bytes / unit:.3f}")
     return table
 
 
@@ -280,59 +240,36 @@ def _size(size: int) -> str:
     return f"{size / unit:.3g} {name}"
 
 
-def _cost_table(found: Estimate) -> Table:
+def _cost_table(planned: Estimate) -> Table:
     """Build the table of costs per device and step."""
-    cost = found.attention
+    cost = planned.attention
     table = Table("cost of a step, slowest device", "amount", "seconds")
     for column in table.columns[1:]:
         column.justify = "right"
     share = cost.exposed_s / cost.seconds if cost.seconds else 0.0
     attended = cost.pairs / max(cost.executed, 1)
-    table.add_row("attention", f"{cost.pairs:.3g} pairs", f"{found.attention_s:.3g}")
-    for one in found.passes if len(found.passes) > 1 else ():
-        pairs, seconds = one.layers * one.cost.pairs, one.layers * one.cost.seconds
-        table.add_row(f"  {one.layers} x {one.pattern}", f"{pairs:.3g} pairs", f"{seconds:.3g}")
-    table.add_row("  of it waiting for K/V", f"{share:.1%}", f"{found.exposed_s:.3g}")
+    table.add_row("attention", f"{cost.pairs:.3g} pairs", f"{planned.attention_s:.3g}")
+    for layer_pass in planned.passes if len(planned.passes) > 1 else ():
+        pairs, seconds = (
+            layer_pass.layers * layer_pass.cost.pairs,
+            layer_pass.layers * layer_pass.cost.seconds,
+        )
+        table.add_row(f"  {layer_pass.layers} x {layer_pass.pattern}", f"{pairs:.3g} pairs", f"{seconds:.3g}")
+    table.add_row("  of it waiting for K/V", f"{share:.1%}", f"{planned.exposed_s:.3g}")
     table.add_row("  attended of executed pairs", f"{attended:.1%}", "")
-    if found.swap_bytes:
-        table.add_row("  Ulysses' all-to-alls", _size(found.swap_bytes), f"{found.swap_s:.3g}")
+    if planned.swap_bytes:
+        table.add_row("  Ulysses' all-to-alls", _size(planned.swap_bytes), f"{planned.swap_s:.3g}")
     table.add_row("  K/V, dK/dV sent", _size(cost.forward_bytes + cost.backward_bytes), "")
-    for layer in found.other_layers:
-        size, count = _layer(layer, found)["step_bytes_sent"], layer.layers
-        seconds = count * ((1 + found.setting.checkpointing) * layer.forward_s + layer.backward_s)
+    for layer in planned.other_layers:
+        size, count = _layer(layer, planned)["step_bytes_sent"], layer.layers
+        seconds = count * ((1 + planned.setting.checkpointing) * layer.forward_s + layer.backward_s)
         table.add_row(f"{count} x {layer.kind.name}", f"{_size(size)} sent", f"{seconds:.3g}")
-    table.add_row("other matrices", f"{found.dense_flops:.3g} FLOPs", f"{found.dense_s:.3g}")
-    table.add_row("ZeRO, not overlapped", _size(found.zero_bytes), f"{found.zero_s:.3g}")
-    if found.host_bytes or found.host_s:
-        table.add_row("host, not overlapped", _size(found.host_bytes), f"{found.host_s:.3g}")
+    table.add_row("other matrices", f"{planned.dense_flops:.3g} FLOPs", f"{planned.dense_s:.3g}")
+    table.add_row("ZeRO, not overlapped", _size(planned.zero_bytes), f"{planned.zero_s:.3g}")
+    if planned.host_bytes or planned.host_s:
+        table.add_row("host, not overlapped", _size(planned.host_bytes), f"{planned.host_s:.3g}")
     table.add_section()
-    table.add_row("step", "", f"{found.step_s:.3g}")
-    return table
-
-
-def _orders_table(orders: NodeOrders) -> Table:
-    """Build the table of ways to span the nodes."""
-    label, unit = _unit(max(row.peak_bytes for row in orders.rows))
-    table = Table("across nodes", "attention s", "of it waiting", "step s", label)
-    for column in table.columns[1:]:
-        column.justify = "right"
-    for row in orders.rows:
-        marks = "" if row.runs else " (not run)"
-        marks += "" if row.fits else " (too large)"
-        times = (row.attention_s, row.waiting_s, row.step_s)
-        figures = [*(f"{seconds:.3g}" for seconds in times), f"{row.peak_bytes / unit:.1f}"]
-        table.add_row(row.name + marks, *figures)
-    return table
-
-
-def _transports_table(ways: Transports) -> Table:
-    """Build the table of ways to move keys and values inside a node."""
-    table = Table("inside the node", "attention s", "of it waiting", "step s")
-    for column in table.columns[1:]:
-        column.justify = "right"
-    for row in ways.rows:
-        times = (row.attention_s, row.waiting_s, row.step_s)
-        table.add_row(row.name, *(f"{seconds:.4g}" for seconds in times))
+    table.add_row("step", "", f"{planned.step_s:.3g}")
     return table
 
 

@@ -15,7 +15,7 @@ from ds_ring.schedule.lowering import chunk_bytes_on
 from .hardware import Hardware
 from .model_file import ModelShape
 from .model_memory import Zero
-from .other_layers import Kind, Lookup, Selection
+from .other_layers import Kind, Selection
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 USABLE = {"cuda": 0.92, "cpu": 1.0}  # the rest: context, communication buffers, fragmentation (assumed)
@@ -63,7 +63,7 @@ class TrainingSetting:
     # known, which makes one ring of all ranks
     ring_ranks_per_node: int | None = None
     # the other layers (`other_layers.py`): their kind, their pattern, how many there are
-    other_layers: tuple[tuple[Kind | Lookup, Pattern, int], ...] = ()
+    other_layers: tuple[tuple[Kind, Pattern, int], ...] = ()
 
     @property
     def mix(self) -> Mix:
@@ -73,12 +73,12 @@ class TrainingSetting:
         return self.pattern
 
     @property
-    def mix_of_layout(self) -> Mix:
+    def layout_mix(self) -> Mix:
         """Return the patterns for which a layout is chosen: all attention's, also that over chosen keys."""
         counts = Counter(dict(self.mix))
         for kind, pattern, layers in self.other_layers:
             counts[pattern] += layers * isinstance(kind, Selection)
-        return tuple((one, layers) for one, layers in counts.items() if layers)
+        return tuple((layer_pattern, layers) for layer_pattern, layers in counts.items() if layers)
 
     @property
     def devices(self) -> int:
@@ -106,7 +106,7 @@ class TrainingSetting:
         return self.hardware.kind == "cpu"
 
     @property
-    def devices_of_node(self) -> int:
+    def node_devices(self) -> int:
         """Return how many devices of the setting share a host."""
         return min(self.devices, self.hardware.devices_per_node)
 
@@ -114,7 +114,7 @@ class TrainingSetting:
     def usable_host_bytes(self) -> float | None:
         """Return the host's memory for one device; None if the hardware's file does not say."""
         whole = self.hardware.host_memory_bytes
-        return None if whole is None else whole * USABLE_HOST / self.devices_of_node
+        return None if whole is None else whole * USABLE_HOST / self.node_devices
 
     @property
     def bytes_per_s(self) -> float:
@@ -125,21 +125,21 @@ class TrainingSetting:
     @cached_property
     def node_ranks(self) -> int:
         """Return how many neighbours on a ring share a node; 0 where nodes make no difference to the plan."""
-        found = self._neighbours_of_node
-        return found if 1 < found < self.ring_size else 0
+        neighbours = self._node_neighbours
+        return neighbours if 1 < neighbours < self.ring_size else 0
 
     @property
     def ring_is_in_node(self) -> bool:
         """Return whether all ranks of a ring share a node."""
-        return self._neighbours_of_node == self.ring_size
+        return self._node_neighbours == self.ring_size
 
     @property
-    def _neighbours_of_node(self) -> int:
-        found = self.ring_ranks_per_node
-        if found is None:
+    def _node_neighbours(self) -> int:
+        neighbours = self.ring_ranks_per_node
+        if neighbours is None:
             grid = Grid(self.devices, self.ring_size, self.ulysses_size)
-            found = grid.ring_ranks_per_node(0, self.hardware.devices_per_node) or 0
-        return found
+            neighbours = grid.ring_ranks_per_node(0, self.hardware.devices_per_node) or 0
+        return neighbours
 
 
 def like_in_memory(setting: TrainingSetting, local_tokens: int) -> TrainingSetting:

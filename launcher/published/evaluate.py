@@ -1,21 +1,16 @@
-"""Compute the model's figure beside every published one, and ds_ring's where the peers' rows hold."""
+"""Compute the model's figure beside every published one."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from typing import NamedTuple
 
-from ..plan.estimate import estimate
-from ..plan.hardware import read_hardware
 from .methods import METHODS, Pass
-from .own import own_pass
-from .packs import packs_of
-from .steps import longest_tokens, setting_of, torch_step, ulysses_tflops
+from .packs import get_packs
+from .steps import longest_tokens, torch_step, ulysses_tflops
 from .table import Direction, PassGroup, Table
 
 CLOSE = 0.1  # a figure holds that is so close to the published one
-HOLDS = 0.8  # of a setting's peers so many figures must hold before ours is said
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward", "both")
 
 
@@ -45,7 +40,7 @@ class Result(NamedTuple):
 
 def share(results: Iterable[Result]) -> float:
     """Return the part of the figures that hold."""
-    held = [one.holds for one in results]
+    held = [result.holds for result in results]
     return sum(held) / len(held) if held else 0.0
 
 
@@ -67,20 +62,21 @@ def _passes(table: Table) -> Iterator[Result]:
                 )
 
 
-def passes_of(table: Table, group: PassGroup, direction: Direction, ranks: int) -> Iterator[Pass]:
+def list_passes(table: Table, group: PassGroup, direction: Direction, ranks: int) -> Iterator[Pass]:
     """Yield the pass of a group's figure, for each pack where documents are packed."""
     tokens = ranks * group.tokens
     machine, kernel = table.machines[group.machine], table.kernels[group.kernel]
-    for lengths in packs_of(tokens) if group.mask == "packed" else ((tokens,),):
+    for lengths in get_packs(tokens) if group.mask == "packed" else ((tokens,),):
         yield Pass(machine, kernel, ranks, group.tokens, group.heads, group.kv_heads, direction, lengths)
 
 
 def pass_tflops(table: Table, group: PassGroup, direction: Direction, ranks: int) -> float:
     """Return the TFLOPS a device of a pass; of packs the mean, as the benchmark takes it."""
-    found = [
-        one.flops / METHODS[group.method](one) / 1e12 for one in passes_of(table, group, direction, ranks)
+    rates = [
+        attention.flops / METHODS[group.method](attention) / 1e12
+        for attention in list_passes(table, group, direction, ranks)
     ]
-    return sum(found) / len(found)
+    return sum(rates) / len(rates)
 
 
 def _steps(table: Table) -> Iterator[Result]:
@@ -99,53 +95,6 @@ def _steps(table: Table) -> Iterator[Result]:
 
 def _lengths(table: Table) -> Iterator[Result]:
     for row in table.lengths:
-        found = longest_tokens(table, row)
+        modelled = longest_tokens(table, row)
         at = (row.source, str(table.sources[row.source].date), row.method, row.model, row.devices)
-        yield Result(*at, "longest sequence, tokens", row.tokens, found, row.why)
-
-
-class Prediction(NamedTuple):
-    """Hold ds_ring's modelled figure in a setting whose peers' rows hold."""
-
-    setting: str
-    devices: int
-    quantity: str
-    model: float
-    best_published: str  # by a peer, and whose
-    peers: float  # the part of their figures that hold
-
-
-def predict(table: Table, results: list[Result]) -> list[Prediction]:
-    """Return ds_ring's figures: of attention's passes on H100, and of TRL's steps."""
-    found = []
-    for setting in ("h100 causal", "h100 packed"):
-        peers = [one for one in results if one.setting.startswith(setting) and one.method != "kernel alone"]
-        held = share(peers)
-        if held < HOLDS:
-            continue
-        group = next(
-            one for one in table.passes if f"{one.machine} {one.mask}" == setting and one.kernel == "flash3"
-        )
-        for ranks in group.forward:
-            (one,) = passes_of(table, group, "forward", ranks)
-            own = own_pass(one)
-            for direction, flops, seconds in (
-                ("forward", one.flops, own.forward_s), ("backward", 2.5 * one.flops, own.backward_s)
-            ):  # fmt: skip
-                quantity = f"{direction}, TFLOPS a GPU"
-                peer_best = max(
-                    (peer for peer in peers if peer.devices == ranks and peer.quantity == quantity),
-                    key=lambda peer: peer.published,
-                )
-                said = f"{peer_best.published:,.0f} ({peer_best.method})"
-                found.append(Prediction(setting, ranks, quantity, flops / seconds / 1e12, said, held))
-    steps = [one for one in results if one.quantity == "step, seconds"]
-    if share(steps) >= HOLDS:
-        # of two figures for one setting the later one
-        latest = {(row.model, row.tokens, row.devices): row for row in table.steps if row.seconds is not None}
-        for row in latest.values():
-            own_step = estimate(replace(setting_of(table, row), hardware=read_hardware("h100_flash3")))
-            name, best = f"{row.model}, {row.tokens:,} tokens", f"{row.seconds:,.0f} ({row.method})"
-            seconds = own_step.step_s - own_step.host_s
-            found.append(Prediction(name, row.devices, "step, seconds", seconds, best, share(steps)))
-    return found
+        yield Result(*at, "longest sequence, tokens", row.tokens, modelled, row.why)

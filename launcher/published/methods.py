@@ -131,39 +131,43 @@ def kernel_copies(q: float, kv: float, backward: bool) -> float:
     return UNPAD * (q + kv) + PAD * q
 
 
-def ulysses(one: Pass) -> float:
+def ulysses(attention: Pass) -> float:
     """Return the seconds of all-to-alls of q, k, v and of out, with nothing to overlap (its class Ulysess).
 
     Before the exchange and after it a tensor is put into another order; on the way back once. K/V heads that
     are fewer than the ranks are repeated.
     """
-    backward, q = one.direction == "backward", one.q_bytes
-    kv = one.kv_bytes * max(one.ranks // one.kv_heads, 1)
-    exchanged = one.exchange_s(2 * q + kv)
+    backward, q = attention.direction == "backward", attention.q_bytes
+    kv = attention.kv_bytes * max(attention.ranks // attention.kv_heads, 1)
+    exchanged = attention.exchange_s(2 * q + kv)
     orders = 4 * (q + kv) + 2 * q
-    kernel = one.causal_s(one.lengths, one.heads / one.ranks)
-    return exchanged + one.copies_s(orders + kernel_copies(q, kv, backward)) + kernel
+    kernel = attention.causal_s(attention.lengths, attention.heads / attention.ranks)
+    return exchanged + attention.copies_s(orders + kernel_copies(q, kv, backward)) + kernel
 
 
-def all_gather(one: Pass) -> float:
+def all_gather(attention: Pass) -> float:
     """Return the seconds of K/V gathered at once, then one kernel call for each of a rank's two pieces.
 
     Its class FA3RingAGAttnFunc: the gathered keys are put in order, and a call takes all of them apart;
     backward the float gradients of all keys are summed over both calls, put in order and scattered.
     """
-    backward, q, kv = one.direction == "backward", one.q_bytes, one.kv_bytes * one.ranks
-    pieces, heads = 2 * one.ranks, one.heads
+    backward, q, kv = (
+        attention.direction == "backward",
+        attention.q_bytes,
+        attention.kv_bytes * attention.ranks,
+    )
+    pieces, heads = 2 * attention.ranks, attention.heads
     kernel = 0.0
-    for rank in {0, one.ranks // 2, one.ranks - 1}:
+    for rank in {0, attention.ranks // 2, attention.ranks - 1}:
         mine = 0.0
-        for length in one.lengths:
+        for length in attention.lengths:
             part = length / pieces
             for piece in (rank, pieces - 1 - rank):
-                if len(one.lengths) == 1:  # the piece's own triangle, and what is before it
-                    mine += one.full_s(part, part * piece, heads) if piece else 0.0
-                    mine += one.causal_s([part], heads)
+                if len(attention.lengths) == 1:  # the piece's own triangle, and what is before it
+                    mine += attention.full_s(part, part * piece, heads) if piece else 0.0
+                    mine += attention.causal_s([part], heads)
                 else:
-                    mine += one.tiled_s(part, part * (piece + 0.5), heads)
+                    mine += attention.tiled_s(part, part * (piece + 0.5), heads)
         kernel = max(kernel, mine)
     moved = 2 * kv + 2 * UNPAD * kv  # in order; apart, for each call
     if backward:
@@ -171,56 +175,58 @@ def all_gather(one: Pass) -> float:
         moved += 4 * q + UNPAD * 3 * q + PAD * q + 2 * q
     else:
         moved += 2 * q + UNPAD * q + PAD * q + 2 * q
-    messages = one.gather_s(one.kv_bytes * (one.ranks - 1)) * (2 if backward else 1)
-    return kernel + one.copies_s(moved) + messages
+    messages = attention.gather_s(attention.kv_bytes * (attention.ranks - 1)) * (2 if backward else 1)
+    return kernel + attention.copies_s(moved) + messages
 
 
-def ring_hops(one: Pass, ranks: int, tokens: int, heads: int, kv_heads: int) -> float:
+def ring_hops(attention: Pass, ranks: int, tokens: int, heads: int, kv_heads: int) -> float:
     """Return the seconds of TransformerEngine's ring on its last rank, whose hops read half of the keys.
 
     Its class FA3RingAttnFunc: a document is cut into two pieces a rank; every hop takes tensors apart and
     puts them together, and corrects out (forward) or adds dq and dk, dv (backward). K/V, and backward dK and
     dV as well, travel while the kernel runs.
     """
-    backward = one.direction == "backward"
-    kv = 2 * tokens * kv_heads * one.head_dim * one.element_bytes
-    q = tokens * heads * one.head_dim * one.element_bytes
-    if len(one.lengths) == 1:
-        local = one.lengths[0] / ranks
-        first = 2 * one.causal_s([local / 2], heads) + one.full_s(local / 2, local / 2, heads)
-        hop = one.full_s(local, local / 2, heads)
+    backward = attention.direction == "backward"
+    kv = 2 * tokens * kv_heads * attention.head_dim * attention.element_bytes
+    q = tokens * heads * attention.head_dim * attention.element_bytes
+    if len(attention.lengths) == 1:
+        local = attention.lengths[0] / ranks
+        first = 2 * attention.causal_s([local / 2], heads) + attention.full_s(local / 2, local / 2, heads)
+        hop = attention.full_s(local, local / 2, heads)
     else:
-        shares = [(n / ranks, n / ranks / 2) for n in one.lengths]
-        first = sum(one.tiled_s(share, share, heads) for share, _ in shares)  # causal tiles: about half
-        first = max(first / 2, one.causal_s([share for share, _ in shares], heads))
-        hop = sum(one.tiled_s(share, half, heads) for share, half in shares)
+        shares = [(n / ranks, n / ranks / 2) for n in attention.lengths]
+        first = sum(attention.tiled_s(share, share, heads) for share, _ in shares)  # causal tiles: about half
+        first = max(first / 2, attention.causal_s([share for share, _ in shares], heads))
+        hop = sum(attention.tiled_s(share, half, heads) for share, half in shares)
     half = kv / 2
     moved = kernel_copies(q, half, backward) + 2 * half
     moved += 3 * q + 5 * half if backward else 3 * q
-    message = one.hop_s(2 * kv if backward else kv) if ranks > 1 else 0.0
-    compute = hop + one.copies_s(moved)
-    start = first + one.copies_s(kernel_copies(q, kv, backward) + 3 * q)
+    message = attention.hop_s(2 * kv if backward else kv) if ranks > 1 else 0.0
+    compute = hop + attention.copies_s(moved)
+    start = first + attention.copies_s(kernel_copies(q, kv, backward) + 3 * q)
     return max(start, message) + (ranks - 1) * max(compute, message)
 
 
-def te_ring(one: Pass) -> float:
+def te_ring(attention: Pass) -> float:
     """Return the seconds of TransformerEngine's ring over all ranks."""
-    return ring_hops(one, one.ranks, one.tokens, one.heads, one.kv_heads)
+    return ring_hops(attention, attention.ranks, attention.tokens, attention.heads, attention.kv_heads)
 
 
-def usp(one: Pass) -> float:
+def usp(attention: Pass) -> float:
     """Return the seconds of Ulysses inside a node and TransformerEngine's ring between nodes (class USP)."""
-    inside = min(one.ranks, one.machine.node)
-    exchange = (2 * one.q_bytes + one.kv_bytes) * (inside - 1) / inside / one.machine.link
-    orders = one.copies_s(4 * (one.q_bytes + one.kv_bytes) + 2 * one.q_bytes)
-    if one.nodes == 1:
-        copies = one.copies_s(kernel_copies(one.q_bytes, one.kv_bytes, one.direction == "backward"))
-        return exchange + orders + one.causal_s(one.lengths, one.heads / inside) + copies
-    inner = (one.tokens * inside, one.heads // inside, max(one.kv_heads // inside, 1))
-    return exchange + orders + ring_hops(one, one.nodes, *inner)
+    inside = min(attention.ranks, attention.machine.node)
+    exchange = (2 * attention.q_bytes + attention.kv_bytes) * (inside - 1) / inside / attention.machine.link
+    orders = attention.copies_s(4 * (attention.q_bytes + attention.kv_bytes) + 2 * attention.q_bytes)
+    if attention.nodes == 1:
+        copies = attention.copies_s(
+            kernel_copies(attention.q_bytes, attention.kv_bytes, attention.direction == "backward")
+        )
+        return exchange + orders + attention.causal_s(attention.lengths, attention.heads / inside) + copies
+    inner = (attention.tokens * inside, attention.heads // inside, max(attention.kv_heads // inside, 1))
+    return exchange + orders + ring_hops(attention, attention.nodes, *inner)
 
 
-def magi(one: Pass) -> float:
+def magi(attention: Pass) -> float:
     """Return the seconds of MagiAttention: chunks dispatched to equal work, K/V cast to those who read them.
 
     Chunks go to the rank of the least work that has room (MinHeapDispatchAlg); a token crosses to a node
@@ -228,12 +234,12 @@ def magi(one: Pass) -> float:
     with the first half's; the cast holds multiprocessors. Backward dK and dV are reduced likewise, and the
     last half of it has nothing to overlap with.
     """
-    load = dispatched(one)
-    token = one.kv_bytes / one.tokens
-    message = max(load.near * token / one.machine.link, load.far * token / one.machine.network)
-    kernel = load.imbalance * one.causal_s(one.lengths, one.heads) / one.ranks
+    load = dispatched(attention)
+    token = attention.kv_bytes / attention.tokens
+    message = max(load.near * token / attention.machine.link, load.far * token / attention.machine.network)
+    kernel = load.imbalance * attention.causal_s(attention.lengths, attention.heads) / attention.ranks
     local, stage, half = kernel * load.local, kernel * (1 - load.local) / 2, message / 2
-    if one.direction == "backward":  # the second stage's keys and the first stage's gradients
+    if attention.direction == "backward":  # the second stage's keys and the first stage's gradients
         return _with_cast(local, half) + _with_cast(stage, 2 * half) + stage + half
     return _with_cast(local, half) + _with_cast(stage, half) + stage
 
@@ -252,20 +258,24 @@ class Load(NamedTuple):
     far: float  # from other nodes
 
 
-def dispatched(one: Pass) -> Load:
+def dispatched(attention: Pass) -> Load:
     """Return what MagiAttention's dispatch gives: the largest chunks first, each to the least loaded rank."""
-    chunk = min(MAGI_CHUNK, one.tokens)
-    count, node, ranks = one.ranks * one.tokens // chunk, one.machine.node, range(one.ranks)
-    areas, own, reads = [0.0] * count, [0.0] * count, [set[int]() for _ in range(count)]
+    chunk = min(MAGI_CHUNK, attention.tokens)
+    count, node, ranks = (
+        attention.ranks * attention.tokens // chunk,
+        attention.machine.node,
+        range(attention.ranks),
+    )
+    areas, local_areas, reads = [0.0] * count, [0.0] * count, [set[int]() for _ in range(count)]
     start = 0
-    for length in one.lengths:
+    for length in attention.lengths:
         for index in range(start // chunk, ceil((start + length) / chunk)):
             first, last = max(index * chunk, start), min((index + 1) * chunk, start + length)
             areas[index] += ((last - start) ** 2 - (first - start) ** 2) / 2
-            own[index] += (last - first) ** 2 / 2
+            local_areas[index] += (last - first) ** 2 / 2
             reads[index].update(range(start // chunk, index + 1))
         start += length
-    loads, room, owner = [0.0] * one.ranks, [count // one.ranks] * one.ranks, [0] * count
+    loads, room, owner = [0.0] * attention.ranks, [count // attention.ranks] * attention.ranks, [0] * count
     for index in sorted(range(count), key=lambda i: -areas[i]):
         rank = min((r for r in ranks if room[r]), key=lambda r: loads[r])
         loads[rank] += areas[index]
@@ -277,45 +287,56 @@ def dispatched(one: Pass) -> Load:
     near = max(sum(owner[c] != r and owner[c] // node == r // node for c in needs[r]) for r in ranks)
     # between nodes a chunk crosses once for all ranks of a node, which share the adapters
     crossing = []
-    for group in range(one.nodes):
+    for group in range(attention.nodes):
         mine = ranks[group * node : (group + 1) * node]
         wanted = set[int]().union(*(needs[r] for r in mine))
         crossing.append(sum(owner[c] // node != group for c in wanted) / len(mine))
     return Load(
-        max(loads) * one.ranks / sum(loads), sum(own) / sum(areas), near * chunk, max(crossing) * chunk
+        max(loads) * attention.ranks / sum(loads),
+        sum(local_areas) / sum(areas),
+        near * chunk,
+        max(crossing) * chunk,
     )
 
 
-def zigzag_ring(one: Pass) -> float:
+def zigzag_ring(attention: Pass) -> float:
     """Return the seconds of ring-flash-attention's zigzag ring on its last rank.
 
     Each hop merges out in float32 by torch operations; backward it adds dq, dk and dv in float32. K/V travel
     while the kernel runs, as do dK and dV in float32 backward.
     """
-    first, hop = one.causal_s([one.tokens], one.heads), one.full_s(one.tokens, one.tokens / 2, one.heads)
-    return _ring_flash(one, [first] + [hop] * (one.ranks - 1))
+    first, hop = (
+        attention.causal_s([attention.tokens], attention.heads),
+        attention.full_s(attention.tokens, attention.tokens / 2, attention.heads),
+    )
+    return _ring_flash(attention, [first] + [hop] * (attention.ranks - 1))
 
 
-def plain_ring(one: Pass) -> float:
+def plain_ring(attention: Pass) -> float:
     """Return the seconds of ring-flash-attention's plain ring: its last rank reads the keys of all hops."""
-    first, hop = one.causal_s([one.tokens], one.heads), one.full_s(one.tokens, one.tokens, one.heads)
-    return _ring_flash(one, [first] + [hop] * (one.ranks - 1))
+    first, hop = (
+        attention.causal_s([attention.tokens], attention.heads),
+        attention.full_s(attention.tokens, attention.tokens, attention.heads),
+    )
+    return _ring_flash(attention, [first] + [hop] * (attention.ranks - 1))
 
 
-def _ring_flash(one: Pass, kernels: list[float]) -> float:
-    merge = one.copies_s(MERGE_BYTES * one.out_elements)
-    forward = 0.0 if one.direction == "backward" else merge * len(kernels)
-    added = one.out_elements + one.kv_bytes / one.element_bytes
-    backward = 0.0 if one.direction == "forward" else one.copies_s(ADD_BYTES * added) * len(kernels)
+def _ring_flash(attention: Pass, kernels: list[float]) -> float:
+    merge = attention.copies_s(MERGE_BYTES * attention.out_elements)
+    forward = 0.0 if attention.direction == "backward" else merge * len(kernels)
+    added = attention.out_elements + attention.kv_bytes / attention.element_bytes
+    backward = (
+        0.0 if attention.direction == "forward" else attention.copies_s(ADD_BYTES * added) * len(kernels)
+    )
     # K/V once, and backward again with dK and dV in float32
-    sent = one.kv_bytes * {"forward": 1, "backward": 3, "both": 4}[one.direction]
-    message = one.hop_s(sent)
+    sent = attention.kv_bytes * {"forward": 1, "backward": 3, "both": 4}[attention.direction]
+    message = attention.hop_s(sent)
     return sum(max(kernel, message) for kernel in kernels) + forward + backward
 
 
-def kernel_alone(one: Pass) -> float:
+def kernel_alone(attention: Pass) -> float:
     """Return the seconds of one kernel call over all documents."""
-    return one.causal_s(one.lengths, one.heads)
+    return attention.causal_s(attention.lengths, attention.heads)
 
 
 METHODS: dict[str, Callable[[Pass], float]] = {

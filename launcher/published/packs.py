@@ -20,7 +20,7 @@ SEEDS = {65536: 141, 131072: 53, 262144: 4, 524288: 24}
 
 
 @lru_cache(maxsize=8)
-def packs_of(tokens: int) -> tuple[tuple[int, ...], ...]:
+def get_packs(tokens: int) -> tuple[tuple[int, ...], ...]:
     """Return the lengths of the documents of each of the packs that a figure is the mean of."""
     return draw_packs(published().documents, tokens, PACKS, SEEDS.get(tokens, 0))
 

@@ -34,14 +34,14 @@ class ModelledStep(NamedTuple):
     gigabytes: float
 
 
-def model_of(table: Table, name: str) -> ModelShape:
+def read_model(table: Table, name: str) -> ModelShape:
     """Return a model of the table."""
     return ModelShape(**table.models[name].model_dump())
 
 
-def setting_of(table: Table, row: StepRow) -> TrainingSetting:
+def make_published_setting(table: Table, row: StepRow) -> TrainingSetting:
     """Return the setting of a row: one ring of all devices, ZeRO 3, everything computed again."""
-    model = model_of(table, row.model)
+    model = read_model(table, row.model)
     hardware = with_kernel(read_hardware("h100_flash3"), table.kernels[row.kernel])
     return TrainingSetting(
         tokens=row.tokens, ring_size=row.devices, ulysses_size=1, model=model, pattern=Causal(),
@@ -66,10 +66,10 @@ def torch_step(table: Table, row: StepRow) -> ModelledStep:
     more where it is computed again, once backward. Every hop merges out in float32 by torch operations, or
     casts and adds dq, dk and dv; dK and dV travel to the next rank after each hop, and nothing overlaps that.
     """
-    setting = setting_of(table, row)
-    found = estimate(setting)
+    setting = make_published_setting(table, row)
+    planned = estimate(setting)
     return ModelledStep(
-        found.step_s - found.host_s + torch_extra_s(setting, table.machines["h100"]), peak_gb(found)
+        planned.step_s - planned.host_s + torch_extra_s(setting, table.machines["h100"]), peak_gb(planned)
     )
 
 
@@ -92,9 +92,9 @@ def torch_extra_s(setting: TrainingSetting, machine: Machine) -> float:
     return model.layers * (3 * gather + 2 * merge + added + home)
 
 
-def peak_gb(found: Estimate) -> float:
+def peak_gb(planned: Estimate) -> float:
     """Return the peak of the same training by torch's context parallelism, in 10^9 bytes."""
-    rows = {row.method: row for row in compare(found, 0)}
+    rows = {row.method: row for row in compare(planned, 0)}
     return rows["torch context parallel, TRL's guide"].peak_bytes / 1e9
 
 
@@ -104,7 +104,7 @@ def longest_tokens(table: Table, row: LengthRow) -> int:
     ALST (section 3): the loss in tiles of a GiB of float32 logits, MLPs in tiles of `hidden` tokens,
     checkpoints and ZeRO 3's optimizer on the host, on one device the parameters as well; heads by all-to-all.
     """
-    model, devices = model_of(table, row.model), row.devices
+    model, devices = read_model(table, row.model), row.devices
     zero = Zero(3, devices, ELEMENT, offload_optimizer=True, offload_parameters=devices == 1)
     hardware = read_hardware("h100_flash3")
     setting = TrainingSetting(
@@ -118,8 +118,8 @@ def longest_tokens(table: Table, row: LengthRow) -> int:
     def holds(tokens: int) -> bool:
         ring = PassMemory(0, tokens * heads * model.head_dim * FLOAT, 0)  # FlashAttention sums dq in float32
         local = LocalTokens(-(-tokens // devices), tokens, heads, kv_heads)
-        made = replace(training_step(replace(setting, tokens=tokens), 1, ring), tokens=local)
-        return fits(setting, made.moments())
+        step = replace(training_step(replace(setting, tokens=tokens), 1, ring), tokens=local)
+        return fits(setting, step.moments())
 
     return longest_that(holds, devices, MAX_TOKENS, 1, FINE)
 
@@ -130,7 +130,7 @@ def ulysses_tflops(table: Table, row: StepRow) -> float:
     The formula counts the whole matrix of attention and four passes of everything, the repeated one included;
     a kernel skips the masked half. Matrices at the planner's share of the peak; states are taken as hidden.
     """
-    model, kernel = model_of(table, row.model), table.kernels[row.kernel]
+    model, kernel = read_model(table, row.model), table.kernels[row.kernel]
     hardware = read_hardware("a100")
     dense = 24.0 * model.hidden**2
     attention = 4.0 * row.tokens * model.heads * model.head_dim

@@ -54,9 +54,9 @@ class Kernel(Section):
 
     def curve(self, direction: Direction) -> KernelRates:
         """Return the rates in a direction."""
-        found: KernelRates | None = getattr(self, direction)
-        assert found is not None, f"no rates {direction}"
-        return found
+        rates: KernelRates | None = getattr(self, direction)
+        assert rates is not None, f"no rates {direction}"
+        return rates
 
 
 class Documents(Section):
@@ -136,11 +136,11 @@ class Table(Section):
     @model_validator(mode="after")
     def _names_exist(self) -> Table:
         """Refuse a row whose source, machine, kernel or model the file does not have."""
-        rates = [(one.forward, one.backward, one.both) for one in self.kernels.values()]
+        rates = [(kernel.forward, kernel.backward, kernel.both) for kernel in self.kernels.values()]
         named: list[tuple[str, Collection[str]]] = [
             (each.source, self.sources) for three in rates for each in three if each is not None
         ]
-        named += [(name, self.sources) for one in self.machines.values() for name in one.sources]
+        named += [(name, self.sources) for machine in self.machines.values() for name in machine.sources]
         named.append((self.documents.source, self.sources))
         for group in self.passes:
             named += [

@@ -10,7 +10,7 @@ from pathlib import Path
 from ..cluster.cluster import Host
 from .process import few
 from .run_folder import TOLD_TO_END, RankFault
-from .run_records import RankStop, stops_of
+from .run_records import RankStop, read_stops
 
 
 @dataclass(frozen=True)
@@ -40,32 +40,32 @@ class Culprit:
         """Return the "fault" line of attempts.jsonl."""
         fault = self.fault
         frames = [] if fault is None or fault.kind == "lost" else list(fault.frames)
-        own = {"kind": self.kind, "rank": self.rank, "host": self.host, "what": self.what}
-        return {**own, "step": fault and fault.step, "frames": frames}
+        figures = {"kind": self.kind, "rank": self.rank, "host": self.host, "what": self.what}
+        return {**figures, "step": fault and fault.step, "frames": frames}
 
 
 # [Note: who stopped first]
-# The text of an error is never used: a script's own error may name NCCL. Each rank writes down when
-# it raised, left or was gone, by one clock (`stops_of`). A rank that raised because another one was gone has
-# raised after it. So the first rank that ended on its own account is the culprit. An error that compiled code
-# raised (`RankFault.raised`) may be a collective's, in which this rank noticed that another one was gone: it
-# counts as such where another rank ended before by a status or a signal, or is named by others.
-def culprit_of(folder: Path, hosts: Sequence[Host], status: int) -> Culprit:
+# The text of an error is never used: a script's own error may name NCCL. Each rank writes down when it
+# raised, left or was gone, by one clock (`read_stops`). A rank that raised because another one was gone has
+# raised after it. So the first rank that ended on its own account is the culprit. An error that compiled
+# code raised (`RankFault.raised`) may be a collective's, in which this rank noticed that another one was
+# gone: it counts as such where another rank ended before by a status or a signal, or is named by others.
+def find_culprit(folder: Path, hosts: Sequence[Host], status: int) -> Culprit:
     """Return who failed first: a rank by itself, else the rank that the others name, else None."""
-    stops = stops_of(folder)
+    stops = read_stops(folder)
     lost = [stop.fault for stop in stops if stop.fault is not None and stop.fault.kind == "lost"]
     named = Counter(fault.blames for fault in lost if fault.blames is not None)
-    own = next((stop for stop in stops if _is_own(stop, stops, named)), None)
+    first = next((stop for stop in stops if _is_own(stop, stops, named)), None)
     gone = next((stop for stop in stops if stop.is_silent and stop.when_ns is not None), None)
-    if own is not None and own.fault is not None and (gone is None or _is_before(own, gone)):
-        return _raised(own.fault, hosts)
-    if own is not None and (gone is None or _is_before(own, gone)):
-        return _left(own, hosts)
+    if first is not None and first.fault is not None and (gone is None or _is_before(first, gone)):
+        return _raised(first.fault, hosts)
+    if first is not None and (gone is None or _is_before(first, gone)):
+        return _left(first, hosts)
     if named:
         return _named(named.most_common(1)[0][0], lost, stops, hosts)
     silent = [stop for stop in stops if stop.is_silent]
     if silent and len(silent) < sum(host.slots for host in hosts):
-        host = host_of(silent[0].rank, hosts)
+        host = find_host(silent[0].rank, hosts)
         what = f"rank {silent[0].rank} on {host} was lost (killed, stopped or cut off): it said nothing"
         return Culprit("lost", silent[0].rank, host, what)
     if lost and stops[0].status == 0:
@@ -75,8 +75,8 @@ def culprit_of(folder: Path, hosts: Sequence[Host], status: int) -> Culprit:
     return Culprit("unknown", None, None, f"no rank says why; the engine ended with status {status}")
 
 
-def _is_before(one: RankStop, other: RankStop) -> bool:
-    return one.when_ns is not None and (other.when_ns is None or one.when_ns <= other.when_ns)
+def _is_before(stop: RankStop, later_stop: RankStop) -> bool:
+    return stop.when_ns is not None and (later_stop.when_ns is None or stop.when_ns <= later_stop.when_ns)
 
 
 def _is_own(stop: RankStop, stops: Sequence[RankStop], named: Mapping[int, int]) -> bool:
@@ -87,21 +87,21 @@ def _is_own(stop: RankStop, stops: Sequence[RankStop], named: Mapping[int, int])
         return stop.fault.kind != "lost"
     if stop.fault.raised is not False:
         return True
-    others = [other for other in stops if other.rank != stop.rank and _is_before(other, stop)]
-    gone = any(other.is_silent or other.status not in (None, 0, TOLD_TO_END) for other in others)
+    others = [peer for peer in stops if peer.rank != stop.rank and _is_before(peer, stop)]
+    gone = any(peer.is_silent or peer.status not in (None, 0, TOLD_TO_END) for peer in others)
     return not gone and not set(named) - {stop.rank}
 
 
 def _raised(fault: RankFault, hosts: Sequence[Host]) -> Culprit:
     where = "before its first step" if fault.step is None else f"in step {fault.step}"
     text = f": {fault.message.splitlines()[0]}" if fault.message.strip() else ""
-    host = host_of(fault.rank, hosts)
+    host = find_host(fault.rank, hosts)
     what = f"rank {fault.rank} on {host} raised {fault.type} {where}{text}"
     return Culprit(fault.kind, fault.rank, host, what, fault)
 
 
 def _left(stop: RankStop, hosts: Sequence[Host]) -> Culprit:
-    host = host_of(stop.rank, hosts)
+    host = find_host(stop.rank, hosts)
     what = f"rank {stop.rank} on {host} left with status {stop.status} while others were at work"
     return Culprit("left", stop.rank, host, what, status=stop.status)
 
@@ -112,7 +112,7 @@ def _named(rank: int, lost: Sequence[RankFault], stops: Sequence[RankStop], host
     )
     if left is not None:
         return _left(left, hosts)
-    host, step = host_of(rank, hosts), next((fault.step for fault in lost if fault.step is not None), None)
+    host, step = find_host(rank, hosts), next((fault.step for fault in lost if fault.step is not None), None)
     when = "" if step is None else f" in step {step}"
     sayers = sorted({fault.rank for fault in lost if fault.blames == rank})
     says = "say ranks" if len(sayers) > 1 else "says rank"
@@ -120,7 +120,7 @@ def _named(rank: int, lost: Sequence[RankFault], stops: Sequence[RankStop], host
     return Culprit("lost", rank, host, what, next(fault for fault in lost if fault.blames == rank))
 
 
-def host_of(rank: int, hosts: Sequence[Host]) -> str:
+def find_host(rank: int, hosts: Sequence[Host]) -> str:
     """Return the name of the host that a rank runs on."""
     for host in hosts:
         if rank < host.slots:

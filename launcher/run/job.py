@@ -34,10 +34,10 @@ def own_programs_first(environment: Mapping[str, str], around: Mapping[str, str]
     """Return `environment` with this Python's programs first on PATH, as if it were activated."""
     # ninja and mpirun are such programs, and they are looked up by name. The rest of PATH is that of
     # `environment`, or else of `around`.
-    own = str(Path(sys.executable).parent)
+    programs = str(Path(sys.executable).parent)
     search_path = environment.get("PATH", around.get("PATH", os.defpath))
-    if search_path.split(os.pathsep)[0] != own:
-        search_path = own + os.pathsep + search_path
+    if search_path.split(os.pathsep)[0] != programs:
+        search_path = programs + os.pathsep + search_path
     return {**environment, "PATH": search_path}
 
 
@@ -154,8 +154,8 @@ class Job:
         return {
             name: value
             for name, value in self.caller_environment.items()
-            if any(fnmatch.fnmatchcase(name, one) for one in wanted)
-            and not any(fnmatch.fnmatchcase(name, one) for one in self.cluster.starter.unset)
+            if any(fnmatch.fnmatchcase(name, wildcard) for wildcard in wanted)
+            and not any(fnmatch.fnmatchcase(name, wildcard) for wildcard in self.cluster.starter.unset)
         }
 
     @property

@@ -61,32 +61,36 @@ def ask_hosts(cluster: Cluster, seconds: float) -> HostPresence:
         RingConfigError: the program that reaches hosts is not on PATH.
     """
     deadline = time.monotonic() + seconds
-    asked = {host.name: AskedHost(cluster, host.name, "ds_ring_launcher.run.probe") for host in cluster.hosts}
+    hosts_asked = {
+        host.name: AskedHost(cluster, host.name, "ds_ring_launcher.run.probe") for host in cluster.hosts
+    }
     try:
-        greetings = {name: one.answer(deadline) for name, one in asked.items()}
-        missing = {name: asked[name].silence(seconds) for name, answer in greetings.items() if answer is None}
+        greetings = {name: asked_host.answer(deadline) for name, asked_host in hosts_asked.items()}
+        missing = {
+            name: hosts_asked[name].silence(seconds) for name, answer in greetings.items() if answer is None
+        }
         present = [host for host in cluster.hosts if host.name not in missing]
         if not present:
             return HostPresence((), missing)
         master, interfaces = present[0].name, dict[str, tuple[str, str]]()
-        address, port = address_of_master(cluster, master), (greetings[master] or {})["port"]
+        address, port = get_master_address(cluster, master), (greetings[master] or {})["port"]
         most = max(min(5.0, seconds), 1.0)
         for host in present:
-            asked[host.name].ask({"address": address, "port": port, "seconds": most})
+            hosts_asked[host.name].ask({"address": address, "port": port, "seconds": most})
         deadline = time.monotonic() + most + 2.0
         for host in present:
-            answer = asked[host.name].answer(deadline) or {"reached": False, "why": "no answer"}
+            answer = hosts_asked[host.name].answer(deadline) or {"reached": False, "why": "no answer"}
             if answer["reached"]:
                 interfaces[host.name] = (answer["address"], answer["interface"])
             elif host.name != master:  # its own name may mean nothing to itself
                 missing[host.name] = f"does not reach {master} at {address}: {answer['why']}"
         return HostPresence(tuple(host for host in present if host.name not in missing), missing, interfaces)
     finally:
-        for one in asked.values():
-            one.end()
+        for asked_host in hosts_asked.values():
+            asked_host.end()
 
 
-def address_of_master(cluster: Cluster, name: str) -> str:
+def get_master_address(cluster: Cluster, name: str) -> str:
     """Return where rank 0 listens if the host `name` runs it; master_address is that of the first host."""
     first = cluster.hosts[0].name
     return cluster.master_address or first if name == first else name
@@ -133,13 +137,13 @@ class AskedHost:
                 if not line:
                     return None
                 # output of that host's shell comes before it, on the same line, too
-                found = json.loads(line.partition(MARK)[2])
+                reply = json.loads(line.partition(MARK)[2])
             except queue.Empty:
                 return None
             except ValueError:
                 continue
-            if isinstance(found, dict):
-                return found
+            if isinstance(reply, dict):
+                return reply
 
     def silence(self, seconds: float) -> str:
         """Return why there was no answer."""

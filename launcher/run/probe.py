@@ -26,23 +26,23 @@ def main() -> None:
     with socket.create_server(("", 0), family=family, dualstack_ipv6=family == socket.AF_INET6) as server:
         answer({"host": os.uname().nodename, "port": server.getsockname()[1], "addresses": addresses()})
         for line in sys.stdin:
-            asked = json.loads(line)
-            answer(_connect(asked["address"], int(asked["port"]), float(asked["seconds"])))
+            question = json.loads(line)
+            answer(_connect(question["address"], int(question["port"]), float(question["seconds"])))
 
 
 def addresses() -> dict[str, list[str]]:
     """Return the addresses of this host's interfaces, loopback left out."""
-    found = {}
+    interfaces = {}
     for name, entries in psutil.net_if_addrs().items():
         mine = internet_addresses(entries)
         if mine and name != LOOPBACK:
-            found[name] = mine
-    return found
+            interfaces[name] = mine
+    return interfaces
 
 
 def internet_addresses(entries: Iterable[Any]) -> list[str]:
     """Return the IPv4 and IPv6 addresses among psutil's entries of an interface."""
-    return [str(one.address) for one in entries if one.family in (socket.AF_INET, socket.AF_INET6)]
+    return [str(entry.address) for entry in entries if entry.family in (socket.AF_INET, socket.AF_INET6)]
 
 
 def interface_to(address: str) -> str | None:
@@ -63,22 +63,22 @@ def way_to(address: str) -> tuple[str, str]:
     family, kind, protocol, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as route:
         route.connect(target)  # of a datagram socket: looks the route up, sends nothing
-        own = str(route.getsockname()[0])
-    return own, _interface_of(own)
+        address_here = str(route.getsockname()[0])
+    return address_here, _find_interface(address_here)
 
 
-def _interface_of(own: str) -> str:
-    return next((name for name, mine in addresses().items() if own in mine), LOOPBACK)
+def _find_interface(address: str) -> str:
+    return next((name for name, mine in addresses().items() if address in mine), LOOPBACK)
 
 
 def _connect(address: str, port: int, seconds: float) -> dict[str, Any]:
     """Return by which own address and interface the master is reached, or why it is not."""
     try:
         with socket.create_connection((address, port), timeout=seconds) as connection:
-            own = str(connection.getsockname()[0]).removeprefix("::ffff:")
+            address_here = str(connection.getsockname()[0]).removeprefix("::ffff:")
     except OSError as error:
         return {"reached": False, "why": str(error.strerror or error)}
-    return {"reached": True, "address": own, "interface": _interface_of(own)}
+    return {"reached": True, "address": address_here, "interface": _find_interface(address_here)}
 
 
 def answer(values: dict[str, Any]) -> None:

@@ -51,16 +51,16 @@ def marked(
 
     Those of other users cannot be read, and are none of ours.
     """
-    found = []
+    processes = []
     # By variable and not by parent: launchers and sessions cut processes off from their parents.
     for process in psutil.process_iter():
         try:
             is_ours = process.environ().get(variable) == mark and process.status() != psutil.STATUS_ZOMBIE
             if is_ours and wanted(process.cmdline()):
-                found.append(process)
+                processes.append(process)
         except (psutil.Error, OSError):
             continue
-    return found
+    return processes
 
 
 def end_all(mark: str, grace_s: float, hurry: Callable[[], bool] = lambda: False) -> None:
@@ -155,12 +155,12 @@ def private_folder() -> Iterator[Path]:
         RingConfigError: there is no place for it.
     """
     try:
-        made = tempfile.TemporaryDirectory(prefix="ds-ring-", ignore_cleanup_errors=True)
+        temporary = tempfile.TemporaryDirectory(prefix="ds-ring-", ignore_cleanup_errors=True)
     except OSError as error:
         raise RingConfigError.wrong(
             "TMPDIR", "a temporary folder", f"none ({error.strerror})", "set it"
         ) from None
-    with made as name:
+    with temporary as name:
         yield Path(name)
 
 
@@ -252,7 +252,9 @@ def run(
 
 def without_options(environment: Mapping[str, str], patterns: Sequence[str]) -> dict[str, str]:
     """Return an environment without the variables that an engine would read as options, and say which."""
-    left_out = [name for name in environment if any(fnmatch.fnmatchcase(name, one) for one in patterns)]
+    left_out = [
+        name for name in environment if any(fnmatch.fnmatchcase(name, wildcard) for wildcard in patterns)
+    ]
     if left_out:
         say(
             f"left out of the engine's environment: {few(sorted(left_out))}; they belong in engine_args"
@@ -271,7 +273,7 @@ def _status(returncode: int, mark: str, script: str, signals: list[int], grace: 
     if ranks:
         say(f"error: the engine ended with status 0 but left ranks running (pids {ranks}); ending them")
         return _FAILURE
-    left = [f"{_name_of(process)} (pid {process.pid})" for process in marked(mark)]
+    left = [f"{_read_name(process)} (pid {process.pid})" for process in marked(mark)]
     if left:
         say(
             f"the script has ended and left {few(left)} at work, which end in {grace.seconds:g} s"
@@ -281,7 +283,7 @@ def _status(returncode: int, mark: str, script: str, signals: list[int], grace: 
     return 0
 
 
-def _name_of(process: psutil.Process) -> str:
+def _read_name(process: psutil.Process) -> str:
     try:
         return process.name()
     except psutil.Error:  # it has just ended
@@ -290,15 +292,15 @@ def _name_of(process: psutil.Process) -> str:
 
 def _ranks(mark: str) -> list[psutil.Process]:
     """Return the processes that engines started as ranks of the run, and not what these have started."""
-    found = {}
+    started = {}
     for process in marked(mark):
         with suppress(psutil.Error):
             if "RANK" in process.environ():
-                found[process.pid] = process
+                started[process.pid] = process
     ranks = []
-    for process in found.values():
+    for process in started.values():
         with suppress(psutil.Error):
-            if process.ppid() not in found:
+            if process.ppid() not in started:
                 ranks.append(process)
     return ranks
 
@@ -350,15 +352,15 @@ def say(text: str) -> None:
         pass
 
 
-def counted(count: int, one: str, many: str) -> str:
+def counted(count: int, singular: str, many: str) -> str:
     """Return a number with its noun."""
-    return f"{count:,} {one if count == 1 else many}"
+    return f"{count:,} {singular if count == 1 else many}"
 
 
 def few(items: Sequence[object]) -> str:
     """Name the first eight of many, for a line that a person reads."""
-    more = len(items) - 8
-    return ", ".join(map(str, items[:8])) + (f" and {more} more" if more > 0 else "")
+    rest = len(items) - 8
+    return ", ".join(map(str, items[:8])) + (f" and {rest} more" if rest > 0 else "")
 
 
 if __name__ == "__main__":

@@ -51,7 +51,7 @@ def main(argv: list[str]) -> None:
         write_exit(folder, rank, code if isinstance(code, int) else 1, _step())
         raise
     except BaseException as error:
-        write_fault(folder, fault_of(error, rank, _step()))
+        write_fault(folder, describe_fault(error, rank, _step()))
         error.__traceback__ = _own_frames(error.__traceback__)
         raise  # Python prints it, by the hook that names the culprit
     write_exit(folder, rank, 0, _step())
@@ -63,11 +63,11 @@ def _step() -> int | None:
     return None if report is None else report.step_under_way()
 
 
-def fault_of(error: BaseException, rank: int, step: int | None) -> RankFault:
+def describe_fault(error: BaseException, rank: int, step: int | None) -> RankFault:
     """Describe an exception, and say whose fault it is."""
-    own = _own_frames(error.__traceback__)
-    frames = [f"{frame.filename}:{frame.lineno}" for frame in traceback.extract_tb(own)]
-    printed = "".join(traceback.format_exception(type(error), error, own))
+    trace = _own_frames(error.__traceback__)
+    frames = [f"{frame.filename}:{frame.lineno}" for frame in traceback.extract_tb(trace)]
+    printed = "".join(traceback.format_exception(type(error), error, trace))
     kind, blames = failure_kind(error)
     name = type(error).__name__
     return RankFault(
@@ -88,9 +88,9 @@ def _choose_interface() -> None:
     """Name the interface that reaches rank 0 to gloo and NCCL, if none is named."""
     # gloo asks the name service for this host's own name, and on many systems that is loopback's.
     wanted = [name for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if name not in os.environ]
-    found = interface_to(os.environ["MASTER_ADDR"]) if wanted and "MASTER_ADDR" in os.environ else None
-    if found is not None:
-        os.environ.update(dict.fromkeys(wanted, found))
+    interface = interface_to(os.environ["MASTER_ADDR"]) if wanted and "MASTER_ADDR" in os.environ else None
+    if interface is not None:
+        os.environ.update(dict.fromkeys(wanted, interface))
 
 
 def _record_sigterm(folder: Path, rank: int) -> None:
@@ -98,18 +98,18 @@ def _record_sigterm(folder: Path, rank: int) -> None:
 
     Slurm's word for it is SIGUSR1 (engines/slurm.py): a script that knows SIGTERM alone hears it as SIGTERM.
     """
-    own = os.getpid()  # forked workers inherit the handlers, and Slurm signals them, too
+    rank_pid = os.getpid()  # forked workers inherit the handlers, and Slurm signals them, too
 
     # An engine ends the others as soon as one rank is gone: the silent one is gone.
     def end(number: int, frame: FrameType | None) -> None:
-        if os.getpid() == own:
+        if os.getpid() == rank_pid:
             write_exit(folder, rank, TOLD_TO_END)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)
 
     def pass_on(number: int, frame: FrameType | None) -> None:
-        if os.getpid() == own:
-            os.kill(own, signal.SIGTERM)
+        if os.getpid() == rank_pid:
+            os.kill(rank_pid, signal.SIGTERM)
 
     signal.signal(signal.SIGTERM, end)
     signal.signal(signal.SIGUSR1, pass_on)

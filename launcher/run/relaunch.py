@@ -32,14 +32,13 @@ from ds_ring.written_files import replace_text
 
 from ..cluster.checks import choose_free_port, secret_for
 from ..cluster.cluster import Cluster, Host, Relaunch
-from ..status.page import page_kept
-from .culprit import Culprit, culprit_of
+from .culprit import Culprit, find_culprit
 from .job import Job, module_command
-from .presence import HOSTS_MISSING, HostPresence, HostsMissing, address_of_master, ask_hosts
+from .presence import HOSTS_MISSING, HostPresence, HostsMissing, ask_hosts, get_master_address
 from .process import NO_RING, POLL_SECONDS, counted, say, signals_noted
 from .run_folder import CONFIG, PREEMPTED, RunFolder, has_ring
 from .run_lock import run_held
-from .run_records import exits_of, newest_checkpoint
+from .run_records import newest_checkpoint, read_exits
 from .start import start
 
 # Whether another attempt follows is decided from the ranks' files (run_folder.py), from all
@@ -90,14 +89,14 @@ class Decision:
     wait_seconds: float = 0.0
 
 
-def outcome_of(
+def read_outcome(
     attempt: int, folder: Path, hosts: Sequence[Host], status: int, got_signal: int | None, progressed: bool
 ) -> Outcome:
     """Return how an attempt ended, from the files that its ranks left in `folder`."""
-    exits = exits_of(folder)
+    exits = read_exits(folder)
     preempted = PREEMPTED in exits.values()
     failed = status != 0 and not preempted and got_signal is None
-    culprit = culprit_of(folder, hosts, status) if failed else None
+    culprit = find_culprit(folder, hosts, status) if failed else None
     return Outcome(attempt, status, got_signal, preempted, progressed, culprit, has_ring(folder))
 
 
@@ -116,12 +115,14 @@ def decide(history: Sequence[Outcome], policy: Relaunch | None) -> Decision:
         why = "its ranks were told to leave, and saved first"
         return Decision(True, PREEMPTED, why, policy.backoff_seconds)
     bug = last.culprit and last.culprit.signature
-    before = [one.attempt for one in history[:-1] if one.culprit and one.culprit.signature == bug]
+    before = [
+        outcome.attempt for outcome in history[:-1] if outcome.culprit and outcome.culprit.signature == bug
+    ]
     if bug is not None and before:
         why = f"the same error in the same step as attempt {before[0]}: a bug does not pass"
         return Decision(False, last.status, why)
     # this one included, since the last newer checkpoint
-    failures = next((n for n, one in enumerate(reversed(history), 1) if one.progressed), len(history))
+    failures = next((n for n, outcome in enumerate(reversed(history), 1) if outcome.progressed), len(history))
     if failures >= policy.max_attempts:
         why = f"{failures} attempts in a row without a newer checkpoint (relaunch.max_attempts)"
         return Decision(False, last.status, why)
@@ -157,11 +158,11 @@ def ring_for(config: dict[str, Any], planned_ranks: int, ranks: int, smallest: i
     planned = int(config.get(_SIZE, 1))
     for sequence in (size for size in range(planned, smallest - 1, -1) if planned % size == 0):
         for world in range(ranks - ranks % sequence, 0, -sequence):
-            made = _config_for(config, planned_ranks // planned, sequence, world // sequence)
-            if made is not None:
+            smaller = _config_for(config, planned_ranks // planned, sequence, world // sequence)
+            if smaller is not None:
                 with contextlib.suppress(RingConfigError):
-                    RingConfig.from_deepspeed(made).validate_world(world)
-                    return RemainingRing(world, sequence, made)
+                    RingConfig.from_deepspeed(smaller).validate_world(world)
+                    return RemainingRing(world, sequence, smaller)
     return None
 
 
@@ -179,21 +180,23 @@ def _config_for(
     config: dict[str, Any], replicas_before: int, sequence: int, replicas: int
 ) -> dict[str, Any] | None:
     """Return the JSON of another ring; None where the samples of a step cannot be divided among replicas."""
-    made = copy.deepcopy(config)
+    changed = copy.deepcopy(config)
     if sequence != int(config.get(_SIZE, 1)):
-        made[_SIZE] = sequence
-        section = made.setdefault("ring_attention", {})
+        changed[_SIZE] = sequence
+        section = changed.setdefault("ring_attention", {})
         if isinstance(section.get("ring_size", "auto"), int):
             section["ring_size"] = max(sequence // int(section.get("ulysses_size", 1)), 1)
     if replicas == replicas_before:
-        return made
+        return changed
     micro, steps = config.get(_MICRO), config.get(_STEPS, 1)
     if not isinstance(micro, int) or not isinstance(steps, int) or micro * steps * replicas_before % replicas:
         return None
     samples = micro * steps * replicas_before // replicas
-    made[_MICRO] = micro if samples % micro == 0 else next(n for n in range(micro, 0, -1) if samples % n == 0)
-    made[_STEPS] = samples // made[_MICRO]
-    return made
+    changed[_MICRO] = (
+        micro if samples % micro == 0 else next(n for n in range(micro, 0, -1) if samples % n == 0)
+    )
+    changed[_STEPS] = samples // changed[_MICRO]
+    return changed
 
 
 _OPTIMIZER = re.compile(r"zero_pp_rank_(\d+)_mp_rank_\d+_optim_states\.pt$")
@@ -211,11 +214,7 @@ def run(job: Job) -> int:
     """
     run_folder = job.cluster.run_folder
     assert run_folder is not None
-    with (
-        signals_noted() as signals,
-        run_held(run_folder, job.node_rank) as token,
-        page_kept(run_folder),
-    ):
+    with signals_noted() as signals, run_held(run_folder, job.node_rank) as token:
         return _RelaunchedRun(job, signals, token).until_done()
 
 
@@ -265,7 +264,7 @@ class _RelaunchedRun:
         status = self._start(job)
         progressed = newest_checkpoint(self.checkpoints) != before
         attempt_folder = self.folder.attempt(self.number)
-        return outcome_of(
+        return read_outcome(
             self.number, attempt_folder, job.cluster.hosts, status, next(iter(self.signals), None), progressed
         )
 
@@ -325,7 +324,7 @@ class _RelaunchedRun:
         changed = {
             "hosts": hosts,
             "deepspeed_config": path,
-            "master_address": address_of_master(cluster, hosts[0].name),
+            "master_address": get_master_address(cluster, hosts[0].name),
         }
         return cluster.model_copy(update=changed)
 
@@ -333,7 +332,7 @@ class _RelaunchedRun:
         """Convert the newest whole checkpoint where it is one of another number of ranks."""
         folder = self.checkpoints
         newest = newest_checkpoint(folder)
-        if folder is None or newest is None or ranks_of(folder / newest[0]) in (0, world_size):
+        if folder is None or newest is None or count_saved_ranks(folder / newest[0]) in (0, world_size):
             return newest
         say(f"converting {newest[0]} for {counted(world_size, 'rank', 'ranks')}")
         command = module_command("ds_ring_launcher.run.relaunch")
@@ -376,12 +375,14 @@ class _RelaunchedRun:
             time.sleep(min(POLL_SECONDS, max(end - time.monotonic(), 0.0)))
 
 
-def ranks_of(folder: Path) -> int:
+def count_saved_ranks(folder: Path) -> int:
     """Return how many ranks saved the optimizer states in `folder`; 0 where any number can load it."""
     # As resize.py does it, which imports DeepSpeed.
     names: Sequence[str] = [path.name for path in folder.glob("*_optim_states.pt")]
-    found = (_OPTIMIZER.search(name) for name in names)
-    return 0 if (folder / "zero").is_dir() else max((int(one[1]) + 1 for one in found if one), default=0)
+    matches = (_OPTIMIZER.search(name) for name in names)
+    return (
+        0 if (folder / "zero").is_dir() else max((int(match[1]) + 1 for match in matches if match), default=0)
+    )
 
 
 def convert(folder: Path, world_size: int, attempt_folder: Path) -> str | None:
@@ -401,7 +402,7 @@ def convert(folder: Path, world_size: int, attempt_folder: Path) -> str | None:
         except RingCheckpointError as error:
             print(f"{tag}: not whole, trying the one before: {error}", file=sys.stderr)
             continue
-        if ranks_of(folder / tag) in (0, world_size):
+        if count_saved_ranks(folder / tag) in (0, world_size):
             return tag
         return resize_checkpoint(folder, tag, attempt=attempt_in(attempt_folder))
     return None

@@ -18,7 +18,6 @@ imports it before its script. All hosts see one folder (as they do the checkpoin
            "ring": false where no rank has made a ring, else true}
       launcher.json               {"at", "host", "pid", "token", ..} of `ds-ring launch`, renewed every five
                                   seconds (run_lock.py); launcher-1.json of host 1 where each has its own
-      status.html                 the status page, renewed by it each minute and after every event
       attempt-1/
           rank-0.log              stdout and stderr of rank 0, as the terminal shows them
           rank-0.fault.json       what ended it, if that was an exception: see `RankFault`
@@ -60,7 +59,6 @@ PREEMPTED = 75  # sysexits.h's EX_TEMPFAIL: saved and left, to be started again
 CONFIG = "ds_config.json"
 LAUNCHER = "launcher.json"
 HISTORY = "history.jsonl"
-PAGE = "status.html"
 
 
 @dataclass(frozen=True)
@@ -113,7 +111,7 @@ class RunFolder:
         make_folder(self.path)
         try:
             numbers = (re.fullmatch(r"attempt-(\d{1,9})", path.name) for path in self.path.iterdir())
-            number = 1 + max((int(found[1]) for found in numbers if found), default=0)
+            number = 1 + max((int(match[1]) for match in numbers if match), default=0)
             self.attempt(number).mkdir()
         except OSError as error:
             raise _no_folder(self.path, error) from None
@@ -121,9 +119,9 @@ class RunFolder:
             write_json(self.attempt(number) / LAUNCHER, {"token": token})
         return number
 
-    def record(self, event: str, attempt: int, **more: Any) -> None:
+    def record(self, event: str, attempt: int, **fields: Any) -> None:
         """Append a line to attempts.jsonl; a full disk must not end a run."""
-        line = json.dumps({"event": event, "attempt": attempt, "at": time.time(), **more}) + "\n"
+        line = json.dumps({"event": event, "attempt": attempt, "at": time.time(), **fields}) + "\n"
         try:
             append_text(self.path / ATTEMPTS, line)
         except OSError:
@@ -131,9 +129,9 @@ class RunFolder:
 
     def events(self) -> list[dict[str, Any]]:
         """Return the lines of attempts.jsonl; one that a crash cut short is left out."""
-        from .run_records import events_of
+        from .run_records import read_events
 
-        return [one.model_dump(exclude_unset=True) for one in events_of(self.path)]
+        return [event.model_dump(exclude_unset=True) for event in read_events(self.path)]
 
 
 def make_folder(run: Path) -> None:

@@ -113,19 +113,19 @@ def _require_dead(path: Path, lock_path: Path, locks_work: bool) -> None:
         if not locks_work and is_alive_here(owner):
             raise _in_use(path, owner)
         return
-    seen = _beat_of(path)
+    seen = _read_beat(path)
     with suppress(OSError):
         lock_path.touch()  # the file system's own time, now
         if lock_path.stat().st_mtime - seen[0] > STALE_BEATS * BEAT_SECONDS:
             return
     deadline = time.monotonic() + STALE_BEATS * BEAT_SECONDS
     while time.monotonic() < deadline:
-        if _beat_of(path) != seen:
+        if _read_beat(path) != seen:
             raise _in_use(path, owner)
         time.sleep(_LOOK_SECONDS)
 
 
-def _beat_of(path: Path) -> tuple[float, object]:
+def _read_beat(path: Path) -> tuple[float, object]:
     try:
         with open(path, "rb") as file:  # opened: NFS then asks its server
             return os.fstat(file.fileno()).st_mtime, read_record(path, LauncherRecord)

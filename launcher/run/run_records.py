@@ -181,8 +181,8 @@ class LinkRecord(Record):
 
 
 def _links(value: object) -> list[LinkRecord]:
-    found = (_record(one, LinkRecord) for one in value) if isinstance(value, list) else ()
-    return [one for one in found if one is not None]
+    links = (_record(link, LinkRecord) for link in value) if isinstance(value, list) else ()
+    return [link for link in links if link is not None]
 
 
 class MetricsRecord(Record):
@@ -236,43 +236,43 @@ AnyRecord = TypeVar("AnyRecord", bound=Record)
 def read_record(path: Path, kind: type[AnyRecord], most: int = MAX_BYTES) -> AnyRecord | None:
     """Return the record in a file; None where there is none."""
     data = read_bytes(path, most)
-    return None if data is None else _record(_value_of(data), kind)
+    return None if data is None else _record(_parse_value(data), kind)
 
 
 def read_lines(path: Path, kind: type[AnyRecord]) -> list[AnyRecord]:
     """Return the records of a file, one a line, without incomplete ones."""
     data = read_bytes(path, MAX_LINES_BYTES, last=True) or b""
-    found = (_record(_value_of(line), kind) for line in data.split(b"\n") if line)
-    return [one for one in found if one is not None]
+    records = (_record(_parse_value(line), kind) for line in data.split(b"\n") if line)
+    return [record for record in records if record is not None]
 
 
-def events_of(run: Path) -> list[EventRecord]:
+def read_events(run: Path) -> list[EventRecord]:
     """Return the lines of attempts.jsonl in a run's folder."""
     return read_lines(run / ATTEMPTS, EventRecord)
 
 
-def faults_of(folder: Path) -> list[RankFault]:
+def read_faults(folder: Path) -> list[RankFault]:
     """Return the faults of an attempt, the first one first."""
-    found = [
-        RankFault(**{**one.model_dump(), "frames": tuple(one.frames)})
-        for one in _of_ranks(folder, "fault", FaultRecord)
+    faults = [
+        RankFault(**{**record.model_dump(), "frames": tuple(record.frames)})
+        for record in _read_ranks(folder, "fault", FaultRecord)
     ]
-    return sorted(found, key=lambda fault: fault.at)
+    return sorted(faults, key=lambda fault: fault.at)
 
 
-def exits_of(folder: Path) -> dict[int, int]:
+def read_exits(folder: Path) -> dict[int, int]:
     """Return the exit status of each rank whose script ended by itself."""
-    return {one.rank: one.status for one in _of_ranks(folder, "exit", ExitRecord)}
+    return {record.rank: record.status for record in _read_ranks(folder, "exit", ExitRecord)}
 
 
-def metrics_of(folder: Path) -> dict[int, MetricsRecord]:
+def read_metrics(folder: Path) -> dict[int, MetricsRecord]:
     """Return the latest figures of each rank that has written some."""
-    return {one.rank: one for one in _of_ranks(folder, "metrics", MetricsRecord)}
+    return {record.rank: record for record in _read_ranks(folder, "metrics", MetricsRecord)}
 
 
-def late_of(folder: Path) -> dict[int, LateRecord]:
+def read_late(folder: Path) -> dict[int, LateRecord]:
     """Return the ranks that others have waited for, longer than a tenth of the limit."""
-    return {one.rank: one for one in _of_ranks(folder, "late", LateRecord)}
+    return {record.rank: record for record in _read_ranks(folder, "late", LateRecord)}
 
 
 def newest_checkpoint(folder: Path | None) -> tuple[str, int] | None:
@@ -286,14 +286,14 @@ def newest_checkpoint(folder: Path | None) -> tuple[str, int] | None:
         return None
 
 
-def _of_ranks(folder: Path, what: str, kind: type[AnyRecord]) -> Iterator[AnyRecord]:
+def _read_ranks(folder: Path, what: str, kind: type[AnyRecord]) -> Iterator[AnyRecord]:
     for path in sorted(folder.glob(f"rank-*.{what}.json")):
-        one = read_record(path, kind)
-        if one is not None:
-            yield one
+        record = read_record(path, kind)
+        if record is not None:
+            yield record
 
 
-def _value_of(data: bytes) -> object:
+def _parse_value(data: bytes) -> object:
     try:
         return json.loads(data.decode("utf-8", errors="replace"))
     except (ValueError, RecursionError):  # no JSON, an integer of 5000 digits, or nested too deep
@@ -330,17 +330,17 @@ class RankStop:
         return self.status is None and self.fault is None
 
 
-def stops_of(folder: Path) -> list[RankStop]:
+def read_stops(folder: Path) -> list[RankStop]:
     """Return how each rank of an attempt that has ended came to its end, the first one first."""
-    faults, exits = {one.rank: one for one in reversed(faults_of(folder))}, exits_of(folder)
+    faults, exits = {fault.rank: fault for fault in reversed(read_faults(folder))}, read_exits(folder)
     began = (re.fullmatch(r"rank-(\d{1,7})\.log", path.name) for path in folder.glob("rank-*.log"))
-    found = []
-    for rank in {*faults, *exits, *(int(one[1]) for one in began if one)}:
+    stops = []
+    for rank in {*faults, *exits, *(int(match[1]) for match in began if match)}:
         kind = "fault.json" if rank in faults else "exit.json" if rank in exits else "stopped"
         try:
             when = os.stat(folder / f"rank-{rank}.{kind}").st_mtime_ns
         except OSError:
             when = None
         fault = faults.get(rank)
-        found.append(RankStop(rank, when, None if fault is not None else exits.get(rank), fault))
-    return sorted(found, key=lambda stop: (math.inf if stop.when_ns is None else stop.when_ns, stop.rank))
+        stops.append(RankStop(rank, when, None if fault is not None else exits.get(rank), fault))
+    return sorted(stops, key=lambda stop: (math.inf if stop.when_ns is None else stop.when_ns, stop.rank))

@@ -16,7 +16,7 @@ from ..cluster.cluster import Cluster
 from ..engines.engine import ssh_command
 from . import process
 from .agent import BEAT_SECONDS, END, END_AFTER_FAULT
-from .culprit import culprit_of
+from .culprit import find_culprit
 from .job import ENVIRONMENT_FILE, FOLDER, Invocation, Job
 from .presence import AskedHost, HostsMissing
 from .process import FAULT_GRACE_SECONDS, POLL_SECONDS, counted, few, say
@@ -57,7 +57,7 @@ def _start(job: Job, signals: list[int]) -> int:
     if cluster.is_local:
         process.say_without_ring(status, job.folder)
         if status and not signals and job.attempt_folder is None:
-            culprit = culprit_of(process.marks_folder(job.folder), cluster.hosts, status)
+            culprit = find_culprit(process.marks_folder(job.folder), cluster.hosts, status)
             known = culprit.kind != "unknown"
             say(f"error: {culprit.what if known else f'it ended with status {status}, for the reason above'}")
     return status
@@ -72,14 +72,18 @@ def _environment_files(cluster: Cluster, invocation: Invocation) -> Iterator[Inv
         yield invocation
         return
     path = f"/tmp/ds-ring-{secrets.token_hex(16)}/environment"  # the same on all hosts, and new
-    deadline, asked = time.monotonic() + _FILE_SECONDS, dict[str, AskedHost]()
+    deadline, hosts_asked = time.monotonic() + _FILE_SECONDS, dict[str, AskedHost]()
     try:
         for host in cluster.hosts:
             here = host.name in checks.own_names()
-            asked[host.name] = AskedHost(cluster, host.name, "ds_ring_launcher.run.environment_file", here)
-            asked[host.name].ask({"path": path, "values": invocation.by_file})
+            hosts_asked[host.name] = AskedHost(
+                cluster, host.name, "ds_ring_launcher.run.environment_file", here
+            )
+            hosts_asked[host.name].ask({"path": path, "values": invocation.by_file})
         missing = {
-            name: one.silence(_FILE_SECONDS) for name, one in asked.items() if one.answer(deadline) is None
+            name: asked_host.silence(_FILE_SECONDS)
+            for name, asked_host in hosts_asked.items()
+            if asked_host.answer(deadline) is None
         }
         if missing:
             names = "; ".join(f"{name}: {why}" for name, why in missing.items())
@@ -88,8 +92,8 @@ def _environment_files(cluster: Cluster, invocation: Invocation) -> Iterator[Inv
             )
         yield replace(invocation, environment={**invocation.environment, ENVIRONMENT_FILE: path})
     finally:
-        for one in asked.values():
-            one.end(_LAST_WORDS_SECONDS)
+        for asked_host in hosts_asked.values():
+            asked_host.end(_LAST_WORDS_SECONDS)
 
 
 def on_each_host(job: Job) -> dict[str, Invocation]:
@@ -97,10 +101,12 @@ def on_each_host(job: Job) -> dict[str, Invocation]:
     variables = job.carried
     there = replace(job, folder=FOLDER, caller_environment=variables)
     cluster = job.cluster
-    made = [cluster.starter.invocation(replace(there, node_rank=rank)) for rank in range(len(cluster.hosts))]
+    invocations = [
+        cluster.starter.invocation(replace(there, node_rank=rank)) for rank in range(len(cluster.hosts))
+    ]
     return {
-        host.name: replace(one, environment={**variables, **one.environment})
-        for host, one in zip(cluster.hosts, made, strict=True)
+        host.name: replace(invocation, environment={**variables, **invocation.environment})
+        for host, invocation in zip(cluster.hosts, invocations, strict=True)
     }
 
 

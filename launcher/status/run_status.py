@@ -1,7 +1,7 @@
 """Read the folder of a run, also while it is being written: what has happened, and how far every rank is.
 
-Owns what `ds-ring status` and the status page know; status/table.py and status/page.py show it. Files of a
-run may be cut short, from another version, or anything at all: what cannot be read is left out.
+Owns what `ds-ring status` knows; status/table.py shows it. Files of a run may be cut short, from another
+version, or anything at all: what cannot be read is left out.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 import re
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from itertools import chain, islice, repeat
 from pathlib import Path
 from typing import Any
@@ -25,13 +25,13 @@ from ..run.run_records import (
     LateRecord,
     LauncherRecord,
     ManifestRecord,
-    events_of,
-    exits_of,
-    faults_of,
-    late_of,
-    metrics_of,
     newest_checkpoint,
+    read_events,
+    read_exits,
+    read_faults,
+    read_late,
     read_lines,
+    read_metrics,
     read_record,
 )
 
@@ -54,14 +54,14 @@ class Checkpoint:
 
 def newest_checkpoints(folder: Path) -> tuple[Checkpoint, ...]:
     """Return the newest checkpoints that have a manifest, at most five, the newest first."""
-    found, latest = [], (newest_checkpoint(folder) or ("", 0))[0]
+    checkpoints, latest = [], (newest_checkpoint(folder) or ("", 0))[0]
     try:
         for path in folder.iterdir():
             if not path.name.startswith(".") and (path / MANIFEST).is_file():
-                found.append(((path / MANIFEST).stat().st_mtime, path.name))
+                checkpoints.append(((path / MANIFEST).stat().st_mtime, path.name))
     except (OSError, ValueError):
         return ()
-    newest = sorted(found, reverse=True)[:_MAX_RUNS]
+    newest = sorted(checkpoints, reverse=True)[:_MAX_RUNS]
     return tuple(
         Checkpoint(tag, *_step_and_bytes(folder / tag / MANIFEST), saved_at, tag == latest)
         for saved_at, tag in newest
@@ -69,13 +69,16 @@ def newest_checkpoints(folder: Path) -> tuple[Checkpoint, ...]:
 
 
 def _step_and_bytes(path: Path) -> tuple[int | None, int | None]:
-    found = read_record(path, ManifestRecord, _MAX_BYTES)
-    return (None, None) if found is None else (found.global_steps, sum(one.bytes for one in found.files))
+    manifest = read_record(path, ManifestRecord, _MAX_BYTES)
+    return (
+        (None, None)
+        if manifest is None
+        else (manifest.global_steps, sum(file.bytes for file in manifest.files))
+    )
 
 
 SILENT_SECONDS = 180.0  # the launcher writes every few seconds
 CONFIRM_SECONDS = 2.5 * BEAT_SECONDS  # in which a living launcher writes
-MAX_CURVES = 40  # attempts whose steps are read: the latest ones
 NO_RING = "no rank has made a ring"
 _DONE = ("done", "failed", "preempted", "interrupted")
 
@@ -133,7 +136,7 @@ class AttemptStatus:
 
 @dataclass(frozen=True)
 class HistoryMoment:
-    """Hold a step of the course of a run; a loss may be nan or infinite."""
+    """Hold a step of a run; a loss may be nan or infinite."""
 
     attempt: int
     step: int
@@ -159,23 +162,16 @@ class RunStatus:
     ranks: tuple[RankStatus, ...] = ()
     links: tuple[LinkStatus, ...] = ()
     checkpoints: tuple[Checkpoint, ...] = ()
-    course: tuple[HistoryMoment, ...] = field(default=(), repr=False)
+    latest: HistoryMoment | None = None  # step that is known
 
     @property
     def is_under_way(self) -> bool:
         """Return whether more may come."""
         return self.state in ("starting", "running", "waiting")
 
-    @property
-    def last_moment(self) -> HistoryMoment | None:
-        """Return the latest step that is known."""
-        return self.course[-1] if self.course else None
-
     def document(self) -> dict[str, Any]:
-        """Return what `--json` prints: this, without the course but for its last step."""
-        found = {name: value for name, value in asdict(self).items() if name != "course"}
-        last = self.last_moment
-        return _plain({**found, "latest": None if last is None else asdict(last)})
+        """Return what `--json` prints."""
+        return _plain(asdict(self))
 
 
 def read_run(path: Path, now: float | None = None, confirm_seconds: float = 0.0) -> RunStatus:
@@ -206,47 +202,47 @@ def read_run(path: Path, now: float | None = None, confirm_seconds: float = 0.0)
 def _latest_word(path: Path) -> tuple[float, ...]:
     """Return when anybody of a run last spoke, by the clocks of those who did: the latest first."""
     numbers = require_run(path)
-    times = [*_launcher_times(path), *(one.at for one in events_of(path))]
+    times = [*_launcher_times(path), *(record.at for record in read_events(path))]
     if numbers:
-        times += [one.at for one in metrics_of(RunFolder(path).attempt(numbers[-1])).values()]
+        times += [record.at for record in read_metrics(RunFolder(path).attempt(numbers[-1])).values()]
     return tuple(sorted((at for at in times if at is not None), reverse=True)) or (0.0,)
 
 
 def _launcher_times(path: Path) -> list[float | None]:
-    found = read_record(path / LAUNCHER, LauncherRecord)
-    return [] if found is None else [found.at]
+    launcher = read_record(path / LAUNCHER, LauncherRecord)
+    return [] if launcher is None else [launcher.at]
 
 
 def _read_run(path: Path, now: float) -> RunStatus:
     numbers = require_run(path)
     folder = RunFolder(path)
-    events = events_of(path)
+    events = read_events(path)
     attempts = tuple(_attempt(number, folder, events) for number in numbers)
     last = attempts[-1] if attempts else None
-    course = tuple(
-        HistoryMoment(number, one.step, one.loss, one.tokens_per_second)
-        for number in numbers[-MAX_CURVES:]
-        for one in read_lines(folder.attempt(number) / HISTORY, HistoryRecord)
+    steps = (
+        HistoryMoment(number, line.step, line.loss, line.tokens_per_second)
+        for number in reversed(numbers)
+        for line in reversed(read_lines(folder.attempt(number) / HISTORY, HistoryRecord))
     )
     ranks = () if last is None else _ranks(folder.attempt(last.number), last, now)
     links = () if last is None else _links(folder.attempt(last.number), last)
     age = min((rank.age_seconds for rank in ranks if rank.age_seconds is not None), default=None)
-    times = [at for at in (*_launcher_times(path), *(one.at for one in events)) if at is not None]
+    times = [at for at in (*_launcher_times(path), *(event.at for event in events)) if at is not None]
     silence = min([now - at for at in times] + ([] if age is None else [age]), default=0.0)
     state, why = _state(last, silence)
-    named = [one.checkpoints for one in events if one.checkpoints]
+    named = [event.checkpoints for event in events if event.checkpoints]
     checkpoints = newest_checkpoints(Path(named[-1])) if named else ()
-    return RunStatus(str(path), now, state, why, age, attempts, ranks, links, checkpoints, course)
+    return RunStatus(str(path), now, state, why, age, attempts, ranks, links, checkpoints, next(steps, None))
 
 
 def require_run(path: Path) -> list[int]:
     """Return the numbers of the attempts in a run's folder, ascending; RingConfigError if it is none."""
     try:
-        names = [one.name for one in path.iterdir()]
+        names = [entry.name for entry in path.iterdir()]
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise _no_run(path, f"which cannot be read ({reason})") from None
-    numbers = sorted(int(found[1]) for name in names if (found := re.fullmatch(r"attempt-(\d{1,9})", name)))
+    numbers = sorted(int(match[1]) for name in names if (match := re.fullmatch(r"attempt-(\d{1,9})", name)))
     if not numbers and ATTEMPTS not in names:
         inside = re.fullmatch(r"attempt-\d+", path.name) and (path.parent / ATTEMPTS).exists()
         raise _no_run(path, f"an attempt of {path.parent.name!r}" if inside else f"without {ATTEMPTS}")
@@ -279,15 +275,20 @@ def _state(last: AttemptStatus | None, silence: float) -> tuple[str, str]:
 
 
 def _attempt(number: int, folder: RunFolder, events: list[EventRecord]) -> AttemptStatus:
-    own, nothing = [one for one in events if one.attempt == number], EventRecord(event="", attempt=number)
-    start = next((one for one in own if one.event == "start"), nothing)
-    end = next((one for one in own if one.event == "end"), nothing)
+    attempt_events, nothing = (
+        [event for event in events if event.attempt == number],
+        EventRecord(event="", attempt=number),
+    )
+    start = next((event for event in attempt_events if event.event == "start"), nothing)
+    end = next((event for event in attempt_events if event.event == "end"), nothing)
     path = folder.attempt(number)
-    steps = [one.step for one in metrics_of(path).values()]
-    steps += [one.step for one in read_lines(path / HISTORY, HistoryRecord)[-1:]]
-    faults = [one.what or "" for one in own if one.event == "fault"]
+    steps = [event.step for event in read_metrics(path).values()]
+    steps += [event.step for event in read_lines(path / HISTORY, HistoryRecord)[-1:]]
+    faults = [event.what or "" for event in attempt_events if event.event == "fault"]
     if not faults and end is nothing:  # the launcher has not judged yet
-        faults = [f"rank {fault.rank} raised {fault.type}: {fault.message}" for fault in faults_of(path)[:3]]
+        faults = [
+            f"rank {fault.rank} raised {fault.type}: {fault.message}" for fault in read_faults(path)[:3]
+        ]
     return AttemptStatus(
         number=number, started_at=start.at, ended_at=end.at,
         engine=start.engine, world_size=start.world_size,
@@ -307,21 +308,21 @@ def _hosts_by_rank(hosts: Mapping[str, int]) -> list[str]:
     return list(islice(names, _MAX_RANKS))
 
 
-def _lateness(one: LateRecord, now: float) -> str:
-    where = f"; it is in {one.where}" if one.where else ""
-    limit = "" if one.limit_seconds is None else f" of {one.limit_seconds:g} s ({one.key or 'its limit'})"
-    seconds = one.seconds + max(now - one.at, 0.0)
-    return f"late: others wait at {one.what} for {seconds:.0f} s{limit}{where}"
+def _lateness(late: LateRecord, now: float) -> str:
+    where = f"; it is in {late.where}" if late.where else ""
+    limit = "" if late.limit_seconds is None else f" of {late.limit_seconds:g} s ({late.key or 'its limit'})"
+    seconds = late.seconds + max(now - late.at, 0.0)
+    return f"late: others wait at {late.what} for {seconds:.0f} s{limit}{where}"
 
 
 def _ranks(path: Path, attempt: AttemptStatus, now: float) -> tuple[RankStatus, ...]:
-    figures, exits = metrics_of(path), exits_of(path)
-    late = late_of(path) if attempt.verdict is None else {}
-    raised = {fault.rank: fault.type for fault in reversed(faults_of(path))}
+    figures, exits = read_metrics(path), read_exits(path)
+    late = read_late(path) if attempt.verdict is None else {}
+    raised = {fault.rank: fault.type for fault in reversed(read_faults(path))}
     hosts = _hosts_by_rank(attempt.hosts)
-    found = []
+    rows = []
     for rank in sorted({*figures, *exits, *raised, *range(min(attempt.world_size or 0, _MAX_RANKS))}):
-        one, state = figures.get(rank), "at work" if attempt.verdict is None else "gone"
+        figure, state = figures.get(rank), "at work" if attempt.verdict is None else "gone"
         if rank in raised:
             state = f"raised {raised[rank]}"
         elif rank in exits:
@@ -329,29 +330,29 @@ def _ranks(path: Path, attempt: AttemptStatus, now: float) -> tuple[RankStatus, 
         elif rank in late:
             state = _lateness(late[rank], now)
         host = hosts[rank] if rank < len(hosts) else None
-        if one is None:
-            found.append(RankStatus(rank, host, None, None, None, None, None, None, None, state))
+        if figure is None:
+            rows.append(RankStatus(rank, host, None, None, None, None, None, None, None, state))
             continue
-        age = None if one.at is None else max(now - one.at, 0.0)
-        found.append(
+        age = None if figure.at is None else max(now - figure.at, 0.0)
+        rows.append(
             RankStatus(
-                rank, host, one.ring_rank, one.step, one.loss, one.step_seconds, one.tokens_per_second,
-                one.memory_bytes, age, state,
+                rank, host, figure.ring_rank, figure.step, figure.loss, figure.step_seconds,
+                figure.tokens_per_second, figure.memory_bytes, age, state,
             )
         )  # fmt: skip
-    return tuple(found)
+    return tuple(rows)
 
 
 def _links(path: Path, attempt: AttemptStatus) -> tuple[LinkStatus, ...]:
     hosts = _hosts_by_rank(attempt.hosts)
-    found = []
-    for rank, figures in metrics_of(path).items():
+    rows = []
+    for rank, figures in read_metrics(path).items():
         for link in figures.links:
-            ends = [hosts[one] if one < len(hosts) else "?" for one in (link.source, rank)]
+            ends = [hosts[end] if end < len(hosts) else "?" for end in (link.source, rank)]
             between = ends[0] if ends[0] == ends[1] else " to ".join(ends)
             waited, size = link.wait_seconds or 0.0, link.bytes or 0
-            found.append(LinkStatus(link.source, rank, between, link.hop_seconds, waited, size))
-    return tuple(sorted(found, key=lambda link: (-link.hop_seconds, link.to)))
+            rows.append(LinkStatus(link.source, rank, between, link.hop_seconds, waited, size))
+    return tuple(sorted(rows, key=lambda link: (-link.hop_seconds, link.to)))
 
 
 def _plain(value: Any) -> Any:

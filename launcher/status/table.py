@@ -1,4 +1,4 @@
-"""Describe the state of a run in tables of text, and print them on a terminal; page.py shows them, too."""
+"""Describe the state of a run in tables of text, and print them on a terminal."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ _MAX_LETTERS = 2000
 
 
 class StatusTable(NamedTuple):
-    """Hold a table; `none` is the text of an empty one, `left_out` counts rows that only --json has."""
+    """Hold a table; `left_out` counts rows that only --json has."""
 
     title: str
     heads: str  # with a comma and a blank between them
     rows: Sequence[tuple[str, ...]]
-    none: str = "Nothing is known."
     left_out: int = 0
 
 
@@ -30,7 +29,7 @@ def print_status(status: RunStatus) -> None:
 
     from ..tables import console, print_table
 
-    moment, why = status.last_moment, f" ({status.why})" if status.why else ""
+    moment, why = status.latest, f" ({status.why})" if status.why else ""
     lines = [f"[bold]{escape(plain(status.path))}[/bold]: [bold]{status.state}[/bold]{escape(plain(why))}"]
     if moment is not None:
         loss = "" if moment.loss is None else f", loss {number_text(moment.loss)}"
@@ -41,92 +40,92 @@ def print_status(status: RunStatus) -> None:
     missing = status.attempts[-1].missing if status.attempts else {}
     lines += [escape(plain(f"missing host {name}: {why}")) for name, why in missing.items()]
     console().print("\n".join(lines), soft_wrap=True)
-    for one in tables_of(status, MAX_ROWS):
-        left = f"; {one.left_out:,} more are in --json" if one.left_out else ""
-        table = Table(title=f"{one.title}{left}", title_justify="left")
-        for head in one.heads.split(", "):
+    for part in make_tables(status):
+        left = f"; {part.left_out:,} more are in --json" if part.left_out else ""
+        table = Table(title=f"{part.title}{left}", title_justify="left")
+        for head in part.heads.split(", "):
             table.add_column(head, overflow="fold")
-        for row in one.rows:
+        for row in part.rows:
             table.add_row(*(escape(plain(cell, 400)) for cell in row))
-        if one.rows:
+        if part.rows:
             print_table(table)
 
 
-def tables_of(status: RunStatus, most: int) -> list[StatusTable]:
+def make_tables(status: RunStatus, most: int = MAX_ROWS) -> list[StatusTable]:
     """Return the tables of attempts, ranks, links and checkpoints, of at most so many rows each."""
     attempts = status.attempts[::-1]
     ranks = _chosen(status.ranks, most)
     links = [
         (
-            str(one.source), str(one.to), one.between, f"{1e3 * one.hop_seconds:.2f} ms",
-            f"{1e3 * one.wait_seconds:.2f} ms", f"{one.payload_bytes / 1024:,.0f} KiB",
+            str(link.source), str(link.to), link.between, f"{1e3 * link.hop_seconds:.2f} ms",
+            f"{1e3 * link.wait_seconds:.2f} ms", f"{link.payload_bytes / 1024:,.0f} KiB",
         )
-        for one in status.links[:most]
+        for link in status.links[:most]
     ]  # fmt: skip
     checkpoints = [
         (
-            one.tag, _or_blank(one.step), f"{seconds_text(status.at - one.saved_at)} before",
-            memory_text(one.total_bytes), "yes" if one.is_latest else "",
+            checkpoint.tag, _or_blank(checkpoint.step),
+            f"{seconds_text(status.at - checkpoint.saved_at)} before", memory_text(checkpoint.total_bytes),
+            "yes" if checkpoint.is_latest else "",
         )
-        for one in status.checkpoints
+        for checkpoint in status.checkpoints
     ]  # fmt: skip
     return [
         StatusTable(
             "Attempts and faults, the latest first",
             "attempt, began, took, ranks, ring, from, last step, ended, what happened",
-            [_attempt(one, status.at) for one in attempts[:most]],
+            [_attempt(attempt, status.at) for attempt in attempts[:most]],
             left_out=max(len(attempts) - most, 0),
         ),
         StatusTable(
             "Ranks of the last attempt",
             "rank, host, state, step, step takes, memory at most, figures are from",
-            [_rank(one) for one in ranks],
+            [_rank(rank) for rank in ranks],
             left_out=len(status.ranks) - len(ranks),
         ),
         StatusTable(
             "Hop times by link, the slowest first",
             "from rank, to rank, host, a hop takes, of which waiting, payload of a hop",
             links,
-            "Nothing is known: a ring of one rank, no step so far, or a GPU, whose host does not wait for"
-            " messages.",
             left_out=len(status.links) - len(links),
         ),
         StatusTable(
             "Checkpoints that are whole by their manifest, the newest first",
             "tag, step, saved, size, loaded next",
             checkpoints,
-            "None so far.",
         ),
     ]
 
 
-def _attempt(one: AttemptStatus, now: float) -> tuple[str, ...]:
-    began = "" if one.started_at is None else time.strftime("%m-%d %H:%M:%S", time.gmtime(one.started_at))
-    took = None if one.started_at is None else (one.ended_at or now) - one.started_at
-    text = "; ".join(one.faults) or ("" if one.why == one.verdict else one.why or "")
-    without = f" (without {', '.join(one.missing)})" if one.missing else ""
+def _attempt(attempt: AttemptStatus, now: float) -> tuple[str, ...]:
+    began = (
+        "" if attempt.started_at is None else time.strftime("%m-%d %H:%M:%S", time.gmtime(attempt.started_at))
+    )
+    took = None if attempt.started_at is None else (attempt.ended_at or now) - attempt.started_at
+    text = "; ".join(attempt.faults) or ("" if attempt.why == attempt.verdict else attempt.why or "")
+    without = f" (without {', '.join(attempt.missing)})" if attempt.missing else ""
     return (
-        str(one.number), began, seconds_text(took), _or_blank(one.world_size),
-        _or_blank(one.sequence_parallel_size), one.checkpoint or "the start", _or_blank(one.last_step),
-        one.verdict or "under way", f"{text}{without}".lstrip(),
+        str(attempt.number), began, seconds_text(took), _or_blank(attempt.world_size),
+        _or_blank(attempt.sequence_parallel_size), attempt.checkpoint or "the start",
+        _or_blank(attempt.last_step), attempt.verdict or "under way", f"{text}{without}".lstrip(),
     )  # fmt: skip
 
 
-def _rank(one: RankStatus) -> tuple[str, ...]:
-    takes = "" if one.step_seconds is None else f"{1e3 * one.step_seconds:,.0f} ms"
-    age = "none yet" if one.age_seconds is None else f"{seconds_text(one.age_seconds)} before"
-    memory = "" if one.memory_bytes is None else memory_text(one.memory_bytes)
-    return str(one.rank), one.host or "", one.state, _or_blank(one.step), takes, memory, age
+def _rank(rank: RankStatus) -> tuple[str, ...]:
+    takes = "" if rank.step_seconds is None else f"{1e3 * rank.step_seconds:,.0f} ms"
+    age = "none yet" if rank.age_seconds is None else f"{seconds_text(rank.age_seconds)} before"
+    memory = "" if rank.memory_bytes is None else memory_text(rank.memory_bytes)
+    return str(rank.rank), rank.host or "", rank.state, _or_blank(rank.step), takes, memory, age
 
 
 def _chosen(ranks: Sequence[RankStatus], most: int) -> Sequence[RankStatus]:
     """Return the ranks to look at first: those that are not at work, then the oldest figures, most memory."""
     if len(ranks) <= most:
         return ranks
-    oldest = sorted(ranks, key=lambda one: (one.state == "at work", -(one.age_seconds or 1e18)))
-    largest = sorted(ranks, key=lambda one: -(one.memory_bytes or 0))
-    kept = {one.rank: one for one in (*oldest[: most // 2], *largest[: most // 2])}
-    return [kept[rank] for rank in sorted(kept)]
+    oldest = sorted(ranks, key=lambda rank: (rank.state == "at work", -(rank.age_seconds or 1e18)))
+    largest = sorted(ranks, key=lambda rank: -(rank.memory_bytes or 0))
+    shown = {rank.rank: rank for rank in (*oldest[: most // 2], *largest[: most // 2])}
+    return [shown[rank] for rank in sorted(shown)]
 
 
 def seconds_text(seconds: float | None) -> str:

@@ -22,7 +22,7 @@ from ds_ring.errors import RingError
 from ds_ring.transports.devices import gpu_of_rank
 from ds_ring.written_files import write_at_once
 
-from ..plan.model_file import model_patterns_of
+from ..plan.model_file import read_model_patterns
 from .arguments import declare
 from .request import TuningRequest, request_from
 from .result import TuningResult, describe_hardware, print_tables, require_writable
@@ -52,7 +52,7 @@ def read(options: argparse.Namespace, world_size: int) -> tuple[Json, TuningRequ
         device=options.device,
         dtype=options.dtype,
         world_size=world_size,
-        model_patterns=model_patterns_of(options.hf_config, options.layers),
+        model_patterns=read_model_patterns(options.hf_config, options.layers),
     )
     return whole, request
 

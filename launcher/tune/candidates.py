@@ -16,7 +16,7 @@ from ds_ring.config.section import RingConfig
 from ds_ring.errors import RingLayoutError
 from ds_ring.kernels.cpu import BLOCK, TRIANGLE
 from ds_ring.ops.options import Options
-from ds_ring.registry import KERNELS, LAYOUTS
+from ds_ring.plugin import KERNELS, LAYOUTS
 from ds_ring.schedule.layout import Layout, make_layout
 from ds_ring.schedule.lowering import head_chunks
 from ds_ring.schedule.plan import head_classes
@@ -71,7 +71,7 @@ def candidates(request: TuningRequest) -> list[TuningCandidate]:
 def default_candidate(request: TuningRequest) -> TuningCandidate:
     """Return one ring of all ranks with the runtime's own choices."""
     size = request.sequence_size
-    shard = layout_of(request, "auto", size, 1, request.tokens).local_tokens
+    shard = plan_layout(request, "auto", size, 1, request.tokens).local_tokens
     name = "contiguous" if size == 1 else layout_names(request, size, 1)["auto"]
     choice = kernel_choices(request, shard)[0]
     return TuningCandidate(size, 1, name, True, choice, default_heads(request, size, 1, request.tokens))
@@ -82,7 +82,7 @@ def _all(request: TuningRequest) -> Iterator[TuningCandidate]:
         if request.sequence_size % ulysses or request.heads % ulysses or request.kv_heads % ulysses:
             continue
         ring = request.sequence_size // ulysses
-        shard = layout_of(request, "auto", ring, ulysses, request.tokens).local_tokens
+        shard = plan_layout(request, "auto", ring, ulysses, request.tokens).local_tokens
         kernels = kernel_choices(request, shard)
         # Nothing moves in a ring of one: layout, overlap and message size mean nothing.
         if ring == 1:
@@ -98,7 +98,7 @@ def _all(request: TuningRequest) -> Iterator[TuningCandidate]:
 
 
 @lru_cache(maxsize=256)
-def layout_of(request: TuningRequest, name: str, ring: int, ulysses: int, tokens: int) -> Layout:
+def plan_layout(request: TuningRequest, name: str, ring: int, ulysses: int, tokens: int) -> Layout:
     """Return the layout of that name for `tokens`; RingLayoutError where the patterns have none."""
     mix = dict(request.mix)
     block = request.base.block_size if KERNELS[request.kernel].takes_blocks else 1
@@ -113,7 +113,7 @@ def layout_names(request: TuningRequest, ring: int, ulysses: int) -> dict[str, s
     first: dict[Layout, str] = {}
     for name in sorted(LAYOUTS, key=lambda name: name == "auto"):  # an equal one is more precise
         try:
-            layout = layout_of(request, name, ring, ulysses, request.tokens)
+            layout = plan_layout(request, name, ring, ulysses, request.tokens)
         except RingLayoutError:
             continue  # residue, for a pattern that is not dilated
         names[name] = first.setdefault(layout, name)
@@ -128,8 +128,8 @@ def kernel_choices(request: TuningRequest, shard_tokens: int) -> list[KernelChoi
     if request.kernel != "cpu":
         return [KernelChoice((), size)]
     covering = [n for n in BLOCKS if n >= shard_tokens]
-    one = BLOCK if BLOCK in covering else min(covering, default=BLOCK)
-    blocks = sorted({one, *(n for n in BLOCKS if n < shard_tokens)}, key=lambda n: (n != BLOCK, n))
+    whole_shard = BLOCK if BLOCK in covering else min(covering, default=BLOCK)
+    blocks = sorted({whole_shard, *(n for n in BLOCKS if n < shard_tokens)}, key=lambda n: (n != BLOCK, n))
     triangles = sorted(TRIANGLES, key=lambda n: n != TRIANGLE)
     pairs = itertools.product(blocks, triangles)
     return [KernelChoice((("block", block), ("triangle", triangle)), size) for block, triangle in pairs]
@@ -137,7 +137,7 @@ def kernel_choices(request: TuningRequest, shard_tokens: int) -> list[KernelChoi
 
 def head_bytes(request: TuningRequest, ring: int, ulysses: int, tokens: int, layout: str = "auto") -> int:
     """Return bytes of K of one head of a ring shard."""
-    shard = layout_of(request, layout, ring, ulysses, tokens).local_tokens
+    shard = plan_layout(request, layout, ring, ulysses, tokens).local_tokens
     return request.batch * shard * request.head_dim * request.item_bytes
 
 
@@ -158,7 +158,7 @@ def _largest_class(request: TuningRequest, ulysses: int) -> int:
     return max(len(range(kv_heads)[part]) for part in classes)
 
 
-def keys_of(candidate: TuningCandidate, request: TuningRequest, tokens: int) -> dict[str, Any]:
+def make_keys(candidate: TuningCandidate, request: TuningRequest, tokens: int) -> dict[str, Any]:
     """Return the keys of the section that the candidate sets, for sequences of `tokens`."""
     ring, ulysses, heads = candidate.ring_size, candidate.ulysses_size, candidate.heads_per_message
     keys: dict[str, Any] = {"ring_size": ring, "ulysses_size": ulysses}
@@ -175,13 +175,13 @@ def keys_of(candidate: TuningCandidate, request: TuningRequest, tokens: int) -> 
 def _kernel_options(candidate: TuningCandidate, request: TuningRequest) -> dict[str, Any]:
     """Return options without the defaults, so that the file serves on another device as well."""
     chosen = dict(candidate.kernel.options)
-    kept = {name: value for name, value in request.base.kernel_options.items() if name not in chosen}
+    options = {name: value for name, value in request.base.kernel_options.items() if name not in chosen}
     default = {"block": BLOCK, "triangle": TRIANGLE}
-    return kept if chosen == default else kept | chosen
+    return options if chosen == default else options | chosen
 
 
 @lru_cache(maxsize=1024)
-def config_of(candidate: TuningCandidate, request: TuningRequest, tokens: int) -> RingConfig:
+def read_section(candidate: TuningCandidate, request: TuningRequest, tokens: int) -> RingConfig:
     """Return the section that the candidate comes to."""
-    keys = request.base.model_dump() | keys_of(candidate, request, tokens)
+    keys = request.base.model_dump() | make_keys(candidate, request, tokens)
     return RingConfig.model_validate(keys)

@@ -31,7 +31,7 @@ from ds_ring.schedule.layout import make_layout
 from ds_ring.schedule.plan import build_plan
 
 from ..plan.pass_time import BACKWARD_FLOPS, FORWARD_FLOPS
-from .candidates import KernelChoice, TuningCandidate, config_of, default_heads, layout_of
+from .candidates import KernelChoice, TuningCandidate, default_heads, plan_layout, read_section
 from .request import TuningRequest
 
 
@@ -64,10 +64,11 @@ class Clock:
         """Raise RingMismatchError on every rank unless all ranks have the same text."""
         texts: list[str] = [""] * dist.get_world_size()
         dist.all_gather_object(texts, text, group=self._group)
-        other = next((rank for rank, one in enumerate(texts) if one != texts[0]), None)
-        if other is not None:
+        differing = next((rank for rank, text_there in enumerate(texts) if text_there != texts[0]), None)
+        if differing is not None:
             raise RingMismatchError(
-                f"tune: expected one request, got {texts[0]} on rank 0 and {texts[other]} on rank {other}"
+                f"tune: expected one request, got {texts[0]} on rank 0 and {texts[differing]} on rank"
+                f" {differing}"
             )
 
     def ranks_here(self) -> int:
@@ -128,8 +129,8 @@ class Passes:
     def seconds(self, candidate: TuningCandidate, tokens: int) -> float:
         """Measure one layer's pass on the slowest rank, inputs not counted; the mean where layers differ."""
         ring, ulysses = candidate.ring_size, candidate.ulysses_size
-        layout = layout_of(self.request, candidate.layout, ring, ulysses, tokens)
-        config, mesh = config_of(candidate, self.request, tokens), self.mesh(ring, ulysses)
+        layout = plan_layout(self.request, candidate.layout, ring, ulysses, tokens)
+        config, mesh = read_section(candidate, self.request, tokens), self.mesh(ring, ulysses)
         q, k, v, grad = self._tensors(layout.local_tokens // ulysses)
         total, mix = 0.0, self.request.mix
         for pattern, layers in mix:
@@ -168,8 +169,8 @@ class Passes:
             self._inputs.clear()
             dtype, device = getattr(torch, request.dtype), self.clock.device
             shapes = [shape, *[(shape[0], request.kv_heads, *shape[2:])] * 2, shape]
-            made = [torch.randn(s, dtype=dtype, device=device) for s in shapes]
-            self._inputs[shape] = [*(x.requires_grad_() for x in made[:3]), made[3]]
+            tensors = [torch.randn(s, dtype=dtype, device=device) for s in shapes]
+            self._inputs[shape] = [*(x.requires_grad_() for x in tensors[:3]), tensors[3]]
         return self._inputs[shape]
 
 
@@ -214,8 +215,8 @@ def _neighbour_seconds(mesh: RingMesh, size_bytes: int, clock: Clock) -> tuple[f
     for _ in range(ROUNDS):
         clock.meet()
         seconds.append(clock.own(swap))
-    own = min(seconds)
-    return clock.slowest(own), -clock.slowest(-own)
+    fastest = min(seconds)
+    return clock.slowest(fastest), -clock.slowest(-fastest)
 
 
 def _all_to_all_rate(mesh: RingMesh, clock: Clock) -> float:
@@ -255,7 +256,7 @@ class KernelSample(NamedTuple):
     seconds: tuple[float, float]
 
 
-def kernel_of(choice: KernelChoice, request: TuningRequest) -> Kernel:
+def get_tuned_kernel(choice: KernelChoice, request: TuningRequest) -> Kernel:
     """Return the kernel with these options."""
     return get_kernel(request.kernel, request.device, choice.options, choice.block_size)
 
@@ -293,12 +294,12 @@ class Probe:
                 for tokens, rounds in ((small_tokens, 3), (large_tokens, 1)):
                     samples[choice, tokens].append(self._sample(choice, tokens, rounds))
                 progress()
-        found = {}
+        rates = {}
         for choice in choices:
             small, large = samples[choice, small_tokens], samples[choice, large_tokens]
             (forward, forward_s), (backward, backward_s) = (_fit(small, large, way) for way in (0, 1))
-            found[choice] = KernelRate(forward, backward, forward_s, backward_s)
-        return found
+            rates[choice] = KernelRate(forward, backward, forward_s, backward_s)
+        return rates
 
     def alone_speedup(self, choice: KernelChoice, rank: int, tokens: int) -> float:
         """Return seconds while all ranks compute over those of rank 0 alone; at least 1."""
@@ -343,7 +344,7 @@ class Probe:
         )
         layout = make_layout("contiguous", tokens=tokens, ring_size=1)
         tiles = build_plan(Causal(), layout).rank(0).classes[0].hops[0].tiles
-        kernel, unit = kernel_of(choice, self.request), self.heads * self.request.head_dim
+        kernel, unit = get_tuned_kernel(choice, self.request), self.heads * self.request.head_dim
         forward = FORWARD_FLOPS * unit * kernel.executed_pairs(tiles)
         backward = BACKWARD_FLOPS * unit * kernel.executed_pairs(tiles, backward=True)
         return KernelSample((forward, backward), (forward_s, backward_s))

@@ -17,9 +17,9 @@ from ds_ring.schedule.plan import Plan, build_plan, sampled_origins
 
 from ..plan.estimate import swapped_heads
 from ..plan.pass_memory import PassShape
-from ..plan.pass_time import PassRates, TimeLine, time_line, work_of
-from .candidates import KernelChoice, TuningCandidate, layout_of
-from .measurements import KernelRate, Links, kernel_of
+from ..plan.pass_time import PassRates, TimeLine, count_work, time_line
+from .candidates import KernelChoice, TuningCandidate, plan_layout
+from .measurements import KernelRate, Links, get_tuned_kernel
 from .request import TuningRequest
 
 SWAPS = 4  # all-to-alls of a step with Ulysses ranks
@@ -65,7 +65,7 @@ class Model:
         count, swaps = sum(layers for _, layers in mix), self._swaps(candidate, tokens)
         mean = [0.0] * 4
         for pattern, layers in mix:
-            parts = self._pass(candidate, plan_of(candidate, self.request, tokens, pattern))
+            parts = self._pass(candidate, build_candidate_plan(candidate, self.request, tokens, pattern))
             mean = [so_far + layers / count * part for so_far, part in zip(mean, parts, strict=True)]
         seconds, compute, transfer, posting = mean
         return Predicted(seconds + swaps, compute, transfer, posting + swaps)
@@ -100,7 +100,7 @@ class Model:
                 return _executed_pairs(tiles, choice, request, backward)
 
             steps = {id(chunk.steps): chunk.steps for chunk in schedule.chunks}
-            work = {key: work_of(one, shape, executed) for key, one in steps.items()}
+            work = {key: count_work(chunk_steps, shape, executed) for key, chunk_steps in steps.items()}
             flops = rate.backward_flops if backward else rate.forward_flops
             tile_s = rate.backward_tile_s if backward else rate.forward_tile_s
             rates = PassRates(flops, tile_s, False, measured.hop_overhead_s, bytes_per_s)
@@ -113,17 +113,19 @@ class Model:
         if size == 1 or links is None or links.all_to_all_bytes_per_s is None:
             return 0.0
         heads = 2 * swapped_heads(request.heads, request.kv_heads)
-        own = request.batch * tokens / request.sequence_size * request.head_dim * request.item_bytes
+        shard_bytes = request.batch * tokens / request.sequence_size * request.head_dim * request.item_bytes
         rate = links.all_to_all_bytes_per_s
-        return heads * own * (size - 1) / size / rate + SWAPS * links.latency_s
+        return heads * shard_bytes * (size - 1) / size / rate + SWAPS * links.latency_s
 
 
-def plan_of(candidate: TuningCandidate, request: TuningRequest, tokens: int, pattern: Pattern) -> Plan:
+def build_candidate_plan(
+    candidate: TuningCandidate, request: TuningRequest, tokens: int, pattern: Pattern
+) -> Plan:
     """Build a pattern's plan of the candidate's first Ulysses rank; the others' work is alike."""
     ring, size = candidate.ring_size, candidate.ulysses_size
     return build_plan(
         pattern if size == 1 else HeadShard(pattern, 0, size),
-        layout_of(request, candidate.layout, ring, size, tokens),
+        plan_layout(request, candidate.layout, ring, size, tokens),
         query_heads=request.heads // size,
         kv_heads=request.kv_heads // size,
         prune=request.base.prune,
@@ -134,4 +136,4 @@ def plan_of(candidate: TuningCandidate, request: TuningRequest, tokens: int, pat
 
 @lru_cache(maxsize=4096)
 def _executed_pairs(tiles: Tiles, choice: KernelChoice, request: TuningRequest, backward: bool) -> int:
-    return kernel_of(choice, request).executed_pairs(tiles, backward)
+    return get_tuned_kernel(choice, request).executed_pairs(tiles, backward)

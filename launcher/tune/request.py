@@ -10,10 +10,10 @@ from ds_ring.config.json_text import SECTION, SP_KEY, Json
 from ds_ring.config.section import RingConfig, named_patterns
 from ds_ring.errors import RingConfigError
 from ds_ring.masks.pattern import Pattern
-from ds_ring.registry import FAST_KERNELS, PASSES
+from ds_ring.plugin import FAST_KERNELS, PASSES
 from ds_ring.schedule.layout import Mix
 
-from ..plan.model_file import mix_of
+from ..plan.model_file import count_patterns
 from ..plan.training_setting import ELEMENT_BYTES
 
 DEVICES = ("cpu", "cuda")
@@ -45,7 +45,7 @@ class TuningRequest:
     @property
     def mix(self) -> Mix:
         """Return what attends to what and in how many layers, without the documents of a batch."""
-        return mix_of(self.base, self.model_patterns, self.tokens)
+        return count_patterns(self.base, self.model_patterns, self.tokens)
 
     @property
     def item_bytes(self) -> int:
@@ -110,7 +110,7 @@ def request_from(
     if heads % kv_heads:
         fits = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
         raise RingConfigError.wrong("kv-heads", f"a divisor of {heads} heads", kv_heads, f"use one of {fits}")
-    base = _base_of(whole, world_size)
+    base = _open_sizes(whole, world_size)
     base.validate_world(world_size)
     if tokens < base.sequence_parallel_size:
         raise RingConfigError(
@@ -125,14 +125,14 @@ def request_from(
     return request
 
 
-def _base_of(whole: Json, world_size: int) -> RingConfig:
+def _open_sizes(whole: Json, world_size: int) -> RingConfig:
     """Return the section with its sizes open; everything else in it must be sound."""
     section = whole.get(SECTION, {})
     if not isinstance(section, dict):
         return RingConfig.from_deepspeed(whole)  # refuses it
     size = whole.get(SP_KEY, "auto")
     if size == "auto":
-        given = [section.get("ring_size", "auto"), section.get("ulysses_size", 1)]
-        size = math.prod(given) if all(type(n) is int and n > 0 for n in given) else world_size
+        sizes = [section.get("ring_size", "auto"), section.get("ulysses_size", 1)]
+        size = math.prod(sizes) if all(type(n) is int and n > 0 for n in sizes) else world_size
     open_sizes = {"ring_size": "auto", "ulysses_size": 1}
     return RingConfig.from_deepspeed(copy.deepcopy(whole) | {SP_KEY: size, SECTION: section | open_sizes})

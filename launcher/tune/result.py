@@ -17,7 +17,7 @@ from rich.table import Table
 from ds_ring.config.json_text import SECTION, SP_KEY, Json
 from ds_ring.config.section import RingConfig
 from ds_ring.errors import RingConfigError
-from ds_ring.registry import FAST_KERNELS
+from ds_ring.plugin import FAST_KERNELS
 from ds_ring.schedule.lowering import chunk_bytes_on
 
 from ..plan.hardware import Hardware, hardware_from
@@ -25,8 +25,8 @@ from ..plan.layer_passes import LayerPass, slowest_pass, total_cost
 from ..plan.pass_memory import PassShape
 from ..plan.pass_time import BACKWARD_FLOPS, FORWARD_FLOPS
 from ..tables import console, print_table
-from .candidates import TuningCandidate, keys_of
-from .model import Measured, Predicted, plan_of
+from .candidates import TuningCandidate, make_keys
+from .model import Measured, Predicted, build_candidate_plan
 from .request import TuningRequest
 
 
@@ -62,7 +62,7 @@ class TuningResult:
 
     def finalist(self, candidate: TuningCandidate) -> Finalist:
         """Return the times of a candidate at the full length; KeyError if it was not in the final."""
-        return {one.candidate: one for one in self.finalists}[candidate]
+        return {finalist.candidate: finalist for finalist in self.finalists}[candidate]
 
     @property
     def chosen_s(self) -> float:
@@ -76,7 +76,7 @@ class TuningResult:
 
     def section(self) -> Json:
         """Return the keys of the section that were chosen."""
-        return keys_of(self.chosen, self.request, self.request.tokens)
+        return make_keys(self.chosen, self.request, self.request.tokens)
 
     def merged(self, whole: Json) -> Json:
         """Return a DeepSpeed JSON with the choice in it, all else kept.
@@ -184,11 +184,11 @@ def _finals(result: TuningResult) -> Table:
     for name in ("expected", "measured", "fastest\nto slowest"):
         table.add_column(name, justify="right", no_wrap=True)
     marks = {"chosen": result.chosen, "defaults": result.default}
-    for one in result.finalists:
-        mark = ", ".join(mark for mark, candidate in marks.items() if candidate == one.candidate)
-        times = f"{one.predicted_s:.4f} s", f"{one.median_s:.4f} s"
-        spread = f"{min(one.seconds):.4f} to {max(one.seconds):.4f}"
-        table.add_row(mark, str(one.candidate), *times, spread)
+    for finalist in result.finalists:
+        mark = ", ".join(mark for mark, candidate in marks.items() if candidate == finalist.candidate)
+        times = f"{finalist.predicted_s:.4f} s", f"{finalist.median_s:.4f} s"
+        spread = f"{min(finalist.seconds):.4f} to {max(finalist.seconds):.4f}"
+        table.add_row(mark, str(finalist.candidate), *times, spread)
     return table
 
 
@@ -271,7 +271,10 @@ def _describe(result: TuningResult, times: float) -> Json:
 def _slower(result: TuningResult, hardware: Hardware) -> float:
     """Return seconds of arithmetic in the chosen pass over those planned; [Note: the rate of a pattern]."""
     request, chosen = result.request, result.chosen
-    plans = [(plan_of(chosen, request, request.tokens, one), layers) for one, layers in request.mix]
+    plans = [
+        (build_candidate_plan(chosen, request, request.tokens, pattern), layers)
+        for pattern, layers in request.mix
+    ]
     chunk_bytes = result.section()["chunk_bytes"] or chunk_bytes_on(request.device, chosen.ring_size)
     shape = PassShape(
         request.batch, request.heads // request.kv_heads, plans[0][0].layout.local_tokens, request.head_dim,

@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from ds_ring.errors import RingMeshError
 
-from .candidates import TuningCandidate, candidates, layout_of
+from .candidates import TuningCandidate, candidates, plan_layout
 from .measurements import LARGE_TOKENS, SMALL_TOKENS, TURNS, Clock, Passes, Probe, measure_links
 from .model import Measured, Model
 from .request import TuningRequest
@@ -35,7 +35,7 @@ FINAL_ROUNDS = 3
 TIE = 1.01  # the defaults stay where nothing is better by more than this
 
 
-def contestants_of(
+def choose_contestants(
     everyone: Sequence[TuningCandidate],
     size: int,
     tokens: int,
@@ -80,7 +80,9 @@ def race(
         if turn == 0:  # the defaults are always in the final: the report compares with them
             racing = list(dict.fromkeys([*racing[:FINALISTS], default]))
     best, second = (statistics.median(times[candidate]) for candidate in (racing[0], default))
-    return default if second <= TIE * best else racing[0], {one: times[one] for one in racing}
+    return default if second <= TIE * best else racing[0], {
+        candidate: times[candidate] for candidate in racing
+    }
 
 
 def tune(request: TuningRequest, *, progress: bool = False) -> TuningResult:
@@ -99,7 +101,7 @@ def tune(request: TuningRequest, *, progress: bool = False) -> TuningResult:
         RingPeerError: another rank failed.
     """
     started = time.perf_counter()
-    clock = Clock(device_of(request))
+    clock = Clock(get_device(request))
     clock.require_equal(str(request))
     if dist.get_world_size() != request.world_size:
         raise RingMeshError(
@@ -113,7 +115,7 @@ def tune(request: TuningRequest, *, progress: bool = False) -> TuningResult:
             measured = measure_machine(everyone, request, clock, passes, bar)
         model = Model(request, measured)
         size = min(max(len(everyone) // 10, MIN_CONTESTANTS), MAX_CONTESTANTS)
-        contestants, before = contestants_of(everyone, size, tokens, model), passes.count
+        contestants, before = choose_contestants(everyone, size, tokens, model), passes.count
         rounds = 2 * len(contestants) + FINAL_ROUNDS * (FINALISTS + 1)
         with _bar(progress, f"passes of {len(contestants)} candidates", rounds) as bar:
 
@@ -122,7 +124,10 @@ def tune(request: TuningRequest, *, progress: bool = False) -> TuningResult:
                 return passes.seconds(candidate, tokens)
 
             chosen, times = race(contestants, measure)
-        rows = [Finalist(one, model(one, tokens), tuple(seconds)) for one, seconds in times.items()]
+        rows = [
+            Finalist(candidate, model(candidate, tokens), tuple(seconds))
+            for candidate, seconds in times.items()
+        ]
         return TuningResult(
             request=request,
             measured=measured,
@@ -140,7 +145,7 @@ def tune(request: TuningRequest, *, progress: bool = False) -> TuningResult:
         passes.close()
 
 
-def device_of(request: TuningRequest) -> torch.device:
+def get_device(request: TuningRequest) -> torch.device:
     """Return this rank's device: on CUDA the current one, which whoever started the rank has set."""
     return (
         torch.device("cuda", torch.cuda.current_device()) if request.device == "cuda" else torch.device("cpu")
@@ -152,7 +157,7 @@ def measure_machine(
 ) -> Measured:
     """Measure kernel rates, links and the overhead of a hop."""
     probe, first = Probe(request, clock), everyone[0]
-    shard = layout_of(request, "auto", first.ring_size, 1, request.tokens).local_tokens
+    shard = plan_layout(request, "auto", first.ring_size, 1, request.tokens).local_tokens
     large = LARGE_TOKENS[request.device]
     if request.device == "cpu":  # no larger than a shard, so that the probe costs no more than a pass
         large = min(max(shard, 2 * SMALL_TOKENS["cpu"]), large)

@@ -1,6 +1,6 @@
 """Every operator of the table under every way of asking for gradients, on ranks, against one process.
 
-Owns the cases of `tools/autograd_campaign.py`. A case is an operator and a mode. It must end in the values of one
+Owns the cases of `tools/campaign.py autograd`. A case is an operator and a mode. It must end in the values of one
 process, or in one refusal on all ranks; then the mesh works. No rank may wait for a deadline.
 """
 
@@ -58,92 +58,92 @@ class Call(NamedTuple):
         shards = self.row.shards(self.place.grid, self.whole, self.rank)
         return {name: x.requires_grad_(name in wanted) for name, x in shards.items()}
 
-    def out(self, given: Inputs) -> Tensor:
-        return self.row.call(self.place, **given)
+    def out(self, arguments: Inputs) -> Tensor:
+        return self.row.call(self.place, **arguments)
 
     def loss(self, out: Tensor) -> Tensor:
         of_all = alone(self.row, self.whole, (), self.place.tokens).out
         return loss_of(self.row, self.place, out, self.rank, weight(of_all))
 
 
-def _result(out: Tensor, given: Inputs) -> Result:
-    return Result(out.detach(), {name: x.grad for name, x in given.items() if x.grad is not None})
+def _result(out: Tensor, arguments: Inputs) -> Result:
+    return Result(out.detach(), {name: x.grad for name, x in arguments.items() if x.grad is not None})
 
 
 def backward(call: Call) -> list[Result]:
-    given = call.inputs()
-    out = call.out(given)
+    arguments = call.inputs()
+    out = call.out(arguments)
     call.loss(out).backward()
-    return [_result(out, given)]
+    return [_result(out, arguments)]
 
 
 def grad(call: Call) -> list[Result]:
-    given, names = call.inputs(), call.row.gradients
-    out = call.out(given)
-    found = torch.autograd.grad(call.loss(out), [given[name] for name in names])
-    return [Result(out.detach(), dict(zip(names, found, strict=True)))]
+    arguments, names = call.inputs(), call.row.gradients
+    out = call.out(arguments)
+    answer = torch.autograd.grad(call.loss(out), [arguments[name] for name in names])
+    return [Result(out.detach(), dict(zip(names, answer, strict=True)))]
 
 
 def one_input(call: Call) -> list[Result]:
     """backward(inputs=[...]) for each input by itself."""
-    found = []
+    answer = []
     for name in call.row.gradients:
-        given = call.inputs()
-        out = call.out(given)
-        call.loss(out).backward(inputs=[given[name]])
-        found.append(_result(out, given))
-    return found
+        arguments = call.inputs()
+        out = call.out(arguments)
+        call.loss(out).backward(inputs=[arguments[name]])
+        answer.append(_result(out, arguments))
+    return answer
 
 
 def some_inputs(call: Call) -> list[Result]:
     """One input requires a gradient, the others do not, for each input."""
-    found = []
+    answer = []
     for name in call.row.gradients:
-        given = call.inputs([name])
-        out = call.out(given)
+        arguments = call.inputs([name])
+        out = call.out(arguments)
         call.loss(out).backward()
-        found.append(_result(out, given))
-    return found
+        answer.append(_result(out, arguments))
+    return answer
 
 
 def other_inputs(call: Call) -> list[Result]:
     """On each rank another input requires a gradient."""
     names = call.row.gradients
-    given = call.inputs([names[call.rank % len(names)]])
-    out = call.out(given)
+    arguments = call.inputs([names[call.rank % len(names)]])
+    out = call.out(arguments)
     call.loss(out).backward()
-    return [_result(out, given)]
+    return [_result(out, arguments)]
 
 
 def none_on_a_rank(call: Call) -> list[Result]:
     """Nothing requires a gradient on the last rank."""
-    given = call.inputs([] if call.rank == call.place.mesh.sequence_size - 1 else None)
-    out = call.out(given)
+    arguments = call.inputs([] if call.rank == call.place.mesh.sequence_size - 1 else None)
+    out = call.out(arguments)
     loss = call.loss(out)
     if loss.requires_grad:
         loss.backward()
-    return [_result(out, given)]
+    return [_result(out, arguments)]
 
 
 def twice(call: Call) -> list[Result]:
-    given = call.inputs()
-    out = call.out(given)
+    arguments = call.inputs()
+    out = call.out(arguments)
     loss = call.loss(out)
     loss.backward(retain_graph=True)
     loss.backward()
-    return [Result(out.detach(), {name: x.grad / 2 for name, x in given.items() if x.grad is not None})]
+    return [Result(out.detach(), {name: x.grad / 2 for name, x in arguments.items() if x.grad is not None})]
 
 
 def checkpointed(reentrant: bool) -> Callable[[Call], list[Result]]:
     def run(call: Call) -> list[Result]:
-        given, names = call.inputs(), tuple(call.whole)
+        arguments, names = call.inputs(), tuple(call.whole)
 
         def region(*tensors: Tensor) -> Tensor:
             return call.out(dict(zip(names, tensors, strict=True)))
 
-        out = checkpoint(region, *given.values(), use_reentrant=reentrant)
+        out = checkpoint(region, *arguments.values(), use_reentrant=reentrant)
         call.loss(out).backward()
-        return [_result(out, given)]
+        return [_result(out, arguments)]
 
     return run
 
@@ -151,10 +151,10 @@ def checkpointed(reentrant: bool) -> Callable[[Call], list[Result]]:
 def two_lengths(call: Call) -> list[Result]:
     """Two forward passes of other lengths, then one backward pass of both."""
     calls = [call, Call.of(call.row, call.place.mesh, call.rank, 2 * T)]
-    given = [one.inputs() for one in calls]
-    outs = [one.out(x) for one, x in zip(calls, given, strict=True)]
-    sum(one.loss(out) for one, out in zip(calls, outs, strict=True)).backward()  # type: ignore[union-attr]
-    return [_result(out, x) for out, x in zip(outs, given, strict=True)]
+    arguments = [item.inputs() for item in calls]
+    outs = [item.out(x) for item, x in zip(calls, arguments, strict=True)]
+    sum(item.loss(out) for item, out in zip(calls, outs, strict=True)).backward()  # type: ignore[union-attr]
+    return [_result(out, x) for out, x in zip(outs, arguments, strict=True)]
 
 
 def halved(whole: Inputs) -> Inputs:
@@ -165,23 +165,23 @@ def halved(whole: Inputs) -> Inputs:
 def other_order(call: Call) -> list[Result]:
     """Two calls of equal shapes, whose backward passes rank 0 runs in another order."""
     calls = [call, call._replace(whole=halved(call.whole))]
-    given = [one.inputs() for one in calls]
-    outs = [one.out(x) for one, x in zip(calls, given, strict=True)]
-    losses = [one.loss(out) for one, out in zip(calls, outs, strict=True)]
+    arguments = [item.inputs() for item in calls]
+    outs = [item.out(x) for item, x in zip(calls, arguments, strict=True)]
+    losses = [item.loss(out) for item, out in zip(calls, outs, strict=True)]
     for loss in losses if call.rank else losses[::-1]:
         loss.backward()
-    return [_result(out, x) for out, x in zip(outs, given, strict=True)]
+    return [_result(out, x) for out, x in zip(outs, arguments, strict=True)]
 
 
 def forward_mode(call: Call) -> list[Result]:
     """A tangent of ones: the tangent of the output takes the output's place."""
-    given = call.inputs([])
+    arguments = call.inputs([])
     with forward_ad.dual_level():
-        given = {
+        arguments = {
             name: forward_ad.make_dual(x, torch.ones_like(x)) if name in call.row.gradients else x
-            for name, x in given.items()
+            for name, x in arguments.items()
         }
-        primal, tangent = forward_ad.unpack_dual(call.out(given))
+        primal, tangent = forward_ad.unpack_dual(call.out(arguments))
     return [Result(torch.zeros_like(primal) if tangent is None else tangent, {})]
 
 
@@ -192,12 +192,12 @@ def second_derivative(call: Call) -> list[Result]:
     """
     sharded = tuple(name for name in call.row.gradients if call.row.dims[name] is not None)
     names = sharded or call.row.gradients
-    given = call.inputs(names)
-    out = call.out(given)
+    arguments = call.inputs(names)
+    out = call.out(arguments)
     loss = call.loss(out * out)
-    firsts = torch.autograd.grad(loss, [given[name] for name in names], create_graph=True)
+    firsts = torch.autograd.grad(loss, [arguments[name] for name in names], create_graph=True)
     squares = sum(x.square().sum() for x in firsts)
-    seconds = torch.autograd.grad(squares, [given[name] for name in names], allow_unused=True)  # type: ignore[arg-type]
+    seconds = torch.autograd.grad(squares, [arguments[name] for name in names], allow_unused=True)  # type: ignore[arg-type]
     return [Result(out.detach(), {name: x for name, x in zip(names, seconds, strict=True) if x is not None})]
 
 
@@ -231,7 +231,7 @@ class Outcome(NamedTuple):
 
 def play_on_rank(rank: int, world_size: int, ulysses: int, cases: Sequence[tuple[str, str]]) -> list[Outcome]:
     """Play cases one after the other; ranks make a new mesh together after one that broke it."""
-    mesh, found = RingMesh.from_world(world_size // ulysses, ulysses), []
+    mesh, answer = RingMesh.from_world(world_size // ulysses, ulysses), []
     for name, mode in cases:
         started, results, said = time.monotonic(), [], ""
         try:
@@ -244,12 +244,12 @@ def play_on_rank(rank: int, world_size: int, ulysses: int, cases: Sequence[tuple
                 grad(Call.of(OPERATORS["halo"], mesh, rank))
             except Exception as error:
                 said = f"the mesh is lost: {type(error).__name__}: {error} after {said or 'a result'}"
-        found.append(Outcome(results, said, seconds))
+        answer.append(Outcome(results, said, seconds))
         told: list[Any] = [None] * world_size
         dist.all_gather_object(told, not said or said.startswith(REFUSALS))
         if not all(told):
             mesh = RingMesh.from_world(world_size // ulysses, ulysses)
-    return found
+    return answer
 
 
 def wanted(row: Operator, mode: str) -> list[Result]:
@@ -274,23 +274,25 @@ def wanted(row: Operator, mode: str) -> list[Result]:
     return [first] * max(len(row.gradients), 2)
 
 
-def judge(name: str, mode: str, grid: Grid, found: Sequence[Outcome]) -> str:
+def judge(name: str, mode: str, grid: Grid, answer: Sequence[Outcome]) -> str:
     """Return "equal", "refused", or what is wrong."""
-    if max(one.seconds for one in found) > LIMIT_S:
-        return f"waited: {max(one.seconds for one in found):.0f} s, {[one.said[:200] for one in found]}"
-    if all(one.said for one in found):
-        is_refused = all(one.said.startswith(REFUSALS) for one in found)
-        return "refused" if is_refused else f"raw: {[one.said[:300] for one in found]}"
-    if any(one.said for one in found):
-        return f"on some ranks: {[one.said[:300] for one in found]}"
+    if max(item.seconds for item in answer) > LIMIT_S:
+        return f"waited: {max(item.seconds for item in answer):.0f} s, {[item.said[:200] for item in answer]}"
+    if all(item.said for item in answer):
+        is_refused = all(item.said.startswith(REFUSALS) for item in answer)
+        return "refused" if is_refused else f"raw: {[item.said[:300] for item in answer]}"
+    if any(item.said for item in answer):
+        return f"on some ranks: {[item.said[:300] for item in answer]}"
     row, worst = OPERATORS[name], 0.0
     want = wanted(row, mode)
-    for place, one in enumerate(want):
-        results = [outcome.results[place] for outcome in found if place < len(outcome.results)]
+    for place, item in enumerate(want):
+        results = [outcome.results[place] for outcome in answer if place < len(outcome.results)]
         if results:
-            worst = max(worst, *errors(row, grid, results, one).values())
-        if mode in OF_ALL_INPUTS and any({*result.gradients} != {*one.gradients} for result in results):
-            return f"wrong: expected gradients of {[*one.gradients]}, got {[[*x.gradients] for x in results]}"
+            worst = max(worst, *errors(row, grid, results, item).values())
+        if mode in OF_ALL_INPUTS and any({*result.gradients} != {*item.gradients} for result in results):
+            return (
+                f"wrong: expected gradients of {[*item.gradients]}, got {[[*x.gradients] for x in results]}"
+            )
     tolerance = TOLERANCE_OF_STEPS if mode == "forward mode" else TOLERANCE
     return "equal" if want and worst < tolerance else f"wrong: off by {worst:.2g}"
 
@@ -306,10 +308,10 @@ def play(
     pool: RankPool, names: Sequence[str], modes: Sequence[str], ulysses: int = 1, timeout_s: float = 300.0
 ) -> dict[tuple[str, str], str]:
     """Play the cases on the ranks of a pool; return what `judge` says of each."""
-    asked, world_size = cases(names, modes, ulysses), pool.world_size
-    by_rank = pool.run(play_on_rank, ulysses, asked, timeout_s=timeout_s)
-    found = {}
-    for number, (name, mode) in enumerate(asked):
+    requested, world_size = cases(names, modes, ulysses), pool.world_size
+    by_rank = pool.run(play_on_rank, ulysses, requested, timeout_s=timeout_s)
+    answer = {}
+    for number, (name, mode) in enumerate(requested):
         grid = Grid(world_size // ulysses, ulysses, OPERATORS[name].layout)
-        found[name, mode] = judge(name, mode, grid, [outcomes[number] for outcomes in by_rank])
-    return found
+        answer[name, mode] = judge(name, mode, grid, [outcomes[number] for outcomes in by_rank])
+    return answer

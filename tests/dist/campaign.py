@@ -98,8 +98,8 @@ def judge(kind: str, exits: list[int | None], folder: Path, world_size: int) -> 
         latest = max(latest, seen["at"] - began)
         named = seen["peer"] == culprit or f"ring rank {culprit} " in seen["text"]
         named = named or re.search(rf"on rank {culprit}\b", seen["text"]) is not None
-        own = rank == culprit and seen["type"] != "NoneType"
-        if not (named or own) or not exits[rank]:
+        local = rank == culprit and seen["type"] != "NoneType"
+        if not (named or local) or not exits[rank]:
             return Verdict(f"rank {rank} ended with {exits[rank]} and {seen}", latest)
     if kind in LATE and kind.startswith("sleep") and not _warned(folder, culprit):
         return Verdict("nobody was warned of the late rank: " + _logs(folder), latest)

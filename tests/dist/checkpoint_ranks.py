@@ -274,7 +274,7 @@ def lose_a_hop(rank: int, world_size: int, config: dict[str, Any], folder: str) 
     }
     refusals = {name: _refused(call) for name, call in calls.items()}
     changed = [name for name, p in engine.module.named_parameters() if not torch.equal(before[name], p)]
-    said = {name: f"{one.error}: {one.text}" for name, one in refusals.items()}
+    said = {name: f"{item.error}: {item.text}" for name, item in refusals.items()}
     return LostHop(said, (seen[0], seen[1], seen[2]), changed, engine.global_steps)
 
 

@@ -1,6 +1,6 @@
 """Random sequences of calls of one compiled function, on ranks: equal to eager, or refused by name.
 
-Owns a round of `tools/compile_campaign.py`. A round is drawn from its seed, on all ranks alike: a backend, and
+Owns a round of `tools/campaign.py compile`. A round is drawn from its seed, on all ranks alike: a backend, and
 calls in which one or several things change: the pattern, the layout, the mesh, the scale, sinks, lengths, the
 documents, and what mask and score functions captured, by other functions or by writes.
 """
@@ -113,17 +113,17 @@ def _attend(
     elif how == "mask inside":
         where["pattern"] = MaskMod(lambda b, h, q, k: (q - k) * number < 3) & pattern
     elif how == "computed inside":
-        own = number * 2
-        function = lambda s, b, h, q, k: s + own[k]  # noqa: E731
+        local = number * 2
+        function = lambda s, b, h, q, k: s + local[k]  # noqa: E731
     return ring_attention(q, k, v, sinks=sinks, score_mod=function, **where)
 
 
 def _gradients(
-    function: Callable[..., Tensor], inputs: list[Tensor], sinks: Tensor | None, *given: Any
+    function: Callable[..., Tensor], inputs: list[Tensor], sinks: Tensor | None, *arguments: Any
 ) -> list[Tensor]:
     leaves = [x.clone().requires_grad_() for x in inputs]
     sink = None if sinks is None else sinks.clone().requires_grad_()
-    out = function(*leaves, sink, *given)
+    out = function(*leaves, sink, *arguments)
     (out * torch.linspace(0.5, 1.5, out.shape[-1], dtype=out.dtype)).sum().backward()
     return [out.detach(), *(x.grad for x in (*leaves, sink) if x is not None and x.grad is not None)]
 
@@ -155,11 +155,11 @@ def play(rank: int, world_size: int, seed: int, backend: str) -> Found:
         # their gradient takes Inductor's C++ compiler half a minute
         sinks = torch.linspace(-1, 1, HEADS, dtype=torch.float64) if draw.random() < 0.3 else None
         sinks = None if backend == "inductor" else sinks
-        given = (how, function, number, where)
+        arguments = (how, function, number, where)
         said = f"seed {seed}, call {step}: {how}, {pattern}, {layout}, {mesh}"
-        want = _gradients(_attend, inputs, sinks, *given)
+        want = _gradients(_attend, inputs, sinks, *arguments)
         try:
-            got = _gradients(compiled, inputs, sinks, *given)
+            got = _gradients(compiled, inputs, sinks, *arguments)
         except RingError as error:
             refused.append(f"{type(error).__name__}: {error}")
             continue

@@ -7,13 +7,14 @@ the tests. Rank functions are called by the harness as fn(rank, world_size, ...)
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tests.machine import skip_without
+from tests.reference import worst
 
 VOCABULARY = 61
 LEARNING_RATE = 0.1
@@ -131,24 +132,32 @@ def train_alone(
     build: Callable[..., torch.nn.Module] = build_model,
 ) -> Run:  # fmt: skip
     """Plain PyTorch: the whole batch on one process, transformers' own attention and loss."""
-    model = build(size, implementation)
     batch = build_batch(size) if batch is None else batch
-    losses, gradients = [], {}
+    return fit_alone(build(size, implementation), batch, steps, micro_batches)
+
+
+def fit_alone(
+    model: torch.nn.Module, batch: Batch, steps: int, micro_batches: int = 1, clip: float = 0.0
+) -> Run:
+    """Train a model with torch's own loop; a part of its parameters may be frozen."""
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    parts = [
+        {key: value.chunk(micro_batches)[part] for key, value in batch.items()}
+        for part in range(micro_batches)
+    ]
+    losses, gradients = list[float](), dict[str, Tensor]()
     for _ in range(steps):
         model.zero_grad()
-        parts = [
-            {key: value.chunk(micro_batches)[part] for key, value in batch.items()}
-            for part in range(micro_batches)
-        ]
         values = [model(**part).loss / micro_batches for part in parts]
         for value in values:
             value.backward()
-        if not gradients:
-            gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        reached = {name: p.grad for name, p in trained.items() if p.grad is not None}
+        gradients = gradients or {name: grad.clone() for name, grad in reached.items()}
+        if clip:
+            torch.nn.utils.clip_grad_norm_(trained.values(), clip)
         with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.grad is not None:
-                    parameter -= LEARNING_RATE * parameter.grad
+            for name, grad in reached.items():
+                trained[name] -= LEARNING_RATE * grad
         losses.append(sum(float(value.detach()) for value in values))
     return Run(losses, gradients)
 
@@ -188,16 +197,23 @@ def train_on_ring(
     build: Callable[..., torch.nn.Module] = build_model,
 ) -> Run:
     """The same training through `ds_ring.initialize`, in an ordinary DeepSpeed loop."""
-    deepspeed = start_deepspeed()
+    start_deepspeed()
     skip_without(*({"fp16", "bf16"} & config.keys()))
     model = build(size, "sdpa")  # ds_ring.initialize gives it the ring's attention
     if checkpointing:
         model.gradient_checkpointing_enable()
-    engine = start_engine(model, config)
     whole = build_batch(size) if batch is None else batch
+    return fit_on_ring(rank, start_engine(model, config), whole, steps, wrong_scale)
+
+
+def fit_on_ring(rank: int, engine: Any, batch: Batch, steps: int, wrong_scale: float = 1.0) -> Run:
+    """Train an engine with an ordinary loop; rank 0 has the gradients of the first step."""
+    import deepspeed
+
     micro_batches = engine.gradient_accumulation_steps()
-    parts = [_mine(whole, engine.ring.mesh, part, micro_batches) for part in range(micro_batches)]
-    losses, gradients = [], {}
+    parts = [_mine(batch, engine.ring.mesh, part, micro_batches) for part in range(micro_batches)]
+    trained = {name: p for name, p in engine.module.named_parameters() if p.requires_grad}
+    losses, gradients = list[float](), dict[str, Tensor]()
     for _ in range(steps):
         logged = 0.0
         for part in parts:
@@ -206,12 +222,27 @@ def train_on_ring(
             logged += float(engine.ring.mean_loss(loss)) / micro_batches
             if not gradients and engine.is_gradient_accumulation_boundary():
                 scale = getattr(engine.optimizer, "loss_scale", 1.0)
-                gradients = {
-                    name: full_gradient(deepspeed, p) / scale for name, p in engine.module.named_parameters()
-                }
+                gradients = {name: full_gradient(deepspeed, p) / scale for name, p in trained.items()}
             engine.step()
         losses.append(logged)
     return Run(losses, gradients if rank == 0 else {})
+
+
+def gradient_errors(
+    got: Mapping[str, Tensor], want: Mapping[str, Tensor], least: float = 0.0
+) -> dict[str, float]:
+    """The relative error of each gradient by its norm; those below `least` of the largest norm are rounding."""
+    assert got.keys() == want.keys()
+    floor = least * max(float(x.norm()) for x in want.values())
+    return {name: float((got[name] - x).norm() / x.norm().clamp(min=floor)) for name, x in want.items()}
+
+
+def check_gradients(
+    got: Mapping[str, Tensor], want: Mapping[str, Tensor], bound: float, least: float = 0.0
+) -> None:
+    """Each gradient by itself: an average over parameters would hide a wrong one."""
+    errors = gradient_errors(got, want, least)
+    assert worst(errors.values()) < bound, {name: x for name, x in errors.items() if not x < bound}
 
 
 def start_engine(model: torch.nn.Module, config: dict[str, Any], rate: float = LEARNING_RATE) -> Any:
@@ -219,7 +250,7 @@ def start_engine(model: torch.nn.Module, config: dict[str, Any], rate: float = L
     start_deepspeed()
     import ds_ring
 
-    sgd = torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=rate)
+    sgd = torch.optim.SGD([item for item in model.parameters() if item.requires_grad], lr=rate)
     return ds_ring.initialize(model=model, optimizer=sgd, config=config)[0]
 
 

@@ -57,20 +57,20 @@ def converted(x: Tensor, dtype: torch.dtype) -> Tensor | None:
 
 def inputs_of(row: Operator, dtype: torch.dtype, place: Place, alone: bool) -> dict[str, Tensor] | None:
     """One rank's inputs of this dtype, or all of them; but for numbers of rows. None: torch makes none."""
-    found = {}
+    result = {}
     for name, x in row.inputs(torch.float64).items():
         dim, rank = row.dims[name], place.mesh.sequence_rank
         is_whole = alone or dim is None
         if name == "rows" or dtype in QUANTIZED:  # which torch does not index
             x = x if is_whole else place.grid.shard(x, dim or 0, rank)
-            other = x if name == "rows" else converted(x, dtype)
+            second = x if name == "rows" else converted(x, dtype)
         else:
             whole = converted(x, dtype)
-            other = whole if is_whole or whole is None else shard(place, whole, dim or 0)
-        if other is None:
+            second = whole if is_whole or whole is None else shard(place, whole, dim or 0)
+        if second is None:
             return None
-        found[name] = other
-    return found
+        result[name] = second
+    return result
 
 
 def shard(place: Place, x: Tensor, dim: int) -> Tensor:
@@ -85,11 +85,11 @@ def bits(x: Tensor) -> Tensor:
 
 def halo_of_bits(place: Place, x: Tensor) -> Tensor:
     """The row "halo" for dtypes that torch does not put together."""
-    copies, found = as_bits(ds_ring.halo(x, 2, 1, dim=1, **place.where)), []
-    for number, own in enumerate(by_run(place, as_bits(x), 1)):
-        whole = torch.cat([copies[:, number, :2], own, copies[:, number, 2:]], dim=1)
-        found.append(torch.cat([whole[:, i : i + own.shape[1]] for i in (0, 2, 3)], dim=-1))
-    return torch.cat(found, dim=1).view(x.dtype)
+    copies, result = as_bits(ds_ring.halo(x, 2, 1, dim=1, **place.where)), []
+    for number, local in enumerate(by_run(place, as_bits(x), 1)):
+        whole = torch.cat([copies[:, number, :2], local, copies[:, number, 2:]], dim=1)
+        result.append(torch.cat([whole[:, i : i + local.shape[1]] for i in (0, 2, 3)], dim=-1))
+    return torch.cat(result, dim=1).view(x.dtype)
 
 
 def close(got: Tensor, want: Tensor, dtype: torch.dtype) -> bool:
@@ -104,14 +104,16 @@ def close(got: Tensor, want: Tensor, dtype: torch.dtype) -> bool:
 
 
 def results(
-    row: Operator, place: Place, given: dict[str, Tensor], weight: Tensor | None
+    row: Operator, place: Place, arguments: dict[str, Tensor], weight: Tensor | None
 ) -> tuple[dict[str, Tensor], Tensor]:
     """The output of one rank and its own gradients; and the gradient of the whole output."""
-    wanted = [name for name in row.gradients if given[name].is_floating_point() or given[name].is_complex()]
+    wanted = [
+        name for name in row.gradients if arguments[name].is_floating_point() or arguments[name].is_complex()
+    ]
     for name in wanted:
-        given[name].requires_grad_()
-    out = row.call(place, **given)
-    found = {"out": out.detach()}
+        arguments[name].requires_grad_()
+    out = row.call(place, **arguments)
+    result = {"out": out.detach()}
     if weight is None:
         shape = list(out.shape)
         if row.out_dim is not None:
@@ -125,10 +127,10 @@ def results(
             mine = weight / place.mesh.sequence_size
         out.backward(mine.to(out.dtype))
         for name in wanted:
-            gradient = given[name].grad
+            gradient = arguments[name].grad
             if gradient is not None and (row.dims[name] is not None or row.loss == "once"):
-                found[name] = gradient  # of other inputs it is the sum of all ranks
-    return found, weight
+                result[name] = gradient  # of other inputs it is the sum of all ranks
+    return result, weight
 
 
 def outcome_of(name: str, dtype: torch.dtype, mesh: RingMesh) -> Outcome | None:
@@ -138,8 +140,8 @@ def outcome_of(name: str, dtype: torch.dtype, mesh: RingMesh) -> Outcome | None:
     if name == "halo" and not str(dtype).startswith("torch.float8") and dtype not in TOLERANCES:
         row = row._replace(call=halo_of_bits)
     place, single = Place(mesh, row.layout), Place(RingMesh.single(), row.layout)
-    given, whole = inputs_of(row, dtype, place, False), inputs_of(row, dtype, single, True)
-    if given is None or whole is None:
+    arguments, whole = inputs_of(row, dtype, place, False), inputs_of(row, dtype, single, True)
+    if arguments is None or whole is None:
         return None
     want, weight = None, None
     torch.manual_seed(0)
@@ -150,19 +152,19 @@ def outcome_of(name: str, dtype: torch.dtype, mesh: RingMesh) -> Outcome | None:
         alone = _of_error(error)
     torch.manual_seed(0)
     try:
-        got, _ = results(row, place, given, weight)
-        found = Outcome("right", "")
+        got, _ = results(row, place, arguments, weight)
+        result = Outcome("right", "")
         if want is not None:
-            found = _compared(row, place, got, want, dtype)
+            result = _compared(row, place, got, want, dtype)
     except Exception as error:
-        found = _of_error(error)
-    if found.kind != alone.kind and found.kind in ("right", "refused"):
-        found = Outcome("wrong", f"{found.kind} {found.text}, in one process {alone.kind} {alone.text}")
+        result = _of_error(error)
+    if result.kind != alone.kind and result.kind in ("right", "refused"):
+        result = Outcome("wrong", f"{result.kind} {result.text}, in one process {alone.kind} {alone.text}")
     try:
         lives = ordinary_call(mesh)
     except Exception as error:
-        return Outcome("lost", f"{found.kind} {found.text}, then {type(error).__name__}: {error}"[:300])
-    return found if lives else Outcome("lost", f"{found.kind} {found.text}, then wrong numbers")
+        return Outcome("lost", f"{result.kind} {result.text}, then {type(error).__name__}: {error}"[:300])
+    return result if lives else Outcome("lost", f"{result.kind} {result.text}, then wrong numbers")
 
 
 def ordinary_call(mesh: RingMesh) -> bool:
@@ -195,9 +197,9 @@ def _of_error(error: Exception) -> Outcome:
     if isinstance(error, RingError):
         return Outcome("refused", type(error).__name__)
     frames = [
-        one
-        for one in traceback.extract_tb(error.__traceback__)
-        if {_PACKAGE, _TESTS} & {*Path(one.filename).parents}
+        item
+        for item in traceback.extract_tb(error.__traceback__)
+        if {_PACKAGE, _TESTS} & {*Path(item.filename).parents}
     ]
     first = str(error).splitlines()[0][:100] if str(error) else ""
     last, what = frames[-1], f"{type(error).__name__}: {first}"
@@ -222,9 +224,9 @@ def outcomes(
     rank: int, world_size: int, ulysses_size: int, cases: list[tuple[str, str]]
 ) -> dict[tuple[str, str], Outcome | None]:
     """What this rank sees of each case, the name of a row and that of a dtype; stops at the first lost mesh."""
-    mesh, found = RingMesh.from_world(world_size // ulysses_size, ulysses_size), {}
+    mesh, result = RingMesh.from_world(world_size // ulysses_size, ulysses_size), {}
     for name, dtype in cases:
-        found[name, dtype] = outcome = outcome_of(name, getattr(torch, dtype), mesh)
+        result[name, dtype] = outcome = outcome_of(name, getattr(torch, dtype), mesh)
         if outcome is not None and outcome.kind == "lost":
             break
-    return found
+    return result

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.dist.deepspeed_ranks import Batch, Run
+from tests.dist.deepspeed_ranks import Batch, Run, check_gradients
 
 SIZES: dict[str, Any] = {
     "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -27,8 +27,8 @@ def build(config: str, values: dict[str, Any], implementation: str, head: str = 
     import transformers
 
     torch.manual_seed(0)
-    made = getattr(transformers, config)(**values)
-    return getattr(transformers, f"AutoModelFor{head}").from_config(made, attn_implementation=implementation)
+    built = getattr(transformers, config)(**values)
+    return getattr(transformers, f"AutoModelFor{head}").from_config(built, attn_implementation=implementation)
 
 
 def start_session(world_size: int, divisor: float = 1.0, **section: Any) -> Any:
@@ -49,11 +49,11 @@ def attached(model: Any, session: Any) -> Any:
 
 def gradients_of(model: torch.nn.Module, divisor: float = 0.0) -> dict[str, Tensor]:
     """Those of this rank, or (by a divisor) the sum over ranks divided by it."""
-    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    for gradient in found.values() if divisor else ():
+    result = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    for gradient in result.values() if divisor else ():
         dist.all_reduce(gradient)
         gradient /= divisor
-    return found
+    return result
 
 
 def train_alone(model: Any, batches: Sequence[Batch]) -> Run:
@@ -79,8 +79,4 @@ def train_on_ring(model: Any, session: Any, batches: Sequence[Batch], call: Any 
 def check(got: Run, expected: Run, least: float = 0.0) -> None:
     """Every loss, and each gradient by itself; gradients below `least` of the largest one are rounding."""
     assert got.losses == pytest.approx(expected.losses, rel=1e-5)
-    assert got.gradients.keys() == expected.gradients.keys()
-    floor = least * max(float(gradient.norm()) for gradient in expected.gradients.values())
-    for name, gradient in expected.gradients.items():
-        error = float((got.gradients[name] - gradient).norm() / gradient.norm().clamp(min=floor))
-        assert error < 1e-5, f"gradient of {name}: relative error {error:.3e}"
+    check_gradients(got.gradients, expected.gradients, 1e-5, least)

@@ -38,6 +38,7 @@ from typing import Any
 
 import pytest
 
+from ds_ring.errors import RingError
 from tests.dist.rank_process import (
     DUMP_SIGNAL,
     RANK_ENVIRONMENT,
@@ -69,7 +70,7 @@ class RanksFailed(AssertionError):
     def __init__(self, what: str, outcomes: Sequence[RankOutcome]) -> None:
         self.outcomes = list(outcomes)
         failed = [outcome for outcome in outcomes if outcome.status != "returned"]
-        parts = [f"--- rank {one.rank} {_summary(one)}\n{one.report.rstrip()}" for one in failed]
+        parts = [f"--- rank {item.rank} {_summary(item)}\n{item.report.rstrip()}" for item in failed]
         super().__init__("\n".join([f"{what}: {len(failed)} of {len(outcomes)} ranks failed", *parts]))
 
 
@@ -95,16 +96,25 @@ def run_ranks_collect(
         return pool.collect(fn, *args, timeout_s=timeout_s, grace_s=grace_s, silent=silent, **kwargs)
 
 
+def catch_refusal(call: Callable[..., object], *args: Any, **kwargs: Any) -> str:
+    """Call, and return the type and the message of ds_ring's error; "" for none."""
+    try:
+        call(*args, **kwargs)
+    except RingError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
 def first_in_time(run: Callable[[], list[Any]], in_time: Callable[[list[Any]], bool]) -> list[Any]:
     """The results of the first run of three that was in time, or of the last.
 
     For times that hold what ds_ring waits for: other programs on the machine can only add to them.
     """
     for _ in range(3):
-        found = run()
-        if in_time(found):
+        result = run()
+        if in_time(result):
             break
-    return found
+    return result
 
 
 class RankPool:
@@ -224,8 +234,8 @@ class RankPool:
         """Those of `ranks` that have answered or ended; waits for the first one."""
         handles: list[Any] = [self._pipes[rank] for rank in ranks]
         handles += [self._processes[rank].sentinel for rank in ranks]
-        found = wait(handles, max(0.0, deadline - time.monotonic()))
-        return [r for r in ranks if self._pipes[r] in found or self._processes[r].sentinel in found]
+        result = wait(handles, max(0.0, deadline - time.monotonic()))
+        return [r for r in ranks if self._pipes[r] in result or self._processes[r].sentinel in result]
 
     def _start(self) -> None:
         self._folder = tempfile.mkdtemp(prefix="ranks_")
@@ -248,7 +258,7 @@ class RankPool:
             if ended or not reported:
                 seconds = time.monotonic() - started
                 late = [RankOutcome(r, "hung", seconds, report=self._log_tail(r)) for r in waiting]
-                outcomes = [self._exited(one.rank, seconds) if one.rank in ended else one for one in late]
+                outcomes = [self._exited(item.rank, seconds) if item.rank in ended else item for item in late]
                 raise RanksFailed(f"a pool of {self.world_size} ranks did not start", outcomes)
             waiting = [rank for rank in waiting if rank not in reported]
 
@@ -288,6 +298,9 @@ class RankPool:
     def _log_tail(self, rank: int) -> str:
         lines = _text(log_path(self._folder, rank)).splitlines()[-_LOG_LINES:]
         return "its output:\n" + "\n".join(lines) if lines else "it printed nothing"
+
+
+Pool = Callable[[int], RankPool]  # the fixture `rank_pool`
 
 
 def _summary(outcome: RankOutcome) -> str:

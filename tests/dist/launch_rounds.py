@@ -1,6 +1,6 @@
 """Rounds of two `ds-ring launch` of one run at the same instant: one goes on, one is refused, nothing is lost.
 
-Owns the job and what is wrong with a round; `tools/launch_campaign.py` plays many. Real launchers in processes
+Owns the job and what is wrong with a round; `tools/campaign.py launch` plays many. Real launchers in processes
 of their own, a real engine (mpirun, which starts without torch), and a script that saves a checkpoint each
 step. `python -m tests.dist.launch_rounds FOLDER ROUNDS` prints a JSON list, one text for each round.
 """
@@ -64,8 +64,8 @@ def play_rounds(folder: Path, rounds: int) -> list[str]:
         cwd=Path(__file__).parents[2],
     )
     assert done.returncode == 0, done.stderr
-    found: list[str] = json.loads(done.stdout)
-    return found
+    result: list[str] = json.loads(done.stdout)
+    return result
 
 
 def _round(folder: Path) -> str:

@@ -16,7 +16,6 @@ from types import TracebackType
 from typing import Any
 
 from ds_ring.health.failure_detector.handshake import RankHandshake
-from ds_ring.health.failure_detector.wire import ranges_of
 from ds_ring.health.joining import start_monitor
 
 BEATS_PER_TIMEOUT = 5
@@ -113,14 +112,14 @@ class LightRanks:
 
     def _lines(self, seconds: float) -> list[tuple[int, bytes]]:
         """What came, by rank."""
-        found = []
+        result = []
         for key, _ in self._selector.select(seconds):
             rank = key.data
             data = self.connections[rank].recv(65536)
             assert data, f"the monitor closed the connection of rank {rank}"
             *lines, self._unread[rank] = (self._unread[rank] + data).split(b"\n")
-            found += [(rank, line) for line in lines]
-        return found
+            result += [(rank, line) for line in lines]
+        return result
 
 
 def verdict_seconds(how: str, count: int, heartbeat_timeout_s: float = 3.0) -> tuple[float, float]:

@@ -6,13 +6,12 @@ so small that every rank has many, the last of them short.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from tests.dist.deepspeed_ranks import _mine, full_gradient, json_config, start_deepspeed, start_engine
-from tests.reference import worst
+from tests.dist.deepspeed_ranks import Run, fit_alone, fit_on_ring, json_config, start_deepspeed, start_engine
 
 VOCABULARY, TOKENS, SAMPLES = 97, 53, 4
 _SIZES = {
@@ -40,13 +39,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-class Step(NamedTuple):
-    """The loss of a step, the gradients that it leaves, and the shapes of the largest tensors."""
-
-    loss: float
-    gradients: dict[str, Tensor]
-
-
 def build(family: str) -> torch.nn.Module:
     """A small model with random weights; the same on every rank."""
     import transformers
@@ -70,44 +62,19 @@ def batch() -> dict[str, Tensor]:
     return {"input_ids": ids_BT, "labels": labels_BT}
 
 
-def step_alone(family: str) -> Step:
+def step_alone(family: str) -> Run:
     """One process, transformers' own attention and loss, nothing in tiles."""
-    model = build(family).train()
-    output = model(**batch())
-    output.loss.backward()
-    return Step(
-        float(output.loss.detach()),
-        {name: p.grad for name, p in model.named_parameters() if p.grad is not None},
-    )
+    return fit_alone(build(family).train(), batch(), 1)
 
 
 def step_on_ring(
     rank: int, world_size: int, family: str, stage: int, option: str, ring: int, checkpointing: bool = False
-) -> Step:
+) -> Run:
     """The same through `ds_ring.initialize`, with an option."""
-    deepspeed = start_deepspeed()
+    start_deepspeed()
     section = {"long_sequence": OPTIONS.get(option, option)}
     model = build(family).train()
     if checkpointing:
         model.activation_checkpointing_enable()
-    engine = start_engine(
-        model, json_config(ring, SAMPLES * ring // world_size, stage, ring_attention=section)
-    )
-    local = engine.ring.shard_batch(_mine(batch(), engine.ring.mesh, 0, 1))
-    loss = engine(**local).loss
-    engine.backward(loss)
-    mean = float(engine.ring.mean_loss(loss))
-    gradients = {name: full_gradient(deepspeed, p) for name, p in engine.module.named_parameters()}
-    return Step(mean, gradients if rank == 0 else {})
-
-
-def errors(found: list[Step], expected: Step) -> tuple[float, float]:
-    """The largest relative errors: of the loss on any rank, of a parameter's gradient by its norm."""
-    assert found[0].gradients.keys() == expected.gradients.keys()
-    losses = [abs(one.loss - expected.loss) / abs(expected.loss) for one in found]
-    typical = torch.stack([gradient.norm() for gradient in expected.gradients.values()]).mean()
-    gradients = [
-        float((found[0].gradients[name] - gradient).norm() / gradient.norm().clamp_min(1e-2 * typical))
-        for name, gradient in expected.gradients.items()
-    ]
-    return worst(losses), worst(gradients)
+    config = json_config(ring, SAMPLES * ring // world_size, stage, ring_attention=section)
+    return fit_on_ring(rank, start_engine(model, config), batch(), 1)

@@ -43,8 +43,8 @@ def serve(folder: str) -> None:
                 pid = os.fork()
                 if not pid:
                     os.dup2(connection.fileno(), 1)
-                    for own in (connection, listener, selector):
-                        own.close()
+                    for local in (connection, listener, selector):
+                        local.close()
                     sys.stdin = io.StringIO(settings)
                     monitor.main()  # prints the port, forks once more, and ends this one
                 os.waitpid(pid, 0)

@@ -45,8 +45,8 @@ def main(out: str, passes: int, tokens: int, heartbeat_s: float, hop_s: float) -
             for tensor in (result, *grads):
                 digest.update(tensor.detach().numpy().tobytes())
     except RingError as error:
-        found = {"error": type(error).__name__, "text": str(error), "peer": getattr(error, "peer", None)}
-        Path(out).write_text(json.dumps(found | {"at": time.time()}))
+        outcome = {"error": type(error).__name__, "text": str(error), "peer": getattr(error, "peer", None)}
+        Path(out).write_text(json.dumps(outcome | {"at": time.time()}))
         raise
     Path(out).write_text(json.dumps({"digest": digest.hexdigest(), "seconds": seconds, "pid": os.getpid()}))
 

@@ -113,11 +113,11 @@ def _forget_the_last_call() -> None:
 
     DeepSpeed's hooks of gradients and its engine hold each other, by autograd's nodes, which Python does not collect.
     """
-    for one in gc.get_objects():
-        kind = type(one)  # isinstance would ask a weak proxy, which raises if its object is gone
+    for item in gc.get_objects():
+        kind = type(item)  # isinstance would ask a weak proxy, which raises if its object is gone
         if issubclass(kind, torch.nn.Parameter) or kind.__name__.startswith(_ENGINES):
-            vars(one).clear()
-    one = None
+            vars(item).clear()
+    item = None
     gc.collect()
     world = dist.group.WORLD
     for group in list(dist.distributed_c10d._world.pg_map):

@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 
 from ds_ring_launcher.run.run_folder import RunFolder
-from ds_ring_launcher.run.run_records import faults_of
+from ds_ring_launcher.run.run_records import read_faults
 from tests.dist.namespaces import ROOT, Hosts
 from tests.dist.slurm_cluster import slurm_on
 from tests.dist.ssh_hosts import ADDRESSES, SshHosts, ssh_hosts
@@ -112,9 +112,9 @@ FAULTS: dict[str, str | Callable[[Hosts, Path, int], None]] = {
 
 def uninterrupted(folder: Path, engine: str) -> dict[int, float]:
     """The losses of a run without a fault."""
-    found = play_round(folder, None, 0, engine)
-    assert found.status == 0, found.output
-    return found.losses
+    result = play_round(folder, None, 0, engine)
+    assert result.status == 0, result.output
+    return result.losses
 
 
 def same_losses_by(engine: str, folder: Path) -> dict[int, float]:
@@ -253,35 +253,35 @@ def losses_of(folder: Path) -> list[dict[str, Any]]:
 
 def _round(folder: Path, status: int, at: float, saved: str, left: list[str]) -> Round:
     rows, events = losses_of(folder), RunFolder(folder / "run").events()
-    found = Round(
+    result = Round(
         status, (folder / "log").read_text(), {row["step"]: row["loss"] for row in rows}, [], left=left
     )
-    found.world_sizes = [event["world_size"] for event in events if event["event"] == "start"]
+    result.world_sizes = [event["world_size"] for event in events if event["event"] == "start"]
     ends = [event for event in events if event["event"] == "end"]
     starts = [event for event in events if event["event"] == "start"]
-    found.culprit = next((event["what"] for event in events if event["event"] == "fault"), "")
-    found.said = [
+    result.culprit = next((event["what"] for event in events if event["event"] == "fault"), "")
+    result.said = [
         f"{fault.rank}: {fault.type}: {fault.message[:150]}" for fault in faults_of(folder / "run/attempt-1")
     ]
     if len(starts) > 1:
         after = [row["at"] for row in rows if row["at"] > starts[1]["at"]]
-        found.seconds = {"ended": ends[0]["at"] - at, "started again": starts[1]["at"] - at}
-        found.seconds |= {"next step": after[0] - at} if after else {}
-        found.saved = saved
-        found.resumed_from = starts[1]["checkpoint"]
-    return found
+        result.seconds = {"ended": ends[0]["at"] - at, "started again": starts[1]["at"] - at}
+        result.seconds |= {"next step": after[0] - at} if after else {}
+        result.saved = saved
+        result.resumed_from = starts[1]["checkpoint"]
+    return result
 
 
 def marked(mark: str) -> list[psutil.Process]:
     """The live processes of a job, on all hosts."""
-    found = []
+    result = []
     for process in psutil.process_iter():
         try:
             if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
+                result.append(process)
         except (psutil.Error, OSError):
             continue
-    return found
+    return result
 
 
 def left_behind(mark: str) -> list[str]:

@@ -132,8 +132,8 @@ def store_of(target: Target) -> dist.Store:
 
 
 def read_the_store(target: Target) -> None:
-    found = store_of(target).get("default_pg/0//ds_ring/detector/1/0")  # where rank 0 announced itself
-    assert b"host" in found or found.startswith(b"["), found
+    result = store_of(target).get("default_pg/0//ds_ring/detector/1/0")  # where rank 0 announced itself
+    assert b"host" in result or result.startswith(b"["), result
     address = store_of(target)
     if address.check(["default_pg/0//ds_ring/detector/1/monitor"]):
         assert target.secret.encode() not in address.get("default_pg/0//ds_ring/detector/1/monitor")

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 from tests.dist.autograd_rounds import MODES, play
-from tests.dist.harness import RankPool
+from tests.dist.harness import Pool
 from tests.operator_table import OPERATORS
 
-Pool = Callable[[int], RankPool]
 FEW = ["ring_attention", "gather_sequence", "halo", "serial_scan", "sharded_rows"]
 
 
@@ -21,11 +18,11 @@ FEW = ["ring_attention", "gather_sequence", "halo", "serial_scan", "sharded_rows
 def test_each_way_to_a_gradient_is_exact_or_refused(
     rank_pool: Pool, world_size: int, ulysses: int, names: list[str]
 ) -> None:
-    found = play(rank_pool(world_size), names, list(MODES), ulysses, timeout_s=600)
-    wrong = {case: said for case, said in found.items() if said not in ("equal", "refused")}
-    assert found and not wrong, wrong
+    result = play(rank_pool(world_size), names, list(MODES), ulysses, timeout_s=600)
+    wrong = {case: said for case, said in result.items() if said not in ("equal", "refused")}
+    assert result and not wrong, wrong
     # Only what no single process does, or what has no rule, is refused.
-    always = [case for case, said in found.items() if case[1] in MODES_OF_ALL and said == "refused"]
+    always = [case for case, said in result.items() if case[1] in MODES_OF_ALL and said == "refused"]
     assert not always, always
 
 

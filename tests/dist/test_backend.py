@@ -5,13 +5,13 @@ What the rewriting reads and refuses is tested on one rank, in tests/unit/contri
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
+import ds_ring
 from tests.dist import family_ranks
 from tests.dist.deepspeed_ranks import (
     Run,
@@ -25,9 +25,7 @@ from tests.dist.deepspeed_ranks import (
     train_alone,
 )
 from tests.dist.family_ranks import GROUPED, SIZES, check, gradients_of
-from tests.dist.harness import RankPool
-
-Pool = Callable[[int], RankPool]
+from tests.dist.harness import Pool
 
 SAMPLES, TOKENS, VOCABULARY, WINDOW = 2, 45, 61, 10
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -120,8 +118,6 @@ def on_a_ring(
 ) -> OnRanks:
     from torch._dynamo.utils import counters
 
-    import ds_ring
-
     counted = start_counting()
     mesh = ds_ring.RingMesh.from_world(world_size // ulysses_size, ulysses_size)
     pattern = ds_ring.SlidingWindow(WINDOW) if family == "Mistral" else ds_ring.Causal()
@@ -158,8 +154,6 @@ def test_an_unmodified_family_equals_one_process(
 
 def wrong_call(rank: int, world_size: int, case: str) -> None:
     """A Llama or Mistral whose masks the pattern must not stand for; `alone`: on rank 1 only."""
-    import ds_ring
-
     start_counting()
     mesh = ds_ring.RingMesh.from_world(world_size)
     layout = ds_ring.make_layout("zigzag", tokens=TOKENS, ring_size=world_size)
@@ -171,11 +165,11 @@ def wrong_call(rank: int, world_size: int, case: str) -> None:
     ids, positions = (
         ds_ring.shard_sequence(x, layout, mesh=mesh, dim=1) for x in (whole_ids(), torch.arange(TOKENS)[None])
     )
-    more: dict[str, Any] = {"position_ids": positions}
+    extra: dict[str, Any] = {"position_ids": positions}
     if case == "no positions" or (case == "alone" and rank == 1):
-        del more["position_ids"]
+        del extra["position_ids"]
     with torch.no_grad():
-        compiled(input_ids=ids, use_cache=False, **more)
+        compiled(input_ids=ids, use_cache=False, **extra)
 
 
 WRONG_CALLS = {
@@ -192,8 +186,8 @@ def test_a_mask_that_cannot_be_honoured_raises_on_every_rank(rank_pool: Pool, ca
 
     errors, words = WRONG_CALLS[case]
     outcomes = rank_pool(2).collect(wrong_call, case, timeout_s=120)
-    assert [one.error_type for one in outcomes] == errors, [one.report for one in outcomes]
-    assert all(re.search(words, one.message) for one in outcomes), [one.message for one in outcomes]
+    assert [item.error_type for item in outcomes] == errors, [item.report for item in outcomes]
+    assert all(re.search(words, item.message) for item in outcomes), [item.message for item in outcomes]
 
 
 SIZE = Size(hidden=32, layers=2, tokens=TOKENS, samples=2)
@@ -266,8 +260,8 @@ def batches() -> list[dict[str, Tensor]]:
     ids = torch.randint(1, VOCABULARY, (2, 48), generator=torch.Generator().manual_seed(3))
     rows = torch.arange(48)
     packed = [torch.stack([rows // 20, rows // 9]), torch.stack([rows // 31, rows // 31]), rows[None] // 100]
-    found = [{"input_ids": ids, "labels": ids, "document_ids": one.expand(2, -1)} for one in packed]
-    return [*found, {key: value[:, :47] for key, value in found[0].items()}]
+    outcome = [{"input_ids": ids, "labels": ids, "document_ids": item.expand(2, -1)} for item in packed]
+    return [*outcome, {key: value[:, :47] for key, value in outcome[0].items()}]
 
 
 def loss_alone(batch: dict[str, Tensor]) -> float:
@@ -275,11 +269,11 @@ def loss_alone(batch: dict[str, Tensor]) -> float:
     model, total, count = build_model(ONE_LAYER, "sdpa"), 0.0, 0
     for ids, documents in zip(batch["input_ids"], batch["document_ids"], strict=True):
         for document in documents.unique():
-            own = ids[documents == document]
-            if len(own) > 1:
-                logits = model(input_ids=own[None], use_cache=False).logits[0, :-1]
-                total += float(torch.nn.functional.cross_entropy(logits, own[1:], reduction="sum"))
-                count += len(own) - 1
+            local = ids[documents == document]
+            if len(local) > 1:
+                logits = model(input_ids=local[None], use_cache=False).logits[0, :-1]
+                total += float(torch.nn.functional.cross_entropy(logits, local[1:], reduction="sum"))
+                count += len(local) - 1
     return total / count
 
 
@@ -302,6 +296,6 @@ def not_through_the_backend(rank: int, world_size: int, backend: str | None) -> 
 
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
 def test_a_model_as_it_is_runs_through_the_backend_only(rank_pool: Pool, backend: str | None) -> None:
-    for one in rank_pool(2).collect(not_through_the_backend, backend, timeout_s=120):
-        assert one.error_type == "RingConfigError", one.report
-        assert 'engine.compile(backend="ds_ring")' in one.message
+    for item in rank_pool(2).collect(not_through_the_backend, backend, timeout_s=120):
+        assert item.error_type == "RingConfigError", item.report
+        assert 'engine.compile(backend="ds_ring")' in item.message

@@ -105,9 +105,9 @@ def test_a_full_disk_is_told_by_the_next_save_on_every_rank(
     rank_pool: Any, tmp_path: Path, script: bool
 ) -> None:
     with small_disk(tmp_path, 4 << 20):
-        found = rank_pool(2).run(fill_up, json_config(2, SIZE.samples, 1), str(tmp_path), script)
-        assert [one.error for one in found] == ["RingCheckpointError"] * 2, found
-        assert all("rank 0: " in one.text and "No space left" in one.text for one in found) or not script
+        result = rank_pool(2).run(fill_up, json_config(2, SIZE.samples, 1), str(tmp_path), script)
+        assert [item.error for item in result] == ["RingCheckpointError"] * 2, result
+        assert all("rank 0: " in item.text and "No space left" in item.text for item in result) or not script
         assert read_latest(tmp_path) == "global_step1"
         verify_checkpoint(tmp_path, "global_step1")
         assert [path.name for path in tmp_path.iterdir() if "saving" in path.name] == []

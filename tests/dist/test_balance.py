@@ -26,9 +26,8 @@ from ds_ring.ops.options import Options
 from ds_ring.ops.ring_op import ring_attention_op
 from ds_ring.schedule.plan import build_plan
 from tests.cases import LONG_PATTERNS, Shape, tensors
-from tests.dist.harness import RankPool
+from tests.dist.harness import Pool
 
-Pool = Callable[[int], RankPool]
 TOKENS, HEADS, HEAD_DIM = 16384, 2, 16
 DAY = ("causal-2", "window 1024-4", "documents-2", "LongNet-2")
 MAX_RATIO = 1.05  # of the work over its mean, and of the bytes over the least that must cross
@@ -94,7 +93,7 @@ def counting(counted: Counted) -> Iterator[None]:
 
 def count(rank: int, world_size: int, pattern: Pattern) -> Counted:
     """One pass forward and back with `auto`."""
-    mesh, found = RingMesh.from_world(world_size), Counted()
+    mesh, result = RingMesh.from_world(world_size), Counted()
     layout = make_layout("auto", tokens=TOKENS, ring_size=world_size, pattern=pattern)
     shape = Shape(batch=1, query_heads=HEADS, kv_heads=HEADS, tokens=TOKENS, head_dim=HEAD_DIM)
     q, k, v, grad = (shard_sequence(x, layout, mesh=mesh, dim=2) for x in tensors(shape))
@@ -103,20 +102,20 @@ def count(rank: int, world_size: int, pattern: Pattern) -> Counted:
     context = context_for(pattern, layout, mesh, Options())
     assert context.exchange is not None
     counters = context.exchange.counters
-    with counting(found):
+    with counting(result):
         out, _ = ring_attention_op(q, k, v, context.handle)
         forward_bytes = counters.bytes_sent
         out.backward(grad)
     plan = build_plan(pattern, layout, query_heads=HEADS, kv_heads=HEADS)
-    own, token_bytes = plan.rank(rank), 2 * HEAD_DIM * 4  # K and V (or dK and dV) of a token, float32
-    found.sent_bytes = [forward_bytes, counters.bytes_sent - forward_bytes]
+    local, token_bytes = plan.rank(rank), 2 * HEAD_DIM * 4  # K and V (or dK and dV) of a token, float32
+    result.sent_bytes = [forward_bytes, counters.bytes_sent - forward_bytes]
     # Backward: keys and values once more, and for each that was received a gradient onward or home.
-    found.planned_bytes = [
-        token_bytes * own.tokens_sent,
-        token_bytes * (own.tokens_sent + own.tokens_received),
+    result.planned_bytes = [
+        token_bytes * local.tokens_sent,
+        token_bytes * (local.tokens_sent + local.tokens_received),
     ]
-    found.needed_bytes = [token_bytes * plan.tokens_needed, 2 * token_bytes * plan.tokens_needed]
-    return found
+    result.needed_bytes = [token_bytes * plan.tokens_needed, 2 * token_bytes * plan.tokens_needed]
+    return result
 
 
 @pytest.mark.parametrize("ring_size", [2, 4])
@@ -127,9 +126,9 @@ def test_executed_work_is_even_and_no_byte_is_sent_that_need_not_be(
 ) -> None:
     ranks = rank_pool(ring_size).run(count, LONG_PATTERNS[name](TOKENS), timeout_s=240)
     for way in (0, 1):
-        flops = np.array([found.flops[way] for found in ranks])
-        assert flops.tolist() == [found.claimed_flops[way] for found in ranks]
+        flops = np.array([result.flops[way] for result in ranks])
+        assert flops.tolist() == [result.claimed_flops[way] for result in ranks]
         assert flops.min() > 0 and flops.max() <= MAX_RATIO * flops.mean(), flops / flops.mean()
-        sent = [found.sent_bytes[way] for found in ranks]
-        assert sent == [found.planned_bytes[way] for found in ranks]
+        sent = [result.sent_bytes[way] for result in ranks]
+        assert sent == [result.planned_bytes[way] for result in ranks]
         assert sum(sent) <= MAX_RATIO * ranks[0].needed_bytes[way]

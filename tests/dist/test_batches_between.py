@@ -13,9 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.dist.harness import RankPool
+from tests.dist.deepspeed_ranks import gradient_errors, start_deepspeed
+from tests.dist.family_ranks import GROUPED, attached, build, start_session
+from tests.dist.harness import Pool
+from tests.reference import worst
 
-Pool = Callable[[int], RankPool]
 REENTRANT = {"none": None, "reentrant": {"use_reentrant": True}, "not reentrant": {"use_reentrant": False}}
 
 
@@ -63,8 +65,6 @@ def prepared(case: Case) -> tuple[Any, list[dict[str, Tensor]], bool, dict[str, 
 
 def gradients(rank: int, world_size: int, case: Case) -> dict[str, float]:
     """The largest relative error of a gradient of this rank, by batch and by what it is compared with."""
-    from tests.dist.family_ranks import attached, start_session
-
     model, batches, own_loss, section = prepared(case)
     session = start_session(world_size, **section)
     model = attached(model.train(), session)
@@ -90,29 +90,25 @@ def gradients(rank: int, world_size: int, case: Case) -> dict[str, float]:
     in_turn = [backward(loss_of(batch)) for batch in batches]
     first, second = [loss_of(batch) for batch in batches]
     between = [backward(first), backward(second)]
-    found = {}
+    result = {}
     for what, got, want in (("in turn", in_turn, plain), ("between", between, in_turn)):
         for number in range(2):
-            assert got[number].keys() == want[number].keys(), what
-            greatest = max(float(x.norm()) for x in want[number].values())
-            found[f"{what} {number}"] = max(
-                float((got[number][name] - x).norm() / x.norm().clamp(min=1e-3 * greatest))
-                for name, x in want[number].items()
-            )
-    return found
+            result[f"{what} {number}"] = worst(gradient_errors(got[number], want[number], 1e-3).values())
+    return result
 
 
 # Of each way in which layers look their batch up; the others run at night.
-DAY = {
-    "mamba": (("length", "not reentrant"), ("documents", "reentrant")),
-    "mamba2": (("length", "reentrant"), ("documents", "not reentrant")),
-}
+DAY = (("length", "not reentrant"), ("documents", "reentrant"))
 NIGHT = """
     llama bloom gpt2 big_bird gemma4_text deepseek_v32 deepseek_v4 minimax_m3_vl_text doge rwkv xlstm
     zaya minimax recurrent_gemma qwen4_exp_text kimi_linear jamba falcon_h1 lfm2
 """
 CASES = [
-    *(Case(family, *how) for family, ways in DAY.items() for how in ways),
+    *(Case("mamba", *how) for how in DAY),
+    *(
+        pytest.param(Case("mamba2", *how), marks=pytest.mark.night)  # as mamba by day
+        for how in (("length", "reentrant"), ("documents", "not reentrant"))
+    ),
     *(
         pytest.param(Case(family, between, kind), marks=pytest.mark.night)
         for family in NIGHT.split()
@@ -172,9 +168,6 @@ KINDS = (
 
 def of_own_layers(rank: int, world_size: int) -> dict[str, float]:
     """The largest difference of gradients of two layers, two batches in turn and one between, by kind."""
-    from tests.dist.deepspeed_ranks import start_deepspeed
-    from tests.dist.family_ranks import start_session
-
     start_deepspeed()
     session = start_session(world_size, pattern={"documents": True})
     layers = nn.Sequential(OwnLayer(session), OwnLayer(session))
@@ -195,30 +188,28 @@ def of_own_layers(rank: int, world_size: int) -> dict[str, float]:
         return [p.grad.clone() for p in layers.parameters() if p.grad is not None]
 
     plain = [backward(loss_of(batch, "none")) for batch in batches]
-    found = {}
+    result = {}
     for kind in KINDS:
         first, second = [loss_of(batch, kind) for batch in batches]
         between = [backward(first), backward(second)]
-        found[kind] = max(
+        result[kind] = max(
             float((a - b).abs().max() / b.abs().max())
             for got, want in zip(between, plain, strict=True)
             for a, b in zip(got, want, strict=True)
         )
-    return found
+    return result
 
 
 @pytest.mark.situation(
     "checkpointing", "checkpointed own layers around engine.ring.attention(), two batches before one backward"
 )
 def test_own_layers_run_again_with_the_batch_of_their_first_run(rank_pool: Pool) -> None:
-    for found in rank_pool(2).run(of_own_layers):
-        assert found.keys() == set(KINDS) and max(found.values()) < 1e-5, found
+    for result in rank_pool(2).run(of_own_layers):
+        assert result.keys() == set(KINDS) and max(result.values()) < 1e-5, result
 
 
 def of_a_checkpointed_model(rank: int, world_size: int) -> float:
     """The largest difference of gradients where the whole model is one reentrant region."""
-    from tests.dist.family_ranks import GROUPED, attached, build, start_session
-
     session = start_session(world_size, pattern={"documents": True})
     model = attached(build("LlamaConfig", GROUPED, "sdpa").train(), session)
     batches = [

@@ -61,13 +61,13 @@ def copied(whole: Whole, tmp_path: Path) -> Path:
     return Path(shutil.copytree(whole.folder, tmp_path / "checkpoints"))
 
 
-def one(folder: Path, pattern: str) -> Path:
+def item(folder: Path, pattern: str) -> Path:
     return sorted(folder.glob(pattern))[-1]
 
 
 def truncate(pattern: str) -> Callable[[Path], str]:
     def spoil(root: Path) -> str:
-        path = one(root / NEWER, pattern)
+        path = item(root / NEWER, pattern)
         size = path.stat().st_size
         with open(path, "r+b") as file:
             file.truncate(size // 2)
@@ -80,7 +80,7 @@ def flip_a_bit(pattern: str, where: float = 0.5) -> Callable[[Path], str]:
     """One bit, at `where` of the file."""
 
     def spoil(root: Path) -> str:
-        path = one(root / NEWER, pattern)
+        path = item(root / NEWER, pattern)
         data = bytearray(path.read_bytes())
         data[int(len(data) * where)] ^= 4
         path.write_bytes(data)
@@ -91,7 +91,7 @@ def flip_a_bit(pattern: str, where: float = 0.5) -> Callable[[Path], str]:
 
 def remove(pattern: str) -> Callable[[Path], str]:
     def spoil(root: Path) -> str:
-        path = one(root / NEWER, pattern)
+        path = item(root / NEWER, pattern)
         path.unlink()
         return "got none: saving was cut short" if path.name == MANIFEST else f"{path.name}: expected"
 
@@ -99,7 +99,7 @@ def remove(pattern: str) -> Callable[[Path], str]:
 
 
 def append(root: Path) -> str:
-    path = one(root / NEWER, SHARD)
+    path = item(root / NEWER, SHARD)
     path.write_bytes(path.read_bytes() + b"\0")
     return f"{path.name}: expected {path.stat().st_size - 1} bytes"
 
@@ -116,7 +116,7 @@ def write_latest(text: str) -> Callable[[Path], str]:
 DAMAGE = {
     "model truncated": truncate(MODEL),
     "optimizer shard truncated": truncate(SHARD),
-    "model emptied": lambda root: one(root / NEWER, MODEL).write_bytes(b"") or "got 0: truncated",
+    "model emptied": lambda root: item(root / NEWER, MODEL).write_bytes(b"") or "got 0: truncated",
     "bit of the model": flip_a_bit(MODEL),
     "first byte of the model": flip_a_bit(MODEL, 0.0),
     "bit of the optimizer": flip_a_bit(SHARD),
@@ -157,7 +157,7 @@ def test_four_ranks_and_two_replicas_take_the_same_one(rank_pool, tmp_path):
     """The shard of the last rank is spoilt; the ranks that did not read it go back as well."""
     config = json_config(2, SIZE.samples, 2)
     losses = rank_pool(4).run(train_and_save, config, str(tmp_path), STEPS, (2, 4))[0]
-    path = one(tmp_path / NEWER, "*zero_pp_rank_3_mp_rank_00_optim_states.pt")
+    path = item(tmp_path / NEWER, "*zero_pp_rank_3_mp_rank_00_optim_states.pt")
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 128
     path.write_bytes(data)
@@ -205,24 +205,24 @@ def test_a_rank_killed_while_the_newest_is_written_anew(whole, copied, rank_pool
 def test_after_a_hop_that_failed_no_step_is_made_and_nothing_is_saved(tmp_path, stage):
     """(The step added what happened to be in memory, and a checkpoint of it was sealed.)"""
     config = json_config(2, SIZE.samples, stage, gradient_accumulation_steps=2)
-    for found in run_ranks(lose_a_hop, 2, config, str(tmp_path)):
-        assert set(found.refusals) == {"step", "save", "background", "16 bit"}
-        for said in found.refusals.values():
-            assert said.startswith("RingPeerError: ring rank ") and "its device failed" in said, found
-        assert not found.changed and found.steps == 1
-        assert found.waits[0] == 0 and found.waits[1] == 1 < found.waits[2]  # where results last
+    for result in run_ranks(lose_a_hop, 2, config, str(tmp_path)):
+        assert set(result.refusals) == {"step", "save", "background", "16 bit"}
+        for said in result.refusals.values():
+            assert said.startswith("RingPeerError: ring rank ") and "its device failed" in said, result
+        assert not result.changed and result.steps == 1
+        assert result.waits[0] == 0 and result.waits[1] == 1 < result.waits[2]  # where results last
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["global_step1"]
 
 
 def refused(rank_pool, fn, *args):
     """Three tries for the time."""
     return first_in_time(
-        lambda: rank_pool(2).run(fn, *args), lambda found: all(one.seconds < SECONDS for one in found)
+        lambda: rank_pool(2).run(fn, *args), lambda result: all(item.seconds < SECONDS for item in result)
     )
 
 
-def check_refusals(found, error: str, *says: str) -> None:
-    for one_rank in found:
+def check_refusals(result, error: str, *says: str) -> None:
+    for one_rank in result:
         assert one_rank.error == error, one_rank
         assert one_rank.seconds < SECONDS, one_rank
         for words in says:
@@ -234,41 +234,41 @@ def check_refusals(found, error: str, *says: str) -> None:
 @pytest.mark.covering(1)
 def test_a_damaged_tag_asked_for_is_an_error_on_every_rank(whole, copied, rank_pool, damage):
     says = DAMAGE[damage](copied)
-    found = refused(rank_pool, load_refused, whole.config, str(copied), [NEWER, NEWER])
-    check_refusals(found, "RingCheckpointError", says, NEWER, "the one asked for")
+    result = refused(rank_pool, load_refused, whole.config, str(copied), [NEWER, NEWER])
+    check_refusals(result, "RingCheckpointError", says, NEWER, "the one asked for")
 
 
 @pytest.mark.alone
 @pytest.mark.day("zero3")
 def test_no_checkpoint_that_verifies(whole, copied, rank_pool):
     says = DAMAGE["bit of the optimizer"](copied)
-    one(copied / OLDER, MODEL).unlink()
-    found = refused(rank_pool, load_refused, whole.config, str(copied), [None, None])
-    check_refusals(found, "RingCheckpointError", says, NEWER, OLDER, "got damage in every checkpoint")
+    item(copied / OLDER, MODEL).unlink()
+    result = refused(rank_pool, load_refused, whole.config, str(copied), [None, None])
+    check_refusals(result, "RingCheckpointError", says, NEWER, OLDER, "got damage in every checkpoint")
 
 
 @pytest.mark.alone
 @pytest.mark.day("zero1")
 def test_ranks_that_ask_for_different_tags(whole, copied, rank_pool):
-    found = refused(rank_pool, load_refused, whole.config, str(copied), [NEWER, OLDER])
-    check_refusals(found, "RingMismatchError", "tag: expected the same on all ranks", NEWER, OLDER)
+    result = refused(rank_pool, load_refused, whole.config, str(copied), [NEWER, OLDER])
+    check_refusals(result, "RingMismatchError", "tag: expected the same on all ranks", NEWER, OLDER)
 
 
 @pytest.mark.alone
 @pytest.mark.day("zero1")
 def test_ranks_that_save_different_tags(whole, tmp_path, rank_pool):
     places = [(str(tmp_path), tag) for tag in (NEWER, OLDER)]
-    found = refused(rank_pool, save_refused, whole.config, places)
-    check_refusals(found, "RingMismatchError", "tag: expected the same on all ranks", NEWER, OLDER)
+    result = refused(rank_pool, save_refused, whole.config, places)
+    check_refusals(result, "RingMismatchError", "tag: expected the same on all ranks", NEWER, OLDER)
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.alone
 @pytest.mark.day("zero1")
 def test_a_tag_that_is_not_there(whole, copied, rank_pool):
-    found = refused(rank_pool, load_refused, whole.config, str(copied), ["best", "best"])
+    result = refused(rank_pool, load_refused, whole.config, str(copied), ["best", "best"])
     check_refusals(
-        found, "RingCheckpointMissingError", "best: expected a checkpoint, got none", f"{OLDER} are there"
+        result, "RingCheckpointMissingError", "best: expected a checkpoint, got none", f"{OLDER} are there"
     )
 
 
@@ -291,9 +291,9 @@ def test_an_empty_folder_is_deepspeeds_none(whole, tmp_path, rank_pool):
 @pytest.mark.day("zero1")
 def test_hosts_that_do_not_share_the_folder(whole, tmp_path, rank_pool):
     places = [(str(tmp_path / name), "tag") for name in ("a", "b")]
-    found = refused(rank_pool, save_refused, whole.config, places)
+    result = refused(rank_pool, save_refused, whole.config, places)
     check_refusals(
-        found, "RingCheckpointError", "bytes of rank 1, got", "on rank 0", "use_node_local_storage"
+        result, "RingCheckpointError", "bytes of rank 1, got", "on rank 0", "use_node_local_storage"
     )
 
 
@@ -313,8 +313,8 @@ def test_node_local_storage_has_a_manifest_on_every_host(rank_pool, tmp_path):
 
 @pytest.mark.alone
 def test_a_writer_in_the_background_is_refused(rank_pool):
-    found = refused(rank_pool, background_writer, json_config(2, SIZE.samples, 1))
-    check_refusals(found, "RingConfigError", "are complete when save_checkpoint returns", "decoupled")
+    result = refused(rank_pool, background_writer, json_config(2, SIZE.samples, 1))
+    check_refusals(result, "RingConfigError", "are complete when save_checkpoint returns", "decoupled")
 
 
 @pytest.mark.day("zero3")
@@ -338,5 +338,5 @@ def test_a_universal_checkpoint_is_made_and_loaded(whole, copied, rank_pool):
     data = bytearray(weights.read_bytes())
     data[len(data) // 2] ^= 4
     weights.write_bytes(data)
-    found = refused(rank_pool, load_refused, config, str(copied), [None, None])
-    check_refusals(found, "RingCheckpointError", "fp32.pt: expected sha256")
+    result = refused(rank_pool, load_refused, config, str(copied), [None, None])
+    check_refusals(result, "RingCheckpointError", "fp32.pt: expected sha256")

@@ -55,13 +55,13 @@ def config(stage: int) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def saved(rank_pool, tmp_path_factory) -> Callable[[int], tuple[Path, list[float]]]:
     """`saved(stage)`: a folder with checkpoints after steps 2 and 4, and the losses of six steps."""
-    made: dict[int, tuple[Path, list[float]]] = {}
+    built: dict[int, tuple[Path, list[float]]] = {}
 
     def of(stage: int) -> tuple[Path, list[float]]:
-        if stage not in made:
+        if stage not in built:
             folder = tmp_path_factory.mktemp(f"zero{stage}")
-            made[stage] = folder, rank_pool(2).run(train_and_save, config(stage), str(folder), 6, (2, 4))[0]
-        return made[stage]
+            built[stage] = folder, rank_pool(2).run(train_and_save, config(stage), str(folder), 6, (2, 4))[0]
+        return built[stage]
 
     return of
 
@@ -82,14 +82,14 @@ def disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
         return tmp_path
 
     yield of
-    for one in mounted:
-        one.__exit__(None, None, None)
+    for item in mounted:
+        item.__exit__(None, None, None)
 
 
-def check(found: list[Any], *words: str) -> None:
-    for one in found:
-        assert one.error == ERROR, one
-        assert all(word in one.text for word in words), one.text
+def check(result: list[Any], *words: str) -> None:
+    for item in result:
+        assert item.error == ERROR, item
+        assert all(word in item.text for word in words), item.text
 
 
 def check_goes_on(rank_pool, stage: int, folder: Path, losses: list[float], tag: str) -> None:
@@ -120,8 +120,8 @@ def test_a_limit_of_file_sizes_does_the_same(rank_pool, saved, tmp_path):
     folder, losses = saved(1)
     shutil.copytree(folder / OLDER, tmp_path / OLDER)
     (tmp_path / "latest").write_text(OLDER)
-    found = rank_pool(2).run(save_on, config(1), str(tmp_path), NEWER, most_bytes=5000)
-    check(found, "rank 1: ", "optim_states.pt: cannot be written")
+    result = rank_pool(2).run(save_on, config(1), str(tmp_path), NEWER, most_bytes=5000)
+    check(result, "rank 1: ", "optim_states.pt: cannot be written")
     check_goes_on(rank_pool, 1, tmp_path, losses, OLDER)
 
 
@@ -141,13 +141,13 @@ def test_a_second_job_in_the_same_folder_is_refused(rank_pool, tmp_path):
     with RankPool(2) as first:
         pid, child = first.run(hold_the_folder, config(1), str(tmp_path))[0]
         try:
-            found = rank_pool(2).run(save_on, config(1), str(tmp_path), "second")
-            check(found, "expected no other job that saves here", f"process {pid} on ")
+            result = rank_pool(2).run(save_on, config(1), str(tmp_path), "second")
+            check(result, "expected no other job that saves here", f"process {pid} on ")
             assert (tmp_path / "latest").read_text() == "first"
             assert first.run(hold_the_folder, config(1), str(tmp_path))[0][0] == pid, "the same job may"
             first.discard()
-            found = rank_pool(2).run(save_on, config(1), str(tmp_path), "second")
-            assert [one.error for one in found] == ["", ""], found
+            result = rank_pool(2).run(save_on, config(1), str(tmp_path), "second")
+            assert [item.error for item in result] == ["", ""], result
             assert (tmp_path / "latest").read_text() == "second"
         finally:
             os.kill(child, signal.SIGKILL)
@@ -162,8 +162,8 @@ def test_planted_links_are_not_written_through(rank_pool, tmp_path, background):
     names = (OWNER, "zero_to_fp32.py", "zero_to_torch.py")
     for name in names if background else ("latest", *names):  # read_latest follows none
         (folder / name).symlink_to(victim)
-    found = rank_pool(2).run(save_on, config(1), str(folder), "tag", background=background)
-    assert [one.error for one in found] == ["", ""], found
+    result = rank_pool(2).run(save_on, config(1), str(folder), "tag", background=background)
+    assert [item.error for item in result] == ["", ""], result
     deadline = time.monotonic() + 20
     while read_latest(folder) != "tag" and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -175,10 +175,10 @@ def test_planted_links_are_not_written_through(rank_pool, tmp_path, background):
     (tmp_path / "elsewhere").mkdir()
     for name in (".saving", ".saving.reports"):
         (folder / f".new{name}").symlink_to(tmp_path / "elsewhere")
-        found = rank_pool(2).run(save_on, config(1), str(folder), "new", background=background)
+        result = rank_pool(2).run(save_on, config(1), str(folder), "new", background=background)
         (folder / f".new{name}").unlink()
         if background or name == ".saving":
-            check(found, "rank 0: ", "File exists")
+            check(result, "rank 0: ", "File exists")
     assert not list((tmp_path / "elsewhere").iterdir())
 
 
@@ -188,8 +188,8 @@ def test_latest_goes_back_by_a_command_alone(rank_pool, saved, tmp_path, capsys)
     copy = Path(shutil.copytree(folder, tmp_path / "checkpoints"))
     files = sorted(path.relative_to(copy) for path in copy.rglob("*"))
     for background in (False, True):
-        found = rank_pool(2).run(save_on, config(1), str(copy), OLDER, background=background, steps=1)
-        check(found, "expected to save after step 4 or later", "names global_step4, got step 1")
+        result = rank_pool(2).run(save_on, config(1), str(copy), OLDER, background=background, steps=1)
+        check(result, "expected to save after step 4 or later", "names global_step4, got step 1")
     assert sorted(path.relative_to(copy) for path in copy.rglob("*")) == files
     check_goes_on(rank_pool, 1, copy, losses, NEWER)
 
@@ -198,11 +198,11 @@ def test_latest_goes_back_by_a_command_alone(rank_pool, saved, tmp_path, capsys)
     assert main([*command, "nothing"]) == 3 and (copy / "latest").read_text() == NEWER
     assert main([*command, OLDER]) == 0
     check_goes_on(rank_pool, 1, copy, losses, OLDER)
-    other = tmp_path / "of nobody"  # the ranks of the pool hold the first one
-    shutil.copytree(copy, other, ignore=lambda *_: [".ds_ring_lock"])
-    found = rank_pool(2).run(save_on, config(1), str(other), "global_step3", steps=3)
-    assert [one.error for one in found] == ["", ""] and (other / "latest").read_text() == "global_step3"
-    assert main([*command[:1], str(other), *command[2:], NEWER]) == 1
+    second = tmp_path / "of nobody"  # the ranks of the pool hold the first one
+    shutil.copytree(copy, second, ignore=lambda *_: [".ds_ring_lock"])
+    result = rank_pool(2).run(save_on, config(1), str(second), "global_step3", steps=3)
+    assert [item.error for item in result] == ["", ""] and (second / "latest").read_text() == "global_step3"
+    assert main([*command[:1], str(second), *command[2:], NEWER]) == 1
     assert "expected no other job that saves here" in capsys.readouterr().err
 
 
@@ -211,8 +211,8 @@ def test_a_run_that_went_back_past_damage_saves_on(rank_pool, saved, tmp_path):
     copy = Path(shutil.copytree(saved(1)[0], tmp_path / "checkpoints"))
     path = sorted((copy / NEWER).glob("*optim_states.pt"))[0]
     path.write_bytes(path.read_bytes()[:-1] + b"\xff")
-    found = rank_pool(2).run(go_back_and_save, config(1), str(copy))
-    assert [one.error for one in found] == ["", ""], found
+    result = rank_pool(2).run(go_back_and_save, config(1), str(copy))
+    assert [item.error for item in result] == ["", ""], result
     assert (copy / "latest").read_text() == "global_step3"
 
 
@@ -271,10 +271,10 @@ def test_code_in_a_universal_checkpoint_is_not_run(rank_pool, universal, tmp_pat
     """It has no manifest: what its files hold is looked at all the same."""
     copy = Path(shutil.copytree(universal, tmp_path / "checkpoints"))
     plant_in(pattern, sealed=False)(copy / "universal")
-    found = rank_pool(2).run(
+    result = rank_pool(2).run(
         load_refused, config(1) | {"checkpoint": {"load_universal": True}}, str(copy), [None, None]
     )
-    check(found, f"{pattern}: ", "got posix.system, which loading would run")
+    check(result, f"{pattern}: ", "got posix.system, which loading would run")
     assert not (copy / "was run").exists()
 
 
@@ -291,18 +291,18 @@ def universal(saved, tmp_path_factory) -> Path:
 
 
 def test_a_client_state_that_could_not_be_loaded_is_refused_when_it_is_saved(rank_pool, tmp_path):
-    found = rank_pool(2).run(save_with_state, config(1), str(tmp_path), "a path")
-    check(found, "got pathlib.PosixPath, which loading would run", "add_safe_globals")
+    result = rank_pool(2).run(save_with_state, config(1), str(tmp_path), "a path")
+    check(result, "got pathlib.PosixPath, which loading would run", "add_safe_globals")
     assert not (tmp_path / "latest").exists()
-    found = rank_pool(2).run(save_with_state, config(1), str(tmp_path), "a lambda")
-    check(found, "cannot be written: ")
-    found = rank_pool(2).run(save_with_state, config(1), str(tmp_path), "random states")
-    assert [one.error for one in found] == ["", ""], found
+    result = rank_pool(2).run(save_with_state, config(1), str(tmp_path), "a lambda")
+    check(result, "cannot be written: ")
+    result = rank_pool(2).run(save_with_state, config(1), str(tmp_path), "random states")
+    assert [item.error for item in result] == ["", ""], result
 
 
 def test_zero_3_takes_weights_from_latest_only(rank_pool, saved, tmp_path):
     """Without optimizer states DeepSpeed reads those that `latest` names, not those of the tag."""
     copy = Path(shutil.copytree(saved(3)[0], tmp_path / "checkpoints"))
     options = {"load_optimizer_states": False}
-    found = rank_pool(2).run(load_refused, config(3), str(copy), [OLDER, OLDER], options)
-    check(found, f"expected that to be {OLDER}, got {NEWER}")
+    result = rank_pool(2).run(load_refused, config(3), str(copy), [OLDER, OLDER], options)
+    check(result, f"expected that to be {OLDER}, got {NEWER}")

@@ -16,9 +16,10 @@ from torch.utils.checkpoint import checkpoint
 from ds_ring import Causal, RingAttention, RingConfig, RingMesh, make_layout
 from ds_ring.ops import ring_op as autograd
 from ds_ring.ring.ring_pass import RingPass
-from tests.dist.harness import RankPool
+from tests.dist.deepspeed_ranks import gradient_errors, json_config, start_deepspeed, start_engine
+from tests.dist.harness import Pool
+from tests.reference import worst
 
-Pool = Callable[[int], RankPool]
 LAYERS, TOKENS, WIDTH, HEADS = 8, 48, 32, 4
 KINDS = ("reentrant", "not reentrant", "DeepSpeed")
 
@@ -67,8 +68,6 @@ def steps(
 ) -> tuple[list[int], list[Tensor]]:
     """Forward passes of two steps at once and of a graph that goes back twice; gradients of the former."""
     if kind == "DeepSpeed":
-        from tests.dist.deepspeed_ranks import start_deepspeed
-
         start_deepspeed()
     mesh = RingMesh.from_world(world_size)
     layout = make_layout("zigzag", tokens=TOKENS, ring_size=world_size)
@@ -83,8 +82,7 @@ def steps(
         counts[-1] += 1
         return forward(self, *args)  # type: ignore[arg-type]
 
-    RingPass.forward = counting  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(RingPass, "forward", counting):
         # Two graphs alive at once; the first one goes back last.
         losses = [model(x).square().sum() for x in inputs]
         for loss in reversed(losses):
@@ -95,8 +93,6 @@ def steps(
             loss = model(inputs[0]).sum()
             loss.backward(retain_graph=True)
             loss.backward()
-    finally:
-        RingPass.forward = forward  # type: ignore[method-assign]
     return counts, grads
 
 
@@ -104,11 +100,11 @@ def test_a_step_has_as_many_passes_as_without(rank_pool: Pool) -> None:
     plain = rank_pool(2).run(steps, "none")
     assert [counts for counts, _ in plain] == [[2 * LAYERS, 0]] * 2
     for kind in KINDS:
-        found = rank_pool(2).run(steps, kind)
+        result = rank_pool(2).run(steps, kind)
         # The second time that one graph goes back nothing is kept any more.
         again = 2 * LAYERS if kind == "not reentrant" else 0
-        assert [counts for counts, _ in found] == [[2 * LAYERS, again]] * 2, kind
-        for (_, got), (_, want) in zip(found, plain, strict=True):
+        assert [counts for counts, _ in result] == [[2 * LAYERS, again]] * 2, kind
+        for (_, got), (_, want) in zip(result, plain, strict=True):
             assert len(got) == len(want) == 2 + 4 * LAYERS
             assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True)), kind
 
@@ -117,13 +113,11 @@ def count_in_llama(rank: int, world_size: int, reentrant: bool) -> list[int]:
     """Forward and backward passes of a step of a Llama of 8 layers under DeepSpeed."""
     import transformers
 
-    from tests.dist.deepspeed_ranks import json_config, start_engine
-
     counts, pass_of = [0, 0], autograd.pass_of
 
-    def counting(context: Any, call: Any, operands: Any, *more: Any) -> Any:
+    def counting(context: Any, call: Any, operands: Any, *extra: Any) -> Any:
         counts[operands.grad_out is not None] += 1
-        return pass_of(context, call, operands, *more)
+        return pass_of(context, call, operands, *extra)
 
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 4, "vocab_size": 64}
     config = transformers.LlamaConfig(num_hidden_layers=LAYERS, num_key_value_heads=2, **sizes)
@@ -131,11 +125,8 @@ def count_in_llama(rank: int, world_size: int, reentrant: bool) -> list[int]:
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     engine = start_engine(model, json_config(2, 1, 3))
     ids = torch.arange(TOKENS)[None]
-    autograd.pass_of = counting
-    try:
+    with mock.patch.object(autograd, "pass_of", counting):
         engine.backward(engine(**engine.ring.shard_batch({"input_ids": ids, "labels": ids})).loss)
-    finally:
-        autograd.pass_of = pass_of
     return counts
 
 
@@ -149,16 +140,16 @@ def test_eight_layers_of_a_llama_take_eight_passes(rank_pool: Pool, reentrant: b
 @pytest.mark.day("{'writes': True}")
 def test_passes_run_again_where_they_are_told_to_or_must(rank_pool: Pool, options: dict[str, bool]) -> None:
     plain = rank_pool(2).run(steps, "none")
-    found = rank_pool(2).run(steps, "reentrant", **options)
-    assert [counts for counts, _ in found] == [[4 * LAYERS, 0]] * 2
-    for (_, got), (_, want) in zip(found, plain, strict=True):
+    result = rank_pool(2).run(steps, "reentrant", **options)
+    assert [counts for counts, _ in result] == [[4 * LAYERS, 0]] * 2
+    for (_, got), (_, want) in zip(result, plain, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
 def test_the_first_half_is_computed_again_and_the_other_kept(rank_pool: Pool) -> None:
     plain = rank_pool(2).run(steps, "none")
-    found = rank_pool(2).run(steps, "reentrant", recompute=0.5)
-    for (counts, got), (_, want) in zip(found, plain, strict=True):
+    result = rank_pool(2).run(steps, "reentrant", recompute=0.5)
+    for (counts, got), (_, want) in zip(result, plain, strict=True):
         assert counts[0] == 4 * LAYERS
         for a, b in zip(got, want, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)  # sums of other tiles
@@ -171,19 +162,16 @@ def pairs_of_passes(rank: int, world_size: int) -> list[int]:
     config = RingConfig.from_deepspeed({"sequence_parallel_size": world_size, "ring_attention": json})
     layout = make_layout("striped", tokens=TOKENS, ring_size=world_size)
     layer = Layer(RingAttention(config, mesh=mesh, layout=layout, pattern=Causal()), writes=False)
-    found, forward = [], RingPass.forward
+    result, forward = [], RingPass.forward
 
     def noting(self: RingPass, *args: Tensor | None) -> tuple[Tensor, Tensor]:
-        found.append(self.plan.pairs)
+        result.append(self.plan.pairs)
         return forward(self, *args)  # type: ignore[arg-type]
 
-    RingPass.forward = noting  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(RingPass, "forward", noting):
         x = torch.randn(1, TOKENS // world_size, WIDTH, requires_grad=True)
         checkpoint(layer, x, use_reentrant=False).sum().backward()
-    finally:
-        RingPass.forward = forward  # type: ignore[method-assign]
-    return found
+    return result
 
 
 def test_the_first_half_of_the_rows_is_a_quarter_of_the_pairs(rank_pool: Pool) -> None:
@@ -210,29 +198,22 @@ def against_stock(rank: int, world_size: int, family: str, reentrant: bool) -> t
     def gradients(model: Any, batch: dict[str, Tensor], divisor: float) -> dict[str, Tensor]:
         model.zero_grad()
         model(**batch).loss.backward()
-        return {name: one.clone() for name, one in gradients_of(model, divisor).items()}
+        return {name: item.clone() for name, item in gradients_of(model, divisor).items()}
 
     plain = gradients(alone, batch, 0.0)
     attached(model, session)
-    for one in (alone, model):
-        one.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    for item in (alone, model):
+        item.gradient_checkpointing_enable({"use_reentrant": reentrant})
     warned: list[str] = []
     with mock.patch.object(model_call.log, "warning", lambda text, *words: warned.append(text % words)):
-        found = gradients(model, session.shard_batch(batch), session.gradient_divisor)
+        result = gradients(model, session.shard_batch(batch), session.gradient_divisor)
     stock = gradients(alone, batch, 0.0)
-    greatest = max(float(one.norm()) for one in plain.values())
-
-    def error(got: dict[str, Tensor], want: dict[str, Tensor]) -> float:
-        assert got.keys() == want.keys()
-        return max(
-            float((got[name] - one).norm() / one.norm().clamp(min=1e-3 * greatest))
-            for name, one in want.items()
-        )
-
-    return error(found, stock), error(stock, plain), warned
+    errors = gradient_errors(result, stock, 1e-3), gradient_errors(stock, plain, 1e-3)
+    return *(worst(item.values()) for item in errors), warned
 
 
 @pytest.mark.parametrize("family", SHARED)
+@pytest.mark.day("gemma4_text")
 @pytest.mark.situation("checkpointing", "trained Gemma 3n or 4, whose layers share K/V, with checkpoints")
 def test_layers_that_share_keys_have_the_gradients_of_stock(rank_pool: Pool, family: str) -> None:
     for error, of_stock, warned in rank_pool(2).run(against_stock, family, reentrant=True):

@@ -39,13 +39,12 @@ from ds_ring.ops.context import KEPT_CONTEXTS, ContextCache, context_for, contex
 from ds_ring.ops.options import Options
 from tests.cases import Shape, tensors
 from tests.dist.compiled_rounds import BACKENDS, play
-from tests.dist.harness import RankPool, run_ranks
+from tests.dist.harness import Pool, run_ranks
 from tests.parity import gathered_pass
 from tests.reference import dense_attention, relative_error
 
 pytestmark = pytest.mark.needs("compiler")
 
-Pool = Callable[[int], RankPool]
 # Graphs, guards and operators are the same for both, and `opcheck` compares the operators' fake results with real
 # ones. Inductor's C++ takes the compiler half a minute.
 each_backend = pytest.mark.parametrize(
@@ -108,9 +107,9 @@ def gradients(block: Callable[[Tensor], Tensor], parameters: dict[str, nn.Parame
     out = block(x)
     (out * torch.linspace(0.5, 1.5, out.numel()).view_as(out)).sum().backward()
     assert x.grad is not None
-    found = {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
-    assert len(found) == len(parameters)
-    return {"out": out.detach(), "x": x.grad, **found}
+    result = {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
+    assert len(result) == len(parameters)
+    return {"out": out.detach(), "x": x.grad, **result}
 
 
 def compiled_block(
@@ -146,16 +145,16 @@ def compiled_block(
 def test_a_transformer_block_is_one_graph_with_eager_gradients(
     rank_pool: Pool, world_size: int, ulysses_size: int, inner: tuple[str, ...]
 ) -> None:
-    for found in rank_pool(world_size).run(compiled_block, ulysses_size, inner, timeout_s=120):
-        assert (found.graphs, found.breaks, len(found.nodes)) == (1, 0, 1), found
-        assert len(found.errors) == 2 + 12 and max(found.errors.values()) < 1e-10, found.errors
+    for result in rank_pool(world_size).run(compiled_block, ulysses_size, inner, timeout_s=120):
+        assert (result.graphs, result.breaks, len(result.nodes)) == (1, 0, 1), result
+        assert len(result.errors) == 2 + 12 and max(result.errors.values()) < 1e-10, result.errors
 
 
 @pytest.mark.night
 def test_the_graph_does_not_grow_with_the_ring() -> None:
     """On fresh ranks: what was compiled in a process before may make sizes symbolic, which adds nodes."""
     two, three = (run_ranks(compiled_block, size, 1, steps=1, timeout_s=120) for size in (2, 3))
-    assert {tuple(found.nodes) for found in (*two, *three)} == {tuple(two[0].nodes)}
+    assert {tuple(result.nodes) for result in (*two, *three)} == {tuple(two[0].nodes)}
 
 
 def functional(rank: int, world_size: int, backend: str) -> list[tuple[int, float]]:
@@ -169,13 +168,13 @@ def functional(rank: int, world_size: int, backend: str) -> list[tuple[int, floa
         return ring_attention(q, k, v, pattern=Causal(), layout="zigzag", mesh=mesh, scale=0.5) * 2
 
     compiled = torch.compile(step, fullgraph=True, backend=backend)
-    found = []
+    result = []
     for tokens in (96, 60, 12, 96):
         layout = make_layout("zigzag", tokens=tokens, ring_size=world_size)
         everything = tensors(Shape(tokens=tokens))
         got = gathered_pass(compiled, everything, layout, mesh)
-        found.append((counters["stats"]["unique_graphs"], max(dense_errors(everything, got))))
-    return found
+        result.append((counters["stats"]["unique_graphs"], max(dense_errors(everything, got))))
+    return result
 
 
 def dense_errors(everything: list[Tensor], got: list[Tensor]) -> list[float]:
@@ -192,9 +191,9 @@ def dense_errors(everything: list[Tensor], got: list[Tensor]) -> list[float]:
 
 @each_backend
 def test_a_compiled_function_takes_other_lengths(rank_pool: Pool, backend: str) -> None:
-    for found in rank_pool(2).run(functional, backend, timeout_s=120):
-        assert max(error for _, error in found) < 1e-5, found
-        assert found[-1][0] <= 2, found  # one for the first length, one for all others
+    for result in rank_pool(2).run(functional, backend, timeout_s=120):
+        assert max(error for _, error in result) < 1e-5, result
+        assert result[-1][0] <= 2, result  # one for the first length, one for all others
 
 
 def not_mixed_up(rank: int, world_size: int, backend: str) -> dict[str, tuple[float, float]]:
@@ -230,22 +229,22 @@ def not_mixed_up(rank: int, world_size: int, backend: str) -> dict[str, tuple[fl
         ),
         "first again": (whole, causal, "zigzag", None),
     }
-    found, before = {}, torch.zeros_like(q)
+    result, before = {}, torch.zeros_like(q)
     for name, arguments in calls.items():
         got, want = compiled(*arguments, q, k, v), attend(*arguments, q, k, v)
-        found[name] = (float((got - want).abs().max()), float((got - before).abs().max()))
+        result[name] = (float((got - want).abs().max()), float((got - before).abs().max()))
         before = got
-    return found
+    return result
 
 
 @each_backend
 def test_a_compiled_function_never_attends_with_the_arguments_of_another_call(
     rank_pool: Pool, backend: str
 ) -> None:
-    for found in rank_pool(2).run(not_mixed_up, backend, timeout_s=120):
-        for name, (to_the_same, to_the_one_before) in found.items():
-            assert to_the_same < 1e-6, (name, found)
-            assert to_the_one_before > 1e-3 or name == "layout of another length", (name, found)
+    for result in rank_pool(2).run(not_mixed_up, backend, timeout_s=120):
+        for name, (to_the_same, to_the_one_before) in result.items():
+            assert to_the_same < 1e-6, (name, result)
+            assert to_the_one_before > 1e-3 or name == "layout of another length", (name, result)
 
 
 def options_reach_the_operator(rank: int, world_size: int, backend: str) -> list[Options]:
@@ -438,8 +437,8 @@ class Attends(nn.Module):
         self.register_buffer("table", torch.arange(SPAN) * (0.1 if function is None else 0.0))
         self.number = 0.3
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, given: Any = None) -> Tensor:
-        pattern, function, table = Causal(), self.function if given is None else given, self.table
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, operands: Any = None) -> Tensor:
+        pattern, function, table = Causal(), self.function if operands is None else operands, self.table
         where: dict[str, Any] = {"layout": "contiguous", "mesh": self.mesh}
         if self.inside == "mask":
             return ring_attention(q, k, v, pattern=MaskMod(function) & pattern, **where)  # type: ignore[no-any-return]
@@ -448,16 +447,16 @@ class Attends(nn.Module):
         if self.inside == "self":
             function = lambda s, b, h, q, k: s + self.number * (q - k)  # noqa: E731
         if self.inside == "an argument":
-            function = lambda s, b, h, q, k: s + given * (q - k)  # noqa: E731
+            function = lambda s, b, h, q, k: s + operands * (q - k)  # noqa: E731
         if self.inside == "a computed tensor":
             table = q.sum((0, 1, 3))
             function = lambda s, b, h, q, k: s + table[k]  # noqa: E731
         return ring_attention(q, k, v, pattern=pattern, score_mod=function, **where)  # type: ignore[no-any-return]
 
 
-def distance(compiled: Any, module: Attends, *given: Any) -> float:
+def distance(compiled: Any, module: Attends, *operands: Any) -> float:
     q, k, v, _ = tensors(Shape(batch=1, tokens=SPAN, query_heads=2, kv_heads=2))
-    got, want = compiled(q, k, v, *given), module.forward(q, k, v, *given)
+    got, want = compiled(q, k, v, *operands), module.forward(q, k, v, *operands)
     return float((got - want).abs().max())
 
 
@@ -472,11 +471,11 @@ def attribute(name: str) -> list[float]:
     """An attribute of a compiled module is set anew."""
     module = Attends(None, "mask" if name in MASKS else "")
     compiled = torch.compile(module, fullgraph=True, backend="eager")
-    found = []
+    result = []
     for x in VALUES:
         module.function = CAPTURED[name](x)
-        found.append(distance(compiled, module))
-    return found
+        result.append(distance(compiled, module))
+    return result
 
 
 def layers(name: str) -> list[float]:
@@ -500,29 +499,29 @@ def written(name: str) -> list[float]:
     function, change = changes[name]
     module = Attends(function)
     compiled = torch.compile(module, fullgraph=True, backend="eager")
-    found = []
+    result = []
     for x in (1.0, 3.0, 0.2):
         change(x)
-        found.append(distance(compiled, module))
-    return found
+        result.append(distance(compiled, module))
+    return result
 
 
 def made_inside(name: str) -> list[float]:
     """`forward` makes the function of what it has."""
     module = Attends(None, name)
     compiled = torch.compile(module.forward, fullgraph=True, backend="eager")
-    given = VALUES if name == "an argument" else (None, None)
-    found = []
-    for step, one in enumerate(given):
+    operands = VALUES if name == "an argument" else (None, None)
+    result = []
+    for step, item in enumerate(operands):
         module.number = 0.3 + step
-        found.append(distance(compiled, module, one))
+        result.append(distance(compiled, module, item))
         module.table += 0.1 * module.table.flip(0)
-    return found
+    return result
 
 
 def captured(rank: int, world_size: int, how: str, name: str) -> list[float] | str:
     torch._dynamo.reset()
-    kinds = {one.__name__: one for one in (argument, attribute, layers, written, made_inside)}
+    kinds = {item.__name__: item for item in (argument, attribute, layers, written, made_inside)}
     try:
         return kinds[how](name)
     except RingError as error:
@@ -537,19 +536,26 @@ ROWS = [
 ]
 
 
+# What a default, an attribute, an object or an array holds is captured by day in tests/unit/patterns/captured.
 @pytest.mark.situation("compile", "a mask or score function captures other values in the next call")
-@pytest.mark.parametrize(("how", "name"), ROWS, ids=lambda one: one.replace(" ", "_"))
+@pytest.mark.parametrize(("how", "name"), ROWS, ids=lambda item: item.replace(" ", "_"))
+@pytest.mark.day(
+    "argument-a_number", "argument-a_tensor", "argument-a_method", "argument-a_partial",
+    "argument-a_compiled_function", "argument-a_mask's_tensor", "argument-a_compiled_mask", "attribute-a_number",
+    "layers-a_mask's_tensor", "written-list", "written-in_place", "written-object", "made_inside-a_buffer",
+    "made_inside-self", "made_inside-an_argument",
+)  # fmt: skip
 def test_a_compiled_function_sees_what_a_function_of_pairs_has_captured(
     rank_pool: Pool, how: str, name: str
 ) -> None:
-    (found,) = rank_pool(1).run(captured, how, name)
-    assert not isinstance(found, str) and max(found) < 1e-6, found
+    (result,) = rank_pool(1).run(captured, how, name)
+    assert not isinstance(result, str) and max(result) < 1e-6, result
 
 
 @pytest.mark.situation("compile", "a score_mod made inside of a compiled function captures a computed tensor")
 def test_a_function_made_inside_of_a_computed_tensor_is_named(rank_pool: Pool) -> None:
-    (found,) = rank_pool(1).run(captured, "made_inside", "a computed tensor")
-    assert isinstance(found, str) and "a tensor that is computed inside" in found, found
+    (result,) = rank_pool(1).run(captured, "made_inside", "a computed tensor")
+    assert isinstance(result, str) and "a tensor that is computed inside" in result, result
 
 
 def shared_cache(rank: int, world_size: int, folder: str, names: list[str]) -> dict[str, list[float]]:
@@ -594,17 +600,17 @@ def shared_cache(rank: int, world_size: int, folder: str, names: list[str]) -> d
             [randn(1, 4, 8, 12), randn(1, 1, 8, 6), randn(1, 1, 8, 4), randn(4 * 16, 6)],
         ),
     }
-    found: dict[str, list[float]] = {}
+    result: dict[str, list[float]] = {}
     for name in names:
         function, inputs = calls[name]
         both = []
         for run in (function, torch.compile(function, fullgraph=True)):
-            given = [x.clone().requires_grad_() for x in inputs]
-            out = run(*given)
+            operands = [x.clone().requires_grad_() for x in inputs]
+            out = run(*operands)
             out.backward(torch.ones_like(out))
-            both.append([out.detach(), *(x.grad for x in given if x.grad is not None)])
-        found[name] = [float((a - b).abs().max()) for a, b in zip(*both, strict=True)]
-    return found
+            both.append([out.detach(), *(x.grad for x in operands if x.grad is not None)])
+        result[name] = [float((a - b).abs().max()) for a, b in zip(*both, strict=True)]
+    return result
 
 
 SHARED = ["halo", "scan", "attention", "sinks and Ulysses", "latents and Ulysses"]
@@ -615,8 +621,8 @@ SHARED = ["halo", "scan", "attention", "sinks and Ulysses", "latents and Ulysses
 @pytest.mark.day("halo")
 def test_ranks_with_other_sizes_share_the_cache_of_graphs(tmp_path: Path, names: list[str]) -> None:
     for _ in range(2):  # with an empty cache, and with a warm one in new processes
-        for found in run_ranks(shared_cache, 2, str(tmp_path), names, timeout_s=600):
-            assert max(max(errors) for errors in found.values()) < 1e-12, found
+        for result in run_ranks(shared_cache, 2, str(tmp_path), names, timeout_s=600):
+            assert max(max(errors) for errors in result.values()) < 1e-12, result
 
 
 @pytest.mark.night
@@ -626,6 +632,6 @@ def test_ranks_with_other_sizes_share_the_cache_of_graphs(tmp_path: Path, names:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_random_calls_of_a_compiled_function_are_eager_ones(rank_pool: Pool, backend: str) -> None:
     for seed in (1, 2):
-        for found in rank_pool(2).run(play, seed, backend, timeout_s=600):
-            assert not found.wrong, found.wrong
-            assert found.equal and all("Ring" in error for error in found.refused), found
+        for result in rank_pool(2).run(play, seed, backend, timeout_s=600):
+            assert not result.wrong, result.wrong
+            assert result.equal and all("Ring" in error for error in result.refused), result

@@ -45,15 +45,15 @@ def test_rows_name_the_configuration_that_is_wrong_or_ends_a_rank(tmp_path: Path
     done = subprocess.run(
         [sys.executable, "-c", SEEDED, str(rows)], capture_output=True, text=True, timeout=300
     )
-    found = [json.loads(line) for line in rows.read_text().splitlines()]
-    assert {row["configuration"]: row["verdict"] for row in found} == VERDICTS, done.stderr
-    assert len(found) == len(VERDICTS)
+    result = [json.loads(line) for line in rows.read_text().splitlines()]
+    assert {row["configuration"]: row["verdict"] for row in result} == VERDICTS, done.stderr
+    assert len(result) == len(VERDICTS)
     printed = [line for line in done.stdout.splitlines() if line[0] != "["]
     assert sorted(printed[:6]) == sorted(printed[7:13]), "the second run prints the rows of the first"
     counts = "6 configurations of 1 model types: 4 exact, 0 refused, 0 no model, 1 WRONG, 1 raw error"
     assert printed[6] == printed[13] == counts
     assert done.returncode == 11
-    (wrong,) = (row for row in found if row["verdict"] == "WRONG")
+    (wrong,) = (row for row in result if row["verdict"] == "WRONG")
     assert "differ: first layer transformer.h.0" in wrong["reason"]
-    (dead,) = (row for row in found if row["verdict"] == "raw error")
+    (dead,) = (row for row in result if row["verdict"] == "raw error")
     assert "rank 0 with 3" in dead["reason"] or "rank 1 with 3" in dead["reason"]

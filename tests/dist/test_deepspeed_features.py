@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+import ds_ring
 from tests.dist.deepspeed_ranks import (
     Size,
     build_batch,
@@ -19,6 +20,7 @@ from tests.dist.deepspeed_ranks import (
     train_alone,
     train_on_ring,
 )
+from tests.dist.harness import catch_refusal
 from tests.dist.test_deepspeed_parity import check_parity
 
 SIZE = Size(hidden=32, layers=2, tokens=21, samples=2)
@@ -75,8 +77,6 @@ MODELS = {
 
 def error_of(config: dict[str, Any], change: Any = lambda model: None) -> tuple[str, str]:
     start_deepspeed()
-    import ds_ring
-
     model = build_model(SIZE, "sdpa")
     change(model)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -89,8 +89,8 @@ def error_of(config: dict[str, Any], change: Any = lambda model: None) -> tuple[
 
 def all_refused(rank: int, world_size: int) -> dict[str, tuple[str, str]]:
     config = json_config(2, 2, 1)
-    found = {name: error_of(config | copy.deepcopy(more)) for name, (more, _, _) in REFUSED.items()}
-    found |= {name: error_of(config, change) for name, (change, _) in MODELS.items()}
+    result = {name: error_of(config | copy.deepcopy(extra)) for name, (extra, _, _) in REFUSED.items()}
+    result |= {name: error_of(config, change) for name, (change, _) in MODELS.items()}
 
     from deepspeed.runtime.tensor_parallel import init_utils
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -101,16 +101,16 @@ def all_refused(rank: int, world_size: int) -> dict[str, tuple[str, str]]:
     of_ulysses.__module__ = "deepspeed.runtime.sequence_parallel.ulysses_sp"
     try:
         ALL_ATTENTION_FUNCTIONS["sdpa"] = of_ulysses
-        found["Ulysses"] = error_of(config)
+        result["Ulysses"] = error_of(config)
     finally:
         del ALL_ATTENTION_FUNCTIONS["sdpa"]
     try:
         init_utils.record_tp_model_init_args(2, torch.float32, None, None)
-        found["tp_model_init"] = error_of(config)
+        result["tp_model_init"] = error_of(config)
     finally:
         init_utils._TP_MODEL_INIT_ARGS = None
-    found["nothing of it"] = error_of(config)
-    return found
+    result["nothing of it"] = error_of(config)
+    return result
 
 
 def test_what_would_not_be_exact_is_refused_by_name(rank_pool: Any) -> None:
@@ -121,11 +121,11 @@ def test_what_would_not_be_exact_is_refused_by_name(rank_pool: Any) -> None:
         "tp_model_init": (OURS, "deepspeed.tp_model_init"),
         "nothing of it": ("", "^$"),
     }
-    for found in rank_pool(2).run(all_refused, timeout_s=120):
-        assert found.keys() == rows.keys()
+    for result in rank_pool(2).run(all_refused, timeout_s=120):
+        assert result.keys() == rows.keys()
         for name, (error, words) in rows.items():
-            assert found[name][0] == error, (name, found[name])
-            assert re.search(words, found[name][1]), (name, found[name])
+            assert result[name][0] == error, (name, result[name])
+            assert re.search(words, result[name][1]), (name, result[name])
 
 
 EXACT: dict[str, tuple[int, dict[str, Any]]] = {
@@ -149,8 +149,6 @@ def test_what_is_exact(rank_pool: Any, feature: str) -> None:
 
 def direct_backward(rank: int, world_size: int, stage: int, steps: int) -> tuple[str, float]:
     """`loss.backward()` in place of `engine.backward(loss)`: the error, or how much a weight changed."""
-    import ds_ring
-
     model = build_model(SIZE, "sdpa")
     engine = start_engine(model, json_config(2, 2, stage, gradient_accumulation_steps=steps))
     batch = engine.ring.shard_batch(build_batch(SIZE))
@@ -176,8 +174,6 @@ def test_a_direct_backward_is_exact_or_refused(rank_pool: Any) -> None:
 
 def optimizer_on_rank_0(rank: int, world_size: int) -> tuple[str, str]:
     start_deepspeed()
-    import ds_ring
-
     model = build_model(SIZE, "sdpa")
     sgd = torch.optim.SGD(model.parameters(), lr=0.1) if rank == 0 else None
     try:
@@ -198,8 +194,6 @@ def test_ranks_of_which_one_has_an_optimizer_all_stop(rank_pool: Any) -> None:
 
 def evaluate(rank: int, world_size: int, stage: int) -> dict[str, Any]:
     start_deepspeed()
-    import ds_ring
-
     engine = ds_ring.initialize(model=build_model(SIZE, "sdpa"), config=json_config(2, 2, stage))[0]
     engine.eval()
     batch = engine.ring.shard_batch(build_batch(SIZE))
@@ -211,10 +205,7 @@ def evaluate(rank: int, world_size: int, stage: int) -> dict[str, Any]:
         "step": lambda: engine.step(),
         "save": lambda: engine.save_checkpoint("nowhere") if stage == 3 else engine.backward(output.loss),
     }.items():
-        try:
-            call()
-        except ds_ring.RingError as error:
-            errors[name] = str(error)
+        errors[name] = catch_refusal(call)
     loss = float(engine.ring.mean_loss(output.loss))
     return {"loss": loss, "logits": engine.ring.gather(output.logits), "errors": errors}
 
@@ -225,8 +216,8 @@ def test_an_engine_without_an_optimizer_evaluates_like_one_process(rank_pool: An
     with torch.no_grad():
         expected = build_model(SIZE, "sdpa")(**batch)
     real = batch["attention_mask"].bool()
-    for found in rank_pool(2).run(evaluate, stage):
-        assert found["loss"] == pytest.approx(expected.loss.item(), rel=1e-5)
-        assert torch.allclose(found["logits"][real], expected.logits[real], atol=1e-5)
-        assert found["errors"].keys() == {"backward", "step", "save"}
-        assert all('add {"optimizer"' in text for text in found["errors"].values())
+    for result in rank_pool(2).run(evaluate, stage):
+        assert result["loss"] == pytest.approx(expected.loss.item(), rel=1e-5)
+        assert torch.allclose(result["logits"][real], expected.logits[real], atol=1e-5)
+        assert result["errors"].keys() == {"backward", "step", "save"}
+        assert all('add {"optimizer"' in text for text in result["errors"].values())

@@ -10,7 +10,7 @@ from functools import lru_cache
 
 import pytest
 
-from tests.dist.deepspeed_ranks import Run, Size, json_config, train_alone, train_on_ring
+from tests.dist.deepspeed_ranks import Run, Size, check_gradients, json_config, train_alone, train_on_ring
 from tests.machine import skip_without
 
 STEPS = 3
@@ -33,11 +33,7 @@ def check_parity(
     """Losses of every rank and step, and each parameter's gradient by itself."""
     for rank, run in enumerate(got):
         assert run.losses == pytest.approx(expected.losses, rel=loss_error), f"losses of rank {rank}"
-    gradients = got[0].gradients
-    assert gradients.keys() == expected.gradients.keys()
-    for name, gradient in expected.gradients.items():
-        error = float((gradients[name] - gradient).norm() / gradient.norm())
-        assert error < gradient_error, f"gradient of {name}: relative error {error:.3e}"
+    check_gradients(got[0].gradients, expected.gradients, gradient_error)
 
 
 @pytest.mark.parametrize(

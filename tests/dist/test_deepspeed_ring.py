@@ -111,9 +111,9 @@ def no_labels_at_all(rank: int, world_size: int) -> tuple[float, float]:
 
 
 def test_ranks_without_labels(rank_pool):
-    for empty, one in rank_pool(2).run(no_labels_at_all):
+    for empty, entry in rank_pool(2).run(no_labels_at_all):
         assert empty == 0.0
-        assert one > 1.0
+        assert entry > 1.0
 
 
 def two_lengths_in_flight(rank: int, world_size: int) -> bool:
@@ -124,7 +124,7 @@ def two_lengths_in_flight(rank: int, world_size: int) -> bool:
         alone = [engine(**engine.ring.shard_batch(batch)).logits for batch in whole]
         sharded = [engine.ring.shard_batch(batch) for batch in whole]
         again = [engine(**batch).logits for batch in sharded]
-    return all(torch.equal(one, other) for one, other in zip(again, alone, strict=True))
+    return all(torch.equal(entry, peer) for entry, peer in zip(again, alone, strict=True))
 
 
 def test_batches_drawn_ahead_keep_their_layouts(rank_pool):

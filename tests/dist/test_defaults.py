@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from ds_ring import RingMesh
-from tests.dist.harness import RankPool
+from tests.dist.harness import Pool
 from tests.operator_table import OPERATORS, Operator, Place
 
-Pool = Callable[[int], RankPool]
 DEFAULTS = {
     "device meta": ("meta", torch.float32),
     "dtype float64": ("cpu", torch.float64),
@@ -38,39 +37,42 @@ def defaults(device: str, dtype: torch.dtype) -> Iterator[None]:
 def results(row: Operator, place: Place, device: str, dtype: torch.dtype) -> dict[str, Tensor]:
     """The output and gradients of this rank under other defaults, of equal inputs."""
     whole = row.inputs(torch.int64 if row is OPERATORS["ngram_rows"] else torch.float32)
-    given = row.shards(place.grid, whole, place.mesh.sequence_rank)
+    arguments = row.shards(place.grid, whole, place.mesh.sequence_rank)
     for name in row.gradients:
-        given[name].requires_grad_()
+        arguments[name].requires_grad_()
     with defaults(device, dtype):
-        out = row.call(place, **given)
+        out = row.call(place, **arguments)
         if row.gradients:
             out.backward(torch.ones_like(out))
-    found = {"out": out.detach(), **{name: given[name].grad for name in row.gradients}}
-    return {name: x for name, x in found.items() if x is not None}
+    result = {"out": out.detach(), **{name: arguments[name].grad for name in row.gradients}}
+    return {name: x for name, x in result.items() if x is not None}
 
 
-def differences(rank: int, world_size: int, ulysses_size: int, other: str) -> dict[str, str]:
+def differences(rank: int, world_size: int, ulysses_size: int, changed: str) -> dict[str, str]:
     """What operators have otherwise under other defaults, by name."""
-    mesh, found = RingMesh.from_world(world_size // ulysses_size, ulysses_size), {}
+    mesh, result = RingMesh.from_world(world_size // ulysses_size, ulysses_size), {}
     for name, row in OPERATORS.items():
         suits = row.ulysses == "any" or (row.ulysses == "none") == (ulysses_size == 1)
-        if not suits or name in OF_THE_USER.get(other, ()):
+        if not suits or name in OF_THE_USER.get(changed, ()):
             continue
         place = Place(mesh, row.layout)
         want = results(row, place, "cpu", torch.float32)
         try:
-            got = results(row, place, *DEFAULTS[other])
+            got = results(row, place, *DEFAULTS[changed])
         except Exception as error:
-            found[name] = f"{type(error).__name__}: {error}"
+            result[name] = f"{type(error).__name__}: {error}"
             break
         equal = [x.dtype == want[key].dtype and torch.equal(x, want[key]) for key, x in got.items()]
         unequal = [key for key, same in zip(got, equal, strict=True) if not same]
         if unequal:
-            found[name] = f"{unequal} differ"
-    return found
+            result[name] = f"{unequal} differ"
+    return result
 
 
 @pytest.mark.situation("dtypes", "the script sets torch's default device or dtype")
-@pytest.mark.parametrize(("other", "ulysses_size"), [*((other, 1) for other in DEFAULTS), ("device meta", 2)])
-def test_operators_do_not_depend_on_defaults(rank_pool: Pool, other: str, ulysses_size: int) -> None:
-    assert rank_pool(2).run(differences, ulysses_size, other) == [{}, {}]
+@pytest.mark.parametrize(
+    ("changed", "ulysses_size"), [*((changed, 1) for changed in DEFAULTS), ("device meta", 2)]
+)
+@pytest.mark.day("device meta-1", "dtype float16-1", "device meta-2")
+def test_operators_do_not_depend_on_defaults(rank_pool: Pool, changed: str, ulysses_size: int) -> None:
+    assert rank_pool(2).run(differences, ulysses_size, changed) == [{}, {}]

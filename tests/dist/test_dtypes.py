@@ -1,11 +1,9 @@
 """Every public operator and every dtype of torch: right, or refused by a typed error, and the mesh lives.
 
-By day the dtypes that transports or torch's operators lack, by night all (`tools/dtype_campaign.py` prints rows).
+By day the dtypes that transports or torch's operators lack, by night all (`tools/campaign.py dtype` prints rows).
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,10 +11,9 @@ import torch
 import ds_ring
 from ds_ring import RingMesh
 from tests.dist.dtype_table import DTYPES, Outcome, outcomes, rows_for
-from tests.dist.harness import RankPool
+from tests.dist.harness import Pool, RankPool
 from tests.operator_table import OPERATORS, Place, T
 
-Pool = Callable[[int], RankPool]
 NAMES = [str(dtype).removeprefix("torch.") for dtype in DTYPES]
 OF_THE_DAY = ("uint16", "float8_e5m2", "complex64")
 
@@ -26,15 +23,16 @@ def bad_cases(
 ) -> dict[tuple[str, str], set[Outcome]]:
     """The cases that some rank sees as wrong, raw or lost."""
     by_rank = pool.run(outcomes, ulysses_size, cases)
-    seen = {case: {one.get(case, Outcome("lost", "no answer")) for one in by_rank} for case in cases}
+    seen = {case: {item.get(case, Outcome("lost", "no answer")) for item in by_rank} for case in cases}
     return {
-        case: found for case, found in seen.items()
-        if any(one is not None and one.kind not in ("right", "refused", "caller") for one in found)
+        case: result for case, result in seen.items()
+        if any(item is not None and item.kind not in ("right", "refused", "caller") for item in result)
     }  # fmt: skip
 
 
 @pytest.mark.situation("dtypes", "shards of uint16, float8, bits and other dtypes are copied between ranks")
 @pytest.mark.parametrize(("world_size", "ulysses_size"), [(2, 1), (2, 2)])
+@pytest.mark.day("2-2")  # on a ring the next test copies by day, by the same calls
 def test_values_of_all_dtypes_are_copied(rank_pool: Pool, world_size: int, ulysses_size: int) -> None:
     copying = [name for name in rows_for(ulysses_size) if OPERATORS[name].any_dtype]
     cases = [(name, dtype) for name in copying for dtype in NAMES]
@@ -56,7 +54,7 @@ def test_every_operator_and_dtype(rank_pool: Pool, world_size: int, ulysses_size
 
 def one_rank_has_another_dtype(rank: int, world_size: int) -> list[str]:
     """What each call raises: where elements are equally large, where rank 0 alone is wrong; then a right one."""
-    place, found = Place(RingMesh.from_world(world_size)), []
+    place, result = Place(RingMesh.from_world(world_size)), []
     x = torch.zeros(2, T // world_size, 3, dtype=(torch.uint16, torch.int16)[rank])
     for call in (
         lambda: ds_ring.halo(x, 1, dim=1, **place.where),
@@ -70,10 +68,10 @@ def one_rank_has_another_dtype(rank: int, world_size: int) -> list[str]:
     ):
         try:
             call()
-            found.append("")
+            result.append("")
         except Exception as error:
-            found.append(type(error).__name__)
-    return found
+            result.append(type(error).__name__)
+    return result
 
 
 @pytest.mark.situation(
@@ -87,14 +85,14 @@ def test_one_rank_alone_is_wrong(rank_pool: Pool) -> None:
 
 
 def lazy_conjugates(rank: int, world_size: int) -> list[bool]:
-    place, found = Place(RingMesh.from_world(world_size)), []
+    place, result = Place(RingMesh.from_world(world_size)), []
     whole = torch.randn(T, 3, dtype=torch.complex64)
     mine = place.grid.shard(whole, 0, rank)
     for lazy, want in ((mine.conj(), whole.conj()), (mine.conj().imag, whole.conj().imag)):
         assert lazy.is_conj() or lazy.is_neg()
         got = ds_ring.gather_sequence(lazy, place.layout, mesh=place.mesh, dim=0)
-        found.append(torch.equal(got, want))
-    return found
+        result.append(torch.equal(got, want))
+    return result
 
 
 @pytest.mark.situation("dtypes", "gather_sequence of the conjugate of a complex tensor")

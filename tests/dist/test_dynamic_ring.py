@@ -26,10 +26,13 @@ from tests.dist.deepspeed_ranks import (
     VOCABULARY,
     Size,
     build_model,
+    check_gradients,
     full_gradient,
     json_config,
     start_deepspeed,
+    start_engine,
 )
+from tests.dist.harness import catch_refusal
 from tests.dist.test_loader import forking_session
 
 SIZE = Size(hidden=32, layers=2, tokens=0, samples=0)
@@ -121,20 +124,19 @@ def _step_on_ring(rank: int, case: Case) -> Step:
     config["gradient_accumulation_steps"] = case.accumulation
     model = build_model(SIZE, "sdpa")
     with timed_by_machine(case):
-        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-        engine, _, _, _ = ds_ring.initialize(model=model, optimizer=sgd, config=config)
-    found = Step([], {}, [], getattr(engine.ring.dynamic.times, "rates", None))
+        engine = start_engine(model, config)
+    result = Step([], {}, [], getattr(engine.ring.dynamic.times, "rates", None))
     for batch in islice(engine.ring.loader(texts, case.batch, **options_of(case, texts)), case.accumulation):
         loss = engine(**batch).loss
         engine.backward(loss)
-        found.losses.append(float(engine.ring.mean_loss(loss)))
-        found.rings.append(engine.ring.batches.current.mesh.ring_size)
+        result.losses.append(float(engine.ring.mean_loss(loss)))
+        result.rings.append(engine.ring.batches.current.mesh.ring_size)
         if engine.is_gradient_accumulation_boundary():
-            found.gradients.update(
+            result.gradients.update(
                 {name: full_gradient(deepspeed, p) for name, p in engine.module.named_parameters()}
             )
         engine.step()
-    return found if rank == 0 else found._replace(gradients={})
+    return result if rank == 0 else result._replace(gradients={})
 
 
 def pieces_of(case: Case, texts: Texts) -> Iterator[list[dict[str, Tensor]]]:
@@ -150,7 +152,7 @@ def pieces_of(case: Case, texts: Texts) -> Iterator[list[dict[str, Tensor]]]:
         )
         batches.append(list(order))
     for of_replicas in zip(*batches, strict=True):
-        indices = [index for one in of_replicas for index in one]
+        indices = [index for item in of_replicas for index in item]
         if rows is None:
             yield [texts[index] for index in indices]
         else:
@@ -163,7 +165,7 @@ def pieces_of(case: Case, texts: Texts) -> Iterator[list[dict[str, Tensor]]]:
 
 def step_alone(case: Case) -> Step:
     """Each sample by itself, on one process."""
-    model, found = build_model(SIZE, "sdpa"), Step([], {}, [])
+    model, result = build_model(SIZE, "sdpa"), Step([], {}, [])
     for samples in islice(pieces_of(case, Texts()), case.accumulation):
         counted = sum(int((sample["labels"][1:] != -100).sum()) for sample in samples)
         total = 0.0
@@ -172,9 +174,9 @@ def step_alone(case: Case) -> Step:
             loss = cross_entropy(logits, sample["labels"][1:], ignore_index=-100, reduction="sum") / counted
             (loss / case.accumulation).backward()
             total += float(loss.detach())
-        found.losses.append(total)
-    found.gradients.update({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
-    return found
+        result.losses.append(total)
+    result.gradients.update({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    return result
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -185,16 +187,12 @@ def test_gradients_are_those_of_one_process(rank_pool, world):
     sizes = set()
     for name, case in cases.items():
         expected = step_alone(case)
-        for found in by_rank:
-            assert found[name].losses == pytest.approx(expected.losses, rel=1e-5), name
-            sizes |= set(found[name].rings)
-            assert (found[name].rates is not None) == case.measured
-            assert found[name].rates == by_rank[0][name].rates, f"{name}: ranks would divide differently"
-        gradients = by_rank[0][name].gradients
-        assert gradients.keys() == expected.gradients.keys()
-        for parameter, gradient in expected.gradients.items():
-            error = float((gradients[parameter] - gradient).norm() / gradient.norm())
-            assert error < 1e-5, f"{name}: gradient of {parameter}: relative error {error:.3e}"
+        for result in by_rank:
+            assert result[name].losses == pytest.approx(expected.losses, rel=1e-5), name
+            sizes |= set(result[name].rings)
+            assert (result[name].rates is not None) == case.measured
+            assert result[name].rates == by_rank[0][name].rates, f"{name}: ranks would divide differently"
+        check_gradients(by_rank[0][name].gradients, expected.gradients, 1e-5)
     assert sizes >= {1, 2}, f"rings of {sizes} ranks only"
 
 
@@ -214,7 +212,7 @@ def sharp_model() -> torch.nn.Module:
 def losses_by_length(rank: int, world_size: int) -> list[float]:
     """Losses of batches whose longest sample scales the rotary embedding of all, on one ring or another."""
     start_deepspeed()
-    texts, found = Texts(), []
+    texts, result = Texts(), []
     config = json_config(world_size, 6, 0, ring_attention={"dynamic_ring": True})
     model = sharp_model()
     with patch(MEASURED, lambda *_: Machine()):
@@ -222,8 +220,8 @@ def losses_by_length(rank: int, world_size: int) -> list[float]:
     loader = engine.ring.loader(texts, 6, shuffle=True, seed=3, lengths=texts.lengths, most_tokens=200)
     with torch.no_grad():
         for batch in loader:
-            found.append(float(engine.ring.mean_loss(engine(**batch).loss)))
-    return found
+            result.append(float(engine.ring.mean_loss(engine(**batch).loss)))
+    return result
 
 
 @pytest.mark.situation("models", "samples of other lengths scale positions")
@@ -233,8 +231,8 @@ def test_the_longest_sample_of_a_batch_scales_positions_on_all_rings(rank_pool):
     order = SampleOrder(SAMPLES, 6, (0, 1), shuffle=True, seed=3, drop_last=False, lengths=texts.lengths)
     with torch.no_grad():
         expected = [float(model(**padded([texts[index] for index in indices])).loss) for indices in order]
-    for found in rank_pool(2).run(losses_by_length):
-        assert found == pytest.approx(expected, rel=2e-6)
+    for result in rank_pool(2).run(losses_by_length):
+        assert result == pytest.approx(expected, rel=2e-6)
 
 
 def session_with_rings(ring_size: int, documents: bool) -> RingSession:
@@ -271,7 +269,7 @@ def resumed_in_mid_epoch(rank: int, world_size: int) -> list[set[int]]:
 
 def test_an_epoch_goes_on_where_it_was(rank_pool):
     by_rank = rank_pool(2).run(resumed_in_mid_epoch, timeout_s=120)
-    assert {size for sizes in by_rank for one in sizes for size in one} == {1, 2}
+    assert {size for sizes in by_rank for item in sizes for size in item} == {1, 2}
 
 
 class Spoiled(Texts):
@@ -293,15 +291,15 @@ class Spoiled(Texts):
 
 
 def refused(rank: int, world_size: int) -> dict[str, str]:
-    session, texts, found = session_with_rings(2, False), Texts(), {}
+    session, texts, result = session_with_rings(2, False), Texts(), {}
     plain = forking_session(2)
-    other = [length + (index == 8 and rank) for index, length in enumerate(texts.lengths)]
+    second = [length + (index == 8 and rank) for index, length in enumerate(texts.lengths)]
     calls = {
         "no lengths": lambda: session.loader(texts, 4),
         "collate_fn": lambda: session.loader(texts, 4, lengths=texts.lengths, collate_fn=dict),
         "most_tokens": lambda: session.loader(texts, 4, lengths=texts.lengths, most_tokens=0),
         "most_tokens alone": lambda: plain.loader(texts, 4, lengths=texts.lengths, most_tokens=10),
-        "other lengths": lambda: list(session.loader(texts, 4, lengths=other)),
+        "other lengths": lambda: list(session.loader(texts, 4, lengths=second)),
         **{
             how: lambda how=how: list(session.loader(Spoiled(how), 4, lengths=texts.lengths))
             for how in ("shorter", "positions", "no labels")
@@ -310,30 +308,18 @@ def refused(rank: int, world_size: int) -> dict[str, str]:
         "compile": lambda: _start_compiled(),
     }
     for name, call in calls.items():
-        try:
-            call()
-            found[name] = ""
-        except ds_ring.RingError as error:
-            found[name] = f"{type(error).__name__}: {error}"
-    return found
+        result[name] = catch_refusal(call)
+    return result
 
 
 def _start_own() -> None:
-    start_deepspeed()
-    model = torch.nn.Linear(4, 4)
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    ds_ring.initialize(
-        model=model, optimizer=sgd, config=json_config(2, 1, 0, ring_attention={"dynamic_ring": True})
-    )
+    start_engine(torch.nn.Linear(4, 4), json_config(2, 1, 0, ring_attention={"dynamic_ring": True}))
 
 
 def _start_compiled() -> None:
-    start_deepspeed()
-    model = build_model(SIZE, "sdpa")
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     config = json_config(2, 1, 0, ring_attention={"dynamic_ring": True})
     with patch(MEASURED, lambda *_: Machine()):
-        engine, _, _, _ = ds_ring.initialize(model=model, optimizer=sgd, config=config)
+        engine = start_engine(build_model(SIZE, "sdpa"), config)
     engine.compile(backend="ds_ring")
 
 
@@ -355,7 +341,7 @@ REFUSED = {
 def test_what_does_not_go_together_is_refused_on_every_rank(rank_pool):
     by_rank = rank_pool(2).run(refused, timeout_s=120)
     for name, (kind, words, heard) in REFUSED.items():
-        texts = [found[name] for found in by_rank]
+        texts = [result[name] for result in by_rank]
         faults = [text for text in texts if text.startswith(kind) and words in text]
         others = [
             text for text in texts if text.startswith("RingMismatchError") and "refused its batch" in text

@@ -45,9 +45,9 @@ def name_of(part: Any) -> str:
 
 def layers_of(method: Callable[..., Any]) -> list[str]:
     names: list[str] = []
-    while inspect.isfunction(method) and "part" in (found := inspect.getclosurevars(method).nonlocals):
-        names.insert(0, name_of(found["part"]))
-        method = found["call"]
+    while inspect.isfunction(method) and "part" in (result := inspect.getclosurevars(method).nonlocals):
+        names.insert(0, name_of(result["part"]))
+        method = result["call"]
     inner = getattr(method, "__func__", None)  # ours, where it takes the place of DeepSpeed's
     return [inner.func.__name__, *names] if isinstance(inner, functools.partial) else names
 
@@ -74,22 +74,22 @@ def describe(rank: int, world_size: int, folder: str) -> dict[str, Any]:
             sgd = torch.optim.SGD(model.parameters(), lr=0.1)
             engines.append(deepspeed.initialize(model=model, optimizer=sgd, config=section)[0])
         full, plain = engines
-        one = {name: x[:1] for name, x in build_batch(SIZE).items()}
+        item = {name: x[:1] for name, x in build_batch(SIZE).items()}
         for _ in range(2):
-            loss = full(**one).loss
+            loss = full(**item).loss
             full.backward(loss)
             full.step()
 
-        def hooks(found: Iterable[Any]) -> list[str]:
-            return [name_of(hook) for hook in found]
+        def hooks(result: Iterable[Any]) -> list[str]:
+            return [name_of(hook) for hook in result]
 
         return {
             "methods": {name: layers_of(getattr(full, name)) for name in METHODS},
             "before": hooks(full._forward_pre_hooks.values()),
             "after": hooks(full._forward_hooks.values()),
             "after an error": [
-                hooks(one._forward_hooks[key] for key in one._forward_hooks_always_called)
-                for one in (full, full.module)
+                hooks(item._forward_hooks[key] for key in item._forward_hooks_always_called)
+                for item in (full, full.module)
             ],
             "full": full.ring.describe(),
             "plain": plain.ring.describe(),
@@ -99,16 +99,16 @@ def describe(rank: int, world_size: int, folder: str) -> dict[str, Any]:
 
 
 def test_patches_of_an_engine_have_their_order(rank_pool: Any, tmp_path: Path) -> None:
-    found = rank_pool(2).run(describe, str(tmp_path))[0]
-    assert found["methods"] == METHODS
-    assert (found["before"], found["after"]) == (BEFORE, AFTER)
-    assert found["after an error"] == [["restore_generators", "WholeBatches"], ["WholeBatches"]]
+    result = rank_pool(2).run(describe, str(tmp_path))[0]
+    assert result["methods"] == METHODS
+    assert (result["before"], result["after"]) == (BEFORE, AFTER)
+    assert result["after an error"] == [["restore_generators", "WholeBatches"], ["WholeBatches"]]
     for row in ("engine.step (monitor)", "engine.forward (first_batch)", "shutil.copytree", "torch.load"):
-        assert row in found["full"], found["full"]
+        assert row in result["full"], result["full"]
     for row in ("(monitor)", "(first_batch)", "(run_report)", "(evaluation)"):
-        assert row not in found["plain"], found["plain"]
-    assert "deepspeed.initialize (enable)" in found["plain"] and "engine.ring (session)" in found["plain"]
-    wrapped = [line.split()[2:4] for line in found["full"].splitlines() if " engine.step " in line]
+        assert row not in result["plain"], result["plain"]
+    assert "deepspeed.initialize (enable)" in result["plain"] and "engine.ring (session)" in result["plain"]
+    wrapped = [line.split()[2:4] for line in result["full"].splitlines() if " engine.step " in line]
     assert wrapped == [
         ["engine.step", f"({name}):"]
         for name in ("first_batch", "monitor", "run_report", "settled", "culprits")

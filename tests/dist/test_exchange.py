@@ -18,12 +18,11 @@ from ds_ring.comm.exchange import Exchange
 from ds_ring.comm.messages import Counters, Message
 from ds_ring.schedule.grid import Grid
 from tests import calls
-from tests.dist.harness import RankPool, first_in_time, run_ranks_collect
+from tests.dist.harness import Pool, first_in_time, run_ranks_collect
 from tests.dist.rank_process import RankOutcome
 
 pytestmark = pytest.mark.alone
 
-Pool = Callable[[int], RankPool]
 DEADLINE_S = 0.5
 LARGE = 16 << 20  # floats: 64 MiB
 LATE_S = 2.0  # by then a deadline of half a second must have been heard
@@ -91,7 +90,7 @@ def waiting_for(rank: int, world_size: int, what: str, silent: int, exits: bool)
 
 
 def in_time(outcomes: list[RankOutcome]) -> bool:
-    return all(one.value is None or one.value.seconds < LATE_S for one in outcomes)
+    return all(item.value is None or item.value.seconds < LATE_S for item in outcomes)
 
 
 @pytest.mark.parametrize(
@@ -103,10 +102,10 @@ def test_a_deadline_names_the_peer_and_the_hop(what: str, hop: int | None, peer:
         lambda: run_ranks_collect(waiting_for, 2, what, 1, False, timeout_s=20), in_time
     )
     assert (waiting.status, silent.status) == ("returned", "returned"), waiting.report
-    found: Blame = waiting.value
-    assert found[:3] == (0, hop, peer), found
-    assert "before the deadline (hop_timeout_seconds;" in found.cause
-    assert DEADLINE_S * 0.9 < found.seconds < LATE_S, found
+    result: Blame = waiting.value
+    assert result[:3] == (0, hop, peer), result
+    assert "before the deadline (hop_timeout_seconds;" in result.cause
+    assert DEADLINE_S * 0.9 < result.seconds < LATE_S, result
 
 
 def waiting_for_two(rank: int, world_size: int) -> Blame | None:
@@ -125,7 +124,7 @@ def waiting_for_two(rank: int, world_size: int) -> Blame | None:
 
 def test_of_several_peers_the_one_that_did_not_come_is_named() -> None:
     waiting, *others = first_in_time(lambda: run_ranks_collect(waiting_for_two, 3, timeout_s=20), in_time)
-    assert [one.status for one in others] == ["returned"] * 2, waiting.report
+    assert [item.status for item in others] == ["returned"] * 2, waiting.report
     assert waiting.value[:3] == (0, 5, 2), waiting.value
 
 
@@ -136,12 +135,12 @@ def test_a_peer_that_exits_is_noticed_at_once(what: str, hop: int | None) -> Non
         lambda: run_ranks_collect(waiting_for, 3, what, 2, True, timeout_s=20), in_time
     )
     assert (dead.status, dead.message) == ("exited", "exit code 3")
-    for one in survivors:
-        assert one.status == "returned", one.report
-        found: Blame = one.value
-        assert found[:3] == (one.rank, hop, 2), found
-        assert "ended without a goodbye" in found.cause, found
-        assert found.seconds < LATE_S, found
+    for item in survivors:
+        assert item.status == "returned", item.report
+        result: Blame = item.value
+        assert result[:3] == (item.rank, hop, 2), result
+        assert "ended without a goodbye" in result.cause, result
+        assert result.seconds < LATE_S, result
 
 
 # --- headers ---------------------------------------------------------------------------------------
@@ -149,15 +148,15 @@ def test_a_peer_that_exits_is_noticed_at_once(what: str, hop: int | None) -> Non
 
 def spread_over(rank: int, world_size: int) -> list[list[list[int]] | None]:
     """Least and greatest of some headers, among the first n ranks, for every n."""
-    found: list[list[list[int]] | None] = []
+    result: list[list[list[int]] | None] = []
     for size in range(1, world_size + 1):
         group = dist.new_group(list(range(size)))
         if rank < size:
             mesh = RingMesh(Grid(size, size), rank, ring_group=group, sequence_group=group, cpu_group=group)
-            found.append(Exchange(mesh).spread(torch.tensor(header(rank, size))).tolist())
+            result.append(Exchange(mesh).spread(torch.tensor(header(rank, size))).tolist())
         else:
-            found.append(None)
-    return found
+            result.append(None)
+    return result
 
 
 def header(rank: int, size: int) -> list[int]:
@@ -169,8 +168,8 @@ def test_every_rank_sees_the_least_and_the_greatest_header(rank_pool: Pool) -> N
     by_rank = rank_pool(8).run(spread_over)
     for size in range(1, 9):
         headers = [header(rank, size) for rank in range(size)]
-        for found in by_rank[:size]:
-            assert found[size - 1] == [min(headers), max(headers)], size
+        for result in by_rank[:size]:
+            assert result[size - 1] == [min(headers), max(headers)], size
 
 
 def one_call_more_on_rank_1(rank: int, world_size: int) -> str:
@@ -254,10 +253,10 @@ def collectives(rank: int, world_size: int) -> dict[str, Tensor]:
 
 def test_collectives_put_everything_where_it_belongs(rank_pool: Pool) -> None:
     wide = [torch.arange(24.0).view(2, 12) + 100 * rank for rank in range(3)]
-    for rank, found in enumerate(rank_pool(3).run(collectives)):
+    for rank, result in enumerate(rank_pool(3).run(collectives)):
         mine = torch.stack([x.chunk(3, dim=1)[rank] for x in wide])
-        assert torch.equal(found["gathered"], torch.stack([x.mT for x in wide]))
-        assert torch.equal(found["swapped"], mine) and torch.equal(found["reduced"], mine.sum(0))
+        assert torch.equal(result["gathered"], torch.stack([x.mT for x in wide]))
+        assert torch.equal(result["swapped"], mine) and torch.equal(result["reduced"], mine.sum(0))
 
 
 # --- counters and refusals -------------------------------------------------------------------------
@@ -266,10 +265,10 @@ def test_collectives_put_everything_where_it_belongs(rank_pool: Pool) -> None:
 def counted(rank: int, world_size: int) -> list[Counters]:
     """The counters after a batch of two messages, an empty batch, a header, and an all-gather."""
     mesh = RingMesh.from_world(world_size)
-    exchange, found = Exchange(mesh), []
+    exchange, result = Exchange(mesh), []
 
     def note() -> None:
-        found.append(Counters(**vars(exchange.counters)))
+        result.append(Counters(**vars(exchange.counters)))
 
     sends = [Message(torch.zeros(10), rank + 1), Message(torch.zeros(3, dtype=torch.bfloat16), rank + 1)]
     receives = [Message(torch.empty_like(tensor), rank - 1) for tensor, *_ in sends]
@@ -281,14 +280,14 @@ def counted(rank: int, world_size: int) -> list[Counters]:
     note()
     exchange.all_gather(torch.zeros(5), mesh.ring_group, world_size)
     note()
-    return found
+    return result
 
 
 def test_counters_count_payloads_and_nothing_else(rank_pool: Pool) -> None:
     posted = Counters(bytes_sent=46, messages_sent=2, batches=1)
     gathered = Counters(bytes_sent=46 + 2 * 20, messages_sent=2, batches=1)
-    for found in rank_pool(3).run(counted):
-        assert found == [posted, posted, posted, gathered]
+    for result in rank_pool(3).run(counted):
+        assert result == [posted, posted, posted, gathered]
 
 
 def strided(rank: int, world_size: int, side: str) -> str:
@@ -348,5 +347,5 @@ def fails_in_the_middle(rank: int, world_size: int) -> tuple[str, bool]:
 
 
 def test_a_pass_that_fails_in_the_middle_tells_the_others() -> None:
-    found = [one.value for one in run_ranks_collect(fails_in_the_middle, 2, timeout_s=20)]
-    assert found == [("RingPeerError", True), ("ZeroDivisionError", True)], found
+    result = [item.value for item in run_ranks_collect(fails_in_the_middle, 2, timeout_s=20)]
+    assert result == [("RingPeerError", True), ("ZeroDivisionError", True)], result

@@ -122,16 +122,16 @@ FAMILIES: list[tuple[str, dict[str, Any], str]] = [
     ("qwen4_exp_text", {"changes": {"layer_types": ["linear_attention"] * 40, "use_cache": False}}, EXACT),
     *(("llama", {"changes": {"rope_parameters": rope}}, EXACT) for rope in (DYNAMIC, YARN, LONGROPE)),
     *(
-        (one, {"changes": {"output_router_logits": True}}, EXACT)
-        for one in ("mixtral", "olmoe", "granitemoe")
+        (item, {"changes": {"output_router_logits": True}}, EXACT)
+        for item in ("mixtral", "olmoe", "granitemoe")
     ),
     ("llama", {"head": "sequence-classification"}, EXACT),
-    *((one, {"head": "sequence-classification"}, POOLED) for one in ("bert", "roberta", "distilbert")),
+    *((item, {"head": "sequence-classification"}, POOLED) for item in ("bert", "roberta", "distilbert")),
     ("llama", {"head": "token-classification"}, EXACT),
     ("gpt2", {"head": "base"}, EXACT),
     ("deepseek_v4", {}, EXACT),
     *((family, {}, EXACT) for family in SINCE_5_24.split() if family in CONFIG_MAPPING),
-    *((one, {}, "expected no sinks") for one in ("inkling2_loop_text",) if one in CONFIG_MAPPING),
+    *((item, {}, "expected no sinks") for item in ("inkling2_loop_text",) if item in CONFIG_MAPPING),
     ("phi4_multimodal", {"head": "causal-lm"}, EXACT),
     ("big_bird", {"tokens": 190}, "draws blocks of keys at random for more than 176 tokens, got 190"),
 ]  # fmt: skip
@@ -145,14 +145,14 @@ FORMS_REFUSED = {
 }
 
 
-def forms_of(family: str, asked: dict[str, Any]) -> tuple[Form, ...]:
+def forms_of(family: str, requested: dict[str, Any]) -> tuple[Form, ...]:
     """All but packed rows for a head on the last token of a row: documents have none of their own.
 
     Nor in encoder-decoders, nor beside images: their positions on several axes, which many of these models
     have, are not of documents.
     """
     two = ("sequence-classification", "image-text", "seq2seq-lm")
-    return FORMS[:2] if asked.get("head") in two else ROWS
+    return FORMS[:2] if requested.get("head") in two else ROWS
 
 
 # One of each kind: plain, fused QKV, experts, layers that differ, documents, rotary scaling, heads, refusals.
@@ -164,12 +164,12 @@ DAY = (
 
 def forms_run(row: tuple[str, dict[str, Any], str]) -> tuple[Form, ...]:
     """The forms that a family runs with: of most exact ones the next of all in the order of the table."""
-    family, asked, expected = row
+    family, requested, expected = row
     if expected != EXACT:
         return FORMS[:1]
-    forms = forms_of(family, asked)
+    forms = forms_of(family, requested)
     number = FAMILIES.index(row) % len(forms)
-    if asked.get("head") == "seq2seq-lm":
+    if requested.get("head") == "seq2seq-lm":
         return forms
     # Of CPM-Ant one form is refused; a check ends there.
     if family == "cpmant":
@@ -178,11 +178,11 @@ def forms_run(row: tuple[str, dict[str, Any], str]) -> tuple[Form, ...]:
 
 
 def name_of(row: tuple[str, dict[str, Any], str]) -> str:
-    family, asked, _ = row
-    words = [str(value) for value in asked.values() if not isinstance(value, dict)]
-    words += [str(value) for value in asked.get("section", {}).values()]
+    family, requested, _ = row
+    words = [str(value) for value in requested.values() if not isinstance(value, dict)]
+    words += [str(value) for value in requested.get("section", {}).values()]
     words += [
-        f"{key}={value}" for key, value in asked.get("changes", {}).items() if not isinstance(value, dict)
+        f"{key}={value}" for key, value in requested.get("changes", {}).items() if not isinstance(value, dict)
     ]
     return "-".join([family, *words])
 
@@ -197,9 +197,9 @@ def checked(rank: int, world_size: int, request: CheckRequest) -> list[ModelRepo
 @pytest.mark.parametrize("row", FAMILIES, ids=name_of)
 @pytest.mark.day(*DAY)
 def test_a_family_is_exact_or_refused(rank_pool, row):
-    family, asked, expected = row
+    family, requested, expected = row
     forms = forms_run(row)
-    reports = rank_pool(2).run(checked, CheckRequest(family, forms=forms, **asked))[0]
+    reports = rank_pool(2).run(checked, CheckRequest(family, forms=forms, **requested))[0]
     assert [report.form for report in reports] == list(forms)
     for report in reports:
         reason = FORMS_REFUSED.get((family, report.form), expected)
@@ -273,8 +273,8 @@ def with_profiles_of_other_distances(rank: int, world_size: int, family: str) ->
     """Add to each score the term of the distance after its own."""
     from ds_ring.layers.distance_bias.kernel import Profiles
 
-    def shifted(self: Any, tensor: Any, first: int, made: Any = Profiles.__init__) -> None:
-        made(self, tensor, first + 1)
+    def shifted(self: Any, tensor: Any, first: int, built: Any = Profiles.__init__) -> None:
+        built(self, tensor, first + 1)
 
     with mock.patch.object(Profiles, "__init__", shifted):
         return checked(rank, world_size, CheckRequest(family, head="causal-lm"))
@@ -326,11 +326,8 @@ def changed_on_the_ring(change: Callable[[Any], None]) -> Iterator[None]:
         change(model)
         return run(model, *args)
 
-    model_check._on_the_ring = careless
-    try:
+    with mock.patch.object(model_check, "_on_the_ring", careless):
         yield
-    finally:
-        model_check._on_the_ring = run
 
 
 @contextmanager
@@ -348,11 +345,8 @@ def close_experts() -> Iterator[None]:
                 parameter.data[1] = parameter.data[0] * (1 + 2**-19 * noise)
         return model
 
-    model_check.build = tied
-    try:
+    with mock.patch.object(model_check, "build", tied):
         yield
-    finally:
-        model_check.build = make
 
 
 def with_other_rounding(rank: int, world_size: int, family: str) -> list[ModelReport]:
@@ -380,16 +374,11 @@ def with_a_small_fault(rank: int, world_size: int, family: str, name: str, fault
 def with_a_crash(rank: int, world_size: int) -> list[ModelReport]:
     from ds_ring.data.batch_sharding import BatchSharding
 
-    attention = BatchSharding.attention
-
     def fail(self: BatchSharding, *_: Any) -> Any:
         raise KeyError("ds_ring")
 
-    BatchSharding.attention = fail
-    try:
+    with mock.patch.object(BatchSharding, "attention", fail):
         return checked(rank, world_size, CheckRequest("llama"))
-    finally:
-        BatchSharding.attention = attention
 
 
 def test_rotary_positions_of_the_shard_are_found(rank_pool):
@@ -420,7 +409,7 @@ TIPPED = {
 def test_a_threshold_that_rounding_tips_is_told_from_a_fault(rank_pool, family):
     (report,) = rank_pool(2).run(with_other_rounding, family)[0]
     assert report.result == "exact", report.reason
-    assert any(TIPPED[family][15:] in one.name and one.error > 1e-3 for one in report.tipped)
+    assert any(TIPPED[family][15:] in item.name and item.error > 1e-3 for item in report.tipped)
     assert report.in_float64 == "exact" and report.measured == "float64"
     assert report.rounding["gradient"].error < 1e-4
 
@@ -430,16 +419,16 @@ def test_a_threshold_that_rounding_tips_is_told_from_a_fault(rank_pool, family):
 def test_a_fault_that_is_as_large_as_a_jump_is_found_in_float64(rank_pool, family):
     (report,) = rank_pool(2).run(with_a_small_fault, family, TIPPED[family], 4e-3)[0]
     assert report.result == "WRONG" and report.in_float64 == "WRONG", report.reason
-    assert [one.name for one in report.differences] == [TIPPED[family]]
+    assert [item.name for item in report.differences] == [TIPPED[family]]
 
 
 @pytest.mark.parametrize(("family", "name"), [("llama", "model.layers.1.self_attn.v_proj.weight")])
 def test_a_fault_just_above_rounding_is_found(rank_pool, family, name):
     (report,) = rank_pool(2).run(with_a_small_fault, family, name, 0.0)[0]
     assert report.result == "exact", report.reason
-    own = max(1e-6, report.rounding["gradient"].error)
-    (report,) = rank_pool(2).run(with_a_small_fault, family, name, 15 * own)[0]
-    assert report.result == "WRONG" and [one.name for one in report.differences] == [name], report.reason
+    local = max(1e-6, report.rounding["gradient"].error)
+    (report,) = rank_pool(2).run(with_a_small_fault, family, name, 15 * local)[0]
+    assert report.result == "WRONG" and [item.name for item in report.differences] == [name], report.reason
 
 
 def test_a_raw_error_is_no_refusal(rank_pool):

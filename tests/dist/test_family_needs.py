@@ -20,9 +20,7 @@ from torch.nn import functional
 from tests.dist import family_ranks
 from tests.dist.deepspeed_ranks import Run
 from tests.dist.family_ranks import attached, gradients_of, start_session, train_alone, train_on_ring
-from tests.dist.harness import RankPool
-
-Pool = Callable[[int], RankPool]
+from tests.dist.harness import Pool
 
 SAMPLES, TOKENS, VOCABULARY = 3, 45, 61
 SIZES = family_ranks.SIZES | {"pad_token_id": 1}
@@ -63,7 +61,7 @@ def build(family: str, implementation: str) -> Any:
 
 def batches(family: str) -> list[dict[str, Tensor]]:
     """One without padding and one with some on the right, as a tokenizer makes them."""
-    head, found = FAMILIES[family][0], []
+    head, result = FAMILIES[family][0], []
     for number in range(2):
         generator = torch.Generator().manual_seed(number)
         ids = torch.randint(2, VOCABULARY, (SAMPLES, TOKENS), generator=generator)
@@ -78,15 +76,15 @@ def batches(family: str) -> list[dict[str, Tensor]]:
             batch["labels"] = labels + (0.5 if "reward" in family else 0)
         elif head == "CausalLM":
             batch |= {"labels": ids.masked_fill(ids == 1, -100), "attention_mask": (ids != 1).long()}
-        found.append(batch)
-    return found
+        result.append(batch)
+    return result
 
 
 def masked_alone(model: Any, ids: list[Tensor]) -> Run:
     """Every token's own id is its label."""
     losses = []
-    for one in ids:
-        loss = functional.cross_entropy(model(input_ids=one).logits.flatten(0, 1), one.flatten())
+    for entry in ids:
+        loss = functional.cross_entropy(model(input_ids=entry).logits.flatten(0, 1), entry.flatten())
         loss.backward()
         losses.append(loss.item())
     return Run(losses, gradients_of(model))
@@ -94,8 +92,8 @@ def masked_alone(model: Any, ids: list[Tensor]) -> Run:
 
 def masked_on_ring(model: Any, session: Any, ids: list[Tensor]) -> Run:
     losses = []
-    for one in ids:
-        batch = session.shard_batch({"input_ids": one, "shift_labels": one})
+    for entry in ids:
+        batch = session.shard_batch({"input_ids": entry, "shift_labels": entry})
         logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"]).logits
         loss = session.loss(logits, batch)
         loss.backward_loss.backward()

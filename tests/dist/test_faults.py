@@ -1,4 +1,4 @@
-"""One round of every fault of the campaign (`tools/fault_campaign.py` has the long one), on real processes."""
+"""One round of every fault of the campaign (`tools/campaign.py fault` has the long one), on real processes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.dist.faults import KINDS, LATE, WHILE_STARTING
 
 pytestmark = pytest.mark.slow
 
-# With its ZeRO stage; `tools/fault_campaign.py --mode outside` has all kinds at all stages.
+# With its ZeRO stage; `tools/campaign.py fault --mode outside` has all kinds at all stages.
 OUTSIDE_THE_RING = (
     ("kill in step", 1),
     ("exit(0) in step", 3),
@@ -28,9 +28,9 @@ IN_TRAINING = (
 @pytest.fixture(scope="module")
 def zygote() -> Iterator[Zygote]:
     """One for all modes, with what the last of them imports."""
-    made = Zygote("outside")
-    yield made
-    made.close()
+    built = Zygote("outside")
+    yield built
+    built.close()
 
 
 def test_a_job_without_ranks_ends(zygote: Zygote) -> None:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
 from ds_ring import Causal, Full, RingError, RingMesh
 from tests import calls
-from tests.dist.harness import RankOutcome, RankPool, run_ranks_collect
-
-Pool = Callable[[int], RankPool]
+from tests.dist.harness import Pool, RankOutcome, run_ranks_collect
 
 
 def attend(
@@ -45,28 +41,28 @@ def attend(
     return "", "", bool(out.isfinite().all())
 
 
-def outcomes(where: str, check: bool, *more: str) -> list[RankOutcome]:
-    return run_ranks_collect(attend, 2, where, check, *more, timeout_s=60)
+def outcomes(where: str, check: bool, *extra: str) -> list[RankOutcome]:
+    return run_ranks_collect(attend, 2, where, check, *extra, timeout_s=60)
 
 
 @pytest.mark.parametrize("where", ["q", "k", "v", "sinks", "grad_out"])
 def test_inputs_are_named_before_anything_is_sent(rank_pool: Pool, where: str) -> None:
-    other, culprit = rank_pool(2).run(attend, where, True)
+    peer, culprit = rank_pool(2).run(attend, where, True)
     assert culprit[0] == "RingFiniteError", culprit
     count = 2 if where == "sinks" else 64
     assert f"in {where} of ring rank 1 before the first hop, got 1 of {count}" in culprit[1]
-    assert other[0] == "RingMismatchError" and f"in {where} of ring rank 1" in other[1], other
+    assert peer[0] == "RingMismatchError" and f"in {where} of ring rank 1" in peer[1], peer
 
 
 def test_what_overflows_in_a_hop_is_named_with_the_hop() -> None:
-    other, culprit = (one.value for one in outcomes("overflow", True))
+    peer, culprit = (item.value for item in outcomes("overflow", True))
     assert culprit[0] == "RingFiniteError" and "of ring rank 1 after hop 0" in culprit[1], culprit
-    assert other[0] == "RingPeerError" and "RingFiniteError" in other[1], other
+    assert peer[0] == "RingPeerError" and "RingFiniteError" in peer[1], peer
 
 
 def test_replicated_queries_are_checked_too(rank_pool: Pool) -> None:
-    other, culprit = rank_pool(2).run(attend, "k", True, "replicated")
-    assert (other[0], culprit[0]) == ("RingMismatchError", "RingFiniteError")
+    peer, culprit = rank_pool(2).run(attend, "k", True, "replicated")
+    assert (peer[0], culprit[0]) == ("RingMismatchError", "RingFiniteError")
 
 
 def test_without_the_check_they_pass_through(rank_pool: Pool) -> None:

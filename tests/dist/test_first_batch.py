@@ -49,9 +49,9 @@ def silently_wrong(fault: str) -> Iterator[None]:
     def from_zero(self: Any, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
         return rotate(self, x, torch.arange(x.shape[1])[None])
 
-    def every_other(self: BatchSharding, *asked: Any) -> Any:
-        calls.append(asked)
-        right = attention(self, *asked)
+    def every_other(self: BatchSharding, *requested: Any) -> Any:
+        calls.append(requested)
+        right = attention(self, *requested)
         lost = torch.distributed.get_rank() == 1 and len(calls) % 2 == 0
         return (lambda q, k, v, *others: right(q, k, v * 0, *others)) if lost else right
 

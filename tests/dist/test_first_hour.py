@@ -46,8 +46,8 @@ def mistake(rank: int, world_size: int, kind: str) -> None:
     model.ring = engine.ring
     if kind.startswith("ragged"):
         data: Any = [{"input_ids": torch.ones(n).long(), "labels": torch.ones(n).long()} for n in (12, 17)]
-        given = engine.ring.loader(data, 2) if kind == "ragged" else engine.ring.wrap(DataLoader(data, 2))
-        next(iter(given))
+        inputs = engine.ring.loader(data, 2) if kind == "ragged" else engine.ring.wrap(DataLoader(data, 2))
+        next(iter(inputs))
     whole = build_batch(SIZE)
     if kind == "token id":
         whole["input_ids"] += 10**6
@@ -90,7 +90,7 @@ def numbered_by_itself(rank: int, world_size: int) -> None:
     model: Any = build_model(SIZE, "sdpa")
     positions = torch.arange(SIZE.tokens // world_size)[None]
     model.model.register_forward_pre_hook(
-        lambda _, args, given: (args, given | {"position_ids": positions}), with_kwargs=True
+        lambda _, args, inputs: (args, inputs | {"position_ids": positions}), with_kwargs=True
     )
     engine = start_engine(model, json_config(world_size, 2, 0, ring_attention={"layout": "contiguous"}))
     engine(**engine.ring.shard_batch(build_batch(SIZE)))
@@ -99,13 +99,13 @@ def numbered_by_itself(rank: int, world_size: int) -> None:
 @pytest.mark.situation("first hour", "a model of one's own that numbers its tokens")
 def test_a_model_that_numbers_its_tokens_by_itself_is_named(rank_pool: Any) -> None:
     """By the second rank; the first one's tokens do begin at 0."""
-    other, own = rank_pool(2).collect(numbered_by_itself, grace_s=30)
-    assert own.error_type == "RingPatternError", own.report
+    second, local = rank_pool(2).collect(numbered_by_itself, grace_s=30)
+    assert local.error_type == "RingPatternError", local.report
     assert (
         "LlamaForCausalLM: expected position_ids in its LlamaModel, which numbers this rank's tokens"
-        in own.message
+        in local.message
     )
-    assert other.error_type == "RingMismatchError" and "rank 1" in other.message, other.report
+    assert second.error_type == "RingMismatchError" and "rank 1" in second.message, second.report
 
 
 def without_a_launcher(rank: int, world_size: int) -> None:
@@ -123,9 +123,9 @@ def without_a_launcher(rank: int, world_size: int) -> None:
 
 @pytest.mark.situation("first hour", "python script.py without a launcher")
 def test_a_script_without_a_launcher_hears_of_it() -> None:
-    (found,) = run_ranks_collect(without_a_launcher, 1)
-    assert found.error_type == "RingConfigError"
-    assert "expected a process that a launcher has started" in found.message
+    (result,) = run_ranks_collect(without_a_launcher, 1)
+    assert result.error_type == "RingConfigError"
+    assert "expected a process that a launcher has started" in result.message
 
 
 def test_check_model_takes_no_script(tmp_path: Path) -> None:

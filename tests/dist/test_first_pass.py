@@ -14,7 +14,7 @@ from ds_ring.kernels.cpu.kernel import CpuKernel
 from ds_ring.ops.context import context_for
 from ds_ring.ops.options import Options
 from ds_ring.ops.ring_op import ring_attention_op
-from ds_ring.registry import DEVICES
+from ds_ring.plugin import DEVICES
 from tests.dist.harness import RankPool
 
 HOP_S, SKEW_S = 0.6, 1.5

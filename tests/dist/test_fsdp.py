@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,10 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import ds_ring
-from tests.dist.harness import RankPool
+from tests.dist.harness import Pool
 from tests.reference import relative_error
 
-Pool = Callable[[int], RankPool]
 TOKENS, SAMPLES, HIDDEN, HEADS = 37, 2, 32, 4
 
 
@@ -24,8 +22,8 @@ class Layer(nn.Module):
 
     def forward(self, x_BSC: Tensor, attend: Any) -> Tensor:
         q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.qkv(x_BSC).chunk(3, -1))
-        found: Tensor = x_BSC + self.out(attend(q, k, v).transpose(1, 2).flatten(2))
-        return found
+        result: Tensor = x_BSC + self.out(attend(q, k, v).transpose(1, 2).flatten(2))
+        return result
 
 
 class Model(nn.Module):
@@ -65,8 +63,8 @@ def trained(rank: int, world_size: int) -> float:
     # FSDP averages over the ranks that it shards over: see MIGRATING.md.
     ((model(x, attend) * real).square().sum() * world_size).backward()
     plain = torch.nn.functional.scaled_dot_product_attention
-    for one in samples:
-        alone(one, lambda q, k, v: plain(q, k, v, is_causal=True)).square().sum().backward()
+    for item in samples:
+        alone(item, lambda q, k, v: plain(q, k, v, is_causal=True)).square().sum().backward()
     errors = []
     for got, want in zip(model.parameters(), alone.parameters(), strict=True):
         assert got.grad is not None and want.grad is not None

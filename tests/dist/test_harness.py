@@ -112,9 +112,9 @@ def test_results_come_back_by_rank(rank_pool: Pools, world_size: int) -> None:
 def test_a_pool_keeps_its_processes_and_its_ranks_have_one_thread(rank_pool: Pools) -> None:
     first, second = rank_pool(2).run(where_am_i), rank_pool(2).run(where_am_i)
     assert first == second
-    assert len({one.pid for one in first}) == 2
-    assert [one.torch_threads for one in first] == [1, 1]
-    assert [one.environment for one in first] == [["1", "lo", "0"], ["1", "lo", "1"]]
+    assert len({item.pid for item in first}) == 2
+    assert [item.torch_threads for item in first] == [1, 1]
+    assert [item.environment for item in first] == [["1", "lo", "0"], ["1", "lo", "1"]]
 
 
 def test_a_call_starts_from_the_same_seed_and_without_old_groups(rank_pool: Pools) -> None:

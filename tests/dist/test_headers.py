@@ -37,59 +37,59 @@ def qkv(mesh: RingMesh, value_dim: int = 8) -> list[Tensor]:
     return [drawn(1, 4, slots(mesh), width) for width in (8, 8, value_dim)]
 
 
-def attention(mesh: RingMesh, other: bool, value_dim: int = 8, lse: bool = False) -> None:
-    q, k, v = qkv(mesh, value_dim if other else 8)
-    ds_ring.ring_attention(q, k, v, pattern=Causal(), return_lse=lse and other, **placed(mesh))
+def attention(mesh: RingMesh, second: bool, value_dim: int = 8, lse: bool = False) -> None:
+    q, k, v = qkv(mesh, value_dim if second else 8)
+    ds_ring.ring_attention(q, k, v, pattern=Causal(), return_lse=lse and second, **placed(mesh))
 
 
-def latents(mesh: RingMesh, other: bool) -> None:
-    q, latent = drawn(1, 4, slots(mesh), 6), 5 if other else 6
-    given = drawn(1, 1, slots(mesh), latent), drawn(1, 1, slots(mesh), 2), drawn(4 * (4 + 3), latent)
-    ds_ring.latent_attention(q, *given, pattern=Causal(), **placed(mesh))
+def latents(mesh: RingMesh, second: bool) -> None:
+    q, latent = drawn(1, 4, slots(mesh), 6), 5 if second else 6
+    inputs = drawn(1, 1, slots(mesh), latent), drawn(1, 1, slots(mesh), 2), drawn(4 * (4 + 3), latent)
+    ds_ring.latent_attention(q, *inputs, pattern=Causal(), **placed(mesh))
 
 
-def lse_gradient(mesh: RingMesh, other: bool) -> None:
+def lse_gradient(mesh: RingMesh, second: bool) -> None:
     torch.manual_seed(3)  # replicated queries
     q, (_, k, v) = drawn(1, 4, 2, 8).requires_grad_(), qkv(mesh)
     out, lse = ds_ring.decode_attention(q, k, v, return_lse=True, **placed(mesh))
-    (out.sum() + (2.0 if other else 1.0) * lse.sum()).backward()
+    (out.sum() + (2.0 if second else 1.0) * lse.sum()).backward()
 
 
-def largest_score(mesh: RingMesh, other: bool) -> None:
+def largest_score(mesh: RingMesh, second: bool) -> None:
     q, k, _ = qkv(mesh)
-    ds_ring.max_logits(q, k, scale=0.5 if other else None, **placed(mesh))
+    ds_ring.max_logits(q, k, scale=0.5 if second else None, **placed(mesh))
 
 
-def selection(mesh: RingMesh, other: bool) -> None:
-    keys = drawn(1, slots(mesh), *((2, 6) if other else (3, 4)))
+def selection(mesh: RingMesh, second: bool) -> None:
+    keys = drawn(1, slots(mesh), *((2, 6) if second else (3, 4)))
     ds_ring.ring_select(lambda rows, some: some.flatten(2)[:, None, :, 0].expand(1, rows.stop - rows.start, -1),
                         2, keys, **placed(mesh))  # fmt: skip
 
 
-def serial(mesh: RingMesh, other: bool, name: str = "block_size") -> None:
+def serial(mesh: RingMesh, second: bool, name: str = "block_size") -> None:
     x = drawn(2, slots(mesh), 3)
     ds_ring.serial_scan(
         lambda state, some: (some[0], state + some[0].sum(1)), drawn(2, 3), [x],
-        documents=Documents([0] * TOKENS), **{name: 2 if other else 1}, **placed(mesh, "contiguous"),
+        documents=Documents([0] * TOKENS), **{name: 2 if second else 1}, **placed(mesh, "contiguous"),
     )  # fmt: skip
 
 
-def nsa(mesh: RingMesh, other: bool) -> None:
-    sizes = NsaSizes(4, 4, 4, 3, 1, 2 if other else 1, 8)
+def nsa(mesh: RingMesh, second: bool) -> None:
+    sizes = NsaSizes(4, 4, 4, 3, 1, 2 if second else 1, 8)
     ds_ring.nsa_attention(
         *qkv(mesh), drawn(1, 4, slots(mesh), 3), compress=lambda k, v: (k.mean(3), v.mean(3)), sizes=sizes,
         **placed(mesh),
     )  # fmt: skip
 
 
-def ngrams(mesh: RingMesh, other: bool, **changed: Any) -> None:
+def ngrams(mesh: RingMesh, second: bool, **changed: Any) -> None:
     ids = torch.randint(0, 9, (1, slots(mesh)))
-    given: dict[str, Any] = {"multipliers": [3, 5], "sizes": [[7, 11]], "pad_id": 0}
-    ds_ring.ngram_rows(ids, **given | (changed if other else {}), **placed(mesh))
+    inputs: dict[str, Any] = {"multipliers": [3, 5], "sizes": [[7, 11]], "pad_id": 0}
+    ds_ring.ngram_rows(ids, **inputs | (changed if second else {}), **placed(mesh))
 
 
-def shifted(mesh: RingMesh, other: bool) -> None:
-    ds_ring.shift_sequence(drawn(1, slots(mesh)), 1, dim=1, fill=-100 if other else 0, **placed(mesh))
+def shifted(mesh: RingMesh, second: bool) -> None:
+    ds_ring.shift_sequence(drawn(1, slots(mesh)), 1, dim=1, fill=-100 if second else 0, **placed(mesh))
 
 
 # by what the last rank has otherwise: Ulysses size, the call, words of the message
@@ -121,5 +121,5 @@ def on_the_last_rank(rank: int, world_size: int, name: str) -> Refusal:
 @pytest.mark.situation("inputs", "one rank passes another value of an argument that all ranks must share")
 @pytest.mark.parametrize("name", ROWS)
 def test_an_argument_that_one_rank_has_otherwise_is_named_on_all(rank_pool: Pool, name: str) -> None:
-    for found in outcomes(rank_pool(2), on_the_last_rank, name):
-        check_refusal(found, MISMATCH, ROWS[name][2])
+    for result in outcomes(rank_pool(2), on_the_last_rank, name):
+        check_refusal(result, MISMATCH, ROWS[name][2])

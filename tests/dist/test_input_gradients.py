@@ -20,9 +20,8 @@ from tests.dist.deepspeed_ranks import (
     start_deepspeed,
     start_engine,
 )
-from tests.dist.harness import RankPool
+from tests.dist.harness import Pool
 
-Pool = Callable[[int], RankPool]
 SIZE = Size(hidden=16, layers=2, tokens=29, samples=2)
 TOLERANCE = 2e-6
 
@@ -103,13 +102,13 @@ def of_whole_tensors(
 ) -> dict[str, float]:
     """The largest relative error of each way's gradients."""
     engine, shard = engine_of(stage, enabled, **section)
-    found = {}
+    result = {}
     for name, way in WAYS.items():
         ring = way(engine, shard, dict(build_batch(SIZE)))
         alone = way(Alone(build_model(SIZE, "sdpa"), SIZE.samples), dict, dict(build_batch(SIZE)))
         pairs = zip(ring, alone, strict=True)
-        found[name] = max(float((a - b).norm() / b.norm()) for a, b in pairs)
-    return found
+        result[name] = max(float((a - b).norm() / b.norm()) for a, b in pairs)
+    return result
 
 
 @pytest.mark.situation(
@@ -120,13 +119,13 @@ def of_whole_tensors(
 def test_gradients_of_whole_tensors_are_those_of_one_process(
     rank_pool: Pool, stage: int, enabled: bool
 ) -> None:
-    for found in rank_pool(2).run(of_whole_tensors, stage, enabled):
-        assert max(found.values()) < TOLERANCE, found
+    for result in rank_pool(2).run(of_whole_tensors, stage, enabled):
+        assert max(result.values()) < TOLERANCE, result
 
 
 def test_gradients_of_whole_samples_on_each_rank(rank_pool: Pool) -> None:
-    for found in rank_pool(2).run(of_whole_tensors, 0, False, min_sequence_length=40):
-        assert max(found.values()) < TOLERANCE, found
+    for result in rank_pool(2).run(of_whole_tensors, 0, False, min_sequence_length=40):
+        assert max(result.values()) < TOLERANCE, result
 
 
 def with_replicas(rank: int, world_size: int) -> tuple[float, float]:
@@ -214,39 +213,39 @@ def ways_at(stage: int) -> list[Callable[..., None]]:
 
 def of_local_tensors(rank: int, world_size: int, stage: int) -> list[tuple[str, float]]:
     engine, shard = engine_of(stage, False)
-    found = []
+    result = []
     for way in ways_at(stage):
         local = shard(build_batch(SIZE))
         embeds = engine.module.get_input_embeddings()(local.pop("input_ids"))
         began = time.monotonic()
         with pytest.raises(RingConfigError) as raised:
             way(engine, local, embeds)
-        found.append((str(raised.value), time.monotonic() - began))
+        result.append((str(raised.value), time.monotonic() - began))
     # The mesh lives, and what parameters of the engine's alone have made is taken.
     local = shard(build_batch(SIZE))
     embeds = engine.module.get_input_embeddings()(local.pop("input_ids"))
     engine.backward(engine(**local, inputs_embeds=embeds).loss)
-    return found
+    return result
 
 
 @pytest.mark.situation("autograd", "Gradients of embeddings and hidden states of a rank's tokens.")
 @pytest.mark.parametrize("stage", [1, 3])
 def test_gradients_of_a_ranks_tokens_are_refused_on_every_rank(rank_pool: Pool, stage: int) -> None:
-    for found in rank_pool(2).run(of_local_tensors, stage):
-        for way, (said, seconds) in zip(ways_at(stage), found, strict=True):
+    for result in rank_pool(2).run(of_local_tensors, stage):
+        for way, (said, seconds) in zip(ways_at(stage), result, strict=True):
             assert REFUSED[way] in said
             assert seconds < 1
 
 
 def other_calls(rank: int, world_size: int) -> list[str]:
     """A gradient that only one rank asks for; summed gradients; and autograd.grad of a whole tensor."""
-    found = []
+    result = []
     batch = dict(build_batch(SIZE))
     batch["inputs_embeds"] = torch.ones(*batch.pop("input_ids").shape, SIZE.hidden, requires_grad=rank == 0)
     engine, shard = engine_of(3, False)
     with pytest.raises(RingMismatchError) as raised:
         shard(batch)
-    found.append(str(raised.value))
+    result.append(str(raised.value))
     batch["inputs_embeds"].requires_grad_()
     (gradient,) = torch.autograd.grad(engine(**shard(batch)).loss, batch["inputs_embeds"])
     alone = Alone(build_model(SIZE, "sdpa"), 2)
@@ -255,7 +254,7 @@ def other_calls(rank: int, world_size: int) -> list[str]:
     engine = start_engine(build_model(SIZE, "sdpa"), json_config(2, 2, 0, gradient_allreduce_op="sum"))
     with pytest.raises(RingConfigError) as summed:
         engine.ring.shard_batch(batch)
-    return [*found, str(summed.value)]
+    return [*result, str(summed.value)]
 
 
 def test_calls_that_ranks_make_together(rank_pool: Pool) -> None:

@@ -14,12 +14,12 @@ import pytest
 import torch
 from torch import Tensor
 
+import ds_ring
 from tests.dist import deepspeed_ranks, family_ranks
-from tests.dist.deepspeed_ranks import Run, Size, build_model, json_config, start_deepspeed
+from tests.dist.deepspeed_ranks import Run, Size, build_model, json_config, start_deepspeed, train_on_ring
 from tests.dist.family_ranks import attached, gradients_of, start_session, train_alone
-from tests.dist.harness import RankPool
+from tests.dist.harness import Pool
 
-Pool = Callable[[int], RankPool]
 SAMPLES, TOKENS, PADDED = 2, 23, 7
 SIZE = Size(hidden=16, layers=1, tokens=29, samples=4)
 
@@ -113,8 +113,6 @@ def test_inputs_are_those_of_one_process_or_refused(rank_pool: Pool, name: str) 
 def classified_on_the_left(rank: int, world_size: int) -> float:
     """How far the logits of a classifier are from one process, given embeddings with padding on the left."""
     deepspeed = start_deepspeed()
-    import ds_ring
-
     ds_ring.enable()
     case = CASES["classifier, left"]
     model = build(case).float().eval()
@@ -142,8 +140,7 @@ def trained_on_the_left(rank: int, world_size: int, family: str) -> tuple[float,
     import logging
 
     deepspeed = start_deepspeed()
-    import ds_ring
-    from ds_ring.data.batch import warn_of_shifted_padding
+    from ds_ring.integrations.deepspeed.batch import warn_of_shifted_padding
 
     ds_ring.enable()
     warn_of_shifted_padding.cache_clear()
@@ -197,8 +194,8 @@ def build_subclass(kind: str) -> Callable[..., Any]:
     class WithHead(LlamaForCausalLM):
         """Returns what it inherits, by a forward of its own."""
 
-        def forward(self, input_ids: Any = None, attention_mask: Any = None, **given: Any) -> Any:
-            output = super().forward(input_ids, attention_mask=attention_mask, **given)
+        def forward(self, input_ids: Any = None, attention_mask: Any = None, **inputs: Any) -> Any:
+            output = super().forward(input_ids, attention_mask=attention_mask, **inputs)
             output["logits"] = output.logits * 1
             return output
 
@@ -211,7 +208,7 @@ def build_subclass(kind: str) -> Callable[..., Any]:
 
         def forward(
             self, input_ids: Any = None, attention_mask: Any = None, position_ids: Any = None,
-            labels: Any = None, **given: Any,
+            labels: Any = None, **inputs: Any,
         ) -> Any:  # fmt: skip
             from transformers.modeling_outputs import CausalLMOutput
 
@@ -221,22 +218,20 @@ def build_subclass(kind: str) -> Callable[..., Any]:
             logits, loss = self.lm_head(hidden), None
             if labels is not None:
                 loss = self.loss_function(
-                    logits=logits, labels=labels, vocab_size=self.config.vocab_size, **given
+                    logits=logits, labels=labels, vocab_size=self.config.vocab_size, **inputs
                 )
             return CausalLMOutput(loss=loss, logits=logits)
 
     def build(size: Size, implementation: str, **changes: Any) -> Any:
         plain: Any = build_model(size, implementation, **changes)
-        made = {"empty": Empty, "with a head": WithHead, "remote code": Remote}[kind](plain.config)
-        made.load_state_dict(plain.state_dict(), strict=False)
-        return made
+        built = {"empty": Empty, "with a head": WithHead, "remote code": Remote}[kind](plain.config)
+        built.load_state_dict(plain.state_dict(), strict=False)
+        return built
 
     return build
 
 
 def trained_subclass(rank: int, world_size: int, kind: str) -> Run:
-    from tests.dist.deepspeed_ranks import train_on_ring
-
     config = json_config(world_size, SIZE.samples, 0)
     return train_on_ring(rank, world_size, SIZE, config, 2, build=build_subclass(kind))
 
@@ -266,8 +261,6 @@ KEPT: dict[str, Any] = {
 def kept_logits(rank: int, world_size: int) -> tuple[dict[str, float], str]:
     """How far the logits are that stock keeps, and what a call with labels raises."""
     deepspeed = start_deepspeed()
-    import ds_ring
-
     ds_ring.enable()
     case = Case("llama", side="left")
     model = build(case).float().eval()

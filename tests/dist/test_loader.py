@@ -107,8 +107,8 @@ KINDS = ["own", "own with workers", "wrapped", "stream", "distributed"]
 def test_an_epoch_goes_on_where_it_was(rank_pool, world, kinds):
     by_rank = rank_pool(world).run(resumed_in_mid_epoch, 2, kinds, timeout_s=240)
     for kind in kinds:
-        replicas = [found[kind] for found in by_rank[::2]]
-        assert [found[kind] for found in by_rank] == [one for one in replicas for _ in range(2)]
+        replicas = [result[kind] for result in by_rank[::2]]
+        assert [result[kind] for result in by_rank] == [item for item in replicas for _ in range(2)]
         for epoch in range(2):
             seen = [number for replica in replicas for batch in replica[epoch] for number in batch]
             assert set(seen) == set(range(1, SAMPLES + 1))
@@ -238,10 +238,10 @@ def slices_and_wholes(rank: int, world_size: int, layout: str, packed: bool) -> 
         expected, options["pack_tokens"] = session.loader(parts, 2, shuffle=True), 301
     else:
         expected = session.loader(whole, **options)
-    for batch, other in zip(session.loader(sliced, **options), expected, strict=True):
-        assert batch.keys() == other.keys()
+    for batch, second in zip(session.loader(sliced, **options), expected, strict=True):
+        assert batch.keys() == second.keys()
         for key in batch:
-            assert torch.equal(batch[key], other[key]), key
+            assert torch.equal(batch[key], second[key]), key
     return sliced.bytes_read, sum(sliced.lengths) * 8
 
 
@@ -260,10 +260,10 @@ def plans_ahead(rank: int, world_size: int, ahead: bool) -> tuple[list[list[Tens
     """The local batches and the attention over each; the threads that planned a pass or made its steps."""
     planners: list[str] = []
     session = forking_session(2, pattern={"causal": True, "documents": True})
-    for cache in (plan._built, layout._made):
+    for cache in (plan._build_plan, layout._make_layout):
         cache.cache_clear()
     session.mesh.owners[ContextCache].by_key.clear()
-    documents, generator, found = Documents(60, 90), torch.Generator().manual_seed(5), []
+    documents, generator, result = Documents(60, 90), torch.Generator().manual_seed(5), []
     loader = session.loader(documents, 2, shuffle=True, lengths=documents.lengths, pack_tokens=401)
     loader.ahead = loader.ahead if ahead else None
 
@@ -283,23 +283,23 @@ def plans_ahead(rank: int, world_size: int, ahead: bool) -> tuple[list[list[Tens
             shape = (3, 2, 2, batch["input_ids"].shape[1], 8)
             q, k, v = torch.randn(shape, generator=generator).requires_grad_()
             out = session.attention()(q, k, v)
-            found.append([batch["input_ids"], out.detach(), *torch.autograd.grad(out.sum(), (q, k, v))])
-    return found, planners
+            result.append([batch["input_ids"], out.detach(), *torch.autograd.grad(out.sum(), (q, k, v))])
+    return result, planners
 
 
 def test_the_next_batch_is_planned_in_a_thread(rank_pool):
     """Its layout always, its passes from the third batch on, when one was attended to; bits do not change."""
     inline, apart = (rank_pool(2).run(plans_ahead, ahead) for ahead in (False, True))
-    for (expected, everything), (found, planners) in zip(inline, apart, strict=True):
-        assert len(found) == len(expected) >= 4
-        for one, other in zip(found, expected, strict=True):
-            assert all(torch.equal(x, y) for x, y in zip(one, other, strict=True))
-        assert any("make_auto" in one for one in everything)
-        assert all("MainThread" in one for one in everything), "nothing is read ahead"
-        main = [one for one in planners if "MainThread" in one]
-        assert sorted(one.split()[0] for one in planners) == sorted(one.split()[0] for one in everything)
-        assert 0 < len(main) <= 2 * len(everything) // len(found)
-        assert not any("make_auto" in one for one in main)
+    for (expected, everything), (result, planners) in zip(inline, apart, strict=True):
+        assert len(result) == len(expected) >= 4
+        for item, second in zip(result, expected, strict=True):
+            assert all(torch.equal(x, y) for x, y in zip(item, second, strict=True))
+        assert any("make_auto" in item for item in everything)
+        assert all("MainThread" in item for item in everything), "nothing is read ahead"
+        main = [item for item in planners if "MainThread" in item]
+        assert sorted(item.split()[0] for item in planners) == sorted(item.split()[0] for item in everything)
+        assert 0 < len(main) <= 2 * len(everything) // len(result)
+        assert not any("make_auto" in item for item in main)
 
 
 def dies_beside_its_workers(rank: int, world_size: int, folder: str) -> tuple[str, float]:

@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.dist.deepspeed_ranks import json_config, start_deepspeed, start_engine
-from tests.dist.long_table import Step, errors, step_alone, step_on_ring
+from tests.dist.deepspeed_ranks import Run, json_config, start_deepspeed, start_engine
+from tests.dist.harness import catch_refusal
+from tests.dist.long_table import step_alone, step_on_ring
+from tests.dist.training_table import errors
 
 # Family, ZeRO stage, option, whether layers are checkpointed: each option alone, every stage, every family.
 CELLS = [
@@ -31,7 +33,7 @@ MORE_CELLS = [
 ]
 
 
-def steps(rank: int, world_size: int, cells: list[Any]) -> list[Step]:
+def steps(rank: int, world_size: int, cells: list[Any]) -> list[Run]:
     return [
         step_on_ring(rank, world_size, family, stage, option, world_size, checkpointing)
         for family, stage, option, checkpointing in cells
@@ -42,9 +44,9 @@ def steps(rank: int, world_size: int, cells: list[Any]) -> list[Step]:
     "cells", [CELLS, pytest.param(MORE_CELLS, marks=pytest.mark.night)], ids=["few", "more"]
 )
 def test_gradients_are_those_of_one_process(rank_pool: Any, cells: list[Any]) -> None:
-    found = rank_pool(2).run(steps, cells)
+    outcome = rank_pool(2).run(steps, cells)
     alone = {family: step_alone(family) for family, *_ in cells}
-    for cell, *runs in zip(cells, *found, strict=True):
+    for cell, *runs in zip(cells, *outcome, strict=True):
         loss, gradient = errors(runs, alone[cell[0]])
         assert loss < 1e-6, cell
         assert gradient < 1e-5, cell
@@ -64,8 +66,8 @@ class Largest(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        found = result if isinstance(result, (tuple, list)) else [result]
-        sizes = [x.numel() for x in found if isinstance(x, torch.Tensor)]
+        outcome = result if isinstance(result, (tuple, list)) else [result]
+        sizes = [x.numel() for x in outcome if isinstance(x, torch.Tensor)]
         self.elements = max([self.elements, *sizes])
         return result
 
@@ -104,33 +106,22 @@ def refused(rank: int, world_size: int) -> dict[str, str]:
     start_deepspeed()
     import transformers
 
-    import ds_ring
-    from ds_ring.errors import RingConfigError
-
-    def engine_of(part: Any, kind: str = "LlamaForCausalLM", **more: Any) -> Any:
+    def engine_of(part: Any, kind: str = "LlamaForCausalLM", **extra: Any) -> Any:
         family = kind.removesuffix("ForCausalLM").removesuffix("Model")
         sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 64}
-        config = getattr(transformers, f"{family}Config")(**sizes, **more)
+        config = getattr(transformers, f"{family}Config")(**sizes, **extra)
         model = getattr(transformers, kind)(config)
-        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-        section = {"long_sequence": part}
-        return ds_ring.initialize(
-            model=model, optimizer=sgd, config=json_config(2, 1, 0, ring_attention=section)
-        )[0]
+        return start_engine(model, json_config(2, 1, 0, ring_attention={"long_sequence": part}))
 
     def message(call: Any) -> str:
-        try:
-            call()
-        except RingConfigError as error:
-            return str(error)
-        return "nothing"
+        return catch_refusal(call)
 
     llama = {"intermediate_size": 32}
     ids = torch.arange(16)[None]
     engine = engine_of({"tiled_loss": 4}, **llama)
     local = engine.ring.shard_batch({"input_ids": ids, "labels": ids})
     logits = engine(**local).logits
-    found = {
+    outcome = {
         "no head": message(lambda: engine_of({"tiled_loss": True}, "LlamaModel", **llama)),
         "no MLP": message(
             lambda: engine_of({"tiled_mlp": True}, "OPTForCausalLM", ffn_dim=32, word_embed_proj_dim=16)
@@ -143,20 +134,20 @@ def refused(rank: int, world_size: int) -> dict[str, str]:
         "a part": message(lambda: logits[:, -1]),
     }
     scaled = (logits[:, 0:, :].float() * 2.0 / 4).tanh()
-    found["shape"] = str(list(scaled.shape))
-    found["loss"] = str(
+    outcome["shape"] = str(list(scaled.shape))
+    outcome["loss"] = str(
         float(engine.ring.loss(logits, local).mean_loss - engine.ring.mean_loss(engine(**local).loss))
     )
     engine.eval()
     with torch.no_grad():
-        found["eval"] = str(
+        outcome["eval"] = str(
             type(
                 engine(
                     **{k: x for k, x in local.items() if "label" not in k and k != "num_items_in_batch"}
                 ).logits
             )
         )
-    return found
+    return outcome
 
 
 def test_what_is_refused_and_what_is_not(rank_pool: Any) -> None:

@@ -15,12 +15,11 @@ from ds_ring import Causal, MaskMod, RingAttention, RingError, RingMesh
 from ds_ring.ops.options import Options
 from tests import calls
 from tests.cases import LAYOUTS, Shape, tensors
-from tests.dist.harness import RankPool
+from tests.dist.harness import Pool
 from tests.dist.test_patterns import NAMES, run_ring
 from tests.dist.test_wrong_inputs import Refusal, attend, check_refusal, outcomes, refusal, right_arguments
 from tests.masks import COMPOSED, MASKS, MaskFunction, attention_by_mask, causal, patterns
 
-Pool = Callable[[int], RankPool]
 KERNELS = ("cpu", "reference")
 RINGS = (1, 2, 3)
 TURNS = -(-len(LAYOUTS) // len(RINGS))  # so that every mask meets every layout
@@ -28,17 +27,17 @@ TURNS = -(-len(LAYOUTS) // len(RINGS))  # so that every mask meets every layout
 
 def cases(world_size: int) -> list[tuple[str, str, str, str]]:
     """Mask, composition, layout and kernel: every mask meets every layout on both kernels over the rings."""
-    found = []
+    result = []
     for number, mask in enumerate(MASKS):
         for turn in range(TURNS):
             layout = LAYOUTS[(number + turn * len(RINGS) + world_size) % len(LAYOUTS)]
             composed = list(COMPOSED)[(number + turn + world_size) % len(COMPOSED)]
-            found.append((mask, composed, layout, KERNELS[(number + turn + world_size) % 2]))
-    return found
+            result.append((mask, composed, layout, KERNELS[(number + turn + world_size) % 2]))
+    return result
 
 
 def errors(rank: int, world_size: int, turn: int) -> dict[tuple[str, ...], float]:
-    mesh, found = RingMesh.from_world(world_size), {}
+    mesh, result = RingMesh.from_world(world_size), {}
     for number, (mask, composed, layout, kernel) in list(enumerate(cases(world_size)))[turn::TURNS]:
         heads, kv_heads = ((4, 2), (4, 4), (8, 2))[number % 3]
         tokens = 64 if mask == "natten" else 24 if layout == "residue" else (90, 270)[number % 4 == 1]
@@ -54,18 +53,18 @@ def errors(rank: int, world_size: int, turn: int) -> dict[tuple[str, ...], float
             pairs = [(getattr(got, name), getattr(want, name)) for name in NAMES]
             pairs.append((got.lse[sees], want.lse[sees]))
             worst = max(float((a - b).abs().max()) for a, b in pairs)
-            found[mask, composed, layout, kernel] = worst
-    return found
+            result[mask, composed, layout, kernel] = worst
+    return result
 
 
 @pytest.mark.parametrize("turn", range(TURNS))
 @pytest.mark.parametrize("ring_size", RINGS)
 @pytest.mark.day("1-0")  # test_registry.py and test_patterns.py have such masks on rings by day
 def test_masks_of_flex_attention_are_exact(rank_pool: Pool, ring_size: int, turn: int) -> None:
-    found = rank_pool(ring_size).run(errors, turn, timeout_s=300)[0]
-    assert len(found) == len(MASKS)
-    worst = max(found, key=found.__getitem__)
-    assert found[worst] < 1e-12, (worst, found[worst])
+    result = rank_pool(ring_size).run(errors, turn, timeout_s=300)[0]
+    assert len(result) == len(MASKS)
+    worst = max(result, key=result.__getitem__)
+    assert result[worst] < 1e-12, (worst, result[worst])
 
 
 def test_the_table_of_cases_is_complete() -> None:
@@ -151,34 +150,34 @@ def call_with_masks(rank: int, world_size: int, table: str, name: str, wrong_ran
 @pytest.mark.day("two lambdas", "one number", "one document id")
 def test_different_masks_on_two_ranks_are_named_on_every_rank(rank_pool: Pool, name: str) -> None:
     says = ("pattern: ring rank 0 has MaskMod(tests.dist.test_mask_mod.", ", contents ", "ring rank 1 ")
-    for found in outcomes(rank_pool(3), call_with_masks, "DIFFERENT", name, 0):
-        check_refusal(found, "RingMismatchError", says)
+    for result in outcomes(rank_pool(3), call_with_masks, "DIFFERENT", name, 0):
+        check_refusal(result, "RingMismatchError", says)
 
 
 @pytest.mark.parametrize("name", NO_MASKS)
 @pytest.mark.day("returns nothing", "branches", "draws", "knows too few documents")
 def test_what_is_no_mask_ends_in_a_typed_error_on_every_rank(rank_pool: Pool, name: str) -> None:
     for wrong_ranks in (1, 2):
-        for rank, found in enumerate(outcomes(rank_pool(2), call_with_masks, "NO_MASKS", name, wrong_ranks)):
+        for rank, result in enumerate(outcomes(rank_pool(2), call_with_masks, "NO_MASKS", name, wrong_ranks)):
             wrong = rank >= 2 - wrong_ranks
             says = NO_MASKS[name][1] if wrong else ("ring rank 1 refused its own input", *NO_MASKS[name][1])
-            check_refusal(found, "RingPatternError" if wrong else "RingMismatchError", says)
+            check_refusal(result, "RingPatternError" if wrong else "RingMismatchError", says)
 
 
 def changed_masks(rank: int, world_size: int, what: str) -> Refusal:
     """What a mask captured is changed after its first use."""
     mesh, ids, size = RingMesh.from_world(world_size), SIXTY_FOUR.clone(), 9
     pattern = MaskMod(lambda b, h, q, k: (ids[q] == ids[k]) & (q - k <= size))
-    given = right_arguments(mesh) | {"pattern": pattern}
-    function, rest = calls.function_of({x: given[x] for x in ("pattern", "layout", "mesh")})
+    inputs = right_arguments(mesh) | {"pattern": pattern}
+    function, rest = calls.function_of({x: inputs[x] for x in ("pattern", "layout", "mesh")})
     attends: Callable[..., torch.Tensor] = functools.partial(function, **rest)
     if "module" in what:
-        attends = RingAttention(pattern, mesh=mesh, layout=given["layout"])
+        attends = RingAttention(pattern, mesh=mesh, layout=inputs["layout"])
     if "compiled" in what:
         attends = torch.compile(attends, backend="eager", fullgraph=True)
 
     def call() -> torch.Tensor:
-        return attends(*(given[x] for x in "qkv"))
+        return attends(*(inputs[x] for x in "qkv"))
 
     call()
     if "tensor" in what:
@@ -194,20 +193,20 @@ def changed_masks(rank: int, world_size: int, what: str) -> Refusal:
 )
 @pytest.mark.day("tensor", "tensor, by a module", "tensor, compiled")
 def test_a_mask_that_was_changed_is_refused(rank_pool: Pool, what: str) -> None:
-    for found in outcomes(rank_pool(2), changed_masks, what):
-        check_refusal(found, "RingPatternError", ("unchanged captured values", "make a new MaskMod"))
+    for result in outcomes(rank_pool(2), changed_masks, what):
+        check_refusal(result, "RingPatternError", ("unchanged captured values", "make a new MaskMod"))
 
 
 def batches_in_one_buffer(rank: int, world_size: int) -> list[bool]:
     """Whether each batch attends as with ids of its own; the ids of all lie in one tensor."""
     mesh, buffer = RingMesh.from_world(world_size), torch.zeros(64, dtype=torch.int64)
-    found = []
+    result = []
     for width in (8, 5, 8):
         buffer.copy_(torch.arange(64) // width)
         got = attend(right_arguments(mesh) | {"pattern": MaskMod(one_of(buffer))})
         want = attend(right_arguments(mesh) | {"pattern": MaskMod(one_of(torch.arange(64) // width))})
-        found.append(torch.equal(got, want))
-    return found
+        result.append(torch.equal(got, want))
+    return result
 
 
 @pytest.mark.situation("masks", "document ids of each batch in one buffer")
@@ -246,13 +245,13 @@ def short_tables(rank: int, world_size: int, name: str, queries: str) -> tuple[s
     where: dict[str, Any] = {"pattern": Causal(), "layout": "zigzag", "mesh": mesh, "queries": queries}
     if queries == "replicated":
         q = tensors(Shape(batch=2, query_heads=4, tokens=3))[0]
-    found = ""
+    result = ""
     try:
         calls.attend(q, k, v, score_mod=functools.partial(SHORT[name], table), **where)
     except RingError as error:
-        found = f"{type(error).__name__}: {error}"
+        result = f"{type(error).__name__}: {error}"
     out = calls.attend(q, k, v, **where)
-    return found, bool(out.isfinite().all())
+    return result, bool(out.isfinite().all())
 
 
 @pytest.mark.situation("operators", "the table of a score_mod is shorter than the sequence")
@@ -260,6 +259,6 @@ def short_tables(rank: int, world_size: int, name: str, queries: str) -> tuple[s
 @pytest.mark.parametrize("queries", ["sharded", "replicated"])
 @pytest.mark.day("sharded-by query", "sharded-by sample", "replicated-by key")
 def test_a_table_that_is_too_short_is_refused_on_all_ranks(rank_pool: Pool, name: str, queries: str) -> None:
-    for found, works in rank_pool(2).run(short_tables, name, queries):
+    for result, works in rank_pool(2).run(short_tables, name, queries):
         assert works
-        assert found.startswith("RingConfigError: score_mod") and "IndexError" in found, found
+        assert result.startswith("RingConfigError: score_mod") and "IndexError" in result, result

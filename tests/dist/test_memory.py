@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,13 +21,12 @@ from ds_ring.ops.options import Options
 from ds_ring.ops.ring_op import ring_attention_op
 from ds_ring.ring.pool import Buffers
 from tests.cases import Shape, tensors
-from tests.dist.harness import RankPool
+from tests.dist.harness import Pool, RankPool
 
-Pool = Callable[[int], RankPool]
 ROOT = Path(__file__).resolve().parents[2]
-SHAPE = Shape(batch=1, query_heads=16, kv_heads=16, tokens=2048, head_dim=32)
-FEW_HEADS = Shape(batch=1, query_heads=8, kv_heads=8, tokens=2048, head_dim=32)
-GROUPED = Shape(batch=1, query_heads=16, kv_heads=4, tokens=2048, head_dim=32)
+SHAPE = Shape(batch=1, query_heads=16, kv_heads=16, tokens=1024, head_dim=32)
+FEW_HEADS = Shape(batch=1, query_heads=8, kv_heads=8, tokens=1024, head_dim=32)
+GROUPED = Shape(batch=1, query_heads=16, kv_heads=4, tokens=1024, head_dim=32)
 TENSORS = 8  # that live at the end: q, k, v, out, their gradients
 
 
@@ -57,22 +55,22 @@ def measured_pass(rank: int, world_size: int, shape: Shape, transport: str) -> M
     mesh = RingMesh.from_world(world_size)
     layout = make_layout("zigzag", tokens=shape.tokens, ring_size=world_size)
     chunks = {"chunk_bytes": 1} if transport in ("ring", "pull") else {}
-    options = Options(transport=transport, kernel_options={"block": 256, "triangle": 128}, **chunks)
+    options = Options(transport=transport, kernel_options={"block": 128, "triangle": 64}, **chunks)
     handle = context_for(Causal(), layout, mesh, options).handle
     q, k, v, grad = (shard_sequence(x, layout, mesh=mesh, dim=2) for x in tensors(shape))
     for x in (q, k, v):
         x.requires_grad_()
     with measure_cpu_memory() as forward:
         out, lse = ring_attention_op(q, k, v, handle)
-    kept = mesh.owners[Buffers].free_bytes  # for the next call
+    stored = mesh.owners[Buffers].free_bytes  # for the next call
     with measure_cpu_memory() as backward:
         out.backward(grad)
     inputs, results = sum(x.nbytes for x in (q, k, v, grad)), out.nbytes + lse.nbytes
     unit = shard_unit_bytes(1, shape.query_heads, layout.local_tokens, shape.head_dim, q.dtype)
-    peak = inputs + max(forward.peak_bytes, results + kept + backward.peak_bytes)
+    peak = inputs + max(forward.peak_bytes, results + stored + backward.peak_bytes)
     gradients = sum(x.grad.nbytes for x in (q, k, v) if x.grad is not None)
-    after_forward = forward.end_bytes - results - kept
-    after_backward = backward.end_bytes - gradients - (mesh.owners[Buffers].free_bytes - kept)
+    after_forward = forward.end_bytes - results - stored
+    after_backward = backward.end_bytes - gradients - (mesh.owners[Buffers].free_bytes - stored)
     mesh.owners[Buffers].release()
     assert mesh.owners[Buffers].free_bytes == 0
     return Measured(peak / unit, after_forward / unit, after_backward / unit, unit)
@@ -89,7 +87,7 @@ def test_each_doubling_of_the_ring_halves_the_peak(rank_pool: Pool) -> None:
         ratio = ring[size // 2].peak_bytes / ring[size].peak_bytes
         assert 1.8 < ratio < 2.2, (size, ring)
     # Eight tensors, 14 buffers of one head of sixteen ([Note: heads in groups]), the lse, and a workspace.
-    assert all(TENSORS < found.peak < TENSORS + 14 / 16 + 1 / 32 + 0.1 for found in ring.values()), ring
+    assert all(TENSORS < result.peak < TENSORS + 14 / 16 + 1 / 32 + 0.1 for result in ring.values()), ring
     gathered = largest(rank_pool(4), SHAPE, "all_gather")
     assert gathered.peak > 1.5 * ring[4].peak, (gathered, ring)
 
@@ -99,11 +97,11 @@ def test_few_heads_have_as_few_buffers(rank_pool: Pool) -> None:
     # A chunk sets out once the keys of the one before are freed. Two ranks have six buffers of one
     # head of eight at once (the own keys side by side with values, gradients that leave, half a shard's that
     # return, the next keys), four have ten.
-    # Beside them there are the lse and the kernel's workspace of a quarter of a MiB.
+    # Beside them there are the lse and the kernel's workspace of 64 KiB.
     few = {size: largest(rank_pool(size), FEW_HEADS, "ring") for size in (2, 4)}
     buffers = {2: 6, 4: 10}
-    for size, found in few.items():
-        assert found.peak < TENSORS + buffers[size] / 8 + 1 / 32 + (1 << 18) / found.unit_bytes, few
+    for size, result in few.items():
+        assert result.peak < TENSORS + buffers[size] / 8 + 1 / 32 + (1 << 16) / result.unit_bytes, few
 
 
 @pytest.mark.parametrize("shape", [SHAPE, GROUPED], ids=["H=G", "GQA"])
@@ -113,8 +111,8 @@ def test_nothing_of_a_hop_is_kept(rank_pool: Pool, shape: Shape) -> None:
 
     (Beside the buffers of messages, which are kept for the next call until they are released.)
     """
-    for found in rank_pool(4).run(measured_pass, shape, "ring", timeout_s=120):
-        assert abs(found.after_forward) < 0.01 and abs(found.after_backward) < 0.01, found
+    for result in rank_pool(4).run(measured_pass, shape, "ring", timeout_s=120):
+        assert abs(result.after_forward) < 0.01 and abs(result.after_backward) < 0.01, result
 
 
 @pytest.mark.parametrize("large", [32, 64])

@@ -15,11 +15,10 @@ from ds_ring import Causal, RingMesh, RingMeshError, make_layout, ring_attention
 from ds_ring.cuda.warm_up import connect
 from ds_ring.errors import RingError
 from tests.cases import Shape, tensors
-from tests.dist.harness import RankPool
+from tests.dist.harness import Pool
 from tests.parity import errors, gathered_pass
 from tests.reference import dense_attention
 
-Pool = Callable[[int], RankPool]
 SHAPE = Shape(batch=1, query_heads=4, kv_heads=2, tokens=61)
 
 
@@ -60,8 +59,8 @@ def on_a_mesh(rank: int, world_size: int, how: str) -> tuple[list[int], float]:
     )
     whole = tensors(SHAPE, seed=mesh.data_rank)  # every sequence is another one
     call = partial(ring_attention, pattern=pattern, layout=layout, mesh=mesh)
-    found = gathered_pass(call, whole, layout, mesh)
-    return members, max(errors(found, dense_attention(*whole, pattern)).values())
+    result = gathered_pass(call, whole, layout, mesh)
+    return members, max(errors(result, dense_attention(*whole, pattern)).values())
 
 
 @pytest.mark.parametrize("how", SEQUENCES)

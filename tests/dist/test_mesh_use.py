@@ -32,10 +32,8 @@ from ds_ring.comm.collective import collective
 from ds_ring.comm.mesh import destroy_dropped_groups
 from ds_ring.data.intervals import SubRings
 from tests.clock import unqueued_seconds
-from tests.dist.harness import RankPool, run_ranks
+from tests.dist.harness import Pool, run_ranks
 from tests.dist.test_wrong_inputs import attend, error_of_a_correct_pass, right_arguments
-
-Pool = Callable[[int], RankPool]
 
 
 def raised(act: Callable[[], object]) -> tuple[str, str, float]:
@@ -73,8 +71,8 @@ def after_close(rank: int, world_size: int) -> dict[str, tuple[str, str, float]]
 @pytest.mark.situation("mesh", "a closed mesh is used")
 @pytest.mark.parametrize("ring_size", [1, 2])
 def test_a_closed_mesh_raises_at_every_later_use(rank_pool: Pool, ring_size: int) -> None:
-    for found in rank_pool(ring_size).run(after_close):
-        for name, (error, text, seconds) in found.items():
+    for result in rank_pool(ring_size).run(after_close):
+        for name, (error, text, seconds) in result.items():
             assert error == "RingMeshError" and "mesh.close()" in text and "from_world" in text, (name, text)
             assert seconds < 1, (name, seconds)
 
@@ -86,7 +84,7 @@ def _in_child(act: Callable[[], object], pipe: Any) -> None:
 
 def after_fork(rank: int, world_size: int) -> tuple[list[tuple[str, str, float]], float]:
     """Children of a fork attend and gather; then this process goes on."""
-    mesh, found = RingMesh.from_world(world_size), []
+    mesh, result = RingMesh.from_world(world_size), []
     arguments = right_arguments(mesh)
     attend(arguments)
     acts = (
@@ -98,16 +96,16 @@ def after_fork(rank: int, world_size: int) -> tuple[list[tuple[str, str, float]]
         child = os.fork()
         if not child:
             _in_child(act, theirs)
-        found.append(ours.recv() if ours.poll(20) else ("hung", "", 20.0))
+        result.append(ours.recv() if ours.poll(20) else ("hung", "", 20.0))
         os.waitpid(child, 0)
-    return found, error_of_a_correct_pass(mesh)
+    return result, error_of_a_correct_pass(mesh)
 
 
 @pytest.mark.situation("mesh", "a forked child uses its parent's mesh")
 @pytest.mark.parametrize("ring_size", [1, 2])
 def test_a_forked_child_cannot_use_the_mesh_of_its_parent(rank_pool: Pool, ring_size: int) -> None:
-    for found, afterwards in rank_pool(ring_size).run(after_fork):
-        for error, text, seconds in found:
+    for result, afterwards in rank_pool(ring_size).run(after_fork):
+        for error, text, seconds in result:
             assert error == "RingMeshError" and "before it forked" in text and seconds < 1, (text, seconds)
         assert afterwards < 1e-5
 
@@ -116,30 +114,30 @@ def two_threads(rank: int, world_size: int) -> tuple[list[tuple[str, str, float]
     """Two threads attend in a loop on one mesh until each has raised, at most ten seconds."""
     mesh = RingMesh.from_world(world_size)
     arguments = right_arguments(mesh)
-    started, found = time.perf_counter(), []
+    started, result = time.perf_counter(), []
 
     def loop() -> None:
         def act() -> None:
             while time.perf_counter() < started + 10:
                 attend(arguments)
 
-        found.append(raised(act))
+        result.append(raised(act))
 
     threads = [threading.Thread(target=loop, name=f"loop {number}") for number in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return found, time.perf_counter() - started
+    return result, time.perf_counter() - started
 
 
 @pytest.mark.situation("mesh", "two threads use one mesh")
 def test_one_mesh_in_two_threads_raises_on_every_rank(rank_pool: Pool) -> None:
     """Both threads of both ranks end with a typed error that says why; nobody waits."""
-    for found, seconds in rank_pool(2).run(two_threads):
-        assert {error for error, _, _ in found} <= {"RingMeshError", "RingPeerError", "RingMismatchError"}
-        assert len(found) == 2 and seconds < 9, (found, seconds)
-        assert any("one thread at a time" in text for _, text, _ in found), found
+    for result, seconds in rank_pool(2).run(two_threads):
+        assert {error for error, _, _ in result} <= {"RingMeshError", "RingPeerError", "RingMismatchError"}
+        assert len(result) == 2 and seconds < 9, (result, seconds)
+        assert any("one thread at a time" in text for _, text, _ in result), result
 
 
 def allowed(rank: int, world_size: int) -> float:
@@ -149,7 +147,7 @@ def allowed(rank: int, world_size: int) -> float:
     for reentrant in (True, False):
         arguments = right_arguments(meshes[0])
         q = arguments["q"].requires_grad_()
-        attend_on = lambda x, given=arguments: attend(given | {"q": x})  # noqa: E731
+        attend_on = lambda x, inputs=arguments: attend(inputs | {"q": x})  # noqa: E731
         out = checkpoint(attend_on, q, use_reentrant=reentrant)
         out.sum().backward()
         wanted = q.grad
@@ -178,17 +176,17 @@ def test_two_threads_on_a_mesh_of_one_rank() -> None:
     """The second one raises at once, whatever the first one does; the first goes on."""
     mesh, layout = RingMesh.single(), make_layout("contiguous", tokens=8, ring_size=1)
     q = torch.randn(1, 2, 8, 4)
-    found = []
+    result = []
     with collective(mesh, "a call"):
         second = threading.Thread(
-            target=lambda: found.append(
+            target=lambda: result.append(
                 raised(lambda: ring_attention(q, q, q, pattern=Causal(), layout=layout, mesh=mesh))
             )
         )
         second.start()
         second.join()
         ring_attention(q, q, q, pattern=Causal(), layout=layout, mesh=mesh)
-    assert [error for error, _, _ in found] == ["RingMeshError"] and "one thread at a time" in found[0][1]
+    assert [error for error, _, _ in result] == ["RingMeshError"] and "one thread at a time" in result[0][1]
     mesh.close()
     with pytest.raises(RingMeshError, match=r"mesh\.close"):
         ring_attention(q, q, q, pattern=Causal(), layout=layout, mesh=mesh)
@@ -196,11 +194,11 @@ def test_two_threads_on_a_mesh_of_one_rank() -> None:
 
 def resources_of(rank: int, world_size: int, how: str, meshes: int) -> list[tuple[int, int, int]]:
     """Descriptors, threads and process groups before, after 3 meshes and after all; a pass at the end is right."""
-    process, found = psutil.Process(), []
+    process, result = psutil.Process(), []
 
     def count() -> None:
         gc.collect()
-        found.append((process.num_fds(), process.num_threads(), len(dist.distributed_c10d._world.pg_map)))
+        result.append((process.num_fds(), process.num_threads(), len(dist.distributed_c10d._world.pg_map)))
 
     count()
     for number in range(meshes):
@@ -217,13 +215,13 @@ def resources_of(rank: int, world_size: int, how: str, meshes: int) -> list[tupl
     gc.collect()
     destroy_dropped_groups()
     deadline = time.monotonic() + 10  # threads of watches and of gloo end in their own time
-    while process.num_threads() > found[0][1] + 8 and time.monotonic() < deadline:
+    while process.num_threads() > result[0][1] + 8 and time.monotonic() < deadline:
         time.sleep(0.1)
     count()
     mesh = RingMesh.from_world(2, ulysses_size=2)
     attend(right_arguments(mesh))
     mesh.close()
-    return found
+    return result
 
 
 @pytest.mark.situation("mesh", "many meshes are made and dropped")
@@ -240,13 +238,13 @@ def test_meshes_that_are_closed_or_dropped_leave_nothing_behind(how: str) -> Non
 def with_smaller_rings(rank: int, world_size: int) -> tuple[int, int]:
     before = len(dist.distributed_c10d._world.pg_map)
     mesh = RingMesh.from_world(world_size)
-    made = len(dist.distributed_c10d._world.pg_map)
+    built = len(dist.distributed_c10d._world.pg_map)
     rings = SubRings(mesh)
     for first in range(world_size):
         for ranks in range(1, world_size - first + 1):
-            one = rings.of([(first, ranks)])
-            assert one.ring_size == (ranks if first <= rank < first + ranks else world_size)
-    assert len(dist.distributed_c10d._world.pg_map) == made > before, "no group is made for a smaller ring"
+            item = rings.of([(first, ranks)])
+            assert item.ring_size == (ranks if first <= rank < first + ranks else world_size)
+    assert len(dist.distributed_c10d._world.pg_map) == built > before, "no group is made for a smaller ring"
     dist.barrier()  # another rank may still connect its groups: a rank that closes then has left
     mesh.close()
     with pytest.raises(RingMeshError, match=r"mesh\.close"):
@@ -266,10 +264,10 @@ def after_another_world(rank: int, world_size: int, folder: str) -> bool:
     dist.destroy_process_group()
     dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=world_size)
     mesh = RingMesh.from_world(world_size)
-    kept = RingMesh.from_world(world_size)
+    stored = RingMesh.from_world(world_size)
     dist.destroy_process_group()
     mesh.close()
-    kept.close()
+    stored.close()
     return group is not None
 
 

@@ -21,12 +21,11 @@ from ds_ring import RingMesh
 from ds_ring.layers.scores import Alibi, Softcap
 from ds_ring.schedule.layout import Layout
 from tests import calls
-from tests.dist.harness import RankPool
+from tests.dist.harness import Pool
 from tests.reference import relative_error
 
 pytestmark = pytest.mark.needs("compiler")
 
-Pool = Callable[[int], RankPool]
 Run = Callable[..., Tensor]
 RANKS, TOKENS, HEADS, WIDTH = 2, 32, 4, 16
 SLOTS = TOKENS // RANKS
@@ -54,11 +53,13 @@ def qkv(heads: int = HEADS) -> list[Tensor]:
     return [randn(2, n, SLOTS, WIDTH, seed=n) for n in (heads, 2, 2)]
 
 
-def attention(ring: Ring, make: Callable[[], dict[str, Any]] = dict, **more: Any) -> tuple[Run, list[Tensor]]:
+def attention(
+    ring: Ring, make: Callable[[], dict[str, Any]] = dict, **extra: Any
+) -> tuple[Run, list[Tensor]]:
     """`make` returns options inside the call, as a model's forward makes them."""
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        options = {"pattern": ds_ring.Causal(), **ring.where, **more, **make()}
+        options = {"pattern": ds_ring.Causal(), **ring.where, **extra, **make()}
         return calls.attend(q, k, v, **options)  # type: ignore[no-any-return]
 
     return run, qkv()
@@ -88,18 +89,18 @@ def latents(ring: Ring) -> tuple[Run, list[Tensor]]:
 
 
 def module(ring: Ring, score_mod: Any = None) -> tuple[Run, list[Tensor]]:
-    made = ds_ring.RingAttention(ds_ring.Causal(), **ring.where, score_mod=score_mod)
-    return made, qkv()
+    built = ds_ring.RingAttention(ds_ring.Causal(), **ring.where, score_mod=score_mod)
+    return built, qkv()
 
 
 def multihead(ring: Ring) -> tuple[Run, list[Tensor]]:
     torch.manual_seed(0)
-    made = ds_ring.MultiheadRingAttention(
+    built = ds_ring.MultiheadRingAttention(
         32, HEADS, pattern=ds_ring.Causal(), **ring.where, dtype=torch.float64
     )
 
     def run(x: Tensor) -> Tensor:
-        return made(x, x, x, need_weights=False)[0]  # type: ignore[no-any-return]
+        return built(x, x, x, need_weights=False)[0]  # type: ignore[no-any-return]
 
     return run, [randn(2, SLOTS, 32)]
 
@@ -249,10 +250,10 @@ FUNCTIONS: dict[str, Callable[[Ring], tuple[Run, list[Tensor]]]] = {
 
 def gradients(run: Run, inputs: list[Tensor]) -> list[Tensor]:
     """Output and gradients."""
-    given = [x.detach().clone().requires_grad_() for x in inputs]
-    out = run(*given)
+    arguments = [x.detach().clone().requires_grad_() for x in inputs]
+    out = run(*arguments)
     out.square().sum().backward()
-    return [out.detach(), *(torch.zeros(()) if x.grad is None else x.grad for x in given)]
+    return [out.detach(), *(torch.zeros(()) if x.grad is None else x.grad for x in arguments)]
 
 
 def compiled(run: Run, inputs: list[Tensor], backend: str = "aot_eager", **options: Any) -> list[Tensor]:
@@ -261,7 +262,7 @@ def compiled(run: Run, inputs: list[Tensor], backend: str = "aot_eager", **optio
 
 
 def checkpointed(run: Run, inputs: list[Tensor], reentrant: bool) -> list[Tensor]:
-    return gradients(lambda *given: checkpoint(run, *given, use_reentrant=reentrant), inputs)
+    return gradients(lambda *arguments: checkpoint(run, *arguments, use_reentrant=reentrant), inputs)
 
 
 def _saves_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -291,17 +292,17 @@ def without_gradients(run: Run, inputs: list[Tensor]) -> list[Tensor]:
 
 def batched(run: Run, inputs: list[Tensor]) -> list[Tensor]:
     """Two gradients of the output at once."""
-    given = [x.detach().clone().requires_grad_() for x in inputs]
-    out = run(*given)
+    arguments = [x.detach().clone().requires_grad_() for x in inputs]
+    out = run(*arguments)
     vectors = torch.stack([2 * out.detach(), torch.ones_like(out)])
-    found = torch.autograd.grad(out, given, vectors, is_grads_batched=True, allow_unused=True)
-    return [out.detach(), *(torch.zeros(()) if x is None else x[0] for x in found)]
+    result = torch.autograd.grad(out, arguments, vectors, is_grads_batched=True, allow_unused=True)
+    return [out.detach(), *(torch.zeros(()) if x is None else x[0] for x in result)]
 
 
 def mapped(run: Run, inputs: list[Tensor]) -> list[Tensor]:
     """torch.func.vmap over two equal entries."""
-    given = [torch.stack([x, x]) for x in inputs]
-    return [torch.func.vmap(run)(*given)[1]]
+    arguments = [torch.stack([x, x]) for x in inputs]
+    return [torch.func.vmap(run)(*arguments)[1]]
 
 
 MODES: dict[str, Callable[[Run, list[Tensor]], list[Tensor]]] = {
@@ -337,7 +338,7 @@ def walk(rank: int, world_size: int, mode: str, names: list[str]) -> dict[str, s
     """For each function "" if it is exact, or what it raised, or by how much it is off."""
     mesh = RingMesh.from_world(world_size)
     ring = Ring(mesh, ds_ring.make_layout("zigzag", tokens=TOKENS, ring_size=world_size))
-    found = {}
+    result = {}
     for name in names:
         run, inputs = FUNCTIONS[name](ring)
         got, said = [], ""
@@ -352,8 +353,8 @@ def walk(rank: int, world_size: int, mode: str, names: list[str]) -> dict[str, s
             for a, b in zip(got, want, strict=False)
         ]
         worst = max(errors, default=0.0)
-        found[name] = said or ("" if worst < 1e-12 else f"off by {worst}")
-    return found
+        result[name] = said or ("" if worst < 1e-12 else f"off by {worst}")
+    return result
 
 
 FEW = ["attention", "SlidingWindow", "MaskMod by vmap", "Softcap", "gather_sequence", "halo"]
@@ -365,8 +366,8 @@ FEW = ["attention", "SlidingWindow", "MaskMod by vmap", "Softcap", "gather_seque
 @pytest.mark.day("reentrant-few", "selective-few", "inference first-few", "batched gradients-few", "vmap-few")
 def test_a_mode_of_torch_changes_no_result(rank_pool: Pool, mode: str, names: list[str]) -> None:
     refused = REFUSED.get(mode, {})
-    for found in rank_pool(RANKS).run(walk, mode, names, timeout_s=600):
-        for name, said in found.items():
+    for result in rank_pool(RANKS).run(walk, mode, names, timeout_s=600):
+        for name, said in result.items():
             assert refused[name] in said if name in refused else not said, (mode, name, said)
 
 
@@ -393,5 +394,5 @@ def made_inside(rank: int, world_size: int) -> str:
 
 @pytest.mark.situation("modes", "a pattern is made inside a compiled function")
 def test_what_cannot_be_made_inside_a_graph_is_named(rank_pool: Pool) -> None:
-    (found,) = rank_pool(1).run(made_inside)
-    assert found.startswith("RingConfigError: Tilt: expected one that is made outside"), found
+    (result,) = rank_pool(1).run(made_inside)
+    assert result.startswith("RingConfigError: Tilt: expected one that is made outside"), result

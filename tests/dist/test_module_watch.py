@@ -13,9 +13,8 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from ds_ring.errors import RingConfigError
 from tests.dist.deepspeed_ranks import Size, build_batch, build_model, json_config, start_engine, take_step
-from tests.dist.harness import RankPool
+from tests.dist.harness import Pool
 
-Pool = Callable[[int], RankPool]
 SIZE = Size(hidden=16, layers=2, tokens=29, samples=2)
 H = SIZE.hidden
 
@@ -89,8 +88,8 @@ class Capacity(Around):
 
     def forward(self, x: Tensor) -> Tensor:
         flat = x.flatten(0, 1)
-        kept = flat[:, 0].topk(len(flat) // 2).indices
-        return torch.zeros_like(flat).index_add(0, kept, self.inner(flat[kept])).view_as(x)
+        stored = flat[:, 0].topk(len(flat) // 2).indices
+        return torch.zeros_like(flat).index_add(0, stored, self.inner(flat[stored])).view_as(x)
 
 
 class MixedExperts(Around):
@@ -98,8 +97,8 @@ class MixedExperts(Around):
 
     def forward(self, x: Tensor) -> Tensor:
         flat = x.flatten(0, 1)
-        kept = (flat[:, 0] > 0).nonzero()[:, 0]
-        return torch.zeros_like(flat).index_add(0, kept, flat[kept] - flat[kept].mean(0)).view_as(x)
+        stored = (flat[:, 0] > 0).nonzero()[:, 0]
+        return torch.zeros_like(flat).index_add(0, stored, flat[stored] - flat[stored].mean(0)).view_as(x)
 
 
 class LastToken(Around):
@@ -233,8 +232,8 @@ def hooked(path: str, hook: Any, name: str = "register_forward_hook") -> Callabl
 def new_forward(model: Any) -> None:
     """What a script does that replaces a method."""
     mlp = model.get_submodule(MLP)
-    own = mlp.forward
-    mlp.forward = lambda x: own(x - x.mean(1, keepdim=True))
+    local = mlp.forward
+    mlp.forward = lambda x: local(x - x.mean(1, keepdim=True))
 
 
 class Derived(LlamaMLP):
@@ -322,8 +321,8 @@ def first_step(change: Callable[[Any], Any], section: dict[str, Any], checkpoint
     finally:
         hooks = [
             x
-            for one in model.modules()
-            for x in (*one._forward_hooks.values(), *one._forward_pre_hooks.values())
+            for item in model.modules()
+            for x in (*item._forward_hooks.values(), *item._forward_pre_hooks.values())
         ]
         assert not any(
             hook.__module__.startswith("ds_ring.") and "module_watch" in hook.__module__ for hook in hooks
@@ -333,7 +332,7 @@ def first_step(change: Callable[[Any], Any], section: dict[str, Any], checkpoint
 
 
 def table(rank: int, world_size: int, which: str) -> dict[str, str]:
-    changes = {name: one[0] for name, one in FAULTS.items()} if which == "faults" else RIGHT
+    changes = {name: item[0] for name, item in FAULTS.items()} if which == "faults" else RIGHT
     return {
         name: first_step(change, {}, number % 3 == 1, 3 if number % 4 == 2 else 0)
         for number, (name, change) in enumerate(changes.items())
@@ -342,16 +341,16 @@ def table(rank: int, world_size: int, which: str) -> dict[str, str]:
 
 @pytest.mark.situation("modules", "A module or a hook of the user's in a Llama mixes tokens.")
 def test_what_mixes_tokens_is_refused_on_every_rank(rank_pool: Pool) -> None:
-    for found in rank_pool(2).run(table, "faults"):
+    for result in rank_pool(2).run(table, "faults"):
         for name, (_, named) in FAULTS.items():
-            assert found[name].startswith(f"{named}: expected a result of each token"), (name, found[name])
-            assert '"check_modules": false' in found[name]
+            assert result[name].startswith(f"{named}: expected a result of each token"), (name, result[name])
+            assert '"check_modules": false' in result[name]
 
 
 @pytest.mark.situation("modules", "A module or a hook of the user's in a Llama works token by token.")
 def test_what_works_token_by_token_is_not_refused(rank_pool: Pool) -> None:
-    for found in rank_pool(2).run(table, "right"):
-        assert found == dict.fromkeys(RIGHT, "")
+    for result in rank_pool(2).run(table, "right"):
+        assert result == dict.fromkeys(RIGHT, "")
 
 
 def with_the_switch(rank: int, world_size: int) -> str:
@@ -368,14 +367,14 @@ def after_a_short_batch(rank: int, world_size: int, stage: int) -> list[str]:
     model = build_model(SIZE, "sdpa")
     FAULTS["a shifted MLP"][0](model)
     engine = start_engine(model, json_config(2, 2, stage, ring_attention={"min_sequence_length": 20}))
-    found = []
+    result = []
     for tokens in (12, 29):
         try:
             take_step(engine, build_batch(SIZE._replace(tokens=tokens)))
-            found.append("")
+            result.append("")
         except RingConfigError as error:
-            found.append(str(error).partition(":")[0])
-    return found
+            result.append(str(error).partition(":")[0])
+    return result
 
 
 @pytest.mark.parametrize("stage", [0, 3])

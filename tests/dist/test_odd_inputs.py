@@ -39,8 +39,8 @@ def attend(rank: int, world_size: int, stride: str, place: str, value: float, tr
     locals_ = [x.detach().requires_grad_() for x in (q, k, v)]
     out = calls.attend(*locals_, pattern=Causal(), layout=layout, mesh=mesh, transport=transport)
     out.backward(grad)
-    found = (out.detach(), *(x.grad for x in locals_))
-    return [gather_sequence(x, layout, mesh=mesh, dim=2) for x in found]
+    result = (out.detach(), *(x.grad for x in locals_))
+    return [gather_sequence(x, layout, mesh=mesh, dim=2) for x in result]
 
 
 def spoilt(place: str, value: float) -> tuple[Tensor, ...]:
@@ -60,8 +60,8 @@ def expected(place: str, value: float) -> list[Tensor]:
 @pytest.mark.parametrize("transport", ["ring", "all_gather"])
 @pytest.mark.parametrize("stride", STRIDES)
 def test_strides_do_not_matter(rank_pool, stride, transport):
-    for found in rank_pool(2).run(attend, stride, "", 0.0, transport):
-        for got, want in zip(found, expected("", 0.0), strict=True):
+    for result in rank_pool(2).run(attend, stride, "", 0.0, transport):
+        for got, want in zip(result, expected("", 0.0), strict=True):
             assert relative_error(got, want) < 1e-5
 
 
@@ -70,12 +70,12 @@ def gradient_of_a_sum(rank: int, world_size: int) -> list[Tensor]:
     mesh = RingMesh.from_world(world_size)
     layout = make_layout("zigzag", tokens=SHAPE.tokens, ring_size=world_size)
     q, k, v, _ = (shard_sequence(x, layout, mesh=mesh, dim=2) for x in tensors(SHAPE))
-    found = []
+    result = []
     for grad in (torch.ones(()).expand(q.shape), torch.ones(q.shape)):
         locals_ = [x.clone().requires_grad_() for x in (q, k, v)]
         ring_attention(*locals_, pattern=Causal(), layout=layout, mesh=mesh).backward(grad)
-        found.append([x.grad for x in locals_])
-    return [x - y for x, y in zip(*found, strict=True)]
+        result.append([x.grad for x in locals_])
+    return [x - y for x, y in zip(*result, strict=True)]
 
 
 @pytest.mark.situation("inputs", "out.sum().backward(): the incoming gradient is expanded")
@@ -92,8 +92,8 @@ def test_what_is_not_finite_passes_through(rank_pool, value, place, world):
     """Every number that dense attention makes finite is finite and right; the others are seen, not hidden."""
     want = expected(place, VALUES[value])
     finite_rows = [x.isfinite().all(-1) for x in want]
-    for found in rank_pool(world).run(attend, next(iter(STRIDES)), place, VALUES[value], "ring"):
-        assert not all(bool(x.isfinite().all()) for x in found), "the value was swallowed"
-        for got, exact, finite in zip(found, want, finite_rows, strict=True):
+    for result in rank_pool(world).run(attend, next(iter(STRIDES)), place, VALUES[value], "ring"):
+        assert not all(bool(x.isfinite().all()) for x in result), "the value was swallowed"
+        for got, exact, finite in zip(result, want, finite_rows, strict=True):
             assert bool(got[finite].isfinite().all()), "it spread further than in dense attention"
             assert relative_error(got[finite], exact[finite]) < 1e-5

@@ -33,11 +33,11 @@ def pass_on(rank: int, world_size: int, ids: list[int]) -> list[float]:
     mix = ((bound_to_one_head(pattern), 1),)
     layouts = whole_and_shared(len(ids), mesh.ring_size, 1, mix)
     layouts.append(make_layout("auto", tokens=len(ids), ring_size=mesh.ring_size, pattern=pattern))
-    found = []
+    result = []
     for layout in layouts:
         attend = partial(ring_attention, pattern=pattern, layout=layout, mesh=mesh, kernel="reference")
-        found.append(max(errors(gathered_pass(attend, whole, layout, mesh), want).values()))
-    return found
+        result.append(max(errors(gathered_pass(attend, whole, layout, mesh), want).values()))
+    return result
 
 
 @pytest.mark.parametrize("ring_size", [2, 4])
@@ -49,5 +49,5 @@ def test_out_and_gradients_are_those_of_one_process(
     ids = np.repeat(np.arange(len(LENGTHS[name])), LENGTHS[name])
     if name == "padding":
         ids = np.where(ids % 2 == 1, -1, ids)
-    for found in rank_pool(ring_size).run(pass_on, ids.tolist(), timeout_s=120):
-        assert len(found) > 1 and max(found) < 1e-12
+    for result in rank_pool(ring_size).run(pass_on, ids.tolist(), timeout_s=120):
+        assert len(result) > 1 and max(result) < 1e-12

@@ -177,8 +177,8 @@ def test_ids_and_restarting_positions_say_the_same(rank_pool):
         {"input_ids": ids, "document_ids": documents * 7 % 5, "position_ids": restarting(documents)},
     ]
     by_ids, *others = rank_pool(2).run(logits_of, PACKED, batches)[0]
-    for other in others:
-        assert by_ids.equal(other)
+    for second in others:
+        assert by_ids.equal(second)
 
 
 def test_each_sample_has_its_own_documents(rank_pool):
@@ -213,7 +213,7 @@ def losses_of(
     from ds_ring.models.attach import attach
     from tests.sessions import session_of
 
-    pattern, found = {"documents": "document_ids" in batch}, []
+    pattern, result = {"documents": "document_ids" in batch}, []
     for ring_size, ulysses_size in ((1, 1), (2, 1), (4, 1), (2, 2)):
         mesh = RingMesh.from_world(ring_size, ulysses_size)
         for layout in layouts:
@@ -222,15 +222,15 @@ def losses_of(
             session.shard_batch({"input_ids": torch.zeros(1, 9, dtype=torch.int64)})  # drawn ahead
             layout_of = session.batches.select(local.values()).layout
             mine = shard_sequence(losses, layout_of, mesh=mesh, dim=1)
-            given = session.document_losses(mine, local)
+            inputs = session.document_losses(mine, local)
             model = build_model(SIZE, "ds_ring")
             attach(model, session)
             with torch.no_grad():
-                found.append((given, session.document_losses(-session.logprobs(model, local), local)))
+                result.append((inputs, session.document_losses(-session.logprobs(model, local), local)))
             for wrong in (mine[:, 1:] if mesh.sequence_rank == 0 else mine, mine.long()):
                 with pytest.raises(RingError):  # on every rank, where one is wrong
                     session.document_losses(wrong, local)
-    return found
+    return result
 
 
 @pytest.mark.parametrize("layouts", [("zigzag",), ("contiguous", "balanced")], ids="-".join)
@@ -247,26 +247,26 @@ def test_the_losses_of_documents_are_those_of_one_process(rank_pool, packed, lay
     if packed:
         batch["document_ids"] = documents
     losses = torch.randn(documents.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    given = []
+    inputs = []
     for row in range(SIZE.samples):
         for document in documents[row].unique() if packed else [None]:
-            own = (documents[row] == document if packed else documents[row] >= 0) & batch["attention_mask"][
+            owned = (documents[row] == document if packed else documents[row] >= 0) & batch["attention_mask"][
                 row
             ].bool()
-            ids, next_labels = batch["input_ids"][row, own][None], labels[row, own][1:]
+            ids, next_labels = batch["input_ids"][row, owned][None], labels[row, owned][1:]
             of_tokens = torch.nn.functional.cross_entropy(
                 model(input_ids=ids).logits[0, :-1], next_labels, reduction="none"
             )
             counts.append(int((next_labels >= 0).sum()))
             alone.append(of_tokens[next_labels >= 0].mean().detach())
-            given.append(losses[row, own][:-1][next_labels >= 0].mean())
+            inputs.append(losses[row, owned][:-1][next_labels >= 0].mean())
     assert counts == ([19, 0, 26, 26, 49, 29] if packed else [74, 79])
     for rank in rank_pool(4).run(losses_of, batch, losses, layouts):
         for of_given, of_model in rank:
             assert of_given.labelled_tokens.tolist() == of_model.labelled_tokens.tolist() == counts
             assert torch.equal(of_given.means.nan_to_num(), rank[0][0].means.nan_to_num())
             torch.testing.assert_close(
-                of_given.means, torch.stack(given), rtol=1e-13, atol=1e-13, equal_nan=True
+                of_given.means, torch.stack(inputs), rtol=1e-13, atol=1e-13, equal_nan=True
             )
             torch.testing.assert_close(
                 of_model.means, torch.stack(alone).double(), rtol=1e-5, atol=1e-6, equal_nan=True

@@ -31,10 +31,9 @@ from ds_ring.ops.options import Options
 from ds_ring.ops.ring_op import ring_attention_op
 from tests.cases import LAYOUTS, Shape, layout_for, not_one_of_three, tensors
 from tests.dilated_definition import RULES, Branches, mixture, one_softmax
-from tests.dist.harness import RankPool
+from tests.dist.harness import Pool
 from tests.reference import dense_attention
 
-Pool = Callable[[int], RankPool]
 NAMES = ("out", "dq", "dk", "dv")
 
 # Segment lengths, dilation rates, tokens.
@@ -115,8 +114,8 @@ def test_the_mixture_is_the_one_softmax() -> None:
     shape = Shape(batch=1, query_heads=4, kv_heads=2, tokens=64, head_dim=8)
     for rule, causal in itertools.product(RULES, (True, False)):
         branches = Branches((8, 16, 32), (1, 2, 4), causal, rule)
-        mixed, one = (differentiate(oracle, branches, shape) for oracle in (mixture, one_softmax))
-        assert max(error(a, b) for a, b in zip(mixed, one, strict=True) if a is not mixed.lse) < 1e-12
+        mixed, item = (differentiate(oracle, branches, shape) for oracle in (mixture, one_softmax))
+        assert max(error(a, b) for a, b in zip(mixed, item, strict=True) if a is not mixed.lse) < 1e-12
 
 
 class Case(NamedTuple):
@@ -169,16 +168,16 @@ def any_case(draw: st.DrawFn) -> Case:
 
 def case_errors(rank: int, world_size: int, cases: list[Case]) -> list[dict[str, float]]:
     """Errors of every case over its tolerance, on rank 0; below 1 is right."""
-    mesh, found = RingMesh.from_world(world_size), []
+    mesh, result = RingMesh.from_world(world_size), []
     for case in cases:
         got = run_ring(mesh, case.pattern, case.layout_name, case.shape, case.dtype, case.seed, case.options)
         if rank == 0:
             want = dense_attention(*tensors(case.shape, case.dtype, case.seed), case.pattern)
-            found.append({n: scaled_error(getattr(got, n), getattr(want, n), case.dtype) for n in NAMES})
+            result.append({n: scaled_error(getattr(got, n), getattr(want, n), case.dtype) for n in NAMES})
             sees = want.lse.isfinite()
             assert torch.equal(got.lse.isfinite(), sees), case
             assert got.out[~sees].eq(0).all() and got.dq[~sees].eq(0).all(), case
-    return found
+    return result
 
 
 def scaled_error(got: Tensor, want: Tensor, dtype: torch.dtype) -> float:

@@ -33,6 +33,6 @@ def measured(rank: int, world_size: int, point: CheckedSetting) -> PeakAndTraffi
 def test_the_planned_peak_is_the_measured_one(rank_pool, point):
     ranks = rank_pool(point.ranks).run(measured, point, timeout_s=120)
     plan = planned(point)
-    assert plan.peak == pytest.approx(max(found.peak for found in ranks), rel=0.05)
+    assert plan.peak == pytest.approx(max(result.peak for result in ranks), rel=0.05)
     if point.stage is None:
-        assert plan.sent == max(found.sent for found in ranks)
+        assert plan.sent == max(result.sent for result in ranks)

@@ -7,7 +7,7 @@ overlap and without: nothing depends on when a message arrives.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -28,12 +28,11 @@ from ds_ring.masks.pattern import Pattern
 from ds_ring.ops.context import ContextCache
 from tests.calls import attend
 from tests.cases import Shape, document_ids, tensors
-from tests.dist.harness import RankPool
+from tests.dist.harness import Pool
+from tests.parity import NAMES, gathered_pass
 from tests.reference import dense_attention
 
-Pool = Callable[[int], RankPool]
 SHAPE = Shape(batch=1, query_heads=4, kv_heads=2, tokens=512, head_dim=32)
-NAMES = ("out", "dq", "dk", "dv")
 PATTERNS: dict[str, tuple[Pattern, str]] = {
     "causal": (Causal(), "zigzag"),
     "window": (SlidingWindow(70), "contiguous"),
@@ -42,28 +41,23 @@ PATTERNS: dict[str, tuple[Pattern, str]] = {
 }
 
 
-def passed(
-    rank: int, world_size: int, name: str, dtype: torch.dtype, overlap: bool = True, whole: bool = True
-) -> list[Tensor]:
-    """out, dq, dk, dv: of the whole sequence, or the local ones."""
+def passed(rank: int, world_size: int, name: str, dtype: torch.dtype, overlap: bool = True) -> list[Tensor]:
+    """out, dq, dk, dv of the whole sequence."""
     pattern, layout_name = PATTERNS[name]
     mesh = RingMesh.from_world(world_size)
     layout = make_layout(layout_name, tokens=SHAPE.tokens, ring_size=world_size, pattern=pattern)
-    q, k, v, grad = (shard_sequence(x.to(dtype), layout, mesh=mesh, dim=2) for x in tensors(SHAPE))
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    out = attend(*leaves, pattern=pattern, layout=layout, mesh=mesh, overlap=overlap)
-    out.backward(grad)
-    found = [out.detach(), *(x.grad for x in leaves if x.grad is not None)]
-    assert all(x.dtype == dtype for x in found)
-    return [gather_sequence(x, layout, mesh=mesh, dim=2) for x in found] if whole else found
+    run = partial(attend, pattern=pattern, layout=layout, mesh=mesh, overlap=overlap)
+    results = gathered_pass(run, [x.to(dtype) for x in tensors(SHAPE)], layout, mesh)
+    assert {x.dtype for x in results} == {dtype}
+    return results
 
 
-def errors(found: list[Tensor], name: str, dtype: torch.dtype) -> list[float]:
+def errors(result: list[Tensor], name: str, dtype: torch.dtype) -> list[float]:
     """Relative to the exact result for the rounded inputs, in the Euclidean norm; of out, dq, dk and dv."""
     q, k, v, grad = (x.to(dtype).double() for x in tensors(SHAPE))
     exact = dense_attention(q, k, v, grad, PATTERNS[name][0])
     wanted = (getattr(exact, tensor) for tensor in NAMES)
-    return [float((x.double() - y).norm() / y.norm()) for x, y in zip(found, wanted, strict=True)]
+    return [float((x.double() - y).norm() / y.norm()) for x, y in zip(result, wanted, strict=True)]
 
 
 @pytest.mark.parametrize("sizes", [(1, 2, 8), (4, 16)], ids=str)
@@ -78,8 +72,8 @@ def test_the_error_does_not_grow_with_the_ring(
         for size in sorted({1, *sizes})
     }
     rounding = torch.finfo(dtype).eps / 2
-    for size, found in by_size.items():
-        for tensor, error, alone in zip(NAMES, found, by_size[1], strict=True):
+    for size, result in by_size.items():
+        for tensor, error, alone in zip(NAMES, result, by_size[1], strict=True):
             assert error < 1.02 * alone, (size, tensor, by_size)
             assert error < rounding, (size, tensor, by_size)
 
@@ -97,19 +91,19 @@ def passed_in(
     forward = counters.bytes_sent
     out.backward(grad)
     backward = counters.bytes_sent - forward
-    found = [gather_sequence(x.grad, layout, mesh=mesh, dim=2) for x in leaves if x.grad is not None]
-    return found, forward, backward
+    result = [gather_sequence(x.grad, layout, mesh=mesh, dim=2) for x in leaves if x.grad is not None]
+    return result, forward, backward
 
 
 def bits_that_differ(rank: int, world_size: int, name: str, dtype: torch.dtype) -> list[str]:
     """In three more passes, with overlap and without."""
-    first = passed(rank, world_size, name, dtype, whole=False)
-    found = []
+    first = passed(rank, world_size, name, dtype)
+    result = []
     for turn in range(3):
-        again = passed(rank, world_size, name, dtype, overlap=turn % 2 == 0, whole=False)
+        again = passed(rank, world_size, name, dtype, overlap=turn % 2 == 0)
         pairs = zip(NAMES, first, again, strict=True)
-        found += [f"pass {turn}: {tensor}" for tensor, x, y in pairs if not torch.equal(x, y)]
-    return found
+        result += [f"pass {turn}: {tensor}" for tensor, x, y in pairs if not torch.equal(x, y)]
+    return result
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

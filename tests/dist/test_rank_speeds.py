@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+import ds_ring
 from ds_ring import (
     Causal,
     Documents,
@@ -85,7 +86,6 @@ def train_slowed(
     rank: int, world_size: int, slow: int | None, speeds: Any
 ) -> tuple[Run, list[float], set[float]]:
     """Train; each hop of rank `slow` takes longer, by as much as its pairs. Also the pairs of each step."""
-    import ds_ring
     from ds_ring.kernels.cpu.kernel import CpuKernel
 
     sessions: list[Any] = []
@@ -99,9 +99,9 @@ def train_slowed(
     start, forward = ds_ring.initialize, CpuKernel.forward
 
     def remember(**options: Any) -> Any:
-        made = start(**options)
-        sessions.append(made[0].ring)
-        return made
+        built = start(**options)
+        sessions.append(built[0].ring)
+        return built
 
     def late(self: Any, q: Any, k: Any, v: Any, tiles: Any, scale: float) -> Any:
         time.sleep(2e-6 * int(tiles.pairs.sum()))  # much longer than what the machine adds
@@ -125,9 +125,9 @@ def train_slowed(
 def test_training_equals_one_process(
     rank_pool: Callable[[int], RankPool], slow: int | None, speeds: Any
 ) -> None:
-    found = rank_pool(2).run(train_slowed, slow, speeds)
-    check_parity([run for run, *_ in found], train_alone(SIZE, STEPS))
-    of_ranks = [measured for _, measured, _ in found]
-    assert all(len(pairs) == (speeds == "measured") for *_, pairs in found), "each step has as many pairs"
+    result = rank_pool(2).run(train_slowed, slow, speeds)
+    check_parity([run for run, *_ in result], train_alone(SIZE, STEPS))
+    of_ranks = [measured for _, measured, _ in result]
+    assert all(len(pairs) == (speeds == "measured") for *_, pairs in result), "each step has as many pairs"
     assert of_ranks[0] == of_ranks[1]
     assert of_ranks[0][1] < 0.7 * of_ranks[0][0], of_ranks

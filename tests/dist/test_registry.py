@@ -26,7 +26,7 @@ from ds_ring.kernels.flex.kernel import FlexKernel
 from ds_ring.masks.pattern import Pattern
 from ds_ring.ops.context import context_for
 from ds_ring.ops.options import Options
-from ds_ring.registry import KERNELS, PUBLIC
+from ds_ring.plugin import KERNELS, PUBLIC
 from tests.cases import LAYOUTS, Shape, layout_for, tensors
 from tests.dist.harness import RankPool
 from tests.mask_table import HEADS, KV_HEADS, MASKS, TOKENS, dense
@@ -59,16 +59,16 @@ def few() -> list[tuple[str, str, str, int, bool]]:
     """A pass for each mask and layout: of kernels and ring sizes those that meet most for the first time."""
     met: set[tuple[Any, ...]] = set()
     uses: Counter[tuple[str, int]] = Counter()  # of a kernel at a ring size
-    found = []
+    result = []
     for mask, layout in itertools.product(MASKS, LAYOUTS):
         choices = itertools.product(KERNELS, RANKS, (False, True))
         every = [(mask, kernel, layout, size, stages) for kernel, size, stages in choices]
         # Of equal ones the one used least, by the work of its ranks: eight take turns on few cores.
         best = max(every, key=lambda case: (len(pairs(case) - met), -(1 + uses[case[1::2]]) * case[3]))
-        found.append(best)
+        result.append(best)
         uses[best[1::2]] += 1
         met |= pairs(best)
-    return found
+    return result
 
 
 def cases(ring_size: int) -> list[Case]:
@@ -79,6 +79,7 @@ def cases(ring_size: int) -> list[Case]:
     return [Case(*choices, stages) for *choices, size, stages in every if size == ring_size]
 
 
+@lru_cache
 def truth(name: str) -> dict[str, Tensor]:
     """Out, dq, dk, dv and which queries see anything, by one softmax over all keys in float64."""
     m = torch.from_numpy(dense(name)).double()
@@ -115,7 +116,7 @@ def run_case(mesh: RingMesh, case: Case) -> dict[str, Tensor]:
 
 def errors(rank: int, world_size: int, chosen: list[Case]) -> list[dict[str, float]]:
     """Largest errors of every case over the largest value, on rank 0."""
-    mesh, found = RingMesh.from_world(world_size), []
+    mesh, result = RingMesh.from_world(world_size), []
     for case in chosen:
         got = run_case(mesh, case)
         if rank == 0:
@@ -125,8 +126,8 @@ def errors(rank: int, world_size: int, chosen: list[Case]) -> list[dict[str, flo
                 difference = float((got[name].double() - want[name]).abs().max())
                 scale = max(float(want[name].abs().max()), 0.5)
                 worst[name] = difference / scale if difference == difference else float("inf")
-            found.append(worst)
-    return found
+            result.append(worst)
+    return result
 
 
 @pytest.mark.parametrize("half", [0, 1])
@@ -134,10 +135,10 @@ def errors(rank: int, world_size: int, chosen: list[Case]) -> list[dict[str, flo
 @pytest.mark.day("4-0")
 def test_every_mask_is_its_formula(rank_pool: Callable[[int], RankPool], ring_size: int, half: int) -> None:
     chosen = cases(ring_size)[half::2]
-    found = rank_pool(ring_size).run(errors, chosen, timeout_s=3600 if WHOLE else 280)[0]
+    result = rank_pool(ring_size).run(errors, chosen, timeout_s=3600 if WHOLE else 280)[0]
     wrong = {
         case: worst
-        for case, worst in zip(chosen, found, strict=True)
+        for case, worst in zip(chosen, result, strict=True)
         if max(worst.values(), default=0.0) > TOLERANCE
     }
     assert not wrong, f"{len(wrong)} of {len(chosen)} are wrong: {wrong}"
@@ -167,8 +168,8 @@ def test_every_public_pattern_has_a_row() -> None:
     }
     public = {name for name in homes if issubclass(getattr(ds_ring, name), Pattern)}
     assert {"Causal", "MaskMod"} <= public
-    found = {kind.__name__ for mask in MASKS.values() for kind in patterns_in(mask.pattern)}
-    assert public <= found, f"tests/mask_table.py has no row for {sorted(public - found)}"
+    result = {kind.__name__ for mask in MASKS.values() for kind in patterns_in(mask.pattern)}
+    assert public <= result, f"tests/mask_table.py has no row for {sorted(public - result)}"
 
 
 @pytest.mark.parametrize("name", MASKS)

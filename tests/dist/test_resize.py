@@ -128,13 +128,13 @@ def test_what_cannot_be_converted_stays_as_it_is(rank_pool, tmp_path, capsys):
         assert sorted(path.relative_to(folder) for path in folder.rglob("*")) == before, what
         assert (folder / "latest").read_text() == "global_step2"
 
-    for found in rank_pool(4).run(load_refused, config_for(4, 4, 1), str(saved), [None] * 4):
-        assert found.error == "RingCheckpointError"
-        assert "of 4 ranks, got one of 2; convert it with `ds-ring resize" in found.text
+    for result in rank_pool(4).run(load_refused, config_for(4, 4, 1), str(saved), [None] * 4):
+        assert result.error == "RingCheckpointError"
+        assert "of 4 ranks, got one of 2; convert it with `ds-ring resize" in result.text
     folder = Path(shutil.copytree(saved, tmp_path / "universal"))
     resize_checkpoint(folder)
     assert main(["resize-checkpoint", str(folder), "--world-size", "4"]) == 1
     assert "got a universal one; any number of ranks loads it" in capsys.readouterr().err
-    for found in rank_pool(2).run(load_refused, config_for(2, 2, 3), str(folder), [None] * 2):
-        assert found.error == "RingCheckpointError"
-        assert "expected a universal checkpoint of ZeRO 3, got one of ZeRO 1" in found.text
+    for result in rank_pool(2).run(load_refused, config_for(2, 2, 3), str(folder), [None] * 2):
+        assert result.error == "RingCheckpointError"
+        assert "expected a universal checkpoint of ZeRO 3, got one of ZeRO 1" in result.text

@@ -60,23 +60,23 @@ def engine_of(setup: Setup, universal: bool = False) -> Any:
     import ds_ring
     import ds_ring.models.attention  # registers the attention implementation
 
-    more: dict[str, Any] = {"checkpoint": {"load_universal": True}} if universal else {}
+    extra: dict[str, Any] = {"checkpoint": {"load_universal": True}} if universal else {}
     if setup.dtype != "fp32":
         skip_without(setup.dtype)
-        more[setup.dtype] = {"enabled": True}
+        extra[setup.dtype] = {"enabled": True}
     if setup.scheduler in JSON_SCHEDULERS:
-        more["scheduler"] = JSON_SCHEDULERS[setup.scheduler]
+        extra["scheduler"] = JSON_SCHEDULERS[setup.scheduler]
     sizes = {"wide": {"hidden": 32}, "deep": {"layers": 2}}.get(setup.model, {})
     model = build_model(SIZE._replace(**sizes), "ds_ring")
     if setup.model == "frozen":
         next(model.parameters()).requires_grad_(False)
     optimizer = OPTIMIZERS[setup.optimizer](model)
-    given: dict[str, Any] = {"optimizer": optimizer}
+    inputs: dict[str, Any] = {"optimizer": optimizer}
     if setup.scheduler in SCHEDULERS:
-        given["lr_scheduler"] = SCHEDULERS[setup.scheduler](optimizer)
-    return ds_ring.initialize(model=model, config=json_config(2, SIZE.samples, setup.stage, **more), **given)[
-        0
-    ]
+        inputs["lr_scheduler"] = SCHEDULERS[setup.scheduler](optimizer)
+    return ds_ring.initialize(
+        model=model, config=json_config(2, SIZE.samples, setup.stage, **extra), **inputs
+    )[0]
 
 
 def save(rank: int, world_size: int, setup: Setup, folder: str, steps: int = 2) -> list[float]:
@@ -110,27 +110,27 @@ def load(
 @pytest.fixture(scope="module")
 def saved(rank_pool, tmp_path_factory) -> Callable[..., tuple[Path, list[float]]]:
     """`saved(setup)`: a folder with a checkpoint after two steps, and the losses of two steps after it."""
-    made: dict[tuple[Any, ...], tuple[Path, list[float]]] = {}
+    built: dict[tuple[Any, ...], tuple[Path, list[float]]] = {}
 
     def of(setup: Setup, copy: int = 0, steps: int = 2) -> tuple[Path, list[float]]:
         key = (setup, copy, steps)
-        if key not in made:
+        if key not in built:
             folder = tmp_path_factory.mktemp("saved")
-            made[key] = folder, rank_pool(2).run(save, setup, str(folder), steps)[0]
-        return made[key]
+            built[key] = folder, rank_pool(2).run(save, setup, str(folder), steps)[0]
+        return built[key]
 
     return of
 
 
 def loaded(rank_pool, setup: Setup, folders: Path | list[Path], *args: Any, **options: Any) -> list[Any]:
     both = [folders, folders] if isinstance(folders, Path) else folders
-    return rank_pool(2).run(load, setup, [str(one) for one in both], *args, **options)
+    return rank_pool(2).run(load, setup, [str(item) for item in both], *args, **options)
 
 
-def check(found: list[Any], words: str, error: str = "RingCheckpointError") -> None:
-    for one in found:
-        assert isinstance(one, Refused), f"it went on: {one}"
-        assert one.error == error and words in one.text, one
+def check(result: list[Any], words: str, error: str = "RingCheckpointError") -> None:
+    for item in result:
+        assert isinstance(item, Refused), f"it went on: {item}"
+        assert item.error == error and words in item.text, item
 
 
 # Ranks that read something else.
@@ -143,9 +143,9 @@ def check(found: list[Any], words: str, error: str = "RingCheckpointError") -> N
 def test_ranks_that_read_two_whole_checkpoints(rank_pool, saved, stage, tag) -> None:
     """(Each went on from its own: rank 0 trained on A and rank 1 on B.)"""
     folders = [saved(Setup(stage), copy)[0] for copy in (0, 1)]
-    found = loaded(rank_pool, Setup(stage), folders, (tag, tag))
-    check(found, f"expected one checkpoint, got {folders[0]}/global_step2 and ")
-    assert all(f"{folders[1]}/global_step2 on 1; give all ranks one path" in one.text for one in found)
+    result = loaded(rank_pool, Setup(stage), folders, (tag, tag))
+    check(result, f"expected one checkpoint, got {folders[0]}/global_step2 and ")
+    assert all(f"{folders[1]}/global_step2 on 1; give all ranks one path" in item.text for item in result)
 
 
 def test_the_same_checkpoint_under_two_paths_is_one(rank_pool, saved, tmp_path) -> None:
@@ -161,9 +161,9 @@ def test_a_folder_that_one_rank_does_not_see(rank_pool, saved, tmp_path, blind, 
     """(Where it was rank 0, all ranks began afresh after a warning.)"""
     folders = [saved(Setup())[0]] * 2
     folders[blind] = tmp_path
-    found = loaded(rank_pool, Setup(), folders, (tag, tag))
-    check(found, "expected every rank to see its folder" if tag else "expected the same tag on all ranks")
-    assert all(f"rank {blind}" in one.text for one in found)
+    result = loaded(rank_pool, Setup(), folders, (tag, tag))
+    check(result, "expected every rank to see its folder" if tag else "expected the same tag on all ranks")
+    assert all(f"rank {blind}" in item.text for item in result)
 
 
 OPTIONS = (
@@ -175,8 +175,8 @@ OPTIONS = (
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.day(OPTIONS[0])
 def test_ranks_that_load_with_different_options(rank_pool, saved, option) -> None:
-    found = loaded(rank_pool, Setup(), saved(Setup())[0], ranks_differ_in=option)
-    check(found, f"load_checkpoint: expected one {option}, got False", "RingMismatchError")
+    result = loaded(rank_pool, Setup(), saved(Setup())[0], ranks_differ_in=option)
+    check(result, f"load_checkpoint: expected one {option}, got False", "RingMismatchError")
 
 
 # Another stage, dtype, optimizer, scheduler or model: what was saved, what loads it, and what is said; "" where
@@ -241,14 +241,14 @@ TABLE: dict[str, tuple[Setup, Setup, dict[str, Any], str]] = {
 def test_a_run_of_another_kind(rank_pool, saved, case) -> None:
     before, now, options, says = TABLE[case]
     folder, losses = saved(before)
-    found = loaded(rank_pool, now, folder, **options)
+    result = loaded(rank_pool, now, folder, **options)
     if says:
-        check(found, says)
-        assert all(f"{folder}/global_step2: " in one.text for one in found)
+        check(result, says)
+        assert all(f"{folder}/global_step2: " in item.text for item in result)
         return
-    assert found[0] == found[1] and len(found[0]) == 2, found
+    assert result[0] == result[1] and len(result[0]) == 2, result
     if before._replace(stage=0) == now._replace(stage=0) and not options:
-        assert found[0] == losses
+        assert result[0] == losses
 
 
 def forget(folder: Path) -> None:
@@ -279,11 +279,11 @@ def test_a_manifest_of_an_older_version(rank_pool, saved, tmp_path, case) -> Non
     copy = Path(shutil.copytree(folder, tmp_path / "old"))
     forget(copy / "global_step2")
     assert verify_checkpoint(copy).training is None
-    found = loaded(rank_pool, now, copy, **options)
+    result = loaded(rank_pool, now, copy, **options)
     if OLD[case]:
-        check(found, OLD[case])
+        check(result, OLD[case])
     else:
-        assert found[0] == found[1] and (options or found[0] == losses)
+        assert result[0] == result[1] and (options or result[0] == losses)
 
 
 UNIVERSAL = {
@@ -303,8 +303,8 @@ def test_a_universal_checkpoint_says_what_it_is_of(rank_pool, saved, tmp_path, c
     copy = Path(shutil.copytree(folder, tmp_path / "universal"))
     resize_checkpoint(copy)
     now, says = UNIVERSAL[case]
-    found = loaded(rank_pool, now, copy)
+    result = loaded(rank_pool, now, copy)
     if says:
-        check(found, says)
+        check(result, says)
     else:
-        assert found[0] == found[1] and found[0] == pytest.approx(losses, rel=2e-3)
+        assert result[0] == result[1] and result[0] == pytest.approx(losses, rel=2e-3)

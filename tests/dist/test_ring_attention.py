@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -15,11 +14,10 @@ from ds_ring.ops.options import Options
 from ds_ring.ops.ring_op import ring_attention_op
 from tests.calls import attend
 from tests.cases import LAYOUTS, LENGTHS, PATTERNS, RING_SIZES, Shape, layout_for, tensors
-from tests.dist.harness import RankPool
+from tests.dist.harness import Pool
 from tests.parity import errors, gathered_pass
 from tests.reference import dense_attention, relative_error
 
-Pool = Callable[[int], RankPool]
 SMALL = Shape(batch=1, query_heads=4, kv_heads=2, tokens=257)
 CHUNKS = ("contiguous", "zigzag", "striped")
 # One pattern for each way in which a mask is told: everything, bands, many small tiles, head by head.
@@ -34,9 +32,9 @@ def run_ring(
     sizes = {"tokens": shape.tokens, "ring_size": mesh.ring_size, "multiple_of": mesh.ulysses_size}
     layout = layout_for(layout_name, pattern, **sizes)
     call = partial(attend, pattern=pattern, layout=layout, mesh=mesh, **options)
-    found = gathered_pass(call, tensors(shape, dtype), layout, mesh)
-    assert {x.dtype for x in found} == {dtype}
-    return found
+    result = gathered_pass(call, tensors(shape, dtype), layout, mesh)
+    assert {x.dtype for x in result} == {dtype}
+    return result
 
 
 def parity(
@@ -51,7 +49,7 @@ def parity(
 ) -> dict:
     """Relative errors of every layout and pattern; on rank 0 (the others hold the same gathered tensors)."""
     mesh = RingMesh.from_world(world_size // ulysses_size, ulysses_size)
-    found = {}
+    result = {}
     for pattern_name in patterns:
         if rank == 0:
             want = dense_attention(*tensors(shape, dtype), PATTERNS[pattern_name](shape.tokens))
@@ -59,8 +57,8 @@ def parity(
             got = run_ring(mesh, layout_name, pattern_name, shape, dtype, **options)
             if rank == 0:
                 named = errors(got, want).items()
-                found |= {(layout_name, pattern_name, name): error for name, error in named}
-    return found
+                result |= {(layout_name, pattern_name, name): error for name, error in named}
+    return result
 
 
 @pytest.mark.parametrize("tokens", LENGTHS)
@@ -92,6 +90,7 @@ def test_other_dtypes(rank_pool: Pool, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("options", [{"kernel": "reference"}, {"overlap": False}, {"prune": False}], ids=str)
+@pytest.mark.day("{'prune': False}")  # test_registry.py has the kernel by day, test_patterns.py the overlap
 def test_every_way_of_doing_it_gives_the_same(rank_pool: Pool, options: dict[str, object]) -> None:
     shape = Shape(batch=1, tokens=130)
     errors = rank_pool(3).run(parity, shape, torch.float32, KINDS, CHUNKS[1:], **options)[0]

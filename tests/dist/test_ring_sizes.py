@@ -25,7 +25,7 @@ from ds_ring.data.loader import SampleOrder
 from ds_ring.data.sub_rings import BatchLengths, Division, SubRing
 from ds_ring.engines.deepspeed import dynamic_ring
 from tests.calls import attend
-from tests.dist.deepspeed_ranks import VOCABULARY
+from tests.dist.deepspeed_ranks import VOCABULARY, check_gradients
 from tests.dist.harness import run_ranks
 from tests.dist.test_dynamic_ring import Machine
 from tests.sessions import session_of
@@ -83,8 +83,8 @@ class Samples(torch.utils.data.Dataset[dict[str, Tensor]]):
 def all_sizes(ranks: int) -> list[tuple[int, ...]]:
     """Divisions that have rings of every size, at changing places."""
     pairs = [(ranks - size, size) for size in range(1, ranks // 2 + 1)]
-    found = [(ranks,), *(pair[:: 1 if turn % 2 else -1] for turn, pair in enumerate(pairs))]
-    return [*found, (1, ranks - 2, 1)]
+    result = [(ranks,), *(pair[:: 1 if turn % 2 else -1] for turn, pair in enumerate(pairs))]
+    return [*result, (1, ranks - 2, 1)]
 
 
 def divisions(ranks: int) -> Iterator[Division]:
@@ -103,7 +103,7 @@ class Step(NamedTuple):
 
 def one_step(rank: int, world: int, ring: int, section: dict[str, Any]) -> Step:
     """A step of as many batches as there are divisions; rings take samples in turns."""
-    planned, found = all_sizes(ring), Step([], {}, [], set())
+    planned, result = all_sizes(ring), Step([], {}, [], set())
     texts = Samples(BATCH * len(planned) * world // ring)
     coming = divisions(ring)
 
@@ -112,9 +112,9 @@ def one_step(rank: int, world: int, ring: int, section: dict[str, Any]) -> Step:
         mine = [tuple(range(len(batch.lengths)))[n :: len(rings)] for n in range(len(rings))]
         return Division(tuple(x._replace(samples=y) for x, y in zip(rings, mine, strict=True)), 0.0)
 
-    def start(self: Exchange, route: Route, *more: Any) -> Any:
-        found.peers.update(*route.peers)
-        return started(self, route, *more)
+    def start(self: Exchange, route: Route, *extra: Any) -> Any:
+        result.peers.update(*route.peers)
+        return started(self, route, *extra)
 
     mesh = ds_ring.RingMesh.from_world(ring)
     session = session_of(mesh, float(world), dynamic_ring=True, **section)
@@ -129,15 +129,15 @@ def one_step(rank: int, world: int, ring: int, section: dict[str, Any]) -> Step:
             (loss / len(planned)).backward()
             total = loss.detach().clone()
             dist.all_reduce(total)
-            found.losses.append(float(total))
-            found.sizes.append(session.batches.current.mesh.ring_size)
+            result.losses.append(float(total))
+            result.sizes.append(session.batches.current.mesh.ring_size)
     for (
         name,
         parameter,
     ) in model.named_parameters():  # ranks without a token of a batch have no gradient of it
-        found.gradients[name] = parameter.grad
-        dist.all_reduce(found.gradients[name])
-    return found
+        result.gradients[name] = parameter.grad
+        dist.all_reduce(result.gradients[name])
+    return result
 
 
 def step_alone(world: int, ring: int) -> Step:
@@ -161,9 +161,9 @@ def step_alone(world: int, ring: int) -> Step:
 
 def batches(texts: Samples, replicas: int) -> Iterator[list[int]]:
     """The samples of each batch of the world."""
-    more: dict[str, Any] = {"shuffle": False, "seed": 0, "drop_last": False, "lengths": texts.lengths}
-    orders = (SampleOrder(len(texts), BATCH, (one, replicas), **more) for one in range(replicas))
-    return ([index for one in batch for index in one] for batch in zip(*orders, strict=True))
+    extra: dict[str, Any] = {"shuffle": False, "seed": 0, "drop_last": False, "lengths": texts.lengths}
+    orders = (SampleOrder(len(texts), BATCH, (item, replicas), **extra) for item in range(replicas))
+    return ([index for item in batch for index in item] for batch in zip(*orders, strict=True))
 
 
 PACKED = {"pattern": {"documents": True}}
@@ -188,19 +188,19 @@ def test_all_sizes_in_one_step_are_exact(rank_pool: Any, case: str) -> None:
     world, ring, section = CASES[case]
     by_rank = rank_pool(world).run(one_step, ring, section, timeout_s=240)
     expected = step_alone(world, ring)
-    assert {size for found in by_rank for size in found.sizes} == set(range(1, ring + 1))
-    for rank, found in enumerate(by_rank):
-        assert found.losses == pytest.approx(expected.losses, rel=1e-13)
+    assert {size for result in by_rank for size in result.sizes} == set(range(1, ring + 1))
+    for rank, result in enumerate(by_rank):
+        assert result.losses == pytest.approx(expected.losses, rel=1e-13)
         first = rank - rank % ring
-        numbers = {peer - first for peer in found.peers}
+        numbers = {peer - first for peer in result.peers}
         linked = {(rank - first + apart) % ring for apart in (-2, -1, 1, 2)}
-        assert numbers <= linked or section.get("transport") in ("reproducible", "tiles"), (rank, found.peers)
+        assert numbers <= linked or section.get("transport") in ("reproducible", "tiles"), (
+            rank,
+            result.peers,
+        )
     gradients = by_rank[0].gradients
-    assert gradients.keys() == expected.gradients.keys()
-    for name, gradient in expected.gradients.items():
-        assert gradients[name].dtype == torch.float64
-        error = float((gradients[name] - gradient).norm() / gradient.norm())
-        assert error < 1e-13, f"gradient of {name}: relative error {error:.3e}"
+    assert {x.dtype for x in gradients.values()} == {torch.float64}
+    check_gradients(gradients, expected.gradients, 1e-13)
 
 
 def sockets(rank: int, world: int, lazy: bool) -> list[tuple[set[int], int]]:
@@ -211,32 +211,32 @@ def sockets(rank: int, world: int, lazy: bool) -> list[tuple[set[int], int]]:
     before = opened()
     mesh = ds_ring.RingMesh.from_world(world)
     dist.barrier()
-    found = [peers_of(opened() - before, owners)]
+    result = [peers_of(opened() - before, owners)]
     rings = SubRings(mesh)
     for first in range(world):
         for ranks in range(1, world - first + 1):
-            one = rings.of([(first, ranks)])
+            item = rings.of([(first, ranks)])
             if first <= rank < first + ranks:
                 layout = ds_ring.make_layout("zigzag", tokens=40, ring_size=ranks)
                 q, k, v = (torch.randn(1, 2, layout.local_tokens, 4, requires_grad=True) for _ in range(3))
-                out = attend(q, k, v, pattern=ds_ring.Causal(), layout=layout, mesh=one)
-                ds_ring.gather_sequence(out, layout, mesh=one, dim=2).sum().backward()
+                out = attend(q, k, v, pattern=ds_ring.Causal(), layout=layout, mesh=item)
+                ds_ring.gather_sequence(out, layout, mesh=item, dim=2).sum().backward()
     dist.barrier()
-    found.append(peers_of(opened() - before, owners))
+    result.append(peers_of(opened() - before, owners))
     dist.barrier()
-    return found
+    return result
 
 
 def opened() -> set[tuple[Any, Any]]:
     """The addresses, here and there, of this process's connections."""
     all_of = psutil.Process().net_connections("tcp")
-    return {(one.laddr, one.raddr) for one in all_of if one.status == "ESTABLISHED"}
+    return {(item.laddr, item.raddr) for item in all_of if item.status == "ESTABLISHED"}
 
 
 def peers_of(sockets: set[tuple[Any, Any]], pids: list[int]) -> tuple[set[int], int]:
-    ends = {(one.laddr, one.raddr): one.pid for one in psutil.net_connections("tcp") if one.raddr}
-    found = [pids.index(ends[there, here]) for here, there in sockets if ends.get((there, here)) in pids]
-    return set(found), len(found)
+    ends = {(item.laddr, item.raddr): item.pid for item in psutil.net_connections("tcp") if item.raddr}
+    result = [pids.index(ends[there, here]) for here, there in sockets if ends.get((there, here)) in pids]
+    return set(result), len(result)
 
 
 @pytest.mark.night
@@ -247,11 +247,11 @@ def test_open_sockets(lazy: bool) -> None:
     Then rank 3 has sockets to 1, 2, 4 and 5 after passes, headers and gathering on all its intervals: two
     each, one of payloads and one of headers.
     """
-    for rank, (made, after) in enumerate(run_ranks(sockets, 8, lazy, timeout_s=120)):
+    for rank, (built, after) in enumerate(run_ranks(sockets, 8, lazy, timeout_s=120)):
         if not lazy:
-            assert made == after == (set(range(8)) - {rank}, 14)
+            assert built == after == (set(range(8)) - {rank}, 14)
             continue
-        assert made == (set(), 0)
-        linked = {other for other in range(8) if other != rank and are_linked(rank, other, 8)}
+        assert built == (set(), 0)
+        linked = {second for second in range(8) if second != rank and are_linked(rank, second, 8)}
         assert after[0] <= linked and after[1] == 2 * len(after[0]), (rank, after)
         assert after[0] == linked or rank in (0, 1, 6, 7), "no ring closes beyond the ends"

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+import ds_ring
 from tests.dist.deepspeed_ranks import Size, build_batch, build_model, json_config, start_engine
 
 SIZE = Size(hidden=16, layers=2, tokens=24, samples=2)
@@ -85,8 +86,6 @@ def every_second_layer(model: Own, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def replicated_queries(model: Own, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """A few queries, equal on all ranks, attend to everybody's keys; their gradient must be equal, too."""
-    import ds_ring
-
     mesh = model.session.mesh
 
     def summed(grad: Tensor) -> Tensor:
@@ -109,8 +108,6 @@ def over_a_few_latents(model: Own, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def start(model: nn.Module, sequence_parallel_size: int = 2, section: dict[str, Any] | None = None) -> Any:
-    import ds_ring
-
     engine = start_engine(
         model, json_config(sequence_parallel_size, 2, 1, ring_attention=section or {"layout": "zigzag"})
     )
@@ -153,57 +150,57 @@ ATTENTIONS: dict[str, tuple[Attend, str]] = {
 
 def every_attention(rank: int, world_size: int) -> dict[str, list[str]]:
     """Two steps with each."""
-    found = {}
+    result = {}
     for name, (attend, _) in ATTENTIONS.items():
         engine = start(Own(attend))
-        found[name] = [step(engine), step(engine)]
-    return found
+        result[name] = [step(engine), step(engine)]
+    return result
 
 
 @pytest.mark.situation("models", "a model with attention of its own")
 def test_attention_of_ones_own_is_the_rings_or_an_error(rank_pool: Any) -> None:
-    for found in rank_pool(2).run(every_attention, timeout_s=120):
+    for result in rank_pool(2).run(every_attention, timeout_s=120):
         for name, (_, words) in ATTENTIONS.items():
-            first, second = found[name]
+            first, second = result[name]
             assert (words in first and 'engine.compile(backend="ds_ring")' in first) if words else not first
             assert bool(second) == bool(words), "an engine that was refused stays so"
 
 
 def in_other_orders(rank: int, world_size: int) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     engine = start(Own(plain), section={"layout": "zigzag", "min_sequence_length": 24})
-    found["short batches"] = [step(engine, 20), step(engine, 20), step(engine, 24)]
+    result["short batches"] = [step(engine, 20), step(engine, 20), step(engine, 24)]
     engine = start(Own(plain))
     engine.eval()
     with torch.no_grad():
-        found["evaluation first"] = [step(engine)]
+        result["evaluation first"] = [step(engine)]
     engine = start(Own(lambda m, q, k, v: (plain if m.training else of_the_session)(m, q, k, v)))
     engine.eval()
     with torch.no_grad():
         engine(**engine.ring.shard_batch(build_batch(SIZE)))
     engine.train()
-    found["right in evaluation"] = [step(engine)]
-    found["replicas"] = [step(start(Own(plain), 1))]
-    found["replicas, a window"] = [step(start(Own(plain), 1, {"pattern": {"window": 5}}))]
-    found["replicas, a window, the session's"] = [
+    result["right in evaluation"] = [step(engine)]
+    result["replicas"] = [step(start(Own(plain), 1))]
+    result["replicas, a window"] = [step(start(Own(plain), 1, {"pattern": {"window": 5}}))]
+    result["replicas, a window, the session's"] = [
         step(start(Own(of_the_session), 1, {"pattern": {"window": 5}}))
     ]
     engine = start(Own(plain))
     engine.compile(backend="aot_eager")
-    found["another backend"] = [step(engine)]
-    return found
+    result["another backend"] = [step(engine)]
+    return result
 
 
 def test_when_the_model_is_looked_at(rank_pool: Any) -> None:
-    for found in rank_pool(2).run(in_other_orders, timeout_s=120):
-        short, short_again, whole = found.pop("short batches")
+    for result in rank_pool(2).run(in_other_orders, timeout_s=120):
+        short, short_again, whole = result.pop("short batches")
         assert not short and not short_again, "whole samples on each rank need no ring"
         assert LOCAL in whole
-        assert LOCAL in found.pop("evaluation first")[0]
-        assert LOCAL in found.pop("right in evaluation")[0]
-        assert "the pattern SlidingWindow(window=5" in found.pop("replicas, a window")[0]
-        assert NO_PASS in found.pop("another backend")[0]
-        assert found == {"replicas": [""], "replicas, a window, the session's": [""]}
+        assert LOCAL in result.pop("evaluation first")[0]
+        assert LOCAL in result.pop("right in evaluation")[0]
+        assert "the pattern SlidingWindow(window=5" in result.pop("replicas, a window")[0]
+        assert NO_PASS in result.pop("another backend")[0]
+        assert result == {"replicas": [""], "replicas, a window, the session's": [""]}
 
 
 class Losing(Own):
@@ -215,11 +212,11 @@ class Losing(Own):
 
 def warned(rank: int, world_size: int) -> dict[str, list[str]]:
     """The warnings of two steps of a model that gets these tensors of a batch."""
-    found: dict[str, list[str]] = {}
+    result: dict[str, list[str]] = {}
 
     class Kept(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            found[case].append(record.getMessage())
+            result[case].append(record.getMessage())
 
     handler = Kept(logging.WARNING)
     logger = logging.getLogger("ds_ring.engines.deepspeed.refusals")
@@ -232,7 +229,7 @@ def warned(rank: int, world_size: int) -> dict[str, list[str]]:
         ("its loss, the items given", Losing, everything),
         ("copies", Losing, ("input_ids", "shift_labels")),
     ):
-        found[case] = []
+        result[case] = []
         engine = start(model(of_the_session))
         for _ in range(2):
             whole = build_batch(SIZE)
@@ -242,7 +239,7 @@ def warned(rank: int, world_size: int) -> dict[str, list[str]]:
             engine.backward(out if out.ndim == 0 else out.mean())
             engine.step()
     logger.removeHandler(handler)
-    return found
+    return result
 
 
 def test_positions_and_a_loss_of_ones_own_are_a_warning(rank_pool: Any) -> None:
@@ -253,12 +250,10 @@ def test_positions_and_a_loss_of_ones_own_are_a_warning(rank_pool: Any) -> None:
     (loss,) = first.pop("its loss")
     assert loss.startswith("Losing returned a loss of its own without num_items_in_batch")
     assert not any(first.values())
-    assert not any(one for other in others for one in other.values()), "rank 0 says it"
+    assert not any(item for peer in others for item in peer.values()), "rank 0 says it"
 
 
 def through_the_backend(rank: int, world_size: int) -> tuple[Tensor, str]:
-    import ds_ring
-
     engine = start(Own(plain))
     engine.compile(backend="ds_ring", compile_kwargs={"fullgraph": True, "options": {"inner": "aot_eager"}})
     with torch.no_grad():

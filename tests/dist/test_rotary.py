@@ -6,7 +6,6 @@ A rank knows the greatest position of its own tokens only: dynamic NTK was 19 to
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,9 +15,7 @@ from torch import Tensor
 from tests.dist import family_ranks
 from tests.dist.deepspeed_ranks import Run
 from tests.dist.family_ranks import GROUPED, attached, check, start_session, train_alone, train_on_ring
-from tests.dist.harness import RankPool
-
-Pool = Callable[[int], RankPool]
+from tests.dist.harness import Pool
 
 SAMPLES, VOCABULARY, SWITCH = 2, 61, 45
 SIZES = GROUPED | {"max_position_embeddings": SWITCH}
@@ -48,7 +45,7 @@ def build(family: str, implementation: str, **changes: Any) -> Any:
 
 def batches(packed: bool, count: int = len(LENGTHS)) -> list[dict[str, Tensor]]:
     """Batches of changing lengths; packed: documents of changing lengths, the longest of them in one half."""
-    found = []
+    result = []
     for number, tokens in enumerate(LENGTHS[:count]):
         ids = torch.randint(1, VOCABULARY, (SAMPLES, tokens), generator=torch.Generator().manual_seed(number))
         batch = {"input_ids": ids, "labels": ids}
@@ -56,8 +53,8 @@ def batches(packed: bool, count: int = len(LENGTHS)) -> list[dict[str, Tensor]]:
             first = tokens // 5
             positions = torch.cat([torch.arange(first), torch.arange(tokens - first)]).expand(SAMPLES, -1)
             batch |= {"position_ids": positions, "labels": ids.masked_fill(positions == 0, -100)}
-        found.append(batch)
-    return found
+        result.append(batch)
+    return result
 
 
 def on_a_ring(rank: int, world_size: int, family: str, layout: str, packed: bool, checkpointing: bool) -> Run:
@@ -104,8 +101,8 @@ def compiled_on_a_ring(rank: int, world_size: int, family: str, layout: str, rou
     inner = {"inner": "aot_eager", "masks": "replace"}
     if route == "options":
         # Without a session the graph is for one layout, so for batches of one length.
-        one = make_layout(layout, tokens=LENGTHS[0], ring_size=world_size)
-        where = {"mesh": session.mesh, "pattern": session.pattern, "layout": one}
+        item = make_layout(layout, tokens=LENGTHS[0], ring_size=world_size)
+        where = {"mesh": session.mesh, "pattern": session.pattern, "layout": item}
         call = torch.compile(model, backend=backend, options=inner | where)
     elif rings_own:
         call = torch.compile(attached(model, session), backend="aot_eager")

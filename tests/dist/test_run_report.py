@@ -59,16 +59,16 @@ def train(rank: int, world_size: int, folder: str, asks: str, monitor: bool) -> 
 def test_each_step_has_its_own_loss_and_links(
     rank_pool: RankPools, tmp_path: Path, asks: str, monitor: bool
 ) -> None:
-    found = rank_pool(2).run(train, str(tmp_path), asks, monitor)
+    result = rank_pool(2).run(train, str(tmp_path), asks, monitor)
     lines = [json.loads(line) for line in (tmp_path / "history.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
-    assert [line["loss"] for line in lines] == found[0]["losses"]
+    assert [line["loss"] for line in lines] == result[0]["losses"]
     # Steps begin where the one before, or an evaluation, ended. (The first one was from its first forward pass
     # on, as was the one after an evaluation: without the time of loading they were the fastest.)
     first, *others = [line["step_seconds"] for line in lines]
     assert first is None and lines[0]["tokens_per_second"] is None
     assert min(others) >= LOADING, others
-    assert found[0]["traces"] == int(monitor), "a trace that nobody reads stays on the mesh"
+    assert result[0]["traces"] == int(monitor), "a trace that nobody reads stays on the mesh"
     for rank in range(2):
         assert (tmp_path / f"rank-{rank}.ring").exists()  # a rank that has made a ring says so
         figures = json.loads((tmp_path / f"rank-{rank}.metrics.json").read_text())

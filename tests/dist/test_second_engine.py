@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+import ds_ring
 from tests.dist.deepspeed_ranks import Size, build_batch, build_model, json_config, start_deepspeed
 from tests.dist.trainer_logs import Logs, check_logs, configs, start_trainers
 
@@ -22,14 +23,14 @@ def state_of(model: nn.Module) -> list[Any]:
     """Everything of a model that an engine may have left: hooks, attributes, attention and loss; DeepSpeed leaves its
     own hooks.
     """
-    found: list[Any] = []
+    result: list[Any] = []
     for name, module in model.named_modules():
-        kept = {key for key in vars(module) if not key.startswith(("_", "ds_"))} - {"training"}
+        stored = {key for key in vars(module) if not key.startswith(("_", "ds_"))} - {"training"}
         hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
-        ours = [str(one) for one in hooks if not getattr(one, "__module__", "").startswith("deepspeed")]
-        found.append((name, sorted(kept), ours, module._compiled_call_impl))
-    found += [part.config._attn_implementation for part in model.modules() if hasattr(part, "config")]
-    return [*found, model.loss_function]
+        ours = [str(item) for item in hooks if not getattr(item, "__module__", "").startswith("deepspeed")]
+        result.append((name, sorted(stored), ours, module._compiled_call_impl))
+    result += [part.config._attn_implementation for part in model.modules() if hasattr(part, "config")]
+    return [*result, model.loss_function]
 
 
 def two_engines(rank: int, world_size: int, ending: str, whole: bool) -> dict[str, Any]:
@@ -37,8 +38,6 @@ def two_engines(rank: int, world_size: int, ending: str, whole: bool) -> dict[st
     engine says afterwards.
     """
     deepspeed = start_deepspeed()
-    import ds_ring
-
     if whole:
         ds_ring.enable()
     start = deepspeed.initialize if whole else ds_ring.initialize
@@ -76,34 +75,34 @@ def two_engines(rank: int, world_size: int, ending: str, whole: bool) -> dict[st
     told = str(error.value)
     engines[-1].destroy()
     states.append(state_of(model))
-    left = [(was, one) for state in states for was, one in zip(states[0], state, strict=True) if was != one]
+    left = [
+        (was, item) for state in states for was, item in zip(states[0], state, strict=True) if was != item
+    ]
     return {"losses": losses, "left": str(left), "told": told}
 
 
 def pickled(rank: int, world_size: int) -> list[str]:
     """What each way of pickling a module on a ring raises."""
     start_deepspeed()
-    import ds_ring
-
-    model, found = build_model(SIZE, "sdpa"), []
+    model, result = build_model(SIZE, "sdpa"), []
     wrapper = nn.Sequential(model)
     engine = ds_ring.initialize(model=wrapper, config=json_config(world_size, SIZE.samples, 0))[0]
     for module in (engine, engine.module, model):
         for call in (lambda x: torch.save(x, io.BytesIO()), pickle.dumps, copy.deepcopy):
             with pytest.raises(ds_ring.RingConfigError) as error:
                 call(module)
-            found.append(str(error.value))
+            result.append(str(error.value))
     assert copy.deepcopy(model.state_dict()).keys() == model.state_dict().keys()
     engine.destroy()
     assert type(copy.deepcopy(model)) is type(model)
-    return found
+    return result
 
 
 @pytest.mark.situation("trainers", "torch.save of a model on a ring")
 def test_a_module_with_hooks_of_a_ring_is_not_pickled(rank_pool: Any) -> None:
-    for found in rank_pool(2).run(pickled):
-        assert len(found) == 9
-        assert all("expected its state_dict to be saved, got the module itself" in text for text in found)
+    for result in rank_pool(2).run(pickled):
+        assert len(result) == 9
+        assert all("expected its state_dict to be saved, got the module itself" in text for text in result)
 
 
 def losses_alone() -> list[float]:
@@ -129,17 +128,15 @@ def test_a_second_engine_trains_as_the_first(rank_pool: Any, ending: str, whole:
         "compiled": "a ring, got one that ended: engine.destroy() was called",
         "failed start": "a ring, got one that ended: engine.destroy() was called",
     }
-    for found in rank_pool(2).run(two_engines, ending, whole):
-        assert found["losses"] == pytest.approx(losses_alone(), rel=1e-5)
-        assert found["left"] == "[]"
-        assert words[ending] in found["told"]
+    for result in rank_pool(2).run(two_engines, ending, whole):
+        assert result["losses"] == pytest.approx(losses_alone(), rel=1e-5)
+        assert result["left"] == "[]"
+        assert words[ending] in result["told"]
 
 
 def stages(rank: int, world_size: int, config: str, ring: bool) -> Logs:
     """What two Trainers log that train one model; the first one finds its batch size, with an engine for each try."""
     start_deepspeed()
-    import ds_ring
-
     if ring:
         ds_ring.enable()
     start_trainers()
@@ -150,10 +147,10 @@ def stages(rank: int, world_size: int, config: str, ring: bool) -> Logs:
         """For which more than three samples are too much."""
 
         def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-            found = super().training_step(model, inputs, *args, **kwargs)
+            result = super().training_step(model, inputs, *args, **kwargs)
             if len(inputs["input_ids"]) > 3:
                 raise RuntimeError("CUDA out of memory.")
-            return found
+            return result
 
     model = text.model(use_cache=False)
     arguments = {
@@ -164,9 +161,9 @@ def stages(rank: int, world_size: int, config: str, ring: bool) -> Logs:
     for stage, kind in enumerate((Narrow, Trainer)):
         if stage:
             start_trainers()
-        own = {"per_device_train_batch_size": 4 - 2 * stage, "auto_find_batch_size": not stage}
+        mine = {"per_device_train_batch_size": 4 - 2 * stage, "auto_find_batch_size": not stage}
         trainer = kind(
-            model=model, args=TrainingArguments(str(Path(config).parent), deepspeed=config, **arguments, **own),
+            model=model, args=TrainingArguments(str(Path(config).parent), deepspeed=config, **arguments, **mine),
             train_dataset=text.samples(8, 60), eval_dataset=text.samples(3, 50),
         )  # fmt: skip
         trainer.train()

@@ -42,9 +42,9 @@ def test_the_launchers_secret_is_not_in_the_store_and_one_of_rank_0_is(rank_pool
 def test_ranks_that_do_not_share_a_secret_do_not_meet() -> None:
     """One on some ranks alone: tests/unit/health/test_joining.py."""
     outcomes = run_ranks_collect(join, 2, SECRETS["different"], 0, timeout_s=60)
-    assert [one.status for one in outcomes] == ["returned"] * 2, outcomes
-    zero, one = (outcome.value for outcome in outcomes)
-    assert one[0] == "RingMeshError" and "secret" in one[1], one
+    assert [item.status for item in outcomes] == ["returned"] * 2, outcomes
+    zero, item = (outcome.value for outcome in outcomes)
+    assert item[0] == "RingMeshError" and "secret" in item[1], item
     assert zero[0] == "RingPeerError" and "did not join" in zero[1], zero
 
 

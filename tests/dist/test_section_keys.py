@@ -9,14 +9,16 @@ from __future__ import annotations
 import csv
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from ds_ring.config.pattern_section import PATTERNS_BY_KEY
 from ds_ring.config.section import RingConfig, by_json_key
+from ds_ring.errors import RingConfigError, RingError
 from ds_ring.ops.options import Options
-from ds_ring.registry import KV_PAYLOADS
+from ds_ring.plugin import KV_PAYLOADS
 from ds_ring.ring.observer import Observers
 from tests.dist.deepspeed_ranks import (
     Size,
@@ -102,8 +104,8 @@ def start(section: dict[str, Any], model: torch.nn.Module) -> Any:
     import ds_ring
 
     section = dict(section)
-    more = {key: section.pop(key) for key in ("sequence_parallel_size", "csv_monitor") if key in section}
-    config = json_config(2, 2, 0, ring_attention=section, **more)
+    extra = {key: section.pop(key) for key in ("sequence_parallel_size", "csv_monitor") if key in section}
+    config = json_config(2, 2, 0, ring_attention=section, **extra)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1) if "verify_first_batch" in section else None
     return ds_ring.initialize(model=model, optimizer=sgd, config=config)[0]
 
@@ -151,12 +153,8 @@ def observe(section: dict[str, Any], name: str, folder: str, defaults: dict[bool
         waited[0] += 1
         wait(pending)
 
-    exchange.Pending.wait = counting  # type: ignore[method-assign]
-    try:
-        with torch.no_grad():
-            output = engine(**local)
-    finally:
-        exchange.Pending.wait = wait  # type: ignore[method-assign]
+    with mock.patch.object(exchange.Pending, "wait", counting), torch.no_grad():
+        output = engine(**local)
     observables = {
         "grid": lambda: session.mesh.grid,
         "layout": lambda: (session.layout, session.batches.current.mesh.sequence_size),
@@ -165,7 +163,7 @@ def observe(section: dict[str, Any], name: str, folder: str, defaults: dict[bool
         "batches": lambda: counters.batches,
         "bytes": lambda: counters.bytes_sent,
         "waits": lambda: waited[0],
-        "directions": lambda: [one.plan.classes[0].directions for one in context.prepared.values()],
+        "directions": lambda: [entry.plan.classes[0].directions for entry in context.prepared.values()],
         "gradient payload": lambda: context.options.gradient_payload,
         "recompute": lambda: float(context.options.recompute_attention),
         "offload": lambda: context.options.offload_attention,
@@ -209,8 +207,6 @@ def values_of(thing: Any) -> Any:
 
 
 def error_of(call: Any) -> str:
-    from ds_ring.errors import RingError
-
     try:
         call()
     except RingError as error:
@@ -228,8 +224,8 @@ def all_keys(rank: int, world_size: int, folder: str) -> dict[str, tuple[str, st
 
 def test_every_key_changes_what_can_be_seen(rank_pool: Any, tmp_path: Path) -> None:
     sections = {key: (before, after) for key, (before, after, _) in KEYS.items()}
-    for found in rank_pool(2).run(all_keys, str(tmp_path), timeout_s=240):
-        for key, (before, after) in found.items():
+    for result in rank_pool(2).run(all_keys, str(tmp_path), timeout_s=240):
+        for key, (before, after) in result.items():
             assert before != after, f"{key}: {KEYS[key][2]} is {before} with {sections[key]}"
 
 
@@ -333,7 +329,5 @@ def test_a_monitor_that_writes_nowhere_is_refused(rank_pool: Any) -> None:
     ],
 )
 def test_keys_without_an_effect_are_refused_by_name(section: dict[str, Any], words: str) -> None:
-    from ds_ring.errors import RingConfigError
-
     with pytest.raises(RingConfigError, match=words):
         RingConfig.from_deepspeed({"sequence_parallel_size": 2, "ring_attention": section})

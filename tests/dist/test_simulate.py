@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import pytest
@@ -18,10 +17,9 @@ from ds_ring.ops.options import Options
 from ds_ring.ops.ring_op import ring_attention_op
 from ds_ring.simulation.simulate import BytesSent, SimulationOptions, SimulationResult
 from tests.cases import PATTERNS, Shape, tensors
-from tests.dist.harness import RankPool
+from tests.dist.harness import Pool
 from tests.reference import relative_error
 
-Pool = Callable[[int], RankPool]
 SHAPE = Shape(batch=1, query_heads=8, kv_heads=4, tokens=2001, head_dim=32)
 CHUNK_BYTES = 1 << 16
 
@@ -81,10 +79,10 @@ def test_a_virtual_ring_is_the_real_one(
     virtual = virtual_pass(world_size, *arguments)
     layout = make_layout(layout_name, tokens=SHAPE.tokens, ring_size=world_size)
     tolerance = 1e-6 if dtype == torch.float32 else 2**-7  # a last bit of bfloat16 may fall either way
-    for rank, one in enumerate(real):
-        assert virtual.bytes_sent[rank] == one.bytes_sent, rank
-        assert virtual.memory[rank].peak_bytes == pytest.approx(one.peak_bytes, rel=0.03), rank
-        for name, tensor in one.found.items():
-            own = shard_sequence(getattr(virtual, name), layout, dim=2, ring_rank=rank)
-            assert tensor.dtype == own.dtype == dtype
-            assert relative_error(own, tensor) < tolerance, (rank, name)
+    for rank, item in enumerate(real):
+        assert virtual.bytes_sent[rank] == item.bytes_sent, rank
+        assert virtual.memory[rank].peak_bytes == pytest.approx(item.peak_bytes, rel=0.03), rank
+        for name, tensor in item.found.items():
+            local = shard_sequence(getattr(virtual, name), layout, dim=2, ring_rank=rank)
+            assert tensor.dtype == local.dtype == dtype
+            assert relative_error(local, tensor) < tolerance, (rank, name)

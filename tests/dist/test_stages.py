@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 from ds_ring import RingMesh
-from ds_ring.errors import RingMismatchError
 from ds_ring.ops.context import context_for
 from ds_ring.ops.options import Options
 from ds_ring.ops.ring_op import ring_attention_op
 from tests.cases import PATTERNS, Shape, layout_for, least_kept, tensors
-from tests.dist.harness import RankPool
+from tests.dist.harness import Pool, catch_refusal
 from tests.parity import errors, gathered_pass
 from tests.reference import Dense, dense_attention
 
-Pool = Callable[[int], RankPool]
 SHAPE = Shape(batch=2, query_heads=4, kv_heads=2, tokens=130, head_dim=8)
 SHARD_BYTES = 2 * SHAPE.batch * SHAPE.kv_heads * 33 * SHAPE.head_dim * 8  # K and V of 4 ranks in float64
 BESIDE: list[dict[str, Any]] = [
@@ -49,35 +46,35 @@ def attend(mesh: RingMesh, name: str, layout_name: str, **options: Any) -> dict[
     layout = layout_for(layout_name, pattern, tokens=SHAPE.tokens, ring_size=mesh.ring_size)
     context = context_for(pattern, layout, mesh, Options(**options))
     whole = tensors(SHAPE, torch.float64)
-    found = gathered_pass(lambda *x: ring_attention_op(*x, context.handle)[0], whole, layout, mesh)
-    stages = [one.plan.classes[0].directions[0].stages for one in context.prepared.values()]
-    off = errors(found, wanted(name)) if mesh.ring_rank == 0 else {}
+    result = gathered_pass(lambda *x: ring_attention_op(*x, context.handle)[0], whole, layout, mesh)
+    stages = [item.plan.classes[0].directions[0].stages for item in context.prepared.values()]
+    off = errors(result, wanted(name)) if mesh.ring_rank == 0 else {}
     return off | {"stages": float(len(stages) and min(map(len, stages)))}
 
 
 def of_everything(rank: int, world_size: int, every: bool) -> list[tuple[dict[str, Any], dict[str, float]]]:
     """Every option with every pattern, or with the next one."""
-    mesh, found = RingMesh.from_world(world_size), []
+    mesh, result = RingMesh.from_world(world_size), []
     patterns = (("causal", "zigzag"), ("window", "contiguous"), ("dilated", "zigzag"))
     for number, options in enumerate(BESIDE):
         for name, layout in patterns if every else patterns[number % 3 :][:1]:
-            found.append((options, attend(mesh, name, layout, stage_bytes=2 * SHARD_BYTES, **options)))
-    return found
+            result.append((options, attend(mesh, name, layout, stage_bytes=2 * SHARD_BYTES, **options)))
+    return result
 
 
 @pytest.mark.parametrize("every", [False, True])
 @pytest.mark.day("False")
 def test_stages_beside_other_options_are_exact(rank_pool: Pool, every: bool) -> None:
-    for options, found in rank_pool(4).run(of_everything, every, timeout_s=120)[0]:
-        assert found.pop("stages") == 2, options
+    for options, result in rank_pool(4).run(of_everything, every, timeout_s=120)[0]:
+        assert result.pop("stages") == 2, options
         rounded = options.get("gradient_payload") == "bfloat16"
-        for name, error in found.items():
+        for name, error in result.items():
             assert error < (4e-3 if rounded and name in ("dk", "dv") else 1e-12), (options, name, error)
 
 
 def with_a_part_for_the_end(rank: int, world_size: int, every: bool) -> list[tuple[str, dict[str, float]]]:
     """Every kernel with every pattern, in stages and hop by hop, or in one of both: then any two meet."""
-    mesh, found = RingMesh.from_world(world_size), []
+    mesh, result = RingMesh.from_world(world_size), []
     with least_kept(1):
         for number, kernel in enumerate(("cpu", "flash", "reference")):
             for turn, (name, layout) in enumerate(PARTED):
@@ -85,17 +82,17 @@ def with_a_part_for_the_end(rank: int, world_size: int, every: bool) -> list[tup
                     (0, 2 * SHARD_BYTES) if every else ((number + turn) % 2 * 2 * SHARD_BYTES,)
                 ):
                     options = {"kernel": kernel, "stage_bytes": stage_bytes, "chunk_bytes": 1}
-                    found.append((f"{name}, {options}", attend(mesh, name, layout, **options)))
-    return found
+                    result.append((f"{name}, {options}", attend(mesh, name, layout, **options)))
+    return result
 
 
 @pytest.mark.parametrize("every", [False, True])
 @pytest.mark.day("False")
 def test_a_part_of_the_own_shard_for_the_end_is_exact(rank_pool: Pool, every: bool) -> None:
     """[Note: a part for the end] of lowering.py, which real shards have from 4 Ki tokens on."""
-    for what, found in rank_pool(4).run(with_a_part_for_the_end, every, timeout_s=120)[0]:
-        found.pop("stages")
-        assert max(found.values()) < 1e-12, (what, found)
+    for what, result in rank_pool(4).run(with_a_part_for_the_end, every, timeout_s=120)[0]:
+        result.pop("stages")
+        assert max(result.values()) < 1e-12, (what, result)
 
 
 def differently(rank: int, world_size: int) -> tuple[str, list[str], float]:
@@ -104,11 +101,7 @@ def differently(rank: int, world_size: int) -> tuple[str, list[str], float]:
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("ds_ring").addHandler(handler)
-    try:
-        attend(mesh, "causal", "zigzag", stage_bytes=(2 + rank) * SHARD_BYTES)
-        text = ""
-    except RingMismatchError as error:
-        text = str(error)
+    text = catch_refusal(attend, mesh, "causal", "zigzag", stage_bytes=(2 + rank) * SHARD_BYTES)
     stages = attend(mesh, "causal", "zigzag", stage_bytes=SHARD_BYTES)["stages"]
     logging.getLogger("ds_ring").removeHandler(handler)
     return text, [line for line in lines if "stage_bytes" in line], stages

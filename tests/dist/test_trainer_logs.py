@@ -44,16 +44,16 @@ class Attributes:
 
 
 FORMS: dict[str, Any] = {
-    "ModelOutput": lambda found: found,
-    "dict": lambda found: {"loss": found.loss, "logits": found.logits},
-    "tuple": lambda found: (found.loss, found.logits),
-    "list": lambda found: [found.loss, found.logits],
-    "named tuple": lambda found: Both(found.loss, found.logits),
-    "dataclass": lambda found: Fields(found.loss, found.logits),
-    "frozen dataclass": lambda found: Frozen(found.loss, found.logits),
-    "attributes": lambda found: Attributes(found.loss, found.logits),
-    "tensor": lambda found: found.loss,
-    "inner": lambda found: {"loss": found.loss, "inner": found, "two": {"halves": (found.loss / 2,) * 2}},
+    "ModelOutput": lambda result: result,
+    "dict": lambda result: {"loss": result.loss, "logits": result.logits},
+    "tuple": lambda result: (result.loss, result.logits),
+    "list": lambda result: [result.loss, result.logits],
+    "named tuple": lambda result: Both(result.loss, result.logits),
+    "dataclass": lambda result: Fields(result.loss, result.logits),
+    "frozen dataclass": lambda result: Frozen(result.loss, result.logits),
+    "attributes": lambda result: Attributes(result.loss, result.logits),
+    "tensor": lambda result: result.loss,
+    "inner": lambda result: {"loss": result.loss, "inner": result, "two": {"halves": (result.loss / 2,) * 2}},
 }
 
 
@@ -65,10 +65,10 @@ class Wrapped(nn.Module):
         self.model, self.form = model, form
 
     def forward(
-        self, input_ids: Tensor, labels: Any = None, num_items_in_batch: Any = None, **more: Any
+        self, input_ids: Tensor, labels: Any = None, num_items_in_batch: Any = None, **extra: Any
     ) -> Any:
-        found = self.model(input_ids, labels=labels, num_items_in_batch=num_items_in_batch, **more)
-        return FORMS[self.form](found)
+        result = self.model(input_ids, labels=labels, num_items_in_batch=num_items_in_batch, **extra)
+        return FORMS[self.form](result)
 
 
 def loss_in(form: str, output: Any) -> Tensor:
@@ -93,7 +93,7 @@ OWN_LOSSES = ("compute_loss", "compute_loss_func", "label smoothing", "teacher")
 
 
 def run_trainer(
-    rank: int, world_size: int, cases: list[str], config: str, ring: bool, more: dict[str, Any]
+    rank: int, world_size: int, cases: list[str], config: str, ring: bool, extra: dict[str, Any]
 ) -> dict[str, Logs]:
     """What Trainer logs with models, or losses, of one's own."""
     start_deepspeed()
@@ -101,7 +101,7 @@ def run_trainer(
 
     if ring:
         ds_ring.enable()
-    return {case: logs_of(case, config, dict(more)) for case in cases}
+    return {case: logs_of(case, config, dict(extra)) for case in cases}
 
 
 def logs_of(case: str, config: str, settings: dict[str, Any]) -> Logs:
@@ -134,21 +134,21 @@ def logs_of(case: str, config: str, settings: dict[str, Any]) -> Logs:
     model: Any = text.model(use_cache=False)
     torch.manual_seed(1)
     teacher = type(model)(copy.deepcopy(model.config)).eval()
-    own: dict[str, Any] = {}
+    local: dict[str, Any] = {}
     if case == "compute_loss_func":
-        own = {"compute_loss_func": of_logits}
+        local = {"compute_loss_func": of_logits}
     elif case == "label smoothing":
         settings["label_smoothing_factor"] = 0.1
     samples, held_out = text.samples(8, 60), text.samples(3, 50)
     if settings.pop("random", False):
-        own["data_collator"] = draw_labels
+        local["data_collator"] = draw_labels
     if settings.get("train_sampling_strategy") == "batch_rebalance":
-        samples = [{name: x[: 60 - 7 * row] for name, x in one.items()} for row, one in enumerate(samples)]
-        own["data_collator"] = padded
+        samples = [{name: x[: 60 - 7 * row] for name, x in item.items()} for row, item in enumerate(samples)]
+        local["data_collator"] = padded
     if (lengths := settings.pop("lengths", ())) != ():  # the last batch has another number of samples, too
         rows = zip(text.samples(len(lengths), max(lengths)), lengths, strict=True)
-        samples = [{name: x[:length] for name, x in one.items()} for one, length in rows]
-        own["data_collator"] = padded
+        samples = [{name: x[:length] for name, x in item.items()} for item, length in rows]
+        local["data_collator"] = padded
     if settings.pop("iterable", False):
         samples, held_out = Stream(samples), Stream(held_out)
     arguments = {
@@ -160,7 +160,7 @@ def logs_of(case: str, config: str, settings: dict[str, Any]) -> Logs:
     trainer = kind(
         model=Wrapped(model, case) if case in FORMS else model,
         args=TrainingArguments(str(Path(config).parent / "runs"), deepspeed=config, **arguments),
-        train_dataset=samples, eval_dataset=held_out, **own,
+        train_dataset=samples, eval_dataset=held_out, **local,
     )  # fmt: skip
     trainer.train()
     predicted = trainer.predict(held_out)
@@ -168,11 +168,11 @@ def logs_of(case: str, config: str, settings: dict[str, Any]) -> Logs:
     return [*logs, {"predictions": size_of(predicted.predictions)}]
 
 
-def size_of(found: Any) -> float:
+def size_of(result: Any) -> float:
     """The sum of the sizes of all numbers in an output."""
-    if isinstance(found, Mapping | tuple | list):
-        return sum(map(size_of, found.values() if isinstance(found, Mapping) else found))
-    return 0.0 if found is None else float(torch.as_tensor(found).abs().double().sum())
+    if isinstance(result, Mapping | tuple | list):
+        return sum(map(size_of, result.values() if isinstance(result, Mapping) else result))
+    return 0.0 if result is None else float(torch.as_tensor(result).abs().double().sum())
 
 
 def draw_labels(samples: list[Any]) -> dict[str, Tensor]:
@@ -190,10 +190,10 @@ class Stream(torch.utils.data.IterableDataset[Any]):
         return iter(self.samples)
 
 
-def compare(rank_pool: Any, folder: Path, cases: list[str], ring: int, **more: Any) -> None:
+def compare(rank_pool: Any, folder: Path, cases: list[str], ring: int, **extra: Any) -> None:
     plain, on_ring = configs(folder, ring)
-    expected = rank_pool(1).run(run_trainer, cases, plain, False, more)[0]
-    for logs in rank_pool(ring).run(run_trainer, cases, on_ring, True, more):
+    expected = rank_pool(1).run(run_trainer, cases, plain, False, extra)[0]
+    for logs in rank_pool(ring).run(run_trainer, cases, on_ring, True, extra):
         for case in cases:
             print(case, check_logs(logs[case], expected[case]))
 
@@ -222,19 +222,19 @@ def test_losses_of_ones_own_are_evaluated_as_on_one_process(
 def test_streams_of_replicas_are_evaluated_as_on_one_process(rank_pool: Any, tmp_path: Path) -> None:
     """Ring 2 x data 2, one sample a replica, and the last round half full; the model stays as it is."""
     plain, on_ring = configs(tmp_path, 2)
-    own = {"iterable": True, "per_device_eval_batch_size": 1, "learning_rate": 0.0}
-    expected = rank_pool(1).run(run_trainer, ["compute_loss"], plain, False, own)[0]["compute_loss"]
-    own["per_device_train_batch_size"] = 1
-    for logs in rank_pool(4).run(run_trainer, ["compute_loss"], on_ring, True, own):
-        for one, other in zip(logs["compute_loss"], expected, strict=True):
-            for key in one.keys() & {
+    local = {"iterable": True, "per_device_eval_batch_size": 1, "learning_rate": 0.0}
+    expected = rank_pool(1).run(run_trainer, ["compute_loss"], plain, False, local)[0]["compute_loss"]
+    local["per_device_train_batch_size"] = 1
+    for logs in rank_pool(4).run(run_trainer, ["compute_loss"], on_ring, True, local):
+        for item, second in zip(logs["compute_loss"], expected, strict=True):
+            for key in item.keys() & {
                 "eval_loss",
                 "test_loss",
                 "predictions",
                 "total_flos",
                 "num_input_tokens_seen",
             }:
-                assert one[key] == pytest.approx(other[key], rel=2e-5), key
+                assert item[key] == pytest.approx(second[key], rel=2e-5), key
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -260,8 +260,8 @@ def test_options_of_trainer_are_those_of_one_process(rank_pool: Any, tmp_path: P
 def test_batches_of_other_lengths_are_counted_as_on_one_process(
     rank_pool: Any, tmp_path: Path, iterable: bool
 ) -> None:
-    more = {"lengths": (60, 60, 40, 60, 37), "max_steps": 5, "gradient_accumulation_steps": 2}
-    compare(rank_pool, tmp_path, ["ModelOutput"], 2, iterable=iterable, **more)
+    extra = {"lengths": (60, 60, 40, 60, 37), "max_steps": 5, "gradient_accumulation_steps": 2}
+    compare(rank_pool, tmp_path, ["ModelOutput"], 2, iterable=iterable, **extra)
 
 
 @pytest.mark.situation("trainers", "an IterableDataset whose last batch is incomplete")

@@ -20,9 +20,11 @@ from typing import Any
 import pytest
 import torch
 
+import ds_ring
+from ds_ring.integrations.trainers.trl import TRL, _batch_of, _Distillation
 from ds_ring.registry import load
 from tests.dist.deepspeed_ranks import Size, build_batch, build_model, json_config, start_deepspeed
-from tests.dist.harness import RankPool, run_ranks
+from tests.dist.harness import RankPool, catch_refusal, run_ranks
 from tests.dist.trainer_logs import EXAMPLES, RING_KEYS, Logs, check_logs, start_trainers
 
 STEPS = 2  # of TRL's trainers
@@ -44,9 +46,9 @@ def run_example(rank: int, world_size: int, name: str, arguments: list[str], pla
     source = plain_script(name) if plain else (EXAMPLES / name).read_text()
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         exec(compile(source, str(EXAMPLES / name), "exec"), {"__name__": "__main__"})
-    found = [ast.literal_eval(line) for line in printed.getvalue().splitlines() if line.startswith("{")]
+    result = [ast.literal_eval(line) for line in printed.getvalue().splitlines() if line.startswith("{")]
     # Not Trainer's own lines, whose numbers are strings.
-    return [entry for entry in found if not any(isinstance(value, str) for value in entry.values())]
+    return [entry for entry in result if not any(isinstance(value, str) for value in entry.values())]
 
 
 def plain_config(folder: Path, config: dict[str, Any]) -> str:
@@ -112,8 +114,6 @@ def test_replicas_of_a_ring_see_other_samples(rank_pool: Any, tmp_path: Path, sc
 
 
 def ids_of_a_shuffling_loader(rank: int, world_size: int, axis: str, seedable: bool) -> list[int]:
-    import ds_ring
-
     start_deepspeed()
     ds_ring.enable()
     from accelerate import Accelerator, DataLoaderConfiguration, DeepSpeedPlugin
@@ -168,8 +168,7 @@ ROLLOUTS: dict[str, dict[str, Any]] = {
 
 def refusals(rank: int, world_size: int) -> dict[str, str]:
     deepspeed = start_deepspeed()
-    import ds_ring
-    from ds_ring.engines.deepspeed.initialize import (
+    from ds_ring.integrations.deepspeed.initialize import (
         _start_engine,
     )  # as an import from before would have it
 
@@ -185,7 +184,7 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
     plugin = DeepSpeedPlugin(hf_ds_config=config)
     dispatch = DataLoaderConfiguration(dispatch_batches=True)
     bare = {key: value for key, value in config.items() if key not in RING_KEYS}
-    found = {}
+    result = {}
     for name, call in {
         "from before": lambda: _start_engine(model=model, config=config),
         "no section": lambda: deepspeed.initialize(model=model, optimizer=sgd, config=bare),
@@ -204,15 +203,12 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
         ),
     }.items():
         AcceleratorState._reset_state(reset_partial_state=True)
+        result[name] = catch_refusal(call)
+    for home, second in ROLLOUTS.items():
         try:
-            call()
-        except ds_ring.RingError as error:
-            found[name] = str(error)
-    for home, other in ROLLOUTS.items():
-        try:
-            load(home)("unused", deepspeed=dict(config), bf16=False, **other)
+            load(home)("unused", deepspeed=dict(config), bf16=False, **second)
         except ds_ring.RingConfigError as error:
-            found[home] = str(error)
+            result[home] = str(error)
     model = build_model(size, "sdpa")
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     engine = deepspeed.initialize(model=model, optimizer=sgd, config=config)[0]
@@ -220,10 +216,10 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
     prompt = build_batch(size)["input_ids"][:, :6]
     on_the_ring = engine.module.generate(prompt, max_new_tokens=5, do_sample=False)
     with engine.ring.off():
-        found["generated"] = str(
+        result["generated"] = str(
             on_the_ring.equal(engine.module.generate(prompt, max_new_tokens=5, do_sample=False))
         )
-    return found
+    return result
 
 
 @pytest.mark.situation("trainers", "an option that a ring cannot honour")
@@ -242,10 +238,10 @@ def test_what_cannot_be_honoured_is_refused(rank_pool: Any) -> None:
         "trl.RLOOConfig": "expected use_transformers_continuous_batching=False, got True: generate_batch",
         "trl.experimental.online_dpo.OnlineDPOConfig": "expected a method that has been compared",
     }
-    for found in rank_pool(2).run(refusals):
-        assert found.keys() == words.keys()
+    for result in rank_pool(2).run(refusals):
+        assert result.keys() == words.keys()
         for name, text in words.items():
-            assert text in found[name], name
+            assert text in result[name], name
 
 
 class Bare(torch.nn.Module):
@@ -255,8 +251,8 @@ class Bare(torch.nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, input_ids: Any, labels: Any = None, **more: Any) -> Any:
-        return self.model(input_ids, labels=labels, **more).loss
+    def forward(self, input_ids: Any, labels: Any = None, **extra: Any) -> Any:
+        return self.model(input_ids, labels=labels, **extra).loss
 
 
 class Unnumbered(Bare):
@@ -267,8 +263,6 @@ class Unnumbered(Bare):
 def whole_batches(rank: int, world_size: int) -> dict[str, str]:
     """What engines say to batches and modules that cannot be whole on a ring."""
     deepspeed = start_deepspeed()
-    import ds_ring
-
     ds_ring.enable()
     size = Size(hidden=32, layers=1, tokens=16, samples=2)
     config, batch = json_config(world_size, 2, 0), build_batch(size)
@@ -276,7 +270,7 @@ def whole_batches(rank: int, world_size: int) -> dict[str, str]:
     short = config | {"ring_attention": config["ring_attention"] | {"min_sequence_length": 100}}
     dynamic = config | {"ring_attention": config["ring_attention"] | {"dynamic_ring": True}}
     borders = {"cu_seq_lens_q": torch.tensor([0, 8, 16]), "max_length_q": 8}
-    found = {}
+    result = {}
     for name, (section, wrap, call) in {
         "dynamic": (dynamic, None, lambda engine: None),
         "loss": (config, Bare, lambda engine: engine(**batch)),
@@ -287,11 +281,12 @@ def whole_batches(rank: int, world_size: int) -> dict[str, str]:
     }.items():
         model = build_model(size, "sdpa")
         model = model if wrap is None else wrap(model)
-        try:
-            call(deepspeed.initialize(model=model, config=section)[0])
-        except ds_ring.RingError as error:
-            found[name] = str(error)
-    return found
+        result[name] = catch_refusal(
+            lambda call=call, model=model, section=section: call(
+                deepspeed.initialize(model=model, config=section)[0]
+            )
+        )
+    return result
 
 
 @pytest.mark.situation("trainers", "a trainer of whole sequences")
@@ -304,10 +299,10 @@ def test_what_cannot_be_whole_on_a_ring_is_refused(rank_pool: Any) -> None:
         "borders": "batch: expected position_ids with cu_seq_lens_q, got none",
         "short": "outputs: expected a sharded sequence, got 16 tokens, below min_sequence_length",
     }
-    for found in rank_pool(2).run(whole_batches):
-        assert found.keys() == words.keys()
+    for result in rank_pool(2).run(whole_batches):
+        assert result.keys() == words.keys()
         for name, text in words.items():
-            assert text in found[name], name
+            assert text in result[name], name
 
 
 def late(rank: int, world_size: int) -> list[str]:
@@ -317,12 +312,10 @@ def late(rank: int, world_size: int) -> list[str]:
     from accelerate import Accelerator, DeepSpeedPlugin
     from transformers import TrainingArguments
 
-    import ds_ring
-
     size = Size(hidden=32, layers=1, tokens=16, samples=2)
     config = json_config(world_size, 2, 1)
     model = build_model(size, "sdpa")
-    found = []
+    result = []
     for make in (
         lambda: TrainingArguments("unused", deepspeed=dict(config), bf16=False),
         lambda: Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=dict(config))),
@@ -330,33 +323,33 @@ def late(rank: int, world_size: int) -> list[str]:
             model=model, optimizer=torch.optim.SGD(model.parameters()), config=config
         )[0],
     ):
-        one = make()
+        element = make()
         with pytest.raises(ds_ring.RingConfigError) as error:
             ds_ring.enable()
-        found.append(str(error.value))
-        if hasattr(one, "destroy"):
-            one.destroy()
+        result.append(str(error.value))
+        if hasattr(element, "destroy"):
+            element.destroy()
             (
-                one.module_forward_pre_hook.remove(),
-                one.module_forward_post_hook.remove(),
+                element.module_forward_pre_hook.remove(),
+                element.module_forward_post_hook.remove(),
             )  # they keep the engine
-        del one
+        del element
         start_trainers()
     ds_ring.enable()
     engine = deepspeed.initialize(model=model, optimizer=torch.optim.SGD(model.parameters()), config=config)[
         0
     ]
-    return [*found, str(bool(engine(**build_batch(size)).loss > 0))]
+    return [*result, str(bool(engine(**build_batch(size)).loss > 0))]
 
 
 @pytest.mark.situation("trainers", "ds_ring.enable() after the model was prepared")
 def test_a_late_enable_names_what_was_made_before() -> None:
     pytest.importorskip("accelerate")
-    for found in run_ranks(late, 2):
+    for result in run_ranks(late, 2):
         kinds = ("TrainingArguments", "Accelerator", "DeepSpeedEngine")
-        for kind, text in zip(kinds, found, strict=False):
+        for kind, text in zip(kinds, result, strict=False):
             assert f"ds_ring.enable(): expected no {kind} whose DeepSpeed JSON has" in text
-        assert found[-1] == "True"
+        assert result[-1] == "True"
 
 
 def share_of_low_bytes(completion_ids: list[list[int]], **_: Any) -> list[float]:
@@ -373,38 +366,41 @@ def save_model(folder: Path) -> Path:
     return folder / "model"
 
 
-def rows_and_models(method: str, trained: Any, more: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+def rows_and_models(method: str, trained: Any, extra: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
     """Eight rows of a data set for a trainer of TRL's, and what it takes beside the model."""
     import text
 
-    source = [one[200:300] for one in text.files(8)]
+    source = [element[200:300] for element in text.files(8)]
     if method == "SFT":
-        return [{"text": one[: 50 + 5 * n]} for n, one in enumerate(source)], {}
+        return [{"text": element[: 50 + 5 * n]} for n, element in enumerate(source)], {}
     if method in ("DPO", "Reward"):
-        pairs = [{"chosen": one[30 : 60 + 5 * n], "rejected": one[35:90]} for n, one in enumerate(source)]
+        pairs = [
+            {"chosen": element[30 : 60 + 5 * n], "rejected": element[35:90]}
+            for n, element in enumerate(source)
+        ]
         if method == "Reward":
             return pairs, {}
-        return [{"prompt": one[:30]} | row for one, row in zip(source, pairs, strict=True)], {
+        return [{"prompt": element[:30]} | row for element, row in zip(source, pairs, strict=True)], {
             "ref_model": text.model()
         }
     if method == "KTO":
         return [
-            {"prompt": one[:30], "completion": one[30 : 60 + 5 * n], "label": n % 3 == 0}
-            for n, one in enumerate(source)
+            {"prompt": element[:30], "completion": element[30 : 60 + 5 * n], "label": n % 3 == 0}
+            for n, element in enumerate(source)
         ], {"ref_model": text.model()}
-    more |= {"max_completion_length": 8, "temperature": 0.9} | more
-    prompts = [{"prompt": one[: 20 + 3 * n]} for n, one in enumerate(source)]
+    extra |= {"max_completion_length": 8, "temperature": 0.9} | extra
+    prompts = [{"prompt": element[: 20 + 3 * n]} for n, element in enumerate(source)]
     if method == "Distillation":
         torch.manual_seed(1)
         teacher = type(trained)(trained.config)
         teacher.get_output_embeddings().weight.data *= 10  # a loss of some size
         return prompts, {"teacher_model": teacher}
-    more |= {"num_generations": 2, "beta": 0.1, "steps_per_generation": 2} | more
+    extra |= {"num_generations": 2, "beta": 0.1, "steps_per_generation": 2} | extra
     return prompts, {"reward_funcs": share_of_low_bytes}
 
 
 def run_trl(
-    rank: int, world_size: int, method: str, model: str, config: str, ring: bool, more: dict[str, Any]
+    rank: int, world_size: int, method: str, model: str, config: str, ring: bool, extra: dict[str, Any]
 ) -> Logs:
     """What a trainer of TRL's logs in two steps and evaluations, with the completions that it sampled."""
     start_deepspeed()
@@ -412,8 +408,6 @@ def run_trl(
     import text
     from datasets import Dataset
     from transformers import AutoModelForSequenceClassification
-
-    import ds_ring
 
     if ring:
         ds_ring.enable()
@@ -427,15 +421,15 @@ def run_trl(
         "per_device_train_batch_size": 4, "max_steps": STEPS, "learning_rate": 1e-2, "bf16": False, "logging_steps": 1,
         "report_to": [], "disable_tqdm": True, "save_strategy": "no", "per_device_eval_batch_size": 4,
         "eval_strategy": "steps", "eval_steps": 1, "include_num_input_tokens_seen": "all",
-    } | more  # fmt: skip
-    rows, given = rows_and_models(method, trained, settings)
+    } | extra  # fmt: skip
+    rows, operands = rows_and_models(method, trained, settings)
     arguments = getattr(trl, f"{method}Config")(
         str(Path(config).parent / "runs"), deepspeed=config, **settings
     )
     # By name where the trainer makes its reference from it.
     trainer = getattr(trl, f"{method}Trainer")(
-        model=model if "reward_funcs" in given else trained, args=arguments, processing_class=text.tokenizer(),
-        train_dataset=Dataset.from_list(rows), eval_dataset=Dataset.from_list(rows[:6]), **given,
+        model=model if "reward_funcs" in operands else trained, args=arguments, processing_class=text.tokenizer(),
+        train_dataset=Dataset.from_list(rows), eval_dataset=Dataset.from_list(rows[:6]), **operands,
     )  # fmt: skip
     seen = watch_rollouts(trainer) if hasattr(trainer, "_logs") else []
     trainer.train()
@@ -450,18 +444,18 @@ def watch_rollouts(trainer: Any) -> list[dict[str, Any]]:
     latest: list[torch.Tensor] = []
 
     def note_logps(*args: Any, **kwargs: Any) -> Any:
-        found = logps(*args, **kwargs)
-        latest[:] = [found[0].detach()]
-        return found
+        result = logps(*args, **kwargs)
+        latest[:] = [result[0].detach()]
+        return result
 
     def note(model: Any, inputs: dict[str, Any], **items: Any) -> Any:
-        found = loss(model, inputs, **items)
+        result = loss(model, inputs, **items)
         old = inputs.get("old_per_token_logps", inputs.get("old_logps"))
         seen.append({"completions": inputs["completion_ids"].tolist()})
         if old is not None:  # TRL takes the new ones where no update lies between
             new = latest[0] if old.ndim > 1 else (latest[0] * inputs["completion_mask"]).sum(1)
             seen[-1]["moved"] = float((new - old).abs().max())
-        return found
+        return result
 
     trainer._get_per_token_logps_and_entropies, trainer.compute_loss = note_logps, note
     return seen
@@ -472,8 +466,6 @@ def padded_on_the_left(rank: int, world_size: int) -> tuple[float, float, list[s
     deepspeed = start_deepspeed()
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    import ds_ring
-
     ds_ring.enable()
     torch.manual_seed(0)
     # with learned positions, which padding counts in
@@ -483,16 +475,16 @@ def padded_on_the_left(rank: int, world_size: int) -> tuple[float, float, list[s
     lengths = torch.tensor([24, 20, 9])
     real = torch.arange(24)[None] >= 24 - lengths[:, None]
     labels = batch["input_ids"].masked_fill(~real | (torch.arange(24) < 18), -100)
-    given = {"input_ids": batch["input_ids"], "attention_mask": real.long(), "labels": labels}
-    expected = model(**given)
+    operands = {"input_ids": batch["input_ids"], "attention_mask": real.long(), "labels": labels}
+    expected = model(**operands)
     engine = deepspeed.initialize(model=model, config=json_config(world_size, 3, 0))[0]
-    output = engine(**given)
+    output = engine(**operands)
     logits = float((output.logits - expected.logits)[real].abs().max())
     refused = []
     hole = real.long().index_fill(1, torch.tensor([22]), 0)
     for wrong in ({"attention_mask": hole}, {"labels": batch["input_ids"]}):
         with pytest.raises(ds_ring.RingPatternError) as error:
-            engine(**given | wrong)
+            engine(**operands | wrong)
         refused.append(str(error.value))
     return logits, float((output.loss - expected.loss).abs()), refused
 
@@ -540,8 +532,6 @@ def test_trl_is_the_same_as_on_one_process(
 def run_grpo_by_its_backend(rank: int, world_size: int, model: str, config: str) -> Logs:
     """Run GRPO on a ring that only `parallelism_config` asks for."""
     start_deepspeed()
-    import ds_ring
-
     ds_ring.enable()
     from accelerate.parallelism_config import ParallelismConfig
 
@@ -565,16 +555,11 @@ def test_grpo_runs_on_a_registered_backend_as_on_one_process(rank_pool: Any, tmp
 
 def test_every_target_in_trl_exists() -> None:
     pytest.importorskip("trl")
-    from ds_ring.engines.trainers.trl import TRL
-
     TRL.check()
 
 
 def test_a_distillation_of_images_or_on_two_layouts_is_refused() -> None:
     pytest.importorskip("trl")
-    import ds_ring
-    from ds_ring.engines.trainers.trl import _batch_of, _Distillation
-
     ids = torch.arange(3)[None]
     inputs = {"prompt_ids": ids, "prompt_mask": ids > 0, "completion_ids": ids, "completion_mask": ids < 2}
     batch, labels = _batch_of(inputs)
@@ -602,12 +587,12 @@ def test_replicas_of_a_ring_sample_as_processes_do(rank_pool: Any, tmp_path: Pat
     pytest.importorskip("trl")
     model = str(save_model(tmp_path))
     config = json.loads((EXAMPLES / "ds_config.json").read_text())
-    runs, more = [], {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    runs, extra = [], {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
     if method in ("GRPO", "RLOO"):
-        more |= {"num_generations": 4}
+        extra |= {"num_generations": 4}
     for ring in (1, 2):
         (tmp_path / "ring.json").write_text(json.dumps(config | {"sequence_parallel_size": ring}))
-        runs.append(rank_pool(2 * ring).run(run_trl, method, model, str(tmp_path / "ring.json"), True, more))
+        runs.append(rank_pool(2 * ring).run(run_trl, method, model, str(tmp_path / "ring.json"), True, extra))
     for rank, entries in enumerate(runs[1]):
         check_logs(entries, runs[0][rank // 2])
     completions = [[entry for entry in runs[1][rank] if "completions" in entry] for rank in (0, 2)]
@@ -622,9 +607,9 @@ def losses_under_ray(workers: int, output: Path) -> list[float]:
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=280,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-4000:]
-    found = [ast.literal_eval(line) for line in re.findall(r"\{'loss': [^}]*\}", done.stdout)]
-    assert {entry["ring_size"] for entry in found if "ring_size" in entry} == {workers}
-    return list(dict.fromkeys(entry["loss"] for entry in found))
+    result = [ast.literal_eval(line) for line in re.findall(r"\{'loss': [^}]*\}", done.stdout)]
+    assert {entry["ring_size"] for entry in result if "ring_size" in entry} == {workers}
+    return list(dict.fromkeys(entry["loss"] for entry in result))
 
 
 @pytest.mark.night

@@ -13,7 +13,7 @@ import yaml
 from ds_ring.config.section import RingConfig
 from ds_ring.errors import RingMeshError
 from ds_ring_launcher import cli
-from ds_ring_launcher.tune.candidates import candidates, config_of
+from ds_ring_launcher.tune.candidates import candidates, read_section
 from ds_ring_launcher.tune.request import request_from
 from ds_ring_launcher.tune.search import tune
 from tests.dist.harness import RankPool
@@ -35,7 +35,7 @@ def test_a_search_on_two_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[str]
     print(f"{seconds:.1f} s: {report['chosen']}: {report['measured_s']:.4f} s")
     config = RingConfig.from_deepspeed(tuned)
     request = request_from(whole, tokens=1024, heads=2, head_dim=32, world_size=2)
-    by_name = {str(one): one for one in candidates(request)}
+    by_name = {str(item): item for item in candidates(request)}
     assert config == config_of(by_name[report["chosen"]], request, 1024)
     assert 0 < report["measured_s"] < 10 and report["expected_s"] > 0
     assert report["passes"] < 3 * report["candidates"] and report["default"] in by_name

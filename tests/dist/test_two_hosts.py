@@ -62,12 +62,12 @@ def healthy(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 def test_a_healthy_cable(healthy: list[dict[str, Any]]) -> None:
-    assert all(len(found["seconds"]) == PASSES for found in healthy), healthy
+    assert all(len(result["seconds"]) == PASSES for result in healthy), healthy
 
 
 def test_a_slow_cable_changes_nothing_but_the_time(healthy: list[dict[str, Any]], tmp_path: Path) -> None:
     slow = run(tmp_path, mbit=100)
-    assert [found["digest"] for found in slow] == [found["digest"] for found in healthy]
+    assert [result["digest"] for result in slow] == [result["digest"] for result in healthy]
     assert min(slow[0]["seconds"]) > max(healthy[0]["seconds"])
 
 
@@ -78,10 +78,10 @@ def test_a_cable_cut_in_mid_hop_is_an_error_on_both_sides(tmp_path: Path) -> Non
         hosts.cut()
         cut_at.append(time.time())
 
-    found = run(tmp_path, cut, mbit=100)
-    assert [one.get("error") for one in found] == ["RingPeerError"] * 2, found
-    assert [one["peer"] for one in found] == [1, 0], found
-    seconds = [one["at"] - cut_at[0] for one in found]
+    result = run(tmp_path, cut, mbit=100)
+    assert [item.get("error") for item in result] == ["RingPeerError"] * 2, result
+    assert [item["peer"] for item in result] == [1, 0], result
+    seconds = [item["at"] - cut_at[0] for item in result]
     assert max(seconds) < 2 * HEARTBEAT_S + 1, seconds
 
 
@@ -91,6 +91,6 @@ def test_an_outage_of_two_seconds_is_survived_exactly(healthy: list[dict[str, An
         time.sleep(2.0)
         hosts.mend()
 
-    found = run(tmp_path, out_for_two_seconds, mbit=100, heartbeat_s=10.0)
-    assert [one.get("digest") for one in found] == [one["digest"] for one in healthy], found
-    assert max(found[0]["seconds"]) > 2.0
+    result = run(tmp_path, out_for_two_seconds, mbit=100, heartbeat_s=10.0)
+    assert [item.get("digest") for item in result] == [item["digest"] for item in healthy], result
+    assert max(result[0]["seconds"]) > 2.0

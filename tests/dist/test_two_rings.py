@@ -38,15 +38,15 @@ class Job(NamedTuple):
 def jobs(small: int, large: int) -> list[Job]:
     """Passes of many kinds; both rings make all of them, at other lengths and partly in common."""
     both = Shape(batch=1, query_heads=4, kv_heads=4, tokens=96, head_dim=8)
-    own = [replace(both, tokens=tokens) for tokens in (small, large)]
+    local = [replace(both, tokens=tokens) for tokens in (small, large)]
     return [
         Job(Causal(), "zigzag", both),
-        Job(Full(), "contiguous", own[0]),
-        Job(SlidingWindow(11), "contiguous", own[1]),
+        Job(Full(), "contiguous", local[0]),
+        Job(SlidingWindow(11), "contiguous", local[1]),
         Job(Dilated((16, 32, 64), (1, 2, 4)), "auto", both),
         Job(Documents(document_ids(96, mean=12)) & Causal(), "striped", both),
-        Job(Causal(), "zigzag", own[1], "all_gather"),
-        Job(Causal(), "balanced", own[0]),
+        Job(Causal(), "zigzag", local[1], "all_gather"),
+        Job(Causal(), "balanced", local[0]),
     ]
 
 

@@ -100,10 +100,10 @@ class Contrastive(Wrapper):
 class Penalized(Wrapper):
     """The model's own loss of tokens, and a penalty on the mean of its states."""
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None, **given: Any) -> Tensor:
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None, **inputs: Any) -> Tensor:
         output = self.base(
             input_ids, position_ids=position_ids, output_hidden_states=True, use_cache=False,
-            **{key: x for key, x in given.items() if key != "attention_mask"},
+            **{key: x for key, x in inputs.items() if key != "attention_mask"},
         )  # fmt: skip
         return output.loss + 10 * output.hidden_states[-1].mean().square()
 
@@ -172,8 +172,8 @@ class TokenLoss(Wrapper):
     ) -> Any:
         logits = self.head(self.hidden(input_ids, position_ids))
         counted = shift_labels != -100
-        own = functional.cross_entropy(logits[counted], shift_labels[counted], reduction="sum")
-        return {"loss": own / num_items_in_batch, "logits": logits}
+        local = functional.cross_entropy(logits[counted], shift_labels[counted], reduction="sum")
+        return {"loss": local / num_items_in_batch, "logits": logits}
 
 
 class Gathers(Wrapper):
@@ -238,7 +238,7 @@ def aligned(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     return batch | {"shift_labels": shifted, "num_items_in_batch": (shifted != -100).sum()}
 
 
-def given(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+def inputs(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """What of a batch a module takes."""
     names = list(type(model).forward.__code__.co_varnames[: type(model).forward.__code__.co_argcount])
     takes_all = type(model) in (LastToken, Penalized)
@@ -250,7 +250,7 @@ def alone(case: str) -> tuple[list[float], list[Tensor]]:
     model, batch, losses = kind(labels), aligned(build_batch(SIZE)), []
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(STEPS):
-        loss = loss_of(model(**given(model, batch)), batch, None)
+        loss = loss_of(model(**inputs(model, batch)), batch, None)
         sgd.zero_grad()
         loss.backward()
         sgd.step()
@@ -287,13 +287,13 @@ def on_a_ring(
     losses = []
     for _ in range(STEPS):
         batch = engine.ring.shard_batch(build_batch(SIZE))
-        loss = loss_of(engine(**given(model, batch)), batch, engine.ring)
+        loss = loss_of(engine(**inputs(model, batch)), batch, engine.ring)
         engine.backward(loss)
         engine.step()
         losses.append(float(engine.ring.mean_loss(loss)))
     engine.eval()
     with torch.no_grad():
-        output = engine(**given(model, batch))
+        output = engine(**inputs(model, batch))
     logging.getLogger("ds_ring").removeHandler(heard)
     with deepspeed.zero.GatheredParameters(list(model.parameters())):
         weights = [p.detach().clone() for p in model.parameters()]

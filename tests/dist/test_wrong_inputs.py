@@ -35,11 +35,10 @@ from ds_ring.comm.exchange import Exchange
 from tests import calls
 from tests.cases import Shape, tensors
 from tests.clock import unqueued_seconds
-from tests.dist.harness import RankPool, first_in_time
+from tests.dist.harness import Pool, RankPool, first_in_time
 from tests.parity import errors, gathered_pass
 from tests.reference import dense_attention
 
-Pool = Callable[[int], RankPool]
 Arguments = dict[str, Any]
 SHAPE = Shape(batch=2, query_heads=8, kv_heads=4, tokens=64, head_dim=16)
 SECONDS = 1.0  # from the call to the error, on every rank
@@ -85,8 +84,8 @@ def error_of_a_correct_pass(mesh: RingMesh) -> float:
     def call(*qkv: Tensor) -> Tensor:
         return attend(arguments | dict(zip(("q", "k", "v"), qkv, strict=True)))
 
-    found = gathered_pass(call, whole, arguments["layout"], mesh)
-    return max(errors(found, dense_attention(*whole, Causal())).values())
+    result = gathered_pass(call, whole, arguments["layout"], mesh)
+    return max(errors(result, dense_attention(*whole, Causal())).values())
 
 
 def refusal(act: Callable[[], object], mesh: RingMesh) -> Refusal:
@@ -103,25 +102,27 @@ def refusal(act: Callable[[], object], mesh: RingMesh) -> Refusal:
     return Refusal(name, families, str(error), seconds, error_of_a_correct_pass(mesh))
 
 
-def check_refusal(found: Refusal, error: str, says: tuple[str, ...]) -> None:
+def check_refusal(result: Refusal, error: str, says: tuple[str, ...]) -> None:
     """The right type, of the user's family, quickly, with these words; and the ring still works."""
-    assert found.error == error, found
-    assert issubclass(getattr(ds_ring.errors, error), RingError) and "ValueError" in found.families
-    missing = [words for words in says if words not in found.text]
-    assert not missing, f"{missing} not in: {found.text}"
-    assert found.seconds < SECONDS, found
-    assert found.afterwards < 1e-5, found
+    assert result.error == error, result
+    assert issubclass(getattr(ds_ring.errors, error), RingError) and "ValueError" in result.families
+    missing = [words for words in says if words not in result.text]
+    assert not missing, f"{missing} not in: {result.text}"
+    assert result.seconds < SECONDS, result
+    assert result.afterwards < 1e-5, result
 
 
 def outcomes(pool: RankPool, fn: Callable[..., Any], *args: object) -> list[Refusal]:
     """The refusals by rank; a rank that hangs, raises or exits fails the test with its stack."""
 
     def run() -> list[Refusal]:
-        found = pool.collect(fn, *args, timeout_s=30)
-        assert all(one.status == "returned" for one in found), [one.report for one in found if one.report]
-        return [one.value for one in found]
+        result = pool.collect(fn, *args, timeout_s=30)
+        assert all(item.status == "returned" for item in result), [
+            item.report for item in result if item.report
+        ]
+        return [item.value for item in result]
 
-    return first_in_time(run, lambda found: all(one.seconds < SECONDS for one in found))
+    return first_in_time(run, lambda result: all(item.seconds < SECONDS for item in result))
 
 
 # --- wrong arguments of ring_attention -------------------------------------------------------------
@@ -347,11 +348,11 @@ def call_wrongly(rank: int, world_size: int, name: str, ulysses_size: int) -> Re
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_arguments_end_in_a_typed_error_on_every_rank(rank_pool: Pool, name: str) -> None:
     case = WRONG[name]
-    for rank, found in enumerate(outcomes(rank_pool(2), call_wrongly, name, 1)):
+    for rank, result in enumerate(outcomes(rank_pool(2), call_wrongly, name, 1)):
         if case.error == MISMATCH or case.ranks is None or rank in case.ranks:
-            check_refusal(found, case.error, case.says)
+            check_refusal(result, case.error, case.says)
         else:
-            check_refusal(found, MISMATCH, ("ring rank 1 refused its own input: ", *case.says))
+            check_refusal(result, MISMATCH, ("ring rank 1 refused its own input: ", *case.says))
 
 
 @pytest.mark.parametrize(
@@ -363,12 +364,12 @@ def test_every_rank_of_the_sequence_hears_of_it(
     rank_pool: Pool, name: str, world_size: int, ulysses_size: int
 ) -> None:
     """Before Ulysses' all-to-all, too, and in rings and Ulysses groups that the wrong rank is not in."""
-    for rank, found in enumerate(outcomes(rank_pool(world_size), call_wrongly, name, ulysses_size)):
+    for rank, result in enumerate(outcomes(rank_pool(world_size), call_wrongly, name, ulysses_size)):
         wrong_itself = rank == 1 and WRONG[name].error != MISMATCH
         ring_rank, ulysses_rank = divmod(1, ulysses_size)
         place = f"ring rank {ring_rank}" + (f", Ulysses rank {ulysses_rank}" if ulysses_size > 1 else "")
         check_refusal(
-            found, WRONG[name].error if wrong_itself else MISMATCH, () if wrong_itself else (place,)
+            result, WRONG[name].error if wrong_itself else MISMATCH, () if wrong_itself else (place,)
         )
 
 
@@ -383,8 +384,8 @@ def documents_of_other_tokens(rank: int, world_size: int) -> str:
 
 
 def test_a_pattern_of_other_tokens_is_refused_before_heads_are_exchanged(rank_pool: Pool) -> None:
-    for found in rank_pool(2).run(documents_of_other_tokens):
-        assert found.startswith("RingPatternError") and "of 64 tokens, as the layout, got one of 7" in found
+    for result in rank_pool(2).run(documents_of_other_tokens):
+        assert result.startswith("RingPatternError") and "of 64 tokens, as the layout, got one of 7" in result
 
 
 def heads_over_ulysses(rank: int, world_size: int) -> Refusal:
@@ -396,8 +397,8 @@ def heads_over_ulysses(rank: int, world_size: int) -> Refusal:
 
 def test_heads_that_ulysses_cannot_split(rank_pool: Pool) -> None:
     says = ("expected a divisor of 2 K/V heads (of 8 query heads), got 4", "use a divisor of 2")
-    for found in outcomes(rank_pool(4), heads_over_ulysses):
-        check_refusal(found, TYPED, says)
+    for result in outcomes(rank_pool(4), heads_over_ulysses):
+        check_refusal(result, TYPED, says)
 
 
 def one_of_two_rings(rank: int, world_size: int) -> Refusal:
@@ -413,8 +414,8 @@ def test_another_ring_is_not_disturbed(rank_pool: Pool) -> None:
     first, wrong, *others = outcomes(rank_pool(4), one_of_two_rings)
     check_refusal(first, MISMATCH, ("ring rank 1 (rank 1 of the world) refused",))
     check_refusal(wrong, TYPED, ("k is torch.float16",))
-    assert [found.error for found in others] == ["", ""]
-    assert max(found.afterwards for found in others) < 1e-5
+    assert [result.error for result in others] == ["", ""]
+    assert max(result.afterwards for result in others) < 1e-5
 
 
 # --- wrong calls: the module, the order of calls, shards, meshes, configurations -------------------
@@ -595,9 +596,9 @@ def act_wrongly(rank: int, world_size: int, name: str) -> Refusal:
 @pytest.mark.parametrize("name", CALLS)
 def test_wrong_calls_end_in_a_typed_error_on_every_rank(rank_pool: Pool, name: str) -> None:
     case = CALLS[name]
-    for rank, found in enumerate(outcomes(rank_pool(2), act_wrongly, name)):
+    for rank, result in enumerate(outcomes(rank_pool(2), act_wrongly, name)):
         apart = isinstance(case.says[0], tuple)
-        check_refusal(found, case.errors[rank], case.says[rank] if apart else case.says)  # type: ignore[arg-type]
+        check_refusal(result, case.errors[rank], case.says[rank] if apart else case.says)  # type: ignore[arg-type]
 
 
 def test_a_mesh_before_the_process_group() -> None:
@@ -621,8 +622,8 @@ def compiled_wrongly(rank: int, world_size: int, name: str, backend: str) -> Ref
         return out + lse[..., None]
 
     compiled = torch.compile(call, fullgraph=True, backend=backend)
-    found = refusal(lambda: compiled(*(arguments[n] for n in QKV)), mesh)
-    return found._replace(seconds=0.0)  # most of them are the compiler's
+    result = refusal(lambda: compiled(*(arguments[n] for n in QKV)), mesh)
+    return result._replace(seconds=0.0)  # most of them are the compiler's
 
 
 @pytest.mark.situation("inputs", "a wrong call inside a compiled function")
@@ -639,7 +640,7 @@ def compiled_wrongly(rank: int, world_size: int, name: str, backend: str) -> Ref
 @pytest.mark.day("heads no multiple-aot_eager", "kernel unknown-aot_eager")
 def test_errors_come_through_torch_compile_as_they_are(rank_pool: Pool, name: str, backend: str) -> None:
     case = WRONG[name]
-    for rank, found in enumerate(outcomes(rank_pool(2), compiled_wrongly, name, backend)):
+    for rank, result in enumerate(outcomes(rank_pool(2), compiled_wrongly, name, backend)):
         wrong = case.error == MISMATCH or rank == 1
         says = case.says if wrong else ("ring rank 1 refused its own input", *case.says)
-        check_refusal(found, case.error if wrong else MISMATCH, says)
+        check_refusal(result, case.error if wrong else MISMATCH, says)

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+import ds_ring
+import ds_ring.integrations.transformers.attention
 from tests.clock import unqueued_seconds
 from tests.dist.deepspeed_ranks import Size, build_batch, build_model, json_config, start_deepspeed
 from tests.dist.harness import RankPool, first_in_time
@@ -58,8 +60,7 @@ def initialize(config: Any = None, implementation: str = "ds_ring", **arguments:
     DeepSpeed's own start (imports, its communication backend) is behind us: seconds, once for each process.
     """
     start_deepspeed()
-    import ds_ring.engines.deepspeed.initialize
-    import ds_ring.models.attention
+    import ds_ring.integrations.deepspeed.initialize
 
     ds_ring.engines.deepspeed.initialize.init_distributed(29500, None)  # finds the harness's process group
     model = arguments.pop("model") if "model" in arguments else build_model(SIZE, implementation)
@@ -72,20 +73,20 @@ def initialize(config: Any = None, implementation: str = "ds_ring", **arguments:
 def answers(pool: RankPool, fn: Callable[..., Any], *args: object) -> list[Any]:
     """What the ranks return: a refusal, or a tuple with one at its head."""
 
-    def in_time(found: list[Any]) -> bool:
-        refusals = [one if isinstance(one, Refusal) else one[0] for one in found]
-        return all(one.seconds < SECONDS for one in refusals)
+    def in_time(result: list[Any]) -> bool:
+        refusals = [item if isinstance(item, Refusal) else item[0] for item in result]
+        return all(item.seconds < SECONDS for item in refusals)
 
     return first_in_time(lambda: pool.run(fn, *args, timeout_s=30), in_time)
 
 
-def check(found: list[Refusal], errors: tuple[str, ...], *says: str) -> None:
-    for rank, (one, error) in enumerate(zip(found, errors, strict=True)):
-        assert one.error == error, (rank, one)
-        assert {"RingError", "ValueError"} <= set(one.families)
+def check(result: list[Refusal], errors: tuple[str, ...], *says: str) -> None:
+    for rank, (item, error) in enumerate(zip(result, errors, strict=True)):
+        assert item.error == error, (rank, item)
+        assert {"RingError", "ValueError"} <= set(item.families)
         for words in says:
-            assert re.search(words, one.text), (words, one.text)
-        assert one.seconds < SECONDS, (rank, one)
+            assert re.search(words, item.text), (words, item.text)
+        assert item.seconds < SECONDS, (rank, item)
 
 
 # --- all ranks alike -----------------------------------------------------------------------------
@@ -188,9 +189,9 @@ def differing_start(
             if what:
                 path.write_text(what)
             config = str(path)
-    found = refused(initialize(config))
+    result = refused(initialize(config))
     afterwards = initialize(GOOD)()[0]  # the same processes can start when the file is mended
-    return found, afterwards.ring.mesh.ring_size == 2
+    return result, afterwards.ring.mesh.ring_size == 2
 
 
 @pytest.mark.situation("first hour", "the JSON differs between ranks")
@@ -202,7 +203,7 @@ def test_configurations_that_differ_name_rank_and_key(rank_pool, tmp_path, what,
     results = answers(rank_pool(world), differing_start, config, wrong_rank, str(tmp_path))
     if wrong_rank == 0:  # rank 1 is the first that differs from it, with the values the other way round
         words = words.split(":")[0] + ": .* on rank 0, .* on rank 1"
-    check([found for found, _ in results], ("RingMismatchError",) * world, words.format(wrong_rank))
+    check([result for result, _ in results], ("RingMismatchError",) * world, words.format(wrong_rank))
     assert all(mended for _, mended in results)
 
 
@@ -213,23 +214,19 @@ def test_a_rank_that_cannot_read_its_configuration_stops_all(rank_pool, tmp_path
     config, words = REFUSED[what]
     results = answers(rank_pool(world), differing_start, config, wrong_rank, str(tmp_path))
     errors = tuple(CONFIG if rank == wrong_rank else "RingMismatchError" for rank in range(world))
-    check([found for found, _ in results], errors, words)
-    for rank, (found, _) in enumerate(results):
-        assert rank == wrong_rank or found.text.startswith(f"rank {wrong_rank} refused to start: ")
+    check([result for result, _ in results], errors, words)
+    for rank, (result, _) in enumerate(results):
+        assert rank == wrong_rank or result.text.startswith(f"rank {wrong_rank} refused to start: ")
 
 
 def test_before_there_is_a_process_group_a_rank_raises_alone():
     """The launcher ends those that wait for it; looking for them would hide the error behind a time-out."""
-    import ds_ring
-
     assert not torch.distributed.is_initialized()
     with pytest.raises(ds_ring.RingConfigError, match="did you mean 'ring_size'"):
         ds_ring.initialize(model=torch.nn.Linear(2, 2), config={"ring_attention": {"ring_sice": 2}})
 
 
 def test_an_argument_that_nobody_knows_is_a_type_error():
-    import ds_ring
-
     with pytest.raises(TypeError, match=r"ds_ring.initialize\(\) got an unexpected .* 'modle'"):
         ds_ring.initialize(model=torch.nn.Linear(2, 2), config=GOOD, modle=1)
 
@@ -240,7 +237,7 @@ def own_paths(rank: int, world_size: int) -> Refusal:
 
 
 def test_a_host_may_log_where_it_likes(rank_pool):
-    assert [found.error for found in rank_pool(2).run(own_paths)] == ["", ""]
+    assert [result.error for result in rank_pool(2).run(own_paths)] == ["", ""]
 
 
 # --- the first batch ---------------------------------------------------------------------------------
@@ -267,18 +264,15 @@ def wrong_batch(rank: int, world_size: int, what: str, who: int | None) -> Refus
 @pytest.mark.parametrize("who", [None, 1], ids=["all", "rank 1"])
 def test_batches_that_no_pattern_can_express(rank_pool, what, who):
     _, error, words = BATCHES[what]
-    for rank, found in enumerate(answers(rank_pool(2), wrong_batch, what, who)):
+    for rank, result in enumerate(answers(rank_pool(2), wrong_batch, what, who)):
         if who is None or rank == who:
-            check([found], (error,), words)
+            check([result], (error,), words)
         else:
-            check([found], ("RingMismatchError",), "rank 1 refused its batch")
+            check([result], ("RingMismatchError",), "rank 1 refused its batch")
 
 
 def dropout(rank: int, world_size: int) -> Refusal:
     start_deepspeed()
-    import ds_ring
-    import ds_ring.models.attention
-
     model = build_model(SIZE, "ds_ring", attention_dropout=0.1)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
 

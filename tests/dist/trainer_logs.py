@@ -34,26 +34,26 @@ def check_logs(got: Logs, expected: Logs, rel: float = 2e-5) -> float:
     """Compare all keys of all logs; return the greatest difference of a number that is no time."""
     assert len(got) == len(expected) > 0
     worst, faults = 0.0, []
-    for one, other in zip(got, expected, strict=True):
-        assert one.keys() == other.keys(), f"keys {sorted(one.keys() ^ other.keys())} of {other}"
-        for key, value in other.items():
+    for item, second in zip(got, expected, strict=True):
+        assert item.keys() == second.keys(), f"keys {sorted(item.keys() ^ second.keys())} of {second}"
+        for key, value in second.items():
             if isinstance(value, list) and all(isinstance(x, float) for x in value):
-                worst = max(worst, check_logs([dict(enumerate(one[key]))], [dict(enumerate(value))], rel))
+                worst = max(worst, check_logs([dict(enumerate(item[key]))], [dict(enumerate(value))], rel))
                 continue
             rate = re.fullmatch(RATES, str(key))
             if rate:
-                counts = [entry[key] * entry[f"{rate[1]}_runtime"] for entry in (one, other)]
-                found, most = abs(counts[0] - counts[1]), max(0.02 * counts[1], 0.05)
+                counts = [entry[key] * entry[f"{rate[1]}_runtime"] for entry in (item, second)]
+                result, most = abs(counts[0] - counts[1]), max(0.02 * counts[1], 0.05)
             elif any(re.fullmatch(pattern, str(key)) for pattern in TIMES):
-                found, most = -float(one[key]), 0.0
+                result, most = -float(item[key]), 0.0
             elif isinstance(value, int | float):
                 least = 1.0 if re.fullmatch(DIFFERENCES, str(key)) else 1e-2
-                found, most = abs(one[key] - value) / max(abs(value), least), rel
-                worst = max(worst, found)
+                result, most = abs(item[key] - value) / max(abs(value), least), rel
+                worst = max(worst, result)
             else:
-                found, most = float(one[key] != value), 0.0
-            if not found <= most:
-                faults.append(f"{key}: got {one[key]}, expected {value}, in {other}")
+                result, most = float(item[key] != value), 0.0
+            if not result <= most:
+                faults.append(f"{key}: got {item[key]}, expected {value}, in {second}")
     assert not faults, "\n".join(faults)
     return worst
 

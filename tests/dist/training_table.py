@@ -10,18 +10,17 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from tests.dist.deepspeed_ranks import (
-    LEARNING_RATE,
     Run,
     Size,
-    _mine,
     build_batch,
     build_model,
-    full_gradient,
+    fit_alone,
+    fit_on_ring,
     json_config,
     start_deepspeed,
+    start_engine,
 )
 from tests.reference import worst
 
@@ -100,72 +99,32 @@ VARIANTS = {
 
 def train_alone(name: str) -> Run:
     """One process, torch's own loop, transformers' attention and loss."""
-    variant = VARIANTS[name]
-    model = variant.model(build_model(SIZE, "sdpa")) if name == "LoRA" else build_model(SIZE, "sdpa")
-    trained = {key: p for key, p in model.named_parameters() if p.requires_grad}
-    losses, gradients = [], {}
-    parts = [
-        {key: x.chunk(variant.micro_batches)[part] for key, x in build_batch(SIZE).items()}
-        for part in range(variant.micro_batches)
-    ]
-    for _ in range(STEPS):
-        model.zero_grad()
-        values = [model(**part).loss / variant.micro_batches for part in parts]
-        for value in values:
-            value.backward()
-        gradients = gradients or {key: p.grad.clone() for key, p in trained.items()}
-        if "gradient_clipping" in variant.changes:
-            torch.nn.utils.clip_grad_norm_(trained.values(), CLIP)
-        with torch.no_grad():
-            for parameter in trained.values():
-                parameter -= LEARNING_RATE * parameter.grad
-        losses.append(sum(float(value.detach()) for value in values))
-    return Run(losses, gradients)
+    variant, model = VARIANTS[name], build_model(SIZE, "sdpa")
+    if name == "LoRA":
+        model = variant.model(model)
+    clip = variant.changes.get("gradient_clipping", 0.0)
+    return fit_alone(model, build_batch(SIZE), STEPS, variant.micro_batches, clip)
 
 
 def train_on_ring(rank: int, world_size: int, name: str, stage: int, mesh: str) -> Run:
     """The same through `ds_ring.initialize`, on the ranks of a mesh."""
-    deepspeed = start_deepspeed()
-    import ds_ring
-
     variant, (_, sequence, section) = VARIANTS[name], MESHES[mesh]
     samples = SIZE.samples * sequence // world_size // variant.micro_batches
     config = json_config(sequence, samples, stage, ring_attention=dict(section), **variant.changes)
     offload = {"offload_param": {"device": "cpu"}} if stage == 3 and variant.zero else {}
     config["zero_optimization"] |= {**variant.zero, **offload}
-    model = variant.model(build_model(SIZE, "sdpa"))
-    trained = [p for p in model.parameters() if p.requires_grad]
-    sgd = torch.optim.SGD(trained, lr=LEARNING_RATE)
-    engine = ds_ring.initialize(model=model, model_parameters=trained, optimizer=sgd, config=config)[0]
-    parts = [
-        _mine(build_batch(SIZE), engine.ring.mesh, part, variant.micro_batches)
-        for part in range(variant.micro_batches)
-    ]
-    losses, gradients = list[float](), dict[str, Tensor]()
-    for _ in range(STEPS):
-        logged = 0.0
-        for part in parts:
-            loss = engine(**engine.ring.shard_batch(part)).loss
-            engine.backward(loss)
-            logged += float(engine.ring.mean_loss(loss)) / len(parts)
-            if not gradients and engine.is_gradient_accumulation_boundary():
-                gradients = {
-                    key: full_gradient(deepspeed, p)
-                    for key, p in engine.module.named_parameters()
-                    if p.requires_grad
-                }
-            engine.step()
-        losses.append(logged)
-    return Run(losses, gradients if rank == 0 else {})
+    start_deepspeed()
+    engine = start_engine(variant.model(build_model(SIZE, "sdpa")), config)
+    return fit_on_ring(rank, engine, build_batch(SIZE), STEPS)
 
 
 def errors(runs: list[Run], expected: Run) -> tuple[float, float]:
     """The largest relative errors: of a loss on any rank, of a parameter's gradient by its norm."""
     assert runs[0].gradients.keys() == expected.gradients.keys()
     losses = [
-        abs(one - other) / abs(other)
+        abs(item - second) / abs(second)
         for run in runs
-        for one, other in zip(run.losses, expected.losses, strict=True)
+        for item, second in zip(run.losses, expected.losses, strict=True)
     ]
     typical = torch.stack([gradient.norm() for gradient in expected.gradients.values()]).mean()
     gradients = [

@@ -1,6 +1,6 @@
 """Random trees of rollouts through layers and models, each against its rollouts by themselves on one process.
 
-Owns a round of `tools/tree_campaign.py`. `OPERATORS` are the parts of layers that mix tokens, in float64, by
+Owns a round of `tools/campaign.py tree`. `OPERATORS` are the parts of layers that mix tokens, in float64, by
 plain formulas of one sequence that share no code with ds_ring. `MODELS` are small models of transformers by
 their own configurations. Of both, outputs (of models log-probabilities) of each rollout and the gradients of
 a loss of all are compared. Legend: H heads, G K/V heads, T tokens, L tokens of a rollout, D head dim.
@@ -63,15 +63,15 @@ def random_rollouts(seed: int) -> list[Tensor]:
     def text(length: int) -> Tensor:
         return torch.randint(3, TOKENS, (length,), generator=drawn)
 
-    found = list[Tensor]()
+    result = list[Tensor]()
     for _ in range(number(1, 3)):
         of_prompt = [text(number(1, 13))]
         for _ in range(number(0, 4)):
             above = of_prompt[number(0, len(of_prompt) - 1)]
-            kept = number(1, len(above)) if number(0, 9) else len(above)
-            of_prompt.append(torch.cat([above[:kept], text(number(0, 9) if number(0, 9) else 0)]))
-        found += of_prompt[number(0, 1) :] or of_prompt
-    return found
+            stored = number(1, len(above)) if number(0, 9) else len(above)
+            of_prompt.append(torch.cat([above[:stored], text(number(0, 9) if number(0, 9) else 0)]))
+        result += of_prompt[number(0, 1) :] or of_prompt
+    return result
 
 
 def random_tree(seed: int) -> TreeBatch:
@@ -84,7 +84,7 @@ def random_tree(seed: int) -> TreeBatch:
 def loss_of(outputs: Sequence[Tensor], seed: int) -> Tensor:
     """A policy's loss, with random advantages of each token."""
     drawn = torch.Generator().manual_seed(seed)
-    terms = [(one * torch.randn(one.shape, generator=drawn, dtype=one.dtype)).sum() for one in outputs]
+    terms = [(item * torch.randn(item.shape, generator=drawn, dtype=item.dtype)).sum() for item in outputs]
     return torch.stack(terms).sum() / max(sum(map(len, outputs)), 1)
 
 
@@ -101,9 +101,9 @@ def errors_of(got: Result, want: Result) -> tuple[float, float]:
     of_outputs = [
         float((a - b).abs().max()) for a, b in zip(got.outputs, want.outputs, strict=True) if len(b)
     ]
-    norm = max((float(one.norm()) for one in want.gradients.values()), default=0.0) or 1.0
+    norm = max((float(item.norm()) for item in want.gradients.values()), default=0.0) or 1.0
     assert got.gradients.keys() == want.gradients.keys(), got.gradients.keys() ^ want.gradients.keys()
-    each = [float((got.gradients[name] - one).norm()) / norm for name, one in want.gradients.items()]
+    each = [float((got.gradients[name] - item).norm()) / norm for name, item in want.gradients.items()]
     return max(of_outputs, default=0.0), max(each, default=0.0)
 
 
@@ -127,7 +127,7 @@ def attention(pattern: Pattern, sees: Callable[[Tensor, Tensor], Tensor], alibi:
 
     def alone(x: dict[str, Tensor]) -> Tensor:
         q, k, v = (x[name].transpose(1, 2) for name in "qkv")
-        k, v = (one.repeat_interleave(HEADS // KV_HEADS, dim=1) for one in (k, v))
+        k, v = (item.repeat_interleave(HEADS // KV_HEADS, dim=1) for item in (k, v))
         at = torch.arange(q.shape[2])
         gap = at[:, None] - at
         scores = q @ k.mT / DIM**0.5
@@ -139,11 +139,11 @@ def attention(pattern: Pattern, sees: Callable[[Tensor, Tensor], Tensor], alibi:
     def on_ring(x: dict[str, Tensor], context: Any) -> Tensor:
         tree = context.documents
         changed = AlongPaths(Alibi(SLOPES), torch.from_numpy(tree.depths)) if alibi else None
-        found = ring_attention(
+        result = ring_attention(
             *(x[name].transpose(1, 2) for name in "qkv"), pattern=tree.narrowed(pattern),
             layout=context.layout, mesh=context.mesh, score_mod=changed,
         )  # fmt: skip
-        return found.transpose(1, 2)
+        return result.transpose(1, 2)
 
     return Operator(alone, on_ring)
 
@@ -166,8 +166,8 @@ def recurrence(matrix: bool) -> Operator:
         return torch.stack(out, dim=1)
 
     def on_ring(x: dict[str, Tensor], context: Any) -> Tensor:
-        given = {"k": x["keys"], "v": x["values"], "decay": x["decay"], "weight": x["weight"]}
-        return recurrences.layer(given, context, matrix)
+        arguments = {"k": x["keys"], "v": x["values"], "decay": x["decay"], "weight": x["weight"]}
+        return recurrences.layer(arguments, context, matrix)
 
     return Operator(alone, on_ring)
 
@@ -190,13 +190,13 @@ def operands(seed: int, tokens: int) -> dict[str, Tensor]:
         "q": (HEADS, DIM), "k": (KV_HEADS, DIM), "v": (KV_HEADS, DIM), "keys": (recurrences.K,),
         "values": (recurrences.V,), "decay": (recurrences.K,),
     }  # fmt: skip
-    found = {
+    result = {
         name: torch.randn(recurrences.B, tokens, *shape, generator=drawn, dtype=torch.float64)
         for name, shape in shapes.items()
     }
-    found["keys"] = torch.nn.functional.normalize(found["keys"], dim=-1)
-    found["decay"] = 0.7 + 0.3 * found["decay"].sigmoid()
-    return found | {"weight": torch.randn(recurrences.WIDTH, generator=drawn, dtype=torch.float64)}
+    result["keys"] = torch.nn.functional.normalize(result["keys"], dim=-1)
+    result["decay"] = 0.7 + 0.3 * result["decay"].sigmoid()
+    return result | {"weight": torch.randn(recurrences.WIDTH, generator=drawn, dtype=torch.float64)}
 
 
 def gradient_of(x: Tensor) -> Tensor:
@@ -212,11 +212,11 @@ def operator_alone(name: str, seed: int) -> Result:
         outputs.append(OPERATORS[name].alone(of_rollout).transpose(0, 1))
     loss_of(outputs, seed).backward()
     gradients = {key: gradient_of(x) for key, x in inputs.items()}
-    return Result([one.detach() for one in outputs], gradients)
+    return Result([item.detach() for item in outputs], gradients)
 
 
 def operator_on_ring(rank: int, world_size: int, name: str, seeds: Sequence[int]) -> list[Result]:
-    mesh, found = RingMesh.from_world(world_size), list[Result]()
+    mesh, result = RingMesh.from_world(world_size), list[Result]()
     for seed in seeds:
         tree = random_tree(seed)
         tokens = tree.tree.tokens or 0
@@ -236,8 +236,8 @@ def operator_on_ring(rank: int, world_size: int, name: str, seeds: Sequence[int]
                 gradients |= summed({key: gradient_of(x)}, world_size)
             else:
                 gradients[key] = gather_sequence(gradient_of(x), layout, mesh=mesh, dim=1) / world_size
-        found.append(Result([one.detach() for one in outputs], gradients if rank == 0 else {}))
-    return found
+        result.append(Result([item.detach() for item in outputs], gradients if rank == 0 else {}))
+    return result
 
 
 # --- models -------------------------------------------------------------------------------------------
@@ -254,9 +254,9 @@ def built(name: str, attention: str | None = None) -> Any:
 
 def gradients_of(model: torch.nn.Module) -> dict[str, Tensor]:
     """Take the gradients out of a model."""
-    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    result = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
-    return found
+    return result
 
 
 def model_alone(model: Any, seed: int) -> Result:
@@ -266,11 +266,11 @@ def model_alone(model: Any, seed: int) -> Result:
         logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
         outputs.append(logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0])
     loss_of(outputs, seed).backward()
-    return Result([one.detach() for one in outputs], gradients_of(model))
+    return Result([item.detach() for item in outputs], gradients_of(model))
 
 
 def model_on_ring(rank: int, world_size: int, name: str, seeds: Sequence[int]) -> list[Result]:
-    session, found = start_session(world_size), list[Result]()
+    session, result = start_session(world_size), list[Result]()
     # One rank keeps a model's own attention, which knows of no trees, unless it is asked for the ring's.
     model = attached(built(name, NAME if world_size == 1 else None), session)
     for seed in seeds:
@@ -279,12 +279,12 @@ def model_on_ring(rank: int, world_size: int, name: str, seeds: Sequence[int]) -
             batch = session.shard_batch(tree.batch)
             outputs = tree.of_rollouts(session.gather(session.logprobs(model, batch)))
         except RingError as error:
-            found.append(Result([], {}, f"{type(error).__name__}: {error}"))
+            result.append(Result([], {}, f"{type(error).__name__}: {error}"))
             continue
         loss_of(outputs, seed).backward()
         gradients = summed(gradients_of(model), world_size)
-        found.append(Result([one.detach() for one in outputs], gradients if rank == 0 else {}))
-    return found
+        result.append(Result([item.detach() for item in outputs], gradients if rank == 0 else {}))
+    return result
 
 
 # --- rounds -------------------------------------------------------------------------------------------
@@ -307,7 +307,7 @@ def play(
     on_ring = on_ring or (operator_on_ring if name in OPERATORS else model_on_ring)
     tolerance = TOLERANCE_OF_OPERATORS if name in OPERATORS else TOLERANCE_OF_MODELS
     outcomes = pool.collect(on_ring, name, seeds, timeout_s=60 + 10 * len(seeds), grace_s=5)
-    failed = next((one for one in outcomes if one.status != "returned"), None)
+    failed = next((item for item in outcomes if item.status != "returned"), None)
     model = None if name in OPERATORS else built(name)
     for number, seed in enumerate(seeds):
         where = f"{name}, tree {seed}, {pool.world_size} ranks"
@@ -316,23 +316,23 @@ def play(
                 0, 0, f"{where}: rank {failed.rank} {failed.status} {failed.report or failed.message}"
             )
             continue
-        of_ranks = [one.value[number] for one in outcomes]
-        if refused := next((one.refused for one in of_ranks if one.refused), ""):
+        of_ranks = [item.value[number] for item in outcomes]
+        if refused := next((item.refused for item in of_ranks if item.refused), ""):
             is_short = "expected tokens on every rank" in refused
             yield Round(refused=is_short, wrong="" if is_short else f"{where}: {refused}")
             continue
         want = operator_alone(name, seed) if model is None else model_alone(model, seed)
         # Gradients were added over all ranks, and come from the first one.
-        of_outputs = [errors_of(one._replace(gradients=want.gradients), want)[0] for one in of_ranks]
-        found = Round(max(of_outputs), errors_of(of_ranks[0], want)[1])
-        is_right = found.of_outputs <= tolerance and found.of_gradients <= tolerance  # NaN is not
-        text = f"{where}: outputs off by {found.of_outputs:.2g}, gradients by {found.of_gradients:.2g}"
+        of_outputs = [errors_of(item._replace(gradients=want.gradients), want)[0] for item in of_ranks]
+        result = Round(max(of_outputs), errors_of(of_ranks[0], want)[1])
+        is_right = result.of_outputs <= tolerance and result.of_gradients <= tolerance  # NaN is not
+        text = f"{where}: outputs off by {result.of_outputs:.2g}, gradients by {result.of_gradients:.2g}"
         if is_right:
-            yield found
+            yield result
         elif model is not None and is_nearer(of_ranks[0], want, model_alone(in_float64(model), seed)):
-            yield found._replace(rounded=True)
+            yield result._replace(rounded=True)
         else:
-            yield found._replace(wrong=text)
+            yield result._replace(wrong=text)
 
 
 def is_nearer(got: Result, want: Result, exact: Result) -> bool:
@@ -348,8 +348,8 @@ class Tokens(NamedTuple):
     keys: int = 0
     states: int = 0
 
-    def __add__(self, other: tuple[Any, ...]) -> Tokens:
-        return Tokens(*map(sum, zip(self, other, strict=True)))
+    def __add__(self, second: tuple[Any, ...]) -> Tokens:
+        return Tokens(*map(sum, zip(self, second, strict=True)))
 
 
 def tokens_of(seed: int, ring_size: int) -> tuple[Tokens, Tokens]:
@@ -361,8 +361,8 @@ def tokens_of(seed: int, ring_size: int) -> tuple[Tokens, Tokens]:
         runs_layout = make_layout("zigzag", tokens=tokens, ring_size=ring_size)
         runs = sequence_runs(runs_layout, 1, in_tree)
         steps = [step for messages in (*runs.rounds(), runs.shift()) for step in messages]
-        sent = sum(int(runs.ranks[one.of] != runs.ranks[one.to]) for one in steps)
+        sent = sum(int(runs.ranks[item.of] != runs.ranks[item.to]) for item in steps)
         return Tokens(tokens, build_plan(pattern, layout).tokens_sent, sent)
 
-    rows = sum((of_pattern(Causal(), len(one)) for one in random_rollouts(seed)), Tokens())
+    rows = sum((of_pattern(Causal(), len(item)) for item in random_rollouts(seed)), Tokens())
     return of_pattern(tree, tree.tokens or 0, tree), rows

@@ -10,7 +10,7 @@ from argparse import Namespace
 from pathlib import Path
 
 import pytest
-from benchmarks.measuring import ResultRow, unit_of
+from benchmarks.measuring import ResultRow, get_unit
 
 from tests.machine import skip_without
 from tools import bench
@@ -20,26 +20,19 @@ SIZES = "--hidden 64 --rounds 1"
 SMALL = {
     "attention": "--tokens 256 --rounds 1 --only ds_ring",
     "dynamic": f"--ranks 2 --longest 128 --batch 2 --layers 1 --kinds rows {SIZES}",
-    "dynamic-sizes": "--ranks 4 --draws 1 --batch 4 --longest 2048 --median 300",
-    "growth": "--tokens 256 512 --ring-sizes 2 --rounds 1",
-    "guard": "--tokens 256 --rounds 1",
     "latents": "--tokens 128 --heads 2 --rounds 1",
     "layers": "--tokens 512 --ranks 2 --layers 2 --window 64",
     "long-memory": "--tokens 2048 --options off --steps 1",
     "long-time": "--tokens 512 --options off --rounds 1",
-    "monitor": "--ranks 8 --rounds 1",
     "overlap": "--tokens 256 --heads 2 --rounds 1",
     "patterns": "--tokens 2048 --heads 1 --rounds 1",
     "planning": "--ranks 8 --draws 2 --shard 512",
-    "save": f"--tokens 128 --layers 1 {SIZES}",
-    "scan-bytes": "--ranks 2 --lengths 1024",
     "scan-memory": "--tokens 256 --hidden 64 --heads 2 --head-dim 16",
-    "scan-stream": "--tokens 4096 --ranks 2 --rows 2 --block 512",
     "scan-time": f"--tokens 256 --heads 2 --head-dim 16 {SIZES}",
     "speeds": f"--tokens 256 {SIZES}",
     "trees": f"--prompt 32 --answers 2 --length 8 --heads 2 {SIZES}",
 }
-ELSEWHERE = {"host", "dilated-peer"}  # test_checkers.py; needs another's package
+ELSEWHERE = {"host"}  # test_checkers.py
 
 
 def test_every_benchmark_has_a_module_and_a_case_here() -> None:
@@ -49,7 +42,7 @@ def test_every_benchmark_has_a_module_and_a_case_here() -> None:
         assert module.__doc__ and module.OPTIONS and callable(getattr(module, one.function))
 
 
-@pytest.mark.day("scan-bytes")
+@pytest.mark.day("planning")
 @pytest.mark.parametrize("name", list(SMALL))
 def test_a_benchmark_prints_and_stores_its_rows(name: str, tmp_path: Path) -> None:
     if name == "overlap":
@@ -81,4 +74,4 @@ def test_a_wrong_row_is_the_exit_status(capsys: pytest.CaptureFixture[str]) -> N
     ("name", "unit"), [("cpu_s", "s"), ("fixed_tokens_per_s", "tokens/s"), ("ratio", "1")]
 )
 def test_the_end_of_a_name_is_its_unit(name: str, unit: str) -> None:
-    assert unit_of(name) == unit
+    assert get_unit(name) == unit

@@ -15,11 +15,10 @@ ATTENTION = ["--tokens", "500", "--heads", "4", "--kv-heads", "2", "--head-dim",
 MODEL = ["--layers", "4", "--hidden", "256", "--heads", "4", "--kv-heads", "2", "--vocab", "4096"]
 COMMANDS = {
     "simulate": ATTENTION,
-    "profile": ATTENTION,
     "plan": [*MODEL, "--intermediate", "768", "--tokens", "64"],
     "tune": ["--tokens", "4096", "--heads", "4", "--head-dim", "64", "--processes", "2"],
 }
-ALL = "simulate profile plan tune"
+ALL = "simulate plan tune"
 # The commands, their options, and what is said of them.
 REFUSED: list[tuple[str, list[str], str]] = [
     (ALL, ["--tokens", "0"], "--tokens: expected a number of at least 1, got 0"),
@@ -28,20 +27,16 @@ REFUSED: list[tuple[str, list[str], str]] = [
     (ALL, ["--pattern", "[1]"], "--pattern: expected a JSON object {...} at the top level, got [1]"),
     (ALL, ["--config", "no_such.json"], "no_such.json: the file does not exist"),
     (ALL, ["--", "more"], "expected nothing after --, got more"),
-    ("simulate profile", ["--kv-heads", "3"], "query heads: expected a multiple of K/V heads, got 4 and 3"),
-    ("simulate profile", ["--ring-sizes", "-2"], "--ring-sizes: expected a number of at least 1, got -2"),
-    ("simulate profile", ["--layout", "zigzig"], "got 'zigzig'"),
-    ("simulate profile", ["--pattern", '{"documents": true}'], 'without "documents"'),
-    ("simulate profile", ["--pattern", "{}", "--config", "x.json"], "--pattern or --config, got both"),
-    ("simulate profile", ["--chunk-bytes", "0"], "--chunk-bytes: expected a number of at least 1, got 0"),
-    ("profile tune", ["--threads", "0"], "--threads: expected a number of at least 1, got 0"),
+    ("simulate", ["--kv-heads", "3"], "query heads: expected a multiple of K/V heads, got 4 and 3"),
+    ("simulate", ["--ring-sizes", "-2"], "--ring-sizes: expected a number of at least 1, got -2"),
+    ("simulate", ["--layout", "zigzig"], "got 'zigzig'"),
+    ("simulate", ["--pattern", '{"documents": true}'], 'without "documents"'),
+    ("simulate", ["--pattern", "{}", "--config", "x.json"], "--pattern or --config, got both"),
+    ("simulate", ["--chunk-bytes", "0"], "--chunk-bytes: expected a number of at least 1, got 0"),
+    ("tune", ["--threads", "0"], "--threads: expected a number of at least 1, got 0"),
     ("simulate", ["--layout", "residue"], "residue"),
     ("simulate", ["--check", "0"], "--check: expected at least 1 row, got 0"),
     ("simulate", ["--seed", "-1"], "seed: expected 0 to 2^64 - 1, got -1"),
-    ("profile", ["--tokens", "3", "--ring-sizes", "4"], "at least one token a rank, got 3 for 4 ranks"),
-    ("profile", ["--head-dim", "0"], "--head-dim: expected a number of at least 1, got 0"),
-    ("profile", ["--link-mbit", "0"], "--link-mbit: expected a number above 0, got 0"),
-    ("profile", ["--timeout", "-1"], "--timeout: expected a number above 0, got -1"),
     ("plan", ["--hardware", "h10"], "did you mean 'h100'"),
     ("plan", ["--layout", "zigzak"], 'did you mean "zigzag"'),
     ("plan", ["--devices", "6", "--ring-size", "4"], "--devices: expected a multiple"),
@@ -68,8 +63,7 @@ ROWS = [(command, *row) for commands, *row in REFUSED for command in commands.sp
 def test_it_is_refused_in_a_sentence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, arguments: list[str], words: str
 ) -> None:
-    output = ["--output", str(tmp_path)] if command == "profile" else []
-    assert cli.main([command, *COMMANDS[command], *output, *arguments]) == 2
+    assert cli.main([command, *COMMANDS[command], *arguments]) == 2
     printed = capsys.readouterr()
     assert printed.out == "" and printed.err.startswith("ds-ring: error: ") and words in printed.err
     assert not list(tmp_path.iterdir())
@@ -99,7 +93,6 @@ def test_a_model_that_is_none(capsys: pytest.CaptureFixture[str], arguments: lis
         ("", "ds-ring launch configs/quickstart.yaml"),
         ("launch", "ds-ring launch configs/quickstart.yaml"),
         ("simulate", "ds-ring simulate --tokens 65536 --pattern"),
-        ("profile", "ds-ring profile --tokens 16384 --ring-sizes 1 2 --real --simulated"),
         ("tune", "--hardware-output"),
     ],
 )

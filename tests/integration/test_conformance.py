@@ -12,8 +12,8 @@ from benchmarks.contestants import Entry
 from conformance import main, table
 from field import flash_attn
 from field.cells import CELLS, NAMES, Cell, worst_errors
-from field.peers import PEERS, SEEDED, NotOfferedError, Peer, Where, pattern_of
-from field.ranks import Verdict, answer_of, verdict, verdicts_of
+from field.peers import PEERS, SEEDED, NotOfferedError, Peer, Where, make_pattern
+from field.ranks import Verdict, collect_verdicts, compute_answer, verdict
 
 CAUSAL = next(cell for cell in CELLS if cell.name == "causal")
 
@@ -54,7 +54,7 @@ def test_the_dense_answer_is_that_of_the_pattern(cell: Cell) -> None:
     """Its mask is written by hand."""
     positions = np.arange(cell.tokens)
     q, k = positions[:, None], positions[None]
-    counts = pattern_of(cell).multiplicity(0, cell.heads, cell.kv_heads, q, k)
+    counts = make_pattern(cell).multiplicity(0, cell.heads, cell.kv_heads, q, k)
     assert torch.equal(torch.as_tensor(counts) > 0, cell.allowed)
     answer = cell.answer()
     assert set(answer) == set(NAMES) and all(x.dtype == torch.float64 for x in answer.values())
@@ -75,11 +75,11 @@ def one_process(change: Callable[[torch.Tensor], torch.Tensor] = lambda x: x) ->
 
 def test_errors_are_of_each_tensor_by_itself() -> None:
     where = Where(0, 1)
-    right = answer_of(one_process(), CAUSAL, where)
+    right = compute_answer(one_process(), CAUSAL, where)
     assert verdict(CAUSAL, 1, [right]).word == "exact"
-    small = answer_of(one_process(lambda out: out * 1.0001), CAUSAL, where)
+    small = compute_answer(one_process(lambda out: out * 1.0001), CAUSAL, where)
     assert str(verdict(CAUSAL, 1, [small])) == "wrong: out 0.0001, dq 0.0001, dk 0.0001, dv 0.0001"
-    nan = answer_of(one_process(lambda out: out * float("nan")), CAUSAL, where)
+    nan = compute_answer(one_process(lambda out: out * float("nan")), CAUSAL, where)
     assert "out not finite" in verdict(CAUSAL, 1, [nan]).why
     answer = CAUSAL.answer()
     found = {name: x[:, :, :32].float() for name, x in answer.items()}
@@ -103,7 +103,7 @@ def test_what_is_raised_decides_the_verdict(error: Exception, ranks: int, word: 
     def prepare(cell: Cell, where: Where) -> Entry:
         raise error
 
-    raised = answer_of(Peer("raises", "torch", prepare), CAUSAL, Where(0, 2))
+    raised = compute_answer(Peer("raises", "torch", prepare), CAUSAL, Where(0, 2))
     assert raised["stage"] == "prepared"
     done = {"errors": dict.fromkeys(NAMES, 0.0), "count": 32}
     found = verdict(CAUSAL, 2, [raised] * ranks + [done] * (2 - ranks))
@@ -122,7 +122,7 @@ def test_ranks_that_say_nothing_and_tokens_that_are_missing_are_no_success() -> 
 
 def test_a_peer_that_is_not_installed_is_a_row() -> None:
     peer = PEERS[0]._replace(package="no-such-package")
-    assert [one.word for one in verdicts_of(peer, 2)] == ["not installed"] * len(CELLS)
+    assert [one.word for one in collect_verdicts(peer, 2)] == ["not installed"] * len(CELLS)
     assert SEEDED not in PEERS
 
 

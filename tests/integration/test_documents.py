@@ -40,6 +40,7 @@ from tests.documents import (
     links,
     messages,
     prose,
+    read_results,
     rows_without_head,
     words,
 )
@@ -427,14 +428,6 @@ result = float((whole - want).abs().max())
     assert place.python(2, before, text, after) < 1e-5
 
 
-def profile(place: Place, text: str) -> None:
-    place.bash(text, {"4096 --ring-sizes 1 2 4 8": "256 --ring-sizes 2"})
-    pictures = place.folder / "runs/profile"
-    assert {path.name for path in pictures.iterdir()} == {
-        "memory.png", "steps.png", "timeline.png", "trace.json",
-    }  # fmt: skip
-
-
 def tune(place: Place, text: str) -> None:
     smaller = "512 --heads 2 --head-dim 16 --processes 2"
     place.bash(text, {"32768 --heads 8 --head-dim 64 --processes 4": smaller})
@@ -574,11 +567,10 @@ BLOCKS: dict[str, Callable[[Place, str], None]] = {
     "ds-ring launch": launch,
     "run_folder: ../runs/mine": cluster_keys,  # tests/integration/test_relaunch.py starts such jobs
     "engine.ring.should_stop()": only_reads("tests/integration/test_train_lm.py's script does so"),
-    "ds-ring status": only_reads("tests/integration/test_status_page.py has a run to look at"),
+    "ds-ring status": only_reads("tests/integration/test_run_status.py has a run to look at"),
     '"ring_attention": {"ring_size": "auto", "monitor": true},': tensorboard,
     "ds-ring plan": plan,
     "ds-ring simulate --tokens 8192": simulate,
-    "ds-ring profile": profile,
     "ds-ring tune": tune,
     "ds-ring check-model": check_model,
     "ds-ring verify-checkpoint": verify_checkpoints,
@@ -716,6 +708,67 @@ FIGURES: dict[str, tuple[str, list[str]]] = {
 def test_a_figure_without_its_command_or_date_is_noticed(case: str) -> None:
     text, lacks = FIGURES[case]
     assert [one.lacks() for one in figures("README.md", text)] == lacks
+
+
+@pytest.mark.parametrize("document", TEXTS)
+def test_figures_are_those_of_the_pages_that_commands_write(document: str) -> None:
+    """How many types of models are exact, and what a GPU has run."""
+    wrong = read_results().contradictions(document, (ROOT / document).read_text())
+    assert not wrong, "\n".join(wrong)
+
+
+# What a page says, what a document then says wrongly, and the document.
+CONTRADICTIONS = {
+    "exact types": ("CHANGELOG.md", "191 of the 196", "184 of the 196"),
+    "types": ("tools/README.md", "| 196 causal types", "| 189 causal types"),
+    "a table": ("ds_ring/README.md", "| 196 | 191 | 3 |", "| 196 | 196 | 3 |"),
+    "packed": ("ds_ring/README.md", "| 196 | 187 | 7 |", "| 196 | 191 | 7 |"),
+    "trees": ("ds_ring/README.md", "[172 of 189 types are exact]", "[191 of 196 types are exact]"),
+    "no GPU": ("README.md", "**One GPU has run it**", "**No GPU has run it**"),
+    "two GPUs": ("README.md", "**One GPU has run it**", "**Two GPUs have run it**"),
+    "another GPU": ("ds_ring/kernels/flash/README.md", "One H200 ran it", "One B200 ran it"),
+    "a transport": ("ds_ring/transports/README.md", "## Limits\n", "`pull` has not run on a GPU.\n"),
+    "a folder": ("ds_ring/kernels/flash/README.md", "One H200 ran it", "It has not run on a GPU"),
+}
+
+
+@pytest.mark.parametrize("what", CONTRADICTIONS)
+def test_a_figure_that_is_not_the_pages_is_noticed(what: str) -> None:
+    document, right, wrong = CONTRADICTIONS[what]
+    text = (ROOT / document).read_text()
+    assert text.count(right) == 1
+    assert len(read_results().contradictions(document, text.replace(right, wrong))) == 1
+
+
+def rows_below(document: str, head: str) -> list[list[str]]:
+    """Return the cells of the table that begins with a head, this included, without emphasis."""
+    lines = (ROOT / document).read_text().replace("**", "").split(head, 1)[1].split("\n\n")[0].splitlines()
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in (head + lines[0], *lines[2:])]
+
+
+def is_repeated(peers: list[list[str]], speeds: list[list[str]]) -> bool:
+    """Whether README's two tables have the figures of the pages from which they are."""
+    evidence = {row[0]: iter(row) for row in rows_below("tools/README.md", "| T | SDPA")}
+    for name, *cells in speeds[1:]:
+        words = {*name.replace(",", "").split()}
+        key = max((key for key in evidence if {*key.split()} <= words), key=len)
+        if not all(cell in evidence[key] for cell in cells if cell):  # in the same order
+            return False
+    page = rows_below("tools/results/conformance.md", "| peer |")
+    columns = [next(i for i, cell in enumerate(page[0]) if name in cell) for name in peers[0][1:]]
+    for name, *cells in peers[1:]:
+        row = next(row for row in page if {*name.replace(",", "").split()} <= {*row[0].split()})
+        for cell, column in zip(cells, columns, strict=True):
+            if not {*cell.split()} <= {*row[column].replace(";", "").split(), "dk,", "dv"}:
+                return False
+    return True
+
+
+def test_readme_repeats_the_figures_of_the_pages() -> None:
+    speeds, peers = rows_below("README.md", "| | ds_ring |"), rows_below("README.md", "| | causal |")
+    assert len(speeds) == 6 == len(peers) and is_repeated(peers, speeds)
+    assert not is_repeated(peers, [speeds[0], ["4096 tokens", "1.29", "1.14"]])
+    assert not is_repeated([peers[0], ["yunchang 0.6.4, zigzag", *["exact"] * 5]], speeds)
 
 
 @pytest.mark.parametrize("document", OF_THE_CODE)

@@ -11,7 +11,6 @@ import signal
 import stat
 import subprocess
 import sys
-import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ import pytest
 import yaml
 
 from ds_ring_launcher.cluster.checks import choose_free_port
+from tests.clock import wait_until
 from tests.documents import SMALL_RUN, changed
 from tests.machine import skip_without
 
@@ -114,20 +114,17 @@ class Workplace:
         return json.loads((self.folder / f"rank-{rank}.json").read_text())
 
     def wait_for_reports(self, count: int) -> None:
-        deadline = time.monotonic() + DEADLINE_SECONDS
-        while len(list(self.folder.glob("rank-*.json"))) < count:
-            assert time.monotonic() < deadline, f"{count} ranks did not start within {DEADLINE_SECONDS} s"
-            time.sleep(0.1)
+        wait_until(lambda: len(list(self.folder.glob("rank-*.json"))) >= count, DEADLINE_SECONDS)
 
     def left_behind(self) -> list[psutil.Process]:
-        found = []
+        results = []
         for process in psutil.process_iter():
             try:
                 if process.environ().get("DS_RING_TEST_MARK") == self.mark and process.is_running():
-                    found.append(process)
+                    results.append(process)
             except psutil.Error:
                 continue
-        return found
+        return results
 
 
 @pytest.fixture
@@ -151,15 +148,19 @@ def require_engine(engine: str) -> None:
         skip_without("mpirun")
 
 
-@pytest.mark.parametrize("engine", ["deepspeed", "torchrun", "mpirun"])
-@pytest.mark.day("mpirun")  # which starts without torch; by torchrun ranks of two hosts are started, below
-def test_ranks_meet(workplace: Workplace, engine: str) -> None:
+@pytest.mark.parametrize(
+    ("engine", "script"),
+    [("deepspeed", MEET), ("torchrun", MEET), ("mpirun", MEET), ("mpirun", REPORT)],
+    ids=["deepspeed", "torchrun", "mpirun", "mpirun-report"],
+)
+@pytest.mark.day("mpirun-report")  # by day they meet in test_environment_crosses_to_other_hosts
+def test_ranks_meet(workplace: Workplace, engine: str, script: str) -> None:
     require_engine(engine)
-    path = workplace.write(f"engine: {engine}\n{LOCAL}environment: {{GREETING: it's 2 words}}\n", MEET)
+    path = workplace.write(f"engine: {engine}\n{LOCAL}environment: {{GREETING: it's 2 words}}\n", script)
     status, output = workplace.launch(path, "--", "--fail-on", "5")
     assert status == 0, output
-    assert "rank 0 sums 3" in output and "rank 1 sums 3" in output
     for rank in (0, 1):
+        assert f"rank {rank} {'sums 3' if script == MEET else 'reports'}" in output
         environment, options = workplace.report(rank)["environment"], workplace.report(rank)["options"]
         assert environment["GREETING"] == "it's 2 words"
         assert (environment["DS_ACCELERATOR"], environment["OMP_NUM_THREADS"]) == ("cpu", "1")
@@ -366,13 +367,13 @@ def test_environment_crosses_to_other_hosts(workplace: Workplace, engine: str) -
 
 def command_lines() -> str:
     """All that stands on command lines of this machine now."""
-    found = []
+    results = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
-            found.append(path.read_text(errors="replace"))
+            results.append(path.read_text(errors="replace"))
         except OSError:
             continue
-    return "\n".join(found)
+    return "\n".join(results)
 
 
 @pytest.mark.parametrize("reach", ["local", "ssh"])
@@ -392,15 +393,12 @@ def test_kill_9_of_the_launcher_ends_the_job(workplace: Workplace, engine: str, 
     lines = command_lines()
     seen = [workplace.report(rank)["environment"] for rank in (0, 1)]
     assert str(workplace.folder / "train.py") in lines
-    assert not [name for name in names if any(one[name] != value for one in seen)]
+    assert not [name for name in names if any(entry[name] != value for entry in seen)]
     assert value not in lines and seen[0]["DS_RING_SECRET"] not in lines
     started.kill()
     status, output = workplace.finish(started)  # its output ends when the last process that holds it does
     assert status == -signal.SIGKILL and value not in output and seen[0]["DS_RING_SECRET"] not in output
-    deadline = time.monotonic() + 25
-    while workplace.left_behind() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not workplace.left_behind()
+    wait_until(lambda: not workplace.left_behind(), 25.0)
 
 
 @pytest.mark.parametrize("reach", ["local", "ssh"])
@@ -411,10 +409,7 @@ def test_sigterm_leaves_time_to_a_handler_under_mpirun(workplace: Workplace, rea
     hosts, caller = by_ssh(workplace, "mpirun") if reach == "ssh" else (f"engine: mpirun\n{LOCAL}", {})
     path = workplace.write(hosts)
     started = workplace.start([*DS_RING, str(path), "--", "--handler-seconds", "2", "--sleep"], **caller)
-    deadline = time.monotonic() + DEADLINE_SECONDS
-    while len(list(workplace.folder.glob("rank-*.ready"))) < 2:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    wait_until(lambda: len(list(workplace.folder.glob("rank-*.ready"))) == 2, DEADLINE_SECONDS)
     started.send_signal(signal.SIGTERM)
     status, output = workplace.finish(started)
     assert status == 128 + signal.SIGTERM, output
@@ -436,9 +431,7 @@ def test_one_lost_host_ends_the_others(workplace: Workplace) -> None:
     status, output = workplace.finish(started)
     assert status == 128 + signal.SIGKILL, output
     assert "error: node-1: ssh ended with status -9" in output
-    deadline = time.monotonic() + 25
-    while workplace.left_behind() and time.monotonic() < deadline:
-        time.sleep(0.1)
+    wait_until(lambda: not workplace.left_behind(), 25.0)
 
 
 SHADOWS = ("queue", "psutil", "signal", "fnmatch")  # a file; `torch` and `deepspeed` as folders
@@ -474,7 +467,7 @@ def test_an_environment_of_another_job_is_left_out(workplace: Workplace) -> None
     status, output = workplace.finish(workplace.start([*DS_RING, str(path)], **odd))
     assert status == 0 and "left out of the engine's environment: PET_MAX_RESTARTS, RANK" in output, output
     seen = [workplace.report(rank)["environment"] for rank in range(2)]
-    assert [(one["RANK"], one["WORLD_SIZE"]) for one in seen] == [("0", "2"), ("1", "2")]
+    assert [(entry["RANK"], entry["WORLD_SIZE"]) for entry in seen] == [("0", "2"), ("1", "2")]
     assert not {"PET_MAX_RESTARTS", "TORCHELASTIC_USE_AGENT_STORE"} & (set(seen[0]) | set(seen[1]))
 
 
@@ -508,8 +501,8 @@ def test_a_run_in_which_no_rank_made_a_ring_says_so(workplace: Workplace, run_fo
     require_engine("mpirun")
     status, output = workplace.launch(workplace.write(f"engine: mpirun\n{LOCAL}{run_folder}"))
     assert status == 0 and output.count("no rank has made a ring") == 1, output
-    made = REPORT + "(pathlib.Path(os.environ['DS_RING_RUN_FOLDER']) / f'rank-{rank}.ring').touch()\n"
-    status, output = workplace.launch(workplace.write(f"engine: mpirun\n{LOCAL}{run_folder}", made))
+    built = REPORT + "(pathlib.Path(os.environ['DS_RING_RUN_FOLDER']) / f'rank-{rank}.ring').touch()\n"
+    status, output = workplace.launch(workplace.write(f"engine: mpirun\n{LOCAL}{run_folder}", built))
     assert status == 0 and "no rank has made a ring" not in output, output
 
 

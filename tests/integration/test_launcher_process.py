@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -17,6 +17,7 @@ import pytest
 from ds_ring_launcher.run import process
 from ds_ring_launcher.run.job import Invocation
 from ds_ring_launcher.run.process import GRACE_SECONDS
+from tests.clock import wait_until
 
 SCRIPT = "train.py"
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -41,9 +42,9 @@ def test_the_limit_of_open_files_is_raised_for_all_that_is_started() -> None:
 
 def run(*argv: str, grace_seconds: float = GRACE_SECONDS) -> int:
     """As `start.py` calls it: signals are noted around it."""
-    made = Invocation(list(argv), {})
+    invocation = Invocation(list(argv), {})
     with process.signals_noted() as signals:
-        return process.run(made, dict(os.environ), SCRIPT, signals, process.Grace(grace_seconds))
+        return process.run(invocation, dict(os.environ), SCRIPT, signals, process.Grace(grace_seconds))
 
 
 def run_python(code: str, *arguments: str, grace_seconds: float = GRACE_SECONDS) -> int:
@@ -52,6 +53,20 @@ def run_python(code: str, *arguments: str, grace_seconds: float = GRACE_SECONDS)
 
 def is_alive(pid: int) -> bool:
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+def send_when(ready: Callable[[], object], number: signal.Signals, times: int = 1) -> threading.Thread:
+    """Start a thread that sends this process a signal; two of them after a while, and half a second apart."""
+
+    def send() -> None:
+        wait_until(ready)
+        for _ in range(times):
+            time.sleep(0.5 * (times - 1))  # until the child ignores SIGTERM
+            os.kill(os.getpid(), number)
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    return sender
 
 
 # Starts a child that outlives it, in a session of its own, and notes the child's pid in the file argv[1].
@@ -75,8 +90,8 @@ def test_death_by_a_signal_is_a_failure() -> None:
 
 def test_environment_and_files_are_there(tmp_path: Path) -> None:
     code = f"import os; raise SystemExit(open({str(tmp_path / 'hostfile')!r}).read() != os.environ['A'])"
-    made = Invocation([sys.executable, "-c", code], {"A": "x y"}, {tmp_path / "hostfile": "x y"})
-    assert process.run(made, {}, SCRIPT, [], process.Grace()) == 0
+    invocation = Invocation([sys.executable, "-c", code], {"A": "x y"}, {tmp_path / "hostfile": "x y"})
+    assert process.run(invocation, {}, SCRIPT, [], process.Grace()) == 0
 
 
 @pytest.mark.parametrize("child", [SLEEPS, IGNORES_SIGTERM], ids=["sleeps", "ignores SIGTERM"])
@@ -103,14 +118,8 @@ def test_success_that_leaves_a_rank_running_is_a_failure(
 def test_signal_ends_everything(tmp_path: Path, number: signal.Signals) -> None:
     pid_file = tmp_path / "pid"
 
-    def send_when_started() -> None:
-        while not (pid_file.exists() and pid_file.read_text()):
-            time.sleep(0.05)
-        os.kill(os.getpid(), number)
-
-    sender = threading.Thread(target=send_when_started)
     before = signal.getsignal(number)
-    sender.start()
+    sender = send_when(lambda: pid_file.exists() and pid_file.read_text(), number)
     assert run_python(f"{LEAVES_A_CHILD}\n{SLEEPS}", str(pid_file), SLEEPS) == 128 + number
     sender.join()
     assert not is_alive(int(pid_file.read_text()))
@@ -121,17 +130,8 @@ def test_signal_ends_everything(tmp_path: Path, number: signal.Signals) -> None:
 def test_second_signal_does_not_wait_for_the_grace(tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
 
-    def send_twice() -> None:
-        while not (pid_file.exists() and pid_file.read_text()):
-            time.sleep(0.05)
-        time.sleep(0.5)  # until the child ignores SIGTERM
-        for _ in range(2):
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(0.5)
-
-    sender = threading.Thread(target=send_twice)
-    sender.start()
     started = time.monotonic()
+    sender = send_when(lambda: pid_file.exists() and pid_file.read_text(), signal.SIGINT, times=2)
     assert run_python(LEAVES_A_CHILD + SLEEPS, str(pid_file), IGNORES_SIGTERM) == 128 + signal.SIGINT
     assert time.monotonic() - started < GRACE_SECONDS / 2
     sender.join()
@@ -176,13 +176,7 @@ heard.write_text(f"{len(told)} signals")
 def test_without_a_run_folder_a_rank_is_told_once_to_end(tmp_path: Path) -> None:
     heard = tmp_path / "heard"
 
-    def send_when_started() -> None:
-        while not heard.exists():
-            time.sleep(0.05)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    sender = threading.Thread(target=send_when_started)
-    sender.start()
+    sender = send_when(heard.exists, signal.SIGTERM)
     assert run_python(ENGINE, str(heard), SAVES, grace_seconds=60.0) == 128 + signal.SIGTERM
     sender.join()
     assert heard.read_text() == "1 signals"
@@ -208,16 +202,12 @@ with process.private_folder() as folder:
 """
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     started = subprocess.Popen([sys.executable, "-c", code], env=environment)
-    deadline = time.monotonic() + 60
-    while not list(tmp_path.glob("ds-ring-*/hostfile")) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_until(lambda: list(tmp_path.glob("ds-ring-*/hostfile")))
     time.sleep(0.5)  # the guardian is told after the file is there
     assert list(tmp_path.iterdir())
     started.kill()
     started.wait()
-    while list(tmp_path.iterdir()) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not list(tmp_path.iterdir())
+    wait_until(lambda: not list(tmp_path.iterdir()))
 
 
 def test_closed_standard_streams_are_opened(tmp_path: Path) -> None:

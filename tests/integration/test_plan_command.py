@@ -11,7 +11,7 @@ import pytest
 from ds_ring_launcher import cli
 from ds_ring_launcher.plan import known_hardware
 from ds_ring_launcher.plan.estimate import Estimate, estimate
-from ds_ring_launcher.plan.inputs import settings_of
+from ds_ring_launcher.plan.inputs import make_setting
 from tests.plan_costs import costs_once  # noqa: F401 (used by all tests)
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,7 +34,7 @@ def plan(capsys, *arguments: str) -> dict:
 
 def estimated(*arguments: str) -> Estimate:
     """What the command estimates, without its searches and advice, which take most of its time."""
-    return estimate(settings_of(cli._parser().parse_args(["plan", *arguments]), lambda what: None))
+    return estimate(make_setting(cli._parser().parse_args(["plan", *arguments]), lambda what: None))
 
 
 def refused(capsys, *arguments: str) -> str:
@@ -101,28 +101,6 @@ def test_a_run_that_does_not_fit_is_warned_of(capsys):
     )
 
 
-@pytest.mark.parametrize(
-    ("sizes", "expected"),
-    [
-        (["--tokens", "150000", "--devices", "4"], "--activation-checkpointing"),
-        (["--tokens", "250000", "--devices", "4", "--ring-size", "2", "--zero-stage", "0"], "--tiled-"),
-        (["--tokens", "20000", "--devices", "2", "--batch", "16", "--zero-stage", "0"], "--batch 1"),
-    ],
-)
-@pytest.mark.day("sizes2---batch 1")
-def test_what_would_make_a_run_fit_does_so_when_it_is_given(capsys, sizes, expected):
-    found = plan(capsys, *SIZES, *CPU, *sizes)
-    assert not found["memory"]["fits"] and 0 < len(found["remedies"]) <= 5
-    options = [remedy for remedy in found["remedies"] if "reduce_bucket_size" not in remedy["change"]]
-    assert any(expected in remedy["change"] for remedy in options)
-    for remedy in options:
-        then = estimated(*SIZES, *CPU, *sizes, *remedy["change"].split())
-        assert then.fits and then.peak.total == remedy["peak_bytes"]
-        assert (then.setting.devices, then.setting.tokens) == (remedy["devices"], remedy["tokens"])
-    then = plan(capsys, *SIZES, *CPU, *sizes, *options[0]["change"].split())
-    assert then["memory"]["fits"] and then["remedies"] == []
-
-
 def test_transfers_that_do_not_hide_are_warned_of(capsys):
     found = plan(capsys, *SIZES, *CPU, "--tokens", "1024", "--devices", "4")
     hides = found["hiding_tokens_per_rank"]
@@ -135,20 +113,6 @@ def test_transfers_that_do_not_hide_are_warned_of(capsys):
 def test_ulysses_splits_heads(capsys):
     found = plan(capsys, *SIZES, *CPU, "--tokens", "4096", "--devices", "4", "--ulysses-size", "2")
     assert (found["ring_size"], found["ulysses_size"], found["local_tokens"]) == (2, 2, 2048)
-
-
-def test_ways_to_span_nodes(capsys):
-    found = plan(capsys, *SIZES, *CPU, "--tokens", "1024", "--devices", "8")
-    rows = found["node_orders"]
-    assert [(row["ring_size"], row["ulysses_size"], row["runs"]) for row in rows] == [
-        *((8, 1, True), (8, 1, False), (4, 2, True), (8, 1, True))
-    ]
-    assert rows[0]["attention_s"] == found["step"]["attention_s"] < rows[1]["attention_s"]
-    assert sum(row["best"] for row in rows) == 1 and found["one_ring_hides_tokens_per_rank"] > 128
-    assert "node_orders" not in plan(capsys, *SIZES, *CPU, "--tokens", "1024", "--devices", "2")
-    assert cli.main(["plan", *SIZES, *CPU, "--tokens", "1024", "--devices", "4"]) == 0
-    printed = capsys.readouterr().out
-    assert "across nodes" in printed and "Ulysses 2 x ring 2" in printed
 
 
 def test_tables_for_people(capsys):
@@ -215,10 +179,6 @@ def test_what_does_not_fit_with_all_options_is_told_what_would(capsys):
     found = plan(capsys, *arguments, "--fit")
     assert not found["memory"]["fits"] and found["with_fit_options"]["longest_tokens"] < 800000
     assert "both with the options of --fit" in found["warnings"][0]
-    changes = [remedy["change"] for remedy in found["remedies"]]
-    assert changes and all(change.startswith("--devices") for change in changes), changes
-    for change in changes:
-        assert estimated(*arguments, *change.split()).fits, change
 
 
 @pytest.mark.parametrize(
@@ -258,18 +218,14 @@ def test_what_is_not_estimated_is_refused(capsys, tmp_path, section):
     assert "plan computes ring passes of equally fast ranks" in capsys.readouterr().err
 
 
-def test_pulls_are_planned_shown_and_refused_across_nodes(capsys, tmp_path: Path):
+def test_pulls_are_planned_and_refused_across_nodes(capsys, tmp_path: Path):
     path = tmp_path / "ds.json"
     path.write_text(json.dumps({"sequence_parallel_size": 4, "ring_attention": {"transport": "pull"}}))
     common = [*SIZES, "--tokens", "16384", "--dtype", "bfloat16"]
     found = plan(capsys, *common, "--hardware", "h100", "--config", str(path))
-    rows = {row["name"]: row for row in found["transports"]}
-    assert list(rows) == ["ring", "pull", "all-gather"]  # two K/V heads: no four Ulysses ranks
-    assert rows["pull"]["attention_s"] == found["step"]["attention_s"] < rows["ring"]["attention_s"]
+    whole = plan(capsys, *common, "--hardware", "h100", "--devices", "4")
+    assert found["step"]["attention_s"] < whole["step"]["attention_s"]  # by messages
     assert found["deepspeed_json"]["ring_attention"]["transport"] == "pull"
-    assert "transports" not in plan(capsys, *common, "--hardware", "cpu", "--devices", "4")
-    assert cli.main(["plan", *common, "--hardware", "h100", "--config", str(path)]) == 0
-    assert "inside the node" in capsys.readouterr().out
     text = refused(capsys, *common, "--hardware", "mi300x", "--config", str(path))
     assert "hardware with pull_latency_s" in text and 'set "transport": "ring"' in text
     path.write_text(json.dumps({"sequence_parallel_size": 16, "ring_attention": {"transport": "pull"}}))

@@ -1,6 +1,6 @@
 """`ds-ring launch` with `relaunch`: real engines, and a script of plain Python that counts steps and fails.
 
-Importing torch would be nearly all of the time; `tools/relaunch_campaign.py` has real training.
+Importing torch would be nearly all of the time; `tools/campaign.py relaunch` has real training.
 """
 
 from __future__ import annotations
@@ -8,13 +8,13 @@ from __future__ import annotations
 import os
 import signal
 import stat
-import time
 from pathlib import Path
 
 import pytest
 
 from ds_ring_launcher.run.relaunch import HOSTS_MISSING
 from ds_ring_launcher.run.run_folder import PREEMPTED, RunFolder
+from tests.clock import wait_until
 from tests.dist.launch_rounds import play_rounds
 from tests.integration.test_launch import (
     DS_RING,
@@ -127,9 +127,7 @@ def test_a_bug_ends_it_after_two_attempts_with_its_traceback_first(workplace: Wo
 def test_a_preempted_job_ends_with_75(workplace: Workplace, number: signal.Signals) -> None:  # noqa: F811
     path = workplace.write(f"engine: mpirun\n{LOCAL}{RUN}", COUNT)
     started = workplace.start([*DS_RING, str(path), "--", "--fault", "preempted", "--steps", "1000"])
-    deadline = time.monotonic() + 60
-    while len(list(workplace.folder.glob("ready-*"))) < 2 and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_until(lambda: len(list(workplace.folder.glob("ready-*"))) == 2)
     started.send_signal(number)
     status, output = workplace.finish(started)
     assert status == PREEMPTED, output

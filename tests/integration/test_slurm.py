@@ -11,9 +11,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from ds_ring_launcher.cluster.cluster import Host
-from ds_ring_launcher.engines import slurm as slurm_engine
-from ds_ring_launcher.engines.slurm import by_switch, environment_of
+from ds_ring_launcher.engines.slurm import read_rank_numbers
 from ds_ring_launcher.run.run_folder import RunFolder
 from tests.dist.namespaces import two_hosts
 from tests.dist.slurm_cluster import NODES, SlurmCluster, slurm_on
@@ -103,23 +101,6 @@ def test_without_srun_it_says_what_to_do(workplace: Workplace) -> None:  # noqa:
 
 @pytest.mark.needs("slurm")
 @pytest.mark.night
-def test_hosts_of_one_switch_are_neighbours(slurm: SlurmCluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slurm_engine, "_scontrol", lambda *what: slurm.ask("scontrol", "show", *what))
-    hosts = tuple(Host(name=f"gpu{n}", slots=8) for n in range(8))
-    found = slurm_engine.Slurm().order_hosts(hosts, {"SLURM_JOB_ID": "1"})
-    assert [host.name for host in found] == [f"gpu{n}" for n in (0, 3, 5, 6, 1, 2, 4, 7)]
-    assert slurm_engine.Slurm().order_hosts(hosts, {}) is hosts
-
-
-def test_a_host_without_a_switch_stays_where_it_was() -> None:
-    hosts = [Host(name=name, slots=1) for name in "acbd"]
-    tree = {"a": ["top", "left"], "b": ["top", "left"], "c": ["top", "right"]}
-    assert [host.name for host in by_switch(hosts, tree)] == ["a", "b", "c", "d"]
-    assert by_switch(hosts, {}) == tuple(hosts)
-
-
-@pytest.mark.needs("slurm")
-@pytest.mark.night
 def test_a_preempted_job_goes_back_into_the_queue_and_ends(
     workplace: Workplace,  # noqa: F811
     slurm: SlurmCluster,
@@ -165,7 +146,7 @@ def wait_until(what: Callable[[], bool]) -> None:
 )
 def test_ranks_of_a_node(counts: str, node: int, expected: str | None) -> None:
     around = {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_LOCALID": "0"}
-    found = environment_of(around | {"SLURM_STEP_TASKS_PER_NODE": counts, "SLURM_NODEID": str(node)})
+    found = read_rank_numbers(around | {"SLURM_STEP_TASKS_PER_NODE": counts, "SLURM_NODEID": str(node)})
     assert found.get("LOCAL_SIZE") == expected
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 import ds_ring
 from ds_ring import Causal, Documents, Full, PassOptions, RingConfig, RingError, RingMesh
 from ds_ring.config.pattern_section import PATTERNS_BY_KEY
-from ds_ring.registry import KV_PAYLOADS
+from ds_ring.plugin import KV_PAYLOADS
 from tests import calls
 
 SECONDS = 1.0

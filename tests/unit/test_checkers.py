@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -20,23 +17,18 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ds_ring.engines.deepspeed.first_batch import Numbers, Tolerance, beyond, compare, recording
-from ds_ring.kernels.flash.kernel import FlashKernel
 from ds_ring.ring.merge import merge_parts_by_operators_
 from tests import test_architecture as architecture
-from tests.dist import long_table, training_table
+from tests.dist import training_table
 from tests.fake_cuda import cuda_guard
 from tests.host_waits import HostWaits
 from tests.integration import test_documents as documents
 from tests.merge_cases import cases, wrong, wrong_parts
 from tools import (
-    check_generation,
+    campaign,
     check_long,
     check_plan,
     check_training,
-    fault_campaign,
-    pass_traffic,
-    raise_coverage,
-    ring_flash_attn_tests,
     soak,
 )
 
@@ -91,29 +83,26 @@ def test_the_first_batch_check_compares_layers_that_learn() -> None:
 
 
 @pytest.mark.parametrize("place", ["loss", "gradient"])
-@pytest.mark.parametrize("table", [long_table, training_table], ids=["long", "training"])
-def test_tables_of_training_find_a_nan_behind_a_number(table: Any, place: str) -> None:
+def test_tables_of_training_find_a_nan_behind_a_number(place: str) -> None:
     """`max` passes over a NaN that does not come first."""
     fine = {"first": torch.ones(2), "second": torch.ones(2)}
     bad = fine | ({"second": torch.tensor([1.0, NAN])} if place == "gradient" else {})
 
     def run(loss: float, gradients: dict[str, Tensor]) -> Any:
-        made = [loss] if table is training_table else loss
-        kind = training_table.Run if table is training_table else long_table.Step
-        return kind(**{name: {"gradients": gradients}.get(name, made) for name in kind._fields})
+        return training_table.Run([loss], gradients)
 
     runs = [run(1.0, bad), run(NAN if place == "loss" else 1.0, bad)]
-    errors = table.errors(runs, run(1.0, fine))
+    errors = training_table.errors(runs, run(1.0, fine))
     assert errors[place == "gradient"] == float("inf") and errors[place != "gradient"] == 0
 
 
 # --- tools that end with 1 -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tool", [check_plan, check_training, fault_campaign], ids=lambda tool: tool.__name__)
+@pytest.mark.parametrize("tool", [check_plan, check_training, campaign], ids=lambda tool: tool.__name__)
 def test_a_tool_that_would_look_at_nothing_is_refused(tool: Any, capsys: Any) -> None:
     with pytest.raises(SystemExit) as ended:
-        tool.main(["--only", "no such thing"])
+        tool.main([*["fault"][: tool is campaign], "--only", "no such thing"])
     assert ended.value.code == 2 and "--only" in capsys.readouterr().err
 
 
@@ -126,26 +115,6 @@ def test_check_plan_finds(peak: int, sent: int, code: int, monkeypatch: pytest.M
     monkeypatch.setattr(check_plan, "planned", lambda _: check_plan.PeakAndTraffic(peak, 8))
     monkeypatch.setattr(check_plan, "measured", lambda _: check_plan.PeakAndTraffic(100, sent))
     assert check_plan.main(["--json"]) == code
-
-
-GENERATED = {"equal_tokens": 8, "different_tokens_generated": 6, "logits_off": 1e-6, "cache_share": 0.61}
-
-
-@pytest.mark.parametrize(
-    ("seeded", "says"),
-    [
-        ({}, ""),
-        ({"equal_tokens": 7}, "7 of 8 tokens"),
-        ({"logits_off": 1e-2}, "logits are off"),
-        ({"logits_off": NAN}, "logits are off"),
-        ({"cache_share": 1.0}, "not sharded"),
-        ({"different_tokens_generated": 1}, "proves nothing"),
-    ],
-)
-def test_check_generation_finds(seeded: dict[str, float], says: str) -> None:
-    request = check_generation.GenerationRequest(2, 64, 8, 0)
-    found = check_generation.faults([dict(GENERATED), GENERATED | seeded], request)
-    assert says in str(found) if says else not found
 
 
 @pytest.mark.parametrize("tool", [check_long, check_training], ids=lambda tool: tool.__name__)
@@ -199,7 +168,7 @@ def without_the_part(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tenso
 
 
 @pytest.mark.parametrize("merge", [without_the_maximum, without_the_part])
-def test_verify_merge_finds(merge: Callable[..., None]) -> None:
+def test_merge_cases_find(merge: Callable[..., None]) -> None:
     assert any(what for case in cases((5,)) for what in wrong(case, merge))
 
 
@@ -208,7 +177,7 @@ def without_the_last(out: Tensor, lse: Tensor | None, parts: list[Any]) -> None:
     merge_parts_by_operators_(out, lse, parts[:-1] or parts)
 
 
-def test_verify_merge_finds_a_part_of_several() -> None:
+def test_merge_cases_find_a_part_of_several() -> None:
     found = [what for case in cases((5,)) for what in wrong_parts(case, without_the_last)]
     assert any("out of 3" in what for what in found) and any("sum of 5" in what for what in found)
     assert not any(" of 1 " in what for what in found)
@@ -311,51 +280,8 @@ def test_the_test_of_named_files_finds(text: str, tmp_path: Path, monkeypatch: p
         documents.test_files_and_names_in_them_are_there("seeded.md")
 
 
-@pytest.mark.parametrize("seeded", ["[1] max 0.5, mean 0", "[1] max nan, mean nan"])
-def test_the_tests_of_ring_flash_attn_find_one_rank(seeded: str) -> None:
-    printed = "out: max 4, mean 1\nout diff:\n[0] max 0.001, mean 0\n"
-    assert ring_flash_attn_tests.differences(printed) == {"out diff": 0.001 / 4}
-    assert ring_flash_attn_tests.differences(printed + seeded)["out diff"] > 0.1
-
-
 def test_the_host_benchmark_finds_a_hop_that_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     given = argparse.Namespace(ring_size=4, rounds=3, slots=16, profile="", warm_up=1)
     for goal, late in ((1e9, [False, False]), (1e-9, [False, True])):
         monkeypatch.setattr(host, "GOALS_US", {"forward": 1e9, "backward": goal})
-        assert [bool(row.wrong) for row in host.rows_of(given)] == late
-
-
-def test_pass_traffic_counts_what_waits_and_what_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bytes an element of 8 ranks' slowest one; with parts that are merged as they come, as before."""
-    given = argparse.Namespace(ring_size=8, heads=32, kv_heads=8, head_dim=128, stage_bytes="auto")
-    elements = 512 * 32 * 128
-    for rank in (1, 5, 7):  # at 8 Ki tokens these are 2 % of FlashAttention 3's time
-        forward, backward, _ = pass_traffic.traffic_of(rank, given, 512)
-        assert forward.bytes < 11.7 * elements and backward.bytes < 34 * elements
-    given.stage_bytes = 0
-    forward, backward, _ = pass_traffic.traffic_of(7, given, 512)
-    assert 30 * elements < forward.bytes < 37 * elements and 70 * elements < backward.bytes < 81 * elements
-    *both, _ = pass_traffic.traffic_of(0, given, 512)
-    assert [found.packing for found in both] == [2, 2]  # K and V of the own shard, into one message
-    monkeypatch.setattr(FlashKernel, "few_parts", False)
-    at_once, at_once_back, _ = pass_traffic.traffic_of(7, given, 512)
-    assert at_once.bytes > 80 * elements and at_once_back.bytes > backward.bytes + 35 * elements
-
-
-# --- refusals that no test triggers ----------------------------------------------------------------
-
-
-def test_a_raise_that_nothing_reaches_is_listed(tmp_path: Path) -> None:
-    """A child of the command refuses one pattern: its statement is reached, the other ones are listed."""
-    path, record = "ds_ring/patterns/slices/pattern.py", tmp_path / "record"
-    child = "import ds_ring\ntry: ds_ring.Slices(3)\nexcept ds_ring.RingError: pass"
-    command = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}], check=True)"
-    tool = [sys.executable, raise_coverage.__file__, "--record", str(record), "--", sys.executable, "-c"]
-    done = subprocess.run([*tool, command], capture_output=True, text=True, timeout=60)
-    lines = {place.rpartition(":")[2] for place in raise_coverage.statements() if place.startswith(path)}
-    noted = {place for file in record.iterdir() for place in file.read_text().split()}
-    reached = {place.rpartition(":")[2] for place in noted if place.startswith(path)}
-    listed = re.findall(r"^  (\d+): raise", done.stdout.partition(f"{path}\n")[2].partition(".py\n")[0], re.M)
-    assert len(reached) == 1 and reached < lines
-    assert set(listed) == lines - reached
-    assert done.returncode == 1 and done.stderr == ""
+        assert [bool(row.wrong) for row in host.measure_rows(given)] == late

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ds_ring.config.pattern_section import PatternConfig
-from ds_ring.config.section import LongSequenceConfig, RingConfig
+from ds_ring.config.section import PARTS, RingConfig
 from tools import document_keys
 
 
@@ -20,7 +20,7 @@ def test_every_key_has_a_row_with_default_and_meaning() -> None:
     rows = re.findall(
         r"^\| `(\w+)`[^|]* \| ([^|]+) \| `([^|]+)` \| ([^|]+) \|$", document_keys.tables(), re.MULTILINE
     )
-    models = (RingConfig, PatternConfig, LongSequenceConfig)
+    models = (RingConfig, PatternConfig, *PARTS.values())
     assert [row[0] for row in rows] == [name for model in models for name in model.model_fields]
     by_key = {key: (takes, default) for key, takes, default, _ in rows}
     assert by_key["layout"][0].startswith('`"auto"`, `"contiguous"`')

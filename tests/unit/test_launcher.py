@@ -22,7 +22,6 @@ from ds_ring_launcher import cli
 from ds_ring_launcher.cluster import checks
 from ds_ring_launcher.cluster.checks import secret_for
 from ds_ring_launcher.cluster.cluster_file import read_cluster
-from ds_ring_launcher.engines import slurm
 from ds_ring_launcher.engines.engine import ssh_command
 from ds_ring_launcher.engines.engines import ENGINES
 from ds_ring_launcher.run import agent, environment_file, process, start
@@ -294,15 +293,12 @@ class Flux(Engine):
     starts_all_hosts = has_daemons = True
     def invocation(self, job):
         return Invocation(["flux", "run", f"-n{{job.cluster.world_size}}", *job.script_command], {{}})
-    def order_hosts(self, hosts, environment):
-        return hosts[::-1]
 ENGINES["flux"] = Flux()
 from ds_ring_launcher.cli import main
 raise SystemExit(main(["launch", {str(path)!r}, "--dry-run"]))
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and "exec flux run -n6 " in done.stdout, done.stderr
-    assert "hosts in the order of their switches: node-1, node-0" in done.stderr
 
 
 def test_local_deepspeed(folder: Path) -> None:
@@ -438,19 +434,6 @@ def test_dry_run_prints_a_script(folder: Path, capsys: pytest.CaptureFixture[str
     command = shlex.split(lines[-1])
     assert command[:2] == ["exec", sys.executable]
     assert command[-2:] == ["--text", "it's"]
-
-
-TOPOLOGY = """\
-SwitchName=leaf0 Level=0 LinkSpeed=1 Nodes=gpu0,gpu3
-SwitchName=leaf1 Level=0 LinkSpeed=1 Nodes=gpu1,gpu2
-SwitchName=spine Level=1 LinkSpeed=1 Nodes=gpu0,gpu1,gpu2,gpu3 Switches=leaf[0-1]
-"""
-
-
-def test_a_hosts_switches_begin_with_the_top_one() -> None:
-    found = slurm._switches(TOPOLOGY, lambda nodes: nodes.split(","))
-    assert found == {f"gpu{n}": ["spine", f"leaf{leaf}"] for n, leaf in enumerate((0, 1, 1, 0))}
-    assert slurm._switches("No topology information available", list) == {}
 
 
 @pytest.mark.parametrize(

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 
 from ds_ring_launcher.cluster.cluster import Host, Relaunch
-from ds_ring_launcher.run.culprit import culprit_of
-from ds_ring_launcher.run.rank import fault_of
+from ds_ring_launcher.run.culprit import find_culprit
+from ds_ring_launcher.run.rank import describe_fault
 from ds_ring_launcher.run.relaunch import (
     Outcome,
     convert,
+    count_saved_ranks,
     decide,
     hosts_for,
-    outcome_of,
-    ranks_of,
+    read_outcome,
     ring_for,
 )
 from ds_ring_launcher.run.run_folder import (
@@ -30,7 +30,7 @@ from ds_ring_launcher.run.run_folder import (
     write_exit,
     write_fault,
 )
-from ds_ring_launcher.run.run_records import exits_of, faults_of, newest_checkpoint
+from ds_ring_launcher.run.run_records import newest_checkpoint, read_exits, read_faults
 
 POLICY = Relaunch(checkpoints="c", max_attempts=3, backoff_seconds=1, backoff_most_seconds=3)
 HOSTS = (Host(name="node-0", slots=2), Host(name="node-1", slots=2))
@@ -49,7 +49,7 @@ def outcome(
     folder.mkdir()
     for fault in faults:
         write_fault(folder, fault)
-    return outcome_of(attempt, folder, HOSTS, status, None, progressed)
+    return read_outcome(attempt, folder, HOSTS, status, None, progressed)
 
 
 def test_a_bug_ends_it_the_second_time(tmp_path: Path) -> None:
@@ -88,17 +88,17 @@ def test_a_preempted_attempt_has_not_failed(tmp_path: Path) -> None:
     folder.mkdir()
     for rank in range(4):
         write_exit(folder, rank, PREEMPTED)
-    by_itself = outcome_of(1, folder, HOSTS, 1, None, True)
+    by_itself = read_outcome(1, folder, HOSTS, 1, None, True)
     assert by_itself.verdict == "preempted" and by_itself.culprit is None
     assert decide([by_itself], POLICY).again
-    told = outcome_of(1, folder, HOSTS, 128 + 15, 15, True)
+    told = read_outcome(1, folder, HOSTS, 128 + 15, 15, True)
     assert (decide([told], POLICY).again, decide([told], POLICY).status) == (False, PREEMPTED)
     assert decide([by_itself], None).status == PREEMPTED
-    saved_nothing = [outcome_of(attempt, folder, HOSTS, 1, None, False) for attempt in range(1, 4)]
+    saved_nothing = [read_outcome(attempt, folder, HOSTS, 1, None, False) for attempt in range(1, 4)]
     assert decide(saved_nothing[:2], POLICY).again and not decide(saved_nothing, POLICY).again
     for path in folder.iterdir():
         path.unlink()
-    assert decide([outcome_of(1, folder, HOSTS, 143, 15, False)], POLICY).status == 128 + 15
+    assert decide([read_outcome(1, folder, HOSTS, 143, 15, False)], POLICY).status == 128 + 15
 
 
 def test_the_culprit_is_who_failed_by_itself_then_who_is_named_then_who_is_silent(tmp_path: Path) -> None:
@@ -108,16 +108,16 @@ def test_the_culprit_is_who_failed_by_itself_then_who_is_named_then_who_is_silen
     write_exit(tmp_path, 0, TOLD_TO_END)
     write_exit(tmp_path, 1, TOLD_TO_END)
     write_exit(tmp_path, 3, TOLD_TO_END)
-    silent = culprit_of(tmp_path, HOSTS, 1)
+    silent = find_culprit(tmp_path, HOSTS, 1)
     assert (silent.kind, silent.rank, silent.host) == ("lost", 2, "node-1")
     write_fault(tmp_path, lost)
-    named = culprit_of(tmp_path, HOSTS, 1)
+    named = find_culprit(tmp_path, HOSTS, 1)
     assert (named.rank, named.host) == (2, "node-1") and "in step 5" in named.what
     assert named.what.endswith(", says rank 0")  # it was "say ranks 0"
     write_fault(tmp_path, replace(lost, rank=1))
-    assert culprit_of(tmp_path, HOSTS, 1).what.endswith(", say ranks 0, 1")
+    assert find_culprit(tmp_path, HOSTS, 1).what.endswith(", say ranks 0, 1")
     write_fault(tmp_path, BUG)
-    own = culprit_of(tmp_path, HOSTS, 1)
+    own = find_culprit(tmp_path, HOSTS, 1)
     assert (own.kind, own.rank, own.fault) == ("error", 3, BUG)
     assert own.what == "rank 3 on node-1 raised ZeroDivisionError in step 7: on purpose"
 
@@ -129,7 +129,7 @@ def test_what_an_exception_says_of_itself() -> None:
         try:
             raise error
         except BaseException as caught:
-            return fault_of(caught, 1, 4)
+            return describe_fault(caught, 1, 4)
 
     bug = raised(KeyError("x"))
     assert (bug.kind, bug.step, bug.rank) == ("error", 4, 1) and bug.frames[-1].startswith(__file__)
@@ -153,10 +153,12 @@ def test_an_error_of_a_rank_without_a_run_folder_is_described_too(
     record_fault(1, ValueError("nobody asks"), 3)  # no launcher has named a folder
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
     record_fault(0, RingPeerError(0, None, 1, "it ended with ValueError: broken data"), 4)
-    assert culprit_of(tmp_path, HOSTS, 1).rank == 1
+    assert find_culprit(tmp_path, HOSTS, 1).rank == 1
     record_fault(1, ValueError("broken data"), 4)
     record_fault(1, ValueError("another"), 5)  # the first description stays
-    assert culprit_of(tmp_path, HOSTS, 1).what == "rank 1 on node-0 raised ValueError in step 4: broken data"
+    assert (
+        find_culprit(tmp_path, HOSTS, 1).what == "rank 1 on node-0 raised ValueError in step 4: broken data"
+    )
 
 
 def test_what_compiled_code_raised_is_told_by_where_it_was_called() -> None:
@@ -168,7 +170,7 @@ def test_what_compiled_code_raised_is_told_by_where_it_was_called() -> None:
         try:
             call()
         except BaseException as error:
-            return fault_of(error, 1, 4)
+            return describe_fault(error, 1, 4)
         raise AssertionError
 
     def wrapped() -> None:
@@ -203,7 +205,7 @@ def test_the_first_to_end_is_the_culprit(tmp_path: Path, killed_first: bool) -> 
         fault = replace(BUG, rank=0, raised=raised, message="nccl: Connection reset by peer")
         write_fault(tmp_path, fault)
         at(tmp_path / "rank-0.fault.json", 1001.0 if killed_first else 999.0)
-        found = culprit_of(tmp_path, HOSTS, 1)
+        found = find_culprit(tmp_path, HOSTS, 1)
         assert (found.kind, found.rank) == (("lost", 1) if killed_first else ("error", 0))
         assert found.signature is None or not killed_first
 
@@ -219,10 +221,10 @@ def test_a_rank_that_left_in_the_middle_is_named_with_its_status(tmp_path: Path)
         for blames in (1, None):  # by ds_ring's monitor; by gloo, which names nobody
             fault = replace(BUG, rank=0, kind="lost", type="RingPeerError", blames=blames)
             write_fault(folder, fault)
-            found = culprit_of(folder, HOSTS[:1], 1)
+            found = find_culprit(folder, HOSTS[:1], 1)
             assert found.what == f"rank 1 on node-0 left with status {status} while others were at work"
             assert (found.kind, found.signature) == ("left", ("left", 1) if status == 0 else None)
-    history = [Outcome(n, 1, None, False, False, culprit_of(tmp_path / "0", HOSTS[:1], 1)) for n in (1, 2)]
+    history = [Outcome(n, 1, None, False, False, find_culprit(tmp_path / "0", HOSTS[:1], 1)) for n in (1, 2)]
     assert decide(history[:1], POLICY).again and not decide(history, POLICY).again
 
 
@@ -270,7 +272,7 @@ def test_the_run_folder(tmp_path: Path) -> None:
         file.write('{"event": "e')  # cut short by a crash
     assert [event["event"] for event in run.events()] == ["start"]
     write_fault(run.attempt(2), BUG)
-    assert faults_of(run.attempt(2)) == [BUG] and exits_of(run.attempt(2)) == {}
+    assert read_faults(run.attempt(2)) == [BUG] and read_exits(run.attempt(2)) == {}
 
 
 def test_the_newest_checkpoint_and_its_ranks(tmp_path: Path) -> None:
@@ -280,7 +282,7 @@ def test_the_newest_checkpoint_and_its_ranks(tmp_path: Path) -> None:
     (tmp_path / "global_step4" / "bf16_zero_pp_rank_3_mp_rank_00_optim_states.pt").touch()
     found = newest_checkpoint(tmp_path)
     assert found is not None and found[0] == "global_step4"
-    assert ranks_of(tmp_path / "global_step4") == 4
+    assert count_saved_ranks(tmp_path / "global_step4") == 4
 
 
 def test_a_checkpoint_that_any_number_of_ranks_loads_is_not_converted(

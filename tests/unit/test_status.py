@@ -1,4 +1,4 @@
-"""What is known of a run from its folder, whatever stands in it, and the page that shows it."""
+"""What is known of a run from its folder, whatever stands in it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import os
 import random
 import re
 import time
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -21,24 +20,19 @@ from ds_ring.measure.run_report import RunHistory
 from ds_ring_launcher import cli
 from ds_ring_launcher.cluster.cluster import Host
 from ds_ring_launcher.run import run_lock
-from ds_ring_launcher.run.culprit import culprit_of
+from ds_ring_launcher.run.culprit import find_culprit
 from ds_ring_launcher.run.relaunch import Outcome, decide
 from ds_ring_launcher.run.run_folder import RankFault, RunFolder, write_exit, write_fault, write_json
 from ds_ring_launcher.run.run_lock import run_held
-from ds_ring_launcher.run.run_records import EventRecord, MetricsRecord, newest_checkpoint
-from ds_ring_launcher.status import page as page_module
-from ds_ring_launcher.status.page import (
-    HEIGHT,
-    MAX_POINTS,
-    WIDTH,
-    ChartPoint,
-    chart,
-    page_kept,
-    page_of,
-    write_page,
+from ds_ring_launcher.run.run_records import (
+    EventRecord,
+    HistoryRecord,
+    MetricsRecord,
+    newest_checkpoint,
+    read_lines,
 )
 from ds_ring_launcher.status.run_status import SILENT_SECONDS, read_run
-from ds_ring_launcher.status.table import print_status, tables_of
+from ds_ring_launcher.status.table import make_tables, print_status
 from tests.clock import unqueued_seconds
 
 NASTY = "</td><script>document.title='owned'</script><img src=x onerror=alert(1)> & \x1b[31m [bold]"
@@ -94,32 +88,27 @@ def test_a_run_under_way_is_known(run: RunFolder) -> None:
     assert [(one.tag, one.step, one.total_bytes, one.is_latest) for one in status.checkpoints] == [
         ("global_step2", 2, 12, True)
     ]
-    assert [(one.attempt, one.step) for one in status.course] == [
-        (1, 1), (1, 2), (1, 3), (2, 2), (2, 3), (2, 4),
-    ]  # fmt: skip
+    assert status.latest is not None and (status.latest.attempt, status.latest.step) == (2, 4)
     assert status.age_seconds is not None and status.age_seconds < 5
     json.dumps(status.document(), allow_nan=False)
     assert status.document()["latest"]["loss"] == "nan"
 
 
-def test_only_what_is_known_has_a_box(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """(Before the first step four boxes were "unknown", and a first step had a false rate.)"""
+def test_only_what_is_known_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """(Before the first step figures were "unknown", and a first step had a false rate.)"""
     run = RunFolder(tmp_path / "run")
     run.record("start", run.start_attempt(), hosts={"node-0": 1}, world_size=1, checkpoints=str(tmp_path))
 
-    def boxes() -> list[str]:
-        return re.findall(r'<div class="tile"><b>[^<]+</b><span>([^<]+)', page_of(read_run(run.path)))
+    def printed() -> str:
+        print_status(read_run(run.path))
+        return capsys.readouterr().out
 
-    assert boxes() == ["attempt"]
+    assert "step 1" not in printed()
     with open(run.attempt(1) / "history.jsonl", "a") as file:
         file.write(json.dumps({"step": 1, "loss": None, "tokens_per_second": None}) + "\n")
-    assert boxes() == ["step", "attempt"] and "unknown" not in page_of(read_run(run.path))
-    print_status(read_run(run.path))
-    assert "step 1\n" in capsys.readouterr().out
+    assert "step 1\n" in printed()
     course(run.attempt(1), 3.0, first=2)
-    assert boxes() == ["step", "loss", "tokens per second", "attempt"]
-    print_status(read_run(run.path))
-    assert "step 2, loss 3, 1,000 tokens per second" in capsys.readouterr().out
+    assert "step 2, loss 3, 1,000 tokens per second" in printed()
 
 
 def test_a_rank_that_others_wait_for_is_late(run: RunFolder) -> None:
@@ -165,8 +154,7 @@ def test_whatever_stands_in_the_files_is_read(run: RunFolder) -> None:
     assert [(one.rank, one.step, one.state) for one in status.ranks] == [
         (0, None, "at work"), (2, None, "at work"), (3, None, "left with status 75")
     ]  # fmt: skip
-    assert status.course[-1].step == 9 and status.links == ()
-    page_of(status)
+    assert status.latest is not None and status.latest.step == 9 and status.links == ()
 
 
 def hostile_files(run: RunFolder, what: str) -> None:
@@ -238,9 +226,8 @@ def test_files_that_nobody_of_ds_ring_writes_are_left_out(run: RunFolder, what: 
     started = unqueued_seconds()
     status = read_run(run.path)
     json.dumps(status.document(), allow_nan=False)
-    page_of(status)
-    tables_of(status, 16)
-    culprit_of(run.attempt(2), (Host(name="node-0", slots=1),), 1)
+    print_status(status)
+    find_culprit(run.attempt(2), (Host(name="node-0", slots=1),), 1)
     newest_checkpoint(run.path.parent / "checkpoints")
     assert unqueued_seconds() - started < 5.0
     assert [one.number for one in status.attempts] == [1, 2]
@@ -280,15 +267,14 @@ def test_a_record_of_any_values_is_read(
         (found.attempt(1) / name).write_text(text)
     status = read_run(found.path)
     json.dumps(status.document(), allow_nan=False)
-    page_of(status)
-    culprit_of(found.attempt(1), (Host(name="node-0", slots=1),), 1)
+    find_culprit(found.attempt(1), (Host(name="node-0", slots=1),), 1)
 
 
-def test_a_rate_below_0_is_none(run: RunFolder) -> None:
-    path = run.attempt(2) / "history.jsonl"
+def test_a_rate_below_0_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "history.jsonl"
     lines = (json.dumps({"step": 1, "tokens_per_second": rate}) for rate in (-1.0, 2, "inf"))
     path.write_text("\n".join(lines))
-    assert [one.tokens_per_second for one in read_run(run.path).course[-3:]] == [None, 2.0, math.inf]
+    assert [one.tokens_per_second for one in read_lines(path, HistoryRecord)] == [None, 2.0, math.inf]
 
 
 def mutated(data: bytes, draw: random.Random) -> bytes:
@@ -324,8 +310,7 @@ def test_mutated_files_of_a_run_are_read(run: RunFolder, rounds: int) -> None:
             path.write_bytes(mutated(data, draw) if draw.random() < 0.4 else data)
         status = read_run(run.path)
         json.dumps(status.document(), allow_nan=False)
-        page_of(status)
-        found = culprit_of(folder, (Host(name="node-0", slots=1), Host(name="node-1", slots=1)), 1)
+        found = find_culprit(folder, (Host(name="node-0", slots=1), Host(name="node-1", slots=1)), 1)
         decide([Outcome(2, 1, None, False, False, found)], None)
         newest_checkpoint(run.path.parent / "checkpoints")
 
@@ -355,7 +340,6 @@ def test_a_run_without_a_ring_says_so(run: RunFolder, capsys: pytest.CaptureFixt
     run.record("end", 2, **end, ring=False)
     assert cli.main(["status", str(run.path)]) == 0
     assert "done (no rank has made a ring)" in " ".join(capsys.readouterr().out.split())
-    assert "no rank has made a ring" in page_of(read_run(run.path))
 
 
 @pytest.mark.parametrize("what", ["nothing", "a file", "another folder", "an attempt"])
@@ -379,74 +363,11 @@ def test_the_exit_status_is_that_of_the_state(
 ) -> None:
     if verdict is not None:
         run.record("end", 2, status=status, verdict=verdict, next="stop", why=verdict, wait_seconds=0.0)
-    assert cli.main(["status", str(run.path), "--page", "--json"]) == status
+    assert cli.main(["status", str(run.path), "--json"]) == status
     assert json.loads(capsys.readouterr().out)["state"] == (verdict or "running")
     assert cli.main(["status", str(run.path)]) == status
     printed = capsys.readouterr().out
     assert "global_step2" in printed and "node-1" in printed and "\x1b" not in printed and "[bold]" in printed
-    page = (run.path / "status.html").read_text()
-    assert ('http-equiv="refresh"' in page) == (verdict is None)
-
-
-class Tags(HTMLParser):
-    """The elements of a page, and what they refer to."""
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.attributes: list[tuple[str, str | None]] = []
-        self.feed(page)
-
-    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.attributes += attributes
-
-
-def test_the_page_shows_what_files_say_as_text_and_fetches_nothing(run: RunFolder) -> None:
-    write_page(run.path)
-    page = (run.path / "status.html").read_text()
-    seen = Tags(page)
-    assert seen.tags.count("script") == 1 and not {"img", "link", "iframe"} & set(seen.tags)
-    assert not {"src", "href", "onerror"} & {name for name, _ in seen.attributes}
-    assert "&lt;script&gt;document.title" in page and "\x1b" not in page and "http://" not in page
-    assert seen.tags.count("polyline") == 4  # two charts, two attempts
-
-
-def test_a_chart_stays_inside_its_box() -> None:
-    losses = [5.0, 4.0, math.nan, math.inf, 3.0, 1e30, 2.0]
-    points = [ChartPoint(1, step, value) for step, value in enumerate(losses)]
-    svg = chart("<loss>", points, fault_steps=[3, 99])
-    numbers = [float(x) for text in re.findall(r'points="([^"]+)"', svg) for x in re.split("[ ,]", text)]
-    assert numbers and min(numbers) >= 0 and max(numbers[::2]) <= WIDTH and max(numbers[1::2]) <= HEIGHT
-    assert svg.count("not finite") == 2 and svg.count('class="fault"') == 1 and "<loss>" not in svg
-    for odd in ([0.0], [1.0, 1.0], [-1e-320, 1e-320], [1e308, -1e308], [1e300], [math.nan]):
-        chart("x", [ChartPoint(1, 7, value) for value in odd])
-    many = chart("x", [ChartPoint(1, step, step % 7) for step in range(50_000)])
-    assert len(many) < 30 * MAX_POINTS
-
-
-def test_the_page_is_renewed_while_the_launcher_lives(run: RunFolder) -> None:
-    page = run.path / "status.html"
-    with page_kept(run.path):
-        deadline = time.monotonic() + 20
-        while not page.exists() and time.monotonic() < deadline:
-            time.sleep(0.02)
-        first = page.read_text()
-        run.record("fault", 2, kind="error", rank=0, host="node-0", step=5, what="a new fault", frames=[])
-        while "a new fault" not in page.read_text() and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert "a new fault" in page.read_text() and "a new fault" not in first
-        run.record("end", 2, status=1, verdict="failed", next="stop", why="a bug", wait_seconds=0.0)
-    assert "run: failed" in page.read_text()
-
-
-def test_a_folder_that_cannot_be_written_ends_no_run(
-    run: RunFolder, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (run.path / "status.html").mkdir()
-    with page_kept(run.path):
-        pass
-    assert capsys.readouterr().err.count("the status page cannot be written") == 1
 
 
 def test_a_long_history_is_thinned_out_evenly(tmp_path: Path) -> None:
@@ -460,16 +381,5 @@ def test_a_long_history_is_thinned_out_evenly(tmp_path: Path) -> None:
 
 
 def test_times_of_a_link_are_milliseconds(run: RunFolder) -> None:
-    links = next(one for one in tables_of(read_run(run.path), 16) if one.title.startswith("Hop times"))
+    links = next(one for one in make_tables(read_run(run.path)) if one.title.startswith("Hop times"))
     assert [row[3:5] for row in links.rows] == [("10.00 ms", "1.00 ms")]
-
-
-def test_the_page_is_not_renewed_while_nothing_happens(
-    run: RunFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    written: list[Path] = []
-    monkeypatch.setattr(page_module, "write_page", written.append)
-    monkeypatch.setattr(page_module, "_LOOK_SECONDS", 0.01)
-    with page_kept(run.path):
-        time.sleep(0.3)
-    assert len(written) == 2  # at the beginning and at the end

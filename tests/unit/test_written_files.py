@@ -17,7 +17,6 @@ from ds_ring.written_files import append_text, replace_text, replaced, write_at_
 from ds_ring_launcher import cli
 from ds_ring_launcher.doctor.probe import _mark, _marked_folders
 from ds_ring_launcher.run.run_folder import ATTEMPTS, RunFolder, write_exit
-from ds_ring_launcher.status.page import write_page
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -90,7 +89,6 @@ def test_modes_follow_the_umask(tmp_path: Path) -> None:
         run.start_attempt()
         run.record("start", 1)
         write_exit(run.attempt(1), 0, 0)
-        write_page(run.path)
         os.umask(0o027)
         write_at_once(tmp_path / "group", "")
     finally:
@@ -98,17 +96,16 @@ def test_modes_follow_the_umask(tmp_path: Path) -> None:
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.rglob("*") if path.is_file()}
     assert modes.pop("group") == 0o640
     assert set(modes.values()) == {0o600}, modes
-    assert len(modes) == 4 and {ATTEMPTS, "status.html"} < set(modes)
+    assert len(modes) == 3 and ATTEMPTS in modes
 
 
 def test_links_in_a_run_folder_are_not_followed(tmp_path: Path, victim: Path) -> None:
     run = RunFolder(tmp_path / "run")
     folder = run.attempt(run.start_attempt())
-    for path in (run.path / ATTEMPTS, run.path / "status.html", folder / "rank-0.exit.json"):
+    for path in (run.path / ATTEMPTS, folder / "rank-0.exit.json"):
         path.symlink_to(victim)
     run.record("start", 1)  # is left out, as on a full disk
     write_exit(folder, 0, 0)
-    write_page(run.path)
     assert json.loads((folder / "rank-0.exit.json").read_text())["status"] == 0
 
 

@@ -34,8 +34,8 @@ from benchmarks.measuring import (
     Turns,
     clock,
     forward_and_backward,
+    make_ring,
     measure_on_ranks,
-    ring_of_ranks,
 )
 from ds_ring.measure.memory import measure_cpu_memory
 
@@ -60,7 +60,7 @@ class Contest:
     """Run contestants at one length on one rank; all ranks call the same methods in the same order."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        self.options, self.mesh = options, ring_of_ranks()
+        self.options, self.mesh = options, make_ring()
         self.entries: dict[str, Entry | None] = {}  # None: another rank runs it
         self.cannot_run: dict[str, str] = {}
         for name in options.only:
@@ -73,7 +73,7 @@ class Contest:
                 reason = missing + (str(error) or repr(error)).splitlines()[0]
             reasons: list[str | None] = [None] * options.ranks
             dist.all_gather_object(reasons, reason)
-            if failed := [one for one in reasons if one]:
+            if failed := [text for text in reasons if text]:
                 self.cannot_run[name] = failed[0]
                 self.entries.pop(name, None)
 
@@ -118,9 +118,9 @@ class Contest:
         if (entry := self.entries[name]) is None or self.options.no_errors:
             return [0.0] * len(RESULTS)
         inputs = [x[:, :, entry.positions] for x in whole_inputs(self.options.tokens, self.options)]
-        found = forward_and_backward(entry.attend, inputs)
+        results = forward_and_backward(entry.attend, inputs)
         exact = torch.load(self.options.exact, mmap=True)
-        pairs = zip(found, exact, strict=True)
+        pairs = zip(results, exact, strict=True)
         return [float((x - y[:, :, entry.positions]).abs().max() / y.abs().max()) for x, y in pairs]
 
     def at_end(self) -> dict[str, Any]:
@@ -140,34 +140,34 @@ def loopback_bytes() -> int:
     return psutil.net_io_counters(pernic=True)["lo"].bytes_recv
 
 
-def row_of(name: str, found: RoundResults, options: argparse.Namespace) -> ResultRow:
+def make_row(name: str, measured: RoundResults, options: argparse.Namespace) -> ResultRow:
     """Return the row of one contestant."""
     case = {"contestant": name, "tokens": options.tokens, "ranks": options.ranks}
-    if name in found.at_end[0]["cannot_run"]:
-        return ResultRow(case, {"cannot_run": found.at_end[0]["cannot_run"][name]})
-    walls, cpu = found.each(name, "wall_s"), found.median(name, "cpu_s")
-    results: dict[str, Any] = {"median_s": found.median(name, "wall_s")}
+    if name in measured.at_end[0]["cannot_run"]:
+        return ResultRow(case, {"cannot_run": measured.at_end[0]["cannot_run"][name]})
+    walls, cpu = measured.each(name, "wall_s"), measured.median(name, "cpu_s")
+    results: dict[str, Any] = {"median_s": measured.median(name, "wall_s")}
     results |= {
         "fastest_s": round(min(walls), 4),
         "slowest_s": round(max(walls), 4),
         "busiest_rank_cpu_s": cpu,
     }
-    if BASE in found.rounds:
-        results["ratio"] = round(results["median_s"] / found.median(BASE, "wall_s"), 3)
-        results["ratio_by_round"] = found.ratio(name, BASE, "wall_s")
-    if SERIAL in found.rounds:
-        results["cpu_ratio"] = round(cpu * options.ranks / found.median(SERIAL, "cpu_s"), 3)
-    peaks, errors = zip(*(rank["known"][name] for rank in found.at_end), strict=True)
+    if BASE in measured.rounds:
+        results["ratio"] = round(results["median_s"] / measured.median(BASE, "wall_s"), 3)
+        results["ratio_by_round"] = measured.ratio(name, BASE, "wall_s")
+    if SERIAL in measured.rounds:
+        results["cpu_ratio"] = round(cpu * options.ranks / measured.median(SERIAL, "cpu_s"), 3)
+    peaks, errors = zip(*(rank["known"][name] for rank in measured.at_end), strict=True)
     wrong = ""
     if not options.no_errors:
         worst = dict(zip(RESULTS, map(max, *errors), strict=True))
-        results |= {f"error_{one}": f"{error:.1e}" for one, error in worst.items()}
-        results["wrong"] = ", ".join(one for one, error in worst.items() if error > MAX_ERROR)
+        results |= {f"error_{result}": f"{error:.1e}" for result, error in worst.items()}
+        results["wrong"] = ", ".join(result for result, error in worst.items() if error > MAX_ERROR)
         wrong = f"{name}: {results['wrong']}" if results["wrong"] and name.startswith("ds_ring") else ""
     # q, k, v, out, lse, their gradients, and two K/V buffers with their accumulators
     budget = options.heads * (options.tokens // options.ranks) * (16 * options.head_dim * 4 + 4)
     results |= {"peak_mib": round(max(peaks) / 2**20, 1), "of_budget": round(max(peaks) / budget, 2)}
-    results["sent_mib"] = round(statistics.median(found.each(name, "sent_bytes")) / 2**20, 1)
+    results["sent_mib"] = round(statistics.median(measured.each(name, "sent_bytes")) / 2**20, 1)
     return ResultRow(case, results, wrong)
 
 
@@ -181,5 +181,5 @@ def run(options: argparse.Namespace) -> Iterator[ResultRow]:
                 torch.save(
                     forward_and_backward(dense, [x.double() for x in whole_inputs(tokens, at)]), at.exact
                 )
-            found = measure_on_ranks(prepare, at, deadline_s=86_400)
-        yield from (row_of(name, found, at) for name in options.only)
+            measured = measure_on_ranks(prepare, at, deadline_s=86_400)
+        yield from (make_row(name, measured, at) for name in options.only)

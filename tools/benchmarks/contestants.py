@@ -10,8 +10,6 @@ its row has the message. Packages of others are optional:
 from __future__ import annotations
 
 import functools
-import sys
-import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -189,8 +187,8 @@ def _lent_backward(*arguments: Any, **options: Any) -> None:
     del options
     first = (x.transpose(1, 2) for x in (grad, q, k, v, out))
     grads = _flash_backward(*first, lse.contiguous(), 0.0, causal, scale=scale)
-    for into, found in zip((dq, dk, dv), grads, strict=True):
-        into.copy_(found.transpose(1, 2))
+    for into, result in zip((dq, dk, dv), grads, strict=True):
+        into.copy_(result.transpose(1, 2))
 
 
 @contestant("yunchang zigzag ring")
@@ -234,27 +232,3 @@ def pure_pytorch_ring(place: ContestSetup) -> Entry:
         return out.transpose(1, 2)
 
     return Entry(place.striped(BUCKET), attend)
-
-
-class LowerTriangular:
-    """xformers' mask, as a mark."""
-
-
-def lend_xformers() -> None:
-    """A stand-in for `xformers.ops` on the CPU: SDPA, which is what xformers would call."""
-
-    def attention(
-        query: Tensor, key: Tensor, value: Tensor, op: object = None, attn_bias: object = None
-    ) -> Tensor:
-        del op
-        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-        causal = isinstance(attn_bias, LowerTriangular)
-        return scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2)
-
-    package, ops = types.ModuleType("xformers"), types.ModuleType("xformers.ops")
-    ops.__dict__.update(
-        memory_efficient_attention=attention, LowerTriangularMask=LowerTriangular, AttentionOp=object
-    )
-    package.__dict__["ops"] = ops
-    sys.modules.setdefault("xformers", package)
-    sys.modules.setdefault("xformers.ops", ops)

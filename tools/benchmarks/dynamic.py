@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import engine_of, llama
+from common import llama, make_engine
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -77,12 +77,14 @@ class TrainedEngine:
         section = {"dynamic_ring": dynamic, "pattern": {"causal": True, "documents": documents}}
         hidden = options.hidden
         model = llama(options.longest, VOCABULARY, hidden, 4 * hidden, options.layers, options.heads)
-        self.engine = engine_of(model, options.ranks, section, {"stage": options.zero}, batch=rows, sgd=0.01)
+        self.engine = make_engine(
+            model, options.ranks, section, {"stage": options.zero}, batch=rows, sgd=0.01
+        )
         self.first: dict[str, Tensor] = {}  # gradients of the first step
         self.sends = Sends(self.engine.ring.mesh)
         tokens = {"pack_tokens": options.batch // rows * options.longest} if documents else {}
-        more: dict[str, Any] = {"shuffle": True, "drop_last": True, "lengths": files.lengths, **tokens}
-        self.batches: Iterator[Any] = iter(self.engine.ring.loader(files, rows, **more))
+        loading: dict[str, Any] = {"shuffle": True, "drop_last": True, "lengths": files.lengths, **tokens}
+        self.batches: Iterator[Any] = iter(self.engine.ring.loader(files, rows, **loading))
 
     def step(self) -> dict[str, float]:
         """Train on the next batch."""
@@ -104,7 +106,7 @@ class TrainedEngine:
         return taken | {"loss": mean, "tokens": float(tokens)} | counts
 
 
-def name_of(kind: str, dynamic: bool) -> str:
+def name_contestant(kind: str, dynamic: bool) -> str:
     """Return the name of a contestant."""
     return f"{kind}, {'dynamic' if dynamic else 'fixed'}"
 
@@ -114,23 +116,23 @@ def prepare(options: argparse.Namespace) -> Turns:
     logging.disable(logging.WARNING)
     files = Files(options.longest)
     ways = [(kind, dynamic) for kind in options.kinds for dynamic in (False, True)]
-    engines = {name_of(*way): TrainedEngine(options, files, *way) for way in ways}
+    engines = {name_contestant(*way): TrainedEngine(options, files, *way) for way in ways}
 
     def differences() -> dict[str, float]:
-        found = {}
+        largest = {}
         for kind in options.kinds:
-            fixed, dynamic = (engines[name_of(kind, which)].first for which in (False, True))
-            found[kind] = max(float((x - dynamic[name]).norm() / x.norm()) for name, x in fixed.items())
-        return found
+            fixed, dynamic = (engines[name_contestant(kind, which)].first for which in (False, True))
+            largest[kind] = max(float((x - dynamic[name]).norm() / x.norm()) for name, x in fixed.items())
+        return largest
 
-    return Turns({name: one.step for name, one in engines.items()}, differences)
+    return Turns({name: engine.step for name, engine in engines.items()}, differences)
 
 
-def row_of(kind: str, found: RoundResults) -> ResultRow:
+def make_row(kind: str, measured: RoundResults) -> ResultRow:
     """Return the row of a kind of batches."""
-    names = fixed, dynamic = name_of(kind, False), name_of(kind, True)
+    names = fixed, dynamic = name_contestant(kind, False), name_contestant(kind, True)
     tokens, seconds, losses = (
-        {name: found.each(name, key) for name in names} for key in ("tokens", "wall_s", "loss")
+        {name: measured.each(name, key) for name in names} for key in ("tokens", "wall_s", "loss")
     )
     rates = {
         name: statistics.median(t / s for t, s in zip(tokens[name], seconds[name], strict=True))
@@ -140,18 +142,18 @@ def row_of(kind: str, found: RoundResults) -> ResultRow:
         "tokens_per_step": round(statistics.mean(tokens[fixed])),
         "fixed_tokens_per_s": round(rates[fixed]),
         "dynamic_tokens_per_s": round(rates[dynamic]),
-        "ratio": found.ratio(fixed, dynamic, "wall_s"),
-        "fixed_sent_bytes": round(statistics.mean(found.each(fixed, "sent_bytes"))),
-        "dynamic_sent_bytes": round(statistics.mean(found.each(dynamic, "sent_bytes"))),
+        "ratio": measured.ratio(fixed, dynamic, "wall_s"),
+        "fixed_sent_bytes": round(statistics.mean(measured.each(fixed, "sent_bytes"))),
+        "dynamic_sent_bytes": round(statistics.mean(measured.each(dynamic, "sent_bytes"))),
         "ratio_of_sums": round(sum(seconds[fixed]) / sum(seconds[dynamic]), 3),
-        "gradient_difference": found.at_end[0][kind],
+        "gradient_difference": measured.at_end[0][kind],
         "loss_difference": max(abs(a - b) for a, b in zip(losses[fixed], losses[dynamic], strict=True)),
-        "rings": found.each(dynamic, "ring", list),
+        "rings": measured.each(dynamic, "ring", list),
     }
     return ResultRow({"kind": kind}, results, "" if tokens[fixed] == tokens[dynamic] else "other samples")
 
 
 def run(options: argparse.Namespace) -> Iterator[ResultRow]:
     """Yield a row for each kind of batches."""
-    found = measure_on_ranks(prepare, options)
-    yield from (row_of(kind, found) for kind in options.kinds)
+    measured = measure_on_ranks(prepare, options)
+    yield from (make_row(kind, measured) for kind in options.kinds)

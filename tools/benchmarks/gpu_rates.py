@@ -27,7 +27,7 @@ from ds_ring.kernels.select import Kernel, get_kernel
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.slots import count_slots
 from ds_ring.masks.tiles import Tiles
-from ds_ring.registry import KERNELS
+from ds_ring.plugin import KERNELS
 from ds_ring.ring.merge import accumulator_dtype, empty_results, merge_
 from ds_ring.schedule.lowering import query_heads_of
 from ds_ring.schedule.rank_plan import HeadClassPlan
@@ -109,11 +109,11 @@ class Rank(NamedTuple):
     @property
     def pairs(self) -> int:
         """Return the attended pairs of all hops, per query head."""
-        counts = (int(one.tiles.pairs.sum()) * self.q[:, one.heads].shape[1] for one in self.hops)
+        counts = (int(hop.tiles.pairs.sum()) * self.q[:, hop.heads].shape[1] for hop in self.hops)
         return sum(counts) // self.q.shape[1]
 
 
-def rank_of(shape: Shape, classes: Sequence[HeadClassPlan], local_tokens: int) -> Rank:
+def make_rank(shape: Shape, classes: Sequence[HeadClassPlan], local_tokens: int) -> Rank:
     """Return a rank with random tensors; `lse` is such that nothing overflows."""
     group = shape.heads // shape.kv_heads
     q, grad, out = (shape.tensor(shape.heads, local_tokens) for _ in range(3))
@@ -155,11 +155,11 @@ def both(kernel: Kernel, rank: Rank) -> None:
     differentiate(kernel, rank)
 
 
-def rates_of(
+def measure_rates(
     shape: Shape, pairs: int, works: Sequence[Mapping[str, Callable[[], object]]], rounds: int
 ) -> dict[str, dict[str, float]]:
     """Return TFLOP/s by name, forward and backward; `works` are the forward and the backward passes."""
-    times = [medians(one, shape.device, rounds) for one in works]
+    times = [medians(passes, shape.device, rounds) for passes in works]
     return {
         name: {
             f"{way}_tflops": significant(shape.flops(pairs, way == "backward") / taken[name] / 1e12)
@@ -184,7 +184,7 @@ def kernel_rates(shape: Shape, tokens: int, rounds: int, kinds: Collection[str] 
             continue
         layout = make_layout("contiguous", tokens=tokens, ring_size=1, pattern=pattern)
         plan = build_plan(pattern, layout, query_heads=shape.heads, kv_heads=shape.kv_heads)
-        rank = rank_of(shape, plan.rank(0).classes, layout.local_tokens)
+        rank = make_rank(shape, plan.rank(0).classes, layout.local_tokens)
         forward: dict[str, Callable[[], object]] = {}
         backward: dict[str, Callable[[], object]] = {}
         refused: dict[str, str] = {}
@@ -201,7 +201,7 @@ def kernel_rates(shape: Shape, tokens: int, rounds: int, kinds: Collection[str] 
             backward[name] = partial(differentiate, kernel, rank)
         if kind in ("full", "causal"):
             forward[BASE], backward[BASE] = sdpa(shape, tokens, kind == "causal")
-        for name, rates in rates_of(shape, rank.pairs, (forward, backward), rounds).items():
+        for name, rates in measure_rates(shape, rank.pairs, (forward, backward), rounds).items():
             rows.append(ResultRow({"tiles": kind, "kernel": name}, {"pairs": rank.pairs} | rates))
         rows += [
             ResultRow({"tiles": kind, "kernel": name}, {"refused": why}) for name, why in refused.items()
@@ -218,7 +218,7 @@ def flex_rates(
     """
     layout = make_layout("contiguous", tokens=tokens, ring_size=1, pattern=Causal())
     plan = build_plan(Causal(), layout, query_heads=shape.heads, kv_heads=shape.kv_heads)
-    rank = rank_of(shape, plan.rank(0).classes, layout.local_tokens)
+    rank = make_rank(shape, plan.rank(0).classes, layout.local_tokens)
     kernels = {"ours": FlexKernel(), "Inductor's": FlexKernel(device_blocks=False)}
     for fwd, bwd in others:
         options: dict[str, Any] = {**options_of({"fwd": fwd, "bwd": bwd})}
@@ -231,8 +231,8 @@ def flex_rates(
             refused[name] = {"refused": " ".join(str(error).split())[:200]}
     forward = {name: partial(attend, kernel, rank) for name, kernel in kernels.items() if name not in refused}
     backward = {name: partial(differentiate, kernels[name], rank) for name in forward}
-    found = rates_of(shape, rank.pairs, (forward, backward), rounds) | refused
-    return [ResultRow({"head_dim": shape.head_dim, "blocks": name}, found[name]) for name in kernels]
+    rates = measure_rates(shape, rank.pairs, (forward, backward), rounds) | refused
+    return [ResultRow({"head_dim": shape.head_dim, "blocks": name}, rates[name]) for name in kernels]
 
 
 def sdpa(shape: Shape, tokens: int, causal: bool) -> tuple[Callable[[], object], Callable[[], object]]:
@@ -260,7 +260,7 @@ def ring_row(shape: Shape, tokens: int, ring_size: int, kernel_name: str, rounds
     plan = build_plan(pattern, layout, query_heads=shape.heads, kv_heads=shape.kv_heads)
     works: dict[str, Callable[[], object]] = {}
     for rank in sorted({0, ring_size // 2, ring_size - 1}):
-        hops = rank_of(shape, plan.rank(rank).classes, layout.local_tokens)
+        hops = make_rank(shape, plan.rank(rank).classes, layout.local_tokens)
         works[f"rank {rank}"] = partial(both, kernel, hops)
     forward, backward = sdpa(shape, tokens, True)
     works[BASE] = lambda: (forward(), backward())
@@ -294,7 +294,7 @@ def host_seconds(shape: Shape, kernel_name: str, tokens: int = 1024, times: int 
     kernel = get_kernel(kernel_name, shape.device)
     layout = make_layout("zigzag", tokens=4 * tokens, ring_size=4, pattern=Causal())
     plan = build_plan(Causal(), layout, query_heads=shape.heads, kv_heads=shape.kv_heads)
-    rank = rank_of(shape, plan.rank(1).classes, layout.local_tokens)
+    rank = make_rank(shape, plan.rank(1).classes, layout.local_tokens)
     results = {}
     for name, work in (("forward", attend), ("backward", differentiate)):
         work(kernel, rank)

@@ -68,8 +68,8 @@ class DeviceExchange(Exchange):
         # NCCL's way: one Work for all messages of a batch
         return route._replace(peers=route.all_peers)
 
-    def start(self, *given: Any) -> Pending:
-        pending = super().start(*given)
+    def start(self, *batch: Any) -> Pending:
+        pending = super().start(*batch)
         del pending.works[1:]
         return pending
 
@@ -88,13 +88,13 @@ def flash_without_operators() -> FlashKernel:
 @torch._dynamo.register_backend
 def made_before(module: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
     """Compile a graph, for torch.compile, to a function that computes once for each set of shapes."""
-    made: dict[tuple[Any, ...], Any] = {}
+    results: dict[tuple[Any, ...], Any] = {}
 
-    def call(*given: Any) -> Any:
-        key = tuple(x.shape if isinstance(x, Tensor) else x for x in given)
-        if key not in made:
-            made[key] = module(*given)
-        return made[key]
+    def call(*operands: Any) -> Any:
+        key = tuple(x.shape if isinstance(x, Tensor) else x for x in operands)
+        if key not in results:
+            results[key] = module(*operands)
+        return results[key]
 
     return call
 
@@ -103,22 +103,22 @@ def made_before(module: torch.fx.GraphModule, inputs: list[Any]) -> Callable[...
 class Hops:
     """Hold one rank of a ring whose other ranks are missing, and its two passes."""
 
-    made: RingPass  # the pass
+    ring_pass: RingPass
     ring_size: int  # hops of a pass
     operands: tuple[Tensor, Tensor, Tensor, Tensor]  # q, k, v, grad_out
     results: tuple[Tensor, Tensor]  # out, lse
 
     def forward(self) -> object:
         q, k, v, _ = self.operands
-        return self.made.forward(q, k, v)
+        return self.ring_pass.forward(q, k, v)
 
     def backward(self) -> object:
         q, k, v, grad_out = self.operands
-        return self.made.backward(grad_out, q, k, v, *self.results)
+        return self.ring_pass.backward(grad_out, q, k, v, *self.results)
 
 
 @contextmanager
-def hops_of(
+def prepare_hops(
     pattern: Pattern = CAUSAL, layout_name: str = "zigzag", ring_size: int = 8, slots: int = 16,
     whole_merge: bool = False, kernel: Kernel | None = None,
 ) -> Iterator[Hops]:  # fmt: skip
@@ -126,7 +126,7 @@ def hops_of(
     rank = ring_size // 2 - 1
     with ExitStack() as stack:
         mesh = stack.enter_context(fake_ring(rank, ring_size))
-        stack.enter_context(mock.patch("ds_ring.kernels.flash.kernel._usable", lambda x, width: x))
+        stack.enter_context(mock.patch("ds_ring.kernels.flash.kernel._make_usable", lambda x, width: x))
         # as on CUDA: K and V of one head are one message there
         stack.enter_context(mock.patch("ds_ring.ring.buffers.keys_apart", return_value=False))
         if not whole_merge:
@@ -135,7 +135,7 @@ def hops_of(
         layout = make_layout(layout_name, tokens=slots * ring_size, ring_size=ring_size, pattern=pattern)
         plan = build_plan(pattern, layout, query_heads=HEADS, kv_heads=KV_HEADS)
         kernel, exchange = kernel or flash_without_operators(), DeviceExchange(mesh)
-        made = RingPass(plan.rank(rank), kernel, exchange, 0.25, buffers=mesh.owners[Buffers])
+        ring_pass = RingPass(plan.rank(rank), kernel, exchange, 0.25, buffers=mesh.owners[Buffers])
         shapes = [(1, heads, slots, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
         q, k, v, grad_out = (torch.ones(shape, dtype=torch.bfloat16) for shape in shapes)
-        yield Hops(made, ring_size, (q, k, v, grad_out), made.forward(q, k, v))
+        yield Hops(ring_pass, ring_size, (q, k, v, grad_out), ring_pass.forward(q, k, v))

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from benchmarks.hop_stand_ins import CAUSAL, flash_without_operators, hops_of
+from benchmarks.hop_stand_ins import CAUSAL, flash_without_operators, prepare_hops
 from benchmarks.measuring import ResultRow
 from ds_ring.kernels.flex.kernel import FlexKernel
 
@@ -61,20 +61,20 @@ def operator_us(rounds: int) -> float:
 
 def print_profile(work: Callable[[], object], rounds: int) -> None:
     """Print the functions in which a pass spends most of its time."""
-    with cProfile.Profile() as found:
+    with cProfile.Profile() as profiler:
         for _ in range(rounds):
             work()
-    pstats.Stats(found).sort_stats("tottime").print_stats(40)
+    pstats.Stats(profiler).sort_stats("tottime").print_stats(40)
 
 
-def rows_of(
+def measure_rows(
     options: argparse.Namespace, kernel_name: str = "flash", merge: str = "one"
 ) -> Iterator[ResultRow]:
     """Yield a row for the forward and one for the backward pass; a hop above its goal is wrong."""
     ring_size, rounds = options.ring_size, options.rounds
     flex = FlexKernel(options.slots, "made_before") if kernel_name == "flex" else None
     kernel = flex or flash_without_operators()
-    with hops_of(CAUSAL, "zigzag", ring_size, options.slots, merge == "eager", kernel) as hops:
+    with prepare_hops(CAUSAL, "zigzag", ring_size, options.slots, merge == "eager", kernel) as hops:
         for name, goal in GOALS_US.items():
             work = getattr(hops, name)
             processor_seconds(work, options.warm_up)
@@ -93,6 +93,6 @@ def rows_of(
 
 def run(options: argparse.Namespace) -> Iterator[ResultRow]:
     """Yield rows of `flash` with a merge of one launch, with an eager merge (no goal), and of `flex`."""
-    yield from rows_of(options)
-    yield from (row._replace(wrong="") for row in rows_of(options, merge="eager"))
-    yield from rows_of(options, "flex")
+    yield from measure_rows(options)
+    yield from (row._replace(wrong="") for row in measure_rows(options, merge="eager"))
+    yield from measure_rows(options, "flex")

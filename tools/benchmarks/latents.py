@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from benchmarks.measuring import ResultRow, Turns, bytes_sent, clock, measure_on_ranks, ring_of_ranks
+from benchmarks.measuring import ResultRow, Turns, bytes_sent, clock, make_ring, measure_on_ranks
 from ds_ring import Causal, latent_attention, make_layout, ring_attention
 
 OPTIONS = {
@@ -56,24 +56,24 @@ WAYS = {"latents": latents, "expanded": expanded, "absorbed": absorbed}
 
 def prepare(options: argparse.Namespace) -> Turns:
     """Return the three on this rank, and the differences of their outputs at the end."""
-    mesh = ring_of_ranks()
+    mesh = make_ring()
     layout = make_layout("zigzag", tokens=options.tokens, ring_size=mesh.ring_size)
     torch.manual_seed(mesh.ring_rank)
     slots, heads, width = layout.local_tokens, options.heads, options.nope + options.rope
     shapes = ((1, heads, slots, width), (1, 1, slots, options.latent), (1, 1, slots, options.rope))
-    given = [torch.randn(shape).requires_grad_() for shape in shapes]
+    leaves = [torch.randn(shape).requires_grad_() for shape in shapes]
     torch.manual_seed(0)
     up = torch.randn(heads * (options.nope + options.value), options.latent) * options.latent**-0.5
-    given.append(up.requires_grad_())
+    leaves.append(up.requires_grad_())
     attend = partial(ring_attention, pattern=Causal(), layout=layout, mesh=mesh, scale=width**-0.5)
     outs: dict[str, Tensor] = {}
 
     def one(name: str) -> dict[str, float]:
         before = bytes_sent(mesh)
         with clock() as forward:
-            out = WAYS[name](attend, *given)
+            out = WAYS[name](attend, *leaves)
         with clock(together=False) as backward:
-            torch.autograd.grad(out, given, out.detach())
+            torch.autograd.grad(out, leaves, out.detach())
         outs[name] = out.detach()
         sent = bytes_sent(mesh) - before
         return {"forward_s": forward["wall_s"], "backward_s": backward["wall_s"], "sent": sent}
@@ -89,8 +89,8 @@ def prepare(options: argparse.Namespace) -> Turns:
 
 def run(options: argparse.Namespace) -> Iterator[ResultRow]:
     """Yield a row for each way."""
-    found = measure_on_ranks(prepare, options)
+    measured = measure_on_ranks(prepare, options)
     for name in WAYS:
-        results = {key: found.median(name, key, 3) for key in ("forward_s", "backward_s")}
-        results |= {"sent_mb": round(found.each(name, "sent")[0] / 1e6, 2)}
-        yield ResultRow({"way": name}, results | {"error": max(rank[name] for rank in found.at_end)})
+        results = {key: measured.median(name, key, 3) for key in ("forward_s", "backward_s")}
+        results |= {"sent_mb": round(measured.each(name, "sent")[0] / 1e6, 2)}
+        yield ResultRow({"way": name}, results | {"error": max(rank[name] for rank in measured.at_end)})

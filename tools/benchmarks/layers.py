@@ -24,8 +24,8 @@ from benchmarks.measuring import (
     Turns,
     bytes_sent,
     clock,
+    make_ring,
     measure_on_ranks,
-    ring_of_ranks,
     shard_inputs,
 )
 from ds_ring import Causal, PassOptions, RingMesh, SlidingWindow, build_plan, make_layout, ring_attention
@@ -45,8 +45,10 @@ def cases(options: argparse.Namespace) -> dict[str, tuple[list[Pattern], Layout]
 
     types = Gemma3TextConfig(num_hidden_layers=options.layers).layer_types or []
     window, causal = SlidingWindow(options.window), Causal()
-    own: list[Pattern] = [window if one == "sliding_attention" else causal for one in types]
-    kinds: dict[str, list[Pattern]] = {OWN: own, GLOBAL: [Causal()] * options.layers}
+    patterns: list[Pattern] = [
+        window if layer_type == "sliding_attention" else causal for layer_type in types
+    ]
+    kinds: dict[str, list[Pattern]] = {OWN: patterns, GLOBAL: [Causal()] * options.layers}
     at = {"tokens": options.tokens, "ring_size": options.ranks}
     return {kind: (all_, make_layout("auto", **at, pattern=Counter(all_))) for kind, all_ in kinds.items()}
 
@@ -69,15 +71,15 @@ def step(
 
 def prepare(options: argparse.Namespace) -> Turns:
     """Return a step of each case on this rank."""
-    mesh = ring_of_ranks()
+    mesh = make_ring()
     return Turns({kind: partial(step, mesh, *case, options) for kind, case in cases(options).items()})
 
 
 def planned(layers: list[Pattern], layout: Layout) -> dict[str, float]:
     """Return the pairs of all ranks, and the fullest rank's over the mean: of the sum, and layer by layer."""
     works = []
-    for one, count in Counter(layers).items():
-        plan = build_plan(one, layout)
+    for pattern, count in Counter(layers).items():
+        plan = build_plan(pattern, layout)
         works.append(count * np.array([plan.rank(rank).pairs for rank in range(layout.ring_size)]))
     total = np.sum(works, axis=0)
     by_layer = sum(work.max() for work in works) / total.mean()
@@ -90,10 +92,10 @@ def planned(layers: list[Pattern], layout: Layout) -> dict[str, float]:
 
 def run(options: argparse.Namespace) -> Iterator[ResultRow]:
     """Yield a row for each of the two cases, and their ratio."""
-    found, of = measure_on_ranks(prepare, options), dict[str, dict[str, Any]]()
+    measured, of = measure_on_ranks(prepare, options), dict[str, dict[str, Any]]()
     for kind, (layers, layout) in cases(options).items():
-        of[kind] = {key: found.median(kind, key) for key in ("wall_s", "cpu_s")}
-        of[kind] |= {"sent_bytes": max(found.each(kind, "sent_bytes", sum))} | planned(layers, layout)
+        of[kind] = {key: measured.median(kind, key) for key in ("wall_s", "cpu_s")}
+        of[kind] |= {"sent_bytes": max(measured.each(kind, "sent_bytes", sum))} | planned(layers, layout)
         yield ResultRow({"layers": kind, "layout": layout.name}, of[kind])
     keys = ("wall_s", "cpu_s", "sent_bytes", "pairs")
     yield ResultRow(

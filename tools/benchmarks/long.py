@@ -24,12 +24,12 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from common import engine_of, llama, zero_of
+from common import llama, make_engine, make_zero_section
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.measuring import ResultRow, Turns, clock, measure_on_ranks
 from ds_ring import SlidingWindow
-from ds_ring.config.section import tile_tokens
+from ds_ring.memory.tiles.keys import tile_tokens
 from ds_ring_launcher.plan.estimate import estimate
 from ds_ring_launcher.plan.hardware import read_hardware
 from ds_ring_launcher.plan.model_file import ModelShape
@@ -53,7 +53,7 @@ OPTIONS = {
 }  # fmt: skip
 
 
-def names_of(options: str) -> tuple[str, ...]:
+def read_names(options: str) -> tuple[str, ...]:
     """Return the options of a set."""
     return () if options == "off" else NAMES if options in ("all", "auto") else tuple(options.split())
 
@@ -66,12 +66,12 @@ def start(options: str, o: argparse.Namespace) -> tuple[Any, dict[str, torch.Ten
     )  # fmt: skip
     if not o.no_checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": False})
-    chosen = options if options in ("off", "auto") else dict.fromkeys(names_of(options), True)
+    chosen = options if options in ("off", "auto") else dict.fromkeys(read_names(options), True)
     section = {
         "pattern": {"window": o.window}, "layout": "contiguous", "long_sequence": chosen,
         "hop_timeout_seconds": 600, "heartbeat_timeout_seconds": 60,
     }  # fmt: skip
-    engine = engine_of(model, o.ranks, section, zero_of(o.stage, SHAPE.largest_parameter))
+    engine = make_engine(model, o.ranks, section, make_zero_section(o.stage, SHAPE.largest_parameter))
     ids = torch.randint(1, SHAPE.vocab, (1, o.tokens), generator=torch.Generator().manual_seed(1))
     return engine, engine.ring.shard_batch({"input_ids": ids, "labels": ids})
 
@@ -93,7 +93,7 @@ class MeasuredPeak(NamedTuple):
     alive: dict[int, int]
 
 
-def memory_of_a_rank(options: str, o: argparse.Namespace) -> MeasuredPeak:
+def measure_memory(options: str, o: argparse.Namespace) -> MeasuredPeak:
     """Measure one rank: the model from its beginning, and its steps (Adam has states from the first on)."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         engine, batch = start(options, o)
@@ -116,7 +116,7 @@ def memory_of_a_rank(options: str, o: argparse.Namespace) -> MeasuredPeak:
 
 def planned(options: str, o: argparse.Namespace) -> MemoryMoment:
     """Return the planned moment of the most memory."""
-    names = names_of(options)
+    names = read_names(options)
     zero = Zero(o.stage, o.ranks, 4, SHAPE.largest_parameter, o.stage == 3, fused_adam=False)
     setting = TrainingSetting(
         o.tokens, o.ranks, 1, SHAPE, SlidingWindow(o.window), "contiguous", zero, "float32",
@@ -133,15 +133,15 @@ def planned(options: str, o: argparse.Namespace) -> MemoryMoment:
     return peak._replace(components=peak.components | {"optimizer states": states})
 
 
-def wrong(options: str, o: argparse.Namespace, found: MeasuredPeak, plan: MemoryMoment) -> str:
+def wrong(options: str, o: argparse.Namespace, measured: MeasuredPeak, plan: MemoryMoment) -> str:
     """Return the contradiction to the options: a tensor that tiles rule out, a plan that is off; or ""."""
-    local, names = o.tokens // o.ranks, set(names_of(options))
+    local, names = o.tokens // o.ranks, set(read_names(options))
     wide = {"tiled_loss": local * SHAPE.vocab, "tiled_loss tiled_mlp": local * SHAPE.intermediate}
     for needed, elements in wide.items():
         # The whole embedding and its gradient are larger than short shards' rows.
-        if names >= set(needed.split()) and found.largest // 4 >= elements > SHAPE.parameters:
-            return f"a tensor of {found.largest / MIB:.1f} MiB with {needed}"
-    ratio = plan.total / found.peak
+        if names >= set(needed.split()) and measured.largest // 4 >= elements > SHAPE.parameters:
+            return f"a tensor of {measured.largest / MIB:.1f} MiB with {needed}"
+    ratio = plan.total / measured.peak
     return "" if abs(ratio - 1) <= PLANNED_WITHIN else f"planned {ratio:.3f} of the measured peak"
 
 
@@ -152,19 +152,19 @@ def memory(o: argparse.Namespace) -> Iterator[ResultRow]:
     sizes |= {"tokens x hidden": local * SHAPE.hidden, "embedding": SHAPE.vocab * SHAPE.hidden}
     names = {4 * elements: name for name, elements in sizes.items()}
     for options in o.options:
-        ranks = run_ranks(memory_of_a_rank, o.ranks, (options, o), threads=1, deadline_s=o.deadline)
-        found, plan = max(ranks, key=lambda rank: rank.peak), planned(options, o)
-        alive = sorted(found.alive.items(), key=lambda item: -item[0] * item[1])[:8]
+        ranks = run_ranks(measure_memory, o.ranks, (options, o), threads=1, deadline_s=o.deadline)
+        measured, plan = max(ranks, key=lambda rank: rank.peak), planned(options, o)
+        alive = sorted(measured.alive.items(), key=lambda item: -item[0] * item[1])[:8]
         results = {
-            "peak_mib": round(found.peak / MIB, 1), "planned_mib": round(plan.total / MIB, 1),
-            "planned_over_measured": round(plan.total / found.peak, 3),
-            "largest_tensor_mib": round(found.largest / MIB, 1),
+            "peak_mib": round(measured.peak / MIB, 1), "planned_mib": round(plan.total / MIB, 1),
+            "planned_over_measured": round(plan.total / measured.peak, 3),
+            "largest_tensor_mib": round(measured.largest / MIB, 1),
             "tokens_x_vocabulary_mib": round(4 * local * SHAPE.vocab / MIB, 1),
             "tokens_x_intermediate_mib": round(4 * local * SHAPE.intermediate / MIB, 1),
             "alive": [f"{count} x {size / MIB:.1f} MiB {names.get(size, '')}" for size, count in alive],
             "planned": {name: round(size / MIB, 1) for name, size in plan.components.items() if size},
         }  # fmt: skip
-        yield ResultRow({"options": options, "tokens": o.tokens}, results, wrong(options, o, found, plan))
+        yield ResultRow({"options": options, "tokens": o.tokens}, results, wrong(options, o, measured, plan))
 
 
 def prepare(o: argparse.Namespace) -> Turns:
@@ -174,9 +174,9 @@ def prepare(o: argparse.Namespace) -> Turns:
 
 def time(o: argparse.Namespace) -> Iterator[ResultRow]:
     """Yield a row for each set of options; the ratio is to the first one."""
-    found, first = measure_on_ranks(prepare, o, o.deadline), o.options[0]
+    measured, first = measure_on_ranks(prepare, o, o.deadline), o.options[0]
     for options in o.options:
-        results = {"median_s": found.median(options, "wall_s", 3)}
-        results["fastest_s"] = round(min(found.each(options, "wall_s")), 3)
-        results["ratio"] = round(results["median_s"] / found.median(first, "wall_s", 3), 3)
+        results = {"median_s": measured.median(options, "wall_s", 3)}
+        results["fastest_s"] = round(min(measured.each(options, "wall_s")), 3)
+        results["ratio"] = round(results["median_s"] / measured.median(first, "wall_s", 3), 3)
         yield ResultRow({"options": options, "tokens": o.tokens}, results)

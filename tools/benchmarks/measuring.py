@@ -38,13 +38,13 @@ class ResultRow(NamedTuple):
 
     def complete(self, name: str, options: argparse.Namespace) -> dict[str, Any]:
         """Return the row as it is stored: with units, rounds, hardware, versions and commit."""
-        units = {key: unit_of(key) for key, value in self.results.items() if isinstance(value, int | float)}
-        rounds = {"warm_up": options.warm_up, "iterations": getattr(options, "rounds", 1)}
+        units = {key: get_unit(key) for key, value in self.results.items() if isinstance(value, int | float)}
+        rounds = {"warm_up": getattr(options, "warm_up", 0), "iterations": getattr(options, "rounds", 1)}
         where = provenance(getattr(options, "device", "cpu"))
         return {"benchmark": name} | self._asdict() | {"units": units} | rounds | where
 
 
-def unit_of(name: str) -> str:
+def get_unit(name: str) -> str:
     """Return the unit of a result by the end of its name; "1" for a number without a unit."""
     return next((unit for end, unit in UNITS.items() if name.endswith(end)), "1")
 
@@ -77,7 +77,7 @@ class RoundResults(NamedTuple):
 
     def each(self, name: str, key: str, over: Callable[[Iterator[Any]], Any] = max) -> list[Any]:
         """Return one number of each round: of all ranks the largest, or what `over` makes of them."""
-        return [over(rank[key] for rank in one) for one in self.rounds[name]]
+        return [over(rank[key] for rank in ranks) for ranks in self.rounds[name]]
 
     def median(self, name: str, key: str, digits: int = 4) -> float:
         """Return the median over rounds of the slowest rank's number."""
@@ -86,7 +86,7 @@ class RoundResults(NamedTuple):
     def ratio(self, name: str, base: str, key: str, digits: int = 3) -> float:
         """Return the median over rounds of a number over that of another work in the same round."""
         pairs = zip(self.each(name, key), self.each(base, key), strict=True)
-        return round(statistics.median(one / other for one, other in pairs), digits)
+        return round(statistics.median(value / divisor for value, divisor in pairs), digits)
 
 
 def measure_on_ranks(
@@ -100,23 +100,23 @@ def measure_on_ranks(
         deadline_s: seconds after which all ranks are ended.
     """
     ranks = run_ranks(_take_turns, options.ranks, (prepare, options), threads=1, deadline_s=deadline_s)
-    rounds = {name: list(zip(*(found[name] for found, _ in ranks), strict=True)) for name in ranks[0][0]}
+    rounds = {name: list(zip(*(results[name] for results, _ in ranks), strict=True)) for name in ranks[0][0]}
     return RoundResults(rounds, [report for _, report in ranks])
 
 
 def measure_here(works: Mapping[str, Callable[[], Numbers]], options: argparse.Namespace) -> RoundResults:
     """Run works that take turns in this process."""
-    found = in_turns(works, options.rounds, options.warm_up)
-    return RoundResults({name: [(one,) for one in rounds] for name, rounds in found.items()}, [])
+    results = in_turns(works, options.rounds, options.warm_up)
+    return RoundResults({name: [(numbers,) for numbers in rounds] for name, rounds in results.items()}, [])
 
 
 def _take_turns(prepare: Callable[[Any], Turns], options: argparse.Namespace) -> tuple[Any, Any]:
     turns = prepare(options)
-    found = in_turns(turns.works, options.rounds, options.warm_up)
-    return found, turns.at_end()
+    results = in_turns(turns.works, options.rounds, options.warm_up)
+    return results, turns.at_end()
 
 
-def ring_of_ranks() -> RingMesh:
+def make_ring() -> RingMesh:
     """Return a ring of all ranks, whose heartbeats a busy machine may delay."""
     return RingMesh.from_world(dist.get_world_size(), heartbeat_timeout_s=120)
 
@@ -157,8 +157,8 @@ def timed_pass(attend: Attend, inputs: Sequence[Tensor]) -> dict[str, float]:
 def bytes_sent(mesh: RingMesh) -> int:
     """Return the payload bytes that this rank's passes on a mesh have sent so far."""
     exchanges = {
-        id(one.exchange): one.exchange
-        for one in mesh.owners[ContextCache].by_key.values()
-        if one.exchange is not None
+        id(item.exchange): item.exchange
+        for item in mesh.owners[ContextCache].by_key.values()
+        if item.exchange is not None
     }
-    return sum(one.counters.bytes_sent for one in exchanges.values())
+    return sum(item.counters.bytes_sent for item in exchanges.values())

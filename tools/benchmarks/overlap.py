@@ -109,12 +109,12 @@ def be_a_rank(options: argparse.Namespace) -> None:
     """Measure all lengths and ways on one rank; write the times to a file."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    mesh, found = RingMesh.from_world(2, heartbeat_timeout_s=60), {}
+    mesh, times = RingMesh.from_world(2, heartbeat_timeout_s=60), {}
     for tokens in options.tokens:
         ways = {way: partial(one_pass, mesh, tokens, way, options) for way in WAYS}
-        found[str(tokens)] = in_turns(ways, options.rounds, options.warm_up)
+        times[str(tokens)] = in_turns(ways, options.rounds, options.warm_up)
     dist.barrier()
-    Path(f"{options.rank_file}.{dist.get_rank()}").write_text(json.dumps(found))
+    Path(f"{options.rank_file}.{dist.get_rank()}").write_text(json.dumps(times))
     dist.destroy_process_group()
 
 
@@ -150,8 +150,8 @@ def run(options: argparse.Namespace) -> Iterator[ResultRow]:
         sys.exit(reason)
     with tempfile.TemporaryDirectory() as folder:
         lengths = on_two_hosts(options, folder)
-    for tokens, found in lengths.items():
-        seconds = {way: found.median(way, "wall_s", 6) for way in WAYS}
+    for tokens, measured in lengths.items():
+        seconds = {way: measured.median(way, "wall_s", 6) for way in WAYS}
         results: dict[str, Any] = {f"{way.replace(' ', '_')}_s": round(s, 3) for way, s in seconds.items()}
         compute, transfer = seconds["compute"], seconds["transfer"]
         results["exposed"] = round(seconds["overlap"] / max(compute, transfer), 3)

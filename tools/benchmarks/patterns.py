@@ -35,23 +35,26 @@ def contestants(tokens: int) -> dict[str, Pattern]:
     }
 
 
-def rows_of(tokens: int, options: argparse.Namespace) -> Iterator[ResultRow]:
+def measure_rows(tokens: int, options: argparse.Namespace) -> Iterator[ResultRow]:
     """Yield a row for each pattern."""
     layout, patterns = make_layout("contiguous", tokens=tokens, ring_size=1), contestants(tokens)
     torch.manual_seed(0)
     inputs = shard_inputs(layout, options.heads, options.head_dim)
     attend = partial(ring_attention, layout=layout, mesh=RingMesh.single())
     passes = {
-        name: partial(timed_pass, partial(attend, pattern=one), inputs) for name, one in patterns.items()
+        name: partial(timed_pass, partial(attend, pattern=pattern), inputs)
+        for name, pattern in patterns.items()
     }
-    found = measure_here(passes, options)
+    measured = measure_here(passes, options)
     heads = {"query_heads": options.heads, "kv_heads": options.heads}
-    pairs = {name: build_plan(one, layout, **heads).rank(0).pairs for name, one in patterns.items()}
+    pairs = {name: build_plan(pattern, layout, **heads).rank(0).pairs for name, pattern in patterns.items()}
     for name in patterns:
-        walls, ideal = found.each(name, "wall_s"), pairs[DENSE] / pairs[name]
-        speed_up, by_cpu = (found.median(DENSE, key) / found.median(name, key) for key in ("wall_s", "cpu_s"))
-        results = {"median_s": found.median(name, "wall_s", 3), "fastest_s": round(min(walls), 3)}
-        results |= {"slowest_s": round(max(walls), 3), "median_cpu_s": found.median(name, "cpu_s", 3)}
+        walls, ideal = measured.each(name, "wall_s"), pairs[DENSE] / pairs[name]
+        speed_up, by_cpu = (
+            measured.median(DENSE, key) / measured.median(name, key) for key in ("wall_s", "cpu_s")
+        )
+        results = {"median_s": measured.median(name, "wall_s", 3), "fastest_s": round(min(walls), 3)}
+        results |= {"slowest_s": round(max(walls), 3), "median_cpu_s": measured.median(name, "cpu_s", 3)}
         results |= {
             "ideal": round(ideal, 2),
             "speed_up": round(speed_up, 2),
@@ -64,4 +67,4 @@ def rows_of(tokens: int, options: argparse.Namespace) -> Iterator[ResultRow]:
 def run(options: argparse.Namespace) -> Iterator[ResultRow]:
     """Yield a row for each length and pattern."""
     for tokens in options.tokens:
-        yield from rows_of(tokens, options)
+        yield from measure_rows(tokens, options)

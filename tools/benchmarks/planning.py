@@ -23,10 +23,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.document_lengths import draws, lengths_of, pattern_of
 from benchmarks.measuring import ResultRow
 from ds_ring import build_plan, make_layout
 from ds_ring.schedule.lowering import lower_rank
-from ds_ring_launcher.plan.documents import draws, lengths_of, pattern_of
 
 OPTIONS = {
     "ranks": [64, 256, 1024], "draws": 20, "shard": (8192, "tokens of a rank"), "lengths": "lognormal",
@@ -88,7 +88,10 @@ def run(options: argparse.Namespace) -> Iterator[ResultRow]:
         every = list(draws(lengths_of(options.lengths), tokens, options.draws))
         seconds = np.array([planned(lengths, ring_size) for lengths in every])
         total = seconds.sum(1)
-        case = {"ranks": ring_size, "documents": round(np.mean([len(one) for one in every]))}
+        case = {
+            "ranks": ring_size,
+            "documents": round(np.mean([len(lengths_drawn) for lengths_drawn in every])),
+        }
         parts = zip(PARTS, seconds.mean(0).tolist(), strict=True)
         results = {f"{part}_s": round(mean, 4) for part, mean in parts}
         whole = {"mean_s": round(total.mean(), 4), "worst_s": round(total.max(), 4)}

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.measuring import ResultRow, Turns, clock, measure_on_ranks, ring_of_ranks
+from benchmarks.measuring import ResultRow, Turns, clock, make_ring, measure_on_ranks
 from ds_ring import Causal, RingConfig, RingMesh, make_layout
 from ds_ring.contrib.families.recurrent.layers import wrap_functions
 from ds_ring.data.batch import SHARDING
@@ -36,7 +36,7 @@ KEEP_PAGES = {
 }  # fmt: skip
 
 
-def layer_of(options: argparse.Namespace) -> Any:
+def make_layer(options: argparse.Namespace) -> Any:
     """Return a gated delta net of transformers, the same in every process."""
     from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
     from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
@@ -53,14 +53,14 @@ def layer_of(options: argparse.Namespace) -> Any:
 
 def sharded(options: argparse.Namespace, mesh: RingMesh) -> tuple[Any, Layout, BatchSharding]:
     """Return the layer, its layout, and the sharding that its forward method takes."""
-    layer = layer_of(options)
+    layer = make_layer(options)
     wrap_functions(layer)
     layout = make_layout("zigzag", tokens=options.tokens, ring_size=mesh.ring_size)
     config = RingConfig(ring_size=mesh.ring_size, hop_timeout_seconds=300.0)
     return layer, layout, BatchSharding(config, layout, mesh, LayerPatterns(Causal(), {}))
 
 
-def peak_of_a_rank(options: argparse.Namespace) -> int:
+def measure_peak(options: argparse.Namespace) -> int:
     """Return the peak bytes of one forward and backward pass on this rank."""
     layer, layout, sharding = sharded(options, RingMesh.from_world(dist.get_world_size()))
     with measure_cpu_memory() as memory:
@@ -73,21 +73,21 @@ def memory(options: argparse.Namespace) -> Iterator[ResultRow]:
     """Yield a row for 1, 2 and 4 ranks."""
     options.rounds = 1
     for size in (1, 2, 4):
-        peaks = run_ranks(peak_of_a_rank, size, (options,), threads=1, deadline_s=580)
+        peaks = run_ranks(measure_peak, size, (options,), threads=1, deadline_s=580)
         yield ResultRow({"tokens": options.tokens, "ranks": size}, {"peak_mib": round(max(peaks) / 2**20, 1)})
 
 
 def prepare(options: argparse.Namespace) -> Turns:
     """Return the layer on the ring, and the whole of it on rank 0."""
-    mesh = ring_of_ranks()
+    mesh = make_ring()
     layer, layout, sharding = sharded(options, mesh)
     whole = torch.randn(1, options.tokens if mesh.ring_rank == 0 else 1, options.hidden)
     local = torch.randn(1, layout.local_tokens, options.hidden)
 
-    def one_pass(x: Tensor, **more: Any) -> dict[str, float]:
+    def one_pass(x: Tensor, **keywords: Any) -> dict[str, float]:
         with clock() as taken:
             if x.shape[1] > 1:
-                layer(x, **more).sum().backward()
+                layer(x, **keywords).sum().backward()
         layer.zero_grad()
         return taken
 
@@ -100,8 +100,8 @@ def time(options: argparse.Namespace) -> Iterator[ResultRow]:
     """Yield one row."""
     os.environ.update(KEEP_PAGES)  # glibc reads them when the ranks start
     options.ranks = 2
-    found = measure_on_ranks(prepare, options, deadline_s=580)
-    results = {f"{name}_s": found.median(name, "wall_s", 3) for name in found.rounds}
+    measured = measure_on_ranks(prepare, options, deadline_s=580)
+    results = {f"{name}_s": measured.median(name, "wall_s", 3) for name in measured.rounds}
     results["ratio"] = round(results["ring_s"] / results["one_process_s"], 3)
     yield ResultRow(
         {key: getattr(options, key) for key in ("tokens", "hidden", "heads", "head_dim")}, results

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import engine_of, llama
+from common import llama, make_engine
 
 from benchmarks.measuring import ResultRow, Turns, clock, measure_on_ranks
 
@@ -44,7 +44,7 @@ def prepare(options: argparse.Namespace) -> Turns:
     if rank == 1 and options.slowed:  # a daemon: it ends with this process
         multiprocessing.get_context("spawn").Process(target=keep_busy, args=(core,), daemon=True).start()
     engines = {
-        name: engine_of(
+        name: make_engine(
             llama(options.tokens, 256, options.hidden, 2 * options.hidden, 2, heads), options.ranks,
             {"ring_size": options.ranks, "rank_speeds": speeds}, {"stage": 1},
         )
@@ -68,7 +68,7 @@ def prepare(options: argparse.Namespace) -> Turns:
 def run(options: argparse.Namespace) -> Iterator[ResultRow]:
     """Yield one row: medians without and with the speeds, their ratio, and the speeds."""
     options.ranks = 2
-    found = measure_on_ranks(prepare, options, options.deadline)
-    results: dict[str, Any] = {f"{name}_s": found.median(name, "wall_s", 3) for name in found.rounds}
-    results |= {"ratio": round(results["measured_s"] / results["equal_s"], 2), "speeds": found.at_end[0]}
+    measured = measure_on_ranks(prepare, options, options.deadline)
+    results: dict[str, Any] = {f"{name}_s": measured.median(name, "wall_s", 3) for name in measured.rounds}
+    results |= {"ratio": round(results["measured_s"] / results["equal_s"], 2), "speeds": measured.at_end[0]}
     yield ResultRow({"tokens": options.tokens, "slowed": options.slowed}, results)

@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from common import engine_of, llama, zero_of
+from common import llama, make_engine, make_zero_section
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -34,9 +34,11 @@ OPTIONS = {
 }  # fmt: skip
 
 
-def loss_of(answers: list[Tensor]) -> Tensor:
+def compute_loss(answers: list[Tensor]) -> Tensor:
     """Return a policy's loss of the answers' log-probabilities, with made-up advantages."""
-    terms = [-(one.exp() * (1 - number)).mean() - one.mean() for number, one in enumerate(answers)]
+    terms = [
+        -(logprobs.exp() * (1 - number)).mean() - logprobs.mean() for number, logprobs in enumerate(answers)
+    ]
     return torch.stack(terms).mean()
 
 
@@ -53,7 +55,7 @@ def prepare(options: argparse.Namespace) -> Turns:
         model = llama(prompt + options.length, *sizes)
     vocabulary = model.config.vocab_size
     section = {"long_sequence": {"tiled_loss": True}}
-    engine = engine_of(model, options.ranks, section, zero_of(1, 1 << 20), sgd=0.1)
+    engine = make_engine(model, options.ranks, section, make_zero_section(1, 1 << 20), sgd=0.1)
     generator = torch.Generator().manual_seed(0)
     shared = torch.randint(0, vocabulary, (prompt,), generator=generator)
     rollouts = [
@@ -69,7 +71,7 @@ def prepare(options: argparse.Namespace) -> Turns:
         with clock() as taken, measure_cpu_memory() as memory:
             values = engine.ring.gather(engine.ring.logprobs(engine, batch))
             each = tree.of_rollouts(values) if name == "tree" else [row[:-1] for row in values]
-            loss = loss_of([one[prompt - 1 :] for one in each])
+            loss = compute_loss([answer[prompt - 1 :] for answer in each])
             engine.backward(loss)
         if name not in first:
             gradients = {key: safe_get_full_grad(x).clone() for key, x in engine.module.named_parameters()}
@@ -79,19 +81,19 @@ def prepare(options: argparse.Namespace) -> Turns:
         return taken | {"peak_bytes": memory.peak_bytes, "tokens": tokens}
 
     def difference() -> float:
-        one, other = first["tree"], first["rows"]
+        by_tree, by_rows = first["tree"], first["rows"]
         # Over the largest gradient: a decay's own is 1e-5 of it, and what is left of sums that cancel.
-        largest = max(x.norm() for key, x in other.items() if key != "the loss")
-        sizes = dict.fromkeys(other, largest) | {"the loss": other["the loss"].abs()}
-        return max(float((one[key] - x).norm() / sizes[key]) for key, x in other.items())
+        largest = max(x.norm() for key, x in by_rows.items() if key != "the loss")
+        sizes = dict.fromkeys(by_rows, largest) | {"the loss": by_rows["the loss"].abs()}
+        return max(float((by_tree[key] - x).norm() / sizes[key]) for key, x in by_rows.items())
 
     return Turns({name: partial(step, name) for name in batches}, difference)
 
 
 def run(options: argparse.Namespace) -> Iterator[ResultRow]:
     """Yield a row for the tree and one for the rows."""
-    found = measure_on_ranks(prepare, options, deadline_s=580)
-    for name in found.rounds:
-        results = {"tokens": found.each(name, "tokens")[0], "median_s": found.median(name, "wall_s", 3)}
-        results["peak_mib"] = round(max(found.each(name, "peak_bytes")) / 2**20, 1)
-        yield ResultRow({"contestant": name}, results | {"largest_difference": max(found.at_end)})
+    measured = measure_on_ranks(prepare, options, deadline_s=580)
+    for name in measured.rounds:
+        results = {"tokens": measured.each(name, "tokens")[0], "median_s": measured.median(name, "wall_s", 3)}
+        results["peak_mib"] = round(max(measured.each(name, "peak_bytes")) / 2**20, 1)
+        yield ResultRow({"contestant": name}, results | {"largest_difference": max(measured.at_end)})

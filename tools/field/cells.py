@@ -57,9 +57,9 @@ class Cell:
         """Return q, k, v and the gradient of out, of all tokens, the same in every process."""
         random = torch.Generator().manual_seed(7)
         heads = (self.heads, self.kv_heads, self.kv_heads, self.heads)
-        made = [torch.randn(BATCH, h, self.tokens, HEAD_DIM, generator=random) for h in heads]
-        made[0] *= self.scale
-        return tuple(x.to(self.dtype) for x in made)
+        tensors = [torch.randn(BATCH, h, self.tokens, HEAD_DIM, generator=random) for h in heads]
+        tensors[0] *= self.scale
+        return tuple(x.to(self.dtype) for x in tensors)
 
     def answer(self) -> dict[str, Tensor]:
         """Return out and the gradients, float64."""
@@ -69,8 +69,8 @@ class Cell:
         keys, values = wide
         scores = (q @ keys.mT / math.sqrt(HEAD_DIM)).masked_fill(~self.allowed, -math.inf)
         out = scores.softmax(-1) @ values
-        found = (out, *torch.autograd.grad(out, leaves, grad))
-        return dict(zip(NAMES, (x.detach() for x in found), strict=True))
+        results = (out, *torch.autograd.grad(out, leaves, grad))
+        return dict(zip(NAMES, (x.detach() for x in results), strict=True))
 
 
 CELLS = (
@@ -86,12 +86,12 @@ CELLS = (
 
 
 def worst_errors(
-    cell: Cell, answer: dict[str, Tensor], found: dict[str, Tensor], positions: Tensor
+    cell: Cell, answer: dict[str, Tensor], results: dict[str, Tensor], positions: Tensor
 ) -> dict[str, float]:
     """Return the largest error of each tensor of a rank, relative to the whole answer's largest value."""
     real = positions >= 0
     errors = {}
-    for name, x in found.items():
+    for name, x in results.items():
         expected = answer[name][:, :, positions[real]]
         error = (x[:, :, real].double() - expected).abs().max() / answer[name].abs().max()
         errors[name] = float(error) if torch.isfinite(error) else math.inf

@@ -60,7 +60,7 @@ def _flash_attn_forward(
     alibi_slopes: Tensor | None = None, return_softmax: bool = False,
 ) -> tuple[Any, ...]:  # fmt: skip
     seen = _seen(q.shape[1], k.shape[1], causal, window_size_left, window_size_right)
-    rows = [_forward(*one, softmax_scale, seen) for one in zip(q, k, v, strict=True)]
+    rows = [_forward(*sample, softmax_scale, seen) for sample in zip(q, k, v, strict=True)]
     return torch.stack([out for out, _ in rows]), torch.stack([lse for _, lse in rows]), None, None
 
 
@@ -73,8 +73,8 @@ def _flash_attn_backward(
     seen = _seen(q.shape[1], k.shape[1], causal, window_size_left, window_size_right)
     for row, operands in enumerate(zip(dout, q, k, v, out, softmax_lse, strict=True)):
         grads = _backward(operands, softmax_scale, seen)
-        for into, found in zip((dq, dk, dv), grads, strict=True):
-            into[row].copy_(found)
+        for into, gradient in zip((dq, dk, dv), grads, strict=True):
+            into[row].copy_(gradient)
     return softmax_lse
 
 
@@ -111,8 +111,8 @@ def _flash_attn_varlen_backward(
         seen = _seen(count, keys, causal, window_size_left, window_size_right)
         operands = (dout[mine], q[mine], k[theirs], v[theirs], out[mine], softmax_lse[:, mine])
         grads = _backward(operands, softmax_scale, seen)
-        for into, found, at in zip((dq, dk, dv), grads, (mine, theirs, theirs), strict=True):
-            into[at] = found
+        for into, gradient, at in zip((dq, dk, dv), grads, (mine, theirs, theirs), strict=True):
+            into[at] = gradient
     return softmax_lse
 
 

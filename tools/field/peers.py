@@ -62,17 +62,17 @@ class Peer(NamedTuple):
             return None
 
 
-def pattern_of(cell: Cell) -> Pattern:
+def make_pattern(cell: Cell) -> Pattern:
     """Return a cell's mask as a pattern."""
-    found: Pattern = Causal() if cell.causal else Full()
+    pattern: Pattern = Causal() if cell.causal else Full()
     if cell.window is not None:
-        found = found & SlidingWindow(cell.window)
-    return found & Documents(cell.document_ids) if cell.documents else found
+        pattern = pattern & SlidingWindow(cell.window)
+    return pattern & Documents(cell.document_ids) if cell.documents else pattern
 
 
 def ds_ring(cell: Cell, where: Where) -> Entry:
     """Attend in a ring, layout auto."""
-    mesh, pattern = RingMesh.from_world(where.size), pattern_of(cell)
+    mesh, pattern = RingMesh.from_world(where.size), make_pattern(cell)
     layout = make_layout("auto", tokens=cell.tokens, ring_size=where.size, pattern=pattern)
     return Entry(
         torch.from_numpy(layout.positions(where.rank)),

@@ -46,9 +46,9 @@ class Verdict(NamedTuple):
         return f"{self.word}: {self.why}" if self.why else self.word
 
 
-def peer_of(name: str) -> Peer:
+def find_peer(name: str) -> Peer:
     """Return a peer by its name."""
-    return next(one for one in (*PEERS, SEEDED) if one.name == name)
+    return next(peer for peer in (*PEERS, SEEDED) if peer.name == name)
 
 
 def be_rank(rank: int, size: int, peer: Peer, cells: Sequence[Cell], folder: Path, seconds: float) -> None:
@@ -58,13 +58,13 @@ def be_rank(rank: int, size: int, peer: Peer, cells: Sequence[Cell], folder: Pat
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size, timeout=limit)
     for number, cell in enumerate(cells):
         _note(folder, number, rank, {"stage": _STARTED})
-        _note(folder, number, rank, answer_of(peer, cell, Where(rank, size)))
+        _note(folder, number, rank, compute_answer(peer, cell, Where(rank, size)))
         if not _all_alike(folder, number, size, seconds):
             os._exit(_MIXED)
     os._exit(0)  # peers leave threads and groups behind
 
 
-def answer_of(peer: Peer, cell: Cell, where: Where) -> dict[str, Any]:
+def compute_answer(peer: Peer, cell: Cell, where: Where) -> dict[str, Any]:
     """Return a rank's errors of a cell, or what was raised and when."""
     stage, cell = "prepared", replace(cell, dtype=peer.dtype or cell.dtype)
     try:
@@ -83,8 +83,8 @@ def answer_of(peer: Peer, cell: Cell, where: Where) -> dict[str, Any]:
             "raised": type(error).__name__,
             "text": _without_paths(" ".join(str(error).split()))[:160],
         }
-    found = dict(zip(NAMES, (out.detach(), *grads), strict=True))
-    return {"errors": worst_errors(cell, cell.answer(), found, positions), "count": int(real.sum())}
+    results = dict(zip(NAMES, (out.detach(), *grads), strict=True))
+    return {"errors": worst_errors(cell, cell.answer(), results, positions), "count": int(real.sum())}
 
 
 def _without_paths(text: str) -> str:
@@ -112,23 +112,25 @@ def _all_alike(folder: Path, number: int, size: int, seconds: float) -> bool:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         answers = _answers(folder, number, size)
-        if len(answers) == size and all(one.get("stage") != _STARTED for one in answers):
-            stages = {one.get("stage") for one in answers}
+        if len(answers) == size and all(reply.get("stage") != _STARTED for reply in answers):
+            stages = {reply.get("stage") for reply in answers}
             return stages <= {None} or stages == {"prepared"}
         time.sleep(_LOOK_S)
     return False
 
 
-def verdicts_of(peer: Peer, size: int, cells: Sequence[Cell] = CELLS, seconds: float = 60.0) -> list[Verdict]:
+def collect_verdicts(
+    peer: Peer, size: int, cells: Sequence[Cell] = CELLS, seconds: float = 60.0
+) -> list[Verdict]:
     """Return a peer's verdict on each cell."""
     if peer.version() is None:
         return [Verdict("not installed")] * len(cells)
-    found: list[Verdict] = []
-    while len(found) < len(cells):
-        rest = cells[len(found) :]
+    verdicts: list[Verdict] = []
+    while len(verdicts) < len(cells):
+        rest = cells[len(verdicts) :]
         with tempfile.TemporaryDirectory(prefix="conformance-") as name:
-            found += _processes(peer, size, rest, Path(name), seconds)
-    return found
+            verdicts += _processes(peer, size, rest, Path(name), seconds)
+    return verdicts
 
 
 def _processes(peer: Peer, size: int, cells: Sequence[Cell], folder: Path, seconds: float) -> list[Verdict]:
@@ -147,7 +149,7 @@ def _processes(peer: Peer, size: int, cells: Sequence[Cell], folder: Path, secon
             number, since = 0, time.monotonic() + START_S  # they import their packages first
             while any(rank.poll() is None for rank in ranks):
                 answers = _answers(folder, number, size)
-                if len(answers) == size and all(one.get("stage") != _STARTED for one in answers):
+                if len(answers) == size and all(reply.get("stage") != _STARTED for reply in answers):
                     number, since = number + 1, time.monotonic()
                 if answers and number == 0:
                     since = min(since, time.monotonic())
@@ -162,25 +164,25 @@ def _processes(peer: Peer, size: int, cells: Sequence[Cell], folder: Path, secon
                 rank.kill()
                 rank.wait()
     said = (folder / "log").read_text(errors="replace").strip().splitlines()
-    found = []
+    verdicts = []
     for number, cell in enumerate(cells):
         answers = _answers(folder, number, size)
         if not answers and number:
             break
         cell = replace(cell, dtype=peer.dtype or cell.dtype)
-        found.append(verdict(cell, size, answers, said[-1] if said else ""))
-    return found
+        verdicts.append(verdict(cell, size, answers, said[-1] if said else ""))
+    return verdicts
 
 
 def verdict(cell: Cell, size: int, answers: Sequence[dict[str, Any]], said: str = "") -> Verdict:
     """Return what the ranks' answers to a cell amount to."""
-    raised = [one for one in answers if "raised" in one]
-    done = [one for one in answers if "errors" in one]
+    raised = [reply for reply in answers if "raised" in reply]
+    done = [reply for reply in answers if "errors" in reply]
     if len(done) == size:
-        count = sum(one["count"] for one in done)
+        count = sum(reply["count"] for reply in done)
         if count != cell.tokens:
             return Verdict("wrong", f"{count} of {cell.tokens} tokens")
-        worst = {name: max(one["errors"][name] for one in done) for name in NAMES}
+        worst = {name: max(reply["errors"][name] for reply in done) for name in NAMES}
         wrong = [f"{name} {_size(error)}" for name, error in worst.items() if not error <= BOUNDS[cell.dtype]]
         return Verdict("wrong", ", ".join(wrong)) if wrong else Verdict("exact")
     if raised:

@@ -128,21 +128,21 @@ def trained(way: str, size: int, seconds: float = 300.0) -> dict[str, Any] | str
         return " ".join((lines or ["no error was printed"])[0].split(": ", 1)[-1].split())[:200]
 
 
-def verdicts(found: dict[str, Any] | str, expected: dict[str, Any]) -> dict[str, Verdict]:
+def verdicts(result: dict[str, Any] | str, expected: dict[str, Any]) -> dict[str, Verdict]:
     """Return a verdict on each figure."""
-    if isinstance(found, str):
-        return dict.fromkeys(BOUNDS, Verdict("does not run", found))
-    made: dict[str, Verdict] = {}
+    if isinstance(result, str):
+        return dict.fromkeys(BOUNDS, Verdict("does not run", result))
+    by_figure: dict[str, Verdict] = {}
     for name in ("evaluation loss", "loss"):
-        ratio = float(found[name]) / float(expected[name])
-        made[name] = _by(ratio, abs(ratio - 1), BOUNDS[name])
+        ratio = float(result[name]) / float(expected[name])
+        by_figure[name] = _by(ratio, abs(ratio - 1), BOUNDS[name])
     mine, right = (
-        torch.cat([x.flatten().double() for x in of["gradients"].values()]) for of in (found, expected)
+        torch.cat([x.flatten().double() for x in of["gradients"].values()]) for of in (result, expected)
     )
     ratio = float(mine @ right / right.square().sum())
     rest = float((mine - right).norm() / right.norm())
-    made["gradients"] = _by(ratio, rest, BOUNDS["gradients"])
-    return made
+    by_figure["gradients"] = _by(ratio, rest, BOUNDS["gradients"])
+    return by_figure
 
 
 def _by(ratio: float, error: float, bound: float) -> Verdict:

@@ -35,31 +35,31 @@ class Book:
         lines = [] if again or not self.path.is_file() else self.path.read_text().splitlines()
         known = [json.loads(line) for line in lines if line.endswith("}")]  # a crash may cut the last one
         if known and known[0] == where:
-            bad = {one["row"] for one in known[1:] if one["wrong"]}
-            ended = {one["row"] for one in known[1:] if "seconds" in one} - bad
-            self.results = [one for one in known[1:] if one["row"] in ended]
+            bad = {result["row"] for result in known[1:] if result["wrong"]}
+            ended = {result["row"] for result in known[1:] if "seconds" in result} - bad
+            self.results = [result for result in known[1:] if result["row"] in ended]
         self.path.write_text("")
-        for one in (where, *self.results):
-            self._append(one)
+        for result in (where, *self.results):
+            self._append(result)
 
     @property
     def done(self) -> set[str]:
         """Return the rows that have ended without a fault."""
-        return {f"{one['part']}: {one['row']}" for one in self.results}
+        return {f"{result['part']}: {result['row']}" for result in self.results}
 
-    def add(self, row: Row, case: Any, results: Any, wrong: str = "", **more: Any) -> None:
+    def add(self, row: Row, case: Any, results: Any, wrong: str = "", **facts: Any) -> None:
         """Write a result."""
-        one = {"part": row.part, "row": row.name, "case": case, "results": results, "wrong": wrong} | more
-        self.results.append(one)
-        self._append(one)
+        result = {"part": row.part, "row": row.name, "case": case, "results": results, "wrong": wrong} | facts
+        self.results.append(result)
+        self._append(result)
         self.path.with_suffix(".new").write_text(self.table())
         self.path.with_suffix(".new").replace(self.path.with_suffix(".md"))
         if wrong:
             print(f"WRONG: {row.part}: {row.name}: {wrong}", file=sys.stderr, flush=True)
 
-    def _append(self, one: Result) -> None:
+    def _append(self, result: Result) -> None:
         with self.path.open("a") as file:
-            file.write(json.dumps(one, default=str) + "\n")
+            file.write(json.dumps(result, default=str) + "\n")
             file.flush()
             os.fsync(file.fileno())
 
@@ -67,13 +67,15 @@ class Book:
         """Return the results as Markdown, a table for each part."""
         text = [json.dumps(self.where), ""]
         for part, title in PARTS.items():
-            found = [
-                one for one in self.results if one["part"] == part and ("seconds" not in one or one["wrong"])
+            shown = [
+                result
+                for result in self.results
+                if result["part"] == part and ("seconds" not in result or result["wrong"])
             ]
             cells = [
-                {"row": one["row"], **one["case"], **one["results"]}
-                | ({"WRONG": one["wrong"]} if one["wrong"] else {})
-                for one in found
+                {"row": result["row"], **result["case"], **result["results"]}
+                | ({"WRONG": result["wrong"]} if result["wrong"] else {})
+                for result in shown
             ]
             columns = list(dict.fromkeys(key for row in cells for key in row))
             lines = [columns, ["---"] * len(columns)] if cells else []
@@ -146,9 +148,9 @@ def _messages(child: int, reader: int, limit: list[float]) -> Iterator[Any]:
         selector.register(reader, selectors.EVENT_READ)
         while True:
             if selector.select(min(0.2, max(0.0, limit[0] - time.monotonic()))):
-                if not (found := os.read(reader, 1 << 16)):
+                if not (data := os.read(reader, 1 << 16)):
                     return
-                *lines, rest = (rest + found).split(b"\n")
+                *lines, rest = (rest + data).split(b"\n")
                 yield from (json.loads(line) for line in lines)
             elif has_ended:  # a process that it has started still has the pipe
                 return
@@ -161,13 +163,13 @@ def _messages(child: int, reader: int, limit: list[float]) -> Iterator[Any]:
 def _ended(child: int, grace_s: float) -> int:
     """End a process and all that it has started, at once or after a while; return its status."""
     until = time.monotonic() + grace_s
-    while not (found := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() < until:
+    while not (state := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() < until:
         time.sleep(0.01)
     try:
         os.killpg(child, signal.SIGKILL)
     except ProcessLookupError:
         pass
-    return found[1] if found[0] else os.waitpid(child, 0)[1]
+    return state[1] if state[0] else os.waitpid(child, 0)[1]
 
 
 def _child(

@@ -17,14 +17,14 @@ from benchmarks.gpu_rates import (
     Shape,
     attend,
     differentiate,
-    rank_of,
+    make_rank,
     sdpa,
     seconds,
     significant,
     tile_kinds,
 )
 from benchmarks.measuring import ResultRow
-from common import in_turns, version_of
+from common import in_turns, read_version
 from torch import Tensor
 
 from ds_ring import Causal, Full, build_plan, make_layout
@@ -48,7 +48,7 @@ def is_cuda(device: str) -> bool:
     return device == "cuda"
 
 
-def shape_of(device: str) -> Shape:
+def get_shape(device: str) -> Shape:
     """Return heads, head dimension and dtype of all rows."""
     return (
         Shape(32, 8, 128, torch.bfloat16, "cuda")
@@ -62,7 +62,7 @@ def exact_tokens(device: str) -> int:
     return 1024 if is_cuda(device) else 128
 
 
-def limit_of(dtype: torch.dtype) -> float:
+def get_limit(dtype: torch.dtype) -> float:
     """Return the error, relative to the largest value, that is still exact."""
     return 2e-2 if dtype.itemsize == 2 else 1e-5
 
@@ -70,7 +70,7 @@ def limit_of(dtype: torch.dtype) -> float:
 @cache
 def operands(device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return q, k, v and the gradient of out, the same in every process."""
-    shape, draw = shape_of(device), torch.Generator().manual_seed(0)
+    shape, draw = get_shape(device), torch.Generator().manual_seed(0)
     sizes = [(1, n, exact_tokens(device), shape.head_dim) for n in (shape.heads, shape.kv_heads)]
     q, grad, k, v = (torch.randn(sizes[i], generator=draw).to(device, shape.dtype) for i in (0, 0, 1, 1))
     return q, k, v, grad
@@ -81,57 +81,59 @@ def reference(device: str, mask: str) -> Dense:
     """Return attention in float64, which one process computes on the device for all rows."""
     path = Path(os.environ[FOLDER], f"{mask}.pt")
     if not path.is_file():
-        found = dense_attention(*operands(device), tile_kinds(exact_tokens(device))[mask])
-        own = path.with_suffix(f".{os.getpid()}")  # ranks may compute it at the same time
-        torch.save(tuple(x.float() for x in found), own)
-        own.replace(path)
+        exact_results = dense_attention(*operands(device), tile_kinds(exact_tokens(device))[mask])
+        temporary = path.with_suffix(f".{os.getpid()}")  # ranks may compute it at the same time
+        torch.save(tuple(x.float() for x in exact_results), temporary)
+        temporary.replace(path)
     return Dense(*torch.load(path, map_location=device))
 
 
-def errors_of(got: Mapping[str, Tensor], want: Dense, lse_more: float = 0.0) -> dict[str, float]:
+def compute_errors(got: Mapping[str, Tensor], want: Dense, lse_more: float = 0.0) -> dict[str, float]:
     """Return the errors of out, lse and the gradients, relative to the largest value."""
     wanted = want._replace(lse=want.lse + lse_more)._asdict()
     sees = wanted["lse"].isfinite()
-    found = {name: relative_error(x, wanted[name]) for name, x in got.items() if name != "lse"}
+    errors = {name: relative_error(x, wanted[name]) for name, x in got.items() if name != "lse"}
     if not torch.equal(got["lse"].isfinite(), sees):
-        return found | {"lse": math.inf}
-    return found | {"lse": relative_error(got["lse"][sees], wanted["lse"][sees])}
+        return errors | {"lse": math.inf}
+    return errors | {"lse": relative_error(got["lse"][sees], wanted["lse"][sees])}
 
 
 def judged(
-    case: Mapping[str, Any], errors: Mapping[str, float], limit: float, more: Mapping[str, Any] | None = None
+    case: Mapping[str, Any], errors: Mapping[str, float], limit: float, facts: Mapping[str, Any] | None = None
 ) -> ResultRow:
     """Return the row of some errors, which is wrong if one is not below the limit."""
-    wrong = "" if all(one < limit for one in errors.values()) else f"expected errors below {limit:g}"
-    return ResultRow(case, {name: f"{one:.1e}" for name, one in errors.items()} | dict(more or {}), wrong)
+    wrong = "" if all(error < limit for error in errors.values()) else f"expected errors below {limit:g}"
+    return ResultRow(
+        case, {name: f"{error:.1e}" for name, error in errors.items()} | dict(facts or {}), wrong
+    )
 
 
 def nccl_version() -> tuple[int, ...]:
     """Return the version of the NCCL that computes: a preloaded one, or the one torch was built with."""
-    found = ctypes.c_int()
+    number = ctypes.c_int()
     try:
-        ctypes.CDLL(None).ncclGetVersion(ctypes.byref(found))
+        ctypes.CDLL(None).ncclGetVersion(ctypes.byref(number))
     except AttributeError:  # torch tells what it was built with, whatever is preloaded
         version: tuple[int, ...] = torch.cuda.nccl.version()
         return version
-    return found.value // 10_000, found.value // 100 % 100, found.value % 100
+    return number.value // 10_000, number.value // 100 % 100, number.value % 100
 
 
 def packages(device: str) -> Iterator[ResultRow]:
     """Yield versions, and the GPU."""
-    found: dict[str, Any] = {name: version_of(name) for name in PACKAGES}
+    versions: dict[str, Any] = {name: read_version(name) for name in PACKAGES}
     if is_cuda(device):
         card = torch.cuda.get_device_properties(0)
         nccl = ".".join(map(str, nccl_version()))
-        found |= {"cuda": torch.version.cuda, "nccl": nccl, "gpu": card.name}
-        found |= {"cudnn": torch.backends.cudnn.version(), "multiprocessors": card.multi_processor_count}
-        found["memory_gib"] = round(card.total_memory / 2**30, 1)
-    yield ResultRow({}, found)
+        versions |= {"cuda": torch.version.cuda, "nccl": nccl, "gpu": card.name}
+        versions |= {"cudnn": torch.backends.cudnn.version(), "multiprocessors": card.multi_processor_count}
+        versions["memory_gib"] = round(card.total_memory / 2**30, 1)
+    yield ResultRow({}, versions)
 
 
 def ceilings(device: str) -> Iterator[ResultRow]:
     """Yield what memory and matrix units reach here, by torch."""
-    shape, size = shape_of(device), 8192 if is_cuda(device) else 256
+    shape, size = get_shape(device), 8192 if is_cuda(device) else 256
     a, b = (torch.randn(size, size, device=device, dtype=shape.dtype) for _ in range(2))
     source = torch.randn(size * size, device=device)
     into = torch.empty_like(source)
@@ -156,7 +158,7 @@ class _Lines(logging.Handler):
 
 def implementation(device: str, head_dim: int, value_dim: int) -> Iterator[ResultRow]:
     """Yield which implementation "flash" takes for head dimensions, and why not another one."""
-    lines, log, dtype = _Lines(), logging.getLogger("ds_ring.kernels.flash.kernel"), shape_of(device).dtype
+    lines, log, dtype = _Lines(), logging.getLogger("ds_ring.kernels.flash.kernel"), get_shape(device).dtype
     log.addHandler(lines)
     log.setLevel(logging.INFO)
     q, k = (torch.randn(1, heads, 128, head_dim, device=device, dtype=dtype) for heads in (2, 1))
@@ -180,7 +182,7 @@ def make_references(device: str) -> Iterator[ResultRow]:
         yield ResultRow({"mask": mask, "tokens": exact_tokens(device)}, {"s": round(taken, 2)})
 
 
-def kernel_of(name: str, device: str) -> Kernel:
+def make_kernel(name: str, device: str) -> Kernel:
     """Return a kernel by the name of its implementation."""
     if name in ("FA2", "cuDNN", "FA3", "FA4"):
         return FlashKernel(name)
@@ -194,11 +196,11 @@ def is_missing(error: RingError) -> bool:
 
 def exact(device: str, kernel: str) -> Iterator[ResultRow]:
     """Yield the errors of a kernel for each mask, in a ring of four virtual ranks."""
-    made = kernel_of(kernel, device)
+    instance = make_kernel(kernel, device)
     for mask, pattern in tile_kinds(exact_tokens(device)).items():
         layout = layout_for("zigzag", pattern, tokens=exact_tokens(device), ring_size=4)
         try:
-            got = ring_hops(made, *operands(device), pattern, layout)
+            got = ring_hops(instance, *operands(device), pattern, layout)
         except RingError as error:
             if not is_missing(error):
                 raise
@@ -206,20 +208,20 @@ def exact(device: str, kernel: str) -> Iterator[ResultRow]:
             return
         yield judged(
             {"kernel": kernel, "mask": mask},
-            errors_of(got._asdict(), reference(device, mask)),
-            limit_of(shape_of(device).dtype),
+            compute_errors(got._asdict(), reference(device, mask)),
+            get_limit(get_shape(device).dtype),
         )
 
 
 def timed(device: str, kernel: str) -> Iterator[ResultRow]:
     """Yield ten timed passes of a kernel on causal attention, and those of torch's own in the same turns."""
-    shape, made = shape_of(device), kernel_of(kernel, device)
+    shape, instance = get_shape(device), make_kernel(kernel, device)
     tokens = 16_384 if is_cuda(device) else 256
     layout = make_layout("contiguous", tokens=tokens, ring_size=1, pattern=Causal())
     plan = build_plan(Causal(), layout, query_heads=shape.heads, kv_heads=shape.kv_heads)
-    rank = rank_of(shape, plan.rank(0).classes, tokens)
+    rank = make_rank(shape, plan.rank(0).classes, tokens)
     works = dict(zip(("torch forward", "torch backward"), sdpa(shape, tokens, True), strict=True))
-    works |= {"forward": partial(attend, made, rank), "backward": partial(differentiate, made, rank)}
+    works |= {"forward": partial(attend, instance, rank), "backward": partial(differentiate, instance, rank)}
     try:
         taken = in_turns({name: partial(seconds, work, device) for name, work in works.items()}, 10, 2)
     except RingError as error:

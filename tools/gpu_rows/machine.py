@@ -14,15 +14,15 @@ from pathlib import Path
 from benchmarks.gpu_rates import flex_rates, kernel_rates, ring_row
 from benchmarks.measuring import ResultRow
 from common import ROOT, provenance
-from longest import Trial, attempt
 
 from ds_ring.measure.rates import RATES
-from ds_ring.registry import KERNELS
+from ds_ring.plugin import KERNELS
 from ds_ring_launcher.run.local_ranks import run_ranks
 from ds_ring_launcher.tune.__main__ import run as tune
 from ds_ring_launcher.tune.arguments import declare
 
-from .kernels import is_cuda, shape_of
+from .kernels import get_shape, is_cuda
+from .longest import Trial, attempt
 from .overlap import OUTPUT
 
 SIZES = ("layers", "hidden", "heads", "kv_heads", "intermediate", "vocab")
@@ -49,22 +49,22 @@ TRIED = {
 def rates(device: str, kind: str) -> Iterator[ResultRow]:
     """Yield TFLOP/s of every kernel on a kind of tile, and add them to rates.json for `ds_ring/measure`."""
     size, rounds = (32_768, 5) if is_cuda(device) else (256, 1)
-    found = kernel_rates(shape_of(device), size, rounds, {kind})
-    yield from found
-    write_rates(provenance(device)["hardware"]["device"], found, Path(os.environ[OUTPUT], "rates.json"))
+    results = kernel_rates(get_shape(device), size, rounds, {kind})
+    yield from results
+    write_rates(provenance(device)["hardware"]["device"], results, Path(os.environ[OUTPUT], "rates.json"))
 
 
 def write_rates(device: str, rows: Sequence[ResultRow], path: Path) -> None:
     """Write the rates of a device, in addition to its others and to those that `ds_ring/measure` has."""
-    found: dict[str, dict[str, list[float]]] = {}
+    by_tiles: dict[str, dict[str, list[float]]] = {}
     for row in rows:
         if row.case["kernel"] in KERNELS and "refused" not in row.results:
             both = [float(row.results[f"{way}_tflops"]) for way in ("forward", "backward")]
-            found.setdefault(row.case["tiles"], {})[row.case["kernel"]] = both
+            by_tiles.setdefault(row.case["tiles"], {})[row.case["kernel"]] = both
     source = path if path.is_file() else RATES
     known = json.loads(source.read_text()) if source.is_file() else {}
-    found = known.get(device, {}) | found
-    path.write_text(json.dumps(known | {device: found}, indent=1, sort_keys=True) + "\n")
+    by_tiles = known.get(device, {}) | by_tiles
+    path.write_text(json.dumps(known | {device: by_tiles}, indent=1, sort_keys=True) + "\n")
 
 
 def flex_blocks(device: str, head_dim: int) -> Iterator[ResultRow]:
@@ -72,18 +72,18 @@ def flex_blocks(device: str, head_dim: int) -> Iterator[ResultRow]:
     if not is_cuda(device):
         yield ResultRow({"head_dim": head_dim}, {"not_shown": "needs CUDA"})
         return
-    yield from flex_rates(shape_of(device)._replace(head_dim=head_dim), 16_384, 5, TRIED[head_dim])
+    yield from flex_rates(get_shape(device)._replace(head_dim=head_dim), 16_384, 5, TRIED[head_dim])
 
 
 def hardware(device: str) -> Iterator[ResultRow]:
     """Let `ds-ring tune` write hardware.yaml, which `ds-ring plan --hardware` reads."""
-    shape, path = shape_of(device), Path(os.environ[OUTPUT], "hardware.yaml")
+    shape, path = get_shape(device), Path(os.environ[OUTPUT], "hardware.yaml")
     tokens, dtype = (16_384, "bfloat16") if is_cuda(device) else (128, "float32")
     parser = argparse.ArgumentParser()
     declare(parser)
     sizes = f"--heads {shape.heads} --kv-heads {shape.kv_heads} --head-dim {shape.head_dim} --tokens {tokens}"
-    given = f"--device {device} --dtype {dtype} --hardware-output {path} {sizes}".split()
-    run_ranks(tune, 1, (parser.parse_args(given),), threads=1, deadline_s=TUNE_S, imported=True)
+    words = f"--device {device} --dtype {dtype} --hardware-output {path} {sizes}".split()
+    run_ranks(tune, 1, (parser.parse_args(words),), threads=1, deadline_s=TUNE_S, imported=True)
     yield ResultRow({"file": path.name}, {"keys": _keys(path)})
 
 
@@ -118,7 +118,9 @@ def gpu_tests(device: str, file: str, limit_s: float) -> Iterator[ResultRow]:
         lines.append(f"stopped after {limit_s:g} s: {counts['PASSED']} passed, {counts['FAILED']} failed")
     yield tests_row(file, lines[-1].strip("= "), process.returncode or 0, device)
     yield from (
-        ResultRow({"file": file}, {"result": one[:100]}, one[:300]) for one in lines if "FAILED tests" in one
+        ResultRow({"file": file}, {"result": printed[:100]}, printed[:300])
+        for printed in lines
+        if "FAILED tests" in printed
     )
 
 
@@ -151,4 +153,4 @@ def virtual(device: str, ring_size: int) -> Iterator[ResultRow]:
     """Yield the time of the hops of a virtual ring's slowest rank against one device's attention."""
     tokens, kernels = (131_072, ("flash", "flex")) if is_cuda(device) else (512, ("flash", "cpu"))
     for kernel in kernels:
-        yield ring_row(shape_of(device), tokens, ring_size, kernel, 5 if is_cuda(device) else 1)
+        yield ring_row(get_shape(device), tokens, ring_size, kernel, 5 if is_cuda(device) else 1)

@@ -28,9 +28,9 @@ from ds_ring.comm import exchange
 from ds_ring.kernels.flash.kernel import FlashKernel
 from ds_ring.kernels.flash.packages import SM_MARGIN
 from ds_ring.ops.options import Options
-from ds_ring.registry import KV_PAYLOADS
+from ds_ring.plugin import KV_PAYLOADS
 
-from .kernels import errors_of, is_cuda, judged, limit_of, operands, reference, shape_of
+from .kernels import compute_errors, get_limit, get_shape, is_cuda, judged, operands, reference
 from .self_ring import Done, poisoned, self_group, self_ring
 
 OUTPUT = "GPU_FIRST_OUTPUT"
@@ -48,15 +48,15 @@ def exact(device: str, kernel: str) -> Iterator[ResultRow]:
                 with self_ring(operands(device), ring_size, options) as passes:
                     got = dict(zip(names, passes(), strict=True))
                 case = {"kernel": kernel, "keys_travel": "in stages" if stage_bytes else "hop by hop"}
-                limit = limit_of(shape_of(device).dtype) if known.exact else 0.15
+                limit = get_limit(get_shape(device).dtype) if known.exact else 0.15
                 first = {"first_pass_s": round(time.perf_counter() - begin, 2)}
-                errors = errors_of(got, reference(device, "full"), math.log(ring_size))
+                errors = compute_errors(got, reference(device, "full"), math.log(ring_size))
                 yield judged(case | {"kv_payload": payload}, errors, limit, first)
 
 
 def _large(device: str) -> tuple[Tensor, ...]:
     """Return q, k, v and the gradient of out of a shard that is timed."""
-    shape, tokens = shape_of(device), 8192 if is_cuda(device) else 64
+    shape, tokens = get_shape(device), 8192 if is_cuda(device) else 64
     q, grad = (shape.tensor(shape.heads, tokens) for _ in range(2))
     k, v = (shape.tensor(shape.kv_heads, tokens) for _ in range(2))
     return q, k, v, grad
@@ -82,7 +82,7 @@ def measure(device: str, sm_margin: int, cluster: str | None) -> Iterator[Result
 
     def computing(name: str) -> Callable[..., Any]:
         real = getattr(FlashKernel, name)
-        return lambda *given, **named: (real if on["kernels"] else _nothing)(*given, **named)
+        return lambda *arguments, **named: (real if on["kernels"] else _nothing)(*arguments, **named)
 
     exchange_start = exchange.start_batch
     options = Options(kernel="flash", kernel_options={"sm_margin": sm_margin})
@@ -97,7 +97,7 @@ def measure(device: str, sm_margin: int, cluster: str | None) -> Iterator[Result
             return seconds(passes, device)
 
         works = {"with": (True, True), "without": (False, True), "alone": (True, False)}
-        taken = in_turns({name: partial(timed, *given) for name, given in works.items()}, 10, 2)
+        taken = in_turns({name: partial(timed, *arguments) for name, arguments in works.items()}, 10, 2)
         on.update(messages=True, kernels=True)
     both, none, alone = (1e3 * statistics.median(taken[name]) for name in works)
     results = {"with_ms": round(both, 3), "without_ms": round(none, 3), "messages_alone_ms": round(alone, 3)}
@@ -117,23 +117,23 @@ def trace(device: str) -> Iterator[ResultRow]:
         if cuda:
             torch.cuda.synchronize()
         kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
-        with profile(activities=kinds) as found:
+        with profile(activities=kinds) as profiler:
             begin = time.perf_counter()
             passes()
             host = time.perf_counter() - begin
             if cuda:
                 torch.cuda.synchronize()
-    _write(found)
+    _write(profiler)
     events = [
-        one
-        for one in found.events()
-        if one.device_type.name == device.upper() and one.time_range.elapsed_us() > 0
+        event
+        for event in profiler.events()
+        if event.device_type.name == device.upper() and event.time_range.elapsed_us() > 0
     ]
     names, times = Counter[str](), Counter[str]()
-    for one in events:
-        names[one.name] += 1
-        times[one.name] += one.self_device_time_total if cuda else one.self_cpu_time_total
-    spans = sorted((one.time_range.start, one.time_range.end) for one in events)
+    for event in events:
+        names[event.name] += 1
+        times[event.name] += event.self_device_time_total if cuda else event.self_cpu_time_total
+    spans = sorted((event.time_range.start, event.time_range.end) for event in events)
     merged = spans[:1]
     for start, end in spans[1:]:
         if start <= merged[-1][1]:
@@ -150,10 +150,10 @@ def trace(device: str) -> Iterator[ResultRow]:
         yield ResultRow({"what": name[:90]}, {"launches": names[name], "sum_us": round(microseconds)})
 
 
-def _write(found: Any) -> None:
+def _write(profiler: Any) -> None:
     """Write a trace, unless it is too large to come back."""
     path = Path(os.environ[OUTPUT], "trace.json")
-    found.export_chrome_trace(str(path))
+    profiler.export_chrome_trace(str(path))
     packed = gzip.compress(path.read_bytes())
     path.unlink()
     if len(packed) <= TRACE_BYTES:

@@ -14,18 +14,18 @@ from benchmarks.measuring import ResultRow
 
 from ds_ring.cuda.streams import CudaStreams
 
-from .kernels import is_cuda, shape_of
+from .kernels import get_shape, is_cuda
 
 
 def host(device: str, kernel: str) -> Iterator[ResultRow]:
     """Yield the processor time of issuing a hop."""
     size = {} if is_cuda(device) else {"tokens": 64, "times": 5}
-    yield host_seconds(shape_of(device), kernel, **size)
+    yield host_seconds(get_shape(device), kernel, **size)
 
 
 def merge(device: str) -> Iterator[ResultRow]:
     """Yield the rate of a merge."""
-    yield merge_rate(shape_of(device), 32_768 if is_cuda(device) else 512, 10)
+    yield merge_rate(get_shape(device), 32_768 if is_cuda(device) else 512, 10)
 
 
 def probe(device: str, what: str) -> Iterator[ResultRow]:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from benchmarks.gpu_rates import seconds
 from benchmarks.measuring import ResultRow
-from common import engine_of, in_turns, llama, zero_of
+from common import in_turns, llama, make_engine, make_zero_section
 
 from ds_ring import Causal, RingMesh, make_layout, shard_sequence
 from ds_ring.errors import RingError
@@ -28,15 +28,15 @@ from ds_ring_launcher.check.model_check import CheckRequest, check_forms
 from ds_ring_launcher.run.local_ranks import RanksError, run_ranks
 
 from .kernels import (
-    errors_of,
+    compute_errors,
     exact_tokens,
+    get_limit,
+    get_shape,
     is_cuda,
     judged,
-    limit_of,
     nccl_version,
     operands,
     reference,
-    shape_of,
 )
 
 NCCL = (2, 30)  # the first version with several ranks on a GPU
@@ -83,7 +83,7 @@ def _in_ring(job: OnNccl | OnGloo, transport: str) -> dict[str, Any]:
     order = torch.from_numpy(layout.positions(mesh.ring_rank)).to(grad.device)
     want = reference(device, "causal")
     want = want._replace(**{name: x.index_select(2, order) for name, x in want._asdict().items()})
-    errors = errors_of(dict(zip(("out", "lse", "dq", "dk", "dv"), passes(), strict=True)), want)
+    errors = compute_errors(dict(zip(("out", "lse", "dq", "dk", "dv"), passes(), strict=True)), want)
     taken = in_turns({"pass": partial(seconds, passes, device)}, 10, 2)["pass"]
     mesh.synchronize()
     mesh.close()
@@ -91,15 +91,15 @@ def _in_ring(job: OnNccl | OnGloo, transport: str) -> dict[str, Any]:
 
 
 def _ring(job: OnNccl | OnGloo, transport: str, ranks: int, limit: float) -> Iterator[ResultRow]:
-    found = run_ranks(_in_ring, ranks, (job, transport), threads=1, deadline_s=DEADLINE_S, imported=True)
-    worst = {name: max(one["errors"][name] for one in found) for name in found[0]["errors"]}
-    more = {"pass_ms": max(one["pass_ms"] for one in found)}
-    yield judged({"ranks": ranks, "transport": transport}, worst, limit, more)
+    results = run_ranks(_in_ring, ranks, (job, transport), threads=1, deadline_s=DEADLINE_S, imported=True)
+    worst = {name: max(result["errors"][name] for result in results) for name in results[0]["errors"]}
+    facts = {"pass_ms": max(result["pass_ms"] for result in results)}
+    yield judged({"ranks": ranks, "transport": transport}, worst, limit, facts)
 
 
 def pull(device: str, ranks: int) -> Iterator[ResultRow]:
     """Yield errors and time of pulls between processes on one GPU."""
-    yield from _ring(OnGloo(device), "pull", ranks, limit_of(shape_of(device).dtype))
+    yield from _ring(OnGloo(device), "pull", ranks, get_limit(get_shape(device).dtype))
 
 
 def _too_old(device: str) -> str:
@@ -115,7 +115,7 @@ def ring(device: str, ranks: int) -> Iterator[ResultRow]:
     if why := _too_old(device):
         yield ResultRow({"ranks": ranks}, {"not_shown": why})
     else:
-        yield from _ring(OnNccl(device), "ring", ranks, limit_of(shape_of(device).dtype))
+        yield from _ring(OnNccl(device), "ring", ranks, get_limit(get_shape(device).dtype))
 
 
 def _dies(job: OnNccl, folder: str) -> None:
@@ -132,8 +132,8 @@ def _dies(job: OnNccl, folder: str) -> None:
             ring_attention_op(*leaves, context.handle)[0].sum().backward()
             mesh.synchronize()
     except RingError as error:
-        found = {"error": str(error), "seconds": time.monotonic() - begin}
-        Path(folder, f"{mesh.ring_rank}.json").write_text(json.dumps(found))
+        report = {"error": str(error), "seconds": time.monotonic() - begin}
+        Path(folder, f"{mesh.ring_rank}.json").write_text(json.dumps(report))
 
 
 def killed(device: str, ranks: int) -> Iterator[ResultRow]:
@@ -147,8 +147,8 @@ def killed(device: str, ranks: int) -> Iterator[ResultRow]:
         except RanksError:
             pass
         told = [json.loads(path.read_text()) for path in Path(folder).iterdir()]
-    named = sum(f"ring rank {CULPRIT}" in one["error"] for one in told)
-    slowest = max((one["seconds"] for one in told), default=0.0)
+    named = sum(f"ring rank {CULPRIT}" in report["error"] for report in told)
+    slowest = max((report["seconds"] for report in told), default=0.0)
     wrong = "" if named == ranks - 1 else f"expected {ranks - 1} ranks that name ring rank {CULPRIT}: {told}"
     wrong = wrong or ("" if slowest < 2 * HEARTBEAT_S + 1 else "expected an error in time")
     yield ResultRow({"ranks": ranks}, {"named_by": named, "slowest_s": round(slowest, 2)}, wrong)
@@ -157,10 +157,10 @@ def killed(device: str, ranks: int) -> Iterator[ResultRow]:
 def _train(job: OnNccl, steps: int) -> tuple[list[float], list[float]]:
     """Train a small model with ZeRO 3 on a ring of all ranks; return the losses, and those of one process."""
     alone = _alone(job, steps)
-    dtype = shape_of(job.device).dtype
+    dtype = get_shape(job.device).dtype
     model = llama(512, **MODEL, dtype=dtype).to(job.device)
-    more: dict[str, Any] = {"gradient_clipping": 0.0, "bf16": {"enabled": dtype == torch.bfloat16}}
-    engine = engine_of(model, dist.get_world_size(), {}, zero_of(3, 100_000), sgd=0.1, **more)
+    keys: dict[str, Any] = {"gradient_clipping": 0.0, "bf16": {"enabled": dtype == torch.bfloat16}}
+    engine = make_engine(model, dist.get_world_size(), {}, make_zero_section(3, 100_000), sgd=0.1, **keys)
     losses = []
     for _ in range(steps):
         loss = engine(**engine.ring.shard_batch(_batch())).loss
@@ -172,7 +172,7 @@ def _train(job: OnNccl, steps: int) -> tuple[list[float], list[float]]:
 
 def _alone(job: OnNccl, steps: int) -> list[float]:
     """Train the same model in this process, by plain torch."""
-    model = llama(512, **MODEL, dtype=shape_of(job.device).dtype).to(job.device)
+    model = llama(512, **MODEL, dtype=get_shape(job.device).dtype).to(job.device)
     optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
     for _ in range(steps):
         loss = model(**{name: x.to(job.device) for name, x in _batch().items()}).loss
@@ -189,8 +189,8 @@ def _check(job: OnNccl, model_type: str) -> list[dict[str, Any]]:
         torch.backends.cudnn.allow_tf32 = False  # of convolutions: torch rounds their operands by default
     # This kernel compiles nothing; the others have rows of their own.
     section = {"pattern": {"causal": True}, "kernel": "reference"}
-    asked = CheckRequest(model_type, head="causal-lm", section=section, forms=("plain", "packed"))
-    return [one.as_json() for one in check_forms(asked)]
+    request = CheckRequest(model_type, head="causal-lm", section=section, forms=("plain", "packed"))
+    return [form.as_json() for form in check_forms(request)]
 
 
 def model(device: str, ranks: int, model_type: str) -> Iterator[ResultRow]:
@@ -201,13 +201,13 @@ def model(device: str, ranks: int, model_type: str) -> Iterator[ResultRow]:
     if not is_cuda(device):
         os.environ["DS_ACCELERATOR"] = "cpu"
     job = (OnNccl(device), model_type)
-    for one in run_ranks(_check, ranks, job, threads=1, deadline_s=DEADLINE_S, imported=True)[0]:
-        case = {"ranks": ranks, "model": model_type, "batch": one["form"]}
-        results: dict[str, Any] = {kind: f"{worst['error']:.1e}" for kind, worst in one["largest"].items()}
-        if one["result"] == "refused":
-            results["refused"] = one["reason"][:100]
-        is_right = one["result"] in ("exact", "refused")
-        yield ResultRow(case, results, "" if is_right else f"{one['result']}: {one['reason'][:300]}")
+    for report in run_ranks(_check, ranks, job, threads=1, deadline_s=DEADLINE_S, imported=True)[0]:
+        case = {"ranks": ranks, "model": model_type, "batch": report["form"]}
+        results: dict[str, Any] = {kind: f"{worst['error']:.1e}" for kind, worst in report["largest"].items()}
+        if report["result"] == "refused":
+            results["refused"] = report["reason"][:100]
+        is_right = report["result"] in ("exact", "refused")
+        yield ResultRow(case, results, "" if is_right else f"{report['result']}: {report['reason'][:300]}")
 
 
 def _batch() -> dict[str, torch.Tensor]:

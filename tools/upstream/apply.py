@@ -52,10 +52,10 @@ def main() -> None:
     )
     parser.add_argument("--package", choices=[*SOURCES], default="accelerate", help="whose patch")
     parser.add_argument("--folder", default="runs/patched", help="for the copy (runs/patched)")
-    given = parser.parse_args()
-    folder = Path(given.folder)
+    options = parser.parse_args()
+    folder = Path(options.folder)
     folder.mkdir(parents=True, exist_ok=True)
-    print(patched(given.package, folder))
+    print(patched(options.package, folder))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from ds_ring.contrib.batch_invariant.mode import BatchInvariant
 from ds_ring.data.loss import logprobs_and_entropies
 from ds_ring.data.session import RingSession
 from ds_ring.errors import RingConfigError, RingShapeError
-from ds_ring.registry import INVARIANT_PARTS, PASSES, load
+from ds_ring.plugin import INVARIANT_PARTS, PASSES, load
 
 
 @contextmanager

@@ -58,7 +58,7 @@ def compile_with_ring(
             raise RingConfigError.wrong(
                 "engine.compile", "an engine that is not compiled", "one that is", "call it once"
             )
-        if session.config.dynamic_ring:
+        if session.config.get("dynamic_ring"):
             raise RingConfigError.wrong(
                 "dynamic_ring", "false in a compiled graph", "true", "set it to false"
             )

@@ -87,11 +87,11 @@ class DiffusionGemma(Variant):
         config = request.config
         given = {
             '"attention": "as_is"': request.as_is or config.attention == "as_is",
-            '"dynamic_ring": true': config.dynamic_ring,
-            '"long_sequence"': config.long_sequence.any,
+            '"dynamic_ring": true': config.get("dynamic_ring"),
+            '"long_sequence"': config.changes_models,
             f'"layout": "{config.layout}"': config.layout not in ("auto", "private"),
             f'"ulysses_size": {config.ulysses_size}': config.ulysses_size > 1,
-            '"verify_first_batch": true': config.verify_first_batch,
+            '"verify_first_batch": true': config.get("verify_first_batch"),
             '"min_sequence_length"': config.min_sequence_length > 0,
         }
         for key, applies in given.items():

@@ -39,7 +39,7 @@ from ds_ring.data.session import RingSession
 from ds_ring.errors import RingPatternError, RingShapeError
 from ds_ring.masks.catalog import Causal, Full
 from ds_ring.patterns.documents.pattern import Documents
-from ds_ring.registry import ROW_KINDS
+from ds_ring.plugin import ROW_KINDS
 
 DECODER = "decoder_"
 FULL = LayerPatterns(Full(), {})

@@ -43,14 +43,13 @@ from ds_ring.models.variant import (
     home_of_forward,
 )
 from ds_ring.patches import patch
-from ds_ring.registry import PASSES, load
+from ds_ring.plugin import HOOKS, PASSES, load
 
 if TYPE_CHECKING:
     from ds_ring.models.attention_call import AttentionCall
     from ds_ring.models.model_adapter import ModelAdapter
     from ds_ring.models.model_part import ModelPart
 
-_GENERATION = "ds_ring.decode.encoder_decoder.PairGeneration"  # which can be removed
 _LABELS = ("labels", "shift_labels", "num_items_in_batch")
 # The model types that tests compare with one process: tests/dist/test_families.py.
 PAIRS = frozenset(
@@ -115,7 +114,7 @@ class EncoderDecoder(Variant):
                 call.sharding = call.sharding.cross  # the decoder's own attention is causal
 
     def generation(self, model: PreTrainedModel) -> type[ModelPart] | None:
-        return load(_GENERATION) if self.matches(model) else None
+        return load(HOOKS["PairGeneration"]) if "PairGeneration" in HOOKS and self.matches(model) else None
 
 
 def check_pair(model: PreTrainedModel, config: RingConfig) -> None:
@@ -138,10 +137,10 @@ def check_pair(model: PreTrainedModel, config: RingConfig) -> None:
         raise RingPatternError(f'{name}: expected the plain causal pattern, {got}; leave "pattern" out')
     given = {
         '"attention": "as_is"': config.attention == "as_is",
-        '"dynamic_ring": true': config.dynamic_ring,
-        '"verify_first_batch": true': config.verify_first_batch,
-        '"long_sequence"': config.long_sequence.any,
-        '"rank_speeds": "measured"': config.rank_speeds == "measured",
+        '"dynamic_ring": true': config.get("dynamic_ring"),
+        '"verify_first_batch": true': config.get("verify_first_batch"),
+        '"long_sequence"': config.changes_models,
+        '"rank_speeds": "measured"': config.get("rank_speeds") == "measured",
         f'"transport": "{config.transport}" on Ulysses ranks': config.ulysses_size > 1
         and PASSES[config.transport].whole_blocks,
     }

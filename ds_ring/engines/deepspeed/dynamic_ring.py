@@ -41,7 +41,7 @@ from ds_ring.ops.options import Options
 from ds_ring.ops.passes import Operands
 from ds_ring.ops.prepare import prepare
 from ds_ring.ops.ring_op import ring_attention_backward_op, ring_attention_op
-from ds_ring.registry import GRADIENT_PAYLOADS, KV_PAYLOADS
+from ds_ring.plugin import GRADIENT_PAYLOADS, KV_PAYLOADS
 from ds_ring.schedule.layout import make_layout
 from ds_ring.schedule.lowering import count_heads
 from ds_ring.schedule.plan import Plan, build_plan, sampled_origins

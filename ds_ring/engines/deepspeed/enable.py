@@ -1,7 +1,7 @@
 """Make `deepspeed.initialize` honour the "ring_attention" section, for trainers and scripts that call it.
 
 Owns the hooks around their forward passes, which shard whole batches and return outputs as if this rank had
-computed its whole batch. `registry.TRAINERS` names what changes in trainers.
+computed its whole batch. `plugin.TRAINERS` names what changes in trainers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ds_ring.engines.deepspeed.initialize import initialize, leave_shm_out
 from ds_ring.errors import RingConfigError, RingPatternError, RingShapeError
 from ds_ring.ops.shard import gather_sequence
 from ds_ring.patches import apply, patch
-from ds_ring.registry import TRAINERS, load
+from ds_ring.plugin import TRAINERS, load
 from ds_ring.schedule.layout import Layout
 
 _ITEMS = "num_items_in_batch"
@@ -114,7 +114,7 @@ def _initialize_whole(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
     engine, optimizer, loader, scheduler = initialize(*args, **kwargs)
     if engine.ring.gradient_divisor != dist.get_world_size():
         raise RingConfigError('gradient_allreduce_op: expected "mean" under ds_ring.enable(), got "sum"')
-    if engine.ring.config.dynamic_ring:
+    if engine.ring.config.get("dynamic_ring"):
         raise RingConfigError("dynamic_ring: expected false under ds_ring.enable(), got true; remove it")
     whole = WholeBatches(engine.ring, engine.module)
     apply(whole, session=engine.ring, engine=engine, module=engine.module)

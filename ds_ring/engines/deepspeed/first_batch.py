@@ -31,7 +31,7 @@ from ds_ring.data.session import RingSession
 from ds_ring.errors import RingConfigError, RingVerifyError
 from ds_ring.ops.shard import gather_sequence
 from ds_ring.patches import AppliedPatch, applied, apply, patch
-from ds_ring.registry import KV_PAYLOADS
+from ds_ring.plugin import KV_PAYLOADS
 from ds_ring.schedule.layout import make_layout
 
 log = logging.getLogger(__name__)

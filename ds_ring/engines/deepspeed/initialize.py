@@ -145,7 +145,7 @@ def initialize(
     session = RingSession(ring_config, mesh, pattern_from_config(ring_config), device, divisor)
     _sessions.add(session)
     with session.ending_on_error():
-        first_batch = FirstBatch(model, session, trains) if ring_config.verify_first_batch else None
+        first_batch = FirstBatch(model, session, trains) if ring_config.get("verify_first_batch") else None
         wrapper: Any = None
         attached: list[Any] = []  # transformers is optional: where it is not imported, no model is one of its
         if _has_part_of_transformers(model):
@@ -154,7 +154,7 @@ def initialize(
                 from ds_ring.models.wrappers import wrapped_model
             attached = list(attach(model, session))
             wrapper = wrapped_model(model, session, attached)
-        sizes = sizes_of(model) if ring_config.dynamic_ring else None
+        sizes = sizes_of(model) if ring_config.get("dynamic_ring") else None
         if getattr(args, "deepspeed_config", None) is not None:
             args = copy.copy(args)
             args.deepspeed_config = None  # DeepSpeed refuses a configuration twice, and gets ours as a dict
@@ -229,7 +229,7 @@ def _patches_of(
 
         patches.append(ModuleWatch(session, engine, attached))
     patches.append(first_batch)
-    speeds = session.config.rank_speeds
+    speeds = session.config.get("rank_speeds", None)
     if speeds is not None and speeds != "measured":
         session.set_speeds(tuple(speeds))
     mark_ring()

@@ -18,7 +18,7 @@ from ds_ring.config.section import RingConfig
 from ds_ring.data.packing import DOCUMENT_IDS
 from ds_ring.errors import RingConfigError
 from ds_ring.patches import PatchTable, applied, apply, patch, undo
-from ds_ring.registry import ROW_KINDS
+from ds_ring.plugin import ROW_KINDS
 
 TRAINER = PatchTable("transformers", ">=5")
 _ARGUMENTS = TRAINER.given("arguments", "transformers.TrainingArguments")

@@ -79,7 +79,7 @@ class CollectiveCalls:
 
     def waits(self) -> dict[int, CallWait]:
         """Return the ranks that have begun a collective which others of its group have not."""
-        found: dict[int, CallWait] = {}
+        waits: dict[int, CallWait] = {}
         for group, numbers in self._numbers.items():
             if group.startswith(NOT_COMPARED):
                 continue
@@ -94,10 +94,10 @@ class CollectiveCalls:
                     place = (-2 - zlib.crc32(group.encode()), number)
                     for rank in ranks:
                         since = max(moved, self._moved[rank])
-                        found.setdefault(rank, CallWait(rank, behind, place, what, since))
+                        waits.setdefault(rank, CallWait(rank, behind, place, what, since))
                 behind |= frozenset(ranks)
                 moved = max(moved, *(self._moved[rank] for rank in ranks))
-        return found
+        return waits
 
     def stage(self, rank: int, since: float) -> RankStage | None:
         """Return the stage with the longest limit in which a rank has been since some time."""
@@ -105,9 +105,9 @@ class CollectiveCalls:
         if not stages:
             return None
         latest_first = list(reversed(stages))
-        found = [latest_first[0][1]]
+        stage = [latest_first[0][1]]
         for (began, _), (_, before) in pairwise(latest_first):
             if began <= since:
                 break
-            found.append(before)
-        return max(found, key=lambda one: one.limit_s)
+            stage.append(before)
+        return max(stage, key=lambda call: call.limit_s)

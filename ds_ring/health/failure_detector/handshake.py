@@ -42,16 +42,16 @@ class HandshakeError(Exception):
     """Report that the other side is not of this job, or does not speak this protocol."""
 
 
-def _proof(secret: bytes, role: str, rank: int, rank_nonce: str, monitor_nonce: str) -> str:
+def _compute_proof(secret: bytes, role: str, rank: int, rank_nonce: str, monitor_nonce: str) -> str:
     text = f"{VERSION} {role} {rank} {rank_nonce} {monitor_nonce}"
     return hmac.new(secret, text.encode(), hashlib.sha256).hexdigest()
 
 
 def _match(form: re.Pattern[str], line: bytes, expected: str) -> re.Match[str]:
-    found = form.fullmatch(line.decode("ascii", "replace"))
-    if found is None:
+    match = form.fullmatch(line.decode("ascii", "replace"))
+    if match is None:
         raise HandshakeError(f"expected {expected}, got {line[:40]!r}")
-    return found
+    return match
 
 
 class DetectorHandshake:
@@ -74,11 +74,11 @@ class DetectorHandshake:
             self.rank = int(rank)
             if self.rank >= self._world_size:
                 raise HandshakeError(f"expected a rank below {self._world_size}, got {rank}")
-            mine = _proof(self._secret, _MONITOR, self.rank, self._rank_nonce, self._nonce)
+            mine = _compute_proof(self._secret, _MONITOR, self.rank, self._rank_nonce, self._nonce)
             return f"{VERSION} challenge {self._nonce} {mine}\n".encode()
         (proof,) = _match(_ANSWER, line, "an answer").groups()
         if not hmac.compare_digest(
-            proof, _proof(self._secret, _RANK, self.rank, self._rank_nonce, self._nonce)
+            proof, _compute_proof(self._secret, _RANK, self.rank, self._rank_nonce, self._nonce)
         ):
             raise HandshakeError("another secret")
         self.done = True
@@ -98,9 +98,12 @@ class RankHandshake:
     def answer(self, challenge: bytes) -> bytes:
         """Return the second line, once the monitor has proved itself."""
         nonce, proof = _match(_CHALLENGE, challenge, "a challenge").groups()
-        if not hmac.compare_digest(proof, _proof(self._secret, _MONITOR, self._rank, self._nonce, nonce)):
+        if not hmac.compare_digest(
+            proof, _compute_proof(self._secret, _MONITOR, self._rank, self._nonce, nonce)
+        ):
             raise HandshakeError("another secret")
-        return f"{VERSION} answer {_proof(self._secret, _RANK, self._rank, self._nonce, nonce)}\n".encode()
+        proof = _compute_proof(self._secret, _RANK, self._rank, self._nonce, nonce)
+        return f"{VERSION} answer {proof}\n".encode()
 
     def check_welcome(self, line: bytes) -> None:
         """Raise HandshakeError unless this is the welcome."""

@@ -130,7 +130,7 @@ class Server:
         if fault is not None and not self.has_reported:
             self.has_reported = True
             for rank in list(self.ranks):
-                self._tell_of(rank, fault)
+                self._tell_fault(rank, fault)
         if fault is None:
             self._report_late_ranks(now)
         for client in list(self.strangers):
@@ -143,25 +143,30 @@ class Server:
     # Ask a late rank where it is, and tell it and one other rank, once, that others wait for it.
     def _report_late_ranks(self, now: float) -> None:
         late = self.detector.late_ranks(now)
-        for rank, one in late.items():
+        for rank, late_rank in late.items():
             notice = self.late.get(rank)
             if notice is None:
-                self.late[rank] = LateQuery(now, one.since)
+                self.late[rank] = LateQuery(now, late_rank.since)
                 self.detector.ask_again(rank)
                 self._tell(rank, {"kind": "where"})
             elif notice.reporter is None:
                 at = self.detector.whereabouts(rank)
                 if at is not None or now - notice.queried_at > ASKED_S:
-                    notice.reporter = min((other for other in self.ranks if other != rank), default=rank)
-                    message = {"kind": "late", **one._asdict(), "since": now - one.since, "at": at or ""}
-                    for other in {rank, notice.reporter}:
-                        self._tell(other, message)
+                    notice.reporter = min((peer for peer in self.ranks if peer != rank), default=rank)
+                    message = {
+                        "kind": "late",
+                        **late_rank._asdict(),
+                        "since": now - late_rank.since,
+                        "at": at or "",
+                    }
+                    for receiver in {rank, notice.reporter}:
+                        self._tell(receiver, message)
         for rank in [rank for rank in self.late if rank not in late]:
             notice = self.late.pop(rank)
             if notice.reporter is not None:
                 message = {"kind": "on time", "rank": rank, "since": now - notice.since}
-                for other in {rank, notice.reporter}:
-                    self._tell(other, message)
+                for receiver in {rank, notice.reporter}:
+                    self._tell(receiver, message)
 
     def _accept(self, listener: Any) -> None:
         for _ in range(ACCEPTS):
@@ -261,7 +266,7 @@ class Server:
             self.detector.join(rank, time.monotonic())
         self._send(client, answer)
         if client.handshake.done and self.has_reported and self.detector.fault is not None:
-            self._tell_of(client.handshake.rank, self.detector.fault)
+            self._tell_fault(client.handshake.rank, self.detector.fault)
 
     def _drop(self, client: Client, cause: str = "") -> None:
         if client.gone:
@@ -277,7 +282,7 @@ class Server:
                 self.detector.blame(client.handshake.rank, cause)
             self.detector.close(client.handshake.rank)
 
-    def _tell_of(self, rank: int, fault: Fault) -> None:
+    def _tell_fault(self, rank: int, fault: Fault) -> None:
         self._tell(rank, {"kind": "fault", "rank": fault.rank, "cause": fault.cause})
 
     def _tell(self, rank: int, message: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from .collective_calls import CollectiveCalls, RankStage
-from .wire import GRACE_S, WARNED_PART, Fault, merged, ranks_of
+from .wire import GRACE_S, WARNED_PART, Fault, merged, read_ranks
 
 CallAndHop = tuple[int, int]  # number of the call, hop
 
@@ -68,7 +68,7 @@ class Waits:
         """Move the beginning of all waits by a pause of the monitor."""
         self.of = {rank: replace(wait, since=wait.since + seconds) for rank, wait in self.of.items()}
 
-    def end_of(self, rank: int) -> End:
+    def find_end(self, rank: int) -> End:
         """Follow the waits from a rank."""
         # Every rank on the way ends where this one does, so a ring of n ranks is followed once, not n times.
         path: list[int] = []
@@ -87,8 +87,8 @@ class Waits:
             if here in seen:
                 self._ends[here] = End(here, tuple(path[seen[here] :]))
                 break
-        for one in path:
-            self._ends[one] = self._ends[here]
+        for waiting_rank in path:
+            self._ends[waiting_rank] = self._ends[here]
         return self._ends[rank]
 
 
@@ -146,21 +146,21 @@ class FailureDetector:
             place = message.get("place")
             if not isinstance(place, list) or [type(number) for number in place] != [int, int]:
                 raise ValueError(f"place: expected two whole numbers, got {place!r:.40}")
-            at, what = (place[0], place[1]), _text_in(message, "what")
+            at, what = (place[0], place[1]), _read_text(message, "what")
             limit_s, key = math.inf, ""
             if "limit" in message:
-                limit_s, key = _seconds_in(message, "limit"), _text_in(message, "key")
+                limit_s, key = _read_seconds(message, "limit"), _read_text(message, "key")
             self._waits.begin(rank, ReportedWait(self._group(rank, message), at, what, now, limit_s, key))
         elif kind == "go":
             self._waits.end(rank)
         elif kind == "timeout":
-            accusation = Accusation(now + GRACE_S, self._group(rank, message), _text_in(message, "cause"))
+            accusation = Accusation(now + GRACE_S, self._group(rank, message), _read_text(message, "cause"))
             # A rank's later accusations follow from its first.
             self._accusations.setdefault(rank, accusation)
         elif kind == "broken":
-            self._broken = self._broken or (now + GRACE_S, _text_in(message, "cause"))
+            self._broken = self._broken or (now + GRACE_S, _read_text(message, "cause"))
         elif kind == "failed":
-            self.blame(rank, _text_in(message, "cause"))
+            self.blame(rank, _read_text(message, "cause"))
         elif kind == "bye":
             if not self._take_calls(rank, message, now):  # if its process continues without this connection
                 self._calls.forget(rank)
@@ -169,7 +169,7 @@ class FailureDetector:
         elif kind == "beat":
             self._take_calls(rank, message, now)
         elif kind == "at":
-            self._whereabouts[rank] = _text_in(message, "text")
+            self._whereabouts[rank] = _read_text(message, "text")
         else:
             raise ValueError(f"expected a message of a rank, got the kind {kind!r:.40}")
 
@@ -189,7 +189,8 @@ class FailureDetector:
         self._waits.forgive(seconds)
         self._calls.forgive(seconds)
         self._accusations = {
-            rank: one._replace(due=one.due + seconds) for rank, one in self._accusations.items()
+            rank: accusation._replace(due=accusation.due + seconds)
+            for rank, accusation in self._accusations.items()
         }
 
     def look(self, now: float) -> Fault | None:
@@ -207,20 +208,20 @@ class FailureDetector:
 
     def late_ranks(self, now: float) -> dict[int, LateRank]:
         """Return the ranks for which others have waited for a tenth of the limit and longer."""
-        found: dict[int, LateRank] = {}
+        late_ranks: dict[int, LateRank] = {}
         in_circles: dict[tuple[int, ...], int | None] = {}
         for waiting, wait in self._waits.of.items():
-            end = self._waits.end_of(waiting)
+            end = self._waits.find_end(waiting)
             if end.circle and end.circle not in in_circles:
-                in_circles[end.circle] = self._behind(end.circle, wait.group)
+                in_circles[end.circle] = self._find_rank_behind(end.circle, wait.group)
             late = in_circles[end.circle] if end.circle else end.rank
             if late is None or late in self._left:
                 continue
-            limit_s, key = self._limit(wait, late)
-            before = found.get(late)
+            limit_s, key = self._get_limit(wait, late)
+            before = late_ranks.get(late)
             if now - wait.since >= WARNED_PART * limit_s and (before is None or wait.since < before.since):
-                found[late] = LateRank(late, waiting, wait.what, wait.since, limit_s, key)
-        return found
+                late_ranks[late] = LateRank(late, waiting, wait.what, wait.since, limit_s, key)
+        return late_ranks
 
     def whereabouts(self, rank: int) -> str | None:
         """Return the rank's answer to the query for its place in the program; None without an answer."""
@@ -238,14 +239,14 @@ class FailureDetector:
     def _group(self, rank: int, message: dict[str, Any]) -> frozenset[int]:
         """Return the ranks of a message, and its sender, as one set that all ranks of a group share."""
 
-        def is_range(one: Any) -> bool:
-            is_pair = isinstance(one, list) and [type(rank) for rank in one] == [int, int]
-            return is_pair and 0 <= one[0] <= one[1] < self.world_size
+        def is_range(value: Any) -> bool:
+            is_pair = isinstance(value, list) and [type(rank) for rank in value] == [int, int]
+            return is_pair and 0 <= value[0] <= value[1] < self.world_size
 
         on = message.get("on")
         if not isinstance(on, list) or not all(map(is_range, on)):
             raise ValueError(f"on: expected ranges of ranks below {self.world_size}, got {on!r:.40}")
-        group = ranks_of(merged([*on, [rank, rank]]))
+        group = read_ranks(merged([*on, [rank, rank]]))
         if len(group) < 2:
             raise ValueError(f"on: expected other ranks than the own one, got {on!r:.40}")
         return group
@@ -254,9 +255,11 @@ class FailureDetector:
         """Read the numbers of the rank's collectives in a message; return whether it has any."""
         if "in" not in message:
             return False
-        stage = RankStage(_text_in(message, "in"), _seconds_in(message, "limit"), _text_in(message, "key"))
+        stage = RankStage(
+            _read_text(message, "in"), _read_seconds(message, "limit"), _read_text(message, "key")
+        )
         numbers = message.get("calls")
-        if not isinstance(numbers, dict) or any(type(one) is not int for one in numbers.values()):
+        if not isinstance(numbers, dict) or any(type(number) is not int for number in numbers.values()):
             raise ValueError(f"calls: expected whole numbers by process group, got {numbers!r:.40}")
         self._calls.hear(rank, stage, numbers, now)
         return True
@@ -271,30 +274,41 @@ class FailureDetector:
             rank for rank, wait in self._waits.of.items() if not wait.is_own and rank not in derived
         ]:
             self._waits.end(rank)
-        for rank, one in derived.items():
+        for rank, derived_wait in derived.items():
             known = self._waits.of.get(rank)
-            if now - one.since < self.heartbeat_timeout_s / 2 or (known is not None and known.is_own):
+            if now - derived_wait.since < self.heartbeat_timeout_s / 2 or (
+                known is not None and known.is_own
+            ):
                 continue
-            group = one.behind | {rank}
-            if known is None or (known.place, known.since, known.group) != (one.place, one.since, group):
-                self._waits.begin(rank, ReportedWait(group, one.place, one.what, one.since, is_own=False))
+            group = derived_wait.behind | {rank}
+            if known is None or (known.place, known.since, known.group) != (
+                derived_wait.place,
+                derived_wait.since,
+                group,
+            ):
+                self._waits.begin(
+                    rank,
+                    ReportedWait(
+                        group, derived_wait.place, derived_wait.what, derived_wait.since, is_own=False
+                    ),
+                )
         for rank, wait in list(self._waits.of.items()):
             if wait.is_own or self.fault is not None:
                 continue
-            end = self._waits.end_of(rank)
-            limit_s, key = self._limit(wait, end.rank)
+            end = self._waits.find_end(rank)
+            limit_s, key = self._get_limit(wait, end.rank)
             if end.rank not in self._left and now - wait.since > limit_s:
                 cause = f"it did not come to {wait.what} within {limit_s:g} s ({key})"
                 self._settle(rank, Accusation(now, wait.group, cause))
 
-    def _limit(self, wait: ReportedWait, late: int) -> tuple[float, str]:
+    def _get_limit(self, wait: ReportedWait, late: int) -> tuple[float, str]:
         """Return the time limit of a wait that ends at the rank `late`, and the JSON key that sets it."""
         if wait.is_own:
             return wait.limit_s, wait.key
         stage = self._calls.stage(late, wait.since)
         return (math.inf, "") if stage is None else (stage.limit_s, stage.key)
 
-    def _behind(self, circle: tuple[int, ...], group: frozenset[int]) -> int | None:
+    def _find_rank_behind(self, circle: tuple[int, ...], group: frozenset[int]) -> int | None:
         """Return the first rank of `group` that has begun fewer collectives than ranks of a circle of waits.
 
         All ranks may wait in one call that is watched as a whole; the late one is in it, too.
@@ -310,14 +324,14 @@ class FailureDetector:
                 self.blame(rank, f"no heartbeat for {silent:.1f} s: it is stopped, or cut off")
         # Ranks join together, once all are known to be there: one that others do not follow is late.
         limit = max(JOIN_S, self.heartbeat_timeout_s)
-        if self.heard and now - self._last_join > limit and (missing := self._missing()) is not None:
+        if self.heard and now - self._last_join > limit and (missing := self._find_missing()) is not None:
             self.blame(missing, f"it did not join the monitor within {limit:g} s: it is stopped, or cut off")
 
     def _look_for_early_leavers(self, now: float) -> None:
         if not self._left:
             return
         for rank, wait in self._waits.of.items():
-            last = self._waits.end_of(rank).rank
+            last = self._waits.find_end(rank).rank
             if last in self._left and now > LEFT_S + max(self._left[last], wait.since):
                 self.blame(last, f"it left (its process exited) while others were waiting at {wait.what}")
                 return
@@ -333,24 +347,24 @@ class FailureDetector:
         if self._left:
             first = next(iter(self._left))
             self.blame(first, f"it left (its process exited) while others were at work: {cause}")
-        elif (missing := self._missing()) is not None:
+        elif (missing := self._find_missing()) is not None:
             self.blame(
                 missing, f"it did not join the monitor, and a collective of the others failed: {cause}"
             )
 
-    def _missing(self) -> int | None:
+    def _find_missing(self) -> int | None:
         return next((rank for rank in range(self.world_size) if rank not in self.heard), None)
 
     def _settle(self, by: int, accusation: Accusation) -> None:
         """Decide whom an accusation is true of."""
         # A rank that waits for one that waits itself is no witness: the end of the chain counts.
-        end, accused, cause = self._waits.end_of(by), min(accusation.group - {by}), accusation.cause
+        end, accused, cause = self._waits.find_end(by), min(accusation.group - {by}), accusation.cause
         if not end.circle:
             culprit = accused if end.rank == by else end.rank
             at = self._whereabouts.get(culprit)
             self.blame(culprit, f"{cause}; it was in {at}" if at else cause)
             return
-        hung = self._behind(end.circle, accusation.group)
+        hung = self._find_rank_behind(end.circle, accusation.group)
         if hung is not None:
             self.blame(hung, cause)
             return
@@ -360,18 +374,18 @@ class FailureDetector:
         odd = [rank for rank, wait in waits.items() if wait.place != usual]
         first = sorted(end.circle)[:8]  # a message is for people
         where = ", ".join(f"rank {rank} at {waits[rank].what}" for rank in first)
-        more = f" and {len(waits) - len(first)} more" if len(waits) > len(first) else ""
-        self.blame(odd[0] if odd else accused, f"{cause}; ranks wait for each other: {where}{more}")
+        remainder = f" and {len(waits) - len(first)} more" if len(waits) > len(first) else ""
+        self.blame(odd[0] if odd else accused, f"{cause}; ranks wait for each other: {where}{remainder}")
 
 
-def _text_in(message: dict[str, Any], key: str) -> str:
+def _read_text(message: dict[str, Any], key: str) -> str:
     text = message.get(key)
     if not isinstance(text, str):
         raise ValueError(f"{key}: expected a text, got {text!r:.40}")
     return text[:TEXT_CHARACTERS]
 
 
-def _seconds_in(message: dict[str, Any], key: str) -> float:
+def _read_seconds(message: dict[str, Any], key: str) -> float:
     seconds = message.get(key)
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:
         raise ValueError(f"{key}: expected seconds above 0, got {seconds!r:.40}")

@@ -30,7 +30,7 @@ def ranges_of(ranks: Iterable[int]) -> Ranges:
 def merged(ranges: Iterable[Sequence[int]]) -> Ranges:
     """Put ranges in order, in the one form that equal sets have."""
     result: list[tuple[int, int]] = []
-    for first, last in sorted((one[0], one[1]) for one in ranges):
+    for first, last in sorted((pair[0], pair[1]) for pair in ranges):
         if result and result[-1][1] >= first - 1:
             result[-1] = (result[-1][0], max(last, result[-1][1]))
         else:
@@ -39,6 +39,6 @@ def merged(ranges: Iterable[Sequence[int]]) -> Ranges:
 
 
 @lru_cache(maxsize=4096)
-def ranks_of(ranges: Ranges) -> frozenset[int]:
+def read_ranks(ranges: Ranges) -> frozenset[int]:
     """Return the ranks of some ranges; ranks of one group share one set."""
     return frozenset(rank for first, last in ranges for rank in range(first, last + 1))

@@ -67,17 +67,17 @@ class PreparedCall(NamedTuple):
 
 
 @lru_cache(maxsize=512)
-def _prepared(tiles: Tiles, sizes: Sizes, group: int) -> tuple[PreparedCall, ...]:
+def _prepare_calls(tiles: Tiles, sizes: Sizes, group: int) -> tuple[PreparedCall, ...]:
     """Return the calls for a table of tiles, if `group` query heads share a K/V head."""
-    found = []
+    prepared = []
     for tile in calls(tiles, sizes):
         causal = tile.is_causal
         has_bias = tile.inside is not None or (any(tile.edges) and not causal)
         rows = tile.q_rows, tile.k_rows
-        found.append(
+        prepared.append(
             PreparedCall(tile, tile.heads(group), *rows, causal, tile.is_masked, tile.bias, has_bias)
         )
-    return tuple(found)
+    return tuple(prepared)
 
 
 # [Note: small triangles]
@@ -92,37 +92,37 @@ def _split(tile: Tile, sizes: Sizes) -> Iterator[Tile]:
     if tile.is_masked:  # small already, and its mask is its own
         yield tile
     elif not any(tile.edges):
-        yield from _rectangles(tile, sizes)
+        yield from _split_rectangle(tile, sizes)
     elif all(tile.edges):
-        yield from _band(tile, sizes)
+        yield from _split_band(tile, sizes)
     else:
         # The smallest triangles along the diagonal, the one that the end clips, and the squares between them.
         side, triangle = tile.q_rows.length, sizes.triangle
-        yield from _repeated(tile, (0, 0), (triangle, triangle), triangle, side // triangle, sizes)
+        yield from _repeat_piece(tile, (0, 0), (triangle, triangle), triangle, side // triangle, sizes)
         rest = side % triangle
         if rest:
             yield tile.part(side - rest, rest, side - rest, rest)
-        yield from _squares(tile, sizes)
+        yield from _split_triangle(tile, sizes)
 
 
-def _rectangles(tile: Tile, sizes: Sizes) -> Iterator[Tile]:
+def _split_rectangle(tile: Tile, sizes: Sizes) -> Iterator[Tile]:
     """Yield a full tile in pieces. Forward calls may have any number of keys, which need no workspace."""
     # With a bias for each pair a call has at most BIASED on a side, as the bias is cut from a square.
     most = sizes.block if tile.inside is None else min(sizes.block, BIASED)
     bounded = sizes.backward or tile.inside is not None
-    k_parts = _parts(tile.k_rows.length, most if bounded else tile.k_rows.length)
-    for (i, queries), (j, keys) in itertools.product(_parts(tile.q_rows.length, most), k_parts):
+    k_parts = _split_length(tile.k_rows.length, most if bounded else tile.k_rows.length)
+    for (i, queries), (j, keys) in itertools.product(_split_length(tile.q_rows.length, most), k_parts):
         yield tile.part(i, queries, j, keys)
 
 
-def _squares(tile: Tile, sizes: Sizes) -> Iterator[Tile]:
+def _split_triangle(tile: Tile, sizes: Sizes) -> Iterator[Tile]:
     """Yield the full squares of a triangle: of every size triangle * 2^n, each second one on the diagonal."""
     total, side, below = tile.q_rows.length, sizes.triangle, tile.is_causal
     while side < total:
         first = (side, 0) if below else (0, side)
         # Squares that fit entirely; the end of the triangle may clip one more.
         whole = total // (2 * side)
-        yield from _repeated(tile, first, (side, side), 2 * side, whole, sizes)
+        yield from _repeat_piece(tile, first, (side, side), 2 * side, whole, sizes)
         start = (2 * whole + 1) * side
         if start < total:  # the far side is what the end of the triangle clips
             far = min(total - start, side)
@@ -138,27 +138,27 @@ def _squares(tile: Tile, sizes: Sizes) -> Iterator[Tile]:
 # all keys of some queries, so these rows are complete after one call and nothing is merged. In the backward
 # pass it has all queries of some keys: dK and dV are complete after one call and only dQ is accumulated, and
 # aten is faster on many queries and few keys than on few queries and many keys.
-def _band(tile: Tile, sizes: Sizes) -> Iterator[Tile]:
-    """Yield a band in strips, [Note: strips of a band]; if it is too wide for strips, see `_short_band`."""
+def _split_band(tile: Tile, sizes: Sizes) -> Iterator[Tile]:
+    """Yield a band in strips, [Note: strips of a band]; a band too wide for strips: `_split_short_band`."""
     queries, width = tile.q_rows.length, tile.k_rows.length - tile.q_rows.length + 1
     strip = _strip(width, sizes)
     # If strips would exceed a block, cut pieces as long as the band is wide: triangles and rectangles.
     if width + strip > sizes.block:
-        for first, length in _parts(queries, width):
-            yield from _short_band(tile.part(first, length, first, length + width - 1), sizes)
+        for first, length in _split_length(queries, width):
+            yield from _split_short_band(tile.part(first, length, first, length + width - 1), sizes)
     elif sizes.backward:
-        yield from _strips_of_keys(tile, width, sizes)
+        yield from _split_keys(tile, width, sizes)
     else:
         count, rest = divmod(queries, strip)
-        yield from _repeated(tile, (0, 0), (strip, strip + width - 1), strip, count, sizes)
+        yield from _repeat_piece(tile, (0, 0), (strip, strip + width - 1), strip, count, sizes)
         if rest:
             yield tile.part(queries - rest, rest, queries - rest, rest + width - 1)
 
 
-def _strips_of_keys(tile: Tile, width: int, sizes: Sizes) -> Iterator[Tile]:
+def _split_keys(tile: Tile, width: int, sizes: Sizes) -> Iterator[Tile]:
     queries, strip, edge = tile.q_rows.length, _strip(width, sizes), width - 1
     if queries <= edge:
-        yield from _short_band(tile, sizes)
+        yield from _split_short_band(tile, sizes)
         return
     # The first and the last `edge` keys are seen by fewer queries than the others: a triangle each.
     if edge:
@@ -171,7 +171,7 @@ def _strips_of_keys(tile: Tile, width: int, sizes: Sizes) -> Iterator[Tile]:
     for turn in range(min(apart, count)):
         first_at = (turn * strip, edge + turn * strip)
         times = (count - turn + apart - 1) // apart
-        yield from _repeated(tile, first_at, (strip + edge, strip), apart * strip, times, sizes)
+        yield from _repeat_piece(tile, first_at, (strip + edge, strip), apart * strip, times, sizes)
     if rest:
         yield tile.part(queries - edge - rest, rest + edge, queries - rest, rest)
 
@@ -183,7 +183,7 @@ def _strip(width: int, sizes: Sizes) -> int:
     return max(sizes.triangle // (2 if width >= 4 * sizes.triangle else 4), 1)
 
 
-def _short_band(tile: Tile, sizes: Sizes) -> Iterator[Tile]:
+def _split_short_band(tile: Tile, sizes: Sizes) -> Iterator[Tile]:
     """Yield a band not longer than it is wide: a triangle, what all queries see, and a triangle."""
     queries, width = tile.q_rows.length, tile.k_rows.length - tile.q_rows.length + 1
     yield from _split(tile.part(0, queries, 0, queries), sizes)
@@ -193,7 +193,7 @@ def _short_band(tile: Tile, sizes: Sizes) -> Iterator[Tile]:
         yield from _split(tile.part(1, queries - 1, width, queries - 1), sizes)
 
 
-def _repeated(
+def _repeat_piece(
     tile: Tile, first: tuple[int, int], shape: tuple[int, int], every: int, count: int, sizes: Sizes
 ) -> Iterator[Tile]:
     """Yield `count` pieces of one shape from `first` on, one `every` so many queries and keys."""
@@ -210,7 +210,7 @@ def _repeated(
         yield pieces[turn].again(repeats, every)
 
 
-def _parts(length: int, most: int) -> list[tuple[int, int]]:
+def _split_length(length: int, most: int) -> list[tuple[int, int]]:
     """Return (first, length) of consecutive parts of at most `most`, of nearly equal length."""
     count = -(-length // most)
     bounds = [length * part // count for part in range(count + 1)]
@@ -228,12 +228,12 @@ def _fold(pieces: Iterator[Tile], block: int) -> Iterator[Tile]:
             yield piece
         else:
             key = (q.step, q.length, k.step, k.length, k.start - q.start, *piece[2:])
-            alike[key].extend(_singles(piece))
+            alike[key].extend(_split_repeats(piece))
     for group in alike.values():
         yield from _fold_equal(sorted(group, key=lambda piece: piece.q_rows.start), block)
 
 
-def _singles(piece: Tile) -> Iterator[Tile]:
+def _split_repeats(piece: Tile) -> Iterator[Tile]:
     """Yield the repetitions of a piece, one by one."""
     q, k = piece.q_rows, piece.k_rows
     for n in range(q.repeats):

@@ -25,7 +25,7 @@ from torch.nn.functional import pad
 from ds_ring.comm.device_tables import outside_inference_mode
 from ds_ring.errors import RingConfigError
 from ds_ring.kernels.cpu import BIASED, BLOCK, TRIANGLE
-from ds_ring.kernels.cpu.calls import Sizes, _prepared, calls
+from ds_ring.kernels.cpu.calls import Sizes, _prepare_calls, calls
 from ds_ring.kernels.interface import PartialGrads, PartialOut, Tile, TilePredicate
 from ds_ring.masks.tiles import Tiles
 
@@ -41,16 +41,16 @@ class Biases:
     """Cache the biases of a kernel's calls: at most 12 MiB of squares in float32, and 16 corners of bands."""
 
     def __init__(self) -> None:
-        self._corners = lru_cache(16)(_corners)
-        self._squares = lru_cache(2)(_square_of_weights)
-        self._small_squares = lru_cache(16)(_square_of_weights)
+        self._make_corners = lru_cache(16)(_make_corners)
+        self._squares = lru_cache(2)(_make_weights)
+        self._small_squares = lru_cache(16)(_make_weights)
 
     def drop(self) -> None:
         """Free all of them."""
-        for cached in (self._corners, self._squares, self._small_squares):
+        for cached in (self._make_corners, self._squares, self._small_squares):
             cached.cache_clear()
 
-    def of_call(self, call: Tile, q: Tensor) -> Tensor | None:
+    def get_for_call(self, call: Tile, q: Tensor) -> Tensor | None:
         """Return the bias that is added to each score of q; None if there is none."""
         dtype, mode = q.dtype, q.fake_mode if isinstance(q, FakeTensor) else None
         queries, keys, inside = call.q_rows.length, call.k_rows.length, call.inside
@@ -58,7 +58,7 @@ class Biases:
         if inside is not None and inside.weights is not None:
             bias = self._log_weights(inside, queries, keys, dtype, mode)
         if any(call.edges) and not call.is_causal:
-            hidden = self._corners(queries, keys, call.low, call.high, dtype, mode)
+            hidden = self._make_corners(queries, keys, call.low, call.high, dtype, mode)
             return hidden if bias is None else bias + hidden
         if inside is not None and inside.mask is not None:
             # Not cached: it depends on this tile's positions, and may depend on the sample and the head.
@@ -80,39 +80,39 @@ class Biases:
 
 
 @outside_inference_mode
-def _corners(queries: int, keys: int, low: int, high: int, dtype: torch.dtype, mode: Mode) -> Tensor:
+def _make_corners(queries: int, keys: int, low: int, high: int, dtype: torch.dtype, mode: Mode) -> Tensor:
     """Return the bias that masks the pairs outside low <= i - j <= high."""
     hidden = torch.full((queries, keys), HIDDEN, dtype=dtype, device="cpu")
     return hidden.tril(-high - 1) + hidden.triu(1 - low)
 
 
 @outside_inference_mode
-def _square_of_weights(inside: TilePredicate, side: int, dtype: torch.dtype, mode: Mode) -> Tensor:
+def _make_weights(inside: TilePredicate, side: int, dtype: torch.dtype, mode: Mode) -> Tensor:
     return inside.bias(side, side, dtype, torch.device("cpu"))
 
 
-def _computable(*tensors: Tensor) -> list[Tensor]:
+def _convert_to_computable(*tensors: Tensor) -> list[Tensor]:
     """Return float64 and float32 unchanged, lower dtypes in float32, all with a dense last dimension.
 
     In the last dimension the operators read neighbours in memory, even if its stride is not 1 (it is 0 in
     the gradient of a sum).
     """
-    found = []
+    converted = []
     for x in tensors:
         if x.dtype not in (torch.float32, torch.float64):
             x = x.float()
-        found.append(x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous())
-    return found
+        converted.append(x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous())
+    return converted
 
 
-def _widened(*tensors: Tensor) -> list[Tensor]:
+def _pad_heads(*tensors: Tensor) -> list[Tensor]:
     """Return tensors padded with zeros to one head dimension, which aten requires of q, k and v."""
     # Only the operands of one hop are padded, never a tensor that travels or is kept.
     width = max(x.shape[-1] for x in tensors)
     return [x if x.shape[-1] == width else pad(x, (0, width - x.shape[-1])) for x in tensors]
 
 
-def _positive(q: Tensor, scale: float) -> tuple[Tensor, float, int]:
+def _make_scale_positive(q: Tensor, scale: float) -> tuple[Tensor, float, int]:
     """Return queries and a positive scale with the same scores, and the factor of the queries' gradient.
 
     For a scale of 0 or below the aten operator returns NaN: it takes the maximum before it scales.
@@ -147,19 +147,19 @@ class CpuKernel:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> Iterator[PartialOut]:
         width = v.shape[-1]
         padded = q.shape[-1] != width
-        q, k, v = _computable(q, k, v)
+        q, k, v = _convert_to_computable(q, k, v)
         if padded:
-            q, k, v = _widened(q, k, v)
+            q, k, v = _pad_heads(q, k, v)
         if scale <= 0:
-            q, scale, _ = _positive(q, scale)
-        prepared = _prepared(tiles, self._forward, q.shape[1] // k.shape[1])
+            q, scale, _ = _make_scale_positive(q, scale)
+        prepared = _prepare_calls(tiles, self._forward, q.shape[1] // k.shape[1])
         for tile, heads, rows, keys, causal, masked, log_weight, has_bias in prepared:
             out, lse = _forward(
                 *rows.views(q, heads=heads, batched=True),
                 *keys.views(k, v, batched=True),
                 0.0,
                 causal,
-                attn_mask=self._biases.of_call(tile, q) if has_bias else None,
+                attn_mask=self._biases.get_for_call(tile, q) if has_bias else None,
                 scale=scale,
             )
             # The same number added to every score of a call changes its lse and not its out.
@@ -181,7 +181,7 @@ class CpuKernel:
         scale: float, grad_lse: Tensor | None = None,
     ) -> Iterator[PartialGrads]:  # fmt: skip
         width, v_width = q.shape[-1], v.shape[-1]
-        grad_out, q, k, v, out = _computable(grad_out, q, k, v, out)
+        grad_out, q, k, v, out = _convert_to_computable(grad_out, q, k, v, out)
         if grad_lse is not None:
             # The gradient of a score is p * (grad_out . v - grad_out . out), plus p * grad_lse. A further
             # column gives the last term: grad_lse in grad_out, 1 in v, and 0 in out (by the padding below).
@@ -189,18 +189,18 @@ class CpuKernel:
             v = pad(v, (0, 1), value=1.0)
         padded = width != v.shape[-1] or grad_lse is not None
         if padded:
-            grad_out, q, k, v, out = _widened(grad_out, q, k, v, out)
+            grad_out, q, k, v, out = _pad_heads(grad_out, q, k, v, out)
         sign = 1
         if scale <= 0:
-            q, scale, sign = _positive(q, scale)
-        prepared = _prepared(tiles, self._backward, q.shape[1] // k.shape[1])
+            q, scale, sign = _make_scale_positive(q, scale)
+        prepared = _prepare_calls(tiles, self._backward, q.shape[1] // k.shape[1])
         for tile, heads, rows, keys, causal, masked, log_weight, has_bias in prepared:
             grad_t, q_t, out_t, lse_t = rows.views(grad_out, q, out, lse, heads=heads, batched=True)
             if masked:  # then exp(HIDDEN - 0) is 0: the row has no attention weights
                 lse_t = lse_t.masked_fill(lse_t == float("-inf"), 0)
             if log_weight:  # exp(score + bias - lse), without a bias tensor
                 lse_t = lse_t - log_weight
-            bias = self._biases.of_call(tile, q) if has_bias else None
+            bias = self._biases.get_for_call(tile, q) if has_bias else None
             k_t, v_t = keys.views(k, v, batched=True)
             dq, dk, dv = _backward(
                 grad_t, q_t, k_t, v_t, out_t, lse_t, 0.0, causal, attn_mask=bias, scale=scale

@@ -48,18 +48,18 @@ def triangulated(tiles: Tiles) -> Tiles:
             cut.take(0, rows - side, 0, side),
         ]
     if (lower & upper).any():
-        parts += _both_bounds(tiles.rows(lower & upper))
+        parts += _split_parallelograms(tiles.rows(lower & upper))
     return Tiles.concat(parts)
 
 
-def _both_bounds(tiles: Tiles) -> list[Tiles]:
+def _split_parallelograms(tiles: Tiles) -> list[Tiles]:
     """Split tiles that both bounds cut: parallelograms, of rows with all keys of the band, and the rest."""
     low, high = tiles.band
     # rows i that have all keys i - high to i - low
     first, end = np.maximum(high, 0), np.minimum(tiles.q.length, tiles.k.length + low)
     # at least as many such rows as the band has keys in a row; otherwise strips
     is_long = end - first > high - low
-    parts = [] if is_long.all() else _strips(tiles.rows(~is_long))
+    parts = [] if is_long.all() else _split_strips(tiles.rows(~is_long))
     if is_long.any():
         tiles, low, high = tiles.rows(is_long), low[is_long], high[is_long]
         first, end, keys = first[is_long], end[is_long], tiles.k.length
@@ -73,7 +73,7 @@ def _both_bounds(tiles: Tiles) -> list[Tiles]:
     return parts
 
 
-def _strips(tiles: Tiles) -> list[Tiles]:
+def _split_strips(tiles: Tiles) -> list[Tiles]:
     """Cut strips of rows as high as the band is wide, where one bound cuts each block of columns.
 
     For a strip of `width` rows from row r on, columns below r - low are cut by the upper bound alone,

@@ -20,7 +20,7 @@ ATEN_QUERIES = ((768, 256), (192, 64), (0, 32))  # least queries of a call, and 
 def cpu_bytes(tiles: Tiles, shape: HopShape, backward: bool) -> int:
     """Count copies of low precision, one call and its merge, and biases that are kept."""
     tiles = triangulated(tiles)
-    copies = _copies(shape, backward)
+    copies = _count_copies(shape, backward)
     if backward:  # dq twice (aten's accumulator and its result), dk, dv
         queries, keys = _call_sides(tiles)
         per_slot = 2 * queries * shape.rows + 2 * keys * shape.kv_rows
@@ -31,8 +31,8 @@ def cpu_bytes(tiles: Tiles, shape: HopShape, backward: bool) -> int:
     split = next(size for least, size in ATEN_QUERIES if queries >= least)
     call += most * split // ATEN_QUERIES[0][1]  # a block inside aten
     weights = 3 * FLOAT * BIASED**2 if (tiles.weight >= 0).any() else 0  # two are kept, a third one is made
-    kept = 2 * weights // 3
-    return copies + max(call + kept, weights) + _bias(tiles, backward)
+    saved = 2 * weights // 3
+    return copies + max(call + saved, weights) + _count_bias(tiles, backward)
 
 
 def _call_sides(tiles: Tiles) -> tuple[int, int]:
@@ -54,7 +54,7 @@ def _strip(tiles: Tiles) -> tuple[int, int]:
     return (2 * TRIANGLE if width >= 8 * TRIANGLE else TRIANGLE), width
 
 
-def _bias(tiles: Tiles, backward: bool) -> int:
+def _count_bias(tiles: Tiles, backward: bool) -> int:
     """Count what hides the corners of a band's strips, kept and once more inside aten."""
     if not (tiles.edges == 2).any():
         return 0
@@ -66,7 +66,7 @@ def _bias(tiles: Tiles, backward: bool) -> int:
     return forward + (2 * FLOAT * strip * (strip + width - 1) if backward else 0)
 
 
-def _copies(shape: HopShape, backward: bool) -> int:
+def _count_copies(shape: HopShape, backward: bool) -> int:
     """Count copies on the CPU: of low precision to float32, and of narrower head dimensions with padding.
 
     They are of q, k and v, and backward of grad_out and out as well.

@@ -58,7 +58,7 @@ class FlashWindow(NamedTuple):
         return self.q.step, self.k.step, self.head_in_group, self.bias
 
 
-def windows_of(tile: Tile) -> Iterator[FlashWindow]:
+def split_windows(tile: Tile) -> Iterator[FlashWindow]:
     """Yield a tile as one window or two; [Note: windows]."""
     assert tile.inside is None, "a tile that is no window"
     queries, keys = tile.q_rows.length, tile.k_rows.length
@@ -66,23 +66,23 @@ def windows_of(tile: Tile) -> Iterator[FlashWindow]:
     until = keys + tile.low  # queries from here on see the last key
     if lower and until < queries:
         first = max(until - tile.high, 0)  # key that they see
-        yield from windows_of(tile.part(0, until, 0, keys))
-        yield from windows_of(tile.part(until, queries - until, first, keys - first))
+        yield from split_windows(tile.part(0, until, 0, keys))
+        yield from split_windows(tile.part(until, queries - until, first, keys - first))
     elif upper and not lower and queries > keys + 1:
         whole = tile.high + 1
-        yield from windows_of(tile.part(0, whole, 0, keys))
-        yield from windows_of(tile.part(whole, queries - whole, 0, keys))
+        yield from split_windows(tile.part(0, whole, 0, keys))
+        yield from split_windows(tile.part(whole, queries - whole, 0, keys))
     else:
         left, right = keys - queries + tile.high if upper else OPEN, 0 if lower else OPEN
         yield FlashWindow(tile.q_rows, tile.k_rows, left, right, tile.head_in_group, tile.bias)
 
 
-def end_of(rows: Rows) -> int:
+def find_end(rows: Rows) -> int:
     """Return the slot of the row after the last one."""
     return rows.start + rows.length * rows.step
 
 
-def _and(first: Rows, second: Rows) -> Rows:
+def _join_rows(first: Rows, second: Rows) -> Rows:
     return first._replace(length=first.length + second.length)
 
 
@@ -100,32 +100,32 @@ def join_windows(windows: list[FlashWindow]) -> list[FlashWindow]:
             causal = window.right == 0 and window.q.length == window.k.length
             (triangles if causal else others).append(window)
     for along_keys in (False, True):
-        triangles, full = _diagonals(triangles, _side_by_side(full, along_keys))
+        triangles, full = _join_diagonals(triangles, _join_rectangles(full, along_keys))
     return full + triangles + others
 
 
-def _side_by_side(full: list[FlashWindow], along_keys: bool) -> list[FlashWindow]:
+def _join_rectangles(full: list[FlashWindow], along_keys: bool) -> list[FlashWindow]:
     """Join whole rectangles with the same keys (or queries) and neighbouring queries (or keys)."""
     alike: dict[tuple[object, ...], list[FlashWindow]] = defaultdict(list)
     for window in full:
         alike[(*window.look, window.q if along_keys else window.k)].append(window)
-    found = []
+    calls = []
     for group in alike.values():
         group.sort(key=lambda window: (window.k if along_keys else window.q).start)
         last = group[0]
         for window in group[1:]:
-            if along_keys and end_of(last.k) == window.k.start:
-                last = last._replace(k=_and(last.k, window.k))
-            elif not along_keys and end_of(last.q) == window.q.start:
-                last = last._replace(q=_and(last.q, window.q))
+            if along_keys and find_end(last.k) == window.k.start:
+                last = last._replace(k=_join_rows(last.k, window.k))
+            elif not along_keys and find_end(last.q) == window.q.start:
+                last = last._replace(q=_join_rows(last.q, window.q))
             else:
-                found.append(last)
+                calls.append(last)
                 last = window
-        found.append(last)
-    return found
+        calls.append(last)
+    return calls
 
 
-def _diagonals(
+def _join_diagonals(
     triangles: list[FlashWindow], full: list[FlashWindow]
 ) -> tuple[list[FlashWindow], list[FlashWindow]]:
     """Join two triangles on one diagonal and the whole rectangle below between them."""
@@ -134,13 +134,13 @@ def _diagonals(
         squares[(*window.look, window.q, window.k)].append(window)
     done: list[FlashWindow] = []
     for window in sorted(triangles, key=lambda window: (window.q.start, window.k.start)):
-        while done and (end_of(done[-1].q), end_of(done[-1].k)) == (window.q.start, window.k.start):
+        while done and (find_end(done[-1].q), find_end(done[-1].k)) == (window.q.start, window.k.start):
             between = squares.get((*window.look, window.q, done[-1].k))
             if not between or done[-1].look != window.look:
                 break
             between.pop()
             before = done.pop()
-            window = window._replace(q=_and(before.q, window.q), k=_and(before.k, window.k))
+            window = window._replace(q=_join_rows(before.q, window.q), k=_join_rows(before.k, window.k))
         done.append(window)
     return done, [window for left in squares.values() for window in left]
 
@@ -169,15 +169,15 @@ def branch_form(tiles: Tiles) -> Tiles:
     """
     if not len(tiles) or ((tiles.weight < 0).all() and (tiles.multiplicity == 1).all()):
         return tiles
-    anew, by_class = _cut_anew(tiles), _by_class(tiles)
+    anew, by_class = _cut_anew(tiles), _split_classes(tiles)
     if anew is not None:
-        counted = (int((one.pairs * one.multiplicity).sum()) for one in (anew, by_class))
+        counted = (int((tiles.pairs * tiles.multiplicity).sum()) for tiles in (anew, by_class))
         if len(anew) <= len(by_class) and len(set(counted)) == 1:
             return anew
     return by_class
 
 
-def _by_class(tiles: Tiles) -> Tiles:
+def _split_classes(tiles: Tiles) -> Tiles:
     """Return weighted tiles as the sum of their classes, the others as they are."""
     parts = [tiles.rows(tiles.weight < 0)]
     for number, weights in enumerate(tiles.weights):
@@ -195,7 +195,7 @@ def _cut_anew(tiles: Tiles) -> Tiles | None:
     """Return the tiles of the table's rule, branch by branch, on the slots that the table covers."""
     if tiles.rule is None or tiles.masks:
         return None
-    q, k = _runs(tiles.q), _runs(tiles.k)
+    q, k = _find_runs(tiles.q), _find_runs(tiles.k)
     if max(len(q.slot), len(k.slot)) > MANY_RUNS:
         return None
     i, j = np.repeat(np.arange(len(q.slot)), len(k.slot)), np.tile(np.arange(len(k.slot)), len(q.slot))
@@ -203,12 +203,12 @@ def _cut_anew(tiles: Tiles) -> Tiles | None:
     return tiles_by_head(tiles.rule.branches_by_head, rectangles, plain=True)
 
 
-def _runs(axis: Axis) -> Axis:
+def _find_runs(axis: Axis) -> Axis:
     """Return the slots that some row covers as few runs; the first ones if they are too many."""
     columns = (axis.slot, axis.slot_step, axis.position, axis.position_step, axis.length)
     rows = np.unique(np.stack(columns, axis=1), axis=0)
     slot, slot_step, position, step, length = rows.T
-    merged = _merged(rows)
+    merged = _merge_rows(rows)
     if merged is not None:
         return merged
     size = int((slot + slot_step * (length - 1)).max()) + 1
@@ -221,20 +221,20 @@ def _runs(axis: Axis) -> Axis:
     apart = np.stack([np.diff(slots), np.diff(places)], axis=1)
     # a run ends at the point whose step differs from the one before it
     turns = np.append(np.flatnonzero((apart[1:] != apart[:-1]).any(axis=1)) + 1, len(slots) - 1)
-    found: list[tuple[int, int]] = []
+    runs: list[tuple[int, int]] = []
     first = 0
-    while first < len(slots) and len(found) <= MANY_RUNS:
+    while first < len(slots) and len(runs) <= MANY_RUNS:
         alone = first == len(slots) - 1 or apart[first].min() <= 0
         last = first if alone else int(turns[np.searchsorted(turns, first, side="right")])
-        found.append((first, last))
+        runs.append((first, last))
         first = last + 1
-    starts, ends = np.array(found).T
+    starts, ends = np.array(runs).T
     next_one = np.minimum(starts + 1, len(slots) - 1)
     steps = [np.where(ends > starts, x[next_one] - x[starts], 1) for x in (slots, places)]
     return Axis(slots[starts], steps[0], places[starts], steps[1], ends - starts + 1)
 
 
-def _merged(rows: IntArray) -> Axis | None:
+def _merge_rows(rows: IntArray) -> Axis | None:
     """Return the runs of the densest rows if all other rows are inside them, else None.
 
     Args:
@@ -246,17 +246,17 @@ def _merged(rows: IntArray) -> Axis | None:
     dense = int(rows[several, 1].min())
     base, others = rows[several & (rows[:, 1] == dense)], rows[~(several & (rows[:, 1] == dense))]
     base = base[np.argsort(base[:, 0], kind="stable")]
-    found: list[list[int]] = []  # slot, position, position step, length
+    runs: list[list[int]] = []  # slot, position, position step, length
     for slot, _, position, step, length in base.tolist():
-        ahead = (slot - found[-1][0]) // dense if found else 0  # tokens from the run's first one on
-        touches = bool(found) and slot == found[-1][0] + ahead * dense and ahead <= found[-1][3]
-        if touches and step == found[-1][2] and position == found[-1][1] + ahead * step:
-            found[-1][3] = max(found[-1][3], ahead + length)
-        elif touches and ahead < found[-1][3]:
+        ahead = (slot - runs[-1][0]) // dense if runs else 0  # tokens from the run's first one on
+        touches = bool(runs) and slot == runs[-1][0] + ahead * dense and ahead <= runs[-1][3]
+        if touches and step == runs[-1][2] and position == runs[-1][1] + ahead * step:
+            runs[-1][3] = max(runs[-1][3], ahead + length)
+        elif touches and ahead < runs[-1][3]:
             return None
         else:
-            found.append([slot, position, step, length])
-    slot, position, step, length = np.array(found).T
+            runs.append([slot, position, step, length])
+    slot, position, step, length = np.array(runs).T
     if (slot[1:] <= (slot + (length - 1) * dense)[:-1]).any():
         return None
     run = np.searchsorted(slot, others[:, 0], side="right") - 1
@@ -265,7 +265,7 @@ def _merged(rows: IntArray) -> Axis | None:
     inside = (run >= 0) & (ahead % dense == 0) & (last <= (length[run] - 1) * dense)
     inside &= others[:, 2] == position[run] + ahead // dense * step[run]
     inside &= (others[:, 4] == 1) | (others[:, 3] * dense == others[:, 1] * step[run])
-    if not inside.all() or len(found) > MANY_RUNS:
+    if not inside.all() or len(runs) > MANY_RUNS:
         return None
     return Axis(slot, np.full_like(slot, dense), position, step, length)
 
@@ -342,8 +342,8 @@ class FlashCall:
     @property
     def pairs(self) -> int:
         """Return the number of attended (query, key) pairs, repetitions included."""
-        found = (_pairs(n, m, self.left, self.right) for n, m in self.lengths)
-        return self.q_rows.repeats * sum(found)
+        counts = (_count_pairs(n, m, self.left, self.right) for n, m in self.lengths)
+        return self.q_rows.repeats * sum(counts)
 
 
 @lru_cache(maxsize=512)
@@ -353,11 +353,11 @@ def flash_calls(tiles: Tiles) -> tuple[FlashCall, ...]:
     A pair with multiplicity m is either in m calls, or in one call whose bias is log m. A tile with a mask
     function is not a window; the caller must refuse it.
     """
-    windows = [window for tile in each_tile(branch_form(tiles)) for window in windows_of(tile)]
-    return tuple(_together(join_windows(windows)))
+    windows = [window for tile in each_tile(branch_form(tiles)) for window in split_windows(tile)]
+    return tuple(_combine_windows(join_windows(windows)))
 
 
-def _pairs(queries: int, keys: int, left: int, right: int) -> int:
+def _count_pairs(queries: int, keys: int, left: int, right: int) -> int:
     if left == OPEN and right == OPEN:
         return queries * keys
     i, shift = np.arange(queries), keys - queries
@@ -366,19 +366,19 @@ def _pairs(queries: int, keys: int, left: int, right: int) -> int:
     return int(np.maximum(last - first + 1, 0).sum())
 
 
-def _together(windows: list[FlashWindow]) -> Iterator[FlashCall]:
+def _combine_windows(windows: list[FlashWindow]) -> Iterator[FlashCall]:
     """Combine windows with equal sides into few calls: batches or variable-length sequences."""
     alike: dict[tuple[object, ...], list[FlashWindow]] = defaultdict(list)
     for window in windows:
         alike[(*window.look, window.left, window.right)].append(window)
     for group in alike.values():
         group.sort(key=lambda window: (window.q.start, window.k.start))
-        batches = list(_batches(group))
-        chains = list(_chains(group)) if len(batches) > 1 else batches
+        batches = list(_combine_batches(group))
+        chains = list(_combine_chains(group)) if len(batches) > 1 else batches
         yield from batches if len(batches) <= len(chains) else chains
 
 
-def _batches(windows: Iterable[FlashWindow]) -> Iterator[FlashCall]:
+def _combine_batches(windows: Iterable[FlashWindow]) -> Iterator[FlashCall]:
     """Combine equal windows at a regular distance into one call each."""
     equal: dict[tuple[int, int], list[FlashWindow]] = defaultdict(list)
     for window in windows:
@@ -417,28 +417,28 @@ def _apart(rows: Rows, repeats: int, stride: int) -> bool:
     return stride >= span or (stride > 0 and stride * (repeats - 1) < rows.step)
 
 
-def _chains(windows: list[FlashWindow]) -> Iterator[FlashCall]:
+def _combine_chains(windows: list[FlashWindow]) -> Iterator[FlashCall]:
     """Combine windows, in the order of their queries, into variable-length calls."""
     chain: list[FlashWindow] = []
     for window in windows:
         if chain and not _follows(chain[-1], window, len(chain)):
-            yield _variable(chain)
+            yield _make_variable_call(chain)
             chain = []
         chain.append(window)
     if chain:
-        yield _variable(chain)
+        yield _make_variable_call(chain)
 
 
 def _follows(last: FlashWindow, window: FlashWindow, count: int) -> bool:
     sides = ((last.q, window.q), (last.k, window.k))
     return 2 * count + 2 < MAX_SEQUENCES and all(
-        0 <= after.start - end_of(before) <= (before.length + after.length + GAP) * after.step
+        0 <= after.start - find_end(before) <= (before.length + after.length + GAP) * after.step
         and (after.start - before.start) % after.step == 0
         for before, after in sides
     )
 
 
-def _variable(chain: list[FlashWindow]) -> FlashCall:
+def _make_variable_call(chain: list[FlashWindow]) -> FlashCall:
     """Return one call for windows that follow one another on both sides."""
     first, last = chain[0], chain[-1]
     if len(chain) == 1:
@@ -456,7 +456,7 @@ def _variable(chain: list[FlashWindow]) -> FlashCall:
         q_ends.append(gaps[0] + window.q.length)
         k_ends.append(gaps[1] + window.k.length)
     q, k = (
-        one._replace(length=(end_of(end) - one.start) // one.step)
-        for one, end in ((first.q, last.q), (first.k, last.k))
+        begin._replace(length=(find_end(end) - begin.start) // begin.step)
+        for begin, end in ((first.q, last.q), (first.k, last.k))
     )
     return FlashCall(q, k, *first[2:], tuple(q_ends), tuple(k_ends))

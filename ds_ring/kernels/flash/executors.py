@@ -59,25 +59,25 @@ class Views:
     def __init__(self) -> None:
         self._made: dict[int, dict[Any, Any]] = {}
 
-    def once(self, make: Callable[..., Any], given: tuple[Any, ...], *how: Any) -> Any:
-        """Return `make(*given, *how)`, computed once in a pass; `given` must not change during the pass.
+    def once(self, make: Callable[..., Any], tensors: tuple[Any, ...], *how: Any) -> Any:
+        """Return `make(*tensors, *how)`, computed once in a pass; `tensors` must not change during the pass.
 
-        The result is found by the first entry of `given`, a tensor; the other entries belong to it.
+        The result is found by the first entry of `tensors`, a tensor; the other entries belong to it.
         """
-        # `given` is kept as well, so that no other tensor gets its id.
-        made = self._made.setdefault(id(given[0]), {None: given})
+        # Keep `tensors` as well, so that no other tensor gets its id.
+        results = self._made.setdefault(id(tensors[0]), {None: tensors})
         key = (make, how)
-        if key not in made:
-            made[key] = make(*given, *how)
-        return made[key]
+        if key not in results:
+            results[key] = make(*tensors, *how)
+        return results[key]
 
 
 class Executor(ABC):
     """Carry out calls by some of torch's operators.
 
     q [B, heads, S, D], k and v [B, G, n, D] are whole shards and payloads; results have the shape of
-    `call.q_rows.of(q)`, `call.k_rows.of(k)`, an lse that of its queries; a query without keys has out 0 and
-    the lse -inf.
+    `call.q_rows.of(q)`, `call.k_rows.of(k)`, an lse that of its queries; a query without keys has
+    out 0 and the lse -inf.
 
     Attributes:
         tokens_first: whether it copies a gradient or an output in [B, H, S, D] memory order.
@@ -127,35 +127,39 @@ class Flash(Executor):
     def forward(
         self, views: Views, call: FlashCall, q: Tensor, k: Tensor, v: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
-        view = _packed if call.q_ends else _tokens_first
-        left, right = _window(call)
+        view = _view_packed if call.q_ends else _view_tokens_first
+        left, right = _get_window(call)
         out, lse, *_ = self._operators.flash_forward(
             views.once(view, (q,), call.q_rows), view(k, call.k_rows), view(v, call.k_rows),
-            *_lengths(call, q), 0.0, call.is_causal, False,
+            *_get_lengths(call, q), 0.0, call.is_causal, False,
             scale=scale, window_size_left=left, window_size_right=right,
         )  # fmt: skip
         if call.is_plain:
             return out.transpose(1, 2), lse
         if call.has_empty_rows:
             lse = lse.masked_fill(lse == INFINITY, -INFINITY)
-        return _back(out, call.q_rows, len(q), call), _lse_back(lse, call, len(q))
+        return _restore_shape(out, call.q_rows, len(q), call), _restore_lse(lse, call, len(q))
 
     def backward(
         self, views: Views, call: FlashCall, queries: OfQueries, k: Tensor, v: Tensor, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        view, rows, keys = _packed if call.q_ends else _tokens_first, call.q_rows, call.k_rows
-        grad_out, q, out, lse = views.once(_rows_of, queries, view, rows, call.bias, bool(call.q_ends))
-        left, right = _window(call)
+        view, rows, keys = _view_packed if call.q_ends else _view_tokens_first, call.q_rows, call.k_rows
+        grad_out, q, out, lse = views.once(_select_inputs, queries, view, rows, call.bias, bool(call.q_ends))
+        left, right = _get_window(call)
         dq, dk, dv = self._operators.flash_backward(
             grad_out, q, view(k, keys), view(v, keys), out, lse,
-            *_lengths(call, q), 0.0, call.is_causal,
+            *_get_lengths(call, q), 0.0, call.is_causal,
             lse, lse,  # in the place of Philox, which is not read
             scale=scale, window_size_left=left, window_size_right=right,
         )  # fmt: skip
         if call.is_plain:
             return dq, dk, dv
         samples = len(queries.q)
-        return _back(dq, rows, samples, call), _back(dk, keys, samples, call), _back(dv, keys, samples, call)
+        return (
+            _restore_shape(dq, rows, samples, call),
+            _restore_shape(dk, keys, samples, call),
+            _restore_shape(dv, keys, samples, call),
+        )
 
 
 class Cudnn(Executor):
@@ -176,40 +180,40 @@ class Cudnn(Executor):
         self, views: Views, call: FlashCall, q: Tensor, k: Tensor, v: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
         out, lse, *_ = self._operators.cudnn_forward(
-            views.once(_heads_first, (q,), call.q_rows),
-            _heads_first(k, call.k_rows), _heads_first(v, call.k_rows),
+            views.once(_view_heads_first, (q,), call.q_rows),
+            _view_heads_first(k, call.k_rows), _view_heads_first(v, call.k_rows),
             None, True, 0.0, call.is_causal, False, scale=scale,
         )  # fmt: skip
         # [B, H, S, 1] in torch 2.13
         lse = lse.reshape(out.shape[:3])
         if call.is_plain:
             return out, lse
-        return _back(out.transpose(1, 2), call.q_rows, len(q), call), _lse_back(lse, call, len(q))
+        return _restore_shape(out.transpose(1, 2), call.q_rows, len(q), call), _restore_lse(lse, call, len(q))
 
     def backward(
         self, views: Views, call: FlashCall, queries: OfQueries, k: Tensor, v: Tensor, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         rows, keys = call.q_rows, call.k_rows
-        grad_out, q, out, lse = views.once(_laid_out_as_queries, queries, rows, call.bias)
-        found = self._operators.cudnn_backward(
-            grad_out, q, _heads_first(k, keys), _heads_first(v, keys), out,
+        grad_out, q, out, lse = views.once(_lay_out_as_queries, queries, rows, call.bias)
+        gradients = self._operators.cudnn_backward(
+            grad_out, q, _view_heads_first(k, keys), _view_heads_first(v, keys), out,
             lse.unsqueeze(-1), lse, lse, None, None, None,
             rows.length, keys.length, 0.0, call.is_causal, scale=scale,
         )  # fmt: skip
-        dq, dk, dv = found
+        dq, dk, dv = gradients
         if call.is_plain:
             return dq, dk, dv
         sides = ((dq, rows), (dk, keys), (dv, keys))
-        dq, dk, dv = (_back(x.transpose(1, 2), side, len(queries.q), call) for x, side in sides)
+        dq, dk, dv = (_restore_shape(x.transpose(1, 2), side, len(queries.q), call) for x, side in sides)
         return dq, dk, dv
 
 
-def _window(call: FlashCall) -> tuple[int, int]:
+def _get_window(call: FlashCall) -> tuple[int, int]:
     # is_causal implies it; FlashAttention 3 takes no None
     return (OPEN, OPEN) if call.is_causal else (call.left, call.right)
 
 
-def _lengths(call: FlashCall, like: Tensor) -> tuple[Any, ...]:
+def _get_lengths(call: FlashCall, like: Tensor) -> tuple[Any, ...]:
     """Return cum_seq_q, cum_seq_k, max_q, max_k."""
     if not call.q_ends:
         return None, None, call.q_rows.length, call.k_rows.length
@@ -220,44 +224,44 @@ def _lengths(call: FlashCall, like: Tensor) -> tuple[Any, ...]:
     return ends[0], ends[1], max(queries, 2), keys
 
 
-def _rows_of(
+def _select_inputs(
     grad_out: Tensor, q: Tensor, out: Tensor, lse: Tensor,
     view: Callable[..., Tensor], rows: Rows, bias: float, packed: bool,
 ) -> OfQueries:  # fmt: skip
     lse = lse - bias if bias else lse  # exp(score + bias - lse) without a bias tensor
-    return OfQueries(view(grad_out, rows), view(q, rows), view(out, rows), _lse_of(lse, rows, packed))
+    return OfQueries(view(grad_out, rows), view(q, rows), view(out, rows), _select_lse(lse, rows, packed))
 
 
 # Torch finds a compiled cuDNN graph by the sizes and strides of q, k and v alone (MHAParams in MHA.cpp), but
 # the graph has the strides of `out` and its gradient, too. With other ones the graph of another call, of
 # torch's own attention perhaps, would read other elements. Both get the strides that torch's forward gives.
-def _laid_out_as_queries(
+def _lay_out_as_queries(
     grad_out: Tensor, q: Tensor, out: Tensor, lse: Tensor, rows: Rows, bias: float
 ) -> OfQueries:
-    found = _rows_of(grad_out, q, out, lse, _heads_first, rows, bias, False)
-    strides = torch.empty_like(found.q, device="meta").stride()
-    order = sorted(range(found.q.dim()), key=lambda dim: -strides[dim])
+    laid_out = _select_inputs(grad_out, q, out, lse, _view_heads_first, rows, bias, False)
+    strides = torch.empty_like(laid_out.q, device="meta").stride()
+    order = sorted(range(laid_out.q.dim()), key=lambda dim: -strides[dim])
     back = [order.index(dim) for dim in range(len(order))]
-    grad_out, out = (x.permute(order).contiguous().permute(back) for x in (found.grad_out, found.out))
-    return found._replace(grad_out=grad_out, out=out)
+    grad_out, out = (x.permute(order).contiguous().permute(back) for x in (laid_out.grad_out, laid_out.out))
+    return laid_out._replace(grad_out=grad_out, out=out)
 
 
-def _tokens_first(x: Tensor, rows: Rows) -> Tensor:
+def _view_tokens_first(x: Tensor, rows: Rows) -> Tensor:
     """View rows of x [B, H, S, D] as [B, n, H, D]; repetitions are the batch, samples then heads."""
     part = rows.of(x)
     return part.transpose(1, 2) if rows.repeats == 1 else part.permute(1, 3, 0, 2, 4).flatten(2, 3)
 
 
-def _heads_first(x: Tensor, rows: Rows) -> Tensor:
-    return _tokens_first(x, rows).transpose(1, 2)
+def _view_heads_first(x: Tensor, rows: Rows) -> Tensor:
+    return _view_tokens_first(x, rows).transpose(1, 2)
 
 
-def _packed(x: Tensor, rows: Rows) -> Tensor:
+def _view_packed(x: Tensor, rows: Rows) -> Tensor:
     """View rows of x [B, H, S, D] as [n, B * H, D]."""
     return rows.of(x).permute(2, 0, 1, 3).flatten(1, 2)
 
 
-def _back(x: Tensor, rows: Rows, samples: int, call: FlashCall) -> Tensor:
+def _restore_shape(x: Tensor, rows: Rows, samples: int, call: FlashCall) -> Tensor:
     """Return the shape of `rows.of`."""
     if call.q_ends:
         return x.unflatten(1, (samples, -1)).permute(1, 2, 0, 3)
@@ -266,14 +270,14 @@ def _back(x: Tensor, rows: Rows, samples: int, call: FlashCall) -> Tensor:
     return x.unflatten(2, (samples, -1)).permute(2, 0, 3, 1, 4)
 
 
-def _lse_back(lse: Tensor, call: FlashCall, samples: int) -> Tensor:
+def _restore_lse(lse: Tensor, call: FlashCall, samples: int) -> Tensor:
     """Return an lse [H, total] or [B, H, n] in the shape of `rows.of`."""
     if call.q_ends:
         return lse.unflatten(0, (samples, -1))
     return lse if call.q_rows.repeats == 1 else lse.unflatten(1, (samples, -1)).transpose(0, 1)
 
 
-def _lse_of(lse: Tensor, rows: Rows, packed: bool) -> Tensor:
+def _select_lse(lse: Tensor, rows: Rows, packed: bool) -> Tensor:
     """Return the lse [B, H, S] as the operators read it: contiguous, heads before tokens."""
     part = rows.of(lse)
     if packed:
@@ -305,7 +309,7 @@ class OnCpu(Executor):
         k_all, v_all = call.k_rows.views(k, v, batched=True)
         out = torch.zeros_like(q_all, memory_format=torch.contiguous_format)
         lse = q_all.new_full(q_all.shape[:-1], -INFINITY)
-        for strip in _strips(call):
+        for strip in _split_strips(call):
             queries, keys = strip.queries, strip.keys
             part, part_lse = self._operators.cpu_forward(
                 q_all[:, :, queries], k_all[:, :, keys], v_all[:, :, keys], 0.0, strip.is_causal,
@@ -328,13 +332,13 @@ class OnCpu(Executor):
         dq, dk, dv = (
             torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q_all, k_all, v_all)
         )
-        for strip in _strips(call):
+        for strip in _split_strips(call):
             i, j = strip.queries, strip.keys
-            found = self._operators.cpu_backward(
+            gradients = self._operators.cpu_backward(
                 grad[:, :, i], q_all[:, :, i], k_all[:, :, j], v_all[:, :, j], whole[:, :, i], sums[:, :, i],
                 0.0, strip.is_causal, attn_mask=strip.bias(q_all), scale=scale,
             )  # fmt: skip
-            for total, part, where in zip((dq, dk, dv), found, (i, j, j), strict=True):
+            for total, part, where in zip((dq, dk, dv), gradients, (i, j, j), strict=True):
                 total[:, :, where] += part
         return _unbatch(rows, dq), _unbatch(keys, dk), _unbatch(keys, dv)
 
@@ -358,14 +362,14 @@ class _Strip(NamedTuple):
         return hidden.tril(low - 1) + hidden.triu(high + 1)
 
 
-def _strips(call: FlashCall) -> Iterator[_Strip]:
+def _split_strips(call: FlashCall) -> Iterator[_Strip]:
     i0 = j0 = 0
     for queries, keys in call.lengths:
-        yield from _strips_of_one(call, i0, j0, queries, keys)
+        yield from _split_sequence(call, i0, j0, queries, keys)
         i0, j0 = i0 + queries, j0 + keys
 
 
-def _strips_of_one(call: FlashCall, i0: int, j0: int, queries: int, keys: int) -> Iterator[_Strip]:
+def _split_sequence(call: FlashCall, i0: int, j0: int, queries: int, keys: int) -> Iterator[_Strip]:
     """Yield the rectangles of one sequence; whole where nothing is hidden or it is a square triangle."""
     triangle = call.is_causal and queries == keys
     if triangle or (call.left == OPEN and call.right == OPEN):

@@ -86,12 +86,16 @@ class FlashKernel:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> Iterator[PartialOut]:
         of_values = v.shape[-1]
         views = self.views or Views()
-        executors = views.once(self._executors, (q,), of_values)  # looked up once a pass, not at each hop
-        wide, wide_v = _padded(executors, q.shape[-1], of_values)
-        q, k, v = views.once(_usable_queries, (q,), wide, scale), _usable(k, wide), _usable(v, wide_v)
+        executors = views.once(self._get_executors, (q,), of_values)  # looked up once a pass, not at each hop
+        wide, wide_v = _get_padded_dims(executors, q.shape[-1], of_values)
+        q, k, v = (
+            views.once(_make_queries_usable, (q,), wide, scale),
+            _make_usable(k, wide),
+            _make_usable(v, wide_v),
+        )
         group = q.shape[1] // k.shape[1]
-        for call, executor, heads in _carried_out(tiles, executors, group):
-            q_here = q if heads is ALL_HEADS else views.once(_heads, (q,), call.head_in_group, group)
+        for call, executor, heads in _assign_calls(tiles, executors, group):
+            q_here = q if heads is ALL_HEADS else views.once(_select_heads, (q,), call.head_in_group, group)
             out, lse = executor.forward(views, call, q_here, k, v, positive(scale))
             # the same number added to every score of a call moves its lse and leaves its out as it is
             lse = lse + call.bias if call.bias else lse
@@ -104,20 +108,22 @@ class FlashKernel:
         scale: float, grad_lse: Tensor | None = None,
     ) -> Iterator[PartialGrads]:  # fmt: skip
         width, of_values = q.shape[-1], v.shape[-1]
-        more = 0 if grad_lse is None else 1
+        extra_dims = 0 if grad_lse is None else 1
         views = self.views or Views()
-        executors = views.once(self._executors, (q,), of_values + more)
-        wide, wide_v = _padded(executors, width, of_values + more, bool(more))
-        if more:
+        executors = views.once(self._get_executors, (q,), of_values + extra_dims)
+        wide, wide_v = _get_padded_dims(executors, width, of_values + extra_dims, bool(extra_dims))
+        if extra_dims:
             v = pad(v, (0, 1), value=1.0)
-        k, v = _usable(k, wide), _usable(v, wide_v)
+        k, v = _make_usable(k, wide), _make_usable(v, wide_v)
         group = q.shape[1] // k.shape[1]
         # What every hop reads of the queries, as the operators want it.
-        queries = views.once(_of_queries, (grad_out, q, out, lse, grad_lse), wide, wide_v, scale, executors)
-        for call, executor, heads in _carried_out(tiles, executors, group):
+        queries = views.once(
+            _prepare_inputs, (grad_out, q, out, lse, grad_lse), wide, wide_v, scale, executors
+        )
+        for call, executor, heads in _assign_calls(tiles, executors, group):
             here = queries
             if heads is not ALL_HEADS:
-                here = views.once(_of_some, queries, call.head_in_group, group)
+                here = views.once(_select_inputs, queries, call.head_in_group, group)
             dq, dk, dv = executor.backward(views, call, here, k, v, positive(scale))
             dq = dq if scale > 0 else dq * sign(scale)
             dq, dk = (dq, dk) if wide == width else (dq[..., :width], dk[..., :width])
@@ -128,9 +134,9 @@ class FlashKernel:
 
     def of_heads(self, heads: slice) -> FlashKernel:
         """Return a kernel for one pass of these heads, which keeps what all hops of it read."""
-        found = FlashKernel(self._implementation, self._sm_margin)
-        found.executors, found.views, found._kinds = self.executors, Views(), self._kinds
-        return found
+        kernel = FlashKernel(self._implementation, self._sm_margin)
+        kernel.executors, kernel.views, kernel._kinds = self.executors, Views(), self._kinds
+        return kernel
 
     def compiles(self, operands: Operands, part: HeadsOfPass, scale: float) -> bool:
         """Return whether a pass on CUDA has calls of a new kind: FlashAttention 4 compiles for each.
@@ -140,45 +146,47 @@ class FlashKernel:
         q, _, v, grad_out, has_grad_lse = operands
         if not q.is_cuda:
             return False
-        asked = (q.device, q.dtype, q.shape[-1], v.shape[-1] + has_grad_lse, grad_out is None)
-        calls = (call for tiles in part.hops if len(tiles) for call in _calls(tiles))
-        kinds = {(*asked, part.query_heads // part.kv_heads, *call.kind) for call in calls}
+        needs = (q.device, q.dtype, q.shape[-1], v.shape[-1] + has_grad_lse, grad_out is None)
+        calls = (call for tiles in part.hops if len(tiles) for call in _get_calls(tiles))
+        kinds = {(*needs, part.query_heads // part.kv_heads, *call.kind) for call in calls}
         new = kinds - self._kinds
         self._kinds |= new
         return bool(new)
 
     def executed_pairs(self, tiles: Tiles, backward: bool = False) -> int:
-        return sum(call.pairs for call in _calls(tiles))
+        return sum(call.pairs for call in _get_calls(tiles))
 
-    def _executors(self, q: Tensor, value_dim: int) -> tuple[Executor, ...]:
+    def _get_executors(self, q: Tensor, value_dim: int) -> tuple[Executor, ...]:
         if self.executors is not None:
             return self.executors
         if q.is_cpu:
             return _ON_CPU
         name = self._implementation
         if not q.is_cuda or is_fake(q):  # only shapes: those of torch's operators
-            return _of_torch("cuDNN" if name == "cuDNN" else "FA2")
+            return _load_torch_executors("cuDNN" if name == "cuDNN" else "FA2")
         equal_bits = torch.are_deterministic_algorithms_enabled()
-        found = _chosen(name, self._sm_margin, q.device, q.dtype, q.shape[-1], value_dim, equal_bits)
+        executors = _choose_executors(
+            name, self._sm_margin, q.device, q.dtype, q.shape[-1], value_dim, equal_bits
+        )
         active = current_flash_attention_impl()
-        if active is not None and any(one.calls_aten for one in found):
+        if active is not None and any(executor.calls_aten for executor in executors):
             raise RingConfigError(
                 f'kernel "flash" with {name or "FA2"}: expected torch\'s own operators, got {active}, which'
                 " replaces them in this process; do not activate it: ds_ring calls its package"
             )
-        return found
+        return executors
 
 
 _ON_CPU = (OnCpu(),)
 
 
 @lru_cache(maxsize=2)
-def _of_torch(name: str) -> tuple[Executor, ...]:
+def _load_torch_executors(name: str) -> tuple[Executor, ...]:
     return IMPLEMENTATIONS[name].make(0)
 
 
 @lru_cache(maxsize=64)  # a model has few head dimensions
-def _chosen(
+def _choose_executors(
     name: str | None,
     sm_margin: int,
     device: torch.device,
@@ -195,30 +203,30 @@ def _chosen(
         RingConfigError: the implementation with this name is not installed, does not pass, or is not
             deterministic.
     """
-    asked = (sm_margin, device, dtype, head_dim, value_dim)
+    needs = (sm_margin, device, dtype, head_dim, value_dim)
     if name is not None and equal_bits and not IMPLEMENTATIONS[name].deterministic:
         expected = "one that is deterministic, as torch.use_deterministic_algorithms is on"
         advice = 'set "FA2", or leave "implementation" out'
         raise RingConfigError.wrong('kernel "flash": implementation', expected, shown(name), advice)
     if name is None:
-        for one in _defaults(device):
-            if equal_bits and not IMPLEMENTATIONS[one].deterministic:
+        for default in _get_defaults(device):
+            if equal_bits and not IMPLEMENTATIONS[default].deterministic:
                 continue
             try:
-                found = _tried(one, *asked)
+                executor = _try_executors(default, *needs)
             except ModuleNotFoundError as error:
-                _log.info('ds_ring: kernel "flash": %s is not installed (%s)', one, error)
+                _log.info('ds_ring: kernel "flash": %s is not installed (%s)', default, error)
             except Exception as error:  # a package may raise anything: the next one is tried
                 failed = 'ds_ring: kernel "flash": %s is not used for head dimensions (%d, %d): %s: %s'
-                _log.warning(failed, one, head_dim, value_dim, type(error).__name__, error)
+                _log.warning(failed, default, head_dim, value_dim, type(error).__name__, error)
             else:
                 _log.info(
-                    'ds_ring: kernel "flash" is %s for head dimensions (%d, %d)', one, head_dim, value_dim
+                    'ds_ring: kernel "flash" is %s for head dimensions (%d, %d)', default, head_dim, value_dim
                 )
-                return found
+                return executor
         name = "FA2"
     try:
-        return _tried(name, *asked)
+        return _try_executors(name, *needs)
     except RingShapeError:
         raise
     except Exception as error:
@@ -229,14 +237,14 @@ def _chosen(
         ) from error
 
 
-def _defaults(device: torch.device) -> tuple[str, ...]:
+def _get_defaults(device: torch.device) -> tuple[str, ...]:
     """Return what is tried before FlashAttention 2."""
     if torch.version.hip is not None:
         return ()
     return BY_GENERATION.get(torch.cuda.get_device_capability(device)[0], ())
 
 
-def _tried(
+def _try_executors(
     name: str, sm_margin: int, device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int
 ) -> tuple[Executor, ...]:
     """Return the executors of an implementation whose results are right; raise what is wrong with it."""
@@ -246,37 +254,37 @@ def _tried(
     return kernel.executors
 
 
-def _calls(tiles: Tiles) -> tuple[FlashCall, ...]:
+def _get_calls(tiles: Tiles) -> tuple[FlashCall, ...]:
     """Return the calls of a table; refuse one that is no window."""
     if tiles.is_masked.any():
         raise RingConfigError(_MASKED)
     return flash_calls(tiles)
 
 
-def refused(asked: KernelNeeds) -> RingError | None:
+def refused(needs: KernelNeeds) -> RingError | None:
     """Return the error for what this kernel cannot do; None where it can."""
-    if asked.pattern.masks:
+    if needs.pattern.masks:
         return RingConfigError(_MASKED)
-    if asked.device_type == "cpu":
+    if needs.device_type == "cpu":
         return None
-    if asked.dtype not in (torch.bfloat16, torch.float16):
+    if needs.dtype not in (torch.bfloat16, torch.float16):
         return RingShapeError(
-            f'kernel "flash": expected bfloat16 or float16 on {asked.device_type}, got {asked.dtype}; cast,'
+            f'kernel "flash": expected bfloat16 or float16 on {needs.device_type}, got {needs.dtype}; cast,'
             ' or set "kernel": "flex"'
         )
-    if asked.head_dim > WIDEST:
-        return _too_wide(str(asked.head_dim))
+    if needs.head_dim > WIDEST:
+        return _make_width_error(str(needs.head_dim))
     return None
 
 
-def _too_wide(got: str) -> RingShapeError:
+def _make_width_error(got: str) -> RingShapeError:
     return RingShapeError(
         f'kernel "flash": expected a head_dim of at most {WIDEST}, got {got}; set "kernel": "flex"'
     )
 
 
 @lru_cache(maxsize=512)
-def _padded(
+def _get_padded_dims(
     executors: tuple[Executor, ...], head_dim: int, value_dim: int, of_lse: bool = False
 ) -> tuple[int, int]:
     """Return the head dimensions of queries and of values that the operators compute with.
@@ -284,14 +292,14 @@ def _padded(
     Raises:
         RingShapeError: there is no operator for them.
     """
-    found = [executor.padded(head_dim, value_dim) for executor in executors]
-    if None in found:
+    widths = [executor.padded(head_dim, value_dim) for executor in executors]
+    if None in widths:
         widest = str(max(head_dim, value_dim))
-        raise _too_wide(f"{widest} with the gradient of the log-sum-exp" if of_lse else widest)
-    return max(one for one in found if one is not None)
+        raise _make_width_error(f"{widest} with the gradient of the log-sum-exp" if of_lse else widest)
+    return max(width for width in widths if width is not None)
 
 
-def _usable(x: Tensor, width: int) -> Tensor:
+def _make_usable(x: Tensor, width: int) -> Tensor:
     """Return x with a dense last dimension padded to `width`, and on the CPU in float32 or float64."""
     if x.dtype not in (torch.float32, torch.float64) and x.device.type == "cpu":
         x = x.float()
@@ -300,29 +308,29 @@ def _usable(x: Tensor, width: int) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _of_queries(
+def _prepare_inputs(
     grad_out: Tensor, q: Tensor, out: Tensor, lse: Tensor, grad_lse: Tensor | None,
     wide: int, wide_v: int, scale: float, executors: tuple[Executor, ...],
 ) -> OfQueries:  # fmt: skip
     if grad_lse is not None:  # a value of 1 whose gradient is that of the lse; `out` gets a 0 there
         grad_out = torch.cat([grad_out, grad_lse.to(grad_out.dtype).unsqueeze(-1)], dim=-1)
-    grad_out, out = _usable(grad_out, wide_v), _usable(out, wide_v)
+    grad_out, out = _make_usable(grad_out, wide_v), _make_usable(out, wide_v)
     # Some operators would copy a gradient and an output that are not in [B, S, H, D] memory order.
     if any(executor.tokens_first for executor in executors):
         grad_out, out = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (grad_out, out))
     lse = lse.masked_fill(lse == -INFINITY, INFINITY)
-    return OfQueries(grad_out, _usable_queries(q, wide, scale), out, lse)
+    return OfQueries(grad_out, _make_queries_usable(q, wide, scale), out, lse)
 
 
-def _of_some(
+def _select_inputs(
     grad_out: Tensor, q: Tensor, out: Tensor, lse: Tensor, head_in_group: int, group: int
 ) -> OfQueries:
-    return OfQueries(*(_heads(x, head_in_group, group) for x in (grad_out, q, out, lse)))
+    return OfQueries(*(_select_heads(x, head_in_group, group) for x in (grad_out, q, out, lse)))
 
 
-def _usable_queries(q: Tensor, width: int, scale: float) -> Tensor:
+def _make_queries_usable(q: Tensor, width: int, scale: float) -> Tensor:
     """Return queries with the same scores at `positive(scale)`."""
-    q = _usable(q, width)
+    q = _make_usable(q, width)
     return q if scale > 0 else q * sign(scale)
 
 
@@ -337,17 +345,17 @@ def sign(scale: float) -> int:
     return (scale > 0) - (scale < 0)
 
 
-def _heads(x: Tensor, head_in_group: int, group: int) -> Tensor:
+def _select_heads(x: Tensor, head_in_group: int, group: int) -> Tensor:
     """Return one query head of each K/V head's group."""
     return x[:, head_in_group::group]
 
 
 @lru_cache(maxsize=512)
-def _carried_out(
+def _assign_calls(
     tiles: Tiles, executors: tuple[Executor, ...], group: int
 ) -> tuple[tuple[FlashCall, Executor, slice], ...]:
     """Return the calls of a table, each with the first executor that takes it and its query heads."""
     return tuple(
         (call, next(executor for executor in executors if executor.takes(call)), call.heads(group))
-        for call in _calls(tiles)
+        for call in _get_calls(tiles)
     )

@@ -54,7 +54,7 @@ def flash_3(sm_margin: int = SM_MARGIN) -> Operators:
         package.bwd(grad_out, *operands, *grads, is_causal=is_causal, sm_margin=sm_margin, **named)
         return grads
 
-    return _with_atens_arguments(forward, backward, open_side=-1)
+    return _wrap_as_aten(forward, backward, open_side=-1)
 
 
 def flash_4() -> Operators:
@@ -70,10 +70,10 @@ def flash_4() -> Operators:
     ) -> Any:  # fmt: skip
         return package._flash_attn_bwd(q, k, v, out, grad_out, lse, causal=is_causal, **named)
 
-    return _with_atens_arguments(forward, backward, open_side=None)
+    return _wrap_as_aten(forward, backward, open_side=None)
 
 
-def _with_atens_arguments(
+def _wrap_as_aten(
     forward: Callable[..., Any], backward: Callable[..., Any], open_side: int | None
 ) -> Operators:
     """Return operators that call a package's functions by the names that both packages have for arguments.
@@ -83,10 +83,10 @@ def _with_atens_arguments(
 
     def named(lengths: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
         names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-        found = {"softmax_scale": options["scale"], **dict(zip(names, lengths, strict=True))}
+        arguments = {"softmax_scale": options["scale"], **dict(zip(names, lengths, strict=True))}
         for side in ("window_size_left", "window_size_right"):
-            found[side] = open_side if options[side] < 0 else options[side]
-        return found
+            arguments[side] = open_side if options[side] < 0 else options[side]
+        return arguments
 
     def flash_forward(
         q: Tensor, k: Tensor, v: Tensor, ends_q: Tensor | None, ends_k: Tensor | None, max_q: int, max_k: int,
@@ -152,24 +152,26 @@ def check(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: in
         tiles = pattern.tiles(*runs)
         sizes = ((2, queries, head_dim), (1, keys, head_dim), (1, keys, value_dim), (2, queries, value_dim))
         options: dict[str, Any] = {"generator": draw, "dtype": torch.float32, "device": "cpu"}
-        given = [torch.randn(1, *size, **options).to(dtype) for size in sizes]
-        q, k, v, grad_out = (x.double() for x in given)
+        operands = [torch.randn(1, *size, **options).to(dtype) for size in sizes]
+        q, k, v, grad_out = (x.double() for x in operands)
         (part,) = ReferenceKernel().forward(q, k, v, tiles, scale)
         out, lse = part.out_BHSD, part.lse_BHS
-        wanted = [out, lse, *_sums(ReferenceKernel(), grad_out, q, k, v, out, lse, tiles, scale)]
-        q, k, v, grad_out = (x.to(device) for x in given)
+        wanted = [out, lse, *_sum_gradients(ReferenceKernel(), grad_out, q, k, v, out, lse, tiles, scale)]
+        q, k, v, grad_out = (x.to(device) for x in operands)
         (part,) = kernel.forward(q, k, v, tiles, scale)
         out, lse = part.out_BHSD, part.lse_BHS
-        got = [out, lse, *_sums(kernel, grad_out, q, k, v, out, lse, tiles, scale)]
+        got = [out, lse, *_sum_gradients(kernel, grad_out, q, k, v, out, lse, tiles, scale)]
         for name, ours, exact in zip(("out", "lse", "dq", "dk", "dv"), got, wanted, strict=True):
             error = float((ours.cpu().double() - exact).abs().max() / exact.abs().max())
             if not error <= LIMITS[dtype]:  # also NaN
                 raise ArithmeticError(f"{name} of {pattern} differs by {error:.1e} of its largest value")
 
 
-def _sums(kernel: Kernel, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> list[Tensor]:
+def _sum_gradients(
+    kernel: Kernel, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any
+) -> list[Tensor]:
     """Return dq, dk and dv of a backward pass."""
-    found = [torch.zeros_like(x) for x in (q, k, v)]
+    gradients = [torch.zeros_like(x) for x in (q, k, v)]
     for grads in kernel.backward(grad_out, q, k, v, *rest):
-        grads.add_to(*found)
-    return found
+        grads.add_to(*gradients)
+    return gradients

@@ -24,5 +24,5 @@ def flash_bytes(tiles: Tiles, shape: HopShape, backward: bool) -> int:
     accumulators = shape.rows * padded_queries * (padded_wide + 1) * FLOAT
     expanded = 2 * shape.rows * shape.keys if shape.rows != shape.kv_rows else 0
     results = (queries + 2 * keys + expanded) * wide
-    kept = 2 * queries * wide * shape.element_bytes + queries * FLOAT
-    return accumulators + results * shape.element_bytes + kept
+    saved = 2 * queries * wide * shape.element_bytes + queries * FLOAT
+    return accumulators + results * shape.element_bytes + saved

@@ -61,23 +61,23 @@ class SideRuns:
         """Return the position of each slot, int32 [length]; -1 for slots that no run covers."""
         if len(self.runs) > FEW_RUNS:
             return to_device(torch.from_numpy(self.host_positions().astype(np.int32)), device)
-        found = torch.full((self.length,), -1, dtype=torch.int32, device=device)
+        positions = torch.full((self.length,), -1, dtype=torch.int32, device=device)
         for slot, slot_step, position, step, length in self.runs.tolist():
             at = slot - self.first
-            there = found[at : at + (length - 1) * slot_step + 1 : slot_step]
+            there = positions[at : at + (length - 1) * slot_step + 1 : slot_step]
             torch.arange(
                 position, position + length * step, step, dtype=torch.int32, out=there, device=there.device
             )
-        return found
+        return positions
 
     def host_positions(self) -> IntArray:
         """Return the same as `positions`, in numpy, int64."""
-        found = np.full(self.length, -1, dtype=np.int64)
+        positions = np.full(self.length, -1, dtype=np.int64)
         slot, slot_step, position, step, length = self.runs.T
         row = np.repeat(np.arange(len(length)), length)
         within = np.arange(len(row)) - np.repeat(np.cumsum(length) - length, length)
-        found[slot[row] - self.first + slot_step[row] * within] = position[row] + step[row] * within
-        return found
+        positions[slot[row] - self.first + slot_step[row] * within] = position[row] + step[row] * within
+        return positions
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,57 +103,59 @@ class HopGeometry:
         positions = [side.positions(device) for side in (self.q, self.k)]
         by_head = self.rule.branches_by_head
         if self.all_full:
-            labels = [self._one_label(x) for x in positions]
+            labels = [self._make_one_label(x) for x in positions]
             positions = [torch.zeros_like(x) for x in positions]
         elif any(branch.labels_of for branches in by_head for branch in branches):
-            labels = self._labels(device)
+            labels = self._make_labels(device)
         else:  # ranges of positions alone
             labels = [
                 tuple(
-                    torch.stack([_held_by(getattr(branch, side), x) for branch in branches])
+                    torch.stack([_label_partition(getattr(branch, side), x) for branch in branches])
                     for branches in zip(*by_head, strict=True)
                 )
                 for side, x in zip(("queries", "keys"), positions, strict=True)
             ]
         return zip([x.clamp_(min=0) for x in positions], labels, strict=True)
 
-    def _one_label(self, positions: Tensor) -> tuple[Tensor, ...]:
+    def _make_one_label(self, positions: Tensor) -> tuple[Tensor, ...]:
         """Return one label for all covered tokens in the first branch, and no label in the other branches."""
         label = torch.where(positions >= 0, 0, NO_LABEL).to(torch.int32)
         shape = (self.heads, len(positions))
         others = (label.new_full(shape, NO_LABEL) for _ in self.rule.branches_by_head[0][1:])
         return (label.expand(shape).contiguous(), *others)
 
-    def _labels(self, device: torch.device) -> list[tuple[Tensor, ...]]:
+    def _make_labels(self, device: torch.device) -> list[tuple[Tensor, ...]]:
         """Return the labels that primitives give, for both sides in one numbering."""
         hosts = [side.host_positions() for side in (self.q, self.k)]
         # Slots that no tile covers (-1) are labelled as position 0 first; their labels are removed below.
-        found = self.rule.labels(*(np.maximum(x, 0) for x in hosts))
+        tables = self.rule.labels(*(np.maximum(x, 0) for x in hosts))
         labels = []
-        for host, part in zip(hosts, found, strict=True):
+        for host, part in zip(hosts, tables, strict=True):
             table = np.where(host < 0, NO_LABEL, part).astype(np.int32)
             # One tensor each: views of one tensor differ in storage offset, for which flex would recompile.
-            by_branch = (np.ascontiguousarray(one) for one in table.transpose(1, 0, 2))
+            by_branch = (
+                np.ascontiguousarray(labels_of_branch) for labels_of_branch in table.transpose(1, 0, 2)
+            )
             # In numpy a dimension of size one may have any stride, and flex would recompile for each.
-            rows = (torch.from_numpy(one).flatten().view(one.shape) for one in by_branch)
-            labels.append(tuple(to_device(one, device) for one in rows))
+            rows = (torch.from_numpy(row).flatten().view(row.shape) for row in by_branch)
+            labels.append(tuple(to_device(row, device) for row in rows))
         return labels
 
 
-def _held_by(partition: Partition, positions: Tensor) -> Tensor:
+def _label_partition(partition: Partition, positions: Tensor) -> Tensor:
     """Return label 0 for the positions that a branch of ranges alone has on a side, int32."""
     held = (positions >= max(partition.first, 0)) & (positions < min(partition.end, FARTHEST))
     return torch.where(held, 0, NO_LABEL).to(torch.int32)
 
 
-def geometry_of(tiles: Tiles, block: int, shortest: int, slots: int, positions_matter: bool) -> HopGeometry:
+def make_geometry(tiles: Tiles, block: int, shortest: int, slots: int, positions_matter: bool) -> HopGeometry:
     """Return the geometry of a hop; arguments as in `HopMasks.of`."""
     rule = tiles.rule
     assert len(tiles) and rule is not None, "flex: tiles that are empty, or cut from no rule"
-    q, k = _side(tiles.q, block, shortest, slots), _side(tiles.k, block, shortest=2)
+    q, k = _find_side(tiles.q, block, shortest, slots), _find_side(tiles.k, block, shortest=2)
     farthest = max(int((x.runs[:, 2] + (x.runs[:, 4] - 1) * x.runs[:, 3]).max()) for x in (q, k))
     assert farthest <= FARTHEST, f"position {farthest} does not fit into 32 bits"
-    all_branches = [branch for one in rule.branches_by_head for branch in one]
+    all_branches = [branch for branches in rule.branches_by_head for branch in branches]
     masks = any(branch.masks for branch in all_branches)
     plain = (tiles.edges == 0) & (tiles.multiplicity == 1) & (tiles.weight < 0)
     plain &= ~tiles.is_masked & (tiles.head_in_group < 0)
@@ -164,7 +166,7 @@ def geometry_of(tiles: Tiles, block: int, shortest: int, slots: int, positions_m
         shape = (len(rule.branches_by_head), branches, len(rule.bands), rule.counts_twice)
         what: tuple[Any, ...] = ("full", shape, *(x.slots().tobytes() for x in (q, k)))
     else:
-        kept = (
+        bands = (
             masks
             or positions_matter
             or not all(
@@ -173,13 +175,13 @@ def geometry_of(tiles: Tiles, block: int, shortest: int, slots: int, positions_m
             )
         )
         # If only distances matter, subtract the first position, so that shifted hops are equal.
-        start = 0 if kept else int(min(q.runs[:, 2].min(), k.runs[:, 2].min()))
+        start = 0 if bands else int(min(q.runs[:, 2].min(), k.runs[:, 2].min()))
         runs = (x.runs - np.array([0, 0, start, 0, 0]) for x in (q, k))
         what = ("rule", rule, positions_matter, *(x.tobytes() for x in runs))
     return HopGeometry((*what, q.first, q.length, k.first, k.length), q, k, rule, all_full)
 
 
-def _side(axis: Axis, block: int, shortest: int = 0, slots: int = 0) -> SideRuns:
+def _find_side(axis: Axis, block: int, shortest: int = 0, slots: int = 0) -> SideRuns:
     """Return the distinct runs of one side of a hop, and the range of slots that they cover."""
     columns = (axis.slot, axis.slot_step, axis.position, axis.position_step, axis.length)
     # Several tiles have the same run, so keep each distinct run once.
@@ -303,28 +305,28 @@ class HopMasks:
 
         The other arguments are those of `TableOptions`.
         """
-        asked = TableOptions(block, device, shortest, slots, positions_matter)
+        options = TableOptions(block, device, shortest, slots, positions_matter)
         of_tiles = self._known.setdefault(tiles, {})
-        if asked not in of_tiles:
-            of_tiles[asked] = _Known(geometry_of(tiles, block, *asked[2:]))
-        known = of_tiles[asked]
+        if options not in of_tiles:
+            of_tiles[options] = _Known(make_geometry(tiles, block, *options[2:]))
+        known = of_tiles[options]
         key = (known.geometry.key, block, device, active_fake_mode())
-        found = self.by_geometry.get(key)
-        if found is None:
-            found = _build(known.geometry, tiles, block, device)
-            self.by_geometry.add(key, found, found.tensors.nbytes)
-        known.side = found.block
-        return found
+        masks = self.by_geometry.get(key)
+        if masks is None:
+            masks = _build(known.geometry, tiles, block, device)
+            self.by_geometry.add(key, masks, masks.tensors.nbytes)
+        known.side = masks.block
+        return masks
 
-    def side_beforehand(self, tiles: Tiles, asked: TableOptions, keys: int) -> int | None:
+    def side_beforehand(self, tiles: Tiles, options: TableOptions, keys: int) -> int | None:
         """Return the side of a hop's blocks; None if it depends on tables not made yet. `keys`: slots."""
         assert tiles.rule is not None
         # Tables of hops of at most so many slots fit with every pattern, so their blocks stay.
-        rows, columns = (max(-(-slots // asked.block), 2) for slots in (asked.slots, keys))
+        rows, columns = (max(-(-slots // options.block), 2) for slots in (options.slots, keys))
         heads = len(tiles.rule.branches_by_head)
         if 4 * heads * 2 * (rows * (columns + 1) + columns * (rows + 1)) <= TABLE_BYTES:
-            return asked.block
-        known = self._known.get(tiles, {}).get(asked)
+            return options.block
+        known = self._known.get(tiles, {}).get(options)
         return None if known is None else known.side
 
 
@@ -343,12 +345,12 @@ def _build(geometry: HopGeometry, tiles: Tiles, block: int, device: torch.device
     shifted = replace(tiles, q=q_axis, k=k_axis)
     by_head = [shifted.for_head(head_in_group) for head_in_group in range(geometry.heads)]
     while True:
-        rows = [block_intervals(one, block) for one in by_head]
-        columns = [block_intervals(one, block, by_key=True) for one in by_head]
+        rows = [block_intervals(blocks_by_head, block) for blocks_by_head in by_head]
+        columns = [block_intervals(blocks_by_head, block, by_key=True) for blocks_by_head in by_head]
         sizes = tuple(-(-side.length // block) for side in (q, k))
         plans = [
-            _TablePlan.of([one[full] for one in found], size)
-            for found, size in ((rows, sizes[0]), (columns, sizes[1]))
+            _TablePlan.of([intervals[full] for intervals in by_side], size)
+            for by_side, size in ((rows, sizes[0]), (columns, sizes[1]))
             for full in (0, 1)
         ]
         if sum(plan.nbytes for plan in plans) <= TABLE_BYTES:
@@ -361,7 +363,7 @@ def _build(geometry: HopGeometry, tiles: Tiles, block: int, device: torch.device
     tensors = HopTensors(
         q_tokens,
         k_tokens,
-        _bands(geometry, device),
+        _make_bands(geometry, device),
         partial_rows,
         full_rows,
         partial_columns,
@@ -372,16 +374,16 @@ def _build(geometry: HopGeometry, tiles: Tiles, block: int, device: torch.device
     return HopMask((q.first, q.length), (k.first, k.length), tensors, block)
 
 
-def _bands(geometry: HopGeometry, device: torch.device) -> tuple[BandTensors, ...]:
+def _make_bands(geometry: HopGeometry, device: torch.device) -> tuple[BandTensors, ...]:
     """Return the distances and masks of the branches; see `BandTensors`."""
-    found = []
+    bands = []
     for *bounds, masks in geometry.rule.bands:
         # No distance is beyond these, so a bound that is none stays without effect.
         limits = (-FARTHEST, FARTHEST) if geometry.all_full else bounds
         clipped = (max(-FARTHEST, min(bound, FARTHEST)) for bound in limits)
         least, most = (torch.full((), x, dtype=torch.int32, device=device) for x in clipped)
-        found.append(BandTensors(least, most, tuple(mask.function(device) for mask in masks)))
-    return tuple(found)
+        bands.append(BandTensors(least, most, tuple(mask.function(device) for mask in masks)))
+    return tuple(bands)
 
 
 # [Note: tables of blocks]
@@ -405,8 +407,8 @@ class _TablePlan(NamedTuple):
     def of(cls, by_head: list[BlockIntervals], rows: int) -> _TablePlan:
         rows = max(rows, 2)
         heads = len(by_head)
-        row = np.concatenate([one.row + head * rows for head, one in enumerate(by_head)])
-        first, end = (np.concatenate([one[part] for one in by_head]) for part in (1, 2))
+        row = np.concatenate([intervals.row + head * rows for head, intervals in enumerate(by_head)])
+        first, end = (np.concatenate([intervals[part] for intervals in by_head]) for part in (1, 2))
         count = np.bincount(row, weights=end - first, minlength=heads * rows).astype(np.int64)
         return cls(heads, rows, max(int(count.max()), 2), BlockIntervals(row, first, end), count)
 
@@ -425,7 +427,7 @@ class _TablePlan(NamedTuple):
         place -= (np.cumsum(self.counts) - self.counts)[row]
         most = int(number.max(initial=0)) + 1
         if most <= FEW_INTERVALS:
-            index = self._written(device, number, place, first - place, most, blocks)
+            index = self._write_rows(device, number, place, first - place, most, blocks)
         else:
             host = np.zeros((self.heads * self.rows, self.width), dtype=np.int32)
             which, within = repeat_rows(length)
@@ -436,7 +438,7 @@ class _TablePlan(NamedTuple):
             counts.view(1, self.heads, self.rows), index.view(1, self.heads, self.rows, self.width)
         )
 
-    def _written(
+    def _write_rows(
         self, device: torch.device, number: np.ndarray, place: np.ndarray, shift: np.ndarray, most: int,
         blocks: int,
     ) -> Tensor:  # fmt: skip
@@ -450,8 +452,8 @@ class _TablePlan(NamedTuple):
         on_device = to_device(torch.from_numpy(steps), device)
         place_w = torch.arange(self.width, dtype=torch.int32, device=device)
         index = place_w + on_device[1, 0].unsqueeze(1)
-        for one in range(1, most):
-            from_, by = (on_device[part, one].unsqueeze(1) for part in (0, 1))
+        for earlier in range(1, most):
+            from_, by = (on_device[part, earlier].unsqueeze(1) for part in (0, 1))
             index += (place_w >= from_) * by
         # Entries after the last block of a row are never read; clamp them to valid indices.
         return index.clamp_(max=max(blocks - 1, 0))

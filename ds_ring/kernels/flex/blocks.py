@@ -56,8 +56,8 @@ def block_intervals(tiles: Tiles, block: int, by_key: bool = False) -> tuple[Blo
     piece = single[which]
     blocks = (slot[piece] + (any_first[piece] + place) * step[piece]) // block
     parts.append((row[piece], blocks, blocks + 1))
-    partial = _union(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
-    return partial, _union(row[whole], full_first[whole], full_end[whole])
+    partial = _join_intervals(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
+    return partial, _join_intervals(row[whole], full_first[whole], full_end[whole])
 
 
 def cut_at_blocks(axis: Axis, block: int) -> tuple[IntArray, IntArray, IntArray, IntArray]:
@@ -74,10 +74,10 @@ def cut_at_blocks(axis: Axis, block: int) -> tuple[IntArray, IntArray, IntArray,
     return tile, number, first, last
 
 
-def _union(row: IntArray, first: IntArray, end: IntArray) -> BlockIntervals:
+def _join_intervals(row: IntArray, first: IntArray, end: IntArray) -> BlockIntervals:
     """Join intervals of a row that overlap or touch; empty ones are dropped."""
-    kept = first < end
-    row, first, end = row[kept], first[kept], end[kept]
+    is_filled = first < end
+    row, first, end = row[is_filled], first[is_filled], end[is_filled]
     order = np.lexsort([first, row])
     row, first = row[order], first[order]
     # The greatest end so far in the same row: `_FAR` separates the intervals of different rows.

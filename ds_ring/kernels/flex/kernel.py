@@ -43,27 +43,27 @@ from ds_ring.masks.tiles import ByIdentity, Tiles
 # with the same numbers of branches and bands.
 
 
-def constants_of_rule(rule: BoundPattern, device: torch.device) -> Hashable:
-    """Return what `block_mask_of` and `score_mod_of` make constants of, for all hops with this rule."""
+def collect_rule_constants(rule: BoundPattern, device: torch.device) -> Hashable:
+    """Return what `make_block_mask` and `make_score_mod` make constants of, for all hops with this rule."""
     functions = tuple(
-        tuple(constants_of_function(mask.function(device)) for mask in band[2]) for band in rule.bands
+        tuple(collect_function_constants(mask.function(device)) for mask in band[2]) for band in rule.bands
     )
     branches = (len(rule.branches_by_head), len(rule.branches_by_head[0]))
     return (*branches, tuple(map(tuple, functions)), len(rule.mask_heads), rule.counts_twice)
 
 
-def constants_of_function(function: object) -> Hashable:
+def collect_function_constants(function: object) -> Hashable:
     """Return what torch.compile makes constants of in a traced function, or in what one captured.
 
     Dynamo knows a function by its code; a captured tensor is an input, of a fixed shape.
     """
     if isinstance(function, FunctionType):
         captured = [cell.cell_contents for cell in function.__closure__ or ()]
-        return ByIdentity(function.__code__), constants_of_function(tuple(captured))
+        return ByIdentity(function.__code__), collect_function_constants(tuple(captured))
     if isinstance(function, Tensor):
         return function.dtype, function.device, function.shape, function.stride(), function.requires_grad
     if isinstance(function, tuple):
-        return tuple(map(constants_of_function, function))
+        return tuple(map(collect_function_constants, function))
     plain = function is None or isinstance(function, (bool, int, float, str))
     return (type(function), function) if plain else ByIdentity(function)
 
@@ -76,10 +76,10 @@ class ScoreTensors(NamedTuple):
     heads: Tensor
 
 
-def _at(table: Tensor, *indices: Tensor) -> Tensor:
+def _read_element(table: Tensor, *indices: Tensor) -> Tensor:
     """Return one element, as an operator: a joint graph is derived by a call; `table[i, j]` would read."""
-    found: Tensor = torch.ops.aten.index.Tensor(table, indices)
-    return found
+    values: Tensor = torch.ops.aten.index.Tensor(table, indices)
+    return values
 
 
 def _count(mask: HopTensors) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
@@ -92,12 +92,12 @@ def _count(mask: HopTensors) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tenso
         for number, (q_label, k_label) in enumerate(pairs):
             # One row of labels for all query heads of a K/V head, or one for each.
             head_in_group = head % heads
-            own = _at(q_label, head_in_group, query)
+            query_label = _read_element(q_label, head_in_group, query)
             # A token without a label (-1) sees nothing, not even another one without.
-            same = (own == _at(k_label, head_in_group, key)) & (own >= 0)
+            same = (query_label == _read_element(k_label, head_in_group, key)) & (query_label >= 0)
             # A band that all branches share is left to the mask_mod: once a pair, not once a branch.
             if len(mask.bands) > 1:
-                same = same & _in_band(mask, mask.bands[number], batch, head, query, key)
+                same = same & _check_band(mask, mask.bands[number], batch, head, query, key)
             total = same.to(torch.int32) if total is None else total + same.to(torch.int32)
         assert total is not None
         return total
@@ -105,27 +105,27 @@ def _count(mask: HopTensors) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tenso
     return count
 
 
-def _in_band(
+def _check_band(
     mask: HopTensors, band: BandTensors, batch: Tensor, head: Tensor, query: Tensor, key: Tensor
 ) -> Tensor:
     """Return whether the distance of a pair is in a band and the band's masks show the pair."""
-    q_position, k_position = _at(mask.q.position, query), _at(mask.k.position, key)
+    q_position, k_position = _read_element(mask.q.position, query), _read_element(mask.k.position, key)
     gap = q_position - k_position
     visible = (gap >= band.least) & (gap <= band.most)
     for function in band.functions:
-        number = _at(mask.head_numbers, head % mask.head_numbers.shape[0])
+        number = _read_element(mask.head_numbers, head % mask.head_numbers.shape[0])
         visible = visible & function(batch, number, q_position.long(), k_position.long())
     return visible
 
 
-def block_mask_of(mask: HopTensors, block: int) -> BlockMask:
+def make_block_mask(mask: HopTensors, block: int) -> BlockMask:
     """Return the BlockMask of a hop, its mask a function of captured tensors."""
     count, q, k = _count(mask), mask.q, mask.k
 
     def mask_mod(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         visible = count(batch, head, query, key) > 0
         if len(mask.bands) == 1:
-            visible = visible & _in_band(mask, mask.bands[0], batch, head, query, key)
+            visible = visible & _check_band(mask, mask.bands[0], batch, head, query, key)
         return visible
 
     return BlockMask(
@@ -139,15 +139,18 @@ def block_mask_of(mask: HopTensors, block: int) -> BlockMask:
     )
 
 
-def score_mod_of(mask: HopTensors, scores: ScoreTensors | None) -> Callable[..., Tensor]:
+def make_score_mod(mask: HopTensors, scores: ScoreTensors | None) -> Callable[..., Tensor]:
     """Return a score_mod that changes scores as the caller's, and adds log m where it can be other than 0."""
     count = _count(mask)
     if scores is not None:
-        own, _, heads = scores
+        scores_for_heads, _, heads = scores
 
         def changed(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            q_position, k_position = _at(mask.q.position, query).long(), _at(mask.k.position, key).long()
-            score = own(score, batch, _at(heads, head), q_position, k_position, score)
+            q_position, k_position = (
+                _read_element(mask.q.position, query).long(),
+                _read_element(mask.k.position, key).long(),
+            )
+            score = scores_for_heads(score, batch, _read_element(heads, head), q_position, k_position, score)
             return weighted(score, batch, head, query, key) if mask.counts_twice else score
 
     def weighted(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -178,8 +181,8 @@ def _forward(
     options: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:
     """Return (out, lse) of one hop; the lse as the operator has it."""
-    blocks = block_mask_of(mask, block).as_tuple()
-    out, lse, *_ = forward_operator(q, k, v, score_mod_of(mask, scores), blocks, scale, options)
+    blocks = make_block_mask(mask, block).as_tuple()
+    out, lse, *_ = forward_operator(q, k, v, make_score_mod(mask, scores), blocks, scale, options)
     return out, lse
 
 
@@ -205,7 +208,7 @@ def _backward(
     joint_graph: Callable[..., Any] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dq, dk, dv) of one hop from the global out and lse; the lse as the operator takes it."""
-    blocks, score_mod = block_mask_of(mask, block).as_tuple(), score_mod_of(mask, scores)
+    blocks, score_mod = make_block_mask(mask, block).as_tuple(), make_score_mod(mask, scores)
     graph: Any = None if joint_graph is None else joint_graph(mask, scores)
     # A joint graph of None is derived from the score_mod by the compiler; [Note: the backward operator]
     dq, dk, dv, _ = backward_operator(
@@ -214,8 +217,8 @@ def _backward(
     return dq, dk, dv
 
 
-def _joint_graph(mask: HopTensors, scores: ScoreTensors | None) -> Callable[..., list[Tensor | None]]:
-    """Return the joint graph of `score_mod_of`: log m is added, so it has no part in the derivative.
+def _make_joint_graph(mask: HopTensors, scores: ScoreTensors | None) -> Callable[..., list[Tensor | None]]:
+    """Return the joint graph of `make_score_mod`: log m is added, so it has no part in the derivative.
 
     Nothing derives it where nothing is compiled: below autograd, where the ring's operator runs, torch would
     find no gradient.
@@ -225,8 +228,11 @@ def _joint_graph(mask: HopTensors, scores: ScoreTensors | None) -> Callable[...,
         score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor, grad: Tensor
     ) -> list[Tensor | None]:
         if scores is not None:
-            q_position, k_position = _at(mask.q.position, query).long(), _at(mask.k.position, key).long()
-            number = _at(scores.heads, head)
+            q_position, k_position = (
+                _read_element(mask.q.position, query).long(),
+                _read_element(mask.k.position, key).long(),
+            )
+            number = _read_element(scores.heads, head)
             grad = scores.derivative(score, batch, number, q_position, k_position, grad)
         return [grad, None, None, None, None]
 
@@ -253,9 +259,9 @@ class Constants(NamedTuple):
         one_sample: the batch is 1.
         queries: 0 for many; else their number or a bound, where Inductor has another kernel for few.
         sizes: query heads, K/V heads, head_dim of queries and of values.
-        rule: the part of the mask that is in the code, `constants_of_rule`.
+        rule: the part of the mask that is in the code, `collect_rule_constants`.
         scale: of the scores.
-        scores: the score_mod, `constants_of_function`; None for none.
+        scores: the score_mod, `collect_function_constants`; None for none.
         options: of FlexAttention, as pairs.
     """
 
@@ -287,12 +293,12 @@ def compiled_call(backend: str | None, constants: Constants, block: int) -> Call
             _compiled_calls.clear()  # what is still needed is compiled anew
         call: Any = _backward if constants.way == "backward" else _forward
         if backend is None:
-            call = partial(call, joint_graph=_joint_graph) if call is _backward else call
+            call = partial(call, joint_graph=_make_joint_graph) if call is _backward else call
         else:
             # Dynamo keeps its history of a function's inputs by file, line and name.
             code = call.__code__.replace(co_name=f"{call.__name__}_{next(_numbers)}")
-            own = FunctionType(code, call.__globals__, code.co_name, call.__defaults__)
-            call = torch.compile(own, backend=backend, fullgraph=True)
+            renamed = FunctionType(code, call.__globals__, code.co_name, call.__defaults__)
+            call = torch.compile(renamed, backend=backend, fullgraph=True)
         _compiled_calls[key] = call
     return _compiled_calls[key]
 
@@ -347,12 +353,15 @@ class FlexKernel:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> Iterator[PartialOut]:
         if not len(tiles):
             return
-        mask, constants = self._mask(q, tiles), self._constants_of_hop(Operands(q, k, v), tiles, scale)
-        k, v = (_part(x, mask.k_rows) for x in (k, v))
+        mask, constants = (
+            self._get_mask(q, tiles),
+            self._collect_hop_constants(Operands(q, k, v), tiles, scale),
+        )
+        k, v = (_select_slots(x, mask.k_rows) for x in (k, v))
         # Inputs are computed in their own dtype; under autocast the operator would cast them.
         with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
-            out, lse = self._attend(_part(q, mask.q_rows), k, v, mask, constants)
-        yield PartialOut(ALL_HEADS, _rows(mask.q_rows), out, lse)
+            out, lse = self._attend(_select_slots(q, mask.q_rows), k, v, mask, constants)
+        yield PartialOut(ALL_HEADS, _make_rows(mask.q_rows), out, lse)
 
     def backward(
         self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tiles: Tiles,
@@ -360,32 +369,32 @@ class FlexKernel:
     ) -> Iterator[PartialGrads]:  # fmt: skip
         if not len(tiles):
             return
-        call = self._recomputed if self._recompute else self._operator
-        mask, slots = self._mask(q, tiles), k.shape[2]
+        call = self._recompute_gradients if self._recompute else self._run_operator
+        mask, slots = self._get_mask(q, tiles), k.shape[2]
         operands = Operands(q, k, v, grad_out, grad_lse is not None)
-        constants = self._constants_of_hop(operands, tiles, scale)
-        grad_out, q, out, lse = (_part(x, mask.q_rows) for x in (grad_out, q, out, lse))
-        k, v = (_part(x, mask.k_rows) for x in (k, v))
+        constants = self._collect_hop_constants(operands, tiles, scale)
+        grad_out, q, out, lse = (_select_slots(x, mask.q_rows) for x in (grad_out, q, out, lse))
+        k, v = (_select_slots(x, mask.k_rows) for x in (k, v))
         lse = lse.masked_fill(lse == float("-inf"), 0.0)  # of rows that see nothing: no NaN is formed
         if grad_lse is not None:
-            grad_lse = _part(grad_lse, mask.q_rows)
+            grad_lse = _select_slots(grad_lse, mask.q_rows)
         # The ring's operators run below autograd, which must record here: a recomputed hop is differentiated,
         # and so is a score_mod, for its joint graph.
         below = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False)
         with torch.autocast(q.device.type, enabled=False), below, torch.enable_grad():
             dq, dk, dv = call(grad_out, q, out, lse, k, v, mask, constants, grad_lse)
         first, length = mask.k_rows
-        if slots < first + length:  # the key that `_part` has added
+        if slots < first + length:  # the key that `_select_slots` has added
             length = slots - first
             dk, dv = dk[:, :, :length], dv[:, :, :length]
-        yield PartialGrads(ALL_HEADS, _rows(mask.q_rows), _rows((first, length)), dq, dk, dv)
+        yield PartialGrads(ALL_HEADS, _make_rows(mask.q_rows), _make_rows((first, length)), dq, dk, dv)
 
     def of_heads(self, heads: slice) -> FlexKernel:
         if self._scores is None:
             return self
-        found = copy(self)
-        found._scores = self._scores.of(heads)
-        return found
+        kernel = copy(self)
+        kernel._scores = self._scores.of(heads)
+        return kernel
 
     def compiles(self, operands: Operands, part: HeadsOfPass, scale: float) -> bool:
         """Return whether a pass is going to compile something, as far as is known before its tables."""
@@ -397,16 +406,16 @@ class FlexKernel:
             if len(tiles):
                 # Received keys are in the pool's buffers, which are never inference tensors.
                 inference = q.is_inference(), hop == 0 and k.is_inference()
-                side = self._masks.side_beforehand(tiles, self._asked(q), k.shape[2])
-                wanted.add((_rule_of(tiles), side, inference))
+                side = self._masks.side_beforehand(tiles, self._get_table_options(q), k.shape[2])
+                wanted.add((_get_rule(tiles), side, inference))
         heads = part.query_heads, part.kv_heads
         keys = (
-            (self._backend, self._constants(operands, heads, rule, scale, inference), side)
+            (self._backend, self._collect_constants(operands, heads, rule, scale, inference), side)
             for rule, side, inference in wanted
         )
         return any(key[2] is None or key not in _compiled_calls for key in keys)
 
-    def _constants(
+    def _collect_constants(
         self, operands: Operands, heads: tuple[int, int], rule: BoundPattern, scale: float,
         inference: tuple[bool, bool],
     ) -> Constants:  # fmt: skip
@@ -422,18 +431,18 @@ class FlexKernel:
             q.shape[0] == 1,
             0 if q.shape[2] >= SHORTEST else min(q.shape[2], 2),
             (*heads, q.shape[3], v.shape[3]),
-            constants_of_rule(rule, q.device),
+            collect_rule_constants(rule, q.device),
             scale,
-            constants_of_function(self._score_functions(q)),
+            collect_function_constants(self._get_score_functions(q)),
             self._options
             if not self._device_blocks
             else options_on(self._options, q.device, max(q.shape[3], v.shape[3]), q.dtype, self._block),
         )
 
-    def _constants_of_hop(self, operands: Operands, tiles: Tiles, scale: float) -> Constants:
+    def _collect_hop_constants(self, operands: Operands, tiles: Tiles, scale: float) -> Constants:
         q, k = operands.q, operands.k
         inference = q.is_inference(), k.is_inference()
-        return self._constants(operands, (q.shape[1], k.shape[1]), _rule_of(tiles), scale, inference)
+        return self._collect_constants(operands, (q.shape[1], k.shape[1]), _get_rule(tiles), scale, inference)
 
     def executed_pairs(self, tiles: Tiles, backward: bool = False) -> int:
         if not len(tiles):
@@ -444,14 +453,14 @@ class FlexKernel:
         counts = tensors.partial_rows.counts + tensors.full_rows.counts
         return int(counts.sum()) * mask.block**2 // counts.shape[1]
 
-    def _mask(self, q: Tensor, tiles: Tiles) -> HopMask:
+    def _get_mask(self, q: Tensor, tiles: Tiles) -> HopMask:
         if q.shape[-1] < 16 and q.device.type != "cpu":
             raise RingShapeError(
                 f'kernel "flex": expected head_dim 16 or more, got {q.shape[-1]}; use "reference"'
             )
-        return self._masks.of(tiles, *self._asked(q))
+        return self._masks.of(tiles, *self._get_table_options(q))
 
-    def _asked(self, q: Tensor) -> TableOptions:
+    def _get_table_options(self, q: Tensor) -> TableOptions:
         shortest, scored = min(q.shape[2], SHORTEST), self._scores is not None
         return TableOptions(self._block, q.device, shortest, q.shape[2], scored)
 
@@ -460,17 +469,17 @@ class FlexKernel:
     ) -> tuple[Tensor, Tensor]:
         """Return (out, lse) of one hop, the lse natural."""
         call = compiled_call(self._backend, constants, mask.block)
-        out, lse = call(q, k, v, *self._how(q, mask, constants))
+        out, lse = call(q, k, v, *self._get_compile_options(q, mask, constants))
         return out, lse if self._natural else lse * math.log(2)
 
-    def _how(self, q: Tensor, mask: HopMask, constants: Constants) -> tuple[Any, ...]:
+    def _get_compile_options(self, q: Tensor, mask: HopMask, constants: Constants) -> tuple[Any, ...]:
         """Return the arguments that both compiled functions take last."""
-        scores, functions = None, self._score_functions(q)
+        scores, functions = None, self._get_score_functions(q)
         if self._scores is not None and functions is not None:
             scores = ScoreTensors(*functions, self._tables.numbers(tuple(self._scores.heads), q.device))
-        return _marked(mask.tensors), scores, mask.block, constants.scale, dict(constants.options)
+        return _mark_tensors(mask.tensors), scores, mask.block, constants.scale, dict(constants.options)
 
-    def _score_functions(self, q: Tensor) -> tuple[Callable[..., Tensor], Callable[..., Tensor]] | None:
+    def _get_score_functions(self, q: Tensor) -> tuple[Callable[..., Tensor], Callable[..., Tensor]] | None:
         """Return the score_mod and its derivative for queries like these; None for none."""
         if self._scores is None:
             return None
@@ -478,18 +487,18 @@ class FlexKernel:
         # the compiler derives the gradient of the code that it is given
         return self._scores.functions(dtype, q.device, derived=self._backend is not None)
 
-    def _operator(
+    def _run_operator(
         self, grad_out: Tensor, q: Tensor, out: Tensor, lse: Tensor, k: Tensor, v: Tensor, mask: HopMask,
         constants: Constants, grad_lse: Tensor | None,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         """Return (dq, dk, dv) by the operator; the lse is finite."""
         if not self._natural:  # of the lse in base 2, and its gradient
-            lse = _like_hops(lse / math.log(2))
-            grad_lse = None if grad_lse is None else _like_hops(grad_lse * math.log(2))
+            lse = _mark_like_hops(lse / math.log(2))
+            grad_lse = None if grad_lse is None else _mark_like_hops(grad_lse * math.log(2))
         call = compiled_call(self._backend, constants, mask.block)
-        return call(grad_out, q, k, v, out, lse, grad_lse, *self._how(q, mask, constants))
+        return call(grad_out, q, k, v, out, lse, grad_lse, *self._get_compile_options(q, mask, constants))
 
-    def _recomputed(
+    def _recompute_gradients(
         self, grad_out: Tensor, q: Tensor, out: Tensor, lse: Tensor, k: Tensor, v: Tensor, mask: HopMask,
         constants: Constants, grad_lse: Tensor | None,
     ) -> tuple[Tensor, ...]:  # fmt: skip
@@ -512,45 +521,45 @@ def operator_compiles() -> bool:
     return hasattr(FlexAttentionBackwardHighOrderVariable, "_derive_joint_graph")
 
 
-def _rows(first_and_length: tuple[int, int]) -> Rows:
+def _make_rows(first_and_length: tuple[int, int]) -> Rows:
     first, length = first_and_length
     return Rows(first, 1, length)
 
 
-def _part(x: Tensor, rows: tuple[int, int]) -> Tensor:
+def _select_slots(x: Tensor, rows: tuple[int, int]) -> Tensor:
     """Return slots of x [B, heads, S, ...], contiguous and marked; [Note: one compilation]."""
     first, length = rows
     part = x.detach()[:, :, first : first + length].contiguous()
     if part.shape[2] < length:  # one key, and another one without a label: a size of 1 is a constant
         part = torch.cat([part, torch.zeros_like(part)], dim=2)
     strides = [math.prod(part.shape[dim + 1 :]) for dim in range(part.dim())]  # of sizes of 1 as well
-    return _like_hops(part.as_strided(part.shape, strides))
+    return _mark_like_hops(part.as_strided(part.shape, strides))
 
 
-def _like_hops(x: Tensor) -> Tensor:
+def _mark_like_hops(x: Tensor) -> Tensor:
     """Mark x [B, heads, S, ...]: samples and slots vary from call to call, other sizes are constants."""
     torch._dynamo.mark_static(x, [1, *range(3, x.dim())])
-    return _dynamic(x, 2) if x.shape[0] == 1 else _dynamic(x, 0, 2)
+    return _mark_dynamic(x, 2) if x.shape[0] == 1 else _mark_dynamic(x, 0, 2)
 
 
-def _rule_of(tiles: Tiles) -> BoundPattern:
+def _get_rule(tiles: Tiles) -> BoundPattern:
     assert tiles.rule is not None, "flex: tiles that are cut from no rule"
     return tiles.rule
 
 
-def _dynamic(x: Tensor, *dims: int) -> Tensor:
+def _mark_dynamic(x: Tensor, *dims: int) -> Tensor:
     for dim in dims:
         torch._dynamo.maybe_mark_dynamic(x, dim)
     return x
 
 
-def _marked(tensors: HopTensors) -> HopTensors:
+def _mark_tensors(tensors: HopTensors) -> HopTensors:
     """Return the same tensors, their token and block dimensions marked as dynamic (once: marks stay)."""
     for tokens in (tensors.q, tensors.k):
-        _dynamic(tokens.position, 0)
+        _mark_dynamic(tokens.position, 0)
         for labels in tokens.labels:
-            _dynamic(labels, 1)
+            _mark_dynamic(labels, 1)
     for table in (tensors.partial_rows, tensors.full_rows, tensors.partial_columns, tensors.full_columns):
-        _dynamic(table.counts, 2)
-        _dynamic(table.blocks, 2, 3)
+        _mark_dynamic(table.counts, 2)
+        _mark_dynamic(table.blocks, 2, 3)
     return tensors

@@ -16,7 +16,7 @@ from ds_ring.kernels.flex.blocks import block_intervals, cut_at_blocks
 from ds_ring.masks.pattern import BoundPattern
 from ds_ring.masks.slots import IntArray
 from ds_ring.masks.tiles import Axis
-from ds_ring.registry import LAYOUTS, load
+from ds_ring.plugin import LAYOUTS, load
 from ds_ring.schedule.choose import Candidate, work_of_ranks
 from ds_ring.schedule.head_class import HeadClass, ReadsOfShards, tiles_of_payload
 from ds_ring.schedule.layout import Layout
@@ -36,16 +36,16 @@ def rate_in_blocks(
     first = options[0].layout
     tokens, ring_size, multiple_of = first.tokens, first.ring_size, first.multiple_of
     makers = [load(row.for_blocks) for row in LAYOUTS.values() if row.for_blocks]
-    made = [layouts for make in makers if (layouts := make(tokens, ring_size, multiple_of, mix)) is not None]
+    added = [layouts for make in makers if (layouts := make(tokens, ring_size, multiple_of, mix)) is not None]
     # Where no layout is made for blocks, the runs of all are long.
-    if not made and ring_size > FEW_RANKS:
+    if not added and ring_size > FEW_RANKS:
         return None
-    mean = sum(layers * work_of_ranks(one, first).mean() for one, layers in mix) or 1.0
-    found = []
-    for layout in [*(one.layout for one in options), *itertools.chain(*made)]:
-        executed = sum(layers * executed_of_fullest(one, layout, block) for one, layers in mix)
-        found.append(Candidate(layout, executed / mean))
-    return found
+    mean = sum(layers * work_of_ranks(pattern, first).mean() for pattern, layers in mix) or 1.0
+    rated = []
+    for layout in [*(option.layout for option in options), *itertools.chain(*added)]:
+        executed = sum(layers * executed_of_fullest(pattern, layout, block) for pattern, layers in mix)
+        rated.append(Candidate(layout, executed / mean))
+    return rated
 
 
 def executed_of_fullest(pattern: BoundPattern, layout: Layout, block: int) -> int:
@@ -54,12 +54,12 @@ def executed_of_fullest(pattern: BoundPattern, layout: Layout, block: int) -> in
     head_class = HeadClass(ReadsOfShards(pattern, layout), slice(0, 1), one_way(size))
     sampled = sampled_origins(size)
     ranks = range(size) if size <= FEW_RANKS else (sampled[0], sampled[len(sampled) // 2], sampled[-1])
-    return max(_executed(head_class, rank, block) for rank in ranks)
+    return max(_count_executed(head_class, rank, block) for rank in ranks)
 
 
-def _executed(head_class: HeadClass, rank: int, block: int) -> int:
+def _count_executed(head_class: HeadClass, rank: int, block: int) -> int:
     layout, (way,) = head_class.reads.layout, head_class.directions
-    runs, share = _sampled_rows(layout.runs(rank), block)
+    runs, share = _sample_rows(layout.runs(rank), block)
     total = 0
     for hop in range(layout.ring_size) if len(runs) else ():
         origin = way.origin(rank, hop, layout.ring_size)
@@ -73,14 +73,14 @@ def _executed(head_class: HeadClass, rank: int, block: int) -> int:
     return round(total * block**2 / share)
 
 
-def _sampled_rows(runs: IntArray, block: int) -> tuple[IntArray, float]:
+def _sample_rows(runs: IntArray, block: int) -> tuple[IntArray, float]:
     """Return the runs of some rows of blocks, and which part of all rows they are; [Note: sampled rows]."""
     rows = -(-int(runs[:, 2].sum()) // block)
     if rows <= ROWS:
         return runs, 1.0
     chosen = np.unique(np.linspace(0, rows - 1, ROWS).astype(np.int64))
     run, row, first, last = cut_at_blocks(Axis.from_runs(runs), block)
-    kept = np.isin(row, chosen)
-    run, first, last = run[kept], first[kept], last[kept]
+    is_chosen = np.isin(row, chosen)
+    run, first, last = run[is_chosen], first[is_chosen], last[is_chosen]
     start, step = runs[run, 0], runs[run, 1]
     return np.stack([start + first * step, step, last - first + 1], axis=1), len(chosen) / rows

@@ -60,53 +60,55 @@ _NAMES = {
 }
 
 
-def checked_options(given: dict[str, Any]) -> dict[str, Any]:
+def checked_options(options: dict[str, Any]) -> dict[str, Any]:
     """Return all options; by default the kernel for many queries.
 
     Raises:
         RingConfigError: an option that this torch does not have.
     """
     known = set(FlexKernelOptions.__annotations__) - INTERNAL
-    for option in given:
+    for option in options:
         if option.removeprefix("fwd_").removeprefix("bwd_") not in known:
             raise RingConfigError(
                 f'kernel_options of kernel "flex": unknown option {option!r} for torch {torch.__version__};'
                 f" expected some of {', '.join(sorted(known))}, or one with fwd_ or bwd_ before it"
             )
-    if "BACKEND" not in given and "FORCE_USE_FLEX_ATTENTION" not in given:
+    if "BACKEND" not in options and "FORCE_USE_FLEX_ATTENTION" not in options:
         # "AUTO" would choose by the number of queries, and compile again
-        given = given | ({"BACKEND": "TRITON"} if "BACKEND" in known else {"FORCE_USE_FLEX_ATTENTION": True})
-    return DEFAULTS | given
+        options = options | (
+            {"BACKEND": "TRITON"} if "BACKEND" in known else {"FORCE_USE_FLEX_ATTENTION": True}
+        )
+    return DEFAULTS | options
 
 
 @lru_cache(maxsize=256)
 def options_on(
-    given: FlexOptions, device: torch.device, head_dim: int, dtype: torch.dtype, block: int
+    flex_options: FlexOptions, device: torch.device, head_dim: int, dtype: torch.dtype, block: int
 ) -> FlexOptions:
     """Return a call's options: those given, with blocks and warps of the device for a pass that has none.
 
     Args:
-        given: of `checked_options`, as pairs.
+        flex_options: of `checked_options`, as pairs.
         device: of the tensors.
         head_dim: the larger one of queries' and values'.
         dtype: of queries.
         block: side of a block of the mask, slots.
     """
-    options = dict(given)
+    options = dict(flex_options)
     triton = options.get("BACKEND", "TRITON") == "TRITON"
     if device.type != "cuda" or not triton or dtype.itemsize != 2 or not torch.cuda.is_available():
-        return given
+        return flex_options
     major, minor = torch.cuda.get_device_capability(device)
-    ways = [way for way in _NAMES if not any(_is_of(way, option) for option in options)]
+    ways = [way for way in _NAMES if not any(_sets_way(way, option) for option in options)]
     blocks = blocks_of(10 * major + minor, head_dim, block).items()
-    return (*given, *((option, value) for option, value in blocks if option[:3] in ways))
+    return (*flex_options, *((option, value) for option, value in blocks if option[:3] in ways))
 
 
-def _is_of(way: str, option: str) -> bool:
+def _sets_way(way: str, option: str) -> bool:
     """Return whether an option sets blocks, stages or warps of the pass "fwd" or "bwd"."""
-    other = {"fwd": "bwd_", "bwd": "fwd_"}[way]
+    opposite = {"fwd": "bwd_", "bwd": "fwd_"}[way]
     names = [name for several in _NAMES[way] for name in several]
-    return not option.startswith(other) and option.removeprefix(f"{way}_") in names
+    return not option.startswith(opposite) and option.removeprefix(f"{way}_") in names
 
 
 def blocks_of(capability: int, head_dim: int, block: int) -> dict[str, int]:
@@ -124,9 +126,9 @@ def blocks_of(capability: int, head_dim: int, block: int) -> dict[str, int]:
 
 def options_of(ways: Mapping[str, Blocks], block: int = 128) -> dict[str, int]:
     """Return blocks and warps of "fwd" and "bwd" as options, none larger than a block of the mask."""
-    found: dict[str, int] = {}
+    options: dict[str, int] = {}
     for way, (*sides, stages, warps) in ways.items():
         values = (*(min(side, block) for side in sides), stages, warps)
         for names, value in zip(_NAMES[way], values, strict=True):
-            found |= {f"{way}_{name}": value for name in names}
-    return found
+            options |= {f"{way}_{name}": value for name in names}
+    return options

@@ -16,9 +16,9 @@ def flex_bytes(tiles: Tiles, shape: HopShape, backward: bool) -> int:
     dq, dk, dv and delta.
     """
     queries, keys = shape.rows * shape.queries, shape.kv_rows * shape.keys
-    kept = KEPT_TABLE_BYTES + keys * (shape.head_dim + shape.value_dim) * shape.element_bytes
+    table_bytes = KEPT_TABLE_BYTES + keys * (shape.head_dim + shape.value_dim) * shape.element_bytes
     if backward:
         elements = queries * shape.head_dim + keys * (shape.head_dim + shape.value_dim)
-        return kept + elements * shape.element_bytes + 2 * queries * FLOAT
+        return table_bytes + elements * shape.element_bytes + 2 * queries * FLOAT
     wide = FLOAT if shape.element_bytes < FLOAT else 0
-    return kept + queries * (shape.value_dim * (shape.element_bytes + wide) + 6 * FLOAT)
+    return table_bytes + queries * (shape.value_dim * (shape.element_bytes + wide) + 6 * FLOAT)

@@ -25,7 +25,7 @@ from ds_ring.ops.compiled import GraphRefusal
 from ds_ring.ops.context import RingContext
 from ds_ring.ops.frontend import AskedContext, attend, context_of_call
 from ds_ring.ops.handles import never_traced
-from ds_ring.registry import PASSES
+from ds_ring.plugin import PASSES
 from ds_ring.schedule.layout import Layout
 
 
@@ -79,7 +79,7 @@ class CrossAttention(RingAttention):
             config_or_pattern, mesh=mesh, layout=layout, scale=scale, pattern=pattern, score_mod=score_mod
         )
 
-    def _placed(
+    def _choose_placement(
         self, pattern: Pattern, layout: Layout | str, mesh: RingMesh, score_mod: ScoreFunction | None
     ) -> tuple[Pattern, Layout, ScoreFunction | None]:
         self._pair, between = _make_pair(pattern, layout, self._key_layout, mesh, self._options)
@@ -90,7 +90,7 @@ class CrossAttention(RingAttention):
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, return_lse: bool,
         refusal: GraphRefusal | None,
     ) -> Any:  # fmt: skip
-        return _attend_between(self._pair, q, k, v, self._context_now(), sinks, return_lse)
+        return _attend_between(self._pair, q, k, v, self._get_context(), sinks, return_lse)
 
 
 def _make_pair(

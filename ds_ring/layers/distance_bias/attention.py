@@ -59,7 +59,7 @@ class DistanceBiasAttention(RingAttention):
             sinks: None.
             return_lse: see `ring_attention`.
         """
-        context = self._context_now()
+        context = self._get_context()
         if torch.compiler.is_compiling() or sinks is not None or context.options.scale is None:
             got = "a compiled call, sinks or no scale"
             advice = "call it eagerly, and merge sinks by return_lse"
@@ -88,7 +88,7 @@ class _Biased(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.first = first
         results = run_forward(context, q, k, v, None, [Profiles(profiles, first)])
-        save(ctx, context, (q, k, v, context, None), results, eager=True, more=(profiles,))
+        save(ctx, context, (q, k, v, context, None), results, eager=True, further=(profiles,))
         return results
 
     @staticmethod

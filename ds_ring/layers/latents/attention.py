@@ -82,7 +82,7 @@ class LatentAttention(RingAttention):
         inputs = query, latent, rope, up_projection
         if torch.compiler.is_compiling():
             return attend_compiled(*inputs, self._handle, self._mesh, sinks, return_lse)
-        return attend(*inputs, self._context_now(), sinks, return_lse)
+        return attend(*inputs, self._get_context(), sinks, return_lse)
 
 
 class _Latents(ExtraOperand):

@@ -60,7 +60,7 @@ latent_attention_backward_op.register_fake(
 
 def _setup_latents(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, latent, rope, up, handle, sinks = inputs
-    save(ctx, context_of(handle), (q, latent, rope, handle, sinks), output, eager=False, more=(up,))
+    save(ctx, context_of(handle), (q, latent, rope, handle, sinks), output, eager=False, further=(up,))
 
 
 def _backward_latents(

@@ -19,9 +19,7 @@ from ds_ring.layers.selection.select import ring_select
 from ds_ring.masks.pattern import Pattern
 from ds_ring.models.attention_call import AttentionCall
 from ds_ring.models.rows import in_order
-from ds_ring.registry import load
-
-FEW_QUERIES = "ds_ring.decode.selection"  # for queries that every rank has
+from ds_ring.plugin import HOOKS, load
 
 # Computes some scores: of samples and of slots of this rank's queries, with some keys.
 Computation = Callable[[Any, slice, Tensor], Tensor]
@@ -45,7 +43,7 @@ def selected(sharding: BatchSharding, pattern: Pattern, scores: Computation, k: 
     select: Callable[..., Tensor] = ring_select
     if sharding.is_replicated:  # a step of a generation, which can be removed
         of_all: Any = sharding
-        select = partial(load(f"{FEW_QUERIES}.select_for_all"), q_positions=of_all.q_positions.numpy())
+        select = partial(load(HOOKS["select_for_all"]), q_positions=of_all.q_positions.numpy())
     results = []
     with sharding.mesh.owners[Choices].exact():
         if not sharding.groups:
@@ -84,7 +82,7 @@ def attend_to_chosen(call: AttentionCall, chosen: Tensor) -> Tensor:
         return exact(call, chosen)
     attend: Callable[..., Tensor] = selected_attention
     if call.sharding.is_replicated:
-        attend = load(f"{FEW_QUERIES}.attend_for_all")
+        attend = load(HOOKS["attend_for_all"])
     return attend(
         call.q_BHSD, call.k_BGSD, call.v_BGSE, chosen, layout=call.sharding.layout, mesh=call.sharding.mesh,
         scale=call.scale, sinks=call.sinks, hop_timeout_s=float(call.sharding.config.hop_timeout_seconds),

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ds_ring.config.section import tile_tokens
 from ds_ring.data.session import RingSession
 from ds_ring.errors import RingConfigError
 from ds_ring.memory.tiles.deferred_logits import DeferredLogits, HeadFunction
+from ds_ring.memory.tiles.keys import tile_tokens
 from ds_ring.models.model import MODEL, TABLE
 from ds_ring.models.model_part import Loss, ModelPart
 from ds_ring.patches import imports_of, patch

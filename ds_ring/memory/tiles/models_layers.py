@@ -13,9 +13,9 @@ from deepspeed.utils import set_z3_leaf_module
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ds_ring.config.section import TileChoice, tile_tokens
 from ds_ring.data.session import RingSession
 from ds_ring.errors import RingConfigError
+from ds_ring.memory.tiles.keys import TileChoice, tile_tokens
 from ds_ring.memory.tiles.tiled_call import tiled_call
 from ds_ring.models.model import TABLE
 from ds_ring.models.model_part import ModelPart

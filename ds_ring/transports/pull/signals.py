@@ -136,7 +136,7 @@ class PullExchange(Exchange):
         mesh, plan, (q, k, v, grad_out, _) = self.mesh, setup.plan, operands
         backward, size = grad_out is not None, head_bytes(k, v)
         lower = partial(lower_rank, backward=backward, head_bytes=size, chunk_bytes=setup.chunk_bytes)
-        steps = lower(setup.own)
+        steps = lower(setup.rank_plan)
         prepared = passes.of(steps, k, v)
         if prepared.messages is None:
             kind_at = partial(kind_in_pass, setup.kernel, q, k, v)

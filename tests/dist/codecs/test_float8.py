@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
 from ds_ring import Causal, build_plan, make_layout
 from ds_ring_launcher.plan.pass_memory import PassShape
 from ds_ring_launcher.plan.pass_time import CostPart, bytes_sent
-from tests.dist.harness import RankPool
+from tests.dist.harness import Pool
 from tests.dist.test_first_batch import train
 from tests.dist.test_precision import SHAPE, passed_in
-
-Pool = Callable[[int], RankPool]
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -25,10 +21,10 @@ def test_keys_travel_in_float8(rank_pool: Pool, size: int) -> None:
         rank_pool(size).run(passed_in, torch.bfloat16, {"kv_payload": payload})
         for payload in ("as_is", "float8")
     )
-    for one, other in zip(exact[0][0], rounded[0][0], strict=True):
-        gap = float((one.double() - other.double()).norm() / one.double().norm())
+    for item, second in zip(exact[0][0], rounded[0][0], strict=True):
+        gap = float((item.double() - second.double()).norm() / item.double().norm())
         assert 0.005 < gap < 0.15, gap
-    sent = [[sum(one[i] for one in ranks) for i in (1, 2)] for ranks in (exact, rounded)]
+    sent = [[sum(item[i] for item in ranks) for i in (1, 2)] for ranks in (exact, rounded)]
     (keys, back), (short, short_back) = sent
     row = 2 * SHAPE.head_dim
     assert short * 2 * row == keys * (row + 2) and back - keys == short_back - short
@@ -38,7 +34,7 @@ def test_keys_travel_in_float8(rank_pool: Pool, size: int) -> None:
     group = SHAPE.query_heads // SHAPE.kv_heads
     shape = PassShape(SHAPE.batch, group, layout.local_tokens, SHAPE.head_dim, 2, 1 << 20, "cpu")
     for rank, (_, *counted) in enumerate(rounded):
-        classes = [CostPart(one, 1) for one in plan.rank(rank).classes]
+        classes = [CostPart(item, 1) for item in plan.rank(rank).classes]
         assert bytes_sent(classes, shape) == tuple(counted), "as ds-ring plan says"
 
 

@@ -13,10 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.dist.harness import RankPool
+from tests.dist.harness import Pool, catch_refusal
 from tests.reference import relative_error
-
-Pool = Callable[[int], RankPool]
 
 pytestmark = pytest.mark.needs("diffusers")  # which the ranks import; both workers would, here
 
@@ -159,17 +157,17 @@ def trained(
         model.enable_parallelism(config=config, cp_plan={} if make is cosmos else None)
         if make is cosmos:
             split_cosmos(model, config)
-        out, found = run(model, inputs)
+        out, result = run(model, inputs)
     finally:
         torch.set_default_dtype(torch.float32)
         if "model" in locals():
             model.reset_attention_backend()
-    assert found.keys() == of_one.keys() and len(found) > 20
-    for name, gradient in found.items():
+    assert result.keys() == of_one.keys() and len(result) > 20
+    for name, gradient in result.items():
         dist.all_reduce(gradient)
         if make is cosmos and name.startswith("proj_out"):  # behind the gathering: every rank has all of it
             gradient /= world_size
-    errors = {n: relative_error(x, of_one[n]) for n, x in found.items() if of_one[n].abs().max() > 1e-9}
+    errors = {n: relative_error(x, of_one[n]) for n, x in result.items() if of_one[n].abs().max() > 1e-9}
     assert len(errors) > 20
     return errors | {"": relative_error(out, wanted)}
 
@@ -190,8 +188,8 @@ def test_a_model_trains_as_on_one_process(
 
 def test_diffusers_itself_refuses_causal_attention(rank_pool: Pool) -> None:
     """Should this fail one day, MIGRATING's sentence about diffusers is to be changed."""
-    for one in rank_pool(2).collect(trained, cosmos, 2, "native"):
-        assert "Causal attention is not yet supported" in one.message
+    for item in rank_pool(2).collect(trained, cosmos, 2, "native"):
+        assert "Causal attention is not yet supported" in item.message
 
 
 def parallel(ring_size: int, ulysses_size: int, **options: Any) -> Any:
@@ -246,13 +244,13 @@ def called(rank: int, world_size: int, causal: bool, grouped: bool, mask: str, r
         for x in leaves
     ]
     mine = [x.requires_grad_() for x in local]
-    given = mine[3] if mask == "terms" else None
+    arguments = mine[3] if mask == "terms" else None
     if mask == "bool":
-        given = seen[:, 0, -1].chunk(world_size, dim=1)[rank]  # [B, S]
+        arguments = seen[:, 0, -1].chunk(world_size, dim=1)[rank]  # [B, S]
     options = {"is_causal": causal, "enable_gqa": grouped, "backend": "ds_ring", "parallel_config": config}
-    out = dispatch_attention_fn(*mine[:3], given, **options)
+    out = dispatch_attention_fn(*mine[:3], arguments, **options)
     out.backward(grad.chunk(world_size, dim=1)[rank])
-    half = dispatch_attention_fn(*(x.detach().bfloat16() for x in mine[:3]), given, **options)
+    half = dispatch_attention_fn(*(x.detach().bfloat16() for x in mine[:3]), arguments, **options)
     assert half.dtype == torch.bfloat16 and relative_error(half.double(), out.detach()) < 0.03
     pairs = [(out.detach(), want.detach()), *((x.grad, y.grad) for x, y in zip(mine, leaves, strict=True))]
     return [
@@ -290,9 +288,7 @@ def refused(rank: int, world_size: int) -> dict[str, str]:
     """What each of these raises on this rank, also where only rank 0 is wrong."""
     from diffusers.models.attention_dispatch import dispatch_attention_fn
 
-    from ds_ring.errors import RingError
-
-    wrong, found = rank == 0, {}
+    wrong, result = rank == 0, {}
     config = parallel(world_size, 1)
     x, right = torch.zeros(B, 8, 4, 8), torch.ones(B, 8).bool()
     masks = {
@@ -304,20 +300,23 @@ def refused(rank: int, world_size: int) -> dict[str, str]:
         kv = x[:, :4] if what == "causal" and wrong else x
         mask = masks[what] if what in masks and wrong else right if what in masks else None
         config.context_parallel_config.ring_anything = what == "uneven shards"
-        try:
-            dispatch_attention_fn(
-                x, kv, kv, right if what == "one rank masks" and wrong else mask,
-                dropout_p=0.1 * (what == "dropout" and wrong), is_causal=what == "causal", backend="ds_ring",
-                parallel_config=config,
-            )  # fmt: skip
-        except RingError as error:
-            found[what] = str(error)
-    return found
+        result[what] = catch_refusal(
+            dispatch_attention_fn,
+            x,
+            kv,
+            kv,
+            right if what == "one rank masks" and wrong else mask,
+            dropout_p=0.1 * (what == "dropout" and wrong),
+            is_causal=what == "causal",
+            backend="ds_ring",
+            parallel_config=config,
+        )
+    return result
 
 
 def test_what_the_ring_does_not_compute_is_refused_on_every_rank(rank_pool: Pool) -> None:
     ranks = rank_pool(4).run(refused)
-    assert all(found.keys() == REFUSED.keys() for found in ranks)
+    assert all(result.keys() == REFUSED.keys() for result in ranks)
     assert all(says in ranks[0][what] for what, says in REFUSED.items()), ranks[0]
 
 

@@ -18,10 +18,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 import ds_ring
-from tests.dist.harness import RankPool
-from tests.reference import relative_error
-
-Pool = Callable[[int], RankPool]
+from tests.dist.harness import Pool
+from tests.reference import dense_attention, relative_error
 
 pytestmark = pytest.mark.needs("megatron")  # which the ranks import; both workers would, here
 
@@ -119,9 +117,9 @@ def trained(rank: int, world_size: int, cp_size: int, changes: dict[str, Any]) -
         alone = build(None, 1, changes)
         expected = alone(**batch, attention_mask=torch.ones(1, 1, TOKENS, TOKENS).triu(1).bool())
         expected.sum().backward()
-    found, wanted = gradients(model), gradients(alone)
-    assert found.keys() == wanted.keys()
-    errors = {name: relative_error(found[name], wanted[name]) for name in wanted}
+    result, wanted = gradients(model), gradients(alone)
+    assert result.keys() == wanted.keys()
+    errors = {name: relative_error(result[name], wanted[name]) for name in wanted}
     whole = expected.detach().gather(1, mine["position_ids"])
     return errors | {"loss": relative_error(losses.detach(), whole)}
 
@@ -146,7 +144,6 @@ def packed(rank: int, world_size: int) -> float:
     from megatron.core.transformer.enums import AttnMaskType
 
     from ds_ring.contrib.megatron.core_attention import RingCoreAttention, mesh_of
-    from tests.reference import dense_attention
 
     start_megatron(world_size)
     parts, generator = 2 * world_size, torch.Generator().manual_seed(0)
@@ -156,7 +153,7 @@ def packed(rank: int, world_size: int) -> float:
         mesh=mesh_of(parallel_state.get_context_parallel_group()),
     )  # fmt: skip
     cu, cu_padded = (torch.zeros(4, dtype=torch.int32) for _ in range(2))
-    given = PackedSeqParams("thd", cu, cu, cu_padded, cu_padded, 16, 16)
+    inputs = PackedSeqParams("thd", cu, cu, cu_padded, cu_padded, 16, 16)
     errors = []
     for lengths in ([7, 16, 3], [16, 3, 7]):
         padded = [-(-length // parts) * parts for length in lengths]
@@ -167,13 +164,13 @@ def packed(rank: int, world_size: int) -> float:
         # Chunks r and 2P - 1 - r of each sequence: Transformer Engine's thd_get_partitioned_indices.
         mine = torch.cat(
             [
-                int(cu_padded[i]) + torch.arange(size // parts) + size // parts * one
+                int(cu_padded[i]) + torch.arange(size // parts) + size // parts * item
                 for i, size in enumerate(padded)
-                for one in (rank, parts - 1 - rank)
+                for item in (rank, parts - 1 - rank)
             ]
         )
         local = [x[mine].requires_grad_() for x in (q, k, v)]
-        out = core(*local, None, packed_seq_params=given)
+        out = core(*local, None, packed_seq_params=inputs)
         out.backward(grad[mine].flatten(1))
         ids = [
             number if t < lengths[number] else -1 for number, size in enumerate(padded) for t in range(size)
@@ -202,7 +199,6 @@ def called(rank: int, world_size: int) -> dict[str, float]:
     from megatron.core.transformer.enums import AttnMaskType
 
     from ds_ring.contrib.megatron.core_attention import RingCoreAttention, mesh_of
-    from tests.reference import dense_attention
 
     start_megatron(world_size)
     generator = torch.Generator().manual_seed(0)
@@ -211,7 +207,7 @@ def called(rank: int, world_size: int) -> dict[str, float]:
     chunks = torch.arange(TOKENS).chunk(2 * world_size)
     mine = torch.cat([chunks[rank], chunks[2 * world_size - 1 - rank]])
     config = build(RingCoreAttention, world_size, {}).config
-    mesh, found = mesh_of(parallel_state.get_context_parallel_group()), {}
+    mesh, result = mesh_of(parallel_state.get_context_parallel_group()), {}
     for kind in (
         AttnMaskType.causal,
         AttnMaskType.padding_causal,
@@ -225,8 +221,8 @@ def called(rank: int, world_size: int) -> dict[str, float]:
         pattern = ds_ring.Causal() if "causal" in kind.name else ds_ring.Full()
         want = dense_attention(*(x.permute(1, 2, 0, 3) for x in (q, k, v, grad)), pattern)
         pairs = [(out.unflatten(2, (4, 12)), want.out), *zip((x.grad for x in local), want[2:], strict=True)]
-        found[kind.name] = max(relative_error(got, one.permute(2, 0, 1, 3)[mine]) for got, one in pairs)
-    return found
+        result[kind.name] = max(relative_error(got, item.permute(2, 0, 1, 3)[mine]) for got, item in pairs)
+    return result
 
 
 def test_mask_types_and_values_of_another_width(rank_pool: Pool) -> None:
@@ -246,7 +242,7 @@ def refused(rank: int, world_size: int) -> list[str]:
         RingCoreAttention, config=model.config, layer_number=1, attn_mask_type=AttnMaskType.causal,
         attention_type="self",
     )  # fmt: skip
-    core, found = make(), []
+    core, result = make(), []
     q = torch.randn(6, 1, 4, 8)
     k = q[:, :, :2]
     uneven = torch.tensor([0, 3, 12])
@@ -267,9 +263,9 @@ def refused(rank: int, world_size: int) -> list[str]:
     for call in calls:
         with pytest.raises(ds_ring.RingError) as raised:
             call()
-        found.append(str(raised.value))
+        result.append(str(raised.value))
     core(q, k, k, None)
-    return found
+    return result
 
 
 def test_what_the_ring_does_not_do_is_refused_on_every_rank(rank_pool: Pool) -> None:
@@ -278,6 +274,6 @@ def test_what_the_ring_does_not_do_is_refused_on_every_rank(rank_pool: Pool) -> 
         "attention_bias", "got arbitrary", "two equal chunks", "pad to twice the context parallel size",
         "multiples of 4 tokens", "two equal chunks",
     )  # fmt: skip
-    for found in rank_pool(2).run(refused):
-        for word, text in zip(words, found, strict=True):
+    for result in rank_pool(2).run(refused):
+        for word, text in zip(words, result, strict=True):
             assert word in text, text

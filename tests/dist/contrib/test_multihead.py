@@ -5,7 +5,6 @@ Tokens do not divide by the ranks, so shards have padding. A parameter's gradien
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,26 +22,25 @@ from ds_ring import (
     make_layout,
     shard_sequence,
 )
-from tests.dist.harness import RankPool
+from tests.dist.harness import Pool
 from tests.multihead import dense
 from tests.reference import relative_error
 
 E, H, T = 32, 4, 46
-Pool = Callable[[int], RankPool]
 DILATED = Dilated((8, 16, 46), (1, 2, 4))
 
 
 def on_a_ring(
-    rank: int, world_size: int, pattern: Any, layout_name: str, more: dict[str, Any], compiled: bool
+    rank: int, world_size: int, pattern: Any, layout_name: str, extra: dict[str, Any], compiled: bool
 ) -> dict[str, float]:
     """Relative error of the output and of each gradient, by name, of two steps."""
-    ulysses = more.pop("ulysses_size", 1)
+    ulysses = extra.pop("ulysses_size", 1)
     mesh = RingMesh.from_world(world_size // ulysses, ulysses)
     layout = make_layout(
         layout_name, tokens=T, ring_size=mesh.ring_size, pattern=pattern, multiple_of=ulysses
     )
     module = MultiheadRingAttention(
-        E, H, mesh=mesh, pattern=pattern, layout=layout, dtype=torch.float64, **more
+        E, H, mesh=mesh, pattern=pattern, layout=layout, dtype=torch.float64, **extra
     )
     torch._dynamo.reset()
     call: Any = torch.compile(module, fullgraph=True, backend="aot_eager") if compiled else module
@@ -69,7 +67,7 @@ def on_a_ring(
 
 
 @pytest.mark.parametrize(
-    ("world_size", "pattern", "layout", "more", "compiled"),
+    ("world_size", "pattern", "layout", "extra", "compiled"),
     [
         (2, Causal(), "zigzag", {"kv_heads": 2}, False),
         (2, DILATED, "contiguous", {"sub_layer_norm": True}, True),
@@ -80,10 +78,10 @@ def on_a_ring(
     ids=lambda x: str(x)[:10],
 )
 def test_every_gradient_is_that_of_one_process(
-    rank_pool: Pool, world_size: int, pattern: Any, layout: str, more: dict[str, Any], compiled: bool
+    rank_pool: Pool, world_size: int, pattern: Any, layout: str, extra: dict[str, Any], compiled: bool
 ) -> None:
-    for errors in rank_pool(world_size).run(on_a_ring, pattern, layout, more, compiled):
-        assert len(errors) == (6 if "bias" in more else 10 if "sub_layer_norm" in more else 8)
+    for errors in rank_pool(world_size).run(on_a_ring, pattern, layout, extra, compiled):
+        assert len(errors) == (6 if "bias" in extra else 10 if "sub_layer_norm" in extra else 8)
         assert max(errors.values()) < 1e-11, errors
 
 

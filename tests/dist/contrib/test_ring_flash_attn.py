@@ -1,11 +1,11 @@
 """The functions of ring-flash-attn over ds_ring, against dense attention in float64 and one process.
 
-The shards are cut here as that package's own tests cut them. `tools/ring_flash_attn_tests.py` runs those.
+The shards are cut here as that package's own tests cut them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
 from typing import Any
 
 import pytest
@@ -16,10 +16,8 @@ import ds_ring
 from ds_ring.contrib.ring_flash_attn import _layout_of_documents
 from ds_ring.errors import RingConfigError
 from ds_ring.masks.pattern import Pattern
-from tests.dist.harness import RankPool
+from tests.dist.harness import Pool
 from tests.reference import dense_attention, relative_error
-
-Pool = Callable[[int], RankPool]
 
 LENGTHS = (16, 48, 8, 24)  # of documents, multiples of 2P
 HEADS, GROUPS, DIM = 4, 2, 8
@@ -103,8 +101,8 @@ def errors(rank: int, world_size: int, name: str, options: dict[str, Any]) -> li
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.covering(1)
 def test_a_function_is_exact(rank_pool: Pool, world_size: int, name: str, options: dict[str, Any]) -> None:
-    for found in rank_pool(world_size).run(errors, name, options):
-        assert max(found) < 1e-12, found
+    for result in rank_pool(world_size).run(errors, name, options):
+        assert max(result) < 1e-12, result
 
 
 # Function, causal, window (before, after; -1 for all), whether there are slopes
@@ -128,7 +126,7 @@ def as_flash_attention(rank: int, world_size: int) -> dict[str, float]:
     from ds_ring.contrib import ring_flash_attn as module
 
     module._meshes.clear()
-    tokens, generator, found = sum(LENGTHS), torch.Generator().manual_seed(0), {}
+    tokens, generator, result = sum(LENGTHS), torch.Generator().manual_seed(0), {}
     q, grad = (torch.randn(tokens, HEADS, DIM, generator=generator, dtype=torch.float64) for _ in range(2))
     k, v = (torch.randn(tokens, GROUPS, DIM, generator=generator, dtype=torch.float64) for _ in range(2))
     slopes = torch.tensor([0.5, 0.25, 0.1, 0.03])
@@ -156,16 +154,16 @@ def as_flash_attention(rank: int, world_size: int) -> dict[str, float]:
         mine = [shard(x, name, rank, world_size) for x in (q, k, v, grad)]
         if "varlen" not in name:
             mine = [x[None] for x in mine]
-        own = [x.requires_grad_() for x in mine[:3]]
+        owned = [x.requires_grad_() for x in mine[:3]]
         got = getattr(module, f"{name}_func")(
-            *own, *arguments, causal=causal, window_size=(before, after),
+            *owned, *arguments, causal=causal, window_size=(before, after),
             alibi_slopes=slopes if biased else None,
         )  # fmt: skip
-        rows = (got.detach(), *torch.autograd.grad(got, own, mine[3]))
+        rows = (got.detach(), *torch.autograd.grad(got, owned, mine[3]))
         wanted = (shard(x, name, rank, world_size) for x in want)
         case = f"{name} {causal} {before} {after} {biased}"
-        found[case] = max(relative_error(x.view_as(y), y) for x, y in zip(rows, wanted, strict=True))
-    return found
+        result[case] = max(relative_error(x.view_as(y), y) for x, y in zip(rows, wanted, strict=True))
+    return result
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -174,8 +172,8 @@ def as_flash_attention(rank: int, world_size: int) -> dict[str, float]:
     "operators", "ring_flash_attn functions with alibi_slopes or any window_size, not causal"
 )
 def test_slopes_and_windows_are_those_of_flash_attention(rank_pool: Pool, world_size: int) -> None:
-    for found in rank_pool(world_size).run(as_flash_attention):
-        assert max(found.values()) < 1e-12, found
+    for result in rank_pool(world_size).run(as_flash_attention):
+        assert max(result.values()) < 1e-12, result
 
 
 def test_documents_need_not_be_cut_evenly() -> None:
@@ -189,8 +187,6 @@ def test_documents_need_not_be_cut_evenly() -> None:
 
 def trained(rank: int, world_size: int) -> list[float]:
     """Errors of the loss and of every gradient of a Llama, as OpenRLHF trains it: rows unpadded, packed, cut."""
-    import sys
-
     import torch.distributed as dist
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -253,9 +249,9 @@ def trained(rank: int, world_size: int) -> list[float]:
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.day("4")
 def test_a_transformers_model_trains_as_row_by_row(rank_pool: Pool, world_size: int) -> None:
-    for found in rank_pool(world_size).run(trained):
-        assert len(found) == 22
-        assert max(found) < 1e-10, found
+    for result in rank_pool(world_size).run(trained):
+        assert len(result) == 22
+        assert max(result) < 1e-10, result
 
 
 def refused(rank: int, world_size: int, what: str) -> None:
@@ -300,13 +296,11 @@ def refused(rank: int, world_size: int, what: str) -> None:
 )
 def test_what_the_ring_does_not_compute_is_refused(rank_pool: Pool, what: str, says: str) -> None:
     outcomes = rank_pool(2).collect(refused, what)
-    assert all(one.error_type.startswith("Ring") for one in outcomes), outcomes
+    assert all(item.error_type.startswith("Ring") for item in outcomes), outcomes
     assert says in outcomes[0].message
 
 
 def test_the_package_itself_is_not_replaced_behind_its_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-
     from ds_ring.contrib import ring_flash_attn
 
     monkeypatch.setitem(sys.modules, "ring_flash_attn", pytest)

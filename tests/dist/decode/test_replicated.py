@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,10 +32,9 @@ from ds_ring.ops.context import context_for
 from ds_ring.ops.options import Options
 from tests import calls
 from tests.cases import PATTERNS
-from tests.dist.harness import RankPool
+from tests.dist.harness import Pool
 from tests.reference import dense_attention, relative_error
 
-Pool = Callable[[int], RankPool]
 LAYOUTS = ("contiguous", "zigzag", "striped")  # those that any pattern can have
 LONGNET = Dilated((2048, 8192, 32768, 131072), (1, 4, 16, 64), head_offsets="paper")
 
@@ -108,11 +107,11 @@ def parity(
         if rank == 0:
             want = dense_attention(*case.tensors(dtype), At(case))  # type: ignore[arg-type]
         for layout_name in layouts:
-            found = attend(mesh, layout_name, case, dtype, **options)
-            checksums += [zlib.crc32(x.view(torch.uint8).contiguous().numpy().tobytes()) for x in found[:2]]
+            result = attend(mesh, layout_name, case, dtype, **options)
+            checksums += [zlib.crc32(x.view(torch.uint8).contiguous().numpy().tobytes()) for x in result[:2]]
             if rank == 0:
                 names = ("out", "dq", "dk", "dv")
-                for name, got in zip(names, found, strict=True):
+                for name, got in zip(names, result, strict=True):
                     where = f"{case.pattern}, {case.queries} queries, {case.keys} keys"
                     errors[where, layout_name, name] = relative_error(got, getattr(want, name))
     return errors, checksums
@@ -142,8 +141,8 @@ def cross(rank: int, world_size: int, case: Case) -> float:
     """The largest error of a `Full` case: positions have no meaning there."""
     mesh = RingMesh.from_world(world_size)
     want = dense_attention(*case.tensors(), case.pattern)
-    found = attend(mesh, "striped", case, torch.float32)
-    return max(relative_error(a, b) for a, b in zip(found, (want.out, *want[2:]), strict=True))
+    result = attend(mesh, "striped", case, torch.float32)
+    return max(relative_error(a, b) for a, b in zip(result, (want.out, *want[2:]), strict=True))
 
 
 @pytest.mark.parametrize("queries", [3, 300, 603])
@@ -207,7 +206,7 @@ def count_bytes(rank: int, world_size: int, queries: int, keys: int) -> tuple[in
 def test_bytes_follow_the_queries_and_not_the_keys(rank_pool: Pool, queries: int) -> None:
     ranks, rows, head_dim = 4, 4 * queries, 32
     few, many = (rank_pool(ranks).run(count_bytes, queries, keys) for keys in (1 << 13, 1 << 16))
-    assert [found[:2] for found in few] == [found[:2] for found in many]
+    assert [result[:2] for result in few] == [result[:2] for result in many]
     part_bytes = rows // ranks * 4
     for forward_bytes, both_bytes, kv_bytes in many:
         assert forward_bytes == 2 * (ranks - 1) * part_bytes * (head_dim + 1)
@@ -302,12 +301,12 @@ def compiled(rank: int, world_size: int) -> tuple[float, int]:
         k, v = (shard_sequence(x, layout, mesh=mesh, dim=2).requires_grad_() for x in (k, v))
         out = run(q.requires_grad_(), k, v, torch.tensor(positions))
         out.backward(grad)
-        found = [
+        result = [
             out - 1,
             q.grad / 2,
             *(gather_sequence(x, layout, mesh=mesh, dim=2) for x in (k.grad, v.grad)),
         ]
-        worst = max(worst, *map(relative_error, found, (want.out, want.dq, want.dk, want.dv)))
+        worst = max(worst, *map(relative_error, result, (want.out, want.dq, want.dk, want.dv)))
     assert torch.equal(run(q, k, v, None), out)
     assert torch.equal(torch.compile(step, fullgraph=True, backend=backend)(q, k, v, [128, 129]), out)
     return worst, graphs
@@ -324,10 +323,10 @@ def call(case: Case, mesh: RingMesh, **changes: Any) -> Tensor:
     layout = make_layout("contiguous", tokens=case.keys, ring_size=mesh.ring_size)
     q, k, v, _ = case.tensors()
     k, v = (shard_sequence(x, layout, ring_rank=mesh.ring_rank, dim=2) for x in (k, v))
-    given = {"q": q, "k": k, "v": v, "pattern": case.pattern, "layout": layout, "queries": "replicated"}
-    given |= {"mesh": mesh} | changes
-    given.setdefault("sinks", torch.zeros(given["q"].shape[1]))
-    return calls.attend(given.pop("q"), given.pop("k"), given.pop("v"), **given)
+    arguments = {"q": q, "k": k, "v": v, "pattern": case.pattern, "layout": layout, "queries": "replicated"}
+    arguments |= {"mesh": mesh} | changes
+    arguments.setdefault("sinks", torch.zeros(arguments["q"].shape[1]))
+    return calls.attend(arguments.pop("q"), arguments.pop("k"), arguments.pop("v"), **arguments)
 
 
 def words_of(value: object) -> str:
@@ -377,8 +376,8 @@ def one_differs(rank: int, world_size: int, changes: dict[str, Any], message: st
     """Rank 1 calls differently: every rank raises, at once, and the next call works."""
     mesh = RingMesh.from_world(world_size)
     case = Case(Causal(), 3, 40)
-    own = rank == 1 and changes.get("positions") == [1, 2, 99]
-    wanted, text = (RingShapeError, "positions: expected 0 to 39") if own else (RingMismatchError, message)
+    mine = rank == 1 and changes.get("positions") == [1, 2, 99]
+    wanted, text = (RingShapeError, "positions: expected 0 to 39") if mine else (RingMismatchError, message)
     with pytest.raises(wanted, match=text):
         call(case, mesh, **(changes if rank == 1 else {}))
     return bool(call(case, RingMesh.from_world(world_size)).isfinite().all())

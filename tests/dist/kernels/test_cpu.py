@@ -10,9 +10,7 @@ import torch
 from torch import Tensor
 
 from ds_ring import Causal, RingMesh, ring_attention
-from tests.dist.harness import RankPool
-
-Pool = Callable[[int], RankPool]
+from tests.dist.harness import Pool
 
 
 def calls_of(act: Callable[[], Any]) -> tuple[Any, int, int]:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ds_ring import Documents, RingMesh, Tree, gather_sequence, make_layout, shard_sequence
+from ds_ring import Documents, RingMesh, Tree, make_layout
 from ds_ring.schedule.layout import in_whole_blocks
-from tests.reference import relative_error
+from tests.dist.one_process import Layer, compare
 
 T = 46
 IDS = [0] * 5 + [1] * 6 + [2] * 2 + [3] * 20 + [4] * 7 + [-1] * 6
@@ -30,14 +30,14 @@ def documents_of(kind: str) -> Documents | Tree | None:
 
 def tokens_before(kind: str) -> list[int]:
     """Return the position of the token before each one in its document, or on its path; -1 for none."""
-    found = [t - 1 for t in range(T)]
+    result = [t - 1 for t in range(T)]
     if kind == "packed":
         return [t - 1 if t and IDS[t - 1] == IDS[t] else -1 for t in range(T)]
     if kind == "tree":
         for node, parent in enumerate(TREE.parents):
-            found[TREE.starts[node]] = int(TREE.starts[parent + 1]) - 1 if parent >= 0 else -1
-        found[TREE.starts[-1]] = -1
-    return found
+            result[TREE.starts[node]] = int(TREE.starts[parent + 1]) - 1 if parent >= 0 else -1
+        result[TREE.starts[-1]] = -1
+    return result
 
 
 def real_tokens(kind: str) -> Tensor:
@@ -47,10 +47,10 @@ def real_tokens(kind: str) -> Tensor:
 
 def path_of(kind: str, t: int) -> list[int]:
     """Return the positions of the tokens of a document, or path, up to t."""
-    before, found = tokens_before(kind), [t]
-    while before[found[-1]] >= 0:
-        found.append(before[found[-1]])
-    return found[::-1]
+    before, result = tokens_before(kind), [t]
+    while before[result[-1]] >= 0:
+        result.append(before[result[-1]])
+    return result[::-1]
 
 
 def errors_on_a_ring(
@@ -73,21 +73,11 @@ def errors_on_a_ring(
     layout = make_layout(name, tokens=T, ring_size=mesh.ring_size, multiple_of=ulysses, pattern=pattern)
     if block_size > 1:
         layout = in_whole_blocks(make_layout(name, tokens=T, ring_size=mesh.ring_size), block_size)
-    whole = {key: x.clone().requires_grad_() for key, x in inputs.items()}
-    expected = alone(kind=kind, **whole)
-    torch.manual_seed(1)
-    real = real_tokens(kind).view(1, T, *[1] * (expected.dim() - 2))
-    expected, grad = expected * real, torch.randn_like(expected) * real
-    expected.backward(grad)
-    named: dict[str, Any] = {"layout": layout, "mesh": mesh}
-    mine = {key: shard_sequence(x, dim=1, **named).requires_grad_() for key, x in inputs.items()}
-    out = operator(**mine, documents=documents_of(kind), **named)
-    out.backward(shard_sequence(grad, dim=1, **named))
-    found = {"out": relative_error(gather_sequence(out, dim=1, **named) * real, expected)}
-    for key, x in mine.items():
-        assert x.grad is not None
-        found[key] = relative_error(gather_sequence(x.grad, dim=1, **named), whole[key].grad)
-    return found
+    layer = Layer(
+        inputs, partial(alone, kind=kind), partial(operator, layout=layout, mesh=mesh, documents=documents_of(kind)),
+        mesh, layout, dim=1, real=real_tokens(kind),
+    )  # fmt: skip
+    return compare(layer)
 
 
 def drawn(shapes: dict[str, tuple[int, ...]], seed: int = 0) -> dict[str, Tensor]:

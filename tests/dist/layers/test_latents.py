@@ -7,9 +7,9 @@ each gradient by itself, on several rings, layouts and patterns.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+import ds_ring
 from ds_ring import (
     Alibi,
     Causal,
@@ -25,7 +26,6 @@ from ds_ring import (
     RingError,
     RingMesh,
     SlidingWindow,
-    gather_sequence,
     latent_attention,
     make_layout,
     shard_sequence,
@@ -48,10 +48,10 @@ from tests.dist.deepspeed_ranks import (
     start_engine,
     take_step,
 )
-from tests.dist.harness import RankPool
-from tests.reference import dense_attention, relative_error
+from tests.dist.harness import Pool
+from tests.dist.one_process import Layer, attend_densely, same_as_one_process
+from tests.reference import relative_error
 
-Pool = Callable[[int], RankPool]
 B, T, H = 2, 61, 4
 NOPE, ROPE, VALUE, LATENT = 6, 4, 5, 8
 IDS = [0] * 9 + [1] * 20 + [2] * 2 + [3] * 30
@@ -62,95 +62,69 @@ PATTERNS: dict[str, Pattern] = {
 }
 
 
-class Inputs(NamedTuple):
-    """Global tensors of a layer, and the gradient of its output."""
-
-    q: Tensor
-    latent: Tensor
-    rope: Tensor
-    up: Tensor
-    grad: Tensor
-
-
-def inputs(dtype: torch.dtype = torch.float64) -> Inputs:
+def inputs(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    """Global tensors of a layer."""
     torch.manual_seed(0)
-    shapes = (
-        (B, H, T, NOPE + ROPE), (B, 1, T, LATENT), (B, 1, T, ROPE), (H * (NOPE + VALUE), LATENT),
-        (B, H, T, VALUE),
-    )  # fmt: skip
-    return Inputs(*(torch.randn(shape, dtype=torch.float64).to(dtype) for shape in shapes))
+    shapes = {
+        "q": (B, H, T, NOPE + ROPE), "latent": (B, 1, T, LATENT), "rope": (B, 1, T, ROPE),
+        "up": (H * (NOPE + VALUE), LATENT),
+    }  # fmt: skip
+    return {name: torch.randn(shape, dtype=torch.float64).to(dtype) for name, shape in shapes.items()}
 
 
-def expanded(given: Inputs, pattern: Pattern) -> dict[str, Tensor]:
-    """Output and gradients of dense attention over expanded keys and values."""
-    latent, rope, up = (x.clone().requires_grad_() for x in given[1:4])
-    both = torch.einsum("bsl,hdl->bhsd", latent[:, 0], up.unflatten(0, (H, -1)))
+def expanded(q: Tensor, latent: Tensor, rope: Tensor, up: Tensor, pattern: Pattern) -> Tensor:
+    """The output of dense attention over expanded keys and values, in float64."""
+    q, latent, rope, weight = (x.double() for x in (q, latent, rope, up))
+    both = torch.einsum("bsl,hdl->bhsd", latent[:, 0], weight.unflatten(0, (H, -1)))
     k = torch.cat([both[..., :NOPE], rope.expand(-1, H, -1, -1)], dim=-1)
-    dense = dense_attention(given.q, k, both[..., NOPE:], given.grad, pattern)
-    grads = torch.autograd.grad([k, both], [latent, rope, up], [dense.dk, pad(dense.dv)])
-    return dict(zip(("out", "q", "latent", "rope", "up"), (dense.out, dense.dq, *grads), strict=True))
+    return attend_densely(q, k, both[..., NOPE:], pattern)[0].to(up.dtype)
 
 
-def pad(dv: Tensor) -> Tensor:
-    """The gradient of keys and values together, from that of values."""
-    return torch.cat([dv.new_zeros((*dv.shape[:-1], NOPE)), dv], dim=-1)
-
-
-def absorbed(given: Inputs, pattern: Pattern) -> Tensor:
+def absorbed(q: Tensor, latent: Tensor, rope: Tensor, up: Tensor, pattern: Pattern) -> Tensor:
     """The output of attention among latents, whose up-projection is in queries and output."""
-    of_keys, of_values = given.up.unflatten(0, (H, -1)).split([NOPE, VALUE], dim=1)
-    inner = torch.einsum("bhsd,hdl->bhsl", given.q[..., :NOPE], of_keys)
-    q = torch.cat([inner, given.q[..., NOPE:]], dim=-1)
+    of_keys, of_values = up.unflatten(0, (H, -1)).split([NOPE, VALUE], dim=1)
+    inner = torch.einsum("bhsd,hdl->bhsl", q[..., :NOPE], of_keys)
+    q = torch.cat([inner, q[..., NOPE:]], dim=-1)
     # the scale of the scores is that of the layer's head_dim
     q = q * (q.shape[-1] / (NOPE + ROPE)) ** 0.5
-    k = torch.cat([given.latent, given.rope], dim=-1)
-    zeros = torch.zeros(B, H, T, LATENT, dtype=q.dtype)
-    out = dense_attention(q, k, given.latent, zeros, pattern).out
+    out = attend_densely(q, torch.cat([latent, rope], dim=-1), latent, pattern)[0]
     return torch.einsum("bhsl,hel->bhse", out, of_values)
 
 
 def on_a_ring(
-    rank: int,
-    world_size: int,
+    mesh: RingMesh,
     layout_name: str,
     pattern_name: str,
-    ulysses: int = 1,
     compiled: bool = False,
     chunk_bytes: int | None = None,
     dtype: torch.dtype = torch.float64,
     **options: Any,
-) -> dict[str, float]:
-    """Relative error of the output and of each gradient, by name."""
-    mesh, pattern = RingMesh.from_world(world_size // ulysses, ulysses), PATTERNS[pattern_name]
-    layout = make_layout(
-        layout_name, tokens=T, ring_size=mesh.ring_size, multiple_of=ulysses, pattern=pattern
-    )
-    whole = inputs(dtype)
-    *shards, grad = (shard_sequence(x, layout, mesh=mesh, dim=2) for x in (*whole[:3], whole.grad))
-    leaves = [x.requires_grad_() for x in (*shards, whole.up.clone())]
+) -> Layer:
+    pattern, sizes = PATTERNS[pattern_name], {"ring_size": mesh.ring_size, "multiple_of": mesh.ulysses_size}
+    layout = make_layout(layout_name, tokens=T, pattern=pattern, **sizes)
 
     def call(q: Tensor, latent: Tensor, rope: Tensor, up: Tensor) -> Tensor:
         if chunk_bytes is not None:  # an option of the JSON only
             context = context_for(pattern, layout, mesh, Options(chunk_bytes=chunk_bytes))
             return latent_attention_op(q, latent, rope, up, context.handle)[0]
         named = {"pattern": pattern, "layout": layout, "mesh": mesh, "up_projection": up}
-        out: Tensor = calls.attend(q, latent, rope, **named, **options)
-        return out
+        return calls.attend(q, latent, rope, **named, **options)  # type: ignore[no-any-return]
 
-    run: Any = torch.compile(call, fullgraph=True, backend="aot_eager") if compiled else call
-    out = run(*leaves)
-    *grads, of_up = torch.autograd.grad(out, leaves, grad)
-    if world_size > 1:
-        dist.all_reduce(of_up)
-    found = [gather_sequence(x, layout, mesh=mesh, dim=2) for x in (out.detach(), *grads)]
-    want = expanded(whole, pattern)
-    return {name: relative_error(x, want[name]) for name, x in zip(want, (*found, of_up), strict=True)}
+    attend: Any = torch.compile(call, fullgraph=True, backend="aot_eager") if compiled else call
+    return Layer(inputs(dtype), partial(expanded, pattern=pattern), attend, mesh, layout, parameters=["up"])
+
+
+def with_options(mesh: RingMesh, options: dict[str, Any]) -> Layer:
+    return on_a_ring(mesh, "zigzag", **({"pattern_name": "causal"} | options))
 
 
 def test_the_two_references_agree() -> None:
     for pattern in PATTERNS.values():
-        given = inputs()
-        assert relative_error(absorbed(given, pattern), expanded(given, pattern)["out"]) < 1e-12
+        arguments = inputs()
+        assert (
+            relative_error(absorbed(**arguments, pattern=pattern), expanded(**arguments, pattern=pattern))
+            < 1e-12
+        )
 
 
 @pytest.mark.parametrize("pattern", list(PATTERNS))
@@ -160,9 +134,7 @@ def test_the_two_references_agree() -> None:
 )
 @pytest.mark.covering(1)
 def test_exact(rank_pool: Pool, world_size: int, layout: str, ulysses: int, pattern: str) -> None:
-    for errors in rank_pool(world_size).run(on_a_ring, layout, pattern, ulysses):
-        assert errors.keys() == {"out", "q", "latent", "rope", "up"}
-        assert max(errors.values()) < 1e-12, errors
+    same_as_one_process(rank_pool(world_size), on_a_ring, (layout, pattern), ulysses=ulysses, count=5)
 
 
 @pytest.mark.parametrize(
@@ -189,9 +161,9 @@ def test_exact(rank_pool: Pool, world_size: int, layout: str, ulysses: int, patt
     "{'dtype': torch.float32}",
 )
 def test_every_way_of_doing_it_gives_the_same(rank_pool: Pool, options: dict[str, Any]) -> None:
-    bound = 1e-12 if "dtype" not in options else 1e-5
-    for errors in rank_pool(2).run(on_a_ring, "zigzag", **({"pattern_name": "causal"} | options)):
-        assert max(errors.values()) < bound, errors
+    bound, options = 1e-12 if "dtype" not in options else 1e-5, dict(options)
+    ulysses = options.pop("ulysses", 1)
+    same_as_one_process(rank_pool(2), with_options, (options,), ulysses=ulysses, bound=bound, count=5)
 
 
 # --- beside other arguments, against the ring with expanded keys -----------------------------------
@@ -202,12 +174,15 @@ def beside(rank: int, world_size: int) -> dict[str, float]:
     mesh = RingMesh.from_world(world_size)
     layout = make_layout("zigzag", tokens=T, ring_size=world_size)
     whole = inputs()
-    *shards, grad = (shard_sequence(x, layout, mesh=mesh, dim=2) for x in (*whole[:3], whole.grad))
+    up, grad = whole.pop("up"), torch.randn(B, H, T, VALUE, dtype=torch.float64)
+    *shards, grad = (shard_sequence(x, layout, mesh=mesh, dim=2) for x in (*whole.values(), grad))
     sinks = torch.linspace(-1, 1, H, dtype=torch.float64).requires_grad_()
-    leaves = [x.requires_grad_() for x in (*shards, whole.up.clone(), sinks)]
+    leaves = [x.requires_grad_() for x in (*shards, up, sinks)]
 
-    def call(latents: bool, *given: Tensor, by_heads: bool = False, **options: Any) -> tuple[Tensor, Tensor]:
-        q, k, v, up, sinks = given
+    def call(
+        latents: bool, *arguments: Tensor, by_heads: bool = False, **options: Any
+    ) -> tuple[Tensor, Tensor]:
+        q, k, v, up, sinks = arguments
         if latents:
             options |= {"up_projection": up}
         else:
@@ -218,8 +193,8 @@ def beside(rank: int, world_size: int) -> dict[str, float]:
             few = Options(chunk_bytes=1, score_mod=ScoreMod(options["score_mod"]))
             handle = context_for(Causal(), layout, mesh, few).handle
             return latent_attention_op(q, k, v, up, handle, sinks)
-        found: tuple[Tensor, Tensor] = calls.attend(q, k, v, **named, **options)
-        return found
+        result: tuple[Tensor, Tensor] = calls.attend(q, k, v, **named, **options)
+        return result
 
     def results(latents: bool, again: bool, **options: Any) -> list[Tensor]:
         run = partial(call, latents, **options)
@@ -259,17 +234,16 @@ def train(rank: int, world_size: int, stage: int, latents: object, **model: Any)
     """Losses of two steps, how many passes took latents, and the loss of the model off the ring."""
     passes, forward = [0], LatentKernel.forward
 
-    def counting(kernel: LatentKernel, *given: Any) -> Any:
+    def counting(kernel: LatentKernel, *arguments: Any) -> Any:
         passes[0] += 1
-        return forward(kernel, *given)
+        return forward(kernel, *arguments)
 
     built = build_latent_model(SIZE, **model)
     section = {"layout": "zigzag", "latents": latents}
     engine = start_engine(built, json_config(world_size, 2, stage, ring_attention=section))
     engine.module.gradient_checkpointing_enable()
     losses = []
-    LatentKernel.forward = counting  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(LatentKernel, "forward", counting):
         for _ in range(2):
             losses.append(take_step(engine, build_batch(SIZE)))
         on = passes[0]
@@ -278,8 +252,6 @@ def train(rank: int, world_size: int, stage: int, latents: object, **model: Any)
             off = float(engine(**build_batch(SIZE)).loss)
             assert passes[0] == on, "off the ring nothing travels"
         ids = engine.module.generate(torch.arange(1, 8)[None], max_new_tokens=3, do_sample=False)
-    finally:
-        LatentKernel.forward = forward  # type: ignore[method-assign]
     return {"losses": losses, "off": off, "passes": on, "ids": ids.tolist()}
 
 
@@ -287,18 +259,16 @@ def train(rank: int, world_size: int, stage: int, latents: object, **model: Any)
 @pytest.mark.day("3-True")
 def test_a_model_trains_as_with_expanded_keys(rank_pool: Pool, stage: int, latents: object) -> None:
     expanded = rank_pool(2).run(train, stage, False)
-    for found, other in zip(rank_pool(2).run(train, stage, latents), expanded, strict=True):
-        assert other["passes"] == 0 and found["passes"] >= 2 * 2 * 2  # steps, layers, hops
-        assert found["losses"] == pytest.approx(other["losses"], rel=1e-5)
-        assert found["losses"][1] != pytest.approx(found["losses"][0], rel=1e-3)
-        assert found["off"] == pytest.approx(other["off"], rel=1e-5)
-        assert found["ids"] == other["ids"]
+    for result, second in zip(rank_pool(2).run(train, stage, latents), expanded, strict=True):
+        assert second["passes"] == 0 and result["passes"] >= 2 * 2 * 2  # steps, layers, hops
+        assert result["losses"] == pytest.approx(second["losses"], rel=1e-5)
+        assert result["losses"][1] != pytest.approx(result["losses"][0], rel=1e-3)
+        assert result["off"] == pytest.approx(second["off"], rel=1e-5)
+        assert result["ids"] == second["ids"]
 
 
 def refused(rank: int, world_size: int) -> list[str]:
     start_deepspeed()
-    import ds_ring
-
     messages = []
     dilated = {"segment_lengths": [16, 64], "dilation_rates": [1, 4]}
     for model, pattern in ((build_model(SIZE, "sdpa"), {}), (build_latent_model(SIZE), dilated)):
@@ -325,7 +295,7 @@ def wrong_shapes(rank: int, world_size: int, what: str, compiled: bool) -> tuple
     """The error of this rank, of two that share the heads, if rank 1 passes what is no latent."""
     mesh = RingMesh.from_world(1, world_size)
     layout = make_layout("contiguous", tokens=T, ring_size=1, multiple_of=world_size)
-    q, latent, rope, up, _ = inputs()
+    q, latent, rope, up = inputs().values()
     q, latent, rope = (shard_sequence(x, layout, mesh=mesh, dim=2) for x in (q, latent, rope))
     if rank == 1:
         latent = latent.expand(-1, 2, -1, -1) if what == "heads" else latent
@@ -333,7 +303,7 @@ def wrong_shapes(rank: int, world_size: int, what: str, compiled: bool) -> tuple
         latent = latent[0] if what == "dimensions" else latent
         q = q[:, :-1] if what == "queries" else q
     place = {"pattern": PATTERNS["causal"], "layout": layout, "mesh": mesh}
-    attend = lambda *given: latent_attention(*given, **place)  # noqa: E731
+    attend = lambda *arguments: latent_attention(*arguments, **place)  # noqa: E731
     try:
         (torch.compile(attend, fullgraph=True, backend="eager") if compiled else attend)(q, latent, rope, up)
     except RingError as error:
@@ -354,9 +324,9 @@ def test_what_is_no_latent_is_refused_beside_ulysses(
     rank_pool: Pool, what: str, words: str, compiled: bool
 ) -> None:
     """A latent of two heads would be taken for two copies."""
-    other, own = rank_pool(2).run(wrong_shapes, what, compiled)
-    assert own[0] == "RingShapeError" and words in own[1], own
-    assert other[0] == "RingMismatchError" and words in other[1], other
+    second, local = rank_pool(2).run(wrong_shapes, what, compiled)
+    assert local[0] == "RingShapeError" and words in local[1], local
+    assert second[0] == "RingMismatchError" and words in second[1], second
 
 
 def bytes_of_deepseek(rank: int, world_size: int) -> tuple[list[int], list[int], dict[str, float]]:
@@ -370,7 +340,7 @@ def bytes_of_deepseek(rank: int, world_size: int) -> tuple[list[int], list[int],
     up = (torch.randn(HEADS * (nope + value), latent) * latent**-0.5).requires_grad_()
     *shards, grad = (shard_sequence(x, layout, mesh=mesh, dim=2) for x in whole)
     leaves = [x.requires_grad_() for x in shards] + [up]
-    found, sent = [], []
+    result, sent = [], []
     for window in (FEW, FEW + 1):  # equal masks, each with a context of its own
         context = context_for(SlidingWindow(window), layout, mesh, Options())
         q, k, v = leaves[:3]
@@ -386,14 +356,14 @@ def bytes_of_deepseek(rank: int, world_size: int) -> tuple[list[int], list[int],
         sent.append([forward, context.exchange.counters.bytes_sent - forward])
         of_up = grads[-1].clone()
         dist.all_reduce(of_up)
-        found.append((out.detach(), *grads[:-1], of_up))
+        result.append((out.detach(), *grads[:-1], of_up))
     names = ("out", "q", "latent", "rope", "up")
-    errors = {name: relative_error(a, b) for name, a, b in zip(names, *found, strict=True)}
+    errors = {name: relative_error(a, b) for name, a, b in zip(names, *result, strict=True)}
     return sent[0], sent[1], errors
 
 
 def test_deepseek_v3_sends_a_71st(rank_pool: Pool) -> None:
     for latents, expanded, errors in rank_pool(2).run(bytes_of_deepseek):
-        for one, other in zip(latents, expanded, strict=True):
-            assert one * 71 <= other < one * 72
+        for item, second in zip(latents, expanded, strict=True):
+            assert item * 71 <= second < item * 72
         assert max(errors.values()) < 1e-5, errors

@@ -24,11 +24,11 @@ from ds_ring import (
 from ds_ring.layers.ngrams.hashes import ngram_rows
 from ds_ring.layers.ngrams.sharded_rows import sharded_rows
 from tests.dist.deepspeed_ranks import json_config, start_engine
-from tests.dist.harness import RankPool
+from tests.dist.harness import Pool
 from tests.dist.layers.on_rings import IDS, RINGS, T, documents_of, drawn, path_of, real_tokens
+from tests.dist.one_process import Layer, same_as_one_process
 from tests.reference import relative_error
 
-Pool = Callable[[int], RankPool]
 B, D, E = 2, 3, 4
 MULTIPLIERS, SIZES, PAD = (7919, 104729, 1299709), ((11, 13), (17,)), 5
 ROWS = 44  # 41, padded to 1, 2 and 4 ranks
@@ -53,78 +53,65 @@ def mixed(
     return hidden + gated + F.silu(sum(taps, torch.zeros(())))
 
 
-def engram(rank: int, world_size: int, ring: tuple[str, int, str]) -> dict[str, float]:
-    """Relative errors of the output, and of the gradients of hidden states, table and weights."""
-    name, ulysses, kind = ring
-    mesh = RingMesh.from_world(world_size // ulysses, ulysses)
-    pattern = documents_of(kind) or Documents(IDS)
-    layout = make_layout(name, tokens=T, ring_size=mesh.ring_size, multiple_of=ulysses, pattern=pattern)
-    given = drawn({"hidden": (B, T, D), "table": (ROWS, E), "key": (3 * E, D), "value": (3 * E, D), "taps": (WIDTH, D),
-                   "grad": (B, T, D)})  # fmt: skip
+def engram(mesh: RingMesh, name: str, kind: str) -> Layer:
+    """Engram's layer; each rank looks up its rows of a whole table, whose gradients are complete at the owner."""
+    pattern, documents = documents_of(kind) or Documents(IDS), documents_of(kind)
+    sizes = {"ring_size": mesh.ring_size, "multiple_of": mesh.ulysses_size}
+    layout = make_layout(name, tokens=T, pattern=pattern, **sizes)
+    place: dict[str, Any] = {"dim": 1, "layout": layout, "mesh": mesh}
+    inputs = drawn(
+        {"hidden": (B, T, D), "table": (ROWS, E), "key": (3 * E, D), "value": (3 * E, D), "taps": (WIDTH, D)}
+    )
     torch.manual_seed(2)
-    ids, real = torch.randint(9, (B, T)), real_tokens(kind)[None, :, None]
-    grad = given.pop("grad") * real
+    ids, real = torch.randint(9, (B, T)), real_tokens(kind)
     # padding has no tokens in front
     paths = [[t] if kind == "packed" and IDS[t] < 0 else path_of(kind, t) for t in range(T)]
     numbers = torch.tensor([[numbers_of(row.tolist(), path) for path in paths] for row in ids])
-    whole = {key: x.clone().requires_grad_() for key, x in given.items()}
+    places = {"layout": layout, "mesh": mesh}
+    rows = ngram_rows(
+        shard_sequence(ids, **place), MULTIPLIERS, SIZES, pad_id=PAD, documents=documents, **places
+    )
+    assert torch.equal(gather_sequence(rows, **place) * real[:, None].long(), numbers * real[:, None].long())
+    share = ROWS // mesh.sequence_size
 
     def along_paths(x: Tensor, back: int) -> Tensor:
-        found = [x[:, path[-1 - back]] if back < len(path) else 0 * x[:, 0] for path in paths]
-        return torch.stack(found, dim=1)
-
-    expected = mixed(whole["hidden"], whole["table"][numbers], whole, along_paths)
-    expected.backward(grad)
-
-    named: dict[str, Any] = {"layout": layout, "mesh": mesh}
-    documents, share = documents_of(kind), ROWS // world_size
-    mine = {key: x.clone().requires_grad_() for key, x in given.items() if key not in ("hidden", "table")}
-    mine["hidden"] = shard_sequence(given["hidden"], dim=1, **named).requires_grad_()
-    mine["table"] = given["table"][rank * share : (rank + 1) * share].clone().requires_grad_()
-    rows = ngram_rows(
-        shard_sequence(ids, dim=1, **named), MULTIPLIERS, SIZES, pad_id=PAD, documents=documents, **named
-    )
-    assert torch.equal(gather_sequence(rows, dim=1, **named) * real, numbers * real)
+        result = [x[:, path[-1 - back]] if back < len(path) else 0 * x[:, 0] for path in paths]
+        return torch.stack(result, dim=1)
 
     def behind(x: Tensor, back: int) -> Tensor:
-        return shift_sequence(x, -back, dim=1, documents=documents, **named) if back else x
+        return shift_sequence(x, -back, documents=documents, **place) if back else x
 
-    out = mixed(mine["hidden"], sharded_rows(mine["table"], rows, mesh=mesh), mine, behind)
-    out.backward(shard_sequence(grad, dim=1, **named))
-    found = {"out": relative_error(gather_sequence(out, dim=1, **named) * real, expected * real)}
-    for key, x in mine.items():
-        assert x.grad is not None and whole[key].grad is not None
-        wanted, got = whole[key].grad, x.grad
-        if key == "table":  # complete at the owner
-            wanted = wanted[rank * share : (rank + 1) * share]
-        elif key == "hidden":
-            got = gather_sequence(got, dim=1, **named)
-        elif world_size > 1:
-            torch.distributed.all_reduce(got)
-        found[key] = relative_error(got, wanted)
-    return found
+    def alone(hidden: Tensor, table: Tensor, **weights: Tensor) -> Tensor:
+        return mixed(hidden, table[numbers], weights, along_paths)
+
+    def sharded(hidden: Tensor, table: Tensor, **weights: Tensor) -> Tensor:
+        shard = table.narrow(0, mesh.sequence_rank * share, share)
+        return mixed(hidden, sharded_rows(shard, rows, mesh=mesh), weights, behind)
+
+    parameters = ["table", "key", "value", "taps"]
+    return Layer(inputs, alone, sharded, mesh, layout, dim=1, parameters=parameters, real=real)
 
 
 @pytest.mark.parametrize("kind", ["whole", "packed", "tree"])
 @pytest.mark.parametrize(("world_size", "layout", "ulysses"), [ring for ring in RINGS if ring[0] != 3])
 @pytest.mark.covering(1)
 def test_engram_is_exact(rank_pool: Pool, world_size: int, layout: str, ulysses: int, kind: str) -> None:
-    for errors in rank_pool(world_size).run(engram, (layout, ulysses, kind)):
-        assert len(errors) == 6 and max(errors.values()) < 1e-10, errors
+    case = layout, kind
+    same_as_one_process(rank_pool(world_size), engram, case, ulysses=ulysses, bound=1e-10, count=6)
 
 
 def looked_up(rank: int, world_size: int) -> tuple[bool, int]:
     """Whether rows are right where ranks ask for different numbers of them; and the bytes that cross."""
     mesh = RingMesh.from_world(world_size)
     table = torch.arange(12.0, dtype=torch.float32).view(6, 2)
-    asked = torch.tensor([[5, 0, 5, 5], [], [1]][rank], dtype=torch.int64)
+    requested = torch.tensor([[5, 0, 5, 5], [], [1]][rank], dtype=torch.int64)
     shard = table[2 * rank : 2 * rank + 2].clone().requires_grad_()
-    found = sharded_rows(shard, asked, mesh=mesh)
-    found.sum().backward()
+    result = sharded_rows(shard, requested, mesh=mesh)
+    result.sum().backward()
     times = torch.tensor([1.0, 1, 0, 0, 0, 3])[2 * rank : 2 * rank + 2]
-    return torch.equal(found, table[asked]) and torch.equal(shard.grad, times[:, None].expand(-1, 2)), len(
-        found
-    )
+    return torch.equal(result, table[requested]) and torch.equal(
+        shard.grad, times[:, None].expand(-1, 2)
+    ), len(result)
 
 
 def test_ranks_may_ask_for_any_number_of_rows(rank_pool: Pool) -> None:
@@ -209,13 +196,13 @@ def gathered(parameter: Tensor) -> Tensor:
 @pytest.mark.parametrize(("world_size", "stage"), [(2, 0), (2, 2), (4, 1), (2, 3)])
 @pytest.mark.day("2-0-True", "2-3-False")
 def test_a_shard_in_an_engine_is_refused(rank_pool: Pool, world_size: int, stage: int, cast: bool) -> None:
-    for found in rank_pool(world_size).run(in_an_engine, stage, False, cast):
-        assert "expected a shard that this rank trains by itself, got a parameter of an engine" in str(found)
-        assert "with an optimizer of its own" in str(found)
+    for result in rank_pool(world_size).run(in_an_engine, stage, False, cast):
+        assert "expected a shard that this rank trains by itself, got a parameter of an engine" in str(result)
+        assert "with an optimizer of its own" in str(result)
 
 
 @pytest.mark.parametrize(("world_size", "stage"), [(2, 0), (4, 1), (2, 3)])
 @pytest.mark.day("2-0")
 def test_a_part_of_a_whole_table_is_not(rank_pool: Pool, world_size: int, stage: int) -> None:
-    for found in rank_pool(world_size).run(in_an_engine, stage, True, False):
-        assert isinstance(found, float) and found < 1e-6
+    for result in rank_pool(world_size).run(in_an_engine, stage, True, False):
+        assert isinstance(result, float) and result < 1e-6

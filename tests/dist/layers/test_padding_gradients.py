@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,9 +23,8 @@ from ds_ring import (
 )
 from ds_ring.layers.sparse.nsa import NsaSizes
 from ds_ring.schedule.layout import in_whole_blocks
-from tests.dist.harness import RankPool
+from tests.dist.harness import Pool
 
-Pool = Callable[[int], RankPool]
 Results = tuple[Tensor, ...]
 TOKENS, HEADS, GROUPS, DIM = 45, 4, 2, 8  # 3 slots of padding on two ranks of whole blocks of 4
 
@@ -72,14 +70,14 @@ def nsa(x: dict[str, Tensor], place: dict[str, Any]) -> Results:
     return (nsa_attention(x["q"], x["k"], x["v"], x["gates"], compress=compress, sizes=sizes, **place),)
 
 
-CALLS = {one.__name__: one for one in (attention, latents, selected, crossed, moba, nsa)}
+CALLS = {item.__name__: item for item in (attention, latents, selected, crossed, moba, nsa)}
 
 
 def gradients(rank: int, world_size: int) -> dict[str, float]:
     """The largest difference of any gradient, by call, between NaN and 0 in padding; NaN for NaN."""
     mesh = RingMesh.from_world(world_size)
     layout = in_whole_blocks(make_layout("contiguous", tokens=TOKENS, ring_size=world_size), 4)
-    slots, tokens, found = layout.local_tokens, layout.valid_tokens(rank), {}
+    slots, tokens, result = layout.local_tokens, layout.valid_tokens(rank), {}
     shapes = {
         "q": (1, HEADS, slots, DIM), "k": (1, GROUPS, slots, DIM), "v": (1, GROUPS, slots, DIM),
         "gates": (1, HEADS, slots, 3), "sinks": (HEADS,), "up": (HEADS * (4 + DIM), DIM),
@@ -91,24 +89,24 @@ def gradients(rank: int, world_size: int) -> dict[str, float]:
             x = {key: torch.randn(shape, dtype=torch.float64) for key, shape in shapes.items()}
             for key in ("q", "k", "v", "gates"):
                 x[key][:, :, tokens:] = fill
-            x = {key: one.requires_grad_() for key, one in x.items()}
+            x = {key: item.requires_grad_() for key, item in x.items()}
             results = call(x, {"layout": layout, "mesh": mesh})
-            of_results = [torch.randn(one.shape, dtype=torch.float64) for one in results]
-            for one in of_results:
-                one[:, :, tokens:] = fill
+            of_results = [torch.randn(item.shape, dtype=torch.float64) for item in results]
+            for item in of_results:
+                item[:, :, tokens:] = fill
             torch.autograd.backward(results, of_results)
-            grads.append({key: one.grad for key, one in x.items() if one.grad is not None})
+            grads.append({key: item.grad for key, item in x.items() if item.grad is not None})
         zeros, nans = grads
-        for key, one in zeros.items():
+        for key, item in zeros.items():
             rows = slice(None) if key in ("sinks", "up") else (slice(None), slice(None), slice(0, tokens))
-            found[f"{name} {key}"] = float((nans[key][rows] - one[rows]).abs().max())
-    return found
+            result[f"{name} {key}"] = float((nans[key][rows] - item[rows]).abs().max())
+    return result
 
 
 @pytest.mark.situation(
     "padding", "NaN in padding slots of inputs and of gradients, in every kind of attention"
 )
 def test_nan_of_padding_reaches_no_gradient(rank_pool: Pool) -> None:
-    for found in rank_pool(2).run(gradients):
-        assert len(found) == 24  # inputs that get a gradient, of all calls
-        assert all(error < 1e-12 for error in found.values()), found
+    for result in rank_pool(2).run(gradients):
+        assert len(result) == 24  # inputs that get a gradient, of all calls
+        assert all(error < 1e-12 for error in result.values()), result

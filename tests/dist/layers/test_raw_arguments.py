@@ -23,9 +23,8 @@ from ds_ring import (
     ring_attention,
     shift_sequence,
 )
-from tests.dist.harness import RankPool
+from tests.dist.harness import Pool
 
-Pool = Callable[[int], RankPool]
 T = 16
 
 
@@ -40,10 +39,10 @@ def refused(rank: int, world_size: int) -> dict[str, str]:
         "a list": [0] * T, "a tensor": torch.zeros(T, dtype=torch.int64), "both": Documents([0] * T) & Causal(),
     }  # fmt: skip
     calls: dict[str, Callable[[], Any]] = {}
-    for name, one in documents.items():
-        calls[f"halo of {name}"] = lambda one=one: halo(x, 1, dim=1, documents=one, **place)
-        calls[f"MoBA of {name}"] = lambda one=one: moba_attention(
-            q, q, q, block_size=4, top_k=2, documents=one, **place
+    for name, item in documents.items():
+        calls[f"halo of {name}"] = lambda item=item: halo(x, 1, dim=1, documents=item, **place)
+        calls[f"MoBA of {name}"] = lambda item=item: moba_attention(
+            q, q, q, block_size=4, top_k=2, documents=item, **place
         )
     tree: Any = Tree((-1, 0), (8, 8))
     calls["MoBA of a tree"] = lambda: moba_attention(q, q, q, block_size=4, top_k=2, documents=tree, **place)
@@ -52,30 +51,30 @@ def refused(rank: int, world_size: int) -> dict[str, str]:
         calls[f"offset {offset!r}"] = lambda wrong=wrong: shift_sequence(x, wrong, dim=1, **place)
     module = RingAttention(Causal(), **{"mesh": mesh, "layout": layout})
     calls["torch.save"] = lambda: torch.save(module, io.BytesIO())
-    found = {}
+    result = {}
     for name, call in calls.items():
         try:
             call()
-            found[name] = ""
+            result[name] = ""
         except RingError as error:
-            found[name] = f"{type(error).__name__}: {error}"
+            result[name] = f"{type(error).__name__}: {error}"
         except Exception as error:
-            found[name] = f"raw {type(error).__name__}: {error}"
+            result[name] = f"raw {type(error).__name__}: {error}"
     sinks = torch.tensor([0.5, -torch.inf])
     checked = ring_attention(
         q, q, q, pattern=Causal(), sinks=sinks, options=PassOptions(check_finite=True), **place
     )
     plain = ring_attention(q, q, q, pattern=Causal(), sinks=sinks, **place)
-    found["a sink of -inf"] = "" if torch.equal(checked, plain) and bool(plain.isfinite().all()) else "off"
-    return found
+    result["a sink of -inf"] = "" if torch.equal(checked, plain) and bool(plain.isfinite().all()) else "off"
+    return result
 
 
 @pytest.mark.situation(
     "inputs", "documents= as a list, a tensor or a composed pattern; offset=True; torch.save"
 )
 def test_arguments_are_refused_by_name(rank_pool: Pool) -> None:
-    for found in rank_pool(2).run(refused):
-        assert found.pop("a sink of -inf") == ""
-        for name, said in found.items():
+    for result in rank_pool(2).run(refused):
+        assert result.pop("a sink of -inf") == ""
+        for name, said in result.items():
             kind = {"offset": "RingShapeError: shift_sequence: offset", "torch.": "RingMeshError: RingMesh"}
             assert said.startswith(kind.get(name[:6], "RingPatternError: documents: expected")), (name, said)

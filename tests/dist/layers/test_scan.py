@@ -33,25 +33,25 @@ from ds_ring import (
 from ds_ring.layers.scan import halo as halo_module
 from ds_ring.layers.scan import scan
 from ds_ring.layers.scan.context import scan_context
-from tests.dist.harness import RankPool
+from tests.dist.harness import Pool
+from tests.dist.one_process import Layer, same_as_one_process
 from tests.reference import relative_error
 
 B, T, K, V = 2, 46, 3, 4
 WIDTH = 4  # of the convolution
 IDS = [0] * 5 + [1] * 6 + [2] * 2 + [3] * 20 + [4] * 7 + [-1] * 6  # borders within halos, too
-Pool = Callable[[int], RankPool]
 
 
 def inputs() -> dict[str, Tensor]:
     """Return keys, values, decays and weights of the layer, float64."""
     torch.manual_seed(0)
-    given = {
+    arguments = {
         "k": torch.nn.functional.normalize(torch.randn(B, T, K, dtype=torch.float64), dim=-1),
         "v": torch.randn(B, T, V, dtype=torch.float64),
         "decay": torch.rand(B, T, K, dtype=torch.float64) * 0.3 + 0.7,
         "weight": torch.randn(WIDTH + 1, dtype=torch.float64),
     }
-    return {name: x.requires_grad_() for name, x in given.items()}
+    return {name: x.requires_grad_() for name, x in arguments.items()}
 
 
 def step(state: Tensor, k: Tensor, v: Tensor, decay: Tensor, matrix: bool) -> Tensor:
@@ -99,15 +99,15 @@ def layer(x: dict[str, Tensor], context: Any, matrix: bool, compiled: bool = Fal
 
     if compiled:
         look_beside, scanned = (
-            torch.compile(one, fullgraph=True, backend="aot_eager") for one in (look_beside, scanned)
+            torch.compile(item, fullgraph=True, backend="aot_eager") for item in (look_beside, scanned)
         )
     beside = look_beside(x["v"])  # [B, R, WIDTH, V]
     zeros, v = torch.zeros_like(x["v"][:, :1]), torch.zeros_like(x["v"])
     for piece in context.pieces:
-        own = x["v"][:, piece.slot : piece.slot + piece.length]
+        local = x["v"][:, piece.slot : piece.slot + piece.length]
         front = beside[:, piece.run, : WIDTH - 1] if piece.is_first else zeros.expand(-1, WIDTH - 1, -1)
         last = beside[:, piece.run, WIDTH - 1 :] if piece.is_last else zeros
-        whole = torch.cat([front, own, last], dim=1)
+        whole = torch.cat([front, local, last], dim=1)
         parts = [x["weight"][i] * whole[:, i : i + piece.length] for i in range(WIDTH + 1)]
         v = torch.cat([v[:, : piece.slot], sum(parts), v[:, piece.slot + piece.length :]], dim=1)
     x = x | {"v": v}
@@ -127,50 +127,22 @@ def layer(x: dict[str, Tensor], context: Any, matrix: bool, compiled: bool = Fal
     for piece in context.pieces:
         tokens = range(piece.slot, piece.slot + piece.length)
         states = through(starts[piece.run] if piece.is_first else zero, x, tokens, matrix)[0]
-        found = torch.einsum("bsk,sbkv->bsv", x["k"][:, list(tokens)], torch.stack(states))
-        out = torch.cat([out[:, : piece.slot], found, out[:, piece.slot + piece.length :]], dim=1)
+        result = torch.einsum("bsk,sbkv->bsv", x["k"][:, list(tokens)], torch.stack(states))
+        out = torch.cat([out[:, : piece.slot], result, out[:, piece.slot + piece.length :]], dim=1)
     return out
 
 
-def on_a_ring(
-    rank: int,
-    world_size: int,
-    name: str,
-    packed: bool,
-    matrix: bool,
-    ulysses: int = 1,
-    compiled: bool = False,
-) -> dict[str, float]:
-    """Relative error of the output and of each gradient, by name."""
-    mesh = RingMesh.from_world(world_size // ulysses, ulysses)
+def on_a_ring(mesh: RingMesh, name: str, packed: bool, matrix: bool, compiled: bool = False) -> Layer:
     ids = IDS if packed else None
-    layout = make_layout(
-        name, tokens=T, ring_size=mesh.ring_size, multiple_of=ulysses, pattern=Documents(IDS)
-    )
+    sizes = {"ring_size": mesh.ring_size, "multiple_of": mesh.ulysses_size}
+    layout = make_layout(name, tokens=T, pattern=Documents(IDS), **sizes)
     context = scan_context(layout, mesh, Documents(ids) if ids else None)
-    whole = inputs()
-    expected = alone(whole, ids, matrix)
-    grad = torch.randn_like(expected)
-    expected.backward(grad)
-    shards = {
-        name: x.detach().clone().requires_grad_() if name == "weight" else
-        shard_sequence(x.detach(), layout, mesh=mesh, dim=1).requires_grad_()
-        for name, x in whole.items()
-    }  # fmt: skip
-    out = layer(shards, context, matrix, compiled)
-    out.backward(shard_sequence(grad, layout, mesh=mesh, dim=1))
-    errors = {"out": relative_error(gather_sequence(out, layout, mesh=mesh, dim=1), expected)}
-    for name, x in shards.items():
-        if x.grad is None:
-            continue
-        if name == "weight":
-            parts = x.grad.clone()
-            if world_size > 1:
-                torch.distributed.all_reduce(parts)
-            errors[name] = relative_error(parts, whole[name].grad)
-        else:
-            errors[name] = relative_error(gather_sequence(x.grad, layout, mesh=mesh, dim=1), whole[name].grad)
-    return errors
+    return Layer(
+        inputs(),
+        lambda **x: alone(x, ids, matrix),
+        lambda **x: layer(x, context, matrix, compiled),
+        mesh, layout, dim=1, parameters=["weight"],
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("matrix", [False, True])
@@ -183,10 +155,8 @@ def on_a_ring(
 def test_exact(
     rank_pool: Pool, world_size: int, layout: str, ulysses: int, packed: bool, matrix: bool
 ) -> None:
-    for errors in rank_pool(world_size).run(on_a_ring, layout, packed, matrix, ulysses):
-        expected = {"out", "k", "v", "weight"} | (set() if matrix else {"decay"})
-        assert errors.keys() >= expected
-        assert all(error < 1e-12 for error in errors.values()), errors
+    case = layout, packed, matrix
+    same_as_one_process(rank_pool(world_size), on_a_ring, case, ulysses=ulysses, count=5 - matrix)
 
 
 def predict_ahead(
@@ -218,11 +188,11 @@ def mtp_errors(rank: int, world_size: int, name: str, packed: bool, ulysses_size
     numbers = torch.tensor(IDS if packed else [0] * T)
 
     def by_slices(x: Tensor, offset: int, fill: float) -> Tensor:
-        found = torch.full_like(x, fill)
+        result = torch.full_like(x, fill)
         for t in range(T):
             if 0 <= t + offset < T and numbers[t + offset] == numbers[t] >= 0:  # -1 is padding
-                found[:, t] = x[:, t + offset]
-        return found
+                result[:, t] = x[:, t + offset]
+        return result
 
     labels = by_slices(ids, 1, -100)
     want = predict_ahead(ids, labels, weights, lambda x, n, fill: by_slices(x, n, fill) if n else x)
@@ -237,10 +207,10 @@ def mtp_errors(rank: int, world_size: int, name: str, packed: bool, ulysses_size
         mine, following, weights,
         lambda x, n, fill: shift_sequence(x, n, dim=1, documents=documents, fill=fill, **named) if n else x,
     )  # fmt: skip
-    found = [got.detach(), *torch.autograd.grad(got, [*weights.values()])]
-    for x in found:
+    result = [got.detach(), *torch.autograd.grad(got, [*weights.values()])]
+    for x in result:
         torch.distributed.all_reduce(x)
-    return [relative_error(a, b) for a, b in zip(found, [want, *wanted], strict=True)]
+    return [relative_error(a, b) for a, b in zip(result, [want, *wanted], strict=True)]
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -250,8 +220,8 @@ def mtp_errors(rank: int, world_size: int, name: str, packed: bool, ulysses_size
 def test_multi_token_prediction_is_exact(
     rank_pool: Pool, world_size: int, ulysses_size: int, name: str, packed: bool
 ) -> None:
-    for found in rank_pool(world_size).run(mtp_errors, name, packed, ulysses_size):
-        assert max(found) < 1e-12, found
+    for result in rank_pool(world_size).run(mtp_errors, name, packed, ulysses_size):
+        assert max(result) < 1e-12, result
 
 
 def shifted_padding(rank: int, world_size: int) -> list[Tensor]:
@@ -270,17 +240,15 @@ def shifted_padding(rank: int, world_size: int) -> list[Tensor]:
 @pytest.mark.situation("padding", "shift_sequence of labels with documents of padding, id -1")
 def test_padding_gets_the_fill_and_not_its_neighbour(rank_pool: Pool) -> None:
     ids = [0] * 5 + [-1] * 9 + [1] * 20 + [2] * 3 + [-1] * 9
-    for found in rank_pool(2).run(shifted_padding):
-        for offset, got in zip((1, -1, 4), found, strict=True):
+    for result in rank_pool(2).run(shifted_padding):
+        for offset, got in zip((1, -1, 4), result, strict=True):
             inside = [0 <= t + offset < T and ids[t + offset] == ids[t] >= 0 for t in range(T)]
             assert got[0].tolist() == [100 + t + offset if inside[t] else 7 for t in range(T)]
 
 
 def test_torch_compile_sees_one_operator_each(rank_pool: Pool) -> None:
     """A function around each is one graph, forward and backward."""
-    for errors in rank_pool(2).run(on_a_ring, "zigzag", True, False, 1, True):
-        assert len(errors) == 5
-        assert all(error < 1e-12 for error in errors.values()), errors
+    same_as_one_process(rank_pool(2), on_a_ring, ("zigzag", True, False, True), count=5)
 
 
 def test_masks_are_made_once_for_all_layers_of_a_batch() -> None:
@@ -295,8 +263,8 @@ def test_masks_are_made_once_for_all_layers_of_a_batch() -> None:
     assert [x.shape for x in first] == [(context.own_runs, 1, 1, 1)] * 2
     double = context.masks(torch.ones(context.own_runs, dtype=torch.float64))
     assert [x.dtype for x in double] == [torch.float64] * 2
-    other = scan_context(context.layout, mesh, Documents([0] * T))  # of the next batch
-    assert other.masks(torch.ones(1))[0].data_ptr() != first[0].data_ptr()
+    another = scan_context(context.layout, mesh, Documents([0] * T))  # of the next batch
+    assert another.masks(torch.ones(1))[0].data_ptr() != first[0].data_ptr()
 
 
 def bytes_of(rank: int, world_size: int, tokens: int) -> int:
@@ -399,8 +367,8 @@ def failed(rank: int, world_size: int, where: str) -> tuple[str, int | None, str
 
 @pytest.mark.parametrize("where", ["halo", "halo backward", "scan", "scan backward"])
 def test_an_error_on_one_rank_is_told_to_the_others_at_once(rank_pool: Pool, where: str) -> None:
-    found = rank_pool(3).run(failed, where)
-    assert found[1][0] == "ZeroDivisionError"
-    for kind, peer, text, seconds in (found[0], found[2]):
-        assert (kind, peer) == ("RingPeerError", 1) and "ZeroDivisionError in call" in text, found
-        assert seconds < 5, found
+    result = rank_pool(3).run(failed, where)
+    assert result[1][0] == "ZeroDivisionError"
+    for kind, peer, text, seconds in (result[0], result[2]):
+        assert (kind, peer) == ("RingPeerError", 1) and "ZeroDivisionError in call" in text, result
+        assert seconds < 5, result

@@ -5,7 +5,6 @@ Each token goes on from the one before it on its path: a delta rule or a decay, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -26,11 +25,11 @@ from ds_ring import (
 )
 from ds_ring.layers.scan import sequence_runs
 from ds_ring.layers.scan.context import ScanContext, scan_context
-from tests.dist.harness import RankPool
+from tests.dist.harness import Pool
+from tests.dist.one_process import Layer, same_as_one_process
 from tests.reference import relative_error
 
 B, T, K, V, WIDTH = 2, 61, 3, 4, 4
-Pool = Callable[[int], RankPool]
 Inputs = dict[str, Tensor]
 
 
@@ -47,23 +46,23 @@ def random_tree(seed: int) -> Tree:
 
 def tokens_before(tree: Tree) -> list[int]:
     """The position of the token before each one on its path; -1 for none, -2 for padding."""
-    found = [-2] * T
+    result = [-2] * T
     for node, parent in enumerate(tree.parents):
         for t in range(tree.starts[node], tree.starts[node + 1]):
-            found[t] = t - 1
-        found[tree.starts[node]] = int(tree.starts[parent + 1]) - 1 if parent >= 0 else -1
-    return found
+            result[t] = t - 1
+        result[tree.starts[node]] = int(tree.starts[parent + 1]) - 1 if parent >= 0 else -1
+    return result
 
 
 def inputs(seed: int) -> Inputs:
     torch.manual_seed(seed)
-    given = {
+    arguments = {
         "k": torch.nn.functional.normalize(torch.randn(B, T, K, dtype=torch.float64), dim=-1),
         "v": torch.randn(B, T, V, dtype=torch.float64),
         "decay": torch.rand(B, T, K, dtype=torch.float64) * 0.3 + 0.7,
         "weight": torch.randn(WIDTH, dtype=torch.float64),
     }
-    return {name: x.requires_grad_() for name, x in given.items()}
+    return {name: x.requires_grad_() for name, x in arguments.items()}
 
 
 def step(state: Tensor, x: Inputs, v: Tensor, t: int, matrix: bool) -> Tensor:
@@ -113,7 +112,7 @@ def layer(x: Inputs, context: ScanContext, matrix: bool) -> Tensor:
         none = beside.flatten()[:0].sum()  # of the halo: backward passes are in one order on all ranks
         moves = [zero.new_zeros(0, B, K, K if matrix else 1) + none]
         finals = [zero.new_zeros(0, B, K, V) + none]
-    of_runs = (torch.stack(one) if context.pieces else one[0] for one in (moves, finals))
+    of_runs = (torch.stack(item) if context.pieces else item[0] for item in (moves, finals))
     starts = ring_scan(*of_runs, matrix=matrix, **named)
     out = torch.zeros(B, x["v"].shape[1], V, dtype=torch.float64)
     out = out + starts.flatten()[:0].sum()
@@ -127,39 +126,18 @@ def layer(x: Inputs, context: ScanContext, matrix: bool) -> Tensor:
     return out
 
 
-def on_trees(rank: int, world_size: int, name: str, matrix: bool, ulysses: int) -> list[dict[str, float]]:
-    """Relative errors of the output and of each gradient, of several trees."""
-    mesh, found = RingMesh.from_world(world_size // ulysses, ulysses), []
-    for seed in range(4):
-        tree, whole = random_tree(seed), inputs(seed)
-        layout = make_layout(name, tokens=T, ring_size=mesh.ring_size, multiple_of=ulysses, pattern=tree)
-        context = scan_context(layout, mesh, tree)
-        keep = torch.tensor([[t > -2] for t in tokens_before(tree)])
-        expected = alone(whole, tree, matrix) * keep
-        grad = torch.randn_like(expected) * keep
-        expected.backward(grad)
-        shards = {
-            name: x.detach().clone().requires_grad_() if name == "weight" else
-            shard_sequence(x.detach(), layout, mesh=mesh, dim=1).requires_grad_()
-            for name, x in whole.items()
-        }  # fmt: skip
-        out = layer(shards, context, matrix)
-        out.backward(shard_sequence(grad, layout, mesh=mesh, dim=1))
-        got = gather_sequence(out, layout, mesh=mesh, dim=1)
-        errors = {"out": relative_error(got * keep, expected)}
-        for name_, x in shards.items():
-            if matrix and name_ == "decay":
-                continue
-            assert x.grad is not None
-            if name_ == "weight":
-                of_all = x.grad.clone()
-                if world_size > 1:
-                    torch.distributed.all_reduce(of_all)
-            else:
-                of_all = gather_sequence(x.grad, layout, mesh=mesh, dim=1)
-            errors[name_] = relative_error(of_all, whole[name_].grad)
-        found.append(errors)
-    return found
+def on_trees(mesh: RingMesh, seed: int, name: str, matrix: bool) -> Layer:
+    tree = random_tree(seed)
+    sizes = {"ring_size": mesh.ring_size, "multiple_of": mesh.ulysses_size}
+    layout = make_layout(name, tokens=T, pattern=tree, **sizes)
+    context = scan_context(layout, mesh, tree)
+    return Layer(
+        inputs(seed),
+        lambda **x: alone(x, tree, matrix),
+        lambda **x: layer(x, context, matrix),
+        mesh, layout, dim=1, parameters=["weight"],
+        real=torch.tensor([float(t > -2) for t in tokens_before(tree)]),
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("matrix", [False, True])
@@ -169,9 +147,8 @@ def on_trees(rank: int, world_size: int, name: str, matrix: bool, ulysses: int) 
 )
 @pytest.mark.covering(1)
 def test_exact(rank_pool: Pool, world_size: int, layout: str, ulysses: int, matrix: bool) -> None:
-    for errors in rank_pool(world_size).run(on_trees, layout, matrix, ulysses)[0]:
-        assert len(errors) == 4 + (not matrix)
-        assert max(errors.values()) < 1e-12, errors
+    trees = [(seed, layout, matrix) for seed in range(4)]
+    same_as_one_process(rank_pool(world_size), on_trees, *trees, ulysses=ulysses, count=5 - matrix)
 
 
 def with_a_wrong_parent(rank: int, world_size: int) -> float:
@@ -197,11 +174,11 @@ def shifted(rank: int, world_size: int) -> tuple[bool, str]:
     x = torch.arange(T)[None]
     named: dict[str, Any] = {"dim": 1, "layout": layout, "mesh": mesh, "documents": tree}
     mine = shift_sequence(shard_sequence(x, layout, mesh=mesh, dim=1), -1, fill=-1, **named)
-    found = gather_sequence(mine, layout, mesh=mesh, dim=1)[0].tolist()
+    result = gather_sequence(mine, layout, mesh=mesh, dim=1)[0].tolist()
     try:
         halo(mine, 1, 1, **named)
     except RingPatternError as error:
-        return found == [max(t, -1) for t in tokens_before(tree)], str(error)
+        return result == [max(t, -1) for t in tokens_before(tree)], str(error)
     return False, ""
 
 

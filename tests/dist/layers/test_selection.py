@@ -84,8 +84,8 @@ def tensors(choices: int) -> dict[str, Tensor]:
 
 def scores_of(x: dict[str, Tensor], choices: int, rows: slice, keys: Tensor) -> Tensor:
     """Scores of all choices; a second choice has the first one's with the other sign, so -0 and 0."""
-    one = index_scores(x["iq"][:, rows], x["iw"][:, rows], keys)
-    return one if choices == 0 else torch.stack([one, -one][:choices], dim=1)
+    item = index_scores(x["iq"][:, rows], x["iw"][:, rows], keys)
+    return item if choices == 0 else torch.stack([item, -item][:choices], dim=1)
 
 
 def alone(x: dict[str, Tensor], pattern: Pattern, k: int, choices: int, sinks: Tensor) -> dict[str, Any]:
@@ -96,18 +96,18 @@ def alone(x: dict[str, Tensor], pattern: Pattern, k: int, choices: int, sinks: T
     scores = scores.masked_fill(~visible, float("-inf"))
     order = scores.sort(dim=-1, descending=True, stable=True).indices[..., :k]
     mask = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, order, True) & visible
-    given = {name: x[name].clone().requires_grad_() for name in ("q", "k", "v")}
-    own = sinks.clone().requires_grad_()
-    keys, values = (given[name].repeat_interleave(HEADS // GROUPS, dim=1) for name in ("k", "v"))
+    inputs = {name: x[name].clone().requires_grad_() for name in ("q", "k", "v")}
+    owned = sinks.clone().requires_grad_()
+    keys, values = (inputs[name].repeat_interleave(HEADS // GROUPS, dim=1) for name in ("k", "v"))
     by_head = mask.unsqueeze(1) if choices == 0 else mask.repeat_interleave(HEADS // choices, dim=1)
-    logits = given["q"] @ keys.mT / HEAD_DIM**0.5
+    logits = inputs["q"] @ keys.mT / HEAD_DIM**0.5
     logits = logits.masked_fill(~by_head, float("-inf"))
-    column = own[None, :, None, None].expand(SAMPLES, -1, TOKENS, 1)
+    column = owned[None, :, None, None].expand(SAMPLES, -1, TOKENS, 1)
     lse = torch.cat([logits, column], dim=-1).logsumexp(-1)
     out = (logits - lse.unsqueeze(-1)).exp() @ values
     torch.autograd.backward([out, lse], [x["grad"], x["grad_lse"]])
-    grads = {f"d{name}": one.grad for name, one in given.items()}
-    return {"mask": mask, "out": out.detach(), "lse": lse.detach(), **grads, "dsinks": own.grad}
+    grads = {f"d{name}": item.grad for name, item in inputs.items()}
+    return {"mask": mask, "out": out.detach(), "lse": lse.detach(), **grads, "dsinks": owned.grad}
 
 
 def on_the_ring(
@@ -117,36 +117,36 @@ def on_the_ring(
     layout = make_layout(name, tokens=TOKENS, ring_size=mesh.ring_size, pattern=pattern)
     # NaN in padding slots must not matter
     local = {
-        key: shard_sequence(one, layout, mesh=mesh, dim=1 if key[0] == "i" else 2, pad_value=float("nan"))
-        for key, one in x.items()
+        key: shard_sequence(item, layout, mesh=mesh, dim=1 if key[0] == "i" else 2, pad_value=float("nan"))
+        for key, item in x.items()
     }
     chosen = ring_select(
         lambda rows, keys: scores_of(local, choices, rows, keys), k, local["ik"],
         layout=layout, mesh=mesh, pattern=pattern,
     )  # fmt: skip
-    own = sinks.clone().requires_grad_()
+    owned = sinks.clone().requires_grad_()
     for key in ("q", "k", "v"):
         local[key].requires_grad_()
     padding = torch.from_numpy(layout.positions(mesh.ring_rank)) < 0
     out, lse = selected_attention(
-        local["q"], local["k"], local["v"], chosen, layout=layout, mesh=mesh, sinks=own, return_lse=True
+        local["q"], local["k"], local["v"], chosen, layout=layout, mesh=mesh, sinks=owned, return_lse=True
     )
     grads = [
         local[key].masked_fill(padding.view(-1, *[1] * (local[key].dim() - 3)), 0)
         for key in ("grad", "grad_lse")
     ]
     torch.autograd.backward([out, lse], grads)
-    assert own.grad is not None
+    assert owned.grad is not None
     if mesh.sequence_group is not None:
-        torch.distributed.all_reduce(own.grad, group=mesh.sequence_group)
+        torch.distributed.all_reduce(owned.grad, group=mesh.sequence_group)
     dim = chosen.dim() - 2
     every = gather_sequence(chosen, layout, mesh=mesh, dim=dim)
     mask = torch.zeros((*every.shape[:-1], TOKENS + 1), dtype=torch.bool)
     mask.scatter_(-1, torch.where(every < 0, TOKENS, every), True)
-    found = {"mask": mask[..., :TOKENS], "chosen": every, "dsinks": own.grad}
+    result = {"mask": mask[..., :TOKENS], "chosen": every, "dsinks": owned.grad}
     tokens = {"out": out, "lse": lse, "dq": local["q"].grad, "dk": local["k"].grad, "dv": local["v"].grad}
-    return found | {
-        key: gather_sequence(one.detach(), layout, mesh=mesh, dim=2) for key, one in tokens.items()
+    return result | {
+        key: gather_sequence(item.detach(), layout, mesh=mesh, dim=2) for key, item in tokens.items()
     }
 
 
@@ -184,10 +184,10 @@ def parity(rank: int, world_size: int, cases: list[Any] = CASES) -> dict[str, fl
             if rank != 0:  # it has the same gathered tensors
                 continue
             want = alone(x, PATTERNS[pattern], k, choices, sinks)
-            for key, one in want.items():
+            for key, item in want.items():
                 case = f"{name} {pattern} {k} {choices} {key}"
                 errors[case] = (
-                    float(bool((one != got[key]).any())) if key == "mask" else relative_error(got[key], one)
+                    float(bool((item != got[key]).any())) if key == "mask" else relative_error(got[key], item)
                 )
             scores = scores_of(x, choices, slice(None), x["ik"])
             ordered = scores.gather(-1, got["chosen"].clamp_min(0)).masked_fill(got["chosen"] < 0, -1e9)
@@ -199,7 +199,7 @@ def parity(rank: int, world_size: int, cases: list[Any] = CASES) -> dict[str, fl
 @pytest.mark.day("4")
 def test_sets_outputs_and_gradients_are_those_of_one_process(rank_pool, size):
     errors = rank_pool(size).run(parity)[0]
-    assert worst(errors.values()) < 1e-12, {key: one for key, one in errors.items() if not one < 1e-12}
+    assert worst(errors.values()) < 1e-12, {key: item for key, item in errors.items() if not item < 1e-12}
 
 
 BLOCKS = [
@@ -226,7 +226,7 @@ def blocks_alone(size: int, documents: Documents | None, whole: bool) -> list[tu
 
 def block_choices(rank: int, world_size: int) -> dict[str, Any]:
     """Of each case whether the chosen blocks are those of one process, in their order, and how many tie."""
-    mesh, found = RingMesh.from_world(world_size), {}
+    mesh, result = RingMesh.from_world(world_size), {}
     with small_tiles(), closing(mesh):
         for name, size, documents, whole, delay, k, choices in BLOCKS:
             layout = make_layout(name, tokens=TOKENS, ring_size=mesh.ring_size, pattern=Causal())
@@ -249,25 +249,25 @@ def block_choices(rank: int, world_size: int) -> dict[str, Any]:
             )  # fmt: skip
             every = gather_sequence(got, layout, mesh=mesh, dim=got.dim() - 2)
             case = f"{name} {size}"
-            found[case] = bool(every.shape == want.shape and (every == want).all())
+            result[case] = bool(every.shape == want.shape and (every == want).all())
             ties = (best.values.diff(dim=-1) == 0) & (best.values[..., 1:] > float("-inf"))
-            found[f"{case} ties"] = int(ties.sum())
-        return found
+            result[f"{case} ties"] = int(ties.sum())
+        return result
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.day("1", "4")
 def test_chosen_blocks_are_those_of_one_process(rank_pool, size):
-    for found in rank_pool(size).run(block_choices):
+    for result in rank_pool(size).run(block_choices):
         for name, block, *_ in BLOCKS:
             case = f"{name} {block}"
-            assert found[case] is True, found
-            assert found[f"{case} ties"] > 100 or block == 300
+            assert result[case] is True, result
+            assert result[f"{case} ties"] > 100 or block == 300
 
 
 def test_ties_between_blocks_in_another_order_are_found(rank_pool):
-    found = rank_pool(2).run(without_ties, block_choices)[0]
-    assert found["zigzag 4"] is False
+    result = rank_pool(2).run(without_ties, block_choices)[0]
+    assert result["zigzag 4"] is False
 
 
 def test_blocks_need_consecutive_tokens_and_documents_without_gaps():
@@ -282,7 +282,6 @@ def test_blocks_need_consecutive_tokens_and_documents_without_gaps():
 
 def without_ties(rank: int, world_size: int, run: Any = None) -> dict[str, Any]:
     """Break ties as `torch.topk` does."""
-    merge = selection.merge_best
 
     def careless(best: Any, scores: Tensor, positions: Tensor) -> None:
         both = torch.cat([best.scores, scores], dim=-1)
@@ -291,11 +290,8 @@ def without_ties(rank: int, world_size: int, run: Any = None) -> dict[str, Any]:
         best.positions.copy_(place.gather(-1, index))
         best.scores.copy_(values)
 
-    selection.merge_best = careless
-    try:
+    with mock.patch.object(selection, "merge_best", careless):
         return parity(rank, world_size, CASES[:1]) if run is None else run(rank, world_size)
-    finally:
-        selection.merge_best = merge
 
 
 def test_ties_in_another_order_are_found(rank_pool):
@@ -307,15 +303,12 @@ def without_a_gradient(rank: int, world_size: int) -> dict[str, float]:
     """Lose the gradients of one rank's rows on their way home."""
     messages = owner_walk._in_turn
 
-    def careless(given: Any, peer: int, what: tuple[str, str]) -> Any:
+    def careless(inputs: Any, peer: int, what: tuple[str, str]) -> Any:
         lost = rank == 1 and peer == 0 and what == ("dK", "dV")
-        return messages([torch.zeros_like(x) for x in given] if lost else given, peer, what)
+        return messages([torch.zeros_like(x) for x in inputs] if lost else inputs, peer, what)
 
-    owner_walk._in_turn = careless
-    try:
+    with mock.patch.object(owner_walk, "_in_turn", careless):
         return parity(rank, world_size, CASES[:1])
-    finally:
-        owner_walk._in_turn = messages
 
 
 def test_a_gradient_that_does_not_return_is_found(rank_pool):
@@ -331,11 +324,11 @@ def wrong(rank: int, world_size: int, what: str) -> str:
     here = rank == 1
     keys, (q, k, v) = torch.randn(1, 32, 4), torch.randn(3, 1, 2, 32, 4)
 
-    def scores(rows: slice, given: Tensor) -> Tensor:
+    def scores(rows: slice, inputs: Tensor) -> Tensor:
         if what == "scores raise on rank 1" and here:
             raise KeyError("index")
-        found = keys[:, rows] @ given.mT
-        return found.sum(-1) if what == "shape of scores" else found
+        result = keys[:, rows] @ inputs.mT
+        return result.sum(-1) if what == "shape of scores" else result
 
     def call() -> Tensor:
         count: Any = {"k is 0": 0, "k differs": 5 + rank, "k is no number": 2.0}.get(what, 5)
@@ -347,8 +340,8 @@ def wrong(rank: int, world_size: int, what: str) -> str:
             chosen[0, 0, 0] = 64
         chosen = {"chosen floats": chosen.float(), "chosen shape": chosen[:, 1:]}.get(what, chosen)
         if what == "blocks of another layout":
-            other = BlockLayout.from_tokens(make_layout("contiguous", tokens=64, ring_size=mesh.ring_size), 4)
-            ring_select(scores, 5, keys, layout=layout, mesh=mesh, blocks=other)
+            second = BlockLayout.of_tokens(make_layout("contiguous", tokens=64, ring_size=mesh.ring_size), 4)
+            ring_select(scores, 5, keys, layout=layout, mesh=mesh, blocks=second)
         if what == "blocks and a pattern":
             blocks = BlockLayout.from_tokens(layout, 4)
             ring_select(scores, 5, keys, layout=layout, mesh=mesh, blocks=blocks, pattern=Causal())
@@ -362,12 +355,12 @@ def wrong(rank: int, world_size: int, what: str) -> str:
         call()
         return "no error"
     except RingError as error:
-        found = f"{type(error).__name__}: {error}"
+        result = f"{type(error).__name__}: {error}"
     if what != "ulysses":
         what = ""
         assert call().shape == q.shape  # all ranks can go on
     mesh.close()
-    return found
+    return result
 
 
 @pytest.mark.parametrize(
@@ -391,11 +384,11 @@ def wrong(rank: int, world_size: int, what: str) -> str:
     ],
 )
 def test_wrong_arguments_raise_on_all_ranks_and_leave_the_ring_whole(rank_pool, what, kind, words):
-    found = rank_pool(2).run(wrong, what)
-    at_fault = found[1]
+    result = rank_pool(2).run(wrong, what)
+    at_fault = result[1]
     assert at_fault.startswith(kind) and words in at_fault, at_fault
-    other = "RingMismatchError" if "on rank 1" in what else kind
-    assert found[0].startswith(other) and words in found[0], found[0]
+    second = "RingMismatchError" if "on rank 1" in what else kind
+    assert result[0].startswith(second) and words in result[0], result[0]
 
 
 def largest_scores(rank: int, world_size: int, name: str, documents: bool) -> float:
@@ -415,8 +408,8 @@ def largest_scores(rank: int, world_size: int, name: str, documents: bool) -> fl
     mesh = RingMesh.from_world(world_size)
     layout = make_layout(name, tokens=tokens, ring_size=world_size)
     mine = (shard_sequence(x, layout, mesh=mesh, dim=2) for x in (q, k))
-    found = max_logits(*mine, layout=layout, mesh=mesh, pattern=pattern, scale=scale)
-    return float((found - scores.amax(dim=(0, 2, 3))).abs().max())
+    result = max_logits(*mine, layout=layout, mesh=mesh, pattern=pattern, scale=scale)
+    return float((result - scores.amax(dim=(0, 2, 3))).abs().max())
 
 
 @pytest.mark.parametrize(
@@ -461,8 +454,8 @@ def largest_by_head(rank: int, world_size: int) -> dict[str, float]:
             errors[name] = float((max_logits(*mine, pattern=pattern, **place) - want).abs().max())
         # A NaN of one key of the first K/V head. The last query sees it, and no other one.
         k[1, 0, -1] = torch.nan
-        found = max_logits(mine[0], shard_sequence(k, layout, mesh=mesh, dim=2), **place)
-        errors["NaN of two heads"] = float(found.isnan().tolist() != [True, True, False, False])
+        result = max_logits(mine[0], shard_sequence(k, layout, mesh=mesh, dim=2), **place)
+        errors["NaN of two heads"] = float(result.isnan().tolist() != [True, True, False, False])
     return errors
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -10,12 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from ds_ring import RingLayoutError, RingMesh, RingShapeError, make_layout
+from ds_ring import RingMesh, make_layout
 from ds_ring.layers.serial.serial_scan import serial_scan
-from tests.dist.harness import RankPool
+from tests.dist.harness import Pool, catch_refusal
 from tests.dist.layers.on_rings import RINGS, T, drawn, errors_on_a_ring, path_of, tokens_before
 
-Pool = Callable[[int], RankPool]
 B, D = 2, 3
 
 
@@ -106,11 +105,9 @@ def refused(rank: int, world_size: int, what: str) -> str:
     mesh, layout = RingMesh.from_world(world_size), make_layout("zigzag", tokens=T, ring_size=world_size)
     x, initial = torch.zeros(B, layout.local_tokens, D), torch.zeros(B, D)
     settings = {"blocks": {"block_size": 5}, "parts": {"batch_parts": 3}, "slots": {}}[what]
-    try:
-        serial_scan(any_step, initial, [x[:, what == "slots" :]], layout=layout, mesh=mesh, **settings)
-    except (RingShapeError, RingLayoutError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "not refused"
+    return catch_refusal(
+        serial_scan, any_step, initial, [x[:, what == "slots" :]], layout=layout, mesh=mesh, **settings
+    )
 
 
 @pytest.mark.parametrize(

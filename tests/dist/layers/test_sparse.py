@@ -6,15 +6,16 @@ compressed keys that reach over borders (NSA), NaN in slots of padding.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from ds_ring import (
     Causal,
@@ -22,7 +23,6 @@ from ds_ring import (
     NsaSizes,
     RingError,
     RingMesh,
-    gather_sequence,
     make_layout,
     moba_attention,
     nsa_attention,
@@ -34,13 +34,12 @@ from ds_ring.layers.selection.selected_pass import SelectedPass
 from ds_ring.layers.sparse import blocks as of_tokens
 from ds_ring.layers.sparse import nsa as nsa_module
 from ds_ring.measure.memory import measure_cpu_memory
-from ds_ring.schedule.layout import Layout, in_whole_blocks
-from tests.dist.harness import RankPool
-from tests.reference import relative_error
+from ds_ring.schedule.layout import in_whole_blocks
+from tests.dist.harness import Pool
+from tests.dist.one_process import Layer, compare_cases, same_as_one_process
+from tests.reference import relative_error, worst
 
-Pool = Callable[[int], RankPool]
 B, H, G, D, E = 2, 4, 2, 8, 6
-Results = dict[str, Tensor]
 
 
 def make(name: str, *shape: int) -> Tensor:
@@ -64,20 +63,14 @@ def best(scores: Tensor, k: int) -> Tensor:
     return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, order, True) & (scores > float("-inf"))
 
 
-def differentiated(out: Tensor, leaves: dict[str, Tensor], grad: Tensor) -> Results:
-    grads = torch.autograd.grad(out, [*leaves.values()], grad)
-    return {"out": out.detach()} | {f"d{name}": one for name, one in zip(leaves, grads, strict=True)}
-
-
 # --- MoBA ------------------------------------------------------------------------------------------
 
 TOKENS = 83
 IDS = np.repeat([0, 1, 2, -1], [30, 3, 41, 9])
 
 
-def moba_alone(x: dict[str, Tensor], size: int, k: int, ids: Any) -> Results:
+def moba_alone(q: Tensor, k: Tensor, v: Tensor, size: int, top_k: int, ids: Any) -> Tensor:
     """Equations 2 to 6 of the paper, document by document."""
-    leaves = {name: x[name].clone().requires_grad_() for name in ("q", "k", "v")}
     mask = torch.zeros(B, H, TOKENS, TOKENS, dtype=torch.bool)
     edges = [0, *(np.flatnonzero(np.diff(ids)) + 1).tolist(), TOKENS]
     for start, end in pairwise(edges):
@@ -85,23 +78,18 @@ def moba_alone(x: dict[str, Tensor], size: int, k: int, ids: Any) -> Results:
             continue
         places = torch.arange(end - start)
         blocks = torch.arange(-(-(end - start) // size))
-        part = leaves["k"][:, :, start:end].detach()
+        part = k[:, :, start:end].detach()
         means = torch.stack([part[:, :, places // size == i].mean(2) for i in blocks], dim=2)
-        scores = leaves["q"][:, :, start:end].detach() @ means.repeat_interleave(H // G, dim=1).mT
-        own = (places // size)[:, None]
-        scores = scores.masked_fill(blocks > own, float("-inf")).masked_fill(blocks == own, float("inf"))
-        chosen = best(scores, k)[..., places // size]
+        scores = q[:, :, start:end].detach() @ means.repeat_interleave(H // G, dim=1).mT
+        block = (places // size)[:, None]
+        scores = scores.masked_fill(blocks > block, float("-inf")).masked_fill(blocks == block, float("inf"))
+        chosen = best(scores, top_k)[..., places // size]
         mask[:, :, start:end, start:end] = chosen & (places <= places[:, None])
-    return differentiated(dense(*leaves.values(), mask)[0], leaves, x["grad"])
+    return dense(q, k, v, mask)[0]
 
 
 def moba_inputs() -> dict[str, Tensor]:
-    shapes = {
-        "q": (B, H, TOKENS, D),
-        "k": (B, G, TOKENS, D),
-        "v": (B, G, TOKENS, E),
-        "grad": (B, H, TOKENS, E),
-    }
+    shapes = {"q": (B, H, TOKENS, D), "k": (B, G, TOKENS, D), "v": (B, G, TOKENS, E)}
     return {name: make(name, *shape) for name, shape in shapes.items()}
 
 
@@ -116,54 +104,21 @@ MOBA = [
 ]
 
 
-def sharded(x: dict[str, Tensor], layout: Any, mesh: RingMesh) -> dict[str, Tensor]:
-    return {
-        name: shard_sequence(one, layout, mesh=mesh, dim=2, pad_value=float("nan")) for name, one in x.items()
-    }
-
-
-def gathered(found: Results, layout: Any, mesh: RingMesh) -> Results:
-    return {name: gather_sequence(one, layout, mesh=mesh, dim=2) for name, one in found.items()}
-
-
-def moba(rank: int, world_size: int, fault: str = "") -> dict[str, float]:
-    """The largest error of each result, by case, on rank 0: all hold the same gathered tensors."""
-    mesh, errors, x = RingMesh.from_world(world_size), {}, moba_inputs()
-    halo, places = of_tokens.halo_op, SelectedPass._places
-    if fault == "cut":  # what lies on other ranks is left out of the means
-        of_tokens.halo_op = lambda *given: halo(*given) * 0  # type: ignore[assignment]
-    elif fault == "future":  # tokens of the own block behind the query are seen
-
-        def all_of_them(self: Any, *given: Any) -> Tensor:
-            self.last = torch.full_like(self.last, TOKENS - 1)
-            return places(self, *given)
-
-        SelectedPass._places = all_of_them  # type: ignore[method-assign]
-    try:
-        for name, size, k, packed in MOBA:
-            ids = IDS if packed else np.zeros(TOKENS, dtype=int)
-            documents = Documents(ids) if packed else None
-            layout = make_layout(name, tokens=TOKENS, ring_size=mesh.ring_size, pattern=Causal())
-            local = sharded(x, layout, mesh)
-            leaves = {key: local[key].requires_grad_() for key in ("q", "k", "v")}
-            out = moba_attention(
-                **leaves, layout=layout, mesh=mesh, block_size=size, top_k=k, documents=documents
-            )
-            found = gathered(differentiated(out, leaves, local["grad"].nan_to_num()), layout, mesh)
-            for key, want in (moba_alone(x, size, k, ids) if rank == 0 else {}).items():
-                errors[f"{name} {size} {k} {key}"] = relative_error(found[key], want)
-        return errors
-    finally:
-        of_tokens.halo_op, SelectedPass._places = halo, places  # type: ignore[method-assign]
-        mesh.close()
+def moba(mesh: RingMesh, name: str, size: int, top_k: int, packed: bool) -> Layer:
+    ids = IDS if packed else np.zeros(TOKENS, dtype=int)
+    layout = make_layout(name, tokens=TOKENS, ring_size=mesh.ring_size, pattern=Causal())
+    attend = partial(
+        moba_attention, layout=layout, mesh=mesh, block_size=size, top_k=top_k,
+        documents=Documents(ids) if packed else None,
+    )  # fmt: skip
+    reference = partial(moba_alone, size=size, top_k=top_k, ids=ids)
+    return Layer(moba_inputs(), reference, attend, mesh, layout, pad_value=torch.nan)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.day("4")
 def test_moba_is_that_of_the_paper(rank_pool: Pool, size: int) -> None:
-    errors = rank_pool(size).run(moba)[0]
-    assert len(errors) == 4 * len(MOBA)
-    assert max(errors.values()) < 1e-12, {key: one for key, one in errors.items() if not one < 1e-12}
+    same_as_one_process(rank_pool(size), moba, *MOBA, count=4)
 
 
 # --- NSA -------------------------------------------------------------------------------------------
@@ -186,26 +141,24 @@ class Compress(nn.Module):
         self.place = nn.Parameter(make("place", size, D))
 
     def forward(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        one = torch.einsum("bgnld,l->bgnd", torch.tanh(keys + self.place), self.of_keys)
-        return one, torch.einsum("bgnld,l->bgnd", values, self.of_values)
+        item = torch.einsum("bgnld,l->bgnd", torch.tanh(keys + self.place), self.of_keys)
+        return item, torch.einsum("bgnld,l->bgnd", values, self.of_values)
 
 
 def nsa_inputs(tokens: int, by_branch: bool) -> dict[str, Tensor]:
-    shapes = {"q": (B, H, tokens, D), "gates": (B, H, tokens, 3), "grad": (B, H, tokens, E)}
+    shapes = {"q": (B, H, tokens, D), "gates": (B, H, tokens, 3)}
     for i in range(3 if by_branch else 1):
         shapes |= {f"k{i}": (B, G, tokens, D), f"v{i}": (B, G, tokens, E)}
     return {name: make(name, *shape) for name, shape in shapes.items()}
 
 
-def nsa_alone(x: dict[str, Tensor], case: tuple[Any, ...]) -> Results:
+def nsa_alone(case: tuple[Any, ...], q: Tensor, gates: Tensor, **leaves: Tensor) -> Tensor:
     """Equations 5 to 11 of the paper; those of blocks with their indices, which begin at 1."""
-    _, tokens, size, stride, block, k, (first, local), window, _ = case
-    leaves = {name: one.clone().requires_grad_() for name, one in x.items() if name != "grad"}
-    module, last = Compress(size), len(leaves) // 2 - 2
-    q, t = leaves["q"], torch.arange(tokens)
+    _, tokens, size, stride, block, k, (first, local), window, by_branch = case
+    last, t = 2 if by_branch else 0, torch.arange(tokens)
     begins = torch.arange((tokens - size) // stride + 1) * stride
     index = begins[:, None] + torch.arange(size)
-    keys, values = module(leaves["k0"][:, :, index], leaves["v0"][:, :, index])
+    keys, values = compress(size, leaves, leaves["k0"][:, :, index], leaves["v0"][:, :, index])
     seen = (begins + size - 1 <= t[:, None]).expand(B, H, -1, -1)
     compressed, p = dense(q, keys, values, seen)
     blocks = -(-tokens // block)
@@ -217,9 +170,9 @@ def nsa_alone(x: dict[str, Tensor], case: tuple[Any, ...]) -> Results:
                 if 1 <= i <= p.shape[-1]:
                     importance[..., j - 1] += p.detach()[..., i - 1]
     importance = importance.unflatten(1, (G, -1)).sum(2)
-    own, number = (t // block)[:, None], torch.arange(blocks)
-    importance = importance.masked_fill((number < first) | (number > own - local), float("inf"))
-    importance = importance.masked_fill(number > own, float("-inf"))
+    mine, number = (t // block)[:, None], torch.arange(blocks)
+    importance = importance.masked_fill((number < first) | (number > mine - local), float("inf"))
+    importance = importance.masked_fill(number > mine, float("-inf"))
     chosen = best(importance, k)[..., t // block] & (t <= t[:, None])
     of_blocks = dense(
         q, leaves[f"k{min(1, last)}"], leaves[f"v{min(1, last)}"], chosen.repeat_interleave(H // G, 1)
@@ -227,76 +180,86 @@ def nsa_alone(x: dict[str, Tensor], case: tuple[Any, ...]) -> Results:
     near = ((t <= t[:, None]) & (t > t[:, None] - window)).expand(B, H, -1, -1)
     of_window = dense(q, leaves[f"k{last}"], leaves[f"v{last}"], near)
     branches = torch.stack([compressed, of_blocks[0], of_window[0]], dim=-1)
-    out = (branches * leaves["gates"].unsqueeze(3)).sum(-1)
-    return differentiated(out, leaves | dict(module.named_parameters()), x["grad"])
+    return (branches * gates.unsqueeze(3)).sum(-1)
 
 
-def laid_out(name: str, tokens: int, block: int, mesh: RingMesh) -> Layout:
-    """A layout of whole blocks, of which the last one may be shorter."""
-    layout = make_layout(name, tokens=tokens, ring_size=mesh.ring_size, pattern=Causal())
-    return in_whole_blocks(layout, block)
+def compress(size: int, leaves: dict[str, Tensor], keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """With a module's parameters, which are among the leaves."""
+    module = Compress(size)
+    weights = {name: leaves[name] for name, _ in module.named_parameters()}
+    return functional_call(module, weights, (keys, values))  # type: ignore[no-any-return]
 
 
-def nsa(rank: int, world_size: int, fault: str = "") -> dict[str, float]:
-    """The largest error of each result, by case, on rank 0."""
-    mesh, errors = RingMesh.from_world(world_size), {}
-    shared, scored = nsa_module._Importance.__init__, nsa_module.SCORED
-    nsa_module.SCORED = 12  # in several parts
-    if fault == "overlap":  # a window counts once for a block, however much of it they share
+def nsa(mesh: RingMesh, *case: Any) -> Layer:
+    name, tokens, size, stride, block, k, (first, local), window, by_branch = case
+    layout = in_whole_blocks(
+        make_layout(name, tokens=tokens, ring_size=mesh.ring_size, pattern=Causal()), block
+    )
+    sizes = NsaSizes(size, stride, block, k, first, local, window)
 
-        def once(self: Any, *given: Any) -> None:
-            shared(self, *given)
-            self.shared = torch.ones_like(self.shared)
+    def attend(q: Tensor, gates: Tensor, **leaves: Tensor) -> Tensor:
+        keys, values = ([leaves[f"{kind}{i}"] for i in range(3 if by_branch else 1)] for kind in "kv")
+        return nsa_attention(
+            q, keys if by_branch else keys[0], values if by_branch else values[0], gates, layout=layout,
+            mesh=mesh, compress=partial(compress, size, leaves), sizes=sizes,
+        )  # fmt: skip
 
-        nsa_module._Importance.__init__ = once  # type: ignore[method-assign]
-    try:
-        for case in NSA:
-            name, tokens, size, stride, block, k, (first, local), window, by_branch = case
-            layout = laid_out(name, tokens, block, mesh)
-            x, module = nsa_inputs(tokens, by_branch), Compress(size)
-            of_rank = sharded(x, layout, mesh)
-            leaves = {key: one.requires_grad_() for key, one in of_rank.items() if key != "grad"}
-            three = range(3) if by_branch else [0]
-            keys, values = ([leaves[f"{kind}{i}"] for i in three] for kind in "kv")
-            out = nsa_attention(
-                leaves["q"], keys if by_branch else keys[0], values if by_branch else values[0], leaves["gates"],
-                layout=layout, mesh=mesh, compress=module,
-                sizes=NsaSizes(size, stride, block, k, first, local, window),
-            )  # fmt: skip
-            everything = leaves | dict(module.named_parameters())
-            found = differentiated(out, everything, of_rank["grad"].nan_to_num())
-            got = {}
-            for key, one in found.items():
-                if key[1:] in leaves or key == "out":
-                    got[key] = gather_sequence(one, layout, mesh=mesh, dim=2)
-                else:
-                    got[key] = one.clone()
-                    dist.all_reduce(got[key])
-            for key, want in (nsa_alone(x, case) if rank == 0 else {}).items():
-                errors[f"{name} {size} {stride} {key}"] = relative_error(got[key], want)
-        return errors
-    finally:
-        nsa_module._Importance.__init__, nsa_module.SCORED = shared, scored  # type: ignore[method-assign]
-        mesh.close()
+    weights = {name: x.detach() for name, x in Compress(size).named_parameters()}
+    inputs, reference = nsa_inputs(tokens, by_branch) | weights, partial(nsa_alone, case)
+    return Layer(inputs, reference, attend, mesh, layout, parameters=[*weights], pad_value=torch.nan)
+
+
+def nsa_in_parts(rank: int, world_size: int) -> list[dict[str, float]]:
+    with mock.patch.object(nsa_module, "SCORED", 12):
+        return compare_cases(rank, world_size, nsa, NSA, 1)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.day("4")
 def test_nsa_is_that_of_the_paper(rank_pool: Pool, size: int) -> None:
-    errors = rank_pool(size).run(nsa)[0]
-    assert len(errors) == 2 * 12 + 2 * 8
-    assert max(errors.values()) < 1e-12, {key: one for key, one in errors.items() if not one < 1e-12}
+    for cases in rank_pool(size).run(nsa_in_parts):
+        assert [len(errors) for errors in cases] == [12, 8, 12, 8]
+        assert worst(error for errors in cases for error in errors.values()) < 1e-12, cases
 
 
 # --- faults ----------------------------------------------------------------------------------------
 
 
+def see_all(self: Any, *arguments: Any) -> Tensor:
+    """Tokens of the query's block behind it are seen."""
+    self.last = torch.full_like(self.last, TOKENS - 1)
+    return places(self, *arguments)
+
+
+def count_once(self: Any, *arguments: Any) -> None:
+    """A window counts once for a block, however much of it they share."""
+    shared(self, *arguments)
+    self.shared = torch.ones_like(self.shared)
+
+
+def lose_halo(*arguments: Any) -> Any:
+    """What lies on other ranks is left out of the means."""
+    return halo(*arguments) * 0
+
+
+halo, places, shared = of_tokens.halo_op, SelectedPass._places, nsa_module._Importance.__init__
+FAULTS: dict[str, tuple[Any, str, Any]] = {
+    "cut": (of_tokens, "halo_op", lose_halo),
+    "future": (SelectedPass, "_places", see_all),
+    "overlap": (nsa_module._Importance, "__init__", count_once),
+}
+
+
+def faulty(rank: int, world_size: int, layer: Any, case: Any, fault: str) -> float:
+    with mock.patch.object(*FAULTS[fault]):
+        return compare_cases(rank, world_size, layer, [case], 1)[0]["out"]
+
+
 @pytest.mark.parametrize(
-    ("run", "fault", "case"),
-    [(moba, "cut", "zigzag 7 3"), (moba, "future", "zigzag 9 1"), (nsa, "overlap", "zigzag 8 4")],
+    ("layer", "fault", "case"), [(moba, "cut", MOBA[0]), (moba, "future", MOBA[-1]), (nsa, "overlap", NSA[0])]
 )
-def test_faults_are_found(rank_pool: Pool, run: Any, fault: str, case: str) -> None:
-    assert rank_pool(2).run(run, fault)[0][f"{case} out"] > 1e-3
+def test_faults_are_found(rank_pool: Pool, layer: Any, fault: str, case: Any) -> None:
+    assert rank_pool(2).run(faulty, layer, case, fault)[0] > 1e-3
 
 
 def wrong(rank: int, world_size: int, what: str) -> str:
@@ -306,13 +269,13 @@ def wrong(rank: int, world_size: int, what: str) -> str:
     layout = make_layout("zigzag", tokens=64, ring_size=mesh.ring_size)
     slots = layout.local_tokens // ulysses
     x = {name: torch.ones(1, heads, slots, 4) for name, heads in (("q", 4), ("k", 2), ("v", 2))}
-    asked: dict[str, Any] = {"layout": layout, "mesh": mesh}
+    requested: dict[str, Any] = {"layout": layout, "mesh": mesh}
     of_moba: dict[str, Any] = {"block_size": 8, "top_k": 2}
     of_nsa: dict[str, Any] = {
         "gates": torch.ones(1, 4, slots, 3), "compress": lambda k, v: (k.mean(3), v.mean(3)),
         "sizes": NsaSizes(8, 4, 8, top_k=3, window=5),
     }  # fmt: skip
-    run, given = (nsa_attention, of_nsa) if what.startswith("nsa") else (moba_attention, of_moba)
+    run, arguments = (nsa_attention, of_nsa) if what.startswith("nsa") else (moba_attention, of_moba)
     changes: dict[str, Any] = {
         "striped": {"layout": make_layout("striped", tokens=64, ring_size=mesh.ring_size)},
         "no blocks": {"block_size": 0},
@@ -331,17 +294,17 @@ def wrong(rank: int, world_size: int, what: str) -> str:
     }
     if what == "nsa cut":
         of_nsa["gates"] = torch.ones(1, 4, 30, 3)
-        x = {name: one[:, :, :30] for name, one in x.items()}
+        x = {name: item[:, :, :30] for name, item in x.items()}
     try:
-        run(**(x | asked | given | changes.get(what, {})))
+        run(**(x | requested | arguments | changes.get(what, {})))
     except RingError as error:
-        found = f"{type(error).__name__}: {error}"
+        result = f"{type(error).__name__}: {error}"
     else:
-        found = "not refused"
+        result = "not refused"
     if what not in ("ulysses", "nsa cut"):
-        assert moba_attention(**x, **asked, **of_moba).shape == x["q"].shape
+        assert moba_attention(**x, **requested, **of_moba).shape == x["q"].shape
     mesh.close()
-    return found
+    return result
 
 
 @pytest.mark.parametrize(
@@ -378,7 +341,8 @@ def blocks_as_tokens(rank: int, world_size: int) -> dict[str, float]:
     mesh, x = RingMesh.from_world(world_size), moba_inputs()
     layout = make_layout("zigzag", tokens=TOKENS, ring_size=mesh.ring_size)
     place: dict[str, Any] = {"layout": layout, "mesh": mesh}
-    size, local = 4, {name: shard_sequence(one, layout, mesh=mesh, dim=2) for name, one in x.items()}
+    size, local = 4, {name: shard_sequence(item, layout, mesh=mesh, dim=2) for name, item in x.items()}
+    grad = shard_sequence(make("grad", B, H, TOKENS, E), layout, mesh=mesh, dim=2)
     positions = torch.from_numpy(layout.positions(mesh.ring_rank))
     firsts = torch.stack([positions // size * size, torch.zeros_like(positions)], dim=-1)
     firsts = torch.where((positions < size)[:, None] & (torch.arange(2) == 1), -1, firsts)  # each once
@@ -386,17 +350,22 @@ def blocks_as_tokens(rank: int, world_size: int) -> dict[str, float]:
     tokens = (firsts.unsqueeze(-1) + torch.arange(size)).flatten(-2)
     tokens = torch.where((firsts < 0).repeat_interleave(size, -1) | (tokens > positions[:, None]), -1, tokens)
     errors, want = {}, None
-    for name, chosen, more in (
+    for name, chosen, extra in (
         ("tokens", tokens, {}),
         ("blocks", firsts, {"block_size": size}),
         ("of each head", firsts[:, None].expand(-1, H, -1, -1), {"block_size": size}),
         ("tokens of each head", tokens[:, None].expand(-1, H, -1, -1), {}),
     ):
         leaves = {key: local[key].clone().requires_grad_() for key in ("q", "k", "v")}
-        out, lse = selected_attention(*leaves.values(), chosen, **place, return_lse=True, **more)
-        found = differentiated(out, leaves, local["grad"]) | {"lse": lse.detach()[..., positions >= 0]}
-        want = found if want is None else want
-        errors[name] = max(relative_error(found[key], want[key]) for key in want)
+        out, lse = selected_attention(*leaves.values(), chosen, **place, return_lse=True, **extra)
+        grads = torch.autograd.grad(out, [*leaves.values()], grad)
+        result = {
+            "out": out.detach(),
+            "lse": lse.detach()[..., positions >= 0],
+            **dict(zip("qkv", grads, strict=True)),
+        }
+        want = result if want is None else want
+        errors[name] = max(relative_error(result[key], want[key]) for key in want)
 
     def nearest(rows: slice, keys: Tensor, where: Tensor) -> Tensor:
         return -(positions[rows, None] - where).abs().double().expand(B, -1, -1)
@@ -427,7 +396,7 @@ def test_blocks_are_their_tokens_and_heads_choose_for_themselves(rank_pool: Pool
 
 def peaks(rank: int, world_size: int, tokens: int) -> list[int]:
     """The most bytes of a forward and backward pass of each pattern."""
-    mesh, found = RingMesh.from_world(world_size), []
+    mesh, result = RingMesh.from_world(world_size), []
     layout = make_layout("zigzag", tokens=tokens, ring_size=world_size)
     place: dict[str, Any] = {"layout": layout, "mesh": mesh}
     slots = layout.local_tokens
@@ -446,9 +415,9 @@ def peaks(rank: int, world_size: int, tokens: int) -> list[int]:
                     q, k, v, gates, **place, compress=of_mean, sizes=NsaSizes(top_k=4, window=64)
                 )
             out.sum().backward()
-        found.append(memory.peak_bytes)
+        result.append(memory.peak_bytes)
     mesh.close()
-    return found
+    return result
 
 
 def test_memory_is_that_of_the_tokens_of_a_rank(rank_pool: Pool) -> None:

@@ -6,7 +6,6 @@ import gc
 import os
 import signal
 import time
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -17,7 +16,7 @@ from ds_ring import Causal, RingError, RingMesh, make_layout, shard_sequence
 from ds_ring.ops.context import context_for
 from ds_ring.ops.options import Options
 from ds_ring.ops.ring_op import ring_attention_op
-from ds_ring.registry import KV_PAYLOADS
+from ds_ring.plugin import KV_PAYLOADS
 from ds_ring.ring.pool import Buffers
 from ds_ring.transports.pull import shared_memory
 from ds_ring.transports.pull import signals as pull
@@ -25,9 +24,8 @@ from ds_ring.transports.pull.shared_memory import READY, HostShared
 from ds_ring.transports.pull.signals import SharedBuffersByDevice
 from tests import calls
 from tests.cases import PATTERNS, Shape, layout_for, tensors
-from tests.dist.harness import RankPool, run_ranks_collect
+from tests.dist.harness import Pool, run_ranks_collect
 
-Pool = Callable[[int], RankPool]
 TIMEOUT_S = 2.0
 CASES = (
     ("window", "contiguous"), ("documents, causal", "zigzag"), ("dilated", "zigzag"), ("causal", "zigzag"),
@@ -55,25 +53,25 @@ def results(mesh: RingMesh, transport: str, pattern_name: str, layout_name: str,
             x.requires_grad_()
         out, lse = ring_attention_op(*leaves, context.handle)
         gradients = torch.autograd.grad((out, lse), leaves, (grad, torch.ones_like(lse)))
-    found = dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *gradients), strict=True))
+    result = dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *gradients), strict=True))
     assert context.exchange is not None
     counted = context.exchange.counters
     passes = 1 + (transport == "pull")
-    return found, tuple(x // passes for x in (counted.batches, counted.messages_sent, counted.bytes_sent))
+    return result, tuple(x // passes for x in (counted.batches, counted.messages_sent, counted.bytes_sent))
 
 
 def differences(rank: int, world_size: int, dtype: torch.dtype) -> list[Any]:
     """What differs from messages in any bit, or in what was counted."""
     mesh = RingMesh.from_world(world_size)
-    shape, found = Shape(batch=2, query_heads=4, kv_heads=2, tokens=257), []
+    shape, result = Shape(batch=2, query_heads=4, kv_heads=2, tokens=257), []
     for number, (pattern, layout) in enumerate(CASES):
         for options in (OPTIONS[0], OPTIONS[number]):
             sent, counted = results(mesh, "ring", pattern, layout, shape, dtype, **options)
             got, counted_too = results(mesh, "pull", pattern, layout, shape, dtype, **options)
-            found += [(pattern, options, name) for name in sent if not torch.equal(sent[name], got[name])]
+            result += [(pattern, options, name) for name in sent if not torch.equal(sent[name], got[name])]
             if counted != counted_too or not counted[2]:
-                found.append((pattern, options, counted, counted_too))
-    return found
+                result.append((pattern, options, counted, counted_too))
+    return result
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -89,8 +87,8 @@ def of_two_rings(rank: int, world_size: int) -> bool:
     pattern = Causal()
     layout = make_layout("zigzag", tokens=96, ring_size=2, pattern=pattern, multiple_of=2)
     q, k, v, _ = (x[:, :, rank * 24 : rank * 24 + 24].contiguous() for x in tensors(shape, torch.float32))
-    given: dict[str, Any] = {"pattern": pattern, "layout": layout, "mesh": mesh}
-    outs = [calls.attend(q, k, v, transport=transport, **given) for transport in ("ring", "pull")]
+    inputs: dict[str, Any] = {"pattern": pattern, "layout": layout, "mesh": mesh}
+    outs = [calls.attend(q, k, v, transport=transport, **inputs) for transport in ("ring", "pull")]
     return torch.equal(*outs)
 
 
@@ -110,8 +108,8 @@ def memories(rank: int, world_size: int, tokens: int) -> tuple[int, int]:
 @pytest.mark.parametrize(("tokens", "most"), [(512, 1.05), (509, 1.1)])
 @pytest.mark.day("509-1.1")
 def test_memory_is_that_of_messages(rank_pool: Pool, tokens: int, most: float) -> None:
-    found = rank_pool(4).run(memories, tokens)
-    used, shared = max(pool for pool, _ in found), {held for _, held in found}
+    result = rank_pool(4).run(memories, tokens)
+    used, shared = max(pool for pool, _ in result), {held for _, held in result}
     assert len(shared) == 1 and used <= shared.pop() <= most * used
 
 
@@ -199,12 +197,12 @@ def faulty(rank: int, world_size: int, kind: str) -> tuple[str, str, Any, float]
 @pytest.mark.parametrize("kind", FAULTS)
 def test_a_seeded_fault_is_found_within_the_deadline(kind: str) -> None:
     outcomes = run_ranks_collect(faulty, 3, kind)
-    found = [outcome.value for outcome in outcomes]
-    for rank, (error, text, peer, seconds) in enumerate(found):
-        assert error == (FAULTS[kind][3] if rank == 1 else "RingPeerError"), found
-        assert seconds < 3 * TIMEOUT_S, found
+    result = [outcome.value for outcome in outcomes]
+    for rank, (error, text, peer, seconds) in enumerate(result):
+        assert error == (FAULTS[kind][3] if rank == 1 else "RingPeerError"), result
+        assert seconds < 3 * TIMEOUT_S, result
         if rank != 1 and kind != "lost":  # who has lost a signal nobody can tell
-            assert peer == 1, (text, found)
+            assert peer == 1, (text, result)
 
 
 def a_number_is_missing(rank: int, world_size: int) -> str:

@@ -7,7 +7,6 @@ day has four ranks and a case, the night eight ranks and a hundred cases.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -36,10 +35,8 @@ from ds_ring.ops.options import Options
 from ds_ring.schedule.layout import in_whole_blocks, whole_blocks
 from ds_ring.transports.reproducible.trees import TreeSum
 from tests import calls
-from tests.dist.harness import RankPool
+from tests.dist.harness import Pool
 from tests.reference import dense_attention, relative_error
-
-Pool = Callable[[int], RankPool]
 
 RINGS, LAYOUTS, BLOCK = (1, 2, 4, 8), ("contiguous", "zigzag", "balanced"), 16
 OPTIONS = Options(transport="reproducible", block_size=BLOCK)
@@ -57,7 +54,7 @@ def pattern_of(draw: np.random.Generator, tokens: int) -> Pattern:
 def hashes(rank: int, world_size: int, seeds: range, transport: str) -> list[tuple[set[str], float]]:
     """The different bits of each case's out, lse, dq, dk and dv, and the largest error of them."""
     meshes = {size: RingMesh.from_world(size) for size in RINGS if size <= world_size}
-    found = []
+    result = []
     for seed in seeds:
         draw = np.random.default_rng(seed)
         dtype = (torch.float32, torch.bfloat16)[seed % 2]
@@ -91,8 +88,8 @@ def hashes(rank: int, world_size: int, seeds: range, transport: str) -> list[tup
         seen = want.lse.isfinite()
         whole[1], finite = whole[1].where(seen, 0), want.lse.where(seen, 0)
         errors = [relative_error(a, b) for a, b in zip(whole, want._replace(lse=finite), strict=True)]
-        found.append((bits, max(errors) * (1.0 if dtype is torch.float32 else 1e-3)))
-    return found
+        result.append((bits, max(errors) * (1.0 if dtype is torch.float32 else 1e-3)))
+    return result
 
 
 @pytest.mark.parametrize(("ranks", "seeds"), [(4, range(1)), (8, range(1)), (8, range(1, 100))], ids=str)
@@ -108,7 +105,7 @@ def test_bits_depend_on_neither_ring_nor_layout(rank_pool: Pool, ranks: int, see
 def few_queries(rank: int, world_size: int) -> list[str]:
     """Hash rows of the pass over the whole sequence, and the same rows as few queries, on every ring."""
     tokens, at = 6 * BLOCK + 5, [6 * BLOCK + 4, 40, 41, 17]
-    found, generator = [], torch.Generator().manual_seed(3)
+    result, generator = [], torch.Generator().manual_seed(3)
     q, k, v = (torch.randn(2, heads, tokens, 8, generator=generator) for heads in (4, 2, 2))
     for pattern in (Causal(), SlidingWindow(30), Causal() & Documents(np.arange(tokens) // 50)):
         for size in (1, 2, 4):
@@ -119,8 +116,8 @@ def few_queries(rank: int, world_size: int) -> list[str]:
             out = ring_attention(shard_sequence(q, layout, mesh=mesh, dim=2), *kv, **call)
             rows = gather_sequence(out, layout, mesh=mesh, dim=2)[:, :, at].contiguous()
             few = decode_attention(q[:, :, at].contiguous(), *kv, positions=at, **call)
-            found += [f"{pattern} {hashlib.sha256(x.numpy().tobytes()).hexdigest()}" for x in (rows, few)]
-    return found
+            result += [f"{pattern} {hashlib.sha256(x.numpy().tobytes()).hexdigest()}" for x in (rows, few)]
+    return result
 
 
 def test_few_queries_have_the_bits_of_the_whole_pass(rank_pool: Pool) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ds_ring.masks.branches import Branch, Segment, equal_labels
 from ds_ring.masks.pattern import Pattern, QueryHead, check_numbers
-from ds_ring.registry import JsonKey
+from ds_ring.plugin import JsonKey
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from schedule_proof.validate import validate_plan
 from torch import Tensor
 
 from ds_ring import Dilated, build_plan, make_layout
@@ -22,6 +21,7 @@ from ds_ring.schedule.lowering import lower_rank
 from ds_ring.schedule.steps import Compute, Payload, Send
 from tests.cases import PATTERNS, layout_for, tensors
 from tests.reference import dense_attention, relative_error
+from tests.schedule_proof.validate import validate_plan
 from tests.unit.ring.test_ring_pass import SHAPE, ring_of_threads
 
 

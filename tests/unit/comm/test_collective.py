@@ -1,8 +1,9 @@
-"""What a collective call raises and tells, on one rank of two whose exchange is answered here."""
+"""What a collective call and an exchange raise and tell, on one rank of two that is answered here."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,9 +11,18 @@ import torch
 from torch import Tensor
 
 from ds_ring.comm.collective import Agreement, collective
-from ds_ring.comm.exchange import Exchange
+from ds_ring.comm.exchange import Exchange, Route, once_a_batch
 from ds_ring.comm.mesh import RingMesh
-from ds_ring.errors import RingConfigError, RingMeshError, RingMismatchError, RingPeerError, RingShapeError
+from ds_ring.comm.messages import Message
+from ds_ring.comm.waiting import CallSite, Task
+from ds_ring.errors import (
+    RingBufferError,
+    RingConfigError,
+    RingMeshError,
+    RingMismatchError,
+    RingPeerError,
+    RingShapeError,
+)
 from ds_ring.schedule.grid import Grid
 
 REPORTS = [
@@ -25,17 +35,17 @@ class Answered(Exchange):
     """An exchange of rank 0 of two whose other rank is played: what it sends and is told is noted.
 
     Args:
-        other: returns the other rank's header for this rank's, or raises.
+        answer: returns the other rank's header for this rank's, or raises.
     """
 
-    def __init__(self, other: Any) -> None:
+    def __init__(self, answer: Any) -> None:
         super().__init__(RingMesh(Grid(2, 2), 0))
-        self.other, self.headers, self.failures = other, [], []
+        self.answer, self.headers, self.failures = answer, [], []
         self.gathered = 0
 
     def spread(self, header: Tensor) -> Tensor:
         self.headers.append(header.tolist())
-        both = sorted([header.tolist(), self.other(header).tolist()])
+        both = sorted([header.tolist(), self.answer(header).tolist()])
         return torch.tensor([both[0], both[-1]])
 
     def all_gather(self, *_: object) -> list[Tensor]:
@@ -94,10 +104,10 @@ def test_ranks_that_differ_raise_the_difference_and_tell_nobody() -> None:
     assert raised.value.peers_know and not exchange.failures and len(exchange.headers) == 1
 
 
-@pytest.mark.parametrize(("other", "gathered"), [(another_call, 1), (refuses, 0)])
-def test_a_refusal_is_sent_as_a_header_and_raised_as_it_is(other: Any, gathered: int) -> None:
+@pytest.mark.parametrize(("answer", "gathered"), [(another_call, 1), (refuses, 0)])
+def test_a_refusal_is_sent_as_a_header_and_raised_as_it_is(answer: Any, gathered: int) -> None:
     """Reports are gathered unless all ranks refuse."""
-    exchange = Answered(other)
+    exchange = Answered(answer)
     with pytest.raises(RingConfigError, match="its own input") as raised, exchange.begin():
         raise RingConfigError("its own input")
     assert exchange.headers == [[1, 0, 0, 0]] and exchange.gathered == gathered
@@ -195,3 +205,65 @@ def test_a_mesh_has_one_call_at_a_time_and_is_free_after_an_error() -> None:
         raise_in(collective(mesh, "one"), ZeroDivisionError())
     in_a_thread()
     assert len(errors) == 1
+
+
+# --- the exchange ----------------------------------------------------------------------------------------
+
+
+def exchange_of_two() -> Exchange:
+    return Exchange(RingMesh(Grid(2, 2), 0))
+
+
+def raising(error: BaseException) -> Any:
+    def begin(*_: object) -> Any:
+        raise error
+
+    return begin
+
+
+def route_that(error: BaseException) -> Route:
+    like = exchange_of_two().world_route([1], [1], torch.zeros(1), None)
+    return like._replace(begin=raising(error))
+
+
+def test_a_batch_that_cannot_be_started_names_its_peer() -> None:
+    """What was posted of it may be written to for ever, so its buffers are kept."""
+    with pytest.raises(RingPeerError, match=r"could not start call 0, hop 2: the network is gone") as raised:
+        exchange_of_two().start(route_that(RuntimeError("the network is gone\nat 7")), [], [], 2)
+    assert raised.value.peer == 1
+
+
+def test_a_fault_of_ds_ring_in_a_batch_stays_what_it_is() -> None:
+    with pytest.raises(RingBufferError, match="in flight"):
+        exchange_of_two().start(route_that(RingBufferError("in flight")), [], [])
+
+
+def test_what_runs_in_a_waiting_thread_raises_where_its_result_is_asked_for() -> None:
+    with pytest.raises(ZeroDivisionError, match="on purpose"):
+        Task(raising(ZeroDivisionError("on purpose"))).start().result()
+
+
+def test_a_wait_outside_of_a_pass_has_its_own_name_and_key() -> None:
+    exchange = once_a_batch(RingMesh(Grid(2, 2), 0), "the next batch")
+    assert exchange.deadline_s == 600.0
+    site = CallSite(0, None, ("the next batch", "step_timeout_seconds"))
+    assert (str(site), site.limit_key, site.key) == ("the next batch", "step_timeout_seconds", (0, -1))
+    assert CallSite(3, 1).limit_key.startswith("hop_timeout_seconds")
+
+
+MESSAGES: dict[str, Callable[[Tensor], list[Message]]] = {
+    "smaller": lambda k: [Message(k[:4], 1, "K/V", 8)],
+    "larger": lambda k: [Message(torch.cat([k, k]), 1, "K/V", 8)],
+    "dtype": lambda k: [Message(k.int(), 1, "K", 8, k.dtype), Message(k, 1, "V", 8, k.dtype)],
+    "order": lambda k: [Message(k, 1, "V", 8), Message(k, 1, "K", 8)],
+    "no second": lambda k: [Message(k, 1, "K", 8)],
+    "gaps": lambda k: [Message(torch.stack([k, k], -1)[..., 0], 1, "K", 8), Message(k, 1, "V", 8)],
+}
+
+
+@pytest.mark.parametrize("what", MESSAGES)
+def test_nothing_is_sent_that_is_not_what_the_plan_says(what: str) -> None:
+    exchange = exchange_of_two()
+    with pytest.raises(RingMismatchError):
+        exchange.post(MESSAGES[what](torch.zeros(8, 1, 1, 4)), [])
+    assert exchange.counters.messages_sent == 0

@@ -11,7 +11,7 @@ from ds_ring import RingConfig, RingConfigError, RingError
 from ds_ring.comm.groups import check_seconds
 from ds_ring.config.pass_options import PassOptions
 from ds_ring.config.pattern_section import PatternConfig
-from ds_ring.config.section import LongSequenceConfig, pattern_from_config
+from ds_ring.config.section import PARTS, pattern_from_config
 from ds_ring.limits import MAX_BLOCK, MAX_BYTES, MAX_RANKS, MAX_SECONDS, MAX_TOKENS, Timeouts
 from ds_ring.ops.options import Options
 from ds_ring.schedule.grid import Grid
@@ -69,7 +69,7 @@ def test_an_option_takes_what_the_section_takes(key: str) -> None:
         assert accepted == (config_of(key, value) is not None), (key, value)
 
 
-@pytest.mark.parametrize("part", [PatternConfig, LongSequenceConfig], ids=["pattern", "long_sequence"])
+@pytest.mark.parametrize("part", [PatternConfig, *PARTS.values()], ids=["pattern", *PARTS])
 def test_so_do_the_keys_of_its_parts(part: type[Any]) -> None:
     name = "pattern" if part is PatternConfig else "long_sequence"
     taken = 0

@@ -24,7 +24,7 @@ from ds_ring.ops.context import RingContext, context_for
 from ds_ring.ops.options import Options
 from ds_ring.ops.ring_op import ring_attention_op
 from ds_ring.patterns.captured.score_mod import ScoreMod
-from ds_ring.registry import DEVICES
+from ds_ring.plugin import DEVICES
 from tests.cases import document_ids
 from tests.host_waits import DeviceWork, HostWaits, fake_ring
 

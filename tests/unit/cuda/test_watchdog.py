@@ -26,6 +26,7 @@ from ds_ring.health import client
 from ds_ring.health.failure_detector.wire import Fault
 from ds_ring.limits import Timeouts
 from ds_ring.schedule.grid import Grid
+from tests.clock import wait_until
 from tests.fake_cuda import fake_gpu
 
 OWN, PEER, SOON_S = 1, 2, 0.2
@@ -33,11 +34,11 @@ DEVICE_FAILS = torch.AcceleratorError("CUDA error: an illegal memory access was 
 
 
 @pytest.fixture(autouse=True)
-def kept(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+def saved(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """What is kept for ever, until the end of a test: else the tests' process ends with exit code 1."""
-    kept: list[object] = []
-    monkeypatch.setattr(client, "_in_stuck_waits", kept)
-    return kept
+    saved: list[object] = []
+    monkeypatch.setattr(client, "_in_stuck_waits", saved)
+    return saved
 
 
 class Monitor:
@@ -121,8 +122,8 @@ class Ring:
         self.groups = {
             name: Group(name, self.aborted) for name in ("sequence", "ring", "ulysses", "data", "world")
         }
-        made: dict[str, Any] = {f"{name}_group": g for name, g in self.groups.items() if name != "world"}
-        self.mesh = RingMesh(Grid(4, 4), OWN, detector=self.monitor, **made)  # type: ignore[arg-type]
+        built: dict[str, Any] = {f"{name}_group": g for name, g in self.groups.items() if name != "world"}
+        self.mesh = RingMesh(Grid(4, 4), OWN, detector=self.monitor, **built)  # type: ignore[arg-type]
         self.watchdog = WorkWatchdog.for_mesh(self.mesh)
 
     def post(
@@ -141,16 +142,10 @@ class Ring:
 
     def broken(self) -> RingPeerError:
         """The error that the next call raises, as soon as it is there."""
-        self.until(lambda: self.mesh.state.broken is not None)
+        wait_until(lambda: self.mesh.state.broken is not None)
         with pytest.raises(RingPeerError) as caught:
             Exchange(RingMesh(self.mesh.grid, OWN, state=self.mesh.state)).all_gather(torch.zeros(1), Any, 4)
         return caught.value
-
-    def until(self, true: Callable[[], bool]) -> None:
-        end = time.monotonic() + 10.0
-        while not true():
-            assert time.monotonic() < end, "hangs"
-            time.sleep(0.01)
 
 
 def test_a_batch_that_never_ends_names_its_peer_and_aborts_its_group() -> None:
@@ -160,7 +155,7 @@ def test_a_batch_that_never_ends_names_its_peer_and_aborts_its_group() -> None:
     error = ring.broken()
     assert (error.ring_rank, error.hop, error.peer) == (OWN, 3, PEER)
     assert "call 7, hop 3 before the deadline (hop_timeout_seconds;" in error.cause
-    ring.until(lambda: ring.aborted == ["ring"])
+    wait_until(lambda: ring.aborted == ["ring"])
     assert not ring.monitor.noticed, "an error that nobody has seen"
 
 
@@ -172,7 +167,7 @@ def test_a_device_that_fails_names_its_own_rank_and_accuses_nobody(came: Any, wo
     error = ring.broken()
     assert error.peer == OWN and "its device failed: CUDA error: an illegal memory" in error.cause
     assert [kind for kind, _ in ring.monitor.told] == ["failed"]
-    ring.until(lambda: ring.aborted == ["ring"])
+    wait_until(lambda: ring.aborted == ["ring"])
 
 
 def test_a_device_that_never_comes_to_a_batch_names_its_own_rank() -> None:
@@ -205,11 +200,11 @@ def test_only_stuck_groups_of_the_mesh_are_aborted_and_once() -> None:
     ):  # fmt: skip
         ring.post(works, group=group)
     ring.broken()
-    ring.until(lambda: len(ring.aborted) >= 2)
+    wait_until(lambda: len(ring.aborted) >= 2)
     assert sorted(ring.aborted) == ["ring", "sequence"]
     # A batch that was posted before and is waited for only now: its group's turn comes then.
     ring.post(never, group="data")
-    ring.until(lambda: len(ring.aborted) >= 3)
+    wait_until(lambda: len(ring.aborted) >= 3)
     assert ring.aborted[2:] == ["data"]
 
 
@@ -227,12 +222,12 @@ def test_aborts_of_several_groups_are_under_way_together(
     ring.post(never, group="sequence")
     ring.broken()
     if stuck:  # a third one never begins: the watch gives up, says so and goes on
-        ring.until(lambda: "2 of 2 process groups were not aborted in 0.2 s" in caplog.text)
+        wait_until(lambda: "2 of 2 process groups were not aborted in 0.2 s" in caplog.text)
         together.abort()
         ring.post(never, group="data")
-        ring.until(lambda: "data" in ring.aborted)
+        wait_until(lambda: "data" in ring.aborted)
     else:
-        ring.until(lambda: len(over) == 2)
+        wait_until(lambda: len(over) == 2)
 
 
 ERRORS = [
@@ -251,7 +246,7 @@ def a_pass(exchange: Exchange) -> collective:
 
 @pytest.mark.parametrize("error", ERRORS, ids=["RuntimeError", "DistBackendError"])
 def test_an_error_of_a_wait_names_the_culprit_and_keeps_the_memory(
-    kept: list[object], error: RuntimeError
+    saved: list[object], error: RuntimeError
 ) -> None:
     """(It was raised as it is, and this rank, a victim, told the monitor that it had failed itself.)"""
     ring, received = Ring(), torch.zeros(1)
@@ -268,9 +263,9 @@ def test_an_error_of_a_wait_names_the_culprit_and_keeps_the_memory(
     )
     assert caught.value.__cause__ is error
     assert ring.monitor.told == [("timeout", (PEER,))] and ring.monitor.noticed
-    assert any(received is one for tensors in kept if isinstance(tensors, list) for one in tensors)
+    assert any(received is entry for tensors in saved if isinstance(tensors, list) for entry in tensors)
     assert ring.broken().peer == 3
-    ring.until(lambda: ring.aborted == ["ring"])
+    wait_until(lambda: ring.aborted == ["ring"])
 
 
 def test_an_error_of_the_device_in_a_wait_names_its_own_rank() -> None:
@@ -339,7 +334,7 @@ def test_events_are_queried_without_the_lock_by_a_thread_that_disturbs_no_captur
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     driver = Driver([600, 600, 0, 600, 0])
-    monkeypatch.setattr(device, "_driver", lambda: driver)
+    monkeypatch.setattr(device, "_load_driver", lambda: driver)
 
     def query() -> bool:
         raise AssertionError("Event.query holds the interpreter's lock")
@@ -361,7 +356,7 @@ def test_events_are_queried_without_the_lock_by_a_thread_that_disturbs_no_captur
 
 
 def test_a_query_that_fails_raises_the_error_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "_driver", lambda: Driver([700]))
+    monkeypatch.setattr(device, "_load_driver", lambda: Driver([700]))
     with pytest.raises(torch.AcceleratorError, match="illegal memory"):
         device.CudaStreams.reached(None, SimpleNamespace(cuda_event=1, query=fails))  # type: ignore[arg-type]
 
@@ -377,4 +372,4 @@ def test_a_batch_of_a_pass_that_raised_is_aborted_too() -> None:
     with pytest.raises(ZeroDivisionError), a_pass(exchange):
         raise ZeroDivisionError("out of memory, say")
     assert ring.broken().peer == OWN
-    ring.until(lambda: ring.aborted == ["ring"])
+    wait_until(lambda: ring.aborted == ["ring"])

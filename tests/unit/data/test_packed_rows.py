@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 import torch
 
 from ds_ring.data.packing import PackedRows
 from ds_ring.errors import RingConfigError
+from ds_ring.integrations.deepspeed.packing import PackedRows
+from tests.refusals import refuse
 from tests.sessions import session_of
 
 LENGTHS = np.random.default_rng(1).lognormal(5, 1, 300).astype(int) + 1
@@ -18,13 +19,13 @@ def test_every_token_lies_in_one_row():
     rows = PackedRows(TEXTS, LENGTHS, 512)
     whole = [rows.slice(row, 0, 512)["input_ids"] for row in range(len(rows))]
     ids = [rows.document_ids(row) for row in range(len(rows))]
-    real = torch.cat([tokens[own >= 0] for tokens, own in zip(whole, ids, strict=True)])
+    real = torch.cat([tokens[local >= 0] for tokens, local in zip(whole, ids, strict=True)])
     assert torch.equal(real.sort().values, torch.cat([text["input_ids"] for text in TEXTS]))
     assert len(rows) <= -(-sum(LENGTHS) // 512) + 1, "rows have room for other documents"
-    for tokens, own in zip(whole, ids, strict=True):
-        same = own.diff() == 0
-        assert bool((tokens.diff()[same & (own[1:] >= 0)] == 1).all()), "a document is torn"
-        assert bool((tokens[own < 0] == 0).all())
+    for tokens, local in zip(whole, ids, strict=True):
+        same = local.diff() == 0
+        assert bool((tokens.diff()[same & (local[1:] >= 0)] == 1).all()), "a document is torn"
+        assert bool((tokens[local < 0] == 0).all())
     assert torch.equal(rows.slice(3, 100, 411)["input_ids"], whole[3][100:411])
 
 
@@ -37,14 +38,14 @@ def test_a_document_goes_where_it_leaves_least_room():
     assert whole == [[1] + [0] * 9, [6] * 6 + [4] * 4, [7] * 7 + [3] * 3, [8] * 8 + [2] * 2]
 
 
-def test_what_does_not_go_together_is_refused():
-    with pytest.raises(RingConfigError, match="of 300 documents, got a row of 512 and 299 lengths"):
-        PackedRows(TEXTS, LENGTHS[1:], 512)
-    with pytest.raises(RingConfigError, match="lengths from 0 on"):
-        PackedRows(TEXTS, LENGTHS * (np.arange(300) > 0), 512)
-    session = session_of()
-    with pytest.raises(RingConfigError, match='"documents": true'):
-        session.loader(TEXTS, 2, lengths=LENGTHS, pack_tokens=512)
-    rows = PackedRows(TEXTS, LENGTHS, 512)
-    with pytest.raises(RingConfigError, match="no workers"):
-        session.loader(rows, 2, num_workers=2)
+test_what_does_not_go_together_is_refused = refuse({
+    "fewer lengths": (lambda: PackedRows(TEXTS, LENGTHS[1:], 512), RingConfigError,
+        "of 300 documents, got a row of 512 and 299 lengths"),
+    "a length of 0": (lambda: PackedRows(TEXTS, LENGTHS * (np.arange(300) > 0), 512), RingConfigError,
+        "lengths from 0 on"),
+    "a pattern without documents": (
+        lambda: session_of().loader(TEXTS, 2, lengths=LENGTHS, pack_tokens=512), RingConfigError,
+        '"documents": true'),
+    "workers": (lambda: session_of().loader(PackedRows(TEXTS, LENGTHS, 512), 2, num_workers=2),
+        RingConfigError, "no workers"),
+})  # fmt: skip

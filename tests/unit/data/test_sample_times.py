@@ -7,7 +7,7 @@ import pytest
 from ds_ring.config.section import RingConfig
 from ds_ring.engines.deepspeed.dynamic_ring import MeasuredRates, ModelSizes, SampleTimes
 from ds_ring.kernels.select import get_kernel
-from ds_ring.registry import KV_PAYLOADS
+from ds_ring.plugin import KV_PAYLOADS
 
 SIZES = ModelSizes(layers=3, hidden=64, heads=4, kv_heads=2, head_dim=16, intermediate=128, vocab=256)
 RATES = MeasuredRates(

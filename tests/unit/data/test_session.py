@@ -15,6 +15,12 @@ from ds_ring.data.session import PREEMPTED
 from ds_ring.data.sub_rings import SubRing
 from ds_ring.engines.deepspeed.dynamic_ring import Assigned, joined
 from ds_ring.errors import RingConfigError, RingShapeError
+from ds_ring.integrations.deepspeed.batch import WholeTensors
+from ds_ring.integrations.deepspeed.dynamic_ring import Assigned, joined
+from ds_ring.integrations.deepspeed.packing import DocumentPart
+from ds_ring.integrations.deepspeed.session import PREEMPTED
+from ds_ring.integrations.deepspeed.sub_rings import SubRing
+from tests.refusals import Refusals, refuse
 from tests.sessions import session_of
 
 IDS = torch.arange(1, 9)
@@ -43,32 +49,12 @@ class Sliced(torch.utils.data.Dataset[Any]):
         return {"input_ids": IDS[start:stop]}
 
 
-@pytest.mark.parametrize("tokens", [0, 2**31])
-def test_a_sample_of_no_length_is_refused(tokens: int) -> None:
-    with pytest.raises(
-        RingShapeError, match=rf"length: expected samples of 1 to 2147483647 tokens, got \[{tokens}\]"
-    ):
-        next(iter(session_of().loader(Sliced(tokens), 1)))
-
-
-def test_a_stream_is_no_data_set_of_a_loader() -> None:
-    with pytest.raises(RingConfigError, match="expected a data set with indices, got Stream"):
-        session_of().loader(Stream(), 1)
-
-
-def test_images_do_not_go_with_dynamic_rings() -> None:
-    one = session_of(dynamic_ring=True)
-    one.needs.whole = WholeTensors()
-    with pytest.raises(RingConfigError, match="expected no dynamic_ring with images"):
-        one.loader(Sliced(8), 1)
-
-
 def test_one_sequence_has_no_encoder() -> None:
-    one = session_of()
-    local = one.shard_batch({"input_ids": IDS[None]})
-    assert one.gather(local["input_ids"]).equal(IDS[None])
+    session = session_of()
+    local = session.shard_batch({"input_ids": IDS[None]})
+    assert session.gather(local["input_ids"]).equal(IDS[None])
     with pytest.raises(RingShapeError, match="expected the batch of an encoder-decoder, got one sequence"):
-        one.gather(local["input_ids"], encoder=True)
+        session.gather(local["input_ids"], encoder=True)
 
 
 def test_whoever_leaves_says_that_nothing_failed() -> None:
@@ -77,19 +63,46 @@ def test_whoever_leaves_says_that_nothing_failed() -> None:
     assert left.value.code == PREEMPTED == 75
 
 
-def test_a_session_that_has_ended_shards_nothing() -> None:
-    one = session_of()
-    one.end("the test is over")
-    one.end("and over")
-    with pytest.raises(RingConfigError, match="got one that ended: the test is over"):
-        one.shard_batch({"input_ids": IDS[None]})
+def with_images() -> Any:
+    session = session_of(dynamic_ring=True)
+    session.needs.whole = WholeTensors()
+    return session.loader(Sliced(8), 1)
 
 
-@pytest.mark.parametrize("sample", [{"labels": IDS}, {"tokens": IDS}])
-def test_samples_of_dynamic_rings_have_input_ids(sample: dict[str, Tensor]) -> None:
+def ended() -> Any:
+    session = session_of()
+    session.end("the test is over")
+    session.end("and over")
+    return session.shard_batch({"input_ids": IDS[None]})
+
+
+def join(**sample: Tensor) -> Any:
     assigned = Assigned(SubRing(0, 1, (0,)), ((0, 1),), (DocumentPart(0, 0, 8, 0),), 7, 0)
-    with pytest.raises(RingShapeError, match="expected input_ids in sample 0, got"):
-        joined(assigned, [sample], packed=False)
+    return joined(assigned, [sample], packed=False)
+
+
+REFUSED: Refusals = {
+    **{
+        f"a sample of {tokens} tokens": (
+            lambda tokens=tokens: next(iter(session_of().loader(Sliced(tokens), 1))), RingShapeError,
+            rf"length: expected samples of 1 to 2147483647 tokens, got \[{tokens}\]",
+        )
+        for tokens in (0, 2**31)
+    },
+    "a stream": (
+        lambda: session_of().loader(Stream(), 1), RingConfigError,
+        "expected a data set with indices, got Stream",
+    ),
+    "images in dynamic rings": (with_images, RingConfigError, "expected no dynamic_ring with images"),
+    "a session that has ended": (ended, RingConfigError, "got one that ended: the test is over"),
+    **{
+        f"dynamic rings of {name} alone": (
+            lambda name=name: join(**{name: IDS}), RingShapeError, "expected input_ids in sample 0, got"
+        )
+        for name in ("labels", "tokens")
+    },
+}  # fmt: skip
+test_it_is_refused = refuse(REFUSED)
 
 
 def test_log_probabilities_of_a_model_that_returns_its_logits_and_of_one_that_returns_none() -> None:

@@ -11,7 +11,7 @@ from ds_ring.config.section import RingConfig
 from ds_ring.data.engine_part import check_engine_parts
 from ds_ring.errors import RingConfigError
 from ds_ring.ops.options import Options
-from ds_ring.registry import ENGINE_PARTS, MODEL_PARTS, SAVED_TENSORS
+from ds_ring.plugin import ENGINE_PARTS, MODEL_PARTS, SAVED_TENSORS
 
 KEYS: dict[str, dict[str, Any]] = {
     "monitor": {"monitor": True},

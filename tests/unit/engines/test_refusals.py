@@ -43,6 +43,7 @@ from ds_ring.models.attach import attach
 from ds_ring.models.attention_name import NAME
 from ds_ring_launcher.check.small_model import build, read_config, shrink
 from tests.dist.contrib.images import test_images
+from tests.refusals import Refusals, refuse
 from tests.sessions import session_of
 from tests.unit.models.calls import IDS, REQUEST, attend, sharding
 
@@ -50,14 +51,14 @@ Given = Any
 IMAGES = Images({"image": 3})
 
 
-def compiled(**given: Any) -> Any:
+def compiled(**inputs: Any) -> Any:
     session = SimpleNamespace(
-        needs=SimpleNamespace(batches=given.get("batches")),
-        config=SimpleNamespace(dynamic_ring=given.get("dynamic_ring", False)),
+        needs=SimpleNamespace(batches=inputs.get("batches")),
+        config=SimpleNamespace(dynamic_ring=inputs.get("dynamic_ring", False)),
     )
     engine = SimpleNamespace(
-        is_deepcompile_enabled=lambda: given.get("deepcompile", False),
-        is_compiled=given.get("is_compiled", False),
+        is_deepcompile_enabled=lambda: inputs.get("deepcompile", False),
+        is_compiled=inputs.get("is_compiled", False),
     )
     return compile_with_ring(engine, session, [], lambda *_: None, "ds_ring")  # type: ignore[arg-type]
 
@@ -90,9 +91,9 @@ def routed(**output: Any) -> Any:
     return hook(model, (), {}, SimpleNamespace(aux_loss=torch.zeros(()), loss=None, **output))
 
 
-def generated(**given: Any) -> Any:
+def generated(**inputs: Any) -> Any:
     cache = object.__new__(generation._cache_class())
-    return generation.Generation.before(SimpleNamespace(), {"past_key_values": cache} | given)  # type: ignore[arg-type]
+    return generation.Generation.before(SimpleNamespace(), {"past_key_values": cache} | inputs)  # type: ignore[arg-type]
 
 
 def pruned() -> Any:
@@ -238,7 +239,7 @@ def tiled_head(deferring: bool = True) -> Any:
 
 def starting(model: Any) -> Any:
     session: Any = SimpleNamespace(batches=SimpleNamespace(defers_logits=False))
-    hooks = {one.__name__: one for one in tiled_head().patches(model, session, None)[2:]}
+    hooks = {item.__name__: item for item in tiled_head().patches(model, session, None)[2:]}
     return hooks["before"](model, (), {})
 
 
@@ -255,10 +256,10 @@ def megatron() -> Any:
     return core_attention
 
 
-def packed(**given: Any) -> Any:
+def packed(**inputs: Any) -> Any:
     lengths = torch.tensor([0, 4])
     told = SimpleNamespace(
-        **{"cu_seqlens_q": lengths, "cu_seqlens_kv": lengths, "qkv_format": "thd"} | given,
+        **{"cu_seqlens_q": lengths, "cu_seqlens_kv": lengths, "qkv_format": "thd"} | inputs,
         cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None,
     )  # fmt: skip
     return megatron().RingCoreAttention._packing(SimpleNamespace(_packed=None), told)
@@ -338,11 +339,11 @@ def llava() -> Any:
     return model(**texts, pixel_values=batch["pixel_values"])
 
 
-def phi4(**given: Any) -> Any:
+def phi4(**inputs: Any) -> Any:
     """Images or sounds of a model whose texts alone are exact."""
     model, session = build(shrink(read_config("phi4_multimodal"), 61), "causal-lm", 0), windowed()
     attach(model, session)
-    return model(**session.shard_batch({"input_ids": IDS}), **given)
+    return model(**session.shard_batch({"input_ids": IDS}), **inputs)
 
 
 class Faulty(nn.Module):
@@ -360,13 +361,13 @@ def wrapping() -> Any:
     return module(**session.shard_batch({"input_ids": IDS}))
 
 
-COMPILED: dict[str, tuple[Callable[[], Any], type[RingError], str]] = {
+COMPILED: Refusals = {
     "another mask than the pattern": (
         lambda: attend(is_causal=False), RingPatternError, "set pattern.causal in the JSON"
     ),
     "a tiled loss": (lambda: starting(Graph()), RingConfigError, "a model that is not compiled"),
 }  # fmt: skip
-MORE: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+MORE: Refusals = {
     "logits at once": (
         lambda: tiled_head().loss_function(len)(torch.zeros(1, 2, 3)),
         RingConfigError,
@@ -453,12 +454,7 @@ def alone() -> RingUse:
     return RingUse(session, engine, is_own=False)
 
 
-@pytest.mark.parametrize("case", COMPILED)
-def test_compiled_code_is_refused(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    call, error, words = COMPILED[case]
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    with pytest.raises(error, match=words):
-        call()
+test_compiled_code_is_refused = refuse(COMPILED, compiling=True)
 
 
 def test_compiled_models_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -467,12 +463,12 @@ def test_compiled_models_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     attach(images, session)
     shown = session.shard_batch(test_images.batch_of("llava"))
     windows = small_config("Mistral", sliding_window=2)
-    model, other = (
+    model, second = (
         transformers.AutoModelForCausalLM.from_config(windows, attn_implementation=NAME),
         session_of(),
     )
-    attach(model, other)
-    texts = other.shard_batch({"input_ids": IDS})
+    attach(model, second)
+    texts = second.shard_batch({"input_ids": IDS})
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     with pytest.raises(RingConfigError, match="no compiled model with images"):
         images(**shown)
@@ -480,11 +476,7 @@ def test_compiled_models_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         model(**texts)
 
 
-@pytest.mark.parametrize("case", MORE)
-def test_it_is_refused_too(case: str) -> None:
-    call, error, words = MORE[case]
-    with pytest.raises(error, match=words):
-        call()
+test_it_is_refused_too = refuse(MORE)
 
 
 def test_a_package_that_mpi4py_lacks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -505,7 +497,7 @@ def test_a_model_with_an_image_encoder_is_refused_without_the_row_of_images(
     from ds_ring.models import attach as attaching
     from ds_ring.models import variants as table
 
-    others = tuple(one for one in table.variants() if not one.encoder_types)
+    others = tuple(item for item in table.variants() if not item.encoder_types)
     for module in (attaching, table):
         monkeypatch.setattr(module, "variants", lambda: others)
     with pytest.raises(RingConfigError, match=r"no test compares its images.*use its language part alone$"):

@@ -8,7 +8,7 @@ import multiprocessing
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -19,6 +19,7 @@ from ds_ring.health import client as client_module
 from ds_ring.health.client import DetectorClient, LateNotice, call_guarded, is_of_distributed
 from ds_ring.limits import Limit
 from ds_ring.schedule.grid import Grid
+from tests.clock import wait_until
 
 HEARTBEAT_S = 1.0
 
@@ -49,7 +50,7 @@ class Monitor:
             self.connection.sendall(json.dumps(message).encode() + b"\n")
 
     def kinds(self, kind: str) -> list[dict[str, Any]]:
-        return [one for one in self.heard if one["kind"] == kind]
+        return [item for item in self.heard if item["kind"] == kind]
 
     def _serve(self) -> None:
         with suppress(OSError):
@@ -62,16 +63,9 @@ class Monitor:
 
 @pytest.fixture
 def monitor() -> Iterator[Monitor]:
-    made = Monitor()
-    yield made
-    made.connection.close()
-
-
-def until(true: Callable[[], object], seconds: float = 10.0) -> None:
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.01)
+    built = Monitor()
+    yield built
+    built.connection.close()
 
 
 def test_a_pause_of_this_process_is_no_silence_of_the_monitor(
@@ -81,10 +75,10 @@ def test_a_pause_of_this_process_is_no_silence_of_the_monitor(
     clock = Clock()
     monkeypatch.setattr(client_module, "time", clock)
     detector = DetectorClient(1, monitor.of_rank, 0, HEARTBEAT_S)
-    until(lambda: len(monitor.kinds("beat")) > 1)
+    wait_until(lambda: len(monitor.kinds("beat")) > 1)
     clock.added_s = 100.0
     beats = len(monitor.kinds("beat"))
-    until(lambda: len(monitor.kinds("beat")) > beats + 2)
+    wait_until(lambda: len(monitor.kinds("beat")) > beats + 2)
     assert detector.fault is None and detector.is_open
     detector.leave()
 
@@ -92,7 +86,7 @@ def test_a_pause_of_this_process_is_no_silence_of_the_monitor(
 def test_a_monitor_that_is_silent_while_this_process_runs_is_lost(monitor: Monitor) -> None:
     ours, theirs = socket.socketpair()
     detector = DetectorClient(1, ours, 0, 0.3)
-    until(lambda: detector.fault is not None)
+    wait_until(lambda: detector.fault is not None)
     assert detector.fault is not None and "no answer for" in detector.fault.cause
     theirs.close()
 
@@ -105,14 +99,14 @@ def test_a_late_rank_says_where_it_is_and_logs_it(monitor: Monitor, caplog: pyte
     detector = DetectorClient(1, monitor.of_rank, 0, HEARTBEAT_S)
     threading.Timer(0.1, lambda: monitor.say(kind="where")).start()
     in_a_function_of_the_test(0.5)
-    until(lambda: monitor.kinds("at"))
+    wait_until(lambda: monitor.kinds("at"))
     (answer,) = monitor.kinds("at")
     assert answer["text"].startswith("in_a_function_of_the_test (test_client.py:"), answer
     late = {"rank": 1, "what": "collective 7", "since": 6.0, "limit_s": 60.0, "key": "a_key"}
     with caplog.at_level(logging.WARNING, "ds_ring"):
         monitor.say(kind="late", at="load (train.py:3)", **late)
         monitor.say(kind="on time", rank=1, since=8.0)
-        until(lambda: len(caplog.records) == 2)
+        wait_until(lambda: len(caplog.records) == 2)
     assert caplog.records[0].getMessage() == (
         "rank 1 is late: others have waited 6.0 s for it at collective 7, and is in load (train.py:3);"
         " it counts as failed after 60 s (a_key)"
@@ -127,10 +121,10 @@ def test_a_notice_without_a_place_is_a_sentence() -> None:
 
 def test_heartbeats_say_nothing_of_collectives_unless_asked(monitor: Monitor) -> None:
     detector = DetectorClient(1, monitor.of_rank, 0, HEARTBEAT_S)
-    until(lambda: monitor.kinds("beat"))
+    wait_until(lambda: monitor.kinds("beat"))
     assert monitor.kinds("beat")[0] == {"kind": "beat"}
     with detector.within("nothing", Limit(1.0, "key")):
-        assert detector._calls() == {}
+        assert detector._read_calls() == {}
     detector.leave()
 
 
@@ -144,7 +138,7 @@ def test_a_mesh_that_is_dropped_while_its_process_ends_says_so(
     detector.leave_later()
     assert detector.is_open
     detector.end()
-    until(lambda: monitor.kinds("bye"))
+    wait_until(lambda: monitor.kinds("bye"))
     assert monitor.kinds("bye")[0]["in"] == "the training script" and not detector.is_open
 
 
@@ -158,7 +152,7 @@ def test_a_mesh_that_is_dropped_leaves_the_job(
     if judges:
         detector.report_collectives("the training script", Limit(10.0, "step_timeout_seconds"))
     detector.leave_later()
-    until(lambda: monitor.kinds("bye"))
+    wait_until(lambda: monitor.kinds("bye"))
     assert monitor.kinds("bye") == [{"kind": "bye"}] and not detector.is_open
 
 
@@ -169,7 +163,7 @@ def test_a_guarded_call_that_takes_too_long_names_the_limit(
     detector, wake = DetectorClient(1, monitor.of_rank, 0, HEARTBEAT_S), threading.Event()
 
     def verdict() -> None:
-        until(lambda: monitor.kinds("timeout"))
+        wait_until(lambda: monitor.kinds("timeout"))
         monitor.say(kind="fault", rank=0, cause=monitor.kinds("timeout")[0]["cause"])
 
     threading.Thread(target=verdict, daemon=True).start()
@@ -191,7 +185,7 @@ def test_an_error_is_of_a_collective_by_who_called_it() -> None:
             names["call"]()
         return caught.value
 
-    compiled, own = (
+    compiled, local = (
         "torch.ones(2).view(3)",
         "raise RuntimeError('nccl: Connection reset by peer, gloo, c10d')",
     )
@@ -200,7 +194,7 @@ def test_an_error_is_of_a_collective_by_who_called_it() -> None:
     assert not is_of_distributed(raised_in("model", compiled))
     assert not is_of_distributed(raised_in("__main__", compiled))
     assert is_of_distributed(raised_in("__main__", compiled), "__main__")
-    assert not is_of_distributed(raised_in("__main__", own), "__main__")
+    assert not is_of_distributed(raised_in("__main__", local), "__main__")
     assert not is_of_distributed(raised_in("torch.distributedly", compiled))
     assert is_of_distributed(dist.DistBackendError("anything"))
     assert not is_of_distributed(RingPeerError(0, None, None, "gloo")) and not is_of_distributed(OSError())

@@ -1,4 +1,4 @@
-"""Who is taken for dead before the monitor runs."""
+"""Who is taken for dead before the monitor runs; how ranks come to one rendezvous."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import logging
 import socket
 import subprocess
+import threading
 from typing import Any
 from unittest import mock
 
@@ -27,6 +28,7 @@ from ds_ring.health.joining import (
     leave_on_error,
     presence,
 )
+from ds_ring.health.rendezvous import Rendezvous, loopback_listener, wait_for_ranks
 from ds_ring.limits import Limit
 from ds_ring.schedule.grid import Grid
 
@@ -36,11 +38,11 @@ def test_a_process_id_counts_on_its_host_and_in_its_namespace_alone() -> None:
     gone.wait()
     mine, store = presence(), HashStore()
     here = mine._replace(pid=gone.pid)
-    for name, other in {
+    for name, second in {
         "host": here._replace(host="another"),
         "pids": here._replace(processes="other"),
     }.items():
-        store.set(f"{name}/1", json.dumps(other))
+        store.set(f"{name}/1", json.dumps(second))
         Arrival(store, name, 0, 2, START, None).check()
     store.set("here/1", json.dumps(here))
     with pytest.raises(PeerLost, match="its process ended"):
@@ -59,12 +61,12 @@ def test_a_rank_that_ended_because_it_saw_a_fault_is_not_the_fault() -> None:
             return getattr(inner, name)
 
         def check(self, keys: list[str]) -> bool:
-            found: bool = inner.check(keys)
+            result: bool = inner.check(keys)
             if keys == ["race/alarm"] and not self.looks:
                 self.looks += 1
                 inner.set("race/fault", json.dumps(Fault(2, "it did not come")))
                 inner.set("race/alarm", "")
-            return found
+            return result
 
     inner: Any = HashStore()
     inner.set("race/1", json.dumps(presence()._replace(pid=gone.pid)))
@@ -111,7 +113,7 @@ def test_a_rank_that_does_not_come_is_warned_of_and_then_named_with_the_key(
     with caplog.at_level(logging.WARNING), pytest.raises(PeerLost, match=late) as raised:
         arrival.wait_for_all()
     assert raised.value.fault.rank == 1
-    (warning,) = [one.getMessage() for one in caplog.records]
+    (warning,) = [item.getMessage() for item in caplog.records]
     assert warning.startswith("the ranks 1, 2 are late: the others have waited 0.")
     assert warning.endswith("they count as failed after 0.4 s (start_timeout_seconds)")
 
@@ -139,7 +141,7 @@ def test_a_store_that_is_lost_is_the_fault_of_its_host(caplog: pytest.LogCapture
 
 
 @pytest.mark.parametrize(
-    ("own", "published", "message"),
+    ("local", "published", "message"),
     [
         ("y" * 32, "x" * 32, "expected one on every rank or on none, got none on rank 0"),
         (None, None, "got one on rank 0 and none on rank 1"),
@@ -148,14 +150,14 @@ def test_a_store_that_is_lost_is_the_fault_of_its_host(caplog: pytest.LogCapture
     ids=["here alone", "on rank 0 alone", "nobody listens"],
 )  # fmt: skip
 def test_a_monitor_that_cannot_be_spoken_to_is_refused(
-    own: str | None, published: str | None, message: str
+    local: str | None, published: str | None, message: str
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     store: Any = HashStore()
     store.set("ds_ring/detector/1/monitor", json.dumps(MonitorAddress(port, ["127.0.0.1"], published, 10.0)))
     with pytest.raises(RingMeshError, match=message):
-        join(store, 1, 2, 10.0, secret=own)
+        join(store, 1, 2, 10.0, secret=local)
 
 
 @pytest.mark.parametrize(
@@ -168,15 +170,15 @@ def test_two_hosts_without_a_secret_are_warned_of(
     host: str | None, secret: str | None, warnings: int,
 ) -> None:  # fmt: skip
     store: Any = HashStore()
-    other = presence() if host is None else presence()._replace(host=host, processes="other")
-    store.set("ds_ring/detector/1/1", json.dumps(other))
+    second = presence() if host is None else presence()._replace(host=host, processes="other")
+    store.set("ds_ring/detector/1/1", json.dumps(second))
     monkeypatch.setattr(joining, "start_monitor", lambda *_: 1)
     monkeypatch.setattr(joining, "_connect", mock.Mock())
     monkeypatch.setattr(joining, "DetectorClient", mock.Mock())
     with caplog.at_level(logging.WARNING):
         join(store, 0, 2, 10.0, secret=secret)
-    found = [one.getMessage() for one in caplog.records]
-    assert len(found) == warnings and all("set DS_RING_SECRET to one value" in text for text in found)
+    results = [item.getMessage() for item in caplog.records]
+    assert len(results) == warnings and all("set DS_RING_SECRET to one value" in text for text in results)
 
 
 def test_a_rank_that_is_lost_while_others_join_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,3 +192,60 @@ def test_a_rank_that_is_lost_while_others_join_is_named(monkeypatch: pytest.Monk
     with pytest.raises(RingPeerError, match="its process ended") as raised:
         join_detector(Grid(4, 4), 10.0, None, None)
     assert raised.value.peer == 2
+
+
+# --- the rendezvous --------------------------------------------------------------------------------------
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def test_ranks_meet_before_the_process_group_is_made() -> None:
+    port, result = free_port(), dict[int, Any]()
+
+    def come(rank: int) -> None:
+        result[rank] = wait_for_ranks(Rendezvous(rank, 2, "127.0.0.1", port, rank == 0, "0"), START)
+
+    threads = [threading.Thread(target=come, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert None not in result.values() and len(result) == 2
+
+
+def test_a_rank_that_does_not_come_before_the_process_group_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joining, "LINGER_S", 0.0)
+    limit = Limit(0.5, "start_timeout_seconds")
+    alone = Rendezvous(0, 2, "127.0.0.1", free_port(), True, "0")
+    with pytest.raises(RingPeerError, match=r"within 0.5 s \(start_timeout_seconds\)") as raised:
+        wait_for_ranks(alone, limit)
+    assert raised.value.peer == 1
+
+
+def test_a_store_that_does_not_answer_is_the_fault_of_rank_0(caplog: pytest.LogCaptureFixture) -> None:
+    nobody = Rendezvous(1, 2, "127.0.0.1", free_port(), False, "0")
+    answer = r"its store did not answer within 1 s \(start_timeout_seconds\)"
+    with caplog.at_level(logging.WARNING), pytest.raises(RingPeerError, match=answer) as raised:
+        wait_for_ranks(nobody, Limit(1.0, "start_timeout_seconds"))
+    assert raised.value.peer == 0 and "rank 0 is late" in caplog.text
+
+
+def test_a_port_that_is_taken_is_left_for_torch_to_say() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert wait_for_ranks(Rendezvous(0, 2, "127.0.0.1", port, True, "0"), Limit(2.0, "key")) is None
+
+
+@pytest.mark.parametrize(("host", "family"), [("127.0.0.1", socket.AF_INET), ("::1", socket.AF_INET6)])
+def test_a_store_of_one_host_listens_on_loopback_alone(host: str, family: socket.AddressFamily) -> None:
+    with socket.socket(family, socket.SOCK_STREAM) as free:
+        free.bind((host, 0))
+        port = free.getsockname()[1]
+        assert loopback_listener(host, port) == {}  # taken: torch says so
+    listening = loopback_listener(host, port)
+    with socket.socket(family, socket.SOCK_STREAM, fileno=listening["master_listen_fd"]) as listener:
+        assert listener.getsockname()[:2] == (host, port)
+    assert loopback_listener("node-0", port) == {}

@@ -1,27 +1,31 @@
-"""Every kernel against dense float64 mathematics, tile kind by tile kind."""
+"""Every kernel against dense float64 mathematics: tiles, scales; derivatives that there are none of."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from ds_ring import Dilated, Documents, SlidingWindow
+from ds_ring import Dilated, Documents, RingMesh, SlidingWindow, make_layout
 from ds_ring.errors import RingConfigError
 from ds_ring.kernels.select import Kernel, get_kernel
 from ds_ring.masks.catalog import Causal
 from ds_ring.masks.joins import within_distances
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import UNBOUNDED, Tiles
-from ds_ring.registry import KERNELS as KERNEL_ROWS
-from ds_ring.registry import load
+from ds_ring.plugin import KERNELS as KERNEL_ROWS
+from ds_ring.plugin import load
 from ds_ring.ring.merge import merge_
 from ds_ring.schedule.layout import expand_runs
 from ds_ring.schedule.lowering import query_heads_of
 from ds_ring.schedule.plan import head_classes
+from tests import calls
 from tests.cases import document_ids
-from tests.reference import dense_attention, relative_error
+from tests.reference import attend_by_counts, dense_attention, relative_error
 
 KERNELS = [name for name, row in KERNEL_ROWS.items() if row.runs_on("cpu")]
 KINDS = ["full", "causal", "strict", "inverse-causal", "band"]
@@ -83,26 +87,16 @@ def test_forward_and_gradients(name: str, kind: str, queries: int, keys: int) ->
 def check_forward_and_gradients(kernel: Kernel, kind: str, queries: int, keys: int) -> None:
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, h, n, 16, dtype=torch.float64) for h, n in ((4, queries), (2, keys), (2, keys)))
-    grad = torch.randn_like(q)
-    for x in (q, k, v):
-        x.requires_grad_()
-    mask = mask_of(kind, queries, keys)
+    grad, mask = torch.randn_like(q), mask_of(kind, queries, keys)
     sees = mask.any(-1)
-    scores = (q @ k.repeat_interleave(2, 1).mT * 0.25).masked_fill(~mask, -torch.inf)
-    weights = torch.softmax(scores.masked_fill(~sees[:, None], 0), -1) * sees[:, None]
-    want = weights @ v.repeat_interleave(2, 1)
-    want.backward(grad)
-
-    tiles = tiles_of(kind, queries, keys)
-    q32, k32, v32, grad32 = (x.detach().float() for x in (q, k, v, grad))
-    out, lse, dq, dk, dv = run_kernel(kernel, q32, k32, v32, grad32, tiles)
+    want = attend_by_counts(q, k, v, grad, mask)
+    result = run_kernel(kernel, *(x.float() for x in (q, k, v, grad)), tiles_of(kind, queries, keys))
+    out, lse, *gradients = result
     if mask.any():
-        assert relative_error(out, want) < 3e-6
-        want_lse = torch.logsumexp(scores, -1)
-        assert relative_error(lse[:, :, sees], want_lse[:, :, sees]) < 3e-6
-        for got, x in ((dq, q), (dk, k), (dv, v)):
-            assert x.grad is not None
-            assert relative_error(got, x.grad) < 5e-6 or float(x.grad.abs().max()) < 1e-12
+        assert relative_error(out, want.out) < 3e-6
+        assert relative_error(lse[:, :, sees], want.lse[:, :, sees]) < 3e-6
+        for got, exact in zip(gradients, want[2:], strict=True):
+            assert relative_error(got, exact) < 5e-6 or float(exact.abs().max()) < 1e-12
     assert out[:, :, ~sees].eq(0).all() and lse[:, :, ~sees].eq(-torch.inf).all()
 
 
@@ -121,24 +115,24 @@ def check_heads_of_their_own(kernel: Kernel, pattern: Pattern, strided: bool) ->
     sizes = [(2, heads), (2, kv_heads), (2, kv_heads), (2, heads)]
     q, k, v, grad = (torch.randn(*size, tokens, 16, dtype=torch.float64) for size in sizes)
     want = dense_attention(q, k, v, grad, pattern)
-    found = [torch.zeros_like(x) for x in (want.out, want.lse, want.dq, want.dk, want.dv)]
+    result = [torch.zeros_like(x) for x in (want.out, want.lse, want.dq, want.dk, want.dv)]
     runs = np.array([[0, 1, tokens]])
     if strided:
         runs = np.array([[0, 2, tokens // 2], [1, 2, tokens // 2]])
     order = torch.from_numpy(expand_runs(runs))
-    for own, bound in head_classes(pattern, heads, kv_heads):
+    for local, bound in head_classes(pattern, heads, kv_heads):
         tiles = bound.tiles(runs, runs)
-        queries = query_heads_of(own, heads // kv_heads)
-        which = (queries, own, own, queries)
+        queries = query_heads_of(local, heads // kv_heads)
+        which = (queries, local, local, queries)
         parts = [x[:, h][:, :, order].float() for x, h in zip((q, k, v, grad), which, strict=True)]
         results = run_kernel(kernel, *parts, tiles)
-        for whole, part, h in zip(found, results, (queries, queries, queries, own, own), strict=True):
+        for whole, part, h in zip(result, results, (queries, queries, queries, local, local), strict=True):
             whole[:, h] = whole[:, h].index_copy(2, order, part.double())
-    assert relative_error(found[0], want.out) < 3e-6
+    assert relative_error(result[0], want.out) < 3e-6
     sees = want.lse.isfinite()
-    assert torch.equal(found[1].isfinite(), sees) and found[0][~sees].eq(0).all()
-    assert relative_error(found[1][sees], want.lse[sees]) < 3e-6
-    for got, expected in zip(found[2:], want[2:], strict=True):
+    assert torch.equal(result[1].isfinite(), sees) and result[0][~sees].eq(0).all()
+    assert relative_error(result[1][sees], want.lse[sees]) < 3e-6
+    for got, expected in zip(result[2:], want[2:], strict=True):
         assert relative_error(got, expected) < 5e-6
 
 
@@ -153,3 +147,95 @@ def test_a_row_of_the_registry_is_a_kernel_of_its_name(name: str) -> None:
     assert load(row.home).name == name
     # what `ds-ring plan` must know; "reference" is for comparisons and is never planned
     assert (name == "reference") == (row.workspace is None) and (row.workspace is None or load(row.workspace))
+
+
+# --- scales and derivatives ------------------------------------------------------------------------------
+
+
+MESH, TOKENS = RingMesh.single(), 9
+LAYOUT = make_layout("contiguous", tokens=TOKENS, ring_size=1)
+
+
+def operands() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        torch.randn(2, heads, TOKENS, 8, generator=generator, dtype=torch.float64) for heads in (4, 2, 2, 4)
+    ]
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, **rest: object) -> Tensor:
+    return calls.attend(q, k, v, pattern=Causal(), layout=LAYOUT, mesh=MESH, **rest)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kernel", ["cpu", "reference"])
+@pytest.mark.parametrize("scale", [0, 0.0, -0.0, -0.3, -2, 1e-30, 0.7])
+def test_any_finite_scale_is_right(scale: float, kernel: str) -> None:
+    """Zero is uniform attention; below it the CPU kernel returned NaN."""
+    *qkv, grad = operands()
+    leaves = [x.requires_grad_() for x in qkv]
+    out = attend(*leaves, scale=scale, kernel=kernel)
+    got = (out.detach(), *torch.autograd.grad(out, leaves, grad))
+    want, _, *gradients = attend_by_counts(*qkv, grad, torch.ones(TOKENS, TOKENS).tril(), scale=scale)
+    torch.testing.assert_close(got, (want, *gradients))
+
+
+def dual() -> None:
+    q, k, v, _ = operands()
+    with forward_ad.dual_level():
+        attend(forward_ad.make_dual(q, q), k, v)
+
+
+def twice(**rest: object) -> None:
+    q, k, v, _ = operands()
+    q.requires_grad_()
+    (first,) = torch.autograd.grad(attend(q, k, v, **rest).sum(), q, create_graph=True)
+    first.sum().backward()
+
+
+def transform(name: str) -> Callable[[], object]:
+    q, k, v, _ = operands()
+    return {
+        "jvp": lambda: torch.func.jvp(lambda x: attend(x, k, v), (q,), (q,)),
+        "grad": lambda: torch.func.grad(lambda x: attend(x, k, v).sum())(q),
+        "vjp": lambda: torch.func.vjp(lambda x: attend(x, k, v), q),
+        "dual": dual,
+        "second derivative": twice,
+        "second derivative, replicated queries": lambda: twice(queries="replicated"),
+    }[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("jvp", "got forward mode"),
+        ("dual", "got forward mode"),
+        ("grad", "got a torch.func transform"),
+        ("vjp", "got a torch.func transform"),
+        ("second derivative", "a request for the second one"),
+        ("second derivative, replicated queries", "a request for the second one"),
+    ],
+)
+def test_derivatives_that_there_are_none_of_are_refused(name: str, says: str) -> None:
+    with pytest.raises(RingConfigError, match=says):
+        transform(name)()
+
+
+def test_vmap_is_one_sample_after_the_other() -> None:
+    q, k, v, _ = operands()
+    several = torch.stack([q, 2 * q])
+    got = torch.func.vmap(lambda x: attend(x, k, v))(several)
+    torch.testing.assert_close(got, torch.stack([attend(x, k, v) for x in several]))
+
+
+def test_a_captured_tensor_that_needs_a_gradient_is_refused_in_compiled_code_too() -> None:
+    (q, k, v, _), bias = operands(), torch.zeros(8)
+
+    def moved(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return score + bias[head]
+
+    compiled = torch.compile(lambda *qkv: attend(*qkv, score_mod=moved), backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(q, k, v), attend(q, k, v))
+    bias.requires_grad_()
+    for call in (compiled, lambda *qkv: attend(*qkv, score_mod=moved)):
+        with pytest.raises(RingConfigError, match="captured tensors that require no gradient"):
+            call(q, k, v)

@@ -9,7 +9,6 @@ import pytest
 from ds_ring_launcher import cli
 from ds_ring_launcher.cluster import cluster
 from ds_ring_launcher.commands import parsers
-from ds_ring_launcher.run.run_folder import RunFolder
 from tests.unit.test_launcher import LOCAL, folder  # noqa: F401  a fixture
 
 TUNE = ["--tokens", "4096", "--heads", "4", "--head-dim", "64", "--processes", "2"]
@@ -35,9 +34,8 @@ REFUSED = {
     "a ring that does not divide": (["resize-checkpoint", ".", "--world-size", "4", "--ring-size", "3"],
         "--ring-size: expected a divisor of --world-size 4, got 3"),
     "no GPU": (["tune", *TUNE, "--device", "cuda"], "local rank 1: expected at least 2 GPUs, got 0"),
-    "a demo below a file": (["demo", "--steps", "1", "--output", "train.py/out"],
-        "--output: expected a folder to write to, got train.py/out"),
-    "a page that is a folder": (["status", "run", "--page"], "--page: expected to write status.html in run"),
+    "configs below a file": (["configs", "train.py/out"],
+        "FOLDER: expected a folder to write to, got train.py/out"),
     "a number of 31 digits": (["launch", "long.yaml"],
         "expected a number of at most 30 digits, got a longer one"),
 }  # fmt: skip
@@ -54,9 +52,6 @@ def test_it_is_refused(
     monkeypatch.chdir(folder)
     (folder / "cluster.yaml").write_text(LOCAL)
     (folder / "long.yaml").write_text(LOCAL + f"environment: {{A: {10**30}}}\n")
-    run = RunFolder(folder / "run")
-    run.start_attempt()
-    (run.path / "status.html").mkdir()
     assert cli.main(argv) == 2
     said = " ".join(capsys.readouterr().err.split())
     assert said.startswith("ds-ring: error: ") and words in said
@@ -66,10 +61,8 @@ def test_packages_that_are_not_installed_are_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(parsers, "find_spec", lambda name: None)
-    assert cli.main(["demo"]) == 2
-    assert "demo: expected transformers and matplotlib, got no transformers, matplotlib" in (
-        capsys.readouterr().err
-    )
+    assert cli.main(["check-model", "llama"]) == 2
+    assert "check-model: expected transformers, got no transformers" in capsys.readouterr().err
 
 
 def test_an_error_that_is_not_of_the_output_is_not_hidden() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from ds_ring import RingConfigError
 from ds_ring_launcher.check.configuration_rows import read_rows, row_key
-from ds_ring_launcher.check.configurations import WAYS, configurations_of
+from ds_ring_launcher.check.configurations import WAYS, list_configurations
 from ds_ring_launcher.check.small_model import HEADS, read_config, shrink
 
 TOKENS = 61
@@ -36,7 +36,7 @@ SWITCHES = {
 
 @pytest.mark.parametrize("family", SWITCHES)
 def test_the_switches_of_a_type_are_found(family: str) -> None:
-    found = configurations_of(read_config(family), TOKENS)
+    found = list_configurations(read_config(family), TOKENS)
     names = [one.name for one in found]
     assert tuple(found[:4]) == WAYS
     assert len({*names}) == len(names)
@@ -47,7 +47,7 @@ def test_the_switches_of_a_type_are_found(family: str) -> None:
 def test_each_switch_changes_the_small_model(family: str) -> None:
     config = read_config(family)
     default = shrink(config, TOKENS).to_dict()
-    for one in configurations_of(config, TOKENS)[len(WAYS) :]:
+    for one in list_configurations(config, TOKENS)[len(WAYS) :]:
         try:
             small = shrink(config, TOKENS, changes=one.changes)
         except RingConfigError:  # transformers refuses it, as its row will say
@@ -61,7 +61,7 @@ def test_all_causal_types_have_many_configurations() -> None:
     count = 0
     for family in HEADS["causal-lm"].families:
         if not family.endswith("_assistant"):
-            count += len(configurations_of(read_config(family), TOKENS))
+            count += len(list_configurations(read_config(family), TOKENS))
     assert count > 2000
 
 

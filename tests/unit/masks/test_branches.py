@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -25,9 +25,9 @@ from ds_ring.masks.branches import (
     subtract,
     union,
 )
-from ds_ring.masks.joins import tiles_by_head
+from ds_ring.masks.joins import tiles_by_head, within_distances
 from ds_ring.masks.pattern import BoundPattern, Pattern, QueryHead
-from ds_ring.masks.tiles import Axis, Tiles
+from ds_ring.masks.tiles import UNBOUNDED, Axis, Tiles
 from ds_ring.patterns.documents.table import Table
 from ds_ring.schedule.layout import expand_runs
 from ds_ring.schedule.plan import head_classes
@@ -41,7 +41,7 @@ IDS = (3, 1, 3, -1, 0, 7)
 def residues() -> dict[str, Primitive]:
     from ds_ring.patterns.dilated.residues import Residue
 
-    return {str(one): Residue(*one) for one in ((12, 4, 1), (5, 7, 3), (20, 3, 2))}
+    return {str(item): Residue(*item) for item in ((12, 4, 1), (5, 7, 3), (20, 3, 2))}
 
 
 PRIMITIVES = [
@@ -92,8 +92,8 @@ def test_tables_join_by_their_ids_in_any_order(
     q_runs, k_runs = in_order(q), in_order(k)
     q_at, k_at = expand_runs(q_runs), expand_runs(k_runs)
     of_q, of_k = (
-        np.array(one)[np.searchsorted(STARTS, at, side="right") - 1]
-        for one, at in ((ids, q_at), (others, k_at))
+        np.array(item)[np.searchsorted(STARTS, at, side="right") - 1]
+        for item, at in ((ids, q_at), (others, k_at))
     )
     want = (of_q[:, None] == of_k) & (of_q[:, None] >= 0)
     for least in (-1000, 0):
@@ -270,8 +270,102 @@ def test_the_algebra_of_branches_is_that_of_their_pairs(whole: Branch, taken: Br
 
 def test_labels_of_many_primitives_stay_small_and_compare_as_before() -> None:
     """Three labels of positions near 2**30 make numbers of 90 bits, unless they are renumbered."""
-    one = labelled(Segment(1))
+    item = labelled(Segment(1))
     at = (1 << 30) + np.arange(0, 60, 3)
-    q, k = Branch(one & one & one, one & one & one).labels(at, at[::-1])
+    q, k = Branch(item & item & item, item & item & item).labels(at, at[::-1])
     np.testing.assert_array_equal(q[:, None] == k[None], at[:, None] == at[None, ::-1])
     assert q.min() >= 0 and q.max() < LARGEST_LABEL
+
+
+# --- tiles -----------------------------------------------------------------------------------------------
+
+
+Run = tuple[int, int]  # first position and length
+
+run = st.tuples(st.integers(0, 60), st.integers(1, 40))
+a_band = given(
+    q=run,
+    k=run,
+    step=st.sampled_from([1, 1, 2, 3, 8]),
+    least=st.one_of(st.just(-UNBOUNDED), st.integers(-70, 70)),
+    most=st.one_of(st.just(UNBOUNDED), st.integers(-70, 70)),
+)
+
+
+def in_band(q: Run, k: Run, step: int, least: int, most: int) -> tuple[Tiles, np.ndarray]:
+    """The band of two runs of positions as tiles, and the pairs in it by its definition."""
+    whole = Tiles.rectangles(np.array([[q[0], step, q[1]]]), np.array([[k[0], step, k[1]]]))
+    gap = (q[0] + step * np.arange(q[1]))[:, None] - (k[0] + step * np.arange(k[1]))[None, :]
+    return within_distances(whole, least, most), (gap >= least) & (gap <= most)
+
+
+@a_band
+def test_a_band_covers_every_pair_once(q: Run, k: Run, step: int, least: int, most: int) -> None:
+    tiles, pairs = in_band(q, k, step, least, most)
+    np.testing.assert_array_equal(paint(tiles, q[1], k[1]), pairs)
+    assert len(tiles) <= 1, "a band is one tile"
+
+
+def test_several_runs_are_cut_at_once() -> None:
+    q_runs, k_runs = np.array([[0, 1, 5], [20, 1, 7]]), np.array([[3, 1, 9], [12, 1, 9]])
+    tiles = within_distances(Tiles.rectangles(q_runs, k_runs), 0, UNBOUNDED)
+    q, k = np.r_[0:5, 20:27], np.r_[3:12, 12:21]
+    np.testing.assert_array_equal(paint(tiles, 12, 18), k[None, :] <= q[:, None])
+
+
+@pytest.mark.situation("masks", "a tree whose tile has no queries or no keys")
+@pytest.mark.parametrize("side", ["q", "k"])
+def test_an_empty_tile_is_refused_where_it_is_made(side: str) -> None:
+    """aten ended the process at a tile of no tokens (SIGFPE)."""
+    tiles = Tiles.rectangles(np.array([[0, 1, 5], [20, 1, 7]]), np.array([[3, 1, 9]]))
+    axis = getattr(tiles, side)
+    with pytest.raises(RingPatternError, match=r"tokens on each side, got 0 .* in tile 1 of 2"):
+        replace(tiles, **{side: replace(axis, length=axis.length * [1, 0])})
+
+
+# --- patterns --------------------------------------------------------------------------------------------
+
+
+Runs = list[tuple[int, int, int]]
+
+
+@given(window=st.integers(1, 40), causal=st.booleans(), q=runs, k=runs)
+def test_a_window_sees_itself_and_what_is_before_it(window: int, causal: bool, q: Runs, k: Runs) -> None:
+    q_runs, k_runs = in_order(q), in_order(k)
+    gap = expand_runs(q_runs)[:, None] - expand_runs(k_runs)[None, :]
+    want = (gap >= 0) & (gap <= window - 1) if causal else np.abs(gap) <= window - 1
+    pattern = SlidingWindow(window, causal)
+    np.testing.assert_array_equal(paint(pattern.tiles(q_runs, k_runs), *gap.shape), want)
+    np.testing.assert_array_equal(pattern.mask(expand_runs(q_runs), expand_runs(k_runs)), want)
+    assert pattern.is_causal is (causal or window == 1)
+
+
+def test_a_position_of_minus_one_sees_nothing_and_is_not_seen() -> None:
+    positions = np.array([3, -1, 0])
+    assert Full().mask(positions, positions).tolist() == [[1, 0, 1], [0, 0, 0], [1, 0, 1]]
+
+
+def test_patterns_are_values() -> None:
+    assert Causal() & SlidingWindow(3, False) == Causal() & SlidingWindow(3, False)
+    assert Causal() & SlidingWindow(3, False) != Causal() & SlidingWindow(4, False)
+    every = np.arange(9)
+    composed, window = Causal() & SlidingWindow(3, False), SlidingWindow(3)
+    np.testing.assert_array_equal(composed.mask(every, every), window.mask(every, every))
+    assert str(Causal() & Full()) == f"{Causal()} & {Full()}"
+
+
+def test_a_band_that_is_empty_has_no_tiles() -> None:
+    # Queries after their keys by 10 and more, in a window of 5.
+    assert len(SlidingWindow(5).tiles(np.array([[50, 1, 8]]), np.array([[0, 1, 40]]))) == 0
+
+
+@pytest.mark.parametrize("window", [0, -3, 2.0, True, "8", None])
+def test_windows_that_cannot_be(window: object) -> None:
+    with pytest.raises(RingPatternError, match="window: expected a positive integer") as caught:
+        SlidingWindow(window)  # type: ignore[arg-type]
+    assert isinstance(caught.value, ValueError)
+
+
+def test_only_patterns_compose() -> None:
+    with pytest.raises(RingPatternError, match="&: expected a pattern on both sides, got int"):
+        Causal() & 3  # type: ignore[operator]

@@ -48,7 +48,7 @@ def test_the_least_time_of_both_passes_is_taken() -> None:
 
 def test_auto_takes_it_where_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
     def auto(pattern: Pattern, dtype: torch.dtype = torch.bfloat16) -> str:
-        return get_kernel("auto", "cuda", asked=KernelNeeds("cuda", dtype, 64, pattern)).name
+        return get_kernel("auto", "cuda", needs=KernelNeeds("cuda", dtype, 64, pattern)).name
 
     # nothing was measured
     assert [auto(one) for one in (Causal(), Full(), SlidingWindow(9))] == ["flash"] * 3
@@ -58,12 +58,12 @@ def test_auto_takes_it_where_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
     assert auto(Causal()) == "flash"
     assert auto(Causal(), torch.float32) == "flex"  # which "flash" refuses
     assert auto(MaskMod(not_one_of_three) & Causal()) == "flex"
-    assert get_kernel("auto", "cpu", asked=KernelNeeds("cpu", torch.float32, 64, Full())).name == "cpu"
+    assert get_kernel("auto", "cpu", needs=KernelNeeds("cpu", torch.float32, 64, Full())).name == "cpu"
 
 
 def test_one_kernel_serves_all_patterns() -> None:
     asked = [KernelNeeds("cuda", torch.bfloat16, 64, pattern) for pattern in (Causal(), Full())]
-    first, second = (get_kernel("flex", "cuda", asked=one) for one in asked)
+    first, second = (get_kernel("flex", "cuda", needs=one) for one in asked)
     assert first is second
 
 

@@ -6,26 +6,33 @@ import copy
 import pickle
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import transformers
 from torch import Tensor
+from transformers.masking_utils import create_causal_mask
 
 import ds_ring
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.config.section import RingConfig
-from ds_ring.contrib.families.eager_attention.families import Family
-from ds_ring.contrib.families.eager_attention.scores import EagerScores, ModuleAttention
-from ds_ring.data.batch_sharding import BatchSharding
-from ds_ring.data.session import RingSession
-from ds_ring.errors import RingConfigError, RingPatternError, RingShapeError
+from ds_ring.errors import RingConfigError, RingError, RingPatternError, RingShapeError
+from ds_ring.integrations.adapter import describe
+from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
+from ds_ring.integrations.deepspeed.session import RingSession
+from ds_ring.integrations.transformers.attach import attach, check_model
+from ds_ring.integrations.transformers.layer_masks import LayerMask
+from ds_ring.integrations.transformers.variants.eager_attention.families import Family
+from ds_ring.integrations.transformers.variants.eager_attention.scores import EagerScores, ModuleAttention
 from ds_ring.masks.catalog import Causal, SlidingWindow
 from ds_ring.models.attach import attach, check_model
 from ds_ring.models.layer_masks import LayerMask
 from ds_ring.patches import describe
 from tests.dist.test_long_sequence import Largest
+from tests.refusals import refuse
 from tests.sessions import session_of
 
 SIZES: dict[str, Any] = {
@@ -229,26 +236,11 @@ PROPHETNET = transformers.ProphetNetConfig(
 )  # fmt: skip
 
 
-def test_a_model_that_predicts_several_tokens_is_refused():
-    with pytest.raises(RingConfigError, match="it predicts several tokens ahead"):
-        check_model(transformers.AutoModelForCausalLM.from_config(PROPHETNET), RingConfig(ring_size=2))
-
-
 AS_IS = {"attention": "as_is"}
-
-
-@pytest.mark.parametrize("implementation", ["eager", "flex_attention"])
-def test_another_attention_that_is_kept_on_a_ring_is_refused(implementation):
-    with pytest.raises(RingConfigError, match=f"'{implementation}', which would .* this rank's tokens only"):
-        check_model(build(FAMILIES["Llama"](), implementation), RingConfig(ring_size=2, **AS_IS))
-    check_model(build(FAMILIES["Llama"](), implementation), RingConfig(ring_size=2))  # it is switched
 
 
 def test_another_attention_is_fine_on_one_rank_and_plain_causal():
     check_model(build(FAMILIES["Llama"](), "eager"), RingConfig(ring_size=1, **AS_IS))
-    full = RingConfig(ring_size=1, pattern={"causal": False}, **AS_IS)
-    with pytest.raises(RingConfigError, match=r'"as_is" keeps .eager.'):
-        check_model(build(FAMILIES["Llama"](), "eager"), full)
     model = build(FAMILIES["Llama"](), "eager")
     assert attach(model, session_of()) == []
     assert model.config._attn_implementation == "eager"
@@ -275,18 +267,13 @@ def test_a_submodel_that_keeps_its_attention_is_refused():
         attach(model, session_of(pattern={"window": 33}))
 
 
-def test_the_registered_attention_does_not_run_without_a_ring():
-    with pytest.raises(RingConfigError, match=r"start with ds_ring.initialize\(model=...\)"):
-        build(FAMILIES["Llama"]())(input_ids=IDS)
-
-
 def call(**changes: Any) -> Any:
     model, session = attached()
     batch = session.shard_batch({"input_ids": IDS, "labels": IDS})
     return model(**{key: value for key, value in (batch | changes).items() if value is not None})
 
 
-WRONG_CALLS = {
+WRONG_CALLS: dict[str, tuple[dict[str, Any], type[RingError], str]] = {
     "no positions": ({"position_ids": None}, RingShapeError, "would number this rank's tokens from 0"),
     "a mask": ({"attention_mask": torch.ones_like(IDS)}, RingPatternError, "expected no attention_mask"),
     "one logit": ({"logits_to_keep": 1}, RingConfigError, "logits_to_keep: expected none on a shard"),
@@ -298,13 +285,6 @@ WRONG_CALLS = {
     "another length": ({"input_ids": IDS[:, :9]}, RingShapeError,
         "input_ids: expected 33 local tokens.*got 9"),
 }  # fmt: skip
-
-
-@pytest.mark.parametrize("what", WRONG_CALLS)
-def test_calls_that_would_be_silently_wrong_are_refused(what):
-    changes, error, words = WRONG_CALLS[what]
-    with pytest.raises(error, match=words):
-        call(**changes)
 
 
 @pytest.mark.situation("inputs", "passed use_cache=True to a forward pass of training, or of an evaluation")
@@ -330,35 +310,13 @@ def test_a_copy_or_a_rewritten_model_does_not_generate_on_the_ring():
     with pytest.raises(RingConfigError, match=r"call model\.generate"):
         copied.generate(IDS, max_new_tokens=2)
     rewritten = build(FAMILIES["Llama"]())
-    (kept,) = attach(rewritten, session)
-    kept.rewritten = True
+    (saved,) = attach(rewritten, session)
+    saved.rewritten = True
     with pytest.raises(RingConfigError, match="the backend has rewritten"):
         rewritten.eval().generate(IDS, max_new_tokens=2)
 
 
-def test_a_window_that_only_the_cache_has_is_refused():
-    model, _ = attached(transformers.MoshiConfig(**SIZES, ffn_dim=48, sliding_window=9))
-    with pytest.raises(RingConfigError, match="transformers' cache would forget tokens"):
-        model.eval().generate(IDS, max_new_tokens=2)
-
-
-def test_dropout_is_refused_in_training_and_fine_in_evaluation():
-    model, session = attached(transformers.GPT2Config(**GPT2_SIZES))
-    batch = session.shard_batch({"input_ids": IDS})
-    with pytest.raises(RingConfigError, match=r"no dropout inside attention, got 0\.1"):
-        model.train()(**batch)
-    model.eval()(**batch)
-
-
-def test_a_causal_model_under_a_full_pattern_is_refused():
-    model, session = attached(pattern={"causal": False})
-    batch = session.shard_batch({"input_ids": IDS})
-    with pytest.raises(RingPatternError, match=r"the model is causal, the pattern Full\(\) is not causal"):
-        model(**batch)
-
-
 def test_masks_that_no_pattern_stands_for_are_refused():
-    from transformers.masking_utils import create_causal_mask
 
     model, session = attached()
     embeds = torch.zeros(2, 33, 32)
@@ -376,8 +334,8 @@ def test_masks_that_no_pattern_stands_for_are_refused():
     with pytest.raises(RingPatternError, match=r"attention_mask: expected none, got \[2, 33\]"):
         create_causal_mask(model.config, embeds, (IDS[0, 0] != IDS).long(), None)
     jumping = torch.tensor([0, 1, 2, 30, 31, 32]).expand(2, -1)
-    made = create_causal_mask(model.config, embeds[:, :6], None, None, position_ids=jumping)
-    assert made == LayerMask(Causal())
+    mask = create_causal_mask(model.config, embeds[:, :6], None, None, position_ids=jumping)
+    assert mask == LayerMask(Causal())
 
 
 BY_NAME = """
@@ -411,20 +369,6 @@ def test_whichever_was_imported_first(first):
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda mask: mask.dtype,
-        lambda mask: mask[:, :, :, :7],
-        lambda mask: torch.where(mask, 0.0, -1.0),
-        lambda mask: torch.ones(2) + mask,
-    ],
-)
-def test_a_model_that_takes_the_mask_for_a_tensor_is_refused(use):
-    with pytest.raises(RingPatternError, match="expected a model that hands its mask to attention as it is"):
-        use(LayerMask(Causal()))
-
-
 def test_a_mask_survives_copies_and_a_slice_of_everything():
     mask = LayerMask(Causal())
     for same in (mask[:, :, slice(-0, None), :], copy.deepcopy(mask), pickle.loads(pickle.dumps(mask))):
@@ -445,8 +389,8 @@ def test_a_loss_that_is_not_that_of_all_tokens_is_refused(replaces, words):
 
     def forward(self: Any, labels: Any = None, **kwargs: Any) -> Any:
         output = original(self, **kwargs) if replaces else original(self, labels=labels, **kwargs)
-        own = 0.01 * output.logits.mean()
-        output.loss = own if replaces else output.loss + own
+        mine = 0.01 * output.logits.mean()
+        output.loss = mine if replaces else output.loss + mine
         return output
 
     model.forward = forward.__get__(model)
@@ -477,12 +421,14 @@ def test_a_model_with_a_window_runs_where_the_pattern_has_none_or_the_same(secti
     assert torch.allclose(got, expected, atol=1e-5)
 
 
-def logits_of_both(config: Any, documents: bool, section: Any, own: Any = None) -> tuple[Tensor, Tensor]:
-    """On a ring of one, in the order of the sequence, and by sdpa of a model with the configuration `own`."""
+def logits_of_both(
+    config: Any, documents: bool, section: Any, reference: Any = None
+) -> tuple[Tensor, Tensor]:
+    """On a ring of one, in the order of the sequence, and by sdpa of a model that `reference` configures."""
     batch = {"input_ids": IDS}
     if documents:
         batch["position_ids"] = torch.cat([torch.arange(20), torch.arange(13)]).expand(2, -1)
-    expected = build(own or config, "sdpa")(**batch, use_cache=False).logits
+    expected = build(reference or config, "sdpa")(**batch, use_cache=False).logits
     model, session = attached(config, pattern=section | {"documents": documents})
     got = model(**session.shard_batch(batch)).logits
     return got, expected[:, torch.from_numpy(session.layout.positions(0))]
@@ -493,36 +439,10 @@ def test_layers_that_the_json_names_are_those_of_a_model_that_says_so(documents)
     mixed = transformers.Qwen2Config(**GROUPED, **LOCAL_AND_GLOBAL, use_sliding_window=True)
     plain = transformers.Qwen2Config(**GROUPED)
     for section in ({"layers": {"0": {"window": 7}}}, {"window": 7, "layers": {"1": {"window": None}}}):
-        got, expected = logits_of_both(plain, documents, section, own=mixed)
+        got, expected = logits_of_both(plain, documents, section, reference=mixed)
         assert torch.allclose(got, expected, atol=1e-5)
     again, _ = logits_of_both(mixed, documents, {"layers": {"0": {"window": 7}}})
     assert torch.equal(again, got), "the model and the JSON say the same"
-
-
-CONTRADICTIONS: dict[str, tuple[Any, Any, str]] = {
-    "another window": ("Mistral", {"window": 6},
-        'SlidingWindow.window=5.* write "window": 5 in the "pattern"'),
-    "a chunk": ("Mistral", {"chunk": 8}, 'write "window": 5 in the "pattern"'),
-    "LongNet": ("Mistral", {"segment_lengths": [8], "dilation_rates": [2]}, 'write "window": 5'),
-    "a named layer": ("Mistral", {"layers": {"1": {"window": 6}}}, 'write "window": 5 in the "pattern"'),
-    "a window for all": ("Gemma", {"window": 7}, "every layer takes its own from the model"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", CONTRADICTIONS)
-def test_a_pattern_that_contradicts_the_model_is_refused(case):
-    family, section, words = CONTRADICTIONS[case]
-    configs = {
-        "Mistral": lambda: transformers.MistralConfig(**GROUPED, sliding_window=5),
-        "Gemma": lambda: transformers.Gemma3TextConfig(**GROUPED, head_dim=8, **LOCAL_AND_GLOBAL),
-        "Llama 4": lambda: transformers.Llama4TextConfig(
-            **GROUPED, head_dim=8, attention_chunk_size=8, num_local_experts=2, attn_temperature_tuning=False,
-            intermediate_size_mlp=48, layer_types=["chunked_attention", "full_attention"],
-        ),
-    }  # fmt: skip
-    model, session = attached(configs[family](), pattern=section)
-    with pytest.raises(RingPatternError, match=words):
-        model(**session.shard_batch({"input_ids": IDS}))
 
 
 def test_a_module_of_ones_own_says_its_layer():
@@ -533,69 +453,6 @@ def test_a_module_of_ones_own_says_its_layer():
     contexts = [session.attention(layer=layer).contexts[0][0] for layer in (0, 1)]
     assert [context.pattern for context in contexts] == [Causal(), SlidingWindow(7)]
     assert contexts[0].layout is contexts[1].layout is session.layout
-
-
-def test_a_class_without_the_interface_may_keep_its_attention():
-    model = build(transformers.FalconConfig(**FALCON_SIZES), "sdpa")
-    check_model(model, RingConfig(ring_size=2, attention="as_is"))
-    model = build(transformers.FalconConfig(**FALCON_SIZES, alibi=True), "sdpa")
-    with pytest.raises(RingConfigError, match="alibi adds a distance to each score"):
-        check_model(model, RingConfig(ring_size=2, attention="as_is"))
-
-
-UNKNOWN_NAMES = {
-    "Falcon": (lambda: transformers.FalconConfig(**FALCON_SIZES), "without attn_implementation"),
-    "XGLM": (
-        lambda: transformers.XGLMConfig(
-            vocab_size=61, d_model=32, ffn_dim=32, num_layers=1, attention_heads=4
-        ),
-        "without attn_implementation",
-    ),
-    "ProphetNet": (lambda: PROPHETNET, 'backend "ds_ring" cannot rewrite it either'),
-}
-
-
-@pytest.mark.parametrize("family", UNKNOWN_NAMES)
-def test_a_class_without_the_interface_is_refused_when_it_is_built(family):
-    """transformers raised KeyError('ds_ring'), or built it with its own attention."""
-    config, words = UNKNOWN_NAMES[family]
-    with pytest.raises(RingConfigError, match=words):
-        build(config())
-
-
-SETTINGS: dict[str, tuple[Any, str]] = {
-    "MobileBERT": (lambda: transformers.MobileBertConfig(**SIZES, embedding_size=32, trigram_input=True),
-        "config.trigram_input joins each token's embedding"),
-    "ESM": (lambda: transformers.EsmConfig(**SIZES, pad_token_id=1, mask_token_id=2, token_dropout=True),
-        "config.token_dropout scales"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("family", SETTINGS)
-def test_settings_that_look_at_other_tokens_are_refused(family):
-    config, words = SETTINGS[family]
-    kind = transformers.AutoModel
-    with pytest.raises(RingConfigError, match=words):
-        check_model(kind.from_config(config(), attn_implementation="ds_ring"), RingConfig(ring_size=2))
-
-
-def test_heads_that_pool_or_cut_tokens_are_refused():
-    model, session = attached()
-    batch = session.shard_batch({"input_ids": IDS})
-    with pytest.raises(RingConfigError, match="leave out return_dict=False"):
-        model(**batch, return_dict=False)
-    sizes = SIZES | {"attention_probs_dropout_prob": 0.0}
-    for name, words in (
-        ("AutoModel", "its output pooler_output"),
-        ("AutoModelForQuestionAnswering", "its output start_logits"),
-        ("AutoModelForSequenceClassification", r"got logits \[2, 2\], pooled from"),
-    ):
-        kind = getattr(transformers, name)
-        bert = kind.from_config(transformers.BertConfig(**sizes), attn_implementation="ds_ring")
-        own = session_of(pattern={"causal": False})
-        attach(bert, own)
-        with pytest.raises(RingConfigError, match=words):
-            bert(**own.shard_batch({"input_ids": IDS}))
 
 
 DILATED = {"segment_lengths": [8, 32], "dilation_rates": [1, 2]}
@@ -610,15 +467,116 @@ def test_a_dilated_pattern_replaces_a_causal_models_mask():
     assert not torch.allclose(model(**batch).logits, expected[:, order], atol=1e-5)
 
 
-@pytest.mark.parametrize("pattern", [DILATED, {"documents": True}, {"window": 5}])
-def test_a_pattern_needs_our_attention_even_on_one_rank(pattern):
-    with pytest.raises(RingConfigError, match="'eager', which would not apply the pattern"):
-        check_model(build(FAMILIES["Llama"](), "eager"), RingConfig(ring_size=1, pattern=pattern, **AS_IS))
+def build_bert(head: str) -> Any:
+    config = transformers.BertConfig(**SIZES, attention_probs_dropout_prob=0.0)
+    return getattr(transformers, head).from_config(config, attn_implementation="ds_ring")
 
 
-def test_documents_need_their_own_pattern():
-    import ds_ring
+def forward(config: Any = None, model: Any = None, train: bool = False, **section: Any) -> Any:
+    """A forward pass of a model that is attached: made by a configuration, or ready-made."""
+    model, session = model or build(config or FAMILIES["Llama"]()), session_of(**section)
+    attach(model, session)
+    return model.train(train)(**session.shard_batch({"input_ids": IDS}))
 
-    config = RingConfig(ring_size=1, pattern={"documents": True})
-    with pytest.raises(RingConfigError, match=r"expected a pattern beside a config with"):
-        ds_ring.RingAttention(config, mesh=RingMesh.single())
+
+def check(config: Any, implementation: str = "ds_ring", ring_size: int = 2, **section: Any) -> None:
+    check_model(build(config, implementation), RingConfig(ring_size=ring_size, **section))
+
+
+def check_encoder(config: Any) -> None:
+    model = transformers.AutoModel.from_config(config, attn_implementation="ds_ring")
+    check_model(model, RingConfig(ring_size=2))
+
+
+LLAMA = FAMILIES["Llama"]()
+WINDOW_5 = transformers.MistralConfig(**GROUPED, sliding_window=5)
+WRITE_5 = 'write "window": 5 in the "pattern"'
+TAKES_THE_MASK = "expected a model that hands its mask to attention as it is"
+Refusal = tuple[Callable[[], object], type[RingError], str]
+REFUSED: dict[str, Refusal] = {
+    name: (partial(call, **changes), error, words) for name, (changes, error, words) in WRONG_CALLS.items()
+} | {
+    f"{saved} is kept": (partial(check, LLAMA, saved, **AS_IS), RingConfigError,
+        f"'{saved}', which would .* this rank's tokens only")
+    for saved in ("eager", "flex_attention")
+} | {
+    f"{pattern} on one rank": (partial(check, LLAMA, "eager", 1, pattern=pattern, **AS_IS), RingConfigError,
+        "'eager', which would not apply the pattern")
+    for pattern in (DILATED, {"documents": True}, {"window": 5})
+} | {
+    f"the mask as a tensor {number}": (partial(use, LayerMask(Causal())), RingPatternError, TAKES_THE_MASK)
+    for number, use in enumerate((
+        lambda mask: mask.dtype, lambda mask: mask[:, :, :, :7], lambda mask: torch.where(mask, 0.0, -1.0),
+        lambda mask: torch.ones(2) + mask,
+    ))
+} | {
+    "several tokens ahead": (
+        lambda: check_model(
+            transformers.AutoModelForCausalLM.from_config(PROPHETNET), RingConfig(ring_size=2)),
+        RingConfigError, "it predicts several tokens ahead"),
+    "eager without a causal pattern": (
+        lambda: check(LLAMA, "eager", 1, pattern={"causal": False}, **AS_IS), RingConfigError,
+        '"as_is" keeps .eager.'),
+    "no ring": (lambda: build(LLAMA)(input_ids=IDS), RingConfigError,
+        r"start with ds_ring.initialize\(model=...\)"),
+    "a window of the cache alone": (
+        lambda: attached(transformers.MoshiConfig(**SIZES, ffn_dim=48, sliding_window=9))[0].eval().generate(
+            IDS, max_new_tokens=2),
+        RingConfigError, "transformers' cache would forget tokens"),
+    "dropout in training": (lambda: forward(transformers.GPT2Config(**GPT2_SIZES), train=True),
+        RingConfigError, r"no dropout inside attention, got 0\.1"),
+    "causal under a full pattern": (lambda: forward(pattern={"causal": False}), RingPatternError,
+        r"the model is causal, the pattern Full\(\) is not causal"),
+    "another window": (lambda: forward(WINDOW_5, pattern={"window": 6}), RingPatternError,
+        f"SlidingWindow.window=5.* {WRITE_5}"),
+    "a chunk": (lambda: forward(WINDOW_5, pattern={"chunk": 8}), RingPatternError, WRITE_5),
+    "LongNet": (lambda: forward(WINDOW_5, pattern={"segment_lengths": [8], "dilation_rates": [2]}),
+        RingPatternError, WRITE_5),
+    "a named layer": (lambda: forward(WINDOW_5, pattern={"layers": {"1": {"window": 6}}}), RingPatternError,
+        WRITE_5),
+    "a window for all": (
+        lambda: forward(FAMILIES["Gemma 3, local and global"](), pattern={"window": 7}), RingPatternError,
+        "every layer takes its own from the model"),
+    "Falcon's ALiBi": (
+        lambda: check(transformers.FalconConfig(**FALCON_SIZES, alibi=True), "sdpa", **AS_IS),
+        RingConfigError, "alibi adds a distance to each score"),
+    # transformers raised KeyError('ds_ring'), or built it with its own attention.
+    "Falcon": (lambda: build(transformers.FalconConfig(**FALCON_SIZES)), RingConfigError,
+        "without attn_implementation"),
+    "XGLM": (
+        lambda: build(transformers.XGLMConfig(
+            vocab_size=61, d_model=32, ffn_dim=32, num_layers=1, attention_heads=4)),
+        RingConfigError, "without attn_implementation"),
+    "ProphetNet": (lambda: build(PROPHETNET), RingConfigError, 'backend "ds_ring" cannot rewrite it either'),
+    "MobileBERT's neighbours": (
+        lambda: check_encoder(transformers.MobileBertConfig(**SIZES, embedding_size=32, trigram_input=True)),
+        RingConfigError, "config.trigram_input joins each token's embedding"),
+    "ESM's dropout of tokens": (
+        lambda: check_encoder(
+            transformers.EsmConfig(**SIZES, pad_token_id=1, mask_token_id=2, token_dropout=True)),
+        RingConfigError, "config.token_dropout scales"),
+    "a pooler": (lambda: forward(model=build_bert("AutoModel"), pattern={"causal": False}), RingConfigError,
+        "its output pooler_output"),
+    "answers": (
+        lambda: forward(model=build_bert("AutoModelForQuestionAnswering"), pattern={"causal": False}),
+        RingConfigError, "its output start_logits"),
+    "classes": (
+        lambda: forward(model=build_bert("AutoModelForSequenceClassification"), pattern={"causal": False}),
+        RingConfigError, r"got logits \[2, 2\], pooled from"),
+    "a tuple": (lambda: call(labels=None, shift_labels=None, num_items_in_batch=None, return_dict=False),
+        RingConfigError, "leave out return_dict=False"),
+    "documents without a pattern": (
+        lambda: ds_ring.RingAttention(
+            RingConfig(ring_size=1, pattern={"documents": True}), mesh=RingMesh.single()),
+        RingConfigError, "expected a pattern beside a config with"),
+}  # fmt: skip
+
+
+test_what_would_be_silently_wrong_is_refused = refuse(REFUSED)
+
+
+def test_what_is_right_beside_it_is_taken():
+    for implementation in ("eager", "flex_attention"):
+        check(LLAMA, implementation)  # it is switched
+    check(transformers.FalconConfig(**FALCON_SIZES), "sdpa", **AS_IS)
+    forward(transformers.GPT2Config(**GPT2_SIZES))  # dropout in evaluation

@@ -1,4 +1,4 @@
-"""What shard_sequence and gather_sequence refuse on one rank."""
+"""What shard_sequence, gather_sequence and the check of finite results refuse on one rank."""
 
 from __future__ import annotations
 
@@ -9,27 +9,32 @@ import pytest
 import torch
 
 from ds_ring import (
+    Full,
     RingConfigError,
     RingError,
     RingLayoutError,
     RingMesh,
     RingMeshError,
     RingShapeError,
+    build_plan,
     gather_sequence,
     make_layout,
     shard_sequence,
 )
 from ds_ring.comm.mesh import check_mesh
-from ds_ring.errors import true_or_false, whole_number
+from ds_ring.errors import RingFiniteError, true_or_false, whole_number
+from ds_ring.kernels.reference import ReferenceKernel
 from ds_ring.limits import MAX_TOKENS
+from ds_ring.ops.passes import FiniteKernel
 from ds_ring.schedule.grid import Grid
+from ds_ring.schedule.lowering import kernel_calls
 
 MESH, LAYOUT, X = RingMesh.single(), make_layout("contiguous", tokens=8, ring_size=1), torch.zeros(1, 8, 2)
 OTHER: Any = make_layout("contiguous", tokens=8, ring_size=2)
 
 
-def shard(x: Any = X, layout: Any = LAYOUT, dim: Any = 1, **more: Any) -> Callable[[], object]:
-    return lambda: shard_sequence(x, layout, dim=dim, **({"mesh": MESH} | more))
+def shard(x: Any = X, layout: Any = LAYOUT, dim: Any = 1, **extra: Any) -> Callable[[], object]:
+    return lambda: shard_sequence(x, layout, dim=dim, **({"mesh": MESH} | extra))
 
 
 def gather(x: Any = X, layout: Any = LAYOUT, dim: Any = 1) -> Callable[[], object]:
@@ -77,3 +82,25 @@ def test_a_layout_of_another_ring_is_refused() -> None:
     for call, tokens in ((gather_sequence, 4), (shard_sequence, 8)):
         with pytest.raises(RingLayoutError, match=r"layout: expected one for 1 ranks .*got one for 2"):
             call(torch.zeros(tokens, 3), OTHER, mesh=MESH, dim=0)
+
+
+# --- the check of finite results -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "calls"), [({}, 4), ({"stage_shards": 3}, 2), ({"ranks_per_node": 2}, 4)]
+)
+def test_the_hop_is_named_forward_and_backward(options: dict[str, int], calls: int) -> None:
+    plan = build_plan(Full(), make_layout("contiguous", tokens=16, ring_size=4), **options).rank(1)
+    kernel = FiniteKernel(ReferenceKernel(), plan).of_heads(slice(0, 1))
+    tables = [step.tiles for step in kernel_calls(plan.classes[0], backward=False)]
+    assert len(tables) == calls and kernel.name == "reference"
+    for hop, tiles in enumerate(tables):
+        q, k = torch.ones(1, 1, 4, 8), torch.ones(1, 1, int(tiles.k.slot.max() + tiles.k.length.max()), 8)
+        (part, *_) = kernel.forward(q, k, k, tiles, 1.0)
+        assert part.out_BHSD.isfinite().all()
+        with pytest.raises(RingFiniteError, match=f"in out of ring rank 1 after hop {hop}"):
+            list(kernel.forward(q, k, k * torch.inf, tiles, 1.0))
+        lse = torch.zeros(1, 1, 4)
+        with pytest.raises(RingFiniteError, match=f"in dq of ring rank 1 after hop {hop}"):
+            list(kernel.backward(q * torch.inf, q, k, k, q, lse, tiles, 1.0))

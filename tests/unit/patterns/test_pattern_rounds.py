@@ -1,4 +1,4 @@
-"""Random trees and patterns with tables on simulated rings: a few rounds of `tools/pattern_campaign.py`."""
+"""Random trees and patterns with tables on simulated rings: a few rounds of `tools/campaign.py pattern`."""
 
 from __future__ import annotations
 

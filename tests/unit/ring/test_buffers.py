@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ds_ring.comm import device_tables as device
-from ds_ring.registry import KV_PAYLOADS, load
+from ds_ring.plugin import KV_PAYLOADS, load
 from ds_ring.ring.buffers import some_heads
 from ds_ring.ring.pair import ALIGNMENT, BufferKind, Pair, kind_of
 from ds_ring.ring.pool import Block, Buffers

@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from benchmarks.hop_stand_ins import Hops, hops_of
+from benchmarks.hop_stand_ins import Hops, prepare_hops
 from torch import Tensor
 
 from ds_ring.comm.exchange import Exchange
@@ -15,7 +15,7 @@ from ds_ring.comm.exchange import Exchange
 
 @pytest.fixture(scope="module")
 def hops() -> Iterator[Hops]:
-    with hops_of() as hops:
+    with prepare_hops() as hops:
         yield hops
 
 
@@ -25,20 +25,20 @@ def test_a_batch_is_checked_and_looked_up_at_the_first_pass_of_its_shape(hops: H
     with mock.patch.object(Exchange, "route", autospec=True, side_effect=Exchange.route) as looked_up:
         hops.forward()
         assert not looked_up.called
-        hops.made.forward(*longer)
+        hops.ring_pass.forward(*longer)
         first = looked_up.call_count
         assert first > 4
-        hops.made.forward(*longer)
+        hops.ring_pass.forward(*longer)
         assert looked_up.call_count == first
 
 
 def test_passes_of_two_shapes_in_turn_share_a_pool_and_hold_no_more(hops: Hops) -> None:
     """The pool keeps what was in use at once, whichever shape comes next."""
-    pool, operands = hops.made.buffers, hops.operands[:3]
+    pool, operands = hops.ring_pass.buffers, hops.operands[:3]
     double: tuple[Tensor, ...] = tuple(torch.cat([x, x]) for x in operands)
-    hops.made.forward(*double)
+    hops.ring_pass.forward(*double)
     held = pool.held_bytes
     for _ in range(3):
         for given in (operands, double):
-            hops.made.forward(*given)
+            hops.ring_pass.forward(*given)
             assert pool.held_bytes <= held and pool.held_bytes == pool.free_bytes

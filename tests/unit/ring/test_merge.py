@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ds_ring.kernels.interface import Rows
-from ds_ring.registry import DEVICES
+from ds_ring.plugin import DEVICES
 from ds_ring.ring import merge
 from ds_ring.ring.accumulator import Accumulator, FirstParts
 from ds_ring.ring.merge import merge_, merge_parts_by_operators_
@@ -141,8 +141,8 @@ def test_operators_merge_where_the_kernel_of_a_device_is_missing(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(merge, "DEVICES", {})
-    assert merge._on_cuda.__wrapped__() is merge_parts_by_operators_
+    assert merge._load_cuda_merge.__wrapped__() is merge_parts_by_operators_
     row = DEVICES["cuda"]._replace(merge="ds_ring.no_such_module.launch")
     monkeypatch.setattr(merge, "DEVICES", {"cuda": row})
-    assert merge._on_cuda.__wrapped__() is merge_parts_by_operators_
+    assert merge._load_cuda_merge.__wrapped__() is merge_parts_by_operators_
     assert caplog.text.count("26 bytes an element instead of 10") == 2 and "no_such_module" in caplog.text

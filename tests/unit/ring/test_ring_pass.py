@@ -32,7 +32,7 @@ from ds_ring.ring.ring_pass import RingPass
 from ds_ring.schedule import lowering
 from ds_ring.schedule.layout import Layout
 from ds_ring.schedule.lowering import lower_rank
-from ds_ring.schedule.plan import _built, two_levels
+from ds_ring.schedule.plan import _build_plan, two_levels
 from ds_ring.schedule.rank_plan import Direction, StagePlan
 from tests.cases import PATTERNS, Shape, layout_for, tensors
 from tests.reference import Dense, dense_attention, relative_error
@@ -289,14 +289,14 @@ def test_faults_in_stages_show(
     want = dense_attention(*tensors(shape, torch.float64), pattern)
     given = {"dtype": torch.bfloat16, "kernel": AsOnCuda(), "stage_shards": 2}
     for faults in (set(), wrong):
-        _built.cache_clear()  # plans keep their steps
+        _build_plan.cache_clear()  # plans keep their steps
         if faults:
             fault(monkeypatch)
         got = ring_of_threads(pattern, layout, shape, **given)[0]
         names = ("out", "dq", "dk", "dv")
         far = {x for x in names if not relative_error(getattr(got, x), getattr(want, x)) < 0.1}
         assert far == faults
-    _built.cache_clear()
+    _build_plan.cache_clear()
 
 
 @pytest.mark.parametrize("kernel", [ReferenceKernel(), FlashKernel()], ids=lambda kernel: kernel.name)

@@ -1,16 +1,23 @@
-"""Layouts are bijections; padding lies at the end of a shard."""
+"""Layouts are bijections, padding lies at the end of a shard, and `auto` keeps its promises."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
 
-from ds_ring import Causal, Full, RingLayoutError, RingShapeError, make_layout
-from ds_ring.schedule.layout import ChunkLayout, PieceLayout
-from tests.cases import LAYOUTS, layout_for, rows_of
+from ds_ring import Causal, Full, RingShapeError, SlidingWindow, build_plan, make_layout
+from ds_ring.errors import RingLayoutError
+from ds_ring.masks.pattern import Pattern
+from ds_ring.schedule.choose import EVEN, best_of, bound_to_one_head, rated, timed, work_of_ranks
+from ds_ring.schedule.layout import ChunkLayout, Layout, PieceLayout
+from ds_ring.schedule.plan import head_classes
+from tests.cases import LAYOUTS, LONG_PATTERNS, layout_for, longnet, rows_of
 
 (PATTERN,) = rows_of("Dilated", lambda dilated: {"": dilated((12, 40), (1, 3))}).values() or (Causal(),)
 
@@ -85,5 +92,101 @@ def test_chunks_per_rank_are_one_or_two() -> None:
 
 @pytest.mark.parametrize("changed", [{"boundaries": (0, 4, 6, 12)}, {"owners": (0, 1, 1)}], ids="".join)
 def test_layouts_of_as_many_pieces_differ_as_texts_which_ranks_compare(changed: dict[str, Any]) -> None:
-    one = PieceLayout(12, 2, 1, (0, 3, 6, 12), (0, 1, 0))
-    assert str(replace(one)) == str(one) != str(replace(one, **changed))
+    piece_layout = PieceLayout(12, 2, 1, (0, 3, 6, 12), (0, 1, 0))
+    assert str(replace(piece_layout)) == str(piece_layout) != str(replace(piece_layout, **changed))
+
+
+# --- what auto promises: work within 5 % of even, no more bytes than must cross --------------------------
+
+
+MAX_BYTES = 1.05  # over the least that must cross
+PatternOf = Callable[[int], Pattern]
+
+# Windows that are short and long against a shard, and LongNet with shards below 8 shortest segments.
+SENT: dict[str, PatternOf] = {"causal": lambda tokens: Causal()}
+SENT |= {f"window {w}": partial(lambda w, tokens: SlidingWindow(w), w) for w in (256, 1024, 4096)}
+SENT |= {"window both ways": lambda tokens: SlidingWindow(1024, causal=False)}
+SENT |= rows_of(
+    "Dilated",
+    lambda _: {
+        f"LongNet {shortest} x{growth}, causal {causal}": partial(
+            longnet, shortest=shortest, growth=growth, causal=causal
+        )
+        for shortest, growth, causal in product((2048, 1024, 512), (2, 4), (True, False))
+    },
+)
+
+
+@pytest.mark.parametrize(("tokens", "ring_size"), [(4096, 2), (4096, 8), (16384, 4), (16384, 8)])
+@pytest.mark.parametrize("pattern_of", SENT.values(), ids=SENT)
+@pytest.mark.covering(1)
+def test_auto_sends_no_more_than_must_cross(pattern_of: PatternOf, tokens: int, ring_size: int) -> None:
+    """Grouped K/V heads with the offsets of two query heads each; counted message by message."""
+    pattern = pattern_of(tokens)
+    layout = make_layout("auto", tokens=tokens, ring_size=ring_size, pattern=pattern)
+    plan = build_plan(pattern, layout, query_heads=4, kv_heads=2)
+    sent = sum(plan.rank(rank).tokens_sent for rank in range(ring_size))
+    assert sent <= MAX_BYTES * plan.tokens_needed
+
+
+def work_of_all_heads(pattern: Pattern, layout: Layout, heads: int) -> np.ndarray:
+    """Attended pairs of every rank; int64 [ring_size]."""
+    classes = head_classes(pattern, heads, heads)
+    return sum(work_of_ranks(bound, layout) * len(range(heads)[mine]) for mine, bound in classes)
+
+
+# Chunks of documents are uneven: only pieces make them even.
+PATTERNS = {
+    name: entry for name, entry in LONG_PATTERNS.items() if "balanced" in LAYOUTS or "documents" not in name
+}
+
+
+@pytest.mark.parametrize(("tokens", "ring_size"), [(16384, 2), (16384, 4), (32768, 8), (131072, 64)])
+@pytest.mark.parametrize("name", PATTERNS)
+@pytest.mark.covering(1)
+def test_auto_is_even(name: str, tokens: int, ring_size: int) -> None:
+    pattern = PATTERNS[name](tokens)
+    layout = make_layout("auto", tokens=tokens, ring_size=ring_size, pattern=pattern)
+    work = work_of_all_heads(pattern, layout, heads=2)
+    if ring_size <= 8:  # what ranks are told to do adds up to the same
+        plan = build_plan(pattern, layout, query_heads=2, kv_heads=2)
+        assert [plan.rank(rank).pairs for rank in range(ring_size)] == work.tolist()
+    if "documents" in name:  # messages count, too
+        mix = ((bound_to_one_head(pattern), 1),)
+        balanced = make_layout("balanced", tokens=tokens, ring_size=ring_size, pattern=pattern)
+        times = [entry.time for entry in timed(mix, (layout, balanced))]
+        assert times[0] <= times[1]
+    else:
+        assert work.max() <= EVEN * work.mean()
+    assert layout.longest_shard <= 1.1 * tokens / ring_size
+
+
+@pytest.mark.parametrize(("tokens", "ring_size"), [(16384, 4), (16384, 8)])
+@pytest.mark.parametrize("window", [512, 1024, *([4096] if "balanced" in LAYOUTS else [])])
+def test_one_layout_is_even_for_layers_that_differ(window: int, tokens: int, ring_size: int) -> None:
+    """The sum over layers of the fullest rank's work, since ranks wait for each other in every layer."""
+    mix: dict[Pattern, int] = {SlidingWindow(window): 5, Causal(): 1}
+    layout = make_layout("auto", tokens=tokens, ring_size=ring_size, pattern=mix)
+    works = [layers * work_of_all_heads(entry, layout, heads=1) for entry, layers in mix.items()]
+    assert sum(work.max() for work in works) <= EVEN * sum(work.mean() for work in works)
+    # balanced for the windows alone would be uneven in the global layers
+    local = make_layout("auto", tokens=tokens, ring_size=ring_size, pattern=SlidingWindow(window))
+    assert local != layout
+
+
+def test_a_mix_of_something_else_is_refused() -> None:
+    with pytest.raises(RingLayoutError, match="patterns with numbers of layers"):
+        make_layout("auto", tokens=64, ring_size=2, pattern={"causal": 1})  # type: ignore[dict-item]
+    with pytest.raises(RingLayoutError, match="layers with Causal"):
+        make_layout("auto", tokens=64, ring_size=2, pattern={Causal(): 0})
+
+
+def test_traffic_counts_every_layer() -> None:
+    layout = make_layout("zigzag", tokens=4096, ring_size=4)
+
+    def sent(**layers: int) -> int:
+        patterns = {"window": SlidingWindow(512), "whole": Causal()}
+        mix = tuple((bound_to_one_head(patterns[name]), count) for name, count in layers.items())
+        return best_of(mix, [rated(mix, layout)])[0].tokens_sent
+
+    assert sent(window=5, whole=2) == 5 * sent(window=1) + 2 * sent(whole=1) > 0

@@ -6,7 +6,6 @@ Small enough to find a fault of `lowering.py` in seconds; test_validate.py has t
 from __future__ import annotations
 
 import pytest
-from schedule_proof.validate import validate_plan
 
 from ds_ring import Causal, Full, SlidingWindow, build_plan, make_layout
 from ds_ring.errors import RingLayoutError
@@ -15,6 +14,7 @@ from ds_ring.schedule.lowering import MANY_CHUNKS, lower_rank, stage_shards
 from ds_ring.schedule.plan import one_way, stage_sizes
 from ds_ring.schedule.steps import Accumulate, Payload
 from tests.cases import rows_of
+from tests.schedule_proof.validate import validate_plan
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,10 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from ds_ring import Causal, Full, RingLayoutError, SlidingWindow, build_plan, make_layout
+from ds_ring import Causal, Full, RingLayoutError, RingPatternError, SlidingWindow, build_plan, make_layout
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.slots import (
     SlotRanges,
@@ -17,12 +19,14 @@ from ds_ring.masks.slots import (
     no_slots,
     ranges_of_progressions,
 )
-from ds_ring.schedule.head_class import ReadsOfShards
-from ds_ring.schedule.layout import Layout
-from ds_ring.schedule.plan import Plan, one_way
+from ds_ring.masks.tiles import Tiles
+from ds_ring.schedule.head_class import ReadsOfShards, find_reads, tiles_of_payload
+from ds_ring.schedule.layout import Layout, expand_runs
+from ds_ring.schedule.plan import Plan, head_classes, one_way
 from ds_ring.schedule.rank_plan import Direction
-from tests.cases import LAYOUTS, PATTERNS, layout_for
-from tests.unit.masks.painting import paint
+from tests.cases import LAYOUTS, PATTERNS, layout_for, rows_of
+from tests.unit.masks.painting import in_order, paint, runs
+from tests.unit.masks.test_slot_ranges import as_ranges
 
 PLACED = [name for name in LAYOUTS if name != "auto"]  # which is one of the others
 HEADS = (4, 2)  # query heads and K/V heads of the plans here
@@ -115,14 +119,14 @@ def test_gradients_come_home_once_for_every_time_a_key_leaves(
     plan = build_plan(pattern, layout, query_heads=HEADS[0], kv_heads=HEADS[1])
     for rank, (index, head_class) in itertools.product(range(ring_size), enumerate(plan.classes)):
         for number in range(len(head_class.directions)):
-            own = plan.rank(rank).classes[index].directions[number]
-            left = [own.hops[0].forward, *(direct_send.slots for direct_send in own.direct_sends)]
-            came = [home.slots for home in own.gradient_returns]
+            local = plan.rank(rank).classes[index].directions[number]
+            left = [local.hops[0].forward, *(direct_send.slots for direct_send in local.direct_sends)]
+            came = [home.slots for home in local.gradient_returns]
             left_slots, came_slots = (
                 np.sort(np.concatenate([[], *map(expand_ranges, parts)])) for parts in (left, came)
             )
             np.testing.assert_array_equal(came_slots, left_slots)  # one way home for every way out
-            for coming in own.gradient_returns:
+            for coming in local.gradient_returns:
                 hop_plan = plan.rank(coming.sender).classes[index].directions[number].at(coming.hop)
                 assert hop_plan is not None and hop_plan.origin == rank
                 np.testing.assert_array_equal(hop_plan.ends_here, coming.slots)
@@ -240,7 +244,7 @@ def test_a_window_that_reaches_one_token_of_a_neighbour_reads_it(causal: bool, r
     others = (2, 3, 0)
     alone = [count_slots(ReadsOfShards(pattern, layout).slots(1, reader)) for reader in others]
     of_all = ReadsOfShards(pattern, layout)
-    assert of_all.readers(1) == sorted(other for other, slots in zip(others, read, strict=True) if slots)
+    assert of_all.readers(1) == sorted(second for second, slots in zip(others, read, strict=True) if slots)
     assert alone == [count_slots(of_all.slots(1, reader)) for reader in others] == read
 
 
@@ -253,14 +257,122 @@ def test_another_thread_never_finds_a_part_of_a_list(ask: Callable[[ReadsOfShard
 
         def __setitem__(self, key: tuple[int, int], slots: SlotRanges) -> None:
             super().__setitem__(key, slots)
-            if not found:
-                found.append([])  # the other thread is not interrupted itself
-                found[0] += ask(reads, 2)
+            if not results:
+                results.append([])  # the other thread is not interrupted itself
+                results[0] += ask(reads, 2)
 
     layout = make_layout("zigzag", tokens=64, ring_size=4)
     pattern = Causal().bind((0,), 1, 1)
     want = ask(ReadsOfShards(pattern, layout), 2)
-    found: list[list[int]] = []
+    results: list[list[int]] = []
     reads = ReadsOfShards(pattern, layout, Interrupted())
     assert ask(reads, 2) == want == [0, 1, 3]
-    assert found == [want]
+    assert results == [want]
+
+
+# --- payloads: tiles over what travels are the tiles over the shard, whatever was left out ---------------
+
+
+PACKED: list[Pattern] = [
+    Full(),
+    Causal(),
+    SlidingWindow(9),
+    *rows_of(
+        "Dilated",
+        lambda dilated: {
+            "nested": dilated((8, 16, 64), (1, 2, 4)),
+            "not nested": dilated((7, 30), (2, 3), False, "zero"),
+            "in a window": dilated((32, 128), (2, 4), True, "zero") & SlidingWindow(20),
+        },
+    ).values(),
+]
+
+
+@given(
+    pattern=st.sampled_from(PACKED),
+    q=runs,
+    k=runs,
+    extra=st.sets(st.integers(0, 47)),
+    head=st.integers(0, 3),
+)
+def test_packing_changes_no_pair(
+    pattern: Pattern,
+    q: list[tuple[int, int, int]],
+    k: list[tuple[int, int, int]],
+    extra: set[int],
+    head: int,
+) -> None:
+    """Held is what the tiles read and some slots more, which others read."""
+    q_runs, k_runs = in_order(q), in_order(k)
+    queries, keys = len(expand_runs(q_runs)), len(expand_runs(k_runs))
+    for _, bound in head_classes(pattern, 4, 4)[head % 2 :]:
+        tiles = bound.tiles(q_runs, k_runs)
+        want = paint(tiles, queries, keys)
+        held = set(np.flatnonzero(want.any(0)).tolist()) | {slot for slot in extra if slot < keys}
+        if not held:
+            continue
+        packed = tiles_of_payload(tiles, as_ranges(held))
+        np.testing.assert_array_equal(paint(packed, queries, len(held)), want[:, sorted(held)])
+
+
+@pytest.mark.parametrize(
+    ("run", "held"),
+    [
+        ((4, 1, 6), [[0, 8]]), ((4, 1, 6), [[5, 20]]), ((0, 1, 9), [[0, 4], [6, 9]]),
+        ((0, 3, 3), [[0, 3], [4, 9]]), ((0, 1, 1), np.empty((0, 2))),
+    ],
+)  # fmt: skip
+def test_a_tile_of_keys_that_do_not_travel_is_refused(
+    run: tuple[int, int, int], held: list[list[int]]
+) -> None:
+    """A kernel would get a view of other keys, or of none."""
+    first, step, length = run
+    tiles = Tiles.rectangles(np.array([[0, 1, 5]]), np.array([[0, 1, 30]]))
+    tiles = tiles.sides(tiles.q, tiles.k.take(first, np.array([length]), step))
+    with pytest.raises(RingPatternError, match=r"tiles: expected keys among the \d+ slots of the payload"):
+        tiles_of_payload(tiles, np.array(held, dtype=np.int64))
+
+
+@pytest.mark.parametrize("pattern", PACKED, ids=str)
+def test_reads_are_those_of_the_mask(pattern: Pattern) -> None:
+    origin = np.array([[3, 2, 20], [60, 1, 25]])
+    readers = [np.array([[50 * hop, 1, 30], [50 * hop + 31, 3, 6]]) for hop in range(4)]
+    no_runs = np.empty((0, 3), dtype=np.int64)
+    valid = len(expand_runs(origin))
+    for _, bound in head_classes(pattern, 2, 2):
+        reads = find_reads(bound, readers, [no_runs, origin])
+        for number, reader in enumerate(readers):
+            seen = paint(bound.tiles(reader, origin), len(expand_runs(reader)), valid)
+            read = set(np.flatnonzero(seen.any(0)).tolist())
+            np.testing.assert_array_equal(reads.get((number, 1), no_slots()), as_ranges(read))
+        assert all(shard == 1 for _, shard in reads)
+
+
+# --- long plans ------------------------------------------------------------------------------------------
+
+
+WINDOW = 1 << 35
+
+
+def pairs_of(pattern: Pattern, tokens: int) -> int:
+    """Return the pairs of one head."""
+    if isinstance(pattern, Full):
+        return tokens**2
+    width = min(WINDOW, tokens) if isinstance(pattern, SlidingWindow) else tokens
+    return tokens * width - width * (width - 1) // 2
+
+
+@pytest.mark.parametrize("pattern", [Causal(), Full(), SlidingWindow(WINDOW)], ids=str)
+@pytest.mark.parametrize("name", ["contiguous", "zigzag", "striped", "balanced", "auto"])
+@pytest.mark.parametrize("exponent", [20, 33, 36, 40])
+@pytest.mark.situation("configurations", "a plan of 2^33 to 2^40 tokens on four ranks")
+def test_pairs_are_counted_beyond_int64(exponent: int, name: str, pattern: Pattern) -> None:
+    tokens = (1 << exponent) + 24
+    layout = make_layout(name, tokens=tokens, ring_size=4, pattern=pattern)
+    plan = build_plan(pattern, layout, query_heads=8, kv_heads=2)
+    results = [plan.rank(rank).pairs for rank in range(4)]
+    assert sum(results) == 8 * pairs_of(pattern, tokens)
+    if name == "auto":
+        assert max(results) * 4 < 1.06 * sum(results)
+    if name == "auto" and not isinstance(pattern, SlidingWindow):
+        assert layout.name == make_layout(name, tokens=(1 << 20) + 24, ring_size=4, pattern=pattern).name

@@ -6,7 +6,6 @@ from collections import defaultdict
 
 import numpy as np
 import pytest
-from schedule_proof.validate import validate_plan
 
 from ds_ring import Causal, Full, SlidingWindow, build_plan, make_layout
 from ds_ring.masks.pattern import Pattern
@@ -16,6 +15,7 @@ from ds_ring.schedule.plan import Plan, one_way, two_levels
 from ds_ring.schedule.rank_plan import Direction
 from ds_ring.schedule.steps import Payload, Send
 from tests.cases import PATTERNS, layout_for
+from tests.schedule_proof.validate import validate_plan
 
 SIZES = {Payload.KEYS: 1, Payload.GRADIENTS: 2, Payload.ROUNDED: 1}  # of bfloat16 inputs
 

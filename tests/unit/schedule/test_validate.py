@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from schedule_proof.validate import validate_plan, validate_schedules
 
 from ds_ring import Causal, Full, build_plan, make_layout
 from ds_ring.errors import RingError, RingScheduleError
@@ -32,6 +31,7 @@ from ds_ring.schedule.steps import (
     Send,
 )
 from tests.cases import LAYOUTS, PATTERNS, layout_for, least_kept
+from tests.schedule_proof.validate import validate_plan, validate_schedules
 
 ALL_APART = {"head_bytes": 1, "chunk_bytes": 1}  # every K/V head is a chunk of its own
 

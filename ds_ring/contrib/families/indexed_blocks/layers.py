@@ -31,7 +31,6 @@ from ds_ring.data.batch_sharding import BatchSharding
 from ds_ring.errors import RingConfigError, RingPatternError
 from ds_ring.layers.selection.block_layout import BlockLayout
 from ds_ring.layers.selection.rows import (
-    FEW_QUERIES,
     Choices,
     attend_to_chosen,
     joined,
@@ -48,7 +47,7 @@ from ds_ring.models.model import TABLE
 from ds_ring.models.variant import Variant
 from ds_ring.patches import patch
 from ds_ring.patterns.documents.pattern import Documents
-from ds_ring.registry import load
+from ds_ring.plugin import HOOKS, load
 
 if TYPE_CHECKING:
     from ds_ring.models.attention_call import AttentionCall
@@ -245,7 +244,7 @@ def minimax_m3_with_cache(
     blocks = int(of_queries[-1]) // size + 1
     best = scores.new_full((*scores.shape[:3], blocks + 1), -torch.inf)  # the last one of reserved slots
     best.scatter_reduce_(3, (of_keys // size).clamp(max=blocks).expand_as(scores), scores, "amax")
-    best = load(f"{FEW_QUERIES}.greatest_for_all")(
+    best = load(HOOKS["greatest_for_all"])(
         best[..., :blocks].contiguous(), layout=layout, mesh=mesh,
         hop_timeout_s=float(sharding.config.hop_timeout_seconds),
     )  # fmt: skip

@@ -23,20 +23,20 @@ def bits(rank: int, world_size: int, name: str, ring_size: int, seeded: bool = F
     engine = start_engine(build(name), json_config(ring_size, 1, 0, ring_attention=section))
     engine.eval()
     ids = torch.randint(1, 50, (2, PROMPT), generator=torch.Generator().manual_seed(1))
-    found = numbers_of(engine, ids, torch.no_grad() if seeded else engine.ring.batch_invariant())
+    result = numbers_of(engine, ids, torch.no_grad() if seeded else engine.ring.batch_invariant())
     # One query by itself computes what all of them do.
-    plain = numbers_of(engine, ids, torch.no_grad()) if ring_size == 1 else found
-    assert all(torch.allclose(x, found[0], atol=1e-4) for x in (*found, plain[0]))
-    return digests(found)
+    plain = numbers_of(engine, ids, torch.no_grad()) if ring_size == 1 else result
+    assert all(torch.allclose(x, result[0], atol=1e-4) for x in (*result, plain[0]))
+    return digests(result)
 
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.day("deepseek_v32")
 def test_one_number_for_rollout_and_update(rank_pool: Pool, name: str) -> None:
-    found: set[str] = set()
+    result: set[str] = set()
     for ring_size in (1, 2, 4) if name != "deepseek_v32" else (2,):
-        found |= set().union(*rank_pool(ring_size).run(bits, name, ring_size))
-    assert len(found) == 1
+        result |= set().union(*rank_pool(ring_size).run(bits, name, ring_size))
+    assert len(result) == 1
 
 
 @pytest.mark.night

@@ -29,16 +29,16 @@ def bits(rank: int, world_size: int, name: str, ring_size: int, padded: bool) ->
         return {"input_ids": texts_BE[rows], "attention_mask": mask_BE[rows]}
 
     begun = texts_BE[:, :BEGUN].flip(1)
-    found = numbers_of(engine, begun, engine.ring.batch_invariant(), of_rows)
-    assert all(torch.allclose(x, found[0], atol=1e-4) for x in found)
-    return digests(found)
+    result = numbers_of(engine, begun, engine.ring.batch_invariant(), of_rows)
+    assert all(torch.allclose(x, result[0], atol=1e-4) for x in result)
+    return digests(result)
 
 
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.day("bart-True")
 def test_one_number_for_rollout_and_update(rank_pool: Pool, name: str, padded: bool) -> None:
-    found: set[str] = set()
+    result: set[str] = set()
     for ring_size in (1, 2, 4) if name != "bart" or not padded else (2,):
-        found |= set().union(*rank_pool(ring_size).run(bits, name, ring_size, padded))
-    assert len(found) == 1
+        result |= set().union(*rank_pool(ring_size).run(bits, name, ring_size, padded))
+    assert len(result) == 1

@@ -15,10 +15,8 @@ from torch import Tensor
 
 from ds_ring.errors import RingConfigError
 from tests.dist.deepspeed_ranks import json_config, start_engine
-from tests.dist.harness import RankPool
+from tests.dist.harness import Pool
 from tests.dist.test_generation import build
-
-Pool = Callable[[int], RankPool]
 
 BLOCK, PROMPT, NEW = 16, 77, 5  # generated tokens are in two blocks
 MODELS = ("Llama", "gpt-oss", "Mixtral", "qwen3", "gemma3_text")
@@ -30,13 +28,13 @@ def bits(rank: int, world_size: int, name: str, ring_size: int, invariant: bool)
     engine = start_engine(build(name), json_config(ring_size, 1, 0, ring_attention=section))
     engine.eval()
     ids = torch.randint(1, 50, (2, PROMPT), generator=torch.Generator().manual_seed(1))
-    found = numbers_of(engine, ids, engine.ring.batch_invariant() if invariant else torch.no_grad())
-    assert all(torch.allclose(x, found[0], atol=1e-4) for x in found)
-    return digests(found)
+    result = numbers_of(engine, ids, engine.ring.batch_invariant() if invariant else torch.no_grad())
+    assert all(torch.allclose(x, result[0], atol=1e-4) for x in result)
+    return digests(result)
 
 
-def digests(found: list[Tensor]) -> set[str]:
-    return {hashlib.sha256(x.contiguous().numpy().tobytes()).hexdigest() for x in found}
+def digests(result: list[Tensor]) -> set[str]:
+    return {hashlib.sha256(x.contiguous().numpy().tobytes()).hexdigest() for x in result}
 
 
 def numbers_of(
@@ -46,16 +44,16 @@ def numbers_of(
 
     `texts` makes the encoder's tensors of some rows, for models that begin an answer by `ids`.
     """
-    given = {"inputs": ids, "attention_mask": torch.ones_like(ids)}
+    inputs = {"inputs": ids, "attention_mask": torch.ones_like(ids)}
     if texts is not None:
-        given = texts(torch.arange(len(ids))) | {"decoder_input_ids": ids}
+        inputs = texts(torch.arange(len(ids))) | {"decoder_input_ids": ids}
     torch.manual_seed(2)
     with mode, torch.no_grad():
         output = engine.generate(
-            **given, max_new_tokens=NEW, do_sample=True, top_k=8, pad_token_id=0,
+            **inputs, max_new_tokens=NEW, do_sample=True, top_k=8, pad_token_id=0,
             return_dict_in_generate=True, output_logits=True,
         )  # fmt: skip
-        found, tokens = [engine.ring.generated_logprobs(output)], output.sequences
+        result, tokens = [engine.ring.generated_logprobs(output)], output.sequences
         first = tokens.shape[1] - NEW - 1
         rows_BS = torch.arange(len(ids)).split(1)
         for batches in ([torch.arange(len(ids))], rows_BS):
@@ -68,17 +66,17 @@ def numbers_of(
                 batch = engine.ring.shard_batch(whole)
                 numbers = engine.ring.gather(engine.ring.logprobs(engine, batch))
                 each.append(numbers[:, first : first + NEW].contiguous())
-            found.append(torch.cat(each))
-    return found
+            result.append(torch.cat(each))
+    return result
 
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.day("Llama")
 def test_one_number_for_rollout_and_update(rank_pool: Pool, name: str) -> None:
-    found: set[str] = set()
+    result: set[str] = set()
     for ring_size in (1, 2, 4) if name != "Llama" else (1, 2):
-        found |= set().union(*rank_pool(ring_size).run(bits, name, ring_size, True))
-    assert len(found) == 1
+        result |= set().union(*rank_pool(ring_size).run(bits, name, ring_size, True))
+    assert len(result) == 1
 
 
 @pytest.mark.night

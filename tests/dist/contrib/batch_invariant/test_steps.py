@@ -31,23 +31,23 @@ def bits(rank: int, world_size: int, name: str, ring_size: int, seeded: bool = F
     ids = torch.randint(1, 50, (2, PROMPT), generator=torch.Generator().manual_seed(1))
     mode._MOVES.update({"scan"} if seeded else ())
     try:
-        found = numbers_of(engine, ids, BatchInvariant() if seeded else engine.ring.batch_invariant())
+        result = numbers_of(engine, ids, BatchInvariant() if seeded else engine.ring.batch_invariant())
         # The steps compute what the scan does.
         with torch.no_grad():
-            plain = numbers_of(engine, ids, torch.no_grad()) if ring_size == 1 else found
+            plain = numbers_of(engine, ids, torch.no_grad()) if ring_size == 1 else result
     finally:
         mode._MOVES.discard("scan")
-    assert all(torch.allclose(x, found[0], atol=1e-4) for x in (*found, plain[0]))
-    return digests(found)
+    assert all(torch.allclose(x, result[0], atol=1e-4) for x in (*result, plain[0]))
+    return digests(result)
 
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.day("mamba2")
 def test_one_number_for_rollout_and_update(rank_pool: Pool, name: str) -> None:
-    found: set[str] = set()
+    result: set[str] = set()
     for ring_size in (1, 2, 4) if name != "mamba2" else (2,):
-        found |= set().union(*rank_pool(ring_size).run(bits, name, ring_size))
-    assert len(found) == 1
+        result |= set().union(*rank_pool(ring_size).run(bits, name, ring_size))
+    assert len(result) == 1
 
 
 @pytest.mark.night
@@ -65,9 +65,9 @@ def refused(rank: int, world_size: int, name: str) -> str:
                 module.time_step_limit = (0.0, 0.5)
     engine = start_engine(model, json_config(world_size, 1, 0, ring_attention=section))
     engine.eval()
-    more = {"prefill_chunk_size": 16} if name == "lfm2" else {}
+    extra = {"prefill_chunk_size": 16} if name == "lfm2" else {}
     with pytest.raises(RingConfigError) as raised, engine.ring.batch_invariant():
-        engine.generate(torch.ones(1, PROMPT, dtype=torch.int64), max_new_tokens=NEW, pad_token_id=0, **more)
+        engine.generate(torch.ones(1, PROMPT, dtype=torch.int64), max_new_tokens=NEW, pad_token_id=0, **extra)
     return str(raised.value)
 
 

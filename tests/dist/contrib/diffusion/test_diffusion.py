@@ -43,8 +43,8 @@ def alone(steps: int, ids: np.ndarray | None) -> list[float]:
     model = build_model(SIZE, "sdpa")
     sgd = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     seen = torch.from_numpy(masks.block_diffusion(BLOCK, CLEAN, ids))[None, None]
-    own = np.zeros(CLEAN, dtype=int) if ids is None else ids
-    places = torch.tensor([int((own[:t] == own[t]).sum()) for t in range(CLEAN)]).repeat(1, 2)
+    local = np.zeros(CLEAN, dtype=int) if ids is None else ids
+    places = torch.tensor([int((local[:t] == local[t]).sum()) for t in range(CLEAN)]).repeat(1, 2)
     losses = []
     for step in range(steps):
         clean, corrupted = texts(step)

@@ -47,8 +47,8 @@ def build(attention: str) -> Any:
 def texts(step: int) -> tuple[Tensor, Tensor]:
     drawn = torch.Generator().manual_seed(step)
     clean = torch.randint(1, VOCABULARY, (2, TOKENS), generator=drawn)
-    other = torch.randint(1, VOCABULARY, (2, TOKENS), generator=drawn)
-    return clean, torch.where(torch.rand(clean.shape, generator=drawn) < 0.5, other, clean)
+    second = torch.randint(1, VOCABULARY, (2, TOKENS), generator=drawn)
+    return clean, torch.where(torch.rand(clean.shape, generator=drawn) < 0.5, second, clean)
 
 
 def has_text(packed: bool) -> Tensor:
@@ -66,11 +66,11 @@ def alone(steps: int, packed: bool) -> list[float]:
         clean, corrupted = texts(step)
         parts, first, labelled = [], 0, 0
         for length in np.bincount(ids):
-            own = slice(first, first + int(length))
-            text, other, first = clean[:, own], corrupted[:, own], own.stop
+            mine = slice(first, first + int(length))
+            text, second, first = clean[:, mine], corrupted[:, mine], mine.stop
             for start in range(BLOCK, int(length), BLOCK):
                 canvas = slice(start, start + BLOCK)
-                logits = model(text[:, :start], decoder_input_ids=other[:, canvas]).logits
+                logits = model(text[:, :start], decoder_input_ids=second[:, canvas]).logits
                 labels = text[:, canvas]
                 parts.append(torch.nn.functional.cross_entropy(logits.mT, labels, reduction="sum"))
                 labelled += labels.numel()

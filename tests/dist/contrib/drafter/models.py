@@ -69,7 +69,7 @@ class Eagle(nn.Module):
         self, states: Tensor, embedded: list[Tensor], places: list[Tensor], attend: Attend
     ) -> list[Tensor]:
         """Logits of each step, [B, S, V]."""
-        found, keys, values = [], [], []
+        result, keys, values = [], [], []
         for x, place in zip(embedded, places, strict=True):
             joined = self.join(torch.cat([states, x], dim=-1))
             inner = self.layer.norm(joined)
@@ -78,8 +78,8 @@ class Eagle(nn.Module):
             values.append(v)
             out = attend(self.layer.queries(inner, place), torch.cat(keys, 2), torch.cat(values, 2))
             states = self.layer.finish(joined, out)
-            found.append(self.head(states))
-        return found
+            result.append(self.head(states))
+        return result
 
 
 class DFlash(nn.Module):
@@ -96,8 +96,8 @@ class DFlash(nn.Module):
         context = self.norm(self.fuse(context))
         for layer in self.layers:
             inner = layer.norm(x)
-            shared, own = layer.keys(context, places), layer.keys(inner, own_places)
-            k, v = (torch.cat(pair, dim=2) for pair in zip(shared, own, strict=True))
+            shared, local = layer.keys(context, places), layer.keys(inner, own_places)
+            k, v = (torch.cat(pair, dim=2) for pair in zip(shared, local, strict=True))
             x = layer.finish(x, attend(layer.queries(inner, own_places), k, v))
         return x
 
@@ -115,8 +115,8 @@ class Trained(nn.Module):
 
     def states(self, **inputs: Tensor) -> list[Tensor]:
         with torch.no_grad():
-            found: list[Tensor] = self.trunk(**inputs, output_hidden_states=True).hidden_states
-        return [found[layer] for layer in LAYERS]
+            result: list[Tensor] = self.trunk(**inputs, output_hidden_states=True).hidden_states
+        return [result[layer] for layer in LAYERS]
 
     def forward(
         self, input_ids: Tensor, position_ids: Tensor, draft_input_ids: Tensor, draft_position_ids: Tensor,
@@ -127,12 +127,12 @@ class Trained(nn.Module):
         attend = self.ring.draft_attention
         if isinstance(self.drafter, Eagle):
             steps = draft_input_ids.shape[1] // input_ids.shape[1]
-            places = [one.expand(len(x), -1) for one in draft_position_ids.chunk(steps, dim=1)]
+            places = [item.expand(len(x), -1) for item in draft_position_ids.chunk(steps, dim=1)]
             fused = self.drafter.fuse(context)
             return torch.cat(self.drafter.steps(fused, list(x.chunk(steps, 1)), places, attend), dim=1)
         places = position_ids.expand(len(x), -1)
-        found: Tensor = self.trunk.lm_head(self.drafter(context, places, x, draft_position_ids, attend))
-        return found
+        result: Tensor = self.trunk.lm_head(self.drafter(context, places, x, draft_position_ids, attend))
+        return result
 
 
 def documents_of(ids: np.ndarray) -> list[slice]:
@@ -150,13 +150,13 @@ def eagle_loss(
     """
     total, count = torch.zeros((), dtype=next(model.parameters()).dtype), 0.0
     for row in ids_BT:
-        for own in documents_of(ids):
-            text = row[own][None]
+        for local in documents_of(ids):
+            text = row[local][None]
             length = text.shape[1]
             places = torch.arange(length)[None]
             fused = model.drafter.fuse(torch.cat(model.states(input_ids=text, position_ids=places), dim=-1))
             reads = [torch.nn.functional.pad(text, (0, i + 1))[:, i + 1 :] for i in range(steps)]
-            embedded = [model.trunk.get_input_embeddings()(one) for one in reads]
+            embedded = [model.trunk.get_input_embeddings()(item) for item in reads]
 
             def attend(q: Tensor, k: Tensor, v: Tensor, length: int = length) -> Tensor:
                 scores = q @ k[:, :, :length].mT / DIM**0.5
@@ -170,11 +170,11 @@ def eagle_loss(
             each = model.drafter.steps(fused, embedded, [places + i for i in range(steps)], attend)
             for i, logits in enumerate(each):
                 labels = text[:, i + 2 :]
-                kept, count = logits[:, : labels.shape[1]], count + weights[i] * labels.numel()
+                stored, count = logits[:, : labels.shape[1]], count + weights[i] * labels.numel()
                 if soft:
                     said = model.trunk(input_ids=text, position_ids=places).logits.detach()
                     labels = said[:, i + 1 : length - 1].softmax(-1).mT
-                total = total + weights[i] * cross_entropy(kept.mT, labels, reduction="sum")
+                total = total + weights[i] * cross_entropy(stored.mT, labels, reduction="sum")
     return total / count
 
 
@@ -184,11 +184,11 @@ def dflash_loss(
     """A block at a time: its tokens see the states before its anchor, and each other."""
     total, count = torch.zeros((), dtype=next(model.parameters()).dtype), 0.0
     for row, anchors in zip(ids_BT, anchors_BN.tolist(), strict=True):
-        for own in documents_of(ids):
-            text = row[own][None]
+        for local in documents_of(ids):
+            text = row[local][None]
             places = torch.arange(text.shape[1])[None]
             context = torch.cat(model.states(input_ids=text, position_ids=places), dim=-1)
-            for anchor in (one - own.start for one in anchors if own.start <= one < own.stop):
+            for anchor in (item - local.start for item in anchors if local.start <= item < local.stop):
                 block = torch.full((1, draft), MASK_TOKEN)
                 block[0, 0] = text[0, anchor]
                 x = model.trunk.get_input_embeddings()(block)

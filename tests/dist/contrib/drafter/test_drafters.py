@@ -83,13 +83,13 @@ def started(
 
 def batch_of(engine: Any, blocks: bool, step: int, packed: bool, draft: int = DRAFT) -> dict[str, Tensor]:
     text, anchors = drawn(step)
-    more = {"anchors": anchors, "mask_token": MASK_TOKEN} if blocks else {}
+    extra = {"anchors": anchors, "mask_token": MASK_TOKEN} if blocks else {}
     ids = torch.from_numpy(IDS) if packed else None
     weights = DECAY if draft == DRAFT else None
-    found: dict[str, Tensor] = engine.ring.drafter_batch(
-        text, draft, document_ids=ids, weights=weights, **more
+    result: dict[str, Tensor] = engine.ring.drafter_batch(
+        text, draft, document_ids=ids, weights=weights, **extra
     )
-    return found
+    return result
 
 
 def on_ring(rank: int, world_size: int, blocks: bool, steps: int, stage: int, packed: bool) -> list[float]:
@@ -133,10 +133,10 @@ def gradients(rank: int, world_size: int, blocks: bool, soft: bool) -> dict[str,
         targets = torch.cat(moved, dim=1)
     loss = engine.ring.draft_loss(logits, local, targets).backward_loss
     named = dict(engine.module.drafter.named_parameters())
-    own = torch.autograd.grad(loss / engine.ring.gradient_divisor, list(named.values()))
-    for one in own:
-        dist.all_reduce(one)
-    return dict(zip(named, own, strict=True))
+    mine = torch.autograd.grad(loss / engine.ring.gradient_divisor, list(named.values()))
+    for item in mine:
+        dist.all_reduce(item)
+    return dict(zip(named, mine, strict=True))
 
 
 @pytest.mark.parametrize(("blocks", "soft"), [(False, False), (False, True), (True, False)])
@@ -145,10 +145,10 @@ def gradients(rank: int, world_size: int, blocks: bool, soft: bool) -> dict[str,
 def test_each_gradient_is_that_of_the_reference(rank_pool: Any, world: int, blocks: bool, soft: bool) -> None:
     model = Trained(blocks).double()
     of_step(model, blocks, 0, IDS, soft).backward()
-    want = {name: one.grad for name, one in model.drafter.named_parameters()}
-    for found in rank_pool(world).run(gradients, blocks, soft):
-        assert found.keys() == want.keys()
-        for name, gradient in found.items():
+    want = {name: item.grad for name, item in model.drafter.named_parameters()}
+    for result in rank_pool(world).run(gradients, blocks, soft):
+        assert result.keys() == want.keys()
+        for name, gradient in result.items():
             assert float((gradient - want[name]).abs().max()) < 1e-10, name
 
 
@@ -156,7 +156,7 @@ def sent_in(call: Callable[[], Any]) -> int:
     """The bytes that this rank sends during a call."""
 
     def now() -> int:
-        return sum(one.counters.bytes_sent for one in gc.get_objects() if type(one) is Exchange)
+        return sum(item.counters.bytes_sent for item in gc.get_objects() if type(item) is Exchange)
 
     before = now()
     call()
@@ -190,9 +190,9 @@ def test_no_private_key_is_sent(rank_pool: Any, world: int, blocks: bool) -> Non
     few, many = (rank_pool(world).run(bytes_sent, blocks, draft) for draft in (2, 6))
     for ranks in (few, many):
         shared, private = ranks[0][2:]
-        assert private == 0 and sum(one[0] for one in ranks) == shared > 0
+        assert private == 0 and sum(item[0] for item in ranks) == shared > 0
     # three times the private tokens send the same bytes, gradients included
-    assert [one[:2] for one in few] == [one[:2] for one in many]
+    assert [item[:2] for item in few] == [item[:2] for item in many]
 
 
 class _Session:
@@ -202,8 +202,8 @@ class _Session:
         whole = None
 
 
-def made(draft: int = 3, **more: Any) -> dict[str, Tensor]:
-    return drafter_batch(_Session(), torch.arange(10, 18)[None], draft, **more)  # type: ignore[arg-type]
+def made(draft: int = 3, **extra: Any) -> dict[str, Tensor]:
+    return drafter_batch(_Session(), torch.arange(10, 18)[None], draft, **extra)  # type: ignore[arg-type]
 
 
 def test_the_tokens_and_labels_of_steps_and_blocks() -> None:
@@ -225,7 +225,7 @@ def test_the_tokens_and_labels_of_steps_and_blocks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "words"),
+    ("extra", "words"),
     [
         ({"draft": 0}, "drafter_batch: draft"),
         ({"anchors": torch.tensor([[1]])}, "a mask_token"),
@@ -233,9 +233,9 @@ def test_the_tokens_and_labels_of_steps_and_blocks() -> None:
         ({"weights": [1.0]}, "expected 3 weights"),
     ],
 )
-def test_wrong_batches_are_refused(more: dict[str, Any], words: str) -> None:
+def test_wrong_batches_are_refused(extra: dict[str, Any], words: str) -> None:
     with pytest.raises((RingPatternError, RingShapeError), match=words):
-        made(**more)
+        made(**extra)
 
 
 def refused(rank: int, world_size: int) -> list[str]:

@@ -6,7 +6,6 @@ Ulysses ranks, short batches that are not cut, and batches that are wrong.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -15,6 +14,11 @@ from torch import Tensor
 
 import ds_ring
 from ds_ring import RingConfigError, RingError, RingPatternError
+from ds_ring.config.section import RingConfig
+from ds_ring.integrations.deepspeed.batch import SHARDING
+from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
+from ds_ring.integrations.layer_patterns import LayerPatterns
+from ds_ring.integrations.transformers.variants.relative_bias import around_bias
 from tests.dist.deepspeed_ranks import (
     LEARNING_RATE,
     Size,
@@ -23,12 +27,12 @@ from tests.dist.deepspeed_ranks import (
     build_t5,
     json_config,
     start_deepspeed,
+    start_engine,
     train_alone,
     train_on_ring,
 )
-from tests.dist.harness import RankPool
+from tests.dist.harness import Pool, catch_refusal
 
-Pool = Callable[[int], RankPool]
 BUILD = {"bart": build_bart, "t5": build_t5}
 STEPS = 3
 
@@ -89,18 +93,13 @@ def small() -> Size:
 
 def session_for(section: dict[str, Any], **changes: Any) -> Any:
     """The engine of a small BART on this process's ring of two."""
-    deepspeed = start_deepspeed()
-    del deepspeed
-    model = build_bart(small(), **changes)
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    config = json_config(2, 2, 0, ring_attention=section)
-    return ds_ring.initialize(model=model, optimizer=sgd, config=config)[0]
+    return start_engine(build_bart(small(), **changes), json_config(2, 2, 0, ring_attention=section))
 
 
 def used_otherwise(rank: int, world_size: int) -> dict[str, Any]:
     """What a batch is refused for, logprobs, and what works without the ring."""
     engine = session_for({})
-    whole, found = build_pairs(small(), 13, padded=True), {}
+    whole, result = build_pairs(small(), 13, padded=True), {}
     wrong: dict[str, dict[str, Tensor]] = {
         "no answers": {"input_ids": whole["input_ids"]},
         "samples": whole | {"labels": whole["labels"][:1]},
@@ -110,10 +109,7 @@ def used_otherwise(rank: int, world_size: int) -> dict[str, Any]:
         "gaps": whole | {"decoder_attention_mask": torch.arange(13).expand(2, -1) % 2},
     }
     for name, batch in wrong.items():
-        try:
-            engine.ring.shard_batch(batch)
-        except RingError as error:
-            found[name] = f"{type(error).__name__}: {error}"
+        result[name] = catch_refusal(engine.ring.shard_batch, batch)
     local = engine.ring.shard_batch(whole)
     calls: dict[str, dict[str, Any]] = {
         "labels alone": {key: x for key, x in local.items() if key != "shift_labels"},
@@ -121,23 +117,19 @@ def used_otherwise(rank: int, world_size: int) -> dict[str, Any]:
         "encoder_outputs": local | {"encoder_outputs": (local["input_ids"],)},
         "length": local | {"decoder_input_ids": local["decoder_input_ids"][:, :-1]},
     }
-    for name, given in calls.items():
-        try:
-            engine(**given)
-        except RingError as error:
-            found[name] = f"{type(error).__name__}: {error}"
+    for name, inputs in calls.items():
+        result[name] = catch_refusal(engine, **inputs)
     engine.eval()
     from transformers.modeling_outputs import BaseModelOutput
 
     answers, states = whole["labels"].clamp(min=0), torch.zeros(2, 21, 4)
-    for name, asked in {
+    for name, requested in {
         "generate": {"decoder_input_ids": answers, "decoder_attention_mask": answers % 2},
         "generate from states": {"encoder_outputs": BaseModelOutput(last_hidden_state=states)},
     }.items():
-        try:
-            engine.module.generate(**{"input_ids": whole["input_ids"]} | asked, max_new_tokens=3)
-        except RingError as error:
-            found[name] = f"{type(error).__name__}: {error}"
+        result[name] = catch_refusal(
+            engine.module.generate, **{"input_ids": whole["input_ids"]} | requested, max_new_tokens=3
+        )
     with torch.no_grad():
         mine = engine.ring.gather(engine.ring.logprobs(engine, local))
         states = engine.ring.gather(engine(**local).encoder_last_hidden_state, encoder=True)
@@ -148,15 +140,12 @@ def used_otherwise(rank: int, world_size: int) -> dict[str, Any]:
     expected = alone.generate(whole["input_ids"], max_new_tokens=3, do_sample=False)  # type: ignore[operator]
     labels = whole["labels"]
     theirs = output.logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
-    found["logprobs"] = float((mine - theirs.masked_fill(labels < 0, 0.0)).abs().max())
+    result["logprobs"] = float((mine - theirs.masked_fill(labels < 0, 0.0)).abs().max())
     real = whole["attention_mask"].bool()
-    found["states"] = float((states - output.encoder_last_hidden_state)[real].abs().max())
-    found["text"] = bool(torch.equal(text, expected))
-    try:
-        engine.compile()
-    except RingError as error:
-        found["compiled"] = f"{type(error).__name__}: {error}"
-    return found
+    result["states"] = float((states - output.encoder_last_hidden_state)[real].abs().max())
+    result["text"] = bool(torch.equal(text, expected))
+    result["compiled"] = catch_refusal(engine.compile)
+    return result
 
 
 SAID = {
@@ -177,11 +166,11 @@ SAID = {
 
 
 def test_batches_calls_and_what_is_not_training(rank_pool: Pool) -> None:
-    for found in rank_pool(2).run(used_otherwise):
+    for result in rank_pool(2).run(used_otherwise):
         for name, said in SAID.items():
-            assert said in found.get(name, "no error"), (name, found.get(name))
-        assert found["logprobs"] < 1e-5 and found["states"] < 1e-5
-        assert found["text"]
+            assert said in result.get(name, "no error"), (name, result.get(name))
+        assert result["logprobs"] < 1e-5 and result["states"] < 1e-5
+        assert result["text"]
 
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], type[RingError], str]] = {
@@ -198,19 +187,19 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], type[RingError], str]] 
 
 
 def refused(rank: int, world_size: int) -> dict[str, str]:
-    found = {}
+    result = {}
     for name, (section, changes, kind, _) in REFUSED.items():
         try:
             session_for(section, **changes)
         except kind as error:
-            found[name] = str(error)
-    return found
+            result[name] = str(error)
+    return result
 
 
 def test_sections_and_settings_that_are_refused(rank_pool: Pool) -> None:
-    for found in rank_pool(2).run(refused):
+    for result in rank_pool(2).run(refused):
         for name, (*_, said) in REFUSED.items():
-            assert said in found.get(name, "no error"), (name, found.get(name))
+            assert said in result.get(name, "no error"), (name, result.get(name))
 
 
 def enabled(rank: int, world_size: int) -> tuple[list[float], dict[str, float]]:
@@ -276,13 +265,7 @@ def biased(rank: int, world_size: int, name: str, layout: str) -> dict[str, floa
     """Errors of the output and of each gradient."""
     import torch.distributed as dist
 
-    from ds_ring.config.section import RingConfig
-    from ds_ring.contrib.families.relative_bias.layers import around_bias
-    from ds_ring.data.batch import SHARDING
-    from ds_ring.data.batch_sharding import BatchSharding
-    from ds_ring.data.layer_patterns import LayerPatterns
-    from ds_ring.data.packing import group_rows
-    from ds_ring.models import attention  # noqa: F401  (registers the name)
+    from ds_ring.integrations.deepspeed.packing import group_rows
 
     family, causal, padded = BIASED[name]
     x, grad, real = states_of()
@@ -294,8 +277,8 @@ def biased(rank: int, world_size: int, name: str, layout: str) -> dict[str, floa
         hidden = hidden.masked_fill(torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1), -torch.inf)
     alone, module = biased_module(family, causal), biased_module(family, causal)
     whole = x.clone().requires_grad_()
-    given = {"mask" if family == "t5" else "attention_mask": hidden}
-    expected = alone(whole, **given)[0]
+    inputs = {"mask" if family == "t5" else "attention_mask": hidden}
+    expected = alone(whole, **inputs)[0]
     expected.backward(grad)
     mesh = ds_ring.RingMesh.from_world(world_size)
     pattern = ds_ring.Causal() if causal else ds_ring.Full()
@@ -305,7 +288,7 @@ def biased(rank: int, world_size: int, name: str, layout: str) -> dict[str, floa
     sharding = BatchSharding(config, placed, mesh, LayerPatterns(pattern, {}), groups)
     module.compute_bias = around_bias(module)
     module.config._attn_implementation = "ds_ring"
-    mine, grad_mine = (ds_ring.shard_sequence(one, placed, mesh=mesh, dim=1) for one in (x, grad))
+    mine, grad_mine = (ds_ring.shard_sequence(item, placed, mesh=mesh, dim=1) for item in (x, grad))
     mine.requires_grad_()
     out = module(mine, **{SHARDING: sharding})[0]
     out.backward(grad_mine)
@@ -335,13 +318,6 @@ def test_a_bias_of_distances_is_exact_in_float64(
 
 @pytest.mark.night
 def test_a_bias_of_distances_is_not_dropped_by_a_compiler() -> None:
-    from ds_ring.config.section import RingConfig
-    from ds_ring.contrib.families.relative_bias.layers import around_bias
-    from ds_ring.data.batch import SHARDING
-    from ds_ring.data.batch_sharding import BatchSharding
-    from ds_ring.data.layer_patterns import LayerPatterns
-    from ds_ring.models import attention  # noqa: F401  (registers the name)
-
     module = biased_module("t5", causal=True)
     module.compute_bias = around_bias(module)
     module.config._attn_implementation = "ds_ring"
@@ -351,5 +327,5 @@ def test_a_bias_of_distances_is_not_dropped_by_a_compiler() -> None:
     x, _, _ = states_of()
     hidden = torch.full((TOKENS, TOKENS), -torch.inf, dtype=torch.float64).triu(1)
     expected = biased_module("t5", causal=True)(x, mask=hidden)[0]
-    found = torch.compile(module, backend="eager")(x, **{SHARDING: sharding})[0]
-    assert float((found - expected).abs().max() / expected.abs().max()) < 1e-12
+    result = torch.compile(module, backend="eager")(x, **{SHARDING: sharding})[0]
+    assert float((result - expected).abs().max() / expected.abs().max()) < 1e-12

@@ -7,6 +7,7 @@ softmax in float32.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
@@ -16,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import ds_ring
 from ds_ring import (
     Causal,
     RingConfig,
@@ -35,9 +37,9 @@ from ds_ring.layers.scan.recurrence import padded
 from ds_ring.layers.selection.total_order import TotalOrder
 from ds_ring.masks.catalog import Before
 from ds_ring.masks.pattern import Pattern
-from ds_ring.models.attention_name import NAME
-from ds_ring.patches import apply
-from tests.dist.deepspeed_ranks import json_config, start_deepspeed
+from tests.dist.deepspeed_ranks import json_config, start_deepspeed, start_engine
+from tests.dist.harness import catch_refusal
+from tests.dist.one_process import from_first_rank
 from tests.reference import relative_error, worst
 
 TOKENS, HEADS, HEAD_DIM, RATE, WINDOW, CHOSEN = 83, 3, 8, 4, 9, 3
@@ -57,14 +59,14 @@ def make(name: str, *shape: int) -> Tensor:
 def spans_of(kind: str, tokens: int = TOKENS) -> Spans:
     if kind == "whole":
         return [(sample, 0, tokens) for sample in range(SAMPLES)]
-    found = []
+    outcome = []
     for sample, lengths in enumerate(DOCUMENTS):
         ends = np.cumsum(np.abs(lengths)).tolist()
         assert ends[-1] == tokens
-        found += [
+        outcome += [
             (sample, end - length, end) for end, length in zip(ends, lengths, strict=True) if length > 0
         ]
-    return found
+    return outcome
 
 
 def sharding_of(mesh: RingMesh, name: str, kind: str, tokens: int = TOKENS) -> BatchSharding:
@@ -83,37 +85,37 @@ def sharding_of(mesh: RingMesh, name: str, kind: str, tokens: int = TOKENS) -> B
 
 def windows_of(sharding: BatchSharding, rate: int) -> list[tuple[list[int], Windows]]:
     """The samples of each set of documents, and their windows."""
-    groups = [(list(one.rows), one.documents) for one in sharding.groups] or [([*range(SAMPLES)], None)]
+    groups = [(list(item.rows), item.documents) for item in sharding.groups] or [([*range(SAMPLES)], None)]
     return [(samples, Windows(sharding.layout, rate, documents)) for samples, documents in groups]
 
 
 def shard_entries(whole: list[Tensor], sharding: BatchSharding, rate: int, dim: int) -> Tensor:
     """This rank's slots of the entries of each sample; 1e3 where there is none, which nobody may see."""
-    found: dict[int, Tensor] = {}
+    outcome: dict[int, Tensor] = {}
     for samples, windows in windows_of(sharding, rate):
         for sample in samples:
             shape = [*whole[sample].shape]
             if windows.layout is None:
                 shape[dim] = 1
-                found[sample] = whole[sample].new_full(shape, 1e3)
+                outcome[sample] = whole[sample].new_full(shape, 1e3)
                 continue
             shape[dim] = windows.layout.tokens
             index = torch.from_numpy(np.flatnonzero(windows.has_entry))
             placed = whole[sample].new_full(shape, 1e3).index_copy(dim, index, whole[sample])
-            found[sample] = shard_sequence(placed, windows.layout, mesh=sharding.mesh, dim=dim)
-    most = max(one.shape[dim] for one in found.values())
-    return torch.stack([padded(found[sample], most, dim) for sample in range(SAMPLES)])
+            outcome[sample] = shard_sequence(placed, windows.layout, mesh=sharding.mesh, dim=dim)
+    most = max(item.shape[dim] for item in outcome.values())
+    return torch.stack([padded(outcome[sample], most, dim) for sample in range(SAMPLES)])
 
 
 def gather_entries(local: Tensor, sharding: BatchSharding, rate: int, dim: int) -> list[Tensor]:
     """The reverse, of [B, ...]."""
-    found = [local[sample].narrow(dim, 0, 0) for sample in range(SAMPLES)]
+    outcome = [local[sample].narrow(dim, 0, 0) for sample in range(SAMPLES)]
     for samples, windows in windows_of(sharding, rate):
         for sample in samples if windows.layout is not None else ():
-            own = local[sample].narrow(dim, 0, windows.layout.local_tokens).contiguous()
-            whole = gather_sequence(own, windows.layout, mesh=sharding.mesh, dim=dim)
-            found[sample] = whole.index_select(dim, torch.from_numpy(np.flatnonzero(windows.has_entry)))
-    return found
+            owned = local[sample].narrow(dim, 0, windows.layout.local_tokens).contiguous()
+            whole = gather_sequence(owned, windows.layout, mesh=sharding.mesh, dim=dim)
+            outcome[sample] = whole.index_select(dim, torch.from_numpy(np.flatnonzero(windows.has_entry)))
+    return outcome
 
 
 class Reference(NamedTuple):
@@ -127,46 +129,46 @@ def reference(kind: str) -> Reference:
     seen: list[list[Tensor]] = [[] for _ in range(SAMPLES)]
     near = [torch.zeros(TOKENS, TOKENS, dtype=torch.bool) for _ in range(SAMPLES)]
     for sample, start, end in spans_of(kind):
-        own = torch.arange(TOKENS) - start
-        inside = (own >= 0) & (own < end - start)
+        owned = torch.arange(TOKENS) - start
+        inside = (owned >= 0) & (owned < end - start)
         for number in range((end - start) // RATE):
-            seen[sample].append(inside & (own >= (number + 1) * RATE - 1))
-        gap = own[:, None] - own
+            seen[sample].append(inside & (owned >= (number + 1) * RATE - 1))
+        gap = owned[:, None] - owned
         near[sample] |= inside[:, None] & inside & (gap >= 0) & (gap < WINDOW)
     none = torch.zeros(TOKENS, 0, dtype=torch.bool)
-    return Reference([torch.stack(one, dim=1) if one else none for one in seen], near)
+    return Reference([torch.stack(item, dim=1) if item else none for item in seen], near)
 
 
-def choices(one: Reference) -> list[Tensor]:
+def choices(item: Reference) -> list[Tensor]:
     """Some entries that each query sees, none twice, the others -1: int64 [T, k] for each sample."""
-    found = []
-    for sample, seen in enumerate(one.seen):
+    outcome = []
+    for sample, seen in enumerate(item.seen):
         scores = make(f"choices {sample}", *seen.shape).masked_fill(~seen, float("-inf"))
         best = torch.nn.functional.pad(scores, (0, CHOSEN), value=float("-inf")).topk(CHOSEN, dim=-1)
-        found.append(best.indices.masked_fill(best.values == float("-inf"), -1))
-    return found
+        outcome.append(best.indices.masked_fill(best.values == float("-inf"), -1))
+    return outcome
 
 
 def dense(x: dict[str, Tensor], entries: list[Tensor], kind: str, chosen: list[Tensor] | None) -> Any:
     """Output and gradients of one softmax over the window, the entries and the sinks; those of entries."""
-    given = {name: one.clone().requires_grad_() for name, one in x.items() if name != "grad"}
-    entries = [one.clone().requires_grad_() for one in entries]
-    found, outs = reference(kind), []
+    inputs = {name: item.clone().requires_grad_() for name, item in x.items() if name != "grad"}
+    entries = [item.clone().requires_grad_() for item in entries]
+    outcome, outs = reference(kind), []
     for sample in range(SAMPLES):
-        seen = found.seen[sample]
+        seen = outcome.seen[sample]
         if chosen is not None:
             picked = torch.zeros(TOKENS, seen.shape[1] + 1, dtype=torch.bool)
-            own = chosen[sample]
-            seen = picked.scatter_(-1, own.where(own >= 0, seen.shape[1]), True)[:, :-1]
-        keys = torch.cat([given["kv"][sample, 0], entries[sample][0]])
-        scores = given["q"][sample] @ keys.mT * HEAD_DIM**-0.5
-        scores = scores.masked_fill(~torch.cat([found.near[sample], seen], dim=-1), float("-inf"))
-        sinks = given["sinks"][:, None, None].expand(-1, TOKENS, 1)
+            owned = chosen[sample]
+            seen = picked.scatter_(-1, owned.where(owned >= 0, seen.shape[1]), True)[:, :-1]
+        keys = torch.cat([inputs["kv"][sample, 0], entries[sample][0]])
+        scores = inputs["q"][sample] @ keys.mT * HEAD_DIM**-0.5
+        scores = scores.masked_fill(~torch.cat([outcome.near[sample], seen], dim=-1), float("-inf"))
+        sinks = inputs["sinks"][:, None, None].expand(-1, TOKENS, 1)
         outs.append(torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1] @ keys)
     out = torch.stack(outs)
     out.backward(x["grad"])
-    results = {"out": out.detach()} | {name: one.grad for name, one in given.items()}
-    return results, [torch.zeros_like(one) if one.grad is None else one.grad for one in entries]
+    results = {"out": out.detach()} | {name: item.grad for name, item in inputs.items()}
+    return results, [torch.zeros_like(item) if item.grad is None else item.grad for item in entries]
 
 
 def attention_errors(rank: int, world_size: int, kind: str) -> dict[str, float]:
@@ -186,7 +188,7 @@ def attention_errors(rank: int, world_size: int, kind: str) -> dict[str, float]:
             rows = compressed.rows_of(sharding, RATE, True, torch.device("cpu"))
             places: dict[str, Any] = {"layout": sharding.layout, "mesh": mesh}
             for chosen in (None, choices(reference(kind))):
-                want, want_entries = dense(x, entries, kind, chosen)
+                want, want_entries = from_first_rank(partial(dense, x, entries, kind, chosen))
                 local = {key: shard_sequence(x[key], dim=2, **places) for key in ("q", "kv", "grad")}
                 local |= {"sinks": x["sinks"].clone(), "entries": shard_entries(entries, sharding, RATE, 1)}
                 picked = None
@@ -204,15 +206,15 @@ def attention_errors(rank: int, world_size: int, kind: str) -> dict[str, float]:
                 )
                 out.backward(local["grad"])
                 grads = {key: local[key].grad for key in ("q", "kv", "entries", "sinks")}
-                assert all(one is not None for one in grads.values())
+                assert all(item is not None for item in grads.values())
                 if world_size > 1:
                     torch.distributed.all_reduce(grads["sinks"], group=mesh.sequence_group)
                 got = {"out": out.detach(), "q": grads["q"], "kv": grads["kv"]}
-                got = {key: gather_sequence(one, dim=2, **places) for key, one in got.items()}
+                got = {key: gather_sequence(item, dim=2, **places) for key, item in got.items()}
                 got["sinks"] = grads["sinks"]
                 of_entries = gather_entries(grads["entries"], sharding, RATE, 1)
                 case = f"{name} {'all' if chosen is None else 'chosen'}"
-                errors |= {f"{case} {key}": relative_error(got[key], one) for key, one in want.items()}
+                errors |= {f"{case} {key}": relative_error(got[key], item) for key, item in want.items()}
                 pairs = zip(of_entries, want_entries, counts, strict=True)
                 errors[f"{case} entries"] = max(relative_error(*pair) for *pair, count in pairs if count)
         return errors
@@ -225,7 +227,7 @@ def attention_errors(rank: int, world_size: int, kind: str) -> dict[str, float]:
 @pytest.mark.day("1-packed", "2-packed", "4-whole", "4-packed")
 def test_attention_to_a_window_and_entries_is_that_of_one_process(rank_pool, size, kind):
     for errors in rank_pool(size).run(attention_errors, kind):
-        assert worst(errors.values()) < 1e-12, {key: one for key, one in errors.items() if not one < 1e-12}
+        assert worst(errors.values()) < 1e-12, {key: item for key, item in errors.items() if not item < 1e-12}
 
 
 def with_pattern(pattern: Callable[[Windows, int], Pattern], kind: str) -> dict[str, float]:
@@ -264,11 +266,11 @@ def compressor(kind: str) -> Any:
         hidden_size=16, head_dim=8, q_lora_rank=6, index_n_heads=3, index_head_dim=8, index_topk=CHOSEN,
         num_hidden_layers=2, partial_rotary_factor=0.5, compress_rates=rates,
     )  # fmt: skip
-    made = getattr(file, f"DeepseekV4{kind}Compressor")(config).double()
+    built = getattr(file, f"DeepseekV4{kind}Compressor")(config).double()
     with torch.no_grad():
-        for name, parameter in made.named_parameters():
+        for name, parameter in built.named_parameters():
             parameter.copy_(make(name, *parameter.shape) * 0.5)
-    return made
+    return built
 
 
 class Compressed(NamedTuple):
@@ -282,27 +284,27 @@ class Compressed(NamedTuple):
 
 
 def one_by_one(kind: str, hidden: Tensor, queries: Tensor, spans: Spans) -> Compressed:
-    alone, own = compressor(kind), hidden.clone().requires_grad_()
+    alone, owned = compressor(kind), hidden.clone().requires_grad_()
     entries = [hidden.new_zeros(0, 8)] * SAMPLES
     picked = torch.zeros(SAMPLES, hidden.shape[1], hidden.shape[1] + 1, dtype=torch.bool)
     for sample, start, end in spans:
-        given = (
-            own[None, sample, start:end],
+        inputs = (
+            owned[None, sample, start:end],
             queries[None, sample, start:end],
             torch.arange(end - start)[None],
         )
         with TotalOrder():
-            found, bias = alone(*given, None, 0)
+            outcome, bias = alone(*inputs, None, 0)
         first = len(entries[sample])
-        entries[sample] = torch.cat([entries[sample], found[0, 0]])
+        entries[sample] = torch.cat([entries[sample], outcome[0, 0]])
         if bias is not None:
             picked[sample, start:end, first : len(entries[sample])] = bias[0, 0] == 0
-    grads = [make(f"grad {sample}", *one.shape) for sample, one in enumerate(entries)]
-    total = sum((one * grad).sum() for one, grad in zip(entries, grads, strict=True))
-    (total + 0 * own.sum()).backward()
-    parameters = {name: one.grad for name, one in alone.named_parameters() if one.grad is not None}
-    assert own.grad is not None
-    return Compressed([one.detach() for one in entries], grads, picked, own.grad, parameters)
+    grads = [make(f"grad {sample}", *item.shape) for sample, item in enumerate(entries)]
+    total = sum((item * grad).sum() for item, grad in zip(entries, grads, strict=True))
+    (total + 0 * owned.sum()).backward()
+    parameters = {name: item.grad for name, item in alone.named_parameters() if item.grad is not None}
+    assert owned.grad is not None
+    return Compressed([item.detach() for item in entries], grads, picked, owned.grad, parameters)
 
 
 def compressor_errors(rank: int, world_size: int, kind: str, rows: str) -> dict[str, float]:
@@ -312,38 +314,36 @@ def compressor_errors(rank: int, world_size: int, kind: str, rows: str) -> dict[
         for tokens in LENGTHS if rows == "whole" else LENGTHS[:1]:
             hidden, queries = make("hidden", SAMPLES, tokens, 16), make("queries", SAMPLES, tokens, 6)
             spans = spans_of(rows, tokens)
-            positions, want = (
-                torch.zeros(SAMPLES, tokens, dtype=torch.int64),
-                one_by_one(kind, hidden, queries, spans),
-            )
+            positions = torch.zeros(SAMPLES, tokens, dtype=torch.int64)
+            want = from_first_rank(partial(one_by_one, kind, hidden, queries, spans))
             for sample, start, end in spans:
                 positions[sample, start:end] = torch.arange(end - start)
             for name in ("zigzag", "contiguous"):
-                sharding, made = sharding_of(mesh, name, rows, tokens), compressor(kind)
-                rate, places = made.compress_rate, {"layout": sharding.layout, "mesh": mesh, "dim": 1}
-                layer = SimpleNamespace(compressor=made, config=SimpleNamespace(_attn_implementation=NAME))
+                sharding, built = sharding_of(mesh, name, rows, tokens), compressor(kind)
+                rate, places = built.compress_rate, {"layout": sharding.layout, "mesh": mesh, "dim": 1}
+                layer = SimpleNamespace(compressor=built, config=SimpleNamespace(_attn_implementation=NAME))
                 entries: Any = compressed.CompressedEntries(layer)
                 if kind == "CSA":
-                    apply(entries, scorer=made.indexer.scorer)
-                entries.note(made, (), {compressed.SHARDING: sharding})
-                given = [shard_sequence(x, **places) for x in (hidden, queries, positions)]
-                given[0].requires_grad_()
-                got, mask = entries.compress(*given, None, 0)
+                    apply(entries, scorer=built.indexer.scorer)
+                entries.note(built, (), {compressed.SHARDING: sharding})
+                inputs = [shard_sequence(x, **places) for x in (hidden, queries, positions)]
+                inputs[0].requires_grad_()
+                got, mask = entries.compress(*inputs, None, 0)
                 assert mask is None and got.requires_grad
-                grads = shard_entries([one[None] for one in want.grads], sharding, rate, 1)
+                grads = shard_entries([item[None] for item in want.grads], sharding, rate, 1)
                 got.backward(torch.where(grads == 1e3, 0.0, grads))
                 case = f"{tokens} {name}"
-                of_hidden = gather_sequence(given[0].grad, **places)
-                found = gather_entries(got.detach(), sharding, rate, 1)
+                of_hidden = gather_sequence(inputs[0].grad, **places)
+                outcome = gather_entries(got.detach(), sharding, rate, 1)
                 if any(map(len, want.entries)):
-                    of_entries = torch.cat([one[0] for one in found])
+                    of_entries = torch.cat([item[0] for item in outcome])
                     errors[f"{case} entries"] = relative_error(of_entries, torch.cat(want.entries))
                     errors[f"{case} hidden"] = relative_error(of_hidden, want.hidden)
                     for parameter, grad in want.parameters.items():
-                        own = made.get_parameter(parameter).grad.clone()
+                        owned = built.get_parameter(parameter).grad.clone()
                         if world_size > 1:
-                            torch.distributed.all_reduce(own, group=mesh.sequence_group)
-                        errors[f"{case} {parameter}"] = relative_error(own, grad)
+                            torch.distributed.all_reduce(owned, group=mesh.sequence_group)
+                        errors[f"{case} {parameter}"] = relative_error(owned, grad)
                 else:
                     assert not of_hidden.any()
                 if kind == "CSA":
@@ -375,13 +375,13 @@ def picks(entries: Any, sharding: BatchSharding, rate: int) -> Tensor:
 @pytest.mark.day("1-CSA-packed", "2-HCA-packed", "4-CSA-whole", "4-HCA-packed", "4-CSA-packed")
 def test_entries_and_choices_are_those_of_one_process(rank_pool, size, kind, rows):
     for errors in rank_pool(size).run(compressor_errors, kind, rows):
-        assert worst(errors.values()) < 1e-6, {key: one for key, one in errors.items() if not one < 1e-6}
+        assert worst(errors.values()) < 1e-6, {key: item for key, item in errors.items() if not item < 1e-6}
 
 
 def without_windows_before(rank: int, world_size: int) -> dict[str, float]:
     """Take zeros for the tokens before each run."""
     halo = compressed.halo_op
-    with mock.patch.object(compressed, "halo_op", lambda *given: halo(*given) * 0):
+    with mock.patch.object(compressed, "halo_op", lambda *inputs: halo(*inputs) * 0):
         return compressor_errors(rank, world_size, "CSA", "whole")
 
 
@@ -390,10 +390,10 @@ def of_the_document_before(rank: int, world_size: int) -> dict[str, float]:
     sources = Windows.sources
 
     def careless(windows: Windows, of_rank: int, overlaps: bool) -> Sources:
-        found = sources(windows, of_rank, overlaps)
-        before = np.maximum(found.tokens - windows.rate, 0)
-        tokens = np.where(found.hidden[:, None], before, found.tokens)
-        return found._replace(tokens=tokens, hidden=np.zeros_like(found.hidden))
+        outcome = sources(windows, of_rank, overlaps)
+        before = np.maximum(outcome.tokens - windows.rate, 0)
+        tokens = np.where(outcome.hidden[:, None], before, outcome.tokens)
+        return outcome._replace(tokens=tokens, hidden=np.zeros_like(outcome.hidden))
 
     with mock.patch.object(Windows, "sources", careless):
         return compressor_errors(rank, world_size, "CSA", "packed")
@@ -415,43 +415,33 @@ def small_model() -> Any:
 def off_and_on(rank: int, world_size: int) -> dict[str, Any]:
     """Losses on one process, on the ring before and after `off`, and inside; and two generations."""
     start_deepspeed()
-    import ds_ring
-    from ds_ring.errors import RingConfigError
-
     ids = torch.randint(0, 80, (2, 61), generator=torch.Generator().manual_seed(0))
     batch = {"input_ids": ids, "labels": ids}
     alone = small_model()
     alone.set_attn_implementation("eager")
     model = small_model()
-    engine = ds_ring.initialize(
-        model=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
-        config=json_config(world_size, world_size, stage=0),
-    )[0]
+    engine = start_engine(model, json_config(world_size, world_size, stage=0), 0.0)
     alone.eval()
     engine.eval()
-    found: dict[str, Any] = {}
+    outcome: dict[str, Any] = {}
     with torch.no_grad():
-        found["alone"] = float(alone(**batch).loss)
-        found["expected"] = alone.generate(ids[:, :9], max_new_tokens=9, do_sample=False).tolist()
-        found["ring"] = float(engine.ring.mean_loss(engine(**engine.ring.shard_batch(batch)).loss))
+        outcome["alone"] = float(alone(**batch).loss)
+        outcome["expected"] = alone.generate(ids[:, :9], max_new_tokens=9, do_sample=False).tolist()
+        outcome["ring"] = float(engine.ring.mean_loss(engine(**engine.ring.shard_batch(batch)).loss))
         with engine.ring.off():
-            found["off"] = float(engine(**batch).loss)
-            found["ids"] = engine.module.generate(ids[:, :9], max_new_tokens=9, do_sample=False).tolist()
-        found["on again"] = float(engine.ring.mean_loss(engine(**engine.ring.shard_batch(batch)).loss))
-        try:
-            engine.module.generate(ids[:, :9], max_new_tokens=9)
-        except RingConfigError as error:
-            found["refused"] = str(error)
-    return found
+            outcome["off"] = float(engine(**batch).loss)
+            outcome["ids"] = engine.module.generate(ids[:, :9], max_new_tokens=9, do_sample=False).tolist()
+        outcome["on again"] = float(engine.ring.mean_loss(engine(**engine.ring.shard_batch(batch)).loss))
+        outcome["refused"] = catch_refusal(engine.module.generate, ids[:, :9], max_new_tokens=9)
+    return outcome
 
 
 def test_off_is_the_model_alone_and_generation_on_the_ring_is_refused(rank_pool):
-    for found in rank_pool(2).run(off_and_on):
+    for outcome in rank_pool(2).run(off_and_on):
         for where in ("ring", "off", "on again"):
-            assert found[where] == pytest.approx(found["alone"], rel=1e-5), where
-        assert found["ids"] == found["expected"]
-        assert "layers that attend to compressed entries, which a ring's cache lacks" in found["refused"]
+            assert outcome[where] == pytest.approx(outcome["alone"], rel=1e-5), where
+        assert outcome["ids"] == outcome["expected"]
+        assert "layers that attend to compressed entries, which a ring's cache lacks" in outcome["refused"]
 
 
 # Two samples of 83 tokens: documents of one token, shorter than a window, of whole windows, across borders.
@@ -464,13 +454,13 @@ def packed_check(rank: int, world_size: int, section: dict[str, Any], dtype: tor
     from ds_ring_launcher.check import model_check, small_model
 
     ends = [torch.tensor(lengths).cumsum(0) for lengths in LENGTHS_OF_ROWS]
-    ids = torch.stack([torch.bucketize(torch.arange(83), one, right=True) for one in ends])
+    ids = torch.stack([torch.bucketize(torch.arange(83), item, right=True) for item in ends])
     ids[1, 77:] = -1
     request = model_check.CheckRequest(
         "deepseek_v4", 83, forms=("packed",), section={"pattern": {}} | section, stage=1
     )
     with mock.patch.object(small_model, "_documents", return_value=ids):
-        return model_check._of_all_ranks(model_check._check_here(request, dtype))
+        return model_check._gather_reports(model_check._check_here(request, dtype))
 
 
 SECTIONS = [{}, {"layout": "contiguous"}, {"layout": "balanced"}, {"layout": "document_zigzag"}]
@@ -482,7 +472,7 @@ SECTIONS = [{}, {"layout": "contiguous"}, {"layout": "balanced"}, {"layout": "do
 def test_each_document_of_a_row_is_the_model_alone(rank_pool, size, section):
     (report,) = rank_pool(size).run(packed_check, section, torch.float64)[0]
     assert report.result == "exact", report.reason
-    largest = {kind: one.error for kind, one in report.largest.items()}
+    largest = {kind: item.error for kind, item in report.largest.items()}
     # gradients are read in float32
     assert max(largest["logits"], largest["loss"]) < 2e-10 and largest["gradient"] < 2e-7, largest
 
@@ -507,14 +497,12 @@ def packed_rows(replica: int, step: int) -> tuple[Tensor, list[Tensor]]:
     generator = torch.Generator().manual_seed(10 * step + replica)
     ids, short = torch.randint(3, 80, (2, 83), generator=generator), DOCUMENTS[2]
     rows = (short, short) if replica else (LENGTHS_OF_ROWS[step % 2], (40, 3, 1, 39))
-    return ids, [torch.repeat_interleave(torch.tensor(one)) for one in rows]
+    return ids, [torch.repeat_interleave(torch.tensor(item)) for item in rows]
 
 
 def trained(rank: int, world_size: int, ring_size: int, stage: int) -> dict[str, Any]:
     """Losses of some steps with packed rows, and the parameters after them, on rings and on one process."""
     deepspeed = start_deepspeed()
-    import ds_ring
-
     replicas, alone, model = world_size // ring_size, small_model(), small_model()
     alone.set_attn_implementation("eager")
     section = {"pattern": {"documents": True}}
@@ -524,12 +512,12 @@ def trained(rank: int, world_size: int, ring_size: int, stage: int) -> dict[str,
         config=json_config(ring_size, 2, stage, ring_attention=section),
     )[0]
     optimizer = torch.optim.SGD(alone.parameters(), lr=0.05, momentum=0.9)
-    found: dict[str, Any] = {"ring": [], "alone": []}
+    outcome: dict[str, Any] = {"ring": [], "alone": []}
     for step in range(STEPS):
         ids, documents = packed_rows(engine.ring.mesh.data_rank, step)
         batch = {"input_ids": ids, "labels": ids, "document_ids": torch.stack(documents)}
         loss = engine(**engine.ring.shard_batch(batch)).loss
-        found["ring"].append(float(engine.ring.mean_loss(loss)))
+        outcome["ring"].append(float(engine.ring.mean_loss(loss)))
         engine.backward(loss)
         engine.step()
 
@@ -549,16 +537,17 @@ def trained(rank: int, world_size: int, ring_size: int, stage: int) -> dict[str,
                 )
             )
         mean = torch.cat(losses).mean()
-        found["alone"].append(float(mean.detach()))
+        outcome["alone"].append(float(mean.detach()))
         mean.backward()
         optimizer.step()
         optimizer.zero_grad()
     with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
         pairs = zip(engine.module.named_parameters(), alone.parameters(), strict=True)
-        found["parameters"] = {
-            name: relative_error(mine.detach().double(), own.detach().double()) for (name, mine), own in pairs
+        outcome["parameters"] = {
+            name: relative_error(mine.detach().double(), owned.detach().double())
+            for (name, mine), owned in pairs
         }
-    return found
+    return outcome
 
 
 @pytest.mark.parametrize(
@@ -566,10 +555,10 @@ def trained(rank: int, world_size: int, ring_size: int, stage: int) -> dict[str,
 )
 @pytest.mark.night
 def test_packed_rows_train_as_their_documents(rank_pool, size, ring_size, stage):
-    for found in rank_pool(size).run(trained, ring_size, stage):
-        assert found["ring"] == pytest.approx(found["alone"], rel=2e-5)
-        assert worst(found["parameters"].values()) < 2e-5, max(
-            found["parameters"].items(), key=lambda x: x[1]
+    for outcome in rank_pool(size).run(trained, ring_size, stage):
+        assert outcome["ring"] == pytest.approx(outcome["alone"], rel=2e-5)
+        assert worst(outcome["parameters"].values()) < 2e-5, max(
+            outcome["parameters"].items(), key=lambda x: x[1]
         )
 
 
@@ -584,11 +573,8 @@ def checkpointed(rank: int, world_size: int) -> list[Any]:
         model.gradient_checkpointing_enable()
         return on_the_ring(model, *others)
 
-    model_check._on_the_ring = again
-    try:
+    with mock.patch.object(model_check, "_on_the_ring", again):
         return model_check.check_forms(model_check.CheckRequest("deepseek_v4", stage=3))
-    finally:
-        model_check._on_the_ring = on_the_ring
 
 
 def test_checkpointed_layers_at_zero_3_are_exact(rank_pool):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -18,12 +19,13 @@ from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextIndexer
 from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VLIndexer
 from transformers.models.qwen4_exp.modeling_qwen4_exp import Qwen4ExpTextQSAIndexer
 
-from ds_ring import Causal, Documents, RingMesh, gather_sequence, make_layout, shard_sequence
-from ds_ring.contrib.families.indexed_blocks import layers as indexed_blocks
-from ds_ring.data.packing import RowGroup
+from ds_ring import Causal, Documents, RingMesh, gather_sequence, initialize, make_layout, shard_sequence
+from ds_ring.integrations.deepspeed.packing import RowGroup
+from ds_ring.integrations.transformers.variants import indexed_blocks
 from ds_ring.layers.selection.total_order import TotalOrder
 from ds_ring.layers.sparse import blocks as sparse
 from tests.dist.deepspeed_ranks import start_deepspeed
+from tests.dist.harness import catch_refusal
 
 TOKENS, SAMPLES, HIDDEN, DIM, ROTARY = 101, 3, 24, 8, 4
 # Rows of documents by their lengths; the last one of the second row is padding.
@@ -69,7 +71,7 @@ def alone(kind: str, packed: bool) -> Tensor:
     """Which tokens each query attends to, bool [B, H, T, T], of each document by itself."""
     indexer, rest = made(kind), inputs()
     heads = 2 if kind == "minimax_m3" else 1
-    found = torch.zeros(SAMPLES, heads, TOKENS, TOKENS, dtype=torch.bool)
+    result = torch.zeros(SAMPLES, heads, TOKENS, TOKENS, dtype=torch.bool)
     for row in range(SAMPLES):
         edges = np.cumsum([0, *LENGTHS[row]]) if packed else [0, TOKENS]
         for first, end, number in zip(edges, edges[1:], IDS[row] if packed else [0], strict=False):
@@ -94,8 +96,8 @@ def alone(kind: str, packed: bool) -> Tensor:
                         blocks, None, end - first, torch.float64, torch.device("cpu"), positions
                     )
                     chosen = mask == 0
-            found[row, :, first:end, first:end] = chosen[0] & causal
-    return found
+            result[row, :, first:end, first:end] = chosen[0] & causal
+    return result
 
 
 def on_the_ring(mesh: RingMesh, kind: str, packed: bool, name: str) -> Tensor:
@@ -137,8 +139,8 @@ def choices(rank: int, world_size: int, cases: Any = CASES) -> dict[tuple[str, b
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.day("2")
 def test_indexers_choose_what_they_choose_on_one_process(rank_pool, size):
-    for found in rank_pool(size).run(choices):
-        assert found == dict.fromkeys(CASES, 0)
+    for result in rank_pool(size).run(choices):
+        assert result == dict.fromkeys(CASES, 0)
 
 
 def with_another_token(rank: int, world_size: int) -> dict[tuple[str, bool, str], int]:
@@ -148,17 +150,14 @@ def with_another_token(rank: int, world_size: int) -> dict[tuple[str, bool, str]
     def careless(*args: Any) -> Tensor:
         return halo(*args).roll(1, dims=2)
 
-    sparse.halo_op = careless
-    try:
+    with mock.patch.object(sparse, "halo_op", careless):
         return choices(rank, world_size, [case for case in CASES if case[1:] == (True, "contiguous")])
-    finally:
-        sparse.halo_op = halo
 
 
 def test_a_wrong_token_behind_a_cut_is_found(rank_pool):
-    found = rank_pool(4).run(with_another_token)[0]
-    assert found["qwen4", True, "contiguous"] > 0 and found["minimax_m3", True, "contiguous"] > 0
-    assert found["glm5", True, "contiguous"] > 0
+    result = rank_pool(4).run(with_another_token)[0]
+    assert result["qwen4", True, "contiguous"] > 0 and result["minimax_m3", True, "contiguous"] > 0
+    assert result["glm5", True, "contiguous"] > 0
 
 
 FAMILIES = ("qwen4_exp_text", "minimax_m3_vl_text", "doge")
@@ -169,7 +168,6 @@ def losses(rank: int, world_size: int, family: str, stage: int) -> dict[str, Any
     start_deepspeed()
     import copy
 
-    from ds_ring import RingError, initialize
     from ds_ring_launcher.check.small_model import build, make_batch, read_config, shrink
 
     # of Doge's, more than a shard has keys and fewer than there are
@@ -178,7 +176,7 @@ def losses(rank: int, world_size: int, family: str, stage: int) -> dict[str, Any
     plain = copy.deepcopy(model)
     plain.set_attn_implementation("eager")
     with torch.no_grad(), TotalOrder():
-        found: dict[str, Any] = {"alone": float(plain(**batch).loss)}
+        result: dict[str, Any] = {"alone": float(plain(**batch).loss)}
     engine = initialize(
         model=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
@@ -194,26 +192,25 @@ def losses(rank: int, world_size: int, family: str, stage: int) -> dict[str, Any
         loss = engine(**engine.ring.shard_batch(batch)).loss
         engine.backward(loss)
         engine.step()
-        found[name] = float(engine.ring.mean_loss(loss))
+        result[name] = float(engine.ring.mean_loss(loss))
         with engine.ring.off(), torch.no_grad(), TotalOrder():
-            found[f"off {name}"] = float(engine.module(**batch).loss)
-    try:
-        engine.module.generate(batch["input_ids"][:1, :20], max_new_tokens=3)
-    except RingError as error:
-        found["generation"] = f"{type(error).__name__}: {error}"
+            result[f"off {name}"] = float(engine.module(**batch).loss)
+    result["generation"] = catch_refusal(
+        engine.module.generate, batch["input_ids"][:1, :20], max_new_tokens=3
+    )
     engine.ring.mesh.close()
-    return found
+    return result
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.day("3-minimax_m3_vl_text")
 def test_the_model_is_plain_while_the_ring_is_off(rank_pool, family, stage):
-    for found in rank_pool(2).run(losses, family, stage):
+    for result in rank_pool(2).run(losses, family, stage):
         for name in ("before", "off before", "after", "off after"):
-            assert found[name] == pytest.approx(found["alone"], rel=1e-6), found
+            assert result[name] == pytest.approx(result["alone"], rel=1e-6), result
         if family == "minimax_m3_vl_text":  # see test_chosen_key_generation.py
-            assert "generation" not in found, found
+            assert "generation" not in result, result
             continue
-        assert found["generation"].startswith("RingConfigError"), found
-        assert "engine.ring.off()" in found["generation"], found
+        assert result["generation"].startswith("RingConfigError"), result
+        assert "engine.ring.off()" in result["generation"], result

@@ -6,7 +6,6 @@ Images and videos lie across the borders of shards, and samples have different n
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -21,14 +20,14 @@ from ds_ring.comm.mesh import RingMesh
 from ds_ring.contrib.images.batch import OF_IMAGES, OF_VIDEOS, PIXELS
 from ds_ring.contrib.images.model import _ONE_BY_ONE, EXACT
 from ds_ring.errors import RingConfigError, RingError, RingShapeError
+from ds_ring.masks.catalog import Causal
+from ds_ring.patterns.documents.pattern import Documents
 from ds_ring.schedule.grid import Grid
 from ds_ring_launcher.check.small_model import Form
-from tests.dist.deepspeed_ranks import Run, json_config, start_deepspeed
+from tests.dist.deepspeed_ranks import Run, json_config, start_deepspeed, start_engine
 from tests.dist.family_ranks import attached, start_session, train_alone, train_on_ring
-from tests.dist.harness import RankPool
+from tests.dist.harness import Pool, catch_refusal
 from tests.dist.test_family_needs import GROUPED, check
-
-Pool = Callable[[int], RankPool]
 
 TOKENS, IMAGE, VIDEO, FEATURES = 45, 60, 59, 4  # of each image
 TEXT: dict[str, Any] = GROUPED | {"pad_token_id": 1, "attention_dropout": 0.0}
@@ -215,23 +214,23 @@ def patches_encoded(rank: int, world_size: int, name: str, modality: str = "imag
 @pytest.mark.parametrize("name", ["llava", "qwen2_vl"])
 def test_each_image_is_encoded_once(rank_pool: Pool, name: str) -> None:
     encoded = rank_pool(3).run(patches_encoded, name)
-    assert sum(one for one, _ in encoded) == encoded[0][1]
-    assert len({one for one, _ in encoded}) == 1  # three images of one size, on three ranks
+    assert sum(item for item, _ in encoded) == encoded[0][1]
+    assert len({item for item, _ in encoded}) == 1  # three images of one size, on three ranks
 
 
 def test_each_step_of_a_video_is_encoded_once(rank_pool: Pool) -> None:
     """Three steps of 16 patches and five of 4: the rank whose share has its middle encodes a step."""
     encoded = rank_pool(3).run(patches_encoded, "qwen2_5_vl", "video")
-    assert [one for one, _ in encoded] == [16, 32, 20]
+    assert [item for item, _ in encoded] == [16, 32, 20]
     assert encoded[0][1] == 68
 
 
-def shares_of(kind: str, given: dict[str, Tensor], ranks: int) -> list[dict[str, Any]]:
+def shares_of(kind: str, inputs: dict[str, Tensor], ranks: int) -> list[dict[str, Any]]:
     """What each rank encodes of videos."""
     from ds_ring.contrib.images.model import _share
 
     base = SimpleNamespace(config=SimpleNamespace(model_type=kind))
-    return [_share(base, given, given, RingMesh(Grid(ranks, ranks), r)).pixels for r in range(ranks)]
+    return [_share(base, inputs, inputs, RingMesh(Grid(ranks, ranks), r)).pixels for r in range(ranks)]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
@@ -247,28 +246,28 @@ def test_a_rank_encodes_its_share_of_the_frames_of_one_video(ranks: int) -> None
         "pixel_values_videos": torch.arange(frames * patches).view(frames, 2, 3),
         "num_frames_per_video": torch.tensor([frames]),
     }
-    for kind, given in (("qwen2_5_vl", grid), ("llava_onevision", tensor), ("gemma4", row)):
-        found = shares_of(kind, given, ranks)
-        pixels = [one["pixel_values_videos"].flatten() for one in found]
+    for kind, inputs in (("qwen2_5_vl", grid), ("llava_onevision", tensor), ("gemma4", row)):
+        outcome = shares_of(kind, inputs, ranks)
+        pixels = [item["pixel_values_videos"].flatten() for item in outcome]
         assert torch.equal(torch.cat(pixels), torch.arange(frames * patches))
         assert max(map(len, pixels)) <= -(-frames // ranks) * patches
-    assert sum(int(one["video_grid_thw"][0, 0]) for one in shares_of("qwen2_5_vl", grid, ranks)) == frames
-    whole = [len(one["pixel_values_videos"]) for one in shares_of("kimi_k25", grid, ranks)]
+    assert sum(int(item["video_grid_thw"][0, 0]) for item in shares_of("qwen2_5_vl", grid, ranks)) == frames
+    whole = [len(item["pixel_values_videos"]) for item in shares_of("kimi_k25", grid, ranks)]
     assert whole == [frames * patches] * ranks  # its attention is over all frames: one rank has the video
 
 
 def test_a_share_of_several_videos_has_parts_of_their_grids() -> None:
     """The video that begins on one rank and ends on another is there with some steps on each."""
-    given = {
+    inputs = {
         "pixel_values_videos": torch.arange(40)[:, None],
         "video_grid_thw": torch.tensor([[1, 2, 2], [7, 2, 2], [2, 2, 2]]),
         "video_merge_sizes": torch.tensor([1, 2, 2]),
     }
-    first, second = shares_of("video_llama_3", given, 2)
+    first, second = shares_of("video_llama_3", inputs, 2)
     assert first["video_grid_thw"].tolist() == [[1, 2, 2], [4, 2, 2]]
     assert second["video_grid_thw"].tolist() == [[3, 2, 2], [2, 2, 2]]
-    assert [one["video_merge_sizes"].tolist() for one in (first, second)] == [[1, 2], [2, 2]]
-    assert given["video_grid_thw"].tolist() == [[1, 2, 2], [7, 2, 2], [2, 2, 2]]
+    assert [item["video_merge_sizes"].tolist() for item in (first, second)] == [[1, 2], [2, 2]]
+    assert inputs["video_grid_thw"].tolist() == [[1, 2, 2], [7, 2, 2], [2, 2, 2]]
 
 
 def faulty(rank: int, world_size: int, fault: str) -> Run:
@@ -278,12 +277,12 @@ def faulty(rank: int, world_size: int, fault: str) -> Run:
     encode = model.base_model.get_video_features
 
     def wrong(*args: Any, **kwargs: Any) -> Any:
-        found = encode(*args, **kwargs)
+        outcome = encode(*args, **kwargs)
         if fault == "two steps swapped":
-            found.pooler_output = [x.roll(len(x) // 2, dims=0) for x in found.pooler_output]
+            outcome.pooler_output = [x.roll(len(x) // 2, dims=0) for x in outcome.pooler_output]
         elif rank == 1:  # its gradients are dropped
-            found.pooler_output = [x.detach() + 0 * x for x in found.pooler_output]
-        return found
+            outcome.pooler_output = [x.detach() + 0 * x for x in outcome.pooler_output]
+        return outcome
 
     wrong.__signature__ = inspect.signature(encode)  # type: ignore[attr-defined]
     if fault == "no order":
@@ -344,7 +343,7 @@ def test_frames_that_are_joined_are_encoded_by_all(rank_pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("ring_size", [2, 3, 4])
-@pytest.mark.parametrize("kind", [one for one in VIDEOS.split() if one in CONFIG_MAPPING])
+@pytest.mark.parametrize("kind", [item for item in VIDEOS.split() if item in CONFIG_MAPPING])
 @pytest.mark.day("qwen3_vl-3")
 def test_videos_are_exact(rank_pool: Pool, kind: str, ring_size: int) -> None:
     """Deepstack features, parted steps, positions: whatever the type has."""
@@ -382,7 +381,7 @@ def calls_of(kind: str, modality: str, ranks: int) -> list[list[str]]:
     return calls
 
 
-@pytest.mark.parametrize("kind", [one for one in _ONE_BY_ONE if one in CONFIG_MAPPING])
+@pytest.mark.parametrize("kind", [item for item in _ONE_BY_ONE if item in CONFIG_MAPPING])
 @pytest.mark.night
 def test_encoders_that_take_images_one_by_one_are_exact_at_zero_3(rank_pool: Pool, kind: str) -> None:
     """Of three images one rank has two."""
@@ -391,12 +390,17 @@ def test_encoders_that_take_images_one_by_one_are_exact_at_zero_3(rank_pool: Poo
 
 
 # Of Molmo 2 and Step 3.7 each rank encodes all images.
-CUT = [one for one in EXACT if one in CONFIG_MAPPING and one not in ("molmo2", "step3p7")]
+CUT = [item for item in EXACT if item in CONFIG_MAPPING and item not in ("molmo2", "step3p7")]
 
 
 @pytest.mark.parametrize(
     ("kind", "modality"),
-    [(one, kind) for kind in ("image", "video") for one in CUT if kind == "image" or one in VIDEOS.split()],
+    [
+        (item, kind)
+        for kind in ("image", "video")
+        for item in CUT
+        if kind == "image" or item in VIDEOS.split()
+    ],
 )
 @pytest.mark.day("minicpmv4_6-video")
 def test_all_ranks_call_the_same_modules(kind: str, modality: str) -> None:
@@ -405,7 +409,7 @@ def test_all_ranks_call_the_same_modules(kind: str, modality: str) -> None:
         pytest.importorskip("scipy")
     for ranks in (2, 3, 4):
         first, *others = calls_of(kind, modality, ranks)
-        assert first and all(one == first for one in others), ranks
+        assert first and all(item == first for item in others), ranks
 
 
 def test_images_that_fill_up_a_sample_are_encoded_by_nobody() -> None:
@@ -414,8 +418,8 @@ def test_images_that_fill_up_a_sample_are_encoded_by_nobody() -> None:
 
     values, mask = torch.randn(2, 2, 3, 4, 4), torch.ones(2, 2, 4, 4)
     values[0, 1] = 0
-    given = {"pixel_values": values, "pixel_attention_mask": mask}
-    shares = [_share(None, given, given, RingMesh(Grid(2, 2), r)) for r in (0, 1)]
+    inputs = {"pixel_values": values, "pixel_attention_mask": mask}
+    shares = [_share(None, inputs, inputs, RingMesh(Grid(2, 2), r)) for r in (0, 1)]
     assert all(share.is_used for share in shares)
     images = torch.cat([share.pixels["pixel_values"] for share in shares], dim=1)
     assert torch.equal(images, values[[0, 1, 1], [0, 0, 1]][None])
@@ -426,16 +430,14 @@ def test_patches_of_a_strip_are_divided_by_image() -> None:
     from ds_ring.contrib.images.model import _share
 
     values = torch.randn(1, 3, 4, 4 * (4 + 8 + 4))
-    given = {"pixel_values": values, "target_sizes": torch.tensor([[2, 2], [2, 4], [2, 2]])}
-    shares = [_share(None, given, given, RingMesh(Grid(2, 2), r)).pixels for r in (0, 1)]
-    assert torch.equal(torch.cat([one["pixel_values"] for one in shares], dim=3), values)
-    assert [one["target_sizes"].tolist() for one in shares] == [[[2, 2]], [[2, 4], [2, 2]]]
+    inputs = {"pixel_values": values, "target_sizes": torch.tensor([[2, 2], [2, 4], [2, 2]])}
+    shares = [_share(None, inputs, inputs, RingMesh(Grid(2, 2), r)).pixels for r in (0, 1)]
+    assert torch.equal(torch.cat([item["pixel_values"] for item in shares], dim=3), values)
+    assert [item["target_sizes"].tolist() for item in shares] == [[[2, 2]], [[2, 4], [2, 2]]]
 
 
 def test_blocks_are_numbered_by_the_token_types_of_whole_batches() -> None:
     from ds_ring.contrib.images.blocks import JoinedBlocks, numbers_blocks
-    from ds_ring.masks.catalog import Causal
-    from ds_ring.patterns.documents.pattern import Documents
 
     types = torch.tensor([[0, 1, 1, 0, 1, 0]])
     number = numbers_blocks(build("gemma3"))
@@ -450,10 +452,8 @@ def test_blocks_are_numbered_by_the_token_types_of_whole_batches() -> None:
 
 def test_blocks_that_a_batch_does_not_have_are_refused() -> None:
     from ds_ring.contrib.images.blocks import BlockRows, JoinedBlocks, numbers_blocks
-    from ds_ring.data.packing import RowGroup
-    from ds_ring.masks.catalog import Causal
-    from ds_ring.models.layer_masks import LayerMask
-    from ds_ring.patterns.documents.pattern import Documents
+    from ds_ring.integrations.deepspeed.packing import RowGroup
+    from ds_ring.integrations.transformers.layer_masks import LayerMask
 
     group = RowGroup(JoinedBlocks(Documents([0, 0, -1])), (0,))
     mask = LayerMask(Causal(), joins_blocks=True)
@@ -473,7 +473,7 @@ def test_blocks_that_a_batch_does_not_have_are_refused() -> None:
 
 
 def test_a_rank_without_an_image_encodes_one_for_its_gradients(rank_pool: Pool) -> None:
-    encoded = [one for one, _ in rank_pool(4).run(patches_encoded, "llava")]
+    encoded = [item for item, _ in rank_pool(4).run(patches_encoded, "llava")]
     assert encoded == [1, 1, 1, 1]  # of three images
 
 
@@ -484,26 +484,17 @@ def _attended(x: Tensor) -> Tensor:
 def as_many_as_patches(rank: int, world_size: int) -> list[str]:
     """An encoder of five patches beside five tokens of each rank; then plain attention in the language part."""
     start_deepspeed()
-    import ds_ring
-
     ids = torch.tensor([[3, *[IMAGE] * FEATURES, 4, 5, 6, 7, 8]])
     batch = {"input_ids": ids, "labels": ids, "pixel_values": batch_of("llava")["pixel_values"][:1]}
-    found = []
+    outcome = []
     for plain in (False, True):
         model = build("llava")
         if plain:
             layer = model.model.language_model.layers[0].mlp
             layer.register_forward_hook(lambda _, args, out: out + _attended(out[:, None])[:, 0])
-        engine, *_ = ds_ring.initialize(
-            model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
-            config=json_config(world_size, 1, 0),
-        )  # fmt: skip
-        try:
-            engine(**engine.ring.shard_batch(batch))
-            found.append("")
-        except RingConfigError as error:
-            found.append(str(error))
-    return found
+        engine = start_engine(model, json_config(world_size, 1, 0), 0.0)
+        outcome.append(catch_refusal(engine, **engine.ring.shard_batch(batch)))
+    return outcome
 
 
 def test_an_encoder_may_attend_over_as_many_patches_as_a_rank_has_tokens(rank_pool: Pool) -> None:
@@ -515,27 +506,29 @@ def test_an_encoder_may_attend_over_as_many_patches_as_a_rank_has_tokens(rank_po
 def trained(rank: int, world_size: int) -> tuple[list[float], bool, list[str]]:
     """Two steps at ZeRO 3, the first compared with one process; a generation; then what is refused."""
     start_deepspeed()
-    import ds_ring
-
     model, plain, batch = build("llava"), build("llava").eval(), batch_of("llava")
     config = json_config(world_size, 2, 3, ring_attention={"verify_first_batch": True})
-    sgd = torch.optim.SGD(model.parameters(), lr=0.0)
-    engine, *_ = ds_ring.initialize(model=model, optimizer=sgd, config=config)
+    engine = start_engine(model, config, 0.0)
     losses = []
-    for given in (batch, {key: x for key, x in batch.items() if key != "pixel_values"}):
-        if given is not batch:
-            given["input_ids"] = given["input_ids"].masked_fill(given["input_ids"] == IMAGE, 5)
-        loss = engine(**engine.ring.shard_batch(given)).loss
+    for inputs in (batch, {key: x for key, x in batch.items() if key != "pixel_values"}):
+        if inputs is not batch:
+            inputs["input_ids"] = inputs["input_ids"].masked_fill(inputs["input_ids"] == IMAGE, 5)
+        loss = engine(**engine.ring.shard_batch(inputs)).loss
         engine.backward(loss)
         engine.step()
-        losses += [float(engine.ring.mean_loss(loss)), float(plain(**given).loss)]
+        losses += [float(engine.ring.mean_loss(loss)), float(plain(**inputs).loss)]
     engine.eval()
     prompt = {key: batch[key][:1] for key in ("input_ids", "attention_mask")}
     prompt["pixel_values"] = batch["pixel_values"][:2]
-    asked: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None, "pad_token_id": 1}
-    texts = [one.generate(**prompt, **asked) for one in (engine.module, plain)]
+    requested: dict[str, Any] = {
+        "max_new_tokens": 5,
+        "do_sample": False,
+        "eos_token_id": None,
+        "pad_token_id": 1,
+    }
+    texts = [item.generate(**prompt, **requested) for item in (engine.module, plain)]
     with engine.ring.off():
-        texts.append(engine.module.generate(**prompt, **asked))
+        texts.append(engine.module.generate(**prompt, **requested))
     same = all(torch.equal(text, texts[0]) for text in texts)
     faults: list[tuple[type[RingError], dict[str, Tensor]]] = [
         (RingShapeError, {"pixel_values": batch["pixel_values"][:2]}),
@@ -562,12 +555,9 @@ def test_training_generation_and_refusals(rank_pool: Pool) -> None:
 def verified(rank: int, world_size: int) -> tuple[float, float]:
     """The loss of a step at ZeRO 3 that is compared with one process, and that of one process."""
     start_deepspeed()
-    import ds_ring
-
     model, plain, batch = build("qwen2_5_vl"), build("qwen2_5_vl"), batch_of("qwen2_5_vl")
     config = json_config(world_size, 2, 3, ring_attention={"verify_first_batch": True})
-    sgd = torch.optim.SGD(model.parameters(), lr=0.0)
-    engine, *_ = ds_ring.initialize(model=model, optimizer=sgd, config=config)
+    engine = start_engine(model, config, 0.0)
     loss = engine(**engine.ring.shard_batch(batch)).loss
     engine.backward(loss)
     engine.step()
@@ -583,7 +573,6 @@ def test_a_first_batch_with_videos_and_padding_is_verified(rank_pool: Pool) -> N
 def texts_of_videos(rank: int, world_size: int) -> list[Tensor]:
     """What a prompt with two images and a video goes on with, on a ring and on one process."""
     start_deepspeed()
-    import ds_ring
     from ds_ring_launcher.check.small_images import add_images
     from ds_ring_launcher.check.small_model import build, make_batch, read_config, shrink
 
@@ -592,14 +581,18 @@ def texts_of_videos(rank: int, world_size: int) -> list[Tensor]:
     )
     plain.eval()
     batch = add_images(make_batch(plain.config, "image-text", 61, 0, True), plain, 0)
-    sgd = torch.optim.SGD(model.parameters(), lr=0.0)
-    engine, *_ = ds_ring.initialize(model=model, optimizer=sgd, config=json_config(world_size, 2, 0))
+    engine = start_engine(model, json_config(world_size, 2, 0), 0.0)
     engine.eval()
     prompt = {key: batch[key][:1] for key in ("input_ids", "pixel_values_videos")}
     prompt |= {key: batch[key][:2] for key in ("pixel_values", "image_sizes")}
     prompt["attention_mask"] = torch.ones_like(prompt["input_ids"])
-    asked: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None, "pad_token_id": 1}
-    return [one.generate(**prompt, **asked) for one in (engine.module, plain)]
+    requested: dict[str, Any] = {
+        "max_new_tokens": 5,
+        "do_sample": False,
+        "eos_token_id": None,
+        "pad_token_id": 1,
+    }
+    return [item.generate(**prompt, **requested) for item in (engine.module, plain)]
 
 
 def test_a_text_goes_on_after_a_video(rank_pool: Pool) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -13,11 +12,10 @@ import torch
 
 from ds_ring import RingConfigError
 from ds_ring.contrib.policies.grpo import use_trees
-from tests.dist.harness import RankPool
+from tests.dist.harness import Pool
 from tests.dist.test_trainers import plain_config, run_trl, save_model
 from tests.dist.trainer_logs import EXAMPLES, Logs, check_logs
 
-Pool = Callable[[int], RankPool]
 OF_ONE_PROCESS: list[Logs] = []
 # The gradients of a shared prompt all but cancel, and Adam would divide their rounding by itself.
 SETTINGS = {"optim": "sgd", "learning_rate": 1.0}
@@ -31,14 +29,14 @@ def run_on_trees(rank: int, world_size: int, model: str, config: str) -> tuple[L
 
     begin, of_one_tree, seen = trl.GRPOTrainer.__init__, grpo._of_one_tree, list[tuple[int, int]]()
 
-    def begin_with_trees(trainer: Any, *given: Any, **named: Any) -> None:
-        begin(trainer, *given, **named)
+    def begin_with_trees(trainer: Any, *inputs: Any, **named: Any) -> None:
+        begin(trainer, *inputs, **named)
         use_trees(trainer)
 
-    def noted(engine: Any, ids: Any, mask: Any, *given: Any) -> Any:
-        tree = grpo.TreeBatch([one[real] for one, real in zip(ids, mask, strict=True)]).tree
+    def noted(engine: Any, ids: Any, mask: Any, *inputs: Any) -> Any:
+        tree = grpo.TreeBatch([item[real] for item, real in zip(ids, mask, strict=True)]).tree
         seen.append((tree.tokens or 0, int(mask.sum())))
-        return of_one_tree(engine, ids, mask, *given)
+        return of_one_tree(engine, ids, mask, *inputs)
 
     with (
         patch.object(trl.GRPOTrainer, "__init__", begin_with_trees),
@@ -61,10 +59,12 @@ def test_grpo_on_trees_is_grpo_on_one_process(rank_pool: Pool, tmp_path: Path, r
     if not OF_ONE_PROCESS:
         OF_ONE_PROCESS.append(rank_pool(1).run(run_trl, "GRPO", model, plain, False, SETTINGS)[0])
     for logs, tokens in rank_pool(ring).run(run_on_trees, model, str(tmp_path / "ring.json")):
-        moved = [one.pop("moved") for one in logs if "moved" in one]  # from old log-probabilities
+        moved = [item.pop("moved") for item in logs if "moved" in item]  # from old log-probabilities
         assert moved[0] <= 1e-5 < 1e-3 < max(moved)
-        check_logs(logs, [{key: x for key, x in one.items() if key != "moved"} for one in OF_ONE_PROCESS[0]])
-        trees, rows = (sum(one) for one in zip(*tokens, strict=True))
+        check_logs(
+            logs, [{key: x for key, x in item.items() if key != "moved"} for item in OF_ONE_PROCESS[0]]
+        )
+        trees, rows = (sum(item) for item in zip(*tokens, strict=True))
         assert len(tokens) >= 4 and trees < 0.8 * rows, tokens
 
 
@@ -78,14 +78,14 @@ class OfRows:
 
     num_generations = 2
 
-    def _get_per_token_logps_and_entropies(self, *given: Any, **named: Any) -> str:
-        return f"rows of {len(given)}, {sorted(named)}"
+    def _get_per_token_logps_and_entropies(self, *inputs: Any, **named: Any) -> str:
+        return f"rows of {len(inputs)}, {sorted(named)}"
 
 
 def test_without_a_ring_rollouts_stay_rows() -> None:
     trainer: Any = OfRows()
     use_trees(trainer)
-    found = trainer._get_per_token_logps_and_entropies(
+    result = trainer._get_per_token_logps_and_entropies(
         torch.nn.Linear(1, 1), None, None, 3, pixel_values=None
     )
-    assert found == "rows of 4, ['batch_size', 'compute_aux_loss', 'compute_entropy', 'pixel_values']"
+    assert result == "rows of 4, ['batch_size', 'compute_aux_loss', 'compute_entropy', 'pixel_values']"

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,12 +14,12 @@ from transformers import CONFIG_MAPPING
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.contrib.sound.model import EXACT, Sounds, SoundTokens, _features, sound_hook
 from ds_ring.errors import RingConfigError, RingShapeError
+from ds_ring.schedule.layout import make_layout
 from ds_ring_launcher.check.model_check import CheckRequest, ModelReport
-from tests.dist.deepspeed_ranks import json_config, start_deepspeed
-from tests.dist.harness import RankPool
+from tests.dist.deepspeed_ranks import json_config, start_deepspeed, start_engine
+from tests.dist.harness import Pool
 from tests.dist.test_families import checked
 
-Pool = Callable[[int], RankPool]
 HEAD = "seq2seq-lm"
 
 
@@ -33,7 +33,7 @@ def test_sound_is_exact(rank_pool: Pool, family: str) -> None:
 
 @pytest.mark.night
 @pytest.mark.parametrize(
-    ("ranks", "asked"),
+    ("ranks", "requested"),
     [
         (3, {"forms": ("packed",)}),
         (4, {"tokens": 75, "section": {"pattern": {"causal": True}, "ulysses_size": 2}}),
@@ -41,9 +41,9 @@ def test_sound_is_exact(rank_pool: Pool, family: str) -> None:
     ],
 )
 def test_documents_ulysses_and_zero_3_with_sound_are_exact(
-    rank_pool: Pool, ranks: int, asked: dict[str, Any]
+    rank_pool: Pool, ranks: int, requested: dict[str, Any]
 ) -> None:
-    reports = rank_pool(ranks).run(checked, CheckRequest("audioflamingo3", head=HEAD, **asked))[0]
+    reports = rank_pool(ranks).run(checked, CheckRequest("audioflamingo3", head=HEAD, **requested))[0]
     assert [report.result for report in reports] == ["exact"], reports[0].reason
 
 
@@ -52,18 +52,15 @@ def with_numbers_of_each_rank(rank: int, world_size: int) -> list[ModelReport]:
     take = Sounds.take_columns
 
     def careless(self: Sounds, *args: Any) -> SoundTokens | None:
-        found = take(self, *args)
-        if found is None:
+        outcome = take(self, *args)
+        if outcome is None:
             return None
-        mine = found.local.places_BS > 0
+        mine = outcome.local.places_BS > 0
         numbers = mine.flatten().cumsum(0).view(mine.shape) * mine
-        return found._replace(local=found.local._replace(places_BS=numbers))
+        return outcome._replace(local=outcome.local._replace(places_BS=numbers))
 
-    Sounds.take_columns = careless  # type: ignore
-    try:
+    with mock.patch.object(Sounds, "take_columns", careless):
         return checked(rank, world_size, CheckRequest("qwen2_audio", head=HEAD))
-    finally:
-        Sounds.take_columns = take  # type: ignore
 
 
 @pytest.mark.night
@@ -75,7 +72,6 @@ def test_features_of_other_tokens_are_found(rank_pool: Pool) -> None:
 def generated(rank: int, world_size: int) -> tuple[bool, str]:
     """A generation with sounds and one without a ring; then sounds that are too few."""
     start_deepspeed()
-    import ds_ring
     from ds_ring_launcher.check.small_model import build, make_batch, read_config, shrink
     from ds_ring_launcher.check.small_sounds import add_sounds
 
@@ -84,12 +80,16 @@ def generated(rank: int, world_size: int) -> tuple[bool, str]:
     batch = add_sounds(make_batch(config, "causal-lm", 61, 0, False), model, 0)
     labels = batch.pop("shift_labels")
     assert labels.shape == batch["input_ids"].shape
-    sgd = torch.optim.SGD(model.parameters(), lr=0.0)
-    engine, *_ = ds_ring.initialize(model=model, optimizer=sgd, config=json_config(world_size, 2, 0))
+    engine = start_engine(model, json_config(world_size, 2, 0), 0.0)
     engine.eval()
     prompt = batch | {"attention_mask": torch.ones_like(batch["input_ids"])}
-    asked: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None, "pad_token_id": 1}
-    texts = [one.generate(**prompt, **asked) for one in (engine.module, plain)]
+    requested: dict[str, Any] = {
+        "max_new_tokens": 5,
+        "do_sample": False,
+        "eos_token_id": None,
+        "pad_token_id": 1,
+    }
+    texts = [item.generate(**prompt, **requested) for item in (engine.module, plain)]
     fewer = {key: batch[key][:2] for key in ("input_features", "feature_attention_mask")}
     with pytest.raises(RingShapeError) as raised:
         engine(**engine.ring.shard_batch(batch | fewer))
@@ -105,7 +105,6 @@ def test_generation_and_refusals(rank_pool: Pool) -> None:
 
 @pytest.mark.parametrize("family", ["musicflamingo", "qwen2_audio"])
 def test_the_text_part_gets_the_embeddings_of_the_plain_model(family: str) -> None:
-    from ds_ring.schedule.layout import make_layout
     from ds_ring_launcher.check.small_model import build, make_batch, read_config, shrink
     from ds_ring_launcher.check.small_sounds import add_sounds
 
@@ -115,16 +114,16 @@ def test_the_text_part_gets_the_embeddings_of_the_plain_model(family: str) -> No
     session: Any = SimpleNamespace(needs=SimpleNamespace(), batches=SimpleNamespace(current=current))
     seen: list[torch.Tensor] = []
 
-    def see(_: Any, args: Any, given: dict[str, Any]) -> None:
-        seen.append(given["inputs_embeds"])
+    def see(_: Any, args: Any, inputs: dict[str, Any]) -> None:
+        seen.append(inputs["inputs_embeds"])
 
     model.base_model.language_model.register_forward_pre_hook(see, with_kwargs=True)
-    given = {key: x for key, x in batch.items() if key != "shift_labels"}
-    model(**given)
+    inputs = {key: x for key, x in batch.items() if key != "shift_labels"}
+    model(**inputs)
     hook = sound_hook(model, session)
     layout = make_layout("contiguous", tokens=61, ring_size=1)
-    current.whole = session.needs.whole.of_prompt(given, layout, mesh)
-    _, ours = hook(model.base_model, (), given)
+    current.whole = session.needs.whole.of_prompt(inputs, layout, mesh)
+    _, ours = hook(model.base_model, (), inputs)
     assert current.whole.local.places_BS.any() and torch.equal(ours["inputs_embeds"], seen[0])
 
 
@@ -136,11 +135,9 @@ def test_a_tower_with_noise_of_its_own_is_refused() -> None:
 
 
 def test_tokens_of_a_prompt_are_numbered_over_all_samples() -> None:
-    from ds_ring.schedule.layout import make_layout
-
     ids = torch.tensor([[5, 9, 9, 5], [9, 5, 5, 9]])
     layout, sounds = make_layout("contiguous", tokens=4, ring_size=1), Sounds({"sound": 9})
     assert sounds.of_prompt({"input_ids": ids}, layout, RingMesh.single()) is None
-    found = sounds.of_prompt({"input_ids": ids, "input_values": ids}, layout, RingMesh.single())
-    assert found is not None and found.local.tokens == 4
-    assert found.local.places_BS.tolist() == [[0, 1, 2, 0], [3, 0, 0, 4]]
+    outcome = sounds.of_prompt({"input_ids": ids, "input_values": ids}, layout, RingMesh.single())
+    assert outcome is not None and outcome.local.tokens == 4
+    assert outcome.local.places_BS.tolist() == [[0, 1, 2, 0], [3, 0, 0, 4]]

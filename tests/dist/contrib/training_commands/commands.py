@@ -41,10 +41,10 @@ def prepare(folder: Path, **changes: Any) -> None:
     AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")
     chats = [
         [
-            {"role": "user", "content": one[200 : 230 + 5 * n]},
-            {"role": "assistant", "content": f"{one[300 : 400 + 20 * n]}\nAction: run"},
+            {"role": "user", "content": item[200 : 230 + 5 * n]},
+            {"role": "assistant", "content": f"{item[300 : 400 + 20 * n]}\nAction: run"},
         ]
-        for n, one in enumerate(text.files(ROWS + HELD_OUT))
+        for n, item in enumerate(text.files(ROWS + HELD_OUT))
     ]
     for name, part in (("train", chats[:ROWS]), ("held_out", chats[ROWS:])):
         lines = [json.dumps({"messages": chat}) for chat in part]

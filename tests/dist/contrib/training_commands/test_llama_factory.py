@@ -58,14 +58,14 @@ CASES = {
 }  # fmt: skip
 
 
-def losses(folder: Path, name: str, ranks: int, asked: dict[str, Any], *starts: str) -> Logs:
+def losses(folder: Path, name: str, ranks: int, requested: dict[str, Any], *starts: str) -> Logs:
     """Run the command and return its log, with what it says of the whole run at the end."""
-    described = {one: {"file_name": f"{one}.jsonl"} | COLUMNS for one in ("train", "held_out")}
-    if asked.get("stage") == "pt":
+    described = {item: {"file_name": f"{item}.jsonl"} | COLUMNS for item in ("train", "held_out")}
+    if requested.get("stage") == "pt":
         described["train"] = {"file_name": "text.jsonl", "columns": {"prompt": "text"}}
     (folder / "dataset_info.json").write_text(json.dumps(described))
-    asked = COMMON | asked | {"output_dir": name, "deepspeed": f"{name}.json"}
-    (folder / f"{name}.yaml").write_text(json.dumps(asked))  # JSON is YAML
+    requested = COMMON | requested | {"output_dir": name, "deepspeed": f"{name}.json"}
+    (folder / f"{name}.yaml").write_text(json.dumps(requested))  # JSON is YAML
     run(
         folder, [*starts, "train", f"{name}.yaml"], ranks, FORCE_TORCHRUN="1", DISABLE_VERSION_CHECK="1",
         PET_STANDALONE="0",
@@ -85,8 +85,8 @@ def test_llama_factory_trains_a_ring_as_one_process(tmp_path: Path, name: str) -
     texts = [json.dumps({"text": chat[-1]["content"]}) for chat in chats]
     (tmp_path / "text.jsonl").write_text("\n".join(texts) + "\n")
     expected = losses(tmp_path, "plain", 1, case.both, "llamafactory-cli")
-    asked = case.both | (case.ring or {})
-    got = losses(tmp_path, "ring", case.ranks, asked, "python", plug_in("llama_factory"))
+    requested = case.both | (case.ring or {})
+    got = losses(tmp_path, "ring", case.ranks, requested, "python", plug_in("llama_factory"))
     if case.ring:  # other rows, with other padding
         del expected[-1]["total_flos"], got[-1]["total_flos"]
     print(f"{name}: {len(expected)} entries, {check_logs(got, expected):.1e}")

@@ -119,8 +119,8 @@ def test_the_path_of_a_plug_in_is_printed() -> None:
     ],
 )
 def test_what_ms_swift_cannot_do_on_a_ring_is_refused(changes: dict[str, Any], words: str) -> None:
-    made = {"task_type": "causal_lm", "sequence_parallel_size": 1, "use_logits_to_keep": None}
-    assert ms_swift._checked(lambda args: args, args := SimpleNamespace(**made)) is args
+    built = {"task_type": "causal_lm", "sequence_parallel_size": 1, "use_logits_to_keep": None}
+    assert ms_swift._checked(lambda args: args, args := SimpleNamespace(**built)) is args
     with pytest.raises(ds_ring.RingConfigError) as error:
-        ms_swift._checked(lambda args: args, SimpleNamespace(**made | changes))
+        ms_swift._checked(lambda args: args, SimpleNamespace(**built | changes))
     assert words in str(error.value)

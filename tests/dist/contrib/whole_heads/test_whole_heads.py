@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,13 +15,12 @@ from ds_ring.errors import RingConfigError, RingMismatchError, RingShapeError
 from ds_ring.layers.scan.sequence_runs import pieces
 from ds_ring_launcher.check.rounding import InFloat64, in_float64
 from ds_ring_launcher.check.small_model import build, read_config, shrink
-from ds_ring_launcher.plan.other_layers import LayerSetting, Recurrence, kinds_of, sent_by
+from ds_ring_launcher.plan.other_layers import LayerSetting, Recurrence, read_kinds, sent_by
 from tests.dist.deepspeed_ranks import Batch, Run
 from tests.dist.family_ranks import attached, gradients_of, start_session, train_on_ring
-from tests.dist.harness import RankPool
+from tests.dist.harness import Pool
 from tests.reference import relative_error
 
-Pool = Callable[[int], RankPool]
 TOKENS, SAMPLES = 61, 2
 LENGTHS = (23, 9, 29)  # of packed documents
 
@@ -68,10 +66,10 @@ def on_ring(
     if by_heads:
         session.states_by_heads()
     contexts = list[HeadContext]()
-    made, masks = HeadContext.__post_init__, HeadContext.masks
+    built, masks = HeadContext.__post_init__, HeadContext.masks
 
     def counted(self: HeadContext) -> None:
-        made(self)
+        built(self)
         contexts.append(self)
         if fault == "documents":  # states pass from one document to the next
             self.pieces = pieces(self.layout, 1, self.mesh.ring_rank, None)
@@ -83,12 +81,12 @@ def on_ring(
         with InFloat64():
             return train_on_ring(model, session, [batch_of(packed)]), len(contexts)
     finally:
-        HeadContext.__post_init__, HeadContext.masks = made, masks  # type: ignore[method-assign]
+        HeadContext.__post_init__, HeadContext.masks = built, masks  # type: ignore[method-assign]
 
 
 def largest(got: Run, want: Run) -> float:
     assert got.gradients.keys() == want.gradients.keys()
-    errors = [relative_error(got.gradients[name], one) for name, one in want.gradients.items()]
+    errors = [relative_error(got.gradients[name], entry) for name, entry in want.gradients.items()]
     return max(*errors, abs(got.losses[0] / want.losses[0] - 1))
 
 
@@ -145,7 +143,7 @@ def test_it_is_refused(rank_pool: Pool, what: str, says: str) -> None:
 
 def counted() -> int:
     """Bytes that all exchanges of this process have sent."""
-    return sum(one.counters.bytes_sent for one in gc.get_objects() if type(one) is Exchange)
+    return sum(entry.counters.bytes_sent for entry in gc.get_objects() if type(entry) is Exchange)
 
 
 def sent(rank: int, world_size: int, by_heads: bool) -> int:
@@ -163,23 +161,23 @@ def sent(rank: int, world_size: int, by_heads: bool) -> int:
 def of_the_plan(world_size: int) -> list[int]:
     """How many bytes more each rank sends by heads than by a scan, by the plan's formulas."""
     config = shrink(read_config("qwen3_next"), TOKENS, 2, {})
-    kinds = [one for one in kinds_of(config.to_dict(), config.layer_types) if one is not None]
+    kinds = [entry for entry in kinds_of(config.to_dict(), config.layer_types) if entry is not None]
     layout = make_layout("zigzag", tokens=TOKENS, ring_size=world_size // 2, multiple_of=2, pattern=Causal())
-    found = []
+    result = []
     for rank in range(world_size):
         total = 0
         for kind in kinds:
             assert isinstance(kind, Recurrence)
-            own = SAMPLES * layout.local_tokens // 2 * (kind.swapped + kind.swapped_floats) * 4
+            local = SAMPLES * layout.local_tokens // 2 * (kind.swapped + kind.swapped_floats) * 4
             half = kind._replace(before=0, state=kind.state // 2, transition=kind.transition // 2)
             cut = LayerSetting(layout, 2, SAMPLES, 4, Causal())
             scan = sent_by(kind._replace(before=0), cut, rank)
             rest = sent_by(half, cut._replace(parts=1), rank // 2) if world_size > 2 else []
-            total += 2 * (own // 2)
-            total += sum(one.forward + one.backward for one in rest)
-            total -= sum(one.forward + one.backward for one in scan)
-        found.append(total)
-    return found
+            total += 2 * (local // 2)
+            total += sum(entry.forward + entry.backward for entry in rest)
+            total -= sum(entry.forward + entry.backward for entry in scan)
+        result.append(total)
+    return result
 
 
 @pytest.mark.parametrize("world_size", [2, 4])

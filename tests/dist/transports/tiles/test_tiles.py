@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -33,11 +32,10 @@ from ds_ring.transports.tiles.plan import TokenBytes, choose_grid, list_grids, t
 from ds_ring.transports.tiles.tile_pass import pass_on
 from tests import calls
 from tests.cases import Shape, document_ids, not_one_of_three, tensors
-from tests.dist.harness import RankPool
+from tests.dist.harness import Pool
 from tests.parity import errors, gathered_pass
 from tests.reference import dense_attention, relative_error
 
-Pool = Callable[[int], RankPool]
 SHAPE = Shape(batch=2, query_heads=8, kv_heads=2, tokens=203, head_dim=8)
 PATTERNS: dict[str, tuple[Pattern, str]] = {
     "causal": (Causal(), "zigzag"),
@@ -49,7 +47,7 @@ PATTERNS: dict[str, tuple[Pattern, str]] = {
 
 
 def on_grid(context: RingContext, grid: TileGrid) -> None:
-    context.make_pass = lambda context, found, operands, finish: pass_on(grid, context, found)
+    context.make_pass = lambda context, result, operands, finish: pass_on(grid, context, result)
 
 
 def parity(rank: int, world_size: int, name: str) -> dict[str, float]:
@@ -63,8 +61,8 @@ def parity(rank: int, world_size: int, name: str) -> dict[str, float]:
         on_grid(context, grid)
         exchange = context.exchange
         before = 0 if exchange is None else exchange.counters.bytes_sent
-        found = gathered_pass(lambda *x, c=context: attend(*x, c, None, False), whole, layout, mesh)
-        for key, error in errors(found, want).items():
+        result = gathered_pass(lambda *x, c=context: attend(*x, c, None, False), whole, layout, mesh)
+        for key, error in errors(result, want).items():
             worst[key] = max(worst.get(key, 0.0), error)
         if exchange is not None:
             plan = tile_plan(pattern, layout, SHAPE.query_heads, SHAPE.kv_heads, grid)
@@ -91,7 +89,7 @@ def by_options(rank: int, world_size: int, ulysses: int) -> list[float]:
         ring_attention, pattern=Causal(), layout=layout, mesh=mesh, options=PassOptions(transport="tiles")
     )
     want = dense_attention(*whole, Causal())
-    found = list(errors(gathered_pass(run, whole, layout, mesh), want).values())
+    result = list(errors(gathered_pass(run, whole, layout, mesh), want).values())
     local = [shard_sequence(x, layout, mesh=mesh, dim=2) for x in whole[:3]]
     _, lse = run(*local, return_lse=True)
     whole_lse = gather_sequence(lse, layout, mesh=mesh, dim=2)
@@ -99,14 +97,14 @@ def by_options(rank: int, world_size: int, ulysses: int) -> list[float]:
         *local, pattern=Causal(), layout=layout, mesh=mesh, sinks=torch.ones(SHAPE.query_heads)
     )
     with_sinks = run(*local, sinks=torch.ones(SHAPE.query_heads))
-    return [*found, relative_error(whole_lse, want.lse), relative_error(with_sinks, plain)]
+    return [*result, relative_error(whole_lse, want.lse), relative_error(with_sinks, plain)]
 
 
 @pytest.mark.parametrize(("ranks", "ulysses"), [(4, 1), (4, 2)], ids=str)
 @pytest.mark.day("4-2")
 def test_the_public_function_takes_a_grid_itself(rank_pool: Pool, ranks: int, ulysses: int) -> None:
-    for found in rank_pool(ranks).run(by_options, ulysses):
-        assert max(found) < 1e-12, found
+    for result in rank_pool(ranks).run(by_options, ulysses):
+        assert max(result) < 1e-12, result
 
 
 def score(s: Tensor, b: Any, h: Any, q: Any, k: Any) -> Tensor:
@@ -128,22 +126,22 @@ def with_scores(rank: int, world_size: int) -> list[float]:
 
 
 def test_scores_that_depend_on_positions_and_heads(rank_pool: Pool) -> None:
-    for found in rank_pool(4).run(with_scores):
-        assert max(found) < 1e-12, found
+    for result in rank_pool(4).run(with_scores):
+        assert max(result) < 1e-12, result
 
 
-def refused(rank: int, world_size: int, given: dict[str, Any]) -> None:
+def refused(rank: int, world_size: int, extra: dict[str, Any]) -> None:
     mesh = RingMesh.from_world(world_size)
     x = torch.zeros(1, 2, 64, 8)
-    up = given.pop("up", None)
+    up = extra.pop("up", None)
     k, v = (x, x) if up is None else (x[:, :1], x[:, :1])
     calls.attend(
-        x, k, v, pattern=Causal(), layout="zigzag", mesh=mesh, transport="tiles", up_projection=up, **given
+        x, k, v, pattern=Causal(), layout="zigzag", mesh=mesh, transport="tiles", up_projection=up, **extra
     )
 
 
 @pytest.mark.parametrize(
-    ("given", "says"),
+    ("extra", "says"),
     [
         ({"gradient_payload": "bfloat16"}, "gradient_payload: .*by tiles of its own"),
         ({"overlap": False}, "overlap: .*by tiles of its own"),
@@ -154,16 +152,16 @@ def refused(rank: int, world_size: int, given: dict[str, Any]) -> None:
     ],
     ids=lambda x: str(x)[:20],
 )
-def test_what_cannot_be_honoured_is_refused(rank_pool: Pool, given: dict[str, Any], says: str) -> None:
+def test_what_cannot_be_honoured_is_refused(rank_pool: Pool, extra: dict[str, Any], says: str) -> None:
     import re
 
-    for outcome in rank_pool(2).collect(refused, given):
+    for outcome in rank_pool(2).collect(refused, extra):
         assert outcome.error_type == "RingConfigError" and re.search(says, outcome.message), outcome
 
 
 def test_grids_that_ranks_choose_are_equal() -> None:
     """The choice depends on what ranks compare: pattern, layout, heads, dtype and ranks of a node."""
     layout = make_layout("zigzag", tokens=np.int64(1024), ring_size=16)
-    size = TokenBytes.for_pass(False, 64, 64, 2, 4)
-    found = {choose_grid.__wrapped__(Causal(), layout, 8, 2, size, 8) for _ in range(3)}
-    assert len(found) == 1
+    size = TokenBytes.of(False, 64, 64, 2, 4)
+    result = {choose_grid.__wrapped__(Causal(), layout, 8, 2, size, 8) for _ in range(3)}
+    assert len(result) == 1

@@ -7,7 +7,9 @@ ranks, models and gradients are in tests/dist/test_backend.py.
 from __future__ import annotations
 
 import importlib.metadata
+import tomllib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -93,9 +95,28 @@ def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=k.shape[1] != q.shape[1])
 
 
-def triangle(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    mask = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
+def masked(make: Callable[[], Tensor]) -> Callable[..., Tensor]:
+    """Attention by a mask that is made in the graph."""
+    return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, make())
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """Attention by a mask that comes into the graph from outside."""
     return F.scaled_dot_product_attention(q, k, v, mask)
+
+
+def make_triangle() -> Tensor:
+    return torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
+
+
+def compare_slots(compare: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
+    """Attention by a comparison of the queries' and the keys' slots."""
+
+    def make() -> Tensor:
+        slots = torch.arange(TOKENS)
+        return compare(slots[None, None, :, None], slots[None, None, None, :])
+
+    return masked(make)
 
 
 def full(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -124,7 +145,7 @@ def flex(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 HONOURED = {
     "is_causal": (causal, Causal(), HEADS),
     "grouped queries": (causal, Causal(), KV_HEADS),
-    "a triangle": (triangle, Causal(), HEADS),
+    "a triangle": (masked(make_triangle), Causal(), HEADS),
     "no mask": (full, Full(), HEADS),
     "flex": (flex, SlidingWindow(5), HEADS),
     "inside a checkpoint": (checkpointed, Causal(), HEADS),
@@ -185,8 +206,8 @@ def graph_of(fn: Callable[..., Tensor], *tensors: Any, **options: Any) -> torch.
     """The rewritten graph."""
     seen: list[torch.fx.Graph] = []
 
-    def keep(module: torch.fx.GraphModule, inputs: Any, **more: Any) -> Any:
-        run = backend(module, inputs, **more)
+    def keep(module: torch.fx.GraphModule, inputs: Any, **extra: Any) -> Any:
+        run = backend(module, inputs, **extra)
         seen.append(module.graph)
         return run
 
@@ -231,19 +252,8 @@ def with_dropout(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, dropout_p=0.1, is_causal=True)
 
 
-def float_mask(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v, torch.ones(TOKENS, TOKENS).tril())
-
-
-def padded(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    hide = (torch.arange(TOKENS) < 20).expand(BATCH, -1)
-    return F.scaled_dot_product_attention(q, k, v, hf_mask(torch.arange(TOKENS)[None], hide=hide))
-
-
-def upper(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    slots = torch.arange(TOKENS)
-    i, j = slots[None, None, :, None], slots[None, None, None, :]
-    return F.scaled_dot_product_attention(q, k, v, i < j)
+def make_added_ones() -> Tensor:
+    return torch.ones(TOKENS, TOKENS).tril()
 
 
 def capped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -257,26 +267,9 @@ def cross(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q[:, :, :5], k, v)
 
 
-def column(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    slots = torch.arange(TOKENS)
-    i, j = slots[None, None, :, None], slots[None, None, None, :]
-    return F.scaled_dot_product_attention(q, k, v, j.bool() & (i >= j))
-
-
 def two_windows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     position_ids = torch.arange(TOKENS)[None]
     return sdpa_with_mask(sdpa_with_mask(q, k, v, position_ids, 5), k, v, position_ids)
-
-
-def random_mask(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v, torch.rand(TOKENS, TOKENS) > 0.5)
-
-
-def wide(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    slots = torch.arange(TOKENS)
-    return F.scaled_dot_product_attention(
-        q, k, v, slots[None, None, :, None] - slots[None, None, None, :] < 5
-    )
 
 
 def with_lse(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -299,15 +292,9 @@ def by_an_operator(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 FIRST, SECOND = torch.arange(TOKENS)[None], torch.arange(TOKENS)[None]
 
 
-def two_positions(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v, hf_mask(FIRST) & hf_mask(SECOND))
-
-
 def masked_in_a_checkpoint(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, hf_mask(torch.arange(TOKENS)[None]))
-
-    return checkpoint(attend, q, k, v, use_reentrant=False)  # type: ignore[no-any-return]
+    fn = masked(lambda: hf_mask(torch.arange(TOKENS)[None]))
+    return checkpoint(fn, q, k, v, use_reentrant=False)  # type: ignore[no-any-return]
 
 
 ONE = torch.ones(1, 1, 1, dtype=torch.int32)
@@ -323,20 +310,28 @@ def scaled_by_length(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 REFUSED: dict[str, tuple[Callable[..., Tensor], Any, type[RingError], str]] = {
-    "another mask": (random_mask, Causal(), RingPatternError, r"its mask \[24, 24\] .* made by rand"),
-    "a float mask": (float_mask, Causal(), RingPatternError, r"added to the scores \(float32\)"),
-    "padding": (padded, Causal(), RingPatternError, r"hides single tokens \(padding\)"),
-    "numbers of slots": (column, Causal(), RingPatternError, "made by and_.* not known to be causal"),
-    "a window of later keys": (wide, Causal(), RingPatternError, "has a window and is not causal"),
+    "another mask": (masked(lambda: torch.rand(TOKENS, TOKENS) > 0.5),
+        Causal(), RingPatternError, r"its mask \[24, 24\] .* made by rand"),
+    "a float mask": (masked(make_added_ones), Causal(), RingPatternError, r"added to the scores \(float32\)"),
+    "padding": (
+        masked(lambda: hf_mask(
+            torch.arange(TOKENS)[None], hide=(torch.arange(TOKENS) < 20).expand(BATCH, -1))),
+        Causal(), RingPatternError, r"hides single tokens \(padding\)"),
+    "numbers of slots": (compare_slots(lambda i, j: j.bool() & (i >= j)),
+        Causal(), RingPatternError, "made by and_.* not known to be causal"),
+    "a window of later keys": (compare_slots(lambda i, j: i - j < 5),
+        Causal(), RingPatternError, "has a window and is not causal"),
     "a log-sum-exp": (with_lse, Full(), RingPatternError, "its log-sum-exp is used"),
     "no batch": (without_batch, Causal(), RingShapeError, r"expected \[batch, heads, tokens, head_dim\]"),
     "a branch": (inside_cond, Full(), RingPatternError, "attention inside cond.*move it out"),
     "an operator of aten": (by_an_operator, Full(), RingPatternError, "to this rank's tokens only"),
-    "two positions": (two_positions, Causal(), RingPatternError, "two different tensors of positions"),
+    "two positions": (masked(lambda: hf_mask(FIRST) & hf_mask(SECOND)),
+        Causal(), RingPatternError, "two different tensors of positions"),
     "a mask in a checkpoint": (masked_in_a_checkpoint, Causal(), RingPatternError,
         "computed inside an activation checkpoint"),
     "blocks by hand": (blocks_by_hand, Full(), RingPatternError, "use create_block_mask"),
-    "the other triangle": (upper, Causal(), RingPatternError, "cannot be honoured: it is made by lt"),
+    "the other triangle": (compare_slots(lambda i, j: i < j),
+        Causal(), RingPatternError, "cannot be honoured: it is made by lt"),
     "dropout": (with_dropout, Causal(), RingConfigError, "expected dropout_p 0, got 0.1"),
     "written out": (written_out, Causal(), RingPatternError, "attention written out"),
     "a soft cap": (capped, Full(), RingPatternError, "score_mod changes the scores"),
@@ -365,63 +360,56 @@ def test_a_scale_of_symbols_is_refused() -> None:
         compiled(scaled_by_length)(*tensors)
 
 
-def test_a_mask_from_outside_raises_unless_the_pattern_replaces_it() -> None:
-    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, mask)
-
-    tensors, mask = qkv(), torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
-    with pytest.raises(RingPatternError, match=r"comes into the graph from outside.*'masks': 'replace'"):
-        compiled(attend)(*tensors, mask)
+@pytest.mark.parametrize(
+    ("mask", "replaced", "words"),
+    [
+        (make_triangle(), {}, r"comes into the graph from outside.*'masks': 'replace'"),
+        (torch.full((TOKENS, TOKENS), float("-inf")).triu(1), {"masks": "replace"},
+            r"from outside, where its values .* make it of booleans"),
+    ],
+    ids=["of booleans", "which may be a bias"],
+)  # fmt: skip
+def test_a_mask_from_outside_raises_unless_it_is_of_booleans_and_replaced(
+    mask: Tensor, replaced: dict[str, str], words: str
+) -> None:
+    with pytest.raises(RingPatternError, match=words):
+        compiled(attend, **replaced)(*qkv(), mask)
     torch._dynamo.reset()
-    got = compiled(attend, masks="replace")(*tensors, mask)
-    assert torch.allclose(got, attend(*tensors, mask), atol=1e-6)
+    got = compiled(attend, masks="replace")(*qkv(), make_triangle())
+    assert torch.allclose(got, attend(*qkv(), mask), atol=1e-6)
 
 
-def alibi(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def make_alibi() -> Tensor:
     slots = torch.arange(TOKENS)
-    distance = (slots[None, :] - slots[:, None]).to(q.dtype)
+    distance = (slots[None, :] - slots[:, None]).float()
     bias = 0.5 * distance.masked_fill(distance > 0, float("-inf"))
-    return F.scaled_dot_product_attention(q, k, v, bias.expand(BATCH, HEADS, -1, -1))
+    return bias.expand(BATCH, HEADS, -1, -1)
 
 
-def half_hidden(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    seen = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
-    return F.scaled_dot_product_attention(q, k, v, torch.where(seen, 0.0, -2.0))
-
-
-def many_values(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def make_many_values() -> Tensor:
     bias = torch.zeros(TOKENS, TOKENS)
     for power in range(12):
         bias = bias + torch.full((TOKENS, TOKENS), float(2**power)).tril()
-    return F.scaled_dot_product_attention(q, k, v, bias)
+    return bias
 
 
 BIASES = {
-    "many values": (many_values, "with many values"),
-    "ALiBi": (alibi, "is made by arange"),
-    "ones that hide nothing": (float_mask, "with 1 among its values"),
-    "some scores lower": (half_hidden, "with -2 among its values"),
+    "many values": (make_many_values, "with many values"),
+    "ALiBi": (make_alibi, "is made by arange"),
+    "ones that hide nothing": (make_added_ones, "with 1 among its values"),
+    "some scores lower": (
+        lambda: torch.where(make_triangle(), 0.0, -2.0),
+        "with -2 among its values",
+    ),
 }
 
 
 @pytest.mark.parametrize("case", BIASES)
 def test_a_bias_is_not_replaced_by_the_pattern(case: str) -> None:
     """It was dropped without a word."""
-    fn, words = BIASES[case]
+    make, words = BIASES[case]
     with pytest.raises(RingPatternError, match=f"its mask is added to the scores, .*{words}.*would be lost"):
-        compiled(fn, masks="replace")(*qkv())
-
-
-def test_a_float_mask_from_outside_may_be_a_bias() -> None:
-    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, mask)
-
-    hides = torch.full((TOKENS, TOKENS), float("-inf")).triu(1)
-    with pytest.raises(RingPatternError, match=r"from outside, where its values .* make it of booleans"):
-        compiled(attend, masks="replace")(*qkv(), hides)
-    torch._dynamo.reset()
-    got = compiled(attend, masks="replace")(*qkv(), hides == 0)
-    assert torch.allclose(got, attend(*qkv(), hides), atol=1e-6)
+        compiled(masked(make), masks="replace")(*qkv())
 
 
 FLOAT_MASKS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -435,14 +423,10 @@ FLOAT_MASKS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("made", FLOAT_MASKS)
-def test_a_float_mask_that_hides_tokens_is_replaced(made: str) -> None:
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        seen = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
-        return F.scaled_dot_product_attention(q, k, v, FLOAT_MASKS[made](seen))
-
-    got = compiled(attend, masks="replace")(*qkv())
-    assert torch.allclose(got, attend(*qkv()), atol=1e-6)
+@pytest.mark.parametrize("built", FLOAT_MASKS)
+def test_a_float_mask_that_hides_tokens_is_replaced(built: str) -> None:
+    fn = masked(lambda: FLOAT_MASKS[built](make_triangle()))
+    assert torch.allclose(compiled(fn, masks="replace")(*qkv()), fn(*qkv()), atol=1e-6)
 
 
 def test_replaced_masks_need_a_layout_of_known_length() -> None:
@@ -510,9 +494,6 @@ def test_a_config_is_pattern_layout_and_options() -> None:
 
 def test_the_entry_point_names_the_backend() -> None:
     """What is written in pyproject.toml; an installed copy may be another one, so that is read here."""
-    import tomllib
-    from pathlib import Path
-
     root = Path(__file__).resolve().parents[4]
     written = tomllib.loads((root / "pyproject.toml").read_text())["project"]["entry-points"]
     point = importlib.metadata.EntryPoint("ds_ring", written["torch_dynamo_backends"]["ds_ring"], "")

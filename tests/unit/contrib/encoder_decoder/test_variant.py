@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 from torch import nn
 
 from ds_ring.config.section import RingConfig
 from ds_ring.contrib.encoder_decoder import variant as encoder_decoder
 from ds_ring.errors import RingConfigError, RingShapeError
-from tests.unit.models.calls import IDS
+from tests.refusals import Refusals, refuse
+from tests.unit.integrations.transformers.calls import IDS
 
 CONFIG = RingConfig.from_deepspeed({"sequence_parallel_size": 1, "ring_attention": {}})
 check_pair: Any = encoder_decoder.check_pair
@@ -35,7 +34,7 @@ class PairWithoutShift(nn.Module):
     def forward(self, decoder_input_ids: Any) -> None: ...
 
 
-CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+CASES: Refusals = {
     "sound": (
         lambda: check_pair(ReadsSound(), CONFIG), RingConfigError, "a class that reads sound"
     ),
@@ -52,8 +51,4 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_it_is_refused(case: str) -> None:
-    call, error, words = CASES[case]
-    with pytest.raises(error, match=words):
-        call()
+test_it_is_refused = refuse(CASES)

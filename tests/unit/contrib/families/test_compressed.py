@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +15,8 @@ from ds_ring.errors import RingConfigError, RingLayoutError, RingPatternError
 from ds_ring.layers.scan.sequence_runs import sequence_runs
 from ds_ring.patterns.documents.pattern import Documents
 from ds_ring.schedule.layout import Layout, PieceLayout, make_layout
-from tests.unit.models.calls import IDS, ON, attend, sharding
+from tests.refusals import Refusals, refuse
+from tests.unit.integrations.transformers.calls import IDS, ON, attend, sharding
 
 
 def compressing(current: Any, cache: Any) -> Any:
@@ -35,7 +35,7 @@ class Compressing(nn.Module):
         self.compressor.forward = entries.compress  # type: ignore[assignment]
 
 
-CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+CASES: Refusals = {
     "compressed entries of a cache": (
         lambda: compressing(sharding(), object()), RingConfigError, "expected a call without a cache"
     ),
@@ -48,11 +48,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_it_is_refused(case: str) -> None:
-    call, error, words = CASES[case]
-    with pytest.raises(error, match=words):
-        call()
+test_it_is_refused = refuse(CASES)
 
 
 def drawn(seed: int) -> tuple[Layout, int, np.ndarray]:
@@ -89,8 +85,8 @@ def test_windows_are_those_of_each_document(first: int) -> None:
             inside = np.flatnonzero(~places.outside)
             assert (places.tokens[places.places[inside]] == inside).all()
             slots = 1 if windows.layout is None else windows.layout.local_tokens
-            own = places.places[inside]
-            assert (own // slots == place[of_slot[inside]] % rate).all()
+            local = places.places[inside]
+            assert (local // slots == place[of_slot[inside]] % rate).all()
             for overlaps in (False, True):
                 check_sources(windows, layout, rank, overlaps)
         if windows.layout is not None:
@@ -100,24 +96,24 @@ def test_windows_are_those_of_each_document(first: int) -> None:
 def check_sources(windows: Windows, layout: Layout, rank: int, overlaps: bool) -> None:
     """Each entry's window, and the one before it where there is one."""
     runs, before = sequence_runs(layout), windows.before(overlaps)
-    halos = [runs.starts[run] - before + np.arange(before) for run in runs.list_rank_runs(rank).tolist()]
-    given = np.concatenate([layout.positions(rank), *halos])
-    found = windows.sources(rank, overlaps)
+    halos = [runs.starts[run] - before + np.arange(before) for run in runs.of_rank(rank).tolist()]
+    inputs = np.concatenate([layout.positions(rank), *halos])
+    result = windows.sources(rank, overlaps)
     if windows.layout is None:
-        assert found.tokens.shape == (1, windows.rate) and not found.hidden.any()
+        assert result.tokens.shape == (1, windows.rate) and not result.hidden.any()
         return
     fragments = windows.layout.positions(rank)
     for slot, fragment in enumerate(fragments.tolist()):
         if fragment < 0 or not windows.has_entry[fragment]:
             continue
-        own, first, number = found.own[slot], windows.firsts[fragment], windows.numbers[fragment]
-        assert given[found.tokens[own]].tolist() == [*range(first, first + windows.rate)]
-        assert found.positions[own] == number * windows.rate and not found.hidden[own]
+        local, first, number = result.own[slot], windows.firsts[fragment], windows.numbers[fragment]
+        assert inputs[result.tokens[local]].tolist() == [*range(first, first + windows.rate)]
+        assert result.positions[local] == number * windows.rate and not result.hidden[local]
         if overlaps and number:
-            assert given[found.tokens[own - 1]].tolist() == [*range(first - windows.rate, first)]
-            assert not found.hidden[own - 1]
+            assert inputs[result.tokens[local - 1]].tolist() == [*range(first - windows.rate, first)]
+            assert not result.hidden[local - 1]
         elif overlaps:
-            assert found.hidden[own - 1]
+            assert result.hidden[local - 1]
 
 
 def check_pattern(windows: Windows, place: np.ndarray, start: np.ndarray, complete: np.ndarray) -> None:
@@ -139,11 +135,12 @@ def check_pattern(windows: Windows, place: np.ndarray, start: np.ndarray, comple
     assert not others[:, ~windows.has_entry].any()
 
 
-def test_documents_and_shards_that_have_no_windows_are_refused() -> None:
-    layout = make_layout("zigzag", tokens=6, ring_size=2)
-    with pytest.raises(RingPatternError, match="expected consecutive tokens, got one with a gap"):
-        Windows(layout, 2, Documents([0, 0, 1, 1, 0, 0]))
-    with pytest.raises(RingPatternError, match="expected 6 ids, got 4"):
-        Windows(layout, 2, Documents([0, 0, 1, 1]))
-    with pytest.raises(RingLayoutError, match="expected shards of consecutive positions"):
-        Windows(make_layout("striped", tokens=6, ring_size=2), 2)
+ZIGZAG, STRIPED = (make_layout(name, tokens=6, ring_size=2) for name in ("zigzag", "striped"))
+test_documents_and_shards_that_have_no_windows_are_refused = refuse({
+    "a gap": (lambda: Windows(ZIGZAG, 2, Documents([0, 0, 1, 1, 0, 0])), RingPatternError,
+        "expected consecutive tokens, got one with a gap"),
+    "fewer tokens": (lambda: Windows(ZIGZAG, 2, Documents([0, 0, 1, 1])), RingPatternError,
+        "expected 6 ids, got 4"),
+    "single tokens": (lambda: Windows(STRIPED, 2), RingLayoutError,
+        "expected shards of consecutive positions"),
+})  # fmt: skip

@@ -18,7 +18,11 @@ from ds_ring.contrib.families.eager_attention import families, layers, scores
 from ds_ring.contrib.families.eager_attention.families import FAMILIES, family_of
 from ds_ring.contrib.families.eager_attention.layers import parts_of
 from ds_ring.errors import RingConfigError, RingPatternError
-from ds_ring.models.attach import attach, check_model
+from ds_ring.integrations.transformers.attach import attach, check_model
+from ds_ring.integrations.transformers.variants.eager_attention import families, layers, scores
+from ds_ring.integrations.transformers.variants.eager_attention.families import FAMILIES, family_of
+from ds_ring.integrations.transformers.variants.eager_attention.layers import parts_of
+from tests.refusals import Refusals, refuse
 from tests.sessions import session_of
 from tests.unit.models.calls import ON, sharding
 from tests.unit.models.test_attention import IDS, RingConfig
@@ -48,11 +52,11 @@ def test_a_model_with_documents_is_its_documents_one_by_one():
     model, alone = neox_japanese(), neox_japanese()
     session = attached(model, **DOCUMENTS)
     ids_BT = IDS[:1]
-    found = model(
+    result = model(
         **session.shard_batch({"input_ids": ids_BT, "document_ids": (torch.arange(33) > 12)[None].long()})
     )
     expected = torch.cat([alone(input_ids=part).logits for part in (ids_BT[:, :13], ids_BT[:, 13:])], dim=1)
-    torch.testing.assert_close(found.logits, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(result.logits, expected, rtol=1e-5, atol=1e-5)
 
 
 def gradients(checkpointed: bool) -> dict[str, Tensor]:
@@ -120,34 +124,29 @@ FAULTS: dict[str, tuple[Callable[..., Any], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_other_arithmetic_is_refused(fault):
-    written, words = FAULTS[fault]
+def forward(model: Any, section: dict[str, Any] | None = None, **batch: Any) -> Any:
+    session = attached(model, **section or {"pattern": {"window": 9}})
+    return model(**session.shard_batch({"input_ids": IDS} | batch))
+
+
+def with_arithmetic(written: Callable[..., Any]) -> Any:
+    """A model whose modules compute this."""
     model = neox_japanese()
-    session = attached(model, pattern={"window": 9})
     for _, _, module in parts_of(model):
         module._attn = lambda q, k, v, mask, module=module: (written(module, q, k, v), None)
-    with pytest.raises(RingPatternError, match=words):
-        model(**session.shard_batch({"input_ids": IDS}))
-
-
-def test_dropout_inside_attention_is_refused():
-    model = neox_japanese(attention_dropout=0.1).train()
-    session = attached(model, pattern={"window": 9})
-    with pytest.raises(RingConfigError, match=r"no dropout inside attention, got 0\.1"):
-        model(**session.shard_batch({"input_ids": IDS}))
+    return model
 
 
 @pytest.mark.situation("configurations", "Falcon with alibi, loaded with eager attention or with sdpa")
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-@pytest.mark.parametrize("more", [{}, {"new_decoder_architecture": True, "num_kv_heads": 2}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"new_decoder_architecture": True, "num_kv_heads": 2}], ids=str)
 def test_falcons_alibi_is_that_of_the_attention_it_was_loaded_with(
-    implementation: str, more: dict[str, Any]
+    implementation: str, options: dict[str, Any]
 ) -> None:
     sizes: dict[str, Any] = {
         "vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "alibi": True,
     }  # fmt: skip
-    config = transformers.FalconConfig(**sizes, **more, attn_implementation=implementation)
+    config = transformers.FalconConfig(**sizes, **options, attn_implementation=implementation)
     torch.manual_seed(0)
     model = transformers.FalconForCausalLM(config).double().eval()
     for parameter in model.parameters():  # scores of order one
@@ -167,10 +166,9 @@ def test_falcons_alibi_is_that_of_sdpa_and_refused_beside_documents():
     expected = model(input_ids=IDS).logits
     session = attached(model, pattern={"window": 33})
     torch.testing.assert_close(model(**session.shard_batch({"input_ids": IDS})).logits, expected)
-    other = transformers.FalconForCausalLM(transformers.FalconConfig(**sizes)).eval()
-    session = attached(other, **DOCUMENTS)
+    packed = transformers.FalconForCausalLM(transformers.FalconConfig(**sizes)).eval()
     with pytest.raises(RingPatternError, match=r"expected no documents beside config\.alibi"):
-        other(**session.shard_batch({"input_ids": IDS, "document_ids": (torch.arange(33) > 12)[None].long()}))
+        forward(packed, DOCUMENTS, document_ids=(torch.arange(33) > 12)[None].long())
 
 
 def xlm() -> Any:
@@ -186,44 +184,37 @@ def test_padding_between_xlms_documents_hides_no_token():
     session = attached(model, **DOCUMENTS)
     documents = torch.tensor([0, -1, 1]).repeat_interleave(torch.tensor([12, 7, 14]))[None]
     ids_BT = IDS[:1].masked_fill(IDS[:1] == 2, 3).masked_fill(documents < 0, 2)
-    found = model(**session.shard_batch({"input_ids": ids_BT, "document_ids": documents})).logits
+    result = model(**session.shard_batch({"input_ids": ids_BT, "document_ids": documents})).logits
     for number in (0, 1):
         of_document = documents[0] == number
-        torch.testing.assert_close(found[:, of_document], alone(input_ids=ids_BT[:, of_document]).logits)
+        torch.testing.assert_close(result[:, of_document], alone(input_ids=ids_BT[:, of_document]).logits)
 
 
 @pytest.mark.situation("padding", "rows of XLM that have its padding token before other tokens")
 @pytest.mark.parametrize("section", [DOCUMENTS, {"pattern": {"window": 33}}], ids=["documents", "rows"])
 def test_xlms_padding_before_other_tokens_is_refused(section: dict[str, Any]):
-    session = attached(xlm(), **section)
     ids_BT = IDS[:1].masked_fill(IDS[:1] == 2, 3)
     ids_BT[0, 5] = 2
-    batch = {"input_ids": ids_BT}
-    if section is DOCUMENTS:
-        batch["document_ids"] = (torch.arange(33) > 12)[None].long()
+    documents = {"document_ids": (torch.arange(33) > 12)[None].long()} if section is DOCUMENTS else {}
     with pytest.raises(RingPatternError, match=r"input_ids: expected padding \(config\.pad_index, 2\) at"):
-        session.shard_batch(batch)
+        forward(xlm(), section, input_ids=ids_BT, **documents)
 
 
-def test_a_second_sequence_is_refused():
+def with_two_sequences() -> Any:
     config = transformers.XGLMConfig(
         vocab_size=61, d_model=32, ffn_dim=32, num_layers=1, attention_heads=4, add_cross_attention=True
     )
     model = transformers.XGLMForCausalLM(config).eval()
-    session = attached(model, pattern={"window": 9})
-    batch = session.shard_batch({"input_ids": IDS})
-    with pytest.raises(RingConfigError, match="expected one sequence of tokens, got encoder_hidden_states"):
-        model(**batch, encoder_hidden_states=torch.zeros(2, 33, 32))
+    batch = attached(model, pattern={"window": 9}).shard_batch({"input_ids": IDS})
+    return model(**batch, encoder_hidden_states=torch.zeros(2, 33, 32))
 
 
-def test_positions_of_another_class_are_refused():
+def check_trocr() -> None:
     config = transformers.TrOCRConfig(
         vocab_size=61, d_model=32, decoder_layers=1, decoder_attention_heads=4, decoder_ffn_dim=32,
         use_learned_position_embeddings=False,
     )  # fmt: skip
-    model = transformers.TrOCRForCausalLM(config)
-    with pytest.raises(RingConfigError, match="numbers its tokens otherwise than by TrOCRLearned"):
-        check_model(model, RingConfig(ring_size=2))
+    check_model(transformers.TrOCRForCausalLM(config), RingConfig(ring_size=2))
 
 
 @pytest.mark.parametrize("block_size", [2, 16])
@@ -270,7 +261,7 @@ def written() -> Any:
     return scores.EagerScores(call, q, q, torch.Size([1, 4, 4])), call, q
 
 
-CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+CASES: Refusals = {
     "positions by sample": (
         lambda: families._rotary_rows(None, torch.tensor([[0, 1], [0, 2]]), torch.sin, None),
         RingPatternError,
@@ -280,9 +271,25 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: written()[1](written()[0], written()[2]), RingPatternError, "does not mask the scores"
     ),
     "scores of another shape": (lambda: written()[0].view(2, 8), RingPatternError, "views scores"),
+    "dropout inside attention": (
+        lambda: forward(neox_japanese(attention_dropout=0.1).train()), RingConfigError,
+        r"no dropout inside attention, got 0\.1",
+    ),
+    "a second sequence": (
+        with_two_sequences, RingConfigError, "expected one sequence of tokens, got encoder_hidden_states"
+    ),
+    "positions of another class": (
+        check_trocr, RingConfigError, "numbers its tokens otherwise than by TrOCRLearned"
+    ),
+    **{
+        f"other arithmetic: {name}": (
+            lambda function=function: forward(with_arithmetic(function)), RingPatternError, words
+        )
+        for name, (function, words) in FAULTS.items()
+    },
 }  # fmt: skip
 
-COMPILED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+COMPILED: Refusals = {
     "written out": (
         lambda: layers.around_attention(ON, None, Graph(), None, "sdpa")(len),  # type: ignore[arg-type]
         RingConfigError,
@@ -291,19 +298,10 @@ COMPILED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_it_is_refused(case: str) -> None:
-    call, error, words = CASES[case]
-    with pytest.raises(error, match=words):
-        call()
+test_it_is_refused = refuse(CASES)
 
 
-@pytest.mark.parametrize("case", COMPILED)
-def test_compiled_code_is_refused(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    call, error, words = COMPILED[case]
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    with pytest.raises(error, match=words):
-        call()
+test_compiled_code_is_refused = refuse(COMPILED, compiling=True)
 
 
 @pytest.mark.parametrize("heads", [4, 6])
@@ -335,5 +333,5 @@ def test_the_slopes_of_alibi_are_the_models_own() -> None:
 
     slopes = families._bloom_alibi(SimpleNamespace(num_heads=6), 2.0, "sdpa").slopes
     whole = build_alibi_tensor(torch.ones(1, 9, dtype=torch.int64), 6, torch.float64)[:, 0]
-    found = torch.tensor(slopes, dtype=torch.float64)[:, None] * torch.arange(9) / 2
-    torch.testing.assert_close(found, whole)
+    result = torch.tensor(slopes, dtype=torch.float64)[:, None] * torch.arange(9) / 2
+    torch.testing.assert_close(result, whole)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,15 +12,18 @@ from torch import Tensor, nn
 from ds_ring.contrib.families.indexed import layers as indexed
 from ds_ring.data import batch
 from ds_ring.errors import RingConfigError, RingError, RingPatternError
-from tests.unit.models.calls import IDS, attend
-from tests.unit.models.test_attention import attached
+from ds_ring.integrations.deepspeed import batch
+from ds_ring.integrations.transformers.variants import indexed
+from tests.refusals import Refusals, refuse
+from tests.unit.integrations.transformers.calls import IDS, attend
+from tests.unit.integrations.transformers.test_attention import attached
 
 
 def keys() -> Any:
     return indexed.KeysOfAllRanks(lambda *_: torch.zeros(1), torch.Size([1]), lambda *_: torch.zeros(1))
 
 
-CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+CASES: Refusals = {
     "chosen keys with a cap": (
         lambda: attend(indices=IDS, softcap=1.0), RingConfigError, "no softcap beside chosen keys"
     ),
@@ -43,11 +45,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_it_is_refused(case: str) -> None:
-    call, error, words = CASES[case]
-    with pytest.raises(error, match=words):
-        call()
+test_it_is_refused = refuse(CASES)
 
 
 @pytest.mark.parametrize("name", ["cache", "past_key_values"])

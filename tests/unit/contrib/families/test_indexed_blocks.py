@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
 from ds_ring.contrib.families.indexed_blocks import layers as indexed_blocks
 from ds_ring.errors import RingConfigError, RingPatternError
 from ds_ring.masks.catalog import Full
-from ds_ring.models import layer_masks
-from tests.unit.models.calls import IDS, ON, sharding
+from tests.refusals import Refusals, refuse
+from tests.unit.integrations.transformers.calls import IDS, ON, sharding
 
 
 def chosen_by(current: Any, pattern: Any = None) -> Any:
@@ -24,7 +22,7 @@ def chosen_by(current: Any, pattern: Any = None) -> Any:
     return indexed_blocks.BlockIndexedLayer.choose(self, lambda x: x, torch.zeros(1))
 
 
-CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+CASES: Refusals = {
     "no local blocks": (
         lambda: indexed_blocks.minimax_m3(
             SimpleNamespace(block_size=1, local_blocks=0, head_dim=2, topk_blocks=1), sharding(), IDS, (IDS,)
@@ -39,8 +37,4 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_it_is_refused(case: str) -> None:
-    call, error, words = CASES[case]
-    with pytest.raises(error, match=words):
-        call()
+test_it_is_refused = refuse(CASES)

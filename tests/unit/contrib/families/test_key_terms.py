@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import pytest
 import torch
 import transformers
 
@@ -14,8 +12,8 @@ from ds_ring.contrib.families.key_terms import layers as key_terms
 from ds_ring.data import batch
 from ds_ring.errors import RingConfigError
 from ds_ring.masks.catalog import Causal
-from ds_ring.models import checks, layer_masks
-from tests.unit.models.calls import REQUEST, attend, cached
+from tests.refusals import Refusals, refuse
+from tests.unit.integrations.transformers.calls import REQUEST, attend, cached
 
 
 def masked(**terms: Any) -> Any:
@@ -30,7 +28,7 @@ def doge(**settings: Any) -> Any:
     return checks.check_class(transformers.DogeForCausalLM(config), replace(REQUEST, as_is=not settings))
 
 
-CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+CASES: Refusals = {
     "Doge for the backend": (lambda: doge(), RingConfigError, "cannot run on a ring: its layers add learned"),
     "Doge's experts": (lambda: doge(is_moe=True), RingConfigError, "config.is_moe: its router"),
     "terms of other keys": (
@@ -44,21 +42,12 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
 }  # fmt: skip
 
-COMPILED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+COMPILED: Refusals = {
     "terms of keys": (lambda: masked(scaling=1.0), RingConfigError, "adds a term of each key to the scores"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_it_is_refused(case: str) -> None:
-    call, error, words = CASES[case]
-    with pytest.raises(error, match=words):
-        call()
+test_it_is_refused = refuse(CASES)
 
 
-@pytest.mark.parametrize("case", COMPILED)
-def test_compiled_code_is_refused(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    call, error, words = COMPILED[case]
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    with pytest.raises(error, match=words):
-        call()
+test_compiled_code_is_refused = refuse(COMPILED, compiling=True)

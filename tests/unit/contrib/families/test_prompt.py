@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,12 +11,15 @@ import torch
 import transformers
 
 from ds_ring.config.section import RingConfig
-from ds_ring.contrib.families.prompt import layers as prompt
-from ds_ring.errors import RingConfigError, RingError, RingPatternError
+from ds_ring.errors import RingConfigError, RingPatternError
+from ds_ring.integrations.transformers import checks
+from ds_ring.integrations.transformers.attach import attach
+from ds_ring.integrations.transformers.variants import prompt
 from ds_ring.masks.pattern import QueryHead
 from ds_ring.models import checks
 from ds_ring.models.attach import attach
 from ds_ring.schedule.layout import make_layout
+from tests.refusals import Refusals, refuse
 from tests.sessions import session_of
 from tests.unit.models.calls import IDS, REQUEST, check_alone
 
@@ -33,13 +35,13 @@ def cpm_ant() -> Any:
     return transformers.CpmAntForCausalLM(config)
 
 
-def called(documents: bool = True, ids: Any = IDS, batch: Any = None, **given: Any) -> Any:
+def called(documents: bool = True, ids: Any = IDS, batch: Any = None, **inputs: Any) -> Any:
     model, session = cpm_ant(), session_of(pattern={"causal": False, "documents": documents})
     attach(model, session)
-    return model(**session.shard_batch({"input_ids": ids} | (batch or {})), **given)
+    return model(**session.shard_batch({"input_ids": ids} | (batch or {})), **inputs)
 
 
-CASES: dict[str, tuple[Callable[[], Any], type[RingError], str]] = {
+CASES: Refusals = {
     "the backend": (
         lambda: checks.check_class(cpm_ant(), replace(REQUEST, as_is=True)), RingConfigError, "puts a prompt"
     ),
@@ -59,11 +61,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[RingError], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_it_is_refused(case: str) -> None:
-    call, error, words = CASES[case]
-    with pytest.raises(error, match=words):
-        call()
+test_it_is_refused = refuse(CASES)
 
 
 @pytest.mark.parametrize("name", ["striped", "zigzag"])
@@ -72,8 +70,8 @@ def test_the_prompt_is_in_front_of_the_tokens_of_rank_0(name: str) -> None:
     layout = prompt.PromptedLayout.before(base, 3)
     real = [layout.positions(rank)[: layout.valid_tokens(rank)] for rank in range(2)]
     assert real[0][:3].tolist() == [0, 1, 2]
-    for rank, own in enumerate((real[0][3:], real[1])):
-        assert np.array_equal(own - 3, base.positions(rank)[: base.valid_tokens(rank)])
+    for rank, local in enumerate((real[0][3:], real[1])):
+        assert np.array_equal(local - 3, base.positions(rank)[: base.valid_tokens(rank)])
     assert sorted(np.concatenate(real).tolist()) == list(range(14))
     assert str(layout).endswith(f"a prompt before the {base}")
 

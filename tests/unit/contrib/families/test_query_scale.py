@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
-import pytest
 from torch import nn
 
 from ds_ring.contrib.families.query_scale import layers as query_scale
 from ds_ring.errors import RingConfigError
+from ds_ring.integrations.transformers.variants import query_scale
+from tests.refusals import Refusals, refuse
 
-CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+CASES: Refusals = {
     "scaled queries that are told nothing": (
         lambda: query_scale.QueryScale(nn.Linear(1, 1)).before_forward(nn.Linear(1, 1), (), {}),
         RingConfigError,
@@ -20,8 +18,4 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_it_is_refused(case: str) -> None:
-    call, error, words = CASES[case]
-    with pytest.raises(error, match=words):
-        call()
+test_it_is_refused = refuse(CASES)

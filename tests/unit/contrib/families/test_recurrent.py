@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,10 +17,10 @@ from ds_ring.config.section import RingConfig
 from ds_ring.contrib.families.recurrent import layers, scan
 from ds_ring.errors import RingConfigError
 from ds_ring.layers.scan import recurrence
-from ds_ring.models.attach import check_model
-from tests.unit.models.test_attention import FAMILIES, GROUPED, build
+from tests.refusals import Refusals, refuse
+from tests.unit.integrations.transformers.test_attention import FAMILIES, GROUPED, build
 
-CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+CASES: Refusals = {
     "no tokens for a state": (
         lambda: recurrence.group_pieces(
             SimpleNamespace(pieces=[], layout="contiguous", mesh=RingMesh.single())  # type: ignore[arg-type]
@@ -33,15 +34,11 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_it_is_refused(case: str) -> None:
-    call, error, words = CASES[case]
-    with pytest.raises(error, match=words):
-        call()
+test_it_is_refused = refuse(CASES)
 
 
 @pytest.mark.parametrize(
-    ("function", "given"),
+    ("function", "inputs"),
     [
         ("MiniMaxLightningAttention.forward", {"hidden_states": 1, "position_embeddings": 2}),
         ("ZayaCCAProjection.forward", {"hidden_states": 1, "conv_mask": 2}),
@@ -50,13 +47,13 @@ def test_it_is_refused(case: str) -> None:
 )  # fmt: skip
 @pytest.mark.parametrize("name", ["cache", "past_key_values"])
 def test_a_wrapped_method_keeps_the_names_of_its_arguments(
-    function: str, given: dict[str, Any], name: str
+    function: str, inputs: dict[str, Any], name: str
 ) -> None:
     def original(layer: Any, **kwargs: Any) -> Any:
         return kwargs
 
-    asked = given | {name: None}
-    assert layers.WRAPPERS[function](original, SimpleNamespace(), **asked) == asked  # without a ring
+    request = inputs | {name: None}
+    assert layers.WRAPPERS[function](original, SimpleNamespace(), **request) == request  # without a ring
 
 
 def lfm2() -> Any:
@@ -130,19 +127,19 @@ SEEDED: dict[str, tuple[Any, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", SEEDED)
-def test_layers_that_no_wrapper_computes_are_refused(what):
-    make, words = SEEDED[what]
-    with pytest.raises(RingConfigError, match=words):
-        check_model(make(), RingConfig(ring_size=2))
+def check(make: Callable[[], Any], layout: str = "auto") -> None:
+    check_model(make(), RingConfig(ring_size=2, layout=layout))
+
+
+test_layers_that_no_wrapper_computes_are_refused = refuse(
+    {what: (partial(check, make), RingConfigError, words) for what, (make, words) in SEEDED.items()}
+)
+test_layouts_of_single_tokens_are_refused_for_layers_that_pass_a_state_on = refuse({
+    layout: (partial(check, lfm2, layout), RingConfigError, f'consecutive tokens, got "{layout}"')
+    for layout in ("striped", "residue")
+})  # fmt: skip
 
 
 @pytest.mark.parametrize("make", [lfm2, with_an_inner_function_that_is_covered])
 def test_layers_that_a_wrapper_computes_pass_the_check(make):
-    check_model(make(), RingConfig(ring_size=2))
-
-
-@pytest.mark.parametrize("layout", ["striped", "residue"])
-def test_layouts_of_single_tokens_are_refused_for_layers_that_pass_a_state_on(layout):
-    with pytest.raises(RingConfigError, match=f'consecutive tokens, got "{layout}"'):
-        check_model(lfm2(), RingConfig(ring_size=2, layout=layout))
+    check(make)

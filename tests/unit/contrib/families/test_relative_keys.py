@@ -6,14 +6,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import pytest
 import torch
 import transformers
 
 from ds_ring.contrib.families.relative_keys import layers as relative_keys
 from ds_ring.errors import RingConfigError
-from ds_ring.models import checks
-from ds_ring.models.attach import attach
+from ds_ring.integrations.transformers import checks
+from ds_ring.integrations.transformers.attach import attach
+from ds_ring.integrations.transformers.variants import relative_keys
+from tests.refusals import refuse
 from tests.sessions import session_of
 from tests.unit.models.calls import IDS, REQUEST, check_alone
 
@@ -25,10 +26,10 @@ def xlnet(**changes: Any) -> Any:
     return transformers.XLNetLMHeadModel(transformers.XLNetConfig(**SIZES, **changes))
 
 
-def called(**given: Any) -> Any:
+def called(**inputs: Any) -> Any:
     model, session = xlnet(), session_of(pattern={"causal": False, "documents": True})
     attach(model, session)
-    return model(**session.shard_batch({"input_ids": IDS}), **given)
+    return model(**session.shard_batch({"input_ids": IDS}), **inputs)
 
 
 CASES: dict[str, tuple[Callable[[], Any], str]] = {
@@ -47,11 +48,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_it_is_refused(case: str) -> None:
-    call, words = CASES[case]
-    with pytest.raises(RingConfigError, match=words):
-        call()
+test_it_is_refused = refuse({name: (call, RingConfigError, words) for name, (call, words) in CASES.items()})
 
 
 def test_layers_are_found_and_do_not_generate() -> None:

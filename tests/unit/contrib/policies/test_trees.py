@@ -2,38 +2,41 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from torch import Tensor
 
 from ds_ring.contrib.policies.trees import TreeBatch, trees_of
 from ds_ring.errors import RingPatternError, RingShapeError
+from tests.refusals import refuse
 from tests.sessions import session_of
 
 IDS = torch.arange(1, 9)
 
 
-def test_values_of_a_tree_are_of_all_its_tokens() -> None:
-    tree = TreeBatch([IDS[:4], IDS[:6]])
-    with pytest.raises(RingShapeError, match=r"expected 6 values, got \[1, 5\]"):
-        tree.of_rollouts(torch.zeros(1, 5))
-
-
-@pytest.mark.parametrize("ends", [IDS, IDS[None].float(), IDS[None] > 3])
-def test_ends_of_trees_are_integers_by_sample(ends: Tensor) -> None:
-    with pytest.raises(RingShapeError, match=r"expected integers \[samples, tokens\], got"):
-        trees_of(ends)
-
-
-def test_a_tree_of_rollouts_has_no_documents_to_report() -> None:
+def losses(**changes: Any) -> Any:
+    """Losses of documents, of a tree."""
     session = session_of()
-    tree = session.tree_batch([[1, 2, 3], [1, 2, 4]])
-    local = session.shard_batch(tree.batch)
-    with pytest.raises(RingPatternError, match=r"expected documents, got a tree; use tree\.of_rollouts"):
-        session.document_losses(torch.zeros(local["input_ids"].shape), local)
-    local.pop("shift_labels")
-    with pytest.raises(RingShapeError, match="a batch with shift_labels, none, got"):
-        session.document_losses(torch.zeros(local["input_ids"].shape), local)
+    local = session.shard_batch(session.tree_batch([[1, 2, 3], [1, 2, 4]]).batch)
+    batch = {name: x for name, x in (local | changes).items() if x is not None}
+    return session.document_losses(torch.zeros(local["input_ids"].shape), batch)
+
+
+test_it_is_refused = refuse({
+    "values of fewer tokens": (
+        lambda: TreeBatch([IDS[:4], IDS[:6]]).of_rollouts(torch.zeros(1, 5)), RingShapeError,
+        r"expected 6 values, got \[1, 5\]"),
+    **{
+        f"ends in {ends.dtype} of {ends.dim()} dimensions": (
+            lambda ends=ends: trees_of(ends), RingShapeError, r"expected integers \[samples, tokens\], got")
+        for ends in (IDS, IDS[None].float(), IDS[None] > 3)
+    },
+    "documents to report": (losses, RingPatternError,
+        r"expected documents, got a tree; use tree\.of_rollouts"),
+    "labels that are not there": (lambda: losses(shift_labels=None), RingShapeError,
+        "a batch with shift_labels, none, got"),
+})  # fmt: skip
 
 
 def test_a_session_has_no_methods_but_its_own_and_those_of_rows() -> None:

@@ -14,6 +14,7 @@ from ds_ring.comm.streams import is_fake
 from ds_ring.errors import RingConfigError
 from ds_ring.kernels.cpu.calls import Sizes, calls
 from ds_ring.kernels.cpu.kernel import CpuKernel
+from ds_ring.kernels.cpu.triangles import triangulated
 from ds_ring.kernels.select import get_kernel
 from ds_ring.masks.joins import within_distances
 from ds_ring.masks.pattern import Pattern
@@ -27,6 +28,7 @@ from tests.unit.kernels.test_kernels import (
     tiles_of,
 )  # fmt: skip
 from tests.unit.masks.painting import paint
+from tests.unit.masks.test_branches import Run, a_band, in_band
 
 SMALL = CpuKernel(block=48, triangle=32)
 
@@ -128,9 +130,9 @@ def test_small_triangles_of_many_segments_are_few_calls() -> None:
     """LongNet with rates far beyond its smallest segment: calls grow with blocks, not with segments."""
     pattern = Dilated(tuple(256 * 4**i for i in range(6)), tuple(4**i for i in range(6))).bind((0,), 1, 1)
     tiles = pattern.tiles(np.array([[1 << 16, 1, 1 << 14]]), np.array([[1 << 16, 1, 1 << 14]]))
-    found = calls(tiles, Sizes())
-    assert len(tiles) > 150 and len(found) < 40
-    assert sum(call.q_rows.repeats * call.q_rows.length * call.k_rows.length for call in found) < (
+    result = calls(tiles, Sizes())
+    assert len(tiles) > 150 and len(result) < 40
+    assert sum(call.q_rows.repeats * call.q_rows.length * call.k_rows.length for call in result) < (
         1.45 * tiles.pairs.sum()
     )
 
@@ -154,3 +156,16 @@ def test_a_causal_zigzag_ring_computes_evenly() -> None:
     hops = [plan.rank(rank).classes[0].hops for rank in range(8)]
     executed = [sum(kernel.executed_pairs(hop.tiles) for hop in of_rank) for of_rank in hops]
     assert max(executed) <= 1.01 * np.mean(executed)
+
+
+# --- triangles -------------------------------------------------------------------------------------------
+
+
+@a_band
+def test_triangles_cover_every_pair_once(q: Run, k: Run, step: int, least: int, most: int) -> None:
+    band, pairs = in_band(q, k, step, least, most)
+    cut = triangulated(band)
+    np.testing.assert_array_equal(paint(cut, q[1], k[1]), pairs)
+    (low, high), rows, columns = cut.band, cut.q.length, cut.k.length
+    assert (rows == columns)[cut.edges == 1].all() and ((low == 0) | (high == 0))[cut.edges == 1].all()
+    assert ((high == 0) & (low == rows - columns))[cut.edges == 2].all()

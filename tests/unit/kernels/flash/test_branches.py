@@ -43,10 +43,10 @@ def places(axis: Axis) -> dict[int, int]:
 def test_arithmetic_agrees_with_the_tiles(name: str, layout_name: str, monkeypatch) -> None:
     for tiles in tables(CASES[name], layout_name):
         for axis in (tiles.q, tiles.k):
-            quick = flash_calls._runs(axis)
+            quick = flash_calls._find_runs(axis)
             with monkeypatch.context() as patch:
-                patch.setattr(flash_calls, "_merged", lambda rows: None)
-                slow = flash_calls._runs(axis)
+                patch.setattr(flash_calls, "_merge_rows", lambda rows: None)
+                slow = flash_calls._find_runs(axis)
             assert places(quick) == places(slow) == places(axis)
 
 

@@ -24,7 +24,7 @@ from ds_ring.errors import RingConfigError, RingShapeError
 from ds_ring.kernels.flash.calls import OPEN, FlashCall, FlashWindow, branch_form, flash_calls, join_windows
 from ds_ring.kernels.flash.executors import Cudnn, Executor, Flash
 from ds_ring.kernels.flash.kernel import FlashKernel
-from ds_ring.kernels.interface import Rows, each_tile
+from ds_ring.kernels.interface import Kernel, Rows, each_tile
 from ds_ring.kernels.reference import ReferenceKernel
 from ds_ring.kernels.select import KernelNeeds, get_kernel
 from ds_ring.masks.pattern import Pattern
@@ -36,6 +36,7 @@ from tests.flash_operators import emulated
 from tests.hops import ring_hops
 from tests.mask_table import HEADS, KV_HEADS, MASKS, TOKENS
 from tests.reference import Dense, dense_attention
+from tests.refusals import refuse
 
 WHOLE = "DS_RING_WHOLE_REGISTRY" in os.environ
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
@@ -67,8 +68,8 @@ def cases() -> list[tuple[str, str, int, int]]:
 @lru_cache(maxsize=2 if WHOLE else 64)
 def truth(name: str, head_dim: int) -> tuple[list[Tensor], Dense]:
     shape = Shape(1, HEADS, KV_HEADS, TOKENS, head_dim)
-    given = [x.double() for x in tensors(shape)]
-    return given, dense_attention(*given, MASKS[name].pattern)
+    values = [x.double() for x in tensors(shape)]
+    return values, dense_attention(*values, MASKS[name].pattern)
 
 
 def worst_error(got: Dense, want: Dense) -> float:
@@ -91,14 +92,14 @@ def test_every_mask_and_layout_by_the_contracts_of_the_operators(most: int) -> N
     worst = [0.0, 0.0, 0.0]
     chosen = cases()
     for number, (name, layout_name, ring_size, head_dim) in enumerate(chosen):
-        pattern, (given, want) = MASKS[name].pattern, truth(name, head_dim)
+        pattern, (values, want) = MASKS[name].pattern, truth(name, head_dim)
         layout = layout_for(layout_name, pattern, tokens=TOKENS, ring_size=ring_size)
         by_layout.add(layout_name)
         kernels = [kernel_of(Flash(operators)), kernel_of(Cudnn(operators), Flash(operators)), FlashKernel()]
         for which, kernel in enumerate(kernels):
             if not WHOLE and (which - number) % 3 >= most:  # so many contracts, in turn
                 continue
-            inputs = [x.float() for x in given] if which == 2 else given
+            inputs = [x.float() for x in values] if which == 2 else values
             got = ring_hops(kernel.of_heads(slice(None)), *inputs, pattern, layout)
             error = worst_error(Dense(*(x.double() for x in got)), want)
             limit = 1e-5 if which == 2 else 1e-12
@@ -172,8 +173,8 @@ ONE_CALL = [Causal(), Full(), SlidingWindow(100), Chunked(256), Chunked(4096, Fa
 def test_a_hop_is_one_call(pattern: Pattern, layout_name: str) -> None:
     """Chunks of a shard, the triangle before a band, repeated segments and residue classes are joined."""
     most = 2 if isinstance(pattern, DilatedWindow) else 1  # two chunks, each a batch of residue classes
-    found = calls_of(pattern, layout_name)
-    assert found and max(map(len, found)) <= most, [len(calls) for calls in found]
+    results = calls_of(pattern, layout_name)
+    assert results and max(map(len, results)) <= most, [len(calls) for calls in results]
 
 
 def test_the_first_hop_of_causal_attention_is_one_triangle_over_the_whole_shard() -> None:
@@ -211,9 +212,9 @@ def test_both_ways_to_the_branch_form_are_the_same_sum() -> None:
     assert (tiles.weight >= 0).any()
     anew, by_class = branch_form(tiles), branch_form(replace(tiles, rule=None))
     q, k, v = (torch.randn(1, heads, 86, 8, dtype=torch.float64) for heads in (2, 1, 1))
-    for found in (anew, by_class):
-        assert (found.weight < 0).all()
-        got = merged(found, q, k, v)
+    for results in (anew, by_class):
+        assert (results.weight < 0).all()
+        got = merged(results, q, k, v)
         assert float((got - merged(tiles, q, k, v)).abs().max()) < 1e-13
     assert len(anew) < len(by_class)
 
@@ -234,10 +235,10 @@ def test_rows_without_keys_of_either_convention(empty_lse: float) -> None:
     ids = np.repeat([0, -1, 1, -1, 2], [40, 20, 13, 5, 15])
     pattern = Documents(ids) & Causal()
     layout = make_layout("contiguous", tokens=93, ring_size=1, pattern=pattern)
-    given = [x.double() for x in tensors(Shape(2, 4, 2, 93, 16))]
+    values = [x.double() for x in tensors(Shape(2, 4, 2, 93, 16))]
     kernel = kernel_of(Flash(emulated(empty_lse)))
-    got = ring_hops(kernel, *given, pattern, layout)
-    assert worst_error(got, dense_attention(*given, pattern)) < 1e-12
+    got = ring_hops(kernel, *values, pattern, layout)
+    assert worst_error(got, dense_attention(*values, pattern)) < 1e-12
     tiles = build_plan(pattern, layout, query_heads=4, kv_heads=2).rank(0).classes[0].hops[0].tiles
     (call,) = flash_calls(tiles)
     assert call.has_empty_rows and call.pairs == int(tiles.pairs.sum())
@@ -251,7 +252,7 @@ def test_scales_values_of_another_width_and_the_gradient_of_the_lse(scale: float
     sizes = ((4, 24), (2, 24), (2, 12), (4, 12))
     q, k, v, grad = (torch.randn(2, heads, 93, width, dtype=torch.float64) for heads, width in sizes)
     grad_lse = torch.randn(2, 4, 93, dtype=torch.float64)
-    found = []
+    results = []
     for kernel in (ReferenceKernel(), kernel_of(Flash(emulated())), FlashKernel()):
         out, lse = torch.zeros_like(grad), torch.full_like(grad_lse, -torch.inf)
         for part in kernel.forward(q, k, v, tiles, scale):
@@ -265,29 +266,35 @@ def test_scales_values_of_another_width_and_the_gradient_of_the_lse(scale: float
         sums = [torch.zeros_like(x) for x in (q, k, v)]
         for grads in kernel.backward(grad, q, k, v, out, lse, tiles, scale, grad_lse):
             grads.add_to(*sums)
-        found.append((out, lse, *sums))
-    for got in found[1:]:
-        for a, b in zip(got, found[0], strict=True):
+        results.append((out, lse, *sums))
+    for got in results[1:]:
+        for a, b in zip(got, results[0], strict=True):
             assert torch.allclose(a, b, rtol=0, atol=1e-11, equal_nan=True)
 
 
-def test_what_is_refused_names_flex() -> None:
-    masked = next(mask.pattern for name, mask in MASKS.items() if name not in WINDOWS)
-    with pytest.raises(RingConfigError, match=r'MaskMod.*"kernel": "flex"'):
-        get_kernel("flash", "cuda", asked=KernelNeeds("cuda", torch.bfloat16, 64, masked))
-    with pytest.raises(
-        RingShapeError, match=r'expected bfloat16 or float16 on cuda, got torch.float32.*"flex"'
-    ):
-        get_kernel("flash", "cuda", asked=KernelNeeds("cuda", torch.float32, 64, Causal()))
-    with pytest.raises(RingShapeError, match='head_dim of at most 256, got 320; set "kernel": "flex"'):
-        get_kernel("flash", "cuda", asked=KernelNeeds("cuda", torch.bfloat16, 320, Causal()))
-    with pytest.raises(
-        RingConfigError, match="implementation: expected one of FA2, cuDNN, FA3, FA4, got 'FA5'"
-    ):
-        get_kernel("flash", "cpu", (("implementation", "FA5"),))
-    _, tiles = next(hops_of(masked, "contiguous", 1, 93))
-    with pytest.raises(RingConfigError, match='"kernel": "flex"'):
-        list(FlashKernel().forward(*(torch.zeros(1, 2, 93, 8) for _ in range(3)), tiles, 1.0))
+MASKED = next(mask.pattern for name, mask in MASKS.items() if name not in WINDOWS)
+
+
+def flash_for(dtype: torch.dtype, head_dim: int, pattern: Pattern) -> Kernel:
+    return get_kernel("flash", "cuda", asked=KernelNeeds("cuda", dtype, head_dim, pattern))
+
+
+def attend_masked() -> None:
+    _, tiles = next(hops_of(MASKED, "contiguous", 1, 93))
+    list(FlashKernel().forward(*(torch.zeros(1, 2, 93, 8) for _ in range(3)), tiles, 1.0))
+
+
+test_what_is_refused_names_flex = refuse({
+    "a mask function": (lambda: flash_for(torch.bfloat16, 64, MASKED), RingConfigError,
+        r'MaskMod.*"kernel": "flex"'),
+    "float32": (lambda: flash_for(torch.float32, 64, Causal()), RingShapeError,
+        r'expected bfloat16 or float16 on cuda, got torch.float32.*"flex"'),
+    "wide heads": (lambda: flash_for(torch.bfloat16, 320, Causal()), RingShapeError,
+        'head_dim of at most 256, got 320; set "kernel": "flex"'),
+    "no implementation": (lambda: get_kernel("flash", "cpu", (("implementation", "FA5"),)), RingConfigError,
+        "implementation: expected one of FA2, cuDNN, FA3, FA4, got 'FA5'"),
+    "tiles of a mask function": (attend_masked, RingConfigError, '"kernel": "flex"'),
+})  # fmt: skip
 
 
 def test_a_triangle_and_a_rectangle_whose_last_query_sees_all_stay_two_windows() -> None:

@@ -73,7 +73,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def chosen(
     name: str | None, head_dim: int = 64, value_dim: int = 64, equal_bits: bool = False
 ) -> tuple[Executor, ...]:
-    return flash._chosen.__wrapped__(name, 8, CPU, torch.float32, head_dim, value_dim, equal_bits)
+    return flash._choose_executors.__wrapped__(name, 8, CPU, torch.float32, head_dim, value_dim, equal_bits)
 
 
 TRIED: dict[str, tuple[int, Package, str, str]] = {
@@ -142,11 +142,11 @@ def test_operators_that_another_implementation_replaces_are_refused(name: str | 
     aten = IMPLEMENTATIONS[name or "FA2"].make(8)
     q = mock.Mock(is_cpu=False, is_cuda=True, shape=(1, 2, 8, 64))
     with (
-        mock.patch.object(flash, "_chosen", return_value=aten),
+        mock.patch.object(flash, "_choose_executors", return_value=aten),
         mock.patch.object(flash, "current_flash_attention_impl", return_value="FA4"),
         pytest.raises(RingConfigError, match="expected torch's own operators, got FA4"),
     ):
-        FlashKernel(name)._executors(q, 64)
+        FlashKernel(name)._get_executors(q, 64)
 
 
 def of_base_2(*args: Any, **named: Any) -> tuple[Tensor, ...]:

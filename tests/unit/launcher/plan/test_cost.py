@@ -12,10 +12,10 @@ from ds_ring.kernels.cpu.kernel import CpuKernel
 from ds_ring.schedule import lowering
 from ds_ring_launcher.plan.estimate import estimate
 from ds_ring_launcher.plan.hardware import hardware_from, read_hardware
+from ds_ring_launcher.plan.hiding import MIN_TOKENS, hides, hiding_shard
 from ds_ring_launcher.plan.layer_passes import slowest_pass
 from ds_ring_launcher.plan.model_file import ModelShape
 from ds_ring_launcher.plan.model_memory import Zero
-from ds_ring_launcher.plan.node_orders import MIN_TOKENS, hides, hiding_shard
 from ds_ring_launcher.plan.options import fewest_devices, longest_sequence, peak_bytes
 from ds_ring_launcher.plan.pass_memory import PassShape
 from ds_ring_launcher.plan.pass_time import CostPart, bytes_sent, executed_pairs, pass_cost

@@ -10,7 +10,7 @@ import torch
 
 from ds_ring_launcher.plan.advice import latents_on_the_wire
 from ds_ring_launcher.plan.estimate import estimate
-from ds_ring_launcher.plan.model_file import ModelShape, model_of
+from ds_ring_launcher.plan.model_file import ModelShape, read_model
 from tests.unit.launcher.plan.test_node_orders import setting
 
 SIZES = {
@@ -24,7 +24,7 @@ def shape(**more: object) -> ModelShape:
 
     names = ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocab")
     text = json.dumps(SIZES | more)
-    return model_of(Namespace(hf_config=text, **dict.fromkeys(names)))
+    return read_model(Namespace(hf_config=text, **dict.fromkeys(names)))
 
 
 @pytest.mark.parametrize("query_latent", [None, 12])

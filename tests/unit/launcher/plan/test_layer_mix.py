@@ -10,9 +10,9 @@ from ds_ring import Causal, Chunked, SlidingWindow
 from ds_ring.config.section import RingConfig
 from ds_ring.errors import RingConfigError, RingPatternError
 from ds_ring_launcher.plan.estimate import Estimate, estimate
+from ds_ring_launcher.plan.hiding import hiding_shard
 from ds_ring_launcher.plan.layer_passes import layer_passes
-from ds_ring_launcher.plan.model_file import mix_of, patterns_by, with_layer_types
-from ds_ring_launcher.plan.node_orders import hiding_shard
+from ds_ring_launcher.plan.model_file import count_patterns, patterns_by, with_layer_types
 from tests.unit.launcher.plan.test_cost import SMALL, setting
 
 GEMMA = {"num_hidden_layers": 6, "sliding_window": 512, "hidden_size": 64}
@@ -59,14 +59,14 @@ def test_a_file_that_is_wrong_is_refused(values: dict[str, object], message: str
 
 def test_the_section_and_the_model_are_put_together_as_the_runtime_does() -> None:
     found = (*[SlidingWindow(512)] * 5, Causal())
-    assert dict(mix_of(section(), found, 4096)) == {SlidingWindow(512): 5, Causal(): 1}
-    assert dict(mix_of(section(), found, 512)) == {Causal(): 6}  # windows that hide nothing
+    assert dict(count_patterns(section(), found, 4096)) == {SlidingWindow(512): 5, Causal(): 1}
+    assert dict(count_patterns(section(), found, 512)) == {Causal(): 6}  # windows that hide nothing
     named = section(layers={"0-1": {"window": 128}})
-    assert dict(mix_of(named, (None,) * 4, 4096)) == {SlidingWindow(128): 2, Causal(): 2}
+    assert dict(count_patterns(named, (None,) * 4, 4096)) == {SlidingWindow(128): 2, Causal(): 2}
     with pytest.raises(RingConfigError, match="layers from 0 to 1"):
-        mix_of(section(layers={"7": {"window": 8}}), (None, None), 4096)
+        count_patterns(section(layers={"7": {"window": 8}}), (None, None), 4096)
     with pytest.raises(RingPatternError, match="see otherwise"):
-        mix_of(section(window=64), found, 4096)
+        count_patterns(section(window=64), found, 4096)
 
 
 def test_attention_is_summed_over_the_layers_and_memory_is_that_of_the_largest() -> None:

@@ -1,4 +1,4 @@
-"""Sequences over several nodes: what the estimator plans is what runs, its seconds by hand, its advice."""
+"""Sequences over several nodes: what the estimator plans is what runs, its seconds by hand."""
 
 from __future__ import annotations
 
@@ -7,19 +7,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ds_ring import Causal, Full, SlidingWindow, make_layout, simulate
+from ds_ring import Causal, Full, make_layout, simulate
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.schedule.grid import Grid
 from ds_ring.schedule.plan import build_plan
 from ds_ring.simulation.simulate import SimulationOptions
 from ds_ring_launcher.plan.estimate import estimate, head_swaps
 from ds_ring_launcher.plan.hardware import hardware_from
-from ds_ring_launcher.plan.layer_passes import layer_passes, plans_of
+from ds_ring_launcher.plan.layer_passes import build_plans, layer_passes
 from ds_ring_launcher.plan.model_file import ModelShape
 from ds_ring_launcher.plan.model_memory import Zero
-from ds_ring_launcher.plan.node_orders import node_orders
 from ds_ring_launcher.plan.training_setting import TrainingSetting, like_in_hops, like_in_memory
-from tests.plan_costs import costs_once  # noqa: F401 (used by all tests)
 from tests.unit.launcher.plan.test_cost import RATES
 
 MODEL = ModelShape(2, 64, 8, 4, 16, 128, 256)
@@ -43,7 +41,7 @@ def setting(devices=16, ulysses=1, pattern=None, tokens=4096, layout="zigzag", *
 def test_the_plan_is_the_one_that_runs(devices: int, ulysses: int) -> None:
     one = setting(devices, ulysses, tokens=devices * 8)
     mesh = RingMesh(Grid(devices, devices // ulysses, ulysses), 0, ranks_per_node=NODE)
-    plan = plans_of(one)[0][0]
+    plan = build_plans(one)[0][0]
     runs = build_plan(
         Causal(), plan.layout, query_heads=8 // ulysses, kv_heads=4 // ulysses,
         ranks_per_node=mesh.grid.ring_ranks_per_node(0, mesh.ranks_per_node),
@@ -79,45 +77,6 @@ def test_all_to_alls_by_hand() -> None:
     plain = found.attention.seconds
     assert found.attention_s == pytest.approx(plain + 2 * 2 * head_swaps(inside, 1024).seconds)
     assert found.swap_bytes == 2 * 2 * head_swaps(inside, 1024).sent_bytes
-
-
-def test_short_shards_take_what_uses_all_adapters() -> None:
-    found = node_orders(estimate(setting()))
-    assert found is not None
-    names = [row.name for row in found.rows]
-    assert names == ["two levels, 16", "one ring, 16", "Ulysses 4 x ring 4", "tiles 4 x 4"]
-    assert [row.runs for row in found.rows] == [True, False, True, True]
-    two, one, *_ = found.rows
-    assert one.attention_s > 1.5 * two.attention_s and one.waiting_s > two.waiting_s
-    assert found.best is min((row for row in found.rows if row.runs), key=lambda row: row.step_s)
-    assert found.one_ring_hides.tokens is not None and found.one_ring_hides.tokens > 256
-    # What is advised is what its sizes run, without a word about nodes.
-    for row in (row for row in found.rows if row.runs):
-        assert row.setting.ring_ranks_per_node is None
-        assert estimate(row.setting).attention_s == row.attention_s
-    assert found.best.name in found.advice
-    if found.best is not two:
-        assert '"ulysses_size": 4' in found.advice
-
-
-def test_beyond_the_break_even_length_nothing_is_changed() -> None:
-    short = node_orders(estimate(setting()))
-    assert short is not None and short.one_ring_hides.tokens is not None
-    found = node_orders(estimate(setting(tokens=16 * 2 * short.one_ring_hides.tokens)))
-    assert found is not None and found.best is found.rows[0]
-    two, one, *_ = found.rows
-    assert one.attention_s == pytest.approx(two.attention_s, rel=0.05)
-
-
-def test_a_window_runs_in_one_ring() -> None:
-    found = node_orders(estimate(setting(pattern=SlidingWindow(64), layout="contiguous")))
-    assert found is not None
-    assert found.rows[0].name == "one ring, 16" and found.rows[0].runs
-    assert not any("two levels" in row.name for row in found.rows)
-
-
-def test_one_node_has_nothing_to_compare() -> None:
-    assert node_orders(estimate(setting(4))) is None
 
 
 def test_searches_keep_the_levels() -> None:

@@ -16,9 +16,9 @@ from ds_ring_launcher.plan.model_memory import Zero
 from ds_ring_launcher.plan.options import (
     OPTIONS,
     fewest_devices,
-    json_of,
     longest_sequence,
     longest_with_options,
+    make_json,
     option_sets,
     sets_that_fit,
     with_cheapest_options,
@@ -110,11 +110,11 @@ def test_searches_add_options_where_they_may() -> None:
 
 def test_the_json_turns_them_on() -> None:
     tiled = with_flags(llama(), "--tiled-loss", "--offload-checkpoints", "--offload-optimizer")
-    assert json_of(tiled) == {
+    assert make_json(tiled) == {
         "ring_attention": {"long_sequence": {"tiled_loss": True, "offload_checkpoints": True}},
         "zero_optimization": {"offload_optimizer": {"device": "cpu", "pin_memory": True}},
     }
-    assert json_of(replace(tiled, loss_tokens=7))["ring_attention"]["long_sequence"]["tiled_loss"] == 7
+    assert make_json(replace(tiled, loss_tokens=7))["ring_attention"]["long_sequence"]["tiled_loss"] == 7
 
 
 def test_a_file_without_a_host_has_nothing_offloaded() -> None:

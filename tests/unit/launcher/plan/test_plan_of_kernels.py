@@ -10,9 +10,9 @@ from ds_ring import Causal, Dilated, make_layout
 from ds_ring.errors import RingConfigError
 from ds_ring_launcher.plan.estimate import estimate
 from ds_ring_launcher.plan.hardware import hardware_from, read_hardware
-from ds_ring_launcher.plan.layer_passes import blocks_of, layer_passes, pass_shape
+from ds_ring_launcher.plan.layer_passes import get_block_side, layer_passes, pass_shape
 from ds_ring_launcher.plan.model_memory import Zero
-from ds_ring_launcher.plan.options import json_of
+from ds_ring_launcher.plan.options import make_json
 from ds_ring_launcher.plan.pass_time import pass_cost
 from ds_ring_launcher.plan.training_setting import TrainingSetting
 from tests.unit.launcher.plan.test_cost import LLAMA_8B, RATES, parts
@@ -29,17 +29,22 @@ def setting(hardware=H100, pattern=None, layout="auto", **changes) -> TrainingSe
 
 
 def test_a_kernel_is_the_files_or_the_jsons() -> None:
-    assert setting().kernel_that_runs == "flash" and blocks_of(setting()) == 1
-    assert setting(pattern=LONGNET).kernel_that_runs == "flex" and blocks_of(setting(pattern=LONGNET)) == 128
+    assert setting().kernel_that_runs == "flash" and get_block_side(setting()) == 1
+    assert (
+        setting(pattern=LONGNET).kernel_that_runs == "flex"
+        and get_block_side(setting(pattern=LONGNET)) == 128
+    )
     mixed = ((Causal(), 16), (LONGNET, 16))
     assert setting(pattern=mixed).kernel_that_runs == "flex"
-    assert setting(kernel="flash").kernel_that_runs == "flash" and blocks_of(setting(kernel="flash")) == 1
+    assert (
+        setting(kernel="flash").kernel_that_runs == "flash" and get_block_side(setting(kernel="flash")) == 1
+    )
     assert setting(FLASH3).kernel_that_runs == "flash"
     assert pass_shape(setting(FLASH3), make_layout("zigzag", tokens=8192, ring_size=4)).kernel == "flash"
     # what "auto" does not take by itself stands in the JSON that the plan prints
-    assert json_of(setting(FLASH3, LONGNET))["ring_attention"] == {"kernel": "flash"}
-    assert json_of(setting(kernel="flex"))["ring_attention"] == {"kernel": "flex"}
-    assert "ring_attention" not in json_of(setting()) and "ring_attention" not in json_of(setting(FLASH3))
+    assert make_json(setting(FLASH3, LONGNET))["ring_attention"] == {"kernel": "flash"}
+    assert make_json(setting(kernel="flex"))["ring_attention"] == {"kernel": "flex"}
+    assert "ring_attention" not in make_json(setting()) and "ring_attention" not in make_json(setting(FLASH3))
     cpu = hardware_from(RATES, "test")
     assert replace(setting(), hardware=cpu, kernel="cpu").kernel_that_runs == "cpu"
     for hardware, kernel in ((cpu, "flash"), (FLASH3, "flex"), (H100, "reference")):

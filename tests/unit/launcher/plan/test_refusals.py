@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from ds_ring.errors import RingConfigError
-from ds_ring_launcher.plan.model_file import model_patterns_of, patterns_by
-from ds_ring_launcher.plan.other_layers import _size, readers_of
+from ds_ring_launcher.plan.model_file import patterns_by, read_model_patterns
+from ds_ring_launcher.plan.other_layers import _size, find_readers
 from ds_ring_launcher.tune.result import require_writable
 
 QWEN: dict[str, Any] = {
@@ -24,15 +24,15 @@ QWEN: dict[str, Any] = {
 def test_what_a_config_says_of_layers_is_refused(tmp_path: Path) -> None:
     mixed = json.dumps(QWEN | {"layer_types": ["linear_attention", "full_attention"]})
     with pytest.raises(RingConfigError, match="expected no number beside --hf-config"):
-        model_patterns_of(mixed, 2)
+        read_model_patterns(mixed, 2)
     with pytest.raises(RingConfigError, match="measure its attention by --layers alone"):
-        model_patterns_of(mixed, None)
+        read_model_patterns(mixed, None)
     with pytest.raises(RingConfigError, match="expected the type of each layer, got null"):
         patterns_by(QWEN)
     with pytest.raises(RingConfigError, match="linear_key_head_dim: expected a whole number of at least 1"):
         _size({"linear_key_head_dim": 0}, "linear_key_head_dim")
     with pytest.raises(RingConfigError, match=r'model_type: expected attention alone.* with "ssm_cfg"'):
-        readers_of({"model_type": "another", "ssm_cfg": {}})
+        find_readers({"model_type": "another", "ssm_cfg": {}})
 
 
 @pytest.mark.parametrize("name", ["a\0b", "x" * 5000])

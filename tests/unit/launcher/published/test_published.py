@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import copy
 from datetime import date
-from functools import partial
 
 import numpy as np
 import pytest
 import yaml
 from pydantic import ValidationError
 
-from ds_ring import Causal, Documents, make_layout
 from ds_ring_launcher.cli import main
-from ds_ring_launcher.published import evaluate as evaluation
-from ds_ring_launcher.published.evaluate import evaluate, predict, share
+from ds_ring_launcher.published.evaluate import evaluate, share
 from ds_ring_launcher.published.methods import METHODS, Pass, dispatched, rate_at, te_ring, ulysses
-from ds_ring_launcher.published.own import direct_s, own_pass, reads_of
-from ds_ring_launcher.published.packed import packed_rows
-from ds_ring_launcher.published.packs import LONGEST_PART, draw_packs, packs_of
-from ds_ring_launcher.published.report import as_json, limits, print_report
-from ds_ring_launcher.published.steps import setting_of, torch_extra_s
+from ds_ring_launcher.published.packs import LONGEST_PART, draw_packs, get_packs
+from ds_ring_launcher.published.report import as_json, print_report
+from ds_ring_launcher.published.steps import make_published_setting, torch_extra_s
 from ds_ring_launcher.published.table import ROWS, Table, published, table_from
 
 SHARE = 0.58  # of all figures within a tenth
@@ -180,63 +175,17 @@ def test_packs_are_those_of_the_benchmark():
         assert max(pack) <= 65536 // LONGEST_PART
     # of their own sampler, computed from its seed
     for ranks, keys in {8: 3605, 16: 6379, 32: 9030, 64: 11386}.items():
-        packs = packs_of(ranks * 8192)
+        packs = get_packs(ranks * 8192)
         assert len(packs) == 20
         mean = np.mean([sum(n * n / 2 for n in pack) for pack in packs]) / (ranks * 8192)
         assert mean == pytest.approx(keys, rel=0.05)
 
 
-def test_reads_are_those_of_the_mask():
-    lengths = (70, 10, 3, 45)
-    ids = np.repeat(np.arange(4), lengths)
-    layout = make_layout(
-        "balanced", tokens=128, ring_size=4, pattern=Documents(ids) & Causal(), multiple_of=1
-    )
-    mask = (ids[:, None] == ids[None, :]) & np.tri(128, dtype=bool)
-    own = [layout.positions(rank)[layout.positions(rank) >= 0] for rank in range(4)]
-    read = [set(np.flatnonzero(mask[mine].any(axis=0))) - set(mine) for mine in own]
-    node = [set(own[0]) | set(own[1]), set(own[2]) | set(own[3])]
-    far = [len((read[2 * n] | read[2 * n + 1]) - node[n]) / 2 for n in (0, 1)]
-    found = reads_of(layout, lengths, 2)
-    assert found.mean == np.mean([len(one) for one in read])
-    assert found.near == max(len(one & node[rank // 2]) for rank, one in enumerate(read))
-    assert found.far == max(far)
-
-
-def test_our_ring_beside_them():
-    """The ring's own figure: never above its kernel, nor a direct exchange of the same tokens."""
-    one = a_pass(8, packs_of(65536)[0])
-    found = own_pass(one)
-    assert 1 <= found.imbalance < 1.1
-    assert found.reads.mean / (7 * 8192) <= found.sent <= 1
-    assert found.forward_s > direct_s(one, found, False) > found.kernel_s[0]
-    assert found.backward_s > direct_s(one, found, True) > found.kernel_s[1]
-    assert 0 <= found.exposed + found.fixed + found.merging < 1
-
-
 def test_torch_adds_little_to_a_long_step():
     table = published()
     row = table.steps[1]
-    extra = torch_extra_s(setting_of(table, row), table.machines["h100"])
+    extra = torch_extra_s(make_published_setting(table, row), table.machines["h100"])
     assert 0.01 < extra / row.seconds < 0.05
-
-
-def test_ours_is_said_only_where_the_peers_hold(monkeypatch):
-    table = published()
-    groups = [one.model_copy(update={"forward": {8: 1.0}, "backward": {8: 1.0}}) for one in dense(table)]
-    wrong = only(table, passes=groups)
-    assert predict(wrong, evaluate(wrong)) == []
-    few = [
-        one.model_copy(update={"forward": {8: one.forward[8]}, "backward": {8: one.backward[8]}})
-        for one in dense(table)
-    ]
-    right = only(table, passes=few)
-    monkeypatch.setattr(evaluation, "HOLDS", 0.5)
-    found = predict(right, evaluate(right))
-    assert [(one.devices, one.quantity.partition(",")[0]) for one in found] == [
-        (8, "forward"),
-        (8, "backward"),
-    ]
 
 
 def test_what_is_printed(capsys):
@@ -245,15 +194,12 @@ def test_what_is_printed(capsys):
         table, passes=[one for one in table.passes if one.source == "zhuzilin"], lengths=table.lengths[:1]
     )
     found = evaluate(few)
-    packed = packed_rows(table, {8: 1, 16: 1})
-    print_report(table, found, [], packed)
+    print_report(table, found)
     text = " ".join(capsys.readouterr().out.split())
     assert "ring-flash-attention" in text
     assert "off: ALST, llama-8b: Unexplained" in text
     assert "86% within 10%" in text
-    assert " ".join(limits(packed).split()) in text
-    assert "16 GPUs: the ring keeps" in text
-    read = yaml.safe_load(as_json(table, found, [], packed))
+    read = yaml.safe_load(as_json(table, found))
     assert read["share_within_a_tenth"] == share(found)
     assert {one["source"] for one in read["published"]} <= set(read["sources"])
 
@@ -261,12 +207,9 @@ def test_what_is_printed(capsys):
 def test_the_command(capsys, monkeypatch):
     table = published()
     few = only(table, passes=[one for one in table.passes if one.source == "zhuzilin"])
-    rows = partial(packed_rows, packs={8: 1})
     monkeypatch.setattr("ds_ring_launcher.published.table.published", lambda: few)
-    monkeypatch.setattr("ds_ring_launcher.published.packed.packed_rows", lambda _, say: rows(table, say=say))
     assert main(["plan", "--published", "--json"]) == 0
     read = yaml.safe_load(capsys.readouterr().out)
     assert [one["devices"] for one in read["published"]] == [8] * 6
-    assert [one["devices"] for one in read["packed"]] == [8]
     assert main(["plan", "--published"]) == 0
-    assert "ds_ring, computed, not measured" in capsys.readouterr().out
+    assert "no constant is fitted to a row" in " ".join(capsys.readouterr().out.split())

@@ -8,11 +8,11 @@ from ds_ring.ops.options import Options
 from ds_ring.schedule.lowering import head_chunks
 from ds_ring_launcher.tune.candidates import (
     candidates,
-    config_of,
     default_candidate,
     head_bytes,
     kernel_choices,
-    keys_of,
+    make_keys,
+    read_section,
 )
 from tests.unit.launcher.tune.cases import request
 
@@ -31,7 +31,7 @@ def test_sizes_multiply_and_ulysses_divides_the_heads(world: int) -> None:
 def test_every_candidate_is_a_section_that_means_it() -> None:
     asked = request(4)
     for one in candidates(asked):
-        config = config_of(one, asked, asked.tokens)
+        config = read_section(one, asked, asked.tokens)
         assert (config.ring_size, config.ulysses_size) == (one.ring_size, one.ulysses_size)
         if one.ring_size == 1:
             assert (config.layout, config.overlap) == ("auto", True)  # as the section had it
@@ -52,21 +52,21 @@ def test_an_all_gather_has_no_hops_to_choose_for() -> None:
     assert {one.ulysses_size for one in found} == {1, 2, 4} and len({one.layout for one in found}) > 1
     for one in found:
         for tokens in (asked.tokens, 512):  # of a short pass, whose default is another one
-            assert config_of(one, asked, tokens).transport == "all_gather"
-            assert "overlap" not in keys_of(one, asked, tokens)
+            assert read_section(one, asked, tokens).transport == "all_gather"
+            assert "overlap" not in make_keys(one, asked, tokens)
 
 
 def test_the_defaults_write_no_options() -> None:
     asked = request(2)
-    keys = keys_of(default_candidate(asked), asked, asked.tokens)
+    keys = make_keys(default_candidate(asked), asked, asked.tokens)
     assert keys["kernel_options"] == {} and keys["chunk_bytes"] is None
 
 
 def test_options_that_are_not_tuned_stay() -> None:
     asked = request(2, section={"kernel_options": {"block": 512}})
-    assert keys_of(default_candidate(asked), asked, 8192)["kernel_options"] == {}  # it is tuned
+    assert make_keys(default_candidate(asked), asked, 8192)["kernel_options"] == {}  # it is tuned
     asked = request(2, section={"kernel": "flex", "kernel_options": {"BLOCK_M": 64}})
-    assert keys_of(default_candidate(asked), asked, 8192)["kernel_options"] == {"BLOCK_M": 64}
+    assert make_keys(default_candidate(asked), asked, 8192)["kernel_options"] == {"BLOCK_M": 64}
 
 
 def test_layouts_are_those_that_the_pattern_permits() -> None:

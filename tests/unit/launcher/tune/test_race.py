@@ -11,7 +11,7 @@ import torch.distributed as dist
 from ds_ring_launcher.tune import search
 from ds_ring_launcher.tune.candidates import TuningCandidate, candidates
 from ds_ring_launcher.tune.model import Model
-from ds_ring_launcher.tune.search import MAX_CONTESTANTS, MIN_CONTESTANTS, contestants_of, race
+from ds_ring_launcher.tune.search import MAX_CONTESTANTS, MIN_CONTESTANTS, choose_contestants, race
 from tests.unit.launcher.tune.cases import machine, request
 
 TOKENS = 32768
@@ -37,7 +37,7 @@ def test_the_best_wins_though_the_model_is_wrong_and_the_clock_trembles(world: i
         return truth[candidate] * draw.uniform(0.99, 1.01)
 
     size = min(max(len(everyone) // 10, MIN_CONTESTANTS), MAX_CONTESTANTS)
-    chosen, times = race(contestants_of(everyone, size, TOKENS, model), measure)
+    chosen, times = race(choose_contestants(everyone, size, TOKENS, model), measure)
     assert truth[chosen] <= 1.05 * min(truth.values())
     assert everyone[0] in times and chosen in times
     assert sum(spent) < 0.1 * 4 * sum(truth.values())  # three rounds, a warm-up
@@ -45,7 +45,7 @@ def test_the_best_wins_though_the_model_is_wrong_and_the_clock_trembles(world: i
 
 def test_every_family_that_is_not_hopeless_has_a_contestant() -> None:
     everyone, model = field(2)
-    contestants = contestants_of(everyone, 24, TOKENS, model)
+    contestants = choose_contestants(everyone, 24, TOKENS, model)
     assert contestants[0] == everyone[0] and len(set(contestants)) == len(contestants) <= 24
     assert {one.family for one in contestants} == {one.family for one in everyone}
 
@@ -58,14 +58,14 @@ def test_of_all_sizes_one_races_in_the_smallest_field_though_the_model_thinks_li
 
     sizes = {
         (one.ring_size, one.ulysses_size)
-        for one in contestants_of(everyone, MIN_CONTESTANTS, TOKENS, predict)
+        for one in choose_contestants(everyone, MIN_CONTESTANTS, TOKENS, predict)
     }
     assert sizes == {(4, 1), (2, 2), (1, 4)}
 
 
 def test_the_defaults_stay_where_nothing_is_better() -> None:
     everyone, model = field(2)
-    contestants = contestants_of(everyone, 16, TOKENS, model)
+    contestants = choose_contestants(everyone, 16, TOKENS, model)
     assert race(contestants, lambda one: 1.0 if one == everyone[0] else 0.995)[0] == everyone[0]
 
 

@@ -16,7 +16,7 @@ from ds_ring_launcher.plan.hardware import hardware_from
 from ds_ring_launcher.plan.layer_passes import slowest_pass
 from ds_ring_launcher.plan.pass_memory import PassShape
 from ds_ring_launcher.tune.candidates import TuningCandidate, candidates
-from ds_ring_launcher.tune.model import Model, plan_of
+from ds_ring_launcher.tune.model import Model, build_candidate_plan
 from ds_ring_launcher.tune.request import TuningRequest
 from ds_ring_launcher.tune.result import (
     Finalist,
@@ -83,7 +83,7 @@ def test_the_description_gives_back_the_pass_that_was_timed(pattern: dict[str, i
 
     def planned_s(description: dict[str, Any]) -> float:
         hardware = hardware_from(description, "tune")
-        plan = plan_of(found.chosen, asked, asked.tokens, asked.mix[0][0])
+        plan = build_candidate_plan(found.chosen, asked, asked.tokens, asked.mix[0][0])
         shape = PassShape(1, 1, plan.layout.local_tokens, asked.head_dim, 4, chunk_bytes_on("cpu", 2), "cpu")
         return slowest_pass(plan, shape, hardware, "float32", hardware.inter_node_bytes_per_s).seconds
 

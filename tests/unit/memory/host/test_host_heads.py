@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 
 import ds_ring
 from ds_ring import build_plan, make_layout
-from ds_ring.errors import RingConfigError
 from ds_ring.memory.host.head_stream import HeadStream
 from ds_ring.memory.host.host_memory import HostMemory
 from ds_ring.ops.context import context_for
@@ -30,8 +29,8 @@ B, H, G, S, D = 2, 4, 2, 24, 8
 
 @pytest.fixture
 def mesh(tmp_path: Path) -> Iterator[ds_ring.RingMesh]:
-    with one_rank_mesh("gloo", tmp_path) as made:
-        yield made
+    with one_rank_mesh("gloo", tmp_path) as built:
+        yield built
 
 
 def attend(mesh: ds_ring.RingMesh, q: Tensor, k: Tensor, v: Tensor, **options: object) -> Tensor:
@@ -61,16 +60,16 @@ def test_nothing_on_the_device_is_held_between_the_passes(mesh: ds_ring.RingMesh
 
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_gradients_are_exact(mesh: ds_ring.RingMesh, checkpointed: bool) -> None:
-    given = leaves()
+    values = leaves()
     weights = torch.randn(B, H, S, D, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
     def layer(*qkv: Tensor) -> Tensor:
         return attend(mesh, *(x * 1 for x in qkv), offload_attention=True, chunk_bytes=1)
 
-    out = checkpoint(layer, *given, use_reentrant=False) if checkpointed else layer(*given)
+    out = checkpoint(layer, *values, use_reentrant=False) if checkpointed else layer(*values)
     (out * weights).sum().backward()
-    want = dense_attention(*given, weights, ds_ring.Causal())
-    for leaf, right in zip(given, (want.dq, want.dk, want.dv), strict=True):
+    want = dense_attention(*values, weights, ds_ring.Causal())
+    for leaf, right in zip(values, (want.dq, want.dk, want.dv), strict=True):
         assert leaf.grad is not None
         torch.testing.assert_close(leaf.grad, right, rtol=0, atol=1e-12)
 
@@ -95,10 +94,10 @@ def test_a_region_that_asks_for_another_pass_runs_it(
     mesh: ds_ring.RingMesh, monkeypatch: pytest.MonkeyPatch, scales: tuple[float, float]
 ) -> None:
     """As where another batch came in between: the context is another one, shapes are the same."""
-    ran, forward, asked = [], RingPass.forward, iter(scales)
-    monkeypatch.setattr(RingPass, "forward", lambda *given: (ran.append(1), forward(*given))[1])
+    ran, forward, request = [], RingPass.forward, iter(scales)
+    monkeypatch.setattr(RingPass, "forward", lambda *values: (ran.append(1), forward(*values))[1])
     checkpoint(
-        lambda *x: attend(mesh, *x, scale=next(asked)), *leaves(), use_reentrant=False
+        lambda *x: attend(mesh, *x, scale=next(request)), *leaves(), use_reentrant=False
     ).sum().backward()
     assert len(ran) == len(set(scales))
 
@@ -126,8 +125,8 @@ def test_heads_of_the_next_chunk_come_while_one_is_computed(monkeypatch: pytest.
     assert len(chunks) == G > 1
     for number, chunk in enumerate(chunks):
         told.clear()
-        found = heads.of(chunk)
-        for got, whole, of in zip(found, saved, "qkkqq", strict=True):
+        result = heads.of(chunk)
+        for got, whole, of in zip(result, saved, "qkkqq", strict=True):
             assert torch.equal(got, whole[:, chunk.query_heads if of == "q" else chunk.kv_heads])
         started = [what for what, _ in told].count("started")
         assert started == {0: 10, len(chunks) - 1: 0}.get(number, 5)
@@ -135,16 +134,13 @@ def test_heads_of_the_next_chunk_come_while_one_is_computed(monkeypatch: pytest.
 
 
 def test_auto_is_for_long_shards_beside_the_cpu() -> None:
-    asked = [(kind, tokens) for kind in ("cpu", "cuda") for tokens in (LONG_SHARD - 1, LONG_SHARD)]
-    assert [heads_on_host("auto", *one) for one in asked] == [False, False, False, True]
+    request = [(kind, tokens) for kind in ("cpu", "cuda") for tokens in (LONG_SHARD - 1, LONG_SHARD)]
+    assert [heads_on_host("auto", *item) for item in request] == [False, False, False, True]
     assert heads_on_host(True, "cpu", 1) and not heads_on_host(False, "cuda", LONG_SHARD)
 
 
-def test_all_gather_takes_all_heads_at_once() -> None:
-    with pytest.raises(RingConfigError, match=r'expected transport "ring".*got "all_gather"'):
-        Options(transport="all_gather", offload_attention=True)
-    with pytest.raises(RingConfigError, match='"pull", which needs them on the device'):
-        Options(transport="pull", offload_attention=True)
+def test_auto_takes_nothing_to_the_host_where_all_heads_are_taken_at_once() -> None:
+    """(What is refused: tests/unit/ops/test_refusals.py.)"""
     assert not Options(transport="all_gather", offload_attention="auto").offload_on("cuda", LONG_SHARD)
 
 

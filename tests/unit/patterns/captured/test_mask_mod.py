@@ -1,10 +1,10 @@
-"""What a trace says about a mask function: what it depends on, how it may be called, and what is refused."""
+"""What a trace says about a mask function, what is refused, and its JSON keys."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,11 +13,12 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import and_masks, create_mask
 from torch.testing import assert_close
 
-from ds_ring import MaskMod, RingConfigError, RingError, RingPatternError
-from ds_ring.masks.pattern import QueryHead
+from ds_ring import Causal, MaskMod, RingConfig, RingConfigError, RingError, RingPatternError, SlidingWindow
+from ds_ring.config.section import pattern_from_config
+from ds_ring.masks.pattern import Pattern, QueryHead
 from ds_ring.patterns.captured.mask_mod import trace_mask
 from ds_ring.patterns.captured.score_mod import ScoreMod
-from tests.masks import MaskFunction, causal
+from tests.masks import MaskFunction, causal, every_third
 
 IDS = torch.arange(64)
 EXACT = torch.arange(64.0)
@@ -29,9 +30,9 @@ def first_heads(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
 
 
 def adds_to_its_own(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    own = q.new_zeros(())
-    own += b
-    return q + own >= k
+    local = q.new_zeros(())
+    local += b
+    return q + local >= k
 
 
 def own_sample(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -65,18 +66,18 @@ def own_table(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
 )
 def test_facts_of_a_mask(function: MaskFunction, by_batch: bool, by_head: bool, elementwise: bool) -> None:
     facts = trace_mask(function)
-    found = facts.by_batch, facts.by_head, facts.elementwise
-    assert found == (by_batch, by_head, elementwise)
+    result = facts.by_batch, facts.by_head, facts.elementwise
+    assert result == (by_batch, by_head, elementwise)
 
 
 @pytest.mark.parametrize("function", [first_heads, own_sample, own_head, promotes, own_table])
 def test_a_mask_is_flex_attentions(function: MaskFunction) -> None:
     samples, heads, at = 2, (0, 1, 2), torch.arange(8)
     (branch,) = MaskMod(function).branches(QueryHead(0, 3, 3))
-    found = branch.masks[0].for_heads(heads)(samples, at, at)
+    result = branch.masks[0].for_heads(heads)(samples, at, at)
     expected = create_mask(function, samples, len(heads), 8, 8, device="cpu")
-    assert found.dim() in (2, 4)
-    assert_close(found.expand_as(expected), expected)
+    assert result.dim() in (2, 4)
+    assert_close(result.expand_as(expected), expected)
 
 
 BINARY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -100,7 +101,7 @@ NUMBERS = torch.tensor(201), torch.tensor(77)
 
 def of_types(name: str, left: torch.dtype, right: torch.dtype) -> dict[str, MaskFunction]:
     """Masks by an operator of two types: of a table and a number, the reverse, and of two tables."""
-    (a, b), (x, y) = [(one.to(left), other.to(right)) for one, other in (TABLES, NUMBERS)]
+    (a, b), (x, y) = [(item.to(left), second.to(right)) for item, second in (TABLES, NUMBERS)]
     operator, later = BINARY[name], torch.tensor(40, dtype=torch.int64)
 
     def mask(read: Callable[..., tuple[Tensor, Tensor]]) -> MaskFunction:
@@ -121,14 +122,15 @@ def evaluated(call: Callable[[], Tensor]) -> Tensor | None:
         return None
 
 
+@pytest.mark.parametrize("left", WHOLE, ids=str)
 @pytest.mark.parametrize("name", BINARY)
-@pytest.mark.day("mul")
+@pytest.mark.day("mul-torch.uint8", "mul-torch.int64")
 @pytest.mark.situation(
     "dtypes", "a mask_mod of a uint8 table and an int64 number: every operator and two types"
 )
-def test_types_of_an_operator_are_those_of_flex_attention(name: str) -> None:
+def test_types_of_an_operator_are_those_of_flex_attention(name: str, left: torch.dtype) -> None:
     at, wrong, fast = torch.arange(4), [], 0
-    for left, right in itertools.product(WHOLE, WHOLE):
+    for right in WHOLE:
         for how, function in of_types(name, left, right).items():
             want = evaluated(lambda f=function: create_mask(f, 1, 1, 4, 4, device="cpu"))
             pattern = MaskMod(function)
@@ -215,3 +217,38 @@ def test_a_mask_function_gets_arrays_of_its_own(tokens: int) -> None:
     """A broadcast array of one pair is contiguous and read-only; torch warns where it shares such memory."""
     pattern, positions = MaskMod(lambda b, h, q, k: q >= k), np.arange(tokens)
     np.testing.assert_array_equal(pattern.mask(positions, positions), np.tri(tokens, dtype=bool))
+
+
+# --- JSON keys -------------------------------------------------------------------------------------------
+
+
+NAME = "tests.masks:every_third"
+
+
+def pattern_of(**keys: Any) -> Pattern:
+    json = {"sequence_parallel_size": 2, "ring_attention": {"pattern": keys}}
+    return pattern_from_config(RingConfig.from_deepspeed(json))
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({}, MaskMod(every_third) & Causal()),
+        ({"causal": False}, MaskMod(every_third)),
+        ({"window": 8}, SlidingWindow(8) & MaskMod(every_third)),
+    ],
+)
+def test_a_function_is_combined_with_the_other_keys(keys: dict[str, Any], expected: Pattern) -> None:
+    assert pattern_of(mask_mod=NAME, **keys) == expected
+
+
+@pytest.mark.parametrize("value", ["every_third", "tests.masks:", "a b:c", 3, [NAME]])
+def test_what_is_no_name_is_refused(value: Any) -> None:
+    with pytest.raises(RingConfigError, match=r'pattern\.mask_mod: expected "module:function", got'):
+        pattern_of(mask_mod=value)
+
+
+@pytest.mark.parametrize("name", ["no_such_module:fn", "tests.masks:gone"])
+def test_what_cannot_be_imported_is_refused(name: str) -> None:
+    with pytest.raises(RingPatternError, match=rf"expected a function that can be imported, got '{name}'"):
+        pattern_of(mask_mod=name)

@@ -9,13 +9,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_ring import Dilated, RingPatternError, SlidingWindow, build_plan
+from ds_ring import RingConfig, RingPatternError, SlidingWindow, build_plan
+from ds_ring.config.section import pattern_from_config
+from ds_ring.masks.catalog import Causal, HeadShard
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import Tiles
+from ds_ring.patterns.dilated.pattern import Dilated
 from ds_ring.schedule.layout import expand_runs
 from ds_ring.schedule.plan import head_classes
 from tests.cases import LAYOUTS, layout_for
 from tests.dilated_definition import RULES, Branches
+from tests.unit.config.test_section import LONG as HUGE
+from tests.unit.config.test_section import Json, pattern, refusal
 from tests.unit.masks.painting import coverage, in_order, paint, positions_agree, runs
 
 # Segment lengths, dilation rates, tokens.
@@ -72,11 +77,17 @@ def check(
 @pytest.mark.parametrize(("lengths", "rates", "tokens"), SETS, ids=str)
 @pytest.mark.covering(1)
 def test_tiles_are_the_definition(
-    lengths: tuple[int, ...], rates: tuple[int, ...], tokens: int, rule: str, causal: bool
+    lengths: tuple[int, ...],
+    rates: tuple[int, ...],
+    tokens: int,
+    rule: str,
+    causal: bool,
+    request: pytest.FixtureRequest,
 ) -> None:
+    """By day each set has the next numbers of heads."""
     branches = Branches(lengths, rates, causal, rule)
-    whole = np.array([[0, 1, tokens]])
-    for heads in HEADS:
+    whole, turn = np.array([[0, 1, tokens]]), SETS.index((lengths, rates, tokens)) % len(HEADS)
+    for heads in HEADS if request.config.getoption("night") else HEADS[turn : turn + 1]:
         check(branches, tokens, heads, whole, whole)
     for layout_name in [*LAYOUTS][causal::2]:  # the others with the other value of `causal`
         pattern = Dilated(lengths, rates, causal, rule)
@@ -253,8 +264,8 @@ def test_a_dilated_window_is_both(
         Branches((8, 16, 32), (1, 2, 4), causal, rule) if nested else Branches((7, 20), (2, 3), causal, rule)
     )
     dilated = Dilated(branches.segment_lengths, branches.dilation_rates, causal, rule)
-    other = SlidingWindow(window, causal=False)
-    pattern: Pattern = other & dilated if turned else dilated & other
+    sliding_window = SlidingWindow(window, causal=False)
+    pattern: Pattern = sliding_window & dilated if turned else dilated & sliding_window
     q_runs, k_runs = in_order(q), in_order(k)
     q_at, k_at = expand_runs(q_runs), expand_runs(k_runs)
     tokens = 1 + int(max(q_at.max(), k_at.max()))
@@ -287,3 +298,150 @@ def test_two_dilations_at_once_multiply(rules: tuple[str, str]) -> None:
             np.testing.assert_array_equal(paint(tiles, 70, 70, head_in_group), want)
             counts = (first & second).multiplicity(head, 6, 2, every[:, None], every[None, :])
             np.testing.assert_array_equal(counts, want)
+
+
+# --- heads of a Ulysses rank -----------------------------------------------------------------------------
+
+
+ALL_HEADS, KV_HEADS, POSITIONS = 8, 4, np.arange(64)
+
+
+@pytest.mark.parametrize("offsets", ["paper", "paper_kv", "torchscale", "zero"])
+@pytest.mark.parametrize("parts", [1, 2, 4])
+def test_a_part_of_the_heads_is_a_part_of_the_pattern(parts, offsets):
+    whole = Dilated((16, 64), (2, 4), True, offsets)
+    heads, kv_heads = ALL_HEADS // parts, KV_HEADS // parts
+    for part in range(parts):
+        pattern = HeadShard(whole, part, parts)
+        for head in range(heads):
+            got = pattern.mask(POSITIONS, POSITIONS, head, heads, kv_heads)
+            assert np.array_equal(
+                got, whole.mask(POSITIONS, POSITIONS, part * heads + head, ALL_HEADS, KV_HEADS)
+            )
+        bound = pattern.bind((0, 1), heads, kv_heads)
+        assert bound == whole.bind((part * heads, part * heads + 1), ALL_HEADS, KV_HEADS)
+
+
+def test_a_pattern_that_knows_no_heads_stays():
+    assert HeadShard(Causal(), 1, 2).bind((0,), 1, 1) == Causal().bind((0,), 1, 1)
+
+
+# --- JSON keys -------------------------------------------------------------------------------------------
+
+
+DILATED: Json = {"segment_lengths": [16, 64], "dilation_rates": [1, 4]}
+
+
+@pytest.mark.parametrize("choice", ["paper", "paper_kv", "torchscale", "zero"])
+def test_head_offsets(choice: str) -> None:
+    dilated = {"segment_lengths": [8], "dilation_rates": [2]} if choice != "paper" else {}
+    got = RingConfig.from_deepspeed(pattern(head_offsets=choice, **dilated))
+    assert got.pattern.head_offsets == choice
+
+
+@pytest.mark.parametrize(
+    ("section", "expected"),
+    [
+        (DILATED, Dilated((16, 64), (1, 4))),
+        (DILATED | {"head_offsets": "zero", "causal": False}, Dilated((16, 64), (1, 4), False, "zero")),
+        (DILATED | {"window": 8}, Dilated((16, 64), (1, 4)) & SlidingWindow(8)),
+    ],
+    ids=str,
+)
+def test_sections_and_their_patterns(section: Json, expected: Pattern) -> None:
+    assert pattern_from_config(RingConfig.from_deepspeed(pattern(**section))) == expected
+
+
+WRONG: list[tuple[str, Json, list[str]]] = [
+    (
+        "huge segment",
+        pattern(segment_lengths=[HUGE], dilation_rates=[1]),
+        [
+            "pattern.segment_lengths[0]: ",
+            "at most 9,007,199,254,740,992, got a number of more than 30 digits",
+        ],
+    ),
+    ("segment_length", pattern(segment_length=[4]), ["did you mean 'segment_lengths'?"]),
+    (
+        "offsets",
+        pattern(head_offsets="papr"),
+        ["ring_attention.pattern.head_offsets: ", 'did you mean "paper"?'],
+    ),
+    (
+        "segments alone",
+        pattern(segment_lengths=[4, 8]),
+        ["dilation_rates: expected 2 rates, one for each of segment_lengths [4, 8], got null; "],
+    ),
+    (
+        "rates alone",
+        pattern(dilation_rates=[1, 2]),
+        ["null while segment_lengths is null, got [1, 2]; add 2 segment_lengths"],
+    ),
+    (
+        "lengths differ",
+        pattern(segment_lengths=[4, 8, 16], dilation_rates=[1, 2]),
+        ["expected 3 rates, one for each of segment_lengths [4, 8, 16], got 2 in [1, 2]; make the two lists"],
+    ),
+    (
+        "segments fall",
+        pattern(segment_lengths=[8, 4], dilation_rates=[1, 2]),
+        [
+            "pattern.segment_lengths: ",
+            "rising whole numbers of at least 1, got 8 followed by 4 in [8, 4]",
+        ],
+    ),
+    (
+        "segments equal",
+        pattern(segment_lengths=[8, 8], dilation_rates=[1, 2]),
+        ["got 8 followed by 8 in [8, 8]; sort the branches, none twice"],
+    ),
+    (
+        "rates equal",
+        pattern(segment_lengths=[4, 8], dilation_rates=[2, 2]),
+        ["pattern.dilation_rates: ", "got 2 followed by 2"],
+    ),
+    (
+        "rates fall",
+        pattern(segment_lengths=[4, 8], dilation_rates=[2, 1]),
+        ["pattern.dilation_rates: ", "got 2 followed by 1 in [2, 1]"],
+    ),
+    (
+        "segment 0",
+        pattern(segment_lengths=[0, 8], dilation_rates=[1, 2]),
+        ["pattern.segment_lengths[0]: ", "at least 1", "got 0; "],
+    ),
+    (
+        "rate negative",
+        pattern(segment_lengths=[4, 8], dilation_rates=[1, -2]),
+        ["pattern.dilation_rates[1]: ", "at least 1", "got -2; "],
+    ),
+    ("empty lists", pattern(segment_lengths=[], dilation_rates=[]), ["2 problems", "got []; use null"]),
+    (
+        "segment string",
+        pattern(segment_lengths=["2048"], dilation_rates=[1]),
+        ["segment_lengths[0]: ", 'got "2048"; '],
+    ),
+    ("segments bare", pattern(segment_lengths=2048, dilation_rates=[1]), ["a list", "got 2048; "]),
+    (
+        "segments word",
+        pattern(segment_lengths="2048,4096", dilation_rates=[1]),
+        ["a list", 'got "2048,4096"; '],
+    ),
+    (
+        "segment true",
+        pattern(segment_lengths=[True], dilation_rates=[1]),
+        ["segment_lengths[0]: ", "got true; "],
+    ),
+    (
+        "with a prefix",
+        pattern(**DILATED, prefix=2),
+        ["pattern.prefix: ", "beside segment_lengths [16, 64], which hides later tokens"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "source", "pieces"), WRONG, ids=[row[0] for row in WRONG])
+def test_what_is_refused_is_named(name: str, source: Json, pieces: list[str]) -> None:
+    message = refusal(source)
+    for piece in pieces:
+        assert piece in message

@@ -10,12 +10,12 @@ from ds_ring.kernels.flex.layouts import executed_of_fullest
 from ds_ring.kernels.select import block_side
 from ds_ring.measure.schedule_text import format_schedule
 from ds_ring.patterns.dilated.residue_layout import for_blocks
-from ds_ring.registry import FAST_KERNELS, KERNELS
+from ds_ring.plugin import FAST_KERNELS, KERNELS
 from ds_ring.schedule.choose import bound_to_one_head
 from ds_ring.schedule.head_class import HeadClass
 from ds_ring.schedule.lowering import lower_pass
 from tests.cases import longnet
-from tests.unit.kernels.flex.test_layouts import executed
+from tests.unit.kernels.flex.test_flex import executed
 from tests.unit.schedule.test_plan import attended
 
 
@@ -37,8 +37,8 @@ def test_what_must_cross_is_each_token_once_for_each_other_rank_that_reads_it() 
     (head_class,) = build_plan(pattern, layout).classes
     assert isinstance(head_class, HeadClass)
     for origin in range(4):
-        own = layout.positions(origin)
-        reads = [attended(pattern, 0, layout.positions(r), own).any(0) for r in range(4) if r != origin]
+        local = layout.positions(origin)
+        reads = [attended(pattern, 0, layout.positions(r), local).any(0) for r in range(4) if r != origin]
         assert head_class.tokens_needed(origin) == np.sum(reads)
 
 

@@ -10,7 +10,7 @@ import pytest
 from ds_ring import Causal, Documents, SlidingWindow, build_plan, make_layout
 from ds_ring.masks.pattern import Pattern
 from ds_ring.patterns.documents.shared import whole_and_shared
-from ds_ring.schedule.choose import bound_to_one_head, costs_of_ranks, timed
+from ds_ring.schedule.choose import bound_to_one_head, compute_costs, timed
 
 RANKS, SHARD = 8, 256
 
@@ -38,7 +38,7 @@ def test_every_token_has_one_place_and_shards_are_equal(draw: str, more: Pattern
         slots = layout.slots_by_position()
         assert sorted(slots.tolist()) == list(range(len(ids)))
         assert layout.longest_shard == SHARD
-        (work,), (received,) = costs_of_ranks(pattern, [layout])
+        (work,), (received,) = compute_costs(pattern, [layout])
         plan = build_plan(pattern, layout)
         ranks = [plan.rank(rank) for rank in range(RANKS)]
         assert work.tolist() == [one.pairs for one in ranks]
@@ -66,7 +66,7 @@ def test_a_short_document_stays_on_one_rank() -> None:
     ids = np.repeat(np.arange(64), 32)
     pattern = Documents(ids) & Causal()
     layout = whole_and_shared(len(ids), 8, 1, ((bound_to_one_head(pattern), 1),))[0]
-    assert costs_of_ranks(pattern, [layout])[1].sum() == 0
+    assert compute_costs(pattern, [layout])[1].sum() == 0
     rows = sorted(tuple(run) for rank in range(8) for run in layout.runs(rank).tolist())
     assert all(one[0] + one[2] == other[0] for one, other in pairwise(rows))
 

@@ -25,6 +25,7 @@ from ds_ring.patterns.private.private_layout import PrivateLayout, beside, priva
 from ds_ring.schedule.choose import rated
 from ds_ring.schedule.layout import Layout
 from ds_ring.simulation.simulate import SimulationOptions
+from tests.reference import attend_by_counts
 from tests.unit.patterns.private import masks
 
 PACKED = np.repeat([4, 0, -1, 7], [17, 5, 3, 14])  # 39 tokens
@@ -55,33 +56,21 @@ CASES: dict[str, Case] = {
 }  # fmt: skip
 
 
-def dense(seen: np.ndarray, *operands: torch.Tensor) -> dict[str, torch.Tensor]:
-    """One softmax over the pairs of a mask, in float64, and the gradients."""
-    *leaves, grad = (x.double() for x in operands)
-    q, k, v = (x.requires_grad_() for x in leaves)
-    repeat = q.shape[1] // k.shape[1]
-    scores = q @ k.repeat_interleave(repeat, 1).mT / q.shape[-1] ** 0.5
-    weights = torch.exp(scores - scores.amax(-1, keepdim=True).detach()) * torch.from_numpy(seen)
-    out = weights @ v.repeat_interleave(repeat, 1) / weights.sum(-1, keepdim=True).clamp_min(1e-300)
-    return dict(zip(("out", "dq", "dk", "dv"), (out.detach(), *torch.autograd.grad(out, (q, k, v), grad)),
-        strict=True))  # fmt: skip
-
-
 def private_slots_sent(pattern: Pattern, layout: Layout) -> tuple[int, int]:
     """The private and the shared tokens that arrive anywhere, by the plan."""
     table = private_table(((pattern, 1),))
     assert table is not None
-    plan, found = build_plan(pattern, layout), [0, 0]
+    plan, result = build_plan(pattern, layout), [0, 0]
     for rank in range(layout.ring_size):
-        for hop in (hop for one in plan.rank(rank).classes for hop in one.hops if hop.hop):
+        for hop in (hop for item in plan.rank(rank).classes for hop in item.hops if hop.hop):
             positions = layout.positions(hop.origin)
             for start, end in hop.held.tolist():
                 is_private = table.labels(positions[start:end]) >= 0
                 if not table.whole:  # the table has labels of the trunk, too
                     is_private &= positions[start:end] >= table.shared[1]
-                found[0] += int(is_private.sum())
-                found[1] += int((~is_private).sum())
-    return found[0], found[1]
+                result[0] += int(is_private.sum())
+                result[1] += int((~is_private).sum())
+    return result[0], result[1]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -100,14 +89,15 @@ def test_out_and_gradients_are_dense_and_no_private_key_is_sent(name: str, ring_
     sizes = [(1, heads, tokens, 8) for heads in (4, 2, 2, 4)]
     q, k, v, grad = (torch.randn(size, generator=generator, dtype=torch.float64) for size in sizes)
     layout = make_layout("private", tokens=tokens, ring_size=ring_size, pattern=pattern)
-    found = simulate(
+    result = simulate(
         q, k, v, pattern=pattern, layout=layout, grad_out=grad, measure_memory=False,
         options=SimulationOptions(progress=False),
     )  # fmt: skip
-    for part, want in dense(seen, q, k, v, grad).items():
-        assert float((getattr(found, part) - want).abs().max()) < 1e-12, part
+    exact = attend_by_counts(q, k, v, grad, torch.from_numpy(seen))
+    for part in ("out", "dq", "dk", "dv"):
+        assert float((getattr(result, part) - getattr(exact, part)).abs().max()) < 1e-12, part
     private, shared = private_slots_sent(pattern, layout)
-    forward = sum(one.forward for one in found.bytes_sent.values())
+    forward = sum(item.forward for item in result.bytes_sent.values())
     # K and V of 2 heads of 8 numbers in float64: all that is sent is shared
     assert private == 0 and forward == shared * 2 * 2 * 8 * 8
     assert (shared > 0) == (ring_size > 1)
@@ -121,20 +111,20 @@ def test_random_patterns(seed: int) -> None:
     ids = np.sort(rng.integers(0, 4, tokens))
     ids = np.where(ids == rng.integers(0, 8), -1, ids)
     documents = {"documents": Documents(ids)} if rng.random() < 0.6 else {}
-    given = {"ids": ids} if documents else {}
-    more: dict[str, Any] = {"causal": bool(rng.integers(2))}
+    options = {"ids": ids} if documents else {}
+    extra: dict[str, Any] = {"causal": bool(rng.integers(2))}
     kind = seed % 3
     if kind == 0:
-        more |= {"corrupted_first": bool(rng.integers(2)), "padding": int(rng.integers(0, 4))}
-        more |= {"window": int(rng.integers(1, 20))} if rng.random() < 0.4 else {}
-        pattern: Pattern = BlockDiffusion(size, tokens, **documents, **more)
-        seen = masks.block_diffusion(size, tokens, **given, **more)
+        extra |= {"corrupted_first": bool(rng.integers(2)), "padding": int(rng.integers(0, 4))}
+        extra |= {"window": int(rng.integers(1, 20))} if rng.random() < 0.4 else {}
+        pattern: Pattern = BlockDiffusion(size, tokens, **documents, **extra)
+        seen = masks.block_diffusion(size, tokens, **options, **extra)
     elif kind == 1:
-        pattern, seen = Drafter(tokens, size, **documents), masks.eagle(tokens, size, **given)
+        pattern, seen = Drafter(tokens, size, **documents), masks.eagle(tokens, size, **options)
     else:
         anchors = tuple(rng.integers(-1, tokens, int(rng.integers(1, 9))).tolist())
-        pattern = Drafter(tokens, size, anchors, **documents, **more)
-        seen = masks.dflash(tokens, size, anchors, **given, **more)
+        pattern = Drafter(tokens, size, anchors, **documents, **extra)
+        seen = masks.dflash(tokens, size, anchors, **options, **extra)
     at = np.arange(len(seen))
     assert np.array_equal(pattern.multiplicity(0, 1, 1, at[:, None], at[None]), seen)
     for ring_size in (2, 3, 4):

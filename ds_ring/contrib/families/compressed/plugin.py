@@ -1,0 +1,12 @@
+"""The rows of this folder: what others find by its names."""
+
+from __future__ import annotations
+
+from ds_ring.contrib.families.compressed.layers import CompressedAttention
+from ds_ring.plugin import Plugin
+
+PLUGIN = Plugin(
+    order=32,
+    requires=("layers/selection", "layers/scan"),
+    families={"CompressedAttention": CompressedAttention},
+)

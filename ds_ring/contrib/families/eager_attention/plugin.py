@@ -1,0 +1,11 @@
+"""The rows of this folder: what others find by its names."""
+
+from __future__ import annotations
+
+from ds_ring.contrib.families.eager_attention.layers import EagerVariant
+from ds_ring.plugin import Plugin
+
+PLUGIN = Plugin(
+    order=30,
+    families={"EagerVariant": EagerVariant},
+)

@@ -1,0 +1,12 @@
+"""The rows of this folder: what others find by its names."""
+
+from __future__ import annotations
+
+from ds_ring.contrib.families.key_terms.layers import DynamicMask
+from ds_ring.plugin import Plugin
+
+PLUGIN = Plugin(
+    order=40,
+    requires=("layers/selection",),
+    families={"DynamicMask": DynamicMask},
+)

@@ -1,0 +1,12 @@
+"""The rows of this folder: what others find by its names."""
+
+from __future__ import annotations
+
+from ds_ring.contrib.families.relative_keys.layers import RelativeKeys
+from ds_ring.plugin import Plugin
+
+PLUGIN = Plugin(
+    order=38,
+    requires=("layers/distance_bias",),
+    families={"RelativeKeys": RelativeKeys},
+)

@@ -1,0 +1,10 @@
+"""The rows of this folder: what others find by its names."""
+
+from __future__ import annotations
+
+from ds_ring.plugin import Plugin
+
+PLUGIN = Plugin(
+    order=50,
+    requires=("engines/trainers",),
+)

@@ -1,0 +1,12 @@
+"""The rows of this folder: what others find by its names."""
+
+from __future__ import annotations
+
+from ds_ring.kernels.cpu.kernel import CpuKernel
+from ds_ring.kernels.cpu.workspace import cpu_bytes
+from ds_ring.plugin import KernelRow, Plugin
+
+PLUGIN = Plugin(
+    order=10,
+    kernels={"cpu": KernelRow(home=CpuKernel, device="cpu", workspace=cpu_bytes)},
+)

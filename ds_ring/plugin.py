@@ -1,0 +1,383 @@
+"""Find what there are several of: layouts, kernels, passes, patterns, model families, JSON keys, public names.
+
+A capability is a folder with a `plugin.py`, whose `PLUGIN` holds its rows. `plugins.json` is an index of these
+files (`python -m ds_ring.plugin` writes it): it has the dotted name of each object, which is imported at its
+first use, so that words need neither torch nor numpy and an unused capability costs no import. Rows of a folder
+that is not there are left out: deleting a folder removes a capability. Other packages add rows of their own by
+the entry point group `ds_ring.plugins`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from importlib import import_module
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ds_ring.errors import RingConfigError
+
+_FOLDER = Path(__file__).parent
+INDEX = _FOLDER / "plugins.json"
+GROUP = "ds_ring.plugins"
+
+
+class JsonKey(NamedTuple):
+    """The key of the JSON's "pattern" section for a pattern that takes a number of tokens.
+
+    Attributes:
+        name: the key.
+        meaning: of the pattern with n tokens.
+        conflicts: other keys with which the pattern has no effect, and the reasons ("which ...").
+    """
+
+    name: str
+    meaning: str
+    conflicts: dict[str, str] = {}  # noqa: RUF012
+
+
+# Objects in rows are functions and classes in a plugin.py, and dotted names in the index; `load` takes both.
+Object = Any
+
+
+class LayoutRow(NamedTuple):
+    """Say where a layout is made.
+
+    All are functions of tokens T, ring size P, what each shard's slots are a multiple of, and the patterns
+    (`Mix`).
+
+    Attributes:
+        home: returns the layout.
+        takes_speeds: whether `home` deals out work by the `speeds` of the ranks, too.
+        if_uneven: returns candidates, given the speeds, for "auto" where contiguous and zigzag are uneven.
+        always: returns candidates that "auto" compares with contiguous and zigzag, for their own patterns.
+        for_labels: returns layouts that keep tokens of equal labels on few ranks; "auto" compares them, too,
+            where contiguous and zigzag are uneven, and takes the one whose modelled time is least.
+        for_blocks: returns layouts that "auto" compares for a kernel in blocks; None: not for these patterns.
+    """
+
+    home: Object
+    takes_speeds: bool = False
+    if_uneven: Object = None
+    always: Object = None
+    for_blocks: Object = None
+    for_labels: Object = None
+
+
+class KernelRow(NamedTuple):
+    """Describe a kernel without importing it.
+
+    Attributes:
+        home: the class.
+        device: the kind of device for which "auto" takes the kernel; None: for none.
+        anywhere: whether it also runs on other kinds of devices.
+        first_for: kinds of tiles (`Pattern.tile_kind`) for which "auto" prefers it to the kernel that the
+            device has for all patterns; empty for that kernel.
+        takes_blocks: whether it takes `block_size` of the JSON.
+        rates_layouts: function that rates the candidates of the layout "auto" by the work of its blocks.
+        takes_scores: whether it can change scores pair by pair (`score_mod`).
+        refuses: function of `KernelNeeds` that returns the error for what the kernel cannot do, or None;
+            None: it can do all.
+        workspace: function that returns its allocations; None if unknown.
+    """
+
+    home: Object
+    device: str | None = None
+    anywhere: bool = False
+    first_for: tuple[str, ...] = ()
+    takes_blocks: bool = False
+    rates_layouts: Object = None
+    takes_scores: bool = False
+    refuses: Object = None
+    workspace: Object = None
+
+    def runs_on(self, device_type: str) -> bool:
+        """Return whether it runs on a kind of device."""
+        return self.anywhere or self.device in (None, device_type)
+
+
+class DeviceRow(NamedTuple):
+    """Name what ring passes use on a kind of device, beside its kernels.
+
+    Attributes:
+        streams: class that orders the streams of a device; without a row the host waits.
+        watchdog: class that enforces the deadlines of messages for which a stream waits.
+        merge: function that merges partial results in one pass over memory; without it torch's operators do.
+        patience: function of the seconds that a rank asks the others for, because it compiles.
+        warm_up: function that makes the first calls of new process groups; without it the first pass does.
+    """
+
+    streams: Object
+    watchdog: Object
+    merge: Object
+    patience: Object
+    warm_up: Object
+
+
+class PassRow(NamedTuple):
+    """Say where a pass is made, and what others must know before it is imported.
+
+    A pass attends over the keys of all ranks, forward and backward (`Pass` in `ops/passes.py`).
+
+    Attributes:
+        home: function that makes it: of the context, `Prepared`, `Operands`, and what ends the header check.
+        exchange: class that sends its messages; None: `comm.exchange.Exchange`.
+        no_hops: why payload dtypes, chunks, stages and overlap have no effect; None: K/V go hop by hop.
+        no_offload: why its operands cannot wait on the host; None: they can.
+        no_hop_sums: why no kernel may keep a sum over the hops of a rank; None: one may.
+        whole_blocks: its layouts have runs of whole blocks of `block_size` tokens.
+        checks_layout: function of a layout and `block_size` that raises RingLayoutError for one that has not.
+        shares_memory: ranks copy out of memory that those of one node share; no backend sees a message.
+        few_queries: function that makes its forward pass of queries that all ranks have; None: the usual.
+    """
+
+    home: Object
+    exchange: Object = None
+    no_hops: str | None = None
+    no_offload: str | None = None
+    no_hop_sums: str | None = None
+    whole_blocks: bool = False
+    checks_layout: Object = None
+    shares_memory: bool = False
+    few_queries: Object = None
+
+
+class CodecRow(NamedTuple):
+    """Describe how tensors are written while they travel, without importing the code that writes them.
+
+    Attributes:
+        home: class that encodes K and V (`Codec` in `ring/pair.py`); None: they are cast, if at all.
+        element_bytes: bytes of an element in a message; None: those of the tensors.
+        row_bytes: further bytes for each row of K and of V, that is, for one token of one head.
+        exact: what arrives equals what was sent.
+    """
+
+    home: Object = None
+    element_bytes: int | None = None
+    row_bytes: int = 0
+    exact: bool = True
+
+    def bytes_each(self, own: int) -> int:
+        """Return the bytes of an element in a message; `own` of the tensors themselves."""
+        return own if self.element_bytes is None else self.element_bytes
+
+    def pair_bytes(self, elements: int, own: int) -> int:
+        """Return the bytes of a row of K and of V in a message, which have so many elements together."""
+        return elements * self.bytes_each(own) + 2 * self.row_bytes
+
+
+class Plugin(NamedTuple):
+    """The rows of a capability, by kind and name.
+
+    Attributes:
+        order: the place of its rows among those of other capabilities: lower ones come first.
+        requires: folders of other capabilities, "layers/scan", without which this one is left out.
+        needs: packages that its objects import, and the extra of ds_ring that installs them ("" for none).
+        layouts, kernels, devices, passes: values of keys of the JSON, and what is used on a kind of device.
+        kv_payloads, gradient_payloads: the values of "kv_payload" and of "gradient_payload". Gradients are
+            added in the accumulators' dtype: [Note: where gradients are added] in `schedule/head_class.py`.
+        patterns: patterns that have a `json_key`, by their names.
+        pattern_keys: further keys of "pattern" (`FurtherKeys` in `config/messages.py`), in the order in which
+            their patterns are composed.
+        json_keys: keys of the section, subclasses of `Section` in `config/messages.py`.
+        part_keys: keys of a part of the section, by "part.capability" (`PartKeys` in `config/messages.py`).
+        rates: what finds the fastest of some kernels on a kind of device, by measured rates.
+        tracers: what makes a function of pairs a value that ranks compare. `for_heads` returns `Scores` in
+            `kernels/interface.py`; `captured` holds what a function captured.
+        saved_tensors: what keeps tensors for a pass's gradient (`SavedTensors` in `ops/passes.py`).
+        engine_parts: what is added to an engine (`EnginePart`), from the inside out.
+        model_parts: what is added to a transformers model (`ModelPart`).
+        families: attention variants of transformers models (`Variant` in `models/variant.py`): one that
+            chooses which sequence a layer reads comes before those that attend.
+        row_kinds: kinds of rows by the tensor of a batch that has their patterns (`RowKind`).
+        session_methods: functions that are methods of `engine.ring`: the first argument is the session.
+        invariant_parts: what gives kinds of layers the bits of a generation in
+            `engine.ring.batch_invariant()`: functions of the session and the mode that return a context.
+        trainers: functions that put the trainers of a package on a ring, for `ds_ring.enable`.
+        hooks: functions and classes that other capabilities use if they are there, by their own names.
+    """
+
+    order: int = 0
+    requires: tuple[str, ...] = ()
+    needs: Mapping[str, str] = {}  # noqa: RUF012
+    layouts: Mapping[str, LayoutRow] = {}  # noqa: RUF012
+    kernels: Mapping[str, KernelRow] = {}  # noqa: RUF012
+    devices: Mapping[str, DeviceRow] = {}  # noqa: RUF012
+    passes: Mapping[str, PassRow] = {}  # noqa: RUF012
+    kv_payloads: Mapping[str, CodecRow] = {}  # noqa: RUF012
+    gradient_payloads: Mapping[str, CodecRow] = {}  # noqa: RUF012
+    patterns: Mapping[str, Object] = {}  # noqa: RUF012
+    pattern_keys: Mapping[str, Object] = {}  # noqa: RUF012
+    json_keys: Mapping[str, Object] = {}  # noqa: RUF012
+    part_keys: Mapping[str, Object] = {}  # noqa: RUF012
+    rates: Mapping[str, Object] = {}  # noqa: RUF012
+    tracers: Mapping[str, Object] = {}  # noqa: RUF012
+    saved_tensors: Mapping[str, Object] = {}  # noqa: RUF012
+    engine_parts: Mapping[str, Object] = {}  # noqa: RUF012
+    model_parts: Mapping[str, Object] = {}  # noqa: RUF012
+    families: Mapping[str, Object] = {}  # noqa: RUF012
+    row_kinds: Mapping[str, Object] = {}  # noqa: RUF012
+    session_methods: Mapping[str, Object] = {}  # noqa: RUF012
+    invariant_parts: Mapping[str, Object] = {}  # noqa: RUF012
+    trainers: Mapping[str, Object] = {}  # noqa: RUF012
+    hooks: Mapping[str, Object] = {}  # noqa: RUF012
+
+
+_ROW_TYPES: dict[str, Any] = {
+    "layouts": LayoutRow, "kernels": KernelRow, "devices": DeviceRow, "passes": PassRow,
+    "kv_payloads": CodecRow, "gradient_payloads": CodecRow,
+}  # fmt: skip
+KINDS = [name for name, value in Plugin._field_defaults.items() if value == {} and name != "needs"]
+
+
+def _read_index() -> dict[str, Plugin]:
+    """Return the plug-ins whose folders, and whose required folders, are there, in the order of their rows."""
+    plugins: dict[str, Plugin] = {}
+    for folder, fields in json.loads(INDEX.read_text()).items():
+        for kind, row_type in _ROW_TYPES.items():
+            if kind in fields:
+                fields[kind] = {name: row_type(**row) for name, row in fields[kind].items()}
+        plugins[folder] = Plugin(**fields)
+    is_there = {folder: (_FOLDER / folder / "plugin.py").is_file() for folder in plugins}
+
+    def is_whole(folder: str) -> bool:
+        return is_there.get(folder, False) and all(map(is_whole, plugins[folder].requires))
+
+    return {folder: plugin for folder, plugin in plugins.items() if is_whole(folder)}
+
+
+def _read_entry_points() -> dict[str, Plugin]:
+    """Return the plug-ins of other packages.
+
+    Raises:
+        RingConfigError: an entry point cannot be imported, or is no `Plugin`.
+    """
+    plugins = {}
+    for point in entry_points(group=GROUP):
+        where = f"the entry point {point.name} = {point.value} of {GROUP}"
+        try:
+            plugin = point.load()
+        except Exception as error:
+            advice = "install what it needs, or uninstall its package"
+            raise RingConfigError.wrong(where, "a ds_ring.plugin.Plugin", repr(error), advice) from error
+        if not isinstance(plugin, Plugin):
+            raise RingConfigError.wrong(where, "a ds_ring.plugin.Plugin", type(plugin).__name__, "name one")
+        plugins[point.value] = plugin
+    return plugins
+
+
+def _table(kind: str) -> dict[str, Any]:
+    """Return the rows of a kind by name; raise RingConfigError if two plug-ins have one name."""
+    rows: dict[str, Any] = {}
+    for home, plugin in PLUGINS.items():
+        for name, row in getattr(plugin, kind).items():
+            if name in rows:
+                raise RingConfigError.wrong(
+                    f"plug-ins: {kind}", f"one row {name!r}", f"two ({home})", "rename it"
+                )
+            rows[name] = row
+    return rows
+
+
+def load(home: Object) -> Any:
+    """Import what a row names, "package.module.name"; an object itself is returned as it is.
+
+    Raises:
+        RingConfigError: a package is missing that the plug-in needs.
+    """
+    if not isinstance(home, str):
+        return home
+    module, _, name = home.rpartition(".")
+    try:
+        return getattr(import_module(module), name)
+    except ModuleNotFoundError as error:
+        missing, folder = (
+            (error.name or "").partition(".")[0],
+            module.replace(".", "/").removeprefix("ds_ring/"),
+        )
+        for place, plugin in PLUGINS.items():
+            if missing in plugin.needs and f"{folder}/".startswith(f"{place}/"):
+                extra = plugin.needs[missing]
+                command = f"pip install ds_ring[{extra}]" if extra else f"pip install {missing}"
+                raise RingConfigError(f"{place} needs {missing}: {command}") from error
+        raise
+
+
+PLUGINS = _read_index()
+INDEXED = frozenset(PLUGINS)
+PLUGINS |= _read_entry_points()
+
+LAYOUTS: dict[str, LayoutRow] = _table("layouts")
+KERNELS: dict[str, KernelRow] = _table("kernels")
+DEVICES: dict[str, DeviceRow] = _table("devices")
+PASSES: dict[str, PassRow] = _table("passes")
+KV_PAYLOADS: dict[str, CodecRow] = _table("kv_payloads")
+GRADIENT_PAYLOADS: dict[str, CodecRow] = _table("gradient_payloads")
+PATTERNS, PATTERN_KEYS, JSON_KEYS = _table("patterns"), _table("pattern_keys"), _table("json_keys")
+PART_KEYS, RATES, TRACERS = _table("part_keys"), _table("rates"), _table("tracers")
+SAVED_TENSORS, ENGINE_PARTS = _table("saved_tensors"), _table("engine_parts")
+MODEL_PARTS, FAMILIES, ROW_KINDS = _table("model_parts"), _table("families"), _table("row_kinds")
+SESSION_METHODS, INVARIANT_PARTS = _table("session_methods"), _table("invariant_parts")
+TRAINERS, HOOKS = _table("trainers"), _table("hooks")
+
+# What "auto" takes on a kind of device, for all patterns.
+FAST_KERNELS = {
+    row.device: name for name, row in KERNELS.items() if row.device is not None and not row.first_for
+}
+
+
+def _public_names() -> dict[str, str]:
+    """Return the public names of `ds_ring` and where they are: lines of __init__.pyi, for type checkers, too.
+
+    Names of a capability that is not there are left out.
+    """
+    lines = (line.split() for line in (_FOLDER / "__init__.pyi").read_text().splitlines())
+    names = {line[-1]: f"{line[1]}.{line[3]}" for line in lines if line[:1] == ["from"]}
+    indexed = json.loads(INDEX.read_text())
+    missing = tuple(f"ds_ring.{folder.replace('/', '.')}." for folder in indexed if folder not in INDEXED)
+    return {name: home for name, home in names.items() if not home.startswith(missing)}
+
+
+PUBLIC = _public_names()
+
+
+def unmeasured(device_type: str, kinds: Iterable[str], able: Iterable[str]) -> str:
+    """Return the kernel that "auto" takes without rates; see [Note: which kernel auto is].
+
+    Args:
+        device_type: "cpu" or "cuda".
+        kinds: of the tiles: of `Pattern.tile_kind`.
+        able: names of the kernels that can compute it.
+    """
+    first = (name for name in able if KERNELS[name].device == device_type and KERNELS[name].first_for)
+    kinds = set(kinds)
+    return next(
+        (name for name in first if kinds.issubset(KERNELS[name].first_for)), FAST_KERNELS[device_type]
+    )
+
+
+def make_index() -> str:
+    """Return the text of `plugins.json`: the rows of every plugin.py, with dotted names for their objects."""
+    plugins = {}
+    for path in _FOLDER.rglob("plugin.py"):
+        if path != Path(__file__):
+            folder = path.parent.relative_to(_FOLDER).as_posix()
+            plugins[folder] = import_module(f"ds_ring.{folder.replace('/', '.')}.plugin").PLUGIN
+    ordered = sorted(plugins.items(), key=lambda item: (item[1].order, item[0]))
+    return json.dumps({folder: _as_json(plugin) for folder, plugin in ordered}, indent=1) + "\n"
+
+
+def _as_json(value: Any) -> Any:
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):  # a NamedTuple: without its defaults
+        fields = value._asdict().items()
+        return {name: _as_json(x) for name, x in fields if x != value._field_defaults.get(name, ...)}
+    if isinstance(value, Mapping):
+        return {name: _as_json(x) for name, x in value.items()}
+    if callable(value):
+        return f"{value.__module__}.{value.__qualname__}"
+    return value
+
+
+if __name__ == "__main__":
+    INDEX.write_text(make_index())

@@ -1,1 +1,0 @@
-"""Draw memory and timelines of ring passes."""

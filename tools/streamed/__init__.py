@@ -1,1 +1,0 @@
-"""Run virtual ranks whose shards are larger than memory; `tools/billion_tokens.py` is their command line."""
