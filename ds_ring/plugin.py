@@ -1,10 +1,10 @@
-"""Find what there are several of: layouts, kernels, passes, patterns, model families, JSON keys, public names.
+"""Find what there are several of: layouts, kernels, passes, patterns, model families, keys of the JSON.
 
-A capability is a folder with a `plugin.py`, whose `PLUGIN` holds its rows. `plugins.json` is an index of these
-files (`python -m ds_ring.plugin` writes it): it has the dotted name of each object, which is imported at its
-first use, so that words need neither torch nor numpy and an unused capability costs no import. Rows of a folder
-that is not there are left out: deleting a folder removes a capability. Other packages add rows of their own by
-the entry point group `ds_ring.plugins`.
+A capability is a folder with a `plugin.py`, whose `PLUGIN` holds its rows. `plugins.json` is an index of
+these files (`python tools/plugin_index.py` writes it): it has the dotted name of each object, which is
+imported at its first use, so that words need neither torch nor numpy and an unused capability costs no
+import. Rows of a folder that is not there are left out: deleting a folder removes a capability. Other
+packages add rows of their own by the entry point group `ds_ring.plugins`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class JsonKey(NamedTuple):
 
     name: str
     meaning: str
-    conflicts: dict[str, str] = {}  # noqa: RUF012
+    conflicts: Mapping[str, str] = {}  # noqa: RUF012
 
 
 # Objects in rows are functions and classes in a plugin.py, and dotted names in the index; `load` takes both.
@@ -200,28 +200,28 @@ class Plugin(NamedTuple):
 
     order: int = 0
     requires: tuple[str, ...] = ()
-    needs: Mapping[str, str] = {}  # noqa: RUF012
-    layouts: Mapping[str, LayoutRow] = {}  # noqa: RUF012
-    kernels: Mapping[str, KernelRow] = {}  # noqa: RUF012
-    devices: Mapping[str, DeviceRow] = {}  # noqa: RUF012
-    passes: Mapping[str, PassRow] = {}  # noqa: RUF012
-    kv_payloads: Mapping[str, CodecRow] = {}  # noqa: RUF012
-    gradient_payloads: Mapping[str, CodecRow] = {}  # noqa: RUF012
-    patterns: Mapping[str, Object] = {}  # noqa: RUF012
-    pattern_keys: Mapping[str, Object] = {}  # noqa: RUF012
-    json_keys: Mapping[str, Object] = {}  # noqa: RUF012
-    part_keys: Mapping[str, Object] = {}  # noqa: RUF012
-    rates: Mapping[str, Object] = {}  # noqa: RUF012
-    tracers: Mapping[str, Object] = {}  # noqa: RUF012
-    saved_tensors: Mapping[str, Object] = {}  # noqa: RUF012
-    engine_parts: Mapping[str, Object] = {}  # noqa: RUF012
-    model_parts: Mapping[str, Object] = {}  # noqa: RUF012
-    families: Mapping[str, Object] = {}  # noqa: RUF012
-    row_kinds: Mapping[str, Object] = {}  # noqa: RUF012
-    session_methods: Mapping[str, Object] = {}  # noqa: RUF012
-    invariant_parts: Mapping[str, Object] = {}  # noqa: RUF012
-    trainers: Mapping[str, Object] = {}  # noqa: RUF012
-    hooks: Mapping[str, Object] = {}  # noqa: RUF012
+    needs: Mapping[str, str] = {}
+    layouts: Mapping[str, LayoutRow] = {}
+    kernels: Mapping[str, KernelRow] = {}
+    devices: Mapping[str, DeviceRow] = {}
+    passes: Mapping[str, PassRow] = {}
+    kv_payloads: Mapping[str, CodecRow] = {}
+    gradient_payloads: Mapping[str, CodecRow] = {}
+    patterns: Mapping[str, Object] = {}
+    pattern_keys: Mapping[str, Object] = {}
+    json_keys: Mapping[str, Object] = {}
+    part_keys: Mapping[str, Object] = {}
+    rates: Mapping[str, Object] = {}
+    tracers: Mapping[str, Object] = {}
+    saved_tensors: Mapping[str, Object] = {}
+    engine_parts: Mapping[str, Object] = {}
+    model_parts: Mapping[str, Object] = {}
+    families: Mapping[str, Object] = {}
+    row_kinds: Mapping[str, Object] = {}
+    session_methods: Mapping[str, Object] = {}
+    invariant_parts: Mapping[str, Object] = {}
+    trainers: Mapping[str, Object] = {}
+    hooks: Mapping[str, Object] = {}
 
 
 _ROW_TYPES: dict[str, Any] = {
@@ -232,7 +232,7 @@ KINDS = [name for name, value in Plugin._field_defaults.items() if value == {} a
 
 
 def _read_index() -> dict[str, Plugin]:
-    """Return the plug-ins whose folders, and whose required folders, are there, in the order of their rows."""
+    """Return the plug-ins whose folders and required folders are there, in the order of their rows."""
     plugins: dict[str, Plugin] = {}
     for folder, fields in json.loads(INDEX.read_text()).items():
         for kind, row_type in _ROW_TYPES.items():
@@ -369,7 +369,7 @@ def make_index() -> str:
 
 
 def _as_json(value: Any) -> Any:
-    if isinstance(value, tuple) and hasattr(value, "_asdict"):  # a NamedTuple: without its defaults
+    if hasattr(value, "_field_defaults"):  # a row: without its defaults
         fields = value._asdict().items()
         return {name: _as_json(x) for name, x in fields if x != value._field_defaults.get(name, ...)}
     if isinstance(value, Mapping):
@@ -379,5 +379,6 @@ def _as_json(value: Any) -> Any:
     return value
 
 
-if __name__ == "__main__":
+def write_index() -> None:
+    """Write `plugins.json`: python -c "from ds_ring.plugin import write_index; write_index()"."""
     INDEX.write_text(make_index())

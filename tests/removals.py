@@ -1,10 +1,11 @@
 """What is left when a capability's folder is deleted, and nothing else.
 
-The capabilities are the folders of `ds_ring/plugins.json`. `removed` deletes one from a copy of the tree, with
-the folders of tests of the same name; no other file changes. Test files that import what is not there any more
-are of the capability, too. tests/integration/test_removals.py runs what is left. `python -m tests.removals`
-prints a table: files and lines of each capability, the files of its tests, lines of the core that name it.
-`python -m tests.removals --run [FOLDER ...]` runs the core's tests in a copy without each.
+The capabilities are the folders of `ds_ring/plugins.json`. `removed` deletes one from a copy of the tree,
+with the folders of tests of the same name; no other file changes. Test files that import what is not there
+any more are of the capability, too. tests/integration/test_removals.py runs what is left. `python -m
+tests.removals` prints a table: files and lines of each capability, the files of its tests, lines of the
+core that name it. `python -m tests.removals --run [FOLDER ...]` runs the core's tests in a copy without
+each.
 """
 
 from __future__ import annotations
@@ -73,10 +74,10 @@ def files_of(folder: str) -> list[Path]:
     return sorted((ROOT / "ds_ring" / folder).rglob("*.py"))
 
 
-def tests_named_like(folder: str, root: Path = ROOT) -> list[Path]:
+def tests_named_like(folder: str) -> list[Path]:
     """Return the folders and files of tests that have a capability's name."""
     parent, _, last = folder.rpartition("/")
-    places = [root / "tests" / kind for kind in ("unit", "dist", "gpu")]
+    places = [ROOT / "tests" / kind for kind in ("unit", "dist", "gpu")]
     return [
         path
         for place in places
@@ -105,7 +106,7 @@ def imports_of_test(path: Path) -> frozenset[str]:
 
 @cache
 def users_of_modules() -> dict[str, set[Path]]:
-    """Return the files of tests by the modules and public names that they import, themselves or by a helper."""
+    """Return the files of tests by the modules and public names that they, or their helpers, import."""
     files = {path: imports_of_test(path) for path in (ROOT / "tests").rglob("*.py")}
     helpers = {path.relative_to(ROOT).with_suffix("").as_posix().replace("/", "."): path for path in files}
     near = {

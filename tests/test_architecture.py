@@ -47,7 +47,8 @@ CAPABILITIES = [
     ["codecs", "layouts", "patterns", "kernels.cpu", "kernels.flash", "kernels.flex", "cuda", "transports",
         "layers", "decode", "memory", "measure", "simulation"],
     ["patches", "written_files", "data", "models", "engines", "checkpoint", "measure.rank_speeds",
-        "measure.run_report", "measure.step_metrics", "memory.tiles.models_head", "memory.tiles.models_layers",
+        "measure.run_report", "measure.step_metrics", "memory.tiles.models_head",
+        "memory.tiles.models_layers",
         "memory.host.offloaded_checkpoints", "layers.selection.rows", "layers.ngrams.sharded_tables"],
     ["contrib", "decode.generation", "decode.ring_cache", "decode.encoder_decoder"],
 ]  # fmt: skip
@@ -100,7 +101,8 @@ IMPORTERS = {
 }
 ON_THE_CPU = {"layers.scan.simulation", "contrib.policies.trees"}  # index tensors of the CPU
 PASSES = {
-    "ring.ring_pass", "transports.all_gather.gather_pass", "decode.replicated", "transports.reproducible.sharded",
+    "ring.ring_pass", "transports.all_gather.gather_pass", "decode.replicated",
+    "transports.reproducible.sharded",
     "transports.reproducible.few_queries", "transports.tiles.tile_pass",
 }  # fmt: skip
 MAY_IMPORT_A_PASS = {

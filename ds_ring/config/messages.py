@@ -178,8 +178,8 @@ class FurtherKeys(Section):
 class PartKeys(Section):
     """Base of the keys of a part of the section that several capabilities have.
 
-    The part is "off", "auto" or an object of keys. A key that is `true` is an error where the model does not allow it; one that is "auto" is left out there,
-    with a line in the log.
+    The part is "off", "auto" or an object of keys. A key that is `true` is an error where the model does not
+    allow it; one that is "auto" is left out there, with a line in the log.
 
     Attributes:
         description: of the part.

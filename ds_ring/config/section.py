@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import fields
 from functools import lru_cache, partial, reduce
 from operator import and_
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, cast
 
 from pydantic import BeforeValidator, Field, ValidationInfo, create_model, field_validator, model_validator
 
@@ -117,7 +117,7 @@ class CoreConfig(PassOptions, RingKeys):
     )
 
     @classmethod
-    def from_deepspeed(cls, source: JsonSource) -> RingConfig:
+    def from_deepspeed(cls, source: JsonSource) -> Self:
         """Read our section of a whole DeepSpeed JSON (path or dict); one RingConfigError names all faults."""
         return resolve(source, cls)[0]
 
@@ -216,7 +216,7 @@ def _make_part(part: str) -> type[PartKeys]:
 PARTS = {part: _make_part(part) for part in dict.fromkeys(name.partition(".")[0] for name in PART_KEYS)}
 
 
-def _field_of_part(kind: type[PartKeys]) -> tuple[Any, Any]:
+def _field_of_part(kind: Any) -> tuple[Any, Any]:
     advice = 'write "auto" for all that the model allows'
     accepted = Accepted('"off", "auto", or an object of its keys', advice)
     annotation = Annotated[kind, BeforeValidator(partial(part_from_word, kind)), accepted]
@@ -239,6 +239,7 @@ else:
         __doc__=CoreConfig.__doc__,
         **{part: _field_of_part(kind) for part, kind in PARTS.items()},
     )
+    RingConfig.__hash__ = CoreConfig.__hash__  # of values that can be hashed
 
 
 def strip_section(source: JsonSource) -> Json:

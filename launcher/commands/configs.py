@@ -32,7 +32,7 @@ def add(commands: Commands) -> None:
 def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
     """Copy the files that FOLDER lacks; return 0."""
     from ds_ring.errors import RingConfigError
-    from ds_ring.integrations.written_files import replace_text
+    from ds_ring.written_files import replace_text
 
     from .. import configs_folder
 

@@ -13,7 +13,7 @@ from ds_ring.ops.options import Options
 from ds_ring.ops.ring_op import ring_attention_op
 from ds_ring.schedule.layout import Layout, make_layout
 from ds_ring.simulation.generate import GeneratedSource
-from ds_ring.simulation.rank import GlobalSizes, RankMemory, TensorBytes, profile_of, shard_of
+from ds_ring.simulation.rank import GlobalSizes, RankMemory, TensorBytes, make_profile, read_shard
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,9 @@ def measure_rank(mesh: RingMesh, job: AttentionJob) -> RankMemory:
     context = context_for(job.pattern, layout, mesh, job.options)
     with tracing(mesh) as trace, measure_cpu_memory() as peak:
         q, k, v = (
-            shard_of(job.source, layout, name, mesh.ring_rank).requires_grad_() for name in ("q", "k", "v")
+            read_shard(job.source, layout, name, mesh.ring_rank).requires_grad_() for name in ("q", "k", "v")
         )
         out, lse = ring_attention_op(q, k, v, context.handle)
-        out.backward(shard_of(job.source, layout, "grad_out", mesh.ring_rank))
+        out.backward(read_shard(job.source, layout, "grad_out", mesh.ring_rank))
         sizes = TensorBytes(q.nbytes, k.nbytes + v.nbytes, out.nbytes, lse.nbytes)
-    return profile_of(peak, trace, sizes)
+    return make_profile(peak, trace, sizes)

@@ -33,9 +33,9 @@ from ds_ring.comm.exchange import Exchange
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.comm.messages import Message
 from ds_ring.config.section import RingConfig
+from ds_ring.data.run_folder import mark_ring
+from ds_ring.engines.deepspeed.initialize import init_distributed
 from ds_ring.health.joining import presence
-from ds_ring.integrations.deepspeed.initialize import init_distributed
-from ds_ring.integrations.deepspeed.run_folder import mark_ring
 from ds_ring.masks.catalog import Causal, SlidingWindow
 from ds_ring.ops.context import RingContext, context_for
 from ds_ring.ops.options import Options
@@ -45,7 +45,7 @@ from ds_ring.ops.ring_op import ring_attention_op
 from ds_ring.schedule.layout import Layout, expand_runs
 from ds_ring.schedule.lowering import lower_rank
 from ds_ring.schedule.steps import Recv, Send
-from ds_ring.simulation.rank import GlobalSizes, shard_of
+from ds_ring.simulation.rank import GlobalSizes, read_shard
 from ds_ring_launcher.doctor.findings import MARK
 from ds_ring_launcher.doctor.measure import AttentionJob, measure_rank
 
@@ -211,7 +211,7 @@ def _exactness(mesh: RingMesh, options: Options) -> tuple[float, Traffic, tuple[
     context = context_for(job.pattern, layout, mesh, by_messages)
     dtype, device = _kind(mesh)
     shards = {
-        name: shard_of(job.source, layout, name, mesh.ring_rank).to(device, dtype)
+        name: read_shard(job.source, layout, name, mesh.ring_rank).to(device, dtype)
         for name in ("q", "k", "v", "grad_out")
     }
     grad_out = shards.pop("grad_out")
@@ -228,7 +228,7 @@ def _exactness(mesh: RingMesh, options: Options) -> tuple[float, Traffic, tuple[
     if by_messages != options:
         run(context_for(job.pattern, layout, mesh, options))
     whole = {
-        name: shard_of(job.source, job.layout(1), name, 0).to(dtype) for name in ("q", "k", "v", "grad_out")
+        name: read_shard(job.source, job.layout(1), name, 0).to(dtype) for name in ("q", "k", "v", "grad_out")
     }
     want = _dense_causal(**whole)
     positions = torch.from_numpy(expand_runs(layout.runs(mesh.ring_rank)))
@@ -313,7 +313,7 @@ def _memory_on_cuda(mesh: RingMesh, options: Options) -> tuple[float, float]:
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         q, k, v, grad_out = (
-            shard_of(job.source, layout, name, mesh_used.ring_rank).cuda()
+            read_shard(job.source, layout, name, mesh_used.ring_rank).cuda()
             for name in ("q", "k", "v", "grad_out")
         )
         out, _ = ring_attention_op(*(x.requires_grad_() for x in (q, k, v)), context.handle)

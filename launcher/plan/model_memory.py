@@ -3,7 +3,7 @@
 Owns the moments of a step at which memory can be highest, and what lives at each. The blocks are those of an
 eager Llama in transformers 5 (what autograd saves was counted in the profiler's events and is exact there;
 fused norms, fused losses and compilation save less), loss and MLP in tiles those of
-`integrations/transformers`. Attention's own part comes from `pass_memory.py`, states from `model_memory.py`.
+`models`. Attention's own part comes from `pass_memory.py`, states from `model_memory.py`.
 """
 
 from __future__ import annotations

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 
 from ds_ring.errors import RingConfigError
-from ds_ring.integrations.written_files import replaced
 from ds_ring.kernels.flex.blocks import block_intervals
 from ds_ring.masks.slots import count_slots, repeat_rows
 from ds_ring.schedule.plan import Plan
 from ds_ring.schedule.rank_plan import HopPlan
+from ds_ring.written_files import replaced
 
 _DPI = 110
 

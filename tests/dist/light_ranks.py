@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any
 
 from ds_ring.health.failure_detector.handshake import RankHandshake
+from ds_ring.health.failure_detector.wire import ranges_of
 from ds_ring.health.joining import start_monitor
 
 BEATS_PER_TIMEOUT = 5

@@ -261,7 +261,8 @@ def _round(folder: Path, status: int, at: float, saved: str, left: list[str]) ->
     starts = [event for event in events if event["event"] == "start"]
     result.culprit = next((event["what"] for event in events if event["event"] == "fault"), "")
     result.said = [
-        f"{fault.rank}: {fault.type}: {fault.message[:150]}" for fault in faults_of(folder / "run/attempt-1")
+        f"{fault.rank}: {fault.type}: {fault.message[:150]}"
+        for fault in read_faults(folder / "run/attempt-1")
     ]
     if len(starts) > 1:
         after = [row["at"] for row in rows if row["at"] > starts[1]["at"]]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import json
 from argparse import Namespace
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,13 +31,13 @@ from ds_ring import (
     selected_attention,
 )
 from ds_ring.comm.exchange import Exchange
+from ds_ring.contrib.families.recurrent.layers import FUNCTIONS, METHODS
 from ds_ring.errors import RingConfigError
-from ds_ring.integrations.transformers.variants.recurrent.layers import FUNCTIONS, METHODS
 from ds_ring.layers.scan.context import scan_context
 from ds_ring.layers.scan.sequence_runs import SequenceRuns, sequence_runs
+from ds_ring.layers.scan.simulation import virtual_halo, virtual_scan
 from ds_ring.layers.selection import select, selected_pass
 from ds_ring.measure.memory import measure_cpu_memory
-from ds_ring.simulation.scans import virtual_halo, virtual_scan
 from ds_ring_launcher import cli
 from ds_ring_launcher.check.small_model import SAMPLES, build, make_batch, read_config, shrink
 from ds_ring_launcher.plan import other_layers
@@ -61,9 +62,10 @@ from ds_ring_launcher.plan.other_layers import (
 )
 from ds_ring_launcher.plan.pass_time import bytes_sent
 from ds_ring_launcher.plan.training_setting import TrainingSetting
-from tests.dist.deepspeed_ranks import json_config, start_engine
-from tests.dist.harness import Pool
+from tests.dist.deepspeed_ranks import start_deepspeed
+from tests.dist.harness import RankPool
 
+Pool = Callable[[int], RankPool]
 TOKENS, BATCH = 61, 2
 DELTA = Recurrence("delta", 0, 0, 3, 5, 2 * 3 * 4, 2 * 3 * 3, matrix=True)
 DECAY = Recurrence("decay", 0, 0, 6, 2, 2 * 3 * 4, 2)
@@ -83,9 +85,9 @@ def test_bytes_of_scans_and_halos_are_those_of_virtual_ranks(size: int, layout: 
         make_layout(layout, tokens=203, ring_size=size, pattern=Causal()), 1, BATCH, 2, Causal()
     )
     runs = sequence_runs(place.layout)
-    arguments = [tensors(kind, len(runs.of_rank(rank))) for rank in range(size)]
+    given = [tensors(kind, len(runs.of_rank(rank))) for rank in range(size)]
     scans = [
-        virtual_scan(place.layout, *zip(*arguments, strict=True), matrix=kind.matrix, reverse=back)
+        virtual_scan(place.layout, *zip(*given, strict=True), matrix=kind.matrix, reverse=back)
         for back in (False, True)
     ]
     halos = virtual_halo(
@@ -93,14 +95,14 @@ def test_bytes_of_scans_and_halos_are_those_of_virtual_ranks(size: int, layout: 
     )
     for rank in range(size):
         of_halo, of_scan = sent_by(kind, place, rank)
-        assert (of_scan.forward, of_scan.backward) == tuple(item.bytes_sent[rank] for item in scans)
+        assert (of_scan.forward, of_scan.backward) == tuple(one.bytes_sent[rank] for one in scans)
         assert of_halo.forward == halos.bytes_sent[rank]
         assert sum(of_halo.backward_received) == of_halo.forward  # gradients take the way back
 
 
 def counted() -> int:
     """Bytes that all exchanges of this process have sent."""
-    return sum(item.counters.bytes_sent for item in gc.get_objects() if type(item) is Exchange)
+    return sum(one.counters.bytes_sent for one in gc.get_objects() if type(one) is Exchange)
 
 
 def primitives(rank: int, world_size: int, kind: Recurrence, ulysses: int, fault: str = "") -> list[int]:
@@ -111,22 +113,22 @@ def primitives(rank: int, world_size: int, kind: Recurrence, ulysses: int, fault
     context, rounds = scan_context(layout, mesh), SequenceRuns.rounds
     if fault == "transitions":  # are sent where the state is known
         SequenceRuns.rounds = lambda self: [  # type: ignore[method-assign]
-            [item._replace(is_complete=False) for item in steps] for steps in rounds(self)
+            [one._replace(is_complete=False) for one in steps] for steps in rounds(self)
         ]
     try:
         x = torch.ones(BATCH, context.runs.local_tokens, kind.channels, requires_grad=True)
-        pair = [item.requires_grad_() for item in tensors(kind, context.own_runs)]
-        result, before = [], counted()
+        pair = [one.requires_grad_() for one in tensors(kind, context.own_runs)]
+        found, before = [], counted()
         for call in (
             lambda: halo(x, kind.before + (fault == "halo"), dim=1, **named),  # a token more
             lambda: ring_scan(*pair, matrix=kind.matrix, **named),
         ):
             out = call()
-            result.append(counted() - before)
+            found.append(counted() - before)
             out.sum().backward()
-            result.append(counted() - before - result[-1])
+            found.append(counted() - before - found[-1])
             before = counted()
-        return result
+        return found
     finally:
         SequenceRuns.rounds = rounds  # type: ignore[method-assign]
         mesh.close()
@@ -136,7 +138,7 @@ def planned(kind: Recurrence, size: int, ulysses: int) -> list[list[int]]:
     layout = make_layout("zigzag", tokens=TOKENS, ring_size=size // ulysses, multiple_of=ulysses)
     place = LayerSetting(layout, ulysses, BATCH, 4, Causal())
     of_ranks = [sent_by(kind, place, rank) for rank in range(size)]
-    return [[n for item in of_rank for n in (item.forward, item.backward)] for of_rank in of_ranks]
+    return [[n for one in of_rank for n in (one.forward, one.backward)] for of_rank in of_ranks]
 
 
 @pytest.mark.parametrize(("size", "ulysses"), [(2, 1), (4, 1), (4, 2)])
@@ -148,10 +150,10 @@ def test_bytes_of_scans_and_halos_are_those_of_real_ranks(rank_pool: Pool, size:
 
 @pytest.mark.parametrize("fault", ["transitions", "halo"])
 def test_messages_that_are_not_planned_are_found(rank_pool: Pool, fault: str) -> None:
-    result, want = rank_pool(4).run(primitives, DELTA, 1, fault), planned(DELTA, 4, 1)
-    assert result != want
+    found, want = rank_pool(4).run(primitives, DELTA, 1, fault), planned(DELTA, 4, 1)
+    assert found != want
     which = slice(2, 4) if fault == "halo" else slice(0, 2)
-    assert [item[which] for item in result] == [item[which] for item in want]
+    assert [one[which] for one in found] == [one[which] for one in want]
 
 
 # --- whole models ----------------------------------------------------------------------------------
@@ -172,10 +174,19 @@ def trained(
     rank: int, world_size: int, family: str, changes: dict[str, Any], layout: str, latents: bool
 ) -> int:
     """Bytes that this rank sends in one step of a small model."""
+    start_deepspeed()
+    import ds_ring
+
     config = configuration(family, changes)
     model = build(config, "causal-lm", seed=0)
-    section = {"layout": layout, "latents": latents}
-    engine = start_engine(model, json_config(world_size, SAMPLES, 0, ring_attention=section), 0.0)
+    engine = ds_ring.initialize(
+        model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
+        config={
+            "train_micro_batch_size_per_gpu": SAMPLES, "zero_allow_untested_optimizer": True,
+            "steps_per_print": 10**9, "sequence_parallel_size": world_size,
+            "ring_attention": {"layout": layout, "latents": latents},
+        },
+    )[0]  # fmt: skip
     try:
         local = engine.ring.shard_batch(make_batch(config, "causal-lm", TOKENS, 0, True))
         before = counted()
@@ -198,26 +209,26 @@ def setting(config: Any, size: int, layout: str) -> TrainingSetting:
         " config pattern zero_stage ring_size offload_param recompute_attention activation_checkpointing"
         " offload_checkpoints offload_attention offload_optimizer recompute_half_of_attention fit"
     )
-    arguments = dict.fromkeys(names.split()) | {
+    given = dict.fromkeys(names.split()) | {
         "hf_config": as_json(config), "tokens": TOKENS, "devices": size,
         "batch": SAMPLES, "dtype": "float32", "hardware": "cpu", "layout": layout,
     }  # fmt: skip
-    requested = make_setting(Namespace(**arguments), lambda _: None)
-    return replace(requested, ring_ranks_per_node=0)  # all ranks are in one node here
+    asked = make_setting(Namespace(**given), lambda _: None)
+    return replace(asked, ring_ranks_per_node=0)  # all ranks are in one node here
 
 
-def of_ranks(requested: TrainingSetting) -> list[int]:
+def of_ranks(asked: TrainingSetting) -> list[int]:
     """Bytes that each rank sends in a step."""
-    layout, result = plan_layout(requested), []
-    for rank in range(requested.ring_size):
+    layout, found = plan_layout(asked), []
+    for rank in range(asked.ring_size):
         total = 0
-        for plan, layers in build_plans(requested, layout):
-            total += layers * sum(bytes_sent(choose_parts(plan, rank), pass_shape(requested, layout)))
-        for kind, pattern, layers in requested.other_layers:
-            place = LayerSetting(layout, 1, requested.batch, 4, pattern)
-            total += layers * sum(item.forward + item.backward for item in sent_by(kind, place, rank))
-        result.append(total)
-    return result
+        for plan, layers in build_plans(asked, layout):
+            total += layers * sum(bytes_sent(choose_parts(plan, rank), pass_shape(asked, layout)))
+        for kind, pattern, layers in asked.other_layers:
+            place = LayerSetting(layout, 1, asked.batch, 4, pattern)
+            total += layers * sum(one.forward + one.backward for one in sent_by(kind, place, rank))
+        found.append(total)
+    return found
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -232,12 +243,12 @@ def test_bytes_of_a_step_are_those_of_a_model(rank_pool: Pool, family: str) -> N
 
 def test_fewer_keys_send_fewer_rows_than_are_planned(rank_pool: Pool) -> None:
     config = configuration("deepseek_v32", {"index_topk": 2})
-    requested = setting(config, 4, "zigzag")
-    (kind, pattern, layers), want = requested.other_layers[0], of_ranks(requested)
-    result = rank_pool(4).run(trained, "deepseek_v32", {"index_topk": 2}, "zigzag", False)
+    asked = setting(config, 4, "zigzag")
+    (kind, pattern, layers), want = asked.other_layers[0], of_ranks(asked)
+    found = rank_pool(4).run(trained, "deepseek_v32", {"index_topk": 2}, "zigzag", False)
     assert isinstance(kind, Selection) and kind.top_k == 2
-    for rank, (real, most) in enumerate(zip(result, want, strict=True)):
-        rows = sent_by(kind, LayerSetting(plan_layout(requested), 1, SAMPLES, 4, pattern), rank)[-1]
+    for rank, (real, most) in enumerate(zip(found, want, strict=True)):
+        rows = sent_by(kind, LayerSetting(plan_layout(asked), 1, SAMPLES, 4, pattern), rank)[-1]
         assert most - layers * (rows.forward + rows.backward) < real <= most
 
 
@@ -248,20 +259,20 @@ def test_of_chosen_rows_as_many_bytes_arrive_as_leave() -> None:
     for ones in zip(*parts, strict=True):
         for way in ("forward", "backward"):
             sent, received = (
-                sum(getattr(item, way) for item in ones),
-                sum(sum(getattr(item, f"{way}_received")) for item in ones),
+                sum(getattr(one, way) for one in ones),
+                sum(sum(getattr(one, f"{way}_received")) for one in ones),
             )
             assert sent == received and (sent > 0 or way == "backward")
 
 
 def test_latents_send_what_the_advice_says(rank_pool: Pool) -> None:
     config = configuration("deepseek_v3", {})
-    requested = setting(config, 2, "zigzag")
-    advice = latents_on_the_wire(estimate(requested))
+    asked = setting(config, 2, "zigzag")
+    advice = latents_on_the_wire(estimate(asked))
     assert advice is not None
     for latents, want in ((True, advice.latent_bytes), (False, advice.expanded_bytes)):
-        result = rank_pool(2).run(trained, "deepseek_v3", {}, "zigzag", latents)
-        assert config.num_hidden_layers * want in result  # of the rank that takes longest
+        found = rank_pool(2).run(trained, "deepseek_v3", {}, "zigzag", latents)
+        assert config.num_hidden_layers * want in found  # of the rank that takes longest
 
 
 def peaks(rank: int, world_size: int) -> list[float]:
@@ -284,11 +295,11 @@ def peaks(rank: int, world_size: int) -> list[float]:
     with measure_cpu_memory() as memory:
         torch.autograd.grad(out, (q, key, value), grad)
     kind = Selection("", 0, k, 1, 4, 2 * heads * dim)
-    sizes = [layer_memory(item, 1, slots, 1024, 4, "cpu") for item in (delta, kind)]
+    sizes = [layer_memory(one, 1, slots, 1024, 4, "cpu") for one in (delta, kind)]
     pass_bytes = memory.peak_bytes - 3 * q.nbytes  # without its results
     mesh.close()
-    result = [scan.peak_bytes / sizes[0].messages, chosen.nbytes / sizes[1].kept]
-    return [*result, pass_bytes / sizes[1].messages]
+    found = [scan.peak_bytes / sizes[0].messages, chosen.nbytes / sizes[1].kept_bytes]
+    return [*found, pass_bytes / sizes[1].messages]
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -308,23 +319,23 @@ def test_memory_is_planned(rank_pool: Pool, size: int) -> None:
 
 def mixing_types() -> list[str]:
     """Types of transformers whose modeling file has a layer that is not softmax attention over all keys."""
-    root, result = Path(transformers.__file__).parent / "models", []
+    root, found = Path(transformers.__file__).parent / "models", []
     words = (*FUNCTIONS, *(name.partition(".")[0] for name in METHODS), "Indexer(nn.Module)")
     for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         folder = CONFIG_MAPPING[name].__module__.split(".")[-2]
         text = "".join(file.read_text() for file in (root / folder).glob("modeling_*.py"))
         if any(word in text for word in words) or "keep_window_size" in text:
-            result.append(name)
-    return result
+            found.append(name)
+    return found
 
 
 def test_no_model_with_other_layers_is_planned_as_attention() -> None:
     refused, read = [], []
     for name in mixing_types():
         config = text_part(json.loads(as_json(CONFIG_MAPPING[name]())))
-        requested = Namespace(hf_config=json.dumps(config), **dict.fromkeys(_OPTIONS))
+        asked = Namespace(hf_config=json.dumps(config), **dict.fromkeys(_OPTIONS))
         try:
-            shape = read_model(requested)
+            shape = read_model(asked)
         except RingConfigError:
             refused.append(name)
             continue
@@ -349,26 +360,26 @@ SPARSE = {
 }  # fmt: skip
 
 
-def run(capsys: Any, config: dict[str, Any], *extra: str) -> tuple[int, str]:
+def run(capsys: Any, config: dict[str, Any], *more: str) -> tuple[int, str]:
     sizes = ["--tokens", "4096", "--devices", "4", "--hardware", "cpu", "--dtype", "float32"]
-    status = cli.main(["plan", "--hf-config", json.dumps(config), *sizes, *extra])
+    status = cli.main(["plan", "--hf-config", json.dumps(config), *sizes, *more])
     return status, "".join(capsys.readouterr())
 
 
 def test_a_hybrid_plan_counts_each_kind_of_layer(capsys: Any) -> None:
-    result = json.loads(run(capsys, QWEN, "--json")[1])
-    (item,) = result["other_layers"]
-    assert (item["kind"], item["layers"]) == ("gated delta rule", 3)
-    assert [row["layers"] for row in result["attention_by_pattern"]] == [1]
-    assert item["step_bytes_sent"] == 3 * (item["forward_bytes_sent"] + item["backward_bytes_sent"]) > 0
+    found = json.loads(run(capsys, QWEN, "--json")[1])
+    (one,) = found["other_layers"]
+    assert (one["kind"], one["layers"]) == ("gated delta rule", 3)
+    assert [row["layers"] for row in found["attention_by_pattern"]] == [1]
+    assert one["step_bytes_sent"] == 3 * (one["forward_bytes_sent"] + one["backward_bytes_sent"]) > 0
     again = json.loads(run(capsys, QWEN, "--json", "--activation-checkpointing")[1])["other_layers"][0]
-    assert again["step_bytes_sent"] == 3 * (2 * item["forward_bytes_sent"] + item["backward_bytes_sent"])
-    assert result["step"]["total_s"] > result["step"]["other_layers_s"] > 0
+    assert again["step_bytes_sent"] == 3 * (2 * one["forward_bytes_sent"] + one["backward_bytes_sent"])
+    assert found["step"]["total_s"] > found["step"]["other_layers_s"] > 0
     status, text = run(capsys, QWEN)
     assert status == 0 and "3 x gated delta rule" in text
     sparse = json.loads(run(capsys, SPARSE, "--json")[1])
-    assert sparse["attention"] is None and [item["layers"] for item in sparse["other_layers"]] == [2]
-    assert not any("experts" in item for item in sparse["warnings"])
+    assert sparse["attention"] is None and [one["layers"] for one in sparse["other_layers"]] == [2]
+    assert not any("experts" in one for one in sparse["warnings"])
     status, text = run(capsys, SPARSE | {"n_routed_experts": 16})
     assert "the model names 16" in " ".join(text.split())
     assert status == 0 and "2 x chosen keys" in text and "which rows cross is known at run time" in text
@@ -383,8 +394,8 @@ def test_parameters_are_those_of_transformers() -> None:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
         real = sum(x.numel() for x in model.parameters() if x.dim() == 2)
-        requested = Namespace(hf_config=json.dumps(values), **dict.fromkeys(_OPTIONS))
-        shape = read_model(requested)
+        asked = Namespace(hf_config=json.dumps(values), **dict.fromkeys(_OPTIONS))
+        shape = read_model(asked)
         norms = (2 * shape.layers + 1) * shape.hidden
         # of Qwen 3.5 the gate of the attention's output
         gates = (shape.layers - len(shape.other_layers)) * shape.hidden * 4 * 16
@@ -392,7 +403,7 @@ def test_parameters_are_those_of_transformers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "extra", "says"),
+    ("config", "more", "says"),
     [
         (QWEN, ["--layout", "striped"], "expected shards of consecutive positions"),
         (QWEN, ["--compare"], "--compare: expected a model of softmax attention alone, got gated delta rule"),
@@ -403,8 +414,8 @@ def test_parameters_are_those_of_transformers() -> None:
         (QWEN | {"model_type": "jamba", "attn_layer_period": 8}, [], 'got "jamba", with "linear_conv'),
     ],
 )
-def test_what_cannot_be_planned_is_refused(capsys: Any, config: Any, extra: list[str], says: str) -> None:
-    status, text = run(capsys, config, *extra)
+def test_what_cannot_be_planned_is_refused(capsys: Any, config: Any, more: list[str], says: str) -> None:
+    status, text = run(capsys, config, *more)
     assert status == 2 and says in text, text
 
 

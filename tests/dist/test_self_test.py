@@ -24,10 +24,14 @@ from ds_ring.ops.prepare import planner_of
 from ds_ring.ring.ring_pass import RingPass
 from ds_ring.simulation.rank import GlobalSizes
 from ds_ring.simulation.simulate import SimulationOptions
-from ds_ring.transports.all_gather import GatherPass
+from ds_ring.transports.all_gather.gather_pass import GatherPass
 from ds_ring_launcher.doctor import self_test
 from ds_ring_launcher.doctor.findings import OK, WRONG, judge_ring
-from tests.dist.harness import Pool
+from ds_ring_launcher.doctor.self_test import AttentionJob, measure_rank
+from tests.dist.harness import RankPool
+
+Pool = Callable[[int], RankPool]
+JOB = AttentionJob(GlobalSizes(1, 4, 2, 2001, 32, torch.float32), Causal())
 
 
 def by_function(parts: list[Tensor], x: Tensor) -> None:
@@ -49,9 +53,9 @@ def by_backend_in_a_thread(parts: list[Tensor], x: Tensor) -> None:
 def by_sends(parts: list[Tensor], x: Tensor) -> None:
     """An all-gather of messages to one rank each: no collective, and no message larger than a shard."""
     way, rank = backend(x), dist.get_rank()
-    others = [second for second in range(len(parts)) if second != rank]
-    works = [way.recv([parts[second]], second, 7) for second in others]
-    works += [way.send([x], second, 7) for second in others]
+    others = [other for other in range(len(parts)) if other != rank]
+    works = [way.recv([parts[other]], other, 7) for other in others]
+    works += [way.send([x], other, 7) for other in others]
     for work in works:
         work.wait()
     parts[rank].copy_(x)
@@ -61,16 +65,16 @@ def in_one_message(parts: list[Tensor], x: Tensor) -> None:
     """Shards come by way of one rank, which sends them all in one message."""
     way, rank, size = backend(x), dist.get_rank(), len(parts)
     everything = torch.stack([x] * size)
-    for second in range(1, size):
-        if rank in (0, second):
-            works = [way.recv([everything[second] if rank == 0 else everything[0]], second * (rank == 0), 7)]
-            works += [way.send([x], second * (rank == 0), 7)]
+    for other in range(1, size):
+        if rank in (0, other):
+            works = [way.recv([everything[other] if rank == 0 else everything[0]], other * (rank == 0), 7)]
+            works += [way.send([x], other * (rank == 0), 7)]
             for work in works:
                 work.wait()
-    for second in range(1, size):
+    for other in range(1, size):
         if rank == 0:
-            way.send([everything], second, 8).wait()
-        elif rank == second:
+            way.send([everything], other, 8).wait()
+        elif rank == other:
             way.recv([everything], 0, 8).wait()
     for part, there in zip(parts, everything, strict=True):
         part.copy_(there)
@@ -90,12 +94,12 @@ def disguised(gather: Callable[[list[Tensor], Tensor], None] | None) -> Iterator
     """Put the all-gather, done in some way, in the place of the ring pass; the options still say "ring"."""
     real = autograd.pass_of
 
-    def pass_of(context: RingContext, call: Any, operands: Operands, *extra: Any) -> Any:
-        built = real(context, call, operands, *extra)
-        assert isinstance(built, RingPass) and built.exchange is not None, "the options say ring"
+    def pass_of(context: RingContext, call: Any, operands: Operands, *more: Any) -> Any:
+        made = real(context, call, operands, *more)
+        assert isinstance(made, RingPass) and made.exchange is not None, "the options say ring"
         plan = planner_of(context, operands)(context.pattern, context.layout_for(operands.q.shape[2], "cpu"))
         exchange = SimpleNamespace(all_gather=gathered, reduce_scatter=reduced, mesh=context.mesh)
-        return GatherPass(plan, context.mesh.ring_rank, built.kernel, exchange, built.scale)  # type: ignore[arg-type]
+        return GatherPass(plan, context.mesh.ring_rank, made.kernel, exchange, made.scale)  # type: ignore[arg-type]
 
     def gathered(x: Tensor, group: Any, size: int) -> list[Tensor]:
         parts = [torch.zeros_like(x) for _ in range(size)]
@@ -126,9 +130,9 @@ def told(rank: int, world_size: int, gather: Any, options: Options, whole: bool)
             answers = self_test.self_test(RingMesh.from_world(world_size), options)
     finally:
         module._memory, module._link = real
-    told = [{**item._asdict(), "link": item.link and item.link._asdict()} for item in answers]
-    result: list[dict[str, Any]] = json.loads(json.dumps(told))
-    return result
+    told = [{**one._asdict(), "link": one.link and one.link._asdict()} for one in answers]
+    found: list[dict[str, Any]] = json.loads(json.dumps(told))
+    return found
 
 
 @pytest.mark.parametrize(("size", "transport"), [(2, "ring"), (4, "ring"), (2, "pull")])
@@ -137,15 +141,15 @@ def test_a_real_ring_is_seen_to_send_what_its_schedule_says(
     rank_pool: Pool, size: int, transport: str
 ) -> None:
     ranks = rank_pool(size).run(told, None, Options(transport=transport), whole=size == 2)[0]
-    findings = {item.what: item for item in judge_ring(ranks)}
+    findings = {one.what: one for one in judge_ring(ranks)}
     assert findings["ring"].state == findings["exact"].state == findings["memory"].state == OK, findings
-    for item in ranks:
-        traffic = item["traffic"]
+    for one in ranks:
+        traffic = one["traffic"]
         assert traffic["sends"] > 0 and traffic["others"] == {}
-        assert 0 < traffic["integers"] < item["shard"], "headers are sent, too"
-        assert traffic["sent"] == item["planned_sent"] and traffic["received"] == item["planned_received"]
+        assert 0 < traffic["integers"] < one["shard"], "headers are sent, too"
+        assert traffic["sent"] == one["planned_sent"] and traffic["received"] == one["planned_received"]
     # K and V, forward and backward, go to every rank that reads them: P (P - 1) / 2 half shards and more
-    assert sum(item["planned_sent"] for item in ranks) >= 2 * size * (size - 1) // 2 * ranks[0]["shard"]
+    assert sum(one["planned_sent"] for one in ranks) >= 2 * size * (size - 1) // 2 * ranks[0]["shard"]
 
 
 def measured(rank: int, world_size: int) -> int:
@@ -180,7 +184,7 @@ def test_virtual_ranks_take_what_real_ones_do(rank_pool: Pool) -> None:
 def test_what_is_no_ring_is_wrong(rank_pool: Pool, gather: Any, says: str) -> None:
     options = Options() if gather else Options(transport="all_gather")
     ranks = rank_pool(4).run(told, gather, options, whole=False)[0]
-    findings = {item.what: item for item in judge_ring(ranks)}
+    findings = {one.what: one for one in judge_ring(ranks)}
     assert findings["ring"].state == WRONG, findings
     assert re.search(says, findings["ring"].says), findings
     if gather not in (not_at_all, None):
@@ -200,5 +204,5 @@ def test_what_nccl_tells_the_profiler_is_counted() -> None:
     started_as_one = [operation("recv", 32), operation("send", 32), event("nccl:coalesced")]
     alone = [operation("send", 16), event("nccl:send 0->1"), operation("send", 8, "Long"), event("aten::add")]
     alone.append(operation("recvAnySource", 12))
-    result = self_test._traffic([*started_as_one, *alone, operation("_allgather_base", 64)])
-    assert result == self_test.Traffic(2, 48, 44, 32, {"_allgather_base": 1}, 8)
+    found = self_test._traffic([*started_as_one, *alone, operation("_allgather_base", 64)])
+    assert found == self_test.Traffic(2, 48, 44, 32, {"_allgather_base": 1}, 8)

@@ -21,8 +21,8 @@ import pytest
 import torch
 
 import ds_ring
-from ds_ring.integrations.trainers.trl import TRL, _batch_of, _Distillation
-from ds_ring.registry import load
+from ds_ring.engines.trainers.trl import TRL, _batch_of, _Distillation
+from ds_ring.plugin import load
 from tests.dist.deepspeed_ranks import Size, build_batch, build_model, json_config, start_deepspeed
 from tests.dist.harness import RankPool, catch_refusal, run_ranks
 from tests.dist.trainer_logs import EXAMPLES, RING_KEYS, Logs, check_logs, start_trainers
@@ -168,7 +168,7 @@ ROLLOUTS: dict[str, dict[str, Any]] = {
 
 def refusals(rank: int, world_size: int) -> dict[str, str]:
     deepspeed = start_deepspeed()
-    from ds_ring.integrations.deepspeed.initialize import (
+    from ds_ring.engines.deepspeed.initialize import (
         _start_engine,
     )  # as an import from before would have it
 

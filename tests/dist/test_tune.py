@@ -36,7 +36,7 @@ def test_a_search_on_two_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[str]
     config = RingConfig.from_deepspeed(tuned)
     request = request_from(whole, tokens=1024, heads=2, head_dim=32, world_size=2)
     by_name = {str(item): item for item in candidates(request)}
-    assert config == config_of(by_name[report["chosen"]], request, 1024)
+    assert config == read_section(by_name[report["chosen"]], request, 1024)
     assert 0 < report["measured_s"] < 10 and report["expected_s"] > 0
     assert report["passes"] < 3 * report["candidates"] and report["default"] in by_name
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import ds_ring
-import ds_ring.integrations.transformers.attention
+import ds_ring.models.attention
 from tests.clock import unqueued_seconds
 from tests.dist.deepspeed_ranks import Size, build_batch, build_model, json_config, start_deepspeed
 from tests.dist.harness import RankPool, first_in_time
@@ -60,7 +60,7 @@ def initialize(config: Any = None, implementation: str = "ds_ring", **arguments:
     DeepSpeed's own start (imports, its communication backend) is behind us: seconds, once for each process.
     """
     start_deepspeed()
-    import ds_ring.integrations.deepspeed.initialize
+    import ds_ring.engines.deepspeed.initialize
 
     ds_ring.engines.deepspeed.initialize.init_distributed(29500, None)  # finds the harness's process group
     model = arguments.pop("model") if "model" in arguments else build_model(SIZE, implementation)

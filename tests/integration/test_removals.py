@@ -1,9 +1,9 @@
 """The rule of the house: a capability is removed by deleting its folder; no row goes with it.
 
-Each capability (tests/removals.py) is deleted from a copy of the tree. Every module that is left is imported, and
-two real ranks attend, against float64. By night the core's tests pass in the copy, too. Without an attention
-variant a model that needs it is refused with a reason, and a model of another variant trains on two ranks as on
-one process.
+Each capability (tests/removals.py) is deleted from a copy of the tree. Every module that is left is
+imported, and two real ranks attend, against float64. By night the core's tests pass in the copy, too.
+Without an attention variant a model that needs it is refused with a reason, and a model of another variant
+trains on two ranks as on one process.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ MODELS = {
     "contrib/families/eager_attention": ("bloom", _BYPASSES, "t5"),
     "contrib/families/recurrent": ("qwen3_next", _BYPASSES, "deepseek_v4"),
     "contrib/families/compressed": ("deepseek_v4", "its layers compressed_sparse_attention", "deepseek_v32"),
-    "contrib/families/indexed": ("deepseek_v32", "its layers indexed_attention mix tokens otherwise", "deepseek_v4"),
+    "contrib/families/indexed": ("deepseek_v32", "its layers indexed_attention mix", "deepseek_v4"),
     "contrib/families/indexed_blocks": ("minimax_m3_vl_text", "its layers minimax_m3_sparse", "deepseek_v32"),
     "contrib/families/latents": ("deepseek_v3", "", "mamba2"),
     "contrib/families/relative_bias": ("t5", _BYPASSES, "bart"),
     "contrib/families/distance_bias": ("inkling_text", "expected no position_bias", "t5"),
     "contrib/families/relative_keys": ("xlnet", _BYPASSES, "t5"),
     "contrib/families/prompt": ("cpmant", _BYPASSES, "t5"),
-    "contrib/families/key_terms": ("doge", "expected a model that hands its mask to attention as it is", "llama4_text"),
+    "contrib/families/key_terms": ("doge", "expected a model that hands its mask to attention", "llama4_text"),
     "contrib/families/query_scale": ("llama4_text", "config.attn_temperature_tuning scales queries", "doge"),
 }  # fmt: skip
 

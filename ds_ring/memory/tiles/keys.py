@@ -1,4 +1,4 @@
-"""The keys "tiled_loss" and "tiled_mlp" of the JSON's "long_sequence", and the tokens that are computed at once."""
+"""The keys "tiled_loss" and "tiled_mlp" of the JSON's "long_sequence", and the tokens of a chunk."""
 
 from __future__ import annotations
 

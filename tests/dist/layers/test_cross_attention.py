@@ -30,7 +30,7 @@ from ds_ring.layers.cross.layout import PairLayout
 from ds_ring.schedule.layout import Layout, in_whole_blocks
 from ds_ring.schedule.plan import build_plan
 from ds_ring.simulation.simulate import SimulationOptions
-from ds_ring.transports.reproducible.blocks import blocks_of
+from ds_ring.transports.reproducible.blocks import cut_blocks
 from tests.dist.harness import Pool
 from tests.dist.one_process import Layer, compare, same_as_one_process
 from tests.reference import relative_error
@@ -217,7 +217,7 @@ def test_a_pair_in_blocks_has_whole_blocks_of_both(queries: int) -> None:
     pair = PairLayout.join(*(in_whole_blocks(item, 8) for item in (q_layout, k_layout)), block=8)
     everywhere = np.concatenate([pair.positions(rank) for rank in range(3)])
     assert sorted(everywhere.tolist()) == list(range(pair.tokens)) and pair.first_query == 64
-    numbers = [item.number for rank in range(3) for item in blocks_of(pair, rank, 8, False)]
+    numbers = [item.number for rank in range(3) for item in cut_blocks(pair, rank, 8, False)]
     assert sorted(numbers) == list(range(pair.tokens // 8))
     with pytest.raises(RingLayoutError, match="expected no Ulysses ranks"):
         PairLayout.join(q_layout, k_layout, 2, 8)

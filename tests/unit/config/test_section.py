@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_ring import Causal, Chunked, DilatedWindow, Full, PrefixLM, Sinks, SlidingWindow, registry
+from ds_ring import Causal, Chunked, DilatedWindow, Full, PrefixLM, Sinks, SlidingWindow
+from ds_ring import plugin as registry
 from ds_ring.config.pattern_section import FURTHER_KEYS, PATTERNS_BY_KEY, PatternConfig
 from ds_ring.config.section import (
     RingConfig,
@@ -22,10 +23,10 @@ from ds_ring.config.section import (
     named_patterns,
     pattern_from_config,
     strip_section,
-    tile_tokens,
 )
 from ds_ring.errors import RingConfigError, RingError, RingMeshError
 from ds_ring.masks.pattern import Pattern
+from ds_ring.memory.tiles.keys import tile_tokens
 from tests.cases import rows_of
 from tests.clock import unqueued_seconds
 

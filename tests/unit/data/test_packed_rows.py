@@ -7,7 +7,6 @@ import torch
 
 from ds_ring.data.packing import PackedRows
 from ds_ring.errors import RingConfigError
-from ds_ring.integrations.deepspeed.packing import PackedRows
 from tests.refusals import refuse
 from tests.sessions import session_of
 

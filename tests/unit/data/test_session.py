@@ -15,11 +15,6 @@ from ds_ring.data.session import PREEMPTED
 from ds_ring.data.sub_rings import SubRing
 from ds_ring.engines.deepspeed.dynamic_ring import Assigned, joined
 from ds_ring.errors import RingConfigError, RingShapeError
-from ds_ring.integrations.deepspeed.batch import WholeTensors
-from ds_ring.integrations.deepspeed.dynamic_ring import Assigned, joined
-from ds_ring.integrations.deepspeed.packing import DocumentPart
-from ds_ring.integrations.deepspeed.session import PREEMPTED
-from ds_ring.integrations.deepspeed.sub_rings import SubRing
 from tests.refusals import Refusals, refuse
 from tests.sessions import session_of
 

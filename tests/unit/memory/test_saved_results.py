@@ -11,7 +11,10 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ds_ring.memory.saved_results.keep_results import SavedRows, reuse_or_run
+from ds_ring.memory.saved_results.keep_results import (
+    SavedRows,
+    reuse_or_run,
+)
 
 
 class Pass(torch.autograd.Function):

@@ -19,14 +19,11 @@ from transformers.masking_utils import create_causal_mask
 import ds_ring
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.config.section import RingConfig
+from ds_ring.contrib.families.eager_attention.families import Family
+from ds_ring.contrib.families.eager_attention.scores import EagerScores, ModuleAttention
+from ds_ring.data.batch_sharding import BatchSharding
+from ds_ring.data.session import RingSession
 from ds_ring.errors import RingConfigError, RingError, RingPatternError, RingShapeError
-from ds_ring.integrations.adapter import describe
-from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
-from ds_ring.integrations.deepspeed.session import RingSession
-from ds_ring.integrations.transformers.attach import attach, check_model
-from ds_ring.integrations.transformers.layer_masks import LayerMask
-from ds_ring.integrations.transformers.variants.eager_attention.families import Family
-from ds_ring.integrations.transformers.variants.eager_attention.scores import EagerScores, ModuleAttention
 from ds_ring.masks.catalog import Causal, SlidingWindow
 from ds_ring.models.attach import attach, check_model
 from ds_ring.models.layer_masks import LayerMask

@@ -12,10 +12,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ds_ring
 from ds_ring import Causal, RingAttention, RingMesh
+from ds_ring.contrib.compile.graph_attention import Scope, _values
+from ds_ring.contrib.compile.graph_sharding import check_positions
 from ds_ring.errors import RingConfigError, RingLayoutError, RingPatternError, RingShapeError
-from ds_ring.integrations.backend_mark import needs_backend_op
-from ds_ring.integrations.compile.graph_attention import Scope, _values
-from ds_ring.integrations.compile.graph_sharding import check_positions
 from ds_ring.kernels.flash.executors import Flash
 from ds_ring.kernels.flash.kernel import _get_padded_dims
 from ds_ring.kernels.flex.kernel import FlexKernel
@@ -184,7 +183,7 @@ ROWS: Refusals = {
         "made of str",
     ),
     "heads that no operator of flash takes": (
-        lambda: _padded((Flash(),), 256, 300, True), RingShapeError,
+        lambda: _get_padded_dims((Flash(),), 256, 300, True), RingShapeError,
         "got 300 with the gradient of the log-sum-exp",
     ),
     "an attribute that deferred logits lack": (

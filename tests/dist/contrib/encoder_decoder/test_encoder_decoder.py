@@ -15,10 +15,10 @@ from torch import Tensor
 import ds_ring
 from ds_ring import RingConfigError, RingError, RingPatternError
 from ds_ring.config.section import RingConfig
-from ds_ring.integrations.deepspeed.batch import SHARDING
-from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
-from ds_ring.integrations.layer_patterns import LayerPatterns
-from ds_ring.integrations.transformers.variants.relative_bias import around_bias
+from ds_ring.contrib.families.relative_bias.layers import around_bias
+from ds_ring.data.batch import SHARDING
+from ds_ring.data.batch_sharding import BatchSharding
+from ds_ring.data.layer_patterns import LayerPatterns
 from tests.dist.deepspeed_ranks import (
     LEARNING_RATE,
     Size,
@@ -265,7 +265,7 @@ def biased(rank: int, world_size: int, name: str, layout: str) -> dict[str, floa
     """Errors of the output and of each gradient."""
     import torch.distributed as dist
 
-    from ds_ring.integrations.deepspeed.packing import group_rows
+    from ds_ring.data.packing import group_rows
 
     family, causal, padded = BIASED[name]
     x, grad, real = states_of()

@@ -37,6 +37,8 @@ from ds_ring.layers.scan.recurrence import padded
 from ds_ring.layers.selection.total_order import TotalOrder
 from ds_ring.masks.catalog import Before
 from ds_ring.masks.pattern import Pattern
+from ds_ring.models.attention_name import NAME
+from ds_ring.patches import apply
 from tests.dist.deepspeed_ranks import json_config, start_deepspeed, start_engine
 from tests.dist.harness import catch_refusal
 from tests.dist.one_process import from_first_rank

@@ -20,8 +20,8 @@ from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VL
 from transformers.models.qwen4_exp.modeling_qwen4_exp import Qwen4ExpTextQSAIndexer
 
 from ds_ring import Causal, Documents, RingMesh, gather_sequence, initialize, make_layout, shard_sequence
-from ds_ring.integrations.deepspeed.packing import RowGroup
-from ds_ring.integrations.transformers.variants import indexed_blocks
+from ds_ring.contrib.families.indexed_blocks import layers as indexed_blocks
+from ds_ring.data.packing import RowGroup
 from ds_ring.layers.selection.total_order import TotalOrder
 from ds_ring.layers.sparse import blocks as sparse
 from tests.dist.deepspeed_ranks import start_deepspeed

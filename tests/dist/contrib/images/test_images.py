@@ -452,8 +452,8 @@ def test_blocks_are_numbered_by_the_token_types_of_whole_batches() -> None:
 
 def test_blocks_that_a_batch_does_not_have_are_refused() -> None:
     from ds_ring.contrib.images.blocks import BlockRows, JoinedBlocks, numbers_blocks
-    from ds_ring.integrations.deepspeed.packing import RowGroup
-    from ds_ring.integrations.transformers.layer_masks import LayerMask
+    from ds_ring.data.packing import RowGroup
+    from ds_ring.models.layer_masks import LayerMask
 
     group = RowGroup(JoinedBlocks(Documents([0, 0, -1])), (0,))
     mask = LayerMask(Causal(), joins_blocks=True)

@@ -161,7 +161,7 @@ def sent(rank: int, world_size: int, by_heads: bool) -> int:
 def of_the_plan(world_size: int) -> list[int]:
     """How many bytes more each rank sends by heads than by a scan, by the plan's formulas."""
     config = shrink(read_config("qwen3_next"), TOKENS, 2, {})
-    kinds = [entry for entry in kinds_of(config.to_dict(), config.layer_types) if entry is not None]
+    kinds = [entry for entry in read_kinds(config.to_dict(), config.layer_types) if entry is not None]
     layout = make_layout("zigzag", tokens=TOKENS, ring_size=world_size // 2, multiple_of=2, pattern=Causal())
     result = []
     for rank in range(world_size):

@@ -11,7 +11,7 @@ from ds_ring.config.section import RingConfig
 from ds_ring.contrib.encoder_decoder import variant as encoder_decoder
 from ds_ring.errors import RingConfigError, RingShapeError
 from tests.refusals import Refusals, refuse
-from tests.unit.integrations.transformers.calls import IDS
+from tests.unit.models.calls import IDS
 
 CONFIG = RingConfig.from_deepspeed({"sequence_parallel_size": 1, "ring_attention": {}})
 check_pair: Any = encoder_decoder.check_pair

@@ -16,7 +16,7 @@ from ds_ring.layers.scan.sequence_runs import sequence_runs
 from ds_ring.patterns.documents.pattern import Documents
 from ds_ring.schedule.layout import Layout, PieceLayout, make_layout
 from tests.refusals import Refusals, refuse
-from tests.unit.integrations.transformers.calls import IDS, ON, attend, sharding
+from tests.unit.models.calls import IDS, ON, attend, sharding
 
 
 def compressing(current: Any, cache: Any) -> Any:

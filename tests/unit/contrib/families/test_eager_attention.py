@@ -18,10 +18,7 @@ from ds_ring.contrib.families.eager_attention import families, layers, scores
 from ds_ring.contrib.families.eager_attention.families import FAMILIES, family_of
 from ds_ring.contrib.families.eager_attention.layers import parts_of
 from ds_ring.errors import RingConfigError, RingPatternError
-from ds_ring.integrations.transformers.attach import attach, check_model
-from ds_ring.integrations.transformers.variants.eager_attention import families, layers, scores
-from ds_ring.integrations.transformers.variants.eager_attention.families import FAMILIES, family_of
-from ds_ring.integrations.transformers.variants.eager_attention.layers import parts_of
+from ds_ring.models.attach import attach, check_model
 from tests.refusals import Refusals, refuse
 from tests.sessions import session_of
 from tests.unit.models.calls import ON, sharding

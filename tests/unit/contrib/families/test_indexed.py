@@ -12,11 +12,9 @@ from torch import Tensor, nn
 from ds_ring.contrib.families.indexed import layers as indexed
 from ds_ring.data import batch
 from ds_ring.errors import RingConfigError, RingError, RingPatternError
-from ds_ring.integrations.deepspeed import batch
-from ds_ring.integrations.transformers.variants import indexed
 from tests.refusals import Refusals, refuse
-from tests.unit.integrations.transformers.calls import IDS, attend
-from tests.unit.integrations.transformers.test_attention import attached
+from tests.unit.models.calls import IDS, attend
+from tests.unit.models.test_attention import attached
 
 
 def keys() -> Any:

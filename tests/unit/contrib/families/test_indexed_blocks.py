@@ -11,8 +11,9 @@ from torch import nn
 from ds_ring.contrib.families.indexed_blocks import layers as indexed_blocks
 from ds_ring.errors import RingConfigError, RingPatternError
 from ds_ring.masks.catalog import Full
+from ds_ring.models import layer_masks
 from tests.refusals import Refusals, refuse
-from tests.unit.integrations.transformers.calls import IDS, ON, sharding
+from tests.unit.models.calls import IDS, ON, sharding
 
 
 def chosen_by(current: Any, pattern: Any = None) -> Any:

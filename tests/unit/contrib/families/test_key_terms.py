@@ -12,8 +12,9 @@ from ds_ring.contrib.families.key_terms import layers as key_terms
 from ds_ring.data import batch
 from ds_ring.errors import RingConfigError
 from ds_ring.masks.catalog import Causal
+from ds_ring.models import checks, layer_masks
 from tests.refusals import Refusals, refuse
-from tests.unit.integrations.transformers.calls import REQUEST, attend, cached
+from tests.unit.models.calls import REQUEST, attend, cached
 
 
 def masked(**terms: Any) -> Any:

@@ -11,10 +11,8 @@ import torch
 import transformers
 
 from ds_ring.config.section import RingConfig
+from ds_ring.contrib.families.prompt import layers as prompt
 from ds_ring.errors import RingConfigError, RingPatternError
-from ds_ring.integrations.transformers import checks
-from ds_ring.integrations.transformers.attach import attach
-from ds_ring.integrations.transformers.variants import prompt
 from ds_ring.masks.pattern import QueryHead
 from ds_ring.models import checks
 from ds_ring.models.attach import attach

@@ -6,7 +6,6 @@ from torch import nn
 
 from ds_ring.contrib.families.query_scale import layers as query_scale
 from ds_ring.errors import RingConfigError
-from ds_ring.integrations.transformers.variants import query_scale
 from tests.refusals import Refusals, refuse
 
 CASES: Refusals = {

@@ -17,8 +17,9 @@ from ds_ring.config.section import RingConfig
 from ds_ring.contrib.families.recurrent import layers, scan
 from ds_ring.errors import RingConfigError
 from ds_ring.layers.scan import recurrence
+from ds_ring.models.attach import check_model
 from tests.refusals import Refusals, refuse
-from tests.unit.integrations.transformers.test_attention import FAMILIES, GROUPED, build
+from tests.unit.models.test_attention import FAMILIES, GROUPED, build
 
 CASES: Refusals = {
     "no tokens for a state": (

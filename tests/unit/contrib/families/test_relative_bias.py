@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from ds_ring.contrib.families.relative_bias import layers as relative_bias
 from ds_ring.errors import RingConfigError
-from ds_ring.integrations.transformers.variants import relative_bias
 from tests.refusals import Refusals, refuse
-from tests.unit.integrations.transformers.calls import attend
+from tests.unit.models.calls import attend
 
 
 def biased() -> Any:

@@ -11,9 +11,8 @@ import transformers
 
 from ds_ring.contrib.families.relative_keys import layers as relative_keys
 from ds_ring.errors import RingConfigError
-from ds_ring.integrations.transformers import checks
-from ds_ring.integrations.transformers.attach import attach
-from ds_ring.integrations.transformers.variants import relative_keys
+from ds_ring.models import checks
+from ds_ring.models.attach import attach
 from tests.refusals import refuse
 from tests.sessions import session_of
 from tests.unit.models.calls import IDS, REQUEST, check_alone

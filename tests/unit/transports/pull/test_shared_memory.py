@@ -16,8 +16,8 @@ from ds_ring import RingConfigError
 from ds_ring.comm.exchange import Exchange
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.comm.messages import Message, TokenRange
+from ds_ring.data.intervals import SubRings
 from ds_ring.errors import RingBufferError, RingMismatchError
-from ds_ring.integrations.deepspeed.intervals import SubRings
 from ds_ring.schedule.grid import Grid
 from ds_ring.transports.devices import OF_NCCL, OF_SYMMETRIC_MEMORY
 from ds_ring.transports.pull import shared_memory
@@ -25,7 +25,7 @@ from ds_ring.transports.pull.shared_memory import (
     READY,
     HostShared,
     Pull,
-    card_of,
+    get_peer_info,
     share_memory,
     why_not_together,
 )
@@ -106,7 +106,7 @@ def test_pulls_between_ranks_on_one_gpu(
     with fake_gpu(device_count=1), mock.patch(refusals, return_value=None):
         for value in (first, second):
             monkeypatch.setenv(OF_SYMMETRIC_MEMORY, value)
-            cards.append(card_of(torch.device("cuda", 0)))
+            cards.append(get_peer_info(torch.device("cuda", 0)))
     why = why_not_together(mesh, cards)
     assert (why is None) == together
     if why is not None:
@@ -115,7 +115,7 @@ def test_pulls_between_ranks_on_one_gpu(
 
 def test_smaller_rings_share_no_memory_between_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """GPUs open each other's memory by a process group, which these rings lack; the CPU needs none."""
-    monkeypatch.setattr(shared_memory, "card_of", lambda device: {"node": ["a", "a"], "refused": None})
+    monkeypatch.setattr(shared_memory, "get_peer_info", lambda device: {"node": ["a", "a"], "refused": None})
     monkeypatch.setattr(shared_memory, "gather_texts", lambda exchange, text: [text, text])
     monkeypatch.setattr(dist, "get_group_rank", lambda group, rank: rank)
     whole = RingMesh(Grid(3, 3), 0, ring_group="ring")  # type: ignore[arg-type]
