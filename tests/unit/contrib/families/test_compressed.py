@@ -96,7 +96,7 @@ def test_windows_are_those_of_each_document(first: int) -> None:
 def check_sources(windows: Windows, layout: Layout, rank: int, overlaps: bool) -> None:
     """Each entry's window, and the one before it where there is one."""
     runs, before = sequence_runs(layout), windows.before(overlaps)
-    halos = [runs.starts[run] - before + np.arange(before) for run in runs.of_rank(rank).tolist()]
+    halos = [runs.starts[run] - before + np.arange(before) for run in runs.list_rank_runs(rank).tolist()]
     inputs = np.concatenate([layout.positions(rank), *halos])
     result = windows.sources(rank, overlaps)
     if windows.layout is None:

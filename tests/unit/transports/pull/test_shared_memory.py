@@ -58,7 +58,7 @@ def test_a_batch_before_the_last_one_was_taken_is_refused() -> None:
 def test_signals_end_with_the_rank_that_gives_them() -> None:
     first, second = two_ends()
     for item in (first, second):
-        item.close_doors()
+        item.close_handles()
     del second, item
     with pytest.raises(RuntimeError, match="its signals have ended: the process is gone"):
         first._hear(READY, 1)
