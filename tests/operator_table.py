@@ -419,19 +419,6 @@ def serial(place: Place, initial: Tensor, x: Tensor) -> Tensor:
     return ds_ring.serial_scan(step, initial, [x], batch_parts=2, **place.where)
 
 
-def ttt(
-    place: Place, q: Tensor, k: Tensor, v: Tensor, eta: Tensor, weight: Tensor, bias: Tensor, initial: Tensor
-) -> Tensor:
-    norm = weight, bias
-    return ds_ring.ttt_linear(q, k, v, eta, norm, initial, mini_batch=2, **place.where)
-
-
-def ttt_inputs(dtype: torch.dtype) -> Inputs:
-    wide = (B, T, 2, 3)
-    found = drawn(dtype, q=wide, k=wide, v=wide, eta=wide[:3], weight=(2, 3), bias=(2, 3), initial=(2, 4, 3))
-    return found | {"eta": (0.1 * found["eta"].double().sigmoid()).to(dtype)}
-
-
 def ngrams(place: Place, ids: Tensor) -> Tensor:
     return ds_ring.ngram_rows(ids, (3, 5, 7), ((11, 13), (17,)), documents=place.documents, **place.where)
 
@@ -549,10 +536,6 @@ OPERATORS: dict[str, Operator] = {
     "serial_scan": Operator(
         lambda dtype: drawn(dtype, initial=(B, 3), x=(B, T, 3)), {"initial": None, "x": 1}, serial, 1,
         ("initial", "x"),
-    ),
-    "ttt_linear": Operator(
-        ttt_inputs, _named("q k v eta") | _named("weight bias initial", None), ttt, 1,
-        ("q", "k", "v", "eta", "weight", "bias", "initial"),
     ),
     "ngram_rows": Operator(
         lambda dtype: drawn(dtype, ids=(B, T)), {"ids": 1}, ngrams, 1, (), any_dtype=True

@@ -66,28 +66,11 @@ def selection(mesh: RingMesh, second: bool) -> None:
                         2, keys, **placed(mesh))  # fmt: skip
 
 
-def titans(mesh: RingMesh, second: bool) -> None:
-    of_tokens = [drawn(1, slots(mesh), 2, 4) for _ in range(3)] + [-drawn(1, slots(mesh), 2).abs()] * 3
-    ds_ring.titans_scan(*of_tokens, chunk_size=2 if second else 4, **placed(mesh))
-
-
-def log_linear(mesh: RingMesh, second: bool) -> None:
-    of_tokens = [drawn(1, slots(mesh), 2, 4) for _ in range(3)]
-    inputs = *of_tokens, -drawn(1, slots(mesh), 2).abs(), drawn(1, slots(mesh), 2, 7)
-    ds_ring.log_linear_attention(*inputs, scale=0.25 if second else None, **placed(mesh))
-
-
-def ttt(mesh: RingMesh, second: bool) -> None:
-    inputs = [drawn(1, slots(mesh), 2, 4) for _ in range(3)] + [drawn(1, slots(mesh), 2)]
-    norm, initial = (drawn(2, 4), drawn(2, 4)), drawn(2, 5, 4)
-    ds_ring.ttt_linear(*inputs, norm, initial, mini_batch=2 if second else 4, **placed(mesh, "contiguous"))
-
-
-def states_of_another_batch(mesh: RingMesh, second: bool) -> None:
+def serial(mesh: RingMesh, second: bool, name: str = "block_size") -> None:
     x = drawn(2, slots(mesh), 3)
     ds_ring.serial_scan(
-        lambda state, some: (some[0], state + some[0].sum(1)), drawn(2, 3), [x], batch_parts=2 if second else 1,
-        documents=Documents([0] * TOKENS), **placed(mesh, "contiguous"),
+        lambda state, some: (some[0], state + some[0].sum(1)), drawn(2, 3), [x],
+        documents=Documents([0] * TOKENS), **{name: 2 if second else 1}, **placed(mesh, "contiguous"),
     )  # fmt: skip
 
 
@@ -117,9 +100,9 @@ ROWS: dict[str, tuple[int, Call, tuple[str, ...]]] = {
     "the gradient of lse of replicated queries": (1, lse_gradient, ("values of grad_lse",)),
     "max_logits' scale": (1, largest_score, ("scale: ", "has 0.5")),
     "the shape of ring_select's keys": (1, selection, ("shape of keys", "3, 4)", "2, 6)")),
-    "TTT's mini_batch": (1, ttt, ("block_size: ", "has 4", "has 2")),
-    "TTT's mini_batch, Ulysses": (2, ttt, ("block_size: ", "has 4", "has 2")),
-    "serial_scan's batch_parts": (1, states_of_another_batch, ("batch_parts: ", "has 1", "has 2")),
+    "serial_scan's block_size": (1, serial, ("block_size: ", "has 1", "has 2")),
+    "serial_scan's block_size, Ulysses": (2, serial, ("block_size: ", "has 1", "has 2")),
+    "serial_scan's batch_parts": (1, lambda *of: serial(*of, "batch_parts"), ("batch_parts: ", "has 1", "has 2")),
     "NSA's local_blocks": (1, nsa, ("local_blocks=1", "local_blocks=2")),
     "n-grams' multipliers": (1, lambda *of: ngrams(*of, multipliers=[3, 6]), ("multipliers: ", "[3, 6]")),
     "n-grams' sizes": (1, lambda *of: ngrams(*of, sizes=[[11, 7]]), ("sizes: ", "[[11, 7]]")),

@@ -85,7 +85,7 @@ def test_bytes_of_scans_and_halos_are_those_of_virtual_ranks(size: int, layout: 
         make_layout(layout, tokens=203, ring_size=size, pattern=Causal()), 1, BATCH, 2, Causal()
     )
     runs = sequence_runs(place.layout)
-    given = [tensors(kind, len(runs.of_rank(rank))) for rank in range(size)]
+    given = [tensors(kind, len(runs.list_rank_runs(rank))) for rank in range(size)]
     scans = [
         virtual_scan(place.layout, *zip(*given, strict=True), matrix=kind.matrix, reverse=back)
         for back in (False, True)

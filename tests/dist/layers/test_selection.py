@@ -340,7 +340,9 @@ def wrong(rank: int, world_size: int, what: str) -> str:
             chosen[0, 0, 0] = 64
         chosen = {"chosen floats": chosen.float(), "chosen shape": chosen[:, 1:]}.get(what, chosen)
         if what == "blocks of another layout":
-            second = BlockLayout.of_tokens(make_layout("contiguous", tokens=64, ring_size=mesh.ring_size), 4)
+            second = BlockLayout.from_tokens(
+                make_layout("contiguous", tokens=64, ring_size=mesh.ring_size), 4
+            )
             ring_select(scores, 5, keys, layout=layout, mesh=mesh, blocks=second)
         if what == "blocks and a pattern":
             blocks = BlockLayout.from_tokens(layout, 4)

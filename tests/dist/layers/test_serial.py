@@ -1,4 +1,4 @@
-"""`serial_scan` and `ttt_linear` against one process, float64: TTT by gradients that autograd takes of the loss."""
+"""`serial_scan` against one process, float64: token by token, and by mini-batches as TTT layers."""
 
 from __future__ import annotations
 
@@ -8,16 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ds_ring import RingMesh, make_layout
 from ds_ring.layers.serial.serial_scan import serial_scan
-from ds_ring.layers.serial.ttt import ttt_linear
 from tests.dist.harness import Pool, catch_refusal
 from tests.dist.layers.on_rings import RINGS, T, drawn, errors_on_a_ring, path_of, tokens_before
 
-B, H, D = 2, 2, 3
+B, D = 2, 3
 
 
 def any_step(state: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -58,55 +56,49 @@ def test_any_recurrence_is_exact(
         assert len(errors) == 2 and max(errors.values()) < 1e-10, errors
 
 
-def weights() -> dict[str, Tensor]:
-    return drawn({"weight": (H, D), "bias": (H, D), "initial": (H, D + 1, D)}, seed=5)
+def blocks_step(state: Tensor, tensors: Sequence[Tensor], block: int) -> tuple[Tensor, Tensor]:
+    """A recurrence of mini-batches: outputs of the state at their beginning, which all of them change at once."""
+    outs = []
+    for x in tensors[0].split(block, dim=1):
+        outs.append(state[:, None] * x + x.cumsum(1))
+        state = torch.tanh(1.3 * state + x.sum(1))
+    return torch.cat(outs, dim=1), state
 
 
-def ttt_alone(q: Tensor, k: Tensor, v: Tensor, eta: Tensor, mini_batch: int, kind: str) -> Tensor:
+def blocks_alone(x: Tensor, kind: str, block: int) -> Tensor:
     """Each output by itself, from the first token of its document."""
-    inputs = weights()
-
-    def model(x: Tensor, state: Tensor) -> Tensor:
-        result = torch.einsum("bhd,bhde->bhe", F.pad(x, (0, 1), value=1.0), state)
-        return F.layer_norm(result, (D,), eps=1e-6) * inputs["weight"] + inputs["bias"]
-
     outs = []
     for t in range(T):
-        path, state = path_of(kind, t), inputs["initial"].expand(B, -1, -1, -1)
-        for first in range(0, len(path), mini_batch):
-            begin = state.requires_grad_() if state.is_leaf else state
-            for s in path[first : first + mini_batch]:
-                loss = (model(k[:, s], begin) + k[:, s] - v[:, s]).square().sum() / 2
-                (grad,) = torch.autograd.grad(loss, begin, create_graph=True)
-                state = state - eta[:, s, :, None, None] * grad
-        outs.append(model(q[:, t], state) + q[:, t])
+        path, state = path_of(kind, t), torch.full((B, D), 0.3, dtype=torch.float64)
+        begin = (len(path) - 1) // block * block
+        for first in range(0, begin, block):
+            state = torch.tanh(1.3 * state + x[:, path[first : first + block]].sum(1))
+        outs.append(state * x[:, t] + x[:, path[begin:]].sum(1))
     return torch.stack(outs, dim=1)
 
 
-def ttt_on_a_ring(
-    rank: int, world_size: int, ring: tuple[str, int, str], mini_batch: int, batch_parts: int
+def blocks_on_a_ring(
+    rank: int, world_size: int, ring: tuple[str, int, str], block: int, batch_parts: int
 ) -> dict[str, float]:
-    wide, inputs = (B, T, H, D), weights()
-    x = drawn({"q": wide, "k": wide, "v": wide, "eta": (B, T, H)})
-    operator = partial(
-        ttt_linear, norm=(inputs["weight"], inputs["bias"]), initial=inputs["initial"], mini_batch=mini_batch,
-        batch_parts=batch_parts,
-    )  # fmt: skip
-    alone, blocks = partial(ttt_alone, mini_batch=mini_batch), mini_batch if ring[2] == "whole" else 1
-    return errors_on_a_ring(world_size, ring, x | {"eta": 0.1 * x["eta"].sigmoid()}, alone, operator, blocks)
+    def operator(x: Tensor, **named: Any) -> Tensor:
+        initial, step = torch.full((B, D), 0.3, dtype=torch.float64), partial(blocks_step, block=block)
+        return serial_scan(step, initial, [x], block_size=block, batch_parts=batch_parts, **named)
+
+    alone, blocks = partial(blocks_alone, block=block), block if ring[2] == "whole" else 1
+    return errors_on_a_ring(world_size, ring, drawn({"x": (B, T, D)}), alone, operator, blocks)
 
 
 @pytest.mark.parametrize(
-    ("world_size", "layout", "kind", "mini_batch", "batch_parts"),
+    ("world_size", "layout", "kind", "block", "batch_parts"),
     [(1, "zigzag", "packed", 4, 1), (2, "contiguous", "packed", 1, 2), (3, "zigzag", "whole", 2, 1),
      (4, "contiguous", "whole", 3, 2)],
 )  # fmt: skip
 @pytest.mark.day("4-contiguous-whole-3-2")
-def test_ttt_is_exact(
-    rank_pool: Pool, world_size: int, layout: str, kind: str, mini_batch: int, batch_parts: int
+def test_mini_batches_are_exact(
+    rank_pool: Pool, world_size: int, layout: str, kind: str, block: int, batch_parts: int
 ) -> None:
-    for errors in rank_pool(world_size).run(ttt_on_a_ring, (layout, 1, kind), mini_batch, batch_parts):
-        assert len(errors) == 5 and max(errors.values()) < 1e-10, errors
+    for errors in rank_pool(world_size).run(blocks_on_a_ring, (layout, 1, kind), block, batch_parts):
+        assert len(errors) == 2 and max(errors.values()) < 1e-10, errors
 
 
 def refused(rank: int, world_size: int, what: str) -> str:

@@ -162,6 +162,6 @@ def test_what_cannot_be_honoured_is_refused(rank_pool: Pool, extra: dict[str, An
 def test_grids_that_ranks_choose_are_equal() -> None:
     """The choice depends on what ranks compare: pattern, layout, heads, dtype and ranks of a node."""
     layout = make_layout("zigzag", tokens=np.int64(1024), ring_size=16)
-    size = TokenBytes.of(False, 64, 64, 2, 4)
+    size = TokenBytes.for_pass(False, 64, 64, 2, 4)
     result = {choose_grid.__wrapped__(Causal(), layout, 8, 2, size, 8) for _ in range(3)}
     assert len(result) == 1

@@ -38,9 +38,9 @@ CPU = torch.device("cpu")
 def two_ends() -> tuple[HostShared, HostShared]:
     ends = HostShared(256, CPU, [1]), HostShared(256, CPU, [0])
     for rank, item in enumerate(ends):
-        handles = json.loads(json.dumps(ends[1 - rank].ipc_handles))
+        ipc_handles = json.loads(json.dumps(ends[1 - rank].ipc_handles))
         with mock.patch.object(dist, "get_rank", return_value=rank):
-            item.open({1 - rank: handles}, mock.sentinel.group)
+            item.open({1 - rank: ipc_handles}, mock.sentinel.group)
     return ends
 
 
