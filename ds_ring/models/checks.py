@@ -166,6 +166,9 @@ def check_class(model: PreTrainedModel, request: AttachRequest) -> None:
     config = model.config.get_text_config()
     if INTERFACE in needs and not (as_is and works_as_is(kind)):
         raise bypass_error(kind)
+    types = set(getattr(model.config, "layer_types", None) or ())
+    if STATE in needs and types and types <= _PLAIN_LAYERS:
+        raise cannot_run(model, _ATTENTION_ALONE)
     layers = ", ".join(sorted(needs - {INTERFACE, *_REASONS}))
     reasons = (
         [f"its layers {layers} mix tokens otherwise than by a fixed pattern of attention"] if layers else []
@@ -194,6 +197,12 @@ _REASONS = {
     POSITIONS: "it takes no position_ids",
     CONVOLUTION: "it convolves tokens",
 }
+
+_ATTENTION_ALONE = (
+    "its class can have layers with a state, this configuration has attention layers alone, and no test"
+    " compares such a model with one process; use a configuration with recurrent layers, or a model such as"
+    " Llama, Qwen, Mistral or GPT-NeoX"
+)
 
 
 def cannot_run(model: PreTrainedModel, reason: str) -> RingConfigError:
