@@ -40,12 +40,15 @@ def recurrence_in_steps(
 ) -> tuple[Tensor, Tensor | None]:
     """Return the outputs of a recurrence, and its last state; arguments as those of `scan.recurrence`."""
     sets = rows_of(sharding)
-    found = [
+    results = [
         _of_rows(context, [x[rows] if rows else x for x in tensors], steps, dim, wants_state)
         for context, rows in sets
     ]
-    rows = [one for _, one in sets]
-    out, states = in_order([one for one, _ in found], rows), [one for _, one in found if one is not None]
+    rows = [samples for _, samples in sets]
+    out, states = (
+        in_order([part for part, _ in results], rows),
+        [part for _, part in results if part is not None],
+    )
     return out, in_order(states, rows) if wants_state else None
 
 

@@ -140,9 +140,9 @@ def mesh_of(group: ProcessGroup | None, ulysses_size: int = 1) -> RingMesh:
         raise RingMeshError("expected an initialised process group, got none; call init_process_group first")
     meshes = _meshes.setdefault(group, {})
     if ulysses_size not in meshes:
-        found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, tuple(dist.get_process_group_ranks(group)))
-        meshes[ulysses_size] = RingMesh.from_groups(sorted(set(found)), ulysses_size)
+        groups: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(groups, tuple(dist.get_process_group_ranks(group)))
+        meshes[ulysses_size] = RingMesh.from_groups(sorted(set(groups)), ulysses_size)
     return meshes[ulysses_size]
 
 
@@ -227,8 +227,8 @@ def _lengths_of_all(cu_seqlens_q: Tensor) -> tuple[int, ...]:
             "cu_seqlens_q: expected the tensor of llama3_flash_attn_prepare_cu_seqlens as it was made,"
             f" got {'another one' if lengths is None else 'other numbers in it'}; call it for each batch"
         )
-    found: tuple[int, ...] = lengths
-    return found
+    all_lengths: tuple[int, ...] = lengths
+    return all_lengths
 
 
 def _llama3() -> Callable[..., Any]:

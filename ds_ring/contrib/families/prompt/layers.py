@@ -141,8 +141,8 @@ class PromptBias:
         )
         out, lse = attention(RingAttention, True)(q, k, v, return_lse=True)
         crossing = of_layout(self.crossing_HL[None, :, :, None])[..., 0]
-        found, _ = merged(within, (out, lse + crossing.to(lse.dtype)))
-        return pad(found[:, :, :tokens], (0, 0, 0, slots - tokens))
+        result, _ = merged(within, (out, lse + crossing.to(lse.dtype)))
+        return pad(result[:, :, :tokens], (0, 0, 0, slots - tokens))
 
 
 class LearnedPrompt(Variant):
@@ -169,7 +169,7 @@ class LearnedPrompt(Variant):
 
     def apart(self, model: nn.Module) -> list[nn.Module]:
         """Return the layers: their outputs have the prompt's tokens, too."""
-        return [one for one in model.modules() if self.matches(model) and hasattr(one, "self_att")]
+        return [module for module in model.modules() if self.matches(model) and hasattr(module, "self_att")]
 
     def install(self, adapter: ModelAdapter) -> None:
         if not self.matches(adapter.model):
@@ -243,7 +243,9 @@ def _bias_of(model: Any, sharding: BatchSharding, prompt: int, slots: int) -> Pr
 
     def of_pairs(queries: int, keys: int, of_queries: int, of_keys: int) -> Tensor:
         positions = [torch.zeros(1, n, dtype=torch.int64, device=device) for n in (keys, queries)]
-        segments = [one + segment for one, segment in zip(positions, (of_keys, of_queries), strict=True)]
+        segments = [
+            places + segment for places, segment in zip(positions, (of_keys, of_queries), strict=True)
+        ]
         found_1HQK: Tensor = table(*positions, *segments)
         return found_1HQK[0].flatten(1)
 

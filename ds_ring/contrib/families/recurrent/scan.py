@@ -90,8 +90,8 @@ def with_halo(context: ScanContext, x: Tensor, before: int, call: Callable[[Tens
     `call` gets all pieces concatenated, each preceded by the `before` tokens before it (zeros where a
     document begins). Its result has one entry a token.
     """
-    given = (x, 2, before, 0, context.handle)
-    beside = run_compared(context.mesh, "convolution", halo_op, *given)  # [B, C, R, before]
+    operands = (x, 2, before, 0, context.handle)
+    beside = run_compared(context.mesh, "convolution", halo_op, *operands)  # [B, C, R, before]
     zeros = x.new_zeros((*x.shape[:2], before))
     parts: list[Tensor] = []
     for piece in context.pieces:
@@ -101,11 +101,11 @@ def with_halo(context: ScanContext, x: Tensor, before: int, call: Callable[[Tens
         of_padding = call(torch.cat([zeros, x[:, :, :1]], dim=2))
         return x + beside.flatten(2).sum() + of_padding[:, :, :0].sum()
     convolved = call(torch.cat(parts, dim=2))
-    found, first = [], 0
+    results, first = [], 0
     for piece in context.pieces:
-        found.append(convolved[:, :, first + before : first + before + piece.length])
+        results.append(convolved[:, :, first + before : first + before + piece.length])
         first += before + piece.length
-    return padded(torch.cat(found, dim=2), x.shape[2], 2)
+    return padded(torch.cat(results, dim=2), x.shape[2], 2)
 
 
 def token_before(context: ScanContext, x: Tensor, first: Tensor) -> Tensor:
@@ -136,14 +136,17 @@ def recurrence(
     if by_steps is not None and steps is not None:
         return by_steps(sharding, tensors, steps, dim, wants_state)
     sets = rows_of(sharding)
-    found = [
+    results = [
         recurrence_of_pieces(
             context, [x[rows] if rows else x for x in tensors], call, matrix, dim, wants_state
         )
         for context, rows in sets
     ]
-    rows = [one for _, one in sets]
-    out, states = in_order([one for one, _ in found], rows), [one for _, one in found if one is not None]
+    rows = [samples for _, samples in sets]
+    out, states = (
+        in_order([part for part, _ in results], rows),
+        [part for _, part in results if part is not None],
+    )
     return out, in_order(states, rows) if wants_state else None
 
 

@@ -110,7 +110,7 @@ def check_sources(windows: Windows, layout: Layout, rank: int, overlaps: bool) -
     for slot, fragment in enumerate(fragments.tolist()):
         if fragment < 0 or not windows.has_entry[fragment]:
             continue
-        own, first, number = found.own[slot], windows.firsts[fragment], windows.numbers[fragment]
+        own, first, number = found.windows[slot], windows.firsts[fragment], windows.numbers[fragment]
         assert given[found.tokens[own]].tolist() == [*range(first, first + windows.rate)]
         assert found.positions[own] == number * windows.rate and not found.hidden[own]
         if overlaps and number:
