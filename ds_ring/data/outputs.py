@@ -86,7 +86,9 @@ def _values(output: Any) -> dict[Any, Any]:
 def _copied(output: Any, values: dict[Any, Any], later: Mapping[Any, Callable[[Any], Any]]) -> Any:
     """Return a copy of an object that gathers the values of `later` when they are read."""
     kind: Any = type(output)
-    new = (kind.__new__ if isinstance(kind.__new__, BuiltinFunctionType) else object.__new__)(_class_of(kind))
+    new = (kind.__new__ if isinstance(kind.__new__, BuiltinFunctionType) else object.__new__)(
+        _make_class(kind)
+    )
     attributes = object.__getattribute__(new, "__dict__")
     attributes.update(getattr(output, "__dict__", {}))
     for name, value in values.items():
@@ -177,6 +179,6 @@ def _read(output: Any, name: Any) -> Any:
 
 
 @lru_cache(maxsize=64)
-def _class_of(kind: Any) -> Any:
+def _make_class(kind: Any) -> Any:
     base = _ReadLaterByKey if issubclass(kind, dict) else _ReadLater
     return type(f"Whole{kind.__name__}", (base, kind), {})

@@ -310,13 +310,13 @@ class ModuleFlow(TokenFlow):
     ) -> list[Flow | None]:
         known = [(x, flow) for x, flow in zip(inputs, flows, strict=True) if flow and flow.kind == "tokens"]
 
-        def of(out: Tensor) -> Flow | None:
+        def find_flow(out: Tensor) -> Flow | None:
             for x, flow in known:
                 if out.ndim > flow.axis and out.shape[flow.axis] == x.shape[flow.axis]:
                     return flow
             return self.guess(out) or (Flow("whole") if known else None)
 
-        return [of(out) for out in outputs]
+        return [find_flow(out) for out in outputs]
 
     def _propagate(
         self, op: _Operation, flows: list[Flow | None], outputs: list[Tensor]

@@ -233,7 +233,7 @@ def needs_of(model: PreTrainedModel) -> set[str]:
     kind, layers = type(model), set(getattr(model.config, "layer_types", None) or ())
     convolves = (
         isinstance(child, nn.Conv1d) and child.kernel_size != (1,)
-        for layer in layers_of(model)
+        for layer in get_layers(model)
         for child in layer.modules()
     )
     needs = {
@@ -309,7 +309,7 @@ def takes_positions(kind: type[PreTrainedModel]) -> bool:
     return False
 
 
-def layers_of(model: PreTrainedModel) -> nn.ModuleList:
+def get_layers(model: PreTrainedModel) -> nn.ModuleList:
     """Return the layers of the language model, without those of an image encoder (which may convolve)."""
     base = getattr(model, model.base_model_prefix, model)
     layers = getattr(base, "layers", getattr(base, "blocks", None))

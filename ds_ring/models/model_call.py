@@ -134,11 +134,11 @@ class ModelCall:
 
     # For variants, while the model runs.
 
-    def sharding_of(self, module: nn.Module) -> BatchSharding:
+    def get_sharding(self, module: nn.Module) -> BatchSharding:
         """Return the sharding of the sequence that a module of the model works on."""
         return self.session.batches.current
 
-    def mask_of(self, module: nn.Module) -> LayerMask | None:
+    def get_mask(self, module: nn.Module) -> LayerMask | None:
         """Return what a layer attends to that was given no mask; None if that is an error."""
         return None
 

@@ -150,7 +150,7 @@ class ModuleWatch:
         seen.add(id(module))
         is_users = _is_users(module, model) and module is not model
         hooks = _users_hooks(module._forward_pre_hooks) or _users_hooks(module._forward_hooks)
-        is_stock = within and not is_users and _home_of(module) == "transformers"
+        is_stock = within and not is_users and _find_home(module) == "transformers"
         if (is_users or hooks or is_stock) and module is not self._engine.module:
             yield name or type(module).__name__, module, is_users
         for key, child in module.named_children():
@@ -278,9 +278,9 @@ class ModuleWatch:
         others = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
         raise RingConfigError(
             f"{name}: expected a result of each token that depends on that token alone, got {fault}{others}:"
-            f" a rank has {sharding.local_tokens} of the {sharding.layout.tokens} tokens of a sequence, so one"
-            " process would compute something else; let it work on engine.ring.gather(x), or if this is what"
-            ' you mean, set "check_modules": false in the "ring_attention" section'
+            f" a rank has {sharding.local_tokens} of the {sharding.layout.tokens} tokens of a sequence, so"
+            " one process would compute something else; let it work on engine.ring.gather(x), or if this is"
+            ' what you mean, set "check_modules": false in the "ring_attention" section'
         )
 
     def _gathered(self, mine: Any, of_world: bool) -> list[Any]:
@@ -305,7 +305,7 @@ def _version(x: Tensor) -> Any:
 # Whose a module or a hook is.
 
 
-def _home_of(module: nn.Module) -> str:
+def _find_home(module: nn.Module) -> str:
     """Return the package of a module's forward."""
     function: Any = vars(module).get("forward") or type(module).forward
     return _package(function)
@@ -321,7 +321,7 @@ def _package(function: Any) -> str:
 
 def _is_users(module: nn.Module, parent: nn.Module) -> bool:
     """Return whether a module may do what no model of transformers does."""
-    home = _home_of(module)
+    home = _find_home(module)
     if home == "torch" and type(module).__module__.startswith("torch.nn.modules"):
         kind = type(module).__name__
         return kind.startswith(_MIXING) and not _is_named_by(parent, kind)
@@ -333,7 +333,7 @@ def _is_users(module: nn.Module, parent: nn.Module) -> bool:
 
 def _is_named_by(parent: nn.Module, kind: str) -> bool:
     """Return whether the file of a transformers module names a class of torch.nn: the model has it."""
-    if _home_of(parent) != "transformers":
+    if _find_home(parent) != "transformers":
         return False
     source = inspect.getsource(sys.modules[type(parent).__module__])
     return f"nn.{kind}" in source

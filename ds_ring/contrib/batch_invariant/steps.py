@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ds_ring.contrib.batch_invariant.mode import BatchInvariant
-from ds_ring.contrib.families.recurrent.scan import Recurrences, Steps, rows_of
+from ds_ring.contrib.families.recurrent.scan import Recurrences, Steps, split_rows
 from ds_ring.data.batch_sharding import BatchSharding
 from ds_ring.data.session import RingSession
 from ds_ring.layers.scan.context import ScanContext
@@ -39,7 +39,7 @@ def recurrence_in_steps(
     sharding: BatchSharding, tensors: Sequence[Tensor], steps: Steps, dim: int, wants_state: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Return the outputs of a recurrence, and its last state; arguments as those of `scan.recurrence`."""
-    sets = rows_of(sharding)
+    sets = split_rows(sharding)
     results = [
         _of_rows(context, [x[rows] if rows else x for x in tensors], steps, dim, wants_state)
         for context, rows in sets

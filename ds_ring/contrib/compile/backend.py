@@ -33,9 +33,9 @@ from ds_ring.contrib.compile.graph_attention import (
     AttentionNode,
     MaskMeaning,
     Scope,
+    get_name,
     inner_graph,
     is_tensor,
-    name_of,
     read_flex,
     read_sdpa,
     refuse_other_attention,
@@ -94,7 +94,7 @@ class Rewriting:
 
     def _attentions(self, scope: Scope) -> Iterator[AttentionNode]:
         for node in scope.module.graph.nodes:
-            name = name_of(node)
+            name = get_name(node)
             try:
                 if name == "scaled_dot_product_attention":
                     yield read_sdpa(node, scope, self.replace_masks)
@@ -116,7 +116,7 @@ class Rewriting:
         with graph.inserting_before(node):
             pair = graph.call_function(torch.ops.ds_ring.placed_attention.default, (q, k, v, which))
             out = graph.call_function(operator.getitem, (pair, 0))
-        if name_of(node) == "flex_attention":
+        if get_name(node) == "flex_attention":
             for user in list(node.users):
                 if user.args[1] == 0:
                     user.replace_all_uses_with(out)
@@ -152,13 +152,13 @@ class Rewriting:
 
 def _before_repeat(node: Node) -> Node | None:
     """Return x of `x[:, :, None].expand(B, G, n, S, D).reshape(B, G * n, S, D)`; None for others."""
-    if name_of(node) not in ("reshape", "view"):
+    if get_name(node) not in ("reshape", "view"):
         return None
     wide = node.args[0]
-    if not isinstance(wide, Node) or name_of(wide) != "expand" or not isinstance(wide.args[0], Node):
+    if not isinstance(wide, Node) or get_name(wide) != "expand" or not isinstance(wide.args[0], Node):
         return None
     split = wide.args[0]
-    plain = split.args[0] if name_of(split) in ("getitem", "unsqueeze") else None
+    plain = split.args[0] if get_name(split) in ("getitem", "unsqueeze") else None
     if not isinstance(plain, Node) or not all(is_tensor(n) for n in (node, wide, split, plain)):
         return None
     (b, g, s, d), wanted = plain.meta["example_value"].shape, list(wide.meta["example_value"].shape)
@@ -180,7 +180,7 @@ def _handed_in(which: Node, scope: Scope) -> Node:
     with graph.inserting_after(graph.find_nodes(op="placeholder")[-1]):
         placeholder = graph.placeholder("ds_ring_placement")
     for call in scope.outer.module.graph.nodes:
-        is_one = name_of(call) == "tag_activation_checkpoint"
+        is_one = get_name(call) == "tag_activation_checkpoint"
         if is_one and inner_graph(call.args[0], scope.outer) is scope.module:
             call.args = (*call.args, outside)
     scope.meanings[placeholder] = outside

@@ -90,7 +90,7 @@ def resolve(value: Any, scope: Scope) -> tuple[Any, Scope]:
     return value, scope
 
 
-def name_of(node: Node) -> str:
+def get_name(node: Node) -> str:
     """Return the bare name of what a node calls: `and_`, `cumsum`, `scaled_dot_product_attention`."""
     if node.op == "call_function":
         return str(getattr(node.target, "__name__", node.target)).removesuffix(".default")
@@ -126,7 +126,7 @@ def _read(value: Any, scope: Scope) -> Any:
     value, scope = resolve(value, scope)
     if not isinstance(value, Node):
         return value
-    name, meaning = name_of(value), None
+    name, meaning = get_name(value), None
     if value.op == "placeholder":
         pass
     elif name in _SAME_MASK:
@@ -164,7 +164,7 @@ def _as_facts(meaning: Any, node: Node) -> MaskMeaning:
             "it hides single tokens (padding): leave it out for padding on the right, else pass documents"
         )
     raise RingPatternError(
-        f"it is made by {name_of(node)}{where(node)}, which is not known to be causal, a window or documents"
+        f"it is made by {get_name(node)}{where(node)}, which is not known to be causal, a window or documents"
     )
 
 
@@ -224,9 +224,9 @@ def _is_arange(node: Any, scope: Scope) -> bool:
     node, scope = resolve(node, scope)
     if not isinstance(node, Node):
         return False
-    if name_of(node) == "add" and node.args[1] == 0:
+    if get_name(node) == "add" and node.args[1] == 0:
         return _is_arange(node.args[0], scope)
-    return name_of(node) == "arange" and (len(node.args) == 1 or node.args[:-1] == (0,))
+    return get_name(node) == "arange" and (len(node.args) == 1 or node.args[:-1] == (0,))
 
 
 def _table(base: Any, scope: Scope) -> tuple[str, Node | None]:
@@ -234,7 +234,7 @@ def _table(base: Any, scope: Scope) -> tuple[str, Node | None]:
     node = _plain(base, scope)
     if not isinstance(node, Node):
         return "values", None
-    if name_of(node) == "cumsum":
+    if get_name(node) == "cumsum":
         positions = _positions_of_documents(node, scope)
         return ("documents", positions) if positions is not None else ("values", node)
     fake = node.meta.get("example_value")
@@ -245,7 +245,7 @@ def _table(base: Any, scope: Scope) -> tuple[str, Node | None]:
 def _plain(value: Any, scope: Scope) -> Any:
     """Return the source tensor of expands and of copies that change no value."""
     value, scope = resolve(value, scope)
-    while isinstance(value, Node) and name_of(value) in ("expand", "contiguous", "clone"):
+    while isinstance(value, Node) and get_name(value) in ("expand", "contiguous", "clone"):
         value, scope = resolve(value.args[0], scope)
     return value
 
@@ -266,7 +266,7 @@ def _positions_of_documents(node: Node, scope: Scope) -> Node | None:
 def _call(value: Any, scope: Scope, name: str, second: object = None) -> Node | None:
     """Return the node of a value that is a call of this name, with this second argument, if it is that."""
     node = _plain(value, scope)
-    if not isinstance(node, Node) or name_of(node) != name:
+    if not isinstance(node, Node) or get_name(node) != name:
         return None
     return node if second is None or node.args[1] == second else None
 
@@ -331,7 +331,7 @@ def _values(value: Any, scope: Scope) -> frozenset[float]:
     fake = value.meta.get("example_value")
     if isinstance(fake, torch.Tensor) and fake.dtype == torch.bool:
         return frozenset({0.0, 1.0})
-    name = name_of(value)
+    name = get_name(value)
     if value.op in ("placeholder", "get_attr"):
         raise _may_be_a_bias("and comes into the graph from outside, where its values cannot be read")
     if name in _CONSTANTS:
@@ -447,16 +447,16 @@ def scopes_of(module: GraphModule, outer: Scope | None = None, call: Node | None
     for node in list(module.graph.nodes):
         attributes = [arg for arg in node.args if isinstance(arg, Node) and arg.op == "get_attr"]
         inner = [arg for arg in attributes if isinstance(getattr(module, str(arg.target)), GraphModule)]
-        if not inner or name_of(node) == "flex_attention":
+        if not inner or get_name(node) == "flex_attention":
             continue
-        if name_of(node) == "tag_activation_checkpoint":
+        if get_name(node) == "tag_activation_checkpoint":
             yield from scopes_of(inner_graph(inner[0], scope), scope, node)
             continue
         for arg in inner:
             for part in inner_graph(arg, scope).graph.nodes:
-                if name_of(part) in ("scaled_dot_product_attention", "flex_attention"):
+                if get_name(part) in ("scaled_dot_product_attention", "flex_attention"):
                     raise RingPatternError(
-                        f"attention inside {name_of(node)}{where(part)} cannot be rewritten; move it out"
+                        f"attention inside {get_name(node)}{where(part)} cannot be rewritten; move it out"
                     )
 
 
@@ -499,10 +499,10 @@ def _comes_from_a_product(node: Node) -> bool:
         if source in seen:
             continue
         seen.add(source)
-        if name_of(source) in _PRODUCTS:
+        if get_name(source) in _PRODUCTS:
             fakes = [arg.meta.get("example_value") for arg in source.all_input_nodes]
             return all(not isinstance(fake, torch.Tensor) or fake.ndim != 2 for fake in fakes)
-        if name_of(source) in _BETWEEN:
+        if get_name(source) in _BETWEEN:
             todo += source.all_input_nodes
     return False
 

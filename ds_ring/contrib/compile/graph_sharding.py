@@ -18,7 +18,7 @@ from torch.fx import GraphModule, Node
 from ds_ring.comm.collective import collective
 from ds_ring.comm.exchange import Exchange
 from ds_ring.comm.mesh import RingMesh
-from ds_ring.contrib.compile.graph_attention import is_tensor, name_of
+from ds_ring.contrib.compile.graph_attention import get_name, is_tensor
 from ds_ring.contrib.compile.placed_op import BatchContexts
 from ds_ring.data.layer_patterns import pattern_of_layer
 from ds_ring.data.packing import positions_in_documents
@@ -242,7 +242,7 @@ greatest_position_op.register_fake(lambda local, source: torch.empty_like(local)
 def ask_for_greatest_positions(module: GraphModule, source: int) -> None:
     """Insert the operator after every maximum of positions in a graph, in place."""
     for node in list(module.graph.nodes):
-        if name_of(node) not in ("max", "amax") or not is_tensor(node) or node.meta["example_value"].ndim:
+        if get_name(node) not in ("max", "amax") or not is_tensor(node) or node.meta["example_value"].ndim:
             continue
         if sum(map(is_tensor, node.all_input_nodes)) == 1 and _of_integers_alone(node):
             with module.graph.inserting_after(node):

@@ -213,15 +213,15 @@ class PairCall(ModelCall):
                 return dict(encoded)
         return None
 
-    def sharding_of(self, module: nn.Module) -> BatchSharding:
+    def get_sharding(self, module: nn.Module) -> BatchSharding:
         sharding = self.session.batches.current
         if id(module) not in self._encoder:
             return sharding
         assert sharding.encoder is not None
         return sharding.encoder
 
-    def mask_of(self, module: nn.Module) -> LayerMask | None:
-        return LayerMask(Full(), self.sharding_of(module))  # only the decoder's own attention has a mask
+    def get_mask(self, module: nn.Module) -> LayerMask | None:
+        return LayerMask(Full(), self.get_sharding(module))  # only the decoder's own attention has a mask
 
     def position_ids(self, module: nn.Module) -> Tensor | None:
         return self._positions.get("" if id(module) in self._encoder else DECODER)

@@ -103,7 +103,7 @@ class ImageModels(Variant):
 
     def apart(self, model: nn.Module) -> list[nn.Module]:
         """Return all modules but the language part: encoders, and what makes features of their outputs."""
-        return modules_of_encoders(model) if image_encoders(model) else []
+        return list_encoder_modules(model) if image_encoders(model) else []
 
     def makes_full_masks(self, model_type: str) -> bool:
         return model_type in _OF_BLIP
@@ -159,7 +159,7 @@ def encoders_of(model: nn.Module) -> list[PreTrainedModel]:
     return list(inside.values())
 
 
-def modules_of_encoders(model: Any) -> list[nn.Module]:
+def list_encoder_modules(model: Any) -> list[nn.Module]:
     """Return all modules but the language part: encoders, and what makes features of their outputs."""
     of_text = {id(module) for module in model.get_decoder().modules()}
     return [module for module in model.modules() if id(module) not in of_text] + [
@@ -211,7 +211,7 @@ def images_hook(model: PreTrainedModel, session: RingSession) -> Callable[..., A
         return None
     if _takes_images(model):
         number = _axes_of(base) if hasattr(base, "get_rope_index") else None
-        session.needs.whole = Images(_tokens_of(model), number, numbers_blocks(model))
+        session.needs.whole = Images(_read_tokens(model), number, numbers_blocks(model))
     signature = inspect.signature(base.forward)
 
     @_gives_features
@@ -258,7 +258,7 @@ def _embedded(
     return {"inputs_embeds": embeds_BSE, "input_ids": None, ENCODED: None}
 
 
-def _tokens_of(model: Any) -> dict[str, int | Callable[[Tensor], Tensor]]:
+def _read_tokens(model: Any) -> dict[str, int | Callable[[Tensor], Tensor]]:
     """Return, by modality, the id of the tokens that take its features, or what marks them."""
     config = model.config
     tokens: dict[str, int | Callable[[Tensor], Tensor]] = {"image": int(config.image_token_id)}
@@ -594,12 +594,14 @@ def _exchanged(
     check_number(base, sum(counts), tokens, modality)
     starts = [sum(counts[:rank]) for rank in range(len(counts))]
 
-    def of_rank(index: Tensor, rank: int) -> Tensor:
+    def match_rank(index: Tensor, rank: int) -> Tensor:
         return (index >= starts[rank]) & (index < starts[rank] + counts[rank])
 
     wanted = tokens.wanted
-    sends = {rank: index[of_rank(index, ring_rank)] - starts[ring_rank] for rank, index in enumerate(wanted)}
-    receives = {rank: of_rank(wanted[ring_rank], rank).nonzero()[:, 0] for rank in range(len(counts))}
+    sends = {
+        rank: index[match_rank(index, ring_rank)] - starts[ring_rank] for rank, index in enumerate(wanted)
+    }
+    receives = {rank: match_rank(wanted[ring_rank], rank).nonzero()[:, 0] for rank in range(len(counts))}
     routes = _Routes(f"{modality} features", mesh, wait_s, sends, receives, len(wanted[ring_rank]))
     features: Tensor = run_compared(routes.mesh, routes.name, _Exchanged.apply, rows_NE, routes)
     return features

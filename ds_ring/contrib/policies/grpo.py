@@ -91,10 +91,10 @@ def _of_one_tree(
     batch = {name: x.to(ids_BT.device) for name, x in (tree.batch | {"shift_labels": labels_T[None]}).items()}
     output = model(**batch, fused_lm_head=True)
 
-    def of_rows(whole: Tensor) -> Tensor:
+    def join_rollouts(whole: Tensor) -> Tensor:
         each = tree.of_rollouts(whole)
         joined = torch.cat([row[len(row) - count :] for row, count in zip(each, lengths, strict=True)])
         return whole.new_zeros(counted_BK.shape).masked_scatter(counted_BK, joined)
 
-    logps = of_rows(output.log_probs)
-    return logps, of_rows(output.entropy) if entropies else logps.new_zeros(0)
+    logps = join_rollouts(output.log_probs)
+    return logps, join_rollouts(output.entropy) if entropies else logps.new_zeros(0)

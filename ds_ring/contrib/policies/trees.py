@@ -62,7 +62,7 @@ class TreeRows(RowKind):
 
     def pattern_of(self, row_T: IntArray) -> Tree:
         """Return the tree of a row."""
-        return tree_of(row_T)
+        return make_tree(row_T)
 
 
 class TreeBatch:
@@ -214,7 +214,7 @@ def ends_of(tree: Tree) -> IntArray:
     return result
 
 
-def tree_of(ends_T: IntArray) -> Tree:
+def make_tree(ends_T: IntArray) -> Tree:
     """Return the tree that `tree_ends` of a row describe; see [Note: trees].
 
     Raises:
@@ -250,4 +250,4 @@ def trees_of(ends_BT: Tensor) -> list[Tree]:
         raise RingShapeError.wrong(
             TREE_ENDS, "integers [samples, tokens]", f"{ends_BT.dtype} {[*ends_BT.shape]}", "use tree_batch"
         )
-    return [tree_of(row) for row in ends_BT.cpu().numpy()]
+    return [make_tree(row) for row in ends_BT.cpu().numpy()]

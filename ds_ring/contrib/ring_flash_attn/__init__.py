@@ -81,7 +81,7 @@ def _layout_of_documents(family: str, lengths: tuple[int, ...], ring_size: int) 
     return PieceLayout(tokens, ring_size, boundaries=tuple(bounds), owners=tuple(owners) * len(lengths))
 
 
-def _pattern_of(causal: bool, window_size: Sequence[int]) -> Pattern:
+def _make_pattern(causal: bool, window_size: Sequence[int]) -> Pattern:
     """Return the pattern of FlashAttention's `causal` and `window_size` (keys before, after; -1 for all)."""
     before, after = window_size
     if causal:
@@ -163,7 +163,7 @@ def _batched(family: str) -> Callable[..., Any]:
         layout = make_layout(names[family], tokens=q.shape[1] * mesh.ring_size, ring_size=mesh.ring_size)
         with collective(mesh, family):
             return _attend(
-                q, k, v, pattern=_pattern_of(causal, window_size), layout=layout, mesh=mesh,
+                q, k, v, pattern=_make_pattern(causal, window_size), layout=layout, mesh=mesh,
                 scale=softmax_scale, dropout_p=dropout_p, alibi_slopes=alibi_slopes,
                 return_attn_probs=return_attn_probs,
             )  # fmt: skip
@@ -181,7 +181,7 @@ def _packed(
                 f"expected {layout.local_tokens} tokens of q, k and v on each of {mesh.ring_size} ranks for"
                 f" documents of {lengths}, got {len(q)}, {len(k)}, {len(v)}; pass this batch's cu_seqlens"
             )
-        pattern = _pattern_of(causal, window_size) & _documents(lengths)
+        pattern = _make_pattern(causal, window_size) & _documents(lengths)
         q, k, v = (x[None] for x in (q, k, v))
         out, lse, none = _attend(
             q, k, v, pattern=pattern, layout=layout, mesh=mesh, return_attn_probs=True, **options

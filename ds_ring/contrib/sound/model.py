@@ -23,7 +23,7 @@ from transformers.masking_utils import create_bidirectional_mask
 
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.contrib.images.batch import FeatureTokens, Images
-from ds_ring.contrib.images.model import attention_of_parts, check_number, encoders_of, modules_of_encoders
+from ds_ring.contrib.images.model import attention_of_parts, check_number, encoders_of, list_encoder_modules
 from ds_ring.data.batch import Batch
 from ds_ring.data.session import RingSession
 from ds_ring.errors import RingConfigError, RingShapeError
@@ -83,7 +83,7 @@ class SoundModels(Variant):
         return encoders_of(model) if _hears(model) else []
 
     def apart(self, model: nn.Module) -> list[nn.Module]:
-        return modules_of_encoders(model) if _hears(model) else []
+        return list_encoder_modules(model) if _hears(model) else []
 
     def attention_names(self, model: PreTrainedModel, name: str) -> dict[str, str] | None:
         return attention_of_parts(model, name) if _hears(model) else None

@@ -103,7 +103,7 @@ class CompressedAttention(Variant):
         adapter.apply(CompressedEntries(module), **objects)
 
     def read(self, call: AttentionCall) -> None:
-        entries = entries_of(call.module)
+        entries = find_entries(call.module)
         if entries is None:
             return
         if call.softcap is not None or call.score_mod is not None:
@@ -203,7 +203,7 @@ class _Rows:
             return rows
         return rows.masked_fill(self._outside.view(-1, *[1] * (rows.dim() - 1 - dim)), none)
 
-    def windows_of(self, x: Tensor) -> Tensor:
+    def gather_windows(self, x: Tensor) -> Tensor:
         """Return the windows [windows, rate, W] of tokens x [b, S, W], sample by sample."""
         if self._halo:
             operands = (x.contiguous(), 1, self._halo, 0, self._scan.handle)
@@ -211,7 +211,7 @@ class _Rows:
             x = torch.cat([x, beside.flatten(1, 2)], dim=1)
         return x.index_select(1, self._tokens_of_windows).reshape(-1, self.rate, x.shape[2])
 
-    def entries_of(self, x: Tensor) -> Tensor:
+    def gather_entries(self, x: Tensor) -> Tensor:
         """Return the entries [b, n, D] of what was computed of each window, [b * m, D]."""
         return x.unflatten(0, (-1, self.windows)).index_select(1, self._own)
 
@@ -269,11 +269,11 @@ class _Rows:
         keys = keys[:, : self.slots].contiguous()
 
         def by_places(pattern: Pattern, places: range) -> Tensor:
-            def of_rows(rows: slice, others: Tensor) -> Tensor:
+            def score_rows(rows: slice, others: Tensor) -> Tensor:
                 return torch.stack([scores(place, rows, others) for place in places], dim=1)
 
             return ring_select(
-                of_rows, k, keys, layout=blocks.layout, mesh=blocks.mesh, pattern=pattern,
+                score_rows, k, keys, layout=blocks.layout, mesh=blocks.mesh, pattern=pattern,
                 hop_timeout_s=timeout_of(blocks),
             )  # fmt: skip
 
@@ -288,7 +288,7 @@ def timeout_of(sharding: BatchSharding) -> float:
     return float(sharding.config.hop_timeout_seconds)
 
 
-def rows_of(sharding: BatchSharding, rate: int, overlaps: bool, device: torch.device) -> list[_Rows]:
+def split_rows(sharding: BatchSharding, rate: int, overlaps: bool, device: torch.device) -> list[_Rows]:
     """Return the samples of each set of documents with their windows; made once a batch.
 
     Raises:
@@ -331,7 +331,9 @@ class _LocalWindows:
             rate * index, it is the position of a window's first token in its document.
         """
         both = torch.cat([kv, gate], dim=-1).unflatten(1, (self.batch, -1))[0]
-        windows = torch.cat([part.windows_of(part.take(both)) for part in self.rows])  # [windows, rate, 2 W]
+        windows = torch.cat(
+            [part.gather_windows(part.take(both)) for part in self.rows]
+        )  # [windows, rate, 2 W]
         kv, gate = windows.split(kv.shape[-1], dim=-1)
         of_rows = list(zip(self.rows, self._counts, strict=True))
         if any(part.begins_documents for part in self.rows):  # no weight for what is before them
@@ -353,7 +355,7 @@ class _LocalWindows:
         """Keep this rank's entries, and return none, so that no mask of tokens and entries is made."""
         slots = max(part.slots for part in self.rows)
         parts = compressed[0].split(self._counts)
-        entries = [padded(part.entries_of(x), slots, 1) for part, x in zip(self.rows, parts, strict=True)]
+        entries = [padded(part.gather_entries(x), slots, 1) for part, x in zip(self.rows, parts, strict=True)]
         self.entries[name] = in_order(entries, [part.samples for part in self.rows])
         return compressed[:, :0]
 
@@ -440,7 +442,7 @@ class CompressedEntries:
         return attend(q, kv, sharding, self._rows(sharding, q.device), chosen, pattern, scale, sinks)
 
     def _rows(self, sharding: BatchSharding, device: torch.device) -> list[_Rows]:
-        return rows_of(sharding, self._layer.compressor.compress_rate, self._overlaps, device)
+        return split_rows(sharding, self._layer.compressor.compress_rate, self._overlaps, device)
 
 
 def _scores(
@@ -460,7 +462,7 @@ def attend(
         q: [B, H, S, D].
         kv: this rank's tokens followed by its entries, keys and values alike: [B, 1, S + n, D].
         sharding: of the tokens.
-        rows: of `rows_of`.
+        rows: of `split_rows`.
         chosen: for each of them what `_Rows.choose` returned; None for all complete entries.
         pattern, scale, sinks: see `BatchSharding.attention`.
     """
@@ -475,7 +477,7 @@ def attend(
     return merged(window, (out, lse))[0]
 
 
-def entries_of(module: nn.Module) -> CompressedEntries | None:
+def find_entries(module: nn.Module) -> CompressedEntries | None:
     """Return what runs in place of the compressor of an attention layer; None if it has none."""
     forward = getattr(getattr(module, "compressor", None), "forward", None)
     owner = getattr(forward, "__self__", None)

@@ -106,7 +106,7 @@ class EagerVariant(Variant):
         return model_type in FAMILIES
 
     def positioned(self, model: PreTrainedModel) -> Iterator[nn.Module]:
-        yield from (module for _, _, module in parts_of(model))
+        yield from (module for _, _, module in find_parts(model))
 
     def install(self, adapter: ModelAdapter) -> None:
         if adapter.rewritten or not any(map(self.matches, adapter.model.modules())):
@@ -123,14 +123,14 @@ class EagerVariant(Variant):
                 if not is_known:
                     raise draws_blocks(part)
                 adapter.apply(switch_of(part), draws_blocks=part)
-        for part, family, module in parts_of(adapter.model):
+        for part, family, module in find_parts(adapter.model):
             if type(module).__name__ == family.positions:
                 around = around_positions(part, family, module, partial(numbered.position_ids, module))
                 adapter.apply(around, numbers=module)
             else:
                 around = around_attention(part, family, module, adapter.call, adapter.implementations[part])
                 adapter.apply(around, eager=module)
-        for layer in layers_of(adapter.model):
+        for layer in find_layers(adapter.model):
             adapter.apply(tell_mask(adapter.call, layer), checkpointed=layer)
 
 
@@ -185,7 +185,7 @@ def _asks_interface(kind: type[nn.Module]) -> bool:
     return "ALL_ATTENTION_FUNCTIONS" in inspect.unwrap(kind.forward).__code__.co_names
 
 
-def parts_of(model: nn.Module) -> list[tuple[PreTrainedModel, Family, nn.Module]]:
+def find_parts(model: nn.Module) -> list[tuple[PreTrainedModel, Family, nn.Module]]:
     """Return the modules inside `model` that a family names, each once."""
     parts: dict[int, tuple[PreTrainedModel, Family, nn.Module]] = {}
     for part in (part for part in model.modules() if isinstance(part, PreTrainedModel)):
@@ -216,9 +216,9 @@ def around_attention(
             raise not_compiled(type(module).__name__, "computes attention in its own code")
         arguments = (*args, *kwargs.values())
         mask = next((x for x in arguments if isinstance(x, LayerMask)), None)
-        used = call.mask_of(module) if mask is None else mask
+        used = call.get_mask(module) if mask is None else mask
         sharding = None if used is None else used.sharding
-        sharding = call.sharding_of(module) if sharding is None else sharding
+        sharding = call.get_sharding(module) if sharding is None else sharding
         samples = next(x for x in arguments if isinstance(x, Tensor)).shape[0]
         attend = ModuleAttention(module, model.config, family, sharding, used, samples, implementation)
         operators = ScoreOperators(attend)
@@ -245,14 +245,14 @@ def tell_mask(call: ModelCall, layer: nn.Module) -> Callable[..., Any]:
         _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         def with_sharding(x: Any) -> Any:
-            return replace(x, sharding=call.sharding_of(layer)) if isinstance(x, LayerMask) else x
+            return replace(x, sharding=call.get_sharding(layer)) if isinstance(x, LayerMask) else x
 
         return tuple(map(with_sharding, args)), {key: with_sharding(x) for key, x in kwargs.items()}
 
     return before
 
 
-def layers_of(model: nn.Module) -> list[nn.Module]:
+def find_layers(model: nn.Module) -> list[nn.Module]:
     """Return the layers of the models of `FAMILIES` inside `model`."""
     parts = [part for part in model.modules() if isinstance(part, PreTrainedModel) and family_of(part)]
     layers = {id(layer): layer for part in parts for layer in part.modules()}

@@ -127,7 +127,7 @@ class _BlockRows:
         return torch.cat([chosen, self.expand(last).expand(len(chosen), -1, -1)], dim=2)
 
 
-def _rows_of(sharding: BatchSharding, size: int, whole: bool) -> list[tuple[Any, _BlockRows]]:
+def _split_rows(sharding: BatchSharding, size: int, whole: bool) -> list[tuple[Any, _BlockRows]]:
     """Return the samples of each set of documents, and their blocks."""
     if not sharding.groups:
         return [(slice(None), _BlockRows(sharding, None, size, whole))]
@@ -157,7 +157,7 @@ def qwen4(indexer: Any, sharding: BatchSharding, hidden_states: Tensor, cos_sin:
         products = torch.matmul(of_samples[:, slots], keys.float().unsqueeze(1).transpose(2, 3))
         return torch.relu(products).sum(dim=2) / math.sqrt(dim)
 
-    parts = _rows_of(sharding, size, True)
+    parts = _split_rows(sharding, size, True)
     gathered = [rows.gather(raw_keys[samples]) for samples, rows in parts]
     pooled = [tokens.float().mean(dim=2).to(raw_keys.dtype) for tokens, _ in gathered]
     # One call for all samples: at ZeRO 3 every rank must call a module as often as the others.
@@ -195,7 +195,7 @@ def minimax_m3(
         return torch.cat(products, dim=3)
 
     results = []
-    for samples, rows in _rows_of(sharding, size, False):
+    for samples, rows in _split_rows(sharding, size, False):
         of_samples = queries[samples].float()
         firsts = rows.local(local, keys.device)
         chosen = rows.expand(firsts).expand(*of_samples.shape[:2], -1, -1)
@@ -278,7 +278,7 @@ def glm5(indexer: Any, sharding: BatchSharding, hidden_states: Tensor, q_resid: 
         return torch.matmul(weights[samples][:, slots].unsqueeze(2), of_heads).squeeze(2)
 
     results = []
-    for samples, rows in _rows_of(sharding, size, True):
+    for samples, rows in _split_rows(sharding, size, True):
         keys, gates = rows.gather(both[samples])[0].split(dim, dim=-1)
         shares = (gates.float() + indexer.index_kpool_compress_ape.float()).softmax(dim=2).to(keys.dtype)
         pooled, count = (shares * keys).sum(dim=2), indexer.index_topk // size

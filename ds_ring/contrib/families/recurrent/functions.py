@@ -27,9 +27,9 @@ from ds_ring.contrib.families.recurrent.scan import (
     Recurrences,
     Steps,
     by_rows,
+    get_sharding,
     recurrence,
     refuse_states,
-    sharding_of,
     with_halo,
 )
 from ds_ring.errors import RingConfigError
@@ -55,7 +55,7 @@ def convolution(
     original: Original, x: Tensor, weight: Tensor, bias: Tensor | None = None, *args: Any, **kwargs: Any
 ) -> Any:
     """Convolve [B, C, S] causally with weight [C, width], as `causal_conv1d_fn`."""
-    sharding = sharding_of(kwargs)
+    sharding = get_sharding(kwargs)
     if sharding is None:
         return original(x, weight, bias, *args, **kwargs)
 
@@ -72,7 +72,7 @@ def delta_rule(
     initial_state: Tensor | None = None, output_final_state: bool = False, **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Compute a gated delta rule or Kimi delta attention of q and k [B, S, H, K] and v [B, S, H, V]."""
-    sharding = sharding_of(kwargs)
+    sharding = get_sharding(kwargs)
     arguments = {
         "g": g,
         "beta": beta,
@@ -126,7 +126,7 @@ def mamba2(
     *args: Any, **kwargs: Any,
 ) -> Any:  # fmt: skip
     """Compute Mamba 2's scan of x [B, S, H, P], dt [B, S, H], A [H], B and C [B, S, G, N]."""
-    sharding = sharding_of(kwargs)
+    sharding = get_sharding(kwargs)
     if sharding is None:
         return original(x, dt, A, B, C, chunk_size, *args, **kwargs)
     z, state, returns_state = _of_whole_samples(kwargs, "z", "initial_states", "return_final_states")
@@ -193,7 +193,7 @@ def mamba1(
     original: Original, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *args: Any, **kwargs: Any
 ) -> Any:
     """Compute Mamba's selective scan: x and dt [B, C, S], A [C, N], B and C [B, N, S]; states [B, C, N]."""
-    sharding = sharding_of(kwargs)
+    sharding = get_sharding(kwargs)
     if sharding is None:
         return original(x, dt, A, B, C, *args, **kwargs)
     z, state, returns_state = _of_whole_samples(kwargs, "z", "initial_state", "return_last_state")
@@ -235,4 +235,4 @@ def mamba1(
 
 def not_fused(original: Original, *args: Any, **kwargs: Any) -> Any:
     """Return None on a ring: the layer then calls the convolution and the scan one after the other."""
-    return original(*args, **kwargs) if sharding_of(kwargs) is None else None
+    return original(*args, **kwargs) if get_sharding(kwargs) is None else None

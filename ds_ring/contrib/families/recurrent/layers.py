@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from ds_ring.contrib.families.recurrent import functions, methods, scan
 from ds_ring.data.batch import SHARDING
 from ds_ring.errors import RingConfigError
-from ds_ring.models.checks import layers_of
+from ds_ring.models.checks import get_layers
 from ds_ring.models.model import TABLE
 from ds_ring.models.variant import (
     CONVOLUTION,
@@ -122,7 +122,7 @@ class Recurrent(Variant):
             )
 
     def covers(self, model: PreTrainedModel, as_is: bool) -> set[str]:
-        layers = layers_of(model)
+        layers = get_layers(model)
         parts = [part for layer in layers for part in layer.modules()]
         covered = set() if any(map(convolves_locally, parts)) else {CONVOLUTION}
         if not any(map(is_recurrent, model.modules())):

@@ -28,10 +28,10 @@ from ds_ring.contrib.families.recurrent.scan import (
     Original,
     Steps,
     by_rows,
+    get_sharding,
     recurrence,
     refuse_states,
-    rows_of,
-    sharding_of,
+    split_rows,
     token_before,
     with_halo,
 )
@@ -71,7 +71,7 @@ def _scaled_recurrence(
     wants_state: bool,
 ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:  # fmt: skip
     """Return the outputs of a recurrence whose states are S exp(m), and the last (S, m), as `recurrence`."""
-    sets = rows_of(sharding)
+    sets = split_rows(sharding)
     results = [
         _scaled_pieces(context, [x[rows] if rows else x for x in tensors], summarise, call, dim, wants_state)
         for context, rows in sets
@@ -151,7 +151,7 @@ def wkv(
     state: Any = None, return_state: bool = False,
 ) -> tuple[Tensor, Any]:  # fmt: skip
     """Compute RWKV's weighted averages of value [B, S, C] by exp(key); states: numerator, denominator."""
-    sharding = sharding_of({})
+    sharding = get_sharding({})
     if sharding is None:
         result: tuple[Tensor, Any] = original(time_decay, time_first, key, value, state, return_state)
         return result
@@ -193,7 +193,7 @@ def rwkv_shift(
     original: Original, layer: Any, hidden: Tensor, state: list[Tensor] | None = None, *, place: int
 ) -> tuple[Any, ...]:
     """Compute what mixes tokens [B, S, C] with those before them; the last one is `state[place]`."""
-    sharding = sharding_of({})
+    sharding = get_sharding({})
     if sharding is None or state is None:
         result: tuple[Any, ...] = original(layer, hidden, state)
         return result
@@ -208,7 +208,7 @@ def mlstm(
     m_initial: Tensor | None = None, return_last_states: bool | None = None, mode: str | None = None,
 ) -> Any:  # fmt: skip
     """Compute the mLSTM of q and k [B, H, S, K], v [B, H, S, V] and gates [B, H, S]; states [K, V + 1]."""
-    sharding = sharding_of({})
+    sharding = get_sharding({})
     if sharding is None:
         first = (c_initial, n_initial, m_initial)
         return original(layer, query, key, value, igate, fgate, *first, return_last_states, mode)
@@ -253,7 +253,7 @@ def lightning_attention(
     original: Original, layer: Any, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
     """Compute MiniMax's linear attention, whose states [B, H, D, D] decay by a constant of each head."""
-    sharding = sharding_of(kwargs)
+    sharding = get_sharding(kwargs)
     if sharding is None:
         result: tuple[Tensor, Tensor | None] = original(layer, *args, **kwargs)
         return result
@@ -310,7 +310,7 @@ def rg_lru(
     recurrent_states: Tensor | None, acc_dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Compute the RG-LRU's scan of [B, S, C], with a decay for each token and channel."""
-    sharding = sharding_of({})
+    sharding = get_sharding({})
     if sharding is None:
         result: tuple[Tensor, Tensor] = original(
             layer, hidden_states, recurrent_gate, reset, recurrent_states, acc_dtype
@@ -349,7 +349,7 @@ def compressed_convolution(
     original: Original, layer: Any, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Project to q, k and v as ZAYA: q and k through two convolutions, half of v from the token before."""
-    sharding = sharding_of({})
+    sharding = get_sharding({})
     if sharding is None:
         result: tuple[Tensor, Tensor, Tensor] = original(layer, *args, **kwargs)
         return result
@@ -392,7 +392,7 @@ def dynamic_convolution(
     original: Original, layer: Any, hidden_states: Tensor, dynamic_input: Tensor, **kwargs: Any
 ) -> Tensor:
     """Convolve as Inkling 2: [B, S, C] by taps that each token makes of its input [B, S, I]."""
-    sharding = sharding_of(kwargs)
+    sharding = get_sharding(kwargs)
     if sharding is None:
         result: Tensor = original(layer, hidden_states, dynamic_input, **kwargs)
         return result
@@ -413,7 +413,7 @@ def dynamic_convolution(
 
 def token_shift(original: Original, x: Tensor) -> Tensor:
     """Shift [B, S, C] by a token, as RWKV's `time_shift`."""
-    sharding = sharding_of({})
+    sharding = get_sharding({})
     if sharding is None:
         result: Tensor = original(x)
         return result
@@ -425,7 +425,7 @@ def convolution_module(original: Original, x: Tensor) -> Tensor:
 
     It pads both sides, and the layer takes the first S results; or the layer has padded x in front.
     """
-    sharding = sharding_of({})
+    sharding = get_sharding({})
     if sharding is None:
         result: Tensor = original(x)
         return result
@@ -453,14 +453,14 @@ def keep_last_inputs(block: Any) -> None:
 
 def _last_inputs(sharding: BatchSharding, x: Tensor, width: int) -> Tensor:
     """Return the last inputs [B, C, width] of a prompt [B, C, S], on every rank. Collective."""
-    ((context, _),) = rows_of(sharding)
+    ((context, _),) = split_rows(sharding)
     tail = own_last_tokens(x, width, context.layout, context.mesh.sequence_rank)
     return on_every_rank(context, tail, "last inputs of a prompt")
 
 
 def ngrams(original: Original, layer: Any, *args: Any, **kwargs: Any) -> Tensor:
     """Embed tokens [B, S] with those before them (Qwen 4), which are end tokens where a document begins."""
-    sharding = sharding_of({})
+    sharding = get_sharding({})
     if sharding is None:
         result: Tensor = original(layer, *args, **kwargs)
         return result

@@ -51,7 +51,7 @@ class Recurrences:
         self.of_heads: Callable[..., Tensor] | None = None
 
 
-def sharding_of(kwargs: dict[str, Any]) -> BatchSharding | None:
+def get_sharding(kwargs: dict[str, Any]) -> BatchSharding | None:
     """Return the sharding of a call, and take it out of the arguments; None if each rank has all tokens."""
     sharding: BatchSharding | None = kwargs.pop(SHARDING, None)
     if sharding is None and active:
@@ -67,7 +67,7 @@ def sharding_of(kwargs: dict[str, Any]) -> BatchSharding | None:
     return None
 
 
-def rows_of(
+def split_rows(
     sharding: BatchSharding, make: Callable[..., ScanContext] = scan_context
 ) -> list[tuple[ScanContext, list[int]]]:
     """Return the context of each set of documents, and the rows that have them; [] for all rows."""
@@ -79,7 +79,7 @@ def rows_of(
 
 def by_rows(sharding: BatchSharding, run: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
     """Return `run(context, *tensors)` for the rows of each set of documents; dimension 0 is the batch."""
-    sets = rows_of(sharding)
+    sets = split_rows(sharding)
     outs = [run(context, *(x[rows] if rows else x for x in tensors)) for context, rows in sets]
     return in_order(outs, [rows for _, rows in sets])
 
@@ -135,7 +135,7 @@ def recurrence(
     by_steps = sharding.mesh.owners[Recurrences].by_steps
     if by_steps is not None and steps is not None:
         return by_steps(sharding, tensors, steps, dim, wants_state)
-    sets = rows_of(sharding)
+    sets = split_rows(sharding)
     results = [
         recurrence_of_pieces(
             context, [x[rows] if rows else x for x in tensors], call, matrix, dim, wants_state

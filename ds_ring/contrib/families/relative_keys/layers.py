@@ -159,7 +159,7 @@ def around_encoding(module: Any, call: ModelCall) -> Callable[..., Tensor]:
         if module.config._attn_implementation != NAME:
             encoding: Tensor = original(qlen, klen, bsz=bsz, device=device)
             return encoding
-        tokens = call.sharding_of(module).layout.tokens
+        tokens = call.get_sharding(module).layout.tokens
         encoding = original(tokens, tokens, device=device)
         return encoding
 
@@ -178,7 +178,7 @@ def around_core(module: Any, config: Any, call: ModelCall) -> Callable[..., Any]
         """Return the values [S, B, H, D] that a module's queries attend to; arguments as of the module's."""
         if config._attn_implementation != NAME:
             return original(q_head, k_head_h, v_head_h, k_head_r, seg_mat, attn_mask, output_attentions)
-        sharding = call.sharding_of(module)
+        sharding = call.get_sharding(module)
         # Distances fall from T on; the last is the first one of the profiles.
         keys_HDR = k_head_r[:, 0].permute(1, 2, 0).flip(-1)
         first = sharding.layout.tokens + 1 - keys_HDR.shape[-1]

@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 
 from ds_ring.contrib.families.eager_attention import families, layers, scores
 from ds_ring.contrib.families.eager_attention.families import FAMILIES, family_of
-from ds_ring.contrib.families.eager_attention.layers import parts_of
+from ds_ring.contrib.families.eager_attention.layers import find_parts
 from ds_ring.errors import RingConfigError, RingPatternError
 from ds_ring.models.attach import attach, check_model
 from tests.sessions import session_of
@@ -125,7 +125,7 @@ def test_other_arithmetic_is_refused(fault):
     written, words = FAULTS[fault]
     model = neox_japanese()
     session = attached(model, pattern={"window": 9})
-    for _, _, module in parts_of(model):
+    for _, _, module in find_parts(model):
         module._attn = lambda q, k, v, mask, module=module: (written(module, q, k, v), None)
     with pytest.raises(RingPatternError, match=words):
         model(**session.shard_batch({"input_ids": IDS}))
