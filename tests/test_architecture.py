@@ -625,7 +625,7 @@ OWN_OBJECTS = {
     ("config.messages", "__init__"): "the constructor of a class of ours",
     ("health.client", "timer"): "a threading.Timer",
     ("contrib.compile.backend", "call"): "a node of the graph that a backend owns",
-    ("contrib.compile.graph_sharding", "asked"): "the same",
+    ("contrib.compile.graph_sharding", "request"): "the same",
     ("checkpoint.save", "copied"): "a copy of a state dict",
     ("engines.deepspeed.first_batch", "state[name]"): "a parameter of the copied model",
     ("decode.generation", "part"): "an attention of ours",

@@ -42,7 +42,7 @@ def whole_output(
     if isinstance(output, Tensor):
         return number(output) if is_number(output) else gather(output)
     if isinstance(output, tuple | list):
-        parts = [whole_output(one, number, gather, {}) for one in output]
+        parts = [whole_output(part, number, gather, {}) for part in output]
         return type(output)(*parts) if hasattr(output, "_fields") else type(output)(parts)
     if isinstance(output, LocalOutput):
         return output
@@ -78,20 +78,22 @@ def _values(output: Any) -> dict[Any, Any]:
     if isinstance(output, dict):
         return {name: dict.__getitem__(output, name) for name in output}
     slots = (name for kind in type(output).__mro__ for name in getattr(kind, "__slots__", ()))
-    found = {name: getattr(output, name) for name in slots if hasattr(output, name)}
-    found |= getattr(output, "__dict__", {})
-    return found if any(isinstance(value, Tensor) for value in found.values()) else {}
+    values = {name: getattr(output, name) for name in slots if hasattr(output, name)}
+    values |= getattr(output, "__dict__", {})
+    return values if any(isinstance(value, Tensor) for value in values.values()) else {}
 
 
 def _copied(output: Any, values: dict[Any, Any], later: Mapping[Any, Callable[[Any], Any]]) -> Any:
     """Return a copy of an object that gathers the values of `later` when they are read."""
     kind: Any = type(output)
-    new = (kind.__new__ if isinstance(kind.__new__, BuiltinFunctionType) else object.__new__)(_class_of(kind))
-    own = object.__getattribute__(new, "__dict__")
-    own.update(getattr(output, "__dict__", {}))
+    new = (kind.__new__ if isinstance(kind.__new__, BuiltinFunctionType) else object.__new__)(
+        _make_class(kind)
+    )
+    attributes = object.__getattribute__(new, "__dict__")
+    attributes.update(getattr(output, "__dict__", {}))
     for name, value in values.items():
         _store(new, name, value)
-    own["_later"] = dict(later)
+    attributes["_later"] = dict(later)
     return new
 
 
@@ -108,8 +110,8 @@ class _ReadLater:
 
     def __getattribute__(self, name: str) -> Any:
         if name[0] != "_":
-            own = super().__getattribute__("__dict__")
-            if name in own.get("_later", ()) and (name in own or not isinstance(self, dict)):
+            attributes = super().__getattribute__("__dict__")
+            if name in attributes.get("_later", ()) and (name in attributes or not isinstance(self, dict)):
                 _read(self, name)
         return super().__getattribute__(name)
 
@@ -139,8 +141,8 @@ class _ReadLaterByKey(_ReadLater):
         vars(self).get("_later", {}).pop(key, None)
         super().__setitem__(key, value)  # type: ignore[misc]
 
-    def __or__(self: Any, other: Any) -> Any:
-        return dict(self.items()) | other
+    def __or__(self: Any, right: Any) -> Any:
+        return dict(self.items()) | right
 
     def get(self: Any, key: Any, default: Any = None) -> Any:
         if key not in self:
@@ -177,6 +179,6 @@ def _read(output: Any, name: Any) -> Any:
 
 
 @lru_cache(maxsize=64)
-def _class_of(kind: Any) -> Any:
+def _make_class(kind: Any) -> Any:
     base = _ReadLaterByKey if issubclass(kind, dict) else _ReadLater
     return type(f"Whole{kind.__name__}", (base, kind), {})

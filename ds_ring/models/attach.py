@@ -130,11 +130,11 @@ def attach(model: nn.Module, session: RingSession) -> list[ModelAdapter]:
         before = part.config._attn_implementation
         if before != NAME and _keeps_its_own(config, part):
             continue
-        own = {inner: own_implementation(inner) for inner in _pretrained(part)}
+        implementations = {inner: own_implementation(inner) for inner in _pretrained(part)}
         if config.attention == "ring":
             _switch(part, session)
         rewritten = part.config._attn_implementation != NAME
-        attached.append(ModelAdapter(part, session, rewritten, own))
+        attached.append(ModelAdapter(part, session, rewritten, implementations))
         attached[-1].install()
         session.attached.append(attached[-1].off)
         if rewritten:
@@ -198,8 +198,8 @@ def _switch(model: PreTrainedModel, session: RingSession) -> None:
 
 def _pretrained(model: nn.Module, outermost: bool = False) -> list[PreTrainedModel]:
     """Return the transformers models in `model`, without those inside another one if `outermost`."""
-    found = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
     if not outermost:
-        return found
-    inner = {id(part) for outer in found for part in outer.modules() if part is not outer}
-    return [part for part in found if id(part) not in inner]
+        return parts
+    inner = {id(part) for outer in parts for part in outer.modules() if part is not outer}
+    return [part for part in parts if id(part) not in inner]

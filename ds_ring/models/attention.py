@@ -49,10 +49,10 @@ def attention(
     if sharding == REWRITTEN:
         checks.refuse_foreign_arguments(type(module).__name__, kwargs)
         assert attention_mask is None or isinstance(attention_mask, Tensor), "a graph has masks of numbers"
-        found: tuple[Tensor, None] = sdpa_attention_forward(
+        result: tuple[Tensor, None] = sdpa_attention_forward(
             module, q_BHSD, k_BGSD, v_BGSE, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
-        return found
+        return result
     if not isinstance(sharding, BatchSharding):
         raise RingConfigError(
             f"{type(module).__name__}: '{NAME}': expected a batch's sharding, got none; start with"

@@ -48,27 +48,27 @@ _FOREIGN_ARGUMENTS = (
 )
 
 
-def check_model_call(name: str, given: dict[str, Any]) -> None:
+def check_model_call(name: str, arguments: dict[str, Any]) -> None:
     """Refuse what a shard cannot answer. `given` is the call's arguments by name."""
-    if given.get("position_ids") is None:
+    if arguments.get("position_ids") is None:
         wrong = "transformers would number this rank's tokens from 0"
         raise RingShapeError(f"{name}: expected position_ids, got none; {wrong}: {THROUGH_SHARD_BATCH}")
-    if given.get("attention_mask") is not None:
+    if arguments.get("attention_mask") is not None:
         raise RingPatternError(f"{name}: expected no attention_mask, got a local one; {THROUGH_SHARD_BATCH}")
-    if cache_in(given) is not None:
+    if cache_in(arguments) is not None:
         raise RingConfigError(f"{name}: expected a call without a cache, got one; call model.generate")
-    if given.get("use_cache"):
+    if arguments.get("use_cache"):
         raise RingConfigError(
             f"{name}: expected use_cache=False outside training, got True; call model.generate"
         )
-    keep = given.get("logits_to_keep")
+    keep = arguments.get("logits_to_keep")
     if isinstance(keep, Tensor) or keep:
         got = list(keep.shape) if isinstance(keep, Tensor) else keep
         raise RingConfigError.wrong(
             f"{name}: logits_to_keep", "none on a shard, whose last tokens are not the sequence's", got,
             "leave it out, and take tokens of engine.ring.gather(output.logits)",
         )  # fmt: skip
-    if given.get("output_attentions"):
+    if arguments.get("output_attentions"):
         raise refuse_weights(name)
 
 
@@ -85,8 +85,10 @@ def loses_gradients(model: nn.Module) -> bool:
     """
     shares = any(getattr(module, "is_kv_shared_layer", False) for module in model.modules())
     functions = [vars(module).get("_gradient_checkpointing_func") for module in model.modules()]
-    plain = [getattr(one, "plain", one) for one in functions]  # without what offloads checkpoints
-    return shares and any(getattr(one, "keywords", {}).get("use_reentrant") for one in plain)
+    plain = [
+        getattr(function, "plain", function) for function in functions
+    ]  # without what offloads checkpoints
+    return shares and any(getattr(function, "keywords", {}).get("use_reentrant") for function in plain)
 
 
 def refuse_weights(name: str) -> RingConfigError:
@@ -95,20 +97,20 @@ def refuse_weights(name: str) -> RingConfigError:
     return RingConfigError.wrong(f"{name}: output_attentions", "False", got, advice)
 
 
-def check_length(name: str, given: dict[str, Any], sharding: BatchSharding) -> None:
+def check_length(name: str, arguments: dict[str, Any], sharding: BatchSharding) -> None:
     """Raise RingShapeError unless the tensors are as long as this rank's part of the sequence."""
     for key in ("input_ids", "inputs_embeds", "position_ids"):
-        tensor = given.get(key)
+        tensor = arguments.get(key)
         if tensor is not None and tensor.shape[1] != sharding.local_tokens:
             expected = f"{sharding.local_tokens} local tokens, a rank's part of {sharding.layout.tokens}"
             got = f"got {tensor.shape[1]}; {THROUGH_SHARD_BATCH}"
             raise RingShapeError(f"{name}: {key}: expected {expected}, {got}")
 
 
-def refuse_other_inputs(name: str, given: Mapping[str, Any]) -> None:
+def refuse_other_inputs(name: str, arguments: Mapping[str, Any]) -> None:
     """Refuse a second sequence, and images, which some models put in front of each rank's tokens."""
     for key in ("encoder_hidden_states", "encoder_outputs", "pixel_values", "audio_codes"):
-        if given.get(key) is not None:
+        if arguments.get(key) is not None:
             raise RingConfigError(f"{name}: expected one sequence of tokens, got {key} as well; leave it out")
 
 
@@ -166,6 +168,9 @@ def check_class(model: PreTrainedModel, request: AttachRequest) -> None:
     config = model.config.get_text_config()
     if INTERFACE in needs and not (as_is and works_as_is(kind)):
         raise bypass_error(kind)
+    types = set(getattr(model.config, "layer_types", None) or ())
+    if STATE in needs and types and types <= _PLAIN_LAYERS:
+        raise cannot_run(model, _ATTENTION_ALONE)
     layers = ", ".join(sorted(needs - {INTERFACE, *_REASONS}))
     reasons = (
         [f"its layers {layers} mix tokens otherwise than by a fixed pattern of attention"] if layers else []
@@ -195,6 +200,12 @@ _REASONS = {
     CONVOLUTION: "it convolves tokens",
 }
 
+_ATTENTION_ALONE = (
+    "its class can have layers with a state, this configuration has attention layers alone, and no test"
+    " compares such a model with one process; use a configuration with recurrent layers, or a model such as"
+    " Llama, Qwen, Mistral or GPT-NeoX"
+)
+
 
 def cannot_run(model: PreTrainedModel, reason: str) -> RingConfigError:
     """Return the error of a model that a ring does not compute."""
@@ -222,7 +233,7 @@ def needs_of(model: PreTrainedModel) -> set[str]:
     kind, layers = type(model), set(getattr(model.config, "layer_types", None) or ())
     convolves = (
         isinstance(child, nn.Conv1d) and child.kernel_size != (1,)
-        for layer in layers_of(model)
+        for layer in get_layers(model)
         for child in layer.modules()
     )
     needs = {
@@ -288,9 +299,9 @@ def works_as_is(kind: type[PreTrainedModel]) -> bool:
 def takes_positions(kind: type[PreTrainedModel]) -> bool:
     """Return whether the model's forward can be given the positions of its tokens."""
     # A subclass whose forward takes any arguments hands them to the forward that it inherits.
-    for one in kind.__mro__:
-        if "forward" in vars(one):
-            parameters = inspect.signature(one.forward).parameters  # type: ignore[attr-defined]
+    for base in kind.__mro__:
+        if "forward" in vars(base):
+            parameters = inspect.signature(base.forward).parameters  # type: ignore[attr-defined]
             if "position_ids" in parameters:
                 return True
             if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
@@ -298,7 +309,7 @@ def takes_positions(kind: type[PreTrainedModel]) -> bool:
     return False
 
 
-def layers_of(model: PreTrainedModel) -> nn.ModuleList:
+def get_layers(model: PreTrainedModel) -> nn.ModuleList:
     """Return the layers of the language model, without those of an image encoder (which may convolve)."""
     base = getattr(model, model.base_model_prefix, model)
     layers = getattr(base, "layers", getattr(base, "blocks", None))

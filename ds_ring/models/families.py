@@ -57,8 +57,8 @@ def pooled_token(model: PreTrainedModel, session: RingSession) -> list[Any]:
 
     @_notes_ids
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = signature.bind_partial(*args, **kwargs).arguments | kwargs  # a forward may take **kwargs
-        noted["input_ids"] = given.get("input_ids")
+        arguments = signature.bind_partial(*args, **kwargs).arguments | kwargs  # a forward may take **kwargs
+        noted["input_ids"] = arguments.get("input_ids")
 
     @_pools
     def after_score(
@@ -165,7 +165,9 @@ def check_outputs(
         ):
             continue
         names = [kind.__name__ for kind in type(model).__mro__]
-        classifies = value.ndim == 2 and any(one.endswith("ForSequenceClassification") for one in names)
+        classifies = value.ndim == 2 and any(
+            class_name.endswith("ForSequenceClassification") for class_name in names
+        )
         if name == "logits" and (classifies or (value.ndim == 2 and value.shape[1] != local_tokens)):
             raise RingConfigError(_own_head(model, value))
         if value.shape[1] != local_tokens or name in _OVER_TOKENS:
@@ -271,12 +273,12 @@ def read_router_loss(model: nn.Module) -> RouterLoss | None:
         values.append(
             reduce(lambda owner, name: getattr(owner, name, None), names, model if of == "self" else None)
         )
-    if len(calls) != 1 or len(values) != 3 or any(not isinstance(one, (int, float)) for one in values):
+    if len(calls) != 1 or len(values) != 3 or any(not isinstance(value, (int, float)) for value in values):
         _refuse(model)
-    found = RouterLoss(int(values[0]), int(values[1]), float(values[2]))
-    if not _is_the_same(getattr(sys.modules[forward.__module__], _FUNCTION), found):
+    loss = RouterLoss(int(values[0]), int(values[1]), float(values[2]))
+    if not _is_the_same(getattr(sys.modules[forward.__module__], _FUNCTION), loss):
         _refuse(model)
-    return found
+    return loss
 
 
 def _is_the_same(function: Callable[..., Any], ours: RouterLoss) -> bool:

@@ -62,7 +62,7 @@ class LayerMask:
         And for head 0: a layer's mask is the same for all heads.
         """
         parts = index if isinstance(index, tuple) else (index,)
-        whole = [isinstance(one, slice) and one in (slice(None), slice(0, None)) for one in parts]
+        whole = [isinstance(part, slice) and part in (slice(None), slice(0, None)) for part in parts]
         if all(whole) or (len(parts) > 1 and parts[1] == 0 and all((*whole[:1], *whole[2:]))):
             return self
         raise _used_as_tensor(f"selects {index} of it")
@@ -151,7 +151,7 @@ def _leaves(function: Callable[..., Any]) -> list[Callable[..., Any]]:
         others = [_leaves(part) for part in parts if part not in blocks]
         widest = min(others, key=len, default=[function])
         # a mask, or a part of it, is the mask
-        return [*widest, *blocks] if all({*widest} <= {*other} for other in others) else [function]
+        return [*widest, *blocks] if all({*widest} <= {*functions} for functions in others) else [function]
     if name not in _COMPOSED_MASKS:
         return [function]
     parts = inspect.getclosurevars(function).nonlocals[_COMPOSED_MASKS[name]]
@@ -172,8 +172,8 @@ def _block_ids(function: Callable[..., Any]) -> Tensor | None:
 
 def is_causal(module: nn.Module, kwargs: dict[str, Any]) -> bool:
     """Return whether a layer that got no mask is causal."""
-    given = kwargs.get("is_causal")
-    return bool(getattr(module, "is_causal", True) if given is None else given)
+    argument = kwargs.get("is_causal")
+    return bool(getattr(module, "is_causal", True) if argument is None else argument)
 
 
 def pattern_of_call(module: nn.Module, kwargs: dict[str, Any]) -> Pattern:
@@ -220,7 +220,11 @@ def patterns_of_layers(model: PreTrainedModel, causal: bool) -> tuple[Pattern, .
     count = int(getattr(config, "num_hidden_layers", 1) or 1)
     types = getattr(config, "layer_types", None)
     if types is None:
-        types = [next((one for one in NARROW if makes_such_masks(model, one)), "full_attention")] * count
+        types = [
+            next(
+                (layer_type for layer_type in NARROW if makes_such_masks(model, layer_type)), "full_attention"
+            )
+        ] * count
     if not getattr(config, "use_sliding_window", True):
         types = ["full_attention"] * len(types)
     # a value that layers may have of their own is refused as an attribute
@@ -230,10 +234,12 @@ def patterns_of_layers(model: PreTrainedModel, causal: bool) -> tuple[Pattern, .
     )
 
 
-def narrowest_layer(layers: tuple[Pattern, ...], given: Pattern) -> int:
+def narrowest_layer(layers: tuple[Pattern, ...], pattern: Pattern) -> int:
     """Return the shortest window or chunk of the layers that the JSON's pattern has not; 2^62 for none."""
-    narrow = (one for one in layers if isinstance(one, SlidingWindow | Chunked) and not covers(given, one))
-    widths = (one.window if isinstance(one, SlidingWindow) else one.chunk for one in narrow)
+    narrow = (
+        layer for layer in layers if isinstance(layer, SlidingWindow | Chunked) and not covers(pattern, layer)
+    )
+    widths = (layer.window if isinstance(layer, SlidingWindow) else layer.chunk for layer in narrow)
     return min(widths, default=1 << 62)
 
 

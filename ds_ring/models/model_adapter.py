@@ -77,7 +77,7 @@ class ModelAdapter:
         rewritten: torch.compile's backend "ds_ring" replaces the attention in the graph. The position ids
             then pass through an operator that raises when it runs; the backend removes it. The backend checks
             the masks, too.
-        own: the attention that each model inside has without a ring, outermost first.
+        implementations: the attention that each model inside has without a ring, outermost first.
         changes: the applied patches; `off` pauses their hooks.
         call: handles the calls of the model, from `install` on.
         parts: what capabilities add to the model.
@@ -86,7 +86,7 @@ class ModelAdapter:
     model: PreTrainedModel
     session: RingSession
     rewritten: bool
-    own: dict[PreTrainedModel, str]
+    implementations: dict[PreTrainedModel, str]
     changes: list[AppliedPatch] = field(default_factory=list)
     call: ModelCall = field(init=False)
     parts: list[ModelPart] = field(default_factory=list)
@@ -102,11 +102,11 @@ class ModelAdapter:
     @contextmanager
     def off(self) -> Iterator[None]:
         """Restore the model's own attention and loss inside the context, without our hooks."""
-        model, on = self.model, {part: part.config._attn_implementation for part in self.own}
-        own = [_own_loss.to(model.loss_function.loss_function)]
-        own += [one for part in self.parts for one in part.own()]
-        with applied(*own, model=model, generator=model):
-            set_implementations(self.own, self.session)
+        model, on = self.model, {part: part.config._attn_implementation for part in self.implementations}
+        patches = [_own_loss.to(model.loss_function.loss_function)]
+        patches += [row for part in self.parts for row in part.own()]
+        with applied(*patches, model=model, generator=model):
+            set_implementations(self.implementations, self.session)
             try:
                 with paused(self.changes):
                     yield
@@ -152,7 +152,7 @@ class ModelAdapter:
         known = self.call.one_sequence and not own_attention(model)
         numbering = numbering_check(model, session.mesh) if known else None
         patches = [
-            *(one for part in parts for one in part.patches(loss)),
+            *(row for part in parts for row in part.patches(loss)),
             _guards_loss.to(guard),
             *([] if numbering is None else numbering.model),
             router_loss(model, guard, session),
@@ -160,12 +160,12 @@ class ModelAdapter:
             *self.call.hooks(),
         ]
         self.apply(
-            *(one for one in patches if one is not None),
+            *(row for row in patches if row is not None),
             model=model, base=model.base_model, head=model.get_output_embeddings(), generator=model,
             score=getattr(model, "score", None),
         )  # fmt: skip
         if numbering is not None:
-            numbering.changes += [one for one in self.changes if one.row.feature == "numbering"]
+            numbering.changes += [change for change in self.changes if change.row.feature == "numbering"]
             self._check_numbering(numbering.part, numbering.changes)
 
     def _check_numbering(self, hook: Callable[..., None], changes: list[AppliedPatch]) -> None:

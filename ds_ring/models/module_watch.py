@@ -63,8 +63,8 @@ class _Call(NamedTuple):
     """What was given to a module, or to hooks, and what they did with tokens."""
 
     run: Callable[[Any], Any]
-    given: Any  # the arguments of `run`
-    flows: list[Flow | None]  # of the leaves of `given`
+    arguments: Any  # the arguments of `run`
+    flows: list[Flow | None]  # of the leaves of `arguments`
     fault: str | None
     tokens: int
     attends: bool
@@ -77,7 +77,7 @@ class _Entry:
     module: nn.Module
     name: str
     outer: ModuleFlow | None  # that watches the code around the call
-    given: Any  # arguments of the call
+    arguments: Any  # arguments of the call
     flow: ModuleFlow | None = None  # that watches now
     begun: Any = None  # what `flow` was given
     flows: list[Flow | None] = field(default_factory=list)
@@ -95,7 +95,7 @@ class ModuleWatch:
 
     def __init__(self, session: RingSession, engine: Any, adapters: list[ModelAdapter]) -> None:
         self._session, self._engine = session, engine
-        self._models = [one.model for one in adapters]
+        self._models = [adapter.model for adapter in adapters]
         self._seen = set[bool]()
         self._tries = 0
         self._start()
@@ -150,7 +150,7 @@ class ModuleWatch:
         seen.add(id(module))
         is_users = _is_users(module, model) and module is not model
         hooks = _users_hooks(module._forward_pre_hooks) or _users_hooks(module._forward_hooks)
-        is_stock = within and not is_users and _home_of(module) == "transformers"
+        is_stock = within and not is_users and _find_home(module) == "transformers"
         if (is_users or hooks or is_stock) and module is not self._engine.module:
             yield name or type(module).__name__, module, is_users
         for key, child in module.named_children():
@@ -190,7 +190,7 @@ class ModuleWatch:
             entry = self._stack[-1]
             if output is not None and is_users:
                 kind = f"{name} ({type(part).__name__})"
-                self._judge(entry, kind, lambda given: part(*given[0], **given[1]), output)
+                self._judge(entry, kind, lambda call: part(*call[0], **call[1]), output)
             elif output is not None and after:
                 run = partial(_run_after, part, after)
                 self._judge(entry, f"a forward hook of {name}", run, output)
@@ -198,7 +198,7 @@ class ModuleWatch:
             self._stack.pop()
             self._switch(entry.outer)
             if entry.outer is not None:
-                entry.outer.take_back(_tensors(output), inner, _tensors(entry.given))
+                entry.outer.take_back(_tensors(output), inner, _tensors(entry.arguments))
 
         return [begin, called, returned, end]
 
@@ -218,7 +218,7 @@ class ModuleWatch:
         if begun is not None:
             tensors = _tensors(begun)
             both = [sharding] if sharding.encoder is None else [sharding, sharding.encoder]
-            sizes = [one.local_tokens for one in both]
+            sizes = [part.local_tokens for part in both]
             by_token = [x for x in tensors if x.ndim >= 2 and x.shape[1] in sizes]
             tokens = int(by_token[0].shape[1]) if by_token else sizes[0]
             self._samples = max([int(x.shape[0]) for x in by_token] or [self._samples])
@@ -237,17 +237,17 @@ class ModuleWatch:
         if flow is None or torch.compiler.is_compiling():
             return
         self._switch(None)
-        given, found = _tensors(entry.begun), _tensors(results)
+        inputs, outputs = _tensors(entry.begun), _tensors(results)
         if name.startswith("a forward"):  # hooks that read do no harm
-            kept = [_version(x) for x in found]
-            if all(any(one == other for other in entry.versions) for one in kept):
-                flow.found = None
+            versions = [_version(x) for x in outputs]
+            if all(any(version == earlier for earlier in entry.versions) for version in versions):
+                flow.fault = None
                 return
-        flow.check(found, given)
-        if self._calls.get(name) is None or (flow.found and self._calls[name].fault is None):
+        flow.check(outputs, inputs)
+        if self._calls.get(name) is None or (flow.fault and self._calls[name].fault is None):
             begun = tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, entry.begun)
             attends = forward_passes() != entry.passes and not name.startswith("a forward")
-            self._calls[name] = _Call(run, begun, entry.flows, flow.found, flow._tokens, attends)
+            self._calls[name] = _Call(run, begun, entry.flows, flow.fault, flow._tokens, attends)
 
     # After the forward pass.
 
@@ -255,32 +255,32 @@ class ModuleWatch:
         """Raise on all ranks if a module or hooks mixed tokens on one; return whether they were watched.
         Collective.
         """
-        mine = {name: one.fault for name, one in self._calls.items() if one.fault is not None}
+        mine = {name: call.fault for name, call in self._calls.items() if call.fault is not None}
         # At ZeRO 3 a module that runs again gathers its weights from all ranks of the world.
         sharded = any(hasattr(parameter, "ds_id") for parameter in self._engine.module.parameters())
         everyones = self._gathered((mine, set(self._calls), is_cut), sharded)
-        watched = [one[2] for one in everyones]
+        watched = [report[2] for report in everyones]
         if not any(watched) or (sharded and not all(watched)):
             return False
-        faults = {name: fault for one in everyones for name, fault in one[0].items()}
+        faults = {name: fault for report in everyones for name, fault in report[0].items()}
         if not faults:
             return True
-        on_all = set.intersection(*(one[1] for one in everyones))
+        on_all = set.intersection(*(report[1] for report in everyones))
         runs = [name for name in faults if name in self._calls and (name in on_all or not sharded)]
         with torch.no_grad():
             right = {name for name in runs if _is_by_token(self._calls[name])}
         mine = {name: fault for name, fault in mine.items() if name in runs and name not in right}
-        wrong = {name: fault for one in self._gathered(mine, sharded) for name, fault in one.items()}
+        wrong = {name: fault for part in self._gathered(mine, sharded) for name, fault in part.items()}
         if not wrong:
             log.info("modules that sort or gather tokens work token by token: %s", ", ".join(faults))
             return True
         name, fault = next(iter(wrong.items()))
-        more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+        others = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
         raise RingConfigError(
-            f"{name}: expected a result of each token that depends on that token alone, got {fault}{more}: a"
-            f" rank has {sharding.local_tokens} of the {sharding.layout.tokens} tokens of a sequence, so one"
-            " process would compute something else; let it work on engine.ring.gather(x), or if this is what"
-            ' you mean, set "check_modules": false in the "ring_attention" section'
+            f"{name}: expected a result of each token that depends on that token alone, got {fault}{others}:"
+            f" a rank has {sharding.local_tokens} of the {sharding.layout.tokens} tokens of a sequence, so"
+            " one process would compute something else; let it work on engine.ring.gather(x), or if this is"
+            ' what you mean, set "check_modules": false in the "ring_attention" section'
         )
 
     def _gathered(self, mine: Any, of_world: bool) -> list[Any]:
@@ -305,7 +305,7 @@ def _version(x: Tensor) -> Any:
 # Whose a module or a hook is.
 
 
-def _home_of(module: nn.Module) -> str:
+def _find_home(module: nn.Module) -> str:
     """Return the package of a module's forward."""
     function: Any = vars(module).get("forward") or type(module).forward
     return _package(function)
@@ -321,19 +321,19 @@ def _package(function: Any) -> str:
 
 def _is_users(module: nn.Module, parent: nn.Module) -> bool:
     """Return whether a module may do what no model of transformers does."""
-    home = _home_of(module)
+    home = _find_home(module)
     if home == "torch" and type(module).__module__.startswith("torch.nn.modules"):
         kind = type(module).__name__
         return kind.startswith(_MIXING) and not _is_named_by(parent, kind)
     if isinstance(module, PreTrainedModel):  # else what is around it reads its tokens
-        is_derived = any(is_inside(one.__module__, "transformers.models") for one in type(module).__mro__)
+        is_derived = any(is_inside(base.__module__, "transformers.models") for base in type(module).__mro__)
         return home not in _KNOWN and is_derived
     return home not in _KNOWN
 
 
 def _is_named_by(parent: nn.Module, kind: str) -> bool:
     """Return whether the file of a transformers module names a class of torch.nn: the model has it."""
-    if _home_of(parent) != "transformers":
+    if _find_home(parent) != "transformers":
         return False
     source = inspect.getsource(sys.modules[type(parent).__module__])
     return f"nn.{kind}" in source
@@ -343,23 +343,23 @@ def _users_hooks(hooks: Mapping[int, Any]) -> list[tuple[int, Any]]:
     return [(key, hook) for key, hook in hooks.items() if _package(hook) not in _KNOWN]
 
 
-def _run_before(module: nn.Module, hooks: list[tuple[int, Any]], given: Any) -> Any:
-    args, kwargs = given
+def _run_before(module: nn.Module, hooks: list[tuple[int, Any]], call: Any) -> Any:
+    args, kwargs = call
     for key, hook in hooks:
         if key in module._forward_pre_hooks_with_kwargs:
             args, kwargs = hook(module, args, kwargs) or (args, kwargs)
         else:
-            found = hook(module, args)
-            args = args if found is None else found if isinstance(found, tuple) else (found,)
+            changed = hook(module, args)
+            args = args if changed is None else changed if isinstance(changed, tuple) else (changed,)
     return args, kwargs
 
 
-def _run_after(module: nn.Module, hooks: list[tuple[int, Any]], given: Any) -> Any:
-    args, kwargs, output = given
+def _run_after(module: nn.Module, hooks: list[tuple[int, Any]], call: Any) -> Any:
+    args, kwargs, output = call
     for key, hook in hooks:
-        more = (kwargs,) if key in module._forward_hooks_with_kwargs else ()
-        found = hook(module, args, *more, output)
-        output = output if found is None else found
+        further = (kwargs,) if key in module._forward_hooks_with_kwargs else ()
+        changed = hook(module, args, *further, output)
+        output = output if changed is None else changed
     return output
 
 
@@ -386,20 +386,20 @@ def _is_by_token(call: _Call) -> bool:
 
 
 def _leaves_of(call: _Call, change: Callable[[Tensor, Flow], Tensor]) -> list[Tensor]:
-    leaves, tree = tree_flatten(call.given)
+    leaves, tree = tree_flatten(call.arguments)
     flows = iter(call.flows)
-    given = []
+    arguments = []
     for x in leaves:
         flow = next(flows) if isinstance(x, Tensor) else None
         if isinstance(x, Tensor) and flow is not None and flow.kind == "tokens":
             x = change(x, flow)
         elif isinstance(x, Tensor) and not isinstance(x, nn.Parameter):
             x = x.clone()
-        given.append(x)
-    devices = sorted({x.device.index or 0 for x in given if isinstance(x, Tensor) and x.is_cuda})
+        arguments.append(x)
+    devices = sorted({x.device.index or 0 for x in arguments if isinstance(x, Tensor) and x.is_cuda})
     with torch.random.fork_rng(devices):
         torch.manual_seed(0)
-        return _tensors(call.run(tree_unflatten(given, tree)))
+        return _tensors(call.run(tree_unflatten(arguments, tree)))
 
 
 def _rows(size: int, call: _Call, half: int, picked: bool = False) -> Tensor:

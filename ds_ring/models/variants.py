@@ -35,5 +35,5 @@ def apart(model: nn.Module) -> list[nn.Module]:
 
 def attention_names(model: Any, name: str) -> str | dict[str, str]:
     """Return what to set as a model's attention, so that all of it but `own_attention` gets `name`."""
-    found = (variant.attention_names(model, name) for variant in variants())
-    return next((names for names in found if names is not None), name)
+    choices = (variant.attention_names(model, name) for variant in variants())
+    return next((names for names in choices if names is not None), name)

@@ -105,11 +105,11 @@ class WrappedModel:
         self._flow: TokenFlow | None = None
         self._call: _WholeCall | None = None
         self._parameters = inspect.signature(module.forward).parameters
-        one = self._parameters.get(_MASK)
-        takes_all = any(one.kind is one.VAR_KEYWORD for one in self._parameters.values())
-        self._takes_mask, self._needs_mask = takes_all or one is not None, False
-        if one is not None:
-            self._needs_mask = one.default is one.empty
+        mask = self._parameters.get(_MASK)
+        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in self._parameters.values())
+        self._takes_mask, self._needs_mask = takes_all or mask is not None, False
+        if mask is not None:
+            self._needs_mask = mask.default is mask.empty
         if self._takes_mask:
             session.needs.real_tokens = True
 
@@ -146,10 +146,10 @@ class WrappedModel:
             with self._session.off():  # the attention of some models runs in compiled code only
                 flow, _ = self._look(engine.module, args, kwargs)
             self._whole[engine.module.training] = False
-            if flow.found is not None:
+            if flow.fault is not None:
                 raise RingConfigError(
                     f"{self._name} reads across the tokens of a sequence, of which a rank has a part:"
-                    f" {flow.found}; do not compile it, or {_INSTEAD}"
+                    f" {flow.fault}; do not compile it, or {_INSTEAD}"
                 )
         return args, kwargs
 
@@ -197,14 +197,14 @@ class WrappedModel:
                 output = module._call_impl(*args, **kwargs)  # uncompiled
         except Exception as error:
             if isinstance(error, IndexError):
-                flow.found = flow.found or f"an index beyond this rank's tokens ({error})"
-            if flow.found is None:
+                flow.fault = flow.fault or f"an index beyond this rank's tokens ({error})"
+            if flow.fault is None:
                 raise  # else a mask of another length, say: on whole sequences it fits
         finally:
             self._flow = None
-        found = dict(_tensors(output))
-        flow.check_results(found.values(), kwargs.get(_ITEMS) is not None)
-        return flow, found
+        results = dict(_tensors(output))
+        flow.check_results(results.values(), kwargs.get(_ITEMS) is not None)
+        return flow, results
 
     def _decide(self, flow: TokenFlow) -> bool:
         """Return whether the module has to run on whole sequences.
@@ -212,16 +212,16 @@ class WrappedModel:
         Raises:
             RingConfigError, RingShapeError: it has to, and cannot.
         """
-        if flow.found is None:
+        if flow.fault is None:
             return False
         session, sharding = self._session, self._session.batches.current
         if flow.shifts:
             raise RingShapeError.wrong(
-                self._name, "shift_labels to be used as they are", f"a shift ({flow.found})", "leave it out"
+                self._name, "shift_labels to be used as they are", f"a shift ({flow.fault})", "leave it out"
             )
         if flow.sends:
             if session.mesh.global_rank == 0:
-                log.warning(_SENDS, self._name, flow.found)
+                log.warning(_SENDS, self._name, flow.fault)
             return False
         reason = ""
         if sharding.mesh.sequence_size != session.mesh.sequence_size:
@@ -236,10 +236,10 @@ class WrappedModel:
         if reason:
             raise RingConfigError(
                 f"{self._name} reads across the tokens of a sequence, of which a rank has a part:"
-                f" {flow.found}; {reason}, or {_INSTEAD}"
+                f" {flow.fault}; {reason}, or {_INSTEAD}"
             )
         if session.mesh.global_rank == 0:
-            log.warning(_RUNS_WHOLE, self._name, flow.found, sharding.layout.tokens)
+            log.warning(_RUNS_WHOLE, self._name, flow.fault, sharding.layout.tokens)
         return True
 
     def _widened(
@@ -251,15 +251,15 @@ class WrappedModel:
         def whole(name: str, x: Any) -> Any:
             if not isinstance(x, Tensor):
                 return x
-            found = x
+            result = x
             if name == _ITEMS and x.ndim == 0:
-                found = x * sharding.mesh.sequence_size
+                result = x * sharding.mesh.sequence_size
             elif x.ndim >= 2 and x.shape[1] == sharding.local_tokens:
-                found = _gathered(x, sharding)
-            local_of[id(found)] = found, x
+                result = _gathered(x, sharding)
+            local_of[id(result)] = result, x
             if any(x is mask for mask in self._session.batches.masks):
-                self._session.batches.masks.append(found)
-            return found
+                self._session.batches.masks.append(result)
+            return result
 
         names = [*self._parameters, *[""] * len(args)]
         self._call = _WholeCall(sharding, args, kwargs, local_of)
@@ -276,11 +276,11 @@ class WrappedModel:
         self._call = None
         if output is None:  # the call failed
             return None
-        found, sharding = dict(_tensors(output)), call.sharding
-        new = found.keys() - self._axes.keys()
+        results, sharding = dict(_tensors(output)), call.sharding
+        new = results.keys() - self._axes.keys()
         if new - self._shapes.keys() and self._axes:  # another kind of output than before
             _, self._shapes = self._look(module, call.args, call.kwargs)
-        self._axes |= {path: _axis_of_tokens(self._shapes.get(path), found[path], sharding) for path in new}
+        self._axes |= {path: _axis_of_tokens(self._shapes.get(path), results[path], sharding) for path in new}
 
         def cut(path: Path, x: Tensor) -> Tensor:
             axis = self._axes[path]
@@ -293,8 +293,8 @@ class WrappedModel:
     def _enter(
         self, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        given = inspect.signature(model.forward).bind_partial(*args, **kwargs)
-        named = dict(given.arguments)
+        bound = inspect.signature(model.forward).bind_partial(*args, **kwargs)
+        named = dict(bound.arguments)
         named |= named.pop("kwargs", {}) if "kwargs" not in kwargs else {}
         mask = named.get(_MASK)
         if isinstance(mask, Tensor) and self._is_of_batch(mask):
@@ -311,9 +311,9 @@ class WrappedModel:
     def _is_of_batch(self, mask: Tensor) -> bool:
         """Return whether a mask equals the batch's own, which `shard_batch` has checked."""
         masks = self._session.batches.masks
-        return any(mask is one for one in masks) or (
+        return any(mask is known for known in masks) or (
             self._call is not None
-            and any(mask.shape == one.shape and torch.equal(mask, one.to(mask)) for one in masks)
+            and any(mask.shape == known.shape and torch.equal(mask, known.to(mask)) for known in masks)
         )
 
     def _cut(self, model: str, name: str, x: Any) -> Any:
@@ -356,15 +356,17 @@ def wrapped_model(
     module: nn.Module, session: RingSession, attached: list[ModelAdapter]
 ) -> WrappedModel | None:
     """Return what calls a module that is no transformers model itself but has some inside; None without."""
-    models, is_attached = [one.model for one in attached], False
+    models, is_attached = [adapter.model for adapter in attached], False
     if not models or session.mesh.sequence_size == 1:
         return None
     if module in models:  # a class of the user's around a base model of transformers
         if home_of_forward(module).startswith("transformers."):
             return None
-        parts = [one for one in module.modules() if isinstance(one, PreTrainedModel) and one is not module]
-        inside = {id(part) for one in parts for part in one.modules() if part is not one}
-        models = [one for one in parts if id(one) not in inside]
+        parts = [
+            part for part in module.modules() if isinstance(part, PreTrainedModel) and part is not module
+        ]
+        inside = {id(part) for outer in parts for part in outer.modules() if part is not outer}
+        models = [model for model in parts if id(model) not in inside]
         if not models:
             return None
         is_attached = not attached[0].rewritten
@@ -391,14 +393,14 @@ def _tensors(value: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
     if isinstance(value, Tensor):
         yield path, value
     elif isinstance(value, Mapping):
-        for name, one in value.items():
-            yield from _tensors(one, (*path, name))
+        for name, part in value.items():
+            yield from _tensors(part, (*path, name))
     elif isinstance(value, (list, tuple)):
-        for number, one in enumerate(value):
-            yield from _tensors(one, (*path, number))
+        for number, part in enumerate(value):
+            yield from _tensors(part, (*path, number))
     elif is_dataclass(value) and not isinstance(value, type):
-        for one in fields(value):
-            yield from _tensors(getattr(value, one.name), (*path, one.name))
+        for attribute in fields(value):
+            yield from _tensors(getattr(value, attribute.name), (*path, attribute.name))
 
 
 def _mapped(value: Any, change: Callable[[Path, Tensor], Tensor], path: Path = ()) -> Any:
@@ -406,14 +408,15 @@ def _mapped(value: Any, change: Callable[[Path, Tensor], Tensor], path: Path = (
     if isinstance(value, Tensor):
         return change(path, value)
     if isinstance(value, Mapping):
-        named = {name: _mapped(one, change, (*path, name)) for name, one in value.items()}
+        named = {name: _mapped(part, change, (*path, name)) for name, part in value.items()}
         return type(value)(**named) if type(value) is not dict else named
     if isinstance(value, (list, tuple)):
-        parts = [_mapped(one, change, (*path, number)) for number, one in enumerate(value)]
+        parts = [_mapped(part, change, (*path, number)) for number, part in enumerate(value)]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     if is_dataclass(value) and not isinstance(value, type):
         named = {
-            one.name: _mapped(getattr(value, one.name), change, (*path, one.name)) for one in fields(value)
+            attribute.name: _mapped(getattr(value, attribute.name), change, (*path, attribute.name))
+            for attribute in fields(value)
         }
         return replace(value, **named)
     return value

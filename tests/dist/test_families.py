@@ -228,11 +228,11 @@ def with_an_orphan(rank: int, world_size: int, request: CheckRequest) -> list[Mo
     """Let the last node of each tree go on from nothing."""
     from ds_ring.contrib.policies import trees
 
-    def careless(ends_T: Any, read: Any = trees.tree_of) -> Any:
+    def careless(ends_T: Any, read: Any = trees.make_tree) -> Any:
         tree = read(ends_T)
         return replace(tree, parents=(*tree.parents[:-1], -1))
 
-    with mock.patch.object(trees, "tree_of", careless):
+    with mock.patch.object(trees, "make_tree", careless):
         return checked(rank, world_size, request)
 
 

@@ -159,8 +159,8 @@ class BatchInvariant(TorchDispatchMode):
         if key in self._checked:
             return
         row = torch.arange(a.shape[1], dtype=torch.float32, device="cpu").mul_(0.7).sin_().to(a)
-        found = torch.mm(row.expand(ROWS, -1).contiguous(), b_KN)
-        if not torch.equal(found, found[:1].expand_as(found)):
+        products = torch.mm(row.expand(ROWS, -1).contiguous(), b_KN)
+        if not torch.equal(products, products[:1].expand_as(products)):
             raise RingConfigError.wrong(
                 "batch_invariant", f"equal rows of a product {ROWS} x {[*b_KN.shape]} to be equal",
                 f"others in {a.dtype} on {a.device}", "use another dtype",
@@ -218,13 +218,13 @@ class BatchInvariant(TorchDispatchMode):
         """Return the products of groups of rows, which end at `offs`, with a matrix each."""
         if a_MK.ndim != 2 or b.ndim != 3 or offs is None or bias is not None:
             raise RingConfigError.wrong("batch_invariant", "groups of rows", "other groups", "leave them out")
-        found = a_MK.new_zeros(len(a_MK), b.shape[2], dtype=out_dtype or a_MK.dtype)
+        result = a_MK.new_zeros(len(a_MK), b.shape[2], dtype=out_dtype or a_MK.dtype)
         first = 0
         for end, matrix in zip(offs.tolist(), b, strict=True):
             if end > first:
-                found[first:end] = self.mm(a_MK[first:end], matrix)
+                result[first:end] = self.mm(a_MK[first:end], matrix)
             first = end
-        return found
+        return result
 
 
 def _mm_by_elements(a_MK: Tensor, b_KN: Tensor) -> Tensor:
@@ -233,8 +233,8 @@ def _mm_by_elements(a_MK: Tensor, b_KN: Tensor) -> Tensor:
     step = max(1, PRODUCTS // max(1, b_KN.numel()))
     parts = []
     for rows in a_MK.split(step):
-        found, shape = _by_rows(lambda x: x.sum(-1), rows.unsqueeze(1).to(wide) * columns.to(wide), [-1])
-        parts.append(found.reshape(shape))
+        result, shape = _by_rows(lambda x: x.sum(-1), rows.unsqueeze(1).to(wide) * columns.to(wide), [-1])
+        parts.append(result.reshape(shape))
     return torch.cat(parts).to(a_MK.dtype)
 
 
@@ -259,8 +259,8 @@ def _run_replicated(
 
 
 def _tensors(args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
-    given = [*args, *kwargs.values()]
-    flat = [y for x in given for y in (x if isinstance(x, (list, tuple)) else [x])]
+    values = [*args, *kwargs.values()]
+    flat = [y for x in values for y in (x if isinstance(x, (list, tuple)) else [x])]
     return [x for x in flat if isinstance(x, Tensor)]
 
 
@@ -275,15 +275,15 @@ def _is_computed(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
 def _by_rows(call: Callable[[Tensor], Any], x: Tensor, dims: Sequence[int]) -> tuple[Any, tuple[int, ...]]:
     """Return what `call` makes of the rows [N, K] over some dims, and the shape of the other dims."""
     dims = [dim % x.ndim for dim in dims] or list(range(x.ndim))
-    kept = [dim for dim in range(x.ndim) if dim not in dims]
-    shape = tuple(x.shape[dim] for dim in kept)
+    outer = [dim for dim in range(x.ndim) if dim not in dims]
+    shape = tuple(x.shape[dim] for dim in outer)
     rows, width = math.prod(shape), math.prod(x.shape[dim] for dim in dims)
     tiles = x.new_zeros(max(-(-rows // ROWS), 1) * ROWS, width)
-    tiles[:rows] = x.permute(*kept, *dims).reshape(rows, width)
-    found = [call(tile) for tile in tiles.split(ROWS)]
-    if isinstance(found[0], Tensor):
-        return torch.cat(found)[:rows], shape
-    return tuple(torch.cat(each)[:rows] for each in zip(*found, strict=True)), shape
+    tiles[:rows] = x.permute(*outer, *dims).reshape(rows, width)
+    results = [call(tile) for tile in tiles.split(ROWS)]
+    if isinstance(results[0], Tensor):
+        return torch.cat(results)[:rows], shape
+    return tuple(torch.cat(each)[:rows] for each in zip(*results, strict=True)), shape
 
 
 # The overloads over some dims, where sums over all of them are one row.
@@ -296,11 +296,11 @@ def _reduced(func: Any, x: Tensor, dim: Any = None, keepdim: bool = False, *, dt
     x = x if dtype is None else x.to(dtype)
     if getattr(func, "_overloadname", None) == "default":
         func = getattr(func.overloadpacket, _OF_DIMS[func.overloadpacket.__name__])
-    found, shape = _by_rows(lambda rows: func(rows, [-1]), x, dims)
-    out: Tensor = found.reshape(shape)
+    result, shape = _by_rows(lambda rows: func(rows, [-1]), x, dims)
+    out: Tensor = result.reshape(shape)
     if keepdim:
-        for one in sorted(one % x.ndim for one in dims):
-            out = out.unsqueeze(one)
+        for axis in sorted(axis % x.ndim for axis in dims):
+            out = out.unsqueeze(axis)
     return out
 
 
@@ -312,14 +312,14 @@ def _norm(
 
 def _softmax(func: Any, x: Tensor, dim: int, half_to_float: bool) -> Tensor:
     """Return what has the shape of its input: softmax, its logarithm."""
-    found, shape = _by_rows(lambda rows: func(rows, -1, half_to_float), x, [dim])
-    out: Tensor = found.reshape(*shape, -1).movedim(-1, dim).contiguous()
+    result, shape = _by_rows(lambda rows: func(rows, -1, half_to_float), x, [dim])
+    out: Tensor = result.reshape(*shape, -1).movedim(-1, dim).contiguous()
     return out
 
 
 def _cumsum(func: Any, x: Tensor, dim: int, *, dtype: Any = None) -> Tensor:
-    found, shape = _by_rows(lambda rows: func(rows, -1, dtype=dtype), x, [dim])
-    out: Tensor = found.reshape(*shape, -1).movedim(-1, dim).contiguous()
+    result, shape = _by_rows(lambda rows: func(rows, -1, dtype=dtype), x, [dim])
+    out: Tensor = result.reshape(*shape, -1).movedim(-1, dim).contiguous()
     return out
 
 
@@ -327,9 +327,9 @@ def _normalized(func: Any, x: Tensor, shape: Sequence[int], *args: Any) -> tuple
     """Return what a layer norm or RMS norm over the last dims returns."""
     dims = range(x.ndim - len(shape), x.ndim)
     weights = [w.reshape(-1) if isinstance(w, Tensor) else w for w in args]
-    found, kept = _by_rows(lambda rows: func(rows, [rows.shape[-1]], *weights), x, dims)
-    out, *rest = found
-    return (out.reshape(x.shape), *(one.reshape(*kept, *[1] * len(shape)) for one in rest))
+    results, outer = _by_rows(lambda rows: func(rows, [rows.shape[-1]], *weights), x, dims)
+    out, *rest = results
+    return (out.reshape(x.shape), *(statistic.reshape(*outer, *[1] * len(shape)) for statistic in rest))
 
 
 _OVER_ROWS: dict[str, Callable[..., Any]] = {

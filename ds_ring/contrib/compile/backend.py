@@ -33,9 +33,9 @@ from ds_ring.contrib.compile.graph_attention import (
     AttentionNode,
     MaskMeaning,
     Scope,
+    get_name,
     inner_graph,
     is_tensor,
-    name_of,
     read_flex,
     read_sdpa,
     refuse_other_attention,
@@ -79,10 +79,10 @@ class Rewriting:
                     scope.module.graph.erase_node(node)
             ask_for_greatest_positions(scope.module, self.source)
         scopes = list(scopes_of(module))
-        found = [one for scope in scopes for one in self._attentions(scope)]
-        windows = {None if one.facts is None else one.facts.window for one in found}
-        for one in found:
-            self._replace(one, len(windows) > 1)
+        attentions = [attention for scope in scopes for attention in self._attentions(scope)]
+        windows = {None if attention.facts is None else attention.facts.window for attention in attentions}
+        for attention in attentions:
+            self._replace(attention, len(windows) > 1)
         # From the inside out: a call's arguments are unused once its graph no longer reads them.
         for scope in reversed(scopes):
             graph = scope.module.graph
@@ -90,11 +90,11 @@ class Rewriting:
                 if not node.users and node.op != "placeholder" and not node.is_impure():
                     graph.erase_node(node)
             scope.module.recompile()
-        return len(found)
+        return len(attentions)
 
     def _attentions(self, scope: Scope) -> Iterator[AttentionNode]:
         for node in scope.module.graph.nodes:
-            name = name_of(node)
+            name = get_name(node)
             try:
                 if name == "scaled_dot_product_attention":
                     yield read_sdpa(node, scope, self.replace_masks)
@@ -105,10 +105,10 @@ class Rewriting:
             except RingPatternError as error:
                 raise type(error)(f"attention{where(node)}: {error}") from None
 
-    def _replace(self, one: AttentionNode, mixed: bool) -> None:
-        graph, node = one.scope.module.graph, one.node
-        which = self._which_of(one, mixed)
-        q, k, v = (self._instead.get(x, x) for x in (one.q, one.k, one.v))
+    def _replace(self, attention: AttentionNode, mixed: bool) -> None:
+        graph, node = attention.scope.module.graph, attention.node
+        which = self._which_of(attention, mixed)
+        q, k, v = (self._instead.get(x, x) for x in (attention.q, attention.k, attention.v))
         # K/V heads before they were repeated for grouped queries: that much less is sent.
         plain_k, plain_v = _before_repeat(k), _before_repeat(v)
         if plain_k is not None and plain_v is not None:
@@ -116,7 +116,7 @@ class Rewriting:
         with graph.inserting_before(node):
             pair = graph.call_function(torch.ops.ds_ring.placed_attention.default, (q, k, v, which))
             out = graph.call_function(operator.getitem, (pair, 0))
-        if name_of(node) == "flex_attention":
+        if get_name(node) == "flex_attention":
             for user in list(node.users):
                 if user.args[1] == 0:
                     user.replace_all_uses_with(out)
@@ -127,17 +127,17 @@ class Rewriting:
             self._instead[node] = out
         graph.erase_node(node)
 
-    def _which_of(self, one: AttentionNode, mixed: bool) -> Node:
+    def _which_of(self, attention: AttentionNode, mixed: bool) -> Node:
         """Return the node with the sharding's number; one for all attentions that ask the same."""
-        facts = one.facts or MaskMeaning()
-        root = one.scope.root
-        asked = (one.scale, None if one.facts is None else facts.causal, facts.window, mixed)
+        facts = attention.facts or MaskMeaning()
+        root = attention.scope.root
+        request = (attention.scale, None if attention.facts is None else facts.causal, facts.window, mixed)
         at = facts.positions
         if at is None:  # any tensor of the whole graph will do: nothing is read off it
             at = next(n for n in root.module.graph.nodes if is_tensor(n))
         elif at.graph is not root.module.graph:
             raise RingPatternError("its mask is computed inside an activation checkpoint; make it outside")
-        key = (facts.positions, *asked)
+        key = (facts.positions, *request)
         if key not in self._which:
             graph = root.module.graph
             with graph.inserting_after(
@@ -145,20 +145,20 @@ class Rewriting:
             ):
                 like = graph.call_method("detach", (at,))
             with graph.inserting_after(like):
-                arguments = (like, facts.positions is not None, self.source, *asked)
+                arguments = (like, facts.positions is not None, self.source, *request)
                 self._which[key] = graph.call_function(torch.ops.ds_ring.place_attention.default, arguments)
-        return _handed_in(self._which[key], one.scope)
+        return _handed_in(self._which[key], attention.scope)
 
 
 def _before_repeat(node: Node) -> Node | None:
     """Return x of `x[:, :, None].expand(B, G, n, S, D).reshape(B, G * n, S, D)`; None for others."""
-    if name_of(node) not in ("reshape", "view"):
+    if get_name(node) not in ("reshape", "view"):
         return None
     wide = node.args[0]
-    if not isinstance(wide, Node) or name_of(wide) != "expand" or not isinstance(wide.args[0], Node):
+    if not isinstance(wide, Node) or get_name(wide) != "expand" or not isinstance(wide.args[0], Node):
         return None
     split = wide.args[0]
-    plain = split.args[0] if name_of(split) in ("getitem", "unsqueeze") else None
+    plain = split.args[0] if get_name(split) in ("getitem", "unsqueeze") else None
     if not isinstance(plain, Node) or not all(is_tensor(n) for n in (node, wide, split, plain)):
         return None
     (b, g, s, d), wanted = plain.meta["example_value"].shape, list(wide.meta["example_value"].shape)
@@ -173,17 +173,17 @@ def _handed_in(which: Node, scope: Scope) -> Node:
     if scope.outer is None:
         return which
     outside = _handed_in(which, scope.outer)
-    for placeholder, given in scope.given.items():
-        if given is outside:
+    for placeholder, meaning in scope.meanings.items():
+        if meaning is outside:
             return placeholder
     graph = scope.module.graph
     with graph.inserting_after(graph.find_nodes(op="placeholder")[-1]):
         placeholder = graph.placeholder("ds_ring_placement")
     for call in scope.outer.module.graph.nodes:
-        is_one = name_of(call) == "tag_activation_checkpoint"
+        is_one = get_name(call) == "tag_activation_checkpoint"
         if is_one and inner_graph(call.args[0], scope.outer) is scope.module:
             call.args = (*call.args, outside)
-    scope.given[placeholder] = outside
+    scope.meanings[placeholder] = outside
     return placeholder
 
 
@@ -215,49 +215,51 @@ class BackendOptions:
     @classmethod
     def read(cls, options: Mapping[str, Any]) -> BackendOptions:
         """Read the options of torch.compile; with a session, mesh and pattern are its own."""
-        given = dict(options)
-        session = given.pop("session", None)
+        values = dict(options)
+        session = values.pop("session", None)
         known = _OF_THE_BACKEND if session is not None else (*_OF_THE_RING, *_OF_THE_BACKEND)
-        for key in given:
+        for key in values:
             if key not in known:
                 close = get_close_matches(str(key), known, 1)
                 hint = f"; did you mean {close[0]!r}?" if close else ""
                 why = " (the session of ds_ring.initialize knows the ring)" if session is not None else ""
                 raise RingConfigError(f"options: expected some of {', '.join(known)}{why}, got {key!r}{hint}")
-        own = {key: given.pop(key) for key in _OF_THE_BACKEND if key in given}
-        if own.get("inner", "inductor") not in list_backends(exclude_tags=()):
+        backend_values = {key: values.pop(key) for key in _OF_THE_BACKEND if key in values}
+        if backend_values.get("inner", "inductor") not in list_backends(exclude_tags=()):
             raise RingConfigError.wrong(
-                "options: inner", f"one of {', '.join(list_backends())}", own["inner"], "name one"
+                "options: inner", f"one of {', '.join(list_backends())}", backend_values["inner"], "name one"
             )
-        if own.get("masks", "check") not in ("check", "replace"):
-            raise RingConfigError(f"options: masks: expected one of check, replace, got {own['masks']!r}")
+        if backend_values.get("masks", "check") not in ("check", "replace"):
+            raise RingConfigError(
+                f"options: masks: expected one of check, replace, got {backend_values['masks']!r}"
+            )
         if session is None:
-            return cls(_static_source(given, own.get("masks") == "replace"), **own)
+            return cls(_static_source(values, backend_values.get("masks") == "replace"), **backend_values)
         if not isinstance(session, RingSession):
             raise RingConfigError.wrong(
                 "options: session", "an engine.ring", type(session).__name__, "use it"
             )
-        return cls(SessionSource(session), **own)
+        return cls(SessionSource(session), **backend_values)
 
 
-def _static_source(given: dict[str, Any], replace_masks: bool) -> StaticSource:
-    mesh, config = given.pop("mesh", None), given.pop("config", None)
+def _static_source(values: dict[str, Any], replace_masks: bool) -> StaticSource:
+    mesh, config = values.pop("mesh", None), values.pop("config", None)
     if not isinstance(mesh, RingMesh):
         got = "none" if mesh is None else type(mesh).__name__
         raise RingMeshError(f'backend="{NAME}": expected to be told the mesh, got {got}; {_WHAT_TO_PASS}')
     if config is not None:
-        if not isinstance(config, RingConfig) or set(given) - {"layout", "pattern"}:
+        if not isinstance(config, RingConfig) or set(values) - {"layout", "pattern"}:
             raise RingConfigError.wrong(
-                "options: config", "a RingConfig, mesh, layout and pattern", sorted(given), "drop others"
+                "options: config", "a RingConfig, mesh, layout and pattern", sorted(values), "drop others"
             )
         options = Options.of(config)
-        given = {"layout": config.layout, "pattern": pattern_from_config(config), **given}
-    missing = [key for key in ("pattern", "layout") if given.get(key) is None]
+        values = {"layout": config.layout, "pattern": pattern_from_config(config), **values}
+    missing = [key for key in ("pattern", "layout") if values.get(key) is None]
     if missing:
         raise RingConfigError(f"options: expected {' and '.join(missing)}, got none; {_WHAT_TO_PASS}")
-    pattern, layout = given.pop("pattern"), given.pop("layout")
+    pattern, layout = values.pop("pattern"), values.pop("layout")
     if config is None:
-        options = Options(**given)
+        options = Options(**values)
     context_for(pattern, layout, mesh, options)  # raises for a wrong pattern, or a layout of another ring
     # If no mask is read, padding slots cannot be distinguished from tokens.
     if replace_masks and isinstance(layout, str) and mesh.ring_size > 1:
@@ -271,7 +273,7 @@ def _static_source(given: dict[str, Any], replace_masks: bool) -> StaticSource:
 # Dynamo wraps an error of a backend into one of its own. So a refused graph becomes a function that raises
 # the original RingError whenever it is called, and, with a mesh, notifies the other ranks first.
 def backend(
-    module: GraphModule, inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None, **more: Any
+    module: GraphModule, inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None, **further: Any
 ) -> Compiled:
     """Compile a Dynamo graph, as torch.compile calls a backend by its name.
 
@@ -295,8 +297,8 @@ def backend(
                 raise copy(refusal)  # each call is a collective that refuses
 
         return refused
-    own = {"options": dict(read.inner_options)} if read.inner_options else {}
-    compiled = lookup_backend(read.inner)(module, list(inputs), **more, **own)
+    inner = {"options": dict(read.inner_options)} if read.inner_options else {}
+    compiled = lookup_backend(read.inner)(module, list(inputs), **further, **inner)
 
     def run(*args: Any) -> Any:
         assert registered.source is read.source  # keeps the number in the graph alive
@@ -309,8 +311,12 @@ def backend_of(session: RingSession) -> Callable[..., Compiled]:
     """Return the backend that knows a session; torch.compile's `options` say the rest."""
 
     def ds_ring(
-        module: GraphModule, inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None, **more: Any
+        module: GraphModule,
+        inputs: Sequence[Any],
+        *,
+        options: Mapping[str, Any] | None = None,
+        **further: Any,
     ) -> Compiled:
-        return backend(module, inputs, options={"session": session} | dict(options or {}), **more)
+        return backend(module, inputs, options={"session": session} | dict(options or {}), **further)
 
     return ds_ring

@@ -63,7 +63,7 @@ def compile_with_ring(
                 "dynamic_ring", "false in a compiled graph", "true", "set it to false"
             )
         backend = backend_of(session)
-        for one in attached:
-            one.rewritten = True
+        for adapter in attached:
+            adapter.rewritten = True
         apply(_compiled_call.to(None), session=session, module=engine.module)
     compile_model(backend, *args, **kwargs)

@@ -56,15 +56,15 @@ class MaskMeaning(NamedTuple):
     documents: bool = False  # only keys of the same document (consecutive positions) are seen
     positions: Node | None = None  # the node of the position ids; None for a mask over slots alone
 
-    def __and__(self, other: MaskMeaning) -> MaskMeaning:
-        if None not in (self.positions, other.positions) and self.positions is not other.positions:
+    def __and__(self, right: MaskMeaning) -> MaskMeaning:
+        if None not in (self.positions, right.positions) and self.positions is not right.positions:
             raise RingPatternError("it is computed from two different tensors of positions")
-        windows = [one for one in (self.window, other.window) if one is not None]
+        windows = [window for window in (self.window, right.window) if window is not None]
         return MaskMeaning(
-            self.causal or other.causal,
+            self.causal or right.causal,
             min(windows, default=None),
-            self.documents or other.documents,
-            self.positions if self.positions is not None else other.positions,
+            self.documents or right.documents,
+            self.positions if self.positions is not None else right.positions,
         )
 
 
@@ -75,7 +75,7 @@ class Scope:
     module: GraphModule
     outer: Scope | None = None  # the scope of the call; None for the whole graph
     # the outer node, or the meaning itself, for each placeholder
-    given: dict[Node, Any] = field(default_factory=dict)
+    meanings: dict[Node, Any] = field(default_factory=dict)
 
     @property
     def root(self) -> Scope:
@@ -86,11 +86,11 @@ class Scope:
 def resolve(value: Any, scope: Scope) -> tuple[Any, Scope]:
     """Return a node in the graph that computes it: a placeholder of an inner graph becomes its argument."""
     while isinstance(value, Node) and value.op == "placeholder" and scope.outer is not None:
-        value, scope = scope.given.get(value), scope.outer
+        value, scope = scope.meanings.get(value), scope.outer
     return value, scope
 
 
-def name_of(node: Node) -> str:
+def get_name(node: Node) -> str:
     """Return the bare name of what a node calls: `and_`, `cumsum`, `scaled_dot_product_attention`."""
     if node.op == "call_function":
         return str(getattr(node.target, "__name__", node.target)).removesuffix(".default")
@@ -126,7 +126,7 @@ def _read(value: Any, scope: Scope) -> Any:
     value, scope = resolve(value, scope)
     if not isinstance(value, Node):
         return value
-    name, meaning = name_of(value), None
+    name, meaning = get_name(value), None
     if value.op == "placeholder":
         pass
     elif name in _SAME_MASK:
@@ -164,7 +164,7 @@ def _as_facts(meaning: Any, node: Node) -> MaskMeaning:
             "it hides single tokens (padding): leave it out for padding on the right, else pass documents"
         )
     raise RingPatternError(
-        f"it is made by {name_of(node)}{where(node)}, which is not known to be causal, a window or documents"
+        f"it is made by {get_name(node)}{where(node)}, which is not known to be causal, a window or documents"
     )
 
 
@@ -208,12 +208,12 @@ def _lookup(node: Node, scope: Scope) -> TableColumn | None:
     base, index = node.args
     if not isinstance(index, tuple):
         return None
-    if len(index) == 4 and all(one is None or one == slice(None) for one in index):
-        axes = [axis for axis, one in enumerate(index) if one is not None]
+    if len(index) == 4 and all(part is None or part == slice(None) for part in index):
+        axes = [axis for axis, part in enumerate(index) if part is not None]
         return TableColumn(axes[0]) if len(axes) == 1 and _is_arange(base, scope) else None
-    if len(index) != 2 or not all(isinstance(one, Node) for one in index):
+    if len(index) != 2 or not all(isinstance(part, Node) for part in index):
         return None
-    row, slot = (_read(one, scope) for one in index)
+    row, slot = (_read(part, scope) for part in index)
     if row != TableColumn(0) or not isinstance(slot, TableColumn) or slot != TableColumn(slot.axis):
         return None
     return slot._replace(table=_table(base, scope))
@@ -224,9 +224,9 @@ def _is_arange(node: Any, scope: Scope) -> bool:
     node, scope = resolve(node, scope)
     if not isinstance(node, Node):
         return False
-    if name_of(node) == "add" and node.args[1] == 0:
+    if get_name(node) == "add" and node.args[1] == 0:
         return _is_arange(node.args[0], scope)
-    return name_of(node) == "arange" and (len(node.args) == 1 or node.args[:-1] == (0,))
+    return get_name(node) == "arange" and (len(node.args) == 1 or node.args[:-1] == (0,))
 
 
 def _table(base: Any, scope: Scope) -> tuple[str, Node | None]:
@@ -234,7 +234,7 @@ def _table(base: Any, scope: Scope) -> tuple[str, Node | None]:
     node = _plain(base, scope)
     if not isinstance(node, Node):
         return "values", None
-    if name_of(node) == "cumsum":
+    if get_name(node) == "cumsum":
         positions = _positions_of_documents(node, scope)
         return ("documents", positions) if positions is not None else ("values", node)
     fake = node.meta.get("example_value")
@@ -245,7 +245,7 @@ def _table(base: Any, scope: Scope) -> tuple[str, Node | None]:
 def _plain(value: Any, scope: Scope) -> Any:
     """Return the source tensor of expands and of copies that change no value."""
     value, scope = resolve(value, scope)
-    while isinstance(value, Node) and name_of(value) in ("expand", "contiguous", "clone"):
+    while isinstance(value, Node) and get_name(value) in ("expand", "contiguous", "clone"):
         value, scope = resolve(value.args[0], scope)
     return value
 
@@ -266,7 +266,7 @@ def _positions_of_documents(node: Node, scope: Scope) -> Node | None:
 def _call(value: Any, scope: Scope, name: str, second: object = None) -> Node | None:
     """Return the node of a value that is a call of this name, with this second argument, if it is that."""
     node = _plain(value, scope)
-    if not isinstance(node, Node) or name_of(node) != name:
+    if not isinstance(node, Node) or get_name(node) != name:
         return None
     return node if second is None or node.args[1] == second else None
 
@@ -331,23 +331,25 @@ def _values(value: Any, scope: Scope) -> frozenset[float]:
     fake = value.meta.get("example_value")
     if isinstance(fake, torch.Tensor) and fake.dtype == torch.bool:
         return frozenset({0.0, 1.0})
-    name = name_of(value)
+    name = get_name(value)
     if value.op in ("placeholder", "get_attr"):
         raise _may_be_a_bias("and comes into the graph from outside, where its values cannot be read")
     if name in _CONSTANTS:
         return frozenset({_CONSTANTS[name]})
     if name in _CHOICES:
-        found = frozenset[float]().union(*(_values(argument(value, *one), scope) for one in _CHOICES[name]))
-        return found | {0.0} if name.startswith("tri") else found
+        values = frozenset[float]().union(
+            *(_values(argument(value, *choice), scope) for choice in _CHOICES[name])
+        )
+        return values | {0.0} if name.startswith("tri") else values
     if name == "neg":
         return frozenset(-number for number in _values(value.args[0], scope))
     if name not in _ARITHMETIC:
         raise _may_be_a_bias(f"and is made by {name}{where(value)}, of which the values are not known")
     left, right = (_values(arg, scope) for arg in value.args[:2])
-    found = frozenset(_ARITHMETIC[name](a, b) for a, b in itertools.product(left, right))
-    if len(found) > _MAX_VALUES:
+    values = frozenset(_ARITHMETIC[name](a, b) for a, b in itertools.product(left, right))
+    if len(values) > _MAX_VALUES:
         raise _may_be_a_bias(f"and is made by {name}{where(value)}, with many values")
-    return found
+    return values
 
 
 _SDPA = ("q", "k", "v", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
@@ -374,16 +376,16 @@ class AttentionNode(NamedTuple):
 
 
 def read_sdpa(node: Node, scope: Scope, replace_masks: bool) -> AttentionNode:
-    given = dict(zip(_SDPA, node.args, strict=False)) | dict(node.kwargs)
-    q, k, v = (given.get(name, given.get(long)) for name, long in zip("qkv", _LONG, strict=True))
-    if given.get("dropout_p", 0.0) != 0.0:
+    arguments = dict(zip(_SDPA, node.args, strict=False)) | dict(node.kwargs)
+    q, k, v = (arguments.get(name, arguments.get(long)) for name, long in zip("qkv", _LONG, strict=True))
+    if arguments.get("dropout_p", 0.0) != 0.0:
         raise RingConfigError.wrong(
-            "attention", "dropout_p 0", given["dropout_p"], "set attention_dropout to 0"
+            "attention", "dropout_p 0", arguments["dropout_p"], "set attention_dropout to 0"
         )
-    facts = _facts(given.get("attn_mask"), scope, replace_masks)
-    if given.get("is_causal", False) is not False:
+    facts = _facts(arguments.get("attn_mask"), scope, replace_masks)
+    if arguments.get("is_causal", False) is not False:
         facts = None if facts is None else facts & MaskMeaning(causal=True)
-    return _checked(node, scope, (q, k, v), given.get("scale"), facts)
+    return _checked(node, scope, (q, k, v), arguments.get("scale"), facts)
 
 
 def _facts(mask: Any, scope: Scope, replace_masks: bool) -> MaskMeaning | None:
@@ -425,7 +427,7 @@ def _mask_mod(block_mask: Any, others: Any, scope: Scope, replace_masks: bool) -
     inner = Scope(inner_graph(mask_mod, scope), scope)
     placeholders = [node for node in inner.module.graph.nodes if node.op == "placeholder"]
     meanings = [*(TableColumn(axis) for axis in range(4)), *others]
-    inner.given.update(zip(placeholders, meanings, strict=False))
+    inner.meanings.update(zip(placeholders, meanings, strict=False))
     output = next(iter(reversed(inner.module.graph.nodes))).args[0]
     facts = _facts(output, inner, replace_masks)
     if facts == MaskMeaning() and any(not isinstance(s, int) or s < _NO_TABLES for s in sizes):
@@ -440,28 +442,28 @@ def scopes_of(module: GraphModule, outer: Scope | None = None, call: Node | None
     scope = Scope(module, outer)
     if call is not None:
         placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
-        scope.given.update(zip(placeholders, call.args[1:], strict=False))
+        scope.meanings.update(zip(placeholders, call.args[1:], strict=False))
     yield scope
     for node in list(module.graph.nodes):
         attributes = [arg for arg in node.args if isinstance(arg, Node) and arg.op == "get_attr"]
         inner = [arg for arg in attributes if isinstance(getattr(module, str(arg.target)), GraphModule)]
-        if not inner or name_of(node) == "flex_attention":
+        if not inner or get_name(node) == "flex_attention":
             continue
-        if name_of(node) == "tag_activation_checkpoint":
+        if get_name(node) == "tag_activation_checkpoint":
             yield from scopes_of(inner_graph(inner[0], scope), scope, node)
             continue
         for arg in inner:
             for part in inner_graph(arg, scope).graph.nodes:
-                if name_of(part) in ("scaled_dot_product_attention", "flex_attention"):
+                if get_name(part) in ("scaled_dot_product_attention", "flex_attention"):
                     raise RingPatternError(
-                        f"attention inside {name_of(node)}{where(part)} cannot be rewritten; move it out"
+                        f"attention inside {get_name(node)}{where(part)} cannot be rewritten; move it out"
                     )
 
 
 def inner_graph(node: Any, scope: Scope) -> GraphModule:
-    found = getattr(scope.module, str(node.target))
-    assert isinstance(found, GraphModule), node
-    return found
+    inner = getattr(scope.module, str(node.target))
+    assert isinstance(inner, GraphModule), node
+    return inner
 
 
 def is_tensor(node: Node) -> bool:
@@ -493,15 +495,15 @@ def _comes_from_a_product(node: Node) -> bool:
     """Return whether a node holds scores: a product of two batches of matrices, scaled and masked."""
     seen, todo = set(), list(node.all_input_nodes[:1])
     while todo:
-        one = todo.pop()
-        if one in seen:
+        source = todo.pop()
+        if source in seen:
             continue
-        seen.add(one)
-        if name_of(one) in _PRODUCTS:
-            fakes = [arg.meta.get("example_value") for arg in one.all_input_nodes]
+        seen.add(source)
+        if get_name(source) in _PRODUCTS:
+            fakes = [arg.meta.get("example_value") for arg in source.all_input_nodes]
             return all(not isinstance(fake, torch.Tensor) or fake.ndim != 2 for fake in fakes)
-        if name_of(one) in _BETWEEN:
-            todo += one.all_input_nodes
+        if get_name(source) in _BETWEEN:
+            todo += source.all_input_nodes
     return False
 
 

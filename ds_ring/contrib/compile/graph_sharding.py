@@ -18,7 +18,7 @@ from torch.fx import GraphModule, Node
 from ds_ring.comm.collective import collective
 from ds_ring.comm.exchange import Exchange
 from ds_ring.comm.mesh import RingMesh
-from ds_ring.contrib.compile.graph_attention import is_tensor, name_of
+from ds_ring.contrib.compile.graph_attention import get_name, is_tensor
 from ds_ring.contrib.compile.placed_op import BatchContexts
 from ds_ring.data.layer_patterns import pattern_of_layer
 from ds_ring.data.packing import positions_in_documents
@@ -203,7 +203,7 @@ def check_positions(positions: Tensor, sharding: GraphSharding) -> None:
             ids = np.repeat(np.array(documents.ids), np.diff(documents.starts, append=documents.tokens))
             whole = positions_in_documents(torch.from_numpy(ids)[None])[0].numpy()
             wanted.append(whole[np.minimum(mine, documents.tokens - 1)])
-    differs = [((rows != one) & real).any(axis=1) for one in wanted]
+    differs = [((rows != candidate) & real).any(axis=1) for candidate in wanted]
     bad = np.logical_and.reduce(differs)
     if bad.any():
         row = int(bad.argmax())
@@ -242,27 +242,29 @@ greatest_position_op.register_fake(lambda local, source: torch.empty_like(local)
 def ask_for_greatest_positions(module: GraphModule, source: int) -> None:
     """Insert the operator after every maximum of positions in a graph, in place."""
     for node in list(module.graph.nodes):
-        if name_of(node) not in ("max", "amax") or not is_tensor(node) or node.meta["example_value"].ndim:
+        if get_name(node) not in ("max", "amax") or not is_tensor(node) or node.meta["example_value"].ndim:
             continue
         if sum(map(is_tensor, node.all_input_nodes)) == 1 and _of_integers_alone(node):
             with module.graph.inserting_after(node):
                 operator = torch.ops.ds_ring.greatest_position.default
-                asked = module.graph.call_function(operator, (node, source))
-            asked.meta = dict(node.meta)
-            node.replace_all_uses_with(asked, delete_user_cb=lambda user, asked=asked: user is not asked)
+                request = module.graph.call_function(operator, (node, source))
+            request.meta = dict(node.meta)
+            node.replace_all_uses_with(
+                request, delete_user_cb=lambda user, request=request: user is not request
+            )
 
 
 def _of_integers_alone(node: Node) -> bool:
     """Return whether a node is computed from no floating-point tensor."""
     seen, todo = set(), [node]
     while todo:
-        one = todo.pop()
-        if one in seen:
+        source = todo.pop()
+        if source in seen:
             continue
-        seen.add(one)
-        if is_tensor(one):
-            dtype = one.meta["example_value"].dtype
+        seen.add(source)
+        if is_tensor(source):
+            dtype = source.meta["example_value"].dtype
             if dtype.is_floating_point or dtype.is_complex:
                 return False
-        todo += one.all_input_nodes
+        todo += source.all_input_nodes
     return True

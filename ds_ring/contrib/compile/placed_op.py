@@ -36,21 +36,21 @@ class BatchContexts:
     def __post_init__(self) -> None:
         self.handle = new_handle(self)
 
-    def fill(self, make: Callable[[], Sequence[Tensor]], work: Callable[..., Any], *given: Tensor) -> Any:
+    def fill(self, make: Callable[[], Sequence[Tensor]], work: Callable[..., Any], *tensors: Tensor) -> Any:
         """Return `work(context, *given)`, with several parts in the tensors of `make`, row by row.
 
         A batch of another size is refused, on all ranks.
         """
         rows = sum(len(rows) for _, rows in self.parts)
-        if rows not in (0, len(given[0])):
+        if rows not in (0, len(tensors[0])):
             with collective(self.parts[0][0].mesh, "attention"):
-                raise RingShapeError(f"attention: expected the batch's {rows} samples, got {len(given[0])}")
+                raise RingShapeError(f"attention: expected the batch's {rows} samples, got {len(tensors[0])}")
         if not self.parts[0][1]:
-            return work(self.parts[0][0], *given)
+            return work(self.parts[0][0], *tensors)
         results = make()
         for context, part_rows in self.parts:
             index = list(part_rows)
-            for whole, part in zip(results, work(context, *(x[index] for x in given)), strict=True):
+            for whole, part in zip(results, work(context, *(x[index] for x in tensors)), strict=True):
                 whole[index] = part
         return results
 
@@ -78,9 +78,9 @@ def placed_attention_backward_op(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dq, dk, dv)."""
 
-    given = (grad_out, q, k, v, out, lse)
+    operands = (grad_out, q, k, v, out, lse)
     return object_of(int(which), BatchContexts).fill(
-        lambda: tuple(x.new_empty(x.shape) for x in (q, k, v)), _all_gradients, *given
+        lambda: tuple(x.new_empty(x.shape) for x in (q, k, v)), _all_gradients, *operands
     )
 
 
@@ -99,8 +99,8 @@ def _all_gradients(
 
 
 def _setup_placed(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
-    *given, which = inputs
-    ctx.save_for_backward(*given, *output, which)
+    *operands, which = inputs
+    ctx.save_for_backward(*operands, *output, which)
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
 

@@ -118,11 +118,11 @@ def attention(
         make_layout("contiguous", tokens=x.shape[2] * mesh.sequence_size, ring_size=mesh.ring_size)
         for x in (q, k)
     )
-    given: dict[str, Any] = {"pattern": Causal() if is_causal else Full(), "mesh": mesh, "scale": scale}
+    options: dict[str, Any] = {"pattern": Causal() if is_causal else Full(), "mesh": mesh, "scale": scale}
     if of_keys == of_queries:
-        out: Tensor = ring_attention(q, k, v, layout=of_queries, **given)
+        out: Tensor = ring_attention(q, k, v, layout=of_queries, **options)
     else:
-        out = cross_attention(q, k, v, layout=of_queries, key_layout=of_keys, **given)
+        out = cross_attention(q, k, v, layout=of_queries, key_layout=of_keys, **options)
     return out.transpose(1, 2)
 
 
@@ -149,15 +149,15 @@ def _check(q: Tensor, k: Tensor, dropout_p: float, is_causal: bool, context: Any
 def _terms(mask: Tensor, q: Tensor, k: Tensor) -> Tensor:
     """Return what a mask adds to the scores of this rank's keys, [B, G, S], finite."""
     samples, heads, keys, _ = k.shape
-    found = mask[:, None, None] if mask.ndim == 2 else mask
+    scores = mask[:, None, None] if mask.ndim == 2 else mask
     allowed = ({1, samples}, {1, heads} if heads == q.shape[1] else {1}, {1}, {keys})
-    fits = found.ndim == 4 and all(size in one for size, one in zip(found.shape, allowed, strict=True))
+    fits = scores.ndim == 4 and all(size in sizes for size, sizes in zip(scores.shape, allowed, strict=True))
     if not fits or not (mask.dtype == torch.bool or mask.is_floating_point()):
         raise RingPatternError(
             f"attn_mask: expected bool or floating [{samples}, {keys}] or [1 or {samples}, 1 or"
             f" {q.shape[1]}, 1, {keys}], this rank's keys, got {tuple(mask.shape)}, {mask.dtype}"
         )
-    terms = found[:, :, 0]
+    terms = scores[:, :, 0]
     if mask.dtype == torch.bool:
         terms = torch.zeros_like(terms, dtype=k.dtype).masked_fill(~terms, -torch.inf)
     # An infinity gives NaN in the gradient of queries, and so does the least number times 1 / scale.

@@ -42,9 +42,9 @@ class DiffusionRows(RowKind):
 
     key = BLOCKS
 
-    def check(self, tensors: Batch, pattern: Pattern, more: bool) -> None:
+    def check(self, tensors: Batch, pattern: Pattern, has_more: bool) -> None:
         """Refuse what does not go with block diffusion."""
-        if pattern != Causal() or more or DOCUMENT_IDS in tensors:
+        if pattern != Causal() or has_more or DOCUMENT_IDS in tensors:
             raise RingPatternError.wrong(
                 f"batch[{BLOCKS!r}]", "Causal() and no other documents or attention_mask", str(pattern),
                 "number blocks by engine.ring.diffusion_batch",
@@ -68,9 +68,9 @@ class DiffusionRows(RowKind):
             documents = np.cumsum(np.diff(numbers, prepend=1) > 1)
             block = int(np.bincount(numbers).max())
             many = Documents(documents) if documents[-1] else None
-            found = BlockDiffusion(block, clean, many, padding=padding)
-            if np.array_equal(block_numbers(found), row_T):
-                return found
+            result = BlockDiffusion(block, clean, many, padding=padding)
+            if np.array_equal(block_numbers(result), row_T):
+                return result
         raise RingPatternError.wrong(
             f"batch[{BLOCKS!r}]", "block numbers, the same ones negative, then 0", row_T.tolist(),
             "use engine.ring.diffusion_batch",
@@ -81,8 +81,8 @@ def block_numbers(pattern: BlockDiffusion) -> IntArray:
     """Return `diffusion_blocks` [T] of a pattern; see [Note: blocks of a row]."""
     first, end, document = pattern.blocks.T
     number = 1 + np.arange(len(first)) + np.unique(document, return_inverse=True)[1]
-    own = np.repeat(number, end - first)
-    return np.concatenate([own, -own, np.zeros(pattern.padding, dtype=np.int64)])
+    numbers = np.repeat(number, end - first)
+    return np.concatenate([numbers, -numbers, np.zeros(pattern.padding, dtype=np.int64)])
 
 
 def diffusion_batch(

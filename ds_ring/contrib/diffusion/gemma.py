@@ -85,7 +85,7 @@ class DiffusionGemma(Variant):
         if request.is_outermost and not _is_one(model):
             raise cannot_run(model, "it is a part of DiffusionGemmaForBlockDiffusion; use that")
         config = request.config
-        given = {
+        settings = {
             '"attention": "as_is"': request.as_is or config.attention == "as_is",
             '"dynamic_ring": true': config.get("dynamic_ring"),
             '"long_sequence"': config.changes_models,
@@ -94,7 +94,7 @@ class DiffusionGemma(Variant):
             '"verify_first_batch": true': config.get("verify_first_batch"),
             '"min_sequence_length"': config.min_sequence_length > 0,
         }
-        for key, applies in given.items():
+        for key, applies in settings.items():
             if applies:
                 raise RingConfigError.wrong(type(model).__name__, f"a section without {key}", "it", "drop it")
         if config.pattern != PatternConfig():
@@ -184,17 +184,17 @@ class Canvases(BatchKind):
 
     name = "DiffusionGemma"
 
-    def prepare(self, given: Mapping[str, Tensor], number: Callable[[Batch], Tensor] | None) -> Batch:
+    def prepare(self, batch: Mapping[str, Tensor], number: Callable[[Batch], Tensor] | None) -> Batch:
         """Return the batch, checked: see `prepare_batch`.
 
         Raises:
             RingPatternError: no batch of `diffusion_batch`, or rows of different lengths.
         """
-        if BLOCKS not in given:
+        if BLOCKS not in batch:
             raise RingPatternError.wrong(
-                "batch", f"{BLOCKS} for {self.name}", f"{sorted(given)}", "use engine.ring.diffusion_batch"
+                "batch", f"{BLOCKS} for {self.name}", f"{sorted(batch)}", "use engine.ring.diffusion_batch"
             )
-        prepared = prepare_batch(given, Causal())
+        prepared = prepare_batch(batch, Causal())
         lengths = (prepared[BLOCKS] > 0).sum(dim=1)
         if int(lengths.min()) < int(lengths.max()):
             raise RingPatternError.wrong(
@@ -205,12 +205,14 @@ class Canvases(BatchKind):
     def cut(self, prepared: Batch, session: RingSession) -> tuple[Batch, BatchSharding]:
         """Return this rank's tokens of both copies, and the sharding of the decoder's."""
         config, mesh, samples = session.config, session.mesh, token_shape(prepared)[0]
-        groups = group_rows(prepared[BLOCKS], samples, _pattern_of)
+        groups = group_rows(prepared[BLOCKS], samples, _make_pattern)
         first: BlockDiffusion = groups[0].pattern
         layout = make_private(2 * first.tokens, mesh.ring_size, 1, ((first, 1),))
         assert isinstance(layout, PrivateLayout)
         clean, corrupted = (layout.copy(start, first.tokens) for start in (0, first.tokens))
-        packed = [RowGroup(one.pattern.documents, one.rows) for one in groups if one.pattern.documents]
+        packed = [
+            RowGroup(group.pattern.documents, group.rows) for group in groups if group.pattern.documents
+        ]
         of_text = BatchSharding(config, clean, mesh, session.patterns, tuple(packed))
         canvases = BatchSharding(config, corrupted, mesh, _FULL, groups, key_layout=layout)
         whole = WholeCopies(layout, of_text, canvases)
@@ -224,7 +226,7 @@ class Canvases(BatchKind):
         return split_tokens(inputs, clean, mesh) | split_tokens(outputs, corrupted, mesh), sharding
 
 
-def _pattern_of(row_T: IntArray) -> BlockDiffusion:
+def _make_pattern(row_T: IntArray) -> BlockDiffusion:
     return replace(DiffusionRows().pattern_of(row_T), causal=True, padding=0)
 
 
@@ -240,24 +242,26 @@ class CanvasCall(ModelCall):
         self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Check the call, take the labels out, and put sharding and cache in."""
-        given = dict(self.signature.bind_partial(*args, **kwargs).arguments) | kwargs
-        given.pop("kwargs", None)
+        arguments = dict(self.signature.bind_partial(*args, **kwargs).arguments) | kwargs
+        arguments.pop("kwargs", None)
         extra = ("attention_mask", "decoder_attention_mask", "pixel_values", "mm_encoder_outputs")
-        found = [name for name in extra if given.get(name) is not None]
-        found += ["a cache"] * (cache_in(given) is not None)
+        faults = [name for name in extra if arguments.get(name) is not None]
+        faults += ["a cache"] * (cache_in(arguments) is not None)
         names = [start + name for start in ("", _DECODER) for name in ("input_ids", "position_ids")]
-        found += [f"no {name}" for name in names if given.get(name) is None]
-        if found:
-            raise RingShapeError.wrong(self.name, "the copies of a batch", found[0], THROUGH_SHARD_BATCH)
-        self.session.batches.select(x for x in given.values() if isinstance(x, Tensor))
+        faults += [f"no {name}" for name in names if arguments.get(name) is None]
+        if faults:
+            raise RingShapeError.wrong(self.name, "the copies of a batch", faults[0], THROUGH_SHARD_BATCH)
+        self.session.batches.select(x for x in arguments.values() if isinstance(x, Tensor))
         sharding = self.session.batches.current
         whole: WholeCopies = sharding.whole
-        for start, one in (("", whole.clean), (_DECODER, sharding)):
-            check_length(self.name, {key: given[start + key] for key in ("input_ids", "position_ids")}, one)
-        _, aligned, items = (given.pop(key, None) for key in (*LABEL_KEYS, "num_items_in_batch"))
+        for start, part in (("", whole.clean), (_DECODER, sharding)):
+            check_length(
+                self.name, {key: arguments[start + key] for key in ("input_ids", "position_ids")}, part
+            )
+        _, aligned, items = (arguments.pop(key, None) for key in (*LABEL_KEYS, "num_items_in_batch"))
         self._labels = None if aligned is None or items is None else (aligned, items)
         cache = {cache_name(self.signature.parameters): DynamicCache()}  # without windows: of all keys
-        return (), given | cache | {SHARDING: sharding}
+        return (), arguments | cache | {SHARDING: sharding}
 
     def after(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Check the output; put this rank's part of the mean over all labels in."""

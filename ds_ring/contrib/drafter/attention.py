@@ -57,7 +57,7 @@ def draft_attention(
     for pattern, rows in _patterns(sharding, drafts, len(parts) - 1, len(q_BHQD), causal).items():
         attend = sharding.cached((pattern, scale), partial(_attention, sharding, pattern, scale))
         if drafts.anchors:
-            parts = [parts[0], (drafts.slots, drafts.own[rows[0]] * drafts.draft)]
+            parts = [parts[0], (drafts.slots, drafts.blocks[rows[0]] * drafts.draft)]
         passes.append(RowsPass(attend, parts, rows))
     return attend_by_rows(passes, q_BHQD, k_BGKD, v_BGKE)
 
@@ -72,7 +72,7 @@ def _patterns(
 ) -> dict[Drafter, list[int]]:
     """Return the rows of each pattern, in the same order on all ranks."""
     documents = {row: group.documents for group in sharding.groups for row in group.rows}
-    tokens, found = sharding.layout.tokens, dict[Drafter, list[int]]()
+    tokens, rows_by_drafter = sharding.layout.tokens, dict[Drafter, list[int]]()
     for row in range(samples):
         if not drafts.anchors:
             pattern = Drafter(tokens, step, documents=documents.get(row)).step(step)
@@ -80,8 +80,8 @@ def _patterns(
             pattern = Drafter(tokens, drafts.draft, drafts.anchors[row], documents.get(row), causal)
         else:
             continue  # no block in this row
-        found.setdefault(pattern, []).append(row)
-    return found
+        rows_by_drafter.setdefault(pattern, []).append(row)
+    return rows_by_drafter
 
 
 def draft_loss(

@@ -45,13 +45,13 @@ class LocalDrafts:
         anchors: of the blocks of each row, those of all ranks; empty for EAGLE-3.
         draft: tokens of a block; of EAGLE-3 the number of steps.
         slots: local slots of the blocks.
-        own: by row, how many of its blocks are this rank's.
+        blocks: by row, how many of its blocks are this rank's.
     """
 
     anchors: tuple[tuple[int, ...], ...]
     draft: int
     slots: int = 0
-    own: tuple[int, ...] = ()
+    blocks: tuple[int, ...] = ()
     for_modules: ClassVar[bool] = True  # a module around the trunk takes private tokens as a rank's part
 
 
@@ -79,7 +79,7 @@ class Drafts(WholeTensors):
         if anchors_BN is None:
             cut = partial(shard_sequence, layout=layout, mesh=mesh, dim=1)
             for key, x in private.items():
-                steps = [cut(one, pad_value=_fill(key)) for one in x.split(layout.tokens, dim=1)]
+                steps = [cut(step, pad_value=_fill(key)) for step in x.split(layout.tokens, dim=1)]
                 local[key] = torch.cat(steps, dim=1)
             return LocalDrafts((), len(steps))
         ids_BT = prepared.get(DOCUMENT_IDS)
@@ -87,15 +87,15 @@ class Drafts(WholeTensors):
         is_mine = np.zeros(layout.tokens, dtype=bool)
         is_mine[layout.positions(rank)[: layout.valid_tokens(rank)]] = True
         anchors, mine = list[tuple[int, ...]](), list[np.ndarray]()
-        for row, found in enumerate(prepared[ANCHORS].cpu().numpy()):
-            held = found >= 0
+        for row, starts in enumerate(prepared[ANCHORS].cpu().numpy()):
+            held = starts >= 0
             if ids_BT is not None:  # a block in padding takes no part
-                held &= ids_BT[row % len(ids_BT)].cpu().numpy()[found] >= 0
-            anchors.append(tuple(found[held].tolist()))
-            mine.append(np.flatnonzero(held & is_mine[found]))
+                held &= ids_BT[row % len(ids_BT)].cpu().numpy()[starts] >= 0
+            anchors.append(tuple(starts[held].tolist()))
+            mine.append(np.flatnonzero(held & is_mine[starts]))
         blocks, draft = max(map(len, mine)), private[TOKENS].shape[1] // anchors_BN.shape[1]
-        index = np.stack([np.pad(one, (0, blocks - len(one))) for one in mine])
-        unused = np.arange(blocks) >= np.array([[len(one)] for one in mine])
+        index = np.stack([np.pad(blocks_of_row, (0, blocks - len(blocks_of_row))) for blocks_of_row in mine])
+        unused = np.arange(blocks) >= np.array([[len(blocks_of_row)] for blocks_of_row in mine])
         for key, x in private.items():
             index_BN, unused_BN = on_device(index, x.device), on_device(unused, x.device)
             of_blocks = x.unflatten(1, (-1, draft)).take_along_dim(index_BN[..., None], dim=1)
@@ -148,8 +148,10 @@ def drafter_batch(
             "drafter_batch", "input_ids [samples, tokens]", list(input_ids.shape), "add a dimension"
         )
     samples, tokens = input_ids.shape
-    given = torch.zeros(1, tokens, dtype=torch.int64, device="cpu") if document_ids is None else document_ids
-    ids_BT = given.reshape(-1, tokens).to(input_ids.device).expand(samples, tokens)
+    documents = (
+        torch.zeros(1, tokens, dtype=torch.int64, device="cpu") if document_ids is None else document_ids
+    )
+    ids_BT = documents.reshape(-1, tokens).to(input_ids.device).expand(samples, tokens)
     places_BT = positions_in_documents(ids_BT)
     if anchors is None:
         reads = torch.arange(1, draft + 1, device=input_ids.device)[:, None]
@@ -159,9 +161,9 @@ def drafter_batch(
         after = torch.arange(draft, device=input_ids.device)
         base = _checked(anchors, input_ids, mask_token)[..., None]
         at = labels_at = base + after
-    own = _at(ids_BT, base.expand_as(at), -1)
-    same, known = (own == _at(ids_BT, one, -1) for one in (at, labels_at))
-    known = known & (own >= 0)
+    document = _at(ids_BT, base.expand_as(at), -1)
+    same, known = (document == _at(ids_BT, places, -1) for places in (at, labels_at))
+    known = known & (document >= 0)
     found_ids, labels = _at(input_ids, at, 0) * same, _at(input_ids, labels_at, IGNORE)
     if predicted is not None:
         known = known & (_at(predicted.long(), labels_at, 0) > 0)

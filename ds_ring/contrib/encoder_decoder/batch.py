@@ -69,7 +69,7 @@ class Pairs(BatchKind):
     def __init__(self, decoder_ids: Callable[[Tensor], Tensor]) -> None:
         self._decoder_ids = decoder_ids
 
-    def prepare(self, given: Mapping[str, Tensor], number: Callable[[Batch], Tensor] | None) -> Batch:
+    def prepare(self, batch: Mapping[str, Tensor], number: Callable[[Batch], Tensor] | None) -> Batch:
         """Return the batch with everything that looks across token borders done: see `prepare_batch`.
 
         Args:
@@ -81,7 +81,7 @@ class Pairs(BatchKind):
             RingShapeError: neither labels nor decoder_input_ids, or other numbers of samples.
             RingPatternError: packed documents, or padding in front of the decoder's tokens.
         """
-        encoder, decoder = _two_sequences(whole_tensors(given, None)[0])
+        encoder, decoder = _two_sequences(whole_tensors(batch, None)[0])
         for key in (DOCUMENT_IDS, *ROW_KINDS, "position_ids"):
             if key in encoder or key in decoder:
                 raise RingPatternError.wrong(
@@ -92,7 +92,7 @@ class Pairs(BatchKind):
             raise RingShapeError(f"labels: expected [samples, tokens], got {list(labels_BD.shape)}")
         if "input_ids" not in decoder and "inputs_embeds" not in decoder:
             if labels_BD is None:  # what some models make of the text then is not the caller's to guess
-                raise RingShapeError(f"batch: expected labels or decoder_input_ids, got {sorted(given)}")
+                raise RingShapeError(f"batch: expected labels or decoder_input_ids, got {sorted(batch)}")
             decoder["input_ids"] = self._decoder_ids(labels_BD)
         if labels_BD is not None:
             decoder.setdefault("shift_labels", labels_BD)  # aligned as they are
@@ -134,10 +134,10 @@ def prepare_encoder(encoder: Batch, number: Callable[[Batch], Tensor] | None) ->
     """Return the encoder's tensors, prepared: its padding is a document of its own."""
     mask_BE = encoder.get("attention_mask")
     is_padded = mask_BE is not None and not bool(mask_BE.bool().all())
-    found = prepare_batch(encoder, Full(), documents=is_padded)
+    prepared = prepare_batch(encoder, Full(), documents=is_padded)
     if number is not None:
-        found["position_ids"] = number({key: x for key, x in found.items() if key != DOCUMENT_IDS})
-    return found
+        prepared["position_ids"] = number({key: x for key, x in prepared.items() if key != DOCUMENT_IDS})
+    return prepared
 
 
 def shard_pair(

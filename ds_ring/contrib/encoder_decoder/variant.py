@@ -135,7 +135,7 @@ def check_pair(model: PreTrainedModel, config: RingConfig) -> None:
         documents = " and documents" if config.pattern.documents else ""
         got = f"got {pattern_from_config(config)}{documents}"
         raise RingPatternError(f'{name}: expected the plain causal pattern, {got}; leave "pattern" out')
-    given = {
+    arguments = {
         '"attention": "as_is"': config.attention == "as_is",
         '"dynamic_ring": true': config.get("dynamic_ring"),
         '"verify_first_batch": true': config.get("verify_first_batch"),
@@ -144,7 +144,7 @@ def check_pair(model: PreTrainedModel, config: RingConfig) -> None:
         f'"transport": "{config.transport}" on Ulysses ranks': config.ulysses_size > 1
         and PASSES[config.transport].whole_blocks,
     }
-    for key, applies in given.items():
+    for key, applies in arguments.items():
         if applies:
             raise RingConfigError(f"{name}: expected a section without {key}, got it; leave it out")
 
@@ -157,13 +157,11 @@ def decoder_ids_of(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
         takes_labels = "labels" in inspect.signature(model.forward).parameters
         if not takes_labels or not hasattr(module, "shift_tokens_right"):
             raise RingShapeError("batch: expected decoder_input_ids beside labels, got none; add them")
-        found: Tensor = module.shift_tokens_right(
-            labels_BD, config.pad_token_id, config.decoder_start_token_id
-        )
-        return found
+        ids: Tensor = module.shift_tokens_right(labels_BD, config.pad_token_id, config.decoder_start_token_id)
+        return ids
 
-    made: Callable[[Tensor], Tensor] = getattr(model, "prepare_decoder_input_ids_from_labels", shifted)
-    return made
+    prepare: Callable[[Tensor], Tensor] = getattr(model, "prepare_decoder_input_ids_from_labels", shifted)
+    return prepare
 
 
 _encoder_patch = patch(
@@ -186,9 +184,9 @@ def give_encoder_sharding(adapter: ModelAdapter) -> Callable[..., Any]:
         if isinstance(sharding, BatchSharding) and sharding.encoder is not None:
             return args, kwargs | {SHARDING: sharding.encoder}
         assert isinstance(call, PairCall)
-        given = dict(signature.bind_partial(*args).arguments) | kwargs
-        found = call.encode(given) if sharding is None else None
-        return None if found is None else ((), found)
+        arguments = dict(signature.bind_partial(*args).arguments) | kwargs
+        encoded = call.encode(arguments) if sharding is None else None
+        return None if encoded is None else ((), encoded)
 
     return before
 
@@ -203,26 +201,26 @@ class PairCall(ModelCall):
         # num_items_in_batch.
         self._positions: dict[str, Tensor] = {}
         self._labels: tuple[Tensor, Tensor] | None = None
-        self._encoder = {id(one) for one in self.model.get_encoder().modules()}
+        self._encoder = {id(module) for module in self.model.get_encoder().modules()}
 
-    def encode(self, given: dict[str, Any]) -> dict[str, Any] | None:
+    def encode(self, arguments: dict[str, Any]) -> dict[str, Any] | None:
         """Return the arguments of the encoder for this rank where `generate` calls it; None elsewhere."""
         part: Any
         for part in self.adapter.parts:
-            if hasattr(part, "encode") and (found := part.encode(given)) is not None:
+            if hasattr(part, "encode") and (encoded := part.encode(arguments)) is not None:
                 self._positions = part.positions
-                return dict(found)
+                return dict(encoded)
         return None
 
-    def sharding_of(self, module: nn.Module) -> BatchSharding:
+    def get_sharding(self, module: nn.Module) -> BatchSharding:
         sharding = self.session.batches.current
         if id(module) not in self._encoder:
             return sharding
         assert sharding.encoder is not None
         return sharding.encoder
 
-    def mask_of(self, module: nn.Module) -> LayerMask | None:
-        return LayerMask(Full(), self.sharding_of(module))  # only the decoder's own attention has a mask
+    def get_mask(self, module: nn.Module) -> LayerMask | None:
+        return LayerMask(Full(), self.get_sharding(module))  # only the decoder's own attention has a mask
 
     def position_ids(self, module: nn.Module) -> Tensor | None:
         return self._positions.get("" if id(module) in self._encoder else DECODER)
@@ -237,25 +235,25 @@ class PairCall(ModelCall):
                 self._positions = part.positions
                 return args, kwargs | {SHARDING: part.sharding}
         self._positions = {}
-        given = dict(self.signature.bind_partial(*args, **kwargs).arguments) | kwargs
-        given.pop("kwargs", None)
-        refuse_other_inputs(self.name, given)
+        arguments = dict(self.signature.bind_partial(*args, **kwargs).arguments) | kwargs
+        arguments.pop("kwargs", None)
+        refuse_other_inputs(self.name, arguments)
         for prefix in ("", DECODER):
-            of_one = {key.removeprefix(prefix): x for key, x in given.items() if key.startswith(prefix)}
+            of_one = {key.removeprefix(prefix): x for key, x in arguments.items() if key.startswith(prefix)}
             check_model_call(self.name, of_one)
-        self.session.batches.select(x for x in given.values() if isinstance(x, Tensor))
+        self.session.batches.select(x for x in arguments.values() if isinstance(x, Tensor))
         sharding = self.session.batches.current
         assert sharding.encoder is not None
-        for prefix, one in (("", sharding.encoder), (DECODER, sharding)):
+        for prefix, sequence in (("", sharding.encoder), (DECODER, sharding)):
             names = ("input_ids", "inputs_embeds", "position_ids")
-            check_length(self.name, {name: given.get(prefix + name) for name in names}, one)
-            self._positions[prefix] = given.pop(prefix + "position_ids")
-        labels, aligned, items = (given.pop(name, None) for name in _LABELS)
+            check_length(self.name, {name: arguments.get(prefix + name) for name in names}, sequence)
+            self._positions[prefix] = arguments.pop(prefix + "position_ids")
+        labels, aligned, items = (arguments.pop(name, None) for name in _LABELS)
         if labels is not None and (aligned is None or items is None):
             expected = "expected shift_labels and num_items_in_batch beside labels, got labels alone"
             raise RingShapeError(f"{self.name}: {expected}; {THROUGH_SHARD_BATCH}")
         self._labels = None if aligned is None or items is None else (aligned, items)
-        return (), given | {"use_cache": False, SHARDING: sharding}
+        return (), arguments | {"use_cache": False, SHARDING: sharding}
 
     def after(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Check the output; put this rank's part of the mean over all labels in."""

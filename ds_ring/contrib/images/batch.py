@@ -76,10 +76,10 @@ class BatchFeatures(NamedTuple):
     axes_BSA: Tensor | None = None  # positions on several axes, where the model has such
 
 
-def modalities_in(given: Mapping[str, Any]) -> list[str]:
+def modalities_in(batch: Mapping[str, Any]) -> list[str]:
     """Return the modalities in the arguments of a call: "image", "video"."""
-    encoded = given.get(ENCODED) or {}
-    return [name for name, pixels in PIXELS.items() if given.get(pixels) is not None or name in encoded]
+    encoded = batch.get(ENCODED) or {}
+    return [name for name, pixels in PIXELS.items() if batch.get(pixels) is not None or name in encoded]
 
 
 class Images(WholeTensors):
@@ -103,7 +103,7 @@ class Images(WholeTensors):
     ) -> None:
         self._tokens, self._number_axes, self._number_blocks = tokens, number_axes, number_blocks
 
-    def add_columns(self, prepared: Batch, given: Mapping[str, Tensor]) -> None:
+    def add_columns(self, prepared: Batch, batch: Mapping[str, Tensor]) -> None:
         """Number the tokens of each modality in a prepared batch, from 1 on; others, and padding of the
         layout, are 0.
 
@@ -114,9 +114,9 @@ class Images(WholeTensors):
         """
         if "input_ids" not in prepared:
             raise RingShapeError.wrong("batch", "input_ids with images", f"{sorted(prepared)}", "give them")
-        for modality in self._modalities(given):
+        for modality in self._modalities(batch):
             prepared[_PLACES + modality] = self._numbers(prepared["input_ids"], modality)
-        blocks_BT = self._number_blocks(dict(given))
+        blocks_BT = self._number_blocks(dict(batch))
         if blocks_BT is None and self._number_axes is None:
             return
         if DOCUMENT_IDS in prepared:
@@ -124,13 +124,13 @@ class Images(WholeTensors):
         if blocks_BT is not None:
             prepared[BLOCK_IDS] = blocks_BT
         if self._number_axes is not None:
-            prepared[_AXES] = self._number_axes(dict(given))
+            prepared[_AXES] = self._number_axes(dict(batch))
 
     def take_columns(
         self, local: Batch, prepared: Mapping[str, Tensor], layout: Layout | None, mesh: RingMesh
     ) -> BatchFeatures | None:
         """Return which features the local tokens take; None for a batch without any."""
-        found, axes_BSA = {}, local.pop(_AXES, None)
+        features, axes_BSA = {}, local.pop(_AXES, None)
         for modality in self._tokens:
             places_BS = local.pop(_PLACES + modality, None)
             if places_BS is None:
@@ -141,15 +141,17 @@ class Images(WholeTensors):
                 shard_BS = shard_sequence(places_BT, layout, dim=1, ring_rank=ring_rank)
                 parts = shard_BS.to(places_BS.device).chunk(mesh.ulysses_size, dim=1)
                 wanted += [part[part > 0] - 1 for part in parts]
-            found[modality] = FeatureTokens(places_BS, int(places_BT.max()), tuple(wanted))
-        return BatchFeatures(found, axes_BSA) if found else None
+            features[modality] = FeatureTokens(places_BS, int(places_BT.max()), tuple(wanted))
+        return BatchFeatures(features, axes_BSA) if features else None
 
-    def of_prompt(self, given: Mapping[str, Any], layout: Layout, mesh: RingMesh) -> BatchFeatures | None:
+    def of_prompt(self, batch: Mapping[str, Any], layout: Layout, mesh: RingMesh) -> BatchFeatures | None:
         """Return which features the local tokens of a prompt take; None without any."""
-        modalities, ids_BT = self._modalities(given), given.get("input_ids")
+        modalities, ids_BT = self._modalities(batch), batch.get("input_ids")
         if not modalities or ids_BT is None:
             return None
-        return BatchFeatures({one: self.tokens_of_prompt(ids_BT, one, layout, mesh) for one in modalities})
+        return BatchFeatures(
+            {modality: self.tokens_of_prompt(ids_BT, modality, layout, mesh) for modality in modalities}
+        )
 
     def tokens_of_prompt(
         self, ids_BT: Tensor, modality: str, layout: Layout, mesh: RingMesh
@@ -158,14 +160,14 @@ class Images(WholeTensors):
         places_BT = self._numbers(ids_BT, modality)
         return FeatureTokens(shard_sequence(places_BT, layout, mesh=mesh, dim=1), int(places_BT.max()))
 
-    def _modalities(self, given: Mapping[str, Any]) -> list[str]:
+    def _modalities(self, batch: Mapping[str, Any]) -> list[str]:
         """Return the modalities in a batch that tokens of the model take."""
-        found = [name for name in modalities_in(given) if name in self._tokens]
-        if len({self._tokens[name] for name in found}) < len(found):
+        modalities = [name for name in modalities_in(batch) if name in self._tokens]
+        if len({self._tokens[name] for name in modalities}) < len(modalities):
             raise RingConfigError.wrong(
                 "batch", "images or videos, whose tokens are the same", "both", "give two batches"
             )
-        return found
+        return modalities
 
     def _numbers(self, ids_BT: Tensor, modality: str) -> Tensor:
         token = self._tokens[modality]

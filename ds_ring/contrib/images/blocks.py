@@ -55,9 +55,9 @@ class JoinedBlocks:
     def __str__(self) -> str:
         return "blocks of images"
 
-    def narrowed(self, asked: Pattern) -> Pattern:
+    def narrowed(self, pattern: Pattern) -> Pattern:
         """Return the pattern of the row where a layer asks for one."""
-        return asked | (self.blocks & After())
+        return pattern | (self.blocks & After())
 
 
 class BlockRows(RowKind):
@@ -65,7 +65,7 @@ class BlockRows(RowKind):
 
     key = BLOCK_IDS
 
-    def check(self, tensors: Batch, pattern: Pattern, more: bool) -> None:
+    def check(self, tensors: Batch, pattern: Pattern, has_more: bool) -> None:
         """Refuse the tensor from users: it is made of token types."""
         raise RingConfigError.wrong("batch", "token types of images", BLOCK_IDS, "leave it out")
 
@@ -82,8 +82,8 @@ def numbers_blocks(model: Any) -> Callable[[Batch], Tensor | None]:
     joins = kind in ("gemma3", "paligemma", "molmo2")
     joins = joins or getattr(text, "use_bidirectional_attention", None) == "vision"
 
-    def number(given: Batch) -> Tensor | None:
-        types_BT = given.get(name)
+    def number(batch: Batch) -> Tensor | None:
+        types_BT = batch.get(name)
         if not joins or types_BT is None:
             return None
         if kind == "paligemma":  # the prompt, images included
@@ -94,7 +94,7 @@ def numbers_blocks(model: Any) -> Callable[[Batch], Tensor | None]:
             are_images_BT = (types_BT == 1) | ((types_BT == 2) & kind.startswith("gemma4"))
             begins_BT = are_images_BT & ~torch.nn.functional.pad(are_images_BT, (1, 0))[:, :-1]
             ids_BT = torch.where(are_images_BT, begins_BT.long().cumsum(1) - 1, _NO_BLOCK)
-        mask_BT = given.get("attention_mask")
+        mask_BT = batch.get("attention_mask")
         if mask_BT is not None:
             ids_BT = ids_BT.masked_fill(mask_BT == 0, _NO_BLOCK)
         if kind.startswith("gemma4"):

@@ -103,7 +103,7 @@ class ImageModels(Variant):
 
     def apart(self, model: nn.Module) -> list[nn.Module]:
         """Return all modules but the language part: encoders, and what makes features of their outputs."""
-        return modules_of_encoders(model) if image_encoders(model) else []
+        return list_encoder_modules(model) if image_encoders(model) else []
 
     def makes_full_masks(self, model_type: str) -> bool:
         return model_type in _OF_BLIP
@@ -138,8 +138,8 @@ def _takes_images(model: nn.Module) -> bool:
 
 
 def _type_of(model: nn.Module) -> str | None:
-    found: str | None = getattr(getattr(model, "config", None), "model_type", None)
-    return found
+    model_type: str | None = getattr(getattr(model, "config", None), "model_type", None)
+    return model_type
 
 
 def image_encoders(model: nn.Module) -> list[PreTrainedModel]:
@@ -153,11 +153,13 @@ def encoders_of(model: nn.Module) -> list[PreTrainedModel]:
     of_text = (type(config), type(getattr(config, "text_config", config)))
     parts = (part for part in model.modules() if isinstance(part, PreTrainedModel))
     roots = [part for part in parts if type(part.config) not in of_text]
-    found = {id(part): part for root in roots for part in root.modules() if isinstance(part, PreTrainedModel)}
-    return list(found.values())
+    inside = {
+        id(part): part for root in roots for part in root.modules() if isinstance(part, PreTrainedModel)
+    }
+    return list(inside.values())
 
 
-def modules_of_encoders(model: Any) -> list[nn.Module]:
+def list_encoder_modules(model: Any) -> list[nn.Module]:
     """Return all modules but the language part: encoders, and what makes features of their outputs."""
     of_text = {id(module) for module in model.get_decoder().modules()}
     return [module for module in model.modules() if id(module) not in of_text] + [
@@ -167,12 +169,12 @@ def modules_of_encoders(model: Any) -> list[nn.Module]:
 
 def attention_of_parts(model: Any, name: str) -> dict[str, str]:
     """Return what to set as a model's attention so that all of it but its encoders gets `name`."""
-    own = {
+    encoders = {
         key: part._attn_implementation
         for key in model.config.sub_configs
         if key != "text_config" and (part := getattr(model.config, key, None)) is not None
     }
-    return {"": name, "text_config": name} | own
+    return {"": name, "text_config": name} | encoders
 
 
 @patch(
@@ -209,16 +211,16 @@ def images_hook(model: PreTrainedModel, session: RingSession) -> Callable[..., A
         return None
     if _takes_images(model):
         number = _axes_of(base) if hasattr(base, "get_rope_index") else None
-        session.needs.whole = Images(_tokens_of(model), number, numbers_blocks(model))
+        session.needs.whole = Images(_read_tokens(model), number, numbers_blocks(model))
     signature = inspect.signature(base.forward)
 
     @_gives_features
     def before(
         _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        given = dict(signature.bind_partial(*args).arguments) | kwargs
-        modalities = modalities_in(given)
-        _check_given(model, given, modalities)
+        arguments = dict(signature.bind_partial(*args).arguments) | kwargs
+        modalities = modalities_in(arguments)
+        _check_given(model, arguments, modalities)
         if not modalities:
             return None
         features = session.batches.current.whole
@@ -228,35 +230,35 @@ def images_hook(model: PreTrainedModel, session: RingSession) -> Callable[..., A
             )
         mesh, wait_s = session.batches.current.mesh, session.config.hop_timeout_seconds
         encoded = {
-            one: _local_features(base, one, given, features.by_modality[one], mesh, wait_s)
-            for one in modalities
+            modality: _local_features(base, modality, arguments, features.by_modality[modality], mesh, wait_s)
+            for modality in modalities
         }
         if _type_of(base) in _SPANS:
-            given |= _embedded(base, given, encoded, features)
+            arguments |= _embedded(base, arguments, encoded, features)
         else:
-            given[ENCODED] = encoded
-        given["pixel_values"] = None  # which BLIP-2 has to be given
-        given |= dict.fromkeys(given.keys() & {PIXELS["video"], "video_compression_mask"})
+            arguments[ENCODED] = encoded
+        arguments["pixel_values"] = None  # which BLIP-2 has to be given
+        arguments |= dict.fromkeys(arguments.keys() & {PIXELS["video"], "video_compression_mask"})
         if features.axes_BSA is not None:
-            given["position_ids"] = features.axes_BSA.permute(2, 0, 1)
-        return (), given
+            arguments["position_ids"] = features.axes_BSA.permute(2, 0, 1)
+        return (), arguments
 
     return before
 
 
 def _embedded(
-    base: Any, given: dict[str, Any], encoded: dict[str, Any], features: BatchFeatures
+    base: Any, arguments: dict[str, Any], encoded: dict[str, Any], features: BatchFeatures
 ) -> dict[str, Any]:
     """Return the embeddings of local tokens with their features, in the place of ids and features."""
-    embeds_BSE = base.get_input_embeddings()(given["input_ids"])
-    for modality, found in encoded.items():
-        rows_NE = _rows(_features(found)[0][2]).to(embeds_BSE.dtype)
+    embeds_BSE = base.get_input_embeddings()(arguments["input_ids"])
+    for modality, encoding in encoded.items():
+        rows_NE = _rows(_features(encoding)[0][2]).to(embeds_BSE.dtype)
         are_features_BS = features.by_modality[modality].places_BS > 0
         embeds_BSE = embeds_BSE.masked_scatter(are_features_BS[..., None], rows_NE)
     return {"inputs_embeds": embeds_BSE, "input_ids": None, ENCODED: None}
 
 
-def _tokens_of(model: Any) -> dict[str, int | Callable[[Tensor], Tensor]]:
+def _read_tokens(model: Any) -> dict[str, int | Callable[[Tensor], Tensor]]:
     """Return, by modality, the id of the tokens that take its features, or what marks them."""
     config = model.config
     tokens: dict[str, int | Callable[[Tensor], Tensor]] = {"image": int(config.image_token_id)}
@@ -274,10 +276,10 @@ def _tokens_of(model: Any) -> dict[str, int | Callable[[Tensor], Tensor]]:
         }  # fmt: skip
     if _takes_videos(model):
         ids = (getattr(config, name, None) for name in ("video_token_id", "video_token_index"))
-        own = next((one for one in ids if one is not None), None)
+        token_id = next((candidate for candidate in ids if candidate is not None), None)
         if config.model_type in _ONE_TOKEN:
-            own = config.image_token_id
-        tokens |= {} if own is None else {"video": int(own)}
+            token_id = config.image_token_id
+        tokens |= {} if token_id is None else {"video": int(token_id)}
     return tokens
 
 
@@ -285,11 +287,11 @@ def _takes_videos(model: Any) -> bool:
     return hasattr(model.base_model, "get_video_features")
 
 
-def _check_given(model: Any, given: dict[str, Any], modalities: list[str]) -> None:
+def _check_given(model: Any, arguments: dict[str, Any], modalities: list[str]) -> None:
     name = type(model).__name__
     takes_images, takes_videos = _takes_images(model), _takes_images(model) and _takes_videos(model)
-    refused = [key for key in _REFUSED if given.get(key) is not None]
-    refused += [key for key in given.get(ENCODED) or {} if key not in PIXELS]
+    refused = [key for key in _REFUSED if arguments.get(key) is not None]
+    refused += [key for key in arguments.get(ENCODED) or {} if key not in PIXELS]
     if "image" in modalities and not takes_images:
         refused.append("images")
     if "video" in modalities and not takes_videos:
@@ -320,27 +322,29 @@ def _check_given(model: Any, given: dict[str, Any], modalities: list[str]) -> No
 # and has a gradient for each parameter. Where modules run once for each image (`_ONE_BY_ONE`), a rank encodes
 # its first one as often as it lacks images.
 def _local_features(
-    base: Any, modality: str, given: dict[str, Any], tokens: FeatureTokens, mesh: RingMesh, wait_s: float
+    base: Any, modality: str, arguments: dict[str, Any], tokens: FeatureTokens, mesh: RingMesh, wait_s: float
 ) -> Any:
     """Return what encodes a modality found, with the features of this rank's tokens in their order."""
-    found = (given.get(ENCODED) or {}).get(modality)
+    encoding = (arguments.get(ENCODED) or {}).get(modality)
     shared, share = False, _Share({})
-    if found is None:
+    if encoding is None:
         encode = getattr(base, f"get_{modality}_features")
         takes = inspect.signature(encode).parameters
         names = OF_IMAGES if modality == "image" else OF_VIDEOS
-        pixels = {key: given[key] for key in names if given.get(key) is not None and key in takes}
-        kept_N = given.get("video_compression_mask") if modality == "video" else None
+        pixels = {key: arguments[key] for key in names if arguments.get(key) is not None and key in takes}
+        kept_N = arguments.get("video_compression_mask") if modality == "video" else None
         shared = bool(tokens.wanted) and mesh.sequence_size > 1 and not _TILES.intersection(pixels)
         shared = shared and not any(map(_reads_other_images, base.modules())) and not _joins_frames(pixels)
         share = _share(base, pixels, takes, mesh, kept_N) if shared else _Share(pixels, kept_N=kept_N)
-        layer = given.get("vision_feature_layer")
-        more = {} if layer is None or "vision_feature_layer" not in takes else {"vision_feature_layer": layer}
+        layer = arguments.get("vision_feature_layer")
+        options = (
+            {} if layer is None or "vision_feature_layer" not in takes else {"vision_feature_layer": layer}
+        )
         if isinstance(share.pixels.get("num_local_patches"), Tensor):
             # some split a tensor by it
             share.pixels["num_local_patches"] = share.pixels["num_local_patches"].tolist()
-        found = encode(**share.pixels, **more, return_dict=True)
-    features = _features(found)
+        encoding = encode(**share.pixels, **options, return_dict=True)
+    features = _features(encoding)
     parts = [_rows(of_tokens) for _, _, of_tokens in features]
     rows_NE = torch.cat(parts, dim=1)
     if share.padding:  # a slice: the backward pass runs the modules of all ranks, too
@@ -356,12 +360,14 @@ def _local_features(
     for (name, layer, whole), part in zip(
         features, mine.split([x.shape[1] for x in parts], dim=1), strict=True
     ):
-        own = (part,) if isinstance(whole, (tuple, list)) else part.view(*[1] * (whole.ndim - 2), *part.shape)
+        rows = (
+            (part,) if isinstance(whole, (tuple, list)) else part.view(*[1] * (whole.ndim - 2), *part.shape)
+        )
         if name == _OF_LAYERS:
-            local.setdefault(name, []).append(own if layer is None else (layer, own))
+            local.setdefault(name, []).append(rows if layer is None else (layer, rows))
         else:
-            local[name] = own
-    return type(found)(**local)
+            local[name] = rows
+    return type(encoding)(**local)
 
 
 def _reads_other_images(module: nn.Module) -> bool:
@@ -375,11 +381,11 @@ def _joins_frames(pixels: Mapping[str, Any]) -> bool:
     return frames is not None and frames.ndim == 4 and not pixels.keys() & {*_GRIDS}
 
 
-def _features(found: Any) -> list[tuple[str, int | None, Any]]:
+def _features(encoding: Any) -> list[tuple[str, int | None, Any]]:
     """Return each output that has a feature for each image token: its name, the layer it is for, itself."""
-    name = next((name for name in _FEATURES if found.get(name) is not None), None)
-    features: list[tuple[str, int | None, Any]] = [] if name is None else [(name, None, found[name])]
-    for part in found.get(_OF_LAYERS) or []:
+    name = next((name for name in _FEATURES if encoding.get(name) is not None), None)
+    features: list[tuple[str, int | None, Any]] = [] if name is None else [(name, None, encoding[name])]
+    for part in encoding.get(_OF_LAYERS) or []:
         layer, whole = part if isinstance(part[0], int) else (None, part)  # Granite 4's name the layer
         features.append((_OF_LAYERS, layer, whole))
     return features
@@ -433,9 +439,9 @@ def _share(
     base: Any, pixels: dict[str, Tensor], takes: Any, mesh: RingMesh, kept_N: Tensor | None = None
 ) -> _Share:
     """Return what this rank encodes of the images or videos of a batch."""
-    name = next(one for one in PIXELS.values() if one in pixels)
+    name = next(pixel_key for pixel_key in PIXELS.values() if pixel_key in pixels)
     values, dim, ends_U = pixels[name], 0, None
-    grid = next((one for one in _GRIDS if one in pixels), None)
+    grid = next((pixel_key for pixel_key in _GRIDS if pixel_key in pixels), None)
     # where the patches of all images are concatenated: in rows, or as squares of one strip
     pixel_dim, size = (values.ndim - 1, values.shape[-2]) if grid in _STRIPS else (0, 1)
     patches_I = torch.ones(len(values), dtype=torch.int64, device="cpu")
@@ -480,9 +486,9 @@ def _share(
         if key == "num_frames_per_video":  # Gemma 4's, by which it splits the features
             return x.new_tensor([count])
         if key == name and grid is not None:
-            own = x.narrow(pixel_dim, start * size, (stop - start) * size)
+            local = x.narrow(pixel_dim, start * size, (stop - start) * size)
             unit = x.narrow(pixel_dim, start * size, int(patches_U[first]) * size)
-            return torch.cat([own, *[unit] * padding], dim=pixel_dim) if padding else own
+            return torch.cat([local, *[unit] * padding], dim=pixel_dim) if padding else local
         if len(steps_I) == len(item_U) and not padding:
             return x.narrow(dim, first, count)
         part = x.index_select(dim, items.to(x.device))
@@ -534,16 +540,16 @@ class _Exchanged(torch.autograd.Function):
     def forward(ctx: Any, rows_NE: Tensor, routes: _Routes) -> Tensor:
         ctx.routes, ctx.rows = routes, len(rows_NE)
         exchange = Exchange(routes.mesh, routes.wait_s)
-        found = _sent(rows_NE, routes.name, exchange, routes, routes.sends, routes.receives, routes.count)
+        features = _sent(rows_NE, routes.name, exchange, routes, routes.sends, routes.receives, routes.count)
         note_call(ctx, exchange, rows_NE)
-        return found
+        return features
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         routes = ctx.routes
-        given = (f"{routes.name} backward", Exchange(routes.mesh, routes.wait_s), routes)
+        options = (f"{routes.name} backward", Exchange(routes.mesh, routes.wait_s), routes)
         with comparing_gradient(routes.mesh, has_run_again(ctx)):
-            return _sent(grads[0], *given, routes.receives, routes.sends, ctx.rows), None
+            return _sent(grads[0], *options, routes.receives, routes.sends, ctx.rows), None
 
 
 def _sent(
@@ -556,16 +562,18 @@ def _sent(
     count: int,
 ) -> Tensor:
     """Return `count` rows: those of other ranks and of this one, at the places in `receives`."""
-    mesh, own = routes.mesh, routes.mesh.sequence_rank
+    mesh, ring_rank = routes.mesh, routes.mesh.sequence_rank
     with collective(mesh, name, exchange) as call:
         call.agree({"features": rows_NE.shape[1], "dtype": rows_NE.dtype})
         arrived = rows_NE.new_zeros((count, rows_NE.shape[1]))
-        arrived[receives[own]] = rows_NE[sends[own]]
-        leaving = [(peer, rows_NE[index]) for peer, index in sends.items() if peer != own and len(index)]
+        arrived[receives[ring_rank]] = rows_NE[sends[ring_rank]]
+        leaving = [
+            (peer, rows_NE[index]) for peer, index in sends.items() if peer != ring_rank and len(index)
+        ]
         coming = [
             (peer, rows_NE.new_empty((len(places), rows_NE.shape[1])))
             for peer, places in receives.items()
-            if peer != own and len(places)
+            if peer != ring_rank and len(places)
         ]
         if leaving or coming:
             call.exchange.post_in_sequence(leaving, coming).wait()
@@ -578,7 +586,7 @@ def _exchanged(
     rows_NE: Tensor, base: Any, modality: str, tokens: FeatureTokens, mesh: RingMesh, wait_s: float
 ) -> Tensor:
     """Return the features of this rank's tokens, of the features that each rank has encoded."""
-    own = mesh.sequence_rank
+    ring_rank = mesh.sequence_rank
     count = torch.tensor([len(rows_NE)], device=rows_NE.device)
     with collective(mesh, f"number of {modality} features", Exchange(mesh, wait_s)) as call:
         call.agree({f"{modality} tokens": tokens.tokens})
@@ -586,15 +594,17 @@ def _exchanged(
     check_number(base, sum(counts), tokens, modality)
     starts = [sum(counts[:rank]) for rank in range(len(counts))]
 
-    def of_rank(index: Tensor, rank: int) -> Tensor:
+    def match_rank(index: Tensor, rank: int) -> Tensor:
         return (index >= starts[rank]) & (index < starts[rank] + counts[rank])
 
     wanted = tokens.wanted
-    sends = {rank: index[of_rank(index, own)] - starts[own] for rank, index in enumerate(wanted)}
-    receives = {rank: of_rank(wanted[own], rank).nonzero()[:, 0] for rank in range(len(counts))}
-    routes = _Routes(f"{modality} features", mesh, wait_s, sends, receives, len(wanted[own]))
-    found: Tensor = run_compared(routes.mesh, routes.name, _Exchanged.apply, rows_NE, routes)
-    return found
+    sends = {
+        rank: index[match_rank(index, ring_rank)] - starts[ring_rank] for rank, index in enumerate(wanted)
+    }
+    receives = {rank: match_rank(wanted[ring_rank], rank).nonzero()[:, 0] for rank in range(len(counts))}
+    routes = _Routes(f"{modality} features", mesh, wait_s, sends, receives, len(wanted[ring_rank]))
+    features: Tensor = run_compared(routes.mesh, routes.name, _Exchanged.apply, rows_NE, routes)
+    return features
 
 
 def _axes_of(base: Any) -> Callable[[Batch], Tensor]:
@@ -606,14 +616,14 @@ def _axes_of(base: Any) -> Callable[[Batch], Tensor]:
             raise RingShapeError.wrong(
                 "batch", "mm_token_type_ids with images", "none", "use the model's processor"
             )
-        given = {key: batch[key] for key in takes if key in batch}
-        mask_BT = given.get("attention_mask")
+        arguments = {key: batch[key] for key in takes if key in batch}
+        mask_BT = arguments.get("attention_mask")
         if mask_BT is not None and "mm_token_type_ids" in takes and bool((mask_BT.long().diff() <= 0).all()):
             # padding after all tokens: numbered as text, as a model without a mask does (verify_first_batch)
-            del given["attention_mask"]
+            del arguments["attention_mask"]
         if "second_per_grids" in takes and "video_second_per_grid" in batch:  # Qwen's Omni models
-            given["second_per_grids"] = batch["video_second_per_grid"]
-        positions_3BT = base.get_rope_index(**given)[0]
+            arguments["second_per_grids"] = batch["video_second_per_grid"]
+        positions_3BT = base.get_rope_index(**arguments)[0]
         return positions_3BT.permute(1, 2, 0).contiguous()
 
     return number

@@ -155,24 +155,24 @@ class RingCoreAttention(nn.Module):
             )
         return Full()
 
-    def _packing(self, given: Any) -> tuple[Layout, Documents]:
+    def _packing(self, packed: Any) -> tuple[Layout, Documents]:
         """Return layout and documents of packed sequences.
 
         Each call reads the numbers: the same tensor may have been filled with those of another batch.
         """
-        lengths = given.cu_seqlens_q
-        padded = given.cu_seqlens_q_padded if given.cu_seqlens_q_padded is not None else lengths
+        lengths = packed.cu_seqlens_q
+        padded = packed.cu_seqlens_q_padded if packed.cu_seqlens_q_padded is not None else lengths
         for name in _PACKING_OF_ITS_OWN:
-            if getattr(given, name, None) is not None:
-                raise RingShapeError(f"packed_seq_params.{name}: expected None, got {getattr(given, name)}")
-        others = (given.cu_seqlens_kv, given.cu_seqlens_kv_padded)
-        if given.qkv_format != "thd" or any(
-            other is not None and other is not own and not torch.equal(other, own)
-            for other, own in zip(others, (lengths, padded), strict=True)
+            if getattr(packed, name, None) is not None:
+                raise RingShapeError(f"packed_seq_params.{name}: expected None, got {getattr(packed, name)}")
+        others = (packed.cu_seqlens_kv, packed.cu_seqlens_kv_padded)
+        if packed.qkv_format != "thd" or any(
+            expected is not None and expected is not local and not torch.equal(expected, local)
+            for expected, local in zip(others, (lengths, padded), strict=True)
         ):
             raise RingShapeError(
                 'packed_seq_params: expected qkv_format "thd" and the same lengths of queries and keys, got'
-                f" {given.qkv_format!r}, {lengths} and {given.cu_seqlens_kv}"
+                f" {packed.qkv_format!r}, {lengths} and {packed.cu_seqlens_kv}"
             )
         starts = tuple(lengths.tolist())
         return _packing(starts, starts if padded is lengths else tuple(padded.tolist()), self.mesh.ring_size)
@@ -181,11 +181,11 @@ class RingCoreAttention(nn.Module):
         self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
     ) -> dict[str, Any]:
         """Return the learnable softmax offset for Megatron's checkpoints, split by tensor parallel ranks."""
-        own = self.state_dict(prefix="", keep_vars=True)
-        found: dict[str, Any] = make_sharded_tensors_for_checkpoint(
-            own, prefix, dict.fromkeys(own, 0), sharded_offsets
+        state = self.state_dict(prefix="", keep_vars=True)
+        sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+            state, prefix, dict.fromkeys(state, 0), sharded_offsets
         )
-        return found
+        return sharded
 
 
 @lru_cache(maxsize=16)
@@ -251,7 +251,7 @@ def _sinks(config: Any, heads: int) -> Tensor | nn.Parameter | None:
         return torch.zeros(heads, dtype=torch.float32, device=device)
     if kind != "learnable":
         raise RingConfigError(f"softmax_type: expected vanilla, off-by-one or learnable, got {kind!r}")
-    found = nn.Parameter(torch.empty(heads, device=device, dtype=config.params_dtype))
+    sinks = nn.Parameter(torch.empty(heads, device=device, dtype=config.params_dtype))
     if config.perform_initialization:
-        config.init_method(found)
-    return found
+        config.init_method(sinks)
+    return sinks

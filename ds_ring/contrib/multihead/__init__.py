@@ -133,8 +133,8 @@ class MultiheadRingAttention(nn.Module):
         self.gamma_init = gamma_init
         self.head_dim = self.embed_dim // self.num_heads
         self._widths = (self.embed_dim, self.kv_heads * self.head_dim, self.kv_heads * self.head_dim)
-        made = _pattern(pattern, segment_lengths, dilation_rates)
-        self.attention = RingAttention(made, mesh=mesh, layout=layout, score_mod=score_mod)
+        ring_pattern = _pattern(pattern, segment_lengths, dilation_rates)
+        self.attention = RingAttention(ring_pattern, mesh=mesh, layout=layout, score_mod=score_mod)
         self._mesh, self._is_causal = mesh, self.attention.context.pattern.is_causal
 
         self.in_proj_weight = nn.Parameter(
@@ -188,14 +188,14 @@ class MultiheadRingAttention(nn.Module):
             RingShapeError: tensors that are not of one shape [B, S, E], or not of the parameters' dtype.
             RingMismatchError, RingPeerError, RingFiniteError: as `ring_attention`.
         """
-        given = (query, key, value, key_padding_mask, need_weights, attn_mask, is_causal)
+        arguments = (query, key, value, key_padding_mask, need_weights, attn_mask, is_causal)
         if torch.compiler.is_compiling():
-            refusal = refusal_from(self._check, *given)
+            refusal = refusal_from(self._check, *arguments)
             if refusal is not None:
                 return refused_results(query, self.embed_dim, refusal, self._mesh, False), None
         else:
             with collective(self._mesh, "attention"):
-                self._check(*given)
+                self._check(*arguments)
         q, k, v = (
             (x if self.batch_first else x.transpose(0, 1)).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for x in self._projected(query, key, value)

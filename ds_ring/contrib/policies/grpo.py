@@ -54,13 +54,17 @@ class _Trees:
     def logps(
         self, of_rows: Callable[..., Any], model: Any, input_ids: Tensor, attention_mask: Tensor,
         logits_to_keep: int, batch_size: int | None = None, compute_entropy: bool = False,
-        compute_aux_loss: bool = False, **more: Any,
+        compute_aux_loss: bool = False, **further: Any,
     ) -> Any:  # fmt: skip
         """Return log-probabilities, entropies and auxiliary loss as the trainer's method does."""
         named = {"batch_size": batch_size, "compute_entropy": compute_entropy}
-        if compute_aux_loss or any(x is not None for x in more.values()) or whole_batches_of(model) is None:
+        if (
+            compute_aux_loss
+            or any(x is not None for x in further.values())
+            or whole_batches_of(model) is None
+        ):
             named["compute_aux_loss"] = compute_aux_loss
-            return of_rows(model, input_ids, attention_mask, logits_to_keep, **named, **more)
+            return of_rows(model, input_ids, attention_mask, logits_to_keep, **named, **further)
         each: list[tuple[Tensor, Tensor]] = []
         size = batch_size or len(input_ids)
         for ids, mask in zip(input_ids.split(size), attention_mask.bool().split(size), strict=True):
@@ -71,14 +75,14 @@ class _Trees:
 
 
 def _of_one_tree(
-    model: Any, ids_BT: Tensor, mask_BT: Tensor, kept: int, entropies: bool
+    model: Any, ids_BT: Tensor, mask_BT: Tensor, count_kept: int, entropies: bool
 ) -> tuple[Tensor, Tensor]:
     """Return log-probabilities of the last `kept` tokens of each row, and entropies, zeros for padding.
 
     Without `entropies` the second tensor is empty.
     """
     tree = TreeBatch([ids[mask] for ids, mask in zip(ids_BT, mask_BT, strict=True)])
-    counted_BK = mask_BT[:, -kept:]
+    counted_BK = mask_BT[:, -count_kept:]
     lengths = counted_BK.sum(dim=1).tolist()
     labels_T = torch.full_like(tree.batch["shift_labels"][0], IGNORE)
     for places, length in zip(tree.places, lengths, strict=True):
@@ -87,10 +91,10 @@ def _of_one_tree(
     batch = {name: x.to(ids_BT.device) for name, x in (tree.batch | {"shift_labels": labels_T[None]}).items()}
     output = model(**batch, fused_lm_head=True)
 
-    def of_rows(whole: Tensor) -> Tensor:
+    def join_rollouts(whole: Tensor) -> Tensor:
         each = tree.of_rollouts(whole)
-        own = torch.cat([one[len(one) - count :] for one, count in zip(each, lengths, strict=True)])
-        return whole.new_zeros(counted_BK.shape).masked_scatter(counted_BK, own)
+        joined = torch.cat([row[len(row) - count :] for row, count in zip(each, lengths, strict=True)])
+        return whole.new_zeros(counted_BK.shape).masked_scatter(counted_BK, joined)
 
-    logps = of_rows(output.log_probs)
-    return logps, of_rows(output.entropy) if entropies else logps.new_zeros(0)
+    logps = join_rollouts(output.log_probs)
+    return logps, join_rollouts(output.entropy) if entropies else logps.new_zeros(0)

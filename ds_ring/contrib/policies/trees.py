@@ -45,13 +45,13 @@ class TreeRows(RowKind):
 
     key = TREE_ENDS
 
-    def check(self, tensors: Batch, pattern: Pattern, more: bool) -> None:
+    def check(self, tensors: Batch, pattern: Pattern, has_more: bool) -> None:
         """Check the trees of a batch, and add positions if there are none."""
-        if pattern != Causal() or more or DOCUMENT_IDS in tensors:
+        if pattern != Causal() or has_more or DOCUMENT_IDS in tensors:
             raise RingPatternError(
                 f"batch[{TREE_ENDS!r}]: expected Causal() and no documents or attention_mask with trees,"
-                f" got {pattern}{' and one of these' if more or DOCUMENT_IDS in tensors else ''}; give each"
-                " document a root of its own"
+                f" got {pattern}{' and one of these' if has_more or DOCUMENT_IDS in tensors else ''}; give"
+                " each document a root of its own"
             )
         if "labels" in tensors:
             raise RingShapeError.wrong(
@@ -62,7 +62,7 @@ class TreeRows(RowKind):
 
     def pattern_of(self, row_T: IntArray) -> Tree:
         """Return the tree of a row."""
-        return tree_of(row_T)
+        return make_tree(row_T)
 
 
 class TreeBatch:
@@ -78,16 +78,18 @@ class TreeBatch:
     def __init__(
         self, rollouts: Sequence[Any], weights: Sequence[Any] | None = None, tokens: int | None = None
     ) -> None:
-        ids = [_token_ids(number, one) for number, one in enumerate(rollouts)]
+        ids = [_token_ids(number, rollout) for number, rollout in enumerate(rollouts)]
         if not ids:
             raise RingShapeError("tree_batch: expected at least one rollout, got none")
         nodes, self.places = _merged(ids)
-        self.tree = Tree(tuple(parent for parent, _ in nodes), tuple(len(own) for _, own in nodes), tokens)
+        self.tree = Tree(
+            tuple(parent for parent, _ in nodes), tuple(len(node_ids) for _, node_ids in nodes), tokens
+        )
         length = self.tree.tokens or 0
         row, labels = np.zeros(length, dtype=np.int64), np.full(length, IGNORE, dtype=np.int64)
-        row[: self.tree.starts[-1]] = np.concatenate([own for _, own in nodes])
-        for own, places in zip(ids, self.places, strict=True):
-            labels[places[:-1]] = own[1:]
+        row[: self.tree.starts[-1]] = np.concatenate([node_ids for _, node_ids in nodes])
+        for node_ids, places in zip(ids, self.places, strict=True):
+            labels[places[:-1]] = node_ids[1:]
         columns = {
             "input_ids": row, "position_ids": self.tree.depths, "shift_labels": labels,
             TREE_ENDS: ends_of(self.tree),
@@ -113,13 +115,13 @@ class TreeBatch:
     def _summed(self, ids: list[IntArray], weights: Sequence[Any]) -> Tensor:
         """Return the sum of the rollouts' weights where tokens predict, float32 [T]."""
         total = torch.zeros(self.tree.tokens or 0, dtype=torch.float32, device="cpu")
-        given = [torch.as_tensor(one, dtype=torch.float32, device="cpu") for one in weights]
-        if [tuple(one.shape) for one in given] != [one.shape for one in ids]:
+        values = [torch.as_tensor(weight, dtype=torch.float32, device="cpu") for weight in weights]
+        if [tuple(row.shape) for row in values] != [row.shape for row in ids]:
             raise RingShapeError.wrong(
-                "tree_batch: weights", f"one for each token, {list(map(len, ids))}", given, "add the others"
+                "tree_batch: weights", f"one for each token, {list(map(len, ids))}", values, "add the others"
             )
-        for one, places in zip(given, self.places, strict=True):
-            total[torch.from_numpy(places[:-1])] += one[1:]
+        for row, places in zip(values, self.places, strict=True):
+            total[torch.from_numpy(places[:-1])] += row[1:]
         return total
 
 
@@ -150,13 +152,13 @@ def tree_batch(
     return TreeBatch(rollouts, weights, tokens)
 
 
-def _token_ids(number: int, given: Any) -> IntArray:
-    found = np.asarray(given.cpu() if isinstance(given, Tensor) else given)
-    if found.ndim != 1 or not len(found) or not np.issubdtype(found.dtype, np.integer):
+def _token_ids(number: int, rollout: Any) -> IntArray:
+    ids = np.asarray(rollout.cpu() if isinstance(rollout, Tensor) else rollout)
+    if ids.ndim != 1 or not len(ids) or not np.issubdtype(ids.dtype, np.integer):
         raise RingShapeError(
-            f"tree_batch: rollout {number}: expected token ids, integers [tokens], got {shown(given)}"
+            f"tree_batch: rollout {number}: expected token ids, integers [tokens], got {shown(rollout)}"
         )
-    return found.astype(np.int64)
+    return ids.astype(np.int64)
 
 
 def _merged(ids: list[IntArray]) -> tuple[list[tuple[int, IntArray]], list[IntArray]]:
@@ -165,8 +167,8 @@ def _merged(ids: list[IntArray]) -> tuple[list[tuple[int, IntArray]], list[IntAr
     See [Note: one next token for each].
     """
     # After sorting, lists with a common prefix are adjacent, the shortest first.
-    order = sorted(range(len(ids)), key=lambda one: ids[one].tolist())
-    lists = [ids[one] for one in order]
+    order = sorted(range(len(ids)), key=lambda index: ids[index].tolist())
+    lists = [ids[index] for index in order]
     shared = np.array([_common(a, b) for a, b in itertools.pairwise(lists)], dtype=np.int64)
 
     def parts(low: int, high: int, end: int) -> list[tuple[int, int]]:
@@ -180,16 +182,16 @@ def _merged(ids: list[IntArray]) -> tuple[list[tuple[int, IntArray]], list[IntAr
     while waiting:
         low, high, first, parent = waiting.pop()
         end = int(min(len(lists[low]), *shared[low : high - 1])) if high - low > 1 else len(lists[low])
-        going_on = low + sum(len(one) == end for one in lists[low:high])
+        going_on = low + sum(len(row) == end for row in lists[low:high])
         below = parts(going_on, high, end) if going_on < high else []
         last = end - 1 if len(below) > 1 else end
         if first < last:
-            for one in order[low:high]:
-                places[one][first:last] = np.arange(tokens, tokens + last - first)
+            for index in order[low:high]:
+                places[index][first:last] = np.arange(tokens, tokens + last - first)
             nodes.append((parent, lists[low][first:last]))
             parent, tokens = len(nodes) - 1, tokens + last - first
-        for one in order[low:going_on]:
-            places[one][last:end] = tokens  # the copy with which the first branch begins
+        for index in order[low:going_on]:
+            places[index][last:end] = tokens  # the copy with which the first branch begins
         waiting += [(a, b, last, parent) for a, b in reversed(below)]
     return nodes, places
 
@@ -207,12 +209,12 @@ def ends_of(tree: Tree) -> IntArray:
     for node in range(len(ends) - 1, -1, -1):
         if tree.parents[node] >= 0:
             ends[tree.parents[node]] = max(ends[tree.parents[node]], ends[node])
-    found = np.zeros(tree.tokens or 0, dtype=np.int64)
-    found[: tree.starts[-1]] = np.repeat(ends, tree.lengths)
-    return found
+    result = np.zeros(tree.tokens or 0, dtype=np.int64)
+    result[: tree.starts[-1]] = np.repeat(ends, tree.lengths)
+    return result
 
 
-def tree_of(ends_T: IntArray) -> Tree:
+def make_tree(ends_T: IntArray) -> Tree:
     """Return the tree that `tree_ends` of a row describe; see [Note: trees].
 
     Raises:
@@ -248,4 +250,4 @@ def trees_of(ends_BT: Tensor) -> list[Tree]:
         raise RingShapeError.wrong(
             TREE_ENDS, "integers [samples, tokens]", f"{ends_BT.dtype} {[*ends_BT.shape]}", "use tree_batch"
         )
-    return [tree_of(row) for row in ends_BT.cpu().numpy()]
+    return [make_tree(row) for row in ends_BT.cpu().numpy()]

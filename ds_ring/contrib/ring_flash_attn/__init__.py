@@ -81,7 +81,7 @@ def _layout_of_documents(family: str, lengths: tuple[int, ...], ring_size: int) 
     return PieceLayout(tokens, ring_size, boundaries=tuple(bounds), owners=tuple(owners) * len(lengths))
 
 
-def _pattern_of(causal: bool, window_size: Sequence[int]) -> Pattern:
+def _make_pattern(causal: bool, window_size: Sequence[int]) -> Pattern:
     """Return the pattern of FlashAttention's `causal` and `window_size` (keys before, after; -1 for all)."""
     before, after = window_size
     if causal:
@@ -140,9 +140,9 @@ def mesh_of(group: ProcessGroup | None, ulysses_size: int = 1) -> RingMesh:
         raise RingMeshError("expected an initialised process group, got none; call init_process_group first")
     meshes = _meshes.setdefault(group, {})
     if ulysses_size not in meshes:
-        found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, tuple(dist.get_process_group_ranks(group)))
-        meshes[ulysses_size] = RingMesh.from_groups(sorted(set(found)), ulysses_size)
+        groups: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(groups, tuple(dist.get_process_group_ranks(group)))
+        meshes[ulysses_size] = RingMesh.from_groups(sorted(set(groups)), ulysses_size)
     return meshes[ulysses_size]
 
 
@@ -163,7 +163,7 @@ def _batched(family: str) -> Callable[..., Any]:
         layout = make_layout(names[family], tokens=q.shape[1] * mesh.ring_size, ring_size=mesh.ring_size)
         with collective(mesh, family):
             return _attend(
-                q, k, v, pattern=_pattern_of(causal, window_size), layout=layout, mesh=mesh,
+                q, k, v, pattern=_make_pattern(causal, window_size), layout=layout, mesh=mesh,
                 scale=softmax_scale, dropout_p=dropout_p, alibi_slopes=alibi_slopes,
                 return_attn_probs=return_attn_probs,
             )  # fmt: skip
@@ -181,7 +181,7 @@ def _packed(
                 f"expected {layout.local_tokens} tokens of q, k and v on each of {mesh.ring_size} ranks for"
                 f" documents of {lengths}, got {len(q)}, {len(k)}, {len(v)}; pass this batch's cu_seqlens"
             )
-        pattern = _pattern_of(causal, window_size) & _documents(lengths)
+        pattern = _make_pattern(causal, window_size) & _documents(lengths)
         q, k, v = (x[None] for x in (q, k, v))
         out, lse, none = _attend(
             q, k, v, pattern=pattern, layout=layout, mesh=mesh, return_attn_probs=True, **options
@@ -227,8 +227,8 @@ def _lengths_of_all(cu_seqlens_q: Tensor) -> tuple[int, ...]:
             "cu_seqlens_q: expected the tensor of llama3_flash_attn_prepare_cu_seqlens as it was made,"
             f" got {'another one' if lengths is None else 'other numbers in it'}; call it for each batch"
         )
-    found: tuple[int, ...] = lengths
-    return found
+    all_lengths: tuple[int, ...] = lengths
+    return all_lengths
 
 
 def _llama3() -> Callable[..., Any]:

@@ -23,7 +23,7 @@ from transformers.masking_utils import create_bidirectional_mask
 
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.contrib.images.batch import FeatureTokens, Images
-from ds_ring.contrib.images.model import attention_of_parts, check_number, encoders_of, modules_of_encoders
+from ds_ring.contrib.images.model import attention_of_parts, check_number, encoders_of, list_encoder_modules
 from ds_ring.data.batch import Batch
 from ds_ring.data.session import RingSession
 from ds_ring.errors import RingConfigError, RingShapeError
@@ -60,17 +60,17 @@ class Sounds(Images):
         self, local: Batch, prepared: Mapping[str, Tensor], layout: Layout | None, mesh: RingMesh
     ) -> Any:
         """Return the `SoundTokens` of the local tokens; None for a batch without sounds."""
-        found = super().take_columns(local, prepared, layout, mesh)
-        return None if found is None else SoundTokens(found.by_modality["sound"], prepared["input_ids"])
+        features = super().take_columns(local, prepared, layout, mesh)
+        return None if features is None else SoundTokens(features.by_modality["sound"], prepared["input_ids"])
 
-    def of_prompt(self, given: Mapping[str, Any], layout: Layout, mesh: RingMesh) -> Any:
+    def of_prompt(self, batch: Mapping[str, Any], layout: Layout, mesh: RingMesh) -> Any:
         """Return the `SoundTokens` of the local tokens of a prompt; None without sounds."""
-        if not _has_sound(given) or given.get("input_ids") is None:
+        if not _has_sound(batch) or batch.get("input_ids") is None:
             return None
-        ids_BT = given["input_ids"]
+        ids_BT = batch["input_ids"]
         return SoundTokens(self.tokens_of_prompt(ids_BT, "sound", layout, mesh), ids_BT)
 
-    def _modalities(self, given: Mapping[str, Any]) -> list[str]:
+    def _modalities(self, batch: Mapping[str, Any]) -> list[str]:
         return ["sound"]
 
 
@@ -83,7 +83,7 @@ class SoundModels(Variant):
         return encoders_of(model) if _hears(model) else []
 
     def apart(self, model: nn.Module) -> list[nn.Module]:
-        return modules_of_encoders(model) if _hears(model) else []
+        return list_encoder_modules(model) if _hears(model) else []
 
     def attention_names(self, model: PreTrainedModel, name: str) -> dict[str, str] | None:
         return attention_of_parts(model, name) if _hears(model) else None
@@ -101,8 +101,8 @@ def _hears(model: nn.Module) -> bool:
     return getattr(getattr(model, "config", None), "model_type", None) in EXACT
 
 
-def _has_sound(given: Mapping[str, Any]) -> bool:
-    return any(given.get(name) is not None for name in _SOUND)
+def _has_sound(batch: Mapping[str, Any]) -> bool:
+    return any(batch.get(name) is not None for name in _SOUND)
 
 
 _gives_features = patch(
@@ -126,8 +126,8 @@ def sound_hook(model: PreTrainedModel, session: RingSession) -> Callable[..., An
     def before(
         _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        given = dict(signature.bind_partial(*args).arguments) | kwargs
-        if not _has_sound(given):
+        arguments = dict(signature.bind_partial(*args).arguments) | kwargs
+        if not _has_sound(arguments):
             return None
         sounds = session.batches.current.whole
         if torch.compiler.is_compiling() or not isinstance(sounds, SoundTokens):
@@ -135,40 +135,40 @@ def sound_hook(model: PreTrainedModel, session: RingSession) -> Callable[..., An
             raise RingShapeError.wrong(
                 "sound", "that of the batch", got, "give it to engine.ring.shard_batch; do not compile"
             )
-        rows_NE = _features(base, given, sounds.ids_BT)
+        rows_NE = _features(base, arguments, sounds.ids_BT)
         check_number(base, len(rows_NE), sounds.local, "sound")
         places_BS = sounds.local.places_BS
         are_sounds_BS = places_BS > 0
         # of a token that the vocabulary may not have
-        embeds_BSE = base.get_input_embeddings()(given["input_ids"].masked_fill(are_sounds_BS, 0))
+        embeds_BSE = base.get_input_embeddings()(arguments["input_ids"].masked_fill(are_sounds_BS, 0))
         mine_NE = rows_NE[places_BS[are_sounds_BS] - 1].to(embeds_BSE.dtype)
-        given = {key: x for key, x in given.items() if key not in _OF_SOUND}
-        given["inputs_embeds"] = embeds_BSE.masked_scatter(are_sounds_BS[..., None], mine_NE)
-        return (), given | {"input_ids": None}
+        arguments = {key: x for key, x in arguments.items() if key not in _OF_SOUND}
+        arguments["inputs_embeds"] = embeds_BSE.masked_scatter(are_sounds_BS[..., None], mine_NE)
+        return (), arguments | {"input_ids": None}
 
     return before
 
 
-def _features(base: Any, given: Mapping[str, Any], ids_BT: Tensor) -> Tensor:
+def _features(base: Any, arguments: Mapping[str, Any], ids_BT: Tensor) -> Tensor:
     """Return the features [N, E] of all sounds, in the order of their tokens."""
-    kind, mask = base.config.model_type, given.get("input_features_mask")
+    kind, mask = base.config.model_type, arguments.get("input_features_mask")
     if kind == "qwen2_audio":
-        return _of_qwen2_audio(base, given["input_features"], given["feature_attention_mask"])
+        return _of_qwen2_audio(base, arguments["input_features"], arguments["feature_attention_mask"])
     if kind == "vibevoice_asr" and base.config.acoustic_tokenizer_encoder_config.vae_std:
         raise RingConfigError.wrong(
             kind, "a tower without noise of its own", "vae_std above 0",
             "set config.acoustic_tokenizer_encoder_config.vae_std to 0",
         )  # fmt: skip
     takes = inspect.signature(base.get_audio_features).parameters
-    sounds = {key: given[key] for key in _OF_SOUND if key in takes and given.get(key) is not None}
+    sounds = {key: arguments[key] for key in _OF_SOUND if key in takes and arguments.get(key) is not None}
     if "input_ids" in takes:
         sounds["input_ids"] = ids_BT.to(base.device)
     if "padding_mask" in takes and takes["padding_mask"].default is inspect.Parameter.empty:
         sounds.setdefault("padding_mask", None)
-    found = base.get_audio_features(**sounds, return_dict=True).pooler_output
+    features = base.get_audio_features(**sounds, return_dict=True).pooler_output
     if kind.startswith("granite") and mask is not None:  # of features, not of frames
-        found = found[mask.bool()]
-    rows_NE: Tensor = found.reshape(-1, found.shape[-1])
+        features = features[mask.bool()]
+    rows_NE: Tensor = features.reshape(-1, features.shape[-1])
     return rows_NE
 
 

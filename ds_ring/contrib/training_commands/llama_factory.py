@@ -47,12 +47,12 @@ def install() -> None:
 def _checked(parse: Callable[..., tuple[Any, ...]], *args: Any, **kwargs: Any) -> tuple[Any, ...]:
     """Return the arguments of a run, or refuse what it was asked for."""
     parsed = parse(*args, **kwargs)
-    asked = {name: value for group in parsed for name, value in vars(group).items()}
-    if asked["stage"] not in _STAGES:
+    arguments = {name: value for group in parsed for name, value in vars(group).items()}
+    if arguments["stage"] not in _STAGES:
         raise RingConfigError.wrong(
-            "LLaMA-Factory", f"stage {' or '.join(_STAGES)}", asked["stage"], "or leave out the plug-in"
+            "LLaMA-Factory", f"stage {' or '.join(_STAGES)}", arguments["stage"], "or leave out the plug-in"
         )
-    refused = [name for name in _REFUSED if asked.get(name)]
+    refused = [name for name in _REFUSED if arguments.get(name)]
     if refused:
         raise RingConfigError.wrong("LLaMA-Factory", f"no {refused[0]} on a ring", "true", "leave it out")
     return parsed

@@ -103,7 +103,7 @@ def _by_replicas(
 def _scattered(loader: Any, batches: list[Any] | None) -> Any:
     ranks, mine = sequence_ranks(), [None]
     dist.scatter_object_list(
-        mine, None if batches is None else [one for one in batches for _ in range(ranks)]
+        mine, None if batches is None else [batch for batch in batches for _ in range(ranks)]
     )
     return mine[0]
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ds_ring.contrib.families.recurrent.scan import Recurrences, rows_of
+from ds_ring.contrib.families.recurrent.scan import Recurrences, split_rows
 from ds_ring.contrib.whole_heads.scan import head_context, with_whole_heads
 from ds_ring.data.batch_sharding import BatchSharding
 from ds_ring.data.session import RingSession
@@ -50,7 +50,7 @@ def recurrence_by_heads(
     """
 
     def run(tensors: Sequence[Tensor]) -> Tensor:
-        sets = rows_of(sharding, head_context)
+        sets = split_rows(sharding, head_context)
         outs = [
             recurrence_of_pieces(context, [x[rows] if rows else x for x in tensors], call, matrix, 1)[0]
             for context, rows in sets

@@ -60,8 +60,8 @@ def head_context(
         return HeadContext(layout, documents, mesh, hop_timeout_s)
 
     with collective(mesh, "scan of whole heads"):
-        found: HeadContext = cached_context(mesh, (HeadContext, layout, documents, hop_timeout_s), make)
-    return found
+        context: HeadContext = cached_context(mesh, (HeadContext, layout, documents, hop_timeout_s), make)
+    return context
 
 
 def with_whole_heads(

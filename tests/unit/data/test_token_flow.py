@@ -22,6 +22,7 @@ MIXES: dict[str, Run] = {
     "mean": lambda h, ids: h.mean(1),
     "maximum": lambda h, ids: h.max(1).values,
     "softmax": lambda h, ids: h.softmax(1),
+    "all entries in a circle": lambda h, ids: h.roll(1),
     "running sum": lambda h, ids: h.cumsum(1),
     "mean of all": lambda h, ids: h.mean(),
     "scores of all pairs": lambda h, ids: h @ h.transpose(1, 2),
@@ -70,7 +71,11 @@ DIVIDED: dict[str, Run] = {
     "loss of tokens": lambda h, ids: functional.cross_entropy(
         h.flatten(0, 1), ids.flatten(), reduction="sum"
     ) / 7,
-    "of those that a mask picks": lambda h, ids: -h[ids > 0].log_softmax(-1)[:, 0].sum() / 7 + 1,
+    "of those that a mask picks": lambda h, ids: -h[ids > 0].log_softmax(-1)[:, 0].sum() / 7,
+    "of none": lambda h, ids: h[ids > 99].sum() / 7,
+    "sums that are added up": lambda h, ids: sum([h.sum()], torch.zeros(())) / 7 + sum([h.sum()]),
+    "a copy of a sum": lambda h, ids: h.sum().clone(),
+    "added to a zero": lambda h, ids: torch.zeros(()).add_(h.sum()),
 }  # fmt: skip
 
 
@@ -87,24 +92,31 @@ def watch(run: Run, divided: bool = False, tokens: int = S) -> TokenFlow:
 
 @pytest.mark.parametrize("case", MIXES)
 def test_what_mixes_tokens_is_found(case: str) -> None:
-    assert watch(MIXES[case]).found
+    assert watch(MIXES[case]).fault
 
 
 @pytest.mark.parametrize("case", PASSES)
 @pytest.mark.parametrize("inference", [False, True])
 def test_what_keeps_tokens_apart_passes(case: str, inference: bool) -> None:
     with torch.inference_mode(inference):
-        assert watch(PASSES[case]).found is None
+        assert watch(PASSES[case]).fault is None
 
 
 @pytest.mark.parametrize("case", DIVIDED)
 def test_a_sum_is_a_loss_if_it_is_divided_by_all_labels(case: str) -> None:
-    assert watch(DIVIDED[case], divided=True).found is None
-    assert watch(DIVIDED[case]).found == "a sum over tokens at its end"
+    assert watch(DIVIDED[case], divided=True).fault is None
+    assert watch(DIVIDED[case]).fault == "a sum over tokens at its end"
+
+
+def test_a_constant_beside_a_sum_would_count_on_every_rank() -> None:
+    assert str(watch(lambda h, ids: h.sum() + 1, divided=True).fault).startswith("add over tokens")
+    assert str(watch(lambda h, ids: h.sum() + torch.ones(()), divided=True).fault).startswith(
+        "add over tokens"
+    )
 
 
 def test_one_token_is_a_token_too() -> None:
-    assert watch(lambda h, ids: h.squeeze(1), tokens=1).found
+    assert watch(lambda h, ids: h.squeeze(1), tokens=1).fault
 
 
 def test_labels_that_are_shifted_again_are_told() -> None:
@@ -122,9 +134,9 @@ def test_results_of_an_inner_model_pass_and_what_it_gets_is_looked_at() -> None:
         flow.add_results([hidden, loss, pooled], [pooled])
         results = [hidden * 2, loss * 0.5, pooled.softmax(1)]
     flow.check_results(results, False)
-    assert not flow.found
+    assert not flow.fault
     flow.check_inputs([torch.arange(S)[None]])
-    assert "made for this rank's tokens" in str(flow.found)
+    assert "made for this rank's tokens" in str(flow.fault)
 
 
 def test_an_error_of_the_model_is_its_own_and_what_it_took_is_told() -> None:
@@ -132,4 +144,4 @@ def test_an_error_of_the_model_is_its_own_and_what_it_took_is_told() -> None:
     flow.add_tokens([h], labels=None)
     with pytest.raises(IndexError), flow:
         h[:, torch.tensor([S])]
-    assert str(flow.found).startswith("index over tokens at ")
+    assert str(flow.fault).startswith("index over tokens at ")

@@ -17,6 +17,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ds_ring import RingConfig, RingConfigError
 from ds_ring.models.attach import check_model
+from ds_ring_launcher.check.small_model import build, read_config, shrink
 
 CONFIG = RingConfig.from_deepspeed({"sequence_parallel_size": 2, "ring_attention": {}})
 
@@ -63,3 +64,22 @@ def test_a_gemma_that_looks_both_ways_is_refused_unless_it_was_loaded_with_eager
             continue
         with pytest.raises(RingConfigError, match=r"config\.use_bidirectional_attention lets sdpa attend"):
             check_model(model, CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("family", "setting"),
+    [
+        ("jamba", {"attn_layer_period": 1, "attn_layer_offset": 0}),
+        ("bamba", {"attn_layer_indices": [0, 1]}),
+        ("qwen3_next", {"layer_types": ["full_attention"] * 2}),
+    ],
+)
+def test_a_hybrid_of_attention_layers_alone_is_not_said_to_have_a_state(
+    family: str, setting: dict[str, Any]
+) -> None:
+    config = shrink(read_config(family), 40, 2, {})
+    for key, value in setting.items():
+        setattr(config, key, value)
+    with pytest.raises(RingConfigError, match="configuration has attention layers alone") as error:
+        check_model(build(config, "causal-lm", 0), CONFIG)
+    assert "from token to token" not in str(error.value)

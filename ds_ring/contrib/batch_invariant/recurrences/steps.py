@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ds_ring.contrib.batch_invariant.mode import BatchInvariant
-from ds_ring.contrib.families.recurrent.scan import Recurrences, Steps, rows_of
+from ds_ring.contrib.families.recurrent.scan import Recurrences, Steps, split_rows
 from ds_ring.data.batch_sharding import BatchSharding
 from ds_ring.data.session import RingSession
 from ds_ring.layers.scan.context import ScanContext
@@ -39,13 +39,16 @@ def recurrence_in_steps(
     sharding: BatchSharding, tensors: Sequence[Tensor], steps: Steps, dim: int, wants_state: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Return the outputs of a recurrence, and its last state; arguments as those of `scan.recurrence`."""
-    sets = rows_of(sharding)
-    found = [
+    sets = split_rows(sharding)
+    results = [
         _of_rows(context, [x[rows] if rows else x for x in tensors], steps, dim, wants_state)
         for context, rows in sets
     ]
-    rows = [one for _, one in sets]
-    out, states = in_order([one for one, _ in found], rows), [one for _, one in found if one is not None]
+    rows = [samples for _, samples in sets]
+    out, states = (
+        in_order([part for part, _ in results], rows),
+        [part for _, part in results if part is not None],
+    )
     return out, in_order(states, rows) if wants_state else None
 
 

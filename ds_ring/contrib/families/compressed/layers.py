@@ -103,7 +103,7 @@ class CompressedAttention(Variant):
         adapter.apply(CompressedEntries(module), **objects)
 
     def read(self, call: AttentionCall) -> None:
-        entries = entries_of(call.module)
+        entries = find_entries(call.module)
         if entries is None:
             return
         if call.softcap is not None or call.score_mod is not None:
@@ -118,8 +118,8 @@ class CompressedAttention(Variant):
         if "entries" not in call.taken:
             return None
         entries, kv = call.taken["entries"]
-        found: Tensor = entries.attend(call.q_BHSD, kv, call.sharding, call.pattern, call.scale, call.sinks)
-        return found
+        out: Tensor = entries.attend(call.q_BHSD, kv, call.sharding, call.pattern, call.scale, call.sinks)
+        return out
 
     def refuse_generation(self, model: PreTrainedModel) -> str | None:
         if not any(map(self.matches, model.modules())):
@@ -179,10 +179,10 @@ class _Rows:
         places, sources = windows.places(rank), windows.sources(rank, overlaps)
         self._tokens, self._places, self._tokens_of_windows, self._own = (
             on_device(x.reshape(-1), device)
-            for x in (places.tokens, places.places, sources.tokens, sources.own)
+            for x in (places.tokens, places.places, sources.tokens, sources.windows)
         )
         self._outside = on_device(places.outside, device) if places.outside.any() else None
-        self.slots, self.rate = len(sources.own), rate
+        self.slots, self.rate = len(sources.windows), rate
         self.windows, self._halo = len(sources.tokens), windows.before(overlaps)
         self.hidden, self.begins_documents = on_device(sources.hidden, device), bool(sources.hidden.any())
         self.first = on_device(sources.positions - np.arange(self.windows) * rate, device)
@@ -198,20 +198,20 @@ class _Rows:
 
     def by_token(self, x: Tensor, dim: int, none: float) -> Tensor:
         """Return the reverse: rate, n -> S; `none` for tokens whose document has no entry."""
-        found = x.flatten(dim, dim + 1).index_select(dim, self._places)
+        rows = x.flatten(dim, dim + 1).index_select(dim, self._places)
         if self._outside is None:
-            return found
-        return found.masked_fill(self._outside.view(-1, *[1] * (found.dim() - 1 - dim)), none)
+            return rows
+        return rows.masked_fill(self._outside.view(-1, *[1] * (rows.dim() - 1 - dim)), none)
 
-    def windows_of(self, x: Tensor) -> Tensor:
+    def gather_windows(self, x: Tensor) -> Tensor:
         """Return the windows [windows, rate, W] of tokens x [b, S, W], sample by sample."""
         if self._halo:
-            given = (x.contiguous(), 1, self._halo, 0, self._scan.handle)
-            beside = run_compared(self._scan.mesh, "compressed keys", halo_op, *given)
+            operands = (x.contiguous(), 1, self._halo, 0, self._scan.handle)
+            beside = run_compared(self._scan.mesh, "compressed keys", halo_op, *operands)
             x = torch.cat([x, beside.flatten(1, 2)], dim=1)
         return x.index_select(1, self._tokens_of_windows).reshape(-1, self.rate, x.shape[2])
 
-    def entries_of(self, x: Tensor) -> Tensor:
+    def gather_entries(self, x: Tensor) -> Tensor:
         """Return the entries [b, n, D] of what was computed of each window, [b * m, D]."""
         return x.unflatten(0, (-1, self.windows)).index_select(1, self._own)
 
@@ -235,11 +235,11 @@ class _Rows:
         entries = entries[:, :, : self.slots].contiguous()
         if chosen is None:
             return self._attend_to_all(q, entries, blocks.attention(scale, self.before), scale)
-        found: tuple[Tensor, Tensor] = selected_attention(
+        result: tuple[Tensor, Tensor] = selected_attention(
             q, entries, entries, chosen, layout=blocks.layout, mesh=blocks.mesh, scale=scale,
             return_lse=True, hop_timeout_s=timeout_of(blocks),
         )  # fmt: skip
-        return found
+        return result
 
     def _attend_to_all(
         self, q: Tensor, entries: Tensor, before: Callable[..., Any], scale: float | None
@@ -269,11 +269,11 @@ class _Rows:
         keys = keys[:, : self.slots].contiguous()
 
         def by_places(pattern: Pattern, places: range) -> Tensor:
-            def of_rows(rows: slice, others: Tensor) -> Tensor:
+            def score_rows(rows: slice, others: Tensor) -> Tensor:
                 return torch.stack([scores(place, rows, others) for place in places], dim=1)
 
             return ring_select(
-                of_rows, k, keys, layout=blocks.layout, mesh=blocks.mesh, pattern=pattern,
+                score_rows, k, keys, layout=blocks.layout, mesh=blocks.mesh, pattern=pattern,
                 hop_timeout_s=timeout_of(blocks),
             )  # fmt: skip
 
@@ -288,7 +288,7 @@ def timeout_of(sharding: BatchSharding) -> float:
     return float(sharding.config.hop_timeout_seconds)
 
 
-def rows_of(sharding: BatchSharding, rate: int, overlaps: bool, device: torch.device) -> list[_Rows]:
+def split_rows(sharding: BatchSharding, rate: int, overlaps: bool, device: torch.device) -> list[_Rows]:
     """Return the samples of each set of documents with their windows; made once a batch.
 
     Raises:
@@ -320,7 +320,7 @@ class _LocalWindows:
 
     def __init__(self, rows: list[_Rows], batch: int) -> None:
         self.rows, self.batch = rows, batch
-        self._counts = [(len(one.samples) or batch) * one.windows for one in rows]
+        self._counts = [(len(part.samples) or batch) * part.windows for part in rows]
         self.entries: dict[str, Tensor] = {}  # of the compressor and of its indexer: [B, n, D]
 
     def store_compression_weights(self, name: str, kv: Tensor, gate: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -331,17 +331,19 @@ class _LocalWindows:
             rate * index, it is the position of a window's first token in its document.
         """
         both = torch.cat([kv, gate], dim=-1).unflatten(1, (self.batch, -1))[0]
-        found = torch.cat([one.windows_of(one.take(both)) for one in self.rows])  # [windows, rate, 2 W]
-        kv, gate = found.split(kv.shape[-1], dim=-1)
+        windows = torch.cat(
+            [part.gather_windows(part.take(both)) for part in self.rows]
+        )  # [windows, rate, 2 W]
+        kv, gate = windows.split(kv.shape[-1], dim=-1)
         of_rows = list(zip(self.rows, self._counts, strict=True))
-        if any(one.begins_documents for one in self.rows):  # no weight for what is before them
-            hidden = torch.cat([one.hidden.repeat(count // one.windows) for one, count in of_rows])
+        if any(part.begins_documents for part in self.rows):  # no weight for what is before them
+            hidden = torch.cat([part.hidden.repeat(count // part.windows) for part, count in of_rows])
             first, second = gate.chunk(2, dim=-1)
             gate = torch.cat([first.masked_fill(hidden[:, None, None], -torch.inf), second], dim=-1)
         begins, done = [], 0
-        for one, count in of_rows:
-            index = torch.arange(0, count, one.windows, device=kv.device) + done
-            begins.append((one.first - index[:, None] * one.rate).flatten())
+        for part, count in of_rows:
+            index = torch.arange(0, count, part.windows, device=kv.device) + done
+            begins.append((part.first - index[:, None] * part.rate).flatten())
             done += count
         return kv.flatten(0, 1)[None], gate.flatten(0, 1)[None], torch.cat(begins)
 
@@ -351,10 +353,10 @@ class _LocalWindows:
 
     def update_compressor_states(self, name: str, compressed: Tensor) -> Tensor:
         """Keep this rank's entries, and return none, so that no mask of tokens and entries is made."""
-        slots = max(one.slots for one in self.rows)
+        slots = max(part.slots for part in self.rows)
         parts = compressed[0].split(self._counts)
-        found = [padded(one.entries_of(x), slots, 1) for one, x in zip(self.rows, parts, strict=True)]
-        self.entries[name] = in_order(found, [one.samples for one in self.rows])
+        entries = [padded(part.gather_entries(x), slots, 1) for part, x in zip(self.rows, parts, strict=True)]
+        self.entries[name] = in_order(entries, [part.samples for part in self.rows])
         return compressed[:, :0]
 
 
@@ -402,9 +404,9 @@ class CompressedEntries:
         windows = _LocalWindows(self._rows(sharding, hidden_states.device), batch)
         self._windows, self._chosen = windows, None
         cache = SimpleNamespace(layers={layer_idx: windows})
-        given = hidden_states, q_residual, position_ids.expand(batch, -1)
+        states = hidden_states, q_residual, position_ids.expand(batch, -1)
         try:
-            self._own(*(x.flatten(0, 1)[None] for x in given), cache, layer_idx)
+            self._own(*(x.flatten(0, 1)[None] for x in states), cache, layer_idx)
         finally:
             self._windows = None
         return windows.entries["compressor"].unsqueeze(1), None
@@ -423,11 +425,11 @@ class CompressedEntries:
         keys, k = windows.entries["indexer"].detach(), self._layer.compressor.indexer.index_topk
         of_samples = [x.unflatten(1, (windows.batch, -1))[0] for x in (q, hidden_states)]
         self._chosen = []
-        for one in windows.rows:
-            queries, states = (one.by_place(one.take(x), 1) for x in of_samples)  # [b, rate, n, ...]
+        for part in windows.rows:
+            queries, states = (part.by_place(part.take(x), 1) for x in of_samples)  # [b, rate, n, ...]
 
             of_rows = partial(_scores, forward, queries, states)
-            self._chosen.append(one.choose(of_rows, k, one.take(keys)))
+            self._chosen.append(part.choose(of_rows, k, part.take(keys)))
         return hidden_states.new_zeros((1, q.shape[1], 0))
 
     def attend(
@@ -440,7 +442,7 @@ class CompressedEntries:
         return attend(q, kv, sharding, self._rows(sharding, q.device), chosen, pattern, scale, sinks)
 
     def _rows(self, sharding: BatchSharding, device: torch.device) -> list[_Rows]:
-        return rows_of(sharding, self._layer.compressor.compress_rate, self._overlaps, device)
+        return split_rows(sharding, self._layer.compressor.compress_rate, self._overlaps, device)
 
 
 def _scores(
@@ -460,23 +462,23 @@ def attend(
         q: [B, H, S, D].
         kv: this rank's tokens followed by its entries, keys and values alike: [B, 1, S + n, D].
         sharding: of the tokens.
-        rows: of `rows_of`.
+        rows: of `split_rows`.
         chosen: for each of them what `_Rows.choose` returned; None for all complete entries.
         pattern, scale, sinks: see `BatchSharding.attention`.
     """
     tokens = q.shape[2]
-    own, entries = kv[:, :, :tokens].contiguous(), kv[:, :, tokens:]
-    window = sharding.attention(scale, pattern)(q, own, own, sinks, return_lse=True)
-    found = [
-        one.attend(one.take(q), one.take(entries), None if chosen is None else chosen[number], scale)
-        for number, one in enumerate(rows)
+    tokens_kv, entries = kv[:, :, :tokens].contiguous(), kv[:, :, tokens:]
+    window = sharding.attention(scale, pattern)(q, tokens_kv, tokens_kv, sinks, return_lse=True)
+    results = [
+        part.attend(part.take(q), part.take(entries), None if chosen is None else chosen[number], scale)
+        for number, part in enumerate(rows)
     ]
-    out, lse = (in_order(parts, [one.samples for one in rows]) for parts in zip(*found, strict=True))
+    out, lse = (in_order(parts, [part.samples for part in rows]) for parts in zip(*results, strict=True))
     return merged(window, (out, lse))[0]
 
 
-def entries_of(module: nn.Module) -> CompressedEntries | None:
+def find_entries(module: nn.Module) -> CompressedEntries | None:
     """Return what runs in place of the compressor of an attention layer; None if it has none."""
     forward = getattr(getattr(module, "compressor", None), "forward", None)
-    found = getattr(forward, "__self__", None)
-    return found if isinstance(found, CompressedEntries) else None
+    owner = getattr(forward, "__self__", None)
+    return owner if isinstance(owner, CompressedEntries) else None

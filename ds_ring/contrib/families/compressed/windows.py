@@ -64,13 +64,13 @@ class Sources(NamedTuple):
         tokens: of each window, indices into the S slots followed by the R halos, int64 [m, rate].
         positions: of each window's first token in its document, int64 [m].
         hidden: whether the window stands for the one before a document, bool [m].
-        own: the window of each slot of the fragments, int64 [n]; any where there is no entry.
+        windows: the window of each slot of the fragments, int64 [n]; any where there is no entry.
     """
 
     tokens: IntArray
     positions: IntArray
     hidden: np.ndarray
-    own: IntArray
+    windows: IntArray
 
 
 class Windows:
@@ -130,13 +130,15 @@ class Windows:
 
     def places(self, rank: int) -> Places:
         """Return the tokens of a rank by fragment and by slot."""
-        own, slots = self._own(rank), 1 if self.layout is None else self.layout.local_tokens
-        position = self.firsts[own] + np.arange(self.rate)[:, None]
-        here = (position >= self.starts[own]) & (position < self.ends[own])
+        windows, slots = self._own(rank), 1 if self.layout is None else self.layout.local_tokens
+        position = self.firsts[windows] + np.arange(self.rate)[:, None]
+        here = (position >= self.starts[windows]) & (position < self.ends[windows])
         tokens = np.zeros((self.rate, slots), dtype=np.int64)
-        tokens[:, : len(own)] = np.where(here, position + self._first_slot(own), 0)
+        tokens[:, : len(windows)] = np.where(here, position + self._first_slot(windows), 0)
         places = np.full(self._tokens.local_tokens, -1, dtype=np.int64)
-        places[tokens[:, : len(own)][here]] = np.flatnonzero(np.pad(here, ((0, 0), (0, slots - len(own)))))
+        places[tokens[:, : len(windows)][here]] = np.flatnonzero(
+            np.pad(here, ((0, 0), (0, slots - len(windows))))
+        )
         return Places(tokens.reshape(-1), np.maximum(places, 0), places < 0)
 
     def before(self, overlaps: bool) -> int:
@@ -154,14 +156,14 @@ class Windows:
         With `overlaps` each one follows the window before it in the same document. Where that is not an
         entry of this rank, or there is none, a window is put in front that gives no entry.
         """
-        own, before, runs = self._own(rank), self.before(overlaps), self._runs
+        windows, before, runs = self._own(rank), self.before(overlaps), self._runs
         slots = 1 if self.layout is None else self.layout.local_tokens
-        entries = own[self.has_entry[own]]
+        entries = windows[self.has_entry[windows]]
         first, number = self.firsts[entries], self.numbers[entries]
         is_fronted = overlaps & ((number == 0) | (np.diff(first, prepend=first[:1]) != self.rate))
         at = np.arange(len(entries)) + np.cumsum(is_fronted)
         fronts, count = at[is_fronted] - 1, max(len(entries) + int(is_fronted.sum()), 1)
-        found = Sources(
+        result = Sources(
             np.zeros((count, self.rate), dtype=np.int64), np.zeros(count, dtype=np.int64),
             np.zeros(count, dtype=bool), np.zeros(slots, dtype=np.int64),
         )  # fmt: skip
@@ -176,12 +178,12 @@ class Windows:
             in_halo = self._tokens.local_tokens + (halo + 1) * before + behind
             return np.where(behind >= 0, position + self._first_slot(fragments)[:, None], in_halo)
 
-        found.tokens[at], found.positions[at] = tokens(entries, first), number * self.rate
+        result.tokens[at], result.positions[at] = tokens(entries, first), number * self.rate
         begins = number[is_fronted] == 0
         front = first[is_fronted] - np.where(begins, 0, self.rate)
-        found.tokens[fronts], found.hidden[fronts] = tokens(entries[is_fronted], front), begins
-        found.own[: len(own)][self.has_entry[own]] = at
-        return found
+        result.tokens[fronts], result.hidden[fronts] = tokens(entries[is_fronted], front), begins
+        result.windows[: len(windows)][self.has_entry[windows]] = at
+        return result
 
     def _own(self, rank: int) -> IntArray:
         """Return a rank's fragments, in slot order."""

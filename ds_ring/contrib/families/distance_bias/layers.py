@@ -58,8 +58,8 @@ _files: WeakSet[ModuleType] = WeakSet()  # whose function of distances is wrappe
 
 def bias_of(module: nn.Module) -> Any:
     """Return the module that computes the bias of an attention layer; None if it has none."""
-    found = getattr(module, "rel_logits_proj", getattr(module, "relative_position_bias", None))
-    return found if hasattr(found, "proj") and hasattr(found, "rel_extent") else None
+    bias = getattr(module, "rel_logits_proj", getattr(module, "relative_position_bias", None))
+    return bias if hasattr(bias, "proj") and hasattr(bias, "rel_extent") else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,8 +85,8 @@ class DistanceBias(Variant):
         super().install(adapter)
         for module in adapter.model.modules():
             if type(module).__name__.endswith("AttentionResidual") and hasattr(module, "config"):
-                given: Any = module.config
-                config = type(given).from_dict(given.to_dict(), attn_implementation="eager")
+                layer_config: Any = module.config
+                config = type(layer_config).from_dict(layer_config.to_dict(), attn_implementation="eager")
                 adapter.apply(_own_config.to(config), over_layers=module)
             file = sys.modules[type(module).__module__]
             if isinstance(module, PreTrainedModel) and hasattr(file, _DISTANCES):
@@ -134,11 +134,11 @@ def _attend(call: AttentionCall, terms: RelativeTerms, sinks: Tensor | None) -> 
     near = sharding.attention(call.scale, pattern & SlidingWindow(reach), make=DistanceBiasAttention)
     wide = torch.cat([q, states.to(q.dtype)], dim=-1)
     kv = call.k_BGSD, call.v_BGSE
-    found = near(wide, *kv, return_lse=True, profiles=terms.profiles.to(q.dtype))
+    result = near(wide, *kv, return_lse=True, profiles=terms.profiles.to(q.dtype))
     if farthest >= reach and sharding.layout.tokens > reach:
         far = sharding.attention(call.scale, pattern & Beyond(reach))
-        found = merged(found, far(q, *kv, return_lse=True))
-    out, lse = found
+        result = merged(result, far(q, *kv, return_lse=True))
+    out, lse = result
     if sinks is None:
         return out
     weights = torch.exp(lse - torch.logaddexp(lse, sinks.squeeze(-1).to(lse.dtype)))

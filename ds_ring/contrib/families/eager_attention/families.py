@@ -104,22 +104,22 @@ def _falcon_alibi(module: Any, factor: float, implementation: str) -> RoundedAli
     return RoundedAlibi(tuple(_of_second_key(build_alibi_tensor, module.num_heads).tolist()), factor)
 
 
-def _embedded(module: Any, position_ids: Tensor, forward: Callable[..., Tensor], given: Any) -> Tensor:
+def _embedded(module: Any, position_ids: Tensor, forward: Callable[..., Tensor], argument: Any) -> Tensor:
     """Return the rows of a table of BART's kind, which may begin with rows that no position has."""
     return nn.functional.embedding(position_ids + getattr(module, "offset", 0), module.weight)
 
 
-def _sinusoidal(module: Any, position_ids: Tensor, forward: Callable[..., Tensor], given: Any) -> Tensor:
+def _sinusoidal(module: Any, position_ids: Tensor, forward: Callable[..., Tensor], argument: Any) -> Tensor:
     """Musicgen's: a table that grows with the length; several codebooks of a sample are rows of the batch."""
-    position_ids = position_ids[:: len(position_ids) // len(given)]
+    position_ids = position_ids[:: len(position_ids) // len(argument)]
     needed = int(position_ids.max()) + 1
     if needed > module.weights.size(0):
         module.make_weights(needed, module.embedding_dim)
-    found: Tensor = module.weights[position_ids].detach()
-    return found
+    rows: Tensor = module.weights[position_ids].detach()
+    return rows
 
 
-def _rotary_rows(module: Any, position_ids: Tensor, forward: Callable[..., Tensor], given: Any) -> Tensor:
+def _rotary_rows(module: Any, position_ids: Tensor, forward: Callable[..., Tensor], argument: Any) -> Tensor:
     """RoFormer's sinusoids [S, D], which all samples share."""
     if bool((position_ids != position_ids[:1]).any()):
         got = "got documents that differ; use a batch of one sample"
@@ -127,13 +127,13 @@ def _rotary_rows(module: Any, position_ids: Tensor, forward: Callable[..., Tenso
     return forward(position_ids.shape, 0, position_ids[0])
 
 
-def _by_ids(module: Any, position_ids: Tensor, forward: Callable[..., Tensor], given: Any) -> Tensor:
+def _by_ids(module: Any, position_ids: Tensor, forward: Callable[..., Tensor], argument: Any) -> Tensor:
     """Return M2M100's sinusoids; the batch's positions leave padding out, as the module does."""
     needed = int(position_ids.max()) + 1
     if needed > module.weights.size(0):
         module.make_weights(needed, module.embedding_dim, module.padding_idx)
-    found: Tensor = module.weights[position_ids].detach()
-    return found
+    rows: Tensor = module.weights[position_ids].detach()
+    return rows
 
 
 def _decoder(positions: str, attention: str = "") -> Family:

@@ -106,7 +106,7 @@ class EagerVariant(Variant):
         return model_type in FAMILIES
 
     def positioned(self, model: PreTrainedModel) -> Iterator[nn.Module]:
-        yield from (module for _, _, module in parts_of(model))
+        yield from (module for _, _, module in find_parts(model))
 
     def install(self, adapter: ModelAdapter) -> None:
         if adapter.rewritten or not any(map(self.matches, adapter.model.modules())):
@@ -123,14 +123,14 @@ class EagerVariant(Variant):
                 if not is_known:
                     raise draws_blocks(part)
                 adapter.apply(switch_of(part), draws_blocks=part)
-        for part, family, module in parts_of(adapter.model):
+        for part, family, module in find_parts(adapter.model):
             if type(module).__name__ == family.positions:
                 around = around_positions(part, family, module, partial(numbered.position_ids, module))
                 adapter.apply(around, numbers=module)
             else:
-                around = around_attention(part, family, module, adapter.call, adapter.own[part])
+                around = around_attention(part, family, module, adapter.call, adapter.implementations[part])
                 adapter.apply(around, eager=module)
-        for layer in layers_of(adapter.model):
+        for layer in find_layers(adapter.model):
             adapter.apply(tell_mask(adapter.call, layer), checkpointed=layer)
 
 
@@ -185,9 +185,9 @@ def _asks_interface(kind: type[nn.Module]) -> bool:
     return "ALL_ATTENTION_FUNCTIONS" in inspect.unwrap(kind.forward).__code__.co_names
 
 
-def parts_of(model: nn.Module) -> list[tuple[PreTrainedModel, Family, nn.Module]]:
+def find_parts(model: nn.Module) -> list[tuple[PreTrainedModel, Family, nn.Module]]:
     """Return the modules inside `model` that a family names, each once."""
-    found: dict[int, tuple[PreTrainedModel, Family, nn.Module]] = {}
+    parts: dict[int, tuple[PreTrainedModel, Family, nn.Module]] = {}
     for part in (part for part in model.modules() if isinstance(part, PreTrainedModel)):
         family = family_of(part)
         for module in part.modules() if family is not None else ():
@@ -196,8 +196,8 @@ def parts_of(model: nn.Module) -> list[tuple[PreTrainedModel, Family, nn.Module]
             if kind.__name__ == family.positions or (
                 kind.__name__ == family.attention and not _asks_interface(kind)
             ):
-                found.setdefault(id(module), (part, family, module))
-    return list(found.values())
+                parts.setdefault(id(module), (part, family, module))
+    return list(parts.values())
 
 
 def around_attention(
@@ -214,12 +214,12 @@ def around_attention(
             return forward(*args, **kwargs)  # engine.ring.off()
         if torch.compiler.is_compiling():
             raise not_compiled(type(module).__name__, "computes attention in its own code")
-        given = (*args, *kwargs.values())
-        mask = next((x for x in given if isinstance(x, LayerMask)), None)
-        used = call.mask_of(module) if mask is None else mask
+        arguments = (*args, *kwargs.values())
+        mask = next((x for x in arguments if isinstance(x, LayerMask)), None)
+        used = call.get_mask(module) if mask is None else mask
         sharding = None if used is None else used.sharding
-        sharding = call.sharding_of(module) if sharding is None else sharding
-        samples = next(x for x in given if isinstance(x, Tensor)).shape[0]
+        sharding = call.get_sharding(module) if sharding is None else sharding
+        samples = next(x for x in arguments if isinstance(x, Tensor)).shape[0]
         attend = ModuleAttention(module, model.config, family, sharding, used, samples, implementation)
         operators = ScoreOperators(attend)
         with operators:
@@ -245,14 +245,14 @@ def tell_mask(call: ModelCall, layer: nn.Module) -> Callable[..., Any]:
         _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         def with_sharding(x: Any) -> Any:
-            return replace(x, sharding=call.sharding_of(layer)) if isinstance(x, LayerMask) else x
+            return replace(x, sharding=call.get_sharding(layer)) if isinstance(x, LayerMask) else x
 
         return tuple(map(with_sharding, args)), {key: with_sharding(x) for key, x in kwargs.items()}
 
     return before
 
 
-def layers_of(model: nn.Module) -> list[nn.Module]:
+def find_layers(model: nn.Module) -> list[nn.Module]:
     """Return the layers of the models of `FAMILIES` inside `model`."""
     parts = [part for part in model.modules() if isinstance(part, PreTrainedModel) and family_of(part)]
     layers = {id(layer): layer for part in parts for layer in part.modules()}
@@ -276,13 +276,13 @@ class _NumberedCall:
             most = None if family is None else family.dense_up_to(self._call.model.config)
             if most is not None and tokens > most:
                 raise draws_blocks(self._call.model, f" for more than {most} tokens, got {tokens}")
-            given = dict(self._signature.bind_partial(*args, **kwargs).arguments) | kwargs
-            ids = given["inputs_embeds"] if given.get("input_ids") is None else given["input_ids"]
+            arguments = dict(self._signature.bind_partial(*args, **kwargs).arguments) | kwargs
+            ids = arguments["inputs_embeds"] if arguments.get("input_ids") is None else arguments["input_ids"]
             if family is not None and family.by_length:  # nothing attends to padding
                 kwargs = kwargs | {"lengths": torch.full(ids.shape[:1], ids.shape[1], device=ids.device)}
-            position_ids = given.get("position_ids")
+            position_ids = arguments.get("position_ids")
             if position_ids is None:  # in a generation
-                self._noted = _positions_in(given[SHARDING], ids.device).expand(ids.shape[0], -1)
+                self._noted = _positions_in(arguments[SHARDING], ids.device).expand(ids.shape[0], -1)
                 return args, kwargs
             self._noted = position_ids.expand(ids.shape[0], -1)  # XLM asks for each sample's
             return args, kwargs | {"position_ids": self._noted}
@@ -291,15 +291,15 @@ class _NumberedCall:
 
     def position_ids(self, module: nn.Module) -> Tensor | None:
         """Return the positions of the tokens that a module gets; None before the first call."""
-        found = self._call.position_ids(module)
-        return self._noted if found is None else found
+        positions = self._call.position_ids(module)
+        return self._noted if positions is None else positions
 
 
 def _positions_in(sharding: BatchSharding, device: torch.device) -> Tensor:
     """Return the positions of local tokens in the sequence, [S]; 0 for padding of the layout."""
     if sharding.is_replicated:
-        found: Tensor = sharding.q_positions  # type: ignore[attr-defined]
-        return found.to(device)
+        positions: Tensor = sharding.q_positions  # type: ignore[attr-defined]
+        return positions.to(device)
     slots = sharding.with_slots(device).slots
     assert slots is not None
     return slots.clamp_min(0)

@@ -65,8 +65,8 @@ class ModuleAttention:
             self.module, query, key, self._with_heads(value), mask, scaling=scores.scale,
             dropout=scores.dropout, score_mod=changed, **{SHARDING: self.sharding},
         )  # fmt: skip
-        found: Tensor = out_BSHD.transpose(1, 2)
-        return found.reshape(*scores.shape[:-1], value.shape[-1])
+        out_BHSD: Tensor = out_BSHD.transpose(1, 2)
+        return out_BHSD.reshape(*scores.shape[:-1], value.shape[-1])
 
     def _with_heads(self, x: Tensor) -> Tensor:
         """Return [B, H, S, D] of itself or of [B * H, S, D]."""
@@ -158,14 +158,14 @@ class EagerScores:
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Note what a function of torch does to scores, or raise."""
-        given, named = list(args), dict(kwargs or {})
-        scores: EagerScores = next(x for x in (*given, *named.values()) if isinstance(x, EagerScores))
-        match getattr(function, "__name__", ""), given:
+        positional, named = list(args), dict(kwargs or {})
+        scores: EagerScores = next(x for x in (*positional, *named.values()) if isinstance(x, EagerScores))
+        match getattr(function, "__name__", ""), positional:
             case "softmax", _:
                 return scores.softmax()
             case "dropout", _:
-                rate = given[1] if len(given) > 1 else named.get("p", 0.5)
-                is_on = given[2] if len(given) > 2 else named.get("training", True)
+                rate = positional[1] if len(positional) > 1 else named.get("p", 0.5)
+                is_on = positional[2] if len(positional) > 2 else named.get("training", True)
                 return replace(scores, dropout=float(rate) if is_on else 0.0)
             case "matmul" | "bmm" | "__matmul__", [EagerScores(), Tensor() as value]:
                 return scores @ value

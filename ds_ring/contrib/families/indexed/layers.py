@@ -100,8 +100,8 @@ class KeysOfAllRanks:
     def _then(self, step: Callable[[Tensor], Tensor]) -> KeysOfAllRanks:
         return KeysOfAllRanks(self._select, self.shape, lambda *which: step(self._of(*which)))
 
-    def transpose(self, one: int, other: int) -> KeysOfAllRanks:
-        return self._then(lambda x: x.transpose(one, other))
+    def transpose(self, dim0: int, dim1: int) -> KeysOfAllRanks:
+        return self._then(lambda x: x.transpose(dim0, dim1))
 
     def unsqueeze(self, dim: int) -> KeysOfAllRanks:
         return self._then(lambda x: x.unsqueeze(dim))
@@ -136,9 +136,9 @@ class KeysOfAllRanks:
 
         def scores(samples: Any, slots: slice, shard: Tensor) -> Tensor:
             # Whatever else takes part belongs to this rank's queries, [B, S, ..].
-            given = (keys._of(samples, slots, shard) if x is keys else x[:, slots][samples] for x in args)
-            found: Tensor = function(*given)
-            return found
+            operands = (keys._of(samples, slots, shard) if x is keys else x[:, slots][samples] for x in args)
+            result: Tensor = function(*operands)
+            return result
 
         return KeysOfAllRanks(keys._select, keys.shape, scores)
 

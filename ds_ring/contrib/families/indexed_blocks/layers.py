@@ -126,7 +126,7 @@ class _BlockRows:
         return torch.cat([chosen, self.expand(last).expand(len(chosen), -1, -1)], dim=2)
 
 
-def _rows_of(sharding: BatchSharding, size: int, whole: bool) -> list[tuple[Any, _BlockRows]]:
+def _split_rows(sharding: BatchSharding, size: int, whole: bool) -> list[tuple[Any, _BlockRows]]:
     """Return the samples of each set of documents, and their blocks."""
     if not sharding.groups:
         return [(slice(None), _BlockRows(sharding, None, size, whole))]
@@ -153,22 +153,22 @@ def qwen4(indexer: Any, sharding: BatchSharding, hidden_states: Tensor, cos_sin:
     raw_keys = raw_keys.squeeze(2)
 
     def scores(of_samples: Tensor, slots: slice, keys: Tensor) -> Tensor:
-        found = torch.matmul(of_samples[:, slots], keys.float().unsqueeze(1).transpose(2, 3))
-        return torch.relu(found).sum(dim=2) / math.sqrt(dim)
+        products = torch.matmul(of_samples[:, slots], keys.float().unsqueeze(1).transpose(2, 3))
+        return torch.relu(products).sum(dim=2) / math.sqrt(dim)
 
-    parts = _rows_of(sharding, size, True)
+    parts = _split_rows(sharding, size, True)
     gathered = [rows.gather(raw_keys[samples]) for samples, rows in parts]
     pooled = [tokens.float().mean(dim=2).to(raw_keys.dtype) for tokens, _ in gathered]
     # One call for all samples: at ZeRO 3 every rank must call a module as often as the others.
     normed = indexer.k_layernorm(torch.cat([x.flatten(0, 1) for x in pooled]))
     normed = normed.split([x.shape[0] * x.shape[1] for x in pooled])
-    found = []
+    results = []
     for (samples, rows), (_, slots), pools, flat in zip(parts, gathered, pooled, normed, strict=True):
         of_starts = {"cos": cos[samples][:, slots], "sin": sin[samples][:, slots]}
         keys = rotary(flat.view_as(pools).unsqueeze(2), **of_starts, unsqueeze_dim=2).squeeze(2)
         chosen = rows.choose(partial(scores, queries[samples]), indexer.block_topk, keys, size - 1)
-        found.append(rows.with_last(chosen))
-    return joined(sharding, found)
+        results.append(rows.with_last(chosen))
+    return joined(sharding, results)
 
 
 def minimax_m3(
@@ -185,16 +185,16 @@ def minimax_m3(
     queries, keys = _minimax_m3_projected(indexer, hidden_states, cos_sin)
 
     def scores(of_samples: Tensor, slots: slice, tokens: Tensor) -> Tensor:
-        found = [
+        products = [
             torch.matmul(of_samples[:, :, slots], part.float().flatten(1, 2).unsqueeze(1).mT)
             .unflatten(3, (-1, size))
             .amax(dim=4)
             for part in tokens.split(max(1, SCORED // size), dim=1)
         ]
-        return torch.cat(found, dim=3)
+        return torch.cat(products, dim=3)
 
-    found = []
-    for samples, rows in _rows_of(sharding, size, False):
+    results = []
+    for samples, rows in _split_rows(sharding, size, False):
         of_samples = queries[samples].float()
         firsts = rows.local(local, keys.device)
         chosen = rows.expand(firsts).expand(*of_samples.shape[:2], -1, -1)
@@ -203,8 +203,8 @@ def minimax_m3(
             count = indexer.topk_blocks - local
             best = rows.choose(partial(scores, of_samples), count, others, local * size)
             chosen = torch.cat([chosen, best], dim=3)
-        found.append(chosen)
-    return joined(sharding, found)
+        results.append(chosen)
+    return joined(sharding, results)
 
 
 def _minimax_m3_projected(
@@ -248,9 +248,11 @@ def minimax_m3_with_cache(
         best[..., :blocks].contiguous(), layout=layout, mesh=mesh,
         hop_timeout_s=float(sharding.config.hop_timeout_seconds),
     )  # fmt: skip
-    own = (of_queries // size)[:, None]
+    query_block = (of_queries // size)[:, None]
     numbers = torch.arange(blocks, device=keys.device)
-    best = best.masked_fill((numbers <= own) & (numbers > own - indexer.local_blocks), torch.inf)
+    best = best.masked_fill(
+        (numbers <= query_block) & (numbers > query_block - indexer.local_blocks), torch.inf
+    )
     sorted_scores, chosen = best.sort(dim=3, descending=True, stable=True)
     chosen, sorted_scores = (x[..., : indexer.topk_blocks] for x in (chosen, sorted_scores))
     tokens = (chosen[..., None] * size + torch.arange(size, device=keys.device)).flatten(3)
@@ -274,14 +276,14 @@ def glm5(indexer: Any, sharding: BatchSharding, hidden_states: Tensor, q_resid: 
         of_heads = torch.relu(products * indexer.softmax_scale)
         return torch.matmul(weights[samples][:, slots].unsqueeze(2), of_heads).squeeze(2)
 
-    found = []
-    for samples, rows in _rows_of(sharding, size, True):
+    results = []
+    for samples, rows in _split_rows(sharding, size, True):
         keys, gates = rows.gather(both[samples])[0].split(dim, dim=-1)
         shares = (gates.float() + indexer.index_kpool_compress_ape.float()).softmax(dim=2).to(keys.dtype)
         pooled, count = (shares * keys).sum(dim=2), indexer.index_topk // size
         chosen = rows.choose(partial(scores, samples), count, pooled, size - 1)
-        found.append(rows.with_last(chosen) if indexer.index_kpool_always_select_tail else chosen)
-    return joined(sharding, found)
+        results.append(rows.with_last(chosen) if indexer.index_kpool_always_select_tail else chosen)
+    return joined(sharding, results)
 
 
 # By the class of an indexer.
@@ -379,21 +381,21 @@ class BlockIndexedLayer:
         if self._layer.config._attn_implementation != NAME:
             return forward(*args, **kwargs)  # engine.ring.off()
         sharding, name = self._sharding, type(self._indexer).__name__
-        given = inspect.signature(forward).bind(*args, **kwargs).arguments
-        cache, make = cache_in(given), _INDEXERS.get(name)
+        arguments = inspect.signature(forward).bind(*args, **kwargs).arguments
+        cache, make = cache_in(arguments), _INDEXERS.get(name)
         if cache is not None:
             if name not in _WITH_CACHE or not getattr(sharding, "masks_padding", False):
                 raise has_cache(name)
             make = partial(_WITH_CACHE[name], cache=cache)
         if not isinstance(sharding, BatchSharding) or torch.compiler.is_compiling():
             raise no_sharding(name, sharding)
-        own = self._mask.pattern if self._mask is not None else pattern_of_call(self._layer, {})
-        pattern = pattern_in(self._layer, sharding, own)
+        layer_pattern = self._mask.pattern if self._mask is not None else pattern_of_call(self._layer, {})
+        pattern = pattern_in(self._layer, sharding, layer_pattern)
         if not isinstance(pattern, Causal):
             expected = f"expected a causal pattern, with or without documents, got {pattern}"
             raise RingPatternError(f"{name}: {expected}; leave the pattern out of the JSON")
         with torch.no_grad(), sharding.mesh.owners[Choices].exact():
             # the hidden states, and what else scores are made of
-            first, second = [*given.values()][:2]
+            first, second = [*arguments.values()][:2]
             assert make is not None, "the layer matches"
             return make(self._indexer, sharding, first, second)

@@ -72,8 +72,8 @@ class LatentLayers(Variant):
         return hasattr(module, "kv_b_proj")
 
     def install(self, adapter: ModelAdapter) -> None:
-        found = {} if adapter.rewritten else latent_layers(adapter.model, adapter.session)
-        for layer, unexpanded in found.items():
+        layers = {} if adapter.rewritten else latent_layers(adapter.model, adapter.session)
+        for layer, unexpanded in layers.items():
             adapter.apply(unexpanded, latent=layer)
 
     def attend(self, call: AttentionCall) -> Tensor | None:
@@ -97,21 +97,21 @@ def latent_layers(model: nn.Module, session: RingSession) -> dict[nn.Module, Lat
     Raises:
         RingConfigError: `"latents": true`, and a layer or the model does not allow it.
     """
-    asked = session.config.latents
-    found: dict[nn.Module, Latents] = {}
-    if asked is False or (asked == "auto" and not pays(session.mesh, session.device)):
-        return found
+    setting = session.config.latents
+    layers: dict[nn.Module, Latents] = {}
+    if setting is False or (setting == "auto" and not pays(session.mesh, session.device)):
+        return layers
     refused = None
     for layer in filter(LatentLayers().matches, model.modules()):
         why = why_not(layer, session)
         if why is None:
-            found[layer] = Latents(layer)
+            layers[layer] = Latents(layer)
         else:
             refused = f"{type(layer).__name__}, which {why}"
-    if asked is True and (refused is not None or not found):
+    if setting is True and (refused is not None or not layers):
         expected = '"latents": expected layers that expand a latent by expand_kv, got'
         raise RingConfigError(f'{expected} {refused or type(model).__name__}; write "latents": "auto"')
-    return found
+    return layers
 
 
 def pays(mesh: RingMesh, device: torch.device) -> bool:

@@ -131,18 +131,18 @@ class PromptBias:
             make = partial(kind, config, pattern=pattern, mesh=mesh, layout=layout, scale=scale)
             return self.sharding.cached((pattern, scale), make)
 
-        def of_layout(x: Tensor) -> Tensor:  # of [B, H, L, D]
+        def to_layout(x: Tensor) -> Tensor:  # of [B, H, L, D]
             return pad(x[:, :, :tokens], (0, 0, 0, layout.local_tokens - tokens))
 
-        q, k, v = map(of_layout, (q_BHLD, k_BHLD, v_BHLD))
+        q, k, v = map(to_layout, (q_BHLD, k_BHLD, v_BHLD))
         wide = torch.cat([q, torch.ones_like(q[..., :1])], dim=-1)
         within = attention(DistanceBiasAttention, False)(
             wide, k, v, profiles=self.profiles_H1R.to(q.dtype), first=self.first, return_lse=True
         )
         out, lse = attention(RingAttention, True)(q, k, v, return_lse=True)
-        crossing = of_layout(self.crossing_HL[None, :, :, None])[..., 0]
-        found, _ = merged(within, (out, lse + crossing.to(lse.dtype)))
-        return pad(found[:, :, :tokens], (0, 0, 0, slots - tokens))
+        crossing = to_layout(self.crossing_HL[None, :, :, None])[..., 0]
+        result, _ = merged(within, (out, lse + crossing.to(lse.dtype)))
+        return pad(result[:, :, :tokens], (0, 0, 0, slots - tokens))
 
 
 class LearnedPrompt(Variant):
@@ -169,7 +169,7 @@ class LearnedPrompt(Variant):
 
     def apart(self, model: nn.Module) -> list[nn.Module]:
         """Return the layers: their outputs have the prompt's tokens, too."""
-        return [one for one in model.modules() if self.matches(model) and hasattr(one, "self_att")]
+        return [module for module in model.modules() if self.matches(model) and hasattr(module, "self_att")]
 
     def install(self, adapter: ModelAdapter) -> None:
         if not self.matches(adapter.model):
@@ -214,7 +214,7 @@ def around_model(model: Any, call: ModelCall) -> Callable[..., Any]:
     ) -> Any:  # fmt: skip
         if model.config._attn_implementation != NAME:  # engine.ring.off()
             return forward(input_ids, output_attentions, output_hidden_states, *args, **kwargs)
-        name, sharding = type(model).__name__, call.sharding_of(model)
+        name, sharding = type(model).__name__, call.get_sharding(model)
         if torch.compiler.is_compiling():
             raise not_compiled(name, "puts a prompt in front of the tokens")
         if output_attentions or output_hidden_states:
@@ -241,19 +241,21 @@ def _bias_of(model: Any, sharding: BatchSharding, prompt: int, slots: int) -> Pr
     table, device = model.position_bias, next(model.parameters()).device
     farthest = max(sharding.layout.tokens, model.prompt_length)
 
-    def of_pairs(queries: int, keys: int, of_queries: int, of_keys: int) -> Tensor:
+    def compute_pairs(queries: int, keys: int, of_queries: int, of_keys: int) -> Tensor:
         positions = [torch.zeros(1, n, dtype=torch.int64, device=device) for n in (keys, queries)]
-        segments = [one + segment for one, segment in zip(positions, (of_keys, of_queries), strict=True)]
+        segments = [
+            places + segment for places, segment in zip(positions, (of_keys, of_queries), strict=True)
+        ]
         found_1HQK: Tensor = table(*positions, *segments)
         return found_1HQK[0].flatten(1)
 
-    later_HR = of_pairs(1, farthest, _OF_TOKENS, _OF_TOKENS)  # keys at and after the query: 0, -1, ..
-    earlier_HR = of_pairs(farthest, 1, _OF_TOKENS, _OF_TOKENS)
+    later_HR = compute_pairs(1, farthest, _OF_TOKENS, _OF_TOKENS)  # keys at and after the query: 0, -1, ..
+    earlier_HR = compute_pairs(farthest, 1, _OF_TOKENS, _OF_TOKENS)
     profiles_HR = torch.cat([later_HR.flip(-1), earlier_HR[:, 1:]], dim=-1)
     crossing_HL = torch.cat(
         [
-            of_pairs(1, 1, _OF_PROMPT, _OF_TOKENS).expand(-1, prompt),
-            of_pairs(1, 1, _OF_TOKENS, _OF_PROMPT).expand(-1, slots),
+            compute_pairs(1, 1, _OF_PROMPT, _OF_TOKENS).expand(-1, prompt),
+            compute_pairs(1, 1, _OF_TOKENS, _OF_PROMPT).expand(-1, slots),
         ],
         dim=-1,
     )

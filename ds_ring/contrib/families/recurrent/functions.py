@@ -27,9 +27,9 @@ from ds_ring.contrib.families.recurrent.scan import (
     Recurrences,
     Steps,
     by_rows,
+    get_sharding,
     recurrence,
     refuse_states,
-    sharding_of,
     with_halo,
 )
 from ds_ring.errors import RingConfigError
@@ -47,15 +47,15 @@ _OF_ONE_TOKEN = {
 
 def _of_one_token(original: Original) -> Original:
     """Return what the layers of a modeling file call in place of `original` for a generated token."""
-    found: Original = getattr(sys.modules[original.__module__], _OF_ONE_TOKEN[original.__name__])
-    return found
+    function: Original = getattr(sys.modules[original.__module__], _OF_ONE_TOKEN[original.__name__])
+    return function
 
 
 def convolution(
     original: Original, x: Tensor, weight: Tensor, bias: Tensor | None = None, *args: Any, **kwargs: Any
 ) -> Any:
     """Convolve [B, C, S] causally with weight [C, width], as `causal_conv1d_fn`."""
-    sharding = sharding_of(kwargs)
+    sharding = get_sharding(kwargs)
     if sharding is None:
         return original(x, weight, bias, *args, **kwargs)
 
@@ -72,11 +72,16 @@ def delta_rule(
     initial_state: Tensor | None = None, output_final_state: bool = False, **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Compute a gated delta rule or Kimi delta attention of q and k [B, S, H, K] and v [B, S, H, V]."""
-    sharding = sharding_of(kwargs)
-    given = {"g": g, "beta": beta, "initial_state": initial_state, "output_final_state": output_final_state}
+    sharding = get_sharding(kwargs)
+    arguments = {
+        "g": g,
+        "beta": beta,
+        "initial_state": initial_state,
+        "output_final_state": output_final_state,
+    }
     if sharding is None:
-        found: tuple[Tensor, Tensor | None] = original(query, key, value, *args, **given, **kwargs)
-        return found
+        result: tuple[Tensor, Tensor | None] = original(query, key, value, *args, **arguments, **kwargs)
+        return result
     refuse_states("delta rule", initial_state, output_final_state and torch.is_grad_enabled())
     kwargs = {name: x for name, x in kwargs.items() if name != "cu_seqlens"}
 
@@ -104,9 +109,9 @@ def delta_rule(
 
     def run(state: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         q, k, v, g, beta = tensors
-        given = {"g": g, "beta": beta, "initial_state": state, "output_final_state": True}
-        found: tuple[Tensor, Tensor] = _of_one_token(original)(q, k, v, **given, **kwargs)
-        return found
+        arguments = {"g": g, "beta": beta, "initial_state": state, "output_final_state": True}
+        result: tuple[Tensor, Tensor] = _of_one_token(original)(q, k, v, **arguments, **kwargs)
+        return result
 
     tensors = (query, key, value, g, beta)
     recurrences = sharding.mesh.owners[Recurrences]
@@ -121,7 +126,7 @@ def mamba2(
     *args: Any, **kwargs: Any,
 ) -> Any:  # fmt: skip
     """Compute Mamba 2's scan of x [B, S, H, P], dt [B, S, H], A [H], B and C [B, S, G, N]."""
-    sharding = sharding_of(kwargs)
+    sharding = get_sharding(kwargs)
     if sharding is None:
         return original(x, dt, A, B, C, chunk_size, *args, **kwargs)
     z, state, returns_state = _of_whole_samples(kwargs, "z", "initial_states", "return_final_states")
@@ -152,12 +157,12 @@ def mamba2(
 
     def run(state: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         (size, states), D, bias = state.shape[2:], kwargs.get("D"), steps[0]
-        of_each = [None if one is None else one[:, None].expand(-1, size) for one in (D, bias)]
+        of_each = [None if x_ is None else x_[:, None].expand(-1, size) for x_ in (D, bias)]
         rates, state, outs = A[:, None, None].expand(-1, size, states), state.clone(), []
-        for x, dt, B, C in zip(*(one.unbind(1) for one in tensors), strict=True):
+        for x, dt, B, C in zip(*(x_.unbind(1) for x_ in tensors), strict=True):
             dt = dt[..., None].expand(-1, -1, size)
-            more = {"dt_bias": of_each[1], "dt_softplus": steps[1]}
-            outs.append(_of_one_token(original)(state, x, dt, rates, B, C, of_each[0], z=None, **more))
+            options = {"dt_bias": of_each[1], "dt_softplus": steps[1]}
+            outs.append(_of_one_token(original)(state, x, dt, rates, B, C, of_each[0], z=None, **options))
         return torch.stack(outs, dim=1), state
 
     of_tokens = Steps((*x.shape[2:], B.shape[3]), run)
@@ -188,7 +193,7 @@ def mamba1(
     original: Original, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *args: Any, **kwargs: Any
 ) -> Any:
     """Compute Mamba's selective scan: x and dt [B, C, S], A [C, N], B and C [B, N, S]; states [B, C, N]."""
-    sharding = sharding_of(kwargs)
+    sharding = get_sharding(kwargs)
     if sharding is None:
         return original(x, dt, A, B, C, *args, **kwargs)
     z, state, returns_state = _of_whole_samples(kwargs, "z", "initial_state", "return_last_state")
@@ -217,9 +222,9 @@ def mamba1(
     def run(state: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         state, D, outs = state.clone(), kwargs.get("D"), []
         D = None if D is None else D.to(tensors[0].dtype)  # of which the layer has made float32
-        more = {"dt_bias": delta_bias, "dt_softplus": delta_softplus}
-        for x, dt, B, C in zip(*(one.unbind(2) for one in tensors), strict=True):
-            outs.append(_of_one_token(original)(state, x, dt, A, B, C, D, z=None, **more))
+        options = {"dt_bias": delta_bias, "dt_softplus": delta_softplus}
+        for x, dt, B, C in zip(*(tensor.unbind(2) for tensor in tensors), strict=True):
+            outs.append(_of_one_token(original)(state, x, dt, A, B, C, D, z=None, **options))
         return torch.stack(outs, dim=2), state
 
     steps = Steps((x.shape[1], B.shape[1]), run)
@@ -230,4 +235,4 @@ def mamba1(
 
 def not_fused(original: Original, *args: Any, **kwargs: Any) -> Any:
     """Return None on a ring: the layer then calls the convolution and the scan one after the other."""
-    return original(*args, **kwargs) if sharding_of(kwargs) is None else None
+    return original(*args, **kwargs) if get_sharding(kwargs) is None else None

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from ds_ring.contrib.families.recurrent import functions, methods, scan
 from ds_ring.data.batch import SHARDING
 from ds_ring.errors import RingConfigError
-from ds_ring.models.checks import layers_of
+from ds_ring.models.checks import get_layers
 from ds_ring.models.model import TABLE
 from ds_ring.models.variant import (
     CONVOLUTION,
@@ -122,7 +122,7 @@ class Recurrent(Variant):
             )
 
     def covers(self, model: PreTrainedModel, as_is: bool) -> set[str]:
-        layers = layers_of(model)
+        layers = get_layers(model)
         parts = [part for layer in layers for part in layer.modules()]
         covered = set() if any(map(convolves_locally, parts)) else {CONVOLUTION}
         if not any(map(is_recurrent, model.modules())):
@@ -131,9 +131,9 @@ class Recurrent(Variant):
         for type_, layer in zip(getattr(model.config, "layer_types", None) or (), layers, strict=False):
             of_types.setdefault(type_, []).append(layer)
         covered |= {
-            one
-            for one in _LAYER_TYPES
-            if all(any(map(is_recurrent, layer.modules())) for layer in of_types.get(one, [model]))
+            layer_type
+            for layer_type in _LAYER_TYPES
+            if all(any(map(is_recurrent, layer.modules())) for layer in of_types.get(layer_type, [model]))
         }
         return covered | {STATE, POSITIONS}
 
@@ -155,7 +155,9 @@ class Recurrent(Variant):
             adapter.apply(_module_patches[target].to(wrapper), **{target: child})
 
     def refuse_generation(self, model: PreTrainedModel) -> str | None:
-        names = sorted({type(one).__name__ for one in model.modules() if passes_no_state_to_a_cache(one)})
+        names = sorted(
+            {type(module).__name__ for module in model.modules() if passes_no_state_to_a_cache(module)}
+        )
         if not names:
             return None
         return (
@@ -189,10 +191,10 @@ def _give_sharding(adapter: ModelAdapter) -> tuple[Callable[..., Any], Callable[
         if not sharding.masks_padding:
             return None
         # Not all functions of single tokens take further arguments.
-        given = {name: value for name, value in kwargs.items() if name != SHARDING}
-        if sharding.real_tokens is not None and "attention_mask" in given:
-            given["attention_mask"] = sharding.real_tokens
-        return args, given
+        arguments = {name: value for name, value in kwargs.items() if name != SHARDING}
+        if sharding.real_tokens is not None and "attention_mask" in arguments:
+            arguments["attention_mask"] = sharding.real_tokens
+        return args, arguments
 
     @_after_layer
     def after(module: nn.Module, *_: Any) -> None:
@@ -214,14 +216,14 @@ def _used(kind: type) -> set[tuple[str, str]]:
     """Return the functions and methods of the table that a class uses, by the file that has them."""
     forward = _plain(kind.forward)  # type: ignore[attr-defined]
     names = getattr(getattr(forward, "__code__", None), "co_names", ())
-    found = {(forward.__module__, name) for name in names if name in FUNCTIONS}
+    uses = {(forward.__module__, name) for name in names if name in FUNCTIONS}
     for name in METHODS:
         owner, _, method = name.partition(".")
         for base in kind.__mro__:
             inherited = base.__name__ == owner and method in vars(base)
             if inherited and _plain(getattr(kind, method)) is _plain(vars(base)[method]):
-                found.add((base.__module__, name))
-    return found
+                uses.add((base.__module__, name))
+    return uses
 
 
 def wrap_functions(model: nn.Module) -> set[str]:
@@ -243,11 +245,13 @@ def file_is_recurrent(kind: type) -> bool:
 
 def attends_recurrently(kind: type) -> bool:
     """Return whether a model class has no attention: what its file calls so is recurrent (RWKV)."""
-    classes = [one for one in vars(sys.modules[kind.__module__]).values() if isinstance(one, type)]
+    classes = [kind_ for kind_ in vars(sys.modules[kind.__module__]).values() if isinstance(kind_, type)]
     named = [
-        one
-        for one in classes
-        if issubclass(one, nn.Module) and one.__module__ == kind.__module__ and "Attention" in one.__name__
+        kind_
+        for kind_ in classes
+        if issubclass(kind_, nn.Module)
+        and kind_.__module__ == kind.__module__
+        and "Attention" in kind_.__name__
     ]
     return bool(named) and all(map(_used, named))
 
@@ -265,20 +269,20 @@ def passes_no_state_to_a_cache(part: nn.Module) -> bool:
 
 def own_modules(part: nn.Module) -> dict[nn.Module, tuple[str, Callable[..., Any]]]:
     """Return the modules inside a part that look back by themselves: a row's target, and the wrapper."""
-    found: dict[nn.Module, tuple[str, Callable[..., Any]]] = {}
+    modules: dict[nn.Module, tuple[str, Callable[..., Any]]] = {}
     for child in part.children():
         if isinstance(child, nn.ZeroPad2d) and tuple(child.padding) == (0, 0, 1, -1):
-            found[child] = "shift", methods.token_shift
+            modules[child] = "shift", methods.token_shift
     name = _CONVOLUTIONS.get(type(part).__name__)
     if name is not None:
-        found[getattr(part, name)] = "convolution", methods.convolution_module
-    return found
+        modules[getattr(part, name)] = "convolution", methods.convolution_module
+    return modules
 
 
 @lru_cache(maxsize=256)  # inspect parses the whole file each time
 def _source(kind: type) -> str | None:
     """Return the source of a class and its bases outside torch; None if it cannot be read."""
-    kinds = [one for one in kind.__mro__ if one.__module__.partition(".")[0] != "torch"]
+    kinds = [base for base in kind.__mro__ if base.__module__.partition(".")[0] != "torch"]
     try:
         return "".join(map(inspect.getsource, kinds[:-1]))  # without object
     except (OSError, TypeError):

@@ -28,10 +28,10 @@ from ds_ring.contrib.families.recurrent.scan import (
     Original,
     Steps,
     by_rows,
+    get_sharding,
     recurrence,
     refuse_states,
-    rows_of,
-    sharding_of,
+    split_rows,
     token_before,
     with_halo,
 )
@@ -71,14 +71,14 @@ def _scaled_recurrence(
     wants_state: bool,
 ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:  # fmt: skip
     """Return the outputs of a recurrence whose states are S exp(m), and the last (S, m), as `recurrence`."""
-    sets = rows_of(sharding)
-    found = [
+    sets = split_rows(sharding)
+    results = [
         _scaled_pieces(context, [x[rows] if rows else x for x in tensors], summarise, call, dim, wants_state)
         for context, rows in sets
     ]
-    rows = [one for _, one in sets]
-    out = in_order([one for one, _ in found], rows)
-    states = [one for _, one in found if one is not None]
+    rows = [samples for _, samples in sets]
+    out = in_order([part for part, _ in results], rows)
+    states = [part for _, part in results if part is not None]
     if not wants_state:
         return out, None
     S, m = (in_order(list(parts), rows) for parts in zip(*states, strict=True))
@@ -113,10 +113,10 @@ def _scaled_pieces(
         outs[0] = call([x.narrow(dim, 0, 1) for x in tensors], None).narrow(dim, 0, 0)
     for (length, continues), numbers in kinds.items():
         pieces = [context.pieces[number] for number in numbers]
-        given = [torch.cat([x.narrow(dim, piece.slot, length) for piece in pieces]) for x in tensors]
+        joined = [torch.cat([x.narrow(dim, piece.slot, length) for piece in pieces]) for x in tensors]
         runs = [piece.run for piece in pieces]
         state = (states[runs].flatten(0, 1), before[runs].flatten(0, 1)) if continues else None
-        out = call(given, state)
+        out = call(joined, state)
         for place, number in enumerate(numbers):
             outs[number] = out[place * batch : (place + 1) * batch]
     whole = torch.cat([outs[number] for number in sorted(outs)], dim=dim)
@@ -134,16 +134,16 @@ def _greatest_before(context: ScanContext, decay: Tensor, greatest: Tensor) -> T
     A scan of one-hot vectors hands every run the numbers of all runs of its document before it.
     """
     count = len(context.runs.starts)
-    own = on_device(context.runs.list_rank_runs(context.mesh.sequence_rank), decay.device)
+    runs = on_device(context.runs.of_rank(context.mesh.sequence_rank), decay.device)
     factors = torch.stack([torch.ones_like(decay), decay, greatest], dim=1)  # [R, 3, ...]
-    places = F.one_hot(own, count).to(decay.dtype)
+    places = F.one_hot(runs, count).to(decay.dtype)
     places = places.view(*places.shape, *[1] * (factors.dim() - 1))
     slots = places * factors[:, None]  # [R, N, 3, ...]
     keep = torch.ones_like(slots[:, :1, :1].flatten(1)[:, :1]).view(-1, *[1] * (slots.dim() - 1))
     is_there, decays, maxima = scan_op(keep, slots, False, context.handle).unbind(2)  # [R, N, ...]
     later = torch.cat([decays[:, 1:], torch.zeros_like(decays[:, :1])], dim=1).flip(1).cumsum(1).flip(1)
-    found = torch.where(is_there > 0, maxima + later, -torch.inf).amax(dim=1)
-    return torch.where(is_there.sum(dim=1) > 0, found, 0.0)
+    earlier = torch.where(is_there > 0, maxima + later, -torch.inf).amax(dim=1)
+    return torch.where(is_there.sum(dim=1) > 0, earlier, 0.0)
 
 
 def wkv(
@@ -151,10 +151,10 @@ def wkv(
     state: Any = None, return_state: bool = False,
 ) -> tuple[Tensor, Any]:  # fmt: skip
     """Compute RWKV's weighted averages of value [B, S, C] by exp(key); states: numerator, denominator."""
-    sharding = sharding_of({})
+    sharding = get_sharding({})
     if sharding is None:
-        found: tuple[Tensor, Any] = original(time_decay, time_first, key, value, state, return_state)
-        return found
+        result: tuple[Tensor, Any] = original(time_decay, time_first, key, value, state, return_state)
+        return result
     wants_state = sharding.masks_padding and return_state  # of a prompt, before which the state is empty
     refuse_states("RWKV", None if wants_state else state, return_state and not wants_state)
     rate = -torch.exp(time_decay.float())  # [C]
@@ -193,10 +193,10 @@ def rwkv_shift(
     original: Original, layer: Any, hidden: Tensor, state: list[Tensor] | None = None, *, place: int
 ) -> tuple[Any, ...]:
     """Compute what mixes tokens [B, S, C] with those before them; the last one is `state[place]`."""
-    sharding = sharding_of({})
+    sharding = get_sharding({})
     if sharding is None or state is None:
-        found: tuple[Any, ...] = original(layer, hidden, state)
-        return found
+        result: tuple[Any, ...] = original(layer, hidden, state)
+        return result
     *mixed, _ = original(layer, hidden)
     state[place][:, :, layer.layer_id] = _last_inputs(sharding, hidden.transpose(1, 2), 1)[..., 0]
     return (*mixed, state)
@@ -208,7 +208,7 @@ def mlstm(
     m_initial: Tensor | None = None, return_last_states: bool | None = None, mode: str | None = None,
 ) -> Any:  # fmt: skip
     """Compute the mLSTM of q and k [B, H, S, K], v [B, H, S, V] and gates [B, H, S]; states [K, V + 1]."""
-    sharding = sharding_of({})
+    sharding = get_sharding({})
     if sharding is None:
         first = (c_initial, n_initial, m_initial)
         return original(layer, query, key, value, igate, fgate, *first, return_last_states, mode)
@@ -253,14 +253,14 @@ def lightning_attention(
     original: Original, layer: Any, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
     """Compute MiniMax's linear attention, whose states [B, H, D, D] decay by a constant of each head."""
-    sharding = sharding_of(kwargs)
+    sharding = get_sharding(kwargs)
     if sharding is None:
-        found: tuple[Tensor, Tensor | None] = original(layer, *args, **kwargs)
-        return found
-    given = _arguments(original, layer, *args, **kwargs)
-    cache = cache_in(given)
+        result: tuple[Tensor, Tensor | None] = original(layer, *args, **kwargs)
+        return result
+    arguments = _arguments(original, layer, *args, **kwargs)
+    cache = cache_in(arguments)
     refuse_states("lightning attention", cache if torch.is_grad_enabled() else None, False)
-    hidden_states, attention_mask = given["hidden_states"], given.get("attention_mask")
+    hidden_states, attention_mask = arguments["hidden_states"], arguments.get("attention_mask")
     qkv = layer.act_fn(layer.qkv_proj(hidden_states))
     if attention_mask is not None:
         qkv = (qkv * attention_mask[:, :, None]).to(qkv.dtype)
@@ -310,12 +310,12 @@ def rg_lru(
     recurrent_states: Tensor | None, acc_dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Compute the RG-LRU's scan of [B, S, C], with a decay for each token and channel."""
-    sharding = sharding_of({})
+    sharding = get_sharding({})
     if sharding is None:
-        found: tuple[Tensor, Tensor] = original(
+        result: tuple[Tensor, Tensor] = original(
             layer, hidden_states, recurrent_gate, reset, recurrent_states, acc_dtype
         )
-        return found
+        return result
     generates = recurrent_states is not None  # from the prompt's first token on: what it held is of another
     refuse_states("RG-LRU", recurrent_states if torch.is_grad_enabled() else None, False)
     if generates and hidden_states.shape[1] == 1:
@@ -335,7 +335,7 @@ def rg_lru(
 
     def run(state: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         outs = []
-        for x, gate, reset in zip(*(one.split(1, dim=1) for one in tensors), strict=True):
+        for x, gate, reset in zip(*(tensor.split(1, dim=1) for tensor in tensors), strict=True):
             out, state = original(layer, x, gate, reset, state, acc_dtype)
             outs.append(out)
         return torch.cat(outs, dim=1), state
@@ -349,14 +349,14 @@ def compressed_convolution(
     original: Original, layer: Any, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Project to q, k and v as ZAYA: q and k through two convolutions, half of v from the token before."""
-    sharding = sharding_of({})
+    sharding = get_sharding({})
     if sharding is None:
-        found: tuple[Tensor, Tensor, Tensor] = original(layer, *args, **kwargs)
-        return found
-    given = _arguments(original, layer, *args, **kwargs)
-    cache = cache_in(given)
+        result: tuple[Tensor, Tensor, Tensor] = original(layer, *args, **kwargs)
+        return result
+    arguments = _arguments(original, layer, *args, **kwargs)
+    cache = cache_in(arguments)
     refuse_states("compressed convolutional attention", cache if torch.is_grad_enabled() else None, False)
-    hidden_states, conv_mask = given["hidden_states"], given.get("conv_mask")
+    hidden_states, conv_mask = arguments["hidden_states"], arguments.get("conv_mask")
     if sharding.masks_padding:  # of a prompt, whose mask the model was not given
         conv_mask = sharding.real_tokens
     if conv_mask is not None:
@@ -392,10 +392,10 @@ def dynamic_convolution(
     original: Original, layer: Any, hidden_states: Tensor, dynamic_input: Tensor, **kwargs: Any
 ) -> Tensor:
     """Convolve as Inkling 2: [B, S, C] by taps that each token makes of its input [B, S, I]."""
-    sharding = sharding_of(kwargs)
+    sharding = get_sharding(kwargs)
     if sharding is None:
-        found: Tensor = original(layer, hidden_states, dynamic_input, **kwargs)
-        return found
+        result: Tensor = original(layer, hidden_states, dynamic_input, **kwargs)
+        return result
     refuse_states("dynamic convolution", cache_in(kwargs), False)
     widths = [hidden_states.shape[2], dynamic_input.shape[2]]
 
@@ -413,10 +413,10 @@ def dynamic_convolution(
 
 def token_shift(original: Original, x: Tensor) -> Tensor:
     """Shift [B, S, C] by a token, as RWKV's `time_shift`."""
-    sharding = sharding_of({})
+    sharding = get_sharding({})
     if sharding is None:
-        found: Tensor = original(x)
-        return found
+        result: Tensor = original(x)
+        return result
     return by_rows(sharding, lambda context, x: token_before(context, x, x.new_zeros(x.shape[2])), x)
 
 
@@ -425,10 +425,10 @@ def convolution_module(original: Original, x: Tensor) -> Tensor:
 
     It pads both sides, and the layer takes the first S results; or the layer has padded x in front.
     """
-    sharding = sharding_of({})
+    sharding = get_sharding({})
     if sharding is None:
-        found: Tensor = original(x)
-        return found
+        result: Tensor = original(x)
+        return result
     module: nn.Conv1d = original.__self__  # type: ignore[attr-defined]
     if sharding.masks_padding:
         _inputs[module] = x, sharding
@@ -444,29 +444,29 @@ def convolution_module(original: Original, x: Tensor) -> Tensor:
 
 def keep_last_inputs(block: Any) -> None:
     """Give a block of Recurrent Gemma the last inputs of its convolution, after a prompt. Collective."""
-    found = _inputs.pop(getattr(block, "conv_1d", block), None)
-    if found is not None:
-        x, sharding = found
+    inputs = _inputs.pop(getattr(block, "conv_1d", block), None)
+    if inputs is not None:
+        x, sharding = inputs
         # the block has made it of the tokens here
         block.conv1d_state.copy_(_last_inputs(sharding, x, block.conv1d_state.shape[-1]))
 
 
 def _last_inputs(sharding: BatchSharding, x: Tensor, width: int) -> Tensor:
     """Return the last inputs [B, C, width] of a prompt [B, C, S], on every rank. Collective."""
-    ((context, _),) = rows_of(sharding)
+    ((context, _),) = split_rows(sharding)
     tail = own_last_tokens(x, width, context.layout, context.mesh.sequence_rank)
     return on_every_rank(context, tail, "last inputs of a prompt")
 
 
 def ngrams(original: Original, layer: Any, *args: Any, **kwargs: Any) -> Tensor:
     """Embed tokens [B, S] with those before them (Qwen 4), which are end tokens where a document begins."""
-    sharding = sharding_of({})
+    sharding = get_sharding({})
     if sharding is None:
-        found: Tensor = original(layer, *args, **kwargs)
-        return found
-    given = _arguments(original, layer, *args, **kwargs)
-    refuse_states("n-gram embedding", cache_in(given), False)
-    input_ids = given["input_ids"]
+        result: Tensor = original(layer, *args, **kwargs)
+        return result
+    arguments = _arguments(original, layer, *args, **kwargs)
+    refuse_states("n-gram embedding", cache_in(arguments), False)
+    input_ids = arguments["input_ids"]
 
     def embed(ids: Tensor) -> Tensor:  # [B, 1, L] of ids + 1; 0 for no token
         tokens = torch.where(ids == 0, layer.eos_token_id, ids - 1)[:, 0]

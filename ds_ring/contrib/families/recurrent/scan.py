@@ -51,7 +51,7 @@ class Recurrences:
         self.of_heads: Callable[..., Tensor] | None = None
 
 
-def sharding_of(kwargs: dict[str, Any]) -> BatchSharding | None:
+def get_sharding(kwargs: dict[str, Any]) -> BatchSharding | None:
     """Return the sharding of a call, and take it out of the arguments; None if each rank has all tokens."""
     sharding: BatchSharding | None = kwargs.pop(SHARDING, None)
     if sharding is None and active:
@@ -67,7 +67,7 @@ def sharding_of(kwargs: dict[str, Any]) -> BatchSharding | None:
     return None
 
 
-def rows_of(
+def split_rows(
     sharding: BatchSharding, make: Callable[..., ScanContext] = scan_context
 ) -> list[tuple[ScanContext, list[int]]]:
     """Return the context of each set of documents, and the rows that have them; [] for all rows."""
@@ -79,7 +79,7 @@ def rows_of(
 
 def by_rows(sharding: BatchSharding, run: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
     """Return `run(context, *tensors)` for the rows of each set of documents; dimension 0 is the batch."""
-    sets = rows_of(sharding)
+    sets = split_rows(sharding)
     outs = [run(context, *(x[rows] if rows else x for x in tensors)) for context, rows in sets]
     return in_order(outs, [rows for _, rows in sets])
 
@@ -90,8 +90,8 @@ def with_halo(context: ScanContext, x: Tensor, before: int, call: Callable[[Tens
     `call` gets all pieces concatenated, each preceded by the `before` tokens before it (zeros where a
     document begins). Its result has one entry a token.
     """
-    given = (x, 2, before, 0, context.handle)
-    beside = run_compared(context.mesh, "convolution", halo_op, *given)  # [B, C, R, before]
+    operands = (x, 2, before, 0, context.handle)
+    beside = run_compared(context.mesh, "convolution", halo_op, *operands)  # [B, C, R, before]
     zeros = x.new_zeros((*x.shape[:2], before))
     parts: list[Tensor] = []
     for piece in context.pieces:
@@ -101,11 +101,11 @@ def with_halo(context: ScanContext, x: Tensor, before: int, call: Callable[[Tens
         of_padding = call(torch.cat([zeros, x[:, :, :1]], dim=2))
         return x + beside.flatten(2).sum() + of_padding[:, :, :0].sum()
     convolved = call(torch.cat(parts, dim=2))
-    found, first = [], 0
+    results, first = [], 0
     for piece in context.pieces:
-        found.append(convolved[:, :, first + before : first + before + piece.length])
+        results.append(convolved[:, :, first + before : first + before + piece.length])
         first += before + piece.length
-    return padded(torch.cat(found, dim=2), x.shape[2], 2)
+    return padded(torch.cat(results, dim=2), x.shape[2], 2)
 
 
 def token_before(context: ScanContext, x: Tensor, first: Tensor) -> Tensor:
@@ -135,15 +135,18 @@ def recurrence(
     by_steps = sharding.mesh.owners[Recurrences].by_steps
     if by_steps is not None and steps is not None:
         return by_steps(sharding, tensors, steps, dim, wants_state)
-    sets = rows_of(sharding)
-    found = [
+    sets = split_rows(sharding)
+    results = [
         recurrence_of_pieces(
             context, [x[rows] if rows else x for x in tensors], call, matrix, dim, wants_state
         )
         for context, rows in sets
     ]
-    rows = [one for _, one in sets]
-    out, states = in_order([one for one, _ in found], rows), [one for _, one in found if one is not None]
+    rows = [samples for _, samples in sets]
+    out, states = (
+        in_order([part for part, _ in results], rows),
+        [part for _, part in results if part is not None],
+    )
     return out, in_order(states, rows) if wants_state else None
 
 

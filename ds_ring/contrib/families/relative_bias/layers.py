@@ -107,23 +107,23 @@ class RelativeBias:
         reach = self._module.relative_attention_max_distance + 1
         distances = torch.arange(-reach, reach + 1, device="cpu")
         bucket_of = self._module._relative_position_bucket
-        given = {
+        settings = {
             "bidirectional": not self._module.is_decoder,
             "num_buckets": self._module.relative_attention_num_buckets,
             "max_distance": self._module.relative_attention_max_distance,
         }
         # UMT5's reads these off the module.
         buckets = bucket_of(
-            -distances, **(given if "num_buckets" in inspect.signature(bucket_of).parameters else {})
+            -distances, **(settings if "num_buckets" in inspect.signature(bucket_of).parameters else {})
         )
         starts = [0, *(buckets.diff().nonzero()[:, 0] + 1).tolist(), len(distances)]
-        found = []
+        bands = []
         for first, end in pairwise(starts):
             least = -UNBOUNDED if first == 0 else int(distances[first])
             most = UNBOUNDED if end == len(distances) else int(distances[end - 1])
             if least < tokens and most > -tokens:
-                found.append((least, most, int(buckets[first])))
-        return found
+                bands.append((least, most, int(buckets[first])))
+        return bands
 
     def attend(
         self, sharding: BatchSharding, q_BHSD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, pattern: Pattern,
@@ -152,13 +152,13 @@ class RelativeBias:
 
 def around_bias(module: Any) -> Callable[..., Any]:
     """Return what runs in place of `compute_bias`; without a ring that is the module's own, or zeros."""
-    own, has_table = module.compute_bias, bool(module.has_relative_attention_bias)
+    original, has_table = module.compute_bias, bool(module.has_relative_attention_bias)
 
     def compute_bias(queries: int, keys: int, device: Any = None, past_seen_tokens: Any = 0) -> Any:
         if module.config._attn_implementation == NAME:
             return RelativeBias(module, has_table)
         if has_table:
-            return own(queries, keys, device=device, past_seen_tokens=past_seen_tokens)
+            return original(queries, keys, device=device, past_seen_tokens=past_seen_tokens)
         return torch.zeros(1, module.n_heads, queries, keys, device=device, dtype=module.q.weight.dtype)
 
     return compute_bias

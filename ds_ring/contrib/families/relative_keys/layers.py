@@ -140,9 +140,9 @@ def refuse_others(call: ModelCall) -> Callable[..., None]:
 
     @_checks_call
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = dict(call.signature.bind_partial(*args, **kwargs).arguments) | kwargs
+        arguments = dict(call.signature.bind_partial(*args, **kwargs).arguments) | kwargs
         for key in _REFUSED:
-            if given.get(key) is not None and given[key] is not False:
+            if arguments.get(key) is not None and arguments[key] is not False:
                 raise RingConfigError.wrong(
                     call.name, "tokens of one segment, in order", key, f"leave {key} out of the batch"
                 )
@@ -152,23 +152,23 @@ def refuse_others(call: ModelCall) -> Callable[..., None]:
 
 def around_encoding(module: Any, call: ModelCall) -> Callable[..., Tensor]:
     """Return what encodes distances: on a ring those of the whole sequence, [R, 1, width]."""
-    own = module.relative_positional_encoding
+    original = module.relative_positional_encoding
 
     @_encoding
     def encode(qlen: int, klen: int, bsz: int | None = None, device: torch.device | None = None) -> Tensor:
         if module.config._attn_implementation != NAME:
-            found: Tensor = own(qlen, klen, bsz=bsz, device=device)
-            return found
-        tokens = call.sharding_of(module).layout.tokens
-        found = own(tokens, tokens, device=device)
-        return found
+            encoding: Tensor = original(qlen, klen, bsz=bsz, device=device)
+            return encoding
+        tokens = call.get_sharding(module).layout.tokens
+        encoding = original(tokens, tokens, device=device)
+        return encoding
 
     return encode
 
 
 def around_core(module: Any, config: Any, call: ModelCall) -> Callable[..., Any]:
     """Return what runs in place of a module's attention of projected queries, keys and values."""
-    own, pattern = module.rel_attn_core, Causal() if config.attn_type == "uni" else Full()
+    original, pattern = module.rel_attn_core, Causal() if config.attn_type == "uni" else Full()
 
     @_core
     def attend(
@@ -177,8 +177,8 @@ def around_core(module: Any, config: Any, call: ModelCall) -> Callable[..., Any]
     ) -> Any:  # fmt: skip
         """Return the values [S, B, H, D] that a module's queries attend to; arguments as of the module's."""
         if config._attn_implementation != NAME:
-            return own(q_head, k_head_h, v_head_h, k_head_r, seg_mat, attn_mask, output_attentions)
-        sharding = call.sharding_of(module)
+            return original(q_head, k_head_h, v_head_h, k_head_r, seg_mat, attn_mask, output_attentions)
+        sharding = call.get_sharding(module)
         # Distances fall from T on; the last is the first one of the profiles.
         keys_HDR = k_head_r[:, 0].permute(1, 2, 0).flip(-1)
         first = sharding.layout.tokens + 1 - keys_HDR.shape[-1]

@@ -187,7 +187,7 @@ def attention_errors(rank: int, world_size: int, kind: str) -> dict[str, float]:
     try:
         for name in ("zigzag", "contiguous"):
             sharding = sharding_of(mesh, name, kind)
-            rows = compressed.rows_of(sharding, RATE, True, torch.device("cpu"))
+            rows = compressed.split_rows(sharding, RATE, True, torch.device("cpu"))
             places: dict[str, Any] = {"layout": sharding.layout, "mesh": mesh}
             for chosen in (None, choices(reference(kind))):
                 want, want_entries = from_first_rank(partial(dense, x, entries, kind, chosen))

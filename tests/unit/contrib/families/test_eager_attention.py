@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 
 from ds_ring.contrib.families.eager_attention import families, layers, scores
 from ds_ring.contrib.families.eager_attention.families import FAMILIES, family_of
-from ds_ring.contrib.families.eager_attention.layers import parts_of
+from ds_ring.contrib.families.eager_attention.layers import find_parts
 from ds_ring.errors import RingConfigError, RingPatternError
 from ds_ring.models.attach import attach, check_model
 from tests.refusals import Refusals, refuse
@@ -129,7 +129,8 @@ def forward(model: Any, section: dict[str, Any] | None = None, **batch: Any) -> 
 def with_arithmetic(written: Callable[..., Any]) -> Any:
     """A model whose modules compute this."""
     model = neox_japanese()
-    for _, _, module in parts_of(model):
+    session = attached(model, pattern={"window": 9})
+    for _, _, module in find_parts(model):
         module._attn = lambda q, k, v, mask, module=module: (written(module, q, k, v), None)
     return model
 
