@@ -5,12 +5,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ds_ring.config.section import RingConfig
 from ds_ring.data.session import RingSession
 from ds_ring.errors import RingConfigError
 from ds_ring.registry import ENGINE_PARTS, MODEL_PARTS, SAVED_TENSORS, load
+
+
+class AttachedModels(NamedTuple):
+    """What is put on an engine for the models inside its module.
+
+    Attributes:
+        adapters: the `ModelAdapter` of each transformers model.
+        wrapper: calls a module that has such models inside; None if there is none.
+        watch: makes what watches the users' modules, of session, engine and adapters; None if nothing does.
+        first_batch: the check of the first step, if the section asks for it.
+    """
+
+    adapters: list[Any] = []  # noqa: RUF012
+    wrapper: Any = None
+    watch: Callable[..., Any] | None = None
+    first_batch: Any = None
 
 
 class EngineStart(NamedTuple):

@@ -32,7 +32,6 @@ from ds_ring.data.batch import (
     LOSS_WEIGHTS,
     REAL_TOKENS,
     Batch,
-    ModelNeeds,
     number_real_tokens,
     prepare_batch,
     split_samples,
@@ -51,6 +50,13 @@ from ds_ring.data.batch_sharding import (
     check_consistency,
     plan_passes,
     report_of,
+)
+from ds_ring.data.dynamic_ring.assignment import (
+    Assigned,
+    AssignedBatches,
+    AssignedSamples,
+    DynamicRing,
+    joined,
 )
 from ds_ring.data.engine import DEEPSPEED
 from ds_ring.data.layer_patterns import LayerPatterns
@@ -76,6 +82,7 @@ from ds_ring.data.loss import (
     world_mean,
     world_sum,
 )
+from ds_ring.data.model_needs import ModelNeeds
 from ds_ring.data.packing import (
     DOCUMENT_IDS,
     PackedRows,
@@ -85,14 +92,7 @@ from ds_ring.data.packing import (
     number_documents,
     row_kind,
 )
-from ds_ring.engines.deepspeed.dynamic_ring import (
-    Assigned,
-    AssignedBatches,
-    AssignedSamples,
-    DynamicRing,
-    joined,
-)
-from ds_ring.engines.deepspeed.input_gradients import check_divisor, with_whole_gradients
+from ds_ring.data.whole_gradients import check_divisor, with_whole_gradients
 from ds_ring.errors import RingConfigError, RingError, RingShapeError
 from ds_ring.masks.catalog import Full
 from ds_ring.masks.pattern import Pattern
@@ -470,7 +470,7 @@ class RingSession:
         A data set with `slice(index, start, stop)`, which gives those tokens by name, and `length(index)`
         is read by slices: each rank reads the tokens that it keeps, in its own process. With
         `"dynamic_ring": true` each batch is divided among smaller rings ([Note: dynamic rings] in
-        dynamic_ring.py), and a rank reads the samples of its own.
+        assignment.py), and a rank reads the samples of its own.
 
         Args:
             dataset: samples by index, mappings of tensors.
@@ -591,7 +591,7 @@ class RingSession:
             if needs.batches is not None:
                 prepared = needs.batches.prepare(given, needs.number_tokens)
                 return ReadyBatch(prepared, report_of(prepared))
-            by_token, whole = whole_tensors(given, needs.whole)
+            by_token, whole = whole_tensors(given, needs.whole_names)
             mask_BT = by_token.get("attention_mask")
             if (
                 needs.skips_padding
@@ -626,7 +626,7 @@ class RingSession:
         if longest is None:
             longest = int(prepared["position_ids"].max())  # before the cut: see positions.py
         whole_batch = prepared
-        prepared, whole = whole_tensors(prepared, self.needs.whole)
+        prepared, whole = whole_tensors(prepared, self.needs.whole_names)
         short = mesh is None and self.mesh.sequence_size > 1 and tokens < self.config.min_sequence_length
         short = short and row_kind(prepared) is None  # one row, for trees
         mesh = RingMesh.single() if short else mesh or self.mesh

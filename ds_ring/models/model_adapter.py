@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from deepspeed.utils import set_z3_leaf_module
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -97,7 +96,7 @@ class ModelAdapter:
 
     def gather_once(self, module: nn.Module) -> None:
         """Let ZeRO 3 gather a module's weights as a whole: ranks call modules inside it unequally often."""
-        set_z3_leaf_module(module, True)
+        self.session.needs.gathered_once.append(module)
 
     @contextmanager
     def off(self) -> Iterator[None]:

@@ -21,9 +21,9 @@ from itertools import pairwise
 
 from benchmarks.measuring import ResultRow
 from ds_ring import Causal, Documents, RingConfig, make_layout
-from ds_ring.data.intervals import between_neighbours, ring_order
-from ds_ring.data.sub_rings import BatchLengths, Filled, RingSizes, divide, fill_rings
-from ds_ring.engines.deepspeed.dynamic_ring import MeasuredRates, ModelSizes, SampleTimes
+from ds_ring.data.dynamic_ring.intervals import between_neighbours, ring_order
+from ds_ring.data.dynamic_ring.sample_times import MeasuredRates, ModelSizes, SampleTimes
+from ds_ring.data.dynamic_ring.sub_rings import BatchLengths, Filled, RingSizes, divide, fill_rings
 from ds_ring.kernels.select import get_kernel
 from ds_ring.limits import divisors
 from ds_ring.schedule.plan import build_plan

@@ -23,7 +23,6 @@ from ds_ring.data.batch import (
     LABEL_KEYS,
     SHARDING,
     Batch,
-    BatchKind,
     cache_in,
     cache_name,
     prepare_batch,
@@ -33,6 +32,7 @@ from ds_ring.data.batch import (
 from ds_ring.data.batch_sharding import BatchSharding
 from ds_ring.data.layer_patterns import LayerPatterns
 from ds_ring.data.loss import local_loss
+from ds_ring.data.model_needs import BatchKind
 from ds_ring.data.packing import RowGroup, group_rows
 from ds_ring.data.session import RingSession
 from ds_ring.errors import RingConfigError, RingPatternError, RingShapeError

@@ -25,7 +25,6 @@ from ds_ring.comm.mesh import RingMesh
 from ds_ring.data.batch import (
     LABEL_KEYS,
     Batch,
-    BatchKind,
     prepare_batch,
     split_samples,
     split_tokens,
@@ -34,6 +33,7 @@ from ds_ring.data.batch import (
 )
 from ds_ring.data.batch_sharding import BatchSharding
 from ds_ring.data.layer_patterns import LayerPatterns
+from ds_ring.data.model_needs import BatchKind
 from ds_ring.data.packing import DOCUMENT_IDS, RowGroup, group_rows
 from ds_ring.data.session import RingSession
 from ds_ring.errors import RingPatternError, RingShapeError
@@ -81,7 +81,7 @@ class Pairs(BatchKind):
             RingShapeError: neither labels nor decoder_input_ids, or other numbers of samples.
             RingPatternError: packed documents, or padding in front of the decoder's tokens.
         """
-        encoder, decoder = _two_sequences(whole_tensors(given, None)[0])
+        encoder, decoder = _two_sequences(whole_tensors(given, frozenset())[0])
         for key in (DOCUMENT_IDS, *ROW_KINDS, "position_ids"):
             if key in encoder or key in decoder:
                 raise RingPatternError.wrong(

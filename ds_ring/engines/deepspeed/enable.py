@@ -29,12 +29,13 @@ from ds_ring.data.engine import DEEPSPEED, ENGINE, MODULE, is_of_transformers
 from ds_ring.data.loss import number_of, sequence_sum_op
 from ds_ring.data.outputs import Gather, is_number, whole_output
 from ds_ring.data.session import RingSession
-from ds_ring.engines.deepspeed.initialize import initialize, leave_shm_out
+from ds_ring.engines.deepspeed.initialize import leave_shm_out
 from ds_ring.errors import RingConfigError, RingPatternError, RingShapeError
 from ds_ring.ops.shard import gather_sequence
 from ds_ring.patches import apply, patch
 from ds_ring.registry import TRAINERS, load
 from ds_ring.schedule.layout import Layout
+from ds_ring.start import initialize
 
 _ITEMS = "num_items_in_batch"
 # What TRL's fused head returns for each label: one fewer than tokens where it shifts the labels itself.

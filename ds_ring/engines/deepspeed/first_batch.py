@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import astuple, dataclass, field
 from functools import partial
@@ -21,10 +21,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ds_ring.comm.mesh import RingMesh
-from ds_ring.config.pattern_section import PatternConfig
-from ds_ring.config.section import RingConfig
 from ds_ring.data.batch_sharding import BatchSharding
-from ds_ring.data.engine import DEEPSPEED, ENGINE, is_of_transformers, modules_of_encoders
+from ds_ring.data.engine import DEEPSPEED, ENGINE, is_of_transformers
 from ds_ring.data.layer_patterns import LayerPatterns
 from ds_ring.data.packing import RowGroup
 from ds_ring.data.session import RingSession
@@ -50,7 +48,6 @@ _notes_gradient = _patch(
 _step_patch = partial(
     _patch, ENGINE, feature="first_batch", reason="records the first step and compares it with one process"
 )
-_SAME = ("numbering", "latents")  # features of layers whose own code computes the same, whatever the pattern
 _FLOOR = 1e-2  # of the root mean square of all gradients' norms
 
 
@@ -146,13 +143,13 @@ def largest(found: list[Difference]) -> dict[str, Difference]:
 
 
 @contextmanager
-def recording(model: nn.Module) -> Iterator[dict[str, Tensor]]:
+def recording(model: nn.Module, encoder_modules: Container[int] = ()) -> Iterator[dict[str, Tensor]]:
     """Record the outputs [B, T, ...] of the model's layers: modules in a ModuleList that have parameters.
 
-    Those of image encoders, which each rank runs on images of its own, are left out.
+    Those of image encoders (`ModelNeeds.encoder_modules`), which each rank runs on images of its own, are
+    left out.
     """
     outputs: dict[str, Tensor] = {}
-    apart = modules_of_encoders(model)
 
     @_records_layer
     def record(name: str, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -164,7 +161,7 @@ def recording(model: nn.Module) -> Iterator[dict[str, Tensor]]:
         for path, parent in model.named_modules():
             for name, layer in parent.named_children() if isinstance(parent, nn.ModuleList) else ():
                 # Rotary embeddings (Granite SWA) have no parameters; one row of theirs can serve all samples.
-                if id(layer) in apart or next(layer.parameters(), None) is None:
+                if id(layer) in encoder_modules or next(layer.parameters(), None) is None:
                     continue
                 stack.enter_context(applied(partial(record, f"{path}.{name}"), layer=layer))
         yield outputs
@@ -306,26 +303,6 @@ def filled(
     return alone.train()
 
 
-def arguments_for(
-    alone: nn.Module, kwargs: dict[str, Any], single: BatchSharding, divisor: float
-) -> dict[str, Any]:
-    """Return the arguments for all tokens at once: the loss is a mean over all labels of the world."""
-    given = dict(kwargs)
-    if isinstance(given.get("num_items_in_batch"), Tensor):
-        given["num_items_in_batch"] = given["num_items_in_batch"] * divisor
-    if not is_of_transformers(alone):
-        return given
-    from ds_ring.data.batch import SHARDING
-    from ds_ring.models.attention_name import NAME
-
-    positions = given.get("position_ids")
-    if positions is not None and bool((positions == torch.arange(single.layout.tokens, device="cpu")).all()):
-        del given["position_ids"]  # the model numbers tokens by itself
-    if getattr(alone.config, "_attn_implementation", None) == NAME:
-        given[SHARDING] = single
-    return given | {"use_cache": False}
-
-
 @_patch(
     _LAYER, stage="before_forward", feature="first_batch.masks",
     reason="models inside a module get no padding mask, on the copy of one process",
@@ -353,53 +330,6 @@ def on_device(value: Any, device: torch.device) -> Any:
     if isinstance(value, tuple) and type(value) is tuple:
         return tuple(on_device(item, device) for item in value)
     return value
-
-
-def is_own_pattern(config: RingConfig, model: Any) -> bool:
-    """Return whether a model with this configuration computes the section's pattern by itself."""
-    # whether it is causal, and a window that is the model's, are what its own attention does
-    rest = config.pattern.model_copy(update={"causal": True, "window": None})
-    return rest == PatternConfig() and config.pattern.window in (None, getattr(model, "sliding_window", None))
-
-
-def refuse_other_pattern(model: nn.Module, session: RingSession) -> None:
-    """Refuse a pattern that is not the model's own for layers that mix tokens by code beside attention.
-
-    Their own code, which the copy runs, need not know documents or another window.
-
-    Raises:
-        RingConfigError: a scan, a convolution, a choice of keys or attention of its own is in the model.
-    """
-    part = next(filter(is_of_transformers, model.modules()), None)
-    if part is None or is_own_pattern(session.config, part.config):
-        return
-    inner = {id(one): one for one in part.modules() if not is_of_transformers(one)}
-    beside = [
-        one for one in session.changes if id(one.owner) in inner and not one.row.feature.startswith(_SAME)
-    ]
-    if beside:
-        name, feature = type(inner[id(beside[0].owner)]).__name__, beside[0].row.feature
-        raise RingConfigError.wrong(
-            "verify_first_batch",
-            "a pattern that the model's own code knows",
-            f"another one, and {name} ({feature})",
-            "leave it out; `ds-ring check-model` compares packed samples with each document alone",
-        )
-
-
-def choose_attention(alone: nn.Module, config: RingConfig) -> None:
-    """Give the copy its own attention where that is what the JSON asks for, else the ring's on one rank."""
-    if not is_of_transformers(alone):
-        return
-    from ds_ring.models.attention_name import NAME
-    from ds_ring.models.variants import attention_names
-
-    model = alone.config
-    if not is_own_pattern(config, model):
-        alone.set_attn_implementation(attention_names(alone, NAME))  # type: ignore[operator]
-        log.info("verify_first_batch: the pattern is the JSON's own, so its mask is not compared")
-    elif getattr(model, "_attn_implementation", None) == NAME:
-        alone.set_attn_implementation("eager")  # type: ignore[operator]
 
 
 # [Note: one process]
@@ -433,9 +363,10 @@ class FirstBatch:
         if self._done or not (self.engine.module.training and torch.is_grad_enabled()):
             return forward(*args, **kwargs)
         if not self._forwards:
-            refuse_other_pattern(self.engine.module, self.session)
+            needs, session = self.session.needs, self.session
+            needs.copies.refuse_pattern(self.engine.module, session.config, session.changes)
         sharding = self.session.batches.current
-        with recording(self.engine.module) as layers:
+        with recording(self.engine.module, self.session.needs.encoder_modules(self.engine.module)) as layers:
             output = forward(*args, **kwargs)
         attended = sharding.layout.tokens, sharding.patterns, sharding.groups
         logits, loss = results_of(output)
@@ -504,7 +435,7 @@ class FirstBatch:
             # then repeated.
             return _AGAIN
         alone = filled(self._alone, module, weights, self.session.changes, self.session.device)
-        choose_attention(alone, self.session.config)
+        self.session.needs.copies.set_attention(alone, self.session.config)
         found: list[Difference] = []
         for parts, mean in zip(pieces, means, strict=True):
             found += self._forward_alone(alone, parts, mean)
@@ -528,12 +459,15 @@ class FirstBatch:
             with (
                 torch.enable_grad(),
                 torch.random.fork_rng(devices),
-                recording(alone) as layers,
+                recording(alone, self.session.needs.encoder_modules(alone)) as layers,
                 without_masks(alone),
                 self.session.needs.one_process(),
                 self._one_rank(part) as single,
             ):
-                given = arguments_for(alone, part.kwargs, single, divisor)
+                given = dict(part.kwargs)
+                if isinstance(given.get("num_items_in_batch"), Tensor):  # the loss is a mean over the world
+                    given["num_items_in_batch"] = given["num_items_in_batch"] * divisor
+                given = self.session.needs.copies.arguments(alone, given, single)
                 args, given = on_device((part.args, given), self.session.device)
                 output = alone(*args, **given)
                 logits, loss = results_of(output)

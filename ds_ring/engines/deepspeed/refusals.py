@@ -30,7 +30,6 @@ from ds_ring.data.engine import (
     ENGINE,
     MODULE,
     drops_layers,
-    modules_of_encoders,
 )
 from ds_ring.data.loss import check_loss
 from ds_ring.data.session import RingSession
@@ -306,7 +305,7 @@ class RingUse:
     def _plain_attention(self, sharding: BatchSharding) -> Iterator[None]:
         """Refuse attention outside the ring, but for that of encoders."""
         model = self._engine.module
-        apart = modules_of_encoders(model)
+        apart = self._session.needs.encoder_modules(model)
         mode = _PlainAttention(sharding)
         with ExitStack() as stack:
             for part in model.modules():

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from ds_ring.data.batch import WholeTensors
+from ds_ring.data.dynamic_ring.assignment import Assigned, joined
+from ds_ring.data.dynamic_ring.sub_rings import SubRing
+from ds_ring.data.model_needs import WholeTensors
 from ds_ring.data.packing import DocumentPart
 from ds_ring.data.session import PREEMPTED
-from ds_ring.data.sub_rings import SubRing
-from ds_ring.engines.deepspeed.dynamic_ring import Assigned, joined
 from ds_ring.errors import RingConfigError, RingShapeError
 from tests.sessions import session_of
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from ds_ring import RingConfigError, RingMesh
 from ds_ring.comm.exchange import Exchange
-from ds_ring.data.intervals import SubRings
+from ds_ring.data.dynamic_ring.intervals import SubRings
 from ds_ring.schedule.grid import Grid
 from ds_ring.transports.devices import OF_NCCL, OF_SYMMETRIC_MEMORY
 from ds_ring.transports.pull import shared_memory
