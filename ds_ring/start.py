@@ -23,7 +23,7 @@ from ds_ring.data.config_agreement import resolve_auto
 from ds_ring.data.dynamic_ring.sample_times import read_model_sizes
 from ds_ring.data.engine_part import AttachedModels, check_engine_parts
 from ds_ring.data.loader import RingLoader, check_dataset
-from ds_ring.data.session import RingSession
+from ds_ring.data.session import RingSession, end_session, ending_on_error
 from ds_ring.engines.deepspeed.first_batch import FirstBatch
 from ds_ring.engines.deepspeed.initialize import (
     Configuration,
@@ -72,7 +72,7 @@ def initialize(
     configuration = _read_configuration(arguments, mpu, config, others)
     mesh, device = start_groups(arguments, configuration)
     session = _make_session(arguments, configuration, mesh, device)
-    with session.ending_on_error():
+    with ending_on_error(session):
         attached = _attach_models(arguments.module, configuration.trains, session)
         engine, engine_optimizer, scheduler = start_engine(arguments, configuration, session)
         patch_engine(engine, session, attached, configuration.trains)
@@ -113,7 +113,7 @@ def _make_session(
     parts = set(map(id, arguments.module.modules()))
     for session in list(_sessions):
         if any(id(change.owner) in parts for change in session.changes):
-            session.end("its model was given to a later engine")
+            end_session(session, "its model was given to a later engine")
     # D of [Note: gradient scale].
     sums = configuration.deepspeed.get("gradient_allreduce_op", "mean") == "sum"
     divisor = 1.0 if sums else float(dist.get_world_size())

@@ -635,6 +635,7 @@ OWN_OBJECTS = {
         "region",
     ): "torch's context of a checkpointed region: no other place lives as long",
     ("data.batch_sharding", "region"): "the same",
+    ("data.ring_batch", "x"): "a tensor of a sharded batch, which carries the sharding",
     ("ops.handles", "function"): "a function of ours, which it marks for torch.compile",
     ("ops.traced_objects", "function"): "a function that it makes in place of a traced one",
     ("comm.mesh", "weakref.finalize(mesh.state, _drop, detector, mesh.state.groups)"): "its own finalizer",
@@ -914,3 +915,13 @@ def test_initialize_is_short() -> None:
         if isinstance(node, ast.FunctionDef) and node.name == "initialize"
     ]
     assert function.end_lineno is not None and function.end_lineno - function.lineno < 40
+
+
+def test_the_session_is_a_facade() -> None:
+    (facade,) = [
+        node
+        for node in nodes_of(tree_of(MODULES["data.session"]))
+        if isinstance(node, ast.ClassDef) and node.name == "RingSession"
+    ]
+    names = [one.name for one in facade.body if isinstance(one, ast.FunctionDef) and one.name[:1] != "_"]
+    assert len(names) <= 14, sorted(names)

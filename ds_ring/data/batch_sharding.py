@@ -1,20 +1,19 @@
-"""Record the sharding of a batch, and find it again when the batch reaches the model.
+"""The sharding of a batch, and which batch the model is working on.
 
-A model sees local tensors only, and many global lengths pad to one local length. So `shard_batch` records
-the sharding of each batch, and a forward pass looks its batch up: by the identity of its tensors, or, if they
-were copied, by their local length if that is unique. An ambiguous length is an error. Owns no tensors: it
-holds weak references.
+The local tensors of a batch carry its sharding (`ring_batch.py`), and a forward pass reads it there. Copies
+carry none, and many global lengths pad to one local length: the sharding of copies is that of the one recent
+batch of their local length, and an error if several have it.
 """
 
 from __future__ import annotations
 
-import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
@@ -34,6 +33,7 @@ from ds_ring.data.batch import (
 )
 from ds_ring.data.layer_patterns import LayerPatterns
 from ds_ring.data.packing import RowGroup, numbers_of
+from ds_ring.data.ring_batch import Placement, RingBatch, read_placement
 from ds_ring.errors import RingError, RingMismatchError, RingShapeError
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import ScoreFunction
@@ -46,7 +46,7 @@ from ds_ring.schedule.lowering import lower_class
 
 T = TypeVar("T")
 
-REMEMBERED = 64  # batches; more are never between a loader and the model
+REMEMBERED = 64  # shardings by length, and those that a copied tensor may have
 
 _BATCHES = "_ds_ring_batches"  # attribute of a region: its batches by the `RecentBatches` that was asked
 _CROSS_ATTENTION = "ds_ring.layers.cross.attention.CrossAttention"  # for keys of another sequence
@@ -235,7 +235,8 @@ class RecentBatches:
     """Keep the shardings of the latest batches, and the one that the model is working on."""
 
     def __init__(self) -> None:
-        self._recent: deque[tuple[dict[str, weakref.ref[Tensor]], BatchSharding]] = deque(maxlen=REMEMBERED)
+        self._recent: deque[BatchSharding] = deque(maxlen=REMEMBERED)  # for copies of their tensors
+        self._count = 0  # of batches so far
         self._current: BatchSharding | None = None
         self.used: list[UsedPass] = []  # of the latest batch that was worked on before the current one
         self.is_off = False  # batches are each rank's own, and nothing is sharded
@@ -300,48 +301,54 @@ class RecentBatches:
                 return first_runs, noted
         return first_runs, []
 
-    def record(self, local: Mapping[str, Tensor], sharding: BatchSharding) -> None:
-        """Remember the sharding of these local tensors."""
+    def record(self, local: Mapping[str, Tensor], sharding: BatchSharding) -> RingBatch:
+        """Return the batch of these local tensors, which carry its sharding; it is the current one."""
         if self._current is not None:
             self.used = self._current.used_passes() or self.used
-        self._recent.append(({name: weakref.ref(tensor) for name, tensor in local.items()}, sharding))
+        self._count += 1
+        self._recent.append(sharding)
         self._current = sharding
+        return RingBatch.place(local, sharding, self, self._count)
 
     def work_on(self, sharding: BatchSharding) -> None:
         """Make a sharding the current one that belongs to no batch: a step of a generation."""
         self._current = sharding
 
     def select(self, local: Iterable[Tensor]) -> BatchSharding:
-        """Find the sharding of the tensors that a model was called with, and make it the current one."""
+        """Return the sharding of the tensors that a model was called with, and make it the current one.
+
+        It is the one that they carry. Tensors that carry none (copies) are of the latest batches, if only one
+        has their local length.
+        """
         noted = self._regions()[1]
         tensors = [tensor for tensor in local if tensor.ndim >= 2]
-        for references, sharding in reversed(self._recent):
-            alive = [reference() for reference in references.values()]
-            if any(tensor is one for tensor in tensors for one in alive):
-                if noted:
-                    noted[:] = [one for one in noted if one is not sharding] + [sharding]
-                else:
-                    self._current = sharding
-                return sharding
+        placements = self._placements(tensors)
+        if placements:
+            sharding: BatchSharding = max(placements, key=attrgetter("number")).sharding
+            if noted:
+                noted[:] = [one for one in noted if one is not sharding] + [sharding]
+            else:
+                self._current = sharding
+            return sharding
         if len(noted) == 1:  # a reentrant region gets copies of its tensors
             return noted[0]
         # A loop may move or slice a batch: then its length has to tell, if only one fits.
         self._current = self._by_length(tensors)
         return self._current
 
-    def names_of(self, given: Iterable[Any]) -> set[str]:
+    def names_of(self, values: Iterable[Any]) -> set[str]:
         """Return the names of the batch's tensors that a model was called with; empty for copies of them."""
-        called = {id(value) for value in given if isinstance(value, Tensor)}
-        for references, _ in reversed(self._recent):
-            names = {name for name, reference in references.items() if id(reference()) in called}
-            if names:
-                return names
-        return set()
+        return {placement.name for placement in self._placements(values)}
+
+    def _placements(self, values: Iterable[Any]) -> list[Placement]:
+        """Return what tensors of this session's batches carry."""
+        placements = map(read_placement, values)
+        return [one for one in placements if one is not None and one.batches is self]
 
     def _by_length(self, tensors: list[Tensor]) -> BatchSharding:
         lengths = sorted({tensor.shape[1] for tensor in tensors})
-        seen = {sharding.local_tokens: sharding for _, sharding in self._recent}
-        fitting = {sharding for _, sharding in self._recent if sharding.local_tokens in lengths}
+        seen = {sharding.local_tokens for sharding in self._recent}
+        fitting = {sharding for sharding in self._recent if sharding.local_tokens in lengths}
         if not fitting:
             raise RingShapeError(
                 f"expected a batch with the local length of a sharded one ({sorted(seen) or 'none so far'}),"

@@ -19,7 +19,7 @@ from ds_ring.patches import AppliedPatch
 from ds_ring.schedule.layout import Layout
 
 if TYPE_CHECKING:
-    from ds_ring.data.session import RingSession
+    from ds_ring.data.batch_sharder import BatchSharder
 
 
 class WholeTensors:
@@ -63,7 +63,7 @@ class BatchKind(ABC):
         """
 
     @abstractmethod
-    def cut(self, prepared: Batch, session: RingSession) -> tuple[Batch, BatchSharding]:
+    def cut(self, prepared: Batch, sharder: BatchSharder) -> tuple[Batch, BatchSharding]:
         """Return this rank's part of a prepared batch, and its sharding."""
 
 
@@ -113,3 +113,8 @@ class ModelNeeds:
     def whole_names(self) -> frozenset[str]:
         """Return the names of the tensors that go whole to every rank."""
         return frozenset() if self.whole is None else self.whole.names
+
+    @property
+    def whole_batches(self) -> bool:
+        """Return whether the model's own functions see whole batches, or it has several sequences."""
+        return bool(self.number_tokens or self.whole or self.batches)

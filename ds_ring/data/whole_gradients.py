@@ -44,6 +44,9 @@ class _WholeGradient(torch.autograd.Function):
         return total / mesh.sequence_size, None
 
 
+_whole_gradient = _WholeGradient.apply
+
+
 def needs_gradient(x: object) -> bool:
     """Return whether a gradient of a tensor will be computed."""
     return isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled()
@@ -70,6 +73,6 @@ def with_whole_gradients(batch: Mapping[str, Tensor], mesh: RingMesh) -> dict[st
     found = dict(batch)
     for name, x in batch.items():
         if needs_gradient(x) and mesh.sequence_size > 1:
-            found[name] = _WholeGradient.apply(x, mesh)
+            found[name] = _whole_gradient(x, mesh)
             whole_nodes.add(found[name].grad_fn)
     return found

@@ -55,7 +55,7 @@ class MeasuredSpeeds:
     def after_forward(self, _: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         """Count the pairs of a training pass."""
         if self._engine.module.training:
-            self._pairs += self._session.work_here()
+            self._pairs += self._session.sharder.count_pairs()
 
     @_patch("step", stage="around_step")
     def around_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -82,4 +82,4 @@ class MeasuredSpeeds:
         found = (rates / rates.max() * 16).round().clamp_min(1) / 16
         now = torch.tensor(self._session.speeds or [1.0] * mesh.ring_size, dtype=found.dtype, device="cpu")
         if bool(((found.cpu() - now / now.max()).abs() > 1.5 / 16).any()):
-            self._session.set_speeds(tuple(found.tolist()))
+            self._session.sharder.set_speeds(tuple(found.tolist()))

@@ -32,7 +32,7 @@ from ds_ring.data.failure_attribution import (
 )
 from ds_ring.data.loader import RingLoader
 from ds_ring.data.run_folder import mark_ring, ranks_per_node, report_late_ranks
-from ds_ring.data.session import RingSession
+from ds_ring.data.session import RingSession, end_session
 from ds_ring.engines.deepspeed.input_gradients import InputGradients
 from ds_ring.engines.deepspeed.refusals import (
     RingUse,
@@ -208,7 +208,7 @@ def _make_patches(
         patches.append(first_batch)
     speeds = session.config.rank_speeds
     if speeds is not None and speeds != "measured":
-        session.set_speeds(tuple(speeds))
+        session.sharder.set_speeds(tuple(speeds))
     mark_ring()
     start = EngineStart(engine, session, adapters, trains)
     for part in engine_parts():
@@ -226,7 +226,7 @@ def _make_patches(
 @patch(ENGINE, "destroy", stage="around_call", feature="end", reason="takes the ring off the model")
 def _destroy(session: RingSession, destroy: Callable[[], None]) -> None:
     destroy()
-    session.end("engine.destroy() was called")
+    end_session(session, "engine.destroy() was called")
 
 
 @_session_patch(
@@ -234,7 +234,7 @@ def _destroy(session: RingSession, destroy: Callable[[], None]) -> None:
     reason="the session; finds the layout of each batch; engine.compile compiles only the model",
 )
 def _find_sharding(session: RingSession, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    session.check_at_work()
+    session.sharder.check_at_work()
     if not session.batches.is_off:
         session.batches.select(x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor))
 

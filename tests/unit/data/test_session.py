@@ -13,7 +13,8 @@ from ds_ring.data.dynamic_ring.assignment import Assigned, joined
 from ds_ring.data.dynamic_ring.sub_rings import SubRing
 from ds_ring.data.model_needs import WholeTensors
 from ds_ring.data.packing import DocumentPart
-from ds_ring.data.session import PREEMPTED
+from ds_ring.data.session import end_session
+from ds_ring.data.stop_request import PREEMPTED
 from ds_ring.errors import RingConfigError, RingShapeError
 from tests.sessions import session_of
 
@@ -79,8 +80,8 @@ def test_whoever_leaves_says_that_nothing_failed() -> None:
 
 def test_a_session_that_has_ended_shards_nothing() -> None:
     one = session_of()
-    one.end("the test is over")
-    one.end("and over")
+    end_session(one, "the test is over")
+    end_session(one, "and over")
     with pytest.raises(RingConfigError, match="got one that ended: the test is over"):
         one.shard_batch({"input_ids": IDS[None]})
 
