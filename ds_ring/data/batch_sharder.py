@@ -25,7 +25,6 @@ from ds_ring.data.batch import (
     prepare_batch,
     split_samples,
     split_tokens,
-    token_shape,
     whole_tensors,
 )
 from ds_ring.data.batch_sharding import (
@@ -42,7 +41,7 @@ from ds_ring.data.dynamic_ring.assignment import Assigned, DynamicRing, joined
 from ds_ring.data.layer_patterns import LayerPatterns
 from ds_ring.data.loss import items_per_batch
 from ds_ring.data.model_needs import ModelNeeds
-from ds_ring.data.packing import DOCUMENT_IDS, RowGroup, group_rows, row_kind
+from ds_ring.data.packing import DOCUMENT_IDS, RowGroup, group_batch, row_kind
 from ds_ring.data.ring_batch import RingBatch
 from ds_ring.data.whole_gradients import check_divisor, with_whole_gradients
 from ds_ring.errors import RingConfigError, RingError
@@ -113,33 +112,32 @@ class BatchSharder:
             local["num_items_in_batch"] = items_per_batch(labelled_tokens, self.gradient_divisor, self.device)
         return self.batches.record(local, sharding)
 
-    def prepare(self, batch: Callable[[], Mapping[str, Tensor]]) -> ReadyBatch:
+    def prepare(self, read: Callable[[], Mapping[str, Tensor]]) -> ReadyBatch:
         """Prepare a batch; keep a fault until the ranks have compared notes, so that all stop together."""
         try:
-            documents, needs, given = self.config.pattern.documents, self.needs, batch()
-            if isinstance(given, Mapping):  # what is none is refused below
-                check_divisor(given, self.gradient_divisor, self.mesh.grid.world_size)
+            documents, needs, batch = self.config.pattern.documents, self.needs, read()
+            if isinstance(batch, Mapping):  # what is none is refused below
+                check_divisor(batch, self.gradient_divisor, self.mesh.grid.world_size)
             if needs.batches is not None:
-                prepared = needs.batches.prepare(given, needs.number_tokens)
+                prepared = needs.batches.prepare(batch, needs.number_tokens)
                 return ReadyBatch(prepared, report_of(prepared))
-            by_token, whole = whole_tensors(given, needs.whole_names)
-            mask_BT = by_token.get("attention_mask")
-            if (
-                needs.skips_padding
-                and mask_BT is not None
-                and not {"position_ids", DOCUMENT_IDS} & given.keys()
-            ):
+            by_token, whole = whole_tensors(batch, needs.whole_names)
+            mask_BT, kind = by_token.get("attention_mask"), row_kind(batch)
+            is_numbered = "position_ids" in batch
+            if needs.skips_padding and mask_BT is not None and not is_numbered and DOCUMENT_IDS not in batch:
                 by_token["position_ids"] = number_real_tokens(mask_BT)
             prepared = prepare_batch(by_token, self.patterns.pattern, documents, needs.real_tokens)
             if needs.check is not None:
                 needs.check(prepared)
-            if needs.number_tokens is not None and ("position_ids" not in given or row_kind(given)):
+            if needs.number_tokens is not None and (not is_numbered or kind is not None):
                 prepared["position_ids"] = needs.number_tokens(prepared)
             if whole and needs.whole is not None:
-                needs.whole.add_columns(prepared, given)
+                needs.whole.add_columns(prepared, batch)
+            report = report_of(prepared | whole)
+            groups = group_batch(prepared, report.samples)
         except RingError as fault:
             return ReadyBatch({}, REFUSED, fault)
-        return ReadyBatch(prepared | whole, report_of(prepared | whole))
+        return ReadyBatch(prepared, report, groups=groups, whole=whole, is_one_row=kind is not None)
 
     def cut(
         self, ready: ReadyBatch, mesh: RingMesh | None = None, longest: int | None = None
@@ -149,31 +147,32 @@ class BatchSharder:
         `mesh` is a smaller ring that the batch is for, `longest` then the greatest position of the whole
         batch.
         """
-        prepared = with_whole_gradients(ready.tensors, mesh or self.mesh)
-        if self.needs.batches is not None:
-            local, sharding = self.needs.batches.cut(prepared, self)
+        ring, tokens, needs = mesh or self.mesh, ready.report.tokens, self.needs
+        prepared = with_whole_gradients(ready.tensors, ring)
+        whole = with_whole_gradients(ready.whole, ring)
+        if needs.batches is not None:
+            local, sharding = needs.batches.cut(prepared, self)
             return {key: tensor.to(self.device) for key, tensor in local.items()}, sharding
-        _, tokens = token_shape(prepared)
         if longest is None:
             longest = int(prepared["position_ids"].max())  # before the cut: see positions.py
-        whole_batch = prepared
-        prepared, whole = whole_tensors(prepared, self.needs.whole_names)
+        whole_batch, groups = prepared | whole, ready.groups
         short = mesh is None and self.mesh.sequence_size > 1 and tokens < self.config.min_sequence_length
-        short = short and row_kind(prepared) is None  # one row, for trees
-        mesh = RingMesh.single() if short else mesh or self.mesh
+        short = short and not ready.is_one_row  # one row, for trees
         padded = REAL_TOKENS in prepared and (short or not bool(prepared[REAL_TOKENS].all()))
         if short:
+            ring = RingMesh.single()
             prepared = split_samples(prepared, self.mesh.sequence_rank, self.mesh.sequence_size)
-        groups = () if short else ready.groups
-        sharding = self._sharding(prepared, tokens, longest, mesh, groups)
-        rest = {key: tensor for key, tensor in prepared.items() if key not in (DOCUMENT_IDS, *ROW_KINDS)}
-        local = rest if short else split_tokens(rest, sharding.layout, mesh)
-        local = {key: tensor.to(self.device) for key, tensor in (local | whole).items()}
+            groups = group_batch(prepared, -(-ready.report.samples // self.mesh.sequence_size))
+        sharding = self._place(tokens, longest, ring, groups)
+        local = {key: x for key, x in prepared.items() if key not in (DOCUMENT_IDS, *ROW_KINDS)}
         layout = None if short else sharding.layout
-        real_tokens, kind = local.pop(REAL_TOKENS, None), self.needs.whole
-        taken = None if kind is None else kind.take_columns(local, whole_batch, layout, mesh)
-        if taken is not None:
-            sharding = replace(sharding, whole=taken)
+        if layout is not None:
+            local = split_tokens(local, layout, ring)
+        local = {key: tensor.to(self.device) for key, tensor in (local | whole).items()}
+        real_tokens = local.pop(REAL_TOKENS, None)
+        if needs.whole is not None:
+            columns = needs.whole.take_columns(local, whole_batch, layout, ring)
+            sharding = sharding if columns is None else replace(sharding, whole=columns)
         if padded and real_tokens is not None:
             sharding = replace(sharding, real_tokens=real_tokens)
         return local, sharding
@@ -183,7 +182,6 @@ class BatchSharder:
         used, ready = self.batches.used, self.prepare(lambda: batch(read))
         if ready.fault is None and ready.report.tokens >= self.config.min_sequence_length:
             with suppress(RingError):  # raised again, where every rank raises it
-                ready = ready._replace(groups=_groups_of(ready.tensors))
                 layout = self.layout_for(ready.report.tokens, self.mesh, ready.groups)
                 plan_passes(used, ready.groups, layout, self.mesh.ring_rank)
         return ready
@@ -239,23 +237,18 @@ class BatchSharder:
         whole = PASSES[config.transport].whole_blocks
         return in_whole_blocks(layout, config.block_size) if whole else layout
 
-    def _sharding(
-        self, prepared: Batch, tokens: int, longest: int, mesh: RingMesh, groups: tuple[RowGroup, ...] = ()
+    def _place(
+        self, tokens: int, longest: int, mesh: RingMesh, groups: tuple[RowGroup, ...]
     ) -> BatchSharding:
-        groups = groups or _groups_of(prepared)
-        if not groups:
-            return self.kept_by_length(
-                (tokens, longest), mesh, lambda: self._new_sharding(tokens, longest, mesh)
-            )
-        return self._new_sharding(tokens, longest, mesh, groups)
+        """Return the sharding of a batch; one for all batches of a length that have no groups of rows."""
 
-    def _new_sharding(
-        self, tokens: int, longest: int, mesh: RingMesh, groups: tuple[RowGroup, ...] = ()
-    ) -> BatchSharding:
-        greatest = torch.tensor(longest, device=self.device)
-        layout = self.layout_for(tokens, mesh, groups)
-        sharding = BatchSharding(self.config, layout, mesh, self.patterns, groups, greatest)
-        return sharding.with_slots(self.device) if self.needs.slots else sharding
+        def make() -> BatchSharding:
+            greatest = torch.tensor(longest, device=self.device)
+            layout = self.layout_for(tokens, mesh, groups)
+            sharding = BatchSharding(self.config, layout, mesh, self.patterns, groups, greatest)
+            return sharding.with_slots(self.device) if self.needs.slots else sharding
+
+        return make() if groups else self.kept_by_length((tokens, longest), mesh, make)
 
     def set_speeds(self, speeds: tuple[float, ...]) -> None:
         """Place the batches that come next by these speeds of the ring's ranks, the same on all of them."""
@@ -278,12 +271,3 @@ class BatchSharder:
             current._kept["work"] = float(sum(works))
         found: float = current._kept["work"]
         return found
-
-
-def _groups_of(prepared: Batch) -> tuple[RowGroup, ...]:
-    """Return the rows of a prepared batch by their documents, or trees; none without any."""
-    kind = row_kind(prepared)
-    ids = prepared.get(DOCUMENT_IDS if kind is None else kind.key)
-    if ids is None:
-        return ()
-    return group_rows(ids, token_shape(prepared)[0], None if kind is None else kind.pattern_of)

@@ -382,12 +382,22 @@ class BatchReport(NamedTuple):
 
 
 class ReadyBatch(NamedTuple):
-    """A whole batch as `prepare_batch` left it, before the ranks have compared their reports."""
+    """A whole batch as `prepare_batch` left it, before the ranks have compared their reports.
+
+    Attributes:
+        tensors: by token.
+        fault: of this rank; then there are no tensors.
+        groups: rows by their documents or trees.
+        whole: the tensors that go whole to every rank.
+        is_one_row: trees, which are not dealt out by samples.
+    """
 
     tensors: Batch
     report: BatchReport
-    fault: RingError | None = None  # of this rank; then there are no tensors
-    groups: tuple[RowGroup, ...] = ()  # its rows by documents, if they were read ahead
+    fault: RingError | None = None
+    groups: tuple[RowGroup, ...] = ()
+    whole: Batch = {}  # noqa: RUF012
+    is_one_row: bool = False
 
 
 REFUSED = BatchReport(1, 0, 0, 0, 0, 0, 0)

@@ -227,6 +227,13 @@ def group_rows(
     return tuple(RowGroup(own, tuple(rows)) for own, rows in groups)
 
 
+def group_batch(prepared: Mapping[str, Tensor], samples: int) -> tuple[RowGroup, ...]:
+    """Group the rows of a prepared batch by their documents, or trees; none without any."""
+    kind = row_kind(prepared)
+    ids = prepared.get(DOCUMENT_IDS if kind is None else kind.key)
+    return () if ids is None else group_rows(ids, samples, None if kind is None else kind.pattern_of)
+
+
 def _documents(ids_T: np.ndarray) -> Documents:
     """Number documents in their order, so that the pattern depends on their borders, not on their ids."""
     starts, lengths = _runs_of_ids(ids_T)
