@@ -47,9 +47,9 @@ SHARDING = "ds_ring_sharding"  # the keyword by which a model hands its batch's 
 CACHES = ("cache", "past_key_values", "cache_params", "state")
 
 
-def cache_in(given: Mapping[str, Any]) -> Any:
+def cache_in(arguments: Mapping[str, Any]) -> Any:
     """Return the cache among the arguments of a call, by any name; None without one."""
-    return next((given[name] for name in CACHES if given.get(name) is not None), None)
+    return next((arguments[name] for name in CACHES if arguments.get(name) is not None), None)
 
 
 def cache_name(names: Container[str]) -> str:

@@ -229,7 +229,9 @@ class BatchSharder:
             name,
             tokens=tokens,
             ring_size=mesh.ring_size,
-            pattern={groups[0].counted(one): layers for one, layers in mix.items()} if groups else mix,
+            pattern={groups[0].counted(pattern): layers for pattern, layers in mix.items()}
+            if groups
+            else mix,
             multiple_of=mesh.ulysses_size,
             block_size=block_side(config.kernel, self.device.type, mix, config.block_size),
             speeds=speeds,
@@ -263,11 +265,12 @@ class BatchSharder:
         if "work" not in current._kept:
             mix = self.patterns.counted(current.layout.tokens, self.needs.layers)
             rows: list[Pattern] = [group.pattern for group in current.groups for _ in group.rows] or [Full()]
+            ring_rank = current.mesh.ring_rank
             works = [
-                layers * work_of_ranks(bound_to_one_head(one & row), current.layout)[current.mesh.ring_rank]
-                for one, layers in mix.items()
+                layers * work_of_ranks(bound_to_one_head(pattern & row), current.layout)[ring_rank]
+                for pattern, layers in mix.items()
                 for row in rows
             ]
             current._kept["work"] = float(sum(works))
-        found: float = current._kept["work"]
-        return found
+        pairs: float = current._kept["work"]
+        return pairs

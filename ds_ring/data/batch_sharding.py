@@ -98,7 +98,7 @@ class BatchSharding:
         def make() -> Tensor:
             slots_S = self.with_slots(torch.device("cpu")).slots
             assert slots_S is not None
-            trees = {row: one.pattern for one in self.groups for row in one.rows}
+            trees = {row: group.pattern for group in self.groups for row in group.rows}
             rows = [numbers_of(pattern, slots_S) for _, pattern in sorted(trees.items())]
             return to_device(torch.stack(rows or [slots_S]), device)
 
@@ -108,34 +108,36 @@ class BatchSharding:
         """Return the result of `make` for this batch, which is kept as long as the batch's sharding."""
         if key not in self._kept:
             self._kept[key] = make()
-        found: T = self._kept[key]
-        return found
+        value: T = self._kept[key]
+        return value
 
     def pattern_of(
         self, model_pattern: Pattern | None = None, layer: int | None = None, mixed: bool = False
     ) -> Pattern:
         """Return the pattern of a layer without its documents; see `LayerPatterns.for_layer`."""
-        found = self.patterns.for_layer(self.layout.tokens, model_pattern, layer, mixed)
-        self.of_rows(found)  # refuses what a tree of rollouts cannot have
-        return found
+        pattern = self.patterns.for_layer(self.layout.tokens, model_pattern, layer, mixed)
+        self.of_rows(pattern)  # refuses what a tree of rollouts cannot have
+        return pattern
 
-    def of_rows(self, asked: Pattern) -> list[Pattern]:
+    def of_rows(self, pattern: Pattern) -> list[Pattern]:
         """Return a layer's pattern for each group of rows; only itself without groups. Made once a batch."""
-        key = "of rows", asked, asked.mask_ids
-        return self.cached(key, lambda: [group.narrowed(asked) for group in self.groups] or [asked])
+        key = "of rows", pattern, pattern.mask_ids
+        return self.cached(key, lambda: [group.narrowed(pattern) for group in self.groups] or [pattern])
 
     def used_passes(self) -> list[UsedPass]:
         """Return the passes that this batch's attention made so far."""
-        found: dict[tuple[Pattern, int, int], UsedPass] = {}  # groups of rows have plans alike
+        passes: dict[tuple[Pattern, int, int], UsedPass] = {}  # groups of rows have plans alike
         for key, rows in self._kept.items():
             if not isinstance(rows, RowsAttention):
                 continue
             for context, _ in rows.contexts:
-                for made in context.prepared.values():
-                    ways = tuple(sorted({way for one in made.own.classes for way in one.lowered}))
-                    heads = made.plan.query_heads, made.plan.kv_heads
-                    found[key[1], *heads] = UsedPass(key[1], made.make_plan, ways)
-        return list(found.values())
+                for prepared in context.prepared.values():
+                    ways = tuple(
+                        sorted({way for head_class in prepared.own.classes for way in head_class.lowered})
+                    )
+                    heads = prepared.plan.query_heads, prepared.plan.kv_heads
+                    passes[key[1], *heads] = UsedPass(key[1], prepared.make_plan, ways)
+        return list(passes.values())
 
     def attention(
         self,
@@ -149,21 +151,21 @@ class BatchSharding:
         `scale` and `score_mod` are those of `ring_attention`, `pattern` the layer's (`pattern_of`) or the
         JSON's; `make` is the module that attends, None for `RingAttention`.
         """
-        asked = self.patterns.pattern if pattern is None else pattern
-        key = (scale, asked, asked.mask_ids, score_mod, make)
+        layer_pattern = self.patterns.pattern if pattern is None else pattern
+        key = (scale, layer_pattern, layer_pattern.mask_ids, score_mod, make)
         if key not in self._kept:
             module: Callable[..., RingAttention] = make or RingAttention
             if self.key_layout is not None:
                 module = partial(load(_CROSS_ATTENTION), key_layout=self.key_layout)
-            given = {"mesh": self.mesh, "layout": self.layout, "scale": scale}
+            keywords = {"mesh": self.mesh, "layout": self.layout, "scale": scale}
             of_rows = [group.along_paths(score_mod) for group in self.groups] or [score_mod]
             parts = [
-                module(self.config, pattern=one, score_mod=changed, **given)
-                for one, changed in zip(self.of_rows(asked), of_rows, strict=True)
+                module(self.config, pattern=row_pattern, score_mod=changed, **keywords)
+                for row_pattern, changed in zip(self.of_rows(layer_pattern), of_rows, strict=True)
             ]
             self._kept[key] = RowsAttention(parts, tuple(group.rows for group in self.groups))
-        found: RowsAttention = self._kept[key]
-        return found
+        rows: RowsAttention = self._kept[key]
+        return rows
 
 
 class UsedPass(NamedTuple):
@@ -176,10 +178,10 @@ class UsedPass(NamedTuple):
 
 def plan_passes(used: Iterable[UsedPass], groups: Sequence[RowGroup], layout: Layout, ring_rank: int) -> None:
     """Plan the passes of a batch that are like those of another one; plans and steps are found again."""
-    for one in used:
+    for past in used:
         for group in groups:
-            for head_class in one.make_plan(group.narrowed(one.asked), layout).rank(ring_rank).classes:
-                for backward in one.ways:
+            for head_class in past.make_plan(group.narrowed(past.asked), layout).rank(ring_rank).classes:
+                for backward in past.ways:
                     lower_class(head_class, backward)
 
 
@@ -202,25 +204,25 @@ class RowsAttention:
 
     def __call__(
         self, q_BHSD: Tensor, k_BGSD: Tensor, v_BGSE: Tensor, sinks: Tensor | None = None,
-        return_lse: bool = False, **more: Any,
+        return_lse: bool = False, **options: Any,
     ) -> Any:  # fmt: skip
         """Return [B, H, S, E] of the queries; rows stay where they are. Arguments as of the module's call.
 
         With `return_lse` the lse [B, H, S] as well.
         """
-        more |= {"sinks": sinks} | ({"return_lse": True} if return_lse else {})
+        options |= {"sinks": sinks} | ({"return_lse": True} if return_lse else {})
         if len(self._parts) == 1:
-            return self._parts[0](q_BHSD, k_BGSD, v_BGSE, **more)
+            return self._parts[0](q_BHSD, k_BGSD, v_BGSE, **options)
         if q_BHSD.shape[0] != len(self._back):
             raise RingShapeError.wrong(
                 "attention", f"the batch's {len(self._back)} samples", q_BHSD.shape[0], "pass all"
             )
         outs = [
-            part(*(_take(x, rows) for x in (q_BHSD, k_BGSD, v_BGSE)), **more)
+            part(*(_take(x, rows) for x in (q_BHSD, k_BGSD, v_BGSE)), **options)
             for part, rows in zip(self._parts, self._rows, strict=True)
         ]
         if return_lse:
-            return tuple(_take(torch.cat(one), tuple(self._back)) for one in zip(*outs, strict=True))
+            return tuple(_take(torch.cat(parts), tuple(self._back)) for parts in zip(*outs, strict=True))
         return _take(torch.cat(outs), tuple(self._back))
 
 
@@ -271,14 +273,14 @@ class RecentBatches:
         if torch.compiler.is_compiling():
             return self._selected()
         first_runs, noted = self._regions()
-        found = noted[-1] if noted else self._selected()
+        sharding = noted[-1] if noted else self._selected()
         for region in first_runs:
             by_asked: dict[RecentBatches, list[BatchSharding]] = getattr(region, _BATCHES, {})
             setattr(region, _BATCHES, by_asked)
             batches = by_asked.setdefault(self, [])
-            if found not in batches:
-                batches.append(found)
-        return found
+            if sharding not in batches:
+                batches.append(sharding)
+        return sharding
 
     def _selected(self) -> BatchSharding:
         if self._current is None:
@@ -326,7 +328,7 @@ class RecentBatches:
         if placements:
             sharding: BatchSharding = max(placements, key=attrgetter("number")).sharding
             if noted:
-                noted[:] = [one for one in noted if one is not sharding] + [sharding]
+                noted[:] = [earlier for earlier in noted if earlier is not sharding] + [sharding]
             else:
                 self._current = sharding
             return sharding
@@ -343,7 +345,7 @@ class RecentBatches:
     def _placements(self, values: Iterable[Any]) -> list[Placement]:
         """Return what tensors of this session's batches carry."""
         placements = map(read_placement, values)
-        return [one for one in placements if one is not None and one.batches is self]
+        return [placement for placement in placements if placement is not None and placement.batches is self]
 
     def _by_length(self, tensors: list[Tensor]) -> BatchSharding:
         lengths = sorted({tensor.shape[1] for tensor in tensors})
@@ -453,9 +455,12 @@ def check_consistency(
         raise RingMismatchError(f"rank {refusing[0]} refused its batch: see the error it raised")
     ended = [rank for rank, report in enumerate(reports) if report == ENDED]
     if 0 < len(ended) < len(reports):
-        more = next(rank for rank in range(len(reports)) if rank not in ended)
+        longer = next(rank for rank in range(len(reports)) if rank not in ended)
         raise RingMismatchError.wrong(
-            "batches in an epoch", "equal numbers", f"one more on rank {more}", "see engine.ring.wrap"
+            "batches in an epoch",
+            "equal numbers",
+            f"one more on rank {longer}",
+            "see engine.ring.wrap",
         )
     sequences = [rank - rank % sequence_size for rank in range(len(reports))]
     _check_equal(reports, sequences, _OF_A_SEQUENCE)
@@ -474,7 +479,7 @@ def _check_equal(reports: list[BatchReport], firsts: list[int], compared: dict[s
         for name, words in compared.items():
             expected, got = getattr(reports[first], name), getattr(report, name)
             if expected != got:
-                last = max(rank for rank, other in enumerate(firsts) if other == first)
+                last = max(rank for rank, first_of_rank in enumerate(firsts) if first_of_rank == first)
                 raise RingMismatchError(
                     f"{words}: expected the same on ranks {first} to {last} of a sequence, got {expected} on"
                     f" rank {first} and {got} on rank {rank}; use engine.ring.loader"

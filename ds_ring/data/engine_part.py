@@ -70,9 +70,9 @@ def check_engine_parts(config: RingConfig, deepspeed_config: dict[str, Any]) -> 
     Raises:
         RingConfigError: with the reason.
     """
-    asked: dict[str, Any] = {"monitor": config.monitor, "rank_speeds": config.rank_speeds == "measured"}
-    asked |= dict(config.long_sequence)
-    for key, value in asked.items():
+    options: dict[str, Any] = {"monitor": config.monitor, "rank_speeds": config.rank_speeds == "measured"}
+    options |= dict(config.long_sequence)
+    for key, value in options.items():
         if value and value != "auto" and key not in ENGINE_PARTS | MODEL_PARTS | SAVED_TENSORS:
             raise RingConfigError(f"{key}: expected it to be left out: this ds_ring was installed without it")
     for part in engine_parts():

@@ -80,9 +80,9 @@ class ModelCopies:
     def set_attention(self, copy: nn.Module, config: RingConfig) -> None:
         """Give the copy the attention that it is to be compared with."""
 
-    def arguments(self, copy: nn.Module, given: dict[str, Any], sharding: BatchSharding) -> dict[str, Any]:
+    def arguments(self, copy: nn.Module, kwargs: dict[str, Any], sharding: BatchSharding) -> dict[str, Any]:
         """Return the arguments of a call with all tokens of a batch at once."""
-        return given
+        return kwargs
 
 
 @dataclass

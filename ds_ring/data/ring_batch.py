@@ -63,7 +63,10 @@ class RingBatch(dict[str, Tensor]):
     @property
     def sharding(self) -> Any:
         """Return the sharding that its tensors carry; None if they were replaced."""
-        return next((one.sharding for one in map(read_placement, self.values()) if one is not None), None)
+        return next(
+            (placement.sharding for placement in map(read_placement, self.values()) if placement is not None),
+            None,
+        )
 
     def to(self, *args: Any, **kwargs: Any) -> RingBatch:
         """Return the batch with each tensor as `Tensor.to` returns it; it carries its sharding, too."""

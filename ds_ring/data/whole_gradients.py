@@ -70,9 +70,9 @@ def with_whole_gradients(batch: Mapping[str, Tensor], mesh: RingMesh) -> dict[st
 
     Collective in the backward pass, where a tensor requires gradients.
     """
-    found = dict(batch)
+    tensors = dict(batch)
     for name, x in batch.items():
         if needs_gradient(x) and mesh.sequence_size > 1:
-            found[name] = _whole_gradient(x, mesh)
-            whole_nodes.add(found[name].grad_fn)
-    return found
+            tensors[name] = _whole_gradient(x, mesh)
+            whole_nodes.add(tensors[name].grad_fn)
+    return tensors

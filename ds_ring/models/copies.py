@@ -59,18 +59,18 @@ class TransformersCopies(ModelCopies):
         elif getattr(copy.config, "_attn_implementation", None) == NAME:
             copy.set_attn_implementation("eager")  # type: ignore[operator]
 
-    def arguments(self, copy: nn.Module, given: dict[str, Any], sharding: BatchSharding) -> dict[str, Any]:
+    def arguments(self, copy: nn.Module, kwargs: dict[str, Any], sharding: BatchSharding) -> dict[str, Any]:
         """Return the arguments of a call with all tokens at once."""
         if not is_of_transformers(copy):
-            return given
-        positions = given.get("position_ids")
+            return kwargs
+        positions = kwargs.get("position_ids")
         if positions is not None and bool(
             (positions == torch.arange(sharding.layout.tokens, device="cpu")).all()
         ):
-            del given["position_ids"]  # the model numbers tokens by itself
+            del kwargs["position_ids"]  # the model numbers tokens by itself
         if getattr(copy.config, "_attn_implementation", None) == NAME:
-            given[SHARDING] = sharding
-        return given | {"use_cache": False}
+            kwargs[SHARDING] = sharding
+        return kwargs | {"use_cache": False}
 
 
 def _is_own_pattern(config: RingConfig, model: Any) -> bool:

@@ -102,9 +102,9 @@ class ModelAdapter:
     def off(self) -> Iterator[None]:
         """Restore the model's own attention and loss inside the context, without our hooks."""
         model, on = self.model, {part: part.config._attn_implementation for part in self.own}
-        own = [_own_loss.to(model.loss_function.loss_function)]
-        own += [one for part in self.parts for one in part.own()]
-        with applied(*own, model=model, generator=model):
+        replacements = [_own_loss.to(model.loss_function.loss_function)]
+        replacements += [replacement for part in self.parts for replacement in part.own()]
+        with applied(*replacements, model=model, generator=model):
             set_implementations(self.own, self.session)
             try:
                 with paused(self.changes):
@@ -151,7 +151,7 @@ class ModelAdapter:
         known = self.call.one_sequence and not own_attention(model)
         numbering = numbering_check(model, session.mesh) if known else None
         patches = [
-            *(one for part in parts for one in part.patches(loss)),
+            *(replacement for part in parts for replacement in part.patches(loss)),
             _guards_loss.to(guard),
             *([] if numbering is None else numbering.model),
             router_loss(model, guard, session),
@@ -159,12 +159,14 @@ class ModelAdapter:
             *self.call.hooks(),
         ]
         self.apply(
-            *(one for one in patches if one is not None),
+            *(replacement for replacement in patches if replacement is not None),
             model=model, base=model.base_model, head=model.get_output_embeddings(), generator=model,
             score=getattr(model, "score", None),
         )  # fmt: skip
         if numbering is not None:
-            numbering.changes += [one for one in self.changes if one.row.feature == "numbering"]
+            numbering.changes += [
+                replacement for replacement in self.changes if replacement.row.feature == "numbering"
+            ]
             self._check_numbering(numbering.part, numbering.changes)
 
     def _check_numbering(self, hook: Callable[..., None], changes: list[AppliedPatch]) -> None:

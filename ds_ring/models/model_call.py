@@ -95,27 +95,27 @@ class ModelCall:
                 self.guard.start()
                 return args, kwargs | {SHARDING: part.sharding}
         bound = self.signature.bind_partial(*args, **kwargs)
-        given = dict(bound.arguments) | kwargs
-        self.guard.start(given.get("num_items_in_batch"))
-        if any(given.get("attention_mask") is mask for mask in session.batches.masks):
-            del given["attention_mask"]  # of a user's class around the models that attend
+        arguments = dict(bound.arguments) | kwargs
+        self.guard.start(arguments.get("num_items_in_batch"))
+        if any(arguments.get("attention_mask") is mask for mask in session.batches.masks):
+            del arguments["attention_mask"]  # of a user's class around the models that attend
         added: dict[str, Any] = {}
-        if "use_cache" not in given:
+        if "use_cache" not in arguments:
             added["use_cache"] = False  # transformers' default would keep every layer's keys and values
-        elif given["use_cache"] and "use_cache" in kwargs and model.training and torch.is_grad_enabled():
-            given["use_cache"] = added["use_cache"] = False
+        elif arguments["use_cache"] and "use_cache" in kwargs and model.training and torch.is_grad_enabled():
+            arguments["use_cache"] = added["use_cache"] = False
             _note_unused_cache()
         of_config = {"output_attentions": getattr(model.config, "output_attentions", False)}
-        checks.check_model_call(self.name, of_config | {k: x for k, x in given.items() if x is not None})
+        checks.check_model_call(self.name, of_config | {k: x for k, x in arguments.items() if x is not None})
         if self.adapter.rewritten:
-            added["position_ids"] = needs_backend_op(given["position_ids"])
+            added["position_ids"] = needs_backend_op(arguments["position_ids"])
             if model.config._attn_implementation == NAME:
                 added[SHARDING] = REWRITTEN
             return bound.args, bound.kwargs | added
         if not torch.compiler.is_compiling():  # in compiled code the engine's hook has selected the batch
-            session.batches.select(x for x in given.values() if isinstance(x, Tensor))
+            session.batches.select(x for x in arguments.values() if isinstance(x, Tensor))
         sharding = session.batches.current
-        checks.check_length(self.name, given, sharding)
+        checks.check_length(self.name, arguments, sharding)
         if torch.compiler.is_compiling() and self._narrowest < sharding.layout.tokens:
             raise RingPatternError(
                 f"{self.name}: a layer sees {self._narrowest} of {sharding.layout.tokens} tokens, which only"

@@ -70,9 +70,9 @@ class DynamicRing:
         else:
             node = 0 if self.rings is None else self.rings.node
             rings = divide(Lengths(lengths, most_tokens, not packed), mesh.ring_size, self.times, node).rings
-        mine = next(one for one in rings if one.first <= mesh.ring_rank < one.first + one.ranks)
+        mine = next(ring for ring in rings if ring.first <= mesh.ring_rank < ring.first + ring.ranks)
         held = tuple(pieces[sample] for sample in mine.samples) or (pieces[0],)
-        places = tuple((one.first, one.ranks) for one in rings)
+        places = tuple((ring.first, ring.ranks) for ring in rings)
         return Assigned(mine, places, held, max(lengths) - 1, zlib.crc32(repr((rings, lengths)).encode()))
 
 
@@ -120,8 +120,8 @@ class AssignedSamples(Dataset[tuple[Assigned, list[Mapping[str, Any]]]]):
         if not packed and not is_sliced(documents):
             whole: Mapping[str, Any] = documents[piece.document]
             return whole
-        found = dict(part_of(documents, piece.document, piece.start, piece.stop))
-        return {"labels": found["input_ids"]} | found
+        tensors = dict(part_of(documents, piece.document, piece.start, piece.stop))
+        return {"labels": tensors["input_ids"]} | tensors
 
 
 def joined(assigned: Assigned, samples: Sequence[Mapping[str, Any]], packed: bool) -> Batch:

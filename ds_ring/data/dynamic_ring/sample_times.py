@@ -113,7 +113,7 @@ class SampleTimes:
         # Four sizes an octave are planned, from 8 ranks on; between them seconds are linear.
         step = 1 << max(ranks.bit_length() - 3, 0)
         if beyond := ranks % step:
-            low, high = (self._attention(tokens, ranks - beyond + more) for more in (0, step))
+            low, high = (self._attention(tokens, ranks - beyond + extra) for extra in (0, step))
             return low + (high - low) * beyond / step
         if (tokens, ranks) not in self._known:
             sizes, total = self.sizes, 0.0
@@ -167,21 +167,21 @@ def measure_times(
     Returns the same on every rank, to the bit.
     """
     options = Options.of(config)
-    more: dict[str, Any] = {"dtype": dtype, "device": device}
+    tensors: dict[str, Any] = {"dtype": dtype, "device": device}
     heads = 1 if device.type == "cpu" else sizes.heads  # one head would not fill a GPU
     context = context_for(Causal(), "contiguous", RingMesh.single(), options)
     seconds: list[float] = []
     flops: list[np.ndarray] = []
     for tokens in _TRIANGLES:
         shape = (1, heads, tokens, sizes.head_dim)
-        seconds += _pass_seconds(context, shape, heads, **more)
-        q = torch.empty(shape, **more)
+        seconds += _pass_seconds(context, shape, heads, **tensors)
+        q = torch.empty(shape, **tensors)
         with context.call("attention forward", q) as call:
             (plan, _, kernel, *_), _ = prepare(context, call, Operands(q, q, q))
         tiles = plan.rank(0).classes[0].hops[0].tiles
         pairs = np.array([kernel.executed_pairs(tiles, back) for back in (False, True)])
         flops.append(pairs * _PAIR_FLOPS * heads * sizes.head_dim)
-    matrix = torch.ones(_SIDES[device.type], _SIDES[device.type], **more)
+    matrix = torch.ones(_SIDES[device.type], _SIDES[device.type], **tensors)
     seconds.append(_seconds(lambda: matrix @ matrix, device))
     exchange = Exchange(mesh, options.hop_timeout_seconds)
     ahead, behind = ((mesh.ring_rank + step) % mesh.ring_size for step in (1, -1))
@@ -191,7 +191,7 @@ def measure_times(
         seconds.append(_seconds(lambda post=post: exchange.post(*post).wait(), device))  # type: ignore[misc]
     ring = context_for(Full(), "contiguous", mesh, options)
     shape = (1, sizes.heads, _HOP_TOKENS, sizes.head_dim)
-    seconds.append(sum(_pass_seconds(ring, shape, sizes.kv_heads, **more)) / (2 * mesh.ring_size + 1))
+    seconds.append(sum(_pass_seconds(ring, shape, sizes.kv_heads, **tensors)) / (2 * mesh.ring_size + 1))
     slowest = torch.tensor(seconds, dtype=torch.float64, device=device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     *kernel_s, product_s, small_s, large_s, hop_s = slowest.tolist()
@@ -204,11 +204,11 @@ def measure_times(
 
 
 def _pass_seconds(
-    context: RingContext, shape: tuple[int, ...], kv_heads: int, **more: Any
+    context: RingContext, shape: tuple[int, ...], kv_heads: int, **tensors: Any
 ) -> tuple[float, float]:
     """Return the seconds of a pass forward and of one backward; `shape` is [B, H, S, D] of q."""
-    q, grad = torch.randn(shape, **more), torch.randn(shape, **more)
-    k, v = (torch.randn(shape[0], kv_heads, *shape[2:], **more) for _ in range(2))
+    q, grad = torch.randn(shape, **tensors), torch.randn(shape, **tensors)
+    k, v = (torch.randn(shape[0], kv_heads, *shape[2:], **tensors) for _ in range(2))
     out, lse = ring_attention_op(q, k, v, context.handle)
     return (
         _seconds(lambda: ring_attention_op(q, k, v, context.handle), q.device),

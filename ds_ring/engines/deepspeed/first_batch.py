@@ -119,27 +119,34 @@ def compare(got: Numbers, expected: Numbers) -> list[Difference]:
 
 def compare_outputs(got: Numbers, expected: Numbers) -> list[Difference]:
     """Return the errors of the layers that both recorded, of the logits, and of the loss if there is one."""
-    found = [
+    differences = [
         difference("layer", name, _by_token(got.layers[name], output))
         for name, output in expected.layers.items()
         if name in got.layers
     ]
-    found.append(difference("logits", "", _by_token(got.logits, expected.logits)))
+    differences.append(difference("logits", "", _by_token(got.logits, expected.logits)))
     if got.loss is not None and expected.loss is not None:
         error = abs(got.loss - expected.loss) / max(abs(expected.loss), 1e-6)
-        found.append(difference("loss", "", error))
-    return found
+        differences.append(difference("loss", "", error))
+    return differences
 
 
-def beyond(found: list[Difference], tolerance: Tolerance) -> list[Difference]:
+def beyond(differences: list[Difference], tolerance: Tolerance) -> list[Difference]:
     """Return those that rounding does not explain, in the order in which they were computed."""
     allowed = {"gradient": tolerance.gradients, "loss": tolerance.loss}
-    return [one for one in found if not one.error <= allowed.get(one.kind, tolerance.outputs)]
+    return [
+        difference
+        for difference in differences
+        if not difference.error <= allowed.get(difference.kind, tolerance.outputs)
+    ]
 
 
-def largest(found: list[Difference]) -> dict[str, Difference]:
+def largest(differences: list[Difference]) -> dict[str, Difference]:
     """Return the largest error of each kind."""
-    return {one.kind: one for one in sorted(found, key=lambda one: one.error)}
+    return {
+        difference.kind: difference
+        for difference in sorted(differences, key=lambda difference: difference.error)
+    }
 
 
 @contextmanager
@@ -179,13 +186,13 @@ def compare_gradients(got: Mapping[str, Tensor], expected: Mapping[str, Tensor])
     """Return the error of each parameter's gradient; one that only one of both has is zero on the other."""
     norms = torch.tensor([float(gradient.norm()) for gradient in expected.values()] or [0.0], device="cpu")
     floor = _FLOOR * float(norms.square().mean().sqrt()) + 1e-30
-    found = []
+    differences = []
     for name in [*expected, *[name for name in got if name not in expected]]:
         zero = torch.zeros((), dtype=torch.float64, device="cpu")
         mine, theirs = got.get(name, zero).double(), expected.get(name, zero).double()
         error = float((mine - theirs).norm()) / max(float(theirs.norm()), floor)
-        found.append(difference("gradient", name, error))
-    return found
+        differences.append(difference("gradient", name, error))
+    return differences
 
 
 # Record a training step: its forward passes, and weights and gradients as a whole on rank 0.
@@ -291,13 +298,13 @@ def filled(
     for name, value in [*weights.items(), *module.named_buffers(remove_duplicate=False)]:
         wide = torch.float32 if value.dtype in (torch.float16, torch.bfloat16) else value.dtype
         state[name].data = value.detach().to(device, wide, copy=True)
-    changed = {(id(one.owner), one.row.name) for one in changes}
+    changed = {(id(change.owner), change.row.name) for change in changes}
     for name, part in alone.named_modules():
-        own = module.get_submodule(name)
+        engine_part = module.get_submodule(name)
         later = {  # the session, say: what was set after the copy was made
             key: value
-            for key, value in vars(own).items()
-            if key[0] != "_" and vars(part).get(key) is None and (id(own), key) not in changed
+            for key, value in vars(engine_part).items()
+            if key[0] != "_" and vars(part).get(key) is None and (id(engine_part), key) not in changed
         }
         vars(part).update(later)
     return alone.train()
@@ -394,12 +401,14 @@ class FirstBatch:
     @torch.no_grad()
     def _verify(self, engine: Any) -> None:
         """Gather the step on rank 0, compare there, and tell all ranks. Collective."""
-        used = [one for one in self._forwards if one.gradients]
+        used = [forward for forward in self._forwards if forward.gradients]
         self._forwards = []
         if not used:
             return
-        means = [None if one.loss is None else float(self.session.mean_loss(one.loss)) for one in used]
-        pieces = [self._pieces(one) for one in used]
+        means = [
+            None if forward.loss is None else float(self.session.mean_loss(forward.loss)) for forward in used
+        ]
+        pieces = [self._pieces(forward) for forward in used]
         weights, gradients = whole_parameters(engine.module)
         verdict: list[Any] = [None]
         if dist.get_rank() == 0:
@@ -436,23 +445,23 @@ class FirstBatch:
             return _AGAIN
         alone = filled(self._alone, module, weights, self.session.changes, self.session.device)
         self.session.needs.copies.set_attention(alone, self.session.config)
-        found: list[Difference] = []
+        differences: list[Difference] = []
         for parts, mean in zip(pieces, means, strict=True):
-            found += self._forward_alone(alone, parts, mean)
+            differences += self._forward_alone(alone, parts, mean)
         expected = {name: p.grad.cpu() for name, p in alone.named_parameters() if p.grad is not None}
-        found += compare_gradients(gradients, expected)
+        differences += compare_gradients(gradients, expected)
         exact = KV_PAYLOADS[self.session.config.kv_payload].exact or self.session.mesh.ring_size == 1
-        wrong = beyond(found, Tolerance.for_dtype(dtype, not exact))
+        wrong = beyond(differences, Tolerance.for_dtype(dtype, not exact))
         if wrong:
-            more = f" and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
-            return "; ".join(str(one) for one in wrong[:_NAMED]) + more
-        worst = ", ".join(str(one) for one in largest(found).values())
+            rest = f" and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
+            return "; ".join(str(error) for error in wrong[:_NAMED]) + rest
+        worst = ", ".join(str(error) for error in largest(differences).values())
         log.info("verify_first_batch: the ring equals one process; largest relative errors: %s", worst)
         return None
 
     def _forward_alone(self, alone: nn.Module, parts: list[Forward], mean: float | None) -> list[Difference]:
         """Repeat one forward pass of the step, replica by replica; its gradients add up in `alone`."""
-        found, total = [], 0.0
+        differences, total = [], 0.0
         divisor = self.session.gradient_divisor
         for part in parts:
             devices = [self.session.device] if self.session.device.type == "cuda" else []
@@ -464,12 +473,12 @@ class FirstBatch:
                 self.session.needs.one_process(),
                 self._one_rank(part) as single,
             ):
-                given = dict(part.kwargs)
-                if isinstance(given.get("num_items_in_batch"), Tensor):  # the loss is a mean over the world
-                    given["num_items_in_batch"] = given["num_items_in_batch"] * divisor
-                given = self.session.needs.copies.arguments(alone, given, single)
-                args, given = on_device((part.args, given), self.session.device)
-                output = alone(*args, **given)
+                kwargs = dict(part.kwargs)
+                if isinstance(kwargs.get("num_items_in_batch"), Tensor):  # the loss is a mean over the world
+                    kwargs["num_items_in_batch"] = kwargs["num_items_in_batch"] * divisor
+                kwargs = self.session.needs.copies.arguments(alone, kwargs, single)
+                args, kwargs = on_device((part.args, kwargs), self.session.device)
+                output = alone(*args, **kwargs)
                 logits, loss = results_of(output)
                 if "loss" in part.gradients and loss is not None:
                     (loss * part.gradients["loss"].to(loss)).backward()
@@ -479,10 +488,10 @@ class FirstBatch:
             # Of a module that returns its loss alone there are no logits: each rank's is its part.
             compared = part.logits if logits.shape == (1,) and loss is not None else logits.detach().cpu()
             rows = Numbers(compared, layers={name: x.cpu() for name, x in layers.items()})
-            found += compare_outputs(Numbers(part.logits, layers=part.layers), rows)
+            differences += compare_outputs(Numbers(part.logits, layers=part.layers), rows)
         if mean is not None and "loss" in parts[0].gradients:
-            found.append(difference("loss", "", abs(mean - total) / max(abs(total), 1e-6)))
-        return found
+            differences.append(difference("loss", "", abs(mean - total) / max(abs(total), 1e-6)))
+        return differences
 
     @contextmanager
     def _one_rank(self, part: Forward) -> Iterator[BatchSharding]:
@@ -496,9 +505,9 @@ class FirstBatch:
         finally:
             book._current = before
 
-    def _pieces(self, one: Forward) -> list[Forward]:
+    def _pieces(self, step: Forward) -> list[Forward]:
         """Return the whole sequences of a forward pass, on the CPU, on rank 0, each once. Collective."""
-        sharding = one.sharding
+        sharding = step.sharding
         assert sharding is not None
         mesh = sharding.mesh
         whole = mesh is not self.session.mesh and mesh.sequence_size == 1  # this rank's samples are whole
@@ -514,12 +523,13 @@ class FirstBatch:
             return value.cpu().contiguous()
 
         # Of results of the whole sequence each rank has the gradient; they are averaged, not summed.
-        if not whole and (one.logits.ndim < 2 or one.logits.shape[1] != sharding.local_tokens):
-            one.gradients |= {
-                name: x * mesh.sequence_size for name, x in one.gradients.items() if name == "logits"
+        if not whole and (step.logits.ndim < 2 or step.logits.shape[1] != sharding.local_tokens):
+            step.gradients |= {
+                name: x * mesh.sequence_size for name, x in step.gradients.items() if name == "logits"
             }
-        args, results = tuple(take(value) for value in one.args), (take(one.logits), take(one.loss))
-        taken = Forward(args, take(one.kwargs), one.attended, *results, take(one.layers), take(one.gradients))
+        args, results = tuple(take(value) for value in step.args), (take(step.logits), take(step.loss))
+        rest = take(step.layers), take(step.gradients)
+        taken = Forward(args, take(step.kwargs), step.attended, *results, *rest)
         pieces: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
         dist.gather_object(taken if whole or mesh.sequence_rank == 0 else None, pieces, dst=0)
         return [piece for piece in pieces or () if piece is not None]

@@ -220,7 +220,7 @@ def _make_patches(
     patches += [SynchronizedResults(engine, session.mesh), partial(_destroy, session)]
     if session.mesh.detector is not None:
         patches.append(partial(attribute_engine_failure, session.mesh))
-    return [*(one for one in patches if one is not None), refuse_to_pickle]
+    return [*(replacement for replacement in patches if replacement is not None), refuse_to_pickle]
 
 
 @patch(ENGINE, "destroy", stage="around_call", feature="end", reason="takes the ring off the model")

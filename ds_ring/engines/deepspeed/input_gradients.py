@@ -41,14 +41,16 @@ class InputGradients:
     @patch(ENGINE, stage="before_forward", feature="input_gradients", reason=_REASON)
     def before_forward(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Refuse tensors by token whose gradient leads out of the engine's model."""
-        given = {**{str(number): x for number, x in enumerate(args)}, **kwargs}
-        asked = {name: x for name, x in given.items() if needs_gradient(x)}
-        if not asked or not self._is_at_work():
+        arguments = {**{str(number): x for number, x in enumerate(args)}, **kwargs}
+        inputs = {name: x for name, x in arguments.items() if needs_gradient(x)}
+        if not inputs or not self._is_at_work():
             return
-        own = {id(parameter) for parameter in self._engine.module.parameters()}
+        parameters = {id(parameter) for parameter in self._engine.module.parameters()}
         with collective(self._session.mesh, "gradients of inputs"):
-            for name, x in asked.items():
-                leads_out = x.grad_fn is None or x.retains_grad or any(one not in own for one in _leaves(x))
+            for name, x in inputs.items():
+                leads_out = (
+                    x.grad_fn is None or x.retains_grad or any(leaf not in parameters for leaf in _leaves(x))
+                )
                 if leads_out:
                     raise RingConfigError(
                         f"{name}: expected a tensor from engine.ring.shard_batch, or one that parameters of"
@@ -76,7 +78,7 @@ class InputGradients:
         engine, executes = self._engine, torch._C._will_engine_execute_node
         direct = not engine._running_engine_backward and engine._support_torch_style_backward
         if direct and self._session.mesh.sequence_size > 1 and torch._C._current_graph_task_id() != -1:
-            trained = [one for one in engine.module.parameters() if one.requires_grad]
+            trained = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
             if trained and count_used_parameters_in_backward(trained) == 0:
                 whole = any(executes(node) for node in list(whole_nodes))
                 fails = engine.zero_optimization_stage() in (1, 2)  # in an IndexError of DeepSpeed's
@@ -113,4 +115,4 @@ def _leaves(x: Tensor) -> Iterator[int]:
         seen.add(node)
         if hasattr(node, "variable"):
             yield id(node.variable)
-        nodes += [one for one, _ in node.next_functions]
+        nodes += [inner for inner, _ in node.next_functions]
