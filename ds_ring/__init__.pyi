@@ -8,7 +8,6 @@ from ds_ring.config.section import RingConfig as RingConfig
 from ds_ring.contrib.multihead import MultiheadRingAttention as MultiheadRingAttention
 from ds_ring.decode.attention import decode_attention as decode_attention
 from ds_ring.engines.deepspeed.enable import enable as enable
-from ds_ring.engines.deepspeed.initialize import initialize as initialize
 from ds_ring.errors import RingBufferError as RingBufferError
 from ds_ring.errors import RingCheckpointError as RingCheckpointError
 from ds_ring.errors import RingCheckpointMissingError as RingCheckpointMissingError
@@ -60,6 +59,7 @@ from ds_ring.schedule.layout import make_layout as make_layout
 from ds_ring.schedule.plan import build_plan as build_plan
 from ds_ring.simulation.simulate import SimulationOptions as SimulationOptions
 from ds_ring.simulation.simulate import simulate as simulate
+from ds_ring.start import initialize as initialize
 
 __version__: str
 __all__: list[str]

@@ -46,9 +46,9 @@ CORE = [
 CAPABILITIES = [
     ["codecs", "layouts", "patterns", "kernels.cpu", "kernels.flash", "kernels.flex", "cuda", "transports",
         "layers", "decode", "memory", "measure", "simulation"],
-    ["patches", "written_files", "data", "models", "engines", "checkpoint", "measure.rank_speeds",
-        "measure.run_report", "measure.step_metrics", "memory.tiles.models_head",
-        "memory.tiles.models_layers",
+    ["patches", "written_files", "data", "models", "engines", "start", "checkpoint",
+        "measure.rank_speeds", "measure.run_report", "measure.step_metrics",
+        "memory.tiles.models_head", "memory.tiles.models_layers",
         "memory.host.offloaded_checkpoints", "layers.selection.rows", "layers.ngrams.sharded_tables"],
     ["contrib", "decode.generation", "decode.ring_cache", "decode.encoder_decoder"],
 ]  # fmt: skip
@@ -89,8 +89,8 @@ IMPORTERS = {
     "contrib.compile.graph_sharding": {"comm.exchange"},
     "data.loss": {"comm.exchange", "ring.merge"},  # the accumulators' dtype
     "measure.step_metrics": {"comm.exchange"},  # the limit of a sum
-    "engines.deepspeed.dynamic_ring": {"comm.exchange"},  # measures it
-    "data.intervals": {"comm.exchange"},  # collectives of rings without groups
+    "data.dynamic_ring.sample_times": {"comm.exchange"},  # measures it
+    "data.dynamic_ring.intervals": {"comm.exchange"},  # collectives of rings without groups
     "decode.generation": {"comm.exchange"},  # the prompt's last logits, to all ranks
     "contrib.images.model": {"comm.exchange"},  # features, to the ranks of their tokens
     "decode.ring_cache": {"comm.exchange"},  # a convolution's last inputs
@@ -113,7 +113,7 @@ MAY_IMPORT_A_PASS = {
 
 # A package from outside, and the places that may import it.
 OUTSIDE = {
-    "deepspeed": ("engines", "checkpoint", "models", "contrib.compile", "measure", "memory.tiles"),
+    "deepspeed": ("engines", "start", "checkpoint", "contrib.compile", "measure", "memory.tiles"),
     "transformers": (
         "models",
         "engines.trainers",
@@ -636,6 +636,7 @@ OWN_OBJECTS = {
         "region",
     ): "torch's context of a checkpointed region: no other place lives as long",
     ("data.batch_sharding", "region"): "the same",
+    ("data.ring_batch", "x"): "a tensor of a sharded batch, which carries the sharding",
     ("ops.handles", "function"): "a function of ours, which it marks for torch.compile",
     ("ops.traced_objects", "function"): "a function that it makes in place of a traced one",
     ("comm.mesh", "weakref.finalize(mesh.state, _drop, detector, mesh.state.groups)"): "its own finalizer",
@@ -864,3 +865,64 @@ def test_a_table_that_nothing_empties_is_found() -> None:
     assert unbounded(ast.parse(good)) == []
     for fault in re.split(r"\n(?=_|@)", TABLES):
         assert len(unbounded(ast.parse(good + fault))) == 1, fault
+
+
+# Which folder knows which.
+
+
+def _imports_in(package: str) -> dict[str, set[str]]:
+    return {name: set(imports_of(name)) for name in MODULES if is_in(name, package) and name != package}
+
+
+def test_data_engines_and_models_know_each_other_one_way() -> None:
+    """`data` knows neither engine nor model, and neither of these the other; `start` knows all three."""
+    known = {
+        "data": ("deepspeed", "transformers", "ds_ring.engines", "ds_ring.models"),
+        "engines.deepspeed": ("ds_ring.models",),
+        "models": ("deepspeed", "ds_ring.engines"),
+    }
+    for package, refused in known.items():
+        for name, imports in _imports_in(package).items():
+            wrong = [one for one in imports if any(is_in(one, other) for other in refused)]
+            assert not wrong, f"ds_ring.{name} imports {wrong}"
+
+
+def test_every_file_of_the_engine_calls_deepspeed() -> None:
+    for name, imports in _imports_in("engines.deepspeed").items():
+        assert any(is_in(one, "deepspeed") for one in imports), f"ds_ring.{name} knows no DeepSpeed: move it"
+
+
+def _circles() -> Iterator[list[str]]:
+    """Yield the sets of modules that import each other, whether by one step or by several."""
+    reached = {name: set(own_imports_of(name)) for name in MODULES}
+    for middle in MODULES:  # Warshall
+        for name in MODULES:
+            if middle in reached[name]:
+                reached[name] |= reached[middle]
+    for name in MODULES:
+        circle = sorted(other for other in reached[name] if name in reached[other])
+        if circle and circle[0] == name:
+            yield circle
+
+
+def test_no_circle_of_imports_has_more_than_four_modules() -> None:
+    assert not [circle for circle in _circles() if len(circle) > 4]
+
+
+def test_initialize_is_short() -> None:
+    (function,) = [
+        node
+        for node in nodes_of(tree_of(MODULES["start"]))
+        if isinstance(node, ast.FunctionDef) and node.name == "initialize"
+    ]
+    assert function.end_lineno is not None and function.end_lineno - function.lineno < 40
+
+
+def test_the_session_is_a_facade() -> None:
+    (facade,) = [
+        node
+        for node in nodes_of(tree_of(MODULES["data.session"]))
+        if isinstance(node, ast.ClassDef) and node.name == "RingSession"
+    ]
+    names = [one.name for one in facade.body if isinstance(one, ast.FunctionDef) and one.name[:1] != "_"]
+    assert len(names) <= 14, sorted(names)

@@ -10,12 +10,9 @@ Shapes: B samples, T global tokens, S local tokens.
 from __future__ import annotations
 
 import logging
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Container, Mapping
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,10 +32,6 @@ from ds_ring.masks.pattern import Pattern
 from ds_ring.ops.shard import shard_sequence
 from ds_ring.schedule.layout import Layout
 
-if TYPE_CHECKING:
-    from ds_ring.data.batch_sharding import BatchSharding
-    from ds_ring.data.session import RingSession
-
 _log = logging.getLogger(__name__)
 IGNORE = -100  # the label that cross entropy skips (PyTorch's and Hugging Face's default)
 LABEL_KEYS = ("labels", "shift_labels")
@@ -49,86 +42,19 @@ REAL_TOKENS = "ds_ring_real_tokens"  # of prepared batches only: 1 for tokens, 0
 Batch = dict[str, Tensor]
 
 
-# What a model needs to know of whole batches. `attach` fills it in (families.py).
-
 SHARDING = "ds_ring_sharding"  # the keyword by which a model hands its batch's sharding down to attention
 # By which it takes a cache: from transformers 5.24 on, before, Mamba's and RWKV's.
 CACHES = ("cache", "past_key_values", "cache_params", "state")
 
 
-def cache_in(given: Mapping[str, Any]) -> Any:
+def cache_in(arguments: Mapping[str, Any]) -> Any:
     """Return the cache among the arguments of a call, by any name; None without one."""
-    return next((given[name] for name in CACHES if given.get(name) is not None), None)
+    return next((arguments[name] for name in CACHES if arguments.get(name) is not None), None)
 
 
 def cache_name(names: Container[str]) -> str:
     """Return the name by which a function takes a cache, given the names of its parameters."""
     return next((name for name in CACHES if name in names), "past_key_values")
-
-
-class WholeTensors:
-    """Tensors of a batch that are not by token and go whole to every rank; a capability sets an object of it.
-
-    Attributes:
-        names: of the tensors.
-    """
-
-    names: frozenset[str] = frozenset()
-
-    def add_columns(self, prepared: Batch, given: Mapping[str, Tensor]) -> None:
-        """Add tensors [B, T, ...] to a prepared batch that has such tensors: they are cut with the others."""
-
-    def take_columns(
-        self, local: Batch, prepared: Mapping[str, Tensor], layout: Layout | None, mesh: RingMesh
-    ) -> Any:
-        """Take these tensors out of `local`, and return what `BatchSharding.whole` holds; None without any.
-
-        `local` was cut of the whole `prepared` batch; without a layout samples are whole.
-        """
-
-    def of_prompt(self, given: Mapping[str, Any], layout: Layout, mesh: RingMesh) -> Any:
-        """Return what `BatchSharding.whole` holds for a prompt of a generation; None without such tensors."""
-
-
-class BatchKind(ABC):
-    """Prepare and cut the batches of a model of several sequences; a capability sets an object of it.
-
-    Attributes:
-        name: of such a model, for errors.
-    """
-
-    name = ""
-
-    @abstractmethod
-    def prepare(self, given: Mapping[str, Tensor], number: Callable[[Batch], Tensor] | None) -> Batch:
-        """Return the batch with everything that looks across token borders done.
-
-        `number` makes the position ids of a sequence; None: they count from 0 on.
-        """
-
-    @abstractmethod
-    def cut(self, prepared: Batch, session: RingSession) -> tuple[Batch, BatchSharding]:
-        """Return this rank's part of a prepared batch, and its sharding."""
-
-
-@dataclass
-class ModelNeeds:
-    """List what a model needs; empty if attention is its only use of other tokens."""
-
-    slots: bool = False  # the sharding has the position of every local slot in the sequence
-    real_tokens: bool = False  # the sharding has a mask of the local tokens that are not padding
-    # patterns of the model's layers, in their order, for the choice of a layout; empty if unknown
-    layers: tuple[Pattern, ...] = ()
-    # makes the position ids [B, T] of a prepared batch that came without any
-    number_tokens: Callable[[Batch], Tensor] | None = None
-    # position ids of a batch that came without any leave out the padding of its attention_mask
-    skips_padding: bool = False
-    # raises a RingError for a prepared batch [B, T] with `REAL_TOKENS` that the model cannot be given
-    check: Callable[[Batch], None] | None = None
-    whole: WholeTensors | None = None  # of a model that reads images, for example
-    batches: BatchKind | None = None  # of a model of several sequences
-    # makes a context in which the model on one process breaks ties as the ring does
-    one_process: Callable[[], AbstractContextManager[object]] = nullcontext
 
 
 def prepare_batch(
@@ -371,8 +297,8 @@ def _check_padding(mask_BT: Tensor, labels_BT: Tensor | None, pattern: Pattern) 
         raise RingPatternError(f"labels: expected {IGNORE} in padding, got {count} others; set them to it")
 
 
-def whole_tensors(batch: Mapping[str, Tensor], kind: WholeTensors | None) -> tuple[Batch, Batch]:
-    """Return a batch's tensors by token, and those that go whole to every rank."""
-    batch = _as_tensors(batch)
-    names = frozenset[str]() if kind is None else kind.names & set(batch)
-    return {key: x for key, x in batch.items() if key not in names}, {key: batch[key] for key in names}
+def whole_tensors(batch: Mapping[str, Tensor], names: frozenset[str]) -> tuple[Batch, Batch]:
+    """Return a batch's tensors by token, and those of `names`, which go whole to every rank."""
+    tensors = _as_tensors(batch)
+    whole = {key: tensors.pop(key) for key in names & tensors.keys()}
+    return tensors, whole

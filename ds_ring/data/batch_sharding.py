@@ -1,20 +1,19 @@
-"""Record the sharding of a batch, and find it again when the batch reaches the model.
+"""The sharding of a batch, and which batch the model is working on.
 
-A model sees local tensors only, and many global lengths pad to one local length. So `shard_batch` records
-the sharding of each batch, and a forward pass looks its batch up: by the identity of its tensors, or, if they
-were copied, by their local length if that is unique. An ambiguous length is an error. Owns no tensors: it
-holds weak references.
+The local tensors of a batch carry its sharding (`ring_batch.py`), and a forward pass reads it there. Copies
+carry none, and many global lengths pad to one local length: the sharding of copies is that of the one recent
+batch of their local length, and an error if several have it.
 """
 
 from __future__ import annotations
 
-import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
@@ -34,6 +33,7 @@ from ds_ring.data.batch import (
 )
 from ds_ring.data.layer_patterns import LayerPatterns
 from ds_ring.data.packing import RowGroup, numbers_of
+from ds_ring.data.ring_batch import Placement, RingBatch, read_placement
 from ds_ring.errors import RingError, RingMismatchError, RingShapeError
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import ScoreFunction
@@ -46,7 +46,7 @@ from ds_ring.schedule.lowering import lower_class
 
 T = TypeVar("T")
 
-REMEMBERED = 64  # batches; more are never between a loader and the model
+REMEMBERED = 64  # shardings by length, and those that a copied tensor may have
 
 _BATCHES = "_ds_ring_batches"  # attribute of a region: its batches by the `RecentBatches` that was asked
 
@@ -97,7 +97,7 @@ class BatchSharding:
         def make() -> Tensor:
             slots_S = self.with_slots(torch.device("cpu")).slots
             assert slots_S is not None
-            trees = {row: one.pattern for one in self.groups for row in one.rows}
+            trees = {row: group.pattern for group in self.groups for row in group.rows}
             rows = [numbers_of(pattern, slots_S) for _, pattern in sorted(trees.items())]
             return to_device(torch.stack(rows or [slots_S]), device)
 
@@ -107,34 +107,36 @@ class BatchSharding:
         """Return the result of `make` for this batch, which is kept as long as the batch's sharding."""
         if key not in self._kept:
             self._kept[key] = make()
-        found: T = self._kept[key]
-        return found
+        value: T = self._kept[key]
+        return value
 
     def pattern_of(
         self, model_pattern: Pattern | None = None, layer: int | None = None, mixed: bool = False
     ) -> Pattern:
         """Return the pattern of a layer without its documents; see `LayerPatterns.for_layer`."""
-        found = self.patterns.for_layer(self.layout.tokens, model_pattern, layer, mixed)
-        self.of_rows(found)  # refuses what a tree of rollouts cannot have
-        return found
+        pattern = self.patterns.for_layer(self.layout.tokens, model_pattern, layer, mixed)
+        self.of_rows(pattern)  # refuses what a tree of rollouts cannot have
+        return pattern
 
-    def of_rows(self, asked: Pattern) -> list[Pattern]:
+    def of_rows(self, pattern: Pattern) -> list[Pattern]:
         """Return a layer's pattern for each group of rows; only itself without groups. Made once a batch."""
-        key = "of rows", asked, asked.mask_ids
-        return self.cached(key, lambda: [group.narrowed(asked) for group in self.groups] or [asked])
+        key = "of rows", pattern, pattern.mask_ids
+        return self.cached(key, lambda: [group.narrowed(pattern) for group in self.groups] or [pattern])
 
     def used_passes(self) -> list[UsedPass]:
         """Return the passes that this batch's attention made so far."""
-        found: dict[tuple[Pattern, int, int], UsedPass] = {}  # groups of rows have plans alike
+        passes: dict[tuple[Pattern, int, int], UsedPass] = {}  # groups of rows have plans alike
         for key, rows in self._kept.items():
             if not isinstance(rows, RowsAttention):
                 continue
             for context, _ in rows.contexts:
-                for made in context.prepared.values():
-                    ways = tuple(sorted({way for one in made.rank_plan.classes for way in one.lowered}))
-                    heads = made.plan.query_heads, made.plan.kv_heads
-                    found[key[1], *heads] = UsedPass(key[1], made.make_plan, ways)
-        return list(found.values())
+                for prepared in context.prepared.values():
+                    ways = tuple(
+                        sorted({way for head_class in prepared.own.classes for way in head_class.lowered})
+                    )
+                    heads = prepared.plan.query_heads, prepared.plan.kv_heads
+                    passes[key[1], *heads] = UsedPass(key[1], prepared.make_plan, ways)
+        return list(passes.values())
 
     def attention(
         self,
@@ -148,21 +150,21 @@ class BatchSharding:
         `scale` and `score_mod` are those of `ring_attention`, `pattern` the layer's (`pattern_of`) or the
         JSON's; `make` is the module that attends, None for `RingAttention`.
         """
-        asked = self.patterns.pattern if pattern is None else pattern
-        key = (scale, asked, asked.mask_ids, score_mod, make)
+        layer_pattern = self.patterns.pattern if pattern is None else pattern
+        key = (scale, layer_pattern, layer_pattern.mask_ids, score_mod, make)
         if key not in self._kept:
             module: Callable[..., RingAttention] = make or RingAttention
             if self.key_layout is not None:
-                module = partial(load(HOOKS["CrossAttention"]), key_layout=self.key_layout)
-            given = {"mesh": self.mesh, "layout": self.layout, "scale": scale}
+                module = partial(load(_CROSS_ATTENTION), key_layout=self.key_layout)
+            keywords = {"mesh": self.mesh, "layout": self.layout, "scale": scale}
             of_rows = [group.along_paths(score_mod) for group in self.groups] or [score_mod]
             parts = [
-                module(self.config, pattern=one, score_mod=changed, **given)
-                for one, changed in zip(self.of_rows(asked), of_rows, strict=True)
+                module(self.config, pattern=row_pattern, score_mod=changed, **keywords)
+                for row_pattern, changed in zip(self.of_rows(layer_pattern), of_rows, strict=True)
             ]
             self._kept[key] = RowsAttention(parts, tuple(group.rows for group in self.groups))
-        found: RowsAttention = self._kept[key]
-        return found
+        rows: RowsAttention = self._kept[key]
+        return rows
 
 
 class UsedPass(NamedTuple):
@@ -175,10 +177,10 @@ class UsedPass(NamedTuple):
 
 def plan_passes(used: Iterable[UsedPass], groups: Sequence[RowGroup], layout: Layout, ring_rank: int) -> None:
     """Plan the passes of a batch that are like those of another one; plans and steps are found again."""
-    for one in used:
+    for past in used:
         for group in groups:
-            for head_class in one.make_plan(group.narrowed(one.asked), layout).rank(ring_rank).classes:
-                for backward in one.ways:
+            for head_class in past.make_plan(group.narrowed(past.asked), layout).rank(ring_rank).classes:
+                for backward in past.ways:
                     lower_class(head_class, backward)
 
 
@@ -201,25 +203,25 @@ class RowsAttention:
 
     def __call__(
         self, q_BHSD: Tensor, k_BGSD: Tensor, v_BGSE: Tensor, sinks: Tensor | None = None,
-        return_lse: bool = False, **more: Any,
+        return_lse: bool = False, **options: Any,
     ) -> Any:  # fmt: skip
         """Return [B, H, S, E] of the queries; rows stay where they are. Arguments as of the module's call.
 
         With `return_lse` the lse [B, H, S] as well.
         """
-        more |= {"sinks": sinks} | ({"return_lse": True} if return_lse else {})
+        options |= {"sinks": sinks} | ({"return_lse": True} if return_lse else {})
         if len(self._parts) == 1:
-            return self._parts[0](q_BHSD, k_BGSD, v_BGSE, **more)
+            return self._parts[0](q_BHSD, k_BGSD, v_BGSE, **options)
         if q_BHSD.shape[0] != len(self._back):
             raise RingShapeError.wrong(
                 "attention", f"the batch's {len(self._back)} samples", q_BHSD.shape[0], "pass all"
             )
         outs = [
-            part(*(_take(x, rows) for x in (q_BHSD, k_BGSD, v_BGSE)), **more)
+            part(*(_take(x, rows) for x in (q_BHSD, k_BGSD, v_BGSE)), **options)
             for part, rows in zip(self._parts, self._rows, strict=True)
         ]
         if return_lse:
-            return tuple(_take(torch.cat(one), tuple(self._back)) for one in zip(*outs, strict=True))
+            return tuple(_take(torch.cat(parts), tuple(self._back)) for parts in zip(*outs, strict=True))
         return _take(torch.cat(outs), tuple(self._back))
 
 
@@ -234,7 +236,8 @@ class RecentBatches:
     """Keep the shardings of the latest batches, and the one that the model is working on."""
 
     def __init__(self) -> None:
-        self._recent: deque[tuple[dict[str, weakref.ref[Tensor]], BatchSharding]] = deque(maxlen=REMEMBERED)
+        self._recent: deque[BatchSharding] = deque(maxlen=REMEMBERED)  # for copies of their tensors
+        self._count = 0  # of batches so far
         self._current: BatchSharding | None = None
         self.used: list[UsedPass] = []  # of the latest batch that was worked on before the current one
         self.is_off = False  # batches are each rank's own, and nothing is sharded
@@ -269,14 +272,14 @@ class RecentBatches:
         if torch.compiler.is_compiling():
             return self._selected()
         first_runs, noted = self._regions()
-        found = noted[-1] if noted else self._selected()
+        sharding = noted[-1] if noted else self._selected()
         for region in first_runs:
             by_asked: dict[RecentBatches, list[BatchSharding]] = getattr(region, _BATCHES, {})
             setattr(region, _BATCHES, by_asked)
             batches = by_asked.setdefault(self, [])
-            if found not in batches:
-                batches.append(found)
-        return found
+            if sharding not in batches:
+                batches.append(sharding)
+        return sharding
 
     def _selected(self) -> BatchSharding:
         if self._current is None:
@@ -299,48 +302,54 @@ class RecentBatches:
                 return first_runs, noted
         return first_runs, []
 
-    def record(self, local: Mapping[str, Tensor], sharding: BatchSharding) -> None:
-        """Remember the sharding of these local tensors."""
+    def record(self, local: Mapping[str, Tensor], sharding: BatchSharding) -> RingBatch:
+        """Return the batch of these local tensors, which carry its sharding; it is the current one."""
         if self._current is not None:
             self.used = self._current.used_passes() or self.used
-        self._recent.append(({name: weakref.ref(tensor) for name, tensor in local.items()}, sharding))
+        self._count += 1
+        self._recent.append(sharding)
         self._current = sharding
+        return RingBatch.place(local, sharding, self, self._count)
 
     def work_on(self, sharding: BatchSharding) -> None:
         """Make a sharding the current one that belongs to no batch: a step of a generation."""
         self._current = sharding
 
     def select(self, local: Iterable[Tensor]) -> BatchSharding:
-        """Find the sharding of the tensors that a model was called with, and make it the current one."""
+        """Return the sharding of the tensors that a model was called with, and make it the current one.
+
+        It is the one that they carry. Tensors that carry none (copies) are of the latest batches, if only one
+        has their local length.
+        """
         noted = self._regions()[1]
         tensors = [tensor for tensor in local if tensor.ndim >= 2]
-        for references, sharding in reversed(self._recent):
-            alive = [reference() for reference in references.values()]
-            if any(tensor is one for tensor in tensors for one in alive):
-                if noted:
-                    noted[:] = [one for one in noted if one is not sharding] + [sharding]
-                else:
-                    self._current = sharding
-                return sharding
+        placements = self._placements(tensors)
+        if placements:
+            sharding: BatchSharding = max(placements, key=attrgetter("number")).sharding
+            if noted:
+                noted[:] = [earlier for earlier in noted if earlier is not sharding] + [sharding]
+            else:
+                self._current = sharding
+            return sharding
         if len(noted) == 1:  # a reentrant region gets copies of its tensors
             return noted[0]
         # A loop may move or slice a batch: then its length has to tell, if only one fits.
         self._current = self._by_length(tensors)
         return self._current
 
-    def names_of(self, given: Iterable[Any]) -> set[str]:
+    def names_of(self, values: Iterable[Any]) -> set[str]:
         """Return the names of the batch's tensors that a model was called with; empty for copies of them."""
-        called = {id(value) for value in given if isinstance(value, Tensor)}
-        for references, _ in reversed(self._recent):
-            names = {name for name, reference in references.items() if id(reference()) in called}
-            if names:
-                return names
-        return set()
+        return {placement.name for placement in self._placements(values)}
+
+    def _placements(self, values: Iterable[Any]) -> list[Placement]:
+        """Return what tensors of this session's batches carry."""
+        placements = map(read_placement, values)
+        return [placement for placement in placements if placement is not None and placement.batches is self]
 
     def _by_length(self, tensors: list[Tensor]) -> BatchSharding:
         lengths = sorted({tensor.shape[1] for tensor in tensors})
-        seen = {sharding.local_tokens: sharding for _, sharding in self._recent}
-        fitting = {sharding for _, sharding in self._recent if sharding.local_tokens in lengths}
+        seen = {sharding.local_tokens for sharding in self._recent}
+        fitting = {sharding for sharding in self._recent if sharding.local_tokens in lengths}
         if not fitting:
             raise RingShapeError(
                 f"expected a batch with the local length of a sharded one ({sorted(seen) or 'none so far'}),"
@@ -374,12 +383,22 @@ class BatchReport(NamedTuple):
 
 
 class ReadyBatch(NamedTuple):
-    """A whole batch as `prepare_batch` left it, before the ranks have compared their reports."""
+    """A whole batch as `prepare_batch` left it, before the ranks have compared their reports.
+
+    Attributes:
+        tensors: by token.
+        fault: of this rank; then there are no tensors.
+        groups: rows by their documents or trees.
+        whole: the tensors that go whole to every rank.
+        is_one_row: trees, which are not dealt out by samples.
+    """
 
     tensors: Batch
     report: BatchReport
-    fault: RingError | None = None  # of this rank; then there are no tensors
-    groups: tuple[RowGroup, ...] = ()  # its rows by documents, if they were read ahead
+    fault: RingError | None = None
+    groups: tuple[RowGroup, ...] = ()
+    whole: Batch = {}  # noqa: RUF012
+    is_one_row: bool = False
 
 
 REFUSED = BatchReport(1, 0, 0, 0, 0, 0, 0)
@@ -435,9 +454,12 @@ def check_consistency(
         raise RingMismatchError(f"rank {refusing[0]} refused its batch: see the error it raised")
     ended = [rank for rank, report in enumerate(reports) if report == ENDED]
     if 0 < len(ended) < len(reports):
-        more = next(rank for rank in range(len(reports)) if rank not in ended)
+        longer = next(rank for rank in range(len(reports)) if rank not in ended)
         raise RingMismatchError.wrong(
-            "batches in an epoch", "equal numbers", f"one more on rank {more}", "see engine.ring.wrap"
+            "batches in an epoch",
+            "equal numbers",
+            f"one more on rank {longer}",
+            "see engine.ring.wrap",
         )
     sequences = [rank - rank % sequence_size for rank in range(len(reports))]
     _check_equal(reports, sequences, _OF_A_SEQUENCE)
@@ -456,7 +478,7 @@ def _check_equal(reports: list[BatchReport], firsts: list[int], compared: dict[s
         for name, words in compared.items():
             expected, got = getattr(reports[first], name), getattr(report, name)
             if expected != got:
-                last = max(rank for rank, other in enumerate(firsts) if other == first)
+                last = max(rank for rank, first_of_rank in enumerate(firsts) if first_of_rank == first)
                 raise RingMismatchError(
                     f"{words}: expected the same on ranks {first} to {last} of a sequence, got {expected} on"
                     f" rank {first} and {got} on rank {rank}; use engine.ring.loader"

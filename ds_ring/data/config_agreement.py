@@ -80,12 +80,12 @@ def _describe(configs: list[Flat]) -> str:
     rank = next(rank for rank, config in enumerate(configs) if config != configs[0])
     different = []
     for key in sorted(configs[0].keys() | configs[rank].keys()):
-        first, other = (config.get(key, "no such key") for config in (configs[0], configs[rank]))
-        if first != other:
-            different.append(f"{key}: {first} on rank 0, {other} on rank {rank}")
-    more = f" and {len(different) - _NAMED_KEYS} keys more" if len(different) > _NAMED_KEYS else ""
+        first, other_value = (config.get(key, "no such key") for config in (configs[0], configs[rank]))
+        if first != other_value:
+            different.append(f"{key}: {first} on rank 0, {other_value} on rank {rank}")
+    rest = f" and {len(different) - _NAMED_KEYS} keys more" if len(different) > _NAMED_KEYS else ""
     return (
-        f"expected the same configuration on all ranks, got {'; '.join(different[:_NAMED_KEYS])}{more}."
+        f"expected the same configuration on all ranks, got {'; '.join(different[:_NAMED_KEYS])}{rest}."
         " Start every host with the same DeepSpeed JSON"
     )
 
@@ -154,16 +154,16 @@ def resolve_auto(
     _resolve_batch(config)
     open_ = []
     for key in list(_autos(config)):
-        found = _value(key, config, model)
+        value = _value(key, config, model)
         *sections, name = key.split(".")
         parent = functools.reduce(operator.getitem, sections, config)
-        if found is None:
+        if value is None:
             advice = _WHAT_TO_WRITE.get(key, "write the value, or remove the key")
             open_.append(f'{key}: got "auto"; {advice}')
-        elif found is _LEFT_OUT:
+        elif value is _LEFT_OUT:
             del parent[name]
         else:
-            parent[name] = found
+            parent[name] = value
     if open_:
         raise RingConfigError(
             'the DeepSpeed configuration: "auto" is filled in by Hugging Face\'s Trainer, and'
@@ -217,8 +217,8 @@ def _value(key: str, config: dict[str, Any], model: torch.nn.Module) -> object:
 def _hidden_size(model: torch.nn.Module) -> int | None:
     for part in model.modules():
         config = getattr(part, "config", None)
-        for one in (config, getattr(config, "text_config", None)):
-            size = getattr(one, "hidden_size", None)
+        for level in (config, getattr(config, "text_config", None)):
+            size = getattr(level, "hidden_size", None)
             if isinstance(size, int):
                 return size
     return None

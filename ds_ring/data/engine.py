@@ -22,16 +22,6 @@ def is_of_transformers(model: nn.Module) -> bool:
     return hasattr(model, "set_attn_implementation") and hasattr(model, "config")
 
 
-def modules_of_encoders(model: nn.Module) -> set[int]:
-    """Return the identities of the modules inside `model` whose outputs are no shards of the sequence."""
-    of_transformers = [part for part in model.modules() if is_of_transformers(part)]
-    if not of_transformers:
-        return set()
-    from ds_ring.models.variants import apart
-
-    return {id(module) for part in of_transformers for module in apart(part)}
-
-
 def draws_random_numbers(model: nn.Module) -> bool:
     """Return whether a model in training has an active dropout, or another rate of that name."""
     return any(_has_rate(module, ("drop", "jitter")) for module in model.modules())

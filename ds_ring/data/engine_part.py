@@ -5,11 +5,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ds_ring.config.section import RingConfig
 from ds_ring.data.session import RingSession
 from ds_ring.plugin import ENGINE_PARTS, load
+
+
+class AttachedModels(NamedTuple):
+    """What is put on an engine for the models inside its module.
+
+    Attributes:
+        adapters: the `ModelAdapter` of each transformers model.
+        wrapper: calls a module that has such models inside; None if there is none.
+        watch: makes what watches the users' modules, of session, engine and adapters; None if nothing does.
+        first_batch: the check of the first step, if the section asks for it.
+    """
+
+    adapters: list[Any] = []  # noqa: RUF012
+    wrapper: Any = None
+    watch: Callable[..., Any] | None = None
+    first_batch: Any = None
 
 
 class EngineStart(NamedTuple):
@@ -52,5 +69,10 @@ def check_engine_parts(config: RingConfig, deepspeed_config: dict[str, Any]) -> 
     Raises:
         RingConfigError: with the reason.
     """
+    options: dict[str, Any] = {"monitor": config.monitor, "rank_speeds": config.rank_speeds == "measured"}
+    options |= dict(config.long_sequence)
+    for key, value in options.items():
+        if value and value != "auto" and key not in ENGINE_PARTS | MODEL_PARTS | SAVED_TENSORS:
+            raise RingConfigError(f"{key}: expected it to be left out: this ds_ring was installed without it")
     for part in engine_parts():
         part.check(config, deepspeed_config)

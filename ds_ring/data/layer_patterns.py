@@ -50,21 +50,21 @@ class LayerPatterns:
                 'attention: expected the number of the layer, since "layers" in the JSON names some, got'
                 ' none; call engine.ring.attention(layer=0) for the first, or leave "layers" out'
             )
-        given = self.pattern if layer is None else self.named.get(layer, self.pattern)
+        json_pattern = self.pattern if layer is None else self.named.get(layer, self.pattern)
         if model_pattern is None:
-            return given
-        return pattern_of_layer(model_pattern, given, tokens, layer in self.named, mixed)
+            return json_pattern
+        return pattern_of_layer(model_pattern, json_pattern, tokens, layer in self.named, mixed)
 
     def counted(self, tokens: int, model_patterns: Sequence[Pattern]) -> Counter[Pattern]:
         """Count the layers of each pattern; `model_patterns`, in order of layers, is empty if unknown."""
-        found: Counter[Pattern] = Counter()
+        counts: Counter[Pattern] = Counter()
         count = max([len(model_patterns), 1, *(layer + 1 for layer in self.named)])
-        for layer, one in enumerate(model_patterns or [None] * count):
+        for layer, model_pattern in enumerate(model_patterns or [None] * count):
             try:
-                found[self.for_layer(tokens, one, layer, len(set(model_patterns)) > 1)] += 1
+                counts[self.for_layer(tokens, model_pattern, layer, len(set(model_patterns)) > 1)] += 1
             except RingPatternError:  # raised again when the layer runs
-                found[self.pattern] += 1
-        return found
+                counts[self.pattern] += 1
+        return counts
 
 
 # [Note: the pattern of a layer] A layer of a model is causal or not, and may have a window or a chunk
@@ -78,7 +78,7 @@ class LayerPatterns:
 # counts as no window.
 @lru_cache(maxsize=1024)
 def pattern_of_layer(
-    model_pattern: Pattern, given: Pattern, tokens: int, named: bool, mixed: bool
+    model_pattern: Pattern, json_pattern: Pattern, tokens: int, named: bool, mixed: bool
 ) -> Pattern:
     """Return the pattern of a layer, or raise RingPatternError: [Note: the pattern of a layer].
 
@@ -89,41 +89,41 @@ def pattern_of_layer(
         named: whether the JSON names this very layer.
         mixed: whether layers of the model differ.
     """
-    if model_pattern.is_causal != given.is_causal:
+    if model_pattern.is_causal != json_pattern.is_causal:
         raise RingPatternError(
-            f"the model is {'' if model_pattern.is_causal else 'not '}causal, the pattern {given} is"
-            f" {'' if given.is_causal else 'not '}causal; set pattern.causal in the JSON to match"
+            f"the model is {'' if model_pattern.is_causal else 'not '}causal, the pattern {json_pattern} is"
+            f" {'' if json_pattern.is_causal else 'not '}causal; set pattern.causal in the JSON to match"
         )
     widths = [
         (part, getattr(part, "window", None) or getattr(part, "chunk", None))
         for part in model_pattern.conjuncts
     ]
     narrow = [part for part, width in widths if width is not None and width < tokens]
-    plain = all(isinstance(part, Causal | Full | Documents) for part in given.conjuncts)
+    plain = all(isinstance(part, Causal | Full | Documents) for part in json_pattern.conjuncts)
     if not narrow:
         if mixed and not plain and not named:
             raise RingPatternError(
-                f"expected a pattern by layer, since the model's layers differ, got {given}; leave it out:"
-                ' every layer takes its own from the model, or name some in "layers"'
+                f"expected a pattern by layer, since the model's layers differ, got {json_pattern}; leave it"
+                ' out: every layer takes its own from the model, or name some in "layers"'
             )
-        return given
+        return json_pattern
     if plain:
-        kept = [part for part in given.conjuncts if not isinstance(part, Causal | Full)]
-        return reduce(and_, [*narrow, *kept])
-    if all(covers(given, part) for part in narrow):
-        return given
+        parts = [part for part in json_pattern.conjuncts if not isinstance(part, Causal | Full)]
+        return reduce(and_, [*narrow, *parts])
+    if all(covers(json_pattern, part) for part in narrow):
+        return json_pattern
     raise RingPatternError(
-        f"the model's layer is {' & '.join(map(str, narrow))}, and the pattern {given} lets each"
+        f"the model's layer is {' & '.join(map(str, narrow))}, and the pattern {json_pattern} lets each"
         f" of {tokens} tokens see otherwise; {_advice(narrow, tokens)}"
     )
 
 
-def covers(given: Pattern, part: Pattern) -> bool:
+def covers(pattern: Pattern, part: Pattern) -> bool:
     """Return whether the JSON's pattern includes the model's window or chunk."""
     if isinstance(part, SlidingWindow):
-        windowed = any(isinstance(other, SlidingWindow) for other in given.conjuncts)
-        return windowed and given.distance == part.distance
-    return part in given.conjuncts
+        windowed = any(isinstance(conjunct, SlidingWindow) for conjunct in pattern.conjuncts)
+        return windowed and pattern.distance == part.distance
+    return part in pattern.conjuncts
 
 
 def _advice(narrow: list[Pattern], tokens: int) -> str:
@@ -148,13 +148,13 @@ def patterns_of_types(
         width_of: a key of the configuration (a value of `NARROW`), None where it has none.
         causal: whether the model is.
     """
-    found: list[Pattern] = []
+    patterns: list[Pattern] = []
     for layer_type in types:
         width = width_of(NARROW[layer_type]) if layer_type in NARROW else None
         if not width:
-            found.append(Causal() if causal else Full())
+            patterns.append(Causal() if causal else Full())
         elif layer_type == "chunked_attention":
-            found.append(Chunked(int(width), causal))
+            patterns.append(Chunked(int(width), causal))
         else:  # transformers' causal window counts the token itself, its two-sided one does not
-            found.append(SlidingWindow(int(width) + (not causal), causal))
-    return tuple(found)
+            patterns.append(SlidingWindow(int(width) + (not causal), causal))
+    return tuple(patterns)

@@ -181,12 +181,12 @@ class BatchTurns(DrawnBatches):
         super().__init__(batches, turns)
         self._seed = seed
         sampler: Any = getattr(batches, "sampler", None)
-        given = getattr(sampler, "generator", None)
-        self.generator: torch.Generator = torch.Generator() if given is None else given
-        self._reseeded = given is None
-        if given is None and hasattr(sampler, "generator"):  # without one each rank would draw its own order
+        theirs = getattr(sampler, "generator", None)
+        self.generator: torch.Generator = torch.Generator() if theirs is None else theirs
+        self._reseeded = theirs is None
+        if theirs is None and hasattr(sampler, "generator"):  # without one each rank would draw its own order
             apply(_order.to(self.generator), sampler=sampler)
-        self._began = self._restored = self.generator.get_state() if given is not None else None
+        self._began = self._restored = self.generator.get_state() if theirs is not None else None
 
     def __iter__(self) -> Iterator[list[int]]:
         sampler: Any = getattr(self._batches, "sampler", None)
@@ -205,15 +205,15 @@ class BatchTurns(DrawnBatches):
 
     def restore(self, state: dict[str, Any]) -> None:
         """Begin the next iteration with the generator of a `state`."""
-        given = state.get("generator")
+        generator_state = state.get("generator")
         try:
-            if given is not None:
-                torch.Generator().set_state(given)
+            if generator_state is not None:
+                torch.Generator().set_state(generator_state)
         except (TypeError, RuntimeError):
             raise RingConfigError.wrong(
-                "loader state", "a torch.Generator's state", given, "pass its own"
+                "loader state", "a torch.Generator's state", generator_state, "pass its own"
             ) from None
-        self._restored = given
+        self._restored = generator_state
 
 
 def _turns(batches: Iterable[T], turns: tuple[int, int]) -> Iterator[T]:
@@ -295,8 +295,8 @@ class NextBatch:
         if self._next is None:
             self.begin()
         assert self._next is not None
-        found, self._next = self._next, None
-        return found.result()
+        future, self._next = self._next, None
+        return future.result()
 
     def close(self) -> None:
         """End the thread after what it does now."""
@@ -395,11 +395,14 @@ class RingLoader:
         if faults:
             rank, text = next(iter(faults.items()))
             raise RingConfigError(fault or f"rank {rank}: {text}")
-        other = next((rank for rank, (_, one) in enumerate(everyones) if one != everyones[0][1]), None)
-        if other is not None:
+        different = next(
+            (rank for rank, (_, position) in enumerate(everyones) if position != everyones[0][1]),
+            None,
+        )
+        if different is not None:
             raise RingMismatchError(
                 f"loader state: expected the same on all ranks, got (epoch, batches) {everyones[0][1]} on"
-                f" rank 0 and {everyones[other][1]} on rank {other}"
+                f" rank 0 and {everyones[different][1]} on rank {different}"
             )
         self.epoch, self._first = position
         self._done = self._first
@@ -522,13 +525,13 @@ def read_slices(dataset: Any, local: Batch) -> None:
             if name in part:
                 parts.setdefault(name, []).append(torch.as_tensor(part[name], device="cpu").long())
     for name, fill in (("input_ids", 0), ("labels", IGNORE)):
-        found = torch.full_like(wanted[name], fill)
+        tokens = torch.full_like(wanted[name], fill)
         if len(codes):
             values = torch.cat(parts.get(name, parts["input_ids"]))
             places = torch.searchsorted(codes, wanted[name]).clamp(max=len(codes) - 1)
-            found = torch.where(wanted[name] > 0, values[places], fill)
+            tokens = torch.where(wanted[name] > 0, values[places], fill)
         for key in LABEL_KEYS if name == "labels" else (name,):
-            local[key].copy_(found)
+            local[key].copy_(tokens)
 
 
 def stacked(samples: list[Any]) -> Any:
@@ -540,7 +543,7 @@ def stacked(samples: list[Any]) -> Any:
     try:
         return default_collate(samples)
     except RuntimeError as error:
-        values = [x for one in samples if isinstance(one, dict) for x in one.values()]
+        values = [x for sample in samples if isinstance(sample, dict) for x in sample.values()]
         shapes = {tuple(torch.as_tensor(x, device="cpu").shape) for x in values}
         if len(shapes) < 2:
             raise

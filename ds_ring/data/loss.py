@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -13,7 +14,7 @@ from torch.nn.functional import cross_entropy
 
 from ds_ring.comm.exchange import Exchange, once_a_batch
 from ds_ring.comm.mesh import RingMesh
-from ds_ring.data.batch import IGNORE
+from ds_ring.data.batch import IGNORE, LABEL_KEYS, LOSS_WEIGHTS
 from ds_ring.errors import RingShapeError
 from ds_ring.ops.handles import new_handle, object_of, operator
 from ds_ring.ring.merge import accumulator_dtype
@@ -55,6 +56,9 @@ def losses_of_documents(both_BT2: Tensor, numbers_BT: Tensor) -> DocumentLosses:
     index, both = numbers_BT.flatten() + 1, both_BT2.double().flatten(0, 1)
     sums = both.new_zeros(int(index.max()) + 1, 2).index_add_(0, index, both)[1:]
     return DocumentLosses(sums[:, 0] / sums[:, 1], sums[:, 1].long())
+
+
+_NOT_OF_MODELS = (*LABEL_KEYS, "num_items_in_batch", LOSS_WEIGHTS)  # what `logprobs` keeps from a model
 
 
 # [Note: gradient scale]
@@ -105,6 +109,33 @@ def local_loss(logits_BSV: Tensor | UncomputedLogits, labels_BS: Tensor, items: 
         return logits_BSV.loss(labels_BS, items)
     flat = logits_BSV.float().flatten(0, 1)
     return cross_entropy(flat, labels_BS.flatten(), ignore_index=IGNORE, reduction="sum") / items
+
+
+def compute_logprobs(
+    model: Callable[..., Any],
+    batch: Mapping[str, Tensor],
+    defer_logits: Callable[[], AbstractContextManager[None]],
+    entropies: bool,
+) -> Any:
+    """Return the log-probabilities of a batch's labels, and the entropies: see `RingSession.logprobs`."""
+    if "shift_labels" not in batch:
+        raise RingShapeError.wrong(
+            "logprobs", "shift_labels", f"{sorted(batch)}", "shard a batch with labels"
+        )
+    inputs = {key: x for key, x in batch.items() if key not in _NOT_OF_MODELS}
+    with defer_logits():
+        output = model(**inputs)
+    logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
+    if logits is None:
+        expected, advice = "logits, or an output with `.logits`", "let the model return its logits"
+        raise RingShapeError.wrong("logprobs", expected, type(output).__name__, advice)
+    labels = batch["shift_labels"]
+    both = (
+        logprobs_and_entropies(logits, labels)
+        if isinstance(logits, Tensor)
+        else logits.logprobs(labels, logprobs_and_entropies)
+    )
+    return (both[..., 0], both[..., 1]) if entropies else both[..., 0]
 
 
 def world_mean(loss: Tensor, gradient_divisor: float, mesh: RingMesh) -> Tensor:

@@ -63,8 +63,8 @@ class RowGroup(NamedTuple):
             RingPatternError: a pattern that such rows cannot have, as trees of rollouts along their paths.
         """
         if not isinstance(self.pattern, Documents):
-            own: RowPattern = self.pattern
-            return own.narrowed(asked)
+            row_pattern: RowPattern = self.pattern
+            return row_pattern.narrowed(asked)
         chunks = [part for part in asked.conjuncts if isinstance(part, Chunked)]
         for chunk in chunks:  # they begin with each document, not with the row
             rest = [part for part in asked.conjuncts if part is not chunk]
@@ -93,8 +93,8 @@ class RowGroup(NamedTuple):
             RingPatternError: the rows are trees, or other ones than documents.
         """
         refuse_trees([self])
-        found: Documents = self.pattern
-        return found
+        documents: Documents = self.pattern
+        return documents
 
 
 def refuse_trees(groups: Sequence[RowGroup]) -> None:
@@ -129,9 +129,11 @@ def positions_in_documents(document_ids: Tensor) -> Tensor:
     for ids_T in document_ids.cpu().numpy():
         starts, lengths = _runs_of_ids(ids_T)
         before, counted = np.empty_like(starts), defaultdict[int, int](int)
-        for index, (own, length) in enumerate(zip(ids_T[starts].tolist(), lengths.tolist(), strict=True)):
-            before[index] = counted[own]
-            counted[own] += length
+        for index, (document, length) in enumerate(
+            zip(ids_T[starts].tolist(), lengths.tolist(), strict=True)
+        ):
+            before[index] = counted[document]
+            counted[document] += length
         rows.append(np.arange(len(ids_T)) - np.repeat(starts - before, lengths))
     return on_device(np.stack(rows), document_ids.device)
 
@@ -221,10 +223,17 @@ def group_rows(
     if len(documents) == 1:
         documents *= batch_rows
     rows_of: dict[Any, list[int]] = {}
-    for row, own in enumerate(documents):
-        rows_of.setdefault(own, []).append(row)
+    for row, row_documents in enumerate(documents):
+        rows_of.setdefault(row_documents, []).append(row)
     groups = sorted(rows_of.items(), key=lambda group: -_pairs(group[0]))
-    return tuple(RowGroup(own, tuple(rows)) for own, rows in groups)
+    return tuple(RowGroup(row_documents, tuple(rows)) for row_documents, rows in groups)
+
+
+def group_batch(prepared: Mapping[str, Tensor], samples: int) -> tuple[RowGroup, ...]:
+    """Group the rows of a prepared batch by their documents, or trees; none without any."""
+    kind = row_kind(prepared)
+    ids = prepared.get(DOCUMENT_IDS if kind is None else kind.key)
+    return () if ids is None else group_rows(ids, samples, None if kind is None else kind.pattern_of)
 
 
 def _documents(ids_T: np.ndarray) -> Documents:
@@ -256,11 +265,11 @@ def number_documents(groups: Sequence[RowGroup], rows: int, tokens: int) -> np.n
     numbers, count = np.empty((rows, tokens), dtype=np.int64), 0
     for row, of_tokens in enumerate(numbers):
         if row in of_row:
-            own = of_row[row]
-            of_runs = np.array(own.ids)  # by the first run of each document
+            documents = of_row[row]
+            of_runs = np.array(documents.ids)  # by the first run of each document
             names, number = np.unique(of_runs[of_runs >= 0], return_inverse=True)
             of_runs[of_runs >= 0] = count + number
-            of_tokens[:] = np.repeat(of_runs, np.diff(own.starts, append=own.tokens))
+            of_tokens[:] = np.repeat(of_runs, np.diff(documents.starts, append=documents.tokens))
             count += len(names)
         else:
             of_tokens[:], count = count, count + 1
@@ -331,7 +340,7 @@ class PackedRows(Dataset[dict[str, Tensor]]):
 
     def slice(self, row: int, start: int, stop: int) -> dict[str, Tensor]:
         """Return tokens `start` to `stop` of a row by name; reads only the documents in this range."""
-        found: dict[str, Tensor] = {"input_ids": torch.zeros(stop - start, dtype=torch.int64, device="cpu")}
+        tensors: dict[str, Tensor] = {"input_ids": torch.zeros(stop - start, dtype=torch.int64, device="cpu")}
         for piece in self.rows[row]:
             first = max(start, piece.at)
             last = min(stop, piece.at + piece.stop - piece.start)
@@ -339,9 +348,9 @@ class PackedRows(Dataset[dict[str, Tensor]]):
                 shift = piece.start - piece.at
                 part = part_of(self.documents, piece.document, first + shift, last + shift)
                 for name, values in part.items():
-                    found.setdefault(name, torch.zeros(stop - start, dtype=torch.int64, device="cpu"))
-                    found[name][first - start : last - start] = torch.as_tensor(values, device="cpu")
-        return found
+                    tensors.setdefault(name, torch.zeros(stop - start, dtype=torch.int64, device="cpu"))
+                    tensors[name][first - start : last - start] = torch.as_tensor(values, device="cpu")
+        return tensors
 
 
 def part_of(dataset: Any, index: int, start: int, stop: int) -> Mapping[str, Any]:

@@ -81,11 +81,11 @@ class _PassDraws:
         if drops_layers:
             base = _of_first_rank(base, session)
         self._states = _states(self._device)
-        own = (base + _STEP * (session.mesh.global_rank + 1)) % 2**63
+        rank_seed = (base + _STEP * (session.mesh.global_rank + 1)) % 2**63
         on_cpu = self._device.type == "cpu"
-        torch.default_generator.manual_seed(own if on_cpu else base)
+        torch.default_generator.manual_seed(rank_seed if on_cpu else base)
         if self._device.type == "cuda":
-            torch.cuda.manual_seed(own)
+            torch.cuda.manual_seed(rank_seed)
         self._mode: AbstractContextManager[Any] = nullcontext()
         if drops_layers and on_cpu and not is_compiled:
             self._mode = _SharedDraws(base)

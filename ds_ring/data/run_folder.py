@@ -44,13 +44,13 @@ def report_late_ranks(detector: DetectorClient) -> None:
         detector.on_late = partial(_write_late, folder, detector.rank)
 
 
-def _write_late(folder: Path, own: int, notice: LateNotice | int) -> None:
+def _write_late(folder: Path, own_rank: int, notice: LateNotice | int) -> None:
     """Log a notice, and write it into the folder if it is of another rank."""
     log_late(notice)
     with suppress(OSError):  # a full disk ends no training
         if isinstance(notice, int):
             (folder / f"rank-{notice}.late.json").unlink(missing_ok=True)
-        elif notice.rank != own:
+        elif notice.rank != own_rank:
             late = {"rank": notice.rank, "at": time.time(), "seconds": notice.seconds, "what": notice.what}
             late |= {"where": notice.at, "limit_seconds": notice.limit.seconds, "key": notice.limit.key}
             replace_text(folder / f"rank-{notice.rank}.late.json", json.dumps(late))
@@ -65,10 +65,10 @@ def record_fault(rank: int, error: BaseException, step: int | None) -> None:
     if folder is None or (path := folder / f"rank-{rank}.fault.json").exists():
         return
     kind, blames = failure_kind(error)
-    found: dict[str, object] = {"rank": rank, "at": time.time(), "step": step, "kind": kind, "blames": blames}
-    found |= {"type": type(error).__name__, "message": str(error)[:2000], "frames": [], "traceback": ""}
+    fault: dict[str, object] = {"rank": rank, "at": time.time(), "step": step, "kind": kind, "blames": blames}
+    fault |= {"type": type(error).__name__, "message": str(error)[:2000], "frames": [], "traceback": ""}
     with suppress(OSError):  # the traceback is printed anyway
-        replace_text(path, json.dumps(found | {"raised": compiled_in(error) is None}))
+        replace_text(path, json.dumps(fault | {"raised": compiled_in(error) is None}))
 
 
 def ranks_per_node() -> int | None:

@@ -316,7 +316,7 @@ class Generation(ModelPart):
         session, mesh, cache = self.session, self.mesh, self._cache
         assert cache is not None
         groups = self._groups(tokens)
-        layout = session.layout_for(tokens, mesh, groups)
+        layout = session.sharder.layout_for(tokens, mesh, groups)
         cache.begin(tokens, layout)
         kind = session.needs.whole
         whole = None if kind is None else kind.of_prompt(inputs, layout, mesh)

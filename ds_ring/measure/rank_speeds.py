@@ -55,7 +55,7 @@ class MeasuredSpeeds:
     def after_forward(self, _: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         """Count the pairs of a training pass."""
         if self._engine.module.training:
-            self._pairs += self._session.work_here()
+            self._pairs += self._session.sharder.count_pairs()
 
     @_patch("step", stage="around_step")
     def around_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -63,8 +63,8 @@ class MeasuredSpeeds:
         result = step(*args, **kwargs)
         if engine.global_steps > steps and dist.is_initialized():
             get_accelerator().synchronize()
-            spans = [one for one in self._trace.spans if one.what == "compute"]
-            seconds = sum(one.end_ns - one.start_ns for one in spans) / 1e9
+            spans = [span for span in self._trace.spans if span.what == "compute"]
+            seconds = sum(span.end_ns - span.start_ns for span in spans) / 1e9
             table = gather_numbers([self._pairs, seconds], session)
             self._trace.spans.clear()
             self._pairs = 0.0
@@ -79,7 +79,7 @@ class MeasuredSpeeds:
         if not bool((pairs > 0).all() and (seconds > 0).all()):
             return
         rates = pairs / seconds
-        found = (rates / rates.max() * 16).round().clamp_min(1) / 16
-        now = torch.tensor(self._session.speeds or [1.0] * mesh.ring_size, dtype=found.dtype, device="cpu")
-        if bool(((found.cpu() - now / now.max()).abs() > 1.5 / 16).any()):
-            self._session.set_speeds(tuple(found.tolist()))
+        speeds = (rates / rates.max() * 16).round().clamp_min(1) / 16
+        now = torch.tensor(self._session.speeds or [1.0] * mesh.ring_size, dtype=speeds.dtype, device="cpu")
+        if bool(((speeds.cpu() - now / now.max()).abs() > 1.5 / 16).any()):
+            self._session.sharder.set_speeds(tuple(speeds.tolist()))

@@ -175,7 +175,7 @@ class _Report:
     def around_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         observers = self._session.mesh.owners[Observers]
         steps = self._engine.global_steps
-        trace = next((one for one in reversed(observers) if isinstance(one, Trace)), None)
+        trace = next((observer for observer in reversed(observers) if isinstance(observer, Trace)), None)
         # Before the step, since the monitor of the section clears its spans in it.
         if self._times and trace is not None:
             self._links = link_times(trace.spans, self._session.mesh)
@@ -258,9 +258,9 @@ def link_times(spans: Sequence[Span], mesh: RingMesh) -> list[dict[str, Any]]:
                 arrived[mesh.global_rank_of(message.peer)] += message.payload_bytes
             for rank, payload_bytes in arrived.items():
                 links[rank] += (1, span.end_ns - posted_ns, span.end_ns - span.start_ns, payload_bytes)
-    found = []
+    links_by_sender = []
     for rank in sorted(links):
         hops, hop_ns, wait_ns, payload_bytes = links[rank].tolist()
         seconds = {"hop_seconds": hop_ns / hops / 1e9, "wait_seconds": wait_ns / hops / 1e9}
-        found.append({"from": rank, "hops": hops, **seconds, "bytes": payload_bytes // hops})
-    return found
+        links_by_sender.append({"from": rank, "hops": hops, **seconds, "bytes": payload_bytes // hops})
+    return links_by_sender

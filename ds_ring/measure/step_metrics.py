@@ -123,10 +123,10 @@ class StepMetrics:
         return result
 
 
-def tokens_of(given: tuple[Any, ...], session: RingSession) -> float:
+def tokens_of(arguments: tuple[Any, ...], session: RingSession) -> float:
     """Return how many tokens of the batch in the model are this rank's; the parts of its ranks add up."""
     sharding = session.batches.current
-    tensors = [x for x in given if isinstance(x, torch.Tensor) and x.ndim >= 2]
+    tensors = [x for x in arguments if isinstance(x, torch.Tensor) and x.ndim >= 2]
     samples = max((len(x) for x in tensors if x.shape[1] == sharding.local_tokens), default=0)
     return samples * sharding.layout.tokens / sharding.mesh.sequence_size
 
@@ -135,18 +135,18 @@ def figures(spans: Sequence[Span]) -> list[float]:
     """Return this rank's values of the first EVENTS over the spans of a step; 0 where there were none."""
     hop_s = []
     for phase in ("forward", "backward"):
-        of_phase = [one for one in spans if one.phase == phase]
-        hop_s.append(_seconds(of_phase) / max(sum(one.what == "compute" for one in of_phase), 1))
-    waited = _seconds(one for one in spans if one.what == "wait")
+        of_phase = [span for span in spans if span.phase == phase]
+        hop_s.append(_seconds(of_phase) / max(sum(span.what == "compute" for span in of_phase), 1))
+    waited = _seconds(span for span in spans if span.what == "wait")
     return [
         *hop_s,
         waited / max(_seconds(spans), 1e-12),
         waited,
-        float(sum(one.batch.bytes_sent for one in spans if one.what == "send")),
-        float(max((one.buffers_bytes for one in spans), default=0)),
+        float(sum(span.batch.bytes_sent for span in spans if span.what == "send")),
+        float(max((span.buffers_bytes for span in spans), default=0)),
         float(get_accelerator().max_memory_allocated()),
     ]
 
 
 def _seconds(spans: Any) -> float:
-    return float(sum(one.end_ns - one.start_ns for one in spans)) / 1e9
+    return float(sum(span.end_ns - span.start_ns for span in spans)) / 1e9

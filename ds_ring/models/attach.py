@@ -20,6 +20,7 @@ from ds_ring.models import attention as _  # noqa: F401  registers the functions
 from ds_ring.models import checks
 from ds_ring.models.attention_name import NAME
 from ds_ring.models.checks import UNMODIFIED
+from ds_ring.models.copies import TransformersCopies
 from ds_ring.models.model import CONFIG, MODEL
 from ds_ring.models.model_adapter import (
     ModelAdapter,
@@ -27,7 +28,7 @@ from ds_ring.models.model_adapter import (
     set_implementations,
 )
 from ds_ring.models.variant import AttachRequest
-from ds_ring.models.variants import attention_names, own_attention, variants
+from ds_ring.models.variants import attention_names, encoder_modules, own_attention, variants
 from ds_ring.patches import apply, patch
 from ds_ring.plugin import PASSES
 
@@ -126,6 +127,7 @@ def attach(model: nn.Module, session: RingSession) -> list[ModelAdapter]:
     """
     check_model(model, session.config)
     config, attached = session.config, []
+    session.needs.copies, session.needs.encoder_modules = TransformersCopies(), encoder_modules
     for part in _pretrained(model, outermost=True):
         before = part.config._attn_implementation
         if before != NAME and _keeps_its_own(config, part):

@@ -22,7 +22,7 @@ from ds_ring.data.batch import SHARDING
 from ds_ring.data.batch_sharding import BatchSharding
 from ds_ring.errors import RingConfigError, RingPatternError
 from ds_ring.models import checks
-from ds_ring.models.attention_call import AttentionCall
+from ds_ring.models.attention_call import AttentionCall, refuse_foreign_arguments
 from ds_ring.models.attention_name import NAME
 from ds_ring.models.layer_masks import LayerMask, read_mask
 from ds_ring.models.model_call import REWRITTEN
@@ -47,7 +47,7 @@ def attention(
     if sharding is None and isinstance(attention_mask, LayerMask):
         sharding = attention_mask.sharding
     if sharding == REWRITTEN:
-        checks.refuse_foreign_arguments(type(module).__name__, kwargs)
+        refuse_foreign_arguments(type(module).__name__, kwargs)
         assert attention_mask is None or isinstance(attention_mask, Tensor), "a graph has masks of numbers"
         result: tuple[Tensor, None] = sdpa_attention_forward(
             module, q_BHSD, k_BGSD, v_BGSE, attention_mask, dropout=dropout, scaling=scaling, **kwargs
@@ -93,5 +93,5 @@ def mask(*, mask_function: Callable[..., Any], attention_mask: Tensor | None = N
     return read_mask(mask_function)
 
 
-# In place of attention_name.py's functions, which import this file.
+# In place of registration.py's functions, which import this file.
 name_them(attention, mask)

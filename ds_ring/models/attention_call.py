@@ -13,16 +13,26 @@ from torch import Tensor, nn
 
 from ds_ring.api import RingAttention
 from ds_ring.data.batch_sharding import BatchSharding, RowsAttention
-from ds_ring.errors import RingPatternError, RingShapeError
+from ds_ring.errors import RingConfigError, RingPatternError, RingShapeError
 from ds_ring.layers.scores import Softcap
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import ScoreFunction
-from ds_ring.models import checks
 from ds_ring.models.layer_masks import (
     LayerMask,
     is_causal,
     pattern_in,
     pattern_of_call,
+)
+
+# Arguments with which models change what attention computes; a ring has none of it.
+_FOREIGN_ARGUMENTS = (
+    "softcap",
+    "s_aux",
+    "sinks",
+    "position_bias",
+    "head_mask",
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
 )
 
 
@@ -74,7 +84,7 @@ class AttentionCall:
         # Another compiler: masks are tensors that it drops, and windows of layers were refused before.
         compiled = torch.compiler.is_compiling()
         mask = None if compiled or isinstance(self.mask, LayerMask) else self.mask
-        checks.check_attention_call(self.name, mask, self.dropout, self.arguments)
+        check_attention_call(self.name, mask, self.dropout, self.arguments)
         if not compiled:
             if isinstance(self.mask, LayerMask):
                 self.mask.check_blocks(self.sharding)
@@ -96,3 +106,22 @@ class AttentionCall:
         """Return softmax attention [B, H, S, E] over the keys of all ranks."""
         out: Tensor = self.attention()(self.q_BHSD, self.k_BGSD, self.v_BGSE, self.sinks)
         return out
+
+
+def check_attention_call(name: str, mask: object, dropout: float, kwargs: dict[str, Any]) -> None:
+    """Refuse dropout, mask tensors and extra terms of the scores."""
+    if dropout:
+        advice = "set attention_dropout of the configuration, or `dropout` of the attention modules, to 0"
+        raise RingConfigError(f"{name}: expected no dropout inside attention, got {dropout}; {advice}")
+    if mask is not None:
+        got = f"{type(mask).__name__} {list(getattr(mask, 'shape', []))}"
+        raise RingPatternError(f"{name}: expected no mask tensor, got {got}; set the pattern in the JSON")
+    refuse_foreign_arguments(name, kwargs)
+
+
+def refuse_foreign_arguments(name: str, kwargs: dict[str, Any]) -> None:
+    """Refuse terms of the scores that a ring does not compute, and with them the backend's own attention."""
+    for key in _FOREIGN_ARGUMENTS:
+        if kwargs.get(key) is not None:
+            advice = 'only sinks and softcap are computed, with "attention": "ring" in the section'
+            raise RingPatternError(f"{name}: expected no {key}, got one; {advice}")

@@ -36,17 +36,6 @@ THROUGH_SHARD_BATCH = (
     "take the batch from the loader of ds_ring.initialize or from engine.ring.shard_batch(batch)"
 )
 
-# Arguments with which models change what attention computes; a ring has none of it.
-_FOREIGN_ARGUMENTS = (
-    "softcap",
-    "s_aux",
-    "sinks",
-    "position_bias",
-    "head_mask",
-    "cu_seq_lens_q",
-    "cu_seq_lens_k",
-)
-
 
 def check_model_call(name: str, arguments: dict[str, Any]) -> None:
     """Refuse what a shard cannot answer. `given` is the call's arguments by name."""
@@ -112,25 +101,6 @@ def refuse_other_inputs(name: str, arguments: Mapping[str, Any]) -> None:
     for key in ("encoder_hidden_states", "encoder_outputs", "pixel_values", "audio_codes"):
         if arguments.get(key) is not None:
             raise RingConfigError(f"{name}: expected one sequence of tokens, got {key} as well; leave it out")
-
-
-def check_attention_call(name: str, mask: object, dropout: float, kwargs: dict[str, Any]) -> None:
-    """Refuse dropout, mask tensors and extra terms of the scores."""
-    if dropout:
-        advice = "set attention_dropout of the configuration, or `dropout` of the attention modules, to 0"
-        raise RingConfigError(f"{name}: expected no dropout inside attention, got {dropout}; {advice}")
-    if mask is not None:
-        got = f"{type(mask).__name__} {list(getattr(mask, 'shape', []))}"
-        raise RingPatternError(f"{name}: expected no mask tensor, got {got}; set the pattern in the JSON")
-    refuse_foreign_arguments(name, kwargs)
-
-
-def refuse_foreign_arguments(name: str, kwargs: dict[str, Any]) -> None:
-    """Refuse terms of the scores that a ring does not compute, and with them the backend's own attention."""
-    for key in _FOREIGN_ARGUMENTS:
-        if kwargs.get(key) is not None:
-            advice = 'only sinks and softcap are computed, with "attention": "ring" in the section'
-            raise RingPatternError(f"{name}: expected no {key}, got one; {advice}")
 
 
 # Which models a ring can run at all: known from the class and the configuration, before any call.

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from deepspeed.utils import set_z3_leaf_module
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -97,16 +96,16 @@ class ModelAdapter:
 
     def gather_once(self, module: nn.Module) -> None:
         """Let ZeRO 3 gather a module's weights as a whole: ranks call modules inside it unequally often."""
-        set_z3_leaf_module(module, True)
+        self.session.needs.gathered_once.append(module)
 
     @contextmanager
     def off(self) -> Iterator[None]:
         """Restore the model's own attention and loss inside the context, without our hooks."""
-        model, on = self.model, {part: part.config._attn_implementation for part in self.implementations}
-        patches = [_own_loss.to(model.loss_function.loss_function)]
-        patches += [row for part in self.parts for row in part.own()]
-        with applied(*patches, model=model, generator=model):
-            set_implementations(self.implementations, self.session)
+        model, on = self.model, {part: part.config._attn_implementation for part in self.own}
+        replacements = [_own_loss.to(model.loss_function.loss_function)]
+        replacements += [replacement for part in self.parts for replacement in part.own()]
+        with applied(*replacements, model=model, generator=model):
+            set_implementations(self.own, self.session)
             try:
                 with paused(self.changes):
                     yield
@@ -152,7 +151,7 @@ class ModelAdapter:
         known = self.call.one_sequence and not own_attention(model)
         numbering = numbering_check(model, session.mesh) if known else None
         patches = [
-            *(row for part in parts for row in part.patches(loss)),
+            *(replacement for part in parts for replacement in part.patches(loss)),
             _guards_loss.to(guard),
             *([] if numbering is None else numbering.model),
             router_loss(model, guard, session),
@@ -160,12 +159,14 @@ class ModelAdapter:
             *self.call.hooks(),
         ]
         self.apply(
-            *(row for row in patches if row is not None),
+            *(replacement for replacement in patches if replacement is not None),
             model=model, base=model.base_model, head=model.get_output_embeddings(), generator=model,
             score=getattr(model, "score", None),
         )  # fmt: skip
         if numbering is not None:
-            numbering.changes += [change for change in self.changes if change.row.feature == "numbering"]
+            numbering.changes += [
+                replacement for replacement in self.changes if replacement.row.feature == "numbering"
+            ]
             self._check_numbering(numbering.part, numbering.changes)
 
     def _check_numbering(self, hook: Callable[..., None], changes: list[AppliedPatch]) -> None:

@@ -27,11 +27,12 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from transformers import PreTrainedModel
 
 from ds_ring.data.batch_sharding import BatchSharding
-from ds_ring.data.engine import DEEPSPEED, ENGINE, modules_of_encoders
+from ds_ring.data.engine import DEEPSPEED, ENGINE
 from ds_ring.data.session import RingSession
 from ds_ring.data.token_flow import Flow, ModuleFlow
 from ds_ring.errors import RingConfigError, is_inside
 from ds_ring.models.model_adapter import ModelAdapter
+from ds_ring.models.variants import encoder_modules
 from ds_ring.ops.passes import forward_passes
 from ds_ring.patches import applied, patch
 
@@ -139,7 +140,7 @@ class ModuleWatch:
         """Yield (name, module, whether it is the user's) of those to watch, and of those inside them."""
         seen = set[int]()
         for model in self._models:
-            apart = modules_of_encoders(model)
+            apart = encoder_modules(model)
             yield from self._inside("", model, model, False, apart, seen)
 
     def _inside(

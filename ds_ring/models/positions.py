@@ -86,11 +86,11 @@ def _numbered_by_ids(padding: int, prepared: Batch) -> Tensor:
 def _count_in_paths(are_real: list[bool], depths: list[int]) -> list[int]:
     """Return for each token of a row of trees the real tokens of its path; nodes are in depth-first order."""
     counts = [0] * (max(depths) + 2)  # of the latest token of each depth
-    totals = []
+    path_counts = []
     for is_real, depth in zip(are_real, depths, strict=True):
         counts[depth + 1] = counts[depth] + is_real
-        totals.append(counts[depth + 1])
-    return totals
+        path_counts.append(counts[depth + 1])
+    return path_counts
 
 
 _notes_positions = patch(
@@ -130,7 +130,7 @@ def numbering_check(model: nn.Module, mesh: RingMesh) -> NumberingCheck:
     """Return the check that a model uses the position ids that it is given; see `NumberingCheck`."""
     # A rank whose shard begins the sequence sees no difference, so the rank that does informs the others (in
     # place of its first message of attention). Compiled graphs are not looked at.
-    positions: list[Tensor] = []
+    model_ids: list[Tensor] = []
     changes: list[AppliedPatch] = []
     signature = inspect.signature(model.forward)
 
@@ -138,7 +138,7 @@ def numbering_check(model: nn.Module, mesh: RingMesh) -> NumberingCheck:
     def before_model(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not torch.compiler.is_compiling():
             bound = {**signature.bind_partial(*args, **kwargs).arguments, **kwargs}
-            positions[:] = [bound["position_ids"]] if isinstance(bound.get("position_ids"), Tensor) else []
+            model_ids[:] = [bound["position_ids"]] if isinstance(bound.get("position_ids"), Tensor) else []
 
     @_ends_check
     def after_model(*_: Any) -> None:
@@ -147,14 +147,14 @@ def numbering_check(model: nn.Module, mesh: RingMesh) -> NumberingCheck:
 
     @_compares_positions
     def before_part(part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.compiler.is_compiling() or not positions:
+        if torch.compiler.is_compiling() or not model_ids:
             return
         bound = inspect.signature(part.forward).bind_partial(*args, **kwargs).arguments
         used = bound.get("position_ids")
         if not isinstance(used, Tensor):
             return
         # position ids may have further axes in front
-        if used.shape[-1] != positions[0].shape[-1] or not bool((used == positions[0]).all()):
+        if used.shape[-1] != model_ids[0].shape[-1] or not bool((used == model_ids[0]).all()):
             with collective(mesh, "attention"):
                 raise RingPatternError(
                     f"{type(model).__name__}: expected position_ids in its {type(part).__name__}, which"
@@ -217,12 +217,12 @@ def rotary_length(module: nn.Module, batches: RecentBatches) -> list[Any]:
     def before(
         _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        bound = signature.bind(*args, **kwargs)
-        position_ids = bound.arguments["position_ids"]
+        arguments = signature.bind(*args, **kwargs)
+        position_ids = arguments.arguments["position_ids"]
         # [..., S] followed by the greatest of the batch: [..., S + 1]
         longest = batches.current.longest.to(position_ids).expand(*position_ids.shape[:-1], 1)
-        bound.arguments["position_ids"] = torch.cat([position_ids, longest], dim=-1)
-        return bound.args, bound.kwargs
+        arguments.arguments["position_ids"] = torch.cat([position_ids, longest], dim=-1)
+        return arguments.args, arguments.kwargs
 
     @_removes_row
     def after(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ds_ring.models.attention_call import AttentionCall
-    from ds_ring.models.model_adapter import ModelAdapter
-    from ds_ring.models.model_call import ModelCall
     from ds_ring.models.model_part import ModelPart
 
 # Needs of a model that `checks.py` finds: softmax over keys does not cover them. Words of `layer_types`, too.
@@ -104,17 +102,17 @@ class Variant:
 
     # When a model is attached.
 
-    def model_call(self, model: PreTrainedModel) -> type[ModelCall] | None:
-        """Return what handles the calls of a model in place of `ModelCall`; None for any other model."""
+    def model_call(self, model: PreTrainedModel) -> Any:
+        """Return the subclass of `ModelCall` for a model's calls; None for `ModelCall` itself."""
         return None
 
-    def install(self, adapter: ModelAdapter) -> None:
-        """Apply this variant's patches to the model of `adapter`."""
+    def install(self, adapter: Any) -> None:
+        """Apply this variant's patches to the model of `adapter`, a `ModelAdapter`."""
         for module in adapter.model.modules():
             if self.matches(module):
                 self.install_on(module, adapter)
 
-    def install_on(self, module: nn.Module, adapter: ModelAdapter) -> None:
+    def install_on(self, module: nn.Module, adapter: Any) -> None:
         """Apply this variant's patches to a layer that it matches."""
 
     def positioned(self, model: PreTrainedModel) -> Iterator[nn.Module]:

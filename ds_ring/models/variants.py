@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-from ds_ring.plugin import FAMILIES, load
+from ds_ring.data.engine import is_of_transformers
 
 if TYPE_CHECKING:
     from torch import nn
@@ -28,9 +28,10 @@ def own_attention(model: nn.Module) -> list[PreTrainedModel]:
     return [part for variant in variants() for part in variant.own_attention(model)]
 
 
-def apart(model: nn.Module) -> list[nn.Module]:
-    """Return the modules inside a model whose outputs are no shards of the sequence."""
-    return [module for variant in variants() for module in variant.apart(model)]
+def encoder_modules(model: nn.Module) -> set[int]:
+    """Return the identities of the modules inside `model` whose outputs are no shards of the sequence."""
+    parts = [part for part in model.modules() if is_of_transformers(part)]
+    return {id(module) for part in parts for variant in variants() for module in variant.apart(part)}
 
 
 def attention_names(model: Any, name: str) -> str | dict[str, str]:

@@ -34,10 +34,11 @@ from ds_ring.engines.deepspeed.first_batch import (
     largest,
     recording,
 )
-from ds_ring.engines.deepspeed.initialize import initialize
 from ds_ring.errors import RingConfigError, RingError
 from ds_ring.layers.selection.total_order import TotalOrder
-from ds_ring.plugin import KV_PAYLOADS
+from ds_ring.models.variants import encoder_modules
+from ds_ring.registry import KV_PAYLOADS
+from ds_ring.start import initialize
 
 from .rounding import InFloat64, in_float64, measure_rounding, moved_rounding
 from .small_images import LEAST_TOKENS, add_images
@@ -366,10 +367,8 @@ def _alone(model: nn.Module, batch_form: Given, head: str, implementation: str =
     model.zero_grad()
     dtype = next(model.parameters()).dtype  # of images, too
     # a copy: GIT writes into the inputs_embeds that it is given
-    batch = {
-        key: x.to(dtype, copy=True) if x.is_floating_point() else x for key, x in batch_form.alone.items()
-    }
-    with recording(model) as layers, TotalOrder():
+    batch = {key: x.to(dtype, copy=True) if x.is_floating_point() else x for key, x in given.alone.items()}
+    with recording(model, encoder_modules(model)) as layers, TotalOrder():
         if "labels" in batch:
             output = model(**batch)
             loss = output.loss
@@ -421,7 +420,7 @@ def _trained_once(engine: Any, batch: Given, head: str) -> Numbers:
     session, whole = engine.ring, batch.ring
     # a graph has no layers to record
     recorded: AbstractContextManager[dict[str, Tensor]] = (
-        nullcontext({}) if engine.is_compiled else recording(engine.module)
+        nullcontext({}) if engine.is_compiled else recording(engine.module, encoder_modules(engine.module))
     )
     # A model on one rank keeps its own attention, which must choose as one process does.
     order = TotalOrder() if dist.get_world_size() == 1 else nullcontext()

@@ -182,8 +182,8 @@ def preload(modes: list[str]) -> None:
     import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401  seconds, else within initialize
     import transformers.models.llama.modeling_llama  # noqa: F401
 
-    import ds_ring.engines.deepspeed.initialize
-    import ds_ring.models.attention  # noqa: F401
+    import ds_ring.models.attention
+    import ds_ring.start  # noqa: F401
 
 
 def rank_main(rank: int, job: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import Dataset
 
 import ds_ring
-from ds_ring.data.intervals import SubRings
+from ds_ring.data.dynamic_ring.intervals import SubRings
 from ds_ring.data.loader import SampleOrder, padded
 from ds_ring.data.packing import PackedRows
 from ds_ring.data.session import RingSession
@@ -36,7 +36,7 @@ from tests.dist.harness import catch_refusal
 from tests.dist.test_loader import forking_session
 
 SIZE = Size(hidden=32, layers=2, tokens=0, samples=0)
-MEASURED = "ds_ring.engines.deepspeed.dynamic_ring.measure_times"
+MEASURED = "ds_ring.data.dynamic_ring.assignment.measure_times"
 SAMPLES, LONGEST = 24, 90
 
 

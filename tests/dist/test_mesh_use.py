@@ -30,7 +30,7 @@ from ds_ring import (
 )
 from ds_ring.comm.collective import collective
 from ds_ring.comm.mesh import destroy_dropped_groups
-from ds_ring.data.intervals import SubRings
+from ds_ring.data.dynamic_ring.intervals import SubRings
 from tests.clock import unqueued_seconds
 from tests.dist.harness import Pool, run_ranks
 from tests.dist.test_wrong_inputs import attend, error_of_a_correct_pass, right_arguments

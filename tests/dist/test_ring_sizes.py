@@ -20,10 +20,10 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 import ds_ring
 from ds_ring.comm.exchange import Exchange, Route
-from ds_ring.data.intervals import SubRings, are_linked
+from ds_ring.data.dynamic_ring import assignment
+from ds_ring.data.dynamic_ring.intervals import SubRings, are_linked
+from ds_ring.data.dynamic_ring.sub_rings import BatchLengths, Division, SubRing
 from ds_ring.data.loader import SampleOrder
-from ds_ring.data.sub_rings import BatchLengths, Division, SubRing
-from ds_ring.engines.deepspeed import dynamic_ring
 from tests.calls import attend
 from tests.dist.deepspeed_ranks import VOCABULARY, check_gradients
 from tests.dist.harness import run_ranks
@@ -120,7 +120,7 @@ def one_step(rank: int, world: int, ring: int, section: dict[str, Any]) -> Step:
     session = session_of(mesh, float(world), dynamic_ring=True, **section)
     session.dynamic.rings, session.dynamic.times = SubRings(mesh), Machine()
     started, model = Exchange.start, Own(session.attention)
-    with patch.object(dynamic_ring, "divide", divide), patch.object(Exchange, "start", start):
+    with patch.object(assignment, "divide", divide), patch.object(Exchange, "start", start):
         for batch in session.loader(texts, BATCH, lengths=texts.lengths, most_tokens=10**6):
             logits = model(batch["input_ids"], batch["position_ids"])
             counted = round(float(batch["num_items_in_batch"]) * world)

@@ -23,18 +23,18 @@ from ds_ring.data.batch import (
     LABEL_KEYS,
     SHARDING,
     Batch,
-    BatchKind,
     cache_in,
     cache_name,
     prepare_batch,
     split_tokens,
     token_shape,
 )
+from ds_ring.data.batch_sharder import BatchSharder
 from ds_ring.data.batch_sharding import BatchSharding
 from ds_ring.data.layer_patterns import LayerPatterns
 from ds_ring.data.loss import local_loss
+from ds_ring.data.model_needs import BatchKind
 from ds_ring.data.packing import RowGroup, group_rows
-from ds_ring.data.session import RingSession
 from ds_ring.errors import RingConfigError, RingPatternError, RingShapeError
 from ds_ring.masks.catalog import Causal, Full
 from ds_ring.masks.slots import IntArray
@@ -202,21 +202,19 @@ class Canvases(BatchKind):
             )
         return prepared
 
-    def cut(self, prepared: Batch, session: RingSession) -> tuple[Batch, BatchSharding]:
+    def cut(self, prepared: Batch, sharder: BatchSharder) -> tuple[Batch, BatchSharding]:
         """Return this rank's tokens of both copies, and the sharding of the decoder's."""
-        config, mesh, samples = session.config, session.mesh, token_shape(prepared)[0]
-        groups = group_rows(prepared[BLOCKS], samples, _make_pattern)
+        config, mesh, samples = sharder.config, sharder.mesh, token_shape(prepared)[0]
+        groups = group_rows(prepared[BLOCKS], samples, _pattern_of)
         first: BlockDiffusion = groups[0].pattern
         layout = make_private(2 * first.tokens, mesh.ring_size, 1, ((first, 1),))
         assert isinstance(layout, PrivateLayout)
         clean, corrupted = (layout.copy(start, first.tokens) for start in (0, first.tokens))
-        packed = [
-            RowGroup(group.pattern.documents, group.rows) for group in groups if group.pattern.documents
-        ]
-        of_text = BatchSharding(config, clean, mesh, session.patterns, tuple(packed))
+        packed = [RowGroup(one.pattern.documents, one.rows) for one in groups if one.pattern.documents]
+        of_text = BatchSharding(config, clean, mesh, sharder.patterns, tuple(packed))
         canvases = BatchSharding(config, corrupted, mesh, _FULL, groups, key_layout=layout)
         whole = WholeCopies(layout, of_text, canvases)
-        sharding = BatchSharding(config, corrupted, mesh, session.patterns, whole=whole, encoder=of_text)
+        sharding = BatchSharding(config, corrupted, mesh, sharder.patterns, whole=whole, encoder=of_text)
         rest = {key: x for key, x in prepared.items() if key != BLOCKS}
         inputs = {key: x[:, : first.tokens] for key, x in rest.items() if key not in LABEL_KEYS}
         outputs = {

@@ -25,7 +25,8 @@ from torch import Tensor
 
 from ds_ring.comm.device_tables import on_device
 from ds_ring.comm.mesh import RingMesh
-from ds_ring.data.batch import IGNORE, Batch, WholeTensors
+from ds_ring.data.batch import IGNORE, Batch
+from ds_ring.data.model_needs import WholeTensors
 from ds_ring.data.packing import DOCUMENT_IDS, positions_in_documents
 from ds_ring.data.session import RingSession
 from ds_ring.errors import RingPatternError, RingShapeError, whole_number

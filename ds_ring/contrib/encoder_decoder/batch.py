@@ -25,17 +25,17 @@ from ds_ring.comm.mesh import RingMesh
 from ds_ring.data.batch import (
     LABEL_KEYS,
     Batch,
-    BatchKind,
     prepare_batch,
     split_samples,
     split_tokens,
     token_shape,
     whole_tensors,
 )
+from ds_ring.data.batch_sharder import BatchSharder
 from ds_ring.data.batch_sharding import BatchSharding
 from ds_ring.data.layer_patterns import LayerPatterns
+from ds_ring.data.model_needs import BatchKind
 from ds_ring.data.packing import DOCUMENT_IDS, RowGroup, group_rows
-from ds_ring.data.session import RingSession
 from ds_ring.errors import RingPatternError, RingShapeError
 from ds_ring.masks.catalog import Causal, Full
 from ds_ring.patterns.documents.pattern import Documents
@@ -81,7 +81,7 @@ class Pairs(BatchKind):
             RingShapeError: neither labels nor decoder_input_ids, or other numbers of samples.
             RingPatternError: packed documents, or padding in front of the decoder's tokens.
         """
-        encoder, decoder = _two_sequences(whole_tensors(batch, None)[0])
+        encoder, decoder = _two_sequences(whole_tensors(given, frozenset())[0])
         for key in (DOCUMENT_IDS, *ROW_KINDS, "position_ids"):
             if key in encoder or key in decoder:
                 raise RingPatternError.wrong(
@@ -106,23 +106,23 @@ class Pairs(BatchKind):
             halves[1]["position_ids"] = number(halves[1])
         return _one_batch(*halves)
 
-    def cut(self, prepared: Batch, session: RingSession) -> tuple[Batch, BatchSharding]:
+    def cut(self, prepared: Batch, sharder: BatchSharder) -> tuple[Batch, BatchSharding]:
         """Return this rank's part of a prepared batch, and its sharding.
 
         A batch of which both sequences are short is not cut: each rank takes whole samples.
         """
         encoder, decoder = _two_sequences(prepared)
-        tokens, mesh = (token_shape(encoder)[1], token_shape(decoder)[1]), session.mesh
-        is_short = mesh.sequence_size > 1 and max(tokens) < session.config.min_sequence_length
+        tokens, mesh = (token_shape(encoder)[1], token_shape(decoder)[1]), sharder.mesh
+        is_short = mesh.sequence_size > 1 and max(tokens) < sharder.config.min_sequence_length
         if is_short:
             place = mesh.sequence_rank, mesh.sequence_size
             encoder, decoder = split_samples(encoder, *place), split_samples(decoder, *place)
             mesh = RingMesh.single()
         ids = encoder.pop(DOCUMENT_IDS, None)
         if ids is None:
-            sharding = session.kept_by_length(tokens, mesh, lambda: shard_pair(session, tokens, mesh))
+            sharding = sharder.kept_by_length(tokens, mesh, lambda: shard_pair(sharder, tokens, mesh))
         else:
-            sharding = shard_pair(session, tokens, mesh, group_rows(ids, token_shape(encoder)[0]))
+            sharding = shard_pair(sharder, tokens, mesh, group_rows(ids, token_shape(encoder)[0]))
         if not is_short:
             assert sharding.encoder is not None
             encoder = split_tokens(encoder, sharding.encoder.layout, mesh)
@@ -141,7 +141,7 @@ def prepare_encoder(encoder: Batch, number: Callable[[Batch], Tensor] | None) ->
 
 
 def shard_pair(
-    session: RingSession, tokens: tuple[int, int], mesh: RingMesh, groups: tuple[RowGroup, ...] = ()
+    sharder: BatchSharder, tokens: tuple[int, int], mesh: RingMesh, groups: tuple[RowGroup, ...] = ()
 ) -> BatchSharding:
     """Return the sharding of the decoder's sequence, with those of the encoder and of cross attention.
 
@@ -150,11 +150,11 @@ def shard_pair(
         mesh: of this batch.
         groups: rows by the padding of the encoder.
     """
-    config, layout_for = session.config, session.layout_for
+    config, layout_for = sharder.config, sharder.layout_for
     of_encoder, layout = layout_for(tokens[0], mesh, groups, FULL), layout_for(tokens[1], mesh)
     crossed = tuple(RowGroup(between(tokens[1], group.documents), group.rows) for group in groups)
     return BatchSharding(
-        config, layout, mesh, session.patterns,
+        config, layout, mesh, sharder.patterns,
         encoder=BatchSharding(config, of_encoder, mesh, FULL, groups),
         cross=BatchSharding(config, layout, mesh, FULL, crossed, key_layout=of_encoder),
     )  # fmt: skip

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.contrib.images.blocks import BLOCK_IDS
-from ds_ring.data.batch import Batch, WholeTensors
+from ds_ring.data.batch import Batch
+from ds_ring.data.model_needs import WholeTensors
 from ds_ring.data.packing import DOCUMENT_IDS
 from ds_ring.errors import RingConfigError, RingShapeError
 from ds_ring.ops.shard import shard_sequence

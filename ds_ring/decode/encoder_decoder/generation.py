@@ -91,7 +91,7 @@ class PairGeneration(Generation):
         prepared = prepare_encoder(whole, self.session.needs.number_tokens)
         ids, (samples, tokens) = prepared.pop(DOCUMENT_IDS, None), token_shape(prepared)
         groups = () if ids is None else group_rows(ids, samples)
-        layout = self.session.layout_for(tokens, self.mesh, groups, FULL)
+        layout = self.session.sharder.layout_for(tokens, self.mesh, groups, FULL)
         local = split_tokens(prepared, layout, self.mesh)
         self.positions[""] = local.pop("position_ids")
         encoder = BatchSharding(self.session.config, layout, self.mesh, FULL, groups)

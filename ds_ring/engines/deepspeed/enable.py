@@ -29,12 +29,13 @@ from ds_ring.data.engine import DEEPSPEED, ENGINE, MODULE, is_of_transformers
 from ds_ring.data.loss import number_of, sequence_sum_op
 from ds_ring.data.outputs import Gather, is_number, whole_output
 from ds_ring.data.session import RingSession
-from ds_ring.engines.deepspeed.initialize import initialize, leave_shm_out
+from ds_ring.engines.deepspeed.initialize import leave_shm_out
 from ds_ring.errors import RingConfigError, RingPatternError, RingShapeError
 from ds_ring.ops.shard import gather_sequence
 from ds_ring.patches import apply, patch
 from ds_ring.plugin import TRAINERS, load
 from ds_ring.schedule.layout import Layout
+from ds_ring.start import initialize
 
 _ITEMS = "num_items_in_batch"
 # What TRL's fused head returns for each label: one fewer than tokens where it shifts the labels itself.
@@ -97,10 +98,10 @@ def _made_before() -> str:
     objects = gc.get_objects()
     for file, name, json_of in _READERS:
         kind: Any = getattr(sys.modules.get(file), name, None)
-        for one in objects if kind is not None else ():
-            if issubclass(type(one), kind) and "ring" not in vars(one):
+        for candidate in objects if kind is not None else ():
+            if issubclass(type(candidate), kind) and "ring" not in vars(candidate):
                 with suppress(AttributeError):  # without DeepSpeed
-                    if SECTION in json_of(one):
+                    if SECTION in json_of(candidate):
                         return name
     return ""
 
@@ -184,9 +185,9 @@ class WholeBatches:
             return None
         if cache_in(kwargs) is not None:  # `generate` cuts its prompts itself
             return None
-        given = self._named(args, kwargs)
-        items, keep = given.pop(_ITEMS, None), self._kept_logits(given)
-        batch = {key: x for key, x in given.items() if isinstance(x, Tensor) and x.ndim > 0}
+        arguments = self._named(args, kwargs)
+        items, keep = arguments.pop(_ITEMS, None), self._kept_logits(arguments)
+        batch = {key: x for key, x in arguments.items() if isinstance(x, Tensor) and x.ndim > 0}
         flushed, left_B1 = self._flushed(_without_borders(batch))
         local: dict[str, Any] = dict(self._session.shard_batch(flushed))
         if _ITEMS in local and (items is not None or not torch.is_grad_enabled()):
@@ -195,9 +196,9 @@ class WholeBatches:
                 items = sequence_sum_op(mine, number_of(self._session.mesh)).clamp_min(1)
             items = torch.as_tensor(items, device=self._session.device)
             local[_ITEMS] = items * self.share
-        shifts = "labels" in given and "shift_labels" not in given
+        shifts = "labels" in arguments and "shift_labels" not in arguments
         self._outermost = module, self._session.batches.current, shifts, left_B1, keep
-        rest = {key: x for key, x in given.items() if key not in batch and key not in _BORDERS}
+        rest = {key: x for key, x in arguments.items() if key not in batch and key not in _BORDERS}
         return (), rest | {key: x for key, x in local.items() if self._takes(key)}
 
     @_whole_patch(MODULE, stage="after_forward", options=("always_call",))
@@ -230,7 +231,7 @@ class WholeBatches:
             by_name |= {"logits": lambda x: _kept(whole(x), keep)}
         return whole_output(output, self.shown, whole, by_name)
 
-    def _kept_logits(self, given: dict[str, Any]) -> Any:
+    def _kept_logits(self, arguments: dict[str, Any]) -> Any:
         """Take the tokens out of a call of which transformers returns logits; None for all.
 
         Raises:
@@ -238,13 +239,13 @@ class WholeBatches:
         """
         if not is_of_transformers(self._module):
             return None
-        keep = given.pop(_KEEP, None)
+        keep = arguments.pop(_KEEP, None)
         tokens = next(
-            (given[name].shape[1] for name in ("input_ids", EMBEDS) if given.get(name) is not None), 0
+            (arguments[name].shape[1] for name in ("input_ids", EMBEDS) if arguments.get(name) is not None), 0
         )
         if keep is None or (isinstance(keep, int) and (keep == 0 or keep >= tokens)):
             return None
-        if given.get("labels") is not None:  # of other tokens than the logits, for which transformers raises
+        if arguments.get("labels") is not None:  # of other tokens than the logits: transformers raises
             got = list(keep.shape) if isinstance(keep, Tensor) else keep
             raise RingConfigError.wrong(
                 f"{type(self._module).__name__}: {_KEEP}", f"none, or all {tokens} tokens, with labels", got,
@@ -268,7 +269,7 @@ class WholeBatches:
 
     def _named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        names = [name for name, one in self._parameters.items() if one.kind in by_place]
+        names = [name for name, parameter in self._parameters.items() if parameter.kind in by_place]
         if len(args) > len(names):
             raise RingShapeError.wrong(
                 type(self._module).__name__, "arguments by name", f"{len(args)}", "name them"
@@ -307,7 +308,7 @@ class WholeBatches:
 
     def _takes(self, key: str) -> bool:
         """Return whether the module takes an argument; it must take position_ids, or count from 0."""
-        takes_all = any(one.kind is one.VAR_KEYWORD for one in self._parameters.values())
+        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in self._parameters.values())
         if key == "position_ids" and not takes_all and key not in self._parameters:
             raise RingConfigError(
                 f"{type(self._module).__name__}.forward: expected position_ids, got {list(self._parameters)}"
@@ -325,12 +326,12 @@ def whole_batches_of(module: nn.Module) -> WholeBatches | None:
 
 def _without_borders(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """Leave out where documents begin, if position ids say it, too."""
-    found = [key for key in _BORDERS if key in batch]
-    if found and "position_ids" not in batch:
+    borders = [key for key in _BORDERS if key in batch]
+    if borders and "position_ids" not in batch:
         raise RingPatternError.wrong(
-            "batch", f"position_ids with {found[0]}", "none", 'set "documents": true'
+            "batch", f"position_ids with {borders[0]}", "none", 'set "documents": true'
         )
-    return {key: x for key, x in batch.items() if key not in found}
+    return {key: x for key, x in batch.items() if key not in borders}
 
 
 class _Shown(torch.autograd.Function):

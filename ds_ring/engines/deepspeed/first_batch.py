@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import astuple, dataclass, field
 from functools import partial
@@ -21,10 +21,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ds_ring.comm.mesh import RingMesh
-from ds_ring.config.pattern_section import PatternConfig
-from ds_ring.config.section import RingConfig
 from ds_ring.data.batch_sharding import BatchSharding
-from ds_ring.data.engine import DEEPSPEED, ENGINE, is_of_transformers, modules_of_encoders
+from ds_ring.data.engine import DEEPSPEED, ENGINE, is_of_transformers
 from ds_ring.data.layer_patterns import LayerPatterns
 from ds_ring.data.packing import RowGroup
 from ds_ring.data.session import RingSession
@@ -50,7 +48,6 @@ _notes_gradient = _patch(
 _step_patch = partial(
     _patch, ENGINE, feature="first_batch", reason="records the first step and compares it with one process"
 )
-_SAME = ("numbering", "latents")  # features of layers whose own code computes the same, whatever the pattern
 _FLOOR = 1e-2  # of the root mean square of all gradients' norms
 
 
@@ -122,37 +119,44 @@ def compare(got: Numbers, expected: Numbers) -> list[Difference]:
 
 def compare_outputs(got: Numbers, expected: Numbers) -> list[Difference]:
     """Return the errors of the layers that both recorded, of the logits, and of the loss if there is one."""
-    found = [
+    differences = [
         difference("layer", name, _by_token(got.layers[name], output))
         for name, output in expected.layers.items()
         if name in got.layers
     ]
-    found.append(difference("logits", "", _by_token(got.logits, expected.logits)))
+    differences.append(difference("logits", "", _by_token(got.logits, expected.logits)))
     if got.loss is not None and expected.loss is not None:
         error = abs(got.loss - expected.loss) / max(abs(expected.loss), 1e-6)
-        found.append(difference("loss", "", error))
-    return found
+        differences.append(difference("loss", "", error))
+    return differences
 
 
-def beyond(found: list[Difference], tolerance: Tolerance) -> list[Difference]:
+def beyond(differences: list[Difference], tolerance: Tolerance) -> list[Difference]:
     """Return those that rounding does not explain, in the order in which they were computed."""
     allowed = {"gradient": tolerance.gradients, "loss": tolerance.loss}
-    return [one for one in found if not one.error <= allowed.get(one.kind, tolerance.outputs)]
+    return [
+        difference
+        for difference in differences
+        if not difference.error <= allowed.get(difference.kind, tolerance.outputs)
+    ]
 
 
-def largest(found: list[Difference]) -> dict[str, Difference]:
+def largest(differences: list[Difference]) -> dict[str, Difference]:
     """Return the largest error of each kind."""
-    return {one.kind: one for one in sorted(found, key=lambda one: one.error)}
+    return {
+        difference.kind: difference
+        for difference in sorted(differences, key=lambda difference: difference.error)
+    }
 
 
 @contextmanager
-def recording(model: nn.Module) -> Iterator[dict[str, Tensor]]:
+def recording(model: nn.Module, encoder_modules: Container[int] = ()) -> Iterator[dict[str, Tensor]]:
     """Record the outputs [B, T, ...] of the model's layers: modules in a ModuleList that have parameters.
 
-    Those of image encoders, which each rank runs on images of its own, are left out.
+    Those of image encoders (`ModelNeeds.encoder_modules`), which each rank runs on images of its own, are
+    left out.
     """
     outputs: dict[str, Tensor] = {}
-    apart = modules_of_encoders(model)
 
     @_records_layer
     def record(name: str, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -164,7 +168,7 @@ def recording(model: nn.Module) -> Iterator[dict[str, Tensor]]:
         for path, parent in model.named_modules():
             for name, layer in parent.named_children() if isinstance(parent, nn.ModuleList) else ():
                 # Rotary embeddings (Granite SWA) have no parameters; one row of theirs can serve all samples.
-                if id(layer) in apart or next(layer.parameters(), None) is None:
+                if id(layer) in encoder_modules or next(layer.parameters(), None) is None:
                     continue
                 stack.enter_context(applied(partial(record, f"{path}.{name}"), layer=layer))
         yield outputs
@@ -182,13 +186,13 @@ def compare_gradients(got: Mapping[str, Tensor], expected: Mapping[str, Tensor])
     """Return the error of each parameter's gradient; one that only one of both has is zero on the other."""
     norms = torch.tensor([float(gradient.norm()) for gradient in expected.values()] or [0.0], device="cpu")
     floor = _FLOOR * float(norms.square().mean().sqrt()) + 1e-30
-    found = []
+    differences = []
     for name in [*expected, *[name for name in got if name not in expected]]:
         zero = torch.zeros((), dtype=torch.float64, device="cpu")
         mine, theirs = got.get(name, zero).double(), expected.get(name, zero).double()
         error = float((mine - theirs).norm()) / max(float(theirs.norm()), floor)
-        found.append(difference("gradient", name, error))
-    return found
+        differences.append(difference("gradient", name, error))
+    return differences
 
 
 # Record a training step: its forward passes, and weights and gradients as a whole on rank 0.
@@ -294,36 +298,16 @@ def filled(
     for name, value in [*weights.items(), *module.named_buffers(remove_duplicate=False)]:
         wide = torch.float32 if value.dtype in (torch.float16, torch.bfloat16) else value.dtype
         state[name].data = value.detach().to(device, wide, copy=True)
-    changed = {(id(one.owner), one.row.name) for one in changes}
+    changed = {(id(change.owner), change.row.name) for change in changes}
     for name, part in alone.named_modules():
-        own = module.get_submodule(name)
+        engine_part = module.get_submodule(name)
         later = {  # the session, say: what was set after the copy was made
             key: value
-            for key, value in vars(own).items()
-            if key[0] != "_" and vars(part).get(key) is None and (id(own), key) not in changed
+            for key, value in vars(engine_part).items()
+            if key[0] != "_" and vars(part).get(key) is None and (id(engine_part), key) not in changed
         }
         vars(part).update(later)
     return alone.train()
-
-
-def arguments_for(
-    alone: nn.Module, kwargs: dict[str, Any], single: BatchSharding, divisor: float
-) -> dict[str, Any]:
-    """Return the arguments for all tokens at once: the loss is a mean over all labels of the world."""
-    given = dict(kwargs)
-    if isinstance(given.get("num_items_in_batch"), Tensor):
-        given["num_items_in_batch"] = given["num_items_in_batch"] * divisor
-    if not is_of_transformers(alone):
-        return given
-    from ds_ring.data.batch import SHARDING
-    from ds_ring.models.attention_name import NAME
-
-    positions = given.get("position_ids")
-    if positions is not None and bool((positions == torch.arange(single.layout.tokens, device="cpu")).all()):
-        del given["position_ids"]  # the model numbers tokens by itself
-    if getattr(alone.config, "_attn_implementation", None) == NAME:
-        given[SHARDING] = single
-    return given | {"use_cache": False}
 
 
 @_patch(
@@ -353,53 +337,6 @@ def on_device(value: Any, device: torch.device) -> Any:
     if isinstance(value, tuple) and type(value) is tuple:
         return tuple(on_device(item, device) for item in value)
     return value
-
-
-def is_own_pattern(config: RingConfig, model: Any) -> bool:
-    """Return whether a model with this configuration computes the section's pattern by itself."""
-    # whether it is causal, and a window that is the model's, are what its own attention does
-    rest = config.pattern.model_copy(update={"causal": True, "window": None})
-    return rest == PatternConfig() and config.pattern.window in (None, getattr(model, "sliding_window", None))
-
-
-def refuse_other_pattern(model: nn.Module, session: RingSession) -> None:
-    """Refuse a pattern that is not the model's own for layers that mix tokens by code beside attention.
-
-    Their own code, which the copy runs, need not know documents or another window.
-
-    Raises:
-        RingConfigError: a scan, a convolution, a choice of keys or attention of its own is in the model.
-    """
-    part = next(filter(is_of_transformers, model.modules()), None)
-    if part is None or is_own_pattern(session.config, part.config):
-        return
-    inner = {id(one): one for one in part.modules() if not is_of_transformers(one)}
-    beside = [
-        one for one in session.changes if id(one.owner) in inner and not one.row.feature.startswith(_SAME)
-    ]
-    if beside:
-        name, feature = type(inner[id(beside[0].owner)]).__name__, beside[0].row.feature
-        raise RingConfigError.wrong(
-            "verify_first_batch",
-            "a pattern that the model's own code knows",
-            f"another one, and {name} ({feature})",
-            "leave it out; `ds-ring check-model` compares packed samples with each document alone",
-        )
-
-
-def choose_attention(alone: nn.Module, config: RingConfig) -> None:
-    """Give the copy its own attention where that is what the JSON asks for, else the ring's on one rank."""
-    if not is_of_transformers(alone):
-        return
-    from ds_ring.models.attention_name import NAME
-    from ds_ring.models.variants import attention_names
-
-    model = alone.config
-    if not is_own_pattern(config, model):
-        alone.set_attn_implementation(attention_names(alone, NAME))  # type: ignore[operator]
-        log.info("verify_first_batch: the pattern is the JSON's own, so its mask is not compared")
-    elif getattr(model, "_attn_implementation", None) == NAME:
-        alone.set_attn_implementation("eager")  # type: ignore[operator]
 
 
 # [Note: one process]
@@ -433,9 +370,10 @@ class FirstBatch:
         if self._done or not (self.engine.module.training and torch.is_grad_enabled()):
             return forward(*args, **kwargs)
         if not self._forwards:
-            refuse_other_pattern(self.engine.module, self.session)
+            needs, session = self.session.needs, self.session
+            needs.copies.refuse_pattern(self.engine.module, session.config, session.changes)
         sharding = self.session.batches.current
-        with recording(self.engine.module) as layers:
+        with recording(self.engine.module, self.session.needs.encoder_modules(self.engine.module)) as layers:
             output = forward(*args, **kwargs)
         attended = sharding.layout.tokens, sharding.patterns, sharding.groups
         logits, loss = results_of(output)
@@ -463,12 +401,14 @@ class FirstBatch:
     @torch.no_grad()
     def _verify(self, engine: Any) -> None:
         """Gather the step on rank 0, compare there, and tell all ranks. Collective."""
-        used = [one for one in self._forwards if one.gradients]
+        used = [forward for forward in self._forwards if forward.gradients]
         self._forwards = []
         if not used:
             return
-        means = [None if one.loss is None else float(self.session.mean_loss(one.loss)) for one in used]
-        pieces = [self._pieces(one) for one in used]
+        means = [
+            None if forward.loss is None else float(self.session.mean_loss(forward.loss)) for forward in used
+        ]
+        pieces = [self._pieces(forward) for forward in used]
         weights, gradients = whole_parameters(engine.module)
         verdict: list[Any] = [None]
         if dist.get_rank() == 0:
@@ -504,38 +444,41 @@ class FirstBatch:
             # then repeated.
             return _AGAIN
         alone = filled(self._alone, module, weights, self.session.changes, self.session.device)
-        choose_attention(alone, self.session.config)
-        found: list[Difference] = []
+        self.session.needs.copies.set_attention(alone, self.session.config)
+        differences: list[Difference] = []
         for parts, mean in zip(pieces, means, strict=True):
-            found += self._forward_alone(alone, parts, mean)
+            differences += self._forward_alone(alone, parts, mean)
         expected = {name: p.grad.cpu() for name, p in alone.named_parameters() if p.grad is not None}
-        found += compare_gradients(gradients, expected)
+        differences += compare_gradients(gradients, expected)
         exact = KV_PAYLOADS[self.session.config.kv_payload].exact or self.session.mesh.ring_size == 1
-        wrong = beyond(found, Tolerance.for_dtype(dtype, not exact))
+        wrong = beyond(differences, Tolerance.for_dtype(dtype, not exact))
         if wrong:
-            more = f" and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
-            return "; ".join(str(one) for one in wrong[:_NAMED]) + more
-        worst = ", ".join(str(one) for one in largest(found).values())
+            rest = f" and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
+            return "; ".join(str(error) for error in wrong[:_NAMED]) + rest
+        worst = ", ".join(str(error) for error in largest(differences).values())
         log.info("verify_first_batch: the ring equals one process; largest relative errors: %s", worst)
         return None
 
     def _forward_alone(self, alone: nn.Module, parts: list[Forward], mean: float | None) -> list[Difference]:
         """Repeat one forward pass of the step, replica by replica; its gradients add up in `alone`."""
-        found, total = [], 0.0
+        differences, total = [], 0.0
         divisor = self.session.gradient_divisor
         for part in parts:
             devices = [self.session.device] if self.session.device.type == "cuda" else []
             with (
                 torch.enable_grad(),
                 torch.random.fork_rng(devices),
-                recording(alone) as layers,
+                recording(alone, self.session.needs.encoder_modules(alone)) as layers,
                 without_masks(alone),
                 self.session.needs.one_process(),
                 self._one_rank(part) as single,
             ):
-                given = arguments_for(alone, part.kwargs, single, divisor)
-                args, given = on_device((part.args, given), self.session.device)
-                output = alone(*args, **given)
+                kwargs = dict(part.kwargs)
+                if isinstance(kwargs.get("num_items_in_batch"), Tensor):  # the loss is a mean over the world
+                    kwargs["num_items_in_batch"] = kwargs["num_items_in_batch"] * divisor
+                kwargs = self.session.needs.copies.arguments(alone, kwargs, single)
+                args, kwargs = on_device((part.args, kwargs), self.session.device)
+                output = alone(*args, **kwargs)
                 logits, loss = results_of(output)
                 if "loss" in part.gradients and loss is not None:
                     (loss * part.gradients["loss"].to(loss)).backward()
@@ -545,10 +488,10 @@ class FirstBatch:
             # Of a module that returns its loss alone there are no logits: each rank's is its part.
             compared = part.logits if logits.shape == (1,) and loss is not None else logits.detach().cpu()
             rows = Numbers(compared, layers={name: x.cpu() for name, x in layers.items()})
-            found += compare_outputs(Numbers(part.logits, layers=part.layers), rows)
+            differences += compare_outputs(Numbers(part.logits, layers=part.layers), rows)
         if mean is not None and "loss" in parts[0].gradients:
-            found.append(difference("loss", "", abs(mean - total) / max(abs(total), 1e-6)))
-        return found
+            differences.append(difference("loss", "", abs(mean - total) / max(abs(total), 1e-6)))
+        return differences
 
     @contextmanager
     def _one_rank(self, part: Forward) -> Iterator[BatchSharding]:
@@ -562,9 +505,9 @@ class FirstBatch:
         finally:
             book._current = before
 
-    def _pieces(self, one: Forward) -> list[Forward]:
+    def _pieces(self, step: Forward) -> list[Forward]:
         """Return the whole sequences of a forward pass, on the CPU, on rank 0, each once. Collective."""
-        sharding = one.sharding
+        sharding = step.sharding
         assert sharding is not None
         mesh = sharding.mesh
         whole = mesh is not self.session.mesh and mesh.sequence_size == 1  # this rank's samples are whole
@@ -580,12 +523,13 @@ class FirstBatch:
             return value.cpu().contiguous()
 
         # Of results of the whole sequence each rank has the gradient; they are averaged, not summed.
-        if not whole and (one.logits.ndim < 2 or one.logits.shape[1] != sharding.local_tokens):
-            one.gradients |= {
-                name: x * mesh.sequence_size for name, x in one.gradients.items() if name == "logits"
+        if not whole and (step.logits.ndim < 2 or step.logits.shape[1] != sharding.local_tokens):
+            step.gradients |= {
+                name: x * mesh.sequence_size for name, x in step.gradients.items() if name == "logits"
             }
-        args, results = tuple(take(value) for value in one.args), (take(one.logits), take(one.loss))
-        taken = Forward(args, take(one.kwargs), one.attended, *results, take(one.layers), take(one.gradients))
+        args, results = tuple(take(value) for value in step.args), (take(step.logits), take(step.loss))
+        rest = take(step.layers), take(step.gradients)
+        taken = Forward(args, take(step.kwargs), step.attended, *results, *rest)
         pieces: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
         dist.gather_object(taken if whole or mesh.sequence_rank == 0 else None, pieces, dst=0)
         return [piece for piece in pieces or () if piece is not None]

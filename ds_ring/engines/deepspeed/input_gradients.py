@@ -8,7 +8,7 @@ the whole tensors of a batch, and what refuses them for tensors of this rank's t
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from ds_ring.comm.collective import collective
-from ds_ring.comm.mesh import RingMesh
 from ds_ring.data.engine import DEEPSPEED, ENGINE
+from ds_ring.data.whole_gradients import needs_gradient, whole_nodes
 from ds_ring.errors import RingConfigError
 from ds_ring.patches import apply, patch
 
@@ -30,62 +30,6 @@ _REASON = "gradients of what a model is given are those of this rank's part of t
 _checks_retained = patch(
     DEEPSPEED.given("tensor", "torch.Tensor"), stage="in_backward", feature="input_gradients", reason=_REASON,
 )  # fmt: skip
-_whole_nodes: weakref.WeakSet[Any] = weakref.WeakSet()  # of the graphs of batches that were given whole
-
-
-# [Note: gradients of inputs]
-# A rank's part of the loss has the gradient of its own tokens, times D / N. Summed over the P ranks of a
-# sequence and divided by P it is, with D = W, what one process of R = W / P replicas has: the gradient of a
-# replica's loss, whose mean over the replicas is that of the mean over all tokens. A parameter of the engine
-# in front of the whole tensor (the embedding) gets the same on all P ranks, and the engine's mean over all W
-# ranks leaves it right.
-class _WholeGradient(torch.autograd.Function):
-    """Return a tensor that every rank has whole; its gradient is the mean over the ranks of a sequence."""
-
-    @staticmethod
-    def forward(ctx: Any, whole: Tensor, mesh: RingMesh) -> Tensor:
-        ctx.mesh = mesh
-        return whole.view_as(whole)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        mesh, total = ctx.mesh, grads[0].contiguous().clone()
-        with collective(mesh, "the gradient of a whole batch") as call:
-            call.agree({"shape": tuple(total.shape), "dtype": total.dtype})
-            if mesh.sequence_group is not None:
-                call.exchange.all_reduce(total, mesh.sequence_group)
-        return total / mesh.sequence_size, None
-
-
-def needs_gradient(x: object) -> bool:
-    """Return whether a gradient of a tensor will be computed."""
-    return isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled()
-
-
-def check_divisor(batch: Mapping[str, Tensor], divisor: float, world_size: int) -> None:
-    """Refuse a batch whose tensors require gradients where the engine does not average over all ranks.
-
-    Raises:
-        RingConfigError: `"gradient_allreduce_op": "sum"`.
-    """
-    names = sorted(name for name, x in batch.items() if needs_gradient(x))
-    if names and divisor != world_size:
-        raise RingConfigError.wrong(
-            names[0], "no gradient under gradient_allreduce_op 'sum'", "one", "leave that key out"
-        )
-
-
-def with_whole_gradients(batch: Mapping[str, Tensor], mesh: RingMesh) -> dict[str, Tensor]:
-    """Return a whole batch, whose tensors get the gradient of the whole sequence on every rank.
-
-    Collective in the backward pass, where a tensor requires gradients.
-    """
-    found = dict(batch)
-    for name, x in batch.items():
-        if needs_gradient(x) and mesh.sequence_size > 1:
-            found[name] = _WholeGradient.apply(x, mesh)
-            _whole_nodes.add(found[name].grad_fn)
-    return found
 
 
 class InputGradients:
@@ -97,14 +41,16 @@ class InputGradients:
     @patch(ENGINE, stage="before_forward", feature="input_gradients", reason=_REASON)
     def before_forward(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Refuse tensors by token whose gradient leads out of the engine's model."""
-        given = {**{str(number): x for number, x in enumerate(args)}, **kwargs}
-        asked = {name: x for name, x in given.items() if needs_gradient(x)}
-        if not asked or not self._is_at_work():
+        arguments = {**{str(number): x for number, x in enumerate(args)}, **kwargs}
+        inputs = {name: x for name, x in arguments.items() if needs_gradient(x)}
+        if not inputs or not self._is_at_work():
             return
-        own = {id(parameter) for parameter in self._engine.module.parameters()}
+        parameters = {id(parameter) for parameter in self._engine.module.parameters()}
         with collective(self._session.mesh, "gradients of inputs"):
-            for name, x in asked.items():
-                leads_out = x.grad_fn is None or x.retains_grad or any(one not in own for one in _leaves(x))
+            for name, x in inputs.items():
+                leads_out = (
+                    x.grad_fn is None or x.retains_grad or any(leaf not in parameters for leaf in _leaves(x))
+                )
                 if leads_out:
                     raise RingConfigError(
                         f"{name}: expected a tensor from engine.ring.shard_batch, or one that parameters of"
@@ -132,9 +78,9 @@ class InputGradients:
         engine, executes = self._engine, torch._C._will_engine_execute_node
         direct = not engine._running_engine_backward and engine._support_torch_style_backward
         if direct and self._session.mesh.sequence_size > 1 and torch._C._current_graph_task_id() != -1:
-            trained = [one for one in engine.module.parameters() if one.requires_grad]
+            trained = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
             if trained and count_used_parameters_in_backward(trained) == 0:
-                whole = any(executes(node) for node in list(_whole_nodes))
+                whole = any(executes(node) for node in list(whole_nodes))
                 fails = engine.zero_optimization_stage() in (1, 2)  # in an IndexError of DeepSpeed's
                 if fails or not whole:
                     why = (
@@ -164,9 +110,9 @@ def _leaves(x: Tensor) -> Iterator[int]:
     nodes, seen = [x.grad_fn], set[Any]()
     while nodes:
         node: Any = nodes.pop()
-        if node is None or node in seen or node in _whole_nodes:
+        if node is None or node in seen or node in whole_nodes:
             continue
         seen.add(node)
         if hasattr(node, "variable"):
             yield id(node.variable)
-        nodes += [one for one, _ in node.next_functions]
+        nodes += [inner for inner, _ in node.next_functions]

@@ -30,7 +30,6 @@ from ds_ring.data.engine import (
     ENGINE,
     MODULE,
     drops_layers,
-    modules_of_encoders,
 )
 from ds_ring.data.loss import check_loss
 from ds_ring.data.session import RingSession
@@ -125,8 +124,8 @@ def refuse_direct_backward(engine: Any, prologue: Callable[[], None]) -> None:
 
 
 def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    found = config.get(name)
-    return found if isinstance(found, Mapping) else {}
+    section = config.get(name)
+    return section if isinstance(section, Mapping) else {}
 
 
 def _model_features(model: torch.nn.Module) -> Iterator[tuple[str, str]]:
@@ -225,10 +224,10 @@ def refuse_training(call: Callable[..., Any], *_: Any, **__: Any) -> NoReturn:
 
 def _indexed_size(error: IndexError) -> int | None:
     """Return the size of the dimension that an index of torch does not fit; None if the text has none."""
-    if found := re.search(r"out of bounds for dimension -?\d+ with size (\d+)", str(error)):
-        return int(found[1])
-    if found := re.search(r"for tensor of size \[([\d, ]+)\] at dimension (-?\d+)", str(error)):
-        return int(found[1].split(",")[int(found[2])])
+    if match := re.search(r"out of bounds for dimension -?\d+ with size (\d+)", str(error)):
+        return int(match[1])
+    if match := re.search(r"for tensor of size \[([\d, ]+)\] at dimension (-?\d+)", str(error)):
+        return int(match[1].split(",")[int(match[2])])
     return None
 
 
@@ -306,7 +305,7 @@ class RingUse:
     def _plain_attention(self, sharding: BatchSharding) -> Iterator[None]:
         """Refuse attention outside the ring, but for that of encoders."""
         model = self._engine.module
-        apart = modules_of_encoders(model)
+        apart = self._session.needs.encoder_modules(model)
         mode = _PlainAttention(sharding)
         with ExitStack() as stack:
             for part in model.modules():
@@ -327,7 +326,8 @@ class RingUse:
             results if isinstance(results, Iterable) and not isinstance(results, torch.Tensor) else [output]
         )
         if "num_items_in_batch" not in names and any(
-            isinstance(one, torch.Tensor) and one.ndim == 0 and one.requires_grad for one in results
+            isinstance(result, torch.Tensor) and result.ndim == 0 and result.requires_grad
+            for result in results
         ):
             log.warning(_OWN_LOSS, name)
 
@@ -364,15 +364,15 @@ class _PlainAttention(TorchFunctionMode):
         if self._depth:
             return func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
-        given = [x for x in (*args, *(kwargs or {}).values()) if isinstance(x, torch.Tensor)]
+        tensors = [x for x in (*args, *(kwargs or {}).values()) if isinstance(x, torch.Tensor)]
         tokens_dim = -2 if name in _PLAIN else 0 if name == _MULTIHEAD else None
         local = tokens_dim is not None and all(
             x.ndim >= 2 and x.shape[tokens_dim] == self._tokens
-            for x in given[:2]  # queries and keys
+            for x in tensors[:2]  # queries and keys
         )
         # Scores of attention written out: [(batch, heads,) ..., tokens, tokens].
-        scores = name in _SOFTMAX and given and given[0].ndim >= 3
-        if local or (scores and given[0].shape[-2:] == (self._tokens, self._tokens)):
+        scores = name in _SOFTMAX and tensors and tensors[0].ndim >= 3
+        if local or (scores and tensors[0].shape[-2:] == (self._tokens, self._tokens)):
             raise RingConfigError(
                 f"expected ring attention, got {name} over the {self._tokens} tokens of this rank, of"
                 f" {self._all_tokens}: that part of the model would see no other rank's; {_WHAT_TO_DO}"

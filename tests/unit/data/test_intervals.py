@@ -8,8 +8,8 @@ import pytest
 
 from ds_ring import Causal, Documents, Full, SlidingWindow, make_layout
 from ds_ring.comm.mesh import CallCounter, RingMesh
-from ds_ring.data import intervals
-from ds_ring.data.intervals import (
+from ds_ring.data.dynamic_ring import intervals
+from ds_ring.data.dynamic_ring.intervals import (
     SubRings,
     are_linked,
     between_neighbours,

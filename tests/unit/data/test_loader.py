@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from ds_ring.data.loader import NextBatch, RingLoader, SampleOrder, ordered_loader
-from ds_ring.data.packing import PackedRows
-from ds_ring.engines.deepspeed.dynamic_ring import (
+from ds_ring.data.dynamic_ring.assignment import (
     Assigned,
     AssignedBatches,
     AssignedSamples,
     DynamicRing,
     joined,
 )
+from ds_ring.data.loader import NextBatch, RingLoader, SampleOrder, ordered_loader
+from ds_ring.data.packing import PackedRows
 from ds_ring.errors import RingConfigError, RingShapeError
 from tests.dist.test_dynamic_ring import LONGEST, SAMPLES, Machine, Texts
 from tests.dist.test_loader import Numbered, _two_epochs, loader_of, numbers
@@ -70,7 +70,7 @@ def assigned_to_ranks(
             len(dataset), batch, replica, shuffle=True, seed=3, drop_last=False, lengths=lengths
         )
         session = SimpleNamespace(
-            dynamic=DynamicRing(None, Machine()), mesh=SimpleNamespace(ring_size=ring_size, ring_rank=rank)
+            dynamic=DynamicRing(times=Machine()), mesh=SimpleNamespace(ring_size=ring_size, ring_rank=rank)
         )
         batches = AssignedBatches(order, dataset, lengths or (), 100, packed, session)
         found.append([one for (one,) in batches])

@@ -10,6 +10,7 @@ import torch
 
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.data.batch import IGNORE, REAL_TOKENS, prepare_batch, valid_tokens
+from ds_ring.data.batch_sharding import REMEMBERED
 from ds_ring.data.packing import (
     group_rows,
     has_no_label,
@@ -17,7 +18,6 @@ from ds_ring.data.packing import (
     number_documents,
     positions_in_documents,
 )
-from ds_ring.data.session import REMEMBERED
 from ds_ring.errors import RingPatternError, RingShapeError
 from ds_ring.masks.catalog import Causal, Chunked, Full
 from ds_ring.masks.pattern import Pattern
@@ -143,8 +143,8 @@ def test_a_model_never_sees_document_ids():
 def test_short_batches_keep_their_own_rows_documents(place):
     """Samples are dealt out whole: each rank's attention knows the documents of its own rows."""
     session = session_of(RingMesh(Grid(2, 2), place), min_sequence_length=8, **DOCUMENTED)
-    prepared = session._prepare(lambda: {"input_ids": IDS, "document_ids": DOCUMENTS})
-    local, sharding = session._cut(prepared)
+    prepared = session.sharder.prepare(lambda: {"input_ids": IDS, "document_ids": DOCUMENTS})
+    local, sharding = session.sharder.cut(prepared)
     assert local["input_ids"].equal(IDS[place : place + 1])
     assert sharding.mesh.ring_size == 1
     assert sharding.groups == group_rows(DOCUMENTS[place : place + 1], 1)

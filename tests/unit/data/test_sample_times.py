@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ds_ring.config.section import RingConfig
-from ds_ring.engines.deepspeed.dynamic_ring import MeasuredRates, ModelSizes, SampleTimes
+from ds_ring.data.dynamic_ring.sample_times import MeasuredRates, ModelSizes, SampleTimes
 from ds_ring.kernels.select import get_kernel
 from ds_ring.plugin import KV_PAYLOADS
 

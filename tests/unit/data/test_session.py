@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from ds_ring.data.batch import WholeTensors
+from ds_ring.data.dynamic_ring.assignment import Assigned, joined
+from ds_ring.data.dynamic_ring.sub_rings import SubRing
+from ds_ring.data.model_needs import WholeTensors
 from ds_ring.data.packing import DocumentPart
-from ds_ring.data.session import PREEMPTED
-from ds_ring.data.sub_rings import SubRing
-from ds_ring.engines.deepspeed.dynamic_ring import Assigned, joined
+from ds_ring.data.session import end_session
+from ds_ring.data.stop_request import PREEMPTED
 from ds_ring.errors import RingConfigError, RingShapeError
 from tests.refusals import Refusals, refuse
 from tests.sessions import session_of
@@ -58,10 +59,12 @@ def test_whoever_leaves_says_that_nothing_failed() -> None:
     assert left.value.code == PREEMPTED == 75
 
 
-def with_images() -> Any:
-    session = session_of(dynamic_ring=True)
-    session.needs.whole = WholeTensors()
-    return session.loader(Sliced(8), 1)
+def test_a_session_that_has_ended_shards_nothing() -> None:
+    one = session_of()
+    end_session(one, "the test is over")
+    end_session(one, "and over")
+    with pytest.raises(RingConfigError, match="got one that ended: the test is over"):
+        one.shard_batch({"input_ids": IDS[None]})
 
 
 def ended() -> Any:

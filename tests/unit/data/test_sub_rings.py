@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_ring.data.sub_rings import (
+from ds_ring.data.dynamic_ring.sub_rings import (
     BatchLengths,
     Division,
     _neighbours,

@@ -38,7 +38,7 @@ from ds_ring.masks.catalog import Causal
 from ds_ring.memory.host import offloaded_checkpoints
 from ds_ring.memory.tiles import models_head as head
 from ds_ring.memory.tiles import models_layers as layers
-from ds_ring.models import checks, families, layer_masks, positions, wrappers
+from ds_ring.models import attention_call, checks, families, layer_masks, positions, wrappers
 from ds_ring.models.attach import attach
 from ds_ring.models.attention_name import NAME
 from ds_ring_launcher.check.small_model import build, read_config, shrink
@@ -164,10 +164,12 @@ CASES: dict[str, tuple[Callable[[Given], Any], type[RingError], str]] = {
     ),
     "more keys": (lambda _: attend(keys=5), RingShapeError, "as many local tokens as queries, 4, got 5"),
     "a mask tensor": (
-        lambda _: checks.check_attention_call("A", IDS, 0.0, {}), RingPatternError, "no mask tensor"
+        lambda _: attention_call.check_attention_call("A", IDS, 0.0, {}), RingPatternError, "no mask tensor"
     ),
     "sinks for the backend": (
-        lambda _: checks.refuse_foreign_arguments("A", {"sinks": 1}), RingPatternError, "expected no sinks"
+        lambda _: attention_call.refuse_foreign_arguments("A", {"sinks": 1}),
+        RingPatternError,
+        "expected no sinks",
     ),
     "a short batch to classify": (pooled, RingShapeError, "expected a sharded sequence"),
     "routers that were dropped": (

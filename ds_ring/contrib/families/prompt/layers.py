@@ -34,8 +34,9 @@ from ds_ring.masks.catalog import Full
 from ds_ring.masks.pattern import Pattern, QueryHead
 from ds_ring.masks.slots import IntArray
 from ds_ring.masks.tiles import UNBOUNDED
+from ds_ring.models.attention_call import check_attention_call
 from ds_ring.models.attention_name import NAME
-from ds_ring.models.checks import cannot_run, check_attention_call, not_compiled
+from ds_ring.models.checks import cannot_run, not_compiled
 from ds_ring.models.layer_masks import pattern_in
 from ds_ring.models.model import PRETRAINED, TABLE
 from ds_ring.models.variant import (

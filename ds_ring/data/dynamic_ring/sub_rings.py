@@ -43,7 +43,7 @@ class Division(NamedTuple):
 
     def of_rank(self, ring_rank: int) -> SubRing:
         """Return the ring that a rank of the whole ring is in."""
-        return next(one for one in self.rings if one.first <= ring_rank < one.first + one.ranks)
+        return next(ring for ring in self.rings if ring.first <= ring_rank < ring.first + ring.ranks)
 
 
 class SampleSeconds(Protocol):

@@ -60,11 +60,11 @@ def stays_linked(plan: Plan, numbers: Sequence[int], ring_size: int) -> bool:
 
     `numbers` are the ranks in the whole ring of the plan's ranks.
     """
-    for one in plan.classes:
-        for way in one.directions:
-            if not one.prune or one.rounded or way.stages or way.ranks_per_node:
+    for head_class in plan.classes:
+        for way in head_class.directions:
+            if not head_class.prune or head_class.rounded or way.stages or way.ranks_per_node:
                 continue
-            rows = [tuple(x.tolist()) for x in one.travel(range(plan.ring_size), way)]
+            rows = [tuple(x.tolist()) for x in head_class.travel(range(plan.ring_size), way)]
             passed_on = {(origin, hop - 1): relayed for origin, hop, _, relayed in zip(*rows, strict=True)}
             for origin, hop, held, relayed in zip(*rows, strict=True):
                 # What is not relayed comes from the owner; gradients that are not passed on return to it.
@@ -82,14 +82,14 @@ class OnceAround(HeadClass):
 
     @cached_property
     def _read(self) -> list[SlotRanges]:
-        reads, found = self.reads, []
+        reads, rows = self.reads, []
         reads.find_readers(range(reads.layout.ring_size))
         for origin, shard in enumerate(reads.shards):
             unread = shard
             for reader in reads.readers(origin):
                 unread = subtract_slots(unread, reads.slots(origin, reader))
-            found.append(subtract_slots(shard, unread))
-        return found
+            rows.append(subtract_slots(shard, unread))
+        return rows
 
     def unpruned(self, origin: int) -> SlotRanges:
         """Return the slots of a shard that another rank reads."""
@@ -153,7 +153,7 @@ class NeighbourCollectives:
             known = torch.tensor([least, greatest], dtype=torch.int64, device="cpu")
             heard = [torch.empty_like(known) for _ in sides]
             exchange.start(route, [known] * len(sides), heard).wait()
-            for low, high in (one.tolist() for one in heard):
+            for low, high in (interval.tolist() for interval in heard):
                 least, greatest = min(least, tuple(low)), max(greatest, tuple(high))
         return torch.tensor([least, greatest], dtype=torch.int64, device="cpu")
 
@@ -228,15 +228,15 @@ class SubRings:
 
     def of(self, places: Iterable[Place]) -> RingMesh:
         """Return this rank's ring of a division. All ranks of the whole ring call it, in the same order."""
-        rank, found = self.whole.ring_rank, self.whole
+        rank, own_mesh = self.whole.ring_rank, self.whole
         for place in places:
             mesh, is_here = self._meshes.pop(place, None), place[0] <= rank < sum(place)
             if is_here:
-                found = mesh = mesh or self._made(*place)
+                own_mesh = mesh = mesh or self._made(*place)
             self._meshes[place] = mesh
         while len(self._meshes) > max(KEPT_RINGS, 4 * self.whole.ring_size):
             self._meshes.popitem(last=False)
-        return found
+        return own_mesh
 
     def numbers(self, first: int, ranks: int) -> tuple[int, ...]:
         """Return the ranks of an interval in the order of its ring; see `of_nodes`."""
@@ -249,15 +249,15 @@ class SubRings:
 
     def _made(self, first: int, ranks: int) -> RingMesh:
         whole = self.whole
-        kept: dict[str, Any] = {
+        options: dict[str, Any] = {
             "owners": whole.owners.derived(), "state": whole.state, "timeouts": whole.timeouts,
         }  # fmt: skip
         if ranks == 1:
-            return RingMesh(Grid(1, 1), 0, **kept) if whole.ring_size > 1 else whole
+            return RingMesh(Grid(1, 1), 0, **options) if whole.ring_size > 1 else whole
         numbers = self.numbers(first, ranks)
         members = tuple(whole.global_rank_of(number) for number in numbers)
         grid = IntervalGrid(whole.grid.world_size, ranks, 1, (), members, numbers, whole.ring_size)
         return IntervalMesh(
             grid, whole.global_rank, whole.ring_group, None, whole.sequence_group, None, whole.cpu_group,
-            whole.detector, ranks_per_node=whole.ranks_per_node, **kept,
+            whole.detector, ranks_per_node=whole.ranks_per_node, **options,
         )  # fmt: skip

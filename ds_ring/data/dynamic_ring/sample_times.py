@@ -1,37 +1,23 @@
-"""Give the samples of a batch to smaller rings of the same ranks: `"dynamic_ring": true`.
-
-Owns what samples take on rings of each size, which samples a rank reads of each batch, and how they become
-one batch of its ring. The division is `sub_rings.py`'s, the path from there to the model the session's.
-"""
+"""Measure the ranks of a job at its start, and estimate the seconds of training on a sample."""
 
 from __future__ import annotations
 
 import math
 import time
-import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
-from torch import Tensor
-from torch.utils.data import Dataset
 
 from ds_ring.comm.exchange import Exchange
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.comm.messages import Message
 from ds_ring.config.section import RingConfig, named_patterns, pattern_from_config
-from ds_ring.data.batch import IGNORE, LABEL_KEYS, Batch
-from ds_ring.data.intervals import Place, SubRings, between_neighbours, ring_order
-from ds_ring.data.loader import SampleOrder, is_sliced, padded
-from ds_ring.data.packing import DOCUMENT_IDS, DocumentPart, PackedRows, part_of
-from ds_ring.data.sub_rings import BatchLengths as Lengths
-from ds_ring.data.sub_rings import SampleSeconds, SubRing, divide
-from ds_ring.errors import RingConfigError, RingPatternError, RingShapeError
+from ds_ring.data.dynamic_ring.intervals import between_neighbours, ring_order
+from ds_ring.errors import RingConfigError
 from ds_ring.masks.catalog import Causal, Full
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.slots import count_slots
@@ -45,8 +31,6 @@ from ds_ring.plugin import GRADIENT_PAYLOADS, KV_PAYLOADS
 from ds_ring.schedule.layout import make_layout
 from ds_ring.schedule.lowering import count_heads
 from ds_ring.schedule.plan import Plan, build_plan, sampled_origins
-
-# Measure the ranks of a job at its start (a second or two), and estimate the seconds of training on a sample.
 
 _LEAST = 64  # tokens of the shortest sample whose attention is estimated
 _DENSE = 6  # FLOPs for each parameter of a matrix and token, forward and backward (Kaplan et al. 2020)
@@ -129,7 +113,7 @@ class SampleTimes:
         # Four sizes an octave are planned, from 8 ranks on; between them seconds are linear.
         step = 1 << max(ranks.bit_length() - 3, 0)
         if beyond := ranks % step:
-            low, high = (self._attention(tokens, ranks - beyond + more) for more in (0, step))
+            low, high = (self._attention(tokens, ranks - beyond + extra) for extra in (0, step))
             return low + (high - low) * beyond / step
         if (tokens, ranks) not in self._known:
             sizes, total = self.sizes, 0.0
@@ -183,21 +167,21 @@ def measure_times(
     Returns the same on every rank, to the bit.
     """
     options = Options.of(config)
-    more: dict[str, Any] = {"dtype": dtype, "device": device}
+    tensors: dict[str, Any] = {"dtype": dtype, "device": device}
     heads = 1 if device.type == "cpu" else sizes.heads  # one head would not fill a GPU
     context = context_for(Causal(), "contiguous", RingMesh.single(), options)
     seconds: list[float] = []
     flops: list[np.ndarray] = []
     for tokens in _TRIANGLES:
         shape = (1, heads, tokens, sizes.head_dim)
-        seconds += _pass_seconds(context, shape, heads, **more)
-        q = torch.empty(shape, **more)
+        seconds += _pass_seconds(context, shape, heads, **tensors)
+        q = torch.empty(shape, **tensors)
         with context.call("attention forward", q) as call:
             (plan, _, kernel, *_), _ = prepare(context, call, Operands(q, q, q))
         tiles = plan.rank(0).classes[0].hops[0].tiles
         pairs = np.array([kernel.executed_pairs(tiles, back) for back in (False, True)])
         flops.append(pairs * _PAIR_FLOPS * heads * sizes.head_dim)
-    matrix = torch.ones(_SIDES[device.type], _SIDES[device.type], **more)
+    matrix = torch.ones(_SIDES[device.type], _SIDES[device.type], **tensors)
     seconds.append(_seconds(lambda: matrix @ matrix, device))
     exchange = Exchange(mesh, options.hop_timeout_seconds)
     ahead, behind = ((mesh.ring_rank + step) % mesh.ring_size for step in (1, -1))
@@ -207,7 +191,7 @@ def measure_times(
         seconds.append(_seconds(lambda post=post: exchange.post(*post).wait(), device))  # type: ignore[misc]
     ring = context_for(Full(), "contiguous", mesh, options)
     shape = (1, sizes.heads, _HOP_TOKENS, sizes.head_dim)
-    seconds.append(sum(_pass_seconds(ring, shape, sizes.kv_heads, **more)) / (2 * mesh.ring_size + 1))
+    seconds.append(sum(_pass_seconds(ring, shape, sizes.kv_heads, **tensors)) / (2 * mesh.ring_size + 1))
     slowest = torch.tensor(seconds, dtype=torch.float64, device=device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     *kernel_s, product_s, small_s, large_s, hop_s = slowest.tolist()
@@ -220,11 +204,11 @@ def measure_times(
 
 
 def _pass_seconds(
-    context: RingContext, shape: tuple[int, ...], kv_heads: int, **more: Any
+    context: RingContext, shape: tuple[int, ...], kv_heads: int, **tensors: Any
 ) -> tuple[float, float]:
     """Return the seconds of a pass forward and of one backward; `shape` is [B, H, S, D] of q."""
-    q, grad = torch.randn(shape, **more), torch.randn(shape, **more)
-    k, v = (torch.randn(shape[0], kv_heads, *shape[2:], **more) for _ in range(2))
+    q, grad = torch.randn(shape, **tensors), torch.randn(shape, **tensors)
+    k, v = (torch.randn(shape[0], kv_heads, *shape[2:], **tensors) for _ in range(2))
     out, lse = ring_attention_op(q, k, v, context.handle)
     return (
         _seconds(lambda: ring_attention_op(q, k, v, context.handle), q.device),
@@ -238,12 +222,17 @@ def _seconds(work: Callable[[], object], device: torch.device) -> float:
     work()
     for _ in range(_ROUNDS):
         dist.all_reduce(torch.zeros(1, dtype=torch.float32, device=device))
-        get_accelerator().synchronize()
+        _synchronize(device)
         began = time.perf_counter()
         work()
-        get_accelerator().synchronize()
+        _synchronize(device)
         rounds.append(time.perf_counter() - began)
     return min(rounds)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _fit(flops: tuple[float, float], seconds: tuple[float, float]) -> tuple[float, float]:
@@ -255,147 +244,7 @@ def _fit(flops: tuple[float, float], seconds: tuple[float, float]) -> tuple[floa
     return rate, max(seconds[0] - flops[0] / rate, 0.0)
 
 
-# [Note: dynamic rings]
-# Every rank runs one forward and one backward pass of each batch, in a ring of any size: ZeRO and gradient
-# accumulation count calls. So a batch is divided as a whole, and a rank has one ring in it. The loss of each
-# rank is its labelled tokens' sum over those of the world ([Note: gradient scale] in loss.py), so gradients
-# do not depend on the division. A sum over all samples (a router's loss) is taken over the whole ring, as
-# without division: each token is on one rank. Divisions are made from lengths alone, by the same arithmetic
-# everywhere; a checksum of them travels with the report of every batch.
-
-
-class Assigned(NamedTuple):
-    """Hold a rank's part of a batch before it is read."""
-
-    ring: SubRing  # the ranks that share it
-    places: tuple[Place, ...]  # of all rings of the division
-    # what they hold; of a ring without samples one of the others', to know names and types by
-    pieces: tuple[DocumentPart, ...]
-    longest: int  # the greatest position in the whole batch
-    crc: int  # checksum of the division
-
-
-@dataclass
-class DynamicRing:
-    """Hold what divisions are made with; empty until `start`."""
-
-    rings: SubRings | None = None
-    times: SampleSeconds | None = None  # what samples take
-
-    def start(self, sizes: ModelSizes, session: Any, dtype: torch.dtype) -> None:
-        """Measure the machine. Collective over the world."""
-        self.rings = SubRings(session.mesh)
-        if (ranks := session.mesh.ring_size) > 1:
-            mesh = self.rings.of([(0, ranks)])
-            self.times = measure_times(sizes, session.config, mesh, session.device, dtype)
-
-    def assign(
-        self, pieces: Sequence[DocumentPart], most_tokens: int, packed: bool, mesh: RingMesh
-    ) -> Assigned:
-        lengths = tuple(piece.stop - piece.start for piece in pieces)
-        if self.times is None or mesh.ring_size == 1:
-            rings: tuple[SubRing, ...] = (SubRing(0, 1, tuple(range(len(pieces)))),)
-        else:
-            node = 0 if self.rings is None else self.rings.node
-            rings = divide(Lengths(lengths, most_tokens, not packed), mesh.ring_size, self.times, node).rings
-        mine = next(one for one in rings if one.first <= mesh.ring_rank < one.first + one.ranks)
-        held = tuple(pieces[sample] for sample in mine.samples) or (pieces[0],)
-        places = tuple((one.first, one.ranks) for one in rings)
-        return Assigned(mine, places, held, max(lengths) - 1, zlib.crc32(repr((rings, lengths)).encode()))
-
-
-class AssignedBatches:
-    """Yield this rank's part of each batch of an order; a batch sampler of one item a batch."""
-
-    def __init__(
-        self,
-        order: SampleOrder,
-        dataset: Any,
-        lengths: Sequence[int],
-        most_tokens: int,
-        packed: bool,
-        session: Any,
-    ) -> None:
-        self.generator = order.generator
-        self._order, self._rows, self._lengths = order, getattr(dataset, "rows", None), lengths
-        self._most_tokens, self._packed, self._session = most_tokens, packed, session
-
-    def __len__(self) -> int:
-        return len(self._order)
-
-    def __iter__(self) -> Iterator[list[Assigned]]:
-        for indices in self._order:
-            if self._rows is None:
-                pieces = [DocumentPart(index, 0, int(self._lengths[index]), 0) for index in indices]
-            else:
-                pieces = [piece for index in indices for piece in self._rows[index]]
-            session = self._session
-            yield [session.dynamic.assign(pieces, self._most_tokens, self._packed, session.mesh)]
-
-
-class AssignedSamples(Dataset[tuple[Assigned, list[Mapping[str, Any]]]]):
-    """Read the samples of what was assigned; `dataset` may hold packed rows, of which pieces are read."""
-
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
-
-    def __getitem__(self, assigned: Assigned) -> tuple[Assigned, list[Mapping[str, Any]]]:
-        return assigned, [self._read(piece) for piece in assigned.pieces]
-
-    def _read(self, piece: DocumentPart) -> Mapping[str, Any]:
-        packed = isinstance(self.dataset, PackedRows)
-        documents = self.dataset.documents if packed else self.dataset
-        if not packed and not is_sliced(documents):
-            whole: Mapping[str, Any] = documents[piece.document]
-            return whole
-        found = dict(part_of(documents, piece.document, piece.start, piece.stop))
-        return {"labels": found["input_ids"]} | found
-
-
-def joined(assigned: Assigned, samples: Sequence[Mapping[str, Any]], packed: bool) -> Batch:
-    """Return the samples of a ring as one batch: a packed row [1, N], or padded rows [B, T].
-
-    Raises:
-        RingShapeError: a sample has another length than reported, or other tensors than the one before.
-        RingPatternError: a sample has positions or documents of its own.
-    """
-    rows: list[dict[str, Tensor]] = []
-    for piece, sample in zip(assigned.pieces, samples, strict=True):
-        rows.append(_checked(piece, sample))
-        if rows[-1].keys() != rows[0].keys():
-            raise RingShapeError.wrong(
-                "data set", f"{sorted(rows[0])} in each sample", sorted(rows[-1]), "make them equal"
-            )
-    if not assigned.ring.samples:  # one token of padding, with the names and types of a sample
-        rows = [{key: tensor[:1].clone() for key, tensor in rows[0].items()}]
-        for key in rows[0].keys() & LABEL_KEYS:
-            rows[0][key].fill_(IGNORE)
-        rows[0]["attention_mask"] = torch.zeros(1, dtype=torch.int64, device="cpu")
-    if not packed:
-        return padded(rows)
-    ids = [torch.full((len(row["input_ids"]),), number, device="cpu") for number, row in enumerate(rows)]
-    batch = {key: torch.cat([row[key] for row in rows])[None] for key in rows[0]}
-    return batch | {DOCUMENT_IDS: torch.cat(ids)[None]}
-
-
-def _checked(piece: DocumentPart, sample: Mapping[str, Any]) -> dict[str, Tensor]:
-    tensors = {key: torch.as_tensor(value, device="cpu") for key, value in sample.items()}
-    tokens = piece.stop - piece.start
-    for key, tensor in tensors.items():
-        if key in ("position_ids", DOCUMENT_IDS):
-            raise RingPatternError(
-                f"data set: expected one document a sample, got {key} in sample {piece.document}"
-            )
-        if tensor.ndim == 0 or len(tensor) != tokens:
-            raise RingShapeError(
-                f"sample {piece.document}: {key}: expected {tokens} entries (lengths), got {[*tensor.shape]}"
-            )
-    if "input_ids" not in tensors:
-        raise RingShapeError(f"data set: expected input_ids in sample {piece.document}, got {[*tensors]}")
-    return tensors
-
-
-def sizes_of(model: torch.nn.Module) -> ModelSizes:
+def read_model_sizes(model: torch.nn.Module) -> ModelSizes:
     """Return the sizes of a transformers model, which a sample's seconds follow from.
 
     Raises:

@@ -1,0 +1,276 @@
+"""Shard a batch: prepare it, compare it between ranks, choose its layout, cut out this rank's part.
+
+`engine.ring.shard_batch` and every loader call `BatchSharder`. Labels, positions and padding are batch.py's,
+what the ranks compare is batch_sharding.py's.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_ring.comm.mesh import RingMesh
+from ds_ring.config.section import RingConfig
+from ds_ring.data.batch import (
+    REAL_TOKENS,
+    Batch,
+    number_real_tokens,
+    prepare_batch,
+    split_samples,
+    split_tokens,
+    whole_tensors,
+)
+from ds_ring.data.batch_sharding import (
+    REFUSED,
+    REMEMBERED,
+    BatchSharding,
+    ReadyBatch,
+    RecentBatches,
+    check_consistency,
+    plan_passes,
+    report_of,
+)
+from ds_ring.data.dynamic_ring.assignment import Assigned, DynamicRing, joined
+from ds_ring.data.layer_patterns import LayerPatterns
+from ds_ring.data.loss import items_per_batch
+from ds_ring.data.model_needs import ModelNeeds
+from ds_ring.data.packing import DOCUMENT_IDS, RowGroup, group_batch, row_kind
+from ds_ring.data.ring_batch import RingBatch
+from ds_ring.data.whole_gradients import check_divisor, with_whole_gradients
+from ds_ring.errors import RingConfigError, RingError
+from ds_ring.masks.catalog import Full
+from ds_ring.masks.pattern import Pattern
+from ds_ring.ops.context import block_side
+from ds_ring.registry import PASSES, ROW_KINDS
+from ds_ring.schedule.choose import bound_to_one_head, work_of_ranks
+from ds_ring.schedule.layout import Layout, in_whole_blocks, make_layout
+
+
+@dataclass(frozen=True, eq=False)
+class BatchSharder:
+    """Shard the batches of a session; its fields are the session's.
+
+    Attributes:
+        patterns: of layers, in the JSON.
+        speeds: of the ranks of the ring; empty for equal ones.
+        ended: why the session has ended; empty until then.
+    """
+
+    config: RingConfig
+    mesh: RingMesh
+    patterns: LayerPatterns
+    device: torch.device
+    gradient_divisor: float
+    batches: RecentBatches
+    needs: ModelNeeds
+    dynamic: DynamicRing
+    speeds: list[float]
+    ended: list[str]
+    # of (tokens, greatest position, ring), the latest last; batches of others are placed anew
+    _by_length: OrderedDict[tuple[int, int, RingMesh | None], BatchSharding] = field(
+        default_factory=OrderedDict, repr=False
+    )
+
+    def check_at_work(self) -> None:
+        """Raise RingConfigError if the session has ended."""
+        if self.ended:
+            raise RingConfigError.wrong(
+                "engine", "a ring", f"one that ended: {self.ended[0]}", "use the latest"
+            )
+
+    def shard(self, read: Callable[[], Mapping[str, Tensor]], assigned: Assigned | None = None) -> RingBatch:
+        """Return this rank's part of the batch that `read` returns, or raise its error on all ranks.
+        Collective.
+        """
+        self.check_at_work()
+        return self.shard_prepared(self.prepare(read), assigned)
+
+    def shard_assigned(self, assigned: Assigned, samples: Sequence[Mapping[str, Any]]) -> RingBatch:
+        """Return this rank's part of the samples of its ring in a batch of a dynamic ring. Collective."""
+        packed = self.config.pattern.documents
+        return self.shard(lambda: joined(assigned, samples, packed), assigned)
+
+    def shard_prepared(self, ready: ReadyBatch, assigned: Assigned | None = None) -> RingBatch:
+        """Compare a prepared batch between the ranks, and return this rank's part. Collective."""
+        self.check_at_work()
+        report, mesh, longest = ready.report, None, None
+        if assigned is not None:
+            assert self.dynamic.rings is not None, "a loader of dynamic rings"
+            mesh, longest = self.dynamic.rings.of(assigned.places), assigned.longest
+            first = self.mesh.global_rank_of(assigned.ring.first)
+            report = report._replace(first_rank=first, division_crc=assigned.crc)
+        labelled_tokens = check_consistency(report, ready.fault, self.mesh, self.device)
+        local, sharding = self.cut(ready, mesh, longest)
+        if "shift_labels" in local:
+            local["num_items_in_batch"] = items_per_batch(labelled_tokens, self.gradient_divisor, self.device)
+        return self.batches.record(local, sharding)
+
+    def prepare(self, read: Callable[[], Mapping[str, Tensor]]) -> ReadyBatch:
+        """Prepare a batch; keep a fault until the ranks have compared notes, so that all stop together."""
+        try:
+            documents, needs, batch = self.config.pattern.documents, self.needs, read()
+            if isinstance(batch, Mapping):  # what is none is refused below
+                check_divisor(batch, self.gradient_divisor, self.mesh.grid.world_size)
+            if needs.batches is not None:
+                prepared = needs.batches.prepare(batch, needs.number_tokens)
+                return ReadyBatch(prepared, report_of(prepared))
+            by_token, whole = whole_tensors(batch, needs.whole_names)
+            mask_BT, kind = by_token.get("attention_mask"), row_kind(batch)
+            is_numbered = "position_ids" in batch
+            if needs.skips_padding and mask_BT is not None and not is_numbered and DOCUMENT_IDS not in batch:
+                by_token["position_ids"] = number_real_tokens(mask_BT)
+            prepared = prepare_batch(by_token, self.patterns.pattern, documents, needs.real_tokens)
+            if needs.check is not None:
+                needs.check(prepared)
+            if needs.number_tokens is not None and (not is_numbered or kind is not None):
+                prepared["position_ids"] = needs.number_tokens(prepared)
+            if whole and needs.whole is not None:
+                needs.whole.add_columns(prepared, batch)
+            report = report_of(prepared | whole)
+            groups = group_batch(prepared, report.samples)
+        except RingError as fault:
+            return ReadyBatch({}, REFUSED, fault)
+        return ReadyBatch(prepared, report, groups=groups, whole=whole, is_one_row=kind is not None)
+
+    def cut(
+        self, ready: ReadyBatch, mesh: RingMesh | None = None, longest: int | None = None
+    ) -> tuple[Batch, BatchSharding]:
+        """Return this rank's part of a prepared batch, and its sharding; `document_ids` become patterns.
+
+        `mesh` is a smaller ring that the batch is for, `longest` then the greatest position of the whole
+        batch.
+        """
+        ring, tokens, needs = mesh or self.mesh, ready.report.tokens, self.needs
+        prepared = with_whole_gradients(ready.tensors, ring)
+        whole = with_whole_gradients(ready.whole, ring)
+        if needs.batches is not None:
+            local, sharding = needs.batches.cut(prepared, self)
+            return {key: tensor.to(self.device) for key, tensor in local.items()}, sharding
+        if longest is None:
+            longest = int(prepared["position_ids"].max())  # before the cut: see positions.py
+        whole_batch, groups = prepared | whole, ready.groups
+        short = mesh is None and self.mesh.sequence_size > 1 and tokens < self.config.min_sequence_length
+        short = short and not ready.is_one_row  # one row, for trees
+        padded = REAL_TOKENS in prepared and (short or not bool(prepared[REAL_TOKENS].all()))
+        if short:
+            ring = RingMesh.single()
+            prepared = split_samples(prepared, self.mesh.sequence_rank, self.mesh.sequence_size)
+            groups = group_batch(prepared, -(-ready.report.samples // self.mesh.sequence_size))
+        sharding = self._place(tokens, longest, ring, groups)
+        local = {key: x for key, x in prepared.items() if key not in (DOCUMENT_IDS, *ROW_KINDS)}
+        layout = None if short else sharding.layout
+        if layout is not None:
+            local = split_tokens(local, layout, ring)
+        local = {key: tensor.to(self.device) for key, tensor in (local | whole).items()}
+        real_tokens = local.pop(REAL_TOKENS, None)
+        if needs.whole is not None:
+            columns = needs.whole.take_columns(local, whole_batch, layout, ring)
+            sharding = sharding if columns is None else replace(sharding, whole=columns)
+        if padded and real_tokens is not None:
+            sharding = replace(sharding, real_tokens=real_tokens)
+        return local, sharding
+
+    def prepare_ahead(self, batch: Callable[[Any], Mapping[str, Tensor]], read: Any) -> ReadyBatch:
+        """Prepare a batch, and plan its passes as those of the last batch; no collective. In a thread."""
+        used, ready = self.batches.used, self.prepare(lambda: batch(read))
+        if ready.fault is None and ready.report.tokens >= self.config.min_sequence_length:
+            with suppress(RingError):  # raised again, where every rank raises it
+                layout = self.layout_for(ready.report.tokens, self.mesh, ready.groups)
+                plan_passes(used, ready.groups, layout, self.mesh.ring_rank)
+        return ready
+
+    def make_ahead(
+        self, reads_ahead: bool, batch: Callable[[Any], Mapping[str, Tensor]] = lambda read: read
+    ) -> Callable[[Any], ReadyBatch] | None:
+        """Return what prepares the next batch in a thread; None where it is no use, or not allowed.
+
+        Only documents are new in every batch. A model's own functions of whole batches run in its thread.
+        """
+        if not (reads_ahead and self.config.pattern.documents) or self.needs.whole_batches:
+            return None
+        return functools.partial(self.prepare_ahead, batch)
+
+    def kept_by_length(
+        self, sizes: tuple[int, int], mesh: RingMesh, make: Callable[[], BatchSharding]
+    ) -> BatchSharding:
+        """Return the sharding of batches of some lengths, made at the first one; the latest are kept."""
+        key = (*sizes, mesh if mesh.sequence_size > 1 else None)
+        if key not in self._by_length:
+            self._by_length[key] = make()
+        self._by_length.move_to_end(key)
+        if len(self._by_length) > REMEMBERED:  # texts of any length come by: each has its plans and contexts
+            self._by_length.popitem(last=False)
+        return self._by_length[key]
+
+    def layout_for(
+        self,
+        tokens: int,
+        mesh: RingMesh,
+        groups: tuple[RowGroup, ...] = (),
+        patterns: LayerPatterns | None = None,
+    ) -> Layout:
+        """Choose one layout for all layers and rows: with documents for the rows that are most work.
+
+        `patterns` are those of layers that are all alike, None for the model's.
+        """
+        config = self.config
+        layers = self.needs.layers if patterns is None else ()
+        mix = (patterns or self.patterns).counted(tokens, layers)
+        name = "contiguous" if mesh.sequence_size == 1 < self.mesh.sequence_size else config.layout
+        speeds = self.speeds if self.speeds and name == config.layout else None
+        layout = make_layout(
+            name,
+            tokens=tokens,
+            ring_size=mesh.ring_size,
+            pattern={groups[0].counted(pattern): layers for pattern, layers in mix.items()}
+            if groups
+            else mix,
+            multiple_of=mesh.ulysses_size,
+            block_size=block_side(config.kernel, self.device.type, mix, config.block_size),
+            speeds=speeds,
+        )
+        whole = PASSES[config.transport].whole_blocks
+        return in_whole_blocks(layout, config.block_size) if whole else layout
+
+    def _place(
+        self, tokens: int, longest: int, mesh: RingMesh, groups: tuple[RowGroup, ...]
+    ) -> BatchSharding:
+        """Return the sharding of a batch; one for all batches of a length that have no groups of rows."""
+
+        def make() -> BatchSharding:
+            greatest = torch.tensor(longest, device=self.device)
+            layout = self.layout_for(tokens, mesh, groups)
+            sharding = BatchSharding(self.config, layout, mesh, self.patterns, groups, greatest)
+            return sharding.with_slots(self.device) if self.needs.slots else sharding
+
+        return make() if groups else self.kept_by_length((tokens, longest), mesh, make)
+
+    def set_speeds(self, speeds: tuple[float, ...]) -> None:
+        """Place the batches that come next by these speeds of the ring's ranks, the same on all of them."""
+        self.speeds[:] = speeds
+        self._by_length.clear()
+
+    def count_pairs(self) -> float:
+        """Return the pairs of the current batch that this rank of the ring attends to; 0 if it is not cut."""
+        current = self.batches.current
+        if current.mesh.sequence_size == 1:
+            return 0.0
+        if "work" not in current._kept:
+            mix = self.patterns.counted(current.layout.tokens, self.needs.layers)
+            rows: list[Pattern] = [group.pattern for group in current.groups for _ in group.rows] or [Full()]
+            ring_rank = current.mesh.ring_rank
+            works = [
+                layers * work_of_ranks(bound_to_one_head(pattern & row), current.layout)[ring_rank]
+                for pattern, layers in mix.items()
+                for row in rows
+            ]
+            current._kept["work"] = float(sum(works))
+        pairs: float = current._kept["work"]
+        return pairs
