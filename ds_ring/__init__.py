@@ -8,7 +8,7 @@ section can be read without it, and only `initialize` imports DeepSpeed.
 from typing import Any
 
 from ds_ring.models.registration import register_with_transformers
-from ds_ring.registry import PUBLIC, load
+from ds_ring.plugin import PUBLIC, load
 
 __version__ = "0.1.0"
 

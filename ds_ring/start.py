@@ -126,7 +126,7 @@ def _make_session(
 def _attach_models(module: torch.nn.Module, trains: bool, session: RingSession) -> AttachedModels:
     """Attach the transformers models inside a module to the ring; transformers is optional."""
     config = session.config
-    first_batch = FirstBatch(module, session, trains) if config.verify_first_batch else None
+    first_batch = FirstBatch(module, session, trains) if config.get("verify_first_batch") else None
     attached = AttachedModels(first_batch=first_batch)
     if _contains_transformers(module):  # where it is not imported, no model is one of its
         with imports_of("a model of transformers", "transformers"):
@@ -137,7 +137,7 @@ def _attach_models(module: torch.nn.Module, trains: bool, session: RingSession) 
         attached = attached._replace(adapters=adapters, wrapper=wrapped_model(module, session, adapters))
         if adapters and config.check_modules and session.mesh.sequence_size > 1:
             attached = attached._replace(watch=ModuleWatch)
-    if config.dynamic_ring:
+    if config.get("dynamic_ring"):
         session.dynamic.sizes = read_model_sizes(module)
     return attached
 

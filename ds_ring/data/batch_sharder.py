@@ -48,7 +48,7 @@ from ds_ring.errors import RingConfigError, RingError
 from ds_ring.masks.catalog import Full
 from ds_ring.masks.pattern import Pattern
 from ds_ring.ops.context import block_side
-from ds_ring.registry import PASSES, ROW_KINDS
+from ds_ring.plugin import PASSES, ROW_KINDS
 from ds_ring.schedule.choose import bound_to_one_head, work_of_ranks
 from ds_ring.schedule.layout import Layout, in_whole_blocks, make_layout
 

@@ -155,7 +155,7 @@ class BatchSharding:
         if key not in self._kept:
             module: Callable[..., RingAttention] = make or RingAttention
             if self.key_layout is not None:
-                module = partial(load(_CROSS_ATTENTION), key_layout=self.key_layout)
+                module = partial(load(HOOKS["CrossAttention"]), key_layout=self.key_layout)
             keywords = {"mesh": self.mesh, "layout": self.layout, "scale": scale}
             of_rows = [group.along_paths(score_mod) for group in self.groups] or [score_mod]
             parts = [

@@ -69,10 +69,5 @@ def check_engine_parts(config: RingConfig, deepspeed_config: dict[str, Any]) -> 
     Raises:
         RingConfigError: with the reason.
     """
-    options: dict[str, Any] = {"monitor": config.monitor, "rank_speeds": config.rank_speeds == "measured"}
-    options |= dict(config.long_sequence)
-    for key, value in options.items():
-        if value and value != "auto" and key not in ENGINE_PARTS | MODEL_PARTS | SAVED_TENSORS:
-            raise RingConfigError(f"{key}: expected it to be left out: this ds_ring was installed without it")
     for part in engine_parts():
         part.check(config, deepspeed_config)

@@ -56,7 +56,7 @@ class Loaders:
         """Return the loader of a data set; see `RingSession.loader`."""
         sharder = self.sharder
         check_dataset(dataset)
-        dynamic = sharder.config.dynamic_ring
+        dynamic = sharder.config.get("dynamic_ring")
         if dynamic and lengths is None and hasattr(dataset, "length"):
             lengths = [int(dataset.length(index)) for index in range(len(dataset))]  # type: ignore[arg-type]
         self._check(lengths, collate_fn, pack_tokens, most_tokens)
@@ -99,7 +99,7 @@ class Loaders:
     ) -> None:
         """Raise RingConfigError for arguments of `loader` that do not go together, or with the JSON."""
         config, needs = self.sharder.config, self.sharder.needs
-        dynamic = config.dynamic_ring
+        dynamic = config.get("dynamic_ring")
         if most_tokens is not None and not dynamic:
             raise RingConfigError.wrong("most_tokens", '"dynamic_ring": true', "false", "leave it out")
         if dynamic and lengths is None:

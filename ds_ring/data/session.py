@@ -44,7 +44,7 @@ from ds_ring.errors import RingShapeError
 from ds_ring.masks.pattern import Pattern
 from ds_ring.ops.shard import gather_sequence
 from ds_ring.patches import AppliedPatch, describe, undo
-from ds_ring.registry import SESSION_METHODS, load
+from ds_ring.plugin import SESSION_METHODS, load
 from ds_ring.schedule.layout import Layout
 
 

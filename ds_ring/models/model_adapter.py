@@ -101,11 +101,11 @@ class ModelAdapter:
     @contextmanager
     def off(self) -> Iterator[None]:
         """Restore the model's own attention and loss inside the context, without our hooks."""
-        model, on = self.model, {part: part.config._attn_implementation for part in self.own}
+        model, on = self.model, {part: part.config._attn_implementation for part in self.implementations}
         replacements = [_own_loss.to(model.loss_function.loss_function)]
         replacements += [replacement for part in self.parts for replacement in part.own()]
         with applied(*replacements, model=model, generator=model):
-            set_implementations(self.own, self.session)
+            set_implementations(self.implementations, self.session)
             try:
                 with paused(self.changes):
                     yield

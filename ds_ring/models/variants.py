@@ -9,6 +9,7 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from ds_ring.data.engine import is_of_transformers
+from ds_ring.plugin import FAMILIES, load
 
 if TYPE_CHECKING:
     from torch import nn

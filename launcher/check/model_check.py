@@ -37,7 +37,7 @@ from ds_ring.engines.deepspeed.first_batch import (
 from ds_ring.errors import RingConfigError, RingError
 from ds_ring.layers.selection.total_order import TotalOrder
 from ds_ring.models.variants import encoder_modules
-from ds_ring.registry import KV_PAYLOADS
+from ds_ring.plugin import KV_PAYLOADS
 from ds_ring.start import initialize
 
 from .rounding import InFloat64, in_float64, measure_rounding, moved_rounding
@@ -367,7 +367,9 @@ def _alone(model: nn.Module, batch_form: Given, head: str, implementation: str =
     model.zero_grad()
     dtype = next(model.parameters()).dtype  # of images, too
     # a copy: GIT writes into the inputs_embeds that it is given
-    batch = {key: x.to(dtype, copy=True) if x.is_floating_point() else x for key, x in given.alone.items()}
+    batch = {
+        key: x.to(dtype, copy=True) if x.is_floating_point() else x for key, x in batch_form.alone.items()
+    }
     with recording(model, encoder_modules(model)) as layers, TotalOrder():
         if "labels" in batch:
             output = model(**batch)

@@ -205,7 +205,7 @@ class Canvases(BatchKind):
     def cut(self, prepared: Batch, sharder: BatchSharder) -> tuple[Batch, BatchSharding]:
         """Return this rank's tokens of both copies, and the sharding of the decoder's."""
         config, mesh, samples = sharder.config, sharder.mesh, token_shape(prepared)[0]
-        groups = group_rows(prepared[BLOCKS], samples, _pattern_of)
+        groups = group_rows(prepared[BLOCKS], samples, _make_pattern)
         first: BlockDiffusion = groups[0].pattern
         layout = make_private(2 * first.tokens, mesh.ring_size, 1, ((first, 1),))
         assert isinstance(layout, PrivateLayout)

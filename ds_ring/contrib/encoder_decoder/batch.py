@@ -73,7 +73,7 @@ class Pairs(BatchKind):
         """Return the batch with everything that looks across token borders done: see `prepare_batch`.
 
         Args:
-            given: input_ids [B, E] and perhaps attention_mask; labels [B, D], decoder_input_ids [B, D] or
+            batch: input_ids [B, E] and perhaps attention_mask; labels [B, D], decoder_input_ids [B, D] or
                 both.
             number: makes the position ids of a sequence; None: from 0 on.
 
@@ -81,7 +81,7 @@ class Pairs(BatchKind):
             RingShapeError: neither labels nor decoder_input_ids, or other numbers of samples.
             RingPatternError: packed documents, or padding in front of the decoder's tokens.
         """
-        encoder, decoder = _two_sequences(whole_tensors(given, frozenset())[0])
+        encoder, decoder = _two_sequences(whole_tensors(batch, frozenset())[0])
         for key in (DOCUMENT_IDS, *ROW_KINDS, "position_ids"):
             if key in encoder or key in decoder:
                 raise RingPatternError.wrong(

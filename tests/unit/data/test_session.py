@@ -59,18 +59,16 @@ def test_whoever_leaves_says_that_nothing_failed() -> None:
     assert left.value.code == PREEMPTED == 75
 
 
-def test_a_session_that_has_ended_shards_nothing() -> None:
-    one = session_of()
-    end_session(one, "the test is over")
-    end_session(one, "and over")
-    with pytest.raises(RingConfigError, match="got one that ended: the test is over"):
-        one.shard_batch({"input_ids": IDS[None]})
+def with_images() -> Any:
+    session = session_of(dynamic_ring=True)
+    session.needs.whole = WholeTensors()
+    return session.loader(Sliced(8), 1)
 
 
 def ended() -> Any:
     session = session_of()
-    session.end("the test is over")
-    session.end("and over")
+    end_session(session, "the test is over")
+    end_session(session, "and over")
     return session.shard_batch({"input_ids": IDS[None]})
 
 

@@ -134,7 +134,7 @@ def _greatest_before(context: ScanContext, decay: Tensor, greatest: Tensor) -> T
     A scan of one-hot vectors hands every run the numbers of all runs of its document before it.
     """
     count = len(context.runs.starts)
-    runs = on_device(context.runs.of_rank(context.mesh.sequence_rank), decay.device)
+    runs = on_device(context.runs.list_rank_runs(context.mesh.sequence_rank), decay.device)
     factors = torch.stack([torch.ones_like(decay), decay, greatest], dim=1)  # [R, 3, ...]
     places = F.one_hot(runs, count).to(decay.dtype)
     places = places.view(*places.shape, *[1] * (factors.dim() - 1))

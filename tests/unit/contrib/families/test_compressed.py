@@ -106,9 +106,9 @@ def check_sources(windows: Windows, layout: Layout, rank: int, overlaps: bool) -
     for slot, fragment in enumerate(fragments.tolist()):
         if fragment < 0 or not windows.has_entry[fragment]:
             continue
-        own, first, number = found.windows[slot], windows.firsts[fragment], windows.numbers[fragment]
-        assert given[found.tokens[own]].tolist() == [*range(first, first + windows.rate)]
-        assert found.positions[own] == number * windows.rate and not found.hidden[own]
+        local, first, number = result.windows[slot], windows.firsts[fragment], windows.numbers[fragment]
+        assert inputs[result.tokens[local]].tolist() == [*range(first, first + windows.rate)]
+        assert result.positions[local] == number * windows.rate and not result.hidden[local]
         if overlaps and number:
             assert inputs[result.tokens[local - 1]].tolist() == [*range(first - windows.rate, first)]
             assert not result.hidden[local - 1]

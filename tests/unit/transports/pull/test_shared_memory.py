@@ -16,7 +16,7 @@ from ds_ring import RingConfigError
 from ds_ring.comm.exchange import Exchange
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.comm.messages import Message, TokenRange
-from ds_ring.data.intervals import SubRings
+from ds_ring.data.dynamic_ring.intervals import SubRings
 from ds_ring.errors import RingBufferError, RingMismatchError
 from ds_ring.schedule.grid import Grid
 from ds_ring.transports.devices import OF_NCCL, OF_SYMMETRIC_MEMORY
