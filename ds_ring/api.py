@@ -23,8 +23,8 @@ from ds_ring.config.pass_options import PassOptions
 from ds_ring.errors import RingConfigError, shown
 from ds_ring.masks.pattern import Pattern
 from ds_ring.ops.checks import check_arguments
-from ds_ring.ops.context import RingContext, context_for, context_of
-from ds_ring.ops.frontend import AskedContext, attend, context_of_call
+from ds_ring.ops.context import RingContext, get_ring_context, make_ring_context
+from ds_ring.ops.frontend import AskedContext, attend, get_call_context
 from ds_ring.ops.options import Options, as_value
 from ds_ring.schedule.layout import Layout
 
@@ -78,10 +78,10 @@ def ring_attention(
     """
     request = AskedContext(pattern, layout, mesh, scale, kernel, options, score_mod)
     if torch.compiler.is_compiling():
-        from ds_ring.ops.compiled import attend_compiled, handle_of
+        from ds_ring.ops.compiled import attend_compiled, get_handle
 
-        return attend_compiled(q, k, v, handle_of(request), mesh, sinks, return_lse)
-    return attend(q, k, v, context_of_call(request), sinks, return_lse)
+        return attend_compiled(q, k, v, get_handle(request), mesh, sinks, return_lse)
+    return attend(q, k, v, get_call_context(request), sinks, return_lse)
 
 
 class RingAttention(nn.Module):
@@ -119,7 +119,7 @@ class RingAttention(nn.Module):
                     "RingAttention", "a RingConfig or a Pattern", shown(config_or_pattern),
                     "use RingConfig.from_deepspeed(...) for a dict or a file",
                 )  # fmt: skip
-            options, name = Options.of(config_or_pattern, scale=scale), config_or_pattern.layout
+            options, name = Options.make(config_or_pattern, scale=scale), config_or_pattern.layout
             if pattern is None and config_or_pattern.pattern.documents:  # each batch's own
                 expected = 'a pattern beside a config with "documents": true'
                 advice = "pass pattern=pattern_from_config(config) & Documents(document_ids)"
@@ -130,7 +130,7 @@ class RingAttention(nn.Module):
         )
         if score_mod is not None:
             options = options.replaced(score_mod=as_value(score_mod))
-        self.context: RingContext = context_for(pattern, where, mesh, options, keeps_functions=True)
+        self.context: RingContext = make_ring_context(pattern, where, mesh, options, keeps_functions=True)
         self._mesh, self._handle = mesh, self.context.handle
 
     def _choose_placement(
@@ -198,7 +198,7 @@ class RingAttention(nn.Module):
         if mod is not None and mod.is_changed():
             with collective(self._mesh, "attention"):
                 options = context.options.replaced(score_mod=mod.lookup(mod.function))
-                self.context = context_for(
+                self.context = make_ring_context(
                     context.pattern, context.layout, self._mesh, options, keeps_functions=True
                 )
             self._handle = self.context.handle
@@ -209,4 +209,4 @@ class RingAttention(nn.Module):
         return f"{context.pattern}, layout={context.layout}, ring_size={context.mesh.ring_size}"
 
 
-__all__ = ["RingAttention", "context_of", "ring_attention"]
+__all__ = ["RingAttention", "get_ring_context", "ring_attention"]

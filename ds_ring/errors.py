@@ -4,7 +4,7 @@ Every error that ds_ring raises on purpose is a `RingError`. Its message has thr
 what was got, and what to do (`wrong`). Mistakes of the caller are `ValueError`s as well, so that code which
 catches the standard family keeps working; faults of other machines are `RuntimeError`s.
 
-`whole_number` and `true_or_false` check a caller's argument: numpy's integers are accepted, strings and
+`check_whole_number` and `check_bool` check a caller's argument: numpy's integers are accepted, strings and
 floats are not.
 """
 
@@ -161,7 +161,7 @@ def is_inside(name: str | None, *modules: str) -> bool:
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
 
 
-def failure_kind(error: BaseException) -> tuple[str, int | None]:
+def get_failure_kind(error: BaseException) -> tuple[str, int | None]:
     """Return what ended a rank ("error", "lost" or "storage"), and the rank that the error names.
 
     By the error's type and by where it was raised, or those of the error that was being handled then: its
@@ -192,7 +192,7 @@ def _is_compiled_error_in(error: BaseException, *modules: str) -> bool:
 _RAISES = (opcode.opmap["RAISE_VARARGS"], opcode.opmap["RERAISE"])
 
 
-def whole_number(value: object, what: str, error: type[RingError], most: int = MAX_TOKENS) -> int:
+def check_whole_number(value: object, what: str, error: type[RingError], most: int = MAX_TOKENS) -> int:
     """Return the value as an int from 1 to `most`; raise `error`, which names it as `what`, for another."""
     if not isinstance(value, bool) and isinstance(value, Integral):
         number = operator.index(value)
@@ -203,7 +203,7 @@ def whole_number(value: object, what: str, error: type[RingError], most: int = M
     raise error(f"{what}: expected a positive integer, got {shown(value)}; pass an int, 1 or more")
 
 
-def true_or_false(value: object, what: str, error: type[RingError]) -> bool:
+def check_bool(value: object, what: str, error: type[RingError]) -> bool:
     """Return the value if it is a bool; raise `error`, which names it as `what`, for anything else."""
     if not isinstance(value, bool):
         raise error(f"{what}: expected True or False, got {shown(value)}")

@@ -132,9 +132,9 @@ def _attach_models(module: torch.nn.Module, trains: bool, session: RingSession) 
         with imports_of("a model of transformers", "transformers"):
             from ds_ring.models.attach import attach
             from ds_ring.models.module_watch import ModuleWatch
-            from ds_ring.models.wrappers import wrapped_model
+            from ds_ring.models.wrappers import wrap_model
         adapters = list(attach(module, session))
-        attached = attached._replace(adapters=adapters, wrapper=wrapped_model(module, session, adapters))
+        attached = attached._replace(adapters=adapters, wrapper=wrap_model(module, session, adapters))
         if adapters and config.check_modules and session.mesh.sequence_size > 1:
             attached = attached._replace(watch=ModuleWatch)
     if config.get("dynamic_ring"):

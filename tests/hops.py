@@ -10,9 +10,9 @@ from torch import Tensor
 from ds_ring.kernels.select import Kernel
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.slots import expand_ranges
-from ds_ring.ring.merge import accumulator_dtype, merge_
+from ds_ring.ring.merge import get_accumulator_dtype, merge_
 from ds_ring.schedule.layout import Layout
-from ds_ring.schedule.lowering import query_heads_of
+from ds_ring.schedule.lowering import get_query_heads
 from ds_ring.schedule.plan import build_plan
 from ds_ring.schedule.rank_plan import HopPlan
 from tests.reference import Dense
@@ -33,7 +33,7 @@ def ring_hops(
     plan = build_plan(pattern, layout, query_heads=q.shape[1], kv_heads=k.shape[1])
     order = [torch.from_numpy(layout.positions(rank)).to(q.device) for rank in range(layout.ring_size)]
     q_s, k_s, v_s, grad_s = ([_shard(x, where) for where in order] for x in (q, k, v, grad_out))
-    dtype = accumulator_dtype(q.dtype)
+    dtype = get_accumulator_dtype(q.dtype)
     out, dq, dk, dv = ([torch.zeros_like(x, dtype=dtype) for x in s] for s in (q_s, q_s, k_s, v_s))
     lse = [x.new_full(x.shape[:-1], -torch.inf) for x in out]
     for rank in range(layout.ring_size):
@@ -42,7 +42,11 @@ def ring_hops(
             k_p, v_p = (x[hop_plan.origin][:, kv][:, :, held].contiguous() for x in (k_s, v_s))
             for part in kernel.forward(q_s[rank][:, heads], k_p, v_p, hop_plan.tiles, scale):
                 rows, own = part.q_rows, part.heads
-                merge_(rows.of(out[rank][:, heads][:, own]), rows.of(lse[rank][:, heads][:, own]), *part[2:])
+                merge_(
+                    rows.select(out[rank][:, heads][:, own]),
+                    rows.select(lse[rank][:, heads][:, own]),
+                    *part[2:],
+                )
         final = out[rank].to(q.dtype)
         for heads, kv, hop_plan in _hops(plan.rank(rank).classes, group) if gradients else ():
             held = _held(hop_plan, q.device)
@@ -61,7 +65,7 @@ def ring_hops(
 def _hops(classes: tuple, group: int) -> Iterator[tuple[slice, slice, HopPlan]]:
     for head_class in classes:
         for hop_plan in head_class.hops:
-            yield query_heads_of(head_class.kv_heads, group), head_class.kv_heads, hop_plan
+            yield get_query_heads(head_class.kv_heads, group), head_class.kv_heads, hop_plan
 
 
 def _held(hop_plan: HopPlan, device: torch.device) -> Tensor:

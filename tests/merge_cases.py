@@ -39,7 +39,7 @@ class Case(NamedTuple):
     @property
     def views(self) -> tuple[Tensor, Tensor]:
         out, lse = self.whole
-        return self.rows.of(out), self.rows.of(lse)
+        return self.rows.select(out), self.rows.select(lse)
 
 
 def cases(head_dims: tuple[int, ...] = (64, 80, 5)) -> Iterator[Case]:
@@ -55,8 +55,8 @@ def cases(head_dims: tuple[int, ...] = (64, 80, 5)) -> Iterator[Case]:
                 # Some of the heads of a larger tensor, tokens before heads, as FlashAttention has them.
                 out = random(2, SLOTS, 6, head_dim).transpose(1, 2)[:, 1::2]
                 lse = random(2, 6, SLOTS)[:, 1::2] * 3
-                shape = rows.of(out).shape
-                part_out, part_lse = random(*shape).to(dtype), rows.of(lse) + _gaps(shape[:-1])
+                shape = rows.select(out).shape
+                part_out, part_lse = random(*shape).to(dtype), rows.select(lse) + _gaps(shape[:-1])
                 empty = torch.rand(lse.shape, generator=generator) < 0.3
                 lse.masked_fill_(empty, -INF)
                 out.masked_fill_(empty.unsqueeze(-1), 0)
@@ -91,7 +91,7 @@ def wrong(case: Case, merge: Callable[[Tensor, Tensor, Tensor, Tensor], None]) -
     if not torch.allclose(got_lse[seen], want_lse[seen], rtol=1.2e-7, atol=3e-7):
         found.append(f"lse by {float((got_lse - want_lse)[seen].abs().max()):.1e}")
     for x, old in zip(case.whole, before, strict=True):
-        case.rows.of(old).copy_(case.rows.of(x))
+        case.rows.select(old).copy_(case.rows.select(x))
         if not torch.equal(x, old):
             found.append("slots that are not of these rows")
     return [f"{case.name}: {what}" for what in found]

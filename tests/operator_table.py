@@ -21,7 +21,7 @@ from torch import Tensor
 
 import ds_ring
 from ds_ring import PassOptions, RingMesh, make_layout
-from ds_ring.contrib.whole_heads.scan import with_whole_heads
+from ds_ring.contrib.whole_heads.scan import run_whole_heads
 from ds_ring.layers.distance_bias.attention import DistanceBiasAttention
 from ds_ring.schedule.layout import Layout
 
@@ -447,7 +447,7 @@ def whole_heads(place: Place, x: Tensor) -> Tensor:
     def run(tensors: list[Tensor]) -> Tensor:
         return tensors[0].cumsum(dim=1)
 
-    return with_whole_heads(run, [x], place.layout, place.mesh, PassOptions())
+    return run_whole_heads(run, [x], place.layout, place.mesh, PassOptions())
 
 
 def _row(call: Callable[..., Tensor], **more: Any) -> Operator:

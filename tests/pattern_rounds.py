@@ -135,8 +135,8 @@ def random_dilated(rng: Rng, tokens: int) -> Part:
     rates, causal = np.sort(rng.choice(np.arange(1, 7), 2, False)).tolist(), bool(rng.integers(2))
     rule = str(rng.choice(RULES))
     inputs = tuple(lengths), tuple(rates), causal, rule
-    of_heads = (Branches(*inputs).multiplicity(head, HEADS, KV_HEADS, tokens) for head in range(HEADS))
-    return Part(Dilated(*inputs), np.stack(list(of_heads)))
+    select_heads = (Branches(*inputs).multiplicity(head, HEADS, KV_HEADS, tokens) for head in range(HEADS))
+    return Part(Dilated(*inputs), np.stack(list(select_heads)))
 
 
 def random_mask_mod(rng: Rng, tokens: int) -> Part:

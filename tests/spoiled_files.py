@@ -184,7 +184,7 @@ def checkpoint_round(draw: random.Random, root: Path) -> None:
         act(lambda: pickles.require_weights_only(folder, manifest.files_in(folder)))
         act(lambda: load_all(folder))
         act(lambda: resize.count_ranks(folder))
-        act(lambda: resize.samples_of_a_step(root, folder.name))
+        act(lambda: resize.count_step_samples(root, folder.name))
         act(lambda: resize.resize_checkpoint(root) if draw.random() < 0.05 else None)
         act(lambda: resize.read_stage(folder) if manifest.is_universal(folder) else None)
 

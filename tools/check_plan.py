@@ -27,7 +27,7 @@ from tqdm import tqdm
 from ds_ring import Causal, Dilated, RingMesh, SlidingWindow, build_plan, make_layout
 from ds_ring.masks.pattern import Pattern
 from ds_ring.measure.memory import measure_cpu_memory
-from ds_ring.ops.context import context_for
+from ds_ring.ops.context import make_ring_context
 from ds_ring.ops.options import Options
 from ds_ring.ops.ring_op import ring_attention_op
 from ds_ring.ring.pool import Buffers
@@ -171,7 +171,7 @@ def attention_rank(point: CheckedSetting) -> PeakAndTraffic:
     pattern, dtype = PATTERNS[point.pattern][0], getattr(torch, point.dtype)
     mesh = RingMesh.from_world(point.ranks)
     layout = make_layout("auto", tokens=point.tokens, ring_size=point.ranks, pattern=pattern)
-    context = context_for(pattern, layout, mesh, Options())
+    context = make_ring_context(pattern, layout, mesh, Options())
     with measure_cpu_memory() as memory:
         query, key = ((1, heads, layout.local_tokens, HEAD_DIM) for heads in (point.heads, point.kv_heads))
         q, k, v = (torch.randn(shape).to(dtype).requires_grad_() for shape in (query, key, key))

@@ -22,7 +22,7 @@ from cuda_code import TARGETS, Resources, compiled, compiled_inductor, lowered_f
 from torch._dynamo.utils import counters
 
 from ds_ring.kernels.flex import kernel as flex
-from ds_ring.kernels.flex.options import blocks_of
+from ds_ring.kernels.flex.options import choose_blocks
 from tests.cases import PATTERNS, Shape, layout_for, tensors
 from tests.hops import ring_hops
 
@@ -167,7 +167,9 @@ def captured(
     sources: list[str] = []
     with lowered_for(TARGETS[capability], sources, run=False) as backend:
         for head_dim in head_dims:
-            blocks: dict[str, Any] = blocks_of(capability, head_dim, BLOCK) if options is None else options
+            blocks: dict[str, Any] = (
+                choose_blocks(capability, head_dim, BLOCK) if options is None else options
+            )
             kernel = flex.FlexKernel(BLOCK, backend, **blocks)
             for name in names:
                 for pair in HEADS if head_dim in TWO_HEADS else HEADS[:1]:

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ds_ring import Causal, PassOptions, RingMesh, make_layout, ring_attention
 from ds_ring.measure.memory import fake_memory_peak, measure_cpu_memory, shard_unit_bytes
-from ds_ring.ops.context import context_for
+from ds_ring.ops.context import make_ring_context
 from ds_ring.ops.options import Options
 from ds_ring.ops.ring_op import run_backward, run_forward
 from ds_ring_launcher.run.local_ranks import run_ranks
@@ -48,7 +48,7 @@ def measure_fake(size: int, options: argparse.Namespace) -> int:
     """Return the peak bytes of rank 0 of `size` with fake tensors and a fake process group."""
     with fake_mesh(0, size) as mesh:
         layout = make_layout("zigzag", tokens=options.local_tokens * size, ring_size=size)
-        context = context_for(Causal(), layout, mesh, Options(kernel="cpu", kernel_options=WHOLE_TILES))
+        context = make_ring_context(Causal(), layout, mesh, Options(kernel="cpu", kernel_options=WHOLE_TILES))
         shape = (1, options.heads, layout.local_tokens, options.head_dim)
 
         def work() -> list[torch.Tensor]:

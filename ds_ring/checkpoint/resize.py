@@ -133,7 +133,7 @@ def resize_checkpoint(
     return new
 
 
-def samples_of_a_step(directory: str | os.PathLike[str], tag: str | None = None) -> int:
+def count_step_samples(directory: str | os.PathLike[str], tag: str | None = None) -> int:
     """Return the samples of an optimizer step by the JSON of a checkpoint: of all replicas together.
 
     Raises:

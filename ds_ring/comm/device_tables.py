@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ds_ring.comm.streams import active_fake_mode, stream_of
+from ds_ring.comm.streams import active_fake_mode, get_stream_number
 from ds_ring.masks.slots import SlotRanges, expand_ranges
 
 MAX_TABLE_BYTES = 256 << 20
@@ -21,7 +21,7 @@ T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def outside_inference_mode(function: F) -> F:
+def leave_inference_mode(function: F) -> F:
     """Let a function make its tensors outside of inference mode, because later calls read them.
 
     An evaluation in inference mode may be the first that needs a table. A training step could not save an
@@ -74,7 +74,7 @@ def on_device(table: np.ndarray, device: torch.device) -> Tensor:
 def stream_key(device: torch.device) -> tuple[torch.device, int, Any]:
     """Return device, stream and fake mode: a copy is ordered before later work of its own stream only."""
     mode = active_fake_mode()
-    return device, stream_of(device) if mode is None else 0, mode
+    return device, get_stream_number(device) if mode is None else 0, mode
 
 
 def to_host(numbers: Tensor) -> np.ndarray:
@@ -88,7 +88,7 @@ class DeviceTables:
     def __init__(self, max_bytes: int = MAX_TABLE_BYTES) -> None:
         self._tables: ByteLRU[Tensor] = ByteLRU(max_bytes)
 
-    @outside_inference_mode
+    @leave_inference_mode
     def slot_index(self, ranges: SlotRanges, device: torch.device) -> Tensor:
         """Return the slots of some ranges as an index, int64 [n]."""
         key = (ranges.tobytes(), *stream_key(device))
@@ -98,7 +98,7 @@ class DeviceTables:
             table = self._tables.add(key, index, index.nbytes)
         return table
 
-    @outside_inference_mode
+    @leave_inference_mode
     def array(self, table: np.ndarray, device: torch.device) -> Tensor:
         """Return a small array as a tensor on a device."""
         key = (table.tobytes(), table.shape, table.dtype.str, *stream_key(device))
@@ -107,7 +107,7 @@ class DeviceTables:
             resident = self._tables.add(key, on_device(table, device), table.nbytes)
         return resident
 
-    @outside_inference_mode
+    @leave_inference_mode
     def numbers(
         self, numbers: tuple[Any, ...], device: torch.device, dtype: torch.dtype = torch.int64
     ) -> Tensor:

@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 from ds_ring.comm.in_flight import Pending
 from ds_ring.comm.mesh import Collectives, RingMesh, Watchdog
 from ds_ring.comm.messages import BatchSizes, Counters, Message, check_messages, compute_batch_sizes
-from ds_ring.comm.streams import Streams, streams_of
+from ds_ring.comm.streams import Streams, get_streams
 from ds_ring.comm.waiting import CallSite, blame, check_alive, first_line
 from ds_ring.errors import RingError, RingPeerError
 from ds_ring.health.client import keep_for_ever
@@ -156,7 +156,7 @@ class Exchange:
 
     def streams(self, tensor: Tensor) -> Streams:
         """Return the object that orders the streams of a tensor's device."""
-        return streams_of(tensor)
+        return get_streams(tensor)
 
     def start(
         self, route: Route, sent: Sequence[Tensor], received: Sequence[Tensor], hop: int | None = None
@@ -318,7 +318,7 @@ def _view_as_received(part: Tensor, like: Tensor) -> Tensor:
     return part if part.dtype == like.dtype else part.view(like.dtype).view(like.shape)
 
 
-def once_a_batch(mesh: RingMesh, what: str) -> Exchange:
+def make_batch_exchange(mesh: RingMesh, what: str) -> Exchange:
     """Return an exchange for a collective outside of a pass. Its limit is "step": a peer may load data."""
     limit = mesh.timeouts.limit("step")
     return Exchange(mesh, limit.seconds, (what, limit.key))

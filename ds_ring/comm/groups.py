@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from ds_ring.errors import RingMeshError, RingMismatchError, shown
-from ds_ring.health.whereabouts import names_of
+from ds_ring.health.whereabouts import get_group_names
 from ds_ring.limits import MAX_SECONDS
 from ds_ring.plugin import DEVICES, load
 from ds_ring.schedule.grid import Grid
@@ -36,7 +36,7 @@ class Groups(NamedTuple):
     cpu_group: ProcessGroup | None
 
 
-def world_size_for(caller: str) -> int:
+def compute_world_size(caller: str) -> int:
     """Return the number of ranks, or refuse a process without a process group."""
     if not dist.is_available() or not dist.is_initialized():
         got, advice = "none: torch.distributed is not initialised", "call init_process_group first"
@@ -95,11 +95,11 @@ def destroy_groups(groups: Iterable[ProcessGroup | None], only_local: bool = Fal
     """
     for group in {id(group): group for group in groups if group is not None}.values():
         # Without a name it is gone: with the default group, or by somebody else.
-        if names_of([group]) and not (only_local and "nccl" in str(dist.get_backend_config(group))):
+        if get_group_names([group]) and not (only_local and "nccl" in str(dist.get_backend_config(group))):
             dist.destroy_process_group(group)
 
 
-def sequences_of(
+def list_sequences(
     device_mesh: DeviceMesh, ring_dim: str, ulysses_dim: str | None
 ) -> tuple[list[list[int]], int]:
     """Return the ranks of every sequence, and the Ulysses size, of `RingMesh.from_device_mesh`'s arguments.

@@ -22,8 +22,8 @@ from ds_ring.comm.waiting import (
     DEVICE_ERROR,
     CallSite,
     blame,
-    cause_of,
-    own_fault,
+    describe_cause,
+    get_own_fault,
     wait_for,
 )
 from ds_ring.errors import RingBufferError, RingPeerError
@@ -114,9 +114,9 @@ class Pending:
         except RuntimeError as error:  # NCCL has found, by now, that a rank or a connection failed
             mesh, site, peers = self.mesh, self.site, self.peers[done]
             if isinstance(error, DEVICE_ERROR):
-                mesh.state.broken = own_fault(mesh, site, error)
+                mesh.state.broken = get_own_fault(mesh, site, error)
             else:  # the error does not name the failed rank: ask the monitor
-                cause = cause_of(error, site)
+                cause = describe_cause(error, site)
                 if mesh.detector is not None:
                     mesh.detector.report_wait(peers, site.key, str(site))
                     mesh.detector.report_timeout(peers, cause)

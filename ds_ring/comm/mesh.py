@@ -23,10 +23,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from ds_ring.comm.groups import (
     NO_LIMIT,
     check_seconds,
+    compute_world_size,
     destroy_groups,
+    list_sequences,
     make_groups,
-    sequences_of,
-    world_size_for,
 )
 from ds_ring.errors import RingMeshError, RingPeerError, shown
 from ds_ring.health.client import DetectorClient, call_guarded
@@ -350,7 +350,7 @@ class RingMesh(MeshCoordinates):
             RingMismatchError: ranks gave different sizes.
             RingPeerError: another rank failed during the call; names it.
         """
-        grid = Grid(world_size_for("from_world"), ring_size, ulysses_size)
+        grid = Grid(compute_world_size("from_world"), ring_size, ulysses_size)
         return cls._join(grid, detector, **options)
 
     @classmethod
@@ -373,7 +373,9 @@ class RingMesh(MeshCoordinates):
             RingMismatchError: ranks gave different groups.
             RingPeerError: another rank failed during the call; names it.
         """
-        return cls._join(Grid.of_groups(world_size_for("from_groups"), sequences, ulysses_size), **options)
+        return cls._join(
+            Grid.from_groups(compute_world_size("from_groups"), sequences, ulysses_size), **options
+        )
 
     @classmethod
     def from_device_mesh(
@@ -398,7 +400,7 @@ class RingMesh(MeshCoordinates):
         Raises:
             RingMeshError: the mesh has no such dimension or is not over the world; and as `from_groups`.
         """
-        sequences, ulysses_size = sequences_of(device_mesh, ring_dim, ulysses_dim)
+        sequences, ulysses_size = list_sequences(device_mesh, ring_dim, ulysses_dim)
         return cls.from_groups(sequences, ulysses_size, **options)
 
     @classmethod

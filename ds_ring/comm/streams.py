@@ -47,7 +47,7 @@ class Streams:
         """Let the current thread query marks that other threads have made."""
 
 
-def stream_of(device: torch.device) -> int:
+def get_stream_number(device: torch.device) -> int:
     """Return a number for the present stream of a device: work on one stream is done in order."""
     return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
@@ -61,6 +61,6 @@ def _make_streams(device: torch.device) -> Streams:
     return streams
 
 
-def streams_of(tensor: Tensor) -> Streams:
+def get_streams(tensor: Tensor) -> Streams:
     """Return the streams of a tensor's device."""
     return _make_streams(tensor.device) if tensor.is_cuda and not is_fake(tensor) else HOST

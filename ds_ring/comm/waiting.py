@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.errors import RingPeerError
-from ds_ring.health.client import PATIENCE_S, DetectorClient, keep_for_ever, peer_error, verdict
+from ds_ring.health.client import PATIENCE_S, DetectorClient, keep_for_ever, make_peer_error, verdict
 from ds_ring.health.failure_detector.wire import Fault
 from ds_ring.limits import MAX_SECONDS, Limit
 
@@ -138,7 +138,7 @@ class _WaitTask(Task):
         else:
             poll(lambda: self.wake.is_set() or self.ask(), seconds, self.poll_fast)
 
-    def waits_for(self, peers: Sequence[Sequence[int]]) -> Sequence[int]:
+    def select_awaited(self, peers: Sequence[Sequence[int]]) -> Sequence[int]:
         """Return those of each work's ranks on which the first unfinished work depends."""
         return peers[min(self.done, len(peers) - 1)]
 
@@ -240,8 +240,8 @@ def wait_for(
         keep_for_ever(job)
         mesh.state.abandoned = True
     if isinstance(job.error, DEVICE_ERROR):
-        raise own_fault(mesh, site, job.error) from job.error
-    raise blame(mesh, site.hop, job.waits_for(peers), cause_of(job.error, site)) from job.error
+        raise get_own_fault(mesh, site, job.error) from job.error
+    raise blame(mesh, site.hop, job.select_awaited(peers), describe_cause(job.error, site)) from job.error
 
 
 def _wait_watched(
@@ -256,8 +256,8 @@ def _wait_watched(
     told: Sequence[int] | None = None
     while not job.over and detector.fault is None and (left_s := deadline - time.monotonic()) > 0:
         # Compare by identity: each work has its own entry in `peers`, even if two entries are equal.
-        if told is not job.waits_for(peers):
-            told = job.waits_for(peers)
+        if told is not job.select_awaited(peers):
+            told = job.select_awaited(peers)
             detector.report_wait(told, site.key, str(site), limit)
         # Wait at most one second at a time: no event is set when one of several works is done.
         job.pause(min(left_s, 1.0))
@@ -266,8 +266,8 @@ def _wait_watched(
         poll(lambda: job.over, PATIENCE_S if job.arrived is None else 0.0, job.poll_fast)
     # If the device failed, the fault is this rank's own, so do not blame the others.
     elif (not job.over or job.error is not None) and not isinstance(job.error, DEVICE_ERROR):
-        detector.report_wait(job.waits_for(peers), site.key, str(site))
-        detector.report_timeout(job.waits_for(peers), cause_of(job.error, site))
+        detector.report_wait(job.select_awaited(peers), site.key, str(site))
+        detector.report_timeout(job.select_awaited(peers), describe_cause(job.error, site))
     if told is not None and job.over and job.error is None:
         detector.wait_done()
 
@@ -287,7 +287,7 @@ def poll(true: Callable[[], bool], seconds: float, poll_fast: threading.Event) -
     return True
 
 
-def cause_of(error: BaseException | None, site: CallSite) -> str:
+def describe_cause(error: BaseException | None, site: CallSite) -> str:
     """Return why a wait failed, for messages: the error of torch, or the deadline."""
     if error is not None:
         return f"the connection to it failed at {site}: {first_line(error)}"
@@ -298,7 +298,7 @@ def blame(mesh: RingMesh, hop: int | None, peers: Sequence[int], cause: str) -> 
     """Return the error for a failed wait: the monitor's verdict, or else this rank's own view."""
     fault = None if mesh.detector is None else verdict(mesh.detector)
     if fault is not None:
-        return error_of(mesh, hop, fault)
+        return make_fault_error(mesh, hop, fault)
     peer = mesh.ring_rank_of(peers[0]) if len(peers) == 1 else None
     return RingPeerError(mesh.ring_rank, hop, peer, cause)
 
@@ -306,13 +306,13 @@ def blame(mesh: RingMesh, hop: int | None, peers: Sequence[int], cause: str) -> 
 def check_alive(mesh: RingMesh, hop: int | None) -> None:
     """Raise RingPeerError if a rank, or a message between GPUs, has failed: the mesh cannot be used again."""
     if mesh.detector is not None and mesh.detector.fault is not None:
-        raise error_of(mesh, hop, mesh.detector.fault)
+        raise make_fault_error(mesh, hop, mesh.detector.fault)
     # The same error object is raised by all calls: without this each raise would lengthen its traceback.
     if mesh.state.broken is not None:
         raise mesh.state.broken.with_traceback(None)
 
 
-def own_fault(mesh: RingMesh, site: CallSite, cause: str | BaseException) -> RingPeerError:
+def get_own_fault(mesh: RingMesh, site: CallSite, cause: str | BaseException) -> RingPeerError:
     """Tell the other ranks that this rank has failed; return the error for it, or for an earlier fault.
 
     A cause that is an exception is one of its device.
@@ -323,7 +323,7 @@ def own_fault(mesh: RingMesh, site: CallSite, cause: str | BaseException) -> Rin
         return RingPeerError(mesh.ring_rank, site.hop, mesh.ring_rank, cause)
     if mesh.detector.fault is None:
         mesh.detector.report_failure(f"{cause} ({site})")
-    return error_of(mesh, site.hop, mesh.detector.fault or Fault(mesh.global_rank, cause))
+    return make_fault_error(mesh, site.hop, mesh.detector.fault or Fault(mesh.global_rank, cause))
 
 
 def first_line(error: BaseException) -> str:
@@ -331,9 +331,9 @@ def first_line(error: BaseException) -> str:
     return (str(error) or type(error).__name__).splitlines()[0]
 
 
-def error_of(mesh: RingMesh, hop: int | None, fault: Fault) -> RingPeerError:
+def make_fault_error(mesh: RingMesh, hop: int | None, fault: Fault) -> RingPeerError:
     """Return the monitor's verdict as an error of this rank."""
     # The caller never sees an error that is raised in a waiting thread.
     if mesh.detector is not None and threading.current_thread() not in _waiters.threads:
         mesh.detector.noticed = True
-    return peer_error(mesh.grid, mesh.global_rank, hop, fault)
+    return make_peer_error(mesh.grid, mesh.global_rank, hop, fault)

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from ds_ring.kernels.interface import HeadsOfPass, Operands, compiles
-from ds_ring.schedule.lowering import count_heads, head_bytes, head_chunks, kernel_calls
+from ds_ring.kernels.interface import Operands, PassHeads, compiles
+from ds_ring.schedule.lowering import count_heads, get_kernel_calls, head_bytes, split_heads
 
 if TYPE_CHECKING:
     from ds_ring.ops.context import RingContext
@@ -54,11 +54,11 @@ def _check_compiles(context: RingContext, prepared: Prepared, operands: Operands
     sizes = (head_bytes(k, v), prepared.chunk_bytes) if options.has_hops else (0, 1)  # (0, 1): all of a class
     parts = []
     for head_class in prepared.rank_plan.classes:
-        tables = [step.tiles for step in kernel_calls(head_class, operands.grad_out is not None)]
+        tables = [step.tiles for step in get_kernel_calls(head_class, operands.grad_out is not None)]
         count = count_heads(
-            head_chunks(head_class.kv_heads, *sizes)[0]
+            split_heads(head_class.kv_heads, *sizes)[0]
         )  # all chunks of a class have one size
-        parts.append(HeadsOfPass(count * prepared.plan.group, count, tables))
+        parts.append(PassHeads(count * prepared.plan.group, count, tables))
     compiling = compiles(prepared.kernel, operands, parts, prepared.scale)
     if not compiling:
         prepared.rank_plan.compiled.add(seen)

@@ -17,7 +17,7 @@ from ds_ring.comm.mesh import RingMesh
 from ds_ring.comm.waiting import (
     Task,
     check_alive,
-    own_fault,
+    get_own_fault,
     poll,
     wait_for,
 )
@@ -122,7 +122,7 @@ class WorkWatchdog:
                     if not _is_over(entry):
                         self._see_through(entry)
                 except Exception as error:  # such as a lost device; go on with the next batches
-                    entry.mesh.state.broken = own_fault(entry.mesh, entry.site, error)
+                    entry.mesh.state.broken = get_own_fault(entry.mesh, entry.site, error)
                 entry.works = []
                 del entry  # or its works would live on until the next one comes
             self._hurried.wait(SWEEP_S)
@@ -167,9 +167,9 @@ class WorkWatchdog:
             ):
                 return
         except RuntimeError as error:  # of an event's query
-            raise own_fault(mesh, pending.site, error) from error
+            raise get_own_fault(mesh, pending.site, error) from error
         cause = f"its device did not come to {pending.site} within {limit.seconds:g} s ({limit.key})"
-        raise own_fault(mesh, pending.site, f"{cause}: what was launched before does not end")
+        raise get_own_fault(mesh, pending.site, f"{cause}: what was launched before does not end")
 
 
 def _is_over(pending: Pending) -> bool:

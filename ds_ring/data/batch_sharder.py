@@ -47,10 +47,10 @@ from ds_ring.data.whole_gradients import check_divisor, with_whole_gradients
 from ds_ring.errors import RingConfigError, RingError
 from ds_ring.masks.catalog import Full
 from ds_ring.masks.pattern import Pattern
-from ds_ring.ops.context import block_side
+from ds_ring.ops.context import get_block_side
 from ds_ring.plugin import PASSES, ROW_KINDS
-from ds_ring.schedule.choose import bound_to_one_head, work_of_ranks
-from ds_ring.schedule.layout import Layout, in_whole_blocks, make_layout
+from ds_ring.schedule.choose import bind_one_head, count_rank_work
+from ds_ring.schedule.layout import Layout, make_layout, round_to_blocks
 
 
 @dataclass(frozen=True, eq=False)
@@ -233,11 +233,11 @@ class BatchSharder:
             if groups
             else mix,
             multiple_of=mesh.ulysses_size,
-            block_size=block_side(config.kernel, self.device.type, mix, config.block_size),
+            block_size=get_block_side(config.kernel, self.device.type, mix, config.block_size),
             speeds=speeds,
         )
         whole = PASSES[config.transport].whole_blocks
-        return in_whole_blocks(layout, config.block_size) if whole else layout
+        return round_to_blocks(layout, config.block_size) if whole else layout
 
     def _place(
         self, tokens: int, longest: int, mesh: RingMesh, groups: tuple[RowGroup, ...]
@@ -267,7 +267,7 @@ class BatchSharder:
             rows: list[Pattern] = [group.pattern for group in current.groups for _ in group.rows] or [Full()]
             ring_rank = current.mesh.ring_rank
             works = [
-                layers * work_of_ranks(bound_to_one_head(pattern & row), current.layout)[ring_rank]
+                layers * count_rank_work(bind_one_head(pattern & row), current.layout)[ring_rank]
                 for pattern, layers in mix.items()
                 for row in rows
             ]

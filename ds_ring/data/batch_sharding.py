@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_ring.api import RingAttention
-from ds_ring.comm.device_tables import outside_inference_mode, to_device
-from ds_ring.comm.exchange import once_a_batch
+from ds_ring.comm.device_tables import leave_inference_mode, to_device
+from ds_ring.comm.exchange import make_batch_exchange
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.config.section import RingConfig
 from ds_ring.data.batch import (
@@ -82,7 +82,7 @@ class BatchSharding:
         """Return the slots of this rank, S: its part of the shard where Ulysses ranks share one."""
         return self.layout.local_tokens // self.mesh.ulysses_size
 
-    @outside_inference_mode
+    @leave_inference_mode
     def with_slots(self, device: torch.device) -> BatchSharding:
         """Return a copy with `slots`."""
         whole = self.layout.positions(self.mesh.ring_rank)
@@ -93,7 +93,7 @@ class BatchSharding:
     def numbers_in_paths(self, device: torch.device) -> Tensor:
         """Return the number of each local token in its sequence, document or path, [1, S] or [B, S]."""
 
-        @outside_inference_mode  # kept, and saved for later backward passes
+        @leave_inference_mode  # kept, and saved for later backward passes
         def make() -> Tensor:
             slots_S = self.with_slots(torch.device("cpu")).slots
             assert slots_S is not None
@@ -443,7 +443,7 @@ def check_consistency(
     reports, sequence_size = [mine], mesh.sequence_size
     if dist.is_initialized() and dist.get_world_size() > 1:
         row = torch.tensor(mine, dtype=torch.int64, device=device)
-        exchange = once_a_batch(mesh, "the start of the next batch")
+        exchange = make_batch_exchange(mesh, "the start of the next batch")
         rows = exchange.all_gather(row, dist.group.WORLD, dist.get_world_size())
         reports = [BatchReport(*values) for values in torch.stack(rows).tolist()]
     # A rank that refused its batch reports so, or the others would wait for it in a hop.

@@ -20,7 +20,7 @@ from ds_ring.config.section import RingConfig
 from ds_ring.data.config_agreement import job_secret
 from ds_ring.data.engine import DEEPSPEED, ENGINE
 from ds_ring.data.run_folder import record_fault
-from ds_ring.health.client import DetectorClient, is_of_distributed, peer_error, verdict
+from ds_ring.health.client import DetectorClient, is_distributed_error, make_peer_error, verdict
 from ds_ring.health.failure_detector.wire import Fault
 from ds_ring.health.joining import join_detector
 from ds_ring.limits import Timeouts
@@ -130,11 +130,11 @@ def attribute_failure(mesh: RingMesh, call: Callable[P, T], *args: P.args, **kwa
         return call(*args, **kwargs)
     except RuntimeError as error:
         detector = mesh.detector
-        fault = _verdict_on(error, detector) if detector is not None and is_of_distributed(error) else None
+        fault = _verdict_on(error, detector) if detector is not None and is_distributed_error(error) else None
         if detector is None or fault is None:
             raise
         detector.noticed = True
-        raise peer_error(mesh.grid, detector.rank, None, fault) from error
+        raise make_peer_error(mesh.grid, detector.rank, None, fault) from error
 
 
 def _verdict_on(error: BaseException, detector: DetectorClient) -> Fault | None:
@@ -158,7 +158,7 @@ def _print_failed_rank(
     step = None if report is None else report.step_under_way()
     for detector in list(_detectors)[:1]:
         record_fault(detector.rank, error, step)
-    if is_of_distributed(error, "__main__"):  # the script's own collectives
+    if is_distributed_error(error, "__main__"):  # the script's own collectives
         for detector in list(_detectors):
             fault = _verdict_on(error, detector)
             if fault is not None:

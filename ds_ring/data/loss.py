@@ -12,12 +12,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from ds_ring.comm.exchange import Exchange, once_a_batch
+from ds_ring.comm.exchange import Exchange, make_batch_exchange
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.data.batch import IGNORE, LABEL_KEYS, LOSS_WEIGHTS
 from ds_ring.errors import RingShapeError
-from ds_ring.ops.handles import new_handle, object_of, operator
-from ds_ring.ring.merge import accumulator_dtype
+from ds_ring.ops.handles import get_object, new_handle, operator
+from ds_ring.ring.merge import get_accumulator_dtype
 
 
 class RingLoss(NamedTuple):
@@ -98,7 +98,7 @@ def logprobs_and_entropies(logits: Tensor, labels: Tensor) -> Tensor:
 
     Of float64 logits [..., V] they are float64.
     """
-    all_of = logits.to(accumulator_dtype(logits.dtype)).log_softmax(dim=-1)
+    all_of = logits.to(get_accumulator_dtype(logits.dtype)).log_softmax(dim=-1)
     chosen = all_of.gather(-1, labels.clamp_min(0)[..., None])[..., 0].masked_fill(labels == IGNORE, 0)
     return torch.stack([chosen, -(all_of.exp() * all_of).sum(dim=-1)], dim=-1)
 
@@ -157,7 +157,7 @@ def world_sum(total: Tensor, mesh: RingMesh, exchange: Exchange | None = None) -
     """
     if dist.is_initialized() and dist.get_world_size() > 1:
         assert dist.group.WORLD is not None
-        exchange = exchange or once_a_batch(mesh, "a sum over all ranks")
+        exchange = exchange or make_batch_exchange(mesh, "a sum over all ranks")
         exchange.all_reduce(total, dist.group.WORLD)
     return total
 
@@ -190,7 +190,7 @@ def shared_scale(mesh: RingMesh, gradient_divisor: float) -> float:
 
 def _of_all_ranks(local: Tensor, number: int) -> Tensor:
     """Return [ranks of the sequence, ...], every rank's `local`. Collective."""
-    mesh = object_of(number, RingMesh)
+    mesh = get_object(number, RingMesh)
     exchange = Exchange(mesh, mesh.timeouts.hop)
     return torch.stack(exchange.all_gather(local, mesh.sequence_group, mesh.sequence_size))
 
@@ -208,7 +208,7 @@ sequence_sum_op.register_fake(lambda local, number: torch.empty_like(local))
 
 
 def _keep_mesh(ctx: Any, inputs: tuple[Tensor, int], output: Tensor) -> None:
-    ctx.sequence_size = object_of(inputs[1], RingMesh).sequence_size
+    ctx.sequence_size = get_object(inputs[1], RingMesh).sequence_size
 
 
 def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:

@@ -42,7 +42,7 @@ class WholeTensors:
         `local` was cut of the whole `prepared` batch; without a layout samples are whole.
         """
 
-    def of_prompt(self, given: Mapping[str, Any], layout: Layout, mesh: RingMesh) -> Any:
+    def make_prompt_features(self, given: Mapping[str, Any], layout: Layout, mesh: RingMesh) -> Any:
         """Return what `BatchSharding.whole` holds for a prompt of a generation; None without such tensors."""
 
 

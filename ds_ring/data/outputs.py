@@ -28,7 +28,7 @@ def is_number(value: Any) -> bool:
     return isinstance(value, Tensor) and value.ndim == 0 and value.is_floating_point()
 
 
-def whole_output(
+def make_whole_output(
     output: Any, number: Callable[[Tensor], Tensor], gather: Gather, by_name: Mapping[str, Gather]
 ) -> Any:
     """Return the output for the whole batch. Collective: for its numbers now, and when a sequence is read.
@@ -42,7 +42,7 @@ def whole_output(
     if isinstance(output, Tensor):
         return number(output) if is_number(output) else gather(output)
     if isinstance(output, tuple | list):
-        parts = [whole_output(part, number, gather, {}) for part in output]
+        parts = [make_whole_output(part, number, gather, {}) for part in output]
         return type(output)(*parts) if hasattr(output, "_fields") else type(output)(parts)
     if isinstance(output, LocalOutput):
         return output
@@ -53,14 +53,14 @@ def whole_output(
         return output
     numbers = {name: number(value) for name, value in values.items() if is_number(value)}
     later = {
-        name: partial(whole_output, number=number, gather=by_name.get(name, gather), by_name={})
+        name: partial(make_whole_output, number=number, gather=by_name.get(name, gather), by_name={})
         for name in values
         if name not in numbers
     }
-    return _copied(output, values | numbers, later)
+    return _copy_gathering(output, values | numbers, later)
 
 
-def gather_of_local(output: Any, name: str, compute: Callable[[Tensor], Tensor]) -> Tensor | None:
+def gather_computed(output: Any, name: str, compute: Callable[[Tensor], Tensor]) -> Tensor | None:
     """Return the whole sequence of what `compute` makes of this rank's tokens of an output. Collective.
 
     None if the output is no tensor: logits that a tiled loss does not compute.
@@ -83,7 +83,7 @@ def _values(output: Any) -> dict[Any, Any]:
     return values if any(isinstance(value, Tensor) for value in values.values()) else {}
 
 
-def _copied(output: Any, values: dict[Any, Any], later: Mapping[Any, Callable[[Any], Any]]) -> Any:
+def _copy_gathering(output: Any, values: dict[Any, Any], later: Mapping[Any, Callable[[Any], Any]]) -> Any:
     """Return a copy of an object that gathers the values of `later` when they are read."""
     kind: Any = type(output)
     new = (kind.__new__ if isinstance(kind.__new__, BuiltinFunctionType) else object.__new__)(

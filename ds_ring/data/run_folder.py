@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from ds_ring.errors import compiled_in, failure_kind
+from ds_ring.errors import compiled_in, get_failure_kind
 from ds_ring.health.client import DetectorClient, LateNotice, log_late
 from ds_ring.written_files import append_text, replace_text
 
@@ -64,7 +64,7 @@ def record_fault(rank: int, error: BaseException, step: int | None) -> None:
     folder = attempt_folder()
     if folder is None or (path := folder / f"rank-{rank}.fault.json").exists():
         return
-    kind, blames = failure_kind(error)
+    kind, blames = get_failure_kind(error)
     fault: dict[str, object] = {"rank": rank, "at": time.time(), "step": step, "kind": kind, "blames": blames}
     fault |= {"type": type(error).__name__, "message": str(error)[:2000], "frames": [], "traceback": ""}
     with suppress(OSError):  # the traceback is printed anyway

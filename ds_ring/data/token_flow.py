@@ -116,7 +116,9 @@ class TokenFlow(TorchDispatchMode):
         """Look at what an inner model is given: tensors of S tokens come from the batch."""
         for x in values:
             if isinstance(x, Tensor) and x.ndim >= 2 and x.shape[1] == self._tokens and self._flow(x) is None:
-                self._note(f"a tensor {list(x.shape)} made for this rank's tokens", _caller(self._frame)[0])
+                self._note(
+                    f"a tensor {list(x.shape)} made for this rank's tokens", _find_caller(self._frame)[0]
+                )
 
     def pause(self) -> None:
         """Watch nothing until `resume`."""
@@ -150,7 +152,7 @@ class TokenFlow(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if self.fault is None and func.namespace in ("c10d", "_c10d_functional"):
-            self.sends |= _is_of_user()
+            self.sends |= _is_called_by_user()
             return func(*args, **kwargs)
         is_composite = torch._C._dispatch_has_kernel_for_dispatch_key(
             func.name(), "CompositeImplicitAutograd"
@@ -165,7 +167,7 @@ class TokenFlow(TorchDispatchMode):
         try:
             result = func(*args, **kwargs)
         except (IndexError, RuntimeError):  # an index, or a tensor, of the whole sequence
-            line, is_ours = _caller(self._frame)
+            line, is_ours = _find_caller(self._frame)
             if not is_ours and any(flow is not None for flow in flows):
                 self._note(f"{func.overloadpacket.__name__} over tokens", line)
             raise
@@ -174,7 +176,7 @@ class TokenFlow(TorchDispatchMode):
         if self.fault is not None:
             return result
         outputs, results = _tensors(result), list[Flow | None]()
-        line, is_ours = _caller(self._frame)
+        line, is_ours = _find_caller(self._frame)
         if is_ours:
             results = self._ring_results(flows, op.inputs, outputs)
         elif any(flow is not None for flow in flows):
@@ -218,7 +220,7 @@ class TokenFlow(TorchDispatchMode):
         if name == "index":
             return [self._pick(*op.args)]
         if name in _VIEWS and first is not None and first.kind == "tokens":
-            return [first._replace(axis=self._axis_after_view(op.inputs[0], first, outputs[0]))]
+            return [first._replace(axis=self._find_viewed_axis(op.inputs[0], first, outputs[0]))]
         adds_zero = name in ("add", "sub") and flows == [Flow("sum")] and op.args[1] == 0  # as Python's sum()
         if adds_zero or name == "clone":  # for which DTensor would reduce the sum
             return flows
@@ -236,7 +238,7 @@ class TokenFlow(TorchDispatchMode):
             raise _MixesError
         return Flow("tokens", 0, True)
 
-    def _axis_after_view(self, x: Tensor, flow: Flow, out: Tensor) -> int:
+    def _find_viewed_axis(self, x: Tensor, flow: Flow, out: Tensor) -> int:
         """Tokens stay the fastest part of a dimension, with as many inner entries as before."""
         size, inner = x.shape[flow.axis], x.shape[flow.axis + 1 :].numel()
         for axis in range(out.ndim):
@@ -388,7 +390,7 @@ def _propagate_placements(op: _Operation, flows: list[Flow | None]) -> list[Flow
         raise _MixesError from error
     if _placements(schema) != _placements(sharding.redistribute_schema or schema):
         raise _MixesError
-    return [_as_flow(spec) for spec in tree_leaves(sharding.output_spec)]
+    return [_read_flow(spec) for spec in tree_leaves(sharding.output_spec)]
 
 
 def _placements(schema: OpSchema) -> list[Any]:
@@ -396,7 +398,7 @@ def _placements(schema: OpSchema) -> list[Any]:
     return [spec.placements for spec in leaves if isinstance(spec, DTensorSpec)]
 
 
-def _as_flow(spec: Any) -> Flow | None:
+def _read_flow(spec: Any) -> Flow | None:
     placement = spec.placements[0] if isinstance(spec, DTensorSpec) else Replicate()
     if type(placement) is Shard:
         return Flow("tokens", placement.dim)
@@ -407,7 +409,7 @@ def _as_flow(spec: Any) -> Flow | None:
     return None
 
 
-def _caller(outermost: int | None = None) -> tuple[str, bool]:
+def _find_caller(outermost: int | None = None) -> tuple[str, bool]:
     """Return the line that called an operator, as FILE:LINE (CODE), and whether ds_ring is in between.
 
     `outermost` is the identity of the frame at which the search ends; None: at a caller's `_look`.
@@ -430,7 +432,7 @@ def _caller(outermost: int | None = None) -> tuple[str, bool]:
     return line or "an unknown line", is_ours
 
 
-def _is_of_user() -> bool:
+def _is_called_by_user() -> bool:
     """Return whether a collective was called by the module, and not by DeepSpeed for its weights."""
     frame: Any = sys._getframe(2)
     while frame is not None and frame.f_code.co_name != "_look":

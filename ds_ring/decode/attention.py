@@ -26,15 +26,15 @@ from ds_ring.ops.compiled import (
     GraphRefusal,
     check_traced,
     differentiable,
-    handle_of,
+    get_handle,
+    make_refused_results,
     raise_in_trace,
     refusal_from,
-    refused_results,
 )  # fmt: skip
-from ds_ring.ops.context import RingContext, context_of
-from ds_ring.ops.frontend import NAMES, AskedContext, check_eager, context_of_call
+from ds_ring.ops.context import RingContext, get_ring_context
+from ds_ring.ops.frontend import NAMES, AskedContext, check_eager, get_call_context
 from ds_ring.ops.gradients import run_compared
-from ds_ring.ops.handles import constant_in_graphs
+from ds_ring.ops.handles import assume_constant
 from ds_ring.schedule.layout import Layout
 
 
@@ -69,11 +69,11 @@ def decode_attention(
     request = AskedContext(query_pattern, layout, mesh, scale, "auto", options, score_mod)
     if torch.compiler.is_compiling():
         check_traced(mesh, return_lse, NAMES, q, k, v, sinks)
-        handle = _checked(handle_of(request))
+        handle = _checked(get_handle(request))
         if isinstance(handle, tuple):
-            return refused_results(q, v.shape[-1], handle, mesh, return_lse)
+            return make_refused_results(q, v.shape[-1], handle, mesh, return_lse)
     else:
-        context = context_of_call(request, check_context)
+        context = get_call_context(request, check_context)
         check_eager(context, return_lse, NAMES, q, k, v, sinks)
         handle = context.handle
     if positions is not None and not isinstance(positions, Tensor):
@@ -95,7 +95,7 @@ def check_context(context: RingContext) -> None:
         raise RingConfigError.wrong(
             "decode_attention", "a mesh with ulysses_size 1", mesh.ulysses_size, "use ring_size"
         )
-    if options.row.few_queries is not None:
+    if options.transport_spec.few_queries is not None:
         return
     fields, names = type(options).model_fields, ["gradient_payload", "kv_payload"]
     for name in names if options.has_hops else ["transport"]:
@@ -112,6 +112,6 @@ def _checked(handle: int | GraphRefusal) -> int | GraphRefusal:
     return handle_or_refusal if isinstance(handle_or_refusal, tuple) else _checked_handle(handle_or_refusal)
 
 
-@constant_in_graphs
+@assume_constant
 def _checked_handle(handle: int) -> int | GraphRefusal:
-    return refusal_from(check_context, context_of(handle)) or handle
+    return refusal_from(check_context, get_ring_context(handle)) or handle

@@ -319,7 +319,7 @@ class Generation(ModelPart):
         layout = session.sharder.layout_for(tokens, mesh, groups)
         cache.begin(tokens, layout)
         kind = session.needs.whole
-        whole = None if kind is None else kind.of_prompt(inputs, layout, mesh)
+        whole = None if kind is None else kind.make_prompt_features(inputs, layout, mesh)
         if real_tokens is not None:
             real_tokens = shard_sequence(real_tokens, layout, mesh=mesh, dim=1)
         self.sharding = BatchSharding(
@@ -387,7 +387,9 @@ class _Generate:
         return types.MethodType(type(self._model).generate, memo[id(self._model)])
 
 
-def generation_of(model: PreTrainedModel, session: RingSession, rewritten: Callable[[], bool]) -> Generation:
+def make_generation(
+    model: PreTrainedModel, session: RingSession, rewritten: Callable[[], bool]
+) -> Generation:
     """Return what runs `generate` of a model."""
     kind: Any = next(filter(None, (variant.generation(model) for variant in variants())), Generation)
     generation: Generation = kind(model, session, rewritten)

@@ -15,7 +15,7 @@ from ds_ring.comm.exchange import Exchange
 from ds_ring.decode.all_reduce import all_reduce, merge_rows, sum_rows
 from ds_ring.decode.tiles import HeadTiles
 from ds_ring.kernels.interface import Kernel
-from ds_ring.ring.merge import accumulator_dtype, empty_results, merge_
+from ds_ring.ring.merge import get_accumulator_dtype, make_empty_results, merge_
 
 
 @dataclass(frozen=True)
@@ -45,14 +45,17 @@ class ReplicatedPass:
             out [B, H, Q, E] in q's dtype, contiguous; lse [B, H, Q], float32 (float64 for float64 inputs).
             The same bits on all ranks.
         """
-        out, lse = empty_results(q, v.shape[-1], accumulator_dtype(q.dtype))
+        out, lse = make_empty_results(q, v.shape[-1], get_accumulator_dtype(q.dtype))
         for heads, kv_heads, tiles in self.classes:
             out_w, lse_w = out[:, heads], lse[:, heads]
             operands = (q[:, heads], k[:, kv_heads], v[:, kv_heads])
-            for part in self.kernel.of_heads(heads).forward(*operands, tiles, self.scale):
+            for part in self.kernel.select_heads(heads).forward(*operands, tiles, self.scale):
                 rows, heads_here = part.q_rows, part.heads
                 merge_(
-                    rows.of(out_w[:, heads_here]), rows.of(lse_w[:, heads_here]), part.out_BHSD, part.lse_BHS
+                    rows.select(out_w[:, heads_here]),
+                    rows.select(lse_w[:, heads_here]),
+                    part.out_BHSD,
+                    part.lse_BHS,
                 )
         if self.exchange is not None:
             # [B * H * Q, E + 1]: the lse is one more column, in the same message.
@@ -82,14 +85,14 @@ class ReplicatedPass:
         Returns:
             dq, dk, dv, contiguous, in the dtypes of q, k, v.
         """
-        dtype = accumulator_dtype(q.dtype)
+        dtype = get_accumulator_dtype(q.dtype)
         dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (q, k, v))
         for heads, kv_heads, tiles in self.classes:
             grad_w, q_w, out_w, lse_w, dq_w = (x[:, heads] for x in (grad_out, q, out, lse, dq))
             k_w, v_w, dk_w, dv_w = (x[:, kv_heads] for x in (k, v, dk, dv))
             grad_lse_w = None if grad_lse is None else grad_lse[:, heads]
             inputs = (grad_w, q_w, k_w, v_w, out_w, lse_w, tiles, self.scale, grad_lse_w)
-            for part in self.kernel.of_heads(heads).backward(*inputs):
+            for part in self.kernel.select_heads(heads).backward(*inputs):
                 part.add_to(dq_w, dk_w, dv_w)
         if self.exchange is not None:
             # dk and dv need no message, since the keys are on this rank only.

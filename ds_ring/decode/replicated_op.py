@@ -13,14 +13,14 @@ from ds_ring.comm.collective import collective
 from ds_ring.comm.streams import is_fake
 from ds_ring.decode.replicated import ReplicatedPass
 from ds_ring.decode.tiles import query_positions, replicated_tiles
-from ds_ring.kernels.interface import HeadsOfPass, Operands, compiles
+from ds_ring.kernels.interface import Operands, PassHeads, compiles
 from ds_ring.ops.checks import check_finite, check_heads, check_tensors, check_tokens
-from ds_ring.ops.context import RingContext, context_of
-from ds_ring.ops.gradients import forward_call, run_gradient
+from ds_ring.ops.context import RingContext, get_ring_context
+from ds_ring.ops.gradients import get_forward_call, run_gradient
 from ds_ring.ops.handles import operator
 from ds_ring.ops.passes import count_forward_pass
 from ds_ring.ops.ring_op import register
-from ds_ring.ops.sinks import add_sinks, check_sinks, sinks_gradient
+from ds_ring.ops.sinks import add_sinks, check_sinks, compute_sinks_gradient
 from ds_ring.plugin import load
 from ds_ring.schedule.lowering import count_heads
 
@@ -33,7 +33,7 @@ def replicated_attention_op(
 
     The positions are a tensor, so that a compiled graph of a decoding loop takes the step as an input.
     """
-    return run_replicated(context_of(handle), q, k, v, positions, sinks)
+    return run_replicated(get_ring_context(handle), q, k, v, positions, sinks)
 
 
 def run_replicated(
@@ -42,7 +42,7 @@ def run_replicated(
     """Run the forward pass and return (out, lse), with sinks."""
     with context.call("replicated attention forward", q) as call:
         attention_pass = _prepared(context, call, q, k, v, positions, sinks=sinks)
-        forward, maker = attention_pass.forward, context.options.row.few_queries
+        forward, maker = attention_pass.forward, context.options.transport_spec.few_queries
         if maker is not None:
             layout = context.layout_for(k.shape[2], k.device.type)
             where = query_positions(context.pattern, layout, q.shape[2], _as_array(positions))
@@ -56,7 +56,7 @@ def replicated_attention_backward_op(
     handle: int, grad_lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return (dq, dk, dv); see `ReplicatedPass.backward`."""
-    context = context_of(handle)
+    context = get_ring_context(handle)
     with context.call("replicated attention backward", q) as call:
         attention_pass = _prepared(context, call, q, k, v, positions, grad_out, grad_lse=grad_lse)
         return attention_pass.backward(grad_out, q, k, v, out, lse, grad_lse)
@@ -65,8 +65,8 @@ def replicated_attention_backward_op(
 def _setup_replicated(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, positions, handle, sinks = inputs
     ctx.save_for_backward(q, k, v, positions, *output, sinks)
-    ctx.context = context_of(handle)  # keep it alive until the backward pass
-    ctx.call = forward_call(ctx.context.exchange)
+    ctx.context = get_ring_context(handle)  # keep it alive until the backward pass
+    ctx.call = get_forward_call(ctx.context.exchange)
     ctx.set_materialize_grads(False)
 
 
@@ -81,7 +81,7 @@ def _backward_replicated(
         context.mesh, ctx.call, replicated_attention_backward_op, grad_out, *operands, out, lse,
         context.handle, grad_lse,
     )  # fmt: skip
-    return (*grads, None, None, sinks_gradient(sinks, slice(None), grad_out, out, lse, grad_lse))
+    return (*grads, None, None, compute_sinks_gradient(sinks, slice(None), grad_out, out, lse, grad_lse))
 
 
 register(replicated_attention_op, replicated_attention_backward_op, _setup_replicated, _backward_replicated)
@@ -106,7 +106,7 @@ def _prepared(
     context.check_pairs(layout, q, q.shape[1])
     if context.options.check_finite:
         check_finite(context.mesh.ring_rank, None, q=q, k=k, v=v, grad_out=grad_out, sinks=sinks)
-    kernel = context.kernel_for(q)
+    kernel = context.choose_kernel(q)
     # As bytes, which are hashable: they are the key of the cached tiles.
     where = query_positions(context.pattern, layout, q.shape[2], _as_array(positions)).tobytes()
     fields = {
@@ -117,10 +117,10 @@ def _prepared(
         **_checksums(context, q=q, grad_out=grad_out, grad_lse=grad_lse, sinks=sinks),
     }
     tiles = replicated_tiles(context.pattern, layout, context.mesh.ring_rank, where, q.shape[1], k.shape[1])
-    scale = context.scale_of(q)
+    scale = context.get_scale(q)
     compiling = False
     if not call.alone:
-        parts = [HeadsOfPass(count_heads(h), count_heads(kv), [tile]) for h, kv, tile in tiles]
+        parts = [PassHeads(count_heads(h), count_heads(kv), [tile]) for h, kv, tile in tiles]
         compiling = compiles(kernel, Operands(q, k, v, grad_out, grad_lse is not None), parts, scale)
     context.agree(call, q, k, fields, compiles=compiling)
     if grad_out is None:

@@ -26,7 +26,7 @@ from ds_ring.comm.exchange import Exchange
 from ds_ring.data.packing import RowGroup
 from ds_ring.decode.cache_layout import CacheLayout
 from ds_ring.errors import RingConfigError
-from ds_ring.models.rows import own_last_tokens
+from ds_ring.models.rows import get_local_last_tokens
 from ds_ring.schedule.layout import Layout
 
 _NO_LAYER: Any = getattr(cache_utils, "DummyLayer", ())  # of layers without a cache; from 5.23 on
@@ -129,7 +129,7 @@ class RingCache(Cache):
         Collective in the ring.
         """
         assert self.layout is not None
-        tail_BCW = own_last_tokens(x_BCS, width, self.layout.prompt, self.ring_rank)
+        tail_BCW = get_local_last_tokens(x_BCS, width, self.layout.prompt, self.ring_rank)
         if self._exchange is not None and self._exchange.mesh.ring_group is not None:
             self._exchange.all_reduce(tail_BCW, self._exchange.mesh.ring_group)
         return tail_BCW

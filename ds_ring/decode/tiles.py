@@ -16,8 +16,8 @@ from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.slots import IntArray
 from ds_ring.masks.tiles import Tiles
 from ds_ring.schedule.layout import Layout
-from ds_ring.schedule.lowering import query_heads_of
-from ds_ring.schedule.plan import head_classes
+from ds_ring.schedule.lowering import get_query_heads
+from ds_ring.schedule.plan import find_head_classes
 
 
 class HeadTiles(NamedTuple):
@@ -88,6 +88,6 @@ def replicated_tiles(
     runs = query_runs(np.frombuffer(positions, dtype=np.int64))
     keys, group = layout.runs(ring_rank), query_heads // kv_heads
     return tuple(
-        HeadTiles(query_heads_of(heads, group), heads, bound.tiles(runs, keys))
-        for heads, bound in head_classes(pattern, query_heads, kv_heads)
+        HeadTiles(get_query_heads(heads, group), heads, bound.tiles(runs, keys))
+        for heads, bound in find_head_classes(pattern, query_heads, kv_heads)
     )

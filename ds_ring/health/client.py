@@ -29,8 +29,8 @@ from multiprocessing import util
 from typing import Any, NamedTuple, TypeVar
 
 from ds_ring.errors import RingError, RingPeerError, compiled_in, is_inside
-from ds_ring.health.failure_detector.wire import GRACE_S, Fault, ranges_of
-from ds_ring.health.whereabouts import collective_calls, default_group_id, names_of, where_is
+from ds_ring.health.failure_detector.wire import GRACE_S, Fault, write_ranges
+from ds_ring.health.whereabouts import collective_calls, describe_place, get_default_group_id, get_group_names
 from ds_ring.limits import Limit
 from ds_ring.schedule.grid import Grid
 
@@ -99,7 +99,7 @@ class DetectorClient:
         self._leaves_at = math.inf
         self._sent_calls: dict[str, int] = {}
         self._not_compared: set[str] = set()
-        self._thread, self._group = threading.get_ident(), default_group_id()
+        self._thread, self._group = threading.get_ident(), get_default_group_id()
         self._host = detector_rank
         self._since = 0.0  # when the fault was known here
         # A garbage collection may say goodbye for a mesh while this very thread is in here: reentrant.
@@ -126,7 +126,7 @@ class DetectorClient:
         self, on: Sequence[int], place: tuple[int, int], what: str, limit: Limit | None = None
     ) -> None:
         """Report that this rank waits for the world ranks `on` at (call, hop), longer than for a moment."""
-        message: dict[str, Any] = {"kind": "wait", "on": ranges_of(on), "place": place, "what": what}
+        message: dict[str, Any] = {"kind": "wait", "on": write_ranges(on), "place": place, "what": what}
         if limit is not None:
             message |= {"limit": limit.seconds, "key": limit.key}
         self._send(message)
@@ -138,12 +138,12 @@ class DetectorClient:
         than its `limit`: [Note: late in a collective] in `collective_calls.py`. The calling thread is the one
         that makes the collectives. `what` and `limit` hold outside of `within`.
         """
-        self._thread, self._group = threading.get_ident(), default_group_id()
+        self._thread, self._group = threading.get_ident(), get_default_group_id()
         self._stage = what, limit
 
     def exclude_groups(self, groups: Iterable[object]) -> None:
         """Leave process groups out of that comparison: their ranks send and receive."""
-        self._not_compared |= names_of(groups)
+        self._not_compared |= get_group_names(groups)
 
     @contextmanager
     def within(self, what: str, limit: Limit) -> Iterator[None]:
@@ -162,7 +162,7 @@ class DetectorClient:
 
     def report_timeout(self, on: Sequence[int], cause: str) -> None:
         """Report that the ranks `on` are late, or a connection failed: the monitor decides who failed."""
-        self._send({"kind": "timeout", "on": ranges_of(on), "cause": cause})
+        self._send({"kind": "timeout", "on": write_ranges(on), "cause": cause})
 
     def report_broken_collective(self, cause: str) -> None:
         """Report that a collective that is not ours has failed here: the monitor decides who is to blame."""
@@ -235,7 +235,7 @@ class DetectorClient:
     def _read_calls(self) -> dict[str, Any]:
         """Return the collectives' part of a heartbeat: nothing, if they are not watched."""
         stage = self._stage
-        if stage is None or default_group_id() != self._group:
+        if stage is None or get_default_group_id() != self._group:
             return {}
         calls = collective_calls(self._not_compared)
         changed = {name: number for name, number in calls.items() if self._sent_calls.get(name) != number}
@@ -249,7 +249,7 @@ class DetectorClient:
         if kind == "fault":
             self._record_fault(Fault(message["rank"], message["cause"]))
         elif kind == "where":
-            self._send({"kind": "at", "text": where_is(self._thread)})
+            self._send({"kind": "at", "text": describe_place(self._thread)})
         elif kind == "late":
             limit = Limit(message["limit_s"], message["key"])
             self.on_late(LateNotice(message["rank"], message["what"], message["since"], limit, message["at"]))
@@ -412,13 +412,13 @@ def call_guarded(
     if call.done():
         thread.join()  # it only lets go of the call; [Note: threads at exit] in comm/waiting.py
         error = call.exception()
-        if error is None or not is_of_distributed(error):
+        if error is None or not is_distributed_error(error):
             return call.result()
     else:
         keep_for_ever(call, act)
     cause = f"{what} failed" if call.done() else f"{what} did not end within {limit.seconds:g} s"
     fault = verdict(detector, error) or Fault(-1, f"{cause}, and no rank is known to have failed: {error}")
-    raise peer_error(grid, detector.rank, None, fault) from error
+    raise make_peer_error(grid, detector.rank, None, fault) from error
 
 
 def _wait_watched(
@@ -462,7 +462,7 @@ def verdict(detector: DetectorClient, error: BaseException | None = None) -> Fau
     return detector.fault
 
 
-def is_of_distributed(error: BaseException, *callers: str) -> bool:
+def is_distributed_error(error: BaseException, *callers: str) -> bool:
     """Return whether a collective raised this error: by its type and its caller, not by its text.
 
     Args:
@@ -478,7 +478,7 @@ def is_of_distributed(error: BaseException, *callers: str) -> bool:
     )
 
 
-def peer_error(grid: Grid, rank: int, hop: int | None, fault: Fault) -> RingPeerError:
+def make_peer_error(grid: Grid, rank: int, hop: int | None, fault: Fault) -> RingPeerError:
     """Return the monitor's verdict as the error of a world rank, with ranks by their place in the ring."""
     data, ring_rank, _ = grid.coordinates(rank)
     if not 0 <= fault.rank < grid.world_size:

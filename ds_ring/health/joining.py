@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 import psutil
 
 from ds_ring.errors import RingConfigError, RingError, RingMeshError, RingPeerError
-from ds_ring.health.client import LINGER_S, DetectorClient, keep_for_ever, peer_error
+from ds_ring.health.client import LINGER_S, DetectorClient, keep_for_ever, make_peer_error
 from ds_ring.health.failure_detector import handshake
 from ds_ring.health.failure_detector.wire import WARNED_PART, Fault
 from ds_ring.limits import Limit, Timeouts
@@ -99,7 +99,7 @@ def presence() -> RankPresence:
         return RankPresence(platform.node(), platform.node(), os.getpid())
 
 
-def listening_hosts(store: Store, presences: Sequence[RankPresence]) -> list[str]:
+def find_listening_hosts(store: Store, presences: Sequence[RankPresence]) -> list[str]:
     """Choose where the monitor listens: loopback for one host, else the address that ranks know this host by.
 
     Args:
@@ -382,7 +382,7 @@ def join(
     arrival = Arrival(store, name, rank, world_size, limit, collective)
     arrival.announce()
     if rank == 0:
-        hosts = listening_hosts(store, arrival.wait_for_all())
+        hosts = find_listening_hosts(store, arrival.wait_for_all())
         published = None if secret is not None else secrets.token_hex(32)
         if published is not None and hosts != [LOOPBACK]:
             log.warning(_NO_SECRET)
@@ -485,7 +485,7 @@ def join_detector(
     try:
         return join(store, rank, grid.world_size, *settings)
     except PeerLost as lost:
-        raise peer_error(grid, rank, None, lost.fault) from lost
+        raise make_peer_error(grid, rank, None, lost.fault) from lost
 
 
 @contextmanager

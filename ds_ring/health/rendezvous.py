@@ -7,7 +7,7 @@ import logging
 import socket
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ds_ring.health.client import peer_error
+from ds_ring.health.client import make_peer_error
 from ds_ring.health.failure_detector.wire import WARNED_PART, Fault
 from ds_ring.health.joining import Arrival, PeerLost
 from ds_ring.limits import Limit
@@ -34,7 +34,7 @@ class Rendezvous(NamedTuple):
     attempt: str
 
 
-def loopback_listener(host: str, port: int) -> dict[str, Any]:
+def make_loopback_listener(host: str, port: int) -> dict[str, Any]:
     """Return what makes a TCPStore of one host listen on loopback alone; torch's own listens everywhere.
 
     No arguments for another address, or if the port is taken: then torch raises.
@@ -70,7 +70,7 @@ def wait_for_ranks(where: Rendezvous, limit: Limit) -> Store | None:
 
     def connect(seconds: float) -> Store:
         timeout = datetime.timedelta(seconds=seconds)
-        listener = loopback_listener(where.host, where.port) if where.hosts else {}
+        listener = make_loopback_listener(where.host, where.port) if where.hosts else {}
         return dist.TCPStore(  # type: ignore[attr-defined]  # a name of torch's extension
             where.host,
             where.port,
@@ -98,10 +98,10 @@ def wait_for_ranks(where: Rendezvous, limit: Limit) -> Store | None:
         arrival.announce()
         arrival.wait_for_all()
     except PeerLost as lost:
-        raise peer_error(_make_line(where.world_size), where.rank, None, lost.fault) from lost
+        raise make_peer_error(_make_line(where.world_size), where.rank, None, lost.fault) from lost
     except RuntimeError as error:
         fault = Fault(0, f"its store did not answer within {limit.seconds:g} s ({limit.key})")
-        raise peer_error(_make_line(where.world_size), where.rank, None, fault) from error
+        raise make_peer_error(_make_line(where.world_size), where.rank, None, fault) from error
     return store
 
 

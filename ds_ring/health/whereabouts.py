@@ -31,14 +31,14 @@ def _get_c10d() -> Any:
     return sys.modules.get("torch.distributed.distributed_c10d")
 
 
-def default_group_id() -> int | None:
+def get_default_group_id() -> int | None:
     """Return the identity of the default process group, whose groups are counted; None without one."""
     c10d = _get_c10d()
     group = None if c10d is None else c10d.GroupMember.WORLD
     return None if group is None else id(group)
 
 
-def names_of(groups: Iterable[object]) -> set[str]:
+def get_group_names(groups: Iterable[object]) -> set[str]:
     """Return the names of process groups, the same on all ranks; groups that are gone have none."""
     c10d = _get_c10d()
     known = {} if c10d is None else c10d._world.pg_names
@@ -61,7 +61,7 @@ def collective_calls(not_compared: Container[str]) -> dict[str, int]:
     return calls
 
 
-def where_is(thread: int) -> str:
+def describe_place(thread: int) -> str:
     """Return the innermost function of a thread and the innermost one of the user's code, with lines."""
     frame = sys._current_frames().get(thread)
     if frame is None:

@@ -36,7 +36,7 @@ class Rows(NamedTuple):
     repeats: int = 1
     stride: int = 0
 
-    def of(self, x: Tensor) -> Tensor:
+    def select(self, x: Tensor) -> Tensor:
         """Return a view of x [B, heads, S, ...]; see `views`."""
         return self.views(x)[0]
 
@@ -82,7 +82,7 @@ class Scores(Protocol):
     mod: Any
     heads: range
 
-    def of(self, heads: slice) -> Scores:
+    def select(self, heads: slice) -> Scores:
         """Return the same for some of the heads."""
 
     def changed(self, scores_BHQK: Tensor, q_positions: Tensor, k_positions: Tensor) -> Tensor:
@@ -254,7 +254,7 @@ class PartialOut(NamedTuple):
 
     Attributes:
         heads: the query heads.
-        q_rows: the query slots; `q_rows.of` returns views with the shape of the results.
+        q_rows: the query slots; `q_rows.select` returns views with the shape of the results.
         out_BHSD: output, normalised over these keys alone.
         lse_BHS: natural-log log-sum-exp over these keys, float32 (float64 for float64 inputs).
     """
@@ -270,7 +270,7 @@ class PartialGrads(NamedTuple):
 
     Attributes:
         heads, q_rows, k_rows: the query heads, query slots and key slots of the gradients.
-        dq, dk, dv: [..., heads, rows, D] of `q_rows.of` and `k_rows.of`; see `tokens_first`.
+        dq, dk, dv: [..., heads, rows, D] of `q_rows.select` and `k_rows.select`; see `tokens_first`.
         tokens_first: their layout is [..., rows, heads, D]. The accumulator is transposed then, once per
             pass.
     """
@@ -285,7 +285,7 @@ class PartialGrads(NamedTuple):
 
     @property
     def heads_first(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return dq, dk and dv in the shapes of `q_rows.of` and `k_rows.of`."""
+        """Return dq, dk and dv in the shapes of `q_rows.select` and `k_rows.select`."""
         dq, dk, dv = self.dq, self.dk, self.dv
         if self.tokens_first:
             dq, dk, dv = (x.transpose(-3, -2) for x in (dq, dk, dv))
@@ -294,9 +294,9 @@ class PartialGrads(NamedTuple):
     def add_to(self, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
         """Add the gradients to sums over all slots, [B, H, S, D], [B, G, n, D] and [B, G, n, E]."""
         of_q, of_k, of_v = self.heads_first
-        self.q_rows.of(dq[:, self.heads]).add_(of_q)
-        self.k_rows.of(dk).add_(of_k)
-        self.k_rows.of(dv).add_(of_v)
+        self.q_rows.select(dq[:, self.heads]).add_(of_q)
+        self.k_rows.select(dk).add_(of_k)
+        self.k_rows.select(dv).add_(of_v)
 
 
 class KernelNeeds(NamedTuple):
@@ -331,16 +331,16 @@ class Kernel(Protocol):
         """
         ...
 
-    def of_heads(self, heads: slice) -> Kernel:
+    def select_heads(self, heads: slice) -> Kernel:
         """Return the kernel for some of the query heads: a different one if scores depend on the head."""
         ...
 
-    def executed_pairs(self, tiles: Tiles, backward: bool = False) -> int:
+    def count_executed_pairs(self, tiles: Tiles, backward: bool = False) -> int:
         """Return the number of (query, key) pairs per head that the kernel multiplies, waste included."""
         ...
 
 
-class HeadsOfPass(NamedTuple):
+class PassHeads(NamedTuple):
     """The heads of a class (heads whose patterns are equal) in a pass on this rank, and its tiles by hop."""
 
     query_heads: int
@@ -380,7 +380,7 @@ def value_dim(kernel: Kernel, v: Tensor) -> int:
     return int(getattr(kernel, "value_dim", v.shape[-1]))
 
 
-def compiles(kernel: Kernel, operands: Operands, parts: Iterable[HeadsOfPass], scale: float) -> bool:
+def compiles(kernel: Kernel, operands: Operands, parts: Iterable[PassHeads], scale: float) -> bool:
     """Return whether a pass will compile something; False for a kernel without a method `compiles`."""
     kernel_compiles = getattr(kernel, "compiles", None)
     return kernel_compiles is not None and any(kernel_compiles(operands, part, scale) for part in parts)

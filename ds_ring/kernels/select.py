@@ -21,7 +21,7 @@ from ds_ring.kernels.interface import Kernel, KernelNeeds, Scores
 from ds_ring.masks.pattern import Pattern
 from ds_ring.plugin import FAST_KERNELS, KERNELS, RATES, load, unmeasured
 
-__all__ = ["Kernel", "KernelNeeds", "block_side", "get_kernel"]
+__all__ = ["Kernel", "KernelNeeds", "get_block_side", "get_kernel"]
 
 _log = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ def get_kernel(
     return _make_kernel(name, options, tuple(sizes.items()))
 
 
-def block_side(name: str, device_type: str, patterns: Iterable[Pattern], block_size: int) -> int:
+def get_block_side(name: str, device_type: str, patterns: Iterable[Pattern], block_size: int) -> int:
     """Return the side of the blocks in which a kernel computes, for `make_layout`; 1 for one that does not.
 
     A layout is chosen before there are tensors: "auto" is looked up for bfloat16 and a head dimension that

@@ -30,7 +30,7 @@ class HopShape(NamedTuple):
         return max(self.head_dim, self.value_dim)
 
 
-def workspace_bytes(kernel: str, tiles: Tiles, shape: HopShape, backward: bool) -> int:
+def get_workspace_bytes(kernel: str, tiles: Tiles, shape: HopShape, backward: bool) -> int:
     """Return the peak of the bytes in a kernel and the merge, at one hop of a forward or backward pass."""
     formula = KERNELS[kernel].workspace
     assert formula is not None, f"nobody has worked out what the kernel {kernel!r} allocates"

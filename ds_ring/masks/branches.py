@@ -190,7 +190,7 @@ class Branch:
         )
 
     @property
-    def labels_of(self) -> tuple[Joined, ...]:
+    def compared_labels(self) -> tuple[Joined, ...]:
         """Return the pairs (primitive of the queries, primitive of the keys) whose labels are compared."""
         return tuple(zip(self.queries.primitives, self.keys.primitives, strict=True))
 
@@ -226,7 +226,7 @@ class Branch:
         # Renumber both sides in one array, so that equal labels get the same number on both sides.
         inside = [(x >= side.first) & (x < side.end) for x, side in ((q, self.queries), (k, self.keys))]
         both = np.where(np.concatenate(inside), 0, NO_LABEL)
-        for ours, theirs in self.labels_of:
+        for ours, theirs in self.compared_labels:
             labels = np.concatenate([ours.labels(q), theirs.labels(k)])
             # mixed radix: two numbers are equal only if the labels of all primitives so far are equal
             base = int(labels.max(initial=0)) + 1
@@ -237,7 +237,7 @@ class Branch:
         return both[:split], both[split:]
 
 
-def equal_labels(primitive: Primitive, least: int = -UNBOUNDED, most: int = UNBOUNDED) -> Branch:
+def match_labels(primitive: Primitive, least: int = -UNBOUNDED, most: int = UNBOUNDED) -> Branch:
     """Return the branch of all pairs to which one primitive gives the same label, within a band."""
     return Branch(labelled(primitive), labelled(primitive), least, most)
 
@@ -313,7 +313,7 @@ def union(first: tuple[Branch, ...], second: tuple[Branch, ...]) -> tuple[Branch
 def _check_only_ranges_differ(taken: Branch, whole: Branch) -> bool:
     """Return whether ranges and band alone describe which pairs of `whole` are in `taken`."""
     # Every label and mask of `taken` also restricts `whole`, so none of them has to be negated.
-    return set(taken.labels_of) <= set(whole.labels_of) and set(taken.masks) <= set(whole.masks)
+    return set(taken.compared_labels) <= set(whole.compared_labels) and set(taken.masks) <= set(whole.masks)
 
 
 def subtract(whole: Branch, taken: Branch) -> list[Branch]:

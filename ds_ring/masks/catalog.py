@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ds_ring.errors import RingPatternError, true_or_false
-from ds_ring.masks.branches import ALL, Branch, Remainder, Segment, equal_labels, in_range
+from ds_ring.errors import RingPatternError, check_bool
+from ds_ring.masks.branches import ALL, Branch, Remainder, Segment, in_range, match_labels
 from ds_ring.masks.pattern import Pattern, QueryHead, check_numbers
 from ds_ring.masks.tiles import UNBOUNDED
 from ds_ring.plugin import JsonKey
@@ -63,7 +63,7 @@ class _NumbersOfTokens:
 
     def __post_init__(self) -> None:
         check_numbers(self, *(name for name in vars(self) if name != "causal"))
-        true_or_false(getattr(self, "causal", True), f"{type(self).__name__}: causal", RingPatternError)
+        check_bool(getattr(self, "causal", True), f"{type(self).__name__}: causal", RingPatternError)
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class DilatedWindow(_NumbersOfTokens, Pattern):
     def branches(self, head: QueryHead) -> tuple[Branch, ...]:
         reach = (self.window - 1) * self.rate
         # equal remainders select every `rate`-th position; the band limits how many of them
-        return (equal_labels(Remainder(self.rate), least=0 if self.causal else -reach, most=reach),)
+        return (match_labels(Remainder(self.rate), least=0 if self.causal else -reach, most=reach),)
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ class Chunked(_NumbersOfTokens, Pattern):
     causal: bool = True
 
     def branches(self, head: QueryHead) -> tuple[Branch, ...]:
-        return (equal_labels(Segment(self.chunk), least=0 if self.causal else -UNBOUNDED),)
+        return (match_labels(Segment(self.chunk), least=0 if self.causal else -UNBOUNDED),)
 
 
 @dataclass(frozen=True)

@@ -37,13 +37,13 @@ Intervals = tuple[IntArray, IntArray]  # of each row, the ends included; empty w
 RowPairs = tuple[IntArray, IntArray]  # indices of query rows and of key rows, in the order of both
 
 
-def near_rows(branches: Iterable[Branch], q: Axis, k: Axis) -> RowPairs | None:
+def find_near_rows(branches: Iterable[Branch], q: Axis, k: Axis) -> RowPairs | None:
     """Return the pairs of rows that some branch may join; None for all. See [Note: near rows]."""
     rows_by_key: dict[tuple[object, ...], IntArray] = {}
     count, total = 0, len(q.slot) * len(k.slot)
     for branch in branches:
         ranges = (branch.queries.first, branch.queries.end), (branch.keys.first, branch.keys.end)
-        key = (branch.labels_of, ranges, branch.least, branch.most)
+        key = (branch.compared_labels, ranges, branch.least, branch.most)
         if key in rows_by_key:
             continue
         overlaps = list(_make_intervals(branch, q, k))
@@ -72,7 +72,7 @@ def _make_intervals(branch: Branch, q: Axis, k: Axis) -> Iterable[tuple[Interval
     if branch.least > -UNBOUNDED or branch.most < UNBOUNDED or any(mask.any() for mask in outside):
         q_moved = q.position - branch.most, q.last_position - branch.least
         yield _clear_rows(*q_moved, outside[0]), _clear_rows(k.position, k.last_position, outside[1])
-    for ours, theirs in branch.labels_of:
+    for ours, theirs in branch.compared_labels:
         yield _clear_rows(*ours.bounds(q), outside[0]), _clear_rows(*theirs.bounds(k), outside[1])
 
 
@@ -108,7 +108,7 @@ def _begin_inside(outer: Intervals, inner: Intervals, side: Literal["left", "rig
     return outers[row], inners[first[row] + which]
 
 
-def tiles_by_head(
+def split_by_head(
     branches_by_head: tuple[tuple[Branch, ...], ...], rectangles: Tiles, plain: bool = False
 ) -> Tiles:
     """Return the non-empty tiles of whole rectangles; see [Note: joins].
@@ -142,7 +142,7 @@ def tiles_by_head(
             column = np.zeros(len(blocks), dtype=np.int64)
             parts.append(replace(blocks, mask=column, masks=(MaskInside(masks, least, most),)))
         else:
-            parts.append(within_distances(tiles, least, most))
+            parts.append(select_distances(tiles, least, most))
     return parts[0] if len(parts) == 1 else Tiles.concat([nothing, *parts])
 
 
@@ -168,7 +168,7 @@ def _refine(tiles: Tiles, branches: list[Branch], causal: bool, plain: bool) -> 
     by_ranges: dict[tuple[Partition, Partition], list[tuple[Joined, ...]]] = {}
     for branch in branches:
         ranges = replace(branch.queries, primitives=()), replace(branch.keys, primitives=())
-        by_ranges.setdefault(ranges, []).append(branch.labels_of)
+        by_ranges.setdefault(ranges, []).append(branch.compared_labels)
     parts = []
     for (queries, keys), joined in by_ranges.items():
         near = tiles
@@ -241,7 +241,7 @@ def _select_pieces(primitive: Primitive, axis: Axis, least: IntArray, greatest: 
     )
 
 
-def within_distances(tiles: Tiles, least: int, most: int) -> Tiles:
+def select_distances(tiles: Tiles, least: int, most: int) -> Tiles:
     """Keep the pairs with least <= query position - key position <= most.
 
     Rectangles that a bound cuts lose the rows and columns that have no pair. Before that they are split until
@@ -285,7 +285,7 @@ def cut_queries(tiles: Tiles, slots: Sequence[int]) -> list[Tiles]:
     return parts
 
 
-def middle_slot(tiles: Tiles) -> int:
+def find_middle_slot(tiles: Tiles) -> int:
     """Return the slot in the middle of the queries, or the first one of a run that begins near it."""
     starts = np.unique(tiles.q.slot)
     end = int((tiles.q.slot + (tiles.q.length - 1) * tiles.q.slot_step).max(initial=-1)) + 1

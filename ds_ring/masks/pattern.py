@@ -17,9 +17,9 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from ds_ring.errors import RingPatternError, whole_number
+from ds_ring.errors import RingPatternError, check_whole_number
 from ds_ring.masks.branches import ALL, Branch, Primitive, counts_twice, product, union
-from ds_ring.masks.joins import near_rows, tiles_by_head
+from ds_ring.masks.joins import find_near_rows, split_by_head
 from ds_ring.masks.slots import IntArray
 from ds_ring.masks.tiles import UNBOUNDED, Axis, PairMask, Tiles
 from ds_ring.plugin import JsonKey
@@ -186,7 +186,7 @@ def check_numbers(pattern: object, *names: str) -> None:
     """Convert the named fields to Python ints; RingPatternError unless each is a positive integer."""
     for name in names:
         what = f"{type(pattern).__name__}: {name}"
-        object.__setattr__(pattern, name, whole_number(getattr(pattern, name), what, RingPatternError))
+        object.__setattr__(pattern, name, check_whole_number(getattr(pattern, name), what, RingPatternError))
 
 
 def _check_operand(operand: object, operator: str) -> Pattern:
@@ -255,12 +255,12 @@ class BoundPattern(Pattern):
         near = None
         if len(q_runs) * len(k_runs) > MANY_PAIRS:
             every = itertools.chain(*self.branches_by_head)
-            near = near_rows(every, Axis.from_runs(q_runs), Axis.from_runs(k_runs))
+            near = find_near_rows(every, Axis.from_runs(q_runs), Axis.from_runs(k_runs))
         return self.cut(Tiles.rectangles(q_runs, k_runs, near))
 
     def cut(self, rectangles: Tiles) -> Tiles:
         """Cut rectangles of pairs into tiles and drop the empty ones."""
-        return tiles_by_head(self.branches_by_head, replace(rectangles, rule=self))
+        return split_by_head(self.branches_by_head, replace(rectangles, rule=self))
 
     def labels(self, q: IntArray, k: IntArray) -> tuple[IntArray, IntArray]:
         """Return labels of query and key positions, int64 [heads, branches, n] and [heads, branches, m]."""

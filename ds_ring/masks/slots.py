@@ -32,7 +32,7 @@ def expand_ranges(ranges: SlotRanges) -> IntArray:
     return ranges[row, 0] + within
 
 
-def ranges_of_progressions(rows: IntArray) -> SlotRanges:
+def merge_progressions(rows: IntArray) -> SlotRanges:
     """Return the union of progressions of slots, int64 [n, 3] of (slot, step, length), none of them empty."""
     slot, step, length = rows.T
     # without strides no slot has to be looked at by itself: a union of ranges, which may overlap or touch
@@ -64,8 +64,8 @@ def ranges_by_set(rows: IntArray, numbers: IntArray) -> dict[int, SlotRanges]:
         which = np.repeat(np.arange(len(firsts)), np.diff(firsts, append=len(rows)))
         width = int((rows[:, 0] + rows[:, 2]).max()) + 1
         rows = np.stack([rows[:, 0] + which * width, rows[:, 1], rows[:, 2]], axis=1)
-        return dict(zip(names, split_sets(ranges_of_progressions(rows), width, len(firsts)), strict=True))
-    return dict(zip(names, map(ranges_of_progressions, np.split(rows, firsts[1:])), strict=True))
+        return dict(zip(names, split_sets(merge_progressions(rows), width, len(firsts)), strict=True))
+    return dict(zip(names, map(merge_progressions, np.split(rows, firsts[1:])), strict=True))
 
 
 def join_sets(sets: Sequence[SlotRanges], width: int) -> SlotRanges:
@@ -118,7 +118,7 @@ def subtract_slots(whole: SlotRanges, part: SlotRanges) -> SlotRanges:
     return np.stack([start[keep], end[keep]], axis=1)
 
 
-def part_of(ranges: SlotRanges, number: int, parts: int) -> SlotRanges:
+def select_part(ranges: SlotRanges, number: int, parts: int) -> SlotRanges:
     """Return part `number` of a set of slots that is cut into `parts` equal parts."""
     if parts == 1:
         return ranges

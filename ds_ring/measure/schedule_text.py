@@ -15,7 +15,7 @@ from ds_ring.schedule.steps import (
     Round,
     Schedule,
     Send,
-    name_of,
+    get_buffer_name,
 )  # fmt: skip
 
 COLUMNS = ("batch", "heads", "put in place, free", "send", "receive", "compute meanwhile")
@@ -43,13 +43,13 @@ def _cells(chunk: HeadChunk, part: Round) -> list[list[str]]:
     """Return the entries of the last four columns."""
     sends = [f"{_message(step)} to {step.peer}" for step in part.posted if isinstance(step, Send)]
     receives = [
-        f"{_message(step)} from {step.peer} in {name_of(step.buffer)}"
+        f"{_message(step)} from {step.peer} in {get_buffer_name(step.buffer)}"
         for step in part.posted
         if isinstance(step, Recv)
     ]
     computing = [
-        f"hop {step.hop}: {name_of(step.buffer)}"
-        + ("" if step.gradients is None else f" -> {name_of(step.gradients)}")
+        f"hop {step.hop}: {get_buffer_name(step.buffer)}"
+        + ("" if step.gradients is None else f" -> {get_buffer_name(step.gradients)}")
         for step in part.computed
     ]
     return [_arrivals(chunk, part), sends, receives, computing]
@@ -61,11 +61,11 @@ def _arrivals(chunk: HeadChunk, part: Round) -> list[str]:
     freed = [step.buffer for step in part.arrived if isinstance(step, Free) and step.buffer not in copies]
     signs = ["+=" if buffer.payload is Payload.GRADIENTS else "=" for buffer in chunk.steps.buffers]
     texts = [
-        f"{name_of(step.buffer)} {signs[step.buffer]} {name_of(step.source)}"
+        f"{get_buffer_name(step.buffer)} {signs[step.buffer]} {get_buffer_name(step.source)}"
         for step in part.arrived
         if isinstance(step, Accumulate)
     ]
-    if names := [name_of(buffer) for buffer in freed if buffer != RESULTS]:
+    if names := [get_buffer_name(buffer) for buffer in freed if buffer != RESULTS]:
         texts.append(f"free {' '.join(names)}")
     return [*texts, "results are done"] if RESULTS in freed else texts
 

@@ -24,7 +24,7 @@ from ds_ring.models.copies import TransformersCopies
 from ds_ring.models.model import CONFIG, MODEL
 from ds_ring.models.model_adapter import (
     ModelAdapter,
-    own_implementation,
+    get_own_implementation,
     set_implementations,
 )
 from ds_ring.models.variant import AttachRequest
@@ -41,19 +41,19 @@ def check_model(model: nn.Module, config: RingConfig) -> None:
     Raises:
         RingConfigError: with the model's class and its attn_implementation.
     """
-    outermost = _pretrained(model, outermost=True)
+    outermost = _find_models(model, outermost=True)
     checks.check_adapters(model)
     for outer in outermost:
         if config.attention == "ring" and not _keeps_its_own(config, outer):
             _refuse_unknown_encoder(outer)
     keep = {id(encoder) for outer in outermost for encoder in own_attention(outer)}
-    for part in _pretrained(model):
+    for part in _find_models(model):
         implementation = part.config._attn_implementation
         if id(part) in keep or (_keeps_its_own(config, part) and implementation != NAME):
             continue  # nothing to do for a ring
         if own_attention(part) and config.attention == "ring":
             continue  # it joins image encoders and a language part, which is looked at by itself
-        if config.attention == "ring" and (home := checks.home_of_attention(implementation)):
+        if config.attention == "ring" and (home := checks.find_attention_home(implementation)):
             got = f"{implementation!r} of {home}: the ring would replace it, and its mask"
             advice = 'use "sdpa" and a pattern ("mask_mod", say)'
             raise RingConfigError.wrong(type(part).__name__, "an attention of transformers", got, advice)
@@ -94,7 +94,7 @@ def _refuse_unknown_encoder(model: PreTrainedModel) -> None:
         RingConfigError: no variant knows its type.
     """
     kind = type(getattr(model.config, "vision_config", None))
-    has_one = any(type(part.config) is kind for part in _pretrained(model))
+    has_one = any(type(part.config) is kind for part in _find_models(model))
     if has_one and hasattr(model.base_model, "get_image_features") and not own_attention(model):
         types = ", ".join(name for variant in variants() for name in variant.encoder_types)
         known = f", or one of the model types {types}" if types else ""
@@ -128,11 +128,11 @@ def attach(model: nn.Module, session: RingSession) -> list[ModelAdapter]:
     check_model(model, session.config)
     config, attached = session.config, []
     session.needs.copies, session.needs.encoder_modules = TransformersCopies(), encoder_modules
-    for part in _pretrained(model, outermost=True):
+    for part in _find_models(model, outermost=True):
         before = part.config._attn_implementation
         if before != NAME and _keeps_its_own(config, part):
             continue
-        implementations = {inner: own_implementation(inner) for inner in _pretrained(part)}
+        implementations = {inner: get_own_implementation(inner) for inner in _find_models(part)}
         if config.attention == "ring":
             _switch(part, session)
         rewritten = part.config._attn_implementation != NAME
@@ -162,7 +162,7 @@ _sets_name = patch(
 def _switch(model: PreTrainedModel, session: RingSession) -> None:
     """Give a model and the models inside it the ring's attention, and check that all of them took it."""
     before = model.config._attn_implementation
-    parts = _pretrained(model)
+    parts = _find_models(model)
     for part in parts:
         if checks.bypasses_interface(part):
             apply(_sets_name.to(NAME), session=session, config=part.config)
@@ -188,7 +188,7 @@ def _switch(model: PreTrainedModel, session: RingSession) -> None:
             f"{type(model).__name__}: expected a model that takes '{NAME}', got {before!r} and {error}"
         ) from error
     keep = own_attention(model)
-    for part in _pretrained(model):
+    for part in _find_models(model):
         if part not in keep and part.config._attn_implementation != NAME:
             raise RingConfigError(
                 f"{type(part).__name__} in {type(model).__name__}: expected '{NAME}' attention, got"
@@ -198,7 +198,7 @@ def _switch(model: PreTrainedModel, session: RingSession) -> None:
         log.info("%s: attn_implementation=%r became %r", type(model).__name__, before, NAME)
 
 
-def _pretrained(model: nn.Module, outermost: bool = False) -> list[PreTrainedModel]:
+def _find_models(model: nn.Module, outermost: bool = False) -> list[PreTrainedModel]:
     """Return the transformers models in `model`, without those inside another one if `outermost`."""
     parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
     if not outermost:

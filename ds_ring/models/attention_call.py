@@ -19,9 +19,9 @@ from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import ScoreFunction
 from ds_ring.models.layer_masks import (
     LayerMask,
+    choose_layer_pattern,
     is_causal,
-    pattern_in,
-    pattern_of_call,
+    read_call_pattern,
 )
 
 # Arguments with which models change what attention computes; a ring has none of it.
@@ -71,7 +71,7 @@ class AttentionCall:
         """Return the pattern that the model itself gives the layer; None if it hides all keys."""
         if isinstance(self.mask, LayerMask):
             return self.mask.pattern
-        return pattern_of_call(self.module, self.arguments)
+        return read_call_pattern(self.module, self.arguments)
 
     def check(self) -> None:
         """Refuse what a ring does not compute, and find the pattern.
@@ -88,7 +88,7 @@ class AttentionCall:
         if not compiled:
             if isinstance(self.mask, LayerMask):
                 self.mask.check_blocks(self.sharding)
-            self.pattern = pattern_in(self.module, self.sharding, self.model_pattern())
+            self.pattern = choose_layer_pattern(self.module, self.sharding, self.model_pattern())
         elif is_causal(self.module, self.arguments) != self.sharding.patterns.pattern.is_causal:
             raise RingPatternError(f"{self.name}: set pattern.causal in the JSON to what the model is")
         queries, keys = self.q_BHSD.shape[2], self.k_BGSD.shape[2]

@@ -134,10 +134,10 @@ def check_class(model: PreTrainedModel, request: AttachRequest) -> None:
     for variant in variants():
         variant.refuse(model, request)
         covered |= variant.covers(model, as_is)
-    kind, needs = type(model), needs_of(model) - covered
+    kind, needs = type(model), find_needs(model) - covered
     config = model.config.get_text_config()
     if INTERFACE in needs and not (as_is and works_as_is(kind)):
-        raise bypass_error(kind)
+        raise make_bypass_error(kind)
     types = set(getattr(model.config, "layer_types", None) or ())
     if STATE in needs and types and types <= _PLAIN_LAYERS:
         raise cannot_run(model, _ATTENTION_ALONE)
@@ -198,7 +198,7 @@ def has_cache(name: str) -> RingConfigError:
     return RingConfigError(f"{name}: expected a call without a cache, got one; generate in engine.ring.off()")
 
 
-def needs_of(model: PreTrainedModel) -> set[str]:
+def find_needs(model: PreTrainedModel) -> set[str]:
     """Return the needs of a model that softmax over the keys of a pattern does not cover."""
     kind, layers = type(model), set(getattr(model.config, "layer_types", None) or ())
     convolves = (
@@ -216,7 +216,7 @@ def needs_of(model: PreTrainedModel) -> set[str]:
     return layers - _PLAIN_LAYERS | {need for need, applies in needs.items() if applies}
 
 
-def home_of_attention(name: str) -> str | None:
+def find_attention_home(name: str) -> str | None:
     """Return the module of an attention function that another package has registered; None for others."""
     function = ALL_ATTENTION_FUNCTIONS.get(name)
     home = getattr(getattr(function, "func", function), "__module__", None)
@@ -233,7 +233,7 @@ def check_adapters(model: nn.Module) -> None:
                 raise RingConfigError(f"peft: adapter {name!r}: expected a plain LoRA, got {got}")
 
 
-def bypass_error(kind: type[PreTrainedModel]) -> RingConfigError:
+def make_bypass_error(kind: type[PreTrainedModel]) -> RingConfigError:
     """Return the error of a class that has no attention interface, with the way that works instead."""
     advice = next(filter(None, (variant.advice(kind) for variant in variants())), None)
     if advice is not None:

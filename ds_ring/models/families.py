@@ -48,7 +48,7 @@ _pools = _pool_patch(
 )  # fmt: skip
 
 
-def pooled_token(model: PreTrainedModel, session: RingSession) -> list[Any]:
+def make_pooling_hooks(model: PreTrainedModel, session: RingSession) -> list[Any]:
     """Return the hooks of a classifier and its `score`: every rank gets the logits of the last token."""
     signature = inspect.signature(model.forward)
     noted: dict[str, Tensor | None] = {}
@@ -126,7 +126,7 @@ _lookup_patch = partial(
 _LOOKUPS = {name: _lookup_patch(name) for name in ("get_per_layer_inputs", "reverse_embedding")}
 
 
-def lookup_guards(model: nn.Module, session: RingSession) -> Iterator[tuple[nn.Module, Any]]:
+def find_lookup_guards(model: nn.Module, session: RingSession) -> Iterator[tuple[nn.Module, Any]]:
     """Yield the modules that look ids up by embeddings, and what lets all ranks raise together there."""
 
     def guarded(lookup: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -169,7 +169,7 @@ def check_outputs(
             class_name.endswith("ForSequenceClassification") for class_name in names
         )
         if name == "logits" and (classifies or (value.ndim == 2 and value.shape[1] != local_tokens)):
-            raise RingConfigError(_own_head(model, value))
+            raise RingConfigError(_describe_own_head(model, value))
         if value.shape[1] != local_tokens or name in _OVER_TOKENS:
             raise RingConfigError(
                 f"{type(model).__name__}: its output {name} {list(value.shape)} is read off this rank's"
@@ -177,7 +177,7 @@ def check_outputs(
             )
 
 
-def _own_head(model: PreTrainedModel, logits: Tensor) -> str:
+def _describe_own_head(model: PreTrainedModel, logits: Tensor) -> str:
     """Return what to do instead of BERT's way, which reads the first token, or a mean of all."""
     base = type(model.base_model)
     pooler = "add_pooling_layer" in inspect.signature(base.__init__).parameters

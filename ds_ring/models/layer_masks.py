@@ -65,7 +65,7 @@ class LayerMask:
         whole = [isinstance(part, slice) and part in (slice(None), slice(0, None)) for part in parts]
         if all(whole) or (len(parts) > 1 and parts[1] == 0 and all((*whole[:1], *whole[2:]))):
             return self
-        raise _used_as_tensor(f"selects {index} of it")
+        raise _refuse_tensor_use(f"selects {index} of it")
 
     def to(self, *_: Any, **__: Any) -> LayerMask:
         """Return the mask itself: some models ask for truth values."""
@@ -74,15 +74,15 @@ class LayerMask:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # of Python's protocols: copy, pickle
             raise AttributeError(name)
-        raise _used_as_tensor(f"reads its {name}")
+        raise _refuse_tensor_use(f"reads its {name}")
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Refuse every function of torch, and every operator with a tensor."""
-        raise _used_as_tensor(f"calls {getattr(function, '__name__', function)} on it")
+        raise _refuse_tensor_use(f"calls {getattr(function, '__name__', function)} on it")
 
 
-def _used_as_tensor(how: str) -> RingPatternError:
+def _refuse_tensor_use(how: str) -> RingPatternError:
     return RingPatternError(
         f"attention_mask: expected a model that hands its mask to attention as it is, got one that {how}: it"
         " computes a mask of its own from this rank's tokens, which no ring pattern stands for; use a model"
@@ -103,8 +103,8 @@ def read_mask(mask_function: Callable[..., Any]) -> LayerMask:
         RingPatternError: it has a function that no pattern can express.
     """
     leaves = _leaves(mask_function)
-    joins = any(ids is not None and bool((ids >= 0).any()) for ids in map(_block_ids, leaves))
-    leaves = [leaf for leaf in leaves if _block_ids(leaf) is None]
+    joins = any(ids is not None and bool((ids >= 0).any()) for ids in map(_read_block_ids, leaves))
+    leaves = [leaf for leaf in leaves if _read_block_ids(leaf) is None]
     if any(inspect.getclosurevars(leaf).nonlocals.get("sliding_window") == 0 for leaf in leaves):
         return LayerMask(None)  # Qwen's configuration without windows
     causal = any(leaf.__qualname__ == "causal_mask_function" for leaf in leaves)
@@ -147,7 +147,7 @@ def _leaves(function: Callable[..., Any]) -> list[Callable[..., Any]]:
     name = function.__qualname__
     if name == "or_masks.<locals>.or_mask":
         parts = inspect.getclosurevars(function).nonlocals["mask_functions"]
-        blocks = [part for part in parts if _block_ids(part) is not None]
+        blocks = [part for part in parts if _read_block_ids(part) is not None]
         others = [_leaves(part) for part in parts if part not in blocks]
         widest = min(others, key=len, default=[function])
         # a mask, or a part of it, is the mask
@@ -164,7 +164,7 @@ def _hides_nothing(function: Callable[..., Any]) -> bool:
     return inspect.getclosurevars(function).nonlocals.get("prefill_length") == math.inf
 
 
-def _block_ids(function: Callable[..., Any]) -> Tensor | None:
+def _read_block_ids(function: Callable[..., Any]) -> Tensor | None:
     """Return the blocks whose tokens a mask function lets see each other; None for other functions."""
     ids: Tensor | None = inspect.getclosurevars(function).nonlocals.get("block_sequence_ids")
     return ids
@@ -176,7 +176,7 @@ def is_causal(module: nn.Module, kwargs: dict[str, Any]) -> bool:
     return bool(getattr(module, "is_causal", True) if argument is None else argument)
 
 
-def pattern_of_call(module: nn.Module, kwargs: dict[str, Any]) -> Pattern:
+def read_call_pattern(module: nn.Module, kwargs: dict[str, Any]) -> Pattern:
     """Return the pattern of a layer that got no mask, by its arguments: [Note: the model's pattern].
 
     Raises:
@@ -193,7 +193,9 @@ def pattern_of_call(module: nn.Module, kwargs: dict[str, Any]) -> Pattern:
     return SlidingWindow(int(window))
 
 
-def pattern_in(module: nn.Module, sharding: BatchSharding, model_pattern: Pattern | None) -> Pattern:
+def choose_layer_pattern(
+    module: nn.Module, sharding: BatchSharding, model_pattern: Pattern | None
+) -> Pattern:
     """Return which query attends to which key in a layer, documents apart.
 
     Args:
@@ -214,7 +216,7 @@ def pattern_in(module: nn.Module, sharding: BatchSharding, model_pattern: Patter
         raise RingPatternError(f"{name}: {error}") from None
 
 
-def patterns_of_layers(model: PreTrainedModel, causal: bool) -> tuple[Pattern, ...]:
+def read_layer_patterns(model: PreTrainedModel, causal: bool) -> tuple[Pattern, ...]:
     """Return the pattern of every layer by the configuration: for the choice of a layout."""
     config: Any = model.config.get_text_config()
     count = int(getattr(config, "num_hidden_layers", 1) or 1)
@@ -234,7 +236,7 @@ def patterns_of_layers(model: PreTrainedModel, causal: bool) -> tuple[Pattern, .
     )
 
 
-def narrowest_layer(layers: tuple[Pattern, ...], pattern: Pattern) -> int:
+def find_narrowest_layer(layers: tuple[Pattern, ...], pattern: Pattern) -> int:
     """Return the shortest window or chunk of the layers that the JSON's pattern has not; 2^62 for none."""
     narrow = (
         layer for layer in layers if isinstance(layer, SlidingWindow | Chunked) and not covers(pattern, layer)

@@ -22,21 +22,21 @@ from ds_ring.models.attention_name import NAME
 from ds_ring.models.families import (
     LossGuard,
     check_pooled_token,
-    lookup_guards,
-    pooled_token,
+    find_lookup_guards,
+    make_pooling_hooks,
     pools_the_last_token,
     router_loss,
 )
 from ds_ring.models.model import CONFIG, MODEL
 from ds_ring.models.model_call import ModelCall
-from ds_ring.models.model_part import ModelPart, model_parts
+from ds_ring.models.model_part import ModelPart, make_model_parts
 from ds_ring.models.positions import (
     check_lengths,
     counts_real_tokens,
     depends_on_length,
-    numbering_check,
-    numbering_of,
-    rotary_length,
+    find_numbering,
+    make_numbering_check,
+    make_rotary_hooks,
 )
 from ds_ring.models.variants import own_attention, variants
 from ds_ring.patches import AppliedPatch, applied, apply, patch, paused
@@ -53,7 +53,7 @@ _off_patch = partial(patch, stage="around_off", kind="set", reason="engine.ring.
 _own_loss = _off_patch(MODEL, "loss_function", feature="loss guard.off")
 
 
-def own_implementation(part: PreTrainedModel) -> str:
+def get_own_implementation(part: PreTrainedModel) -> str:
     """Return the attention that a model has without a ring."""
     named: str = part.config._attn_implementation
     if named != NAME:
@@ -119,22 +119,22 @@ class ModelAdapter:
             RingConfigError: the model needs something that a ring cannot give it.
         """
         model, session = self.model, self.session
-        self.parts = model_parts(model, session, lambda: self.rewritten)
+        self.parts = make_model_parts(model, session, lambda: self.rewritten)
         for part in self.parts:
             part.install()
         check_lengths(model)
         self._install_on_model(self.parts)
         for module in model.modules():
             if depends_on_length(module):
-                self.apply(*rotary_length(module, session.batches), part=module)
+                self.apply(*make_rotary_hooks(module, session.batches), part=module)
         for variant in variants():
             variant.install(self)
-        session.needs.number_tokens = numbering_of(model) or session.needs.number_tokens
+        session.needs.number_tokens = find_numbering(model) or session.needs.number_tokens
         session.needs.skips_padding = session.needs.skips_padding or counts_real_tokens(model)
         if pools_the_last_token(model):
             session.needs.slots = session.needs.real_tokens = True
             session.needs.check = partial(check_pooled_token, model)
-        for module, guard in lookup_guards(model, session):
+        for module, guard in find_lookup_guards(model, session):
             self.apply(guard, lookup=module)
 
     def _install_on_model(self, parts: list[ModelPart]) -> None:
@@ -149,13 +149,13 @@ class ModelAdapter:
         self.call = kind(self, guard)
         # Image encoders number patches of their own.
         known = self.call.one_sequence and not own_attention(model)
-        numbering = numbering_check(model, session.mesh) if known else None
+        numbering = make_numbering_check(model, session.mesh) if known else None
         patches = [
             *(replacement for part in parts for replacement in part.patches(loss)),
             _guards_loss.to(guard),
             *([] if numbering is None else numbering.model),
             router_loss(model, guard, session),
-            *(pooled_token(model, session) if pools else []),
+            *(make_pooling_hooks(model, session) if pools else []),
             *self.call.hooks(),
         ]
         self.apply(

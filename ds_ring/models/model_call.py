@@ -21,7 +21,7 @@ from ds_ring.models import checks
 from ds_ring.models.attention_name import NAME
 from ds_ring.models.backend_mark import needs_backend_op
 from ds_ring.models.families import LossGuard, check_outputs
-from ds_ring.models.layer_masks import LayerMask, narrowest_layer, patterns_of_layers
+from ds_ring.models.layer_masks import LayerMask, find_narrowest_layer, read_layer_patterns
 from ds_ring.models.model import MODEL
 from ds_ring.models.neftune import scale_noise
 from ds_ring.patches import patch
@@ -61,9 +61,11 @@ class ModelCall:
     def start(self) -> None:
         """Give the choice of the layout the patterns of the model's layers."""
         session = self.session
-        layers = patterns_of_layers(self.model, session.pattern.is_causal)
+        layers = read_layer_patterns(self.model, session.pattern.is_causal)
         session.needs.layers += layers
-        self._narrowest = 0 if session.config.pattern.layers else narrowest_layer(layers, session.pattern)
+        self._narrowest = (
+            0 if session.config.pattern.layers else find_narrowest_layer(layers, session.pattern)
+        )
 
     def hooks(self) -> list[Callable[..., Any]]:
         """Return the hooks of the model."""

@@ -55,7 +55,7 @@ class ModelPart:
         return []
 
 
-def model_parts(
+def make_model_parts(
     model: PreTrainedModel, session: RingSession, rewritten: Callable[[], bool]
 ) -> list[ModelPart]:
     """Return an object of each row."""

@@ -33,7 +33,7 @@ from ds_ring.data.token_flow import Flow, ModuleFlow
 from ds_ring.errors import RingConfigError, is_inside
 from ds_ring.models.model_adapter import ModelAdapter
 from ds_ring.models.variants import encoder_modules
-from ds_ring.ops.passes import forward_passes
+from ds_ring.ops.passes import get_forward_passes
 from ds_ring.patches import applied, patch
 
 log = logging.getLogger(__name__)
@@ -166,7 +166,7 @@ class ModuleWatch:
 
         @_begins
         def begin(part: nn.Module, args: Any, kwargs: Any) -> None:
-            entry = _Entry(part, name, self._active, (args, kwargs), passes=forward_passes())
+            entry = _Entry(part, name, self._active, (args, kwargs), passes=get_forward_passes())
             self._stack.append(entry)
             self._watch(entry, (args, kwargs) if is_users or before else None, sharding)
 
@@ -247,7 +247,7 @@ class ModuleWatch:
         flow.check(outputs, inputs)
         if self._calls.get(name) is None or (flow.fault and self._calls[name].fault is None):
             begun = tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, entry.begun)
-            attends = forward_passes() != entry.passes and not name.startswith("a forward")
+            attends = get_forward_passes() != entry.passes and not name.startswith("a forward")
             self._calls[name] = _Call(run, begun, entry.flows, flow.fault, flow._tokens, attends)
 
     # After the forward pass.
@@ -372,10 +372,10 @@ def _is_by_token(call: _Call) -> bool:
     if call.attends or call.tokens < 2:
         return False
     try:
-        whole = _leaves_of(call, lambda x, flow: x.clone())
+        whole = _run_changed(call, lambda x, flow: x.clone())
         for half in (0, 1):
-            alone = _leaves_of(call, lambda x, flow: _of_half(x, flow.axis, call, half))  # noqa: B023
-            among = _leaves_of(call, lambda x, flow: _with_others_changed(x, flow, call, half))  # noqa: B023
+            alone = _run_changed(call, lambda x, flow: _select_half(x, flow.axis, call, half))  # noqa: B023
+            among = _run_changed(call, lambda x, flow: _change_others(x, flow, call, half))  # noqa: B023
             if not len(whole) == len(alone) == len(among):
                 return False
             if not all(_agree(*three, call, half) for three in zip(whole, alone, among, strict=True)):
@@ -386,7 +386,7 @@ def _is_by_token(call: _Call) -> bool:
     return True
 
 
-def _leaves_of(call: _Call, change: Callable[[Tensor, Flow], Tensor]) -> list[Tensor]:
+def _run_changed(call: _Call, change: Callable[[Tensor, Flow], Tensor]) -> list[Tensor]:
     leaves, tree = tree_flatten(call.arguments)
     flows = iter(call.flows)
     arguments = []
@@ -410,11 +410,11 @@ def _rows(size: int, call: _Call, half: int, picked: bool = False) -> Tensor:
     return torch.arange(size, device="cpu").view(-1, call.tokens).tensor_split(2, dim=1)[half].flatten()
 
 
-def _of_half(x: Tensor, axis: int, call: _Call, half: int, picked: bool = False) -> Tensor:
+def _select_half(x: Tensor, axis: int, call: _Call, half: int, picked: bool = False) -> Tensor:
     return x.index_select(axis, _rows(x.shape[axis], call, half, picked).to(x.device))
 
 
-def _with_others_changed(x: Tensor, flow: Flow, call: _Call, half: int) -> Tensor:
+def _change_others(x: Tensor, flow: Flow, call: _Call, half: int) -> Tensor:
     rows = _rows(x.shape[flow.axis], call, 1 - half).to(x.device)
     others = x.index_select(flow.axis, rows)
     new = 1 - 2 * others if x.is_floating_point() else others.flip(flow.axis)
@@ -430,7 +430,7 @@ def _agree(whole: Tensor, alone: Tensor, among: Tensor, call: _Call, half: int) 
     if differ:
         axis, size = differ[0], whole.shape[differ[0]]
         picked = len(_rows(size, call, half)) != alone.shape[axis]
-        whole, among = (_of_half(x, axis, call, half, picked) for x in (whole, among))
+        whole, among = (_select_half(x, axis, call, half, picked) for x in (whole, among))
     return whole.shape == alone.shape and _close(whole, alone) and _close(whole, among)
 
 

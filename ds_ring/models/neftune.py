@@ -71,10 +71,10 @@ def _add_noise(
     sharding = batches.current
     if sharding.mesh.sequence_size == 1 or sharding.local_tokens != output_BSH.shape[1]:
         return hook(module, args, output_BSH)
-    return output_BSH + _drawn(output_BSH, sharding, module.neftune_noise_alpha)
+    return output_BSH + _draw_noise(output_BSH, sharding, module.neftune_noise_alpha)
 
 
-def _drawn(output_BSH: Tensor, sharding: BatchSharding, alpha: float) -> Tensor:
+def _draw_noise(output_BSH: Tensor, sharding: BatchSharding, alpha: float) -> Tensor:
     """Draw for all tokens in their order, block by block, and keep this rank's; padding gets none."""
     samples, _, hidden = output_BSH.shape
     tokens = sharding.layout.tokens

@@ -31,7 +31,7 @@ from ds_ring.patches import AppliedPatch, patch, undo
 _FROM_IDS = "create_position_ids_from_input_ids"
 
 
-def numbering_of(model: nn.Module) -> Callable[[Batch], Tensor] | None:
+def find_numbering(model: nn.Module) -> Callable[[Batch], Tensor] | None:
     """Return how the model numbers tokens by their ids (RoBERTa, XLM-R, M2M100); None if it does not."""
     for module in model.modules():
         kind = type(module)
@@ -49,10 +49,10 @@ def counts_real_tokens(model: nn.Module) -> bool:
     """Return whether a model that numbers its tokens leaves out what an attention_mask hides (OPT)."""
     # BioGPT's table of positions could do so, too, but is given position ids.
     kinds = {type(part) for part in model.modules() if not isinstance(part, nn.Embedding)}
-    return any("position_ids = torch.cumsum(" in _source_of_forward(kind) for kind in kinds)
+    return any("position_ids = torch.cumsum(" in _read_forward_source(kind) for kind in kinds)
 
 
-def _source_of_forward(kind: type[nn.Module]) -> str:
+def _read_forward_source(kind: type[nn.Module]) -> str:
     try:
         return inspect.getsource(inspect.unwrap(kind.forward))
     except (OSError, TypeError):
@@ -126,7 +126,7 @@ class NumberingCheck:
     changes: list[AppliedPatch]
 
 
-def numbering_check(model: nn.Module, mesh: RingMesh) -> NumberingCheck:
+def make_numbering_check(model: nn.Module, mesh: RingMesh) -> NumberingCheck:
     """Return the check that a model uses the position ids that it is given; see `NumberingCheck`."""
     # A rank whose shard begins the sequence sees no difference, so the rank that does informs the others (in
     # place of its first message of attention). Compiled graphs are not looked at.
@@ -205,11 +205,11 @@ def depends_on_length(module: nn.Module) -> bool:
     names = types.values() if isinstance(types, dict) else (types,)
     if any(kind in str(name) for name in names for kind in _BY_LENGTH):
         return True
-    source = _source_of_forward(type(module))
+    source = _read_forward_source(type(module))
     return "max(position_ids" in source or "position_ids.max(" in source  # PhiMoE asks for it itself
 
 
-def rotary_length(module: nn.Module, batches: RecentBatches) -> list[Any]:
+def make_rotary_hooks(module: nn.Module, batches: RecentBatches) -> list[Any]:
     """Return the hooks of a rotary embedding that depends on the length."""
     signature = inspect.signature(module.forward)
 

@@ -39,7 +39,7 @@ class _AfterImport(MetaPathFinder):
         sys.meta_path.remove(self)
         spec = find_spec(fullname)
         if spec is not None and spec.loader is not None:
-            apply(then_register, loader=spec.loader)
+            apply(execute_and_register, loader=spec.loader)
         return spec
 
 
@@ -48,7 +48,7 @@ class _AfterImport(MetaPathFinder):
     reason="registers the name without importing transformers",
     when="transformers was not imported before ds_ring",
 )  # fmt: skip
-def then_register(execute: Callable[[Any], None], module: Any) -> None:
+def execute_and_register(execute: Callable[[Any], None], module: Any) -> None:
     """Execute transformers.modeling_utils, then register the name."""
     execute(module)
     register()
@@ -94,10 +94,10 @@ def _choose_or_refuse(
 ) -> str:
     # A class that does not support the name: Falcon raises a KeyError, others ignore it.
     if requested_attention == NAME:
-        from ds_ring.models.checks import bypass_error, uses_interface
+        from ds_ring.models.checks import make_bypass_error, uses_interface
 
         if not uses_interface(type(model)):
-            raise bypass_error(type(model))
+            raise make_bypass_error(type(model))
     return choose(model, requested_attention, *args, **kwargs)
 
 

@@ -20,7 +20,7 @@ def in_order(parts: Sequence[Tensor], rows: Sequence[list[int]]) -> Tensor:
     return torch.cat([*parts])[on_device(np.argsort(order), parts[0].device)]
 
 
-def own_last_tokens(x_BCS: Tensor, width: int, layout: Layout, ring_rank: int) -> Tensor:
+def get_local_last_tokens(x_BCS: Tensor, width: int, layout: Layout, ring_rank: int) -> Tensor:
     """Return the last tokens of a sequence [B, C, width], zeros for those of other ranks: a sum gives all."""
     owners, slots = np.divmod(layout.slots_by_position()[-width:], layout.local_tokens)
     tail_BCW = x_BCS.new_zeros((*x_BCS.shape[:-1], width))

@@ -29,7 +29,7 @@ CONVOLUTION = "convolution"  # a layer has an nn.Conv1d over tokens
 TWO_SEQUENCES = "two sequences"  # it is an encoder-decoder
 
 
-def home_of_forward(model: nn.Module) -> str:
+def find_forward_home(model: nn.Module) -> str:
     """Return the module of the class whose forward a model runs: a subclass without one inherits it."""
     return next(kind.__module__ for kind in type(model).__mro__ if "forward" in vars(kind))
 
@@ -151,7 +151,7 @@ class Variant:
         return self.has_own_cache(model)
 
 
-def advice_for_own_attention(kind: type[PreTrainedModel], types: Container[str]) -> str | None:
+def get_own_attention_advice(kind: type[PreTrainedModel], types: Container[str]) -> str | None:
     """Return how to start a model whose layers compute attention themselves; None unless of `types`."""
     if getattr(kind.config_class, "model_type", None) not in types:
         return None

@@ -31,7 +31,7 @@ from ds_ring.errors import RingConfigError, RingShapeError
 from ds_ring.models.families import pools_the_last_token
 from ds_ring.models.model import MODEL
 from ds_ring.models.model_adapter import ModelAdapter
-from ds_ring.models.variant import home_of_forward
+from ds_ring.models.variant import find_forward_home
 from ds_ring.ops.shard import gather_sequence, shard_sequence
 from ds_ring.patches import apply, patch
 
@@ -141,7 +141,7 @@ class WrappedModel:
         """Give the module the batch's padding mask; find out here what a compiled one reads."""
         if self._session.batches.is_off or self._has_parts():
             return None
-        kwargs = self._with_mask(args, kwargs)
+        kwargs = self._add_mask(args, kwargs)
         if engine.is_compiled and engine.module.training not in self._whole:
             with self._session.off():  # the attention of some models runs in compiled code only
                 flow, _ = self._look(engine.module, args, kwargs)
@@ -158,7 +158,7 @@ class WrappedModel:
             return None
         if self._session.batches.is_off or cache_in(kwargs) is not None or self._has_parts():
             return None
-        kwargs = self._with_mask(args, kwargs)
+        kwargs = self._add_mask(args, kwargs)
         if module.training not in self._whole:
             flow, self._shapes = self._look(module, args, kwargs)
             self._whole[module.training] = self._decide(flow)
@@ -168,7 +168,7 @@ class WrappedModel:
         """Return whether the batch has tensors of which the module expects a rank's part."""
         return bool(getattr(self._session.batches.current.whole, "for_modules", False))
 
-    def _with_mask(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    def _add_mask(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Add the attention_mask that `shard_batch` took out; inner models do not get it."""
         if not self._takes_mask or len(args) > 1 or kwargs.get(_MASK) is not None:
             return kwargs
@@ -280,13 +280,15 @@ class WrappedModel:
         new = results.keys() - self._axes.keys()
         if new - self._shapes.keys() and self._axes:  # another kind of output than before
             _, self._shapes = self._look(module, call.args, call.kwargs)
-        self._axes |= {path: _axis_of_tokens(self._shapes.get(path), results[path], sharding) for path in new}
+        self._axes |= {
+            path: _find_token_axis(self._shapes.get(path), results[path], sharding) for path in new
+        }
 
         def cut(path: Path, x: Tensor) -> Tensor:
             axis = self._axes[path]
             return x if axis is None else shard_sequence(x, sharding.layout, mesh=sharding.mesh, dim=axis)
 
-        return _mapped(output, cut)
+        return _map_tensors(output, cut)
 
     # Before and after an inner model.
 
@@ -297,7 +299,7 @@ class WrappedModel:
         named = dict(bound.arguments)
         named |= named.pop("kwargs", {}) if "kwargs" not in kwargs else {}
         mask = named.get(_MASK)
-        if isinstance(mask, Tensor) and self._is_of_batch(mask):
+        if isinstance(mask, Tensor) and self._equals_batch_mask(mask):
             named[_MASK] = None
         if self._is_attached:
             named.setdefault(SHARDING, self._session.batches.current)
@@ -308,7 +310,7 @@ class WrappedModel:
             named = {name: self._cut(type(model).__name__, name, x) for name, x in named.items()}
         return (), named
 
-    def _is_of_batch(self, mask: Tensor) -> bool:
+    def _equals_batch_mask(self, mask: Tensor) -> bool:
         """Return whether a mask equals the batch's own, which `shard_batch` has checked."""
         masks = self._session.batches.masks
         return any(mask is known for known in masks) or (
@@ -349,18 +351,16 @@ class WrappedModel:
                 return x
             return _gathered(x, sharding)
 
-        return _mapped(output, whole)
+        return _map_tensors(output, whole)
 
 
-def wrapped_model(
-    module: nn.Module, session: RingSession, attached: list[ModelAdapter]
-) -> WrappedModel | None:
+def wrap_model(module: nn.Module, session: RingSession, attached: list[ModelAdapter]) -> WrappedModel | None:
     """Return what calls a module that is no transformers model itself but has some inside; None without."""
     models, is_attached = [adapter.model for adapter in attached], False
     if not models or session.mesh.sequence_size == 1:
         return None
     if module in models:  # a class of the user's around a base model of transformers
-        if home_of_forward(module).startswith("transformers."):
+        if find_forward_home(module).startswith("transformers."):
             return None
         parts = [
             part for part in module.modules() if isinstance(part, PreTrainedModel) and part is not module
@@ -378,7 +378,7 @@ def _gathered(x: Tensor, sharding: BatchSharding) -> Tensor:
     return gather_sequence(sent, sharding.layout, mesh=sharding.mesh, dim=1).to(x.dtype)
 
 
-def _axis_of_tokens(local: Tensor | None, whole: Tensor, sharding: BatchSharding) -> int | None:
+def _find_token_axis(local: Tensor | None, whole: Tensor, sharding: BatchSharding) -> int | None:
     """Return the one dimension with S entries of local tokens and T of all; None for another result."""
     if local is None or local.ndim != whole.ndim:
         return None
@@ -403,19 +403,19 @@ def _tensors(value: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
             yield from _tensors(getattr(value, attribute.name), (*path, attribute.name))
 
 
-def _mapped(value: Any, change: Callable[[Path, Tensor], Tensor], path: Path = ()) -> Any:
+def _map_tensors(value: Any, change: Callable[[Path, Tensor], Tensor], path: Path = ()) -> Any:
     """Return an output with other tensors."""
     if isinstance(value, Tensor):
         return change(path, value)
     if isinstance(value, Mapping):
-        named = {name: _mapped(part, change, (*path, name)) for name, part in value.items()}
+        named = {name: _map_tensors(part, change, (*path, name)) for name, part in value.items()}
         return type(value)(**named) if type(value) is not dict else named
     if isinstance(value, (list, tuple)):
-        parts = [_mapped(part, change, (*path, number)) for number, part in enumerate(value)]
+        parts = [_map_tensors(part, change, (*path, number)) for number, part in enumerate(value)]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     if is_dataclass(value) and not isinstance(value, type):
         named = {
-            attribute.name: _mapped(getattr(value, attribute.name), change, (*path, attribute.name))
+            attribute.name: _map_tensors(getattr(value, attribute.name), change, (*path, attribute.name))
             for attribute in fields(value)
         }
         return replace(value, **named)

@@ -30,22 +30,22 @@ ADDED_UP = "a dtype of which torch adds up gradients (float64 to float16, comple
 _WHOLE = (*_BITS.values(), torch.int8, torch.uint16, torch.uint32, torch.uint64)
 
 
-def as_bits(x: Tensor) -> Tensor:
+def view_as_bits(x: Tensor) -> Tensor:
     """Return x, or integers with its bits if torch lacks operators for its dtype (uint16, float8, ...).
 
-    For what copies values; `from_bits` turns a result back.
+    For what copies values; `view_from_bits` turns a result back.
     """
     return x if x.dtype in _COUNTED else x.view(_BITS[x.element_size()])
 
 
-def from_bits(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return what `as_bits` has turned into integers, in its own dtype."""
+def view_from_bits(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return what `view_as_bits` has turned into integers, in its own dtype."""
     # view(dtype) drops the gradient, also where it changes nothing
     return x if x.dtype == dtype else x.view(dtype)
 
 
 def fill_bits(name: str, fill: float, x: Tensor) -> float:
-    """Return the number with which to fill `as_bits(x)`, for a value of x's dtype.
+    """Return the number with which to fill `view_as_bits(x)`, for a value of x's dtype.
 
     Raises:
         RingShapeError: the dtype has no such value.
@@ -60,7 +60,7 @@ def fill_bits(name: str, fill: float, x: Tensor) -> float:
     if not fits:
         advice = "cast the tensor, or take another value"
         raise RingShapeError.wrong(name, f"a value of {x.dtype}", shown(fill), advice)
-    return fill if x.dtype in _COUNTED else int(as_bits(filled))
+    return fill if x.dtype in _COUNTED else int(view_as_bits(filled))
 
 
 def check_copied(name: str, x: Tensor) -> None:

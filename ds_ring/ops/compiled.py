@@ -20,18 +20,18 @@ from ds_ring.comm.mesh import RingMesh, check_mesh
 from ds_ring.config.pass_options import PassOptions
 from ds_ring.errors import RingConfigError, RingError
 from ds_ring.ops.checks import check_operand
-from ds_ring.ops.context import context_of
-from ds_ring.ops.frontend import NAMES, AskedContext, check_derivatives, check_operands, made_context
+from ds_ring.ops.context import get_ring_context
+from ds_ring.ops.frontend import NAMES, AskedContext, check_derivatives, check_operands, make_context
 from ds_ring.ops.handles import (
+    assume_constant,
     constant,
-    constant_in_graphs,
+    get_object,
     is_constant,
     new_handle,
-    number_of,
-    object_of,
     operator,
+    read_number,
 )
-from ds_ring.ops.ring_op import fake_results, ring_attention_op
+from ds_ring.ops.ring_op import make_fake_results, ring_attention_op
 from ds_ring.ops.ulysses import with_ulysses
 from ds_ring.schedule.layout import Layout
 
@@ -50,15 +50,15 @@ def refusal_from(check: Callable[..., object], *arguments: Any) -> GraphRefusal 
 @operator("ds_ring::refuse")
 def refuse_op(q: Tensor, value_dim: int, kind: str, why: str, handle: int) -> tuple[Tensor, Tensor]:
     """Raise the error on all ranks of a mesh; in a graph its results are those of attention."""
-    raise_in_trace(object_of(handle, RingMesh), kind, why)
+    raise_in_trace(get_object(handle, RingMesh), kind, why)
 
 
 @refuse_op.register_fake
 def _(q: Tensor, value_dim: int, kind: str, why: str, handle: int) -> tuple[Tensor, Tensor]:
-    return fake_results(q, q.new_empty((0, value_dim)))
+    return make_fake_results(q, q.new_empty((0, value_dim)))
 
 
-def refused_results(
+def make_refused_results(
     q: Tensor, value_dim: int, refusal: GraphRefusal, mesh: RingMesh, return_lse: bool
 ) -> Any:
     """Return the results of a refused call, in a function that torch.compile traces."""
@@ -68,7 +68,7 @@ def refused_results(
     return (out, lse) if return_lse else out
 
 
-@constant_in_graphs
+@assume_constant
 def raise_in_trace(mesh: RingMesh, kind: str, why: str) -> NoReturn:
     """Raise the error on all ranks, now."""
     with collective(mesh, "attention"):
@@ -88,9 +88,9 @@ def differentiable(handle: int | GraphRefusal) -> int | GraphRefusal:
     return handle if isinstance(handle, tuple) else _check_handle(handle)
 
 
-@constant_in_graphs
+@assume_constant
 def _check_handle(handle: int) -> int | GraphRefusal:
-    return refusal_from(check_derivatives, context_of(handle)) or handle
+    return refusal_from(check_derivatives, get_ring_context(handle)) or handle
 
 
 def attend_compiled(
@@ -101,7 +101,7 @@ def attend_compiled(
     check_traced(mesh, return_lse, NAMES, q, k, v, sinks)
     result = differentiable(handle)
     if isinstance(result, tuple):
-        return refused_results(q, v.shape[-1], result, mesh, return_lse)
+        return make_refused_results(q, v.shape[-1], result, mesh, return_lse)
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Any:
         return ring_attention_op(q, k, v, result, sinks)
@@ -143,10 +143,10 @@ def _make_again(value: Any, objects: tuple[Any, ...]) -> Any:
         return instance
     if isinstance(value, tuple) and not is_constant(value):
         return tuple(_make_again(item, objects) for item in value)
-    return number_of(value)
+    return read_number(value)
 
 
-def handle_of(request: AskedContext) -> int | GraphRefusal:
+def get_handle(request: AskedContext) -> int | GraphRefusal:
     """Return the handle of a call, or why it is refused, in a function that torch.compile traces."""
     pattern, layout, mesh, scale, kernel, options, score_mod = request
     objects: list[Any] = []
@@ -154,7 +154,7 @@ def handle_of(request: AskedContext) -> int | GraphRefusal:
     return _make_handle(*descriptions, layout, mesh, (constant(scale), kernel), options, *objects)
 
 
-@constant_in_graphs
+@assume_constant
 def _make_handle(
     pattern: Any, score_mod: Any, layout: Layout | str, mesh: RingMesh, settings: tuple[Any, str],
     options: PassOptions | None, *objects: Any,
@@ -162,9 +162,9 @@ def _make_handle(
     check_mesh(mesh)
     try:
         real_pattern, mod = _make_again(pattern, objects), _make_again(score_mod, objects)
-        scale, kernel = number_of(settings[0]), settings[1]
+        scale, kernel = read_number(settings[0]), settings[1]
         request = AskedContext(real_pattern, layout, mesh, scale, kernel, options, mod)
-        context = made_context(request)
+        context = make_context(request)
     except RingError as error:
         return type(error).__name__, str(error)
     context.in_a_graph = True

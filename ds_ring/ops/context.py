@@ -24,10 +24,10 @@ from ds_ring.errors import (
     shown,
 )
 from ds_ring.kernels.select import Kernel, KernelNeeds, get_kernel
-from ds_ring.kernels.select import block_side as block_side
+from ds_ring.kernels.select import get_block_side as get_block_side
 from ds_ring.masks.pattern import Pattern
 from ds_ring.ops.checks import check_layout
-from ds_ring.ops.handles import new_handle, object_of
+from ds_ring.ops.handles import get_object, new_handle
 from ds_ring.ops.options import Options
 from ds_ring.ops.passes import MakePass, SavedTensors
 from ds_ring.plugin import DEVICES, SAVED_TENSORS, load
@@ -35,8 +35,8 @@ from ds_ring.ring.prepared import PreparedPasses
 from ds_ring.schedule.layout import (
     Layout,
     check_layout_name,
-    in_whole_blocks,
     make_layout,
+    round_to_blocks,
 )
 
 
@@ -73,10 +73,10 @@ class RingContext:
 
     def __post_init__(self) -> None:
         if self.mesh.sequence_size > 1:
-            exchange_class = self.options.row.exchange if self.mesh.ring_size > 1 else None
+            exchange_class = self.options.transport_spec.exchange if self.mesh.ring_size > 1 else None
             make = Exchange if exchange_class is None else load(exchange_class)
             self.exchange = make(self.mesh, self.options.hop_timeout_seconds)
-        self.make_pass = load(self.options.row.home)
+        self.make_pass = load(self.options.transport_spec.home)
         self.saved = SavedTensors()
         if self.options.offload_attention is not False and "offload_attention" in SAVED_TENSORS:
             self.saved = load(SAVED_TENSORS["offload_attention"])(self.saved)
@@ -98,19 +98,19 @@ class RingContext:
 
     def with_pattern(self, pattern: Pattern, layout: Layout) -> RingContext:
         """Return the context of another pattern and layout, with the same mesh and options."""
-        return context_for(pattern, layout, self.mesh, self.options, self.keeps_functions)
+        return make_ring_context(pattern, layout, self.mesh, self.options, self.keeps_functions)
 
     def layout_for(self, local_tokens: int, device_type: str) -> Layout:
         """Return the layout of a call on a kind of device, given the number of slots of its shards."""
         if isinstance(self.layout, Layout):
             return self.layout
         mesh, options = self.mesh, self.options
-        block = block_side(options.kernel, device_type, (self.pattern,), options.block_size)
+        block = get_block_side(options.kernel, device_type, (self.pattern,), options.block_size)
         layout = make_layout(
             self.layout, tokens=max(local_tokens, 1) * mesh.ring_size, ring_size=mesh.ring_size,
             pattern=self.pattern, multiple_of=mesh.ulysses_size, block_size=block,
         )  # fmt: skip
-        return in_whole_blocks(layout, options.block_size) if options.row.whole_blocks else layout
+        return round_to_blocks(layout, options.block_size) if options.transport_spec.whole_blocks else layout
 
     def heads_here(self, q: Tensor) -> slice:
         """Return which of the query heads of all Ulysses ranks q [B, H, S, D] has in a pass."""
@@ -151,7 +151,7 @@ class RingContext:
         if mod is not None and layout.has_pairs_of_all and not is_fake(q):
             mod.check(layout.tokens, q.shape[0], query_heads)
 
-    def kernel_for(self, q: Tensor) -> Kernel:
+    def choose_kernel(self, q: Tensor) -> Kernel:
         """Return the kernel that the options, the pattern and q ask for."""
         options, scores = self.options, None
         if options.score_mod is not None:
@@ -206,7 +206,7 @@ class RingContext:
             "head_dim": head_dim,
         }
 
-    def scale_of(self, q: Tensor) -> float:
+    def get_scale(self, q: Tensor) -> float:
         """Return the factor of the scores."""
         return self.options.scale if self.options.scale is not None else 1.0 / math.sqrt(q.shape[-1])
 
@@ -214,12 +214,12 @@ class RingContext:
 KEPT_CONTEXTS = 64  # per mesh; an older context lives as long as something else refers to it
 
 
-def context_of(handle: int) -> RingContext:
+def get_ring_context(handle: int) -> RingContext:
     """Return the context of a handle."""
-    return object_of(handle, RingContext)
+    return get_object(handle, RingContext)
 
 
-def context_for(
+def make_ring_context(
     pattern: Pattern, layout: Layout | str, mesh: RingMesh, options: Options, keeps_functions: bool = False
 ) -> RingContext:
     """Return the context for these arguments; it is created on first use and dropped with its mesh.
@@ -241,7 +241,7 @@ def context_for(
     def make() -> RingContext:
         return RingContext(pattern, layout, mesh, options, keeps_functions=keeps_functions)
 
-    context: RingContext = cached_context(mesh, (pattern, layout, options, function_key), make)
+    context: RingContext = cache_context(mesh, (pattern, layout, options, function_key), make)
     return context
 
 
@@ -260,7 +260,7 @@ class ContextCache:
         self.recent: weakref.WeakValueDictionary[Any, Any] = weakref.WeakValueDictionary()
 
 
-def cached_context(mesh: RingMesh, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
+def cache_context(mesh: RingMesh, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
     """Return the context of a key; the oldest are dropped, since documents make a new one for every batch."""
     table: OrderedDict[Any, Any] = mesh.owners[ContextCache].by_key
     if key not in table:

@@ -17,7 +17,7 @@ from ds_ring.config.pass_options import PassOptions
 from ds_ring.errors import RingShapeError, shown
 from ds_ring.masks.pattern import Pattern
 from ds_ring.ops.checks import check_derivative, check_operand
-from ds_ring.ops.context import ContextCache, RingContext, context_for
+from ds_ring.ops.context import ContextCache, RingContext, make_ring_context
 from ds_ring.ops.gradients import loses_derivatives, run_compared
 from ds_ring.ops.options import Options, as_value
 from ds_ring.ops.ring_op import EagerAttention, ring_attention_op, sees_plain
@@ -42,7 +42,9 @@ class AskedContext(NamedTuple):
     score_mod: ScoreFunction | None = None
 
 
-def context_of_call(request: AskedContext, check: Callable[[RingContext], None] | None = None) -> RingContext:
+def get_call_context(
+    request: AskedContext, check: Callable[[RingContext], None] | None = None
+) -> RingContext:
     """Return the context of an eager call; arguments that are refused, by `check` too, raise on all ranks."""
     pattern, layout, mesh, *settings, score_mod = request
     check_mesh(mesh)
@@ -54,7 +56,7 @@ def context_of_call(request: AskedContext, check: Callable[[RingContext], None] 
             context = mesh.owners[ContextCache].recent.get(key)
     if context is None:
         with collective(mesh, "attention"):
-            context = made_context(request)
+            context = make_context(request)
             if check is not None:
                 check(context)
         # Functions are not kept here: the values that they captured may change.
@@ -63,12 +65,12 @@ def context_of_call(request: AskedContext, check: Callable[[RingContext], None] 
     return context
 
 
-def made_context(request: AskedContext) -> RingContext:
+def make_context(request: AskedContext) -> RingContext:
     """Return the context of these arguments, or raise the RingError that refuses one of them."""
     pattern, layout, mesh, scale, kernel, pass_options, score_mod = request
     chosen = {} if isinstance(kernel, str) and kernel == "auto" else {"kernel": kernel}
-    options = Options.of(pass_options, scale=scale, score_mod=as_value(score_mod), **chosen)
-    return context_for(pattern, layout, mesh, options)
+    options = Options.make(pass_options, scale=scale, score_mod=as_value(score_mod), **chosen)
+    return make_ring_context(pattern, layout, mesh, options)
 
 
 def check_derivatives(context: RingContext) -> None:

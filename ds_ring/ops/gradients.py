@@ -78,13 +78,13 @@ class _Counts(Protocol):
     call: int
 
 
-def forward_call(exchange: _Counts | None) -> int:
+def get_forward_call(exchange: _Counts | None) -> int:
     """Return the number of the call that was just made, for its gradient; -1 if none was."""
     return -1 if exchange is None else exchange.call
 
 
 @contextmanager
-def comparing_gradient(mesh: RingMesh, number: int) -> Iterator[None]:
+def compare_gradient(mesh: RingMesh, number: int) -> Iterator[None]:
     """Let the headers of calls inside carry the number of the forward call whose gradient they compute."""
     state, before = mesh.state, mesh.state.compared
     state.compared = _GRADIENT, number + 1, str(number)
@@ -96,7 +96,7 @@ def comparing_gradient(mesh: RingMesh, number: int) -> Iterator[None]:
 
 def note_call(ctx: Any, exchange: _Counts | None, like: Tensor) -> None:
     """Note the call that was just made, whose gradient needs no tensor; `has_run_again` reads it."""
-    ctx.call = forward_call(exchange)
+    ctx.call = get_forward_call(exchange)
     ctx.save_for_backward(like.new_empty(0))
 
 
@@ -148,7 +148,7 @@ class _Once(torch.autograd.Function):
 Backward = Callable[..., tuple[Tensor | None, ...]]
 
 
-def first_derivative_alone(name: str) -> Callable[[Backward], Backward]:
+def allow_first_derivative(name: str) -> Callable[[Backward], Backward]:
     """Decorate the backward method of an autograd function so that a second derivative is refused by name."""
 
     def decorate(backward: Backward) -> Backward:

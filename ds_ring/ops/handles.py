@@ -26,7 +26,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 operator = partial(torch.library.custom_op, mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 
 
-def object_of(handle: int, kind: type[T]) -> T:
+def get_object(handle: int, kind: type[T]) -> T:
     """Return the object behind a handle."""
     value = _objects.get(handle)
     assert isinstance(value, kind), (
@@ -42,7 +42,7 @@ def object_of(handle: int, kind: type[T]) -> T:
 # `traced_objects.py` has those of functions). An object that the traced code itself makes is
 # handed over without its attributes, so that nothing may be wrapped into an object before such a call: it
 # would arrive with its defaults.
-def constant_in_graphs(function: Callable[..., T]) -> Callable[..., T]:
+def assume_constant(function: Callable[..., T]) -> Callable[..., T]:
     """Set the flag that `torch.compiler.assume_constant_result` sets; that imports Dynamo, 1.3 s."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
@@ -52,7 +52,7 @@ def constant_in_graphs(function: Callable[..., T]) -> Callable[..., T]:
 # Inductor and AOTAutograd keep compiled graphs in files, which all ranks and later runs share, by the text of
 # the traced graph. What fake results and gradients read from the object behind a handle (runs of a rank, the
 # Ulysses rank, options) is not in that text. So the upper bits of a handle are a digest of it.
-@constant_in_graphs
+@assume_constant
 def new_handle(owner: object, *facts: object) -> int:
     """Return the integer by which an operator finds this object; `facts` are what a graph may depend on."""
     text = " | ".join(map(str, (type(owner).__name__, *facts)))
@@ -80,7 +80,7 @@ def is_constant(value: object) -> bool:
     return isinstance(value, tuple) and len(value) == 3 and value[0] == _HEX
 
 
-def number_of(value: Any) -> Any:
+def read_number(value: Any) -> Any:
     """Return the number that `constant` has written as a text; anything else as it is."""
     if not is_constant(value):
         return value
@@ -88,7 +88,7 @@ def number_of(value: Any) -> Any:
     return int(number) if value[2] else number
 
 
-def never_traced(function: F) -> F:
+def forbid_tracing(function: F) -> F:
     """Set the flags of `torch.compiler.disable`: a graph ends before the call, under fullgraph with an error.
 
     For functions whose tables depend on the layout, or that call a function of the user for each tile.

@@ -52,7 +52,7 @@ class Options(PassOptions):
     score_mod: Annotated[Any, Accepted("a value of as_value(function)", "call it")] = Field(default=None)
 
     @classmethod
-    def of(cls, options: PassOptions | None, **overrides: Any) -> Options:
+    def make(cls, options: PassOptions | None, **overrides: Any) -> Options:
         """Return the options of a call: those that are given, a `RingConfig` say, and others by name.
 
         Raises:
@@ -76,7 +76,7 @@ class Options(PassOptions):
         return {name: getattr(self, name) for name in Options.model_fields}
 
     @property
-    def row(self) -> PassRow:
+    def transport_spec(self) -> PassRow:
         """Return the row of the transport in the table of passes."""
         return PASSES[self.transport]
 
@@ -85,12 +85,12 @@ class Options(PassOptions):
         return chunk_bytes_on(device_type, ring_size) if self.chunk_bytes is None else self.chunk_bytes
 
     def offload_on(self, device_type: str, local_tokens: int) -> bool:
-        """Return whether attention's tensors are kept on the host; see `head_chunks.heads_on_host`."""
+        """Return whether attention's tensors are kept on the host; see `split_heads.heads_on_host`."""
         if "offload_attention" not in SAVED_TENSORS:
             if self.offload_attention is True:
                 raise RingConfigError.wrong("offload_attention", "false", "true", "it is not installed")
             return False
-        return self.row.no_offload is None and heads_on_host(
+        return self.transport_spec.no_offload is None and heads_on_host(
             self.offload_attention, device_type, local_tokens
         )
 

@@ -20,7 +20,7 @@ from ds_ring.kernels.interface import Operands as Operands
 from ds_ring.masks.tiles import Tiles
 from ds_ring.ops.checks import check_finite
 from ds_ring.ring.buffers import HeadSource, Saved
-from ds_ring.schedule.lowering import kernel_calls
+from ds_ring.schedule.lowering import get_kernel_calls
 from ds_ring.schedule.rank_plan import RankPlan
 from ds_ring.schedule.steps import HeadChunk
 
@@ -63,7 +63,7 @@ class ExtraOperand:
     """
 
     name: ClassVar[str]
-    expands_keys: ClassVar[bool] = False
+    allows_other_key_dim: ClassVar[bool] = False
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
@@ -80,12 +80,12 @@ class ExtraOperand:
         """Return what ranks compare, by the name for the message."""
         return {self.name: self.tensor.dtype}
 
-    def around(self, kernel: Kernel, context: RingContext, plan: Plan, operands: Operands) -> Kernel:
+    def wrap_kernel(self, kernel: Kernel, context: RingContext, plan: Plan, operands: Operands) -> Kernel:
         """Return the kernel that runs, for passes of this description."""
         return kernel
 
-    def bound(self, kernel: Kernel, context: RingContext, operands: Operands) -> Kernel:
-        """Return the kernel of one pass: what `around` returned, with this tensor."""
+    def bind_operand(self, kernel: Kernel, context: RingContext, operands: Operands) -> Kernel:
+        """Return the kernel of one pass: what `wrap_kernel` returned, with this tensor."""
         return kernel
 
 
@@ -122,7 +122,7 @@ def count_forward_pass() -> None:
     _forward_passes_so_far += 1
 
 
-def forward_passes() -> int:
+def get_forward_passes() -> int:
     """Return the number of forward passes of the ring in this process so far, on all of its meshes.
 
     It counts per process, since a model may use a mesh of its own. A compiled graph counts when it runs.
@@ -145,15 +145,17 @@ class FiniteKernel:
     def __init__(self, kernel: Kernel, plan: RankPlan) -> None:
         self._kernel, self._plan = kernel, plan
         calls = (
-            kernel_calls(head_class, backward) for head_class in plan.classes for backward in (False, True)
+            get_kernel_calls(head_class, backward)
+            for head_class in plan.classes
+            for backward in (False, True)
         )
         self._hops = {id(step.tiles): step.hop for steps in calls for step in steps}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._kernel, name)
 
-    def of_heads(self, heads: slice) -> FiniteKernel:
-        kernel = self._kernel.of_heads(heads)
+    def select_heads(self, heads: slice) -> FiniteKernel:
+        kernel = self._kernel.select_heads(heads)
         return self if kernel is self._kernel else FiniteKernel(kernel, self._plan)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> Iterator[PartialOut]:

@@ -42,14 +42,14 @@ class Prepared(NamedTuple):
     make_plan: MakePlan  # made the plan
 
 
-def pass_of(
+def prepare_pass(
     context: RingContext, call: collective, operands: Operands, extras: Sequence[ExtraOperand] = ()
 ) -> Pass:
     """Return the pass of a context (backward if there is a gradient), once its headers are on their way."""
     prepared, finish_header_check = prepare(context, call, operands, extras)
     kernel = prepared.kernel
     for operand in extras:
-        kernel = operand.bound(kernel, context, operands)
+        kernel = operand.bind_operand(kernel, context, operands)
     if kernel is not prepared.kernel:
         prepared = prepared._replace(kernel=kernel)
     return context.make_pass(context, prepared, operands, finish_header_check)
@@ -117,7 +117,7 @@ def check(
         RingError: the first fault found on this rank, in most cases a RingShapeError.
     """
     q, k, v, *_ = operands
-    check_tensors(q, k, v, not any(operand.expands_keys for operand in extras))
+    check_tensors(q, k, v, not any(operand.allows_other_key_dim for operand in extras))
     for operand in extras:
         operand.check(context, operands, parts)
     check_heads(q.shape[1], k.shape[1], parts)
@@ -125,33 +125,33 @@ def check(
     check_tokens(k.shape[2], layout.part_slots(parts), q.shape[2])
     check_length(context.pattern, layout)
     options = context.options
-    if options.row.checks_layout is not None:
-        load(options.row.checks_layout)(layout, options.block_size)
+    if options.transport_spec.checks_layout is not None:
+        load(options.transport_spec.checks_layout)(layout, options.block_size)
     # Patterns count the heads of all Ulysses ranks: q has them all before the all-to-all, H / U after it.
     all_heads = q.shape[1] * context.mesh.ulysses_size // parts
     context.check_pairs(layout, q, all_heads)
-    return layout, context.kernel_for(q)
+    return layout, context.choose_kernel(q)
 
 
 def _prepare(context: RingContext, name: str, operands: Operands, extras: Sequence[ExtraOperand]) -> Prepared:
     """Check the operands; return what passes over operands of this description need."""
     options, mesh, (q, k, v, *_) = context.options, context.mesh, operands
     layout, kernel = check(context, operands, extras=extras)
-    make_plan = planner_of(context, operands)
+    make_plan = make_planner(context, operands)
     plan = make_plan(context.pattern, layout)
     fields = {**context.fields(q, k), "head_dim of v": v.shape[-1]}
     for operand in extras:
-        kernel = operand.around(kernel, context, plan, operands)
+        kernel = operand.wrap_kernel(kernel, context, plan, operands)
         fields |= operand.fields(k)
     if not isinstance(context.layout, Layout):  # what "auto" chose, so that ranks compare it
         fields |= {"kernel that runs": type(kernel).__name__, "layout that was made": str(layout)}
     chunk_bytes = options.chunk_bytes_on(q.device.type, mesh.ring_size)
     offload = options.offload_on(q.device.type, q.shape[2])
     rank_plan, agreement = plan.rank(mesh.ring_rank), Agreement.on(name, fields)
-    return Prepared(plan, rank_plan, kernel, context.scale_of(q), chunk_bytes, offload, agreement, make_plan)
+    return Prepared(plan, rank_plan, kernel, context.get_scale(q), chunk_bytes, offload, agreement, make_plan)
 
 
-def planner_of(context: RingContext, operands: Operands) -> MakePlan:
+def make_planner(context: RingContext, operands: Operands) -> MakePlan:
     """Return what plans passes over operands with as many heads and rows, on this Ulysses rank."""
     options, mesh, (q, k, v, *_) = context.options, context.mesh, operands
     node = mesh.grid.ring_ranks_per_node(mesh.global_rank, mesh.ranks_per_node)

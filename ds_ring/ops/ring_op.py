@@ -24,13 +24,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ds_ring.comm.collective import collective
 from ds_ring.kernels.interface import Operands
-from ds_ring.ops.context import RingContext, context_of
-from ds_ring.ops.gradients import forward_call, refuse_second_derivative, run_gradient
+from ds_ring.ops.context import RingContext, get_ring_context
+from ds_ring.ops.gradients import get_forward_call, refuse_second_derivative, run_gradient
 from ds_ring.ops.handles import operator
 from ds_ring.ops.passes import ExtraOperand, FiniteKernel
-from ds_ring.ops.prepare import Prepared, pass_of
-from ds_ring.ops.sinks import SinkLogits, add_sinks, sinks_gradient
-from ds_ring.ring.merge import accumulator_dtype
+from ds_ring.ops.prepare import Prepared, prepare_pass
+from ds_ring.ops.sinks import SinkLogits, add_sinks, compute_sinks_gradient
+from ds_ring.ring.merge import get_accumulator_dtype
 from ds_ring.ring.observer import Observers
 from ds_ring.ring.pool import Buffers
 from ds_ring.ring.ring_pass import RingPass
@@ -68,7 +68,7 @@ def run_forward(
     def run(context: RingContext) -> tuple[Tensor, Tensor]:
         is_fake = isinstance(q, FakeTensor)
         with collective(context.mesh, "attention forward", context.exchange, is_fake) as call:
-            out, lse = pass_of(context, call, Operands(q, k, v), operands).forward(q, k, v)
+            out, lse = prepare_pass(context, call, Operands(q, k, v), operands).forward(q, k, v)
             return (out, lse) if sinks is None else add_sinks(out, lse, sinks[context.heads_here(q)])
 
     return context.saved.run(context, run, q, (q.shape, k.shape, v.shape, q.dtype, len(extras)))
@@ -87,7 +87,7 @@ def run_backward(
                 torch.zeros((), dtype=x.dtype, device=grad_out.device).expand(x.shape) for x in (q, k, v)
             )
         operands = Operands(q_here, k_here, v_here, grad_out, grad_lse is not None)
-        ring_pass = pass_of(context, call, operands, extras)
+        ring_pass = prepare_pass(context, call, operands, extras)
         return ring_pass.backward(grad_out, q, k, v, out, lse, grad_lse)
 
 
@@ -99,13 +99,13 @@ def ring_attention_op(
 
     See `RingPass.forward`. The sinks are those of the heads of all Ulysses ranks.
     """
-    return run_forward(context_of(handle), q, k, v, sinks)
+    return run_forward(get_ring_context(handle), q, k, v, sinks)
 
 
-def fake_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def make_fake_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Return fake (out, lse), used while a graph is traced."""
     out = q.new_empty((*q.shape[:-1], v.shape[-1]))
-    return out, q.new_empty(q.shape[:-1], dtype=accumulator_dtype(q.dtype))
+    return out, q.new_empty(q.shape[:-1], dtype=get_accumulator_dtype(q.dtype))
 
 
 # The backward pass is an operator, too: one opaque node of the backward graph.
@@ -115,7 +115,7 @@ def ring_attention_backward_op(
     grad_lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return (dq, dk, dv); see `RingPass.backward`."""
-    return run_backward(context_of(handle), grad_out, q, k, v, out, lse, grad_lse)
+    return run_backward(get_ring_context(handle), grad_out, q, k, v, out, lse, grad_lse)
 
 
 def save(
@@ -128,13 +128,13 @@ def save(
     # Save no hop's K/V: they travel again in the backward pass, which keeps memory at O(T / P).
     saved = context.saved.save(context, (q, k, v, *output))
     ctx.context = context  # keeps it alive until the backward pass
-    ctx.call = forward_call(context.exchange)
+    ctx.call = get_forward_call(context.exchange)
     ctx.save_for_backward(*saved, sinks, *further)
     ctx.set_materialize_grads(False)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    save(ctx, context_of(inputs[3]), inputs, output, eager=False)
+    save(ctx, get_ring_context(inputs[3]), inputs, output, eager=False)
 
 
 def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -152,7 +152,7 @@ def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tup
     if sinks is None:
         return (*grads, None, None)
     heads, tokens = context.heads_here(q), context.tokens_here(grad_out)
-    return (*grads, None, sinks_gradient(sinks, heads, grad_out, out, lse, grad_lse, tokens))
+    return (*grads, None, compute_sinks_gradient(sinks, heads, grad_out, out, lse, grad_lse, tokens))
 
 
 class EagerAttention(torch.autograd.Function):
@@ -186,7 +186,7 @@ def sees_plain(tensors: Sequence[Tensor | None]) -> bool:
 def register(forward: Any, backward: Any, setup: Callable[..., None], gradients: Callable[..., Any]) -> None:
     """Register fake results and gradients of a forward operator and of its backward operator."""
     # Fake results need the strides of real ones, which are contiguous for any strides of q.
-    forward.register_fake(lambda q, k, v, *_: fake_results(q, v))
+    forward.register_fake(lambda q, k, v, *_: make_fake_results(q, v))
     backward.register_fake(lambda _, q, k, v, *rest: tuple(x.new_empty(x.shape) for x in (q, k, v)))
     forward.register_autograd(gradients, setup_context=setup)
     backward.register_autograd(

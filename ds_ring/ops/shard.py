@@ -14,25 +14,25 @@ from torch import Tensor
 from torch._C._functorch import is_legacy_batchedtensor
 
 from ds_ring.comm.collective import collective
-from ds_ring.comm.device_tables import outside_inference_mode, to_device
+from ds_ring.comm.device_tables import leave_inference_mode, to_device
 from ds_ring.comm.mesh import RingMesh, check_mesh
 from ds_ring.comm.streams import is_fake
 from ds_ring.errors import RingConfigError, RingShapeError, shown
 from ds_ring.ops.checks import (
-    as_bits,
     check_copied,
     check_layout,
     check_not_transformed,
     check_operand,
     fill_bits,
-    from_bits,
+    view_as_bits,
+    view_from_bits,
 )
-from ds_ring.ops.gradients import comparing_gradient, forward_call, has_run_again, note_call, run_compared
-from ds_ring.ops.handles import never_traced
+from ds_ring.ops.gradients import compare_gradient, get_forward_call, has_run_again, note_call, run_compared
+from ds_ring.ops.handles import forbid_tracing
 from ds_ring.schedule.layout import Layout
 
 
-@never_traced
+@forbid_tracing
 def shard_sequence(
     x_global: Tensor,
     layout: Layout,
@@ -77,12 +77,12 @@ def shard_sequence(
     check_copied("shard_sequence", x_global)
     positions = _find_positions(layout, int(rank), *_cut(layout, mesh))
     index = positions.clamp_min(0).to(x_global.device)  # padding slots (-1) take token 0 until pad_value
-    local = as_bits(x_global).index_select(dim, index)
+    local = view_as_bits(x_global).index_select(dim, index)
     if bool((positions < 0).any()):
         shape = [1] * local.dim()
         shape[dim] = -1
         local = local.masked_fill((positions < 0).to(local.device).view(shape), pad_bits)
-    return from_bits(local, x_global.dtype)
+    return view_from_bits(local, x_global.dtype)
 
 
 def _check(name: str, x: object, layout: object, dim: object, mesh: RingMesh | None, whole: bool) -> None:
@@ -109,13 +109,13 @@ def _cut(layout: Layout, mesh: RingMesh | None) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=64)
-@outside_inference_mode
+@leave_inference_mode
 def _find_positions(layout: Layout, ring_rank: int, first: int, end: int) -> Tensor:
     return torch.from_numpy(layout.positions(ring_rank)[first:end].copy())
 
 
 @lru_cache(maxsize=16)
-@outside_inference_mode
+@leave_inference_mode
 def _find_slots(layout: Layout) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(layout.slots_by_position()))
 
@@ -143,13 +143,13 @@ class _ReduceScatter(torch.autograd.Function):
         ctx.mesh = mesh
         with (
             collective(mesh, "gather_sequence backward", alone=is_fake(whole)) as call,
-            comparing_gradient(mesh, number),
+            compare_gradient(mesh, number),
         ):
             if is_legacy_batchedtensor(whole):
                 got, advice = "several (is_grads_batched=True)", "call torch.autograd.grad for each of them"
                 raise RingConfigError.wrong("gather_sequence", "one gradient at a time", got, advice)
             call.agree({"shape": tuple(whole.shape), "dtype": whole.dtype})
-            ctx.call = forward_call(call.exchange)
+            ctx.call = get_forward_call(call.exchange)
             return call.exchange.reduce_scatter(whole.chunk(mesh.sequence_size), mesh.sequence_group)
 
     @staticmethod
@@ -157,14 +157,14 @@ class _ReduceScatter(torch.autograd.Function):
         grad, mesh = grads[0].contiguous(), ctx.mesh
         with (
             collective(mesh, "gather_sequence second derivative", alone=is_fake(grad)) as call,
-            comparing_gradient(mesh, ctx.call),
+            compare_gradient(mesh, ctx.call),
         ):
             call.agree({"shape": tuple(grad.shape), "dtype": grad.dtype})
             gradient: Tensor = _AllGather.apply(grad, call)
         return gradient, None, None
 
 
-@never_traced
+@forbid_tracing
 def gather_sequence(x_local: Tensor, layout: Layout, *, mesh: RingMesh, dim: int) -> Tensor:
     """Return the whole tensor on every rank, in the order of positions, padding stripped. Differentiable.
 
@@ -185,10 +185,10 @@ def gather_sequence(x_local: Tensor, layout: Layout, *, mesh: RingMesh, dim: int
         shape = tuple(x_local.shape)
         # Tokens first: shards are joined along dim 0, and contiguous as messages must be. What is sent is
         # memory, which has not the sign of a lazy conjugate.
-        rows = as_bits(x_local).movedim(dim, 0).resolve_conj().resolve_neg().contiguous()
+        rows = view_as_bits(x_local).movedim(dim, 0).resolve_conj().resolve_neg().contiguous()
         fields = {"layout": layout, "shape": shape, "dim": dim % len(shape), "dtype": x_local.dtype}
         run_compared(mesh, "gather_sequence", lambda x: call.agree(fields), x_local)
         whole = _AllGather.apply(rows, call)
     # The index has the slot of each position, and padding slots have none: they fall away.
     index = to_device(_find_slots(layout), x_local.device)
-    return from_bits(whole.index_select(0, index).movedim(0, dim), x_local.dtype)
+    return view_from_bits(whole.index_select(0, index).movedim(0, dim), x_local.dtype)

@@ -60,7 +60,7 @@ def add_sinks(out: Tensor, lse: Tensor, sinks_H: Tensor | None) -> tuple[Tensor,
     return out.mul_(weights.unsqueeze(-1)), total
 
 
-def sinks_gradient(
+def compute_sinks_gradient(
     sinks_H: Tensor | None, heads: slice, grad_out: Tensor, out: Tensor, lse: Tensor,
     grad_lse: Tensor | None, tokens: int | None = None,
 ) -> Tensor | None:  # fmt: skip

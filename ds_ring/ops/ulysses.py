@@ -16,8 +16,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ds_ring.comm.collective import collective
-from ds_ring.ops.checks import as_bits, from_bits
-from ds_ring.ops.context import RingContext, context_of
+from ds_ring.ops.checks import view_as_bits, view_from_bits
+from ds_ring.ops.context import RingContext, get_ring_context
 from ds_ring.ops.gradients import has_run_again, note_call, run_compared, run_gradient
 from ds_ring.ops.handles import operator
 from ds_ring.ops.passes import Operands
@@ -26,7 +26,7 @@ from ds_ring.ops.prepare import check
 HEADS, TOKENS = 1, 2
 
 
-class Swap(NamedTuple):
+class UlyssesAllToAll(NamedTuple):
     """One of the four all-to-alls of a step.
 
     Attributes:
@@ -50,17 +50,17 @@ def _check(context: RingContext, tensors: Sequence[Tensor], parts: int) -> None:
 # Two operations under several names: ranks agree on the name, so swaps of two places in a step cannot meet.
 # A layer with operands of its own adds a row.
 SWAPS = {
-    "Ulysses of q, k, v": Swap(HEADS, TOKENS, "Ulysses of dq, dk, dv", _check),
-    "Ulysses of out": Swap(TOKENS, HEADS, "Ulysses of the gradient of out"),
-    "Ulysses of the gradient of out": Swap(HEADS, TOKENS, "Ulysses of out"),
-    "Ulysses of dq, dk, dv": Swap(TOKENS, HEADS, "Ulysses of q, k, v"),
+    "Ulysses of q, k, v": UlyssesAllToAll(HEADS, TOKENS, "Ulysses of dq, dk, dv", _check),
+    "Ulysses of out": UlyssesAllToAll(TOKENS, HEADS, "Ulysses of the gradient of out"),
+    "Ulysses of the gradient of out": UlyssesAllToAll(HEADS, TOKENS, "Ulysses of out"),
+    "Ulysses of dq, dk, dv": UlyssesAllToAll(TOKENS, HEADS, "Ulysses of q, k, v"),
 }
 
 
 @operator("ds_ring::swap_heads_tokens")
 def swap_op(tensors: Sequence[Tensor], name: str, handle: int) -> list[Tensor]:
     """Run the all-to-all of that name, for each of some [B, H, S, D]."""
-    context = context_of(handle)
+    context = get_ring_context(handle)
     mesh, swap = context.mesh, SWAPS[name]
     is_fake = isinstance(tensors[0], FakeTensor)
     with collective(mesh, name, context.exchange, is_fake) as call:
@@ -68,13 +68,13 @@ def swap_op(tensors: Sequence[Tensor], name: str, handle: int) -> list[Tensor]:
             swap.check(context, tensors, mesh.ulysses_size)
         # An all-to-all of other sizes on one rank ends its process: compare every tensor, not q and v alone.
         shapes = {f"tensor {i} of Ulysses": f"{tuple(x.shape)} {x.dtype}" for i, x in enumerate(tensors)}
-        parts = [as_bits(x).chunk(mesh.ulysses_size, dim=swap.split_dim) for x in tensors]
+        parts = [view_as_bits(x).chunk(mesh.ulysses_size, dim=swap.split_dim) for x in tensors]
         packets = [_pack(tensors_of_rank) for tensors_of_rank in zip(*parts, strict=True)]
         context.agree(call, tensors[0], tensors[-1], shapes)
         received = call.exchange.all_to_all(packets, mesh.ulysses_group)
         from_ranks = [_unpack(packet, [of_ranks[0] for of_ranks in parts]) for packet in received]
         whole = [torch.cat(of_ranks, dim=swap.join_dim) for of_ranks in zip(*from_ranks, strict=True)]
-        return [from_bits(tensor, x.dtype) for tensor, x in zip(whole, tensors, strict=True)]
+        return [view_from_bits(tensor, x.dtype) for tensor, x in zip(whole, tensors, strict=True)]
 
 
 # [Note: packets]
@@ -96,12 +96,12 @@ def _unpack(packet: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
         return [packet]
     sizes = [like[index].nbytes for index in _order(like)]
     by_index = dict(zip(_order(like), packet.split(sizes), strict=True))
-    return [from_bits(by_index[index], x.dtype).view(x.shape) for index, x in enumerate(like)]
+    return [view_from_bits(by_index[index], x.dtype).view(x.shape) for index, x in enumerate(like)]
 
 
 @swap_op.register_fake
 def _(tensors: Sequence[Tensor], name: str, handle: int) -> list[Tensor]:
-    size, swap = context_of(handle).mesh.ulysses_size, SWAPS[name]
+    size, swap = get_ring_context(handle).mesh.ulysses_size, SWAPS[name]
     shapes = [list(x.shape) for x in tensors]
     for shape in shapes:
         shape[swap.split_dim] //= size
@@ -113,17 +113,21 @@ def swap(tensors: Sequence[Tensor], name: str, handle: int) -> list[Tensor]:
     """Run the all-to-all of that name, in a call whose gradient every rank computes."""
     if torch.compiler.is_compiling():
         return swap_op(tensors, name, handle)
-    return run_compared(context_of(handle).mesh, name, swap_op, tensors, name, handle)
+    return run_compared(get_ring_context(handle).mesh, name, swap_op, tensors, name, handle)
 
 
 def _setup_swap(ctx: Any, inputs: tuple[Sequence[Tensor], str, int], output: list[Tensor]) -> None:
     tensors, ctx.name, ctx.handle = inputs
-    note_call(ctx, context_of(ctx.handle).exchange, tensors[0])
+    note_call(ctx, get_ring_context(ctx.handle).exchange, tensors[0])
 
 
 def _backward_swap(ctx: Any, grads: list[Tensor]) -> tuple[list[Tensor], None, None]:
     arguments = (grads, SWAPS[ctx.name].gradient, ctx.handle)
-    return run_gradient(context_of(ctx.handle).mesh, has_run_again(ctx), swap_op, *arguments), None, None
+    return (
+        run_gradient(get_ring_context(ctx.handle).mesh, has_run_again(ctx), swap_op, *arguments),
+        None,
+        None,
+    )
 
 
 swap_op.register_autograd(_backward_swap, setup_context=_setup_swap)

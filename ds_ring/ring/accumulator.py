@@ -125,7 +125,7 @@ def _cut(slots: int, missing: _Pieces, parts: tuple[Rows, ...]) -> list[tuple[in
 MAX_WAITING, MAX_WAITING_WITH_SUM = 4, 2
 
 
-def parts_wait(kernel: Kernel, dtype: torch.dtype, accumulator: torch.dtype) -> bool:
+def check_parts_wait(kernel: Kernel, dtype: torch.dtype, accumulator: torch.dtype) -> bool:
     """Return whether the parts of a kernel wait to be merged together, for results of a dtype."""
     return getattr(kernel, "few_parts", False) and dtype.itemsize < accumulator.itemsize
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ds_ring.comm.device_tables import DeviceTables
 from ds_ring.comm.messages import Label, TokenRange
-from ds_ring.comm.streams import stream_of
+from ds_ring.comm.streams import get_stream_number
 from ds_ring.kernels.interface import ALL_HEADS, Rows
 from ds_ring.plugin import load
 from ds_ring.ring.accumulator import Accumulator
@@ -22,9 +22,9 @@ from ds_ring.ring.pair import (
     BufferKinds,
     Codec,
     Pair,
-    keys_apart,
-    kind_of,
-    payload_dtypes,
+    check_keys_apart,
+    get_payload_dtypes,
+    make_buffer_kind,
     tokens_first,
 )
 from ds_ring.ring.pool import Block, Buffers
@@ -90,7 +90,7 @@ def _encode(codec: Codec, rows: Tensor, keys: Pair, step: Send | Accumulate, tab
         offset += count
 
 
-def some_heads(heads: slice, *tensors: Tensor) -> Sequence[Tensor]:
+def select_some_heads(heads: slice, *tensors: Tensor) -> Sequence[Tensor]:
     """Return some heads of tensors [B, H, ...], a slice with both ends; the tensors if it is all heads."""
     if heads.stop - heads.start == tensors[0].shape[1] and heads.step in (None, 1):
         return tensors
@@ -103,16 +103,16 @@ Saved = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # q, k, v, out and lse of
 class HeadSource(Protocol):
     """Gives the saved tensors of one head chunk after the other."""
 
-    def of(self, chunk: HeadChunk) -> Saved:
+    def load(self, chunk: HeadChunk) -> Saved:
         """Return q, k, v, out and lse of the next chunk's heads, on the device."""
         ...
 
 
-def heads_of(saved: Saved, chunk: HeadChunk) -> Saved:
+def select_chunk(saved: Saved, chunk: HeadChunk) -> Saved:
     """Return views of a chunk's heads."""
     q, k, v, out, lse = saved
-    q, out, lse = some_heads(chunk.query_heads, q, out, lse)
-    k, v = some_heads(chunk.kv_heads, k, v)
+    q, out, lse = select_some_heads(chunk.query_heads, q, out, lse)
+    k, v = select_some_heads(chunk.kv_heads, k, v)
     return q, k, v, out, lse
 
 
@@ -138,10 +138,10 @@ class RingBuffers:
         # SHARD and RESULTS are the caller's tensors, which no step frees. All other buffers come from the
         # pool, including the copies made for sends.
         self._pairs = {SHARD: shard}
-        self._dtypes = payload_dtypes(
+        self._dtypes = get_payload_dtypes(
             shard.k.dtype, None if own_kv_grads is None else own_kv_grads.dtype, parts_dtype
         )
-        apart = pool.adopts and shard.k.shape[1] == 1 and keys_apart(shard)
+        apart = pool.adopts and shard.k.shape[1] == 1 and check_keys_apart(shard)
         self._apart = {Payload.PARTS, Payload.KEYS} if apart else {Payload.PARTS}
         self._blocks: dict[int, Block] = {}
         self._stream: int | None = None  # found once, by the first buffer that is taken
@@ -218,7 +218,7 @@ class RingBuffers:
         shard, kind = self._pairs[SHARD], self._kinds.get(buffer)
         if kind is None:
             apart = payload in self._apart
-            kind = self._kinds[buffer] = kind_of(
+            kind = self._kinds[buffer] = make_buffer_kind(
                 shard, slots, payload, self._dtypes[payload], apart, self.chunk.steps.codec
             )
         # Fake tensors use no memory, and a tensor of one FakeTensorMode cannot be used in another.
@@ -226,7 +226,7 @@ class RingBuffers:
             taken = kind.pair(shard.k.new_empty(math.prod(kind.shape), dtype=kind.dtype))
         else:
             if self._stream is None:
-                self._stream = stream_of(kind.device)
+                self._stream = get_stream_number(kind.device)
             block = self._blocks[buffer] = self._pool.take(kind, self._stream)
             taken = block.pair(kind)
         self._pairs[buffer] = taken

@@ -29,7 +29,7 @@ MAX_PARTS = 5  # parts of one merge, the accumulator included; the Triton kernel
 _log = logging.getLogger(__name__)
 
 
-def empty_results(q_BHSD: Tensor, value_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def make_empty_results(q_BHSD: Tensor, value_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return (out, lse) of attention over no key, for other parts to be merged into.
 
     Args:
@@ -41,7 +41,7 @@ def empty_results(q_BHSD: Tensor, value_dim: int, dtype: torch.dtype) -> tuple[T
         out, filled with 0; lse, filled with -inf, in the accumulators' dtype.
     """
     out = q_BHSD.new_zeros((*q_BHSD.shape[:-1], value_dim), dtype=dtype)
-    lse = q_BHSD.new_full(q_BHSD.shape[:-1], float("-inf"), dtype=accumulator_dtype(q_BHSD.dtype))
+    lse = q_BHSD.new_full(q_BHSD.shape[:-1], float("-inf"), dtype=get_accumulator_dtype(q_BHSD.dtype))
     return out, lse
 
 
@@ -99,7 +99,7 @@ def merge_parts_by_operators_(out_BHSD: Tensor, lse_BHS: Tensor | None, parts: S
     """Merge the parts (without lse: add them) by torch's operators, on any device."""
     assert 0 < len(parts) <= MAX_PARTS, f"{len(parts)} parts in one merge"  # the kernel asserts it, too
     if lse_BHS is None:
-        total = parts[0][0].to(accumulator_dtype(parts[0][0].dtype), copy=True)
+        total = parts[0][0].to(get_accumulator_dtype(parts[0][0].dtype), copy=True)
         for part, _ in parts[1:]:
             total.add_(part)
         out_BHSD.copy_(total)
@@ -135,6 +135,6 @@ def _load_cuda_merge() -> Callable[[Tensor, Tensor | None, Sequence[Part]], None
         return merge_parts_by_operators_
 
 
-def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
+def get_accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return what results are accumulated in: float64 stays, everything else is float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32

@@ -27,7 +27,7 @@ class Pair(NamedTuple):
 
     `memory` is what a buffer sends, token by token, that they are views of: one tensor [slots, B, G, D + E];
     or two, [slots, B, G, D] and [slots, B, G, E], of gradients as the kernel returns them and of keys that
-    travel apart (`keys_apart`). It is empty for the caller's tensors.
+    travel apart (`check_keys_apart`). It is empty for the caller's tensors.
     """
 
     k: Tensor
@@ -108,7 +108,7 @@ class BufferKind(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def payload_dtypes(
+def get_payload_dtypes(
     keys: torch.dtype, sums: torch.dtype | None, parts: torch.dtype | None
 ) -> Mapping[Payload, torch.dtype]:
     """Return the dtype of each payload: of K and V, of sums of dK and dV, and as the kernel returns those.
@@ -120,7 +120,7 @@ def payload_dtypes(
     return dtypes | {payload: dtype for payload, dtype in backward.items() if dtype is not None}
 
 
-def keys_apart(like: Pair) -> bool:
+def check_keys_apart(like: Pair) -> bool:
     """Return whether K and V of a single K/V head travel as two messages: on the CPU, of one sample.
 
     The tokens of such a head are dense in the caller's tensors, so the own shard is sent without a copy.
@@ -129,7 +129,7 @@ def keys_apart(like: Pair) -> bool:
     return like.k.shape[0] == 1 and like.k.device.type == "cpu"
 
 
-def kind_of(
+def make_buffer_kind(
     like: Pair, slots: int, payload: Payload, dtype: torch.dtype, apart: bool | None = None,
     codec: CodecRow | None = None,
 ) -> BufferKind:  # fmt: skip

@@ -87,7 +87,7 @@ class Buffers:
         return self._used_bytes + self.free_bytes
 
     def take(self, kind: BufferKind, stream: int) -> Block:
-        """Return a block for a buffer of this kind, for the stream of this number (`stream_of`)."""
+        """Return a block for a buffer of this kind, for the stream of this number (`get_stream_number`)."""
         nbytes = kind.nbytes
         size = BlockKey(nbytes, kind.device, stream)
         with self._lock:

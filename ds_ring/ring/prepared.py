@@ -51,7 +51,7 @@ class PreparedPasses:
     def __init__(self) -> None:
         self._passes: WeakKeyDictionary[Schedule, dict[Any, PreparedPass]] = WeakKeyDictionary()
 
-    def of(self, schedule: Schedule, k: Tensor, v: Tensor) -> PreparedPass:
+    def get(self, schedule: Schedule, k: Tensor, v: Tensor) -> PreparedPass:
         """Return the cached data for this schedule and K and V of this shape, dtype and device."""
         key = (k.shape, v.shape, k.dtype, k.device, isinstance(k, FakeTensor))
         passes = self._passes.setdefault(schedule, {})

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from ds_ring.comm.messages import NOTHING_SENT, InFlight, Label, Message, MessageSize, PostedBatch, Transport
 from ds_ring.kernels.interface import ALL_HEADS, Kernel, value_dim
-from ds_ring.ring.accumulator import Accumulator, parts_wait
-from ds_ring.ring.buffers import HeadSource, RingBuffers, Saved, heads_of, some_heads
-from ds_ring.ring.merge import accumulator_dtype
+from ds_ring.ring.accumulator import Accumulator, check_parts_wait
+from ds_ring.ring.buffers import HeadSource, RingBuffers, Saved, select_chunk, select_some_heads
+from ds_ring.ring.merge import get_accumulator_dtype
 from ds_ring.ring.observer import BatchEvent, Observer
 from ds_ring.ring.pair import Pair
 from ds_ring.ring.pool import Buffers
@@ -175,24 +175,24 @@ class RingPass:
         """
         shape = (*q.shape[:-1], value_dim(self.kernel, v))
         out = lru_cache(maxsize=1)(partial(q.new_empty, shape))  # allocated at its first use
-        lse = q.new_empty(q.shape[:-1], dtype=accumulator_dtype(q.dtype))
-        waits = parts_wait(self.kernel, q.dtype, lse.dtype)
+        lse = q.new_empty(q.shape[:-1], dtype=get_accumulator_dtype(q.dtype))
+        waits = check_parts_wait(self.kernel, q.dtype, lse.dtype)
 
         def begin(chunk: HeadChunk) -> Chunk:
             # Heads are slices, so these are views: chunks read and write the caller's tensors directly.
             heads, kv = chunk.query_heads, chunk.kv_heads
-            k_here, v_here = some_heads(kv, k, v)
-            kernel = self.kernel.of_heads(heads)
+            k_here, v_here = select_some_heads(kv, k, v)
+            kernel = self.kernel.select_heads(heads)
             buffers = RingBuffers(chunk, self.buffers, prepared.kinds[kv.start], Pair(k_here, v_here))
-            q_here, lse_here = some_heads(heads, q, lse)
+            q_here, lse_here = select_some_heads(heads, q, lse)
             sizes = (*lse_here.shape, shape[-1])
             total = Accumulator(
-                lambda: some_heads(heads, out()), lse_here, [sizes], lse.dtype, lse_here, waits
+                lambda: select_some_heads(heads, out()), lse_here, [sizes], lse.dtype, lse_here, waits
             )
             return ForwardChunk(self, kernel, buffers, q_here, total)
 
         schedule = self._make_schedule(k, v, backward=False)
-        prepared = self.prepared.of(schedule, k, v)
+        prepared = self.prepared.get(schedule, k, v)
         self._run(schedule, prepared, begin)
         return out(), lse
 
@@ -213,31 +213,31 @@ class RingPass:
         """
         new = grad_out.new_empty  # q, k and v may be on the host
         dk, dv = new(k.shape, dtype=k.dtype), new(v.shape, dtype=v.dtype)
-        waits = parts_wait(self.kernel, q.dtype, lse.dtype)
+        waits = check_parts_wait(self.kernel, q.dtype, lse.dtype)
         dq = lru_cache(maxsize=1)(partial(new, q.shape, dtype=q.dtype))  # allocated at its first use
         schedule = self._make_schedule(k, v, backward=True)
-        prepared = self.prepared.of(schedule, k, v)
+        prepared = self.prepared.get(schedule, k, v)
         saved: Saved = (q, k, v, out, lse)
-        heads_here: Callable[[HeadChunk], Saved] = partial(heads_of, saved)
+        heads_here: Callable[[HeadChunk], Saved] = partial(select_chunk, saved)
         if self.load_heads is not None:
-            heads_here = self.load_heads(saved, schedule.chunks, grad_out.device).of
+            heads_here = self.load_heads(saved, schedule.chunks, grad_out.device).load
 
         def begin(chunk: HeadChunk) -> Chunk:
             heads, kv = chunk.query_heads, chunk.kv_heads
             q_here, k_here, v_here, out_here, lse_here = heads_here(chunk)
-            (grad_here,) = some_heads(heads, grad_out)
+            (grad_here,) = select_some_heads(heads, grad_out)
             grad_lse_here = None if grad_lse is None else grad_lse[:, heads]
             queries = Queries(grad_here, q_here, out_here, lse_here, grad_lse_here)
             settings = lse.dtype, None, waits
             dq_accumulator = Accumulator(
-                lambda: some_heads(heads, dq()), grad_here, [q_here.shape], *settings
+                lambda: select_some_heads(heads, dq()), grad_here, [q_here.shape], *settings
             )
             # Gradients of the own keys that other ranks return are added here.
-            results = some_heads(kv, dk, dv)
+            results = select_some_heads(kv, dk, dv)
             own_kv_grads = Accumulator(
                 partial(tuple, results), grad_here, list(map(Tensor.size, results)), *settings
             )
-            kernel, own_pair = self.kernel.of_heads(heads), Pair(k_here, v_here)
+            kernel, own_pair = self.kernel.select_heads(heads), Pair(k_here, v_here)
             parts_dtype = k.dtype if waits else lse.dtype
             buffers = RingBuffers(
                 chunk, self.buffers, prepared.kinds[kv.start], own_pair, own_kv_grads, parts_dtype

@@ -35,12 +35,12 @@ from typing import NamedTuple
 import numpy as np
 
 from ds_ring.masks.pattern import BoundPattern, Pattern
-from ds_ring.masks.slots import IntArray, count_sets, intersect_slots, ranges_of_progressions
+from ds_ring.masks.slots import IntArray, count_sets, intersect_slots, merge_progressions
 from ds_ring.masks.tiles import UNBOUNDED, Tiles
 from ds_ring.plugin import KERNELS, LAYOUTS, load
 from ds_ring.schedule.head_class import HeadClass, ReadsOfShards
 from ds_ring.schedule.layout import ChunkLayout, Layout, Mix
-from ds_ring.schedule.plan import one_way, sampled_origins
+from ds_ring.schedule.plan import make_one_way, sample_origins
 
 Speeds = tuple[float, ...]  # of the ranks of a ring, relative to each other; empty for equal ones
 EVEN = 1.05  # an imbalance up to this value counts as even
@@ -64,12 +64,12 @@ class Candidate(NamedTuple):
         return f"{self.layout.name} (work max/mean {self.imbalance:.3f}, {self.tokens_sent} tokens sent)"
 
 
-def bound_to_one_head(pattern: Pattern) -> BoundPattern:
+def bind_one_head(pattern: Pattern) -> BoundPattern:
     """Return the pattern of head 0: a layout is chosen by one head, since all heads have similar work."""
     return pattern.bind((0,), 1, 1)
 
 
-def work_of_runs(pattern: Pattern, runs: IntArray, tokens: int) -> np.ndarray:
+def count_run_work(pattern: Pattern, runs: IntArray, tokens: int) -> np.ndarray:
     """Return the attended pairs of the queries of every run, over all keys; float64 [len(runs)]."""
     tiles = pattern.tiles(runs, np.array([[0, 1, tokens]]))
     # Runs are consecutive in the query slots, so a tile's first slot determines its run.
@@ -83,7 +83,7 @@ def _count_pairs(tiles: Tiles) -> np.ndarray:
     return tiles.pairs.astype(np.float64)
 
 
-def work_of_ranks(pattern: Pattern, layout: Layout) -> np.ndarray:
+def count_rank_work(pattern: Pattern, layout: Layout) -> np.ndarray:
     """Return the attended pairs of every rank, for one head; float64 [ring_size]."""
     works: np.ndarray = _count_rank_pairs(pattern, [layout])[0]
     return works
@@ -92,7 +92,7 @@ def work_of_ranks(pattern: Pattern, layout: Layout) -> np.ndarray:
 def _count_rank_pairs(pattern: Pattern, layouts: Sequence[Layout]) -> np.ndarray:
     """Return the same for layouts of equal sizes, by one table; float64 [len(layouts), ring_size]."""
     (runs, ranks), size = collect_runs(layouts), layouts[0].ring_size
-    work = work_of_runs(pattern, runs, layouts[0].tokens)
+    work = count_run_work(pattern, runs, layouts[0].tokens)
     return np.bincount(ranks, weights=work, minlength=len(layouts) * size).reshape(-1, size)
 
 
@@ -120,7 +120,7 @@ def compute_costs(pattern: Pattern, layouts: Sequence[Layout]) -> tuple[np.ndarr
         return work, np.zeros(work.shape, dtype=np.int64)
     # one set of positions for each rank, as in `join_sets`
     rows = np.stack([tiles.k.position + reader * width, np.ones_like(reader), tiles.k.length], axis=1)
-    read = ranges_of_progressions(rows)
+    read = merge_progressions(rows)
     shard_slots = np.stack([runs[:, 0], runs[:, 0] + runs[:, 2]], axis=1) + (ranks * width)[:, None]
     counts = [count_sets(slots, width, count) for slots in (read, intersect_slots(read, shard_slots))]
     return work, (counts[0] - counts[1]).reshape(-1, size)
@@ -150,34 +150,34 @@ def imbalance(works: list[np.ndarray], speeds: Speeds = ()) -> float:
 
 def rated(mix: Mix, layout: Layout, speeds: Speeds = ()) -> Candidate:
     """Return a layout with its imbalance; [Note: the cost of a layout]."""
-    return all_rated(mix, [layout], speeds)[0]
+    return rate_all(mix, [layout], speeds)[0]
 
 
-def all_rated(mix: Mix, layouts: Sequence[Layout], speeds: Speeds = ()) -> list[Candidate]:
+def rate_all(mix: Mix, layouts: Sequence[Layout], speeds: Speeds = ()) -> list[Candidate]:
     """Return layouts of equal sizes with their imbalance."""
-    works = [layers * _count_rank_pairs(bound_to_one_head(pattern), layouts) for pattern, layers in mix]
+    works = [layers * _count_rank_pairs(bind_one_head(pattern), layouts) for pattern, layers in mix]
     return [
         Candidate(layout, imbalance([work[index] for work in works], speeds))
         for index, layout in enumerate(layouts)
     ]
 
 
-def to_compare(options: list[Candidate], least: float = 1.0) -> list[Candidate]:
+def select_candidates(options: list[Candidate], least: float = 1.0) -> list[Candidate]:
     """Return the even options with the fewest runs; the most even one if none is even."""
     even = [o for o in options if o.imbalance <= EVEN * least]
     even.sort(key=lambda o: len(o.layout.runs(0)))
     return even[:COMPARED] or [min(options, key=lambda o: o.imbalance)]
 
 
-def best_of(mix: Mix, options: list[Candidate], least: float = 1.0) -> tuple[Candidate, list[Candidate]]:
+def choose_best(mix: Mix, options: list[Candidate], least: float = 1.0) -> tuple[Candidate, list[Candidate]]:
     """Return the best option, and all options compared by traffic; [Note: the cost of a layout]."""
     compared = []
-    for option in to_compare(options, least):
+    for option in select_candidates(options, least):
         size, sent = option.layout.ring_size, 0
         for pattern, layers in mix:
             # as much in both directions
-            travel = HeadClass(ReadsOfShards(pattern, option.layout), slice(0, 1), one_way(size))
-            sent += layers * travel.tokens_sent(sampled_origins(size))
+            travel = HeadClass(ReadsOfShards(pattern, option.layout), slice(0, 1), make_one_way(size))
+            sent += layers * travel.tokens_sent(sample_origins(size))
         compared.append(option._replace(tokens_sent=sent))
     return min(compared, key=lambda c: c.tokens_sent), compared
 
@@ -191,8 +191,8 @@ def make_auto(
     """
     if not mix or ring_size == 1:
         return ChunkLayout(tokens, ring_size, multiple_of, 1)
-    bound = tuple((bound_to_one_head(pattern), layers) for pattern, layers in mix)
-    options = all_rated(bound, [ChunkLayout(tokens, ring_size, multiple_of, n) for n in (1, 2)], speeds)
+    bound = tuple((bind_one_head(pattern), layers) for pattern, layers in mix)
+    options = rate_all(bound, [ChunkLayout(tokens, ring_size, multiple_of, n) for n in (1, 2)], speeds)
     for make in [load(row.always) for row in LAYOUTS.values() if row.always]:
         options += make(tokens, ring_size, multiple_of, bound, speeds)
     labels: list[Layout] = []
@@ -210,7 +210,7 @@ def make_auto(
         if in_blocks is not None:
             labels, options, least = [], in_blocks, min(o.imbalance for o in in_blocks)
     if labels:
-        even = [option.layout for option in to_compare(options)]
+        even = [option.layout for option in select_candidates(options)]
         compared = timed(bound, [*even, *labels])
         # never slower than the even layout that would be taken without the others
         slowest = min(compared[: len(even)], key=lambda option: option.tokens_sent).time
@@ -219,14 +219,16 @@ def make_auto(
             (option for option in compared if option.time <= slowest), key=lambda option: option.tokens_sent
         )
     else:
-        best, compared = best_of(bound, options, least)
+        best, compared = choose_best(bound, options, least)
     others = "; ".join(str(c) for c in compared if c is not best) or "no other was even enough"
     blocks = f" in blocks of {block}" if block > 1 else ""
-    _log.info("ds_ring: layout auto took %s for %s%s; compared with: %s", best, in_words(mix), blocks, others)
+    _log.info(
+        "ds_ring: layout auto took %s for %s%s; compared with: %s", best, describe_mix(mix), blocks, others
+    )
     return best.layout
 
 
-def in_words(mix: Mix) -> str:
+def describe_mix(mix: Mix) -> str:
     """Return the patterns as text, with their numbers of layers if there are several."""
     if len(mix) == 1:
         return str(mix[0][0])

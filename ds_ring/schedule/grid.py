@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from ds_ring.errors import RingMeshError, shown, whole_number
+from ds_ring.errors import RingMeshError, check_whole_number, shown
 from ds_ring.limits import MAX_RANKS, divisors
 
 
@@ -42,7 +42,7 @@ class Grid:
     def __post_init__(self) -> None:
         for name in ("world_size", "ring_size", "ulysses_size"):
             value = getattr(self, name)
-            object.__setattr__(self, name, whole_number(value, name, RingMeshError, MAX_RANKS))
+            object.__setattr__(self, name, check_whole_number(value, name, RingMeshError, MAX_RANKS))
         if self.world_size % self.sequence_size:
             *others, last = map(str, divisors(self.world_size))
             choices = f"{', '.join(others)} or {last}" if others else last
@@ -65,7 +65,7 @@ class Grid:
         """
         if ranks_per_node is None:
             return None
-        whole_number(ranks_per_node, "ranks_per_node", RingMeshError, MAX_RANKS)
+        check_whole_number(ranks_per_node, "ranks_per_node", RingMeshError, MAX_RANKS)
         data, _, ulysses = self.coordinates(global_rank)
         ring = [self.global_rank(data, rank, ulysses) // ranks_per_node for rank in range(self.ring_size)]
         inner = ring.count(ring[0])
@@ -74,14 +74,14 @@ class Grid:
         return inner if even else None
 
     @classmethod
-    def of_groups(cls, world_size: int, sequences: Sequence[Sequence[int]], ulysses_size: int) -> Grid:
+    def from_groups(cls, world_size: int, sequences: Sequence[Sequence[int]], ulysses_size: int) -> Grid:
         """Return the grid whose sequences are the given groups of ranks; see `RingMesh.from_groups`.
 
         Raises:
             RingMeshError: the groups are no lists of one length that ulysses_size divides, or do not hold
                 every rank of the world once.
         """
-        ulysses_size = whole_number(ulysses_size, "ulysses_size", RingMeshError, MAX_RANKS)
+        ulysses_size = check_whole_number(ulysses_size, "ulysses_size", RingMeshError, MAX_RANKS)
         try:
             groups = [[operator.index(rank) for rank in ranks] for ranks in sequences]
         except TypeError as error:

@@ -93,7 +93,7 @@ def _concat_shards(shards: Sequence[IntArray]) -> tuple[IntArray, IntArray]:
     return runs, np.append(0, np.cumsum(runs[:, 2]))[last]
 
 
-def tiles_of_payload(tiles: Tiles, held: SlotRanges) -> Tiles:
+def map_tiles_to_payload(tiles: Tiles, held: SlotRanges) -> Tiles:
     """Return the same tiles with key slots that index the packed payload.
 
     A tile's keys are an arithmetic progression of the shard's slots. Where the payload omits slots between
@@ -462,7 +462,7 @@ class HeadClass:
         # Payloads follow one another as the shards do.
         begins, counts = [0, *ends.tolist()], [count_slots(slots) for slots in held]
         every = [slots + begin for slots, begin in zip(held, begins, strict=False)]
-        tiles = tiles_of_payload(tiles, np.concatenate(every))
+        tiles = map_tiles_to_payload(tiles, np.concatenate(every))
         ends = np.cumsum(counts)
         hop = np.searchsorted(ends, tiles.k.slot, side="right")
         tiles = replace(tiles, k=replace(tiles.k, slot=tiles.k.slot - (ends - counts)[hop]))

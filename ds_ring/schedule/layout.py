@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ds_ring.errors import RingLayoutError, RingShapeError, shown, whole_number
+from ds_ring.errors import RingLayoutError, RingShapeError, check_whole_number, shown
 from ds_ring.limits import MAX_RANKS
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.slots import IntArray, repeat_rows
@@ -202,7 +202,7 @@ class PieceLayout(Layout):
 
 
 @lru_cache(maxsize=64)
-def in_whole_blocks(layout: Layout, size: int) -> Layout:
+def round_to_blocks(layout: Layout, size: int) -> Layout:
     """Return the layout with its borders moved to the nearest multiples of `size`.
 
     Raises:
@@ -228,7 +228,7 @@ def in_whole_blocks(layout: Layout, size: int) -> Layout:
 
 def whole_blocks(layout: Layout, size: int) -> Layout:
     """Return the layout if its runs begin at multiples of `size`, or raise RingLayoutError."""
-    moved = in_whole_blocks(layout, size)
+    moved = round_to_blocks(layout, size)
     if moved is not layout:
         raise RingLayoutError(
             f"{layout}: expected runs that begin at multiples of {size} tokens (block_size), got others; use"
@@ -288,11 +288,11 @@ def make_layout(
         RingLayoutError: unknown name, sizes that are not positive integers, or a pattern that the named
             layout is not made for.
     """
-    tokens = whole_number(tokens, "make_layout: tokens", RingLayoutError)
-    ring_size = whole_number(ring_size, "make_layout: ring_size", RingLayoutError, MAX_RANKS)
-    multiple_of = whole_number(multiple_of, "make_layout: multiple_of", RingLayoutError)
+    tokens = check_whole_number(tokens, "make_layout: tokens", RingLayoutError)
+    ring_size = check_whole_number(ring_size, "make_layout: ring_size", RingLayoutError, MAX_RANKS)
+    multiple_of = check_whole_number(multiple_of, "make_layout: multiple_of", RingLayoutError)
     check_layout_name(name)
-    block_size = whole_number(block_size, "make_layout: block_size", RingLayoutError)
+    block_size = check_whole_number(block_size, "make_layout: block_size", RingLayoutError)
     block = block_size if name == "auto" else 1
     return _make_layout(
         name,
@@ -334,7 +334,7 @@ def _read_mix(pattern: object) -> Mix:
                 f" {shown(entry)}"
             )
         mix.append(
-            (entry, whole_number(layers, f"make_layout: pattern: layers with {entry}", RingLayoutError))
+            (entry, check_whole_number(layers, f"make_layout: pattern: layers with {entry}", RingLayoutError))
         )
     return tuple(mix)
 

@@ -54,8 +54,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ds_ring.masks.joins import cut_queries, middle_slot
-from ds_ring.masks.slots import SlotRanges, count_slots, locate_ranges, part_of
+from ds_ring.masks.joins import cut_queries, find_middle_slot
+from ds_ring.masks.slots import SlotRanges, count_slots, locate_ranges, select_part
 from ds_ring.schedule.rank_plan import (
     DirectionPlan,
     DirectSend,
@@ -135,7 +135,7 @@ def head_bytes(k: Any, v: Any) -> int:
     return min(k.nbytes, v.nbytes) // int(k.shape[1])
 
 
-def head_chunks(kv_heads: slice, head_bytes: int, chunk_bytes: int) -> list[slice]:
+def split_heads(kv_heads: slice, head_bytes: int, chunk_bytes: int) -> list[slice]:
     """Split K/V heads with equal patterns into equal chunks; see `lower_pass`."""
     step = kv_heads.step or 1
     heads = range(kv_heads.start, kv_heads.stop, step)
@@ -146,9 +146,9 @@ def head_chunks(kv_heads: slice, head_bytes: int, chunk_bytes: int) -> list[slic
     return [slice(chunk[0], chunk[-1] + 1, step) for chunk in chunks]
 
 
-def query_heads_of(kv_heads: slice, group: int) -> slice:
+def get_query_heads(kv_heads: slice, group: int) -> slice:
     """Return the query heads that share the K/V heads of a slice, `group` query heads for each."""
-    # only here may a slice have a step: see `head_classes` in `plan.py`
+    # only here may a slice have a step: see `find_head_classes` in `plan.py`
     if group == 1:
         return kv_heads
     return slice(kv_heads.start * group, kv_heads.stop * group)
@@ -174,13 +174,16 @@ def lower_pass(
     cut = [
         (head_class, kv)
         for head_class in classes
-        for kv in head_chunks(head_class.kv_heads, head_bytes, chunk_bytes)
+        for kv in split_heads(head_class.kv_heads, head_bytes, chunk_bytes)
     ]
     # Few chunks have large buffers, so they start one batch later: [Note: one chunk after another].
     later = int(backward and len(cut) < MANY_CHUNKS)
     chunks = (
         HeadChunk(
-            kv, query_heads_of(kv, group), lower_class(head_class, backward), max(head_class.limit + later, 1)
+            kv,
+            get_query_heads(kv, group),
+            lower_class(head_class, backward),
+            max(head_class.limit + later, 1),
         )
         for head_class, kv in cut
     )
@@ -232,7 +235,7 @@ def lower_class(plan: HeadClassPlan, backward: bool) -> ChunkSteps:
     return steps
 
 
-def kernel_calls(plan: HeadClassPlan, backward: bool) -> list[Compute]:
+def get_kernel_calls(plan: HeadClassPlan, backward: bool) -> list[Compute]:
     """Return the computations of a pass, in order; those of each head chunk of the class."""
     return [step for step_round in lower_class(plan, backward).rounds for step in step_round.computed]
 
@@ -241,7 +244,7 @@ def _keep_for_the_end(rounds: list[Round]) -> None:
     """Move a part of the own shard's tiles to the last batches; [Note: a part for the end]."""
     (own_step,) = rounds[0].computed
     computing = max(number for number, step_round in enumerate(rounds) if step_round.computed)
-    middle = middle_slot(own_step.tiles)
+    middle = find_middle_slot(own_step.tiles)
     count = min(len(rounds) - 1 - computing, middle // LEAST_KEPT)
     if count:
         slots = [middle * part // count for part in range(1, count + 1)]
@@ -346,9 +349,9 @@ class _Direction(_Way):
         first = hop - hop % inner
         leaving, coming = self.plan.at(first), self.plan.at(first + inner)
         steps: list[Send | Recv] = []
-        if leaving is not None and len(part := part_of(leaving.inter_node, hop % inner, inner)):
+        if leaving is not None and len(part := select_part(leaving.inter_node, hop % inner, inner)):
             steps.append(self._send(self.inter_node, leaving, leaving.inter_node_to, part))
-        if coming is not None and len(part := part_of(coming.relayed, hop % inner, inner)):
+        if coming is not None and len(part := select_part(coming.relayed, hop % inner, inner)):
             steps.append(self._receive(hop, coming, coming.recv_rank, part, self.crossing))
         return steps
 
@@ -384,7 +387,7 @@ class _Direction(_Way):
         returning, self.returning = self.returning, []
         for hop_plan, gradients in returning:
             number, parts = hop - 1 - hop_plan.hop, self.plan.direction.batches(hop_plan.hop)
-            if len(part := part_of(hop_plan.ends_here, number, parts)):
+            if len(part := select_part(hop_plan.ends_here, number, parts)):
                 steps.append(self._send(gradients, hop_plan, hop_plan.origin, part, payload))
             if number + 1 < parts and len(hop_plan.ends_here):
                 self.returning.append((hop_plan, gradients))
@@ -392,7 +395,7 @@ class _Direction(_Way):
                 self.leaving.append(gradients)
         for back in self.gradient_returns.get(hop, ()):
             number, parts = hop - 1 - back.hop, self.plan.direction.batches(back.hop)
-            if len(part := part_of(back.slots, number, parts)):
+            if len(part := select_part(back.slots, number, parts)):
                 buffer = self.new(payload, count_slots(part))
                 self.returns.append((buffer, part))
                 steps.append(Recv(payload, buffer, back.sender, self.own_shard.origin, part))

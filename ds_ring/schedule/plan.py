@@ -17,9 +17,9 @@ import numpy as np
 from ds_ring.errors import (
     RingLayoutError,
     RingPatternError,
+    check_bool,
+    check_whole_number,
     shown,
-    true_or_false,
-    whole_number,
 )
 from ds_ring.limits import MAX_HEADS
 from ds_ring.masks.pattern import Pattern
@@ -27,7 +27,7 @@ from ds_ring.masks.slots import count_slots
 from ds_ring.plugin import GRADIENT_PAYLOADS, KV_PAYLOADS, CodecRow
 from ds_ring.schedule.head_class import HeadClass, ReadsOfShards
 from ds_ring.schedule.layout import Layout
-from ds_ring.schedule.rank_plan import Direction, RankPlan, over_heads
+from ds_ring.schedule.rank_plan import Direction, RankPlan, sum_over_heads
 
 STAGE_GROWTH = 4  # most shards of a stage over those of the stage before, during which they arrive
 SAMPLED_ORIGINS = 6  # in a large ring directions are chosen by the costs of this many shards
@@ -65,7 +65,7 @@ class Plan:
     def tokens_sent(self) -> int:
         """Return tokens sent in a forward pass, summed over ranks, hops and K/V heads."""
         origins = range(self.ring_size)
-        return over_heads(
+        return sum_over_heads(
             self.classes, self.kv_heads, lambda head_class: sum(head_class.tokens_sent([x]) for x in origins)
         )
 
@@ -73,7 +73,7 @@ class Plan:
     def tokens_needed(self) -> int:
         """Return the minimum of `tokens_sent`: each token once to every other rank that reads it."""
         origins = range(self.ring_size)
-        return over_heads(
+        return sum_over_heads(
             self.classes, self.kv_heads, lambda head_class: sum(map(head_class.tokens_needed, origins))
         )
 
@@ -96,7 +96,7 @@ class Plan:
         return "\n".join(lines)
 
 
-def head_classes(pattern: Pattern, query_heads: int, kv_heads: int) -> list[tuple[slice, Pattern]]:
+def find_head_classes(pattern: Pattern, query_heads: int, kv_heads: int) -> list[tuple[slice, Pattern]]:
     """Return the K/V heads with equal patterns as slices, each with the pattern of its query heads."""
     group = query_heads // kv_heads
     classes: dict[Pattern, list[int]] = defaultdict(list)
@@ -115,7 +115,7 @@ def head_classes(pattern: Pattern, query_heads: int, kv_heads: int) -> list[tupl
     return heads_and_patterns
 
 
-def sampled_origins(size: int) -> list[int]:
+def sample_origins(size: int) -> list[int]:
     """Return the shards by which costs are compared: a sample, or all of them up to 16."""
     if size <= 16:
         return list(range(size))
@@ -123,17 +123,17 @@ def sampled_origins(size: int) -> list[int]:
     return sorted({int(size * (i * 0.6180339887 % 1)) for i in range(SAMPLED_ORIGINS)} | {size - 1})
 
 
-def one_way(size: int, sign: int = 1) -> tuple[Direction, ...]:
+def make_one_way(size: int, sign: int = 1) -> tuple[Direction, ...]:
     """Return one direction in which all shards travel."""
     return (Direction(sign, size - 1),)
 
 
-def two_levels(size: int, ranks_per_node: int, sign: int = 1) -> tuple[Direction, ...]:
+def make_two_levels(size: int, ranks_per_node: int, sign: int = 1) -> tuple[Direction, ...]:
     """Return a direction inside nodes and from node to node; [Note: two levels] in `rank_plan.py`."""
     return (Direction(sign, size - 1, ranks_per_node),)
 
 
-def stage_sizes(size: int, most: int) -> tuple[int, ...]:
+def choose_stage_sizes(size: int, most: int) -> tuple[int, ...]:
     """Return the shards of each stage after the own one, in a ring of `size` ranks; [Note: stages].
 
     As few stages as `most` shards in each allow, and of these the ones whose largest stage is smallest. The
@@ -152,9 +152,9 @@ def stage_sizes(size: int, most: int) -> tuple[int, ...]:
     return best_sizes
 
 
-def in_stages(size: int, most: int) -> tuple[Direction, ...]:
+def make_stages(size: int, most: int) -> tuple[Direction, ...]:
     """Return the direction of stages of at most so many shards; [Note: stages] in `rank_plan.py`."""
-    return (Direction(1, size - 1, stages=stage_sizes(size, most)),)
+    return (Direction(1, size - 1, stages=choose_stage_sizes(size, most)),)
 
 
 def choose_directions(reads: ReadsOfShards, ranks_per_node: int = 0) -> tuple[Direction, ...]:
@@ -167,17 +167,17 @@ def choose_directions(reads: ReadsOfShards, ranks_per_node: int = 0) -> tuple[Di
     """
     size = reads.layout.ring_size
     if size <= 2:
-        return one_way(size)
+        return make_one_way(size)
     # Together size - 1 hops, so every other rank is reached once.
     both_ways = (Direction(1, size // 2), Direction(-1, (size - 1) // 2))
-    origins = sampled_origins(size)
-    ways = [one_way(size), one_way(size, -1), both_ways]
+    origins = sample_origins(size)
+    ways = [make_one_way(size), make_one_way(size, -1), both_ways]
     of_nodes: list[int] = []
     if ranks_per_node:
         # the ranks of the first and of the middle node represent all ranks
         firsts = {0, size // ranks_per_node // 2 * ranks_per_node}
         of_nodes = [first + place for first in sorted(firsts) for place in range(ranks_per_node)]
-        ways += [two_levels(size, ranks_per_node), two_levels(size, ranks_per_node, -1)]
+        ways += [make_two_levels(size, ranks_per_node), make_two_levels(size, ranks_per_node, -1)]
 
     def cost(way: tuple[Direction, ...]) -> tuple[int, int]:
         travel = HeadClass(reads, slice(0, 1), way)
@@ -239,9 +239,9 @@ def build_plan(
     if not isinstance(layout, Layout):
         raise RingLayoutError.wrong("build_plan: layout", "a layout", shown(layout), "use make_layout(...)")
     check_length(pattern, layout)
-    query_heads = whole_number(query_heads, "build_plan: query_heads", RingLayoutError, MAX_HEADS)
-    kv_heads = whole_number(kv_heads, "build_plan: kv_heads", RingLayoutError, MAX_HEADS)
-    prune = true_or_false(prune, "build_plan: prune", RingLayoutError)
+    query_heads = check_whole_number(query_heads, "build_plan: query_heads", RingLayoutError, MAX_HEADS)
+    kv_heads = check_whole_number(kv_heads, "build_plan: kv_heads", RingLayoutError, MAX_HEADS)
+    prune = check_bool(prune, "build_plan: prune", RingLayoutError)
     if directions is not None and not (
         isinstance(directions, tuple) and all(isinstance(x, Direction) for x in directions)
     ):
@@ -255,7 +255,7 @@ def build_plan(
             raise RingLayoutError(f"build_plan: {name}: expected {' or '.join(known)}, got {shown(value)}")
     size, nodes = layout.ring_size, 0
     if ranks_per_node is not None:
-        nodes = whole_number(ranks_per_node, "build_plan: ranks_per_node", RingLayoutError)
+        nodes = check_whole_number(ranks_per_node, "build_plan: ranks_per_node", RingLayoutError)
     if nodes and size % nodes:
         raise RingLayoutError(
             f"build_plan: ranks_per_node: expected a divisor of the ring size {size}, got {nodes};"
@@ -263,12 +263,12 @@ def build_plan(
         )
     nodes = nodes if 1 < nodes < size else 0
     if stage_shards is not None:
-        stage_shards = whole_number(stage_shards, "build_plan: stage_shards", RingLayoutError)
+        stage_shards = check_whole_number(stage_shards, "build_plan: stage_shards", RingLayoutError)
         if directions is not None:
             raise RingLayoutError.wrong(
                 "build_plan: stage_shards", "None with directions", stage_shards, "leave one of them out"
             )
-        directions, nodes = in_stages(size, stage_shards) if size > 1 else None, 0
+        directions, nodes = make_stages(size, stage_shards) if size > 1 else None, 0
     rounded, row = not GRADIENT_PAYLOADS[gradient_payload].exact, KV_PAYLOADS[kv_payload]
     codec = row if row.home is not None else None
     return _build_plan(pattern, layout, query_heads, kv_heads, prune, directions, rounded, codec, nodes)
@@ -291,7 +291,8 @@ def _build_plan(
             f"query heads: expected a multiple of K/V heads: got {query_heads} and {kv_heads}"
         )
     bound = [
-        (heads, ReadsOfShards(alike, layout)) for heads, alike in head_classes(pattern, query_heads, kv_heads)
+        (heads, ReadsOfShards(alike, layout))
+        for heads, alike in find_head_classes(pattern, query_heads, kv_heads)
     ]
     # Choose the directions once: in all classes the keys are about equally far from the queries. The patterns
     # of two classes differ in the offset of a dilation, for example.
@@ -299,6 +300,6 @@ def _build_plan(
         directions = choose_directions(bound[0][1], ranks_per_node)
     elif directions is None:
         size = layout.ring_size
-        directions = two_levels(size, ranks_per_node) if ranks_per_node else one_way(size)
+        directions = make_two_levels(size, ranks_per_node) if ranks_per_node else make_one_way(size)
     classes = tuple(HeadClass(reads, heads, directions, prune, rounded, codec) for heads, reads in bound)
     return Plan(pattern, layout, query_heads, kv_heads, classes)

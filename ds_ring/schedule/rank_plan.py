@@ -26,7 +26,7 @@ a rank computes one stage, the keys of the next stage arrive in token ranges of 
 stage are one table over its buffer, so a pass has as many kernel calls and partial results as stages. The
 number of bytes is that of a ring, but most messages go to ranks that are not neighbours. So stages are for
 ranks that all have a link to each other, as inside a node. Memory grows with the largest two stages, and
-`stage_sizes` in `plan.py` bounds them. In MagiAttention (SandAI 2025) overlap stages are similar; the
+`choose_stage_sizes` in `plan.py` bounds them. In MagiAttention (SandAI 2025) overlap stages are similar; the
 choice of sizes and the merge are ours.
 """
 
@@ -150,7 +150,7 @@ class StagePlan(NamedTuple):
     tiles: Tiles  # the tiles of all hops; key slots index the buffer
 
     @classmethod
-    def of(cls, hops: Iterable[HopPlan]) -> StagePlan:
+    def from_hops(cls, hops: Iterable[HopPlan]) -> StagePlan:
         """Return the stage of some hops, at least one."""
         ordered = tuple(sorted(hops, key=lambda hop: hop.origin))
         counts = [count_slots(hop.held) for hop in ordered]
@@ -209,7 +209,7 @@ class DirectionPlan:
             if hop is not None:
                 by_stage.setdefault(self.direction.stage(hop.hop), []).append(hop)
         return tuple(
-            StagePlan.of(by_stage[number]) if number in by_stage else None
+            StagePlan.from_hops(by_stage[number]) if number in by_stage else None
             for number in range(max(by_stage) + 1)
         )
 
@@ -290,19 +290,19 @@ class RankPlan:
     @property
     def pairs(self) -> int:
         """Return the attended (query, key) pairs of this rank, over all query heads."""
-        return over_heads(self.classes, self.kv_heads, lambda head_class: head_class.pairs(self.group))
+        return sum_over_heads(self.classes, self.kv_heads, lambda head_class: head_class.pairs(self.group))
 
     @property
     def tokens_received(self) -> int:
         """Return the token-units (K and V of one token of one head) that arrive in a forward pass."""
-        return over_heads(self.classes, self.kv_heads, lambda head_class: head_class.tokens_received)
+        return sum_over_heads(self.classes, self.kv_heads, lambda head_class: head_class.tokens_received)
 
     @property
     def tokens_sent(self) -> int:
         """Return the token-units that leave in a forward pass."""
-        return over_heads(self.classes, self.kv_heads, lambda head_class: head_class.tokens_sent)
+        return sum_over_heads(self.classes, self.kv_heads, lambda head_class: head_class.tokens_sent)
 
 
-def over_heads(classes: Iterable[Any], kv_heads: int, amount: Callable[[Any], int]) -> int:
+def sum_over_heads(classes: Iterable[Any], kv_heads: int, amount: Callable[[Any], int]) -> int:
     """Return the sum over all K/V heads; `amount` returns the value of one head of a class."""
     return sum(amount(head_class) * len(range(kv_heads)[head_class.kv_heads]) for head_class in classes)

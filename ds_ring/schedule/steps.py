@@ -27,7 +27,7 @@ from ds_ring.plugin import CodecRow
 class Payload(Enum):
     """The content of a message: K and V, or dK and dV.
 
-    A token's two rows are adjacent, except in PARTS, and in KEYS where `keys_apart` (`ring/pair.py`).
+    A token's two rows are adjacent, except in PARTS, and in KEYS where `check_keys_apart` (`ring/pair.py`).
     """
 
     KEYS = "keys"  # in the dtype of the inputs
@@ -40,7 +40,7 @@ class Payload(Enum):
     def messages(self) -> tuple[str, ...]:
         """Return the names of the messages: two for PARTS, else one.
 
-        `RingBuffers` sends KEYS in two messages, too, where `keys_apart` in `ring/pair.py`.
+        `RingBuffers` sends KEYS in two messages, too, where `check_keys_apart` in `ring/pair.py`.
         """
         return tuple(self.names.split("/")) if self is Payload.PARTS else (self.names,)
 
@@ -54,7 +54,7 @@ SHARD = 0  # buffer: K and V of the rank's own shard; the caller's memory, never
 RESULTS = 1  # buffer: out and lse of the chunk's heads; in a backward pass dQ, and the own shard's dK, dV
 
 
-def name_of(buffer: int) -> str:
+def get_buffer_name(buffer: int) -> str:
     """Return the name of a buffer, as tables and messages print it."""
     return {SHARD: "shard", RESULTS: "results"}.get(buffer, f"b{buffer}")
 
@@ -82,7 +82,7 @@ class Send:
     ranges: tuple[tuple[int, int], ...] = field(init=False)  # `part` as Python ints
     count: int = field(init=False)  # number of slots
     # whether the message is sent from the buffer itself: one range, not of SHARD or RESULTS, not converted.
-    # (`RingBuffers` also sends one range of SHARD in place if K and V are two messages: `keys_apart`.)
+    # (`RingBuffers` also sends one range of SHARD in place if K and V are two messages: `check_keys_apart`.)
     in_place: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -126,9 +126,9 @@ class Compute:
     needs: int  # batch that brought the keys, as in `Send`; -1 for none
 
     def __str__(self) -> str:
-        into = "" if self.gradients is None else f", dK/dV in {name_of(self.gradients)}"
+        into = "" if self.gradients is None else f", dK/dV in {get_buffer_name(self.gradients)}"
         owners = " ".join(map(str, self.origins))
-        return f"hop {self.hop}: K/V of {owners} in {name_of(self.buffer)}{into}"
+        return f"hop {self.hop}: K/V of {owners} in {get_buffer_name(self.buffer)}{into}"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -148,7 +148,7 @@ class Accumulate:
         object.__setattr__(self, "ranges", _convert_to_ints(self.part))
 
     def __str__(self) -> str:
-        return f"{name_of(self.source)} into {name_of(self.buffer)}"
+        return f"{get_buffer_name(self.source)} into {get_buffer_name(self.buffer)}"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -158,7 +158,7 @@ class Free:
     buffer: int
 
     def __str__(self) -> str:
-        return f"free {name_of(self.buffer)}"
+        return f"free {get_buffer_name(self.buffer)}"
 
 
 def _convert_to_ints(ranges: SlotRanges) -> tuple[tuple[int, int], ...]:

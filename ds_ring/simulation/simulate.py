@@ -29,9 +29,9 @@ from ds_ring.errors import (
     RingLayoutError,
     RingPatternError,
     RingShapeError,
+    check_bool,
+    check_whole_number,
     shown,
-    true_or_false,
-    whole_number,
 )
 from ds_ring.kernels.select import get_kernel
 from ds_ring.limits import MAX_TOKENS
@@ -40,7 +40,7 @@ from ds_ring.masks.slots import IntArray
 from ds_ring.measure.trace import Trace
 from ds_ring.ops.checks import check_heads, check_operand, check_tensors
 from ds_ring.ops.options import Options
-from ds_ring.ring.merge import accumulator_dtype
+from ds_ring.ring.merge import get_accumulator_dtype
 from ds_ring.schedule.layout import Layout
 from ds_ring.schedule.lowering import stage_shards
 from ds_ring.schedule.plan import build_plan
@@ -133,10 +133,12 @@ class SimulationOptions:
 
     def __post_init__(self) -> None:
         for name in ("prune", "progress"):
-            true_or_false(getattr(self, name), name, RingConfigError)
+            check_bool(getattr(self, name), name, RingConfigError)
         for name, most in (("threads", MAX_THREADS), ("chunk_bytes", MAX_TOKENS)):
             if getattr(self, name) is not None:
-                object.__setattr__(self, name, whole_number(getattr(self, name), name, RingConfigError, most))
+                object.__setattr__(
+                    self, name, check_whole_number(getattr(self, name), name, RingConfigError, most)
+                )
         kernel_options = {} if self.kernel_options is None else self.kernel_options
         if not isinstance(kernel_options, Mapping) or not all(
             isinstance(name, str) for name in kernel_options
@@ -195,7 +197,7 @@ def simulate(
     width = sizes.width("k") + sizes.width("v")
     shard_bytes = sizes.batch * sizes.kv_heads * layout.local_tokens * width * sizes.dtype.itemsize
     for name, flag in {"measure_memory": measure_memory, "trace": trace}.items():
-        true_or_false(flag, name, RingConfigError)
+        check_bool(flag, name, RingConfigError)
     threads = settings.threads
     if threads is None:  # each thread of a kernel takes workspace, and a real rank on the CPU has one
         threads = 1 if measure_memory else torch.get_num_threads()
@@ -216,7 +218,7 @@ def simulate(
         get_kernel(pass_options.kernel, "cpu", pass_options.kernel_pairs, pass_options.block_size),
         pass_options.scale if pass_options.scale is not None else 1.0 / math.sqrt(sizes.head_dim),
         pass_options.chunk_bytes_on("cpu", layout.ring_size),
-        GradientSums(sizes, accumulator_dtype(sizes.dtype)) if backward else None,
+        GradientSums(sizes, get_accumulator_dtype(sizes.dtype)) if backward else None,
         measure_memory,
         trace,
     )
@@ -233,7 +235,7 @@ def _collected(job: VirtualRanks, ranks: list[int], progress: bool) -> Simulatio
     sizes, layout = job.source.geometry, job.plan.layout
     shape, nan = (sizes.batch, sizes.query_heads, sizes.tokens), torch.nan
     out = torch.full((*shape, sizes.width("out")), nan, dtype=sizes.dtype, device="cpu")
-    lse = torch.full(shape, nan, dtype=accumulator_dtype(sizes.dtype), device="cpu")
+    lse = torch.full(shape, nan, dtype=get_accumulator_dtype(sizes.dtype), device="cpu")
     dq = (
         None
         if job.sums is None

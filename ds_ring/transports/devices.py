@@ -21,7 +21,7 @@ def may_share(*variables: str) -> bool:
     return any(os.environ.get(name) == "1" for name in variables)
 
 
-def gpu_of_rank(local_rank: int, devices: int) -> int:
+def select_gpu(local_rank: int, devices: int) -> int:
     """Return the index of the GPU for a local rank on a node with so many GPUs.
 
     Raises RingConfigError where it has none of its own and may not share; [Note: ranks that share a GPU].
@@ -37,7 +37,7 @@ def gpu_of_rank(local_rank: int, devices: int) -> int:
 def claim_device(devices: int) -> None:
     """Set LOCAL_RANK, which DeepSpeed takes for the index of a GPU, to the GPU of this rank."""
     if "LOCAL_RANK" in os.environ:
-        os.environ["LOCAL_RANK"] = str(gpu_of_rank(int(os.environ["LOCAL_RANK"]), devices))
+        os.environ["LOCAL_RANK"] = str(select_gpu(int(os.environ["LOCAL_RANK"]), devices))
 
 
 def has_one_queue() -> bool:

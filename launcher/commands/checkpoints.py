@@ -112,10 +112,10 @@ def resize(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
         )
     # stdout is the answer's: DeepSpeed logs there from its import on.
     with contextlib.redirect_stdout(sys.stderr):
-        from ds_ring.checkpoint.resize import resize_checkpoint, samples_of_a_step
+        from ds_ring.checkpoint.resize import count_step_samples, resize_checkpoint
 
     with _named("not converted"):
-        samples = samples_of_a_step(options.folder, options.tag)
+        samples = count_step_samples(options.folder, options.tag)
         replicas = options.world_size // ring
         if samples % replicas:
             raise RingConfigError(

@@ -57,7 +57,7 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
     require_deadline(options.deadline_seconds)
     import torch
 
-    from ds_ring.transports.devices import gpu_of_rank
+    from ds_ring.transports.devices import select_gpu
 
     from ..plan.model_file import with_layer_types
     from ..run.local_ranks import run_ranks
@@ -73,7 +73,7 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
     cores = len(os.sched_getaffinity(0))
     threads = options.threads if options.threads is not None else max(1, cores // options.processes)
     if options.device == "cuda":
-        gpu_of_rank(options.processes - 1, torch.cuda.device_count())
+        select_gpu(options.processes - 1, torch.cuda.device_count())
     told = argparse.Namespace(**{name: value for name, value in vars(options).items() if name != "run"})
     run_ranks(work, options.processes, (told,), threads=threads, deadline_s=options.deadline_seconds)
     return 0

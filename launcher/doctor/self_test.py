@@ -41,10 +41,10 @@ from ds_ring.masks.catalog import Causal, SlidingWindow
 from ds_ring.masks.pattern import Pattern
 from ds_ring.measure.memory import measure_cpu_memory
 from ds_ring.measure.trace import tracing
-from ds_ring.ops.context import RingContext, context_for
+from ds_ring.ops.context import RingContext, make_ring_context
 from ds_ring.ops.options import Options
 from ds_ring.ops.passes import Operands
-from ds_ring.ops.prepare import planner_of
+from ds_ring.ops.prepare import make_planner
 from ds_ring.ops.ring_op import ring_attention_op
 from ds_ring.schedule.layout import Layout, expand_runs, make_layout
 from ds_ring.schedule.lowering import lower_rank
@@ -137,7 +137,7 @@ def measure_rank(mesh: RingMesh, job: AttentionJob) -> RankMemory:
         RingError: as `ds_ring.ring_attention`.
     """
     layout = job.layout(mesh.ring_size)
-    context = context_for(job.pattern, layout, mesh, job.options)
+    context = make_ring_context(job.pattern, layout, mesh, job.options)
     with tracing(mesh) as trace, measure_cpu_memory() as peak:
         q, k, v = (
             read_shard(job.source, layout, name, mesh.ring_rank).requires_grad_() for name in ("q", "k", "v")
@@ -244,13 +244,13 @@ def _exactness(mesh: RingMesh, options: Options) -> tuple[float, Traffic, tuple[
     No backend sees copies out of shared memory: the traffic is then that of the same pass by messages, and
     both have to be exact.
     """
-    by_messages = options.replaced(transport="ring") if options.row.shares_memory else options
+    by_messages = options.replaced(transport="ring") if options.transport_spec.shares_memory else options
     sizes = GlobalSizes(
         1, EXACT_HEADS, EXACT_KV_HEADS, EXACT_TOKENS * mesh.ring_size, EXACT_WIDTH, torch.float32
     )
     job = AttentionJob(sizes, Causal(), options=options)
     layout = job.layout(mesh.ring_size)
-    context = context_for(job.pattern, layout, mesh, by_messages)
+    context = make_ring_context(job.pattern, layout, mesh, by_messages)
     dtype, device = _kind(mesh)
     shards = {
         name: read_shard(job.source, layout, name, mesh.ring_rank).to(device, dtype)
@@ -268,7 +268,7 @@ def _exactness(mesh: RingMesh, options: Options) -> tuple[float, Traffic, tuple[
     with record_traffic() as traffic:
         run(context)
     if by_messages != options:
-        run(context_for(job.pattern, layout, mesh, options))
+        run(make_ring_context(job.pattern, layout, mesh, options))
     whole = {
         name: read_shard(job.source, job.layout(1), name, 0).to(dtype) for name in ("q", "k", "v", "grad_out")
     }
@@ -285,7 +285,7 @@ def _exactness(mesh: RingMesh, options: Options) -> tuple[float, Traffic, tuple[
 
 def _planned(context: RingContext, layout: Layout, q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int]:
     """Return the numbers that the schedules of this rank send and receive, forward and backward together."""
-    plan = planner_of(context, Operands(q, k, v))(context.pattern, layout)
+    plan = make_planner(context, Operands(q, k, v))(context.pattern, layout)
     rank = plan.rank(context.mesh.ring_rank)
     counts = {Send: 0, Recv: 0}
     for backward in (False, True):
@@ -350,7 +350,7 @@ def _memory_on_cuda(mesh: RingMesh, options: Options) -> tuple[float, float]:
     for mesh_used, tokens in ((mesh, MEMORY_TOKENS * mesh.ring_size), (RingMesh.single(), MEMORY_TOKENS)):
         job = _memory_job(tokens, torch.bfloat16, options)
         layout = job.layout(mesh_used.ring_size)
-        context = context_for(job.pattern, layout, mesh_used, options)
+        context = make_ring_context(job.pattern, layout, mesh_used, options)
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -448,7 +448,7 @@ def main() -> int:
     config = RingConfig.from_deepspeed(options.deepspeed_config)
     config.validate_world(dist.get_world_size())
     mesh = RingMesh.from_world(config.ring_size, config.ulysses_size)
-    answers = self_test(mesh, Options.of(config))
+    answers = self_test(mesh, Options.make(config))
     if dist.get_rank() == 0:
         meta = [
             {**rank_answer._asdict(), "link": rank_answer.link and rank_answer.link._asdict()}

@@ -54,13 +54,13 @@ def main(arguments: list[str]) -> None:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import static_tcp_rendezvous as rendezvous
 
-    from ds_ring.health.rendezvous import loopback_listener
+    from ds_ring.health.rendezvous import make_loopback_listener
 
     name = "TCPStore"
     store = getattr(rendezvous, name)
 
     def made(host: str, port: int, world_size: int, is_master: bool, timeout: Any, **options: Any) -> Any:
-        options |= loopback_listener(host, port) if is_master else {}
+        options |= make_loopback_listener(host, port) if is_master else {}
         return store(host, port, world_size, is_master, timeout, **options)
 
     setattr(rendezvous, name, made)

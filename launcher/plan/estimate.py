@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ds_ring.schedule.layout import Layout
-from ds_ring.schedule.lowering import chunk_bytes_on, count_heads, head_chunks, heads_on_host
+from ds_ring.schedule.lowering import chunk_bytes_on, count_heads, heads_on_host, split_heads
 
 from .hardware import Hardware
 from .layer_passes import LayerPass, LayerPasses, OnProgress, layer_passes
@@ -163,7 +163,7 @@ def heads_here(setting: TrainingSetting, slots: int) -> float | None:
     kv_heads = model.kv_heads // setting.ulysses_size
     head_bytes = setting.batch * slots * model.head_dim * ELEMENT_BYTES[setting.dtype]
     least = setting.chunk_bytes or chunk_bytes_on(kind, setting.ring_size)
-    chunk = head_chunks(slice(0, kv_heads), head_bytes, least)[0]
+    chunk = split_heads(slice(0, kv_heads), head_bytes, least)[0]
     return min(1.0, CHUNKS_HERE * count_heads(chunk) / kv_heads)
 
 

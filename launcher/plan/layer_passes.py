@@ -11,14 +11,14 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from ds_ring.kernels.flex.layouts import executed_of_fullest
+from ds_ring.kernels.flex.layouts import count_fullest_pairs
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import Tiles
 from ds_ring.plugin import KERNELS
-from ds_ring.schedule.choose import AS_FAST, bound_to_one_head, work_of_ranks
+from ds_ring.schedule.choose import AS_FAST, bind_one_head, count_rank_work
 from ds_ring.schedule.layout import Layout, make_layout
 from ds_ring.schedule.lowering import chunk_bytes_on, stage_shards
-from ds_ring.schedule.plan import Plan, build_plan, sampled_origins
+from ds_ring.schedule.plan import Plan, build_plan, sample_origins
 
 from .hardware import Hardware
 from .other_layers import LayerCost, LayerSetting, layer_cost
@@ -114,8 +114,8 @@ def get_executed(plan: Plan, block: int) -> Callable[[Tiles], int] | None:
 @lru_cache(maxsize=16)
 def _waste(pattern: Pattern, layout: Layout, block: int) -> float:
     """Return the pairs that the fullest rank executes over the most that a rank attends, of head 0."""
-    bound = bound_to_one_head(pattern)
-    return executed_of_fullest(bound, layout, block) / max(int(work_of_ranks(bound, layout).max()), 1)
+    bound = bind_one_head(pattern)
+    return count_fullest_pairs(bound, layout, block) / max(int(count_rank_work(bound, layout).max()), 1)
 
 
 def pass_shape(setting: TrainingSetting, layout: Layout) -> PassShape:
@@ -140,7 +140,7 @@ def sampled_ranks(ring_size: int) -> list[int]:
     """Return the ring ranks that represent all; [Note: sampled ranks]."""
     if ring_size <= FEW_RANKS:
         return list(range(ring_size))
-    ranks = sampled_origins(ring_size)
+    ranks = sample_origins(ring_size)
     return [ranks[0], ranks[-1]] if ring_size > MANY_RANKS else [ranks[0], ranks[len(ranks) // 2], ranks[-1]]
 
 
@@ -148,7 +148,7 @@ def looked_at(plans: Sequence[Plan], layout: Layout) -> list[int]:
     """Return the ranks that represent all on a layout, the fullest of each pattern among them."""
     ranks = sampled_ranks(layout.ring_size)
     for plan in plans if layout.ring_size > FEW_RANKS else ():
-        works = work_of_ranks(bound_to_one_head(plan.pattern), layout)
+        works = count_rank_work(bind_one_head(plan.pattern), layout)
         if works.max() > AS_FAST * works[ranks].max():
             ranks.append(int(works.argmax()))
     return ranks

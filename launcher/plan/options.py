@@ -12,7 +12,7 @@ from functools import partial
 from itertools import combinations
 from typing import Any, NamedTuple
 
-from ds_ring.memory.tiles.keys import tile_tokens
+from ds_ring.memory.tiles.keys import get_chunk_tokens
 from ds_ring.plugin import KERNELS, unmeasured
 
 from .estimate import Estimate, estimate, fits, least_step, training_step
@@ -37,7 +37,7 @@ class MemoryOption(NamedTuple):
 
 def tiled_loss(setting: TrainingSetting, tokens: int | None = None) -> TrainingSetting:
     """Turn on a loss in tiles of so many tokens; None is the default size."""
-    size = tile_tokens(True if tokens is None else tokens, setting.model.vocab, setting.hardware.kind)
+    size = get_chunk_tokens(True if tokens is None else tokens, setting.model.vocab, setting.hardware.kind)
     return replace(setting, loss_tokens=size)
 
 
@@ -45,7 +45,7 @@ def tiled_mlp(setting: TrainingSetting, tokens: int | None = None) -> TrainingSe
     """Turn on MLPs in tiles of so many tokens; None is the default size."""
     width = setting.model.intermediate
     return replace(
-        setting, mlp_tokens=tile_tokens(True if tokens is None else tokens, width, setting.hardware.kind)
+        setting, mlp_tokens=get_chunk_tokens(True if tokens is None else tokens, width, setting.hardware.kind)
     )
 
 

@@ -23,7 +23,7 @@ from ds_ring.errors import RingConfigError
 from ds_ring.layers.scan.sequence_runs import halo_messages, sequence_runs
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.slots import count_slots
-from ds_ring.schedule.choose import bound_to_one_head, work_of_ranks
+from ds_ring.schedule.choose import bind_one_head, count_rank_work
 from ds_ring.schedule.head_class import ReadsOfShards
 from ds_ring.schedule.layout import Layout
 
@@ -260,7 +260,7 @@ def _rounds(layout: Layout, parts: int, state: int, transition: int, reverse: bo
 
 @lru_cache(maxsize=16)
 def _reads(pattern: Pattern, layout: Layout) -> ReadsOfShards:
-    return ReadsOfShards(bound_to_one_head(pattern), layout)
+    return ReadsOfShards(bind_one_head(pattern), layout)
 
 
 def _selected(kind: Selection, place: LayerSetting, rank: int) -> Iterator[Sent]:
@@ -341,7 +341,7 @@ def _arithmetic(
         tokens = layout.local_tokens // place.parts
         flops = STATE_FLOPS * elements * batch * tokens
         return flops / dense, 2 * flops / dense
-    pairs = int(work_of_ranks(bound_to_one_head(place.pattern), layout).max())
+    pairs = int(count_rank_work(bind_one_head(place.pattern), layout).max())
     scores = 2 * kind.finds * kind.heads * kind.key_dim * batch * pairs
     chosen = batch * min(pairs, layout.local_tokens * kind.top_k) * kind.row
     efficiency = hardware.efficiency(kernel)

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from ds_ring.kernels.workspace import FLOAT, HopShape, workspace_bytes
+from ds_ring.kernels.workspace import FLOAT, HopShape, get_workspace_bytes
 from ds_ring.plugin import KERNELS, CodecRow, load
 from ds_ring.schedule.lowering import count_heads, lower_pass
 from ds_ring.schedule.rank_plan import HeadClassPlan
@@ -165,7 +165,7 @@ class _Meter:
             else:
                 self.used -= size
         elif isinstance(step, Send):
-            # as `keys_apart` of ring/pair.py
+            # as `check_keys_apart` of ring/pair.py
             apart = self.shape.kernel == "cpu" and self._rows(chunk.kv_heads) == 1
             of_shard = step.buffer == SHARD and step.payload is Payload.KEYS and len(step.ranges) == 1
             if not (step.in_place or (apart and of_shard)):
@@ -209,7 +209,7 @@ class _Meter:
         rows, kv_rows = self._rows(chunk.query_heads), self._rows(chunk.kv_heads)
         widths = (shape.head_dim, shape.element_bytes, shape.value_dim)
         hop = HopShape(rows, kv_rows, shape.local_tokens, keys, *widths)
-        return workspace_bytes(shape.kernel, step.tiles, hop, step.gradients is not None)
+        return get_workspace_bytes(shape.kernel, step.tiles, hop, step.gradients is not None)
 
     def _rows(self, heads: slice) -> int:
         return self.shape.batch * count_heads(heads)

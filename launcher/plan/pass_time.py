@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ds_ring.kernels.cpu import TRIANGLE
-from ds_ring.kernels.cpu.triangles import triangulated
+from ds_ring.kernels.cpu.triangles import triangulate
 from ds_ring.masks.tiles import Tiles
 from ds_ring.plugin import PASSES
 from ds_ring.schedule.lowering import count_heads
@@ -187,9 +187,9 @@ class PassCost:
         return max(0.0, self.seconds - self.compute_s)  # sums in another order
 
 
-def executed_pairs(tiles: Tiles) -> int:
+def count_executed_pairs(tiles: Tiles) -> int:
     """Return the pairs that a kernel multiplies: corners of triangles and bands as well, in blocks of 128."""
-    tiles = triangulated(tiles)
+    tiles = triangulate(tiles)
     q, k = tiles.q.length, tiles.k.length
     # The halves of the smallest triangles beyond the diagonal: (side - 1) / 2 keys for each query.
     corner = q * (np.minimum(q, TRIANGLE) - 1) // 2
@@ -253,7 +253,7 @@ def pass_cost(
         dtype: in which products run.
         bytes_per_s: of the slowest link of the ring.
         overlap: a hop's messages travel while the one before it is computed.
-        get_executed: pairs that the kernel multiplies for a table; None: `executed_pairs`.
+        get_executed: pairs that the kernel multiplies for a table; None: `count_executed_pairs`.
         transport: "ring" for messages, whose kernels hold multiprocessors inside a node, or one that copies
             out of shared memory.
     """
@@ -273,7 +273,7 @@ def pass_cost(
         schedule = shape.schedule(classes, backward)
         steps = {id(chunk.steps): chunk.steps for chunk in schedule.chunks}
         work = {
-            key: count_work(chunk_steps, shape, get_executed or executed_pairs, inside)
+            key: count_work(chunk_steps, shape, get_executed or count_executed_pairs, inside)
             for key, chunk_steps in steps.items()
         }
         rates = PassRates(

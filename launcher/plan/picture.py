@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ds_ring.errors import RingConfigError
-from ds_ring.kernels.flex.blocks import block_intervals
+from ds_ring.kernels.flex.blocks import find_block_intervals
 from ds_ring.masks.slots import count_slots, repeat_rows
 from ds_ring.schedule.plan import Plan
 from ds_ring.schedule.rank_plan import HopPlan
@@ -60,7 +60,7 @@ def map_hops(plan: Plan, block: int) -> np.ma.MaskedArray:
     for rank in range(plan.ring_size):
         for hop, hop_plan in list_hops(plan, rank):
             queries, keys = plan.layout.runs(rank), plan.layout.runs(hop_plan.origin)
-            for intervals in block_intervals(plan.classes[0].pattern.tiles(queries, keys), block):
+            for intervals in find_block_intervals(plan.classes[0].pattern.tiles(queries, keys), block):
                 which, place = repeat_rows(intervals.end - intervals.first)
                 columns = hop_plan.origin * side + intervals.first[which] + place
                 canvas[rank * side + intervals.row[which], columns] = hop

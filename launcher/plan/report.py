@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
-from ds_ring.schedule.choose import in_words
+from ds_ring.schedule.choose import describe_mix
 
 from ..tables import console as make_console
 from ..tables import print_table
@@ -42,7 +42,7 @@ def as_dict(planned: Estimate, advice: Advice) -> dict[str, Any]:
         "layout": planned.layout.name,
         "kernel": setting.kernel_that_runs,
         "tokens_per_device": setting.tokens // (setting.ring_size * setting.ulysses_size),
-        "pattern": in_words(setting.mix),
+        "pattern": describe_mix(setting.mix),
         "dtype": setting.dtype,
         "zero_stage": setting.zero.stage,
         "activation_checkpointing": setting.checkpointing,
@@ -106,7 +106,7 @@ def _pass(layer_pass: LayerPass) -> dict[str, Any]:
     cost = layer_pass.cost
     return {
         "pairs": cost.pairs,
-        "executed_pairs": cost.executed,
+        "count_executed_pairs": cost.executed,
         "forward_bytes_sent": cost.forward_bytes,
         "backward_bytes_sent": cost.backward_bytes,
         "forward_s": cost.forward_s,
@@ -152,7 +152,7 @@ def print_report(planned: Estimate, advice: Advice, rows: Sequence[ComparisonRow
         f" {setting.tokens // (setting.ring_size * setting.ulysses_size):,} tokens a device"
     )
     if len(setting.mix) > 1:
-        console.print(f"attention: {in_words(setting.mix)}", markup=False)
+        console.print(f"attention: {describe_mix(setting.mix)}", markup=False)
     options = make_json(setting)
     if options or setting.checkpointing:
         how = "activation checkpointing; " if setting.checkpointing else ""

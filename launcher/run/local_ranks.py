@@ -155,7 +155,7 @@ def _rank(
     import torch
     import torch.distributed as dist
 
-    from ds_ring.transports.devices import gpu_of_rank
+    from ds_ring.transports.devices import select_gpu
 
     # For DeepSpeed, which reads them though the group is there.
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1")
@@ -163,7 +163,7 @@ def _rank(
     cuda = getattr(arguments[0], "device", "cpu") == "cuda" if arguments else False
     try:
         if cuda:
-            torch.cuda.set_device(gpu_of_rank(rank, torch.cuda.device_count()))
+            torch.cuda.set_device(select_gpu(rank, torch.cuda.device_count()))
         dist.init_process_group(
             "nccl" if cuda else "gloo",
             f"file://{folder}/store",

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, TracebackType
 
-from ds_ring.errors import compiled_in, failure_kind
+from ds_ring.errors import compiled_in, get_failure_kind
 from ds_ring.written_files import append_text
 
 from .job import open_standard_streams, raise_file_limit
@@ -68,7 +68,7 @@ def describe_fault(error: BaseException, rank: int, step: int | None) -> RankFau
     trace = _own_frames(error.__traceback__)
     frames = [f"{frame.filename}:{frame.lineno}" for frame in traceback.extract_tb(trace)]
     printed = "".join(traceback.format_exception(type(error), error, trace))
-    kind, blames = failure_kind(error)
+    kind, blames = get_failure_kind(error)
     name = type(error).__name__
     return RankFault(
         rank, time.time(), step, kind, name, str(error)[:2000], tuple(frames[-_FRAMES:]), printed, blames,

@@ -19,7 +19,7 @@ import yaml
 
 from ds_ring.config.json_text import SECTION, Json, parse_object, read_object
 from ds_ring.errors import RingError
-from ds_ring.transports.devices import gpu_of_rank
+from ds_ring.transports.devices import select_gpu
 from ds_ring.written_files import write_at_once
 
 from ..plan.model_file import read_model_patterns
@@ -99,7 +99,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         if options.device == "cuda":
             local_rank = dist.get_node_local_rank(options.local_rank or 0)
-            torch.cuda.set_device(gpu_of_rank(local_rank, torch.cuda.device_count()))
+            torch.cuda.set_device(select_gpu(local_rank, torch.cuda.device_count()))
         dist.init_process_group("nccl" if options.device == "cuda" else "gloo")
         run(options)
     except RingError as error:

@@ -18,8 +18,8 @@ from ds_ring.kernels.cpu import BLOCK, TRIANGLE
 from ds_ring.ops.options import Options
 from ds_ring.plugin import KERNELS, LAYOUTS
 from ds_ring.schedule.layout import Layout, make_layout
-from ds_ring.schedule.lowering import head_chunks
-from ds_ring.schedule.plan import head_classes
+from ds_ring.schedule.lowering import split_heads
+from ds_ring.schedule.plan import find_head_classes
 
 from .request import TuningRequest
 
@@ -147,14 +147,14 @@ def default_heads(request: TuningRequest, ring: int, ulysses: int, tokens: int) 
         return 0
     most = _largest_class(request, ulysses)
     of_a_head = head_bytes(request, ring, ulysses, tokens)
-    bytes_ = Options.of(request.base).chunk_bytes_on(request.device, ring)
-    first = head_chunks(slice(0, most, 1), of_a_head, bytes_)[0]
+    bytes_ = Options.make(request.base).chunk_bytes_on(request.device, ring)
+    first = split_heads(slice(0, most, 1), of_a_head, bytes_)[0]
     return len(range(most)[first])
 
 
 def _largest_class(request: TuningRequest, ulysses: int) -> int:
     heads, kv_heads = request.heads // ulysses, request.kv_heads // ulysses
-    classes = (part for pattern, _ in request.mix for part, _ in head_classes(pattern, heads, kv_heads))
+    classes = (part for pattern, _ in request.mix for part, _ in find_head_classes(pattern, heads, kv_heads))
     return max(len(range(kv_heads)[part]) for part in classes)
 
 

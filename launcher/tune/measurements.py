@@ -24,7 +24,7 @@ from ds_ring.comm.messages import Message
 from ds_ring.errors import RingMeshError, RingMismatchError
 from ds_ring.kernels.select import Kernel, get_kernel
 from ds_ring.masks.catalog import Causal
-from ds_ring.ops.context import RingContext, context_for
+from ds_ring.ops.context import RingContext, make_ring_context
 from ds_ring.ops.options import Options
 from ds_ring.ops.ring_op import ring_attention_backward_op, ring_attention_op
 from ds_ring.schedule.layout import make_layout
@@ -326,9 +326,9 @@ class Probe:
     def _pass(self, choice: KernelChoice, tokens: int) -> tuple[RingContext, list[Tensor]]:
         request = self.request
         keys = {"kernel_options": dict(choice.options), "block_size": choice.block_size}
-        options = Options.of(request.base.model_copy(update=keys))
+        options = Options.make(request.base.model_copy(update=keys))
         layout = make_layout("contiguous", tokens=tokens, ring_size=1)
-        context = context_for(Causal(), layout, self.mesh, options)
+        context = make_ring_context(Causal(), layout, self.mesh, options)
         shape, dtype = (1, self.heads, tokens, request.head_dim), getattr(torch, request.dtype)
         return context, [torch.randn(shape, dtype=dtype, device=self.clock.device) for _ in range(4)]
 
@@ -345,8 +345,8 @@ class Probe:
         layout = make_layout("contiguous", tokens=tokens, ring_size=1)
         tiles = build_plan(Causal(), layout).rank(0).classes[0].hops[0].tiles
         kernel, unit = get_tuned_kernel(choice, self.request), self.heads * self.request.head_dim
-        forward = FORWARD_FLOPS * unit * kernel.executed_pairs(tiles)
-        backward = BACKWARD_FLOPS * unit * kernel.executed_pairs(tiles, backward=True)
+        forward = FORWARD_FLOPS * unit * kernel.count_executed_pairs(tiles)
+        backward = BACKWARD_FLOPS * unit * kernel.count_executed_pairs(tiles, backward=True)
         return KernelSample((forward, backward), (forward_s, backward_s))
 
 

@@ -13,7 +13,7 @@ from functools import lru_cache
 from ds_ring.masks.catalog import HeadShard
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import Tiles
-from ds_ring.schedule.plan import Plan, build_plan, sampled_origins
+from ds_ring.schedule.plan import Plan, build_plan, sample_origins
 
 from ..plan.estimate import swapped_heads
 from ..plan.pass_memory import PassShape
@@ -72,7 +72,7 @@ class Model:
 
     def _pass(self, candidate: TuningCandidate, plan: Plan) -> tuple[float, float, float, float]:
         """Return seconds of the slowest rank's pass: all of it, kernel, transfer, posting."""
-        lines = [self._lines(candidate, plan, rank) for rank in sampled_origins(plan.ring_size)]
+        lines = [self._lines(candidate, plan, rank) for rank in sample_origins(plan.ring_size)]
         work = [sum(float(line.kernel.sum()) for line in of_rank) for of_rank in lines]
         # a rank that works alone has the shared resources to itself
         alone = max(statistics.mean(work), max(work) / self.measured.alone_speedup)
@@ -136,4 +136,4 @@ def build_candidate_plan(
 
 @lru_cache(maxsize=4096)
 def _executed_pairs(tiles: Tiles, choice: KernelChoice, request: TuningRequest, backward: bool) -> int:
-    return get_tuned_kernel(choice, request).executed_pairs(tiles, backward)
+    return get_tuned_kernel(choice, request).count_executed_pairs(tiles, backward)

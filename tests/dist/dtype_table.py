@@ -17,7 +17,7 @@ from torch import Tensor
 
 import ds_ring
 from ds_ring import RingError, RingMesh
-from ds_ring.ops.checks import as_bits
+from ds_ring.ops.checks import view_as_bits
 from tests.operator_table import OPERATORS, Operator, Place, T, by_run, weight_of
 
 DTYPES = sorted({x for x in vars(torch).values() if isinstance(x, torch.dtype)}, key=str)
@@ -75,18 +75,18 @@ def inputs_of(row: Operator, dtype: torch.dtype, place: Place, alone: bool) -> d
 
 def shard(place: Place, x: Tensor, dim: int) -> Tensor:
     """One rank's tokens, of any dtype."""
-    return place.grid.shard(as_bits(x), dim, place.mesh.sequence_rank).view(x.dtype)
+    return place.grid.shard(view_as_bits(x), dim, place.mesh.sequence_rank).view(x.dtype)
 
 
 def bits(x: Tensor) -> Tensor:
     """The memory of a tensor."""
-    return as_bits(x.detach()).contiguous().view(-1).view(torch.uint8)
+    return view_as_bits(x.detach()).contiguous().view(-1).view(torch.uint8)
 
 
 def halo_of_bits(place: Place, x: Tensor) -> Tensor:
     """The row "halo" for dtypes that torch does not put together."""
-    copies, result = as_bits(ds_ring.halo(x, 2, 1, dim=1, **place.where)), []
-    for number, local in enumerate(by_run(place, as_bits(x), 1)):
+    copies, result = view_as_bits(ds_ring.halo(x, 2, 1, dim=1, **place.where)), []
+    for number, local in enumerate(by_run(place, view_as_bits(x), 1)):
         whole = torch.cat([copies[:, number, :2], local, copies[:, number, 2:]], dim=1)
         result.append(torch.cat([whole[:, i : i + local.shape[1]] for i in (0, 2, 3)], dim=-1))
     return torch.cat(result, dim=1).view(x.dtype)

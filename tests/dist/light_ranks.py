@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any
 
 from ds_ring.health.failure_detector.handshake import RankHandshake
-from ds_ring.health.failure_detector.wire import ranges_of
+from ds_ring.health.failure_detector.wire import write_ranges
 from ds_ring.health.joining import start_monitor
 
 BEATS_PER_TIMEOUT = 5
@@ -137,9 +137,9 @@ def verdict_seconds(how: str, count: int, heartbeat_timeout_s: float = 3.0) -> t
     others = [rank for rank in range(count) if rank != culprit]
     if "collective" in how:
         everyone = range(count)
-        on = {rank: ranges_of([*everyone[:rank], *everyone[rank + 1 :]]) for rank in others}
+        on = {rank: write_ranges([*everyone[:rank], *everyone[rank + 1 :]]) for rank in others}
     else:
-        on = {rank: ranges_of([(rank - 1) % count]) for rank in others}
+        on = {rank: write_ranges([(rank - 1) % count]) for rank in others}
     with LightRanks(count, heartbeat_timeout_s) as ranks:
         joined_s = ranks.join()
         ranks.run(0.5)

@@ -21,7 +21,7 @@ from ds_ring import RingMesh, make_layout, shard_sequence
 from ds_ring.kernels.select import get_kernel
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import Tiles
-from ds_ring.ops.context import context_for
+from ds_ring.ops.context import make_ring_context
 from ds_ring.ops.options import Options
 from ds_ring.ops.ring_op import ring_attention_op
 from ds_ring.schedule.plan import build_plan
@@ -50,7 +50,7 @@ class Counted:
 
     Attributes:
         flops: counted by torch.
-        claimed_flops: from the kernel's own `executed_pairs` of the tiles that it was given.
+        claimed_flops: from the kernel's own `count_executed_pairs` of the tiles that it was given.
         sent_bytes: counted by the exchange.
         planned_bytes: the same as planned.
         needed_bytes: of all ranks together, the least that must cross.
@@ -71,7 +71,7 @@ def counting(counted: Counted) -> Iterator[None]:
     def watch(method: Callable[..., Iterator[Any]], way: int, flops_of_pair: int) -> Callable[..., Any]:
         def watched(self: Any, *arguments: Any) -> Iterator[Any]:
             tiles = next(x for x in arguments if isinstance(x, Tiles))
-            pairs = self.executed_pairs(tiles, backward=way == 1) * arguments[0].shape[1]
+            pairs = self.count_executed_pairs(tiles, backward=way == 1) * arguments[0].shape[1]
             counted.claimed_flops[way] += pairs * flops_of_pair
             parts = method(self, *arguments)
             while True:
@@ -99,7 +99,7 @@ def count(rank: int, world_size: int, pattern: Pattern) -> Counted:
     q, k, v, grad = (shard_sequence(x, layout, mesh=mesh, dim=2) for x in tensors(shape))
     for x in (q, k, v):
         x.requires_grad_()
-    context = context_for(pattern, layout, mesh, Options())
+    context = make_ring_context(pattern, layout, mesh, Options())
     assert context.exchange is not None
     counters = context.exchange.counters
     with counting(result):

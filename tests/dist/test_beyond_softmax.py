@@ -20,7 +20,7 @@ from ds_ring import (
 )
 from ds_ring.layers.scores import Alibi, Softcap
 from ds_ring.masks.pattern import Pattern
-from ds_ring.ops.context import context_for
+from ds_ring.ops.context import make_ring_context
 from ds_ring.ops.options import Options
 from ds_ring.schedule.plan import build_plan
 from tests import calls
@@ -142,7 +142,7 @@ def bytes_sent(rank: int, world_size: int) -> tuple[list[int], list[int]]:
     layout = make_layout("zigzag", tokens=TOKENS, ring_size=world_size)
     arguments = inputs(24, 16, torch.bfloat16)
     q, k, v = (shard_sequence(arguments[name], layout, mesh=mesh, dim=2).requires_grad_() for name in "qkv")
-    exchange = context_for(Causal(), layout, mesh, Options()).exchange
+    exchange = make_ring_context(Causal(), layout, mesh, Options()).exchange
     assert exchange is not None
     out = ring_attention(q, k, v, pattern=Causal(), layout=layout, mesh=mesh)
     forward = exchange.counters.bytes_sent

@@ -113,11 +113,11 @@ def count_in_llama(rank: int, world_size: int, reentrant: bool) -> list[int]:
     """Forward and backward passes of a step of a Llama of 8 layers under DeepSpeed."""
     import transformers
 
-    counts, pass_of = [0, 0], autograd.pass_of
+    counts, prepare_pass = [0, 0], autograd.prepare_pass
 
     def counting(context: Any, call: Any, operands: Any, *extra: Any) -> Any:
         counts[operands.grad_out is not None] += 1
-        return pass_of(context, call, operands, *extra)
+        return prepare_pass(context, call, operands, *extra)
 
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 4, "vocab_size": 64}
     config = transformers.LlamaConfig(num_hidden_layers=LAYERS, num_key_value_heads=2, **sizes)
@@ -125,7 +125,7 @@ def count_in_llama(rank: int, world_size: int, reentrant: bool) -> list[int]:
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     engine = start_engine(model, json_config(2, 1, 3))
     ids = torch.arange(TOKENS)[None]
-    with mock.patch.object(autograd, "pass_of", counting):
+    with mock.patch.object(autograd, "prepare_pass", counting):
         engine.backward(engine(**engine.ring.shard_batch({"input_ids": ids, "labels": ids})).loss)
     return counts
 

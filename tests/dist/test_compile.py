@@ -35,7 +35,7 @@ from ds_ring import (
     ring_scan,
 )
 from ds_ring.layers.latents.attention import latent_attention
-from ds_ring.ops.context import KEPT_CONTEXTS, ContextCache, context_for, context_of
+from ds_ring.ops.context import KEPT_CONTEXTS, ContextCache, get_ring_context, make_ring_context
 from ds_ring.ops.options import Options
 from tests.cases import Shape, tensors
 from tests.dist.compiled_rounds import BACKENDS, play
@@ -287,13 +287,13 @@ def handle_lives_on(rank: int, world_size: int, backend: str) -> bool:
     q, k, v, _ = tensors(Shape(batch=1, tokens=8), seed=rank)
     first = compiled(q, k, v)
     for _ in range(20):  # other meshes come and go
-        context_for(Causal(), "zigzag", RingMesh.single(), Options())
-    gone = context_for(Causal(), "zigzag", RingMesh.single(), Options()).handle
+        make_ring_context(Causal(), "zigzag", RingMesh.single(), Options())
+    gone = make_ring_context(Causal(), "zigzag", RingMesh.single(), Options()).handle
     gc.collect()  # a mesh and its contexts hold each other
-    assert context_of(handle) is module.context
+    assert get_ring_context(handle) is module.context
     assert torch.equal(compiled(q, k, v), first)
     with pytest.raises(AssertionError, match="is gone"):
-        context_of(gone)
+        get_ring_context(gone)
     return True
 
 
@@ -314,7 +314,7 @@ def handle_is_not_pushed_out(rank: int, world_size: int, backend: str) -> bool:
     )
     first = compiled(q, k, v)
     for scale in range(1, KEPT_CONTEXTS + 10):
-        context_for(Causal(), "zigzag", mesh, Options(scale=scale))
+        make_ring_context(Causal(), "zigzag", mesh, Options(scale=scale))
     assert len(mesh.owners[ContextCache].by_key) == KEPT_CONTEXTS + 1
     return torch.equal(compiled(q, k, v), first)
 
@@ -328,7 +328,7 @@ def test_the_handle_of_a_compiled_function_is_not_pushed_out(rank_pool: Pool, ba
 @pytest.mark.day("dtype0")
 def test_opcheck(dtype: torch.dtype) -> None:
     """torch's own checks of an operator: schema, fake implementation, gradient, dynamic shapes."""
-    context = context_for(Causal(), "contiguous", RingMesh.single(), Options())
+    context = make_ring_context(Causal(), "contiguous", RingMesh.single(), Options())
     q, k, v, _ = (x[:1, :, :7] for x in tensors(Shape(tokens=8), dtype))  # not contiguous, and ragged
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     operator = torch.ops.ds_ring.ring_attention.default

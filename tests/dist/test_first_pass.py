@@ -11,7 +11,7 @@ import torch
 
 from ds_ring import Causal, RingMesh, RingMismatchError, RingPeerError, RingShapeError
 from ds_ring.kernels.cpu.kernel import CpuKernel
-from ds_ring.ops.context import context_for
+from ds_ring.ops.context import make_ring_context
 from ds_ring.ops.options import Options
 from ds_ring.ops.ring_op import ring_attention_op
 from ds_ring.plugin import DEVICES
@@ -33,7 +33,7 @@ def passes(rank: int, world_size: int) -> tuple[float, str]:
     delays: list[float] = []
     real, mesh = CpuKernel.backward, RingMesh.from_world(world_size)
     options = Options(hop_timeout_seconds=HOP_S, first_pass_timeout_seconds=60.0)
-    context = context_for(Causal(), "zigzag", mesh, options)
+    context = make_ring_context(Causal(), "zigzag", mesh, options)
     q, k, v = (torch.randn(1, 2, 64, 16, requires_grad=True) for _ in range(3))
     with (
         mock.patch.dict(DEVICES, cpu=DEVICES["cuda"]),  # as if the CPU compiled
@@ -68,7 +68,7 @@ def refused_by_compiling(rank: int, world_size: int) -> tuple[float, str, str]:
         return False
 
     mesh = RingMesh.from_world(world_size)
-    context = context_for(Causal(), "zigzag", mesh, Options(hop_timeout_seconds=60.0))
+    context = make_ring_context(Causal(), "zigzag", mesh, Options(hop_timeout_seconds=60.0))
     q = k = v = torch.randn(1, 2, 96, 16)  # a shape of its own: nobody has asked for it before
     with (
         mock.patch.dict(DEVICES, cpu=DEVICES["cuda"]),

@@ -16,7 +16,7 @@ import pytest
 
 from ds_ring import Causal, RingMesh, make_layout, shard_sequence
 from ds_ring.measure.memory import measure_cpu_memory, shard_unit_bytes
-from ds_ring.ops.context import context_for
+from ds_ring.ops.context import make_ring_context
 from ds_ring.ops.options import Options
 from ds_ring.ops.ring_op import ring_attention_op
 from ds_ring.ring.pool import Buffers
@@ -56,7 +56,7 @@ def measured_pass(rank: int, world_size: int, shape: Shape, transport: str) -> M
     layout = make_layout("zigzag", tokens=shape.tokens, ring_size=world_size)
     chunks = {"chunk_bytes": 1} if transport in ("ring", "pull") else {}
     options = Options(transport=transport, kernel_options={"block": 256, "triangle": 128}, **chunks)
-    handle = context_for(Causal(), layout, mesh, options).handle
+    handle = make_ring_context(Causal(), layout, mesh, options).handle
     q, k, v, grad = (shard_sequence(x, layout, mesh=mesh, dim=2) for x in tensors(shape))
     for x in (q, k, v):
         x.requires_grad_()

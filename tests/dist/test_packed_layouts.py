@@ -11,7 +11,7 @@ import torch
 
 from ds_ring import Causal, Documents, RingMesh, make_layout, ring_attention
 from ds_ring.patterns.documents.shared import whole_and_shared
-from ds_ring.schedule.choose import bound_to_one_head
+from ds_ring.schedule.choose import bind_one_head
 from tests.cases import Shape, tensors
 from tests.dist.harness import RankPool
 from tests.parity import errors, gathered_pass
@@ -30,7 +30,7 @@ def pass_on(rank: int, world_size: int, ids: list[int]) -> list[float]:
     pattern = Documents(ids) & Causal()
     whole = tensors(Shape(1, 4, 2, len(ids), 8), torch.float64)
     want = dense_attention(*whole, pattern)
-    mix = ((bound_to_one_head(pattern), 1),)
+    mix = ((bind_one_head(pattern), 1),)
     layouts = whole_and_shared(len(ids), mesh.ring_size, 1, mix)
     layouts.append(make_layout("auto", tokens=len(ids), ring_size=mesh.ring_size, pattern=pattern))
     result = []

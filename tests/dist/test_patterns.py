@@ -26,7 +26,7 @@ from ds_ring import (
     shard_sequence,
 )
 from ds_ring.masks.pattern import Pattern
-from ds_ring.ops.context import context_for
+from ds_ring.ops.context import make_ring_context
 from ds_ring.ops.options import Options
 from ds_ring.ops.ring_op import ring_attention_op
 from tests.cases import LAYOUTS, Shape, layout_for, not_one_of_three, tensors
@@ -80,7 +80,7 @@ def run_ring(
     *leaves, grad = (shard_sequence(x, layout, mesh=mesh, dim=2) for x in tensors(shape, dtype, seed))
     for x in leaves:
         x.requires_grad_()
-    context = context_for(pattern, layout, mesh, options if options is not None else Options())
+    context = make_ring_context(pattern, layout, mesh, options if options is not None else Options())
     out, lse = ring_attention_op(*leaves, context.handle)
     parts = (out.detach(), lse, *torch.autograd.grad(out, leaves, grad))
     assert {x.dtype for x in (parts[0], *parts[2:])} == {dtype}

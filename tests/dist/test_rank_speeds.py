@@ -23,7 +23,7 @@ from ds_ring import (
 )
 from ds_ring.masks.pattern import Pattern
 from ds_ring.measure.rank_speeds import MeasuredSpeeds
-from ds_ring.schedule.choose import bound_to_one_head, work_of_ranks
+from ds_ring.schedule.choose import bind_one_head, count_rank_work
 from tests.dist.deepspeed_ranks import Run, Size, json_config, train_alone, train_on_ring
 from tests.dist.harness import RankPool
 from tests.dist.test_deepspeed_parity import check_parity
@@ -38,7 +38,7 @@ SIZE, STEPS = Size(hidden=32, layers=2, tokens=256, samples=2), 3
 @pytest.mark.parametrize("name", ["auto", "balanced"])
 def test_work_is_dealt_out_by_speed(name: str, pattern: Pattern, speeds: tuple[float, ...]) -> None:
     layout = make_layout(name, tokens=TOKENS, ring_size=len(speeds), pattern=pattern, speeds=speeds)
-    work = work_of_ranks(bound_to_one_head(pattern), layout)
+    work = count_rank_work(bind_one_head(pattern), layout)
     ideal = work.sum() / sum(speeds)
     assert max(work / np.array(speeds)) < 1.06 * ideal, "without the speeds it is 1.5 to 3.6 times"
     assert sorted(np.concatenate([layout.positions(r) for r in range(len(speeds))])) == [*range(TOKENS)]

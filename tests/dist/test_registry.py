@@ -24,7 +24,7 @@ import ds_ring
 from ds_ring import RingConfigError, RingMesh
 from ds_ring.kernels.flex.kernel import FlexKernel
 from ds_ring.masks.pattern import Pattern
-from ds_ring.ops.context import context_for
+from ds_ring.ops.context import make_ring_context
 from ds_ring.ops.options import Options
 from ds_ring.plugin import KERNELS, PUBLIC
 from tests.cases import LAYOUTS, Shape, layout_for, tensors
@@ -98,9 +98,9 @@ def run_case(mesh: RingMesh, case: Case) -> dict[str, Tensor]:
     layout = layout_for(case.layout, pattern, tokens=TOKENS, ring_size=mesh.ring_size)
     kernel, most = "reference" if case.kernel == "flex" else case.kernel, (1 << 30) * case.stages
     options = Options(kernel=kernel, stage_bytes=most)
-    context = context_for(pattern, layout, mesh, options)
+    context = make_ring_context(pattern, layout, mesh, options)
     if case.kernel == "flex":  # by name it is for CUDA only
-        context.kernel_for = lambda q: FlexKernel(16, None, recompute=False)  # type: ignore[method-assign]
+        context.choose_kernel = lambda q: FlexKernel(16, None, recompute=False)  # type: ignore[method-assign]
 
     def attend(*operands: Tensor) -> Tensor:
         return torch.ops.ds_ring.ring_attention(*operands, context.handle)[0]
@@ -110,7 +110,7 @@ def run_case(mesh: RingMesh, case: Case) -> dict[str, Tensor]:
             gathered_pass(attend, tensors(SHAPE), layout, mesh)
         return {}
     parts = gathered_pass(attend, tensors(SHAPE), layout, mesh)
-    context.__dict__.pop("kernel_for", None)  # contexts are shared by equal calls
+    context.__dict__.pop("choose_kernel", None)  # contexts are shared by equal calls
     return dict(zip(NAMES, parts, strict=True))
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ds_ring import Causal, RingMesh, gather_sequence, make_layout, shard_sequence
-from ds_ring.ops.context import context_for
+from ds_ring.ops.context import make_ring_context
 from ds_ring.ops.options import Options
 from ds_ring.ops.ring_op import ring_attention_op
 from tests.calls import attend
@@ -125,7 +125,7 @@ def grouped(rank: int, world_size: int) -> bool:
     layout = make_layout("zigzag", tokens=130, ring_size=world_size)
     results = []
     for chunk_bytes in (1, 1 << 40):
-        context = context_for(Causal(), layout, mesh, Options(chunk_bytes=chunk_bytes))
+        context = make_ring_context(Causal(), layout, mesh, Options(chunk_bytes=chunk_bytes))
         q, k, v, grad = (shard_sequence(x, layout, mesh=mesh, dim=2) for x in tensors(Shape(tokens=130)))
         for x in (q, k, v):
             x.requires_grad_()
@@ -166,7 +166,7 @@ def rows_without_keys(rank: int, world_size: int) -> bool:
     q, k, v, grad = (shard_sequence(x, layout, mesh=mesh, dim=2, pad_value=7.0) for x in tensors(shape))
     for x in (q, k, v):
         x.requires_grad_()
-    context = context_for(Causal(), layout, mesh, Options())
+    context = make_ring_context(Causal(), layout, mesh, Options())
     out, lse = ring_attention_op(q, k, v, context.handle)
     out.backward(grad)
     valid = layout.valid_tokens(rank)

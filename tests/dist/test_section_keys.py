@@ -138,7 +138,7 @@ def observe(section: dict[str, Any], name: str, folder: str, defaults: dict[bool
     if name == "layer 1":
         return str(session.attention(layer=1).contexts[0][0].pattern)
     if name == "kernel on CUDA":
-        return describe(kernel_on_cuda(Options.of(session.config)))
+        return describe(kernel_on_cuda(Options.make(session.config)))
     if name == "NaN":
         torch.nn.init.constant_(model.embed.weight, float("nan"))
         return error_of(lambda: engine(**local))
@@ -159,7 +159,7 @@ def observe(section: dict[str, Any], name: str, folder: str, defaults: dict[bool
         "grid": lambda: session.mesh.grid,
         "layout": lambda: (session.layout, session.batches.current.mesh.sequence_size),
         "output": lambda: session.gather(output).double().sum().item(),
-        "kernel": lambda: describe(context.kernel_for(output)),
+        "kernel": lambda: describe(context.choose_kernel(output)),
         "batches": lambda: counters.batches,
         "bytes": lambda: counters.bytes_sent,
         "waits": lambda: waited[0],

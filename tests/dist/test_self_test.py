@@ -20,7 +20,7 @@ from ds_ring.kernels.interface import Operands
 from ds_ring.ops import ring_op as autograd
 from ds_ring.ops.context import RingContext
 from ds_ring.ops.options import Options
-from ds_ring.ops.prepare import planner_of
+from ds_ring.ops.prepare import make_planner
 from ds_ring.ring.ring_pass import RingPass
 from ds_ring.simulation.rank import GlobalSizes
 from ds_ring.simulation.simulate import SimulationOptions
@@ -92,12 +92,14 @@ def not_at_all(parts: list[Tensor], x: Tensor) -> None:
 @contextmanager
 def disguised(gather: Callable[[list[Tensor], Tensor], None] | None) -> Iterator[None]:
     """Put the all-gather, done in some way, in the place of the ring pass; the options still say "ring"."""
-    real = autograd.pass_of
+    real = autograd.prepare_pass
 
-    def pass_of(context: RingContext, call: Any, operands: Operands, *more: Any) -> Any:
+    def prepare_pass(context: RingContext, call: Any, operands: Operands, *more: Any) -> Any:
         made = real(context, call, operands, *more)
         assert isinstance(made, RingPass) and made.exchange is not None, "the options say ring"
-        plan = planner_of(context, operands)(context.pattern, context.layout_for(operands.q.shape[2], "cpu"))
+        plan = make_planner(context, operands)(
+            context.pattern, context.layout_for(operands.q.shape[2], "cpu")
+        )
         exchange = SimpleNamespace(all_gather=gathered, reduce_scatter=reduced, mesh=context.mesh)
         return GatherPass(plan, context.mesh.ring_rank, made.kernel, exchange, made.scale)  # type: ignore[arg-type]
 
@@ -111,11 +113,11 @@ def disguised(gather: Callable[[list[Tensor], Tensor], None] | None) -> Iterator
         return torch.stack(everybody[dist.get_rank()]).sum(0)
 
     if gather is not None:
-        autograd.pass_of = pass_of
+        autograd.prepare_pass = prepare_pass
     try:
         yield
     finally:
-        autograd.pass_of = real
+        autograd.prepare_pass = real
 
 
 def told(rank: int, world_size: int, gather: Any, options: Options, whole: bool) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from ds_ring import RingMesh, make_layout, shard_sequence, simulate
 from ds_ring.kernels.interface import drop_cached
 from ds_ring.kernels.select import get_kernel
 from ds_ring.measure.memory import measure_cpu_memory
-from ds_ring.ops.context import context_for
+from ds_ring.ops.context import make_ring_context
 from ds_ring.ops.options import Options
 from ds_ring.ops.ring_op import ring_attention_op
 from ds_ring.simulation.simulate import BytesSent, SimulationOptions, SimulationResult
@@ -37,7 +37,7 @@ def real_pass(rank: int, world_size: int, pattern_name: str, layout_name: str, d
     mesh = RingMesh.from_world(world_size)
     pattern = PATTERNS[pattern_name](SHAPE.tokens)
     layout = make_layout(layout_name, tokens=SHAPE.tokens, ring_size=world_size)
-    context = context_for(pattern, layout, mesh, Options(chunk_bytes=CHUNK_BYTES))
+    context = make_ring_context(pattern, layout, mesh, Options(chunk_bytes=CHUNK_BYTES))
     inputs = tensors(SHAPE, dtype)
     assert context.exchange is not None
     counters = context.exchange.counters

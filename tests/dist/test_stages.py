@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ds_ring import RingMesh
-from ds_ring.ops.context import context_for
+from ds_ring.ops.context import make_ring_context
 from ds_ring.ops.options import Options
 from ds_ring.ops.ring_op import ring_attention_op
 from tests.cases import PATTERNS, Shape, layout_for, least_kept, tensors
@@ -44,7 +44,7 @@ def attend(mesh: RingMesh, name: str, layout_name: str, **options: Any) -> dict[
     """Relative errors, on rank 0, and how many directions are in stages."""
     pattern = PATTERNS[name](SHAPE.tokens)
     layout = layout_for(layout_name, pattern, tokens=SHAPE.tokens, ring_size=mesh.ring_size)
-    context = context_for(pattern, layout, mesh, Options(**options))
+    context = make_ring_context(pattern, layout, mesh, Options(**options))
     whole = tensors(SHAPE, torch.float64)
     result = gathered_pass(lambda *x: ring_attention_op(*x, context.handle)[0], whole, layout, mesh)
     stages = [item.plan.classes[0].directions[0].stages for item in context.prepared.values()]

@@ -65,12 +65,14 @@ def random_rollouts(seed: int) -> list[Tensor]:
 
     result = list[Tensor]()
     for _ in range(number(1, 3)):
-        of_prompt = [text(number(1, 13))]
+        make_prompt_features = [text(number(1, 13))]
         for _ in range(number(0, 4)):
-            above = of_prompt[number(0, len(of_prompt) - 1)]
+            above = make_prompt_features[number(0, len(make_prompt_features) - 1)]
             stored = number(1, len(above)) if number(0, 9) else len(above)
-            of_prompt.append(torch.cat([above[:stored], text(number(0, 9) if number(0, 9) else 0)]))
-        result += of_prompt[number(0, 1) :] or of_prompt
+            make_prompt_features.append(
+                torch.cat([above[:stored], text(number(0, 9) if number(0, 9) else 0)])
+            )
+        result += make_prompt_features[number(0, 1) :] or make_prompt_features
     return result
 
 

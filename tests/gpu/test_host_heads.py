@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import ds_ring
-from ds_ring.ops.context import context_for
+from ds_ring.ops.context import make_ring_context
 from ds_ring.ops.options import Options
 from ds_ring.ops.ring_op import ring_attention_op
 from tests.one_rank import one_rank_mesh
@@ -32,7 +32,7 @@ def passes(mesh: ds_ring.RingMesh, tokens: int, offload: bool) -> tuple[list[tor
         ).requires_grad_()
         for n in (H, G, G)
     ]
-    context = context_for(ds_ring.Causal(), "contiguous", mesh, Options(offload_attention=offload))
+    context = make_ring_context(ds_ring.Causal(), "contiguous", mesh, Options(offload_attention=offload))
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     out, _ = ring_attention_op(*(x * 1 for x in leaves), context.handle)

@@ -25,7 +25,7 @@ from ds_ring.schedule.steps import (
     Schedule,
     ScheduleStep,
     Send,
-    name_of,
+    get_buffer_name,
 )
 
 NOTHING = -1  # in a slot that was not filled yet
@@ -95,13 +95,13 @@ class SymbolicRank:
         source = self._read(index, step.buffer, step.needs)
         part = self._part(source, step.part)
         if not np.array_equal(part.tokens, tokens_of(step.origin, step.slots)):
-            self.refuse("the tokens it names", f"others in {name_of(step.buffer)}")
+            self.refuse("the tokens it names", f"others in {get_buffer_name(step.buffer)}")
         kinds = [self._chunk(index).steps.buffers[one].payload for one in (step.buffer, step.packed)]
         # sums are rounded in the copy alone; the part of one rank may be rounded from the start
         rounds = (Payload.ROUNDED, Payload.GRADIENTS), (Payload.ENCODED, Payload.KEYS)
         same = step.payload is kinds[0] or (step.payload, kinds[0]) in rounds
         if step.payload is not kinds[1] or not same:
-            self.refuse(f"{step.payload.value}", f"a buffer of the other kind, {name_of(step.buffer)}")
+            self.refuse(f"{step.payload.value}", f"a buffer of the other kind, {get_buffer_name(step.buffer)}")
         # reads are allowed until the batch is over, changes are not: see `_live`
         source.leaving = self.batch
         packed = self._fresh(index, step.packed, step.payload, len(part.tokens))
@@ -119,9 +119,9 @@ class SymbolicRank:
             self._of_kind(index, step.buffer, step.payload)
         first, end = step.first, step.first + count_slots(step.slots)
         if end > (slots := len(target.tokens)):
-            self.refuse(f"{name_of(step.buffer)} to be a buffer of {end} tokens", f"one of {slots}")
+            self.refuse(f"{get_buffer_name(step.buffer)} to be a buffer of {end} tokens", f"one of {slots}")
         if (target.tokens[first:end] != NOTHING).any():
-            self.refuse(f"empty slots of {name_of(step.buffer)}", "slots of another message")
+            self.refuse(f"empty slots of {get_buffer_name(step.buffer)}", "slots of another message")
         target.tokens[first:end] = COMING
         target.arriving = self.batch
         return target
@@ -148,7 +148,7 @@ class SymbolicRank:
         self._of_kind(index, step.buffer, Payload.KEYS)
         if not np.isin(keys.tokens >> ORIGIN_BITS, step.origins).all():
             owners = " ".join(map(str, step.origins))
-            self.refuse(f"keys of ring rank {owners}", f"other keys in {name_of(step.buffer)}")
+            self.refuse(f"keys of ring rank {owners}", f"other keys in {get_buffer_name(step.buffer)}")
         self._live(index, RESULTS)
         self.computed(self, index, step, keys.tokens)
         if step.gradients is None:
@@ -159,12 +159,12 @@ class SymbolicRank:
             # a sum begins here; sums of other ranks are added by Accumulate
             kind = self._chunk(index).steps.buffers[step.gradients].payload
             if kind is Payload.KEYS:
-                self.refuse(f"{name_of(step.gradients)} to be of gradients", f"a buffer of {kind.value}")
+                self.refuse(f"{get_buffer_name(step.gradients)} to be of gradients", f"a buffer of {kind.value}")
             target = self._fresh(index, step.gradients, kind, len(keys.tokens))
             target.tokens, target.came = keys.tokens, keys.came
             target.added = self._nobody(len(keys.tokens))
         if not np.array_equal(target.tokens, keys.tokens):
-            self.refuse("gradients of the keys it reads", f"those of others in {name_of(step.gradients)}")
+            self.refuse("gradients of the keys it reads", f"those of others in {get_buffer_name(step.gradients)}")
         mine = self._nobody(1)
         mine[0, self.rank // 64] = np.uint64(1) << np.uint64(self.rank % 64)
         if step.gradients == RESULTS:
@@ -190,15 +190,15 @@ class SymbolicRank:
         self._of_kind(index, step.buffer, payload)
         where = _each(step.part)
         if len(where) != len(source.tokens) or (len(where) and where[-1] >= len(target.tokens)):
-            self.refuse(f"{len(source.tokens)} slots of {name_of(step.buffer)}", f"{len(where)} or others")
+            self.refuse(f"{len(source.tokens)} slots of {get_buffer_name(step.buffer)}", f"{len(where)} or others")
         target.came = max(target.came, source.came)
         if payload in keys:
             if (target.tokens[where] != NOTHING).any():
-                self.refuse(f"empty slots of {name_of(step.buffer)}", "filled ones: written twice")
+                self.refuse(f"empty slots of {get_buffer_name(step.buffer)}", "filled ones: written twice")
             target.tokens[where] = source.tokens
             return
         if source.added is None or not np.array_equal(target.tokens[where], source.tokens):
-            self.refuse(f"gradients of the tokens of {name_of(step.buffer)}", "those of other tokens")
+            self.refuse(f"gradients of the tokens of {get_buffer_name(step.buffer)}", "those of other tokens")
         self._add(target, where, source.added)
 
     def free(self, index: int, step: Free) -> None:
@@ -217,7 +217,7 @@ class SymbolicRank:
         self.step = None
         for index, buffer in self.contents:
             if buffer != SHARD:
-                self.refuse(f"{name_of(buffer)} of head chunk {index} to be freed", "the end of the schedule")
+                self.refuse(f"{get_buffer_name(buffer)} of head chunk {index} to be freed", "the end of the schedule")
 
     def _add(self, target: Content, where: IntArray | slice, added: np.ndarray) -> None:
         assert target.added is not None
@@ -237,16 +237,16 @@ class SymbolicRank:
     def _of_kind(self, index: int, buffer: int, payload: Payload) -> None:
         """Refuse a buffer of other tensors or of another dtype."""
         if (found := self._chunk(index).steps.buffers[buffer].payload) is not payload:
-            self.refuse(f"{name_of(buffer)} to be of {payload.value}", f"a buffer of {found.value}")
+            self.refuse(f"{get_buffer_name(buffer)} to be of {payload.value}", f"a buffer of {found.value}")
 
     def _fresh(self, index: int, buffer: int, payload: Payload, tokens: int | None = None) -> Content:
         """Return a buffer that is taken now, for so many tokens (None: of several parts)."""
         if (index, buffer) in self.contents:
-            self.refuse("a buffer that is free", f"{name_of(buffer)}, which is in use: overwritten")
+            self.refuse("a buffer that is free", f"{get_buffer_name(buffer)}, which is in use: overwritten")
         self._of_kind(index, buffer, payload)
         slots = self._chunk(index).steps.buffers[buffer].slots
         if tokens not in (None, slots):
-            self.refuse(f"{name_of(buffer)} to be a buffer of {tokens} tokens", f"one of {slots}")
+            self.refuse(f"{get_buffer_name(buffer)} to be a buffer of {tokens} tokens", f"one of {slots}")
         content = self.contents[index, buffer] = Content(np.full(slots, NOTHING))
         self.freed.discard((index, buffer))
         return content
@@ -255,16 +255,16 @@ class SymbolicRank:
         """Return a buffer that may be written to or freed now."""
         content = self._present(index, buffer)
         if content.arriving is not None:
-            self.refuse(f"{name_of(buffer)} to have arrived", "a message that is still on its way")
+            self.refuse(f"{get_buffer_name(buffer)} to have arrived", "a message that is still on its way")
         if content.leaving == self.batch:
-            self.refuse(f"{name_of(buffer)} to be left alone", "a change while it is being sent")
+            self.refuse(f"{get_buffer_name(buffer)} to be left alone", "a change while it is being sent")
         return content
 
     def _read(self, index: int, buffer: int, needs: int) -> Content:
         """Return a buffer that is filled."""
         content = self._present(index, buffer)
         if content.arriving is not None or (content.tokens == NOTHING).any():
-            self.refuse(f"{name_of(buffer)} to be filled", "a read before that")
+            self.refuse(f"{get_buffer_name(buffer)} to be filled", "a read before that")
         if content.came != needs:
             self.refuse(f"to need batch {content.came} of its chunk", f"batch {needs}")
         return content
@@ -273,7 +273,7 @@ class SymbolicRank:
         content = self.contents.get((index, buffer))
         if content is None:
             state = "was freed before" if (index, buffer) in self.freed else "was never filled"
-            self.refuse("a buffer that is in use", f"{name_of(buffer)}, which {state}")
+            self.refuse("a buffer that is in use", f"{get_buffer_name(buffer)}, which {state}")
         return content
 
     def _part(self, content: Content, part: SlotRanges) -> Content:

@@ -16,7 +16,7 @@ from typing import NamedTuple, NoReturn
 
 from ds_ring.errors import RingScheduleError
 from ds_ring.masks.slots import count_slots
-from ds_ring.schedule.lowering import lower_pass, query_heads_of
+from ds_ring.schedule.lowering import get_query_heads, lower_pass
 from ds_ring.schedule.plan import Plan
 from ds_ring.schedule.steps import (
     Accumulate,
@@ -27,7 +27,7 @@ from ds_ring.schedule.steps import (
     Recv,
     Schedule,
     Send,
-    name_of,
+    get_buffer_name,
 )
 from tests.schedule_proof.coverage import Coverage, heads_of
 from tests.schedule_proof.symbolic import Content, SymbolicRank
@@ -92,12 +92,12 @@ def _check_chunks(schedule: Schedule, plan: Plan) -> None:
     valid = plan.layout.valid_tokens(schedule.ring_rank)
     own = Buffer(Payload.KEYS, valid), Buffer(Payload.GRADIENTS, valid)  # SHARD and RESULTS
     for index, chunk in enumerate(schedule.chunks):
-        if chunk.query_heads != (queries := query_heads_of(chunk.kv_heads, plan.group)):
+        if chunk.query_heads != (queries := get_query_heads(chunk.kv_heads, plan.group)):
             refuse(f"query heads {queries} in head chunk {index}", f"{chunk.query_heads}")
         for buffer, (expected, got) in enumerate(zip(own, chunk.steps.buffers, strict=False)):
             if expected != got:
                 told = (f"{one.slots} tokens of {one.payload.value}" for one in (expected, got))
-                refuse(f"{name_of(buffer)} of head chunk {index} to have {next(told)}", next(told))
+                refuse(f"{get_buffer_name(buffer)} of head chunk {index} to have {next(told)}", next(told))
 
 
 # --- messages ---------------------------------------------------------------------------------------

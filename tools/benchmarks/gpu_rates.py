@@ -22,14 +22,14 @@ from benchmarks.measuring import ResultRow
 from ds_ring import Causal, Dilated, Documents, Full, SlidingWindow, build_plan, make_layout
 from ds_ring.errors import RingError
 from ds_ring.kernels.flex.kernel import FlexKernel
-from ds_ring.kernels.flex.options import Blocks, options_of
+from ds_ring.kernels.flex.options import Blocks, make_block_options
 from ds_ring.kernels.select import Kernel, get_kernel
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.slots import count_slots
 from ds_ring.masks.tiles import Tiles
 from ds_ring.plugin import KERNELS
-from ds_ring.ring.merge import accumulator_dtype, empty_results, merge_
-from ds_ring.schedule.lowering import query_heads_of
+from ds_ring.ring.merge import get_accumulator_dtype, make_empty_results, merge_
+from ds_ring.schedule.lowering import get_query_heads
 from ds_ring.schedule.rank_plan import HeadClassPlan
 
 BASE = "torch SDPA"
@@ -117,7 +117,7 @@ def make_rank(shape: Shape, classes: Sequence[HeadClassPlan], local_tokens: int)
     """Return a rank with random tensors; `lse` is such that nothing overflows."""
     group = shape.heads // shape.kv_heads
     q, grad, out = (shape.tensor(shape.heads, local_tokens) for _ in range(3))
-    lse = q.new_full(q.shape[:-1], 20.0, dtype=accumulator_dtype(q.dtype))
+    lse = q.new_full(q.shape[:-1], 20.0, dtype=get_accumulator_dtype(q.dtype))
     hops = []
     for head_class in classes:
         kv = head_class.kv_heads
@@ -125,18 +125,18 @@ def make_rank(shape: Shape, classes: Sequence[HeadClassPlan], local_tokens: int)
             slots = local_tokens if hop.hop == 0 else count_slots(hop.held)
             if len(hop.tiles) and slots:
                 k, v = (shape.tensor(shape.kv_heads, slots)[:, kv] for _ in range(2))
-                hops.append(Hop(query_heads_of(kv, group), k, v, hop.tiles))
+                hops.append(Hop(get_query_heads(kv, group), k, v, hop.tiles))
     return Rank(grad, q, out, lse, hops)
 
 
 def attend(kernel: Kernel, rank: Rank) -> None:
     """Compute the forward pass of a rank's hops and merge them."""
-    total, sums = empty_results(rank.q, rank.q.shape[-1], rank.lse.dtype)
+    total, sums = make_empty_results(rank.q, rank.q.shape[-1], rank.lse.dtype)
     for hop in rank.hops:
         q, out, lse = (x[:, hop.heads] for x in (rank.q, total, sums))
         for part in kernel.forward(q, hop.k, hop.v, hop.tiles, q.shape[-1] ** -0.5):
             rows, heads = part.q_rows, part.heads
-            merge_(rows.of(out[:, heads]), rows.of(lse[:, heads]), part.out_BHSD, part.lse_BHS)
+            merge_(rows.select(out[:, heads]), rows.select(lse[:, heads]), part.out_BHSD, part.lse_BHS)
 
 
 def differentiate(kernel: Kernel, rank: Rank) -> None:
@@ -221,7 +221,7 @@ def flex_rates(
     rank = make_rank(shape, plan.rank(0).classes, layout.local_tokens)
     kernels = {"ours": FlexKernel(), "Inductor's": FlexKernel(device_blocks=False)}
     for fwd, bwd in others:
-        options: dict[str, Any] = {**options_of({"fwd": fwd, "bwd": bwd})}
+        options: dict[str, Any] = {**make_block_options({"fwd": fwd, "bwd": bwd})}
         kernels[f"{fwd}; {bwd}"] = FlexKernel(**options)
     refused: dict[str, dict[str, Any]] = {}
     for name, kernel in kernels.items():
@@ -280,7 +280,7 @@ def ring_row(shape: Shape, tokens: int, ring_size: int, kernel_name: str, rounds
 def merge_rate(shape: Shape, tokens: int, rounds: int) -> ResultRow:
     """Time one merge of as many rows: bytes that it must move (part read, accumulator read and written)."""
     part = shape.tensor(shape.heads, tokens)
-    out = torch.zeros_like(part, dtype=accumulator_dtype(part.dtype))
+    out = torch.zeros_like(part, dtype=get_accumulator_dtype(part.dtype))
     lse, part_lse = (out.new_zeros(out.shape[:-1]) for _ in range(2))
     taken = medians({"merge": lambda: merge_(out, lse, part, part_lse)}, shape.device, rounds)["merge"]
     least = part.nbytes + 2 * out.nbytes + 3 * lse.nbytes

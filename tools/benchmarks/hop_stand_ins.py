@@ -128,7 +128,7 @@ def prepare_hops(
         mesh = stack.enter_context(fake_ring(rank, ring_size))
         stack.enter_context(mock.patch("ds_ring.kernels.flash.kernel._make_usable", lambda x, width: x))
         # as on CUDA: K and V of one head are one message there
-        stack.enter_context(mock.patch("ds_ring.ring.buffers.keys_apart", return_value=False))
+        stack.enter_context(mock.patch("ds_ring.ring.buffers.check_keys_apart", return_value=False))
         if not whole_merge:
             for name in ("merge_", "merge_parts_", "add_parts_"):
                 stack.enter_context(mock.patch(f"ds_ring.ring.accumulator.{name}", one_launch))

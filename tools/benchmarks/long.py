@@ -29,7 +29,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.measuring import ResultRow, Turns, clock, measure_on_ranks
 from ds_ring import SlidingWindow
-from ds_ring.memory.tiles.keys import tile_tokens
+from ds_ring.memory.tiles.keys import get_chunk_tokens
 from ds_ring_launcher.plan.estimate import estimate
 from ds_ring_launcher.plan.hardware import read_hardware
 from ds_ring_launcher.plan.model_file import ModelShape
@@ -121,8 +121,8 @@ def planned(options: str, o: argparse.Namespace) -> MemoryMoment:
     setting = TrainingSetting(
         o.tokens, o.ranks, 1, SHAPE, SlidingWindow(o.window), "contiguous", zero, "float32",
         read_hardware("cpu"), checkpointing=not o.no_checkpointing or "offload_checkpoints" in names,
-        loss_tokens=tile_tokens(True, SHAPE.vocab) if "tiled_loss" in names else None,
-        mlp_tokens=tile_tokens(True, SHAPE.intermediate) if "tiled_mlp" in names else None,
+        loss_tokens=get_chunk_tokens(True, SHAPE.vocab) if "tiled_loss" in names else None,
+        mlp_tokens=get_chunk_tokens(True, SHAPE.intermediate) if "tiled_mlp" in names else None,
         offload_checkpoints="offload_checkpoints" in names, offload_attention="offload_attention" in names,
     )  # fmt: skip
     peak = estimate(setting).peak

@@ -20,10 +20,10 @@ from common import in_turns, llama, make_engine, make_zero_section
 
 from ds_ring import Causal, RingMesh, make_layout, shard_sequence
 from ds_ring.errors import RingError
-from ds_ring.ops.context import context_for
+from ds_ring.ops.context import make_ring_context
 from ds_ring.ops.options import Options
 from ds_ring.ops.ring_op import ring_attention_op
-from ds_ring.transports.devices import gpu_of_rank
+from ds_ring.transports.devices import select_gpu
 from ds_ring_launcher.check.model_check import CheckRequest, check_forms
 from ds_ring_launcher.run.local_ranks import RanksError, run_ranks
 
@@ -68,13 +68,13 @@ def _in_ring(job: OnNccl | OnGloo, transport: str) -> dict[str, Any]:
     """Compute causal attention in a ring of all ranks; return errors, and the time of ten passes."""
     device = job[0]
     if is_cuda(device):
-        torch.cuda.set_device(gpu_of_rank(dist.get_rank(), torch.cuda.device_count()))
+        torch.cuda.set_device(select_gpu(dist.get_rank(), torch.cuda.device_count()))
     mesh = RingMesh.from_world(dist.get_world_size())
     layout = make_layout("zigzag", tokens=exact_tokens(device), ring_size=mesh.ring_size, pattern=Causal())
     *leaves, grad = (shard_sequence(x, layout, mesh=mesh, dim=2) for x in operands(device))
     for x in leaves:
         x.requires_grad_()
-    context = context_for(Causal(), layout, mesh, Options(transport=transport))
+    context = make_ring_context(Causal(), layout, mesh, Options(transport=transport))
 
     def passes() -> tuple[torch.Tensor, ...]:
         out, lse = ring_attention_op(*leaves, context.handle)
@@ -122,7 +122,7 @@ def _dies(job: OnNccl, folder: str) -> None:
     """Pass again and again, until one rank kills itself; the others write what they are told, and when."""
     mesh = RingMesh.from_world(dist.get_world_size(), heartbeat_timeout_s=HEARTBEAT_S)
     *leaves, _ = (x[:, :, :64].detach().requires_grad_() for x in operands(job.device))
-    context = context_for(Causal(), "zigzag", mesh, Options())
+    context = make_ring_context(Causal(), "zigzag", mesh, Options())
     begin = time.monotonic()
     try:
         for number in range(10_000):

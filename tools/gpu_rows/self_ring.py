@@ -25,7 +25,7 @@ from torch.distributed import distributed_c10d
 from ds_ring import Full, RingMesh
 from ds_ring.comm import exchange
 from ds_ring.comm.exchange import Exchange, start_batch
-from ds_ring.ops.context import context_for
+from ds_ring.ops.context import make_ring_context
 from ds_ring.ops.options import Options
 from ds_ring.ops.ring_op import ring_attention_op
 from ds_ring.schedule.grid import Grid
@@ -104,7 +104,7 @@ def self_ring(
         x.requires_grad_()
     grid = Grid(ring_size, ring_size)
     mesh = SelfMesh(grid, MIDDLE, ring_group=dist.group.WORLD, sequence_group=dist.group.WORLD)
-    context = context_for(Full(), "contiguous", mesh, options)
+    context = make_ring_context(Full(), "contiguous", mesh, options)
 
     def passes() -> tuple[Tensor, ...]:
         out, lse = ring_attention_op(*leaves, context.handle)

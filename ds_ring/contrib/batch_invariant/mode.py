@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_ring.decode.replicated_op import run_replicated
 from ds_ring.errors import RingConfigError
-from ds_ring.ops.context import context_of
+from ds_ring.ops.context import get_ring_context
 from ds_ring.ops.ring_op import run_forward
 
 ROWS = 32  # of a product or a sum over rows; whole vectors of any instruction set
@@ -136,7 +136,7 @@ class BatchInvariant(TorchDispatchMode):
         if inner <= 1:  # no sum
             return torch.mm(a_MK, b_KN)
         if self._by_elements:
-            return _mm_by_elements(a_MK, b_KN)
+            return _multiply_elements(a_MK, b_KN)
         wide, long = -columns % _SIDE, -inner % _SIDE
         if wide or long or b_KN.data_ptr() % 64:
             b_KN = pad(b_KN, (0, wide, 0, long)) if wide or long else b_KN.clone()
@@ -227,13 +227,13 @@ class BatchInvariant(TorchDispatchMode):
         return result
 
 
-def _mm_by_elements(a_MK: Tensor, b_KN: Tensor) -> Tensor:
+def _multiply_elements(a_MK: Tensor, b_KN: Tensor) -> Tensor:
     """Return the product, whose elements are sums over rows."""
     wide, columns = torch.promote_types(a_MK.dtype, torch.float32), b_KN.t().unsqueeze(0)
     step = max(1, PRODUCTS // max(1, b_KN.numel()))
     parts = []
     for rows in a_MK.split(step):
-        result, shape = _by_rows(lambda x: x.sum(-1), rows.unsqueeze(1).to(wide) * columns.to(wide), [-1])
+        result, shape = _run_on_rows(lambda x: x.sum(-1), rows.unsqueeze(1).to(wide) * columns.to(wide), [-1])
         parts.append(result.reshape(shape))
     return torch.cat(parts).to(a_MK.dtype)
 
@@ -249,13 +249,13 @@ _PRODUCTS: dict[str, Callable[..., Tensor]] = {
 
 
 def _run_ring(q: Tensor, k: Tensor, v: Tensor, handle: int, sinks: Tensor | None = None) -> Any:
-    return run_forward(context_of(handle), q, k, v, sinks)
+    return run_forward(get_ring_context(handle), q, k, v, sinks)
 
 
 def _run_replicated(
     q: Tensor, k: Tensor, v: Tensor, positions: Tensor | None, handle: int, sinks: Tensor | None = None
 ) -> Any:
-    return run_replicated(context_of(handle), q, k, v, positions, sinks)
+    return run_replicated(get_ring_context(handle), q, k, v, positions, sinks)
 
 
 def _tensors(args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
@@ -272,7 +272,9 @@ def _is_computed(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
 # Sums over a row.
 
 
-def _by_rows(call: Callable[[Tensor], Any], x: Tensor, dims: Sequence[int]) -> tuple[Any, tuple[int, ...]]:
+def _run_on_rows(
+    call: Callable[[Tensor], Any], x: Tensor, dims: Sequence[int]
+) -> tuple[Any, tuple[int, ...]]:
     """Return what `call` makes of the rows [N, K] over some dims, and the shape of the other dims."""
     dims = [dim % x.ndim for dim in dims] or list(range(x.ndim))
     outer = [dim for dim in range(x.ndim) if dim not in dims]
@@ -290,13 +292,15 @@ def _by_rows(call: Callable[[Tensor], Any], x: Tensor, dims: Sequence[int]) -> t
 _OF_DIMS = {"sum": "dim_IntList", "mean": "dim"}
 
 
-def _reduced(func: Any, x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
+def _reduce_rows(
+    func: Any, x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+) -> Tensor:
     """Return a sum or a mean over some dims."""
     dims = [dim] if isinstance(dim, int) else list(dim or range(x.ndim))
     x = x if dtype is None else x.to(dtype)
     if getattr(func, "_overloadname", None) == "default":
         func = getattr(func.overloadpacket, _OF_DIMS[func.overloadpacket.__name__])
-    result, shape = _by_rows(lambda rows: func(rows, [-1]), x, dims)
+    result, shape = _run_on_rows(lambda rows: func(rows, [-1]), x, dims)
     out: Tensor = result.reshape(shape)
     if keepdim:
         for axis in sorted(axis % x.ndim for axis in dims):
@@ -307,40 +311,40 @@ def _reduced(func: Any, x: Tensor, dim: Any = None, keepdim: bool = False, *, dt
 def _norm(
     func: Any, x: Tensor, ord: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
 ) -> Tensor:
-    return _reduced(lambda rows, dims: func(rows, ord, dims), x, dim, keepdim, dtype=dtype)
+    return _reduce_rows(lambda rows, dims: func(rows, ord, dims), x, dim, keepdim, dtype=dtype)
 
 
 def _softmax(func: Any, x: Tensor, dim: int, half_to_float: bool) -> Tensor:
     """Return what has the shape of its input: softmax, its logarithm."""
-    result, shape = _by_rows(lambda rows: func(rows, -1, half_to_float), x, [dim])
+    result, shape = _run_on_rows(lambda rows: func(rows, -1, half_to_float), x, [dim])
     out: Tensor = result.reshape(*shape, -1).movedim(-1, dim).contiguous()
     return out
 
 
 def _cumsum(func: Any, x: Tensor, dim: int, *, dtype: Any = None) -> Tensor:
-    result, shape = _by_rows(lambda rows: func(rows, -1, dtype=dtype), x, [dim])
+    result, shape = _run_on_rows(lambda rows: func(rows, -1, dtype=dtype), x, [dim])
     out: Tensor = result.reshape(*shape, -1).movedim(-1, dim).contiguous()
     return out
 
 
-def _normalized(func: Any, x: Tensor, shape: Sequence[int], *args: Any) -> tuple[Tensor, ...]:
+def _normalize_rows(func: Any, x: Tensor, shape: Sequence[int], *args: Any) -> tuple[Tensor, ...]:
     """Return what a layer norm or RMS norm over the last dims returns."""
     dims = range(x.ndim - len(shape), x.ndim)
     weights = [w.reshape(-1) if isinstance(w, Tensor) else w for w in args]
-    results, outer = _by_rows(lambda rows: func(rows, [rows.shape[-1]], *weights), x, dims)
+    results, outer = _run_on_rows(lambda rows: func(rows, [rows.shape[-1]], *weights), x, dims)
     out, *rest = results
     return (out.reshape(x.shape), *(statistic.reshape(*outer, *[1] * len(shape)) for statistic in rest))
 
 
 _OVER_ROWS: dict[str, Callable[..., Any]] = {
-    "sum": _reduced,
-    "mean": _reduced,
+    "sum": _reduce_rows,
+    "mean": _reduce_rows,
     "linalg_vector_norm": _norm,
     "_softmax": _softmax,
     "_log_softmax": _softmax,
     "cumsum": _cumsum,
-    "native_layer_norm": _normalized,
-    "_fused_rms_norm": _normalized,
+    "native_layer_norm": _normalize_rows,
+    "_fused_rms_norm": _normalize_rows,
 }
 
 

@@ -33,13 +33,13 @@ from ds_ring.contrib.compile.graph_attention import (
     AttentionNode,
     MaskMeaning,
     Scope,
+    get_inner_graph,
     get_name,
-    inner_graph,
     is_tensor,
+    list_scopes,
     read_flex,
     read_sdpa,
     refuse_other_attention,
-    scopes_of,
     where,
 )
 from ds_ring.contrib.compile.graph_sharding import (
@@ -51,7 +51,7 @@ from ds_ring.contrib.compile.graph_sharding import (
 from ds_ring.data.session import RingSession
 from ds_ring.errors import RingConfigError, RingError, RingMeshError, RingPatternError
 from ds_ring.models.backend_mark import needs_backend_op
-from ds_ring.ops.context import context_for
+from ds_ring.ops.context import make_ring_context
 from ds_ring.ops.options import Options
 
 _MARKS = (torch.ops.ds_ring.needs_backend.default, torch.ops.ds_ring.needs_backend, needs_backend_op)
@@ -72,13 +72,13 @@ class Rewriting:
         Raises:
             RingError: something in it cannot be honoured.
         """
-        for scope in scopes_of(module):
+        for scope in list_scopes(module):
             for node in list(scope.module.graph.nodes):
                 if node.op == "call_function" and node.target in _MARKS:  # this is the backend
                     node.replace_all_uses_with(node.args[0])
                     scope.module.graph.erase_node(node)
             ask_for_greatest_positions(scope.module, self.source)
-        scopes = list(scopes_of(module))
+        scopes = list(list_scopes(module))
         attentions = [attention for scope in scopes for attention in self._attentions(scope)]
         windows = {None if attention.facts is None else attention.facts.window for attention in attentions}
         for attention in attentions:
@@ -107,7 +107,7 @@ class Rewriting:
 
     def _replace(self, attention: AttentionNode, mixed: bool) -> None:
         graph, node = attention.scope.module.graph, attention.node
-        which = self._which_of(attention, mixed)
+        which = self._choose_source(attention, mixed)
         q, k, v = (self._instead.get(x, x) for x in (attention.q, attention.k, attention.v))
         # K/V heads before they were repeated for grouped queries: that much less is sent.
         plain_k, plain_v = _before_repeat(k), _before_repeat(v)
@@ -127,7 +127,7 @@ class Rewriting:
             self._instead[node] = out
         graph.erase_node(node)
 
-    def _which_of(self, attention: AttentionNode, mixed: bool) -> Node:
+    def _choose_source(self, attention: AttentionNode, mixed: bool) -> Node:
         """Return the node with the sharding's number; one for all attentions that ask the same."""
         facts = attention.facts or MaskMeaning()
         root = attention.scope.root
@@ -147,7 +147,7 @@ class Rewriting:
             with graph.inserting_after(like):
                 arguments = (like, facts.positions is not None, self.source, *request)
                 self._which[key] = graph.call_function(torch.ops.ds_ring.place_attention.default, arguments)
-        return _handed_in(self._which[key], attention.scope)
+        return _resolve_placeholders(self._which[key], attention.scope)
 
 
 def _before_repeat(node: Node) -> Node | None:
@@ -168,11 +168,11 @@ def _before_repeat(node: Node) -> Node | None:
     return plain if fits else None
 
 
-def _handed_in(which: Node, scope: Scope) -> Node:
+def _resolve_placeholders(which: Node, scope: Scope) -> Node:
     """Return `which` of the whole graph as a node of the scope: one argument more of each call on the way."""
     if scope.outer is None:
         return which
-    outside = _handed_in(which, scope.outer)
+    outside = _resolve_placeholders(which, scope.outer)
     for placeholder, meaning in scope.meanings.items():
         if meaning is outside:
             return placeholder
@@ -181,7 +181,7 @@ def _handed_in(which: Node, scope: Scope) -> Node:
         placeholder = graph.placeholder("ds_ring_placement")
     for call in scope.outer.module.graph.nodes:
         is_one = get_name(call) == "tag_activation_checkpoint"
-        if is_one and inner_graph(call.args[0], scope.outer) is scope.module:
+        if is_one and get_inner_graph(call.args[0], scope.outer) is scope.module:
             call.args = (*call.args, outside)
     scope.meanings[placeholder] = outside
     return placeholder
@@ -234,7 +234,9 @@ class BackendOptions:
                 f"options: masks: expected one of check, replace, got {backend_values['masks']!r}"
             )
         if session is None:
-            return cls(_static_source(values, backend_values.get("masks") == "replace"), **backend_values)
+            return cls(
+                _make_static_source(values, backend_values.get("masks") == "replace"), **backend_values
+            )
         if not isinstance(session, RingSession):
             raise RingConfigError.wrong(
                 "options: session", "an engine.ring", type(session).__name__, "use it"
@@ -242,7 +244,7 @@ class BackendOptions:
         return cls(SessionSource(session), **backend_values)
 
 
-def _static_source(values: dict[str, Any], replace_masks: bool) -> StaticSource:
+def _make_static_source(values: dict[str, Any], replace_masks: bool) -> StaticSource:
     mesh, config = values.pop("mesh", None), values.pop("config", None)
     if not isinstance(mesh, RingMesh):
         got = "none" if mesh is None else type(mesh).__name__
@@ -252,7 +254,7 @@ def _static_source(values: dict[str, Any], replace_masks: bool) -> StaticSource:
             raise RingConfigError.wrong(
                 "options: config", "a RingConfig, mesh, layout and pattern", sorted(values), "drop others"
             )
-        options = Options.of(config)
+        options = Options.make(config)
         values = {"layout": config.layout, "pattern": pattern_from_config(config), **values}
     missing = [key for key in ("pattern", "layout") if values.get(key) is None]
     if missing:
@@ -260,7 +262,9 @@ def _static_source(values: dict[str, Any], replace_masks: bool) -> StaticSource:
     pattern, layout = values.pop("pattern"), values.pop("layout")
     if config is None:
         options = Options(**values)
-    context_for(pattern, layout, mesh, options)  # raises for a wrong pattern, or a layout of another ring
+    make_ring_context(
+        pattern, layout, mesh, options
+    )  # raises for a wrong pattern, or a layout of another ring
     # If no mask is read, padding slots cannot be distinguished from tokens.
     if replace_masks and isinstance(layout, str) and mesh.ring_size > 1:
         raise RingConfigError.wrong(

@@ -146,7 +146,7 @@ def _read(value: Any, scope: Scope) -> Any:
             least, is_reversed = _COMPARISONS[name]
             meaning = _at_least(right, left, least) if is_reversed else _at_least(left, right, least)
         else:
-            meaning = _combined(name, left, right)
+            meaning = _combine_facts(name, left, right)
     if meaning is None:
         what = f"it is made by {name}{where(value)}"
         if value.op in ("placeholder", "get_attr"):
@@ -168,7 +168,7 @@ def _as_facts(meaning: Any, node: Node) -> MaskMeaning:
     )
 
 
-def _combined(name: str, left: Any, right: Any) -> TableColumn | QueryMinusKey | MaskMeaning | None:
+def _combine_facts(name: str, left: Any, right: Any) -> TableColumn | QueryMinusKey | MaskMeaning | None:
     """Read `left - right`, `left + right` and `left == right`."""
     if not isinstance(left, TableColumn):
         return None
@@ -235,7 +235,7 @@ def _table(base: Any, scope: Scope) -> tuple[str, Node | None]:
     if not isinstance(node, Node):
         return "values", None
     if get_name(node) == "cumsum":
-        positions = _positions_of_documents(node, scope)
+        positions = _find_document_positions(node, scope)
         return ("documents", positions) if positions is not None else ("values", node)
     fake = node.meta.get("example_value")
     is_positions = isinstance(fake, torch.Tensor) and fake.dtype in (torch.int64, torch.int32)
@@ -250,7 +250,7 @@ def _plain(value: Any, scope: Scope) -> Any:
     return value
 
 
-def _positions_of_documents(node: Node, scope: Scope) -> Node | None:
+def _find_document_positions(node: Node, scope: Scope) -> Node | None:
     """Return p of `(diff(p, prepend=p[:, :1] - 1) != 1).cumsum(-1)`, which rises where p does not go on."""
     breaks = _call(node.args[0], scope, "ne", 1)
     steps = breaks and _call(breaks.args[0], scope, "diff")
@@ -408,7 +408,7 @@ def _facts(mask: Any, scope: Scope, replace_masks: bool) -> MaskMeaning | None:
 
 def read_flex(node: Node, scope: Scope, replace_masks: bool) -> AttentionNode:
     q, k, v, score_mod, block_mask, scale = node.args[:6]
-    score = inner_graph(score_mod, scope).graph
+    score = get_inner_graph(score_mod, scope).graph
     first, output = next(iter(score.nodes)), next(iter(reversed(score.nodes)))
     if output.args[0] is not first:
         raise RingPatternError("its score_mod changes the scores (a bias, a soft cap); leave it out")
@@ -424,7 +424,7 @@ def _mask_mod(block_mask: Any, others: Any, scope: Scope, replace_masks: bool) -
     if replace_masks:
         return None
     *sizes, mask_mod = block_mask[-3:]
-    inner = Scope(inner_graph(mask_mod, scope), scope)
+    inner = Scope(get_inner_graph(mask_mod, scope), scope)
     placeholders = [node for node in inner.module.graph.nodes if node.op == "placeholder"]
     meanings = [*(TableColumn(axis) for axis in range(4)), *others]
     inner.meanings.update(zip(placeholders, meanings, strict=False))
@@ -437,7 +437,7 @@ def _mask_mod(block_mask: Any, others: Any, scope: Scope, replace_masks: bool) -
     return facts
 
 
-def scopes_of(module: GraphModule, outer: Scope | None = None, call: Node | None = None) -> Iterator[Scope]:
+def list_scopes(module: GraphModule, outer: Scope | None = None, call: Node | None = None) -> Iterator[Scope]:
     """Yield the graph and the graphs that it calls, with their arguments; not those of FlexAttention."""
     scope = Scope(module, outer)
     if call is not None:
@@ -450,17 +450,17 @@ def scopes_of(module: GraphModule, outer: Scope | None = None, call: Node | None
         if not inner or get_name(node) == "flex_attention":
             continue
         if get_name(node) == "tag_activation_checkpoint":
-            yield from scopes_of(inner_graph(inner[0], scope), scope, node)
+            yield from list_scopes(get_inner_graph(inner[0], scope), scope, node)
             continue
         for arg in inner:
-            for part in inner_graph(arg, scope).graph.nodes:
+            for part in get_inner_graph(arg, scope).graph.nodes:
                 if get_name(part) in ("scaled_dot_product_attention", "flex_attention"):
                     raise RingPatternError(
                         f"attention inside {get_name(node)}{where(part)} cannot be rewritten; move it out"
                     )
 
 
-def inner_graph(node: Any, scope: Scope) -> GraphModule:
+def get_inner_graph(node: Any, scope: Scope) -> GraphModule:
     inner = getattr(scope.module, str(node.target))
     assert isinstance(inner, GraphModule), node
     return inner

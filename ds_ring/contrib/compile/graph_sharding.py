@@ -27,8 +27,8 @@ from ds_ring.errors import RingPatternError, RingShapeError
 from ds_ring.masks.catalog import Causal, Full, SlidingWindow
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import UNBOUNDED
-from ds_ring.ops.context import RingContext, context_for
-from ds_ring.ops.handles import new_handle, object_of, operator
+from ds_ring.ops.context import RingContext, make_ring_context
+from ds_ring.ops.handles import get_object, new_handle, operator
 from ds_ring.ops.options import Options
 from ds_ring.patterns.documents.pattern import Documents
 from ds_ring.schedule.layout import Layout
@@ -70,7 +70,7 @@ class StaticSource:
         device_type: str,
     ) -> GraphSharding:
         options = self.options.replaced(scale=scale)
-        context = context_for(self.pattern, self.layout, self.mesh, options)
+        context = make_ring_context(self.pattern, self.layout, self.mesh, options)
         layout = self.layout if isinstance(self.layout, Layout) else None
         if layout is None and local_tokens is not None:
             layout = context.layout_for(local_tokens * self.mesh.ulysses_size, device_type)
@@ -84,7 +84,7 @@ class StaticSource:
                     f"the model's mask is {model_pattern}, the pattern of the options {self.pattern}; pass"
                     " options={'layout': make_layout(...)} of known length, or that pattern"
                 )
-            context = context_for(pattern, layout, self.mesh, options)
+            context = make_ring_context(pattern, layout, self.mesh, options)
         context.in_a_graph = True
         return GraphSharding(self.mesh, pattern, layout, ((context, ()),))
 
@@ -159,7 +159,7 @@ def place_op(
         window: tokens that the mask lets a token see, itself included; None: no window.
         mixed: whether masks of the graph have different windows.
     """
-    registered = object_of(source, RegisteredSource)
+    registered = get_object(source, RegisteredSource)
     # A sharding that must not replace the mask is refused. The other ranks hear of it in their attention.
     with collective(registered.source.mesh, "attention"):
         tokens = int(positions.shape[-1]) if checked else None
@@ -228,7 +228,7 @@ def greatest_position_op(local: Tensor, source: int) -> Tensor:
         local: the greatest of this rank's tokens. Under a session it is the batch's already (positions.py).
         source: number of the `RegisteredSource`.
     """
-    registered = object_of(source, RegisteredSource)
+    registered = get_object(source, RegisteredSource)
     if not isinstance(registered.source, StaticSource):
         return local.clone()
     mesh = registered.source.mesh
@@ -244,7 +244,7 @@ def ask_for_greatest_positions(module: GraphModule, source: int) -> None:
     for node in list(module.graph.nodes):
         if get_name(node) not in ("max", "amax") or not is_tensor(node) or node.meta["example_value"].ndim:
             continue
-        if sum(map(is_tensor, node.all_input_nodes)) == 1 and _of_integers_alone(node):
+        if sum(map(is_tensor, node.all_input_nodes)) == 1 and _reads_integers_alone(node):
             with module.graph.inserting_after(node):
                 operator = torch.ops.ds_ring.greatest_position.default
                 request = module.graph.call_function(operator, (node, source))
@@ -254,7 +254,7 @@ def ask_for_greatest_positions(module: GraphModule, source: int) -> None:
             )
 
 
-def _of_integers_alone(node: Node) -> bool:
+def _reads_integers_alone(node: Node) -> bool:
     """Return whether a node is computed from no floating-point tensor."""
     seen, todo = set(), [node]
     while todo:

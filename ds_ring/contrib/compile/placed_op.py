@@ -16,8 +16,8 @@ from torch import Tensor
 from ds_ring.comm.collective import collective
 from ds_ring.errors import RingShapeError
 from ds_ring.ops.context import RingContext
-from ds_ring.ops.handles import new_handle, object_of, operator
-from ds_ring.ops.ring_op import fake_results, register, run_backward, run_forward
+from ds_ring.ops.handles import get_object, new_handle, operator
+from ds_ring.ops.ring_op import make_fake_results, register, run_backward, run_forward
 from ds_ring.ops.ulysses import swap_op, with_ulysses
 
 BatchRows = tuple[int, ...]
@@ -69,7 +69,7 @@ def placed_attention_op(q: Tensor, k: Tensor, v: Tensor, which: Tensor) -> tuple
         run = partial(run_forward, context)
         return with_ulysses(run, q, k, v, context.handle, context.mesh.ulysses_size, return_lse=True)
 
-    return object_of(int(which), BatchContexts).fill(lambda: fake_results(q, v), attention, q, k, v)
+    return get_object(int(which), BatchContexts).fill(lambda: make_fake_results(q, v), attention, q, k, v)
 
 
 @operator("ds_ring::placed_attention_backward")
@@ -79,12 +79,12 @@ def placed_attention_backward_op(
     """Return (dq, dk, dv)."""
 
     operands = (grad_out, q, k, v, out, lse)
-    return object_of(int(which), BatchContexts).fill(
-        lambda: tuple(x.new_empty(x.shape) for x in (q, k, v)), _all_gradients, *operands
+    return get_object(int(which), BatchContexts).fill(
+        lambda: tuple(x.new_empty(x.shape) for x in (q, k, v)), _get_all_gradients, *operands
     )
 
 
-def _all_gradients(
+def _get_all_gradients(
     context: RingContext, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
 ) -> Sequence[Tensor]:
     """Return (dq, dk, dv) of all heads."""

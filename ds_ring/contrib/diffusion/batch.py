@@ -27,7 +27,7 @@ from ds_ring.data.packing import (
     positions_in_documents,
 )
 from ds_ring.data.session import RingSession
-from ds_ring.errors import RingPatternError, RingShapeError, whole_number
+from ds_ring.errors import RingPatternError, RingShapeError, check_whole_number
 from ds_ring.masks.catalog import Causal
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.slots import IntArray
@@ -69,7 +69,7 @@ class DiffusionRows(RowKind):
             block = int(np.bincount(numbers).max())
             many = Documents(documents) if documents[-1] else None
             result = BlockDiffusion(block, clean, many, padding=padding)
-            if np.array_equal(block_numbers(result), row_T):
+            if np.array_equal(make_block_numbers(result), row_T):
                 return result
         raise RingPatternError.wrong(
             f"batch[{BLOCKS!r}]", "block numbers, the same ones negative, then 0", row_T.tolist(),
@@ -77,7 +77,7 @@ class DiffusionRows(RowKind):
         )  # fmt: skip
 
 
-def block_numbers(pattern: BlockDiffusion) -> IntArray:
+def make_block_numbers(pattern: BlockDiffusion) -> IntArray:
     """Return `diffusion_blocks` [T] of a pattern; see [Note: blocks of a row]."""
     first, end, document = pattern.blocks.T
     number = 1 + np.arange(len(first)) + np.unique(document, return_inverse=True)[1]
@@ -111,7 +111,7 @@ def diffusion_batch(
         RingShapeError: tensors of different shapes.
         RingPatternError: ids that fall, or a block below 1.
     """
-    block = whole_number(block, "diffusion_batch: block", RingPatternError)
+    block = check_whole_number(block, "diffusion_batch: block", RingPatternError)
     if clean.ndim != 2 or clean.shape != corrupted.shape:
         raise RingShapeError.wrong(
             "diffusion_batch",
@@ -134,7 +134,7 @@ def diffusion_batch(
     places = positions_in_documents(ids).to(clean.device)
     predicted = clean != corrupted if predicted is None else predicted.bool()
     labels = torch.cat([torch.full_like(clean, IGNORE), clean.masked_fill(~predicted, IGNORE)], dim=1)
-    numbers = on_device(block_numbers(pattern), clean.device)
+    numbers = on_device(make_block_numbers(pattern), clean.device)
     return {
         "input_ids": torch.cat([clean, corrupted], dim=1), "shift_labels": labels,
         "position_ids": places.repeat(samples, 2), BLOCKS: numbers.repeat(samples, 1),

@@ -47,7 +47,7 @@ from ds_ring.models.variant import (
     TWO_SEQUENCES,
     AttachRequest,
     Variant,
-    home_of_forward,
+    find_forward_home,
 )
 from ds_ring.patterns.private.attention import PrivateAttention, RowsPass, attend_by_rows
 from ds_ring.patterns.private.pattern import BlockDiffusion
@@ -63,7 +63,7 @@ _CANVAS = "canvas"
 
 
 def _is_part(model: nn.Module) -> bool:
-    known = home_of_forward(model).startswith("transformers.models.diffusion_gemma.")
+    known = find_forward_home(model).startswith("transformers.models.diffusion_gemma.")
     return known and isinstance(model, PreTrainedModel)
 
 

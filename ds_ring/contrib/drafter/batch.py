@@ -29,7 +29,7 @@ from ds_ring.data.batch import IGNORE, Batch
 from ds_ring.data.model_needs import WholeTensors
 from ds_ring.data.packing import DOCUMENT_IDS, positions_in_documents
 from ds_ring.data.session import RingSession
-from ds_ring.errors import RingPatternError, RingShapeError, whole_number
+from ds_ring.errors import RingPatternError, RingShapeError, check_whole_number
 from ds_ring.ops.shard import shard_sequence
 from ds_ring.schedule.layout import Layout
 
@@ -143,7 +143,7 @@ def drafter_batch(
         RingPatternError: a draft below 1, or anchors outside the trunk.
         RingShapeError: tensors of other shapes, weights or mask_token missing.
     """
-    draft = whole_number(draft, "drafter_batch: draft", RingPatternError)
+    draft = check_whole_number(draft, "drafter_batch: draft", RingPatternError)
     if input_ids.ndim != 2:
         raise RingShapeError.wrong(
             "drafter_batch", "input_ids [samples, tokens]", list(input_ids.shape), "add a dimension"

@@ -40,7 +40,7 @@ from ds_ring.models.variant import (
     TWO_SEQUENCES,
     AttachRequest,
     Variant,
-    home_of_forward,
+    find_forward_home,
 )
 from ds_ring.patches import patch
 from ds_ring.plugin import HOOKS, PASSES, load
@@ -75,7 +75,7 @@ class EncoderDecoder(Variant):
 
     def matches(self, module: nn.Module) -> bool:
         has_two = getattr(getattr(module, "config", None), "is_encoder_decoder", False)
-        known = home_of_forward(module).startswith("transformers.models.")
+        known = find_forward_home(module).startswith("transformers.models.")
         return (
             bool(has_two)
             and known
@@ -104,7 +104,7 @@ class EncoderDecoder(Variant):
 
     def install(self, adapter: ModelAdapter) -> None:
         if self.matches(adapter.model):
-            adapter.session.needs.batches = Pairs(decoder_ids_of(adapter.model))
+            adapter.session.needs.batches = Pairs(make_decoder_ids(adapter.model))
             adapter.apply(give_encoder_sharding(adapter), encoder=adapter.model.get_encoder())
 
     def read(self, call: AttentionCall) -> None:
@@ -149,7 +149,7 @@ def check_pair(model: PreTrainedModel, config: RingConfig) -> None:
             raise RingConfigError(f"{name}: expected a section without {key}, got it; leave it out")
 
 
-def decoder_ids_of(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
+def make_decoder_ids(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
     """Return how the model makes decoder_input_ids of labels, of whole sequences [B, D]."""
     module, config = sys.modules[type(model).__module__], model.config
 

@@ -77,7 +77,7 @@ class BatchFeatures(NamedTuple):
     axes_BSA: Tensor | None = None  # positions on several axes, where the model has such
 
 
-def modalities_in(batch: Mapping[str, Any]) -> list[str]:
+def find_modalities(batch: Mapping[str, Any]) -> list[str]:
     """Return the modalities in the arguments of a call: "image", "video"."""
     encoded = batch.get(ENCODED) or {}
     return [name for name, pixels in PIXELS.items() if batch.get(pixels) is not None or name in encoded]
@@ -145,16 +145,18 @@ class Images(WholeTensors):
             features[modality] = FeatureTokens(places_BS, int(places_BT.max()), tuple(wanted))
         return BatchFeatures(features, axes_BSA) if features else None
 
-    def of_prompt(self, batch: Mapping[str, Any], layout: Layout, mesh: RingMesh) -> BatchFeatures | None:
+    def make_prompt_features(
+        self, batch: Mapping[str, Any], layout: Layout, mesh: RingMesh
+    ) -> BatchFeatures | None:
         """Return which features the local tokens of a prompt take; None without any."""
         modalities, ids_BT = self._modalities(batch), batch.get("input_ids")
         if not modalities or ids_BT is None:
             return None
         return BatchFeatures(
-            {modality: self.tokens_of_prompt(ids_BT, modality, layout, mesh) for modality in modalities}
+            {modality: self.find_prompt_tokens(ids_BT, modality, layout, mesh) for modality in modalities}
         )
 
-    def tokens_of_prompt(
+    def find_prompt_tokens(
         self, ids_BT: Tensor, modality: str, layout: Layout, mesh: RingMesh
     ) -> FeatureTokens:
         """Number the tokens of a prompt that take features, and return this rank's."""
@@ -163,7 +165,7 @@ class Images(WholeTensors):
 
     def _modalities(self, batch: Mapping[str, Any]) -> list[str]:
         """Return the modalities in a batch that tokens of the model take."""
-        modalities = [name for name in modalities_in(batch) if name in self._tokens]
+        modalities = [name for name in find_modalities(batch) if name in self._tokens]
         if len({self._tokens[name] for name in modalities}) < len(modalities):
             raise RingConfigError.wrong(
                 "batch", "images or videos, whose tokens are the same", "both", "give two batches"

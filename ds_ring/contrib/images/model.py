@@ -33,7 +33,7 @@ from ds_ring.contrib.images.batch import (
     BatchFeatures,
     FeatureTokens,
     Images,
-    modalities_in,
+    find_modalities,
 )
 from ds_ring.contrib.images.blocks import numbers_blocks
 from ds_ring.data.batch import Batch
@@ -43,7 +43,7 @@ from ds_ring.models.layer_masks import LayerMask
 from ds_ring.models.model import PRETRAINED, TABLE
 from ds_ring.models.model_part import Loss, ModelPart
 from ds_ring.models.variant import Variant
-from ds_ring.ops.gradients import comparing_gradient, has_run_again, note_call, run_compared
+from ds_ring.ops.gradients import compare_gradient, has_run_again, note_call, run_compared
 from ds_ring.patches import patch
 
 if TYPE_CHECKING:
@@ -99,11 +99,11 @@ class ImageModels(Variant):
     encoder_types = EXACT
 
     def own_attention(self, model: nn.Module) -> list[PreTrainedModel]:
-        return image_encoders(model)
+        return find_image_encoders(model)
 
     def apart(self, model: nn.Module) -> list[nn.Module]:
         """Return all modules but the language part: encoders, and what makes features of their outputs."""
-        return list_encoder_modules(model) if image_encoders(model) else []
+        return list_encoder_modules(model) if find_image_encoders(model) else []
 
     def makes_full_masks(self, model_type: str) -> bool:
         return model_type in _OF_BLIP
@@ -121,7 +121,7 @@ class ImageModels(Variant):
         return "expected layers without a window over generated tokens alone, got reference_sliding_attention"
 
     def attention_names(self, model: PreTrainedModel, name: str) -> dict[str, str] | None:
-        return attention_of_parts(model, name) if image_encoders(model) else None
+        return name_part_attention(model, name) if find_image_encoders(model) else None
 
 
 class ImagePart(ModelPart):
@@ -129,25 +129,25 @@ class ImagePart(ModelPart):
 
     def patches(self, loss: Loss) -> list[Any]:
         """Return the hook that makes the model take images, or refuse them."""
-        hook = images_hook(self.model, self.session)
+        hook = make_images_hook(self.model, self.session)
         return [] if hook is None else [hook]
 
 
 def _takes_images(model: nn.Module) -> bool:
-    return _type_of(model) in EXACT
+    return _get_model_type(model) in EXACT
 
 
-def _type_of(model: nn.Module) -> str | None:
+def _get_model_type(model: nn.Module) -> str | None:
     model_type: str | None = getattr(getattr(model, "config", None), "model_type", None)
     return model_type
 
 
-def image_encoders(model: nn.Module) -> list[PreTrainedModel]:
+def find_image_encoders(model: nn.Module) -> list[PreTrainedModel]:
     """Return the models inside `model` that read whole images, and those inside them."""
-    return encoders_of(model) if _type_of(model) in (*EXACT, *TEXTS) else []
+    return find_encoders(model) if _get_model_type(model) in (*EXACT, *TEXTS) else []
 
 
-def encoders_of(model: nn.Module) -> list[PreTrainedModel]:
+def find_encoders(model: nn.Module) -> list[PreTrainedModel]:
     """Return the models inside `model` but itself and its text part, and those inside them."""
     config: Any = model.config
     of_text = (type(config), type(getattr(config, "text_config", config)))
@@ -163,11 +163,11 @@ def list_encoder_modules(model: Any) -> list[nn.Module]:
     """Return all modules but the language part: encoders, and what makes features of their outputs."""
     of_text = {id(module) for module in model.get_decoder().modules()}
     return [module for module in model.modules() if id(module) not in of_text] + [
-        module for part in encoders_of(model) for module in part.modules()
+        module for part in find_encoders(model) for module in part.modules()
     ]
 
 
-def attention_of_parts(model: Any, name: str) -> dict[str, str]:
+def name_part_attention(model: Any, name: str) -> dict[str, str]:
     """Return what to set as a model's attention so that all of it but its encoders gets `name`."""
     encoders = {
         key: part._attn_implementation
@@ -199,7 +199,7 @@ _gives_features = patch(
 )  # fmt: skip
 
 
-def images_hook(model: PreTrainedModel, session: RingSession) -> Callable[..., Any] | None:
+def make_images_hook(model: PreTrainedModel, session: RingSession) -> Callable[..., Any] | None:
     """Return the hook that makes `model` take images, or refuse them; None if its class takes none.
 
     Raises:
@@ -207,10 +207,10 @@ def images_hook(model: PreTrainedModel, session: RingSession) -> Callable[..., A
         RingShapeError: (from a forward pass) other numbers of image tokens than of features.
     """
     base = model.base_model
-    if not hasattr(base, "get_image_features") and _type_of(model) not in TEXTS:
+    if not hasattr(base, "get_image_features") and _get_model_type(model) not in TEXTS:
         return None
     if _takes_images(model):
-        number = _axes_of(base) if hasattr(base, "get_rope_index") else None
+        number = _make_axes_numbering(base) if hasattr(base, "get_rope_index") else None
         session.needs.whole = Images(_read_tokens(model), number, numbers_blocks(model))
     signature = inspect.signature(base.forward)
 
@@ -219,7 +219,7 @@ def images_hook(model: PreTrainedModel, session: RingSession) -> Callable[..., A
         _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         arguments = dict(signature.bind_partial(*args).arguments) | kwargs
-        modalities = modalities_in(arguments)
+        modalities = find_modalities(arguments)
         _check_given(model, arguments, modalities)
         if not modalities:
             return None
@@ -230,10 +230,12 @@ def images_hook(model: PreTrainedModel, session: RingSession) -> Callable[..., A
             )
         mesh, wait_s = session.batches.current.mesh, session.config.hop_timeout_seconds
         encoded = {
-            modality: _local_features(base, modality, arguments, features.by_modality[modality], mesh, wait_s)
+            modality: _make_local_features(
+                base, modality, arguments, features.by_modality[modality], mesh, wait_s
+            )
             for modality in modalities
         }
-        if _type_of(base) in _SPANS:
+        if _get_model_type(base) in _SPANS:
             arguments |= _embedded(base, arguments, encoded, features)
         else:
             arguments[ENCODED] = encoded
@@ -262,7 +264,7 @@ def _read_tokens(model: Any) -> dict[str, int | Callable[[Tensor], Tensor]]:
     """Return, by modality, the id of the tokens that take its features, or what marks them."""
     config = model.config
     tokens: dict[str, int | Callable[[Tensor], Tensor]] = {"image": int(config.image_token_id)}
-    if _type_of(model) in _SPANS:
+    if _get_model_type(model) in _SPANS:
 
         def are_features(ids_BT: Tensor, of_videos: bool) -> Tensor:
             begun_BT, ended_BT = (
@@ -321,7 +323,7 @@ def _check_given(model: Any, arguments: dict[str, Any], modalities: list[str]) -
 # first one without using its features, so every rank runs the same modules (ZeRO 3 gathers their parameters)
 # and has a gradient for each parameter. Where modules run once for each image (`_ONE_BY_ONE`), a rank encodes
 # its first one as often as it lacks images.
-def _local_features(
+def _make_local_features(
     base: Any, modality: str, arguments: dict[str, Any], tokens: FeatureTokens, mesh: RingMesh, wait_s: float
 ) -> Any:
     """Return what encodes a modality found, with the features of this rank's tokens in their order."""
@@ -352,7 +354,7 @@ def _local_features(
         rows_NE = rows_NE[: len(rows_NE) - len(_rows(whole[-share.padding :]))]
     rows_NE = share.taken(rows_NE)
     if shared:
-        mine = _exchanged(rows_NE, base, modality, tokens, mesh, wait_s)
+        mine = _exchange_features(rows_NE, base, modality, tokens, mesh, wait_s)
     else:
         check_number(base, len(rows_NE), tokens, modality)
         mine = rows_NE[tokens.places_BS[tokens.places_BS > 0] - 1]
@@ -476,7 +478,7 @@ def _share(
     start, stop = int(stops_U[first] - patches_U[first]), int(stops_U[first + count - 1])
     items, counts = item_U[first : first + count].unique_consecutive(return_counts=True)
     padding = 0
-    if _type_of(base) in _ONE_BY_ONE:
+    if _get_model_type(base) in _ONE_BY_ONE:
         of_ranks = [len(item_U[owners_U == rank].unique()) for rank in range(mesh.sequence_size)]
         padding = max(of_ranks) - len(items)
         items = torch.cat([items, items[:1].repeat(padding)])
@@ -508,7 +510,7 @@ def _share(
 def _steps(base: Any, grids_I3: Tensor) -> Tensor:
     """Return how many steps each video has that its encoder attends to by themselves."""
     steps_I = grids_I3[:, 0].cpu()
-    if _type_of(base) in _WHOLE_VIDEOS:
+    if _get_model_type(base) in _WHOLE_VIDEOS:
         return torch.ones_like(steps_I)
     merged = getattr(getattr(base, "resampler_model", None), "temporal_merge_size", 1)  # ERNIE's
     return torch.where(steps_I % merged == 0, steps_I // merged, 1)
@@ -548,7 +550,7 @@ class _Exchanged(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         routes = ctx.routes
         options = (f"{routes.name} backward", Exchange(routes.mesh, routes.wait_s), routes)
-        with comparing_gradient(routes.mesh, has_run_again(ctx)):
+        with compare_gradient(routes.mesh, has_run_again(ctx)):
             return _sent(grads[0], *options, routes.receives, routes.sends, ctx.rows), None
 
 
@@ -582,7 +584,7 @@ def _sent(
     return arrived
 
 
-def _exchanged(
+def _exchange_features(
     rows_NE: Tensor, base: Any, modality: str, tokens: FeatureTokens, mesh: RingMesh, wait_s: float
 ) -> Tensor:
     """Return the features of this rank's tokens, of the features that each rank has encoded."""
@@ -607,7 +609,7 @@ def _exchanged(
     return features
 
 
-def _axes_of(base: Any) -> Callable[[Batch], Tensor]:
+def _make_axes_numbering(base: Any) -> Callable[[Batch], Tensor]:
     """Return what numbers the tokens of a batch on the axes of time, height and width: [B, T, 3]."""
     takes = inspect.signature(base.get_rope_index).parameters
 

@@ -22,15 +22,15 @@ from ds_ring.errors import (
     RingConfigError,
     RingPatternError,
     RingShapeError,
+    check_bool,
+    check_whole_number,
     shown,
-    true_or_false,
-    whole_number,
 )
 from ds_ring.limits import MAX_HEADS
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import ScoreFunction
 from ds_ring.ops.checks import DTYPES, check_operand
-from ds_ring.ops.compiled import refusal_from, refused_results
+from ds_ring.ops.compiled import make_refused_results, refusal_from
 from ds_ring.patterns.dilated.pattern import Dilated
 from ds_ring.schedule.layout import Layout
 
@@ -104,10 +104,10 @@ class MultiheadRingAttention(nn.Module):
         device: torch.device | str | None = None, dtype: torch.dtype | None = None, **only_in_torch: Any,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.embed_dim = whole_number(embed_dim, f"{_NAME}: embed_dim", RingConfigError, _MAX_FEATURES)
-        self.num_heads = whole_number(num_heads, f"{_NAME}: num_heads", RingConfigError, MAX_HEADS)
+        self.embed_dim = check_whole_number(embed_dim, f"{_NAME}: embed_dim", RingConfigError, _MAX_FEATURES)
+        self.num_heads = check_whole_number(num_heads, f"{_NAME}: num_heads", RingConfigError, MAX_HEADS)
         groups = self.num_heads if kv_heads is None else kv_heads
-        self.kv_heads = whole_number(groups, f"{_NAME}: kv_heads", RingConfigError, MAX_HEADS)
+        self.kv_heads = check_whole_number(groups, f"{_NAME}: kv_heads", RingConfigError, MAX_HEADS)
         for name, n, divisor in (
             ("embed_dim", self.embed_dim, self.num_heads),
             ("num_heads", self.num_heads, self.kv_heads),
@@ -119,9 +119,9 @@ class MultiheadRingAttention(nn.Module):
                 )
         for name, value in only_in_torch.items():
             _refuse_what_torch_alone_has(name, value, self.embed_dim)
-        self.batch_first = true_or_false(batch_first, f"{_NAME}: batch_first", RingConfigError)
-        true_or_false(bias, f"{_NAME}: bias", RingConfigError)
-        true_or_false(sub_layer_norm, f"{_NAME}: sub_layer_norm", RingConfigError)
+        self.batch_first = check_bool(batch_first, f"{_NAME}: batch_first", RingConfigError)
+        check_bool(bias, f"{_NAME}: bias", RingConfigError)
+        check_bool(sub_layer_norm, f"{_NAME}: sub_layer_norm", RingConfigError)
         for name, number in (("layer_norm_eps", layer_norm_eps), ("gamma_init", gamma_init)):
             if not (name == "gamma_init" and number is None) and not (
                 isinstance(number, (int, float)) and not isinstance(number, bool) and 0 < number < 1e30
@@ -192,7 +192,7 @@ class MultiheadRingAttention(nn.Module):
         if torch.compiler.is_compiling():
             refusal = refusal_from(self._check, *arguments)
             if refusal is not None:
-                return refused_results(query, self.embed_dim, refusal, self._mesh, False), None
+                return make_refused_results(query, self.embed_dim, refusal, self._mesh, False), None
         else:
             with collective(self._mesh, "attention"):
                 self._check(*arguments)

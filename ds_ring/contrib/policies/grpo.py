@@ -69,12 +69,12 @@ class _Trees:
         size = batch_size or len(input_ids)
         for ids, mask in zip(input_ids.split(size), attention_mask.bool().split(size), strict=True):
             with self._trainer.accelerator.autocast():
-                each.append(_of_one_tree(model, ids, mask, logits_to_keep, compute_entropy))
+                each.append(_compute_tree_logps(model, ids, mask, logits_to_keep, compute_entropy))
         logps, entropies = zip(*each, strict=True)
         return torch.cat(logps), torch.cat(entropies) if compute_entropy else None, None
 
 
-def _of_one_tree(
+def _compute_tree_logps(
     model: Any, ids_BT: Tensor, mask_BT: Tensor, count_kept: int, entropies: bool
 ) -> tuple[Tensor, Tensor]:
     """Return log-probabilities of the last `kept` tokens of each row, and entropies, zeros for padding.

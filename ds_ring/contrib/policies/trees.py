@@ -57,7 +57,7 @@ class TreeRows(RowKind):
             raise RingShapeError.wrong(
                 "batch", "shift_labels with a tree", "labels", "use engine.ring.tree_batch"
             )
-        depths = [torch.from_numpy(tree.depths) for tree in trees_of(tensors[TREE_ENDS])]
+        depths = [torch.from_numpy(tree.depths) for tree in read_trees(tensors[TREE_ENDS])]
         tensors.setdefault("position_ids", torch.stack(depths).to(tensors[TREE_ENDS].device))
 
     def pattern_of(self, row_T: IntArray) -> Tree:
@@ -78,7 +78,7 @@ class TreeBatch:
     def __init__(
         self, rollouts: Sequence[Any], weights: Sequence[Any] | None = None, tokens: int | None = None
     ) -> None:
-        ids = [_token_ids(number, rollout) for number, rollout in enumerate(rollouts)]
+        ids = [_read_token_ids(number, rollout) for number, rollout in enumerate(rollouts)]
         if not ids:
             raise RingShapeError("tree_batch: expected at least one rollout, got none")
         nodes, self.places = _merged(ids)
@@ -92,7 +92,7 @@ class TreeBatch:
             labels[places[:-1]] = node_ids[1:]
         columns = {
             "input_ids": row, "position_ids": self.tree.depths, "shift_labels": labels,
-            TREE_ENDS: ends_of(self.tree),
+            TREE_ENDS: find_ends(self.tree),
         }  # fmt: skip
         self.batch: dict[str, Tensor] = {name: torch.from_numpy(x)[None] for name, x in columns.items()}
         if weights is not None:
@@ -152,7 +152,7 @@ def tree_batch(
     return TreeBatch(rollouts, weights, tokens)
 
 
-def _token_ids(number: int, rollout: Any) -> IntArray:
+def _read_token_ids(number: int, rollout: Any) -> IntArray:
     ids = np.asarray(rollout.cpu() if isinstance(rollout, Tensor) else rollout)
     if ids.ndim != 1 or not len(ids) or not np.issubdtype(ids.dtype, np.integer):
         raise RingShapeError(
@@ -169,7 +169,7 @@ def _merged(ids: list[IntArray]) -> tuple[list[tuple[int, IntArray]], list[IntAr
     # After sorting, lists with a common prefix are adjacent, the shortest first.
     order = sorted(range(len(ids)), key=lambda index: ids[index].tolist())
     lists = [ids[index] for index in order]
-    shared = np.array([_common(a, b) for a, b in itertools.pairwise(lists)], dtype=np.int64)
+    shared = np.array([_count_common(a, b) for a, b in itertools.pairwise(lists)], dtype=np.int64)
 
     def parts(low: int, high: int, end: int) -> list[tuple[int, int]]:
         """Cut a range of lists that share `end` tokens where their next tokens differ."""
@@ -196,14 +196,14 @@ def _merged(ids: list[IntArray]) -> tuple[list[tuple[int, IntArray]], list[IntAr
     return nodes, places
 
 
-def _common(a: IntArray, b: IntArray) -> int:
+def _count_common(a: IntArray, b: IntArray) -> int:
     """Return the number of tokens with which both begin."""
     length = min(len(a), len(b))
     different = np.flatnonzero(a[:length] != b[:length])
     return int(different[0]) if len(different) else length
 
 
-def ends_of(tree: Tree) -> IntArray:
+def find_ends(tree: Tree) -> IntArray:
     """Return `tree_ends` [T] of a tree whose nodes are in depth-first order; see [Note: trees]."""
     ends = tree.starts[1:].copy()
     for node in range(len(ends) - 1, -1, -1):
@@ -244,7 +244,7 @@ def make_tree(ends_T: IntArray) -> Tree:
     return Tree(tuple(parents), tuple(lengths.tolist()), len(ends_T))
 
 
-def trees_of(ends_BT: Tensor) -> list[Tree]:
+def read_trees(ends_BT: Tensor) -> list[Tree]:
     """Return the tree of each row."""
     if ends_BT.ndim != 2 or ends_BT.is_floating_point() or ends_BT.dtype == torch.bool:
         raise RingShapeError.wrong(

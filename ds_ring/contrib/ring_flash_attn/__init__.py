@@ -66,7 +66,7 @@ def _documents(lengths: tuple[int, ...]) -> Documents:
 
 
 @functools.lru_cache(maxsize=64)
-def _layout_of_documents(family: str, lengths: tuple[int, ...], ring_size: int) -> Layout:
+def _make_document_layout(family: str, lengths: tuple[int, ...], ring_size: int) -> Layout:
     """Cut every document into parts as ring-flash-attn's varlen functions expect them."""
     tokens = sum(lengths)
     if family == "stripe_flash_attn":  # every document begins at a multiple of P
@@ -206,7 +206,7 @@ def _varlen(family: str) -> Callable[..., Any]:
         """Attend over this rank's shard; see the module."""
         mesh = mesh_of(group)
         lengths = tuple(length * mesh.ring_size for length in _lengths(cu_seqlens))
-        layout = _layout_of_documents(family, lengths, mesh.ring_size)
+        layout = _make_document_layout(family, lengths, mesh.ring_size)
         return _packed(
             q, k, v, lengths, layout, mesh, causal, window_size, return_attn_probs, scale=softmax_scale,
             dropout_p=dropout_p, alibi_slopes=alibi_slopes,
@@ -220,7 +220,7 @@ def _varlen(family: str) -> Callable[..., Any]:
 _of_all = WeakTensorKeyDictionary()
 
 
-def _lengths_of_all(cu_seqlens_q: Tensor) -> tuple[int, ...]:
+def _gather_lengths(cu_seqlens_q: Tensor) -> tuple[int, ...]:
     lengths, ends = _of_all.get(cu_seqlens_q, (None, None))
     if lengths is None or ends != cu_seqlens_q.tolist():
         raise RingConfigError(
@@ -241,7 +241,7 @@ def _llama3() -> Callable[..., Any]:
     ) -> Any:  # fmt: skip
         """Attend over this rank's shard; see the module."""
         with collective(mesh_of(group), "packed attention"):
-            lengths = _lengths_of_all(cu_seqlens_q)
+            lengths = _gather_lengths(cu_seqlens_q)
         return _attend_llama3(
             q, k, v, lengths, group, causal, window_size, return_attn_probs, scale=softmax_scale,
             dropout_p=dropout_p, alibi_slopes=alibi_slopes,
@@ -382,7 +382,7 @@ def create_ring_flash_attention_forward(
             raise RingConfigError.wrong(
                 "cu_seqlens", "the batch's", "none", "call update_ring_flash_attn_params first"
             )
-        lengths = _lengths_of_all(DATA_PARAMS["cu_seqlens_q"])
+        lengths = _gather_lengths(DATA_PARAMS["cu_seqlens_q"])
         window = (-1, -1) if sliding_window is None else (sliding_window - 1, 0)
         q, k, v = (x[0] for x in (query_states, key_states, value_states))
         out: Tensor = _attend_llama3(
@@ -405,7 +405,7 @@ def substitute_hf_flash_attn(process_group: ProcessGroup, heads_k_stride: int) -
     """
     mesh_of(process_group)
     on_the_ring = create_ring_flash_attention_forward(process_group, heads_k_stride)[-1]
-    apply(functools.partial(_switched, on_the_ring), _register_attention)
+    apply(functools.partial(_switch_attention, on_the_ring), _register_attention)
 
 
 _when_substituted = functools.partial(
@@ -418,7 +418,7 @@ _TABLE = PatchTable("transformers", ">=5")
     _TABLE.imported("transformers.modeling_flash_attention_utils"), "_flash_attention_forward",
     feature="ring_flash_attn", reason="computes FlashAttention on the ring",
 )  # fmt: skip
-def _switched(
+def _switch_attention(
     on_the_ring: Callable[..., Any], original: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
     return (on_the_ring if RING_ATTN_SWITCH else original)(*args, **kwargs)

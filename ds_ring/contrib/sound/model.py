@@ -23,7 +23,12 @@ from transformers.masking_utils import create_bidirectional_mask
 
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.contrib.images.batch import FeatureTokens, Images
-from ds_ring.contrib.images.model import attention_of_parts, check_number, encoders_of, list_encoder_modules
+from ds_ring.contrib.images.model import (
+    check_number,
+    find_encoders,
+    list_encoder_modules,
+    name_part_attention,
+)
 from ds_ring.data.batch import Batch
 from ds_ring.data.session import RingSession
 from ds_ring.errors import RingConfigError, RingShapeError
@@ -63,12 +68,12 @@ class Sounds(Images):
         features = super().take_columns(local, prepared, layout, mesh)
         return None if features is None else SoundTokens(features.by_modality["sound"], prepared["input_ids"])
 
-    def of_prompt(self, batch: Mapping[str, Any], layout: Layout, mesh: RingMesh) -> Any:
+    def make_prompt_features(self, batch: Mapping[str, Any], layout: Layout, mesh: RingMesh) -> Any:
         """Return the `SoundTokens` of the local tokens of a prompt; None without sounds."""
         if not _has_sound(batch) or batch.get("input_ids") is None:
             return None
         ids_BT = batch["input_ids"]
-        return SoundTokens(self.tokens_of_prompt(ids_BT, "sound", layout, mesh), ids_BT)
+        return SoundTokens(self.find_prompt_tokens(ids_BT, "sound", layout, mesh), ids_BT)
 
     def _modalities(self, batch: Mapping[str, Any]) -> list[str]:
         return ["sound"]
@@ -80,13 +85,13 @@ class SoundModels(Variant):
     encoder_types = EXACT
 
     def own_attention(self, model: nn.Module) -> list[PreTrainedModel]:
-        return encoders_of(model) if _hears(model) else []
+        return find_encoders(model) if _hears(model) else []
 
     def apart(self, model: nn.Module) -> list[nn.Module]:
         return list_encoder_modules(model) if _hears(model) else []
 
     def attention_names(self, model: PreTrainedModel, name: str) -> dict[str, str] | None:
-        return attention_of_parts(model, name) if _hears(model) else None
+        return name_part_attention(model, name) if _hears(model) else None
 
 
 class SoundPart(ModelPart):
@@ -94,7 +99,7 @@ class SoundPart(ModelPart):
 
     def patches(self, loss: Loss) -> list[Any]:
         """Return the hook that makes the model take sound."""
-        return [sound_hook(self.model, self.session)] if _hears(self.model) else []
+        return [make_sound_hook(self.model, self.session)] if _hears(self.model) else []
 
 
 def _hears(model: nn.Module) -> bool:
@@ -111,7 +116,7 @@ _gives_features = patch(
 )  # fmt: skip
 
 
-def sound_hook(model: PreTrainedModel, session: RingSession) -> Callable[..., Any]:
+def make_sound_hook(model: PreTrainedModel, session: RingSession) -> Callable[..., Any]:
     """Return the hook that makes `model` take sound.
 
     Raises:
@@ -153,7 +158,7 @@ def _features(base: Any, arguments: Mapping[str, Any], ids_BT: Tensor) -> Tensor
     """Return the features [N, E] of all sounds, in the order of their tokens."""
     kind, mask = base.config.model_type, arguments.get("input_features_mask")
     if kind == "qwen2_audio":
-        return _of_qwen2_audio(base, arguments["input_features"], arguments["feature_attention_mask"])
+        return _expand_qwen2_audio(base, arguments["input_features"], arguments["feature_attention_mask"])
     if kind == "vibevoice_asr" and base.config.acoustic_tokenizer_encoder_config.vae_std:
         raise RingConfigError.wrong(
             kind, "a tower without noise of its own", "vae_std above 0",
@@ -172,7 +177,7 @@ def _features(base: Any, arguments: Mapping[str, Any], ids_BT: Tensor) -> Tensor
     return rows_NE
 
 
-def _of_qwen2_audio(base: Any, frames: Tensor, real: Tensor) -> Tensor:
+def _expand_qwen2_audio(base: Any, frames: Tensor, real: Tensor) -> Tensor:
     """Return the features [N, E] of Qwen2-Audio, whose forward pass has no function that makes them."""
     tower, lengths_R = base.audio_tower, real.sum(-1)
     heard_R, features_R = tower._get_feat_extract_output_lengths(lengths_R)

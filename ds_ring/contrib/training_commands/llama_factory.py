@@ -35,7 +35,7 @@ _REFUSED = ("use_mca", "use_hyper_parallel", "use_unsloth", "use_kt", "use_asft_
 def install() -> None:
     """Put the runs of this process on a ring."""
     enable()
-    apply(_checked, _padding_mask, _refuse_ray)
+    apply(_checked, _make_padding_mask, _refuse_ray)
 
 
 @_factory_patch(
@@ -70,7 +70,7 @@ def _refuse_ray(*args: Any, **kwargs: Any) -> None:
     FACTORY.imported("llamafactory.data.collator"), "prepare_4d_attention_mask", kind="replaced",
     feature="packing", reason='position_ids separate packed samples, by "documents" of the JSON\'s pattern',
 )  # fmt: skip
-def _padding_mask(samples_BT: Tensor, dtype: Any) -> Tensor:
+def _make_padding_mask(samples_BT: Tensor, dtype: Any) -> Tensor:
     """Return which tokens are real: neat_packing numbers the samples of a row from 1; 0 is padding."""
     return (samples_BT != 0).long()
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_ring.data.outputs import gather_of_local
+from ds_ring.data.outputs import gather_computed
 from ds_ring.engines.deepspeed.enable import enable
 from ds_ring.engines.trainers.accelerate import sequence_ranks
 from ds_ring.engines.trainers.transformers import counting_replicas
@@ -42,7 +42,7 @@ def install() -> None:
     enable()
     apply(
         _checked, _with_any_attention, _no_logits_to_keep, _by_replicas, _scattered,
-        _with_workers_of_replicas, _with_items, _by_hooks,
+        _share_replica_workers, _with_items, _by_hooks,
         _replicas.to(property(lambda _: dist.get_world_size() // sequence_ranks())),
     )  # fmt: skip
 
@@ -112,7 +112,7 @@ def _scattered(loader: Any, batches: list[Any] | None) -> Any:
     SWIFT.imported("swift.trainers.mixin.DataLoaderMixin"), "get_train_dataloader", feature="workers",
     reason="workers of a sequence's ranks draw alike",
 )  # fmt: skip
-def _with_workers_of_replicas(make: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
+def _share_replica_workers(make: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
     with counting_replicas(trainer):
         return make(trainer, *args, **kwargs)
 
@@ -148,7 +148,7 @@ def _with_items(
     items = {"num_items_in_batch": num_items_in_batch} if labelled and num_items_in_batch is not None else {}
     outputs = model(**inputs, **items)
     if labelled and (trainer.model.training or trainer.compute_metrics is None):
-        ids_BT = gather_of_local(outputs, "logits", lambda logits: logits.argmax(dim=-1))
+        ids_BT = gather_computed(outputs, "logits", lambda logits: logits.argmax(dim=-1))
         outputs.logits = None if ids_BT is None else _Predicted(ids_BT)
     return outputs
 

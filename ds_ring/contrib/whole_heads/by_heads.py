@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ds_ring.contrib.families.recurrent.scan import Recurrences, split_rows
-from ds_ring.contrib.whole_heads.scan import head_context, with_whole_heads
+from ds_ring.contrib.whole_heads.scan import get_head_context, run_whole_heads
 from ds_ring.data.batch_sharding import BatchSharding
 from ds_ring.data.session import RingSession
 from ds_ring.errors import RingConfigError
-from ds_ring.layers.scan.recurrence import PieceKernel, recurrence_of_pieces
+from ds_ring.layers.scan.recurrence import PieceKernel, run_recurrence
 from ds_ring.models.rows import in_order
-from ds_ring.ops.handles import never_traced
+from ds_ring.ops.handles import forbid_tracing
 
 
 def states_by_heads(session: RingSession, on: bool = True) -> None:
@@ -36,11 +36,11 @@ def states_by_heads(session: RingSession, on: bool = True) -> None:
         raise RingConfigError.wrong(
             "states_by_heads", "a model with delta rules", "one without", "leave the call out"
         )
-    recurrences.of_heads = recurrence_by_heads if on else None
+    recurrences.select_heads = run_recurrence_by_heads if on else None
 
 
-@never_traced
-def recurrence_by_heads(
+@forbid_tracing
+def run_recurrence_by_heads(
     sharding: BatchSharding, tensors: Sequence[Tensor], call: PieceKernel, matrix: bool
 ) -> Tensor:
     """Return the outputs of a recurrence of [B, S, H, ...]; arguments as those of `scan.recurrence`.
@@ -50,11 +50,11 @@ def recurrence_by_heads(
     """
 
     def run(tensors: Sequence[Tensor]) -> Tensor:
-        sets = split_rows(sharding, head_context)
+        sets = split_rows(sharding, get_head_context)
         outs = [
-            recurrence_of_pieces(context, [x[rows] if rows else x for x in tensors], call, matrix, 1)[0]
+            run_recurrence(context, [x[rows] if rows else x for x in tensors], call, matrix, 1)[0]
             for context, rows in sets
         ]
         return in_order(outs, [rows for _, rows in sets])
 
-    return with_whole_heads(run, tensors, sharding.layout, sharding.mesh, sharding.config)
+    return run_whole_heads(run, tensors, sharding.layout, sharding.mesh, sharding.config)

@@ -23,9 +23,9 @@ from ds_ring.layers.scan.context import ScanContext
 from ds_ring.layers.scan.sequence_runs import SequenceRuns, pieces, sequence_runs
 from ds_ring.masks.catalog import Causal
 from ds_ring.ops.checks import check_operand
-from ds_ring.ops.context import RingContext, cached_context, context_for
+from ds_ring.ops.context import RingContext, cache_context, make_ring_context
 from ds_ring.ops.options import Options
-from ds_ring.ops.ulysses import SWAPS, Swap, swap
+from ds_ring.ops.ulysses import SWAPS, UlyssesAllToAll, swap
 from ds_ring.patterns.documents.pattern import Documents, Tree
 from ds_ring.schedule.layout import Layout
 
@@ -47,7 +47,7 @@ class HeadContext(ScanContext):
         return replace(whole, ranks=whole.ranks * mesh.ulysses_size + mesh.ulysses_rank)
 
 
-def head_context(
+def get_head_context(
     layout: Layout, mesh: RingMesh, documents: Documents | Tree | None, hop_timeout_s: float
 ) -> HeadContext:
     """Return the context of a call; made on first use, and dropped with its mesh.
@@ -60,11 +60,11 @@ def head_context(
         return HeadContext(layout, documents, mesh, hop_timeout_s)
 
     with collective(mesh, "scan of whole heads"):
-        context: HeadContext = cached_context(mesh, (HeadContext, layout, documents, hop_timeout_s), make)
+        context: HeadContext = cache_context(mesh, (HeadContext, layout, documents, hop_timeout_s), make)
     return context
 
 
-def with_whole_heads(
+def run_whole_heads(
     run: Callable[[list[Tensor]], Tensor], tensors: Sequence[Tensor], layout: Layout, mesh: RingMesh,
     options: PassOptions,
 ) -> Tensor:  # fmt: skip
@@ -82,7 +82,7 @@ def with_whole_heads(
     Raises:
         RingShapeError: heads that the Ulysses size does not divide, or tokens that are not a rank's.
     """
-    handle = context_for(Causal(), layout, mesh, Options.of(options)).handle
+    handle = make_ring_context(Causal(), layout, mesh, Options.make(options)).handle
     return swap([run(swap(list(tensors), "Ulysses of states", handle))], "Ulysses of outputs", handle)[0]
 
 
@@ -99,8 +99,8 @@ def _check(context: RingContext, tensors: Sequence[Tensor], parts: int) -> None:
 
 
 SWAPS |= {
-    "Ulysses of states": Swap(_HEADS, _TOKENS, "Ulysses of gradients of states", _check),
-    "Ulysses of gradients of states": Swap(_TOKENS, _HEADS, "Ulysses of states"),
-    "Ulysses of outputs": Swap(_TOKENS, _HEADS, "Ulysses of gradients of outputs"),
-    "Ulysses of gradients of outputs": Swap(_HEADS, _TOKENS, "Ulysses of outputs"),
+    "Ulysses of states": UlyssesAllToAll(_HEADS, _TOKENS, "Ulysses of gradients of states", _check),
+    "Ulysses of gradients of states": UlyssesAllToAll(_TOKENS, _HEADS, "Ulysses of states"),
+    "Ulysses of outputs": UlyssesAllToAll(_TOKENS, _HEADS, "Ulysses of gradients of outputs"),
+    "Ulysses of gradients of outputs": UlyssesAllToAll(_HEADS, _TOKENS, "Ulysses of outputs"),
 }

@@ -22,7 +22,7 @@ from ds_ring.masks.catalog import Causal, Full
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.slots import count_slots
 from ds_ring.masks.tiles import Tiles
-from ds_ring.ops.context import RingContext, block_side, context_for
+from ds_ring.ops.context import RingContext, get_block_side, make_ring_context
 from ds_ring.ops.options import Options
 from ds_ring.ops.passes import Operands
 from ds_ring.ops.prepare import prepare
@@ -30,7 +30,7 @@ from ds_ring.ops.ring_op import ring_attention_backward_op, ring_attention_op
 from ds_ring.plugin import GRADIENT_PAYLOADS, KV_PAYLOADS
 from ds_ring.schedule.layout import make_layout
 from ds_ring.schedule.lowering import count_heads
-from ds_ring.schedule.plan import Plan, build_plan, sampled_origins
+from ds_ring.schedule.plan import Plan, build_plan, sample_origins
 
 _LEAST = 64  # tokens of the shortest sample whose attention is estimated
 _DENSE = 6  # FLOPs for each parameter of a matrix and token, forward and backward (Kaplan et al. 2020)
@@ -84,7 +84,7 @@ class SampleTimes:
         named = Counter(named_patterns(config).values())
         rest = Counter({pattern_from_config(config): max(sizes.layers - named.total(), 0)})
         self._layers: dict[Pattern, int] = dict(+(named + rest))
-        self._block = block_side(config.kernel, device_type, self._layers, config.block_size)
+        self._block = get_block_side(config.kernel, device_type, self._layers, config.block_size)
         self._known: dict[tuple[int, int], float] = {}
         attention = 2 * sizes.hidden * sizes.head_dim * (sizes.heads + sizes.kv_heads)
         layer = attention + 3 * sizes.hidden * sizes.intermediate
@@ -125,7 +125,7 @@ class SampleTimes:
                 heads, kv_heads, prune = sizes.heads, sizes.kv_heads, self.config.prune
                 plan = build_plan(pattern, layout, query_heads=heads, kv_heads=kv_heads, prune=prune)
                 plan = between_neighbours(plan, ring_order(ranks), 2 * ranks)
-                total += layers * max(self._pass(plan, rank) for rank in sampled_origins(ranks))
+                total += layers * max(self._pass(plan, rank) for rank in sample_origins(ranks))
             self._known[tokens, ranks] = total
         return self._known[tokens, ranks]
 
@@ -154,7 +154,9 @@ class SampleTimes:
         single = tiles.head_in_group >= 0  # such a tile is for one query head of the group
         for part, heads in ((tiles.rows(single), 1), (tiles.rows(~single), group)):
             if len(part):
-                pairs += heads * np.array([self.kernel.executed_pairs(part, back) for back in (False, True)])
+                pairs += heads * np.array(
+                    [self.kernel.count_executed_pairs(part, back) for back in (False, True)]
+                )
         flops = pairs * kv_heads * self.sizes.head_dim * _PAIR_FLOPS
         return np.asarray(flops / self.rates.kernel_flops + len(tiles) * np.array(self.rates.tile_s))
 
@@ -166,10 +168,10 @@ def measure_times(
 
     Returns the same on every rank, to the bit.
     """
-    options = Options.of(config)
+    options = Options.make(config)
     tensors: dict[str, Any] = {"dtype": dtype, "device": device}
     heads = 1 if device.type == "cpu" else sizes.heads  # one head would not fill a GPU
-    context = context_for(Causal(), "contiguous", RingMesh.single(), options)
+    context = make_ring_context(Causal(), "contiguous", RingMesh.single(), options)
     seconds: list[float] = []
     flops: list[np.ndarray] = []
     for tokens in _TRIANGLES:
@@ -179,7 +181,7 @@ def measure_times(
         with context.call("attention forward", q) as call:
             (plan, _, kernel, *_), _ = prepare(context, call, Operands(q, q, q))
         tiles = plan.rank(0).classes[0].hops[0].tiles
-        pairs = np.array([kernel.executed_pairs(tiles, back) for back in (False, True)])
+        pairs = np.array([kernel.count_executed_pairs(tiles, back) for back in (False, True)])
         flops.append(pairs * _PAIR_FLOPS * heads * sizes.head_dim)
     matrix = torch.ones(_SIDES[device.type], _SIDES[device.type], **tensors)
     seconds.append(_seconds(lambda: matrix @ matrix, device))
@@ -189,7 +191,7 @@ def measure_times(
         sent, received = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
         post = ([Message(sent, ahead)], [Message(received, behind)])
         seconds.append(_seconds(lambda post=post: exchange.post(*post).wait(), device))  # type: ignore[misc]
-    ring = context_for(Full(), "contiguous", mesh, options)
+    ring = make_ring_context(Full(), "contiguous", mesh, options)
     shape = (1, sizes.heads, _HOP_TOKENS, sizes.head_dim)
     seconds.append(sum(_pass_seconds(ring, shape, sizes.kv_heads, **tensors)) / (2 * mesh.ring_size + 1))
     slowest = torch.tensor(seconds, dtype=torch.float64, device=device)

@@ -27,7 +27,7 @@ from ds_ring.masks.catalog import Full
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.slots import IntArray
 from ds_ring.ops.sinks import add_sinks
-from ds_ring.ring.merge import accumulator_dtype
+from ds_ring.ring.merge import get_accumulator_dtype
 from ds_ring.schedule.layout import Layout
 
 NUMBERS = 1 << 24  # of chosen keys that exist at a time
@@ -105,7 +105,7 @@ def attend_for_all(
         slots_BCQK = slots_BCQK.topk(width, dim=-1).values  # this rank's, then -1
         step = max(1, NUMBERS // max(1, len(q) * width * k.shape[1] * (k.shape[3] + v.shape[3])))
         parts = [
-            _attend(q_, k, v, of_queries, context.scale_of(q))
+            _attend(q_, k, v, of_queries, context.get_scale(q))
             for q_, of_queries in zip(q.split(step, dim=2), slots_BCQK.split(step, dim=2), strict=True)
         ]
         rows = torch.cat(parts, dim=2)
@@ -131,16 +131,16 @@ def _own_slots(chosen: Tensor, layout: Layout, mesh: RingMesh) -> Tensor:
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, slots_BCQK: Tensor, scale: float) -> Tensor:
     """Return (out, lse) [B, H, Q, E + 1] of queries over chosen slots of this rank, -1 for none."""
-    dtype, groups, choices = accumulator_dtype(q.dtype), k.shape[1], slots_BCQK.shape[1]
-    of_groups = slots_BCQK.repeat_interleave(groups // choices, dim=1)  # [B, G, Q, K]
-    index = of_groups.clamp_min(0).flatten(2).unsqueeze(-1)
+    dtype, groups, choices = get_accumulator_dtype(q.dtype), k.shape[1], slots_BCQK.shape[1]
+    from_groups = slots_BCQK.repeat_interleave(groups // choices, dim=1)  # [B, G, Q, K]
+    index = from_groups.clamp_min(0).flatten(2).unsqueeze(-1)
     k_BGQKD, v_BGQKE = (
-        x.gather(2, index.expand(-1, -1, -1, x.shape[3])).unflatten(2, of_groups.shape[2:]).to(dtype)
+        x.gather(2, index.expand(-1, -1, -1, x.shape[3])).unflatten(2, from_groups.shape[2:]).to(dtype)
         for x in (k, v)
     )
     of_query = q.unflatten(1, (groups, -1)).to(dtype)  # [B, G, h, Q, D]
     scores = torch.einsum("bghqd,bgqkd->bghqk", of_query, k_BGQKD) * scale
-    scores = scores.masked_fill((of_groups < 0).unsqueeze(2), -math.inf)
+    scores = scores.masked_fill((from_groups < 0).unsqueeze(2), -math.inf)
     lse = scores.logsumexp(dim=-1)
     weights = torch.exp(scores - lse.clamp_min(torch.finfo(dtype).min).unsqueeze(-1))
     out = torch.einsum("bghqk,bgqke->bghqe", weights, v_BGQKE)

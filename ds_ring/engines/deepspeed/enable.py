@@ -27,7 +27,7 @@ from ds_ring.data.batch import EMBEDS, IGNORE, cache_in, warn_of_shifted_padding
 from ds_ring.data.batch_sharding import BatchSharding
 from ds_ring.data.engine import DEEPSPEED, ENGINE, MODULE, is_of_transformers
 from ds_ring.data.loss import number_of, sequence_sum_op
-from ds_ring.data.outputs import Gather, is_number, whole_output
+from ds_ring.data.outputs import Gather, is_number, make_whole_output
 from ds_ring.data.session import RingSession
 from ds_ring.engines.deepspeed.initialize import leave_shm_out
 from ds_ring.errors import RingConfigError, RingPatternError, RingShapeError
@@ -229,7 +229,7 @@ class WholeBatches:
             by_name |= {name: lambda x: whole(x)[:, :-1] for name in _OF_LABELS}
         if keep is not None:
             by_name |= {"logits": lambda x: _kept(whole(x), keep)}
-        return whole_output(output, self.shown, whole, by_name)
+        return make_whole_output(output, self.shown, whole, by_name)
 
     def _kept_logits(self, arguments: dict[str, Any]) -> Any:
         """Take the tokens out of a call of which transformers returns logits; None for all.

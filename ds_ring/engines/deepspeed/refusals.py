@@ -35,7 +35,7 @@ from ds_ring.data.loss import check_loss
 from ds_ring.data.session import RingSession
 from ds_ring.errors import RingConfigError, RingShapeError
 from ds_ring.masks.catalog import Causal
-from ds_ring.ops.passes import forward_passes
+from ds_ring.ops.passes import get_forward_passes
 from ds_ring.patches import applied, patch
 
 log = logging.getLogger(__name__)
@@ -281,10 +281,10 @@ class RingUse:
         is_alone = sharding.mesh.sequence_size == 1
         if is_alone and sharding.patterns.pattern == Causal() and not sharding.groups:
             return forward(*args, **kwargs)  # the model's own attention would be right
-        before = forward_passes()
+        before = get_forward_passes()
         with nullcontext() if is_alone or self._engine.is_compiled else self._plain_attention(sharding):
             output = forward(*args, **kwargs)
-        if forward_passes() == before:
+        if get_forward_passes() == before:
             if training and drops_layers(self._engine.module):
                 return output  # all layers with attention may have been left out
             documents = " with documents" if sharding.groups else ""

@@ -22,7 +22,7 @@ class Fault(NamedTuple):
     cause: str
 
 
-def ranges_of(ranks: Iterable[int]) -> Ranges:
+def write_ranges(ranks: Iterable[int]) -> Ranges:
     """Write ranks as ranges: a thousand that wait for a thousand would send megabytes otherwise."""
     return merged([rank, rank] for rank in ranks)
 

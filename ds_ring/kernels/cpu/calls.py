@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from ds_ring.kernels.cpu import BIASED, BLOCK, TRIANGLE
-from ds_ring.kernels.cpu.triangles import triangulated
+from ds_ring.kernels.cpu.triangles import triangulate
 from ds_ring.kernels.interface import Rows, Tile, each_tile
 from ds_ring.masks.tiles import Tiles
 
@@ -39,15 +39,15 @@ def calls(tiles: Tiles, sizes: Sizes) -> tuple[Tile, ...]:
     Calls with many contiguous rows come first, because the first results of a row are assigned, not merged.
     """
     # Drop the positions, which only score functions read, so that equal tiles fold into one call.
-    placeless = (tile._replace(q_at=(0, 1), k_at=(0, 1)) for tile in each_tile(triangulated(tiles)))
+    placeless = (tile._replace(q_at=(0, 1), k_at=(0, 1)) for tile in each_tile(triangulate(tiles)))
     pieces = (piece for tile in placeless for piece in _split(tile, sizes))
 
-    def scattered_last(call: Tile) -> tuple[bool, int]:
+    def order_scattered_last(call: Tile) -> tuple[bool, int]:
         rows, of_all_heads = call.q_rows, call.head_in_group < 0
         dense = rows.step == 1 and (rows.repeats == 1 or rows.stride == rows.length)
         return not (dense and of_all_heads), -rows.repeats * rows.length
 
-    return tuple(sorted(_fold(pieces, sizes.block), key=scattered_last))
+    return tuple(sorted(_fold(pieces, sizes.block), key=order_scattered_last))
 
 
 class PreparedCall(NamedTuple):

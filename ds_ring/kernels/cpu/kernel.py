@@ -22,7 +22,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.functional import pad
 
-from ds_ring.comm.device_tables import outside_inference_mode
+from ds_ring.comm.device_tables import leave_inference_mode
 from ds_ring.errors import RingConfigError
 from ds_ring.kernels.cpu import BIASED, BLOCK, TRIANGLE
 from ds_ring.kernels.cpu.calls import Sizes, _prepare_calls, calls
@@ -79,14 +79,14 @@ class Biases:
         return squares(inside, SMALL_BIAS if small else BIASED, dtype, mode)[:queries, :keys]
 
 
-@outside_inference_mode
+@leave_inference_mode
 def _make_corners(queries: int, keys: int, low: int, high: int, dtype: torch.dtype, mode: Mode) -> Tensor:
     """Return the bias that masks the pairs outside low <= i - j <= high."""
     hidden = torch.full((queries, keys), HIDDEN, dtype=dtype, device="cpu")
     return hidden.tril(-high - 1) + hidden.triu(1 - low)
 
 
-@outside_inference_mode
+@leave_inference_mode
 def _make_weights(inside: TilePredicate, side: int, dtype: torch.dtype, mode: Mode) -> Tensor:
     return inside.bias(side, side, dtype, torch.device("cpu"))
 
@@ -216,13 +216,13 @@ class CpuKernel:
             yield PartialGrads(heads, rows, keys, dq, dk, dv)
             del dq, dk, dv
 
-    def of_heads(self, heads: slice) -> CpuKernel:
+    def select_heads(self, heads: slice) -> CpuKernel:
         return self
 
     def drop_cached(self) -> None:
         self._biases.drop()
 
-    def executed_pairs(self, tiles: Tiles, backward: bool = False) -> int:
+    def count_executed_pairs(self, tiles: Tiles, backward: bool = False) -> int:
         return sum(
             call.q_rows.repeats * call.q_rows.length * call.k_rows.length
             for call in calls(tiles, self._backward if backward else self._forward)

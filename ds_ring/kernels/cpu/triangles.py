@@ -17,7 +17,7 @@ from ds_ring.masks.slots import IntArray, repeat_rows
 from ds_ring.masks.tiles import Tiles
 
 
-def triangulated(tiles: Tiles) -> Tiles:
+def triangulate(tiles: Tiles) -> Tiles:
     """Return the pairs of `trimmed` tiles as full rectangles, square triangles and parallelograms.
 
     See [Note: square triangles]. Their values of `Tiles.edges` are 0, 1 and 2.
@@ -67,8 +67,8 @@ def _split_parallelograms(tiles: Tiles) -> list[Tiles]:
         parts += [
             tiles.take(first, end - first, first - high, end - first + high - low),
             # other rows, over the keys that the parallelogram leaves them
-            triangulated(trimmed(tiles.take(0, first, 0, np.minimum(first - low, keys)))),
-            triangulated(trimmed(tiles.take(end, tiles.q.length - end, after, keys - after))),
+            triangulate(trimmed(tiles.take(0, first, 0, np.minimum(first - low, keys)))),
+            triangulate(trimmed(tiles.take(end, tiles.q.length - end, after, keys - after))),
         ]
     return parts
 
@@ -89,4 +89,4 @@ def _split_strips(tiles: Tiles) -> list[Tiles]:
     queries = np.minimum(width, tiles.q.length - first)
     left = tiles.take(first, queries, begin, split - begin)
     right = tiles.take(first, queries, split, np.minimum(width, tiles.k.length - split))
-    return [triangulated(trimmed(left)), triangulated(trimmed(right))]
+    return [triangulate(trimmed(left)), triangulate(trimmed(right))]

@@ -6,7 +6,7 @@ Exact to the byte for rectangles and triangles.
 from __future__ import annotations
 
 from ds_ring.kernels.cpu import BIASED, BLOCK, TRIANGLE
-from ds_ring.kernels.cpu.triangles import triangulated
+from ds_ring.kernels.cpu.triangles import triangulate
 from ds_ring.kernels.workspace import FLOAT, HopShape
 from ds_ring.masks.tiles import Tiles
 
@@ -17,9 +17,9 @@ ATEN_FORWARD_BYTES = 5 << 17
 ATEN_QUERIES = ((768, 256), (192, 64), (0, 32))  # least queries of a call, and queries of its blocks
 
 
-def cpu_bytes(tiles: Tiles, shape: HopShape, backward: bool) -> int:
+def get_cpu_bytes(tiles: Tiles, shape: HopShape, backward: bool) -> int:
     """Count copies of low precision, one call and its merge, and biases that are kept."""
-    tiles = triangulated(tiles)
+    tiles = triangulate(tiles)
     copies = _count_copies(shape, backward)
     if backward:  # dq twice (aten's accumulator and its result), dk, dv
         queries, keys = _call_sides(tiles)

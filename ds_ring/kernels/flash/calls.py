@@ -29,7 +29,7 @@ import numpy as np
 
 from ds_ring.comm.device_tables import DeviceTables
 from ds_ring.kernels.interface import ALL_HEADS, Rows, Tile, each_tile
-from ds_ring.masks.joins import tiles_by_head, trimmed
+from ds_ring.masks.joins import split_by_head, trimmed
 from ds_ring.masks.slots import IntArray
 from ds_ring.masks.tiles import Axis, Tiles
 
@@ -162,7 +162,7 @@ def _join_diagonals(
 MANY_RUNS = 256  # of one side, from which on branches are not cut anew
 
 
-def branch_form(tiles: Tiles) -> Tiles:
+def get_branch_form(tiles: Tiles) -> Tiles:
     """Return tiles with the same sum of pairs in which no weight varies; [Note: branch by branch].
 
     Tables without weights and with m = 1 throughout are returned as they are.
@@ -200,7 +200,7 @@ def _cut_anew(tiles: Tiles) -> Tiles | None:
         return None
     i, j = np.repeat(np.arange(len(q.slot)), len(k.slot)), np.tile(np.arange(len(k.slot)), len(q.slot))
     rectangles = replace(Tiles.whole(q.rows(i), k.rows(j)), rule=tiles.rule)
-    return tiles_by_head(tiles.rule.branches_by_head, rectangles, plain=True)
+    return split_by_head(tiles.rule.branches_by_head, rectangles, plain=True)
 
 
 def _find_runs(axis: Axis) -> Axis:
@@ -347,13 +347,13 @@ class FlashCall:
 
 
 @lru_cache(maxsize=512)
-def flash_calls(tiles: Tiles) -> tuple[FlashCall, ...]:
+def make_flash_calls(tiles: Tiles) -> tuple[FlashCall, ...]:
     """Return the calls for a table of tiles; cached for each table object.
 
     A pair with multiplicity m is either in m calls, or in one call whose bias is log m. A tile with a mask
     function is not a window; the caller must refuse it.
     """
-    windows = [window for tile in each_tile(branch_form(tiles)) for window in split_windows(tile)]
+    windows = [window for tile in each_tile(get_branch_form(tiles)) for window in split_windows(tile)]
     return tuple(_combine_windows(join_windows(windows)))
 
 

@@ -28,7 +28,7 @@ WIDEST = 256  # head dimension of FlashAttention 2, which takes multiples of 8
 Widths = tuple[tuple[int, int | None], ...]
 
 
-class OfQueries(NamedTuple):
+class BackwardInputs(NamedTuple):
     """Hold what a backward pass reads of queries: `out` and `lse` are global, the lse +inf without keys."""
 
     grad_out: Tensor
@@ -76,7 +76,7 @@ class Executor(ABC):
     """Carry out calls by some of torch's operators.
 
     q [B, heads, S, D], k and v [B, G, n, D] are whole shards and payloads; results have the shape of
-    `call.q_rows.of(q)`, `call.k_rows.of(k)`, an lse that of its queries; a query without keys has
+    `call.q_rows.select(q)`, `call.k_rows.select(k)`, an lse that of its queries; a query without keys has
     out 0 and the lse -inf.
 
     Attributes:
@@ -111,7 +111,7 @@ class Executor(ABC):
 
     @abstractmethod
     def backward(
-        self, views: Views, call: FlashCall, queries: OfQueries, k: Tensor, v: Tensor, scale: float
+        self, views: Views, call: FlashCall, queries: BackwardInputs, k: Tensor, v: Tensor, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return dq, dk, dv of the call, whose bias is added to its scores.
 
@@ -141,7 +141,7 @@ class Flash(Executor):
         return _restore_shape(out, call.q_rows, len(q), call), _restore_lse(lse, call, len(q))
 
     def backward(
-        self, views: Views, call: FlashCall, queries: OfQueries, k: Tensor, v: Tensor, scale: float
+        self, views: Views, call: FlashCall, queries: BackwardInputs, k: Tensor, v: Tensor, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         view, rows, keys = _view_packed if call.q_ends else _view_tokens_first, call.q_rows, call.k_rows
         grad_out, q, out, lse = views.once(_select_inputs, queries, view, rows, call.bias, bool(call.q_ends))
@@ -191,7 +191,7 @@ class Cudnn(Executor):
         return _restore_shape(out.transpose(1, 2), call.q_rows, len(q), call), _restore_lse(lse, call, len(q))
 
     def backward(
-        self, views: Views, call: FlashCall, queries: OfQueries, k: Tensor, v: Tensor, scale: float
+        self, views: Views, call: FlashCall, queries: BackwardInputs, k: Tensor, v: Tensor, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         rows, keys = call.q_rows, call.k_rows
         grad_out, q, out, lse = views.once(_lay_out_as_queries, queries, rows, call.bias)
@@ -227,9 +227,11 @@ def _get_lengths(call: FlashCall, like: Tensor) -> tuple[Any, ...]:
 def _select_inputs(
     grad_out: Tensor, q: Tensor, out: Tensor, lse: Tensor,
     view: Callable[..., Tensor], rows: Rows, bias: float, packed: bool,
-) -> OfQueries:  # fmt: skip
+) -> BackwardInputs:  # fmt: skip
     lse = lse - bias if bias else lse  # exp(score + bias - lse) without a bias tensor
-    return OfQueries(view(grad_out, rows), view(q, rows), view(out, rows), _select_lse(lse, rows, packed))
+    return BackwardInputs(
+        view(grad_out, rows), view(q, rows), view(out, rows), _select_lse(lse, rows, packed)
+    )
 
 
 # Torch finds a compiled cuDNN graph by the sizes and strides of q, k and v alone (MHAParams in MHA.cpp), but
@@ -237,7 +239,7 @@ def _select_inputs(
 # torch's own attention perhaps, would read other elements. Both get the strides that torch's forward gives.
 def _lay_out_as_queries(
     grad_out: Tensor, q: Tensor, out: Tensor, lse: Tensor, rows: Rows, bias: float
-) -> OfQueries:
+) -> BackwardInputs:
     laid_out = _select_inputs(grad_out, q, out, lse, _view_heads_first, rows, bias, False)
     strides = torch.empty_like(laid_out.q, device="meta").stride()
     order = sorted(range(laid_out.q.dim()), key=lambda dim: -strides[dim])
@@ -248,7 +250,7 @@ def _lay_out_as_queries(
 
 def _view_tokens_first(x: Tensor, rows: Rows) -> Tensor:
     """View rows of x [B, H, S, D] as [B, n, H, D]; repetitions are the batch, samples then heads."""
-    part = rows.of(x)
+    part = rows.select(x)
     return part.transpose(1, 2) if rows.repeats == 1 else part.permute(1, 3, 0, 2, 4).flatten(2, 3)
 
 
@@ -258,11 +260,11 @@ def _view_heads_first(x: Tensor, rows: Rows) -> Tensor:
 
 def _view_packed(x: Tensor, rows: Rows) -> Tensor:
     """View rows of x [B, H, S, D] as [n, B * H, D]."""
-    return rows.of(x).permute(2, 0, 1, 3).flatten(1, 2)
+    return rows.select(x).permute(2, 0, 1, 3).flatten(1, 2)
 
 
 def _restore_shape(x: Tensor, rows: Rows, samples: int, call: FlashCall) -> Tensor:
-    """Return the shape of `rows.of`."""
+    """Return the shape of `rows.select`."""
     if call.q_ends:
         return x.unflatten(1, (samples, -1)).permute(1, 2, 0, 3)
     if rows.repeats == 1:
@@ -271,7 +273,7 @@ def _restore_shape(x: Tensor, rows: Rows, samples: int, call: FlashCall) -> Tens
 
 
 def _restore_lse(lse: Tensor, call: FlashCall, samples: int) -> Tensor:
-    """Return an lse [H, total] or [B, H, n] in the shape of `rows.of`."""
+    """Return an lse [H, total] or [B, H, n] in the shape of `rows.select`."""
     if call.q_ends:
         return lse.unflatten(0, (samples, -1))
     return lse if call.q_rows.repeats == 1 else lse.unflatten(1, (samples, -1)).transpose(0, 1)
@@ -279,7 +281,7 @@ def _restore_lse(lse: Tensor, call: FlashCall, samples: int) -> Tensor:
 
 def _select_lse(lse: Tensor, rows: Rows, packed: bool) -> Tensor:
     """Return the lse [B, H, S] as the operators read it: contiguous, heads before tokens."""
-    part = rows.of(lse)
+    part = rows.select(lse)
     if packed:
         part = part.flatten(0, 1)
     elif rows.repeats > 1:
@@ -322,7 +324,7 @@ class OnCpu(Executor):
         return _unbatch(call.q_rows, out), _unbatch(call.q_rows, lse)
 
     def backward(
-        self, views: Views, call: FlashCall, queries: OfQueries, k: Tensor, v: Tensor, scale: float
+        self, views: Views, call: FlashCall, queries: BackwardInputs, k: Tensor, v: Tensor, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         rows, keys = call.q_rows, call.k_rows
         grad, q_all, whole, sums = rows.views(*queries, batched=True)

@@ -24,23 +24,23 @@ from torch.nn.functional import pad
 
 from ds_ring.comm.streams import is_fake
 from ds_ring.errors import RingConfigError, RingError, RingShapeError, shown
-from ds_ring.kernels.flash.calls import FlashCall, flash_calls
+from ds_ring.kernels.flash.calls import FlashCall, make_flash_calls
 from ds_ring.kernels.flash.executors import (
     INFINITY,
     WIDEST,
+    BackwardInputs,
     Executor,
-    OfQueries,
     OnCpu,
     Views,
 )
 from ds_ring.kernels.flash.packages import BY_GENERATION, IMPLEMENTATIONS, SM_MARGIN, check
 from ds_ring.kernels.interface import (
     ALL_HEADS,
-    HeadsOfPass,
     KernelNeeds,
     Operands,
     PartialGrads,
     PartialOut,
+    PassHeads,
 )
 from ds_ring.masks.tiles import Tiles
 
@@ -132,13 +132,13 @@ class FlashKernel:
             yield PartialGrads(heads, call.q_rows, call.k_rows, dq, dk, dv, tokens_first)
             del dq, dk, dv
 
-    def of_heads(self, heads: slice) -> FlashKernel:
+    def select_heads(self, heads: slice) -> FlashKernel:
         """Return a kernel for one pass of these heads, which keeps what all hops of it read."""
         kernel = FlashKernel(self._implementation, self._sm_margin)
         kernel.executors, kernel.views, kernel._kinds = self.executors, Views(), self._kinds
         return kernel
 
-    def compiles(self, operands: Operands, part: HeadsOfPass, scale: float) -> bool:
+    def compiles(self, operands: Operands, part: PassHeads, scale: float) -> bool:
         """Return whether a pass on CUDA has calls of a new kind: FlashAttention 4 compiles for each.
 
         The first pass for some head dimensions also tries the implementation.
@@ -153,7 +153,7 @@ class FlashKernel:
         self._kinds |= new
         return bool(new)
 
-    def executed_pairs(self, tiles: Tiles, backward: bool = False) -> int:
+    def count_executed_pairs(self, tiles: Tiles, backward: bool = False) -> int:
         return sum(call.pairs for call in _get_calls(tiles))
 
     def _get_executors(self, q: Tensor, value_dim: int) -> tuple[Executor, ...]:
@@ -258,7 +258,7 @@ def _get_calls(tiles: Tiles) -> tuple[FlashCall, ...]:
     """Return the calls of a table; refuse one that is no window."""
     if tiles.is_masked.any():
         raise RingConfigError(_MASKED)
-    return flash_calls(tiles)
+    return make_flash_calls(tiles)
 
 
 def refused(needs: KernelNeeds) -> RingError | None:
@@ -311,7 +311,7 @@ def _make_usable(x: Tensor, width: int) -> Tensor:
 def _prepare_inputs(
     grad_out: Tensor, q: Tensor, out: Tensor, lse: Tensor, grad_lse: Tensor | None,
     wide: int, wide_v: int, scale: float, executors: tuple[Executor, ...],
-) -> OfQueries:  # fmt: skip
+) -> BackwardInputs:  # fmt: skip
     if grad_lse is not None:  # a value of 1 whose gradient is that of the lse; `out` gets a 0 there
         grad_out = torch.cat([grad_out, grad_lse.to(grad_out.dtype).unsqueeze(-1)], dim=-1)
     grad_out, out = _make_usable(grad_out, wide_v), _make_usable(out, wide_v)
@@ -319,13 +319,13 @@ def _prepare_inputs(
     if any(executor.tokens_first for executor in executors):
         grad_out, out = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (grad_out, out))
     lse = lse.masked_fill(lse == -INFINITY, INFINITY)
-    return OfQueries(grad_out, _make_queries_usable(q, wide, scale), out, lse)
+    return BackwardInputs(grad_out, _make_queries_usable(q, wide, scale), out, lse)
 
 
 def _select_inputs(
     grad_out: Tensor, q: Tensor, out: Tensor, lse: Tensor, head_in_group: int, group: int
-) -> OfQueries:
-    return OfQueries(*(_select_heads(x, head_in_group, group) for x in (grad_out, q, out, lse)))
+) -> BackwardInputs:
+    return BackwardInputs(*(_select_heads(x, head_in_group, group) for x in (grad_out, q, out, lse)))
 
 
 def _make_queries_usable(q: Tensor, width: int, scale: float) -> Tensor:

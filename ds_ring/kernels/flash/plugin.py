@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ds_ring.kernels.flash.kernel import FlashKernel, refused
-from ds_ring.kernels.flash.workspace import flash_bytes
+from ds_ring.kernels.flash.workspace import get_flash_bytes
 from ds_ring.plugin import KernelRow, Plugin
 
 PLUGIN = Plugin(
@@ -15,7 +15,7 @@ PLUGIN = Plugin(
             anywhere=True,
             first_for=("causal", "full", "window"),
             refuses=refused,
-            workspace=flash_bytes,
+            workspace=get_flash_bytes,
         )
     },
 )

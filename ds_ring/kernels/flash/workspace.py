@@ -13,7 +13,7 @@ from ds_ring.masks.tiles import Tiles
 # K/V heads dk and dv of every query head. A hop counts as one call, which it is for a causal zigzag ring;
 # branches of LongNet are calls one after the other, of no more slots each. Beside it the kernel has grad_out
 # and out of a pass with tokens first (`kernel.py`'s `_of_queries`), and the merge float32 forms.
-def flash_bytes(tiles: Tiles, shape: HopShape, backward: bool) -> int:
+def get_flash_bytes(tiles: Tiles, shape: HopShape, backward: bool) -> int:
     """Count one call for the whole hop; [Note: what FlashAttention allocates]."""
     queries, keys, wide = shape.rows * shape.queries, shape.kv_rows * shape.keys, shape.wide
     if not backward:

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ds_ring.comm.device_tables import ByteLRU, outside_inference_mode, to_device
+from ds_ring.comm.device_tables import ByteLRU, leave_inference_mode, to_device
 from ds_ring.comm.streams import active_fake_mode
-from ds_ring.kernels.flex.blocks import BlockIntervals, block_intervals
+from ds_ring.kernels.flex.blocks import BlockIntervals, find_block_intervals
 from ds_ring.kernels.flex.workspace import KEPT_TABLE_BYTES
 from ds_ring.masks.branches import NO_LABEL, Partition
 from ds_ring.masks.pattern import BoundPattern
@@ -105,7 +105,7 @@ class HopGeometry:
         if self.all_full:
             labels = [self._make_one_label(x) for x in positions]
             positions = [torch.zeros_like(x) for x in positions]
-        elif any(branch.labels_of for branches in by_head for branch in branches):
+        elif any(branch.compared_labels for branches in by_head for branch in branches):
             labels = self._make_labels(device)
         else:  # ranges of positions alone
             labels = [
@@ -149,7 +149,7 @@ def _label_partition(partition: Partition, positions: Tensor) -> Tensor:
 
 
 def make_geometry(tiles: Tiles, block: int, shortest: int, slots: int, positions_matter: bool) -> HopGeometry:
-    """Return the geometry of a hop; arguments as in `HopMasks.of`."""
+    """Return the geometry of a hop; arguments as in `HopMasks.get`."""
     rule = tiles.rule
     assert len(tiles) and rule is not None, "flex: tiles that are empty, or cut from no rule"
     q, k = _find_side(tiles.q, block, shortest, slots), _find_side(tiles.k, block, shortest=2)
@@ -170,7 +170,7 @@ def make_geometry(tiles: Tiles, block: int, shortest: int, slots: int, positions
             masks
             or positions_matter
             or not all(
-                branch.queries.is_everywhere and branch.keys.is_everywhere and not branch.labels_of
+                branch.queries.is_everywhere and branch.keys.is_everywhere and not branch.compared_labels
                 for branch in all_branches
             )
         )
@@ -297,7 +297,7 @@ class HopMasks:
         self._known: weakref.WeakKeyDictionary[Tiles, dict[TableOptions, _Known]]
         self._known = weakref.WeakKeyDictionary()
 
-    def of(
+    def get(
         self, tiles: Tiles, block: int, device: torch.device, shortest: int = 0, slots: int = 0,
         positions_matter: bool = False,
     ) -> HopMask:  # fmt: skip
@@ -336,7 +336,7 @@ class HopMasks:
 # tables of a hop fit TABLE_BYTES: causal zigzag on 64 shards of 256 Ki tokens takes 6 to 7 MiB a hop, for
 # three geometries, each made in 10 to 20 ms. Tables of narrow patterns are small at any length, and keep
 # their blocks.
-@outside_inference_mode
+@leave_inference_mode
 def _build(geometry: HopGeometry, tiles: Tiles, block: int, device: torch.device) -> HopMask:
     q, k = geometry.q, geometry.k
     # Blocks are counted from the first one that a tile touches, as `_part` in kernel.py cuts the tensors.
@@ -345,11 +345,11 @@ def _build(geometry: HopGeometry, tiles: Tiles, block: int, device: torch.device
     shifted = replace(tiles, q=q_axis, k=k_axis)
     by_head = [shifted.for_head(head_in_group) for head_in_group in range(geometry.heads)]
     while True:
-        rows = [block_intervals(blocks_by_head, block) for blocks_by_head in by_head]
-        columns = [block_intervals(blocks_by_head, block, by_key=True) for blocks_by_head in by_head]
+        rows = [find_block_intervals(blocks_by_head, block) for blocks_by_head in by_head]
+        columns = [find_block_intervals(blocks_by_head, block, by_key=True) for blocks_by_head in by_head]
         sizes = tuple(-(-side.length // block) for side in (q, k))
         plans = [
-            _TablePlan.of([intervals[full] for intervals in by_side], size)
+            _TablePlan.from_intervals([intervals[full] for intervals in by_side], size)
             for by_side, size in ((rows, sizes[0]), (columns, sizes[1]))
             for full in (0, 1)
         ]
@@ -404,7 +404,7 @@ class _TablePlan(NamedTuple):
     counts: np.ndarray
 
     @classmethod
-    def of(cls, by_head: list[BlockIntervals], rows: int) -> _TablePlan:
+    def from_intervals(cls, by_head: list[BlockIntervals], rows: int) -> _TablePlan:
         rows = max(rows, 2)
         heads = len(by_head)
         row = np.concatenate([intervals.row + head * rows for head, intervals in enumerate(by_head)])

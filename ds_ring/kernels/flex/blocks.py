@@ -23,7 +23,9 @@ class BlockIntervals(NamedTuple):
     end: IntArray
 
 
-def block_intervals(tiles: Tiles, block: int, by_key: bool = False) -> tuple[BlockIntervals, BlockIntervals]:
+def find_block_intervals(
+    tiles: Tiles, block: int, by_key: bool = False
+) -> tuple[BlockIntervals, BlockIntervals]:
     """Return the blocks to visit for one head's tiles: those with a mask inside, and those without.
 
     A block has none if one tile attends to all of it. Where several tiles share a block, it counts as one

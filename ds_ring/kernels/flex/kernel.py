@@ -30,8 +30,8 @@ from ds_ring.kernels.flex.block_mask import (
     HopTensors,
     TableOptions,
 )
-from ds_ring.kernels.flex.options import checked_options, options_on
-from ds_ring.kernels.interface import HeadsOfPass, Operands, PartialGrads, PartialOut, Rows, Scores
+from ds_ring.kernels.flex.options import check_options, choose_options
+from ds_ring.kernels.interface import Operands, PartialGrads, PartialOut, PassHeads, Rows, Scores
 from ds_ring.masks.pattern import BoundPattern
 from ds_ring.masks.tiles import ByIdentity, Tiles
 
@@ -285,7 +285,7 @@ _compiled_calls: dict[tuple[str | None, Constants, int], Call] = {}
 _numbers = itertools.count()
 
 
-def compiled_call(backend: str | None, constants: Constants, block: int) -> Call:
+def compile_call(backend: str | None, constants: Constants, block: int) -> Call:
     """Return the function for some constants, compiled by a backend of torch.compile; None: not compiled."""
     key = (backend, constants, block)
     if key not in _compiled_calls:
@@ -334,7 +334,7 @@ class FlexKernel:
         **kernel_options: Any,
     ) -> None:
         self._scores, self._device_blocks = scores, device_blocks
-        self._options = tuple(checked_options(kernel_options).items())
+        self._options = tuple(check_options(kernel_options).items())
         self._natural = ("BACKEND", "FLASH") in self._options
         self._block = block_size
         self._tables, self._masks = DeviceTables(), HopMasks()
@@ -389,14 +389,14 @@ class FlexKernel:
             dk, dv = dk[:, :, :length], dv[:, :, :length]
         yield PartialGrads(ALL_HEADS, _make_rows(mask.q_rows), _make_rows((first, length)), dq, dk, dv)
 
-    def of_heads(self, heads: slice) -> FlexKernel:
+    def select_heads(self, heads: slice) -> FlexKernel:
         if self._scores is None:
             return self
         kernel = copy(self)
-        kernel._scores = self._scores.of(heads)
+        kernel._scores = self._scores.select(heads)
         return kernel
 
-    def compiles(self, operands: Operands, part: HeadsOfPass, scale: float) -> bool:
+    def compiles(self, operands: Operands, part: PassHeads, scale: float) -> bool:
         """Return whether a pass is going to compile something, as far as is known before its tables."""
         if self._backend is None:
             return False
@@ -436,7 +436,7 @@ class FlexKernel:
             collect_function_constants(self._get_score_functions(q)),
             self._options
             if not self._device_blocks
-            else options_on(self._options, q.device, max(q.shape[3], v.shape[3]), q.dtype, self._block),
+            else choose_options(self._options, q.device, max(q.shape[3], v.shape[3]), q.dtype, self._block),
         )
 
     def _collect_hop_constants(self, operands: Operands, tiles: Tiles, scale: float) -> Constants:
@@ -444,10 +444,10 @@ class FlexKernel:
         inference = q.is_inference(), k.is_inference()
         return self._collect_constants(operands, (q.shape[1], k.shape[1]), _get_rule(tiles), scale, inference)
 
-    def executed_pairs(self, tiles: Tiles, backward: bool = False) -> int:
+    def count_executed_pairs(self, tiles: Tiles, backward: bool = False) -> int:
         if not len(tiles):
             return 0
-        mask = self._masks.of(tiles, self._block, torch.device("cpu"))
+        mask = self._masks.get(tiles, self._block, torch.device("cpu"))
         tensors = mask.tensors
         # int32 [1, heads, rows]: the mean over the heads is the figure of one head.
         counts = tensors.partial_rows.counts + tensors.full_rows.counts
@@ -458,7 +458,7 @@ class FlexKernel:
             raise RingShapeError(
                 f'kernel "flex": expected head_dim 16 or more, got {q.shape[-1]}; use "reference"'
             )
-        return self._masks.of(tiles, *self._get_table_options(q))
+        return self._masks.get(tiles, *self._get_table_options(q))
 
     def _get_table_options(self, q: Tensor) -> TableOptions:
         shortest, scored = min(q.shape[2], SHORTEST), self._scores is not None
@@ -468,7 +468,7 @@ class FlexKernel:
         self, q: Tensor, k: Tensor, v: Tensor, mask: HopMask, constants: Constants
     ) -> tuple[Tensor, Tensor]:
         """Return (out, lse) of one hop, the lse natural."""
-        call = compiled_call(self._backend, constants, mask.block)
+        call = compile_call(self._backend, constants, mask.block)
         out, lse = call(q, k, v, *self._get_compile_options(q, mask, constants))
         return out, lse if self._natural else lse * math.log(2)
 
@@ -495,7 +495,7 @@ class FlexKernel:
         if not self._natural:  # of the lse in base 2, and its gradient
             lse = _mark_like_hops(lse / math.log(2))
             grad_lse = None if grad_lse is None else _mark_like_hops(grad_lse * math.log(2))
-        call = compiled_call(self._backend, constants, mask.block)
+        call = compile_call(self._backend, constants, mask.block)
         return call(grad_out, q, k, v, out, lse, grad_lse, *self._get_compile_options(q, mask, constants))
 
     def _recompute_gradients(

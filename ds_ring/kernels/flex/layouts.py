@@ -3,7 +3,7 @@
 [Note: sampled rows]
 A rank's work in blocks is the sum over its rows of blocks, and most rows of a long shard have equal work.
 So only `ROWS` rows at regular distances are counted, and of more than eight ranks only the first, the last
-and one in the middle. Smaller cases are counted to the block, as `FlexKernel.executed_pairs` does.
+and one in the middle. Smaller cases are counted to the block, as `FlexKernel.count_executed_pairs` does.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ import itertools
 
 import numpy as np
 
-from ds_ring.kernels.flex.blocks import block_intervals, cut_at_blocks
+from ds_ring.kernels.flex.blocks import cut_at_blocks, find_block_intervals
 from ds_ring.masks.pattern import BoundPattern
 from ds_ring.masks.slots import IntArray
 from ds_ring.masks.tiles import Axis
 from ds_ring.plugin import LAYOUTS, load
-from ds_ring.schedule.choose import Candidate, work_of_ranks
-from ds_ring.schedule.head_class import HeadClass, ReadsOfShards, tiles_of_payload
+from ds_ring.schedule.choose import Candidate, count_rank_work
+from ds_ring.schedule.head_class import HeadClass, ReadsOfShards, map_tiles_to_payload
 from ds_ring.schedule.layout import Layout
-from ds_ring.schedule.plan import one_way, sampled_origins
+from ds_ring.schedule.plan import make_one_way, sample_origins
 
 ROWS = 32
 FEW_RANKS = 8
@@ -40,19 +40,19 @@ def rate_in_blocks(
     # Where no layout is made for blocks, the runs of all are long.
     if not added and ring_size > FEW_RANKS:
         return None
-    mean = sum(layers * work_of_ranks(pattern, first).mean() for pattern, layers in mix) or 1.0
+    mean = sum(layers * count_rank_work(pattern, first).mean() for pattern, layers in mix) or 1.0
     rated = []
     for layout in [*(option.layout for option in options), *itertools.chain(*added)]:
-        executed = sum(layers * executed_of_fullest(pattern, layout, block) for pattern, layers in mix)
+        executed = sum(layers * count_fullest_pairs(pattern, layout, block) for pattern, layers in mix)
         rated.append(Candidate(layout, executed / mean))
     return rated
 
 
-def executed_of_fullest(pattern: BoundPattern, layout: Layout, block: int) -> int:
+def count_fullest_pairs(pattern: BoundPattern, layout: Layout, block: int) -> int:
     """Return the pairs of one query head that the fullest rank executes, in blocks of block x block slots."""
     size = layout.ring_size
-    head_class = HeadClass(ReadsOfShards(pattern, layout), slice(0, 1), one_way(size))
-    sampled = sampled_origins(size)
+    head_class = HeadClass(ReadsOfShards(pattern, layout), slice(0, 1), make_one_way(size))
+    sampled = sample_origins(size)
     ranks = range(size) if size <= FEW_RANKS else (sampled[0], sampled[len(sampled) // 2], sampled[-1])
     return max(_count_executed(head_class, rank, block) for rank in ranks)
 
@@ -68,8 +68,8 @@ def _count_executed(head_class: HeadClass, rank: int, block: int) -> int:
             continue
         tiles = head_class.pattern.tiles(runs, layout.runs(origin))
         if len(tiles):
-            placed = tiles_of_payload(tiles, held) if hop else tiles
-            total += sum(int((part.end - part.first).sum()) for part in block_intervals(placed, block))
+            placed = map_tiles_to_payload(tiles, held) if hop else tiles
+            total += sum(int((part.end - part.first).sum()) for part in find_block_intervals(placed, block))
     return round(total * block**2 / share)
 
 

@@ -60,7 +60,7 @@ _NAMES = {
 }
 
 
-def checked_options(options: dict[str, Any]) -> dict[str, Any]:
+def check_options(options: dict[str, Any]) -> dict[str, Any]:
     """Return all options; by default the kernel for many queries.
 
     Raises:
@@ -82,13 +82,13 @@ def checked_options(options: dict[str, Any]) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=256)
-def options_on(
+def choose_options(
     flex_options: FlexOptions, device: torch.device, head_dim: int, dtype: torch.dtype, block: int
 ) -> FlexOptions:
     """Return a call's options: those given, with blocks and warps of the device for a pass that has none.
 
     Args:
-        flex_options: of `checked_options`, as pairs.
+        flex_options: of `check_options`, as pairs.
         device: of the tensors.
         head_dim: the larger one of queries' and values'.
         dtype: of queries.
@@ -100,7 +100,7 @@ def options_on(
         return flex_options
     major, minor = torch.cuda.get_device_capability(device)
     ways = [way for way in _NAMES if not any(_sets_way(way, option) for option in options)]
-    blocks = blocks_of(10 * major + minor, head_dim, block).items()
+    blocks = choose_blocks(10 * major + minor, head_dim, block).items()
     return (*flex_options, *((option, value) for option, value in blocks if option[:3] in ways))
 
 
@@ -111,7 +111,7 @@ def _sets_way(way: str, option: str) -> bool:
     return not option.startswith(opposite) and option.removeprefix(f"{way}_") in names
 
 
-def blocks_of(capability: int, head_dim: int, block: int) -> dict[str, int]:
+def choose_blocks(capability: int, head_dim: int, block: int) -> dict[str, int]:
     """Return blocks and warps as options, none larger than a block of the mask; {} for an unknown device.
 
     Args:
@@ -121,10 +121,10 @@ def blocks_of(capability: int, head_dim: int, block: int) -> dict[str, int]:
     """
     rows = BLOCKS.get(capability, {})
     ways = next((rows[size] for size in sorted(rows) if size >= head_dim), {})
-    return options_of(ways, block)
+    return make_block_options(ways, block)
 
 
-def options_of(ways: Mapping[str, Blocks], block: int = 128) -> dict[str, int]:
+def make_block_options(ways: Mapping[str, Blocks], block: int = 128) -> dict[str, int]:
     """Return blocks and warps of "fwd" and "bwd" as options, none larger than a block of the mask."""
     options: dict[str, int] = {}
     for way, (*sides, stages, warps) in ways.items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ds_ring.kernels.flex.kernel import FlexKernel
 from ds_ring.kernels.flex.layouts import rate_in_blocks
-from ds_ring.kernels.flex.workspace import flex_bytes
+from ds_ring.kernels.flex.workspace import get_flex_bytes
 from ds_ring.plugin import KernelRow, Plugin
 
 PLUGIN = Plugin(
@@ -16,7 +16,7 @@ PLUGIN = Plugin(
             takes_blocks=True,
             rates_layouts=rate_in_blocks,
             takes_scores=True,
-            workspace=flex_bytes,
+            workspace=get_flex_bytes,
         )
     },
 )

@@ -9,7 +9,7 @@ from ds_ring.masks.tiles import Tiles
 KEPT_TABLE_BYTES = 64 << 20
 
 
-def flex_bytes(tiles: Tiles, shape: HopShape, backward: bool) -> int:
+def get_flex_bytes(tiles: Tiles, shape: HopShape, backward: bool) -> int:
     """Count one call for the whole hop and the tables that are kept.
 
     Both ways contiguous copies of K and V; forward out, its float32 form and the merge's weights; backward

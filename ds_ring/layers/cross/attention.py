@@ -23,13 +23,13 @@ from ds_ring.masks.tiles import ScoreFunction
 from ds_ring.ops.checks import DTYPES
 from ds_ring.ops.compiled import GraphRefusal
 from ds_ring.ops.context import RingContext
-from ds_ring.ops.frontend import AskedContext, attend, context_of_call
-from ds_ring.ops.handles import never_traced
+from ds_ring.ops.frontend import AskedContext, attend, get_call_context
+from ds_ring.ops.handles import forbid_tracing
 from ds_ring.plugin import PASSES
 from ds_ring.schedule.layout import Layout
 
 
-@never_traced
+@forbid_tracing
 def cross_attention(
     q: Tensor, k: Tensor, v: Tensor, *, pattern: Pattern, layout: Layout, key_layout: Layout,
     mesh: RingMesh, scale: float | None = None, sinks: Tensor | None = None,
@@ -56,7 +56,7 @@ def cross_attention(
     """
     pair, between = _make_pair(pattern, layout, key_layout, mesh, options)
     pair_score_mod = pair.score_mod_between(score_mod)
-    context = context_of_call(AskedContext(between, pair, mesh, scale, "auto", options, pair_score_mod))
+    context = get_call_context(AskedContext(between, pair, mesh, scale, "auto", options, pair_score_mod))
     return _attend_between(pair, q, k, v, context, sinks, return_lse)
 
 
@@ -85,7 +85,7 @@ class CrossAttention(RingAttention):
         self._pair, between = _make_pair(pattern, layout, self._key_layout, mesh, self._options)
         return between, self._pair, self._pair.score_mod_between(score_mod)
 
-    @never_traced
+    @forbid_tracing
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, return_lse: bool,
         refusal: GraphRefusal | None,

@@ -21,11 +21,11 @@ from ds_ring.masks.branches import Branch
 from ds_ring.masks.pattern import Pattern, QueryHead
 from ds_ring.ops.context import RingContext
 from ds_ring.ops.frontend import check_eager
-from ds_ring.ops.gradients import first_derivative_alone, run_compared, run_gradient
+from ds_ring.ops.gradients import allow_first_derivative, run_compared, run_gradient
 from ds_ring.ops.passes import ExtraOperand, Operands
 from ds_ring.ops.prepare import check
 from ds_ring.ops.ring_op import run_backward, run_forward, save
-from ds_ring.ops.ulysses import HEADS, SWAPS, TOKENS, Swap, with_ulysses
+from ds_ring.ops.ulysses import HEADS, SWAPS, TOKENS, UlyssesAllToAll, with_ulysses
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class _Biased(torch.autograd.Function):
         return results
 
     @staticmethod
-    @first_derivative_alone("attention with profiles")
+    @allow_first_derivative("attention with profiles")
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, _, profiles = ctx.saved_tensors
         if grad_out is None:  # another rank may need this rank's part of a gradient
@@ -107,7 +107,7 @@ class _WideQueries(ExtraOperand):
     """What Ulysses takes apart: queries that are wider than keys."""
 
     name: ClassVar[str] = "profiles"
-    expands_keys: ClassVar[bool] = True
+    allows_other_key_dim: ClassVar[bool] = True
 
     def __init__(self) -> None: ...
 
@@ -118,4 +118,4 @@ def _check(context: RingContext, tensors: Sequence[Tensor], parts: int) -> None:
 
 
 _ALL_TO_ALL = "Ulysses of q with relative states"
-SWAPS[_ALL_TO_ALL] = Swap(HEADS, TOKENS, "Ulysses of dq, dk, dv", _check)
+SWAPS[_ALL_TO_ALL] = UlyssesAllToAll(HEADS, TOKENS, "Ulysses of dq, dk, dv", _check)

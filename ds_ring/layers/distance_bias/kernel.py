@@ -20,11 +20,11 @@ from torch import Tensor
 
 from ds_ring.errors import RingConfigError, RingShapeError
 from ds_ring.kernels.interface import Kernel, Operands, PartialGrads, PartialOut, Tile, each_tile
-from ds_ring.kernels.reference import score_gradients, weights_of
+from ds_ring.kernels.reference import compute_score_gradients, compute_weights
 from ds_ring.masks.tiles import Tiles
 from ds_ring.ops.context import RingContext
 from ds_ring.ops.passes import ExtraOperand
-from ds_ring.ring.merge import accumulator_dtype
+from ds_ring.ring.merge import get_accumulator_dtype
 from ds_ring.schedule.plan import Plan
 
 QUERIES = 128  # of a block
@@ -39,7 +39,7 @@ class Profiles(ExtraOperand):
     """
 
     name: ClassVar[str] = "profiles"
-    expands_keys: ClassVar[bool] = True  # k is narrower than q
+    allows_other_key_dim: ClassVar[bool] = True  # k is narrower than q
 
     def __init__(self, tensor: Tensor, first: int = 0) -> None:
         super().__init__(tensor)
@@ -52,7 +52,7 @@ class Profiles(ExtraOperand):
     def check(self, context: RingContext, operands: Operands, parts: int) -> None:
         q, k, *_ = operands
         profiles = self.tensor
-        why = context.options.row.no_hop_sums
+        why = context.options.transport_spec.no_hop_sums
         if why is not None:
             got = f'"{context.options.transport}", which {why}'
             raise RingConfigError.wrong("profiles", 'transport "ring" or "pull"', got, "change the transport")
@@ -75,14 +75,14 @@ class Profiles(ExtraOperand):
     def fields(self, k: Tensor) -> dict[str, object]:
         return {"head_dim of k": k.shape[-1], self.name: (*self.tensor.shape, self._first)}
 
-    def around(self, kernel: Kernel, context: RingContext, plan: Plan, operands: Operands) -> Kernel:
+    def wrap_kernel(self, kernel: Kernel, context: RingContext, plan: Plan, operands: Operands) -> Kernel:
         return ProfileKernel()
 
-    def bound(self, kernel: Kernel, context: RingContext, operands: Operands) -> ProfileKernel:
+    def bind_operand(self, kernel: Kernel, context: RingContext, operands: Operands) -> ProfileKernel:
         profiles, self._heads = self.tensor, context.heads_here(operands.q)
         if profiles.dim() == 3:
             profiles = profiles[self._heads]
-        dtype, backward = accumulator_dtype(profiles.dtype), operands.grad_out is not None
+        dtype, backward = get_accumulator_dtype(profiles.dtype), operands.grad_out is not None
         self._kernel = ProfileKernel(
             profiles, torch.zeros_like(profiles, dtype=dtype) if backward else None, self._first
         )
@@ -115,7 +115,7 @@ class ProfileKernel:
     ) -> None:
         self._profiles, self.gradient, self._first = profiles, gradient, first
 
-    def of_heads(self, heads: slice) -> ProfileKernel:
+    def select_heads(self, heads: slice) -> ProfileKernel:
         if self._profiles is None or self._profiles.dim() == 2:
             return self
         gradient = None if self.gradient is None else self.gradient[heads]
@@ -126,7 +126,7 @@ class ProfileKernel:
             heads = tile.heads(q.shape[1] // k.shape[1])
             scores, _, v_t = self._scores(q[:, heads], k, v, tile, scale, heads)[:3]
             lse = torch.logsumexp(scores, dim=-1)
-            yield PartialOut(heads, tile.q_rows, weights_of(scores, lse) @ v_t, lse)
+            yield PartialOut(heads, tile.q_rows, compute_weights(scores, lse) @ v_t, lse)
 
     def backward(
         self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tiles: Tiles,
@@ -138,20 +138,20 @@ class ProfileKernel:
             heads = tile.heads(q.shape[1] // groups)
             scores, k_t, v_t, places, is_near = self._scores(q[:, heads], k, v, tile, scale, heads)
             operands = grad_out, q, out, lse, grad_lse
-            q_t, grad_t, weights, dscores = score_gradients(tile, heads, scores, v_t, *operands)
+            q_t, grad_t, weights, dscores = compute_score_gradients(tile, heads, scores, v_t, *operands)
             profiles = _select_heads(self._profiles, heads).to(scores.dtype)
             dterms = dscores.new_zeros((*dscores.shape[:-1], profiles.shape[-1]))
             dterms.scatter_add_(-1, places.expand_as(dscores), dscores * is_near)
             gradient, states = _select_heads(self.gradient, heads), q_t[..., width:]
-            of_heads = torch.einsum("bhqn,bhqr->hnr", states, dterms).to(gradient.dtype)
-            gradient.add_(of_heads if gradient.dim() == 3 else of_heads.sum(0))
+            select_heads = torch.einsum("bhqn,bhqr->hnr", states, dterms).to(gradient.dtype)
+            gradient.add_(select_heads if gradient.dim() == 3 else select_heads.sum(0))
             dscores = dscores * scale
             dq = torch.cat([dscores @ k_t, dterms @ profiles.mT], dim=-1)
             of_keys = dscores.mT @ q_t[..., :width], weights.mT @ grad_t
             dk, dv = (x.unflatten(1, (groups, -1)).sum(2) for x in of_keys)
             yield PartialGrads(heads, tile.q_rows, tile.k_rows, dq, dk, dv)
 
-    def executed_pairs(self, tiles: Tiles, backward: bool = False) -> int:
+    def count_executed_pairs(self, tiles: Tiles, backward: bool = False) -> int:
         return sum(tile.q_rows.length * tile.k_rows.length for tile in _blocks(tiles))
 
     def _scores(
@@ -162,9 +162,9 @@ class ProfileKernel:
         """
         assert self._profiles is not None, "a kernel without profiles"
         dtype, width = torch.promote_types(q.dtype, torch.float32), k.shape[3]
-        q_t = tile.q_rows.of(q).to(dtype)
+        q_t = tile.q_rows.select(q).to(dtype)
         k_t, v_t = (
-            tile.k_rows.of(x).to(dtype).repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v)
+            tile.k_rows.select(x).to(dtype).repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v)
         )
         terms = q_t[..., width:] @ _select_heads(self._profiles, heads).to(dtype)
         q_at, k_at = tile.positions(q.device)

@@ -23,16 +23,16 @@ from ds_ring.ops.compiled import (
     GraphRefusal,
     check_traced,
     differentiable,
-    handle_of,
+    get_handle,
+    make_refused_results,
     refusal_from,
-    refused_results,
 )
 from ds_ring.ops.context import RingContext
-from ds_ring.ops.frontend import AskedContext, check_eager, context_of_call
+from ds_ring.ops.frontend import AskedContext, check_eager, get_call_context
 from ds_ring.ops.gradients import run_compared
 from ds_ring.ops.passes import ExtraOperand, Operands
 from ds_ring.ops.prepare import check
-from ds_ring.ops.ulysses import HEADS, SWAPS, TOKENS, Swap, with_ulysses
+from ds_ring.ops.ulysses import HEADS, SWAPS, TOKENS, UlyssesAllToAll, with_ulysses
 from ds_ring.schedule.layout import Layout
 
 
@@ -66,9 +66,9 @@ def latent_attention(
     """
     request = AskedContext(pattern, layout, mesh, scale, "auto", options, score_mod)
     if torch.compiler.is_compiling():
-        handle = handle_of(request)
+        handle = get_handle(request)
         return attend_compiled(q, latent, rope, up_projection, handle, mesh, sinks, return_lse)
-    return attend(q, latent, rope, up_projection, context_of_call(request), sinks, return_lse)
+    return attend(q, latent, rope, up_projection, get_call_context(request), sinks, return_lse)
 
 
 class LatentAttention(RingAttention):
@@ -89,7 +89,7 @@ class _Latents(ExtraOperand):
     """What travels, before Ulysses takes it apart: the up-projection is checked after that."""
 
     name = "latents"
-    expands_keys = True
+    allows_other_key_dim = True
 
     def __init__(self) -> None: ...
 
@@ -104,7 +104,7 @@ def _check_latents(context: RingContext, tensors: Sequence[Tensor], parts: int) 
 
 # Every rank needs the latents of all tokens of its shard: an all-to-all of copies.
 _ALL_TO_ALL = "Ulysses of q and latents"
-SWAPS[_ALL_TO_ALL] = Swap(HEADS, TOKENS, "Ulysses of dq, dk, dv", _check_latents)
+SWAPS[_ALL_TO_ALL] = UlyssesAllToAll(HEADS, TOKENS, "Ulysses of dq, dk, dv", _check_latents)
 _NAMES = ("q", "latent", "rope", "up_projection", "sinks")
 
 
@@ -129,7 +129,7 @@ def attend_compiled(
     handle_or_refusal = refusal_from(check_one_head, latent, rope) or differentiable(handle)
     if isinstance(handle_or_refusal, tuple):
         width = latent_value_dim(q, rope, up, q.shape[1])  # q has all heads here
-        return refused_results(q, max(width, 1), handle_or_refusal, mesh, return_lse)
+        return make_refused_results(q, max(width, 1), handle_or_refusal, mesh, return_lse)
     return _attend(q, latent, rope, up, handle_or_refusal, mesh, sinks, return_lse)
 
 

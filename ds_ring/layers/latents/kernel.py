@@ -22,11 +22,11 @@ from torch import Tensor
 from ds_ring.errors import RingConfigError, RingPatternError, RingShapeError
 from ds_ring.kernels.interface import (
     ALL_HEADS,
-    HeadsOfPass,
     Kernel,
     Operands,
     PartialGrads,
     PartialOut,
+    PassHeads,
     Rows,
     compiles,
 )
@@ -34,8 +34,8 @@ from ds_ring.masks.pattern import BoundPattern, Pattern
 from ds_ring.masks.tiles import Tiles
 from ds_ring.ops.context import RingContext
 from ds_ring.ops.passes import ExtraOperand
-from ds_ring.ring.merge import accumulator_dtype
-from ds_ring.schedule.lowering import head_chunks
+from ds_ring.ring.merge import get_accumulator_dtype
+from ds_ring.schedule.lowering import split_heads
 from ds_ring.schedule.plan import Plan
 
 NO_ROWS = Rows(0, 1, 0)
@@ -71,7 +71,7 @@ def check_one_head(latent: Tensor, rope: Tensor) -> None:
 
 def check_transport(context: RingContext) -> None:
     """Raise RingConfigError for a transport that takes no latents."""
-    why = context.options.row.no_hop_sums
+    why = context.options.transport_spec.no_hop_sums
     if why is not None:
         raise RingConfigError(
             f'latents: expected transport "ring", got "{context.options.transport}", which {why}; change the'
@@ -110,7 +110,7 @@ class UpProjection(ExtraOperand):
     """The up-projection of all heads, [H * (N + E), L], as an operand of a pass over latents."""
 
     name: ClassVar[str] = "up_projection"
-    expands_keys: ClassVar[bool] = True
+    allows_other_key_dim: ClassVar[bool] = True
 
     def check(self, context: RingContext, operands: Operands, parts: int) -> None:
         q, k, v, *_ = operands
@@ -121,14 +121,14 @@ class UpProjection(ExtraOperand):
     def fields(self, k: Tensor) -> dict[str, object]:
         return {"head_dim of k": k.shape[-1], self.name: tuple(self.tensor.shape)}
 
-    def around(self, kernel: Kernel, context: RingContext, plan: Plan, operands: Operands) -> Kernel:
+    def wrap_kernel(self, kernel: Kernel, context: RingContext, plan: Plan, operands: Operands) -> Kernel:
         q, _, v, *_ = operands
         check_same_for_heads(plan.classes[0].pattern, context.pattern)
         value_dim = latent_value_dim(q, v, self.tensor, q.shape[1] * context.mesh.ulysses_size)
         chunk_bytes = context.options.chunk_bytes_on(q.device.type, context.mesh.ring_size)
         return LatentKernel(kernel, value_dim, chunk_bytes)
 
-    def bound(self, kernel: Kernel, context: RingContext, operands: Operands) -> LatentKernel:
+    def bind_operand(self, kernel: Kernel, context: RingContext, operands: Operands) -> LatentKernel:
         assert isinstance(kernel, LatentKernel), "prepared without the up-projection"
         by_head = self.tensor.unflatten(0, (operands.q.shape[1] * context.mesh.ulysses_size, -1))
         self._heads = context.heads_here(operands.q)
@@ -137,10 +137,10 @@ class UpProjection(ExtraOperand):
 
     def gradient(self) -> Tensor:
         """Return the gradient after a backward pass; 0 for the heads of other Ulysses ranks."""
-        of_heads = self._kernel.gradient
-        assert of_heads is not None, "a forward pass"
+        select_heads = self._kernel.gradient
+        assert select_heads is not None, "a forward pass"
         gradient = torch.zeros(self.tensor.shape, dtype=self.tensor.dtype, device=self.tensor.device)
-        gradient.unflatten(0, (-1, of_heads.shape[1]))[self._heads].copy_(of_heads)
+        gradient.unflatten(0, (-1, select_heads.shape[1]))[self._heads].copy_(select_heads)
         return gradient
 
 
@@ -168,12 +168,12 @@ class LatentKernel:
 
     def for_pass(self, up: Tensor, backward: bool) -> LatentKernel:
         """Return the kernel of a pass with an up-projection [H, N + E, L]."""
-        gradient = torch.zeros_like(up, dtype=accumulator_dtype(up.dtype)) if backward else None
+        gradient = torch.zeros_like(up, dtype=get_accumulator_dtype(up.dtype)) if backward else None
         return LatentKernel(self.kernel, self.value_dim, self.chunk_bytes, up, gradient)
 
-    def of_heads(self, heads: slice) -> LatentKernel:
+    def select_heads(self, heads: slice) -> LatentKernel:
         kernel = copy(self)
-        kernel.kernel, kernel._kernels = self.kernel.of_heads(heads), {}
+        kernel.kernel, kernel._kernels = self.kernel.select_heads(heads), {}
         if self.up is not None:
             kernel.up = self.up[heads]
         if self.gradient is not None:
@@ -197,7 +197,7 @@ class LatentKernel:
         """Yield the gradients of queries tile by tile, and last those of all latents and rotary keys."""
         if not len(tiles):
             return
-        dtype = accumulator_dtype(q.dtype)
+        dtype = get_accumulator_dtype(q.dtype)
         d_latent, d_rope = (torch.zeros_like(x, dtype=dtype) for x in (latent, rope))
         no_keys, no_queries = (latent[:, :, :0], rope[:, :, :0]), q[:, :, :0]
         nope = q.shape[-1] - rope.shape[-1]
@@ -212,9 +212,9 @@ class LatentKernel:
             inputs = (grad_here, q_here, k, v, out_here, lse_here, tiles, scale, of_lse)
             for part in self._get_kernel(heads).backward(*inputs):
                 (dq, dk, dv), rows = part.heads_first, part.k_rows
-                rows.of(of_keys).add_(dk[..., :nope])
-                rows.of(d_rope).add_(dk[..., nope:].sum(-3, keepdim=True))
-                rows.of(of_values).add_(dv)
+                rows.select(of_keys).add_(dk[..., :nope])
+                rows.select(d_rope).add_(dk[..., nope:].sum(-3, keepdim=True))
+                rows.select(of_values).add_(dv)
                 among = _among(heads, part.heads, q.shape[1])
                 yield PartialGrads(among, part.q_rows, NO_ROWS, dq, *no_keys)
                 del part, dq, dk, dv
@@ -222,10 +222,10 @@ class LatentKernel:
             self._project_back(expanded, latent, heads, d_latent)
         yield PartialGrads(ALL_HEADS, NO_ROWS, Rows(0, 1, latent.shape[2]), no_queries, d_latent, d_rope)
 
-    def executed_pairs(self, tiles: Tiles, backward: bool = False) -> int:
-        return self.kernel.executed_pairs(tiles, backward)
+    def count_executed_pairs(self, tiles: Tiles, backward: bool = False) -> int:
+        return self.kernel.count_executed_pairs(tiles, backward)
 
-    def compiles(self, operands: Operands, part: HeadsOfPass, scale: float) -> bool:
+    def compiles(self, operands: Operands, part: PassHeads, scale: float) -> bool:
         """Return whether the kernel is going to compile something for a group of expanded heads."""
         q, _, _, grad_out, has_grad_lse = operands
         first = self._groups(q)[0]
@@ -233,16 +233,16 @@ class LatentKernel:
         k = q.new_empty(()).expand(q.shape[0], count, *q.shape[2:])
         v = k[..., :1].expand(*k.shape[:-1], self.value_dim)
         expanded = Operands(q, k, v, grad_out, has_grad_lse)
-        return compiles(self.kernel, expanded, [HeadsOfPass(count, count, part.hops)], scale)
+        return compiles(self.kernel, expanded, [PassHeads(count, count, part.hops)], scale)
 
     def _groups(self, q: Tensor) -> list[slice]:
         """Return the groups of query heads that are expanded together, by the size of a shard's keys."""
         head_bytes = q.nbytes // q.shape[1] * min(q.shape[-1], self.value_dim) // q.shape[-1]
-        return head_chunks(slice(0, q.shape[1]), head_bytes, self.chunk_bytes)
+        return split_heads(slice(0, q.shape[1]), head_bytes, self.chunk_bytes)
 
     def _get_kernel(self, heads: slice) -> Kernel:
         if heads.start not in self._kernels:
-            self._kernels[heads.start] = self.kernel.of_heads(heads)
+            self._kernels[heads.start] = self.kernel.select_heads(heads)
         return self._kernels[heads.start]
 
     def _expanded(self, latent: Tensor, rope: Tensor, heads: slice) -> tuple[Tensor, Tensor]:

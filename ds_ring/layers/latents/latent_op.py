@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from ds_ring.layers.latents.kernel import UpProjection, latent_value_dim
-from ds_ring.ops.context import context_of
+from ds_ring.ops.context import get_ring_context
 from ds_ring.ops.gradients import refuse_second_derivative, run_gradient
 from ds_ring.ops.handles import operator
-from ds_ring.ops.ring_op import fake_results, run_backward, run_forward, save
-from ds_ring.ops.sinks import sinks_gradient
+from ds_ring.ops.ring_op import make_fake_results, run_backward, run_forward, save
+from ds_ring.ops.sinks import compute_sinks_gradient
 
 
 @operator("ds_ring::latent_attention")
@@ -27,15 +27,17 @@ def latent_attention_op(
     q: Tensor, latent: Tensor, rope: Tensor, up: Tensor, handle: int, sinks: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return (out, lse) of q [B, H, S, N + R] over latents; `up` is that of all heads, [H * (N + E), L]."""
-    return run_forward(context_of(handle), q, latent, rope, sinks, [UpProjection(up)])
+    return run_forward(get_ring_context(handle), q, latent, rope, sinks, [UpProjection(up)])
 
 
 @latent_attention_op.register_fake
 def _(
     q: Tensor, latent: Tensor, rope: Tensor, up: Tensor, handle: int, sinks: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    width = latent_value_dim(q, rope, up, q.shape[1] * context_of(handle).mesh.ulysses_size)
-    return fake_results(q, rope.new_empty((0, max(width, 1))))  # what does not fit is refused by the operator
+    width = latent_value_dim(q, rope, up, q.shape[1] * get_ring_context(handle).mesh.ulysses_size)
+    return make_fake_results(
+        q, rope.new_empty((0, max(width, 1)))
+    )  # what does not fit is refused by the operator
 
 
 @operator("ds_ring::latent_attention_backward")
@@ -44,7 +46,7 @@ def latent_attention_backward_op(
     handle: int, grad_lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of q, latent, rope and up."""
-    context, of_up = context_of(handle), UpProjection(up)
+    context, of_up = get_ring_context(handle), UpProjection(up)
     tokens = context.tokens_here(grad_out)
     if tokens < latent.shape[2]:  # NaN of padding times a gradient of 0 is NaN
         latent = latent.clone()
@@ -60,7 +62,7 @@ latent_attention_backward_op.register_fake(
 
 def _setup_latents(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, latent, rope, up, handle, sinks = inputs
-    save(ctx, context_of(handle), (q, latent, rope, handle, sinks), output, eager=False, further=(up,))
+    save(ctx, get_ring_context(handle), (q, latent, rope, handle, sinks), output, eager=False, further=(up,))
 
 
 def _backward_latents(
@@ -75,7 +77,7 @@ def _backward_latents(
     if sinks is None:
         return (*grads, None, None)
     heads, tokens = ctx.context.heads_here(q), ctx.context.tokens_here(grad_out)
-    return (*grads, None, sinks_gradient(sinks, heads, grad_out, out, lse, grad_lse, tokens))
+    return (*grads, None, compute_sinks_gradient(sinks, heads, grad_out, out, lse, grad_lse, tokens))
 
 
 latent_attention_op.register_autograd(_backward_latents, setup_context=_setup_latents)

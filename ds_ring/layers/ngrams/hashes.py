@@ -14,15 +14,15 @@ from torch import Tensor
 from ds_ring.comm.collective import collective
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.comm.streams import is_fake
-from ds_ring.errors import RingConfigError, RingShapeError, whole_number
+from ds_ring.errors import RingConfigError, RingShapeError, check_whole_number
 from ds_ring.layers.scan.halo import shift_sequence
 from ds_ring.ops.checks import check_operand
-from ds_ring.ops.handles import never_traced
+from ds_ring.ops.handles import forbid_tracing
 from ds_ring.patterns.documents.pattern import Documents, Tree
 from ds_ring.schedule.layout import Layout
 
 
-@never_traced
+@forbid_tracing
 def ngram_rows(
     ids: Tensor, multipliers: Sequence[int], sizes: Sequence[Sequence[int]], *, layout: Layout,
     mesh: RingMesh, pad_id: int = 0, documents: Documents | Tree | None = None, hop_timeout_s: float = 60.0,
@@ -62,7 +62,7 @@ def ngram_rows(
                 f"{len(sizes)}", "give one multiplier more than orders",
             )  # fmt: skip
         for size in (size for heads in sizes for size in heads):
-            whole_number(size, "ngram_rows: size", RingConfigError)
+            check_whole_number(size, "ngram_rows: size", RingConfigError)
         numbers = {"multipliers": [*map(int, multipliers)], "sizes": [[*map(int, heads)] for heads in sizes]}
         call.agree({**numbers, "pad_id": pad_id})
     mixed, hashes = ids * multipliers[0], []

@@ -18,17 +18,17 @@ from ds_ring.comm.mesh import RingMesh, check_mesh
 from ds_ring.errors import RingConfigError, RingShapeError
 from ds_ring.ops.checks import check_floats, check_operand
 from ds_ring.ops.gradients import (
-    comparing_gradient,
-    first_derivative_alone,
-    forward_call,
+    allow_first_derivative,
+    compare_gradient,
+    get_forward_call,
     run_compared,
 )
-from ds_ring.ops.handles import never_traced
+from ds_ring.ops.handles import forbid_tracing
 
 _averaged = WeakTensorKeyDictionary()  # parameters whose values and gradients ranks have in common
 
 
-@never_traced
+@forbid_tracing
 def sharded_rows(table: Tensor, rows: Tensor, *, mesh: RingMesh) -> Tensor:
     """Return rows of a table that the ranks of the sequence hold together. Differentiable in the table.
 
@@ -90,14 +90,14 @@ class _Rows(torch.autograd.Function):
             )
             looked_up = torch.cat(_swapped(call, table[requests], ctx.asked, ctx.wanted))
             ctx.save_for_backward(requests, place)
-            ctx.call = forward_call(call.exchange)
+            ctx.call = get_forward_call(call.exchange)
             return looked_up[place].unflatten(0, rows.shape)
 
     @staticmethod
-    @first_derivative_alone("sharded_rows")
+    @allow_first_derivative("sharded_rows")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         requests, place = ctx.saved_tensors
-        compared = comparing_gradient(ctx.mesh, ctx.call)
+        compared = compare_gradient(ctx.mesh, ctx.call)
         with collective(ctx.mesh, "sharded_rows backward") as call, compared:
             call.agree({"table": tuple(ctx.shape), "dtype": grad.dtype})
             dtype = torch.promote_types(ctx.dtype, torch.float32)

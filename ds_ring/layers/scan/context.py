@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ds_ring.comm.collective import collective
-from ds_ring.comm.device_tables import DeviceTables, on_device, outside_inference_mode, to_device
+from ds_ring.comm.device_tables import DeviceTables, leave_inference_mode, on_device, to_device
 from ds_ring.comm.exchange import Exchange
 from ds_ring.comm.mesh import RingMesh, check_mesh
 from ds_ring.errors import RingLayoutError, RingPatternError
@@ -26,8 +26,8 @@ from ds_ring.layers.scan.sequence_runs import (
     sequence_runs,
 )
 from ds_ring.ops.checks import check_layout
-from ds_ring.ops.context import cached_context
-from ds_ring.ops.handles import constant_in_graphs, new_handle, number_of
+from ds_ring.ops.context import cache_context
+from ds_ring.ops.handles import assume_constant, new_handle, read_number
 from ds_ring.patterns.documents.pattern import Documents, Tree
 from ds_ring.schedule.layout import Layout
 
@@ -94,7 +94,7 @@ class ScanContext:
         through, continues = self._masks[key].view(2, -1, *[1] * (like.dim() - 1))
         return through, continues
 
-    @outside_inference_mode
+    @leave_inference_mode
     def _new_masks(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         rows = torch.ones(2, self.own_runs, dtype=torch.int64, device="cpu")
         if self.documents is not None:
@@ -104,7 +104,7 @@ class ScanContext:
                 rows[1, piece.run] += piece.continues
         return to_device(rows.to(dtype), device)
 
-    @outside_inference_mode
+    @leave_inference_mode
     def exists(self, offset: int, device: torch.device) -> Tensor:
         """Return for each slot whether its document, or path, has a token at position + offset, [S]."""
         if (offset, device) in self._exists:
@@ -159,7 +159,7 @@ def scan_context(
                 "documents", "ds_ring.Documents or ds_ring.Tree", type(documents).__name__,
                 "pass ds_ring.Documents(document_ids)",
             )  # fmt: skip
-        context: ScanContext = cached_context(mesh, (ScanContext, layout, documents, hop_timeout_s), make)
+        context: ScanContext = cache_context(mesh, (ScanContext, layout, documents, hop_timeout_s), make)
     return context
 
 
@@ -179,11 +179,11 @@ def check_blocks(name: str, context: ScanContext, block_size: int) -> None:
         )
 
 
-@constant_in_graphs
+@assume_constant
 def get_scan_handle(
     layout: Layout, mesh: RingMesh, documents: Documents | Tree | None, hop_timeout_s: Any
 ) -> int:
     """Return the integer by which the operators find the context of a call."""
-    context = scan_context(layout, mesh, documents, number_of(hop_timeout_s))
+    context = scan_context(layout, mesh, documents, read_number(hop_timeout_s))
     context.in_a_graph = True
     return context.handle

@@ -14,13 +14,13 @@ from torch import Tensor
 from ds_ring.comm.collective import collective
 from ds_ring.comm.mesh import RingMesh, check_mesh
 from ds_ring.comm.streams import is_fake
-from ds_ring.errors import RingPatternError, RingShapeError, whole_number
+from ds_ring.errors import RingPatternError, RingShapeError, check_whole_number
 from ds_ring.layers.scan.context import ScanContext, get_scan_handle, scan_context
 from ds_ring.layers.scan.sequence_runs import halo_messages, other_documents
 from ds_ring.masks.slots import IntArray
-from ds_ring.ops.checks import ADDED_UP, as_bits, check_copied, check_operand, fill_bits, from_bits
-from ds_ring.ops.gradients import forward_call, has_run_again, note_call, run_compared, run_gradient
-from ds_ring.ops.handles import constant, never_traced, object_of, operator
+from ds_ring.ops.checks import ADDED_UP, check_copied, check_operand, fill_bits, view_as_bits, view_from_bits
+from ds_ring.ops.gradients import get_forward_call, has_run_again, note_call, run_compared, run_gradient
+from ds_ring.ops.handles import constant, forbid_tracing, get_object, operator
 from ds_ring.ops.passes import count_forward_pass
 from ds_ring.patterns.documents.pattern import Documents, Tree
 from ds_ring.schedule.layout import Layout
@@ -67,7 +67,7 @@ def halo(
     return run_compared(mesh, "halo", halo_op, x, dim, before, after, handle)
 
 
-@never_traced
+@forbid_tracing
 def shift_sequence(
     x: Tensor, offset: int, *, dim: int, layout: Layout, mesh: RingMesh,
     documents: Documents | Tree | None = None, fill: float = 0, hop_timeout_s: float = 60.0,
@@ -97,7 +97,7 @@ def shift_sequence(
         raw: Any = offset
         is_number = isinstance(raw, Integral) and not isinstance(raw, bool)
         if not is_number or raw:
-            whole_number(abs(raw) if is_number else raw, "shift_sequence: offset", RingShapeError)
+            check_whole_number(abs(raw) if is_number else raw, "shift_sequence: offset", RingShapeError)
         check_operand("shift_sequence: x", x)
         check_copied("shift_sequence", x)
         fill_of_bits = fill_bits("shift_sequence: fill", fill, x)
@@ -107,7 +107,7 @@ def shift_sequence(
     named["hop_timeout_s"] = hop_timeout_s
     copies = halo(x, before, after, dim=dim, **named)
     context, dim = scan_context(**named), dim % x.dim()
-    dtype, x, copies = x.dtype, as_bits(x), as_bits(copies)
+    dtype, x, copies = x.dtype, view_as_bits(x), view_as_bits(copies)
     # Also a rank without tokens takes part in the backward pass.
     parts, runs = [x.narrow(dim, 0, 0) + copies.flatten()[:0].sum().to(x.dtype)], context.runs
     for number, run in enumerate(runs.list_rank_runs(mesh.sequence_rank).tolist()):
@@ -120,7 +120,7 @@ def shift_sequence(
     padding = x.shape[dim] - sum(part.shape[dim] for part in parts)
     shifted = torch.cat([*parts, x.narrow(dim, 0, padding)], dim=dim)
     exists = context.exists(offset, x.device).view(-1, *[1] * (x.dim() - 1 - dim))
-    return from_bits(torch.where(exists, shifted, torch.full_like(shifted, fill_of_bits)), dtype)
+    return view_from_bits(torch.where(exists, shifted, torch.full_like(shifted, fill_of_bits)), dtype)
 
 
 def _clear_other_documents(context: ScanContext, before: int, after: int, copies: Tensor) -> None:
@@ -146,12 +146,12 @@ def _swapped(
 @operator("ds_ring::halo")
 def halo_op(x: Tensor, dim: int, before: int, after: int, handle: int) -> Tensor:
     """Return the copies of `halo`: [..., R, before + after, ...]."""
-    context = object_of(handle, ScanContext)
+    context = get_object(handle, ScanContext)
     mesh, rank = context.mesh, context.mesh.sequence_rank
     with collective(mesh, "halo", context.exchange) as call:
         _check_halo(x, dim, before, after, context)
         shape = tuple(x.shape)
-        rows = as_bits(x).movedim(dim, 0)
+        rows = view_as_bits(x).movedim(dim, 0)
         context.agree(call, before=before, after=after, shape=shape, dim=dim, dtype=x.dtype)
         count_forward_pass()
         messages = halo_messages(context.layout, mesh.ulysses_size, rank, before, after, context.tree)
@@ -163,14 +163,14 @@ def halo_op(x: Tensor, dim: int, before: int, after: int, handle: int) -> Tensor
             copies[index] = received
         _clear_other_documents(context, before, after, copies)
         copies = copies.unflatten(0, (count, before + after)).movedim((0, 1), (dim, dim + 1))
-        return from_bits(copies.contiguous(), x.dtype)
+        return view_from_bits(copies.contiguous(), x.dtype)
 
 
 def _check_halo(x: Tensor, dim: int, before: int, after: int, context: ScanContext) -> None:
     check_operand("halo: x", x)
     for name, value in (("before", before), ("after", after)):
         if value:
-            whole_number(value, f"halo: {name}", RingShapeError)
+            check_whole_number(value, f"halo: {name}", RingShapeError)
     if not before and not after:
         raise RingShapeError("halo: expected before or after above 0, got 0 for both; leave the call out")
     if after and context.tree is not None:
@@ -185,11 +185,11 @@ def _check_halo(x: Tensor, dim: int, before: int, after: int, context: ScanConte
 @operator("ds_ring::halo_backward")
 def halo_backward_op(grad: Tensor, dim: int, before: int, after: int, slots: int, handle: int) -> Tensor:
     """Return dx [..., S, ...] of the gradient of the copies [..., R, before + after, ...]."""
-    context = object_of(handle, ScanContext)
+    context = get_object(handle, ScanContext)
     mesh, rank = context.mesh, context.mesh.sequence_rank
     shape = (*grad.shape[:dim], *grad.shape[dim + 1 :])  # the number of runs may differ by rank
     with collective(mesh, "halo backward", context.exchange) as call:
-        if as_bits(grad) is not grad:
+        if view_as_bits(grad) is not grad:
             raise RingShapeError.wrong("halo", ADDED_UP, f"{grad.dtype}", "cast x, or detach it")
         context.agree(call, before=before, after=after, shape=shape, dim=dim, dtype=grad.dtype)
         messages = halo_messages(context.layout, mesh.ulysses_size, rank, before, after, context.tree)
@@ -205,7 +205,7 @@ def halo_backward_op(grad: Tensor, dim: int, before: int, after: int, slots: int
 
 halo_op.register_fake(
     lambda x, dim, before, after, handle: x.new_empty(
-        (*x.shape[:dim], object_of(handle, ScanContext).own_runs, before + after, *x.shape[dim + 1 :])
+        (*x.shape[:dim], get_object(handle, ScanContext).own_runs, before + after, *x.shape[dim + 1 :])
     )
 )
 halo_backward_op.register_fake(
@@ -217,7 +217,10 @@ halo_backward_op.register_fake(
 
 def _setup_halo(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, ctx.dim, ctx.before, ctx.after, handle = inputs
-    ctx.slots, ctx.context = x.shape[ctx.dim], object_of(handle, ScanContext)  # alive until the backward pass
+    ctx.slots, ctx.context = (
+        x.shape[ctx.dim],
+        get_object(handle, ScanContext),
+    )  # alive until the backward pass
     note_call(ctx, ctx.context.exchange, x)
 
 
@@ -229,8 +232,8 @@ def _backward_halo(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, No
 
 def _setup_halo_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, ctx.dim, ctx.before, ctx.after, _, handle = inputs
-    ctx.context = object_of(handle, ScanContext)
-    ctx.call = forward_call(ctx.context.exchange)
+    ctx.context = get_object(handle, ScanContext)
+    ctx.call = get_forward_call(ctx.context.exchange)
 
 
 def _backward_halo_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

@@ -1,4 +1,4 @@
-"""A recurrence that is linear in its state, over the pieces of a shard: `recurrence_of_pieces`.
+"""A recurrence that is linear in its state, over the pieces of a shard: `run_recurrence`.
 
 A piece is a run of consecutive tokens of one document. The recurrence begins a piece with S0. Its outputs are
 out_t + reach_t(S0), where out_t are the outputs for S0 = 0, and its final state is M S0 + B. `scan_op`
@@ -65,7 +65,7 @@ def padded(x: Tensor, slots: int, dim: int = 1) -> Tensor:
     return torch.cat([x, x.new_zeros(shape)], dim=dim)
 
 
-def recurrence_of_pieces(
+def run_recurrence(
     context: ScanContext, tensors: Sequence[Tensor], call: PieceKernel, matrix: bool, dim: int,
     wants_state: bool = False,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
@@ -126,10 +126,10 @@ def _state_after(
         matrix: see `ring_scan`.
     """
     passes, _ = context.masks(increments)
-    return of_last_run(context, compose((moves * passes, increments), (None, states), matrix)[1])
+    return take_last_run(context, compose((moves * passes, increments), (None, states), matrix)[1])
 
 
-def of_last_run(context: ScanContext, x: Tensor) -> Tensor:
+def take_last_run(context: ScanContext, x: Tensor) -> Tensor:
     """Return what is computed of each own run, [R, ...], of the sequence's last run, on every rank."""
     last = len(context.runs.starts) - 1
     result = x.new_zeros(x.shape[1:])

@@ -27,8 +27,8 @@ from ds_ring.errors import RingShapeError
 from ds_ring.layers.scan.context import ByRank, ScanContext, get_scan_handle
 from ds_ring.layers.scan.sequence_runs import SequenceRuns
 from ds_ring.ops.checks import check_operand
-from ds_ring.ops.gradients import forward_call, refuse_second_derivative, run_compared, run_gradient
-from ds_ring.ops.handles import constant, object_of, operator
+from ds_ring.ops.gradients import get_forward_call, refuse_second_derivative, run_compared, run_gradient
+from ds_ring.ops.handles import constant, get_object, operator
 from ds_ring.ops.passes import count_forward_pass
 from ds_ring.patterns.documents.pattern import Documents, Tree
 from ds_ring.schedule.layout import Layout
@@ -70,7 +70,7 @@ def ring_scan(
 @operator("ds_ring::scan")
 def scan_op(transition: Tensor, increment: Tensor, matrix: bool, handle: int) -> Tensor:
     """Return the states of `ring_scan`."""
-    context = object_of(handle, ScanContext)
+    context = get_object(handle, ScanContext)
     with collective(context.mesh, "scan forward", context.exchange) as call:
         _check_scan(transition, increment, matrix, context)
         context.agree(call, **_fields(transition, increment, matrix))
@@ -85,7 +85,7 @@ def scan_backward_op(
     grad: Tensor, transition: Tensor, states: Tensor, matrix: bool, handle: int
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of transition and increment; the states are those of the forward pass."""
-    context = object_of(handle, ScanContext)
+    context = get_object(handle, ScanContext)
     with collective(context.mesh, "scan backward", context.exchange) as call:
         context.agree(call, **_fields(transition, grad, matrix))
         passes, continues = context.masks(grad)
@@ -285,8 +285,8 @@ scan_backward_op.register_fake(
 def _setup_scan(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     transition, _, ctx.matrix, handle = inputs
     ctx.save_for_backward(transition, output)
-    ctx.context = object_of(handle, ScanContext)  # alive until the backward pass
-    ctx.call = forward_call(ctx.context.exchange)
+    ctx.context = get_object(handle, ScanContext)  # alive until the backward pass
+    ctx.call = get_forward_call(ctx.context.exchange)
 
 
 def _backward_scan(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:

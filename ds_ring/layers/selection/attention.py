@@ -15,16 +15,16 @@ from ds_ring.layers.selection.context import selection_context
 from ds_ring.layers.selection.selected_pass import SelectedPass
 from ds_ring.masks.catalog import Full
 from ds_ring.ops.checks import check_heads, check_operand, check_tensors, check_tokens
-from ds_ring.ops.context import RingContext, context_of
-from ds_ring.ops.gradients import forward_call, run_compared, run_gradient
-from ds_ring.ops.handles import never_traced, operator
+from ds_ring.ops.context import RingContext, get_ring_context
+from ds_ring.ops.gradients import get_forward_call, run_compared, run_gradient
+from ds_ring.ops.handles import forbid_tracing, operator
 from ds_ring.ops.passes import count_forward_pass
 from ds_ring.ops.ring_op import register
-from ds_ring.ops.sinks import add_sinks, check_sinks, sinks_gradient
+from ds_ring.ops.sinks import add_sinks, check_sinks, compute_sinks_gradient
 from ds_ring.schedule.layout import Layout
 
 
-@never_traced
+@forbid_tracing
 def selected_attention(
     q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, *, layout: Layout, mesh: RingMesh,
     scale: float | None = None, sinks: Tensor | None = None, return_lse: bool = False, block_size: int = 1,
@@ -140,7 +140,7 @@ def selected_attention_op(
     q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, handle: int, sinks: Tensor | None = None, block: int = 1
 ) -> tuple[Tensor, Tensor]:
     """Return (out, lse) of `selected_attention`."""
-    context = context_of(handle)
+    context = get_ring_context(handle)
     with context.call("attention over chosen keys forward", q) as call:
         _agree(call, context, q, k, v, chosen, sinks, block)
         count_forward_pass()
@@ -153,7 +153,7 @@ def selected_attention_backward_op(
     block: int, grad_lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return (dq, dk, dv) of `selected_attention`."""
-    context = context_of(handle)
+    context = get_ring_context(handle)
     with context.call("attention over chosen keys backward", q) as call:
         _agree(call, context, q, k, v, chosen, None, block, is_known=True)
         return SelectedPass(context, q, k, v, chosen, block, True).backward(grad_out, out, lse, grad_lse)
@@ -162,8 +162,8 @@ def selected_attention_backward_op(
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, chosen, handle, sinks, ctx.block = inputs
     ctx.save_for_backward(q, k, v, chosen, *output, sinks)
-    ctx.context = context_of(handle)  # keep it alive until the backward pass
-    ctx.call = forward_call(ctx.context.exchange)
+    ctx.context = get_ring_context(handle)  # keep it alive until the backward pass
+    ctx.call = get_forward_call(ctx.context.exchange)
     ctx.set_materialize_grads(False)
 
 
@@ -176,7 +176,7 @@ def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tup
     grads = run_gradient(ctx.context.mesh, ctx.call, selected_attention_backward_op, *operands)
     # queries of other slots than the keys' are all tokens, as far as the layout says
     tokens = ctx.context.tokens_here(grad_out) if q.shape[2] == k.shape[2] else None
-    of_sinks = sinks_gradient(sinks, slice(None), grad_out, out, lse, grad_lse, tokens)
+    of_sinks = compute_sinks_gradient(sinks, slice(None), grad_out, out, lse, grad_lse, tokens)
     return (*grads, None, None, of_sinks, None)
 
 

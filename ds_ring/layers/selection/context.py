@@ -8,7 +8,7 @@ from ds_ring.comm.mesh import RingMesh
 from ds_ring.errors import RingConfigError, RingPatternError
 from ds_ring.masks.pattern import Pattern
 from ds_ring.ops.checks import check_layout, check_not_transformed
-from ds_ring.ops.context import RingContext, context_for
+from ds_ring.ops.context import RingContext, make_ring_context
 from ds_ring.ops.options import Options
 from ds_ring.schedule.layout import Layout
 
@@ -28,7 +28,9 @@ def selection_context(
         raise RingConfigError.wrong("ring_select", "ulysses_size 1", mesh.ulysses_size, "use a larger ring")
     # Not a name: the layout of a name depends on the pattern.
     check_layout(layout, mesh.ring_size)
-    context = context_for(pattern, layout, mesh, Options(scale=scale, hop_timeout_seconds=hop_timeout_s))
+    context = make_ring_context(
+        pattern, layout, mesh, Options(scale=scale, hop_timeout_seconds=hop_timeout_s)
+    )
     if not by_head and not _is_same_for_heads(pattern):
         # a choice may be that of several query heads, and the number of query heads is not known here
         raise RingPatternError.wrong(

@@ -13,12 +13,12 @@ from ds_ring.layers.selection.select import checked_scores, walk_tokens
 from ds_ring.masks.catalog import Causal
 from ds_ring.masks.pattern import Pattern
 from ds_ring.ops.checks import check_floats
-from ds_ring.ops.handles import never_traced
-from ds_ring.ring.merge import accumulator_dtype
+from ds_ring.ops.handles import forbid_tracing
+from ds_ring.ring.merge import get_accumulator_dtype
 from ds_ring.schedule.layout import Layout
 
 
-@never_traced
+@forbid_tracing
 def max_logits(
     q: Tensor, k: Tensor, *, layout: Layout, mesh: RingMesh, pattern: Pattern | None = None,
     scale: float | None = None, hop_timeout_s: float = 60.0,
@@ -50,10 +50,10 @@ def max_logits(
             raise RingShapeError(
                 f"max_logits: expected H a multiple of G in q and k, got {list(q.shape)}, {list(k.shape)}"
             )
-        groups, heads, dtype = k.shape[1], q.shape[1], accumulator_dtype(q.dtype)
+        groups, heads, dtype = k.shape[1], q.shape[1], get_accumulator_dtype(q.dtype)
         keys, pattern = k.detach().transpose(1, 2).contiguous(), Causal() if pattern is None else pattern
         context = selection_context(pattern, layout, mesh, hop_timeout_s, scale, by_head=True)
-        factor = context.scale_of(q)
+        factor = context.get_scale(q)
 
         def scores(rows: slice, keys: Tensor, _: Tensor) -> Tensor:  # of keys [B, n, G, D]
             grouped = q[:, :, rows].unflatten(1, (groups, -1)).to(dtype)

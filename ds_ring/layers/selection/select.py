@@ -22,7 +22,7 @@ from ds_ring.comm.collective import collective
 from ds_ring.comm.device_tables import DeviceTables
 from ds_ring.comm.mesh import RingMesh, check_mesh
 from ds_ring.comm.messages import Message
-from ds_ring.errors import RingConfigError, RingShapeError, whole_number
+from ds_ring.errors import RingConfigError, RingShapeError, check_whole_number
 from ds_ring.layers.selection.block_layout import BlockLayout
 from ds_ring.layers.selection.context import selection_context
 from ds_ring.layers.selection.total_order import BestKeys, in_order, merge_best, none_so_far
@@ -32,10 +32,10 @@ from ds_ring.masks.pattern import BoundPattern, Pattern
 from ds_ring.masks.slots import IntArray, expand_ranges
 from ds_ring.ops.checks import DTYPES, check_operand
 from ds_ring.ops.context import RingContext
-from ds_ring.ops.handles import never_traced
+from ds_ring.ops.handles import forbid_tracing
 from ds_ring.schedule.head_class import HeadClass, ReadsOfShards
 from ds_ring.schedule.layout import Layout
-from ds_ring.schedule.plan import one_way
+from ds_ring.schedule.plan import make_one_way
 from ds_ring.schedule.rank_plan import HopPlan
 
 ScoresFunction = Callable[..., Tensor]  # of a slice of queries and keys, perhaps also their positions
@@ -48,7 +48,7 @@ SCORES = {"cpu": 1 << 21, "cuda": 1 << 25}
 HEADS, KEYS = 8, 8192
 
 
-@never_traced
+@forbid_tracing
 def ring_select(
     scores_fn: ScoresFunction, k: int, keys: Tensor, *, layout: Layout, mesh: RingMesh,
     pattern: Pattern | None = None, blocks: BlockLayout | None = None, delay: int = 0,
@@ -121,7 +121,7 @@ def checked_scores(
         raise RingShapeError.wrong(
             "keys", f"[batch, {slots}, ...]", list(keys.shape), "use ds_ring.shard_sequence(..., dim=1)"
         )
-    whole_number(k, "k", RingConfigError)
+    check_whole_number(k, "k", RingConfigError)
     context.pattern.check(layout.tokens, len(keys), query_heads, str(keys.device))
     try:
         none = torch.zeros(1, dtype=torch.int64, device=keys.device)
@@ -143,7 +143,7 @@ def checked_scores(
 @lru_cache(maxsize=16)
 def _head_class(pattern: BoundPattern, layout: Layout) -> HeadClass:
     # Every owner sends to its readers directly, so the order of ranks is all that a direction says here.
-    return HeadClass(ReadsOfShards(pattern, layout), slice(0, 1), one_way(layout.ring_size))
+    return HeadClass(ReadsOfShards(pattern, layout), slice(0, 1), make_one_way(layout.ring_size))
 
 
 @lru_cache(maxsize=16)
@@ -238,9 +238,9 @@ def _walk_blocks(
         return torch.arange(rows, device=keys.device) if rows else None
 
     def compute(hop: int, arrived: Tensor) -> None:
-        block_numbers = numbers((rank - hop) % size)
-        seen = Visible(pattern, queries, blocks.starts[block_numbers])
-        merge_scores(merge, scores_fn, choices, arrived, block_numbers, seen, tables)
+        make_block_numbers = numbers((rank - hop) % size)
+        seen = Visible(pattern, queries, blocks.starts[make_block_numbers])
+        merge_scores(merge, scores_fn, choices, arrived, make_block_numbers, seen, tables)
 
     _walk(keys, context, leaving, lambda hop: count(rank, (rank - hop) % size), compute)
 

@@ -30,11 +30,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ds_ring.comm.device_tables import on_device, outside_inference_mode, stream_key, to_host
+from ds_ring.comm.device_tables import leave_inference_mode, on_device, stream_key, to_host
 from ds_ring.comm.mesh import RingMesh
-from ds_ring.kernels.reference import weights_of
+from ds_ring.kernels.reference import compute_weights
 from ds_ring.ops.context import RingContext
-from ds_ring.ring.merge import accumulator_dtype, empty_results, merge_
+from ds_ring.ring.merge import get_accumulator_dtype, make_empty_results, merge_
 from ds_ring.schedule.layout import Layout
 from ds_ring.transports.owner_walk import walk_owners
 
@@ -72,7 +72,7 @@ class SelectedPass:
         self.exchange, self.size, self.rank = context.exchange, mesh.ring_size, mesh.ring_rank
         self.scale = q.shape[-1] ** -0.5 if context.options.scale is None else context.options.scale
         self.choices = 1 if chosen.dim() == 3 else chosen.shape[1]
-        self.slots, self.dtype = layout.local_tokens, accumulator_dtype(q.dtype)
+        self.slots, self.dtype = layout.local_tokens, get_accumulator_dtype(q.dtype)
         self.chosen, self.block = chosen.reshape(-1, *chosen.shape[-2:]), block
         self.table = _places_by_position(layout, stream_key(q.device))
         positions = on_device(layout.positions(self.rank), q.device)
@@ -246,13 +246,13 @@ class SelectedPass:
 
     def forward(self) -> tuple[Tensor, Tensor]:
         """Return (out, lse)."""
-        out, lse = empty_results(self.q, self.v.shape[-1], self.dtype)
+        out, lse = make_empty_results(self.q, self.v.shape[-1], self.dtype)
 
         def compute(rows: HopRows) -> Sequence[Tensor]:
             for batch in self.batches(rows):
                 _, _, v, scores = self._scores(batch, rows)
                 part_lse = scores.logsumexp(-1)
-                part = weights_of(scores, part_lse) @ v
+                part = compute_weights(scores, part_lse) @ v
                 part, part_lse = (self._by_query(x, batch) for x in (part, part_lse.unsqueeze(-1)))
                 merge_(out[batch.where], lse[batch.where], part, part_lse.squeeze(-1))
             return ()
@@ -277,7 +277,7 @@ class SelectedPass:
                 grad, of_lse, of_delta = (
                     self._by_block(x, batch) for x in (grad_out, lse.unsqueeze(-1), delta.unsqueeze(-1))
                 )
-                weights = weights_of(scores, of_lse.squeeze(-1))
+                weights = compute_weights(scores, of_lse.squeeze(-1))
                 of_scores = (grad @ v.mT).sub_(of_delta).mul_(weights)
                 dq[batch.where].add_(self._by_query(of_scores @ k, batch), alpha=self.scale)
                 _add_rows(dk, batch.rows, of_scores.mT @ q)
@@ -314,7 +314,7 @@ def _add_rows(total: Tensor, rows: Tensor, parts: Tensor) -> None:
 
 
 @lru_cache(maxsize=16)
-@outside_inference_mode
+@leave_inference_mode
 def _places_by_position(layout: Layout, key: tuple[torch.device, int, Any]) -> Tensor:
     """Return rank * S + slot of each position, [T + 1]; at the end, and so for -1, P * S for no key."""
     places = np.append(layout.slots_by_position(), layout.ring_size * layout.local_tokens)

@@ -18,7 +18,7 @@ from ds_ring.layers.scan.scan import Letter, deliver
 from ds_ring.layers.scan.sequence_runs import sequence_runs
 from ds_ring.masks.slots import IntArray
 from ds_ring.ops.gradients import has_run_again, note_call, run_gradient
-from ds_ring.ops.handles import object_of, operator
+from ds_ring.ops.handles import get_object, operator
 from ds_ring.ops.passes import count_forward_pass
 from ds_ring.patterns.documents.pattern import Documents, Tree
 from ds_ring.schedule.layout import Layout
@@ -48,7 +48,7 @@ def hand_over_op(states: Tensor, turn: int, batch_parts: int, reverse: bool, han
         reverse: send gradients: from each run to the one before it, where they are added up.
         handle: of a `ScanContext`.
     """
-    context = object_of(handle, ScanContext)
+    context = get_object(handle, ScanContext)
     mesh, rank, runs = context.mesh, context.mesh.sequence_rank, context.runs
     with collective(mesh, "hand over", context.exchange) as call:
         context.agree(call, shape=tuple(states.shape[1:]), dtype=states.dtype, turn=turn, reverse=reverse)
@@ -77,7 +77,7 @@ hand_over_op.register_fake(lambda states, *_: states.new_empty(states.shape))
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     states, ctx.turn, ctx.batch_parts, ctx.reverse, handle = inputs
-    ctx.context = object_of(handle, ScanContext)  # alive until the backward pass
+    ctx.context = get_object(handle, ScanContext)  # alive until the backward pass
     note_call(ctx, ctx.context.exchange, states)
 
 

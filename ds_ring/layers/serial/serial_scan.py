@@ -15,13 +15,13 @@ from torch import Tensor
 from ds_ring.comm.collective import collective
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.comm.streams import is_fake
-from ds_ring.errors import RingShapeError, whole_number
+from ds_ring.errors import RingShapeError, check_whole_number
 from ds_ring.layers.scan.context import ScanContext, check_blocks, scan_context
 from ds_ring.layers.scan.recurrence import padded
 from ds_ring.layers.serial.hand_over import hand_over_op, turns
 from ds_ring.ops.checks import DTYPES, check_operand
 from ds_ring.ops.gradients import run_compared
-from ds_ring.ops.handles import never_traced
+from ds_ring.ops.handles import forbid_tracing
 from ds_ring.patterns.documents.pattern import Documents, Tree
 from ds_ring.schedule.layout import Layout
 
@@ -29,7 +29,7 @@ from ds_ring.schedule.layout import Layout
 CellStep = Callable[[Tensor, Sequence[Tensor]], tuple[Tensor, Tensor]]
 
 
-@never_traced
+@forbid_tracing
 def serial_scan(
     step: CellStep, initial: Tensor, tensors: Sequence[Tensor], *, layout: Layout, mesh: RingMesh,
     documents: Documents | Tree | None = None, block_size: int = 1, batch_parts: int = 1,
@@ -125,7 +125,7 @@ def _check(
     for x in tensors:
         check_operand("serial_scan: tensors", x)
     for name, value in (("block_size", block_size), ("batch_parts", batch_parts)):
-        whole_number(value, f"serial_scan: {name}", RingShapeError)
+        check_whole_number(value, f"serial_scan: {name}", RingShapeError)
     slots, batch = context.runs.local_tokens, len(initial)
     for x in tensors:
         if x.shape[:2] != (batch, slots):

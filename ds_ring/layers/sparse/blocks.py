@@ -27,7 +27,7 @@ from ds_ring.ops.gradients import run_compared
 from ds_ring.schedule.layout import Layout
 
 
-def tokens_of_blocks(
+def gather_blocks(
     x: Tensor, blocks: BlockLayout, mesh: RingMesh, hop_timeout_s: float
 ) -> tuple[Tensor, Tensor]:
     """Return the tokens of this rank's blocks [B, N, L, ...] of x [B, S, ...], and first slots [N].

@@ -13,17 +13,17 @@ from torch import Tensor
 from ds_ring.comm.collective import collective
 from ds_ring.comm.device_tables import on_device
 from ds_ring.comm.mesh import RingMesh, check_mesh
-from ds_ring.errors import RingConfigError, whole_number
+from ds_ring.errors import RingConfigError, check_whole_number
 from ds_ring.layers.selection.block_layout import BlockLayout
 from ds_ring.layers.selection.select import ring_select
-from ds_ring.layers.sparse.blocks import attend_to_blocks, check_shards, tokens_of_blocks, without_padding
-from ds_ring.ops.handles import never_traced
+from ds_ring.layers.sparse.blocks import attend_to_blocks, check_shards, gather_blocks, without_padding
+from ds_ring.ops.handles import forbid_tracing
 from ds_ring.patterns.documents.pattern import Documents
-from ds_ring.ring.merge import accumulator_dtype
+from ds_ring.ring.merge import get_accumulator_dtype
 from ds_ring.schedule.layout import Layout
 
 
-@never_traced
+@forbid_tracing
 def moba_attention(
     q: Tensor, k: Tensor, v: Tensor, *, layout: Layout, mesh: RingMesh, block_size: int, top_k: int,
     documents: Documents | None = None, scale: float | None = None, hop_timeout_s: float = 60.0,
@@ -58,19 +58,19 @@ def moba_attention(
     check_mesh(mesh)
     with collective(mesh, "moba_attention"):
         for name, value in (("block_size", block_size), ("top_k", top_k)):
-            whole_number(value, f"moba_attention: {name}", RingConfigError)
+            check_whole_number(value, f"moba_attention: {name}", RingConfigError)
         check_shards("moba_attention", layout, mesh, ("q", q), ("k", k), ("v", v))
         blocks = BlockLayout.from_tokens(layout, block_size, documents, whole=False)
     q, k, v = (without_padding(x, layout, mesh) for x in (q, k, v))
     positions = layout.positions(mesh.ring_rank)
     query_blocks = on_device(np.searchsorted(blocks.starts, positions, side="right") - 1, q.device)
     with torch.no_grad():
-        tokens, _ = tokens_of_blocks(k.transpose(1, 2), blocks, mesh, hop_timeout_s)
-        means = tokens.mean(dim=2, dtype=accumulator_dtype(k.dtype))  # [B, N, G, D]
+        tokens, _ = gather_blocks(k.transpose(1, 2), blocks, mesh, hop_timeout_s)
+        means = tokens.mean(dim=2, dtype=get_accumulator_dtype(k.dtype))  # [B, N, G, D]
 
         def scores(rows: slice, keys: Tensor, numbers: Tensor) -> Tensor:
-            of_groups = q[:, :, rows].unflatten(1, (k.shape[1], -1)).to(keys.dtype)
-            products = torch.einsum("bgrqd,bngd->bgrqn", of_groups, keys).flatten(1, 2)
+            from_groups = q[:, :, rows].unflatten(1, (k.shape[1], -1)).to(keys.dtype)
+            products = torch.einsum("bgrqd,bngd->bgrqn", from_groups, keys).flatten(1, 2)
             # not in place: selective checkpointing may have saved the product
             return products.masked_fill(numbers == query_blocks[rows, None], float("inf"))
 

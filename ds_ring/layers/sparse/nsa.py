@@ -21,7 +21,7 @@ from ds_ring.comm.device_tables import on_device
 from ds_ring.comm.mesh import RingMesh, check_mesh
 from ds_ring.comm.streams import is_fake
 from ds_ring.config.pass_options import PassOptions
-from ds_ring.errors import RingConfigError, RingShapeError, whole_number
+from ds_ring.errors import RingConfigError, RingShapeError, check_whole_number
 from ds_ring.layers.scan.context import scan_context
 from ds_ring.layers.scan.recurrence import padded
 from ds_ring.layers.scan.sequence_runs import in_blocks
@@ -30,7 +30,7 @@ from ds_ring.layers.selection.select import ring_select
 from ds_ring.layers.sparse.blocks import attend_to_blocks, check_shards, windows, without_padding
 from ds_ring.masks.catalog import Before, SlidingWindow
 from ds_ring.ops.checks import check_floats
-from ds_ring.ops.handles import never_traced
+from ds_ring.ops.handles import forbid_tracing
 from ds_ring.schedule.layout import Layout
 
 SCORED = 2048  # keys whose scores exist at a time, of all heads and a tile's queries
@@ -62,7 +62,7 @@ class NsaSizes:
         """Raise RingConfigError for sizes that are no numbers, or do not fit each other."""
         for name, value in vars(self).items():
             if value != 0 or not name.endswith("_blocks"):
-                whole_number(value, f"nsa_attention: {name}", RingConfigError)
+                check_whole_number(value, f"nsa_attention: {name}", RingConfigError)
         size, stride, block = self.compressed_size, self.stride, self.block_size
         if size % stride or block % stride or size > block:
             raise RingConfigError(
@@ -75,7 +75,7 @@ class NsaSizes:
             )
 
 
-@never_traced
+@forbid_tracing
 def nsa_attention(
     q: Tensor, k: Tensor | Sequence[Tensor], v: Tensor | Sequence[Tensor], gates: Tensor, *,
     layout: Layout, mesh: RingMesh, compress: Compress, sizes: NsaSizes | None = None,

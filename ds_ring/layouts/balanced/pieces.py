@@ -13,11 +13,11 @@ from ds_ring.schedule.choose import (
     EVEN,
     Candidate,
     Speeds,
-    best_of,
-    bound_to_one_head,
+    bind_one_head,
+    choose_best,
+    count_run_work,
     imbalance,
     rated,
-    work_of_runs,
 )  # fmt: skip
 from ds_ring.schedule.layout import ChunkLayout, Layout, Mix, PieceLayout
 
@@ -29,9 +29,11 @@ def make_balanced(tokens: int, ring_size: int, multiple_of: int, mix: Mix, speed
     """Assign pieces of the sequence so that all ranks have the same work; [Note: the cost of a layout]."""
     if not mix:
         raise RingLayoutError('layout "balanced" needs the pattern: make_layout(..., pattern=...)')
-    bound = tuple((bound_to_one_head(one), layers) for one, layers in mix)
+    bound = tuple((bind_one_head(one), layers) for one, layers in mix)
     options = even_pieces(tokens, ring_size, multiple_of, bound, speeds)
-    return best_of(bound, options)[0].layout if options else ChunkLayout(tokens, ring_size, multiple_of, 1)
+    return (
+        choose_best(bound, options)[0].layout if options else ChunkLayout(tokens, ring_size, multiple_of, 1)
+    )
 
 
 def even_pieces(
@@ -73,7 +75,7 @@ def _pieces(mix: Mix, tokens: int, pieces: int) -> tuple[IntArray, list[np.ndarr
     number = np.arange(pieces + 1)
     bounds = each * number + more * number // pieces  # tokens * number // pieces
     runs = np.stack([bounds[:-1], np.ones(pieces, dtype=np.int64), np.diff(bounds)], axis=1)
-    return bounds, [layers * work_of_runs(one, runs, tokens) for one, layers in mix]
+    return bounds, [layers * count_run_work(one, runs, tokens) for one, layers in mix]
 
 
 def _even_cuts(

@@ -27,7 +27,7 @@ from ds_ring.comm.streams import is_fake
 from ds_ring.memory.host.host_memory import HostMemory
 from ds_ring.memory.regions import running_region
 from ds_ring.ops.passes import SavedTensors
-from ds_ring.ring.buffers import Saved, heads_of
+from ds_ring.ring.buffers import Saved, select_chunk
 from ds_ring.schedule.steps import HeadChunk
 
 if TYPE_CHECKING:
@@ -89,14 +89,14 @@ class HeadStream:
         self._started: dict[int, list[tuple[Tensor, Any]]] = {}
         self._next = 0
 
-    def of(self, chunk: HeadChunk) -> Saved:
+    def load(self, chunk: HeadChunk) -> Saved:
         """Return q, k, v, out and lse of the next chunk's heads; start to bring those of the one after it."""
         if self._memory is None:
-            return heads_of(self._saved, chunk)
+            return select_chunk(self._saved, chunk)
         number, self._next = self._next, self._next + 1
         for index in range(number, min(number + 2, len(self._chunks))):
             if index not in self._started:
-                heads = heads_of(self._saved, self._chunks[index])
+                heads = select_chunk(self._saved, self._chunks[index])
                 self._started[index] = [self._memory.start_back(x, self._device) for x in heads]
         here = self._started.pop(number)
         for _, ready in here:

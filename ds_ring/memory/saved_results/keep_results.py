@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ds_ring.comm.device_tables import outside_inference_mode, to_device
+from ds_ring.comm.device_tables import leave_inference_mode, to_device
 from ds_ring.comm.streams import active_fake_mode
 from ds_ring.masks.branches import Branch, in_range
 from ds_ring.masks.pattern import Pattern, QueryHead
@@ -157,7 +157,7 @@ class KeepResults(SavedTensors):
         store = context.mesh.owners[ResultStore].store
         return reuse_or_run((context.handle, *call), partial(run, context), store, rows)
 
-    @outside_inference_mode
+    @leave_inference_mode
     def first_queries(
         self, context: RingContext, local_tokens: int, device: torch.device
     ) -> tuple[RingContext, Tensor]:

@@ -8,8 +8,8 @@ from pydantic import Field
 
 from ds_ring.config.messages import Accepted, AtLeastOne, PartKeys
 
-TileChoice = Literal["auto"] | bool | int
-TileTokens = Annotated[
+ChunkChoice = Literal["auto"] | bool | int
+ChunkTokens = Annotated[
     Literal["auto"] | bool | AtLeastOne,
     Accepted('"auto", true, false, or a whole number of at least 1 (tokens)', "write true, say"),
 ]
@@ -23,10 +23,10 @@ class TileKeys(PartKeys):
 
     description: ClassVar[str] = "what is computed in chunks or kept on the host"
 
-    tiled_loss: TileTokens = Field(
+    tiled_loss: ChunkTokens = Field(
         default=False, description="compute logits, loss and their gradients by tiles of tokens"
     )
-    tiled_mlp: TileTokens = Field(
+    tiled_mlp: ChunkTokens = Field(
         default=False, description="compute MLPs by tiles of tokens, again in the backward pass"
     )
 
@@ -36,7 +36,7 @@ class TileKeys(PartKeys):
         return self.tiled_loss is not False or self.tiled_mlp is not False or super().changes_models
 
 
-def tile_tokens(tile: TileChoice, width: int, device: str = "cpu") -> int:
+def get_chunk_tokens(tile: ChunkChoice, width: int, device: str = "cpu") -> int:
     """Return the tokens of a chunk of at most so many: 64 MiB of float32 on the CPU, 512 MiB elsewhere.
 
     Args:

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from ds_ring.data.session import RingSession
 from ds_ring.errors import RingConfigError
 from ds_ring.memory.tiles.deferred_logits import DeferredLogits, HeadFunction
-from ds_ring.memory.tiles.keys import tile_tokens
+from ds_ring.memory.tiles.keys import get_chunk_tokens
 from ds_ring.models.model import MODEL, TABLE
 from ds_ring.models.model_part import Loss, ModelPart
 from ds_ring.patches import imports_of, patch
@@ -85,7 +85,7 @@ def tiled_head(model: PreTrainedModel, session: RingSession) -> TiledHead | None
         log.info('tiled_loss "auto": %s computes its logits at once: %s', type(model).__name__, why_not)
         return None
     return TiledHead(
-        head, tile_tokens(choice, head.out_features, session.device.type), strict=choice != "auto"
+        head, get_chunk_tokens(choice, head.out_features, session.device.type), strict=choice != "auto"
     )
 
 

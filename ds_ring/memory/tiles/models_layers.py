@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from ds_ring.data.session import RingSession
 from ds_ring.errors import RingConfigError
-from ds_ring.memory.tiles.keys import TileChoice, tile_tokens
+from ds_ring.memory.tiles.keys import ChunkChoice, get_chunk_tokens
 from ds_ring.memory.tiles.tiled_call import tiled_call
 from ds_ring.models.model import TABLE
 from ds_ring.models.model_part import ModelPart
@@ -122,7 +122,7 @@ def _takes_one(module: nn.Module) -> bool:
 class _TiledModule:
     """Run one module tile by tile."""
 
-    def __init__(self, module: nn.Module, choice: TileChoice, session: RingSession, width: int) -> None:
+    def __init__(self, module: nn.Module, choice: ChunkChoice, session: RingSession, width: int) -> None:
         self._module, self._asked, self._session = module, choice, session
         self._plain = module.forward
         self._width = width  # of the widest row inside: elements
@@ -143,7 +143,7 @@ class _TiledModule:
             _say_once(name)
             return self._plain(*args, **kwargs)
         experts_of_a_token = inputs[1].shape[-1] if len(inputs) > 1 else 1
-        tile = tile_tokens(self._asked, self._width * experts_of_a_token, inputs[0].device.type)
+        tile = get_chunk_tokens(self._asked, self._width * experts_of_a_token, inputs[0].device.type)
         if leading.numel() <= tile:
             return self._plain(*args, **kwargs)
         return tiled_call(self._plain, inputs, list(self._module.parameters()), tile)

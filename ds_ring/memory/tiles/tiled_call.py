@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ds_ring.ring.merge import accumulator_dtype
+from ds_ring.ring.merge import get_accumulator_dtype
 
 Function = Callable[..., Tensor]
 
@@ -129,7 +129,9 @@ class _Tiled(torch.autograd.Function):
         wanted = ctx.needs_input_grad[1:]
         parameters = [x for x, want in zip(ctx.parameters, wanted[call.inputs :], strict=True) if want]
         gradients = [torch.empty_like(x) if want else None for x, want in zip(inputs, wanted, strict=False)]
-        sums = [torch.zeros(x.shape, dtype=accumulator_dtype(x.dtype), device=x.device) for x in parameters]
+        sums = [
+            torch.zeros(x.shape, dtype=get_accumulator_dtype(x.dtype), device=x.device) for x in parameters
+        ]
         for start in range(0, inputs[0].shape[0], call.tile):
             rows = slice(start, start + call.tile)
             leaves = [x[rows].detach().requires_grad_(want) for x, want in zip(inputs, wanted, strict=False)]

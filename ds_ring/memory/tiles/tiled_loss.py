@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import cross_entropy, linear
 
 from ds_ring.errors import RingConfigError
-from ds_ring.ring.merge import accumulator_dtype
+from ds_ring.ring.merge import get_accumulator_dtype
 
 IGNORE = -100  # the label of a token without one
 
@@ -73,7 +73,7 @@ class _TiledLoss(torch.autograd.Function):
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight_VH.dtype
         wanted = tuple(grads and want for want in ctx.needs_input_grad[:3])
         sums = _Sums(hidden_NH, weight_VH, bias_V, wanted)
-        total = torch.zeros((), dtype=accumulator_dtype(dtype), device=hidden_NH.device)
+        total = torch.zeros((), dtype=get_accumulator_dtype(dtype), device=hidden_NH.device)
         with torch.autocast(device, enabled=False):
             matrix_VH = weight_VH.to(dtype)
             offset_V = None if bias_V is None else bias_V.to(dtype)
@@ -110,7 +110,7 @@ class _Sums:
     ) -> None:
         self.hidden_NH = torch.empty_like(hidden_NH) if wanted[0] else None
         self.weight_VH, self.bias_V = (
-            torch.zeros(x.shape, dtype=accumulator_dtype(x.dtype), device=x.device)
+            torch.zeros(x.shape, dtype=get_accumulator_dtype(x.dtype), device=x.device)
             if want and x is not None
             else None
             for x, want in ((weight_VH, wanted[1]), (bias_V, wanted[2]))
@@ -141,7 +141,7 @@ def _compute_tile(
     leaf = logits_nV.detach().requires_grad_(wants_gradient)
     with torch.set_grad_enabled(wants_gradient):
         changed = leaf if change is None else change(leaf)
-        wide = changed.to(accumulator_dtype(changed.dtype))
+        wide = changed.to(get_accumulator_dtype(changed.dtype))
         loss = cross_entropy(wide, labels_n, ignore_index=IGNORE, reduction="sum")
     if not wants_gradient:
         return loss, None

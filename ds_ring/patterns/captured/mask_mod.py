@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor, fx
 
-from ds_ring.errors import RingPatternError, true_or_false
+from ds_ring.errors import RingPatternError, check_bool
 from ds_ring.masks.branches import Branch
 from ds_ring.masks.pattern import Pattern, QueryHead
 from ds_ring.masks.slots import IntArray
@@ -198,7 +198,7 @@ class MaskMod(Pattern):
             raise RingPatternError.wrong(
                 "MaskMod", "a mask_mod(batch, head, q_position, k_position)", self.function, "pass a function"
             )
-        true_or_false(self.is_known_causal, "MaskMod: is_known_causal", RingPatternError)
+        check_bool(self.is_known_causal, "MaskMod: is_known_causal", RingPatternError)
         if torch.compiler.is_compiling():  # it is made again while the graph is traced
             object.__setattr__(self, "made_in_graphs", True)
         else:

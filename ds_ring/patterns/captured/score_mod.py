@@ -219,7 +219,7 @@ class HeadScores(NamedTuple):
     mod: ScoreMod
     heads: range
 
-    def of(self, heads: slice) -> HeadScores:
+    def select(self, heads: slice) -> HeadScores:
         return self._replace(heads=self.heads[heads])
 
     def functions(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
-from ds_ring.errors import RingPatternError, shown, true_or_false, whole_number
-from ds_ring.masks.branches import Branch, equal_labels
+from ds_ring.errors import RingPatternError, check_bool, check_whole_number, shown
+from ds_ring.masks.branches import Branch, match_labels
 from ds_ring.masks.pattern import Pattern, QueryHead
 from ds_ring.masks.tiles import UNBOUNDED
 from ds_ring.patterns.dilated.residues import Residue
@@ -54,7 +54,7 @@ class Dilated(Pattern):
                 f"Dilated: expected {len(self.segment_lengths)} dilation rates, got"
                 f" {len(self.dilation_rates)}"
             )
-        true_or_false(self.causal, "Dilated: causal", RingPatternError)
+        check_bool(self.causal, "Dilated: causal", RingPatternError)
         if not isinstance(self.head_offsets, str) or self.head_offsets not in HEAD_OFFSETS:
             names, got = ", ".join(HEAD_OFFSETS), shown(self.head_offsets)
             raise RingPatternError(f"Dilated: head_offsets: expected one of {names}, got {got}")
@@ -62,7 +62,7 @@ class Dilated(Pattern):
     def branches(self, head: QueryHead) -> tuple[Branch, ...]:
         offsets, least = self.offsets(*head), 0 if self.causal else -UNBOUNDED
         numbers = zip(self.segment_lengths, self.dilation_rates, offsets, strict=True)
-        return tuple(equal_labels(Residue(w, r, o), least) for w, r, o in numbers)
+        return tuple(match_labels(Residue(w, r, o), least) for w, r, o in numbers)
 
     def offsets(self, head: int, query_heads: int, kv_heads: int) -> tuple[int, ...]:
         """Return o(h, i) of every branch."""
@@ -81,7 +81,7 @@ def _whole_numbers(given: object, name: str) -> tuple[int, ...]:
     if not isinstance(given, (list, tuple)) or not given:
         raise RingPatternError(f"Dilated: {name}: expected a list of positive integers, got {shown(given)}")
     try:
-        return tuple(whole_number(x, name, RingPatternError) for x in given)
+        return tuple(check_whole_number(x, name, RingPatternError) for x in given)
     except RingPatternError:
         text = shown(list(given)).removeprefix("list ")
         raise RingPatternError(f"Dilated: {name}: expected positive integers, got {text}") from None

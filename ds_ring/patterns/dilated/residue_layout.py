@@ -12,7 +12,7 @@ from ds_ring.errors import RingLayoutError
 from ds_ring.masks.pattern import QueryHead
 from ds_ring.masks.slots import IntArray
 from ds_ring.patterns.dilated.residues import Residue
-from ds_ring.schedule.choose import EVEN, in_words, rated
+from ds_ring.schedule.choose import EVEN, describe_mix, rated
 from ds_ring.schedule.layout import ChunkLayout, Layout, Mix, expand_runs
 
 MAX_RUNS = 1024  # per shard, for residue layouts in "auto": tables of tiles grow faster than the runs
@@ -80,7 +80,7 @@ def _residue_layouts(tokens: int, ring_size: int, multiple_of: int, mix: Mix) ->
             break
     else:
         raise RingLayoutError.wrong(
-            'layout "residue"', "a pattern with Dilated(...)", in_words(mix), 'give one, or take "auto"'
+            'layout "residue"', "a pattern with Dilated(...)", describe_mix(mix), 'give one, or take "auto"'
         )
     window, rates = dilations[0].length, tuple(dilation.rate for dilation in dilations)
     # each divides the next, as `ResidueLayout` asks for

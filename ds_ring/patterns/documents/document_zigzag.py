@@ -8,7 +8,7 @@ import numpy as np
 
 from ds_ring.errors import RingLayoutError
 from ds_ring.patterns.documents.table import Table
-from ds_ring.schedule.choose import in_words
+from ds_ring.schedule.choose import describe_mix
 from ds_ring.schedule.layout import Layout, Mix, PieceLayout
 
 
@@ -26,7 +26,7 @@ def make_document_zigzag(tokens: int, ring_size: int, multiple_of: int, mix: Mix
     if not tables:
         raise RingLayoutError(
             'layout "document_zigzag": expected a pattern with Documents(...), in the JSON "documents":'
-            f' true, got {in_words(mix) or None}; give one, or take "auto"'
+            f' true, got {describe_mix(mix) or None}; give one, or take "auto"'
         )
     if {table.tokens for table in tables} != {tokens}:
         raise RingLayoutError(

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from ds_ring.errors import RingPatternError, shown, whole_number
-from ds_ring.masks.branches import Branch, equal_labels, labelled
+from ds_ring.errors import RingPatternError, check_whole_number, shown
+from ds_ring.masks.branches import Branch, labelled, match_labels
 from ds_ring.masks.catalog import Causal, Chunked, SlidingWindow
 from ds_ring.masks.pattern import Pattern, QueryHead, check_numbers
 from ds_ring.masks.slots import IntArray
@@ -59,7 +59,7 @@ class Documents(Pattern):
         return Table(self.starts, tuple(np.where(ids < 0, -1, first[number]).tolist()), self.tokens)
 
     def branches(self, head: QueryHead) -> tuple[Branch, ...]:
-        return (equal_labels(self._table),)
+        return (match_labels(self._table),)
 
     def __str__(self) -> str:
         # tuples of ints have the same hash in every process, and ranks compare this text
@@ -130,7 +130,11 @@ class Tree(Pattern):
                     f" least 1, got parent {parent} and length {length}; put each node after its parent"
                 )
         total = sum(self.lengths)
-        tokens = total if self.tokens is None else whole_number(self.tokens, "Tree: tokens", RingPatternError)
+        tokens = (
+            total
+            if self.tokens is None
+            else check_whole_number(self.tokens, "Tree: tokens", RingPatternError)
+        )
         if tokens < total:
             raise RingPatternError(f"Tree: expected at least the {total} tokens of the nodes, got {tokens}")
         object.__setattr__(self, "tokens", tokens)

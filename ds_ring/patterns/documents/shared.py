@@ -9,7 +9,7 @@ import numpy as np
 
 from ds_ring.masks.slots import IntArray, repeat_rows
 from ds_ring.patterns.documents.table import Table
-from ds_ring.schedule.choose import work_of_runs
+from ds_ring.schedule.choose import count_run_work
 from ds_ring.schedule.layout import Layout, Mix, PieceLayout
 
 # Most of a rank's mean work, or of its tokens, that it takes of one document: each is a layout to compare.
@@ -26,7 +26,7 @@ def whole_and_shared(tokens: int, ring_size: int, multiple_of: int, mix: Mix) ->
     starts = np.unique(np.concatenate([np.array(table.starts, dtype=np.int64) for table in tables]))
     lengths = np.diff(starts, append=tokens)
     runs = np.stack([starts, np.ones_like(starts), lengths], axis=1)
-    works = sum(layers * work_of_runs(one, runs, tokens) for one, layers in mix)
+    works = sum(layers * count_run_work(one, runs, tokens) for one, layers in mix)
     found: dict[tuple[tuple[int, ...], tuple[int, ...]], Layout] = {}
     for share in SHARES:
         begins, owners = _dealt(starts, lengths, np.asarray(works), ring_size, share)

@@ -14,7 +14,7 @@ from functools import cached_property
 
 import numpy as np
 
-from ds_ring.errors import RingPatternError, shown, true_or_false, whole_number
+from ds_ring.errors import RingPatternError, check_bool, check_whole_number, shown
 from ds_ring.masks.branches import Branch, Partition
 from ds_ring.masks.catalog import Causal, Full, SlidingWindow
 from ds_ring.masks.pattern import Pattern, QueryHead, check_numbers
@@ -78,7 +78,7 @@ class BlockDiffusion(Pattern):
     def __post_init__(self) -> None:
         check_numbers(self, "block", "tokens", *(["window"] if self.window is not None else []))
         for name in ("causal", "corrupted_first"):
-            true_or_false(getattr(self, name), f"BlockDiffusion: {name}", RingPatternError)
+            check_bool(getattr(self, name), f"BlockDiffusion: {name}", RingPatternError)
         document_ranges(self.documents, self.tokens, "BlockDiffusion")
 
     def narrowed(self, asked: Pattern) -> BlockDiffusion:
@@ -182,7 +182,7 @@ class Drafter(Pattern):
     def __post_init__(self) -> None:
         check_numbers(self, "trunk", "draft")
         for name in ("causal", "last_step"):
-            true_or_false(getattr(self, name), f"Drafter: {name}", RingPatternError)
+            check_bool(getattr(self, name), f"Drafter: {name}", RingPatternError)
         if self.last_step and self.anchors is not None:
             raise RingPatternError("Drafter: last_step: expected no anchors, got some; they take one pass")
         document_ranges(self.documents, self.trunk, "Drafter")
@@ -211,7 +211,7 @@ class Drafter(Pattern):
         Raises:
             RingPatternError: branches with anchors, or no number from 1 to `draft`.
         """
-        number = whole_number(number, "Drafter: step", RingPatternError, self.draft)
+        number = check_whole_number(number, "Drafter: step", RingPatternError, self.draft)
         return replace(self, draft=number, last_step=True)
 
     @cached_property

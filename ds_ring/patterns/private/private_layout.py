@@ -13,7 +13,7 @@ import numpy as np
 from ds_ring.errors import RingLayoutError
 from ds_ring.masks.slots import IntArray
 from ds_ring.patterns.private.ranges import PrivateTable
-from ds_ring.schedule.choose import Candidate, Speeds, in_words, rated
+from ds_ring.schedule.choose import Candidate, Speeds, describe_mix, rated
 from ds_ring.schedule.layout import Layout, Mix, PieceLayout, expand_runs
 
 
@@ -44,7 +44,7 @@ def make_private(tokens: int, ring_size: int, multiple_of: int, mix: Mix) -> Lay
     if table is None or table.tokens != tokens:
         raise RingLayoutError.wrong(
             'layout "private"', f"a pattern with private tokens, of {tokens} tokens in all",
-            in_words(mix) if mix else "none", 'give BlockDiffusion or Drafter, or take "auto"',
+            describe_mix(mix) if mix else "none", 'give BlockDiffusion or Drafter, or take "auto"',
         )  # fmt: skip
     chunks = 2 * ring_size
     borders = _even_borders(table, chunks)
@@ -67,7 +67,7 @@ def beside(shared: Layout, pattern: Mix) -> PrivateLayout:
         raise RingLayoutError.wrong(
             "beside",
             f"private tokens beside {shared.tokens} shared ones",
-            in_words(pattern),
+            describe_mix(pattern),
             "make both",
         )
     runs = [(shared.runs(rank), rank) for rank in range(shared.ring_size)]

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ds_ring.errors import RingPatternError, shown, whole_number
+from ds_ring.errors import RingPatternError, check_whole_number, shown
 from ds_ring.masks.branches import Branch, in_range, overlapping
 from ds_ring.masks.pattern import Pattern, QueryHead
 from ds_ring.masks.tiles import UNBOUNDED
@@ -71,10 +71,10 @@ def _checked(number: int, given: Any) -> Slice:
         if not isinstance(one, (list, tuple)) or len(one) != 2:
             raise RingPatternError(f"{name}: expected (start, end), got {shown(one)}")
         start, end = one
-        # a range may begin at 0, which `whole_number` refuses
+        # a range may begin at 0, which `check_whole_number` refuses
         if not (isinstance(start, int) and not isinstance(start, bool) and start == 0):
-            start = whole_number(start, f"{name}: start", RingPatternError)
-        end = whole_number(end, f"{name}: end", RingPatternError)
+            start = check_whole_number(start, f"{name}: start", RingPatternError)
+        end = check_whole_number(end, f"{name}: end", RingPatternError)
         if start >= end:
             raise RingPatternError(f"{name}: expected start below end, got {start} and {end}")
         found.append((start, end))

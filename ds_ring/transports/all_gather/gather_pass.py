@@ -18,8 +18,8 @@ from ds_ring.kernels.interface import Kernel, Operands, value_dim
 from ds_ring.masks.tiles import Tiles
 from ds_ring.ops.context import RingContext
 from ds_ring.ops.prepare import Prepared
-from ds_ring.ring.merge import accumulator_dtype, empty_results, merge_
-from ds_ring.schedule.lowering import query_heads_of
+from ds_ring.ring.merge import get_accumulator_dtype, make_empty_results, merge_
+from ds_ring.schedule.lowering import get_query_heads
 from ds_ring.schedule.plan import Plan
 
 
@@ -47,15 +47,18 @@ class GatherPass:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Run the forward pass; same contract as `RingPass.forward`."""
-        out, lse = empty_results(q, value_dim(self.kernel, v), accumulator_dtype(q.dtype))
+        out, lse = make_empty_results(q, value_dim(self.kernel, v), get_accumulator_dtype(q.dtype))
         all_k, all_v = self._gather(k), self._gather(v)
         for origin, heads, kv, tiles in self._tiles():
             kv_pair = all_k[origin][:, kv], all_v[origin][:, kv]
             out_w, lse_w = out[:, heads], lse[:, heads]
-            for part in self.kernel.of_heads(heads).forward(q[:, heads], *kv_pair, tiles, self.scale):
+            for part in self.kernel.select_heads(heads).forward(q[:, heads], *kv_pair, tiles, self.scale):
                 rows, heads_here = part.q_rows, part.heads
                 merge_(
-                    rows.of(out_w[:, heads_here]), rows.of(lse_w[:, heads_here]), part.out_BHSD, part.lse_BHS
+                    rows.select(out_w[:, heads_here]),
+                    rows.select(lse_w[:, heads_here]),
+                    part.out_BHSD,
+                    part.lse_BHS,
                 )
         return out.to(q.dtype), lse
 
@@ -64,7 +67,7 @@ class GatherPass:
         grad_lse: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Return the gradients; same contract as `RingPass.backward`."""
-        dtype = accumulator_dtype(q.dtype)
+        dtype = get_accumulator_dtype(q.dtype)
         dq = torch.zeros(q.shape, dtype=dtype, device=q.device)
         all_k, all_v = self._gather(k), self._gather(v)
         # Gradients of the keys of all ranks: O(T) memory, in the accumulators' dtype.
@@ -75,7 +78,7 @@ class GatherPass:
             grad_lse_w = None if grad_lse is None else grad_lse[:, heads]
             inputs = (grad_w, q_w, *kv_pair, out_w, lse_w, tiles, self.scale, grad_lse_w)
             dq_w, dk_w, dv_w = dq[:, heads], all_dk[origin][:, kv], all_dv[origin][:, kv]
-            for part in self.kernel.of_heads(heads).backward(*inputs):
+            for part in self.kernel.select_heads(heads).backward(*inputs):
                 part.add_to(dq_w, dk_w, dv_w)
         dk, dv = all_dk[0], all_dv[0]
         if self.exchange is not None:
@@ -88,7 +91,7 @@ class GatherPass:
         layout = self.plan.layout
         mine = layout.runs(self.ring_rank)
         for head_class in self.plan.classes:
-            heads = query_heads_of(head_class.kv_heads, self.plan.group)
+            heads = get_query_heads(head_class.kv_heads, self.plan.group)
             for origin in range(self.plan.ring_size):
                 # Tiles of whole shards, not of the plan's payloads: here every rank has all keys.
                 yield origin, heads, head_class.kv_heads, head_class.pattern.tiles(mine, layout.runs(origin))

@@ -35,10 +35,10 @@ from ds_ring.ops.context import RingContext
 from ds_ring.ops.passes import Pass
 from ds_ring.ops.prepare import Prepared
 from ds_ring.ops.ring_op import make_pass as make_ring_pass
-from ds_ring.ring.accumulator import parts_wait
-from ds_ring.ring.buffers import some_heads
-from ds_ring.ring.merge import accumulator_dtype
-from ds_ring.ring.pair import BufferKind, Pair, kind_of, payload_dtypes
+from ds_ring.ring.accumulator import check_parts_wait
+from ds_ring.ring.buffers import select_some_heads
+from ds_ring.ring.merge import get_accumulator_dtype
+from ds_ring.ring.pair import BufferKind, Pair, get_payload_dtypes, make_buffer_kind
 from ds_ring.ring.pool import Block, Buffers
 from ds_ring.ring.prepared import PreparedPass, PreparedPasses
 from ds_ring.schedule.lowering import head_bytes, lower_rank
@@ -137,7 +137,7 @@ class PullExchange(Exchange):
         backward, size = grad_out is not None, head_bytes(k, v)
         lower = partial(lower_rank, backward=backward, head_bytes=size, chunk_bytes=setup.chunk_bytes)
         steps = lower(setup.rank_plan)
-        prepared = passes.of(steps, k, v)
+        prepared = passes.get(steps, k, v)
         if prepared.messages is None:
             kind_at = partial(kind_in_pass, setup.kernel, q, k, v)
             ranks = [place_buffers(lower(plan.rank(rank)), kind_at) for rank in range(mesh.ring_size)]
@@ -223,11 +223,11 @@ def kind_in_pass(
     kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, chunk: HeadChunk, payload: Payload, slots: int
 ) -> BufferKind:
     """Return the kind of a buffer of a pass, as `RingBuffers` makes it."""
-    sums = accumulator_dtype(q.dtype)
-    parts = k.dtype if parts_wait(kernel, q.dtype, sums) else sums
-    first, second = some_heads(chunk.kv_heads, k, v)
-    dtype = payload_dtypes(k.dtype, sums, parts)[payload]
-    return kind_of(Pair(first, second), slots, payload, dtype, codec=chunk.steps.codec)
+    sums = get_accumulator_dtype(q.dtype)
+    parts = k.dtype if check_parts_wait(kernel, q.dtype, sums) else sums
+    first, second = select_some_heads(chunk.kv_heads, k, v)
+    dtype = get_payload_dtypes(k.dtype, sums, parts)[payload]
+    return make_buffer_kind(Pair(first, second), slots, payload, dtype, codec=chunk.steps.codec)
 
 
 def give_places(

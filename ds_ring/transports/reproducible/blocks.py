@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from ds_ring.kernels.interface import Kernel
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import Tiles
-from ds_ring.ring.merge import accumulator_dtype, empty_results, merge_
+from ds_ring.ring.merge import get_accumulator_dtype, make_empty_results, merge_
 from ds_ring.schedule.layout import Layout, whole_blocks
 
 Partial = tuple[Tensor, Tensor]  # out and lse of a block of queries
@@ -117,10 +117,10 @@ def attend_square(
     kernel: Kernel, q_i: Tensor, k_j: Tensor, v_j: Tensor, tiles: Tiles, scale: float, value_dim: int
 ) -> Partial:
     """Return what a block of keys contributes to a block of queries: a call of the same shape everywhere."""
-    out, lse = empty_results(q_i, value_dim, accumulator_dtype(q_i.dtype))
+    out, lse = make_empty_results(q_i, value_dim, get_accumulator_dtype(q_i.dtype))
     for part in kernel.forward(q_i, k_j, v_j, tiles, scale):
         rows, heads = part.q_rows, part.heads
-        merge_(rows.of(out[:, heads]), rows.of(lse[:, heads]), part.out_BHSD, part.lse_BHS)
+        merge_(rows.select(out[:, heads]), rows.select(lse[:, heads]), part.out_BHSD, part.lse_BHS)
     return out, lse
 
 

@@ -21,10 +21,10 @@ from ds_ring.kernels.interface import Kernel
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.slots import IntArray
 from ds_ring.ops.context import RingContext
-from ds_ring.ring.merge import accumulator_dtype, empty_results
+from ds_ring.ring.merge import get_accumulator_dtype, make_empty_results
 from ds_ring.schedule.layout import Layout
-from ds_ring.schedule.lowering import query_heads_of
-from ds_ring.schedule.plan import head_classes
+from ds_ring.schedule.lowering import get_query_heads
+from ds_ring.schedule.plan import find_head_classes
 from ds_ring.transports.reproducible.blocks import (
     Partial,
     attend_square,
@@ -68,7 +68,7 @@ class FewQueries:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Return (out, lse); same contract as `ReplicatedPass.forward`."""
-        out, lse = empty_results(q, v.shape[-1], accumulator_dtype(q.dtype))
+        out, lse = make_empty_results(q, v.shape[-1], get_accumulator_dtype(q.dtype))
         blocks = list(self._blocks(q.shape[1], k.shape[1]))
         if not blocks:
             return out.to(q.dtype), lse
@@ -82,8 +82,8 @@ class FewQueries:
     def _blocks(self, query_heads: int, kv_heads: int) -> Iterator[_QueryBlock]:
         size = self.context.options.block_size
         numbers = self.positions // size
-        for kv, pattern in head_classes(self.context.pattern, query_heads, kv_heads):
-            heads = query_heads_of(kv, query_heads // kv_heads)
+        for kv, pattern in find_head_classes(self.context.pattern, query_heads, kv_heads):
+            heads = get_query_heads(kv, query_heads // kv_heads)
             tokens = self.layout.tokens
             if has_whole_blocks(pattern):
                 tokens = -(-tokens // size) * size
@@ -110,7 +110,7 @@ class FewQueries:
         size, filled = self.context.options.block_size, has_whole_blocks(block.pattern)
         tree = TreeSum[Partial](block.leaves, merged)
         q_i = _placed(q[:, block.heads].index_select(2, on_device(block.queries, q.device)), block, 0.0)
-        kernel, read = self.kernel.of_heads(block.heads), set(block.leaves.tolist())
+        kernel, read = self.kernel.select_heads(block.heads), set(block.leaves.tolist())
         for keys in cut_blocks(self.layout, self.context.mesh.ring_rank, size, filled):
             if keys.number in read:
                 tiles = make_tiles(block.pattern, block.tokens, size, block.number, keys.number)
@@ -136,7 +136,7 @@ class FewQueries:
             [len(nodes) * math.prod(shape) for nodes, shape in zip(block_nodes, shapes, strict=True)]
             for block_nodes in of_rank
         ]
-        sent = v.new_zeros(max(map(sum, sizes)), dtype=accumulator_dtype(v.dtype))
+        sent = v.new_zeros(max(map(sum, sizes)), dtype=get_accumulator_dtype(v.dtype))
         parts = [
             torch.cat([nodes[node][0], nodes[node][1].unsqueeze(-1)], dim=-1)
             .index_select(2, on_device(block.rows, v.device))

@@ -30,8 +30,8 @@ from ds_ring.kernels.interface import Kernel, Operands, value_dim
 from ds_ring.masks.tiles import Tiles
 from ds_ring.ops.context import RingContext
 from ds_ring.ops.prepare import Prepared
-from ds_ring.ring.merge import accumulator_dtype, empty_results
-from ds_ring.schedule.lowering import query_heads_of
+from ds_ring.ring.merge import get_accumulator_dtype, make_empty_results
+from ds_ring.schedule.lowering import get_query_heads
 from ds_ring.schedule.plan import Plan
 from ds_ring.transports.owner_walk import walk_owners
 from ds_ring.transports.reproducible.blocks import (
@@ -76,18 +76,18 @@ class ReproduciblePass:
 
     def __post_init__(self) -> None:
         for head_class in self.plan.classes:
-            self._heads.append((query_heads_of(head_class.kv_heads, self.plan.group), head_class.kv_heads))
+            self._heads.append((get_query_heads(head_class.kv_heads, self.plan.group), head_class.kv_heads))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Run the forward pass; same contract as `RingPass.forward`."""
-        dtype = accumulator_dtype(q.dtype)
-        out, lse = empty_results(q, value_dim(self.kernel, v), dtype)
+        dtype = get_accumulator_dtype(q.dtype)
+        out, lse = make_empty_results(q, value_dim(self.kernel, v), dtype)
         trees: dict[tuple[int, int], TreeSum[Partial]] = {}
 
         def compute(owner: int, keys: Sequence[Tensor]) -> Sequence[Tensor]:
             for (number, query, key), place, k_j, v_j in self._walk_squares(owner, keys):
                 heads = self._heads[number][0]
-                kernel, tiles = self.kernel.of_heads(heads), self._tiles(number, query, key)
+                kernel, tiles = self.kernel.select_heads(heads), self._tiles(number, query, key)
                 q_i = place.tokens(q[:, heads])
                 part = attend_square(kernel, q_i, k_j, v_j, tiles, self.scale, out.shape[-1])
                 if (number, query) not in trees:
@@ -110,7 +110,7 @@ class ReproduciblePass:
         grad_lse: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Return the gradients; same contract as `RingPass.backward`."""
-        dtype = accumulator_dtype(q.dtype)
+        dtype = get_accumulator_dtype(q.dtype)
         totals = [torch.zeros_like(x, dtype=dtype) for x in (q, k, v)]
         of_queries: dict[tuple[int, int], TreeSum[Tensor]] = {}
         of_keys: dict[tuple[int, int], TreeSum[list[Tensor]]] = {}
@@ -127,7 +127,7 @@ class ReproduciblePass:
                 grad_lse_i = None if grad_lse is None else place.tokens(grad_lse[:, heads])
                 dq, dk, dv = (torch.zeros_like(x, dtype=dtype) for x in (q_i, k_j, v_j))
                 inputs = (grad_i, q_i, k_j, v_j, out_i, lse_i, self._tiles(number, query, key), self.scale)
-                for part in self.kernel.of_heads(heads).backward(*inputs, grad_lse_i):
+                for part in self.kernel.select_heads(heads).backward(*inputs, grad_lse_i):
                     part.add_to(dq, dk, dv)
                 if (number, query) not in of_queries:
                     leaves = np.flatnonzero(self._squares(number)[query])
@@ -217,7 +217,7 @@ class ReproduciblePass:
         add: Callable[[int, Sequence[Tensor]], None] | None,
     ) -> None:  # fmt: skip
         """Call `compute` with the blocks of one owner after the other; see `walk_owners`."""
-        size, rank, dtype = self.plan.ring_size, self.ring_rank, accumulator_dtype(k.dtype)
+        size, rank, dtype = self.plan.ring_size, self.ring_rank, get_accumulator_dtype(k.dtype)
 
         def leaving(reader: int) -> list[Tensor]:
             at = [(self._heads[number][1], block) for number, block, _ in self._read(rank, reader)]

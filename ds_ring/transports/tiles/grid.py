@@ -28,7 +28,7 @@ from typing import NamedTuple
 ALL = -1  # the queries of all ranks of a row, or the keys of all ranks of a column
 
 
-class TileGrid(NamedTuple):
+class PassGrid(NamedTuple):
     """A grid of P = key_ranks x query_ranks; [Note: tiles of the attention matrix]."""
 
     key_ranks: int  # a: ranks of a column, whose keys meet
@@ -58,7 +58,7 @@ class TileGrid(NamedTuple):
         return self.rank(row, column + distance)
 
 
-class TileBlock(NamedTuple):
+class GridBlock(NamedTuple):
     """Queries and keys that one kernel call attends with, by the distance to their owners, or ALL.
 
     `part` is 0 for all pairs; 1 and 2 for the two parts of the own shard's, by queries.
@@ -76,28 +76,28 @@ class Step(NamedTuple):
     keys_in: tuple[int, ...]
     queries_back: tuple[int, ...]  # partial results, or dQ
     keys_back: tuple[int, ...]  # dK and dV
-    block: TileBlock | None
+    block: GridBlock | None
 
 
-def order_blocks(grid: TileGrid, backward: bool) -> Iterator[TileBlock]:
+def order_blocks(grid: PassGrid, backward: bool) -> Iterator[GridBlock]:
     """Yield the blocks of a pass in order; see [Note: the order of blocks]."""
     a, b = grid.key_ranks, grid.query_ranks
     if backward:
-        yield TileBlock(0, 0, 1)
-        yield from (TileBlock(i, 0) for i in range(1, b))
-        yield from (TileBlock(ALL, j) for j in range(1, a - 1))
+        yield GridBlock(0, 0, 1)
+        yield from (GridBlock(i, 0) for i in range(1, b))
+        yield from (GridBlock(ALL, j) for j in range(1, a - 1))
         if a > 1:
-            yield from (TileBlock(i, a - 1) for i in (*range(1, b), 0))
-        yield TileBlock(0, 0, 2)
+            yield from (GridBlock(i, a - 1) for i in (*range(1, b), 0))
+        yield GridBlock(0, 0, 2)
     else:
-        yield from (TileBlock(0, j) for j in range(max(a - 1, 1)))
-        yield from (TileBlock(i, ALL) for i in range(1, b))
+        yield from (GridBlock(0, j) for j in range(max(a - 1, 1)))
+        yield from (GridBlock(i, ALL) for i in range(1, b))
         if a > 1:
-            yield TileBlock(0, a - 1)
+            yield GridBlock(0, a - 1)
 
 
 @lru_cache(maxsize=64)
-def list_steps(grid: TileGrid, backward: bool) -> tuple[Step, ...]:
+def list_steps(grid: PassGrid, backward: bool) -> tuple[Step, ...]:
     """Return the steps of a pass; all ranks of a grid have the same."""
     blocks = list(order_blocks(grid, backward))
     queries, keys = (
@@ -118,7 +118,7 @@ def list_steps(grid: TileGrid, backward: bool) -> tuple[Step, ...]:
     return tuple(steps) if any(steps[-1][:4]) else tuple(steps[:-1])
 
 
-def _uses(blocks: list[TileBlock], count: int, side: int) -> dict[int, tuple[int, int]]:
+def _uses(blocks: list[GridBlock], count: int, side: int) -> dict[int, tuple[int, int]]:
     """Return the first and the last block that reads the tokens of each rank but the own one."""
     uses = {}
     for distance in range(1, count):

@@ -59,7 +59,7 @@ class StepMessages:
             self.receives += [Message(x, of, name) for name, x in zip(names, tensors, strict=True)]
 
 
-class TileSide:
+class GridSide:
     """One side of a tile: the queries of a row, or the keys of a column.
 
     Args:

@@ -12,14 +12,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ds_ring.masks.joins import cut_queries, middle_slot
+from ds_ring.masks.joins import cut_queries, find_middle_slot
 from ds_ring.masks.pattern import BoundPattern, Pattern
-from ds_ring.masks.slots import IntArray, SlotRanges, count_slots, no_slots, ranges_of_progressions
+from ds_ring.masks.slots import IntArray, SlotRanges, count_slots, merge_progressions, no_slots
 from ds_ring.masks.tiles import Axis, Tiles
-from ds_ring.schedule.head_class import tiles_of_payload
+from ds_ring.schedule.head_class import map_tiles_to_payload
 from ds_ring.schedule.layout import Layout
-from ds_ring.schedule.plan import head_classes, sampled_origins
-from ds_ring.transports.tiles.grid import ALL, TileBlock, TileGrid
+from ds_ring.schedule.plan import find_head_classes, sample_origins
+from ds_ring.transports.tiles.grid import ALL, GridBlock, PassGrid
 
 UNEVEN = 0.05  # more pairs on the busiest rank than with another grid
 LEAST_KEPT = 1024  # queries of the own shard whose block is kept for the end of a backward pass
@@ -70,16 +70,16 @@ class Traffic(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class TilePlan:
+class GridPlan:
     """The plan of a pattern on a layout and a grid, for all ranks; computed on demand."""
 
     layout: Layout
-    grid: TileGrid
+    grid: PassGrid
     group: int  # query heads that share a K/V head
     classes: tuple[tuple[slice, BoundPattern], ...]  # K/V heads with equal patterns
     kv_heads: int
     _reads: dict[tuple[int, int], Reads] = field(default_factory=dict, repr=False)
-    _tables: dict[tuple[int, int], RankTiles] = field(default_factory=dict, repr=False)
+    _tables: dict[tuple[int, int], RankGrid] = field(default_factory=dict, repr=False)
 
     def table(self, number: int, ring_rank: int) -> tuple[Tiles, IntArray, IntArray]:
         """Return the tiles of a class on a rank, and where the slots of each rank of both sides begin."""
@@ -99,11 +99,11 @@ class TilePlan:
             self._reads[key] = Reads(side_reads[0], side_reads[1], count)
         return self._reads[key]
 
-    def tiles(self, number: int, ring_rank: int) -> RankTiles:
+    def tiles(self, number: int, ring_rank: int) -> RankGrid:
         """Return what a class does on a rank."""
         key = number, ring_rank
         if key not in self._tables:
-            self._tables[key] = RankTiles.for_rank(self, number, ring_rank)
+            self._tables[key] = RankGrid.for_rank(self, number, ring_rank)
         return self._tables[key]
 
     def pairs(self, ring_rank: int) -> int:
@@ -182,7 +182,7 @@ class TilePlan:
         ranges = no_slots()
         if len(source):
             rows = np.stack([axis.slot + source, axis.slot_step, axis.length], axis=1)
-            ranges = ranges_of_progressions(rows)
+            ranges = merge_progressions(rows)
         owner = np.searchsorted(apart, ranges[:, 0], side="right") - 1
         slots = ranges - apart[owner][:, None]
         bounds = np.searchsorted(owner, np.arange(1, len(first) + 1))
@@ -190,7 +190,7 @@ class TilePlan:
         return np.array([[0, valid]]) if valid else no_slots(), *np.split(slots, bounds)[1:-1]
 
 
-class RankTiles:
+class RankGrid:
     """What one class of heads does on one rank; [Note: the order of blocks] in `grid.py`.
 
     Attributes:
@@ -209,10 +209,10 @@ class RankTiles:
         self.query_readers, self.key_readers = query_readers, key_readers
         self._table = table  # slots count through the tokens that are read, rank after rank
         self._q_first, self._k_first = (_firsts(side) for side in (reads.queries, reads.keys))
-        self._blocks: dict[TileBlock, Tiles] = {}
+        self._blocks: dict[GridBlock, Tiles] = {}
 
     @classmethod
-    def for_rank(cls, plan: TilePlan, number: int, ring_rank: int) -> RankTiles:
+    def for_rank(cls, plan: GridPlan, number: int, ring_rank: int) -> RankGrid:
         """Return those of a class on a rank."""
         grid, reads = plan.grid, plan.reads(number, ring_rank)
         table, q_first, k_first = plan.table(number, ring_rank)
@@ -228,7 +228,7 @@ class RankTiles:
         ]
         return cls(table, reads, queries, keys)
 
-    def make_block_tiles(self, block: TileBlock) -> Tiles:
+    def make_block_tiles(self, block: GridBlock) -> Tiles:
         """Return the tiles of a block; slots count from the first token of what it reads on each side."""
         if block not in self._blocks:
             tiles = self._table
@@ -237,7 +237,7 @@ class RankTiles:
             if block.key != ALL:
                 tiles = _select_source(tiles, self._k_first, block.key)
             if block.part:
-                cut = middle_slot(tiles)
+                cut = find_middle_slot(tiles)
                 keep = min(cut, count_slots(self.queries[0]) - cut) >= LEAST_KEPT
                 if keep:
                     tiles = cut_queries(tiles, (cut,))[block.part % 2]
@@ -268,7 +268,7 @@ def _packed(tiles: Tiles, first: IntArray, held: Sequence[SlotRanges]) -> Tiles:
         part = tiles.rows(source == distance)
         if len(part):
             part = _moved(part, -int(first[distance]))
-            parts.append(_moved(tiles_of_payload(part, held[distance]) if distance else part, int(begin)))
+            parts.append(_moved(map_tiles_to_payload(part, held[distance]) if distance else part, int(begin)))
     return Tiles.concat(parts)
 
 
@@ -280,28 +280,28 @@ def _select_source(tiles: Tiles, firsts: IntArray, distance: int) -> Tiles:
 
 
 @lru_cache(maxsize=64)
-def tile_plan(pattern: Pattern, layout: Layout, query_heads: int, kv_heads: int, grid: TileGrid) -> TilePlan:
+def tile_plan(pattern: Pattern, layout: Layout, query_heads: int, kv_heads: int, grid: PassGrid) -> GridPlan:
     """Return the plan of a pattern on a layout and a grid, of H and G heads per rank."""
-    classes = tuple((heads, bound) for heads, bound in head_classes(pattern, query_heads, kv_heads))
+    classes = tuple((heads, bound) for heads, bound in find_head_classes(pattern, query_heads, kv_heads))
     assert all(isinstance(bound, BoundPattern) for _, bound in classes)
-    return TilePlan(layout, grid, query_heads // kv_heads, classes, kv_heads)  # type: ignore[arg-type]
+    return GridPlan(layout, grid, query_heads // kv_heads, classes, kv_heads)  # type: ignore[arg-type]
 
 
 @lru_cache(maxsize=64)
 def choose_grid(
     pattern: Pattern, layout: Layout, query_heads: int, kv_heads: int, size: TokenBytes,
     ranks_per_node: int = 0,
-) -> TileGrid:  # fmt: skip
+) -> PassGrid:  # fmt: skip
     """Return the grid of the fewest bytes among those that share the work about as evenly as any.
 
     Bytes are those of the busiest rank: between nodes if these are known, then in all. A large ring is
     represented by some of its ranks. Of equal grids the one with more ranks in a column is taken: with P in a
     column only keys travel, as in a ring, and the work is as even as the layout makes it.
     """
-    ranks, ring = sampled_origins(layout.ring_size), layout.ring_size
+    ranks, ring = sample_origins(layout.ring_size), layout.ring_size
     node = ranks_per_node if 1 < ranks_per_node < ring else 0
-    most: dict[TileGrid, int] = {}
-    cost: dict[TileGrid, tuple[int, int, int]] = {}
+    most: dict[PassGrid, int] = {}
+    cost: dict[PassGrid, tuple[int, int, int]] = {}
     for grid in list_grids(ring):
         plan = tile_plan(pattern, layout, query_heads, kv_heads, grid)
         each = [plan.read_bytes(rank, size, node) for rank in ranks]
@@ -311,8 +311,8 @@ def choose_grid(
     return min((grid for grid in cost if most[grid] <= (1 + UNEVEN) * least), key=cost.__getitem__)
 
 
-def list_grids(ring_size: int) -> list[TileGrid]:
+def list_grids(ring_size: int) -> list[PassGrid]:
     """Return all grids of a ring; those of one row or one column once."""
     columns = [a for a in range(1, ring_size + 1) if ring_size % a == 0]
-    grids = [TileGrid(a, ring_size // a, near) for a in columns for near in (True, False)]
+    grids = [PassGrid(a, ring_size // a, near) for a in columns for near in (True, False)]
     return [grid for grid in grids if grid.keys_are_near or 1 < grid.key_ranks < ring_size]

@@ -21,12 +21,12 @@ from ds_ring.masks.slots import SlotRanges, count_slots, expand_ranges
 from ds_ring.masks.tiles import Tiles
 from ds_ring.ops.context import RingContext
 from ds_ring.ops.prepare import Prepared
-from ds_ring.ring.accumulator import Accumulator, parts_wait
-from ds_ring.ring.merge import accumulator_dtype
-from ds_ring.schedule.lowering import head_bytes, head_chunks, query_heads_of
-from ds_ring.transports.tiles.grid import ALL, TileGrid, list_steps
-from ds_ring.transports.tiles.pieces import FEW_RANGES, StepMessages, TileSide, add_at, rows
-from ds_ring.transports.tiles.plan import RankTiles, TilePlan, TokenBytes, choose_grid, tile_plan
+from ds_ring.ring.accumulator import Accumulator, check_parts_wait
+from ds_ring.ring.merge import get_accumulator_dtype
+from ds_ring.schedule.lowering import get_query_heads, head_bytes, split_heads
+from ds_ring.transports.tiles.grid import ALL, PassGrid, list_steps
+from ds_ring.transports.tiles.pieces import FEW_RANGES, GridSide, StepMessages, add_at, rows
+from ds_ring.transports.tiles.plan import GridPlan, RankGrid, TokenBytes, choose_grid, tile_plan
 
 
 def make_pass(
@@ -34,7 +34,7 @@ def make_pass(
     prepared: Prepared,
     operands: Operands,
     finish_header_check: Callable[[], None] | None,
-) -> TilePass:
+) -> GridPass:
     """Return the pass of a context, on the grid whose messages have the fewest bytes."""
     mesh, plan = context.mesh, prepared.plan
     nodes = mesh.grid.ring_ranks_per_node(mesh.global_rank, mesh.ranks_per_node) or 0
@@ -42,28 +42,28 @@ def make_pass(
     return pass_on(choose_grid(*shape, token_bytes(prepared.kernel, operands), nodes), context, prepared)
 
 
-def pass_on(grid: TileGrid, context: RingContext, prepared: Prepared) -> TilePass:
+def pass_on(grid: PassGrid, context: RingContext, prepared: Prepared) -> GridPass:
     """Return the pass of a context on a grid."""
     plan = prepared.plan
     tiles = tile_plan(plan.pattern, plan.layout, plan.query_heads, plan.kv_heads, grid)
     settings = prepared.kernel, context.exchange, prepared.scale, prepared.chunk_bytes
-    return TilePass(tiles, context.mesh.ring_rank, *settings)
+    return GridPass(tiles, context.mesh.ring_rank, *settings)
 
 
 def token_bytes(kernel: Kernel, operands: Operands) -> TokenBytes:
     """Return the bytes of a token in the messages of a pass over these operands."""
     q, _, v, grad_out, has_grad_lse = operands
-    sizes = q.element_size(), accumulator_dtype(q.dtype).itemsize
+    sizes = q.element_size(), get_accumulator_dtype(q.dtype).itemsize
     return TokenBytes.for_pass(
         grad_out is not None, q.shape[-1], value_dim(kernel, v), *sizes, lses=1 + has_grad_lse
     )
 
 
 @dataclass(frozen=True)
-class TilePass:
+class GridPass:
     """The inputs of both passes; see `RingPass` for the shapes."""
 
-    plan: TilePlan
+    plan: GridPlan
     ring_rank: int
     kernel: Kernel
     exchange: Exchange | None
@@ -74,9 +74,9 @@ class TilePass:
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Run the forward pass; same contract as `RingPass.forward`."""
         out = q.new_empty((*q.shape[:-1], value_dim(self.kernel, v)))
-        lse = q.new_empty(q.shape[:-1], dtype=accumulator_dtype(q.dtype))
+        lse = q.new_empty(q.shape[:-1], dtype=get_accumulator_dtype(q.dtype))
         for tiles, heads, kv in self._chunks(k, v):
-            kernel = self.kernel.of_heads(heads)
+            kernel = self.kernel.select_heads(heads)
             total = _merged(kernel, out[:, heads], lse[:, heads])
             self._forward(
                 tiles, kernel, q[:, heads], k[:, kv], v[:, kv], total, (out[:, heads], lse[:, heads])
@@ -84,7 +84,7 @@ class TilePass:
         return out, lse
 
     def _forward(
-        self, tiles: RankTiles, kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, total: Accumulator,
+        self, tiles: RankGrid, kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, total: Accumulator,
         results: Sequence[Tensor],
     ) -> None:  # fmt: skip
         """Run the forward pass of a head chunk: `total` merges its results."""
@@ -135,13 +135,13 @@ class TilePass:
         query_rows = [grad_out, q, out, lse, *(() if grad_lse is None else (grad_lse.to(lse.dtype),))]
         for tiles, heads, kv in self._chunks(k, v):
             of_queries, of_keys = [x[:, heads] for x in query_rows], [x[:, kv] for x in (k, v)]
-            gradients = self._backward(tiles, self.kernel.of_heads(heads), of_queries, of_keys)
+            gradients = self._backward(tiles, self.kernel.select_heads(heads), of_queries, of_keys)
             for to, x in zip((dq[:, heads], dk[:, kv], dv[:, kv]), gradients, strict=True):
                 to[:, :, : len(x)] = x.movedim(0, 2)
         return dq, dk, dv
 
     def _backward(
-        self, tiles: RankTiles, kernel: Kernel, query_rows: Sequence[Tensor], kv: Sequence[Tensor]
+        self, tiles: RankGrid, kernel: Kernel, query_rows: Sequence[Tensor], kv: Sequence[Tensor]
     ) -> tuple[Tensor, ...]:
         """Return dq, dk and dv of the own tokens of a head chunk, [valid, B, heads, ...].
 
@@ -198,23 +198,23 @@ class TilePass:
                 part.add_to(*targets)
                 del part
 
-    def _chunks(self, k: Tensor, v: Tensor) -> Iterator[tuple[RankTiles, slice, slice]]:
+    def _chunks(self, k: Tensor, v: Tensor) -> Iterator[tuple[RankGrid, slice, slice]]:
         """Yield what each chunk of heads does: its tiles, query heads and K/V heads."""
         for number, (kv_heads, _) in enumerate(self.plan.classes):
-            for kv in head_chunks(kv_heads, head_bytes(k, v), self.chunk_bytes):
-                yield self.plan.tiles(number, self.ring_rank), query_heads_of(kv, self.plan.group), kv
+            for kv in split_heads(kv_heads, head_bytes(k, v), self.chunk_bytes):
+                yield self.plan.tiles(number, self.ring_rank), get_query_heads(kv, self.plan.group), kv
 
     def _sides(
-        self, tiles: RankTiles, names: Sequence[str], of_queries: Sequence[Tensor], kv: Sequence[Tensor],
+        self, tiles: RankGrid, names: Sequence[str], of_queries: Sequence[Tensor], kv: Sequence[Tensor],
         keys_stay: bool,
-    ) -> tuple[TileSide, TileSide]:  # fmt: skip
+    ) -> tuple[GridSide, GridSide]:  # fmt: skip
         """Return queries and keys of a chunk: those that stay in one buffer, and those that pass through."""
         valid, grid = count_slots(tiles.queries[0]), self.plan.grid
         q_own, k_own = ([x[:, :, :valid] for x in side] for side in (of_queries, kv))
         at_q, at_k = (partial(where, self.ring_rank) for where in (grid.in_row, grid.in_column))
         return (
-            TileSide(q_own, names, tiles.queries, tiles.query_readers, at_q, not keys_stay),
-            TileSide(k_own, ("K", "V"), tiles.keys, tiles.key_readers, at_k, keys_stay),
+            GridSide(q_own, names, tiles.queries, tiles.query_readers, at_q, not keys_stay),
+            GridSide(k_own, ("K", "V"), tiles.keys, tiles.key_readers, at_k, keys_stay),
         )
 
     def _post(self, batch: StepMessages, number: int) -> Pending | None:
@@ -226,7 +226,7 @@ class TilePass:
 
 def _merged(kernel: Kernel, out: Tensor, lse: Tensor) -> Accumulator:
     """Return what merges partial results into out and lse."""
-    waits = parts_wait(kernel, out.dtype, lse.dtype)
+    waits = check_parts_wait(kernel, out.dtype, lse.dtype)
     return Accumulator(lambda: (out,), out, [out.shape], lse.dtype, lse, waits)
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import ds_ring
-from ds_ring.contrib.ring_flash_attn import _layout_of_documents
+from ds_ring.contrib.ring_flash_attn import _make_document_layout
 from ds_ring.errors import RingConfigError
 from ds_ring.masks.pattern import Pattern
 from tests.dist.harness import Pool
@@ -178,7 +178,7 @@ def test_slopes_and_windows_are_those_of_flash_attention(rank_pool: Pool, world_
 
 def test_documents_need_not_be_cut_evenly() -> None:
     """Ranks have equally many tokens of each."""
-    layout = _layout_of_documents("zigzag_ring_flash_attn", (6, 10), 2)
+    layout = _make_document_layout("zigzag_ring_flash_attn", (6, 10), 2)
     assert [layout.positions(rank).tolist() for rank in (0, 1)] == [
         [0, 4, 5, 6, 7, 13, 14, 15],
         [1, 2, 3, 8, 9, 10, 11, 12],

@@ -28,7 +28,7 @@ from ds_ring import (
     shard_sequence,
 )
 from ds_ring.masks.pattern import Pattern
-from ds_ring.ops.context import context_for
+from ds_ring.ops.context import make_ring_context
 from ds_ring.ops.options import Options
 from tests import calls
 from tests.cases import PATTERNS
@@ -195,7 +195,7 @@ def count_bytes(rank: int, world_size: int, queries: int, keys: int) -> tuple[in
     out = calls.attend(
         q.requires_grad_(), k, v, pattern=case.pattern, layout=layout, mesh=mesh, queries="replicated"
     )
-    exchange = context_for(case.pattern, layout, mesh, Options()).exchange
+    exchange = make_ring_context(case.pattern, layout, mesh, Options()).exchange
     assert exchange is not None
     forward_bytes = exchange.counters.bytes_sent
     out.backward(grad)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ds_ring import Documents, RingMesh, Tree, make_layout
-from ds_ring.schedule.layout import in_whole_blocks
+from ds_ring.schedule.layout import round_to_blocks
 from tests.dist.one_process import Layer, compare
 
 T = 46
@@ -72,7 +72,7 @@ def errors_on_a_ring(
     pattern = documents_of(kind) or Documents(IDS)
     layout = make_layout(name, tokens=T, ring_size=mesh.ring_size, multiple_of=ulysses, pattern=pattern)
     if block_size > 1:
-        layout = in_whole_blocks(make_layout(name, tokens=T, ring_size=mesh.ring_size), block_size)
+        layout = round_to_blocks(make_layout(name, tokens=T, ring_size=mesh.ring_size), block_size)
     layer = Layer(
         inputs, partial(alone, kind=kind), partial(operator, layout=layout, mesh=mesh, documents=documents_of(kind)),
         mesh, layout, dim=1, real=real_tokens(kind),

@@ -27,7 +27,7 @@ from ds_ring import (
 )
 from ds_ring.config.pass_options import PassOptions
 from ds_ring.layers.cross.layout import PairLayout
-from ds_ring.schedule.layout import Layout, in_whole_blocks
+from ds_ring.schedule.layout import Layout, round_to_blocks
 from ds_ring.schedule.plan import build_plan
 from ds_ring.simulation.simulate import SimulationOptions
 from ds_ring.transports.reproducible.blocks import cut_blocks
@@ -91,7 +91,7 @@ def crossed(
     q_layout, k_layout = layouts_for(names, lengths, mesh.ring_size, mesh.ulysses_size)
     if block > 1:
         options = PassOptions(transport="reproducible", block_size=block)
-        q_layout, k_layout = (in_whole_blocks(layout, block) for layout in (q_layout, k_layout))
+        q_layout, k_layout = (round_to_blocks(layout, block) for layout in (q_layout, k_layout))
     pattern, sees = documents_of(*lengths) if documents else (Full(), None)
     place: dict[str, Any] = {"layout": q_layout, "key_layout": k_layout, "mesh": mesh, "score_mod": score_mod}
     attend: Any = partial(cross_attention, pattern=pattern, options=options, **place)
@@ -214,7 +214,7 @@ def test_a_pair_keeps_the_slots_of_both(ulysses: int) -> None:
 @pytest.mark.parametrize("queries", [1, 16, 37])
 def test_a_pair_in_blocks_has_whole_blocks_of_both(queries: int) -> None:
     q_layout, k_layout = layouts_for(("zigzag", "zigzag"), (queries, 61), 3, 1)
-    pair = PairLayout.join(*(in_whole_blocks(item, 8) for item in (q_layout, k_layout)), block=8)
+    pair = PairLayout.join(*(round_to_blocks(item, 8) for item in (q_layout, k_layout)), block=8)
     everywhere = np.concatenate([pair.positions(rank) for rank in range(3)])
     assert sorted(everywhere.tolist()) == list(range(pair.tokens)) and pair.first_query == 64
     numbers = [item.number for rank in range(3) for item in cut_blocks(pair, rank, 8, False)]

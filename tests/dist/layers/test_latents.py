@@ -33,7 +33,7 @@ from ds_ring import (
 from ds_ring.layers.latents.kernel import LatentKernel
 from ds_ring.layers.latents.latent_op import latent_attention_op
 from ds_ring.masks.pattern import Pattern
-from ds_ring.ops.context import context_for
+from ds_ring.ops.context import make_ring_context
 from ds_ring.ops.options import Options
 from ds_ring.ops.ring_op import ring_attention_op
 from ds_ring.patterns.captured.score_mod import ScoreMod
@@ -105,7 +105,7 @@ def on_a_ring(
 
     def call(q: Tensor, latent: Tensor, rope: Tensor, up: Tensor) -> Tensor:
         if chunk_bytes is not None:  # an option of the JSON only
-            context = context_for(pattern, layout, mesh, Options(chunk_bytes=chunk_bytes))
+            context = make_ring_context(pattern, layout, mesh, Options(chunk_bytes=chunk_bytes))
             return latent_attention_op(q, latent, rope, up, context.handle)[0]
         named = {"pattern": pattern, "layout": layout, "mesh": mesh, "up_projection": up}
         return calls.attend(q, latent, rope, **named, **options)  # type: ignore[no-any-return]
@@ -191,7 +191,7 @@ def beside(rank: int, world_size: int) -> dict[str, float]:
         named = {"pattern": Causal(), "layout": layout, "mesh": mesh, "return_lse": True, "sinks": sinks}
         if latents and by_heads:  # an option of the JSON only
             few = Options(chunk_bytes=1, score_mod=ScoreMod(options["score_mod"]))
-            handle = context_for(Causal(), layout, mesh, few).handle
+            handle = make_ring_context(Causal(), layout, mesh, few).handle
             return latent_attention_op(q, k, v, up, handle, sinks)
         result: tuple[Tensor, Tensor] = calls.attend(q, k, v, **named, **options)
         return result
@@ -342,7 +342,7 @@ def bytes_of_deepseek(rank: int, world_size: int) -> tuple[list[int], list[int],
     leaves = [x.requires_grad_() for x in shards] + [up]
     result, sent = [], []
     for window in (FEW, FEW + 1):  # equal masks, each with a context of its own
-        context = context_for(SlidingWindow(window), layout, mesh, Options())
+        context = make_ring_context(SlidingWindow(window), layout, mesh, Options())
         q, k, v = leaves[:3]
         if window == FEW:
             out = latent_attention_op(q, k, v, up, context.handle)[0]

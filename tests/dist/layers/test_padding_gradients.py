@@ -22,7 +22,7 @@ from ds_ring import (
     selected_attention,
 )
 from ds_ring.layers.sparse.nsa import NsaSizes
-from ds_ring.schedule.layout import in_whole_blocks
+from ds_ring.schedule.layout import round_to_blocks
 from tests.dist.harness import Pool
 
 Results = tuple[Tensor, ...]
@@ -76,7 +76,7 @@ CALLS = {item.__name__: item for item in (attention, latents, selected, crossed,
 def gradients(rank: int, world_size: int) -> dict[str, float]:
     """The largest difference of any gradient, by call, between NaN and 0 in padding; NaN for NaN."""
     mesh = RingMesh.from_world(world_size)
-    layout = in_whole_blocks(make_layout("contiguous", tokens=TOKENS, ring_size=world_size), 4)
+    layout = round_to_blocks(make_layout("contiguous", tokens=TOKENS, ring_size=world_size), 4)
     slots, tokens, result = layout.local_tokens, layout.valid_tokens(rank), {}
     shapes = {
         "q": (1, HEADS, slots, DIM), "k": (1, GROUPS, slots, DIM), "v": (1, GROUPS, slots, DIM),

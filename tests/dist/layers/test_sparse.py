@@ -34,7 +34,7 @@ from ds_ring.layers.selection.selected_pass import SelectedPass
 from ds_ring.layers.sparse import blocks as of_tokens
 from ds_ring.layers.sparse import nsa as nsa_module
 from ds_ring.measure.memory import measure_cpu_memory
-from ds_ring.schedule.layout import in_whole_blocks
+from ds_ring.schedule.layout import round_to_blocks
 from tests.dist.harness import Pool
 from tests.dist.one_process import Layer, compare_cases, same_as_one_process
 from tests.reference import relative_error, worst
@@ -192,7 +192,7 @@ def compress(size: int, leaves: dict[str, Tensor], keys: Tensor, values: Tensor)
 
 def nsa(mesh: RingMesh, *case: Any) -> Layer:
     name, tokens, size, stride, block, k, (first, local), window, by_branch = case
-    layout = in_whole_blocks(
+    layout = round_to_blocks(
         make_layout(name, tokens=tokens, ring_size=mesh.ring_size, pattern=Causal()), block
     )
     sizes = NsaSizes(size, stride, block, k, first, local, window)

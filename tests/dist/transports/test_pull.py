@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ds_ring import Causal, RingError, RingMesh, make_layout, shard_sequence
-from ds_ring.ops.context import context_for
+from ds_ring.ops.context import make_ring_context
 from ds_ring.ops.options import Options
 from ds_ring.ops.ring_op import ring_attention_op
 from ds_ring.plugin import KV_PAYLOADS
@@ -46,7 +46,7 @@ def results(mesh: RingMesh, transport: str, pattern_name: str, layout_name: str,
     pattern = PATTERNS[pattern_name](shape.tokens)
     layout = layout_for(layout_name, pattern, tokens=shape.tokens, ring_size=mesh.ring_size,
                         multiple_of=mesh.ulysses_size)  # fmt: skip
-    context = context_for(pattern, layout, mesh, Options(transport=transport, kernel="cpu", **options))
+    context = make_ring_context(pattern, layout, mesh, Options(transport=transport, kernel="cpu", **options))
     *leaves, grad = (shard_sequence(x, layout, mesh=mesh, dim=2) for x in tensors(shape, dtype))
     for _ in range(1 + (transport == "pull")):  # places are computed in the first one and used in the second
         for x in leaves:

@@ -29,10 +29,10 @@ from ds_ring import (
     shard_sequence,
 )
 from ds_ring.masks.pattern import Pattern
-from ds_ring.ops.context import context_for
+from ds_ring.ops.context import make_ring_context
 from ds_ring.ops.frontend import attend
 from ds_ring.ops.options import Options
-from ds_ring.schedule.layout import in_whole_blocks, whole_blocks
+from ds_ring.schedule.layout import round_to_blocks, whole_blocks
 from ds_ring.transports.reproducible.trees import TreeSum
 from tests import calls
 from tests.dist.harness import Pool
@@ -72,8 +72,8 @@ def hashes(rank: int, world_size: int, seeds: range, transport: str) -> list[tup
         for size, mesh in meshes.items():
             for name in LAYOUTS:
                 layout = make_layout(name, tokens=tokens, ring_size=size, pattern=pattern)
-                layout = in_whole_blocks(layout, BLOCK)
-                context = context_for(pattern, layout, mesh, OPTIONS.replaced(transport=transport))
+                layout = round_to_blocks(layout, BLOCK)
+                context = make_ring_context(pattern, layout, mesh, OPTIONS.replaced(transport=transport))
                 local = [shard_sequence(x, layout, mesh=mesh, dim=2) for x in (q, k, v, grad, grad_lse)]
                 leaves = [x.requires_grad_() for x in local[:3]]
                 out, lse = attend(*leaves, context, None, True)
@@ -110,7 +110,7 @@ def few_queries(rank: int, world_size: int) -> list[str]:
     for pattern in (Causal(), SlidingWindow(30), Causal() & Documents(np.arange(tokens) // 50)):
         for size in (1, 2, 4):
             mesh = RingMesh.from_world(size)
-            layout = in_whole_blocks(make_layout("zigzag", tokens=tokens, ring_size=size), BLOCK)
+            layout = round_to_blocks(make_layout("zigzag", tokens=tokens, ring_size=size), BLOCK)
             kv = [shard_sequence(x, layout, mesh=mesh, dim=2) for x in (k, v)]
             call = {"pattern": pattern, "layout": layout, "mesh": mesh, "options": OPTIONS}
             out = ring_attention(shard_sequence(q, layout, mesh=mesh, dim=2), *kv, **call)
@@ -180,7 +180,7 @@ def test_what_cannot_be_honoured_is_refused(rank_pool: Pool, what: str, error: t
 
 def test_borders_move_to_the_nearest_block() -> None:
     layout = make_layout("zigzag", tokens=250, ring_size=3)
-    moved = in_whole_blocks(layout, 16)
+    moved = round_to_blocks(layout, 16)
     starts = [int(start) for rank in range(3) for start in moved.runs(rank)[:, 0]]
     assert sorted(starts) == [
         0,

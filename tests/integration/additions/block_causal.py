@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ds_ring.masks.branches import Branch, Segment, equal_labels
+from ds_ring.masks.branches import Branch, Segment, match_labels
 from ds_ring.masks.pattern import Pattern, QueryHead, check_numbers
 from ds_ring.plugin import JsonKey
 
@@ -22,4 +22,4 @@ class BlockCausal(Pattern):
         check_numbers(self, "block")
 
     def branches(self, head: QueryHead) -> tuple[Branch, ...]:
-        return Branch(least=0), equal_labels(Segment(self.block), most=-1)
+        return Branch(least=0), match_labels(Segment(self.block), most=-1)

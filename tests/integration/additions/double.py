@@ -31,8 +31,8 @@ class DoubleKernel:
         for part in ReferenceKernel().backward(*wide, tiles, scale, grad_lse):
             yield part._replace(dq=part.dq.float(), dk=part.dk.float(), dv=part.dv.float())
 
-    def of_heads(self, heads: slice) -> DoubleKernel:
+    def select_heads(self, heads: slice) -> DoubleKernel:
         return self
 
-    def executed_pairs(self, tiles: Tiles, backward: bool = False) -> int:
-        return ReferenceKernel().executed_pairs(tiles, backward)
+    def count_executed_pairs(self, tiles: Tiles, backward: bool = False) -> int:
+        return ReferenceKernel().count_executed_pairs(tiles, backward)

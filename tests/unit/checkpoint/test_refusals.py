@@ -183,7 +183,7 @@ def test_where_a_conversion_cannot_be_written_is_named(tmp_path: Path) -> None:
 def test_sizes_are_asked_of_deepspeeds_states_alone(tmp_path: Path) -> None:
     folder = sealed(tmp_path, mp_rank_00_model_states={"ds_config": 3, "dp_world_size": 1})
     with pytest.raises(RingCheckpointError, match="expected DeepSpeed's states, got TypeError"):
-        resize.samples_of_a_step(tmp_path, "tag")
+        resize.count_step_samples(tmp_path, "tag")
     (folder / "zero").mkdir()
     torch.save(torch.nn.Linear, folder / "zero" / "optimizer_state.pt")
     with (

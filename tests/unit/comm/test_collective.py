@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ds_ring.comm.collective import Agreement, collective
-from ds_ring.comm.exchange import Exchange, Route, once_a_batch
+from ds_ring.comm.exchange import Exchange, Route, make_batch_exchange
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.comm.messages import Message
 from ds_ring.comm.waiting import CallSite, Task
@@ -244,7 +244,7 @@ def test_what_runs_in_a_waiting_thread_raises_where_its_result_is_asked_for() ->
 
 
 def test_a_wait_outside_of_a_pass_has_its_own_name_and_key() -> None:
-    exchange = once_a_batch(RingMesh(Grid(2, 2), 0), "the next batch")
+    exchange = make_batch_exchange(RingMesh(Grid(2, 2), 0), "the next batch")
     assert exchange.deadline_s == 600.0
     site = CallSite(0, None, ("the next batch", "step_timeout_seconds"))
     assert (str(site), site.limit_key, site.key) == ("the next batch", "step_timeout_seconds", (0, -1))

@@ -100,7 +100,7 @@ def test_groups_out_of_order_are_refused_where_torch_would_sort_them(monkeypatch
     monkeypatch.setattr(dist, "new_group", lambda ranks, timeout=None, backend=None: None)
     monkeypatch.setattr(dist, "get_backend", lambda: "fake")
     with pytest.raises(RingMeshError, match=r"expected groups in the order of the world .*, got \[3, 1\]"):
-        process_groups.make_groups(Grid.of_groups(4, [[3, 1], [2, 0]], 1), TIMEOUT)
+        process_groups.make_groups(Grid.from_groups(4, [[3, 1], [2, 0]], 1), TIMEOUT)
 
 
 @pytest.mark.parametrize("seconds", [0, -1.0, True, "10", None, float("nan"), float("inf"), 2e8, 10**400])

@@ -49,7 +49,7 @@ def test_what_the_section_takes_everything_behind_it_takes(key: str) -> None:
         config = config_of(key, value)
         if config is None:
             continue
-        Options.of(config)
+        Options.make(config)
         pattern_from_config(config)
         Grid(config.sequence_parallel_size, config.ring_size, config.ulysses_size)
         for seconds in (config.heartbeat_timeout_seconds, *config.timeouts):
@@ -81,7 +81,7 @@ def test_so_do_the_keys_of_its_parts(part: type[Any]) -> None:
             config = config_of(name, section)
             if config is not None:
                 taken += 1
-                Options.of(config)
+                Options.make(config)
                 pattern_from_config(config)
     assert taken > 2 * len(part.model_fields)
 

@@ -26,7 +26,7 @@ from ds_ring.config.section import (
 )
 from ds_ring.errors import RingConfigError, RingError, RingMeshError
 from ds_ring.masks.pattern import Pattern
-from ds_ring.memory.tiles.keys import tile_tokens
+from ds_ring.memory.tiles.keys import get_chunk_tokens
 from tests.cases import rows_of
 from tests.clock import unqueued_seconds
 
@@ -214,10 +214,10 @@ def test_a_long_sequence_that_is_refused(value: Any, words: str) -> None:
 
 
 def test_tiles_have_a_number_of_bytes() -> None:
-    assert tile_tokens(True, 32_000) == (64 << 20) // (4 * 32_000)
-    assert tile_tokens("auto", 128_256, "cuda") == (512 << 20) // (4 * 128_256)
-    assert tile_tokens(7, 32_000) == 7
-    assert tile_tokens(True, 1 << 30) == 64  # so few tokens that less would not be a matrix product
+    assert get_chunk_tokens(True, 32_000) == (64 << 20) // (4 * 32_000)
+    assert get_chunk_tokens("auto", 128_256, "cuda") == (512 << 20) // (4 * 128_256)
+    assert get_chunk_tokens(7, 32_000) == 7
+    assert get_chunk_tokens(True, 1 << 30) == 64  # so few tokens that less would not be a matrix product
 
 
 @pytest.mark.parametrize("choice", registry.LAYOUTS)

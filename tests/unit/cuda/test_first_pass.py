@@ -20,7 +20,7 @@ from ds_ring.kernels.flex import block_mask
 from ds_ring.kernels.flex.kernel import FlexKernel, _compiled_calls
 from ds_ring.layers.scores import Softcap
 from ds_ring.masks.pattern import Pattern
-from ds_ring.ops.context import RingContext, context_for
+from ds_ring.ops.context import RingContext, make_ring_context
 from ds_ring.ops.options import Options
 from ds_ring.ops.ring_op import ring_attention_op
 from ds_ring.patterns.captured.score_mod import ScoreMod
@@ -96,7 +96,7 @@ def passes(mesh: RingMesh, call: Call, backward: bool = True) -> list[Pass]:
         block_size=call.block, chunk_bytes=call.chunk_bytes, kernel_options=dict(call.options),
         score_mod=call.score_mod,
     )  # fmt: skip
-    context = context_for(call.pattern, "zigzag", mesh, options)
+    context = make_ring_context(call.pattern, "zigzag", mesh, options)
     found: list[Pass] = []
 
     def spread(made: exchange.Exchange, header: Tensor) -> Tensor:
@@ -111,7 +111,7 @@ def passes(mesh: RingMesh, call: Call, backward: bool = True) -> list[Pass]:
         works,
         mock.patch.object(exchange.Exchange, "spread", spread),
         mock.patch.dict(DEVICES, cpu=DEVICES["cuda"]),  # as if the CPU were a GPU
-        mock.patch.object(RingContext, "kernel_for", kernel_of),
+        mock.patch.object(RingContext, "choose_kernel", kernel_of),
     ):
         out, lse = ring_attention_op(q, k, v, context.handle)
         if backward:

@@ -17,7 +17,7 @@ from ds_ring.data.layer_patterns import LayerPatterns
 from ds_ring.errors import RingShapeError
 from ds_ring.layers.latents.attention import LatentAttention
 from ds_ring.masks.catalog import Causal, Full
-from ds_ring.ops.context import context_for
+from ds_ring.ops.context import make_ring_context
 from ds_ring.ops.options import Options
 from ds_ring.schedule.grid import Grid
 from ds_ring.schedule.layout import make_layout
@@ -95,9 +95,9 @@ def test_what_is_kept_goes_by_all_that_it_depends_on():
     other = make_layout("contiguous", tokens=8, ring_size=1)
     calls = [(Causal(), layout, Options()), (Full(), layout, Options()), (Causal(), other, Options())]
     calls += [(Causal(), layout, Options(scale=0.5)), (Causal(), "zigzag", Options())]
-    contexts = [context_for(pattern, where, mesh, options) for pattern, where, options in calls]
+    contexts = [make_ring_context(pattern, where, mesh, options) for pattern, where, options in calls]
     assert len({context.handle for context in contexts}) == len(calls)
-    assert [context_for(pattern, where, mesh, options) for pattern, where, options in calls] == contexts
+    assert [make_ring_context(pattern, where, mesh, options) for pattern, where, options in calls] == contexts
 
 
 def test_rows_that_attend_apart_stay_where_they_are():

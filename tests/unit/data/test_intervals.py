@@ -17,7 +17,7 @@ from ds_ring.data.dynamic_ring.intervals import (
     stays_linked,
 )
 from ds_ring.errors import RingMeshError
-from ds_ring.health.client import peer_error
+from ds_ring.health.client import make_peer_error
 from ds_ring.health.failure_detector.wire import Fault
 from ds_ring.masks.pattern import Pattern
 from ds_ring.memory.regions import ResultStore
@@ -138,7 +138,7 @@ def test_all_ranks_forget_a_ring_together(monkeypatch: pytest.MonkeyPatch) -> No
 def test_an_error_names_ranks_of_other_rings_by_the_world() -> None:
     rings = SubRings(RingMesh(Grid(4, 4), 1))
     grid = rings.of([(0, 3)]).grid
-    inside, outside = (peer_error(grid, 1, 5, Fault(rank, "it ended")) for rank in (2, 3))
+    inside, outside = (make_peer_error(grid, 1, 5, Fault(rank, "it ended")) for rank in (2, 3))
     assert (inside.ring_rank, inside.peer) == (2, 1) and "rank 2 of the world" in str(inside)
     assert outside.peer is None and "rank 3 of the world" in str(outside)
 

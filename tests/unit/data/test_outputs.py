@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from ds_ring.data.outputs import LocalOutput, gather_of_local, whole_output
+from ds_ring.data.outputs import LocalOutput, gather_computed, make_whole_output
 
 
 class Named(NamedTuple):
@@ -80,7 +80,7 @@ class Gathered:
         return x + 100
 
     def of(self, output: Any, **by_name: Any) -> Any:
-        return whole_output(output, self.number, self.sequence, by_name)
+        return make_whole_output(output, self.number, self.sequence, by_name)
 
 
 def read(output: Any, name: str) -> Any:
@@ -106,11 +106,11 @@ def test_what_is_computed_of_local_tokens_is_gathered_alone(form: str) -> None:
     whole, logits = Gathered(), torch.tensor([[0.0, 2.0], [1.0, 0.0]])
     found = whole.of(BY_NAME[form](loss=torch.tensor(1.0), logits=logits))
     for _ in range(2):
-        best = gather_of_local(found, "logits", lambda x: x.argmax(dim=-1))
+        best = gather_computed(found, "logits", lambda x: x.argmax(dim=-1))
         assert best is not None and best.tolist() == [101, 100]
     assert read(found, "logits").equal(logits + 100) and whole.sequences == 3
     deferred = whole.of(BY_NAME[form](loss=torch.tensor(1.0), logits="computed in tiles"))
-    assert gather_of_local(deferred, "logits", lambda x: x) is None
+    assert gather_computed(deferred, "logits", lambda x: x) is None
 
 
 @pytest.mark.parametrize("form", ["ModelOutput", "dict", "OrderedDict", "dict with attributes"])

@@ -6,7 +6,7 @@ import pytest
 
 from ds_ring import make_layout
 from ds_ring.decode.cache_layout import CacheLayout
-from ds_ring.schedule.layout import in_whole_blocks
+from ds_ring.schedule.layout import round_to_blocks
 from ds_ring.transports.reproducible.blocks import cut_blocks
 
 
@@ -27,7 +27,7 @@ def test_a_cache_gives_what_follows_a_prompt_to_the_ranks_in_turn(ring_size: int
 
 @pytest.mark.parametrize("ring_size", [1, 3, 4])
 def test_blocks_stay_whole(ring_size: int) -> None:
-    prompt = in_whole_blocks(make_layout("zigzag", tokens=75, ring_size=ring_size), 8)
+    prompt = round_to_blocks(make_layout("zigzag", tokens=75, ring_size=ring_size), 8)
     cache = CacheLayout(75 + 61, ring_size, prompt=prompt, block=8)
     owners = cache.slots_by_position() // cache.local_tokens
     for rank in range(ring_size):

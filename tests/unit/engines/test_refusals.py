@@ -81,7 +81,7 @@ def pooled(_: Given) -> Any:
         mesh=SimpleNamespace(sequence_size=2), batches=SimpleNamespace(current=current)
     )
     model: Any = Pooled()
-    return families.pooled_token(model, session)[1](model, (), {}, torch.zeros(1, 4, 1))
+    return families.make_pooling_hooks(model, session)[1](model, (), {}, torch.zeros(1, 4, 1))
 
 
 def routed(**output: Any) -> Any:
@@ -190,17 +190,17 @@ CASES: dict[str, tuple[Callable[[Given], Any], type[RingError], str]] = {
         r"4 patches \(image_grid_thw\), got 5",
     ),
     "image tokens without types": (
-        lambda _: images._axes_of(SimpleNamespace(get_rope_index=lambda mm_token_type_ids: 0))({}),
+        lambda _: images._make_axes_numbering(SimpleNamespace(get_rope_index=lambda **_: 0))({}),
         RingShapeError,
         "expected mm_token_type_ids",
     ),
     "a window on two sides": (
-        lambda _: layer_masks.pattern_of_call(nn.Linear(1, 1), {"sliding_window": 3, "is_causal": False}),
+        lambda _: layer_masks.read_call_pattern(nn.Linear(1, 1), {"sliding_window": 3, "is_causal": False}),
         RingPatternError,
         "expected a mask beside the two-sided",
     ),
     "a mask that hides all": (
-        lambda _: layer_masks.pattern_in(nn.Linear(1, 1), sharding(), None),
+        lambda _: layer_masks.choose_layer_pattern(nn.Linear(1, 1), sharding(), None),
         RingPatternError,
         "a mask that hides all",
     ),

@@ -16,7 +16,7 @@ import pytest
 
 from ds_ring.errors import RingPeerError
 from ds_ring.health import client as client_module
-from ds_ring.health.client import DetectorClient, LateNotice, call_guarded, is_of_distributed
+from ds_ring.health.client import DetectorClient, LateNotice, call_guarded, is_distributed_error
 from ds_ring.limits import Limit
 from ds_ring.schedule.grid import Grid
 from tests.clock import wait_until
@@ -189,15 +189,17 @@ def test_an_error_is_of_a_collective_by_who_called_it() -> None:
         "torch.ones(2).view(3)",
         "raise RuntimeError('nccl: Connection reset by peer, gloo, c10d')",
     )
-    assert is_of_distributed(raised_in("torch.distributed.distributed_c10d", compiled))
-    assert is_of_distributed(raised_in("deepspeed.runtime.engine", compiled))
-    assert not is_of_distributed(raised_in("model", compiled))
-    assert not is_of_distributed(raised_in("__main__", compiled))
-    assert is_of_distributed(raised_in("__main__", compiled), "__main__")
-    assert not is_of_distributed(raised_in("__main__", local), "__main__")
-    assert not is_of_distributed(raised_in("torch.distributedly", compiled))
-    assert is_of_distributed(dist.DistBackendError("anything"))
-    assert not is_of_distributed(RingPeerError(0, None, None, "gloo")) and not is_of_distributed(OSError())
+    assert is_distributed_error(raised_in("torch.distributed.distributed_c10d", compiled))
+    assert is_distributed_error(raised_in("deepspeed.runtime.engine", compiled))
+    assert not is_distributed_error(raised_in("model", compiled))
+    assert not is_distributed_error(raised_in("__main__", compiled))
+    assert is_distributed_error(raised_in("__main__", compiled), "__main__")
+    assert not is_distributed_error(raised_in("__main__", local), "__main__")
+    assert not is_distributed_error(raised_in("torch.distributedly", compiled))
+    assert is_distributed_error(dist.DistBackendError("anything"))
+    assert not is_distributed_error(RingPeerError(0, None, None, "gloo")) and not is_distributed_error(
+        OSError()
+    )
 
 
 def test_a_forked_child_does_not_end_for_the_stuck_wait_of_its_parent(

@@ -28,7 +28,7 @@ from ds_ring.health.joining import (
     leave_on_error,
     presence,
 )
-from ds_ring.health.rendezvous import Rendezvous, loopback_listener, wait_for_ranks
+from ds_ring.health.rendezvous import Rendezvous, make_loopback_listener, wait_for_ranks
 from ds_ring.limits import Limit
 from ds_ring.schedule.grid import Grid
 
@@ -244,8 +244,8 @@ def test_a_store_of_one_host_listens_on_loopback_alone(host: str, family: socket
     with socket.socket(family, socket.SOCK_STREAM) as free:
         free.bind((host, 0))
         port = free.getsockname()[1]
-        assert loopback_listener(host, port) == {}  # taken: torch says so
-    listening = loopback_listener(host, port)
+        assert make_loopback_listener(host, port) == {}  # taken: torch says so
+    listening = make_loopback_listener(host, port)
     with socket.socket(family, socket.SOCK_STREAM, fileno=listening["master_listen_fd"]) as listener:
         assert listener.getsockname()[:2] == (host, port)
-    assert loopback_listener("node-0", port) == {}
+    assert make_loopback_listener("node-0", port) == {}

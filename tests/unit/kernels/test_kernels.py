@@ -14,15 +14,15 @@ from ds_ring import Dilated, Documents, RingMesh, SlidingWindow, make_layout
 from ds_ring.errors import RingConfigError
 from ds_ring.kernels.select import Kernel, get_kernel
 from ds_ring.masks.catalog import Causal
-from ds_ring.masks.joins import within_distances
+from ds_ring.masks.joins import select_distances
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import UNBOUNDED, Tiles
 from ds_ring.plugin import KERNELS as KERNEL_ROWS
 from ds_ring.plugin import load
 from ds_ring.ring.merge import merge_
 from ds_ring.schedule.layout import expand_runs
-from ds_ring.schedule.lowering import query_heads_of
-from ds_ring.schedule.plan import head_classes
+from ds_ring.schedule.lowering import get_query_heads
+from ds_ring.schedule.plan import find_head_classes
 from tests import calls
 from tests.cases import document_ids
 from tests.reference import attend_by_counts, dense_attention, relative_error
@@ -48,7 +48,7 @@ def tiles_of(kind: str, queries: int, keys: int) -> Tiles:
         "inverse-causal": (-UNBOUNDED, 20),
         "band": (-10, 70),
     }
-    return within_distances(whole, *bounds[kind])
+    return select_distances(whole, *bounds[kind])
 
 
 def mask_of(kind: str, queries: int, keys: int) -> torch.Tensor:
@@ -70,7 +70,7 @@ def run_kernel(
     out, lse = torch.zeros_like(q), torch.full(q.shape[:-1], -torch.inf)
     for part in kernel.forward(q, k, v, tiles, 0.25):
         rows = part.q_rows
-        merge_(rows.of(out[:, part.heads]), rows.of(lse[:, part.heads]), part.out_BHSD, part.lse_BHS)
+        merge_(rows.select(out[:, part.heads]), rows.select(lse[:, part.heads]), part.out_BHSD, part.lse_BHS)
     dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
     for grads in kernel.backward(grad_out, q, k, v, out, lse, tiles, 0.25):
         grads.add_to(dq, dk, dv)
@@ -120,9 +120,9 @@ def check_heads_of_their_own(kernel: Kernel, pattern: Pattern, strided: bool) ->
     if strided:
         runs = np.array([[0, 2, tokens // 2], [1, 2, tokens // 2]])
     order = torch.from_numpy(expand_runs(runs))
-    for local, bound in head_classes(pattern, heads, kv_heads):
+    for local, bound in find_head_classes(pattern, heads, kv_heads):
         tiles = bound.tiles(runs, runs)
-        queries = query_heads_of(local, heads // kv_heads)
+        queries = get_query_heads(local, heads // kv_heads)
         which = (queries, local, local, queries)
         parts = [x[:, h][:, :, order].float() for x, h in zip((q, k, v, grad), which, strict=True)]
         results = run_kernel(kernel, *parts, tiles)

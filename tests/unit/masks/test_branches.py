@@ -18,19 +18,19 @@ from ds_ring.masks.branches import (
     Primitive,
     Remainder,
     Segment,
-    equal_labels,
     in_range,
     labelled,
+    match_labels,
     product,
     subtract,
     union,
 )
-from ds_ring.masks.joins import tiles_by_head, within_distances
+from ds_ring.masks.joins import select_distances, split_by_head
 from ds_ring.masks.pattern import BoundPattern, Pattern, QueryHead
 from ds_ring.masks.tiles import UNBOUNDED, Axis, Tiles
 from ds_ring.patterns.documents.table import Table
 from ds_ring.schedule.layout import expand_runs
-from ds_ring.schedule.plan import head_classes
+from ds_ring.schedule.plan import find_head_classes
 from tests.cases import rows_of
 from tests.mask_table import HEADS, KV_HEADS, MASKS, TOKENS, dense
 from tests.unit.masks.painting import coverage, in_order, paint, positions_agree, runs
@@ -134,11 +134,11 @@ def test_rewrites_are_the_plain_derivation(name: str) -> None:
     ):
         q, k = expand_runs(q_runs), expand_runs(k_runs)
         want = dense(name)[:, q][:, :, k]
-        for kv_heads, bound in head_classes(MASKS[name].pattern, HEADS, KV_HEADS):
+        for kv_heads, bound in find_head_classes(MASKS[name].pattern, HEADS, KV_HEADS):
             if any(mask.heads for mask in bound.masks):
                 continue  # by head: only a kernel asks; tests/dist/test_registry.py
             tables = [
-                tiles_by_head(bound.branches_by_head, Tiles.rectangles(q_runs, k_runs), plain)
+                split_by_head(bound.branches_by_head, Tiles.rectangles(q_runs, k_runs), plain)
                 for plain in (0, 1)
             ]
             for kv_head, head_in_group in itertools.product(range(KV_HEADS)[kv_heads], range(2)):
@@ -158,7 +158,7 @@ class Blocks(Pattern):
     length: int
 
     def branches(self, head: QueryHead) -> tuple[Branch, ...]:
-        return (equal_labels(Segment(self.length)),)
+        return (match_labels(Segment(self.length)),)
 
 
 @pytest.mark.parametrize("pattern", [Blocks(16), Blocks(16) & Causal(), Causal() & Blocks(16)], ids=str)
@@ -296,7 +296,7 @@ def in_band(q: Run, k: Run, step: int, least: int, most: int) -> tuple[Tiles, np
     """The band of two runs of positions as tiles, and the pairs in it by its definition."""
     whole = Tiles.rectangles(np.array([[q[0], step, q[1]]]), np.array([[k[0], step, k[1]]]))
     gap = (q[0] + step * np.arange(q[1]))[:, None] - (k[0] + step * np.arange(k[1]))[None, :]
-    return within_distances(whole, least, most), (gap >= least) & (gap <= most)
+    return select_distances(whole, least, most), (gap >= least) & (gap <= most)
 
 
 @a_band
@@ -308,7 +308,7 @@ def test_a_band_covers_every_pair_once(q: Run, k: Run, step: int, least: int, mo
 
 def test_several_runs_are_cut_at_once() -> None:
     q_runs, k_runs = np.array([[0, 1, 5], [20, 1, 7]]), np.array([[3, 1, 9], [12, 1, 9]])
-    tiles = within_distances(Tiles.rectangles(q_runs, k_runs), 0, UNBOUNDED)
+    tiles = select_distances(Tiles.rectangles(q_runs, k_runs), 0, UNBOUNDED)
     q, k = np.r_[0:5, 20:27], np.r_[3:12, 12:21]
     np.testing.assert_array_equal(paint(tiles, 12, 18), k[None, :] <= q[:, None])
 

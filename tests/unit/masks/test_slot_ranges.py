@@ -14,8 +14,8 @@ from ds_ring.masks.slots import (
     intersect_slots,
     locate_ranges,
     locate_slots,
+    merge_progressions,
     no_slots,
-    ranges_of_progressions,
     subtract_slots,
 )
 
@@ -74,5 +74,5 @@ def test_intersections(one: set[int], other: set[int]) -> None:
 def test_unions_of_progressions(rows: list[tuple[int, int, int]], stretches: bool) -> None:
     rows = [(slot, 1, length) for slot, _, length in rows] if stretches else rows
     members = {slot + step * index for slot, step, length in rows for index in range(length)}
-    found = ranges_of_progressions(np.array(rows, dtype=np.int64).reshape(-1, 3))
+    found = merge_progressions(np.array(rows, dtype=np.int64).reshape(-1, 3))
     np.testing.assert_array_equal(found, as_ranges(members))

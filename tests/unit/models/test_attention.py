@@ -130,9 +130,9 @@ def test_hooks_run_in_the_order_of_the_table():
     def owners(hooks: Any) -> list[str]:
         return [hook.__qualname__.partition(".<locals>")[0] for hook in hooks.values()]
 
-    before = ["Generation.patches", "TiledHead.patches", "offloaded_checkpoints", "numbering_check"]
+    before = ["Generation.patches", "TiledHead.patches", "offloaded_checkpoints", "make_numbering_check"]
     assert owners(model._forward_pre_hooks) == [*before, "ModelCall.hooks"]
-    after = ["TiledHead.patches", "numbering_check", "router_loss", "ModelCall.hooks"]
+    after = ["TiledHead.patches", "make_numbering_check", "router_loss", "ModelCall.hooks"]
     assert owners(model._forward_hooks) == after
     said = describe(session)
     assert "hook       model (numbering): notes" in said and "score" not in said
@@ -140,7 +140,7 @@ def test_hooks_run_in_the_order_of_the_table():
         assert not model._forward_pre_hooks and model.generate == model.generate.__self__.generate
     assert owners(model._forward_pre_hooks) == [*before, "ModelCall.hooks"]
     model(**session.shard_batch({"input_ids": IDS, "labels": IDS})).loss.backward()
-    assert "numbering_check" not in owners(model._forward_pre_hooks) + owners(model._forward_hooks)
+    assert "make_numbering_check" not in owners(model._forward_pre_hooks) + owners(model._forward_hooks)
 
 
 # Logits that are capped and scaled, experts, checkpointed layers.

@@ -7,7 +7,7 @@ import torch
 from transformers import RobertaConfig, RobertaModel
 
 from ds_ring.data.packing import DOCUMENT_IDS
-from ds_ring.models.positions import numbering_of
+from ds_ring.models.positions import find_numbering
 
 PADDING = 1
 
@@ -16,7 +16,7 @@ def test_padding_in_packed_documents_has_the_number_of_padding() -> None:
     """Behind the documents, and between them: what no document holds has the padding's row of the table."""
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
     model = RobertaModel(RobertaConfig(vocab_size=32, pad_token_id=PADDING, **sizes))
-    numbered, alone = numbering_of(model), model.embeddings.create_position_ids_from_input_ids
+    numbered, alone = find_numbering(model), model.embeddings.create_position_ids_from_input_ids
     assert numbered is not None
     gap = torch.full((1, 2), PADDING)
     parts = [x for length in (4, 1, 7) for x in (torch.arange(5, 5 + length)[None], gap)]
@@ -34,7 +34,7 @@ def test_padding_in_packed_documents_has_the_number_of_padding() -> None:
 def test_padding_tokens_inside_a_document_are_not_counted(kind: str) -> None:
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
     model = RobertaModel(RobertaConfig(vocab_size=32, pad_token_id=PADDING, **sizes))
-    numbered, alone = numbering_of(model), model.embeddings.create_position_ids_from_input_ids
+    numbered, alone = find_numbering(model), model.embeddings.create_position_ids_from_input_ids
     assert numbered is not None
     documents = [[7, PADDING, 9, 4], [5], [6, 8, PADDING, PADDING, 3]]
     if kind == "trees":  # two branches behind the first document's tokens

@@ -11,7 +11,7 @@ import torch
 import ds_ring
 from ds_ring import Causal, RingMesh, RingShapeError
 from ds_ring.contrib.compile.placed_op import BatchContexts
-from ds_ring.ops.context import context_for
+from ds_ring.ops.context import make_ring_context
 from ds_ring.ops.options import Options
 from ds_ring.ops.ulysses import _pack, _unpack
 
@@ -47,7 +47,7 @@ def test_a_packet_gives_back_tensors_of_any_width() -> None:
 
 
 def test_a_placement_is_for_one_number_of_samples() -> None:
-    context = context_for(Causal(), "zigzag", RingMesh.single(), Options())
+    context = make_ring_context(Causal(), "zigzag", RingMesh.single(), Options())
     placed, x = BatchContexts(((context, (0, 2)), (context, (1,)))), torch.arange(8.0).view(4, 2)
 
     def doubled(x: torch.Tensor) -> torch.Tensor:

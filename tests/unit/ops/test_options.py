@@ -55,7 +55,7 @@ def test_a_config_of_the_json_is_taken_as_options() -> None:
     (context,) = contexts_of({"options": config})
     found = context.options
     assert (found.check_finite, found.prune, found.offload_attention) == (True, False, True)
-    assert found == Options.of(config)
+    assert found == Options.make(config)
 
 
 def test_what_is_no_options_is_refused() -> None:

@@ -22,12 +22,12 @@ from ds_ring import (
     shard_sequence,
 )
 from ds_ring.comm.mesh import check_mesh
-from ds_ring.errors import RingFiniteError, true_or_false, whole_number
+from ds_ring.errors import RingFiniteError, check_bool, check_whole_number
 from ds_ring.kernels.reference import ReferenceKernel
 from ds_ring.limits import MAX_TOKENS
 from ds_ring.ops.passes import FiniteKernel
 from ds_ring.schedule.grid import Grid
-from ds_ring.schedule.lowering import kernel_calls
+from ds_ring.schedule.lowering import get_kernel_calls
 
 MESH, LAYOUT, X = RingMesh.single(), make_layout("contiguous", tokens=8, ring_size=1), torch.zeros(1, 8, 2)
 OTHER: Any = make_layout("contiguous", tokens=8, ring_size=2)
@@ -61,9 +61,13 @@ def gather(x: Any = X, layout: Any = LAYOUT, dim: Any = 1) -> Callable[[], objec
         (gather(7), RingShapeError, "the tensor: expected"),
         (lambda: check_mesh("mesh"), RingMeshError, "expected a RingMesh, got 'mesh'"),
         (lambda: Grid(1 << 21, 1 << 21), RingMeshError, "expected a positive integer of at most 1048576"),
-        (lambda: whole_number(MAX_TOKENS + 1, "x", RingConfigError), RingConfigError, "x: .* of at most"),
-        (lambda: whole_number(0, "x", RingConfigError), RingConfigError, "x: .* got 0; pass an int"),
-        (lambda: true_or_false(1, "x", RingConfigError), RingConfigError, "x: expected True or False, got"),
+        (
+            lambda: check_whole_number(MAX_TOKENS + 1, "x", RingConfigError),
+            RingConfigError,
+            "x: .* of at most",
+        ),
+        (lambda: check_whole_number(0, "x", RingConfigError), RingConfigError, "x: .* got 0; pass an int"),
+        (lambda: check_bool(1, "x", RingConfigError), RingConfigError, "x: expected True or False, got"),
     ],
 )
 def test_what_does_not_fit_is_refused(act: Callable[[], object], kind: type[RingError], message: str) -> None:
@@ -92,8 +96,8 @@ def test_a_layout_of_another_ring_is_refused() -> None:
 )
 def test_the_hop_is_named_forward_and_backward(options: dict[str, int], calls: int) -> None:
     plan = build_plan(Full(), make_layout("contiguous", tokens=16, ring_size=4), **options).rank(1)
-    kernel = FiniteKernel(ReferenceKernel(), plan).of_heads(slice(0, 1))
-    tables = [step.tiles for step in kernel_calls(plan.classes[0], backward=False)]
+    kernel = FiniteKernel(ReferenceKernel(), plan).select_heads(slice(0, 1))
+    tables = [step.tiles for step in get_kernel_calls(plan.classes[0], backward=False)]
     assert len(tables) == calls and kernel.name == "reference"
     for hop, tiles in enumerate(tables):
         q, k = torch.ones(1, 1, 4, 8), torch.ones(1, 1, int(tiles.k.slot.max() + tiles.k.length.max()), 8)

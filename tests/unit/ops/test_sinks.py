@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ds_ring.ops.sinks import add_sinks, sinks_gradient
+from ds_ring.ops.sinks import add_sinks, compute_sinks_gradient
 
 INF = float("inf")
 HEADS, SLOTS, WIDTH = 3, 5, 4
@@ -32,11 +32,11 @@ def operands() -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("sinks", [(0.0, -3.0, 40.0), (-INF, 0.5, 1e300)], ids=str)
 def test_sinks_are_a_key_whose_value_is_zero(sinks: tuple[float, ...]) -> None:
     scores, v = operands()
-    of_heads = torch.tensor(sinks, dtype=torch.float64)
+    select_heads = torch.tensor(sinks, dtype=torch.float64)
     out, lse = results(scores, v, None)
-    got = add_sinks(out, lse, of_heads)
+    got = add_sinks(out, lse, select_heads)
     assert got[0].data_ptr() == out.data_ptr(), "in place"
-    for found, want in zip(got, results(scores, v, of_heads), strict=True):
+    for found, want in zip(got, results(scores, v, select_heads), strict=True):
         torch.testing.assert_close(found, want, rtol=1e-14, atol=1e-14)
 
 
@@ -46,7 +46,7 @@ def test_the_gradient_of_sinks_with_that_of_the_lse() -> None:
     out, lse = results(scores, v, sinks)
     grad_out, grad_lse = torch.randn_like(out), torch.randn_like(lse)
     (want,) = torch.autograd.grad([out, lse], sinks, [grad_out, grad_lse])
-    got = sinks_gradient(sinks.detach(), slice(None), grad_out, out.detach(), lse.detach(), grad_lse)
+    got = compute_sinks_gradient(sinks.detach(), slice(None), grad_out, out.detach(), lse.detach(), grad_lse)
     torch.testing.assert_close(got, want, rtol=1e-13, atol=1e-13)
 
 
@@ -55,8 +55,8 @@ def test_of_other_heads_the_gradient_is_zero() -> None:
     scores, v = operands()
     out, lse = add_sinks(*results(scores[:, :2], v[:, :2], None), torch.zeros(2, dtype=torch.float64))
     sinks = torch.tensor([9.0, 0.0, 0.0, 9.0, 9.0, 9.0], dtype=torch.float64)
-    got = sinks_gradient(sinks, slice(1, 3), out, out, lse, None)
-    want = sinks_gradient(sinks[1:3], slice(None), out, out, lse, None)
+    got = compute_sinks_gradient(sinks, slice(1, 3), out, out, lse, None)
+    want = compute_sinks_gradient(sinks[1:3], slice(None), out, out, lse, None)
     assert got is not None and want is not None and got.shape == (6,)
     assert want.lt(0).all() and torch.equal(got, torch.nn.functional.pad(want, (1, 3)))
 
@@ -64,4 +64,4 @@ def test_of_other_heads_the_gradient_is_zero() -> None:
 def test_without_sinks_nothing_changes() -> None:
     out, lse = torch.ones(1, 1, 1, 1), torch.zeros(1, 1, 1)
     assert add_sinks(out, lse, None) == (out, lse)
-    assert sinks_gradient(None, slice(None), out, out, lse, None) is None
+    assert compute_sinks_gradient(None, slice(None), out, out, lse, None) is None

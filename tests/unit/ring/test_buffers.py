@@ -10,8 +10,8 @@ import torch
 
 from ds_ring.comm import device_tables as device
 from ds_ring.plugin import KV_PAYLOADS, load
-from ds_ring.ring.buffers import some_heads
-from ds_ring.ring.pair import ALIGNMENT, BufferKind, Pair, kind_of
+from ds_ring.ring.buffers import select_some_heads
+from ds_ring.ring.pair import ALIGNMENT, BufferKind, Pair, make_buffer_kind
 from ds_ring.ring.pool import Block, Buffers
 from ds_ring.schedule.steps import Payload
 
@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 def kind(slots: int = 8, dtype: torch.dtype = torch.float32) -> BufferKind:
-    return kind_of(LIKE, slots, Payload.KEYS, dtype)
+    return make_buffer_kind(LIKE, slots, Payload.KEYS, dtype)
 
 
 def take(buffers: Buffers, slots: int = 8) -> Block:
@@ -87,7 +87,7 @@ def test_a_table_on_a_device_is_kept_by_stream(monkeypatch: Any) -> None:
     """Its copy is ordered before later work of the stream that made it, and of no other stream."""
     found, tables = [], device.DeviceTables()
     for stream in (0, 1, 0):
-        monkeypatch.setattr(device, "stream_of", lambda _, stream=stream: stream)
+        monkeypatch.setattr(device, "get_stream_number", lambda _, stream=stream: stream)
         found.append((tables.numbers((1, 2), CPU), tables.slot_index(np.array([[0, 2]]), CPU)))
     assert all(a is b for a, b in zip(found[0], found[2], strict=True))
     assert not any(a is b for a, b in zip(found[0], found[1], strict=True))
@@ -95,8 +95,11 @@ def test_a_table_on_a_device_is_kept_by_stream(monkeypatch: Any) -> None:
 
 def test_every_second_head_is_not_all_heads() -> None:
     x = torch.zeros(1, 4, 2)
-    assert some_heads(slice(0, 4), x)[0] is x and some_heads(slice(0, 4, 1), x)[0] is x
-    assert some_heads(slice(0, 4, 2), x)[0].shape[1] == 2 and some_heads(slice(0, 3), x)[0].shape[1] == 3
+    assert select_some_heads(slice(0, 4), x)[0] is x and select_some_heads(slice(0, 4, 1), x)[0] is x
+    assert (
+        select_some_heads(slice(0, 4, 2), x)[0].shape[1] == 2
+        and select_some_heads(slice(0, 3), x)[0].shape[1] == 3
+    )
 
 
 @pytest.mark.parametrize("name", [name for name, row in KV_PAYLOADS.items() if row.home is not None])

@@ -226,10 +226,10 @@ class Touch:
             total = q + grad_out + out + lse.unsqueeze(-1)
             yield PartialGrads(slice(None), rows, keys, total, k + total.sum(), v + total.sum())
 
-    def of_heads(self, heads: slice) -> Kernel:
+    def select_heads(self, heads: slice) -> Kernel:
         return self
 
-    def executed_pairs(self, tiles: Tiles, backward: bool = False) -> int:
+    def count_executed_pairs(self, tiles: Tiles, backward: bool = False) -> int:
         return 0
 
 
@@ -246,7 +246,7 @@ def placed(made: RingPass, q: Tensor, k: Tensor, v: Tensor, shift: int = 0) -> R
         kind_at = partial(kind_in_pass, made.kernel, q, k, v)
         found = place_buffers(schedule, kind_at)
         moved = {key: at + shift * (turn % 2) for turn, (key, at) in enumerate(found.offsets.items())}
-        give_places(made.prepared.of(schedule, k, v), schedule, found._replace(offsets=moved), kind_at)
+        give_places(made.prepared.get(schedule, k, v), schedule, found._replace(offsets=moved), kind_at)
         nbytes = max(nbytes, found.nbytes + shift)
     storage = torch.empty(nbytes, dtype=torch.uint8).untyped_storage()
     shared: Any = SimpleNamespace(nbytes=nbytes, storage=storage)
@@ -320,7 +320,7 @@ def test_calls_on_two_streams_of_one_thread_share_no_memory(monkeypatch: pytest.
         stream: [torch.zeros(1, heads, slots, 8) for heads in (4, 2, 2, 4)] for stream in (MAIN, OTHER)
     }
     with Device(kept=blocks) as device:
-        monkeypatch.setattr(buffers, "stream_of", lambda _: device.stream, raising=False)
+        monkeypatch.setattr(buffers, "get_stream_number", lambda _: device.stream, raising=False)
         made = RingPass(plan, Touch(), Nccl(device), 1.0, chunk_bytes=1 << 12)
         for stream in (MAIN, MAIN, OTHER, MAIN):
             device.stream = stream

@@ -98,11 +98,11 @@ def test_the_first_part_of_rows_is_assigned_and_nothing_is_left_unwritten() -> N
             heads = slice(None) if number(4) else slice(0, None, 2)
             if rows.start + span > 41:
                 continue
-            part = torch.rand(rows.of(got[:, heads]).shape, generator=generator)
+            part = torch.rand(rows.select(got[:, heads]).shape, generator=generator)
             first = parts.is_first(rows, heads)
-            into = rows.of(got[:, heads])
+            into = rows.select(got[:, heads])
             (into.copy_ if first else into.add_)(part)
-            rows.of(want[:, heads]).add_(part)
+            rows.select(want[:, heads]).add_(part)
             assigned += first
         parts.finish()
         assert torch.equal(got, want) and filled.max() <= 1

@@ -32,7 +32,7 @@ from ds_ring.ring.ring_pass import RingPass
 from ds_ring.schedule import lowering
 from ds_ring.schedule.layout import Layout
 from ds_ring.schedule.lowering import lower_rank
-from ds_ring.schedule.plan import _build_plan, two_levels
+from ds_ring.schedule.plan import _build_plan, make_two_levels
 from ds_ring.schedule.rank_plan import Direction, StagePlan
 from tests.cases import PATTERNS, Shape, layout_for, tensors
 from tests.reference import Dense, dense_attention, relative_error
@@ -181,7 +181,7 @@ class AsOnCuda(FlashKernel):
             grads = (x.to(grad_out.dtype).transpose(-3, -2).contiguous() for x in part.heads_first)
             yield PartialGrads(*part[:3], *grads, True)
 
-    def of_heads(self, heads: slice) -> FlashKernel:
+    def select_heads(self, heads: slice) -> FlashKernel:
         return AsOnCuda()
 
 
@@ -252,8 +252,10 @@ def test_keys_that_nobody_reads_have_no_gradients() -> None:
 
 def keys_in_another_order(patch: pytest.MonkeyPatch) -> None:
     """Keys of a stage arrive where those of another owner belong."""
-    real = StagePlan.of
-    patch.setattr(StagePlan, "of", lambda hops: (found := real(hops))._replace(first=found.first[::-1]))
+    real = StagePlan.from_hops
+    patch.setattr(
+        StagePlan, "from_hops", lambda hops: (found := real(hops))._replace(first=found.first[::-1])
+    )
 
 
 def gradients_to_another_owner(patch: pytest.MonkeyPatch) -> None:
@@ -350,9 +352,9 @@ def test_messages_of_many_ranges(payload: str) -> None:
 def test_nodes_of_a_ring_are_dense_attention(name: str, ring_size: int, node: int) -> None:
     pattern = PATTERNS[name](SHAPE.tokens)
     layout = layout_for("zigzag", pattern, tokens=SHAPE.tokens, ring_size=ring_size)
-    check(ring_of_threads(pattern, layout, directions=two_levels(ring_size, node)), pattern)
+    check(ring_of_threads(pattern, layout, directions=make_two_levels(ring_size, node)), pattern)
     rounded = ring_of_threads(
-        pattern, layout, directions=two_levels(ring_size, node, -1), gradient_payload="bfloat16"
+        pattern, layout, directions=make_two_levels(ring_size, node, -1), gradient_payload="bfloat16"
     )
     check(rounded, pattern, dk=1e-2, dv=1e-2)
 
@@ -417,6 +419,6 @@ def test_passes_of_other_tensors_or_schedules_share_nothing() -> None:
     tensors_of = [
         (k, k), (k, k[..., :4]), (k[:, :, :2], k), (k.double(), k.double()), (k.to("meta"), k.to("meta")),
     ]  # fmt: skip
-    found = [passes.of(schedule, *both) for schedule in schedules for both in tensors_of]
+    found = [passes.get(schedule, *both) for schedule in schedules for both in tensors_of]
     assert len(set(map(id, found))) == 10
-    assert passes.of(schedules[0], k.clone(), k) is found[0]
+    assert passes.get(schedules[0], k.clone(), k) is found[0]

@@ -14,9 +14,9 @@ import pytest
 from ds_ring import Causal, Full, RingShapeError, SlidingWindow, build_plan, make_layout
 from ds_ring.errors import RingLayoutError
 from ds_ring.masks.pattern import Pattern
-from ds_ring.schedule.choose import EVEN, best_of, bound_to_one_head, rated, timed, work_of_ranks
+from ds_ring.schedule.choose import EVEN, bind_one_head, choose_best, count_rank_work, rated, timed
 from ds_ring.schedule.layout import ChunkLayout, Layout, PieceLayout
-from ds_ring.schedule.plan import head_classes
+from ds_ring.schedule.plan import find_head_classes
 from tests.cases import LAYOUTS, LONG_PATTERNS, layout_for, longnet, rows_of
 
 (PATTERN,) = rows_of("Dilated", lambda dilated: {"": dilated((12, 40), (1, 3))}).values() or (Causal(),)
@@ -131,8 +131,8 @@ def test_auto_sends_no_more_than_must_cross(pattern_of: PatternOf, tokens: int, 
 
 def work_of_all_heads(pattern: Pattern, layout: Layout, heads: int) -> np.ndarray:
     """Attended pairs of every rank; int64 [ring_size]."""
-    classes = head_classes(pattern, heads, heads)
-    return sum(work_of_ranks(bound, layout) * len(range(heads)[mine]) for mine, bound in classes)
+    classes = find_head_classes(pattern, heads, heads)
+    return sum(count_rank_work(bound, layout) * len(range(heads)[mine]) for mine, bound in classes)
 
 
 # Chunks of documents are uneven: only pieces make them even.
@@ -152,7 +152,7 @@ def test_auto_is_even(name: str, tokens: int, ring_size: int) -> None:
         plan = build_plan(pattern, layout, query_heads=2, kv_heads=2)
         assert [plan.rank(rank).pairs for rank in range(ring_size)] == work.tolist()
     if "documents" in name:  # messages count, too
-        mix = ((bound_to_one_head(pattern), 1),)
+        mix = ((bind_one_head(pattern), 1),)
         balanced = make_layout("balanced", tokens=tokens, ring_size=ring_size, pattern=pattern)
         times = [entry.time for entry in timed(mix, (layout, balanced))]
         assert times[0] <= times[1]
@@ -186,7 +186,7 @@ def test_traffic_counts_every_layer() -> None:
 
     def sent(**layers: int) -> int:
         patterns = {"window": SlidingWindow(512), "whole": Causal()}
-        mix = tuple((bound_to_one_head(patterns[name]), count) for name, count in layers.items())
-        return best_of(mix, [rated(mix, layout)])[0].tokens_sent
+        mix = tuple((bind_one_head(patterns[name]), count) for name, count in layers.items())
+        return choose_best(mix, [rated(mix, layout)])[0].tokens_sent
 
     assert sent(window=5, whole=2) == 5 * sent(window=1) + 2 * sent(whole=1) > 0

@@ -11,7 +11,7 @@ from ds_ring import Causal, Full, SlidingWindow, build_plan, make_layout
 from ds_ring.errors import RingLayoutError
 from ds_ring.masks.pattern import Pattern
 from ds_ring.schedule.lowering import MANY_CHUNKS, lower_rank, stage_shards
-from ds_ring.schedule.plan import one_way, stage_sizes
+from ds_ring.schedule.plan import choose_stage_sizes, make_one_way
 from ds_ring.schedule.steps import Accumulate, Payload
 from tests.cases import rows_of
 from tests.schedule_proof.validate import validate_plan
@@ -26,7 +26,7 @@ def test_a_chunk_sets_out_at_the_last_hop_of_the_one_before(
 ) -> None:
     """Of few chunks the next one sets out a batch later in the backward pass."""
     layout = make_layout("contiguous", tokens=16, ring_size=ring_size)
-    plan = build_plan(Full(), layout, query_heads=chunks, kv_heads=chunks, directions=one_way(ring_size))
+    plan = build_plan(Full(), layout, query_heads=chunks, kv_heads=chunks, directions=make_one_way(ring_size))
     for backwards, apart in ((False, forward), (True, backward)):
         for rank in range(ring_size):
             own = plan.rank(rank)
@@ -87,7 +87,7 @@ def test_stages_are_few_and_end_with_a_short_one() -> None:
         (8, 3): (3, 3, 1), (8, 2): (2, 2, 2, 1), (8, 1): (1,) * 7, (16, 8): (4, 6, 5), (64, 63): (4, 16, 43),
     }  # fmt: skip
     for (ring_size, most), want in sizes.items():
-        found = stage_sizes(ring_size, most)
+        found = choose_stage_sizes(ring_size, most)
         assert found == want and sum(found) == ring_size - 1, (ring_size, most, found)
 
 
@@ -115,7 +115,7 @@ def test_stages_by_a_budget_of_bytes() -> None:
 def test_stages_beside_other_directions_are_refused() -> None:
     layout = make_layout("zigzag", tokens=64, ring_size=4)
     with pytest.raises(RingLayoutError, match="stage_shards: expected None with directions, got 2"):
-        build_plan(Causal(), layout, directions=one_way(4), stage_shards=2)
+        build_plan(Causal(), layout, directions=make_one_way(4), stage_shards=2)
     # Two levels are not chosen beside them: the plan says so.
     plan = build_plan(Full(), layout, ranks_per_node=2, stage_shards=3)
     assert "shards travel from owner to reader, hops in stages of 1, 3" in plan.summary()

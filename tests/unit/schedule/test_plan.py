@@ -16,13 +16,13 @@ from ds_ring.masks.slots import (
     SlotRanges,
     count_slots,
     expand_ranges,
+    merge_progressions,
     no_slots,
-    ranges_of_progressions,
 )
 from ds_ring.masks.tiles import Tiles
-from ds_ring.schedule.head_class import ReadsOfShards, find_reads, tiles_of_payload
+from ds_ring.schedule.head_class import ReadsOfShards, find_reads, map_tiles_to_payload
 from ds_ring.schedule.layout import Layout, expand_runs
-from ds_ring.schedule.plan import Plan, head_classes, one_way
+from ds_ring.schedule.plan import Plan, find_head_classes, make_one_way
 from ds_ring.schedule.rank_plan import Direction
 from tests.cases import LAYOUTS, PATTERNS, layout_for, rows_of
 from tests.unit.masks.painting import in_order, paint, runs
@@ -103,7 +103,7 @@ def test_what_is_sent_is_what_is_received_and_no_more_than_is_read(
                 np.testing.assert_array_equal(here.from_origin, np.concatenate([no_slots(), *from_origin]))
                 held, keys = expand_ranges(here.held), here.tiles.k
                 rows = np.stack([keys.slot, keys.slot_step, keys.length], axis=1)
-                read = held[expand_ranges(ranges_of_progressions(rows))]
+                read = held[expand_ranges(merge_progressions(rows))]
                 np.testing.assert_array_equal(read, held, "sent although it is not read here")
 
 
@@ -142,8 +142,8 @@ def test_the_lanes_of_the_fewest_links_are_taken(
     pattern = pattern_of(200)
     layout = layout_for(layout_name, pattern, tokens=200, ring_size=ring_size)
     ways = [
-        one_way(ring_size),
-        one_way(ring_size, -1),
+        make_one_way(ring_size),
+        make_one_way(ring_size, -1),
         (Direction(1, ring_size // 2), Direction(-1, (ring_size - 1) // 2)),
     ]
     links = [links_of(build_plan(pattern, layout, directions=way)) for way in ways]
@@ -305,13 +305,13 @@ def test_packing_changes_no_pair(
     """Held is what the tiles read and some slots more, which others read."""
     q_runs, k_runs = in_order(q), in_order(k)
     queries, keys = len(expand_runs(q_runs)), len(expand_runs(k_runs))
-    for _, bound in head_classes(pattern, 4, 4)[head % 2 :]:
+    for _, bound in find_head_classes(pattern, 4, 4)[head % 2 :]:
         tiles = bound.tiles(q_runs, k_runs)
         want = paint(tiles, queries, keys)
         held = set(np.flatnonzero(want.any(0)).tolist()) | {slot for slot in extra if slot < keys}
         if not held:
             continue
-        packed = tiles_of_payload(tiles, as_ranges(held))
+        packed = map_tiles_to_payload(tiles, as_ranges(held))
         np.testing.assert_array_equal(paint(packed, queries, len(held)), want[:, sorted(held)])
 
 
@@ -330,7 +330,7 @@ def test_a_tile_of_keys_that_do_not_travel_is_refused(
     tiles = Tiles.rectangles(np.array([[0, 1, 5]]), np.array([[0, 1, 30]]))
     tiles = tiles.sides(tiles.q, tiles.k.take(first, np.array([length]), step))
     with pytest.raises(RingPatternError, match=r"tiles: expected keys among the \d+ slots of the payload"):
-        tiles_of_payload(tiles, np.array(held, dtype=np.int64))
+        map_tiles_to_payload(tiles, np.array(held, dtype=np.int64))
 
 
 @pytest.mark.parametrize("pattern", PACKED, ids=str)
@@ -339,7 +339,7 @@ def test_reads_are_those_of_the_mask(pattern: Pattern) -> None:
     readers = [np.array([[50 * hop, 1, 30], [50 * hop + 31, 3, 6]]) for hop in range(4)]
     no_runs = np.empty((0, 3), dtype=np.int64)
     valid = len(expand_runs(origin))
-    for _, bound in head_classes(pattern, 2, 2):
+    for _, bound in find_head_classes(pattern, 2, 2):
         reads = find_reads(bound, readers, [no_runs, origin])
         for number, reader in enumerate(readers):
             seen = paint(bound.tiles(reader, origin), len(expand_runs(reader)), valid)

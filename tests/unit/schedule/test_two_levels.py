@@ -11,7 +11,7 @@ from ds_ring import Causal, Full, SlidingWindow, build_plan, make_layout
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.slots import count_slots
 from ds_ring.schedule.lowering import lower_pass
-from ds_ring.schedule.plan import Plan, one_way, two_levels
+from ds_ring.schedule.plan import Plan, make_one_way, make_two_levels
 from ds_ring.schedule.rank_plan import Direction
 from ds_ring.schedule.steps import Payload, Send
 from tests.cases import PATTERNS, layout_for
@@ -37,7 +37,7 @@ def messages(plan: Plan, backward: bool) -> tuple[dict, dict]:
 
 def ways(size: int, node: int) -> list[tuple[Direction, ...]]:
     both = (Direction(1, size // 2), Direction(-1, (size - 1) // 2))
-    return [one_way(size, -1), both, two_levels(size, node), two_levels(size, node, -1)]
+    return [make_one_way(size, -1), both, make_two_levels(size, node), make_two_levels(size, node, -1)]
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_both_ends_have_the_same_messages_in_every_batch(
     for name in PATTERNS.keys() & names:
         pattern = PATTERNS[name](tokens)
         layout = layout_for("zigzag", pattern, tokens=tokens, ring_size=size)
-        taken = ways(size, node)[3 * (size > 16) :] if size > 2 else [one_way(2)]
+        taken = ways(size, node)[3 * (size > 16) :] if size > 2 else [make_one_way(2)]
         for number, way in enumerate(taken):
             payload = ("float32", "bfloat16")[number % 2]
             plan = build_plan(
@@ -78,7 +78,7 @@ def test_schedules_of_two_levels_are_proven(size: int, node: int) -> None:
         pattern = PATTERNS[name](tokens)
         layout = layout_for("zigzag", pattern, tokens=tokens, ring_size=size)
         for sign, payload in ((1, "bfloat16"), (-1, "float32")):
-            way = two_levels(size, node, sign)
+            way = make_two_levels(size, node, sign)
             plan = build_plan(
                 pattern, layout, kv_heads=2, query_heads=2, directions=way, gradient_payload=payload
             )
@@ -118,7 +118,7 @@ def test_adapters_of_a_node_send_alike(pattern: Pattern, name: str) -> None:
 def test_what_leaves_a_node_leaves_it_a_part_in_each_batch() -> None:
     for node, pattern in ((2, Full()), (3, Full()), (2, SlidingWindow(30))):
         layout = make_layout("contiguous", tokens=6 * 12, ring_size=6)
-        plan = build_plan(pattern, layout, directions=two_levels(6, node))
+        plan = build_plan(pattern, layout, directions=make_two_levels(6, node))
         for rank, backward in ((rank, backward) for rank in range(6) for backward in (False, True)):
             for steps in lower_pass(plan.rank(rank).classes, 1, backward=backward).chunks[0].steps.rounds:
                 sends = [post for post in steps.posted if isinstance(post, Send)]

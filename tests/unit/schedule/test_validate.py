@@ -16,7 +16,7 @@ from ds_ring.errors import RingError, RingScheduleError
 from ds_ring.masks.pattern import Pattern
 from ds_ring.schedule import lowering
 from ds_ring.schedule.lowering import lower_pass
-from ds_ring.schedule.plan import in_stages
+from ds_ring.schedule.plan import make_stages
 from ds_ring.schedule.rank_plan import Direction
 from ds_ring.schedule.steps import (
     RESULTS,
@@ -120,7 +120,7 @@ class Seeded:
 
     def __init__(self, backward: bool, ring_size: int = 4, stages: bool = False) -> None:
         layout = make_layout("contiguous", tokens=64, ring_size=ring_size)
-        way = in_stages(ring_size, 2) if stages else (Direction(1, ring_size - 1),)
+        way = make_stages(ring_size, 2) if stages else (Direction(1, ring_size - 1),)
         self.plan = build_plan(Full(), layout, directions=way)
         ranks = [self.plan.rank(rank) for rank in range(ring_size)]
         self.schedules = [lower_pass(rank.classes, 1, backward=backward) for rank in ranks]

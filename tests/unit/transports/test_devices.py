@@ -11,7 +11,7 @@ import torch
 
 from ds_ring import RingConfigError
 from ds_ring.engines.deepspeed import initialize
-from ds_ring.transports.devices import OF_NCCL, OF_SYMMETRIC_MEMORY, claim_device, gpu_of_rank
+from ds_ring.transports.devices import OF_NCCL, OF_SYMMETRIC_MEMORY, claim_device, select_gpu
 from ds_ring_launcher.run.local_ranks import RanksError, run_ranks
 from ds_ring_launcher.tune.__main__ import main as tune
 from tests.fake_cuda import fake_gpu
@@ -29,15 +29,15 @@ def _nothing_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("variable", [OF_NCCL, OF_SYMMETRIC_MEMORY])
 def test_a_rank_shares_a_gpu_only_if_the_user_says_so(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [gpu_of_rank(rank, 4) for rank in range(4)] == [0, 1, 2, 3]
+    assert [select_gpu(rank, 4) for rank in range(4)] == [0, 1, 2, 3]
     for value in ("", "0", "true"):
         monkeypatch.setenv(variable, value)
         with pytest.raises(RingConfigError, match=REFUSED.format(4, 5, 4)):
-            gpu_of_rank(4, 4)
+            select_gpu(4, 4)
     monkeypatch.setenv(variable, "1")
-    assert [gpu_of_rank(rank, 2) for rank in range(5)] == [0, 1, 0, 1, 0]
+    assert [select_gpu(rank, 2) for rank in range(5)] == [0, 1, 0, 1, 0]
     with pytest.raises(RingConfigError, match=REFUSED.format(0, 1, 0)):
-        gpu_of_rank(0, 0)
+        select_gpu(0, 0)
 
 
 def test_deepspeed_takes_the_gpu_that_a_rank_shares(monkeypatch: pytest.MonkeyPatch) -> None:

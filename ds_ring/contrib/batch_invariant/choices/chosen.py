@@ -67,13 +67,13 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, where: Tensor, scale: float, sinks:
     if query_heads:
         k, v = (x.repeat_interleave(q.shape[1] // groups, dim=1) for x in (k, v))
         groups = q.shape[1]
-    of_groups = where.repeat_interleave(groups // where.shape[1], dim=1)  # [B, G, Q, k]
-    index = of_groups.clamp(max=k.shape[2] - 1).flatten(2).unsqueeze(-1)
+    from_groups = where.repeat_interleave(groups // where.shape[1], dim=1)  # [B, G, Q, k]
+    index = from_groups.clamp(max=k.shape[2] - 1).flatten(2).unsqueeze(-1)
     keys, values = (
-        x.gather(2, index.expand(-1, -1, -1, x.shape[3])).unflatten(2, of_groups.shape[2:]).to(dtype)
+        x.gather(2, index.expand(-1, -1, -1, x.shape[3])).unflatten(2, from_groups.shape[2:]).to(dtype)
         for x in (k, v)
     )
-    none = (of_groups == k.shape[2]).unsqueeze(2)  # [B, G, 1, Q, k]
+    none = (from_groups == k.shape[2]).unsqueeze(2)  # [B, G, 1, Q, k]
     of_query = q.unflatten(1, (groups, -1)).to(dtype)  # [B, G, h, Q, D]
     scores = (of_query.unsqueeze(4) * keys.unsqueeze(2)).sum(-1) * scale
     greatest = scores.masked_fill(none, -math.inf).amax(dim=-1, keepdim=True)

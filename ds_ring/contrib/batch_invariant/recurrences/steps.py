@@ -28,20 +28,20 @@ from ds_ring.models.rows import in_order
 def in_steps(session: RingSession, mode: BatchInvariant) -> Iterator[None]:
     """Compute the recurrences of a session's mesh one token after the other, as long as this is on."""
     recurrences = session.mesh.owners[Recurrences]
-    recurrences.by_steps, before = recurrence_in_steps, recurrences.by_steps
+    recurrences.by_steps, before = run_recurrence_in_steps, recurrences.by_steps
     try:
         yield
     finally:
         recurrences.by_steps = before
 
 
-def recurrence_in_steps(
+def run_recurrence_in_steps(
     sharding: BatchSharding, tensors: Sequence[Tensor], steps: Steps, dim: int, wants_state: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Return the outputs of a recurrence, and its last state; arguments as those of `scan.recurrence`."""
     sets = split_rows(sharding)
     results = [
-        _of_rows(context, [x[rows] if rows else x for x in tensors], steps, dim, wants_state)
+        _select_rows(context, [x[rows] if rows else x for x in tensors], steps, dim, wants_state)
         for context, rows in sets
     ]
     rows = [samples for _, samples in sets]
@@ -52,10 +52,10 @@ def recurrence_in_steps(
     return out, in_order(states, rows) if wants_state else None
 
 
-def _of_rows(
+def _select_rows(
     context: ScanContext, tensors: Sequence[Tensor], steps: Steps, dim: int, wants_state: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Return what `recurrence_in_steps` returns, of rows with the same documents."""
+    """Return what `run_recurrence_in_steps` returns, of rows with the same documents."""
     dtype = torch.promote_types(tensors[0].dtype, torch.float32)
     initial = last = tensors[0].new_zeros(len(tensors[0]), *steps.shape, dtype=dtype)
 

@@ -36,7 +36,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ds_ring.comm.device_tables import on_device, outside_inference_mode
+from ds_ring.comm.device_tables import leave_inference_mode, on_device
 from ds_ring.config.pattern_section import PatternConfig
 from ds_ring.config.section import RingConfig, pattern_from_config
 from ds_ring.contrib.families.compressed.windows import Windows
@@ -186,7 +186,7 @@ class _Rows:
         self.windows, self._halo = len(sources.tokens), windows.before(overlaps)
         self.hidden, self.begins_documents = on_device(sources.hidden, device), bool(sources.hidden.any())
         self.first = on_device(sources.positions - np.arange(self.windows) * rate, device)
-        self._scan = scan_context(sharding.layout, sharding.mesh, None, timeout_of(sharding))
+        self._scan = scan_context(sharding.layout, sharding.mesh, None, get_timeout(sharding))
 
     def take(self, x: Tensor) -> Tensor:
         """Return these samples of a batch."""
@@ -237,7 +237,7 @@ class _Rows:
             return self._attend_to_all(q, entries, blocks.attention(scale, self.before), scale)
         result: tuple[Tensor, Tensor] = selected_attention(
             q, entries, entries, chosen, layout=blocks.layout, mesh=blocks.mesh, scale=scale,
-            return_lse=True, hop_timeout_s=timeout_of(blocks),
+            return_lse=True, hop_timeout_s=get_timeout(blocks),
         )  # fmt: skip
         return result
 
@@ -274,7 +274,7 @@ class _Rows:
 
             return ring_select(
                 score_rows, k, keys, layout=blocks.layout, mesh=blocks.mesh, pattern=pattern,
-                hop_timeout_s=timeout_of(blocks),
+                hop_timeout_s=get_timeout(blocks),
             )  # fmt: skip
 
         chosen = [by_places(self.until, range(self.rate - 1, self.rate))]
@@ -283,7 +283,7 @@ class _Rows:
         return self.by_token(torch.cat(chosen, dim=1), 1, -1)
 
 
-def timeout_of(sharding: BatchSharding) -> float:
+def get_timeout(sharding: BatchSharding) -> float:
     """Return the seconds that a hop may take."""
     return float(sharding.config.hop_timeout_seconds)
 
@@ -296,7 +296,7 @@ def split_rows(sharding: BatchSharding, rate: int, overlaps: bool, device: torch
         RingLayoutError: shards that are not consecutive tokens.
     """
 
-    @outside_inference_mode  # saved for later backward passes
+    @leave_inference_mode  # saved for later backward passes
     def make() -> list[_Rows]:
         refuse_trees(sharding.groups)
         groups = [(list(group.rows), group.documents) for group in sharding.groups]

@@ -93,7 +93,7 @@ class Windows:
 
     def __init__(self, layout: Layout, rate: int, documents: Documents | None = None) -> None:
         self.rate, self._tokens = rate, layout
-        begins, lengths = _whole_documents(layout.tokens, rate, documents)
+        begins, lengths = _find_whole_documents(layout.tokens, rate, documents)
         self.documents, numbers = repeat_rows(-(-lengths // rate))
         firsts = begins[self.documents] + numbers * rate
         ends = np.minimum(firsts + rate, (begins + lengths)[self.documents])
@@ -195,7 +195,7 @@ class Windows:
         return runs.slots[self.run[fragments]] - runs.starts[self.run[fragments]]
 
 
-def _whole_documents(tokens: int, rate: int, documents: Documents | None) -> tuple[IntArray, IntArray]:
+def _find_whole_documents(tokens: int, rate: int, documents: Documents | None) -> tuple[IntArray, IntArray]:
     """Return the starts and lengths of the documents that have a complete window."""
     if documents is None:
         begins, ids = np.array([0]), np.array([0])

@@ -56,7 +56,7 @@ _on_ring = ContextVar("a text model is being computed on a ring", default=False)
 _files: WeakSet[ModuleType] = WeakSet()  # whose function of distances is wrapped
 
 
-def bias_of(module: nn.Module) -> Any:
+def find_bias_module(module: nn.Module) -> Any:
     """Return the module that computes the bias of an attention layer; None if it has none."""
     bias = getattr(module, "rel_logits_proj", getattr(module, "relative_position_bias", None))
     return bias if hasattr(bias, "proj") and hasattr(bias, "rel_extent") else None
@@ -74,7 +74,7 @@ class DistanceBias(Variant):
     """Layers whose scores have a learned bias by content and distance, and may have a sink by query."""
 
     def matches(self, module: nn.Module) -> bool:
-        return bias_of(module) is not None
+        return find_bias_module(module) is not None
 
     def refuse(self, model: PreTrainedModel, request: AttachRequest) -> None:
         if request.as_is and any(map(self.matches, model.modules())):
@@ -92,11 +92,11 @@ class DistanceBias(Variant):
             if isinstance(module, PreTrainedModel) and hasattr(file, _DISTANCES):
                 adapter.apply(enter, leave, text_model=module)
                 if file not in _files:
-                    apply(no_distances, modeling=file)
+                    apply(skip_distances, modeling=file)
                     _files.add(file)
 
     def install_on(self, module: nn.Module, adapter: ModelAdapter) -> None:
-        bias = bias_of(module)
+        bias = find_bias_module(module)
         adapter.apply(StatesOfBias(module, bias), biased_by_distance=module, bias_by_distance=bias)
         adapter.gather_once(module)  # profiles are read in attention, after their module has returned
 
@@ -224,6 +224,6 @@ def leave(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outp
     TABLE.given("modeling"), _DISTANCES, stage="around_call",
     reason="no distances of all local pairs on a ring; calls the original for other models",
 )  # fmt: skip
-def no_distances(original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor | None:
+def skip_distances(original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor | None:
     """Return None on a ring, where the bias takes no distances."""
     return None if _on_ring.get() else original(*args, **kwargs)

@@ -21,7 +21,7 @@ from ds_ring.layers.scores import Alibi
 from ds_ring.masks.catalog import Causal, Full, SlidingWindow
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import ScoreFunction
-from ds_ring.models.variant import home_of_forward
+from ds_ring.models.variant import find_forward_home
 
 # Of an attention module, what the bias is multiplied by after it was added, and the attention that the model
 # has without a ring ("eager", "sdpa"): the bias of a pair.
@@ -65,11 +65,11 @@ def _big_bird_tokens(config: Any) -> int | None:
 def _bloom_alibi(module: Any, factor: float, implementation: str) -> Alibi:
     from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 
-    slopes = _of_second_key(build_alibi_tensor, module.num_heads)
+    slopes = _shift_to_second_key(build_alibi_tensor, module.num_heads)
     return Alibi(tuple((slopes.double() * factor).tolist()))
 
 
-def _of_second_key(build_alibi_tensor: Callable[..., Tensor], heads: int) -> Tensor:
+def _shift_to_second_key(build_alibi_tensor: Callable[..., Tensor], heads: int) -> Tensor:
     """Return the slopes [H]: ALiBi of the second of two keys."""
     return build_alibi_tensor(torch.ones(1, 2, dtype=torch.int64, device="cpu"), heads, torch.float32)[
         :, 0, 1
@@ -101,7 +101,7 @@ def _falcon_alibi(module: Any, factor: float, implementation: str) -> RoundedAli
 
     if implementation == "eager":  # its model adds ALiBi to the mask, too, which sdpa is given alone
         factor += 1 / math.sqrt(module.config.hidden_size // module.num_heads)
-    return RoundedAlibi(tuple(_of_second_key(build_alibi_tensor, module.num_heads).tolist()), factor)
+    return RoundedAlibi(tuple(_shift_to_second_key(build_alibi_tensor, module.num_heads).tolist()), factor)
 
 
 def _embedded(module: Any, position_ids: Tensor, forward: Callable[..., Tensor], argument: Any) -> Tensor:
@@ -109,7 +109,9 @@ def _embedded(module: Any, position_ids: Tensor, forward: Callable[..., Tensor],
     return nn.functional.embedding(position_ids + getattr(module, "offset", 0), module.weight)
 
 
-def _sinusoidal(module: Any, position_ids: Tensor, forward: Callable[..., Tensor], argument: Any) -> Tensor:
+def _read_sinusoids(
+    module: Any, position_ids: Tensor, forward: Callable[..., Tensor], argument: Any
+) -> Tensor:
     """Musicgen's: a table that grows with the length; several codebooks of a sample are rows of the batch."""
     position_ids = position_ids[:: len(position_ids) // len(argument)]
     needed = int(position_ids.max()) + 1
@@ -119,7 +121,9 @@ def _sinusoidal(module: Any, position_ids: Tensor, forward: Callable[..., Tensor
     return rows
 
 
-def _rotary_rows(module: Any, position_ids: Tensor, forward: Callable[..., Tensor], argument: Any) -> Tensor:
+def _read_rotary_rows(
+    module: Any, position_ids: Tensor, forward: Callable[..., Tensor], argument: Any
+) -> Tensor:
     """RoFormer's sinusoids [S, D], which all samples share."""
     if bool((position_ids != position_ids[:1]).any()):
         got = "got documents that differ; use a batch of one sample"
@@ -171,9 +175,9 @@ FAMILIES: Mapping[str, Family] = {
     "mbart": _decoder("MBartLearnedPositionalEmbedding"),
     "megatron-bert": Family("MegatronBertSelfAttention"),
     "mpt": Family("MptAttention", bias=_mpt_alibi),
-    "musicgen_decoder": Family(positions="MusicgenSinusoidalPositionalEmbedding", numbered=_sinusoidal),
+    "musicgen_decoder": Family(positions="MusicgenSinusoidalPositionalEmbedding", numbered=_read_sinusoids),
     "musicgen_melody_decoder": Family(
-        positions="MusicgenMelodySinusoidalPositionalEmbedding", numbered=_sinusoidal
+        positions="MusicgenMelodySinusoidalPositionalEmbedding", numbered=_read_sinusoids
     ),
     "mvp": _decoder("MvpLearnedPositionalEmbedding", "MvpAttention"),
     "nemotron": Family(),
@@ -182,7 +186,7 @@ FAMILIES: Mapping[str, Family] = {
     "plbart": _decoder("PLBartLearnedPositionalEmbedding"),
     "rembert": Family("RemBertSelfAttention"),
     "roformer": Family(
-        "RoFormerSelfAttention", positions="RoFormerSinusoidalPositionalEmbedding", numbered=_rotary_rows
+        "RoFormerSelfAttention", positions="RoFormerSinusoidalPositionalEmbedding", numbered=_read_rotary_rows
     ),
     "stablelm": Family(),
     "seamless_m4t": _numbered_by_ids("SeamlessM4TSinusoidalPositionalEmbedding"),
@@ -198,9 +202,9 @@ FAMILIES: Mapping[str, Family] = {
 }
 
 
-def family_of(model: PreTrainedModel) -> Family | None:
+def find_family(model: PreTrainedModel) -> Family | None:
     """Return the row of a model of `FAMILIES`; None for others, also of code from elsewhere."""
-    known = home_of_forward(model).startswith("transformers.models.")
+    known = find_forward_home(model).startswith("transformers.models.")
     return FAMILIES.get(model.config.model_type) if known else None
 
 

@@ -17,7 +17,7 @@ from ds_ring.contrib.families.eager_attention.families import (
     FAMILIES,
     REFUSED,
     Family,
-    family_of,
+    find_family,
 )
 from ds_ring.contrib.families.eager_attention.scores import (
     EagerScores,
@@ -43,7 +43,7 @@ from ds_ring.models.variant import (
     POSITIONS,
     AttachRequest,
     Variant,
-    advice_for_own_attention,
+    get_own_attention_advice,
 )
 from ds_ring.patches import patch
 
@@ -79,10 +79,10 @@ class EagerVariant(Variant):
     """Models that compute attention in their own code, or number their tokens by themselves."""
 
     def matches(self, module: nn.Module) -> bool:
-        return isinstance(module, PreTrainedModel) and family_of(module) is not None
+        return isinstance(module, PreTrainedModel) and find_family(module) is not None
 
     def refuse(self, model: PreTrainedModel, request: AttachRequest) -> None:
-        config, family = model.config.get_text_config(), family_of(model)
+        config, family = model.config.get_text_config(), find_family(model)
         if config.model_type in REFUSED:
             raise cannot_run(model, f"{REFUSED[config.model_type]}, {OWN_TOKENS}")
         if request.as_is and getattr(config, "alibi", False):
@@ -100,7 +100,7 @@ class EagerVariant(Variant):
         return {INTERFACE, POSITIONS} if self.matches(model) and not as_is else set()
 
     def advice(self, kind: type[PreTrainedModel]) -> str | None:
-        return advice_for_own_attention(kind, FAMILIES)
+        return get_own_attention_advice(kind, FAMILIES)
 
     def makes_full_masks(self, model_type: str) -> bool:
         return model_type in FAMILIES
@@ -111,7 +111,7 @@ class EagerVariant(Variant):
     def install(self, adapter: ModelAdapter) -> None:
         if adapter.rewritten or not any(map(self.matches, adapter.model.modules())):
             return
-        family = family_of(adapter.model)
+        family = find_family(adapter.model)
         if family is not None and family.by_length:
             adapter.session.needs.number_tokens = partial(_padding_last, adapter.model.config.pad_index)
         numbered = _NumberedCall(adapter)
@@ -122,10 +122,10 @@ class EagerVariant(Variant):
             if self.matches(part) and hasattr(part, "set_attention_type") and draws(part):
                 if not is_known:
                     raise draws_blocks(part)
-                adapter.apply(switch_of(part), draws_blocks=part)
+                adapter.apply(get_switch(part), draws_blocks=part)
         for part, family, module in find_parts(adapter.model):
             if type(module).__name__ == family.positions:
-                around = around_positions(part, family, module, partial(numbered.position_ids, module))
+                around = wrap_positions(part, family, module, partial(numbered.position_ids, module))
                 adapter.apply(around, numbers=module)
             else:
                 around = around_attention(part, family, module, adapter.call, adapter.implementations[part])
@@ -164,12 +164,12 @@ def draws_blocks(model: Any, where: str = "") -> RingConfigError:
 
 def draws(part: Any) -> bool:
     """Return whether the layers of a model draw blocks of keys for long batches, and none was short yet."""
-    family = family_of(part)
+    family = find_family(part)
     may = family is not None and family.dense_up_to(part.config) is not None
     return may and part.attention_type == "block_sparse"
 
 
-def switch_of(part: Any) -> Callable[..., Any]:
+def get_switch(part: Any) -> Callable[..., Any]:
     """Return what makes a model attend to all keys, as it does by itself with the first short batch."""
 
     @_switches
@@ -189,7 +189,7 @@ def find_parts(model: nn.Module) -> list[tuple[PreTrainedModel, Family, nn.Modul
     """Return the modules inside `model` that a family names, each once."""
     parts: dict[int, tuple[PreTrainedModel, Family, nn.Module]] = {}
     for part in (part for part in model.modules() if isinstance(part, PreTrainedModel)):
-        family = family_of(part)
+        family = find_family(part)
         for module in part.modules() if family is not None else ():
             assert family is not None
             kind = type(module)
@@ -244,17 +244,17 @@ def tell_mask(call: ModelCall, layer: nn.Module) -> Callable[..., Any]:
     def before(
         _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        def with_sharding(x: Any) -> Any:
+        def add_sharding(x: Any) -> Any:
             return replace(x, sharding=call.get_sharding(layer)) if isinstance(x, LayerMask) else x
 
-        return tuple(map(with_sharding, args)), {key: with_sharding(x) for key, x in kwargs.items()}
+        return tuple(map(add_sharding, args)), {key: add_sharding(x) for key, x in kwargs.items()}
 
     return before
 
 
 def find_layers(model: nn.Module) -> list[nn.Module]:
     """Return the layers of the models of `FAMILIES` inside `model`."""
-    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel) and family_of(part)]
+    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel) and find_family(part)]
     layers = {id(layer): layer for part in parts for layer in part.modules()}
     return [layer for layer in layers.values() if isinstance(layer, GradientCheckpointingLayer)]
 
@@ -272,7 +272,7 @@ class _NumberedCall:
         @_call_patch
         def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             refuse_other_inputs(self._call.name, kwargs)
-            family, tokens = family_of(self._call.model), kwargs[SHARDING].layout.tokens
+            family, tokens = find_family(self._call.model), kwargs[SHARDING].layout.tokens
             most = None if family is None else family.dense_up_to(self._call.model.config)
             if most is not None and tokens > most:
                 raise draws_blocks(self._call.model, f" for more than {most} tokens, got {tokens}")
@@ -282,7 +282,7 @@ class _NumberedCall:
                 kwargs = kwargs | {"lengths": torch.full(ids.shape[:1], ids.shape[1], device=ids.device)}
             position_ids = arguments.get("position_ids")
             if position_ids is None:  # in a generation
-                self._noted = _positions_in(arguments[SHARDING], ids.device).expand(ids.shape[0], -1)
+                self._noted = _read_positions(arguments[SHARDING], ids.device).expand(ids.shape[0], -1)
                 return args, kwargs
             self._noted = position_ids.expand(ids.shape[0], -1)  # XLM asks for each sample's
             return args, kwargs | {"position_ids": self._noted}
@@ -295,7 +295,7 @@ class _NumberedCall:
         return self._noted if positions is None else positions
 
 
-def _positions_in(sharding: BatchSharding, device: torch.device) -> Tensor:
+def _read_positions(sharding: BatchSharding, device: torch.device) -> Tensor:
     """Return the positions of local tokens in the sequence, [S]; 0 for padding of the layout."""
     if sharding.is_replicated:
         positions: Tensor = sharding.q_positions  # type: ignore[attr-defined]
@@ -305,7 +305,7 @@ def _positions_in(sharding: BatchSharding, device: torch.device) -> Tensor:
     return slots.clamp_min(0)
 
 
-def around_positions(
+def wrap_positions(
     model: PreTrainedModel, family: Family, module: nn.Module, position_ids: Callable[[], Tensor | None]
 ) -> Callable[..., Tensor]:
     """Return what runs in place of the forward of a module that numbers tokens by itself."""

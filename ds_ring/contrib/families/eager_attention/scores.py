@@ -60,15 +60,15 @@ class ModuleAttention:
                 expected = "expected no documents beside config.alibi, got some"
                 raise RingPatternError(f'{type(self.module).__name__}: {expected}; set "documents": false')
         # Models compute scores in float32 where a kernel does so by itself.
-        query, key = (self._with_heads(x).to(value.dtype) for x in (scores.query, scores.key))
+        query, key = (self._unflatten_heads(x).to(value.dtype) for x in (scores.query, scores.key))
         out_BSHD, _ = ALL_ATTENTION_FUNCTIONS[NAME](
-            self.module, query, key, self._with_heads(value), mask, scaling=scores.scale,
+            self.module, query, key, self._unflatten_heads(value), mask, scaling=scores.scale,
             dropout=scores.dropout, score_mod=changed, **{SHARDING: self.sharding},
         )  # fmt: skip
         out_BHSD: Tensor = out_BSHD.transpose(1, 2)
         return out_BHSD.reshape(*scores.shape[:-1], value.shape[-1])
 
-    def _with_heads(self, x: Tensor) -> Tensor:
+    def _unflatten_heads(self, x: Tensor) -> Tensor:
         """Return [B, H, S, D] of itself or of [B * H, S, D]."""
         return x if x.ndim == 4 else x.unflatten(0, (self.samples, -1))
 

@@ -35,7 +35,7 @@ from ds_ring.layers.selection.rows import (
 from ds_ring.layers.selection.total_order import TotalOrder
 from ds_ring.masks.pattern import Pattern
 from ds_ring.models.checks import has_cache
-from ds_ring.models.layer_masks import LayerMask, pattern_in
+from ds_ring.models.layer_masks import LayerMask, choose_layer_pattern
 from ds_ring.models.model import TABLE
 from ds_ring.models.variant import Variant
 from ds_ring.patches import patch
@@ -114,24 +114,24 @@ class KeysOfAllRanks:
 
     def __mul__(self, factor: Any) -> KeysOfAllRanks:
         if not isinstance(factor, (int, float)):
-            raise _another_formula(f"multiplies scores by {type(factor).__name__}")
+            raise _refuse_formula(f"multiplies scores by {type(factor).__name__}")
         return self._then(lambda x: x * factor)
 
     def masked_fill(self, mask: Any, value: Any) -> KeysOfAllRanks:
         if not isinstance(mask, _Visible):
-            raise _another_formula("masks scores by a mask of its own")
+            raise _refuse_formula("masks scores by a mask of its own")
         return self
 
     def topk(self, k: int, dim: int = -1) -> SimpleNamespace:
         if dim != -1:
-            raise _another_formula(f"chooses along dimension {dim}")
+            raise _refuse_formula(f"chooses along dimension {dim}")
         return SimpleNamespace(indices=self._select(self._of, k))
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         mine = [x for x in args if isinstance(x, KeysOfAllRanks)]
         if function not in _RECORDED or any((kwargs or {}).values()) or len(mine) != 1:
-            raise _another_formula(f"calls {getattr(function, '__name__', function)}")
+            raise _refuse_formula(f"calls {getattr(function, '__name__', function)}")
         (keys,) = mine
 
         def scores(samples: Any, slots: slice, shard: Tensor) -> Tensor:
@@ -145,10 +145,10 @@ class KeysOfAllRanks:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # of Python's protocols
             raise AttributeError(name)
-        raise _another_formula(f"reads {name} of its keys")
+        raise _refuse_formula(f"reads {name} of its keys")
 
 
-def _another_formula(how: str) -> RingConfigError:
+def _refuse_formula(how: str) -> RingConfigError:
     return RingConfigError(
         f"indexer: expected one that scores keys as DeepSeek-V3.2 does, weights * relu(q k), got one that"
         f" {how}, which no ring computes; use another model, or a version of transformers that ds_ring knows"
@@ -203,7 +203,7 @@ class IndexedLayer:
             got = f"got {len(masks)} masks and {type(sharding).__name__}"
             raise RingPatternError(f"{name}: expected its layer's mask, {got}; call the engine, not compiled")
         masks[0].check_blocks(sharding)
-        pattern = pattern_in(self._layer, sharding, masks[0].pattern)
+        pattern = choose_layer_pattern(self._layer, sharding, masks[0].pattern)
         visible, keys = _Visible(), _Keys(sharding, pattern, cache)
         args = tuple(visible if isinstance(x, LayerMask) else x for x in args)
         kwargs = {key: visible if isinstance(x, LayerMask) else x for key, x in kwargs.items()}

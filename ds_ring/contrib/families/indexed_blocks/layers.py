@@ -38,11 +38,11 @@ from ds_ring.layers.selection.rows import (
 )
 from ds_ring.layers.selection.select import ScoresFunction, ring_select
 from ds_ring.layers.selection.total_order import TotalOrder
-from ds_ring.layers.sparse.blocks import tokens_of_blocks
+from ds_ring.layers.sparse.blocks import gather_blocks
 from ds_ring.masks.catalog import Causal
 from ds_ring.models.attention_name import NAME
 from ds_ring.models.checks import has_cache, no_sharding
-from ds_ring.models.layer_masks import LayerMask, pattern_in, pattern_of_call
+from ds_ring.models.layer_masks import LayerMask, choose_layer_pattern, read_call_pattern
 from ds_ring.models.model import TABLE
 from ds_ring.models.variant import Variant
 from ds_ring.patches import patch
@@ -87,9 +87,9 @@ class _BlockRows:
         self.positions, self.begins = positions, np.array(begins)[document]  # of tokens, [S]
 
     def gather(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the tokens of this rank's blocks, and where they begin: `tokens_of_blocks`."""
+        """Return the tokens of this rank's blocks, and where they begin: `gather_blocks`."""
         timeout = float(self._sharding.config.hop_timeout_seconds)
-        return tokens_of_blocks(x, self.blocks, self._sharding.mesh, timeout)
+        return gather_blocks(x, self.blocks, self._sharding.mesh, timeout)
 
     def choose(self, scores: ScoresFunction, k: int, keys: Tensor, delay: int) -> Tensor:
         """Return the tokens [.., S, k * L] of the k best blocks of each query, -1 for none."""
@@ -182,7 +182,7 @@ def minimax_m3(
     if not 1 <= local <= indexer.topk_blocks:
         expected = f"expected index_local_blocks from 1 to index_topk_blocks, {indexer.topk_blocks}"
         raise RingConfigError(f"{type(indexer).__name__}: {expected}, got {local}; set index_local_blocks")
-    queries, keys = _minimax_m3_projected(indexer, hidden_states, cos_sin)
+    queries, keys = _project_minimax_m3(indexer, hidden_states, cos_sin)
 
     def scores(of_samples: Tensor, slots: slice, tokens: Tensor) -> Tensor:
         products = [
@@ -207,7 +207,7 @@ def minimax_m3(
     return joined(sharding, results)
 
 
-def _minimax_m3_projected(
+def _project_minimax_m3(
     indexer: Any, hidden_states: Tensor, cos_sin: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:
     """Return the queries [B, H, S, D] and keys [B, S, D] of MiniMax M3's indexer."""
@@ -231,7 +231,7 @@ def minimax_m3_with_cache(
         raise RingPatternError.wrong(
             f"{name}: attention_mask", "prompts of one length", "padding", "generate one at a time"
         )
-    queries, keys = _minimax_m3_projected(indexer, hidden_states, cos_sin)
+    queries, keys = _project_minimax_m3(indexer, hidden_states, cos_sin)
     keys = cache.layers[indexer.layer_idx].update_indexer(keys)
     if not sharding.is_replicated:
         return minimax_m3(indexer, sharding, hidden_states, cos_sin)
@@ -273,8 +273,8 @@ def glm5(indexer: Any, sharding: BatchSharding, hidden_states: Tensor, q_resid: 
 
     def scores(samples: Any, slots: slice, keys: Tensor) -> Tensor:
         products = torch.matmul(queries[samples][:, slots], keys.float().unsqueeze(1).transpose(2, 3))
-        of_heads = torch.relu(products * indexer.softmax_scale)
-        return torch.matmul(weights[samples][:, slots].unsqueeze(2), of_heads).squeeze(2)
+        select_heads = torch.relu(products * indexer.softmax_scale)
+        return torch.matmul(weights[samples][:, slots].unsqueeze(2), select_heads).squeeze(2)
 
     results = []
     for samples, rows in _split_rows(sharding, size, True):
@@ -315,7 +315,7 @@ class IndexedBlocks(Variant):
         super().install(adapter)
         for module in adapter.model.modules():
             if hasattr(module, "build_attention_mask_from_topk"):
-                adapter.apply(chosen_mask, masking=module)
+                adapter.apply(make_chosen_mask, masking=module)
 
     def install_on(self, module: nn.Module, adapter: ModelAdapter) -> None:
         layer = BlockIndexedLayer(module)
@@ -338,7 +338,7 @@ class IndexedBlocks(Variant):
     feature="chosen blocks.mask", reason="hands on what was chosen; calls the original without a ring",
     when="the layer makes a mask of chosen keys (GLM-5.3)",
 )  # fmt: skip
-def chosen_mask(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def make_chosen_mask(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Return, in place of a mask, what the indexer of a layer or of one before it chose (GLM-5.3)."""
     layer: Any = original.__self__  # type: ignore[attr-defined]
     if layer.config._attn_implementation != NAME:
@@ -389,8 +389,8 @@ class BlockIndexedLayer:
             make = partial(_WITH_CACHE[name], cache=cache)
         if not isinstance(sharding, BatchSharding) or torch.compiler.is_compiling():
             raise no_sharding(name, sharding)
-        layer_pattern = self._mask.pattern if self._mask is not None else pattern_of_call(self._layer, {})
-        pattern = pattern_in(self._layer, sharding, layer_pattern)
+        layer_pattern = self._mask.pattern if self._mask is not None else read_call_pattern(self._layer, {})
+        pattern = choose_layer_pattern(self._layer, sharding, layer_pattern)
         if not isinstance(pattern, Causal):
             expected = f"expected a causal pattern, with or without documents, got {pattern}"
             raise RingPatternError(f"{name}: {expected}; leave the pattern out of the JSON")

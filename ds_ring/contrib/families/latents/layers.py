@@ -72,7 +72,7 @@ class LatentLayers(Variant):
         return hasattr(module, "kv_b_proj")
 
     def install(self, adapter: ModelAdapter) -> None:
-        layers = {} if adapter.rewritten else latent_layers(adapter.model, adapter.session)
+        layers = {} if adapter.rewritten else make_latent_layers(adapter.model, adapter.session)
         for layer, unexpanded in layers.items():
             adapter.apply(unexpanded, latent=layer)
 
@@ -91,7 +91,7 @@ class LatentLayers(Variant):
         return out
 
 
-def latent_layers(model: nn.Module, session: RingSession) -> dict[nn.Module, Latents]:
+def make_latent_layers(model: nn.Module, session: RingSession) -> dict[nn.Module, Latents]:
     """Return the layers whose latents travel, by the section's `"latents"`, and what replaces `expand_kv`.
 
     Raises:

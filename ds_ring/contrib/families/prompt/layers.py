@@ -37,15 +37,15 @@ from ds_ring.masks.tiles import UNBOUNDED
 from ds_ring.models.attention_call import check_attention_call
 from ds_ring.models.attention_name import NAME
 from ds_ring.models.checks import cannot_run, not_compiled
-from ds_ring.models.layer_masks import pattern_in
+from ds_ring.models.layer_masks import choose_layer_pattern
 from ds_ring.models.model import PRETRAINED, TABLE
 from ds_ring.models.variant import (
     INTERFACE,
     POSITIONS,
     AttachRequest,
     Variant,
-    advice_for_own_attention,
-    home_of_forward,
+    find_forward_home,
+    get_own_attention_advice,
 )
 from ds_ring.patches import patch
 from ds_ring.schedule.layout import Layout
@@ -162,11 +162,11 @@ class LearnedPrompt(Variant):
             raise cannot_run(model, "its prompt is of one rank of a ring; leave ulysses_size out")
 
     def covers(self, model: PreTrainedModel, as_is: bool) -> set[str]:
-        known = home_of_forward(model).startswith("transformers.models.") and self.matches(model)
+        known = find_forward_home(model).startswith("transformers.models.") and self.matches(model)
         return {INTERFACE, POSITIONS} if known and not as_is else set()
 
     def advice(self, kind: type[PreTrainedModel]) -> str | None:
-        return advice_for_own_attention(kind, {_TYPE})
+        return get_own_attention_advice(kind, {_TYPE})
 
     def apart(self, model: nn.Module) -> list[nn.Module]:
         """Return the layers: their outputs have the prompt's tokens, too."""
@@ -179,7 +179,7 @@ class LearnedPrompt(Variant):
         config = adapter.model.config
         for module in adapter.model.modules():
             if hasattr(module, "prompt_length"):
-                adapter.apply(around_model(module, adapter.call), prompted=module)
+                adapter.apply(wrap_model_forward(module, adapter.call), prompted=module)
             elif hasattr(module, "project_q"):
                 adapter.apply(around_attention(module, config), attends_to_prompt=module)
 
@@ -205,7 +205,7 @@ def _refuse_parts(has_parts: bool) -> None:
         raise RingPatternError.wrong("CPM-Ant", expected, got, "give samples of one length")
 
 
-def around_model(model: Any, call: ModelCall) -> Callable[..., Any]:
+def wrap_model_forward(model: Any, call: ModelCall) -> Callable[..., Any]:
     """Return what runs in place of the forward of a model with a prompt."""
 
     @_model_patch
@@ -230,14 +230,14 @@ def around_model(model: Any, call: ModelCall) -> Callable[..., Any]:
         segments = pad(segments, (prompt, 0), value=_OF_PROMPT)
         ids_BL = torch.cat([ids.expand(len(input_ids), -1), input_ids], dim=1)
         states_BLE = model.input_embedding(ids_BL) + model.segment_embedding(segments)
-        bias = _bias_of(model, sharding, prompt, input_ids.shape[1])
+        bias = _make_bias(model, sharding, prompt, input_ids.shape[1])
         states_BLE, _, _ = model.encoder(states_BLE, None, bias, False, False, None, False)
         return BaseModelOutputWithPast(last_hidden_state=states_BLE[:, prompt:])
 
     return around
 
 
-def _bias_of(model: Any, sharding: BatchSharding, prompt: int, slots: int) -> PromptBias:
+def _make_bias(model: Any, sharding: BatchSharding, prompt: int, slots: int) -> PromptBias:
     """Return the bias of a call, in numbers that the model's own module gives for pairs."""
     table, device = model.position_bias, next(model.parameters()).device
     farthest = max(sharding.layout.tokens, model.prompt_length)
@@ -276,7 +276,7 @@ def around_attention(module: Any, config: Any) -> Callable[..., Any]:
         name = type(module).__name__
         dropout = module.dropout.p if module.training and module.dropout is not None else 0.0
         check_attention_call(name, None, dropout, {})
-        seen = pattern_in(module, position_bias.sharding, Full())
+        seen = choose_layer_pattern(module, position_bias.sharding, Full())
         if seen != Full():
             raise RingPatternError.wrong(name, "all pairs", str(seen), "leave the pattern to the model")
         q, k, v = (

@@ -26,11 +26,11 @@ from ds_ring.contrib.families.recurrent.scan import (
     Original,
     Recurrences,
     Steps,
+    add_halo,
     by_rows,
     get_sharding,
     recurrence,
     refuse_states,
-    with_halo,
 )
 from ds_ring.errors import RingConfigError
 from ds_ring.layers.scan.context import ScanContext
@@ -45,7 +45,7 @@ _OF_ONE_TOKEN = {
 }
 
 
-def _of_one_token(original: Original) -> Original:
+def _get_single_step(original: Original) -> Original:
     """Return what the layers of a modeling file call in place of `original` for a generated token."""
     function: Original = getattr(sys.modules[original.__module__], _OF_ONE_TOKEN[original.__name__])
     return function
@@ -60,7 +60,7 @@ def convolution(
         return original(x, weight, bias, *args, **kwargs)
 
     def run(context: ScanContext, x: Tensor) -> Tensor:
-        return with_halo(
+        return add_halo(
             context, x, weight.shape[-1] - 1, lambda tokens: original(tokens, weight, bias, *args, **kwargs)
         )
 
@@ -110,13 +110,13 @@ def delta_rule(
     def run(state: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         q, k, v, g, beta = tensors
         arguments = {"g": g, "beta": beta, "initial_state": state, "output_final_state": True}
-        result: tuple[Tensor, Tensor] = _of_one_token(original)(q, k, v, **arguments, **kwargs)
+        result: tuple[Tensor, Tensor] = _get_single_step(original)(q, k, v, **arguments, **kwargs)
         return result
 
     tensors = (query, key, value, g, beta)
     recurrences = sharding.mesh.owners[Recurrences]
-    if recurrences.of_heads is not None and recurrences.by_steps is None and not output_final_state:
-        return recurrences.of_heads(sharding, tensors, call, True), None
+    if recurrences.select_heads is not None and recurrences.by_steps is None and not output_final_state:
+        return recurrences.select_heads(sharding, tensors, call, True), None
     steps = Steps((value.shape[2], key.shape[3], value.shape[3]), run)
     return recurrence(sharding, tensors, call, True, 1, output_final_state, steps)
 
@@ -129,7 +129,7 @@ def mamba2(
     sharding = get_sharding(kwargs)
     if sharding is None:
         return original(x, dt, A, B, C, chunk_size, *args, **kwargs)
-    z, state, returns_state = _of_whole_samples(kwargs, "z", "initial_states", "return_final_states")
+    z, state, returns_state = _run_whole_samples(kwargs, "z", "initial_states", "return_final_states")
     refuse_states("Mamba 2", state, returns_state and torch.is_grad_enabled())
     steps = [
         kwargs.get("dt_bias"),
@@ -146,12 +146,12 @@ def mamba2(
     def call(tensors: Sequence[Tensor], continues: bool) -> Computed:
         x, dt, B, C = tensors
         out, final = original(x, dt, A, B, C, chunk_size, *args, return_final_states=True, **kwargs)
-        decays = torch.exp(_summed_steps(dt, A, *steps))  # [b, L, H]
+        decays = torch.exp(_sum_steps(dt, A, *steps))  # [b, L, H]
         transition = decays[:, -1, :, None, None].to(final.dtype)
 
         def reach(state: Tensor) -> Tensor:
-            of_heads = C.to(state.dtype).repeat_interleave(x.shape[2] // C.shape[2], dim=2)
-            return torch.einsum("blhn,bhpn->blhp", of_heads * decays[..., None].to(state.dtype), state)
+            select_heads = C.to(state.dtype).repeat_interleave(x.shape[2] // C.shape[2], dim=2)
+            return torch.einsum("blhn,bhpn->blhp", select_heads * decays[..., None].to(state.dtype), state)
 
         return Computed(out, final, transition, reach if continues else None)
 
@@ -162,7 +162,7 @@ def mamba2(
         for x, dt, B, C in zip(*(x_.unbind(1) for x_ in tensors), strict=True):
             dt = dt[..., None].expand(-1, -1, size)
             options = {"dt_bias": of_each[1], "dt_softplus": steps[1]}
-            outs.append(_of_one_token(original)(state, x, dt, rates, B, C, of_each[0], z=None, **options))
+            outs.append(_get_single_step(original)(state, x, dt, rates, B, C, of_each[0], z=None, **options))
         return torch.stack(outs, dim=1), state
 
     of_tokens = Steps((*x.shape[2:], B.shape[3]), run)
@@ -171,14 +171,14 @@ def mamba2(
     return (out, state) if returns_state else out
 
 
-def _of_whole_samples(kwargs: dict[str, Any], *names: str) -> tuple[Any, Any, bool]:
+def _run_whole_samples(kwargs: dict[str, Any], *names: str) -> tuple[Any, Any, bool]:
     """Take out the gate, the first state and whether the last one is returned: not for single pieces."""
     gate, first, returns_last = (kwargs.pop(name, None) for name in names)
     kwargs.pop("seq_idx", None)
     return gate, first, bool(returns_last)
 
 
-def _summed_steps(
+def _sum_steps(
     dt: Tensor, A: Tensor, bias: Tensor | None, softplus: bool, limit: tuple[float, float]
 ) -> Tensor:
     """Return A times the sum of the step sizes up to each token, [b, L, H], float32 at least."""
@@ -196,7 +196,7 @@ def mamba1(
     sharding = get_sharding(kwargs)
     if sharding is None:
         return original(x, dt, A, B, C, *args, **kwargs)
-    z, state, returns_state = _of_whole_samples(kwargs, "z", "initial_state", "return_last_state")
+    z, state, returns_state = _run_whole_samples(kwargs, "z", "initial_state", "return_last_state")
     refuse_states("Mamba", state, returns_state and torch.is_grad_enabled())
     delta_bias, delta_softplus = kwargs.get("delta_bias"), kwargs.get("delta_softplus", False)
 
@@ -224,7 +224,7 @@ def mamba1(
         D = None if D is None else D.to(tensors[0].dtype)  # of which the layer has made float32
         options = {"dt_bias": delta_bias, "dt_softplus": delta_softplus}
         for x, dt, B, C in zip(*(tensor.unbind(2) for tensor in tensors), strict=True):
-            outs.append(_of_one_token(original)(state, x, dt, A, B, C, D, z=None, **options))
+            outs.append(_get_single_step(original)(state, x, dt, A, B, C, D, z=None, **options))
         return torch.stack(outs, dim=2), state
 
     steps = Steps((x.shape[1], B.shape[1]), run)

@@ -27,21 +27,21 @@ from ds_ring.comm.device_tables import on_device
 from ds_ring.contrib.families.recurrent.scan import (
     Original,
     Steps,
+    add_halo,
     by_rows,
     get_sharding,
     recurrence,
     refuse_states,
     split_rows,
-    token_before,
-    with_halo,
+    take_token_before,
 )
 from ds_ring.data.batch import cache_in
 from ds_ring.data.batch_sharding import BatchSharding
 from ds_ring.errors import RingConfigError
 from ds_ring.layers.scan.context import ScanContext
-from ds_ring.layers.scan.recurrence import Computed, group_pieces, of_last_run, on_every_rank, padded
+from ds_ring.layers.scan.recurrence import Computed, group_pieces, on_every_rank, padded, take_last_run
 from ds_ring.layers.scan.scan import scan_op
-from ds_ring.models.rows import in_order, own_last_tokens
+from ds_ring.models.rows import get_local_last_tokens, in_order
 from ds_ring.ops.gradients import run_compared
 
 
@@ -66,14 +66,16 @@ Summarise = Callable[[Sequence[Tensor], bool], Summary]  # takes a piece's tenso
 Outputs = Callable[[Sequence[Tensor], tuple[Tensor, Tensor] | None], Tensor]
 
 
-def _scaled_recurrence(
+def _run_scaled_recurrence(
     sharding: BatchSharding, tensors: Sequence[Tensor], summarise: Summarise, call: Outputs, dim: int,
     wants_state: bool,
 ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:  # fmt: skip
     """Return the outputs of a recurrence whose states are S exp(m), and the last (S, m), as `recurrence`."""
     sets = split_rows(sharding)
     results = [
-        _scaled_pieces(context, [x[rows] if rows else x for x in tensors], summarise, call, dim, wants_state)
+        _run_scaled_pieces(
+            context, [x[rows] if rows else x for x in tensors], summarise, call, dim, wants_state
+        )
         for context, rows in sets
     ]
     rows = [samples for _, samples in sets]
@@ -85,11 +87,11 @@ def _scaled_recurrence(
     return out, (S, m)
 
 
-def _scaled_pieces(
+def _run_scaled_pieces(
     context: ScanContext, tensors: Sequence[Tensor], summarise: Summarise, call: Outputs, dim: int,
     wants_state: bool,
 ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:  # fmt: skip
-    """Return what `_scaled_recurrence` returns, of rows with the same documents."""
+    """Return what `_run_scaled_recurrence` returns, of rows with the same documents."""
     batch, slots = tensors[0].shape[0], tensors[0].shape[dim]
     kinds = group_pieces(context) if context.pieces or not wants_state else {}
     last = {piece.run: piece for piece in context.pieces if piece.is_last}
@@ -100,7 +102,7 @@ def _scaled_pieces(
         for slot, length, continues in places or [(0, 1, False)]
     ]
     decay, greatest, increment = (torch.stack(parts)[: len(places)] for parts in zip(*summaries, strict=True))
-    before = _greatest_before(context, decay, greatest)
+    before = _find_greatest_before(context, decay, greatest)
     comes = on_device(np.array([continues for *_, continues in places], dtype=bool), decay.device)
     comes = comes.view(-1, *[1] * (decay.dim() - 1))
     after = torch.where(comes, torch.maximum(before + decay, greatest), greatest)
@@ -124,11 +126,11 @@ def _scaled_pieces(
         whole = whole + states.flatten()[:0].sum().to(whole.dtype)
     final = None
     if wants_state:
-        final = of_last_run(context, move * states + increment), of_last_run(context, after)
+        final = take_last_run(context, move * states + increment), take_last_run(context, after)
     return padded(whole, slots, dim), final
 
 
-def _greatest_before(context: ScanContext, decay: Tensor, greatest: Tensor) -> Tensor:
+def _find_greatest_before(context: ScanContext, decay: Tensor, greatest: Tensor) -> Tensor:
     """Return m before each own run [R, ...]; 0 where no state comes.
 
     A scan of one-hot vectors hands every run the numbers of all runs of its document before it.
@@ -182,7 +184,7 @@ def wkv(
         out: Tensor = original(time_decay, time_first, key, value)[0]
         return out if state is None else out[:, 1:]
 
-    out, last = _scaled_recurrence(sharding, (key, value), summarise, call, 1, wants_state)
+    out, last = _run_scaled_recurrence(sharding, (key, value), summarise, call, 1, wants_state)
     if last is None:
         return out, state
     numerator, denominator = last[0].unbind(-1)
@@ -198,7 +200,7 @@ def rwkv_shift(
         result: tuple[Any, ...] = original(layer, hidden, state)
         return result
     *mixed, _ = original(layer, hidden)
-    state[place][:, :, layer.layer_id] = _last_inputs(sharding, hidden.transpose(1, 2), 1)[..., 0]
+    state[place][:, :, layer.layer_id] = _get_last_inputs(sharding, hidden.transpose(1, 2), 1)[..., 0]
     return (*mixed, state)
 
 
@@ -240,7 +242,7 @@ def mlstm(
         return out
 
     tensors = query, key, value, igate, fgate
-    out, last = _scaled_recurrence(sharding, tensors, summarise, call, 2, wants_state)
+    out, last = _run_scaled_recurrence(sharding, tensors, summarise, call, 2, wants_state)
     return out, None if last is None else (last[0][..., :-1], last[0][..., -1], last[1][..., None])
 
 
@@ -365,7 +367,7 @@ def compressed_convolution(
     query, key = layer.q_proj(hidden_states), layer.k_proj(hidden_states)
 
     def run(context: ScanContext, x: Tensor) -> Tensor:
-        return with_halo(
+        return add_halo(
             context,
             x,
             before,
@@ -376,11 +378,11 @@ def compressed_convolution(
     mixed = by_rows(sharding, run, both).transpose(1, 2)
     heads = (-1, layer.head_dim)
     of_query, of_key = (x.unflatten(2, heads) for x in mixed.split([query.shape[2], key.shape[2]], dim=2))
-    of_heads = key.unflatten(2, heads).repeat_interleave(groups, dim=2)
-    mean = (query.unflatten(2, heads) + of_heads) * 0.5
+    select_heads = key.unflatten(2, heads).repeat_interleave(groups, dim=2)
+    mean = (query.unflatten(2, heads) + select_heads) * 0.5
     first = layer.v_proj_delayed(hidden_states.new_zeros(1, 1, layer.hidden_size))[0, 0]
     later = layer.v_proj_delayed(hidden_states)
-    delayed = by_rows(sharding, lambda context, x: token_before(context, x, first), later)
+    delayed = by_rows(sharding, lambda context, x: take_token_before(context, x, first), later)
     if cache is not None:
         cache.update_conv_state(both, layer.layer_idx, conv_kernel_size=before)
         cache.update_recurrent_state(cache.last_inputs(later.transpose(1, 2), 1)[..., 0], layer.layer_idx)
@@ -405,7 +407,7 @@ def dynamic_convolution(
 
     def run(context: ScanContext, both: Tensor) -> Tensor:
         # as wide as the tokens on a rank without any, too
-        return with_halo(context, both, layer.conv_kernel_size - 1, convolve)[:, : widths[0]]
+        return add_halo(context, both, layer.conv_kernel_size - 1, convolve)[:, : widths[0]]
 
     both = torch.cat([hidden_states, dynamic_input], dim=2).transpose(1, 2)
     return by_rows(sharding, run, both).transpose(1, 2)
@@ -417,7 +419,7 @@ def token_shift(original: Original, x: Tensor) -> Tensor:
     if sharding is None:
         result: Tensor = original(x)
         return result
-    return by_rows(sharding, lambda context, x: token_before(context, x, x.new_zeros(x.shape[2])), x)
+    return by_rows(sharding, lambda context, x: take_token_before(context, x, x.new_zeros(x.shape[2])), x)
 
 
 def convolution_module(original: Original, x: Tensor) -> Tensor:
@@ -434,12 +436,12 @@ def convolution_module(original: Original, x: Tensor) -> Tensor:
         _inputs[module] = x, sharding
     before = module.dilation[0] * (module.kernel_size[0] - 1)
     if module.padding[0]:
-        return by_rows(sharding, lambda context, x: with_halo(context, x, before, original), x)
+        return by_rows(sharding, lambda context, x: add_halo(context, x, before, original), x)
 
     def convolve(x: Tensor) -> Tensor:
         return F.pad(original(x), (before, 0))
 
-    return by_rows(sharding, lambda context, x: with_halo(context, x, before, convolve), x[:, :, before:])
+    return by_rows(sharding, lambda context, x: add_halo(context, x, before, convolve), x[:, :, before:])
 
 
 def keep_last_inputs(block: Any) -> None:
@@ -448,13 +450,13 @@ def keep_last_inputs(block: Any) -> None:
     if inputs is not None:
         x, sharding = inputs
         # the block has made it of the tokens here
-        block.conv1d_state.copy_(_last_inputs(sharding, x, block.conv1d_state.shape[-1]))
+        block.conv1d_state.copy_(_get_last_inputs(sharding, x, block.conv1d_state.shape[-1]))
 
 
-def _last_inputs(sharding: BatchSharding, x: Tensor, width: int) -> Tensor:
+def _get_last_inputs(sharding: BatchSharding, x: Tensor, width: int) -> Tensor:
     """Return the last inputs [B, C, width] of a prompt [B, C, S], on every rank. Collective."""
     ((context, _),) = split_rows(sharding)
-    tail = own_last_tokens(x, width, context.layout, context.mesh.sequence_rank)
+    tail = get_local_last_tokens(x, width, context.layout, context.mesh.sequence_rank)
     return on_every_rank(context, tail, "last inputs of a prompt")
 
 
@@ -475,6 +477,6 @@ def ngrams(original: Original, layer: Any, *args: Any, **kwargs: Any) -> Tensor:
 
     def run(context: ScanContext, ids: Tensor) -> Tensor:
         group_pieces(context)
-        return with_halo(context, ids[:, None] + 1, layer.context_len, embed).transpose(1, 2)
+        return add_halo(context, ids[:, None] + 1, layer.context_len, embed).transpose(1, 2)
 
     return by_rows(sharding, run, input_ids.long())

@@ -18,7 +18,7 @@ from ds_ring.data.batch_sharding import BatchSharding
 from ds_ring.errors import RingConfigError
 from ds_ring.layers.scan.context import ScanContext, scan_context
 from ds_ring.layers.scan.halo import halo_op, shift_sequence
-from ds_ring.layers.scan.recurrence import PieceKernel, padded, recurrence_of_pieces
+from ds_ring.layers.scan.recurrence import PieceKernel, padded, run_recurrence
 from ds_ring.models.rows import in_order
 from ds_ring.ops.gradients import run_compared
 
@@ -48,7 +48,7 @@ class Recurrences:
         # takes sharding, tensors, `Steps`, dim, wants_state, as `recurrence`; returns what it does
         self.by_steps: Callable[..., tuple[Tensor, Tensor | None]] | None = None
         # takes sharding, tensors [B, S, H, ...], call and matrix, as `recurrence`; returns the outputs
-        self.of_heads: Callable[..., Tensor] | None = None
+        self.select_heads: Callable[..., Tensor] | None = None
 
 
 def get_sharding(kwargs: dict[str, Any]) -> BatchSharding | None:
@@ -84,7 +84,7 @@ def by_rows(sharding: BatchSharding, run: Callable[..., Tensor], *tensors: Tenso
     return in_order(outs, [rows for _, rows in sets])
 
 
-def with_halo(context: ScanContext, x: Tensor, before: int, call: Callable[[Tensor], Tensor]) -> Tensor:
+def add_halo(context: ScanContext, x: Tensor, before: int, call: Callable[[Tensor], Tensor]) -> Tensor:
     """Return what a causal convolution makes of x [B, C, S].
 
     `call` gets all pieces concatenated, each preceded by the `before` tokens before it (zeros where a
@@ -108,7 +108,7 @@ def with_halo(context: ScanContext, x: Tensor, before: int, call: Callable[[Tens
     return padded(torch.cat(results, dim=2), x.shape[2], 2)
 
 
-def token_before(context: ScanContext, x: Tensor, first: Tensor) -> Tensor:
+def take_token_before(context: ScanContext, x: Tensor, first: Tensor) -> Tensor:
     """Return the token before each token of x [B, S, C], and `first` [C] where a document begins."""
     before = shift_sequence(
         x, -1, dim=1, layout=context.layout, mesh=context.mesh, documents=context.documents,
@@ -137,9 +137,7 @@ def recurrence(
         return by_steps(sharding, tensors, steps, dim, wants_state)
     sets = split_rows(sharding)
     results = [
-        recurrence_of_pieces(
-            context, [x[rows] if rows else x for x in tensors], call, matrix, dim, wants_state
-        )
+        run_recurrence(context, [x[rows] if rows else x for x in tensors], call, matrix, dim, wants_state)
         for context, rows in sets
     ]
     rows = [samples for _, samples in sets]

@@ -30,7 +30,7 @@ from ds_ring.masks.tiles import UNBOUNDED
 from ds_ring.models.attention_name import NAME
 from ds_ring.models.checks import not_compiled
 from ds_ring.models.model import TABLE
-from ds_ring.models.variant import INTERFACE, POSITIONS, Variant, home_of_forward
+from ds_ring.models.variant import INTERFACE, POSITIONS, Variant, find_forward_home
 from ds_ring.patches import patch
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class RelativePositionBias(Variant):
 
     def covers(self, model: PreTrainedModel, as_is: bool) -> set[str]:
         known = (
-            home_of_forward(model).startswith("transformers.models.") and model.config.model_type in _TYPES
+            find_forward_home(model).startswith("transformers.models.") and model.config.model_type in _TYPES
         )
         return {INTERFACE, POSITIONS} if known and not as_is else set()
 
@@ -72,7 +72,7 @@ class RelativePositionBias(Variant):
             super().install(adapter)
 
     def install_on(self, module: nn.Module, adapter: ModelAdapter) -> None:
-        adapter.apply(_bias.to(around_bias(module)), _has_bias.to(True), biased=module)
+        adapter.apply(_bias.to(wrap_bias(module)), _has_bias.to(True), biased=module)
 
     def read(self, call: AttentionCall) -> None:
         bias = call.arguments.get("position_bias")
@@ -150,7 +150,7 @@ class RelativeBias:
         return total_BHSD.to(q_BHSD.dtype)
 
 
-def around_bias(module: Any) -> Callable[..., Any]:
+def wrap_bias(module: Any) -> Callable[..., Any]:
     """Return what runs in place of `compute_bias`; without a ring that is the module's own, or zeros."""
     original, has_table = module.compute_bias, bool(module.has_relative_attention_bias)
 

@@ -34,8 +34,8 @@ from ds_ring.models.variant import (
     POSITIONS,
     AttachRequest,
     Variant,
-    advice_for_own_attention,
-    home_of_forward,
+    find_forward_home,
+    get_own_attention_advice,
 )
 from ds_ring.patches import patch
 
@@ -92,11 +92,13 @@ class RelativeKeys(Variant):
                 raise cannot_run(model, f"config.{key}: {what}; set it to False, if that is your model")
 
     def covers(self, model: PreTrainedModel, as_is: bool) -> set[str]:
-        known = home_of_forward(model).startswith("transformers.models.") and model.config.model_type == _TYPE
+        known = (
+            find_forward_home(model).startswith("transformers.models.") and model.config.model_type == _TYPE
+        )
         return {INTERFACE, POSITIONS} if known and not as_is else set()
 
     def advice(self, kind: type[PreTrainedModel]) -> str | None:
-        return advice_for_own_attention(kind, {_TYPE})
+        return get_own_attention_advice(kind, {_TYPE})
 
     def apart(self, model: nn.Module) -> list[nn.Module]:
         """Return the layers: their outputs have tokens before samples."""
@@ -108,9 +110,9 @@ class RelativeKeys(Variant):
         adapter.apply(refuse_others(adapter.call), model=adapter.model)
         for module in adapter.model.modules():
             if self.matches(module):
-                adapter.apply(around_core(module, adapter.model.config, adapter.call), relative=module)
+                adapter.apply(wrap_core(module, adapter.model.config, adapter.call), relative=module)
             elif hasattr(module, "relative_positional_encoding"):
-                adapter.apply(around_encoding(module, adapter.call), encodes_distances=module)
+                adapter.apply(wrap_encoding(module, adapter.call), encodes_distances=module)
 
     def read(self, call: AttentionCall) -> None:
         keys = call.arguments.get("position_bias")
@@ -150,7 +152,7 @@ def refuse_others(call: ModelCall) -> Callable[..., None]:
     return before
 
 
-def around_encoding(module: Any, call: ModelCall) -> Callable[..., Tensor]:
+def wrap_encoding(module: Any, call: ModelCall) -> Callable[..., Tensor]:
     """Return what encodes distances: on a ring those of the whole sequence, [R, 1, width]."""
     original = module.relative_positional_encoding
 
@@ -166,7 +168,7 @@ def around_encoding(module: Any, call: ModelCall) -> Callable[..., Tensor]:
     return encode
 
 
-def around_core(module: Any, config: Any, call: ModelCall) -> Callable[..., Any]:
+def wrap_core(module: Any, config: Any, call: ModelCall) -> Callable[..., Any]:
     """Return what runs in place of a module's attention of projected queries, keys and values."""
     original, pattern = module.rel_attn_core, Causal() if config.attn_type == "uni" else Full()
 

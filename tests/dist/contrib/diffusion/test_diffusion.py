@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ds_ring import Alibi, RingPatternError, RingShapeError
-from ds_ring.contrib.diffusion.batch import BLOCKS, DiffusionRows, block_numbers, diffusion_batch
+from ds_ring.contrib.diffusion.batch import BLOCKS, DiffusionRows, diffusion_batch, make_block_numbers
 from ds_ring.data.batch import IGNORE
 from ds_ring.data.packing import RowGroup, refuse_trees
 from ds_ring.patterns.documents.pattern import Documents
@@ -121,4 +121,4 @@ def test_wrong_batches_are_refused() -> None:
         group.along_paths(Alibi(torch.ones(4)))
     with pytest.raises(RingPatternError, match="a layer: expected softmax attention"):
         refuse_trees([group])
-    assert block_numbers(BlockDiffusion(2, 3, Documents([0, 0, 1]))).tolist() == [1, 1, 3, -1, -1, -3]
+    assert make_block_numbers(BlockDiffusion(2, 3, Documents([0, 0, 1]))).tolist() == [1, 1, 3, -1, -1, -3]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ds_ring.config.section import RingConfig
-from ds_ring.contrib.diffusion.batch import BLOCKS, block_numbers
+from ds_ring.contrib.diffusion.batch import BLOCKS, make_block_numbers
 from ds_ring.errors import RingConfigError, RingError
 from ds_ring.models.attach import check_model
 from ds_ring.patterns.private.pattern import BlockDiffusion
@@ -129,7 +129,7 @@ def refused(rank: int, world_size: int) -> list[str]:
 
 def one_shorter(numbers: Tensor) -> Tensor:
     """The blocks of two rows, the second one of which is a token shorter, with two tokens of padding."""
-    short = block_numbers(BlockDiffusion(BLOCK, TOKENS - 1, padding=2))
+    short = make_block_numbers(BlockDiffusion(BLOCK, TOKENS - 1, padding=2))
     return torch.stack([numbers[0], torch.from_numpy(short)])
 
 

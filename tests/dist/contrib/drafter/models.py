@@ -32,7 +32,7 @@ def rotated(x_BHSD: Tensor, places_BS: Tensor) -> Tensor:
     return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], dim=-1)
 
 
-def of_heads(x_BSE: Tensor) -> Tensor:
+def select_heads(x_BSE: Tensor) -> Tensor:
     return x_BSE.unflatten(-1, (HEADS, DIM)).transpose(1, 2)
 
 
@@ -46,10 +46,10 @@ class Layer(nn.Module):
         self.norm, self.norm_mlp = nn.RMSNorm(width), nn.RMSNorm(width)
 
     def keys(self, states: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
-        return rotated(of_heads(self.k(states)), places), of_heads(self.v(states))
+        return rotated(select_heads(self.k(states)), places), select_heads(self.v(states))
 
     def queries(self, states: Tensor, places: Tensor) -> Tensor:
-        return rotated(of_heads(self.q(states)), places)
+        return rotated(select_heads(self.q(states)), places)
 
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
         x = x + self.out(attended.transpose(1, 2).flatten(2))

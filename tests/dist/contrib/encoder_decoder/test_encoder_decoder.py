@@ -15,7 +15,7 @@ from torch import Tensor
 import ds_ring
 from ds_ring import RingConfigError, RingError, RingPatternError
 from ds_ring.config.section import RingConfig
-from ds_ring.contrib.families.relative_bias.layers import around_bias
+from ds_ring.contrib.families.relative_bias.layers import wrap_bias
 from ds_ring.data.batch import SHARDING
 from ds_ring.data.batch_sharding import BatchSharding
 from ds_ring.data.layer_patterns import LayerPatterns
@@ -286,7 +286,7 @@ def biased(rank: int, world_size: int, name: str, layout: str) -> dict[str, floa
     groups = group_rows(torch.where(real, 0, -1), 2) if padded else ()
     config = RingConfig(ring_size=world_size, pattern={"causal": causal})
     sharding = BatchSharding(config, placed, mesh, LayerPatterns(pattern, {}), groups)
-    module.compute_bias = around_bias(module)
+    module.compute_bias = wrap_bias(module)
     module.config._attn_implementation = "ds_ring"
     mine, grad_mine = (ds_ring.shard_sequence(item, placed, mesh=mesh, dim=1) for item in (x, grad))
     mine.requires_grad_()
@@ -319,7 +319,7 @@ def test_a_bias_of_distances_is_exact_in_float64(
 @pytest.mark.night
 def test_a_bias_of_distances_is_not_dropped_by_a_compiler() -> None:
     module = biased_module("t5", causal=True)
-    module.compute_bias = around_bias(module)
+    module.compute_bias = wrap_bias(module)
     module.config._attn_implementation = "ds_ring"
     layout = ds_ring.make_layout("contiguous", tokens=TOKENS, ring_size=1)
     patterns = LayerPatterns(ds_ring.Causal(), {})

@@ -27,7 +27,7 @@ def run_on_trees(rank: int, world_size: int, model: str, config: str) -> tuple[L
 
     from ds_ring.contrib.policies import grpo
 
-    begin, of_one_tree, seen = trl.GRPOTrainer.__init__, grpo._of_one_tree, list[tuple[int, int]]()
+    begin, of_one_tree, seen = trl.GRPOTrainer.__init__, grpo._compute_tree_logps, list[tuple[int, int]]()
 
     def begin_with_trees(trainer: Any, *inputs: Any, **named: Any) -> None:
         begin(trainer, *inputs, **named)
@@ -40,7 +40,7 @@ def run_on_trees(rank: int, world_size: int, model: str, config: str) -> tuple[L
 
     with (
         patch.object(trl.GRPOTrainer, "__init__", begin_with_trees),
-        patch.object(grpo, "_of_one_tree", noted),
+        patch.object(grpo, "_compute_tree_logps", noted),
     ):
         return run_trl(rank, world_size, "GRPO", model, config, True, SETTINGS), seen
 

@@ -26,7 +26,7 @@ from ds_ring import (
     ring_attention,
     simulate,
 )
-from ds_ring.contrib.policies.trees import TREE_ENDS, TreeBatch, ends_of, make_tree
+from ds_ring.contrib.policies.trees import TREE_ENDS, TreeBatch, find_ends, make_tree
 from ds_ring.data.batch import LOSS_WEIGHTS
 from tests.dist.deepspeed_ranks import (
     VOCABULARY,
@@ -210,7 +210,7 @@ def test_a_tree_has_every_rollout(base: list[int], tails: list[tuple[int, list[i
     batch = TreeBatch(rollouts, [np.arange(len(item)) for item in rollouts], tokens=400)
     tree, row = batch.tree, batch.batch["input_ids"][0].numpy()
     mask = tree.mask(np.arange(400), np.arange(400))
-    assert (make_tree(ends_of(tree)).mask(np.arange(400), np.arange(400)) == mask).all()
+    assert (make_tree(find_ends(tree)).mask(np.arange(400), np.arange(400)) == mask).all()
     assert len(tree.parents) <= 2 * len(rollouts) and sum(tree.lengths) <= sum(map(len, rollouts))
     weights = np.zeros(400)
     for item, places in zip(rollouts, batch.places, strict=True):

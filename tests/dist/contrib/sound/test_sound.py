@@ -12,7 +12,7 @@ import torch
 from transformers import CONFIG_MAPPING
 
 from ds_ring.comm.mesh import RingMesh
-from ds_ring.contrib.sound.model import EXACT, Sounds, SoundTokens, _features, sound_hook
+from ds_ring.contrib.sound.model import EXACT, Sounds, SoundTokens, _features, make_sound_hook
 from ds_ring.errors import RingConfigError, RingShapeError
 from ds_ring.schedule.layout import make_layout
 from ds_ring_launcher.check.model_check import CheckRequest, ModelReport
@@ -120,9 +120,9 @@ def test_the_text_part_gets_the_embeddings_of_the_plain_model(family: str) -> No
     model.base_model.language_model.register_forward_pre_hook(see, with_kwargs=True)
     inputs = {key: x for key, x in batch.items() if key != "shift_labels"}
     model(**inputs)
-    hook = sound_hook(model, session)
+    hook = make_sound_hook(model, session)
     layout = make_layout("contiguous", tokens=61, ring_size=1)
-    current.whole = session.needs.whole.of_prompt(inputs, layout, mesh)
+    current.whole = session.needs.whole.make_prompt_features(inputs, layout, mesh)
     _, ours = hook(model.base_model, (), inputs)
     assert current.whole.local.places_BS.any() and torch.equal(ours["inputs_embeds"], seen[0])
 
@@ -137,7 +137,7 @@ def test_a_tower_with_noise_of_its_own_is_refused() -> None:
 def test_tokens_of_a_prompt_are_numbered_over_all_samples() -> None:
     ids = torch.tensor([[5, 9, 9, 5], [9, 5, 5, 9]])
     layout, sounds = make_layout("contiguous", tokens=4, ring_size=1), Sounds({"sound": 9})
-    assert sounds.of_prompt({"input_ids": ids}, layout, RingMesh.single()) is None
-    outcome = sounds.of_prompt({"input_ids": ids, "input_values": ids}, layout, RingMesh.single())
+    assert sounds.make_prompt_features({"input_ids": ids}, layout, RingMesh.single()) is None
+    outcome = sounds.make_prompt_features({"input_ids": ids, "input_values": ids}, layout, RingMesh.single())
     assert outcome is not None and outcome.local.tokens == 4
     assert outcome.local.places_BS.tolist() == [[0, 1, 2, 0], [3, 0, 0, 4]]

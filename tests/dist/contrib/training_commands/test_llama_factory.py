@@ -111,4 +111,4 @@ def test_what_llama_factory_cannot_do_on_a_ring_is_refused() -> None:
     with pytest.raises(ds_ring.RingConfigError, match="expected torchrun, got use_ray"):
         llama_factory._refuse_ray()
     samples = torch.tensor([[1, 1, 2, 3, 0, 0]])
-    assert llama_factory._padding_mask(samples, None).tolist() == [[1, 1, 1, 1, 0, 0]]
+    assert llama_factory._make_padding_mask(samples, None).tolist() == [[1, 1, 1, 1, 0, 0]]

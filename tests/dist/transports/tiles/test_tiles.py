@@ -24,10 +24,10 @@ from ds_ring import (
     shard_sequence,
 )
 from ds_ring.masks.pattern import Pattern
-from ds_ring.ops.context import RingContext, context_for
+from ds_ring.ops.context import RingContext, make_ring_context
 from ds_ring.ops.frontend import attend
 from ds_ring.ops.options import Options
-from ds_ring.transports.tiles.grid import TileGrid
+from ds_ring.transports.tiles.grid import PassGrid
 from ds_ring.transports.tiles.plan import TokenBytes, choose_grid, list_grids, tile_plan
 from ds_ring.transports.tiles.tile_pass import pass_on
 from tests import calls
@@ -46,7 +46,7 @@ PATTERNS: dict[str, tuple[Pattern, str]] = {
 }
 
 
-def on_grid(context: RingContext, grid: TileGrid) -> None:
+def on_grid(context: RingContext, grid: PassGrid) -> None:
     context.make_pass = lambda context, result, operands, finish: pass_on(grid, context, result)
 
 
@@ -57,7 +57,7 @@ def parity(rank: int, world_size: int, name: str) -> dict[str, float]:
     whole = [x.double() for x in tensors(SHAPE)]
     want, worst = dense_attention(*whole, pattern), {}
     for grid in list_grids(world_size):
-        context = context_for(pattern, layout, mesh, Options(transport="tiles", chunk_bytes=None))
+        context = make_ring_context(pattern, layout, mesh, Options(transport="tiles", chunk_bytes=None))
         on_grid(context, grid)
         exchange = context.exchange
         before = 0 if exchange is None else exchange.counters.bytes_sent

@@ -15,7 +15,7 @@ from tests.unit.models.calls import IDS
 
 CONFIG = RingConfig.from_deepspeed({"sequence_parallel_size": 1, "ring_attention": {}})
 check_pair: Any = encoder_decoder.check_pair
-decoder_ids_of: Any = encoder_decoder.decoder_ids_of
+make_decoder_ids: Any = encoder_decoder.make_decoder_ids
 
 
 class ReadsSound(nn.Module):
@@ -44,7 +44,7 @@ CASES: Refusals = {
         "its head pools tokens",
     ),
     "a pair that does not shift": (
-        lambda: decoder_ids_of(PairWithoutShift())(IDS),
+        lambda: make_decoder_ids(PairWithoutShift())(IDS),
         RingShapeError,
         "expected decoder_input_ids beside labels",
     ),

@@ -36,5 +36,8 @@ def test_each_attention_has_a_bias_and_full_layers_scale() -> None:
     variant = distance_bias.DistanceBias()
     layers = [module for module in small().modules() if variant.matches(module)]
     assert len(layers) == 2
-    assert [distance_bias.bias_of(layer) is layer.rel_logits_proj for layer in layers] == [True, True]
+    assert [distance_bias.find_bias_module(layer) is layer.rel_logits_proj for layer in layers] == [
+        True,
+        True,
+    ]
     assert not any(distance_bias.scales(layer) for layer in layers if layer.is_sliding)

@@ -15,7 +15,7 @@ from transformers.models.gptj.modeling_gptj import GPTJAttention
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from ds_ring.contrib.families.eager_attention import families, layers, scores
-from ds_ring.contrib.families.eager_attention.families import FAMILIES, family_of
+from ds_ring.contrib.families.eager_attention.families import FAMILIES, find_family
 from ds_ring.contrib.families.eager_attention.layers import find_parts
 from ds_ring.errors import RingConfigError, RingPatternError
 from ds_ring.models.attach import attach, check_model
@@ -241,8 +241,8 @@ def test_code_from_elsewhere_is_of_no_family():
             super().__init__(config)
             self.attn = GPTNeoXJapaneseAttention()
 
-    assert family_of(neox_japanese()) is FAMILIES["gpt_neox_japanese"]
-    assert family_of(Other(transformers.GPTNeoXJapaneseConfig(**SIZES))) is None
+    assert find_family(neox_japanese()) is FAMILIES["gpt_neox_japanese"]
+    assert find_family(Other(transformers.GPTNeoXJapaneseConfig(**SIZES))) is None
 
 
 class Graph(nn.Module):
@@ -261,7 +261,7 @@ def written() -> Any:
 
 CASES: Refusals = {
     "positions by sample": (
-        lambda: families._rotary_rows(None, torch.tensor([[0, 1], [0, 2]]), torch.sin, None),
+        lambda: families._read_rotary_rows(None, torch.tensor([[0, 1], [0, 2]]), torch.sin, None),
         RingPatternError,
         "the same positions",
     ),

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_ring.contrib.policies.trees import TreeBatch, trees_of
+from ds_ring.contrib.policies.trees import TreeBatch, read_trees
 from ds_ring.errors import RingPatternError, RingShapeError
 from tests.refusals import refuse
 from tests.sessions import session_of
@@ -29,7 +29,7 @@ test_it_is_refused = refuse({
         r"expected 6 values, got \[1, 5\]"),
     **{
         f"ends in {ends.dtype} of {ends.dim()} dimensions": (
-            lambda ends=ends: trees_of(ends), RingShapeError, r"expected integers \[samples, tokens\], got")
+            lambda ends=ends: read_trees(ends), RingShapeError, r"expected integers \[samples, tokens\], got")
         for ends in (IDS, IDS[None].float(), IDS[None] > 3)
     },
     "documents to report": (losses, RingPatternError,

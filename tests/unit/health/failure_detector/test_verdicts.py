@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ds_ring.health.failure_detector.verdicts import JOIN_S, LEFT_S, FailureDetector
-from ds_ring.health.failure_detector.wire import GRACE_S, ranges_of
+from ds_ring.health.failure_detector.wire import GRACE_S, write_ranges
 
 TIMEOUT_S = 10.0
 
@@ -22,7 +22,7 @@ Step = tuple[float, Any, Any]  # when, which rank (None: nobody), what
 
 def ranges(ranks: Iterable[int]) -> list[list[int]]:
     """As they come out of a line of JSON."""
-    return [list(pair) for pair in ranges_of(ranks)]
+    return [list(pair) for pair in write_ranges(ranks)]
 
 
 def wait(*on: int, call: int = 1, hop: int = 1) -> Message:
@@ -103,8 +103,8 @@ def play(detector: FailureDetector, *steps: Step) -> None:
 
 
 def test_ranks_are_written_as_the_fewest_ranges() -> None:
-    assert ranges_of([5, 2, 0, 1]) == ((0, 2), (5, 5))
-    assert ranges_of(range(1000)) == ((0, 999),), "a line of JSON holds a wait for all ranks"
+    assert write_ranges([5, 2, 0, 1]) == ((0, 2), (5, 5))
+    assert write_ranges(range(1000)) == ((0, 999),), "a line of JSON holds a wait for all ranks"
 
 
 FOUR: dict[str, list[Step]] = {  # of four ranks that have joined

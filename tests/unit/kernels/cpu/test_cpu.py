@@ -14,9 +14,9 @@ from ds_ring.comm.streams import is_fake
 from ds_ring.errors import RingConfigError
 from ds_ring.kernels.cpu.calls import Sizes, calls
 from ds_ring.kernels.cpu.kernel import CpuKernel
-from ds_ring.kernels.cpu.triangles import triangulated
+from ds_ring.kernels.cpu.triangles import triangulate
 from ds_ring.kernels.select import get_kernel
-from ds_ring.masks.joins import within_distances
+from ds_ring.masks.joins import select_distances
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import UNBOUNDED, Tiles
 from tests.unit.kernels.test_kernels import (
@@ -55,8 +55,8 @@ def test_small_blocks_of_heads_of_their_own(pattern: Pattern, strided: bool) -> 
 @pytest.mark.parametrize("below", [True, False])
 def test_small_triangles_compute_little_more_than_the_pairs(side: int, below: bool) -> None:
     bounds = (0, UNBOUNDED) if below else (-UNBOUNDED, 0)
-    tiles = within_distances(Tiles.rectangles(*[np.array([[0, 1, side]])] * 2), *bounds)
-    assert CpuKernel().executed_pairs(tiles) <= side * (side + 256) // 2 + 256
+    tiles = select_distances(Tiles.rectangles(*[np.array([[0, 1, side]])] * 2), *bounds)
+    assert CpuKernel().count_executed_pairs(tiles) <= side * (side + 256) // 2 + 256
     triangle = np.tril_indices(side) if below else np.triu_indices(side)
     for sizes in (Sizes(), Sizes(backward=True)):
         covered, _ = painted_calls(tiles, side, sizes)
@@ -68,7 +68,9 @@ def painted_calls(tiles: Tiles, side: int, sizes: Sizes) -> tuple[np.ndarray, in
     covered, computed = np.zeros((side, side), dtype=np.int8), 0
     slots = torch.arange(side)[None, None]
     for call in calls(tiles, sizes):
-        q_slots, k_slots = (rows.of(slots).reshape(rows.repeats, rows.length).numpy() for rows in call[:2])
+        q_slots, k_slots = (
+            rows.select(slots).reshape(rows.repeats, rows.length).numpy() for rows in call[:2]
+        )
         assert call.q_rows.repeats == call.k_rows.repeats
         gap = np.arange(q_slots.shape[1])[:, None] - np.arange(k_slots.shape[1])
         shown = (gap >= call.low) & (gap <= call.high)
@@ -93,7 +95,7 @@ def test_calls_cover_the_tiles_once_whatever_the_sizes(
     side: int, steps: int, bounds: tuple[int, int], block: int, triangle: int, backward: bool
 ) -> None:
     runs = np.array([[first, steps, len(range(first, side, steps))] for first in range(min(steps, side))])
-    tiles = within_distances(Tiles.rectangles(runs, runs), min(bounds), max(bounds))
+    tiles = select_distances(Tiles.rectangles(runs, runs), min(bounds), max(bounds))
     covered, computed = painted_calls(tiles, side, Sizes(block, triangle, backward))
     np.testing.assert_array_equal(covered, paint(tiles, side, side))
     # a strip of keys is up to two triangles wide
@@ -154,7 +156,7 @@ def test_a_causal_zigzag_ring_computes_evenly() -> None:
     """The plan is even (`tests/unit/schedule/test_plan.py`), and so is what the kernel multiplies."""
     plan, kernel = build_plan(Causal(), make_layout("zigzag", tokens=8 * 2048, ring_size=8)), CpuKernel()
     hops = [plan.rank(rank).classes[0].hops for rank in range(8)]
-    executed = [sum(kernel.executed_pairs(hop.tiles) for hop in of_rank) for of_rank in hops]
+    executed = [sum(kernel.count_executed_pairs(hop.tiles) for hop in of_rank) for of_rank in hops]
     assert max(executed) <= 1.01 * np.mean(executed)
 
 
@@ -164,7 +166,7 @@ def test_a_causal_zigzag_ring_computes_evenly() -> None:
 @a_band
 def test_triangles_cover_every_pair_once(q: Run, k: Run, step: int, least: int, most: int) -> None:
     band, pairs = in_band(q, k, step, least, most)
-    cut = triangulated(band)
+    cut = triangulate(band)
     np.testing.assert_array_equal(paint(cut, q[1], k[1]), pairs)
     (low, high), rows, columns = cut.band, cut.q.length, cut.k.length
     assert (rows == columns)[cut.edges == 1].all() and ((low == 0) | (high == 0))[cut.edges == 1].all()

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from ds_ring import Dilated, Documents, SlidingWindow, build_plan, make_layout
-from ds_ring.kernels.flash import calls as flash_calls
+from ds_ring.kernels.flash import calls as make_flash_calls
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import Axis, Tiles
-from ds_ring.schedule.choose import bound_to_one_head
+from ds_ring.schedule.choose import bind_one_head
 from tests.cases import longnet
 
 IDS = np.repeat(np.arange(5), [300, 100, 424, 100, 100])
@@ -43,21 +43,21 @@ def places(axis: Axis) -> dict[int, int]:
 def test_arithmetic_agrees_with_the_tiles(name: str, layout_name: str, monkeypatch) -> None:
     for tiles in tables(CASES[name], layout_name):
         for axis in (tiles.q, tiles.k):
-            quick = flash_calls._find_runs(axis)
+            quick = make_flash_calls._find_runs(axis)
             with monkeypatch.context() as patch:
-                patch.setattr(flash_calls, "_merge_rows", lambda rows: None)
-                slow = flash_calls._find_runs(axis)
+                patch.setattr(make_flash_calls, "_merge_rows", lambda rows: None)
+                slow = make_flash_calls._find_runs(axis)
             assert places(quick) == places(slow) == places(axis)
 
 
 def test_a_table_of_a_long_shard_is_soon_done() -> None:
     """17 to 26 ms of a core at 256 Ki a shard, where it took 130; the bound is for a busy machine."""
     tokens = 1 << 21
-    pattern, seconds = bound_to_one_head(longnet(tokens)), []
+    pattern, seconds = bind_one_head(longnet(tokens)), []
     plan = build_plan(pattern, make_layout("zigzag", tokens=tokens, ring_size=8))
     tiles = plan.rank(0).classes[0].hops[0].tiles
     for _ in range(5):
         before = time.process_time()
-        calls = flash_calls.flash_calls.__wrapped__(tiles)
+        calls = make_flash_calls.make_flash_calls.__wrapped__(tiles)
         seconds.append(time.process_time() - before)
     assert len(calls) <= 12 and min(seconds) < 0.08

@@ -21,7 +21,14 @@ from torch import Tensor
 
 from ds_ring import Causal, Chunked, Dilated, DilatedWindow, Documents, Full, SlidingWindow, make_layout
 from ds_ring.errors import RingConfigError, RingShapeError
-from ds_ring.kernels.flash.calls import OPEN, FlashCall, FlashWindow, branch_form, flash_calls, join_windows
+from ds_ring.kernels.flash.calls import (
+    OPEN,
+    FlashCall,
+    FlashWindow,
+    get_branch_form,
+    join_windows,
+    make_flash_calls,
+)
 from ds_ring.kernels.flash.executors import Cudnn, Executor, Flash
 from ds_ring.kernels.flash.kernel import FlashKernel
 from ds_ring.kernels.interface import Kernel, Rows, each_tile
@@ -100,7 +107,7 @@ def test_every_mask_and_layout_by_the_contracts_of_the_operators(most: int) -> N
             if not WHOLE and (which - number) % 3 >= most:  # so many contracts, in turn
                 continue
             inputs = [x.float() for x in values] if which == 2 else values
-            got = ring_hops(kernel.of_heads(slice(None)), *inputs, pattern, layout)
+            got = ring_hops(kernel.select_heads(slice(None)), *inputs, pattern, layout)
             error = worst_error(Dense(*(x.double() for x in got)), want)
             limit = 1e-5 if which == 2 else 1e-12
             assert error < limit, (name, layout_name, ring_size, head_dim, which, error)
@@ -143,14 +150,14 @@ def take(
     out, lse, grad = torch.empty_like(q), torch.empty(q.shape[:3], device=device), torch.empty_like(q)
     seen = 0
     for part in kernel.forward(q, k, v, tiles, 0.1):
-        assert part.out_BHSD.shape == part.q_rows.of(q[:, part.heads]).shape
-        assert part.lse_BHS.shape == part.q_rows.of(lse[:, part.heads]).shape
+        assert part.out_BHSD.shape == part.q_rows.select(q[:, part.heads]).shape
+        assert part.lse_BHS.shape == part.q_rows.select(lse[:, part.heads]).shape
         assert part.out_BHSD.dtype == dtype and part.lse_BHS.dtype == torch.float32
         seen += 1
     for grads in kernel.backward(grad, q, k, v, out, lse, tiles, 0.1):
         dq, dk, dv = grads.heads_first
-        assert dq.shape == grads.q_rows.of(q[:, grads.heads]).shape
-        assert dk.shape == grads.k_rows.of(k).shape == dv.shape
+        assert dq.shape == grads.q_rows.select(q[:, grads.heads]).shape
+        assert dk.shape == grads.k_rows.select(k).shape == dv.shape
         assert dq.device.type == device
     return seen
 
@@ -162,7 +169,7 @@ def last_slot(side: object) -> int:
 def calls_of(
     pattern: Pattern, layout_name: str = "zigzag", tokens: int = 1 << 13
 ) -> list[tuple[FlashCall, ...]]:
-    return [flash_calls(tiles) for _, tiles in hops_of(pattern, layout_name, 4, tokens)]
+    return [make_flash_calls(tiles) for _, tiles in hops_of(pattern, layout_name, 4, tokens)]
 
 
 ONE_CALL = [Causal(), Full(), SlidingWindow(100), Chunked(256), Chunked(4096, False), DilatedWindow(8, 16)]
@@ -196,7 +203,7 @@ def test_longnet_is_one_call_a_branch() -> None:
     pattern = longnet(1 << 15, 512)
     layout = make_layout("contiguous", tokens=1 << 15, ring_size=1, pattern=pattern)
     tiles = build_plan(pattern, layout, query_heads=1, kv_heads=1).rank(0).classes[0].hops[0].tiles
-    calls = flash_calls(tiles)
+    calls = make_flash_calls(tiles)
     branches = len(pattern.segment_lengths)  # type: ignore[attr-defined]
     assert len(calls) == branches < len(tiles)
     assert [call.q_rows.step for call in calls] == [2**i for i in range(branches)]
@@ -210,7 +217,7 @@ def test_both_ways_to_the_branch_form_are_the_same_sum() -> None:
     runs = np.array([[0, 1, 50], [60, 1, 36]])
     tiles = pattern.tiles(runs, runs)
     assert (tiles.weight >= 0).any()
-    anew, by_class = branch_form(tiles), branch_form(replace(tiles, rule=None))
+    anew, by_class = get_branch_form(tiles), get_branch_form(replace(tiles, rule=None))
     q, k, v = (torch.randn(1, heads, 86, 8, dtype=torch.float64) for heads in (2, 1, 1))
     for results in (anew, by_class):
         assert (results.weight < 0).all()
@@ -223,7 +230,7 @@ def merged(tiles: Tiles, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """The log-sum-exp over all tiles."""
     lse = torch.full(q.shape[:3], -torch.inf, dtype=torch.float64)
     for part in ReferenceKernel().forward(q, k, v, tiles, 1.0):
-        where = part.q_rows.of(lse[:, part.heads])
+        where = part.q_rows.select(lse[:, part.heads])
         where.copy_(torch.logaddexp(where, part.lse_BHS))
     assert all(tile.bias == 0 or tile.inside is None for tile in each_tile(tiles))
     return lse
@@ -240,7 +247,7 @@ def test_rows_without_keys_of_either_convention(empty_lse: float) -> None:
     got = ring_hops(kernel, *values, pattern, layout)
     assert worst_error(got, dense_attention(*values, pattern)) < 1e-12
     tiles = build_plan(pattern, layout, query_heads=4, kv_heads=2).rank(0).classes[0].hops[0].tiles
-    (call,) = flash_calls(tiles)
+    (call,) = make_flash_calls(tiles)
     assert call.has_empty_rows and call.pairs == int(tiles.pairs.sum())
 
 
@@ -257,9 +264,9 @@ def test_scales_values_of_another_width_and_the_gradient_of_the_lse(scale: float
         out, lse = torch.zeros_like(grad), torch.full_like(grad_lse, -torch.inf)
         for part in kernel.forward(q, k, v, tiles, scale):
             rows = part.q_rows
-            lse_before, new = rows.of(lse[:, part.heads]), part.lse_BHS
+            lse_before, new = rows.select(lse[:, part.heads]), part.lse_BHS
             total = torch.logaddexp(lse_before, new)
-            view = rows.of(out[:, part.heads])
+            view = rows.select(out[:, part.heads])
             weights = [torch.exp(x - total.clamp_min(-1e300))[..., None] for x in (lse_before, new)]
             view.copy_(view * weights[0] + part.out_BHSD * weights[1])
             lse_before.copy_(total)

@@ -21,7 +21,7 @@ from ds_ring.kernels.flash import kernel as flash
 from ds_ring.kernels.flash.executors import Cudnn, Executor, Flash
 from ds_ring.kernels.flash.kernel import FlashKernel
 from ds_ring.kernels.flash.packages import FLASH_4_WIDTHS, IMPLEMENTATIONS, Implementation
-from ds_ring.kernels.interface import HeadsOfPass, Operands
+from ds_ring.kernels.interface import Operands, PassHeads
 from ds_ring.masks.pattern import Pattern
 from tests.cases import Shape, tensors
 from tests.fake_cuda import fake_gpu, fake_tensors
@@ -179,12 +179,12 @@ def test_ranks_wait_longer_for_calls_of_a_new_kind() -> None:
         q, k, v = (torch.empty(1, heads, 96, 64, dtype=torch.bfloat16, device="cuda") for heads in (4, 2, 2))
 
     def compiles(pattern: Pattern, grad_out: Tensor | None = None, of_lse: bool = False) -> bool:
-        part = HeadsOfPass(4, 2, [pattern.tiles(runs, runs)])
+        part = PassHeads(4, 2, [pattern.tiles(runs, runs)])
         return kernel.compiles(Operands(q, k, v, grad_out, of_lse), part, 1.0)
 
     assert [compiles(pattern) for pattern in (Causal(), Causal(), SlidingWindow(9), Full())] == [1, 0, 1, 1]
     assert [compiles(Causal(), q), compiles(Causal(), q), compiles(Causal(), q, True)] == [1, 0, 1]
-    assert not kernel.of_heads(slice(None)).compiles(Operands(q, k, v), HeadsOfPass(4, 2, []), 1.0)
+    assert not kernel.select_heads(slice(None)).compiles(Operands(q, k, v), PassHeads(4, 2, []), 1.0)
 
 
 @pytest.mark.parametrize("sm_margin", [8, 0])

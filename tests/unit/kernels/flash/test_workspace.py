@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ds_ring.kernels.workspace import HopShape, workspace_bytes
+from ds_ring.kernels.workspace import HopShape, get_workspace_bytes
 from ds_ring.masks.tiles import Tiles
 
 
@@ -17,12 +17,12 @@ def test_workspace_of_flash_by_hand() -> None:
     accumulators = 8 * 1024 * (96 + 1) * 4
     results = 2 * 80 * (8 * 1000 + 2 * 2 * 500 + 2 * 8 * 500)
     kept = 2 * 8 * 1000 * 80 * 2 + 8 * 1000 * 4
-    assert workspace_bytes("flash", tiles, shape, True) == accumulators + results + kept
-    assert workspace_bytes("flash", tiles, shape, False) == 8 * 1000 * (80 * (2 + 4) + 24)
+    assert get_workspace_bytes("flash", tiles, shape, True) == accumulators + results + kept
+    assert get_workspace_bytes("flash", tiles, shape, False) == 8 * 1000 * (80 * (2 + 4) + 24)
     alone = shape._replace(rows=2)
     expanded = 2 * 80 * 2 * 2 * 500
     assert (
-        workspace_bytes("flash", tiles, alone, True)
+        get_workspace_bytes("flash", tiles, alone, True)
         == (2 * (accumulators + kept + 160 * 8000) // 8) + expanded
     )
 

@@ -31,20 +31,20 @@ from ds_ring import (
 )
 from ds_ring.errors import RingConfigError
 from ds_ring.kernels.flex.block_mask import BlockTable, HopMasks, HopTensors, make_geometry
-from ds_ring.kernels.flex.kernel import FlexKernel, compiled_call
-from ds_ring.kernels.flex.layouts import executed_of_fullest
-from ds_ring.kernels.flex.options import BLOCKS, blocks_of, checked_options, options_on
+from ds_ring.kernels.flex.kernel import FlexKernel, compile_call
+from ds_ring.kernels.flex.layouts import count_fullest_pairs
+from ds_ring.kernels.flex.options import BLOCKS, check_options, choose_blocks, choose_options
 from ds_ring.kernels.flex.workspace import KEPT_TABLE_BYTES
 from ds_ring.kernels.interface import Operands
 from ds_ring.kernels.reference import ReferenceKernel
 from ds_ring.kernels.select import get_kernel
-from ds_ring.kernels.workspace import HopShape, workspace_bytes
+from ds_ring.kernels.workspace import HopShape, get_workspace_bytes
 from ds_ring.layers.scores import Alibi, Softcap
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import Tiles
 from ds_ring.patterns.captured.score_mod import ScoreMod
 from ds_ring.ring.merge import merge_
-from ds_ring.schedule.choose import EVEN, bound_to_one_head
+from ds_ring.schedule.choose import EVEN, bind_one_head
 from ds_ring.schedule.layout import Layout
 from ds_ring.schedule.plan import build_plan
 from tests.cases import PATTERNS, Shape, document_ids, layout_for, longnet, rows_of, tensors
@@ -128,7 +128,7 @@ def hops_of(pattern: Pattern, layout_name: str, ring_size: int) -> Iterator[Tile
 def test_masks_are_the_painted_tiles_and_blocks_cover_them(name: str, layout_name: str) -> None:
     block, pattern = 16, RULES[name](TOKENS)
     for tiles in (t for ring_size in (1, 3) for t in hops_of(pattern, layout_name, ring_size)):
-        (q0, n), (k0, m), tensors, _ = HopMasks().of(tiles, block, CPU)
+        (q0, n), (k0, m), tensors, _ = HopMasks().get(tiles, block, CPU)
         rows, columns = -(-n // block), -(-m // block)
         for head_in_group in range(2):
             painted = paint(tiles, q0 + n, k0 + m, head_in_group)
@@ -154,7 +154,7 @@ def test_full_blocks_are_found() -> None:
     for pattern, name, least in ((Causal(), "zigzag", 0.7), (dilated, "residue", 0.3)):
         layout = layout_for(name, pattern, tokens=2048, ring_size=1)
         tiles = build_plan(pattern, layout, query_heads=1, kv_heads=1).rank(0).classes[0].hops[0].tiles
-        tensors = HopMasks().of(tiles, 64, CPU).tensors
+        tensors = HopMasks().get(tiles, 64, CPU).tensors
         full, partial = int(tensors.full_rows.counts.sum()), int(tensors.partial_rows.counts.sum())
         assert full / (full + partial) > least, (pattern, full, partial)
 
@@ -163,8 +163,8 @@ def test_tables_are_as_wide_as_the_widest_row_and_kept() -> None:
     runs = np.array([[0, 1, 65536]])
     tiles = SlidingWindow(1000).tiles(runs, runs)
     masks = HopMasks()
-    tensors = masks.of(tiles, 128, CPU).tensors
-    assert masks.of(tiles, 128, CPU).tensors is tensors
+    tensors = masks.get(tiles, 128, CPU).tensors
+    assert masks.get(tiles, 128, CPU).tensors is tensors
     rows, columns = (tensors.partial_rows, tensors.full_rows), (tensors.partial_columns, tensors.full_columns)
     for table in (*rows, *columns):
         assert table.blocks.shape[3] <= 1000 // 128 + 2
@@ -186,7 +186,7 @@ def test_tables_of_a_long_shard_are_small_and_shared_by_geometry() -> None:
     for tiles in hops:
         before = time.process_time()
         with OperatorCount() as count:
-            result = saved.of(tiles, 128, CPU, 128, shard)
+            result = saved.get(tiles, 128, CPU, 128, shard)
         seconds.append(time.process_time() - before)
         assert count.operators < 100, count.operators
         masks[id(result.tensors)] = result
@@ -195,7 +195,7 @@ def test_tables_of_a_long_shard_are_small_and_shared_by_geometry() -> None:
     # Processor time: 10 to 13 ms, 16 to 20 on a busy machine. The rest comes from the cache: about 1 ms.
     assert sorted(seconds)[-1] < 0.2 and sorted(seconds)[-4] < 2e-2, sorted(seconds)[-4:]
     for tiles in hops[:: ring_size // 4]:
-        tensors, block = saved.of(tiles, 128, CPU, 128, shard)[2:]
+        tensors, block = saved.get(tiles, 128, CPU, 128, shard)[2:]
         visited = int(tensors.partial_rows.counts.sum() + tensors.full_rows.counts.sum()) * block**2
         assert visited <= 1.01 * tiles.pairs.sum()
 
@@ -210,7 +210,7 @@ def test_tables_of_documents_are_measured_once_each_and_bounded(monkeypatch: pyt
     for seed in range(50):
         pattern = Documents(document_ids(TOKENS, seed=seed)) & Causal()
         tiles = build_plan(pattern, layout).rank(0).classes[0].hops[0].tiles
-        assert masks.of(tiles, 16, CPU) is masks.of(tiles, 16, CPU)
+        assert masks.get(tiles, 16, CPU) is masks.get(tiles, 16, CPU)
     assert len(measured) == 50
     assert 1 < len(saved) < 50 and saved.nbytes <= 40_000
     assert saved.nbytes == sum(nbytes(value.tensors) for value, _ in saved._entries.values())
@@ -305,10 +305,10 @@ def test_options_are_checked() -> None:
 
 @pytest.fixture
 def a_gpu() -> Iterator[None]:
-    options_on.cache_clear()
+    choose_options.cache_clear()
     with fake_gpu():
         yield
-    options_on.cache_clear()
+    choose_options.cache_clear()
 
 
 @pytest.mark.usefixtures("a_gpu")
@@ -321,26 +321,26 @@ def a_gpu() -> Iterator[None]:
     ],
 )  # fmt: skip
 def test_blocks_of_the_device_where_none_are_given(inputs: dict[str, Any], fwd: bool, bwd: bool) -> None:
-    device, pairs = torch.device("cuda", 0), tuple(checked_options(inputs).items())
-    result = options_on(pairs, device, 128, torch.bfloat16, 128)
+    device, pairs = torch.device("cuda", 0), tuple(check_options(inputs).items())
+    result = choose_options(pairs, device, 128, torch.bfloat16, 128)
     assert result[: len(pairs)] == pairs
     added = {name for name, _ in result[len(pairs) :]}
     assert {name[:3] for name in added} == {way for way, there in (("fwd", fwd), ("bwd", bwd)) if there}
     for another in ((torch.device("cpu"), 128, torch.bfloat16), (device, 128, torch.float32)):
-        assert options_on(pairs, *another, 128) == pairs
+        assert choose_options(pairs, *another, 128) == pairs
 
 
 def test_blocks_divide_those_of_the_mask_and_each_other() -> None:
     """As FlexAttention's lowering asks: of the side of a block of the mask, and in the backward pass."""
     for capability, rows in BLOCKS.items():
         for head_dim, side in itertools.product((16, 64, 80, 128, 192, 256), (32, 64, 128, 256)):
-            result = blocks_of(capability, head_dim, side)
+            result = choose_blocks(capability, head_dim, side)
             sides = {name: value for name, value in result.items() if "BLOCK" in name}
             assert len(sides) == 6 and all(side % value == 0 for value in sides.values())
             assert result["bwd_BLOCK_N1"] % result["bwd_BLOCK_M1"] == 0
             assert result["bwd_BLOCK_M2"] % result["bwd_BLOCK_N2"] == 0
-        assert max(rows) == 256 and blocks_of(capability, 512, 128) == {}
-    assert blocks_of(75, 64, 128) == {}
+        assert max(rows) == 256 and choose_blocks(capability, 512, 128) == {}
+    assert choose_blocks(75, 64, 128) == {}
 
 
 def cap_and_slope(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -359,13 +359,13 @@ def test_scores_values_of_another_width_and_the_gradient_of_the_lse(
     torch.manual_seed(0)
     q, k, v, grad = (torch.randn(2, h, TOKENS, d) for h, d in ((2, 16), (1, 16), (1, 24), (2, 24)))
     grad_lse = torch.randn(2, 2, TOKENS)
-    scores = ScoreMod(cap_and_slope).for_heads(range(4)).of(slice(2, 4)) if changed else None
+    scores = ScoreMod(cap_and_slope).for_heads(range(4)).select(slice(2, 4)) if changed else None
     layout = layout_for("zigzag", Causal(), tokens=TOKENS, ring_size=1)
     tiles = build_plan(Causal(), layout, query_heads=2, kv_heads=1).rank(0).classes[0].hops[0].tiles
     reference = ReferenceKernel(scores)
     out, lse = q.new_zeros(2, 2, TOKENS, 24), q.new_full((2, 2, TOKENS), -torch.inf)
     for part in reference.forward(q, k, v, tiles, 0.25):
-        merge_(part.q_rows.of(out), part.q_rows.of(lse), part.out_BHSD, part.lse_BHS)
+        merge_(part.q_rows.select(out), part.q_rows.select(lse), part.out_BHSD, part.lse_BHS)
     flex = FlexKernel(32, backend, scores=scores)
     (got,) = flex.forward(q, k, v, tiles, 0.25)
     assert relative_error(got.out_BHSD, out) < 2e-6 and relative_error(got.lse_BHS, lse) < 2e-6
@@ -374,7 +374,7 @@ def test_scores_values_of_another_width_and_the_gradient_of_the_lse(
         results = [torch.zeros_like(x) for x in (q, k, v)]
         for grads in kernel.backward(grad, q, k, v, out, lse, tiles, 0.25, grad_lse):
             for total, rows, x in zip(results, (grads.q_rows, *[grads.k_rows] * 2), grads[3:6], strict=True):
-                rows.of(total).add_(x)
+                rows.select(total).add_(x)
         totals.append(results)
     for want, part in zip(*totals, strict=True):
         assert relative_error(part, want) < 5e-6
@@ -384,7 +384,7 @@ def test_what_one_head_alone_attends_to_is_not_full_for_the_others() -> None:
     """Of LongNet's heads the first one reads even tokens, the second one odd ones: here are even ones."""
     evens = np.array([[0, 2, 4]])
     tiles = Dilated((8,), (2,), causal=False).bind((0, 1), 2, 1).tiles(evens, evens)
-    tensors = HopMasks().of(tiles, 16, CPU).tensors
+    tensors = HopMasks().get(tiles, 16, CPU).tensors
     results = [seen(tensors, head) for head in range(2)]
     assert results[0].all() and not results[1].any()
 
@@ -396,7 +396,7 @@ def test_each_constant_has_code_of_its_own() -> None:
     codes = set()
     for scale in (0.5, 1.0):
         constants = kernel._collect_hop_constants(Operands(q, q, q), tiles, scale)
-        codes.add(compiled_call("eager", constants, 16)._torchdynamo_orig_callable.__code__.co_name)
+        codes.add(compile_call("eager", constants, 16)._torchdynamo_orig_callable.__code__.co_name)
     assert len(codes) == 2
 
 
@@ -405,7 +405,7 @@ def test_labels_are_those_of_the_pattern(pattern: Pattern) -> None:
     """Of a pattern that only lists its branches."""
     whole, at = np.array([[0, 1, 64]]), np.arange(64)
     tiles = pattern.tiles(whole, whole)
-    np.testing.assert_array_equal(seen(HopMasks().of(tiles, 16, CPU).tensors, 0), pattern.mask(at, at))
+    np.testing.assert_array_equal(seen(HopMasks().get(tiles, 16, CPU).tensors, 0), pattern.mask(at, at))
 
 
 # --- layouts ---------------------------------------------------------------------------------------------
@@ -427,12 +427,12 @@ CASES: dict[str, Callable[[int], Pattern]] = {
 
 def executed(pattern: Pattern, layout: Layout, block: int) -> int:
     """Pairs of head 0 that the fullest rank executes by the kernel's own count: flex's tables, or exactly."""
-    plan = build_plan(bound_to_one_head(pattern), layout)
+    plan = build_plan(bind_one_head(pattern), layout)
     kernel = get_kernel("flex", "cuda", block_size=block)
     ranks = (plan.rank(rank).classes[0] for rank in range(layout.ring_size))
     tiles = [[hop.tiles for hop in rank.hops] for rank in ranks]
     if block > 1:
-        return max(sum(map(kernel.executed_pairs, hops)) for hops in tiles)
+        return max(sum(map(kernel.count_executed_pairs, hops)) for hops in tiles)
     return max(sum(int(item.pairs.sum()) for item in hops) for hops in tiles)
 
 
@@ -460,7 +460,7 @@ def test_blocks_are_counted_as_flex_counts_them(name: str) -> None:
     pattern = CASES[name](2000)
     for layout_name in ("zigzag", "residue" if name == "LongNet" else "balanced"):
         layout = make_layout(layout_name, tokens=2000, ring_size=4, pattern=pattern)
-        counted = executed_of_fullest(bound_to_one_head(pattern), layout, BLOCK)
+        counted = count_fullest_pairs(bind_one_head(pattern), layout, BLOCK)
         assert counted == executed(pattern, layout, BLOCK)
 
 
@@ -470,8 +470,10 @@ def test_blocks_are_counted_as_flex_counts_them(name: str) -> None:
 def test_workspace_of_flex_has_the_tables_that_are_kept() -> None:
     tiles, shape = Tiles.rectangles(*(build_runs(n) for n in (8, 4))), HopShape(2, 1, 8, 4, 16, 2, 16)
     tables = (64 << 20) + 4 * (16 + 16) * 2  # and contiguous copies of K and V
-    assert workspace_bytes("flex", tiles, shape, False) == tables + 2 * 8 * (16 * (2 + 4) + 24)
-    assert workspace_bytes("flex", tiles, shape, True) == tables + (2 * 8 + 2 * 4) * 16 * 2 + 2 * 2 * 8 * 4
+    assert get_workspace_bytes("flex", tiles, shape, False) == tables + 2 * 8 * (16 * (2 + 4) + 24)
+    assert (
+        get_workspace_bytes("flex", tiles, shape, True) == tables + (2 * 8 + 2 * 4) * 16 * 2 + 2 * 2 * 8 * 4
+    )
 
 
 def build_runs(length: int) -> np.ndarray:

@@ -18,7 +18,7 @@ from ds_ring_launcher.plan.model_file import ModelShape
 from ds_ring_launcher.plan.model_memory import Zero
 from ds_ring_launcher.plan.options import fewest_devices, longest_sequence, peak_bytes
 from ds_ring_launcher.plan.pass_memory import PassShape
-from ds_ring_launcher.plan.pass_time import CostPart, bytes_sent, executed_pairs, pass_cost
+from ds_ring_launcher.plan.pass_time import CostPart, bytes_sent, count_executed_pairs, pass_cost
 from ds_ring_launcher.plan.training_setting import TrainingSetting
 from tests.cases import least_kept
 
@@ -143,8 +143,8 @@ def test_executed_pairs_are_near_the_kernels(pattern):
     layout = make_layout("zigzag", tokens=8192, ring_size=2)
     plan, _ = parts(pattern, layout, 1, 1, 0)
     for hop_plan in plan.rank(0).classes[0].hops:
-        counted = CpuKernel().executed_pairs(hop_plan.tiles)
-        assert executed_pairs(hop_plan.tiles) == pytest.approx(counted, rel=0.15)
+        counted = CpuKernel().count_executed_pairs(hop_plan.tiles)
+        assert count_executed_pairs(hop_plan.tiles) == pytest.approx(counted, rel=0.15)
 
 
 def test_peak_grows_with_tokens_and_falls_with_the_ring():

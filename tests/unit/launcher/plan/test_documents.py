@@ -9,7 +9,7 @@ import pytest
 from benchmarks.document_lengths import DISTRIBUTIONS, draws, make_document_pattern, read_lengths
 
 from ds_ring import Causal, RingConfigError, build_plan, make_layout
-from ds_ring.schedule.choose import bound_to_one_head, timed, work_of_ranks
+from ds_ring.schedule.choose import bind_one_head, count_rank_work, timed
 from ds_ring_launcher.plan.layer_passes import looked_at, sampled_ranks
 
 
@@ -22,7 +22,7 @@ def test_auto_is_never_slower_than_balanced(source: str) -> None:
             make_layout(name, tokens=16 * 8192, ring_size=16, pattern=pattern)
             for name in ("auto", "balanced")
         )
-        first, second = timed(((bound_to_one_head(pattern), 1),), (auto, balanced))
+        first, second = timed(((bind_one_head(pattern), 1),), (auto, balanced))
         assert first.time <= second.time * (1 + 1e-9) and first.imbalance >= 1
         others += auto != balanced
     assert others > 0
@@ -53,7 +53,7 @@ def test_the_fullest_rank_counts() -> None:
     pattern = make_document_pattern(lengths)
     layout = make_layout("contiguous", tokens=int(lengths.sum()), ring_size=ranks)
     plan = build_plan(pattern, layout)
-    works = work_of_ranks(bound_to_one_head(pattern), layout)
+    works = count_rank_work(bind_one_head(pattern), layout)
     sampled, found = sampled_ranks(ranks), looked_at([plan], layout)
     assert works[sampled].max() < works.max() == works[found].max()
     assert found[:-1] == sampled

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ds_ring import Causal, Dilated, build_plan, make_layout, simulate
-from ds_ring.schedule.lowering import chunk_bytes_on, head_chunks
+from ds_ring.schedule.lowering import chunk_bytes_on, split_heads
 from ds_ring.simulation.generate import GeneratedSource
 from ds_ring.simulation.simulate import SimulationOptions, exact_rows
 from ds_ring_launcher.plan.model_memory import attention_alone
@@ -57,9 +57,9 @@ def test_a_forward_pass_alone_needs_less():
 
 
 def test_groups_have_at_least_the_bytes_of_a_chunk():
-    assert head_chunks(slice(0, 8), 1 << 19, 1 << 20) == [slice(i, i + 2, 1) for i in (0, 2, 4, 6)]
-    assert head_chunks(slice(0, 8), 0, 1 << 20) == [slice(0, 8, 1)]  # nothing travels
-    assert head_chunks(slice(1, 8, 2), 1 << 20, 1 << 20) == [slice(i, i + 1, 2) for i in (1, 3, 5, 7)]
+    assert split_heads(slice(0, 8), 1 << 19, 1 << 20) == [slice(i, i + 2, 1) for i in (0, 2, 4, 6)]
+    assert split_heads(slice(0, 8), 0, 1 << 20) == [slice(0, 8, 1)]  # nothing travels
+    assert split_heads(slice(1, 8, 2), 1 << 20, 1 << 20) == [slice(i, i + 1, 2) for i in (1, 3, 5, 7)]
     of_rings = [chunk_bytes_on("cpu", size) >> 10 for size in (1, 2, 4, 16, 1024)]
     assert of_rings == [1024, 1024, 512, 128, 128] and chunk_bytes_on("cuda", 8) == 64 << 20
 

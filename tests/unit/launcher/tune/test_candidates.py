@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ds_ring.ops.options import Options
-from ds_ring.schedule.lowering import head_chunks
+from ds_ring.schedule.lowering import split_heads
 from ds_ring_launcher.tune.candidates import (
     candidates,
     default_candidate,
@@ -37,11 +37,11 @@ def test_every_candidate_is_a_section_that_means_it() -> None:
             assert (config.layout, config.overlap) == ("auto", True)  # as the section had it
             continue
         assert (config.layout, config.overlap) == (one.layout, one.overlap)
-        options = Options.of(config)
+        options = Options.make(config)
         of_a_head = head_bytes(asked, one.ring_size, one.ulysses_size, asked.tokens)
         heads = slice(0, asked.kv_heads // one.ulysses_size, 1)
         chunk_bytes = options.chunk_bytes_on("cpu", one.ring_size)
-        groups = head_chunks(heads, of_a_head, chunk_bytes)
+        groups = split_heads(heads, of_a_head, chunk_bytes)
         assert len(range(4)[groups[0]]) == one.heads_per_message
 
 

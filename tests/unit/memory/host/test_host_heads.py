@@ -16,7 +16,7 @@ import ds_ring
 from ds_ring import build_plan, make_layout
 from ds_ring.memory.host.head_stream import HeadStream
 from ds_ring.memory.host.host_memory import HostMemory
-from ds_ring.ops.context import context_for
+from ds_ring.ops.context import make_ring_context
 from ds_ring.ops.options import Options
 from ds_ring.ops.ring_op import ring_attention_op
 from ds_ring.ring.ring_pass import RingPass
@@ -34,7 +34,7 @@ def mesh(tmp_path: Path) -> Iterator[ds_ring.RingMesh]:
 
 
 def attend(mesh: ds_ring.RingMesh, q: Tensor, k: Tensor, v: Tensor, **options: object) -> Tensor:
-    context = context_for(ds_ring.Causal(), "contiguous", mesh, Options(**options))  # type: ignore[arg-type]
+    context = make_ring_context(ds_ring.Causal(), "contiguous", mesh, Options(**options))  # type: ignore[arg-type]
     out, _ = ring_attention_op(q, k, v, context.handle)
     return out
 
@@ -125,7 +125,7 @@ def test_heads_of_the_next_chunk_come_while_one_is_computed(monkeypatch: pytest.
     assert len(chunks) == G > 1
     for number, chunk in enumerate(chunks):
         told.clear()
-        result = heads.of(chunk)
+        result = heads.load(chunk)
         for got, whole, of in zip(result, saved, "qkkqq", strict=True):
             assert torch.equal(got, whole[:, chunk.query_heads if of == "q" else chunk.kv_heads])
         started = [what for what, _ in told].count("started")

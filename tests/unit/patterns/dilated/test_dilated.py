@@ -16,7 +16,7 @@ from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import Tiles
 from ds_ring.patterns.dilated.pattern import Dilated
 from ds_ring.schedule.layout import expand_runs
-from ds_ring.schedule.plan import head_classes
+from ds_ring.schedule.plan import find_head_classes
 from tests.cases import LAYOUTS, layout_for
 from tests.dilated_definition import RULES, Branches
 from tests.unit.config.test_section import LONG as HUGE
@@ -49,7 +49,7 @@ HEADS = [(4, 4), (4, 2), (6, 1)]
 def bound_tiles(pattern: Dilated, heads: tuple[int, int], q: np.ndarray, k: np.ndarray) -> list[Tiles]:
     """The tiles of every K/V head, of two shards given by their runs."""
     tables: list[Tiles | None] = [None] * heads[1]
-    for kv_heads, bound in head_classes(pattern, *heads):
+    for kv_heads, bound in find_head_classes(pattern, *heads):
         for head in range(heads[1])[kv_heads]:
             assert tables[head] is None, "a head in two classes"
             tables[head] = bound.tiles(q, k)
@@ -270,7 +270,7 @@ def test_a_dilated_window_is_both(
     q_at, k_at = expand_runs(q_runs), expand_runs(k_runs)
     tokens = 1 + int(max(q_at.max(), k_at.max()))
     near = np.abs(q_at[:, None] - k_at[None, :]) < window
-    for kv_heads, bound in head_classes(pattern, 4, 2):
+    for kv_heads, bound in find_head_classes(pattern, 4, 2):
         tiles = bound.tiles(q_runs, k_runs)
         if nested:
             assert all(
@@ -290,7 +290,7 @@ def test_two_dilations_at_once_multiply(rules: tuple[str, str]) -> None:
     both = [Branches((8, 16, 64), (1, 2, 4), False, rules[0]), Branches((5, 32), (1, 3), True, rules[1])]
     first, second = (Dilated(b.segment_lengths, b.dilation_rates, b.causal, b.rule) for b in both)
     whole, every = np.array([[0, 1, 70]]), np.arange(70)
-    for kv_heads, bound in head_classes(first & second, 6, 2):
+    for kv_heads, bound in find_head_classes(first & second, 6, 2):
         tiles = bound.tiles(whole, whole)
         for kv_head, head_in_group in itertools.product(range(2)[kv_heads], range(3)):
             head = 3 * kv_head + head_in_group

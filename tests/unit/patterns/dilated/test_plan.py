@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from ds_ring import Dilated, RingLayoutError, build_plan, make_layout
-from ds_ring.kernels.flex.layouts import executed_of_fullest
-from ds_ring.kernels.select import block_side
+from ds_ring.kernels.flex.layouts import count_fullest_pairs
+from ds_ring.kernels.select import get_block_side
 from ds_ring.measure.schedule_text import format_schedule
 from ds_ring.patterns.dilated.residue_layout import for_blocks
 from ds_ring.plugin import FAST_KERNELS, KERNELS
-from ds_ring.schedule.choose import bound_to_one_head
+from ds_ring.schedule.choose import bind_one_head
 from ds_ring.schedule.head_class import HeadClass
 from ds_ring.schedule.lowering import lower_pass
 from tests.cases import longnet
@@ -54,7 +54,7 @@ def test_sampled_rows_stand_for_all() -> None:
     pattern = longnet(1 << 14, 256)
     for name in ("contiguous", "residue"):
         layout = make_layout(name, tokens=1 << 14, ring_size=4, pattern=pattern)
-        counted = executed_of_fullest(bound_to_one_head(pattern), layout, 32)  # 128 rows a shard
+        counted = count_fullest_pairs(bind_one_head(pattern), layout, 32)  # 128 rows a shard
         assert counted == pytest.approx(executed(pattern, layout, 32), rel=0.1)
 
 
@@ -70,10 +70,10 @@ def test_longnet_on_flex_and_on_kernels_that_compute_pairs() -> None:
 def test_the_side_goes_by_the_kernel() -> None:
     assert FAST_KERNELS["cuda"] == "flex" and KERNELS["flex"].takes_blocks
     pattern = (Dilated((8, 16), (1, 2)),)
-    assert [block_side(name, "cuda", pattern, 64) for name in ("auto", "flex", "flash", "reference")] == [
+    assert [get_block_side(name, "cuda", pattern, 64) for name in ("auto", "flex", "flash", "reference")] == [
         *(64, 64, 1, 1)
     ]
-    assert block_side("auto", "cpu", pattern, 64) == 1
+    assert get_block_side("auto", "cpu", pattern, 64) == 1
 
 
 def test_rates_that_repeat_beyond_the_smallest_segment_have_no_residue_layout() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from ds_ring import Causal, Documents, RingLayoutError, make_layout
 from ds_ring.masks.pattern import Pattern
-from ds_ring.schedule.choose import work_of_ranks
+from ds_ring.schedule.choose import count_rank_work
 from tests.cases import document_ids
 
 
@@ -22,11 +22,11 @@ def test_document_zigzag_is_even_whatever_the_lengths(ring_size: int, mean: int)
     tokens = 12_345
     pattern = Documents(document_ids(tokens, mean)) & Causal()
     layout = make_layout("document_zigzag", tokens=tokens, ring_size=ring_size, pattern=pattern)
-    work = work_of_ranks(pattern, layout)
+    work = count_rank_work(pattern, layout)
     assert work.max() / work.mean() < (1.02 if mean > 3 else 1.1)  # of 3 tokens each has few of its 2P chunks
     assert layout.local_tokens - min(map(layout.valid_tokens, range(ring_size))) <= 2
     if mean == 1500:  # which is what zigzag over the whole sequence is not
-        plain = work_of_ranks(pattern, make_layout("zigzag", tokens=tokens, ring_size=ring_size))
+        plain = count_rank_work(pattern, make_layout("zigzag", tokens=tokens, ring_size=ring_size))
         assert plain.max() / plain.mean() > 1.1
 
 

@@ -10,7 +10,7 @@ import pytest
 from ds_ring import Causal, Documents, SlidingWindow, build_plan, make_layout
 from ds_ring.masks.pattern import Pattern
 from ds_ring.patterns.documents.shared import whole_and_shared
-from ds_ring.schedule.choose import bound_to_one_head, compute_costs, timed
+from ds_ring.schedule.choose import bind_one_head, compute_costs, timed
 
 RANKS, SHARD = 8, 256
 
@@ -33,7 +33,7 @@ def packed(draw: str, seed: int, tokens: int = RANKS * SHARD) -> np.ndarray:
 def test_every_token_has_one_place_and_shards_are_equal(draw: str, more: Pattern | None) -> None:
     ids = packed(draw, 1)
     pattern = Documents(ids) if more is None else Documents(ids) & more
-    mix = ((bound_to_one_head(pattern), 1),)
+    mix = ((bind_one_head(pattern), 1),)
     for layout in whole_and_shared(len(ids), RANKS, 1, mix):
         slots = layout.slots_by_position()
         assert sorted(slots.tolist()) == list(range(len(ids)))
@@ -55,7 +55,7 @@ def test_auto_is_never_slower_than_without(draw: str, tokens: int) -> None:
             name: make_layout(name, tokens=tokens, ring_size=RANKS, pattern=pattern)
             for name in ("auto", "balanced", "zigzag", "contiguous")
         }
-        mix = ((bound_to_one_head(pattern), 1),)
+        mix = ((bind_one_head(pattern), 1),)
         times = {name: timed(mix, [layout])[0].time for name, layout in made.items()}
         assert times["auto"] <= times["balanced"] + 1e-9
         faster += times["auto"] < times["balanced"]
@@ -65,11 +65,11 @@ def test_auto_is_never_slower_than_without(draw: str, tokens: int) -> None:
 def test_a_short_document_stays_on_one_rank() -> None:
     ids = np.repeat(np.arange(64), 32)
     pattern = Documents(ids) & Causal()
-    layout = whole_and_shared(len(ids), 8, 1, ((bound_to_one_head(pattern), 1),))[0]
+    layout = whole_and_shared(len(ids), 8, 1, ((bind_one_head(pattern), 1),))[0]
     assert compute_costs(pattern, [layout])[1].sum() == 0
     rows = sorted(tuple(run) for rank in range(8) for run in layout.runs(rank).tolist())
     assert all(one[0] + one[2] == other[0] for one, other in pairwise(rows))
 
 
 def test_without_documents_there_is_nothing_to_keep_together() -> None:
-    assert whole_and_shared(64, 4, 1, ((bound_to_one_head(Causal()), 1),)) == []
+    assert whole_and_shared(64, 4, 1, ((bind_one_head(Causal()), 1),)) == []

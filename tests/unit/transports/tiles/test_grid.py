@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from ds_ring.transports.tiles.grid import ALL, TileBlock, TileGrid, list_steps, order_blocks
+from ds_ring.transports.tiles.grid import ALL, GridBlock, PassGrid, list_steps, order_blocks
 from ds_ring.transports.tiles.plan import list_grids
 
 SIZES = (1, 2, 6, 12, 16)
@@ -36,9 +36,9 @@ def test_a_distance_there_and_back_is_the_rank_itself(size: int) -> None:
 
 
 def test_neighbours_share_a_column_or_a_row() -> None:
-    near = [TileGrid(4, 2, keys_are_near).in_column(0, 1) for keys_are_near in (True, False)]
+    near = [PassGrid(4, 2, keys_are_near).in_column(0, 1) for keys_are_near in (True, False)]
     assert near == [1, 2]
-    assert [TileGrid(4, 2, keys_are_near).in_row(0, 1) for keys_are_near in (True, False)] == [4, 1]
+    assert [PassGrid(4, 2, keys_are_near).in_row(0, 1) for keys_are_near in (True, False)] == [4, 1]
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -58,7 +58,7 @@ def test_blocks_are_the_tile_once_and_messages_come_before_and_return_after(
         back: list[list[int]] = [[], []]
         for step in list_steps(grid, backward):
             for side, (block_at, count) in enumerate(
-                zip((step.block or TileBlock(0, 0))[:2], counts, strict=True)
+                zip((step.block or GridBlock(0, 0))[:2], counts, strict=True)
             ):
                 needed = set(range(count)) if block_at == ALL else {block_at}
                 assert needed <= here[side]

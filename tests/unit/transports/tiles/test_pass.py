@@ -12,7 +12,7 @@ from ds_ring import Causal, make_layout
 from ds_ring.comm.messages import Message
 from ds_ring.kernels.cpu.kernel import CpuKernel
 from ds_ring.transports.tiles import plan as plans
-from ds_ring.transports.tiles.grid import TileGrid
+from ds_ring.transports.tiles.grid import PassGrid
 from ds_ring.transports.tiles.plan import TokenBytes, list_grids, tile_plan
 from tests.cases import LAYOUTS, Shape, layout_for, tensors
 from tests.mask_table import HEADS, KV_HEADS, MASKS, TOKENS, dense
@@ -97,10 +97,10 @@ def test_a_part_of_the_own_shard_is_kept_for_the_end(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(plans, "LEAST_KEPT", 4)
     tile_plan.cache_clear()
     given = whole(Shape(batch=1, query_heads=2, kv_heads=1, tokens=90, head_dim=8))
-    layout, grid = make_layout("zigzag", tokens=90, ring_size=4), TileGrid(2, 2)
+    layout, grid = make_layout("zigzag", tokens=90, ring_size=4), PassGrid(2, 2)
     found, _ = on_threads(grid, Causal(), layout, given)
     assert compared(found, dense_attention(*given, Causal())) < EXACT
-    kept = tile_plan(Causal(), layout, 2, 1, grid).tiles(0, 1).make_block_tiles(plans.TileBlock(0, 0, 2))
+    kept = tile_plan(Causal(), layout, 2, 1, grid).tiles(0, 1).make_block_tiles(plans.GridBlock(0, 0, 2))
     assert len(kept)
     tile_plan.cache_clear()
 
@@ -110,8 +110,8 @@ def test_low_precision_is_as_good_as_one_rank() -> None:
     given = [x.bfloat16() for x in tensors(shape)]
     want = dense_attention(*given, Causal())
     layout = [make_layout("zigzag", tokens=512, ring_size=ranks) for ranks in (1, 4)]
-    alone, _ = on_threads(TileGrid(1, 1), Causal(), layout[0], given, None, CpuKernel)
-    found, _ = on_threads(TileGrid(2, 2), Causal(), layout[1], given, None, CpuKernel)
+    alone, _ = on_threads(PassGrid(1, 1), Causal(), layout[0], given, None, CpuKernel)
+    found, _ = on_threads(PassGrid(2, 2), Causal(), layout[1], given, None, CpuKernel)
     for name, one, four, exact in zip(Dense._fields, alone, found, want, strict=True):
         assert relative_error(four, exact) < 1.5 * relative_error(one, exact) + 1e-6, name
 
@@ -133,5 +133,5 @@ def empty(message: Message) -> Tensor:
 def test_a_part_that_is_left_out_is_found(spoil: Callable[[Message], Tensor], wrong: int) -> None:
     given = whole()
     layout = make_layout("zigzag", tokens=TOKENS, ring_size=4)
-    found, _ = on_threads(TileGrid(2, 2), Causal(), layout, given, spoil=spoil)
+    found, _ = on_threads(PassGrid(2, 2), Causal(), layout, given, spoil=spoil)
     assert relative_error(found[wrong], dense_attention(*given, Causal())[wrong]) > 1e-3

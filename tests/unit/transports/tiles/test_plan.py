@@ -7,7 +7,7 @@ import pytest
 
 from ds_ring import Causal, Documents, Full, SlidingWindow, make_layout
 from ds_ring.masks.pattern import Pattern
-from ds_ring.transports.tiles.grid import TileGrid
+from ds_ring.transports.tiles.grid import PassGrid
 from ds_ring.transports.tiles.plan import TokenBytes, choose_grid, list_grids, tile_plan
 from tests.cases import document_ids
 
@@ -34,7 +34,7 @@ def test_the_grid_of_the_fewest_bytes(
     layout = make_layout("zigzag", tokens=ranks * 256, ring_size=ranks)
     for size, (a, b) in ((FORWARD, forward), (BACKWARD, backward)):
         grid = choose_grid(Full(), layout, HEADS, KV_HEADS, size)
-        assert grid == TileGrid(a, b)
+        assert grid == PassGrid(a, b)
         traffic = tile_plan(Full(), layout, HEADS, KV_HEADS, grid).traffic(0, size)
         of_keys = (a - 1) * KV_HEADS * (size.key + size.key_back)
         of_queries = (b - 1) * HEADS * (size.query + size.query_back)
@@ -44,7 +44,7 @@ def test_the_grid_of_the_fewest_bytes(
 def test_a_thousand_ranks_in_seconds() -> None:
     """Causal zigzag on 1,024 ranks of 8 Ki: equal pairs; 217 shards of K, in a ring 2,046."""
     layout = make_layout("zigzag", tokens=1024 * SHARD, ring_size=1024)
-    plan = tile_plan(Causal(), layout, HEADS, KV_HEADS, TileGrid(64, 16))
+    plan = tile_plan(Causal(), layout, HEADS, KV_HEADS, PassGrid(64, 16))
     every = [plan.traffic(rank, FORWARD) for rank in range(1024)]
     pairs = [one.pairs for one in every]
     assert max(pairs) == min(pairs)
@@ -69,7 +69,7 @@ def test_the_table_of_bytes(ranks: int, ring: tuple[float, float], tiles: tuple[
     layout = make_layout("zigzag", tokens=ranks * SHARD, ring_size=ranks)
     for size, of_ring, of_tiles in zip((FORWARD, BACKWARD), ring, tiles, strict=True):
         chosen = choose_grid(Causal(), layout, HEADS, KV_HEADS, size)
-        for grid, want in ((TileGrid(ranks, 1), of_ring), (chosen, of_tiles)):
+        for grid, want in ((PassGrid(ranks, 1), of_ring), (chosen, of_tiles)):
             plan = tile_plan(Causal(), layout, HEADS, KV_HEADS, grid)
             looked_at = (0, 1, ranks // 2, ranks - 1) if grid.query_ranks == 1 else range(ranks)
             found = max(plan.traffic(rank, size).received for rank in looked_at)
@@ -91,7 +91,7 @@ def test_every_grid_is_balanced(pattern: Pattern, layout: str, most: float) -> N
 def test_what_no_pair_reads_is_not_sent() -> None:
     """A window of a shard: its keys, and queries at the borders of columns; own documents: nothing."""
     layout = make_layout("contiguous", tokens=16 * 64, ring_size=16)
-    window = tile_plan(SlidingWindow(65), layout, 4, 2, TileGrid(4, 4))
+    window = tile_plan(SlidingWindow(65), layout, 4, 2, PassGrid(4, 4))
     for rank in range(16):
         reads = window.reads(0, rank)
         counts = [
@@ -119,9 +119,9 @@ def test_fewer_bytes_are_no_reason_for_uneven_work() -> None:
         plan = tile_plan(pattern, layout, HEADS, KV_HEADS, grid)
         pairs = [plan.pairs(rank) for rank in range(16)]
         most[grid] = max(pairs) / np.mean(pairs)
-    assert most[TileGrid(16, 1)] < 1.05 and most[TileGrid(4, 4)] > 1.5
+    assert most[PassGrid(16, 1)] < 1.05 and most[PassGrid(4, 4)] > 1.5
     grid = choose_grid(pattern, layout, HEADS, KV_HEADS, FORWARD)
-    assert most[grid] <= 1.05 * most[TileGrid(16, 1)]
+    assert most[grid] <= 1.05 * most[PassGrid(16, 1)]
 
 
 def test_nodes_come_first() -> None:
@@ -137,7 +137,7 @@ def test_nodes_come_first() -> None:
 
 
 @pytest.mark.parametrize("grid", list_grids(6), ids=str)
-def test_both_sides_of_a_message_agree(grid: TileGrid) -> None:
+def test_both_sides_of_a_message_agree(grid: PassGrid) -> None:
     """What all ranks send is what all receive, and what is read is what goes and returns."""
     tokens = 6 * 50
     pattern = Documents(document_ids(tokens)) & Causal()

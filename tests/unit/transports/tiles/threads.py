@@ -21,9 +21,9 @@ from ds_ring.kernels.reference import ReferenceKernel
 from ds_ring.masks.pattern import Pattern
 from ds_ring.ops.shard import shard_sequence
 from ds_ring.schedule.layout import Layout
-from ds_ring.transports.tiles.grid import TileGrid
+from ds_ring.transports.tiles.grid import PassGrid
 from ds_ring.transports.tiles.plan import tile_plan
-from ds_ring.transports.tiles.tile_pass import TilePass
+from ds_ring.transports.tiles.tile_pass import GridPass
 
 WAIT_S = 20.0
 
@@ -53,7 +53,7 @@ class Queues:
 
 
 def on_threads(
-    grid: TileGrid, pattern: Pattern, layout: Layout, whole: Sequence[Tensor], grad_lse: Tensor | None = None,
+    grid: PassGrid, pattern: Pattern, layout: Layout, whole: Sequence[Tensor], grad_lse: Tensor | None = None,
     make_kernel: Callable[[], Kernel] = ReferenceKernel, chunk_bytes: int = 1,
     spoil: Callable[[Message], Tensor] | None = None,
 ) -> tuple[list[Tensor], list[tuple[int, int]]]:  # fmt: skip
@@ -69,7 +69,7 @@ def on_threads(
         exchange = Queues(rank, mail)
         if spoil is not None and rank == 0:
             exchange.spoil = spoil
-        made = TilePass(plan, rank, make_kernel(), exchange, q.shape[-1] ** -0.5, chunk_bytes)  # type: ignore[arg-type]
+        made = GridPass(plan, rank, make_kernel(), exchange, q.shape[-1] ** -0.5, chunk_bytes)  # type: ignore[arg-type]
         out, lse = made.forward(q, k, v)
         forward = exchange.bytes_sent
         grads = made.backward(grad, q, k, v, out, lse, of_lse)
