@@ -101,7 +101,9 @@ class SymbolicRank:
         rounds = (Payload.ROUNDED, Payload.GRADIENTS), (Payload.ENCODED, Payload.KEYS)
         same = step.payload is kinds[0] or (step.payload, kinds[0]) in rounds
         if step.payload is not kinds[1] or not same:
-            self.refuse(f"{step.payload.value}", f"a buffer of the other kind, {get_buffer_name(step.buffer)}")
+            self.refuse(
+                f"{step.payload.value}", f"a buffer of the other kind, {get_buffer_name(step.buffer)}"
+            )
         # reads are allowed until the batch is over, changes are not: see `_live`
         source.leaving = self.batch
         packed = self._fresh(index, step.packed, step.payload, len(part.tokens))
@@ -159,12 +161,16 @@ class SymbolicRank:
             # a sum begins here; sums of other ranks are added by Accumulate
             kind = self._chunk(index).steps.buffers[step.gradients].payload
             if kind is Payload.KEYS:
-                self.refuse(f"{get_buffer_name(step.gradients)} to be of gradients", f"a buffer of {kind.value}")
+                self.refuse(
+                    f"{get_buffer_name(step.gradients)} to be of gradients", f"a buffer of {kind.value}"
+                )
             target = self._fresh(index, step.gradients, kind, len(keys.tokens))
             target.tokens, target.came = keys.tokens, keys.came
             target.added = self._nobody(len(keys.tokens))
         if not np.array_equal(target.tokens, keys.tokens):
-            self.refuse("gradients of the keys it reads", f"those of others in {get_buffer_name(step.gradients)}")
+            self.refuse(
+                "gradients of the keys it reads", f"those of others in {get_buffer_name(step.gradients)}"
+            )
         mine = self._nobody(1)
         mine[0, self.rank // 64] = np.uint64(1) << np.uint64(self.rank % 64)
         if step.gradients == RESULTS:
@@ -190,7 +196,9 @@ class SymbolicRank:
         self._of_kind(index, step.buffer, payload)
         where = _each(step.part)
         if len(where) != len(source.tokens) or (len(where) and where[-1] >= len(target.tokens)):
-            self.refuse(f"{len(source.tokens)} slots of {get_buffer_name(step.buffer)}", f"{len(where)} or others")
+            self.refuse(
+                f"{len(source.tokens)} slots of {get_buffer_name(step.buffer)}", f"{len(where)} or others"
+            )
         target.came = max(target.came, source.came)
         if payload in keys:
             if (target.tokens[where] != NOTHING).any():
@@ -217,7 +225,9 @@ class SymbolicRank:
         self.step = None
         for index, buffer in self.contents:
             if buffer != SHARD:
-                self.refuse(f"{get_buffer_name(buffer)} of head chunk {index} to be freed", "the end of the schedule")
+                self.refuse(
+                    f"{get_buffer_name(buffer)} of head chunk {index} to be freed", "the end of the schedule"
+                )
 
     def _add(self, target: Content, where: IntArray | slice, added: np.ndarray) -> None:
         assert target.added is not None

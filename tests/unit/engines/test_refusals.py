@@ -190,7 +190,9 @@ CASES: dict[str, tuple[Callable[[Given], Any], type[RingError], str]] = {
         r"4 patches \(image_grid_thw\), got 5",
     ),
     "image tokens without types": (
-        lambda _: images._make_axes_numbering(SimpleNamespace(get_rope_index=lambda **_: 0))({}),
+        lambda _: images._make_axes_numbering(
+            SimpleNamespace(get_rope_index=lambda mm_token_type_ids: 0),
+        )({}),
         RingShapeError,
         "expected mm_token_type_ids",
     ),
