@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Iterator
-from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -34,21 +33,6 @@ class ResultStore:
     store: TensorStore | None = None
 
 
-def _walk_stack() -> Iterator[FrameType]:
-    """Yield the frames of the caller's callers, innermost first."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
-def _find_ctx(frame: FrameType) -> Any:
-    """Return ctx of the `forward` or `backward` of an autograd Function; None for other frames."""
-    code = frame.f_code
-    is_pass = code.co_name in ("forward", "backward") and code.co_varnames[:1] == ("ctx",)
-    return frame.f_locals["ctx"] if is_pass else None
-
-
 # [Note: regions]
 # One object identifies a region in both of its runs, and lives as long as the graph. Reentrant checkpointing
 # (torch's, DeepSpeed's, Megatron's) is an autograd Function that notes `run_function` on its ctx: `forward`
@@ -56,10 +40,14 @@ def _find_ctx(frame: FrameType) -> Any:
 # object, known to the hook by which tensors are saved meanwhile. Where neither is found the pass runs again.
 def running_region() -> tuple[Any, bool]:
     """Return the innermost region that is running and whether it is run again; (None, False) outside."""
-    for frame in _walk_stack():
-        ctx = _find_ctx(frame)
-        if hasattr(ctx, "run_function"):
-            return ctx, frame.f_code.co_name == "backward"
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name in ("forward", "backward") and code.co_varnames[:1] == ("ctx",):
+            ctx = frame.f_locals["ctx"]
+            if hasattr(ctx, "run_function"):
+                return ctx, code.co_name == "backward"
+        frame = frame.f_back
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     pack: Any = inspect.unwrap(hooks[0]) if hooks is not None else None
     name = _HOOKS.get(getattr(pack, "__qualname__", ""))
@@ -86,15 +74,18 @@ def running_regions() -> Iterator[tuple[Any, bool]]:
 
     The forward pass of any autograd Function counts as a region: its backward pass may run layers again.
     """
-    for frame in _walk_stack():
-        function = frame.f_code.co_name
-        ctx = _find_ctx(frame)
-        if isinstance(ctx, FunctionCtx):
-            yield ctx, function == "backward"
-        elif function in _FRAME_NAMES:
-            name, again = _FRAMES.get((function, frame.f_globals.get("__name__", "")), ("", False))
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name in ("forward", "backward") and code.co_varnames[:1] == ("ctx",):
+            ctx = frame.f_locals["ctx"]
+            if isinstance(ctx, FunctionCtx):
+                yield ctx, code.co_name == "backward"
+        elif code.co_name in _FRAME_NAMES:
+            name, again = _FRAMES.get((code.co_name, frame.f_globals.get("__name__", "")), ("", False))
             region = frame.f_locals.get(name)
             if name == "gen" and region is not None:  # a generator, whose frame has the region's object
                 region = region.gi_frame and region.gi_frame.f_locals.get("new_frame")
             if region is not None:
                 yield region, again
+        frame = frame.f_back
