@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-PLUGINS = sorted(path.stem for path in Path(__file__).parent.glob("[a-z]*.py"))
+PLUGINS = sorted(path.stem for path in Path(__file__).parent.glob("[a-z]*.py") if path.stem != "plugin")
 
 if __name__ == "__main__":
     if len(sys.argv) != 2 or sys.argv[1] not in PLUGINS:

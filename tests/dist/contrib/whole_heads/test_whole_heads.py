@@ -162,13 +162,16 @@ def of_the_plan(world_size: int) -> list[int]:
     """How many bytes more each rank sends by heads than by a scan, by the plan's formulas."""
     config = shrink(read_config("qwen3_next"), TOKENS, 2, {})
     kinds = [entry for entry in read_kinds(config.to_dict(), config.layer_types) if entry is not None]
+    keys = 2 * config.linear_num_key_heads * config.linear_key_head_dim
+    values = config.linear_num_value_heads * config.linear_value_head_dim
+    swapped = keys + 2 * values + 2 * config.linear_num_value_heads  # q, k, v, the outputs, beta and g
     layout = make_layout("zigzag", tokens=TOKENS, ring_size=world_size // 2, multiple_of=2, pattern=Causal())
     result = []
     for rank in range(world_size):
         total = 0
         for kind in kinds:
             assert isinstance(kind, Recurrence)
-            local = SAMPLES * layout.local_tokens // 2 * (kind.swapped + kind.swapped_floats) * 4
+            local = SAMPLES * layout.local_tokens // 2 * swapped * 4
             half = kind._replace(before=0, state=kind.state // 2, transition=kind.transition // 2)
             cut = LayerSetting(layout, 2, SAMPLES, 4, Causal())
             scan = sent_by(kind._replace(before=0), cut, rank)
