@@ -37,7 +37,8 @@ class JsonKey(NamedTuple):
     conflicts: Mapping[str, str] = {}
 
 
-# Objects in rows are functions and classes in a plugin.py, and dotted names in the index; `load` takes both.
+# Objects in rows are functions and classes in a plugin.py of ds_ring, and dotted names in the index and in
+# other packages, whose rows are read before ds_ring's modules are imported; `load` takes both.
 Object = Any
 
 
@@ -259,11 +260,11 @@ def _read_entry_points() -> dict[str, Plugin]:
         try:
             plugin = point.load()
         except Exception as error:
-            advice = "install what it needs, or uninstall its package"
+            advice = "import ds_ring.plugin alone there, and write objects as 'package.module.name'"
             raise RingConfigError.wrong(where, "a ds_ring.plugin.Plugin", repr(error), advice) from error
         if not isinstance(plugin, Plugin):
             raise RingConfigError.wrong(where, "a ds_ring.plugin.Plugin", type(plugin).__name__, "name one")
-        plugins[point.value] = plugin
+        plugins[where] = plugin
     return plugins
 
 

@@ -563,11 +563,9 @@ def test_a_lost_note_and_a_lost_file_are_found() -> None:
 
 
 def test_modules_of_all_folders_are_installed() -> None:
-    for folder, package in (("ds_ring", "ds_ring"), ("launcher", "ds_ring_launcher")):
+    for package in ("ds_ring", "ds_ring_launcher"):
         patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
         assert "**/*.py" in patterns[package]
-        for path in (ROOT / folder).rglob("*.py"):
-            assert (path.parent / "__init__.py").exists(), f"{path.parent} is no package"
 
 
 def test_ci_runs_the_command_of_the_readme() -> None:

@@ -132,7 +132,9 @@ class BatchSharding:
             for context, _ in rows.contexts:
                 for prepared in context.prepared.values():
                     ways = tuple(
-                        sorted({way for head_class in prepared.rank_plan.classes for way in head_class.lowered})
+                        sorted(
+                            {way for head_class in prepared.rank_plan.classes for way in head_class.lowered}
+                        )
                     )
                     heads = prepared.plan.query_heads, prepared.plan.kv_heads
                     passes[key[1], *heads] = UsedPass(key[1], prepared.make_plan, ways)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ds_ring.masks.branches import Branch, Segment, match_labels
 from ds_ring.masks.pattern import Pattern, QueryHead, check_numbers
-from ds_ring.plugin import JsonKey
+from ds_ring.plugin import JsonKey, Plugin
 
 
 @dataclass(frozen=True)
@@ -23,3 +23,6 @@ class BlockCausal(Pattern):
 
     def branches(self, head: QueryHead) -> tuple[Branch, ...]:
         return Branch(least=0), match_labels(Segment(self.block), most=-1)
+
+
+PLUGIN = Plugin(patterns={"BlockCausal": BlockCausal})

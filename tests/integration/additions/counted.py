@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ds_ring.ops import ring_op
 from ds_ring.ops.passes import Pass
+from ds_ring.plugin import PassRow, Plugin
 
 
 class CountedPass:
@@ -29,3 +30,6 @@ class CountedPass:
 
 def make_pass(*given: Any) -> CountedPass:
     return CountedPass(ring_op.make_pass(*given))
+
+
+PLUGIN = Plugin(passes={"counted": PassRow(make_pass)})

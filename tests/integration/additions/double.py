@@ -9,6 +9,7 @@ from torch import Tensor
 from ds_ring.kernels.interface import PartialGrads, PartialOut
 from ds_ring.kernels.reference import ReferenceKernel
 from ds_ring.masks.tiles import Tiles
+from ds_ring.plugin import KernelRow, Plugin
 
 
 class DoubleKernel:
@@ -36,3 +37,6 @@ class DoubleKernel:
 
     def count_executed_pairs(self, tiles: Tiles, backward: bool = False) -> int:
         return ReferenceKernel().count_executed_pairs(tiles, backward)
+
+
+PLUGIN = Plugin(kernels={"double": KernelRow(DoubleKernel)})

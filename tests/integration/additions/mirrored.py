@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ds_ring.masks.slots import IntArray
+from ds_ring.plugin import LayoutRow, Plugin
 from ds_ring.schedule.layout import ChunkLayout, Layout, Mix
 
 
@@ -23,3 +24,6 @@ class MirroredLayout(ChunkLayout):
 def make_mirrored(tokens: int, ring_size: int, multiple_of: int, mix: Mix) -> Layout:
     """Return the layout, for any patterns."""
     return MirroredLayout(tokens, ring_size, multiple_of)
+
+
+PLUGIN = Plugin(layouts={"mirrored": LayoutRow(make_mirrored)})
