@@ -24,7 +24,6 @@ from ds_ring.data.dynamic_ring.sample_times import read_model_sizes
 from ds_ring.data.engine_part import AttachedModels, check_engine_parts
 from ds_ring.data.loader import RingLoader, check_dataset
 from ds_ring.data.session import RingSession, end_session, ending_on_error
-from ds_ring.engines.deepspeed.first_batch import FirstBatch
 from ds_ring.engines.deepspeed.initialize import (
     Configuration,
     EngineArguments,
@@ -36,6 +35,7 @@ from ds_ring.engines.deepspeed.initialize import (
 from ds_ring.engines.deepspeed.refusals import refuse_features
 from ds_ring.errors import RingConfigError, RingError
 from ds_ring.patches import imports_of
+from ds_ring.plugin import HOOKS, load
 
 _sessions: weakref.WeakSet[RingSession] = weakref.WeakSet()  # of engines made so far
 
@@ -126,7 +126,8 @@ def _make_session(
 def _attach_models(module: torch.nn.Module, trains: bool, session: RingSession) -> AttachedModels:
     """Attach the transformers models inside a module to the ring; transformers is optional."""
     config = session.config
-    first_batch = FirstBatch(module, session, trains) if config.get("verify_first_batch") else None
+    verifies = config.get("verify_first_batch")
+    first_batch = load(HOOKS["FirstBatch"])(module, session, trains) if verifies else None
     attached = AttachedModels(first_batch=first_batch)
     if _contains_transformers(module):  # where it is not imported, no model is one of its
         with imports_of("a model of transformers", "transformers"):

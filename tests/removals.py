@@ -27,11 +27,8 @@ from tests import test_architecture as architecture
 
 ROOT = Path(__file__).resolve().parents[1]
 INDEXED: dict[str, dict[str, object]] = json.loads(INDEX.read_text())
-CORE_FOLDERS = {
-    "ops",
-    "data",
-    "patterns/documents",
-}  # whose rows are the core's own, and what every batch needs
+# Rows of the core itself, and of what every batch needs.
+CORE_FOLDERS = {"ops", "data", "data/dynamic_ring", "patterns/documents"}
 CAPABILITIES = [folder for folder in INDEXED if folder not in CORE_FOLDERS]
 
 # For the processes of a copy, by PYTHONPATH: an editable install finds in the original what the copy lacks.
@@ -42,7 +39,7 @@ sys.meta_path = [one for one in sys.meta_path if "__editable__" not in getattr(o
 # Lines of the core that name a capability all the same, at most, and why.
 NAMED = {
     "patterns/dilated": (1, "the prefix pattern refuses the key segment_lengths"),
-    "patterns/captured": (3, "an interface: a function's captured values are compared between ranks"),
+    "patterns/captured": (4, "an interface: a function's captured values are compared between ranks"),
     "layouts/balanced": (3, "the name of layouts of pieces, which the core has; two refusals advise it"),
     "memory/saved_results": (
         3,
@@ -189,7 +186,7 @@ def expressions_of(folder: str) -> list[str]:
             if kind in ("json_keys", "part_keys", "pattern_keys"):
                 strings |= set(load(row).__annotations__) - {"description"}
     strings -= {"cpu", "cuda", "score_mod", "offload_attention"}  # kinds of devices; options of a pass
-    words -= {"make_pass", "refused", "launch", "warm_up", "patience_s"}  # of several folders
+    words -= {"make_pass", "refused", "launch", "warm_up", "patience_s", "for_blocks"}  # of several folders
     return [rf"(?<![\w.]){re.escape(word)}\b" for word in words] + [rf'"{re.escape(x)}"' for x in strings]
 
 

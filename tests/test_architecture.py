@@ -625,9 +625,9 @@ OWN_OBJECTS = {
     ("contrib.compile.backend", "call"): "a node of the graph that a backend owns",
     ("contrib.compile.graph_sharding", "request"): "the same",
     ("checkpoint.save", "copied"): "a copy of a state dict",
-    ("engines.deepspeed.first_batch", "state[name]"): "a parameter of the copied model",
+    ("engines.first_batch.first_batch", "state[name]"): "a parameter of the copied model",
     ("decode.generation", "part"): "an attention of ours",
-    ("engines.deepspeed.first_batch", "part"): "a module of the copied model",
+    ("engines.first_batch.first_batch", "part"): "a module of the copied model",
     ("engines.deepspeed.initialize", "args"): "a copy of the script's arguments",
     (
         "memory.saved_results.keep_results",

@@ -25,7 +25,7 @@ from torch.overrides import _get_current_function_mode_stack
 from transformers import PreTrainedModel
 
 from ds_ring.data.batch import IGNORE, Batch
-from ds_ring.engines.deepspeed.first_batch import (
+from ds_ring.engines.first_batch.first_batch import (
     Difference,
     Numbers,
     Tolerance,

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ds_ring.engines.deepspeed.first_batch import Difference, Numbers, Tolerance, compare
+from ds_ring.engines.first_batch.first_batch import Difference, Numbers, Tolerance, compare
 
 TIMES = 10.0
 _MIN_ERROR, _MAX_ERROR = 1e-6, 1e-4

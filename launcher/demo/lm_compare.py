@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ds_ring.engines.deepspeed.first_batch import Tolerance, compare_gradients, largest
+from ds_ring.engines.first_batch.first_batch import Tolerance, compare_gradients, largest
 from ds_ring.masks.catalog import Causal
 from ds_ring.masks.pattern import Pattern
 from ds_ring.measure.memory import MemoryPeak, measure_cpu_memory

@@ -16,7 +16,7 @@ from benchmarks import host
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ds_ring.engines.deepspeed.first_batch import Numbers, Tolerance, beyond, compare, recording
+from ds_ring.engines.first_batch.first_batch import Numbers, Tolerance, beyond, compare, recording
 from ds_ring.ring.merge import merge_parts_by_operators_
 from tests import test_architecture as architecture
 from tests.dist import training_table
