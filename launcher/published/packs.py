@@ -61,7 +61,7 @@ def draw_packs(documents: Documents, tokens: int, count: int, seed: int) -> tupl
     return tuple(packs[:count])
 
 
-def make_document_pattern(lengths: Sequence[int]) -> Pattern:
+def make_document_pattern(lengths: Sequence[int] | np.ndarray) -> Pattern:
     """Return causal attention inside each of the documents that follow one another."""
     if len(lengths) == 1:
         return Causal()
