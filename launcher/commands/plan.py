@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from ds_ring.errors import RingConfigError
 from ds_ring.plugin import LAYOUTS
@@ -79,8 +81,6 @@ def add(commands: Commands) -> None:
 
 def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
     """Print the plan; RingError for what cannot be planned."""
-    from tqdm import tqdm
-
     from ..plan.advice import advise
     from ..plan.compare import compare
     from ..plan.estimate import estimate
@@ -90,13 +90,7 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
     refuse_extra("plan", extra_args)
     if options.published:
         return _published(options.json)
-    # On terminals only, once it has taken two seconds.
-    with tqdm(bar_format="ds-ring plan: {desc} ...", delay=2, leave=False, disable=None) as line:
-
-        def say(what: str) -> None:
-            line.set_description_str(what, refresh=False)
-            line.update()
-
+    with _show_progress() as say:
         planned = estimate(
             make_setting(options, say),
             lambda done, total: say(f"rank {done + 1} of {total} that are looked at"),
@@ -115,15 +109,34 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
     return 0
 
 
+@contextmanager
+def _show_progress() -> Iterator[Callable[[str], None]]:
+    """Yield a function that says what is computed: on terminals only, once it has taken two seconds."""
+    from tqdm import tqdm
+
+    with tqdm(bar_format="ds-ring plan: {desc} ...", delay=2, leave=False, disable=None) as line:
+
+        def say(what: str) -> None:
+            line.set_description_str(what, refresh=False)
+            line.update()
+
+        yield say
+
+
 def _published(json: bool) -> int:
-    from ..published.evaluate import evaluate
+    from ..published.evaluate import evaluate, predict
+    from ..published.packed import PACK_COUNTS, model_packed_rows
     from ..published.report import as_json, print_report
     from ..published.table import published
 
-    table = published()
-    results = evaluate(table)
+    with _show_progress() as say:
+        say("published passes and steps")
+        table = published()
+        results = evaluate(table)
+        say("ds_ring beside them")
+        figures = table, results, predict(table, results), model_packed_rows(table, PACK_COUNTS, say)
     if json:
-        print(as_json(table, results))
+        print(as_json(*figures))
     else:
-        print_report(table, results)
+        print_report(*figures)
     return 0

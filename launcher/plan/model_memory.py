@@ -273,10 +273,10 @@ class TrainingStep:
             results_bytes = self._kept_bytes
             inputs = layers * self.layer_input_bytes
             if self.offload_checkpoints:
-                # A layer's come back when they are needed, together with the next layer's (saved_results.py).
+                # A layer's come back when they are needed, together with the next layer's (keep_results.py).
                 here = 0 if self.host_is_device else min(layers, 2)
                 return max(here - 1, 0) * results_bytes if attention else here * self.layer_input_bytes
-            # Of attention over chosen keys nothing is kept (saved_results.py).
+            # Of attention over chosen keys nothing is kept (keep_results.py).
             return (
                 min(layers, self.model.layers - len(self.model.other_layers)) * results_bytes
                 if attention

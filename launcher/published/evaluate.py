@@ -1,16 +1,21 @@
-"""Compute the model's figure beside every published one."""
+"""Compute the model's figure beside every published one, and ds_ring's where the peers' rows hold."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
+from ..plan.estimate import estimate
+from ..plan.hardware import read_hardware
 from .methods import METHODS, Pass
+from .own import compute_own_pass
 from .packs import get_packs
-from .steps import longest_tokens, torch_step, ulysses_tflops
+from .steps import longest_tokens, make_published_setting, torch_step, ulysses_tflops
 from .table import Direction, PassGroup, Table
 
 CLOSE = 0.1  # a figure holds that is so close to the published one
+HOLDS = 0.8  # of a setting's peers so many figures must hold before ours is said
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward", "both")
 
 
@@ -98,3 +103,46 @@ def _lengths(table: Table) -> Iterator[Result]:
         modelled = longest_tokens(table, row)
         at = (row.source, str(table.sources[row.source].date), row.method, row.model, row.devices)
         yield Result(*at, "longest sequence, tokens", row.tokens, modelled, row.why)
+
+
+class Prediction(NamedTuple):
+    """Hold ds_ring's modelled figure in a setting whose peers' rows hold."""
+
+    setting: str
+    devices: int
+    quantity: str
+    model: float
+    best_published: str  # by a peer, and whose
+    peers: float  # the part of their figures that hold
+
+
+def predict(table: Table, results: list[Result]) -> list[Prediction]:
+    """Return ds_ring's figures: of attention's causal passes on H100, and of TRL's steps.
+
+    packed.py has those of packed documents.
+    """
+    setting, predictions = "h100 causal", []
+    peers = [row for row in results if row.setting.startswith(setting) and row.method != "kernel alone"]
+    if share(peers) >= HOLDS:
+        group = next(
+            row for row in table.passes if f"{row.machine} {row.mask} {row.kernel}" == f"{setting} flash3"
+        )
+        for ranks in group.forward:
+            (attention,) = list_passes(table, group, "forward", ranks)
+            times = zip(("forward", "backward"), (1, 2.5), compute_own_pass(attention).seconds, strict=True)
+            for direction, factor, seconds in times:
+                quantity = f"{direction}, TFLOPS a GPU"
+                rows = (row for row in peers if (row.devices, row.quantity) == (ranks, quantity))
+                peer = max(rows, key=lambda row: row.published)
+                best = f"{peer.published:,.0f} ({peer.method})"
+                rate = factor * attention.flops / seconds / 1e12
+                predictions.append(Prediction(setting, ranks, quantity, rate, best, share(peers)))
+    held = share(result for result in results if result.quantity == "step, seconds")
+    # of two figures for one setting the later one
+    latest = {(row.model, row.tokens, row.devices): row for row in table.steps if row.seconds is not None}
+    for row in latest.values() if held >= HOLDS else ():
+        step = estimate(replace(make_published_setting(table, row), hardware=read_hardware("h100_flash3")))
+        name, best = f"{row.model}, {row.tokens:,} tokens", f"{row.seconds:,.0f} ({row.method})"
+        seconds = step.step_s - step.host_s
+        predictions.append(Prediction(name, row.devices, "step, seconds", seconds, best, held))
+    return predictions

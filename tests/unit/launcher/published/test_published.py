@@ -10,16 +10,21 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
+from ds_ring import Causal, Documents, make_layout
 from ds_ring_launcher.cli import main
-from ds_ring_launcher.published.evaluate import evaluate, share
+from ds_ring_launcher.published import evaluate as evaluation
+from ds_ring_launcher.published.evaluate import evaluate, predict, share
 from ds_ring_launcher.published.methods import METHODS, Pass, dispatched, rate_at, te_ring, ulysses
+from ds_ring_launcher.published.own import compute_direct_s, compute_own_pass, count_reads
+from ds_ring_launcher.published.packed import model_packed_rows
 from ds_ring_launcher.published.packs import LONGEST_PART, draw_packs, get_packs
-from ds_ring_launcher.published.report import as_json, print_report
+from ds_ring_launcher.published.report import as_json, describe_limits, print_report
 from ds_ring_launcher.published.steps import make_published_setting, torch_extra_s
 from ds_ring_launcher.published.table import ROWS, Table, published, table_from
 
 SHARE = 0.58  # of all figures within a tenth
 DENSE, RINGS, STEPS = 0.9, 1.0, 1.0  # of causal passes on H100, of ring-flash-attention, of steps' seconds
+WAYS = ("forward", "backward")
 
 
 def values() -> dict:
@@ -128,7 +133,7 @@ def test_rates_between_lengths():
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("direction", WAYS)
 def test_no_method_is_faster_than_its_kernel(method, direction):
     """Without links and copies what is left is the kernel, whose best rate bounds every method."""
     free = {"link": 1e30, "network": 1e30, "memory": 1e30}
@@ -181,11 +186,59 @@ def test_packs_are_those_of_the_benchmark():
         assert mean == pytest.approx(keys, rel=0.05)
 
 
+def test_reads_are_those_of_the_mask():
+    lengths = (70, 10, 3, 45)
+    ids = np.repeat(np.arange(4), lengths)
+    layout = make_layout(
+        "balanced", tokens=128, ring_size=4, pattern=Documents(ids) & Causal(), multiple_of=1
+    )
+    mask = (ids[:, None] == ids[None, :]) & np.tri(128, dtype=bool)
+    shards = [layout.positions(rank)[layout.positions(rank) >= 0] for rank in range(4)]
+    read = [set(np.flatnonzero(mask[shard].any(axis=0))) - set(shard) for shard in shards]
+    nodes = [set(shards[0]) | set(shards[1]), set(shards[2]) | set(shards[3])]
+    far = [len((read[2 * node] | read[2 * node + 1]) - nodes[node]) / 2 for node in (0, 1)]
+    reads = count_reads(layout, lengths, 2)
+    assert reads.mean == np.mean([len(tokens) for tokens in read])
+    assert reads.near == max(len(tokens & nodes[rank // 2]) for rank, tokens in enumerate(read))
+    assert reads.far == max(far)
+
+
+def test_our_ring_beside_them():
+    """The ring's own figure: never above its kernel, nor a direct exchange of the same tokens."""
+    attention = a_pass(8, get_packs(65536)[0])
+    ring = compute_own_pass(attention)
+    assert 1 <= ring.imbalance < 1.1
+    assert ring.reads.mean / (7 * 8192) <= ring.sent <= 1
+    for seconds, direct, kernel in zip(
+        ring.seconds, compute_direct_s(attention, ring), ring.kernel_s, strict=True
+    ):
+        assert seconds > direct > kernel
+    assert 0 <= ring.exposed + ring.fixed + ring.merging < 1
+
+
 def test_torch_adds_little_to_a_long_step():
     table = published()
     row = table.steps[1]
     extra = torch_extra_s(make_published_setting(table, row), table.machines["h100"])
     assert 0.01 < extra / row.seconds < 0.05
+
+
+def test_ours_is_said_only_where_the_peers_hold(monkeypatch):
+    table = published()
+    wrong, right = (
+        only(
+            table,
+            passes=[
+                group.model_copy(update={way: {8: rate or getattr(group, way)[8]} for way in WAYS})
+                for group in dense(table)
+            ],
+        )
+        for rate in (1.0, None)
+    )
+    assert predict(wrong, evaluate(wrong)) == []
+    monkeypatch.setattr(evaluation, "HOLDS", 0.5)
+    predictions = [(row.devices, row.quantity.partition(",")[0]) for row in predict(right, evaluate(right))]
+    assert predictions == [(8, way) for way in WAYS]
 
 
 def test_what_is_printed(capsys):
@@ -194,12 +247,15 @@ def test_what_is_printed(capsys):
         table, passes=[one for one in table.passes if one.source == "zhuzilin"], lengths=table.lengths[:1]
     )
     found = evaluate(few)
-    print_report(table, found)
+    packed = model_packed_rows(table, {8: 1, 16: 1}, lambda what: None)
+    print_report(table, found, [], packed)
     text = " ".join(capsys.readouterr().out.split())
     assert "ring-flash-attention" in text
     assert "off: ALST, llama-8b: Unexplained" in text
     assert "86% within 10%" in text
-    read = yaml.safe_load(as_json(table, found))
+    assert " ".join(describe_limits(packed).split()) in text
+    assert "16 GPUs: the ring keeps" in text
+    read = yaml.safe_load(as_json(table, found, [], packed))
     assert read["share_within_a_tenth"] == share(found)
     assert {one["source"] for one in read["published"]} <= set(read["sources"])
 
@@ -208,8 +264,15 @@ def test_the_command(capsys, monkeypatch):
     table = published()
     few = only(table, passes=[one for one in table.passes if one.source == "zhuzilin"])
     monkeypatch.setattr("ds_ring_launcher.published.table.published", lambda: few)
+    monkeypatch.setattr(
+        "ds_ring_launcher.published.packed.model_packed_rows",
+        lambda _, packs, say: model_packed_rows(table, {8: packs[8] // 6}, say),
+    )
     assert main(["plan", "--published", "--json"]) == 0
     read = yaml.safe_load(capsys.readouterr().out)
     assert [one["devices"] for one in read["published"]] == [8] * 6
+    assert [one["devices"] for one in read["packed"]] == [8]
     assert main(["plan", "--published"]) == 0
-    assert "no constant is fitted to a row" in " ".join(capsys.readouterr().out.split())
+    text = " ".join(capsys.readouterr().out.split())
+    assert "no constant is fitted to a row" in text
+    assert "ds_ring, computed, not measured" in text

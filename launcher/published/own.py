@@ -1,0 +1,180 @@
+"""Model ds_ring's pass of attention beside the published ones, and what limits it where documents are packed.
+
+Owns the sum of the planner's ring pass (`plan/pass_time.py`) at the published rates of kernel and links, and
+of the merges, which the planner leaves out: beside hops of 8 Ki tokens they take a tenth.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from ds_ring.masks.slots import count_slots, ranges_of_progressions
+from ds_ring.masks.tiles import Axis
+from ds_ring.schedule.choose import bound_to_one_head, work_of_ranks
+from ds_ring.schedule.layout import Layout
+from ds_ring.schedule.lowering import count_heads
+
+from ..plan.hardware import AttentionEfficiency, Hardware, read_hardware
+from ..plan.layer_passes import build_plans, choose_parts, looked_at, pass_shape, plan_layout
+from ..plan.model_file import ModelShape
+from ..plan.model_memory import Zero
+from ..plan.pass_memory import PassShape
+from ..plan.pass_time import BACKWARD_FLOPS, FORWARD_FLOPS, CostPart, pass_cost
+from ..plan.training_setting import TrainingSetting
+from .methods import ADD_BYTES, Pass
+from .packs import make_document_pattern
+
+
+class Reads(NamedTuple):
+    """Count tokens of other ranks whose K/V a rank's queries attend to."""
+
+    mean: float  # over the ranks
+    near: int  # the most that come from the rank's own node
+    # the most from other nodes, where each token crosses once and the ranks of a node share the adapters
+    far: float
+
+
+class OwnPass(NamedTuple):
+    """Hold what a pass of ds_ring takes on the slowest of the ranks that were looked at."""
+
+    layout: str
+    imbalance: float  # work, maximum over mean
+    sent: float  # the most K/V that a rank looked at sends forward, over those of an all-gather
+    reads: Reads  # of other ranks' tokens
+    # exposed, fixed, merging: parts of both directions: waiting for messages, posting and starting, merging
+    exposed: float
+    fixed: float
+    merging: float
+    # kernel_s, seconds: forward and backward; the kernel without anything else, and the whole pass
+    kernel_s: tuple[float, float]
+    seconds: tuple[float, float]
+
+
+def make_own_setting(attention: Pass, stage_shards: int = 0) -> TrainingSetting:
+    """Return one layer of a published setting, with links and kernel at their published rates.
+
+    `stage_shards` is what a stage has room for ([Note: stages] in `schedule/rank_plan.py`); 0: "auto".
+    """
+    width = attention.heads * attention.head_dim
+    model = ModelShape(
+        1, width, attention.heads, attention.kv_heads, attention.head_dim, width, width
+    )  # fmt: skip
+    return TrainingSetting(
+        tokens=attention.ranks * attention.tokens, ring_size=attention.ranks, ulysses_size=1, model=model,
+        pattern=make_document_pattern(attention.lengths), layout="auto",
+        zero=Zero(3, attention.ranks, attention.element_bytes), dtype="bfloat16",
+        hardware=_with_published_rates(attention), stage_bytes=stage_shards * attention.kv_bytes or "auto",
+    )  # fmt: skip
+
+
+def _with_published_rates(attention: Pass) -> Hardware:
+    """Return H100 with the pass's links and kernel; on documents the kernel has the rate of their lengths."""
+    hardware, machine, kernel = read_hardware("h100_flash3"), attention.machine, attention.kernel
+    peak, lengths, parts = hardware.flops("bfloat16"), attention.lengths, {}
+    for way in ("forward", "backward"):
+        rate = max(kernel.curve(way).full.values()) * 1e12
+        if len(lengths) > 1:
+            alone = Pass(machine, kernel, 1, attention.tokens, 1, 1, way, lengths)
+            rate = alone.flops / alone.causal_s(lengths, 1)
+        parts[way] = rate / peak
+    rates = {
+        "attention_efficiency": AttentionEfficiency(**parts),
+        "intra_node_bytes_per_s": machine.link,
+        "inter_node_bytes_per_s": machine.network,
+        "devices_per_node": machine.node,
+    }
+    return hardware.model_copy(update=rates)
+
+
+def compute_own_pass(attention: Pass, stage_shards: int = 0) -> OwnPass:
+    """Return the pass of one layer; arguments as of `make_own_setting`."""
+    setting = make_own_setting(attention, stage_shards)
+    layout = plan_layout(setting)
+    ((plan, _),), shape = build_plans(setting, layout), pass_shape(setting, layout)
+    passes = []
+    for rank in looked_at([plan], layout):
+        parts = choose_parts(plan, rank)
+        cost = pass_cost(parts, shape, setting.hardware, setting.dtype, setting.bytes_per_s)
+        merges = [attention.copies_s(moved) for moved in count_merged_bytes(parts, shape)]
+        passes.append((cost.seconds + sum(merges), cost, merges))
+    total, cost, merges = max(passes, key=lambda of_rank: of_rank[0])
+    works = work_of_ranks(bound_to_one_head(plan.pattern), layout)
+    imbalance = float(works.max() / works.mean())
+    efficiency, peak = setting.hardware.attention_efficiency, setting.hardware.flops(setting.dtype)
+    forward, backward = (
+        imbalance * flops * attention.flops / attention.pair_flops * attention.head_dim / (part * peak)
+        for flops, part in ((FORWARD_FLOPS, efficiency.forward), (BACKWARD_FLOPS, efficiency.backward))
+    )
+    return OwnPass(
+        layout.name,
+        imbalance,
+        max(rank_cost.forward_bytes for _, rank_cost, _ in passes)
+        / (attention.kv_bytes * (attention.ranks - 1)),
+        count_reads(layout, attention.lengths, attention.machine.node),
+        cost.exposed_s / total,
+        max(cost.compute_s - forward - backward, 0.0) / total,
+        sum(merges) / total,
+        (forward, backward),
+        (cost.forward_s + merges[0], cost.backward_s + merges[1]),
+    )
+
+
+def count_merged_bytes(parts: list[CostPart], shape: PassShape) -> list[float]:
+    """Return the bytes that merges of a rank read and write, forward and backward.
+
+    A hop's out is bfloat16 and is merged into float32; likewise dq, dk and dv are added.
+    """
+    classes = [part.head_class for part in parts for _ in range(part.times)]
+    totals = [0.0, 0.0]
+    for backward in (False, True):
+        for chunk in shape.schedule(classes, backward).chunks:
+            element_bytes = ADD_BYTES * shape.batch * count_heads(chunk.kv_heads) * shape.head_dim
+            computed = [step.tiles for steps in chunk.steps.rounds for step in steps.computed]
+            for tiles in filter(len, computed):
+                rows = shape.group * _count_covered(tiles.q) + 2 * backward * _count_covered(tiles.k)
+                totals[backward] += element_bytes * rows
+    return totals
+
+
+def _count_covered(axis: Axis) -> int:
+    """Return how many slots the ranges of one side of tiles touch."""
+    rows = np.stack([axis.slot, np.ones_like(axis.slot), axis.length], axis=1)
+    return count_slots(ranges_of_progressions(rows))
+
+
+def count_reads(layout: Layout, lengths: tuple[int, ...], node: int) -> Reads:
+    """Return what the ranks of a layout read of others, documents being causal."""
+    starts, ranks = np.cumsum((0, *lengths[:-1])), layout.ring_size
+    owner = layout.slots_by_position() // layout.local_tokens
+    last = np.tile(starts - 1, (ranks, 1))  # the last token that a rank reads of each document
+    np.maximum.at(last, (owner, np.repeat(np.arange(len(lengths)), lengths)), np.arange(layout.tokens))
+    local, near, far = np.bincount(owner, minlength=ranks), 0, 0.0
+    read = last + 1 - starts
+    for first in range(0, ranks, node):
+        group = slice(first, first + node)
+        # how many of the first n tokens are in the node
+        inside = np.cumsum(np.append(0, owner // node == first // node))
+        in_node = inside[last[group] + 1] - inside[starts]
+        near = max(near, int((in_node.sum(axis=1) - local[group]).max()))
+        # what the node's furthest rank reads of a document crosses once
+        crossing = (read[group] - in_node).max(axis=0)
+        far = max(far, float(crossing.sum() / len(in_node)))
+    return Reads(float((read.sum(axis=1) - local).mean()), near, far)
+
+
+def compute_direct_s(attention: Pass, ring: OwnPass) -> tuple[float, float]:
+    """Return the seconds if the tokens that are read came straight from their owners, in two halves.
+
+    Not built: a bound on what another schedule than the ring gains on the same layout. The first half has
+    nothing to hide behind, nor backward has the last half of the gradients.
+    """
+    token, machine = attention.kv_bytes / attention.tokens, attention.machine
+    message = max(ring.reads.near * token / machine.link, ring.reads.far * token / machine.network)
+    forward, backward = (seconds / 2 for seconds in ring.kernel_s)
+    merge = attention.copies_s(2 * ADD_BYTES * attention.out_elements)
+    return (
+        message / 2 + max(forward, message / 2) + forward + merge,
+        message / 2 + max(backward, message) + backward + message / 2 + merge,
+    )
