@@ -69,7 +69,7 @@ def ranks_attend(copy: Path, folder: Path, ranks: int = 2) -> list[str]:
 
 
 def test_the_index_has_the_rows_of_every_plugin() -> None:
-    assert INDEX.read_text() == make_index(), "run python -m ds_ring.plugin"
+    assert INDEX.read_text() == make_index(), "run python tools/plugin_index.py"
 
 
 def test_a_plugin_has_rows_of_known_kinds_alone() -> None:
