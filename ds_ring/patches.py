@@ -265,8 +265,10 @@ def undo(changes: list[AppliedPatch]) -> None:
 @contextmanager
 def paused(changes: Sequence[AppliedPatch]) -> Iterator[None]:
     """Remove the hooks of `changes` inside the context; afterwards all hooks have their order again."""
-    found = [(one.handle.hooks_dict_ref(), one.handle.id) for one in changes if one.handle is not None]
-    ours = [(hooks, key) for hooks, key in found if hooks is not None and key in hooks]
+    keys = [
+        (change.handle.hooks_dict_ref(), change.handle.id) for change in changes if change.handle is not None
+    ]
+    ours = [(hooks, key) for hooks, key in keys if hooks is not None and key in hooks]
     before = [(hooks, dict(hooks)) for hooks in {id(hooks): hooks for hooks, _ in ours}.values()]
     for hooks, key in ours:
         del hooks[key]
@@ -285,10 +287,10 @@ def describe(session: Any) -> str:
 
     PatchRows of their features that were not applied yet come last.
     """
-    found = _of_process | _of_session.get(session, {})
-    features = {(row.owner.table, row.main_feature) for row in found}
+    rows = _of_process | _of_session.get(session, {})
+    features = {(row.owner.table, row.main_feature) for row in rows}
     waiting = [row for table in _tables for row in table.rows if (table, row.main_feature) in features]
-    return _printed(dict.fromkeys([*found, *waiting]))
+    return _printed(dict.fromkeys([*rows, *waiting]))
 
 
 def describe_all() -> str:
@@ -311,7 +313,7 @@ def import_all() -> None:
 
 
 @contextmanager
-def imports_of(feature: str, package: str) -> Iterator[None]:
+def guard_imports(feature: str, package: str) -> Iterator[None]:
     """Refuse a feature by its name if an import inside fails: the installed package lacks something.
 
     Raises:
@@ -337,8 +339,8 @@ def _printed(rows: Iterable[Patch]) -> str:
 
 
 def _note(changes: Sequence[AppliedPatch], session: Any) -> None:
-    found = _of_process if session is None else _of_session.setdefault(session, {})
-    found.update((change.row, None) for change in changes)
+    noted = _of_process if session is None else _of_session.setdefault(session, {})
+    noted.update((change.row, None) for change in changes)
 
 
 def _bound(replacement: Any) -> Iterator[BoundPatch]:
@@ -385,11 +387,11 @@ def _apply(row: Patch, value: Any, objects: Mapping[str, Any]) -> AppliedPatch:
         options = {} if row.stage == "in_backward" else dict.fromkeys(("with_kwargs", *row.options), True)
         handle = getattr(owner, _HOOKS[row.stage])(value, **options)
         return AppliedPatch(row, handle.remove, handle, owner)
-    own = name in (owner if type(owner) is dict else vars(owner))
+    is_set_here = name in (owner if type(owner) is dict else vars(owner))
     # or a property that can be set
-    own = own or name == "__class__" or hasattr(getattr(type(owner), name, None), "__set__")
+    is_set_here = is_set_here or name == "__class__" or hasattr(getattr(type(owner), name, None), "__set__")
     _set(owner, name, _wrapped(before, value) if row.kind == "wrapped" else value)
-    back = (lambda: _set(owner, name, before)) if own else (lambda: _delete(owner, name))
+    back = (lambda: _set(owner, name, before)) if is_set_here else (lambda: _delete(owner, name))
     return AppliedPatch(row, back, owner=owner)
 
 
@@ -421,16 +423,16 @@ def _is_there(row: Patch) -> bool:
     """Return whether the installed package has the target; raises the errors of looking for it."""
     owner, name = row.owner, row.name
     if owner.class_name is None:
-        found = owner.find({})
+        parent = owner.find({})
         if row.kind != "added":
-            _get(found, name)
+            _get(parent, name)
         return True
     if not owner.class_name:
         return True
     kind = pkgutil.resolve_name(owner.class_name)
     # Objects have what their class has, or what a method of it assigns.
     assigned = re.compile(rf"self\.{name}\b[^=\n]*=").search
-    sources = (inspect.getsource(one) for one in kind.__mro__[:-1])
+    sources = (inspect.getsource(base) for base in kind.__mro__[:-1])
     return not name or row.kind == "added" or hasattr(kind, name) or any(map(assigned, sources))
 
 

@@ -159,13 +159,13 @@ class CodecRow(NamedTuple):
     row_bytes: int = 0
     exact: bool = True
 
-    def bytes_each(self, own: int) -> int:
-        """Return the bytes of an element in a message; `own` of the tensors themselves."""
-        return own if self.element_bytes is None else self.element_bytes
+    def bytes_each(self, element_size: int) -> int:
+        """Return the bytes of an element in a message; `element_size` of the tensors themselves."""
+        return element_size if self.element_bytes is None else self.element_bytes
 
-    def pair_bytes(self, elements: int, own: int) -> int:
+    def pair_bytes(self, elements: int, element_size: int) -> int:
         """Return the bytes of a row of K and of V in a message, which have so many elements together."""
-        return elements * self.bytes_each(own) + 2 * self.row_bytes
+        return elements * self.bytes_each(element_size) + 2 * self.row_bytes
 
 
 class Plugin(NamedTuple):

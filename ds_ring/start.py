@@ -34,8 +34,7 @@ from ds_ring.engines.deepspeed.initialize import (
 )
 from ds_ring.engines.deepspeed.refusals import refuse_features
 from ds_ring.errors import RingConfigError, RingError
-from ds_ring.patches import imports_of
-from ds_ring.plugin import HOOKS, load
+from ds_ring.patches import guard_imports
 
 _sessions: weakref.WeakSet[RingSession] = weakref.WeakSet()  # of engines made so far
 
@@ -95,7 +94,7 @@ def _read_configuration(
         deepspeed_config = resolve_auto(deepspeed_config, module, has_optimizer, has_scheduler)
         check_engine_parts(ring_config, deepspeed_config)
         if _contains_transformers(module):
-            with imports_of("a model of transformers", "transformers"):
+            with guard_imports("a model of transformers", "transformers"):
                 from ds_ring.models.attach import check_model
             check_model(module, ring_config)
     except RingError as error:
@@ -130,7 +129,7 @@ def _attach_models(module: torch.nn.Module, trains: bool, session: RingSession) 
     first_batch = load(HOOKS["FirstBatch"])(module, session, trains) if verifies else None
     attached = AttachedModels(first_batch=first_batch)
     if _contains_transformers(module):  # where it is not imported, no model is one of its
-        with imports_of("a model of transformers", "transformers"):
+        with guard_imports("a model of transformers", "transformers"):
             from ds_ring.models.attach import attach
             from ds_ring.models.module_watch import ModuleWatch
             from ds_ring.models.wrappers import wrap_model

@@ -14,7 +14,7 @@ from pathlib import Path
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from ds_ring.config.messages import accepted_by, choices_of, shown
+from ds_ring.config.messages import accepted_by, list_choices, shown
 from ds_ring.config.pattern_section import PatternConfig
 from ds_ring.config.section import PARTS, RingConfig
 
@@ -50,7 +50,7 @@ def table(model: type[BaseModel]) -> str:
 def _row(name: str, field: FieldInfo) -> str:
     takes = accepted_by(field)
     assert field.description, f"{name}: a key without a description cannot be documented"
-    accepted = ", ".join(f"`{shown(word)}`" for word in choices_of(field)) or takes.what
+    accepted = ", ".join(f"`{shown(word)}`" for word in list_choices(field)) or takes.what
     for long, short in _SHORT.items():
         accepted = accepted.replace(long, short)
     place = " (top level of the JSON)" if takes.outside else ""

@@ -25,7 +25,7 @@ from ds_ring.config.messages import (
     Refused,
     config_error,
     did_you_mean,
-    problems_of,
+    list_problems,
     sentence,
     shown,
 )
@@ -164,10 +164,10 @@ JsonSource = str | os.PathLike[str] | Json
 
 def resolve(source: JsonSource, model: type[Model]) -> tuple[Model, Json]:
     """Return the section as a `model`, and the whole JSON. One RingConfigError names all faults."""
-    label, given = "the DeepSpeed configuration", cast(object, source)
-    if not isinstance(given, (dict, str, os.PathLike)):
+    label, document = "the DeepSpeed configuration", cast(object, source)
+    if not isinstance(document, (dict, str, os.PathLike)):
         advice = "pass the whole DeepSpeed JSON, or where it is"
-        raise config_error(label, sentence("a path or a dict", shown_in_errors(given), advice))
+        raise config_error(label, sentence("a path or a dict", shown_in_errors(document), advice))
     if isinstance(source, dict):
         whole = source
     else:
@@ -185,7 +185,7 @@ def resolve(source: JsonSource, model: type[Model]) -> tuple[Model, Json]:
     except ValidationError as error:
         # A fault that was found above has the better words for its key.
         known = {problem.key for problem in problems}
-        problems += [new for new in problems_of(error, model, SECTION) if new.key not in known]
+        problems += [new for new in list_problems(error, model, SECTION) if new.key not in known]
     if problems:
         raise config_error(label, *problems)
     return config, whole

@@ -54,7 +54,7 @@ class Problem(NamedTuple):
 
 
 class Refused(ValueError):
-    """Carry a whole sentence out of a validator; pydantic keeps it, `problems_of` unwraps it."""
+    """Carry a whole sentence out of a validator; pydantic keeps it, `list_problems` unwraps it."""
 
 
 def sentence(expected: str, got: str, advice: str) -> str:
@@ -68,15 +68,15 @@ def config_error(source: str, *problems: Problem | str) -> RingConfigError:
     for item in problems[:MAX_PROBLEMS]:
         text = item if isinstance(item, str) else f"{item.key}: {item.sentence}"
         # Without characters that a terminal would obey.
-        kept = [
+        signs = [
             sign if sign.isprintable() or sign == "\n" else ascii(sign)[1:-1] for sign in text[:_MAX_LETTERS]
         ]
-        text = "".join(kept)
+        text = "".join(signs)
         texts.append(text if len(text) < _MAX_LETTERS else f"{text}...")
     if len(problems) == 1:
         return RingConfigError(f"{source}: {texts[0]}")
-    more = len(problems) - len(texts)
-    texts += [f"and {more:,} more"] if more else []
+    omitted = len(problems) - len(texts)
+    texts += [f"and {omitted:,} more"] if omitted else []
     return RingConfigError(f"{source}: {len(problems)} problems" + "".join(f"\n  - {text}" for text in texts))
 
 
@@ -136,15 +136,15 @@ FlagOrPart = Annotated[
 ]
 
 
-def problems_of(error: ValidationError, model: type[BaseModel], prefix: str) -> list[Problem]:
+def list_problems(error: ValidationError, model: type[BaseModel], prefix: str) -> list[Problem]:
     """Return every problem that pydantic found in `model`, whose keys are under `prefix`."""
     details = error.errors(include_url=False)
     problems: dict[str, Problem] = {}  # one for each key: of a union, pydantic reports every member
     for done, detail in enumerate(details):
         if len(problems) >= MAX_PROBLEMS:  # more are only counted: 40 000 unknown keys would take minutes
             return [*problems.values(), *[Problem("", "")] * (len(details) - done)]
-        found = _problem(detail, model, prefix)
-        problems.setdefault(found.key, found)
+        problem = _problem(detail, model, prefix)
+        problems.setdefault(problem.key, problem)
     return list(problems.values())
 
 
@@ -160,7 +160,7 @@ class Section(BaseModel):
             self.__pydantic_validator__.validate_python(values, self_instance=self)
         except ValidationError as error:
             name = type(self).__name__
-            raise config_error(f"{name}(...)", *problems_of(error, type(self), "")) from None
+            raise config_error(f"{name}(...)", *list_problems(error, type(self), "")) from None
 
     # Only calls from Python come through __init__. Pydantic looks for this mark (BaseModel.__init__ bears it
     # too) and, finding it, builds nested sections itself and so keeps one list of all problems.
@@ -216,7 +216,7 @@ def _problem(detail: ErrorDetails, root: type[BaseModel], prefix: str) -> Proble
     refused = detail.get("ctx", {}).get("error")
     if isinstance(refused, Refused):
         return Problem(key, str(refused))
-    choices = choices_of(field)
+    choices = list_choices(field)
     expected = f"one of {', '.join(map(shown, choices))}" if choices else takes.what
     if detail["type"] == "less_than_equal" and "at most" not in expected:
         expected = f"{takes.what}, at most {detail['ctx']['le']:,.0f}"
@@ -263,12 +263,12 @@ def _dotted(prefix: str, loc: Sequence[int | str]) -> str:
 
 def accepted_by(field: FieldInfo) -> Accepted:
     """Return what a field of a `Section` accepts."""
-    found = [note for note in field.metadata if isinstance(note, Accepted)]
-    assert found, f"the field {field!r} needs an Accepted, or nothing can be said about its errors"
-    return found[0]
+    notes = [note for note in field.metadata if isinstance(note, Accepted)]
+    assert notes, f"the field {field!r} needs an Accepted, or nothing can be said about its errors"
+    return notes[0]
 
 
-def choices_of(field: FieldInfo) -> tuple[str, ...]:
+def list_choices(field: FieldInfo) -> tuple[str, ...]:
     """Return the words that a field of `Literal` type accepts; none for any other field."""
     return get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
 

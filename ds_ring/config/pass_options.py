@@ -117,7 +117,7 @@ class PassOptions(Section):
 
     @field_validator("block_size")
     @classmethod
-    def _is_of_flex(cls, size: int, info: ValidationInfo) -> int:
+    def _check_block_size(cls, size: int, info: ValidationInfo) -> int:
         kernel, reads = info.data.get("kernel"), PASSES[info.data.get("transport", "ring")].whole_blocks
         if size != 128 and not reads and kernel in KERNELS and not KERNELS[kernel].takes_blocks:
             raise Refused(without_effect(shown(size), f'"kernel": "{kernel}"', "has no mask blocks"))
@@ -129,7 +129,7 @@ class PassOptions(Section):
 
     @field_validator("overlap", "prune", "gradient_payload", "kv_payload", "chunk_bytes", "stage_bytes")
     @classmethod
-    def _is_of_the_ring(cls, value: Any, info: ValidationInfo) -> Any:
+    def _check_ring_option(cls, value: Any, info: ValidationInfo) -> Any:
         return refuse_without_hops(cls, value, info)
 
 

@@ -24,7 +24,7 @@ from ds_ring.config.messages import (
     FurtherKeys,
     Refused,
     Section,
-    problems_of,
+    list_problems,
     sentence,
     shown,
     without_effect,
@@ -67,23 +67,23 @@ FURTHER_KEYS: list[type[FurtherKeys]] = [load(home) for home in PATTERN_KEYS.val
 
 # Patterns that say themselves what their key is (`Pattern.json_key`).
 _PATTERNS: list[type[Pattern]] = [load(home) for home in PATTERNS.values()]
-PATTERNS_BY_KEY = {one.json_key.name: (one.json_key, one) for one in _PATTERNS if one.json_key}
+PATTERNS_BY_KEY = {kind.json_key.name: (kind.json_key, kind) for kind in _PATTERNS if kind.json_key}
 
 
 _KEYS: list[type[Section]] = [PatternKeys, *FURTHER_KEYS]
-_DEFAULTS = {name: key.default for one in _KEYS for name, key in one.model_fields.items()}
+_DEFAULTS = {name: key.default for section in _KEYS for name, key in section.model_fields.items()}
 
 
 def _has_an_effect(value: int | None, info: ValidationInfo) -> int | None:
     """Refuse a pattern's key together with a key that conflicts with it by the `json_key` of either."""
     if value is not None:
-        own = PATTERNS_BY_KEY[str(info.field_name)][0]
-        for other, got in info.data.items():
-            usual = _DEFAULTS.get(other)
-            theirs = PATTERNS_BY_KEY[other][0].conflicts if other in PATTERNS_BY_KEY else {}
-            why = own.conflicts.get(other) or theirs.get(own.name)
+        key = PATTERNS_BY_KEY[str(info.field_name)][0]
+        for name, got in info.data.items():
+            usual = _DEFAULTS.get(name)
+            theirs = PATTERNS_BY_KEY[name][0].conflicts if name in PATTERNS_BY_KEY else {}
+            why = key.conflicts.get(name) or theirs.get(key.name)
             if got != usual and why:
-                raise Refused(without_effect(shown(value), f"{other} {shown(got)}", why))
+                raise Refused(without_effect(shown(value), f"{name} {shown(got)}", why))
     return value
 
 
@@ -91,14 +91,14 @@ def _by_number(layers: Any, info: ValidationInfo) -> Any:
     """Return each named layer's number and whole pattern."""
     if not isinstance(layers, dict):
         return layers
-    found: dict[int, PatternKeys] = {}
-    for names, own in layers.items():
-        pattern = _of_a_layer(info.data, names, own)
+    patterns: dict[int, PatternKeys] = {}
+    for names, options in layers.items():
+        pattern = _merge_layer_keys(info.data, names, options)
         for layer in _numbers(names):
-            if layer in found:
+            if layer in patterns:
                 raise Refused(sentence("each layer once", f"{layer} twice", "name it in one place"))
-            found[layer] = pattern
-    return tuple(sorted(found.items(), key=lambda item: item[0]))
+            patterns[layer] = pattern
+    return tuple(sorted(patterns.items(), key=lambda item: item[0]))
 
 
 def _numbers(names: str) -> Iterator[int]:
@@ -111,20 +111,24 @@ def _numbers(names: str) -> Iterator[int]:
         yield from range(first, last + 1)
 
 
-def _of_a_layer(others: dict[str, Any], names: str, own: Any) -> PatternKeys:
+def _merge_layer_keys(others: dict[str, Any], names: str, options: Any) -> PatternKeys:
     """Return the whole pattern of some layers: keys that they do not have are those of the section."""
-    if not isinstance(own, dict):
-        raise Refused(sentence("an object of pattern keys", shown(own), 'write {"window": 512}, say'))
+    if not isinstance(options, dict):
+        raise Refused(sentence("an object of pattern keys", shown(options), 'write {"window": 512}, say'))
     for key in ("layers", "documents", "causal"):
-        if key in own:
-            what = sentence(f"no {key} in {shown(names)}", shown(own[key]), "it is the same for all layers")
+        if key in options:
+            what = sentence(
+                f"no {key} in {shown(names)}", shown(options[key]), "it is the same for all layers"
+            )
             raise Refused(what)
-    whole = {key: value for key, value in others.items() if key != "documents"} | own
+    whole = {key: value for key, value in others.items() if key != "documents"} | options
     try:
         return PatternConfig.model_validate(whole)
     except ValidationError as error:
-        found = problems_of(error, PatternConfig, "")
-        raise Refused("; ".join(f"{shown(names)}.{one.key}: {one.sentence}" for one in found)) from None
+        problems = list_problems(error, PatternConfig, "")
+        raise Refused(
+            "; ".join(f"{shown(names)}.{problem.key}: {problem.sentence}" for problem in problems)
+        ) from None
 
 
 LayerList = Annotated[

@@ -161,10 +161,10 @@ class CoreConfig(PassOptions, RingKeys):
         """Replace a missing whole by the product of valid sizes; anything else is refused below."""
         if not isinstance(values, dict) or values.get(SP_KEY, "auto") != "auto":
             return values
-        kept = {name: value for name, value in values.items() if name != SP_KEY}
-        ring, ulysses = kept.get("ring_size"), kept.get("ulysses_size", 1)
+        keys = {name: value for name, value in values.items() if name != SP_KEY}
+        ring, ulysses = keys.get("ring_size"), keys.get("ulysses_size", 1)
         both_good = all(type(size) is int and 1 <= size <= MAX_RANKS for size in (ring, ulysses))
-        return kept | {SP_KEY: ring * ulysses} if both_good else kept
+        return keys | {SP_KEY: ring * ulysses} if both_good else keys
 
     @field_validator("ring_size", mode="before")
     @classmethod
@@ -216,7 +216,7 @@ def _make_part(part: str) -> type[PartKeys]:
 PARTS = {part: _make_part(part) for part in dict.fromkeys(name.partition(".")[0] for name in PART_KEYS)}
 
 
-def _field_of_part(kind: Any) -> tuple[Any, Any]:
+def _make_part_field(kind: Any) -> tuple[Any, Any]:
     advice = 'write "auto" for all that the model allows'
     accepted = Accepted('"off", "auto", or an object of its keys', advice)
     annotation = Annotated[kind, BeforeValidator(partial(part_from_word, kind)), accepted]
@@ -237,7 +237,7 @@ else:
         __base__=(*reversed(_KEYS), CoreConfig),  # the fields of the last base come first
         __module__=__name__,
         __doc__=CoreConfig.__doc__,
-        **{part: _field_of_part(kind) for part, kind in PARTS.items()},
+        **{part: _make_part_field(kind) for part, kind in PARTS.items()},
     )
     RingConfig.__hash__ = CoreConfig.__hash__  # of values that can be hashed
 

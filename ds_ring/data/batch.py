@@ -87,13 +87,13 @@ def prepare_batch(
         raise RingPatternError.wrong(
             f"batch[{DOCUMENT_IDS!r}]", f"none with {pattern}", "some", 'set "documents": true in "pattern"'
         )
-    tensors.setdefault("position_ids", torch.arange(shape[1], device=_tokens_of(tensors).device)[None])
+    tensors.setdefault("position_ids", torch.arange(shape[1], device=_get_tokens(tensors).device)[None])
     # Labels shift before the cut: a shard's last label is its neighbour's first token.
     labels_BT = _aligned_labels(tensors, pattern)
     if labels_BT is not None:
         tensors.update(dict.fromkeys(LABEL_KEYS, labels_BT))
     if real_tokens:
-        real_BT = torch.ones(shape, dtype=torch.int64, device=_tokens_of(tensors).device)
+        real_BT = torch.ones(shape, dtype=torch.int64, device=_get_tokens(tensors).device)
         if mask_BT is not None:
             real_BT = real_BT * mask_BT.bool()
         if documents:
@@ -114,7 +114,7 @@ def number_real_tokens(mask_BT: Tensor) -> Tensor:
 
 def token_shape(tensors: Mapping[str, Tensor]) -> tuple[int, int]:
     """Return (B, T) of a batch."""
-    tokens = _tokens_of(tensors)
+    tokens = _get_tokens(tensors)
     if tokens.ndim < 2 or 0 in tokens.shape[:2]:
         raise RingShapeError.wrong("batch", "input_ids [samples, tokens]", list(tokens.shape), "give some")
     return tokens.shape[0], tokens.shape[1]
@@ -182,7 +182,7 @@ def _as_tensors(batch: Mapping[str, Tensor]) -> Batch:
     return dict(batch)
 
 
-def _tokens_of(tensors: Mapping[str, Tensor]) -> Tensor:
+def _get_tokens(tensors: Mapping[str, Tensor]) -> Tensor:
     for key in ("input_ids", EMBEDS):
         if key in tensors:
             return tensors[key]
@@ -207,7 +207,7 @@ def _check_rows(tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> None:
 
 
 @lru_cache(maxsize=1)  # once a process
-def _warn_of_whole_rows() -> None:
+def _warn_about_whole_rows() -> None:
     _log.warning(
         'ds_ring: "documents": true, but a batch has neither document_ids nor position_ids: each of its rows'
         " counts as one document"
@@ -215,7 +215,7 @@ def _warn_of_whole_rows() -> None:
 
 
 @lru_cache(maxsize=1)  # once a process
-def warn_of_shifted_padding() -> None:
+def warn_about_shifted_padding() -> None:
     """Say that padding loses the label that the shift of labels gives it."""
     _log.warning(
         "ds_ring: labels: shifted by one, the first token of a sample is the label of the padding in front of"
@@ -233,8 +233,8 @@ def _find_documents(tensors: Batch, mask_BT: Tensor | None) -> None:
     elif position_ids is not None:
         tensors[DOCUMENT_IDS] = ids_from_positions(position_ids)
     else:
-        _warn_of_whole_rows()
-        tokens = _tokens_of(tensors)
+        _warn_about_whole_rows()
+        tokens = _get_tokens(tensors)
         tensors[DOCUMENT_IDS] = torch.zeros(1, tokens.shape[1], dtype=torch.int64, device=tokens.device)
     if mask_BT is not None:
         tensors[DOCUMENT_IDS] = without_padding(tensors[DOCUMENT_IDS], mask_BT)
@@ -253,7 +253,7 @@ def _aligned_labels(tensors: Mapping[str, Tensor], pattern: Pattern) -> Tensor |
             )
         labels_BT = torch.nn.functional.pad(tensors["labels"][:, 1:], (0, 1), value=IGNORE)
         if document_ids is not None and bool(((labels_BT != IGNORE) & (document_ids < 0)).any()):
-            warn_of_shifted_padding()
+            warn_about_shifted_padding()
     if labels_BT is None or document_ids is None:
         return labels_BT
     # Without a causal pattern labels need not be next tokens: only padding loses its own.

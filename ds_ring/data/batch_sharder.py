@@ -35,7 +35,7 @@ from ds_ring.data.batch_sharding import (
     RecentBatches,
     check_consistency,
     plan_passes,
-    report_of,
+    report_batch,
 )
 from ds_ring.data.dynamic_ring.assignment import Assigned, DynamicRing, joined
 from ds_ring.data.layer_patterns import LayerPatterns
@@ -103,7 +103,7 @@ class BatchSharder:
         report, mesh, longest = ready.report, None, None
         if assigned is not None:
             assert self.dynamic.rings is not None, "a loader of dynamic rings"
-            mesh, longest = self.dynamic.rings.of(assigned.places), assigned.longest
+            mesh, longest = self.dynamic.rings.get_ring(assigned.places), assigned.longest
             first = self.mesh.global_rank_of(assigned.ring.first)
             report = report._replace(first_rank=first, division_crc=assigned.crc)
         labelled_tokens = check_consistency(report, ready.fault, self.mesh, self.device)
@@ -120,7 +120,7 @@ class BatchSharder:
                 check_divisor(batch, self.gradient_divisor, self.mesh.grid.world_size)
             if needs.batches is not None:
                 prepared = needs.batches.prepare(batch, needs.number_tokens)
-                return ReadyBatch(prepared, report_of(prepared))
+                return ReadyBatch(prepared, report_batch(prepared))
             by_token, whole = whole_tensors(batch, needs.whole_names)
             mask_BT, kind = by_token.get("attention_mask"), row_kind(batch)
             is_numbered = "position_ids" in batch
@@ -133,7 +133,7 @@ class BatchSharder:
                 prepared["position_ids"] = needs.number_tokens(prepared)
             if whole and needs.whole is not None:
                 needs.whole.add_columns(prepared, batch)
-            report = report_of(prepared | whole)
+            report = report_batch(prepared | whole)
             groups = group_batch(prepared, report.samples)
         except RingError as fault:
             return ReadyBatch({}, REFUSED, fault)

@@ -32,7 +32,7 @@ from ds_ring.data.batch import (
     valid_tokens,
 )
 from ds_ring.data.layer_patterns import LayerPatterns
-from ds_ring.data.packing import RowGroup, numbers_of
+from ds_ring.data.packing import RowGroup, number_positions
 from ds_ring.data.ring_batch import Placement, RingBatch, read_placement
 from ds_ring.errors import RingError, RingMismatchError, RingShapeError
 from ds_ring.masks.pattern import Pattern
@@ -98,7 +98,7 @@ class BatchSharding:
             slots_S = self.with_slots(torch.device("cpu")).slots
             assert slots_S is not None
             trees = {row: group.pattern for group in self.groups for row in group.rows}
-            rows = [numbers_of(pattern, slots_S) for _, pattern in sorted(trees.items())]
+            rows = [number_positions(pattern, slots_S) for _, pattern in sorted(trees.items())]
             return to_device(torch.stack(rows or [slots_S]), device)
 
         return self.cached(("numbers in paths", device), make)
@@ -110,15 +110,15 @@ class BatchSharding:
         value: T = self._kept[key]
         return value
 
-    def pattern_of(
+    def get_layer_pattern(
         self, model_pattern: Pattern | None = None, layer: int | None = None, mixed: bool = False
     ) -> Pattern:
         """Return the pattern of a layer without its documents; see `LayerPatterns.for_layer`."""
         pattern = self.patterns.for_layer(self.layout.tokens, model_pattern, layer, mixed)
-        self.of_rows(pattern)  # refuses what a tree of rollouts cannot have
+        self.list_row_patterns(pattern)  # refuses what a tree of rollouts cannot have
         return pattern
 
-    def of_rows(self, pattern: Pattern) -> list[Pattern]:
+    def list_row_patterns(self, pattern: Pattern) -> list[Pattern]:
         """Return a layer's pattern for each group of rows; only itself without groups. Made once a batch."""
         key = "of rows", pattern, pattern.mask_ids
         return self.cached(key, lambda: [group.narrowed(pattern) for group in self.groups] or [pattern])
@@ -149,8 +149,8 @@ class BatchSharding:
     ) -> RowsAttention:
         """Return the attention of this batch, documents included.
 
-        `scale` and `score_mod` are those of `ring_attention`, `pattern` the layer's (`pattern_of`) or the
-        JSON's; `make` is the module that attends, None for `RingAttention`.
+        `scale` and `score_mod` are those of `ring_attention`, `pattern` the layer's (`get_layer_pattern`) or
+        the JSON's; `make` is the module that attends, None for `RingAttention`.
         """
         layer_pattern = self.patterns.pattern if pattern is None else pattern
         key = (scale, layer_pattern, layer_pattern.mask_ids, score_mod, make)
@@ -162,7 +162,7 @@ class BatchSharding:
             of_rows = [group.along_paths(score_mod) for group in self.groups] or [score_mod]
             parts = [
                 module(self.config, pattern=row_pattern, score_mod=changed, **keywords)
-                for row_pattern, changed in zip(self.of_rows(layer_pattern), of_rows, strict=True)
+                for row_pattern, changed in zip(self.list_row_patterns(layer_pattern), of_rows, strict=True)
             ]
             self._kept[key] = RowsAttention(parts, tuple(group.rows for group in self.groups))
         rows: RowsAttention = self._kept[key]
@@ -172,7 +172,7 @@ class BatchSharding:
 class UsedPass(NamedTuple):
     """What a pass of a batch asked for, by which the same pass of the next batch is planned."""
 
-    asked: Pattern  # the layer's, without documents
+    layer_pattern: Pattern  # the layer's, without documents
     make_plan: MakePlan
     ways: tuple[bool, ...]  # whether backward: the passes whose steps were made
 
@@ -181,7 +181,9 @@ def plan_passes(used: Iterable[UsedPass], groups: Sequence[RowGroup], layout: La
     """Plan the passes of a batch that are like those of another one; plans and steps are found again."""
     for past in used:
         for group in groups:
-            for head_class in past.make_plan(group.narrowed(past.asked), layout).rank(ring_rank).classes:
+            for head_class in (
+                past.make_plan(group.narrowed(past.layer_pattern), layout).rank(ring_rank).classes
+            ):
                 for backward in past.ways:
                     lower_class(head_class, backward)
 
@@ -339,7 +341,7 @@ class RecentBatches:
         self._current = self._by_length(tensors)
         return self._current
 
-    def names_of(self, values: Iterable[Any]) -> set[str]:
+    def list_tensor_names(self, values: Iterable[Any]) -> set[str]:
         """Return the names of the batch's tensors that a model was called with; empty for copies of them."""
         return {placement.name for placement in self._placements(values)}
 
@@ -416,7 +418,7 @@ _COMPARED = {
 }
 
 
-def report_of(tensors: Mapping[str, Tensor]) -> BatchReport:
+def report_batch(tensors: Mapping[str, Tensor]) -> BatchReport:
     crcs = {"inputs": 0, "labels": 0}
     for key in sorted(tensors):
         kind = "labels" if key in LABEL_KEYS else "inputs"

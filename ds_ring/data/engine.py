@@ -17,7 +17,7 @@ ENGINE = DEEPSPEED.given("engine", "deepspeed.runtime.engine.DeepSpeedEngine")
 MODULE = DEEPSPEED.given("module", "torch.nn.Module")  # of an engine
 
 
-def is_of_transformers(model: nn.Module) -> bool:
+def is_transformers_model(model: nn.Module) -> bool:
     """Return whether a module has the interface of transformers' models."""
     return hasattr(model, "set_attn_implementation") and hasattr(model, "config")
 

@@ -53,7 +53,7 @@ class LayerPatterns:
         json_pattern = self.pattern if layer is None else self.named.get(layer, self.pattern)
         if model_pattern is None:
             return json_pattern
-        return pattern_of_layer(model_pattern, json_pattern, tokens, layer in self.named, mixed)
+        return resolve_layer_pattern(model_pattern, json_pattern, tokens, layer in self.named, mixed)
 
     def counted(self, tokens: int, model_patterns: Sequence[Pattern]) -> Counter[Pattern]:
         """Count the layers of each pattern; `model_patterns`, in order of layers, is empty if unknown."""
@@ -77,7 +77,7 @@ class LayerPatterns:
 # Everything else raises an error, so that no layer is changed silently. A window as long as the sequence
 # counts as no window.
 @lru_cache(maxsize=1024)
-def pattern_of_layer(
+def resolve_layer_pattern(
     model_pattern: Pattern, json_pattern: Pattern, tokens: int, named: bool, mixed: bool
 ) -> Pattern:
     """Return the pattern of a layer, or raise RingPatternError: [Note: the pattern of a layer].
@@ -138,7 +138,7 @@ def _advice(narrow: list[Pattern], tokens: int) -> str:
     )
 
 
-def patterns_of_types(
+def make_type_patterns(
     types: Sequence[str], width_of: Callable[[str], int | None], causal: bool
 ) -> tuple[Pattern, ...]:
     """Return the patterns of the layers of a configuration.

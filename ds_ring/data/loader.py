@@ -39,7 +39,7 @@ from torch.utils.data import (
 
 from ds_ring.data.batch import IGNORE, LABEL_KEYS, Batch, pad_value
 from ds_ring.data.engine import DEEPSPEED
-from ds_ring.data.packing import DOCUMENT_IDS, part_of
+from ds_ring.data.packing import DOCUMENT_IDS, read_part
 from ds_ring.errors import RingConfigError, RingMismatchError, RingShapeError, shown
 from ds_ring.limits import MAX_TOKENS
 from ds_ring.patches import apply, patch
@@ -244,7 +244,7 @@ def position_in(state: Mapping[str, Any], order: Order) -> tuple[int, int]:
     Raises:
         RingConfigError: it is another loader's, inside a batch of this one, or beyond its last one.
     """
-    unit, batches = order.unit, length_of(order)
+    unit, batches = order.unit, count_batches(order)
     epoch, done = (state.get("epoch"), state.get(unit)) if isinstance(state, Mapping) else (None, None)
     if type(epoch) is not int or type(done) is not int or not (0 <= epoch < MAX_TOKENS and done >= 0):
         keys = sorted(map(str, state))[:8] if isinstance(state, Mapping) else shown(state)
@@ -262,7 +262,7 @@ def position_in(state: Mapping[str, Any], order: Order) -> tuple[int, int]:
     return epoch, first
 
 
-def length_of(order: Order) -> int | None:
+def count_batches(order: Order) -> int | None:
     """Return the batches of an epoch; None where a stream does not say."""
     try:
         return len(order)
@@ -520,7 +520,7 @@ def read_slices(dataset: Any, local: Batch) -> None:
         if first == end:  # nothing is wanted at all
             continue
         sample, position = divmod(int(codes[first]), _MAX_TOKENS)
-        part = part_of(dataset, sample - 1, position, position + end - first)
+        part = read_part(dataset, sample - 1, position, position + end - first)
         for name in ("input_ids", "labels"):
             if name in part:
                 parts.setdefault(name, []).append(torch.as_tensor(part[name], device="cpu").long())

@@ -46,7 +46,7 @@ class DocumentLosses(NamedTuple):
     labelled_tokens: Tensor
 
 
-def losses_of_documents(both_BT2: Tensor, numbers_BT: Tensor) -> DocumentLosses:
+def sum_document_losses(both_BT2: Tensor, numbers_BT: Tensor) -> DocumentLosses:
     """Return the losses of documents.
 
     Args:
@@ -168,7 +168,7 @@ def world_sum(total: Tensor, mesh: RingMesh, exchange: Exchange | None = None) -
 _numbers: weakref.WeakKeyDictionary[RingMesh, int] = weakref.WeakKeyDictionary()
 
 
-def number_of(mesh: RingMesh) -> int:
+def get_mesh_number(mesh: RingMesh) -> int:
     """Return the number by which a compiled graph refers to `mesh`."""
     if mesh not in _numbers:
         _numbers[mesh] = new_handle(mesh, mesh.place)
@@ -188,7 +188,7 @@ def shared_scale(mesh: RingMesh, gradient_divisor: float) -> float:
     return gradient_divisor / world
 
 
-def _of_all_ranks(local: Tensor, number: int) -> Tensor:
+def _gather_ranks(local: Tensor, number: int) -> Tensor:
     """Return [ranks of the sequence, ...], every rank's `local`. Collective."""
     mesh = get_object(number, RingMesh)
     exchange = Exchange(mesh, mesh.timeouts.hop)
@@ -199,9 +199,9 @@ def _of_all_ranks(local: Tensor, number: int) -> Tensor:
 def sequence_sum_op(local: Tensor, number: int) -> Tensor:
     """Return the sum of all ranks' `local`, bitwise equal on all ranks. Collective in the sequence group.
 
-    `local` has the same shape on every rank, `number` is what `number_of` returns.
+    `local` has the same shape on every rank, `number` is what `get_mesh_number` returns.
     """
-    return _of_all_ranks(local, number).sum(dim=0)
+    return _gather_ranks(local, number).sum(dim=0)
 
 
 sequence_sum_op.register_fake(lambda local, number: torch.empty_like(local))
@@ -221,7 +221,7 @@ sequence_sum_op.register_autograd(_backward, setup_context=_keep_mesh)
 @operator("ds_ring::sequence_max")
 def sequence_max_op(local: Tensor, number: int) -> Tensor:
     """Return the elementwise maximum of all ranks' `local`; no gradient. Collective in the sequence."""
-    return _of_all_ranks(local, number).amax(dim=0)
+    return _gather_ranks(local, number).amax(dim=0)
 
 
 sequence_max_op.register_fake(lambda local, number: torch.empty_like(local))

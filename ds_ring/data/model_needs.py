@@ -31,7 +31,7 @@ class WholeTensors:
 
     names: frozenset[str] = frozenset()
 
-    def add_columns(self, prepared: Batch, given: Mapping[str, Tensor]) -> None:
+    def add_columns(self, prepared: Batch, batch: Mapping[str, Tensor]) -> None:
         """Add tensors [B, T, ...] to a prepared batch that has such tensors: they are cut with the others."""
 
     def take_columns(
@@ -42,7 +42,7 @@ class WholeTensors:
         `local` was cut of the whole `prepared` batch; without a layout samples are whole.
         """
 
-    def make_prompt_features(self, given: Mapping[str, Any], layout: Layout, mesh: RingMesh) -> Any:
+    def make_prompt_features(self, batch: Mapping[str, Any], layout: Layout, mesh: RingMesh) -> Any:
         """Return what `BatchSharding.whole` holds for a prompt of a generation; None without such tensors."""
 
 
@@ -56,7 +56,7 @@ class BatchKind(ABC):
     name = ""
 
     @abstractmethod
-    def prepare(self, given: Mapping[str, Tensor], number: Callable[[Batch], Tensor] | None) -> Batch:
+    def prepare(self, batch: Mapping[str, Tensor], number: Callable[[Batch], Tensor] | None) -> Batch:
         """Return the batch with everything that looks across token borders done.
 
         `number` makes the position ids of a sequence; None: they count from 0 on.

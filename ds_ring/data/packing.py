@@ -46,7 +46,7 @@ class RowPattern(Protocol):
     def pairs(self) -> int:
         """Return the pairs of a query and a key: what attention costs."""
 
-    def narrowed(self, asked: Pattern) -> Pattern:
+    def narrowed(self, layer_pattern: Pattern) -> Pattern:
         """Return the pattern of a layer that asks for one; RingPatternError for one that it cannot have."""
 
 
@@ -56,7 +56,7 @@ class RowGroup(NamedTuple):
     pattern: Any  # `Documents`, or a `RowPattern`: narrows the pattern of every layer
     rows: tuple[int, ...]  # of the local batch, ascending
 
-    def narrowed(self, asked: Pattern) -> Pattern:
+    def narrowed(self, layer_pattern: Pattern) -> Pattern:
         """Return the pattern of these rows where a layer asks for one.
 
         Raises:
@@ -64,16 +64,22 @@ class RowGroup(NamedTuple):
         """
         if not isinstance(self.pattern, Documents):
             row_pattern: RowPattern = self.pattern
-            return row_pattern.narrowed(asked)
-        chunks = [part for part in asked.conjuncts if isinstance(part, Chunked)]
+            return row_pattern.narrowed(layer_pattern)
+        chunks = [part for part in layer_pattern.conjuncts if isinstance(part, Chunked)]
         for chunk in chunks:  # they begin with each document, not with the row
-            rest = [part for part in asked.conjuncts if part is not chunk]
-            asked = reduce(and_, rest, Causal() if chunk.causal else Full()) & _in_chunks(self.pattern, chunk)
-        return asked & self.pattern
+            rest = [part for part in layer_pattern.conjuncts if part is not chunk]
+            layer_pattern = reduce(and_, rest, Causal() if chunk.causal else Full()) & _in_chunks(
+                self.pattern, chunk
+            )
+        return layer_pattern & self.pattern
 
-    def counted(self, asked: Pattern) -> Pattern:
+    def counted(self, layer_pattern: Pattern) -> Pattern:
         """Return the pattern by which a layout is chosen where a layer asks for one."""
-        return asked & self.pattern if isinstance(self.pattern, Pattern) else self.narrowed(asked)
+        return (
+            layer_pattern & self.pattern
+            if isinstance(self.pattern, Pattern)
+            else self.narrowed(layer_pattern)
+        )
 
     def along_paths(self, score_mod: ScoreFunction | None) -> ScoreFunction | None:
         """Return a layer's score_mod for these rows: in trees a distance is one of depths."""
@@ -127,7 +133,7 @@ def positions_in_documents(document_ids: Tensor) -> Tensor:
     """Count the tokens of its own document before each token, [B, T]; padding counts like a document."""
     rows = []
     for ids_T in document_ids.cpu().numpy():
-        starts, lengths = _runs_of_ids(ids_T)
+        starts, lengths = _find_id_runs(ids_T)
         before, counted = np.empty_like(starts), defaultdict[int, int](int)
         for index, (document, length) in enumerate(
             zip(ids_T[starts].tolist(), lengths.tolist(), strict=True)
@@ -169,15 +175,15 @@ class RowKind(ABC):
     key = ""
 
     @abstractmethod
-    def check(self, tensors: dict[str, Tensor], pattern: Pattern, more: bool) -> None:
-        """Check the tensor, and add position ids if there are none; `more`: there are documents or a mask.
+    def check(self, tensors: dict[str, Tensor], pattern: Pattern, has_more: bool) -> None:
+        """Check the tensor; add position ids if there are none. `has_more`: there are documents or a mask.
 
         Raises:
             RingPatternError, RingShapeError: a combination that is not supported.
         """
 
     @abstractmethod
-    def pattern_of(self, row_T: np.ndarray) -> RowPattern:
+    def make_row_pattern(self, row_T: np.ndarray) -> RowPattern:
         """Return the pattern of one row of the tensor."""
 
 
@@ -196,7 +202,7 @@ def _in_chunks(documents: Documents, chunk: Chunked) -> Documents:
     return Documents(np.where(is_padding, PADDING, numbers * (int(chunks.max()) + 1) + chunks))
 
 
-def numbers_of(pattern: Any, slots_S: Tensor) -> Tensor:
+def number_positions(pattern: Any, slots_S: Tensor) -> Tensor:
     """Return the numbers of tokens of a row in their document, or their path, by their places in the row."""
     if isinstance(pattern, Tree):
         return torch.from_numpy(pattern.depths)[slots_S]
@@ -233,12 +239,12 @@ def group_batch(prepared: Mapping[str, Tensor], samples: int) -> tuple[RowGroup,
     """Group the rows of a prepared batch by their documents, or trees; none without any."""
     kind = row_kind(prepared)
     ids = prepared.get(DOCUMENT_IDS if kind is None else kind.key)
-    return () if ids is None else group_rows(ids, samples, None if kind is None else kind.pattern_of)
+    return () if ids is None else group_rows(ids, samples, None if kind is None else kind.make_row_pattern)
 
 
 def _documents(ids_T: np.ndarray) -> Documents:
     """Number documents in their order, so that the pattern depends on their borders, not on their ids."""
-    starts, lengths = _runs_of_ids(ids_T)
+    starts, lengths = _find_id_runs(ids_T)
     _, first, number = np.unique(ids_T[starts], return_index=True, return_inverse=True)
     numbers = np.where(ids_T[starts] < 0, PADDING, first[number])
     return Documents(np.repeat(numbers, lengths))
@@ -276,7 +282,7 @@ def number_documents(groups: Sequence[RowGroup], rows: int, tokens: int) -> np.n
     return numbers
 
 
-def _runs_of_ids(ids_T: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _find_id_runs(ids_T: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return start and length of every run of equal ids."""
     starts = np.append(0, np.flatnonzero(ids_T[1:] != ids_T[:-1]) + 1)
     return starts, np.diff(starts, append=len(ids_T))
@@ -346,14 +352,14 @@ class PackedRows(Dataset[dict[str, Tensor]]):
             last = min(stop, piece.at + piece.stop - piece.start)
             if first < last:
                 shift = piece.start - piece.at
-                part = part_of(self.documents, piece.document, first + shift, last + shift)
+                part = read_part(self.documents, piece.document, first + shift, last + shift)
                 for name, values in part.items():
                     tensors.setdefault(name, torch.zeros(stop - start, dtype=torch.int64, device="cpu"))
                     tensors[name][first - start : last - start] = torch.as_tensor(values, device="cpu")
         return tensors
 
 
-def part_of(dataset: Any, index: int, start: int, stop: int) -> Mapping[str, Any]:
+def read_part(dataset: Any, index: int, start: int, stop: int) -> Mapping[str, Any]:
     """Return tokens `start` to `stop` of a sample by name, by the data set's `slice` if it has one."""
     if hasattr(dataset, "slice"):
         part: Mapping[str, Any] = dataset.slice(index, start, stop)

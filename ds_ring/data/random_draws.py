@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from ds_ring.data.engine import ENGINE, draws_random_numbers, drops_layers
 from ds_ring.data.engine_part import EnginePart, EngineStart
-from ds_ring.data.loss import number_of, sequence_sum_op
+from ds_ring.data.loss import get_mesh_number, sequence_sum_op
 from ds_ring.data.session import RingSession
 from ds_ring.errors import RingConfigError
 from ds_ring.memory.regions import running_regions
@@ -79,7 +79,7 @@ class _PassDraws:
         self._device = session.device
         base = int(torch.randint(2**62, (), dtype=torch.int64, device="cpu"))
         if drops_layers:
-            base = _of_first_rank(base, session)
+            base = _share_first_number(base, session)
         self._states = _states(self._device)
         rank_seed = (base + _STEP * (session.mesh.global_rank + 1)) % 2**63
         on_cpu = self._device.type == "cpu"
@@ -104,11 +104,11 @@ def _states(device: torch.device) -> list[Tensor]:
     return [on_cpu, torch.cuda.get_rng_state(device)] if device.type == "cuda" else [on_cpu]
 
 
-def _of_first_rank(number: int, session: RingSession) -> int:
+def _share_first_number(number: int, session: RingSession) -> int:
     """Return the number of the sequence's first rank. Collective."""
     mesh = session.mesh
     mine = torch.tensor(number if mesh.sequence_rank == 0 else 0, device=session.device)
-    return int(sequence_sum_op(mine, number_of(mesh)))
+    return int(sequence_sum_op(mine, get_mesh_number(mesh)))
 
 
 class _SharedDraws(TorchFunctionMode):

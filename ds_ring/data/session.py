@@ -33,7 +33,7 @@ from ds_ring.data.loss import (
     UncomputedLogits,
     compute_logprobs,
     local_loss,
-    losses_of_documents,
+    sum_document_losses,
     world_mean,
 )
 from ds_ring.data.model_needs import ModelNeeds
@@ -114,7 +114,7 @@ class RingSession:
         `layer` counts from 0; it is needed where the JSON names layers.
         """
         current = self.batches.current
-        return current.attention(scale, current.pattern_of(layer=layer))
+        return current.attention(scale, current.get_layer_pattern(layer=layer))
 
     @contextmanager
     def off(self) -> Iterator[None]:
@@ -217,7 +217,7 @@ class RingSession:
         labelled = batch["shift_labels"] != IGNORE
         both = torch.stack([losses.detach().where(labelled, 0.0), labelled.to(losses.dtype)], dim=-1)
         numbers = number_documents(sharding.groups, len(losses), sharding.layout.tokens)
-        return losses_of_documents(self.gather(both), on_device(numbers, losses.device))
+        return sum_document_losses(self.gather(both), on_device(numbers, losses.device))
 
     def should_stop(self) -> bool:
         """Return whether the job is to end after this step: a rank got SIGTERM or SIGUSR1. Collective.

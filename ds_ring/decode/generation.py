@@ -48,7 +48,7 @@ from ds_ring.models.model_part import Loss, ModelPart
 from ds_ring.models.variants import variants
 from ds_ring.ops.context import ContextCache
 from ds_ring.ops.shard import shard_sequence
-from ds_ring.patches import imports_of, patch
+from ds_ring.patches import guard_imports, patch
 from ds_ring.plugin import PASSES
 from ds_ring.ring.observer import Observers
 from ds_ring.schedule.grid import Grid
@@ -75,7 +75,7 @@ class CachedSharding(BatchSharding):
         layer_pattern = self.patterns.pattern if pattern is None else pattern
         parts = [
             self._make_attention(scale=scale, pattern=row_pattern, score_mod=score_mod)
-            for row_pattern in self.of_rows(layer_pattern)
+            for row_pattern in self.list_row_patterns(layer_pattern)
         ]
         return RowsAttention(parts, tuple(group.rows for group in self.groups))
 
@@ -109,7 +109,7 @@ class _CachedAttention(RingAttention):
 
 def _cache_class() -> type[RingCache]:
     # Only a generation needs transformers' classes of caches.
-    with imports_of("generate on a ring", "transformers"):
+    with guard_imports("generate on a ring", "transformers"):
         from ds_ring.decode.ring_cache import RingCache
     return RingCache
 

@@ -67,9 +67,9 @@ def fake_memory_peak(work: Callable[[], object]) -> int:
 
     tracker = MemTracker()
     with tracker:
-        kept = work()
+        outputs = work()
     peaks = tracker.get_tracker_snapshot("peak")
-    del kept
+    del outputs
     return max(int(snapshot["Total"]) for snapshot in peaks.values())
 
 

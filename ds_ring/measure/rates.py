@@ -40,8 +40,8 @@ def fastest_here(kind: str, able: Iterable[str]) -> Fastest | None:
 
 @lru_cache(maxsize=1)
 def _all_rates(path: Path) -> dict[str, RatesByTile]:
-    found: dict[str, RatesByTile] = json.loads(path.read_text()) if path.is_file() else {}
-    return found
+    rates: dict[str, RatesByTile] = json.loads(path.read_text()) if path.is_file() else {}
+    return rates
 
 
 def fastest(rates: RatesByTile, kind: str, able: Iterable[str]) -> Fastest | None:

@@ -37,7 +37,7 @@ from ds_ring.data.engine_part import EnginePart, EngineStart
 from ds_ring.data.run_folder import attempt_folder
 from ds_ring.data.session import RingSession
 from ds_ring.errors import RingShapeError
-from ds_ring.measure.step_metrics import tokens_of
+from ds_ring.measure.step_metrics import count_tokens
 from ds_ring.measure.trace import Span, Trace
 from ds_ring.patches import patch
 from ds_ring.ring.observer import Observers
@@ -167,7 +167,7 @@ class _Report:
             self._started_s = time.monotonic()
         elif self._tokens is not None:
             try:
-                self._tokens += tokens_of((*args, *kwargs.values()), self._session)
+                self._tokens += count_tokens((*args, *kwargs.values()), self._session)
             except RingShapeError:  # no sharded batch: how many tokens these are is the script's own affair
                 self._tokens = None
 

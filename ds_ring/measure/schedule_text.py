@@ -56,7 +56,7 @@ def _cells(chunk: HeadChunk, part: Round) -> list[list[str]]:
 
 
 def _arrivals(chunk: HeadChunk, part: Round) -> list[str]:
-    posted = (step for one in chunk.steps.rounds for step in one.posted)
+    posted = (step for steps in chunk.steps.rounds for step in steps.posted)
     copies = {step.packed for step in posted if isinstance(step, Send)}
     freed = [step.buffer for step in part.arrived if isinstance(step, Free) and step.buffer not in copies]
     signs = ["+=" if buffer.payload is Payload.GRADIENTS else "=" for buffer in chunk.steps.buffers]

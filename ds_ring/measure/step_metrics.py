@@ -99,7 +99,7 @@ class StepMetrics:
     def after_forward(self, _: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         """Count the tokens of a training pass; forget spans and time of another one."""
         if self._engine.module.training:
-            self._tokens += tokens_of((*args, *kwargs.values()), self._session)
+            self._tokens += count_tokens((*args, *kwargs.values()), self._session)
         else:
             del self._trace.spans[self._spans :]
             self._started_s = time.monotonic()
@@ -123,7 +123,7 @@ class StepMetrics:
         return result
 
 
-def tokens_of(arguments: tuple[Any, ...], session: RingSession) -> float:
+def count_tokens(arguments: tuple[Any, ...], session: RingSession) -> float:
     """Return how many tokens of the batch in the model are this rank's; the parts of its ranks add up."""
     sharding = session.batches.current
     tensors = [x for x in arguments if isinstance(x, torch.Tensor) and x.ndim >= 2]

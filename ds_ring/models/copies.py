@@ -13,7 +13,7 @@ from ds_ring.config.pattern_section import PatternConfig
 from ds_ring.config.section import RingConfig
 from ds_ring.data.batch import SHARDING
 from ds_ring.data.batch_sharding import BatchSharding
-from ds_ring.data.engine import is_of_transformers
+from ds_ring.data.engine import is_transformers_model
 from ds_ring.data.model_needs import ModelCopies
 from ds_ring.errors import RingConfigError
 from ds_ring.models.attention_name import NAME
@@ -35,10 +35,10 @@ class TransformersCopies(ModelCopies):
         Raises:
             RingConfigError: a scan, a convolution, a choice of keys or attention of its own is in the model.
         """
-        part = next(filter(is_of_transformers, model.modules()), None)
+        part = next(filter(is_transformers_model, model.modules()), None)
         if part is None or _is_own_pattern(config, part.config):
             return
-        layers = {id(layer): layer for layer in part.modules() if not is_of_transformers(layer)}
+        layers = {id(layer): layer for layer in part.modules() if not is_transformers_model(layer)}
         for change in changes:
             feature = change.row.feature
             if id(change.owner) in layers and not feature.startswith(_SAME):
@@ -51,7 +51,7 @@ class TransformersCopies(ModelCopies):
 
     def set_attention(self, copy: nn.Module, config: RingConfig) -> None:
         """Give the copy its own attention where that is what the JSON asks for, else the ring's."""
-        if not is_of_transformers(copy):
+        if not is_transformers_model(copy):
             return
         if not _is_own_pattern(config, copy.config):
             copy.set_attn_implementation(attention_names(copy, NAME))  # type: ignore[operator]
@@ -61,7 +61,7 @@ class TransformersCopies(ModelCopies):
 
     def arguments(self, copy: nn.Module, kwargs: dict[str, Any], sharding: BatchSharding) -> dict[str, Any]:
         """Return the arguments of a call with all tokens at once."""
-        if not is_of_transformers(copy):
+        if not is_transformers_model(copy):
             return kwargs
         positions = kwargs.get("position_ids")
         if positions is not None and bool(

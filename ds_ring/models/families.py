@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, modeling_layers
 
 from ds_ring.comm.collective import collective
 from ds_ring.data.batch import REAL_TOKENS, Batch
-from ds_ring.data.loss import number_of, sequence_max_op, sequence_sum_op, shared_scale
+from ds_ring.data.loss import get_mesh_number, sequence_max_op, sequence_sum_op, shared_scale
 from ds_ring.data.session import RingSession
 from ds_ring.errors import RingConfigError, RingPatternError, RingShapeError
 from ds_ring.models.checks import THROUGH_SHARD_BATCH
@@ -71,7 +71,7 @@ def make_pooling_hooks(model: PreTrainedModel, session: RingSession) -> list[Any
                 ' below min_sequence_length; set "min_sequence_length": 0 for a loss over the sequence'
             )
         assert sharding.slots is not None
-        slots_S, input_ids, number = sharding.slots, noted["input_ids"], number_of(mesh)
+        slots_S, input_ids, number = sharding.slots, noted["input_ids"], get_mesh_number(mesh)
         # Where all tokens are padding that is the first one, as on one process; without a padding token the
         # very last; without ids the last real one: `check_pooled_token`.
         tokens = logits_BSL.shape[1]
@@ -405,7 +405,7 @@ def router_loss(model: PreTrainedModel, guard: LossGuard, session: RingSession) 
             logits = output.router_logits[0]
             rows = logits.numel() // logits.shape[-1] // sharding.local_tokens
             counted_BS = (sharding.slots >= 0).to(torch.float32).expand(rows, -1)
-        number = number_of(session.mesh)
+        number = get_mesh_number(session.mesh)
         exact = scale * router(output.router_logits, counted_BS, lambda x: sequence_sum_op(x, number))
         output["aux_loss"] = exact
         if output.loss is not None and guard.own is not None:

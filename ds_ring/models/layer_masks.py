@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor, nn
 
-from ds_ring.data.layer_patterns import NARROW, covers, patterns_of_types
+from ds_ring.data.layer_patterns import NARROW, covers, make_type_patterns
 from ds_ring.errors import RingPatternError
 from ds_ring.masks.catalog import Causal, Chunked, Full, SlidingWindow
 from ds_ring.masks.pattern import Pattern
@@ -211,7 +211,7 @@ def choose_layer_pattern(
         raise RingPatternError(f"{name}: expected a window of at least 1 token, got a mask that hides all")
     mixed = len(set(getattr(config, "layer_types", None) or ())) > 1
     try:
-        return sharding.pattern_of(model_pattern, getattr(module, "layer_idx", None), mixed)
+        return sharding.get_layer_pattern(model_pattern, getattr(module, "layer_idx", None), mixed)
     except RingPatternError as error:
         raise RingPatternError(f"{name}: {error}") from None
 
@@ -231,7 +231,7 @@ def read_layer_patterns(model: PreTrainedModel, causal: bool) -> tuple[Pattern, 
         types = ["full_attention"] * len(types)
     # a value that layers may have of their own is refused as an attribute
     values = config.to_dict() if getattr(config, "per_layer_config", None) else {}
-    return patterns_of_types(
+    return make_type_patterns(
         types, lambda key: values[key] if key in values else getattr(config, key, None), causal
     )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-from ds_ring.data.engine import is_of_transformers
+from ds_ring.data.engine import is_transformers_model
 from ds_ring.plugin import FAMILIES, load
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def own_attention(model: nn.Module) -> list[PreTrainedModel]:
 
 def encoder_modules(model: nn.Module) -> set[int]:
     """Return the identities of the modules inside `model` whose outputs are no shards of the sequence."""
-    parts = [part for part in model.modules() if is_of_transformers(part)]
+    parts = [part for part in model.modules() if is_transformers_model(part)]
     return {id(module) for part in parts for variant in variants() for module in variant.apart(part)}
 
 

@@ -25,7 +25,7 @@ from ds_ring.config.messages import (
     Problem,
     config_error,
     did_you_mean,
-    problems_of,
+    list_problems,
     sentence,
     shown,
 )
@@ -214,7 +214,7 @@ def read_cluster(path: Path) -> Cluster:
         # A faulty host is named by itself: the list that lacks it needs no error of its own.
         named_in_detail = "hosts" if problems else None
         key_problems = [
-            problem for problem in problems_of(error, Cluster, "") if problem.key != named_in_detail
+            problem for problem in list_problems(error, Cluster, "") if problem.key != named_in_detail
         ]
         raise config_error(str(path), *problems, *key_problems) from None
     problems += _misfits(cluster)
@@ -265,7 +265,7 @@ def _host(entry: object, key: str) -> tuple[Host | None, list[Problem]]:
     try:
         return Host.model_validate({"name": None, "slots": None, **entry}), []
     except ValidationError as error:
-        return None, problems_of(error, Host, key)
+        return None, list_problems(error, Host, key)
 
 
 def _misfits(cluster: Cluster) -> Iterator[Problem]:

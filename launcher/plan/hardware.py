@@ -18,7 +18,7 @@ from ds_ring.config.messages import (
     Section,
     config_error,
     did_you_mean,
-    problems_of,
+    list_problems,
     sentence,
     shown,
 )
@@ -187,7 +187,7 @@ def hardware_from(values: dict[str, Any], source: str) -> Hardware:
     try:
         return Hardware.model_validate(filled)
     except ValidationError as error:
-        raise config_error(source, *problems_of(error, Hardware, "")) from None
+        raise config_error(source, *list_problems(error, Hardware, "")) from None
 
 
 def read_hardware(name_or_path: str) -> Hardware:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from ds_ring.config.json_text import Json, parse_object, read_object
 from ds_ring.config.messages import did_you_mean, sentence, shown
 from ds_ring.config.section import RingConfig, named_patterns, pattern_from_config
-from ds_ring.data.layer_patterns import NARROW, LayerPatterns, patterns_of_types
+from ds_ring.data.layer_patterns import NARROW, LayerPatterns, make_type_patterns
 from ds_ring.errors import RingConfigError
 from ds_ring.masks.pattern import Pattern
 from ds_ring.schedule.layout import Mix
@@ -48,7 +48,7 @@ def patterns_by(values: Mapping[str, Any]) -> tuple[Pattern, ...]:
     if values.get("is_encoder_decoder"):
         raise _refused("is_encoder_decoder", "a model of one sequence", True, "plan its parts by --layers")
     text_values = text_part(values)
-    return patterns_of_types(_types(text_values), lambda key: _width(text_values, key), True)
+    return make_type_patterns(_types(text_values), lambda key: _width(text_values, key), True)
 
 
 def read_model_patterns(hf_config: str | None, layers: int | None) -> tuple[Pattern | None, ...] | None:

@@ -140,10 +140,10 @@ def trained_on_the_left(rank: int, world_size: int, family: str) -> tuple[float,
     import logging
 
     deepspeed = start_deepspeed()
-    from ds_ring.data.batch import warn_of_shifted_padding
+    from ds_ring.data.batch import warn_about_shifted_padding
 
     ds_ring.enable()
-    warn_of_shifted_padding.cache_clear()
+    warn_about_shifted_padding.cache_clear()
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]

@@ -242,13 +242,13 @@ def with_smaller_rings(rank: int, world_size: int) -> tuple[int, int]:
     rings = SubRings(mesh)
     for first in range(world_size):
         for ranks in range(1, world_size - first + 1):
-            item = rings.of([(first, ranks)])
+            item = rings.get_ring([(first, ranks)])
             assert item.ring_size == (ranks if first <= rank < first + ranks else world_size)
     assert len(dist.distributed_c10d._world.pg_map) == built > before, "no group is made for a smaller ring"
     dist.barrier()  # another rank may still connect its groups: a rank that closes then has left
     mesh.close()
     with pytest.raises(RingMeshError, match=r"mesh\.close"):
-        attend(right_arguments(rings.of([(0, world_size)])))
+        attend(right_arguments(rings.get_ring([(0, world_size)])))
     return before, len(dist.distributed_c10d._world.pg_map)
 
 

@@ -215,7 +215,7 @@ def sockets(rank: int, world: int, lazy: bool) -> list[tuple[set[int], int]]:
     rings = SubRings(mesh)
     for first in range(world):
         for ranks in range(1, world - first + 1):
-            item = rings.of([(first, ranks)])
+            item = rings.get_ring([(first, ranks)])
             if first <= rank < first + ranks:
                 layout = ds_ring.make_layout("zigzag", tokens=40, ring_size=ranks)
                 q, k, v = (torch.randn(1, 2, layout.local_tokens, 4, requires_grad=True) for _ in range(3))

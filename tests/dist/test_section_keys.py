@@ -285,12 +285,12 @@ def test_the_monitor_gets_real_figures(rank_pool: Any, tmp_path: Path) -> None:
 
 
 def tokens_of_a_ulysses_rank(rank: int, world_size: int) -> float:
-    from ds_ring.measure.step_metrics import tokens_of
+    from ds_ring.measure.step_metrics import count_tokens
 
     model = build_model(SIZE, "sdpa")
     engine = start_engine(model, json_config(2, 2, 0, ring_attention={"ulysses_size": 2}))
     batch = engine.ring.shard_batch(build_batch(SIZE))
-    return tokens_of(tuple(batch.values()), engine.ring)
+    return count_tokens(tuple(batch.values()), engine.ring)
 
 
 def test_tokens_are_counted_once_where_ranks_split_the_heads(rank_pool: Any) -> None:

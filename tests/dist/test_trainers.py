@@ -21,7 +21,7 @@ import pytest
 import torch
 
 import ds_ring
-from ds_ring.engines.trainers.trl import TRL, _batch_of, _Distillation
+from ds_ring.engines.trainers.trl import TRL, _Distillation, _read_batch
 from ds_ring.plugin import load
 from tests.dist.deepspeed_ranks import Size, build_batch, build_model, json_config, start_deepspeed
 from tests.dist.harness import RankPool, catch_refusal, run_ranks
@@ -562,13 +562,13 @@ def test_a_distillation_of_images_or_on_two_layouts_is_refused() -> None:
     pytest.importorskip("trl")
     ids = torch.arange(3)[None]
     inputs = {"prompt_ids": ids, "prompt_mask": ids > 0, "completion_ids": ids, "completion_mask": ids < 2}
-    batch, labels = _batch_of(inputs)
+    batch, labels = _read_batch(inputs)
     assert batch["attention_mask"].tolist() == [[0, 1, 1, 1, 1, 0]]
     assert labels.tolist() == [[-100, -100, -100, 0, 1, -100]]
     of_tools = {"tool_mask": torch.tensor([[1, 0, 1]])}  # a tool wrote the second token
-    assert _batch_of(inputs | of_tools)[1].tolist() == [[-100, -100, -100, 0, -100, -100]]
+    assert _read_batch(inputs | of_tools)[1].tolist() == [[-100, -100, -100, 0, -100, -100]]
     with pytest.raises(ds_ring.RingConfigError, match="expected text alone on a ring, got pixel_values"):
-        _batch_of(inputs | {"pixel_values": ids})
+        _read_batch(inputs | {"pixel_values": ids})
     layouts = [
         ds_ring.make_layout(name, tokens=16, ring_size=2, pattern=ds_ring.Causal())
         for name in ("zigzag", "contiguous")

@@ -20,7 +20,7 @@ from ds_ring.comm.exchange import Exchange
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.contrib.compile.graph_attention import get_name, is_tensor
 from ds_ring.contrib.compile.placed_op import BatchContexts
-from ds_ring.data.layer_patterns import pattern_of_layer
+from ds_ring.data.layer_patterns import resolve_layer_pattern
 from ds_ring.data.packing import positions_in_documents
 from ds_ring.data.session import RingSession
 from ds_ring.errors import RingPatternError, RingShapeError
@@ -77,7 +77,7 @@ class StaticSource:
         tokens = UNBOUNDED if layout is None else layout.tokens
         pattern = self.pattern
         if model_pattern is not None:
-            pattern = pattern_of_layer(model_pattern, pattern, tokens, False, mixed)
+            pattern = resolve_layer_pattern(model_pattern, pattern, tokens, False, mixed)
         if pattern != self.pattern:
             if layout is None:  # for another pattern the name may mean another layout
                 raise RingPatternError(
@@ -111,7 +111,7 @@ class SessionSource:
         device_type: str,
     ) -> GraphSharding:
         sharding = self.session.batches.current
-        pattern = sharding.pattern_of(model_pattern, None, mixed)
+        pattern = sharding.get_layer_pattern(model_pattern, None, mixed)
         parts = sharding.attention(scale, pattern).contexts
         return GraphSharding(sharding.mesh, pattern, sharding.layout, parts, not sharding.groups)
 

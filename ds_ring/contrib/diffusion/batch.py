@@ -56,7 +56,7 @@ class DiffusionRows(RowKind):
             if not there:
                 raise RingShapeError.wrong("batch", f"{key} with {BLOCKS}", "other", "use diffusion_batch")
 
-    def pattern_of(self, row_T: IntArray) -> BlockDiffusion:
+    def make_row_pattern(self, row_T: IntArray) -> BlockDiffusion:
         """Return the pattern of a row.
 
         Raises:

@@ -210,7 +210,9 @@ class Canvases(BatchKind):
         layout = make_private(2 * first.tokens, mesh.ring_size, 1, ((first, 1),))
         assert isinstance(layout, PrivateLayout)
         clean, corrupted = (layout.copy(start, first.tokens) for start in (0, first.tokens))
-        packed = [RowGroup(one.pattern.documents, one.rows) for one in groups if one.pattern.documents]
+        packed = [
+            RowGroup(group.pattern.documents, group.rows) for group in groups if group.pattern.documents
+        ]
         of_text = BatchSharding(config, clean, mesh, sharder.patterns, tuple(packed))
         canvases = BatchSharding(config, corrupted, mesh, _FULL, groups, key_layout=layout)
         whole = WholeCopies(layout, of_text, canvases)
@@ -225,7 +227,7 @@ class Canvases(BatchKind):
 
 
 def _make_pattern(row_T: IntArray) -> BlockDiffusion:
-    return replace(DiffusionRows().pattern_of(row_T), causal=True, padding=0)
+    return replace(DiffusionRows().make_row_pattern(row_T), causal=True, padding=0)
 
 
 class CanvasCall(ModelCall):

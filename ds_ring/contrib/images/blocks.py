@@ -69,7 +69,7 @@ class BlockRows(RowKind):
         """Refuse the tensor from users: it is made of token types."""
         raise RingConfigError.wrong("batch", "token types of images", BLOCK_IDS, "leave it out")
 
-    def pattern_of(self, row_T: IntArray) -> JoinedBlocks:
+    def make_row_pattern(self, row_T: IntArray) -> JoinedBlocks:
         """Return the blocks of a row."""
         return JoinedBlocks(Documents(row_T))
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ds_ring.contrib.policies.trees import TreeBatch
 from ds_ring.data.batch import IGNORE
-from ds_ring.engines.deepspeed.enable import whole_batches_of
+from ds_ring.engines.deepspeed.enable import find_whole_batches
 from ds_ring.errors import RingConfigError
 from ds_ring.patches import PatchTable, apply, patch
 
@@ -61,7 +61,7 @@ class _Trees:
         if (
             compute_aux_loss
             or any(x is not None for x in further.values())
-            or whole_batches_of(model) is None
+            or find_whole_batches(model) is None
         ):
             named["compute_aux_loss"] = compute_aux_loss
             return of_rows(model, input_ids, attention_mask, logits_to_keep, **named, **further)

@@ -60,7 +60,7 @@ class TreeRows(RowKind):
         depths = [torch.from_numpy(tree.depths) for tree in read_trees(tensors[TREE_ENDS])]
         tensors.setdefault("position_ids", torch.stack(depths).to(tensors[TREE_ENDS].device))
 
-    def pattern_of(self, row_T: IntArray) -> Tree:
+    def make_row_pattern(self, row_T: IntArray) -> Tree:
         """Return the tree of a row."""
         return make_tree(row_T)
 

@@ -22,7 +22,7 @@ from ds_ring.data.dynamic_ring.sample_times import ModelSizes, measure_times
 from ds_ring.data.dynamic_ring.sub_rings import BatchLengths as Lengths
 from ds_ring.data.dynamic_ring.sub_rings import SampleSeconds, SubRing, divide
 from ds_ring.data.loader import SampleOrder, is_sliced, padded
-from ds_ring.data.packing import DOCUMENT_IDS, DocumentPart, PackedRows, part_of
+from ds_ring.data.packing import DOCUMENT_IDS, DocumentPart, PackedRows, read_part
 from ds_ring.errors import RingPatternError, RingShapeError
 
 # [Note: dynamic rings]
@@ -58,7 +58,7 @@ class DynamicRing:
         assert self.sizes is not None
         self.rings = SubRings(session.mesh)
         if (ranks := session.mesh.ring_size) > 1:
-            mesh = self.rings.of([(0, ranks)])
+            mesh = self.rings.get_ring([(0, ranks)])
             self.times = measure_times(self.sizes, session.config, mesh, session.device, dtype)
 
     def assign(
@@ -120,7 +120,7 @@ class AssignedSamples(Dataset[tuple[Assigned, list[Mapping[str, Any]]]]):
         if not packed and not is_sliced(documents):
             whole: Mapping[str, Any] = documents[piece.document]
             return whole
-        tensors = dict(part_of(documents, piece.document, piece.start, piece.stop))
+        tensors = dict(read_part(documents, piece.document, piece.start, piece.stop))
         return {"labels": tensors["input_ids"]} | tensors
 
 

@@ -157,9 +157,9 @@ class NeighbourCollectives:
                 least, greatest = min(least, tuple(low)), max(greatest, tuple(high))
         return torch.tensor([least, greatest], dtype=torch.int64, device="cpu")
 
-    def all_gather(self, exchange: Exchange, own: Tensor, group: ProcessGroup | None) -> list[Tensor]:
+    def all_gather(self, exchange: Exchange, tensor: Tensor, group: ProcessGroup | None) -> list[Tensor]:
         """Return every rank's tensor in ring order."""
-        parts = [own] * self.size
+        parts = [tensor] * self.size
         for step in range(self.size - 1):
             sent = parts[(self.rank - step) % self.size]
             parts[(self.rank - step - 1) % self.size] = self._pass_on(exchange, sent, group)
@@ -226,7 +226,7 @@ class SubRings:
     def __len__(self) -> int:
         return len(self._meshes)
 
-    def of(self, places: Iterable[Place]) -> RingMesh:
+    def get_ring(self, places: Iterable[Place]) -> RingMesh:
         """Return this rank's ring of a division. All ranks of the whole ring call it, in the same order."""
         rank, own_mesh = self.whole.ring_rank, self.whole
         for place in places:
@@ -239,11 +239,11 @@ class SubRings:
         return own_mesh
 
     def numbers(self, first: int, ranks: int) -> tuple[int, ...]:
-        """Return the ranks of an interval in the order of its ring; see `of_nodes`."""
-        natural = ranks == self.whole.ring_size or self.of_nodes(first, ranks)
+        """Return the ranks of an interval in the order of its ring; see `covers_nodes`."""
+        natural = ranks == self.whole.ring_size or self.covers_nodes(first, ranks)
         return tuple(first + step for step in (range(ranks) if natural else ring_order(ranks)))
 
-    def of_nodes(self, first: int, ranks: int) -> bool:
+    def covers_nodes(self, first: int, ranks: int) -> bool:
         """Return whether a ring is of several whole nodes, on which it may travel on two levels."""
         return bool(self.node) and first % self.node == 0 == ranks % self.node and ranks > self.node
 

@@ -41,7 +41,7 @@ class Division(NamedTuple):
     rings: tuple[SubRing, ...]
     seconds: float
 
-    def of_rank(self, ring_rank: int) -> SubRing:
+    def get_ring(self, ring_rank: int) -> SubRing:
         """Return the ring that a rank of the whole ring is in."""
         return next(ring for ring in self.rings if ring.first <= ring_rank < ring.first + ring.ranks)
 

@@ -23,10 +23,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ds_ring.config.json_text import SECTION
-from ds_ring.data.batch import EMBEDS, IGNORE, cache_in, warn_of_shifted_padding
+from ds_ring.data.batch import EMBEDS, IGNORE, cache_in, warn_about_shifted_padding
 from ds_ring.data.batch_sharding import BatchSharding
-from ds_ring.data.engine import DEEPSPEED, ENGINE, MODULE, is_of_transformers
-from ds_ring.data.loss import number_of, sequence_sum_op
+from ds_ring.data.engine import DEEPSPEED, ENGINE, MODULE, is_transformers_model
+from ds_ring.data.loss import get_mesh_number, sequence_sum_op
 from ds_ring.data.outputs import Gather, is_number, make_whole_output
 from ds_ring.data.session import RingSession
 from ds_ring.engines.deepspeed.initialize import leave_shm_out
@@ -75,7 +75,11 @@ def enable() -> None:
 # What reads the DeepSpeed JSON when it is made, and where it has it.
 _READERS: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
     ("deepspeed.runtime.engine", "DeepSpeedEngine", lambda engine: engine._config._param_dict),
-    ("accelerate.accelerator", "Accelerator", lambda one: one.state.deepspeed_plugin.deepspeed_config),
+    (
+        "accelerate.accelerator",
+        "Accelerator",
+        lambda accelerator: accelerator.state.deepspeed_plugin.deepspeed_config,
+    ),
     ("transformers.training_args", "TrainingArguments", lambda args: args.hf_deepspeed_config.config),
 )
 
@@ -193,7 +197,7 @@ class WholeBatches:
         if _ITEMS in local and (items is not None or not torch.is_grad_enabled()):
             if items is None:  # the labelled tokens of this rank's sequences
                 mine = (local["shift_labels"] != IGNORE).sum().float()
-                items = sequence_sum_op(mine, number_of(self._session.mesh)).clamp_min(1)
+                items = sequence_sum_op(mine, get_mesh_number(self._session.mesh)).clamp_min(1)
             items = torch.as_tensor(items, device=self._session.device)
             local[_ITEMS] = items * self.share
         shifts = "labels" in arguments and "shift_labels" not in arguments
@@ -237,7 +241,7 @@ class WholeBatches:
         Raises:
             RingConfigError: there are labels as well.
         """
-        if not is_of_transformers(self._module):
+        if not is_transformers_model(self._module):
             return None
         keep = arguments.pop(_KEEP, None)
         tokens = next(
@@ -260,7 +264,7 @@ class WholeBatches:
 
     def summed(self, local: Tensor) -> Tensor:
         """Return the sum over the ranks of a sequence, without a gradient. Collective."""
-        return sequence_sum_op(local.detach(), number_of(self._session.mesh))
+        return sequence_sum_op(local.detach(), get_mesh_number(self._session.mesh))
 
     def shown(self, local_loss: Tensor) -> Tensor:
         """Return a loss with the gradient of this rank's and the value of the replica's. Collective."""
@@ -295,7 +299,7 @@ class WholeBatches:
             next_BT = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORE)
             is_last_padding_BT = torch.arange(tokens, device=mask_BT.device) == left_B1 - 1
             if bool((next_BT != IGNORE)[is_last_padding_BT].any()):
-                warn_of_shifted_padding()
+                warn_about_shifted_padding()
             batch = batch | {"shift_labels": next_BT.masked_fill(is_last_padding_BT, IGNORE)}
             del batch["labels"]
         by_token = {key for key, x in batch.items() if x.shape[:2] == mask_BT.shape}
@@ -319,7 +323,7 @@ class WholeBatches:
 _of_modules: weakref.WeakKeyDictionary[nn.Module, WholeBatches] = weakref.WeakKeyDictionary()
 
 
-def whole_batches_of(module: nn.Module) -> WholeBatches | None:
+def find_whole_batches(module: nn.Module) -> WholeBatches | None:
     """Return what shards the batches of an engine or of its module; None where neither is on a ring."""
     return _of_modules.get(module)
 

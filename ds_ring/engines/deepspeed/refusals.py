@@ -297,7 +297,7 @@ class RingUse:
                 f" {fault}; {_WHAT_TO_DO}"
             )
         if self._is_own and not self._seen and not is_alone:
-            self._warn(self._session.batches.names_of((*args, *kwargs.values())), sharding, output)
+            self._warn(self._session.batches.list_tensor_names((*args, *kwargs.values())), sharding, output)
         self._seen.add(training)
         return output
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.data.batch_sharding import BatchSharding
-from ds_ring.data.engine import DEEPSPEED, ENGINE, is_of_transformers
+from ds_ring.data.engine import DEEPSPEED, ENGINE, is_transformers_model
 from ds_ring.data.layer_patterns import LayerPatterns
 from ds_ring.data.packing import RowGroup
 from ds_ring.data.session import RingSession
@@ -226,7 +226,7 @@ def whole_parameters(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Te
     return weights, gradients
 
 
-def results_of(output: Any) -> tuple[Tensor, Tensor | None]:
+def read_outputs(output: Any) -> tuple[Tensor, Tensor | None]:
     """Return logits (or hidden states) and loss of a model's output."""
     if isinstance(output, Tensor):
         return (output, None) if output.ndim else (output[None], output)
@@ -323,7 +323,7 @@ def without_masks(alone: nn.Module) -> Iterator[None]:
     """Run inner models without padding masks, as a ring does: the module around them has one."""
     with ExitStack() as stack:
         for part in alone.modules():
-            if part is not alone and is_of_transformers(part):
+            if part is not alone and is_transformers_model(part):
                 stack.enter_context(applied(_drop_mask, layer=part))
         yield
 
@@ -376,7 +376,7 @@ class FirstBatch:
         with recording(self.engine.module, self.session.needs.encoder_modules(self.engine.module)) as layers:
             output = forward(*args, **kwargs)
         attended = sharding.layout.tokens, sharding.patterns, sharding.groups
-        logits, loss = results_of(output)
+        logits, loss = read_outputs(output)
         seen = Forward(args, kwargs, attended, logits, loss, layers, sharding=sharding)
         # What the training loop makes of the results shows in the backward pass.
         for name, result in (("loss", loss), ("logits", None if logits is loss else logits)):
@@ -479,7 +479,7 @@ class FirstBatch:
                 kwargs = self.session.needs.copies.arguments(alone, kwargs, single)
                 args, kwargs = on_device((part.args, kwargs), self.session.device)
                 output = alone(*args, **kwargs)
-                logits, loss = results_of(output)
+                logits, loss = read_outputs(output)
                 if "loss" in part.gradients and loss is not None:
                     (loss * part.gradients["loss"].to(loss)).backward()
                     total += float(loss.detach())

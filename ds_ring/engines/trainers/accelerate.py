@@ -155,7 +155,7 @@ def _start(start: Callable[..., None], accelerator: Any, *args: Any, **kwargs: A
     ring.validate_world(accelerator.state.num_processes)
     others = [f"{axis}_size" for axis in ("tp", "cp", "sp") if getattr(parallel, f"{axis}_enabled", False)]
     if getattr(parallel, "sp_backend", None) == BACKEND:
-        others = [one for one in others if one != "sp_size"]
+        others = [key for key in others if key != "sp_size"]
     if others:
         raise RingConfigError(
             f'parallelism_config: expected no {others[0]}, got one above 1; set its backend to "{BACKEND}"'
@@ -167,9 +167,9 @@ def _start(start: Callable[..., None], accelerator: Any, *args: Any, **kwargs: A
     # accelerate refuses an "auto" that it does not know. Ours are the defaults.
     config[SECTION] = {key: value for key, value in config[SECTION].items() if value != AUTO}
     # The copy that from_pretrained reads at ZeRO 3 needs a number, too.
-    for one in (config, getattr(getattr(plugin, "dschf", None), "config", config)):
-        one[SP_KEY] = ring.sequence_parallel_size
-    replicas = _replicas.to(_class_of(type(accelerator)))  # type: ignore[arg-type]
+    for settings in (config, getattr(getattr(plugin, "dschf", None), "config", config)):
+        settings[SP_KEY] = ring.sequence_parallel_size
+    replicas = _replicas.to(_make_ring_class(type(accelerator)))  # type: ignore[arg-type]
     apply(_own_samples.to(False), replicas, accelerator=accelerator)
     if "transformers.trainer" in sys.modules:  # it makes an Accelerator of its own
         enable_trainer()
@@ -208,11 +208,11 @@ def _gathered(gather: Callable[[Any], Any], tensor: Any) -> Any:
     """Gather tensors over the data replicas, each once."""
     ranks = sequence_ranks()
 
-    def first_of_sequence(gathered: Tensor) -> Tensor:  # [ranks * n, ...] -> [replicas * n, ...]
+    def take_first_ranks(gathered: Tensor) -> Tensor:  # [ranks * n, ...] -> [replicas * n, ...]
         by_rank = gathered.unflatten(0, (PartialState().num_processes // ranks, ranks, -1))
         return by_rank[:, 0].flatten(0, 1)
 
-    return recursively_apply(first_of_sequence, gather(tensor), error_on_other_type=True)
+    return recursively_apply(take_first_ranks, gather(tensor), error_on_other_type=True)
 
 
 @patch(
@@ -237,7 +237,7 @@ class _ReplicaState(AcceleratorState):  # type: ignore[misc]
 
 
 @functools.lru_cache(maxsize=64)
-def _class_of(kind: type[Any]) -> type[Any]:
+def _make_ring_class(kind: type[Any]) -> type[Any]:
     return type(kind.__name__, (_OnARing, kind), {})
 
 
@@ -279,10 +279,10 @@ class _OnARing(Accelerator):  # type: ignore[misc]
 
     def _prepare_deepspeed(self, *args: Any) -> tuple[Any, ...]:
         prepared: tuple[Any, ...] = super()._prepare_deepspeed(*args)
-        for one in prepared:
-            if type(one) is AcceleratedScheduler:
+        for item in prepared:
+            if type(item) is AcceleratedScheduler:
                 replicas = _scheduler_replicas.to(self.num_processes)
-                apply(replicas, _scheduler_class.to(_Scheduler), scheduler=one)
+                apply(replicas, _scheduler_class.to(_Scheduler), scheduler=item)
         return prepared
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:

@@ -60,9 +60,9 @@ def write_ring_ranks(json: dict[str, Any], parallel: Any) -> None:
     ranks = getattr(parallel, "ring_ranks", None)
     if ranks is None:
         return
-    asked = json.setdefault(SP_KEY, ranks)
-    if asked not in (ranks, "auto"):
-        raise RingConfigError(f'parallelism_config: expected {asked} ranks ("{SP_KEY}"), got {ranks}')
+    configured = json.setdefault(SP_KEY, ranks)
+    if configured not in (ranks, "auto"):
+        raise RingConfigError(f'parallelism_config: expected {configured} ranks ("{SP_KEY}"), got {ranks}')
     json[SP_KEY] = ranks
     json.setdefault(SECTION, {})
 
@@ -100,8 +100,8 @@ def _refuse_other_engines(args: Any) -> None:
             raise RingConfigError.wrong(
                 kind.__name__, f"{name}=False", f"True: {why}", "use the model's own generate"
             )
-    uncompared = (one for one in kind.__mro__ if one.__module__.startswith(_UNCOMPARED))
-    if any("temperature" in vars(one).get("__annotations__", {}) for one in uncompared):
+    uncompared = (base for base in kind.__mro__ if base.__module__.startswith(_UNCOMPARED))
+    if any("temperature" in vars(base).get("__annotations__", {}) for base in uncompared):
         raise RingConfigError(
             f"{kind.__name__}: expected a method that has been compared with one process, got another one;"
             " use GRPOTrainer, RLOOTrainer or DistillationTrainer, or leave out ds_ring.enable()"
@@ -127,9 +127,9 @@ def enable_trainer() -> None:
         _batch_size,
         _no_sp_size,
         _reading_the_loss,
-        _of_each_replica,
+        _add_up_flops,
         _counting_steps,
-        _with_loaders_of_replicas,
+        _make_replica_loaders,
         _with_documents,
     )
 
@@ -153,7 +153,7 @@ def _no_sp_size(trainer: Any) -> int:
     "store_flos", feature="flops",
     reason="adds the operations of all ranks, each of which has counted its sequence's whole batch",
 )  # fmt: skip
-def _of_each_replica(store: Callable[[Any], None], trainer: Any) -> None:
+def _add_up_flops(store: Callable[[Any], None], trainer: Any) -> None:
     """Add up the operations of a ring's ranks to those of its replica: each has counted the whole batch."""
     share = trainer.current_flos / trainer.accelerator.sequence_ranks
     apply(_flops_share.to(share), trainer=trainer)
@@ -164,7 +164,7 @@ def _of_each_replica(store: Callable[[Any], None], trainer: Any) -> None:
     "_get_dataloader", feature="loaders",
     reason="ranks of a sequence read the samples of one replica (batch_rebalance); their workers draw alike",
 )  # fmt: skip
-def _with_loaders_of_replicas(make: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
+def _make_replica_loaders(make: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
     with counting_replicas(trainer):
         return make(trainer, *args, **kwargs)
 
@@ -244,5 +244,5 @@ def _reading_the_loss(
     when="an evaluation reads nothing but the loss",
 )  # fmt: skip
 def _loss_alone(compute_loss: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    found = compute_loss(*args, **kwargs)
-    return (found[0], {}) if isinstance(found, tuple) else found
+    outputs = compute_loss(*args, **kwargs)
+    return (outputs[0], {}) if isinstance(outputs, tuple) else outputs

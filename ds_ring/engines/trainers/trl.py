@@ -24,7 +24,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from ds_ring.data.batch import IGNORE, LABEL_KEYS
 from ds_ring.data.outputs import LocalOutput
-from ds_ring.engines.deepspeed.enable import whole_batches_of
+from ds_ring.engines.deepspeed.enable import find_whole_batches
 from ds_ring.errors import RingConfigError
 from ds_ring.patches import PatchTable, applied, apply, patch
 from ds_ring.schedule.layout import Layout
@@ -76,20 +76,20 @@ class _Distillation:
         **kwargs: Any,
     ) -> Any:
         """Call `method` inside a forward pass of `wrapper`, an engine on a ring or its module."""
-        whole = whole_batches_of(wrapper)
+        whole = find_whole_batches(wrapper)
         if whole is None:
             return call(redirection, wrapper, module, method, *args, **kwargs)
-        given: dict[str, Any] = inspect.signature(method).bind(*args, **kwargs).arguments
-        if "inputs" not in given:  # the teacher's hidden states
+        arguments: dict[str, Any] = inspect.signature(method).bind(*args, **kwargs).arguments
+        if "inputs" not in arguments:  # the teacher's hidden states
 
             def hidden_states(local: dict[str, Any]) -> tuple[Tensor]:
                 self._check_layout(whole.layout)
-                return (method(**given),)
+                return (method(**arguments),)
 
             return _passed(wrapper, module, self._batch, hidden_states)[0]
-        batch, labels_BT = _batch_of(given["inputs"])
+        batch, labels_BT = _read_batch(arguments["inputs"])
         count = (labels_BT[:, 1:] != IGNORE).sum()
-        items = given["num_items_in_batch"]
+        items = arguments["num_items_in_batch"]
         items = count.clamp_min(1) if items is None else items
 
         def loss(local: dict[str, Any]) -> Any:
@@ -100,7 +100,7 @@ class _Distillation:
                 "prompt_ids": none_B0, "prompt_mask": none_B0, "completion_ids": ids_BS,
                 "completion_mask": real_BS,
             }  # fmt: skip
-            return method(**given | {"inputs": inputs, "num_items_in_batch": items * whole.share})
+            return method(**arguments | {"inputs": inputs, "num_items_in_batch": items * whole.share})
 
         local_loss, entropies, _ = _passed(wrapper, module, batch | {"labels": labels_BT}, loss)
         return whole.shown(local_loss), whole.summed(entropies), count
@@ -121,10 +121,10 @@ def _passed(
     compute: Callable[[dict[str, Any]], tuple[Any, ...]],
 ) -> tuple[Any, ...]:
     """Return what `compute` makes of this rank's part of a whole batch, inside a forward pass."""
-    model = next(one for one in module.modules() if isinstance(one, PreTrainedModel))
+    model = next(part for part in module.modules() if isinstance(part, PreTrainedModel))
     with applied(partial(_compute_inside, model, compute), model=model):
-        found: tuple[Any, ...] = getattr(wrapper(**batch), _FOUND)
-    return found
+        values: tuple[Any, ...] = getattr(wrapper(**batch), _FOUND)
+    return values
 
 
 @patch(
@@ -132,9 +132,9 @@ def _passed(
     feature="redirection.model", reason="computes that loss; taken back after the pass",
 )  # fmt: skip
 def _compute_inside(
-    model: PreTrainedModel, compute: Callable[[dict[str, Any]], tuple[Any, ...]], **given: Any
+    model: PreTrainedModel, compute: Callable[[dict[str, Any]], tuple[Any, ...]], **inputs: Any
 ) -> _Output:
-    local = {key: value for key, value in given.items() if value is not None}
+    local = {key: value for key, value in inputs.items() if value is not None}
     of_backbone = {key: value for key, value in local.items() if key not in _NOT_OF_BACKBONES}
     with applied(partial(_local_tokens, of_backbone), _a_token_more, base=model.base_model):
         return _Output({_FOUND: compute(local)})
@@ -154,7 +154,7 @@ def _a_token_more(_: nn.Module, __: Any, ___: Any, output: Any) -> BaseModelOutp
     return BaseModelOutput(last_hidden_state=nn.functional.pad(output.last_hidden_state, (0, 0, 0, 1)))
 
 
-def _batch_of(inputs: Mapping[str, Any]) -> tuple[dict[str, Tensor], Tensor]:
+def _read_batch(inputs: Mapping[str, Any]) -> tuple[dict[str, Tensor], Tensor]:
     """Return the batch of prompts and completions, and its labels [B, T]: tokens that count in the loss."""
     others = [key for key, value in inputs.items() if value is not None and any(x in key for x in _IMAGES)]
     if others:

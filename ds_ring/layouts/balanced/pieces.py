@@ -29,7 +29,7 @@ def make_balanced(tokens: int, ring_size: int, multiple_of: int, mix: Mix, speed
     """Assign pieces of the sequence so that all ranks have the same work; [Note: the cost of a layout]."""
     if not mix:
         raise RingLayoutError('layout "balanced" needs the pattern: make_layout(..., pattern=...)')
-    bound = tuple((bind_one_head(one), layers) for one, layers in mix)
+    bound = tuple((bind_one_head(pattern), layers) for pattern, layers in mix)
     options = even_pieces(tokens, ring_size, multiple_of, bound, speeds)
     return (
         choose_best(bound, options)[0].layout if options else ChunkLayout(tokens, ring_size, multiple_of, 1)
@@ -40,7 +40,7 @@ def even_pieces(
     tokens: int, ring_size: int, multiple_of: int, mix: Mix, speeds: Speeds = ()
 ) -> list[Candidate]:
     """Return contiguous shards of equal work, and pieces dealt out in two ways, until some are even."""
-    sizes, found = (tokens, ring_size, multiple_of), []
+    sizes, candidates = (tokens, ring_size, multiple_of), []
     # at most one piece per token; 0 if there are fewer tokens than ranks
     finest = min(PIECES_PER_RANK[-1] * ring_size, tokens // ring_size * ring_size)
     if not finest:
@@ -49,7 +49,7 @@ def even_pieces(
     bounds, finest_works = _pieces(mix, tokens, finest)
     cuts = _even_cuts(*sizes, bounds, np.sum(finest_works, axis=0), shares)
     if cuts is not None:
-        found.append(rated(mix, cuts, speeds))
+        candidates.append(rated(mix, cuts, speeds))
     for per_rank in PIECES_PER_RANK:
         pieces = ring_size * per_rank
         if finest % pieces:
@@ -60,22 +60,22 @@ def even_pieces(
         for deal in (_snake, partial(_nearest, shares=shares)):
             owners = deal(np.sum(works, axis=0), ring_size)
             loads = [np.bincount(owners, weights=work, minlength=ring_size) for work in works]
-            found.append(
+            candidates.append(
                 Candidate(PieceLayout(*sizes, borders, tuple(owners.tolist())), imbalance(loads, speeds))
             )
         # Refine the pieces only until there are enough even layouts to compare.
-        if sum(option.imbalance <= EVEN for option in found) >= COMPARED:
+        if sum(option.imbalance <= EVEN for option in candidates) >= COMPARED:
             break
-    return found
+    return candidates
 
 
 def _pieces(mix: Mix, tokens: int, pieces: int) -> tuple[IntArray, list[np.ndarray]]:
     """Return the borders of equal pieces and, for each pattern over all of its layers, the pairs of each."""
-    each, more = divmod(tokens, pieces)
+    each, rest = divmod(tokens, pieces)
     number = np.arange(pieces + 1)
-    bounds = each * number + more * number // pieces  # tokens * number // pieces
+    bounds = each * number + rest * number // pieces  # tokens * number // pieces
     runs = np.stack([bounds[:-1], np.ones(pieces, dtype=np.int64), np.diff(bounds)], axis=1)
-    return bounds, [layers * count_run_work(one, runs, tokens) for one, layers in mix]
+    return bounds, [layers * count_run_work(pattern, runs, tokens) for pattern, layers in mix]
 
 
 def _even_cuts(

@@ -20,7 +20,7 @@ from ds_ring.memory.tiles.deferred_logits import DeferredLogits, HeadFunction
 from ds_ring.memory.tiles.keys import get_chunk_tokens
 from ds_ring.models.model import MODEL, TABLE
 from ds_ring.models.model_part import Loss, ModelPart
-from ds_ring.patches import imports_of, patch
+from ds_ring.patches import guard_imports, patch
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ def tiled_head(model: PreTrainedModel, session: RingSession) -> TiledHead | None
     elif type(head) is not nn.Linear:
         why_not = f"expected a torch.nn.Linear as its head, got {type(head).__name__}"
     else:
-        with imports_of(_KEY, "transformers"):
+        with guard_imports(_KEY, "transformers"):
             from transformers.loss.loss_utils import ForCausalLMLoss
         loss = getattr(model.loss_function, "loss_function", model.loss_function)
         if loss is not ForCausalLMLoss:

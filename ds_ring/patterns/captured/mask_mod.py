@@ -37,10 +37,10 @@ from ds_ring.patterns.captured.traced import (
     SAMPLED,
     CapturedValues,
     Traced,
-    constant_of,
     first_line,
     functorch_allowed,
-    name_of,
+    get_constant,
+    name_function,
     trace,
 )
 
@@ -50,7 +50,7 @@ _aten = torch.ops.aten
 def _refusal(function: MaskFunction, expected: str, got: str) -> RingPatternError:
     """Return the error for a function that is no mask."""
     return RingPatternError(
-        f"MaskMod {name_of(function)}: expected {expected}, got {got}; write it like FlexAttention's"
+        f"MaskMod {name_function(function)}: expected {expected}, got {got}; write it like FlexAttention's"
         " mask_mod, with 0-d tensors of global positions: torch operators only, one boolean for each pair"
     )
 
@@ -64,7 +64,7 @@ def _is_elementwise(graph: fx.GraphModule) -> bool:
         if node.op == "placeholder" or not of_pairs.isdisjoint(node.all_input_nodes):
             of_pairs.add(node)
         if node.op == "get_attr":
-            constant = constant_of(graph, node)
+            constant = get_constant(graph, node)
             return not (constant.is_floating_point() or constant.is_complex())
         if node.op != "call_function":
             return True
@@ -76,7 +76,7 @@ def _is_elementwise(graph: fx.GraphModule) -> bool:
             )
             return is_pointwise and _has_one_type(graph, node, of_pairs)
         table, indices = cast(tuple[fx.Node, list[fx.Node]], node.args)
-        return table.op == "get_attr" and len(indices) == constant_of(graph, table).dim()
+        return table.op == "get_attr" and len(indices) == get_constant(graph, table).dim()
 
     return all(map(accepts, graph.graph.nodes))
 
@@ -84,13 +84,13 @@ def _is_elementwise(graph: fx.GraphModule) -> bool:
 def _has_one_type(graph: fx.GraphModule, node: fx.Node, of_pairs: set[fx.Node]) -> bool:
     """Return whether an operator computes in one type, with 0-d tensors and with those that broadcast."""
     dtypes: list[set[torch.dtype]] = [set(), set()]  # of what broadcasts, and of numbers
-    for one in node.all_input_nodes:
-        found = constant_of(graph, one) if one.op == "get_attr" else one.meta["val"]
-        dtypes[one not in of_pairs].add(found.dtype)
+    for source in node.all_input_nodes:
+        value = get_constant(graph, source) if source.op == "get_attr" else source.meta["val"]
+        dtypes[source not in of_pairs].add(value.dtype)
     if len(dtypes[0] | dtypes[1]) == 1 or not all(dtypes):
         return True
     try:
-        broadcast, number = (functools.reduce(torch.promote_types, one) for one in dtypes)
+        broadcast, number = (functools.reduce(torch.promote_types, side) for side in dtypes)
         both = torch.empty(1, dtype=broadcast, device="cpu"), torch.empty((), dtype=number, device="cpu")
         return torch.result_type(*both) == torch.promote_types(broadcast, number)
     except RuntimeError:  # types that do not mix
@@ -133,23 +133,23 @@ def _evaluate(
     batch = torch.arange(samples, device=q.device) if facts.by_batch else torch.zeros_like(q[0])
     numbers: Any = heads if facts.by_head else 0
     head = torch.tensor(numbers, dtype=torch.int64, device=q.device)
-    own = facts.traced.function(q.device)
+    traced = facts.traced.function(q.device)
     if facts.elementwise:
         every = batch.view(-1, 1, 1, 1), head.view(-1, 1, 1), q[:, None], k[None]
         shape = batch.numel(), head.numel(), len(q), len(k)
-        found = _call(function, own, *every).expand(shape)
-        return found if facts.by_batch or facts.by_head else found[0, 0]
+        values = _call(function, traced, *every).expand(shape)
+        return values if facts.by_batch or facts.by_head else values[0, 0]
     # The innermost vmap makes the last dimension, so the order is keys, queries, heads, samples.
-    mapped: Callable[..., Tensor] = torch.vmap(own, in_dims=(None, None, None, 0))
+    mapped: Callable[..., Tensor] = torch.vmap(traced, in_dims=(None, None, None, 0))
     mapped = torch.vmap(mapped, in_dims=(None, None, 0, None))
     if facts.by_head:
         mapped = torch.vmap(mapped, in_dims=(None, 0, None, None))
     if facts.by_batch:
         mapped = torch.vmap(mapped, in_dims=(0, None, None, None))
-    found = _call(function, mapped, batch, head, q, k)
+    values = _call(function, mapped, batch, head, q, k)
     if facts.by_batch and not facts.by_head:
-        return found.unsqueeze(1)
-    return found.unsqueeze(0) if facts.by_head and not facts.by_batch else found
+        return values.unsqueeze(1)
+    return values.unsqueeze(0) if facts.by_head and not facts.by_batch else values
 
 
 def _call(function: MaskFunction, mapped: Callable[..., Tensor], *args: Tensor) -> Tensor:
@@ -215,18 +215,18 @@ class MaskMod(Pattern):
     @property
     def facts(self) -> MaskFacts:
         """Return the facts of the traced function; raise RingPatternError if it cannot be traced."""
-        found = self._traced[1]
-        if isinstance(found, RingPatternError):
-            raise found.with_traceback(None)
-        return found
+        facts = self._traced[1]
+        if isinstance(facts, RingPatternError):
+            raise facts.with_traceback(None)
+        return facts
 
     @cached_property
     def _value(self) -> tuple[object, ...]:
-        found = self._traced[1]
+        facts = self._traced[1]
         value: tuple[object, ...] = (ByIdentity(self.function),)  # of a refused function
-        if isinstance(found, MaskFacts):
-            value = found.traced.value
-        return (name_of(self.function), self.is_known_causal, *value)
+        if isinstance(facts, MaskFacts):
+            value = facts.traced.value
+        return (name_function(self.function), self.is_known_causal, *value)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, MaskMod) and self._value == other._value
@@ -242,10 +242,10 @@ class MaskMod(Pattern):
 
     def __str__(self) -> str:
         """Return the function's name, with a digest of its code and of its captured values."""
-        found = self._traced[1]
+        facts = self._traced[1]
         # a function that is none is refused at its first use; a text of it must not
-        contents = f", contents {found.traced.digest}" if isinstance(found, MaskFacts) else ""
-        return f"MaskMod({name_of(self.function)}{contents})"
+        contents = f", contents {facts.traced.digest}" if isinstance(facts, MaskFacts) else ""
+        return f"MaskMod({name_function(self.function)}{contents})"
 
 
 @dataclass(frozen=True)
@@ -287,8 +287,8 @@ class HeadMask(PairMask):
         captured, _ = self.whole._traced
         if self.whole.facts.traced.is_changed(self.whole.function, captured):
             raise RingPatternError(
-                f"MaskMod {name_of(self.whole.function)}: expected unchanged captured values, got others than"
-                " when it was made; make a new MaskMod for a new mask"
+                f"MaskMod {name_function(self.whole.function)}: expected unchanged captured values, got"
+                " others than when it was made; make a new MaskMod for a new mask"
             )
 
     def pairs(self, q: IntArray, k: IntArray) -> IntArray:
@@ -299,7 +299,7 @@ class HeadMask(PairMask):
             return np.zeros(q.shape, dtype=bool)
         ours, theirs = (torch.from_numpy(x.flatten()) for x in (q, k))  # copies: q and k may be read-only
         pairwise = torch.vmap(self.function(ours.device), in_dims=(None, None, 0, 0))
-        found = _call(
+        values = _call(
             function,
             pairwise,
             torch.tensor(0, device="cpu"),
@@ -307,4 +307,4 @@ class HeadMask(PairMask):
             ours,
             theirs,
         )
-        return found.numpy().reshape(q.shape)
+        return values.numpy().reshape(q.shape)

@@ -31,7 +31,7 @@ from ds_ring.patterns.captured.traced import (
     first_line,
     functorch_allowed,
     indexed_by_tensors,
-    name_of,
+    name_function,
     trace,
     uncompiled,
     without_modes,
@@ -78,15 +78,15 @@ class ScoreMod:
     @classmethod
     def lookup(cls, function: ScoreFunction) -> ScoreMod:
         """Return the ScoreMod of a function as it is now, the one of before if it captured numbers alone."""
-        found = None
+        mod = None
         with suppress(Exception):  # a function that has no hash, or no weak references
-            found = _score_mods.get(function)
-        if found is not None and found.captured.is_all and not found.is_changed():
-            return found
-        found = cls(function)
+            mod = _score_mods.get(function)
+        if mod is not None and mod.captured.is_all and not mod.is_changed():
+            return mod
+        mod = cls(function)
         with suppress(Exception):
-            _score_mods[function] = found
-        return found
+            _score_mods[function] = mod
+        return mod
 
     captured: CapturedValues = field(init=False, repr=False)
     _required: list[bool] = field(init=False, repr=False)  # a gradient, when the function was traced
@@ -112,7 +112,7 @@ class ScoreMod:
 
     def _refusal(self, expected: str, got: str) -> RingConfigError:
         return RingConfigError(
-            f"score_mod {name_of(self.function)}: expected {expected}, got {got}; write it as for"
+            f"score_mod {name_function(self.function)}: expected {expected}, got {got}; write it as for"
             " FlexAttention: torch operators on tensors without dimensions"
         )
 
@@ -141,8 +141,8 @@ class ScoreMod:
         value = self.traced(torch.float32).function()
 
         def both(score: Tensor, batch: Tensor, head: Tensor, q: Tensor, k: Tensor, grad: Tensor) -> Any:
-            found, pull, *_ = torch.func.vjp(lambda x: value(x, batch, head, q, k, x), score)
-            return found, pull(grad.to(found.dtype))[0]
+            result, pull, *_ = torch.func.vjp(lambda x: value(x, batch, head, q, k, x), score)
+            return result, pull(grad.to(result.dtype))[0]
 
         try:
             derived = trace(both, _examples(torch.float32), self._refusal, "a score_mod", _SIGNATURE)
@@ -155,12 +155,12 @@ class ScoreMod:
         """Return the function itself, with the arguments of its trace."""
         function = uncompiled(self.function)
 
-        def of_pairs(
+        def evaluate_pairs(
             score: Tensor, batch: Tensor, head: Tensor, q: Tensor, k: Tensor, grad: Tensor
         ) -> Tensor:
             return function(score, batch, head, q, k)
 
-        return of_pairs
+        return evaluate_pairs
 
     def check_unchanged(self) -> None:
         """Raise RingConfigError for a function that captured other values since it was traced."""
@@ -192,8 +192,8 @@ class ScoreMod:
         """Raise RingConfigError for a captured tensor that requires a gradient now: it would get none."""
         if torch.is_grad_enabled() and self.needs_gradient:
             raise RingConfigError(
-                f"score_mod {name_of(self.function)}: expected captured tensors that require no gradient, got"
-                " one that does; detach it inside the function, or use torch.no_grad()"
+                f"score_mod {name_function(self.function)}: expected captured tensors that require no"
+                " gradient, got one that does; detach it inside the function, or use torch.no_grad()"
             )
 
     def __eq__(self, other: object) -> bool:
@@ -204,10 +204,10 @@ class ScoreMod:
 
     @cached_property
     def _value(self) -> tuple[object, ...]:
-        return name_of(self.function), self.needs_gradient, *self.traced(torch.float32).value
+        return name_function(self.function), self.needs_gradient, *self.traced(torch.float32).value
 
     def __str__(self) -> str:
-        return f"{name_of(self.function)}, contents {self.traced(torch.float32).digest}"
+        return f"{name_function(self.function)}, contents {self.traced(torch.float32).digest}"
 
 
 _score_mods: WeakKeyDictionary[ScoreFunction, ScoreMod] = WeakKeyDictionary()
@@ -243,8 +243,8 @@ class HeadScores(NamedTuple):
     ) -> Tensor:
         device = scores_BHQK.device
         batch, heads = (torch.tensor(x, device=device) for x in (range(len(scores_BHQK)), self.heads))
-        given = scores_BHQK, grad_BHQK, batch, heads, q_positions, k_positions
-        return _evaluated(self.mod, result, *given).to(scores_BHQK.dtype)
+        arguments = scores_BHQK, grad_BHQK, batch, heads, q_positions, k_positions
+        return _evaluated(self.mod, result, *arguments).to(scores_BHQK.dtype)
 
 
 def _evaluated(

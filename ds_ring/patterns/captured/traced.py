@@ -62,10 +62,10 @@ PairFunction = Callable[..., Tensor]
 MakesRefusal = Callable[[str, str], RingError]  # of (expected, got)
 
 
-def name_of(function: Callable[..., Any]) -> str:
+def name_function(function: Callable[..., Any]) -> str:
     """Return module and qualified name of a function, of the class of any other callable."""
     if isinstance(function, functools.partial):
-        return f"partial of {name_of(function.func)}"
+        return f"partial of {name_function(function.func)}"
     function = inspect.unwrap(function)
     named = function if hasattr(function, "__qualname__") else type(function)
     return f"{named.__module__}.{named.__qualname__}"
@@ -131,14 +131,14 @@ class Traced:
 
     def __init__(self, graph: fx.GraphModule) -> None:
         self.graph = graph
-        self.digest = digest_of(graph)
+        self.digest = compute_digest(graph)
         nodes = [node for node in graph.graph.nodes if node.op == "get_attr"]
         # several nodes may read the same captured tensor
-        unique = {id(tensor): tensor for tensor in (constant_of(graph, node) for node in nodes)}
+        unique = {id(tensor): tensor for tensor in (get_constant(graph, node) for node in nodes)}
         self.captured = [(tensor, writes_to(tensor)) for tensor in unique.values()]
         self.constants = tuple(tensor.detach().clone() for tensor in unique.values())
         numbers = {key: number for number, key in enumerate(unique)}
-        self._number_of = {node: numbers[id(constant_of(graph, node))] for node in nodes}
+        self._number_of = {node: numbers[id(get_constant(graph, node))] for node in nodes}
         self._functions: dict[tuple[int, torch.device, Any], PairFunction] = {}
 
     @cached_property
@@ -164,11 +164,11 @@ class Traced:
             constants = tuple(x.to(device) if _CPU in (x.device, device) else x for x in held)
         code = self._code(result, device, constants)
 
-        def of_pairs(*arguments: Tensor) -> Tensor:
+        def evaluate_pairs(*arguments: Tensor) -> Tensor:
             return cast(Tensor, code(None, *constants, *arguments))
 
-        self._functions[key] = of_pairs
-        return of_pairs
+        self._functions[key] = evaluate_pairs
+        return evaluate_pairs
 
     def _code(self, result: int, device: torch.device, constants: tuple[Tensor, ...]) -> Callable[..., Any]:
         """Return the code of one result, whose first arguments are a module (unused) and the constants."""
@@ -216,15 +216,15 @@ def trace(
     before = random.getstate(), repr(np.random.get_state())
 
     def work() -> Traced:
-        first, second = (_graph_of(function, arguments, refusal, what, signature, check) for _ in range(2))
-        if digest_of(first) != digest_of(second):
+        first, second = (_make_graph(function, arguments, refusal, what, signature, check) for _ in range(2))
+        if compute_digest(first) != compute_digest(second):
             raise refusal(f"{what} that is the same at every call", "two traces that differ")
         return Traced(first)
 
-    found = without_modes(work)
+    result = without_modes(work)
     if before != (random.getstate(), repr(np.random.get_state())):
         raise refusal(f"{what} without random numbers", "one that draws them")
-    return found
+    return result
 
 
 def without_modes(work: Callable[[], T]) -> T:
@@ -236,7 +236,7 @@ def without_modes(work: Callable[[], T]) -> T:
         return thread.submit(work).result()
 
 
-def _graph_of(
+def _make_graph(
     function: Callable[..., Any], arguments: Sequence[Tensor], refusal: MakesRefusal, what: str,
     signature: str, check: Callable[[Any], None] | None,
 ) -> fx.GraphModule:  # fmt: skip
@@ -276,17 +276,17 @@ def _graph_of(
     return graph
 
 
-def constant_of(graph: fx.GraphModule, node: fx.Node) -> Tensor:
+def get_constant(graph: fx.GraphModule, node: fx.Node) -> Tensor:
     """Return the captured tensor that a node of the graph reads."""
     return cast(Tensor, functools.reduce(getattr, str(node.target).split("."), graph))
 
 
-def digest_of(graph: fx.GraphModule) -> str:
+def compute_digest(graph: fx.GraphModule) -> str:
     """Hash the graph, in a form that is the same in every process, and the values of its constants."""
     numbers = {node: f"%{number}" for number, node in enumerate(graph.graph.nodes)}
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
 
-    def text_of(x: Any) -> Any:
+    def format_argument(x: Any) -> Any:
         if isinstance(x, fx.Node):
             return numbers[x]
         # the kind of device only: its number differs from rank to rank
@@ -295,16 +295,16 @@ def digest_of(graph: fx.GraphModule) -> str:
     for node in graph.graph.nodes:
         target = str(node.target)
         if node.op == "get_attr":
-            tensor = constant_of(graph, node)
-            target = f"{tensor.dtype} {tuple(tensor.shape)} {_digest_of_values(tensor)}"
+            tensor = get_constant(graph, node)
+            target = f"{tensor.dtype} {tuple(tensor.shape)} {_digest_values(tensor)}"
         elif node.op == "placeholder":
             target = node.op  # names of arguments do not matter
-        arguments = fx.node.map_aggregate((node.args, node.kwargs), text_of)
-        found.update(f"{node.op} {target} {arguments}\n".encode())
-    return found.hexdigest()[:16]
+        arguments = fx.node.map_aggregate((node.args, node.kwargs), format_argument)
+        digest.update(f"{node.op} {target} {arguments}\n".encode())
+    return digest.hexdigest()[:16]
 
 
-def _digest_of_values(tensor: Tensor) -> str:
+def _digest_values(tensor: Tensor) -> str:
     if isinstance(tensor, FakeTensor):  # has none; a pass over fake tensors compares nothing
         return "fake"
     host = tensor.detach().cpu().contiguous()
@@ -338,11 +338,11 @@ class CapturedValues:
     @classmethod
     def by(cls, function: object) -> CapturedValues:
         """Return what a function has captured now."""
-        found = _all_values_of(function)
-        tensors = _tensors_in(found)
-        copies = without_modes(lambda: list(map(_copy_of, tensors))) if tensors else []
-        is_all = not any(isinstance(one, _Opaque) for one in found)
-        return cls(found, is_all, copies, [x.requires_grad for x in tensors])
+        values = _collect_all_values(function)
+        tensors = _tensors_in(values)
+        copies = without_modes(lambda: list(map(_copy_tensor, tensors))) if tensors else []
+        is_all = not any(isinstance(value, _Opaque) for value in values)
+        return cls(values, is_all, copies, [x.requires_grad for x in tensors])
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -351,10 +351,10 @@ class CapturedValues:
 
     def is_same(self, function: object) -> bool:
         """Return whether it has the same code, equal captured numbers, and the same unchanged objects."""
-        found = _all_values_of(function)
-        if found != self.values:
+        values = _collect_all_values(function)
+        if values != self.values:
             return False
-        tensors = _tensors_in(found)
+        tensors = _tensors_in(values)
         if [x.requires_grad for x in tensors] != self.requires_grad:
             return False
         both = zip(tensors, self.copies, strict=True)
@@ -362,20 +362,20 @@ class CapturedValues:
         return not pairs or without_modes(lambda: all(_has_bits(*pair) for pair in pairs))
 
 
-def _all_values_of(function: object) -> list[object]:
+def _collect_all_values(function: object) -> list[object]:
     function = uncompiled(function)
     if not callable(function):
         return list(_value(function, _STATE_DEPTH, set()))
-    return [ByIdentity(getattr(function, "__code__", None)), *_values_of(function, _STATE_DEPTH)]
+    return [ByIdentity(getattr(function, "__code__", None)), *_walk_values(function, _STATE_DEPTH)]
 
 
 def _tensors_in(values: list[object]) -> list[Tensor]:
-    objects = [one.value for one in values if isinstance(one, _Opaque)]
-    found = [one.value for one in objects if isinstance(one, ByIdentity)]
-    return [one for one in found if isinstance(one, Tensor)]
+    objects = [box.value for box in values if isinstance(box, _Opaque)]
+    contents = [box.value for box in objects if isinstance(box, ByIdentity)]
+    return [value for value in contents if isinstance(value, Tensor)]
 
 
-def _copy_of(tensor: Tensor) -> Tensor | None:
+def _copy_tensor(tensor: Tensor) -> Tensor | None:
     if isinstance(tensor, FakeTensor) or tensor.is_meta or tensor.layout is not torch.strided:
         return None
     return tensor.detach().clone(memory_format=torch.contiguous_format)
@@ -385,8 +385,8 @@ def _has_bits(tensor: Tensor, copy: Tensor) -> bool:
     """Return whether a tensor has the contents of a contiguous copy, NaN included."""
     if (tensor.shape, tensor.dtype, tensor.device) != (copy.shape, copy.dtype, copy.device):
         return False
-    own = tensor.detach().contiguous()
-    return not own.numel() or torch.equal(*(x.reshape(-1).view(torch.uint8) for x in (own, copy)))
+    original = tensor.detach().contiguous()
+    return not original.numel() or torch.equal(*(x.reshape(-1).view(torch.uint8) for x in (original, copy)))
 
 
 class _Opaque(NamedTuple):
@@ -395,31 +395,31 @@ class _Opaque(NamedTuple):
     value: object
 
 
-def _names_of(code: types.CodeType) -> set[str]:
+def _collect_names(code: types.CodeType) -> set[str]:
     """Return the names that a function's code, and the functions defined in it, read."""
-    inner = [one for one in code.co_consts if isinstance(one, types.CodeType)]
-    return set(code.co_names).union(*map(_names_of, inner))
+    inner = [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    return set(code.co_names).union(*map(_collect_names, inner))
 
 
-def _values_of(function: object, depth: int) -> Iterator[object]:
+def _walk_values(function: object, depth: int) -> Iterator[object]:
     """Yield what a callable captured."""
     function = uncompiled(function)
     if isinstance(function, functools.partial):
         parts: list[object] = [function.func, *function.args, *function.keywords.values()]
         names: set[str] = set()
     elif isinstance(function, types.FunctionType):
-        names = _names_of(function.__code__)
+        names = _collect_names(function.__code__)
         parts = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
         for cell in function.__closure__ or ():
             # an empty cell: the function refers to itself and is still being defined
             with contextlib.suppress(ValueError):
                 parts.append(cell.cell_contents)
-        found = function.__globals__
-        parts += [found[name] for name in sorted(names) if name in found]
+        variables = function.__globals__
+        parts += [variables[name] for name in sorted(names) if name in variables]
     else:  # a method, or an object with __call__
         owner = getattr(function, "__self__", function)
         parts = [getattr(function, "__func__", inspect.getattr_static(function, "__call__", None))]
-        names = _names_of(getattr(parts[0], "__code__", _NO_CODE))
+        names = _collect_names(getattr(parts[0], "__code__", _NO_CODE))
         frozen = is_dataclass(owner) and vars(type(owner))["__dataclass_params__"].frozen
         yield ByIdentity(owner) if frozen else _Opaque(ByIdentity(owner))
         yield from _attributes(owner, depth, names)
@@ -446,28 +446,28 @@ def _value(part: object, depth: int, names: set[str]) -> Iterator[object]:
     elif isinstance(part, (list, tuple, dict, set, frozenset)) and depth:
         # The length distinguishes nested lists with the same items, such as [[1], [2]] and [[1, 2]].
         yield len(part)
-        for one in (x for pair in part.items() for x in pair) if isinstance(part, dict) else part:
-            yield from _value(one, depth - 1, names)
+        for item in (x for pair in part.items() for x in pair) if isinstance(part, dict) else part:
+            yield from _value(item, depth - 1, names)
     elif isinstance(part, (types.FunctionType, types.MethodType, functools.partial)) and depth:
         part = uncompiled(part)
         yield ByIdentity(getattr(part, "__code__", None))
         if getattr(part, "__dict__", None):  # attributes of a function
             yield from _attributes(part, depth - 1, names)
-        yield from _values_of(part, depth - 1)
-    elif isinstance(part, (types.ModuleType, type)) and _home_of(part) in _UNCHANGING:
+        yield from _walk_values(part, depth - 1)
+    elif isinstance(part, (types.ModuleType, type)) and _find_package(part) in _UNCHANGING:
         yield ByIdentity(part)
     else:
         yield _Opaque(ByIdentity(part))
         if depth:
             yield from _attributes(part, depth, names)
             if callable(part) and not isinstance(part, type):
-                yield from _values_of(part, depth - 1)
+                yield from _walk_values(part, depth - 1)
 
 
 _UNCHANGING = {"torch", "math", "builtins", "ds_ring"}
 
 
-def _home_of(part: types.ModuleType | type) -> str:
+def _find_package(part: types.ModuleType | type) -> str:
     return (part.__module__ if isinstance(part, type) else part.__name__).partition(".")[0]
 
 
@@ -475,17 +475,17 @@ def _attributes(owner: object, depth: int, names: set[str]) -> Iterator[object]:
     """Yield the attributes of an object that a function may read by these names."""
     for name in sorted(names):
         # not getattr, which may run code
-        found = inspect.getattr_static(owner, name, None)
+        value = inspect.getattr_static(owner, name, None)
         for table in ("_buffers", "_parameters", "_modules"):  # of an nn.Module
-            found = vars(owner)[table].get(name, found) if isinstance(owner, torch.nn.Module) else found
+            value = vars(owner)[table].get(name, value) if isinstance(owner, torch.nn.Module) else value
         is_own = isinstance(owner, types.ModuleType) or name in getattr(owner, "__dict__", {})
-        if isinstance(found, types.FunctionType) and depth and not is_own:
-            yield from _attributes(owner, depth - 1, _names_of(found.__code__))  # a method reads others
-        elif isinstance(found, property):
+        if isinstance(value, types.FunctionType) and depth and not is_own:
+            yield from _attributes(owner, depth - 1, _collect_names(value.__code__))  # a method reads others
+        elif isinstance(value, property):
             yield _Opaque(None)
-            if depth and found.fget is not None:
-                yield from _attributes(owner, depth - 1, _names_of(found.fget.__code__))
-        elif isinstance(found, types.MemberDescriptorType):  # of __slots__
+            if depth and value.fget is not None:
+                yield from _attributes(owner, depth - 1, _collect_names(value.fget.__code__))
+        elif isinstance(value, types.MemberDescriptorType):  # of __slots__
             yield from _value(getattr(owner, name, None), depth - 1, names) if depth else ()
-        elif found is not None:
-            yield from _value(found, max(depth - 1, 0), names)
+        elif value is not None:
+            yield from _value(value, max(depth - 1, 0), names)

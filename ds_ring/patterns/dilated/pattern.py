@@ -76,12 +76,12 @@ class Dilated(Pattern):
         return tuple(index % rate for rate in self.dilation_rates)
 
 
-def _whole_numbers(given: object, name: str) -> tuple[int, ...]:
+def _whole_numbers(numbers: object, name: str) -> tuple[int, ...]:
     """Return the positive integers of a list, or raise RingPatternError."""
-    if not isinstance(given, (list, tuple)) or not given:
-        raise RingPatternError(f"Dilated: {name}: expected a list of positive integers, got {shown(given)}")
+    if not isinstance(numbers, (list, tuple)) or not numbers:
+        raise RingPatternError(f"Dilated: {name}: expected a list of positive integers, got {shown(numbers)}")
     try:
-        return tuple(check_whole_number(x, name, RingPatternError) for x in given)
+        return tuple(check_whole_number(x, name, RingPatternError) for x in numbers)
     except RingPatternError:
-        text = shown(list(given)).removeprefix("list ")
+        text = shown(list(numbers)).removeprefix("list ")
         raise RingPatternError(f"Dilated: {name}: expected positive integers, got {text}") from None

@@ -73,7 +73,7 @@ def _residue_layouts(tokens: int, ring_size: int, multiple_of: int, mix: Mix) ->
     """
     for pattern, _ in mix:
         sides = (branch.queries.primitives for branch in pattern.branches(QueryHead()))
-        residues = ([one for one in side if isinstance(one, Residue)] for side in sides)
+        residues = ([part for part in side if isinstance(part, Residue)] for side in sides)
         # shortest segment first; of two dilated patterns combined by `&`, the first one's
         dilations = sorted({some[0] for some in residues if some}, key=lambda residue: residue.length)
         if dilations:
@@ -95,14 +95,14 @@ def _residue_layouts(tokens: int, ring_size: int, multiple_of: int, mix: Mix) ->
 
 def for_blocks(tokens: int, ring_size: int, multiple_of: int, mix: Mix) -> list[Layout] | None:
     """Return the residue layouts of at most `MAX_RUNS` runs a shard; None for a pattern without dilations."""
-    if not any(isinstance(one, Residue) for pattern, _ in mix for one in pattern.primitives):
+    if not any(isinstance(part, Residue) for pattern, _ in mix for part in pattern.primitives):
         return None
     try:
         shapes = _residue_layouts(tokens, ring_size, multiple_of, mix)
     except RingLayoutError:
         return []
     few: list[Layout] = [
-        one for one in shapes if tokens // ring_size <= MAX_RUNS * (one.window // one.moduli[-1])
+        shape for shape in shapes if tokens // ring_size <= MAX_RUNS * (shape.window // shape.moduli[-1])
     ]
     if not few:
         _log.info("ds_ring: layout auto left out residue: more than %d runs a shard", MAX_RUNS)

@@ -130,12 +130,12 @@ def _by_segment(tiles: Tiles, residues: list[Residue], causal: bool) -> list[Til
         # at most one token in a segment: such a class adds to the pair of a token with itself only
         far = [c for c in classes[index + 1 :] if c[1] >= length]
         if index == 0:
-            found = [_same_segment(inside, length)]
-            parts += [found[0].sides(found[0].q.residue(*c), found[0].k.residue(*c)) for c in far]
+            pieces = [_same_segment(inside, length)]
+            parts += [pieces[0].sides(pieces[0].q.residue(*c), pieces[0].k.residue(*c)) for c in far]
         else:
-            found = _between_segments(inside, residues[index - 1].length, length, causal)
+            pieces = _between_segments(inside, residues[index - 1].length, length, causal)
         near = classes[index : len(classes) - len(far)]
-        parts += [_weighted(part, Weights(near)) for part in found]
+        parts += [_weighted(part, Weights(near)) for part in pieces]
     return parts
 
 
@@ -225,7 +225,9 @@ def common_branches(rates: tuple[int, ...], offsets: tuple[int, ...]) -> tuple[C
     if period > MAX_RESIDUES:
         # each branch by itself; the merge sums pairs that several branches share
         classes = (Progression(o, r) for r, o in zip(rates, offsets, strict=True))
-        return tuple(CommonBranches((own,), (own,), (i,)) for i, own in enumerate(classes))
+        return tuple(
+            CommonBranches((progression,), (progression,), (i,)) for i, progression in enumerate(classes)
+        )
     # residues modulo the period, by the set of branches that have them
     by_branches: dict[frozenset[int], list[int]] = defaultdict(list)
     for residue in range(period):
@@ -234,11 +236,11 @@ def common_branches(rates: tuple[int, ...], offsets: tuple[int, ...]) -> tuple[C
             by_branches[inside].append(residue)
     # by common branches and keys: the queries, so that equal rows make one rectangle
     rectangles: dict[tuple[frozenset[int], tuple[int, ...]], list[int]] = defaultdict(list)
-    for own, queries in by_branches.items():
+    for branches, queries in by_branches.items():
         keys_of: dict[frozenset[int], list[int]] = defaultdict(list)
-        for other, keys in by_branches.items():
-            if own & other:
-                keys_of[own & other] += keys
+        for key_branches, keys in by_branches.items():
+            if branches & key_branches:
+                keys_of[branches & key_branches] += keys
         for common, keys in keys_of.items():
             rectangles[common, tuple(sorted(keys))] += queries
     return tuple(
@@ -249,13 +251,13 @@ def common_branches(rates: tuple[int, ...], offsets: tuple[int, ...]) -> tuple[C
 
 def _progressions(residues: Iterable[int], period: int) -> tuple[Progression, ...]:
     """Return a set of residues modulo `period` as few progressions, the coarsest first."""
-    left, found = set(residues), []
+    left, progressions = set(residues), []
     for modulus in (d for d in range(1, period + 1) if period % d == 0):
         for residue in range(modulus):
             members = set(range(residue, period, modulus))
             if members <= left:
                 left -= members
-                found.append(Progression(residue, modulus))
+                progressions.append(Progression(residue, modulus))
         if not left:
             break
-    return tuple(found)
+    return tuple(progressions)

@@ -21,8 +21,8 @@ class DocumentZigzag(PieceLayout):
 
 def make_document_zigzag(tokens: int, ring_size: int, multiple_of: int, mix: Mix) -> Layout:
     """Cut every document of a pattern (alone, in a composition, or in some layers) into 2P chunks."""
-    primitives = dict.fromkeys(one for pattern, _ in mix for one in pattern.primitives)
-    tables = [one for one in primitives if isinstance(one, Table)]
+    primitives = dict.fromkeys(part for pattern, _ in mix for part in pattern.primitives)
+    tables = [part for part in primitives if isinstance(part, Table)]
     if not tables:
         raise RingLayoutError(
             'layout "document_zigzag": expected a pattern with Documents(...), in the JSON "documents":'
@@ -38,9 +38,9 @@ def make_document_zigzag(tokens: int, ring_size: int, multiple_of: int, mix: Mix
     chunk = np.arange(chunks)
     # Remainders are dealt round-robin: the next document continues with the chunk after the last one that got
     # an extra token. So ranks differ by at most two tokens even with many short documents.
-    more = (chunk - starts[:, None]) % chunks < (length % chunks)[:, None]
-    lengths = (length[:, None] // chunks + more).reshape(-1)
+    extra = (chunk - starts[:, None]) % chunks < (length % chunks)[:, None]
+    lengths = (length[:, None] // chunks + extra).reshape(-1)
     owners = np.tile(np.minimum(chunk, chunks - 1 - chunk), len(starts))
-    kept = lengths > 0  # a document of fewer tokens has empty chunks
-    boundaries = (0, *np.cumsum(lengths[kept]).tolist())
-    return DocumentZigzag(tokens, ring_size, multiple_of, boundaries, tuple(owners[kept].tolist()))
+    filled = lengths > 0  # a document of fewer tokens has empty chunks
+    boundaries = (0, *np.cumsum(lengths[filled]).tolist())
+    return DocumentZigzag(tokens, ring_size, multiple_of, boundaries, tuple(owners[filled].tolist()))

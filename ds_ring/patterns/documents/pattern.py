@@ -116,8 +116,8 @@ class Tree(Pattern):
 
     def __post_init__(self) -> None:
         for name in ("parents", "lengths"):
-            given = _one_sequence(getattr(self, name), f"Tree: {name}").tolist()
-            object.__setattr__(self, name, tuple(given))
+            numbers = _one_sequence(getattr(self, name), f"Tree: {name}").tolist()
+            object.__setattr__(self, name, tuple(numbers))
         if len(self.parents) != len(self.lengths):
             raise RingPatternError(
                 f"Tree: expected a parent and a length for each node, got {len(self.parents)} parents and"
@@ -141,21 +141,23 @@ class Tree(Pattern):
         if self.window is not None:
             check_numbers(self, "window")
 
-    def narrowed(self, asked: Pattern) -> Tree:
+    def narrowed(self, layer_pattern: Pattern) -> Tree:
         """Return the tree with the pattern that a layer asks for along each path: causal, windows, chunks.
 
         Raises:
             RingPatternError: another pattern.
         """
         windows, chunk = [] if self.window is None else [self.window], None
-        for part in asked.conjuncts:
+        for part in layer_pattern.conjuncts:
             if isinstance(part, SlidingWindow) and part.causal:
                 windows.append(part.window)
             elif isinstance(part, Chunked) and part.causal and chunk in (None, part.chunk):
                 chunk = part.chunk
             elif part != Causal():
                 expected = "Causal(), a causal SlidingWindow or Chunked with a tree of rollouts"
-                raise RingPatternError.wrong("a layer", expected, str(asked), "pass the rollouts as rows")
+                raise RingPatternError.wrong(
+                    "a layer", expected, str(layer_pattern), "pass the rollouts as rows"
+                )
         tree = self if chunk is None else self._in_chunks(chunk)
         return replace(tree, window=min(windows)) if windows else tree
 
@@ -180,12 +182,12 @@ class Tree(Pattern):
     @cached_property
     def depths(self) -> IntArray:
         """Return the number of each token in its path, int64 [T]; 0 for padding."""
-        found, ends = np.zeros(self.tokens or 0, dtype=np.int64), list[int]()
+        depths, ends = np.zeros(self.tokens or 0, dtype=np.int64), list[int]()
         for node, (parent, length) in enumerate(zip(self.parents, self.lengths, strict=True)):
             first = 0 if parent < 0 else ends[parent]
-            found[self.starts[node] : self.starts[node + 1]] = np.arange(first, first + length)
+            depths[self.starts[node] : self.starts[node + 1]] = np.arange(first, first + length)
             ends.append(first + length)
-        return found
+        return depths
 
     @property
     def pairs(self) -> int:
@@ -225,15 +227,17 @@ class Tree(Pattern):
                     labels.setdefault(key, [-1] * len(level))[node] = above
         starts = tuple(self.starts[: -1 if self.starts[-1] == self.tokens else None].tolist())
         padding = (-1,) * (len(starts) - len(level))
-        found = []
+        branches = []
         for (number, shift), queries in sorted(labels.items()):
-            keys = [path[-1] if one == number else -1 for path, one in zip(nodes_above, level, strict=True)]
+            keys = [
+                path[-1] if label == number else -1 for path, label in zip(nodes_above, level, strict=True)
+            ]
             of_queries, of_keys = (
                 labelled(Table(starts, (*ids, *padding), self.tokens or 0)) for ids in (queries, keys)
             )
             most = UNBOUNDED if self.window is None else self.window - 1 - shift
-            found.append(Branch(of_queries, of_keys, least=0, most=most))
-        return tuple(found)
+            branches.append(Branch(of_queries, of_keys, least=0, most=most))
+        return tuple(branches)
 
     def branches(self, head: QueryHead) -> tuple[Branch, ...]:
         return self._levels

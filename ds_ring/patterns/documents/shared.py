@@ -19,22 +19,22 @@ TRIES = 4  # ranks of least work that are asked for room
 
 def whole_and_shared(tokens: int, ring_size: int, multiple_of: int, mix: Mix) -> list[Layout]:
     """Return layouts for the documents of a pattern; none without documents."""
-    primitives = dict.fromkeys(one for pattern, _ in mix for one in pattern.primitives)
-    tables = [one for one in primitives if isinstance(one, Table) and one.tokens == tokens]
+    primitives = dict.fromkeys(part for pattern, _ in mix for part in pattern.primitives)
+    tables = [part for part in primitives if isinstance(part, Table) and part.tokens == tokens]
     if not tables or tokens < ring_size:
         return []
     starts = np.unique(np.concatenate([np.array(table.starts, dtype=np.int64) for table in tables]))
     lengths = np.diff(starts, append=tokens)
     runs = np.stack([starts, np.ones_like(starts), lengths], axis=1)
-    works = sum(layers * count_run_work(one, runs, tokens) for one, layers in mix)
-    found: dict[tuple[tuple[int, ...], tuple[int, ...]], Layout] = {}
+    works = sum(layers * count_run_work(pattern, runs, tokens) for pattern, layers in mix)
+    layouts: dict[tuple[tuple[int, ...], tuple[int, ...]], Layout] = {}
     for share in SHARES:
         begins, owners = _dealt(starts, lengths, np.asarray(works), ring_size, share)
         layout = PieceLayout(
             tokens, ring_size, multiple_of, (*begins.tolist(), tokens), tuple(owners.tolist())
         )
-        found.setdefault((layout.boundaries, layout.owners), layout)
-    return list(found.values())
+        layouts.setdefault((layout.boundaries, layout.owners), layout)
+    return list(layouts.values())
 
 
 def _dealt(
@@ -56,8 +56,8 @@ def _dealt(
         starts[placed], lengths[placed], counts[counts > 0], np.concatenate([owners, alone[alone >= 0]])
     )
     left = left[np.argsort(-lengths[left], kind="stable")]
-    more = np.array(ranks.cut(starts[left], lengths[left]), dtype=np.int64)
-    begins, owners = np.concatenate([np.stack([begins, owners]), more], axis=1)
+    dealt = np.array(ranks.cut(starts[left], lengths[left]), dtype=np.int64)
+    begins, owners = np.concatenate([np.stack([begins, owners]), dealt], axis=1)
     by_start = np.argsort(begins)
     return begins[by_start], owners[by_start]
 
@@ -73,8 +73,8 @@ def _pieces(
     row, piece = repeat_rows(pieces)
     first, end = (at * lengths[row] // pieces[row] for at in (piece, piece + 1))
     owners = ranks[(np.cumsum(counts) - counts)[row] + np.minimum(piece, pieces[row] - 1 - piece)]
-    kept = end > first
-    return (starts[row] + first)[kept], owners[kept]
+    filled = end > first
+    return (starts[row] + first)[filled], owners[filled]
 
 
 class _Ranks:
@@ -121,41 +121,41 @@ class _Ranks:
                         break
                 elif room[rank] < any_later:
                     gone.append(at)
-            found = [self._ranks[at] for at in taken] if len(taken) == count else []
+            chosen = [self._ranks[at] for at in taken] if len(taken) == count else []
             had = [self._works[at] for at in taken]
             if gone:
                 full += [(self._works[at], self._ranks[at]) for at in gone]
-            for at in sorted(gone + taken if found else gone, reverse=True):
+            for at in sorted(gone + taken if chosen else gone, reverse=True):
                 self._take(at)
-            for before, rank in zip(had, found, strict=False):
+            for before, rank in zip(had, chosen, strict=False):
                 self._add(before + work / count, rank)
-            found.sort()
-            for rank, used in zip(found, tokens[first : first + count], strict=False):
+            chosen.sort()
+            for rank, used in zip(chosen, tokens[first : first + count], strict=False):
                 room[rank] -= used
             first += count
-            sharing.append(len(found))
-            ranks_of += found
-        for one in full:
-            self._add(*one)
+            sharing.append(len(chosen))
+            ranks_of += chosen
+        for entry in full:
+            self._add(*entry)
         return np.array(sharing, dtype=np.int64), np.array(ranks_of, dtype=np.int64)
 
     def alone(self, lengths: IntArray, works: IntArray) -> list[int]:
         """Return for each document a rank of little work that takes it; -1 if `TRIES` ranks have no room."""
-        room, found = self._room, list[int]()
+        room, owners = self._room, list[int]()
         for length, work in zip(lengths.tolist(), works.tolist(), strict=True):
-            asked, owner = self._ranks[:TRIES], -1
-            for at, rank in enumerate(asked):
+            candidates, owner = self._ranks[:TRIES], -1
+            for at, rank in enumerate(candidates):
                 if room[rank] >= length:
-                    asked, owner, had = asked[:at], rank, self._take(at)[0]
+                    candidates, owner, had = candidates[:at], rank, self._take(at)[0]
                     room[rank] -= length
                     if room[rank]:
                         self._add(had + work, rank)
                     break
-            for at in range(len(asked) - 1, -1, -1):  # ranks without any room are not asked again
-                if not room[asked[at]]:
+            for at in range(len(candidates) - 1, -1, -1):  # ranks without any room are not asked again
+                if not room[candidates[at]]:
                     self._take(at)
-            found.append(owner)
-        return found
+            owners.append(owner)
+        return owners
 
     def cut(self, starts: IntArray, lengths: IntArray) -> tuple[list[int], list[int]]:
         """Return the start and the owner of each part of documents, the largest room first."""

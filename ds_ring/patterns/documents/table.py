@@ -40,11 +40,11 @@ class Table(Primitive):
         # An id that occurs twice may be anywhere in the sequence, so there are no useful bounds.
         if not numbered:
             return np.zeros_like(axis.position), np.full_like(axis.position, labels.max(initial=0))
-        return self._stretch_of(axis.position), self._stretch_of(axis.last_position)
+        return self._find_stretch(axis.position), self._find_stretch(axis.last_position)
 
     def split(self, axis: Axis, least: IntArray, greatest: IntArray) -> Pieces:
         starts, ends, labels, numbered = self._stretches
-        low, high = self._stretch_of(axis.position), self._stretch_of(axis.last_position)
+        low, high = self._find_stretch(axis.position), self._find_stretch(axis.last_position)
         if numbered:  # cut each row only at the documents of interest, not at all that it spans
             low, high = np.maximum(low, least), np.minimum(high, greatest)
         row, stretch = each_number(low, high)
@@ -62,5 +62,5 @@ class Table(Primitive):
         mine, theirs = np.array(self.ids), np.array(other.ids)
         return self.starts == other.starts and not ((mine >= 0) & (theirs >= 0)).any()
 
-    def _stretch_of(self, positions: IntArray) -> IntArray:
+    def _find_stretch(self, positions: IntArray) -> IntArray:
         return np.searchsorted(self._stretches[0], positions, side="right") - 1

@@ -51,7 +51,7 @@ class PrivateAttention:
         Raises:
             RingShapeError: slots that are not those of `parts`, or tokens that are not the layout's.
         """
-        slots, tokens = (sum(one) for one in zip(*parts, strict=True))
+        slots, tokens = (sum(sizes) for sizes in zip(*parts, strict=True))
         last_slots, last_tokens = parts[-1]
         if (q_BHQD.shape[2], k_BGKD.shape[2], tokens) != (last_slots, slots, self._tokens):
             raise RingShapeError.wrong(
@@ -60,7 +60,7 @@ class PrivateAttention:
             )  # fmt: skip
         rest = self._layout.local_tokens - tokens
         q = pad(q_BHQD[:, :, :last_tokens], (0, 0, tokens - last_tokens, rest))
-        k, v = (pad(_of_tokens(x, parts), (0, 0, 0, rest)) for x in (k_BGKD, v_BGKE))
+        k, v = (pad(_take_tokens(x, parts), (0, 0, 0, rest)) for x in (k_BGKD, v_BGKE))
         out = self._attend(q, k, v)[:, :, tokens - last_tokens : tokens]
         return pad(out, (0, 0, 0, last_slots - last_tokens))
 
@@ -85,9 +85,9 @@ def attend_by_rows(passes: Sequence[RowsPass], q_BHQD: Tensor, k_BGKD: Tensor, v
     return out
 
 
-def _of_tokens(x: Tensor, parts: SequenceParts) -> Tensor:
+def _take_tokens(x: Tensor, parts: SequenceParts) -> Tensor:
     """Leave the padding at the end of each part of [B, G, K, D] out."""
     if all(slots == tokens for slots, tokens in parts):
         return x
     pieces = x.split([slots for slots, _ in parts], dim=2)
-    return torch.cat([one[:, :, :tokens] for one, (_, tokens) in zip(pieces, parts, strict=True)], dim=2)
+    return torch.cat([piece[:, :, :tokens] for piece, (_, tokens) in zip(pieces, parts, strict=True)], dim=2)

@@ -22,7 +22,7 @@ from ds_ring.masks.slots import IntArray
 from ds_ring.masks.tiles import UNBOUNDED
 from ds_ring.patterns.documents.pattern import Documents
 from ds_ring.patterns.documents.table import Table
-from ds_ring.patterns.private.ranges import PrivateTable, Stretches, labels_of, seen_ranges
+from ds_ring.patterns.private.ranges import PrivateTable, Stretches, label_ranges, seen_ranges
 
 
 def document_ranges(documents: Documents | None, tokens: int, name: str) -> IntArray:
@@ -81,19 +81,19 @@ class BlockDiffusion(Pattern):
             check_bool(getattr(self, name), f"BlockDiffusion: {name}", RingPatternError)
         document_ranges(self.documents, self.tokens, "BlockDiffusion")
 
-    def narrowed(self, asked: Pattern) -> BlockDiffusion:
+    def narrowed(self, layer_pattern: Pattern) -> BlockDiffusion:
         """Return the pattern of a layer that asks for all earlier tokens, or for a window of them.
 
         Raises:
             RingPatternError: another pattern.
         """
         windows = [self.window] if self.window is not None else []
-        for part in asked.conjuncts:
+        for part in layer_pattern.conjuncts:
             if isinstance(part, SlidingWindow):
                 windows.append(part.window)
             elif part not in (Causal(), Full()):
                 expected = "Causal(), Full() or a SlidingWindow with block diffusion"
-                raise RingPatternError.wrong("a layer", expected, str(asked), "take another model")
+                raise RingPatternError.wrong("a layer", expected, str(layer_pattern), "take another model")
         return replace(self, window=min(windows)) if windows else self
 
     @property
@@ -120,24 +120,24 @@ class BlockDiffusion(Pattern):
         before = document if self.window is None else np.maximum(document, first - self.window + 1)
         queries = [np.stack([first, end], axis=1) + corrupted]
         keys = [np.stack([before, first], axis=1) + clean]
-        found = list[Branch]()
+        branches = list[Branch]()
         if self.causal:
             most = UNBOUNDED if self.window is None else self.window - 1
             ranges = np.unique(document, return_inverse=True)[1]
-            table = Table(*labels_of(np.stack([first, end], axis=1) + clean, ranges, total), total)
-            own = Partition(clean, clean + self.tokens, (table,))
-            found.append(Branch(own, own, 0, most))
+            table = Table(*label_ranges(np.stack([first, end], axis=1) + clean, ranges, total), total)
+            clean_tokens = Partition(clean, clean + self.tokens, (table,))
+            branches.append(Branch(clean_tokens, clean_tokens, 0, most))
         else:
             queries.append(np.stack([first, end], axis=1) + clean)
             keys.append(np.stack([before, end], axis=1) + clean)
-        found += seen_ranges(np.concatenate(queries), np.concatenate(keys), total)
+        branches += seen_ranges(np.concatenate(queries), np.concatenate(keys), total)
         places: Stretches = tuple(
             zip((first + corrupted).tolist(), (end - first).tolist(), (first + clean).tolist(), strict=True)
         )
-        numbers = labels_of(queries[0], np.arange(len(first)), total)
+        numbers = label_ranges(queries[0], np.arange(len(first)), total)
         table = PrivateTable(*numbers, total, (clean, clean + self.tokens), places)
         private = Partition(corrupted, corrupted + self.tokens, (table,))
-        return (*found, Branch(private, private))
+        return (*branches, Branch(private, private))
 
     def branches(self, head: QueryHead) -> tuple[Branch, ...]:
         return self._all
@@ -145,9 +145,9 @@ class BlockDiffusion(Pattern):
     def __str__(self) -> str:
         documents = "" if self.documents is None else f", {self.documents}"
         rest = {"window": self.window, "causal": self.causal, "corrupted_first": self.corrupted_first}
-        more = "".join(f", {name} {value}" for name, value in rest.items() if value)
+        options = "".join(f", {name} {value}" for name, value in rest.items() if value)
         padded = f" and {self.padding}" * (self.padding > 0)
-        return f"BlockDiffusion(blocks of {self.block}, 2 x {self.tokens}{padded} tokens{documents}{more})"
+        return f"BlockDiffusion(blocks of {self.block}, 2 x {self.tokens}{padded} tokens{documents}{options})"
 
 
 @dataclass(frozen=True)
@@ -222,7 +222,7 @@ class Drafter(Pattern):
             return self._at_anchors(documents, np.array(self.anchors))
         copies = 1 + self.draft
         ranges = np.concatenate([documents + copy * self.trunk for copy in range(copies)])
-        labels = labels_of(ranges, np.tile(numbers, copies), self.tokens)
+        labels = label_ranges(ranges, np.tile(numbers, copies), self.tokens)
         trunk = Partition(0, self.trunk, (Table(*labels, self.tokens),))
         places: Stretches = tuple((copy * self.trunk, self.trunk, 0) for copy in range(1, copies))
         table = PrivateTable(*labels, self.tokens, (0, self.trunk), places, whole=False)
@@ -233,12 +233,12 @@ class Drafter(Pattern):
         queries = private
         if self.last_step:
             steps, queries = steps[-1:], replace(private, first=steps[-1].first)
-        found = [Branch(step, trunk, least=step.first) for step in steps]
-        own = [gap * self.trunk for gap in range(self.draft)]
-        return (*found, *(Branch(queries, private, gap, gap) for gap in own))
+        branches = [Branch(step, trunk, least=step.first) for step in steps]
+        gaps = [gap * self.trunk for gap in range(self.draft)]
+        return (*branches, *(Branch(queries, private, gap, gap) for gap in gaps))
 
     def _at_anchors(self, documents: IntArray, anchors: IntArray) -> tuple[Branch, ...]:
-        labels = labels_of(documents, np.arange(len(documents)), self.tokens)
+        labels = label_ranges(documents, np.arange(len(documents)), self.tokens)
         trunk = Partition(0, self.trunk, (Table(*labels, self.tokens),))
         first = self.trunk + self.draft * np.arange(len(anchors))
         document = np.searchsorted(documents[:, 0], anchors, side="right") - 1
@@ -250,11 +250,11 @@ class Drafter(Pattern):
         before = np.stack([documents[document, 0], anchors], axis=1)
         places: Stretches = tuple((start, self.draft, home) for start, home in
             zip(first.tolist(), anchors.tolist(), strict=True))  # fmt: skip
-        numbers = labels_of(queries, np.arange(len(first)), self.tokens)
+        numbers = label_ranges(queries, np.arange(len(first)), self.tokens)
         table = PrivateTable(*numbers, self.tokens, (0, self.trunk), places)
         private = Partition(self.trunk, self.tokens, (table,))
-        own = Branch(private, private, 0 if self.causal else -UNBOUNDED)
-        return (Branch(trunk, trunk, least=0), *seen_ranges(queries, before, self.tokens), own)
+        branch = Branch(private, private, 0 if self.causal else -UNBOUNDED)
+        return (Branch(trunk, trunk, least=0), *seen_ranges(queries, before, self.tokens), branch)
 
     def branches(self, head: QueryHead) -> tuple[Branch, ...]:
         return self._all

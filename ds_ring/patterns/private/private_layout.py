@@ -28,14 +28,14 @@ class PrivateLayout(PieceLayout):
         bounds, owners = np.array(self.boundaries), np.array(self.owners)
         inside = (bounds[1:] > first) & (bounds[:-1] < first + tokens)
         starts = np.maximum(bounds[:-1][inside] - first, 0)
-        found = (*starts.tolist(), tokens), tuple(owners[inside].tolist())
-        return PieceLayout(tokens, self.ring_size, self.multiple_of, *found)
+        pieces = (*starts.tolist(), tokens), tuple(owners[inside].tolist())
+        return PieceLayout(tokens, self.ring_size, self.multiple_of, *pieces)
 
 
 def private_table(mix: Mix) -> PrivateTable | None:
     """Return the table of the first pattern that has private tokens; None if none has."""
-    primitives = (one for pattern, _ in mix for one in pattern.primitives)
-    return next((one for one in primitives if isinstance(one, PrivateTable)), None)
+    primitives = (part for pattern, _ in mix for part in pattern.primitives)
+    return next((part for part in primitives if isinstance(part, PrivateTable)), None)
 
 
 def make_private(tokens: int, ring_size: int, multiple_of: int, mix: Mix) -> Layout:
@@ -71,7 +71,11 @@ def beside(shared: Layout, pattern: Mix) -> PrivateLayout:
             "make both",
         )
     runs = [(shared.runs(rank), rank) for rank in range(shared.ring_size)]
-    rows = [(start, rank, step * (length > 1)) for own, rank in runs for start, step, length in own.tolist()]
+    rows = [
+        (start, rank, step * (length > 1))
+        for rank_runs, rank in runs
+        for start, step, length in rank_runs.tolist()
+    ]
     if any(step > 1 for _, _, step in rows):
         raise RingLayoutError.wrong("beside", "runs of consecutive tokens", str(shared), 'take "zigzag"')
     starts, owners, _ = zip(*sorted(rows), strict=True)
@@ -121,8 +125,8 @@ def _beside(
         : len(others)
     ]
     starts = np.append(0, np.flatnonzero(np.diff(owner)) + 1)
-    found = (*starts.tolist(), table.tokens), tuple(owner[starts].tolist())
-    return PrivateLayout(table.tokens, ring_size, multiple_of, *found)
+    pieces = (*starts.tolist(), table.tokens), tuple(owner[starts].tolist())
+    return PrivateLayout(table.tokens, ring_size, multiple_of, *pieces)
 
 
 def candidates(

@@ -37,7 +37,7 @@ class PrivateTable(Table):
     whole: bool = True
 
 
-def labels_of(ranges: IntArray, ids: IntArray, tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def label_ranges(ranges: IntArray, ids: IntArray, tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the starts and ids of a table that labels disjoint ranges, int64 [n, 2]; others are -1."""
     starts = np.concatenate([[0], ranges[:, 1], ranges[:, 0]])
     values = np.concatenate([[-1], np.full(len(ranges), -1), ids])
@@ -66,9 +66,9 @@ def seen_ranges(queries: IntArray, keys: IntArray, tokens: int) -> tuple[Branch,
     low, high = (np.searchsorted(cuts, keys[:, side]) for side in (0, 1))
     leaves = np.stack([cuts[:-1], cuts[1:]], axis=1)
     everywhere = Partition(int(cuts[0]), int(cuts[-1]))
-    found, level = list[Branch](), 0
+    branches, level = list[Branch](), 0
     while (low < high).any():
-        of_keys = Table(*labels_of(leaves, np.arange(len(leaves)) >> level, tokens), tokens)
+        of_keys = Table(*label_ranges(leaves, np.arange(len(leaves)) >> level, tokens), tokens)
         # the first node, if it is a right child, and the last one, if it is a left child
         first = np.where((low < high) & (low % 2 == 1), low, -1)
         low = low + (first >= 0)
@@ -76,8 +76,8 @@ def seen_ranges(queries: IntArray, keys: IntArray, tokens: int) -> tuple[Branch,
         high = high - (last >= 0)
         for nodes in (first, last):
             if (nodes >= 0).any():
-                of_queries = Table(*labels_of(queries, nodes, tokens), tokens)
+                of_queries = Table(*label_ranges(queries, nodes, tokens), tokens)
                 inside = Partition(everywhere.first, everywhere.end, (of_keys,))
-                found.append(Branch(Partition(primitives=(of_queries,)), inside))
+                branches.append(Branch(Partition(primitives=(of_queries,)), inside))
         low, high, level = low // 2, high // 2, level + 1
-    return tuple(found)
+    return tuple(branches)

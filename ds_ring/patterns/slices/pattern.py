@@ -37,45 +37,45 @@ class Slices(Pattern):
     def __post_init__(self) -> None:
         if not isinstance(self.slices, (list, tuple)) or not self.slices:
             raise RingPatternError(f"Slices: expected a list of {_FORM}, got {shown(self.slices)}")
-        checked = tuple(_checked(number, given) for number, given in enumerate(self.slices))
+        checked = tuple(_checked(number, part) for number, part in enumerate(self.slices))
         object.__setattr__(self, "slices", checked)
         branches = self.branches(QueryHead())
         first, second = np.nonzero(np.triu(overlapping(branches, branches), 1))
         if len(first):
-            one, other = self.slices[first[0]], self.slices[second[0]]
+            left, right = self.slices[first[0]], self.slices[second[0]]
             raise RingPatternError(
-                f"Slices: expected slices without a common pair of positions, got {list(one)} and"
-                f" {list(other)}, which overlap; cut one of them"
+                f"Slices: expected slices without a common pair of positions, got {list(left)} and"
+                f" {list(right)}, which overlap; cut one of them"
             )
 
     def branches(self, head: QueryHead) -> tuple[Branch, ...]:
-        found = []
+        branches = []
         for queries, keys, kind in self.slices:
             # q - k on the diagonal through the lower right corner, and through the upper left one
             least = queries[1] - keys[1] if kind in ("causal", "bi-causal") else -UNBOUNDED
             most = queries[0] - keys[0] if kind in ("inverse-causal", "bi-causal") else UNBOUNDED
-            found.append(Branch(in_range(*queries), in_range(*keys), least, most))
-        return tuple(found)
+            branches.append(Branch(in_range(*queries), in_range(*keys), least, most))
+        return tuple(branches)
 
 
-def _checked(number: int, given: Any) -> Slice:
+def _checked(number: int, value: Any) -> Slice:
     """Return a slice of Python ints, or raise RingPatternError."""
     where = f"Slices: slice {number}"
-    if not isinstance(given, (list, tuple)) or len(given) != 3:
-        raise RingPatternError(f"{where}: expected {_FORM}, got {shown(given)}")
-    *ranges, kind = given
+    if not isinstance(value, (list, tuple)) or len(value) != 3:
+        raise RingPatternError(f"{where}: expected {_FORM}, got {shown(value)}")
+    *ranges, kind = value
     if not isinstance(kind, str) or kind not in SLICE_KINDS:
         raise RingPatternError(f"{where}: kind: expected one of {', '.join(SLICE_KINDS)}, got {shown(kind)}")
-    found = []
-    for name, one in zip((f"{where}: q_range", f"{where}: k_range"), ranges, strict=True):
-        if not isinstance(one, (list, tuple)) or len(one) != 2:
-            raise RingPatternError(f"{name}: expected (start, end), got {shown(one)}")
-        start, end = one
+    pairs = []
+    for name, pair in zip((f"{where}: q_range", f"{where}: k_range"), ranges, strict=True):
+        if not isinstance(pair, (list, tuple)) or len(pair) != 2:
+            raise RingPatternError(f"{name}: expected (start, end), got {shown(pair)}")
+        start, end = pair
         # a range may begin at 0, which `check_whole_number` refuses
         if not (isinstance(start, int) and not isinstance(start, bool) and start == 0):
             start = check_whole_number(start, f"{name}: start", RingPatternError)
         end = check_whole_number(end, f"{name}: end", RingPatternError)
         if start >= end:
             raise RingPatternError(f"{name}: expected start below end, got {start} and {end}")
-        found.append((start, end))
-    return found[0], found[1], kind
+        pairs.append((start, end))
+    return pairs[0], pairs[1], kind

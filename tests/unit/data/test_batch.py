@@ -146,7 +146,7 @@ def test_what_cannot_be_sharded_is_refused(what):
 
 def test_rows_that_name_no_documents_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
     """A loader may have dropped `document_ids`, and the documents of a row see each other."""
-    batch._warn_of_whole_rows.cache_clear()
+    batch._warn_about_whole_rows.cache_clear()
     named = {"input_ids": IDS, "document_ids": torch.zeros_like(IDS)}
     for given in (named, {"input_ids": IDS, "position_ids": torch.arange(7)[None]}):
         prepare_batch(given, Causal(), documents=True)

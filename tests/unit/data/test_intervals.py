@@ -99,8 +99,8 @@ def test_smaller_rings_share_what_the_whole_one_keeps() -> None:
         mesh = RingMesh(Grid(8, 4, 1, order), rank, "ring", None, "sequence", "data", "cpu", ranks_per_node=2)  # type: ignore[arg-type]
         rings, first = SubRings(mesh), order[rank] // 4 * 4
         for places in ([(0, 3), (3, 1)], [(0, 1), (1, 3)], [(0, 2), (2, 2)], [(0, 4)]):
-            one = rings.of(places)
-            assert one is rings.of(places) is not mesh
+            one = rings.get_ring(places)
+            assert one is rings.get_ring(places) is not mesh
             begin, ranks = next(place for place in places if place[0] <= mesh.ring_rank < sum(place))
             assert one.ring_size == ranks and one.ring_rank_of(rank) in (one.ring_rank, None)
             numbers = [first + begin + n for n in (range(ranks) if ranks == 4 else ring_order(ranks))]
@@ -129,7 +129,7 @@ def test_all_ranks_forget_a_ring_together(monkeypatch: pytest.MonkeyPatch) -> No
         rings, made = SubRings(RingMesh(Grid(4, 4), rank)), []
         for _ in range(3):
             for places in divisions:
-                made.append(rings.of(places))
+                made.append(rings.get_ring(places))
         assert len(rings) <= 16
         alike.append(tuple(rings._meshes))
     assert len(set(alike)) == 1
@@ -137,7 +137,7 @@ def test_all_ranks_forget_a_ring_together(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_an_error_names_ranks_of_other_rings_by_the_world() -> None:
     rings = SubRings(RingMesh(Grid(4, 4), 1))
-    grid = rings.of([(0, 3)]).grid
+    grid = rings.get_ring([(0, 3)]).grid
     inside, outside = (make_peer_error(grid, 1, 5, Fault(rank, "it ended")) for rank in (2, 3))
     assert (inside.ring_rank, inside.peer) == (2, 1) and "rank 2 of the world" in str(inside)
     assert outside.peer is None and "rank 3 of the world" in str(outside)

@@ -56,7 +56,7 @@ def test_what_every_division_has(lengths: tuple[int, ...], ring_size: int, most:
     assert sorted(sample for ring in found.rings for sample in ring.samples) == list(range(len(lengths)))
     ranks = [rank for ring in found.rings for rank in range(ring.first, ring.first + ring.ranks)]
     assert ranks == list(range(ring_size)), "disjoint blocks, in order"
-    assert [found.of_rank(rank) for rank in range(ring_size)] == [
+    assert [found.get_ring(rank) for rank in range(ring_size)] == [
         ring for ring in found.rings for _ in range(ring.ranks)
     ]
     whole = Division(

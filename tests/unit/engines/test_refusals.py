@@ -147,7 +147,7 @@ CASES: dict[str, tuple[Callable[[Given], Any], type[RingError], str]] = {
         RingConfigError,
         "expected all tokens of a video, got a video_pruning_rate",
     ),
-    "no output": (lambda _: first_batch.results_of("text"), RingVerifyError, "got str"),
+    "no output": (lambda _: first_batch.read_outputs("text"), RingVerifyError, "got str"),
     "no copy": (lambda _: first_batch.skeleton(Locked()), RingConfigError, "a model that can be copied"),
     "compiled pair": (lambda _: compiled(batches=Pairs(len)), RingConfigError, "got an encoder-decoder"),
     "compiled by DeepCompile": (lambda _: compiled(deepcompile=True), RingConfigError, "compile.deepcompile"),

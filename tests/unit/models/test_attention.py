@@ -108,13 +108,13 @@ MODERN_BERT: dict[str, Any] = (
 )
 def test_a_configuration_says_of_layers_what_their_masks_say(kind, config, monkeypatch):
     """The layout is chosen by the configuration, attention reads the masks."""
-    read, pattern_of = [], BatchSharding.pattern_of
+    read, pattern_of = [], BatchSharding.get_layer_pattern
 
     def noted(sharding: BatchSharding, said: Any, *others: Any) -> Any:
         read.append(said)
         return pattern_of(sharding, said, *others)
 
-    monkeypatch.setattr(BatchSharding, "pattern_of", noted)
+    monkeypatch.setattr(BatchSharding, "get_layer_pattern", noted)
     model = kind.from_config(config, attn_implementation="ds_ring")
     session = session_of(pattern={"causal": kind is transformers.AutoModelForCausalLM})
     attach(model, session)

@@ -11,7 +11,7 @@ from transformers import cache_utils
 from ds_ring.data.batch import cache_name
 from ds_ring.decode import generation
 from ds_ring.errors import RingConfigError
-from ds_ring.patches import imports_of
+from ds_ring.patches import guard_imports
 
 RING_CACHE = "ds_ring.decode.ring_cache"
 
@@ -43,7 +43,7 @@ def test_a_name_that_is_missing_refuses_generation_alone(
 def test_an_import_that_fails_is_a_refusal_by_name() -> None:
     with (
         pytest.raises(RingConfigError, match=r"pictures: expected another version of torch, .*; install one"),
-        imports_of("pictures", "torch"),
+        guard_imports("pictures", "torch"),
     ):
         from torch import no_such_name  # type: ignore[attr-defined]  # noqa: F401
 

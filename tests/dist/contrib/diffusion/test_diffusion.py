@@ -93,7 +93,7 @@ def test_the_blocks_of_a_row_are_read_again(ids: np.ndarray | None) -> None:
         None, *texts(0), BLOCK, document_ids=None if ids is None else torch.from_numpy(ids)
     )  # type: ignore[arg-type]
     row = np.append(batch[BLOCKS][0].numpy(), [0, 0])
-    pattern, at = DiffusionRows().pattern_of(row), np.arange(92)
+    pattern, at = DiffusionRows().make_row_pattern(row), np.arange(92)
     seen = masks.block_diffusion(BLOCK, CLEAN, ids, padding=2)
     assert np.array_equal(pattern.multiplicity(0, 1, 1, at[:, None], at[None]), seen)
     assert pattern.pairs >= seen.sum()
@@ -104,7 +104,7 @@ def test_the_blocks_of_a_row_are_read_again(ids: np.ndarray | None) -> None:
 )
 def test_numbers_that_are_no_blocks_are_refused(row: list[int]) -> None:
     with pytest.raises(RingPatternError, match=BLOCKS):
-        DiffusionRows().pattern_of(np.array(row))
+        DiffusionRows().make_row_pattern(np.array(row))
 
 
 def test_wrong_batches_are_refused() -> None:

@@ -119,6 +119,6 @@ def test_smaller_rings_share_no_memory_between_gpus(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(shared_memory, "gather_texts", lambda exchange, text: [text, text])
     monkeypatch.setattr(dist, "get_group_rank", lambda group, rank: rank)
     whole = RingMesh(Grid(3, 3), 0, ring_group="ring")  # type: ignore[arg-type]
-    exchange = Exchange(SubRings(whole).of([(0, 2), (2, 1)]))
+    exchange = Exchange(SubRings(whole).get_ring([(0, 2), (2, 1)]))
     with pytest.raises(RingConfigError, match="of dynamic rings, has no process group"):
         share_memory(exchange, 64, torch.device("cuda", 0))
