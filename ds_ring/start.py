@@ -35,6 +35,7 @@ from ds_ring.engines.deepspeed.initialize import (
 from ds_ring.engines.deepspeed.refusals import refuse_features
 from ds_ring.errors import RingConfigError, RingError
 from ds_ring.patches import guard_imports
+from ds_ring.plugin import HOOKS, load
 
 _sessions: weakref.WeakSet[RingSession] = weakref.WeakSet()  # of engines made so far
 

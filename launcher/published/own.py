@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ds_ring.masks.slots import count_slots, ranges_of_progressions
+from ds_ring.masks.slots import count_slots, merge_progressions
 from ds_ring.masks.tiles import Axis
-from ds_ring.schedule.choose import bound_to_one_head, work_of_ranks
+from ds_ring.schedule.choose import bind_one_head, count_rank_work
 from ds_ring.schedule.layout import Layout
 from ds_ring.schedule.lowering import count_heads
 
@@ -100,7 +100,7 @@ def compute_own_pass(attention: Pass, stage_shards: int = 0) -> OwnPass:
         merges = [attention.copies_s(moved) for moved in count_merged_bytes(parts, shape)]
         passes.append((cost.seconds + sum(merges), cost, merges))
     total, cost, merges = max(passes, key=lambda of_rank: of_rank[0])
-    works = work_of_ranks(bound_to_one_head(plan.pattern), layout)
+    works = count_rank_work(bind_one_head(plan.pattern), layout)
     imbalance = float(works.max() / works.mean())
     efficiency, peak = setting.hardware.attention_efficiency, setting.hardware.flops(setting.dtype)
     forward, backward = (
@@ -141,7 +141,7 @@ def count_merged_bytes(parts: list[CostPart], shape: PassShape) -> list[float]:
 def _count_covered(axis: Axis) -> int:
     """Return how many slots the ranges of one side of tiles touch."""
     rows = np.stack([axis.slot, np.ones_like(axis.slot), axis.length], axis=1)
-    return count_slots(ranges_of_progressions(rows))
+    return count_slots(merge_progressions(rows))
 
 
 def count_reads(layout: Layout, lengths: tuple[int, ...], node: int) -> Reads:

@@ -24,8 +24,9 @@ from ds_ring.contrib.images.batch import Images
 from ds_ring.data import batch, loader
 from ds_ring.data.packing import DOCUMENT_IDS
 from ds_ring.decode import generation, ring_cache
-from ds_ring.engines.deepspeed import first_batch, initialize
+from ds_ring.engines.deepspeed import initialize
 from ds_ring.engines.deepspeed.refusals import RingUse
+from ds_ring.engines.first_batch import first_batch
 from ds_ring.errors import (
     RingConfigError,
     RingError,
