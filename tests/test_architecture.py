@@ -934,3 +934,54 @@ def test_the_session_is_a_facade() -> None:
     ]
     names = [one.name for one in facade.body if isinstance(one, ast.FunctionDef) and one.name[:1] != "_"]
     assert len(names) <= 14, sorted(names)
+
+
+# Words that say nothing of a value, alone as a name; verbs that a function may begin with.
+_DIALECT = "found given one own more asked made kept other"
+_VERBS = """
+get make build check read write find load compute send split set add remove run start stop open close create
+parse format print show list count choose select take give put keep record apply undo patch wrap bind merge
+join cut shard gather sum raise refuse resolve expand convert cast copy move wait poll post receive register
+describe compare validate verify plan lower attend update reset clear install attach detach enable disable
+measure rate estimate simulate draw sample render save restore fetch pull push encode decode pack unpack pad
+strip trim sort order group map filter fill replace rename match test is has needs takes can allows should
+covers contains accepts uses reads supports note report log warn end begin free allocate release listen
+accept skip drop pick scan visit collect call execute handle watch trace launch kill synchronize prepare
+init place look try ensure require limit round scale shift rotate view slice index search name label mark
+number flatten insert swap exchange pass lend share assign
+"""
+DIALECT, VERBS = frozenset(_DIALECT.split()), frozenset(_VERBS.split())
+
+
+def names_of_bindings(tree: ast.Module) -> list[str]:
+    nodes = nodes_of(tree)
+    names = [node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
+    return names + [node.arg for node in nodes if isinstance(node, ast.arg)]
+
+
+def shares_of_names(trees: Iterable[ast.Module]) -> tuple[float, float, float]:
+    """Return the shares of bindings in the dialect, of functions with "of", and of those with a verb."""
+    trees = list(trees)
+    bindings = [name for tree in trees for name in names_of_bindings(tree)]
+    functions = [
+        node.name.strip("_").split("_")
+        for tree in trees
+        for node in nodes_of(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+    return (
+        sum(name in DIALECT for name in bindings) / len(bindings),
+        sum("of" in words for words in functions) / len(functions),
+        sum(words[0] in VERBS for words in functions) / len(functions),
+    )
+
+
+@pytest.mark.parametrize("folder", ["ds_ring", "launcher", "tools"])
+def test_names_are_the_fields(folder: str) -> None:
+    dialect, with_of, verbs = shares_of_names(map(tree_of, (ROOT / folder).rglob("*.py")))
+    assert dialect <= 0.005 and with_of <= 0.01 and verbs >= 0.3, (dialect, with_of, verbs)
+
+
+def test_a_name_of_the_dialect_is_found() -> None:
+    tree = ast.parse("def tiles_of(one): found = one")
+    assert shares_of_names([tree]) == (1.0, 1.0, 0.0)

@@ -214,6 +214,7 @@ def _make_part(part: str) -> type[PartKeys]:
 
 # Parts of the section whose keys are those of capabilities, "long_sequence" for example.
 PARTS = {part: _make_part(part) for part in dict.fromkeys(name.partition(".")[0] for name in PART_KEYS)}
+globals().update({kind.__name__: kind for kind in PARTS.values()})  # where pickle finds them
 
 
 def _make_part_field(kind: Any) -> tuple[Any, Any]:

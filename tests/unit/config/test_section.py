@@ -192,7 +192,7 @@ def test_parts_of_a_long_sequence(value: Any, parts: tuple[Any, ...]) -> None:
     got = RingConfig.from_deepspeed(section(long_sequence=value)).long_sequence
     assert (got.tiled_loss, got.tiled_mlp, got.offload_checkpoints, got.offload_attention) == parts
     assert [type(part) for part in (got.tiled_loss, got.tiled_mlp)] == [type(part) for part in parts[:2]]
-    assert got.any == (value != "off")
+    assert got.changes_models == (value != "off")
 
 
 @pytest.mark.parametrize(

@@ -1,42 +1,59 @@
-"""Keys of the JSON whose capability has been removed: its row is not in the registry's tables."""
+"""Keys of the JSON whose capability has been removed: they are unknown."""
 
 from __future__ import annotations
 
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 
-from ds_ring.config.section import RingConfig
-from ds_ring.data.engine_part import check_engine_parts
 from ds_ring.errors import RingConfigError
 from ds_ring.ops.options import Options
-from ds_ring.plugin import ENGINE_PARTS, MODEL_PARTS, SAVED_TENSORS
+from ds_ring.plugin import SAVED_TENSORS
 
 KEYS: dict[str, dict[str, Any]] = {
+    "latents": {"latents": True},
     "monitor": {"monitor": True},
     "rank_speeds": {"rank_speeds": "measured"},
+    "verify_first_batch": {"verify_first_batch": True},
     "tiled_loss": {"long_sequence": {"tiled_loss": True}},
     "tiled_mlp": {"long_sequence": {"tiled_mlp": 64}},
     "offload_checkpoints": {"long_sequence": {"offload_checkpoints": True}},
-    "offload_attention": {"long_sequence": {"offload_attention": True}},
 }
+FOLDERS = ("contrib/families/latents", "engines/first_batch", "measure", "memory/tiles")
+_READ = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+sys.meta_path = [one for one in sys.meta_path if "__editable__" not in getattr(one, "__module__", "")]
+from ds_ring.config.section import RingConfig
+for values in json.loads(sys.argv[2]):
+    try:
+        RingConfig(ring_size=2, **values)
+        print("taken")
+    except ValueError as error:
+        print(str(error).replace(chr(10), " "))
+"""
 
 
-@pytest.mark.parametrize("key", KEYS)
-def test_a_key_without_its_row_is_refused(key: str) -> None:
-    config = RingConfig(ring_size=2, **KEYS[key])
-    plain = RingConfig(ring_size=2, long_sequence="auto", rank_speeds=[1, 0.5])
-    shown = {"csv_monitor": {"enabled": True}}
-    check_engine_parts(config, shown)
-    tables = [
-        mock.patch.dict(table, {name: home for name, home in table.items() if name != key}, clear=True)
-        for table in (ENGINE_PARTS, MODEL_PARTS, SAVED_TENSORS)
-    ]
-    with tables[0], tables[1], tables[2]:
-        with pytest.raises(RingConfigError, match=f"{key}: expected it to be left out"):
-            check_engine_parts(config, shown)
-        check_engine_parts(plain, {})
+def test_keys_go_with_the_folder_of_their_capability(tmp_path: Path) -> None:
+    """Those of a capability that stays are read as before, also beside one that went."""
+    root = Path(__file__).resolve().parents[3]
+    shutil.copytree(root / "ds_ring", tmp_path / "ds_ring", ignore=shutil.ignore_patterns("__pycache__"))
+    command = [sys.executable, "-c", _READ, str(tmp_path), json.dumps(list(KEYS.values()))]
+    whole = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=120)
+    assert whole.stdout.split() == ["taken"] * len(KEYS)
+    for folder in FOLDERS:
+        shutil.rmtree(tmp_path / "ds_ring" / folder)
+    left = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=120)
+    *refused, last = left.stdout.splitlines()
+    assert last == "taken" and len(refused) == len(KEYS) - 1
+    for key, text in zip(KEYS, refused, strict=False):
+        assert f"got the unknown key '{key}'" in text
 
 
 def test_attention_is_not_kept_on_the_host_without_its_row() -> None:

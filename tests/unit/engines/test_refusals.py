@@ -55,7 +55,7 @@ IMAGES = Images({"image": 3})
 def compiled(**inputs: Any) -> Any:
     session = SimpleNamespace(
         needs=SimpleNamespace(batches=inputs.get("batches")),
-        config=SimpleNamespace(dynamic_ring=inputs.get("dynamic_ring", False)),
+        config={"dynamic_ring": inputs.get("dynamic_ring", False)},
     )
     engine = SimpleNamespace(
         is_deepcompile_enabled=lambda: inputs.get("deepcompile", False),
