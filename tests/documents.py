@@ -28,7 +28,7 @@ DOCUMENTS = (
 OF_THE_CODE = (
     "CHANGELOG.md",
     "CONTRIBUTING.md",
-    *(f"ds_ring/{name}.md" for name in ("DESIGN", "NOTES", "READING")),
+    *(f"ds_ring/{name}.md" for name in ("DESIGN", "NOTES", "READING", "models/PATCHES")),
     *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("ds_ring/*/**/README.md")),
 )
 TEXTS = (*DOCUMENTS, *OF_THE_CODE)

@@ -40,12 +40,8 @@ TEXTS = {
     "ds_ring/DESIGN.md": "Design",
     "ds_ring/READING.md": "Reading the code",
     "ds_ring/NOTES.md": "Notes",
-    "ds_ring/models/PATCHES.md": "Integrations",
-    **{
-        path: path.removesuffix("/README.md").removeprefix("ds_ring/")
-        for path in _FOLDERS
-        if path != "ds_ring/models/PATCHES.md"
-    },
+    "ds_ring/models/PATCHES.md": "Patches of other packages",
+    **{path: path.removesuffix("/README.md").removeprefix("ds_ring/") for path in _FOLDERS},
     "CONTRIBUTING.md": "Contributing",
     "CHANGELOG.md": "Changelog",
 }

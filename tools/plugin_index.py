@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 
 from ds_ring.plugin import write_index
 
-if __name__ == "__main__":
-    argparse.ArgumentParser(description=__doc__).parse_args()
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Write the index."""
+    argparse.ArgumentParser(description=__doc__).parse_args(arguments)
     write_index()
+
+
+if __name__ == "__main__":
+    main()

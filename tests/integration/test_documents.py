@@ -775,7 +775,7 @@ def test_readme_repeats_the_figures_of_the_pages() -> None:
 def test_files_and_names_in_them_are_there(document: str) -> None:
     """Files of ds_ring/ and launcher/ are named from there, others from the top or from beside the document.
 
-    "`NAME` in `file.py`" is looked up, and in the table of the integrations "`file.py`: `NAME`".
+    "`NAME` in `file.py`" is looked up, and in the table of patches "`file.py`: `NAME`".
     """
     text = (ROOT / document).read_text()
     folders = (ROOT, ROOT / "ds_ring", ROOT / "launcher", (ROOT / document).parent)
@@ -784,7 +784,7 @@ def test_files_and_names_in_them_are_there(document: str) -> None:
         assert files, f"{document} names {path}"
         assert not name or re.search(rf"\b{name}\b", files[0].read_text()), f"{document}: no {name} in {path}"
     for path, name in re.findall(r"`([\w/]+\.py)`: `(?:\w+\.)?(\w+)`", text):
-        files = list((ROOT / "ds_ring/integrations").rglob(path)) or [ROOT / "ds_ring" / path]
+        files = list((ROOT / "ds_ring").rglob(path))
         assert any(re.search(rf"(def|class) {name}\b", file.read_text()) for file in files), (path, name)
 
 
