@@ -233,6 +233,7 @@ def test_a_rank_that_left_in_the_middle_is_named_with_its_status(tmp_path: Path)
     [
         (config(4), 4, 2, 1, (2, 2, 2, 1)),  # ring 4 to 2, one replica before and after
         (config(4), 4, 3, 1, (2, 2, 2, 1)),  # 3 does not divide 4
+        (config(4), 4, 2, 2, (2, 2, 2, 1)),  # the smallest itself is
         (config(4), 4, 2, 4, None),  # a ring below the smallest is not taken
         (config(4), 8, 7, 1, (4, 4, 2, 2)),  # the ring stays whole, with half of the replicas
         (config(4, 3), 12, 8, 1, (4, 4, 3, 3)),  # 9 samples do not divide by 2

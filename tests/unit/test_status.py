@@ -29,6 +29,7 @@ from ds_ring_launcher.run.run_records import (
     HistoryRecord,
     MetricsRecord,
     newest_checkpoint,
+    read_bytes,
     read_lines,
 )
 from ds_ring_launcher.status.run_status import SILENT_SECONDS, read_run
@@ -383,3 +384,11 @@ def test_a_long_history_is_thinned_out_evenly(tmp_path: Path) -> None:
 def test_times_of_a_link_are_milliseconds(run: RunFolder) -> None:
     links = next(one for one in make_tables(read_run(run.path)) if one.title.startswith("Hop times"))
     assert [row[3:5] for row in links.rows] == [("10.00 ms", "1.00 ms")]
+
+
+def test_of_a_larger_file_nothing_or_the_last_bytes_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "letters"
+    path.write_bytes(b"abcdef")
+    assert [read_bytes(path, most, last) for most in (6, 4) for last in (False, True)] == [
+        b"abcdef", b"abcdef", None, b"cdef"
+    ]  # fmt: skip

@@ -23,6 +23,7 @@ from ds_ring.checkpoint.manifest import (
     read_latest,
     read_manifest,
     record_files,
+    require_forward,
     unfinished_tags,
     verify_checkpoint,
     write_manifest,
@@ -352,3 +353,12 @@ def test_a_name_that_is_not_utf_8(tmp_path, capsys):
     folder.rename(Path(moved, "global_step4"))
     assert main(["verify-checkpoint", moved, "--tag", "global_step4", "--accept", "--make-latest"]) == 0
     assert main(["verify-checkpoint", str(tmp_path), "--tag", os.fsdecode(b"\xff")]) == 2
+
+
+def test_a_save_of_the_step_of_latest_is_no_step_back(tmp_path):
+    checkpoint(tmp_path)
+    (tmp_path / "latest").write_text("global_step4")
+    require_forward(tmp_path, 4)
+    with pytest.raises(RingCheckpointError, match="expected to save after step 4 or later"):
+        require_forward(tmp_path, 3)
+    require_forward(tmp_path, 3, damaged=[(tmp_path / "global_step4").resolve()])

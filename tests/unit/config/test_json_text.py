@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from ds_ring.config.json_text import read_small
 from ds_ring.config.section import RingConfig
 from ds_ring.errors import RingConfigError
 from tests.clock import unqueued_seconds
@@ -148,3 +149,11 @@ def test_a_file_without_permission(tmp_path: Path) -> None:
     path.write_text(SOUND)
     path.chmod(0)
     assert "expected a file that can be read" in refusal(path)
+
+
+def test_a_file_of_the_most_bytes_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "three.json"
+    path.write_text("abc")
+    assert read_small(path, 3) == "abc"
+    with pytest.raises(RingConfigError, match="expected at most 2 bytes, got more"):
+        read_small(path, 2)

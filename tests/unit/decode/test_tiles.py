@@ -59,3 +59,10 @@ def test_the_tiles_of_all_ranks_are_the_mask(pattern: Pattern) -> None:
                 want = pattern.multiplicity(head, 4, 2, q, k)
                 got = paint(tiles, len(positions), len(keys), head_in_group)
                 assert np.array_equal(got, want), (rank, kv_heads, head_in_group)
+
+
+def test_the_last_position_is_that_before_the_number_of_tokens() -> None:
+    assert query_positions(Causal(), LAYOUT, 2, np.array([0, 39])).tolist() == [0, 39]
+    for outside in (-1, 40):
+        with pytest.raises(RingShapeError, match=f"expected 0 to 39, got {outside}"):
+            query_positions(Causal(), LAYOUT, 2, np.array([0, outside]))

@@ -17,8 +17,8 @@ from ds_ring.masks.catalog import Causal
 from ds_ring.masks.joins import select_distances
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import UNBOUNDED, Tiles
+from ds_ring.plugin import FAST_KERNELS, load, unmeasured
 from ds_ring.plugin import KERNELS as KERNEL_ROWS
-from ds_ring.plugin import load
 from ds_ring.ring.merge import merge_
 from ds_ring.schedule.layout import expand_runs
 from ds_ring.schedule.lowering import get_query_heads
@@ -239,3 +239,9 @@ def test_a_captured_tensor_that_needs_a_gradient_is_refused_in_compiled_code_too
     for call in (compiled, lambda *qkv: attend(*qkv, score_mod=moved)):
         with pytest.raises(RingConfigError, match="captured tensors that require no gradient"):
             call(q, k, v)
+
+
+@pytest.mark.parametrize("device_type", FAST_KERNELS)
+def test_without_rates_auto_is_a_kernel_of_the_device(device_type: str) -> None:
+    for kinds in [(), *((kind,) for row in KERNEL_ROWS.values() for kind in row.first_for)]:
+        assert KERNEL_ROWS[unmeasured(device_type, kinds, KERNEL_ROWS)].device == device_type

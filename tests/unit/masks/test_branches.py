@@ -313,6 +313,11 @@ def test_several_runs_are_cut_at_once() -> None:
     np.testing.assert_array_equal(paint(tiles, 12, 18), k[None, :] <= q[:, None])
 
 
+def test_a_single_pair_outside_a_band_is_no_tile() -> None:
+    pair = Tiles.rectangles(np.array([[4, 1, 1]]), np.array([[0, 1, 1]]))
+    assert [len(select_distances(pair, *band)) for band in ((0, 3), (5, 9), (4, 4))] == [0, 0, 1]
+
+
 @pytest.mark.situation("masks", "a tree whose tile has no queries or no keys")
 @pytest.mark.parametrize("side", ["q", "k"])
 def test_an_empty_tile_is_refused_where_it_is_made(side: str) -> None:

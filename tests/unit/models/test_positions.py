@@ -54,3 +54,15 @@ def test_padding_tokens_inside_a_document_are_not_counted(kind: str) -> None:
     }
     want = torch.cat([alone(torch.tensor([one]), PADDING) for one in documents], dim=1)
     assert numbered(batch).tolist() == want.tolist()
+
+
+def test_rows_of_embeddings_are_counted_from_behind_the_number_of_padding() -> None:
+    """Without ids no token is padding: transformers counts all of them."""
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
+    model = RobertaModel(RobertaConfig(vocab_size=32, pad_token_id=PADDING, **sizes))
+    numbered, embeds = find_numbering(model), torch.zeros(1, 6, 8)
+    assert numbered is not None
+    want = model.embeddings.create_position_ids_from_inputs_embeds(embeds, PADDING)
+    assert (
+        numbered({"inputs_embeds": embeds, "position_ids": torch.arange(6)[None]}).tolist() == want.tolist()
+    )

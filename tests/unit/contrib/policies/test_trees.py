@@ -39,6 +39,17 @@ test_it_is_refused = refuse({
 })  # fmt: skip
 
 
+def test_each_branch_begins_with_the_last_common_token() -> None:
+    """So that each slot has one next token, as the labels of a batch require."""
+    rollouts = [torch.tensor(row) for row in ([1, 2, 3, 5], [1, 2, 4], [1, 2, 3, 6])]
+    tree = TreeBatch(rollouts)
+    ids, labels = tree.batch["input_ids"][0], tree.batch["shift_labels"][0]
+    for rollout, places in zip(rollouts, tree.places, strict=True):
+        slots = torch.as_tensor(places)
+        assert ids[slots].tolist() == rollout.tolist()
+        assert labels[slots[:-1]].tolist() == rollout[1:].tolist()
+
+
 def test_a_session_has_no_methods_but_its_own_and_those_of_rows() -> None:
     session = session_of()
     assert callable(session.tree_batch)

@@ -10,7 +10,7 @@ from ds_ring import Causal, Dilated, Full, SlidingWindow, build_plan, make_layou
 from ds_ring.errors import RingConfigError
 from ds_ring.kernels.cpu.kernel import CpuKernel
 from ds_ring.schedule import lowering
-from ds_ring_launcher.plan.estimate import estimate
+from ds_ring_launcher.plan.estimate import estimate, head_swaps
 from ds_ring_launcher.plan.hardware import hardware_from, read_hardware
 from ds_ring_launcher.plan.hiding import MIN_TOKENS, hides, hiding_shard
 from ds_ring_launcher.plan.layer_passes import slowest_pass
@@ -18,7 +18,15 @@ from ds_ring_launcher.plan.model_file import ModelShape
 from ds_ring_launcher.plan.model_memory import Zero
 from ds_ring_launcher.plan.options import fewest_devices, longest_sequence, peak_bytes
 from ds_ring_launcher.plan.pass_memory import PassShape
-from ds_ring_launcher.plan.pass_time import CostPart, bytes_sent, count_executed_pairs, pass_cost
+from ds_ring_launcher.plan.pass_time import (
+    CostPart,
+    PassRates,
+    bytes_sent,
+    count_executed_pairs,
+    count_work,
+    pass_cost,
+    time_line,
+)
 from ds_ring_launcher.plan.training_setting import TrainingSetting
 from tests.cases import least_kept
 
@@ -227,3 +235,40 @@ def test_where_transfers_never_hide_the_reason_is_said(changes, why):
 def test_a_large_ring_is_sampled(pattern):
     found = estimate(setting(tokens=128 * 1024, ring=128, pattern=pattern, layout="auto"))
     assert found.ranks == 2 and found.peak.total > 0
+
+
+def test_a_swap_of_heads_sends_all_but_the_own_part():
+    found = head_swaps(setting(ulysses_size=4), 1024)
+    rows = 1024 // 4 * 2 * (SMALL.heads + SMALL.kv_heads)
+    assert found[0] == rows * SMALL.head_dim * 4 * 3 // 4 and head_swaps(setting(), 1024)[0] == 0
+
+
+@pytest.mark.parametrize("bytes_per_s", [1e3, 1e15])
+def test_messages_hold_their_share_of_the_device_while_a_kernel_runs(bytes_per_s):
+    """A kernel that messages accompany to its end takes 1 / (1 - share) of its time alone."""
+    layout = make_layout("contiguous", tokens=256, ring_size=2)
+    _, mine = parts(Full(), layout, 1, 1, 0)
+    schedule = shape(layout).schedule([part.head_class for part in mine], False)
+    work = {
+        id(chunk.steps): count_work(chunk.steps, shape(layout), count_executed_pairs)
+        for chunk in schedule.chunks
+    }
+    alone, shared = (
+        time_line(
+            schedule,
+            work,
+            shape(layout),
+            PassRates(1e9, 0.0, False, 0.0, bytes_per_s, 0.0, message_share=share),
+        )
+        for share in (0.0, 0.2)
+    )
+    lost = shared.kernel - alone.kernel
+    most = 0.2 * alone.transfer if bytes_per_s > 1e9 else alone.kernel / 0.8 - alone.kernel
+    assert lost[0] == pytest.approx(most[0]) and alone.kernel[0] > 0
+
+
+@pytest.mark.parametrize(("stage", "copies"), [(0, 1), (1, 0.25), (2, 0), (3, 0)])
+def test_only_stages_below_2_reduce_a_flat_copy(stage, copies):
+    zero = Zero(stage, 4, 4, bucket_elements=1000, fused_adam=False)
+    assert zero.reduction(SMALL) == int(4 * SMALL.parameters * copies)
+    assert replace(zero, world=1).reduction(SMALL) == 0
