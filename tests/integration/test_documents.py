@@ -590,7 +590,7 @@ BLOCKS: dict[str, Callable[[Place, str], None]] = {
     "pip install ms-swift": is_a_picture("of two environments that exclude this one"),
     # ds_ring/models/PATCHES.md
     '@patch(ENGINE, "step"': only_reads("run_report.py's; tests/unit/test_patches.py applies such"),
-    '.venv/bin/python -c "from ds_ring.integrations': tables_of_changes,
+    '.venv/bin/python -c "from ds_ring.patches': tables_of_changes,
 }
 
 # Numbers of a measurement's kind that are none, by the words that their row or paragraph begins with.

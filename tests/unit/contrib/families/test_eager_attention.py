@@ -129,7 +129,6 @@ def forward(model: Any, section: dict[str, Any] | None = None, **batch: Any) -> 
 def with_arithmetic(written: Callable[..., Any]) -> Any:
     """A model whose modules compute this."""
     model = neox_japanese()
-    attached(model, pattern={"window": 9})
     for _, _, module in find_parts(model):
         module._attn = lambda q, k, v, mask, module=module: (written(module, q, k, v), None)
     return model

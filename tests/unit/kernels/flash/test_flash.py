@@ -283,7 +283,7 @@ MASKED = next(mask.pattern for name, mask in MASKS.items() if name not in WINDOW
 
 
 def flash_for(dtype: torch.dtype, head_dim: int, pattern: Pattern) -> Kernel:
-    return get_kernel("flash", "cuda", asked=KernelNeeds("cuda", dtype, head_dim, pattern))
+    return get_kernel("flash", "cuda", needs=KernelNeeds("cuda", dtype, head_dim, pattern))
 
 
 def attend_masked() -> None:
