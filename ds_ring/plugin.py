@@ -378,8 +378,3 @@ def _as_json(value: Any) -> Any:
     if callable(value):
         return f"{value.__module__}.{value.__qualname__}"
     return value
-
-
-def write_index() -> None:
-    """Write `plugins.json`: python -c "from ds_ring.plugin import write_index; write_index()"."""
-    INDEX.write_text(make_index())

@@ -73,7 +73,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "tests").mkdir()
     for name in ("pyproject.toml", "tests/__init__.py", "tests/test_architecture.py"):
         shutil.copy(ROOT / name, folder / name)
-    write = "from ds_ring.plugin import write_index; write_index()"
+    write = "from ds_ring.plugin import INDEX, make_index; INDEX.write_text(make_index())"
     subprocess.run(
         [sys.executable, "-c", write], cwd=folder, env=environment(folder), check=True, timeout=120
     )
