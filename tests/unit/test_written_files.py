@@ -18,7 +18,7 @@ from ds_ring_launcher import cli
 from ds_ring_launcher.doctor.probe import _mark, _marked_folders
 from ds_ring_launcher.run.run_folder import ATTEMPTS, RunFolder, write_exit
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 
 # Text files written inside a folder of mode 0700 that this process has made.
 IN_A_FOLDER_OF_OUR_OWN = {

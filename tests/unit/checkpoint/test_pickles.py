@@ -23,7 +23,7 @@ from ds_ring.checkpoint.stand_ins import CALLS, CLASSES, STORAGES, VALUES
 from ds_ring.errors import RingCheckpointError
 from tests.hostile_pickles import FLOATS, HOSTILE, RAW, TWO_FLOATS, Call, mutated, tensor, write
 
-ROOT = Path(__file__).resolve().parents[4]
+ROOT = Path(__file__).resolve().parents[3]
 pytestmark = pytest.mark.situation("checkpoints", "a hostile or damaged .pt file")
 
 
