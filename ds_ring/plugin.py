@@ -232,14 +232,19 @@ _ROW_TYPES: dict[str, Any] = {
 KINDS = [name for name, value in Plugin._field_defaults.items() if value == {} and name != "needs"]
 
 
+_FIELDS: dict[str, dict[str, Any]] = json.loads(INDEX.read_text())  # of each `Plugin`, by folder
+
+
 def _read_index() -> dict[str, Plugin]:
     """Return the plug-ins whose folders and required folders are there, in the order of their rows."""
     plugins: dict[str, Plugin] = {}
-    for folder, fields in json.loads(INDEX.read_text()).items():
-        for kind, row_type in _ROW_TYPES.items():
-            if kind in fields:
-                fields[kind] = {name: row_type(**row) for name, row in fields[kind].items()}
-        plugins[folder] = Plugin(**fields)
+    for folder, fields in _FIELDS.items():
+        rows = {
+            kind: {name: row_type(**row) for name, row in fields[kind].items()}
+            for kind, row_type in _ROW_TYPES.items()
+            if kind in fields
+        }
+        plugins[folder] = Plugin(**fields | rows)
     is_there = {folder: (_FOLDER / folder / "plugin.py").is_file() for folder in plugins}
 
     def is_whole(folder: str) -> bool:
@@ -293,10 +298,8 @@ def load(home: Object) -> Any:
     try:
         return getattr(import_module(module), name)
     except ModuleNotFoundError as error:
-        missing, folder = (
-            (error.name or "").partition(".")[0],
-            module.replace(".", "/").removeprefix("ds_ring/"),
-        )
+        missing = (error.name or "").partition(".")[0]
+        folder = module.replace(".", "/").removeprefix("ds_ring/")
         for place, plugin in PLUGINS.items():
             if missing in plugin.needs and f"{folder}/".startswith(f"{place}/"):
                 extra = plugin.needs[missing]
@@ -306,7 +309,7 @@ def load(home: Object) -> Any:
 
 
 PLUGINS = _read_index()
-INDEXED = frozenset(PLUGINS)
+_MISSING = tuple(f"ds_ring.{folder.replace('/', '.')}." for folder in _FIELDS if folder not in PLUGINS)
 PLUGINS |= _read_entry_points()
 
 LAYOUTS: dict[str, LayoutRow] = _table("layouts")
@@ -335,9 +338,7 @@ def _public_names() -> dict[str, str]:
     """
     lines = (line.split() for line in (_FOLDER / "__init__.pyi").read_text().splitlines())
     names = {line[-1]: f"{line[1]}.{line[3]}" for line in lines if line[:1] == ["from"]}
-    indexed = json.loads(INDEX.read_text())
-    missing = tuple(f"ds_ring.{folder.replace('/', '.')}." for folder in indexed if folder not in INDEXED)
-    return {name: home for name, home in names.items() if not home.startswith(missing)}
+    return {name: home for name, home in names.items() if not home.startswith(_MISSING)}
 
 
 PUBLIC = _public_names()
