@@ -6,6 +6,7 @@ function that runs on ranks calls `skip_without("fp16")`, and the harness then s
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import shutil
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -25,6 +27,19 @@ CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
 def lacks(module: str, where: str) -> str:
     """Return where to get a Python package, or ""; without importing it."""
     return "" if importlib.util.find_spec(module) else f"no {module} here{where}"
+
+
+@contextmanager
+def interpreted(name: str) -> Iterator[ModuleType]:
+    """Import a module of Triton kernels for Triton's interpreter, also where it was imported before.
+
+    Triton asks TRITON_INTERPRET when a kernel is decorated. A test that loads every plug-in of CUDA decorates
+    them for a GPU, and then the order of the tests would decide.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        patch.delitem(sys.modules, name, raising=False)
+        yield importlib.import_module(name)
 
 
 def lacks_fp16() -> str:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import os
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from ds_ring.measure.schedule_text import format_schedule
 from ds_ring.schedule.lowering import lower_rank
 from ds_ring.schedule.steps import Compute, Payload, Send
 from tests.cases import PATTERNS, layout_for, tensors
+from tests.machine import interpreted
 from tests.reference import dense_attention, relative_error
 from tests.schedule_proof.validate import validate_plan
 from tests.unit.ring.test_ring_pass import SHAPE, ring_of_threads
@@ -60,18 +62,22 @@ def test_rows_in_float8_are_rounded_once(dtype: torch.dtype, monkeypatch: pytest
     assert found[1][1, 1, 0].isfinite().all()
 
 
+@pytest.fixture
+def float8_cuda() -> Iterator[ModuleType]:
+    """The module of the codec's kernels, interpreted, whatever imported it before."""
+    with interpreted("ds_ring.codecs.float8_cuda") as module:
+        yield module
+
+
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton comes with torch's CUDA wheels")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu/test_float8.py runs it on the GPU")
 @pytest.mark.day("torch.float16-(7, 20)")
 @pytest.mark.parametrize("widths", [(64, 64), (7, 20), (80, 16)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
 def test_the_interpreted_kernels_make_the_bytes_of_the_operators(
-    dtype: torch.dtype, widths: tuple[int, int]
+    dtype: torch.dtype, widths: tuple[int, int], float8_cuda: ModuleType
 ) -> None:
     """All magnitudes, powers of two and their neighbours, zeros, infinities, NaN; strided operands."""
-    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is decorated
-    from ds_ring.codecs import float8_cuda
-
     draw = torch.Generator().manual_seed(1)
     # Triton's interpreter, not a GPU, converts subnormal bfloat16 wrongly.
     least = -90 if dtype == torch.bfloat16 else -150

@@ -3,27 +3,34 @@
 from __future__ import annotations
 
 import ast
-import os
 import re
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 
 import ds_ring
 from ds_ring.ring.merge import MAX_PARTS
+from tests.machine import interpreted
 from tests.merge_cases import cases, into_accumulator, wrong, wrong_parts
+
+
+@pytest.fixture
+def kernels() -> Iterator[ModuleType]:
+    """The module of the merge, interpreted, whatever imported it before."""
+    with interpreted("ds_ring.cuda.merge") as module:
+        yield module
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton comes with torch's CUDA wheels")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu/test_merge.py runs it on the GPU")
 @pytest.mark.parametrize("step", [1, 7])  # 7 has no factor in common with 4 views, 3 dtypes and 3 widths
 @pytest.mark.day("7")
-def test_the_interpreted_kernel_merges_every_case_as_float64(step: int) -> None:
-    os.environ["TRITON_INTERPRET"] = "1"  # read when the kernel is decorated
-    from ds_ring.cuda.merge import launch
-
+def test_the_interpreted_kernel_merges_every_case_as_float64(step: int, kernels: ModuleType) -> None:
+    launch = kernels.launch
     chosen = list(cases())[::step]
     found = [what for case in chosen for what in wrong(case, into_accumulator(launch))]
     found += [what for case in chosen for what in wrong_parts(case, launch)]
