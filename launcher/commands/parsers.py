@@ -69,9 +69,22 @@ def _whole_number(text: str) -> int:
         value = int(text) if len(text) < 40 and text.isascii() else None
     except ValueError:
         value = None
-    if value is None or abs(value) > MAX_SIZE:
+    if value is None:
+        raise argparse.ArgumentTypeError(f"expected a whole number, got {text[:40]!r}")
+    if abs(value) > MAX_SIZE:
         raise argparse.ArgumentTypeError(f"expected a number of at most {MAX_SIZE:,}, got {text[:40]!r}")
     return value
+
+
+def read_tokens(text: str) -> int:
+    """Return a length of sequences; "128k" and "128Ki" are 131,072 tokens, "1M" and "1Mi" 1,048,576."""
+    match = re.fullmatch(r"([0-9]{1,12})(k|m)i?", text, re.ASCII | re.IGNORECASE)
+    if match is not None:
+        return int(match[1]) << {"k": 10, "m": 20}[match[2].lower()]
+    try:
+        return _whole_number(text)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{error}; write 131072 or 128k, say") from None
 
 
 def _number(text: str) -> float:
@@ -178,7 +191,9 @@ MIB = 2**20
 
 def add_shapes(parser: argparse.ArgumentParser, ring_sizes: list[int]) -> None:
     """Add the options of pattern, layout and sizes."""
-    parser.add_argument("--tokens", type=int, required=True, metavar="T", help="tokens of the sequence")
+    parser.add_argument(
+        "--tokens", type=read_tokens, required=True, metavar="T", help="tokens of the sequence"
+    )
     sizes = " ".join(map(str, ring_sizes))
     parser.add_argument(
         "--ring-sizes",
