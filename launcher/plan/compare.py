@@ -29,7 +29,6 @@ from .estimate import SWAPS, Estimate, estimate, fits, swap_seconds, swapped_hea
 from .layer_passes import LayerPasses, layer_passes
 from .model_memory import FLOAT, LocalTokens, TrainingStep
 from .options import (
-    FINE,
     MAX_TOKENS,
     OPTIONS,
     list_flags,
@@ -42,14 +41,11 @@ from .pass_time import PassCost
 from .training_setting import ELEMENT_BYTES, TrainingSetting
 
 GIB = 1 << 30
+FINE = 256  # lengths are exact to 1 / FINE
 CHUNK_TOKENS = 256  # of TRL's chunked_nll
-_BEST = (
-    "--tiled-loss",
-    "--tiled-mlp",
-    "--offload-checkpoints",
-    "--recompute-attention",
-    "--offload-optimizer",
-)
+_ALST = {
+    *("--tiled-loss", "--tiled-mlp", "--offload-checkpoints", "--recompute-attention", "--offload-optimizer"),
+}
 
 
 class ComparisonRow(NamedTuple):
@@ -66,7 +62,7 @@ class ComparisonRow(NamedTuple):
     fits: bool  # whether the devices and their hosts have that much
     step_s: float  # of one step
     tokens_per_s: float  # of a device
-    longest_tokens: int  # that fit the same devices with these options, to 1 / 64; 0 if none
+    longest_tokens: int  # that fit the same devices with these options; 0 if none
 
 
 class _Method(NamedTuple):
@@ -102,8 +98,9 @@ def compare(planned: Estimate, longest_tokens: int) -> list[ComparisonRow]:
 def _make_own_row(planned: Estimate, best: bool, longest_tokens: int) -> ComparisonRow:
     setting, cost = planned.setting, planned.attention
     ranks = setting.ring_size * setting.ulysses_size
+    name = "ds_ring, all options" if best else "ds_ring"
     return ComparisonRow(
-        "ds_ring, all options" if best else "ds_ring", best, list_flags(setting), ranks, planned.peak.total, planned.node_host_bytes,
+        name, best, list_flags(setting), ranks, planned.peak.total, planned.node_host_bytes,
         cost.forward_bytes + cost.backward_bytes, planned.fits, planned.step_s,
         setting.batch * setting.tokens / ranks / planned.step_s, longest_tokens,
     )  # fmt: skip
@@ -237,6 +234,11 @@ def _ulysses_waiting(setting: TrainingSetting) -> float:
     shard_bytes = setting.batch * setting.tokens // ranks * row_bytes * heads
     seconds = swap_seconds(shard_bytes, ranks, hardware) + SWAPS * hardware.link_latency_s
     return (2 + setting.checkpointing) * model.layers * seconds
+
+
+def get_torch_peak(setting: TrainingSetting) -> int:
+    """Return the peak of a device by torch's context parallelism with the options of TRL's guide, bytes."""
+    return _torch_step(_apply_trl(setting)).peak().total
 
 
 def _torch_waiting(setting: TrainingSetting) -> float:

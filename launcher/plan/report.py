@@ -20,7 +20,7 @@ from .options import list_flags, make_json
 from .other_layers import LayerCost
 
 GIB = 2**30
-BAR, BAR_WIDTH = "\u2588", 24  # the memory that tensors can have, in a table
+BAR, BAR_WIDTH = "\u2588", 16  # the memory that tensors can have, in a table
 
 
 def as_json(
