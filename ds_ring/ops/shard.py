@@ -165,11 +165,19 @@ class _ReduceScatter(torch.autograd.Function):
 
 
 @forbid_tracing
-def gather_sequence(x_local: Tensor, layout: Layout, *, mesh: RingMesh, dim: int) -> Tensor:
+def gather_sequence(
+    x_local: Tensor, layout: Layout, *, mesh: RingMesh, dim: int, same_loss: bool = False
+) -> Tensor:
     """Return the whole tensor on every rank, in the order of positions, padding stripped. Differentiable.
 
-    The gradient is that of the sum of all ranks' losses (as in torch.distributed.nn): where every rank
-    computes the same loss from the gathered tensor, divide it by mesh.sequence_size.
+    Args:
+        x_local: this rank's shard.
+        layout: of the sequence.
+        mesh: of the ring.
+        dim: of the tokens.
+        same_loss: every rank computes the same loss from the whole tensor, and the gradient is that of this
+            loss. By default it is that of the sum of all ranks' losses (as in torch.distributed.nn):
+            mesh.sequence_size times as large where all compute the same one.
 
     Raises:
         RingShapeError: `dim` has not layout.local_tokens (over the Ulysses size) entries, or a gradient of a
@@ -189,6 +197,8 @@ def gather_sequence(x_local: Tensor, layout: Layout, *, mesh: RingMesh, dim: int
         fields = {"layout": layout, "shape": shape, "dim": dim % len(shape), "dtype": x_local.dtype}
         run_compared(mesh, "gather_sequence", lambda x: call.agree(fields), x_local)
         whole = _AllGather.apply(rows, call)
+    if same_loss and whole.requires_grad:
+        whole.register_hook(lambda gradient: gradient / mesh.sequence_size)
     # The index has the slot of each position, and padding slots have none: they fall away.
     index = to_device(_find_slots(layout), x_local.device)
     return view_from_bits(whole.index_select(0, index).movedim(0, dim), x_local.dtype)

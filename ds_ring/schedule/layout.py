@@ -13,6 +13,7 @@ al. 2023, Striped Attention).
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -27,6 +28,8 @@ from ds_ring.limits import MAX_RANKS
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.slots import IntArray, repeat_rows
 from ds_ring.plugin import LAYOUTS, load
+
+_log = logging.getLogger(__name__)
 
 Mix = tuple[tuple[Pattern, int], ...]  # patterns, and how many layers have each; empty if no pattern is given
 
@@ -294,6 +297,8 @@ def make_layout(
     check_layout_name(name)
     block_size = check_whole_number(block_size, "make_layout: block_size", RingLayoutError)
     block = block_size if name == "auto" else 1
+    if name == "auto" and pattern is None and ring_size > 1:
+        _warn_without_pattern()
     return _make_layout(
         name,
         tokens,
@@ -302,6 +307,14 @@ def make_layout(
         multiple_of,
         block,
         _check_speeds(speeds, name, ring_size),
+    )
+
+
+@lru_cache(maxsize=1)  # once a process
+def _warn_without_pattern() -> None:
+    _log.warning(
+        'ds_ring: make_layout("auto") without a pattern is contiguous, which is uneven under a causal one:'
+        " pass pattern=, the pattern of the layers"
     )
 
 

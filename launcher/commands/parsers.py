@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from ds_ring.config.messages import did_you_mean
 from ds_ring.plugin import LAYOUTS
 
 if TYPE_CHECKING:
@@ -41,10 +42,13 @@ class Parser(argparse.ArgumentParser):
         choice = re.fullmatch(r"(.*): invalid choice: (.*) \(choose from (.*)\)", message, re.DOTALL)
         if message.startswith("unrecognized arguments:"):
             message = f"expected no other arguments, got {message.partition(': ')[2]}"
+            message += " (options of a launched script come after --)"
         elif "the following arguments are required" in message:
             message = f"expected {message.partition(': ')[2]}, got none"
         elif choice is not None:
-            message = f"{choice[1]}: expected one of {choice[3]}, got {choice[2]}"
+            near = did_you_mean(choice[2].strip("'"), re.findall("'([^']+)'", choice[3]))
+            advice = f"; did you mean '{near}'?" if near else ""
+            message = f"{choice[1]}: expected one of {choice[3]}, got {choice[2]}{advice}"
         self.exit(2, f"{self.prog}: error: {_short(message)}; see {self.prog} --help\n")
 
 

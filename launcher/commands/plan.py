@@ -58,7 +58,7 @@ def add(commands: Commands) -> None:
     model = plan.add_argument_group("model")
     model.add_argument(
         "--hf-config",
-        metavar="FILE|NAME|JSON",
+        metavar="NAME|FILE|JSON",
         help=f"a transformers config.json, its text, or one of {', '.join(known_models())}",
     )
     for name, text in _SIZES.items():
