@@ -121,18 +121,21 @@ def _find_slots(layout: Layout) -> Tensor:
 
 
 class _AllGather(torch.autograd.Function):
-    """Concatenate shards along dim 0; the gradient is the sum of all ranks' gradients for this shard."""
+    """Concatenate shards along dim 0; the gradient is the sum of all ranks' gradients for this shard, over
+    `losses`.
+    """
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, call: collective) -> Tensor:
-        ctx.mesh = mesh = call.mesh
+    def forward(ctx: Any, local: Tensor, call: collective, losses: int = 1) -> Tensor:
+        ctx.mesh, ctx.losses = call.mesh, losses
+        mesh = call.mesh
         note_call(ctx, call.exchange, local)
         return torch.cat(call.exchange.all_gather(local, mesh.sequence_group, mesh.sequence_size))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         gradient: Tensor = _ReduceScatter.apply(grads[0], ctx.mesh, has_run_again(ctx))
-        return gradient, None
+        return gradient if ctx.losses == 1 else gradient / ctx.losses, None, None
 
 
 class _ReduceScatter(torch.autograd.Function):
@@ -196,9 +199,7 @@ def gather_sequence(
         rows = view_as_bits(x_local).movedim(dim, 0).resolve_conj().resolve_neg().contiguous()
         fields = {"layout": layout, "shape": shape, "dim": dim % len(shape), "dtype": x_local.dtype}
         run_compared(mesh, "gather_sequence", lambda x: call.agree(fields), x_local)
-        whole = _AllGather.apply(rows, call)
-    if same_loss and whole.requires_grad:
-        whole.register_hook(lambda gradient: gradient / mesh.sequence_size)
+        whole = _AllGather.apply(rows, call, mesh.sequence_size if same_loss else 1)
     # The index has the slot of each position, and padding slots have none: they fall away.
     index = to_device(_find_slots(layout), x_local.device)
     return view_from_bits(whole.index_select(0, index).movedim(0, dim), x_local.dtype)
