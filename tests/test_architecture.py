@@ -85,7 +85,7 @@ IMPORTERS = {
     "memory.tiles.tiled_call": {"ring.merge"},  # the accumulators' dtype
     "layers.sparse.moba": {"ring.merge"},  # the same
     "layers.scan.context": {"comm.exchange"},
-    "data.batch_sharding": {"comm.exchange"},  # so that its collectives are watched
+    "data.batch_sharder": {"comm.exchange"},  # so that its collectives are watched
     "contrib.compile.graph_sharding": {"comm.exchange"},
     "data.loss": {"comm.exchange", "ring.merge"},  # the accumulators' dtype
     "measure.step_metrics": {"comm.exchange"},  # the limit of a sum
@@ -643,7 +643,7 @@ OWN_OBJECTS = {
         "memory.saved_results.keep_results",
         "region",
     ): "torch's context of a checkpointed region: no other place lives as long",
-    ("data.batch_sharding", "region"): "the same",
+    ("data.ring_batch", "region"): "the same",
     ("data.ring_batch", "x"): "a tensor of a sharded batch, which carries the sharding",
     ("ops.handles", "function"): "a function of ours, which it marks for torch.compile",
     ("ops.traced_objects", "function"): "a function that it makes in place of a traced one",

@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch.utils.data import Dataset
 
 from ds_ring.data.batch import IGNORE, Batch
-from ds_ring.data.batch_sharder import BatchSharder
-from ds_ring.data.batch_sharding import ENDED, ReadyBatch, check_consistency
+from ds_ring.data.batch_sharder import ENDED, BatchSharder, ReadyBatch, check_consistency
 from ds_ring.data.dynamic_ring.assignment import AssignedBatches, AssignedSamples
 from ds_ring.data.loader import (
     RingLoader,
