@@ -438,8 +438,8 @@ def test_every_pattern_is_public() -> None:
                 f"ds_ring.{one}"
                 for one in (
                     "codecs", "cuda", "config.section", "decode",
-                    "health.failure_detector.verdicts", "kernels.flex", "measure", "layers",
-                    "ops.compiled", "patterns", "transports",
+                    "health.failure_detector.verdicts", "kernels.flex", "measure", "layers", "models",
+                    "ops.compiled", "ops.sinks", "ops.ulysses", "patches", "patterns", "transports",
                 )
             ),
         ),

@@ -29,7 +29,6 @@ from ds_ring.ops.gradients import get_forward_call, refuse_second_derivative, ru
 from ds_ring.ops.handles import operator
 from ds_ring.ops.passes import ExtraOperand, FiniteKernel
 from ds_ring.ops.prepare import Prepared, prepare_pass
-from ds_ring.ops.sinks import SinkLogits, add_sinks, compute_sinks_gradient
 from ds_ring.ring.merge import get_accumulator_dtype
 from ds_ring.ring.observer import Observers
 from ds_ring.ring.pool import Buffers
@@ -63,12 +62,15 @@ def run_forward(
     extras: Sequence[ExtraOperand] = (),
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Run a pass and return (out, lse), with sinks; or the kept ones if a checkpointed region runs again."""
-    operands = extras if sinks is None else (SinkLogits(sinks), *extras)
+    if sinks is not None:
+        from ds_ring.ops.sinks import SinkLogits, add_sinks
+
+        extras = (SinkLogits(sinks), *extras)
 
     def run(context: RingContext) -> tuple[Tensor, Tensor]:
         is_fake = isinstance(q, FakeTensor)
         with collective(context.mesh, "attention forward", context.exchange, is_fake) as call:
-            out, lse = prepare_pass(context, call, Operands(q, k, v), operands).forward(q, k, v)
+            out, lse = prepare_pass(context, call, Operands(q, k, v), extras).forward(q, k, v)
             return (out, lse) if sinks is None else add_sinks(out, lse, sinks[context.heads_here(q)])
 
     return context.saved.run(context, run, q, (q.shape, k.shape, v.shape, q.dtype, len(extras)))
@@ -151,6 +153,8 @@ def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tup
         grads = run_gradient(context.mesh, ctx.call, ring_attention_backward_op, grad_out, *saved, *rest)
     if sinks is None:
         return (*grads, None, None)
+    from ds_ring.ops.sinks import compute_sinks_gradient
+
     heads, tokens = context.heads_here(q), context.tokens_here(grad_out)
     return (*grads, None, compute_sinks_gradient(sinks, heads, grad_out, out, lse, grad_lse, tokens))
 
