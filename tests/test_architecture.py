@@ -99,7 +99,7 @@ IMPORTERS = {
     "simulation.simulate": {"kernels", "ring.merge"},  # chooses; the accumulators' dtype
     "simulation.rank": {"comm.exchange", "kernels"},  # the tokens of what stays at home
 }
-ON_THE_CPU = {"layers.scan.simulation", "contrib.policies.trees"}  # index tensors of the CPU
+ON_THE_CPU = {"contrib.policies.trees"}  # index tensors of the CPU
 PASSES = {
     "ring.ring_pass", "transports.all_gather.gather_pass", "decode.replicated",
     "transports.reproducible.sharded",
