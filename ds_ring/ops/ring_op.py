@@ -19,13 +19,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_legacy_batchedtensor, peek_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ds_ring.comm.collective import collective
 from ds_ring.kernels.interface import Operands
 from ds_ring.ops.context import RingContext, get_ring_context
-from ds_ring.ops.gradients import get_forward_call, refuse_second_derivative, run_gradient
+from ds_ring.ops.gradients import get_forward_call, refuse_second_derivative, run_gradient, sees_plain
 from ds_ring.ops.handles import operator
 from ds_ring.ops.passes import ExtraOperand, FiniteKernel
 from ds_ring.ops.prepare import Prepared, prepare_pass
@@ -171,20 +170,6 @@ class EagerAttention(torch.autograd.Function):
         return results
 
     backward = staticmethod(_backward)
-
-
-_PLAIN = {Tensor, torch.nn.Parameter, type(None)}
-
-
-def sees_plain(tensors: Sequence[Tensor | None]) -> bool:
-    """Return whether only autograd handles these tensors: no transform, no mode, no tensor subclass."""
-    if peek_interpreter_stack() is not None or torch._C._len_torch_dispatch_stack():
-        return False
-    # is_grads_batched=True makes legacy batched tensors; only an operator has a rule for them.
-    for x in tensors:
-        if x is not None and is_legacy_batchedtensor(x):
-            return False
-    return set(map(type, tensors)) <= _PLAIN
 
 
 def register(forward: Any, backward: Any, setup: Callable[..., None], gradients: Callable[..., Any]) -> None:
