@@ -342,11 +342,10 @@ class BatchSharder:
         mix = (patterns or self.patterns).counted(tokens, self.needs.layers if patterns is None else ())
         name = "contiguous" if mesh.sequence_size == 1 < self.mesh.sequence_size else config.layout
         block_size = get_block_side(config.kernel, self.device.type, mix, config.block_size)
-        if groups:
-            mix = {groups[0].counted(pattern): layers for pattern, layers in mix.items()}
+        layers = {groups[0].counted(pattern) if groups else pattern: count for pattern, count in mix.items()}
         speeds = tuple(self.speeds) if name == config.layout else ()
         layout = choose_layout(
-            name, tokens, mesh.ring_size, tuple(mix.items()), mesh.ulysses_size, block_size, speeds
+            name, tokens, mesh.ring_size, tuple(layers.items()), mesh.ulysses_size, block_size, speeds
         )
         whole = PASSES[config.transport].whole_blocks
         return round_to_blocks(layout, config.block_size) if whole else layout
