@@ -62,15 +62,17 @@ def run_forward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Run a pass and return (out, lse), with sinks; or the kept ones if a checkpointed region runs again."""
     if sinks is not None:
-        from ds_ring.ops.sinks import SinkLogits, add_sinks
+        from ds_ring.ops.sinks import SinkLogits
 
         extras = (SinkLogits(sinks), *extras)
 
     def run(context: RingContext) -> tuple[Tensor, Tensor]:
         is_fake = isinstance(q, FakeTensor)
         with collective(context.mesh, "attention forward", context.exchange, is_fake) as call:
-            out, lse = prepare_pass(context, call, Operands(q, k, v), extras).forward(q, k, v)
-            return (out, lse) if sinks is None else add_sinks(out, lse, sinks[context.heads_here(q)])
+            results = prepare_pass(context, call, Operands(q, k, v), extras).forward(q, k, v)
+            for operand in extras:
+                results = operand.finish(context, results)
+            return results
 
     return context.saved.run(context, run, q, (q.shape, k.shape, v.shape, q.dtype, len(extras)))
 
