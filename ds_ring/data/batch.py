@@ -149,10 +149,10 @@ def split_samples(tensors: Mapping[str, Tensor], place: int, places: int) -> Bat
     """Return this rank's samples, whole: [B, T, ...] -> [ceil(B / places), T, ...]."""
     # Every rank gets the same number of rows (ZeRO wants the same calls on all ranks); rows beyond the batch
     # are zeros without labels.
-    batch_rows, length = token_shape(tensors)
+    batch_rows = len(_get_tokens(tensors))
     if any(tensor.ndim == 1 for tensor in tensors.values()):
         raise RingShapeError.wrong(
-            "labels", "one for each token", f"one for {length} tokens", 'set "min_sequence_length": 0'
+            "labels", "one for each token", "one for each sample", 'set "min_sequence_length": 0'
         )
     rows = -(-batch_rows // places)
     mine = slice(place * rows, min((place + 1) * rows, batch_rows))
