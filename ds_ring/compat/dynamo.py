@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 from torch._dynamo import guards
@@ -47,3 +48,9 @@ def resolve_source(tx: Any, source: Source) -> Any:
     if hasattr(source, "get_value"):  # from torch 2.11 on
         return source.get_value(scope, closures, {})
     return eval(source.name(), scope, closures)
+
+
+def add_guard(manager: Any, test: Callable[[Any], bool], text: str, stack: Any) -> None:
+    """Add a guard that calls a function; from torch 2.10 on it takes the user's stack, too."""
+    takes_stack = "arg2" in manager.add_lambda_guard.__doc__
+    manager.add_lambda_guard(test, [text], *([stack] if takes_stack else []))

@@ -47,7 +47,7 @@ def get_object(handle: int, kind: type[T]) -> T:
 def new_handle(owner: object, *facts: object) -> int:
     """Return the integer by which an operator finds this object; `facts` are what a graph may depend on."""
     text = " | ".join(map(str, (type(owner).__name__, *facts)))
-    digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) >> (_COUNT_BITS + 1)
+    digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> (_COUNT_BITS + 1)
     while (handle := digest << _COUNT_BITS | next(_made) % (1 << _COUNT_BITS)) in _objects:
         pass
     _objects[handle] = owner
