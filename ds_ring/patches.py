@@ -117,6 +117,7 @@ class Patch:
         versions: of the table's package, as in pip ("<0.20"); "" if the row is for all supported versions.
         when: the condition in words; "" if always.
         options: names of options of the hook's registration that are True.
+        available: whether the installed version needs the row, as a probe in `compat/` says.
     """
 
     owner: Owner
@@ -128,6 +129,7 @@ class Patch:
     versions: str = ""
     when: str = ""
     options: tuple[str, ...] = ()
+    available: bool = True
 
     @property
     def target(self) -> str:
@@ -196,6 +198,7 @@ def patch(
     versions: str = "",
     when: str = "",
     options: tuple[str, ...] = (),
+    available: bool = True,
 ) -> PatchRows:
     """Add a row for each of the owner's attributes `names`, or for a hook on the owner if there are none.
 
@@ -204,11 +207,12 @@ def patch(
 
     Args:
         kind: by default "hook" without names, and "wrapped" with names.
-        stage, feature, reason, versions, when, options: of `Patch`.
+        stage, feature, reason, versions, when, options, available: of `Patch`.
     """
     kind = kind or ("wrapped" if names else "hook")
     rows = [
-        Patch(owner, name, stage, kind, feature, reason, versions, when, options) for name in names or ("",)
+        Patch(owner, name, stage, kind, feature, reason, versions, when, options, available)
+        for name in names or ("",)
     ]
     owner.table.rows += rows
     return PatchRows(tuple(rows))
@@ -289,7 +293,12 @@ def describe(session: Any) -> str:
     """
     rows = _of_process | _of_session.get(session, {})
     features = {(row.owner.table, row.main_feature) for row in rows}
-    waiting = [row for table in _tables for row in table.rows if (table, row.main_feature) in features]
+    waiting = [
+        row
+        for table in _tables
+        for row in table.rows
+        if (table, row.main_feature) in features and row.available
+    ]
     return _printed(dict.fromkeys([*rows, *waiting]))
 
 
@@ -438,6 +447,8 @@ def _is_there(row: Patch) -> bool:
 
 def _is_for_installed(row: Patch) -> bool:
     package = row.owner.table.package
+    if not row.available:
+        return False
     return not row.versions or version(package) in SpecifierSet(row.versions, prereleases=True)
 
 
