@@ -21,8 +21,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from packaging.specifiers import SpecifierSet
-
 from ds_ring.errors import RingConfigError
 
 PatchStage = Literal[
@@ -446,10 +444,13 @@ def _is_there(row: Patch) -> bool:
 
 
 def _is_for_installed(row: Patch) -> bool:
-    package = row.owner.table.package
     if not row.available:
         return False
-    return not row.versions or version(package) in SpecifierSet(row.versions, prereleases=True)
+    if not row.versions:
+        return True
+    from packaging.specifiers import SpecifierSet  # a requirement of the packages that such rows change
+
+    return version(row.owner.table.package) in SpecifierSet(row.versions, prereleases=True)
 
 
 def _lacks(row: Patch) -> RingConfigError:

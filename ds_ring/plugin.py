@@ -16,6 +16,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ds_ring.compat import EXTRAS, make_missing_error
 from ds_ring.errors import RingConfigError
 
 _FOLDER = Path(__file__).parent
@@ -302,9 +303,9 @@ def load(home: Object) -> Any:
         folder = module.replace(".", "/").removeprefix("ds_ring/")
         for place, plugin in PLUGINS.items():
             if missing in plugin.needs and f"{folder}/".startswith(f"{place}/"):
-                extra = plugin.needs[missing]
-                command = f"pip install ds_ring[{extra}]" if extra else f"pip install {missing}"
-                raise RingConfigError(f"{place} needs {missing}: {command}") from error
+                raise make_missing_error(place, missing, plugin.needs[missing]) from error
+        if missing in EXTRAS:
+            raise make_missing_error(name, missing) from error
         raise
 
 

@@ -45,7 +45,7 @@ else:
     TransportName = Annotated[Literal[tuple(PASSES)], WORD]
     GradientPayload = Annotated[Literal[tuple(GRADIENT_PAYLOADS)], WORD]
     KVPayload = Annotated[Literal[tuple(KV_PAYLOADS)], WORD]
-    KernelName = Annotated[Literal["auto", *KERNELS], WORD]
+    KernelName = Annotated[Literal[("auto", *KERNELS)], WORD]
 
 
 def refuse_without_hops(model: type[BaseModel], value: Any, info: ValidationInfo) -> Any:

@@ -14,6 +14,7 @@ from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from typing import Any
 
+from ds_ring.compat import get_imported
 from ds_ring.models.attention_name import NAME
 from ds_ring.models.model import PRETRAINED, TABLE
 from ds_ring.patches import apply, patch
@@ -24,7 +25,7 @@ _WHY = 'attn_implementation="ds_ring"'
 
 def register_with_transformers() -> None:
     """Register the name now if transformers has been imported, otherwise right after it is imported."""
-    if hasattr(sys.modules.get(_OWNER), "PreTrainedModel"):
+    if get_imported(_OWNER, "PreTrainedModel") is not None:
         register()
     else:
         sys.meta_path.insert(0, _AfterImport())

@@ -23,10 +23,10 @@ from torch._C._functorch import is_legacy_batchedtensor, peek_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ds_ring.comm.collective import collective
+from ds_ring.compat.torch import operator
 from ds_ring.kernels.interface import Operands
 from ds_ring.ops.context import RingContext, get_ring_context
 from ds_ring.ops.gradients import get_forward_call, refuse_second_derivative, run_gradient
-from ds_ring.ops.handles import operator
 from ds_ring.ops.passes import ExtraOperand, FiniteKernel
 from ds_ring.ops.prepare import Prepared, prepare_pass
 from ds_ring.ops.sinks import SinkLogits, add_sinks, compute_sinks_gradient

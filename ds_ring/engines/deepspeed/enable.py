@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import gc
 import inspect
-import sys
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -22,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ds_ring.compat import get_imported
 from ds_ring.config.json_text import SECTION
 from ds_ring.data.batch import EMBEDS, IGNORE, cache_in, warn_about_shifted_padding
 from ds_ring.data.batch_sharding import BatchSharding
@@ -101,7 +101,7 @@ def _made_before() -> str:
     """Return the name of a class of which an object has read the section without a ring; "" if none has."""
     objects = gc.get_objects()
     for file, name, json_of in _READERS:
-        kind: Any = getattr(sys.modules.get(file), name, None)
+        kind: Any = get_imported(file, name)
         for candidate in objects if kind is not None else ():
             if issubclass(type(candidate), kind) and "ring" not in vars(candidate):
                 with suppress(AttributeError):  # without DeepSpeed

@@ -19,10 +19,10 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
-from torch.nn.attention import current_flash_attention_impl
 from torch.nn.functional import pad
 
 from ds_ring.comm.streams import is_fake
+from ds_ring.compat.torch import current_flash_implementation
 from ds_ring.errors import RingConfigError, RingError, RingShapeError, shown
 from ds_ring.kernels.flash.calls import FlashCall, make_flash_calls
 from ds_ring.kernels.flash.executors import (
@@ -168,7 +168,7 @@ class FlashKernel:
         executors = _choose_executors(
             name, self._sm_margin, q.device, q.dtype, q.shape[-1], value_dim, equal_bits
         )
-        active = current_flash_attention_impl()
+        active = current_flash_implementation()
         if active is not None and any(executor.calls_aten for executor in executors):
             raise RingConfigError(
                 f'kernel "flash" with {name or "FA2"}: expected torch\'s own operators, got {active}, which'

@@ -22,6 +22,7 @@ from torch._higher_order_ops.flex_attention import flex_attention_backward as ba
 from torch.nn.attention.flex_attention import BlockMask
 
 from ds_ring.comm.device_tables import DeviceTables
+from ds_ring.compat.torch import derives_joint_graph
 from ds_ring.errors import RingShapeError
 from ds_ring.kernels.flex.block_mask import (
     BandTensors,
@@ -340,7 +341,7 @@ class FlexKernel:
         self._tables, self._masks = DeviceTables(), HopMasks()
         self._backend = backend
         # Where Dynamo derives a joint graph, `slopes[head]` of a caller's function would read a number.
-        able = operator_compiles() and scores is None
+        able = derives_joint_graph() and scores is None
         self._recompute = recompute if recompute is not None else bool(backend) and not able
         if self._recompute:
             _log.warning(
@@ -512,13 +513,6 @@ class FlexKernel:
             if grad_lse is not None:  # d lse / d lse_hop = w
                 of_lse = of_lse + weight.squeeze(-1) * grad_lse
         return torch.autograd.grad((out_hop, lse_hop), leaves, ((weight * grad).to(out_hop.dtype), of_lse))
-
-
-def operator_compiles() -> bool:
-    """Return True if Dynamo derives the operator's joint graph; [Note: the backward operator]."""
-    from torch._dynamo.variables.higher_order_ops import FlexAttentionBackwardHighOrderVariable
-
-    return hasattr(FlexAttentionBackwardHighOrderVariable, "_derive_joint_graph")
 
 
 def _make_rows(first_and_length: tuple[int, int]) -> Rows:
