@@ -50,7 +50,7 @@ CAPABILITIES = [
         "measure.rank_speeds", "measure.run_report", "measure.step_metrics",
         "memory.tiles.models_head", "memory.tiles.models_layers",
         "memory.host.offloaded_checkpoints", "layers.selection.rows", "layers.ngrams.sharded_tables"],
-    ["contrib", "decode.generation", "decode.ring_cache", "decode.encoder_decoder"],
+    ["contrib", "decode.generation", "decode.encoder_decoder"],
 ]  # fmt: skip
 LAYERS = [*CORE, *CAPABILITIES]
 
@@ -387,7 +387,7 @@ NO_VERSION = {
     "hasattr(torch.Tensor, name)": "whether a tensor's attribute is the user's own, in a pickle",
     "hasattr(Tensor, name)": "whether a name is a tensor's at all",
 }
-NO_PLACE_YET = {"decode.ring_cache", "models.families", "patches"}  # transformers; versions of rows
+NO_PLACE_YET = {"patches"}  # versions of rows
 FOREIGN_MODULES = re.compile(r"\b(sys\.modules|import_module|resolve_name|find_spec)\b")
 VERSIONS = re.compile(r"\b(__version__|version_info|(version|Version|SpecifierSet)\()")
 COMPARES = (ast.Lt, ast.LtE, ast.Gt, ast.GtE, ast.Eq, ast.NotEq, ast.In, ast.NotIn)
