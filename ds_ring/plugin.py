@@ -326,7 +326,7 @@ def load_available(rows: Mapping[str, Object]) -> list[Any]:
     return objects
 
 
-@functools.cache
+@functools.lru_cache(maxsize=64)
 def _warn_left_out(name: str, why: str) -> None:
     log.warning("%s is left out, and models that need it are refused: %s; install a later version", name, why)
 
