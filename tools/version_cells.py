@@ -114,18 +114,29 @@ def check_family(name: str) -> Cell:
     return Cell(name, verdicts.get(result, "WRONG"), reason)
 
 
+def run_script(rank: int, world_size: int, script: str, arguments: list[str], plain: bool) -> Any:
+    """Return what an example logs. On a rank."""
+    from tests.dist.test_trainers import run_example
+
+    # accelerate before 1.12 asks for it where the groups have been started, too
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    return run_example(rank, world_size, script, arguments, plain)
+
+
 def check_script(name: str) -> Cell:
     """Compare the logs of an example with those of one process without a ring."""
-    from tests.dist.test_trainers import EXAMPLES, check_logs, plain_config, run_example
+    from tests.dist.test_trainers import EXAMPLES, check_logs, plain_config
 
     script, ring_json = SCRIPTS[name], EXAMPLES / "ds_config.json"
     with tempfile.TemporaryDirectory() as folder:
-        plain = plain_config(Path(folder), json.loads(ring_json.read_text()))
+        # At ZeRO 1: DeepSpeed 0.17.0 to 0.18.2 drop micro-batches at ZeRO 2.
+        config = json.loads(ring_json.read_text()) | {"zero_optimization": {"stage": 1}}
+        plain = plain_config(Path(folder), config)
         expected = run_on_ranks(
-            1, run_example, script, ["--config", plain, "--output", f"{folder}/plain"], True
+            1, run_script, script, ["--config", plain, "--output", f"{folder}/plain"], True
         )
         got = run_on_ranks(
-            2, run_example, script, ["--config", str(ring_json), "--output", f"{folder}/ring"], False
+            2, run_script, script, ["--config", str(ring_json), "--output", f"{folder}/ring"], False
         )
     check_logs(got, expected)
     return Cell(name, "exact")
