@@ -387,7 +387,7 @@ NO_VERSION = {
     "hasattr(torch.Tensor, name)": "whether a tensor's attribute is the user's own, in a pickle",
     "hasattr(Tensor, name)": "whether a name is a tensor's at all",
 }
-NO_PLACE_YET = {"decode.ring_cache", "models.families", "patches"}  # transformers; versions of rows
+NO_PLACE_YET: set[str] = set()
 FOREIGN_MODULES = re.compile(r"\b(sys\.modules|import_module|resolve_name|find_spec)\b")
 VERSIONS = re.compile(r"\b(__version__|version_info|(version|Version|SpecifierSet)\()")
 COMPARES = (ast.Lt, ast.LtE, ast.Gt, ast.GtE, ast.Eq, ast.NotEq, ast.In, ast.NotIn)

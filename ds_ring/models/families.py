@@ -16,9 +16,10 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, modeling_layers
+from transformers import PreTrainedModel
 
 from ds_ring.comm.collective import collective
+from ds_ring.compat.transformers import POOLING_CLASSIFIER
 from ds_ring.data.batch import REAL_TOKENS, Batch
 from ds_ring.data.loss import get_mesh_number, sequence_max_op, sequence_sum_op, shared_scale
 from ds_ring.data.session import RingSession
@@ -36,8 +37,7 @@ from ds_ring.patches import patch
 
 def pools_the_last_token(model: nn.Module) -> bool:
     """Return whether a model is a classifier that reads the last token."""
-    kind: Any = getattr(modeling_layers, "GenericForSequenceClassification", ())
-    return isinstance(model, kind)
+    return isinstance(model, POOLING_CLASSIFIER)
 
 
 _pool_patch = partial(patch, feature="pooled token", when="GenericForSequenceClassification")
