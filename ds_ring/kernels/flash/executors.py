@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ds_ring.kernels.flash.calls import OPEN, FlashCall
+from ds_ring.kernels.flash.calls import OPEN, PADDED_ROWS, FlashCall
 from ds_ring.kernels.interface import Rows
 
 INFINITY = float("inf")
@@ -35,6 +35,34 @@ class BackwardInputs(NamedTuple):
     q: Tensor
     out: Tensor
     lse: Tensor
+
+
+class CallSizes(NamedTuple):
+    """The sizes of a pass, as far as rules of executors depend on them; heads are those of the pass.
+
+    Attributes:
+        samples, heads, kv_heads: of the tensors.
+        head_dim: the wider one of queries and values, padded.
+        backward: whether gradients are computed.
+    """
+
+    samples: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    backward: bool
+
+
+class Platform(NamedTuple):
+    """Name the device and cuDNN. By default the one with most faults that are known.
+
+    Attributes:
+        generation: the device's major compute capability.
+        cudnn: the version as torch tells it: 91900 is 9.19.0.
+    """
+
+    generation: int = 9
+    cudnn: int = 91900
 
 
 class Operators(NamedTuple):
@@ -80,7 +108,8 @@ class Executor(ABC):
     out 0 and the lse -inf.
 
     Attributes:
-        tokens_first: whether it copies a gradient or an output in [B, H, S, D] memory order.
+        tokens_first: whether it copies a gradient or an output in [B, H, S, D] memory order. Then it returns
+            results of plain calls in [B, S, H, D] memory order.
         calls_aten: whether it calls operators of torch, which `activate_flash_attention_impl` can replace.
     """
 
@@ -99,8 +128,12 @@ class Executor(ABC):
                 return (equal, equal) if most_of_values is None else (most, most_of_values)
         return None
 
-    def takes(self, call: FlashCall) -> bool:
-        """Return whether it can carry out this call."""
+    def takes(self, call: FlashCall, sizes: CallSizes) -> bool:
+        """Return whether it can carry out this call in a pass of these sizes."""
+        return True
+
+    def fits(self, call: FlashCall, sizes: CallSizes) -> bool:
+        """Return whether its offsets reach all rows of the call; if not, the call is split."""
         return True
 
     @abstractmethod
@@ -113,16 +146,24 @@ class Executor(ABC):
     def backward(
         self, views: Views, call: FlashCall, queries: BackwardInputs, k: Tensor, v: Tensor, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return dq, dk, dv of the call, whose bias is added to its scores.
+        """Return dq, dk, dv of the call, whose bias is added to its scores."""
 
-        If `tokens_first`, results of a plain call are in [B, S, H, D] memory order.
-        """
+
+OFFSETS = 1 << 31  # of int32
 
 
 class Flash(Executor):
     """Call FlashAttention."""
 
     name, tokens_first = "flash", True
+
+    def fits(self, call: FlashCall, sizes: CallSizes) -> bool:
+        # The backward kernel of FlashAttention 2.7.4, which torch has, computes the first element of a block
+        # of dQ in int32: row x heads x D; with variable lengths each sequence has 128 rows more.
+        if not sizes.backward:
+            return True
+        heads = sizes.heads * (sizes.samples if call.q_ends else 1)
+        return count_dq_rows(call) * heads * _round_width(sizes.head_dim) < OFFSETS
 
     def forward(
         self, views: Views, call: FlashCall, q: Tensor, k: Tensor, v: Tensor, scale: float
@@ -167,14 +208,28 @@ class Cudnn(Executor):
 
     name, tokens_first = "cudnn", False
 
-    def takes(self, call: FlashCall) -> bool:
-        # Backward, cuDNN refuses one query with one key. On an H200 a pass of 32 Ki tokens ended with an
-        # illegal access, in windows, batches of sequences or strided rows (tools/results/gpu_h200.md).
-        # Which of them is not known: FlashAttention 2 has these calls until a GPU shows it.
-        queries, keys = call.q_rows, call.k_rows
+    def __init__(self, operators: Operators = ATEN, platform: Platform | None = None) -> None:
+        super().__init__(operators)
+        self._platform = platform or Platform()
+
+    def takes(self, call: FlashCall, sizes: CallSizes) -> bool:
+        queries, keys = call.q_rows.length, call.k_rows.length
         full = call.left == OPEN and call.right == OPEN
-        dense = call.is_plain and queries.step == keys.step == 1 and (queries.length, keys.length) != (1, 1)
-        return dense and (full or (call.is_causal and queries.length == keys.length))
+        if call.q_ends or not (full or (call.is_causal and queries == keys)):
+            return False
+        generation, version = self._platform
+        # Wrong tokens at fewer than eight K/V heads (pytorch 193893, no version without it is known).
+        if generation == 10 and sizes.kv_heads < 8:
+            return False
+        if not sizes.backward:
+            return True
+        # It has no backward pass of one query with one key. Of one query with 128 keys dK and dV are NaN if
+        # the lse is low, in 9.26 as well (cudnn-frontend 1072).
+        if queries == 1:
+            return False
+        # Without a causal mask a last tile of 64 keys makes NaN of dQ where the lse is below -88.7, before
+        # version 9.26 (cudnn-frontend 628, pytorch 196678). Only whole tiles are taken there.
+        return call.is_causal or generation != 9 or version >= 92600 or keys % 128 == 0
 
     def forward(
         self, views: Views, call: FlashCall, q: Tensor, k: Tensor, v: Tensor, scale: float
@@ -206,6 +261,19 @@ class Cudnn(Executor):
         sides = ((dq, rows), (dk, keys), (dv, keys))
         dq, dk, dv = (_restore_shape(x.transpose(1, 2), side, len(queries.q), call) for x, side in sides)
         return dq, dk, dv
+
+
+def count_dq_rows(call: FlashCall) -> int:
+    """Return the rows of float32 dQ that FlashAttention allocates for a head of a repetition, or of all."""
+    if call.q_ends:
+        return call.q_rows.length + PADDED_ROWS * len(call.lengths)
+    return -(-call.q_rows.length // PADDED_ROWS) * PADDED_ROWS
+
+
+def _round_width(head_dim: int) -> int:
+    """Return the head dimension of FlashAttention's float32 dQ."""
+    multiple = 32 if head_dim <= 128 else 64
+    return -(-head_dim // multiple) * multiple
 
 
 def _get_window(call: FlashCall) -> tuple[int, int]:

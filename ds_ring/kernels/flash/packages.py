@@ -3,9 +3,10 @@
 [Note: a default is a try]
 A package may be installed and not work: it was built for another torch or another GPU, or its functions have
 other arguments than ours. So before an implementation is used for a device, a dtype and head dimensions, it
-computes two small calls forward and backward, one of them with a window. One that raises, or whose results
-differ from the reference kernel's, is not used: the next one is taken, and the log says which one failed and
-why. One that the JSON names is never replaced; if it fails, the call is refused.
+computes small calls forward and backward (`TRIALS`): causal, a window, and those in which cuDNN is known to
+make NaN. One that raises, or whose results differ from the reference kernel's, is not used: the next one is
+taken, and the log says which one failed and why. One that the JSON names is never replaced; if it fails, the
+call is refused.
 
 The packages are called directly. `torch.nn.attention.activate_flash_attention_impl` would replace torch's
 operators for the whole process. Its adapter for FlashAttention 4 computes wrong windows before torch 2.12.1,
@@ -22,10 +23,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ds_ring.kernels.flash.executors import ATEN, Cudnn, Executor, Flash, Operators
+from ds_ring.kernels.flash.executors import ATEN, Cudnn, Executor, Flash, Operators, Platform
 from ds_ring.kernels.interface import Kernel
 from ds_ring.kernels.reference import ReferenceKernel
-from ds_ring.masks.catalog import Causal, SlidingWindow
+from ds_ring.masks.catalog import Causal, Full, SlidingWindow
 from ds_ring.masks.pattern import Pattern
 
 # What "auto" tries, in this order, by the device's major compute capability; then FlashAttention 2.
@@ -40,13 +41,19 @@ BY_GENERATION = {9: ("FA3", "cuDNN"), 10: ("FA4", "cuDNN")}
 SM_MARGIN = 8
 
 
+def needs_equal_bits() -> bool:
+    """Return whether torch asks for equal bits in each run: with `warn_only` it does not."""
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    return torch.are_deterministic_algorithms_enabled() and not warns
+
+
 def flash_3(sm_margin: int = SM_MARGIN) -> Operators:
     """Return FlashAttention 3's operators with the arguments of aten's; ImportError without its package."""
     import_module("flash_attn_interface")  # registers torch.ops.flash_attn_3
     package = torch.ops.flash_attn_3
 
     def forward(*operands: Tensor, is_causal: bool, **named: Any) -> Any:
-        splits = int(torch.are_deterministic_algorithms_enabled())
+        splits = int(needs_equal_bits())
         return package.fwd(*operands, is_causal=is_causal, num_splits=splits, sm_margin=sm_margin, **named)
 
     def backward(grad_out: Tensor, *operands: Tensor, is_causal: bool, **named: Any) -> Any:
@@ -102,7 +109,7 @@ def _wrap_as_aten(
         dropout: float, is_causal: bool, seed: Tensor, offset: Tensor, **options: Any,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         arguments = named((ends_q, ends_k, max_q, max_k), options)
-        arguments["deterministic"] = torch.are_deterministic_algorithms_enabled()
+        arguments["deterministic"] = needs_equal_bits()
         dq, dk, dv, *_ = backward(grad_out, q, k, v, out, lse, is_causal=is_causal, **arguments)
         return dq, dk, dv
 
@@ -113,13 +120,13 @@ class Implementation(NamedTuple):
     """Describe an implementation of attention on CUDA.
 
     Attributes:
-        make: returns its executors, in the order in which they are asked, for an `sm_margin`; raises if it is
-            not installed.
+        make: returns its executors, in the order in which they are asked, for an `sm_margin` and a platform;
+            raises if it is not installed.
         package: what has to be installed.
         deterministic: whether it has the same bits in each run under torch.use_deterministic_algorithms.
     """
 
-    make: Callable[[int], tuple[Executor, ...]]
+    make: Callable[[int, Platform], tuple[Executor, ...]]
     package: str
     deterministic: bool = True
 
@@ -127,19 +134,40 @@ class Implementation(NamedTuple):
 # FlashAttention 4 on sm_100 takes equal head dimensions up to 128, (192, 128) and (256, 256).
 FLASH_4_WIDTHS = ((128, None), (192, 128), (256, 256))
 IMPLEMENTATIONS = {
-    "FA2": Implementation(lambda _: (Flash(),), "torch"),
-    "cuDNN": Implementation(lambda _: (Cudnn(), Flash()), "torch", deterministic=False),
-    "FA3": Implementation(lambda sm_margin: (Flash(flash_3(sm_margin)),), "flash_attn_interface"),
-    "FA4": Implementation(lambda _: (Flash(flash_4(), FLASH_4_WIDTHS),), "flash_attn.cute"),
+    "FA2": Implementation(lambda _, platform: (Flash(),), "torch"),
+    "cuDNN": Implementation(
+        lambda _, platform: (Cudnn(platform=platform), Flash()), "torch", deterministic=False
+    ),
+    "FA3": Implementation(lambda sm_margin, platform: (Flash(flash_3(sm_margin)),), "flash_attn_interface"),
+    "FA4": Implementation(lambda _, platform: (Flash(flash_4(), FLASH_4_WIDTHS),), "flash_attn.cute"),
 }
 
 LIMITS = {torch.bfloat16: 0.05, torch.float16: 0.05, torch.float32: 1e-4, torch.float64: 1e-9}
-# (pattern, queries, keys): the last queries of the keys' positions attend
-TRIALS: tuple[tuple[Pattern, int, int], ...] = ((Causal(), 96, 96), (SlidingWindow(50), 96, 160))
+
+
+class Trial(NamedTuple):
+    """Describe a call that an implementation has to compute; the last queries of the keys' positions attend.
+
+    With `low_lse` every score is about -120: a kernel that computes exp(-lse) overflows.
+    """
+
+    pattern: Pattern
+    queries: int
+    keys: int
+    low_lse: bool = False
+
+
+# The last two are calls in which cuDNN has made NaN of gradients; see `Cudnn.takes`.
+TRIALS = (
+    Trial(Causal(), 96, 96), Trial(SlidingWindow(50), 96, 160), Trial(Full(), 64, 192, True),
+    Trial(Full(), 1, 128, True),
+)  # fmt: skip
+LOW_SCORE = 120.0
+TRIAL_HEADS, TRIAL_KV_HEADS = 16, 8  # with fewer K/V heads cuDNN is not asked on sm_100
 
 
 def check(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int) -> None:
-    """Compare two small calls of a kernel with the reference; [Note: a default is a try].
+    """Compare small calls of a kernel with the reference; [Note: a default is a try].
 
     Raises:
         ArithmeticError: a result differs.
@@ -147,12 +175,20 @@ def check(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: in
     """
     scale = head_dim**-0.5
     draw = torch.Generator().manual_seed(0)
-    for pattern, queries, keys in TRIALS:
+    for pattern, queries, keys, low_lse in TRIALS:
         runs = [np.array([[keys - n, 1, n]]) for n in (queries, keys)]
         tiles = pattern.tiles(*runs)
-        sizes = ((2, queries, head_dim), (1, keys, head_dim), (1, keys, value_dim), (2, queries, value_dim))
+        heads, kv_heads = TRIAL_HEADS, TRIAL_KV_HEADS
+        sizes = (
+            (heads, queries, head_dim), (kv_heads, keys, head_dim), (kv_heads, keys, value_dim),
+            (heads, queries, value_dim),
+        )  # fmt: skip
         options: dict[str, Any] = {"generator": draw, "dtype": torch.float32, "device": "cpu"}
-        operands = [torch.randn(1, *size, **options).to(dtype) for size in sizes]
+        operands = [torch.randn(1, *size, **options) for size in sizes]
+        if low_lse:
+            # Large queries and keys of one: large keys would make dQ a sum whose terms cancel.
+            operands[0][..., 0], operands[1][..., 0] = LOW_SCORE / scale, -1.0
+        operands = [x.to(dtype) for x in operands]
         q, k, v, grad_out = (x.double() for x in operands)
         (part,) = ReferenceKernel().forward(q, k, v, tiles, scale)
         out, lse = part.out_BHSD, part.lse_BHS

@@ -392,8 +392,8 @@ def _make_bands(geometry: HopGeometry, device: torch.device) -> tuple[BandTensor
 # below 2: torch.compile takes a size of 1 for a constant and would compile again. The intervals are a few
 # numbers a row; the table is written from them on the device, and nothing is read back.
 #
-# The partial and the full table of a side have one shape: the kernels of torch before 2.12.1 read the full table
-# with the strides of the partial one, so tables of two widths would give other blocks, or none at all.
+# The partial and the full table of a side have one shape: kernels of torch before 2.12.1 read the full table
+# with the strides of the partial one, so with two widths they would read other blocks, or beyond the table.
 class _TablePlan(NamedTuple):
     """Hold the intervals of all heads' rows, and how large their table is; [Note: tables of blocks].
 

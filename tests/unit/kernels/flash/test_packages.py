@@ -18,7 +18,7 @@ from torch import Tensor
 from ds_ring import Causal, Full, SlidingWindow, make_layout
 from ds_ring.errors import RingConfigError, RingShapeError
 from ds_ring.kernels.flash import kernel as flash
-from ds_ring.kernels.flash.executors import Cudnn, Executor, Flash
+from ds_ring.kernels.flash.executors import Cudnn, Executor, Flash, Platform
 from ds_ring.kernels.flash.kernel import FlashKernel
 from ds_ring.kernels.flash.packages import FLASH_4_WIDTHS, IMPLEMENTATIONS, Implementation
 from ds_ring.kernels.interface import Operands, PassHeads
@@ -50,12 +50,12 @@ def test_a_package_computes_every_kind_of_call(name: str, mask: str) -> None:
     layout = make_layout("zigzag", tokens=TOKENS, ring_size=3, pattern=pattern)
     with flash_3() if name == "FA3" else flash_4():
         kernel = FlashKernel()
-        kernel.executors = IMPLEMENTATIONS[name].make(8)
+        kernel.executors = IMPLEMENTATIONS[name].make(8, Platform())
         got = ring_hops(kernel, *given, pattern, layout)
     assert worst_error(got, dense_attention(*given, pattern)) < 1e-12
 
 
-def always(executors: tuple[Executor, ...], sm_margin: int) -> tuple[Executor, ...]:
+def always(executors: tuple[Executor, ...], sm_margin: int, platform: Platform) -> tuple[Executor, ...]:
     return executors
 
 
@@ -95,7 +95,7 @@ def test_the_default_is_the_first_that_works(
     generation, package, expected, said = TRIED[case]
     with package(), fake_gpu(get_device_capability=(generation, 0)), caplog.at_level("INFO"):
         found = chosen(None)
-        wanted = IMPLEMENTATIONS[expected].make(8)
+        wanted = IMPLEMENTATIONS[expected].make(8, Platform())
         assert [type(one) for one in found] == [type(one) for one in wanted]
         assert expected not in ("FA2", "cuDNN") or found == wanted
     (failed,) = [line for line in caplog.messages if "not" in line] or [""]
@@ -105,7 +105,7 @@ def test_the_default_is_the_first_that_works(
 def test_cudnn_is_not_taken_where_bits_have_to_be_equal(on_cpu: None) -> None:
     """On an H200 its dQ differed from run to run."""
     with ABSENT_3(), fake_gpu(get_device_capability=(9, 0)):
-        assert chosen(None, equal_bits=True) == IMPLEMENTATIONS["FA2"].make(8)
+        assert chosen(None, equal_bits=True) == IMPLEMENTATIONS["FA2"].make(8, Platform())
     with pytest.raises(RingConfigError, match=r'expected one that is deterministic.*got .cuDNN.; set "FA2"'):
         chosen("cuDNN", equal_bits=True)
 
@@ -139,7 +139,7 @@ def test_a_head_dimension_that_is_too_wide_is_said() -> None:
 
 @pytest.mark.parametrize("name", [None, "FA2", "cuDNN"])
 def test_operators_that_another_implementation_replaces_are_refused(name: str | None) -> None:
-    aten = IMPLEMENTATIONS[name or "FA2"].make(8)
+    aten = IMPLEMENTATIONS[name or "FA2"].make(8, Platform())
     q = mock.Mock(is_cpu=False, is_cuda=True, shape=(1, 2, 8, 64))
     with (
         mock.patch.object(flash, "_choose_executors", return_value=aten),
@@ -167,7 +167,7 @@ def not_a_number(*args: Any, **named: Any) -> tuple[Tensor, ...]:
     ],
 )
 def test_every_result_is_compared(wrong: dict[str, Any], said: str) -> None:
-    made = Implementation(lambda _: (Flash(emulated()._replace(**wrong)),), "torch")
+    made = Implementation(lambda *_: (Flash(emulated()._replace(**wrong)),), "torch")
     with mock.patch.dict(IMPLEMENTATIONS, {"FA2": made}), pytest.raises(RingConfigError, match=said):
         chosen("FA2")
 
@@ -193,7 +193,7 @@ def test_flash_3_leaves_multiprocessors_to_messages(sm_margin: int, monkeypatch:
     tiles = Causal().tiles(*[np.array([[0, 1, 96]])] * 2)
     with flash_3() as seen:
         kernel = FlashKernel("FA3", sm_margin)
-        kernel.executors = IMPLEMENTATIONS["FA3"].make(sm_margin)
+        kernel.executors = IMPLEMENTATIONS["FA3"].make(sm_margin, Platform())
         (part,) = kernel.forward(q, q, q, tiles, 1.0)
         list(kernel.backward(q, q, q, q, part.out_BHSD, part.lse_BHS, tiles, 1.0))
     assert seen == [sm_margin] * 2
