@@ -14,18 +14,20 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_ring import Causal, Documents, Full, SlidingWindow, make_layout
 from ds_ring.kernels.flash import executors
 from ds_ring.kernels.flash.calls import FlashCall, make_flash_calls, split_call
 from ds_ring.kernels.flash.executors import CallSizes, Cudnn, Executor, Flash, Platform
-from ds_ring.kernels.flash.kernel import _assign_calls
-from ds_ring.kernels.flash.packages import check
+from ds_ring.kernels.flash.kernel import FlashKernel, _assign_calls
+from ds_ring.kernels.flash.packages import check, needs_equal_bits
 from ds_ring.kernels.interface import Rows
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import Tiles
 from ds_ring.schedule.plan import build_plan
 from tests.cases import LAYOUTS, Shape, document_ids, layout_for, longnet, tensors
+from tests.fake_cuda import fake_tensors
 from tests.flash_operators import emulated
 from tests.hops import ring_hops
 from tests.mask_table import HEADS, KV_HEADS, MASKS, TOKENS
@@ -90,6 +92,7 @@ SIZES = (
 
 
 PASSES = [(SIZES[0], platform) for platform in PLATFORMS] + [(sizes, PLATFORMS[0]) for sizes in SIZES[1:]]
+PASSES.append((SIZES[3], PLATFORMS[2]))
 
 
 class Unruled(Cudnn):
@@ -205,3 +208,55 @@ def test_the_try_sees_nan_where_the_version_was_believed(name: str, platform: Pl
         pytest.raises(ArithmeticError, match=rf"{name} of Full\(\) differs by nan"),
     ):
         check(kernel_of(cudnn, Flash(emulated())), *here)
+
+
+class LargeCopies(TorchDispatchMode):
+    """Lists operators that copy a tensor with at least so many elements."""
+
+    def __init__(self, least: int) -> None:
+        super().__init__()
+        self.least, self.copies = least, list[str]()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        name = function.name()
+        if name in ("aten::clone", "aten::copy_", "aten::_to_copy") and args[0].numel() >= self.least:
+            self.copies.append(name)
+        return result
+
+
+@pytest.mark.parametrize(
+    ("implementation", "ring_size", "copies"),
+    [("cuDNN", 1, 0), ("cuDNN", 4, 2), ("FA2", 1, 2), ("FA2", 4, 2)],
+)
+def test_copies_of_a_backward_pass(implementation: str, ring_size: int, copies: int) -> None:
+    """None where cuDNN computes all; half of out and of its gradient for hops of half of the queries.
+
+    FlashAttention wants both in [B, S, H, D] order, once a pass. (Four copies were made for cuDNN.)
+    """
+    tokens = 1024
+    layout = make_layout("zigzag", tokens=tokens * ring_size, ring_size=ring_size, pattern=Causal())
+    hops = build_plan(Causal(), layout, query_heads=8, kv_heads=8).rank(0).classes[0].hops
+    kernel = FlashKernel(implementation).select_heads(slice(None))
+    with fake_tensors():
+        q, k, v, out, grad = (
+            torch.empty(1, 8, tokens, 64, dtype=torch.bfloat16, device="cuda") for _ in range(5)
+        )
+        lse = torch.empty(1, 8, tokens, device="cuda")
+        with LargeCopies(q.numel() // 2) as counted:
+            for hop in hops:
+                held = slice(None) if hop.hop == 0 else slice(int(hop.held[:, 1].sum()))
+                inputs = (k[:, :, held], v[:, :, held], out, lse, hop.tiles, 0.1)
+                for _ in kernel.backward(grad, q, *inputs):
+                    pass
+    assert len(counted.copies) == copies, counted.copies
+
+
+def test_warn_only_is_no_demand_for_equal_bits() -> None:
+    """Torch's FlashAttention 2 is not deterministic then, either: nothing is gained by leaving cuDNN."""
+    try:
+        for demanded, warn_only in ((False, False), (True, False), (True, True)):
+            torch.use_deterministic_algorithms(demanded, warn_only=warn_only)
+            assert needs_equal_bits() == (demanded and not warn_only)
+    finally:
+        torch.use_deterministic_algorithms(False)
