@@ -341,6 +341,13 @@ class FlashCall:
         return any(queries and not keys for queries, keys in self.lengths) if self.q_ends else False
 
     @property
+    def dq_rows(self) -> int:
+        """Return the rows of float32 dQ that FlashAttention allocates for a head of one repetition."""
+        if self.q_ends:
+            return self.q_rows.length + PADDED_ROWS * len(self.lengths)
+        return -(-self.q_rows.length // PADDED_ROWS) * PADDED_ROWS
+
+    @property
     def pairs(self) -> int:
         """Return the number of attended (query, key) pairs, repetitions included."""
         counts = (_count_pairs(n, m, self.left, self.right) for n, m in self.lengths)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ds_ring.kernels.flash.calls import OPEN, PADDED_ROWS, FlashCall
+from ds_ring.kernels.flash.calls import OPEN, FlashCall
 from ds_ring.kernels.interface import Rows
 
 INFINITY = float("inf")
@@ -110,6 +110,7 @@ class Executor(ABC):
     Attributes:
         tokens_first: whether it copies a gradient or an output in [B, H, S, D] memory order. Then it returns
             results of plain calls in [B, S, H, D] memory order.
+        name: of the implementation, for messages.
         calls_aten: whether it calls operators of torch, which `activate_flash_attention_impl` can replace.
     """
 
@@ -155,7 +156,13 @@ OFFSETS = 1 << 31  # of int32
 class Flash(Executor):
     """Call FlashAttention."""
 
-    name, tokens_first = "flash", True
+    name, tokens_first = "FA2", True
+
+    def __init__(
+        self, operators: Operators = ATEN, widths: Widths = ((WIDEST, None),), name: str = "FA2"
+    ) -> None:
+        super().__init__(operators, widths)
+        self.name = name
 
     def fits(self, call: FlashCall, sizes: CallSizes) -> bool:
         # The backward kernel of FlashAttention 2.7.4, which torch has, computes the first element of a block
@@ -163,7 +170,7 @@ class Flash(Executor):
         if not sizes.backward:
             return True
         heads = sizes.heads * (sizes.samples if call.q_ends else 1)
-        return count_dq_rows(call) * heads * _round_width(sizes.head_dim) < OFFSETS
+        return call.dq_rows * heads * _round_width(sizes.head_dim) < OFFSETS
 
     def forward(
         self, views: Views, call: FlashCall, q: Tensor, k: Tensor, v: Tensor, scale: float
@@ -206,7 +213,7 @@ class Flash(Executor):
 class Cudnn(Executor):
     """Call cuDNN's attention, whose causal diagonal begins at the top left."""
 
-    name, tokens_first = "cudnn", False
+    name, tokens_first = "cuDNN", False
 
     def __init__(self, operators: Operators = ATEN, platform: Platform | None = None) -> None:
         super().__init__(operators)
@@ -261,13 +268,6 @@ class Cudnn(Executor):
         sides = ((dq, rows), (dk, keys), (dv, keys))
         dq, dk, dv = (_restore_shape(x.transpose(1, 2), side, len(queries.q), call) for x, side in sides)
         return dq, dk, dv
-
-
-def count_dq_rows(call: FlashCall) -> int:
-    """Return the rows of float32 dQ that FlashAttention allocates for a head of a repetition, or of all."""
-    if call.q_ends:
-        return call.q_rows.length + PADDED_ROWS * len(call.lengths)
-    return -(-call.q_rows.length // PADDED_ROWS) * PADDED_ROWS
 
 
 def _round_width(head_dim: int) -> int:
@@ -367,7 +367,7 @@ HIDDEN = -1e30  # additive bias of a pair that is not attended; -inf would retur
 class OnCpu(Executor):
     """Call aten's operator for the CPU: float32 and float64, one sequence after the other."""
 
-    name, tokens_first = "cpu", False
+    name, tokens_first = "aten's for the CPU", False
 
     def padded(self, head_dim: int, value_dim: int) -> tuple[int, int]:
         return (max(head_dim, value_dim),) * 2

@@ -23,7 +23,7 @@ from torch.nn.attention import current_flash_attention_impl
 from torch.nn.functional import pad
 
 from ds_ring.comm.streams import is_fake
-from ds_ring.errors import RingConfigError, RingError, RingShapeError, shown
+from ds_ring.errors import RingConfigError, RingError, RingKernelError, RingShapeError, shown
 from ds_ring.kernels.flash.calls import FlashCall, make_flash_calls, split_call
 from ds_ring.kernels.flash.executors import (
     INFINITY,
@@ -49,6 +49,7 @@ from ds_ring.kernels.interface import (
     PartialGrads,
     PartialOut,
     PassHeads,
+    make_kernel_error,
 )
 from ds_ring.masks.tiles import Tiles
 
@@ -89,6 +90,7 @@ class FlashKernel:
         self._implementation, self._sm_margin = implementation, sm_margin
         self.executors: tuple[Executor, ...] | None = None  # instead of those of the implementation
         self.views: Views | None = None  # of a pass
+        self.running = ""  # the implementation of the last call
         self._kinds: set[tuple[object, ...]] = set()  # of calls that passes have made so far
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> Iterator[PartialOut]:
@@ -105,7 +107,13 @@ class FlashKernel:
         sizes = CallSizes(*q.shape[:2], k.shape[1], max(wide, wide_v), False)
         for call, executor, heads in _assign_calls(tiles, executors, sizes):
             q_here = q if heads is ALL_HEADS else views.once(_select_heads, (q,), call.head_in_group, group)
-            out, lse = executor.forward(views, call, q_here, k, v, positive(scale))
+            self.running = executor.name
+            try:
+                out, lse = executor.forward(views, call, q_here, k, v, positive(scale))
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:
+                raise self._make_failure(error, q=q_here, k=k, v=v) from error
             # the same number added to every score of a call moves its lse and leaves its out as it is
             lse = lse + call.bias if call.bias else lse
             out = out if wide_v == of_values else out[..., :of_values]
@@ -132,7 +140,13 @@ class FlashKernel:
             here = views.once(_put_tokens_first, queries) if executor.tokens_first else queries
             if heads is not ALL_HEADS:
                 here = views.once(_select_inputs, here, call.head_in_group, group)
-            dq, dk, dv = executor.backward(views, call, here, k, v, positive(scale))
+            self.running = executor.name
+            try:
+                dq, dk, dv = executor.backward(views, call, here, k, v, positive(scale))
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:
+                raise self._make_failure(error, grad_out=here.grad_out, q=here.q, k=k, v=v) from error
             dq = dq if scale > 0 else dq * sign(scale)
             dq, dk = (dq, dk) if wide == width else (dq[..., :width], dk[..., :width])
             dv = dv if wide_v == of_values else dv[..., :of_values]
@@ -145,6 +159,12 @@ class FlashKernel:
         kernel = FlashKernel(self._implementation, self._sm_margin)
         kernel.executors, kernel.views, kernel._kinds = self.executors, Views(), self._kinds
         return kernel
+
+    def _make_failure(self, error: RuntimeError, **tensors: Tensor) -> RingKernelError:
+        others = (
+            '"kernel": "flex"' if self.running == "FA2" else '"kernel_options": {"implementation": "FA2"}'
+        )
+        return make_kernel_error(f'"flash" ({self.running})', error, f"set {others}", **tensors)
 
     def compiles(self, operands: Operands, part: PassHeads, scale: float) -> bool:
         """Return whether a pass on CUDA has calls of a new kind: FlashAttention 4 compiles for each.
@@ -182,10 +202,20 @@ class FlashKernel:
                 f'kernel "flash" with {name or "FA2"}: expected torch\'s own operators, got {active}, which'
                 " replaces them in this process; do not activate it: ds_ring calls its package"
             )
+        if torch.is_deterministic_algorithms_warn_only_enabled() and executors[0].name == "cuDNN":
+            _warn_of_bits()
         return executors
 
 
 _ON_CPU = (OnCpu(),)
+
+
+@lru_cache(maxsize=1)
+def _warn_of_bits() -> None:
+    _log.warning(
+        'ds_ring: kernel "flash" is cuDNN, whose dQ has other bits in each run; without warn_only'
+        " torch.use_deterministic_algorithms takes one that has not"
+    )
 
 
 @lru_cache(maxsize=2)

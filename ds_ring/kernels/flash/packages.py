@@ -138,8 +138,10 @@ IMPLEMENTATIONS = {
     "cuDNN": Implementation(
         lambda _, platform: (Cudnn(platform=platform), Flash()), "torch", deterministic=False
     ),
-    "FA3": Implementation(lambda sm_margin, platform: (Flash(flash_3(sm_margin)),), "flash_attn_interface"),
-    "FA4": Implementation(lambda _, platform: (Flash(flash_4(), FLASH_4_WIDTHS),), "flash_attn.cute"),
+    "FA3": Implementation(
+        lambda sm_margin, platform: (Flash(flash_3(sm_margin), name="FA3"),), "flash_attn_interface"
+    ),
+    "FA4": Implementation(lambda _, platform: (Flash(flash_4(), FLASH_4_WIDTHS, "FA4"),), "flash_attn.cute"),
 }
 
 LIMITS = {torch.bfloat16: 0.05, torch.float16: 0.05, torch.float32: 1e-4, torch.float64: 1e-9}

@@ -17,6 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_ring import Causal, Documents, Full, SlidingWindow, make_layout
+from ds_ring.errors import RingKernelError
 from ds_ring.kernels.flash import executors
 from ds_ring.kernels.flash.calls import FlashCall, make_flash_calls, split_call
 from ds_ring.kernels.flash.executors import CallSizes, Cudnn, Executor, Flash, Platform
@@ -260,3 +261,30 @@ def test_warn_only_is_no_demand_for_equal_bits() -> None:
             assert needs_equal_bits() == (demanded and not warn_only)
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"), [("FA2", '"kernel": "flex"'), ("FA3", '"implementation": "FA2"')]
+)
+def test_an_operator_that_fails_is_named_with_shapes_and_what_to_set(name: str, advice: str) -> None:
+    def fails(*inputs: Any, **options: Any) -> Any:
+        raise RuntimeError("CUDA error: misaligned address")
+
+    q, tiles = torch.zeros(1, 4, 96, 64), next(rank_tiles(Causal(), layout_for(
+        "contiguous", Causal(), tokens=96, ring_size=1
+    )))  # fmt: skip
+    kernel = kernel_of(Flash(emulated()._replace(flash_forward=fails, flash_backward=fails), name=name))
+    says = rf'kernel "flash" \({name}\): expected a pass over .*q \(1, 4, 96, 64\) .*misaligned address; .*'
+    with pytest.raises(RingKernelError, match=says + advice):
+        list(kernel.forward(q, q, q, tiles, 0.1))
+    with pytest.raises(RingKernelError, match=says + advice):
+        list(kernel.backward(q, q, q, q, q, q[..., 0], tiles, 0.1))
+
+
+def test_a_device_without_memory_stays_that_error() -> None:
+    def fails(*inputs: Any, **options: Any) -> Any:
+        raise torch.OutOfMemoryError("16 GiB")
+
+    q, tiles = torch.zeros(1, 4, 96, 64), next(all_tiles())
+    with pytest.raises(torch.OutOfMemoryError, match="16 GiB"):
+        list(kernel_of(Flash(emulated()._replace(flash_forward=fails))).forward(q, q, q, tiles, 0.1))
