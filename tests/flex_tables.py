@@ -66,3 +66,21 @@ def _read_row(table: BlockTable, layout: BlockTable, head: int, row: int, column
             raise IndexError(f"block {entries[place]} of {columns}")
         if place < first + count:
             yield int(entries[place])
+
+
+def find_outside(tensors: HopTensors, rows: int, columns: int, own_strides: bool) -> list[str]:
+    """Return what a kernel would read outside the tables, and numbers of blocks that there are not."""
+    faults = []
+    sides = (
+        ("rows", tensors.partial_rows, tensors.full_rows, rows, columns),
+        ("columns", tensors.partial_columns, tensors.full_columns, columns, rows),
+    )
+    for side, partial_table, full_table, lines, blocks in sides:
+        for table in (partial_table, full_table):
+            layout = full_table if table is full_table and own_strides else partial_table
+            for head, line in np.ndindex(table.counts.shape[1], lines):
+                try:
+                    list(_read_row(table, layout, head, line, blocks))
+                except IndexError as error:
+                    faults.append(f"{side}, head {head}, row {line}: {error}")
+    return faults

@@ -12,9 +12,10 @@ from ds_ring.masks.tiles import Tiles
 # forward out and a float32 lse; backward dq, dk, dv in the inputs' dtype, softmax_d float32 [B, H, S] and
 # dq_accum float32 [B, S, H, D], with S rounded up to 128 and D to 32 (64 above 128), and where queries share
 # K/V heads dk and dv of every query head. With variable lengths dq_accum and softmax_d have 128 rows more for
-# each sequence, and in a batch each sequence is rounded up. A hop counts as one call, which it is for a causal zigzag ring; branches of LongNet are calls
-# one after the other, of no more slots each. Beside it the kernel has grad_out and out of a pass with tokens
-# first (`kernel.py`'s `_put_tokens_first`), and the merge float32 forms.
+# each sequence; in a batch each sequence is rounded up. A hop counts as one call, which it is for a causal
+# zigzag ring; branches of LongNet are calls one after the other, of no more slots each. Beside it the kernel
+# has grad_out and out of a pass with tokens first (`kernel.py`'s `_put_tokens_first`), and the merge float32
+# forms.
 def get_flash_bytes(tiles: Tiles, shape: HopShape, backward: bool) -> int:
     """Count one call for the whole hop; [Note: what FlashAttention allocates]."""
     queries, keys, wide = shape.rows * shape.queries, shape.kv_rows * shape.keys, shape.wide
