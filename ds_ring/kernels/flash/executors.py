@@ -81,6 +81,12 @@ class Operators(NamedTuple):
 ATEN = Operators()
 
 
+def needs_equal_bits() -> bool:
+    """Return whether torch asks for equal bits in each run: with `warn_only` it does not."""
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    return torch.are_deterministic_algorithms_enabled() and not warns
+
+
 class Views:
     """Results of functions of the queries, kept for one pass; what depends on keys is never kept."""
 
@@ -175,7 +181,7 @@ class Flash(Executor):
     def forward(
         self, views: Views, call: FlashCall, q: Tensor, k: Tensor, v: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
-        view = _view_packed if call.q_ends else _view_tokens_first
+        view = _view_packed if call.q_ends else view_tokens_first
         left, right = _get_window(call)
         out, lse, *_ = self._operators.flash_forward(
             views.once(view, (q,), call.q_rows), view(k, call.k_rows), view(v, call.k_rows),
@@ -186,13 +192,13 @@ class Flash(Executor):
             return out.transpose(1, 2), lse
         if call.has_empty_rows:
             lse = lse.masked_fill(lse == INFINITY, -INFINITY)
-        return _restore_shape(out, call.q_rows, len(q), call), _restore_lse(lse, call, len(q))
+        return restore_shape(out, call.q_rows, len(q), call), restore_lse(lse, call, len(q))
 
     def backward(
         self, views: Views, call: FlashCall, queries: BackwardInputs, k: Tensor, v: Tensor, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        view, rows, keys = _view_packed if call.q_ends else _view_tokens_first, call.q_rows, call.k_rows
-        grad_out, q, out, lse = views.once(_select_inputs, queries, view, rows, call.bias, bool(call.q_ends))
+        view, rows, keys = _view_packed if call.q_ends else view_tokens_first, call.q_rows, call.k_rows
+        grad_out, q, out, lse = views.once(select_inputs, queries, view, rows, call.bias, bool(call.q_ends))
         left, right = _get_window(call)
         dq, dk, dv = self._operators.flash_backward(
             grad_out, q, view(k, keys), view(v, keys), out, lse,
@@ -204,9 +210,9 @@ class Flash(Executor):
             return dq, dk, dv
         samples = len(queries.q)
         return (
-            _restore_shape(dq, rows, samples, call),
-            _restore_shape(dk, keys, samples, call),
-            _restore_shape(dv, keys, samples, call),
+            restore_shape(dq, rows, samples, call),
+            restore_shape(dk, keys, samples, call),
+            restore_shape(dv, keys, samples, call),
         )
 
 
@@ -250,7 +256,7 @@ class Cudnn(Executor):
         lse = lse.reshape(out.shape[:3])
         if call.is_plain:
             return out, lse
-        return _restore_shape(out.transpose(1, 2), call.q_rows, len(q), call), _restore_lse(lse, call, len(q))
+        return restore_shape(out.transpose(1, 2), call.q_rows, len(q), call), restore_lse(lse, call, len(q))
 
     def backward(
         self, views: Views, call: FlashCall, queries: BackwardInputs, k: Tensor, v: Tensor, scale: float
@@ -266,7 +272,7 @@ class Cudnn(Executor):
         if call.is_plain:
             return dq, dk, dv
         sides = ((dq, rows), (dk, keys), (dv, keys))
-        dq, dk, dv = (_restore_shape(x.transpose(1, 2), side, len(queries.q), call) for x, side in sides)
+        dq, dk, dv = (restore_shape(x.transpose(1, 2), side, len(queries.q), call) for x, side in sides)
         return dq, dk, dv
 
 
@@ -292,10 +298,11 @@ def _get_lengths(call: FlashCall, like: Tensor) -> tuple[Any, ...]:
     return ends[0], ends[1], max(queries, 2), keys
 
 
-def _select_inputs(
+def select_inputs(
     grad_out: Tensor, q: Tensor, out: Tensor, lse: Tensor,
     view: Callable[..., Tensor], rows: Rows, bias: float, packed: bool,
 ) -> BackwardInputs:  # fmt: skip
+    """Return what a call reads of the queries, in views of its rows; the lse is contiguous."""
     lse = lse - bias if bias else lse  # exp(score + bias - lse) without a bias tensor
     return BackwardInputs(
         view(grad_out, rows), view(q, rows), view(out, rows), _select_lse(lse, rows, packed)
@@ -308,7 +315,7 @@ def _select_inputs(
 def _lay_out_as_queries(
     grad_out: Tensor, q: Tensor, out: Tensor, lse: Tensor, rows: Rows, bias: float
 ) -> BackwardInputs:
-    laid_out = _select_inputs(grad_out, q, out, lse, _view_heads_first, rows, bias, False)
+    laid_out = select_inputs(grad_out, q, out, lse, _view_heads_first, rows, bias, False)
     strides = torch.empty_like(laid_out.q, device="meta").stride()
     order = sorted(range(laid_out.q.dim()), key=lambda dim: -strides[dim])
     back = [order.index(dim) for dim in range(len(order))]
@@ -316,14 +323,14 @@ def _lay_out_as_queries(
     return laid_out._replace(grad_out=grad_out, out=out)
 
 
-def _view_tokens_first(x: Tensor, rows: Rows) -> Tensor:
+def view_tokens_first(x: Tensor, rows: Rows) -> Tensor:
     """View rows of x [B, H, S, D] as [B, n, H, D]; repetitions are the batch, samples then heads."""
     part = rows.select(x)
     return part.transpose(1, 2) if rows.repeats == 1 else part.permute(1, 3, 0, 2, 4).flatten(2, 3)
 
 
 def _view_heads_first(x: Tensor, rows: Rows) -> Tensor:
-    return _view_tokens_first(x, rows).transpose(1, 2)
+    return view_tokens_first(x, rows).transpose(1, 2)
 
 
 def _view_packed(x: Tensor, rows: Rows) -> Tensor:
@@ -331,7 +338,7 @@ def _view_packed(x: Tensor, rows: Rows) -> Tensor:
     return rows.select(x).permute(2, 0, 1, 3).flatten(1, 2)
 
 
-def _restore_shape(x: Tensor, rows: Rows, samples: int, call: FlashCall) -> Tensor:
+def restore_shape(x: Tensor, rows: Rows, samples: int, call: FlashCall) -> Tensor:
     """Return the shape of `rows.select`."""
     if call.q_ends:
         return x.unflatten(1, (samples, -1)).permute(1, 2, 0, 3)
@@ -340,7 +347,7 @@ def _restore_shape(x: Tensor, rows: Rows, samples: int, call: FlashCall) -> Tens
     return x.unflatten(2, (samples, -1)).permute(2, 0, 3, 1, 4)
 
 
-def _restore_lse(lse: Tensor, call: FlashCall, samples: int) -> Tensor:
+def restore_lse(lse: Tensor, call: FlashCall, samples: int) -> Tensor:
     """Return an lse [H, total] or [B, H, n] in the shape of `rows.select`."""
     if call.q_ends:
         return lse.unflatten(0, (samples, -1))

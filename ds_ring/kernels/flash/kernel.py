@@ -34,13 +34,12 @@ from ds_ring.kernels.flash.executors import (
     OnCpu,
     Platform,
     Views,
+    needs_equal_bits,
 )
 from ds_ring.kernels.flash.packages import (
     BY_GENERATION,
     IMPLEMENTATIONS,
     SM_MARGIN,
-    check,
-    needs_equal_bits,
 )
 from ds_ring.kernels.interface import (
     ALL_HEADS,
@@ -51,6 +50,7 @@ from ds_ring.kernels.interface import (
     PassHeads,
     make_kernel_error,
 )
+from ds_ring.kernels.trials import try_kernel
 from ds_ring.masks.tiles import Tiles
 
 _MASKED = (
@@ -295,7 +295,7 @@ def _try_executors(
     """Return the executors of an implementation whose results are right; raise what is wrong with it."""
     kernel = FlashKernel()
     kernel.executors = IMPLEMENTATIONS[name].make(sm_margin, _read_platform(device))
-    check(kernel, device, dtype, head_dim, value_dim)
+    try_kernel(kernel, device, dtype, head_dim, value_dim)
     return kernel.executors
 
 

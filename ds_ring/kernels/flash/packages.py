@@ -3,8 +3,8 @@
 [Note: a default is a try]
 A package may be installed and not work: it was built for another torch or another GPU, or its functions have
 other arguments than ours. So before an implementation is used for a device, a dtype and head dimensions, it
-computes small calls forward and backward (`TRIALS`): causal, a window, and those in which cuDNN is known to
-make NaN. One that raises, or whose results differ from the reference kernel's, is not used: the next one is
+computes small calls forward and backward (`kernels/trials.py`), also those in which cuDNN is known to make
+NaN. One that raises, or whose results differ from the reference kernel's, is not used: the next one is
 taken, and the log says which one failed and why. One that the JSON names is never replaced; if it fails, the
 call is refused.
 
@@ -19,15 +19,19 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from ds_ring.kernels.flash.executors import ATEN, Cudnn, Executor, Flash, Operators, Platform
-from ds_ring.kernels.interface import Kernel
-from ds_ring.kernels.reference import ReferenceKernel
-from ds_ring.masks.catalog import Causal, Full, SlidingWindow
-from ds_ring.masks.pattern import Pattern
+from ds_ring.kernels.flash.cudnn_flex import CudnnFlex, load_interval_operators
+from ds_ring.kernels.flash.executors import (
+    ATEN,
+    Cudnn,
+    Executor,
+    Flash,
+    Operators,
+    Platform,
+    needs_equal_bits,
+)
 
 # What "auto" tries, in this order, by the device's major compute capability; then FlashAttention 2.
 BY_GENERATION = {9: ("FA3", "cuDNN"), 10: ("FA4", "cuDNN")}
@@ -39,12 +43,6 @@ BY_GENERATION = {9: ("FA3", "cuDNN"), 10: ("FA4", "cuDNN")}
 # FlashAttention 3 leaves `sm_margin` of 132 multiprocessors free, and NCCL's blocks need no cluster of
 # neighbouring ones (`comm/groups.py`). Source: MagiAttention, which reserves 4 to 8.
 SM_MARGIN = 8
-
-
-def needs_equal_bits() -> bool:
-    """Return whether torch asks for equal bits in each run: with `warn_only` it does not."""
-    warns = torch.is_deterministic_algorithms_warn_only_enabled()
-    return torch.are_deterministic_algorithms_enabled() and not warns
 
 
 def flash_3(sm_margin: int = SM_MARGIN) -> Operators:
@@ -138,78 +136,17 @@ IMPLEMENTATIONS = {
     "cuDNN": Implementation(
         lambda _, platform: (Cudnn(platform=platform), Flash()), "torch", deterministic=False
     ),
+    "cuDNN-flex": Implementation(
+        lambda _, platform: (
+            Cudnn(platform=platform),
+            CudnnFlex(load_interval_operators(), platform),
+            Flash(),
+        ),
+        "cudnn.flex_attention",
+        deterministic=False,
+    ),
     "FA3": Implementation(
         lambda sm_margin, platform: (Flash(flash_3(sm_margin), name="FA3"),), "flash_attn_interface"
     ),
     "FA4": Implementation(lambda _, platform: (Flash(flash_4(), FLASH_4_WIDTHS, "FA4"),), "flash_attn.cute"),
 }
-
-LIMITS = {torch.bfloat16: 0.05, torch.float16: 0.05, torch.float32: 1e-4, torch.float64: 1e-9}
-
-
-class Trial(NamedTuple):
-    """Describe a call that an implementation has to compute; the last queries of the keys' positions attend.
-
-    With `low_lse` every score is about -120: a kernel that computes exp(-lse) overflows.
-    """
-
-    pattern: Pattern
-    queries: int
-    keys: int
-    low_lse: bool = False
-
-
-# The last two are calls in which cuDNN has made NaN of gradients; see `Cudnn.takes`.
-TRIALS = (
-    Trial(Causal(), 96, 96), Trial(SlidingWindow(50), 96, 160), Trial(Full(), 64, 192, True),
-    Trial(Full(), 1, 128, True),
-)  # fmt: skip
-LOW_SCORE = 120.0
-TRIAL_HEADS, TRIAL_KV_HEADS = 16, 8  # with fewer K/V heads cuDNN is not asked on sm_100
-
-
-def check(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int) -> None:
-    """Compare small calls of a kernel with the reference; [Note: a default is a try].
-
-    Raises:
-        ArithmeticError: a result differs.
-        Exception: what the implementation raises.
-    """
-    scale = head_dim**-0.5
-    draw = torch.Generator().manual_seed(0)
-    for pattern, queries, keys, low_lse in TRIALS:
-        runs = [np.array([[keys - n, 1, n]]) for n in (queries, keys)]
-        tiles = pattern.tiles(*runs)
-        heads, kv_heads = TRIAL_HEADS, TRIAL_KV_HEADS
-        sizes = (
-            (heads, queries, head_dim), (kv_heads, keys, head_dim), (kv_heads, keys, value_dim),
-            (heads, queries, value_dim),
-        )  # fmt: skip
-        options: dict[str, Any] = {"generator": draw, "dtype": torch.float32, "device": "cpu"}
-        operands = [torch.randn(1, *size, **options) for size in sizes]
-        if low_lse:
-            # Large queries and keys of one: large keys would make dQ a sum whose terms cancel.
-            operands[0][..., 0], operands[1][..., 0] = LOW_SCORE / scale, -1.0
-        operands = [x.to(dtype) for x in operands]
-        q, k, v, grad_out = (x.double() for x in operands)
-        (part,) = ReferenceKernel().forward(q, k, v, tiles, scale)
-        out, lse = part.out_BHSD, part.lse_BHS
-        wanted = [out, lse, *_sum_gradients(ReferenceKernel(), grad_out, q, k, v, out, lse, tiles, scale)]
-        q, k, v, grad_out = (x.to(device) for x in operands)
-        (part,) = kernel.forward(q, k, v, tiles, scale)
-        out, lse = part.out_BHSD, part.lse_BHS
-        got = [out, lse, *_sum_gradients(kernel, grad_out, q, k, v, out, lse, tiles, scale)]
-        for name, ours, exact in zip(("out", "lse", "dq", "dk", "dv"), got, wanted, strict=True):
-            error = float((ours.cpu().double() - exact).abs().max() / exact.abs().max())
-            if not error <= LIMITS[dtype]:  # also NaN
-                raise ArithmeticError(f"{name} of {pattern} differs by {error:.1e} of its largest value")
-
-
-def _sum_gradients(
-    kernel: Kernel, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any
-) -> list[Tensor]:
-    """Return dq, dk and dv of a backward pass."""
-    gradients = [torch.zeros_like(x) for x in (q, k, v)]
-    for grads in kernel.backward(grad_out, q, k, v, *rest):
-        grads.add_to(*gradients)
-    return gradients

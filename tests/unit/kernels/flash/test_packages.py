@@ -26,33 +26,54 @@ from ds_ring.masks.pattern import Pattern
 from tests.cases import Shape, tensors
 from tests.fake_cuda import fake_gpu, fake_tensors
 from tests.flash_operators import emulated
-from tests.flash_packages import broken, flash_3, flash_4
+from tests.flash_packages import broken, cudnn_flex, flash_3, flash_4
 from tests.hops import ring_hops
 from tests.mask_table import HEADS, KV_HEADS, MASKS, TOKENS
 from tests.reference import dense_attention
 from tests.unit.kernels.flash.test_flash import worst_error
 
 CPU = torch.device("cpu")
+PACKAGES = {"FA3": flash_3, "FA4": flash_4, "cuDNN-flex": cudnn_flex}
 Package = Callable[[], AbstractContextManager[Any]]
 ABSENT_3 = partial(
     broken, "flash_attn_interface", ModuleNotFoundError("No module named 'flash_attn_interface'")
 )
 FOR_ANOTHER_TORCH = partial(broken, "flash_attn_interface", ImportError("undefined symbol: _ZN3c105Error"))
+NO_FRONTEND = partial(broken, "cudnn.flex_attention", ModuleNotFoundError("No module named 'cudnn'"))
 # flash-attn 2.8.3 ships the folder flash_attn/cute without what it needs.
 ONLY_2 = partial(broken, "flash_attn.cute.interface", ModuleNotFoundError("No module named 'cutlass'"))
 
 
 @pytest.mark.parametrize("mask", ["causal", "window", "documents", "dilated", "full"])
-@pytest.mark.parametrize("name", ["FA3", "FA4"])
+@pytest.mark.parametrize("name", ["FA3", "FA4", "cuDNN-flex"])
 def test_a_package_computes_every_kind_of_call(name: str, mask: str) -> None:
     pattern = MASKS[mask].pattern
     given = [x.double() for x in tensors(Shape(1, HEADS, KV_HEADS, TOKENS, 64))]
     layout = make_layout("zigzag", tokens=TOKENS, ring_size=3, pattern=pattern)
-    with flash_3() if name == "FA3" else flash_4():
+    with PACKAGES[name]():
         kernel = FlashKernel()
         kernel.executors = IMPLEMENTATIONS[name].make(8, Platform())
+        if name == "cuDNN-flex":  # torch's own executors around it compute on the CPU
+            kernel.executors = (Cudnn(emulated()), kernel.executors[1], Flash(emulated()))
         got = ring_hops(kernel, *given, pattern, layout)
     assert worst_error(got, dense_attention(*given, pattern)) < 1e-12
+
+
+@pytest.mark.parametrize(("mask", "generation"), [("documents", 9), ("window", 10), ("window", 8)])
+def test_cudnns_intervals_are_planned_once_where_mask_and_device_are_its(mask: str, generation: int) -> None:
+    """Both passes and all layers share a plan; dense calls and other devices are not its."""
+    pattern, layout = MASKS[mask].pattern, make_layout(
+        "zigzag", tokens=TOKENS, ring_size=3, pattern=MASKS[mask].pattern
+    )  # fmt: skip
+    given = [x.double() for x in tensors(Shape(1, HEADS, KV_HEADS, TOKENS, 64))]
+    with cudnn_flex() as masks:
+        flex = IMPLEMENTATIONS["cuDNN-flex"].make(8, Platform(generation, 92600))[1]
+        kernel = FlashKernel()
+        kernel.executors = (Cudnn(emulated()), flex, Flash(emulated()))
+        got = [ring_hops(kernel, *given, pattern, layout) for _ in range(2)]
+    assert worst_error(got[1], dense_attention(*given, pattern)) < 1e-12
+    assert bool(masks) == (generation != 8) and len(masks) == len({id(x) for x in masks})
+    assert len(masks) <= 9  # hops of three ranks
 
 
 def always(executors: tuple[Executor, ...], sm_margin: int, platform: Platform) -> tuple[Executor, ...]:
@@ -125,9 +146,16 @@ def test_flash_4_computes_with_head_dimensions_that_it_takes(widths: tuple[int, 
         ("FA3", ABSENT_3, "FA3: expected flash_attn_interface .* No module named"),
         ("FA3", partial(flash_3, 1), "FA3: expected flash_attn_interface .* differs by"),
         ("FA4", ONLY_2, "FA4: expected flash_attn.cute .*cutlass"),
+        ("cuDNN-flex", NO_FRONTEND, "cuDNN-flex: expected cudnn.flex_attention .*No module"),
+        ("cuDNN-flex", partial(cudnn_flex, 1), "cuDNN-flex: expected cudnn.flex_attention .* differs by"),
     ],
 )
-def test_what_was_asked_for_by_name_is_never_replaced(name: str, package: Package, said: str) -> None:
+def test_what_was_asked_for_by_name_is_never_replaced(
+    name: str, package: Package, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """(On the CPU the dense calls beside cuDNN's intervals are emulated.)"""
+    monkeypatch.setattr(Cudnn.__init__, "__defaults__", (emulated(), None))
+    monkeypatch.setattr(Flash.__init__, "__defaults__", (emulated(), *Flash.__init__.__defaults__[1:]))
     with package(), pytest.raises(RingConfigError, match=said):
         chosen(name)
 

@@ -20,10 +20,10 @@ from ds_ring import Causal, Documents, Full, SlidingWindow, make_layout
 from ds_ring.errors import RingKernelError
 from ds_ring.kernels.flash import executors
 from ds_ring.kernels.flash.calls import FlashCall, make_flash_calls, split_call
-from ds_ring.kernels.flash.executors import CallSizes, Cudnn, Executor, Flash, Platform
+from ds_ring.kernels.flash.executors import CallSizes, Cudnn, Executor, Flash, Platform, needs_equal_bits
 from ds_ring.kernels.flash.kernel import FlashKernel, _assign_calls
-from ds_ring.kernels.flash.packages import check, needs_equal_bits
 from ds_ring.kernels.interface import Rows
+from ds_ring.kernels.trials import try_kernel
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import Tiles
 from ds_ring.schedule.plan import build_plan
@@ -202,13 +202,13 @@ def test_the_try_sees_nan_where_the_version_was_believed(name: str, platform: Pl
     """An operator that makes NaN, of a version or device of which no fault is known."""
     cudnn = Cudnn(emulated(), platform)
     here = (torch.device("cpu"), torch.float32, 64, 64)
-    check(kernel_of(Cudnn(emulated()), Flash(emulated())), *here)
+    try_kernel(kernel_of(Cudnn(emulated()), Flash(emulated())), *here)
     one_query = mock.patch.object(Cudnn, "takes", lambda self, call, sizes: call.q_rows.length == 1)
     with (
         one_query if name == "dk" else nullcontext(),
         pytest.raises(ArithmeticError, match=rf"{name} of Full\(\) differs by nan"),
     ):
-        check(kernel_of(cudnn, Flash(emulated())), *here)
+        try_kernel(kernel_of(cudnn, Flash(emulated())), *here)
 
 
 class LargeCopies(TorchDispatchMode):
