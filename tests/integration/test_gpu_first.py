@@ -116,7 +116,7 @@ def test_rows_of_a_gpu_on_fake_cuda_tensors(monkeypatch: pytest.MonkeyPatch) -> 
         for kernel in ("FA2", "cuDNN"):
             (row,) = kernels.timed("cuda", kernel)
             assert row.case["tokens"] == 16_384 and row.results["backward_tflops"] > 0
-            (row,) = questions.production("cuda", kernel)
+            (row,) = questions.time_production("cuda", kernel)
             assert row.results["backward alone_ms"] > 0
         (row,) = probes.host("cuda", "flash")
         assert row.results["backward_us"] > 0

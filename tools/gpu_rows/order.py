@@ -73,29 +73,31 @@ def rows(device: str) -> Iterator[Row]:
     # A fault of an asynchronous kernel would be raised in a later one: those that may fail wait.
     waits = {"CUDA_LAUNCH_BLOCKING": "1"}
     for mask in ("causal", "LongNet"):
-        yield ask(f"flex, old tables, {mask}", "flex_tables", 4, waits, mask=mask, old=True)
+        yield ask(f"flex, old tables, {mask}", "check_tables", 4, waits, mask=mask, old=True)
     for mask in ("causal", "LongNet"):
-        yield ask(f"flex, {mask}", "flex_tables", 3, mask=mask, old=False)
+        yield ask(f"flex, {mask}", "check_tables", 3, mask=mask, old=False)
     if device == "cuda":
         yield row(
             "questions", "test_flex.py", "machine.gpu_tests", 30, None, 6, file="test_flex.py", limit_s=20.0
         )
     yield ask(
-        "flex, LongNet, 32 Ki, old tables", "long_pass", 8, waits, kernel="flex", mask="LongNet", old=True
+        "flex, LongNet, 32 Ki, old tables", "run_long_pass", 8, waits, kernel="flex", mask="LongNet", old=True
     )
-    yield ask("flex, LongNet, 32 Ki", "long_pass", 8, waits, kernel="flex", mask="LongNet")
+    yield ask("flex, LongNet, 32 Ki", "run_long_pass", 8, waits, kernel="flex", mask="LongNet")
     for mask in ("documents", "LongNet"):
-        yield ask(f"cuDNN, {mask}, 32 Ki", "long_pass", 7, kernel="cuDNN", mask=mask)
+        yield ask(f"cuDNN, {mask}, 32 Ki", "run_long_pass", 7, kernel="cuDNN", mask=mask)
     for queries, keys in ((64, 64), (64, 192), (64, 128), (1, 128)):
-        yield ask(f"cuDNN, {queries} x {keys}, low lse", "low_lse", 0.5, queries=queries, keys=keys)
+        yield ask(
+            f"cuDNN, {queries} x {keys}, low lse", "count_faults_at_low_lse", 0.5, queries=queries, keys=keys
+        )
     for mask in ("causal", "window"):
-        yield ask(f"cuDNN, layouts, {mask}", "layouts", 12.5, mask=mask)
+        yield ask(f"cuDNN, layouts, {mask}", "check_layouts", 12.5, mask=mask)
     for kernel in ("FA2", "cuDNN"):
-        yield ask(f"{kernel}, a rank's pass", "production", 5, kernel=kernel)
+        yield ask(f"{kernel}, a rank's pass", "time_production", 5, kernel=kernel)
     for blocks in ("ours", "Inductor's"):
-        yield ask(f"flex backward, blocks {blocks}", "flex_backward", 20, blocks=blocks)
+        yield ask(f"flex backward, blocks {blocks}", "time_flex_backward", 20, blocks=blocks)
     for count in (4095, 4096):
-        yield ask(f"FA2, {count} sequences", "sequences", 2.5, count=count)
+        yield ask(f"FA2, {count} sequences", "check_sequences", 2.5, count=count)
     yield row(
         "questions", "test_merge.py", "machine.gpu_tests", 75, None, 20, file="test_merge.py", limit_s=60.0
     )

@@ -44,7 +44,7 @@ LOW_LSE = -120.0  # below ln of the least float32: exp(-lse) overflows
 
 
 @contextmanager
-def tables(old: bool) -> Iterator[None]:
+def choose_tables(old: bool) -> Iterator[None]:
     """Let flex have tables of two widths, as before, which torch 2.11 reads wrongly; or those of today."""
 
     def trimmed(by_head: Any, rows: int) -> list[Any]:
@@ -61,22 +61,22 @@ def make_flex(device: str, **options: Any) -> FlexKernel:
     return FlexKernel(**options) if is_cuda(device) else FlexKernel(16, None, recompute=False)
 
 
-def flex_tables(device: str, mask: str, old: bool) -> Iterator[ResultRow]:
+def check_tables(device: str, mask: str, old: bool) -> Iterator[ResultRow]:
     """Yield flex's errors with today's tables, or how wrong the old ones are here."""
     pattern = tile_kinds(exact_tokens(device))[mask]
     layout = layout_for("zigzag", pattern, tokens=exact_tokens(device), ring_size=4)
-    with tables(old):
+    with choose_tables(old):
         got = ring_hops(make_flex(device), *operands(device), pattern, layout)
     errors = compute_errors(got._asdict(), reference(device, mask))
     case = {"kernel": "flex", "mask": mask, "tables": "old" if old else "today's"}
     yield judged(case, errors, math.inf if old else get_limit(get_shape(device).dtype))
 
 
-def long_pass(device: str, kernel: str, mask: str, old: bool = False) -> Iterator[ResultRow]:
+def run_long_pass(device: str, kernel: str, mask: str, old: bool = False) -> Iterator[ResultRow]:
     """Yield whether a production pass of 32 Ki tokens ends, and with finite results."""
     tokens = 32_768 if is_cuda(device) else 256
     instance = make_flex(device) if kernel == "flex" else make_kernel(kernel, device)
-    with tables(old):
+    with choose_tables(old):
         rank = ProductionPass(get_shape(device), instance, tile_kinds(tokens)[mask], tokens)
         results = [*rank.forward(), *rank.backward()]
         finite = all(bool(x.isfinite().all()) for x in results)  # waits for the device
@@ -84,7 +84,7 @@ def long_pass(device: str, kernel: str, mask: str, old: bool = False) -> Iterato
     yield ResultRow(case, {"finite": finite}, "" if finite or old else "expected finite results")
 
 
-def low_lse(device: str, queries: int, keys: int) -> Iterator[ResultRow]:
+def count_faults_at_low_lse(device: str, queries: int, keys: int) -> Iterator[ResultRow]:
     """Yield how many gradients of cuDNN's operator are not finite where every score is about -120."""
     case = {"kernel": "cuDNN", "queries": queries, "keys": keys, "lse": LOW_LSE}
     if not is_cuda(device):
@@ -103,7 +103,7 @@ def low_lse(device: str, queries: int, keys: int) -> Iterator[ResultRow]:
     yield ResultRow(case, {"not_finite": counts})
 
 
-def layouts(device: str, mask: str) -> Iterator[ResultRow]:
+def check_layouts(device: str, mask: str) -> Iterator[ResultRow]:
     """Yield cuDNN's errors under every layout."""
     pattern, tokens = tile_kinds(exact_tokens(device))[mask], exact_tokens(device)
     instance = FlashKernel("cuDNN")
@@ -115,18 +115,18 @@ def layouts(device: str, mask: str) -> Iterator[ResultRow]:
         yield judged(case, errors, get_limit(get_shape(device).dtype))
 
 
-def production(device: str, kernel: str) -> Iterator[ResultRow]:
+def time_production(device: str, kernel: str) -> Iterator[ResultRow]:
     """Yield ms of a production pass of one rank, of its operators alone, and of torch's attention."""
     tokens = 16_384 if is_cuda(device) else 256
     shape, instance = get_shape(device), make_kernel(kernel, device)
     rank = ProductionPass(shape, instance, Causal(), tokens)
     works: dict[str, Callable[[], object]] = {"forward": rank.forward, "backward": rank.backward}
     works |= dict(zip(("SDPA forward", "SDPA backward"), sdpa(shape, tokens, True), strict=True))
-    works |= alone(instance, rank)
+    works |= make_calls_alone(instance, rank)
     yield ResultRow({"kernel": kernel, "tokens": tokens}, time_works(works, device))
 
 
-def alone(kernel: Kernel, rank: ProductionPass) -> dict[str, Callable[[], object]]:
+def make_calls_alone(kernel: Kernel, rank: ProductionPass) -> dict[str, Callable[[], object]]:
     """Return the calls of a kernel's only hop, whose results nobody adds up."""
     (q, k, v), (out, lse), tiles = rank.operands, rank.results, rank.tiles
     scale = q.shape[-1] ** -0.5
@@ -146,7 +146,7 @@ def time_works(works: dict[str, Callable[[], object]], device: str) -> dict[str,
     }
 
 
-def flex_backward(device: str, blocks: str) -> Iterator[ResultRow]:
+def time_flex_backward(device: str, blocks: str) -> Iterator[ResultRow]:
     """Yield ms of flex with our blocks or Inductor's, and whether torch compiles the backward operator."""
     tokens = 16_384 if is_cuda(device) else 256
     instance = make_flex(device, device_blocks=blocks == "ours")
@@ -157,7 +157,7 @@ def flex_backward(device: str, blocks: str) -> Iterator[ResultRow]:
     )
 
 
-def sequences(device: str, count: int) -> Iterator[ResultRow]:
+def check_sequences(device: str, count: int) -> Iterator[ResultRow]:
     """Yield how far FlashAttention 2's dQ of so many sequences is from that of the same in two calls."""
     case = {"kernel": "FA2", "sequences": count}
     if not is_cuda(device):
@@ -168,16 +168,17 @@ def sequences(device: str, count: int) -> Iterator[ResultRow]:
     q, k, v, grad = (
         torch.randn(rows, heads, head_dim, device=device, dtype=torch.bfloat16) for _ in range(4)
     )
-    whole = packed_gradient(q, k, v, grad, length)
+    whole = compute_packed_gradient(q, k, v, grad, length)
     half = rows // length // 2 * length
     parts = [
-        packed_gradient(*(x[at] for x in (q, k, v, grad)), length) for at in (slice(half), slice(half, None))
+        compute_packed_gradient(*(x[at] for x in (q, k, v, grad)), length)
+        for at in (slice(half), slice(half, None))
     ]
     error = float((whole.float() - torch.cat(parts).float()).abs().max())
     yield ResultRow(case, {"dq_off_by": significant(error), "finite": bool(whole.isfinite().all())})
 
 
-def packed_gradient(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, length: int) -> Tensor:
+def compute_packed_gradient(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, length: int) -> Tensor:
     """Return dQ of packed sequences of one length, by torch's operator."""
     aten, scale = torch.ops.aten, q.shape[-1] ** -0.5
     ends = torch.arange(0, len(q) + 1, length, device=q.device, dtype=torch.int32)

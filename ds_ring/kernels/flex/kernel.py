@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
-from functools import partial
+from functools import lru_cache, partial
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -23,7 +23,8 @@ from torch._higher_order_ops.flex_attention import flex_attention_backward as ba
 from torch.nn.attention.flex_attention import BlockMask
 
 from ds_ring.comm.device_tables import DeviceTables
-from ds_ring.errors import RingError, RingShapeError
+from ds_ring.comm.streams import is_fake
+from ds_ring.errors import RingConfigError, RingError, RingShapeError
 from ds_ring.kernels.flex.block_mask import (
     BandTensors,
     HopMask,
@@ -42,6 +43,7 @@ from ds_ring.kernels.interface import (
     Scores,
     make_kernel_error,
 )
+from ds_ring.kernels.trials import try_kernel
 from ds_ring.masks.pattern import BoundPattern
 from ds_ring.masks.tiles import ByIdentity, Tiles
 
@@ -346,6 +348,7 @@ class FlexKernel:
         self._scores, self._device_blocks = scores, device_blocks
         self._options = tuple(check_options(kernel_options).items())
         self._natural = ("BACKEND", "FLASH") in self._options
+        self._is_tried = not self._natural
         self._block = block_size
         self._tables, self._masks = DeviceTables(), HopMasks()
         self._backend = backend
@@ -363,6 +366,7 @@ class FlexKernel:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> Iterator[PartialOut]:
         if not len(tiles):
             return
+        self._try_backend(q, v)
         mask, constants = (
             self._get_mask(q, tiles),
             self._collect_hop_constants(Operands(q, k, v), tiles, scale),
@@ -379,6 +383,10 @@ class FlexKernel:
     ) -> Iterator[PartialGrads]:  # fmt: skip
         if not len(tiles):
             return
+        self._try_backend(q, v)
+        if self._natural and grad_lse is not None:
+            expected = "a loss that does not read the log-sum-exp, of which FLASH has no gradient"
+            raise RingConfigError.wrong('kernel "flex": BACKEND', expected, "one that does", 'use "TRITON"')
         chunks = _count_backward_chunks(q.shape, k.shape, v.shape)
         if chunks == 1:
             yield self._differentiate(grad_out, q, k, v, out, lse, tiles, scale, grad_lse)
@@ -493,6 +501,11 @@ class FlexKernel:
         counts = tensors.partial_rows.counts + tensors.full_rows.counts
         return int(counts.sum()) * mask.block**2 // counts.shape[1]
 
+    def _try_backend(self, q: Tensor, v: Tensor) -> None:
+        """Try flash-attn-4, if it is named, on the device of real tensors; [Note: a default is a try]."""
+        if not self._is_tried and q.is_cuda and not is_fake(q):
+            try_flash_backend(self._options, q.device, q.dtype, q.shape[-1], v.shape[-1])
+
     def _get_mask(self, q: Tensor, tiles: Tiles) -> HopMask:
         if q.shape[-1] < 16 and q.device.type != "cpu":
             raise RingShapeError(
@@ -580,6 +593,22 @@ def _name_failures(q: Tensor, k: Tensor, v: Tensor) -> Iterator[None]:
     except RuntimeError as error:
         advice = 'set "kernel": "flash" for windows, or other blocks in "kernel_options"'
         raise make_kernel_error('"flex"', error, advice, q=q, k=k, v=v) from error
+
+
+@lru_cache(maxsize=64)  # a model has few head dimensions
+def try_flash_backend(
+    options: tuple[tuple[str, Any], ...], device: torch.device, dtype: torch.dtype, head_dim: int,
+    value_dim: int, backend: str | None = "inductor",
+) -> None:  # fmt: skip
+    """Raise RingConfigError if FlexAttention's BACKEND "FLASH" does not compute small calls rightly here."""
+    kernel = FlexKernel(backend=backend, **dict(options))
+    kernel._is_tried = True
+    try:
+        try_kernel(kernel, device, dtype, head_dim, value_dim)
+    except Exception as error:  # flash-attn-4 may raise anything
+        expected = f"flash-attn-4 that works with torch {torch.__version__} here"
+        got, advice = f"{type(error).__name__}: {error}", 'install one that does, or leave "BACKEND" out'
+        raise RingConfigError.wrong('kernel "flex": BACKEND "FLASH"', expected, got, advice) from error
 
 
 def operator_compiles() -> bool:

@@ -31,13 +31,19 @@ from ds_ring import (
 )
 from ds_ring.errors import RingConfigError, RingKernelError, RingShapeError
 from ds_ring.kernels.flex.block_mask import BlockTable, HopMasks, HopTensors, make_geometry
-from ds_ring.kernels.flex.kernel import FlexKernel, _count_backward_chunks, compile_call
+from ds_ring.kernels.flex.kernel import (
+    FlexKernel,
+    _count_backward_chunks,
+    compile_call,
+    try_flash_backend,
+)
 from ds_ring.kernels.flex.layouts import count_fullest_pairs
 from ds_ring.kernels.flex.options import BLOCKS, check_options, choose_blocks, choose_options
 from ds_ring.kernels.flex.workspace import KEPT_TABLE_BYTES
 from ds_ring.kernels.interface import Operands
 from ds_ring.kernels.reference import ReferenceKernel
 from ds_ring.kernels.select import get_kernel
+from ds_ring.kernels.trials import try_kernel
 from ds_ring.kernels.workspace import HopShape, get_workspace_bytes
 from ds_ring.layers.scores import Alibi, Softcap
 from ds_ring.masks.pattern import Pattern
@@ -448,6 +454,19 @@ def test_a_kernel_that_fails_is_named_with_its_shapes() -> None:
     shapes = rf'kernel "flex": expected a pass over q \(1, 2, {TOKENS}, 16\) torch.float32 on cpu, .*'
     with pytest.raises(RingKernelError, match=shapes + 'illegal memory access; set "kernel": "flash"'):
         list(kernel.forward(q, q, q, tiles, 0.1))
+
+
+def test_flash_attn_4_is_tried_and_refused_where_it_is_wrong() -> None:
+    """Uncompiled, the operator's lse has base 2, where FLASH promises a natural one."""
+    here = (CPU, torch.float32, 32, 32)
+    try_kernel(FlexKernel(32, None, recompute=False), *here)
+    says = r'"FLASH": expected flash-attn-4 that works .* lse of Causal\(\) differs .*leave "BACKEND" out'
+    with pytest.raises(RingConfigError, match=says):
+        try_flash_backend((("BACKEND", "FLASH"),), *here, backend=None)
+    q, (tiles, *_) = torch.zeros(1, 2, TOKENS, 16), list(hops_of(Causal(), "contiguous", 1))
+    kernel = FlexKernel(16, None, BACKEND="FLASH")
+    with pytest.raises(RingConfigError, match=r'FLASH has no gradient, got one that does; use "TRITON"'):
+        list(kernel.backward(q, q, q, q, q, q[..., 0], tiles, 0.1, q[..., 0]))
 
 
 # --- layouts ---------------------------------------------------------------------------------------------
