@@ -210,7 +210,7 @@ def check_not_captured(q: Tensor) -> None:
         raise RingConfigError.wrong("ring attention", "a stream that is not captured", got, advice)
 
 
-def check_finite(ring_rank: int, hop: int | None, kernel: str = "", **tensors: Tensor | None) -> None:
+def check_finite(ring_rank: int, hop: int | None, kernel: str = "", /, **tensors: Tensor | None) -> None:
     """Raise RingFiniteError for values that are not finite: one read of memory, on a GPU one wait for it.
 
     Args:

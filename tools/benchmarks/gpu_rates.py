@@ -173,7 +173,8 @@ class ProductionPass:
 
     def backward(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return dq, dk and dv."""
-        return self._pass.backward(self.grad, *self.operands, *self.results)
+        q, k, v = self.operands
+        return self._pass.backward(self.grad, q, k, v, *self.results)
 
 
 def repeat(work: Callable[[], object], device: str) -> tuple[Callable[[], object], int]:

@@ -104,7 +104,7 @@ class FlashKernel:
             _make_usable(v, wide_v),
         )
         group = q.shape[1] // k.shape[1]
-        sizes = CallSizes(*q.shape[:2], k.shape[1], max(wide, wide_v), False)
+        sizes = CallSizes(q.shape[0], q.shape[1], k.shape[1], max(wide, wide_v), False)
         for call, executor, heads in _assign_calls(tiles, executors, sizes):
             q_here = q if heads is ALL_HEADS else views.once(_select_heads, (q,), call.head_in_group, group)
             self.running = executor.name
@@ -135,7 +135,7 @@ class FlashKernel:
         group = q.shape[1] // k.shape[1]
         # What every hop reads of the queries, as the operators want it.
         queries = views.once(_prepare_inputs, (grad_out, q, out, lse, grad_lse), wide, wide_v, scale)
-        sizes = CallSizes(*q.shape[:2], k.shape[1], max(wide, wide_v), True)
+        sizes = CallSizes(q.shape[0], q.shape[1], k.shape[1], max(wide, wide_v), True)
         for call, executor, heads in _assign_calls(tiles, executors, sizes):
             here = views.once(_put_tokens_first, queries) if executor.tokens_first else queries
             if heads is not ALL_HEADS:

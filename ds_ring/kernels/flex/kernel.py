@@ -396,12 +396,13 @@ class FlexKernel:
             heads, kv = (
                 slice(number * (x.shape[1] // chunks), (number + 1) * (x.shape[1] // chunks)) for x in (q, k)
             )
-            inputs = [x[:, heads] for x in (grad_out, q)] + [x[:, kv] for x in (k, v)]
-            inputs += [x[:, heads] for x in (out, lse)]
-            of_lse = None if grad_lse is None else grad_lse[:, heads]
-            parts.append(self.select_heads(heads)._differentiate(*inputs, tiles, scale, of_lse))
-        dq, dk, dv = (torch.cat([part[place] for part in parts], dim=1) for place in (3, 4, 5))
-        yield parts[0]._replace(dq=dq, dk=dk, dv=dv)
+            part = self.select_heads(heads)._differentiate(
+                grad_out[:, heads], q[:, heads], k[:, kv], v[:, kv], out[:, heads], lse[:, heads], tiles,
+                scale, None if grad_lse is None else grad_lse[:, heads],
+            )  # fmt: skip
+            parts.append((part.dq, part.dk, part.dv))
+        dq, dk, dv = (torch.cat(gradients, dim=1) for gradients in zip(*parts, strict=True))
+        yield part._replace(dq=dq, dk=dk, dv=dv)
 
     def _differentiate(
         self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tiles: Tiles,
