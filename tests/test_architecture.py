@@ -38,7 +38,7 @@ CORE = [
     ["schedule"],
     ["health"],
     ["comm"],
-    ["kernels.interface", "kernels.select", "kernels.reference", "kernels.workspace"],
+    ["kernels.interface", "kernels.select", "kernels.reference", "kernels.workspace", "kernels.trials"],
     ["ring"],
     ["ops"],
     ["api"],
