@@ -160,7 +160,8 @@ def make_planner(context: RingContext, operands: Operands) -> MakePlan:
 
     def planned(pattern: Pattern, layout: Layout) -> Plan:
         stage, shard_bytes = None, token_bytes * layout.local_tokens
-        if options.has_hops:
+        make_own = options.transport_spec.plans
+        if options.has_hops and make_own is None:
             stage = stage_shards(options.stage_bytes, device_type, mesh.ring_size, node, shard_bytes)
             if stage is None and options.stage_bytes not in ("auto", 0) and mesh.ring_size > 1:
                 _log.warning(
@@ -174,6 +175,7 @@ def make_planner(context: RingContext, operands: Operands) -> MakePlan:
             prune=options.prune, gradient_payload=options.gradient_payload, kv_payload=options.kv_payload,
             ranks_per_node=node, stage_shards=stage,
         )  # fmt: skip
-        return mesh.fitted(plan)
+        plan = mesh.fitted(plan)
+        return plan if make_own is None else load(make_own)(plan, node, options.stage_bytes, token_bytes)
 
     return planned

@@ -52,7 +52,7 @@ class OwnPass(NamedTuple):
     seconds: tuple[float, float]
 
 
-def make_own_setting(attention: Pass, stage_shards: int = 0) -> TrainingSetting:
+def make_own_setting(attention: Pass, stage_shards: int = 0, transport: str = "ring") -> TrainingSetting:
     """Return one layer of a published setting, with links and kernel at their published rates.
 
     `stage_shards` is what a stage has room for ([Note: stages] in `schedule/rank_plan.py`); 0: "auto".
@@ -66,6 +66,7 @@ def make_own_setting(attention: Pass, stage_shards: int = 0) -> TrainingSetting:
         pattern=make_document_pattern(attention.lengths), layout="auto",
         zero=Zero(3, attention.ranks, attention.element_bytes), dtype="bfloat16",
         hardware=_with_published_rates(attention), stage_bytes=stage_shards * attention.kv_bytes or "auto",
+        transport=transport,
     )  # fmt: skip
 
 
@@ -88,9 +89,9 @@ def _with_published_rates(attention: Pass) -> Hardware:
     return hardware.model_copy(update=rates)
 
 
-def compute_own_pass(attention: Pass, stage_shards: int = 0) -> OwnPass:
+def compute_own_pass(attention: Pass, stage_shards: int = 0, transport: str = "ring") -> OwnPass:
     """Return the pass of one layer; arguments as of `make_own_setting`."""
-    setting = make_own_setting(attention, stage_shards)
+    setting = make_own_setting(attention, stage_shards, transport)
     layout = plan_layout(setting)
     ((plan, _),), shape = build_plans(setting, layout), pass_shape(setting, layout)
     passes = []
