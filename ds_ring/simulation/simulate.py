@@ -48,6 +48,7 @@ from ds_ring.schedule.plan import Plan, build_plan
 from ds_ring.simulation.generate import GeneratedSource
 from ds_ring.simulation.rank import (
     BytesSent,
+    GlobalSizes,
     GradientSums,
     RankMemory,
     RankResult,

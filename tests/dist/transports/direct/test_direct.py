@@ -9,14 +9,13 @@ import torch
 
 from ds_ring import Causal, Documents, Full, RingMesh, SlidingWindow, make_layout
 from ds_ring.masks.pattern import Pattern
-from ds_ring.measure.memory import measure_cpu_memory
 from ds_ring.ops.context import make_ring_context
 from ds_ring.ops.options import Options
 from ds_ring.ops.ring_op import ring_attention_op
 from ds_ring_launcher.plan.pass_memory import PassShape
 from ds_ring_launcher.plan.pass_time import CostPart, bytes_sent
 from tests.cases import Shape, document_ids, tensors
-from tests.dist.harness import Pool, catch_refusal
+from tests.dist.harness import Pool
 from tests.parity import errors, gathered_pass
 from tests.reference import dense_attention
 
@@ -48,7 +47,11 @@ def parity(rank: int, world_size: int, inner: int | None, name: str, every: bool
         got = gathered_pass(lambda *x, c=context: ring_attention_op(*x, c.handle)[0], whole, layout, mesh)
         sent = context.exchange.counters.bytes_sent - before
         prepared = next(iter(context.prepared.values()))
-        if options.get("kernel") != "flash" and "recompute_attention" not in options and "gradient_payload" not in options:
+        if (
+            options.get("kernel") != "flash"
+            and "recompute_attention" not in options
+            and "gradient_payload" not in options
+        ):
             classes = [CostPart(head_class, 1) for head_class in prepared.rank_plan.classes]
             shape = PassShape(2, 2, layout.local_tokens, 8, 8, prepared.chunk_bytes, "cpu")
             forward, backward = bytes_sent(classes, shape)
@@ -62,9 +65,19 @@ def parity(rank: int, world_size: int, inner: int | None, name: str, every: bool
     return result
 
 
-CASES = [(4, 2, "packed", True), (2, None, "causal", False), (3, None, "packed", False), (4, None, "window", False)]
+CASES = [
+    (4, 2, "packed", True),
+    (2, None, "causal", False),
+    (3, None, "packed", False),
+    (4, None, "window", False),
+]
 CASES += [(6, 3, "packed", False), (8, 2, "packed", True), (8, 4, "causal", True), (8, 4, "packed", False)]
-CASES += [(5, None, "full", False), (6, 2, "window", False), (7, None, "packed", False), (8, None, "full", True)]
+CASES += [
+    (5, None, "full", False),
+    (6, 2, "window", False),
+    (7, None, "packed", False),
+    (8, None, "full", True),
+]
 
 
 @pytest.mark.parametrize(("ranks", "inner", "name", "every"), CASES)
