@@ -29,6 +29,19 @@ KEPT_DESCRIPTIONS = 8  # of operands, per context
 _log = logging.getLogger(__name__)
 
 
+class PlanReasons:
+    """Hold why the latest plans of a mesh were taken, where there was a choice; `describe` says it."""
+
+    def __init__(self) -> None:
+        self.texts: dict[str, None] = {}
+
+    def add(self, text: str) -> None:
+        """Add a text, and drop the oldest one of more than `KEPT_DESCRIPTIONS`."""
+        self.texts[text] = self.texts.pop(text, None)
+        if len(self.texts) > KEPT_DESCRIPTIONS:
+            del self.texts[next(iter(self.texts))]
+
+
 class Prepared(NamedTuple):
     """What a pass over tensors of one description needs besides them."""
 
@@ -176,6 +189,10 @@ def make_planner(context: RingContext, operands: Operands) -> MakePlan:
             ranks_per_node=node, stage_shards=stage,
         )  # fmt: skip
         plan = mesh.fitted(plan)
-        return plan if make_own is None else load(make_own)(plan, node, options.stage_bytes, token_bytes)
+        if make_own is not None:
+            plan = load(make_own)(plan, node, options.stage_bytes, token_bytes)
+            if plan.reason:
+                mesh.owners[PlanReasons].add(plan.reason)
+        return plan
 
     return planned

@@ -43,6 +43,7 @@ class Plan:
     query_heads: int  # H, per rank
     kv_heads: int  # G, per rank
     classes: tuple[HeadClass, ...]  # one for each class of K/V heads with equal patterns
+    reason: str = field(default="", compare=False)  # why this plan was taken, if there was a choice
     derived: dict[Any, Plan] = field(
         default_factory=dict, repr=False, compare=False
     )  # of other passes, cached

@@ -3,7 +3,7 @@
 Owns their order. A stage of this rank's node goes as in `Stages`. Of a stage of other nodes, number s:
 
     batch s - 2   the gateway receives the crossing keys from their owners
-    batch s - 1   it sends each rank of the node its part; this rank receives other parts in the stage's buffer
+    batch s - 1   it sends each rank of the node its part, and receives those of other gateways
     batch s       this rank computes
     batch s + 1   gradients go to the gateways
     batch s + 2   the gateway has added them to its own, and returns the sums to the owners
