@@ -185,7 +185,7 @@ class LatentShape(NamedTuple):
 class Experts(NamedTuple):
     """Describe a mixture of experts: a gated MLP each, of which a token runs some."""
 
-    count: int  # of a layer
+    number: int  # of a layer
     active: int  # that a token runs
     intermediate: int  # width of one
     shared: int = 0  # width of those together that every token runs
@@ -256,13 +256,13 @@ class ModelShape:
         """Count the gate, up and down projections of one layer: of all experts, with the router."""
         if self.experts is None:
             return 3 * self.hidden * self.intermediate
-        width = self.experts.count * self.experts.intermediate + self.experts.shared
-        return self.hidden * (3 * width + self.experts.count)
+        width = self.experts.number * self.experts.intermediate + self.experts.shared
+        return self.hidden * (3 * width + self.experts.number)
 
     @cached_property
     def active_mlp_parameters(self) -> int:
         """Count what a token multiplies with in the MLP of one layer."""
-        router = 0 if self.experts is None else self.experts.count
+        router = 0 if self.experts is None else self.experts.number
         return self.hidden * (3 * self.active_intermediate + router)
 
     @cached_property
@@ -301,7 +301,7 @@ class ModelShape:
         if (
             self.experts is not None
         ):  # gate and up projections of all experts are one tensor in transformers 5
-            mlp = 2 * self.experts.count * self.experts.intermediate * self.hidden
+            mlp = 2 * self.experts.number * self.experts.intermediate * self.hidden
         return max(self.head_parameters, mlp, self.hidden * self.heads * self.head_dim)
 
 

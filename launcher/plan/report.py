@@ -260,8 +260,8 @@ def _memory_table(planned: Estimate) -> Table:
         for name, size in planned.host_peak.host.items():
             if size:
                 table.add_row(f"{name}, {devices} devices of a node", f"{size * devices / unit:.3f}")
-        whole = _usable_node_bytes(planned)
-        limit = "" if whole is None else f", of {whole / unit:,.1f} that tensors can have"
+        node = _usable_node_bytes(planned)
+        limit = "" if node is None else f", of {node / unit:,.1f} that tensors can have"
         table.add_row(f"host of a node{limit}", f"{planned.node_host_bytes / unit:.3f}")
     return table
 

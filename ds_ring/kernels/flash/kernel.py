@@ -65,7 +65,7 @@ class FlashKernel:
 
     Args:
         implementation: on CUDA; "FA2" is torch's own; "cuDNN" takes full and causal rectangles by cuDNN, the
-            rest by FlashAttention 2; "cuDNN-flex" also windows and variable lengths by cuDNN's flex attention;
+            rest by FlashAttention 2; "cuDNN-flex" also windows and packed sequences by its flex attention;
             "FA3" and "FA4" are called in their packages. None takes the first that
             works: "FA3" on sm_90 or "FA4" on sm_100, there "cuDNN", "FA2"; [Note: a default is a try].
         sm_margin: multiprocessors that FlashAttention 3 leaves to messages; 0 for a ring of one rank.
