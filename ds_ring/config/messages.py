@@ -14,16 +14,15 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, get_args, get_origin
 
-from pydantic import (
+from ds_ring.compat.pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    ErrorDetails,
     Field,
+    FieldInfo,
     ValidationError,
 )  # fmt: skip
-from pydantic.fields import FieldInfo
-from pydantic_core import ErrorDetails
-
 from ds_ring.errors import RingConfigError
 from ds_ring.errors import shown as shown_in_errors
 from ds_ring.limits import MAX_SECONDS, MAX_TOKENS

@@ -9,8 +9,14 @@ from __future__ import annotations
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, Field, JsonValue, ValidationInfo, field_validator
-
+from ds_ring.compat.pydantic import (
+    BaseModel,
+    BeforeValidator,
+    Field,
+    JsonValue,
+    ValidationInfo,
+    field_validator,
+)
 from ds_ring.config.messages import (
     ONE_UP,
     WORD,
