@@ -18,6 +18,7 @@ from torch.utils.data import Dataset
 
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.compat import get_imported
+from ds_ring.compat.untried import note_untried
 from ds_ring.config.section import RingConfig, pattern_from_config, strip_section
 from ds_ring.data.config_agreement import resolve_auto
 from ds_ring.data.dynamic_ring.sample_times import read_model_sizes
@@ -69,6 +70,7 @@ def initialize(
         args, model, optimizer, model_parameters, training_data, lr_scheduler, distributed_port,
         dist_init_required, collate_fn,
     )  # fmt: skip
+    note_untried()
     configuration = _read_configuration(arguments, mpu, config, others)
     mesh, device = start_groups(arguments, configuration)
     session = _make_session(arguments, configuration, mesh, device)

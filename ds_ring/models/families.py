@@ -307,7 +307,8 @@ def _refuse(model: nn.Module) -> NoReturn:
     )
 
 
-_FUSED = "FusedCausalLMOutput"  # trl.trainer.utils
+# Outputs of TRL's heads, the second one of TRL 1.0 to 1.15.
+_FUSED = "FusedCausalLMOutput", "_ChunkedCELMHeadOutput"
 
 
 class LossGuard:
@@ -354,7 +355,7 @@ class LossGuard:
         """Refuse a loss that the model computed by itself: it cannot know the tokens of other ranks."""
         loss = getattr(output, "loss", None)
         # TRL's head takes shift_labels and num_items_in_batch, and computes what a loss function would.
-        if loss is None or (type(output).__name__ == _FUSED and self._divides):
+        if loss is None or (type(output).__name__ in _FUSED and self._divides):
             return
         how = "by itself and not by its loss_function" if self._expected is None else ""
         if self._expected is not None and not torch.compiler.is_compiling():

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
@@ -65,7 +66,7 @@ class UnseenBackward:
 class DividedOnce:
     """Divide the loss by the accumulated steps, and not the gradients of each output."""
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: DeepSpeedEngine) -> None:
         self._engine = engine
 
     @patch(
@@ -99,7 +100,7 @@ class DividedOnce:
     reason="this version of DeepSpeed keeps the gradients of the last micro-batch alone: of all",
     when="ZeRO 2 accumulates gradients", available=KEEPS_LAST_MICRO_BATCH,
 )  # fmt: skip
-def keep_micro_batches(engine: Any, finish: Callable[[], None]) -> None:
+def keep_micro_batches(engine: DeepSpeedEngine, finish: Callable[[], None]) -> None:
     """Let the end of a backward pass add its gradients to those of earlier micro-batches."""
     sums, averages = engine.optimizer.all_grad_tensors, engine.optimizer.averaged_gradients
     groups = [group for group, tensors in sums.items() if tensors is not None]

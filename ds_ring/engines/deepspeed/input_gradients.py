@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
@@ -35,7 +36,7 @@ _checks_retained = patch(
 class InputGradients:
     """Refuse gradients of tensors of this rank's tokens, which are no parameters of the engine."""
 
-    def __init__(self, session: Any, engine: Any) -> None:
+    def __init__(self, session: Any, engine: DeepSpeedEngine) -> None:
         self._session, self._engine = session, engine
 
     @patch(ENGINE, stage="before_forward", feature="input_gradients", reason=_REASON)
