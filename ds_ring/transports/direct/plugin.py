@@ -8,7 +8,7 @@ from ds_ring.transports.direct.choose import choose_plan
 from ds_ring.transports.direct.plan import plan_for_bytes
 
 PLUGIN = Plugin(
-    order=15,
+    order=50,
     passes={
         "direct": PassRow(home=make_pass, plans=plan_for_bytes),
         "auto": PassRow(home=make_pass, plans=choose_plan),
