@@ -1,4 +1,4 @@
-"""`import ds_ring` alone starts no ring: an engine whose JSON has the section is refused, and says what to call."""
+"""`import ds_ring` alone starts no ring: an engine whose JSON has the section is refused."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 
 SCRIPT = """
 import os, sys
-os.environ.update(DS_ACCELERATOR="cpu", MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv[2], RANK="0", WORLD_SIZE="1")
-os.environ["LOCAL_RANK"] = "0"
+os.environ.update(DS_ACCELERATOR="cpu", MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv[2])
+os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
 if sys.argv[1] == "DeepSpeed first":
     import deepspeed
 import ds_ring
