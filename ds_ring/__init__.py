@@ -10,6 +10,7 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from typing import Any
 
+from ds_ring.compat import get_imported
 from ds_ring.plugin import PUBLIC, load
 
 __version__ = "0.1.0"
@@ -32,7 +33,7 @@ class _BeforeTransformers(MetaPathFinder):
         return find_and_register(fullname)
 
 
-if hasattr(sys.modules.get(_TRANSFORMERS), "PreTrainedModel"):
+if get_imported(_TRANSFORMERS, "PreTrainedModel") is not None:
     load("ds_ring.models.registration.register")()
 else:
     sys.meta_path.insert(0, _BeforeTransformers())

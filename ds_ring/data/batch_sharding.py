@@ -117,7 +117,7 @@ class BatchSharding:
                         )
                     )
                     heads = prepared.plan.query_heads, prepared.plan.kv_heads
-                    passes[key[1], *heads] = UsedPass(key[1], prepared.make_plan, ways)
+                    passes[(key[1], *heads)] = UsedPass(key[1], prepared.make_plan, ways)
         return list(passes.values())
 
     def attention(

@@ -161,12 +161,13 @@ def check_not_captured(q: Tensor) -> None:
         raise RingConfigError.wrong("ring attention", "a stream that is not captured", got, advice)
 
 
-def check_finite(ring_rank: int, hop: int | None, **tensors: Tensor | None) -> None:
+def check_finite(ring_rank: int, hop: int | None, kernel: str = "", /, **tensors: Tensor | None) -> None:
     """Raise RingFiniteError for values that are not finite: one read of memory, on a GPU one wait for it.
 
     Args:
         ring_rank: this rank.
         hop: after which hop; None for what goes into a pass.
+        kernel: which computed them.
         tensors: by the name for the message. An `lse` may be -inf: that row saw no key. So may a sink: it is
             none.
     """
@@ -184,9 +185,8 @@ def check_finite(ring_rank: int, hop: int | None, **tensors: Tensor | None) -> N
             first = tuple(torch.nonzero(bad)[0].tolist())
             expected = f"finite values in {name} of ring rank {ring_rank} {where}"
             got = f"{count} of {tensor.numel()} that are not, the first at {first}"
-            advice = (
-                f"look at what computes {name} there (loss scale, a mask of -inf), or turn check_finite off"
-            )
+            source = f'kernel "{kernel}"' if kernel else f"what computes {name} there"
+            advice = f"look at {source} (loss scale, a mask of -inf), or turn check_finite off"
             raise RingFiniteError.wrong("check_finite", expected, got, advice)
 
 

@@ -164,7 +164,7 @@ class FiniteKernel:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> Iterator[PartialOut]:
         for part in self._kernel.forward(q, k, v, tiles, scale):
-            check_finite(self._plan.ring_rank, self._hops[id(tiles)], out=part.out_BHSD, lse=part.lse_BHS)
+            self._check(tiles, out=part.out_BHSD, lse=part.lse_BHS)
             yield part
             del part  # else it stays alive while the kernel computes the next one
 
@@ -173,6 +173,10 @@ class FiniteKernel:
         scale: float, grad_lse: Tensor | None = None,
     ) -> Iterator[PartialGrads]:  # fmt: skip
         for part in self._kernel.backward(grad_out, q, k, v, out, lse, tiles, scale, grad_lse):
-            check_finite(self._plan.ring_rank, self._hops[id(tiles)], dq=part.dq, dk=part.dk, dv=part.dv)
+            self._check(tiles, dq=part.dq, dk=part.dk, dv=part.dv)
             yield part
             del part
+
+    def _check(self, tiles: Tiles, **tensors: Tensor) -> None:
+        kernel = " ".join(filter(None, (self._kernel.name, getattr(self._kernel, "running", ""))))
+        check_finite(self._plan.ring_rank, self._hops[id(tiles)], kernel, **tensors)

@@ -22,10 +22,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ds_ring.comm.collective import collective
+from ds_ring.compat.torch import operator
 from ds_ring.kernels.interface import Operands
 from ds_ring.ops.context import RingContext, get_ring_context
 from ds_ring.ops.gradients import get_forward_call, refuse_second_derivative, run_gradient, sees_plain
-from ds_ring.ops.handles import operator
 from ds_ring.ops.passes import ExtraOperand, FiniteKernel
 from ds_ring.ops.prepare import Prepared, prepare_pass
 from ds_ring.ring.merge import get_accumulator_dtype

@@ -13,6 +13,7 @@ al. 2023, Striped Attention).
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -27,6 +28,8 @@ from ds_ring.limits import MAX_RANKS
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.slots import IntArray, repeat_rows
 from ds_ring.plugin import LAYOUTS, load
+
+_log = logging.getLogger(__name__)
 
 Mix = tuple[tuple[Pattern, int], ...]  # patterns, and how many layers have each; empty if no pattern is given
 
@@ -293,8 +296,18 @@ def make_layout(
     multiple_of = check_whole_number(multiple_of, "make_layout: multiple_of", RingLayoutError)
     block_size = check_whole_number(block_size, "make_layout: block_size", RingLayoutError)
     check_layout_name(name)
+    if name == "auto" and pattern is None and ring_size > 1:
+        _warn_without_pattern()
     mix, checked_speeds = _read_mix(pattern), _check_speeds(speeds, name, ring_size)
     return choose_layout(name, tokens, ring_size, mix, multiple_of, block_size, checked_speeds)
+
+
+@lru_cache(maxsize=1)  # once a process
+def _warn_without_pattern() -> None:
+    _log.warning(
+        'ds_ring: make_layout("auto") without a pattern is contiguous, which is uneven under a causal one:'
+        " pass pattern=, the pattern of the layers"
+    )
 
 
 def _check_speeds(speeds: Sequence[float] | None, name: str, ring_size: int) -> tuple[float, ...]:

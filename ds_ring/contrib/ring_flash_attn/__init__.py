@@ -411,7 +411,7 @@ def substitute_hf_flash_attn(process_group: ProcessGroup, heads_k_stride: int) -
 _when_substituted = functools.partial(
     patch, stage="at_enable", when="ring_flash_attn.substitute_hf_flash_attn was called"
 )
-_TABLE = PatchTable("transformers", ">=5")
+_TABLE = PatchTable("transformers", ">=4.56")
 
 
 @_when_substituted(

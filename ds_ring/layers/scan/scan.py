@@ -23,12 +23,13 @@ from torch import Tensor
 
 from ds_ring.comm.collective import collective
 from ds_ring.comm.mesh import RingMesh
+from ds_ring.compat.torch import operator
 from ds_ring.errors import RingShapeError
 from ds_ring.layers.scan.context import ByRank, ScanContext, get_scan_handle
 from ds_ring.layers.scan.sequence_runs import SequenceRuns
 from ds_ring.ops.checks import check_operand
 from ds_ring.ops.gradients import get_forward_call, refuse_second_derivative, run_compared, run_gradient
-from ds_ring.ops.handles import constant, get_object, operator
+from ds_ring.ops.handles import constant, get_object
 from ds_ring.ops.passes import count_forward_pass
 from ds_ring.patterns.documents.pattern import Documents, Tree
 from ds_ring.schedule.layout import Layout
