@@ -45,7 +45,7 @@ for name in ds_ring.__all__:
     try:
         getattr(ds_ring, name)
     except ds_ring.RingError as error:
-        print(name, error)
+        print(error)
 pattern = ds_ring.Causal()
 layout = ds_ring.make_layout("zigzag", tokens=64, ring_size=4, pattern=pattern)
 print(ds_ring.build_plan(pattern, layout, query_heads=2, kv_heads=2).summary())
