@@ -24,6 +24,7 @@ from deepspeed.pipe import PipelineModule
 from torch.overrides import TorchFunctionMode
 
 from ds_ring.compat import get_imported
+from ds_ring.compat.deepspeed import SEES_DIRECT_BACKWARD
 from ds_ring.data.batch_sharding import BatchSharding
 from ds_ring.data.engine import (
     DEEPSPEED,
@@ -107,8 +108,8 @@ def divides_twice(engine: Any) -> bool:
 
 
 @patch(
-    ENGINE, "_backward_prologue", stage="around_backward", feature="direct_backward", versions="<0.20",
-    when="ZeRO 1 or 2 accumulates gradients",
+    ENGINE, "_backward_prologue", stage="around_backward", feature="direct_backward",
+    available=SEES_DIRECT_BACKWARD, when="ZeRO 1 or 2 accumulates gradients",
     reason="DeepSpeed divides the gradients of a direct loss.backward() by the accumulated steps twice:"
     " raises",
 )  # fmt: skip
