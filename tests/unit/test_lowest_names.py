@@ -13,7 +13,7 @@ from packaging.version import Version
 # Import names of distributions in pyproject.toml.
 MODULES = {"pyyaml": "yaml", "megatron-core": "megatron"}
 EXTRAS = ("plot", "train", "trainers", "megatron")
-# Names that a version lacks, and the modules beside ds_ring/compat that are left out, or refuse by name, then.
+# Names that a version lacks, and modules outside of compat that are left out, or refuse by name, then.
 LEFT_OUT = {
     "transformers.cache_utils.LinearAttention": ("ds_ring/decode/ring_cache.py",),
     "transformers.masking_utils.create_bidirectional_mask": ("ds_ring/contrib/sound/model.py",),
@@ -52,8 +52,8 @@ def test_every_name_that_is_used_was_looked_for_in_the_versions_that_were_tried(
     known = {name for names in table["names"].values() for name in names}
     unknown = sorted(set(lowest_names.all_used()) - known)
     assert not unknown, (
-        f"{unknown}: expected names of the table; `python tools/version_matrix.py --names` looks for them in each"
-        " version"
+        f"{unknown}: expected names of the table; `python tools/version_matrix.py --names` looks for them in"
+        " each version"
     )
 
 
