@@ -15,9 +15,12 @@ import opcode
 import operator
 import re
 from numbers import Integral
-from typing import Self
+from typing import TYPE_CHECKING
 
 from ds_ring.limits import MAX_TOKENS
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _SHOWN_CHARACTERS = 120
 

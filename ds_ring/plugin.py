@@ -9,14 +9,19 @@ packages add rows of their own by the entry point group `ds_ring.plugins`.
 
 from __future__ import annotations
 
+import functools
 import json
+import logging
 from collections.abc import Iterable, Mapping
 from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ds_ring.compat import EXTRAS, make_missing_error
 from ds_ring.errors import RingConfigError
+
+log = logging.getLogger(__name__)
 
 _FOLDER = Path(__file__).parent
 INDEX = _FOLDER / "plugins.json"
@@ -131,6 +136,8 @@ class PassRow(NamedTuple):
         checks_layout: function of a layout and `block_size` that raises RingLayoutError for one that has not.
         shares_memory: ranks copy out of memory that those of one node share; no backend sees a message.
         few_queries: function that makes its forward pass of queries that all ranks have; None: the usual.
+        plans: function that makes its plan of a ring's, with the ranks of a node, the most bytes of a stage
+            and the bytes of K and V of a token; None: it goes by the ring's.
     """
 
     home: Object
@@ -142,6 +149,7 @@ class PassRow(NamedTuple):
     checks_layout: Object = None
     shares_memory: bool = False
     few_queries: Object = None
+    plans: Object = None
 
 
 class CodecRow(NamedTuple):
@@ -302,10 +310,28 @@ def load(home: Object) -> Any:
         folder = module.replace(".", "/").removeprefix("ds_ring/")
         for place, plugin in PLUGINS.items():
             if missing in plugin.needs and f"{folder}/".startswith(f"{place}/"):
-                extra = plugin.needs[missing]
-                command = f"pip install ds_ring[{extra}]" if extra else f"pip install {missing}"
-                raise RingConfigError(f"{place} needs {missing}: {command}") from error
+                raise make_missing_error(place, missing, plugin.needs[missing]) from error
+        if missing in EXTRAS:
+            raise make_missing_error(name, missing) from error
         raise
+
+
+def load_available(rows: Mapping[str, Object]) -> list[Any]:
+    """Import what rows name, but for those of which the installed version of a package lacks something."""
+    objects = []
+    for name, home in rows.items():
+        try:
+            objects.append(load(home))
+        except ImportError as error:
+            if (error.name or "ds_ring").partition(".")[0] == "ds_ring":
+                raise
+            _warn_left_out(name, str(error).partition(" (")[0])
+    return objects
+
+
+@functools.lru_cache(maxsize=64)
+def _warn_left_out(name: str, why: str) -> None:
+    log.warning("%s is left out, and models that need it are refused: %s; install a later version", name, why)
 
 
 PLUGINS = _read_index()

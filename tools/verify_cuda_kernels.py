@@ -35,7 +35,8 @@ from cuda_code import INSTALLED, OLDEST, TARGETS, flex_templates, lowered_for
 from torch._dynamo.utils import counters
 
 from ds_ring import Tree
-from ds_ring.kernels.flex.kernel import FlexKernel, operator_compiles
+from ds_ring.compat.torch import derives_joint_graph
+from ds_ring.kernels.flex.kernel import FlexKernel
 from ds_ring.masks.pattern import Pattern
 from tests.cases import PATTERNS, layout_for, longnet
 from tests.hops import ring_hops
@@ -70,7 +71,7 @@ def check(
     q, k, v, grad = (torch.randn(batch, h, tokens, HEAD_DIM) for h in (heads, kv_heads, kv_heads, heads))
     layout = layout_for(layout_name, pattern, tokens=tokens, ring_size=RING)
     kernel = FlexKernel(BLOCK, backend, **TILES)
-    gradients = operator_compiles()
+    gradients = derives_joint_graph()
     got = ring_hops(kernel, q, k, v, grad, pattern, layout, gradients)
     want = dense_attention(q, k, v, grad, pattern)
     sees = want.lse.isfinite()
@@ -123,9 +124,9 @@ def main() -> int:
         where = (arguments.targets, arguments.head_dims, names)
         how = (arguments.jobs, arguments.output, arguments.options)
         return int(compiled_kernels.run(arguments.compile, *where, *how))
-    way = "gradients by the backward operator" if operator_compiles() else "WITHOUT gradients"
+    way = "gradients by the backward operator" if derives_joint_graph() else "WITHOUT gradients"
     print(f"torch {torch.__version__}: Triton kernels interpreted on the CPU, {way}", flush=True)
-    if not operator_compiles():
+    if not derives_joint_graph():
         print("this torch differentiates a recomputed hop, and autograd's engine asks for a real device")
     shapes, good = SHAPES if arguments.shapes else SHAPES[:1], []
     sources: list[str] = []

@@ -59,7 +59,7 @@ class ExtraOperand:
     Attributes:
         name: the argument of the public function.
         tensor: its value.
-        expands_keys: k and v are expanded on arrival, so that k may have another head_dim than q.
+        allows_other_key_dim: k and v are expanded on arrival, so that k may have another head_dim than q.
     """
 
     name: ClassVar[str]
@@ -87,6 +87,10 @@ class ExtraOperand:
     def bind_operand(self, kernel: Kernel, context: RingContext, operands: Operands) -> Kernel:
         """Return the kernel of one pass: what `wrap_kernel` returned, with this tensor."""
         return kernel
+
+    def finish(self, context: RingContext, results: Results) -> Results:
+        """Return (out, lse) of a forward pass with this tensor, which may be changed in place."""
+        return results
 
 
 class SavedTensors:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ds_ring.compat.torch import cpu_flash, cpu_flash_backward
 from ds_ring.kernels.flash.calls import OPEN, FlashCall
 from ds_ring.kernels.interface import Rows
 
@@ -72,10 +73,8 @@ class Operators(NamedTuple):
     flash_backward: Callable[..., Any] = torch.ops.aten._flash_attention_backward.default
     cudnn_forward: Callable[..., Any] = torch.ops.aten._scaled_dot_product_cudnn_attention.default
     cudnn_backward: Callable[..., Any] = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
-    cpu_forward: Callable[..., Any] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-    cpu_backward: Callable[..., Any] = (
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-    )
+    cpu_forward: Callable[..., Any] = cpu_flash
+    cpu_backward: Callable[..., Any] = cpu_flash_backward
 
 
 ATEN = Operators()

@@ -19,10 +19,10 @@ from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
-from torch.nn.attention import current_flash_attention_impl
 from torch.nn.functional import pad
 
 from ds_ring.comm.streams import is_fake
+from ds_ring.compat.torch import current_flash_implementation
 from ds_ring.errors import RingConfigError, RingError, RingKernelError, RingShapeError, shown
 from ds_ring.kernels.flash.calls import FlashCall, make_flash_calls, split_call
 from ds_ring.kernels.flash.executors import (
@@ -65,7 +65,7 @@ class FlashKernel:
 
     Args:
         implementation: on CUDA; "FA2" is torch's own; "cuDNN" takes full and causal rectangles by cuDNN, the
-            rest by FlashAttention 2; "cuDNN-flex" also windows and variable lengths by cuDNN's flex attention;
+            rest by FlashAttention 2; "cuDNN-flex" also windows and packed sequences by its flex attention;
             "FA3" and "FA4" are called in their packages. None takes the first that
             works: "FA3" on sm_90 or "FA4" on sm_100, there "cuDNN", "FA2"; [Note: a default is a try].
         sm_margin: multiprocessors that FlashAttention 3 leaves to messages; 0 for a ring of one rank.
@@ -197,7 +197,7 @@ class FlashKernel:
         executors = _choose_executors(
             name, self._sm_margin, q.device, q.dtype, q.shape[-1], value_dim, equal_bits
         )
-        active = current_flash_attention_impl()
+        active = current_flash_implementation()
         if active is not None and any(executor.calls_aten for executor in executors):
             raise RingConfigError(
                 f'kernel "flash" with {name or "FA2"}: expected torch\'s own operators, got {active}, which'

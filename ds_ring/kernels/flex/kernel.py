@@ -24,6 +24,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from ds_ring.comm.device_tables import DeviceTables
 from ds_ring.comm.streams import is_fake
+from ds_ring.compat.torch import derives_joint_graph
 from ds_ring.errors import RingConfigError, RingError, RingShapeError
 from ds_ring.kernels.flex.block_mask import (
     BandTensors,
@@ -353,7 +354,7 @@ class FlexKernel:
         self._tables, self._masks = DeviceTables(), HopMasks()
         self._backend = backend
         # Where Dynamo derives a joint graph, `slopes[head]` of a caller's function would read a number.
-        able = operator_compiles() and scores is None
+        able = derives_joint_graph() and scores is None
         self._recompute = recompute if recompute is not None else bool(backend) and not able
         if self._recompute:
             _log.warning(
@@ -610,13 +611,6 @@ def try_flash_backend(
         expected = f"flash-attn-4 that works with torch {torch.__version__} here"
         got, advice = f"{type(error).__name__}: {error}", 'install one that does, or leave "BACKEND" out'
         raise RingConfigError.wrong('kernel "flex": BACKEND "FLASH"', expected, got, advice) from error
-
-
-def operator_compiles() -> bool:
-    """Return True if Dynamo derives the operator's joint graph; [Note: the backward operator]."""
-    from torch._dynamo.variables.higher_order_ops import FlexAttentionBackwardHighOrderVariable
-
-    return hasattr(FlexAttentionBackwardHighOrderVariable, "_derive_joint_graph")
 
 
 def _make_rows(first_and_length: tuple[int, int]) -> Rows:

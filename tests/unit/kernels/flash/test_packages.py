@@ -171,7 +171,7 @@ def test_operators_that_another_implementation_replaces_are_refused(name: str | 
     q = mock.Mock(is_cpu=False, is_cuda=True, shape=(1, 2, 8, 64))
     with (
         mock.patch.object(flash, "_choose_executors", return_value=aten),
-        mock.patch.object(flash, "current_flash_attention_impl", return_value="FA4"),
+        mock.patch.object(flash, "current_flash_implementation", return_value="FA4"),
         pytest.raises(RingConfigError, match="expected torch's own operators, got FA4"),
     ):
         FlashKernel(name)._get_executors(q, 64)
