@@ -5,9 +5,12 @@ A name is imported at its first use: `import ds_ring` takes no torch with it (mo
 section can be read without it, and only `initialize` imports DeepSpeed.
 """
 
+import sys
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
 from typing import Any
 
-from ds_ring.models.registration import register_with_transformers
+from ds_ring.compat import get_imported
 from ds_ring.plugin import PUBLIC, load
 
 __version__ = "0.1.0"
@@ -15,7 +18,25 @@ __version__ = "0.1.0"
 # No module of this folder may have the name of a public function: importing it would take that name.
 __all__ = sorted(PUBLIC)
 
-register_with_transformers()
+_TRANSFORMERS = "transformers.modeling_utils"  # has PreTrainedModel and the table of attention functions
+
+
+class _BeforeTransformers(MetaPathFinder):
+    """Let models/registration.py find transformers.modeling_utils: it registers the name right after."""
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if fullname != _TRANSFORMERS:
+            return None
+        sys.meta_path.remove(self)
+        from ds_ring.models.registration import find_and_register
+
+        return find_and_register(fullname)
+
+
+if get_imported(_TRANSFORMERS, "PreTrainedModel") is not None:
+    load("ds_ring.models.registration.register")()
+else:
+    sys.meta_path.insert(0, _BeforeTransformers())
 
 
 def __getattr__(name: str) -> Any:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ds_ring.comm.collective import collective
 from ds_ring.comm.mesh import RingMesh
+from ds_ring.compat import require
 from ds_ring.config.pass_options import PassOptions
 from ds_ring.errors import RingConfigError, shown
 from ds_ring.masks.pattern import Pattern
@@ -112,6 +113,7 @@ class RingAttention(nn.Module):
             options, name = Options(scale=scale), "auto"
             pattern = config_or_pattern
         else:
+            require("pydantic", "RingAttention of a configuration")
             from ds_ring.config.section import RingConfig, pattern_from_config
 
             if not isinstance(config_or_pattern, RingConfig):

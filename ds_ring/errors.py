@@ -15,9 +15,12 @@ import opcode
 import operator
 import re
 from numbers import Integral
-from typing import Self
+from typing import TYPE_CHECKING
 
 from ds_ring.limits import MAX_TOKENS
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _SHOWN_CHARACTERS = 120
 
@@ -121,6 +124,10 @@ class RingPeerError(RingError, RuntimeError):
 
 class RingBufferError(RingError, RuntimeError):
     """A tensor was written to while it was on its way to another rank."""
+
+
+class RingKernelError(RingError, RuntimeError):
+    """An attention kernel failed while it ran; the message names the kernel, its shapes and what to set."""
 
 
 class RingFiniteError(RingError, ArithmeticError):

@@ -21,8 +21,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from packaging.specifiers import SpecifierSet
-
 from ds_ring.errors import RingConfigError
 
 PatchStage = Literal[
@@ -67,7 +65,7 @@ class PatchTable:
 
     def check(self) -> None:
         """Raise RingConfigError for the first row whose target the installed package does not have."""
-        for row in filter(_is_for_installed, self.rows):
+        for row in (row for row in self.rows if row.available):
             try:
                 is_there = _is_there(row)
             except (ImportError, AttributeError, KeyError):
@@ -114,9 +112,9 @@ class Patch:
             arguments, which `apply` calls and which changes the owner in an official way; it may return a
             function that takes the change back.
         feature: name of the feature that needs the change; "checkpoint.files" is a part of "checkpoint".
-        versions: of the table's package, as in pip ("<0.20"); "" if the row is for all supported versions.
         when: the condition in words; "" if always.
         options: names of options of the hook's registration that are True.
+        available: whether the installed version needs the row, as a probe in `compat/` says.
     """
 
     owner: Owner
@@ -125,9 +123,9 @@ class Patch:
     kind: PatchKind
     feature: str
     reason: str
-    versions: str = ""
     when: str = ""
     options: tuple[str, ...] = ()
+    available: bool = True
 
     @property
     def target(self) -> str:
@@ -140,9 +138,8 @@ class Patch:
         return self.feature.partition(".")[0]
 
     def __str__(self) -> str:
-        what = f"{self.target} [{self.versions}]" if self.versions else self.target
         why = f"{self.reason}; if {self.when}" if self.when else self.reason
-        return f"{self.stage:<15} {self.kind:<10} {what} ({self.feature}): {why}"
+        return f"{self.stage:<15} {self.kind:<10} {self.target} ({self.feature}): {why}"
 
 
 @dataclass(frozen=True)
@@ -193,9 +190,9 @@ def patch(
     feature: str,
     reason: str,
     kind: PatchKind | None = None,
-    versions: str = "",
     when: str = "",
     options: tuple[str, ...] = (),
+    available: bool = True,
 ) -> PatchRows:
     """Add a row for each of the owner's attributes `names`, or for a hook on the owner if there are none.
 
@@ -204,11 +201,11 @@ def patch(
 
     Args:
         kind: by default "hook" without names, and "wrapped" with names.
-        stage, feature, reason, versions, when, options: of `Patch`.
+        stage, feature, reason, when, options, available: of `Patch`.
     """
     kind = kind or ("wrapped" if names else "hook")
     rows = [
-        Patch(owner, name, stage, kind, feature, reason, versions, when, options) for name in names or ("",)
+        Patch(owner, name, stage, kind, feature, reason, when, options, available) for name in names or ("",)
     ]
     owner.table.rows += rows
     return PatchRows(tuple(rows))
@@ -289,7 +286,12 @@ def describe(session: Any) -> str:
     """
     rows = _of_process | _of_session.get(session, {})
     features = {(row.owner.table, row.main_feature) for row in rows}
-    waiting = [row for table in _tables for row in table.rows if (table, row.main_feature) in features]
+    waiting = [
+        row
+        for table in _tables
+        for row in table.rows
+        if (table, row.main_feature) in features and row.available
+    ]
     return _printed(dict.fromkeys([*rows, *waiting]))
 
 
@@ -365,7 +367,7 @@ def _apply_all(replacements: Iterable[Any], objects: Mapping[str, Any]) -> list[
         for bound in itertools.chain.from_iterable(map(_bound, replacements)):
             for row in bound.patch_rows:
                 is_given = row.owner.class_name is None or row.owner.root in objects
-                if is_given and _is_for_installed(row):
+                if is_given and row.available:
                     changes.append(_apply(row, bound.value, objects))
     except BaseException:
         undo(changes)
@@ -436,14 +438,9 @@ def _is_there(row: Patch) -> bool:
     return not name or row.kind == "added" or hasattr(kind, name) or any(map(assigned, sources))
 
 
-def _is_for_installed(row: Patch) -> bool:
-    package = row.owner.table.package
-    return not row.versions or version(package) in SpecifierSet(row.versions, prereleases=True)
-
-
 def _lacks(row: Patch) -> RingConfigError:
     table = row.owner.table
     return RingConfigError(
-        f"{row.target}: expected it in {table.package} {row.versions or table.versions}, got {table.package}"
+        f"{row.target}: expected it in {table.package} {table.versions}, got {table.package}"
         f" {version(table.package)} without it; install a version that this row was written for: {row}"
     )

@@ -9,14 +9,19 @@ packages add rows of their own by the entry point group `ds_ring.plugins`.
 
 from __future__ import annotations
 
+import functools
 import json
+import logging
 from collections.abc import Iterable, Mapping
 from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ds_ring.compat import EXTRAS, make_missing_error
 from ds_ring.errors import RingConfigError
+
+log = logging.getLogger(__name__)
 
 _FOLDER = Path(__file__).parent
 INDEX = _FOLDER / "plugins.json"
@@ -305,10 +310,28 @@ def load(home: Object) -> Any:
         folder = module.replace(".", "/").removeprefix("ds_ring/")
         for place, plugin in PLUGINS.items():
             if missing in plugin.needs and f"{folder}/".startswith(f"{place}/"):
-                extra = plugin.needs[missing]
-                command = f"pip install ds_ring[{extra}]" if extra else f"pip install {missing}"
-                raise RingConfigError(f"{place} needs {missing}: {command}") from error
+                raise make_missing_error(place, missing, plugin.needs[missing]) from error
+        if missing in EXTRAS:
+            raise make_missing_error(name, missing) from error
         raise
+
+
+def load_available(rows: Mapping[str, Object]) -> list[Any]:
+    """Import what rows name, but for those of which the installed version of a package lacks something."""
+    objects = []
+    for name, home in rows.items():
+        try:
+            objects.append(load(home))
+        except ImportError as error:
+            if (error.name or "ds_ring").partition(".")[0] == "ds_ring":
+                raise
+            _warn_left_out(name, str(error).partition(" (")[0])
+    return objects
+
+
+@functools.lru_cache(maxsize=64)
+def _warn_left_out(name: str, why: str) -> None:
+    log.warning("%s is left out, and models that need it are refused: %s; install a later version", name, why)
 
 
 PLUGINS = _read_index()

@@ -6,7 +6,6 @@ models of transformers (`models`); neither of the last two knows the other.
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -18,10 +17,12 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from torch.utils.data import Dataset
 
 from ds_ring.comm.mesh import RingMesh
+from ds_ring.compat import get_imported
+from ds_ring.compat.untried import note_untried
 from ds_ring.config.section import RingConfig, pattern_from_config, strip_section
 from ds_ring.data.config_agreement import resolve_auto
 from ds_ring.data.dynamic_ring.sample_times import read_model_sizes
-from ds_ring.data.engine_part import AttachedModels, check_engine_parts
+from ds_ring.data.engine_part import AttachedModels, engine_parts
 from ds_ring.data.loader import RingLoader, check_dataset
 from ds_ring.data.session import RingSession, end_session, ending_on_error
 from ds_ring.engines.deepspeed.initialize import (
@@ -69,6 +70,7 @@ def initialize(
         args, model, optimizer, model_parameters, training_data, lr_scheduler, distributed_port,
         dist_init_required, collate_fn,
     )  # fmt: skip
+    note_untried()
     configuration = _read_configuration(arguments, mpu, config, others)
     mesh, device = start_groups(arguments, configuration)
     session = _make_session(arguments, configuration, mesh, device)
@@ -93,7 +95,8 @@ def _read_configuration(
         refuse_features(deepspeed_config, module)
         has_optimizer, has_scheduler = arguments.optimizer is not None, arguments.lr_scheduler is not None
         deepspeed_config = resolve_auto(deepspeed_config, module, has_optimizer, has_scheduler)
-        check_engine_parts(ring_config, deepspeed_config)
+        for part in engine_parts():
+            part.check(ring_config, deepspeed_config)
         if _contains_transformers(module):
             with guard_imports("a model of transformers", "transformers"):
                 from ds_ring.models.attach import check_model
@@ -145,7 +148,7 @@ def _attach_models(module: torch.nn.Module, trains: bool, session: RingSession) 
 
 def _contains_transformers(module: torch.nn.Module) -> bool:
     """Return whether a model of transformers is inside a module; without importing transformers."""
-    kind = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
+    kind = get_imported("transformers.modeling_utils", "PreTrainedModel")
     return kind is not None and any(isinstance(part, kind) for part in module.modules())
 
 

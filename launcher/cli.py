@@ -11,6 +11,7 @@ import sys
 from importlib import metadata
 from typing import Any
 
+from ds_ring.compat import EXTRAS, make_missing_error
 from ds_ring.errors import RingError
 
 from .commands import (
@@ -53,6 +54,12 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command; return its exit status (2: wrong input, 130: Ctrl-C)."""
     try:
         return _run(argv)
+    except ModuleNotFoundError as error:  # a package of an extra
+        package = (error.name or "").partition(".")[0]
+        if package not in EXTRAS:
+            raise
+        print(f"ds-ring: error: {make_missing_error('this command', package)}", file=sys.stderr)
+        return WRONG_INPUT
     except KeyboardInterrupt:  # while torch is imported, too
         print("ds-ring: interrupted", file=sys.stderr)
         return 128 + signal.SIGINT

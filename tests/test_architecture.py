@@ -32,13 +32,13 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # From the bottom up. A module imports from its own layer or a lower one; a package stands for all in it.
 CORE = [
-    ["errors", "limits", "plugin"],
+    ["errors", "limits", "plugin", "compat"],
     ["masks"],
     ["config"],
     ["schedule"],
     ["health"],
     ["comm"],
-    ["kernels.interface", "kernels.select", "kernels.reference", "kernels.workspace"],
+    ["kernels.interface", "kernels.select", "kernels.reference", "kernels.workspace", "kernels.trials"],
     ["ring"],
     ["ops"],
     ["api"],
@@ -85,7 +85,7 @@ IMPORTERS = {
     "memory.tiles.tiled_call": {"ring.merge"},  # the accumulators' dtype
     "layers.sparse.moba": {"ring.merge"},  # the same
     "layers.scan.context": {"comm.exchange"},
-    "data.batch_sharding": {"comm.exchange"},  # so that its collectives are watched
+    "data.batch_sharder": {"comm.exchange"},  # so that its collectives are watched
     "contrib.compile.graph_sharding": {"comm.exchange"},
     "data.loss": {"comm.exchange", "ring.merge"},  # the accumulators' dtype
     "measure.step_metrics": {"comm.exchange"},  # the limit of a sum
@@ -99,7 +99,7 @@ IMPORTERS = {
     "simulation.simulate": {"kernels", "ring.merge"},  # chooses; the accumulators' dtype
     "simulation.rank": {"comm.exchange", "kernels"},  # the tokens of what stays at home
 }
-ON_THE_CPU = {"layers.scan.simulation", "contrib.policies.trees"}  # index tensors of the CPU
+ON_THE_CPU = {"contrib.policies.trees"}  # index tensors of the CPU
 PASSES = {
     "ring.ring_pass", "transports.all_gather.gather_pass", "decode.replicated",
     "transports.reproducible.sharded",
@@ -113,8 +113,17 @@ MAY_IMPORT_A_PASS = {
 
 # A package from outside, and the places that may import it.
 OUTSIDE = {
-    "deepspeed": ("engines", "start", "checkpoint", "contrib.compile", "measure", "memory.tiles"),
+    "deepspeed": (
+        "compat.deepspeed",
+        "engines",
+        "start",
+        "checkpoint",
+        "contrib.compile",
+        "measure",
+        "memory.tiles",
+    ),
     "transformers": (
+        "compat.transformers",
         "models",
         "engines.trainers",
         "contrib.families",
@@ -156,7 +165,12 @@ OF_TORCH_DISTRIBUTED = {
 }  # fmt: skip
 # Methods of a group's backend send as well.
 ASKS_FOR_A_BACKEND = {"comm.waiting"}  # which aborts
-SENDS = {"comm.exchange", "cuda.warm_up", "ring.naive"}  # connects the ranks of new groups; for readers
+SENDS = {
+    "comm.exchange",
+    "compat.torch",
+    "cuda.warm_up",
+    "ring.naive",
+}  # connects the ranks of new groups; for readers
 
 
 def name_of(path: Path) -> str:
@@ -368,6 +382,89 @@ def test_a_rule_holds_for_every_module(rule: Callable[[str], None]) -> None:
         rule(name)
 
 
+# Rows of other packages' classes and dictionaries that say nothing of a version.
+NO_VERSION = {
+    "hasattr(torch.Tensor, name)": "whether a tensor's attribute is the user's own, in a pickle",
+    "hasattr(Tensor, name)": "whether a name is a tensor's at all",
+}
+NO_PLACE_YET: set[str] = set()
+FOREIGN_MODULES = re.compile(r"\b(sys\.modules|import_module|resolve_name|find_spec)\b")
+VERSIONS = re.compile(r"\b(__version__|version_info|(version|Version|SpecifierSet)\()")
+COMPARES = (ast.Lt, ast.LtE, ast.Gt, ast.GtE, ast.Eq, ast.NotEq, ast.In, ast.NotIn)
+
+
+def foreign_names(tree: ast.Module) -> set[str]:
+    """The names under which a module has what other packages than Python's and ours export."""
+    own = {"ds_ring", "ds_ring_launcher", *sys.stdlib_module_names}
+    names = set()
+    for node in nodes_of(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.asname or alias.name.split(".")[0] for alias in node.names}
+        elif (
+            isinstance(node, ast.ImportFrom) and not node.level and str(node.module).split(".")[0] not in own
+        ):
+            names |= {alias.asname or alias.name for alias in node.names}
+    return names - own
+
+
+def version_probes(tree: ast.Module) -> list[str]:
+    """Every question of a module whether another package has a name, and every comparison of versions."""
+    found, foreign = [], foreign_names(tree)
+    for node in nodes_of(tree):
+        text = ast.unparse(node) if isinstance(node, (ast.Call, ast.Compare)) else ""
+        if isinstance(node, ast.Call) and (
+            text.startswith("hasattr(") or (text.startswith("getattr(") and len(node.args) == 3)
+        ):
+            root = node.args[0]
+            while isinstance(root, ast.Attribute):
+                root = root.value
+            is_foreign = isinstance(root, ast.Name) and root.id in foreign
+            if (is_foreign or FOREIGN_MODULES.search(ast.unparse(node.args[0]))) and text not in NO_VERSION:
+                found.append(f"line {node.lineno}: {text}")
+        elif isinstance(node, ast.Compare) and any(isinstance(sign, COMPARES) for sign in node.ops):
+            sides = [ast.unparse(side) for side in (node.left, *node.comparators)]
+            if any(VERSIONS.search(side) for side in sides):
+                found.append(f"line {node.lineno}: {text}")
+    return found
+
+
+def test_only_compat_knows_versions_of_other_packages() -> None:
+    for name, path in MODULES.items():
+        if not is_in(name, "compat") and name not in NO_PLACE_YET:
+            assert not version_probes(tree_of(path)), f"ds_ring.{name}: {version_probes(tree_of(path))}"
+    for path in sorted((ROOT / "launcher").rglob("*.py")):
+        assert not version_probes(tree_of(path)), f"{path}: {version_probes(tree_of(path))}"
+
+
+PROBES = """if hasattr(dist, "ring"): pass
+x = getattr(torch.nn.attention, "flex", None)
+x = getattr(PreTrainedModel, "generate", None)
+if torch.__version__ < "2.12": pass
+old = Version(version("deepspeed")) >= Version("0.19")
+if version("trl") in SpecifierSet("<1"): pass
+if deepspeed.__version__ == "0.18.9": pass
+x = hasattr(sys.modules.get("transformers"), "X")
+x = getattr(import_module("peft"), "Y", None)"""
+
+
+def test_a_seeded_probe_and_a_seeded_comparison_are_found() -> None:
+    good = """
+import sys, torch, deepspeed, json
+import torch.distributed as dist
+from importlib.metadata import version
+from packaging.version import Version
+from transformers import PreTrainedModel
+def f(model, config):
+    hasattr(model, "config"), getattr(config, "head_dim", None), getattr(torch, "float32")
+    hasattr(sys.flags, "safe_path"), getattr(json, "x", 1), torch.version.hip is not None
+    return f"torch {torch.__version__}", version("deepspeed"), model._versions != config._versions
+"""
+    assert version_probes(ast.parse(good)) == []
+    for fault in PROBES.splitlines():
+        (found,) = version_probes(ast.parse(good + fault))
+        assert "line 11" in found, fault
+
+
 def distributed_names(tree: ast.Module) -> set[str]:
     """What torch.distributed and its parts are called in a module."""
     names = {"torch.distributed"}
@@ -438,8 +535,8 @@ def test_every_pattern_is_public() -> None:
                 f"ds_ring.{one}"
                 for one in (
                     "codecs", "cuda", "config.section", "decode",
-                    "health.failure_detector.verdicts", "kernels.flex", "measure", "layers",
-                    "ops.compiled", "patterns", "transports",
+                    "health.failure_detector.verdicts", "kernels.flex", "measure", "layers", "models",
+                    "ops.compiled", "ops.sinks", "ops.ulysses", "patches", "patterns", "transports",
                 )
             ),
         ),
@@ -643,9 +740,10 @@ OWN_OBJECTS = {
         "memory.saved_results.keep_results",
         "region",
     ): "torch's context of a checkpointed region: no other place lives as long",
-    ("data.batch_sharding", "region"): "the same",
+    ("data.ring_batch", "region"): "the same",
     ("data.ring_batch", "x"): "a tensor of a sharded batch, which carries the sharding",
     ("ops.handles", "function"): "a function of ours, which it marks for torch.compile",
+    ("compat.torch", "function"): "a function of ours, which it marks for torch.compile",
     ("ops.traced_objects", "function"): "a function that it makes in place of a traced one",
     ("comm.mesh", "weakref.finalize(mesh.state, _drop, detector, mesh.state.groups)"): "its own finalizer",
     ("contrib.diffusers", "name"): "the member of an enumeration that it makes",

@@ -10,7 +10,7 @@ import platform
 import subprocess
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -71,7 +71,7 @@ def provenance(device: str = "cpu") -> dict[str, Any]:
         card = torch.cuda.get_device_properties(0)
         hardware |= {"device": card.name, "memory_gib": round(card.total_memory / 2**30, 1)}
         versions |= {"cuda": str(torch.version.cuda), "cudnn": str(torch.backends.cudnn.version())}
-    today = datetime.now(UTC).strftime("%Y-%m-%d")
+    today = datetime.now(timezone.utc).strftime("%Y-%m-%d")
     return {"date": today, "commit": commit or "unknown", "hardware": hardware, "versions": versions}
 
 

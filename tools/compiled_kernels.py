@@ -12,7 +12,7 @@ import itertools
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -205,7 +205,7 @@ def inductors(capability: int, kernels: Iterable[Captured], jobs: int) -> list[R
 def table(rows: Iterable[Row], command: str) -> str:
     """Return the rows as Markdown."""
     triton: Any = importlib.import_module("triton")
-    day = datetime.now(UTC).strftime("%-d %B %Y")
+    day = datetime.now(timezone.utc).strftime("%-d %B %Y")
     lines = [
         "# What ptxas says of the CUDA path's kernels", "",
         f"`{command}`, torch {torch.__version__.partition('+')[0]}, triton {triton.__version__}, {day},"

@@ -1,11 +1,13 @@
-"""Write which names of its dependencies ds_ring uses, as found in an environment of their lowest versions.
+"""Write which names of its dependencies ds_ring uses, as found in environments of several versions.
 
 Example:
-    python tools/lowest_names.py            # in that environment: writes tests/lowest_names.json
+    python tools/lowest_names.py --write transformers    # a row of tests/lowest_names.json: this version's
+    python tools/lowest_names.py --write deepspeed accelerate trl peft
     python tools/lowest_names.py --print    # what this environment lacks
 
 The day's tests compare the table with the source: a name that is not in it may be missing in a version that
-pyproject.toml allows. `python tools/version_matrix.py --lowest` makes such an environment.
+pyproject.toml allows. One that a row lacks may stand in `ds_ring/compat/` alone, or in a module that is left
+out then. `python tools/version_matrix.py --names` runs it in each environment.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import ast
 import importlib
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.metadata import packages_distributions, version
 from pathlib import Path
 
@@ -92,24 +94,35 @@ def is_there(name: str) -> bool:
     return True
 
 
+def write_rows(packages: Sequence[str]) -> list[str]:
+    """Write a row for the installed version of each package; return the names that they lack."""
+    table = json.loads(TABLE.read_text())
+    names, homes = all_used(), packages_distributions()
+    lacking: list[str] = []
+    for package in packages:
+        used = [name for name in names if name.partition(".")[0] == package]
+        missing = [name for name in used if not is_there(name)]
+        table["rows"][f"{package} {version(homes.get(package, [package])[0])}"] = missing
+        table["names"][package] = used
+        lacking += missing
+    table["rows"] = dict(sorted(table["rows"].items()))
+    TABLE.write_text(json.dumps(table, indent=1) + "\n")
+    return lacking
+
+
 def main(arguments: list[str] | None = None) -> int:
-    """Write the table, or print the names that are missing here."""
+    """Write rows of the table, or print the names that are missing here."""
     parser = make_parser(__doc__)
     parser.add_argument("--print", action="store_true", help="what is missing here; write nothing")
+    parser.add_argument(
+        "--write", nargs="+", metavar="PACKAGE", help="rows of these packages, by import name"
+    )
     options = parser.parse_args(arguments)
-    names = all_used()
-    missing = [name for name in names if not is_there(name)]
-    if options.print:
+    if options.print or not options.write:
+        missing = [name for name in all_used() if not is_there(name)]
         print("\n".join(missing))
         return int(bool(missing))
-    packages = packages_distributions()
-    versions = {
-        top: version(packages[top][0])
-        for top in sorted({name.partition(".")[0] for name in names} & set(packages))
-    }
-    there = [name for name in names if name not in missing]
-    TABLE.write_text(json.dumps({"versions": versions, "names": there, "missing": missing}, indent=1) + "\n")
-    print(f"{len(there)} names, {len(missing)} missing: {', '.join(missing)}")
+    print(f"missing: {', '.join(write_rows(options.write)) or 'none'}")
     return 0
 
 

@@ -1,176 +1,271 @@
-"""Run a short test suite with other versions of the dependencies, in an environment for each combination.
+"""Compare training on a ring with one process, under other versions of the dependencies: a table of them.
 
-Example:
-    python tools/version_matrix.py --folder /tmp/matrix --python 3.11 3.13 --torch 2.13.0 2.15.0 --delete
-    python tools/version_matrix.py --folder /tmp/m --python 3.11 --torch 2.11.0 --transformers 5.18.0 --lowest
+Examples:
+    python tools/version_matrix.py --folder /tmp/matrix --rows corners
+    python tools/version_matrix.py --folder /tmp/matrix --rows "deepspeed 0.18.9" "transformers 4.56.2"
+    python tools/version_matrix.py --folder /tmp/matrix --rows all --from .venv --delete
+    python tools/version_matrix.py --folder /tmp/matrix --rows all --names    # names alone; seconds a row
 
-Each environment takes a few minutes and up to 6 GB: outside of CPU-only indexes torch comes with CUDA. An
-environment that exists already is used again. The suite is ring attention on real ranks, gradients under
-DeepSpeed at each ZeRO stage, a transformers model, Megatron's attention, and the tutorial's run. It prints
-one row for each combination, as a table of README; the exit status is 1 where one failed.
+Each row is an environment, which `--from` copies from another one by hard links; without it pip makes it anew
+(minutes, up to 6 GB). `tools/version_cells.py` runs in it. Results are kept in the folder, and all of them
+are written to tools/results/versions.md. A cell is exact, refused by name, not offered, or WRONG with the
+error; nothing ends the command early. The exit status is 1 where a cell is WRONG.
 """
 
 from __future__ import annotations
 
-import itertools
+import datetime
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-import time
-import tomllib
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from common import make_parser
+from version_cells import ACCUMULATED, FAMILIES, PACKED, SCRIPTS, STAGES
 
 ROOT = Path(__file__).resolve().parents[1]
-TOOLS = ("pytest>=8.0", "pytest-timeout>=2.3.1", "pytest-xdist>=3.5", "hypothesis>=6.100")
-SUITE = (
-    "tests/unit/masks/test_branches.py",
-    "tests/dist/test_ring_attention.py",
-    "tests/dist/test_deepspeed_parity.py",
-    "tests/dist/test_rotary.py",
-    "tests/dist/test_generation.py",
-    "tests/dist/contrib/test_megatron.py",
-    "tests/integration/test_documents.py::test_block_does_what_its_document_says",
-)
-# Of the documents only the tutorial: the others need the trainers, which these environments lack.
-CHOICE = "not README and not CONTRIBUTING and not MIGRATING and not configs and not launcher and not tools"
-SHOWN = ("torch", "deepspeed", "transformers", "trl", "megatron-core", "numpy", "pydantic")
-EXTRAS = "trainers,megatron"
-BOUNDED = ("plot", "train", "trainers", "megatron")
-INSTALL_S, SUITE_S = 1800, 1800
+TABLE = ROOT / "tools/results/versions.md"
+TOOLS = ("pytest>=8.0", "pytest-timeout>=2.3.1", "setuptools>=77")
+BASE = "torch==2.13.0"
+# Packages that bring others of their own with each version; the rest is installed as it is.
+WITH_REQUIREMENTS = ("torch", "transformers")
+INSTALL_S, ROW_S = 1800, 3600
 
 
-class Combination(NamedTuple):
-    """Name the versions of one environment."""
+class Row(NamedTuple):
+    """Name the versions of one environment, and what is compared there."""
 
-    python: str
-    torch: str
-    transformers: str
-    megatron: str
-    lowest: bool  # every other dependency at its lower bound
+    group: str
+    pins: Mapping[str, str]
+    cells: Sequence[str]
 
-    def wanted(self) -> list[str]:
-        """Return what pip installs."""
-        pinned = {"torch": self.torch, "transformers": self.transformers, "megatron-core": self.megatron}
-        return [
-            *(f"{name}=={version}" for name, version in pinned.items()),
-            *TOOLS,
-            "-e",
-            f"{ROOT}[{EXTRAS}]",
-        ]
-
-    def place(self, folder: Path) -> Path:
-        """Return the folder of the environment."""
-        name = f"python{self.python}-torch{self.torch}-transformers{self.transformers}"
-        return folder / (name + "-lowest" * self.lowest)
-
-    def environment(self, folder: Path) -> Path:
-        """Return the folder of an environment with these versions, which is made if it is not there.
+    def make(self, name: str, folder: Path, source: Path | None) -> Path:
+        """Return the folder of the environment, which is made if it is not there.
 
         Raises:
-            subprocess.CalledProcessError: something cannot be installed; its output has the name.
+            subprocess.SubprocessError: something cannot be installed.
         """
-        place = self.place(folder)
-        if not (place / "complete").exists():
-            run([f"python{self.python}", "-m", "venv", "--clear", str(place)], INSTALL_S)
-            bounds = place / "bounds.txt"
-            bounds.write_text("\n".join(lower_bounds() if self.lowest else ()))
-            pip = [str(place / "bin/python"), "-m", "pip", "install", "-q", "-c", str(bounds)]
-            run([*pip, *self.wanted()], INSTALL_S)
-            (place / "complete").touch()
+        place = folder / name.replace(" ", "-")
+        if (place / "complete").exists():
+            return place
+        shutil.rmtree(place, ignore_errors=True)
+        pip = [str(place / "bin/python"), "-m", "pip", "install", "-q", "--disable-pip-version-check"]
+        if source is None:
+            run([sys.executable, "-m", "venv", str(place)])
+            run([*pip, BASE, *TOOLS, "-e", f"{ROOT}[trainers]"])
+        else:
+            # pip replaces files and never writes into them: those of the source stay as they are
+            shutil.copytree(source, place, symlinks=True, copy_function=os.link)
+            run([*pip, "--no-deps", "--no-build-isolation", "-e", str(ROOT)])
+        for package in WITH_REQUIREMENTS:
+            if package in self.pins:
+                run([*pip, f"{package}=={self.pins[package]}"])
+        others = [
+            f"{name}=={version}" for name, version in self.pins.items() if name not in WITH_REQUIREMENTS
+        ]
+        if others:
+            run([*pip, "--no-deps", *others])
+        (place / "complete").touch()
         return place
 
 
-class Result(NamedTuple):
-    """Hold what came of one combination."""
+def _rows() -> dict[str, Row]:
+    """Return all rows by name."""
+    rows = {
+        f"deepspeed {version}": Row("DeepSpeed", {"deepspeed": version}, (*STAGES, *ACCUMULATED))
+        for version in ("0.16.9", "0.17.6", "0.18.0", "0.18.9", "0.19.0", "0.19.8")
+    }
+    rows |= {
+        f"transformers {version}": Row("transformers", {"transformers": version}, (*FAMILIES, *PACKED))
+        for version in ("4.56.2", "5.0.0", "5.6.2", "5.8.1", "5.14.1", "5.17.0", "5.24.0")
+    }
+    sets: dict[str, dict[str, str]] = {
+        "oldest": {
+            "deepspeed": "0.16.9", "transformers": "4.56.2", "accelerate": "1.10.1", "trl": "0.24.0",
+            "peft": "0.18.0", "datasets": "4.0.0",
+        },
+        "LLaMA-Factory": {
+            "deepspeed": "0.18.0", "transformers": "5.8.1", "accelerate": "1.11.0", "trl": "0.24.0",
+            "peft": "0.18.1", "datasets": "4.0.0",
+        },
+        "axolotl": {
+            "deepspeed": "0.18.8", "transformers": "5.14.1", "accelerate": "1.13.0", "trl": "1.9.0",
+            "peft": "0.20.0", "datasets": "4.8.4",
+        },
+        "ms-swift": {
+            "deepspeed": "0.19.8", "transformers": "5.16.1", "accelerate": "1.15.0", "trl": "0.29.1",
+            "peft": "0.20.0", "datasets": "4.8.4",
+        },
+        "newest": {
+            "deepspeed": "0.19.8", "transformers": "5.24.0", "accelerate": "1.15.0", "trl": "1.16.0",
+            "peft": "0.21.2", "datasets": "5.2.0",
+        },
+    }  # fmt: skip
+    return rows | {
+        name: Row("Trainers", pins, ("quickstart", "zero2.accumulated", "llama", "llama.packed", *SCRIPTS))
+        for name, pins in sets.items()
+    }
 
-    python: str
-    versions: dict[str, str]
-    verdict: str  # "passed", or what failed first
-    passed: int
-    seconds: float
+
+ROWS = _rows()
+CORNERS = ("oldest", "LLaMA-Factory", "axolotl", "newest")
 
 
-def lower_bounds() -> list[str]:
-    """Return each dependency of pyproject.toml, and of the extras that are tried, at its lower bound."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    optional = project["optional-dependencies"]
-    wanted = project["dependencies"] + [requirement for name in BOUNDED for requirement in optional[name]]
-    bounds = (re.match(r"([\w-]+)>=([\w.]+)", requirement) for requirement in wanted)
-    # megatron-core's version is `--megatron`'s
-    return [
-        f"{requirement[1]}=={requirement[2]}"
-        for requirement in bounds
-        if requirement and requirement[1] != "megatron-core"
-    ]
-
-
-def run(command: list[str], deadline_s: float) -> str:
+def run(command: Sequence[str]) -> str:
     """Return the output of a command that ended with 0."""
     return subprocess.run(
-        command, cwd=ROOT, check=True, text=True, timeout=deadline_s,
+        command, cwd=ROOT, check=True, text=True, timeout=INSTALL_S,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     ).stdout  # fmt: skip
 
 
-def tried(folder: Path, combination: Combination) -> Result:
-    """Make the environment and run the suite in it; its output stays in the folder, as NAME.log."""
-    began = time.monotonic()
+def compare(
+    interpreter: Path, cells: Sequence[str], log: Path, seconds: float = ROW_S
+) -> list[dict[str, Any]]:
+    """Return what came of the cells in an environment; those after an abrupt end are WRONG."""
+    command = [str(interpreter), "tools/version_cells.py", *cells]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    with log.open("w") as errors:
+        try:
+            done = subprocess.run(
+                command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True,
+                timeout=seconds,
+            )  # fmt: skip
+            output, end = done.stdout, f"exit code {done.returncode}"
+        except subprocess.TimeoutExpired as error:
+            output, end = (error.stdout or b"").decode(), f"{seconds:g} s"
+    results = [json.loads(line) for line in output.splitlines() if line.startswith('{"cell"')]
+    reason = f"the command ended ({end}); see {log}"
+    return results + [
+        {"cell": cell, "verdict": "WRONG", "reason": reason, "seconds": 0.0} for cell in cells[len(results) :]
+    ]
+
+
+def try_row(name: str, folder: Path, source: Path | None) -> list[dict[str, Any]]:
+    """Make the environment of a row and compare its cells."""
+    row = ROWS[name]
     try:
-        place = combination.environment(folder)
-    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-        lines = str(error.output or error).strip().splitlines()
-        versions = {"torch": combination.torch, "transformers": combination.transformers}
-        return Result(combination.python, versions, f"no environment: {lines[-1]}", 0, 0)
-    interpreter = place / "bin/python"
-    ask = f"import json, importlib.metadata as m; print(json.dumps({{n: m.version(n) for n in {SHOWN}}}))"
-    versions = json.loads(run([str(interpreter), "-c", ask], 60))
-    path = f"{interpreter.parent}{os.pathsep}{os.environ['PATH']}"
-    done = subprocess.run(
-        [str(interpreter), "-m", "pytest", "-q", "-n", "2", "-p", "no:cacheprovider", "-k", CHOICE, *SUITE],
-        cwd=ROOT, env=os.environ | {"PATH": path, "OMP_NUM_THREADS": "1"}, text=True, timeout=SUITE_S,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
-    place.with_name(f"{place.name}.log").write_text(done.stdout)
-    failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
-    match = re.search(r"(\d+) passed", done.stdout)
-    passed = int(match[1]) if match else 0
-    fine = done.returncode == 0 and passed > 0
-    verdict = "passed" if fine else f"{len(failed)} failed: {failed[0] if failed else 'see its log'}"
-    return Result(combination.python, versions, verdict, passed, time.monotonic() - began)
+        place = row.make(name, folder, source)
+    except (subprocess.SubprocessError, OSError) as error:
+        last = (str(getattr(error, "output", None) or error).strip().splitlines() or [""])[-1]
+        results = [
+            {"cell": cell, "verdict": "WRONG", "reason": f"no environment: {last}", "seconds": 0.0}
+            for cell in row.cells
+        ]
+    else:
+        results = compare(place / "bin/python", row.cells, place.with_suffix(".log"))
+    about = {
+        "row": name,
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "commit": read_commit(),
+    }
+    return [about | result for result in results]
+
+
+def read_commit() -> str:
+    """Return the commit of this tree."""
+    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+def merge(known: Iterable[dict[str, Any]], new: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return results, the later ones of a row's cell in place of earlier ones."""
+    by_cell = {(result["row"], result["cell"]): result for result in (*known, *new)}
+    return list(by_cell.values())
+
+
+def make_table(results: Sequence[dict[str, Any]]) -> str:
+    """Return the tables of all groups as Markdown, and the reasons of what is not exact."""
+    lines = ["# Versions of the dependencies\n"]
+    lines.append(
+        "Each cell compares a ring of two CPU ranks with one process: losses and every gradient by itself."
+        " Trainer and SFT compare logs at ZeRO 2 with accumulation. torch is 2.13.0."
+        " `python tools/version_matrix.py --folder /tmp/matrix --rows ROW` writes a row again.\n"
+    )
+    for group in dict.fromkeys(row.group for row in ROWS.values()):
+        rows = {name: row for name, row in ROWS.items() if row.group == group}
+        by_cell = {(x["row"], x["cell"]): x for x in results if x["row"] in rows}
+        if not by_cell:
+            continue
+        columns = [cell for cell in next(iter(rows.values())).cells if "." not in cell or group == "Trainers"]
+        lines.append(f"## {group}\n")
+        lines += [f"| row | {' | '.join(columns)} | date, commit |", "|---" * (len(columns) + 2) + "|"]
+        reasons: dict[str, list[str]] = {}
+        for name in rows:
+            found = {cell: x for (row, cell), x in by_cell.items() if row == name}
+            if not found:
+                continue
+            texts = [_cell(found, column) for column in columns]
+            last = max(found.values(), key=lambda x: x["date"])
+            lines.append(f"| {name} | {' | '.join(texts)} | {last['date']}, {last['commit']} |")
+            for cell, x in found.items():
+                if x["reason"]:
+                    text = x["reason"].replace("|", "/")[:220]
+                    reasons.setdefault(f"{x['verdict']}: {text}", []).append(f"{name} {cell}")
+        pins = [f"- {name}: {_list(row.pins)}" for name, row in rows.items() if len(row.pins) > 1]
+        lines += ["", *pins, *([""] if pins else [])]
+        lines += [f"- {', '.join(cells)}: {reason}" for reason, cells in reasons.items()]
+        lines.append("")
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _cell(found: Mapping[str, dict[str, Any]], column: str) -> str:
+    """Return a cell's verdict, with that of its other form where it differs."""
+    verdicts = [
+        found[cell]["verdict"]
+        for cell in (column, f"{column}.packed", f"{column}.accumulated")
+        if cell in found
+    ]
+    return "; ".join(dict.fromkeys(verdicts)) if len(set(verdicts)) > 1 else (verdicts or [""])[0]
+
+
+def _list(pins: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} {version}" for name, version in pins.items())
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Try every combination; print the table."""
+    """Try the rows; write the table."""
     parser = make_parser(__doc__)
-    parser.add_argument("--folder", type=Path, required=True, help="of the environments and their logs")
-    parser.add_argument("--python", nargs="+", default=["3.11", "3.12", "3.13"])
-    parser.add_argument("--torch", nargs="+", default=["2.11.0", "2.13.0", "2.15.0"])
-    parser.add_argument("--transformers", nargs="+", default=["5.23.0"])
-    parser.add_argument("--megatron", nargs="+", default=["0.16.1"])
-    parser.add_argument("--lowest", action="store_true", help="all other dependencies at their lower bounds")
+    parser.add_argument("--folder", type=Path, required=True, help="of the environments, logs and results")
+    parser.add_argument(
+        "--rows", nargs="+", default=["corners"], help=f"all, corners, or of {', '.join(ROWS)}"
+    )
+    parser.add_argument("--from", dest="source", type=Path, help="an environment with all packages, to copy")
     parser.add_argument("--delete", action="store_true", help="each environment after its run")
+    parser.add_argument("--names", action="store_true", help="write rows of tests/lowest_names.json instead")
     options = parser.parse_args(arguments)
+    named = {"all": list(ROWS), "corners": list(CORNERS)}
+    names = [name for word in options.rows for name in named.get(word, [word])]
+    if unknown := [name for name in names if name not in ROWS]:
+        raise SystemExit(f"--rows: expected all, corners or rows of {list(ROWS)}, got {unknown}")
     folder = options.folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
-    results = []
-    for versions in itertools.product(options.python, options.torch, options.transformers, options.megatron):
-        combination = Combination(*versions, lowest=options.lowest)
-        results.append(tried(folder, combination))
-        print(results[-1], file=sys.stderr, flush=True)
+    file = folder / "results.jsonl"
+    known = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    wrong = False
+    for name in names:
+        if options.names:
+            place = ROWS[name].make(name, folder, options.source)
+            packages = [re.sub("-", "_", package) for package in ROWS[name].pins if package != "datasets"]
+            print(
+                name, run([str(place / "bin/python"), "tools/lowest_names.py", "--write", *packages]).strip()
+            )
+            continue
+        results = try_row(name, folder, options.source)
+        for result in results:
+            print(f"{result['verdict']:<11} {name}: {result['cell']} {result['reason'][:200]}", flush=True)
+        wrong = wrong or any(result["verdict"] == "WRONG" for result in results)
+        known = merge(known, results)
+        file.write_text("".join(json.dumps(result) + "\n" for result in known))
+        TABLE.write_text(make_table(known))
         if options.delete:
-            shutil.rmtree(combination.place(folder), ignore_errors=True)
-    commit = run(["git", "log", "-1", "--format=%h, %cs"], 60).strip()
-    print(f"Commit {commit}:\n\n| Python | {' | '.join(SHOWN)} | suite |\n|---|{'---|' * len(SHOWN)}---|")
-    for result in results:
-        cells = [result.versions.get(name, "") for name in SHOWN]
-        print(f"| {result.python} | {' | '.join(cells)} | {result.verdict}, {result.passed} tests |")
-    return int(any(result.verdict != "passed" for result in results))
+            shutil.rmtree(folder / name.replace(" ", "-"), ignore_errors=True)
+    return int(wrong)
 
 
 if __name__ == "__main__":

@@ -46,6 +46,7 @@ from ds_ring.checkpoint.manifest import (
 from ds_ring.checkpoint.pickles import require_weights_only, weights_only_below
 from ds_ring.checkpoint.resize import count_ranks, read_stage
 from ds_ring.checkpoint.save import BackgroundSave, save_checkpoint
+from ds_ring.compat.deepspeed import writes_decoupled
 from ds_ring.data.engine import DEEPSPEED, ENGINE
 from ds_ring.errors import RingCheckpointError, RingCheckpointMissingError, RingConfigError, RingMismatchError
 from ds_ring.limits import Limit, Timeouts
@@ -77,7 +78,7 @@ def guard_checkpoints(
 
     `attempt` is that of `FolderLocks`, `limit` that of a save in the background.
     """
-    if engine.checkpoint_engine.is_decoupled():
+    if writes_decoupled(engine.checkpoint_engine):
         raise RingConfigError(
             "checkpoint: expected files that are complete when save_checkpoint returns, got"
             f' {type(engine.checkpoint_engine).__name__}; set "decoupled" to false in "writer"'

@@ -137,12 +137,19 @@ class FileRecord(Strict):
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
+def _digest(file: BufferedReader) -> str:
+    sha256 = hashlib.sha256()  # hashlib.file_digest is not in Python 3.10
+    while block := file.read(1 << 20):
+        sha256.update(block)
+    return sha256.hexdigest()
+
+
 def record_files(folder: Path, paths: Iterable[str]) -> list[FileRecord]:
     """Return size and sha256 of files just written, and bring them to the disk. May raise OSError."""
 
     def record(path: str) -> FileRecord:
         with open_regular(folder / path) as file:
-            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+            sha256 = _digest(file)
             os.fsync(file.fileno())
             return FileRecord(path=path, bytes=os.fstat(file.fileno()).st_size, sha256=sha256)
 
@@ -315,7 +322,7 @@ def find_faults(
         path = folder / record.path
         try:
             with open_regular(path) as file:
-                got = hashlib.file_digest(file, "sha256").hexdigest()
+                got = _digest(file)
         except RingCheckpointError as error:
             return str(error)
         except OSError as error:
@@ -517,15 +524,14 @@ def together(act: Callable[[], T]) -> list[T]:
         RingCheckpointMissingError: so did `act`, on every rank.
         RingCheckpointError: `act` could not read or write a file, or raised this error, on some rank.
     """
-    import torch.distributed as dist
+    from ds_ring.comm.groups import gather_objects
 
     mine: tuple[T | None, str, bool]
     try:
         mine = (act(), "", False)
     except (OSError, RingCheckpointError) as error:
         mine = (None, str(error), isinstance(error, RingCheckpointMissingError))
-    everyones: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyones, mine)
+    everyones = gather_objects(mine)
     failed = [(rank, text, missing) for rank, (_, text, missing) in enumerate(everyones) if text]
     if failed:
         # Where some ranks see what others miss, a script must not take it for a run that has not begun.

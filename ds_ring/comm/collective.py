@@ -17,7 +17,7 @@ from contextlib import suppress
 from functools import partial
 from itertools import chain
 from types import TracebackType
-from typing import NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -25,6 +25,9 @@ from ds_ring.comm.exchange import Exchange
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.comm.waiting import Task
 from ds_ring.errors import RingError, RingMismatchError, RingPeerError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 # The header has a digest of the report. If any digest differs, all ranks send each other their reports, so
 # that the error can name the fields that differ and the ranks that have each value.

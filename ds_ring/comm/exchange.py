@@ -21,6 +21,7 @@ from ds_ring.comm.mesh import Collectives, RingMesh, Watchdog
 from ds_ring.comm.messages import BatchSizes, Counters, Message, check_messages, compute_batch_sizes
 from ds_ring.comm.streams import Streams, get_streams
 from ds_ring.comm.waiting import CallSite, blame, check_alive, first_line
+from ds_ring.compat.torch import start_all_to_all
 from ds_ring.errors import RingError, RingPeerError
 from ds_ring.health.client import keep_for_ever
 from ds_ring.plugin import DEVICES, load
@@ -269,15 +270,7 @@ class Exchange:
             return collectives.all_to_all(self, parts, group)
         sends = [_view_as_sent(part.contiguous()) for part in parts]
         check_alive(self.mesh, None)
-        if torch.__version__ < "2.12" and sends[0].device.type == "cpu":
-            # gloo of torch 2.11 has the all-to-all of single tensors only, not the one of lists.
-            sends = [torch.stack(sends)]
-            whole = torch.empty_like(sends[0])
-            received = list(whole)
-            work = dist.all_to_all_single(whole, sends[0], group=group, async_op=True)
-        else:
-            received = [torch.empty_like(part) for part in sends]
-            work = dist.all_to_all(received, sends, group=group, async_op=True)
+        work, received, sends = start_all_to_all(sends, group)
         self._finish(work, group, sends, received)
         # One part stays on this rank; all parts have one size, so leave out any one of them.
         self.counters.bytes_sent += sum(part.nbytes for part in parts[1:])

@@ -13,7 +13,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol, TypedDict
 
 import torch.distributed as dist
 from torch import Tensor
@@ -35,6 +35,8 @@ from ds_ring.limits import Limit, Timeouts
 from ds_ring.schedule.grid import Grid
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from ds_ring.comm.in_flight import Pending
     from ds_ring.schedule.plan import Plan
 

@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import NamedTuple
 
-import torch
 import torch.distributed as dist
 
 from ds_ring.comm.mesh import RingMesh
+from ds_ring.compat.torch import DEVICE_ERROR
 from ds_ring.errors import RingPeerError
 from ds_ring.health.client import PATIENCE_S, DetectorClient, keep_for_ever, make_peer_error, verdict
 from ds_ring.health.failure_detector.wire import Fault
@@ -25,10 +25,6 @@ from ds_ring.limits import MAX_SECONDS, Limit
 _HOP_KEYS = "hop_timeout_seconds; first_pass_timeout_seconds in a GPU's first pass of a shape"
 FOR_EVER = datetime.timedelta(seconds=MAX_SECONDS)
 POLL_S, POLL_SELDOM_S = 1e-3, 0.02  # between two queries of an event: at first, and later on
-# What torch raises if a device has failed; releases without this class raise a plain RuntimeError.
-DEVICE_ERROR: tuple[type[BaseException], ...] = tuple(
-    kind for kind in [getattr(torch, "AcceleratorError", None)] if kind is not None
-)
 
 
 class CallSite(NamedTuple):

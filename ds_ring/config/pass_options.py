@@ -9,8 +9,14 @@ from __future__ import annotations
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, Field, JsonValue, ValidationInfo, field_validator
-
+from ds_ring.compat.pydantic import (
+    BaseModel,
+    BeforeValidator,
+    Field,
+    JsonValue,
+    ValidationInfo,
+    field_validator,
+)
 from ds_ring.config.messages import (
     ONE_UP,
     WORD,
@@ -45,7 +51,7 @@ else:
     TransportName = Annotated[Literal[tuple(PASSES)], WORD]
     GradientPayload = Annotated[Literal[tuple(GRADIENT_PAYLOADS)], WORD]
     KVPayload = Annotated[Literal[tuple(KV_PAYLOADS)], WORD]
-    KernelName = Annotated[Literal["auto", *KERNELS], WORD]
+    KernelName = Annotated[Literal[("auto", *KERNELS)], WORD]
 
 
 def refuse_without_hops(model: type[BaseModel], value: Any, info: ValidationInfo) -> Any:

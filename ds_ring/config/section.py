@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import fields
 from functools import lru_cache, partial, reduce
 from operator import and_
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 from pydantic import BeforeValidator, Field, ValidationInfo, create_model, field_validator, model_validator
 
@@ -52,6 +52,8 @@ TokenCount = Annotated[
     int, Field(ge=0, le=MAX_TOKENS), Accepted("a whole number of tokens, 0 or more", "use 0 to shard all")
 ]
 if TYPE_CHECKING:  # a type checker cannot read the words of a table
+    from typing_extensions import Self
+
     LayoutName = str
 else:
     LayoutName = Annotated[Literal[tuple(LAYOUTS)], WORD]

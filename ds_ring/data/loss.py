@@ -14,9 +14,10 @@ from torch.nn.functional import cross_entropy
 
 from ds_ring.comm.exchange import Exchange, make_batch_exchange
 from ds_ring.comm.mesh import RingMesh
+from ds_ring.compat.torch import operator
 from ds_ring.data.batch import IGNORE, LABEL_KEYS, LOSS_WEIGHTS
 from ds_ring.errors import RingShapeError
-from ds_ring.ops.handles import get_object, new_handle, operator
+from ds_ring.ops.handles import get_object, new_handle
 from ds_ring.ring.merge import get_accumulator_dtype
 
 

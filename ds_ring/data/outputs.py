@@ -37,7 +37,7 @@ def make_whole_output(
         output: of a forward pass of this rank's tokens.
         number: makes the number of the whole batch of this rank's.
         gather: makes a sequence whole, and leaves other tensors as they are.
-        by_name: what does so in its place for the outputs of these names.
+        by_name: what does so in place of both for the outputs of these names.
     """
     if isinstance(output, Tensor):
         return number(output) if is_number(output) else gather(output)
@@ -51,7 +51,7 @@ def make_whole_output(
     values = _values(output)
     if not values:
         return output
-    numbers = {name: number(value) for name, value in values.items() if is_number(value)}
+    numbers = {name: by_name.get(name, number)(value) for name, value in values.items() if is_number(value)}
     later = {
         name: partial(make_whole_output, number=number, gather=by_name.get(name, gather), by_name={})
         for name in values

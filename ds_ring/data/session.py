@@ -22,7 +22,7 @@ from ds_ring.comm.mesh import RingMesh
 from ds_ring.config.section import RingConfig, named_patterns
 from ds_ring.data.batch import IGNORE
 from ds_ring.data.batch_sharder import BatchSharder
-from ds_ring.data.batch_sharding import RecentBatches, RowsAttention
+from ds_ring.data.batch_sharding import RowsAttention
 from ds_ring.data.dynamic_ring.assignment import DynamicRing
 from ds_ring.data.layer_patterns import LayerPatterns
 from ds_ring.data.loader import RingLoader
@@ -38,7 +38,7 @@ from ds_ring.data.loss import (
 )
 from ds_ring.data.model_needs import ModelNeeds
 from ds_ring.data.packing import check_losses, number_documents
-from ds_ring.data.ring_batch import RingBatch
+from ds_ring.data.ring_batch import RecentBatches, RingBatch
 from ds_ring.data.stop_request import PREEMPTED, StopRequest
 from ds_ring.errors import RingShapeError
 from ds_ring.masks.pattern import Pattern

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ds_ring.comm.mesh import RingMesh
+from ds_ring.compat.torch import assume_constant
 from ds_ring.config.pass_options import PassOptions
 from ds_ring.decode.replicated_op import replicated_attention_op
 from ds_ring.errors import RingConfigError, shown
@@ -34,7 +35,6 @@ from ds_ring.ops.compiled import (
 from ds_ring.ops.context import RingContext, get_ring_context
 from ds_ring.ops.frontend import NAMES, AskedContext, check_eager, get_call_context
 from ds_ring.ops.gradients import run_compared
-from ds_ring.ops.handles import assume_constant
 from ds_ring.schedule.layout import Layout
 
 

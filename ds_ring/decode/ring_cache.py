@@ -13,7 +13,6 @@ import functools
 from typing import Any, NoReturn
 
 from torch import Tensor
-from transformers import PreTrainedConfig, cache_utils
 from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
@@ -23,13 +22,13 @@ from transformers.cache_utils import (
 )
 
 from ds_ring.comm.exchange import Exchange
+from ds_ring.compat.transformers import NO_CACHE_LAYER, PreTrainedConfig
 from ds_ring.data.packing import RowGroup
 from ds_ring.decode.cache_layout import CacheLayout
 from ds_ring.errors import RingConfigError
 from ds_ring.models.rows import get_local_last_tokens
 from ds_ring.schedule.layout import Layout
 
-_NO_LAYER: Any = getattr(cache_utils, "DummyLayer", ())  # of layers without a cache; from 5.23 on
 _RESERVED = 64  # slots a rank reserves at once for tokens that are generated
 
 
@@ -72,7 +71,7 @@ class RingCache(Cache):
         layers: list[Any] = []
         model_layers: list[Any] = [] if self._config is None else DynamicCache(config=self._config).layers
         for layer in model_layers:
-            if isinstance(layer, _NO_LAYER):
+            if isinstance(layer, NO_CACHE_LAYER):
                 layers.append(layer)
             elif not isinstance(layer, LinearAttentionCacheLayerMixin):
                 layers.append(RingCacheLayer(self))

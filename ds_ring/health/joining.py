@@ -22,8 +22,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-import psutil
-
+from ds_ring.compat import require
 from ds_ring.errors import RingConfigError, RingError, RingMeshError, RingPeerError
 from ds_ring.health.client import LINGER_S, DetectorClient, keep_for_ever, make_peer_error
 from ds_ring.health.failure_detector import handshake
@@ -116,20 +115,42 @@ def find_listening_hosts(store: Store, presences: Sequence[RankPresence]) -> lis
         store = inner
     name = getattr(store, "host", "")
     try:
-        addresses = {str(info[4][0]) for info in socket.getaddrinfo(name, None)} if name else set()
+        addresses = dict.fromkeys(str(info[4][0]) for info in socket.getaddrinfo(name, None)) if name else {}
     except OSError:
-        addresses = set()
-    reachable = [
+        addresses = {}
+    reachable = (
         address
-        for address in _find_addresses()
-        if address in addresses and not ipaddress.ip_address(address).is_loopback
-    ]
-    return [reachable[0], LOOPBACK] if reachable else [""]
+        for address in addresses
+        if not ipaddress.ip_address(address).is_loopback and _is_own_address(address)
+    )
+    address = next(reachable, "")
+    return [address, LOOPBACK] if address else [""]
 
 
 def _find_addresses() -> list[str]:
+    psutil = require("psutil", "a ring over several hosts, whose store does not know this host's name,")
     families = (socket.AF_INET, socket.AF_INET6)
     return [a.address for of in psutil.net_if_addrs().values() for a in of if a.family in families]
+
+
+def _is_own_address(address: str) -> bool:
+    """Return whether an interface of this host has the address: no other one can be bound."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError:
+            return False
+    return True
+
+
+def _is_running(pid: int) -> bool:
+    """Return whether a process of this host is there, and no zombie."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state not in "ZX"
 
 
 START_S = 60.0  # time for the monitor process to start
@@ -305,10 +326,7 @@ class Arrival:
         # A process id is valid within one host and namespace only.
         if presence[:2] != self._mine[:2]:
             return True
-        try:
-            return psutil.Process(presence.pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
-        except psutil.NoSuchProcess:
-            return False
+        return _is_running(presence.pid)
 
     def _find_missing(self) -> list[int]:
         return [rank for rank, key in enumerate(self._keys) if not self.store.check([key])]

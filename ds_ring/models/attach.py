@@ -18,6 +18,7 @@ from ds_ring.data.session import RingSession
 from ds_ring.errors import RingConfigError
 from ds_ring.models import attention as _  # noqa: F401  registers the functions
 from ds_ring.models import checks
+from ds_ring.models.adapters import attach_tuners
 from ds_ring.models.attention_name import NAME
 from ds_ring.models.checks import UNMODIFIED
 from ds_ring.models.copies import TransformersCopies
@@ -127,6 +128,7 @@ def attach(model: nn.Module, session: RingSession) -> list[ModelAdapter]:
     """
     check_model(model, session.config)
     config, attached = session.config, []
+    attach_tuners(model)
     session.needs.copies, session.needs.encoder_modules = TransformersCopies(), encoder_modules
     for part in _find_models(model, outermost=True):
         before = part.config._attn_implementation

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ds_ring.compat.torch import operator
 from ds_ring.errors import RingConfigError
-from ds_ring.ops.handles import operator
 
 
 @operator("ds_ring::needs_backend")

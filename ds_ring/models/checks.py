@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from ds_ring.compat.transformers import HAS_RECURRENT_FUNCTIONS, RECURRENT_SINCE
 from ds_ring.data.batch import cache_in
 from ds_ring.data.batch_sharding import BatchSharding
 from ds_ring.errors import RingConfigError, RingPatternError, RingShapeError, is_inside
@@ -147,7 +148,9 @@ def check_class(model: PreTrainedModel, request: AttachRequest) -> None:
     )
     reasons += [reason for need, reason in _REASONS.items() if need in needs]
     if reasons:
-        raise cannot_run(model, f"{reasons[0]}, {OWN_TOKENS}")
+        # The functions of recurrent layers have names that ds_ring knows.
+        since = "" if HAS_RECURRENT_FUNCTIONS else f"; ds_ring runs recurrent layers {RECURRENT_SINCE}"
+        raise cannot_run(model, f"{reasons[0]}, {OWN_TOKENS}{since}")
     both_ways = getattr(model.config, "use_bidirectional_attention", None) and request.is_outermost
     if model.config.model_type == "gemma" and both_ways and model.config._attn_implementation != "eager":
         raise cannot_run(
@@ -170,6 +173,10 @@ _REASONS = {
     CONVOLUTION: "it convolves tokens",
 }
 
+TAKES_NO_MORE = (
+    "its forward takes no further arguments, by which its layers get the batch's sharding and its loss the"
+    " shifted labels; install transformers 5.0 or later"
+)
 _ATTENTION_ALONE = (
     "its class can have layers with a state, this configuration has attention layers alone, and no test"
     " compares such a model with one process; use a configuration with recurrent layers, or a model such as"
@@ -277,6 +284,14 @@ def takes_positions(kind: type[PreTrainedModel]) -> bool:
             if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
                 return False
     return False
+
+
+def takes_more(signature: inspect.Signature) -> bool:
+    """Return whether a forward takes arguments that it hands on to its layers and its loss."""
+    names = [x.name for x in signature.parameters.values() if x.kind is x.VAR_KEYWORD]
+    return (
+        bool(names) and "deprecated_arguments" not in names
+    )  # Bloom's and MPT's refuse what they do not know
 
 
 def get_layers(model: PreTrainedModel) -> nn.ModuleList:

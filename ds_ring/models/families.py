@@ -16,9 +16,10 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, modeling_layers
+from transformers import PreTrainedModel
 
 from ds_ring.comm.collective import collective
+from ds_ring.compat.transformers import POOLING_CLASSIFIER
 from ds_ring.data.batch import REAL_TOKENS, Batch
 from ds_ring.data.loss import get_mesh_number, sequence_max_op, sequence_sum_op, shared_scale
 from ds_ring.data.session import RingSession
@@ -36,8 +37,7 @@ from ds_ring.patches import patch
 
 def pools_the_last_token(model: nn.Module) -> bool:
     """Return whether a model is a classifier that reads the last token."""
-    kind: Any = getattr(modeling_layers, "GenericForSequenceClassification", ())
-    return isinstance(model, kind)
+    return isinstance(model, POOLING_CLASSIFIER)
 
 
 _pool_patch = partial(patch, feature="pooled token", when="GenericForSequenceClassification")
@@ -307,7 +307,8 @@ def _refuse(model: nn.Module) -> NoReturn:
     )
 
 
-_FUSED = "FusedCausalLMOutput"  # trl.trainer.utils
+# Outputs of TRL's heads, the second one of TRL 1.0 to 1.15.
+_FUSED = "FusedCausalLMOutput", "_ChunkedCELMHeadOutput"
 
 
 class LossGuard:
@@ -354,7 +355,7 @@ class LossGuard:
         """Refuse a loss that the model computed by itself: it cannot know the tokens of other ranks."""
         loss = getattr(output, "loss", None)
         # TRL's head takes shift_labels and num_items_in_batch, and computes what a loss function would.
-        if loss is None or (type(output).__name__ == _FUSED and self._divides):
+        if loss is None or (type(output).__name__ in _FUSED and self._divides):
             return
         how = "by itself and not by its loss_function" if self._expected is None else ""
         if self._expected is not None and not torch.compiler.is_compiling():

@@ -8,8 +8,8 @@ from __future__ import annotations
 from ds_ring.patches import PatchTable
 
 PRETRAINED = "transformers.modeling_utils.PreTrainedModel"
-TABLE = PatchTable("transformers", ">=5")
+TABLE = PatchTable("transformers", ">=4.56")
 MODEL = TABLE.given("model", PRETRAINED)
 GENERATOR = TABLE.given("generator", "transformers.GenerationMixin")
-CONFIG = TABLE.given("config", "transformers.PreTrainedConfig")
+CONFIG = TABLE.given("config", "transformers.PretrainedConfig")
 PART = TABLE.given("part", "torch.nn.Module")  # of a model

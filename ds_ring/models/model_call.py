@@ -56,6 +56,8 @@ class ModelCall:
         self.adapter, self.model, self.session = adapter, adapter.model, adapter.session
         self.guard, self._warned = guard, False
         self.name, self.signature = type(self.model).__name__, inspect.signature(self.model.forward)
+        if type(self).before is ModelCall.before and not checks.takes_more(self.signature):
+            raise checks.cannot_run(self.model, checks.TAKES_NO_MORE)
         self.start()
 
     def start(self) -> None:

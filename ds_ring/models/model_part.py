@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from ds_ring.data.batch_sharding import BatchSharding
 from ds_ring.data.session import RingSession
-from ds_ring.plugin import MODEL_PARTS, load
+from ds_ring.plugin import MODEL_PARTS, load_available
 
 Loss = Callable[..., Tensor]
 
@@ -59,4 +59,4 @@ def make_model_parts(
     model: PreTrainedModel, session: RingSession, rewritten: Callable[[], bool]
 ) -> list[ModelPart]:
     """Return an object of each row."""
-    return [load(home)(model, session, rewritten) for home in MODEL_PARTS.values()]
+    return [part(model, session, rewritten) for part in load_available(MODEL_PARTS)]

@@ -9,7 +9,6 @@ Shapes: B samples, T global tokens, S local tokens, H query heads, D head dim.
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -21,9 +20,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ds_ring.comm.collective import collective
 from ds_ring.comm.mesh import RingMesh
+from ds_ring.compat import get_imported
 from ds_ring.data.batch import Batch
-from ds_ring.data.batch_sharding import RecentBatches
 from ds_ring.data.packing import DOCUMENT_IDS, row_kind
+from ds_ring.data.ring_batch import RecentBatches
 from ds_ring.errors import RingConfigError, RingPatternError
 from ds_ring.models.model import MODEL, PART
 from ds_ring.patches import AppliedPatch, patch, undo
@@ -35,7 +35,7 @@ def find_numbering(model: nn.Module) -> Callable[[Batch], Tensor] | None:
     """Return how the model numbers tokens by their ids (RoBERTa, XLM-R, M2M100); None if it does not."""
     for module in model.modules():
         kind = type(module)
-        derives = hasattr(kind, _FROM_IDS) or hasattr(sys.modules.get(kind.__module__), _FROM_IDS)
+        derives = hasattr(kind, _FROM_IDS) or get_imported(kind.__module__, _FROM_IDS) is not None
         padding = getattr(module, "padding_idx", None)
         has_table = hasattr(kind, _FROM_IDS) and hasattr(
             module, "make_weights"

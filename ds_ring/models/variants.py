@@ -9,7 +9,7 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from ds_ring.data.engine import is_transformers_model
-from ds_ring.plugin import FAMILIES, load
+from ds_ring.plugin import FAMILIES, load_available
 
 if TYPE_CHECKING:
     from torch import nn
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 @functools.cache
 def variants() -> tuple[Variant, ...]:
     """Return one instance of each row. Imports their files, which import transformers."""
-    return tuple(load(home)() for home in FAMILIES.values())
+    return tuple(variant() for variant in load_available(FAMILIES))
 
 
 def own_attention(model: nn.Module) -> list[PreTrainedModel]:

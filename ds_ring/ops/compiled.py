@@ -17,20 +17,13 @@ from torch import Tensor
 from ds_ring import errors
 from ds_ring.comm.collective import collective
 from ds_ring.comm.mesh import RingMesh, check_mesh
+from ds_ring.compat.torch import assume_constant, operator
 from ds_ring.config.pass_options import PassOptions
 from ds_ring.errors import RingConfigError, RingError
 from ds_ring.ops.checks import check_operand
 from ds_ring.ops.context import get_ring_context
 from ds_ring.ops.frontend import NAMES, AskedContext, check_derivatives, check_operands, make_context
-from ds_ring.ops.handles import (
-    assume_constant,
-    constant,
-    get_object,
-    is_constant,
-    new_handle,
-    operator,
-    read_number,
-)
+from ds_ring.ops.handles import constant, get_object, is_constant, new_handle, read_number
 from ds_ring.ops.ring_op import make_fake_results, ring_attention_op
 from ds_ring.ops.ulysses import with_ulysses
 from ds_ring.schedule.layout import Layout

@@ -1,7 +1,7 @@
 """Find the Python objects behind the integers that a compiled graph carries.
 
 One table maps handles to objects. It holds weak references, so somebody else keeps an object alive: a context
-is kept by its mesh. Owns also what marks a function or an operator for torch.compile.
+is kept by its mesh.
 """
 
 from __future__ import annotations
@@ -10,20 +10,15 @@ import hashlib
 import itertools
 import weakref
 from collections.abc import Callable
-from functools import partial
 from typing import Any, TypeVar
 
-import torch
+from ds_ring.compat.torch import assume_constant
 
 _objects: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _made = itertools.count()
 _COUNT_BITS = 24
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
-
-# Each operator of ds_ring: opaque to torch.compile, and never captured in a CUDA graph.
-# torch 2.11 takes a sequence of tags only.
-operator = partial(torch.library.custom_op, mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 
 
 def get_object(handle: int, kind: type[T]) -> T:
@@ -42,10 +37,6 @@ def get_object(handle: int, kind: type[T]) -> T:
 # `traced_objects.py` has those of functions). An object that the traced code itself makes is
 # handed over without its attributes, so that nothing may be wrapped into an object before such a call: it
 # would arrive with its defaults.
-def assume_constant(function: Callable[..., T]) -> Callable[..., T]:
-    """Set the flag that `torch.compiler.assume_constant_result` sets; that imports Dynamo, 1.3 s."""
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return function
 
 
 # [Note: handles in caches on disk]
@@ -56,7 +47,7 @@ def assume_constant(function: Callable[..., T]) -> Callable[..., T]:
 def new_handle(owner: object, *facts: object) -> int:
     """Return the integer by which an operator finds this object; `facts` are what a graph may depend on."""
     text = " | ".join(map(str, (type(owner).__name__, *facts)))
-    digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) >> (_COUNT_BITS + 1)
+    digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> (_COUNT_BITS + 1)
     while (handle := digest << _COUNT_BITS | next(_made) % (1 << _COUNT_BITS)) in _objects:
         pass
     _objects[handle] = owner

@@ -108,10 +108,10 @@ def prepare(
             ask = load(DEVICES[q.device.type].patience)
             patience = ask(context, call.name, q, k, prepared=prepared, operands=operands)
         # On the CPU nothing computes meanwhile, so compare the headers at once.
-        if q.is_cuda and options.overlap and options.has_hops:
-            finish_header_check = call.compare_headers_meanwhile(prepared.agreement, patience)
-        else:
+        if not (q.is_cuda and options.overlap and options.has_hops):
             call.compare_headers(prepared.agreement, patience)
+        else:
+            finish_header_check = call.compare_headers_meanwhile(prepared.agreement, patience)
     if grad_out is None:
         count_forward_pass()
     return prepared, finish_header_check

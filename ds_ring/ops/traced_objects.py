@@ -32,6 +32,7 @@ from torch._dynamo.variables.functions import FunctoolsPartialVariable
 from torch._dynamo.variables.tensor import SymNodeVariable
 from torch._guards import Guard, Source
 
+from ds_ring.compat.dynamo import add_guard, resolve_source
 from ds_ring.errors import RingConfigError, RingError, RingPatternError
 from ds_ring.masks.pattern import Pattern
 from ds_ring.plugin import TRACERS, load
@@ -84,7 +85,7 @@ def _resolve(tx: Any, variable: Any) -> Any:
         return _make_object(tx, variable)
     if variable.is_python_constant() and isinstance(variable.as_python_constant(), _NUMBERS):
         return variable.as_python_constant()
-    value = tx.output.resolve_source_value(variable.source)
+    value = resolve_source(tx, variable.source)
     if variable in tx.output.side_effects and tx.output.side_effects.is_modified(variable):
         raise _make_refusal(value, "an object that is changed inside")
     if isinstance(variable, TensorVariable) and variable.as_proxy().node.op != "placeholder":
@@ -174,7 +175,7 @@ def _install(source: Source, is_same: Callable[[Any], bool]) -> None:
     def create(builder: Any, guard: Guard) -> None:
         whole = isinstance(source, GlobalStateSource)
         manager = builder.guard_manager.root if whole else builder.get_guard_manager(guard)
-        manager.add_lambda_guard(is_same, [_CHANGED], guard.user_stack)
+        add_guard(manager, is_same, _CHANGED, guard.user_stack)
 
     install_guard(source.make_guard(create))
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -21,7 +22,6 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from ds_ring.errors import (
     RingConfigError,
@@ -222,6 +222,15 @@ def simulate(
         torch.set_num_threads(before)
 
 
+def _show_progress(ranks: list[int]) -> Iterable[int]:
+    try:
+        from tqdm import tqdm
+    except ModuleNotFoundError:
+        return ranks
+    # a bar below another one disappears at its end
+    return tqdm(ranks, desc="ranks", unit="rank", delay=PROGRESS_AFTER_S, leave=None)
+
+
 def _make_plan(
     pattern: Pattern, layout: Layout, sizes: GlobalSizes, settings: SimulationOptions, options: Options
 ) -> Plan:
@@ -260,15 +269,7 @@ def _collected(job: VirtualRanks, ranks: list[int], progress: bool) -> Simulatio
     memory: dict[int, RankMemory] = {}
     bytes_sent: dict[int, BytesSent] = {}
     traces: dict[int, Trace] = {}
-    bar = tqdm(
-        ranks,
-        desc="ranks",
-        unit="rank",
-        delay=PROGRESS_AFTER_S,
-        leave=None,
-        disable=None if progress else True,  # None: not shown unless stderr is a terminal
-    )  # a bar below another one disappears at its end
-    for rank in bar:
+    for rank in _show_progress(ranks) if progress and sys.stderr.isatty() else ranks:
         result: RankResult = job.run(rank)
         valid = layout.valid_tokens(rank)
         for whole_tensor, part in ((out, result.out), (lse, result.lse), (dq, result.dq)):

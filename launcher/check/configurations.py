@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from transformers import PreTrainedConfig
-
+from ds_ring.compat.transformers import PreTrainedConfig
 from ds_ring.errors import RingConfigError
 
 from .small_model import Checkpointing, shrink

@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
+from ds_ring.compat.transformers import PreTrainedConfig
 from ds_ring.data.batch import IGNORE, Batch
 from ds_ring.errors import RingConfigError
 

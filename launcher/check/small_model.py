@@ -20,9 +20,10 @@ from typing import Any, Literal, NamedTuple
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
+from ds_ring.compat.transformers import PreTrainedConfig
 from ds_ring.config.json_text import read_object
 from ds_ring.config.messages import did_you_mean
 from ds_ring.data.batch import IGNORE, Batch

@@ -179,7 +179,7 @@ def _types(head: str) -> list[str]:
 def _check_all(check: Callable[[str], dict[str, Any]], head: str, options: argparse.Namespace) -> int:
     """Print a row for each model type as soon as those before it are done, then the counts."""
     counts: Counter[str] = Counter()
-    types, today = _types(head), datetime.datetime.now(datetime.UTC).date().isoformat()
+    types, today = _types(head), datetime.datetime.now(datetime.timezone.utc).date().isoformat()
     about = {"head": head, "transformers": version("transformers"), "date": today}
     with ThreadPool(options.jobs) as pool:  # of daemon threads, which a forked rank does not wait for
         for report in pool.imap(check, types):

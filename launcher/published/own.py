@@ -137,7 +137,7 @@ def _count_covered(axis: Axis) -> int:
 
 
 def count_reads(layout: Layout, lengths: tuple[int, ...]) -> float:
-    """Return how many tokens a rank of a layout reads of others, the mean over the ranks; documents are causal."""
+    """Return how many tokens of others a rank reads, the mean over the ranks; documents are causal."""
     starts, ranks = np.cumsum((0, *lengths[:-1])), layout.ring_size
     owner = layout.slots_by_position() // layout.local_tokens
     last = np.tile(starts - 1, (ranks, 1))  # the last token that a rank reads of each document

@@ -188,10 +188,14 @@ _FILES = 65536
 
 
 def module_command(module: str) -> list[str]:
-    """Return the command line of a module of ours or an engine's: -P, so that no module of the working folder
-    takes another one's place.
+    """Return the command line of a module of ours or an engine's: no module of the working folder takes
+    another one's place.
     """
-    return [sys.executable, "-P", "-u", "-m", module]
+    if hasattr(sys.flags, "safe_path"):
+        return [sys.executable, "-P", "-u", "-m", module]
+    # Python 3.10 has no -P: the working folder leaves the path before anything is imported from it
+    start = f"import sys; del sys.path[0]; import runpy; runpy._run_module_as_main({module!r})"
+    return [sys.executable, "-u", "-c", start]
 
 
 def open_standard_streams() -> None:

@@ -167,7 +167,7 @@ def start_deepspeed() -> Any:
     from deepspeed.utils import groups
 
     deepspeed.utils.logger.setLevel(logging.ERROR)
-    groups._release_process_group_references()
+    getattr(groups, "_release_process_group_references", lambda: None)()  # not before 0.19
     return deepspeed
 
 

@@ -174,9 +174,9 @@ def test_of_patches_without_a_target_none_is_applied(table: PatchTable) -> None:
             table.check()
     table.rows.clear()
     row(module, "training", stage="at_enable", kind="set", reason="assigned by __init__")
-    row(table.imported("torch"), "gone", stage="at_enable", kind="set", versions="<2")  # of other versions
+    row(table.imported("torch"), "gone", stage="at_enable", kind="set", available=False)  # of other versions
     table.check()
-    changes = apply(row(table.imported("torch"), "gone", versions="<2").to(len))
+    changes = apply(row(table.imported("torch"), "gone", available=False).to(len))
     assert changes == []
 
 

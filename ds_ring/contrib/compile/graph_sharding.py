@@ -18,6 +18,7 @@ from torch.fx import GraphModule, Node
 from ds_ring.comm.collective import collective
 from ds_ring.comm.exchange import Exchange
 from ds_ring.comm.mesh import RingMesh
+from ds_ring.compat.torch import operator
 from ds_ring.contrib.compile.graph_attention import get_name, is_tensor
 from ds_ring.contrib.compile.placed_op import BatchContexts
 from ds_ring.data.layer_patterns import resolve_layer_pattern
@@ -28,7 +29,7 @@ from ds_ring.masks.catalog import Causal, Full, SlidingWindow
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import UNBOUNDED
 from ds_ring.ops.context import RingContext, make_ring_context
-from ds_ring.ops.handles import get_object, new_handle, operator
+from ds_ring.ops.handles import get_object, new_handle
 from ds_ring.ops.options import Options
 from ds_ring.patterns.documents.pattern import Documents
 from ds_ring.schedule.layout import Layout

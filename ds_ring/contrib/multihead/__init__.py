@@ -8,7 +8,7 @@ key and value heads, D = E / H.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,6 @@ from torch.nn.functional import linear
 from ds_ring.api import RingAttention
 from ds_ring.comm.collective import collective
 from ds_ring.comm.mesh import RingMesh
-from ds_ring.config.section import RingConfig
 from ds_ring.errors import (
     RingConfigError,
     RingPatternError,
@@ -33,6 +32,9 @@ from ds_ring.ops.checks import DTYPES, check_operand
 from ds_ring.ops.compiled import make_refused_results, refusal_from
 from ds_ring.patterns.dilated.pattern import Dilated
 from ds_ring.schedule.layout import Layout
+
+if TYPE_CHECKING:
+    from ds_ring.config.section import RingConfig
 
 _MAX_FEATURES = 1 << 20
 _NAME = "MultiheadRingAttention"

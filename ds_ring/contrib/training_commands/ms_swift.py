@@ -26,7 +26,6 @@ from ds_ring.patches import PatchTable, apply, patch
 SWIFT = PatchTable("ms-swift", ">=4.6,<5")
 _swift_patch = partial(patch, stage="at_enable", when="the file is passed as --external_plugins")
 _DISPATCHER = SWIFT.imported("swift.dataloader.DataLoaderDispatcher")
-PEFT = PatchTable("peft", ">=0.11")  # what ms-swift takes
 _replicas = _swift_patch(
     _DISPATCHER, "world_size", kind="replaced", feature="streams", reason="rank 0 reads a batch a replica"
 )
@@ -42,7 +41,7 @@ def install() -> None:
     enable()
     apply(
         _checked, _with_any_attention, _no_logits_to_keep, _by_replicas, _scattered,
-        _share_replica_workers, _with_items, _by_hooks,
+        _share_replica_workers, _with_items,
         _replicas.to(property(lambda _: dist.get_world_size() // sequence_ranks())),
     )  # fmt: skip
 
@@ -115,14 +114,6 @@ def _scattered(loader: Any, batches: list[Any] | None) -> Any:
 def _share_replica_workers(make: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
     with counting_replicas(trainer):
         return make(trainer, *args, **kwargs)
-
-
-@_swift_patch(
-    PEFT.imported("peft.tuners.tuners_utils.BaseTuner"), "forward", kind="replaced", feature="adapters",
-    versions="<0.21", reason="calls the model, not its forward: hooks of the model have the batch's mask",
-)  # fmt: skip
-def _by_hooks(tuner: Any, *args: Any, **kwargs: Any) -> Any:
-    return tuner.model(*args, **kwargs)
 
 
 class _Predicted:

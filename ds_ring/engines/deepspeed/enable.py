@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import gc
 import inspect
-import sys
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -22,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ds_ring.compat import get_imported
 from ds_ring.config.json_text import SECTION
 from ds_ring.data.batch import EMBEDS, IGNORE, cache_in, warn_about_shifted_padding
 from ds_ring.data.batch_sharding import BatchSharding
@@ -40,6 +40,8 @@ from ds_ring.start import initialize
 _ITEMS = "num_items_in_batch"
 # What TRL's fused head returns for each label: one fewer than tokens where it shifts the labels itself.
 _OF_LABELS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask")
+# Sums over the tokens of TRL's head before 1.16.
+_COUNTS = ("num_correct_tokens", "entropy_sum", "num_valid_tokens")
 _KEEP = "logits_to_keep"  # transformers' argument
 _LABELS = ("labels", "shift_labels", _ITEMS)
 # Where documents begin, for kernels of variable length; position ids say the same.
@@ -101,7 +103,7 @@ def _made_before() -> str:
     """Return the name of a class of which an object has read the section without a ring; "" if none has."""
     objects = gc.get_objects()
     for file, name, json_of in _READERS:
-        kind: Any = getattr(sys.modules.get(file), name, None)
+        kind: Any = get_imported(file, name)
         for candidate in objects if kind is not None else ():
             if issubclass(type(candidate), kind) and "ring" not in vars(candidate):
                 with suppress(AttributeError):  # without DeepSpeed
@@ -231,6 +233,8 @@ class WholeBatches:
             by_name = {name: of_encoder for name in names if name.startswith("encoder_")}
         if shifts and isinstance(output, dict) and "log_probs" in output:
             by_name |= {name: lambda x: whole(x)[:, :-1] for name in _OF_LABELS}
+        if isinstance(output, dict):
+            by_name |= {name: lambda x: self.summed(x.float()) for name in _COUNTS if name in output}
         if keep is not None:
             by_name |= {"logits": lambda x: _kept(whole(x), keep)}
         return make_whole_output(output, self.shown, whole, by_name)

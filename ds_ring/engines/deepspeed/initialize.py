@@ -33,6 +33,7 @@ from ds_ring.data.failure_attribution import (
 from ds_ring.data.loader import RingLoader
 from ds_ring.data.run_folder import mark_ring, ranks_per_node, report_late_ranks
 from ds_ring.data.session import RingSession, end_session
+from ds_ring.engines.deepspeed.backward import DividedOnce, UnseenBackward, keep_micro_batches
 from ds_ring.engines.deepspeed.input_gradients import InputGradients
 from ds_ring.engines.deepspeed.refusals import (
     RingUse,
@@ -46,7 +47,7 @@ from ds_ring.errors import RingConfigError, RingError
 from ds_ring.health.joining import leave_on_error
 from ds_ring.health.rendezvous import wait_for_ranks
 from ds_ring.limits import Timeouts
-from ds_ring.patches import apply, patch
+from ds_ring.patches import applied, apply, patch
 from ds_ring.transports.devices import claim_device
 
 log = logging.getLogger(__name__)
@@ -143,7 +144,10 @@ def start_engine(
         values["args"] = args = copy.copy(arguments.args)
         args.deepspeed_config = None  # DeepSpeed refuses a configuration twice, and gets ours as a dict
     config = config if configuration.trains else without_optimizer(config)
-    engine, optimizer, _, scheduler = attribute_failure(session.mesh, _start_engine, config=config, **values)
+    with applied(_flatten):
+        engine, optimizer, _, scheduler = attribute_failure(
+            session.mesh, _start_engine, config=config, **values
+        )
     return engine, optimizer, scheduler
 
 
@@ -217,6 +221,10 @@ def _make_patches(
         patches.append(refuse_training)
     elif divides_twice(engine):
         patches.append(partial(refuse_direct_backward, engine))
+    if trains:
+        patches += [UnseenBackward(session), DividedOnce(engine)]
+        if engine.zero_optimization_stage() == 2:
+            patches.append(partial(keep_micro_batches, engine))
     patches += [SynchronizedResults(engine, session.mesh), partial(_destroy, session)]
     if session.mesh.detector is not None:
         patches.append(partial(attribute_engine_failure, session.mesh))
@@ -237,6 +245,15 @@ def _find_sharding(session: RingSession, _: Any, args: tuple[Any, ...], kwargs: 
     session.sharder.check_at_work()
     if not session.batches.is_off:
         session.batches.select(x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor))
+
+
+@patch(
+    DEEPSPEED.imported("deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer"),
+    "flatten_dense_tensors_aligned", stage="at_initialize", feature="flat parameters",
+    reason="DeepSpeed 0.18.7 to 0.18.9 let the flat buffer require gradients, and crash: it does not",
+)  # fmt: skip
+def _flatten(flatten: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+    return flatten(*args, **kwargs).detach()
 
 
 def leave_shm_out() -> None:

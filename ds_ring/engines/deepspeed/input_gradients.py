@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from deepspeed.runtime.utils import count_used_parameters_in_backward
+from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from ds_ring.comm.collective import collective
+from ds_ring.compat.deepspeed import SEES_DIRECT_BACKWARD, count_used_parameters
 from ds_ring.data.engine import DEEPSPEED, ENGINE
 from ds_ring.data.whole_gradients import needs_gradient, whole_nodes
 from ds_ring.errors import RingConfigError
@@ -35,7 +36,7 @@ _checks_retained = patch(
 class InputGradients:
     """Refuse gradients of tensors of this rank's tokens, which are no parameters of the engine."""
 
-    def __init__(self, session: Any, engine: Any) -> None:
+    def __init__(self, session: Any, engine: DeepSpeedEngine) -> None:
         self._session, self._engine = session, engine
 
     @patch(ENGINE, stage="before_forward", feature="input_gradients", reason=_REASON)
@@ -70,8 +71,8 @@ class InputGradients:
         return self._session.mesh.sequence_size > 1 and not self._session.batches.is_off
 
     @patch(
-        ENGINE, "_backward_prologue", stage="around_backward", feature="input_gradients", versions="<0.20",
-        reason=_REASON,
+        ENGINE, "_backward_prologue", stage="around_backward", feature="input_gradients",
+        reason=_REASON, available=SEES_DIRECT_BACKWARD,
     )  # fmt: skip
     def around_prologue(self, prologue: Callable[[], None]) -> None:
         """Refuse torch.autograd.grad(loss, x), but for x of a batch that was given whole."""
@@ -79,7 +80,7 @@ class InputGradients:
         direct = not engine._running_engine_backward and engine._support_torch_style_backward
         if direct and self._session.mesh.sequence_size > 1 and torch._C._current_graph_task_id() != -1:
             trained = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
-            if trained and count_used_parameters_in_backward(trained) == 0:
+            if trained and count_used_parameters is not None and count_used_parameters(trained) == 0:
                 whole = any(executes(node) for node in list(whole_nodes))
                 fails = engine.zero_optimization_stage() in (1, 2)  # in an IndexError of DeepSpeed's
                 if fails or not whole:

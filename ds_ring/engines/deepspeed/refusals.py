@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 import re
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -24,6 +23,8 @@ import torch
 from deepspeed.pipe import PipelineModule
 from torch.overrides import TorchFunctionMode
 
+from ds_ring.compat import get_imported
+from ds_ring.compat.deepspeed import SEES_DIRECT_BACKWARD
 from ds_ring.data.batch_sharding import BatchSharding
 from ds_ring.data.engine import (
     DEEPSPEED,
@@ -107,8 +108,8 @@ def divides_twice(engine: Any) -> bool:
 
 
 @patch(
-    ENGINE, "_backward_prologue", stage="around_backward", feature="direct_backward", versions="<0.20",
-    when="ZeRO 1 or 2 accumulates gradients",
+    ENGINE, "_backward_prologue", stage="around_backward", feature="direct_backward",
+    available=SEES_DIRECT_BACKWARD, when="ZeRO 1 or 2 accumulates gradients",
     reason="DeepSpeed divides the gradients of a direct loss.backward() by the accumulated steps twice:"
     " raises",
 )  # fmt: skip
@@ -152,15 +153,15 @@ def _model_features(model: torch.nn.Module) -> Iterator[tuple[str, str]]:
             " transformers MoE model",
         ),
     ):
-        kind = getattr(sys.modules.get(file), name, None)
+        kind = get_imported(file, name)
         if kind is not None and any(isinstance(part, kind) for part in model.modules()):
             yield f"a {name} of {file}", why
-    if getattr(sys.modules.get("deepspeed.runtime.tensor_parallel.init_utils"), "_TP_MODEL_INIT_ARGS", None):
+    if get_imported("deepspeed.runtime.tensor_parallel.init_utils", "_TP_MODEL_INIT_ARGS"):
         yield (
             "one beside deepspeed.tp_model_init",
             "AutoTP's ranks need the same tokens, and those of a ring have different ones: do not call it",
         )
-    functions = getattr(sys.modules.get("transformers.modeling_utils"), "ALL_ATTENTION_FUNCTIONS", {})
+    functions = get_imported("transformers.modeling_utils", "ALL_ATTENTION_FUNCTIONS", {})
     for name in dict(functions):
         if str(getattr(functions[name], "__module__", "")).startswith("deepspeed."):
             yield (
@@ -169,7 +170,7 @@ def _model_features(model: torch.nn.Module) -> Iterator[tuple[str, str]]:
                 " call it, set ulysses_size in the section",
             )
 
-    tuned: Any = getattr(sys.modules.get("peft.peft_model"), "PeftModel", None)
+    tuned: Any = get_imported("peft.peft_model", "PeftModel")
     for part in model.modules() if tuned is not None else ():
         for config in part.peft_config.values() if isinstance(part, tuned) else ():
             if getattr(config, "is_prompt_learning", False):

@@ -40,7 +40,7 @@ _REGISTRY = "accelerate.utils.sequence_parallel"  # of tools/upstream's patch; n
 
 # enable() applies the patches of classes for good, once a process; those of objects are applied where
 # accelerate makes the object.
-ACCELERATE = PatchTable("accelerate", ">=1.15")
+ACCELERATE = PatchTable("accelerate", ">=1.10")
 _ACCELERATOR = ACCELERATE.given("accelerator", "accelerate.Accelerator")
 _PARALLEL = ACCELERATE.given("parallel", "accelerate.parallelism_config.ParallelismConfig")
 _SAMPLER = ACCELERATE.given("sampler", "accelerate.data_loader.SeedableRandomSampler")

@@ -20,7 +20,7 @@ from ds_ring.errors import RingConfigError
 from ds_ring.patches import PatchTable, applied, apply, patch, undo
 from ds_ring.plugin import ROW_KINDS
 
-TRAINER = PatchTable("transformers", ">=5")
+TRAINER = PatchTable("transformers", ">=4.56")
 _ARGUMENTS = TRAINER.given("arguments", "transformers.TrainingArguments")
 _OF_TRAINER = TRAINER.given("trainer", "transformers.trainer.Trainer")
 _trainer_patch = partial(

@@ -29,7 +29,7 @@ from ds_ring.errors import RingConfigError
 from ds_ring.patches import PatchTable, applied, apply, patch
 from ds_ring.schedule.layout import Layout
 
-TRL = PatchTable("trl", ">=1.16")
+TRL = PatchTable("trl", ">=0.24")
 _BASE = TRL.given("base", "transformers.PreTrainedModel")
 _BASE_FEATURE = "redirection.base"
 _FOUND = "found"

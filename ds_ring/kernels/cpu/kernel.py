@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.functional import pad
 
 from ds_ring.comm.device_tables import leave_inference_mode
+from ds_ring.compat.torch import cpu_flash, cpu_flash_backward
 from ds_ring.errors import RingConfigError
 from ds_ring.kernels.cpu import BIASED, BLOCK, TRIANGLE
 from ds_ring.kernels.cpu.calls import Sizes, _prepare_calls, calls
@@ -32,9 +33,6 @@ from ds_ring.masks.tiles import Tiles
 SMALL_BIAS = 256  # side of a log m bias small enough to cache several of them: 256 KiB each in float32
 Mode: TypeAlias = "FakeTensorMode | None"  # cached tensors belong to one mode; None for real tensors
 HIDDEN = -1e30  # additive bias of a masked pair; with -inf aten would return lse 0
-
-_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
 class Biases:
@@ -154,7 +152,7 @@ class CpuKernel:
             q, scale, _ = _make_scale_positive(q, scale)
         prepared = _prepare_calls(tiles, self._forward, q.shape[1] // k.shape[1])
         for tile, heads, rows, keys, causal, masked, log_weight, has_bias in prepared:
-            out, lse = _forward(
+            out, lse = cpu_flash(
                 *rows.views(q, heads=heads, batched=True),
                 *keys.views(k, v, batched=True),
                 0.0,
@@ -202,7 +200,7 @@ class CpuKernel:
                 lse_t = lse_t - log_weight
             bias = self._biases.get_for_call(tile, q) if has_bias else None
             k_t, v_t = keys.views(k, v, batched=True)
-            dq, dk, dv = _backward(
+            dq, dk, dv = cpu_flash_backward(
                 grad_t, q_t, k_t, v_t, out_t, lse_t, 0.0, causal, attn_mask=bias, scale=scale
             )
             del grad_t, q_t, out_t, lse_t, k_t, v_t, bias  # copies, if B and `repeats` are above 1

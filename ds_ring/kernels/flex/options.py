@@ -10,8 +10,8 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch.nn.attention.flex_attention import FlexKernelOptions
 
+from ds_ring.compat.torch import list_flex_options
 from ds_ring.errors import RingConfigError
 
 INTERNAL = {"OUTPUT_LOGSUMEXP", "OUTPUT_MAX"}  # options that the kernel sets itself
@@ -66,7 +66,7 @@ def check_options(options: dict[str, Any]) -> dict[str, Any]:
     Raises:
         RingConfigError: an option that this torch does not have.
     """
-    known = set(FlexKernelOptions.__annotations__) - INTERNAL
+    known = list_flex_options() - INTERNAL
     for option in options:
         if option.removeprefix("fwd_").removeprefix("bwd_") not in known:
             raise RingConfigError(

@@ -5,7 +5,7 @@ Owns the calls. `PairLayout` puts the two layouts together; its pattern has no o
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,7 +15,6 @@ from ds_ring.api import RingAttention
 from ds_ring.comm.collective import collective
 from ds_ring.comm.mesh import RingMesh, check_mesh
 from ds_ring.config.pass_options import PassOptions
-from ds_ring.config.section import RingConfig
 from ds_ring.errors import RingLayoutError, RingPatternError
 from ds_ring.layers.cross.layout import PairLayout
 from ds_ring.masks.pattern import Pattern
@@ -27,6 +26,9 @@ from ds_ring.ops.frontend import AskedContext, attend, get_call_context
 from ds_ring.ops.handles import forbid_tracing
 from ds_ring.plugin import PASSES
 from ds_ring.schedule.layout import Layout
+
+if TYPE_CHECKING:
+    from ds_ring.config.section import RingConfig
 
 
 @forbid_tracing

@@ -17,6 +17,7 @@ from ds_ring.comm.collective import collective
 from ds_ring.comm.device_tables import DeviceTables, leave_inference_mode, on_device, to_device
 from ds_ring.comm.exchange import Exchange
 from ds_ring.comm.mesh import RingMesh, check_mesh
+from ds_ring.compat.torch import assume_constant
 from ds_ring.errors import RingLayoutError, RingPatternError
 from ds_ring.layers.scan.sequence_runs import (
     Piece,
@@ -27,7 +28,7 @@ from ds_ring.layers.scan.sequence_runs import (
 )
 from ds_ring.ops.checks import check_layout
 from ds_ring.ops.context import cache_context
-from ds_ring.ops.handles import assume_constant, new_handle, read_number
+from ds_ring.ops.handles import new_handle, read_number
 from ds_ring.patterns.documents.pattern import Documents, Tree
 from ds_ring.schedule.layout import Layout
 

@@ -23,12 +23,13 @@ from torch import Tensor
 
 from ds_ring.comm.collective import collective
 from ds_ring.comm.mesh import RingMesh
+from ds_ring.compat.torch import operator
 from ds_ring.errors import RingShapeError
 from ds_ring.layers.scan.context import ByRank, ScanContext, get_scan_handle
 from ds_ring.layers.scan.sequence_runs import SequenceRuns
 from ds_ring.ops.checks import check_operand
 from ds_ring.ops.gradients import get_forward_call, refuse_second_derivative, run_compared, run_gradient
-from ds_ring.ops.handles import constant, get_object, operator
+from ds_ring.ops.handles import constant, get_object
 from ds_ring.ops.passes import count_forward_pass
 from ds_ring.patterns.documents.pattern import Documents, Tree
 from ds_ring.schedule.layout import Layout
@@ -188,8 +189,7 @@ def scan_messages(
     """Compute the state before each run of a rank: `SequenceRuns.rounds`, then one shift by a run.
 
     Yields the tensors that the rank sends and receives in each round, by the other rank; continues once the
-    tensors to receive are filled. Real ranks exchange them (`scan_op`), virtual ranks copy them
-    (layers/scan/simulation.py).
+    tensors to receive are filled. Real ranks exchange them (`scan_op`).
 
     Returns:
         The states, like `increment`.

@@ -10,6 +10,7 @@ from torch import Tensor
 from ds_ring.comm.collective import collective
 from ds_ring.comm.device_tables import to_host
 from ds_ring.comm.mesh import RingMesh, check_mesh
+from ds_ring.compat.torch import operator
 from ds_ring.errors import RingShapeError
 from ds_ring.layers.selection.context import selection_context
 from ds_ring.layers.selection.selected_pass import SelectedPass
@@ -17,7 +18,7 @@ from ds_ring.masks.catalog import Full
 from ds_ring.ops.checks import check_heads, check_operand, check_tensors, check_tokens
 from ds_ring.ops.context import RingContext, get_ring_context
 from ds_ring.ops.gradients import get_forward_call, run_compared, run_gradient
-from ds_ring.ops.handles import forbid_tracing, operator
+from ds_ring.ops.handles import forbid_tracing
 from ds_ring.ops.passes import count_forward_pass
 from ds_ring.ops.ring_op import register
 from ds_ring.ops.sinks import add_sinks, check_sinks, compute_sinks_gradient

@@ -108,7 +108,8 @@ def _anchor(step: CellStep, initial: Tensor, tensors: Sequence[Tensor], block_si
         return initial.new_zeros(())
     none = [x[:0, :block_size] for x in tensors]  # of no sample: it costs nothing, and its gradient is 0
     try:
-        with warnings.catch_warnings(action="ignore"):  # of means of nothing
+        with warnings.catch_warnings():  # of means of nothing
+            warnings.simplefilter("ignore")
             result = step(initial[:0], none)
     except Exception:  # a step that takes no empty batch
         result = step(initial[:1], [x[:1, :block_size] for x in tensors])

@@ -9,7 +9,7 @@ Shapes: B samples, H query heads, G K/V heads, Q slots of the queries, K slots o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -19,10 +19,12 @@ from torch.nn.functional import pad
 from ds_ring.api import RingAttention
 from ds_ring.comm.device_tables import on_device
 from ds_ring.comm.mesh import RingMesh
-from ds_ring.config.section import RingConfig
 from ds_ring.errors import RingShapeError
 from ds_ring.masks.pattern import Pattern
 from ds_ring.schedule.layout import Layout
+
+if TYPE_CHECKING:
+    from ds_ring.config.section import RingConfig
 
 SequenceParts = Sequence[
     tuple[int, int]

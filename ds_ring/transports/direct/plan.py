@@ -195,7 +195,7 @@ class DirectClass(HeadClass):
 
 
 def make_direct_plan(plan: Plan, ranks_per_node: int | None, stage_tokens: int) -> Plan:
-    """Return the plan of a direct exchange for the pattern, layout and payloads of a ring's plan; cached with it."""
+    """Return the plan of a direct exchange for what a ring's plan is for; cached with it."""
     size = plan.ring_size
     if size == 1:
         return plan
@@ -217,7 +217,8 @@ def plan_for_bytes(plan: Plan, ranks_per_node: int | None, stage_bytes: int | st
     Args:
         plan: of a ring.
         ranks_per_node: neighbours on the ring that share a node; None if unknown, as if all did.
-        stage_bytes: most bytes of K and V that a rank holds, or relays, in a stage; "auto": `STAGE_BYTES_GPU`.
+        stage_bytes: most bytes of K and V that a rank holds, or relays, in a stage; "auto" is
+            `STAGE_BYTES_GPU`.
         token_bytes: of K and V of a token, of all heads of the rank and all sequences.
 
     Raises:

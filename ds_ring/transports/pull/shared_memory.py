@@ -42,6 +42,7 @@ from ds_ring.comm.exchange import Exchange
 from ds_ring.comm.in_flight import Pending
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.comm.waiting import POLL_S, CallSite, first_line
+from ds_ring.compat.torch import list_missing
 from ds_ring.errors import RingBufferError, RingConfigError
 from ds_ring.limits import ABORT_S
 from ds_ring.transports.devices import OF_SYMMETRIC_MEMORY, has_one_queue, may_share
@@ -367,9 +368,7 @@ def _why_not(device: torch.device) -> str | None:
         return f"its torch {torch.__version__} has no symmetric memory ({error})"
     if has_one_queue():
         return "its CUDA_DEVICE_MAX_CONNECTIONS is 1: no stream could end a wait after a fault; use 2"
-    missing = [name for name in OF_MODULE if not hasattr(_symmetric_memory, name)]
-    missing += [name for name in OF_HANDLE if not hasattr(_SymmetricMemory, name)]
-    if missing:
+    if missing := [*list_missing(_symmetric_memory, OF_MODULE), *list_missing(_SymmetricMemory, OF_HANDLE)]:
         return f"symmetric memory of its torch {torch.__version__} has no {', '.join(missing)}"
     if (backend := _symmetric_memory.get_backend(device)) != "CUDA":
         return f"its symmetric memory has the backend {backend}, and only CUDA's has these signals"

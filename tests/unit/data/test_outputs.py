@@ -16,6 +16,15 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from ds_ring.data.outputs import LocalOutput, gather_computed, make_whole_output
 
 
+def test_a_number_that_has_a_name_of_its_own_is_made_whole_by_it() -> None:
+    """Counts of tokens, which are no losses."""
+    output = CausalLMOutputWithPast(loss=torch.tensor(1.0))
+    output["counted"], output["all"] = torch.tensor(2.0), torch.tensor(3)
+    names = {"counted": lambda x: x * 100, "all": lambda x: x * 100}
+    whole = make_whole_output(output, lambda x: x * 10, lambda x: x, names)
+    assert [float(whole[name]) for name in ("loss", "counted", "all")] == [10.0, 200.0, 300.0]
+
+
 class Named(NamedTuple):
     loss: Any
     logits: Any

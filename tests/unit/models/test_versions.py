@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import inspect
+import json
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import cache_utils
@@ -11,7 +15,9 @@ from transformers import cache_utils
 from ds_ring.data.batch import cache_name
 from ds_ring.decode import generation
 from ds_ring.errors import RingConfigError
+from ds_ring.models.checks import takes_more
 from ds_ring.patches import guard_imports
+from ds_ring.plugin import load_available
 
 RING_CACHE = "ds_ring.decode.ring_cache"
 
@@ -19,9 +25,10 @@ RING_CACHE = "ds_ring.decode.ring_cache"
 @pytest.fixture
 def fresh_ring_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let ring_cache be imported again."""
-    monkeypatch.delitem(sys.modules, RING_CACHE, raising=False)
-    package = sys.modules[RING_CACHE.rpartition(".")[0]]
-    monkeypatch.delattr(package, "ring_cache", raising=False)
+    for name in (RING_CACHE, "ds_ring.compat.transformers"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        package, _, module = name.rpartition(".")
+        monkeypatch.delattr(importlib.import_module(package), module, raising=False)
 
 
 def test_the_cache_does_without_layers_that_hold_nothing(
@@ -59,3 +66,25 @@ def test_an_import_that_fails_is_a_refusal_by_name() -> None:
 )
 def test_a_cache_goes_by_the_name_that_a_function_has(names: str, name: str) -> None:
     assert cache_name(names.split()) == name
+
+
+def test_a_row_whose_module_lacks_a_name_of_a_package_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "row_of_a_later_version.py").write_text("from transformers import no_such_name\n")
+    (tmp_path / "row_with_a_fault.py").write_text("from ds_ring.plugin import no_such_name\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    rows = {"later": "row_of_a_later_version.X", "here": "json.dumps"}
+    assert load_available(rows) == [json.dumps]
+    assert "later is left out" in caplog.text and "no_such_name" in caplog.text
+    with pytest.raises(ImportError, match="ds_ring"):  # of our own is a fault
+        load_available({"fault": "row_with_a_fault.X"})
+
+
+@pytest.mark.parametrize(
+    ("parameters", "takes"), [("x", False), ("x, **deprecated_arguments", False), ("x, **kwargs", True)]
+)
+def test_a_forward_that_takes_no_more_arguments_is_seen(parameters: str, takes: bool) -> None:
+    forward: dict[str, Any] = {}
+    exec(f"def forward({parameters}): pass", forward)
+    assert takes_more(inspect.signature(forward["forward"])) == takes

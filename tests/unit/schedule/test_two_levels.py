@@ -31,7 +31,7 @@ def messages(plan: Plan, backward: bool) -> tuple[dict, dict]:
                     sent = isinstance(post, Send)
                     pair = (rank, post.peer) if sent else (post.peer, rank)
                     message = (index, post.payload, post.origin, post.slots.tolist())
-                    ends[not sent][*pair, batch.number].append(message)
+                    ends[not sent][(*pair, batch.number)].append(message)
     return ends
 
 

@@ -99,7 +99,6 @@ def test_ms_swift_resumes_a_ring(tmp_path: Path) -> None:
 @pytest.mark.needs("ms-swift")
 def test_every_target_in_ms_swift_exists() -> None:
     ms_swift.SWIFT.check()
-    ms_swift.PEFT.check()
 
 
 def test_the_path_of_a_plug_in_is_printed() -> None:
