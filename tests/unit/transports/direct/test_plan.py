@@ -70,7 +70,7 @@ def test_every_plan_of_the_registry_is_accepted(
                     validate_plan(plan_of(pattern, layout, inner, most))
 
 
-@pytest.mark.parametrize("options", PAYLOADS, ids=str)
+@pytest.mark.parametrize("options", PAYLOADS, ids=lambda options: f"options{PAYLOADS.index(options)}")
 @pytest.mark.parametrize(("size", "inner"), [(4, 2), (6, 3), (8, 2), (8, None)])
 @pytest.mark.day("4-2-options0", "6-3-options1", "8-2-options2", "4-2-options3")
 def test_packed_documents_are_accepted(size: int, inner: int | None, options: dict[str, Any]) -> None:
