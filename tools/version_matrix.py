@@ -172,7 +172,7 @@ def try_row(
         results = compare(place / "bin/python", cells, folder / f"{place.name}.log")
     about = {
         "row": name,
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
         "commit": read_commit(),
     }
     return [about | result for result in results]
@@ -217,7 +217,7 @@ def make_table(results: Sequence[dict[str, Any]]) -> str:
             lines.append(f"| {name} | {' | '.join(texts)} | {last['date']}, {last['commit']} |")
             for cell, x in found.items():
                 if x["reason"]:
-                    text = x["reason"].replace("|", "/")[:220]
+                    text = x["reason"].replace("|", "/")[:320]
                     reasons.setdefault(f"{x['verdict']}: {text}", []).append(f"{name} {cell}")
         pins = [f"- {name}: {_list(row.pins)}" for name, row in rows.items() if len(row.pins) > 1]
         lines += ["", *pins, *([""] if pins else [])]
