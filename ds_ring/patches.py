@@ -315,7 +315,7 @@ def import_all() -> None:
 
 
 @contextmanager
-def guard_imports(feature: str, package: str) -> Iterator[None]:
+def guard_imports(feature: str, package: str, since: str = "") -> Iterator[None]:
     """Refuse a feature by its name if an import inside fails: the installed package lacks something.
 
     Raises:
@@ -324,9 +324,8 @@ def guard_imports(feature: str, package: str) -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        raise RingConfigError(
-            f"{feature}: expected another version of {package}, got {version(package)}: {error}; install one"
-        ) from error
+        expected = f"{feature}: expected {since or 'another version'} of {package}"
+        raise RingConfigError(f"{expected}, got {version(package)}: {error}; install one") from error
 
 
 def _printed(rows: Iterable[Patch]) -> str:

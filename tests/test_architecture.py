@@ -729,6 +729,8 @@ FOREIGN = {"engine", "model", "module", "layer", "head", "part", "output", "samp
 OWN_OBJECTS = {
     ("*", "ctx"): "of an autograd.Function of ours",
     ("config.messages", "__init__"): "the constructor of a class of ours",
+    ("compat.plain_models", "method.__func__"): "a validator of a class of ours",
+    ("compat.plain_models", "self_instance"): "an instance of a class of ours",
     ("health.client", "timer"): "a threading.Timer",
     ("contrib.compile.backend", "call"): "a node of the graph that a backend owns",
     ("contrib.compile.graph_sharding", "request"): "the same",

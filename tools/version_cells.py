@@ -34,7 +34,7 @@ FAMILIES = (
 )  # fmt: skip
 PACKED = tuple(f"{family}.packed" for family in FAMILIES)
 SCRIPTS = {"trainer": "hf_trainer.py", "sft": "trl_sft.py"}
-CELLS = (*STAGES, *ACCUMULATED, *FAMILIES, *PACKED, *SCRIPTS, "quickstart")
+CELLS = ("pass", *STAGES, *ACCUMULATED, *FAMILIES, *PACKED, *SCRIPTS, "quickstart")
 STEPS = 3
 DEADLINE_S = 300.0
 
@@ -142,6 +142,18 @@ def check_script(name: str) -> Cell:
     return Cell(name, "exact")
 
 
+def check_pass(name: str) -> Cell:
+    """Compare passes of torch alone with the definition in float64: by ranks, compiled, simulated."""
+    command = [sys.executable, str(ROOT / "tests/pass_check.py")]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, text=True, timeout=DEADLINE_S, capture_output=True)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    assert lines, done.stderr[-2000:]
+    inexact = [kind for kind, is_exact in json.loads(lines[-1])["exact"].items() if not is_exact]
+    assert not inexact, f"not exact: {', '.join(inexact)}"
+    return Cell(name, "exact")
+
+
 def check_quickstart(name: str) -> Cell:
     """Run README's example: its last lines compare it with one process."""
     with tempfile.TemporaryDirectory() as folder:
@@ -172,8 +184,8 @@ def check_cell(name: str) -> Cell:
         check = check_stage
     elif name in SCRIPTS:
         check = check_script
-    elif name == "quickstart":
-        check = check_quickstart
+    elif name in ("pass", "quickstart"):
+        check = check_pass if name == "pass" else check_quickstart
     try:
         cell = check(name)
     except RefusedError as error:
