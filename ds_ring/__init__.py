@@ -5,9 +5,12 @@ A name is imported at its first use: `import ds_ring` takes no torch with it (mo
 section can be read without it, and only `initialize` imports DeepSpeed.
 """
 
+import sys
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
 from typing import Any
 
-from ds_ring.models.registration import register_with_transformers
+from ds_ring.compat import get_imported
 from ds_ring.plugin import PUBLIC, load
 
 __version__ = "0.1.0"
@@ -15,7 +18,32 @@ __version__ = "0.1.0"
 # No module of this folder may have the name of a public function: importing it would take that name.
 __all__ = sorted(PUBLIC)
 
-register_with_transformers()
+# By modules of others: a name in each, and the module of ds_ring that has to know when it is imported.
+_AFTER_IMPORT = {
+    "transformers.modeling_utils": ("PreTrainedModel", "ds_ring.models.registration"),
+    "deepspeed.runtime.engine": ("DeepSpeedEngine", "ds_ring.engines.unread_section"),
+}
+
+
+class _BeforeImport(MetaPathFinder):
+    """Let a module of ds_ring find another package's: its `register` is called right after the import."""
+
+    def __init__(self, module: str, home: str) -> None:
+        self.module, self.home = module, home
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if fullname != self.module:
+            return None
+        sys.meta_path.remove(self)
+        spec: ModuleSpec | None = load(f"{self.home}.find_and_register")(fullname)
+        return spec
+
+
+for _module, (_name, _home) in _AFTER_IMPORT.items():
+    if get_imported(_module, _name) is not None:
+        load(f"{_home}.register")()
+    else:
+        sys.meta_path.insert(0, _BeforeImport(_module, _home))
 
 
 def __getattr__(name: str) -> Any:

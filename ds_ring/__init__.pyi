@@ -14,6 +14,7 @@ from ds_ring.errors import RingCheckpointMissingError as RingCheckpointMissingEr
 from ds_ring.errors import RingConfigError as RingConfigError
 from ds_ring.errors import RingError as RingError
 from ds_ring.errors import RingFiniteError as RingFiniteError
+from ds_ring.errors import RingKernelError as RingKernelError
 from ds_ring.errors import RingLayoutError as RingLayoutError
 from ds_ring.errors import RingMeshError as RingMeshError
 from ds_ring.errors import RingMismatchError as RingMismatchError

@@ -126,6 +126,10 @@ class RingBufferError(RingError, RuntimeError):
     """A tensor was written to while it was on its way to another rank."""
 
 
+class RingKernelError(RingError, RuntimeError):
+    """An attention kernel failed while it ran; the message names the kernel, its shapes and what to set."""
+
+
 class RingFiniteError(RingError, ArithmeticError):
     """`check_finite` found a NaN or an infinity; the message names rank, tensor and hop."""
 

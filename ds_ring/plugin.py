@@ -136,6 +136,8 @@ class PassRow(NamedTuple):
         checks_layout: function of a layout and `block_size` that raises RingLayoutError for one that has not.
         shares_memory: ranks copy out of memory that those of one node share; no backend sees a message.
         few_queries: function that makes its forward pass of queries that all ranks have; None: the usual.
+        plans: function that makes its plan of a ring's, with the ranks of a node, the most bytes of a stage
+            and the bytes of K and V of a token; None: it goes by the ring's.
     """
 
     home: Object
@@ -147,6 +149,7 @@ class PassRow(NamedTuple):
     checks_layout: Object = None
     shares_memory: bool = False
     few_queries: Object = None
+    plans: Object = None
 
 
 class CodecRow(NamedTuple):

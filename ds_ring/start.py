@@ -22,7 +22,7 @@ from ds_ring.compat.untried import note_untried
 from ds_ring.config.section import RingConfig, pattern_from_config, strip_section
 from ds_ring.data.config_agreement import resolve_auto
 from ds_ring.data.dynamic_ring.sample_times import read_model_sizes
-from ds_ring.data.engine_part import AttachedModels, check_engine_parts
+from ds_ring.data.engine_part import AttachedModels, engine_parts
 from ds_ring.data.loader import RingLoader, check_dataset
 from ds_ring.data.session import RingSession, end_session, ending_on_error
 from ds_ring.engines.deepspeed.initialize import (
@@ -95,7 +95,8 @@ def _read_configuration(
         refuse_features(deepspeed_config, module)
         has_optimizer, has_scheduler = arguments.optimizer is not None, arguments.lr_scheduler is not None
         deepspeed_config = resolve_auto(deepspeed_config, module, has_optimizer, has_scheduler)
-        check_engine_parts(ring_config, deepspeed_config)
+        for part in engine_parts():
+            part.check(ring_config, deepspeed_config)
         if _contains_transformers(module):
             with guard_imports("a model of transformers", "transformers"):
                 from ds_ring.models.attach import check_model

@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from tests.flash_operators import INFINITY, flash_backward, flash_forward
+from tests.flash_operators import INFINITY, _gradients, flash_backward, flash_forward
 
 _SIDES = "bool is_causal=False, int window_size_left=-1, int window_size_right=-1"
 _FORWARD_3 = f"""fwd(Tensor q, Tensor k, Tensor v, Tensor(k_new!)? k_new=None, Tensor(v_new!)? v_new=None,
@@ -135,6 +135,62 @@ def flash_4(results: int = 2) -> Iterator[None]:
     modules = dict(zip(names, (ModuleType(names[0]), ModuleType(names[1]), interface), strict=True))
     with mock.patch.dict("sys.modules", modules):
         yield
+
+
+@contextmanager
+def cudnn_flex(shift: int = 0) -> Iterator[list[Any]]:
+    """Install cuDNN's flex attention; its intervals end `shift` keys too late. Yields the masks planned."""
+    masks: list[Any] = []
+
+    def plan(mask: Tensor, q: Tensor, k: Tensor, v: Tensor, *, build_backward: bool) -> Tensor:
+        assert mask.dtype == torch.int32 and mask.is_contiguous() and mask.dim() == 3 and mask.shape[1] % 2
+        assert (
+            mask.shape[0] in (1, q.shape[-2]) and mask.shape[2] == q.shape[0] * q.shape[1] and build_backward
+        )
+        assert (mask[:, 1::2] <= mask[:, 2::2]).all() and mask.min() >= 0 and mask.max() <= k.shape[1]
+        masks.append(mask)
+        return mask
+
+    def score(q: Tensor, k: Tensor, mask: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """Scores [B, H, S, n] of rows [B, S, H, D], and the keys of each query head."""
+        at = torch.arange(k.shape[1])
+        ends = mask.unflatten(2, q.shape[:2])[..., None]  # [Hmask, nfunc, B, S, 1]
+        seen = at < ends[:, 0]
+        for first in range(1, len(mask[0]), 2):
+            seen = seen | ((at >= ends[:, first]) & (at < ends[:, first + 1] + shift))
+        keys = k.transpose(1, 2).repeat_interleave(q.shape[2] // k.shape[2], dim=1)
+        scores = q.transpose(1, 2) @ keys.mT * scale
+        return scores.masked_fill(~seen.transpose(0, 1), -INFINITY), keys
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, *, mask_plan: Tensor, softmax_scale: float,
+                return_lse: bool) -> tuple[Tensor, Tensor, None]:  # fmt: skip
+        _takes(q, k, v)
+        assert return_lse
+        scores, _ = score(q, k, mask_plan, softmax_scale)
+        lse = scores.logsumexp(-1)
+        weights = torch.exp(scores - lse.masked_fill(lse == -INFINITY, 0)[..., None])
+        values = v.transpose(1, 2).repeat_interleave(q.shape[2] // k.shape[2], dim=1)
+        return (weights @ values).transpose(1, 2).contiguous(), lse, None
+
+    def backward(
+        q: Tensor, k: Tensor, v: Tensor, out: Tensor, grad: Tensor, lse: Tensor, *, mask_plan: Tensor,
+        softmax_scale: float, deterministic: bool,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        _takes(q, k, v)
+        assert lse.is_contiguous() and lse.shape == (len(q), q.shape[2], q.shape[1])
+        scores, keys = score(q, k, mask_plan, softmax_scale)
+        values = v.transpose(1, 2).repeat_interleave(q.shape[2] // k.shape[2], dim=1)
+        parts = (x.transpose(1, 2) for x in (grad, q, out))
+        dq, dk, dv = _gradients(scores, lse, *parts, keys, values, softmax_scale)
+        dk, dv = (x.unflatten(1, (k.shape[2], -1)).sum(2) for x in (dk, dv))
+        return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+
+    package, execution = ModuleType("cudnn.flex_attention"), ModuleType("cudnn.flex_attention.execution")
+    package.create_mask_plan = plan  # type: ignore[attr-defined]
+    execution._flex_attention_forward, execution._flex_attention_backward = forward, backward  # type: ignore[attr-defined]
+    modules = {"cudnn": ModuleType("cudnn"), package.__name__: package, execution.__name__: execution}
+    with mock.patch.dict("sys.modules", modules):
+        yield masks
 
 
 def _one_or_three(*tensors: Tensor) -> None:

@@ -34,6 +34,7 @@ TEXTS = {
     "ds_ring/README.md": "Programming",
     "launcher/README.md": "Running",
     "configs/README.md": "Configuration",
+    "configs/recipes/README.md": "A worked case",
     "MIGRATING.md": "Coming from elsewhere",
     "tools/README.md": "Evidence and tools",
     "tools/upstream/README.md": "Patches for other packages",

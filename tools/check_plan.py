@@ -7,7 +7,7 @@ The profiler does not see what gloo's threads free. A tensor whose last owner is
 ended counts as alive for ever; so waits are a little longer here, until gloo has let go.
 
 Example:
-    python tools/check_plan.py                       # all 26 points, five to fifteen minutes
+    python tools/check_plan.py                       # all 30 points, five to fifteen minutes
     python tools/check_plan.py --only zero3 --json
 """
 
@@ -17,7 +17,8 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -66,10 +67,13 @@ class CheckedSetting(NamedTuple):
     checkpointing: bool = False
     long: tuple[str, ...] = ()  # keys of "long_sequence" that are on
     recompute: bool = False  # attention, under checkpointing
+    # the engine's start alone, at stage 3: "whole" or "partitioned" (`deepspeed.zero.Init`) as it is made
+    start: str | None = None
 
     @property
     def name(self) -> str:
         what = "attention" if self.stage is None else f"zero{self.stage}"
+        what += "" if self.start is None else f" start {self.start}"
         options = ", checkpointing" if self.checkpointing else ""
         options += "".join(f", {key}" for key in self.long) + (", recompute" if self.recompute else "")
         heads = f"H{self.heads} G{self.kv_heads}"
@@ -124,7 +128,14 @@ POINTS = [
     _training(1, "float32", LONG, 4096, "window")._replace(long=EVERY, checkpointing=True),
     _training(3, "bfloat16", LONG, 4096, "window")._replace(long=EVERY, checkpointing=True),
     _training(1, "float32", LONG, 4096, "window")._replace(long=EVERY, checkpointing=True, recompute=True),
-]
+    *(
+        _training(3, dtype, DEEP, 256)._replace(start=start, ranks=ranks)
+        for dtype, start, ranks in (
+            ("float32", "whole", 2), ("float32", "partitioned", 4), ("bfloat16", "partitioned", 2),
+            ("bfloat16", "partitioned", 4),
+        )
+    ),
+]  # fmt: skip
 
 
 def get_bucket(point: CheckedSetting) -> int:
@@ -146,6 +157,9 @@ def planned(point: CheckedSetting) -> PeakAndTraffic:
             mlp_tokens=TILES["tiled_mlp"] if "tiled_mlp" in point.long else None,
             offload_checkpoints="offload_checkpoints" in point.long,
         )  # fmt: skip
+        if point.start is not None:
+            is_partitioned = point.start == "partitioned"
+            return PeakAndTraffic(replace(zero, partitioned_init=is_partitioned).start(point.model), 0)
         return PeakAndTraffic(estimate(setting).peak.total, 0)
     layout = make_layout("auto", tokens=point.tokens, ring_size=point.ranks, pattern=pattern)
     plan = build_plan(pattern, layout, query_heads=point.heads, kv_heads=point.kv_heads)
@@ -198,15 +212,26 @@ def training_rank(point: CheckedSetting) -> PeakAndTraffic:
     }
     low: dict[str, Any] = {"bf16": {"enabled": True}} if point.dtype == "bfloat16" else {}
     with patient_waits(), measure_cpu_memory() as memory:
-        model = llama(point.tokens, *sizes, attention="ds_ring", head_dim=shape.head_dim)
+        with partitioned_init(point, zero, low):
+            model = llama(point.tokens, *sizes, attention="ds_ring", head_dim=shape.head_dim)
         if point.checkpointing:
             model.gradient_checkpointing_enable()
         engine = make_engine(model, point.ranks, section, zero, **low)
-        for _ in range(2):
+        for _ in range(0 if point.start is not None else 2):
             loss = engine(**engine.ring.shard_batch({"input_ids": ids, "labels": ids.clone()})).loss
             engine.backward(loss)
             engine.step()
     return PeakAndTraffic(memory.peak_bytes, 0)
+
+
+def partitioned_init(point: CheckedSetting, zero: dict[str, Any], low: dict[str, Any]) -> Any:
+    """Return the context in which DeepSpeed divides every module as it is made, where a point asks for it."""
+    if point.start != "partitioned":
+        return nullcontext()
+    import deepspeed
+
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero} | low
+    return deepspeed.zero.Init(config_dict_or_path=config)
 
 
 @contextmanager

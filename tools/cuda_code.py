@@ -170,6 +170,29 @@ def lowered_for(target: Target, sources: list[str], run: bool) -> Iterator[str]:
         yield name
 
 
+OLDEST, INSTALLED = "2.11", "installed"
+_TEMPLATES = {
+    "flex_attention_template": ("flex_attention", "utilities", "common"),
+    "flex_attention_backward_template": ("flex_backwards", "utilities"),
+}
+
+
+@contextmanager
+def flex_templates(version: str) -> Iterator[None]:
+    """Let Inductor write FlexAttention's kernels as torch 2.11 does, or as the installed one.
+
+    They differ in one thing that matters here: torch before 2.12.1 indexes the tables of full blocks with the
+    strides of the partial ones. Nothing else is put back.
+    """
+    lowering = importlib.import_module("torch._inductor.kernel.flex.flex_attention")
+    with ExitStack() as stack:
+        for name, parts in _TEMPLATES.items() if version == OLDEST else ():
+            template = getattr(lowering, name)
+            text = "".join(map(lowering.load_flex_template, parts)).replace('stride("FULL_', 'stride("')
+            stack.enter_context(mock.patch.object(template, "template", template._template_from_string(text)))
+        yield
+
+
 def triton_sources(module: str) -> dict[str, str]:
     """Return the Triton kernels of a generated module, by name."""
     sources = {}

@@ -524,15 +524,14 @@ def together(act: Callable[[], T]) -> list[T]:
         RingCheckpointMissingError: so did `act`, on every rank.
         RingCheckpointError: `act` could not read or write a file, or raised this error, on some rank.
     """
-    import torch.distributed as dist
+    from ds_ring.comm.groups import gather_objects
 
     mine: tuple[T | None, str, bool]
     try:
         mine = (act(), "", False)
     except (OSError, RingCheckpointError) as error:
         mine = (None, str(error), isinstance(error, RingCheckpointMissingError))
-    everyones: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyones, mine)
+    everyones = gather_objects(mine)
     failed = [(rank, text, missing) for rank, (_, text, missing) in enumerate(everyones) if text]
     if failed:
         # Where some ranks see what others miss, a script must not take it for a run that has not begun.

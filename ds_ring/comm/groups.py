@@ -44,6 +44,13 @@ def compute_world_size(caller: str) -> int:
     return dist.get_world_size()
 
 
+def gather_objects(value: object, group: ProcessGroup | None = None) -> list[Any]:
+    """Return the value of each rank of a group, or of the world, which are pickled. Collective."""
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
 def check_seconds(value: object, name: str) -> None:
     """Raise RingMeshError unless `value` is a number of seconds above 0 that timers accept."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= MAX_SECONDS:
@@ -122,8 +129,7 @@ def _check_same(grid: Grid) -> None:
     """Compare the grids of all ranks: different ones would wait for each other in different groups."""
     if grid.world_size == 1 or dist.get_backend() == "fake":
         return
-    grids: list[Grid | None] = [None] * grid.world_size
-    dist.all_gather_object(grids, grid)
+    grids: list[Grid] = gather_objects(grid)
     different_rank = next((rank for rank, theirs in enumerate(grids) if theirs != grids[0]), None)
     if different_rank is not None:
         first, different = _describe_grid(grids[0]), _describe_grid(grids[different_rank])
@@ -132,8 +138,7 @@ def _check_same(grid: Grid) -> None:
         raise RingMismatchError.wrong("RingMesh", "the same groups on all ranks", got, advice)
 
 
-def _describe_grid(grid: Grid | None) -> str:
-    assert grid is not None
+def _describe_grid(grid: Grid) -> str:
     order = f", order {list(grid.order)}" if grid.order else ""
     return f"ring_size {grid.ring_size}, ulysses_size {grid.ulysses_size}{order}"
 

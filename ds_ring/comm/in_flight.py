@@ -19,13 +19,13 @@ from torch import Tensor
 from ds_ring.comm.mesh import RingMesh, Watchdog
 from ds_ring.comm.streams import Streams
 from ds_ring.comm.waiting import (
-    DEVICE_ERROR,
     CallSite,
     blame,
     describe_cause,
     get_own_fault,
     wait_for,
 )
+from ds_ring.compat.torch import DEVICE_ERROR
 from ds_ring.errors import RingBufferError, RingPeerError
 from ds_ring.health.client import keep_for_ever
 

@@ -47,7 +47,8 @@ def resolve_source(tx: Any, source: Source) -> Any:
     scope, closures = {"G": root.f_globals, "L": root.f_locals}, guards._get_closure_vars()
     if hasattr(source, "get_value"):  # from torch 2.11 on
         return source.get_value(scope, closures, {})
-    return eval(source.name(), scope, closures)
+    name: Any = source.name  # a method, before
+    return eval(name(), scope, closures)
 
 
 def add_guard(manager: Any, test: Callable[[Any], bool], text: str, stack: Any) -> None:

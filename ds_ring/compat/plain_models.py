@@ -164,8 +164,9 @@ class _Validator:
                     value = check(value, ValidationInfo(data, name))
                 data[name] = value
             except ValueError as error:
-                is_ours = isinstance(error, _Invalid)
-                kind, context = (error.kind, error.context) if is_ours else ("value_error", {"error": error})
+                kind, context = "value_error", {"error": error}
+                if isinstance(error, _Invalid):
+                    kind, context = error.kind, error.context
                 details.append({"type": kind, "loc": (name,), "input": given, "ctx": context})
         unknown = [name for name in values if name not in model.model_fields]
         details += [{"type": "extra_forbidden", "loc": (name,), "input": values[name]} for name in unknown]

@@ -178,6 +178,9 @@ def resolve(source: JsonSource, model: type[Model]) -> tuple[Model, Json]:
         raise config_error(label, *problems, _no_section(whole))
     if SP_KEY in section:
         problems.append(Problem(f"{SECTION}.{SP_KEY}", "got it inside the section; move it to the top level"))
+    # DeepSpeed has no key of these names, and ignores what it does not know.
+    advice = f'got it at the top level, where it has no effect; move it into "{SECTION}"'
+    problems += [Problem(key, advice) for key in model.model_fields if key != SP_KEY and key in whole]
     ours = {key: whole[key] for key in (SP_KEY, SECTION) if key in whole}
     problems += non_finite(ours)
     try:

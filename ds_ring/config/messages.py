@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import operator
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -205,8 +206,10 @@ def _problem(detail: ErrorDetails, root: type[BaseModel], prefix: str) -> Proble
     if field is None:
         known = _keys(owner)
         near = did_you_mean(loc[-1], known) or _elsewhere(loc[-1], root, prefix)
-        advice = f"did you mean '{near}'?" if near else "remove it, or move it to its section"
-        what = sentence(f"one of {', '.join(known)}", f"the unknown key '{str(loc[-1])[:80]}'", advice)
+        unknown = f"the unknown key '{str(loc[-1])[:80]}'"
+        if near:  # the list of all keys would hide it
+            return Problem(_dotted(prefix, loc), sentence("a known key", unknown, f"did you mean '{near}'?"))
+        what = sentence(f"one of {', '.join(known)}", unknown, "remove it, or move it to its section")
         return Problem(_dotted(prefix, loc), what)
     takes = accepted_by(field)
     # Inside a field there are indices, keys of an object of options, and members of a union: not keys.
@@ -220,7 +223,17 @@ def _problem(detail: ErrorDetails, root: type[BaseModel], prefix: str) -> Proble
     if detail["type"] == "less_than_equal" and "at most" not in expected:
         expected = f"{takes.what}, at most {detail['ctx']['le']:,.0f}"
     near = did_you_mean(value, choices) if isinstance(value, str) and choices else None
-    return Problem(key, sentence(expected, shown(value), f'did you mean "{near}"?' if near else takes.advice))
+    advice = f'did you mean "{near}"?' if near else takes.advice
+    if _is_quoted_number(value) and "number" in expected:
+        advice = "write it without quotes"
+    return Problem(key, sentence(expected, shown(value), advice))
+
+
+def _is_quoted_number(value: object) -> bool:
+    try:
+        return isinstance(value, str) and math.isfinite(float(value))
+    except ValueError:
+        return False
 
 
 def _field_at(

@@ -27,7 +27,7 @@ from ds_ring.data.packing import (
     row_kind,
     without_padding,
 )
-from ds_ring.errors import RingPatternError, RingShapeError
+from ds_ring.errors import RingConfigError, RingPatternError, RingShapeError
 from ds_ring.masks.pattern import Pattern
 from ds_ring.ops.shard import shard_sequence
 from ds_ring.schedule.layout import Layout
@@ -35,6 +35,7 @@ from ds_ring.schedule.layout import Layout
 _log = logging.getLogger(__name__)
 IGNORE = -100  # the label that cross entropy skips (PyTorch's and Hugging Face's default)
 LABEL_KEYS = ("labels", "shift_labels")
+_FEW_LABELS = 8  # may be the next tokens by chance
 EMBEDS = "inputs_embeds"  # [B, T, E], in place of input_ids
 LOSS_WEIGHTS = "loss_weights"  # of tokens in a loss of the caller's: no model takes them
 REAL_TOKENS = "ds_ring_real_tokens"  # of prepared batches only: 1 for tokens, 0 for padding
@@ -148,10 +149,10 @@ def split_samples(tensors: Mapping[str, Tensor], place: int, places: int) -> Bat
     """Return this rank's samples, whole: [B, T, ...] -> [ceil(B / places), T, ...]."""
     # Every rank gets the same number of rows (ZeRO wants the same calls on all ranks); rows beyond the batch
     # are zeros without labels.
-    batch_rows, length = token_shape(tensors)
+    batch_rows = len(_get_tokens(tensors))
     if any(tensor.ndim == 1 for tensor in tensors.values()):
         raise RingShapeError.wrong(
-            "labels", "one for each token", f"one for {length} tokens", 'set "min_sequence_length": 0'
+            "labels", "one for each token", "one for each sample", 'set "min_sequence_length": 0'
         )
     rows = -(-batch_rows // places)
     mine = slice(place * rows, min((place + 1) * rows, batch_rows))
@@ -251,6 +252,7 @@ def _aligned_labels(tensors: Mapping[str, Tensor], pattern: Pattern) -> Tensor |
             raise RingPatternError.wrong(
                 "labels", "a causal pattern", f"{pattern}", 'set "causal": true, or give "shift_labels"'
             )
+        _check_not_shifted(tensors["labels"], tensors.get("input_ids"))
         labels_BT = torch.nn.functional.pad(tensors["labels"][:, 1:], (0, 1), value=IGNORE)
         if document_ids is not None and bool(((labels_BT != IGNORE) & (document_ids < 0)).any()):
             warn_about_shifted_padding()
@@ -259,6 +261,21 @@ def _aligned_labels(tensors: Mapping[str, Tensor], pattern: Pattern) -> Tensor |
     # Without a causal pattern labels need not be next tokens: only padding loses its own.
     unlabelled = has_no_label(document_ids) if pattern.is_causal else document_ids < 0
     return labels_BT.masked_fill(unlabelled, IGNORE)
+
+
+def _check_not_shifted(labels_BT: Tensor, ids_BT: Tensor | None) -> None:
+    """Refuse labels that are the next tokens already: shifted twice, they are those after the next."""
+    if ids_BT is None or ids_BT.shape != labels_BT.shape:
+        return
+    labelled = labels_BT != IGNORE
+    next_ones = (labels_BT[:, :-1] == ids_BT[:, 1:]) | ~labelled[:, :-1]
+    if not bool(next_ones.all()) or int(labelled[:, :-1].sum()) < _FEW_LABELS:
+        return
+    if not bool(((labels_BT == ids_BT) | ~labelled).all()):  # a sequence of one token has the same labels
+        raise RingConfigError.wrong(
+            "labels", "labels[i] of token i, which are shifted here", "labels[i] of token i + 1",
+            'leave the shift out, or pass them as "shift_labels"',
+        )  # fmt: skip
 
 
 def _check_positions(position_ids: Tensor, mask_BT: Tensor | None, pattern: Pattern) -> None:

@@ -1,56 +1,172 @@
 """Shard a batch: prepare it, compare it between ranks, choose its layout, cut out this rank's part.
 
-`engine.ring.shard_batch` and every loader call `BatchSharder`. Labels, positions and padding are batch.py's,
-what the ranks compare is batch_sharding.py's.
+`engine.ring.shard_batch` and every loader call `BatchSharder`. Labels, positions and padding are batch.py's.
 """
 
 from __future__ import annotations
 
 import functools
+import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from ds_ring.comm.exchange import make_batch_exchange
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.config.section import RingConfig
 from ds_ring.data.batch import (
+    LABEL_KEYS,
     REAL_TOKENS,
     Batch,
     number_real_tokens,
     prepare_batch,
     split_samples,
     split_tokens,
+    token_shape,
+    valid_tokens,
     whole_tensors,
 )
-from ds_ring.data.batch_sharding import (
-    REFUSED,
-    REMEMBERED,
-    BatchSharding,
-    ReadyBatch,
-    RecentBatches,
-    check_consistency,
-    plan_passes,
-    report_batch,
-)
+from ds_ring.data.batch_sharding import BatchSharding, plan_passes
 from ds_ring.data.dynamic_ring.assignment import Assigned, DynamicRing, joined
 from ds_ring.data.layer_patterns import LayerPatterns
 from ds_ring.data.loss import items_per_batch
 from ds_ring.data.model_needs import ModelNeeds
-from ds_ring.data.packing import DOCUMENT_IDS, RowGroup, group_batch, row_kind
-from ds_ring.data.ring_batch import RingBatch
+from ds_ring.data.packing import DOCUMENT_IDS, RowGroup, group_batch, group_rows, row_kind
+from ds_ring.data.ring_batch import REMEMBERED, RecentBatches, RingBatch
 from ds_ring.data.whole_gradients import check_divisor, with_whole_gradients
-from ds_ring.errors import RingConfigError, RingError
+from ds_ring.errors import RingConfigError, RingError, RingMismatchError
 from ds_ring.masks.catalog import Full
 from ds_ring.masks.pattern import Pattern
 from ds_ring.ops.context import get_block_side
 from ds_ring.plugin import PASSES, ROW_KINDS
 from ds_ring.schedule.choose import bind_one_head, count_rank_work
-from ds_ring.schedule.layout import Layout, make_layout, round_to_blocks
+from ds_ring.schedule.layout import Layout, choose_layout, round_to_blocks
+
+# Check that the ranks of a sequence hold the same samples, by checksums in one small collective per batch.
+# A ring whose ranks hold different samples would train on a mixture without an error.
+
+
+class BatchReport(NamedTuple):
+    """Describe one rank's prepared batch; whole numbers only, so that it travels as one tensor."""
+
+    refused: int
+    samples: int
+    tokens: int
+    keys_crc: int
+    inputs_crc: int
+    labels_crc: int
+    valid_tokens: int
+    first_rank: int = -1  # of those that hold this batch whole; -1: the first one of the sequence group
+    division_crc: int = 0  # of a batch that is divided among smaller rings
+
+
+class ReadyBatch(NamedTuple):
+    """A whole batch as `prepare_batch` left it, before the ranks have compared their reports.
+
+    Attributes:
+        tensors: by token.
+        fault: of this rank; then there are no tensors.
+        groups: rows by their documents or trees.
+        whole: the tensors that go whole to every rank.
+        is_one_row: trees, which are not dealt out by samples.
+    """
+
+    tensors: Batch
+    report: BatchReport
+    fault: RingError | None = None
+    groups: tuple[RowGroup, ...] = ()
+    whole: Batch = {}  # noqa: RUF012
+    is_one_row: bool = False
+
+
+REFUSED = BatchReport(1, 0, 0, 0, 0, 0, 0)
+ENDED = BatchReport(0, 0, 0, 0, 0, 0, 0)  # no batch: the rank's loader is at the end of its epoch
+
+_OF_A_SEQUENCE = {"division_crc": "lengths of the samples, and what was measured (checksum)"}
+_COMPARED = {
+    "samples": "samples in the batch",
+    "tokens": "tokens in a sample",
+    "keys_crc": "names of tensors",
+    "inputs_crc": "input tokens (checksum)",
+    "labels_crc": "labels (checksum)",
+}
+
+
+def report_batch(tensors: Mapping[str, Tensor]) -> BatchReport:
+    crcs = {"inputs": 0, "labels": 0}
+    for key in sorted(tensors):
+        kind = "labels" if key in LABEL_KEYS else "inputs"
+        flat = tensors[key].detach().cpu().contiguous().view(-1).view(torch.uint8)
+        crcs[kind] = zlib.crc32(flat.numpy().tobytes(), crcs[kind])
+    # whose gradient all ranks compute together
+    keys = (f"{name} requires_grad" if tensors[name].requires_grad else name for name in sorted(tensors))
+    keys_crc = zlib.crc32(" ".join(keys).encode())
+    samples, tokens = token_shape(tensors)
+    return BatchReport(0, samples, tokens, keys_crc, crcs["inputs"], crcs["labels"], valid_tokens(tensors))
+
+
+def check_consistency(
+    mine: BatchReport, fault: RingError | None, mesh: RingMesh, device: torch.device
+) -> int:
+    """Exchange the reports of all ranks; return the labelled tokens of the whole world, each counted once.
+
+    `mine` is `REFUSED` if this rank could not prepare its batch, for the reason `fault`. The ranks that share
+    a sequence are consecutive in the world. Tensors of collectives of the default group are on `device`.
+
+    Raises:
+        RingPeerError: another rank failed.
+        RingError: `fault`, on the rank that has one.
+        RingMismatchError: on all other ranks then, and on all ranks if any sequence group disagrees.
+    """
+    reports, sequence_size = [mine], mesh.sequence_size
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        row = torch.tensor(mine, dtype=torch.int64, device=device)
+        exchange = make_batch_exchange(mesh, "the start of the next batch")
+        rows = exchange.all_gather(row, dist.group.WORLD, dist.get_world_size())
+        reports = [BatchReport(*values) for values in torch.stack(rows).tolist()]
+    # A rank that refused its batch reports so, or the others would wait for it in a hop.
+    refusing = [rank for rank, report in enumerate(reports) if report.refused]
+    if refusing:
+        if fault is not None:
+            raise fault
+        raise RingMismatchError(f"rank {refusing[0]} refused its batch: see the error it raised")
+    ended = [rank for rank, report in enumerate(reports) if report == ENDED]
+    if 0 < len(ended) < len(reports):
+        longer = next(rank for rank in range(len(reports)) if rank not in ended)
+        raise RingMismatchError.wrong(
+            "batches in an epoch",
+            "equal numbers",
+            f"one more on rank {longer}",
+            "see engine.ring.wrap",
+        )
+    sequences = [rank - rank % sequence_size for rank in range(len(reports))]
+    _check_equal(reports, sequences, _OF_A_SEQUENCE)
+    # Smaller rings are blocks of a sequence's ranks: ranks that name the same first rank share a ring.
+    firsts = [
+        sequence if report.first_rank < 0 else report.first_rank
+        for sequence, report in zip(sequences, reports, strict=True)
+    ]
+    _check_equal(reports, firsts, _COMPARED)
+    return sum(report.valid_tokens for rank, report in enumerate(reports) if firsts[rank] == rank)
+
+
+def _check_equal(reports: list[BatchReport], firsts: list[int], compared: dict[str, str]) -> None:
+    """Raise RingMismatchError unless each rank reports what the first one of its group does."""
+    for rank, (first, report) in enumerate(zip(firsts, reports, strict=True)):
+        for name, words in compared.items():
+            expected, got = getattr(reports[first], name), getattr(report, name)
+            if expected != got:
+                last = max(rank for rank, first_of_rank in enumerate(firsts) if first_of_rank == first)
+                raise RingMismatchError(
+                    f"{words}: expected the same on ranks {first} to {last} of a sequence, got {expected} on"
+                    f" rank {first} and {got} on rank {rank}; use engine.ring.loader"
+                )
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,7 +206,8 @@ class BatchSharder:
         Collective.
         """
         self.check_at_work()
-        return self.shard_prepared(self.prepare(read), assigned)
+        ready = self.prepare(read)
+        return self.shard_prepared(ready, assigned)
 
     def shard_assigned(self, assigned: Assigned, samples: Sequence[Mapping[str, Any]]) -> RingBatch:
         """Return this rank's part of the samples of its ring in a batch of a dynamic ring. Collective."""
@@ -160,9 +277,10 @@ class BatchSharder:
         short = short and not ready.is_one_row  # one row, for trees
         padded = REAL_TOKENS in prepared and (short or not bool(prepared[REAL_TOKENS].all()))
         if short:
-            ring = RingMesh.single()
-            prepared = split_samples(prepared, self.mesh.sequence_rank, self.mesh.sequence_size)
-            groups = group_batch(prepared, -(-ready.report.samples // self.mesh.sequence_size))
+            ring, places = RingMesh.single(), self.mesh.sequence_size
+            prepared = split_samples(prepared, self.mesh.sequence_rank, places)
+            ids = prepared.get(DOCUMENT_IDS)
+            groups = () if ids is None else group_rows(ids, -(-ready.report.samples // places))
         sharding = self._place(tokens, longest, ring, groups)
         local = {key: x for key, x in prepared.items() if key not in (DOCUMENT_IDS, *ROW_KINDS)}
         layout = None if short else sharding.layout
@@ -221,20 +339,13 @@ class BatchSharder:
         `patterns` are those of layers that are all alike, None for the model's.
         """
         config = self.config
-        layers = self.needs.layers if patterns is None else ()
-        mix = (patterns or self.patterns).counted(tokens, layers)
+        mix = (patterns or self.patterns).counted(tokens, self.needs.layers if patterns is None else ())
         name = "contiguous" if mesh.sequence_size == 1 < self.mesh.sequence_size else config.layout
-        speeds = self.speeds if self.speeds and name == config.layout else None
-        layout = make_layout(
-            name,
-            tokens=tokens,
-            ring_size=mesh.ring_size,
-            pattern={groups[0].counted(pattern): layers for pattern, layers in mix.items()}
-            if groups
-            else mix,
-            multiple_of=mesh.ulysses_size,
-            block_size=get_block_side(config.kernel, self.device.type, mix, config.block_size),
-            speeds=speeds,
+        block_size = get_block_side(config.kernel, self.device.type, mix, config.block_size)
+        layers = {groups[0].counted(pattern) if groups else pattern: count for pattern, count in mix.items()}
+        speeds = tuple(self.speeds) if name == config.layout else ()
+        layout = choose_layout(
+            name, tokens, mesh.ring_size, tuple(layers.items()), mesh.ulysses_size, block_size, speeds
         )
         whole = PASSES[config.transport].whole_blocks
         return round_to_blocks(layout, config.block_size) if whole else layout
@@ -254,7 +365,7 @@ class BatchSharder:
 
     def set_speeds(self, speeds: tuple[float, ...]) -> None:
         """Place the batches that come next by these speeds of the ring's ranks, the same on all of them."""
-        self.speeds[:] = speeds
+        self.speeds[:] = speeds if len(set(speeds)) > 1 else ()
         self._by_length.clear()
 
     def count_pairs(self) -> float:
@@ -262,7 +373,8 @@ class BatchSharder:
         current = self.batches.current
         if current.mesh.sequence_size == 1:
             return 0.0
-        if "work" not in current._kept:
+
+        def count() -> float:
             mix = self.patterns.counted(current.layout.tokens, self.needs.layers)
             rows: list[Pattern] = [group.pattern for group in current.groups for _ in group.rows] or [Full()]
             ring_rank = current.mesh.ring_rank
@@ -271,6 +383,6 @@ class BatchSharder:
                 for pattern, layers in mix.items()
                 for row in rows
             ]
-            current._kept["work"] = float(sum(works))
-        pairs: float = current._kept["work"]
-        return pairs
+            return float(sum(works))
+
+        return current.cached("work", count)

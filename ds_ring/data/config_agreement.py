@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ds_ring.comm.groups import gather_objects
 from ds_ring.config.json_text import SP_KEY
 from ds_ring.config.section import RingConfig, by_json_key
 from ds_ring.errors import RingConfigError, RingError, RingMismatchError
@@ -105,13 +106,8 @@ def _leaves(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
 def _gather(mine: Any, detector: DetectorClient | None, step: int, limit: Limit) -> list[Any]:
     size = dist.get_world_size()
 
-    def gather() -> list[Any]:
-        everyones: list[Any] = [None] * size
-        dist.all_gather_object(everyones, mine)
-        return everyones
-
-    what = "the comparison of configurations"
-    return call_guarded(gather, detector, Grid(size, size), what, step, limit)
+    gather = functools.partial(gather_objects, mine)
+    return call_guarded(gather, detector, Grid(size, size), "the comparison of configurations", step, limit)
 
 
 # Replace `"auto"` in the DeepSpeed JSON as Hugging Face's integration does. A value that cannot be derived is

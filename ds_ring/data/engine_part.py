@@ -61,13 +61,3 @@ class EnginePart:
 def engine_parts() -> list[EnginePart]:
     """Return an instance of each row."""
     return [load(home)() for home in ENGINE_PARTS.values()]
-
-
-def check_engine_parts(config: RingConfig, deepspeed_config: dict[str, Any]) -> None:
-    """Refuse what a row refuses.
-
-    Raises:
-        RingConfigError: with the reason.
-    """
-    for part in engine_parts():
-        part.check(config, deepspeed_config)

@@ -452,7 +452,8 @@ def _splits(loader: Any, replicas: int, split: bool | None) -> bool:
         if sampler.num_replicas != replicas or split:
             raise RingConfigError(
                 f"wrap: expected a DistributedSampler of {replicas} data replicas and split=False, got"
-                f" {sampler.num_replicas} and split={split}; give it the mesh's data_size and data_rank"
+                f" {sampler.num_replicas} and split={split}; give it"
+                " num_replicas=engine.ring.mesh.data_size, rank=engine.ring.mesh.data_rank"
             )
         return False
     if split is None and replicas > 1 and type(sampler) not in _ALIKE_EVERYWHERE:

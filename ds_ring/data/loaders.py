@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
-import torch.distributed as dist
 from torch.utils.data import Dataset
 
+from ds_ring.comm.groups import gather_objects
 from ds_ring.data.batch import IGNORE, Batch
-from ds_ring.data.batch_sharder import BatchSharder
-from ds_ring.data.batch_sharding import ENDED, ReadyBatch, check_consistency
+from ds_ring.data.batch_sharder import ENDED, BatchSharder, ReadyBatch, check_consistency
 from ds_ring.data.dynamic_ring.assignment import AssignedBatches, AssignedSamples
 from ds_ring.data.loader import (
     RingLoader,
@@ -135,11 +134,9 @@ class Loaders:
         mesh = self.sharder.mesh
         if mesh.grid.world_size == 1:
             return [mine]
-        everyones: list[Any] = [None] * mesh.grid.world_size
-        dist.all_gather_object(everyones, (mesh.data_rank, *mine))
         return [
             (fault, position if takes_turns or replica == mesh.data_rank else mine[1])
-            for replica, fault, position in everyones
+            for replica, fault, position in gather_objects((mesh.data_rank, *mine))
         ]
 
     def _shard_read(self, read: Any) -> Batch:

@@ -22,7 +22,7 @@ from ds_ring.comm.mesh import RingMesh
 from ds_ring.config.section import RingConfig, named_patterns
 from ds_ring.data.batch import IGNORE
 from ds_ring.data.batch_sharder import BatchSharder
-from ds_ring.data.batch_sharding import RecentBatches, RowsAttention
+from ds_ring.data.batch_sharding import RowsAttention
 from ds_ring.data.dynamic_ring.assignment import DynamicRing
 from ds_ring.data.layer_patterns import LayerPatterns
 from ds_ring.data.loader import RingLoader
@@ -38,10 +38,11 @@ from ds_ring.data.loss import (
 )
 from ds_ring.data.model_needs import ModelNeeds
 from ds_ring.data.packing import check_losses, number_documents
-from ds_ring.data.ring_batch import RingBatch
+from ds_ring.data.ring_batch import RecentBatches, RingBatch
 from ds_ring.data.stop_request import PREEMPTED, StopRequest
 from ds_ring.errors import RingShapeError
 from ds_ring.masks.pattern import Pattern
+from ds_ring.ops.prepare import PlanReasons
 from ds_ring.ops.shard import gather_sequence
 from ds_ring.patches import AppliedPatch, describe, undo
 from ds_ring.plugin import SESSION_METHODS, load
@@ -132,9 +133,10 @@ class RingSession:
     def describe(self) -> str:
         """Return what ds_ring replaces, wraps and hooks in DeepSpeed, transformers and trainers here.
 
-        One line for each change, by package, in the order in which they are applied.
+        One line for each change, by package, in the order in which they are applied. Where a plan was chosen
+        among several, further lines say which was taken last, and why.
         """
-        return describe(self)
+        return "\n".join([describe(self), *self.mesh.owners[PlanReasons].texts])
 
     def shard_batch(self, batch: Mapping[str, Tensor]) -> RingBatch:
         """Return this rank's part of a batch that every rank of its sequence group holds whole. Collective.

@@ -69,7 +69,7 @@ class _Operation:
     def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.func, self.args, self.kwargs = func, args, kwargs
         self.name = str(func.overloadpacket.__name__).removesuffix("_")  # as of the one that is not in place
-        self.inputs = _tensors((args, kwargs))
+        self.inputs = list_tensors((args, kwargs))
 
 
 class TokenFlow(TorchDispatchMode):
@@ -100,12 +100,12 @@ class TokenFlow(TorchDispatchMode):
             if isinstance(x, Tensor) and x.ndim >= 2 and x.shape[1] == self._tokens:
                 self._put(x, Flow("tokens", 1))
         if isinstance(labels, Tensor):
-            self._labels.add(_key(labels))
+            self._labels.add(get_geometry(labels))
 
     def add_results(self, values: Iterable[Tensor], whole: Iterable[Tensor] = ()) -> None:
         """Record the results of an inner model: entries by token, its loss, and values for all tokens."""
         for x in values:
-            self._results.add(_key(x))
+            self._results.add(get_geometry(x))
             if x.ndim == 0:
                 self._put(x, Flow("sum"))
         self.add_tokens(values)
@@ -132,16 +132,16 @@ class TokenFlow(TorchDispatchMode):
         """Look at what the module returns: a sum over tokens is a loss, if it was `divided` by all labels."""
         for x in values:
             flow = self._flow(x)
-            if flow is None and x.ndim > 0 and _key(x) not in self._results:
+            if flow is None and x.ndim > 0 and get_geometry(x) not in self._results:
                 self._note(f"a result {list(x.shape)} that is not known to be of tokens", "its end")
             if flow is not None and flow.kind == "sum" and (x.numel() > 1 or (self.sums and not divided)):
                 self._note("a sum over tokens", "its end")
 
     def _put(self, x: Tensor, flow: Flow) -> None:
-        self._flows[_key(x)] = flow, x.untyped_storage()
+        self._flows[get_geometry(x)] = flow, x.untyped_storage()
 
     def _flow(self, x: Tensor) -> Flow | None:
-        flow, _ = self._flows.get(_key(x), (None, None))
+        flow, _ = self._flows.get(get_geometry(x), (None, None))
         return flow
 
     def _note(self, what: str, where: str) -> None:
@@ -171,11 +171,11 @@ class TokenFlow(TorchDispatchMode):
             if not is_ours and any(flow is not None for flow in flows):
                 self._note(f"{func.overloadpacket.__name__} over tokens", line)
             raise
-        if op.name == "slice" and _key(args[0]) in self._labels:
+        if op.name == "slice" and get_geometry(args[0]) in self._labels:
             self.shifts |= result.shape != args[0].shape
         if self.fault is not None:
             return result
-        outputs, results = _tensors(result), list[Flow | None]()
+        outputs, results = list_tensors(result), list[Flow | None]()
         line, is_ours = _find_caller(self._frame)
         if is_ours:
             results = self._ring_results(flows, op.inputs, outputs)
@@ -215,7 +215,7 @@ class TokenFlow(TorchDispatchMode):
             return [Flow("whole")] * len(outputs)
         if name in _READS | _EXCHANGES or (name in _LOOKUPS and first is None) or len(picked) > 1:
             raise _MixesError
-        if _tensors(op.kwargs):  # which DTensor's rules may not see
+        if list_tensors(op.kwargs):  # which DTensor's rules may not see
             raise _MixesError
         if name == "index":
             return [self._pick(*op.args)]
@@ -299,12 +299,12 @@ class ModuleFlow(TokenFlow):
 
     def check(self, results: Iterable[Tensor], arguments: Iterable[Tensor]) -> None:
         """Look at what the module returns: entries by token come from its tokens; no sums."""
-        inputs = {_key(x) for x in arguments}
+        inputs = {get_geometry(x) for x in arguments}
         for x in results:
             flow, guessed = self._flow(x), self.guess(x)
             if flow is not None and flow.kind == "sum":
                 self._note("a sum over tokens", "its end")
-            if flow is None and guessed is not None and not guessed.picked and _key(x) not in inputs:
+            if flow is None and guessed is not None and not guessed.picked and get_geometry(x) not in inputs:
                 self._note(f"a result {list(x.shape)} that is not known to be of tokens", "its end")
 
     def _ring_results(
@@ -351,11 +351,13 @@ class ModuleFlow(TokenFlow):
         return None
 
 
-def _tensors(tree: Any) -> list[Tensor]:
+def list_tensors(tree: Any) -> list[Tensor]:
+    """Return the tensors in a tree of arguments or results."""
     return [x for x in tree_leaves(tree) if isinstance(x, Tensor)]
 
 
-def _key(x: Tensor) -> Any:
+def get_geometry(x: Tensor) -> Any:
+    """Return what tells a tensor from all others that exist: its memory and its view of it."""
     storage = x.untyped_storage()
     return storage._cdata, x.storage_offset(), tuple(x.shape), x.stride()
 

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from ds_ring.errors import RingKernelError
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import Tiles, Weights
 
@@ -297,6 +298,16 @@ class PartialGrads(NamedTuple):
         self.q_rows.select(dq[:, self.heads]).add_(of_q)
         self.k_rows.select(dk).add_(of_k)
         self.k_rows.select(dv).add_(of_v)
+
+
+def make_kernel_error(kernel: str, error: Exception, advice: str, **tensors: Tensor) -> RingKernelError:
+    """Return the error for a kernel that failed while it ran, with the shapes of its tensors."""
+    shapes = ", ".join(f"{name} {tuple(x.shape)} {x.dtype} on {x.device}" for name, x in tensors.items())
+    # A kernel is asynchronous on CUDA: the fault may be of one that was launched before.
+    return RingKernelError.wrong(
+        f"kernel {kernel}", f"a pass over {shapes}", f"{type(error).__name__}: {error}",
+        f"{advice}; CUDA_LAUNCH_BLOCKING=1 shows whether an earlier kernel failed",
+    )  # fmt: skip
 
 
 class KernelNeeds(NamedTuple):

@@ -156,12 +156,9 @@ def _leaves(function: Callable[..., Any]) -> list[Callable[..., Any]]:
         return [function]
     parts = inspect.getclosurevars(function).nonlocals[_COMPOSED_MASKS[name]]
     leaves = [leaf for part in (parts if isinstance(parts, tuple) else (parts,)) for leaf in _leaves(part)]
-    return [leaf for leaf in leaves if not _hides_nothing(leaf)]
-
-
-def _hides_nothing(function: Callable[..., Any]) -> bool:
-    """Return whether a mask function is Unlimited-OCR's for its prompt: in training all tokens are that."""
-    return inspect.getclosurevars(function).nonlocals.get("prefill_length") == math.inf
+    # Unlimited-OCR's mask of a prompt hides nothing: in training all tokens are that.
+    lengths = (inspect.getclosurevars(leaf).nonlocals.get("prefill_length") for leaf in leaves)
+    return [leaf for leaf, length in zip(leaves, lengths, strict=True) if length != math.inf]
 
 
 def _read_block_ids(function: Callable[..., Any]) -> Tensor | None:

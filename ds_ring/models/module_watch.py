@@ -23,13 +23,14 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from transformers import PreTrainedModel
 
+from ds_ring.comm.groups import gather_objects
 from ds_ring.data.batch_sharding import BatchSharding
 from ds_ring.data.engine import DEEPSPEED, ENGINE
 from ds_ring.data.session import RingSession
-from ds_ring.data.token_flow import Flow, ModuleFlow
+from ds_ring.data.token_flow import Flow, ModuleFlow, get_geometry, list_tensors
 from ds_ring.errors import RingConfigError, is_inside
 from ds_ring.models.model_adapter import ModelAdapter
 from ds_ring.models.variants import encoder_modules
@@ -199,7 +200,7 @@ class ModuleWatch:
             self._stack.pop()
             self._switch(entry.outer)
             if entry.outer is not None:
-                entry.outer.take_back(_tensors(output), inner, _tensors(entry.arguments))
+                entry.outer.take_back(list_tensors(output), inner, list_tensors(entry.arguments))
 
         return [begin, called, returned, end]
 
@@ -217,7 +218,7 @@ class ModuleWatch:
         """Watch what is done with `begun`; nothing if it is None."""
         entry.flow, entry.begun = None, begun
         if begun is not None:
-            tensors = _tensors(begun)
+            tensors = list_tensors(begun)
             both = [sharding] if sharding.encoder is None else [sharding, sharding.encoder]
             sizes = [part.local_tokens for part in both]
             by_token = [x for x in tensors if x.ndim >= 2 and x.shape[1] in sizes]
@@ -238,7 +239,7 @@ class ModuleWatch:
         if flow is None or torch.compiler.is_compiling():
             return
         self._switch(None)
-        inputs, outputs = _tensors(entry.begun), _tensors(results)
+        inputs, outputs = list_tensors(entry.begun), list_tensors(results)
         if name.startswith("a forward"):  # hooks that read do no harm
             versions = [_version(x) for x in outputs]
             if all(any(version == earlier for earlier in entry.versions) for version in versions):
@@ -287,20 +288,12 @@ class ModuleWatch:
     def _gathered(self, mine: Any, of_world: bool) -> list[Any]:
         """Return what all ranks of the sequence, or of the world, give. Collective."""
         group = dist.group.WORLD if of_world else self._session.mesh.sequence_group
-        everyones: list[Any] = [mine] if group is None else [None] * dist.get_world_size(group)
-        if group is not None:
-            dist.all_gather_object(everyones, mine, group=group)
-        return everyones
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [x for x in tree_leaves(tree) if isinstance(x, Tensor)]
+        return [mine] if group is None else gather_objects(mine, group)
 
 
 def _version(x: Tensor) -> Any:
     """Return what changes if a tensor is replaced or written to."""
-    storage = x.untyped_storage()._cdata, x.storage_offset(), tuple(x.shape), x.stride()
-    return object() if x.is_inference() else (storage, x._version)
+    return object() if x.is_inference() else (get_geometry(x), x._version)
 
 
 # Whose a module or a hook is.
@@ -400,7 +393,7 @@ def _run_changed(call: _Call, change: Callable[[Tensor, Flow], Tensor]) -> list[
     devices = sorted({x.device.index or 0 for x in arguments if isinstance(x, Tensor) and x.is_cuda})
     with torch.random.fork_rng(devices):
         torch.manual_seed(0)
-        return _tensors(call.run(tree_unflatten(arguments, tree)))
+        return list_tensors(call.run(tree_unflatten(arguments, tree)))
 
 
 def _rows(size: int, call: _Call, half: int, picked: bool = False) -> Tensor:

@@ -22,8 +22,8 @@ from ds_ring.comm.collective import collective
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.compat import get_imported
 from ds_ring.data.batch import Batch
-from ds_ring.data.batch_sharding import RecentBatches
 from ds_ring.data.packing import DOCUMENT_IDS, row_kind
+from ds_ring.data.ring_batch import RecentBatches
 from ds_ring.errors import RingConfigError, RingPatternError
 from ds_ring.models.model import MODEL, PART
 from ds_ring.patches import AppliedPatch, patch, undo

@@ -1,47 +1,30 @@
 """Make transformers know `attn_implementation="ds_ring"`, and import neither it nor torch for that.
 
-The name is registered when transformers has been imported, before or after ds_ring. attention.py is imported
-by the first call of the attention.
+The name is registered when transformers has been imported: at once by ds_ring/__init__.py, or by its finder
+afterwards. attention.py is imported by the first call of the attention.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from functools import partial
-from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from typing import Any
 
-from ds_ring.compat import get_imported
 from ds_ring.models.attention_name import NAME
 from ds_ring.models.model import PRETRAINED, TABLE
 from ds_ring.patches import apply, patch
 
-_OWNER = "transformers.modeling_utils"  # has PreTrainedModel and the table of attention functions
 _WHY = 'attn_implementation="ds_ring"'
 
 
-def register_with_transformers() -> None:
-    """Register the name now if transformers has been imported, otherwise right after it is imported."""
-    if get_imported(_OWNER, "PreTrainedModel") is not None:
-        register()
-    else:
-        sys.meta_path.insert(0, _AfterImport())
-
-
-class _AfterImport(MetaPathFinder):
+def find_and_register(module: str) -> ModuleSpec | None:
     """Find transformers.modeling_utils as other finders do, and register the name once it is imported."""
-
-    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if fullname != _OWNER:
-            return None
-        sys.meta_path.remove(self)
-        spec = find_spec(fullname)
-        if spec is not None and spec.loader is not None:
-            apply(execute_and_register, loader=spec.loader)
-        return spec
+    spec = find_spec(module)
+    if spec is not None and spec.loader is not None:
+        apply(execute_and_register, loader=spec.loader)
+    return spec
 
 
 @patch(

@@ -20,55 +20,6 @@ from ds_ring.schedule.layout import Layout
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-# Dtypes whose values torch indexes, fills and adds up; of others it copies bits.
-_COUNTED = (
-    *DTYPES, torch.complex128, torch.complex64, torch.complex32, torch.int64, torch.int32, torch.int16,
-    torch.int8, torch.uint8, torch.bool,
-)  # fmt: skip
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
-ADDED_UP = "a dtype of which torch adds up gradients (float64 to float16, complex)"
-_WHOLE = (*_BITS.values(), torch.int8, torch.uint16, torch.uint32, torch.uint64)
-
-
-def view_as_bits(x: Tensor) -> Tensor:
-    """Return x, or integers with its bits if torch lacks operators for its dtype (uint16, float8, ...).
-
-    For what copies values; `view_from_bits` turns a result back.
-    """
-    return x if x.dtype in _COUNTED else x.view(_BITS[x.element_size()])
-
-
-def view_from_bits(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return what `view_as_bits` has turned into integers, in its own dtype."""
-    # view(dtype) drops the gradient, also where it changes nothing
-    return x if x.dtype == dtype else x.view(dtype)
-
-
-def fill_bits(name: str, fill: float, x: Tensor) -> float:
-    """Return the number with which to fill `view_as_bits(x)`, for a value of x's dtype.
-
-    Raises:
-        RingShapeError: the dtype has no such value.
-    """
-    if fill == 0:  # has the bits 0, also where torch cannot fill with it
-        return 0
-    try:
-        filled = torch.full((1,), fill, dtype=x.dtype, device="cpu")
-        fits = x.dtype not in _WHOLE or int(filled) == fill
-    except (RuntimeError, TypeError, ValueError, OverflowError):
-        fits = False
-    if not fits:
-        advice = "cast the tensor, or take another value"
-        raise RingShapeError.wrong(name, f"a value of {x.dtype}", shown(fill), advice)
-    return fill if x.dtype in _COUNTED else int(view_as_bits(filled))
-
-
-def check_copied(name: str, x: Tensor) -> None:
-    """Raise RingShapeError for a tensor with a gradient, of a dtype that torch does not add up."""
-    if x.requires_grad and torch.is_grad_enabled() and x.dtype not in _COUNTED:
-        raise RingShapeError.wrong(name, ADDED_UP, f"{x.dtype}", "cast it, or detach it")
-
-
 def check_floats(operator: str, **tensors: object) -> None:
     """Raise RingShapeError for operands, by name, that are no plain tensors of a floating dtype."""
     for name, x in tensors.items():
@@ -210,12 +161,13 @@ def check_not_captured(q: Tensor) -> None:
         raise RingConfigError.wrong("ring attention", "a stream that is not captured", got, advice)
 
 
-def check_finite(ring_rank: int, hop: int | None, **tensors: Tensor | None) -> None:
+def check_finite(ring_rank: int, hop: int | None, kernel: str = "", /, **tensors: Tensor | None) -> None:
     """Raise RingFiniteError for values that are not finite: one read of memory, on a GPU one wait for it.
 
     Args:
         ring_rank: this rank.
         hop: after which hop; None for what goes into a pass.
+        kernel: which computed them.
         tensors: by the name for the message. An `lse` may be -inf: that row saw no key. So may a sink: it is
             none.
     """
@@ -233,9 +185,8 @@ def check_finite(ring_rank: int, hop: int | None, **tensors: Tensor | None) -> N
             first = tuple(torch.nonzero(bad)[0].tolist())
             expected = f"finite values in {name} of ring rank {ring_rank} {where}"
             got = f"{count} of {tensor.numel()} that are not, the first at {first}"
-            advice = (
-                f"look at what computes {name} there (loss scale, a mask of -inf), or turn check_finite off"
-            )
+            source = f'kernel "{kernel}"' if kernel else f"what computes {name} there"
+            advice = f"look at {source} (loss scale, a mask of -inf), or turn check_finite off"
             raise RingFiniteError.wrong("check_finite", expected, got, advice)
 
 

@@ -18,10 +18,9 @@ from ds_ring.errors import RingShapeError, shown
 from ds_ring.masks.pattern import Pattern
 from ds_ring.ops.checks import check_derivative, check_operand
 from ds_ring.ops.context import ContextCache, RingContext, make_ring_context
-from ds_ring.ops.gradients import loses_derivatives, run_compared
+from ds_ring.ops.gradients import loses_derivatives, run_compared, sees_plain
 from ds_ring.ops.options import Options, as_value
-from ds_ring.ops.ring_op import EagerAttention, ring_attention_op, sees_plain
-from ds_ring.ops.ulysses import with_ulysses
+from ds_ring.ops.ring_op import EagerAttention, ring_attention_op
 from ds_ring.schedule.layout import Layout
 
 if TYPE_CHECKING:
@@ -124,6 +123,8 @@ def attend(
         return run_compared(context.mesh, "ring attention", ring_attention_op, q, k, v, context.handle, sinks)
 
     if context.mesh.ulysses_size > 1:
+        from ds_ring.ops.ulysses import with_ulysses
+
         return with_ulysses(run, q, k, v, context.handle, context.mesh.ulysses_size, return_lse)
     out, lse = run(q, k, v)
     return (out, lse) if return_lse else out

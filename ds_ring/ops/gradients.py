@@ -21,7 +21,7 @@ from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
 from torch import Tensor
-from torch._C._functorch import peek_interpreter_stack
+from torch._C._functorch import is_legacy_batchedtensor, peek_interpreter_stack
 from torch.autograd import forward_ad
 
 from ds_ring.comm.collective import collective
@@ -30,12 +30,24 @@ from ds_ring.errors import RingConfigError
 from ds_ring.ops.checks import check_derivative
 
 _GRADIENT = "gradient of the forward call of number"
+_PLAIN = {Tensor, torch.nn.Parameter, type(None)}
 T = TypeVar("T")
 
 
 def loses_derivatives() -> bool:
     """Return whether a torch.func transform or a dual level is active; `check_derivative` may refuse it."""
     return peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+
+
+def sees_plain(tensors: Sequence[Tensor | None]) -> bool:
+    """Return whether only autograd handles these tensors: no transform, no mode, no tensor subclass."""
+    if peek_interpreter_stack() is not None or torch._C._len_torch_dispatch_stack():
+        return False
+    # is_grads_batched=True makes legacy batched tensors; only an operator has a rule for them.
+    for x in tensors:
+        if x is not None and is_legacy_batchedtensor(x):
+            return False
+    return set(map(type, tensors)) <= _PLAIN
 
 
 def run_compared(mesh: RingMesh, name: str, function: Callable[..., T], *arguments: Any) -> T:

@@ -59,7 +59,7 @@ class ExtraOperand:
     Attributes:
         name: the argument of the public function.
         tensor: its value.
-        expands_keys: k and v are expanded on arrival, so that k may have another head_dim than q.
+        allows_other_key_dim: k and v are expanded on arrival, so that k may have another head_dim than q.
     """
 
     name: ClassVar[str]
@@ -87,6 +87,10 @@ class ExtraOperand:
     def bind_operand(self, kernel: Kernel, context: RingContext, operands: Operands) -> Kernel:
         """Return the kernel of one pass: what `wrap_kernel` returned, with this tensor."""
         return kernel
+
+    def finish(self, context: RingContext, results: Results) -> Results:
+        """Return (out, lse) of a forward pass with this tensor, which may be changed in place."""
+        return results
 
 
 class SavedTensors:
@@ -160,7 +164,7 @@ class FiniteKernel:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> Iterator[PartialOut]:
         for part in self._kernel.forward(q, k, v, tiles, scale):
-            check_finite(self._plan.ring_rank, self._hops[id(tiles)], out=part.out_BHSD, lse=part.lse_BHS)
+            self._check(tiles, out=part.out_BHSD, lse=part.lse_BHS)
             yield part
             del part  # else it stays alive while the kernel computes the next one
 
@@ -169,6 +173,10 @@ class FiniteKernel:
         scale: float, grad_lse: Tensor | None = None,
     ) -> Iterator[PartialGrads]:  # fmt: skip
         for part in self._kernel.backward(grad_out, q, k, v, out, lse, tiles, scale, grad_lse):
-            check_finite(self._plan.ring_rank, self._hops[id(tiles)], dq=part.dq, dk=part.dk, dv=part.dv)
+            self._check(tiles, dq=part.dq, dk=part.dk, dv=part.dv)
             yield part
             del part
+
+    def _check(self, tiles: Tiles, **tensors: Tensor) -> None:
+        kernel = " ".join(filter(None, (self._kernel.name, getattr(self._kernel, "running", ""))))
+        check_finite(self._plan.ring_rank, self._hops[id(tiles)], kernel, **tensors)

@@ -29,6 +29,19 @@ KEPT_DESCRIPTIONS = 8  # of operands, per context
 _log = logging.getLogger(__name__)
 
 
+class PlanReasons:
+    """Hold why the latest plans of a mesh were taken, where there was a choice; `describe` says it."""
+
+    def __init__(self) -> None:
+        self.texts: dict[str, None] = {}
+
+    def add(self, text: str) -> None:
+        """Add a text, and drop the oldest one of more than `KEPT_DESCRIPTIONS`."""
+        self.texts[text] = self.texts.pop(text, None)
+        if len(self.texts) > KEPT_DESCRIPTIONS:
+            del self.texts[next(iter(self.texts))]
+
+
 class Prepared(NamedTuple):
     """What a pass over tensors of one description needs besides them."""
 
@@ -95,10 +108,10 @@ def prepare(
             ask = load(DEVICES[q.device.type].patience)
             patience = ask(context, call.name, q, k, prepared=prepared, operands=operands)
         # On the CPU nothing computes meanwhile, so compare the headers at once.
-        if q.is_cuda and options.overlap and options.has_hops:
-            finish_header_check = call.compare_headers_meanwhile(prepared.agreement, patience)
-        else:
+        if not (q.is_cuda and options.overlap and options.has_hops):
             call.compare_headers(prepared.agreement, patience)
+        else:
+            finish_header_check = call.compare_headers_meanwhile(prepared.agreement, patience)
     if grad_out is None:
         count_forward_pass()
     return prepared, finish_header_check
@@ -160,7 +173,8 @@ def make_planner(context: RingContext, operands: Operands) -> MakePlan:
 
     def planned(pattern: Pattern, layout: Layout) -> Plan:
         stage, shard_bytes = None, token_bytes * layout.local_tokens
-        if options.has_hops:
+        make_own = options.transport_spec.plans
+        if options.has_hops and make_own is None:
             stage = stage_shards(options.stage_bytes, device_type, mesh.ring_size, node, shard_bytes)
             if stage is None and options.stage_bytes not in ("auto", 0) and mesh.ring_size > 1:
                 _log.warning(
@@ -174,6 +188,11 @@ def make_planner(context: RingContext, operands: Operands) -> MakePlan:
             prune=options.prune, gradient_payload=options.gradient_payload, kv_payload=options.kv_payload,
             ranks_per_node=node, stage_shards=stage,
         )  # fmt: skip
-        return mesh.fitted(plan)
+        plan = mesh.fitted(plan)
+        if make_own is not None:
+            plan = load(make_own)(plan, node, options.stage_bytes, token_bytes)
+            if plan.reason:
+                mesh.owners[PlanReasons].add(plan.reason)
+        return plan
 
     return planned

@@ -19,17 +19,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_legacy_batchedtensor, peek_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ds_ring.comm.collective import collective
 from ds_ring.compat.torch import operator
 from ds_ring.kernels.interface import Operands
 from ds_ring.ops.context import RingContext, get_ring_context
-from ds_ring.ops.gradients import get_forward_call, refuse_second_derivative, run_gradient
+from ds_ring.ops.gradients import get_forward_call, refuse_second_derivative, run_gradient, sees_plain
 from ds_ring.ops.passes import ExtraOperand, FiniteKernel
 from ds_ring.ops.prepare import Prepared, prepare_pass
-from ds_ring.ops.sinks import SinkLogits, add_sinks, compute_sinks_gradient
 from ds_ring.ring.merge import get_accumulator_dtype
 from ds_ring.ring.observer import Observers
 from ds_ring.ring.pool import Buffers
@@ -63,13 +61,18 @@ def run_forward(
     extras: Sequence[ExtraOperand] = (),
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Run a pass and return (out, lse), with sinks; or the kept ones if a checkpointed region runs again."""
-    operands = extras if sinks is None else (SinkLogits(sinks), *extras)
+    if sinks is not None:
+        from ds_ring.ops.sinks import SinkLogits
+
+        extras = (SinkLogits(sinks), *extras)
 
     def run(context: RingContext) -> tuple[Tensor, Tensor]:
         is_fake = isinstance(q, FakeTensor)
         with collective(context.mesh, "attention forward", context.exchange, is_fake) as call:
-            out, lse = prepare_pass(context, call, Operands(q, k, v), operands).forward(q, k, v)
-            return (out, lse) if sinks is None else add_sinks(out, lse, sinks[context.heads_here(q)])
+            results = prepare_pass(context, call, Operands(q, k, v), extras).forward(q, k, v)
+            for operand in extras:
+                results = operand.finish(context, results)
+            return results
 
     return context.saved.run(context, run, q, (q.shape, k.shape, v.shape, q.dtype, len(extras)))
 
@@ -151,6 +154,8 @@ def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tup
         grads = run_gradient(context.mesh, ctx.call, ring_attention_backward_op, grad_out, *saved, *rest)
     if sinks is None:
         return (*grads, None, None)
+    from ds_ring.ops.sinks import compute_sinks_gradient
+
     heads, tokens = context.heads_here(q), context.tokens_here(grad_out)
     return (*grads, None, compute_sinks_gradient(sinks, heads, grad_out, out, lse, grad_lse, tokens))
 
@@ -167,20 +172,6 @@ class EagerAttention(torch.autograd.Function):
         return results
 
     backward = staticmethod(_backward)
-
-
-_PLAIN = {Tensor, torch.nn.Parameter, type(None)}
-
-
-def sees_plain(tensors: Sequence[Tensor | None]) -> bool:
-    """Return whether only autograd handles these tensors: no transform, no mode, no tensor subclass."""
-    if peek_interpreter_stack() is not None or torch._C._len_torch_dispatch_stack():
-        return False
-    # is_grads_batched=True makes legacy batched tensors; only an operator has a rule for them.
-    for x in tensors:
-        if x is not None and is_legacy_batchedtensor(x):
-            return False
-    return set(map(type, tensors)) <= _PLAIN
 
 
 def register(forward: Any, backward: Any, setup: Callable[..., None], gradients: Callable[..., Any]) -> None:

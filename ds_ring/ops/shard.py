@@ -18,15 +18,8 @@ from ds_ring.comm.device_tables import leave_inference_mode, to_device
 from ds_ring.comm.mesh import RingMesh, check_mesh
 from ds_ring.comm.streams import is_fake
 from ds_ring.errors import RingConfigError, RingShapeError, shown
-from ds_ring.ops.checks import (
-    check_copied,
-    check_layout,
-    check_not_transformed,
-    check_operand,
-    fill_bits,
-    view_as_bits,
-    view_from_bits,
-)
+from ds_ring.ops.bits import check_copied, fill_bits, view_as_bits, view_from_bits
+from ds_ring.ops.checks import check_layout, check_not_transformed, check_operand
 from ds_ring.ops.gradients import compare_gradient, get_forward_call, has_run_again, note_call, run_compared
 from ds_ring.ops.handles import forbid_tracing
 from ds_ring.schedule.layout import Layout
@@ -121,18 +114,21 @@ def _find_slots(layout: Layout) -> Tensor:
 
 
 class _AllGather(torch.autograd.Function):
-    """Concatenate shards along dim 0; the gradient is the sum of all ranks' gradients for this shard."""
+    """Concatenate shards along dim 0; the gradient is the sum of all ranks' gradients for this shard, over
+    `losses`.
+    """
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, call: collective) -> Tensor:
-        ctx.mesh = mesh = call.mesh
+    def forward(ctx: Any, local: Tensor, call: collective, losses: int = 1) -> Tensor:
+        ctx.mesh, ctx.losses = call.mesh, losses
+        mesh = call.mesh
         note_call(ctx, call.exchange, local)
         return torch.cat(call.exchange.all_gather(local, mesh.sequence_group, mesh.sequence_size))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         gradient: Tensor = _ReduceScatter.apply(grads[0], ctx.mesh, has_run_again(ctx))
-        return gradient, None
+        return gradient if ctx.losses == 1 else gradient / ctx.losses, None, None
 
 
 class _ReduceScatter(torch.autograd.Function):
@@ -165,11 +161,19 @@ class _ReduceScatter(torch.autograd.Function):
 
 
 @forbid_tracing
-def gather_sequence(x_local: Tensor, layout: Layout, *, mesh: RingMesh, dim: int) -> Tensor:
+def gather_sequence(
+    x_local: Tensor, layout: Layout, *, mesh: RingMesh, dim: int, same_loss: bool = False
+) -> Tensor:
     """Return the whole tensor on every rank, in the order of positions, padding stripped. Differentiable.
 
-    The gradient is that of the sum of all ranks' losses (as in torch.distributed.nn): where every rank
-    computes the same loss from the gathered tensor, divide it by mesh.sequence_size.
+    Args:
+        x_local: this rank's shard.
+        layout: of the sequence.
+        mesh: of the ring.
+        dim: of the tokens.
+        same_loss: every rank computes the same loss from the whole tensor, and the gradient is that of this
+            loss. By default it is that of the sum of all ranks' losses (as in torch.distributed.nn):
+            mesh.sequence_size times as large where all compute the same one.
 
     Raises:
         RingShapeError: `dim` has not layout.local_tokens (over the Ulysses size) entries, or a gradient of a
@@ -188,7 +192,7 @@ def gather_sequence(x_local: Tensor, layout: Layout, *, mesh: RingMesh, dim: int
         rows = view_as_bits(x_local).movedim(dim, 0).resolve_conj().resolve_neg().contiguous()
         fields = {"layout": layout, "shape": shape, "dim": dim % len(shape), "dtype": x_local.dtype}
         run_compared(mesh, "gather_sequence", lambda x: call.agree(fields), x_local)
-        whole = _AllGather.apply(rows, call)
+        whole = _AllGather.apply(rows, call, mesh.sequence_size if same_loss else 1)
     # The index has the slot of each position, and padding slots have none: they fall away.
     index = to_device(_find_slots(layout), x_local.device)
     return view_from_bits(whole.index_select(0, index).movedim(0, dim), x_local.dtype)

@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 
 from ds_ring.errors import RingShapeError
 from ds_ring.ops.checks import DTYPES
-from ds_ring.ops.passes import ExtraOperand, Operands
+from ds_ring.ops.passes import ExtraOperand, Operands, Results
 
 if TYPE_CHECKING:
     from ds_ring.ops.context import RingContext
@@ -30,6 +30,9 @@ class SinkLogits(ExtraOperand):
     def check(self, context: RingContext, operands: Operands, parts: int) -> None:
         q = operands.q
         check_sinks(self.tensor, q, q.shape[1] * context.mesh.ulysses_size // parts)
+
+    def finish(self, context: RingContext, results: Results) -> Results:
+        return add_sinks(*results, self.tensor[context.heads_here(results[0])])
 
 
 def check_sinks(sinks: Tensor | None, q: Tensor, query_heads: int) -> None:

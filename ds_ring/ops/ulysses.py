@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ds_ring.comm.collective import collective
 from ds_ring.compat.torch import operator
-from ds_ring.ops.checks import view_as_bits, view_from_bits
+from ds_ring.ops.bits import pack, unpack, view_as_bits, view_from_bits
 from ds_ring.ops.context import RingContext, get_ring_context
 from ds_ring.ops.gradients import has_run_again, note_call, run_compared, run_gradient
 from ds_ring.ops.passes import Operands
@@ -69,34 +69,12 @@ def swap_op(tensors: Sequence[Tensor], name: str, handle: int) -> list[Tensor]:
         # An all-to-all of other sizes on one rank ends its process: compare every tensor, not q and v alone.
         shapes = {f"tensor {i} of Ulysses": f"{tuple(x.shape)} {x.dtype}" for i, x in enumerate(tensors)}
         parts = [view_as_bits(x).chunk(mesh.ulysses_size, dim=swap.split_dim) for x in tensors]
-        packets = [_pack(tensors_of_rank) for tensors_of_rank in zip(*parts, strict=True)]
+        packets = [pack(tensors_of_rank) for tensors_of_rank in zip(*parts, strict=True)]
         context.agree(call, tensors[0], tensors[-1], shapes)
         received = call.exchange.all_to_all(packets, mesh.ulysses_group)
-        from_ranks = [_unpack(packet, [of_ranks[0] for of_ranks in parts]) for packet in received]
+        from_ranks = [unpack(packet, [of_ranks[0] for of_ranks in parts]) for packet in received]
         whole = [torch.cat(of_ranks, dim=swap.join_dim) for of_ranks in zip(*from_ranks, strict=True)]
         return [view_from_bits(tensor, x.dtype) for tensor, x in zip(whole, tensors, strict=True)]
-
-
-# [Note: packets]
-# All tensors of a place go in one message to each rank: an all-to-all costs its latency once and not three
-# times. They may differ in dtype, so a packet is bytes, and wider elements stand first: each is aligned.
-def _order(tensors: Sequence[Tensor]) -> list[int]:
-    return sorted(range(len(tensors)), key=lambda index: -tensors[index].element_size())
-
-
-def _pack(parts: Sequence[Tensor]) -> Tensor:
-    if len(parts) == 1:
-        return parts[0].contiguous()
-    return torch.cat([parts[index].contiguous().view(-1).view(torch.uint8) for index in _order(parts)])
-
-
-def _unpack(packet: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Return views of the tensors in a packet, with the shapes and dtypes of `like`."""
-    if len(like) == 1:
-        return [packet]
-    sizes = [like[index].nbytes for index in _order(like)]
-    by_index = dict(zip(_order(like), packet.split(sizes), strict=True))
-    return [view_from_bits(by_index[index], x.dtype).view(x.shape) for index, x in enumerate(like)]
 
 
 @swap_op.register_fake

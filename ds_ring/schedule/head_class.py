@@ -262,6 +262,13 @@ class HeadClass:
         return self.reads.pattern
 
     @property
+    def ways(self) -> str:
+        """Return how shards travel, as text."""
+        if stages := self.directions[0].stages:
+            return f"from owner to reader, hops in stages of {', '.join(map(str, (1, *stages)))}"
+        return " and ".join("up" if direction.sign > 0 else "down" for direction in self.directions)
+
+    @property
     def _size(self) -> int:
         return self.reads.layout.ring_size
 

@@ -13,6 +13,7 @@ al. 2023, Striped Attention).
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -27,6 +28,8 @@ from ds_ring.limits import MAX_RANKS
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.slots import IntArray, repeat_rows
 from ds_ring.plugin import LAYOUTS, load
+
+_log = logging.getLogger(__name__)
 
 Mix = tuple[tuple[Pattern, int], ...]  # patterns, and how many layers have each; empty if no pattern is given
 
@@ -291,17 +294,19 @@ def make_layout(
     tokens = check_whole_number(tokens, "make_layout: tokens", RingLayoutError)
     ring_size = check_whole_number(ring_size, "make_layout: ring_size", RingLayoutError, MAX_RANKS)
     multiple_of = check_whole_number(multiple_of, "make_layout: multiple_of", RingLayoutError)
-    check_layout_name(name)
     block_size = check_whole_number(block_size, "make_layout: block_size", RingLayoutError)
-    block = block_size if name == "auto" else 1
-    return _make_layout(
-        name,
-        tokens,
-        ring_size,
-        _read_mix(pattern),
-        multiple_of,
-        block,
-        _check_speeds(speeds, name, ring_size),
+    check_layout_name(name)
+    if name == "auto" and pattern is None and ring_size > 1:
+        _warn_without_pattern()
+    mix, checked_speeds = _read_mix(pattern), _check_speeds(speeds, name, ring_size)
+    return choose_layout(name, tokens, ring_size, mix, multiple_of, block_size, checked_speeds)
+
+
+@lru_cache(maxsize=1)  # once a process
+def _warn_without_pattern() -> None:
+    _log.warning(
+        'ds_ring: make_layout("auto") without a pattern is contiguous, which is uneven under a causal one:'
+        " pass pattern=, the pattern of the layers"
     )
 
 
@@ -341,10 +346,11 @@ def _read_mix(pattern: object) -> Mix:
 
 # cached: a layout for a pattern is computed from the tiles of the whole sequence, which takes time
 @lru_cache(maxsize=256)
-def _make_layout(
+def choose_layout(
     name: str, tokens: int, ring_size: int, mix: Mix, multiple_of: int, block: int, speeds: tuple[float, ...]
 ) -> Layout:
-    options: dict[str, Any] = {"block": block} if block > 1 else {}  # only "auto" has this parameter
+    """Return the layout of arguments that have been checked; equal `speeds` are none."""
+    options: dict[str, Any] = {"block": block} if name == "auto" and block > 1 else {}
     options |= {"speeds": speeds} if speeds else {}
     layout: Layout = load(LAYOUTS[name].home)(tokens, ring_size, multiple_of, mix, **options)
     return layout

@@ -211,7 +211,9 @@ def lower_class(plan: HeadClassPlan, backward: bool) -> ChunkSteps:
     # buffers number 0 and 1 are SHARD and RESULTS
     buffers = [Buffer(Payload.KEYS, valid), Buffer(Payload.GRADIENTS, valid)]
     directions = [
-        (_Stages if direction.direction.stages else _Direction)(direction, buffers, backward)
+        (direction.lowering or (Stages if direction.direction.stages else _Direction))(
+            direction, buffers, backward
+        )
         for direction in plan.directions
     ]
     rounds: list[Round] = []
@@ -253,7 +255,7 @@ def _keep_for_the_end(rounds: list[Round]) -> None:
             rounds[number] = rounds[number]._replace(computed=(replace(own_step, tiles=tiles),))
 
 
-class _Way:
+class Way:
     """Hold what hops and stages have in common: the buffers of a chunk, and the steps that take new ones."""
 
     def __init__(self, plan: DirectionPlan, buffers: list[Buffer], backward: bool) -> None:
@@ -265,11 +267,10 @@ class _Way:
         # by the batch in which a message is posted: keys sent directly, and gradients that return here
         self.direct_sends: dict[int, list[DirectSend]] = {}
         for direct in plan.direct_sends:
-            self.direct_sends.setdefault(plan.direction.stage(direct.hop) - 1, []).append(direct)
+            self.direct_sends.setdefault(plan.get_send_batch(direct.hop), []).append(direct)
         self.gradient_returns: dict[int, list[GradientReturn]] = {}
         for back in plan.gradient_returns:
-            first = plan.direction.stage(back.hop) + 1
-            for batch in range(first, first + plan.direction.batches(back.hop)):
+            for batch in plan.get_return_batches(back.hop):
                 self.gradient_returns.setdefault(batch, []).append(back)
         self.returns: list[tuple[int, SlotRanges]] = []  # gradients of the own shard that this rank receives
         self.leaving: list[int] = []  # buffers that are being sent: freed after the batch
@@ -296,7 +297,7 @@ class _Way:
         return Accumulate(self.new(Payload.KEYS, slots), encoded, np.array([[0, slots]]), needs)
 
 
-class _Direction(_Way):
+class _Direction(Way):
     """Track one direction of travel: the buffers that hold its keys and gradients at the current hop."""
 
     def __init__(self, plan: DirectionPlan, buffers: list[Buffer], backward: bool) -> None:
@@ -475,7 +476,7 @@ class _Direction(_Way):
         return self.send(buffer, part, peer, hop_plan.origin, slots, self.came[buffer], payload)
 
 
-class _Stages(_Way):
+class Stages(Way):
     """Track the stages of a pass; see [Note: stages] in `rank_plan.py`."""
 
     def __init__(self, plan: DirectionPlan, buffers: list[Buffer], backward: bool) -> None:
@@ -483,6 +484,7 @@ class _Stages(_Way):
         self.shard = SHARD  # the own keys as they are sent
         self.sent_until = max(self.direct_sends, default=-1)
         self.keys: int | None = SHARD  # buffer of the keys of the present stage; None for no keys
+        self.came = -1  # batch that brought them
         self.coming: int | None = None  # of the next stage
         self.done: int | None = None  # gradients of the stage before
         self.here: int | None = None  # gradients of the present stage
@@ -508,12 +510,19 @@ class _Stages(_Way):
         steps: list[Send | Recv] = []
         for direct in self.direct_sends.get(number, ()):
             steps.append(self._send(self.shard, -1, direct.receiver, self.own_shard.origin, direct.slots))
-        coming = self._get_stage(number + 1)
-        if coming is not None:
-            self.coming = self.new(self.payload, coming.slots)
-            for hop, at in zip(coming.hops, coming.first, strict=True):
-                steps.append(Recv(self.payload, self.coming, hop.origin, hop.origin, hop.held, at))
+        steps += self._post_keys(number)
         return steps + self._post_gradients(number) if self.backward else steps
+
+    def _post_keys(self, number: int) -> list[Send | Recv]:
+        """Return the receives of keys for the next stage."""
+        coming = self._get_stage(number + 1)
+        if coming is None:
+            return []
+        self.coming = self.new(self.payload, coming.slots)
+        return [
+            Recv(self.payload, self.coming, hop.origin, hop.origin, hop.held, at)
+            for hop, at in zip(coming.hops, coming.first, strict=True)
+        ]
 
     def _post_gradients(self, number: int) -> list[Send | Recv]:
         """Return the messages of the gradients of the last stage, to their owners and to this rank."""
@@ -525,10 +534,16 @@ class _Stages(_Way):
                 # they depend on the keys, which arrived two batches ago
                 steps.append(self._send(self.done, number - 2, hop.origin, hop.origin, hop.held, at))
             self.leaving.append(self.done)
+        return steps + self._receive_returns(number)
+
+    def _receive_returns(self, number: int) -> list[Send | Recv]:
+        """Return the receives of gradients of the own shard in a batch."""
+        steps: list[Send | Recv] = []
         for back in self.gradient_returns.get(number, ()):
-            buffer = self.new(self._payload, count_slots(back.slots))
+            payload = self._get_return_payload(back.hop)
+            buffer = self.new(payload, count_slots(back.slots))
             self.returns.append((buffer, back.slots))
-            steps.append(Recv(self._payload, buffer, back.sender, self.own_shard.origin, back.slots))
+            steps.append(Recv(payload, buffer, back.sender, self.own_shard.origin, back.slots))
         return steps
 
     def compute(self, number: int) -> list[Compute]:
@@ -539,19 +554,19 @@ class _Stages(_Way):
         assert self.keys is not None, "keys of a stage that arrived"
         gradients = None
         if self.backward:
-            gradients = RESULTS if number == 0 else self.new(self._payload, here.slots)
+            gradients = RESULTS if number == 0 else self.new(self._get_gradients_payload(number), here.slots)
             self.here = gradients
         origins = tuple(hop.origin for hop in here.hops)
-        return [Compute(number, self.keys, here.tiles, gradients, origins, number - 1)]
+        return [Compute(number, self.keys, here.tiles, gradients, origins, self.came)]
 
     def arrive(self, number: int) -> list[Accumulate | Free]:
         """Return the steps after a batch: its stage is computed, and its messages have arrived."""
         steps: list[Accumulate | Free] = []
         if self.keys not in (None, SHARD):
             steps.append(Free(self.keys))
-        self.keys, self.coming = self.coming, None
+        steps += self._take_keys(number)
         if self.plan.codec is not None and self.keys is not None:
-            decoded = self.decode(self.keys, number)
+            decoded = self.decode(self.keys, self.came)
             steps += [decoded, Free(self.keys)]
             self.keys = decoded.buffer
         steps += [Accumulate(RESULTS, buffer, part, number) for buffer, part in self.returns]
@@ -562,9 +577,17 @@ class _Stages(_Way):
         self.done, self.here = self.here, None
         return steps
 
-    @property
-    def _payload(self) -> Payload:
-        """Return what gradients that return are."""
+    def _take_keys(self, number: int) -> list[Accumulate | Free]:
+        """Make the keys that arrived in a batch those of the next stage; return the steps that this takes."""
+        self.keys, self.coming, self.came = self.coming, None, number
+        return []
+
+    def _get_gradients_payload(self, number: int) -> Payload:
+        """Return what the gradients that a stage computes are."""
+        return Payload.ROUNDED if self.plan.rounded else Payload.PARTS
+
+    def _get_return_payload(self, hop: int) -> Payload:
+        """Return what gradients are that return to this rank, from the reader at a hop."""
         return Payload.ROUNDED if self.plan.rounded else Payload.PARTS
 
     def _get_stage(self, number: int) -> StagePlan | None:

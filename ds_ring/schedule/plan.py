@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -42,6 +43,10 @@ class Plan:
     query_heads: int  # H, per rank
     kv_heads: int  # G, per rank
     classes: tuple[HeadClass, ...]  # one for each class of K/V heads with equal patterns
+    reason: str = field(default="", compare=False)  # why this plan was taken, if there was a choice
+    derived: dict[Any, Plan] = field(
+        default_factory=dict, repr=False, compare=False
+    )  # of other passes, cached
     _ranks: dict[int, RankPlan] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -81,11 +86,8 @@ class Plan:
         """Return a readable table: tiles, pairs, and tokens held and sent on, by rank, class and hop."""
         lines = [f"{self.pattern} on {self.layout}"]
         for head_class in self.classes:
-            ways = " and ".join("up" if direction.sign > 0 else "down" for direction in head_class.directions)
-            if stages := head_class.directions[0].stages:
-                ways = f"from owner to reader, hops in stages of {', '.join(map(str, (1, *stages)))}"
             heads = list(range(self.kv_heads)[head_class.kv_heads])
-            lines += [f"K/V heads {heads}: shards travel {ways}"]
+            lines += [f"K/V heads {heads}: shards travel {head_class.ways}"]
             lines += ["rank hop origin   tiles          pairs   tokens held   sent on"]
             for ring_rank in range(self.ring_size):
                 for hop in head_class.rank(ring_rank).hops:

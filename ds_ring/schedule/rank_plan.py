@@ -35,7 +35,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -188,6 +188,17 @@ class DirectionPlan:
     direction: Direction = ONE_RANK
     rounded: bool = False  # gradients are rounded to bfloat16 when they return to their owner
     codec: CodecRow | None = None  # encodes K and V for their messages; None: they are sent as they are
+    # class that lowers it, a `Way` of `lowering.py`; None: one of that file
+    lowering: ClassVar[Callable[..., Any] | None] = None
+
+    def get_send_batch(self, hop: int) -> int:
+        """Return the batch in which the owner sends what is read at a hop."""
+        return self.direction.stage(hop) - 1
+
+    def get_return_batches(self, hop: int) -> range:
+        """Return the batches in which gradients of a hop return to the owner."""
+        first = self.direction.stage(hop) + 1
+        return range(first, first + self.direction.batches(hop))
 
     def at(self, hop: int) -> HopPlan | None:
         """Return the plan of a hop; None if nothing happens."""

@@ -40,13 +40,15 @@ from ds_ring.masks.slots import IntArray
 from ds_ring.measure.trace import Trace
 from ds_ring.ops.checks import check_heads, check_operand, check_tensors
 from ds_ring.ops.options import Options
+from ds_ring.plugin import PASSES, load
 from ds_ring.ring.merge import get_accumulator_dtype
 from ds_ring.schedule.layout import Layout
 from ds_ring.schedule.lowering import stage_shards
-from ds_ring.schedule.plan import build_plan
+from ds_ring.schedule.plan import Plan, build_plan
 from ds_ring.simulation.generate import GeneratedSource
 from ds_ring.simulation.rank import (
     BytesSent,
+    GlobalSizes,
     GradientSums,
     RankMemory,
     RankResult,
@@ -114,6 +116,7 @@ class SimulationOptions:
         ranks_per_node: neighbours on the ring that share a node, a divisor of the ring size: shards then
             travel on two levels where that sends less between nodes, as with `RingMesh.from_world`.
         stage_bytes: most bytes of K and V of one computation, as in the JSON; 0: hop by hop.
+        transport: as in the JSON, "ring" or one that runs a plan of its own as the ring does.
         threads: of a virtual rank's kernel. None: one while memory is measured, else all threads of torch.
         progress: a bar on stderr once two seconds have passed.
 
@@ -128,6 +131,7 @@ class SimulationOptions:
     kv_payload: str = "as_is"
     ranks_per_node: int | None = None
     stage_bytes: int | Literal["auto"] = 0
+    transport: str = "ring"
     threads: int | None = None
     progress: bool = True
 
@@ -151,7 +155,7 @@ class SimulationOptions:
         return Options(
             scale=scale, kernel=kernel, kernel_options=dict(self.kernel_options or {}),
             chunk_bytes=self.chunk_bytes, gradient_payload=self.gradient_payload,
-            stage_bytes=self.stage_bytes, kv_payload=self.kv_payload,
+            stage_bytes=self.stage_bytes, kv_payload=self.kv_payload, transport=self.transport,
         )  # fmt: skip
 
 
@@ -194,8 +198,6 @@ def simulate(
     sizes, wanted = source.geometry, _check_ranks(ranks, layout.ring_size)
     settings = options if options is not None else SimulationOptions()
     pass_options = settings.make_pass_options(scale, kernel)
-    width = sizes.width("k") + sizes.width("v")
-    shard_bytes = sizes.batch * sizes.kv_heads * layout.local_tokens * width * sizes.dtype.itemsize
     for name, flag in {"measure_memory": measure_memory, "trace": trace}.items():
         check_bool(flag, name, RingConfigError)
     threads = settings.threads
@@ -204,17 +206,7 @@ def simulate(
     backward = grad_out is not None and grad_out is not False
     job = VirtualRanks(
         source,
-        build_plan(
-            pattern,
-            layout,
-            query_heads=sizes.query_heads,
-            kv_heads=sizes.kv_heads,
-            prune=settings.prune,
-            gradient_payload=pass_options.gradient_payload,
-            kv_payload=pass_options.kv_payload,
-            ranks_per_node=settings.ranks_per_node,
-            stage_shards=stage_shards(pass_options.stage_bytes, "cpu", layout.ring_size, None, shard_bytes),
-        ),
+        _make_plan(pattern, layout, sizes, settings, pass_options),
         get_kernel(pass_options.kernel, "cpu", pass_options.kernel_pairs, pass_options.block_size),
         pass_options.scale if pass_options.scale is not None else 1.0 / math.sqrt(sizes.head_dim),
         pass_options.chunk_bytes_on("cpu", layout.ring_size),
@@ -237,6 +229,30 @@ def _show_progress(ranks: list[int]) -> Iterable[int]:
         return ranks
     # a bar below another one disappears at its end
     return tqdm(ranks, desc="ranks", unit="rank", delay=PROGRESS_AFTER_S, leave=None)
+
+
+def _make_plan(
+    pattern: Pattern, layout: Layout, sizes: GlobalSizes, settings: SimulationOptions, options: Options
+) -> Plan:
+    """Return the plan that the virtual ranks run."""
+    width = sizes.width("k") + sizes.width("v")
+    token_bytes = sizes.batch * sizes.kv_heads * width * sizes.dtype.itemsize
+    row, size, stages = options.transport_spec, layout.ring_size, None
+    if row.plans is None:
+        if options.transport != "ring":
+            known = ", ".join(name for name, other in PASSES.items() if name == "ring" or other.plans)
+            raise RingConfigError.wrong("transport", f"one of {known}", options.transport, "use one of these")
+        shard_bytes = token_bytes * layout.local_tokens
+        stages = stage_shards(options.stage_bytes, "cpu", size, None, shard_bytes)
+    plan = build_plan(
+        pattern, layout, query_heads=sizes.query_heads, kv_heads=sizes.kv_heads, prune=settings.prune,
+        gradient_payload=options.gradient_payload, kv_payload=options.kv_payload,
+        ranks_per_node=settings.ranks_per_node, stage_shards=stages,
+    )  # fmt: skip
+    if row.plans is None:
+        return plan
+    direct: Plan = load(row.plans)(plan, settings.ranks_per_node, options.stage_bytes or "auto", token_bytes)
+    return direct
 
 
 def _collected(job: VirtualRanks, ranks: list[int], progress: bool) -> SimulationResult:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 from transformers import PreTrainedModel
 
+from ds_ring.comm.groups import gather_objects
 from ds_ring.data.batch import IGNORE, Batch
 from ds_ring.engines.first_batch.first_batch import (
     Difference,
@@ -127,8 +128,7 @@ def check_forms(request: CheckRequest) -> list[ModelReport]:
 
 def _gather_reports(mine: list[ModelReport]) -> list[ModelReport]:
     """Return the reports of all ranks together. Collective."""
-    all_ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(all_ranks, mine)
+    all_ranks = gather_objects(mine)
     return [
         _merged([reports[number] for reports in all_ranks if number < len(reports)])
         for number in range(max(map(len, all_ranks)))

@@ -61,10 +61,6 @@ def _granite(randn: Randn) -> Made:
     return {"input_features": randn(3, 30, _MELS), "input_features_mask": real}, [6, 4, 5]
 
 
-def _moss(randn: Randn) -> Made:
-    return _frames(randn, [32, 24, 32]), [4, 3, 4]
-
-
 def _omni(randn: Randn) -> Made:
     real = torch.arange(200) < torch.tensor([200, 150, 200])[:, None]
     return {"input_values": randn(3, 1, 200), "padding_mask": real.long()}, [9, 7, 9]
@@ -100,7 +96,7 @@ _KINDS: dict[str, _Kind] = {
     "glmasr": _Kind(_OF_AUDIO, _glm),
     "granite_speech": _Kind(_GRANITE, _granite),
     "granite_speech_plus": _Kind(_GRANITE, _granite),
-    "moss_transcribe_diarize": _Kind(_OF_AUDIO, _moss),
+    "moss_transcribe_diarize": _Kind(_OF_AUDIO, _glm),
     "musicflamingo": _Kind(_OF_AUDIO, _flamingo),
     "omniasr": _Kind(
         {

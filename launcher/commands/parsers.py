@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from ds_ring.config.messages import did_you_mean
 from ds_ring.plugin import LAYOUTS
 
 if TYPE_CHECKING:
@@ -41,10 +42,13 @@ class Parser(argparse.ArgumentParser):
         choice = re.fullmatch(r"(.*): invalid choice: (.*) \(choose from (.*)\)", message, re.DOTALL)
         if message.startswith("unrecognized arguments:"):
             message = f"expected no other arguments, got {message.partition(': ')[2]}"
+            message += " (options of a launched script come after --)"
         elif "the following arguments are required" in message:
             message = f"expected {message.partition(': ')[2]}, got none"
         elif choice is not None:
-            message = f"{choice[1]}: expected one of {choice[3]}, got {choice[2]}"
+            near = did_you_mean(choice[2].strip("'"), re.findall("'([^']+)'", choice[3]))
+            advice = f"; did you mean '{near}'?" if near else ""
+            message = f"{choice[1]}: expected one of {choice[3]}, got {choice[2]}{advice}"
         self.exit(2, f"{self.prog}: error: {_short(message)}; see {self.prog} --help\n")
 
 
@@ -69,9 +73,22 @@ def _whole_number(text: str) -> int:
         value = int(text) if len(text) < 40 and text.isascii() else None
     except ValueError:
         value = None
-    if value is None or abs(value) > MAX_SIZE:
+    if value is None:
+        raise argparse.ArgumentTypeError(f"expected a whole number, got {text[:40]!r}")
+    if abs(value) > MAX_SIZE:
         raise argparse.ArgumentTypeError(f"expected a number of at most {MAX_SIZE:,}, got {text[:40]!r}")
     return value
+
+
+def read_tokens(text: str) -> int:
+    """Return a length of sequences; "128k" and "128Ki" are 131,072 tokens, "1M" and "1Mi" 1,048,576."""
+    match = re.fullmatch(r"([0-9]{1,12})(k|m)i?", text, re.ASCII | re.IGNORECASE)
+    if match is not None:
+        return int(match[1]) << {"k": 10, "m": 20}[match[2].lower()]
+    try:
+        return _whole_number(text)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{error}; write 131072 or 128k, say") from None
 
 
 def _number(text: str) -> float:
@@ -178,7 +195,9 @@ MIB = 2**20
 
 def add_shapes(parser: argparse.ArgumentParser, ring_sizes: list[int]) -> None:
     """Add the options of pattern, layout and sizes."""
-    parser.add_argument("--tokens", type=int, required=True, metavar="T", help="tokens of the sequence")
+    parser.add_argument(
+        "--tokens", type=read_tokens, required=True, metavar="T", help="tokens of the sequence"
+    )
     sizes = " ".join(map(str, ring_sizes))
     parser.add_argument(
         "--ring-sizes",

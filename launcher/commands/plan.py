@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from ds_ring.errors import RingConfigError
 from ds_ring.plugin import LAYOUTS
 
-from ..plan import known_hardware
-from .parsers import Commands, add_command, add_json, refuse_extra
+from ..plan import known_hardware, known_models
+from .parsers import Commands, add_command, add_json, read_tokens, refuse_extra
 
 _HELP = "memory, traffic and time of a run that is not started yet"
 _DESCRIPTION = "Memory by component, FLOPs, bytes and time of one training step on given hardware."
@@ -27,6 +27,7 @@ examples:
 """
 
 _HARDWARE = "h100"
+_TOKENS = "of one sequence, say 131072 or 128k; default: the most that fits"
 _SIZES = {
     "layers": "decoder layers",
     "hidden": "width of the residual stream",
@@ -41,7 +42,12 @@ _SIZES = {
 def add(commands: Commands) -> None:
     """Add the command."""
     plan = add_command(commands, "plan", run, _HELP, _DESCRIPTION, _EXAMPLE)
-    plan.add_argument("--tokens", type=int, metavar="T", help="of one sequence; default: the most that fits")
+    plan.add_argument(
+        "--tokens",
+        type=read_tokens,
+        metavar="T",
+        help="of one sequence, say 131072 or 128k; default: the most that fits",
+    )
     plan.add_argument("--devices", type=int, metavar="N", help="default: the fewest that fit")
     plan.add_argument("--ring-size", type=int, metavar="P", help="default: devices / Ulysses size")
     plan.add_argument("--ulysses-size", type=int, metavar="U", help="default: 1")
@@ -50,7 +56,11 @@ def add(commands: Commands) -> None:
     plan.add_argument("--hardware", default=_HARDWARE, metavar="NAME|FILE", help=known)
     plan.add_argument("--config", metavar="DS_JSON", help="a DeepSpeed JSON; options come before it")
     model = plan.add_argument_group("model")
-    model.add_argument("--hf-config", metavar="FILE|JSON", help="a transformers config.json, or its text")
+    model.add_argument(
+        "--hf-config",
+        metavar="NAME|FILE|JSON",
+        help=f"a transformers config.json, its text, or one of {', '.join(known_models())}",
+    )
     for name, text in _SIZES.items():
         model.add_argument(f"--{name}", type=int, metavar="N", help=text)
     how = plan.add_argument_group("how it is trained")
@@ -75,6 +85,11 @@ def add(commands: Commands) -> None:
     how.add_argument("--offload-param", action="store_true", help="ZeRO 3's parameters are on the host")
     how.add_argument("--fit", action="store_true", help="turn on the cheapest of these that make it fit")
     plan.add_argument("--compare", action="store_true", help="beside DeepSpeed Ulysses, ALST, torch's ring")
+    plan.add_argument(
+        "--more-devices",
+        action="store_true",
+        help="the same on 2, 4 and 8 times as many devices, in one table",
+    )
     plan.add_argument("--published", action="store_true", help="the model beside published measurements")
     add_json(plan)
 
@@ -85,6 +100,7 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
     from ..plan.compare import compare
     from ..plan.estimate import estimate
     from ..plan.inputs import make_setting
+    from ..plan.more_devices import plan_more_devices
     from ..plan.report import as_json, print_report
 
     refuse_extra("plan", extra_args)
@@ -99,13 +115,12 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
             kind = planned.other_layers[0].kind.name
             raise RingConfigError(f"--compare: expected a model of softmax attention alone, got {kind}")
         advice = advise(planned, say)
-        fit = advice.fit_reach
-        most = None if fit is None else (fit.longest_tokens, fit.longest_options)
-        rows = compare(planned, advice.reach.longest_tokens, most) if options.compare else []
+        rows = compare(planned, advice.reach.longest_tokens) if options.compare else []
+        counts = plan_more_devices(planned, say) if options.more_devices else []
     if options.json:
-        print(as_json(planned, advice, rows))
+        print(as_json(planned, advice, rows, counts))
     else:
-        print_report(planned, advice, rows)
+        print_report(planned, advice, rows, counts)
     return 0
 
 

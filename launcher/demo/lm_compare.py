@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import deepspeed
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from ds_ring.comm.groups import gather_objects
 from ds_ring.engines.first_batch.first_batch import Tolerance, compare_gradients, largest
 from ds_ring.masks.catalog import Causal
 from ds_ring.masks.pattern import Pattern
@@ -83,8 +83,7 @@ def compare(engine: Any, plain: nn.Module, whole: dict[str, Tensor], pattern: Pa
     tolerance = Tolerance.for_dtype(parameters[0].dtype, not KV_PAYLOADS[engine.ring.config.kv_payload].exact)
     loss_error = abs(ring.loss - alone.loss) / max(abs(alone.loss), 1e-6)
     exact = worst.error <= tolerance.gradients and loss_error <= tolerance.loss  # not if one is NaN
-    ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, (ring.peak_bytes / MIB, worst, exact))
+    ranks = gather_objects((ring.peak_bytes / MIB, worst, exact))
     peaks, differences, verdicts = zip(*ranks, strict=True)
     worst = max(differences, key=lambda difference: difference.error)
     samples, tokens = whole["input_ids"].shape

@@ -31,6 +31,7 @@ from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
 from ds_ring.comm.exchange import Exchange
+from ds_ring.comm.groups import gather_objects
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.comm.messages import Message
 from ds_ring.config.section import RingConfig
@@ -163,9 +164,7 @@ def self_test(mesh: RingMesh, options: Options) -> list[RankAnswer]:
     rank_answer = RankAnswer(
         *here, dtype, error, traffic._asdict(), *planned, shard, memory, alone, link, *clock
     )
-    answers: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(answers, rank_answer)
-    return answers
+    return gather_objects(rank_answer)
 
 
 class Traffic(NamedTuple):
@@ -423,10 +422,9 @@ def _clock() -> tuple[float, float]:
     """
     rank, low, high = dist.get_rank(), -float("inf"), float("inf")
     own_before = zero_before = after = 0.0
-    stamps: list[Any] = [None] * dist.get_world_size()
     for turn in range(ROUNDS + 1):
         before = time.time()
-        dist.all_gather_object(stamps, (before, after))
+        stamps = gather_objects((before, after))
         if turn:  # times after a round are sent in the next one
             low = max(low, own_before - stamps[0][1])
             high = min(high, after - zero_before)

@@ -168,10 +168,10 @@ def _exposed(planned: Estimate, hiding: Hiding) -> list[str]:
 
 def _warn_about_limits(planned: Estimate) -> list[str]:
     setting, warnings = planned.setting, []
-    if setting.model.experts > 1:
+    if (experts := setting.model.experts) is not None:
         warnings.append(
-            f"experts: the model names {setting.model.experts}, and no matrix of them is counted: every MLP"
-            " is planned with intermediate_size, in parameters, memory and time"
+            f"experts: every layer is planned with {experts.number}, of which a token runs {experts.active},"
+            " evenly spread; expert parallelism is not planned"
         )
     if any(isinstance(layer.kind, Selection) for layer in planned.other_layers):
         warnings.append(
@@ -183,8 +183,12 @@ def _warn_about_limits(planned: Estimate) -> list[str]:
             "layers other than attention keep what goes into their kernels and comes out; what a kernel keeps"
             " inside is not counted, and their arithmetic is rough"
         )
-    if setting.hardware.kind == "cuda":
-        warnings.append("the figures for GPUs are computed, not measured: ds_ring has not been timed on one")
+    zero, whole = setting.zero, setting.zero.whole_start(setting.model)
+    if zero.stage == 3 and whole > planned.peak.total:
+        warnings.append(
+            f"made whole, the model takes {whole / GIB:.1f} GiB of every device at the start: make it under"
+            " deepspeed.zero.Init, as Trainer's from_pretrained does at stage 3; the plan assumes that"
+        )
     if setting.zero.stage in (1, 2, 3) and setting.zero.bucket_elements > setting.model.parameters:
         size = setting.zero.bucket_elements * setting.zero.element_bytes / GIB
         warnings.append(

@@ -1,8 +1,9 @@
 """Plan the same training by other ways to split a sequence, from what their authors have published.
 
-Owns one row for each: memory of device and host, bytes that a device sends, how many ranks a sequence may
-have. The layer around attention, the states and the hardware are those of ds_ring's own plan, so that the
-rows differ by method only; times are not compared.
+Owns two rows for each: with the setting's own options, the same for all methods, and with the options that
+its authors train the longest sequences with. The layer around attention, the states, the hardware and the
+kernel are those of ds_ring's own plan, so that rows differ by method and options only. A method's attention
+computes all pairs of the sequence, evenly divided among its ranks; its messages are not hidden.
 
 - DeepSpeed Ulysses (Jacobs et al. 2023, arXiv 2309.14509, sections 3.1 and 3.2): all-to-alls give each rank
   all tokens of H / P heads; q, k, v and out cross once a pass, so a device sends (P - 1) / P of its shards of
@@ -24,101 +25,129 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
-from .estimate import Estimate, fits, training_step
+from .estimate import SWAPS, Estimate, estimate, fits, swap_seconds, swapped_heads, training_step
+from .layer_passes import LayerPasses, layer_passes
 from .model_memory import FLOAT, LocalTokens, TrainingStep
-from .options import MAX_TOKENS, list_flags, longest_that, option_sets
+from .options import (
+    MAX_TOKENS,
+    OPTIONS,
+    list_flags,
+    longest_sequence,
+    longest_that,
+    with_options,
+)  # fmt: skip
 from .pass_memory import PassMemory
+from .pass_time import PassCost
 from .training_setting import ELEMENT_BYTES, TrainingSetting
 
 GIB = 1 << 30
-CHUNK_TOKENS = 256  # of TRL's chunked_nll
 FINE = 256  # lengths are exact to 1 / FINE
+CHUNK_TOKENS = 256  # of TRL's chunked_nll
+_ALST = {
+    *("--tiled-loss", "--tiled-mlp", "--offload-checkpoints", "--recompute-attention", "--offload-optimizer"),
+}
 
 
 class ComparisonRow(NamedTuple):
     """Hold what a method needs."""
 
     method: str  # its name
+    best_options: bool  # those of the longest sequences, else the setting's own
+    options: tuple[str, ...]  # of `ds-ring plan`, which the method has then
     ranks: int  # that share a sequence; the other devices are data-parallel replicas
     # peak_bytes, host_bytes: of a device, and of a node's host
     peak_bytes: int
     host_bytes: int
     sent_bytes: int  # by a device for all layers' attention, forward and backward
     fits: bool  # whether the devices and their hosts have that much
-    options: tuple[str, ...]  # of `ds-ring plan`, which the method has then
-    longest_tokens: int  # that fit the same devices with these options, to 1 / 256; 0 if none
-    # most_tokens, most_options: the same with all that --fit may add; None without --fit
-    most_tokens: int | None = None
-    most_options: tuple[str, ...] | None = None
+    step_s: float  # of one step
+    tokens_per_s: float  # of a device
+    longest_tokens: int  # that fit the same devices with these options; 0 if none
 
 
 class _Method(NamedTuple):
     name: str
-    with_own_options: Callable[[TrainingSetting], TrainingSetting]
+    best_name: str  # with the options of its authors
+    with_best_options: Callable[[TrainingSetting], TrainingSetting]
     step: Callable[[TrainingSetting], TrainingStep]
     ranks: Callable[[TrainingSetting], int]
     sent: Callable[[TrainingSetting], int]
+    waiting_s: Callable[[TrainingSetting], float]  # for messages of a step's attention, all layers
 
 
-def compare(
-    planned: Estimate, longest_tokens: int, most: tuple[int, tuple[str, ...]] | None = None
-) -> list[ComparisonRow]:
-    """Return ds_ring's own row and those of the other methods, for the same model, tokens and devices.
+def compare(planned: Estimate, longest_tokens: int) -> list[ComparisonRow]:
+    """Return the rows of ds_ring and of the other methods, for the same model, tokens and devices.
 
-    All have the setting's options, and those that belong to a method.
+    The rows with the setting's own options come first.
 
     Args:
-        found: ds_ring's plan.
-        longest_tokens: of ds_ring on these devices.
-        most: the same with all that --fit may add, and with which options; None without --fit.
+        planned: ds_ring's plan.
+        longest_tokens: of ds_ring on these devices, with the setting's options.
     """
-    setting, sent = planned.setting, planned.attention.forward_bytes + planned.attention.backward_bytes
-    ranks = setting.ring_size * setting.ulysses_size
-    ring_figures = (
-        "ds_ring",
-        ranks,
-        planned.peak.total,
-        planned.node_host_bytes,
-        sent,
-        planned.fits,
-        list_flags(setting),
-    )
-    rows = [ComparisonRow(*ring_figures, longest_tokens, *(most or ()))]
+    setting = replace(planned.setting, may_add_options=False)
+    whole = layer_passes(replace(setting, ring_size=1, ulysses_size=1, layout="contiguous")).total
+    best = _with_best_options(planned)
+    rows = [_make_own_row(planned, False, longest_tokens)]
+    rows += [_make_row(method, _as_others(setting), planned, whole, False) for method in _METHODS]
+    rows.append(_make_own_row(best, True, longest_sequence(best.setting)))
     for method in _METHODS:
-        mine = method.with_own_options(setting)
-        step = method.step(mine)
-        rows.append(
-            ComparisonRow(
-                method.name,
-                method.ranks(setting),
-                step.peak().total,
-                step.host_bytes * setting.node_devices,
-                method.sent(setting),
-                fits(setting, step.moments()),
-                list_flags(mine),
-                longest_that(partial(_has_room, method, mine), setting.devices, MAX_TOKENS, 1, FINE),
-                *(() if most is None else _most(method, mine)),
-            )
-        )
+        rows.append(_make_row(method, method.with_best_options(setting), planned, whole, True))
     return rows
+
+
+def _make_own_row(planned: Estimate, best: bool, longest_tokens: int) -> ComparisonRow:
+    setting, cost = planned.setting, planned.attention
+    ranks = setting.ring_size * setting.ulysses_size
+    name = "ds_ring, all options" if best else "ds_ring"
+    return ComparisonRow(
+        name, best, list_flags(setting), ranks, planned.peak.total, planned.node_host_bytes,
+        cost.forward_bytes + cost.backward_bytes, planned.fits, planned.step_s,
+        setting.batch * setting.tokens / ranks / planned.step_s, longest_tokens,
+    )  # fmt: skip
+
+
+def _make_row(
+    method: _Method, setting: TrainingSetting, planned: Estimate, whole: PassCost, best: bool
+) -> ComparisonRow:
+    step, ranks = method.step(setting), method.ranks(setting)
+    here = estimate(setting, attention=_get_passes(planned))
+    # The rest of a step is that of ds_ring's plan, for as many tokens as a device has here.
+    tokens_ratio = setting.ring_size * setting.ulysses_size / ranks
+    again = whole.forward_s * setting.recompute_attention * setting.checkpointing
+    kernel_s = (whole.compute_s + again) / ranks
+    seconds = kernel_s + method.waiting_s(setting) + here.dense_s * tokens_ratio + here.zero_s + here.host_s
+    return ComparisonRow(
+        method.best_name if best else method.name, best, list_flags(setting), ranks, step.peak().total,
+        step.host_bytes * setting.node_devices, method.sent(setting), fits(setting, step.moments()), seconds,
+        setting.batch * setting.tokens / ranks / seconds, _longest(method, setting),
+    )  # fmt: skip
+
+
+def _get_passes(planned: Estimate) -> LayerPasses:
+    """Return the passes of a plan, for other options of the same model; memory is estimated elsewhere."""
+    memory = PassMemory(0, 0, 0)
+    return LayerPasses(planned.layout, planned.passes, planned.other_layers, memory, planned.ranks)
+
+
+def _with_best_options(planned: Estimate) -> Estimate:
+    """Return the plan with what ALST turns on, in ds_ring's sizes of tiles."""
+    setting = replace(planned.setting, checkpointing=True, may_add_options=False)
+    taken = [option for option in OPTIONS if option.flag in _ALST and not option.is_on(setting)]
+    changed = with_options(setting, tuple(option for option in taken if option.is_possible(setting)))
+    assert changed is not None, "each is possible"
+    return estimate(changed, attention=layer_passes(changed))
+
+
+def _longest(method: _Method, setting: TrainingSetting) -> int:
+    """Return the longest sequence for which a method has room."""
+    tile, ranks = setting.mlp_tokens, method.ranks(setting)
+    falls = [] if tile is None else [ranks * tile // setting.batch + 1]
+    return longest_that(partial(_has_room, method, setting), falls, MAX_TOKENS, 1, FINE)
 
 
 def _has_room(method: _Method, setting: TrainingSetting, tokens: int) -> bool:
     tried = replace(setting, tokens=tokens)
     return fits(tried, method.step(tried).moments())
-
-
-def _most(method: _Method, setting: TrainingSetting) -> tuple[int, tuple[str, ...]]:
-    """Return a method's longest sequence with any of the options, and the fewest that it needs for it."""
-
-    def with_room(tokens: int) -> TrainingSetting | None:
-        return next(
-            (candidate for _, candidate in option_sets(setting) if _has_room(method, candidate, tokens)), None
-        )
-
-    tokens = longest_that(lambda tried: with_room(tried) is not None, setting.devices, MAX_TOKENS, 1, FINE)
-    best = with_room(tokens)
-    return tokens, () if best is None else list_flags(best)
 
 
 def _ulysses_ranks(setting: TrainingSetting) -> int:
@@ -135,9 +164,15 @@ def _ulysses_step(setting: TrainingSetting) -> TrainingStep:
     return _step(setting, tokens, PassMemory(0, inside * (model.heads // ranks) * model.head_dim * FLOAT, 0))
 
 
+def _as_others(setting: TrainingSetting) -> TrainingSetting:
+    """Return a setting without what only ds_ring has: attention on the host, results kept by checkpoints."""
+    again = 1.0 if setting.checkpointing else 0.0
+    return replace(setting, recompute_attention=again, offload_attention=False)
+
+
 def _apply_checkpointing(setting: TrainingSetting) -> TrainingSetting:
     """Turn on what all of them train long sequences with: checkpointing, and attention computed again."""
-    return replace(setting, checkpointing=True, recompute_attention=1.0)
+    return _as_others(replace(setting, checkpointing=True))
 
 
 def _apply_alst(setting: TrainingSetting) -> TrainingSetting:
@@ -191,10 +226,38 @@ def _sent_by_torch(setting: TrainingSetting) -> int:
     return model.layers * elements * (2 * ELEMENT_BYTES[setting.dtype] + FLOAT)
 
 
+def _ulysses_waiting(setting: TrainingSetting) -> float:
+    """Return the seconds of the all-to-alls: forward, again under checkpointing, and backward."""
+    ranks, model, hardware = _ulysses_ranks(setting), setting.model, setting.hardware
+    row_bytes = model.head_dim * ELEMENT_BYTES[setting.dtype]
+    heads = swapped_heads(model.heads, max(model.kv_heads, ranks))
+    shard_bytes = setting.batch * setting.tokens // ranks * row_bytes * heads
+    seconds = swap_seconds(shard_bytes, ranks, hardware) + SWAPS * hardware.link_latency_s
+    return (2 + setting.checkpointing) * model.layers * seconds
+
+
+def get_torch_peak(setting: TrainingSetting) -> int:
+    """Return the peak of a device by torch's context parallelism with the options of TRL's guide, bytes."""
+    return _torch_step(_apply_trl(setting)).peak().total
+
+
+def _torch_waiting(setting: TrainingSetting) -> float:
+    """Return the seconds in which K and V are gathered, again under checkpointing, and gradients go home."""
+    ranks, model, element = setting.devices, setting.model, ELEMENT_BYTES[setting.dtype]
+    rows = 2 * setting.batch * setting.tokens // ranks * model.kv_heads * model.head_dim * (ranks - 1)
+    moved = model.layers * rows * ((2 + setting.checkpointing) * element + FLOAT)
+    inside = ranks <= setting.hardware.devices_per_node
+    rates = setting.hardware.inter_node_bytes_per_s, setting.hardware.intra_node_bytes_per_s
+    return moved / rates[inside]
+
+
 _METHODS = (
-    _Method("DeepSpeed Ulysses", _apply_checkpointing, _ulysses_step, _ulysses_ranks, _sent_by_ulysses),
-    _Method("ALST", _apply_alst, _ulysses_step, _ulysses_ranks, _sent_by_ulysses),
     _Method(
-        "torch context parallel, TRL's guide", _apply_trl, _torch_step, lambda s: s.devices, _sent_by_torch
+        "DeepSpeed Ulysses", "ALST", _apply_alst, _ulysses_step, _ulysses_ranks, _sent_by_ulysses,
+        _ulysses_waiting,
     ),
-)
+    _Method(
+        "torch context parallel", "torch, TRL's guide", _apply_trl, _torch_step,
+        lambda setting: setting.devices, _sent_by_torch, _torch_waiting,
+    ),
+)  # fmt: skip

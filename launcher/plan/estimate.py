@@ -120,6 +120,28 @@ class Estimate(NamedTuple):
         """Return the seconds of one optimizer step of one micro-batch."""
         return self.attention_s + self.other_layers_s + self.dense_s + self.zero_s + self.host_s
 
+    @property
+    def tokens_per_s(self) -> float:
+        """Return the tokens of one device that are trained in a second."""
+        setting = self.setting
+        return setting.batch * setting.tokens / (setting.ring_size * setting.ulysses_size) / self.step_s
+
+    @property
+    def mfu(self) -> float | None:
+        """Return the part of the device's peak that the model's arithmetic takes, without repeated work.
+
+        Model FLOPs utilization (Chowdhery et al. 2022, PaLM, appendix B): 6 FLOPs a parameter and token, and
+        12 D a pair of attention. None for a model whose other layers have no such count.
+        """
+        setting, model = self.setting, self.setting.model
+        if self.other_layers:
+            return None
+        matrices = model.layers * model.active_mlp_parameters + model.mixing_parameters
+        tokens = setting.batch * setting.tokens / (setting.ring_size * setting.ulysses_size)
+        flops = 6 * (matrices + model.head_parameters) * tokens
+        flops += 12 * model.head_dim * self.attention.pairs
+        return flops / (self.step_s * setting.hardware.flops(setting.dtype))
+
 
 def fits(setting: TrainingSetting, moments: list[MemoryMoment]) -> bool:
     """Return whether device and host have enough memory at every moment."""
@@ -197,11 +219,11 @@ def estimate(
     # A training step costs 6 FLOPs per token for each (Kaplan et al. 2020, Scaling Laws, section 2.1).
     dense = (
         (8 if setting.checkpointing else 6)
-        * float(model.layers * model.mlp_parameters + model.mixing_parameters + model.head_parameters)
+        * float(model.layers * model.active_mlp_parameters + model.mixing_parameters + model.head_parameters)
         * tokens
     )
     if setting.mlp_tokens is not None and not setting.checkpointing:
-        dense += 2.0 * model.layers * model.mlp_parameters * tokens
+        dense += 2.0 * model.layers * model.active_mlp_parameters * tokens
     # Checkpointing swaps q, k, v and out of a layer once more, whether it computes attention again or not.
     swaps, times = head_swaps(setting, attention.layout.local_tokens), 2 + setting.checkpointing
     swap_s = times * model.attention_layers * swaps.seconds

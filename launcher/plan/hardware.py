@@ -26,7 +26,7 @@ from ds_ring.errors import RingConfigError
 from ds_ring.plugin import FAST_KERNELS, unmeasured
 
 from ..cluster.cluster_file import read_mapping
-from . import known_hardware
+from . import is_there, known_hardware
 
 DTYPES = ("float32", "bfloat16", "float16")
 # Bounds that no device comes near: within them no time that is estimated overflows.
@@ -196,17 +196,10 @@ def read_hardware(name_or_path: str) -> Hardware:
     path = Path(name_or_path)
     if name_or_path.lower() in known:
         path = known[name_or_path.lower()]
-    elif path.suffix not in (".yaml", ".yml") and not _exists(path):
+    elif path.suffix not in (".yaml", ".yml") and not is_there(path):
         near = did_you_mean(name_or_path, known)
         advice = f"did you mean '{near}'?" if near else "or the path of a YAML file with the keys of these"
         raise config_error(
             "hardware", f"expected one of {', '.join(known)}, got {shown(name_or_path)}; {advice}"
         )
     return hardware_from(read_mapping(path), str(path))
-
-
-def _exists(path: Path) -> bool:
-    try:
-        return path.exists()
-    except (OSError, ValueError):  # a name that no file can have
-        return False

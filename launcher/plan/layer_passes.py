@@ -14,7 +14,7 @@ from typing import NamedTuple
 from ds_ring.kernels.flex.layouts import count_fullest_pairs
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import Tiles
-from ds_ring.plugin import KERNELS
+from ds_ring.plugin import KERNELS, PASSES, load
 from ds_ring.schedule.choose import AS_FAST, bind_one_head, count_rank_work
 from ds_ring.schedule.layout import Layout, make_layout
 from ds_ring.schedule.lowering import chunk_bytes_on, stage_shards
@@ -86,17 +86,21 @@ def build_plans(setting: TrainingSetting, layout: Layout | None = None) -> list[
     node = setting.ring_size if setting.ring_is_in_node else node
     shard_bytes = shape.batch * kv_heads * layout.local_tokens * shape.pair_dim * shape.element_bytes
     stage = stage_shards(setting.stage_bytes, setting.hardware.kind, setting.ring_size, node, shard_bytes)
-    return [
-        (
-            build_plan(
-                layer_pattern, layout, query_heads=heads, kv_heads=kv_heads, prune=setting.prune,
-                gradient_payload=setting.gradient_payload, kv_payload=setting.kv_payload,
-                ranks_per_node=node, stage_shards=stage,
-            ),
-            layers,
-        )
-        for layer_pattern, layers in setting.mix
-    ]  # fmt: skip
+    make_own = PASSES[setting.transport].plans
+
+    def plan(pattern: Pattern) -> Plan:
+        ring = build_plan(
+            pattern, layout, query_heads=heads, kv_heads=kv_heads, prune=setting.prune,
+            gradient_payload=setting.gradient_payload, kv_payload=setting.kv_payload,
+            ranks_per_node=node, stage_shards=None if make_own else stage,
+        )  # fmt: skip
+        if make_own is None:
+            return ring
+        token_bytes = shard_bytes // layout.local_tokens
+        direct: Plan = load(make_own)(ring, node, setting.stage_bytes, token_bytes)
+        return direct
+
+    return [(plan(pattern), layers) for pattern, layers in setting.mix]
 
 
 def get_executed(plan: Plan, block: int) -> Callable[[Tiles], int] | None:

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from ds_ring.config.json_text import Json, parse_object, read_object
@@ -20,6 +21,7 @@ from ds_ring.errors import RingConfigError
 from ds_ring.masks.pattern import Pattern
 from ds_ring.schedule.layout import Mix
 
+from . import is_there, known_models
 from .other_layers import KNOWN, Kind, Kinds, Selection, find_readers, read_kinds
 
 # The layers of each pattern, from `layer_types` and windows of a config.json and from the JSON's section.
@@ -79,12 +81,22 @@ def kinds_by(values: Mapping[str, Any]) -> Kinds:
 
 
 def read_hf_config(path_or_text: str) -> Json:
-    """Return a config.json, by its path or its text.
+    """Return a config.json: by its path, its text, or the name of a model in `configs/models`.
 
     Raises:
-        RingConfigError: no such file, or no JSON.
+        RingConfigError: no such name and no such file, or no JSON.
     """
     if not path_or_text.lstrip().startswith("{"):
+        known = known_models()
+        if path_or_text.lower() in known:
+            return read_object(known[path_or_text.lower()])
+        path = Path(path_or_text)
+        if path.suffix != ".json" and len(path.parts) == 1 and not is_there(path):
+            near = did_you_mean(path_or_text, known)
+            names = ", ".join(known)
+            advice = f"did you mean '{near}'?" if near else "or the path of a config.json"
+            expected = f"one of {names}" if near is None else "a known model or the path of a config.json"
+            raise RingConfigError(f"--hf-config: {sentence(expected, shown(path_or_text), advice)}")
         return read_object(path_or_text)
     return parse_object(path_or_text, "--hf-config")
 
@@ -170,6 +182,15 @@ class LatentShape(NamedTuple):
     query_latent: int | None = None  # of queries, if they have one
 
 
+class Experts(NamedTuple):
+    """Describe a mixture of experts: a gated MLP each, of which a token runs some."""
+
+    number: int  # of a layer
+    active: int  # that a token runs
+    intermediate: int  # width of one
+    shared: int = 0  # width of those together that every token runs
+
+
 @dataclass(frozen=True)
 class ModelShape:
     """Describe the sizes of a decoder."""
@@ -185,7 +206,7 @@ class ModelShape:
     tied: bool = False  # the output matrix is the embedding
     # of multi-head latent attention; then head_dim is the mean of a key's and a value's, N + R and E
     latents: LatentShape | None = None
-    experts: int = 0  # that a file names; their matrices are not counted
+    experts: Experts | None = None  # instead of the MLP of `intermediate`, in every layer
     kinds: Kinds = ()  # of every layer, None for attention; empty where all are attention
 
     def __post_init__(self) -> None:
@@ -232,8 +253,29 @@ class ModelShape:
 
     @cached_property
     def mlp_parameters(self) -> int:
-        """Count the gate, up and down projections of one layer."""
-        return 3 * self.hidden * self.intermediate
+        """Count the gate, up and down projections of one layer: of all experts, with the router."""
+        if self.experts is None:
+            return 3 * self.hidden * self.intermediate
+        width = self.experts.number * self.experts.intermediate + self.experts.shared
+        return self.hidden * (3 * width + self.experts.number)
+
+    @cached_property
+    def active_mlp_parameters(self) -> int:
+        """Count what a token multiplies with in the MLP of one layer."""
+        router = 0 if self.experts is None else self.experts.number
+        return self.hidden * (3 * self.active_intermediate + router)
+
+    @cached_property
+    def active_experts(self) -> int:
+        """Return the experts that a token runs; 0 in a model without them."""
+        return 0 if self.experts is None else self.experts.active
+
+    @cached_property
+    def active_intermediate(self) -> int:
+        """Return the width of the MLP that a token runs: of its experts together."""
+        if self.experts is None:
+            return self.intermediate
+        return self.experts.active * self.experts.intermediate + self.experts.shared
 
     @cached_property
     def layer_parameters(self) -> int:
@@ -255,9 +297,12 @@ class ModelShape:
     @cached_property
     def largest_parameter(self) -> int:
         """Return the elements of the largest single tensor."""
-        return max(
-            self.head_parameters, self.hidden * self.intermediate, self.hidden * self.heads * self.head_dim
-        )
+        mlp = self.hidden * self.intermediate
+        if (
+            self.experts is not None
+        ):  # gate and up projections of all experts are one tensor in transformers 5
+            mlp = 2 * self.experts.number * self.experts.intermediate * self.hidden
+        return max(self.head_parameters, mlp, self.hidden * self.heads * self.head_dim)
 
 
 _KEYS = {
@@ -268,6 +313,7 @@ _KEYS = {
     "vocab": "vocab_size",
 }
 _EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
+_ACTIVE = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts", "num_experts_per_token")
 _OPTIONS = ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocab")
 
 
@@ -360,10 +406,25 @@ def _from_transformers(path_or_text: str) -> ModelShape:
         kv_heads=_optional(values, "num_key_value_heads") or sizes["heads"],
         head_dim=_head_dim(head_dim, sizes["hidden"], sizes["heads"]),
         latents=latents,
-        experts=max(_optional(values, key) or 0 for key in _EXPERTS),
+        experts=_experts(values, sizes["intermediate"]),
         kinds=kinds_by(with_layer_types(path_or_text)),
         tied=bool(whole.get("tie_word_embeddings", False)),
     )
+
+
+def _experts(values: Mapping[str, Any], intermediate: int) -> Experts | None:
+    """Return the experts of a config.json; None for a model that has one MLP a layer."""
+    count = max(_optional(values, key) or 0 for key in _EXPERTS)
+    if count < 2:
+        return None
+    active = next((n for key in _ACTIVE if (n := _optional(values, key))), None)
+    if active is None or active > count:
+        raise _refused(_ACTIVE[0], f"how many of {count} experts a token runs", active, "correct it")
+    width = _optional(values, "moe_intermediate_size") or intermediate
+    shared = _optional(values, "shared_expert_intermediate_size")
+    if shared is None:
+        shared = (_optional(values, "n_shared_experts") or 0) * width
+    return Experts(count, active, width, shared)
 
 
 def _latents(values: Mapping[str, Any]) -> LatentShape | None:

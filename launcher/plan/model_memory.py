@@ -9,7 +9,7 @@ fused norms, fused losses and compilation save less), loss and MLP in tiles thos
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from .model_file import ModelShape
@@ -40,6 +40,9 @@ class Zero:
     # offload_optimizer, offload_parameters: to the host's memory; parameters at stage 3 only
     offload_optimizer: bool = False
     offload_parameters: bool = False
+    # stage 3: parameters are divided as each module is made (`deepspeed.zero.Init`, which transformers'
+    # `from_pretrained` uses), so that no rank ever has the whole model
+    partitioned_init: bool = True
 
     @property
     def low(self) -> bool:
@@ -129,16 +132,28 @@ class Zero:
         gradients = (self.element_bytes + (FLOAT if self.low else 0)) * whole
         return gradients, 0 if self.fused_adam else 2 * FLOAT * model.largest_parameter
 
+    # [Note: the start at stage 3]
+    # Measured with DeepSpeed 0.19.8, 2 and 4 ranks, three sizes of buckets (tools/check_plan.py): parameters
+    # are divided one by one, so that the whole model and the states are never there together. The float32
+    # copy is made of a float32 temporary; then there are partitions of gradients, a bucket, and twice the
+    # largest parameter.
     def start(self, model: ModelShape) -> int:
         """Return bytes while the engine is made: stages 1 and 2 flatten, stage 3 partitions."""
-        whole, share = self.element_bytes * model.parameters, self.share(model.parameters)
-        if self.offload_optimizer:
-            share = 0
+        element, whole = self.element_bytes, self.element_bytes * model.parameters
+        share = 0 if self.offload_optimizer else self.share(model.parameters)
         if self.stage == 0:
             return whole
-        if self.stage == 3:
-            return whole + (self.element_bytes + FLOAT) * share
-        return max(2 * whole, whole + FLOAT * share)
+        if self.stage < 3:
+            return max(2 * whole, whole + FLOAT * share)
+        parameters = self.parameters(model)
+        partition = parameters + element * model.largest_parameter if self.partitioned_init else whole
+        copies = parameters + 2 * FLOAT * share
+        buckets = element * (self.bucket_elements + 2 * model.largest_parameter)
+        return max(partition, copies, parameters + (element + FLOAT) * share + buckets)
+
+    def whole_start(self, model: ModelShape) -> int:
+        """Return `start` of a model that each rank makes whole, without `deepspeed.zero.Init`."""
+        return replace(self, partitioned_init=False).start(model)
 
 
 Components = dict[str, int]
@@ -243,7 +258,10 @@ class TrainingStep:
         """Return bytes of gate, silu(gate), up, and their product; in tiles, none but the input is kept."""
         if self._mlp_tile is not None:
             return 0
-        return 4 * self.tokens.outside * self.model.intermediate * self.zero.element_bytes
+        model = self.model
+        # Each of a token's experts has a copy of its input and an output of its own.
+        width = 4 * model.active_intermediate + 2 * model.active_experts * model.hidden
+        return self.tokens.outside * width * self.zero.element_bytes
 
     @property
     def _mlp_tile(self) -> int | None:
@@ -385,9 +403,10 @@ class TrainingStep:
         float32, in addition to those of the tile.
         """
         element, tokens, model = self.zero.element_bytes, self.tokens.outside, self.model
-        passing = tokens * element * 2 * (model.intermediate + model.hidden)
+        width = model.active_intermediate + max(model.active_experts, 1) * model.hidden
+        passing = tokens * element * 2 * width
         if (tile := self._mlp_tile) is not None:
-            inside = tile * element * (6 * model.intermediate + 2 * model.hidden)
+            inside = tile * element * (6 * model.active_intermediate + 2 * model.hidden)
             passing = 2 * self.layer_input_bytes + inside + (FLOAT + element) * model.mlp_parameters
         return self._states(elements) | {"activations": saved + passing, "attention": attention}
 

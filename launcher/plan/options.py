@@ -6,7 +6,7 @@ option are computed in `model_memory.py`, its costs in `estimate.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import combinations
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from ds_ring.memory.tiles.keys import get_chunk_tokens
 from ds_ring.plugin import KERNELS, unmeasured
+from ds_ring.schedule.lowering import LONG_SHARD
 
 from .estimate import Estimate, estimate, fits, least_step, training_step
 from .layer_passes import LayerPasses, layer_passes, rough_pass_memory
@@ -43,7 +44,7 @@ def tiled_loss(setting: TrainingSetting, tokens: int | None = None) -> TrainingS
 
 def tiled_mlp(setting: TrainingSetting, tokens: int | None = None) -> TrainingSetting:
     """Turn on MLPs in tiles of so many tokens; None is the default size."""
-    width = setting.model.intermediate
+    width = setting.model.active_intermediate
     return replace(
         setting, mlp_tokens=get_chunk_tokens(True if tokens is None else tokens, width, setting.hardware.kind)
     )
@@ -249,18 +250,37 @@ def longest_sequence(setting: TrainingSetting) -> int:
     """Return the most tokens T whose step fits the setting's devices, to 1 / 64; 0 if none does."""
     unit = setting.ulysses_size
     most = MAX_TOKENS // setting.ring_size
-    return setting.ring_size * longest_that(partial(can_hold, setting), 64 * unit, most, unit, FINE)
+    tried = option_sets(setting) if setting.may_add_options else [((), setting)]
+    falls = {tokens for _, candidate in tried for tokens in memory_falls(candidate)}
+    return setting.ring_size * longest_that(partial(can_hold, setting), falls, most, unit, FINE)
 
 
-def longest_that(holds: Callable[[int], bool], first: int, most: int, unit: int, fine: int) -> int:
-    """Return the largest multiple of `unit` that holds, at most 2 x `most`, to 1 / `fine`; 0: none does."""
-    low, high = 0, first
-    while high <= most and holds(high):
-        low, high = high, 2 * high
-    while high - low > max(low // fine, unit):
-        middle = (low + high) // 2 // unit * unit
-        low, high = (middle, high) if holds(middle) else (low, middle)
-    return low
+def memory_falls(setting: TrainingSetting) -> Iterator[int]:
+    """Yield the tokens per ring rank from which on an option saves memory: below, it changes nothing."""
+    if setting.mlp_tokens is not None:  # a tile is shorter than the tokens outside attention
+        yield -(-(setting.mlp_tokens + 1) * setting.ulysses_size // setting.batch)
+    if setting.offload_attention == "auto":
+        yield LONG_SHARD
+
+
+def longest_that(holds: Callable[[int], bool], falls: Iterable[int], most: int, unit: int, fine: int) -> int:
+    """Return the largest multiple of `unit` up to `most` that holds, to 1 / `fine`; 0: none does.
+
+    Between two of `falls`, whatever is longer than a length that does not hold does not hold either.
+    """
+    starts = {-(-tokens // unit) * unit for tokens in falls}
+    end = most // unit * unit + unit  # does not hold
+    for start in sorted({unit, *(tokens for tokens in starts if unit < tokens < end)}, reverse=True):
+        if holds(start):
+            low, high = start, min(2 * start, end)
+            while high < end and holds(high):
+                low, high = high, min(2 * high, end)
+            while high - low > max(low // fine, unit):
+                middle = (low + high) // 2 // unit * unit
+                low, high = (middle, high) if holds(middle) else (low, middle)
+            return low
+        end = start
+    return 0
 
 
 def longest_with_options(setting: TrainingSetting) -> TrainingSetting | None:

@@ -16,16 +16,34 @@ from .advice import Advice, Reach, latents_on_the_wire
 from .compare import ComparisonRow
 from .estimate import Estimate
 from .layer_passes import LayerPass
-from .options import make_json
+from .options import list_flags, make_json
 from .other_layers import LayerCost
 
 GIB = 2**30
+BAR, BAR_WIDTH = "\u2588", 16  # the memory that tensors can have, in a table
 
 
-def as_json(planned: Estimate, advice: Advice, rows: Sequence[ComparisonRow] = ()) -> str:
+def as_json(
+    planned: Estimate, advice: Advice, rows: Sequence[ComparisonRow] = (), counts: Sequence[Estimate] = ()
+) -> str:
     """Return one object; sizes in bytes, times in seconds."""
-    compared = {"compared": [row._asdict() for row in rows]} if rows else {}
+    compared: dict[str, Any] = {"compared": [row._asdict() for row in rows]} if rows else {}
+    if counts:
+        compared["more_devices"] = [_count_devices(plan) for plan in counts]
     return json.dumps(as_dict(planned, advice) | compared, indent=2)
+
+
+def _count_devices(planned: Estimate) -> dict[str, Any]:
+    setting = planned.setting
+    return {
+        "devices": setting.devices,
+        "peak_bytes": planned.peak.total,
+        "fits": planned.fits,
+        "step_s": planned.step_s,
+        "tokens_per_s": planned.tokens_per_s,
+        "mfu": planned.mfu,
+        "options": list(list_flags(setting)),
+    }
 
 
 def as_dict(planned: Estimate, advice: Advice) -> dict[str, Any]:
@@ -89,6 +107,8 @@ def as_dict(planned: Estimate, advice: Advice) -> dict[str, Any]:
             "host_bytes": planned.host_bytes,
             "host_s": planned.host_s,
             "total_s": planned.step_s,
+            "tokens_per_s": planned.tokens_per_s,
+            "mfu": planned.mfu,
         },
         "ranks_looked_at": planned.ranks,
         "longest_tokens": advice.reach.longest_tokens,
@@ -138,7 +158,9 @@ def _usable_node_bytes(planned: Estimate) -> int | None:
     return None if usable is None else int(usable * planned.setting.node_devices)
 
 
-def print_report(planned: Estimate, advice: Advice, rows: Sequence[ComparisonRow] = ()) -> None:
+def print_report(
+    planned: Estimate, advice: Advice, rows: Sequence[ComparisonRow] = (), counts: Sequence[Estimate] = ()
+) -> None:
     """Print the tables, then the warnings, on stdout."""
     console = make_console()
     setting = planned.setting
@@ -159,10 +181,16 @@ def print_report(planned: Estimate, advice: Advice, rows: Sequence[ComparisonRow
         console.print(f"with {how}in the JSON {json.dumps(options)}", markup=False)
     print_table(_memory_table(planned))
     print_table(_cost_table(planned))
+    used = "" if planned.mfu is None else f", {planned.mfu:.0%} of its peak in the model's arithmetic (MFU)"
+    console.print(f"speed, computed: {planned.tokens_per_s:,.0f} tokens/s a device{used}", markup=False)
     if rows:
         print_table(_compared_table(rows))
         for row in rows:
-            console.print(_format_options(row), markup=False)
+            console.print(f"{row.method}: {_join(row.options)}", markup=False)
+    if counts:
+        print_table(_devices_table(counts))
+        for plan in counts:
+            console.print(f"{plan.setting.devices} devices: {_join(list_flags(plan.setting))}", markup=False)
     reach, fit_reach = advice.reach, advice.fit_reach
     longest, fewest = f"{reach.longest_tokens:,} tokens with these options", _fewest(reach)
     if fit_reach is not None and fit_reach.longest_options != reach.longest_options:
@@ -200,12 +228,8 @@ def _fewest(reach: Reach, before: Reach | None = None) -> str:
     return f"{'none up to 16384' if reach.fewest_devices is None else f'{reach.fewest_devices:,}'} with {how}"
 
 
-def _format_options(row: ComparisonRow) -> str:
-    """Return which options a row's figures have."""
-    options = " ".join(row.options) or "no option that saves memory"
-    if row.most_options is None or row.most_options == row.options:
-        return f"{row.method}: {options}"
-    return f"{row.method}: {options}; longest with {_added(row.most_options, row.options)}"
+def _join(options: Sequence[str]) -> str:
+    return " ".join(options) or "no option that saves memory"
 
 
 def _unit(size: int) -> tuple[str, int]:
@@ -215,22 +239,29 @@ def _unit(size: int) -> tuple[str, int]:
 
 def _memory_table(planned: Estimate) -> Table:
     label, unit = _unit(planned.peak.total)
-    table = Table("memory of a device", label, title=f"highest at: {planned.peak.name}", title_justify="left")
+    title = f"highest at: {planned.peak.name}"
+    table = Table("memory of a device", label, "of all that it has", title=title, title_justify="left")
     table.columns[1].justify = "right"
+    whole = max(planned.setting.usable_bytes, planned.peak.total)
+
+    def bar(size: float) -> str:
+        return BAR * max(round(BAR_WIDTH * size / whole), 1)
+
     for name, size in sorted(planned.peak.components.items(), key=lambda item: -item[1]):
         if size:
-            table.add_row(name, f"{size / unit:.3f}")
+            table.add_row(name, f"{size / unit:.3f}", bar(size))
     table.add_section()
     usable = planned.setting.usable_bytes / unit
-    table.add_row(f"peak, of {usable:,.1f} that tensors can have", f"{planned.peak.total / unit:.3f}")
+    row = f"peak, of {usable:,.1f} that tensors can have"
+    table.add_row(row, f"{planned.peak.total / unit:.3f}", bar(planned.peak.total))
     if planned.node_host_bytes:
         table.add_section()
         devices = planned.setting.node_devices
         for name, size in planned.host_peak.host.items():
             if size:
                 table.add_row(f"{name}, {devices} devices of a node", f"{size * devices / unit:.3f}")
-        whole = _usable_node_bytes(planned)
-        limit = "" if whole is None else f", of {whole / unit:,.1f} that tensors can have"
+        node = _usable_node_bytes(planned)
+        limit = "" if node is None else f", of {node / unit:,.1f} that tensors can have"
         table.add_row(f"host of a node{limit}", f"{planned.node_host_bytes / unit:.3f}")
     return table
 
@@ -273,19 +304,34 @@ def _cost_table(planned: Estimate) -> Table:
     return table
 
 
+def _devices_table(plans: Sequence[Estimate]) -> Table:
+    """Build the table of the same step on more devices."""
+    columns = ("T / P", "GiB", "seconds", "tokens/s", "MFU")
+    table = Table("devices", *columns, title="more devices, with the cheapest options that fit")
+    for column in table.columns:
+        column.justify = "right"
+    for plan in plans:
+        setting = plan.setting
+        figures = [f"{setting.tokens // (setting.ring_size * setting.ulysses_size):,}"]
+        figures += [f"{plan.peak.total / GIB:.1f}", f"{plan.step_s:.3g}", f"{plan.tokens_per_s:,.0f}"]
+        figures.append("" if plan.mfu is None else f"{plan.mfu:.0%}")
+        mark = "" if plan.fits else " (does not fit)"
+        table.add_row(f"{setting.devices}{mark}", *figures)
+    return table
+
+
 def _compared_table(rows: Sequence[ComparisonRow]) -> Table:
     """Build the table of other methods; `launcher/plan/compare.py` has the sources of their formulas."""
     label, unit = _unit(max(row.peak_bytes for row in rows))
-    sizes = (label, f"host {label}", f"sent {label}")
-    most = ("longest, any options",) if rows[0].most_tokens is not None else ()
-    table = Table(
-        "method", "ranks", *sizes, "longest tokens", *most, title="by published formulas, options below"
-    )
+    columns = (label, f"host {label}", f"sent {label}", "seconds", "tokens/s", "longest tokens")
+    table = Table("method", "ranks", *columns, title="ways to split a sequence, computed")
     for column in table.columns[1:]:
         column.justify = "right"
-    for row in rows:
+    for row, following in zip(rows, (*rows[1:], None), strict=True):
         figures = [f"{size / unit:,.1f}" for size in (row.peak_bytes, row.host_bytes, row.sent_bytes)]
+        figures += [f"{row.step_s:.3g}", f"{row.tokens_per_s:,.0f}", f"{row.longest_tokens:,}"]
         mark = "" if row.fits else " (does not fit)"
-        longest = [f"{tokens:,}" for tokens in (row.longest_tokens, row.most_tokens) if tokens is not None]
-        table.add_row(row.method + mark, str(row.ranks), *figures, *longest)
+        table.add_row(row.method + mark, str(row.ranks), *figures)
+        if following is not None and following.best_options != row.best_options:
+            table.add_section()
     return table

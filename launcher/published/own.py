@@ -27,22 +27,13 @@ from .methods import ADD_BYTES, Pass
 from .packs import make_document_pattern
 
 
-class Reads(NamedTuple):
-    """Count tokens of other ranks whose K/V a rank's queries attend to."""
-
-    mean: float  # over the ranks
-    near: int  # the most that come from the rank's own node
-    # the most from other nodes, where each token crosses once and the ranks of a node share the adapters
-    far: float
-
-
 class OwnPass(NamedTuple):
     """Hold what a pass of ds_ring takes on the slowest of the ranks that were looked at."""
 
     layout: str
     imbalance: float  # work, maximum over mean
     sent: float  # the most K/V that a rank looked at sends forward, over those of an all-gather
-    reads: Reads  # of other ranks' tokens
+    reads: float  # tokens of other ranks whose K/V a rank's queries attend to, the mean over the ranks
     # exposed, fixed, merging: parts of both directions: waiting for messages, posting and starting, merging
     exposed: float
     fixed: float
@@ -52,7 +43,7 @@ class OwnPass(NamedTuple):
     seconds: tuple[float, float]
 
 
-def make_own_setting(attention: Pass, stage_shards: int = 0) -> TrainingSetting:
+def make_own_setting(attention: Pass, stage_shards: int = 0, transport: str = "ring") -> TrainingSetting:
     """Return one layer of a published setting, with links and kernel at their published rates.
 
     `stage_shards` is what a stage has room for ([Note: stages] in `schedule/rank_plan.py`); 0: "auto".
@@ -66,6 +57,7 @@ def make_own_setting(attention: Pass, stage_shards: int = 0) -> TrainingSetting:
         pattern=make_document_pattern(attention.lengths), layout="auto",
         zero=Zero(3, attention.ranks, attention.element_bytes), dtype="bfloat16",
         hardware=_with_published_rates(attention), stage_bytes=stage_shards * attention.kv_bytes or "auto",
+        transport=transport,
     )  # fmt: skip
 
 
@@ -88,9 +80,9 @@ def _with_published_rates(attention: Pass) -> Hardware:
     return hardware.model_copy(update=rates)
 
 
-def compute_own_pass(attention: Pass, stage_shards: int = 0) -> OwnPass:
+def compute_own_pass(attention: Pass, stage_shards: int = 0, transport: str = "ring") -> OwnPass:
     """Return the pass of one layer; arguments as of `make_own_setting`."""
-    setting = make_own_setting(attention, stage_shards)
+    setting = make_own_setting(attention, stage_shards, transport)
     layout = plan_layout(setting)
     ((plan, _),), shape = build_plans(setting, layout), pass_shape(setting, layout)
     passes = []
@@ -112,7 +104,7 @@ def compute_own_pass(attention: Pass, stage_shards: int = 0) -> OwnPass:
         imbalance,
         max(rank_cost.forward_bytes for _, rank_cost, _ in passes)
         / (attention.kv_bytes * (attention.ranks - 1)),
-        count_reads(layout, attention.lengths, attention.machine.node),
+        count_reads(layout, attention.lengths),
         cost.exposed_s / total,
         max(cost.compute_s - forward - backward, 0.0) / total,
         sum(merges) / total,
@@ -144,37 +136,11 @@ def _count_covered(axis: Axis) -> int:
     return count_slots(merge_progressions(rows))
 
 
-def count_reads(layout: Layout, lengths: tuple[int, ...], node: int) -> Reads:
-    """Return what the ranks of a layout read of others, documents being causal."""
+def count_reads(layout: Layout, lengths: tuple[int, ...]) -> float:
+    """Return how many tokens of others a rank reads, the mean over the ranks; documents are causal."""
     starts, ranks = np.cumsum((0, *lengths[:-1])), layout.ring_size
     owner = layout.slots_by_position() // layout.local_tokens
     last = np.tile(starts - 1, (ranks, 1))  # the last token that a rank reads of each document
     np.maximum.at(last, (owner, np.repeat(np.arange(len(lengths)), lengths)), np.arange(layout.tokens))
-    local, near, far = np.bincount(owner, minlength=ranks), 0, 0.0
-    read = last + 1 - starts
-    for first in range(0, ranks, node):
-        group = slice(first, first + node)
-        # how many of the first n tokens are in the node
-        inside = np.cumsum(np.append(0, owner // node == first // node))
-        in_node = inside[last[group] + 1] - inside[starts]
-        near = max(near, int((in_node.sum(axis=1) - local[group]).max()))
-        # what the node's furthest rank reads of a document crosses once
-        crossing = (read[group] - in_node).max(axis=0)
-        far = max(far, float(crossing.sum() / len(in_node)))
-    return Reads(float((read.sum(axis=1) - local).mean()), near, far)
-
-
-def compute_direct_s(attention: Pass, ring: OwnPass) -> tuple[float, float]:
-    """Return the seconds if the tokens that are read came straight from their owners, in two halves.
-
-    Not built: a bound on what another schedule than the ring gains on the same layout. The first half has
-    nothing to hide behind, nor backward has the last half of the gradients.
-    """
-    token, machine = attention.kv_bytes / attention.tokens, attention.machine
-    message = max(ring.reads.near * token / machine.link, ring.reads.far * token / machine.network)
-    forward, backward = (seconds / 2 for seconds in ring.kernel_s)
-    merge = attention.copies_s(2 * ADD_BYTES * attention.out_elements)
-    return (
-        message / 2 + max(forward, message / 2) + forward + merge,
-        message / 2 + max(backward, message) + backward + message / 2 + merge,
-    )
+    read = (last + 1 - starts).sum(axis=1) - np.bincount(owner, minlength=ranks)
+    return float(read.mean())

@@ -76,7 +76,7 @@ def _make_packed_table(packed: Sequence[PackedRow]) -> RichTable:
         "Magi, published": "published",
         "ring, computed": "ring",
         f"stages of {STAGE_SHARDS}": "staged",
-        "direct, not built": "direct",
+        "direct, computed": "direct",
         "kernel alone": "kernel",
     }
     for name, field in rates.items():
@@ -102,16 +102,17 @@ def describe_limits(packed: Sequence[PackedRow]) -> str:
         magi = ""
         if row.published is not None and first.published is not None:
             magi = f" (MagiAttention {_compare(row.published, first.published)})"
-        ring_both, staged_both = (
-            f"{_both_passes(pair) / _both_passes(first.ring):.0%}" for pair in (row.ring, row.staged)
+        ring_both, staged_both, direct_both = (
+            f"{_both_passes(pair) / _both_passes(first.ring):.0%}"
+            for pair in (row.ring, row.staged, row.direct)
         )
         lines.append(
             f"{row.devices:,} GPUs: the ring keeps {_compare(row.ring, first.ring)} of its figures at"
             f" {first.devices}, {ring_both} of both passes together{magi}:"
             f" {row.exposed:.0%} of its time it waits, {row.fixed:.0%} goes to hops' fixed costs,"
             f" {row.merging:.0%} to merges; stages of {STAGE_SHARDS} keep"
-            f" {_compare(row.staged, first.staged)}, {staged_both} together; a direct exchange of the same"
-            f" tokens would keep {_compare(row.direct, first.direct)}"
+            f" {_compare(row.staged, first.staged)}, {staged_both} together; a direct exchange keeps"
+            f" {_compare(row.direct, first.direct)}, {direct_both} together"
         )
     return "\n".join(lines)
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from ds_ring.masks.catalog import Causal
 
-from ..plan.compare import FINE, GIB, compare
+from ..plan.compare import FINE, GIB, get_torch_peak
 from ..plan.estimate import Estimate, estimate, fits, training_step
 from ..plan.hardware import AttentionEfficiency, Hardware, read_hardware
 from ..plan.model_file import ModelShape
@@ -94,8 +94,7 @@ def torch_extra_s(setting: TrainingSetting, machine: Machine) -> float:
 
 def peak_gb(planned: Estimate) -> float:
     """Return the peak of the same training by torch's context parallelism, in 10^9 bytes."""
-    rows = {row.method: row for row in compare(planned, 0)}
-    return rows["torch context parallel, TRL's guide"].peak_bytes / 1e9
+    return get_torch_peak(planned.setting) / 1e9
 
 
 def longest_tokens(table: Table, row: LengthRow) -> int:
@@ -121,7 +120,8 @@ def longest_tokens(table: Table, row: LengthRow) -> int:
         step = replace(training_step(replace(setting, tokens=tokens), 1, ring), tokens=local)
         return fits(setting, step.moments())
 
-    return longest_that(holds, devices, MAX_TOKENS, 1, FINE)
+    falls = [devices * setting.mlp_tokens + 1] if setting.mlp_tokens is not None else []
+    return longest_that(holds, falls, MAX_TOKENS, 1, FINE)
 
 
 def ulysses_tflops(table: Table, row: StepRow) -> float:

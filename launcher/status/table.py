@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .run_status import AttemptStatus, HistoryMoment, RankStatus, RunStatus
+from .run_status import AttemptStatus, RankStatus, RunStatus
 
 MAX_ROWS = 16  # of a table on a terminal; --json has all
 _MAX_LETTERS = 2000
@@ -33,7 +33,8 @@ def print_status(status: RunStatus) -> None:
     lines = [f"[bold]{escape(plain(status.path))}[/bold]: [bold]{status.state}[/bold]{escape(plain(why))}"]
     if moment is not None:
         loss = "" if moment.loss is None else f", loss {number_text(moment.loss)}"
-        rate = f", {rate} tokens per second" if (rate := rate_text(moment)) else ""
+        speed = moment.tokens_per_second  # not known of a first step
+        rate = "" if speed is None else f", {number_text(speed)} tokens per second"
         lines.append(f"step {moment.step:,}{loss}{rate}")
     if status.age_seconds is not None:
         lines.append(f"the latest figures are {seconds_text(status.age_seconds)} old")
@@ -151,12 +152,6 @@ def number_text(value: float | None) -> str:
     if value is None or not math.isfinite(value):
         return "unknown" if value is None else repr(value)
     return f"{value:,.0f}" if 1e3 <= abs(value) < 1e9 else f"{value:.4g}"
-
-
-def rate_text(moment: HistoryMoment | None) -> str:
-    """Return the tokens per second of a step; "" where they are not known, as in a first step."""
-    rate = None if moment is None else moment.tokens_per_second
-    return "" if rate is None else number_text(rate)
 
 
 def plain(text: str, most: int = _MAX_LETTERS) -> str:

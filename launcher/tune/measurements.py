@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 
 from ds_ring.api import RingAttention
 from ds_ring.comm.exchange import Exchange
+from ds_ring.comm.groups import gather_objects
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.comm.messages import Message
 from ds_ring.errors import RingMeshError, RingMismatchError
@@ -62,8 +63,7 @@ class Clock:
 
     def require_equal(self, text: str) -> None:
         """Raise RingMismatchError on every rank unless all ranks have the same text."""
-        texts: list[str] = [""] * dist.get_world_size()
-        dist.all_gather_object(texts, text, group=self._group)
+        texts = gather_objects(text, self._group)
         differing = next((rank for rank, text_there in enumerate(texts) if text_there != texts[0]), None)
         if differing is not None:
             raise RingMismatchError(
@@ -73,9 +73,7 @@ class Clock:
 
     def ranks_here(self) -> int:
         """Count the ranks on this rank's host."""
-        names: list[str] = [""] * dist.get_world_size()
-        dist.all_gather_object(names, socket.gethostname(), group=self._group)
-        return names.count(socket.gethostname())
+        return gather_objects(socket.gethostname(), self._group).count(socket.gethostname())
 
     def slowest(self, value: float) -> float:
         """Return the largest of all ranks' values, the same bits on all."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import ds_ring
 from ds_ring import RingError, RingMesh
-from ds_ring.ops.checks import view_as_bits
+from ds_ring.ops.bits import view_as_bits
 from tests.operator_table import OPERATORS, Operator, Place, T, by_run, weight_of
 
 DTYPES = sorted({x for x in vars(torch).values() if isinstance(x, torch.dtype)}, key=str)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from ds_ring import Causal, Full, RingError, RingMesh
+from ds_ring.kernels.flash.executors import OnCpu
 from tests import calls
 from tests.dist.harness import Pool, RankOutcome, run_ranks_collect
 
@@ -58,6 +61,30 @@ def test_what_overflows_in_a_hop_is_named_with_the_hop() -> None:
     peer, culprit = (item.value for item in outcomes("overflow", True))
     assert culprit[0] == "RingFiniteError" and "of ring rank 1 after hop 0" in culprit[1], culprit
     assert peer[0] == "RingPeerError" and "RingFiniteError" in peer[1], peer
+
+
+def fail_in_kernel(rank: int, world_size: int) -> tuple[str, str]:
+    """The error of this rank, where the kernel of rank 1 fails in the backward pass."""
+
+    def fails(*inputs: Any) -> Any:
+        raise RuntimeError("CUDA error: misaligned address")
+
+    mesh = RingMesh.from_world(world_size)
+    q, k, v = (torch.randn(1, 2, 8, 8, requires_grad=True) for _ in range(3))
+    try:
+        out = calls.attend(q, k, v, pattern=Causal(), layout="contiguous", mesh=mesh, kernel="flash")
+        if rank == 1:
+            OnCpu.backward = fails  # type: ignore[method-assign]
+        out.sum().backward()
+    except RingError as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def test_a_kernel_that_fails_is_named_on_every_rank() -> None:
+    peer, culprit = (item.value for item in run_ranks_collect(fail_in_kernel, 2, timeout_s=60))
+    assert culprit[0] == "RingKernelError" and '"implementation": "FA2"' in culprit[1], culprit
+    assert peer[0] == "RingPeerError" and "misaligned address" in peer[1] and "rank 1" in peer[1], peer
 
 
 def test_replicated_queries_are_checked_too(rank_pool: Pool) -> None:

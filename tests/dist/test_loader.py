@@ -260,7 +260,7 @@ def plans_ahead(rank: int, world_size: int, ahead: bool) -> tuple[list[list[Tens
     """The local batches and the attention over each; the threads that planned a pass or made its steps."""
     planners: list[str] = []
     session = forking_session(2, pattern={"causal": True, "documents": True})
-    for cache in (plan._build_plan, layout._make_layout):
+    for cache in (plan._build_plan, layout.choose_layout):
         cache.cache_clear()
     session.mesh.owners[ContextCache].by_key.clear()
     documents, generator, result = Documents(60, 90), torch.Generator().manual_seed(5), []

@@ -35,7 +35,6 @@ from ds_ring.contrib.families.recurrent.layers import FUNCTIONS, METHODS
 from ds_ring.errors import RingConfigError
 from ds_ring.layers.scan.context import scan_context
 from ds_ring.layers.scan.sequence_runs import SequenceRuns, sequence_runs
-from ds_ring.layers.scan.simulation import virtual_halo, virtual_scan
 from ds_ring.layers.selection import select, selected_pass
 from ds_ring.measure.memory import measure_cpu_memory
 from ds_ring_launcher import cli
@@ -64,6 +63,7 @@ from ds_ring_launcher.plan.pass_time import bytes_sent
 from ds_ring_launcher.plan.training_setting import TrainingSetting
 from tests.dist.deepspeed_ranks import start_deepspeed
 from tests.dist.harness import RankPool
+from tests.virtual_scans import halo_bytes, scan_bytes
 
 Pool = Callable[[int], RankPool]
 TOKENS, BATCH = 61, 2
@@ -87,16 +87,15 @@ def test_bytes_of_scans_and_halos_are_those_of_virtual_ranks(size: int, layout: 
     runs = sequence_runs(place.layout)
     given = [tensors(kind, len(runs.list_rank_runs(rank))) for rank in range(size)]
     scans = [
-        virtual_scan(place.layout, *zip(*given, strict=True), matrix=kind.matrix, reverse=back)
+        scan_bytes(place.layout, *zip(*given, strict=True), matrix=kind.matrix, reverse=back)
         for back in (False, True)
     ]
-    halos = virtual_halo(
-        place.layout, lambda _, slots: torch.zeros(len(slots), BATCH, kind.channels).half(), kind.before
-    )
+    token_bytes = BATCH * kind.channels * torch.float16.itemsize
+    halos = halo_bytes(place.layout, token_bytes, kind.before)
     for rank in range(size):
         of_halo, of_scan = sent_by(kind, place, rank)
-        assert (of_scan.forward, of_scan.backward) == tuple(one.bytes_sent[rank] for one in scans)
-        assert of_halo.forward == halos.bytes_sent[rank]
+        assert (of_scan.forward, of_scan.backward) == tuple(one[rank] for one in scans)
+        assert of_halo.forward == halos[rank]
         assert sum(of_halo.backward_received) == of_halo.forward  # gradients take the way back
 
 

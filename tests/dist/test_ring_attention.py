@@ -139,23 +139,25 @@ def test_heads_in_groups_change_no_bit(rank_pool: Pool) -> None:
     assert all(rank_pool(3).run(grouped))
 
 
-def gather_gradient(rank: int, world_size: int) -> float:
+def gather_gradient(rank: int, world_size: int, same_loss: bool) -> float:
     """A gathered tensor's gradient with a non-contiguous gradient coming in (silently wrong in torch)."""
     mesh = RingMesh.from_world(world_size)
     layout = make_layout("striped", tokens=21, ring_size=world_size)
     whole = torch.randn(2, 21, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     weight = torch.randn(3, 21, 2, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     local = shard_sequence(whole, layout, mesh=mesh, dim=1).requires_grad_()
-    gathered = gather_sequence(local, layout, mesh=mesh, dim=1)
+    gathered = gather_sequence(local, layout, mesh=mesh, dim=1, same_loss=same_loss)
     assert torch.equal(gathered, whole)
     gathered.backward(weight.permute(2, 1, 0))
-    want = shard_sequence(weight.permute(2, 1, 0) * world_size, layout, mesh=mesh, dim=1)
+    losses = 1 if same_loss else world_size  # without it, the sum of the losses of all ranks
+    want = shard_sequence(weight.permute(2, 1, 0) * losses, layout, mesh=mesh, dim=1)
     assert local.grad is not None
     return relative_error(local.grad, want)
 
 
-def test_gather_is_the_inverse_of_shard_and_its_gradient_exact(rank_pool: Pool) -> None:
-    assert max(rank_pool(3).run(gather_gradient)) < 1e-12
+@pytest.mark.parametrize("same_loss", [False, True])
+def test_gather_is_the_inverse_of_shard_and_its_gradient_exact(rank_pool: Pool, same_loss: bool) -> None:
+    assert max(rank_pool(3).run(gather_gradient, same_loss)) < 1e-12
 
 
 def rows_without_keys(rank: int, world_size: int) -> bool:

@@ -13,6 +13,7 @@ CELLS = {
     "checkpoint by DeepSpeed": (1, "ring 2"),
     "clip": (2, "ring 2"),
     "LoRA": (3, "ring 2"),
+    "zero.Init": (3, "ring 2"),
 }
 
 

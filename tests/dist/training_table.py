@@ -82,6 +82,19 @@ def with_lora(model: torch.nn.Module) -> torch.nn.Module:
     )
 
 
+def divided(model: torch.nn.Module) -> torch.nn.Module:
+    """Parameters that are divided before `initialize` sees them, as models made under `zero.Init` are."""
+    import deepspeed
+
+    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # two minutes of compiling
+        deepspeed.init_distributed("gloo")
+        config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
+        deepspeed.zero.Init(module=model, config_dict_or_path=config)
+        assert all(parameter.numel() == 0 for parameter in model.parameters())
+    return model
+
+
 VARIANTS = {
     "plain": Variant(),
     "accumulation 4": Variant({"gradient_accumulation_steps": 4}, micro_batches=4),
@@ -94,6 +107,7 @@ VARIANTS = {
     "checkpoint by DeepSpeed": Variant(model=by_deepspeed),
     "clip": Variant({"gradient_clipping": CLIP}),
     "LoRA": Variant(model=with_lora),
+    "zero.Init": Variant(model=divided, least_stage=3),
 }
 
 

@@ -22,9 +22,9 @@ import psutil
 import pytest
 import torch
 from benchmarks import gpu_rates
-from gpu_rows import conductor, kernels, machine, probes, self_ring
+from gpu_rows import conductor, kernels, machine, probes, questions, self_ring
 from gpu_rows.conductor import Book, conduct
-from gpu_rows.order import KERNELS, PARTS, Row, rows
+from gpu_rows.order import CALLS, KERNELS, PARTS, TOTAL_S, Row, get_call, rows
 
 from ds_ring.kernels.interface import PartialGrads
 from tests.fake_cuda import cuda_guard, fake_gpu, fake_tensors
@@ -48,12 +48,50 @@ def test_the_order_is_that_of_worth() -> None:
     for device in KERNELS:
         found = list(rows(device))
         assert len({(row.part, row.name) for row in found}) == len(found) > 40
-        assert list(dict.fromkeys(row.part for row in found)) == list(PARTS), "each part once, in this order"
-        assert [row.part for row in found[:6]] == ["versions"] * 6
+        assert len({row.part for row in found}) + (device == "cpu") == len(PARTS)
+        order = [part for part in PARTS if part in {row.part for row in found}]
+        assert list(dict.fromkeys(row.part for row in found)) == order, "each part once, in this order"
     limit = sum(row.seconds for row in rows("cuda") if row.part in ("versions", "kernels", "overlap"))
     assert all(0 < row.seconds <= 165 for row in rows("cuda")) and limit < 3600
     of_nccl = [row.environment for row in rows("cuda") if row.part == "nccl"]
     assert all(one["NCCL_MULTI_RANK_GPU_ENABLE"] == "1" for one in of_nccl)
+
+
+def test_the_questions_come_first_one_kernel_a_row_within_their_seconds() -> None:
+    found = list(rows("cuda"))
+    questions = [row for row in found if row.part == "questions"]
+    assert found[: len(questions)] == questions
+    order = [
+        ("flex, old tables", 8), ("flex, ", 12), ("flex, LongNet, 32 Ki", 16), ("cuDNN, documents, 32 Ki", 7),
+        ("cuDNN, LongNet, 32 Ki", 7), ("cuDNN, 64", 1.5), ("cuDNN, 1 x", 0.5), ("cuDNN, layouts", 25),
+        ("FA2, a rank's pass", 5), ("cuDNN, a rank's pass", 5), ("flex backward", 40), ("FA2, 409", 5),
+    ]  # fmt: skip
+    names = [(row.name, row.budget) for row in questions]
+    for prefix, seconds in order:
+        rest = [budget for name, budget in names if name.startswith(prefix)]
+        if prefix == "flex, ":
+            rest = [budget for name, budget in names[:3]]  # and test_flex.py between them
+        assert rest and names[0][0].startswith(prefix)
+        assert sum(rest) == pytest.approx(seconds), prefix
+        names = names[len(rest) :]
+    assert names == [("test_merge.py", 20)]
+    spent, calls = 0.0, []
+    for row in found:
+        spent += row.budget
+        calls.append(get_call(spent))
+    assert calls == sorted(calls, key=["call 1", "call 2", "beyond the budget"].index)
+    assert calls[len(questions) - 1] == "call 1" and TOTAL_S / CALLS <= 295
+    assert all(row.seconds > row.budget for row in found)
+
+
+def test_a_dry_run_ends_each_row_with_no_gpu(tmp_path: Path) -> None:
+    done = run(tmp_path, "--dry-run")
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = [one for one in results_in(tmp_path) if one["results"]]
+    assert [(one["part"], one["row"]) for one in found] == [(row.part, row.name) for row in rows("cuda")]
+    assert all(one["results"]["ended"] == "no GPU" and not one["wrong"] for one in found)
+    within = [one["results"] for one in found if one["results"]["call"] != "beyond the budget"]
+    assert within[-1]["over_after_s"] <= 590 and len(within) > 60
 
 
 @pytest.mark.parametrize("device", KERNELS)
@@ -68,14 +106,18 @@ def test_each_row_calls_a_function_with_its_arguments(device: str) -> None:
 
 def test_rows_of_a_gpu_on_fake_cuda_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     """The calls of FlashAttention's and cuDNN's operators are torch's; merges and autograd are not."""
-    for owner in (kernels, gpu_rates):
+    for owner in (kernels, gpu_rates, questions):
         monkeypatch.setattr(owner, "sdpa", lambda *_: (lambda: None, lambda: None))
     monkeypatch.setattr(gpu_rates, "merge_", lambda *_: None)
+    for name in ("merge_", "merge_parts_", "add_parts_"):
+        monkeypatch.setattr(f"ds_ring.ring.accumulator.{name}", lambda *_: None)
     monkeypatch.setattr(PartialGrads, "add_to", lambda *_: None)
     with fake_gpu(synchronize=None, current_device=0), cuda_guard(), fake_tensors():
         for kernel in ("FA2", "cuDNN"):
             (row,) = kernels.timed("cuda", kernel)
             assert row.case["tokens"] == 16_384 and row.results["backward_tflops"] > 0
+            (row,) = questions.time_production("cuda", kernel)
+            assert row.results["backward alone_ms"] > 0
         (row,) = probes.host("cuda", "flash")
         assert row.results["backward_us"] > 0
 
@@ -177,7 +219,7 @@ def test_rows_that_are_not_reached_are_named_and_done_at_the_next_call(tmp_path:
         file.write('{"part": "versions", "row": "cut by a cra')
     calls.append("again")
     book = Book(tmp_path, where)
-    assert book.done == {f"versions: {chosen[0].name}"}, "a row with a wrong result is computed again"
+    assert book.done == {f"{chosen[0].part}: {chosen[0].name}"}, "a row with a wrong result is computed again"
     conduct(
         [row for row in chosen if f"{row.part}: {row.name}" not in book.done], book, compute, 60, lambda: True
     )

@@ -37,6 +37,7 @@ from benchmarks.measuring import (
     make_ring,
     measure_on_ranks,
 )
+from ds_ring.comm.groups import gather_objects
 from ds_ring.measure.memory import measure_cpu_memory
 
 BASE, SERIAL = "SDPA, one process", "SDPA, one thread"
@@ -71,9 +72,7 @@ class Contest:
             except Exception as error:
                 missing = "not installed: " if isinstance(error, ImportError) else ""
                 reason = missing + (str(error) or repr(error)).splitlines()[0]
-            reasons: list[str | None] = [None] * options.ranks
-            dist.all_gather_object(reasons, reason)
-            if failed := [text for text in reasons if text]:
+            if failed := [text for text in gather_objects(reason) if text]:
                 self.cannot_run[name] = failed[0]
                 self.entries.pop(name, None)
 

@@ -29,6 +29,7 @@ from ds_ring.masks.slots import count_slots
 from ds_ring.masks.tiles import Tiles
 from ds_ring.plugin import KERNELS
 from ds_ring.ring.merge import get_accumulator_dtype, make_empty_results, merge_
+from ds_ring.ring.ring_pass import RingPass
 from ds_ring.schedule.lowering import get_query_heads
 from ds_ring.schedule.rank_plan import HeadClassPlan
 
@@ -149,6 +150,39 @@ def differentiate(kernel: Kernel, rank: Rank) -> None:
             part.add_to(dq, dk, dv)
 
 
+class ProductionPass:
+    """The passes of a ring of one rank as users run them, with accumulators and results of q's dtype."""
+
+    def __init__(self, shape: Shape, kernel: Kernel, pattern: Pattern, tokens: int) -> None:
+        layout = make_layout("contiguous", tokens=tokens, ring_size=1, pattern=pattern)
+        plan = build_plan(pattern, layout, query_heads=shape.heads, kv_heads=shape.kv_heads).rank(0)
+        counts = (
+            int(hop.tiles.pairs.sum()) * len(range(shape.kv_heads)[part.kv_heads])
+            for part in plan.classes for hop in part.hops
+        )  # fmt: skip
+        self.pairs = sum(counts) // shape.kv_heads
+        self._pass = RingPass(plan, kernel, None, shape.head_dim**-0.5)
+        self.tiles = plan.classes[0].hops[0].tiles
+        self.operands = [shape.tensor(heads, tokens) for heads in (shape.heads, *[shape.kv_heads] * 2)]
+        self.grad = shape.tensor(shape.heads, tokens)
+        self.results = self.forward()
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        """Return out and lse."""
+        return self._pass.forward(*self.operands)
+
+    def backward(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return dq, dk and dv."""
+        q, k, v = self.operands
+        return self._pass.backward(self.grad, q, k, v, *self.results)
+
+
+def repeat(work: Callable[[], object], device: str) -> tuple[Callable[[], object], int]:
+    """Return the work several times over, for a device that is never idle meanwhile, and how many times."""
+    count = 4 if device == "cuda" else 1
+    return (lambda: [work() for _ in range(count)]), count
+
+
 def both(kernel: Kernel, rank: Rank) -> None:
     """Compute both passes of a rank's hops."""
     attend(kernel, rank)
@@ -159,50 +193,53 @@ def measure_rates(
     shape: Shape, pairs: int, works: Sequence[Mapping[str, Callable[[], object]]], rounds: int
 ) -> dict[str, dict[str, float]]:
     """Return TFLOP/s by name, forward and backward; `works` are the forward and the backward passes."""
-    times = [medians(passes, shape.device, rounds) for passes in works]
+    count, times = repeat(list, shape.device)[1], []
+    for passes in works:
+        several = {name: repeat(work, shape.device)[0] for name, work in passes.items()}
+        times.append(medians(several, shape.device, rounds))
     return {
         name: {
-            f"{way}_tflops": significant(shape.flops(pairs, way == "backward") / taken[name] / 1e12)
+            f"{way}_tflops": significant(count * shape.flops(pairs, way == "backward") / taken[name] / 1e12)
             for way, taken in zip(("forward", "backward"), times, strict=True)
         }
         for name in works[0]
     }
 
 
-def kernel_rates(shape: Shape, tokens: int, rounds: int, kinds: Collection[str] = ()) -> list[ResultRow]:
-    """Return TFLOP/s of every kernel on every kind of tile, and of torch's own causal and full attention.
+def kernel_rates(
+    shape: Shape, tokens: int, rounds: int, kinds: Collection[str] = (), kernels: Collection[str] = ()
+) -> list[ResultRow]:
+    """Return TFLOP/s of kernels on kinds of tiles, and of torch's own causal and full attention.
 
     Args:
         shape: of the tensors.
         tokens: of the sequence.
         rounds: of which the median counts.
         kinds: of tiles; all if there are none.
+        kernels: by name; all if there are none.
     """
     rows: list[ResultRow] = []
     for kind, pattern in tile_kinds(tokens).items():
         if kinds and kind not in kinds:
             continue
-        layout = make_layout("contiguous", tokens=tokens, ring_size=1, pattern=pattern)
-        plan = build_plan(pattern, layout, query_heads=shape.heads, kv_heads=shape.kv_heads)
-        rank = make_rank(shape, plan.rank(0).classes, layout.local_tokens)
+        pairs = 0
         forward: dict[str, Callable[[], object]] = {}
         backward: dict[str, Callable[[], object]] = {}
         refused: dict[str, str] = {}
         for name, known in KERNELS.items():
-            if name == "reference" or not known.runs_on(shape.device):
-                continue  # slow, or of another device
-            kernel = get_kernel(name, shape.device)
+            if name == "reference" or not known.runs_on(shape.device) or (kernels and name not in kernels):
+                continue  # slow, of another device, or not asked for
             try:
-                both(kernel, rank)
+                rank = ProductionPass(shape, get_kernel(name, shape.device), pattern, tokens)
+                seconds(rank.backward, shape.device)  # a fault of this kernel is raised here
             except RingError as error:
                 refused[name] = str(error)[:80]
                 continue
-            forward[name] = partial(attend, kernel, rank)
-            backward[name] = partial(differentiate, kernel, rank)
+            pairs, forward[name], backward[name] = rank.pairs, rank.forward, rank.backward
         if kind in ("full", "causal"):
             forward[BASE], backward[BASE] = sdpa(shape, tokens, kind == "causal")
-        for name, rates in measure_rates(shape, rank.pairs, (forward, backward), rounds).items():
-            rows.append(ResultRow({"tiles": kind, "kernel": name}, {"pairs": rank.pairs} | rates))
+        for name, rates in measure_rates(shape, pairs, (forward, backward), rounds).items():
+            rows.append(ResultRow({"tiles": kind, "kernel": name}, {"pairs": pairs} | rates))
         rows += [
             ResultRow({"tiles": kind, "kernel": name}, {"refused": why}) for name, why in refused.items()
         ]
@@ -216,22 +253,22 @@ def flex_rates(
 
     Where the operator is not compiled backward (torch before 2.13), backward has a forward pass in it.
     """
-    layout = make_layout("contiguous", tokens=tokens, ring_size=1, pattern=Causal())
-    plan = build_plan(Causal(), layout, query_heads=shape.heads, kv_heads=shape.kv_heads)
-    rank = make_rank(shape, plan.rank(0).classes, layout.local_tokens)
     kernels = {"ours": FlexKernel(), "Inductor's": FlexKernel(device_blocks=False)}
     for fwd, bwd in others:
         options: dict[str, Any] = {**make_block_options({"fwd": fwd, "bwd": bwd})}
         kernels[f"{fwd}; {bwd}"] = FlexKernel(**options)
     refused: dict[str, dict[str, Any]] = {}
+    ranks: dict[str, ProductionPass] = {}
     for name, kernel in kernels.items():
         try:
-            both(kernel, rank)
+            ranks[name] = ProductionPass(shape, kernel, Causal(), tokens)
+            seconds(ranks[name].backward, shape.device)
         except Exception as error:  # Triton's, for more shared memory than there is, come through Inductor
+            ranks.pop(name, None)
             refused[name] = {"refused": " ".join(str(error).split())[:200]}
-    forward = {name: partial(attend, kernel, rank) for name, kernel in kernels.items() if name not in refused}
-    backward = {name: partial(differentiate, kernels[name], rank) for name in forward}
-    rates = measure_rates(shape, rank.pairs, (forward, backward), rounds) | refused
+    pairs = max((rank.pairs for rank in ranks.values()), default=0)
+    works = [{name: getattr(rank, way) for name, rank in ranks.items()} for way in ("forward", "backward")]
+    rates = measure_rates(shape, pairs, works, rounds) | refused
     return [ResultRow({"head_dim": shape.head_dim, "blocks": name}, rates[name]) for name in kernels]
 
 

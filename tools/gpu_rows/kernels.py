@@ -14,10 +14,9 @@ from typing import Any
 
 import torch
 from benchmarks.gpu_rates import (
+    ProductionPass,
     Shape,
-    attend,
-    differentiate,
-    make_rank,
+    repeat,
     sdpa,
     seconds,
     significant,
@@ -30,6 +29,7 @@ from torch import Tensor
 from ds_ring import Causal, Full, build_plan, make_layout
 from ds_ring.errors import RingError
 from ds_ring.kernels.flash.kernel import FlashKernel
+from ds_ring.kernels.flash.packages import IMPLEMENTATIONS
 from ds_ring.kernels.flex.kernel import FlexKernel
 from ds_ring.kernels.select import Kernel, get_kernel
 from ds_ring.masks.tiles import Tiles
@@ -58,8 +58,8 @@ def get_shape(device: str) -> Shape:
 
 
 def exact_tokens(device: str) -> int:
-    """Return the tokens of the references."""
-    return 1024 if is_cuda(device) else 128
+    """Return the tokens of the references: six blocks of flex on each of four ranks."""
+    return 3072 if is_cuda(device) else 128
 
 
 def get_limit(dtype: torch.dtype) -> float:
@@ -184,14 +184,16 @@ def make_references(device: str) -> Iterator[ResultRow]:
 
 def make_kernel(name: str, device: str) -> Kernel:
     """Return a kernel by the name of its implementation."""
-    if name in ("FA2", "cuDNN", "FA3", "FA4"):
+    if name in IMPLEMENTATIONS:
         return FlashKernel(name)
+    if name == "flex FLASH":
+        return FlexKernel(BACKEND="FLASH")
     return FlexKernel() if name == "flex" else get_kernel(name, device)
 
 
 def is_missing(error: RingError) -> bool:
     """Return whether an implementation is refused because its package is not installed."""
-    return "ModuleNotFoundError" in str(error)
+    return "ModuleNotFoundError" in str(error) or "flash attention cannot be used" in str(error)
 
 
 def exact(device: str, kernel: str) -> Iterator[ResultRow]:
@@ -214,15 +216,15 @@ def exact(device: str, kernel: str) -> Iterator[ResultRow]:
 
 
 def timed(device: str, kernel: str) -> Iterator[ResultRow]:
-    """Yield ten timed passes of a kernel on causal attention, and those of torch's own in the same turns."""
+    """Yield ten timed production passes of one rank, causal, and torch's own attention in the same turns."""
     shape, instance = get_shape(device), make_kernel(kernel, device)
     tokens = 16_384 if is_cuda(device) else 256
-    layout = make_layout("contiguous", tokens=tokens, ring_size=1, pattern=Causal())
-    plan = build_plan(Causal(), layout, query_heads=shape.heads, kv_heads=shape.kv_heads)
-    rank = make_rank(shape, plan.rank(0).classes, tokens)
     works = dict(zip(("torch forward", "torch backward"), sdpa(shape, tokens, True), strict=True))
-    works |= {"forward": partial(attend, instance, rank), "backward": partial(differentiate, instance, rank)}
     try:
+        rank = ProductionPass(shape, instance, Causal(), tokens)
+        works |= {"forward": rank.forward, "backward": rank.backward}
+        count = repeat(list, device)[1]
+        works = {name: repeat(work, device)[0] for name, work in works.items()}
         taken = in_turns({name: partial(seconds, work, device) for name, work in works.items()}, 10, 2)
     except RingError as error:
         if not is_missing(error):
@@ -231,6 +233,7 @@ def timed(device: str, kernel: str) -> Iterator[ResultRow]:
         return
     results: dict[str, Any] = {}
     for name, times in taken.items():
+        times = [time / count for time in times]
         rate = shape.flops(rank.pairs, "backward" in name) / statistics.median(times) / 1e12
         results[f"{name}_ms"] = (
             f"{1e3 * statistics.median(times):.3f} ({1e3 * min(times):.3f}-{1e3 * max(times):.3f})"

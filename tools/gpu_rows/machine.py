@@ -46,10 +46,10 @@ TRIED = {
 }  # fmt: skip
 
 
-def rates(device: str, kind: str) -> Iterator[ResultRow]:
-    """Yield TFLOP/s of every kernel on a kind of tile, and add them to rates.json for `ds_ring/measure`."""
+def rates(device: str, kind: str, kernel: str) -> Iterator[ResultRow]:
+    """Yield TFLOP/s of a kernel on a kind of tile, and add them to rates.json for `ds_ring/measure`."""
     size, rounds = (32_768, 5) if is_cuda(device) else (256, 1)
-    results = kernel_rates(get_shape(device), size, rounds, {kind})
+    results = kernel_rates(get_shape(device), size, rounds, {kind}, {kernel})
     yield from results
     write_rates(provenance(device)["hardware"]["device"], results, Path(os.environ[OUTPUT], "rates.json"))
 
@@ -63,7 +63,8 @@ def write_rates(device: str, rows: Sequence[ResultRow], path: Path) -> None:
             by_tiles.setdefault(row.case["tiles"], {})[row.case["kernel"]] = both
     source = path if path.is_file() else RATES
     known = json.loads(source.read_text()) if source.is_file() else {}
-    by_tiles = known.get(device, {}) | by_tiles
+    earlier = known.get(device, {})
+    by_tiles = earlier | {tiles: earlier.get(tiles, {}) | kernels for tiles, kernels in by_tiles.items()}
     path.write_text(json.dumps(known | {device: by_tiles}, indent=1, sort_keys=True) + "\n")
 
 

@@ -40,6 +40,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ds_ring.api import ring_attention
 from ds_ring.comm.collective import collective
+from ds_ring.comm.groups import gather_objects
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.errors import RingConfigError, RingMeshError, RingShapeError
 from ds_ring.layers.scores import Alibi, Softcap
@@ -140,8 +141,7 @@ def mesh_of(group: ProcessGroup | None, ulysses_size: int = 1) -> RingMesh:
         raise RingMeshError("expected an initialised process group, got none; call init_process_group first")
     meshes = _meshes.setdefault(group, {})
     if ulysses_size not in meshes:
-        groups: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(groups, tuple(dist.get_process_group_ranks(group)))
+        groups = gather_objects(tuple(dist.get_process_group_ranks(group)))
         meshes[ulysses_size] = RingMesh.from_groups(sorted(set(groups)), ulysses_size)
     return meshes[ulysses_size]
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -40,6 +40,7 @@ from ds_ring.masks.tiles import Axis, Tiles
 # diagonal with the square below between them.
 
 OPEN = -1  # of a window's side that hides nothing
+PADDED_ROWS = 128  # FlashAttention rounds the rows of dQ of a sequence up to it
 
 
 class FlashWindow(NamedTuple):
@@ -270,7 +271,7 @@ def _merge_rows(rows: IntArray) -> Axis | None:
     return Axis(slot, np.full_like(slot, dense), position, step, length)
 
 
-MAX_SEQUENCES = 1 << 15  # maximum number of sequences of one call; CUDA has a grid of at most 65,535 of them
+MAX_SEQUENCES = 1 << 15  # of one call: CUDA has a grid of at most 65,535 of them; `split_call` makes fewer
 GAP = 256  # a larger gap (slots, beyond the lengths of both sequences) costs more than another call
 
 
@@ -338,6 +339,13 @@ class FlashCall:
     def has_empty_rows(self) -> bool:
         """Return whether some query of the call has no key."""
         return any(queries and not keys for queries, keys in self.lengths) if self.q_ends else False
+
+    @property
+    def dq_rows(self) -> int:
+        """Return the rows of float32 dQ that FlashAttention allocates for a head of one repetition."""
+        if self.q_ends:
+            return self.q_rows.length + PADDED_ROWS * len(self.lengths)
+        return -(-self.q_rows.length // PADDED_ROWS) * PADDED_ROWS
 
     @property
     def pairs(self) -> int:
@@ -460,3 +468,41 @@ def _make_variable_call(chain: list[FlashWindow]) -> FlashCall:
         for begin, end in ((first.q, last.q), (first.k, last.k))
     )
     return FlashCall(q, k, *first[2:], tuple(q_ends), tuple(k_ends))
+
+
+def split_call(call: FlashCall, fits: Callable[[FlashCall], bool]) -> Iterator[FlashCall]:
+    """Yield the call, or calls of parts of its queries that together are it and that fit."""
+    if fits(call):
+        yield call
+        return
+    assert call.q_ends or call.q_rows.length > PADDED_ROWS, "a block of queries has too many elements"
+    for half in _halve_sequences(call) if call.q_ends else _halve_queries(call):
+        yield from split_call(half, fits)
+
+
+def _halve_sequences(call: FlashCall) -> Iterator[FlashCall]:
+    """Yield two calls of half as many sequences; one with a single sequence has no variable lengths."""
+    count = len(call.q_ends) - 1
+    for first, last in ((0, count // 2), (count // 2, count)):
+        sides = []
+        for rows, ends in ((call.q_rows, call.q_ends), (call.k_rows, call.k_ends)):
+            begin, *rest = (end - ends[first] for end in ends[first : last + 1])
+            sides.append((rows.part(ends[first], rest[-1]), (begin, *rest)))
+        (q_rows, q_ends), (k_rows, k_ends) = sides
+        if q_rows.length and k_rows.length:
+            lengths = ((), ()) if last - first == 1 else (q_ends, k_ends)
+            yield replace(call, q_rows=q_rows, k_rows=k_rows, q_ends=lengths[0], k_ends=lengths[1])
+
+
+def _halve_queries(call: FlashCall) -> Iterator[FlashCall]:
+    """Yield the calls of the first and of the last queries, each with the keys that its window reaches."""
+    queries, keys = call.q_rows.length, call.k_rows.length
+    middle = -(-queries // (2 * PADDED_ROWS)) * PADDED_ROWS
+    for first, end in ((0, middle), (middle, queries)):
+        begin = 0 if call.left == OPEN else max(first + keys - queries - call.left, 0)
+        stop = keys if call.right == OPEN else min(end + keys - queries + call.right, keys)
+        # The window is counted from the last query and the last key: the last key may be another one.
+        left = OPEN if call.left == OPEN else call.left + (stop - end) - (keys - queries)
+        right = OPEN if call.right == OPEN else call.right + (keys - queries) - (stop - end)
+        rows = call.q_rows.part(first, end - first), call.k_rows.part(begin, stop - begin)
+        yield replace(call, q_rows=rows[0], k_rows=rows[1], left=left, right=right)

@@ -38,6 +38,34 @@ class BackwardInputs(NamedTuple):
     lse: Tensor
 
 
+class CallSizes(NamedTuple):
+    """The sizes of a pass, as far as rules of executors depend on them; heads are those of the pass.
+
+    Attributes:
+        samples, heads, kv_heads: of the tensors.
+        head_dim: the wider one of queries and values, padded.
+        backward: whether gradients are computed.
+    """
+
+    samples: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    backward: bool
+
+
+class Platform(NamedTuple):
+    """Name the device and cuDNN. By default the one with most faults that are known.
+
+    Attributes:
+        generation: the device's major compute capability.
+        cudnn: the version as torch tells it: 91900 is 9.19.0.
+    """
+
+    generation: int = 9
+    cudnn: int = 91900
+
+
 class Operators(NamedTuple):
     """Hold the operators that executors call; tests put others in their place."""
 
@@ -50,6 +78,12 @@ class Operators(NamedTuple):
 
 
 ATEN = Operators()
+
+
+def needs_equal_bits() -> bool:
+    """Return whether torch asks for equal bits in each run: with `warn_only` it does not."""
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    return torch.are_deterministic_algorithms_enabled() and not warns
 
 
 class Views:
@@ -79,7 +113,9 @@ class Executor(ABC):
     out 0 and the lse -inf.
 
     Attributes:
-        tokens_first: whether it copies a gradient or an output in [B, H, S, D] memory order.
+        tokens_first: whether it copies a gradient or an output in [B, H, S, D] memory order. Then it returns
+            results of plain calls in [B, S, H, D] memory order.
+        name: of the implementation, for messages.
         calls_aten: whether it calls operators of torch, which `activate_flash_attention_impl` can replace.
     """
 
@@ -98,8 +134,12 @@ class Executor(ABC):
                 return (equal, equal) if most_of_values is None else (most, most_of_values)
         return None
 
-    def takes(self, call: FlashCall) -> bool:
-        """Return whether it can carry out this call."""
+    def takes(self, call: FlashCall, sizes: CallSizes) -> bool:
+        """Return whether it can carry out this call in a pass of these sizes."""
+        return True
+
+    def fits(self, call: FlashCall, sizes: CallSizes) -> bool:
+        """Return whether its offsets reach all rows of the call; if not, the call is split."""
         return True
 
     @abstractmethod
@@ -112,21 +152,35 @@ class Executor(ABC):
     def backward(
         self, views: Views, call: FlashCall, queries: BackwardInputs, k: Tensor, v: Tensor, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return dq, dk, dv of the call, whose bias is added to its scores.
+        """Return dq, dk, dv of the call, whose bias is added to its scores."""
 
-        If `tokens_first`, results of a plain call are in [B, S, H, D] memory order.
-        """
+
+OFFSETS = 1 << 31  # of int32
 
 
 class Flash(Executor):
     """Call FlashAttention."""
 
-    name, tokens_first = "flash", True
+    name, tokens_first = "FA2", True
+
+    def __init__(
+        self, operators: Operators = ATEN, widths: Widths = ((WIDEST, None),), name: str = "FA2"
+    ) -> None:
+        super().__init__(operators, widths)
+        self.name = name
+
+    def fits(self, call: FlashCall, sizes: CallSizes) -> bool:
+        # The backward kernel of FlashAttention 2.7.4, which torch has, computes the first element of a block
+        # of dQ in int32: row x heads x D; with variable lengths each sequence has 128 rows more.
+        if not sizes.backward:
+            return True
+        heads = sizes.heads * (sizes.samples if call.q_ends else 1)
+        return call.dq_rows * heads * _round_width(sizes.head_dim) < OFFSETS
 
     def forward(
         self, views: Views, call: FlashCall, q: Tensor, k: Tensor, v: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
-        view = _view_packed if call.q_ends else _view_tokens_first
+        view = _view_packed if call.q_ends else view_tokens_first
         left, right = _get_window(call)
         out, lse, *_ = self._operators.flash_forward(
             views.once(view, (q,), call.q_rows), view(k, call.k_rows), view(v, call.k_rows),
@@ -137,13 +191,13 @@ class Flash(Executor):
             return out.transpose(1, 2), lse
         if call.has_empty_rows:
             lse = lse.masked_fill(lse == INFINITY, -INFINITY)
-        return _restore_shape(out, call.q_rows, len(q), call), _restore_lse(lse, call, len(q))
+        return restore_shape(out, call.q_rows, len(q), call), restore_lse(lse, call, len(q))
 
     def backward(
         self, views: Views, call: FlashCall, queries: BackwardInputs, k: Tensor, v: Tensor, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        view, rows, keys = _view_packed if call.q_ends else _view_tokens_first, call.q_rows, call.k_rows
-        grad_out, q, out, lse = views.once(_select_inputs, queries, view, rows, call.bias, bool(call.q_ends))
+        view, rows, keys = _view_packed if call.q_ends else view_tokens_first, call.q_rows, call.k_rows
+        grad_out, q, out, lse = views.once(select_inputs, queries, view, rows, call.bias, bool(call.q_ends))
         left, right = _get_window(call)
         dq, dk, dv = self._operators.flash_backward(
             grad_out, q, view(k, keys), view(v, keys), out, lse,
@@ -155,25 +209,39 @@ class Flash(Executor):
             return dq, dk, dv
         samples = len(queries.q)
         return (
-            _restore_shape(dq, rows, samples, call),
-            _restore_shape(dk, keys, samples, call),
-            _restore_shape(dv, keys, samples, call),
+            restore_shape(dq, rows, samples, call),
+            restore_shape(dk, keys, samples, call),
+            restore_shape(dv, keys, samples, call),
         )
 
 
 class Cudnn(Executor):
     """Call cuDNN's attention, whose causal diagonal begins at the top left."""
 
-    name, tokens_first = "cudnn", False
+    name, tokens_first = "cuDNN", False
 
-    def takes(self, call: FlashCall) -> bool:
-        # Backward, cuDNN refuses one query with one key. On an H200 a pass of 32 Ki tokens ended with an
-        # illegal access, in windows, batches of sequences or strided rows (tools/results/gpu_h200.md).
-        # Which of them is not known: FlashAttention 2 has these calls until a GPU shows it.
-        queries, keys = call.q_rows, call.k_rows
+    def __init__(self, operators: Operators = ATEN, platform: Platform | None = None) -> None:
+        super().__init__(operators)
+        self._platform = platform or Platform()
+
+    def takes(self, call: FlashCall, sizes: CallSizes) -> bool:
+        queries, keys = call.q_rows.length, call.k_rows.length
         full = call.left == OPEN and call.right == OPEN
-        dense = call.is_plain and queries.step == keys.step == 1 and (queries.length, keys.length) != (1, 1)
-        return dense and (full or (call.is_causal and queries.length == keys.length))
+        if call.q_ends or not (full or (call.is_causal and queries == keys)):
+            return False
+        generation, version = self._platform
+        # Wrong tokens at fewer than eight K/V heads (pytorch 193893, no version without it is known).
+        if generation == 10 and sizes.kv_heads < 8:
+            return False
+        if not sizes.backward:
+            return True
+        # It has no backward pass of one query with one key. Of one query with 128 keys dK and dV are NaN if
+        # the lse is low, in 9.26 as well (cudnn-frontend 1072).
+        if queries == 1:
+            return False
+        # Without a causal mask a last tile of 64 keys makes NaN of dQ where the lse is below -88.7, before
+        # version 9.26 (cudnn-frontend 628, pytorch 196678). Only whole tiles are taken there.
+        return call.is_causal or generation != 9 or version >= 92600 or keys % 128 == 0
 
     def forward(
         self, views: Views, call: FlashCall, q: Tensor, k: Tensor, v: Tensor, scale: float
@@ -187,7 +255,7 @@ class Cudnn(Executor):
         lse = lse.reshape(out.shape[:3])
         if call.is_plain:
             return out, lse
-        return _restore_shape(out.transpose(1, 2), call.q_rows, len(q), call), _restore_lse(lse, call, len(q))
+        return restore_shape(out.transpose(1, 2), call.q_rows, len(q), call), restore_lse(lse, call, len(q))
 
     def backward(
         self, views: Views, call: FlashCall, queries: BackwardInputs, k: Tensor, v: Tensor, scale: float
@@ -203,8 +271,14 @@ class Cudnn(Executor):
         if call.is_plain:
             return dq, dk, dv
         sides = ((dq, rows), (dk, keys), (dv, keys))
-        dq, dk, dv = (_restore_shape(x.transpose(1, 2), side, len(queries.q), call) for x, side in sides)
+        dq, dk, dv = (restore_shape(x.transpose(1, 2), side, len(queries.q), call) for x, side in sides)
         return dq, dk, dv
+
+
+def _round_width(head_dim: int) -> int:
+    """Return the head dimension of FlashAttention's float32 dQ."""
+    multiple = 32 if head_dim <= 128 else 64
+    return -(-head_dim // multiple) * multiple
 
 
 def _get_window(call: FlashCall) -> tuple[int, int]:
@@ -223,10 +297,11 @@ def _get_lengths(call: FlashCall, like: Tensor) -> tuple[Any, ...]:
     return ends[0], ends[1], max(queries, 2), keys
 
 
-def _select_inputs(
+def select_inputs(
     grad_out: Tensor, q: Tensor, out: Tensor, lse: Tensor,
     view: Callable[..., Tensor], rows: Rows, bias: float, packed: bool,
 ) -> BackwardInputs:  # fmt: skip
+    """Return what a call reads of the queries, in views of its rows; the lse is contiguous."""
     lse = lse - bias if bias else lse  # exp(score + bias - lse) without a bias tensor
     return BackwardInputs(
         view(grad_out, rows), view(q, rows), view(out, rows), _select_lse(lse, rows, packed)
@@ -239,7 +314,7 @@ def _select_inputs(
 def _lay_out_as_queries(
     grad_out: Tensor, q: Tensor, out: Tensor, lse: Tensor, rows: Rows, bias: float
 ) -> BackwardInputs:
-    laid_out = _select_inputs(grad_out, q, out, lse, _view_heads_first, rows, bias, False)
+    laid_out = select_inputs(grad_out, q, out, lse, _view_heads_first, rows, bias, False)
     strides = torch.empty_like(laid_out.q, device="meta").stride()
     order = sorted(range(laid_out.q.dim()), key=lambda dim: -strides[dim])
     back = [order.index(dim) for dim in range(len(order))]
@@ -247,14 +322,14 @@ def _lay_out_as_queries(
     return laid_out._replace(grad_out=grad_out, out=out)
 
 
-def _view_tokens_first(x: Tensor, rows: Rows) -> Tensor:
+def view_tokens_first(x: Tensor, rows: Rows) -> Tensor:
     """View rows of x [B, H, S, D] as [B, n, H, D]; repetitions are the batch, samples then heads."""
     part = rows.select(x)
     return part.transpose(1, 2) if rows.repeats == 1 else part.permute(1, 3, 0, 2, 4).flatten(2, 3)
 
 
 def _view_heads_first(x: Tensor, rows: Rows) -> Tensor:
-    return _view_tokens_first(x, rows).transpose(1, 2)
+    return view_tokens_first(x, rows).transpose(1, 2)
 
 
 def _view_packed(x: Tensor, rows: Rows) -> Tensor:
@@ -262,7 +337,7 @@ def _view_packed(x: Tensor, rows: Rows) -> Tensor:
     return rows.select(x).permute(2, 0, 1, 3).flatten(1, 2)
 
 
-def _restore_shape(x: Tensor, rows: Rows, samples: int, call: FlashCall) -> Tensor:
+def restore_shape(x: Tensor, rows: Rows, samples: int, call: FlashCall) -> Tensor:
     """Return the shape of `rows.select`."""
     if call.q_ends:
         return x.unflatten(1, (samples, -1)).permute(1, 2, 0, 3)
@@ -271,7 +346,7 @@ def _restore_shape(x: Tensor, rows: Rows, samples: int, call: FlashCall) -> Tens
     return x.unflatten(2, (samples, -1)).permute(2, 0, 3, 1, 4)
 
 
-def _restore_lse(lse: Tensor, call: FlashCall, samples: int) -> Tensor:
+def restore_lse(lse: Tensor, call: FlashCall, samples: int) -> Tensor:
     """Return an lse [H, total] or [B, H, n] in the shape of `rows.select`."""
     if call.q_ends:
         return lse.unflatten(0, (samples, -1))
@@ -298,7 +373,7 @@ HIDDEN = -1e30  # additive bias of a pair that is not attended; -inf would retur
 class OnCpu(Executor):
     """Call aten's operator for the CPU: float32 and float64, one sequence after the other."""
 
-    name, tokens_first = "cpu", False
+    name, tokens_first = "aten's for the CPU", False
 
     def padded(self, head_dim: int, value_dim: int) -> tuple[int, int]:
         return (max(head_dim, value_dim),) * 2

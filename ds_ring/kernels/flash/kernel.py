@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -23,17 +23,24 @@ from torch.nn.functional import pad
 
 from ds_ring.comm.streams import is_fake
 from ds_ring.compat.torch import current_flash_implementation
-from ds_ring.errors import RingConfigError, RingError, RingShapeError, shown
-from ds_ring.kernels.flash.calls import FlashCall, make_flash_calls
+from ds_ring.errors import RingConfigError, RingError, RingKernelError, RingShapeError, shown
+from ds_ring.kernels.flash.calls import FlashCall, make_flash_calls, split_call
 from ds_ring.kernels.flash.executors import (
     INFINITY,
     WIDEST,
     BackwardInputs,
+    CallSizes,
     Executor,
     OnCpu,
+    Platform,
     Views,
+    needs_equal_bits,
 )
-from ds_ring.kernels.flash.packages import BY_GENERATION, IMPLEMENTATIONS, SM_MARGIN, check
+from ds_ring.kernels.flash.packages import (
+    BY_GENERATION,
+    IMPLEMENTATIONS,
+    SM_MARGIN,
+)
 from ds_ring.kernels.interface import (
     ALL_HEADS,
     KernelNeeds,
@@ -41,7 +48,9 @@ from ds_ring.kernels.interface import (
     PartialGrads,
     PartialOut,
     PassHeads,
+    make_kernel_error,
 )
+from ds_ring.kernels.trials import try_kernel
 from ds_ring.masks.tiles import Tiles
 
 _MASKED = (
@@ -56,7 +65,8 @@ class FlashKernel:
 
     Args:
         implementation: on CUDA; "FA2" is torch's own; "cuDNN" takes full and causal rectangles by cuDNN, the
-            rest by FlashAttention 2; "FA3" and "FA4" are called in their packages. None takes the first that
+            rest by FlashAttention 2; "cuDNN-flex" also windows and packed sequences by its flex attention;
+            "FA3" and "FA4" are called in their packages. None takes the first that
             works: "FA3" on sm_90 or "FA4" on sm_100, there "cuDNN", "FA2"; [Note: a default is a try].
         sm_margin: multiprocessors that FlashAttention 3 leaves to messages; 0 for a ring of one rank.
 
@@ -81,6 +91,7 @@ class FlashKernel:
         self._implementation, self._sm_margin = implementation, sm_margin
         self.executors: tuple[Executor, ...] | None = None  # instead of those of the implementation
         self.views: Views | None = None  # of a pass
+        self.running = ""  # the implementation of the last call
         self._kinds: set[tuple[object, ...]] = set()  # of calls that passes have made so far
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> Iterator[PartialOut]:
@@ -94,9 +105,16 @@ class FlashKernel:
             _make_usable(v, wide_v),
         )
         group = q.shape[1] // k.shape[1]
-        for call, executor, heads in _assign_calls(tiles, executors, group):
+        sizes = CallSizes(q.shape[0], q.shape[1], k.shape[1], max(wide, wide_v), False)
+        for call, executor, heads in _assign_calls(tiles, executors, sizes):
             q_here = q if heads is ALL_HEADS else views.once(_select_heads, (q,), call.head_in_group, group)
-            out, lse = executor.forward(views, call, q_here, k, v, positive(scale))
+            self.running = executor.name
+            try:
+                out, lse = executor.forward(views, call, q_here, k, v, positive(scale))
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:
+                raise self._make_failure(error, q=q_here, k=k, v=v) from error
             # the same number added to every score of a call moves its lse and leaves its out as it is
             lse = lse + call.bias if call.bias else lse
             out = out if wide_v == of_values else out[..., :of_values]
@@ -117,14 +135,19 @@ class FlashKernel:
         k, v = _make_usable(k, wide), _make_usable(v, wide_v)
         group = q.shape[1] // k.shape[1]
         # What every hop reads of the queries, as the operators want it.
-        queries = views.once(
-            _prepare_inputs, (grad_out, q, out, lse, grad_lse), wide, wide_v, scale, executors
-        )
-        for call, executor, heads in _assign_calls(tiles, executors, group):
-            here = queries
+        queries = views.once(_prepare_inputs, (grad_out, q, out, lse, grad_lse), wide, wide_v, scale)
+        sizes = CallSizes(q.shape[0], q.shape[1], k.shape[1], max(wide, wide_v), True)
+        for call, executor, heads in _assign_calls(tiles, executors, sizes):
+            here = views.once(_put_tokens_first, queries) if executor.tokens_first else queries
             if heads is not ALL_HEADS:
-                here = views.once(_select_inputs, queries, call.head_in_group, group)
-            dq, dk, dv = executor.backward(views, call, here, k, v, positive(scale))
+                here = views.once(_select_inputs, here, call.head_in_group, group)
+            self.running = executor.name
+            try:
+                dq, dk, dv = executor.backward(views, call, here, k, v, positive(scale))
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:
+                raise self._make_failure(error, grad_out=here.grad_out, q=here.q, k=k, v=v) from error
             dq = dq if scale > 0 else dq * sign(scale)
             dq, dk = (dq, dk) if wide == width else (dq[..., :width], dk[..., :width])
             dv = dv if wide_v == of_values else dv[..., :of_values]
@@ -137,6 +160,12 @@ class FlashKernel:
         kernel = FlashKernel(self._implementation, self._sm_margin)
         kernel.executors, kernel.views, kernel._kinds = self.executors, Views(), self._kinds
         return kernel
+
+    def _make_failure(self, error: RuntimeError, **tensors: Tensor) -> RingKernelError:
+        others = (
+            '"kernel": "flex"' if self.running == "FA2" else '"kernel_options": {"implementation": "FA2"}'
+        )
+        return make_kernel_error(f'"flash" ({self.running})', error, f"set {others}", **tensors)
 
     def compiles(self, operands: Operands, part: PassHeads, scale: float) -> bool:
         """Return whether a pass on CUDA has calls of a new kind: FlashAttention 4 compiles for each.
@@ -164,7 +193,7 @@ class FlashKernel:
         name = self._implementation
         if not q.is_cuda or is_fake(q):  # only shapes: those of torch's operators
             return _load_torch_executors("cuDNN" if name == "cuDNN" else "FA2")
-        equal_bits = torch.are_deterministic_algorithms_enabled()
+        equal_bits = needs_equal_bits()
         executors = _choose_executors(
             name, self._sm_margin, q.device, q.dtype, q.shape[-1], value_dim, equal_bits
         )
@@ -174,15 +203,25 @@ class FlashKernel:
                 f'kernel "flash" with {name or "FA2"}: expected torch\'s own operators, got {active}, which'
                 " replaces them in this process; do not activate it: ds_ring calls its package"
             )
+        if torch.is_deterministic_algorithms_warn_only_enabled() and executors[0].name == "cuDNN":
+            _warn_of_bits()
         return executors
 
 
 _ON_CPU = (OnCpu(),)
 
 
+@lru_cache(maxsize=1)
+def _warn_of_bits() -> None:
+    _log.warning(
+        'ds_ring: kernel "flash" is cuDNN, whose dQ has other bits in each run; without warn_only'
+        " torch.use_deterministic_algorithms takes one that has not"
+    )
+
+
 @lru_cache(maxsize=2)
 def _load_torch_executors(name: str) -> tuple[Executor, ...]:
-    return IMPLEMENTATIONS[name].make(0)
+    return IMPLEMENTATIONS[name].make(0, Platform())
 
 
 @lru_cache(maxsize=64)  # a model has few head dimensions
@@ -244,13 +283,20 @@ def _get_defaults(device: torch.device) -> tuple[str, ...]:
     return BY_GENERATION.get(torch.cuda.get_device_capability(device)[0], ())
 
 
+def _read_platform(device: torch.device) -> Platform:
+    """Return the device and the version of cuDNN by which executors know faults."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return Platform()
+    return Platform(torch.cuda.get_device_capability(device)[0], torch.backends.cudnn.version() or 0)
+
+
 def _try_executors(
     name: str, sm_margin: int, device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int
 ) -> tuple[Executor, ...]:
     """Return the executors of an implementation whose results are right; raise what is wrong with it."""
     kernel = FlashKernel()
-    kernel.executors = IMPLEMENTATIONS[name].make(sm_margin)
-    check(kernel, device, dtype, head_dim, value_dim)
+    kernel.executors = IMPLEMENTATIONS[name].make(sm_margin, _read_platform(device))
+    try_kernel(kernel, device, dtype, head_dim, value_dim)
     return kernel.executors
 
 
@@ -310,16 +356,20 @@ def _make_usable(x: Tensor, width: int) -> Tensor:
 
 def _prepare_inputs(
     grad_out: Tensor, q: Tensor, out: Tensor, lse: Tensor, grad_lse: Tensor | None,
-    wide: int, wide_v: int, scale: float, executors: tuple[Executor, ...],
+    wide: int, wide_v: int, scale: float,
 ) -> BackwardInputs:  # fmt: skip
     if grad_lse is not None:  # a value of 1 whose gradient is that of the lse; `out` gets a 0 there
         grad_out = torch.cat([grad_out, grad_lse.to(grad_out.dtype).unsqueeze(-1)], dim=-1)
     grad_out, out = _make_usable(grad_out, wide_v), _make_usable(out, wide_v)
-    # Some operators would copy a gradient and an output that are not in [B, S, H, D] memory order.
-    if any(executor.tokens_first for executor in executors):
-        grad_out, out = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (grad_out, out))
     lse = lse.masked_fill(lse == -INFINITY, INFINITY)
     return BackwardInputs(grad_out, _make_queries_usable(q, wide, scale), out, lse)
+
+
+# FlashAttention's operators would copy a gradient and an output that are not in [B, S, H, D] memory order in
+# every call. The copy is made once, for the first call that one of them carries out.
+def _put_tokens_first(grad_out: Tensor, q: Tensor, out: Tensor, lse: Tensor) -> BackwardInputs:
+    grad_out, out = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (grad_out, out))
+    return BackwardInputs(grad_out, q, out, lse)
 
 
 def _select_inputs(
@@ -352,10 +402,14 @@ def _select_heads(x: Tensor, head_in_group: int, group: int) -> Tensor:
 
 @lru_cache(maxsize=512)
 def _assign_calls(
-    tiles: Tiles, executors: tuple[Executor, ...], group: int
+    tiles: Tiles, executors: tuple[Executor, ...], sizes: CallSizes
 ) -> tuple[tuple[FlashCall, Executor, slice], ...]:
     """Return the calls of a table, each with the first executor that takes it and its query heads."""
-    return tuple(
-        (call, next(executor for executor in executors if executor.takes(call)), call.heads(group))
-        for call in _get_calls(tiles)
-    )
+    group = sizes.heads // sizes.kv_heads
+    assigned = []
+    for call in _get_calls(tiles):
+        here = sizes if call.head_in_group < 0 else sizes._replace(heads=sizes.kv_heads)
+        executor = next(executor for executor in executors if executor.takes(call, here))
+        parts = split_call(call, partial(executor.fits, sizes=here))
+        assigned += [(part, executor, part.heads(group)) for part in parts]
+    return tuple(assigned)

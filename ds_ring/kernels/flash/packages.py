@@ -3,9 +3,10 @@
 [Note: a default is a try]
 A package may be installed and not work: it was built for another torch or another GPU, or its functions have
 other arguments than ours. So before an implementation is used for a device, a dtype and head dimensions, it
-computes two small calls forward and backward, one of them with a window. One that raises, or whose results
-differ from the reference kernel's, is not used: the next one is taken, and the log says which one failed and
-why. One that the JSON names is never replaced; if it fails, the call is refused.
+computes small calls forward and backward (`kernels/trials.py`), also those in which cuDNN is known to make
+NaN. One that raises, or whose results differ from the reference kernel's, is not used: the next one is
+taken, and the log says which one failed and why. One that the JSON names is never replaced; if it fails, the
+call is refused.
 
 The packages are called directly. `torch.nn.attention.activate_flash_attention_impl` would replace torch's
 operators for the whole process. Its adapter for FlashAttention 4 computes wrong windows before torch 2.12.1,
@@ -18,15 +19,19 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from ds_ring.kernels.flash.executors import ATEN, Cudnn, Executor, Flash, Operators
-from ds_ring.kernels.interface import Kernel
-from ds_ring.kernels.reference import ReferenceKernel
-from ds_ring.masks.catalog import Causal, SlidingWindow
-from ds_ring.masks.pattern import Pattern
+from ds_ring.kernels.flash.cudnn_flex import CudnnFlex, load_interval_operators
+from ds_ring.kernels.flash.executors import (
+    ATEN,
+    Cudnn,
+    Executor,
+    Flash,
+    Operators,
+    Platform,
+    needs_equal_bits,
+)
 
 # What "auto" tries, in this order, by the device's major compute capability; then FlashAttention 2.
 BY_GENERATION = {9: ("FA3", "cuDNN"), 10: ("FA4", "cuDNN")}
@@ -46,7 +51,7 @@ def flash_3(sm_margin: int = SM_MARGIN) -> Operators:
     package = torch.ops.flash_attn_3
 
     def forward(*operands: Tensor, is_causal: bool, **named: Any) -> Any:
-        splits = int(torch.are_deterministic_algorithms_enabled())
+        splits = int(needs_equal_bits())
         return package.fwd(*operands, is_causal=is_causal, num_splits=splits, sm_margin=sm_margin, **named)
 
     def backward(grad_out: Tensor, *operands: Tensor, is_causal: bool, **named: Any) -> Any:
@@ -102,7 +107,7 @@ def _wrap_as_aten(
         dropout: float, is_causal: bool, seed: Tensor, offset: Tensor, **options: Any,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         arguments = named((ends_q, ends_k, max_q, max_k), options)
-        arguments["deterministic"] = torch.are_deterministic_algorithms_enabled()
+        arguments["deterministic"] = needs_equal_bits()
         dq, dk, dv, *_ = backward(grad_out, q, k, v, out, lse, is_causal=is_causal, **arguments)
         return dq, dk, dv
 
@@ -113,13 +118,13 @@ class Implementation(NamedTuple):
     """Describe an implementation of attention on CUDA.
 
     Attributes:
-        make: returns its executors, in the order in which they are asked, for an `sm_margin`; raises if it is
-            not installed.
+        make: returns its executors, in the order in which they are asked, for an `sm_margin` and a platform;
+            raises if it is not installed.
         package: what has to be installed.
         deterministic: whether it has the same bits in each run under torch.use_deterministic_algorithms.
     """
 
-    make: Callable[[int], tuple[Executor, ...]]
+    make: Callable[[int, Platform], tuple[Executor, ...]]
     package: str
     deterministic: bool = True
 
@@ -127,51 +132,21 @@ class Implementation(NamedTuple):
 # FlashAttention 4 on sm_100 takes equal head dimensions up to 128, (192, 128) and (256, 256).
 FLASH_4_WIDTHS = ((128, None), (192, 128), (256, 256))
 IMPLEMENTATIONS = {
-    "FA2": Implementation(lambda _: (Flash(),), "torch"),
-    "cuDNN": Implementation(lambda _: (Cudnn(), Flash()), "torch", deterministic=False),
-    "FA3": Implementation(lambda sm_margin: (Flash(flash_3(sm_margin)),), "flash_attn_interface"),
-    "FA4": Implementation(lambda _: (Flash(flash_4(), FLASH_4_WIDTHS),), "flash_attn.cute"),
+    "FA2": Implementation(lambda _, platform: (Flash(),), "torch"),
+    "cuDNN": Implementation(
+        lambda _, platform: (Cudnn(platform=platform), Flash()), "torch", deterministic=False
+    ),
+    "cuDNN-flex": Implementation(
+        lambda _, platform: (
+            Cudnn(platform=platform),
+            CudnnFlex(load_interval_operators(), platform),
+            Flash(),
+        ),
+        "cudnn.flex_attention",
+        deterministic=False,
+    ),
+    "FA3": Implementation(
+        lambda sm_margin, platform: (Flash(flash_3(sm_margin), name="FA3"),), "flash_attn_interface"
+    ),
+    "FA4": Implementation(lambda _, platform: (Flash(flash_4(), FLASH_4_WIDTHS, "FA4"),), "flash_attn.cute"),
 }
-
-LIMITS = {torch.bfloat16: 0.05, torch.float16: 0.05, torch.float32: 1e-4, torch.float64: 1e-9}
-# (pattern, queries, keys): the last queries of the keys' positions attend
-TRIALS: tuple[tuple[Pattern, int, int], ...] = ((Causal(), 96, 96), (SlidingWindow(50), 96, 160))
-
-
-def check(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int) -> None:
-    """Compare two small calls of a kernel with the reference; [Note: a default is a try].
-
-    Raises:
-        ArithmeticError: a result differs.
-        Exception: what the implementation raises.
-    """
-    scale = head_dim**-0.5
-    draw = torch.Generator().manual_seed(0)
-    for pattern, queries, keys in TRIALS:
-        runs = [np.array([[keys - n, 1, n]]) for n in (queries, keys)]
-        tiles = pattern.tiles(*runs)
-        sizes = ((2, queries, head_dim), (1, keys, head_dim), (1, keys, value_dim), (2, queries, value_dim))
-        options: dict[str, Any] = {"generator": draw, "dtype": torch.float32, "device": "cpu"}
-        operands = [torch.randn(1, *size, **options).to(dtype) for size in sizes]
-        q, k, v, grad_out = (x.double() for x in operands)
-        (part,) = ReferenceKernel().forward(q, k, v, tiles, scale)
-        out, lse = part.out_BHSD, part.lse_BHS
-        wanted = [out, lse, *_sum_gradients(ReferenceKernel(), grad_out, q, k, v, out, lse, tiles, scale)]
-        q, k, v, grad_out = (x.to(device) for x in operands)
-        (part,) = kernel.forward(q, k, v, tiles, scale)
-        out, lse = part.out_BHSD, part.lse_BHS
-        got = [out, lse, *_sum_gradients(kernel, grad_out, q, k, v, out, lse, tiles, scale)]
-        for name, ours, exact in zip(("out", "lse", "dq", "dk", "dv"), got, wanted, strict=True):
-            error = float((ours.cpu().double() - exact).abs().max() / exact.abs().max())
-            if not error <= LIMITS[dtype]:  # also NaN
-                raise ArithmeticError(f"{name} of {pattern} differs by {error:.1e} of its largest value")
-
-
-def _sum_gradients(
-    kernel: Kernel, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any
-) -> list[Tensor]:
-    """Return dq, dk and dv of a backward pass."""
-    gradients = [torch.zeros_like(x) for x in (q, k, v)]
-    for grads in kernel.backward(grad_out, q, k, v, *rest):
-        grads.add_to(*gradients)
-    return gradients

@@ -349,9 +349,9 @@ def _build(geometry: HopGeometry, tiles: Tiles, block: int, device: torch.device
         columns = [find_block_intervals(blocks_by_head, block, by_key=True) for blocks_by_head in by_head]
         sizes = tuple(-(-side.length // block) for side in (q, k))
         plans = [
-            _TablePlan.from_intervals([intervals[full] for intervals in by_side], size)
+            plan
             for by_side, size in ((rows, sizes[0]), (columns, sizes[1]))
-            for full in (0, 1)
+            for plan in _make_plan_pair(by_side, size)
         ]
         if sum(plan.nbytes for plan in plans) <= TABLE_BYTES:
             break
@@ -391,6 +391,9 @@ def _make_bands(geometry: HopGeometry, device: torch.device) -> tuple[BandTensor
 # B)^2 blocks. Both directions are made from intervals here, trimmed to the widest row. No side of a table is
 # below 2: torch.compile takes a size of 1 for a constant and would compile again. The intervals are a few
 # numbers a row; the table is written from them on the device, and nothing is read back.
+#
+# The partial and the full table of a side have one shape: kernels of torch before 2.12.1 read the full table
+# with the strides of the partial one, so with two widths they would read other blocks, or beyond the table.
 class _TablePlan(NamedTuple):
     """Hold the intervals of all heads' rows, and how large their table is; [Note: tables of blocks].
 
@@ -457,3 +460,10 @@ class _TablePlan(NamedTuple):
             index += (place_w >= from_) * by
         # Entries after the last block of a row are never read; clamp them to valid indices.
         return index.clamp_(max=max(blocks - 1, 0))
+
+
+def _make_plan_pair(by_head: list[tuple[BlockIntervals, BlockIntervals]], rows: int) -> list[_TablePlan]:
+    """Return the plans of the partial and of the full blocks of a side, of one width."""
+    plans = [_TablePlan.from_intervals([pair[full] for pair in by_head], rows) for full in (0, 1)]
+    width = max(plan.width for plan in plans)
+    return [plan._replace(width=width) for plan in plans]

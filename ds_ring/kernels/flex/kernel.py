@@ -9,9 +9,10 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from copy import copy
-from functools import partial
+from functools import lru_cache, partial
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -22,8 +23,9 @@ from torch._higher_order_ops.flex_attention import flex_attention_backward as ba
 from torch.nn.attention.flex_attention import BlockMask
 
 from ds_ring.comm.device_tables import DeviceTables
+from ds_ring.comm.streams import is_fake
 from ds_ring.compat.torch import derives_joint_graph
-from ds_ring.errors import RingShapeError
+from ds_ring.errors import RingConfigError, RingError, RingShapeError
 from ds_ring.kernels.flex.block_mask import (
     BandTensors,
     HopMask,
@@ -32,7 +34,17 @@ from ds_ring.kernels.flex.block_mask import (
     TableOptions,
 )
 from ds_ring.kernels.flex.options import check_options, choose_options
-from ds_ring.kernels.interface import Operands, PartialGrads, PartialOut, PassHeads, Rows, Scores
+from ds_ring.kernels.flex.workspace import OFFSETS
+from ds_ring.kernels.interface import (
+    Operands,
+    PartialGrads,
+    PartialOut,
+    PassHeads,
+    Rows,
+    Scores,
+    make_kernel_error,
+)
+from ds_ring.kernels.trials import try_kernel
 from ds_ring.masks.pattern import BoundPattern
 from ds_ring.masks.tiles import ByIdentity, Tiles
 
@@ -337,6 +349,7 @@ class FlexKernel:
         self._scores, self._device_blocks = scores, device_blocks
         self._options = tuple(check_options(kernel_options).items())
         self._natural = ("BACKEND", "FLASH") in self._options
+        self._is_tried = not self._natural
         self._block = block_size
         self._tables, self._masks = DeviceTables(), HopMasks()
         self._backend = backend
@@ -354,13 +367,14 @@ class FlexKernel:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> Iterator[PartialOut]:
         if not len(tiles):
             return
+        self._try_backend(q, v)
         mask, constants = (
             self._get_mask(q, tiles),
             self._collect_hop_constants(Operands(q, k, v), tiles, scale),
         )
         k, v = (_select_slots(x, mask.k_rows) for x in (k, v))
         # Inputs are computed in their own dtype; under autocast the operator would cast them.
-        with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+        with torch.no_grad(), torch.autocast(q.device.type, enabled=False), _name_failures(q, k, v):
             out, lse = self._attend(_select_slots(q, mask.q_rows), k, v, mask, constants)
         yield PartialOut(ALL_HEADS, _make_rows(mask.q_rows), out, lse)
 
@@ -370,6 +384,32 @@ class FlexKernel:
     ) -> Iterator[PartialGrads]:  # fmt: skip
         if not len(tiles):
             return
+        self._try_backend(q, v)
+        if self._natural and grad_lse is not None:
+            expected = "a loss that does not read the log-sum-exp, of which FLASH has no gradient"
+            raise RingConfigError.wrong('kernel "flex": BACKEND', expected, "one that does", 'use "TRITON"')
+        chunks = _count_backward_chunks(q.shape, k.shape, v.shape)
+        if chunks == 1:
+            yield self._differentiate(grad_out, q, k, v, out, lse, tiles, scale, grad_lse)
+            return
+        parts = []
+        for number in range(chunks):  # of K/V heads, with their query heads
+            heads, kv = (
+                slice(number * (x.shape[1] // chunks), (number + 1) * (x.shape[1] // chunks)) for x in (q, k)
+            )
+            part = self.select_heads(heads)._differentiate(
+                grad_out[:, heads], q[:, heads], k[:, kv], v[:, kv], out[:, heads], lse[:, heads], tiles,
+                scale, None if grad_lse is None else grad_lse[:, heads],
+            )  # fmt: skip
+            parts.append((part.dq, part.dk, part.dv))
+        dq, dk, dv = (torch.cat(gradients, dim=1) for gradients in zip(*parts, strict=True))
+        yield part._replace(dq=dq, dk=dk, dv=dv)
+
+    def _differentiate(
+        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tiles: Tiles,
+        scale: float, grad_lse: Tensor | None,
+    ) -> PartialGrads:  # fmt: skip
+        """Return the gradients of a hop, by one call."""
         call = self._recompute_gradients if self._recompute else self._run_operator
         mask, slots = self._get_mask(q, tiles), k.shape[2]
         operands = Operands(q, k, v, grad_out, grad_lse is not None)
@@ -382,13 +422,18 @@ class FlexKernel:
         # The ring's operators run below autograd, which must record here: a recomputed hop is differentiated,
         # and so is a score_mod, for its joint graph.
         below = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False)
-        with torch.autocast(q.device.type, enabled=False), below, torch.enable_grad():
+        with (
+            torch.autocast(q.device.type, enabled=False),
+            below,
+            torch.enable_grad(),
+            _name_failures(q, k, v),
+        ):
             dq, dk, dv = call(grad_out, q, out, lse, k, v, mask, constants, grad_lse)
         first, length = mask.k_rows
         if slots < first + length:  # the key that `_select_slots` has added
             length = slots - first
             dk, dv = dk[:, :, :length], dv[:, :, :length]
-        yield PartialGrads(ALL_HEADS, _make_rows(mask.q_rows), _make_rows((first, length)), dq, dk, dv)
+        return PartialGrads(ALL_HEADS, _make_rows(mask.q_rows), _make_rows((first, length)), dq, dk, dv)
 
     def select_heads(self, heads: slice) -> FlexKernel:
         if self._scores is None:
@@ -410,6 +455,10 @@ class FlexKernel:
                 side = self._masks.side_beforehand(tiles, self._get_table_options(q), k.shape[2])
                 wanted.add((_get_rule(tiles), side, inference))
         heads = part.query_heads, part.kv_heads
+        if operands.grad_out is not None:
+            sizes = ((x.shape[0], count, *x.shape[2:]) for x, count in zip((q, k), heads, strict=True))
+            chunks = _count_backward_chunks(*sizes)
+            heads = heads[0] // chunks, heads[1] // chunks
         keys = (
             (self._backend, self._collect_constants(operands, heads, rule, scale, inference), side)
             for rule, side, inference in wanted
@@ -453,6 +502,11 @@ class FlexKernel:
         # int32 [1, heads, rows]: the mean over the heads is the figure of one head.
         counts = tensors.partial_rows.counts + tensors.full_rows.counts
         return int(counts.sum()) * mask.block**2 // counts.shape[1]
+
+    def _try_backend(self, q: Tensor, v: Tensor) -> None:
+        """Try flash-attn-4, if it is named, on the device of real tensors; [Note: a default is a try]."""
+        if not self._is_tried and q.is_cuda and not is_fake(q):
+            try_flash_backend(self._options, q.device, q.dtype, q.shape[-1], v.shape[-1])
 
     def _get_mask(self, q: Tensor, tiles: Tiles) -> HopMask:
         if q.shape[-1] < 16 and q.device.type != "cpu":
@@ -513,6 +567,50 @@ class FlexKernel:
             if grad_lse is not None:  # d lse / d lse_hop = w
                 of_lse = of_lse + weight.squeeze(-1) * grad_lse
         return torch.autograd.grad((out_hop, lse_hop), leaves, ((weight * grad).to(out_hop.dtype), of_lse))
+
+
+def _count_backward_chunks(*shapes: Sequence[int]) -> int:
+    """Return into how many equal parts the K/V heads are split, for shapes [B, heads, S, D] of q, k and v.
+
+    Raises:
+        RingShapeError: one K/V head and its queries have too many elements.
+    """
+    largest, kv_heads = max(map(math.prod, shapes)), shapes[1][1]
+    for chunks in range(1, kv_heads + 1):
+        if kv_heads % chunks == 0 and largest // chunks < OFFSETS:
+            return chunks
+    raise RingShapeError.wrong(
+        'kernel "flex"', f"fewer than {OFFSETS} elements of a K/V head and its queries in a backward pass",
+        f"{largest // kv_heads}", "use more ranks or fewer samples",
+    )  # fmt: skip
+
+
+@contextmanager
+def _name_failures(q: Tensor, k: Tensor, v: Tensor) -> Iterator[None]:
+    """Raise RingKernelError for a kernel that fails while it is compiled or runs."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, RingError):
+        raise
+    except RuntimeError as error:
+        advice = 'set "kernel": "flash" for windows, or other blocks in "kernel_options"'
+        raise make_kernel_error('"flex"', error, advice, q=q, k=k, v=v) from error
+
+
+@lru_cache(maxsize=64)  # a model has few head dimensions
+def try_flash_backend(
+    options: tuple[tuple[str, Any], ...], device: torch.device, dtype: torch.dtype, head_dim: int,
+    value_dim: int, backend: str | None = "inductor",
+) -> None:  # fmt: skip
+    """Raise RingConfigError if FlexAttention's BACKEND "FLASH" does not compute small calls rightly here."""
+    kernel = FlexKernel(backend=backend, **dict(options))
+    kernel._is_tried = True
+    try:
+        try_kernel(kernel, device, dtype, head_dim, value_dim)
+    except Exception as error:  # flash-attn-4 may raise anything
+        expected = f"flash-attn-4 that works with torch {torch.__version__} here"
+        got, advice = f"{type(error).__name__}: {error}", 'install one that does, or leave "BACKEND" out'
+        raise RingConfigError.wrong('kernel "flex": BACKEND "FLASH"', expected, got, advice) from error
 
 
 def _make_rows(first_and_length: tuple[int, int]) -> Rows:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ds_ring.kernels.workspace import FLOAT, HopShape
 from ds_ring.masks.tiles import Tiles
 
+OFFSETS = 1 << 31  # of int32, in which the backward kernels count elements (pytorch 190857)
 # Of block tables that stay on the device: documents bring new ones in each batch and fill all of it.
 KEPT_TABLE_BYTES = 64 << 20
 
@@ -19,6 +20,8 @@ def get_flex_bytes(tiles: Tiles, shape: HopShape, backward: bool) -> int:
     table_bytes = KEPT_TABLE_BYTES + keys * (shape.head_dim + shape.value_dim) * shape.element_bytes
     if backward:
         elements = queries * shape.head_dim + keys * (shape.head_dim + shape.value_dim)
+        if max(queries, keys) * shape.wide >= OFFSETS:  # parts of the heads, and all heads of them
+            elements *= 2
         return table_bytes + elements * shape.element_bytes + 2 * queries * FLOAT
     wide = FLOAT if shape.element_bytes < FLOAT else 0
     return table_bytes + queries * (shape.value_dim * (shape.element_bytes + wide) + 6 * FLOAT)

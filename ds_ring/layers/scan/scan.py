@@ -189,8 +189,7 @@ def scan_messages(
     """Compute the state before each run of a rank: `SequenceRuns.rounds`, then one shift by a run.
 
     Yields the tensors that the rank sends and receives in each round, by the other rank; continues once the
-    tensors to receive are filled. Real ranks exchange them (`scan_op`), virtual ranks copy them
-    (layers/scan/simulation.py).
+    tensors to receive are filled. Real ranks exchange them (`scan_op`).
 
     Returns:
         The states, like `increment`.

@@ -335,6 +335,15 @@ REFUSED: list[tuple[str, Any, list[str]]] = [
     ("huge min length", section(min_sequence_length=LONG), ["0 or more, at most 9,007,199,254,740,992"]),
     ("huge seconds", section(hop_timeout_seconds=1e300),
         ["seconds above 0, at most 100,000,000, got 1e+300"]),
+    # numbers in quotes
+    ("quoted ring", section(ring_size="2"), ['got "2"; write it without quotes']),
+    ("quoted window", pattern(window="512"), ["pattern.window: ", 'got "512"; write it without quotes']),
+    ("a word, not a number", section(ring_size="two"), ['got "two"; use "auto"']),
+    # keys of the section outside it
+    ("pattern at the top", {"sequence_parallel_size": 2, "pattern": {"window": 4}, "ring_attention": {}},
+        ["pattern: got it at the top level", 'move it into "ring_attention"']),
+    ("layout at the top", {"sequence_parallel_size": 2, "layout": "zigzag", "ring_attention": {}},
+        ["layout: got it at the top level"]),
     # unknown keys
     ("layuot", section(layuot="zigzag"), ["ring_attention.layuot: ", "'layuot'; did you mean 'layout'?"]),
     ("ringSize", section(ringSize=4), ["did you mean 'ring_size'?"]),

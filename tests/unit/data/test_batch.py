@@ -17,7 +17,7 @@ from ds_ring.data.batch import (
     token_shape,
     valid_tokens,
 )
-from ds_ring.errors import RingPatternError, RingShapeError
+from ds_ring.errors import RingConfigError, RingPatternError, RingShapeError
 from ds_ring.masks.catalog import Causal, Full
 from ds_ring.schedule.grid import Grid
 from ds_ring.schedule.layout import make_layout
@@ -40,6 +40,27 @@ def test_labels_are_shifted_before_the_cut():
 def test_labels_that_are_shifted_already_stay():
     prepared = prepare_batch({"input_ids": IDS, "shift_labels": IDS}, Full())
     assert prepared["labels"].tolist() == IDS.tolist()
+
+
+def test_labels_that_are_the_next_tokens_are_refused():
+    """(They were shifted a second time, without a word.)"""
+    shifted = torch.nn.functional.pad(IDS[:, 1:], (0, 1), value=IGNORE)
+    with pytest.raises(RingConfigError, match=r"labels\[i\] of token i \+ 1; .*\"shift_labels\""):
+        prepare_batch({"input_ids": IDS, "labels": shifted}, Causal())
+    prompt = shifted.clone()
+    prompt[:, :2] = IGNORE
+    with pytest.raises(RingConfigError, match="shift_labels"):
+        prepare_batch({"input_ids": IDS, "labels": prompt}, Causal())
+
+
+def test_labels_that_only_look_shifted_are_taken():
+    one_token = torch.full((2, 7), 5)
+    few = torch.full((2, 7), IGNORE)
+    few[:, 3] = IDS[:, 4]  # too few to tell
+    other = IDS.clone()
+    other[0, 0] = 99
+    for ids, labels in ((one_token, one_token), (IDS, few), (IDS, other)):
+        assert "labels" in prepare_batch({"input_ids": ids, "labels": labels}, Causal())
 
 
 def test_a_batch_without_labels_has_no_loss():

@@ -7,13 +7,9 @@ import torch
 
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.config.section import RingConfig
-from ds_ring.data.batch_sharding import (
-    REMEMBERED,
-    BatchSharding,
-    RecentBatches,
-    RowsAttention,
-)
+from ds_ring.data.batch_sharding import BatchSharding, RowsAttention
 from ds_ring.data.layer_patterns import LayerPatterns
+from ds_ring.data.ring_batch import REMEMBERED, RecentBatches
 from ds_ring.errors import RingShapeError
 from ds_ring.layers.latents.attention import LatentAttention
 from ds_ring.masks.catalog import Causal, Full

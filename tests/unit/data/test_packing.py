@@ -10,7 +10,6 @@ import torch
 
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.data.batch import IGNORE, REAL_TOKENS, prepare_batch, valid_tokens
-from ds_ring.data.batch_sharding import REMEMBERED
 from ds_ring.data.packing import (
     group_rows,
     has_no_label,
@@ -18,6 +17,7 @@ from ds_ring.data.packing import (
     number_documents,
     positions_in_documents,
 )
+from ds_ring.data.ring_batch import REMEMBERED
 from ds_ring.errors import RingPatternError, RingShapeError
 from ds_ring.masks.catalog import Causal, Chunked, Full
 from ds_ring.masks.pattern import Pattern

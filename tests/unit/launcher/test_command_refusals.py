@@ -14,6 +14,9 @@ from tests.unit.test_launcher import LOCAL, folder  # noqa: F401  a fixture
 TUNE = ["--tokens", "4096", "--heads", "4", "--head-dim", "64", "--processes", "2"]
 REFUSED = {
     "sbatch of another engine": (["launch", "cluster.yaml", "--sbatch"], "--sbatch: expected engine: slurm"),
+    "a misspelt command": (["lanch", "cluster.yaml"], "got 'lanch'; did you mean 'launch'?"),
+    "an option of the script": (["launch", "cluster.yaml", "--steps", "3"],
+        "got --steps 3 (options of a launched script come after --)"),
     "no model": (["check-model"],
         "model: expected a configuration, a model type or --all, and one of them only"),
     "a model and all": (["check-model", "llama", "--all"], "one of them only"),
@@ -52,7 +55,11 @@ def test_it_is_refused(
     monkeypatch.chdir(folder)
     (folder / "cluster.yaml").write_text(LOCAL)
     (folder / "long.yaml").write_text(LOCAL + f"environment: {{A: {10**30}}}\n")
-    assert cli.main(argv) == 2
+    try:
+        status = cli.main(argv)
+    except SystemExit as end:  # argparse's own
+        status = end.code
+    assert status == 2
     said = " ".join(capsys.readouterr().err.split())
     assert said.startswith("ds-ring: error: ") and words in said
 

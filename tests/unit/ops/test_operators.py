@@ -11,9 +11,9 @@ import torch
 import ds_ring
 from ds_ring import Causal, RingMesh, RingShapeError
 from ds_ring.contrib.compile.placed_op import BatchContexts
+from ds_ring.ops.bits import pack, unpack
 from ds_ring.ops.context import make_ring_context
 from ds_ring.ops.options import Options
-from ds_ring.ops.ulysses import _pack, _unpack
 
 
 def registered() -> list[str]:
@@ -42,7 +42,7 @@ def test_a_packet_gives_back_tensors_of_any_width() -> None:
     """Narrow ones first, as out in bfloat16 stands before its lse: wider elements lie before them."""
     shapes = {torch.bfloat16: (2, 3, 5), torch.float32: (2, 3), torch.float64: (7,)}
     given = [torch.randn(shape).to(dtype) for dtype, shape in shapes.items()]
-    found = _unpack(_pack(given), given)
+    found = unpack(pack(given), given)
     assert all(torch.equal(*both) for both in zip(found, given, strict=True))
 
 

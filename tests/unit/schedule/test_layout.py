@@ -14,6 +14,7 @@ import pytest
 from ds_ring import Causal, Full, RingShapeError, SlidingWindow, build_plan, make_layout
 from ds_ring.errors import RingLayoutError
 from ds_ring.masks.pattern import Pattern
+from ds_ring.schedule import layout as layout_module
 from ds_ring.schedule.choose import EVEN, bind_one_head, choose_best, count_rank_work, rated, timed
 from ds_ring.schedule.layout import ChunkLayout, Layout, PieceLayout
 from ds_ring.schedule.plan import find_head_classes
@@ -190,3 +191,14 @@ def test_traffic_counts_every_layer() -> None:
         return choose_best(mix, [rated(mix, layout)])[0].tokens_sent
 
     assert sent(window=5, whole=2) == 5 * sent(window=1) + 2 * sent(whole=1) > 0
+
+
+def test_auto_without_a_pattern_is_told_that_it_is_contiguous(caplog: pytest.LogCaptureFixture) -> None:
+    layout_module._warn_without_pattern.cache_clear()
+    assert make_layout("auto", tokens=64, ring_size=1).name == "contiguous" and not caplog.records
+    make_layout("auto", tokens=64, ring_size=4, pattern=Causal())
+    make_layout("contiguous", tokens=64, ring_size=4)
+    assert not caplog.records
+    for _ in range(2):
+        make_layout("auto", tokens=64, ring_size=4)
+    assert [record.getMessage().count("pass pattern=") for record in caplog.records] == [1]

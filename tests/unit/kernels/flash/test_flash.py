@@ -299,7 +299,7 @@ test_what_is_refused_names_flex = refuse({
     "wide heads": (lambda: flash_for(torch.bfloat16, 320, Causal()), RingShapeError,
         'head_dim of at most 256, got 320; set "kernel": "flex"'),
     "no implementation": (lambda: get_kernel("flash", "cpu", (("implementation", "FA5"),)), RingConfigError,
-        "implementation: expected one of FA2, cuDNN, FA3, FA4, got 'FA5'"),
+        "implementation: expected one of FA2, cuDNN, cuDNN-flex, FA3, FA4, got 'FA5'"),
     "tiles of a mask function": (attend_masked, RingConfigError, '"kernel": "flex"'),
 })  # fmt: skip
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from ds_ring import Chunked, Documents, Full
 from ds_ring.kernels.workspace import HopShape, get_workspace_bytes
 from ds_ring.masks.tiles import Tiles
 
@@ -25,6 +26,19 @@ def test_workspace_of_flash_by_hand() -> None:
         get_workspace_bytes("flash", tiles, alone, True)
         == (2 * (accumulators + kept + 160 * 8000) // 8) + expanded
     )
+
+
+def test_every_sequence_of_a_packed_call_has_rows_of_its_own() -> None:
+    """`mha_varlen_bwd`: total_q + 128 * batch_size rows of float32 dQ, and as many sums; D 128, bf16."""
+    tokens, runs = 2048, [np.array([[0, 1, 2048]])] * 2
+    shape = HopShape(1, 1, tokens, tokens, 128, 2, 128)
+    lengths = [5, 11] * (tokens // 16)
+    packed, chunks, whole = (
+        get_workspace_bytes("flash", pattern.tiles(*runs), shape, True)
+        for pattern in (Documents(np.repeat(np.arange(256), lengths)), Chunked(8, False), Full())
+    )
+    assert packed - whole == 256 * 128 * (128 + 1) * 4
+    assert chunks - whole == 256 * (128 - 8) * (128 + 1) * 4
 
 
 def build_runs(length: int) -> np.ndarray:

@@ -29,15 +29,21 @@ from ds_ring import (
     SlidingWindow,
     make_layout,
 )
-from ds_ring.errors import RingConfigError
+from ds_ring.errors import RingConfigError, RingKernelError, RingShapeError
 from ds_ring.kernels.flex.block_mask import BlockTable, HopMasks, HopTensors, make_geometry
-from ds_ring.kernels.flex.kernel import FlexKernel, compile_call
+from ds_ring.kernels.flex.kernel import (
+    FlexKernel,
+    _count_backward_chunks,
+    compile_call,
+    try_flash_backend,
+)
 from ds_ring.kernels.flex.layouts import count_fullest_pairs
 from ds_ring.kernels.flex.options import BLOCKS, check_options, choose_blocks, choose_options
 from ds_ring.kernels.flex.workspace import KEPT_TABLE_BYTES
 from ds_ring.kernels.interface import Operands
 from ds_ring.kernels.reference import ReferenceKernel
 from ds_ring.kernels.select import get_kernel
+from ds_ring.kernels.trials import try_kernel
 from ds_ring.kernels.workspace import HopShape, get_workspace_bytes
 from ds_ring.layers.scores import Alibi, Softcap
 from ds_ring.masks.pattern import Pattern
@@ -406,6 +412,61 @@ def test_labels_are_those_of_the_pattern(pattern: Pattern) -> None:
     whole, at = np.array([[0, 1, 64]]), np.arange(64)
     tiles = pattern.tiles(whole, whole)
     np.testing.assert_array_equal(seen(HopMasks().get(tiles, 16, CPU).tensors, 0), pattern.mask(at, at))
+
+
+HEADS_AND_DIM = ((32, 128), (8, 128), (8, 128))
+
+
+@pytest.mark.parametrize(("tokens", "samples", "chunks"), [(524_287, 1, 1), (524_288, 1, 2), (524_288, 4, 8)])
+def test_heads_are_split_where_int32_counts_too_few_elements(tokens: int, samples: int, chunks: int) -> None:
+    """Above 2^31 elements of a tensor the backward kernel's offsets overflow (pytorch 190857)."""
+    shapes = [(samples, heads, tokens, head_dim) for heads, head_dim in HEADS_AND_DIM]
+    assert _count_backward_chunks(*shapes) == chunks
+    with pytest.raises(RingShapeError, match=r"fewer than 2147483648 elements .* use more ranks"):
+        _count_backward_chunks((samples, 32, tokens * 8, 128), (samples, 1, tokens * 8, 128))
+
+
+@pytest.mark.parametrize(("backend", "compilations"), [(None, 0), ("eager", 2)])
+def test_split_heads_are_the_same_gradients(
+    backend: str | None, compilations: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bound of the elements of one K/V head and its queries, whose parts share a compilation."""
+    torch._dynamo.reset()
+    counters.clear()
+    torch.manual_seed(0)
+    q, k, v, grad = (torch.randn(1, heads, TOKENS, 16) for heads in (6, 3, 3, 6))
+    layout = layout_for("zigzag", Causal(), tokens=TOKENS, ring_size=2)
+    monkeypatch.setattr("ds_ring.kernels.flex.kernel.OFFSETS", 2 * TOKENS * 16)
+    kernel = FlexKernel(32, backend, recompute=False)
+    got = ring_hops(kernel, q, k, v, grad, Causal(), layout)
+    for part, expected in zip(got, dense_attention(q, k, v, grad, Causal()), strict=True):
+        assert relative_error(part, expected) < 2e-6
+    assert counters["stats"]["unique_graphs"] == compilations
+
+
+def test_a_kernel_that_fails_is_named_with_its_shapes() -> None:
+    def fails(*inputs: Any) -> Any:
+        raise RuntimeError("an illegal memory access")
+
+    kernel, (tiles, *_) = FlexKernel(16, None), list(hops_of(Causal(), "contiguous", 1))
+    q = torch.zeros(1, 2, TOKENS, 16)
+    kernel._attend = fails  # type: ignore[method-assign]
+    shapes = rf'kernel "flex": expected a pass over q \(1, 2, {TOKENS}, 16\) torch.float32 on cpu, .*'
+    with pytest.raises(RingKernelError, match=shapes + 'illegal memory access; set "kernel": "flash"'):
+        list(kernel.forward(q, q, q, tiles, 0.1))
+
+
+def test_flash_attn_4_is_tried_and_refused_where_it_is_wrong() -> None:
+    """Uncompiled, the operator's lse has base 2, where FLASH promises a natural one."""
+    here = (CPU, torch.float32, 32, 32)
+    try_kernel(FlexKernel(32, None, recompute=False), *here)
+    says = r'"FLASH": expected flash-attn-4 that works .* lse of Causal\(\) differs .*leave "BACKEND" out'
+    with pytest.raises(RingConfigError, match=says):
+        try_flash_backend((("BACKEND", "FLASH"),), *here, backend=None)
+    q, (tiles, *_) = torch.zeros(1, 2, TOKENS, 16), list(hops_of(Causal(), "contiguous", 1))
+    kernel = FlexKernel(16, None, BACKEND="FLASH")
+    with pytest.raises(RingConfigError, match=r'FLASH has no gradient, got one that does; use "TRITON"'):
+        list(kernel.backward(q, q, q, q, q, q[..., 0], tiles, 0.1, q[..., 0]))
 
 
 # --- layouts ---------------------------------------------------------------------------------------------

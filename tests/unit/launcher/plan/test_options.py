@@ -126,9 +126,9 @@ def test_a_file_without_a_host_has_nothing_offloaded() -> None:
 def test_other_methods_beside_it() -> None:
     found = estimate(with_cheapest_options(llama()))
     rows = {row.method: row for row in compare(found, 12345)}
-    own, ulysses, alst, torch_cp = rows.values()
+    own, ulysses, torch_cp, ours, alst, guide = rows.values()
     assert own.longest_tokens == 12345 and own.peak_bytes == found.peak.total
-    assert ulysses.ranks == alst.ranks == torch_cp.ranks == 8
+    assert ulysses.ranks == alst.ranks == torch_cp.ranks == guide.ranks == ours.ranks == 8
     # Jacobs et al. 2023, section 3.2: q, k, v and out of N / P tokens, both ways
     shard = (1 << 20) // 8 * (32 + 8 + 8 + 32) * 128 * 2
     assert ulysses.sent_bytes == pytest.approx(2 * 32 * shard * 7 / 8)

@@ -15,8 +15,8 @@ from ds_ring_launcher.cli import main
 from ds_ring_launcher.published import evaluate as evaluation
 from ds_ring_launcher.published.evaluate import evaluate, predict, share
 from ds_ring_launcher.published.methods import METHODS, Pass, dispatched, rate_at, te_ring, ulysses
-from ds_ring_launcher.published.own import compute_direct_s, compute_own_pass, count_reads
-from ds_ring_launcher.published.packed import model_packed_rows
+from ds_ring_launcher.published.own import compute_own_pass, count_reads
+from ds_ring_launcher.published.packed import STAGE_SHARDS, model_packed_rows
 from ds_ring_launcher.published.packs import LONGEST_PART, draw_packs, get_packs
 from ds_ring_launcher.published.report import as_json, describe_limits, print_report
 from ds_ring_launcher.published.steps import make_published_setting, torch_extra_s
@@ -195,25 +195,32 @@ def test_reads_are_those_of_the_mask():
     mask = (ids[:, None] == ids[None, :]) & np.tri(128, dtype=bool)
     shards = [layout.positions(rank)[layout.positions(rank) >= 0] for rank in range(4)]
     read = [set(np.flatnonzero(mask[shard].any(axis=0))) - set(shard) for shard in shards]
-    nodes = [set(shards[0]) | set(shards[1]), set(shards[2]) | set(shards[3])]
-    far = [len((read[2 * node] | read[2 * node + 1]) - nodes[node]) / 2 for node in (0, 1)]
-    reads = count_reads(layout, lengths, 2)
-    assert reads.mean == np.mean([len(tokens) for tokens in read])
-    assert reads.near == max(len(tokens & nodes[rank // 2]) for rank, tokens in enumerate(read))
-    assert reads.far == max(far)
+    assert count_reads(layout, lengths) == np.mean([len(tokens) for tokens in read])
 
 
-def test_our_ring_beside_them():
-    """The ring's own figure: never above its kernel, nor a direct exchange of the same tokens."""
-    attention = a_pass(8, get_packs(65536)[0])
-    ring = compute_own_pass(attention)
-    assert 1 <= ring.imbalance < 1.1
-    assert ring.reads.mean / (7 * 8192) <= ring.sent <= 1
-    for seconds, direct, kernel in zip(
-        ring.seconds, compute_direct_s(attention, ring), ring.kernel_s, strict=True
-    ):
-        assert seconds > direct > kernel
-    assert 0 <= ring.exposed + ring.fixed + ring.merging < 1
+@pytest.mark.parametrize(("ranks", "pack"), [(8, 0), (64, 0)])
+def test_our_ring_beside_them(ranks: int, pack: int):
+    """Every exchange of the same tokens is slower than its kernel; the direct one faster than the others."""
+    attention = a_pass(ranks, get_packs(8192 * ranks)[pack])
+    ring, staged, direct = (compute_own_pass(attention, *way) for way in ((), (STAGE_SHARDS,), (0, "direct")))
+    assert 1 <= ring.imbalance < 1.2
+    assert ring.reads / ((ranks - 1) * 8192) <= ring.sent <= 1
+    for own, slower, more in zip(direct.seconds, staged.seconds, ring.seconds, strict=True):
+        assert own < slower <= more
+    assert all(own > kernel for own, kernel in zip(direct.seconds, ring.kernel_s, strict=True))
+    for own in (ring, direct):
+        assert 0 <= own.exposed + own.fixed + own.merging < 1
+    assert direct.fixed < ring.fixed
+
+
+@pytest.mark.parametrize(
+    ("ranks", "packs", "least"), [(64, 6, 0.95), pytest.param(1024, 1, 0.75, marks=pytest.mark.night)]
+)
+def test_a_direct_exchange_keeps_the_figures_of_one_node(ranks: int, packs: int, least: float):
+    first, large = model_packed_rows(published(), {8: 6, ranks: packs}, lambda what: None)
+    for kept in (now / then for now, then in zip(large.direct, first.direct, strict=True)):
+        assert kept > least
+    assert all(now / then < 0.9 for now, then in zip(large.staged, first.staged, strict=True))
 
 
 def test_torch_adds_little_to_a_long_step():

@@ -1,0 +1,30 @@
+"""Plan the same step on more devices: seconds, tokens a second and options, a row for each number of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from .advice import MAX_RANKS
+from .estimate import Estimate, estimate
+from .options import sets_that_fit
+
+TIMES = (1, 2, 4, 8)
+
+
+def plan_more_devices(planned: Estimate, say: Callable[[str], None] = lambda what: None) -> list[Estimate]:
+    """Return plans on as many devices and on 2, 4 and 8 times as many, in a larger ring.
+
+    Each has the cheapest options that make it fit, or the plan's own where none do.
+    """
+    plans = []
+    for times in TIMES:
+        setting = planned.setting
+        ring, world = times * setting.ring_size, times * setting.zero.world
+        if ring > MAX_RANKS or ring * setting.ulysses_size > setting.tokens:
+            break
+        say(f"{world} devices")
+        larger = replace(setting, ring_size=ring, zero=replace(setting.zero, world=world))
+        fitting = sets_that_fit(larger)
+        plans.append(fitting[0].estimate if fitting else estimate(larger))
+    return plans
