@@ -324,8 +324,10 @@ def guard_imports(feature: str, package: str, since: str = "") -> Iterator[None]
     try:
         yield
     except ImportError as error:
-        expected = f"{feature}: expected {since or 'another version'} of {package}"
-        raise RingConfigError(f"{expected}, got {version(package)}: {error}; install one") from error
+        raise RingConfigError(
+            f"{feature}: expected another version of {package}, got {version(package)}: {error};"
+            f" install {since or 'one'}"
+        ) from error
 
 
 def _printed(rows: Iterable[Patch]) -> str:

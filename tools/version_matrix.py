@@ -61,7 +61,7 @@ class Row(NamedTuple):
             run([*pip, BASE, *TOOLS, "-e", f"{ROOT}[trainers]"])
         else:
             # pip replaces files and never writes into them: those of the source stay as they are
-            shutil.copytree(source, place, symlinks=True, copy_function=os.link)
+            shutil.copytree(source, place, symlinks=True, copy_function=link)
             run([*pip, "--no-deps", "--no-build-isolation", "-e", str(ROOT)])
         for package in WITH_REQUIREMENTS:
             if package in self.pins:
@@ -122,6 +122,14 @@ def _rows() -> dict[str, Row]:
 
 ROWS = _rows()
 CORNERS = ("oldest", "LLaMA-Factory", "axolotl", "newest")
+
+
+def link(source: str, target: str) -> None:
+    """Link a file, or copy it to another file system."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
 
 
 def run(command: Sequence[str]) -> str:
@@ -195,6 +203,7 @@ def make_table(results: Sequence[dict[str, Any]]) -> str:
     lines = ["# Versions of the dependencies\n"]
     lines.append(
         "Each cell compares a ring of two CPU ranks with one process: losses and every gradient by itself."
+        " ZeRO stages run with one micro-batch and with two accumulated ones, families plain and packed."
         " Trainer and SFT compare logs at ZeRO 2 with accumulation. torch is 2.13.0,"
         " other packages as in the newest set."
         " `python tools/version_matrix.py --folder /tmp/matrix --rows ROW` writes a row again.\n"
@@ -263,13 +272,13 @@ def main(arguments: list[str] | None = None) -> int:
     wrong = False
     for name in names:
         if options.names:
-            place = ROWS[name].make(name, folder, options.source)
             packages = [
                 re.sub("-", "_", package) for package in ROWS[name].pins.keys() - {"python", "datasets"}
             ]
-            print(
-                name, run([str(place / "bin/python"), "tools/lowest_names.py", "--write", *packages]).strip()
-            )
+            if packages:
+                place = ROWS[name].make(name, folder, options.source)
+                command = [str(place / "bin/python"), "tools/lowest_names.py", "--write", *packages]
+                print(name, run(command).strip())
             continue
         results = try_row(name, folder, options.source, options.without)
         for result in results:
