@@ -102,21 +102,21 @@ def test_it_is_exact_and_sends_what_is_planned(
 
 
 def chosen(rank: int, world_size: int) -> tuple[list[tuple[str, float]], list[str]]:
-    """Errors with transport auto, and why the plans of the mesh were taken."""
-    off = parity(rank, world_size, 2, "packed", False, "auto")
+    """Errors with transport fastest, and why the plans of the mesh were taken."""
+    off = parity(rank, world_size, 2, "packed", False, "fastest")
     mesh = RingMesh.from_world(world_size, ranks_per_node=2)
     x = torch.zeros(1, 1, 16, 8)
-    options = PassOptions(transport="auto")
+    options = PassOptions(transport="fastest")
     ring_attention(x, x, x, pattern=Causal(), layout="zigzag", mesh=mesh, options=options)
     return off, list(mesh.owners[PlanReasons].texts)
 
 
-def test_auto_is_exact_on_all_ranks_and_says_what_it_took(rank_pool: Pool) -> None:
+def test_fastest_is_exact_on_all_ranks_and_says_what_it_took(rank_pool: Pool) -> None:
     results = rank_pool(4).run(chosen, timeout_s=120)
     assert all(error < 1e-12 for _, error in results[0][0]), results[0]
     texts = [text for _, text in results]
     assert texts[0] == texts[1] == texts[2] == texts[3]
-    assert texts[0][0].startswith("transport auto took ") and "direct" in texts[0][0], texts[0]
+    assert texts[0][0].startswith("transport fastest took ") and "direct" in texts[0][0], texts[0]
 
 
 def refused(rank: int, world_size: int) -> str:
