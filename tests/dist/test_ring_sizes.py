@@ -196,7 +196,12 @@ def test_all_sizes_in_one_step_are_exact(rank_pool: Any, case: str) -> None:
         first = rank - rank % ring
         numbers = {peer - first for peer in result.peers}
         linked = {(rank - first + apart) % ring for apart in (-2, -1, 1, 2)}
-        assert numbers <= linked or section.get("transport") in ("reproducible", "tiles", "direct", "fastest"), (
+        assert numbers <= linked or section.get("transport") in (
+            "reproducible",
+            "tiles",
+            "direct",
+            "fastest",
+        ), (
             rank,
             result.peers,
         )

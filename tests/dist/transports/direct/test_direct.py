@@ -25,6 +25,7 @@ from ds_ring.ops.ring_op import ring_attention_op
 from ds_ring_launcher.plan.pass_memory import PassShape
 from ds_ring_launcher.plan.pass_time import CostPart, bytes_sent
 from tests.cases import Shape, document_ids, tensors
+from tests.dist.deepspeed_ranks import json_config, start_engine
 from tests.dist.harness import Pool, catch_refusal
 from tests.parity import errors, gathered_pass
 from tests.reference import dense_attention
@@ -130,3 +131,24 @@ def refused(rank: int, world_size: int) -> str:
 
 def test_stages_of_no_bytes_are_refused_on_all_ranks(rank_pool: Pool) -> None:
     assert all("stage_bytes" in text for text in rank_pool(2).run(refused))
+
+
+def described(rank: int, world_size: int) -> tuple[str, str]:
+    """What an engine says of its ring before a batch, and after one."""
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
+    section = json_config(world_size, 1, 0)
+    section["ring_attention"]["transport"] = "fastest"
+    engine = start_engine(transformers.LlamaForCausalLM(config), section)
+    before, ids = engine.ring.describe(), torch.arange(32)[None]
+    engine(**engine.ring.shard_batch({"input_ids": ids, "labels": ids}))
+    return before, engine.ring.describe()
+
+
+def test_an_engine_says_why_a_plan_was_taken(rank_pool: Pool) -> None:
+    for before, after in rank_pool(2).run(described, timeout_s=120):
+        assert "transport fastest took" not in before
+        assert "transport fastest took" in after and "direct" in after, after
