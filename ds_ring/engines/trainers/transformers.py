@@ -144,7 +144,7 @@ def _batch_size(total: Callable[..., int], trainer: Any, args: Any) -> int:
 
 
 @_trainer_patch(
-    "get_sp_size", kind="replaced", feature="batch size.ranks",
+    "get_sp_size", kind="added", feature="batch size.ranks",  # transformers 4.56 has no such method
     reason="the ranks of a sequence are one replica already: Trainer would divide by them again",
 )  # fmt: skip
 def _no_sp_size(trainer: Any) -> int:
