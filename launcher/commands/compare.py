@@ -125,7 +125,7 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
         names = ", ".join(peer.name for peer in PEERS)
         raise RingConfigError.wrong("--only", f"parts of {names}", " ".join(options.only), "correct it")
     request = Request(
-        cells, tuple(options.gpus), options.device, options.rounds, options.budget_seconds,
+        cells, tuple(dict.fromkeys(options.gpus)), options.device, options.rounds, options.budget_seconds,
         options.deadline_seconds,
     )  # fmt: skip
     rows = compare(request, peers, show=_show, spent_s=time.monotonic() - began)

@@ -138,10 +138,11 @@ def attend_whole(cell: Cell, device: str = "cpu") -> Attend:
         grouped = q.shape[1] != k.shape[1]
         if mask is not None:
             return scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
-        pieces = zip(*(x.split(cell.documents or cell.tokens, dim=2) for x in (q, k, v)), strict=True)
+        cut = cell.documents or cell.tokens
+        pieces = zip(q.split(cut, dim=2), k.split(cut, dim=2), v.split(cut, dim=2), strict=True)
         outs = [
-            scaled_dot_product_attention(*piece, is_causal=cell.causal, enable_gqa=grouped)
-            for piece in pieces
+            scaled_dot_product_attention(a, b, c, is_causal=cell.causal, enable_gqa=grouped)
+            for a, b, c in pieces
         ]
         return outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
 
