@@ -17,6 +17,7 @@ from ds_ring.errors import RingError
 from .commands import (
     check_model,
     checkpoints,
+    compare,
     configs,
     doctor,
     launch,
@@ -28,7 +29,7 @@ from .commands import (
 from .commands.parsers import Parser, readable
 
 COMMANDS = (
-    configs.add, launch.add, doctor.add, status.add, plan.add, simulate.add, tune.add,
+    configs.add, launch.add, doctor.add, status.add, plan.add, simulate.add, tune.add, compare.add,
     check_model.add, checkpoints.add_verify, checkpoints.add_resize,
 )  # fmt: skip
 
@@ -40,6 +41,7 @@ examples:
   ds-ring launch configs/quickstart.yaml                   train on this machine
   ds-ring status runs/mine                                 how far it is
   ds-ring tune --tokens 32768 --heads 8 --head-dim 64 --processes 4    what is fastest here
+  ds-ring compare --gpus 8 --hf-config qwen3-8b --tokens 64k    ring, Ulysses, other packages: on your machine
   ds-ring doctor cluster.yaml                              are hosts, network and ring as they must be?
   ds-ring plan --hf-config config.json --tokens 1048576 --hardware h100    what it needs, before it is started
   ds-ring check-model llama                                is this model exact on a ring?

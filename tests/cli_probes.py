@@ -50,6 +50,8 @@ def base_of(command: str, folder: Path) -> list[str]:
         "simulate": [*sizes, "--ring-sizes", "2"],
         "tune": ["--tokens", "4096", "--heads", "4", "--head-dim", "64", "--processes", "2",
                  "--threads", "0"],  # refused after everything else: no rank is started
+        "compare": ["--tokens", "64", "--gpus", "2", "--device", "cpu", "--heads", "4", "--head-dim", "16",
+                    "--only", "nothing that there is"],  # the same
         "status": [str(folder / "run")],
         "verify-checkpoint": [str(folder / "checkpoints")],
         "resize-checkpoint": [str(folder / "checkpoints"), "--world-size", "2"],

@@ -14,19 +14,27 @@ them, so that a row shows a peer's exchange and merging.
 
 Example:
     python tools/conformance.py --ranks 2 4 --output tools/results/conformance.md
-    python tools/conformance.py --ranks 2 --peers ds_ring "DeepSpeed Ulysses" --cells causal --seeded
+    python tools/conformance.py --ranks 2 --peers ring "DeepSpeed Ulysses" --cells causal --seeded
 """
 
 from __future__ import annotations
 
 import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
+import torch
 from common import make_parser, provenance
-from field import ranks, training
+from field import flash_attn, training
 from field.cells import CELLS
-from field.peers import PEERS, SEEDED, Peer
-from field.ranks import Verdict
+from field.peers import FLASH_NOTE, PEERS, SEEDED
+
+from ds_ring_launcher.compare import worker
+from ds_ring_launcher.compare.cells import Cell
+from ds_ring_launcher.compare.group import Group, Verdict, check
+from ds_ring_launcher.compare.peers import Peer
 
 FINE, BAD = ("exact",), ("wrong",)
 HEAD = """# Peers and ds_ring by one harness
@@ -44,16 +52,16 @@ One step of SGD (ZeRO 0, no clipping) and one evaluation of a small Llama by tra
 the row has no labels. Adam hides a factor of the gradients; clipping and the learning rate of SGD do not.
 
 """
-OURS = ("ds_ring", "ds_ring, bfloat16")
+OURS = ("ring", "Ulysses", "ring and Ulysses", "ring, bfloat16")
+WORKER = (sys.executable, __file__, "--as-rank")
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Print the table; return 1 if ds_ring has a cell that is not exact, or a seeded fault is not found."""
     words = sys.argv[1:] if arguments is None else arguments
     if words[:1] == ["--as-rank"]:
-        rank, size, name, folder, seconds, *numbers = words[1:]
-        cells = [CELLS[int(number)] for number in numbers]
-        ranks.be_rank(int(rank), int(size), ranks.find_peer(name), cells, Path(folder), float(seconds))
+        flash_attn.install()
+        worker.main(words[1:], (*PEERS, SEEDED))
     if words[:1] == ["--as-trainer"]:
         training.be_rank(words[1], Path(words[2]))
         return 0
@@ -65,13 +73,11 @@ def main(arguments: list[str] | None = None) -> int:
     )  # fmt: skip
     parser.add_argument("--output", type=Path, help="a file for the table; default: stdout")
     options = parser.parse_args(words)
-    peers = [ranks.find_peer(name) for name in options.peers] + [SEEDED] * options.seeded
+    peers = [peer for peer in PEERS if peer.name in options.peers] + [SEEDED] * options.seeded
     cells = [item for item in CELLS if item.name in options.cells]
     verdicts: dict[str, list[list[Verdict]]] = {}
     for peer in peers:
-        verdicts[peer.name] = [
-            ranks.collect_verdicts(peer, size, cells, options.seconds) for size in options.ranks
-        ]
+        verdicts[peer.name] = [collect_verdicts(peer, size, cells, options.seconds) for size in options.ranks]
         for size, row in zip(options.ranks, verdicts[peer.name], strict=True):
             said = ", ".join(f"{cell.name} {item}" for cell, item in zip(cells, row, strict=True))
             print(f"{peer.name}, {size} ranks: {said}", file=sys.stderr, flush=True)
@@ -88,10 +94,32 @@ def main(arguments: list[str] | None = None) -> int:
     else:
         options.output.write_text(HEAD + text)
     is_exact = all(
-        item.word in FINE for name, rows in verdicts.items() if name in OURS for row in rows for item in row
+        item.word in (*FINE, "not offered")
+        for name, rows in verdicts.items()
+        if name in OURS
+        for row in rows
+        for item in row
     )
     seeded = all(item.word in BAD for row in verdicts.get(SEEDED.name, []) for item in row)
     return int(not is_exact or not seeded)
+
+
+def collect_verdicts(
+    peer: Peer, size: int, cells: Sequence[Cell] = CELLS, seconds: float = 60.0
+) -> list[Verdict]:
+    """Return a peer's verdict on each cell."""
+    if peer.version() is None:
+        return [Verdict("not installed")] * len(cells)
+    group, verdicts = Group(peer, size, "cpu", WORKER), []
+    with tempfile.TemporaryDirectory(prefix="conformance-") as folder:
+        try:
+            for number, cell in enumerate(cells):
+                answer = Path(folder, f"{number}.pt")
+                torch.save(replace(cell, dtype=peer.dtype or cell.dtype).answer(), answer)
+                verdicts.append(check(group, cell, answer, seconds))
+        finally:
+            group.end()
+    return verdicts
 
 
 def table(
@@ -111,7 +139,7 @@ def table(
             row.append(_shown(sizes, verdicts, reasons))
         lines.append(f"| {' | '.join(row)} |")
     lines += ["", *(f"{number}. {why}" for why, number in reasons.items())]
-    notes = {peer.name: peer.note for peer in peers if peer.note}
+    notes = {peer.name: peer.note or FLASH_NOTE for peer in peers if peer.note or peer.dtype is not None}
     lines += ["", *(f"- {name}: {note}." for name, note in notes.items())]
     return "\n".join(lines) + "\n"
 

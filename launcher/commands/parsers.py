@@ -170,13 +170,13 @@ def require_memory(tokens: int, heads: int, head_dim: int, element_bytes: int) -
         )
 
 
-def require_deadline(seconds: float) -> None:
-    """Raise RingConfigError for a --deadline-seconds that is none."""
+def require_deadline(seconds: float, option: str = "--deadline-seconds") -> None:
+    """Raise RingConfigError for a number of seconds that is none."""
     from ds_ring.errors import RingConfigError
 
     if not 0 < seconds <= MAX_SECONDS:
         bound = "above 0" if seconds <= 0 else f"of at most {MAX_SECONDS:,}"
-        raise RingConfigError(f"--deadline-seconds: expected a number {bound}, got {seconds:g}; leave it out")
+        raise RingConfigError(f"{option}: expected a number {bound}, got {seconds:g}; leave it out")
 
 
 # Options of `simulate`: sizes of an attention, its pattern, layout and kernel.

@@ -412,6 +412,18 @@ def _from_transformers(path_or_text: str) -> ModelShape:
     )
 
 
+def read_heads(hf_config: str) -> tuple[int, int, int]:
+    """Return query heads, K/V heads and head_dim of a config.json, its text or a known name.
+
+    Raises:
+        RingConfigError: it cannot be read, or its attention has latents in place of K/V heads.
+    """
+    model = _from_transformers(hf_config)
+    if model.latents is not None:
+        raise _refused("kv_lora_rank", "attention with K/V heads", "latents", "give --heads and --head-dim")
+    return model.heads, model.kv_heads, model.head_dim
+
+
 def _experts(values: Mapping[str, Any], intermediate: int) -> Experts | None:
     """Return the experts of a config.json; None for a model that has one MLP a layer."""
     count = max(_optional(values, key) or 0 for key in _EXPERTS)

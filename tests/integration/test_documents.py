@@ -606,6 +606,7 @@ BLOCKS: dict[str, Callable[[Place, str], None]] = {
     "accelerate launch --num_processes 8": accelerate_launch,
     "ds-ring simulate --tokens 8192": simulate,
     "ds-ring tune": tune,
+    "ds-ring compare": only_reads("tests/integration/test_compare.py runs it on CPU ranks"),
     "ds-ring check-model": check_model,
     "ds-ring verify-checkpoint": verify_checkpoints,
     "ds-ring resize-checkpoint": only_reads("tests/dist/test_resize.py goes on with such checkpoints"),

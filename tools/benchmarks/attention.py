@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.contestants import CONTESTANTS, RANKS, WHOLE, ContestSetup, Entry
+from benchmarks.contestants import CONTESTANTS, RANKS, WHOLE
 from benchmarks.measuring import (
     ResultRow,
     RoundResults,
@@ -39,6 +39,8 @@ from benchmarks.measuring import (
 )
 from ds_ring.comm.groups import gather_objects
 from ds_ring.measure.memory import measure_cpu_memory
+from ds_ring_launcher.compare.cells import Cell
+from ds_ring_launcher.compare.peers import Entry, Where
 
 BASE, SERIAL = "SDPA, one process", "SDPA, one thread"
 RESULTS = ("out", "dq", "dk", "dv")
@@ -77,10 +79,12 @@ class Contest:
                 self.entries.pop(name, None)
 
     def _entry(self, name: str) -> Entry | None:
-        contestant, rank, tokens = CONTESTANTS[name], self.mesh.ring_rank, self.options.tokens
+        contestant, rank, options = CONTESTANTS[name], self.mesh.ring_rank, self.options
+        heads = options.heads
+        cell = Cell("causal", True, options.tokens, heads, heads, head_dim=options.head_dim)
         if contestant.where == RANKS:
-            return contestant.prepare(ContestSetup(rank, self.options.ranks, tokens, self.mesh))
-        return contestant.prepare(ContestSetup(0, 1, tokens, None)) if rank == 0 else None
+            return contestant.prepare(cell, Where(rank, options.ranks, mesh=self.mesh))
+        return contestant.prepare(cell, Where(0, 1)) if rank == 0 else None
 
     def time(self, name: str) -> dict[str, float]:
         """Return the seconds of a pass and the bytes over the loopback device; zeros on a rank that waits."""

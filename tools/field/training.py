@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from common import llama
 
-from .ranks import Verdict
+from ds_ring_launcher.compare.group import Verdict
 
 TOKENS, VOCAB, RATE = 64, 128, 1e-2
 BOUNDS = {"evaluation loss": 1e-4, "loss": 1e-4, "gradients": 1e-3}  # relative; weights are float32

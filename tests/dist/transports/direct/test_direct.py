@@ -25,6 +25,7 @@ from ds_ring.ops.ring_op import ring_attention_op
 from ds_ring_launcher.plan.pass_memory import PassShape
 from ds_ring_launcher.plan.pass_time import CostPart, bytes_sent
 from tests.cases import Shape, document_ids, tensors
+from tests.dist.deepspeed_ranks import json_config, start_engine
 from tests.dist.harness import Pool, catch_refusal
 from tests.parity import errors, gathered_pass
 from tests.reference import dense_attention
@@ -102,21 +103,21 @@ def test_it_is_exact_and_sends_what_is_planned(
 
 
 def chosen(rank: int, world_size: int) -> tuple[list[tuple[str, float]], list[str]]:
-    """Errors with transport auto, and why the plans of the mesh were taken."""
-    off = parity(rank, world_size, 2, "packed", False, "auto")
+    """Errors with transport fastest, and why the plans of the mesh were taken."""
+    off = parity(rank, world_size, 2, "packed", False, "fastest")
     mesh = RingMesh.from_world(world_size, ranks_per_node=2)
     x = torch.zeros(1, 1, 16, 8)
-    options = PassOptions(transport="auto")
+    options = PassOptions(transport="fastest")
     ring_attention(x, x, x, pattern=Causal(), layout="zigzag", mesh=mesh, options=options)
     return off, list(mesh.owners[PlanReasons].texts)
 
 
-def test_auto_is_exact_on_all_ranks_and_says_what_it_took(rank_pool: Pool) -> None:
+def test_fastest_is_exact_on_all_ranks_and_says_what_it_took(rank_pool: Pool) -> None:
     results = rank_pool(4).run(chosen, timeout_s=120)
     assert all(error < 1e-12 for _, error in results[0][0]), results[0]
     texts = [text for _, text in results]
     assert texts[0] == texts[1] == texts[2] == texts[3]
-    assert texts[0][0].startswith("transport auto took ") and "direct" in texts[0][0], texts[0]
+    assert texts[0][0].startswith("transport fastest took ") and "direct" in texts[0][0], texts[0]
 
 
 def refused(rank: int, world_size: int) -> str:
@@ -130,3 +131,24 @@ def refused(rank: int, world_size: int) -> str:
 
 def test_stages_of_no_bytes_are_refused_on_all_ranks(rank_pool: Pool) -> None:
     assert all("stage_bytes" in text for text in rank_pool(2).run(refused))
+
+
+def described(rank: int, world_size: int) -> tuple[str, str]:
+    """What an engine says of its ring before a batch, and after one."""
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
+    section = json_config(world_size, 1, 0)
+    section["ring_attention"]["transport"] = "fastest"
+    engine = start_engine(transformers.LlamaForCausalLM(config), section)
+    before, ids = engine.ring.describe(), torch.arange(32)[None]
+    engine(**engine.ring.shard_batch({"input_ids": ids, "labels": ids}))
+    return before, engine.ring.describe()
+
+
+def test_an_engine_says_why_a_plan_was_taken(rank_pool: Pool) -> None:
+    for before, after in rank_pool(2).run(described, timeout_s=120):
+        assert "transport fastest took" not in before
+        assert "transport fastest took" in after and "direct" in after, after
