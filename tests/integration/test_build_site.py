@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,19 @@ import pytest
 import ds_ring
 from tests.documents import ROOT
 from tools import build_site
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _modules_as_before() -> Iterator[None]:
+    """pdoc executes what stands under TYPE_CHECKING, in the modules themselves: another RingConfig, say."""
+    import ds_ring.config.section  # noqa: F401
+
+    before = {
+        module: dict(vars(module)) for name, module in sys.modules.items() if name.startswith("ds_ring")
+    }
+    yield
+    for module, names in before.items():
+        vars(module).update(names)
 
 
 @pytest.fixture(scope="module")
