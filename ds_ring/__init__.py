@@ -18,25 +18,32 @@ __version__ = "0.1.0"
 # No module of this folder may have the name of a public function: importing it would take that name.
 __all__ = sorted(PUBLIC)
 
-_TRANSFORMERS = "transformers.modeling_utils"  # has PreTrainedModel and the table of attention functions
+# By modules of others: a name in each, and the module of ds_ring that has to know when it is imported.
+_AFTER_IMPORT = {
+    "transformers.modeling_utils": ("PreTrainedModel", "ds_ring.models.registration"),
+    "deepspeed.runtime.engine": ("DeepSpeedEngine", "ds_ring.engines.unread_section"),
+}
 
 
-class _BeforeTransformers(MetaPathFinder):
-    """Let models/registration.py find transformers.modeling_utils: it registers the name right after."""
+class _BeforeImport(MetaPathFinder):
+    """Let a module of ds_ring find another package's: its `register` is called right after the import."""
+
+    def __init__(self, module: str, home: str) -> None:
+        self.module, self.home = module, home
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if fullname != _TRANSFORMERS:
+        if fullname != self.module:
             return None
         sys.meta_path.remove(self)
-        from ds_ring.models.registration import find_and_register
+        spec: ModuleSpec | None = load(f"{self.home}.find_and_register")(fullname)
+        return spec
 
-        return find_and_register(fullname)
 
-
-if get_imported(_TRANSFORMERS, "PreTrainedModel") is not None:
-    load("ds_ring.models.registration.register")()
-else:
-    sys.meta_path.insert(0, _BeforeTransformers())
+for _module, (_name, _home) in _AFTER_IMPORT.items():
+    if get_imported(_module, _name) is not None:
+        load(f"{_home}.register")()
+    else:
+        sys.meta_path.insert(0, _BeforeImport(_module, _home))
 
 
 def __getattr__(name: str) -> Any:

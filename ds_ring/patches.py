@@ -315,7 +315,7 @@ def import_all() -> None:
 
 
 @contextmanager
-def guard_imports(feature: str, package: str) -> Iterator[None]:
+def guard_imports(feature: str, package: str, since: str = "") -> Iterator[None]:
     """Refuse a feature by its name if an import inside fails: the installed package lacks something.
 
     Raises:
@@ -325,7 +325,8 @@ def guard_imports(feature: str, package: str) -> Iterator[None]:
         yield
     except ImportError as error:
         raise RingConfigError(
-            f"{feature}: expected another version of {package}, got {version(package)}: {error}; install one"
+            f"{feature}: expected another version of {package}, got {version(package)}: {error};"
+            f" install {since or 'one'}"
         ) from error
 
 

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = (
     "README.md", "MIGRATING.md", "configs/README.md", "ds_ring/README.md", "ds_ring/TUTORIAL.md",
     "launcher/README.md", "launcher/TROUBLESHOOTING.md", "tools/README.md",
-    "tools/upstream/README.md",
+    "tools/upstream/README.md", "configs/recipes/README.md",
 )  # fmt: skip
 # About the code: the names of files in them are checked, too.
 OF_THE_CODE = (

@@ -1,7 +1,8 @@
 """How FlexAttention's Triton kernels read a hop's tables of blocks, and what is wrong with what they read.
 
-Written from the templates of torch 2.11 and 2.13, not from ds_ring. Before torch 2.12.1 the full table is
-indexed with the strides of the partial one; the first entry of a row is read even if the row has no block.
+Written from the templates of torch 2.8, 2.9, 2.11, 2.13 and 2.15, not from ds_ring. Before torch 2.12.1 the
+full table is indexed with the strides of the partial one. The first entry of a row is read even if the row
+has no block.
 """
 
 from __future__ import annotations

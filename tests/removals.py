@@ -46,6 +46,7 @@ NAMED = {
         "an interface: what a checkpointed region keeps; a buffer has this name, too",
     ),
     "measure": (2, "the failure detector's own monitor"),
+    "engines/trainers": (3, "packages: the extra of each, and the version that was tried"),
 }
 CORE_TESTS = (
     "tests/unit/masks", "tests/unit/schedule", "tests/unit/config", "tests/dist/test_ring_attention.py",
@@ -185,7 +186,8 @@ def expressions_of(folder: str) -> list[str]:
             words |= {str(x).rpartition(".")[2] for x in objects if str(x).startswith("ds_ring.")}
             if kind in ("json_keys", "part_keys", "pattern_keys"):
                 strings |= set(load(row).__annotations__) - {"description"}
-    strings -= {"cpu", "cuda", "score_mod", "offload_attention"}  # kinds of devices; options of a pass
+    # Kinds of devices, options of a pass, and what most keys may be.
+    strings -= {"cpu", "cuda", "score_mod", "offload_attention", "auto"}
     words -= {"make_pass", "refused", "launch", "warm_up", "patience_s", "for_blocks"}  # of several folders
     return [rf"(?<![\w.]){re.escape(word)}\b" for word in words] + [rf'"{re.escape(x)}"' for x in strings]
 

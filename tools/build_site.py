@@ -34,6 +34,7 @@ TEXTS = {
     "ds_ring/README.md": "Programming",
     "launcher/README.md": "Running",
     "configs/README.md": "Configuration",
+    "configs/recipes/README.md": "A worked case",
     "MIGRATING.md": "Coming from elsewhere",
     "tools/README.md": "Evidence and tools",
     "tools/upstream/README.md": "Patches for other packages",
@@ -67,7 +68,9 @@ main.pdoc img {max-width: 100%; background: white}
 </style>{% endblock %}
 {% block nav %}<ul>
 {% for link, name in pages %}<li><a href="{{ link }}">{{ name }}</a></li>{% endfor %}
-</ul>{% endblock %}
+</ul><details><summary>Capabilities</summary><ul>
+{% for link, name in capabilities %}<li><a href="{{ link }}">{{ name }}</a></li>{% endfor %}
+</ul></details>{% endblock %}
 {% block content %}<main class="pdoc"><section class="module-info">
 {{ content | safe }}
 </section></main>{% endblock %}
@@ -115,13 +118,15 @@ def build_texts(root: Path, output: Path) -> None:
                 continue  # a table of results, which is copied
             page = _get_page(linked)
             content = content.replace(f'href="{link}', f'href="{os.path.relpath(page, Path(text).parent)}')
-        pages = [
-            *((_get_page(document), name) for document, name in TEXTS.items()),
-            ("api/index.html", "API"),
-        ]
-        links = [(os.path.relpath(output / page, place.parent), name) for page, name in pages]
+        pages = [*((document, _get_page(document), name) for document, name in TEXTS.items())]
+        pages.append(("", "api/index.html", "API"))
+        links: dict[bool, list[tuple[str, str]]] = {False: [], True: []}
+        for document, page, name in pages:
+            links[document in _FOLDERS].append((os.path.relpath(output / page, place.parent), name))
         place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_text(template.render(title=title, pages=links, content=content))
+        place.write_text(
+            template.render(title=title, pages=links[False], capabilities=links[True], content=content)
+        )
         for link in _links(place)[0]:
             source = folder / link.partition("#")[0]
             if source.is_file() and source.suffix != ".html":

@@ -55,19 +55,19 @@ class Row(NamedTuple):
             return place
         shutil.rmtree(place, ignore_errors=True)
         pip = [str(place / "bin/python"), "-m", "pip", "install", "-q", "--disable-pip-version-check"]
-        if source is None:
-            run([sys.executable, "-m", "venv", str(place)])
+        if source is None or "python" in self.pins:
+            interpreter = f"python{self.pins['python']}" if "python" in self.pins else sys.executable
+            run([interpreter, "-m", "venv", str(place)])
             run([*pip, BASE, *TOOLS, "-e", f"{ROOT}[trainers]"])
         else:
             # pip replaces files and never writes into them: those of the source stay as they are
-            shutil.copytree(source, place, symlinks=True, copy_function=os.link)
+            shutil.copytree(source, place, symlinks=True, copy_function=link)
             run([*pip, "--no-deps", "--no-build-isolation", "-e", str(ROOT)])
         for package in WITH_REQUIREMENTS:
             if package in self.pins:
                 run([*pip, f"{package}=={self.pins[package]}"])
-        others = [
-            f"{name}=={version}" for name, version in self.pins.items() if name not in WITH_REQUIREMENTS
-        ]
+        as_they_are = self.pins.keys() - {*WITH_REQUIREMENTS, "python"}
+        others = [f"{name}=={self.pins[name]}" for name in sorted(as_they_are)]
         if others:
             run([*pip, "--no-deps", *others])
         (place / "complete").touch()
@@ -83,6 +83,14 @@ def _rows() -> dict[str, Row]:
     rows |= {
         f"transformers {version}": Row("transformers", {"transformers": version}, (*FAMILIES, *PACKED))
         for version in ("4.56.2", "5.0.0", "5.6.2", "5.8.1", "5.14.1", "5.17.0", "5.24.0")
+    }
+    rows |= {
+        f"torch {version}": Row("torch", {"torch": version}, ("pass", "quickstart"))
+        for version in ("2.8.0", "2.9.1", "2.10.0", "2.11.0", "2.13.0", "2.15.0")
+    }
+    rows |= {
+        f"Python {version}": Row("Python", {"python": version}, ("pass", "quickstart"))
+        for version in ("3.10", "3.11", "3.12", "3.13", "3.14")
     }
     sets: dict[str, dict[str, str]] = {
         "oldest": {
@@ -107,13 +115,21 @@ def _rows() -> dict[str, Row]:
         },
     }  # fmt: skip
     return rows | {
-        name: Row("Trainers", pins, ("quickstart", "zero2.accumulated", "llama", "llama.packed", *SCRIPTS))
+        name: Row("Trainers", pins, ("zero2.accumulated", "llama", "llama.packed", *SCRIPTS, "quickstart"))
         for name, pins in sets.items()
     }
 
 
 ROWS = _rows()
 CORNERS = ("oldest", "LLaMA-Factory", "axolotl", "newest")
+
+
+def link(source: str, target: str) -> None:
+    """Link a file, or copy it to another file system."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
 
 
 def run(command: Sequence[str]) -> str:
@@ -146,22 +162,25 @@ def compare(
     ]
 
 
-def try_row(name: str, folder: Path, source: Path | None) -> list[dict[str, Any]]:
-    """Make the environment of a row and compare its cells."""
+def try_row(
+    name: str, folder: Path, source: Path | None, without: Sequence[str] = ()
+) -> list[dict[str, Any]]:
+    """Make the environment of a row and compare its cells, but for those in `without`."""
     row = ROWS[name]
+    cells = [cell for cell in row.cells if cell not in without]
     try:
         place = row.make(name, folder, source)
     except (subprocess.SubprocessError, OSError) as error:
         last = (str(getattr(error, "output", None) or error).strip().splitlines() or [""])[-1]
         results = [
             {"cell": cell, "verdict": "WRONG", "reason": f"no environment: {last}", "seconds": 0.0}
-            for cell in row.cells
+            for cell in cells
         ]
     else:
-        results = compare(place / "bin/python", row.cells, place.with_suffix(".log"))
+        results = compare(place / "bin/python", cells, folder / f"{place.name}.log")
     about = {
         "row": name,
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
         "commit": read_commit(),
     }
     return [about | result for result in results]
@@ -184,7 +203,9 @@ def make_table(results: Sequence[dict[str, Any]]) -> str:
     lines = ["# Versions of the dependencies\n"]
     lines.append(
         "Each cell compares a ring of two CPU ranks with one process: losses and every gradient by itself."
-        " Trainer and SFT compare logs at ZeRO 2 with accumulation. torch is 2.13.0."
+        " ZeRO stages run with one micro-batch and with two accumulated ones, families plain and packed."
+        " Trainer and SFT compare logs at ZeRO 2 with accumulation. torch is 2.13.0,"
+        " other packages as in the newest set."
         " `python tools/version_matrix.py --folder /tmp/matrix --rows ROW` writes a row again.\n"
     )
     for group in dict.fromkeys(row.group for row in ROWS.values()):
@@ -205,7 +226,7 @@ def make_table(results: Sequence[dict[str, Any]]) -> str:
             lines.append(f"| {name} | {' | '.join(texts)} | {last['date']}, {last['commit']} |")
             for cell, x in found.items():
                 if x["reason"]:
-                    text = x["reason"].replace("|", "/")[:220]
+                    text = x["reason"].replace("|", "/")[:320]
                     reasons.setdefault(f"{x['verdict']}: {text}", []).append(f"{name} {cell}")
         pins = [f"- {name}: {_list(row.pins)}" for name, row in rows.items() if len(row.pins) > 1]
         lines += ["", *pins, *([""] if pins else [])]
@@ -235,6 +256,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--rows", nargs="+", default=["corners"], help=f"all, corners, or of {', '.join(ROWS)}"
     )
+    parser.add_argument("--without", nargs="+", default=[], metavar="CELL", help="leave these cells out")
     parser.add_argument("--from", dest="source", type=Path, help="an environment with all packages, to copy")
     parser.add_argument("--delete", action="store_true", help="each environment after its run")
     parser.add_argument("--names", action="store_true", help="write rows of tests/lowest_names.json instead")
@@ -250,13 +272,15 @@ def main(arguments: list[str] | None = None) -> int:
     wrong = False
     for name in names:
         if options.names:
-            place = ROWS[name].make(name, folder, options.source)
-            packages = [re.sub("-", "_", package) for package in ROWS[name].pins if package != "datasets"]
-            print(
-                name, run([str(place / "bin/python"), "tools/lowest_names.py", "--write", *packages]).strip()
-            )
+            packages = [
+                re.sub("-", "_", package) for package in ROWS[name].pins.keys() - {"python", "datasets"}
+            ]
+            if packages:
+                place = ROWS[name].make(name, folder, options.source)
+                command = [str(place / "bin/python"), "tools/lowest_names.py", "--write", *packages]
+                print(name, run(command).strip())
             continue
-        results = try_row(name, folder, options.source)
+        results = try_row(name, folder, options.source, options.without)
         for result in results:
             print(f"{result['verdict']:<11} {name}: {result['cell']} {result['reason'][:200]}", flush=True)
         wrong = wrong or any(result["verdict"] == "WRONG" for result in results)

@@ -94,6 +94,12 @@ def cpu_flash_backward(
     return dq, dk, dv
 
 
+@functools.cache
+def choose_cpu_flash() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return aten's flash attention for CPU and its gradient: by themselves if they take grouped heads."""
+    return (_cpu_flash, _cpu_flash_backward) if takes_grouped_heads() else (cpu_flash, cpu_flash_backward)
+
+
 def start_all_to_all(
     sends: list[Tensor], group: dist.ProcessGroup
 ) -> tuple[dist.Work, list[Tensor], list[Tensor]]:

@@ -12,7 +12,7 @@ from torch import nn
 
 from ds_ring.patches import PatchTable
 
-DEEPSPEED = PatchTable("deepspeed", ">=0.18")
+DEEPSPEED = PatchTable("deepspeed", ">=0.16.9")
 ENGINE = DEEPSPEED.given("engine", "deepspeed.runtime.engine.DeepSpeedEngine")
 MODULE = DEEPSPEED.given("module", "torch.nn.Module")  # of an engine
 

@@ -109,7 +109,7 @@ class _CachedAttention(RingAttention):
 
 def _cache_class() -> type[RingCache]:
     # Only a generation needs transformers' classes of caches.
-    with guard_imports("generate on a ring", "transformers"):
+    with guard_imports("generate on a ring", "transformers", since="transformers 5.6 or later"):
         from ds_ring.decode.ring_cache import RingCache
     return RingCache
 

@@ -148,9 +148,10 @@ def check_class(model: PreTrainedModel, request: AttachRequest) -> None:
     )
     reasons += [reason for need, reason in _REASONS.items() if need in needs]
     if reasons:
-        # The functions of recurrent layers have names that ds_ring knows.
-        since = "" if HAS_RECURRENT_FUNCTIONS else f"; ds_ring runs recurrent layers {RECURRENT_SINCE}"
-        raise cannot_run(model, f"{reasons[0]}, {OWN_TOKENS}{since}")
+        # ds_ring wraps functions of recurrent layers by their names.
+        is_older = bool(layers or needs & {STATE, CONVOLUTION}) and not HAS_RECURRENT_FUNCTIONS
+        since = f" (ds_ring runs such layers {RECURRENT_SINCE})" if is_older else ""
+        raise cannot_run(model, f"{reasons[0]}{since}, {OWN_TOKENS}")
     both_ways = getattr(model.config, "use_bidirectional_attention", None) and request.is_outermost
     if model.config.model_type == "gemma" and both_ways and model.config._attn_implementation != "eager":
         raise cannot_run(

@@ -307,6 +307,7 @@ def _refuse(model: nn.Module) -> NoReturn:
     )
 
 
+LATER = "install transformers 5.17 or later, or compute the loss by engine.ring.loss(logits, batch)"
 # Outputs of TRL's heads, the second one of TRL 1.0 to 1.15.
 _FUSED = "FusedCausalLMOutput", "_ChunkedCELMHeadOutput"
 
@@ -325,16 +326,20 @@ class LossGuard:
         self.own: Tensor | None = None
         self.scale = scale
         self._expected: tuple[Tensor, int] | None = None
-        self._divides = False
+        self._divides = self._is_shifted = False
 
-    def start(self, items: object = None) -> None:
+    def start(self, items: object = None, shift_labels: object = None) -> None:
         """Drop the loss of the forward pass before; `items` is num_items_in_batch of this one."""
         self.own = self._expected = None
-        self._divides = items is not None
+        self._divides, self._is_shifted = items is not None, shift_labels is not None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         scale = None if kwargs.get("pooled_logits") is None else self.scale
         for key in ("shift_labels", "num_items_in_batch"):
+            if kwargs.get(key) is None and scale is None and self._is_shifted and self._divides:
+                raise RingConfigError(
+                    f"loss: expected a model that hands on {key}, got one that drops it; {LATER}"
+                )
             if kwargs.get(key) is None and scale is None:
                 raise RingShapeError(
                     f"loss: expected {key} with labels, got none; {THROUGH_SHARD_BATCH}. For classes of"

@@ -100,7 +100,7 @@ class ModelCall:
                 return args, kwargs | {SHARDING: part.sharding}
         bound = self.signature.bind_partial(*args, **kwargs)
         arguments = dict(bound.arguments) | kwargs
-        self.guard.start(arguments.get("num_items_in_batch"))
+        self.guard.start(arguments.get("num_items_in_batch"), arguments.get("shift_labels"))
         if any(arguments.get("attention_mask") is mask for mask in session.batches.masks):
             del arguments["attention_mask"]  # of a user's class around the models that attend
         added: dict[str, Any] = {}

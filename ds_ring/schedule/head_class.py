@@ -64,6 +64,7 @@ from ds_ring.schedule.rank_plan import (
 )
 
 OriginAndHop = tuple[int, int]
+OriginAndReader = tuple[int, int]
 
 
 def find_reads(
@@ -203,6 +204,11 @@ class ReadsOfShards:
                 self._slots[origin, reader] = slots
                 origins[reader].append(origin)
         self._origins.update(origins)  # whole lists, after their slots: another thread may read them at once
+
+    def find_all(self) -> dict[OriginAndReader, SlotRanges]:
+        """Return what all ranks read of the shards of others, by (origin, reader)."""
+        self.find_origins(range(self.layout.ring_size))
+        return self._slots
 
     def find_origins_around(self, reader: int) -> None:
         """Compute what a rank reads and what those before and after it do, unless all is known."""

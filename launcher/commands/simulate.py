@@ -87,6 +87,7 @@ def _row(
     options: argparse.Namespace, config: RingConfig, source: GeneratedSource, ring_size: int, errors: _Check
 ) -> dict[str, Any]:
     """Simulate one ring size."""
+    from ds_ring.plugin import PASSES
     from ds_ring.schedule.layout import make_layout
     from ds_ring.simulation.simulate import SimulationOptions, simulate
 
@@ -108,6 +109,7 @@ def _row(
             gradient_payload=config.gradient_payload,
             kv_payload=config.kv_payload,
             stage_bytes=config.stage_bytes,
+            transport=config.transport if PASSES[config.transport].plans else "ring",
         ),
     )
     busiest = max(result.memory.values(), key=lambda memory: memory.peak_bytes)

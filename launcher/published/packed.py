@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ds_ring.plugin import PASSES
+
 from .evaluate import list_passes
 from .own import compute_own_pass
 from .table import PassGroup, Table
@@ -15,6 +17,9 @@ from .table import PassGroup, Table
 # by number of devices: of how many packs the mean is taken; plans of large rings take seconds
 PACK_COUNTS = {8: 6, 16: 6, 32: 6, 64: 6, 256: 2, 1024: 1}
 STAGE_SHARDS = 4  # of which "stage_bytes" in the JSON has the bytes
+
+# the pass that plans an exchange of its own; the ring where its folder was removed
+DIRECT = next((name for name, row in PASSES.items() if row.plans), "ring")
 
 Pair = tuple[float, float]  # TFLOPS a GPU, forward and backward
 
@@ -34,7 +39,7 @@ class PackedRow(NamedTuple):
     merging: float
     ring: Pair  # modelled TFLOPS a GPU
     staged: Pair  # the same in stages of `STAGE_SHARDS`; inside a node "auto" has stages already
-    direct: Pair  # the same of transport "direct"
+    direct: Pair  # the same of the transport `DIRECT`
     kernel: Pair  # the same of the kernel alone
 
 
@@ -62,7 +67,7 @@ def _model_row(
         ring, staged = compute_own_pass(attention), compute_own_pass(attention, STAGE_SHARDS)
         layout, others = ring.layout, attention.tokens * (ranks - 1)
         parts = (ring.imbalance, ring.reads / others, ring.sent, ring.exposed, ring.fixed, ring.merging)
-        direct = compute_own_pass(attention, transport="direct")
+        direct = compute_own_pass(attention, transport=DIRECT)
         times = [*ring.seconds, *staged.seconds, *direct.seconds, *ring.kernel_s]
         rows.append([*parts, *(np.tile([1, 2.5], 4) * attention.flops / 1e12 / times)])
     mean = np.mean(rows, axis=0).tolist()

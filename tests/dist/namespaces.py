@@ -44,20 +44,24 @@ def why_not() -> str:
 
 
 class Hosts:
-    """Two namespaces; host 0 and host 1 have the addresses 10.231.0.1 and 10.231.0.2."""
+    """Namespaces, two or more; host n has the address 10.231.0.(n + 1). More than two share a bridge."""
 
-    def __init__(self) -> None:
+    def __init__(self, count: int = 2) -> None:
         serial = f"{os.getpid()}x{next(_numbers)}"
-        self.names = [f"ring{serial}a", f"ring{serial}b"]
-        self.devices = ["ring0", "ring1"]
+        self.names = [f"ring{serial}{chr(ord('a') + number)}" for number in range(count)]
+        self.devices = [f"ring{number}" for number in range(count)]
+        self.switch = f"ring{serial}switch" if count > 2 else ""
         self._processes: list[subprocess.Popen[str]] = []
 
     def __enter__(self) -> Hosts:
         try:
             for name in self.names:
                 run("ip", "netns", "add", name)
-            pair = ["type", "veth", "peer", "name", self.devices[1], "netns", self.names[1]]
-            run("ip", "-n", self.names[0], "link", "add", self.devices[0], *pair)
+            if self.switch:
+                self._add_bridge()
+            else:
+                pair = ["type", "veth", "peer", "name", self.devices[1], "netns", self.names[1]]
+                run("ip", "-n", self.names[0], "link", "add", self.devices[0], *pair)
             for number, (name, device) in enumerate(zip(self.names, self.devices, strict=True)):
                 run("ip", "-n", name, "addr", "add", f"10.231.0.{number + 1}/24", "dev", device)
                 run("ip", "-n", name, "link", "set", device, "up")
@@ -66,6 +70,15 @@ class Hosts:
             self.close()
             raise
         return self
+
+    def _add_bridge(self) -> None:
+        run("ip", "netns", "add", self.switch)
+        run("ip", "-n", self.switch, "link", "add", "bridge0", "type", "bridge")
+        run("ip", "-n", self.switch, "link", "set", "bridge0", "up")
+        for name, device in zip(self.names, self.devices, strict=True):
+            pair = ["type", "veth", "peer", "name", device, "netns", self.switch]
+            run("ip", "-n", name, "link", "add", device, *pair)
+            run("ip", "-n", self.switch, "link", "set", device, "master", "bridge0", "up")
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -86,11 +99,14 @@ class Hosts:
         """Put it back."""
         run("ip", "-n", self.names[0], "link", "set", self.devices[0], "up")
 
-    def start(self, host: int, *arguments: str, log: Path) -> subprocess.Popen[str]:
-        """A Python process on a host; its output goes to a file."""
+    def start(
+        self, host: int, *arguments: str, log: Path, rank: int | None = None, world_size: int = 2
+    ) -> subprocess.Popen[str]:
+        """A Python process on a host, by default the only rank there; its output goes to a file."""
         environment = os.environ | RANK_ENVIRONMENT | {"PYTHONPATH": str(ROOT)}
-        environment |= {"GLOO_SOCKET_IFNAME": self.devices[host], "RANK": str(host), "WORLD_SIZE": "2"}
+        environment |= {"GLOO_SOCKET_IFNAME": self.devices[host], "RANK": str(host if rank is None else rank)}
         environment |= {"MASTER_ADDR": "10.231.0.1", "MASTER_PORT": str(PORT), "LOCAL_RANK": "0"}
+        environment |= {"WORLD_SIZE": str(world_size)}
         command = ["ip", "netns", "exec", self.names[host], sys.executable, *arguments]
         with open(log, "w") as file:
             process = subprocess.Popen(
@@ -115,7 +131,7 @@ class Hosts:
         for process in self._processes:
             process.kill()
             process.wait()
-        for name in self.names:
+        for name in (*self.names, *filter(None, [self.switch])):
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
 

@@ -179,6 +179,8 @@ CASES = {
     "6 pull": (6, 6, {"transport": "pull"}),
     "6 reproducible": (6, 6, {"transport": "reproducible", "block_size": 16}),
     "6 tiles": (6, 6, {"transport": "tiles"}),
+    "6 direct": (6, 6, {"transport": "direct"}),
+    "4 packed, fastest": (4, 4, PACKED | {"transport": "fastest"}),
 }
 
 
@@ -194,7 +196,12 @@ def test_all_sizes_in_one_step_are_exact(rank_pool: Any, case: str) -> None:
         first = rank - rank % ring
         numbers = {peer - first for peer in result.peers}
         linked = {(rank - first + apart) % ring for apart in (-2, -1, 1, 2)}
-        assert numbers <= linked or section.get("transport") in ("reproducible", "tiles"), (
+        assert numbers <= linked or section.get("transport") in (
+            "reproducible",
+            "tiles",
+            "direct",
+            "fastest",
+        ), (
             rank,
             result.peers,
         )

@@ -226,7 +226,7 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
 def test_what_cannot_be_honoured_is_refused(rank_pool: Any) -> None:
     pytest.importorskip("trl")
     words = {
-        "from before": "call ds_ring.enable() before you import the name",
+        "from before": "ds_ring.enable() before you import the name",
         "no section": "ring_attention: expected this section, got none",
         "no DeepSpeed": "expected DeepSpeed with a",
         "dispatch": "dispatch_batches: expected None or false",
@@ -314,16 +314,19 @@ def late(rank: int, world_size: int) -> list[str]:
 
     size = Size(hidden=32, layers=1, tokens=16, samples=2)
     config = json_config(world_size, 2, 1)
+    plain = {key: value for key, value in config.items() if key != "ring_attention"}
     model = build_model(size, "sdpa")
     result = []
     for make in (
         lambda: TrainingArguments("unused", deepspeed=dict(config), bf16=False),
         lambda: Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=dict(config))),
         lambda: deepspeed.initialize(
-            model=model, optimizer=torch.optim.SGD(model.parameters()), config=config
+            model=model, optimizer=torch.optim.SGD(model.parameters()), config=plain
         )[0],
     ):
         element = make()
+        if isinstance(element, deepspeed.DeepSpeedEngine):  # as one that was made before `import ds_ring`
+            element._config._param_dict["ring_attention"] = config["ring_attention"]
         with pytest.raises(ds_ring.RingConfigError) as error:
             ds_ring.enable()
         result.append(str(error.value))

@@ -260,7 +260,8 @@ WRONG = {
     "options that are none": Wrong(put(options={"transport": "pull"}), "RingConfigError",
         ("options: expected PassOptions, got", "use ds_ring.PassOptions(transport=...)")),
     "transport unknown, all": Wrong(put(transport="pigeon"), "RingConfigError",
-        ('transport: expected one of "ring", "pull", "reproducible", "tiles", "all_gather", "direct", "auto", got',),
+        ('transport: expected one of "ring", "pull", "reproducible", "tiles", "all_gather", "direct", '
+         '"fastest", got "pigeon"',),
         ALL),
     "kernel unknown": Wrong(put(kernel="fast"), "RingConfigError",
         ('kernel: expected one of "auto", "reference", ', 'got "fast"')),

@@ -117,3 +117,26 @@ def test_kernels_are_cut_out_of_a_module() -> None:
     )
     assert triton_sources(source) == {"triton_tem_fused_a": "\nnum = '1'\n"}
     assert Captured(64, "triton_per_fused_a", "").kernel == "row sums" and HEADS[0] == (32, 8)
+
+
+OWN_WIDTHS = """
+import runpy, ds_ring.kernels.flex.block_mask as b
+make = b._TablePlan.from_intervals
+b._make_plan_pair = lambda by_head, rows: [make([pair[full] for pair in by_head], rows) for full in (0, 1)]
+"""
+
+
+@pytest.mark.night  # by day tests/unit/kernels/flex/test_tables.py reads the tables as the kernels do
+@pytest.mark.needs("triton")
+@pytest.mark.parametrize(
+    "before", ["import runpy", OWN_WIDTHS], ids=["today's tables", "of their own widths"]
+)
+def test_interpreted_kernels_of_torch_2_11_are_exact_with_tables_of_one_width(before: str) -> None:
+    """With tables of two widths they read other blocks, and behind the tables: wrong, or the process ends."""
+    tool = "runpy.run_module('tools.verify_cuda_kernels', run_name='__main__')"
+    words = ["-m", "--templates", "2.11", "--patterns", "causal"]
+    script = f"import sys; sys.argv = {words!r}\n{before}\n{tool}"
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=580, check=False)
+    assert (done.returncode == 0) == (before != OWN_WIDTHS), done.stdout + done.stderr[-2000:]
+    assert before == OWN_WIDTHS or "templates of torch 2.11: ok   causal" in done.stdout

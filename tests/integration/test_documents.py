@@ -299,6 +299,36 @@ def plan(place: Place, text: str) -> None:
     assert output.count("longest sequence on these devices") == 3, output
 
 
+def plan_worked_case(place: Place, text: str) -> None:
+    """The table that follows it has the figures of the output."""
+    output = place.bash(text, {"--compare": "--compare --json"})
+    rows = json.loads(output[output.index("{") :])["compared"]
+    document = (ROOT / "configs/recipes/README.md").read_text()
+    table = document[document.index(text) :].split("\n\n")[1]
+    for method, row in zip((0, 1, 2, 4, 3), table.splitlines()[2:], strict=True):
+        figures, expected = [cell.strip() for cell in row.split("|")[2:-1]], rows[method]
+        gib = [f"{expected[key] / 2**30:.1f}" for key in ("peak_bytes", "host_bytes")]
+        assert figures == [*gib, f"{expected['step_s']:.1f}", f"{expected['longest_tokens'] / 1e6:.1f} M"], (
+            row
+        )
+
+
+def accelerate_launch(place: Place, text: str) -> None:
+    """The same on two CPU ranks, with an example's script."""
+    script = "configs/examples/accelerate_loop.py"
+    changes = {
+        "processes 8": "processes 2",
+        "bf16": "no",
+        "--deepspeed_config_file ds_config.json train.py": "",
+    }
+    config = "--deepspeed_config_file configs/examples/ds_config.json"
+    command = text.replace("\\\n", " ").strip()
+    for before, after in changes.items():
+        command = command.replace(before, after)
+    output = place.bash(f"DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 {command} {config} {script}\n")
+    assert "{'step': 7, 'loss': 4." in output
+
+
 def simulate(place: Place, text: str) -> None:
     """The table that follows it has rows of the output, in their order."""
     output = place.bash(text, {"8192": "256"})
@@ -569,7 +599,11 @@ BLOCKS: dict[str, Callable[[Place, str], None]] = {
     "engine.ring.should_stop()": only_reads("tests/integration/test_train_lm.py's script does so"),
     "ds-ring status": only_reads("tests/integration/test_run_status.py has a run to look at"),
     '"ring_attention": {"ring_size": "auto", "monitor": true},': tensorboard,
-    "ds-ring plan": plan,
+    "ds-ring plan --hf-config config.json": plan,
+    "ds-ring plan --hf-config llama-3-8b": plan_worked_case,
+    "ds-ring doctor configs/recipes": only_reads("eight GPUs"),
+    "model = AutoModelForCausalLM.from_pretrained": only_reads("weights of a hub"),
+    "accelerate launch --num_processes 8": accelerate_launch,
     "ds-ring simulate --tokens 8192": simulate,
     "ds-ring tune": tune,
     "ds-ring compare": only_reads("tests/integration/test_compare.py runs it on CPU ranks"),

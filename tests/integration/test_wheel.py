@@ -134,3 +134,16 @@ def test_the_readme_is_in_the_metadata(installed: Path) -> None:
 def test_a_command_needs_no_checkout(installed: Path, tmp_path: Path, line: str, words: str) -> None:
     ds_ring(installed, tmp_path, "configs")
     assert words in ds_ring(installed, tmp_path, line)
+
+
+@pytest.mark.night
+def test_two_builds_of_the_wheel_are_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SOURCE_DATE_EPOCH takes the place of the files' times, which differ from checkout to checkout."""
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")
+    wheels = []
+    for name, time in (("first", 981173106), ("second", 1234567890)):
+        copy_tree(tmp_path / name / "tree")
+        for path in (tmp_path / name / "tree").rglob("*"):
+            os.utime(path, (time, time), follow_symlinks=False)
+        wheels.append(build("wheel", tmp_path / name / "tree", tmp_path / name).read_bytes())
+    assert wheels[0] == wheels[1]

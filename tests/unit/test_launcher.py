@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -24,7 +25,7 @@ from ds_ring_launcher.cluster.checks import secret_for
 from ds_ring_launcher.cluster.cluster_file import read_cluster
 from ds_ring_launcher.engines.engine import ssh_command
 from ds_ring_launcher.engines.engines import ENGINES
-from ds_ring_launcher.run import agent, environment_file, process, start
+from ds_ring_launcher.run import agent, environment_file, job, process, start
 from ds_ring_launcher.run.job import FOLDER, RANK_SCRIPT, Invocation, Job
 from tests.clock import unqueued_seconds
 
@@ -588,3 +589,12 @@ def test_a_full_tmp_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process.tempfile, "tempdir", "/proc/none")
     with pytest.raises(RingConfigError, match="expected a temporary folder"), process.private_folder():
         pass
+
+
+def test_python_3_10_takes_no_module_of_the_working_folder_either(tmp_path, monkeypatch):
+    (tmp_path / "json.py").write_text("raise SystemExit('the json of the working folder')")
+    monkeypatch.setattr(job, "sys", SimpleNamespace(executable=sys.executable, flags=SimpleNamespace()))
+    command = [*job.module_command("json.tool"), "--help"]
+    assert "-P" not in command
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "--sort-keys" in done.stdout, done.stderr

@@ -12,8 +12,8 @@ from packaging.version import Version
 
 # Import names of distributions in pyproject.toml.
 MODULES = {"pyyaml": "yaml", "megatron-core": "megatron"}
-EXTRAS = ("plot", "train", "trainers", "megatron")
-# Names that a version lacks, and the modules beside ds_ring/compat that are then left out or refuse by name.
+EXTRAS = ("deepspeed", "launch", "plot", "train", "trainers", "megatron")
+# Names that a version lacks, and modules outside of compat that are left out, or refuse by name, then.
 LEFT_OUT = {
     "transformers.cache_utils.LinearAttention": ("ds_ring/decode/ring_cache.py",),
     "transformers.masking_utils.create_bidirectional_mask": ("ds_ring/contrib/sound/model.py",),

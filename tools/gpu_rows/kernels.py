@@ -29,6 +29,7 @@ from torch import Tensor
 from ds_ring import Causal, Full, build_plan, make_layout
 from ds_ring.errors import RingError
 from ds_ring.kernels.flash.kernel import FlashKernel
+from ds_ring.kernels.flash.packages import IMPLEMENTATIONS
 from ds_ring.kernels.flex.kernel import FlexKernel
 from ds_ring.kernels.select import Kernel, get_kernel
 from ds_ring.masks.tiles import Tiles
@@ -183,14 +184,16 @@ def make_references(device: str) -> Iterator[ResultRow]:
 
 def make_kernel(name: str, device: str) -> Kernel:
     """Return a kernel by the name of its implementation."""
-    if name in ("FA2", "cuDNN", "FA3", "FA4"):
+    if name in IMPLEMENTATIONS:
         return FlashKernel(name)
+    if name == "flex FLASH":
+        return FlexKernel(BACKEND="FLASH")
     return FlexKernel() if name == "flex" else get_kernel(name, device)
 
 
 def is_missing(error: RingError) -> bool:
     """Return whether an implementation is refused because its package is not installed."""
-    return "ModuleNotFoundError" in str(error)
+    return "ModuleNotFoundError" in str(error) or "flash attention cannot be used" in str(error)
 
 
 def exact(device: str, kernel: str) -> Iterator[ResultRow]:

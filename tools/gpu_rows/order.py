@@ -114,6 +114,8 @@ def rows(device: str) -> Iterator[Row]:
     for step in ("exact", "timed"):
         for kernel in KERNELS[device]:
             yield row("kernels", f"{kernel} {step}", f"kernels.{step}", 90, kernel=kernel)
+    for kernel in ("cuDNN-flex", "flex FLASH") if device == "cuda" else ():  # refused without their packages
+        yield row("kernels", f"{kernel} exact", "kernels.exact", 90, None, 5, kernel=kernel)
     for kernel in ("flash", "flex") if device == "cuda" else KERNELS["cpu"]:
         yield row("overlap", f"exact, {kernel}", "overlap.exact", 90, kernel=kernel)
     for cluster in (None, "0", "4"):

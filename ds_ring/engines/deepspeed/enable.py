@@ -67,7 +67,7 @@ def enable() -> None:
     if deepspeed.initialize is _initialize_whole:
         return
     _refuse_to_be_late()
-    apply(_initialize_whole, _refuse_unread_section)
+    apply(_initialize_whole)
     leave_shm_out()
     for package, home in TRAINERS.items():
         if find_spec(package) is not None:
@@ -129,21 +129,6 @@ def _initialize_whole(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
     if loader is not None:
         loader.shard_batch = dict  # batches stay as they are: the engine shards them
     return engine, optimizer, loader, scheduler
-
-
-@patch(
-    DEEPSPEED.imported("deepspeed.runtime.engine.DeepSpeedEngine"), "__init__", stage="around_init",
-    feature="enable",
-    reason="an earlier `from deepspeed import initialize` would leave the section unread: raises",
-)  # fmt: skip
-def _refuse_unread_section(start: Callable[..., None], engine: Any, *args: Any, **kwargs: Any) -> None:
-    """Refuse a section that no ring has read: `from deepspeed import initialize` before `enable()`."""
-    if SECTION in (getattr(kwargs.get("config_class"), "_param_dict", None) or {}):
-        raise RingConfigError(
-            f'deepspeed.initialize: expected ds_ring to have read "{SECTION}", got a function from before'
-            " ds_ring.enable(), which has not; call ds_ring.enable() before you import the name"
-        )
-    start(engine, *args, **kwargs)
 
 
 _whole_patch = partial(

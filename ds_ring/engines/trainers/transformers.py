@@ -7,6 +7,7 @@ but the loss gather no logits.
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -101,7 +102,8 @@ def _refuse_other_engines(args: Any) -> None:
                 kind.__name__, f"{name}=False", f"True: {why}", "use the model's own generate"
             )
     uncompared = (base for base in kind.__mro__ if base.__module__.startswith(_UNCOMPARED))
-    if any("temperature" in vars(base).get("__annotations__", {}) for base in uncompared):
+    # a class has its own annotations alone; vars() has none of them from Python 3.14 on
+    if any("temperature" in inspect.get_annotations(base) for base in uncompared):
         raise RingConfigError(
             f"{kind.__name__}: expected a method that has been compared with one process, got another one;"
             " use GRPOTrainer, RLOOTrainer or DistillationTrainer, or leave out ds_ring.enable()"
@@ -142,7 +144,7 @@ def _batch_size(total: Callable[..., int], trainer: Any, args: Any) -> int:
 
 
 @_trainer_patch(
-    "get_sp_size", kind="replaced", feature="batch size.ranks",
+    "get_sp_size", kind="added", feature="batch size.ranks",  # transformers 4.56 has no such method
     reason="the ranks of a sequence are one replica already: Trainer would divide by them again",
 )  # fmt: skip
 def _no_sp_size(trainer: Any) -> int:

@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.functional import pad
 
 from ds_ring.comm.device_tables import leave_inference_mode
-from ds_ring.compat.torch import cpu_flash, cpu_flash_backward
+from ds_ring.compat.torch import choose_cpu_flash
 from ds_ring.errors import RingConfigError
 from ds_ring.kernels.cpu import BIASED, BLOCK, TRIANGLE
 from ds_ring.kernels.cpu.calls import Sizes, _prepare_calls, calls
@@ -151,8 +151,9 @@ class CpuKernel:
         if scale <= 0:
             q, scale, _ = _make_scale_positive(q, scale)
         prepared = _prepare_calls(tiles, self._forward, q.shape[1] // k.shape[1])
+        flash, _ = choose_cpu_flash()
         for tile, heads, rows, keys, causal, masked, log_weight, has_bias in prepared:
-            out, lse = cpu_flash(
+            out, lse = flash(
                 *rows.views(q, heads=heads, batched=True),
                 *keys.views(k, v, batched=True),
                 0.0,
@@ -192,6 +193,7 @@ class CpuKernel:
         if scale <= 0:
             q, scale, sign = _make_scale_positive(q, scale)
         prepared = _prepare_calls(tiles, self._backward, q.shape[1] // k.shape[1])
+        _, flash_backward = choose_cpu_flash()
         for tile, heads, rows, keys, causal, masked, log_weight, has_bias in prepared:
             grad_t, q_t, out_t, lse_t = rows.views(grad_out, q, out, lse, heads=heads, batched=True)
             if masked:  # then exp(HIDDEN - 0) is 0: the row has no attention weights
@@ -200,7 +202,7 @@ class CpuKernel:
                 lse_t = lse_t - log_weight
             bias = self._biases.get_for_call(tile, q) if has_bias else None
             k_t, v_t = keys.views(k, v, batched=True)
-            dq, dk, dv = cpu_flash_backward(
+            dq, dk, dv = flash_backward(
                 grad_t, q_t, k_t, v_t, out_t, lse_t, 0.0, causal, attn_mask=bias, scale=scale
             )
             del grad_t, q_t, out_t, lse_t, k_t, v_t, bias  # copies, if B and `repeats` are above 1

@@ -23,6 +23,7 @@ import contextlib
 import functools
 import hashlib
 import inspect
+import os
 import random
 import threading
 import types
@@ -227,13 +228,21 @@ def trace(
     return result
 
 
+@functools.cache
+def _get_tracing_threads() -> ThreadPoolExecutor:
+    """Return threads that stay: with torch 2.11, a backward pass crashes once one that traced has ended."""
+    return ThreadPoolExecutor(max_workers=64, thread_name_prefix="ds_ring trace")  # as many as trace at once
+
+
+os.register_at_fork(after_in_child=_get_tracing_threads.cache_clear)  # a child has no threads
+
+
 def without_modes(work: Callable[[], T]) -> T:
     """Return what `work` returns in a thread of its own, where no mode, hook or transform of torch is on.
 
     A caller may be in inference mode, in a checkpointed region, in torch.func.vmap or on the meta device.
     """
-    with ThreadPoolExecutor(max_workers=1) as thread:
-        return thread.submit(work).result()
+    return _get_tracing_threads().submit(work).result()
 
 
 def _make_graph(

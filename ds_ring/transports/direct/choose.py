@@ -1,4 +1,4 @@
-"""The transport "auto": hop by hop, in stages, or a direct exchange, whichever takes least by its steps.
+"""The transport "fastest": hop by hop, in stages, or a direct exchange, whichever takes least by its steps.
 
 [Note: the time of an exchange]
 All ranks compute the same figures, from the steps of the same few ranks, forward. A batch takes the longest
@@ -77,7 +77,7 @@ def _take_fastest(makers: dict[str, Callable[[], Plan]], left_out: list[str], in
     times = {name: compute_time(candidate, inner) for name, candidate in plans.items()}
     best = min(times, key=lambda name: times[name].pairs)
     others = [f"{name} {time}" for name, time in times.items() if name != best]
-    text = f"transport auto took {best}: {times[best]}; {'; '.join(others) or 'no other was possible'}"
+    text = f"transport fastest took {best}: {times[best]}; {'; '.join(others) or 'no other was possible'}"
     reason = "; without ".join([text, *left_out])
     _log.info("ds_ring: %s", reason)
     return replace(plans[best], reason=reason)

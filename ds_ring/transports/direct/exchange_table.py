@@ -61,13 +61,12 @@ def make_exchange_table(reads: Reads, direction: Direction, size: int, stage_tok
         counts[origin, node].append((reader % inner, count_slots(slots)))
         if origin // inner != node:
             rows.append(slots)
-            numbers.append(np.full(len(slots), origin * size + node))
+            numbers.append(origin * size + node)
     crossing = {}
     if rows:
         start, end = np.concatenate(rows).T
-        sets = ranges_by_set(
-            np.stack([start, np.ones_like(start), end - start], axis=1), np.concatenate(numbers)
-        )
+        which = np.repeat(numbers, [len(slots) for slots in rows])
+        sets = ranges_by_set(np.stack([start, np.ones_like(start), end - start], axis=1), which)
         crossing = {divmod(number, size): slots for number, slots in sets.items()}
     near, far, last = [], {}, 0
     for node in range(size // inner):

@@ -101,15 +101,10 @@ class DirectClass(HeadClass):
     def _table(self) -> ExchangeTable:
         size = self._size
         if self.prune:
-            self.reads.find_origins(range(size))
-        pairs = (
-            (origin, reader)
-            for reader in range(size)
-            for origin in (self.reads.origins(reader) if self.prune else range(size))
-            if origin != reader
-        )
-        slots = {pair: self.reads.slots(*pair) if self.prune else self.unpruned(pair[0]) for pair in pairs}
-        slots = {pair: ranges for pair, ranges in slots.items() if len(ranges)}
+            slots = self.reads.find_all()
+        else:
+            pairs = ((origin, reader) for origin in range(size) for reader in range(size) if origin != reader)
+            slots = {pair: self.unpruned(pair[0]) for pair in pairs if len(self.unpruned(pair[0]))}
         return make_exchange_table(slots, self._direction, size, self.stage_tokens)
 
     def held(self, origin: int, direction: Direction, hop: int) -> SlotRanges:

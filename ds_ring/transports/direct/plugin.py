@@ -11,6 +11,6 @@ PLUGIN = Plugin(
     order=50,
     passes={
         "direct": PassRow(home=make_pass, plans=plan_for_bytes),
-        "auto": PassRow(home=make_pass, plans=choose_plan),
+        "fastest": PassRow(home=make_pass, plans=choose_plan),
     },
 )

@@ -184,7 +184,7 @@ def unexpected(module: nn.Module, what: str) -> RingPatternError:
     return RingPatternError(
         f"{type(module).__name__}: expected the eager attention that ds_ring knows in this class, got"
         f" a module of transformers {transformers.__version__} that {what}, which no ring computes; install a"
-        " version of transformers that ds_ring allows, or take a model of another type"
+        " version of transformers from 5.17 on, or take a model of another type"
     )
 
 

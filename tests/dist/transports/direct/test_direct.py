@@ -7,15 +7,26 @@ from typing import Any
 import pytest
 import torch
 
-from ds_ring import Causal, Documents, Full, RingMesh, SlidingWindow, make_layout
+from ds_ring import (
+    Causal,
+    Documents,
+    Full,
+    PassOptions,
+    RingMesh,
+    SlidingWindow,
+    make_layout,
+    ring_attention,
+)
 from ds_ring.masks.pattern import Pattern
 from ds_ring.ops.context import make_ring_context
 from ds_ring.ops.options import Options
+from ds_ring.ops.prepare import PlanReasons
 from ds_ring.ops.ring_op import ring_attention_op
 from ds_ring_launcher.plan.pass_memory import PassShape
 from ds_ring_launcher.plan.pass_time import CostPart, bytes_sent
 from tests.cases import Shape, document_ids, tensors
-from tests.dist.harness import Pool
+from tests.dist.deepspeed_ranks import json_config, start_engine
+from tests.dist.harness import Pool, catch_refusal
 from tests.parity import errors, gathered_pass
 from tests.reference import dense_attention
 
@@ -34,14 +45,16 @@ BESIDE: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-def parity(rank: int, world_size: int, inner: int | None, name: str, every: bool) -> list[tuple[str, float]]:
+def parity(
+    rank: int, world_size: int, inner: int | None, name: str, every: bool, transport: str = "direct"
+) -> list[tuple[str, float]]:
     """The largest error of every option; checks the bytes of each pass against the planner's."""
     mesh, (pattern, layout_name) = RingMesh.from_world(world_size, ranks_per_node=inner), PATTERNS[name]
     layout = make_layout(layout_name, tokens=SHAPE.tokens, ring_size=world_size, pattern=pattern)
     whole, result = tensors(SHAPE, torch.float64), []
     want = dense_attention(*whole, pattern)
     for options in BESIDE if every else BESIDE[:3]:
-        context = make_ring_context(pattern, layout, mesh, Options(transport="direct", **options))
+        context = make_ring_context(pattern, layout, mesh, Options(transport=transport, **options))
         assert context.exchange is not None
         before = context.exchange.counters.bytes_sent
         got = gathered_pass(lambda *x, c=context: ring_attention_op(*x, c.handle)[0], whole, layout, mesh)
@@ -87,3 +100,55 @@ def test_it_is_exact_and_sends_what_is_planned(
 ) -> None:
     for what, error in rank_pool(ranks).run(parity, inner, name, every, timeout_s=170)[0]:
         assert error < 1e-12, (what, error)
+
+
+def chosen(rank: int, world_size: int) -> tuple[list[tuple[str, float]], list[str]]:
+    """Errors with transport fastest, and why the plans of the mesh were taken."""
+    off = parity(rank, world_size, 2, "packed", False, "fastest")
+    mesh = RingMesh.from_world(world_size, ranks_per_node=2)
+    x = torch.zeros(1, 1, 16, 8)
+    options = PassOptions(transport="fastest")
+    ring_attention(x, x, x, pattern=Causal(), layout="zigzag", mesh=mesh, options=options)
+    return off, list(mesh.owners[PlanReasons].texts)
+
+
+def test_fastest_is_exact_on_all_ranks_and_says_what_it_took(rank_pool: Pool) -> None:
+    results = rank_pool(4).run(chosen, timeout_s=120)
+    assert all(error < 1e-12 for _, error in results[0][0]), results[0]
+    texts = [text for _, text in results]
+    assert texts[0] == texts[1] == texts[2] == texts[3]
+    assert texts[0][0].startswith("transport fastest took ") and "direct" in texts[0][0], texts[0]
+
+
+def refused(rank: int, world_size: int) -> str:
+    x = torch.zeros(1, 1, 16, 8)
+    options = PassOptions(transport="direct", stage_bytes=0)
+    mesh = RingMesh.from_world(world_size)
+    return catch_refusal(
+        ring_attention, x, x, x, pattern=Causal(), layout="zigzag", mesh=mesh, options=options
+    )
+
+
+def test_stages_of_no_bytes_are_refused_on_all_ranks(rank_pool: Pool) -> None:
+    assert all("stage_bytes" in text for text in rank_pool(2).run(refused))
+
+
+def described(rank: int, world_size: int) -> tuple[str, str]:
+    """What an engine says of its ring before a batch, and after one."""
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
+    section = json_config(world_size, 1, 0)
+    section["ring_attention"]["transport"] = "fastest"
+    engine = start_engine(transformers.LlamaForCausalLM(config), section)
+    before, ids = engine.ring.describe(), torch.arange(32)[None]
+    engine(**engine.ring.shard_batch({"input_ids": ids, "labels": ids}))
+    return before, engine.ring.describe()
+
+
+def test_an_engine_says_why_a_plan_was_taken(rank_pool: Pool) -> None:
+    for before, after in rank_pool(2).run(described, timeout_s=120):
+        assert "transport fastest took" not in before
+        assert "transport fastest took" in after and "direct" in after, after

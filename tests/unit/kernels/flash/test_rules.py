@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ds_ring import Causal, Documents, Full, SlidingWindow, make_layout
 from ds_ring.errors import RingKernelError
 from ds_ring.kernels.flash import executors
+from ds_ring.kernels.flash import kernel as flash
 from ds_ring.kernels.flash.calls import FlashCall, make_flash_calls, split_call
 from ds_ring.kernels.flash.executors import CallSizes, Cudnn, Executor, Flash, Platform, needs_equal_bits
 from ds_ring.kernels.flash.kernel import FlashKernel, _assign_calls
@@ -253,14 +254,29 @@ def test_copies_of_a_backward_pass(implementation: str, ring_size: int, copies: 
     assert len(counted.copies) == copies, counted.copies
 
 
-def test_warn_only_is_no_demand_for_equal_bits() -> None:
+def test_warn_only_is_no_demand_for_equal_bits_and_cudnn_warns(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Torch's FlashAttention 2 is not deterministic then, either: nothing is gained by leaving cuDNN."""
+    demands: list[bool] = []
+
+    def choose(*arguments: Any) -> tuple[Executor, ...]:
+        demands.append(arguments[-1])
+        return Cudnn(), Flash()
+
+    monkeypatch.setattr(flash, "_choose_executors", choose)
+    flash._warn_of_bits.cache_clear()
+    q = mock.Mock(is_cpu=False, is_cuda=True, shape=(1, 2, 8, 64))
     try:
-        for demanded, warn_only in ((False, False), (True, False), (True, True)):
+        for demanded, warn_only in ((False, False), (True, False), (True, True), (True, True)):
             torch.use_deterministic_algorithms(demanded, warn_only=warn_only)
             assert needs_equal_bits() == (demanded and not warn_only)
+            FlashKernel("cuDNN")._get_executors(q, 64)
     finally:
         torch.use_deterministic_algorithms(False)
+    assert demands == [False, True, False, False]
+    assert [line for line in caplog.messages if "other bits" in line] == caplog.messages != []
+    assert len(caplog.messages) == 1
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -82,6 +83,16 @@ def test_every_row_is_right_with_the_strides_of_every_torch() -> None:
             unequal += any(len({int(table.counts.max()) for table in pair}) == 2 for pair in sides)
             hops += 1
     assert hops > MASKS and unequal > hops // 2, (hops, unequal)  # else a common width would prove nothing
+
+
+def test_the_installed_templates_read_the_tables_in_a_way_that_is_known() -> None:
+    """Inductor's offset of a row of the full tables is the partial table's, or one of their own."""
+    common = pytest.importorskip("torch._inductor.kernel.flex.common")
+    text = "".join(map(common.load_flex_template, ("flex_attention", "flex_backwards")))
+    offsets = set(re.findall(r"FULL_(?:KV|Q)_IDX \+ (\w+)", text))
+    own = {"sparse_full_kv_idx_offset", "sparse_full_q_idx_offset"}
+    assert offsets in (own, {name.replace("_full", "") for name in own})
+    assert len(re.findall(r'stride\("FULL_', text)) == 9 * (offsets == own)
 
 
 def trim(table: BlockTable) -> BlockTable:
