@@ -90,6 +90,7 @@ class Group:
         printed = self._last_line() if self.processes else ""
         for process in self.processes:
             process.kill()
+        for process in self.processes:
             process.wait()
             assert process.stdin is not None
             process.stdin.close()
