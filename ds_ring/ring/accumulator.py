@@ -42,9 +42,9 @@ class FirstParts:
     def is_first(self, rows: Rows, heads: slice = slice(None)) -> bool:
         """Return whether a part is the first on all its rows: if so, the caller assigns it, else adds it.
 
-        If the rows are not contiguous or belong to some heads only, this fills all unwritten slots of the
-        accumulator with the neutral element and returns False. If some of the rows are written, this fills
-        the other ones and returns False.
+        - All its rows are unwritten: mark them as written, return True.
+        - Some are: fill those with the neutral element, return False.
+        - Its rows are strided, or of some heads only: fill every unwritten slot, return False.
         """
         if not self.open:
             return False
@@ -121,7 +121,7 @@ def _cut(slots: int, missing: _Pieces, parts: tuple[Rows, ...]) -> list[tuple[in
 # Parts that wait take memory. So out and dQ are allocated only when the first chunk is done, and two limits
 # below keep the list short. Parts in the accumulators' dtype do not wait: each takes as much memory as an
 # accumulator.
-# So many waiting parts are merged before the next hop, without an accumulator and with one.
+# When this many parts wait, they are merged before the next hop: 4 before an accumulator exists, 2 after.
 MAX_WAITING, MAX_WAITING_WITH_SUM = 4, 2
 
 
@@ -134,8 +134,8 @@ class Accumulator:
     """Results of a chunk, as their parts arrive: out and lse, or dQ, or dK and dV; [Note: parts that wait].
 
     Args:
-        results: allocates and returns the result tensors [B, H, S, ...], without lse. Tensors beyond those of
-            `shapes` are ignored.
+        results: allocates and returns the result tensors [B, H, S, ...], without lse. Only its first
+            `len(shapes)` tensors are used.
         like: a tensor of their device.
         shapes: of the results.
         dtype: of the accumulators.
@@ -178,7 +178,8 @@ class Accumulator:
         else:
             accumulators = tuple(torch.empty_like(x, dtype=self.dtype) for x in self._targets)
         self.own_bytes = sum([x.nbytes for x in accumulators])
-        # These tensors, not self: a reference cycle would keep their memory until garbage collection.
+        # `_first` gets the tensors, not this object: that would be a reference cycle, which keeps their
+        # memory until garbage collection.
         self._made = self._first.tensors = accumulators if self.lse is None else (*accumulators, self.lse)
         return self._made
 
@@ -191,7 +192,7 @@ class Accumulator:
         """Merge (or add) one part of each result, now or later; the caller must not write to parts again."""
         accumulators = self._made  # read without a call: Python calls are most of a hop's host time
         if self._waits and heads == ALL_HEADS and rows.step == rows.repeats == 1:
-            # The list may be full: of parts of this hop, or of gradients that other ranks returned.
+            # `make_room` runs once a hop; one hop's parts, or returned gradients, can still fill the list.
             if len(self.waiting) == MAX_PARTS - (accumulators is not None):
                 self._write(self._accumulate())
             self.waiting.append((rows, parts))
