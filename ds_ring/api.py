@@ -43,15 +43,17 @@ def ring_attention(
     """Compute exact attention over a sequence that is sharded over the ranks of a ring. Differentiable.
 
     Ring attention (Liu, Zaharia, Abbeel 2023): K/V shards travel around the ring by point-to-point sends, so
-    that no rank holds more than its share plus two buffers: of a shard each, or on GPUs of one node of a few
-    (`stage_bytes` of the options). Rows of padding, and rows without a key, are 0.
+    that a rank holds its share plus, for each direction, keys of two other shards (up to four if nodes form a
+    ring of their own). In stages (GPUs of one node: `stage_bytes` of the options) it holds two buffers of a
+    few shards each. Rows of padding, and rows without a key, are 0.
 
     Args:
         q: local queries [B, H, S, D]. S is layout.local_tokens divided by the Ulysses size.
         k, v: local keys [B, G, S, D] and values [B, G, S, E]; H a multiple of G. E may differ from D; values
             are sent unpadded.
         pattern: which query position attends to which key position, in global positions.
-        layout: the rank and slot of each position; a name builds that layout for ring_size * S tokens.
+        layout: the rank and slot of each position; a name builds that layout for ring_size * U * S tokens,
+            U being the Ulysses size.
         mesh: this process's place in the grid of ranks; every rank of the ring must call.
         scale: factor of the scores; None is 1 / sqrt(D).
         sinks: [H] of any floating dtype, the same on all ranks; all heads, even if Ulysses splits them.
@@ -91,8 +93,8 @@ class RingAttention(nn.Module):
     Args:
         config_or_pattern: a `RingConfig` (pattern, layout and options come from the JSON), or a `Pattern`.
         mesh: this process's place in the grid of ranks.
-        layout: a layout, or the name of one, which is built for ring_size * S tokens. None means the
-            config's layout, or "auto" with a `Pattern`.
+        layout: a layout, or the name of one, which is built as in `ring_attention`. None means the config's
+            layout, or "auto" with a `Pattern`.
         scale: factor of the scores; None is 1 / sqrt(D).
         pattern: replaces the config's pattern, for example for packed documents, which differ by batch.
         score_mod: see `ring_attention`.

@@ -114,7 +114,8 @@ class collective:  # noqa: N801 - reads as contextlib's own
         state, thread = self.mesh.state, threading.get_ident()
         if state.closed or os.getpid() != state.process:
             state.check()
-        if state.thread != thread:  # else a call within one of this thread: only it can have written that
+        # else nested in a call of this thread, which alone writes its own id there
+        if state.thread != thread:
             if not state.busy.acquire(blocking=False):
                 state.refuse_thread(self.mesh.detector)
             state.thread, self._is_outermost = thread, True
@@ -157,7 +158,8 @@ class collective:  # noqa: N801 - reads as contextlib's own
         state.patience_s = max(state.patience_s, patience_s)
         # Headers are compared lexicographically: if the first two integers are the same on all ranks, the
         # greatest header has the longest patience of all ranks. The last integers are compared if both are
-        # known; where patience is equal, as on CPUs, they are the least and the greatest of all ranks.
+        # known. Where patience is equal, as on CPUs, they are the least and the greatest of all ranks. Where
+        # it differs, they are those of two ranks, and a difference between others can be missed.
         header = torch.tensor([0, agreement.digest ^ number, math.ceil(patience_s), value], device="cpu")
         least, greatest = exchange.spread(header).tolist()
         if least[:2] != greatest[:2] or (0 < least[3] != greatest[3] > 0):

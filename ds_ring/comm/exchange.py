@@ -1,4 +1,6 @@
-"""Send and receive the tensors of attention. No other file does; those of transport "pull" copy them.
+"""Send and receive the tensors of attention. Only this file sends them.
+
+The files of transport "pull" copy through shared memory; `ring/naive.py` is for readers.
 
 Owns the point-to-point messages of a hop and of headers, the collectives (all-gather, the all-to-all of
 Ulysses, sums), the deadlines on all of these, and the count of bytes sent. Knows nothing of attention.
@@ -287,7 +289,7 @@ class Exchange:
         return total
 
     def _get_collectives(self, group: ProcessGroup | None) -> Collectives | None:
-        """Return what replaces torch's on a group with ranks of other rings; None for torch's."""
+        """Return the collectives to use where a group has ranks of other rings; None: use torch's."""
         return None if group is dist.group.WORLD else self.mesh.collectives
 
     def _finish(
@@ -312,7 +314,10 @@ def _view_as_received(part: Tensor, like: Tensor) -> Tensor:
 
 
 def make_batch_exchange(mesh: RingMesh, what: str) -> Exchange:
-    """Return an exchange for a collective outside of a pass. Its limit is "step": a peer may load data."""
+    """Return an exchange for a collective outside of a pass.
+
+    Its deadline is the limit "step", because a peer may still load data.
+    """
     limit = mesh.timeouts.limit("step")
     return Exchange(mesh, limit.seconds, (what, limit.key))
 

@@ -37,8 +37,9 @@ class Pending:
     Attributes:
         works, peers: the Works of torch, and for each the world ranks that it depends on.
         timeout_s: seconds that the batch may take.
-        sent, received, group: the tensors, and what carries them: a process group, or shared memory of CUDA
-            (`shared_memory.py`). It is aborted if the batch fails.
+        sent, received: the tensors.
+        group: what carries them: a process group, or shared memory of CUDA (`shared_memory.py`); aborted if
+            the batch fails.
         watchdog: holds the deadline if a stream waits; None if there is none, or the host waits.
         streams: the streams that wait; None if the host waits.
         came: returns whether the device has reached the wait.
@@ -86,7 +87,7 @@ class Pending:
                 keep_for_ever(sent, self.received)
                 raise
             self.works = []
-        # No tensor is held any longer: the thread that watches needs none.
+        # Drop the tensors: the watchdog needs only the works.
         self._over, self.sent, self.received = True, (), ()
         if watchdog is not None:
             watchdog.add(self)

@@ -28,7 +28,11 @@ MANY_PAIRS = 4096  # of runs; if there are more, `tiles` first leaves out those 
 
 
 class QueryHead(NamedTuple):
-    """Identify a query head: its number, and the number of query heads and K/V heads of the model."""
+    """Identify a query head: its number, and how many query heads and K/V heads are numbered.
+
+    These are the heads of the model. On a Ulysses rank, callers pass the heads of the rank, and `HeadShard`
+    makes those of the model of them.
+    """
 
     number: int = 0
     query_heads: int = 1
@@ -48,7 +52,7 @@ class Pattern(ABC):
 
     @abstractmethod
     def branches(self, head: QueryHead) -> tuple[Branch, ...]:
-        """Return the branches whose sum a query head attends to; at least one, as many for each head."""
+        """Return the branches whose sum a query head attends to; at least one. All heads have as many."""
 
     @property
     def conjuncts(self) -> tuple[Pattern, ...]:
@@ -77,7 +81,7 @@ class Pattern(ABC):
 
     @property
     def mask_ids(self) -> tuple[int, ...]:
-        """Return which objects the mask functions are: they are equal if their traces are."""
+        """Return the ids of the mask functions: two objects with equal traces compare equal."""
         return tuple(mask.identity for mask in self.masks)
 
     @property

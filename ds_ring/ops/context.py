@@ -46,12 +46,12 @@ class RingContext:
 
     Attributes:
         pattern: which query attends to which key.
-        layout: the rank and slot of each token; a name: a layout for each length of a call.
+        layout: the rank and slot of each token, or a name; then a layout is made for each length.
         mesh: the ranks and process groups.
         options: kernel, transport and further options.
         in_a_graph: True if a compiled graph carries the handle; then the context lives as long as the mesh.
-        keeps_functions: skip re-tracing the functions of pattern and score_mod: modules keep the caller's
-            function objects; other contexts hold any equal ones.
+        keeps_functions: True for modules: it has the caller's own function objects, of pattern and score_mod.
+            So `check_functions` tests whether captured values changed. Other contexts have any equal ones.
         make_pass: of the transport, from the table of passes.
         exchange: sends and receives tensors; None if the sequence has one rank.
         saved: what keeps tensors of a pass for its gradient.
@@ -118,14 +118,14 @@ class RingContext:
         return slice(first, first + q.shape[1])
 
     def tokens_here(self, grad_out: Tensor) -> int:
-        """Return how many of the slots of grad_out [B, H, S, E], the first ones, hold tokens on this rank."""
+        """Return the number of slots of grad_out [B, H, S, E] with tokens; padding follows them."""
         layout = self.layout_for(grad_out.shape[2], grad_out.device.type)
         return layout.valid_tokens(self.mesh.ring_rank)
 
     def check_functions(self) -> None:
-        """Refuse functions that captured other values since they were traced, where calls do not trace them.
+        """Refuse functions with changed captured values, if this context does not trace them at each call.
 
-        In a forward pass: the backward pass computes with the values that the forward pass had.
+        Called in forward passes only, since the backward pass computes with the values of the forward pass.
 
         Raises:
             RingPatternError, RingConfigError: of the mask; of the score_mod.
@@ -222,7 +222,7 @@ def get_ring_context(handle: int) -> RingContext:
 def make_ring_context(
     pattern: Pattern, layout: Layout | str, mesh: RingMesh, options: Options, keeps_functions: bool = False
 ) -> RingContext:
-    """Return the context for these arguments; it is created on first use and dropped with its mesh.
+    """Return the context for these arguments: a cached one, or a new one (`cache_context`).
 
     Raises:
         RingPatternError, RingLayoutError: not a pattern or layout, or a layout for another ring size; a mask

@@ -80,7 +80,7 @@ def check_derivatives(context: RingContext) -> None:
 
 
 def check_operands(return_lse: object, names: tuple[str, ...], *operands: object) -> None:
-    """Refuse what the operator's body would not get to see; the sinks alone may be None.
+    """Refuse arguments that the operator's schema would reject before its body runs; only sinks may be None.
 
     Raises:
         RingShapeError: names it.
@@ -95,7 +95,10 @@ def check_operands(return_lse: object, names: tuple[str, ...], *operands: object
 def check_eager(
     context: RingContext, return_lse: object, names: tuple[str, ...], *operands: Tensor | None
 ) -> None:
-    """Do the checks of a compiled call, on all ranks; ordinary dense tensors pass at once."""
+    """Check the arguments of an eager call: plain dense tensors pass at once.
+
+    Others get the checks of a compiled call, and a refusal reaches all ranks.
+    """
     is_plain_call = return_lse is True or return_lse is False
     for name, x in zip(names, operands, strict=True):
         if x is None:
@@ -117,9 +120,9 @@ def attend(
     check_eager(context, return_lse, NAMES, q, k, v, sinks)
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Any:
-        # By the operator if a transform, a mode or a subclass must see one node.
         if sees_plain((q, k, v, sinks)):
             return run_compared(context.mesh, "ring attention", EagerAttention.apply, q, k, v, context, sinks)
+        # The operator, if a transform, a mode or a subclass must see one node.
         return run_compared(context.mesh, "ring attention", ring_attention_op, q, k, v, context.handle, sinks)
 
     if context.mesh.ulysses_size > 1:

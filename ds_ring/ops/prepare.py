@@ -58,7 +58,10 @@ class Prepared(NamedTuple):
 def prepare_pass(
     context: RingContext, call: collective, operands: Operands, extras: Sequence[ExtraOperand] = ()
 ) -> Pass:
-    """Return the pass of a context (backward if there is a gradient), once its headers are on their way."""
+    """Return the pass of a context: backward if there is a gradient.
+
+    Its headers were compared before, or on a GPU with overlap are being compared.
+    """
     prepared, finish_header_check = prepare(context, call, operands, extras)
     kernel = prepared.kernel
     for operand in extras:
@@ -96,7 +99,8 @@ def prepare(
         if len(context.prepared) >= KEPT_DESCRIPTIONS:
             context.prepared.clear()
         context.prepared[key] = prepared
-    if q.is_cuda:  # from here on: what may differ between operands of one description
+    # Below: checks of each call. They are not cached with the description.
+    if q.is_cuda:
         check_not_captured(q)
     if options.check_finite:
         tensors = {operand.name: operand.tensor for operand in extras}
@@ -165,7 +169,7 @@ def _prepare(context: RingContext, name: str, operands: Operands, extras: Sequen
 
 
 def make_planner(context: RingContext, operands: Operands) -> MakePlan:
-    """Return what plans passes over operands with as many heads and rows, on this Ulysses rank."""
+    """Return a function (pattern, layout) -> Plan for operands of these sizes, on this Ulysses rank."""
     options, mesh, (q, k, v, *_) = context.options, context.mesh, operands
     node = mesh.grid.ring_ranks_per_node(mesh.global_rank, mesh.ranks_per_node)
     device_type, query_heads, kv_heads = q.device.type, q.shape[1], k.shape[1]

@@ -1,6 +1,7 @@
 """Register the operator `ds_ring::ring_attention` and its gradient.
 
-Owns the registration with torch.library, and the choice between the operator and a plain autograd function.
+Owns the registration with torch.library, and the plain autograd function of eager calls. `frontend.py`
+chooses one of them for a forward pass; `_backward` chooses here.
 Saved for backward: local q, k, v, out, lse (or copies on the host), sinks; no other rank's K/V.
 
 [Note: an opaque operator]
@@ -60,7 +61,10 @@ def run_forward(
     context: RingContext, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None,
     extras: Sequence[ExtraOperand] = (),
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Run a pass and return (out, lse), with sinks; or the kept ones if a checkpointed region runs again."""
+    """Run a pass; return (out, lse), sinks included.
+
+    If a checkpointed region runs again, return the kept results.
+    """
     if sinks is not None:
         from ds_ring.ops.sinks import SinkLogits
 
@@ -161,7 +165,7 @@ def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tup
 
 
 class EagerAttention(torch.autograd.Function):
-    """The pass of an eager call: as `ring_attention_op`, with the context in place of its handle."""
+    """What `ring_attention_op` does, for eager calls; takes the context instead of a handle."""
 
     @staticmethod
     def forward(

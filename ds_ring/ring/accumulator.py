@@ -21,7 +21,7 @@ from ds_ring.ring.merge import MAX_PARTS, add_parts_, assign_, merge_, merge_par
 # accumulator is not set to zero before. Rows that no partial result covers are filled at the end.
 
 
-class FirstParts:
+class UnwrittenSlots:
     """The slots of an accumulator that no partial result has been written to yet.
 
     Args:
@@ -39,12 +39,12 @@ class FirstParts:
         self.open, self.fill, self.tensors = [(0, slots)] if slots else [], fill, tensors
         self.slots = slots
 
-    def is_first(self, rows: Rows, heads: slice = slice(None)) -> bool:
+    def claim(self, rows: Rows, heads: slice = slice(None)) -> bool:
         """Return whether a part is the first on all its rows: if so, the caller assigns it, else adds it.
 
-        If the rows are not contiguous or belong to some heads only, this fills all unwritten slots of the
-        accumulator with the neutral element and returns False. If some of the rows are written, this fills
-        the other ones and returns False.
+        - All its rows are unwritten: mark them as written, return True.
+        - Some are: fill those with the neutral element, return False.
+        - Its rows are strided, or of some heads only: fill every unwritten slot, return False.
         """
         if not self.open:
             return False
@@ -57,14 +57,14 @@ class FirstParts:
             self.open = []
             return True
         cut = [(max(a, start), min(b, end)) for a, b in self.open if a < end and start < b]
-        self.write(start, end)
+        self.mark_written(start, end)
         if cut == [(start, end)]:
             return True
         for piece in cut:
             self.fill(*self.tensors, *piece)
         return False
 
-    def write(self, start: int, end: int) -> None:
+    def mark_written(self, start: int, end: int) -> None:
         """Remove slots from `open`."""
         self.open = [
             piece
@@ -121,7 +121,7 @@ def _cut(slots: int, missing: _Pieces, parts: tuple[Rows, ...]) -> list[tuple[in
 # Parts that wait take memory. So out and dQ are allocated only when the first chunk is done, and two limits
 # below keep the list short. Parts in the accumulators' dtype do not wait: each takes as much memory as an
 # accumulator.
-# So many waiting parts are merged before the next hop, without an accumulator and with one.
+# When this many parts wait, they are merged before the next hop: 4 before an accumulator exists, 2 after.
 MAX_WAITING, MAX_WAITING_WITH_SUM = 4, 2
 
 
@@ -133,9 +133,18 @@ def check_parts_wait(kernel: Kernel, dtype: torch.dtype, accumulator: torch.dtyp
 class Accumulator:
     """Results of a chunk, as their parts arrive: out and lse, or dQ, or dK and dV; [Note: parts that wait].
 
+    Its states; `finish` writes the results in each:
+
+    | accumulators (`_made`) | parts | when |
+    |---|---|---|
+    | none | wait in a list | `waits`, until a merge or a part that cannot wait |
+    | tensors of their own | wait, those that can | `waits`, from then on |
+    | tensors of their own | are merged or added at once | not `waits`, results of another dtype |
+    | the results | are merged or added at once | not `waits`, results of their dtype |
+
     Args:
-        results: allocates and returns the result tensors [B, H, S, ...], without lse. Tensors beyond those of
-            `shapes` are ignored.
+        results: allocates and returns the result tensors [B, H, S, ...], without lse. Only its first
+            `len(shapes)` tensors are used.
         like: a tensor of their device.
         shapes: of the results.
         dtype: of the accumulators.
@@ -147,7 +156,7 @@ class Accumulator:
     """
 
     __slots__ = (
-        "_first", "_like", "_made", "_results", "_shapes", "_targets", "_waits", "dtype", "lse", "own_bytes",
+        "_unwritten", "_like", "_made", "_results", "_shapes", "_targets", "_waits", "dtype", "lse", "own_bytes",
         "waiting",
     )  # fmt: skip
 
@@ -159,17 +168,17 @@ class Accumulator:
         self._results, self._like, self._shapes, self.dtype = results, like, shapes, dtype
         self._waits, self.own_bytes = waits, 0
         self.waiting: list[tuple[Rows, tuple[Tensor, ...]]] = []
-        self._first = FirstParts(shapes[0][2], zero if lse is None else fill_empty_rows)
+        self._unwritten = UnwrittenSlots(shapes[0][2], zero if lse is None else fill_empty_rows)
         self._made: tuple[Tensor, ...] | None = None  # the accumulators, with lse
         self._targets: tuple[Tensor, ...] | None = None
         if not waits:
             targets = self._targets = tuple(results()[: len(shapes)])
             if targets[0].dtype == dtype:  # the results are the accumulators
-                self._made = self._first.tensors = targets if lse is None else (*targets, lse)
+                self._made = self._unwritten.tensors = targets if lse is None else (*targets, lse)
             else:
-                self._accumulate()
+                self._get_accumulators()
 
-    def _accumulate(self) -> tuple[Tensor, ...]:
+    def _get_accumulators(self) -> tuple[Tensor, ...]:
         """Return the accumulators and lse; the first call allocates them."""
         if self._made is not None:
             return self._made
@@ -178,27 +187,28 @@ class Accumulator:
         else:
             accumulators = tuple(torch.empty_like(x, dtype=self.dtype) for x in self._targets)
         self.own_bytes = sum([x.nbytes for x in accumulators])
-        # These tensors, not self: a reference cycle would keep their memory until garbage collection.
-        self._made = self._first.tensors = accumulators if self.lse is None else (*accumulators, self.lse)
+        # `_unwritten` gets the tensors, not this object: that would be a reference cycle, which keeps their
+        # memory until garbage collection.
+        self._made = self._unwritten.tensors = accumulators if self.lse is None else (*accumulators, self.lse)
         return self._made
 
     def make_room(self) -> None:
         """Merge the parts that wait if there are as many as may wait until the next hop."""
         if len(self.waiting) >= (MAX_WAITING if self._made is None else MAX_WAITING_WITH_SUM):
-            self._write(self._accumulate())
+            self._write(self._get_accumulators())
 
     def add(self, rows: Rows, heads: slice, *parts: Tensor) -> None:
         """Merge (or add) one part of each result, now or later; the caller must not write to parts again."""
         accumulators = self._made  # read without a call: Python calls are most of a hop's host time
         if self._waits and heads == ALL_HEADS and rows.step == rows.repeats == 1:
-            # The list may be full: of parts of this hop, or of gradients that other ranks returned.
+            # `make_room` runs once a hop; one hop's parts, or returned gradients, can still fill the list.
             if len(self.waiting) == MAX_PARTS - (accumulators is not None):
-                self._write(self._accumulate())
+                self._write(self._get_accumulators())
             self.waiting.append((rows, parts))
             return
         if accumulators is None:
-            accumulators = self._accumulate()
-        first = bool(self._first.open) and self._first.is_first(rows, heads)
+            accumulators = self._get_accumulators()
+        first = bool(self._unwritten.open) and self._unwritten.claim(rows, heads)
         views = rows.views(*accumulators, heads=heads)
         # Views, so that the accumulators are changed in place
         if self.lse is not None:
@@ -209,9 +219,9 @@ class Accumulator:
 
     def so_far(self) -> tuple[Tensor, ...]:
         """Return the accumulators (and lse) with all parts so far, and neutral elements in other rows."""
-        accumulators = self._accumulate()
+        accumulators = self._get_accumulators()
         self.merge()
-        self._first.finish()
+        self._unwritten.finish()
         return accumulators
 
     def finish(self) -> None:
@@ -221,12 +231,12 @@ class Accumulator:
             self._targets = tuple(self._results()[: len(self._shapes)])
         targets = self._targets if self.lse is None else (*self._targets, self.lse)
         if accumulators is None:
-            self._first.tensors = targets
+            self._unwritten.tensors = targets
         if self.waiting:
             self._write(targets)
         else:
-            if self._first.open:
-                self._first.finish()
+            if self._unwritten.open:
+                self._unwritten.finish()
             for target, x in zip(targets, accumulators or targets, strict=True):
                 if target is not x:
                     target.copy_(x)
@@ -237,16 +247,16 @@ class Accumulator:
         if len(self.waiting) != 1 or self._made is not None:
             return None
         ((rows, parts),) = self.waiting
-        return parts if rows.length == self._first.slots else None
+        return parts if rows.length == self._unwritten.slots else None
 
     def merge(self) -> None:
         """Merge the parts that wait, because others will write to their memory."""
         if self.waiting:
-            self._write(self._accumulate())
+            self._write(self._get_accumulators())
 
     def _write(self, targets: tuple[Tensor, ...]) -> None:
         """Merge the waiting parts and the accumulators into `targets`: the accumulators, or the results."""
-        accumulators, waiting, first = self._made, self.waiting, self._first
+        accumulators, waiting, first = self._made, self.waiting, self._unwritten
         still_open = []
         rows = tuple([rows for rows, _ in waiting])
         for start, end, written, covering in _cut(first.slots, tuple(first.open), rows):

@@ -87,13 +87,14 @@ class BackwardChunk:
         assert step.gradients is not None, "steps of a forward pass"
         if self.dq.waiting:
             self.dq.make_room()
-        # `kv_grads` accumulates dK and dV of this step's keys; at hop 0, those of the own shard. Nothing is
-        # added to another buffer before this step, and no other step computes into it.
+        # `kv_grads` accumulates dK and dV of this step's keys; at hop 0, those of the own shard. After
+        # hop 0 the target is a new buffer: only this step computes into it, and sums are added later.
         keys, kv_grads = self.buffers.pair(step.buffer), self.own_kv_grads
         is_stage = False
         if step.gradients != RESULTS:
             # In a ring (GRADIENTS), sums of other ranks are added to this buffer later, so it is an
-            # accumulator. In stages none are: parts may wait, and one alone can become the buffer: `adopt`.
+            # accumulator. In stages no sums arrive, so parts may wait; a single part may become the buffer
+            # without a copy (`adopt`).
             is_stage = self.buffers.chunk.steps.buffers[step.gradients].payload is not Payload.GRADIENTS
             shapes, waits = (keys.k.shape, keys.v.shape), is_stage and self.waits
             buffer_pair = partial(self.buffers.pair, step.gradients)
@@ -117,7 +118,7 @@ class BackwardChunk:
         return self.dq.own_bytes + self.own_kv_grads.own_bytes
 
     def finish(self) -> None:
-        """Pass the gradients of the own shard to `on_gradients_final`, then round all gradients."""
+        """Write dQ, pass dK and dV of the own shard to `on_gradients_final`, then round these two."""
         self.dq.finish()
         if self.ring.on_gradients_final is not None:
             self.ring.on_gradients_final(self.buffers.chunk.kv_heads, *self.own_kv_grads.so_far())
@@ -134,14 +135,15 @@ class RingPass:
     Attributes:
         plan: this rank's part of the plan.
         kernel: computes one hop.
-        exchange: sends and receives payloads; None for a ring of one rank.
+        exchange: sends and receives payloads; None if the sequence (ring x Ulysses) has one rank.
         scale: factor of the scores.
         overlap: if False, the pass waits for each hop's messages before it computes (for comparison).
         chunk_bytes: minimum size of K and of V of a head chunk, the heads that go around the ring together.
         buffers: pool of memory for payloads.
         on_gradients_final: called with the K/V heads of a chunk and dK and dV of the own shard, after the
             gradients of other ranks were added and before they are rounded; None for no call.
-        observer: is called before the sends, the computation and the wait of each batch; None for no calls.
+        observer: is called at the begin and the end of a pass, and before the sends, the computation and the
+            wait of each batch; None for no calls.
         load_heads: makes the object that copies q, k, v, out and lse of each head chunk from the host to
             the device; None: they were saved on the device.
         finish_header_check: called once before the first payload is posted; raises if the ranks' headers
@@ -248,8 +250,8 @@ class RingPass:
         return dq(), dk, dv
 
     def _make_schedule(self, k: Tensor, v: Tensor, backward: bool) -> Schedule:
-        # head_bytes 0 means one chunk. A ring of one rank gains nothing from chunks, unless there are float32
-        # accumulators apart from the results, or heads are fetched from the host.
+        # head_bytes 0 means one chunk for each head class. A sequence of one rank gains nothing from smaller
+        # chunks, unless there are float32 accumulators apart from the results, or heads come from the host.
         is_wide = k.element_size() >= torch.float32.itemsize
         chunked = self.exchange is not None or not is_wide or self.load_heads is not None
         size = head_bytes(k, v) if chunked else 0
@@ -272,10 +274,10 @@ class RingPass:
                 if index not in under_way:
                     under_way[index] = begin(schedule.chunks[index])
                 chunk = under_way[index]
-                # Two ranks match their messages by order alone, so keep the schedule's order.
                 done = bool(steps.arrived) and chunk.buffers.arrive(steps.arrived)
                 if done:
                     chunk.finish()
+                # Two ranks match their messages by order alone, so keep the schedule's order.
                 if steps.posted:
                     chunk.buffers.post(steps.posted, sent, received)
                 if done:
@@ -322,8 +324,8 @@ class RingPass:
     # Usually messages are posted before the hop's kernels are launched. If `finish_header_check` is given (on
     # a GPU, with overlap), the kernels of the first batch are launched first, so that ranks compare their
     # headers while hop 0 computes. The payloads must not wait for those kernels. So an event is recorded
-    # before them, once all buffers are allocated and packed, and the messages wait for that event only
-    # (`streams.py`).
+    # before the kernels are launched, once all buffers are allocated and packed. The messages wait for that
+    # event only (`streams.py`).
     def _post_behind(
         self, mark: Any, route: Any, sent: list[Tensor], received: list[Tensor], hop: int
     ) -> InFlight | None:

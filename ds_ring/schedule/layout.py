@@ -47,7 +47,7 @@ class Layout(ABC):
     tokens: int
     ring_size: int
     multiple_of: int = 1
-    has_pairs_of_all: ClassVar[bool] = True  # any two of its positions may be a query and a key
+    has_pairs_of_all: ClassVar[bool] = True  # any position may be a query of any other position as key
 
     @property
     @abstractmethod
@@ -235,7 +235,7 @@ def whole_blocks(layout: Layout, size: int) -> Layout:
     if moved is not layout:
         raise RingLayoutError(
             f"{layout}: expected runs that begin at multiples of {size} tokens (block_size), got others; use"
-            f" ds_ring.schedule.layout.in_whole_blocks(layout, {size}), or another length"
+            f" ds_ring.schedule.layout.round_to_blocks(layout, {size}), or another length"
         )
     return layout
 
@@ -349,7 +349,7 @@ def _read_mix(pattern: object) -> Mix:
 def choose_layout(
     name: str, tokens: int, ring_size: int, mix: Mix, multiple_of: int, block: int, speeds: tuple[float, ...]
 ) -> Layout:
-    """Return the layout of arguments that have been checked; equal `speeds` are none."""
+    """Return the layout of arguments that have been checked; `speeds` is () for ranks of equal speed."""
     options: dict[str, Any] = {"block": block} if name == "auto" and block > 1 else {}
     options |= {"speeds": speeds} if speeds else {}
     layout: Layout = load(LAYOUTS[name].home)(tokens, ring_size, multiple_of, mix, **options)

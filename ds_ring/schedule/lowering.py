@@ -1,4 +1,6 @@
-"""Turn a plan into the steps of a rank. Only this file decides the order of the steps of a pass.
+"""Turn a plan into the steps of a rank, and decide their order.
+
+Only this file does, but for the stages of a direct exchange (`transports/direct/lowering.py`).
 
 It decides everything about time and memory: overlap, head chunks, double buffers, and when direct sends and
 gradient returns leave.

@@ -98,7 +98,7 @@ class Direction(NamedTuple):
         return 0 < hop <= self.limit and not self.crosses(hop)
 
     def batches(self, hop: int) -> int:
-        """Return how many batches the return of a hop's gradients takes: R from another node, else 1."""
+        """Return in how many batches a hop's gradients go home: R to another node, else 1."""
         return self.ranks_per_node if 0 < self.ranks_per_node <= hop else 1
 
 
@@ -233,7 +233,10 @@ class DirectionPlan:
 
     @cached_property
     def backward_batches(self) -> int:
-        """Return the number of batches of the backward pass, with the gradient returns after the last hop."""
+        """Return the number of batches of the backward pass.
+
+        Those after the last hop, which only return gradients, count as well.
+        """
         # the gradients of hop s are sent from batch s + 1 on
         received = [back.hop for back in self.gradient_returns]
         sent = [hop.hop for hop in self.hops[1:] if hop is not None and len(hop.ends_here)]
@@ -290,7 +293,8 @@ class RankPlan:
     """All that one ring rank does in a pass."""
 
     ring_rank: int
-    classes: tuple[HeadClassPlan, ...]  # one pass; head chunks of a class start after those of the one before
+    # all form one pass: chunks of a class start after those of the class before
+    classes: tuple[HeadClassPlan, ...]
     group: int  # query heads that share a K/V head
     kv_heads: int
     # by pass and chunk size, cached by `lowering.py`

@@ -27,7 +27,9 @@ from ds_ring.plugin import CodecRow
 class Payload(Enum):
     """The content of a message: K and V, or dK and dV.
 
-    A token's two rows are adjacent, except in PARTS, and in KEYS where `check_keys_apart` (`ring/pair.py`).
+    A token's two rows are adjacent, except in PARTS, and in KEYS if they travel apart. They do so if the
+    chunk has one K/V head, `check_keys_apart` (`ring/pair.py`) agrees, and the pool adopts tensors
+    (`ring/pool.py`).
     """
 
     KEYS = "keys"  # in the dtype of the inputs
@@ -40,7 +42,7 @@ class Payload(Enum):
     def messages(self) -> tuple[str, ...]:
         """Return the names of the messages: two for PARTS, else one.
 
-        `RingBuffers` sends KEYS in two messages, too, where `check_keys_apart` in `ring/pair.py`.
+        `RingBuffers` sends KEYS in two messages, too, if they travel apart (see `Payload`).
         """
         return tuple(self.names.split("/")) if self is Payload.PARTS else (self.names,)
 
@@ -82,7 +84,7 @@ class Send:
     ranges: tuple[tuple[int, int], ...] = field(init=False)  # `part` as Python ints
     count: int = field(init=False)  # number of slots
     # whether the message is sent from the buffer itself: one range, not of SHARD or RESULTS, not converted.
-    # (`RingBuffers` also sends one range of SHARD in place if K and V are two messages: `check_keys_apart`.)
+    # (`RingBuffers` also sends one range of SHARD in place if K and V travel apart: see `Payload`.)
     in_place: bool = field(init=False)
 
     def __post_init__(self) -> None:

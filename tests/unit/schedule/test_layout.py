@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from itertools import product
 from typing import Any
 
@@ -16,7 +18,7 @@ from ds_ring.errors import RingLayoutError
 from ds_ring.masks.pattern import Pattern
 from ds_ring.schedule import layout as layout_module
 from ds_ring.schedule.choose import EVEN, bind_one_head, choose_best, count_rank_work, rated, timed
-from ds_ring.schedule.layout import ChunkLayout, Layout, PieceLayout
+from ds_ring.schedule.layout import ChunkLayout, Layout, PieceLayout, whole_blocks
 from ds_ring.schedule.plan import find_head_classes
 from tests.cases import LAYOUTS, LONG_PATTERNS, layout_for, longnet, rows_of
 
@@ -202,3 +204,13 @@ def test_auto_without_a_pattern_is_told_that_it_is_contiguous(caplog: pytest.Log
     for _ in range(2):
         make_layout("auto", tokens=64, ring_size=4)
     assert [record.getMessage().count("pass pattern=") for record in caplog.records] == [1]
+
+
+def test_a_layout_that_is_refused_is_mended_as_its_error_says() -> None:
+    layout = make_layout("zigzag", tokens=250, ring_size=3)
+    with pytest.raises(RingLayoutError) as refusal:
+        whole_blocks(layout, 16)
+    (advice,) = re.findall(r"use ([\w.]+)\(layout, 16\)", str(refusal.value))
+    module, _, name = advice.rpartition(".")
+    mended = getattr(import_module(module), name)(layout, 16)
+    assert whole_blocks(mended, 16) is mended is not layout
