@@ -156,7 +156,16 @@ class Accumulator:
     """
 
     __slots__ = (
-        "_unwritten", "_like", "_made", "_results", "_shapes", "_targets", "_waits", "dtype", "lse", "own_bytes",
+        "_like",
+        "_made",
+        "_results",
+        "_shapes",
+        "_targets",
+        "_unwritten",
+        "_waits",
+        "dtype",
+        "lse",
+        "own_bytes",
         "waiting",
     )  # fmt: skip
 
