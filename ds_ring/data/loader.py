@@ -154,6 +154,7 @@ class DrawnBatches(Order):
     def __init__(self, batches: Iterable[Any], turns: tuple[int, int]) -> None:
         super().__init__(turns[1])
         self._batches, self._turns = batches, turns
+        self._set = 0  # the epoch that a sampler has from here, or from its making
 
     def __len__(self) -> int:
         return -(-len(self._batches) // self._turns[1])  # type: ignore[arg-type]
@@ -161,9 +162,17 @@ class DrawnBatches(Order):
     def __getattr__(self, name: str) -> Any:
         return getattr(object.__getattribute__(self, "_batches"), name)
 
+    def _set_epoch(self, sampler: Any) -> None:
+        """Set the epoch of a sampler that has one, unless the caller has chosen another one since."""
+        if not hasattr(sampler, "set_epoch"):
+            return
+        chosen = getattr(sampler, "epoch", self._set)
+        if chosen == self._set:
+            sampler.set_epoch(self.epoch)
+        self._set = self.epoch if chosen == self._set else chosen
+
     def __iter__(self) -> Iterator[Any]:
-        if hasattr(self._batches, "set_epoch"):
-            self._batches.set_epoch(self.epoch)
+        self._set_epoch(self._batches)
         return _from(_turns(self._batches, self._turns), self.first)
 
 
@@ -189,9 +198,7 @@ class BatchTurns(DrawnBatches):
         self._began = self._restored = self.generator.get_state() if theirs is not None else None
 
     def __iter__(self) -> Iterator[list[int]]:
-        sampler: Any = getattr(self._batches, "sampler", None)
-        if hasattr(sampler, "set_epoch"):
-            sampler.set_epoch(self.epoch)
+        self._set_epoch(getattr(self._batches, "sampler", None))
         if self._reseeded:
             self.generator.manual_seed(self._seed + self.epoch)
         elif self._restored is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any
 
@@ -29,6 +29,7 @@ from ds_ring.data.loss import items_per_batch, world_sum
 from ds_ring.data.packing import PackedRows
 from ds_ring.errors import RingConfigError
 
+_MOST_WRAPPED = 8  # loaders of a caller that are remembered
 _SLACK = 1.125  # of the whole ring's tokens of a rank, for a ring that is smaller
 
 
@@ -37,6 +38,8 @@ class Loaders:
     """Make loaders whose batches `sharder` shards."""
 
     sharder: BatchSharder
+    # by id of a caller's loader and how it is wrapped: itself, and the wrapper, which counts its epochs
+    _wrapped: dict[tuple[int, bool | None, int], tuple[Any, RingLoader]] = field(default_factory=dict)
 
     def make(
         self,
@@ -119,13 +122,20 @@ class Loaders:
 
     def wrap(self, loader: Iterable[Any], split: bool | None, seed: int) -> RingLoader:
         """Return a loader around another one; see `RingSession.wrap`."""
+        key = (id(loader), split, seed)  # not of another one: the wrapped ones are held
+        if key in self._wrapped:
+            return self._wrapped[key][1]
+        if len(self._wrapped) == _MOST_WRAPPED:
+            self._wrapped.pop(next(iter(self._wrapped)))
         sharder, mesh = self.sharder, self.sharder.mesh
         whole, order = wrapped(loader, (mesh.data_rank, mesh.data_size), split, seed)
         check_end = functools.partial(check_consistency, ENDED, None, mesh, sharder.device)
         takes_turns = order.units_per_batch == mesh.data_size  # or else replicas have their own loaders
         gather = functools.partial(self._gather, takes_turns=takes_turns)
         ahead = sharder.make_ahead(bool(getattr(whole, "num_workers", 0)))
-        return RingLoader(whole, self._shard_read, order, check_end, gather, ahead)
+        wrapper = RingLoader(whole, self._shard_read, order, check_end, gather, ahead)
+        self._wrapped[key] = loader, wrapper
+        return wrapper
 
     def _gather(self, mine: tuple[str, Any], takes_turns: bool = True) -> list[tuple[str, Any]]:
         """Return (fault, position) of every rank's loader; other replicas' positions only where they must be

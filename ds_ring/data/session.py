@@ -88,6 +88,7 @@ class RingSession:
     speeds: list[float] = field(default_factory=list)  # of the ranks of the ring; empty for equal ones
     patterns: LayerPatterns = field(init=False, repr=False)
     sharder: BatchSharder = field(init=False, repr=False)
+    _loaders: Loaders = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         patterns = LayerPatterns(self.pattern, named_patterns(self.config))
@@ -95,7 +96,7 @@ class RingSession:
             self.config, self.mesh, patterns, self.device, self.gradient_divisor, self.batches, self.needs,
             self.dynamic, self.speeds, self.ended,
         )  # fmt: skip
-        vars(self).update(patterns=patterns, sharder=sharder)
+        vars(self).update(patterns=patterns, sharder=sharder, _loaders=Loaders(sharder))
 
     def __getattr__(self, name: str) -> Any:
         """Return a method that a capability adds: a row of `plugin.SESSION_METHODS`."""
@@ -289,7 +290,7 @@ class RingSession:
         Raises:
             RingConfigError: the arguments or the JSON's pattern do not go together.
         """
-        return Loaders(self.sharder).make(
+        return self._loaders.make(
             dataset, batch_size, shuffle=shuffle, seed=seed, drop_last=drop_last, collate_fn=collate_fn,
             num_workers=num_workers, lengths=lengths, pack_tokens=pack_tokens, most_tokens=most_tokens,
         )  # fmt: skip
@@ -299,7 +300,8 @@ class RingSession:
 
         All ranks of a ring must get the same batches; every batch is compared, and so is the end of an
         epoch. A shuffling sampler of torch's without a generator is given one, seeded by `seed` and the
-        epoch.
+        epoch. The same loader gives the same wrapper, which counts its epochs; an epoch that the caller has
+        set by `sampler.set_epoch` stays.
 
         Args:
             loader: gives mappings of tensors, as `shard_batch` takes them.
@@ -311,7 +313,7 @@ class RingSession:
             RingConfigError: it divides its samples among other replicas, or does not tell.
             RingMismatchError: (from an iteration) ranks of a ring got different batches, or not as many.
         """
-        return Loaders(self.sharder).wrap(loader, split, seed)
+        return self._loaders.wrap(loader, split, seed)
 
 
 def end_session(session: RingSession, why: str) -> None:

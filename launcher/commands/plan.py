@@ -48,7 +48,7 @@ def add(commands: Commands) -> None:
         metavar="T",
         help="of one sequence, say 131072 or 128k; default: the most that fits",
     )
-    plan.add_argument("--devices", type=int, metavar="N", help="default: the fewest that fit")
+    plan.add_argument("--devices", type=int, metavar="N", help="default: the fewest of 1, 2, 4, ... that fit")
     plan.add_argument("--ring-size", type=int, metavar="P", help="default: devices / Ulysses size")
     plan.add_argument("--ulysses-size", type=int, metavar="U", help="default: 1")
     plan.add_argument("--batch", type=int, metavar="B", help="sequences of one ring at a time; default: 1")

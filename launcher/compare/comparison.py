@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .cells import Cell
-from .group import START_S, WORKER, Group, Verdict, check, explain_failure, write_answer
+from .group import NO_ANSWER, START_S, WORKER, Group, Verdict, check, explain_failure, write_answer
 from .peers import ONE, PEERS, Peer
 from .worker import TIME
 
@@ -23,6 +23,7 @@ ANSWERS = 0.2  # of the budget, for the answers of one process
 MIN_CHECK_TOKENS = 1024
 TURN_S, MAX_PASSES = 0.2, 20  # a turn of short passes has several
 MIN_ROW_S = 1.0
+RESERVE = 0.05  # of the budget, to end processes
 SHARES = ((1, 16), (1, 4), (1, 32), (3, 32), (1, 16), (1, 2))  # of packed documents: few are long
 
 
@@ -98,7 +99,7 @@ def compare(
         show: is told of each step.
         spent_s: seconds of the budget that are gone already.
     """
-    clock, rows = Clock(request.budget_s - spent_s), list[Row]()
+    clock, rows = Clock(request.budget_s * (1 - RESERVE) - spent_s), list[Row]()
     one = Group(ONE, 1, request.device, start_s=min(START_S, request.budget_s / 4))
     with tempfile.TemporaryDirectory(prefix="ds-ring-compare-") as name:
         try:
@@ -157,6 +158,7 @@ def _compare_size(
     start_s = min(START_S, clock.left_s / 3)
     groups = [one, *(Group(peer, size, request.device, worker, start_s) for peer in peers)]
     rows: list[Row] = []
+    late: list[Group] = []  # whose ranks hung: they would take the seconds of others again
     try:
         present = [group for group in groups if group.peer.version() is not None]
         for group in present:  # all at once: most of it is importing
@@ -167,7 +169,12 @@ def _compare_size(
         for at, (cell, answer) in enumerate(zip(request.cells, answers, strict=True)):
             table, part = dict[str, Row](), clock.part(len(answers) - at)
             for group in groups:
-                verdict = _check(group, answer, request, part)
+                if group in late:
+                    verdict = Verdict("left out", "it gave no answer in time in an earlier table")
+                else:
+                    verdict = _check(group, answer, request, part)
+                if verdict.why.startswith(NO_ANSWER):
+                    late.append(group)
                 show(f"{size} devices, {cell.name}: {group.peer.name}: {verdict}")
                 table[group.peer.name] = Row(
                     size, cell.name, group.peer.name, group.peer.version(),
@@ -187,9 +194,11 @@ def _check(group: Group, answer: Answer, request: Request, clock: Clock) -> Verd
         return Verdict("not installed")
     if answer.failure:
         return Verdict("left out", f"one process has no answer: {answer.failure}")
-    if not group.join(min(group.start_s, clock.left_s / 2)):
-        return Verdict("does not run", f"its ranks did not join in time: {group.end()}")
-    deadline_s = min(request.deadline_s, clock.left_s / 2)  # the others need the rest
+    start_s = min(group.start_s, clock.left_s / 4)
+    if not group.join(start_s):
+        word = "does not run" if group.has_ended else "left out"
+        return Verdict(word, f"its ranks did not join within {start_s:.0f} s {group.end()}".strip())
+    deadline_s = min(request.deadline_s, clock.left_s / 4)  # the others need the rest
     if deadline_s < MIN_ROW_S:
         return Verdict("left out", f"the budget of {request.budget_s:g} s is spent")
     return check(group, answer.cell, answer.path, deadline_s)

@@ -31,6 +31,7 @@ WORKER = (sys.executable, "-m", "ds_ring_launcher.compare.worker")
 START_S, GRACE_S = 120.0, 3.0  # to import and join; of the others, once one rank has failed
 _REFUSALS = ("AssertionError", "NotImplementedError", "ValueError")
 _LOOK_S = 0.02
+NO_ANSWER = "no answer in time: its ranks hang or have ended"
 Reply = dict[str, Any]
 
 
@@ -61,6 +62,11 @@ class Group:
         """Return where ranks meet and reply."""
         return Path(self.home.name)
 
+    @property
+    def has_ended(self) -> bool:
+        """Return whether a rank has ended by itself."""
+        return any(process.poll() is not None for process in self.processes)
+
     def start(self) -> None:
         """Start the ranks, unless they run; do not wait for them."""
         if self.processes:
@@ -84,6 +90,7 @@ class Group:
         printed = self._last_line() if self.processes else ""
         for process in self.processes:
             process.kill()
+        for process in self.processes:
             process.wait()
             assert process.stdin is not None
             process.stdin.close()
@@ -126,7 +133,7 @@ class Group:
     def _wait(self, number: int, until: float) -> list[Reply]:
         """Return the replies to a command: of all ranks, or those that came in time."""
         while True:
-            failed = any(process.poll() is not None for process in self.processes)
+            failed = self.has_ended
             paths = [self.folder / f"{number}-{rank}.json" for rank in range(self.size)]
             replies = [json.loads(path.read_text()) for path in paths if path.exists()]
             if len(replies) == self.size or time.monotonic() >= until:
@@ -171,8 +178,7 @@ def explain_failure(size: int, replies: Sequence[Reply], printed: str = "") -> V
     """Return why replies are no result."""
     raised = [reply for reply in replies if "raised" in reply]
     if not raised:
-        why = "no answer in time: its ranks hang or have ended"
-        return Verdict("does not run", f"{why}: {printed}"[:200] if printed else why)
+        return Verdict("does not run", f"{NO_ANSWER}: {printed}"[:200] if printed else NO_ANSWER)
     first = raised[0]
     why = first["text"] or first["raised"]
     if first["raised"] == NotOfferedError.__name__:

@@ -116,7 +116,9 @@ def _reach(planned: Estimate, say: Callable[[str], None]) -> Reach:
     longest = longest_sequence(setting)
     say("the fewest devices that fit")
     fewest = fewest_devices(setting)
-    return Reach(longest, flags, None if fewest is None else fewest.devices, flags)
+    counts = [] if fewest is None else [fewest.devices]
+    counts += [setting.devices] if planned.fits else []  # which may be no power of two
+    return Reach(longest, flags, min(counts, default=None), flags)
 
 
 def _fit_reach(setting: TrainingSetting, say: Callable[[str], None]) -> Reach:

@@ -200,7 +200,7 @@ def print_report(
     if fit_reach is not None and fit_reach.fewest_devices != reach.fewest_devices:
         fewest += f"; {_fewest(fit_reach, reach)}"
     console.print(f"longest sequence on these devices: {longest}", markup=False)
-    console.print(f"fewest devices for these tokens (one ring): {fewest}", markup=False)
+    console.print(f"fewest devices for these tokens (one ring; 1, 2, 4, ...): {fewest}", markup=False)
     tokens, never = advice.hiding
     hides = (
         f"never: {never}" if tokens is None else f"T/P >= {tokens:,} (here {planned.layout.local_tokens:,})"
@@ -226,6 +226,10 @@ def _added(options: Sequence[str], before: Sequence[str]) -> str:
 def _fewest(reach: Reach, before: Reach | None = None) -> str:
     how = "these options" if before is None else _added(reach.fewest_options, before.fewest_options)
     return f"{'none up to 16384' if reach.fewest_devices is None else f'{reach.fewest_devices:,}'} with {how}"
+
+
+def _tokens(number: int) -> str:
+    return f"{number / 1e6:.2f} M" if number >= 10**6 else f"{number:,}"
 
 
 def _join(options: Sequence[str]) -> str:
@@ -259,10 +263,12 @@ def _memory_table(planned: Estimate) -> Table:
         devices = planned.setting.node_devices
         for name, size in planned.host_peak.host.items():
             if size:
-                table.add_row(f"{name}, {devices} devices of a node", f"{size * devices / unit:.3f}")
+                table.add_row(
+                    f"node's host: {name.removesuffix(' on the host')}", f"{size * devices / unit:.3f}"
+                )
         node = _usable_node_bytes(planned)
-        limit = "" if node is None else f", of {node / unit:,.1f} that tensors can have"
-        table.add_row(f"host of a node{limit}", f"{planned.node_host_bytes / unit:.3f}")
+        limit = "" if node is None else f", of {node / unit:,.1f}"
+        table.add_row(f"node's host, in all{limit}", f"{planned.node_host_bytes / unit:.3f}")
     return table
 
 
@@ -329,7 +335,7 @@ def _compared_table(rows: Sequence[ComparisonRow]) -> Table:
         column.justify = "right"
     for row, following in zip(rows, (*rows[1:], None), strict=True):
         figures = [f"{size / unit:,.1f}" for size in (row.peak_bytes, row.host_bytes, row.sent_bytes)]
-        figures += [f"{row.step_s:.3g}", f"{row.tokens_per_s:,.0f}", f"{row.longest_tokens:,}"]
+        figures += [f"{row.step_s:.3g}", f"{row.tokens_per_s:,.0f}", _tokens(row.longest_tokens)]
         mark = "" if row.fits else " (does not fit)"
         table.add_row(row.method + mark, str(row.ranks), *figures)
         if following is not None and following.best_options != row.best_options:

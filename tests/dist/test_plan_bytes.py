@@ -379,8 +379,8 @@ def test_a_hybrid_plan_counts_each_kind_of_layer(capsys: Any) -> None:
     sparse = json.loads(run(capsys, SPARSE, "--json")[1])
     assert sparse["attention"] is None and [one["layers"] for one in sparse["other_layers"]] == [2]
     assert not any("experts" in one for one in sparse["warnings"])
-    status, text = run(capsys, SPARSE | {"n_routed_experts": 16})
-    assert "the model names 16" in " ".join(text.split())
+    status, text = run(capsys, SPARSE | {"n_routed_experts": 16, "num_experts_per_tok": 2})
+    assert "every layer is planned with 16, of which a token runs 2" in " ".join(text.split())
     assert status == 0 and "2 x chosen keys" in text and "which rows cross is known at run time" in text
     assert "hide behind compute: never: all attention is over chosen keys" in " ".join(text.split())
 

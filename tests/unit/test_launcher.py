@@ -83,7 +83,7 @@ BAD_YAML = {
     "slots true": (LOCAL.replace("2", "true"), "at least 1, got true"),
     "host slots 0": (HOSTS.replace("2", "0") + SCRIPT,
         "hosts[1].slots: expected a whole number of at least 1"),
-    "host key": (HOSTS.replace("slots: 2", "slot: 2") + SCRIPT, "hosts[1].slot: expected one of name, slots"),
+    "host key": (HOSTS.replace("slots: 2", "slot: 2") + SCRIPT, "the unknown key 'slot'; did you mean 'slots'?"),
     "host a word": ("hosts: [node-0]\n" + SCRIPT, 'hosts[0]: expected a name and slots, got "node-0"'),
     "host name": (HOSTS.replace("node-1", "'node 1'") + SCRIPT, "hosts[1].name: expected a host name"),
     "host twice": (HOSTS.replace("node-1", "node-0") + SCRIPT, "expected every host once, got node-0 more"),

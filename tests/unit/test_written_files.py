@@ -26,6 +26,8 @@ IN_A_FOLDER_OF_OUR_OWN = {
     "launcher/run/local_ranks.py": 2,
     "launcher/run/run_lock.py": 1,  # the lock file, which filelock has opened without following a link
     "launcher/doctor/findings.py": 3,
+    "launcher/compare/group.py": 1,
+    "launcher/compare/worker.py": 1,
 }
 
 

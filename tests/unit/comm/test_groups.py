@@ -46,7 +46,7 @@ def test_ring_and_ulysses_ask_nccl_for_urgent_streams_and_every_communicator_is_
         "get_world_size": lambda group=None: 8 if group is None else len(group) - 1,
         "get_backend": lambda group=None: nccl["backend"],
         "get_backend_config": lambda group=None: f"cpu:gloo,cuda:{nccl['backend']}",
-        "all_gather_object": lambda grids, grid: grids.__setitem__(slice(None), [grid] * 8),
+        "all_gather_object": lambda grids, grid, group: grids.__setitem__(slice(None), [grid] * 8),
         "all_reduce": lambda x, group: calls.append(group),
         "all_to_all_single": lambda got, sent, *counts, group: calls.append((group, *counts)),
         "ProcessGroupNCCL": SimpleNamespace(Options=Options),

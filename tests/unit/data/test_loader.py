@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from itertools import islice
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
 from ds_ring.data.dynamic_ring.assignment import (
     Assigned,
@@ -216,6 +217,44 @@ def test_a_generators_state_that_is_none_is_refused(generator: Any) -> None:
     loader = session_of().wrap(data)
     with pytest.raises(RingConfigError, match=r"expected a torch\.Generator's state, got "):
         loader.load_state_dict({"epoch": 0, "batches": 1, "generator": generator})
+
+
+def ids_of(batches: Iterable[Mapping[str, Any]]) -> list[list[int]]:
+    return [batch["input_ids"][:, 0].tolist() for batch in batches]
+
+
+@pytest.mark.parametrize("is_distributed", [False, True], ids=["shuffle", "DistributedSampler"])
+def test_a_wrap_in_each_epoch_goes_on_with_the_next_order(is_distributed: bool) -> None:
+    """(Each wrap began at epoch 0, and set the epoch of the caller's sampler back to it, without a word.)"""
+    data, session = Numbered(), session_of()
+    sampler: Any = DistributedSampler(data, num_replicas=1, rank=0, seed=3) if is_distributed else None
+    loader = DataLoader(data, 2, shuffle=sampler is None, sampler=sampler)
+    epochs = []
+    for epoch in range(3):
+        if sampler is not None:
+            sampler.set_epoch(epoch)
+        epochs.append(ids_of(session.wrap(loader)))
+    assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
+    alone = session_of().wrap(loader)
+    if sampler is not None:
+        expected = DistributedSampler(data, num_replicas=1, rank=0, seed=3)
+        for epoch, read in enumerate(epochs):
+            expected.set_epoch(epoch)
+            assert read == ids_of(DataLoader(data, 2, sampler=expected))
+        sampler.set_epoch(5)  # of a loop that begins there
+        expected.set_epoch(5)
+        assert ids_of(alone) == ids_of(DataLoader(data, 2, sampler=expected))
+    else:
+        alone = session_of().wrap(DataLoader(data, 2, shuffle=True))
+        assert [ids_of(alone) for _ in range(3)] == epochs  # one wrap before the loop
+
+
+def test_wrappers_are_remembered_by_loader_and_not_without_end() -> None:
+    session, loaders = session_of(), [DataLoader(Numbered(), 2) for _ in range(20)]
+    wrappers = [session.wrap(loader) for loader in loaders]
+    assert session.wrap(loaders[-1]) is wrappers[-1] and len({*map(id, wrappers)}) == 20
+    assert session.wrap(loaders[-1], split=True) is not wrappers[-1]
+    assert session.wrap(loaders[0]) is not wrappers[0]  # only the latest are
 
 
 class Boom(Exception):

@@ -260,13 +260,13 @@ def keys_in_another_order(patch: pytest.MonkeyPatch) -> None:
 
 def gradients_to_another_owner(patch: pytest.MonkeyPatch) -> None:
     """Of a stage of two owners each gets what belongs to the other one."""
-    real = lowering._Stages._send
+    real = lowering.Stages._send
 
     def send(self: Any, buffer: int, needs: int, peer: int, origin: int, slots: Any, at: Any = None) -> Any:
         other = None if at is None else self.buffers[buffer].slots - count_slots(slots) - at
         return real(self, buffer, needs, peer, origin, slots, other)
 
-    patch.setattr(lowering._Stages, "_send", send)
+    patch.setattr(lowering.Stages, "_send", send)
 
 
 def dk_for_dv(patch: pytest.MonkeyPatch) -> None:
