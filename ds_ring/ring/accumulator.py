@@ -156,17 +156,8 @@ class Accumulator:
     """
 
     __slots__ = (
-        "_like",
-        "_made",
-        "_results",
-        "_shapes",
-        "_targets",
-        "_unwritten",
-        "_waits",
-        "dtype",
-        "lse",
-        "own_bytes",
-        "waiting",
+        "_like", "_made", "_results", "_shapes", "_targets", "_unwritten", "_waits", "dtype", "lse",
+        "own_bytes", "waiting",
     )  # fmt: skip
 
     def __init__(

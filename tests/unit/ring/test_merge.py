@@ -10,7 +10,7 @@ import torch
 from ds_ring.kernels.interface import Rows
 from ds_ring.plugin import DEVICES
 from ds_ring.ring import merge
-from ds_ring.ring.accumulator import Accumulator, FirstParts
+from ds_ring.ring.accumulator import Accumulator, UnwrittenSlots
 from ds_ring.ring.merge import merge_, merge_parts_by_operators_
 from tests.merge_cases import cases, wrong, wrong_parts
 
@@ -89,7 +89,7 @@ def test_the_first_part_of_rows_is_assigned_and_nothing_is_left_unwritten() -> N
             got[:, :, start:end] = 0
             filled[start:end] += 1
 
-        parts = FirstParts(40, fill)
+        parts = UnwrittenSlots(40, fill)
         for _ in range(1 + number(4)):
             step, length, repeats = 1 + number(2), 1 + number(8), 1 + number(3)
             stride = 0 if repeats == 1 else step * length + number(2)
@@ -99,7 +99,7 @@ def test_the_first_part_of_rows_is_assigned_and_nothing_is_left_unwritten() -> N
             if rows.start + span > 41:
                 continue
             part = torch.rand(rows.select(got[:, heads]).shape, generator=generator)
-            first = parts.is_first(rows, heads)
+            first = parts.claim(rows, heads)
             into = rows.select(got[:, heads])
             (into.copy_ if first else into.add_)(part)
             rows.select(want[:, heads]).add_(part)
