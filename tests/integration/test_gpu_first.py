@@ -84,6 +84,16 @@ def test_the_questions_come_first_one_kernel_a_row_within_their_seconds() -> Non
     assert all(row.seconds > row.budget for row in found)
 
 
+def test_a_dry_run_leaves_nothing_among_the_results() -> None:
+    """(A real run would have taken its rows for computed ones.)"""
+    before = sorted((ROOT / "tools/results").iterdir())
+    command = [sys.executable, "tools/gpu_first.py", "--dry-run"]
+    environment = {name: value for name, value in os.environ.items() if name != "OUT"}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, env=environment)
+    assert done.returncode == 0 and "no GPU" in done.stdout, done.stderr[-2000:]
+    assert sorted((ROOT / "tools/results").iterdir()) == before
+
+
 def test_a_dry_run_ends_each_row_with_no_gpu(tmp_path: Path) -> None:
     done = run(tmp_path, "--dry-run")
     assert done.returncode == 0, done.stderr[-2000:]
