@@ -26,7 +26,7 @@ _AFTER_IMPORT = {
 
 
 class _BeforeImport(MetaPathFinder):
-    """Let a module of ds_ring find another package's: its `register` is called right after the import."""
+    """Let a module of ds_ring know of another package's import: its `register` is called right after it."""
 
     def __init__(self, module: str, home: str) -> None:
         self.module, self.home = module, home
@@ -35,8 +35,9 @@ class _BeforeImport(MetaPathFinder):
         if fullname != self.module:
             return None
         sys.meta_path.remove(self)
-        spec: ModuleSpec | None = load(f"{self.home}.find_and_register")(fullname)
-        return spec
+        from ds_ring.patches import find_patched
+
+        return find_patched(fullname, load(f"{self.home}.execute_and_register"))
 
 
 for _module, (_name, _home) in _AFTER_IMPORT.items():

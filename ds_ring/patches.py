@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -328,6 +329,14 @@ def guard_imports(feature: str, package: str, since: str = "") -> Iterator[None]
             f"{feature}: expected another version of {package}, got {version(package)}: {error};"
             f" install {since or 'one'}"
         ) from error
+
+
+def find_patched(module: str, execute: Callable[..., None]) -> ModuleSpec | None:
+    """Find a module as other finders do, with a replacement of its loader's `exec_module` applied."""
+    spec = importlib.util.find_spec(module)
+    if spec is not None and spec.loader is not None:
+        apply(execute, loader=spec.loader)
+    return spec
 
 
 def _printed(rows: Iterable[Patch]) -> str:

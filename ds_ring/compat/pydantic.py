@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
+try:
     from pydantic import (
         BaseModel,
         BeforeValidator,
@@ -18,22 +18,8 @@ if TYPE_CHECKING:
     )
     from pydantic.fields import FieldInfo
     from pydantic_core import ErrorDetails
-else:
-    try:
-        from pydantic import (
-            BaseModel,
-            BeforeValidator,
-            ConfigDict,
-            Field,
-            JsonValue,
-            PlainValidator,
-            ValidationError,
-            ValidationInfo,
-            field_validator,
-        )
-        from pydantic.fields import FieldInfo
-        from pydantic_core import ErrorDetails
-    except ModuleNotFoundError:
+except ModuleNotFoundError:
+    if not TYPE_CHECKING:
         from ds_ring.compat.plain_models import (
             BaseModel,
             BeforeValidator,

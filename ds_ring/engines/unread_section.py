@@ -7,22 +7,12 @@ is there from `import ds_ring` on: at once, or when `deepspeed.runtime.engine` i
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
 from typing import Any
 
 from ds_ring.config.json_text import SECTION
 from ds_ring.data.engine import DEEPSPEED
 from ds_ring.errors import RingConfigError
 from ds_ring.patches import apply, patch
-
-
-def find_and_register(module: str) -> ModuleSpec | None:
-    """Find deepspeed.runtime.engine as other finders do, and apply the refusal once it is imported."""
-    spec = find_spec(module)
-    if spec is not None and spec.loader is not None:
-        apply(execute_and_register, loader=spec.loader)
-    return spec
 
 
 @patch(

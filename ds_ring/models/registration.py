@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
 from typing import Any
 
 from ds_ring.models.attention_name import NAME
@@ -17,14 +15,6 @@ from ds_ring.models.model import PRETRAINED, TABLE
 from ds_ring.patches import apply, patch
 
 _WHY = 'attn_implementation="ds_ring"'
-
-
-def find_and_register(module: str) -> ModuleSpec | None:
-    """Find transformers.modeling_utils as other finders do, and register the name once it is imported."""
-    spec = find_spec(module)
-    if spec is not None and spec.loader is not None:
-        apply(execute_and_register, loader=spec.loader)
-    return spec
 
 
 @patch(

@@ -46,7 +46,7 @@ def add(commands: Commands) -> None:
         "--tokens",
         type=read_tokens,
         metavar="T",
-        help="of one sequence, say 131072 or 128k; default: the most that fits",
+        help=_TOKENS,
     )
     plan.add_argument("--devices", type=int, metavar="N", help="default: the fewest of 1, 2, 4, ... that fit")
     plan.add_argument("--ring-size", type=int, metavar="P", help="default: devices / Ulysses size")

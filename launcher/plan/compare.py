@@ -25,7 +25,7 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
-from .estimate import SWAPS, Estimate, estimate, fits, swap_seconds, swapped_heads, training_step
+from .estimate import Estimate, HeadSwaps, estimate, fits, head_swaps, training_step
 from .layer_passes import LayerPasses, layer_passes
 from .model_memory import FLOAT, LocalTokens, TrainingStep
 from .options import (
@@ -135,7 +135,7 @@ def _with_best_options(planned: Estimate) -> Estimate:
     taken = [option for option in OPTIONS if option.flag in _ALST and not option.is_on(setting)]
     changed = with_options(setting, tuple(option for option in taken if option.is_possible(setting)))
     assert changed is not None, "each is possible"
-    return estimate(changed, attention=layer_passes(changed))
+    return estimate(changed)
 
 
 def _longest(method: _Method, setting: TrainingSetting) -> int:
@@ -211,12 +211,15 @@ def _step(setting: TrainingSetting, tokens: LocalTokens, ring: PassMemory) -> Tr
     return replace(training_step(setting, 1, ring), tokens=tokens)
 
 
-def _sent_by_ulysses(setting: TrainingSetting) -> int:
+def _swap_heads(setting: TrainingSetting) -> HeadSwaps:
+    """Return the all-to-alls of a layer; K/V heads that are fewer than the ranks are copied."""
     ranks, model = _ulysses_ranks(setting), setting.model
-    heads = 2 * model.heads + 2 * max(model.kv_heads, ranks)
-    local = setting.batch * setting.tokens // ranks
-    once = local * heads * model.head_dim * ELEMENT_BYTES[setting.dtype] * (ranks - 1) // ranks
-    return 2 * model.layers * once  # and their gradients
+    copied = replace(model, kv_heads=max(model.kv_heads, ranks))
+    return head_swaps(replace(setting, ulysses_size=ranks, model=copied), setting.tokens)
+
+
+def _sent_by_ulysses(setting: TrainingSetting) -> int:
+    return 2 * setting.model.layers * _swap_heads(setting).sent_bytes  # and their gradients
 
 
 def _sent_by_torch(setting: TrainingSetting) -> int:
@@ -228,12 +231,7 @@ def _sent_by_torch(setting: TrainingSetting) -> int:
 
 def _ulysses_waiting(setting: TrainingSetting) -> float:
     """Return the seconds of the all-to-alls: forward, again under checkpointing, and backward."""
-    ranks, model, hardware = _ulysses_ranks(setting), setting.model, setting.hardware
-    row_bytes = model.head_dim * ELEMENT_BYTES[setting.dtype]
-    heads = swapped_heads(model.heads, max(model.kv_heads, ranks))
-    shard_bytes = setting.batch * setting.tokens // ranks * row_bytes * heads
-    seconds = swap_seconds(shard_bytes, ranks, hardware) + SWAPS * hardware.link_latency_s
-    return (2 + setting.checkpointing) * model.layers * seconds
+    return (2 + setting.checkpointing) * setting.model.layers * _swap_heads(setting).seconds
 
 
 def get_torch_peak(setting: TrainingSetting) -> int:
@@ -246,9 +244,7 @@ def _torch_waiting(setting: TrainingSetting) -> float:
     ranks, model, element = setting.devices, setting.model, ELEMENT_BYTES[setting.dtype]
     rows = 2 * setting.batch * setting.tokens // ranks * model.kv_heads * model.head_dim * (ranks - 1)
     moved = model.layers * rows * ((2 + setting.checkpointing) * element + FLOAT)
-    inside = ranks <= setting.hardware.devices_per_node
-    rates = setting.hardware.inter_node_bytes_per_s, setting.hardware.intra_node_bytes_per_s
-    return moved / rates[inside]
+    return moved / setting.hardware.link_bytes_per_s(ranks)
 
 
 _METHODS = (

@@ -236,8 +236,7 @@ def estimate(
     zero = setting.zero
     zero_bytes = (3 if zero.stage == 3 else 2) * zero.element_bytes * model.parameters
     zero_bytes = zero_bytes * (zero.world - 1) // zero.world
-    inside = setting.devices <= hardware.devices_per_node
-    link = hardware.intra_node_bytes_per_s if inside else hardware.inter_node_bytes_per_s
+    link = hardware.link_bytes_per_s(setting.devices)
     host_bytes, host_s = host_traffic(setting, step)
     return Estimate(
         setting,

@@ -148,6 +148,11 @@ class Hardware(Section):
             raise RingConfigError(f"hardware {self.name}: dtype: {what}")
         return rate
 
+    def link_bytes_per_s(self, devices: int) -> float:
+        """Return the rate of the slowest link between neighbours of so many devices."""
+        inside = devices <= self.devices_per_node
+        return self.intra_node_bytes_per_s if inside else self.inter_node_bytes_per_s
+
     def runs(self, kernel: str, kinds: Iterable[str]) -> str:
         """Return the kernel of a name of the JSON.
 

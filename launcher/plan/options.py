@@ -158,8 +158,16 @@ def fits_somehow(setting: TrainingSetting, slots: int, ring: PassMemory) -> bool
         slots: of a ring rank.
         ring: what its passes need.
     """
-    tried = (changed for _, changed in option_sets(setting)) if setting.may_add_options else iter((setting,))
+    tried = _get_candidates(setting)
     return any(fits(candidate, training_step(candidate, slots, ring).moments()) for candidate in tried)
+
+
+def _get_candidates(setting: TrainingSetting) -> Iterator[TrainingSetting]:
+    """Yield a setting, with every set of options if it allows to add some."""
+    if setting.may_add_options:
+        yield from (changed for _, changed in option_sets(setting))
+    else:
+        yield setting
 
 
 class FoundSetting(NamedTuple):
@@ -250,8 +258,7 @@ def longest_sequence(setting: TrainingSetting) -> int:
     """Return the most tokens T whose step fits the setting's devices, to 1 / 64; 0 if none does."""
     unit = setting.ulysses_size
     most = MAX_TOKENS // setting.ring_size
-    tried = option_sets(setting) if setting.may_add_options else [((), setting)]
-    falls = {tokens for _, candidate in tried for tokens in memory_falls(candidate)}
+    falls = {tokens for candidate in _get_candidates(setting) for tokens in memory_falls(candidate)}
     return setting.ring_size * longest_that(partial(can_hold, setting), falls, most, unit, FINE)
 
 

@@ -119,8 +119,7 @@ class TrainingSetting:
     @property
     def bytes_per_s(self) -> float:
         """Return the rate of the slowest link of a ring: hops keep step with each other."""
-        spans = self.ring_size * self.ulysses_size > self.hardware.devices_per_node
-        return self.hardware.inter_node_bytes_per_s if spans else self.hardware.intra_node_bytes_per_s
+        return self.hardware.link_bytes_per_s(self.ring_size * self.ulysses_size)
 
     @cached_property
     def node_ranks(self) -> int:
