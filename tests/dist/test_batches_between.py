@@ -121,6 +121,7 @@ CASES = [
 ]
 
 
+@pytest.mark.day("mamba-length-not reentrant")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(case[:3]))
 @pytest.mark.situation("checkpointing", "ran two batches forward before the first one's backward pass")
 def test_layers_run_again_with_the_batch_of_their_first_run(rank_pool: Pool, case: Case) -> None:

@@ -130,6 +130,7 @@ def count_in_llama(rank: int, world_size: int, reentrant: bool) -> list[int]:
     return counts
 
 
+@pytest.mark.night
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.day("False")
 def test_eight_layers_of_a_llama_take_eight_passes(rank_pool: Pool, reentrant: bool) -> None:
@@ -212,6 +213,7 @@ def against_stock(rank: int, world_size: int, family: str, reentrant: bool) -> t
     return *(worst(item.values()) for item in errors), warned
 
 
+@pytest.mark.night
 @pytest.mark.parametrize("family", SHARED)
 @pytest.mark.day("gemma4_text")
 @pytest.mark.situation("checkpointing", "trained Gemma 3n or 4, whose layers share K/V, with checkpoints")

@@ -63,10 +63,8 @@ VARIANTS = {
 }
 
 
+@pytest.mark.day("summed gradients, zero2", "prescaled gradients", "short batches")
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.day(
-    "zero3 in small buckets", "summed gradients, zero2", "prescaled gradients", "short batches", "pull"
-)
 def test_settings_that_could_change_the_scale(rank_pool, variant):
     config = json_config(2, RAGGED.samples, 0, **VARIANTS[variant])
     check_parity(rank_pool(2).run(train_on_ring, RAGGED, config, STEPS), alone(RAGGED))

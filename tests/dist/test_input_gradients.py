@@ -111,6 +111,7 @@ def of_whole_tensors(
     return result
 
 
+@pytest.mark.day("False-2", "True-3")
 @pytest.mark.situation(
     "autograd", "Saliency, a trainable projector, and FreeLB, through whole inputs_embeds."
 )

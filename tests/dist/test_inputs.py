@@ -93,6 +93,7 @@ def on_the_ring(rank: int, world_size: int, case: Case) -> Run:
     return Run([float(mean.detach())], gradients_of(model, session.gradient_divisor))
 
 
+@pytest.mark.day("gemma4", "opt, left", "biogpt, left", "classifier, left", "classifier, foreign padding")
 @pytest.mark.situation(
     "inputs", "trained by inputs_embeds, or with padding that a model counts or reads in its own way"
 )

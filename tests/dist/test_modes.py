@@ -360,10 +360,10 @@ def walk(rank: int, world_size: int, mode: str, names: list[str]) -> dict[str, s
 FEW = ["attention", "SlidingWindow", "MaskMod by vmap", "Softcap", "gather_sequence", "halo"]
 
 
+@pytest.mark.day("selective-few", "vmap-few")
 @pytest.mark.situation("modes", "public functions under compile, checkpoint, inference_mode, no_grad, vmap")
 @pytest.mark.parametrize("names", [FEW, list(FUNCTIONS)], ids=["few", "all"])
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.day("reentrant-few", "selective-few", "inference first-few", "batched gradients-few", "vmap-few")
 def test_a_mode_of_torch_changes_no_result(rank_pool: Pool, mode: str, names: list[str]) -> None:
     refused = REFUSED.get(mode, {})
     for result in rank_pool(RANKS).run(walk, mode, names, timeout_s=600):

@@ -365,6 +365,7 @@ def run(capsys: Any, config: dict[str, Any], *more: str) -> tuple[int, str]:
     return status, "".join(capsys.readouterr())
 
 
+@pytest.mark.night
 def test_a_hybrid_plan_counts_each_kind_of_layer(capsys: Any) -> None:
     found = json.loads(run(capsys, QWEN, "--json")[1])
     (one,) = found["other_layers"]

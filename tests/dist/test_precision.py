@@ -60,6 +60,7 @@ def errors(result: list[Tensor], name: str, dtype: torch.dtype) -> list[float]:
     return [float((x.double() - y).norm() / y.norm()) for x, y in zip(result, wanted, strict=True)]
 
 
+@pytest.mark.night
 @pytest.mark.parametrize("sizes", [(1, 2, 8), (4, 16)], ids=str)
 @pytest.mark.parametrize(("name", "dtype"), [("causal", torch.bfloat16), ("LongNet", torch.float16)])
 @pytest.mark.day("causal-dtype0-(1, 2, 8)")

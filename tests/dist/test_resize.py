@@ -61,6 +61,7 @@ def config_for(world: int, ring: int, stage: int) -> dict[str, Any]:
     return json_config(ring, SIZE.samples * ring // world, stage)
 
 
+@pytest.mark.night
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.day("2")
 def test_two_ranks_then_four_then_one(rank_pool, tmp_path, capsys, stage):

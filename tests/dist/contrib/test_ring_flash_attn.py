@@ -166,6 +166,7 @@ def as_flash_attention(rank: int, world_size: int) -> dict[str, float]:
     return result
 
 
+@pytest.mark.night
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.day("2")
 @pytest.mark.situation(

@@ -155,6 +155,7 @@ def test_cross_attention_takes_any_number_of_queries(rank_pool: Pool, queries: i
 SCATTERED = (999, 0, 5, 5, 500, 501, 502, 503, 10, 8, 6, 4, 1, 4, 7, 10, 13, 16, 19, 250, 600, 998)
 
 
+@pytest.mark.night
 def test_positions_in_any_order(rank_pool: Pool) -> None:
     rows = range(100, 1000, 50)
     cases = [Case(make(1000), len(SCATTERED), 1000, SCATTERED) for make in PATTERNS.values()]
@@ -312,6 +313,7 @@ def compiled(rank: int, world_size: int) -> tuple[float, int]:
     return worst, graphs
 
 
+@pytest.mark.night
 def test_compiles_in_one_graph_for_all_positions(rank_pool: Pool) -> None:
     for error, graphs in rank_pool(2).run(compiled, timeout_s=120):
         assert error < 1e-5

@@ -151,8 +151,8 @@ def scored(rank: int, world_size: int, ulysses: int, block: int) -> list[dict[st
     return errors
 
 
+@pytest.mark.day("2-1-16")
 @pytest.mark.parametrize(("world_size", "ulysses", "block"), [(1, 1, 1), (2, 1, 1), (2, 2, 1), (2, 1, 16)])
-@pytest.mark.day("2-1-1", "2-1-16")
 @pytest.mark.situation("operators", "cross_attention with a score_mod of positions: a distance, tables")
 def test_score_mods_get_the_positions_of_each_sequence(
     rank_pool: Pool, world_size: int, ulysses: int, block: int
@@ -254,6 +254,7 @@ def test_wrong_arguments(what: str) -> None:
         cross_attention(*(torch.randn(1, 2, n, 8) for n in (8, 16, 16)), **arguments)
 
 
+@pytest.mark.night
 @pytest.mark.parametrize("how", ["function", "module", "function without a plan"])
 @pytest.mark.day("function")
 def test_a_graph_ends_before_it(how: str) -> None:

@@ -246,6 +246,7 @@ def test_padding_gets_the_fill_and_not_its_neighbour(rank_pool: Pool) -> None:
             assert got[0].tolist() == [100 + t + offset if inside[t] else 7 for t in range(T)]
 
 
+@pytest.mark.night
 def test_torch_compile_sees_one_operator_each(rank_pool: Pool) -> None:
     """A function around each is one graph, forward and backward."""
     same_as_one_process(rank_pool(2), on_a_ring, ("zigzag", True, False, True), count=5)

@@ -51,6 +51,7 @@ def test_one_more_wait_is_found(module: Any, name: str) -> None:
         assert within() == (True, False)
 
 
+@pytest.mark.night
 @pytest.mark.parametrize(
     ("module", "name", "value"),
     [(select, "SCORES", {"cuda": 1 << 18}), (selected_pass, "WORKSPACE", {"cpu": 1 << 20, "cuda": 1 << 20})],

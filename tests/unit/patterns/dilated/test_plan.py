@@ -50,6 +50,7 @@ def test_parts_that_are_put_together_are_shown() -> None:
     assert any("b7 = b5" in text or " = b" in text for text in texts)
 
 
+@pytest.mark.night
 def test_sampled_rows_stand_for_all() -> None:
     pattern = longnet(1 << 14, 256)
     for name in ("contiguous", "residue"):
