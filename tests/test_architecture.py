@@ -499,9 +499,11 @@ def newer_than_3_10(text: str) -> list[str]:
         found += [f"{name}" for name in names & set(NEWER_NAMES.split())]
         if type(node).__name__ in NEWER_NODES:
             found.append(type(node).__name__)
-        if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Tuple):
+        if isinstance(node, ast.Subscript) and any(
+            isinstance(part, ast.Starred) for part in getattr(node.slice, "elts", ())
+        ):
             inside = str(ast.get_source_segment(text, node.slice))
-            if any(isinstance(part, ast.Starred) for part in node.slice.elts) and inside[0] != "(":
+            if inside[0] != "(":
                 found.append(f"x[{inside}]")
         if isinstance(node, ast.Call):
             call, arguments = ast.unparse(node.func), {keyword.arg for keyword in node.keywords}
@@ -510,8 +512,9 @@ def newer_than_3_10(text: str) -> list[str]:
                 bytes_of and len(node.args) < 2
             ):
                 found.append(ast.unparse(node))
-            if "__annotations__" in ast.unparse(node) and ("vars(" in call or "__dict__" in call):
-                found.append(ast.unparse(node))
+            if call.endswith(".get") and "__annotations__" in ast.unparse(node):
+                if "vars(" in (call := ast.unparse(node.func)) or "__dict__" in call:
+                    found.append(ast.unparse(node))
     return found
 
 
