@@ -512,9 +512,8 @@ def newer_than_3_10(text: str) -> list[str]:
                 bytes_of and len(node.args) < 2
             ):
                 found.append(ast.unparse(node))
-            if call.endswith(".get") and "__annotations__" in ast.unparse(node):
-                if "vars(" in (call := ast.unparse(node.func)) or "__dict__" in call:
-                    found.append(ast.unparse(node))
+            if call.endswith(".get") and ("vars(" in call or "__dict__" in call):
+                found += [ast.unparse(node)] * ("__annotations__" in ast.unparse(node))
     return found
 
 

@@ -118,7 +118,7 @@ def count(rank: int, world_size: int, pattern: Pattern) -> Counted:
     return result
 
 
-@pytest.mark.day("window 1024-4", "LongNet-2")
+@pytest.mark.day("LongNet-2")
 @pytest.mark.parametrize("ring_size", [2, 4])
 @pytest.mark.parametrize("name", LONG_PATTERNS)
 def test_executed_work_is_even_and_no_byte_is_sent_that_need_not_be(

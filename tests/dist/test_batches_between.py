@@ -201,6 +201,7 @@ def of_own_layers(rank: int, world_size: int) -> dict[str, float]:
     return result
 
 
+@pytest.mark.night
 @pytest.mark.situation(
     "checkpointing", "checkpointed own layers around engine.ring.attention(), two batches before one backward"
 )

@@ -197,7 +197,7 @@ def modified(
     return errors, heard
 
 
-@pytest.mark.day("both-2-options4", "ALiBi-4-options1")
+@pytest.mark.day("both-2-options4")
 @pytest.mark.parametrize(
     ("which", "world_size", "options"),
     [

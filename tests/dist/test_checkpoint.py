@@ -133,6 +133,7 @@ DAMAGE = {
 }
 
 
+@pytest.mark.night
 @pytest.mark.day("zero3")
 def test_an_undamaged_checkpoint_is_the_newest(whole, copied, rank_pool):
     for resumed in rank_pool(2).run(load_and_train, whole.config, str(copied), STEPS):

@@ -304,6 +304,7 @@ def test_a_client_state_that_could_not_be_loaded_is_refused_when_it_is_saved(ran
     assert [item.error for item in result] == ["", ""], result
 
 
+@pytest.mark.night
 def test_zero_3_takes_weights_from_latest_only(rank_pool, saved, tmp_path):
     """Without optimizer states DeepSpeed reads those that `latest` names, not those of the tag."""
     copy = Path(shutil.copytree(saved(3)[0], tmp_path / "checkpoints"))

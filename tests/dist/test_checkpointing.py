@@ -137,6 +137,7 @@ def test_eight_layers_of_a_llama_take_eight_passes(rank_pool: Pool, reentrant: b
     assert rank_pool(2).run(count_in_llama, reentrant) == [[LAYERS, LAYERS]] * 2
 
 
+@pytest.mark.night
 @pytest.mark.parametrize("options", [{"recompute": True}, {"writes": True}], ids=str)
 @pytest.mark.day("{'writes': True}")
 def test_passes_run_again_where_they_are_told_to_or_must(rank_pool: Pool, options: dict[str, bool]) -> None:
@@ -147,6 +148,7 @@ def test_passes_run_again_where_they_are_told_to_or_must(rank_pool: Pool, option
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
+@pytest.mark.night
 def test_the_first_half_is_computed_again_and_the_other_kept(rank_pool: Pool) -> None:
     plain = rank_pool(2).run(steps, "none")
     result = rank_pool(2).run(steps, "reentrant", recompute=0.5)

@@ -189,6 +189,7 @@ def dense_errors(everything: list[Tensor], got: list[Tensor]) -> list[float]:
     return [relative_error(a, b) for a, b in zip(got, want, strict=True)]
 
 
+@pytest.mark.night
 @each_backend
 def test_a_compiled_function_takes_other_lengths(rank_pool: Pool, backend: str) -> None:
     for result in rank_pool(2).run(functional, backend, timeout_s=120):

@@ -94,6 +94,7 @@ def test_accumulation_averages_micro_batches(rank_pool, stage):
     check_parity(rank_pool(2).run(train_on_ring, RAGGED, config, STEPS), alone(RAGGED, micro_batches=2))
 
 
+@pytest.mark.night
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def test_low_precision_keeps_the_scale(rank_pool, precision):
     """fp16 with a loss scale of 256: the engine scales the loss, and divides it out again."""

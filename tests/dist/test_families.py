@@ -261,6 +261,7 @@ def test_a_tree_of_rollouts_is_exact_or_refused(rank_pool, family):
         assert report.result == "refused" and reason in report.reason, report
 
 
+@pytest.mark.night
 @pytest.mark.parametrize(
     "family", [pytest.param("gemma3_text", marks=pytest.mark.night), "qwen3_5_text"] if TREES else []
 )
@@ -396,6 +397,7 @@ def test_rotary_positions_of_the_shard_are_found(rank_pool):
     assert report.differences[0].name == "model.layers.0"
 
 
+@pytest.mark.night
 @pytest.mark.parametrize(
     ("family", "layer"), [("deepseek_v32", 0), ("doge", 0), ("qwen4_exp_text", 1), ("minimax_m3_vl_text", 1)]
 )
@@ -454,6 +456,7 @@ MADE_BY_HAND = """
 """
 
 
+@pytest.mark.night
 @pytest.mark.parametrize("family", MADE_BY_HAND.split())
 def test_a_small_model_can_be_made(family):
     from ds_ring_launcher.check.small_model import build, read_config, shrink

@@ -81,6 +81,7 @@ def test_a_rank_that_fails_outside_the_ring_is_named(zygote: Zygote, kind: str, 
     assert not verdict.wrong, verdict.wrong
 
 
+@pytest.mark.night
 @pytest.mark.alone
 @pytest.mark.parametrize("kind", LATE)
 @pytest.mark.day("sleep in the data set")

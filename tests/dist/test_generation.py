@@ -306,6 +306,7 @@ def beams_of_states(rank: int, world_size: int, name: str) -> list[str]:
     return result
 
 
+@pytest.mark.day("minimax")
 @pytest.mark.situation(
     "generation", "Beam search of a model whose states transformers' cache does not reorder."
 )

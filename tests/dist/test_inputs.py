@@ -237,6 +237,7 @@ def trained_subclass(rank: int, world_size: int, kind: str) -> Run:
     return train_on_ring(rank, world_size, SIZE, config, 2, build=build_subclass(kind))
 
 
+@pytest.mark.day("with a head")
 @pytest.mark.situation(
     "modules", "trained a subclass of a model of transformers, or remote code, on padded batches"
 )

@@ -392,6 +392,7 @@ def made_inside(rank: int, world_size: int) -> str:
     return ""
 
 
+@pytest.mark.night
 @pytest.mark.situation("modes", "a pattern is made inside a compiled function")
 def test_what_cannot_be_made_inside_a_graph_is_named(rank_pool: Pool) -> None:
     (result,) = rank_pool(1).run(made_inside)

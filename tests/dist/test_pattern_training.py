@@ -233,6 +233,7 @@ def losses_of(
     return result
 
 
+@pytest.mark.night
 @pytest.mark.parametrize("layouts", [("zigzag",), ("contiguous", "balanced")], ids="-".join)
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.day("True-zigzag")

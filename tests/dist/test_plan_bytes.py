@@ -264,6 +264,7 @@ def test_of_chosen_rows_as_many_bytes_arrive_as_leave() -> None:
             assert sent == received and (sent > 0 or way == "backward")
 
 
+@pytest.mark.night
 def test_latents_send_what_the_advice_says(rank_pool: Pool) -> None:
     config = configuration("deepseek_v3", {})
     asked = setting(config, 2, "zigzag")
@@ -328,6 +329,7 @@ def mixing_types() -> list[str]:
     return found
 
 
+@pytest.mark.night
 def test_no_model_with_other_layers_is_planned_as_attention() -> None:
     refused, read = [], []
     for name in mixing_types():

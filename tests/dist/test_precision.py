@@ -107,10 +107,10 @@ def bits_that_differ(rank: int, world_size: int, name: str, dtype: torch.dtype) 
     return result
 
 
+@pytest.mark.day("4-window-torch.bfloat16")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", list(PATTERNS))
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.day("2-LongNet-torch.float32", "4-window-torch.bfloat16")
 def test_the_same_inputs_give_the_same_bits(
     rank_pool: Pool, size: int, name: str, dtype: torch.dtype
 ) -> None:

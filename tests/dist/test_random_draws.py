@@ -63,6 +63,7 @@ def dropped(rank: int, world_size: int) -> Draws:
     return draws
 
 
+@pytest.mark.night
 @pytest.mark.situation("modules", "trained a model with dropout on ranks with one seed")
 def test_ranks_draw_other_masks_that_a_seed_repeats(rank_pool: Pool) -> None:
     first, second = rank_pool(2).run(dropped)

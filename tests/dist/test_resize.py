@@ -112,6 +112,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.night
 def test_what_cannot_be_converted_stays_as_it_is(rank_pool, tmp_path, capsys):
     """And a checkpoint of another number of ranks is refused on every rank, with the command to use."""
     saved, limits = tmp_path / "saved", resource.getrlimit(resource.RLIMIT_FSIZE)

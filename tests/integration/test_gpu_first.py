@@ -95,6 +95,7 @@ def test_a_dry_run_leaves_nothing_among_the_results() -> None:
     assert sorted((ROOT / "tools/results").iterdir()) == before
 
 
+@pytest.mark.night
 def test_a_dry_run_ends_each_row_with_no_gpu(tmp_path: Path) -> None:
     done = run(tmp_path, "--dry-run")
     assert done.returncode == 0, done.stderr[-2000:]

@@ -378,6 +378,7 @@ def command_lines() -> str:
     return "\n".join(results)
 
 
+@pytest.mark.night
 @pytest.mark.parametrize("reach", ["local", "ssh"])
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.covering(1)
@@ -420,6 +421,7 @@ def test_sigterm_leaves_time_to_a_handler_under_mpirun(workplace: Workplace, rea
     assert len(list(workplace.folder.glob("rank-*.handled"))) == 2
 
 
+@pytest.mark.night
 def test_one_lost_host_ends_the_others(workplace: Workplace) -> None:
     hosts, caller = by_ssh(workplace, "torchrun")
     started = workplace.start([*DS_RING, str(workplace.write(hosts)), "--", "--sleep"], **caller)
@@ -484,6 +486,7 @@ def test_torchrun_does_not_start_a_rank_again(workplace: Workplace) -> None:
     assert status != 0 and len((workplace.folder / "starts").read_text()) <= 2, output
 
 
+@pytest.mark.night
 @pytest.mark.parametrize("run_folder", ["", "run_folder: run\n"], ids=["plain", "run_folder"])
 @pytest.mark.day("run_folder")
 def test_closed_streams_end_no_rank(workplace: Workplace, run_folder: str) -> None:

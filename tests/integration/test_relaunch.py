@@ -103,6 +103,7 @@ def test_a_killed_rank_is_named_and_the_job_goes_on(workplace: Workplace, engine
     assert "strikes now" in output
 
 
+@pytest.mark.night
 @pytest.mark.situation("launcher", 'an error of one\'s own whose text has "nccl"')
 @pytest.mark.needs("mpirun")
 def test_a_bug_ends_it_after_two_attempts_with_its_traceback_first(workplace: Workplace) -> None:  # noqa: F811

@@ -226,6 +226,7 @@ def called(rank: int, world_size: int) -> dict[str, float]:
     return result
 
 
+@pytest.mark.night
 def test_mask_types_and_values_of_another_width(rank_pool: Pool) -> None:
     for errors in rank_pool(2).run(called):
         assert max(errors.values()) < 1e-5, errors

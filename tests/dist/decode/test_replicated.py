@@ -132,6 +132,7 @@ def test_every_pattern_and_layout_at_a_ragged_length(rank_pool: Pool, ring_size:
     check(rank_pool(ring_size).run(parity, cases), len(cases) * len(LAYOUTS), 1e-5)
 
 
+@pytest.mark.night
 def test_layouts_that_are_made_for_the_pattern(rank_pool: Pool) -> None:
     cases = [Case(Dilated((64, 128, 256), (1, 2, 4)), queries, 700) for queries in (3, 700)]
     check(rank_pool(3).run(parity, cases, ["auto"]), len(cases), 1e-5)
@@ -174,6 +175,7 @@ def test_fewer_keys_than_ranks(rank_pool: Pool, keys: int) -> None:
     assert max(e for (_, _, name), e in errors.items() if name in ("out", "dv")) < 1e-5, errors
 
 
+@pytest.mark.night
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 1e-2), (torch.float64, 1e-12)])
 @pytest.mark.day("dtype0-0.01")
 def test_other_dtypes(rank_pool: Pool, dtype: torch.dtype, tolerance: float) -> None:
@@ -181,6 +183,7 @@ def test_other_dtypes(rank_pool: Pool, dtype: torch.dtype, tolerance: float) -> 
     check(rank_pool(3).run(parity, cases, ["zigzag"], dtype), len(cases), tolerance)
 
 
+@pytest.mark.night
 def test_the_reference_kernel_agrees(rank_pool: Pool) -> None:
     cases = [Case(make(203), 9, 203) for make in PATTERNS.values()]
     check(rank_pool(2).run(parity, cases, ["zigzag"], kernel="reference"), len(cases), 1e-5)

@@ -145,6 +145,13 @@ def on_a_ring(mesh: RingMesh, name: str, packed: bool, matrix: bool, compiled: b
     )  # fmt: skip
 
 
+@pytest.mark.day(
+    "1-zigzag-1-True-True",
+    "2-zigzag-1-True-False",
+    "3-contiguous-1-True-True",
+    "4-balanced-1-False-True",
+    "4-zigzag-2-True-False",
+)
 @pytest.mark.parametrize("matrix", [False, True])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(

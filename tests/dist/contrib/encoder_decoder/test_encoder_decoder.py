@@ -224,6 +224,7 @@ def enabled(rank: int, world_size: int) -> tuple[list[float], dict[str, float]]:
     return losses, errors
 
 
+@pytest.mark.night
 def test_a_script_without_our_calls(rank_pool: Pool) -> None:
     size = small()._replace(tokens=26)
     batch = build_pairs(size, 26, padded=True)

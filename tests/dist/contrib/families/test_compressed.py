@@ -249,6 +249,7 @@ def across_documents(rank: int, world_size: int) -> dict[str, float]:
     return with_pattern(lambda windows, apart: Before(apart), "packed")
 
 
+@pytest.mark.day("across_documents")
 @pytest.mark.parametrize("fault", [with_unfinished_entries, across_documents])
 def test_an_entry_that_a_query_may_not_see_is_found(rank_pool, fault):
     errors = rank_pool(2).run(fault)[0]
@@ -401,6 +402,7 @@ def of_the_document_before(rank: int, world_size: int) -> dict[str, float]:
         return compressor_errors(rank, world_size, "CSA", "packed")
 
 
+@pytest.mark.night
 @pytest.mark.parametrize("fault", [without_windows_before, of_the_document_before])
 def test_a_window_of_another_place_is_found(rank_pool, fault):
     errors = rank_pool(2).run(fault)[0]

@@ -473,6 +473,7 @@ def test_blocks_that_a_batch_does_not_have_are_refused() -> None:
         number({"mm_token_type_ids": torch.tensor([[1, 1, 1, 0]])})
 
 
+@pytest.mark.night
 def test_a_rank_without_an_image_encodes_one_for_its_gradients(rank_pool: Pool) -> None:
     encoded = [item for item, _ in rank_pool(4).run(patches_encoded, "llava")]
     assert encoded == [1, 1, 1, 1]  # of three images
@@ -498,6 +499,7 @@ def as_many_as_patches(rank: int, world_size: int) -> list[str]:
     return outcome
 
 
+@pytest.mark.night
 def test_an_encoder_may_attend_over_as_many_patches_as_a_rank_has_tokens(rank_pool: Pool) -> None:
     for exact, refused in rank_pool(2).run(as_many_as_patches):
         assert not exact
