@@ -57,7 +57,6 @@ VARIANTS = {
     "summed gradients, zero2": {"gradient_allreduce_op": "sum", "zero_optimization": {"stage": 2}},
     "prescaled gradients": {"prescale_gradients": True, "gradient_predivide_factor": 4.0},
     "all_gather": {"ring_attention": {"transport": "all_gather"}},
-    "pull": {"ring_attention": {"transport": "pull"}},
     "short batches": {"ring_attention": {"min_sequence_length": RAGGED.tokens + 1}},
     "just not short": {"ring_attention": {"min_sequence_length": RAGGED.tokens}},
 }

@@ -48,14 +48,6 @@ def test_every_survivor_names_the_culprit_in_time(zygote: Zygote, kind: str) -> 
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.day("kill in a small hop")
-def test_one_sided_pulls_as_well(zygote: Zygote, kind: str) -> None:
-    verdict = play(zygote, kind, "attention", 0, transport="pull")
-    assert not verdict.wrong, verdict.wrong
-
-
-@pytest.mark.alone
 @pytest.mark.parametrize("kind", IN_TRAINING)
 @pytest.mark.night
 def test_in_a_training_step_under_deepspeed_too(zygote: Zygote, kind: str) -> None:

@@ -161,7 +161,7 @@ def any_case(draw: st.DrawFn) -> Case:
     shape = Shape(draw(st.sampled_from([1, 2])), heads, kv_heads, tokens, head_dim=8)
     transport = draw(st.sampled_from(["ring", "ring", "ring", "all_gather"]))
     how = {"prune": draw(st.integers(0, 7)) > 0, "overlap": draw(st.booleans())}
-    options = Options(transport=transport, **(how if transport in ("ring", "pull") else {}))
+    options = Options(transport=transport, **(how if transport == "ring" else {}))
     layout_name = draw(st.sampled_from(LAYOUTS))
     return Case(pattern, shape, layout_name, draw(st.sampled_from(DTYPES)), options, draw(st.integers(0, 9)))
 
