@@ -495,9 +495,11 @@ def newer_than_3_10(text: str) -> list[str]:
         found += [f"{name}" for name in names & set(NEWER_NAMES.split())]
         if type(node).__name__ in NEWER_NODES:
             found.append(type(node).__name__)
-        if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Tuple):
+        if isinstance(node, ast.Subscript) and any(
+            isinstance(part, ast.Starred) for part in getattr(node.slice, "elts", ())
+        ):
             inside = str(ast.get_source_segment(text, node.slice))
-            if any(isinstance(part, ast.Starred) for part in node.slice.elts) and inside[0] != "(":
+            if inside[0] != "(":
                 found.append(f"x[{inside}]")
         if isinstance(node, ast.Call):
             call, arguments = ast.unparse(node.func), {keyword.arg for keyword in node.keywords}
@@ -506,8 +508,8 @@ def newer_than_3_10(text: str) -> list[str]:
                 bytes_of and len(node.args) < 2
             ):
                 found.append(ast.unparse(node))
-            if "__annotations__" in ast.unparse(node) and ("vars(" in call or "__dict__" in call):
-                found.append(ast.unparse(node))
+            if call.endswith(".get") and ("vars(" in call or "__dict__" in call):
+                found += [ast.unparse(node)] * ("__annotations__" in ast.unparse(node))
     return found
 
 

@@ -33,6 +33,7 @@ def zygote() -> Iterator[Zygote]:
     built.close()
 
 
+@pytest.mark.night
 def test_a_job_without_ranks_ends(zygote: Zygote) -> None:
     """And the imports, which take seconds, are over when tests begin for which the other worker waits."""
     assert zygote.run({"world_size": 0, "deadline_s": 1.0}) == {"exits": []}
@@ -72,6 +73,7 @@ def test_a_rank_that_fails_outside_the_ring_is_named(zygote: Zygote, kind: str, 
     assert not verdict.wrong, verdict.wrong
 
 
+@pytest.mark.night
 @pytest.mark.alone
 @pytest.mark.parametrize("kind", LATE)
 @pytest.mark.day("sleep in the data set")

@@ -186,8 +186,8 @@ def scaled_error(got: Tensor, want: Tensor, dtype: torch.dtype) -> float:
     return float("inf") if worst != worst else worst / TOLERANCE[dtype]
 
 
+@pytest.mark.day("1-1", "4-1")
 @pytest.mark.parametrize(("ring_size", "batches"), [(1, 1), (2, 1), (3, 1), (4, 1)])
-@pytest.mark.day("1-1", "3-1", "4-1")
 def test_any_pattern_on_any_layout_is_the_reference(
     request: pytest.FixtureRequest, rank_pool: Pool, ring_size: int, batches: int
 ) -> None:

@@ -872,6 +872,7 @@ MESSAGES_OF_OTHERS = {
 }
 
 
+@pytest.mark.night
 def test_messages_to_search_for_are_raised() -> None:
     """Each part between dots of a message in TROUBLESHOOTING's first column is in a text of the code."""
     raised = messages()

@@ -130,6 +130,7 @@ LLAMA_8B = [
 ]
 
 
+@pytest.mark.night
 def test_every_line_of_the_annotated_report_is_in_one(capsys):
     section = (ROOT / "launcher/README.md").read_text().split("### A report, line by line")[1].split("## ")[0]
     lines = [

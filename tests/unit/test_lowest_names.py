@@ -62,6 +62,7 @@ def test_a_name_that_a_version_lacks_is_used_in_compat_alone(table):
     assert find_unguarded(table["rows"]) == []
 
 
+@pytest.mark.night
 def test_a_use_of_a_name_that_a_version_lacks_is_found():
     rows = {"deepspeed 0.1": ["deepspeed.pipe.PipelineModule"]}
     assert find_unguarded(rows) == [

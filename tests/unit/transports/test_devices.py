@@ -58,6 +58,7 @@ def nothing(options: Any) -> None:
     """What ranks do that get no GPU."""
 
 
+@pytest.mark.night
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
 def test_ranks_of_the_launcher_without_a_gpu_are_told_so(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(RanksError, match=r"rank \d: " + REFUSED.format(r"\d", r"\d", 0)):
