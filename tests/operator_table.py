@@ -257,14 +257,6 @@ def attend_module(place: Place, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return ds_ring.RingAttention(ds_ring.Causal(), **place.where)(q, k, v)  # type: ignore[no-any-return]
 
 
-def multihead(place: Place, x: Tensor) -> Tensor:
-    torch.manual_seed(0)
-    made = ds_ring.MultiheadRingAttention(
-        8, H, pattern=ds_ring.Causal(), **place.where, dtype=x.dtype, batch_first=True
-    )
-    return made(x, x, x, need_weights=False)[0]  # type: ignore[no-any-return]
-
-
 def decode(place: Place, q: Tensor, k: Tensor, v: Tensor, **more: Any) -> Tensor:
     return ds_ring.decode_attention(q, k, v, **place.where, **more)  # type: ignore[no-any-return]
 
@@ -481,9 +473,6 @@ OPERATORS: dict[str, Operator] = {
     "ring_attention, all_gather": _row(attend_by("all_gather")),
     "ring_attention, tiles": _row(attend_by("tiles")),
     "RingAttention": _row(attend_module),
-    "MultiheadRingAttention": Operator(
-        lambda dtype: drawn(dtype, x=(B, T, 8)), {"x": 1}, multihead, 1, ("x",)
-    ),
     "decode_attention": _row(decode, **FEW),
     "decode_attention, sinks and lse": _row(
         decode_with_sinks,

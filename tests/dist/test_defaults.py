@@ -18,8 +18,8 @@ DEFAULTS = {
     "dtype float64": ("cpu", torch.float64),
     "dtype float16": ("cpu", torch.float16),
 }
-# What the user's own code makes there: a module's parameters, and positions.
-OF_THE_USER = {"device meta": {"MultiheadRingAttention", "selected_attention"}}
+# What the user's own code makes there: positions.
+OF_THE_USER = {"device meta": {"selected_attention"}}
 
 
 @contextmanager
