@@ -21,7 +21,6 @@ from torch import Tensor
 
 import ds_ring
 from ds_ring import PassOptions, RingMesh, make_layout
-from ds_ring.contrib.whole_heads.scan import run_whole_heads
 from ds_ring.layers.distance_bias.attention import DistanceBiasAttention
 from ds_ring.schedule.layout import Layout
 
@@ -95,7 +94,7 @@ class Operator(NamedTuple):
         loss: of an output that is whole: "sum" if the loss is that of all ranks together, "once" if every
             rank computes the same one, which counts once.
         layout: the name of a layout that suits.
-        ulysses: "any"; "none" if it takes rings alone, "only" if it takes no ring.
+        ulysses: "any"; "none" if it takes rings alone.
         any_dtype: copies values of any dtype.
     """
 
@@ -106,7 +105,7 @@ class Operator(NamedTuple):
     gradients: tuple[str, ...]
     loss: Literal["sum", "once"] = "sum"
     layout: str = "zigzag"
-    ulysses: Literal["any", "none", "only"] = "any"
+    ulysses: Literal["any", "none"] = "any"
     any_dtype: bool = False
 
     def shards(self, grid: Grid, whole: Inputs, rank: int) -> Inputs:
@@ -433,15 +432,6 @@ def wide_queries(dtype: torch.dtype) -> Inputs:
     return qkv(dtype) | drawn(dtype, 1, q=(B, H, T, D + 3), profiles=(3, 5))
 
 
-def whole_heads(place: Place, x: Tensor) -> Tensor:
-    """A recurrence of each head, on Ulysses ranks alone."""
-
-    def run(tensors: list[Tensor]) -> Tensor:
-        return tensors[0].cumsum(dim=1)
-
-    return run_whole_heads(run, [x], place.layout, place.mesh, PassOptions())
-
-
 def _row(call: Callable[..., Tensor], **more: Any) -> Operator:
     """A row of attention."""
     given: dict[str, Any] = {"inputs": qkv, "dims": ATTENDED, "out_dim": 2, "gradients": QKV}
@@ -530,8 +520,5 @@ OPERATORS: dict[str, Operator] = {
     ),
     "sharded_rows": Operator(
         rows_of_tokens, {"table": 0, "rows": 1}, look_up, 1, ("table",), layout="contiguous"
-    ),
-    "whole heads": Operator(
-        lambda dtype: drawn(dtype, x=(B, T, 4, 3)), {"x": 1}, whole_heads, 1, ("x",), ulysses="only"
     ),
 }  # fmt: skip

@@ -52,7 +52,7 @@ def differences(rank: int, world_size: int, ulysses_size: int, changed: str) -> 
     """What operators have otherwise under other defaults, by name."""
     mesh, result = RingMesh.from_world(world_size // ulysses_size, ulysses_size), {}
     for name, row in OPERATORS.items():
-        suits = row.ulysses == "any" or (row.ulysses == "none") == (ulysses_size == 1)
+        suits = row.ulysses == "any" or ulysses_size == 1
         if not suits or name in OF_THE_USER.get(changed, ()):
             continue
         place = Place(mesh, row.layout)
