@@ -574,9 +574,8 @@ BLOCKS: dict[str, Callable[[Place, str], None]] = {
     "rank hop origin": summary_of_a_plan,
     "rank 1, forward": is_a_picture("the command before it prints one like it, and is read"),
     # ds_ring/contrib/training_commands/README.md, whose tests run such commands where the packages are
-    "NPROC_PER_NODE=2 swift sft": is_a_picture("of a command of ms-swift; test_ms_swift.py"),
     "FORCE_TORCHRUN=1": is_a_picture("of a command of LLaMA-Factory; test_llama_factory.py"),
-    "pip install ms-swift": is_a_picture("of two environments that exclude this one"),
+    "pip install deepspeed ds_ring": is_a_picture("of an environment that excludes this one"),
     # ds_ring/models/PATCHES.md
     '@patch(ENGINE, "step"': only_reads("run_report.py's; tests/unit/test_patches.py applies such"),
     '.venv/bin/python -c "from ds_ring.patches': tables_of_changes,
