@@ -25,7 +25,7 @@ from ds_ring import (
 )
 from ds_ring.masks.pattern import Pattern
 from ds_ring.ops.context import RingContext, make_ring_context
-from ds_ring.ops.frontend import attend
+from ds_ring.ops.eager import attend
 from ds_ring.ops.options import Options
 from ds_ring.transports.tiles.grid import PassGrid
 from ds_ring.transports.tiles.plan import TokenBytes, choose_grid, list_grids, tile_plan
