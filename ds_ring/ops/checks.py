@@ -235,10 +235,9 @@ def sees_plain(tensors: Sequence[Tensor | None]) -> bool:
     """Return whether only autograd handles these tensors: no transform, no mode, no tensor subclass."""
     if peek_interpreter_stack() is not None or torch._C._len_torch_dispatch_stack():
         return False
-    if not set(map(type, tensors)) <= _PLAIN:
-        return False
+    is_plain = set(map(type, tensors)) <= _PLAIN
     # is_grads_batched=True makes legacy batched tensors; only an operator has a rule for them.
-    for x in tensors:
+    for x in tensors if is_plain else ():
         if x is not None and is_legacy_batchedtensor(x):
             return False
-    return True
+    return is_plain
