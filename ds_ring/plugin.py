@@ -128,26 +128,22 @@ class PassRow(NamedTuple):
 
     Attributes:
         home: function that makes it: of the context, `Prepared`, `Operands`, and what ends the header check.
-        exchange: class that sends its messages; None: `comm.exchange.Exchange`.
         no_hops: why payload dtypes, chunks, stages and overlap have no effect; None: K/V go hop by hop.
         no_offload: why its operands cannot wait on the host; None: they can.
         no_hop_sums: why no kernel may keep a sum over the hops of a rank; None: one may.
         whole_blocks: its layouts have runs of whole blocks of `block_size` tokens.
         checks_layout: function of a layout and `block_size` that raises RingLayoutError for one that has not.
-        shares_memory: ranks copy out of memory that those of one node share; no backend sees a message.
         few_queries: function that makes its forward pass of queries that all ranks have; None: the usual.
         plans: function that makes its plan of a ring's, with the ranks of a node, the most bytes of a stage
             and the bytes of K and V of a token; None: it goes by the ring's.
     """
 
     home: Object
-    exchange: Object = None
     no_hops: str | None = None
     no_offload: str | None = None
     no_hop_sums: str | None = None
     whole_blocks: bool = False
     checks_layout: Object = None
-    shares_memory: bool = False
     few_queries: Object = None
     plans: Object = None
 

@@ -479,7 +479,6 @@ OPERATORS: dict[str, Operator] = {
     "ring_attention, documents and softcap": _row(attend_documents),
     "ring_attention, MaskMod": _row(attend_mask_mod),
     "ring_attention, all_gather": _row(attend_by("all_gather")),
-    "ring_attention, tiles": _row(attend_by("tiles")),
     "RingAttention": _row(attend_module),
     "MultiheadRingAttention": Operator(
         lambda dtype: drawn(dtype, x=(B, T, 8)), {"x": 1}, multihead, 1, ("x",)

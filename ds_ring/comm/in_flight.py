@@ -38,8 +38,7 @@ class Pending:
         works, peers: the Works of torch, and for each the world ranks that it depends on.
         timeout_s: seconds that the batch may take.
         sent, received: the tensors.
-        group: what carries them: a process group, or shared memory of CUDA (`shared_memory.py`); aborted if
-            the batch fails.
+        group: the process group that carries them; aborted if the batch fails.
         watchdog: holds the deadline if a stream waits; None if there is none, or the host waits.
         streams: the streams that wait; None if the host waits.
         came: returns whether the device has reached the wait.

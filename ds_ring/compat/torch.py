@@ -6,7 +6,7 @@ Owns nothing else: a module that needs one of these imports it from here, and wo
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
@@ -156,8 +156,3 @@ def derives_joint_graph() -> bool:
 
     variable = getattr(higher_order_ops, "FlexAttentionBackwardHighOrderVariable", None)
     return hasattr(variable, "_derive_joint_graph")
-
-
-def list_missing(owner: Any, names: Iterable[str]) -> list[str]:
-    """Return those names of a module or class of torch that this version does not have."""
-    return [name for name in names if not hasattr(owner, name)]

@@ -84,9 +84,7 @@ class RingContext:
 
     def __post_init__(self) -> None:
         if self.mesh.sequence_size > 1:
-            exchange_class = self.options.transport_spec.exchange if self.mesh.ring_size > 1 else None
-            make = Exchange if exchange_class is None else load(exchange_class)
-            self.exchange = make(self.mesh, self.options.hop_timeout_seconds)
+            self.exchange = Exchange(self.mesh, self.options.hop_timeout_seconds)
         self.make_pass = load(self.options.transport_spec.home)
         self.saved = SavedTensors()
         if self.options.offload_attention is not False and "offload_attention" in SAVED_TENSORS:

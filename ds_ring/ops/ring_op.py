@@ -37,10 +37,12 @@ from ds_ring.ring.ring_pass import RingPass
 
 
 def make_pass(
-    context: RingContext, prepared: Prepared, operands: Operands,
-    finish_header_check: Callable[[], None] | None, buffers: Buffers | None = None,
-) -> RingPass:  # fmt: skip
-    """Return the ring pass, with buffers of the mesh if none are given."""
+    context: RingContext,
+    prepared: Prepared,
+    operands: Operands,
+    finish_header_check: Callable[[], None] | None,
+) -> RingPass:
+    """Return the ring pass, with buffers of the mesh."""
     options, mesh, exchange = context.options, context.mesh, context.exchange
     observers: Observers = mesh.owners[Observers]
     kernel: Kernel = prepared.kernel
@@ -55,7 +57,7 @@ def make_pass(
         prepared.scale,
         options.overlap,
         prepared.chunk_bytes,
-        mesh.owners[Buffers] if buffers is None else buffers,
+        mesh.owners[Buffers],
         observer=observers[-1] if observers else None,
         load_heads=partial(context.saved.load_heads, context) if prepared.offload else None,
         finish_header_check=finish_header_check,

@@ -74,7 +74,6 @@ class BufferKind(NamedTuple):
         nbytes: a multiple of ALIGNMENT.
         fake: of a FakeTensorMode.
         apart: the second one is after the first one, not interleaved with it token by token.
-        place: of transport "pull", bytes from the start of the memory that ranks share; else None.
     """
 
     shape: tuple[int, ...]
@@ -84,15 +83,6 @@ class BufferKind(NamedTuple):
     nbytes: int
     fake: bool
     apart: bool = False
-    place: int | None = None
-
-    def bytes_before(self, slot: int) -> tuple[int, ...]:
-        """Return the bytes of the buffer before this slot of each of its messages."""
-        row = math.prod(self.shape[1:-1]) * self.dtype.itemsize
-        if not self.apart:
-            return (slot * row * self.shape[-1],)
-        first = row * self.head_dim
-        return slot * first, self.shape[0] * first + slot * row * (self.shape[-1] - self.head_dim)
 
     def pair(self, elements: Tensor) -> Pair:
         """Return the tensors in so many contiguous elements."""

@@ -55,10 +55,6 @@ Fraction = Annotated[
 WaitSeconds = Annotated[
     float, Field(ge=0, le=1e6, allow_inf_nan=False), Accepted(_WAIT, "write 1.0e-05, say")
 ]
-WaitSecondsOrNone = Annotated[
-    Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)] | None,
-    Accepted(f"{_WAIT}, or null", "write 1.0e-05, say, or leave it out"),
-]
 ShareOrNone = Annotated[
     Annotated[float, Field(ge=0, le=0.9, allow_inf_nan=False)] | None,
     Accepted("a number of at least 0 and at most 0.9, or null", "write 0.25 for a quarter of the device"),
@@ -122,10 +118,6 @@ class Hardware(Section):
     message_share: ShareOrNone = Field(
         default=None,
         description="part of the device that the kernels of messages hold inside a node; without it nothing",
-    )
-    pull_latency_s: WaitSecondsOrNone = Field(
-        default=None,
-        description='of transport "pull": signals and the start of a copy; without it pulls are no option',
     )
     host_memory_bytes: BytesOrNone = Field(
         default=None, description="of a node's host, for what is offloaded; without it nothing is"

@@ -294,6 +294,7 @@ def not_through_the_backend(rank: int, world_size: int, backend: str | None) -> 
     engine(**engine.ring.shard_batch(build_batch(SIZE)))
 
 
+@pytest.mark.day("None")
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
 def test_a_model_as_it_is_runs_through_the_backend_only(rank_pool: Pool, backend: str | None) -> None:
     for item in rank_pool(2).collect(not_through_the_backend, backend, timeout_s=120):

@@ -51,6 +51,7 @@ def save_and_go_on(
     return train_to(engine, STEPS, save), seen  # the engine goes: its thread ends the last one
 
 
+@pytest.mark.night
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.day("3")
 def test_a_checkpoint_holds_the_state_at_the_call(rank_pool: Any, tmp_path: Path, stage: int) -> None:

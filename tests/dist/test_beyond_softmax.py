@@ -197,6 +197,7 @@ def modified(
     return errors, heard
 
 
+@pytest.mark.day("both-2-options4")
 @pytest.mark.parametrize(
     ("which", "world_size", "options"),
     [
@@ -207,7 +208,6 @@ def modified(
         ("both", 2, {"kernel": "auto"}),
     ],
 )
-@pytest.mark.day("ALiBi-4-options1", "both-3-options2", "both-2-options4")
 def test_changed_scores(rank_pool: Pool, which: str, world_size: int, options: dict[str, Any]) -> None:
     for errors, heard in rank_pool(world_size).run(modified, which, **{"kernel": "reference"} | options):
         assert max(errors.values()) < 1e-12, errors

@@ -130,12 +130,14 @@ def count_in_llama(rank: int, world_size: int, reentrant: bool) -> list[int]:
     return counts
 
 
+@pytest.mark.night
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.day("False")
 def test_eight_layers_of_a_llama_take_eight_passes(rank_pool: Pool, reentrant: bool) -> None:
     assert rank_pool(2).run(count_in_llama, reentrant) == [[LAYERS, LAYERS]] * 2
 
 
+@pytest.mark.night
 @pytest.mark.parametrize("options", [{"recompute": True}, {"writes": True}], ids=str)
 @pytest.mark.day("{'writes': True}")
 def test_passes_run_again_where_they_are_told_to_or_must(rank_pool: Pool, options: dict[str, bool]) -> None:
@@ -146,6 +148,7 @@ def test_passes_run_again_where_they_are_told_to_or_must(rank_pool: Pool, option
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
+@pytest.mark.night
 def test_the_first_half_is_computed_again_and_the_other_kept(rank_pool: Pool) -> None:
     plain = rank_pool(2).run(steps, "none")
     result = rank_pool(2).run(steps, "reentrant", recompute=0.5)
@@ -212,6 +215,7 @@ def against_stock(rank: int, world_size: int, family: str, reentrant: bool) -> t
     return *(worst(item.values()) for item in errors), warned
 
 
+@pytest.mark.night
 @pytest.mark.parametrize("family", SHARED)
 @pytest.mark.day("gemma4_text")
 @pytest.mark.situation("checkpointing", "trained Gemma 3n or 4, whose layers share K/V, with checkpoints")

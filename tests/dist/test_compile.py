@@ -189,6 +189,7 @@ def dense_errors(everything: list[Tensor], got: list[Tensor]) -> list[float]:
     return [relative_error(a, b) for a, b in zip(got, want, strict=True)]
 
 
+@pytest.mark.night
 @each_backend
 def test_a_compiled_function_takes_other_lengths(rank_pool: Pool, backend: str) -> None:
     for result in rank_pool(2).run(functional, backend, timeout_s=120):
@@ -540,10 +541,8 @@ ROWS = [
 @pytest.mark.situation("compile", "a mask or score function captures other values in the next call")
 @pytest.mark.parametrize(("how", "name"), ROWS, ids=lambda item: item.replace(" ", "_"))
 @pytest.mark.day(
-    "argument-a_number", "argument-a_tensor", "argument-a_method", "argument-a_partial",
-    "argument-a_compiled_function", "argument-a_mask's_tensor", "argument-a_compiled_mask", "attribute-a_number",
-    "layers-a_mask's_tensor", "written-list", "written-in_place", "written-object", "made_inside-a_buffer",
-    "made_inside-self", "made_inside-an_argument",
+    "argument-a_tensor", "argument-a_compiled_function", "layers-a_mask's_tensor", "written-object",
+    "made_inside-an_argument",
 )  # fmt: skip
 def test_a_compiled_function_sees_what_a_function_of_pairs_has_captured(
     rank_pool: Pool, how: str, name: str
@@ -616,6 +615,7 @@ def shared_cache(rank: int, world_size: int, folder: str, names: list[str]) -> d
 SHARED = ["halo", "scan", "attention", "sinks and Ulysses", "latents and Ulysses"]
 
 
+@pytest.mark.night
 @pytest.mark.situation("compile", "a second run takes Inductor's graphs from disk, of ranks with other sizes")
 @pytest.mark.parametrize("names", [["halo"], SHARED], ids=["halo", "all"])
 @pytest.mark.day("halo")

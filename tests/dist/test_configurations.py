@@ -37,6 +37,7 @@ VERDICTS = {
 }
 
 
+@pytest.mark.night
 @pytest.mark.situation(
     "configurations", "checks all configurations of a model type, and goes on where it was ended"
 )

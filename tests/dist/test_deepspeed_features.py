@@ -140,6 +140,7 @@ EXACT: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.day("hpZ", "auto")
 @pytest.mark.parametrize("feature", EXACT)
 def test_what_is_exact(rank_pool: Any, feature: str) -> None:
     stage, changes = EXACT[feature]

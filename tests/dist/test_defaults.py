@@ -69,10 +69,10 @@ def differences(rank: int, world_size: int, ulysses_size: int, changed: str) -> 
     return result
 
 
+@pytest.mark.day("device meta-2")
 @pytest.mark.situation("dtypes", "the script sets torch's default device or dtype")
 @pytest.mark.parametrize(
     ("changed", "ulysses_size"), [*((changed, 1) for changed in DEFAULTS), ("device meta", 2)]
 )
-@pytest.mark.day("device meta-1", "dtype float16-1", "device meta-2")
 def test_operators_do_not_depend_on_defaults(rank_pool: Pool, changed: str, ulysses_size: int) -> None:
     assert rank_pool(2).run(differences, ulysses_size, changed) == [{}, {}]

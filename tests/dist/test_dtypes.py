@@ -30,6 +30,7 @@ def bad_cases(
     }  # fmt: skip
 
 
+@pytest.mark.night
 @pytest.mark.situation("dtypes", "shards of uint16, float8, bits and other dtypes are copied between ranks")
 @pytest.mark.parametrize(("world_size", "ulysses_size"), [(2, 1), (2, 2)])
 @pytest.mark.day("2-2")  # on a ring the next test copies by day, by the same calls

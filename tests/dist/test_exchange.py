@@ -93,6 +93,7 @@ def in_time(outcomes: list[RankOutcome]) -> bool:
     return all(item.value is None or item.value.seconds < LATE_S for item in outcomes)
 
 
+@pytest.mark.day("hop-5-1", "collective-None-1")
 @pytest.mark.parametrize(
     ("what", "hop", "peer"),
     [("hop", 5, 1), ("header", None, 1), ("collective", None, 1), ("attention", None, 1)],

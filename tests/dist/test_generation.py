@@ -194,8 +194,10 @@ CASES = {
 }
 
 
+@pytest.mark.day(
+    "ring 2 x Ulysses 2", "windows in some layers, and sinks", "beams of layers with both kinds of states"
+)
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.day(*(name for name in CASES if name not in NIGHTLY))
 def test_tokens_and_logits_are_those_of_one_process(rank_pool: Pool, name: str) -> None:
     compare(rank_pool(4 if "x" in name else CASES[name].ring_size), CASES[name], name.startswith("states"))
 
@@ -242,6 +244,7 @@ def while_training(rank: int, world_size: int, generates: bool) -> list[float]:
     return losses
 
 
+@pytest.mark.night
 def test_training_goes_on_as_if_nothing_had_been_generated(rank_pool: Pool) -> None:
     assert rank_pool(2).run(while_training, True) == rank_pool(2).run(while_training, False)
 
@@ -303,6 +306,7 @@ def beams_of_states(rank: int, world_size: int, name: str) -> list[str]:
     return result
 
 
+@pytest.mark.day("minimax")
 @pytest.mark.situation(
     "generation", "Beam search of a model whose states transformers' cache does not reorder."
 )

@@ -111,6 +111,7 @@ def of_whole_tensors(
     return result
 
 
+@pytest.mark.day("False-2", "True-3")
 @pytest.mark.situation(
     "autograd", "Saliency, a trainable projector, and FreeLB, through whole inputs_embeds."
 )
@@ -155,6 +156,7 @@ def with_replicas(rank: int, world_size: int) -> tuple[float, float]:
     return tuple(float((a - b).norm() / b.norm()) for a, b in errors)  # type: ignore[return-value]
 
 
+@pytest.mark.night
 def test_replicas_average_gradients_of_modules_outside(rank_pool: Pool) -> None:
     for errors in rank_pool(4).run(with_replicas):
         assert max(errors) < TOLERANCE, errors

@@ -93,6 +93,7 @@ def on_the_ring(rank: int, world_size: int, case: Case) -> Run:
     return Run([float(mean.detach())], gradients_of(model, session.gradient_divisor))
 
 
+@pytest.mark.day("gemma4", "opt, left", "biogpt, left", "classifier, left", "classifier, foreign padding")
 @pytest.mark.situation(
     "inputs", "trained by inputs_embeds, or with padding that a model counts or reads in its own way"
 )
@@ -236,6 +237,7 @@ def trained_subclass(rank: int, world_size: int, kind: str) -> Run:
     return train_on_ring(rank, world_size, SIZE, config, 2, build=build_subclass(kind))
 
 
+@pytest.mark.day("with a head")
 @pytest.mark.situation(
     "modules", "trained a subclass of a model of transformers, or remote code, on padded batches"
 )

@@ -224,9 +224,9 @@ def resources_of(rank: int, world_size: int, how: str, meshes: int) -> list[tupl
     return result
 
 
+@pytest.mark.day("dropped")
 @pytest.mark.situation("mesh", "many meshes are made and dropped")
 @pytest.mark.parametrize("how", ["closed", "dropped", "closed at other times"])
-@pytest.mark.day("closed", "dropped")
 def test_meshes_that_are_closed_or_dropped_leave_nothing_behind(how: str) -> None:
     """25 of them took descriptors from 10 to 265, threads from 4 to 156, groups from 1 to 51."""
     for start, early, end in run_ranks(resources_of, 4, how, 8):

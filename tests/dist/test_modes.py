@@ -360,10 +360,10 @@ def walk(rank: int, world_size: int, mode: str, names: list[str]) -> dict[str, s
 FEW = ["attention", "SlidingWindow", "MaskMod by vmap", "Softcap", "gather_sequence", "halo"]
 
 
+@pytest.mark.day("selective-few", "vmap-few")
 @pytest.mark.situation("modes", "public functions under compile, checkpoint, inference_mode, no_grad, vmap")
 @pytest.mark.parametrize("names", [FEW, list(FUNCTIONS)], ids=["few", "all"])
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.day("reentrant-few", "selective-few", "inference first-few", "batched gradients-few", "vmap-few")
 def test_a_mode_of_torch_changes_no_result(rank_pool: Pool, mode: str, names: list[str]) -> None:
     refused = REFUSED.get(mode, {})
     for result in rank_pool(RANKS).run(walk, mode, names, timeout_s=600):
@@ -392,6 +392,7 @@ def made_inside(rank: int, world_size: int) -> str:
     return ""
 
 
+@pytest.mark.night
 @pytest.mark.situation("modes", "a pattern is made inside a compiled function")
 def test_what_cannot_be_made_inside_a_graph_is_named(rank_pool: Pool) -> None:
     (result,) = rank_pool(1).run(made_inside)

@@ -347,6 +347,7 @@ def test_what_mixes_tokens_is_refused_on_every_rank(rank_pool: Pool) -> None:
             assert '"check_modules": false' in result[name]
 
 
+@pytest.mark.night
 @pytest.mark.situation("modules", "A module or a hook of the user's in a Llama works token by token.")
 def test_what_works_token_by_token_is_not_refused(rank_pool: Pool) -> None:
     for result in rank_pool(2).run(table, "right"):
@@ -411,7 +412,7 @@ def as_a_users(rank: int, world_size: int, family: str) -> int:
     return len(counted)
 
 
+@pytest.mark.day("qwen3_moe")
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.day("llama", "qwen3_moe", "bamba")
 def test_modules_of_families_would_not_be_refused_as_a_users(rank_pool: Pool, family: str) -> None:
     assert min(rank_pool(2).run(as_a_users, family)) >= 6

@@ -264,6 +264,7 @@ def test_of_chosen_rows_as_many_bytes_arrive_as_leave() -> None:
             assert sent == received and (sent > 0 or way == "backward")
 
 
+@pytest.mark.night
 def test_latents_send_what_the_advice_says(rank_pool: Pool) -> None:
     config = configuration("deepseek_v3", {})
     asked = setting(config, 2, "zigzag")
@@ -328,6 +329,7 @@ def mixing_types() -> list[str]:
     return found
 
 
+@pytest.mark.night
 def test_no_model_with_other_layers_is_planned_as_attention() -> None:
     refused, read = [], []
     for name in mixing_types():
@@ -365,6 +367,7 @@ def run(capsys: Any, config: dict[str, Any], *more: str) -> tuple[int, str]:
     return status, "".join(capsys.readouterr())
 
 
+@pytest.mark.night
 def test_a_hybrid_plan_counts_each_kind_of_layer(capsys: Any) -> None:
     found = json.loads(run(capsys, QWEN, "--json")[1])
     (one,) = found["other_layers"]

@@ -136,6 +136,7 @@ def check(result: list[Any], words: str, error: str = "RingCheckpointError") -> 
 # Ranks that read something else.
 
 
+@pytest.mark.night
 @pytest.mark.situation("checkpoints", "ranks load different checkpoints of one tag")
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("tag", [None, "global_step2"])
@@ -232,12 +233,9 @@ TABLE: dict[str, tuple[Setup, Setup, dict[str, Any], str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.day("stage 1 at 2", "AdamW as SGD", "no scheduler", "a wider model")
 @pytest.mark.situation("checkpoints", "a run resumes with another ZeRO stage, dtype, optimizer or scheduler")
 @pytest.mark.parametrize("case", TABLE)
-@pytest.mark.day(
-    "stage 1 at 2", "stage 0 at 1", "weights of 0 at 2", "bf16 as fp32", "AdamW as SGD", "AdamW as Adamax",
-    "no scheduler", "a wider model", "a deeper model at 3",
-)  # fmt: skip
 def test_a_run_of_another_kind(rank_pool, saved, case) -> None:
     before, now, options, says = TABLE[case]
     folder, losses = saved(before)

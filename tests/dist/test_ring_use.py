@@ -191,6 +191,7 @@ def in_other_orders(rank: int, world_size: int) -> dict[str, Any]:
     return result
 
 
+@pytest.mark.night
 def test_when_the_model_is_looked_at(rank_pool: Any) -> None:
     for result in rank_pool(2).run(in_other_orders, timeout_s=120):
         short, short_again, whole = result.pop("short batches")
@@ -242,6 +243,7 @@ def warned(rank: int, world_size: int) -> dict[str, list[str]]:
     return result
 
 
+@pytest.mark.night
 def test_positions_and_a_loss_of_ones_own_are_a_warning(rank_pool: Any) -> None:
     first, *others = rank_pool(2).run(warned, timeout_s=120)
     (positions,) = first.pop("no positions")
@@ -265,6 +267,7 @@ def through_the_backend(rank: int, world_size: int) -> tuple[Tensor, str]:
     return logits, ""
 
 
+@pytest.mark.night
 def test_the_backend_rewrites_what_would_be_refused(rank_pool: Any) -> None:
     with torch.no_grad():
         expected = Own(plain)(**build_batch(SIZE))

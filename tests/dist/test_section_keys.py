@@ -222,6 +222,7 @@ def all_keys(rank: int, world_size: int, folder: str) -> dict[str, tuple[str, st
     }
 
 
+@pytest.mark.night
 def test_every_key_changes_what_can_be_seen(rank_pool: Any, tmp_path: Path) -> None:
     sections = {key: (before, after) for key, (before, after, _) in KEYS.items()}
     for result in rank_pool(2).run(all_keys, str(tmp_path), timeout_s=240):

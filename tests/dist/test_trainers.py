@@ -144,12 +144,12 @@ def ids_of_a_shuffling_loader(rank: int, world_size: int, axis: str, seedable: b
     return mine
 
 
+@pytest.mark.day("2--False", "2-cp-True")
 @pytest.mark.situation("trainers", "no seed is set")
 @pytest.mark.parametrize(
     ("world", "axis", "seedable"),
     [(2, "", False), (4, "", False), (4, "sp", False), (2, "cp", True), (4, "", True)],
 )
-@pytest.mark.day("2--False", "2-cp-True", "4--True")
 def test_ranks_of_a_ring_shuffle_alike_without_a_seed(
     rank_pool: Any, world: int, axis: str, seedable: bool
 ) -> None:
@@ -345,6 +345,7 @@ def late(rank: int, world_size: int) -> list[str]:
     return [*result, str(bool(engine(**build_batch(size)).loss > 0))]
 
 
+@pytest.mark.night
 @pytest.mark.situation("trainers", "ds_ring.enable() after the model was prepared")
 def test_a_late_enable_names_what_was_made_before() -> None:
     pytest.importorskip("accelerate")

@@ -257,11 +257,10 @@ WRONG = {
         ("contiguous, zigzag, striped", "got 'zigzack'")),
     "layout a number": Wrong(put(layout=4), "RingLayoutError", ("got 4", "make_layout")),
     "pattern a text": Wrong(put(pattern="causal"), "RingPatternError", ("got 'causal'", "ds_ring.Causal()")),
-    "options that are none": Wrong(put(options={"transport": "pull"}), "RingConfigError",
+    "options that are none": Wrong(put(options={"transport": "ring"}), "RingConfigError",
         ("options: expected PassOptions, got", "use ds_ring.PassOptions(transport=...)")),
     "transport unknown, all": Wrong(put(transport="pigeon"), "RingConfigError",
-        ('transport: expected one of "ring", "pull", "reproducible", "tiles", "all_gather", "direct", '
-         '"fastest", got "pigeon"',),
+        ('transport: expected one of "ring", "reproducible", "all_gather", "direct", "fastest", got "pigeon"',),
         ALL),
     "kernel unknown": Wrong(put(kernel="fast"), "RingConfigError",
         ('kernel: expected one of "auto", "reference", ', 'got "fast"')),

@@ -194,10 +194,10 @@ def differing_start(
     return result, afterwards.ring.mesh.ring_size == 2
 
 
+@pytest.mark.day("2-1-transport", "2-1-ZeRO stage", "2-1-a key of DeepSpeed's", "2-0-ring size", "4-2-window")
 @pytest.mark.situation("first hour", "the JSON differs between ranks")
 @pytest.mark.parametrize("what", DIFFERENT)
 @pytest.mark.parametrize(("world", "wrong_rank"), [(2, 1), (2, 0), (4, 2)])
-@pytest.mark.covering(1)
 def test_configurations_that_differ_name_rank_and_key(rank_pool, tmp_path, what, world, wrong_rank):
     config, words = DIFFERENT[what]
     results = answers(rank_pool(world), differing_start, config, wrong_rank, str(tmp_path))

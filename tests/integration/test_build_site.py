@@ -82,6 +82,7 @@ def test_every_page_is_linked_from_the_index(pages: Path) -> None:
     assert (pages / "tools/results/ring.svg").is_file()
 
 
+@pytest.mark.night
 @pytest.mark.needs("pdoc")
 def test_a_broken_link_ends_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """An anchor, a text, a picture and a file that are not there, in a copy of the texts."""

@@ -762,7 +762,7 @@ CONTRADICTIONS = {
     "no GPU": ("README.md", "**One GPU has run it**", "**No GPU has run it**"),
     "two GPUs": ("README.md", "**One GPU has run it**", "**Two GPUs have run it**"),
     "another GPU": ("ds_ring/kernels/flash/README.md", "One H200 ran it", "One B200 ran it"),
-    "a transport": ("ds_ring/transports/README.md", "## Limits\n", "`pull` has not run on a GPU.\n"),
+    "a transport": ("ds_ring/transports/README.md", "## Limits\n", "`ring` has not run on a GPU.\n"),
     "a folder": ("ds_ring/kernels/flash/README.md", "One H200 ran it", "It has not run on a GPU"),
 }
 
@@ -872,6 +872,7 @@ MESSAGES_OF_OTHERS = {
 }
 
 
+@pytest.mark.night
 def test_messages_to_search_for_are_raised() -> None:
     """Each part between dots of a message in TROUBLESHOOTING's first column is in a text of the code."""
     raised = messages()

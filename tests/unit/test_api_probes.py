@@ -258,7 +258,7 @@ CALLS: dict[str, Call] = {
             "mesh": Argument(NO_MESH),
             "scale": SCALE,
             "kernel": Argument((*NO_NAME, "flex"), ("cpu", "auto")),
-            "transport": Argument(NO_NAME, ("ring", "pull", "all_gather")),
+            "transport": Argument(NO_NAME, ("ring", "all_gather")),
             "overlap": Argument(NO_FLAG, (True, False)),
             "prune": Argument(NO_FLAG, (True, False)),
             "hop_timeout_seconds": Argument((*NOTHING, 0, -1, NAN, INF, 1e300, 10**400, True), (60, 1.5)),

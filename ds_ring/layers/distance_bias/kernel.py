@@ -55,7 +55,7 @@ class Profiles(ExtraOperand):
         why = context.options.transport_spec.no_hop_sums
         if why is not None:
             got = f'"{context.options.transport}", which {why}'
-            raise RingConfigError.wrong("profiles", 'transport "ring" or "pull"', got, "change the transport")
+            raise RingConfigError.wrong("profiles", 'transport "ring"', got, "change the transport")
         if profiles.dtype != q.dtype or profiles.device != q.device:
             got = f"{profiles.dtype} on {profiles.device}"
             raise RingShapeError.wrong("profiles", f"{q.dtype} on {q.device}, as q", got, "cast them")

@@ -97,9 +97,15 @@ def errors(rank: int, world_size: int, name: str, options: dict[str, Any]) -> li
     return [relative_error(x[0] if batched else x, y) for x, y in zip(rows, wanted, strict=True)]
 
 
+@pytest.mark.day(
+    "2-zigzag_ring_flash_attn_varlen-options3",
+    "2-stripe_flash_attn-options4",
+    "2-llama3_flash_attn_varlen-options6",
+    "4-ring_flash_attn_varlen-options1",
+    "2-zigzag_ring_flash_attn-options10",
+)
 @pytest.mark.parametrize(("name", "options"), CASES)
 @pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.covering(1)
 def test_a_function_is_exact(rank_pool: Pool, world_size: int, name: str, options: dict[str, Any]) -> None:
     for result in rank_pool(world_size).run(errors, name, options):
         assert max(result) < 1e-12, result
@@ -166,6 +172,7 @@ def as_flash_attention(rank: int, world_size: int) -> dict[str, float]:
     return result
 
 
+@pytest.mark.night
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.day("2")
 @pytest.mark.situation(

@@ -137,6 +137,11 @@ def test_exact(rank_pool: Pool, world_size: int, layout: str, ulysses: int, patt
     same_as_one_process(rank_pool(world_size), on_a_ring, (layout, pattern), ulysses=ulysses, count=5)
 
 
+@pytest.mark.day(
+    "{'transport': 'all_gather'}",
+    "{'chunk_bytes': 1, 'pattern_name': 'documents'}",
+    "{'kernel': 'flash', 'dtype': torch.float32}",
+)
 @pytest.mark.parametrize(
     "options",
     [
@@ -150,15 +155,6 @@ def test_exact(rank_pool: Pool, world_size: int, layout: str, ulysses: int, patt
         {"dtype": torch.float32},
     ],
     ids=str,
-)
-@pytest.mark.day(
-    "{'transport': 'all_gather'}",
-    "{'kernel': 'reference'}",
-    "{'kernel': 'flash', 'dtype': torch.float32}",
-    "{'chunk_bytes': 1}",
-    "{'chunk_bytes': 1, 'pattern_name': 'documents'}",
-    "{'ulysses': 2, 'compiled': True}",
-    "{'dtype': torch.float32}",
 )
 def test_every_way_of_doing_it_gives_the_same(rank_pool: Pool, options: dict[str, Any]) -> None:
     bound, options = 1e-12 if "dtype" not in options else 1e-5, dict(options)
@@ -362,6 +358,7 @@ def bytes_of_deepseek(rank: int, world_size: int) -> tuple[list[int], list[int],
     return sent[0], sent[1], errors
 
 
+@pytest.mark.night
 def test_deepseek_v3_sends_a_71st(rank_pool: Pool) -> None:
     for latents, expanded, errors in rank_pool(2).run(bytes_of_deepseek):
         for item, second in zip(latents, expanded, strict=True):

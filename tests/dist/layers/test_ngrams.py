@@ -92,9 +92,9 @@ def engram(mesh: RingMesh, name: str, kind: str) -> Layer:
     return Layer(inputs, alone, sharded, mesh, layout, dim=1, parameters=parameters, real=real)
 
 
+@pytest.mark.day("2-zigzag-1-tree", "4-zigzag-2-whole")
 @pytest.mark.parametrize("kind", ["whole", "packed", "tree"])
 @pytest.mark.parametrize(("world_size", "layout", "ulysses"), [ring for ring in RINGS if ring[0] != 3])
-@pytest.mark.covering(1)
 def test_engram_is_exact(rank_pool: Pool, world_size: int, layout: str, ulysses: int, kind: str) -> None:
     case = layout, kind
     same_as_one_process(rank_pool(world_size), engram, case, ulysses=ulysses, bound=1e-10, count=6)

@@ -145,6 +145,13 @@ def on_a_ring(mesh: RingMesh, name: str, packed: bool, matrix: bool, compiled: b
     )  # fmt: skip
 
 
+@pytest.mark.day(
+    "1-zigzag-1-True-True",
+    "2-zigzag-1-True-False",
+    "3-contiguous-1-True-True",
+    "4-balanced-1-False-True",
+    "4-zigzag-2-True-False",
+)
 @pytest.mark.parametrize("matrix", [False, True])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(
@@ -246,6 +253,7 @@ def test_padding_gets_the_fill_and_not_its_neighbour(rank_pool: Pool) -> None:
             assert got[0].tolist() == [100 + t + offset if inside[t] else 7 for t in range(T)]
 
 
+@pytest.mark.night
 def test_torch_compile_sees_one_operator_each(rank_pool: Pool) -> None:
     """A function around each is one graph, forward and backward."""
     same_as_one_process(rank_pool(2), on_a_ring, ("zigzag", True, False, True), count=5)

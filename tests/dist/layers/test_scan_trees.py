@@ -140,12 +140,12 @@ def on_trees(mesh: RingMesh, seed: int, name: str, matrix: bool) -> Layer:
     )  # fmt: skip
 
 
+@pytest.mark.day("1-zigzag-1-False", "4-zigzag-2-False")
 @pytest.mark.parametrize("matrix", [False, True])
 @pytest.mark.parametrize(
     ("world_size", "layout", "ulysses"),
     [(1, "zigzag", 1), (2, "zigzag", 1), (3, "contiguous", 1), (4, "balanced", 1), (4, "zigzag", 2)],
 )
-@pytest.mark.covering(1)
 def test_exact(rank_pool: Pool, world_size: int, layout: str, ulysses: int, matrix: bool) -> None:
     trees = [(seed, layout, matrix) for seed in range(4)]
     same_as_one_process(rank_pool(world_size), on_trees, *trees, ulysses=ulysses, count=5 - matrix)

@@ -265,6 +265,7 @@ def test_chosen_blocks_are_those_of_one_process(rank_pool, size):
             assert result[f"{case} ties"] > 100 or block == 300
 
 
+@pytest.mark.night
 def test_ties_between_blocks_in_another_order_are_found(rank_pool):
     result = rank_pool(2).run(without_ties, block_choices)[0]
     assert result["zigzag 4"] is False

@@ -420,6 +420,7 @@ def peaks(rank: int, world_size: int, tokens: int) -> list[int]:
     return result
 
 
+@pytest.mark.night
 def test_memory_is_that_of_the_tokens_of_a_rank(rank_pool: Pool) -> None:
     of_two, of_four = rank_pool(2).run(peaks, 256), rank_pool(4).run(peaks, 512)
     for few, many in zip(zip(*of_two, strict=True), zip(*of_four, strict=True), strict=True):

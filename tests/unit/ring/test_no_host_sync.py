@@ -71,9 +71,9 @@ def one_pass(made: RingPass, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> H
     return waits
 
 
+@pytest.mark.day("window both ways-zigzag")
 @pytest.mark.parametrize("layout_name", ["zigzag", "striped"])
 @pytest.mark.parametrize("name", list(PATTERNS))
-@pytest.mark.day("window both ways-zigzag", "dilated-zigzag", "mask function, causal-zigzag")
 def test_a_pass_waits_for_nothing_after_the_first_of_its_shape(
     mesh: RingMesh, name: str, layout_name: str
 ) -> None:

@@ -144,9 +144,16 @@ PATTERNS = {
 }
 
 
+@pytest.mark.day(
+    "causal-16384-2",
+    "window 1024-32768-8",
+    "window 4096-131072-64",
+    "documents-16384-4",
+    "LongNet-16384-2",
+    "LongNet, growth 4-16384-2",
+)
 @pytest.mark.parametrize(("tokens", "ring_size"), [(16384, 2), (16384, 4), (32768, 8), (131072, 64)])
 @pytest.mark.parametrize("name", PATTERNS)
-@pytest.mark.covering(1)
 def test_auto_is_even(name: str, tokens: int, ring_size: int) -> None:
     pattern = PATTERNS[name](tokens)
     layout = make_layout("auto", tokens=tokens, ring_size=ring_size, pattern=pattern)

@@ -95,6 +95,7 @@ def on_ring(rank: int, world_size: int, steps: int, stage: int, packed: bool) ->
     return losses
 
 
+@pytest.mark.night
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize(("world", "steps"), [(2, 50), (4, 50), (2, 2)])

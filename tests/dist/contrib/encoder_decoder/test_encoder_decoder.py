@@ -65,8 +65,8 @@ CASES = {
 }
 
 
+@pytest.mark.day("bart, longer answers")
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.day("bart", "bart, longer answers")
 def test_training_equals_one_process(rank_pool: Pool, name: str) -> None:
     case = CASES[name]
     size = Size(hidden=32, layers=2, tokens=case.tokens, samples=4)
@@ -224,6 +224,7 @@ def enabled(rank: int, world_size: int) -> tuple[list[float], dict[str, float]]:
     return losses, errors
 
 
+@pytest.mark.night
 def test_a_script_without_our_calls(rank_pool: Pool) -> None:
     size = small()._replace(tokens=26)
     batch = build_pairs(size, 26, padded=True)
@@ -306,6 +307,7 @@ def biased(rank: int, world_size: int, name: str, layout: str) -> dict[str, floa
     return errors
 
 
+@pytest.mark.night
 @pytest.mark.parametrize(("world_size", "layout"), [(2, "zigzag"), (4, "contiguous")])
 @pytest.mark.parametrize("name", BIASED)
 @pytest.mark.day("padded-2-zigzag")

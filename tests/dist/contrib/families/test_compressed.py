@@ -224,9 +224,9 @@ def attention_errors(rank: int, world_size: int, kind: str) -> dict[str, float]:
         mesh.close()
 
 
+@pytest.mark.day("2-packed", "4-whole")
 @pytest.mark.parametrize("kind", ["whole", "packed"])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.day("1-packed", "2-packed", "4-whole", "4-packed")
 def test_attention_to_a_window_and_entries_is_that_of_one_process(rank_pool, size, kind):
     for errors in rank_pool(size).run(attention_errors, kind):
         assert worst(errors.values()) < 1e-12, {key: item for key, item in errors.items() if not item < 1e-12}
@@ -249,6 +249,7 @@ def across_documents(rank: int, world_size: int) -> dict[str, float]:
     return with_pattern(lambda windows, apart: Before(apart), "packed")
 
 
+@pytest.mark.day("across_documents")
 @pytest.mark.parametrize("fault", [with_unfinished_entries, across_documents])
 def test_an_entry_that_a_query_may_not_see_is_found(rank_pool, fault):
     errors = rank_pool(2).run(fault)[0]
@@ -371,10 +372,10 @@ def picks(entries: Any, sharding: BatchSharding, rate: int) -> Tensor:
     return picked
 
 
+@pytest.mark.day("4-CSA-packed", "2-HCA-packed")
 @pytest.mark.parametrize("rows", ["whole", "packed"])
 @pytest.mark.parametrize("kind", ["HCA", "CSA"])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.day("1-CSA-packed", "2-HCA-packed", "4-CSA-whole", "4-HCA-packed", "4-CSA-packed")
 def test_entries_and_choices_are_those_of_one_process(rank_pool, size, kind, rows):
     for errors in rank_pool(size).run(compressor_errors, kind, rows):
         assert worst(errors.values()) < 1e-6, {key: item for key, item in errors.items() if not item < 1e-6}
@@ -401,6 +402,7 @@ def of_the_document_before(rank: int, world_size: int) -> dict[str, float]:
         return compressor_errors(rank, world_size, "CSA", "packed")
 
 
+@pytest.mark.night
 @pytest.mark.parametrize("fault", [without_windows_before, of_the_document_before])
 def test_a_window_of_another_place_is_found(rank_pool, fault):
     errors = rank_pool(2).run(fault)[0]
@@ -438,6 +440,7 @@ def off_and_on(rank: int, world_size: int) -> dict[str, Any]:
     return outcome
 
 
+@pytest.mark.night
 def test_off_is_the_model_alone_and_generation_on_the_ring_is_refused(rank_pool):
     for outcome in rank_pool(2).run(off_and_on):
         for where in ("ring", "off", "on again"):
@@ -468,6 +471,7 @@ def packed_check(rank: int, world_size: int, section: dict[str, Any], dtype: tor
 SECTIONS = [{}, {"layout": "contiguous"}, {"layout": "balanced"}, {"layout": "document_zigzag"}]
 
 
+@pytest.mark.night
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.get("layout", "auto"))
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.day("3-auto")
@@ -579,6 +583,7 @@ def checkpointed(rank: int, world_size: int) -> list[Any]:
         return model_check.check_forms(model_check.CheckRequest("deepseek_v4", stage=3))
 
 
+@pytest.mark.night
 def test_checkpointed_layers_at_zero_3_are_exact(rank_pool):
     (report,) = rank_pool(2).run(checkpointed)[0]
     assert report.result == "exact", report.reason

@@ -202,6 +202,7 @@ def losses(rank: int, world_size: int, family: str, stage: int) -> dict[str, Any
     return result
 
 
+@pytest.mark.night
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.day("3-minimax_m3_vl_text")

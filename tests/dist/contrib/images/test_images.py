@@ -142,6 +142,7 @@ def on_a_ring(rank: int, world_size: int, name: str, layout: str, ulysses_size: 
     return train_on_ring(attached(build(name), session), session, [batch_of(name)])
 
 
+@pytest.mark.day("llava-zigzag-3-1", "qwen2_5_vl-zigzag-3-1")
 @pytest.mark.parametrize(
     ("name", "layout", "world_size", "ulysses_size"),
     [
@@ -150,7 +151,6 @@ def on_a_ring(rank: int, world_size: int, name: str, layout: str, ulysses_size: 
         ("qwen2_5_vl", "striped", 4, 2),
     ],
 )  # fmt: skip
-@pytest.mark.day("llava-zigzag-3-1", "internvl-contiguous-2-2", "qwen2_5_vl-zigzag-3-1", "gemma3-zigzag-2-1")
 def test_images_are_exact(
     rank_pool: Pool, name: str, layout: str, world_size: int, ulysses_size: int
 ) -> None:
@@ -342,6 +342,7 @@ def test_frames_that_are_joined_are_encoded_by_all(rank_pool: Pool) -> None:
         assert report.result == "exact", (report.form, report.reason)
 
 
+@pytest.mark.night
 @pytest.mark.parametrize("ring_size", [2, 3, 4])
 @pytest.mark.parametrize("kind", [item for item in VIDEOS.split() if item in CONFIG_MAPPING])
 @pytest.mark.day("qwen3_vl-3")
@@ -472,6 +473,7 @@ def test_blocks_that_a_batch_does_not_have_are_refused() -> None:
         number({"mm_token_type_ids": torch.tensor([[1, 1, 1, 0]])})
 
 
+@pytest.mark.night
 def test_a_rank_without_an_image_encodes_one_for_its_gradients(rank_pool: Pool) -> None:
     encoded = [item for item, _ in rank_pool(4).run(patches_encoded, "llava")]
     assert encoded == [1, 1, 1, 1]  # of three images
@@ -497,6 +499,7 @@ def as_many_as_patches(rank: int, world_size: int) -> list[str]:
     return outcome
 
 
+@pytest.mark.night
 def test_an_encoder_may_attend_over_as_many_patches_as_a_rank_has_tokens(rank_pool: Pool) -> None:
     for exact, refused in rank_pool(2).run(as_many_as_patches):
         assert not exact
@@ -595,6 +598,7 @@ def texts_of_videos(rank: int, world_size: int) -> list[Tensor]:
     return [item.generate(**prompt, **requested) for item in (engine.module, plain)]
 
 
+@pytest.mark.night
 def test_a_text_goes_on_after_a_video(rank_pool: Pool) -> None:
     for on_a_ring, alone in rank_pool(2).run(texts_of_videos):
         assert torch.equal(on_a_ring, alone)

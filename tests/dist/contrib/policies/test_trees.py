@@ -119,6 +119,7 @@ def largest_error(got: Passed, want: Passed) -> float:
 
 
 # The day's trees need a fifth of the time of the first ones, which lie in many pieces in striped shards.
+@pytest.mark.night
 @pytest.mark.parametrize("seeds", [range(8, 18), range(8), *(range(n, n + 20) for n in range(18, 198, 20))])
 @pytest.mark.day("seeds0")
 def test_simulated_rings_compute_each_rollout(seeds: range) -> None:
@@ -133,8 +134,8 @@ def test_simulated_rings_compute_each_rollout(seeds: range) -> None:
         assert largest_error(passed, one_by_one(tree)) < 1e-12, (seed, tree, layout)
 
 
+@pytest.mark.day("5")
 @pytest.mark.parametrize("window", [1, 2, 5, 9, 40])
-@pytest.mark.day("5", "40")
 def test_windows_are_those_of_each_path(window: int) -> None:
     for seed in range(window, window + 6):
         tree = replace(random_tree(seed), window=window)

@@ -213,6 +213,7 @@ def test_our_ring_beside_them(ranks: int, pack: int):
     assert direct.fixed < ring.fixed
 
 
+@pytest.mark.night
 @pytest.mark.parametrize(
     ("ranks", "packs", "least"), [(64, 6, 0.95), pytest.param(1024, 1, 0.75, marks=pytest.mark.night)]
 )

@@ -50,6 +50,7 @@ def test_every_family_that_is_not_hopeless_has_a_contestant() -> None:
     assert {one.family for one in contestants} == {one.family for one in everyone}
 
 
+@pytest.mark.night
 def test_of_all_sizes_one_races_in_the_smallest_field_though_the_model_thinks_little_of_it() -> None:
     everyone, model = field(4)
 
