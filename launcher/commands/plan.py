@@ -75,8 +75,10 @@ def add(commands: Commands) -> None:
     )
     for part in ("loss", "MLP"):
         says = f"{part} in tiles of N tokens; without N as true in the JSON"
-        how.add_argument(f"--tiled-{part.lower()}", type=int, nargs="?", const=2**40, metavar="N", help=says)
-    how.add_argument("--loss-chunk", type=int, metavar="N", help="the same as --tiled-loss N")
+        how.add_argument(
+            f"--tiled-{part.lower()}", type=read_tokens, nargs="?", const=2**40, metavar="N", help=says
+        )
+    how.add_argument("--loss-chunk", type=read_tokens, metavar="N", help="the same as --tiled-loss N")
     how.add_argument("--offload-checkpoints", action="store_true", help="checkpoints are on the host")
     how.add_argument(
         "--offload-attention", action="store_true", help="q, k, v, out wait on the host for the backward pass"

@@ -10,6 +10,7 @@ import pytest
 
 from ds_ring import Causal
 from ds_ring.errors import RingConfigError
+from ds_ring_launcher import cli
 from ds_ring_launcher.commands.parsers import read_tokens
 from ds_ring_launcher.plan import known_models
 from ds_ring_launcher.plan.advice import _warn_about_limits, advise
@@ -188,6 +189,23 @@ def test_lengths_may_be_written_short(text: str, tokens: int) -> None:
 def test_wrong_lengths_are_told_how_to_write_them(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match=r"expected a whole number, got .*131072 or 128k"):
         read_tokens(text)
+
+
+IN_TOKENS = {"--tokens", "--tiled-loss", "--tiled-mlp", "--loss-chunk"}
+READ_ELSEWHERE = {("tune", "--tokens")}  # by launcher/tune/arguments.py, which imports nothing
+
+
+def test_each_option_in_tokens_may_be_written_short() -> None:
+    (commands,) = [action for action in cli._parser()._actions if isinstance(action.choices, dict)]
+    options = {
+        (name, option): action.type
+        for name, command in commands.choices.items()
+        for action in command._actions
+        for option in IN_TOKENS & {*action.option_strings}
+    }
+    assert {name for name, _ in options} == {"plan", "simulate", "compare", "check-model", "tune"}
+    assert IN_TOKENS == {option for _, option in options}
+    assert {key for key, kind in options.items() if kind is not read_tokens} <= READ_ELSEWHERE
 
 
 def test_any_set_of_options_is_looked_at_where_memory_falls() -> None:
