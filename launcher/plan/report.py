@@ -186,7 +186,7 @@ def print_report(
     if rows:
         print_table(_compared_table(rows))
         for row in rows:
-            console.print(f"{row.method}: {_join(row.options)}", markup=False)
+            console.print(f"{row.method}: {_join(row.options)}{row.note}", markup=False)
     if counts:
         print_table(_devices_table(counts))
         for plan in counts:
