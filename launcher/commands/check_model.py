@@ -129,6 +129,10 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
     for name in ("rows", "only"):
         if getattr(options, name) and not options.configurations:
             raise RingConfigError(f"--{name}: expected --configurations with it")
+    if options.rows is not None:
+        from ..tune.result import require_writable
+
+        require_writable(Path(options.rows), "--rows")
     for name, default in (("jobs", 1), ("batch", "plain")):
         if options.configurations and getattr(options, name) != default:
             raise RingConfigError.wrong(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from ds_ring.errors import RingConfigError
 from ds_ring.plugin import LAYOUTS
@@ -92,6 +93,7 @@ def add(commands: Commands) -> None:
         action="store_true",
         help="the same on 2, 4 and 8 times as many devices, in one table",
     )
+    plan.add_argument("--picture", metavar="FILE", help="draw memory by part; .svg, .png or .pdf")
     plan.add_argument("--published", action="store_true", help="the model beside published measurements")
     add_json(plan)
 
@@ -106,6 +108,10 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
     from ..plan.report import as_json, print_report
 
     refuse_extra("plan", extra_args)
+    if options.picture is not None:
+        from ..tune.result import require_writable
+
+        require_writable(Path(options.picture), "--picture")
     if options.published:
         return _published(options.json)
     with _show_progress() as say:
@@ -119,6 +125,10 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
         advice = advise(planned, say)
         rows = compare(planned, advice.reach.longest_tokens) if options.compare else []
         counts = plan_more_devices(planned, say) if options.more_devices else []
+        if options.picture is not None:
+            from ..plan.picture import plot_memory, save_figure
+
+            save_figure(plot_memory(planned), options.picture)
     if options.json:
         print(as_json(planned, advice, rows, counts))
     else:
