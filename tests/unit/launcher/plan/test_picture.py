@@ -8,8 +8,10 @@ from html import unescape
 from pathlib import Path
 
 import pytest
+import torch
 
 from ds_ring import Causal, RingConfigError, build_plan, make_layout
+from ds_ring.ops.ulysses import SWAPS, UlyssesAllToAll
 from ds_ring.schedule.plan import Plan
 from ds_ring_launcher import cli
 from ds_ring_launcher.plan.estimate import Estimate, estimate
@@ -41,6 +43,25 @@ def test_keys_travel_as_in_the_picture_of_readme(plan: Plan) -> None:
     assert [describe_hop(plan, hop) for hop in (0, -1, 2)] == [
         "hop 0: own K/V", "hop 1: K/V of rank r + 1", "hop 2: K/V of rank r - 2"
     ]  # fmt: skip
+
+
+def swap_cells(shards: list[torch.Tensor], swap: UlyssesAllToAll) -> list[torch.Tensor]:
+    """Return what each rank has after an all-to-all, as `ds_ring::swap_heads_tokens` cuts and joins."""
+    parts = [shard.chunk(len(shards), dim=swap.split_dim) for shard in shards]
+    return [torch.cat(of_ranks, dim=swap.join_dim) for of_ranks in zip(*parts, strict=True)]
+
+
+def test_heads_travel_as_in_the_picture_of_readme() -> None:
+    svg = (ROOT / "tools/results/ring.svg").read_text()
+    drawn = [(int(tokens), int(head)) for tokens, head in re.findall(r">(\d)\.(\d)<", svg)]
+    # [sample, head, quarter of the tokens], the number of the quarter and of the head in each
+    before = [torch.tensor([[[[rank, head]] for head in range(4)]]) for rank in range(4)]
+    between = swap_cells(before, SWAPS["Ulysses of q, k, v"])
+    after = swap_cells(between, SWAPS["Ulysses of out"])
+    cells = [tuple(cell) for shard in (*before, *between, *after) for cell in shard.reshape(4, 2).tolist()]
+    assert drawn == cells and cells[16:20] == [(0, 0), (1, 0), (2, 0), (3, 0)]
+    for page in ("README.md", "ds_ring/TUTORIAL.md"):
+        assert re.search(r"!\[[^]]*Ulysses[^]]*\]\([./]*tools/results/ring.svg\)", (ROOT / page).read_text())
 
 
 def test_a_plan_is_drawn(plan: Plan, tmp_path: Path) -> None:
