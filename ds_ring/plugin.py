@@ -127,7 +127,7 @@ class PassRow(NamedTuple):
     A pass attends over the keys of all ranks, forward and backward (`Pass` in `ops/passes.py`).
 
     Attributes:
-        home: function that makes it: of the context, `Prepared`, `Operands`, and what ends the header check.
+        home: function that makes it: of the context, `Prepared`, and what ends the header check.
         no_hops: why payload dtypes, chunks, stages and overlap have no effect; None: K/V go hop by hop.
         no_offload: why its operands cannot wait on the host; None: they can.
         no_hop_sums: why no kernel may keep a sum over the hops of a rank; None: one may.
