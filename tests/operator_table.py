@@ -397,19 +397,6 @@ def largest(place: Place, q: Tensor, k: Tensor) -> Tensor:
     return ds_ring.max_logits(q, k, **place.where)
 
 
-def step(state: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """A recurrence that is not linear: tanh of state and token."""
-    outs = []
-    for x in tensors[0].unbind(1):
-        state = torch.tanh(1.3 * state + x)
-        outs.append(state * x)
-    return torch.stack(outs, dim=1), state
-
-
-def serial(place: Place, initial: Tensor, x: Tensor) -> Tensor:
-    return ds_ring.serial_scan(step, initial, [x], batch_parts=2, **place.where)
-
-
 def ngrams(place: Place, ids: Tensor) -> Tensor:
     return ds_ring.ngram_rows(ids, (3, 5, 7), ((11, 13), (17,)), documents=place.documents, **place.where)
 
@@ -510,10 +497,6 @@ OPERATORS: dict[str, Operator] = {
     ),
     "ring_scan, matrix": Operator(
         matrices, _named("move x"), matrix_scan, 1, ("move", "x")
-    ),
-    "serial_scan": Operator(
-        lambda dtype: drawn(dtype, initial=(B, 3), x=(B, T, 3)), {"initial": None, "x": 1}, serial, 1,
-        ("initial", "x"),
     ),
     "ngram_rows": Operator(
         lambda dtype: drawn(dtype, ids=(B, T)), {"ids": 1}, ngrams, 1, (), any_dtype=True
