@@ -384,15 +384,6 @@ def moba(place: Place, **given: Tensor) -> Tensor:
     return ds_ring.moba_attention(**given, block_size=3, top_k=2, documents=place.documents, **place.where)
 
 
-def nsa(place: Place, q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> Tensor:
-    sizes = ds_ring.NsaSizes(2, 1, 2, top_k=4, window=5)
-    return ds_ring.nsa_attention(q, k, v, gates, compress=_means, sizes=sizes, **place.where)
-
-
-def _means(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    return keys.mean(3), values.mean(3)
-
-
 def largest(place: Place, q: Tensor, k: Tensor) -> Tensor:
     return ds_ring.max_logits(q, k, **place.where)
 
@@ -466,10 +457,6 @@ OPERATORS: dict[str, Operator] = {
     ),
     "selected_attention": _row(attend_selected, ulysses="none"),
     "moba_attention": _row(moba, ulysses="none"),
-    "nsa_attention": _row(
-        nsa, inputs=lambda dtype: qkv(dtype) | drawn(dtype, 1, gates=(B, H, T, 3)),
-        dims=ATTENDED | {"gates": 2}, gradients=(*QKV, "gates"), ulysses="none",
-    ),
     "ring_select": Operator(
         lambda dtype: drawn(dtype, q=(B, H, T, D), k=(B, G, T, D)), _named("q k", 2), select, 1, (),
         ulysses="none",
