@@ -20,7 +20,7 @@ from ds_ring.layers.scan.context import ScanContext, scan_context
 from ds_ring.layers.scan.halo import halo_op, shift_sequence
 from ds_ring.layers.scan.recurrence import PieceKernel, padded, run_recurrence
 from ds_ring.models.rows import in_order
-from ds_ring.ops.gradients import run_compared
+from ds_ring.ops.eager import run_compared
 
 Original = Callable[..., Any]
 
