@@ -152,18 +152,6 @@ def moba(ring: Ring) -> tuple[Run, list[Tensor]]:
     return run, qkv()
 
 
-def nsa(ring: Ring) -> tuple[Run, list[Tensor]]:
-    def run(q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> Tensor:
-        sizes = ds_ring.NsaSizes(4, 2, 4, top_k=3, window=6)
-        return ds_ring.nsa_attention(q, k, v, gates, compress=_means, sizes=sizes, **ring.where)
-
-    return run, [*qkv(), randn(2, HEADS, SLOTS, 3)]
-
-
-def _means(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    return keys.mean(3), values.mean(3)
-
-
 def largest(ring: Ring) -> tuple[Run, list[Tensor]]:
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return q * ds_ring.max_logits(q, k, pattern=ds_ring.Causal(), **ring.where).view(-1, 1, 1)
@@ -230,7 +218,6 @@ FUNCTIONS: dict[str, Callable[[Ring], tuple[Run, list[Tensor]]]] = {
     "ring_scan": scanned,
     "ring_select and selected_attention": chosen,
     "moba_attention": moba,
-    "nsa_attention": nsa,
     "max_logits": largest,
 }
 
@@ -307,7 +294,7 @@ MODES: dict[str, Callable[[Run, list[Tensor]], list[Tensor]]] = {
 
 
 EAGERLY = "runs eagerly: call it outside of the graph"
-CHOSEN = ("ring_select and selected_attention", "moba_attention", "nsa_attention", "max_logits")
+CHOSEN = ("ring_select and selected_attention", "moba_attention", "max_logits")
 IN_GRAPHS = {
     **dict.fromkeys(
         ("keys of another sequence", "shard_sequence", "gather_sequence", "shift_sequence", *CHOSEN), EAGERLY
