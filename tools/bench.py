@@ -39,8 +39,6 @@ class Benchmark(NamedTuple):
 BENCHMARKS = {
     "attention": Benchmark("causal attention against SDPA and other packages", "attention"),
     "host": Benchmark("processor time of the host for one hop", "host", warm_up=5),
-    "long-memory": Benchmark('peak memory under "long_sequence"', "long", "memory", 0),
-    "long-time": Benchmark('seconds of a step under "long_sequence"', "long", "time"),
     "planning": Benchmark("processor time to plan packed documents", "planning", warm_up=0),
     "published": Benchmark("published figures beside the planner's", "published", warm_up=None),
 }

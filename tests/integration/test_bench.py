@@ -17,8 +17,6 @@ from tools import bench
 ROOT = Path(__file__).parents[2]
 SMALL = {
     "attention": "--tokens 256 --rounds 1 --only ds_ring",
-    "long-memory": "--tokens 2048 --options off --steps 1",
-    "long-time": "--tokens 512 --options off --rounds 1",
     "planning": "--ranks 8 --draws 2 --shard 512",
     "published": "--devices 8",
 }
