@@ -1,11 +1,10 @@
 """The public names of ds_ring, each a row: what type checkers read, and `ds_ring/plugin.py`."""
 
-from ds_ring.api import RingAttention as RingAttention
 from ds_ring.api import ring_attention as ring_attention
+from ds_ring.attention_module import RingAttention as RingAttention
 from ds_ring.comm.mesh import RingMesh as RingMesh
 from ds_ring.config.pass_options import PassOptions as PassOptions
 from ds_ring.config.section import RingConfig as RingConfig
-from ds_ring.contrib.multihead import MultiheadRingAttention as MultiheadRingAttention
 from ds_ring.decode.attention import decode_attention as decode_attention
 from ds_ring.engines.deepspeed.enable import enable as enable
 from ds_ring.errors import RingBufferError as RingBufferError

@@ -41,7 +41,7 @@ CORE = [
     ["kernels.interface", "kernels.select", "kernels.reference", "kernels.workspace", "kernels.trials"],
     ["ring"],
     ["ops"],
-    ["api"],
+    ["api", "attention_module"],
 ]  # fmt: skip
 CAPABILITIES = [
     ["codecs", "layouts", "patterns", "kernels.cpu", "kernels.flash", "kernels.flex", "cuda", "transports",
@@ -77,6 +77,7 @@ IMPORTERS = {
     "layers.selection.max_logits": {"ring.merge"},  # the accumulators' dtype
     "ops.context": {"comm.exchange", "kernels"},  # makes both, uses neither
     "ops.prepare": {"kernels"},  # chooses them
+    "ops.finite": {"kernels"},  # a kernel around another one
     "cuda.patience": {"kernels"},  # asks whether one compiles
     "memory.tiles.tiled_loss": {"ring.merge"},  # the same
     "memory.tiles.tiled_call": {"ring.merge"},  # the accumulators' dtype

@@ -33,6 +33,7 @@ from ds_ring.written_files import append_text, replace_text
 from ds_ring_launcher.check.model_check import CheckRequest, ModelReport, check_forms
 from ds_ring_launcher.check.small_model import HEADS, read_config
 from ds_ring_launcher.run.local_ranks import RanksError, run_ranks
+from ds_ring_launcher.tune.hardware_file import require_writable
 
 Row = dict[str, Any]
 _ROWS_PER_START = 40  # of ranks: engines leave a little behind
@@ -211,6 +212,8 @@ def main(arguments: list[str] | None = None) -> int:
     except re.error as error:
         parser.error(f"--only: expected a regular expression, got {options.only!r}: {error}")
     file = Path(options.rows) if options.rows else None
+    if file is not None:
+        require_writable(file, "--rows")
     run = RowRun(options.ring_size, options.tokens, options.layers, options.seed, options.head)
     known, counts = read_rows(file), Counter[str]()
     types = options.models or sorted(HEADS[options.head].families)

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from ds_ring.api import RingAttention
+from ds_ring.attention_module import RingAttention
 from ds_ring.comm.device_tables import leave_inference_mode, to_device
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.config.section import RingConfig

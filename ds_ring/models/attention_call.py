@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds_ring.api import RingAttention
+from ds_ring.attention_module import RingAttention
 from ds_ring.data.batch_sharding import BatchSharding, RowsAttention
 from ds_ring.errors import RingConfigError, RingPatternError, RingShapeError
 from ds_ring.layers.scores import Softcap

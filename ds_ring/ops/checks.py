@@ -5,11 +5,12 @@ Owns the limits on q, k and v and the messages about them. `collective.py` tells
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import TransformType, peek_interpreter_stack
+from torch._C._functorch import TransformType, is_legacy_batchedtensor, peek_interpreter_stack
 from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
 from torch.autograd import forward_ad
 
@@ -17,6 +18,7 @@ from ds_ring.comm.streams import is_fake
 from ds_ring.errors import RingConfigError, RingFiniteError, RingLayoutError, RingShapeError, shown
 from ds_ring.schedule.layout import Layout
 
+NAMES = ("q", "k", "v", "sinks")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -60,6 +62,19 @@ def check_operand(name: str, x: object) -> None:
     else:
         return
     raise RingShapeError.wrong(name, *why)
+
+
+def check_operands(return_lse: object, names: tuple[str, ...], *operands: object) -> None:
+    """Refuse arguments that the operator's schema would reject before its body runs; only sinks may be None.
+
+    Raises:
+        RingShapeError: names it.
+    """
+    for name, x in zip(names, operands, strict=True):
+        if x is not None or name != "sinks":
+            check_operand(name, x)
+    if not isinstance(return_lse, bool):
+        raise RingShapeError(f"return_lse: expected True or False, got {shown(return_lse)}; use a bool")
 
 
 def check_derivative(name: str = "ring attention") -> None:
@@ -211,3 +226,18 @@ def check_tokens(k_tokens: int, slots: int, q_tokens: int | None = None) -> None
         got = f"{f'q with {q_tokens} and ' if q_tokens is not None else ''}k with {k_tokens} local tokens"
         advice = "use shard_sequence (decode_attention takes queries that every rank has whole)"
         raise RingShapeError.wrong("shards", f"{slots} slots per rank, those of the layout", got, advice)
+
+
+_PLAIN = {Tensor, torch.nn.Parameter, type(None)}
+
+
+def sees_plain(tensors: Sequence[Tensor | None]) -> bool:
+    """Return whether only autograd handles these tensors: no transform, no mode, no tensor subclass."""
+    if peek_interpreter_stack() is not None or torch._C._len_torch_dispatch_stack():
+        return False
+    is_plain = set(map(type, tensors)) <= _PLAIN
+    # is_grads_batched=True makes legacy batched tensors; only an operator has a rule for them.
+    for x in tensors if is_plain else ():
+        if x is not None and is_legacy_batchedtensor(x):
+            return False
+    return is_plain

@@ -14,74 +14,19 @@ each node of a call that sends saves a tensor, and asks for it before its gradie
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_legacy_batchedtensor, peek_interpreter_stack
-from torch.autograd import forward_ad
 
-from ds_ring.comm.collective import collective
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.errors import RingConfigError
-from ds_ring.ops.checks import check_derivative
 
 _GRADIENT = "gradient of the forward call of number"
-_PLAIN = {Tensor, torch.nn.Parameter, type(None)}
 T = TypeVar("T")
-
-
-def loses_derivatives() -> bool:
-    """Return whether a torch.func transform or a dual level is active; `check_derivative` may refuse it."""
-    return peek_interpreter_stack() is not None or forward_ad._current_level >= 0
-
-
-def sees_plain(tensors: Sequence[Tensor | None]) -> bool:
-    """Return whether only autograd handles these tensors: no transform, no mode, no tensor subclass."""
-    if peek_interpreter_stack() is not None or torch._C._len_torch_dispatch_stack():
-        return False
-    # is_grads_batched=True makes legacy batched tensors; only an operator has a rule for them.
-    for x in tensors:
-        if x is not None and is_legacy_batchedtensor(x):
-            return False
-    return set(map(type, tensors)) <= _PLAIN
-
-
-def run_compared(mesh: RingMesh, name: str, function: Callable[..., T], *arguments: Any) -> T:
-    """Return `function(*arguments)`, a forward call that sends; its header tells whether it gets a gradient.
-
-    Raises:
-        RingConfigError: a transform or a dual level under which the call would lose a derivative.
-        RingMismatchError: some ranks' operands require a gradient, and others' do not; nothing was sent.
-    """
-    if torch.compiler.is_compiling():
-        return function(*arguments)
-    if loses_derivatives():
-        with collective(mesh, name):
-            check_derivative(name)
-    if mesh.sequence_size == 1:
-        return function(*arguments)
-    requires = torch.is_grad_enabled() and _check_requires_grad(arguments)
-    words = "one that requires it" if requires else "none that requires it"
-    state, before = mesh.state, mesh.state.compared
-    state.compared = "operands and a gradient", 1 + requires, words
-    try:
-        return function(*arguments)
-    finally:
-        state.compared = before
-
-
-def _check_requires_grad(arguments: Sequence[Any]) -> bool:
-    for x in arguments:
-        if isinstance(x, (list, tuple)):
-            if _check_requires_grad(x):
-                return True
-        elif isinstance(x, Tensor) and x.requires_grad:
-            return True
-    return False
 
 
 class _Counts(Protocol):

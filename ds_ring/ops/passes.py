@@ -3,25 +3,22 @@
 `plugin.PASSES` has a row for each. Its `home` is a function like `MakePass`, in the file of the pass.
 `ExtraOperand` is what an attention layer with more operands than q, k and v is made of.
 `SavedTensors` keeps tensors of a pass for its gradient: this one as they are; `plugin.SAVED_TENSORS` names
-others. `FiniteKernel` checks what a kernel returns.
+another. `running_region` finds the checkpointed region that a call belongs to.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+import inspect
+import sys
+from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
-from ds_ring.comm.messages import Transport
-from ds_ring.kernels.interface import Kernel, PartialGrads, PartialOut
+from ds_ring.kernels.interface import Kernel
 from ds_ring.kernels.interface import Operands as Operands
-from ds_ring.masks.tiles import Tiles
-from ds_ring.ops.checks import check_finite
 from ds_ring.ring.buffers import HeadSource, Saved
-from ds_ring.schedule.lowering import get_kernel_calls
-from ds_ring.schedule.rank_plan import RankPlan
 from ds_ring.schedule.steps import HeadChunk
 
 if TYPE_CHECKING:
@@ -34,12 +31,6 @@ Results = tuple[Tensor, Tensor]  # out and lse
 
 class Pass(Protocol):
     """The attention of this rank's queries over the keys of all ranks; shapes as in `RingPass`."""
-
-    @property
-    def kernel(self) -> Kernel: ...
-
-    @property
-    def exchange(self) -> Transport | None: ...
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Return (out, lse)."""
@@ -94,27 +85,47 @@ class ExtraOperand:
 
 
 class SavedTensors:
-    """Do what the strategy inside does; without one, run every pass and save its tensors as they are."""
-
-    def __init__(self, inner: SavedTensors | None = None) -> None:
-        self.inner = inner
-
-    def run(
-        self, context: RingContext, run: Callable[[RingContext], Results], q: Tensor, call: tuple[Any, ...]
-    ) -> Results:
-        """Return (out, lse) of `run(context)`; `call` is equal for equal calls of a context."""
-        return run(context) if self.inner is None else self.inner.run(context, run, q, call)
+    """Save the tensors of every pass for its gradient, as they are."""
 
     def save(self, context: RingContext, saved: Saved) -> Saved:
         """Return what autograd saves in place of q, k, v, out and lse."""
-        return saved if self.inner is None else self.inner.save(context, saved)
+        return saved
 
     def load_heads(
         self, context: RingContext, saved: Saved, chunks: Sequence[HeadChunk], device: torch.device
     ) -> HeadSource:
         """Return what gives the heads of one chunk after the other, for tensors that were saved elsewhere."""
-        assert self.inner is not None, "no strategy saves elsewhere"
-        return self.inner.load_heads(context, saved, chunks, device)
+        raise AssertionError("no strategy saves elsewhere")
+
+
+_HOOKS = {  # torch.utils.checkpoint: what a region packs its tensors with, and the name of its frame there
+    "_checkpoint_hook.__init__.<locals>.pack_hook": "frame",
+    "_recomputation_hook.__init__.<locals>.pack_hook": "target_frame_ref",
+}
+
+
+# [Note: regions]
+# One object identifies a region in both of its runs, and lives as long as the graph. Reentrant checkpointing
+# (torch's, DeepSpeed's, Megatron's) is an autograd Function that notes `run_function` on its ctx: `forward`
+# and `backward`, which call it, have the same ctx and are on the stack. What is not reentrant has a frame
+# object, known to the hook by which tensors are saved meanwhile. Where neither is found the pass runs again.
+def running_region() -> tuple[Any, bool]:
+    """Return the innermost region that is running and whether it is run again; (None, False) outside."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name in ("forward", "backward") and code.co_varnames[:1] == ("ctx",):
+            ctx = frame.f_locals["ctx"]
+            if hasattr(ctx, "run_function"):
+                return ctx, code.co_name == "backward"
+        frame = frame.f_back
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    pack: Any = inspect.unwrap(hooks[0]) if hooks is not None else None
+    name = _HOOKS.get(getattr(pack, "__qualname__", ""))
+    if name is None:
+        return None, False
+    contents = dict(zip(pack.__code__.co_freevars, pack.__closure__, strict=True))[name].cell_contents
+    return (contents, False) if name == "frame" else (contents(), True)
 
 
 _forward_passes_so_far = 0
@@ -136,47 +147,3 @@ def get_forward_passes() -> int:
 
 # The last argument finishes the header check; None: it is finished.
 MakePass = Callable[["RingContext", "Prepared", Operands, Callable[[], None] | None], Pass]
-
-
-class FiniteKernel:
-    """Check what a kernel returns at each hop of a pass; a `Kernel`.
-
-    Args:
-        kernel: computes the attention.
-        plan: this rank's part of the plan, which knows the hop of a table of tiles.
-    """
-
-    def __init__(self, kernel: Kernel, plan: RankPlan) -> None:
-        self._kernel, self._plan = kernel, plan
-        calls = (
-            get_kernel_calls(head_class, backward)
-            for head_class in plan.classes
-            for backward in (False, True)
-        )
-        self._hops = {id(step.tiles): step.hop for steps in calls for step in steps}
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._kernel, name)
-
-    def select_heads(self, heads: slice) -> FiniteKernel:
-        kernel = self._kernel.select_heads(heads)
-        return self if kernel is self._kernel else FiniteKernel(kernel, self._plan)
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> Iterator[PartialOut]:
-        for part in self._kernel.forward(q, k, v, tiles, scale):
-            self._check(tiles, out=part.out_BHSD, lse=part.lse_BHS)
-            yield part
-            del part  # else it stays alive while the kernel computes the next one
-
-    def backward(
-        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tiles: Tiles,
-        scale: float, grad_lse: Tensor | None = None,
-    ) -> Iterator[PartialGrads]:  # fmt: skip
-        for part in self._kernel.backward(grad_out, q, k, v, out, lse, tiles, scale, grad_lse):
-            self._check(tiles, dq=part.dq, dk=part.dk, dv=part.dv)
-            yield part
-            del part
-
-    def _check(self, tiles: Tiles, **tensors: Tensor) -> None:
-        kernel = " ".join(filter(None, (self._kernel.name, getattr(self._kernel, "running", ""))))
-        check_finite(self._plan.ring_rank, self._hops[id(tiles)], kernel, **tensors)

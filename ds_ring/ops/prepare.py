@@ -15,9 +15,9 @@ from ds_ring.kernels.interface import Kernel, Operands
 from ds_ring.masks.catalog import HeadShard
 from ds_ring.masks.pattern import Pattern
 from ds_ring.ops.checks import check_finite, check_heads, check_not_captured, check_tensors, check_tokens
-from ds_ring.ops.context import RingContext
+from ds_ring.ops.context import PATIENCE, RingContext
 from ds_ring.ops.passes import ExtraOperand, Pass, count_forward_pass
-from ds_ring.plugin import DEVICES, load
+from ds_ring.plugin import load
 from ds_ring.schedule.layout import Layout
 from ds_ring.schedule.lowering import stage_shards
 from ds_ring.schedule.plan import Plan, build_plan, check_length
@@ -107,9 +107,9 @@ def prepare(
         check_finite(context.mesh.ring_rank, None, q=q, k=k, v=v, grad_out=grad_out, **tensors)
     finish_header_check = None
     if not call.alone:
+        ask = PATIENCE[q.device.type]
         patience = 0.0
-        if q.device.type in DEVICES:
-            ask = load(DEVICES[q.device.type].patience)
+        if ask is not None:
             patience = ask(context, call.name, q, k, prepared=prepared, operands=operands)
         # On the CPU nothing computes meanwhile, so compare the headers at once.
         if not (q.is_cuda and options.overlap and options.has_hops):

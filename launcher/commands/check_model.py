@@ -21,6 +21,7 @@ from .parsers import (
     Commands,
     add_command,
     add_json,
+    read_tokens,
     refuse_extra,
     require_deadline,
     require_packages,
@@ -70,7 +71,13 @@ def add(commands: Commands) -> None:
     )
     check.add_argument("--jobs", type=int, default=1, metavar="N", help="of --all: N types at once")
     check.add_argument("--ring-size", type=int, metavar="P", help="default: the section's, or 2")
-    check.add_argument("--tokens", type=int, default=61, metavar="T", help="of each sample (default 61)")
+    check.add_argument(
+        "--tokens",
+        type=read_tokens,
+        default=61,
+        metavar="T",
+        help="of each sample, say 4096 or 4k (default 61)",
+    )
     check.add_argument("--layers", type=int, default=2, metavar="N", help="at least so many (default 2)")
     check.add_argument("--head", choices=_HEADS, help="default: what the family is mostly used with")
     check.add_argument(

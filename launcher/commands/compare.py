@@ -50,7 +50,9 @@ examples:
 def add(commands: Commands) -> None:
     """Add the command."""
     parser = add_command(commands, "compare", run, _HELP, _DESCRIPTION, _EXAMPLE)
-    parser.add_argument("--tokens", type=read_tokens, required=True, metavar="T", help="length of a sequence")
+    parser.add_argument(
+        "--tokens", type=read_tokens, required=True, metavar="T", help="of a sequence, say 65536 or 64k"
+    )
     parser.add_argument(
         "--gpus", "--devices", type=int, nargs="+", required=True, metavar="N",
         help="numbers of GPUs to compare on; with --device cpu of ranks",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from ds_ring.errors import RingConfigError
 from ds_ring.plugin import LAYOUTS
@@ -74,8 +75,10 @@ def add(commands: Commands) -> None:
     )
     for part in ("loss", "MLP"):
         says = f"{part} in tiles of N tokens; without N as true in the JSON"
-        how.add_argument(f"--tiled-{part.lower()}", type=int, nargs="?", const=2**40, metavar="N", help=says)
-    how.add_argument("--loss-chunk", type=int, metavar="N", help="the same as --tiled-loss N")
+        how.add_argument(
+            f"--tiled-{part.lower()}", type=read_tokens, nargs="?", const=2**40, metavar="N", help=says
+        )
+    how.add_argument("--loss-chunk", type=read_tokens, metavar="N", help="the same as --tiled-loss N")
     how.add_argument("--offload-checkpoints", action="store_true", help="checkpoints are on the host")
     how.add_argument(
         "--offload-attention", action="store_true", help="q, k, v, out wait on the host for the backward pass"
@@ -89,6 +92,7 @@ def add(commands: Commands) -> None:
         action="store_true",
         help="the same on 2, 4 and 8 times as many devices, in one table",
     )
+    plan.add_argument("--picture", metavar="FILE", help="draw memory by part; .svg, .png or .pdf")
     add_json(plan)
 
 
@@ -102,6 +106,10 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
     from ..plan.report import as_json, print_report
 
     refuse_extra("plan", extra_args)
+    if options.picture is not None:
+        from ..tune.hardware_file import require_writable
+
+        require_writable(Path(options.picture), "--picture")
     with _show_progress() as say:
         planned = estimate(
             make_setting(options, say),
@@ -113,6 +121,10 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
         advice = advise(planned, say)
         rows = compare(planned, advice.reach.longest_tokens) if options.compare else []
         counts = plan_more_devices(planned, say) if options.more_devices else []
+        if options.picture is not None:
+            from ..plan.picture import plot_memory, save_figure
+
+            save_figure(plot_memory(planned), options.picture)
     if options.json:
         print(as_json(planned, advice, rows, counts))
     else:

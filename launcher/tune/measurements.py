@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ds_ring.api import RingAttention
+from ds_ring.attention_module import RingAttention
 from ds_ring.comm.exchange import Exchange
 from ds_ring.comm.groups import gather_objects
 from ds_ring.comm.mesh import RingMesh

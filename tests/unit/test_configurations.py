@@ -91,3 +91,10 @@ def test_no_regular_expression_is_refused(capsys: pytest.CaptureFixture[str]) ->
     assert (
         ended.value.code == 2 and "--only: expected a regular expression, got '('" in capsys.readouterr().err
     )
+
+
+def test_rows_in_no_folder_are_refused() -> None:
+    with pytest.raises(
+        RingConfigError, match="--rows none/f: expected a file in a folder to write to, got no"
+    ):
+        main(["falcon", "--rows", "none/f"])

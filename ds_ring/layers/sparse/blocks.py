@@ -23,7 +23,7 @@ from ds_ring.layers.selection.attention import selected_attention
 from ds_ring.layers.selection.block_layout import BlockLayout
 from ds_ring.masks.slots import IntArray
 from ds_ring.ops.checks import check_heads, check_layout, check_operand, check_tensors, check_tokens
-from ds_ring.ops.gradients import run_compared
+from ds_ring.ops.eager import run_compared
 from ds_ring.schedule.layout import Layout
 
 

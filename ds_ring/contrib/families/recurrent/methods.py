@@ -42,7 +42,7 @@ from ds_ring.layers.scan.context import ScanContext
 from ds_ring.layers.scan.recurrence import Computed, group_pieces, on_every_rank, padded, take_last_run
 from ds_ring.layers.scan.scan import scan_op
 from ds_ring.models.rows import get_local_last_tokens, in_order
-from ds_ring.ops.gradients import run_compared
+from ds_ring.ops.eager import run_compared
 
 
 class Summary(NamedTuple):
