@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # From the bottom up. A module imports from its own layer or a lower one; a package stands for all in it.
 CORE = [
-    ["errors", "limits", "plugin", "compat"],
+    ["errors", "error_origins", "limits", "plugin", "compat"],
     ["masks"],
     ["config"],
     ["schedule"],
@@ -823,7 +823,7 @@ OWN_OBJECTS = {
     ): "torch's context of a checkpointed region: no other place lives as long",
     ("data.ring_batch", "region"): "the same",
     ("data.ring_batch", "x"): "a tensor of a sharded batch, which carries the sharding",
-    ("ops.handles", "function"): "a function of ours, which it marks for torch.compile",
+    ("ops.tracing", "function"): "a function of ours, which it marks for torch.compile",
     ("compat.plain_models", "method.__func__"): "a method of ours, which it marks as a check of fields",
     ("compat.plain_models", "self_instance"): "its own instance, which is frozen",
     ("compat.torch", "function"): "a function of ours, which it marks for torch.compile",

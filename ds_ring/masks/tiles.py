@@ -11,15 +11,12 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ds_ring.errors import RingPatternError
 from ds_ring.masks.slots import IntArray
-
-if TYPE_CHECKING:
-    from ds_ring.masks.pattern import BoundPattern
 
 MaskFunction = Callable[[Any, Any, Any, Any], Any]  # FlexAttention's mask_mod(batch, head, q_pos, k_pos)
 ScoreFunction = Callable[[Any, Any, Any, Any, Any], Any]  # its score_mod(score, batch, head, q_pos, k_pos)
@@ -206,7 +203,7 @@ class Tiles:
     mask: IntArray  # index into `masks` of the function that selects the attended pairs; -1 for none
     weights: tuple[Weights, ...] = ()  # functions of query and key positions
     masks: tuple[MaskInside, ...] = ()  # functions of batch size, query positions and key positions
-    rule: BoundPattern | None = None  # the pattern that the tiles were cut from, if known
+    rule: Any = None  # the `BoundPattern` that the tiles were cut from; None if unknown
 
     def __post_init__(self) -> None:
         # A kernel divides by the lengths of a tile: aten ends the process at one of no tokens (SIGFPE).

@@ -16,7 +16,7 @@ from ds_ring.data.session import RingSession
 from ds_ring.errors import RingConfigError
 from ds_ring.layers.scan.recurrence import PieceKernel, run_recurrence
 from ds_ring.models.rows import in_order
-from ds_ring.ops.handles import forbid_tracing
+from ds_ring.ops.tracing import forbid_tracing
 
 
 def states_by_heads(session: RingSession, on: bool = True) -> None:

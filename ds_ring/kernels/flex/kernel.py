@@ -24,7 +24,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from ds_ring.comm.device_tables import DeviceTables
 from ds_ring.comm.streams import is_fake
-from ds_ring.compat.torch import derives_joint_graph
+from ds_ring.compat.torch_kernels import derives_joint_graph
 from ds_ring.errors import RingConfigError, RingError, RingShapeError
 from ds_ring.kernels.flex.block_mask import (
     BandTensors,

@@ -23,7 +23,7 @@ from ds_ring.ops.checks import DTYPES
 from ds_ring.ops.compiled import GraphRefusal
 from ds_ring.ops.context import AskedContext, RingContext, get_call_context
 from ds_ring.ops.eager import attend
-from ds_ring.ops.handles import forbid_tracing
+from ds_ring.ops.tracing import forbid_tracing
 from ds_ring.plugin import PASSES
 from ds_ring.schedule.layout import Layout
 

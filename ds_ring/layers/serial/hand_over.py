@@ -18,8 +18,9 @@ from ds_ring.layers.scan.context import ScanContext
 from ds_ring.layers.scan.scan import Letter, deliver
 from ds_ring.layers.scan.sequence_runs import sequence_runs
 from ds_ring.masks.slots import IntArray
-from ds_ring.ops.gradients import has_run_again, note_call, run_gradient
+from ds_ring.ops.gradients import run_gradient
 from ds_ring.ops.handles import get_object
+from ds_ring.ops.layer_gradients import has_run_again, note_call
 from ds_ring.ops.passes import count_forward_pass
 from ds_ring.patterns.documents.pattern import Documents, Tree
 from ds_ring.schedule.layout import Layout

@@ -21,7 +21,7 @@ from ds_ring.layers.scan.recurrence import padded
 from ds_ring.layers.serial.hand_over import hand_over_op, turns
 from ds_ring.ops.checks import DTYPES, check_operand
 from ds_ring.ops.eager import run_compared
-from ds_ring.ops.handles import forbid_tracing
+from ds_ring.ops.tracing import forbid_tracing
 from ds_ring.patterns.documents.pattern import Documents, Tree
 from ds_ring.schedule.layout import Layout
 

@@ -30,7 +30,7 @@ from ds_ring.layers.selection.select import ring_select
 from ds_ring.layers.sparse.blocks import attend_to_blocks, check_shards, windows, without_padding
 from ds_ring.masks.catalog import Before, SlidingWindow
 from ds_ring.ops.checks import check_floats
-from ds_ring.ops.handles import forbid_tracing
+from ds_ring.ops.tracing import forbid_tracing
 from ds_ring.schedule.layout import Layout
 
 SCORED = 2048  # keys whose scores exist at a time, of all heads and a tile's queries
