@@ -5,7 +5,6 @@ from ds_ring.attention_module import RingAttention as RingAttention
 from ds_ring.comm.mesh import RingMesh as RingMesh
 from ds_ring.config.pass_options import PassOptions as PassOptions
 from ds_ring.config.section import RingConfig as RingConfig
-from ds_ring.contrib.multihead import MultiheadRingAttention as MultiheadRingAttention
 from ds_ring.decode.attention import decode_attention as decode_attention
 from ds_ring.engines.deepspeed.enable import enable as enable
 from ds_ring.errors import RingBufferError as RingBufferError

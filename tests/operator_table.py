@@ -21,7 +21,6 @@ from torch import Tensor
 
 import ds_ring
 from ds_ring import PassOptions, RingMesh, make_layout
-from ds_ring.contrib.whole_heads.scan import run_whole_heads
 from ds_ring.layers.distance_bias.attention import DistanceBiasAttention
 from ds_ring.schedule.layout import Layout
 
@@ -95,7 +94,7 @@ class Operator(NamedTuple):
         loss: of an output that is whole: "sum" if the loss is that of all ranks together, "once" if every
             rank computes the same one, which counts once.
         layout: the name of a layout that suits.
-        ulysses: "any"; "none" if it takes rings alone, "only" if it takes no ring.
+        ulysses: "any"; "none" if it takes rings alone.
         any_dtype: copies values of any dtype.
     """
 
@@ -106,7 +105,7 @@ class Operator(NamedTuple):
     gradients: tuple[str, ...]
     loss: Literal["sum", "once"] = "sum"
     layout: str = "zigzag"
-    ulysses: Literal["any", "none", "only"] = "any"
+    ulysses: Literal["any", "none"] = "any"
     any_dtype: bool = False
 
     def shards(self, grid: Grid, whole: Inputs, rank: int) -> Inputs:
@@ -255,14 +254,6 @@ def attend_mask_mod(place: Place, **given: Tensor) -> Tensor:
 
 def attend_module(place: Place, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return ds_ring.RingAttention(ds_ring.Causal(), **place.where)(q, k, v)  # type: ignore[no-any-return]
-
-
-def multihead(place: Place, x: Tensor) -> Tensor:
-    torch.manual_seed(0)
-    made = ds_ring.MultiheadRingAttention(
-        8, H, pattern=ds_ring.Causal(), **place.where, dtype=x.dtype, batch_first=True
-    )
-    return made(x, x, x, need_weights=False)[0]  # type: ignore[no-any-return]
 
 
 def decode(place: Place, q: Tensor, k: Tensor, v: Tensor, **more: Any) -> Tensor:
@@ -441,15 +432,6 @@ def wide_queries(dtype: torch.dtype) -> Inputs:
     return qkv(dtype) | drawn(dtype, 1, q=(B, H, T, D + 3), profiles=(3, 5))
 
 
-def whole_heads(place: Place, x: Tensor) -> Tensor:
-    """A recurrence of each head, on Ulysses ranks alone."""
-
-    def run(tensors: list[Tensor]) -> Tensor:
-        return tensors[0].cumsum(dim=1)
-
-    return run_whole_heads(run, [x], place.layout, place.mesh, PassOptions())
-
-
 def _row(call: Callable[..., Tensor], **more: Any) -> Operator:
     """A row of attention."""
     given: dict[str, Any] = {"inputs": qkv, "dims": ATTENDED, "out_dim": 2, "gradients": QKV}
@@ -480,9 +462,6 @@ OPERATORS: dict[str, Operator] = {
     "ring_attention, MaskMod": _row(attend_mask_mod),
     "ring_attention, all_gather": _row(attend_by("all_gather")),
     "RingAttention": _row(attend_module),
-    "MultiheadRingAttention": Operator(
-        lambda dtype: drawn(dtype, x=(B, T, 8)), {"x": 1}, multihead, 1, ("x",)
-    ),
     "decode_attention": _row(decode, **FEW),
     "decode_attention, sinks and lse": _row(
         decode_with_sinks,
@@ -541,8 +520,5 @@ OPERATORS: dict[str, Operator] = {
     ),
     "sharded_rows": Operator(
         rows_of_tokens, {"table": 0, "rows": 1}, look_up, 1, ("table",), layout="contiguous"
-    ),
-    "whole heads": Operator(
-        lambda dtype: drawn(dtype, x=(B, T, 4, 3)), {"x": 1}, whole_heads, 1, ("x",), ulysses="only"
     ),
 }  # fmt: skip

@@ -47,6 +47,7 @@ BENCHMARKS = {
     "overlap": Benchmark("exposed communication over a slow link", "overlap"),
     "patterns": Benchmark("sparse patterns against the dense pass", "patterns"),
     "planning": Benchmark("processor time to plan packed documents", "planning", warm_up=0),
+    "published": Benchmark("published figures beside the planner's", "published", warm_up=None),
     "scan-memory": Benchmark("peak memory of a layer with a recurrent state", "scan", "memory", 0),
     "scan-time": Benchmark("a layer with a recurrent state against one process", "scan", "time"),
     "speeds": Benchmark("a rank that shares its core, with its speed known and not", "speeds", warm_up=2),

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from ds_ring.comm.messages import Transport
 from ds_ring.kernels.interface import Kernel
 from ds_ring.kernels.interface import Operands as Operands
 from ds_ring.ring.buffers import HeadSource, Saved
@@ -32,12 +31,6 @@ Results = tuple[Tensor, Tensor]  # out and lse
 
 class Pass(Protocol):
     """The attention of this rank's queries over the keys of all ranks; shapes as in `RingPass`."""
-
-    @property
-    def kernel(self) -> Kernel: ...
-
-    @property
-    def exchange(self) -> Transport | None: ...
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Return (out, lse)."""

@@ -24,6 +24,7 @@ from .parsers import (
     Commands,
     add_command,
     add_json,
+    read_tokens,
     refuse_extra,
     require_deadline,
     require_packages,
@@ -76,7 +77,13 @@ def add(commands: Commands) -> None:
     )
     check.add_argument("--jobs", type=int, default=1, metavar="N", help="of --all: N types at once")
     check.add_argument("--ring-size", type=int, metavar="P", help="default: the section's, or 2")
-    check.add_argument("--tokens", type=int, default=61, metavar="T", help="of each sample (default 61)")
+    check.add_argument(
+        "--tokens",
+        type=read_tokens,
+        default=61,
+        metavar="T",
+        help="of each sample, say 4096 or 4k (default 61)",
+    )
     check.add_argument("--layers", type=int, default=2, metavar="N", help="at least so many (default 2)")
     check.add_argument("--head", choices=_HEADS, help="default: what the family is mostly used with")
     check.add_argument(
@@ -122,6 +129,10 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
     for name in ("rows", "only"):
         if getattr(options, name) and not options.configurations:
             raise RingConfigError(f"--{name}: expected --configurations with it")
+    if options.rows is not None:
+        from ..tune.hardware_file import require_writable
+
+        require_writable(Path(options.rows), "--rows")
     for name, default in (("jobs", 1), ("batch", "plain")):
         if options.configurations and getattr(options, name) != default:
             raise RingConfigError.wrong(

@@ -54,27 +54,6 @@ def patterns_by(values: Mapping[str, Any]) -> tuple[Pattern, ...]:
     return make_type_patterns(_types(text_values), lambda key: _width(text_values, key), True)
 
 
-def read_model_patterns(hf_config: str | None, layers: int | None) -> tuple[Pattern | None, ...] | None:
-    """Return the attention of each layer: by a config.json or its text, or by their number alone.
-
-    Raises:
-        RingConfigError: both are given, or one of them is wrong, or a layer is not attention.
-    """
-    if hf_config is None:
-        if layers is not None and not 1 <= layers <= MAX_LAYERS:
-            raise RingConfigError.wrong("--layers", "a number of at least 1", layers, "correct it")
-        return None if layers is None else (None,) * layers
-    if layers is not None:
-        raise RingConfigError("--layers: expected no number beside --hf-config, got one; leave it out")
-    values = read_hf_config(hf_config)
-    model_patterns = patterns_by(values)
-    others = [kind.name for kind in kinds_by(values) if kind is not None]
-    if others:
-        advice = "measure its attention by --layers alone"
-        raise _refused("layer_types", "layers of attention", others[0], advice)
-    return model_patterns
-
-
 def kinds_by(values: Mapping[str, Any]) -> Kinds:
     """Return which layers of a config.json are not softmax attention over all keys, and what they are."""
     text_values = text_part(values)

@@ -93,18 +93,6 @@ def module(ring: Ring, score_mod: Any = None) -> tuple[Run, list[Tensor]]:
     return built, qkv()
 
 
-def multihead(ring: Ring) -> tuple[Run, list[Tensor]]:
-    torch.manual_seed(0)
-    built = ds_ring.MultiheadRingAttention(
-        32, HEADS, pattern=ds_ring.Causal(), **ring.where, dtype=torch.float64
-    )
-
-    def run(x: Tensor) -> Tensor:
-        return built(x, x, x, need_weights=False)[0]  # type: ignore[no-any-return]
-
-    return run, [randn(2, SLOTS, 32)]
-
-
 def sharded(ring: Ring) -> tuple[Run, list[Tensor]]:
     return partial(_shard, ring), [randn(2, TOKENS, 3)]
 
@@ -235,7 +223,6 @@ FUNCTIONS: dict[str, Callable[[Ring], tuple[Run, list[Tensor]]]] = {
     "score_mod": scored(lambda: lambda score, b, h, q, k: score + 0.1 * h * (k - q)),
     "RingAttention": module,
     "RingAttention, Softcap": partial(module, score_mod=CAP),
-    "MultiheadRingAttention": multihead,
     "shard_sequence": sharded,
     "gather_sequence": gathered,
     "shift_sequence": shifted,

@@ -27,6 +27,7 @@ SMALL = {
     "overlap": "--tokens 256 --heads 2 --rounds 1",
     "patterns": "--tokens 2048 --heads 1 --rounds 1",
     "planning": "--ranks 8 --draws 2 --shard 512",
+    "published": "--devices 8",
     "scan-memory": "--tokens 256 --hidden 64 --heads 2 --head-dim 16",
     "scan-time": f"--tokens 256 --heads 2 --head-dim 16 {SIZES}",
     "speeds": f"--tokens 256 {SIZES}",

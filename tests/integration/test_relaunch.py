@@ -1,6 +1,6 @@
 """`ds-ring launch` with `relaunch`: real engines, and a script of plain Python that counts steps and fails.
 
-Importing torch would be nearly all of the time; `tools/campaign.py relaunch` has real training.
+Importing torch would be nearly all of the time; test_run_status.py has real training.
 """
 
 from __future__ import annotations

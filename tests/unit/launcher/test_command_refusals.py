@@ -29,6 +29,8 @@ REFUSED = {
         ["check-model", "llama", "--configurations", "--batch", "packed"],
         "--batch: expected plain with --configurations",
     ),
+    "rows in no folder": (["check-model", "llama", "--configurations", "--rows", "none/f"],
+        "--rows none/f: expected a file in a folder to write to, got no folder"),
     "no jobs": (["check-model", "--all", "--jobs", "0"], "--jobs: expected 1 to 64, got 0"),
     "a model that is none": (["check-model", "nosuchmodel"], "expected"),
     "a model without such a head": (["check-model", "vit", "--head", "causal-lm"],

@@ -114,9 +114,6 @@ def delta_rule(
         return result
 
     tensors = (query, key, value, g, beta)
-    recurrences = sharding.mesh.owners[Recurrences]
-    if recurrences.select_heads is not None and recurrences.by_steps is None and not output_final_state:
-        return recurrences.select_heads(sharding, tensors, call, True), None
     steps = Steps((value.shape[2], key.shape[3], value.shape[3]), run)
     return recurrence(sharding, tensors, call, True, 1, output_final_state, steps)
 

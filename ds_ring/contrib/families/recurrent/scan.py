@@ -44,11 +44,8 @@ class Recurrences:
     """Hold what computes recurrences on a mesh in place of `recurrence`: `mesh.owners[Recurrences]`."""
 
     def __init__(self) -> None:
-        self.has_delta_rules = False  # some layer of a model on this mesh
         # takes sharding, tensors, `Steps`, dim, wants_state, as `recurrence`; returns what it does
         self.by_steps: Callable[..., tuple[Tensor, Tensor | None]] | None = None
-        # takes sharding, tensors [B, S, H, ...], call and matrix, as `recurrence`; returns the outputs
-        self.select_heads: Callable[..., Tensor] | None = None
 
 
 def get_sharding(kwargs: dict[str, Any]) -> BatchSharding | None:
@@ -67,14 +64,14 @@ def get_sharding(kwargs: dict[str, Any]) -> BatchSharding | None:
     return None
 
 
-def split_rows(
-    sharding: BatchSharding, make: Callable[..., ScanContext] = scan_context
-) -> list[tuple[ScanContext, list[int]]]:
+def split_rows(sharding: BatchSharding) -> list[tuple[ScanContext, list[int]]]:
     """Return the context of each set of documents, and the rows that have them; [] for all rows."""
     layout, mesh, timeout = sharding.layout, sharding.mesh, float(sharding.config.hop_timeout_seconds)
     if not sharding.groups or sharding.masks_padding:
-        return [(make(layout, mesh, None, timeout), [])]
-    return [(make(layout, mesh, group.pattern, timeout), list(group.rows)) for group in sharding.groups]
+        return [(scan_context(layout, mesh, None, timeout), [])]
+    return [
+        (scan_context(layout, mesh, group.pattern, timeout), list(group.rows)) for group in sharding.groups
+    ]
 
 
 def by_rows(sharding: BatchSharding, run: Callable[..., Tensor], *tensors: Tensor) -> Tensor:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import math
 from datetime import date
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
+import numpy as np
 import yaml
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from ds_ring.config.messages import Section
 
@@ -17,6 +18,12 @@ ROWS = Path(__file__).with_name("rows.yaml")
 
 Direction = Literal["forward", "backward", "both"]
 Curve = dict[int, float]  # TFLOP/s by length of the sequence
+
+
+def rate_at(curve: Curve, length: float) -> float:
+    """Return FLOP/s at a length: linear in its logarithm between the published ones, constant outside."""
+    known = sorted(curve)
+    return 1e12 * float(np.interp(math.log(length), np.log(known), [curve[n] for n in known]))
 
 
 class Source(Section):
@@ -71,28 +78,9 @@ class PassGroup(Section):
 
     source: str
     method: str
-    machine: str
-    kernel: str
     mask: Literal["causal", "packed"]
-    tokens: int
-    heads: int
-    kv_heads: int
-    forward: Curve = Field(default_factory=dict)
-    backward: Curve = Field(default_factory=dict)
-    both: Curve = Field(default_factory=dict)
-    why: str | None = None  # what explains figures that are off, or that nothing does
-
-
-class Model(Section):
-    """Describe a model by the sizes of `plan/model_file.py`."""
-
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    intermediate: int
-    vocab: int
+    forward: Curve
+    backward: Curve
 
 
 class StepRow(Section):
@@ -128,42 +116,13 @@ class Table(Section):
     machines: dict[str, Machine]
     kernels: dict[str, Kernel]
     documents: Documents
-    models: dict[str, Model]
+    models: dict[str, dict[str, int]]  # sizes of `plan/model_file.py`
     passes: list[PassGroup]
     steps: list[StepRow]
     lengths: list[LengthRow]
 
-    @model_validator(mode="after")
-    def _names_exist(self) -> Table:
-        """Refuse a row whose source, machine, kernel or model the file does not have."""
-        rates = [(kernel.forward, kernel.backward, kernel.both) for kernel in self.kernels.values()]
-        named: list[tuple[str, Collection[str]]] = [
-            (each.source, self.sources) for three in rates for each in three if each is not None
-        ]
-        named += [(name, self.sources) for machine in self.machines.values() for name in machine.sources]
-        named.append((self.documents.source, self.sources))
-        for group in self.passes:
-            named += [
-                (group.source, self.sources),
-                (group.machine, self.machines),
-                (group.kernel, self.kernels),
-            ]
-        for step in self.steps:
-            named += [(step.source, self.sources), (step.model, self.models), (step.kernel, self.kernels)]
-        for length in self.lengths:
-            named += [(length.source, self.sources), (length.model, self.models)]
-        absent = sorted({name for name, known in named if name not in known})
-        if absent:
-            raise ValueError(f"expected names that the file has, got {', '.join(absent)}; add them")
-        return self
-
 
 @cache
 def published() -> Table:
-    """Return the table that comes with this package."""
-    return table_from(yaml.safe_load(ROWS.read_text()))
-
-
-def table_from(values: dict[str, Any]) -> Table:
-    """Return a table of the values of a file; pydantic's ValidationError lists what is wrong."""
-    return Table.model_validate(values)
+    """Return the table of rows.yaml; pydantic's ValidationError lists what is wrong."""
+    return Table.model_validate(yaml.safe_load(ROWS.read_text()))

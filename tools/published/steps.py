@@ -8,40 +8,26 @@ ring adds to them.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
 
 from ds_ring.masks.catalog import Causal
+from ds_ring_launcher.plan.compare import FINE, GIB, get_torch_peak
+from ds_ring_launcher.plan.estimate import estimate, fits, training_step
+from ds_ring_launcher.plan.hardware import AttentionEfficiency, Hardware, read_hardware
+from ds_ring_launcher.plan.model_file import ModelShape
+from ds_ring_launcher.plan.model_memory import LocalTokens, Zero
+from ds_ring_launcher.plan.options import MAX_TOKENS, longest_that
+from ds_ring_launcher.plan.pass_memory import PassMemory
+from ds_ring_launcher.plan.training_setting import TrainingSetting
+from published.table import Kernel, LengthRow, Machine, StepRow, Table, rate_at
 
-from ..plan.compare import FINE, GIB, get_torch_peak
-from ..plan.estimate import Estimate, estimate, fits, training_step
-from ..plan.hardware import AttentionEfficiency, Hardware, read_hardware
-from ..plan.model_file import ModelShape
-from ..plan.model_memory import LocalTokens, Zero
-from ..plan.options import MAX_TOKENS, longest_that
-from ..plan.pass_memory import PassMemory
-from ..plan.training_setting import TrainingSetting
-from .methods import MERGE_BYTES, rate_at
-from .table import Kernel, LengthRow, Machine, StepRow, Table
-
+MERGE_BYTES = 38  # of out in torch's `out - sigmoid(.) * (out - block)` in float32, block cast before it
 CAST_AND_ADD_BYTES = 18  # of torch's `a += b.to(float32)`: a copy of b, then the sum
 FLOAT, ELEMENT = 4, 2
 
 
-class ModelledStep(NamedTuple):
-    """Hold what the model says of a published step."""
-
-    seconds: float
-    gigabytes: float
-
-
-def read_model(table: Table, name: str) -> ModelShape:
-    """Return a model of the table."""
-    return ModelShape(**table.models[name].model_dump())
-
-
 def make_published_setting(table: Table, row: StepRow) -> TrainingSetting:
     """Return the setting of a row: one ring of all devices, ZeRO 3, everything computed again."""
-    model = read_model(table, row.model)
+    model = ModelShape(**table.models[row.model])
     hardware = with_kernel(read_hardware("h100_flash3"), table.kernels[row.kernel])
     return TrainingSetting(
         tokens=row.tokens, ring_size=row.devices, ulysses_size=1, model=model, pattern=Causal(),
@@ -59,18 +45,18 @@ def with_kernel(hardware: Hardware, kernel: Kernel) -> Hardware:
     return hardware.model_copy(update={"attention_efficiency": efficiency})
 
 
-def torch_step(table: Table, row: StepRow) -> ModelledStep:
-    """Return a step of torch's context parallelism (torch/distributed/tensor/experimental/_context_parallel).
+def torch_step(table: Table, row: StepRow) -> tuple[float, float]:
+    """Return seconds and peak (GB) of a step of torch's context parallelism.
 
+    Read in torch/distributed/tensor/experimental/_context_parallel.
     K and V of all ranks are gathered after the first hop began, before its end is used: once forward, once
     more where it is computed again, once backward. Every hop merges out in float32 by torch operations, or
     casts and adds dq, dk and dv; dK and dV travel to the next rank after each hop, and nothing overlaps that.
     """
     setting = make_published_setting(table, row)
     planned = estimate(setting)
-    return ModelledStep(
-        planned.step_s - planned.host_s + torch_extra_s(setting, table.machines["h100"]), peak_gb(planned)
-    )
+    seconds = planned.step_s - planned.host_s + torch_extra_s(setting, table.machines["h100"])
+    return seconds, get_torch_peak(setting) / 1e9
 
 
 def torch_extra_s(setting: TrainingSetting, machine: Machine) -> float:
@@ -92,18 +78,13 @@ def torch_extra_s(setting: TrainingSetting, machine: Machine) -> float:
     return model.layers * (3 * gather + 2 * merge + added + home)
 
 
-def peak_gb(planned: Estimate) -> float:
-    """Return the peak of the same training by torch's context parallelism, in 10^9 bytes."""
-    return get_torch_peak(planned.setting) / 1e9
-
-
 def longest_tokens(table: Table, row: LengthRow) -> int:
     """Return the longest sequence of ALST, or of UPipe, which has one query head of a rank at a time.
 
     ALST (section 3): the loss in tiles of a GiB of float32 logits, MLPs in tiles of `hidden` tokens,
     checkpoints and ZeRO 3's optimizer on the host, on one device the parameters as well; heads by all-to-all.
     """
-    model, devices = read_model(table, row.model), row.devices
+    model, devices = ModelShape(**table.models[row.model]), row.devices
     zero = Zero(3, devices, ELEMENT, offload_optimizer=True, offload_parameters=devices == 1)
     hardware = read_hardware("h100_flash3")
     setting = TrainingSetting(
@@ -130,7 +111,7 @@ def ulysses_tflops(table: Table, row: StepRow) -> float:
     The formula counts the whole matrix of attention and four passes of everything, the repeated one included;
     a kernel skips the masked half. Matrices at the planner's share of the peak; states are taken as hidden.
     """
-    model, kernel = read_model(table, row.model), table.kernels[row.kernel]
+    model, kernel = ModelShape(**table.models[row.model]), table.kernels[row.kernel]
     hardware = read_hardware("a100")
     dense = 24.0 * model.hidden**2
     attention = 4.0 * row.tokens * model.heads * model.head_dim

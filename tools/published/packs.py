@@ -5,16 +5,11 @@ Its sampler is the class DatasetSampler of its benchmark.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
 
-from ds_ring.masks.catalog import Causal
-from ds_ring.masks.pattern import Pattern
-from ds_ring.patterns.documents.pattern import Documents as DocumentPattern
-
-from .table import Documents, published
+from published.table import Documents, published
 
 LONGEST_PART = 4  # no document is longer than this part of a pack
 PACKS = 20  # over which a figure is averaged
@@ -59,10 +54,3 @@ def draw_packs(documents: Documents, tokens: int, count: int, seed: int) -> tupl
                 packs.append(tuple(pack))
                 pack, left = [], tokens
     return tuple(packs[:count])
-
-
-def make_document_pattern(lengths: Sequence[int] | np.ndarray) -> Pattern:
-    """Return causal attention inside each of the documents that follow one another."""
-    if len(lengths) == 1:
-        return Causal()
-    return DocumentPattern(np.repeat(np.arange(len(lengths)), lengths)) & Causal()

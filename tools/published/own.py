@@ -6,25 +6,62 @@ of the merges, which the planner leaves out: beside hops of 8 Ki tokens they tak
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import numpy as np
+from benchmarks.document_lengths import make_document_pattern
 
 from ds_ring.masks.slots import count_slots, merge_progressions
 from ds_ring.masks.tiles import Axis
 from ds_ring.schedule.choose import bind_one_head, count_rank_work
 from ds_ring.schedule.layout import Layout
 from ds_ring.schedule.lowering import count_heads
+from ds_ring_launcher.plan.hardware import AttentionEfficiency, Hardware, read_hardware
+from ds_ring_launcher.plan.layer_passes import build_plans, choose_parts, looked_at, pass_shape, plan_layout
+from ds_ring_launcher.plan.model_file import ModelShape
+from ds_ring_launcher.plan.model_memory import Zero
+from ds_ring_launcher.plan.pass_memory import PassShape
+from ds_ring_launcher.plan.pass_time import BACKWARD_FLOPS, FORWARD_FLOPS, CostPart, pass_cost
+from ds_ring_launcher.plan.training_setting import TrainingSetting
+from published.table import Kernel, Machine, rate_at
 
-from ..plan.hardware import AttentionEfficiency, Hardware, read_hardware
-from ..plan.layer_passes import build_plans, choose_parts, looked_at, pass_shape, plan_layout
-from ..plan.model_file import ModelShape
-from ..plan.model_memory import Zero
-from ..plan.pass_memory import PassShape
-from ..plan.pass_time import BACKWARD_FLOPS, FORWARD_FLOPS, CostPart, pass_cost
-from ..plan.training_setting import TrainingSetting
-from .methods import ADD_BYTES, Pass
-from .packs import make_document_pattern
+ADD_BYTES = 10  # of `a += b`: a float32, b bfloat16
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Describe an attention pass: where, of what, over which documents."""
+
+    machine: Machine
+    kernel: Kernel
+    ranks: int
+    lengths: tuple[int, ...]  # of the documents; one for a causal sequence
+    tokens: int = 8192  # of a rank
+    heads: int = 64
+    kv_heads: int = 8
+    head_dim: int = 128
+    element_bytes: int = 2
+
+    @property
+    def flops(self) -> float:
+        """Return the FLOPs of a rank forward that count in a published TFLOPS figure."""
+        pairs = sum(n * (n + 1) / 2 for n in self.lengths)
+        return 4 * self.head_dim * pairs * self.heads / self.ranks
+
+    @property
+    def kv_bytes(self) -> int:
+        """Return the bytes of a rank's keys and values together."""
+        return 2 * self.tokens * self.kv_heads * self.head_dim * self.element_bytes
+
+    def kernel_rate(self, way: Literal["forward", "backward"]) -> float:
+        """Return FLOP/s of the kernel: the best of long calls; on documents that of their lengths."""
+        curve = self.kernel.curve(way)
+        if len(self.lengths) == 1:
+            return max(curve.full.values()) * 1e12
+        pairs = [(n, n * (n + 1) / 2) for n in self.lengths]
+        seconds = sum(count / rate_at(curve.causal, n) for n, count in pairs)
+        return sum(count for _, count in pairs) / seconds
 
 
 class OwnPass(NamedTuple):
@@ -63,14 +100,9 @@ def make_own_setting(attention: Pass, stage_shards: int = 0, transport: str = "r
 
 def _with_published_rates(attention: Pass) -> Hardware:
     """Return H100 with the pass's links and kernel; on documents the kernel has the rate of their lengths."""
-    hardware, machine, kernel = read_hardware("h100_flash3"), attention.machine, attention.kernel
-    peak, lengths, parts = hardware.flops("bfloat16"), attention.lengths, {}
-    for way in ("forward", "backward"):
-        rate = max(kernel.curve(way).full.values()) * 1e12
-        if len(lengths) > 1:
-            alone = Pass(machine, kernel, 1, attention.tokens, 1, 1, way, lengths)
-            rate = alone.flops / alone.causal_s(lengths, 1)
-        parts[way] = rate / peak
+    hardware, machine = read_hardware("h100_flash3"), attention.machine
+    peak = hardware.flops("bfloat16")
+    parts = {way: attention.kernel_rate(way) / peak for way in ("forward", "backward")}
     rates = {
         "attention_efficiency": AttentionEfficiency(**parts),
         "intra_node_bytes_per_s": machine.link,
@@ -89,14 +121,14 @@ def compute_own_pass(attention: Pass, stage_shards: int = 0, transport: str = "r
     for rank in looked_at([plan], layout):
         parts = choose_parts(plan, rank)
         cost = pass_cost(parts, shape, setting.hardware, setting.dtype, setting.bytes_per_s)
-        merges = [attention.copies_s(moved) for moved in count_merged_bytes(parts, shape)]
+        merges = [moved / attention.machine.memory for moved in count_merged_bytes(parts, shape)]
         passes.append((cost.seconds + sum(merges), cost, merges))
     total, cost, merges = max(passes, key=lambda of_rank: of_rank[0])
     works = count_rank_work(bind_one_head(plan.pattern), layout)
     imbalance = float(works.max() / works.mean())
     efficiency, peak = setting.hardware.attention_efficiency, setting.hardware.flops(setting.dtype)
     forward, backward = (
-        imbalance * flops * attention.flops / attention.pair_flops * attention.head_dim / (part * peak)
+        imbalance * flops * attention.flops / 4 / (part * peak)
         for flops, part in ((FORWARD_FLOPS, efficiency.forward), (BACKWARD_FLOPS, efficiency.backward))
     )
     return OwnPass(
