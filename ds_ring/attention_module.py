@@ -19,7 +19,7 @@ from ds_ring.schedule.layout import Layout
 
 if TYPE_CHECKING:
     from ds_ring.config.section import RingConfig
-    from ds_ring.masks.tiles import ScoreFunction
+    from ds_ring.masks.pair_masks import ScoreFunction
     from ds_ring.ops.compiled import GraphRefusal
 
 

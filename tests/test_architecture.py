@@ -38,7 +38,8 @@ CORE = [
     ["schedule"],
     ["health"],
     ["comm"],
-    ["kernels.interface", "kernels.select", "kernels.reference", "kernels.workspace", "kernels.trials"],
+    ["kernels.interface", "kernels.pairs", "kernels.select",
+        "kernels.reference", "kernels.workspace", "kernels.trials"],
     ["ring"],
     ["ops"],
     ["api", "attention_module"],
@@ -77,6 +78,7 @@ IMPORTERS = {
     "layers.selection.max_logits": {"ring.merge"},  # the accumulators' dtype
     "ops.context": {"comm.exchange", "kernels"},  # makes both, uses neither
     "ops.prepare": {"kernels"},  # chooses them
+    "ops.extra_operand": {"kernels"},  # may wrap one
     "ops.finite": {"kernels"},  # a kernel around another one
     "cuda.patience": {"kernels"},  # asks whether one compiles
     "memory.tiles.tiled_loss": {"ring.merge"},  # the same

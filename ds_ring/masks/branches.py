@@ -25,12 +25,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from ds_ring.masks.slots import IntArray, repeat_rows
-from ds_ring.masks.tiles import UNBOUNDED, Axis, PairMask, Tiles
+from ds_ring.masks.tiles import UNBOUNDED, Axis, Tiles
+
+if TYPE_CHECKING:
+    from ds_ring.masks.pair_masks import PairMask
 
 LARGEST_LABEL = 1 << 31  # labels are int32 on a device
 NO_LABEL = -1  # the label of a token that takes no part

@@ -15,16 +15,20 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ds_ring.masks.branches import ALL, Branch, Joined, Partition, Pieces, Primitive
 from ds_ring.masks.slots import IntArray, repeat_rows
-from ds_ring.masks.tiles import Axis, MaskInside, PairMask, Tiles
+from ds_ring.masks.tiles import Axis, Tiles
+
+if TYPE_CHECKING:
+    from ds_ring.masks.pair_masks import PairMask
 
 MASK_BLOCK = 256  # side of the blocks inside which a mask function is evaluated, tokens
 
-BandOfPairs = tuple[int, int, tuple[PairMask, ...]]  # least and most distance, mask functions
+BandOfPairs = tuple[int, int, tuple["PairMask", ...]]  # least and most distance, mask functions
 
 
 def split_by_head(
@@ -56,6 +60,8 @@ def split_by_head(
             refined += _refine(near.for_head(head_in_group), branches, least >= 0, plain)
         tiles = refined[1] if len(refined) == 2 else Tiles.concat(refined)
         if masks:
+            from ds_ring.masks.pair_masks import MaskInside
+
             # The mask function includes the band, so blocks are kept or dropped, but not cut.
             blocks = may_touch(_split_blocks(tiles), least, most)
             column = np.zeros(len(blocks), dtype=np.int64)

@@ -13,7 +13,7 @@ import itertools
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -21,8 +21,11 @@ from ds_ring.errors import RingPatternError, check_whole_number
 from ds_ring.masks.branches import ALL, Branch, Primitive
 from ds_ring.masks.joins import split_by_head
 from ds_ring.masks.slots import IntArray
-from ds_ring.masks.tiles import UNBOUNDED, Axis, PairMask, Tiles
+from ds_ring.masks.tiles import UNBOUNDED, Axis, Tiles
 from ds_ring.plugin import JsonKey
+
+if TYPE_CHECKING:
+    from ds_ring.masks.pair_masks import PairMask
 
 MANY_PAIRS = 4096  # of runs; if there are more, `tiles` first leaves out those that no branch joins
 

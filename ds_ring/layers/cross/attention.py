@@ -17,8 +17,8 @@ from ds_ring.comm.mesh import RingMesh, check_mesh
 from ds_ring.config.pass_options import PassOptions
 from ds_ring.errors import RingLayoutError, RingPatternError
 from ds_ring.layers.cross.layout import PairLayout
+from ds_ring.masks.pair_masks import ScoreFunction
 from ds_ring.masks.pattern import Pattern
-from ds_ring.masks.tiles import ScoreFunction
 from ds_ring.ops.checks import DTYPES
 from ds_ring.ops.compiled import GraphRefusal
 from ds_ring.ops.context import AskedContext, RingContext, get_call_context

@@ -22,7 +22,8 @@ import numpy as np
 from ds_ring.errors import RingLayoutError
 from ds_ring.masks.slots import IntArray
 from ds_ring.patterns.documents.pattern import Documents, Tree
-from ds_ring.schedule.layout import Layout, PieceLayout
+from ds_ring.schedule.layout import Layout
+from ds_ring.schedule.pieces import PieceLayout
 
 
 class HaloMessages(NamedTuple):

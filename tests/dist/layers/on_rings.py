@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ds_ring import Documents, RingMesh, Tree, make_layout
-from ds_ring.schedule.layout import round_to_blocks
+from ds_ring.schedule.pieces import round_to_blocks
 from tests.dist.one_process import Layer, compare
 
 T = 46

@@ -22,7 +22,7 @@ from ds_ring import (
     selected_attention,
 )
 from ds_ring.layers.sparse.nsa import NsaSizes
-from ds_ring.schedule.layout import round_to_blocks
+from ds_ring.schedule.pieces import round_to_blocks
 from tests.dist.harness import Pool
 
 Results = tuple[Tensor, ...]

@@ -34,7 +34,7 @@ from ds_ring.layers.selection.selected_pass import SelectedPass
 from ds_ring.layers.sparse import blocks as of_tokens
 from ds_ring.layers.sparse import nsa as nsa_module
 from ds_ring.measure.memory import measure_cpu_memory
-from ds_ring.schedule.layout import round_to_blocks
+from ds_ring.schedule.pieces import round_to_blocks
 from tests.dist.harness import Pool
 from tests.dist.one_process import Layer, compare_cases, same_as_one_process
 from tests.reference import relative_error, worst
