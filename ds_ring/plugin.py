@@ -189,7 +189,7 @@ class Plugin(NamedTuple):
         part_keys: keys of a part of the section, by "part.capability" (`PartKeys` in `config/messages.py`).
         rates: what finds the fastest of some kernels on a kind of device, by measured rates.
         tracers: what makes a function of pairs a value that ranks compare. `for_heads` returns `Scores` in
-            `kernels/interface.py`; `captured` holds what a function captured.
+            `kernels/pairs.py`; `captured` holds what a function captured.
         saved_tensors: what keeps tensors for a pass's gradient (`SavedTensors` in `ops/passes.py`).
         engine_parts: what is added to an engine (`EnginePart`), from the inside out.
         model_parts: what is added to a transformers model (`ModelPart`).
