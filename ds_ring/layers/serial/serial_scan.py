@@ -64,6 +64,10 @@ def serial_scan(
     """
     context = scan_context(layout, mesh, documents, hop_timeout_s)
     with collective(mesh, "serial_scan", alone=is_fake(initial)) as call:
+        if not callable(step):
+            raise RingShapeError.wrong(
+                "serial_scan: step", "a function", step, "pass one of state and tensors"
+            )
         _check(context, initial, tensors, block_size, batch_parts)
         call.agree({"block_size": block_size, "batch_parts": batch_parts, "initial": tuple(initial.shape)})
     batch = len(initial) // batch_parts

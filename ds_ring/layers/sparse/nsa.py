@@ -110,15 +110,21 @@ def nsa_attention(
         RingConfigError, RingShapeError, RingMismatchError, RingPeerError: as `moba_attention`.
     """
     three_k, three_v = (3 * [x] if isinstance(x, Tensor) else [*x] for x in (k, v))
-    branch_sizes = NsaSizes() if sizes is None else sizes
-    compressed_size, stride, block_size = (
-        branch_sizes.compressed_size,
-        branch_sizes.stride,
-        branch_sizes.block_size,
-    )
     check_mesh(mesh)
     with collective(mesh, "nsa_attention", alone=is_fake(q)) as call:
+        branch_sizes = NsaSizes() if sizes is None else sizes
+        if not isinstance(branch_sizes, NsaSizes):
+            advice = "use ds_ring.NsaSizes(...)"
+            raise RingConfigError.wrong("nsa_attention: sizes", "NsaSizes or None", sizes, advice)
+        compressed_size, stride, block_size = (
+            branch_sizes.compressed_size,
+            branch_sizes.stride,
+            branch_sizes.block_size,
+        )
         branch_sizes.check()
+        if not callable(compress):
+            advice = "pass one of the windows' k and v"
+            raise RingConfigError.wrong("nsa_attention: compress", "a function", compress, advice)
         if len(three_k) != 3 or len(three_v) != 3:
             raise RingConfigError.wrong(
                 "nsa_attention", "one or three k and v", f"{len(three_k)}, {len(three_v)}", "pass three"
