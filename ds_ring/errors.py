@@ -11,6 +11,8 @@ floats are not.
 from __future__ import annotations
 
 import operator
+import re
+import reprlib
 from numbers import Integral
 from typing import TYPE_CHECKING
 
@@ -20,19 +22,31 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _SHOWN_CHARACTERS = 120
+_SHOWN_ITEMS = 4
+_ITEMS = reprlib.Repr()
+_ITEMS.maxlist = _ITEMS.maxtuple = _ITEMS.maxset = _ITEMS.maxfrozenset = _SHOWN_ITEMS
+_ITEMS.maxstring = _ITEMS.maxother = _SHOWN_CHARACTERS
 
 
 def shown(value: object) -> str:
-    """Return the type and repr of a value for a message: short, and safe if the repr raises."""
+    """Return the type and repr of a value for a message: short, and safe if the repr raises.
+
+    Of many items, such as the ids of tokens, it has the first ones and their number; of an array its shape.
+    """
     kind = type(value).__name__
     if isinstance(value, int) and abs(value) >= 10**30:  # a million digits take seconds to print
         return f"{kind} of {value.bit_length()} bits"
+    is_list, size = isinstance(value, (list, tuple, set, frozenset)), ""
     try:
-        text = repr(value)
+        if getattr(value, "ndim", 0) and hasattr(value, "dtype"):
+            return f"{kind} of shape {tuple(value.shape)}, {value.dtype}"  # type: ignore[attr-defined]
+        text = _ITEMS.repr(value) if is_list else repr(value)
+        if is_list and len(value) > _SHOWN_ITEMS:
+            size = f" of {len(value):,} items"
     except Exception as error:
         return f"{kind}, whose repr raises {type(error).__name__}"
     text = text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
-    return text if isinstance(value, (int, float, str, bytes, bool, type(None))) else f"{kind} {text}"
+    return text if isinstance(value, (int, float, str, bytes, bool, type(None))) else f"{kind} {text}{size}"
 
 
 class RingError(Exception):

@@ -160,6 +160,7 @@ def scan_context(
                 "documents", "ds_ring.Documents or ds_ring.Tree", type(documents).__name__,
                 "pass ds_ring.Documents(document_ids)",
             )  # fmt: skip
+        check_layout(layout)
         context: ScanContext = cache_context(mesh, (ScanContext, layout, documents, hop_timeout_s), make)
     return context
 
