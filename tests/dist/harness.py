@@ -27,7 +27,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
@@ -103,6 +103,18 @@ def catch_refusal(call: Callable[..., object], *args: Any, **kwargs: Any) -> str
     except RingError as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+def catch_refusals(calls: Mapping[str, Callable[[], object]]) -> dict[str, str]:
+    """Return what each call by name is refused with."""
+    return {name: catch_refusal(call) for name, call in calls.items()}
+
+
+def check_texts(texts_by_rank: Iterable[Mapping[str, str]], words: Mapping[str, str]) -> None:
+    """Require of every rank the texts of these names, each with its words."""
+    for texts in texts_by_rank:
+        assert texts.keys() == words.keys()
+        assert not {name: texts[name] for name in words if words[name] not in texts[name]}
 
 
 def first_in_time(run: Callable[[], list[Any]], in_time: Callable[[list[Any]], bool]) -> list[Any]:

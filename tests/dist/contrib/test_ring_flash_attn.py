@@ -5,7 +5,9 @@ The shards are cut here as that package's own tests cut them.
 
 from __future__ import annotations
 
+import functools
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -270,23 +272,26 @@ def refused(rank: int, world_size: int, what: str) -> None:
     wrong = rank == 0
     ends = torch.tensor([0, 8])
     many = module.llama3_flash_attn_prepare_cu_seqlens(ends * world_size, True, rank, world_size)
-    if what == "dropout":
-        module.ring_flash_attn_func(x[None], x[None], x[None], dropout_p=0.1 * wrong, causal=True)
-    elif what == "slopes":
-        slopes = torch.ones(2, HEADS) if wrong else None
-        module.ring_flash_attn_func(x[None], x[None], x[None], causal=True, alibi_slopes=slopes)
-    elif what == "tokens":
-        module.zigzag_ring_flash_attn_varlen_func(x, x, x, ends // (2 if wrong else 1), 8, causal=True)
-    elif what == "ends":
-        module.llama3_flash_attn_varlen_func(x, x, x, many[0].clone(), *many[1:4], 1, many[4], causal=True)
-    elif what == "filled anew":
-        many[0].mul_(2 if wrong else 1)
-        module.llama3_flash_attn_varlen_func(x, x, x, *many[:4], 1, many[4], causal=True)
-    elif what == "length":
-        module.llama3_flash_attn_prepare_cu_seqlens(ends + 1, True, rank, world_size)
-    elif what == "mask":
-        forward = module.create_ring_flash_attention_forward(None, 1)[-1]
-        forward(x[None], x[None], x[None], torch.ones(1, 8), 8, True)
+    slopes, dense = (
+        torch.ones(2, HEADS) if wrong else None,
+        functools.partial(module.ring_flash_attn_func, x[None], x[None], x[None], causal=True),
+    )
+    zigzag, llama3 = (
+        functools.partial(getattr(module, f"{name}_flash_attn_varlen_func"), x, x, x, causal=True)
+        for name in ("zigzag_ring", "llama3")
+    )
+    calls: dict[str, Callable[[], Any]] = {
+        "dropout": lambda: dense(dropout_p=0.1 * wrong),
+        "slopes": lambda: dense(alibi_slopes=slopes),
+        "tokens": lambda: zigzag(ends // (2 if wrong else 1), 8),
+        "ends": lambda: llama3(many[0].clone(), *many[1:4], 1, many[4]),
+        "filled anew": lambda: llama3(many[0].mul_(2 if wrong else 1), *many[1:4], 1, many[4]),
+        "length": lambda: module.llama3_flash_attn_prepare_cu_seqlens(ends + 1, True, rank, world_size),
+        "mask": lambda: module.create_ring_flash_attention_forward(None, 1)[-1](
+            x[None], x[None], x[None], torch.ones(1, 8), 8, True
+        ),
+    }
+    calls[what]()
 
 
 @pytest.mark.parametrize(
