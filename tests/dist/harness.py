@@ -34,11 +34,12 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 from ds_ring.errors import RingError
+from tests.clock import unqueued_seconds
 from tests.dist.rank_process import (
     DUMP_SIGNAL,
     RANK_ENVIRONMENT,
@@ -103,6 +104,33 @@ def catch_refusal(call: Callable[..., object], *args: Any, **kwargs: Any) -> str
     except RingError as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+class Failure(NamedTuple):
+    """What a call raised; `error` is "" for nothing.
+
+    Attributes:
+        error, families: name of its type, and of all that it inherits from.
+        text: of the error.
+        seconds: until then, without time in the queue for a processor.
+    """
+
+    error: str
+    families: tuple[str, ...]
+    text: str
+    seconds: float
+
+
+def catch_failure(call: Callable[..., object], *args: Any, **kwargs: Any) -> Failure:
+    """Call, and return what came of it, also of an error that is not ds_ring's."""
+    started, error = unqueued_seconds(), None
+    try:
+        call(*args, **kwargs)
+    except Exception as raised:
+        error = raised
+    seconds = unqueued_seconds() - started
+    families = tuple(cls.__name__ for cls in type(error).__mro__)
+    return Failure("" if error is None else families[0], families, str(error), seconds)
 
 
 def catch_refusals(calls: Mapping[str, Callable[[], object]]) -> dict[str, str]:

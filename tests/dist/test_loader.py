@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -22,7 +21,7 @@ from ds_ring.data.packing import PackedRows
 from ds_ring.data.session import RingSession
 from ds_ring.ops.context import ContextCache
 from ds_ring.schedule import choose, layout, lowering, plan
-from tests.dist.harness import catch_refusal, run_ranks_collect
+from tests.dist.harness import Failure, catch_failure, catch_refusal, run_ranks_collect
 from tests.sessions import session_of
 
 SAMPLES, TOKENS = 10, 9
@@ -292,7 +291,7 @@ def test_the_next_batch_is_planned_in_a_thread(rank_pool):
         assert not any("make_auto" in item for item in main)
 
 
-def dies_beside_its_workers(rank: int, world_size: int, folder: str) -> tuple[str, float]:
+def dies_beside_its_workers(rank: int, world_size: int, folder: str) -> Failure:
     """Rank 1 is killed while its workers live; how rank 0 hears of it, and after how many seconds."""
     session = forking_session(2, heartbeat_timeout_seconds=20.0)
     batches = iter(session.loader(Numbered(), 1, num_workers=2))
@@ -301,20 +300,15 @@ def dies_beside_its_workers(rank: int, world_size: int, folder: str) -> tuple[st
         children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
         Path(folder, "workers").write_text(" ".join(children))
         os.kill(os.getpid(), signal.SIGKILL)
-    started = time.monotonic()
-    try:
-        list(batches)
-    except ds_ring.RingPeerError as error:
-        return str(error), time.monotonic() - started
-    return "", 0.0
+    return catch_failure(list, batches)
 
 
 def test_workers_end_with_their_rank_and_hide_no_death(tmp_path):
     """They inherit its sockets, and torch's own look for their parent every five seconds only."""
     survivor, _ = run_ranks_collect(dies_beside_its_workers, 2, str(tmp_path), grace_s=60)
-    text, seconds = survivor.value
-    assert "rank 1" in text
-    assert seconds < 4.0
+    failure = survivor.value
+    assert failure.error == "RingPeerError" and "rank 1" in failure.text
+    assert failure.seconds < 4.0
     workers = Path(tmp_path, "workers").read_text().split()
     assert len(workers) == 2
     assert not [pid for pid in workers if _runs(Path("/proc", pid, "stat"))]
