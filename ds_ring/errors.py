@@ -11,7 +11,6 @@ floats are not.
 from __future__ import annotations
 
 import operator
-import re
 import reprlib
 from numbers import Integral
 from typing import TYPE_CHECKING
@@ -36,13 +35,15 @@ def shown(value: object) -> str:
     kind = type(value).__name__
     if isinstance(value, int) and abs(value) >= 10**30:  # a million digits take seconds to print
         return f"{kind} of {value.bit_length()} bits"
-    is_list, size = isinstance(value, (list, tuple, set, frozenset)), ""
+    size = ""
     try:
         if getattr(value, "ndim", 0) and hasattr(value, "dtype"):
             return f"{kind} of shape {tuple(value.shape)}, {value.dtype}"  # type: ignore[attr-defined]
-        text = _ITEMS.repr(value) if is_list else repr(value)
-        if is_list and len(value) > _SHOWN_ITEMS:
-            size = f" of {len(value):,} items"
+        if isinstance(value, (list, tuple, set, frozenset)):
+            text = _ITEMS.repr(value)
+            size = f" of {len(value):,} items" if len(value) > _SHOWN_ITEMS else ""
+        else:
+            text = repr(value)
     except Exception as error:
         return f"{kind}, whose repr raises {type(error).__name__}"
     text = text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."

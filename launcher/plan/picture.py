@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ds_ring.config.messages import listed
+from ds_ring.config.problems import listed
 from ds_ring.errors import RingConfigError
 from ds_ring.kernels.flex.blocks import find_block_intervals
 from ds_ring.masks.slots import count_slots, repeat_rows

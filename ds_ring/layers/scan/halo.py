@@ -68,7 +68,8 @@ def halo(
         with collective(mesh, "halo"):  # else the dispatcher refuses it alone, and prints every number
             check_operand("halo: x", x)
             check_copied("halo", x)
-            if isinstance(dim, bool) or not isinstance(dim, Integral):
+            axis: object = dim
+            if isinstance(axis, bool) or not isinstance(axis, Integral):
                 raise RingShapeError.wrong("halo: dim", "a whole number", dim, "name the token dimension")
             _check_counts(before, after)
     if -x.dim() <= dim < 0:
