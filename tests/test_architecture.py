@@ -32,16 +32,17 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # From the bottom up. A module imports from its own layer or a lower one; a package stands for all in it.
 CORE = [
-    ["errors", "limits", "plugin", "compat"],
+    ["errors", "error_origins", "limits", "plugin", "compat"],
     ["masks"],
     ["config"],
     ["schedule"],
     ["health"],
     ["comm"],
-    ["kernels.interface", "kernels.select", "kernels.reference", "kernels.workspace", "kernels.trials"],
+    ["kernels.interface", "kernels.pairs", "kernels.select",
+        "kernels.reference", "kernels.workspace", "kernels.trials"],
     ["ring"],
     ["ops"],
-    ["api"],
+    ["api", "attention_module"],
 ]  # fmt: skip
 CAPABILITIES = [
     ["codecs", "layouts", "patterns", "kernels.cpu", "kernels.flash", "kernels.flex", "cuda", "transports",
@@ -60,14 +61,11 @@ IMPORTERS = {
     "ring.ring_pass": set(SEPARATE),
     "ring.buffers": {"kernels"},  # rows of a part that returned
     "ring.accumulator": {"kernels", "ring.merge"},  # the sums of a pass
-    "transports.pull.signals": {"comm.exchange", "kernels", "ring.merge"},  # dtypes of buffers
-    "transports.pull.shared_memory": {"comm.exchange"},  # ranks tell each other how to open it
     "transports.owner_walk": {"comm.exchange"},  # a way to exchange
     "transports.all_gather.gather_pass": {"comm.exchange", "kernels", "ring.merge"},  # the yardstick
     "transports.reproducible.blocks": {"kernels", "ring.merge"},
     "transports.reproducible.sharded": {"comm.exchange", "kernels", "ring.merge"},
     "transports.reproducible.few_queries": {"kernels", "ring.merge"},
-    "transports.tiles.tile_pass": {"comm.exchange", "kernels", "ring.merge"},
     "ops.ring_op": {"kernels", "ring.merge"},  # dtypes and operands
     "ops.passes": {"kernels"},  # in annotations
     "comm.collective": {"comm.exchange"},  # compares headers
@@ -80,6 +78,8 @@ IMPORTERS = {
     "layers.selection.max_logits": {"ring.merge"},  # the accumulators' dtype
     "ops.context": {"comm.exchange", "kernels"},  # makes both, uses neither
     "ops.prepare": {"kernels"},  # chooses them
+    "ops.extra_operand": {"kernels"},  # may wrap one
+    "ops.finite": {"kernels"},  # a kernel around another one
     "cuda.patience": {"kernels"},  # asks whether one compiles
     "memory.tiles.tiled_loss": {"ring.merge"},  # the same
     "memory.tiles.tiled_call": {"ring.merge"},  # the accumulators' dtype
@@ -102,8 +102,7 @@ IMPORTERS = {
 ON_THE_CPU = {"contrib.policies.trees"}  # index tensors of the CPU
 PASSES = {
     "ring.ring_pass", "transports.all_gather.gather_pass", "decode.replicated",
-    "transports.reproducible.sharded",
-    "transports.reproducible.few_queries", "transports.tiles.tile_pass",
+    "transports.reproducible.sharded", "transports.reproducible.few_queries",
 }  # fmt: skip
 MAY_IMPORT_A_PASS = {
     "ops.ring_op",
@@ -499,9 +498,11 @@ def newer_than_3_10(text: str) -> list[str]:
         found += [f"{name}" for name in names & set(NEWER_NAMES.split())]
         if type(node).__name__ in NEWER_NODES:
             found.append(type(node).__name__)
-        if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Tuple):
+        if isinstance(node, ast.Subscript) and any(
+            isinstance(part, ast.Starred) for part in getattr(node.slice, "elts", ())
+        ):
             inside = str(ast.get_source_segment(text, node.slice))
-            if any(isinstance(part, ast.Starred) for part in node.slice.elts) and inside[0] != "(":
+            if inside[0] != "(":
                 found.append(f"x[{inside}]")
         if isinstance(node, ast.Call):
             call, arguments = ast.unparse(node.func), {keyword.arg for keyword in node.keywords}
@@ -510,8 +511,8 @@ def newer_than_3_10(text: str) -> list[str]:
                 bytes_of and len(node.args) < 2
             ):
                 found.append(ast.unparse(node))
-            if "__annotations__" in ast.unparse(node) and ("vars(" in call or "__dict__" in call):
-                found.append(ast.unparse(node))
+            if call.endswith(".get") and ("vars(" in call or "__dict__" in call):
+                found += [ast.unparse(node)] * ("__annotations__" in ast.unparse(node))
     return found
 
 
@@ -824,7 +825,7 @@ OWN_OBJECTS = {
     ): "torch's context of a checkpointed region: no other place lives as long",
     ("data.ring_batch", "region"): "the same",
     ("data.ring_batch", "x"): "a tensor of a sharded batch, which carries the sharding",
-    ("ops.handles", "function"): "a function of ours, which it marks for torch.compile",
+    ("ops.tracing", "function"): "a function of ours, which it marks for torch.compile",
     ("compat.plain_models", "method.__func__"): "a method of ours, which it marks as a check of fields",
     ("compat.plain_models", "self_instance"): "its own instance, which is frozen",
     ("compat.torch", "function"): "a function of ours, which it marks for torch.compile",
@@ -1125,7 +1126,7 @@ get make build check read write find load compute send split set add remove run 
 parse format print show list count choose select take give put keep record apply undo patch wrap bind merge
 join cut shard gather sum raise refuse resolve expand convert cast copy move wait poll post receive register
 describe compare validate verify plan lower attend update reset clear install attach detach enable disable
-measure rate estimate simulate draw sample render save restore fetch pull push encode decode pack unpack pad
+measure rate estimate simulate draw sample render save restore fetch push encode decode pack unpack pad
 strip trim sort order group map filter fill replace rename match test is has needs takes can allows should
 covers contains accepts uses reads supports note report log warn end begin free allocate release listen
 accept skip drop pick scan visit collect call execute handle watch trace launch kill synchronize prepare

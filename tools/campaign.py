@@ -20,11 +20,8 @@ CAMPAIGNS = {
     "compile": Benchmark("calls of a compiled function, other captured values", "compile", warm_up=None),
     "dtype": Benchmark("every operator with every dtype of torch", "dtype", warm_up=None),
     "fault": Benchmark("ranks that fail in every way and place", "fault", warm_up=None),
-    "launch": Benchmark("two launches of one run at the same instant", "relaunch", "launch_twice", None),
-    "leave": Benchmark("SIGTERM and kill -9 of launchers", "relaunch", "leave", None),
+    "launch": Benchmark("two launches of one run at the same instant", "launch", warm_up=None),
     "pattern": Benchmark("random trees and patterns on simulated rings", "pattern", warm_up=None),
-    "relaunch": Benchmark("two hosts that continue after a fault", "relaunch", warm_up=None),
-    "engines": Benchmark("one YAML under every engine: equal losses", "relaunch", "engines", None),
     "tree": Benchmark("random trees of rollouts through layers and models", "tree", warm_up=None),
 }
 

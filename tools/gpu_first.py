@@ -2,7 +2,7 @@
 
 The questions of tools/results/gpu_h200.md, one kernel a row; the longest sequence; versions; exactness
 against float64 and ten timed passes of every kernel; the share of a ring's messages that is hidden; a trace;
-the host; pulls and NCCL between processes on the one GPU; rates, tests/gpu. Each result is written to
+the host; NCCL between processes on the one GPU; rates, tests/gpu. Each result is written to
 --output as it comes (gpu_first.jsonl, .md, .log).
 A row that raises, crashes or hangs costs no other row. Called again, it computes the rows that are missing
 or failed; --again computes all. It ends with 1 if a row failed or was not reached.

@@ -105,10 +105,6 @@ def _rows() -> dict[str, Row]:
             "deepspeed": "0.18.8", "transformers": "5.14.1", "accelerate": "1.13.0", "trl": "1.9.0",
             "peft": "0.20.0", "datasets": "4.8.4",
         },
-        "ms-swift": {
-            "deepspeed": "0.19.8", "transformers": "5.16.1", "accelerate": "1.15.0", "trl": "0.29.1",
-            "peft": "0.20.0", "datasets": "4.8.4",
-        },
         "newest": {
             "deepspeed": "0.19.8", "transformers": "5.24.0", "accelerate": "1.15.0", "trl": "1.16.0",
             "peft": "0.21.2", "datasets": "5.2.0",

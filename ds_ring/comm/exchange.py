@@ -1,6 +1,4 @@
-"""Send and receive the tensors of attention. Only this file sends them.
-
-The files of transport "pull" copy through shared memory; `ring/naive.py` is for readers.
+"""Send and receive the tensors of attention. Only this file sends them; `ring/naive.py` is for readers.
 
 Owns the point-to-point messages of a hop and of headers, the collectives (all-gather, the all-to-all of
 Ulysses, sums), the deadlines on all of these, and the count of bytes sent. Knows nothing of attention.
@@ -9,9 +7,9 @@ Ulysses, sums), the deadlines on all of these, and the count of bytes sent. Know
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -47,8 +45,6 @@ class Route(NamedTuple):
         sizes: the numbers that a batch adds to `Exchange.counters`.
         group: the process group that carries the messages; None for the world.
         streams: CUDA streams that wait for the messages; None if the host waits for them.
-        places: of transport "pull" (`signals.py`): offsets of the received messages in their senders' memory.
-        begin: a function that replaces `start_batch`, with the same arguments and result.
     """
 
     receives: tuple[int, ...]
@@ -58,8 +54,6 @@ class Route(NamedTuple):
     sizes: BatchSizes
     group: ProcessGroup | None
     streams: Streams | None
-    places: tuple[int, ...] = ()
-    begin: Callable[..., list[Any]] | None = None
 
 
 # [Note: rules of the exchange]
@@ -173,7 +167,7 @@ class Exchange:
         if mesh.state.broken is not None or (mesh.detector is not None and mesh.detector.fault is not None):
             check_alive(mesh, hop)
         try:
-            works = (route.begin or start_batch)(route, sent, received)
+            works = start_batch(route, sent, received)
         except RuntimeError as error:
             if isinstance(error, RingError):  # a fault of this rank: `collective` notifies the peers
                 raise

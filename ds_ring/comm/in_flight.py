@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -38,8 +37,7 @@ class Pending:
         works, peers: the Works of torch, and for each the world ranks that it depends on.
         timeout_s: seconds that the batch may take.
         sent, received: the tensors.
-        group: what carries them: a process group, or shared memory of CUDA (`shared_memory.py`); aborted if
-            the batch fails.
+        group: the process group that carries them; aborted if the batch fails.
         watchdog: holds the deadline if a stream waits; None if there is none, or the host waits.
         streams: the streams that wait; None if the host waits.
         came: returns whether the device has reached the wait.
@@ -53,7 +51,7 @@ class Pending:
     timeout_s: float
     sent: Sequence[Tensor]
     received: Sequence[Tensor]
-    group: Any = None
+    group: dist.ProcessGroup | None = None
     watchdog: Watchdog | None = None
     streams: Streams | None = None
     came: Callable[[], bool] = field(init=False, default=lambda: True)

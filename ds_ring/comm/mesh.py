@@ -52,8 +52,8 @@ class Owners(dict[type, Any]):
     """Hold the owners of a mesh by class: `mesh.owners[HostMemory]` makes one at the first use.
 
     So a mesh knows no class of a capability. An owner lives until the mesh is closed or collected. An owner
-    may define `per_ring = True` (a smaller ring of the mesh gets its own object), `release()` (called by
-    `RingMesh.close`) and `process_groups()` (groups that the watchdog may abort).
+    may define `per_ring = True` (a smaller ring of the mesh gets its own object) and `release()` (called by
+    `RingMesh.close`).
 
     A dict, so that looking up an owner in a pass takes no call of Python.
     """
@@ -70,10 +70,6 @@ class Owners(dict[type, Any]):
     def derived(self, is_own: Callable[[type], bool] | None = None) -> Owners:
         """Return the owners of another mesh of these ranks: shared ones, and its own ones of some classes."""
         return Owners(self, is_own)
-
-    def process_groups(self) -> list[Any]:
-        """Return the process groups of all owners."""
-        return [group for resource in self.values() for group in getattr(resource, "process_groups", list)()]
 
     def release(self) -> None:
         """Release and drop all owners."""
@@ -135,7 +131,7 @@ class MeshState:
         groups: process groups that were made for the mesh and its smaller rings.
         abandoned: a wait for a message was given up, so torch may be using a group for ever.
         process: the one that made the mesh.
-        compared: name, value and words of a further number of headers (`ops/gradients.py`).
+        compared: name, value and words of a further number of headers (`ops/eager.py`).
         busy, thread: held during a call (`collective.py`), and by which thread.
     """
 

@@ -193,7 +193,6 @@ def abort_groups(stuck: Iterable[tuple[RingMesh, Any]]) -> None:
     tasks: list[Task] = []
     for mesh, group in stuck:
         groups = [mesh.sequence_group, mesh.ring_group, mesh.ulysses_group, mesh.data_group]
-        groups += mesh.owners.process_groups()
         if (
             group is not None
             and any(group is mesh_group for mesh_group in groups)

@@ -141,7 +141,7 @@ class RingBuffers:
         self._dtypes = get_payload_dtypes(
             shard.k.dtype, None if own_kv_grads is None else own_kv_grads.dtype, parts_dtype
         )
-        apart = pool.adopts and shard.k.shape[1] == 1 and check_keys_apart(shard)
+        apart = shard.k.shape[1] == 1 and check_keys_apart(shard)
         self._apart = {Payload.PARTS, Payload.KEYS} if apart else {Payload.PARTS}
         self._blocks: dict[int, Block] = {}
         self._stream: int | None = None  # found once, by the first buffer that is taken
@@ -200,11 +200,11 @@ class RingBuffers:
     def adopt(self, buffer: int, parts: tuple[Tensor, ...] | None) -> bool:
         """Send the kernel's dK and dV [B, G, slots, ...] without a copy if dtype and strides allow.
 
-        Then they become the buffer. It must be one of PARTS of their dtype, each token's heads must be
-        adjacent, and the pool must allow messages from other memory than its own.
+        Then they become the buffer. It must be one of PARTS of their dtype, and each token's heads must be
+        adjacent.
         """
         payload = self.chunk.steps.buffers[buffer].payload
-        if parts is None or payload is not Payload.PARTS or not self._pool.adopts:
+        if parts is None or payload is not Payload.PARTS:
             return False
         fits = {x.dtype for x in parts} == {self._dtypes[payload]}
         pair = tokens_first(*parts) if fits else None

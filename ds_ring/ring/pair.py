@@ -74,7 +74,6 @@ class BufferKind(NamedTuple):
         nbytes: a multiple of ALIGNMENT.
         fake: of a FakeTensorMode.
         apart: the second one is after the first one, not interleaved with it token by token.
-        place: of transport "pull", bytes from the start of the memory that ranks share; else None.
     """
 
     shape: tuple[int, ...]
@@ -84,15 +83,6 @@ class BufferKind(NamedTuple):
     nbytes: int
     fake: bool
     apart: bool = False
-    place: int | None = None
-
-    def bytes_before(self, slot: int) -> tuple[int, ...]:
-        """Return the bytes of the buffer before this slot of each of its messages."""
-        row = math.prod(self.shape[1:-1]) * self.dtype.itemsize
-        if not self.apart:
-            return (slot * row * self.shape[-1],)
-        first = row * self.head_dim
-        return slot * first, self.shape[0] * first + slot * row * (self.shape[-1] - self.head_dim)
 
     def pair(self, elements: Tensor) -> Pair:
         """Return the tensors in so many contiguous elements."""
@@ -130,13 +120,11 @@ def check_keys_apart(like: Pair) -> bool:
 
 
 def make_buffer_kind(
-    like: Pair, slots: int, payload: Payload, dtype: torch.dtype, apart: bool | None = None,
-    codec: CodecRow | None = None,
+    like: Pair, slots: int, payload: Payload, dtype: torch.dtype, apart: bool, codec: CodecRow | None = None
 ) -> BufferKind:  # fmt: skip
     """Return the kind of buffers with B, G, the two head dimensions and the device of others.
 
-    `apart` is whether its two tensors are messages of their own; None: of PARTS alone. `codec` is that of
-    ENCODED.
+    `apart` is whether its two tensors are messages of their own. `codec` is that of ENCODED.
     """
     batch, heads, _, head_dim = like.k.shape
     width = head_dim + like.v.shape[3]
@@ -144,7 +132,6 @@ def make_buffer_kind(
         width = codec.pair_bytes(width, like.k.element_size())
     shape = (slots, batch, heads, width)
     nbytes = -(-math.prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT
-    apart = payload is Payload.PARTS if apart is None else apart
     return BufferKind(shape, head_dim, dtype, like.k.device, nbytes, is_fake(like.k), apart)
 
 

@@ -16,11 +16,7 @@ from typing import NamedTuple
 import torch
 
 from ds_ring.comm.device_tables import DeviceTables
-from ds_ring.ring.pair import (
-    BufferKind,
-    Pair,
-    halves,
-)
+from ds_ring.ring.pair import BufferKind, Pair
 
 MAX_PAIRS_PER_BLOCK = 32
 
@@ -30,15 +26,11 @@ class Block:
 
     __slots__ = ("_kept", "_storage", "device", "nbytes", "stream")
 
-    def __init__(
-        self, nbytes: int, device: torch.device, stream: int = 0, storage: torch.UntypedStorage | None = None
-    ) -> None:
+    def __init__(self, nbytes: int, device: torch.device, stream: int = 0) -> None:
         self.nbytes, self.device, self.stream = nbytes, device, stream
         self._kept: dict[BufferKind, Pair] = {}
-        if storage is None:
-            with torch.inference_mode(False):
-                storage = torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage()
-        self._storage = storage
+        with torch.inference_mode(False):
+            self._storage = torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage()
 
     def pair(self, kind: BufferKind) -> Pair:
         """Return the tensors of a kind in this memory, the same ones at every call."""
@@ -50,10 +42,8 @@ class Block:
             with torch.inference_mode(False):
                 count = math.prod(kind.shape)
                 both = torch.empty(0, dtype=kind.dtype, device=self.device)
-                start = (kind.place or 0) // kind.dtype.itemsize
-                both = both.set_(self._storage, start, (count,), (1,))
-                side_by_side = None if kind.apart else halves(both.view(kind.shape), kind.head_dim)
-                pair = self._kept[kind] = side_by_side or kind.pair(both)
+                both = both.set_(self._storage, 0, (count,), (1,))
+                pair = self._kept[kind] = kind.pair(both)
         return pair
 
 
@@ -66,13 +56,7 @@ class BlockKey(NamedTuple):
 
 
 class Buffers:
-    """Keep free blocks by size, device and stream.
-
-    `adopts` is whether what is sent may lie in other memory as well; `tables` has the indices of slots that
-    messages gather.
-    """
-
-    adopts = True
+    """Keep free blocks by size, device and stream; `tables` has the indices of slots that messages gather."""
 
     def __init__(self) -> None:
         self.tables = DeviceTables()

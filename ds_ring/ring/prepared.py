@@ -35,14 +35,10 @@ class PreparedPass:
     Attributes:
         batches: by batch number, for the batches that were posted at least once.
         kinds: buffer kinds by the first K/V head of a chunk; `RingBuffers` adds those that are missing.
-        messages, shared_bytes: of transport "pull": where the messages of all ranks lie, and the
-            size of the memory of each rank; None and 0 otherwise.
     """
 
     batches: dict[int, PreparedBatch] = field(default_factory=dict)
     kinds: defaultdict[int, BufferKinds] = field(default_factory=lambda: defaultdict(dict))
-    messages: dict[Any, int] | None = None
-    shared_bytes: int = 0
 
 
 class PreparedPasses:

@@ -28,8 +28,7 @@ class Payload(Enum):
     """The content of a message: K and V, or dK and dV.
 
     A token's two rows are adjacent, except in PARTS, and in KEYS if they travel apart. They do so if the
-    chunk has one K/V head, `check_keys_apart` (`ring/pair.py`) agrees, and the pool adopts tensors
-    (`ring/pool.py`).
+    chunk has one K/V head and `check_keys_apart` (`ring/pair.py`) agrees.
     """
 
     KEYS = "keys"  # in the dtype of the inputs
@@ -37,14 +36,6 @@ class Payload(Enum):
     GRADIENTS = "gradients"  # in the accumulators' dtype
     PARTS = "gradients of one rank"  # of a stage, not summed over ranks; [Note: stages] in rank_plan.py
     ROUNDED = "rounded gradients"  # in bfloat16 while in flight
-
-    @property
-    def messages(self) -> tuple[str, ...]:
-        """Return the names of the messages: two for PARTS, else one.
-
-        `RingBuffers` sends KEYS in two messages, too, if they travel apart (see `Payload`).
-        """
-        return tuple(self.names.split("/")) if self is Payload.PARTS else (self.names,)
 
     @property
     def names(self) -> str:

@@ -93,8 +93,8 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
     from ds_ring.transports.devices import select_gpu
     from ds_ring.written_files import write_at_once
 
+    from ..tune.hardware_file import require_writable
     from ..tune.request import DEVICES
-    from ..tune.result import require_writable
 
     if options.device not in DEVICES:
         raise RingConfigError.wrong("device", f"one of {', '.join(DEVICES)}", options.device, "choose one")

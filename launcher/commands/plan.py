@@ -22,7 +22,6 @@ examples:
   ds-ring plan --layers 32 --hidden 4096 --heads 32 --kv-heads 8 --intermediate 14336 --vocab 128256 \\
       --devices 8 --hardware h200 --fit                                      the longest sequence that fits
   ds-ring plan --hf-config config.json --tokens 131072 --config ds_config.json --hardware cpu --json
-  ds-ring plan --published                                    what others measured, and the model beside it
   ds-ring plan --hf-config config.json --tokens 8388608 --devices 64 --hardware a100 \\
       --pattern '{"segment_lengths": [2048, 16384], "dilation_rates": [1, 8]}'
 """
@@ -94,7 +93,6 @@ def add(commands: Commands) -> None:
         help="the same on 2, 4 and 8 times as many devices, in one table",
     )
     plan.add_argument("--picture", metavar="FILE", help="draw memory by part; .svg, .png or .pdf")
-    plan.add_argument("--published", action="store_true", help="the model beside published measurements")
     add_json(plan)
 
 
@@ -109,11 +107,9 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
 
     refuse_extra("plan", extra_args)
     if options.picture is not None:
-        from ..tune.result import require_writable
+        from ..tune.hardware_file import require_writable
 
         require_writable(Path(options.picture), "--picture")
-    if options.published:
-        return _published(options.json)
     with _show_progress() as say:
         planned = estimate(
             make_setting(options, say),
@@ -148,22 +144,3 @@ def _show_progress() -> Iterator[Callable[[str], None]]:
             line.update()
 
         yield say
-
-
-def _published(json: bool) -> int:
-    from ..published.evaluate import evaluate, predict
-    from ..published.packed import PACK_COUNTS, model_packed_rows
-    from ..published.report import as_json, print_report
-    from ..published.table import published
-
-    with _show_progress() as say:
-        say("published passes and steps")
-        table = published()
-        results = evaluate(table)
-        say("ds_ring beside them")
-        figures = table, results, predict(table, results), model_packed_rows(table, PACK_COUNTS, say)
-    if json:
-        print(as_json(*figures))
-    else:
-        print_report(*figures)
-    return 0

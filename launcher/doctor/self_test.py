@@ -238,18 +238,13 @@ _FLOATS = ("float", "double", "half", "bfloat16")
 
 
 def _exactness(mesh: RingMesh, options: Options) -> tuple[float, Traffic, tuple[int, int], int]:
-    """Return the error of a causal pass against float64, traffic, planned traffic, and numbers of a shard.
-
-    No backend sees copies out of shared memory: the traffic is then that of the same pass by messages, and
-    both have to be exact.
-    """
-    by_messages = options.replaced(transport="ring") if options.transport_spec.shares_memory else options
+    """Return the error of a causal pass against float64, traffic, planned traffic, and numbers of a shard."""
     sizes = GlobalSizes(
         1, EXACT_HEADS, EXACT_KV_HEADS, EXACT_TOKENS * mesh.ring_size, EXACT_WIDTH, torch.float32
     )
     job = AttentionJob(sizes, Causal(), options=options)
     layout = job.layout(mesh.ring_size)
-    context = make_ring_context(job.pattern, layout, mesh, by_messages)
+    context = make_ring_context(job.pattern, layout, mesh, options)
     dtype, device = _kind(mesh)
     shards = {
         name: read_shard(job.source, layout, name, mesh.ring_rank).to(device, dtype)
@@ -258,26 +253,15 @@ def _exactness(mesh: RingMesh, options: Options) -> tuple[float, Traffic, tuple[
     grad_out = shards.pop("grad_out")
     for x in shards.values():
         x.requires_grad_()
-    got: list[Tensor | None] = []
-
-    def run(context: RingContext) -> None:
-        out, _ = ring_attention_op(*shards.values(), context.handle)
-        got.extend((out, *torch.autograd.grad(out, list(shards.values()), grad_out)))
-
     with record_traffic() as traffic:
-        run(context)
-    if by_messages != options:
-        run(make_ring_context(job.pattern, layout, mesh, options))
+        out, _ = ring_attention_op(*shards.values(), context.handle)
+        got = (out, *torch.autograd.grad(out, list(shards.values()), grad_out))
     whole = {
         name: read_shard(job.source, job.layout(1), name, 0).to(dtype) for name in ("q", "k", "v", "grad_out")
     }
     want = _dense_causal(**whole)
     positions = torch.from_numpy(expand_runs(layout.runs(mesh.ring_rank)))
-    errors = [
-        _error(g[:, :, : len(positions)], w[:, :, positions])
-        for g, w in zip(got, want * (len(got) // len(want)), strict=True)
-        if g is not None
-    ]
+    errors = [_error(g[:, :, : len(positions)], w[:, :, positions]) for g, w in zip(got, want, strict=True)]
     shard = shards["k"].numel() + shards["v"].numel()
     return max(errors), traffic[0], _planned(context, layout, *shards.values()), shard
 

@@ -13,15 +13,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 
-from ds_ring.config.messages import (
-    Accepted,
-    Section,
-    config_error,
-    did_you_mean,
-    list_problems,
-    sentence,
-    shown,
-)
+from ds_ring.config.messages import Accepted, Section, sentence, shown
+from ds_ring.config.problems import config_error, did_you_mean, list_problems
 from ds_ring.errors import RingConfigError
 from ds_ring.plugin import FAST_KERNELS, unmeasured
 
@@ -54,10 +47,6 @@ Fraction = Annotated[
 ]
 WaitSeconds = Annotated[
     float, Field(ge=0, le=1e6, allow_inf_nan=False), Accepted(_WAIT, "write 1.0e-05, say")
-]
-WaitSecondsOrNone = Annotated[
-    Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)] | None,
-    Accepted(f"{_WAIT}, or null", "write 1.0e-05, say, or leave it out"),
 ]
 ShareOrNone = Annotated[
     Annotated[float, Field(ge=0, le=0.9, allow_inf_nan=False)] | None,
@@ -122,10 +111,6 @@ class Hardware(Section):
     message_share: ShareOrNone = Field(
         default=None,
         description="part of the device that the kernels of messages hold inside a node; without it nothing",
-    )
-    pull_latency_s: WaitSecondsOrNone = Field(
-        default=None,
-        description='of transport "pull": signals and the start of a copy; without it pulls are no option',
     )
     host_memory_bytes: BytesOrNone = Field(
         default=None, description="of a node's host, for what is offloaded; without it nothing is"

@@ -12,7 +12,8 @@ from dataclasses import replace
 from typing import Any
 
 from ds_ring.config.json_text import SECTION, SP_KEY, parse_object, resolve
-from ds_ring.config.messages import listed, sentence, shown
+from ds_ring.config.messages import sentence, shown
+from ds_ring.config.problems import listed
 from ds_ring.config.section import RingConfig
 from ds_ring.errors import RingConfigError
 from ds_ring.limits import divisors
@@ -20,7 +21,7 @@ from ds_ring.masks.pattern import Pattern
 from ds_ring.plugin import PASSES
 
 from ..commands.parsers import require_sizes
-from .hardware import Hardware, read_hardware
+from .hardware import read_hardware
 from .model_file import (
     layer_patterns,
     patterns_by,
@@ -114,17 +115,6 @@ def _sizes(devices: int | None, ring: int | None, ulysses: int) -> tuple[int | N
     return devices, ring
 
 
-def _check_shared_memory(transport: str, hardware: Hardware, ranks: int) -> None:
-    """Refuse a transport by shared memory across nodes, and on hardware without figures of it."""
-    expected, got = f"at most {hardware.devices_per_node} ranks, those of a node", str(ranks)
-    if hardware.pull_latency_s is None:
-        expected, got = "hardware with pull_latency_s", f"{hardware.name}, whose file has none"
-    elif ranks <= hardware.devices_per_node:
-        return
-    what = sentence(f'for "{transport}" {expected}', got, 'set "transport": "ring"')
-    raise RingConfigError(f"--config: {SECTION}.transport: {what}")
-
-
 def _setting(
     options: argparse.Namespace, config: RingConfig, whole: _Raw, devices: int | None, ring: int
 ) -> TrainingSetting:
@@ -148,8 +138,6 @@ def _setting(
     hardware = read_hardware(options.hardware)
     hardware.flops(dtype)  # or an error with its dtypes
     hardware.runs(config.kernel, ())  # likewise
-    if PASSES[config.transport].shares_memory:
-        _check_shared_memory(config.transport, hardware, ring * ulysses)
     model_patterns = (
         (None,) * model.layers
         if options.hf_config is None

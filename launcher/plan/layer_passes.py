@@ -170,13 +170,12 @@ def choose_parts(plan: Plan, ring_rank: int) -> list[CostPart]:
 
 
 def slowest_pass(
-    plan: Plan, shape: PassShape, hardware: Hardware, dtype: str, bytes_per_s: float, overlap: bool = True,
-    transport: str = "ring",
-) -> PassCost:  # fmt: skip
+    plan: Plan, shape: PassShape, hardware: Hardware, dtype: str, bytes_per_s: float, overlap: bool = True
+) -> PassCost:
     """Return the pass of the slowest sampled rank; arguments are those of `cost.pass_cost`."""
     ranks = [choose_parts(plan, rank) for rank in looked_at([plan], plan.layout)]
     rates = hardware, dtype
-    costs = (pass_cost(parts, shape, *rates, bytes_per_s, overlap, transport=transport) for parts in ranks)
+    costs = (pass_cost(parts, shape, *rates, bytes_per_s, overlap) for parts in ranks)
     return max(costs, key=lambda cost: cost.seconds)
 
 
@@ -184,7 +183,7 @@ def slowest_passes(setting: TrainingSetting, bytes_per_s: float) -> tuple[LayerP
     """Return the passes of the slowest sampled rank for every pattern, over links of that rate."""
     layout = plan_layout(setting)
     plans, shape = build_plans(setting, layout), pass_shape(setting, layout)
-    rates = (setting.hardware, setting.dtype, bytes_per_s, setting.overlap, setting.transport)
+    rates = (setting.hardware, setting.dtype, bytes_per_s, setting.overlap)
     return tuple(LayerPass(plan.pattern, layers, slowest_pass(plan, shape, *rates)) for plan, layers in plans)
 
 
@@ -205,12 +204,7 @@ def layer_passes(setting: TrainingSetting, progress: OnProgress | None = None) -
         parts = [choose_parts(plan, rank) for plan, _ in plans]
         needs.append(_most([_memory(mine, shape) for mine in parts]))
         of_rank = zip(parts, executed, strict=True)
-        costs.append(
-            [
-                pass_cost(mine, shape, *rates, count_executed, setting.transport)
-                for mine, count_executed in of_rank
-            ]
-        )
+        costs.append([pass_cost(mine, shape, *rates, count_executed) for mine, count_executed in of_rank])
     slowest = [max(of_layers, key=lambda cost: cost.seconds) for of_layers in zip(*costs, strict=True)]
     passes = zip(plans, slowest, strict=True)
     return LayerPasses(

@@ -1,8 +1,7 @@
 """Model the time of a ring pass on one rank: its steps with rates. The only time model; measures nothing.
 
 A batch of a schedule takes the time of its arithmetic, of posting its messages, and of the messages in
-flight. The caller gives the rates: from a hardware description (`PassCost` below), or measured
-(launcher/tune/model.py).
+flight. The rates are a hardware description's.
 
 FLOPs of attention: 4 D per attended pair and query head forward (two products of D multiply-adds), 10 D
 backward (five products; Dao et al. 2022, FlashAttention). One product forward and two backward are of values,
@@ -18,9 +17,8 @@ from typing import NamedTuple
 import numpy as np
 
 from ds_ring.kernels.cpu import TRIANGLE
-from ds_ring.kernels.cpu.triangles import triangulate
+from ds_ring.kernels.cpu.calls import triangulate
 from ds_ring.masks.tiles import Tiles
-from ds_ring.plugin import PASSES
 from ds_ring.schedule.lowering import count_heads
 from ds_ring.schedule.rank_plan import HeadClassPlan
 from ds_ring.schedule.steps import ChunkSteps, Recv, Schedule, Send
@@ -238,7 +236,6 @@ def pass_cost(
     bytes_per_s: float,
     overlap: bool = True,
     get_executed: Callable[[Tiles], int] | None = None,
-    transport: str = "ring",
 ) -> PassCost:
     """Return the cost of a forward and a backward pass of one rank.
 
@@ -254,8 +251,6 @@ def pass_cost(
         bytes_per_s: of the slowest link of the ring.
         overlap: a hop's messages travel while the one before it is computed.
         get_executed: pairs that the kernel multiplies for a table; None: `count_executed_pairs`.
-        transport: "ring" for messages, whose kernels hold multiprocessors inside a node, or one that copies
-            out of shared memory.
     """
     classes = [part.head_class for part in parts for _ in range(part.times)]
     # A plan that does not go by nodes has 0 ranks of a node: no peer is inside.
@@ -263,10 +258,7 @@ def pass_cost(
     first_hop, node = way.hops[0], way.direction.ranks_per_node
     inside = lambda peer: node > 0 and first_hop is not None and peer // node == first_hop.origin // node  # noqa: E731
     efficiency, lines, in_hops, sent = hardware.efficiency(shape.kernel), [], [], []
-    latency_s, share = hardware.link_latency_s, hardware.message_share or 0.0
-    if PASSES[transport].shares_memory:
-        assert hardware.pull_latency_s is not None, "hardware without figures of pulls"
-        latency_s, share = hardware.pull_latency_s, 0.0
+    share = hardware.message_share or 0.0
     if not overlap or bytes_per_s < hardware.intra_node_bytes_per_s:
         share = 0.0
     for backward in (False, True):
@@ -282,7 +274,7 @@ def pass_cost(
             shape.kernel != "cpu",  # flex takes a whole hop at once
             hardware.hop_overhead_s,
             bytes_per_s,
-            latency_s,
+            hardware.link_latency_s,
             hardware.intra_node_bytes_per_s,
             share,
         )

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ds_ring.config.messages import listed
+from ds_ring.config.problems import listed
 from ds_ring.errors import RingConfigError
 from ds_ring.kernels.flex.blocks import find_block_intervals
 from ds_ring.masks.slots import count_slots, repeat_rows
@@ -52,7 +52,11 @@ def save_figure(figure: Any, path: str | Path) -> None:
     if ending not in formats:
         raise RingConfigError.wrong(f"picture {path}", f"a name in {listed(formats)}", ending, "rename it")
     dated: dict[str, Any] = {"metadata": {"Date": None}} if ending == "svg" else {}
-    lasting = {"svg.fonttype": "none", "svg.hashsalt": "ds_ring", "font.sans-serif": ["DejaVu Sans"]}
+    lasting: dict[Any, Any] = {
+        "svg.fonttype": "none",
+        "svg.hashsalt": "ds_ring",
+        "font.sans-serif": ["DejaVu Sans"],
+    }
     with rc_context(lasting), replaced(path) as file:
         figure.savefig(file, dpi=_DPI, format=ending, **dated)
 

@@ -58,14 +58,12 @@ class Zygote:
         raise RuntimeError(f"the zygote ended with exit code {self._process.wait()}")
 
 
-def play(
-    zygote: Zygote, kind: str, mode: str, turn: int, world_size: int = 4, transport: str = "ring"
-) -> Verdict:
+def play(zygote: Zygote, kind: str, mode: str, turn: int, world_size: int = 4) -> Verdict:
     """One round of one fault."""
     with tempfile.TemporaryDirectory() as folder:
         job = {"world_size": world_size, "folder": folder, "kind": kind, "mode": mode, "deadline_s": 90.0}
         job |= {"heartbeat_timeout_s": HEARTBEAT_S, "hop_timeout_s": HOP_S, "batch_number": 5 + turn % 4}
-        job |= {"stage": turn % 4, "transport": transport, "port": _free_port()}
+        job |= {"stage": turn % 4, "port": _free_port()}
         # The one that is stopped never ends, and nobody waits for the one that sleeps.
         job |= {"stopped": [culprit_of(kind)] if kind.startswith(("stop", "sleep")) else []}
         exits = zygote.run(job)["exits"]

@@ -270,7 +270,6 @@ def attend(rank: int, job: dict[str, Any], fault: str | None) -> None:
         q, k, v = (torch.randn(1, 1, LARGE if large else SMALL, 64, requires_grad=True) for _ in range(3))
         options: dict[str, Any] = {"pattern": SlidingWindow(16) if large else Causal(), "prune": not large}
         options |= {"layout": "contiguous", "hop_timeout_seconds": job["hop_timeout_s"], "mesh": mesh}
-        options |= {"transport": job["transport"]}
         if fault in IN_THE_CALL and step == STEPS // 2:
             happens_now(Path(job["folder"]))
             q, k, v, options = otherwise(fault, q, k, v, options)
@@ -308,7 +307,6 @@ def train(rank: int, job: dict[str, Any], fault: str | None) -> None:
         "hop_timeout_seconds": job["hop_timeout_s"],
         "prune": not large,
         "layout": "contiguous",
-        "transport": job["transport"],
         "pattern": {"causal": True, "window": 16 if large else None},
     }
     if fault == "different config":
@@ -356,7 +354,7 @@ def train_and_save(rank: int, job: dict[str, Any], fault: str | None) -> None:
             return {"input_ids": ids, "labels": ids.clone()}
 
     section = {"heartbeat_timeout_seconds": job["heartbeat_timeout_s"]}
-    section |= {"hop_timeout_seconds": job["hop_timeout_s"], "transport": job["transport"]}
+    section |= {"hop_timeout_seconds": job["hop_timeout_s"]}
     if late:
         section |= {f"{name}_timeout_seconds": seconds for name, seconds in LIMITS_S.items()}
     model = _model()

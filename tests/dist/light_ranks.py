@@ -16,7 +16,6 @@ from types import TracebackType
 from typing import Any
 
 from ds_ring.health.failure_detector.handshake import RankHandshake
-from ds_ring.health.failure_detector.wire import write_ranges
 from ds_ring.health.joining import start_monitor
 
 BEATS_PER_TIMEOUT = 5
@@ -31,7 +30,6 @@ class LightRanks:
         self.port = start_monitor("127.0.0.1", count, heartbeat_timeout_s, self.secret)
         self.connections: dict[int, socket.socket] = {}
         self.verdicts: dict[int, tuple[int, str]] = {}
-        self.silent: set[int] = set()
         self._unread: dict[int, bytes] = {}
         self._selector = selectors.DefaultSelector()
         self._next_beat = 0.0
@@ -75,12 +73,11 @@ class LightRanks:
         self.connections[rank].sendall(json.dumps(message).encode() + b"\n")
 
     def beat(self) -> None:
-        """Let all ranks beat that are due, but the silent ones."""
+        """Let all ranks beat that are due."""
         if time.monotonic() >= self._next_beat:
             self._next_beat = time.monotonic() + self.heartbeat_timeout_s / BEATS_PER_TIMEOUT
             for rank in self.connections:
-                if rank not in self.silent:
-                    self.say(rank, kind="beat")
+                self.say(rank, kind="beat")
 
     def run(self, seconds: float) -> None:
         """Beat and listen for a while."""
@@ -89,21 +86,13 @@ class LightRanks:
             self.beat()
             self._listen(0.01)
 
-    def kill(self, rank: int) -> None:
-        """End a rank's connection without a goodbye."""
-        connection = self.connections.pop(rank)
-        self._selector.unregister(connection)
-        connection.close()
-
-    def await_verdict(self, timeout_s: float) -> float:
-        """The seconds until every rank that is not silent knows who failed."""
-        started = time.monotonic()
-        expected = set(self.connections) - self.silent
-        while not expected <= self.verdicts.keys():
-            assert time.monotonic() < started + timeout_s, f"{len(self.verdicts)} of {len(expected)} know"
+    def await_verdict(self, timeout_s: float) -> None:
+        """Beat and listen until every rank knows who failed."""
+        deadline = time.monotonic() + timeout_s
+        while not self.connections.keys() <= self.verdicts.keys():
+            assert time.monotonic() < deadline, f"{len(self.verdicts)} of {self.count} know"
             self.beat()
             self._listen(0.05)
-        return time.monotonic() - started
 
     def _listen(self, seconds: float) -> None:
         for rank, line in self._lines(seconds):
@@ -121,42 +110,3 @@ class LightRanks:
             *lines, self._unread[rank] = (self._unread[rank] + data).split(b"\n")
             result += [(rank, line) for line in lines]
         return result
-
-
-def verdict_seconds(how: str, count: int, heartbeat_timeout_s: float = 3.0) -> tuple[float, float]:
-    """The seconds of joining, and of a verdict that every rank has heard.
-
-    Args:
-        how: "killed": counts from the end of the connection; "stopped": from the heartbeat timeout after the
-            last beat; "late in a ring", "late in a collective": all ranks wait and accuse, counts from the
-            first accusation.
-        count: ranks.
-        heartbeat_timeout_s: of the job.
-    """
-    culprit = count * 2 // 3
-    others = [rank for rank in range(count) if rank != culprit]
-    if "collective" in how:
-        everyone = range(count)
-        on = {rank: write_ranges([*everyone[:rank], *everyone[rank + 1 :]]) for rank in others}
-    else:
-        on = {rank: write_ranges([(rank - 1) % count]) for rank in others}
-    with LightRanks(count, heartbeat_timeout_s) as ranks:
-        joined_s = ranks.join()
-        ranks.run(0.5)
-        if how == "killed":
-            ranks.kill(culprit)
-            seconds = ranks.await_verdict(30.0)
-        elif how == "stopped":
-            ranks.say(culprit, kind="beat")
-            ranks.silent.add(culprit)
-            seconds = ranks.await_verdict(heartbeat_timeout_s + 30.0) - heartbeat_timeout_s
-        else:
-            for rank in others:
-                ranks.say(rank, kind="wait", on=on[rank], place=[7, 3], what="call 7, hop 3")
-            started = time.monotonic()
-            for rank in others:
-                ranks.say(rank, kind="timeout", on=on[rank], cause="it is late")
-            ranks.await_verdict(30.0)
-            seconds = time.monotonic() - started
-        assert {rank for rank, _ in ranks.verdicts.values()} == {culprit}, set(ranks.verdicts.values())
-        return joined_s, seconds

@@ -118,9 +118,9 @@ def count(rank: int, world_size: int, pattern: Pattern) -> Counted:
     return result
 
 
+@pytest.mark.day("LongNet-2")
 @pytest.mark.parametrize("ring_size", [2, 4])
 @pytest.mark.parametrize("name", LONG_PATTERNS)
-@pytest.mark.day(*(case for case in DAY if case[:-2] in LONG_PATTERNS))
 def test_executed_work_is_even_and_no_byte_is_sent_that_need_not_be(
     rank_pool: Pool, name: str, ring_size: int
 ) -> None:

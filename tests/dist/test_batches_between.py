@@ -121,6 +121,7 @@ CASES = [
 ]
 
 
+@pytest.mark.day("mamba-length-not reentrant")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(case[:3]))
 @pytest.mark.situation("checkpointing", "ran two batches forward before the first one's backward pass")
 def test_layers_run_again_with_the_batch_of_their_first_run(rank_pool: Pool, case: Case) -> None:
@@ -200,6 +201,7 @@ def of_own_layers(rank: int, world_size: int) -> dict[str, float]:
     return result
 
 
+@pytest.mark.night
 @pytest.mark.situation(
     "checkpointing", "checkpointed own layers around engine.ring.attention(), two batches before one backward"
 )

@@ -133,6 +133,7 @@ DAMAGE = {
 }
 
 
+@pytest.mark.night
 @pytest.mark.day("zero3")
 def test_an_undamaged_checkpoint_is_the_newest(whole, copied, rank_pool):
     for resumed in rank_pool(2).run(load_and_train, whole.config, str(copied), STEPS):
@@ -141,8 +142,8 @@ def test_an_undamaged_checkpoint_is_the_newest(whole, copied, rank_pool):
         assert resumed.logged == ""
 
 
+@pytest.mark.day("zero1-latest torn", "zero3-model removed")
 @pytest.mark.parametrize("damage", DAMAGE)
-@pytest.mark.day("zero1-bit of the optimizer", "zero1-latest torn", "zero3-model removed")
 def test_damage_is_seen_and_the_one_before_goes_on_exactly(whole, copied, rank_pool, damage):
     says = DAMAGE[damage](copied)
     results = rank_pool(2).run(load_and_train, whole.config, str(copied), STEPS)
@@ -153,6 +154,7 @@ def test_damage_is_seen_and_the_one_before_goes_on_exactly(whole, copied, rank_p
     assert f"trying {OLDER} instead" in results[0].logged
 
 
+@pytest.mark.night
 def test_four_ranks_and_two_replicas_take_the_same_one(rank_pool, tmp_path):
     """The shard of the last rank is spoilt; the ranks that did not read it go back as well."""
     config = json_config(2, SIZE.samples, 2)
@@ -166,8 +168,8 @@ def test_four_ranks_and_two_replicas_take_the_same_one(rank_pool, tmp_path):
         assert resumed.losses == losses[2:]
 
 
+@pytest.mark.day("zero1-latest")
 @pytest.mark.parametrize("where", ["shard", "manifest", "latest"])
-@pytest.mark.day("zero1-latest", "zero3-manifest")
 def test_a_rank_killed_in_mid_save(whole, tmp_path, rank_pool, where):
     """SIGKILL while a file is half-written: `latest` still names the one before, and that one is used."""
     shutil.copytree(whole.folder / OLDER, tmp_path / OLDER)
@@ -189,6 +191,7 @@ def test_a_rank_killed_in_mid_save(whole, tmp_path, rank_pool, where):
     assert (unused in results[0].logged) == (where != "latest")
 
 
+@pytest.mark.night
 @pytest.mark.day("zero1")
 def test_a_rank_killed_while_the_newest_is_written_anew(whole, copied, rank_pool):
     """`latest` names the very tag that was being written: the one of before is there, and whole."""
@@ -297,6 +300,7 @@ def test_hosts_that_do_not_share_the_folder(whole, tmp_path, rank_pool):
     )
 
 
+@pytest.mark.night
 def test_node_local_storage_has_a_manifest_on_every_host(rank_pool, tmp_path):
     """Damage on one host's disk only, and both hosts go one back."""
     config = json_config(2, SIZE.samples, 1, checkpoint={"use_node_local_storage": True})

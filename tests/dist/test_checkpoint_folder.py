@@ -101,6 +101,7 @@ def check_goes_on(rank_pool, stage: int, folder: Path, losses: list[float], tag:
         assert resumed.logged == ""  # nothing unfinished lies about
 
 
+@pytest.mark.night
 @pytest.mark.needs("mounts")
 @pytest.mark.parametrize("tag", [NEWER, OLDER], ids=["another tag", "the same tag"])
 @pytest.mark.day("the same tag")
@@ -115,6 +116,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(rank_pool, saved, disk, tag):
     check_goes_on(rank_pool, 3, small, losses, OLDER)
 
 
+@pytest.mark.night
 def test_a_limit_of_file_sizes_does_the_same(rank_pool, saved, tmp_path):
     """On rank 1 only: where no disk can be mounted, and as on a host whose own disk is full."""
     folder, losses = saved(1)
@@ -182,6 +184,7 @@ def test_planted_links_are_not_written_through(rank_pool, tmp_path, background):
     assert not list((tmp_path / "elsewhere").iterdir())
 
 
+@pytest.mark.night
 def test_latest_goes_back_by_a_command_alone(rank_pool, saved, tmp_path, capsys):
     """(A run that began anew set it from step 4 to step 1, and replaced the first one's checkpoint.)"""
     folder, losses = saved(1)
@@ -266,6 +269,7 @@ def test_what_no_crash_leaves_is_refused_on_every_rank(rank_pool, saved, tmp_pat
     assert not (copy / "was run").exists()
 
 
+@pytest.mark.day("optimizer_state.pt")
 @pytest.mark.parametrize("pattern", ["fp32.pt", "optimizer_state.pt"])
 def test_code_in_a_universal_checkpoint_is_not_run(rank_pool, universal, tmp_path, pattern):
     """It has no manifest: what its files hold is looked at all the same."""
@@ -300,6 +304,7 @@ def test_a_client_state_that_could_not_be_loaded_is_refused_when_it_is_saved(ran
     assert [item.error for item in result] == ["", ""], result
 
 
+@pytest.mark.night
 def test_zero_3_takes_weights_from_latest_only(rank_pool, saved, tmp_path):
     """Without optimizer states DeepSpeed reads those that `latest` names, not those of the tag."""
     copy = Path(shutil.copytree(saved(3)[0], tmp_path / "checkpoints"))

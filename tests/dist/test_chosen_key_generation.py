@@ -23,6 +23,7 @@ CASES |= {
 }
 
 
+@pytest.mark.night
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.day("deepseek_v32 on 2")
 def test_tokens_and_logits_are_those_of_one_process(rank_pool: Pool, name: str) -> None:

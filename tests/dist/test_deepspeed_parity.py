@@ -57,16 +57,13 @@ VARIANTS = {
     "summed gradients, zero2": {"gradient_allreduce_op": "sum", "zero_optimization": {"stage": 2}},
     "prescaled gradients": {"prescale_gradients": True, "gradient_predivide_factor": 4.0},
     "all_gather": {"ring_attention": {"transport": "all_gather"}},
-    "pull": {"ring_attention": {"transport": "pull"}},
     "short batches": {"ring_attention": {"min_sequence_length": RAGGED.tokens + 1}},
     "just not short": {"ring_attention": {"min_sequence_length": RAGGED.tokens}},
 }
 
 
+@pytest.mark.day("summed gradients, zero2", "prescaled gradients", "short batches")
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.day(
-    "zero3 in small buckets", "summed gradients, zero2", "prescaled gradients", "short batches", "pull"
-)
 def test_settings_that_could_change_the_scale(rank_pool, variant):
     config = json_config(2, RAGGED.samples, 0, **VARIANTS[variant])
     check_parity(rank_pool(2).run(train_on_ring, RAGGED, config, STEPS), alone(RAGGED))
@@ -96,6 +93,7 @@ def test_accumulation_averages_micro_batches(rank_pool, stage):
     check_parity(rank_pool(2).run(train_on_ring, RAGGED, config, STEPS), alone(RAGGED, micro_batches=2))
 
 
+@pytest.mark.night
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def test_low_precision_keeps_the_scale(rank_pool, precision):
     """fp16 with a loss scale of 256: the engine scales the loss, and divides it out again."""

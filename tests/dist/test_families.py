@@ -194,8 +194,16 @@ def checked(rank: int, world_size: int, request: CheckRequest) -> list[ModelRepo
     return check_forms(request)
 
 
+@pytest.mark.day(
+    "llama0",
+    "mixtral",
+    "deepseek_v32",
+    "gemma3_text",
+    "led",
+    "bart-causal-lm",
+    "llama-sequence-classification",
+)
 @pytest.mark.parametrize("row", FAMILIES, ids=name_of)
-@pytest.mark.day(*DAY)
 def test_a_family_is_exact_or_refused(rank_pool, row):
     family, requested, expected = row
     forms = forms_run(row)
@@ -216,8 +224,8 @@ OTHER_RECURRENCES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.day("recurrent_gemma")
 @pytest.mark.parametrize("family", OTHER_RECURRENCES)
-@pytest.mark.day("recurrent_gemma", "rwkv", "zaya")
 def test_a_recurrence_is_exact_within_documents(rank_pool, family):
     request = CheckRequest(family, forms=("packed",), changes=OTHER_RECURRENCES[family])
     (report,) = rank_pool(2).run(checked, request)[0]
@@ -242,6 +250,7 @@ TREES = (
 )
 
 
+@pytest.mark.day("deepseek_v4")
 @pytest.mark.parametrize("family", TREES)
 def test_a_tree_of_rollouts_is_exact_or_refused(rank_pool, family):
     (report,) = rank_pool(2).run(checked, CheckRequest(family, head="causal-lm", forms=("tree",)))[0]
@@ -252,6 +261,7 @@ def test_a_tree_of_rollouts_is_exact_or_refused(rank_pool, family):
         assert report.result == "refused" and reason in report.reason, report
 
 
+@pytest.mark.night
 @pytest.mark.parametrize(
     "family", [pytest.param("gemma3_text", marks=pytest.mark.night), "qwen3_5_text"] if TREES else []
 )
@@ -387,6 +397,7 @@ def test_rotary_positions_of_the_shard_are_found(rank_pool):
     assert report.differences[0].name == "model.layers.0"
 
 
+@pytest.mark.night
 @pytest.mark.parametrize(
     ("family", "layer"), [("deepseek_v32", 0), ("doge", 0), ("qwen4_exp_text", 1), ("minimax_m3_vl_text", 1)]
 )
@@ -404,6 +415,7 @@ TIPPED = {
 }
 
 
+@pytest.mark.night
 @pytest.mark.parametrize("family", TIPPED)
 @pytest.mark.day("llama4_text")
 def test_a_threshold_that_rounding_tips_is_told_from_a_fault(rank_pool, family):
@@ -414,6 +426,7 @@ def test_a_threshold_that_rounding_tips_is_told_from_a_fault(rank_pool, family):
     assert report.rounding["gradient"].error < 1e-4
 
 
+@pytest.mark.night
 @pytest.mark.parametrize("family", TIPPED)
 @pytest.mark.day("llama4_text")
 def test_a_fault_that_is_as_large_as_a_jump_is_found_in_float64(rank_pool, family):
@@ -443,6 +456,7 @@ MADE_BY_HAND = """
 """
 
 
+@pytest.mark.night
 @pytest.mark.parametrize("family", MADE_BY_HAND.split())
 def test_a_small_model_can_be_made(family):
     from ds_ring_launcher.check.small_model import build, read_config, shrink

@@ -115,6 +115,7 @@ def on_a_ring(rank: int, world_size: int, family: str, layout: str, ulysses_size
     return train_on_ring(model, session, wholes)
 
 
+@pytest.mark.day("Llama classifier-zigzag-1-2.0", "XLM-R-striped-2-1.0", "Llama 4-zigzag-1-2.0")
 @pytest.mark.parametrize(
     ("family", "layout", "ulysses_size", "divisor"),
     [
@@ -129,9 +130,6 @@ def on_a_ring(rank: int, world_size: int, family: str, layout: str, ulysses_size
         ("RoBERTa", "contiguous", 1, 2.0),
         ("XLM-R", "striped", 2, 1.0),
     ],
-)
-@pytest.mark.day(
-    "Mixtral-zigzag-1-2.0", "Llama 4-zigzag-1-2.0", "Llama classifier-zigzag-1-2.0", "XLM-R-striped-2-1.0"
 )
 def test_a_family_equals_one_process(
     rank_pool: Pool, family: str, layout: str, ulysses_size: int, divisor: float

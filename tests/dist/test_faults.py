@@ -33,6 +33,7 @@ def zygote() -> Iterator[Zygote]:
     built.close()
 
 
+@pytest.mark.night
 def test_a_job_without_ranks_ends(zygote: Zygote) -> None:
     """And the imports, which take seconds, are over when tests begin for which the other worker waits."""
     assert zygote.run({"world_size": 0, "deadline_s": 1.0}) == {"exits": []}
@@ -43,14 +44,6 @@ def test_a_job_without_ranks_ends(zygote: Zygote) -> None:
 @pytest.mark.day("kill in mid 64 MB", "stop in a small hop", "swapped order")
 def test_every_survivor_names_the_culprit_in_time(zygote: Zygote, kind: str) -> None:
     verdict = play(zygote, kind, "attention", 0)
-    assert not verdict.wrong, verdict.wrong
-
-
-@pytest.mark.alone
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.day("kill in a small hop")
-def test_one_sided_pulls_as_well(zygote: Zygote, kind: str) -> None:
-    verdict = play(zygote, kind, "attention", 0, transport="pull")
     assert not verdict.wrong, verdict.wrong
 
 
@@ -80,6 +73,7 @@ def test_a_rank_that_fails_outside_the_ring_is_named(zygote: Zygote, kind: str, 
     assert not verdict.wrong, verdict.wrong
 
 
+@pytest.mark.night
 @pytest.mark.alone
 @pytest.mark.parametrize("kind", LATE)
 @pytest.mark.day("sleep in the data set")

@@ -158,9 +158,9 @@ FAMILIES = (
 )  # fmt: skip
 
 
+@pytest.mark.day("3-gpt2")
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.day("0-deepseek_v32", "3-gpt2")
 def test_layers_of_any_kind_are_compared(rank_pool, family, stage):
     """Each of them raised a false alarm: the copy had another matrix of logits, or code of the ring."""
     rank_pool(2).run(train_family, family, stage, False)

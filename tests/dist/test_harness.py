@@ -171,6 +171,7 @@ def test_a_rank_that_ends_is_reported_with_code_and_output(how: str, code: int) 
     assert "printed before the end" in outcomes[1].report
 
 
+@pytest.mark.day("gloo-in recv")
 @pytest.mark.parametrize(
     ("how", "piece"),
     [("wait", "a_place_worth_naming"), ("gloo", "in recv"), ("stop", "no stack: the process is T (stopped)")],

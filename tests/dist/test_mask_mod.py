@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from ds_ring import Causal, MaskMod, RingAttention, RingError, RingMesh
+from ds_ring import Causal, MaskMod, RingAttention, RingMesh
 from ds_ring.ops.options import Options
 from tests import calls
 from tests.cases import LAYOUTS, Shape, tensors
-from tests.dist.harness import Pool
+from tests.dist.harness import Pool, catch_refusal
 from tests.dist.test_patterns import NAMES, run_ring
 from tests.dist.test_wrong_inputs import Refusal, attend, check_refusal, outcomes, refusal, right_arguments
 from tests.masks import COMPOSED, MASKS, MaskFunction, attention_by_mask, causal, patterns
@@ -145,9 +145,9 @@ def call_with_masks(rank: int, world_size: int, table: str, name: str, wrong_ran
     return refusal(lambda: attend(right_arguments(mesh) | {"pattern": MaskMod(row)}), mesh)
 
 
+@pytest.mark.day("one document id")
 @pytest.mark.situation("masks", "ranks have different mask functions")
 @pytest.mark.parametrize("name", DIFFERENT)
-@pytest.mark.day("two lambdas", "one number", "one document id")
 def test_different_masks_on_two_ranks_are_named_on_every_rank(rank_pool: Pool, name: str) -> None:
     says = ("pattern: ring rank 0 has MaskMod(tests.dist.test_mask_mod.", ", contents ", "ring rank 1 ")
     for result in outcomes(rank_pool(3), call_with_masks, "DIFFERENT", name, 0):
@@ -245,19 +245,15 @@ def short_tables(rank: int, world_size: int, name: str, queries: str) -> tuple[s
     where: dict[str, Any] = {"pattern": Causal(), "layout": "zigzag", "mesh": mesh, "queries": queries}
     if queries == "replicated":
         q = tensors(Shape(batch=2, query_heads=4, tokens=3))[0]
-    result = ""
-    try:
-        calls.attend(q, k, v, score_mod=functools.partial(SHORT[name], table), **where)
-    except RingError as error:
-        result = f"{type(error).__name__}: {error}"
+    result = catch_refusal(calls.attend, q, k, v, score_mod=functools.partial(SHORT[name], table), **where)
     out = calls.attend(q, k, v, **where)
     return result, bool(out.isfinite().all())
 
 
+@pytest.mark.day("sharded-by query")
 @pytest.mark.situation("operators", "the table of a score_mod is shorter than the sequence")
 @pytest.mark.parametrize("name", SHORT)
 @pytest.mark.parametrize("queries", ["sharded", "replicated"])
-@pytest.mark.day("sharded-by query", "sharded-by sample", "replicated-by key")
 def test_a_table_that_is_too_short_is_refused_on_all_ranks(rank_pool: Pool, name: str, queries: str) -> None:
     for result, works in rank_pool(2).run(short_tables, name, queries):
         assert works

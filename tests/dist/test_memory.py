@@ -54,7 +54,7 @@ def measured_pass(rank: int, world_size: int, shape: Shape, transport: str) -> M
     """Forward and backward under the profiler."""
     mesh = RingMesh.from_world(world_size)
     layout = make_layout("zigzag", tokens=shape.tokens, ring_size=world_size)
-    chunks = {"chunk_bytes": 1} if transport in ("ring", "pull") else {}
+    chunks = {"chunk_bytes": 1} if transport == "ring" else {}
     options = Options(transport=transport, kernel_options={"block": 256, "triangle": 128}, **chunks)
     handle = make_ring_context(Causal(), layout, mesh, options).handle
     q, k, v, grad = (shard_sequence(x, layout, mesh=mesh, dim=2) for x in tensors(shape))

@@ -21,7 +21,7 @@ from ds_ring import RingMesh
 from ds_ring.layers.scores import Alibi, Softcap
 from ds_ring.schedule.layout import Layout
 from tests import calls
-from tests.dist.harness import Pool
+from tests.dist.harness import Pool, catch_refusal
 from tests.reference import relative_error
 
 pytestmark = pytest.mark.needs("compiler")
@@ -93,18 +93,6 @@ def module(ring: Ring, score_mod: Any = None) -> tuple[Run, list[Tensor]]:
     return built, qkv()
 
 
-def multihead(ring: Ring) -> tuple[Run, list[Tensor]]:
-    torch.manual_seed(0)
-    built = ds_ring.MultiheadRingAttention(
-        32, HEADS, pattern=ds_ring.Causal(), **ring.where, dtype=torch.float64
-    )
-
-    def run(x: Tensor) -> Tensor:
-        return built(x, x, x, need_weights=False)[0]  # type: ignore[no-any-return]
-
-    return run, [randn(2, SLOTS, 32)]
-
-
 def sharded(ring: Ring) -> tuple[Run, list[Tensor]]:
     return partial(_shard, ring), [randn(2, TOKENS, 3)]
 
@@ -162,18 +150,6 @@ def moba(ring: Ring) -> tuple[Run, list[Tensor]]:
         return ds_ring.moba_attention(q, k, v, block_size=4, top_k=2, **ring.where)
 
     return run, qkv()
-
-
-def nsa(ring: Ring) -> tuple[Run, list[Tensor]]:
-    def run(q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> Tensor:
-        sizes = ds_ring.NsaSizes(4, 2, 4, top_k=3, window=6)
-        return ds_ring.nsa_attention(q, k, v, gates, compress=_means, sizes=sizes, **ring.where)
-
-    return run, [*qkv(), randn(2, HEADS, SLOTS, 3)]
-
-
-def _means(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    return keys.mean(3), values.mean(3)
 
 
 def largest(ring: Ring) -> tuple[Run, list[Tensor]]:
@@ -235,7 +211,6 @@ FUNCTIONS: dict[str, Callable[[Ring], tuple[Run, list[Tensor]]]] = {
     "score_mod": scored(lambda: lambda score, b, h, q, k: score + 0.1 * h * (k - q)),
     "RingAttention": module,
     "RingAttention, Softcap": partial(module, score_mod=CAP),
-    "MultiheadRingAttention": multihead,
     "shard_sequence": sharded,
     "gather_sequence": gathered,
     "shift_sequence": shifted,
@@ -243,7 +218,6 @@ FUNCTIONS: dict[str, Callable[[Ring], tuple[Run, list[Tensor]]]] = {
     "ring_scan": scanned,
     "ring_select and selected_attention": chosen,
     "moba_attention": moba,
-    "nsa_attention": nsa,
     "max_logits": largest,
 }
 
@@ -320,7 +294,7 @@ MODES: dict[str, Callable[[Run, list[Tensor]], list[Tensor]]] = {
 
 
 EAGERLY = "runs eagerly: call it outside of the graph"
-CHOSEN = ("ring_select and selected_attention", "moba_attention", "nsa_attention", "max_logits")
+CHOSEN = ("ring_select and selected_attention", "moba_attention", "max_logits")
 IN_GRAPHS = {
     **dict.fromkeys(
         ("keys of another sequence", "shard_sequence", "gather_sequence", "shift_sequence", *CHOSEN), EAGERLY
@@ -360,10 +334,10 @@ def walk(rank: int, world_size: int, mode: str, names: list[str]) -> dict[str, s
 FEW = ["attention", "SlidingWindow", "MaskMod by vmap", "Softcap", "gather_sequence", "halo"]
 
 
+@pytest.mark.day("selective-few", "vmap-few")
 @pytest.mark.situation("modes", "public functions under compile, checkpoint, inference_mode, no_grad, vmap")
 @pytest.mark.parametrize("names", [FEW, list(FUNCTIONS)], ids=["few", "all"])
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.day("reentrant-few", "selective-few", "inference first-few", "batched gradients-few", "vmap-few")
 def test_a_mode_of_torch_changes_no_result(rank_pool: Pool, mode: str, names: list[str]) -> None:
     refused = REFUSED.get(mode, {})
     for result in rank_pool(RANKS).run(walk, mode, names, timeout_s=600):
@@ -385,13 +359,10 @@ def made_inside(rank: int, world_size: int) -> str:
     """An object that Dynamo hands over without its attributes."""
     ring = Ring(RingMesh.single(), ds_ring.make_layout("contiguous", tokens=SLOTS, ring_size=1))
     run, inputs = attention(ring, make=lambda: {"score_mod": Tilt(0.5)})
-    try:
-        compiled(run, inputs)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+    return catch_refusal(compiled, run, inputs)
 
 
+@pytest.mark.night
 @pytest.mark.situation("modes", "a pattern is made inside a compiled function")
 def test_what_cannot_be_made_inside_a_graph_is_named(rank_pool: Pool) -> None:
     (result,) = rank_pool(1).run(made_inside)

@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from ds_ring.errors import RingConfigError
 from tests.dist.deepspeed_ranks import Size, build_batch, build_model, json_config, start_engine, take_step
-from tests.dist.harness import Pool
+from tests.dist.harness import Pool, catch_refusal
 
 SIZE = Size(hidden=16, layers=2, tokens=29, samples=2)
 H = SIZE.hidden
@@ -347,6 +347,7 @@ def test_what_mixes_tokens_is_refused_on_every_rank(rank_pool: Pool) -> None:
             assert '"check_modules": false' in result[name]
 
 
+@pytest.mark.night
 @pytest.mark.situation("modules", "A module or a hook of the user's in a Llama works token by token.")
 def test_what_works_token_by_token_is_not_refused(rank_pool: Pool) -> None:
     for result in rank_pool(2).run(table, "right"):
@@ -369,11 +370,8 @@ def after_a_short_batch(rank: int, world_size: int, stage: int) -> list[str]:
     engine = start_engine(model, json_config(2, 2, stage, ring_attention={"min_sequence_length": 20}))
     result = []
     for tokens in (12, 29):
-        try:
-            take_step(engine, build_batch(SIZE._replace(tokens=tokens)))
-            result.append("")
-        except RingConfigError as error:
-            result.append(str(error).partition(":")[0])
+        text = catch_refusal(take_step, engine, build_batch(SIZE._replace(tokens=tokens)))
+        result.append(text.removeprefix("RingConfigError: ").partition(":")[0])
     return result
 
 
@@ -411,7 +409,7 @@ def as_a_users(rank: int, world_size: int, family: str) -> int:
     return len(counted)
 
 
+@pytest.mark.day("qwen3_moe")
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.day("llama", "qwen3_moe", "bamba")
 def test_modules_of_families_would_not_be_refused_as_a_users(rank_pool: Pool, family: str) -> None:
     assert min(rank_pool(2).run(as_a_users, family)) >= 6

@@ -48,6 +48,7 @@ def compare_with_naive(rank: int, ring_size: int, layout_name: str, pattern_name
     }
 
 
+@pytest.mark.day("2-striped-window both ways", "2-zigzag-full", "3-zigzag-causal")
 @pytest.mark.parametrize(
     ("layout_name", "pattern_name"),
     [("contiguous", "causal"), ("zigzag", "causal"), ("striped", "window both ways"), ("zigzag", "full")],

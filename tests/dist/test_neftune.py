@@ -80,6 +80,7 @@ def with_term(rank: int, world_size: int, kind: str) -> None:
     engine(**engine.ring.shard_batch(build_batch(SIZE)))
 
 
+@pytest.mark.day("activated LoRA-alora_invocation_tokens")
 @pytest.mark.situation("trainers", "a hook whose term depends on the number of tokens")
 @pytest.mark.parametrize(
     ("kind", "words"), [("activated LoRA", "alora_invocation_tokens"), ("z-loss", "added a term to it")]

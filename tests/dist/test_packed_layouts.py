@@ -40,9 +40,9 @@ def pass_on(rank: int, world_size: int, ids: list[int]) -> list[float]:
     return result
 
 
+@pytest.mark.day("padding-4")
 @pytest.mark.parametrize("ring_size", [2, 4])
 @pytest.mark.parametrize("name", LENGTHS)
-@pytest.mark.day("one long-4", "short-2", "padding-4")
 def test_out_and_gradients_are_those_of_one_process(
     rank_pool: Callable[[int], RankPool], name: str, ring_size: int
 ) -> None:

@@ -114,8 +114,8 @@ CASES = {
 }
 
 
+@pytest.mark.day("documents, ring 2, zero 1")
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.day("longnet, ring 2 x ulysses 2", "documents, ring 2, zero 1")
 def test_training_equals_one_process(rank_pool, name):
     world, ring, stage, pattern, section = CASES[name]
     batch = tokens_and_labels()
@@ -233,6 +233,7 @@ def losses_of(
     return result
 
 
+@pytest.mark.night
 @pytest.mark.parametrize("layouts", [("zigzag",), ("contiguous", "balanced")], ids="-".join)
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.day("True-zigzag")

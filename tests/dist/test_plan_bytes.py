@@ -47,9 +47,7 @@ from ds_ring_launcher.plan.layer_passes import build_plans, choose_parts, pass_s
 from ds_ring_launcher.plan.model_file import (
     _OPTIONS,
     read_model,
-    read_model_patterns,
     text_part,
-    with_layer_types,
 )
 from ds_ring_launcher.plan.other_layers import (
     KNOWN,
@@ -264,6 +262,7 @@ def test_of_chosen_rows_as_many_bytes_arrive_as_leave() -> None:
             assert sent == received and (sent > 0 or way == "backward")
 
 
+@pytest.mark.night
 def test_latents_send_what_the_advice_says(rank_pool: Pool) -> None:
     config = configuration("deepseek_v3", {})
     asked = setting(config, 2, "zigzag")
@@ -328,6 +327,7 @@ def mixing_types() -> list[str]:
     return found
 
 
+@pytest.mark.night
 def test_no_model_with_other_layers_is_planned_as_attention() -> None:
     refused, read = [], []
     for name in mixing_types():
@@ -365,6 +365,7 @@ def run(capsys: Any, config: dict[str, Any], *more: str) -> tuple[int, str]:
     return status, "".join(capsys.readouterr())
 
 
+@pytest.mark.night
 def test_a_hybrid_plan_counts_each_kind_of_layer(capsys: Any) -> None:
     found = json.loads(run(capsys, QWEN, "--json")[1])
     (one,) = found["other_layers"]
@@ -416,10 +417,3 @@ def test_parameters_are_those_of_transformers() -> None:
 def test_what_cannot_be_planned_is_refused(capsys: Any, config: Any, more: list[str], says: str) -> None:
     status, text = run(capsys, config, *more)
     assert status == 2 and says in text, text
-
-
-def test_layers_beside_attention_cannot_be_tuned(capsys: Any) -> None:
-    with pytest.raises(RingConfigError, match='expected layers of attention, got "gated delta rule"'):
-        read_model_patterns(json.dumps(with_layer_types(json.dumps(QWEN))), None)
-    with pytest.raises(RingConfigError, match="expected the type of each layer, got null"):
-        read_model_patterns(json.dumps(QWEN), None)

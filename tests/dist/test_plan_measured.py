@@ -33,8 +33,10 @@ def measured(rank: int, world_size: int, point: CheckedSetting) -> PeakAndTraffi
     return training_rank(point)
 
 
+@pytest.mark.day(
+    "attention P=4 T=4096 H8 G4 bfloat16 causal", "zero3 start partitioned P=2 T=256 H4 G2 bfloat16 causal"
+)
 @pytest.mark.parametrize("point", POINTS, ids=lambda point: point.name)
-@pytest.mark.day(POINTS[1].name, POINTS[3].name, POINTS[4].name)
 def test_the_planned_peak_is_the_measured_one(rank_pool, point):
     ranks = rank_pool(point.ranks).run(measured, point, timeout_s=120)
     plan = planned(point)

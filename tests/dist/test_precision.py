@@ -60,6 +60,7 @@ def errors(result: list[Tensor], name: str, dtype: torch.dtype) -> list[float]:
     return [float((x.double() - y).norm() / y.norm()) for x, y in zip(result, wanted, strict=True)]
 
 
+@pytest.mark.night
 @pytest.mark.parametrize("sizes", [(1, 2, 8), (4, 16)], ids=str)
 @pytest.mark.parametrize(("name", "dtype"), [("causal", torch.bfloat16), ("LongNet", torch.float16)])
 @pytest.mark.day("causal-dtype0-(1, 2, 8)")
@@ -106,10 +107,10 @@ def bits_that_differ(rank: int, world_size: int, name: str, dtype: torch.dtype) 
     return result
 
 
+@pytest.mark.day("4-window-torch.bfloat16")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", list(PATTERNS))
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.day("2-LongNet-torch.float32", "4-window-torch.bfloat16")
 def test_the_same_inputs_give_the_same_bits(
     rank_pool: Pool, size: int, name: str, dtype: torch.dtype
 ) -> None:

@@ -63,6 +63,7 @@ def dropped(rank: int, world_size: int) -> Draws:
     return draws
 
 
+@pytest.mark.night
 @pytest.mark.situation("modules", "trained a model with dropout on ranks with one seed")
 def test_ranks_draw_other_masks_that_a_seed_repeats(rank_pool: Pool) -> None:
     first, second = rank_pool(2).run(dropped)
@@ -135,10 +136,10 @@ def left_out(rank: int, world_size: int, build: Callable[[float], Any], drop: fl
     return errors
 
 
+@pytest.mark.day("opt, half")
 @pytest.mark.parametrize(
     ("build", "drop"), [(opt, 0.5), (opt, 1.0), (bart, 0.5)], ids=["opt, half", "opt, all", "bart, half"]
 )
-@pytest.mark.day("opt, half", "bart, half")
 @pytest.mark.situation("modules", "trained OPT or BART with LayerDrop on ranks with other seeds")
 def test_ranks_leave_out_the_same_layers(rank_pool: Pool, build: Callable[[float], Any], drop: float) -> None:
     for errors in rank_pool(2).run(left_out, build, drop):

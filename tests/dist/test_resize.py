@@ -61,6 +61,7 @@ def config_for(world: int, ring: int, stage: int) -> dict[str, Any]:
     return json_config(ring, SIZE.samples * ring // world, stage)
 
 
+@pytest.mark.night
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.day("2")
 def test_two_ranks_then_four_then_one(rank_pool, tmp_path, capsys, stage):
@@ -111,6 +112,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.night
 def test_what_cannot_be_converted_stays_as_it_is(rank_pool, tmp_path, capsys):
     """And a checkpoint of another number of ranks is refused on every rank, with the command to use."""
     saved, limits = tmp_path / "saved", resource.getrlimit(resource.RLIMIT_FSIZE)

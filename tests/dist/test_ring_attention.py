@@ -75,6 +75,7 @@ def test_float32_is_within_1e_5_of_float64(rank_pool: Pool, ring_size: int, toke
     assert max(errors.values()) < 1e-5, errors
 
 
+@pytest.mark.night
 @pytest.mark.parametrize(("ring_size", "layouts"), [(1, CHUNKS), (3, ("zigzag",)), (3, CHUNKS), (8, CHUNKS)])
 @pytest.mark.day("3-layouts1")
 def test_bfloat16_is_within_1e_2(rank_pool: Pool, ring_size: int, layouts: tuple[str, ...]) -> None:

@@ -65,6 +65,7 @@ def on_a_ring(rank: int, world_size: int, family: str, layout: str, packed: bool
     return train_on_ring(model, session, batches(packed))
 
 
+@pytest.mark.night
 @pytest.mark.situation("models", "rotary embeddings that scale with the length")
 @pytest.mark.parametrize(
     ("family", "layout", "packed", "checkpointing"),

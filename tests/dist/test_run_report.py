@@ -55,6 +55,7 @@ def train(rank: int, world_size: int, folder: str, asks: str, monitor: bool) -> 
         patch.undo()
 
 
+@pytest.mark.day("after-False")
 @pytest.mark.parametrize(("asks", "monitor"), [("before", True), ("after", False)])
 def test_each_step_has_its_own_loss_and_links(
     rank_pool: RankPools, tmp_path: Path, asks: str, monitor: bool

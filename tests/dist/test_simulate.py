@@ -67,10 +67,10 @@ def virtual_pass(
     )
 
 
+@pytest.mark.day("2-causal-zigzag-float32")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize(("pattern_name", "layout_name"), [("causal", "zigzag"), ("dilated", "contiguous")])
 @pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.covering(1)
 def test_a_virtual_ring_is_the_real_one(
     rank_pool: Pool, world_size: int, pattern_name: str, layout_name: str, dtype: torch.dtype
 ) -> None:

@@ -86,6 +86,7 @@ def with_a_part_for_the_end(rank: int, world_size: int, every: bool) -> list[tup
     return result
 
 
+@pytest.mark.night
 @pytest.mark.parametrize("every", [False, True])
 @pytest.mark.day("False")
 def test_a_part_of_the_own_shard_for_the_end_is_exact(rank_pool: Pool, every: bool) -> None:

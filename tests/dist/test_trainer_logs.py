@@ -198,6 +198,7 @@ def compare(rank_pool: Any, folder: Path, cases: list[str], ring: int, **extra: 
             print(case, check_logs(logs[case], expected[case]))
 
 
+@pytest.mark.night
 @pytest.mark.situation("trainers", "a model returns a dict, a tuple or a dataclass, and is evaluated")
 @pytest.mark.parametrize("ring", [2, 4])
 @pytest.mark.parametrize("forms", [("dataclass", "tensor"), tuple(FORMS)], ids=["some", "all"])
@@ -247,6 +248,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.night
 @pytest.mark.situation("trainers", "an option of TrainingArguments")
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.day("random collator")
@@ -264,6 +266,7 @@ def test_batches_of_other_lengths_are_counted_as_on_one_process(
     compare(rank_pool, tmp_path, ["ModelOutput"], 2, iterable=iterable, **extra)
 
 
+@pytest.mark.night
 @pytest.mark.situation("trainers", "an IterableDataset whose last batch is incomplete")
 @pytest.mark.parametrize("ring", [2, 4])
 @pytest.mark.day("2")

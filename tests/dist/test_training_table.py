@@ -17,6 +17,7 @@ CELLS = {
 }
 
 
+@pytest.mark.day("checkpoint by DeepSpeed", "zero.Init")
 @pytest.mark.parametrize("name", CELLS)
 def test_a_variant_trains_as_on_one_process(rank_pool: Any, name: str) -> None:
     if name == "LoRA":

@@ -134,6 +134,7 @@ def two_rings(rank: int, world_size: int, second: tuple[int, int], rounds: int) 
     return different
 
 
+@pytest.mark.night
 @pytest.mark.parametrize(
     ("world", "second"), [(2, (2, 1)), (2, (1, 2)), (4, (4, 1)), (4, (2, 2)), (4, (2, 1))]
 )

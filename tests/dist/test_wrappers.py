@@ -310,10 +310,16 @@ def on_a_ring(
     )
 
 
+@pytest.mark.day(
+    "last token-0-2",
+    "mean by a mask-0-2",
+    "contrastive-0-2",
+    "penalty beside a loss-0-2",
+    "gathers itself-0-2",
+)
 @pytest.mark.situation(
     "wrappers", "a module around the model mixes tokens (reward models, embedders, pooling)"
 )
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("case", [case for case in CASES if case not in NOT_EXACT])

@@ -152,6 +152,7 @@ def outsider(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
+@pytest.mark.night
 def test_another_package_registers_rows_by_its_entry_points(outsider: Path, tmp_path: Path) -> None:
     check(run_ranks(tmp_path, ROOT, outsider), ROOT, "outsider.block_causal")
 

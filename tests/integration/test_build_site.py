@@ -82,6 +82,7 @@ def test_every_page_is_linked_from_the_index(pages: Path) -> None:
     assert all((pages / name).is_file() for name in ("tools/results/ring.svg", "configs/recipes/8_gpus.svg"))
 
 
+@pytest.mark.night
 @pytest.mark.needs("pdoc")
 def test_a_broken_link_ends_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """An anchor, a text, a picture and a file that are not there, in a copy of the texts."""

@@ -82,6 +82,7 @@ def faults_of(probe: Probe) -> list[str]:
     return faults
 
 
+@pytest.mark.night
 @pytest.mark.parametrize("third", range(3))
 @pytest.mark.day("0")
 def test_every_probe_ends_typed_and_soon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, third: int) -> None:
@@ -116,6 +117,7 @@ PROCESSES = {
 }  # fmt: skip
 
 
+@pytest.mark.day("a full disk", "no stdout")
 @pytest.mark.parametrize("name", PROCESSES)
 def test_a_process_ends_typed(tmp_path: Path, name: str) -> None:
     command, statuses, words = PROCESSES[name]

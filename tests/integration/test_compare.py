@@ -48,6 +48,7 @@ def run_seeded(peers: tuple[Peer, ...]) -> tuple[dict[str, Verdict], set[str]]:
     return {row.contestant: row.verdict for row in rows}, {row.contestant for row in rows if row.seconds}
 
 
+@pytest.mark.night
 @pytest.mark.slow
 def test_who_is_wrong_raises_or_hangs_is_a_row() -> None:
     """An error of one rank's gradient, an exception on one rank while the other waits, a hang."""

@@ -111,6 +111,7 @@ def test_what_is_imported_and_what_is_named(blocked: dict[str, str], tmp_path: P
     assert any(line.startswith("rank hop origin") for line in printed)
 
 
+@pytest.mark.night
 def test_a_pass_and_the_simulator_need_no_more(blocked: dict[str, str], tmp_path: Path) -> None:
     command = (sys.executable, str(CHECK), "pass", "simulator")
     result = json.loads(run(*command, environment=blocked, folder=tmp_path).splitlines()[-1])

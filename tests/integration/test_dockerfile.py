@@ -70,6 +70,7 @@ def test_a_fault_is_found(right: str, wrong: str, found: str) -> None:
     assert faults(TEXT.replace(right, wrong)) == [found]
 
 
+@pytest.mark.night
 @pytest.mark.parametrize("missing", ["nothing", "launcher", "configs"])
 @pytest.mark.day("nothing")
 def test_what_it_copies_builds_the_package(tmp_path: Path, missing: str) -> None:

@@ -84,6 +84,7 @@ def test_the_questions_come_first_one_kernel_a_row_within_their_seconds() -> Non
     assert all(row.seconds > row.budget for row in found)
 
 
+@pytest.mark.night
 def test_a_dry_run_leaves_nothing_among_the_results() -> None:
     """(A real run would have taken its rows for computed ones.)"""
     before = sorted((ROOT / "tools/results").iterdir())
@@ -94,6 +95,7 @@ def test_a_dry_run_leaves_nothing_among_the_results() -> None:
     assert sorted((ROOT / "tools/results").iterdir()) == before
 
 
+@pytest.mark.night
 def test_a_dry_run_ends_each_row_with_no_gpu(tmp_path: Path) -> None:
     done = run(tmp_path, "--dry-run")
     assert done.returncode == 0, done.stderr[-2000:]
@@ -114,6 +116,7 @@ def test_each_row_calls_a_function_with_its_arguments(device: str) -> None:
         assert json.loads(json.dumps(row))
 
 
+@pytest.mark.night
 def test_rows_of_a_gpu_on_fake_cuda_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     """The calls of FlashAttention's and cuDNN's operators are torch's; merges and autograd are not."""
     for owner in (kernels, gpu_rates, questions):
@@ -154,6 +157,7 @@ def fake(way: str, bad: list[tuple[str, str]], row: Row) -> Iterator[Any]:
     yield {}, {"after": 1}, ""
 
 
+@pytest.mark.day("SIGKILL")
 @pytest.mark.parametrize("way", [*CRASHES[:3], pytest.param("hang", marks=pytest.mark.night)])
 def test_a_row_that_crashes_costs_no_other_row(
     way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest

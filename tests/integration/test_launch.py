@@ -181,6 +181,7 @@ def test_failing_rank_ends_the_run(workplace: Workplace, engine: str, expected: 
     assert not workplace.left_behind()
 
 
+@pytest.mark.night
 @pytest.mark.parametrize("verbose", [False, True])
 @pytest.mark.day("False")
 def test_the_last_line_names_who_failed_in_place_of_torchruns_forty(
@@ -325,17 +326,6 @@ exec env -i "${kept[@]}" bash -c "$*"
 """
 
 
-@pytest.mark.night  # at another port of ssh; by day its ranks meet in the next test
-def test_mpirun_starts_other_hosts(workplace: Workplace) -> None:
-    require_engine("mpirun")
-    hosts, caller = by_ssh(workplace, "mpirun")
-    path = workplace.write(f"{hosts}ssh_port: 2222\nenvironment: {{GREETING: it's 2 words}}\n", MEET)
-    status, output = workplace.finish(workplace.start([*DS_RING, str(path)], **caller))
-    assert status == 0, output
-    assert "rank 0 sums 3" in output and "rank 1 sums 3" in output
-    assert workplace.report(1)["environment"]["GREETING"] == "it's 2 words"
-
-
 def by_ssh(workplace: Workplace, engine: str) -> tuple[str, dict[str, str]]:
     """The part of a YAML that names two hosts, and the environment in which a fake ssh reaches them."""
     programs = workplace.folder / "programs"
@@ -349,6 +339,7 @@ def by_ssh(workplace: Workplace, engine: str) -> tuple[str, dict[str, str]]:
 ENGINES = ["deepspeed", "torchrun", "mpirun"]
 
 
+@pytest.mark.night
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.day("mpirun")
 def test_environment_crosses_to_other_hosts(workplace: Workplace, engine: str) -> None:
@@ -376,6 +367,7 @@ def command_lines() -> str:
     return "\n".join(results)
 
 
+@pytest.mark.night
 @pytest.mark.parametrize("reach", ["local", "ssh"])
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.covering(1)
@@ -401,6 +393,7 @@ def test_kill_9_of_the_launcher_ends_the_job(workplace: Workplace, engine: str, 
     wait_until(lambda: not workplace.left_behind(), 25.0)
 
 
+@pytest.mark.night
 @pytest.mark.parametrize("reach", ["local", "ssh"])
 @pytest.mark.day("local")
 def test_sigterm_leaves_time_to_a_handler_under_mpirun(workplace: Workplace, reach: str) -> None:
@@ -417,6 +410,7 @@ def test_sigterm_leaves_time_to_a_handler_under_mpirun(workplace: Workplace, rea
     assert len(list(workplace.folder.glob("rank-*.handled"))) == 2
 
 
+@pytest.mark.night
 def test_one_lost_host_ends_the_others(workplace: Workplace) -> None:
     hosts, caller = by_ssh(workplace, "torchrun")
     started = workplace.start([*DS_RING, str(workplace.write(hosts)), "--", "--sleep"], **caller)
@@ -481,6 +475,7 @@ def test_torchrun_does_not_start_a_rank_again(workplace: Workplace) -> None:
     assert status != 0 and len((workplace.folder / "starts").read_text()) <= 2, output
 
 
+@pytest.mark.night
 @pytest.mark.parametrize("run_folder", ["", "run_folder: run\n"], ids=["plain", "run_folder"])
 @pytest.mark.day("run_folder")
 def test_closed_streams_end_no_rank(workplace: Workplace, run_folder: str) -> None:
@@ -495,6 +490,7 @@ def test_closed_streams_end_no_rank(workplace: Workplace, run_folder: str) -> No
         assert (workplace.folder / "run/attempt-1/rank-1.stopped").exists()
 
 
+@pytest.mark.night
 @pytest.mark.parametrize("run_folder", ["", "run_folder: run\n"], ids=["plain", "run_folder"])
 @pytest.mark.day("run_folder")
 def test_a_run_in_which_no_rank_made_a_ring_says_so(workplace: Workplace, run_folder: str) -> None:

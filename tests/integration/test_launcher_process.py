@@ -182,6 +182,7 @@ def test_without_a_run_folder_a_rank_is_told_once_to_end(tmp_path: Path) -> None
     assert heard.read_text() == "1 signals"
 
 
+@pytest.mark.night
 def test_what_a_script_leaves_at_work_is_named_before_it_is_ended(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

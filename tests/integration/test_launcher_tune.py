@@ -16,7 +16,7 @@ import pytest
 
 from ds_ring_launcher import cli
 
-SHAPES = ["--tokens", "4096", "--heads", "4", "--head-dim", "64"]
+SHAPES = ["--tokens", "4k", "--heads", "4", "--head-dim", "64"]
 # Its ranks import this file first: nothing heavy stands at its head.
 PARENT = """
 import time
@@ -52,7 +52,11 @@ def test_what_is_missing_is_named(capsys: pytest.CaptureFixture[str], left_out: 
 def test_ranks_end_with_their_parent(tmp_path: Path, number: signal.Signals) -> None:
     script = tmp_path / "parent.py"
     script.write_text(PARENT)
-    parent = subprocess.Popen([sys.executable, str(script)], preexec_fn=_hears_ctrl_c)
+    # Not even where SIGINT is ignored, as in a background job of a shell, does a rank go on.
+    handler = signal.default_int_handler if number == signal.SIGINT else signal.SIG_IGN
+    parent = subprocess.Popen(
+        [sys.executable, str(script)], preexec_fn=lambda: signal.signal(signal.SIGINT, handler)
+    )
     try:
         ranks = _ranks_of(parent)
         parent.send_signal(number)

@@ -130,6 +130,7 @@ LLAMA_8B = [
 ]
 
 
+@pytest.mark.night
 def test_every_line_of_the_annotated_report_is_in_one(capsys):
     section = (ROOT / "launcher/README.md").read_text().split("### A report, line by line")[1].split("## ")[0]
     lines = [
@@ -213,17 +214,3 @@ def test_what_is_not_estimated_is_refused(capsys, tmp_path, section):
     path.write_text(json.dumps({"sequence_parallel_size": 2, "ring_attention": section}))
     assert cli.main(["plan", *SIZES, "--tokens", "64", "--devices", "2", "--config", str(path)]) == 2
     assert "plan computes ring passes of equally fast ranks" in capsys.readouterr().err
-
-
-def test_pulls_are_planned_and_refused_across_nodes(capsys, tmp_path: Path):
-    path = tmp_path / "ds.json"
-    path.write_text(json.dumps({"sequence_parallel_size": 4, "ring_attention": {"transport": "pull"}}))
-    common = [*SIZES, "--tokens", "16384", "--dtype", "bfloat16"]
-    found = plan(capsys, *common, "--hardware", "h100", "--config", str(path))
-    whole = plan(capsys, *common, "--hardware", "h100", "--devices", "4")
-    assert found["step"]["attention_s"] < whole["step"]["attention_s"]  # by messages
-    assert found["deepspeed_json"]["ring_attention"]["transport"] == "pull"
-    text = refused(capsys, *common, "--hardware", "mi300x", "--config", str(path))
-    assert "hardware with pull_latency_s" in text and 'set "transport": "ring"' in text
-    path.write_text(json.dumps({"sequence_parallel_size": 16, "ring_attention": {"transport": "pull"}}))
-    assert "at most 8 ranks" in refused(capsys, *common, "--hardware", "h100", "--config", str(path))

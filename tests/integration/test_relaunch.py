@@ -1,6 +1,6 @@
 """`ds-ring launch` with `relaunch`: real engines, and a script of plain Python that counts steps and fails.
 
-Importing torch would be nearly all of the time; `tools/campaign.py relaunch` has real training.
+Importing torch would be nearly all of the time; test_run_status.py has real training.
 """
 
 from __future__ import annotations
@@ -103,6 +103,7 @@ def test_a_killed_rank_is_named_and_the_job_goes_on(workplace: Workplace, engine
     assert "strikes now" in output
 
 
+@pytest.mark.night
 @pytest.mark.situation("launcher", 'an error of one\'s own whose text has "nccl"')
 @pytest.mark.needs("mpirun")
 def test_a_bug_ends_it_after_two_attempts_with_its_traceback_first(workplace: Workplace) -> None:  # noqa: F811
@@ -120,6 +121,7 @@ def test_a_bug_ends_it_after_two_attempts_with_its_traceback_first(workplace: Wo
     )
 
 
+@pytest.mark.night
 @pytest.mark.situation("launcher", "the job is preempted")
 @pytest.mark.needs("mpirun")  # which starts without torch
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
@@ -134,6 +136,7 @@ def test_a_preempted_job_ends_with_75(workplace: Workplace, number: signal.Signa
     assert RunFolder(workplace.folder / "run").events()[-1]["verdict"] == "preempted"
 
 
+@pytest.mark.night
 @pytest.mark.situation("launcher", "two launches of one YAML")
 @pytest.mark.needs("mpirun")
 @pytest.mark.parametrize("rounds", [1, 10])
@@ -161,6 +164,7 @@ def by_ssh(place: Workplace, engine: str = "torchrun") -> tuple[str, dict[str, s
     return f"engine: {engine}\n{hosts}", {"PATH": f"{programs}{os.pathsep}{os.environ['PATH']}"}
 
 
+@pytest.mark.night
 @pytest.mark.parametrize("engine", ["torchrun", "mpirun"])
 @pytest.mark.day("mpirun")
 def test_a_host_that_is_gone_leaves_a_smaller_ring(workplace: Workplace, engine: str) -> None:  # noqa: F811
@@ -182,6 +186,7 @@ def test_a_host_that_is_gone_leaves_a_smaller_ring(workplace: Workplace, engine:
     assert (workplace.folder / "rank-0-of-1.json").read_text() == "1"
 
 
+@pytest.mark.night
 @pytest.mark.needs("mpirun")
 def test_a_ring_below_the_smallest_is_not_taken(workplace: Workplace) -> None:  # noqa: F811
     yaml, caller = by_ssh(workplace, "mpirun")

@@ -122,6 +122,7 @@ def test_a_line_of_the_core_that_names_a_capability_is_found(monkeypatch: pytest
     assert core_lines("memory/tiles") and not core_lines("memory/host")
 
 
+@pytest.mark.night
 def test_a_module_that_still_needs_it_is_found(tmp_path: Path) -> None:
     """A seeded fault: the core imports a capability when a module is loaded."""
     copy = removed("simulation", tmp_path / "copy")

@@ -75,6 +75,7 @@ def absent(text: str, folder: Path) -> list[str]:
     return sorted({name for name in _CONFIGURATION.findall(text) if not (folder / name).exists()})
 
 
+@pytest.mark.night
 def test_the_configurations_that_help_names_are_written(installed: Path, tmp_path: Path) -> None:
     help = run(installed, tmp_path, "-c", _HELP)
     assert "configs/quickstart.yaml" in absent(help, tmp_path) and "usage: ds-ring resize-checkpoint" in help
@@ -103,6 +104,7 @@ def test_a_folder_without_configurations_hears_of_the_command(installed: Path, t
     assert "FOLDER: expected a folder to write to" in printed
 
 
+@pytest.mark.night
 def test_the_quick_start_needs_no_checkout(installed: Path, tmp_path: Path) -> None:
     ds_ring(installed, tmp_path, "configs")
     script = ds_ring(installed, tmp_path, "launch configs/quickstart.yaml --dry-run")

@@ -260,7 +260,7 @@ CALLS: dict[str, Call] = {
             "mesh": Argument(NO_MESH),
             "scale": SCALE,
             "kernel": Argument((*NO_NAME, "flex"), ("cpu", "auto")),
-            "transport": Argument(NO_NAME, ("ring", "pull", "all_gather")),
+            "transport": Argument(NO_NAME, ("ring", "all_gather")),
             "overlap": Argument(NO_FLAG, (True, False)),
             "prune": Argument(NO_FLAG, (True, False)),
             "hop_timeout_seconds": Argument((*NOTHING, 0, -1, NAN, INF, 1e300, 10**400, True), (60, 1.5)),
@@ -341,49 +341,6 @@ CALLS: dict[str, Call] = {
             "batch_dim_idx": 0,
         },
         {"query": Argument((*NOTHING, Q[0], Q[None], Q.to("meta"), Q.to_sparse(), Q))},
-    ),
-    "MultiheadRingAttention": Call(
-        lambda **a: len(ds_ring.MultiheadRingAttention(**a).in_proj_weight),
-        {"embed_dim": 8, "num_heads": 8, "mesh": MESH, "pattern": Causal()},
-        {
-            "embed_dim": counted(8),
-            "num_heads": counted(8),
-            "kv_heads": Argument(tuple(x for x in NO_COUNT if x is not None), (8, None, np.int64(8))),
-            "mesh": Argument(NO_MESH),
-            "pattern": Argument(NO_PATTERN, (Causal(),)),
-            "segment_lengths": Argument((*(x for x in NO_LIST if x is not None), [8])),  # beside a pattern
-            "layout": Argument(tuple(x for x in NO_LAYOUT if x is not None), ("contiguous", None)),
-            "bias": Argument(NO_FLAG, (True, False)),
-            "batch_first": Argument(NO_FLAG, (True, False)),
-            "sub_layer_norm": Argument(NO_FLAG, (True, False)),
-            "gamma_init": Argument((*no_scales(), 0, -1.0), (None, 2, 0.5)),
-            "dropout": Argument((0.1, None, "x", Hostile(), NAN, True), (0, 0.0)),
-            "rotary": Argument((None, True, Hostile())),
-        },
-    ),
-    "MultiheadRingAttention's segments": Call(
-        lambda **a: str(ds_ring.MultiheadRingAttention(8, 2, mesh=MESH, **a).attention.context.pattern),
-        {"segment_lengths": [8, 16]},
-        {
-            "segment_lengths": Argument((*NO_LIST, [8, 12]), ((8, 16),)),
-            "dilation_rates": Argument((*(x for x in NO_LIST if x is not None), [1]), ([1, 2], None)),
-        },
-    ),
-    "MultiheadRingAttention's call": Call(
-        lambda **a: ds_ring.MultiheadRingAttention(4, 2, mesh=MESH, pattern=Causal())(**a)[0].shape,
-        {"query": Q[0], "key": Q[0] + 1, "value": Q[0] - 1},
-        {
-            **{
-                name: Argument(
-                    (*NOTHING, Q, Q[0, 0], Q[0, :, :3], Q[0].int(), Q[0].to("meta"), Q[0].to_sparse())
-                )
-                for name in ("query", "key", "value")
-            },
-            "key_padding_mask": Argument((torch.zeros(2, 8), 0, Hostile()), (None,)),
-            "attn_mask": Argument((torch.zeros(8, 8), False, "x", Hostile()), (None,)),
-            "need_weights": Argument((True, None, 0, "x", Hostile()), (False,)),
-            "is_causal": Argument((False, 1, "x", Hostile()), (True, None)),
-        },
     ),
     "shard_sequence": Call(
         ds_ring.shard_sequence,

@@ -57,6 +57,16 @@ CASES = [
 ]
 
 
+@pytest.mark.day(
+    "causal-residue-3",
+    "full-contiguous-3",
+    "window both ways-balanced-4",
+    "dilated-zigzag-3",
+    "dilated-residue-5",
+    "documents, causal-contiguous-16",
+    "mask function, causal-zigzag-4",
+    "causal-zigzag-1",
+)
 @pytest.mark.parametrize(("pattern_name", "layout_name", "ring_size"), CASES)
 def test_virtual_ranks_are_within_1e_5_of_float64(
     pattern_name: str, layout_name: str, ring_size: int

@@ -11,7 +11,6 @@ Example:
     python tools/campaign.py fault --rounds 10
     python tools/campaign.py fault --rounds 10 --mode deepspeed --only kill stop
     python tools/campaign.py fault --rounds 4 --mode outside
-    python tools/campaign.py fault --rounds 10 --transport pull
 """
 
 from __future__ import annotations
@@ -34,19 +33,18 @@ FAULTS = {
 }  # fmt: skip
 OPTIONS = {
     "only": ONLY, "rounds": 10, "mode": ("attention", "where ranks fail", tuple(FAULTS)),
-    "transport": ("ring", "of the pass", ("ring", "pull")),
 }  # fmt: skip
 
 
 def run(options: Namespace) -> Iterator[ResultRow]:
     """Yield a row for each fault."""
-    names, transport = choose(options.only, FAULTS[options.mode]), {"transport": options.transport}
+    names = choose(options.only, FAULTS[options.mode])
     zygote = Zygote(options.mode)
     for name in names:
-        rounds = [play(zygote, name, options.mode, turn, **transport) for turn in range(options.rounds)]
+        rounds = [play(zygote, name, options.mode, turn) for turn in range(options.rounds)]
         times = [verdict.seconds for verdict in rounds]
         counts = {"rounds": len(rounds), "median_s": round(statistics.median(times), 2)}
         counts["slowest_s"] = round(max(times), 2)
         faults = [verdict.wrong for verdict in rounds if verdict.wrong]
-        yield count_row({"fault": name, "mode": options.mode, **transport}, counts, faults)
+        yield count_row({"fault": name, "mode": options.mode}, counts, faults)
     zygote.close()

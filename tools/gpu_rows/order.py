@@ -9,7 +9,7 @@ PARTS = {
     "questions": "Questions of tools/results/gpu_h200.md", "longest": "The longest sequence of one device",
     "virtual": "A virtual ring against one device", "versions": "Versions and implementations",
     "kernels": "Kernels: exactness and ten timed passes", "overlap": "A ring that sends to itself",
-    "trace": "One profiler trace", "host": "Host, merge, probes", "pull": "Pull between processes on one GPU",
+    "trace": "One profiler trace", "host": "Host, merge, probes",
     "nccl": "NCCL between ranks on one GPU", "models": "Small models on a ring of two",
     "rates": "Rates by kind of tile", "tests": "tests/gpu",
 }  # fmt: skip
@@ -21,7 +21,6 @@ BUDGETS = {
     "overlap": 6.0,
     "trace": 8.0,
     "host": 4.0,
-    "pull": 10.0,
     "nccl": 15.0,
     "models": 5.0,
     "rates": 8.0,
@@ -129,9 +128,6 @@ def rows(device: str) -> Iterator[Row]:
     yield row("host", "merge", "probes.merge", 30)
     for probe in ("idle", "launching", "capture"):
         yield row("host", f"probe {probe}", "probes.probe", 30, what=probe)
-    overlapping = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
-    for ranks in (2, 4):
-        yield row("pull", f"pull, {ranks} ranks", "ranks.pull", 60, overlapping, ranks=ranks)
     for ranks in (2, 4):
         yield row("nccl", f"ring, {ranks} ranks", "ranks.ring", 60, ONE_GPU, ranks=ranks)
     yield row("nccl", "a rank is killed", "ranks.killed", 90, ONE_GPU, ranks=3)

@@ -1,4 +1,4 @@
-"""Rings of several processes on one GPU: pulls out of shared memory, NCCL, a rank that dies, DeepSpeed."""
+"""Rings of several processes on one GPU: NCCL, a rank that dies, DeepSpeed."""
 
 from __future__ import annotations
 
@@ -58,15 +58,9 @@ class OnNccl(NamedTuple):
     device: str
 
 
-class OnGloo(NamedTuple):
-    """Name the device of ranks whose group is gloo's: pulls send nothing through it."""
-
-    tensors: str
-
-
-def _in_ring(job: OnNccl | OnGloo, transport: str) -> dict[str, Any]:
+def _in_ring(job: OnNccl) -> dict[str, Any]:
     """Compute causal attention in a ring of all ranks; return errors, and the time of ten passes."""
-    device = job[0]
+    device = job.device
     if is_cuda(device):
         torch.cuda.set_device(select_gpu(dist.get_rank(), torch.cuda.device_count()))
     mesh = RingMesh.from_world(dist.get_world_size())
@@ -74,7 +68,7 @@ def _in_ring(job: OnNccl | OnGloo, transport: str) -> dict[str, Any]:
     *leaves, grad = (shard_sequence(x, layout, mesh=mesh, dim=2) for x in operands(device))
     for x in leaves:
         x.requires_grad_()
-    context = make_ring_context(Causal(), layout, mesh, Options(transport=transport))
+    context = make_ring_context(Causal(), layout, mesh, Options())
 
     def passes() -> tuple[torch.Tensor, ...]:
         out, lse = ring_attention_op(*leaves, context.handle)
@@ -90,18 +84,6 @@ def _in_ring(job: OnNccl | OnGloo, transport: str) -> dict[str, Any]:
     return {"errors": errors, "pass_ms": round(1e3 * sorted(taken)[5], 3)}
 
 
-def _ring(job: OnNccl | OnGloo, transport: str, ranks: int, limit: float) -> Iterator[ResultRow]:
-    results = run_ranks(_in_ring, ranks, (job, transport), threads=1, deadline_s=DEADLINE_S, imported=True)
-    worst = {name: max(result["errors"][name] for result in results) for name in results[0]["errors"]}
-    facts = {"pass_ms": max(result["pass_ms"] for result in results)}
-    yield judged({"ranks": ranks, "transport": transport}, worst, limit, facts)
-
-
-def pull(device: str, ranks: int) -> Iterator[ResultRow]:
-    """Yield errors and time of pulls between processes on one GPU."""
-    yield from _ring(OnGloo(device), "pull", ranks, get_limit(get_shape(device).dtype))
-
-
 def _too_old(device: str) -> str:
     """Return why NCCL cannot have several ranks on a GPU, or ""."""
     if not is_cuda(device):
@@ -114,8 +96,12 @@ def ring(device: str, ranks: int) -> Iterator[ResultRow]:
     """Yield errors and time of the production ring."""
     if why := _too_old(device):
         yield ResultRow({"ranks": ranks}, {"not_shown": why})
-    else:
-        yield from _ring(OnNccl(device), "ring", ranks, get_limit(get_shape(device).dtype))
+        return
+    job = (OnNccl(device),)
+    results = run_ranks(_in_ring, ranks, job, threads=1, deadline_s=DEADLINE_S, imported=True)
+    worst = {name: max(result["errors"][name] for result in results) for name in results[0]["errors"]}
+    facts = {"pass_ms": max(result["pass_ms"] for result in results)}
+    yield judged({"ranks": ranks}, worst, get_limit(get_shape(device).dtype), facts)
 
 
 def _dies(job: OnNccl, folder: str) -> None:

@@ -14,8 +14,8 @@ together. (Megatron-LM, pull request 7097, has such an order, too.) For this
 - where the messages of a plan would go further (gradients return to their owners), the tokens that any other
   rank reads, and the sums of their gradients, go once around the ring.
 
-Not held to these four: stages inside a node ("auto" on a GPU), bfloat16 gradients, transports "tiles" and
-"reproducible", scans and selected keys, and rings of whole nodes that travel on two levels.
+Not held to these four: stages inside a node ("auto" on a GPU), bfloat16 gradients, transport "reproducible",
+scans and selected keys, and rings of whole nodes that travel on two levels.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from ds_ring.kernels.interface import Kernel, Operands, PartialGrads, PartialOut
 from ds_ring.kernels.reference import compute_score_gradients, compute_weights
 from ds_ring.masks.tiles import Tiles
 from ds_ring.ops.context import RingContext
-from ds_ring.ops.passes import ExtraOperand
+from ds_ring.ops.extra_operand import ExtraOperand
 from ds_ring.ring.merge import get_accumulator_dtype
 from ds_ring.schedule.plan import Plan
 
@@ -55,7 +55,7 @@ class Profiles(ExtraOperand):
         why = context.options.transport_spec.no_hop_sums
         if why is not None:
             got = f'"{context.options.transport}", which {why}'
-            raise RingConfigError.wrong("profiles", 'transport "ring" or "pull"', got, "change the transport")
+            raise RingConfigError.wrong("profiles", 'transport "ring"', got, "change the transport")
         if profiles.dtype != q.dtype or profiles.device != q.device:
             got = f"{profiles.dtype} on {profiles.device}"
             raise RingShapeError.wrong("profiles", f"{q.dtype} on {q.device}, as q", got, "cast them")

@@ -17,7 +17,7 @@ from ds_ring.comm.streams import is_fake
 from ds_ring.errors import RingConfigError, RingShapeError, check_whole_number
 from ds_ring.layers.scan.halo import shift_sequence
 from ds_ring.ops.checks import check_operand
-from ds_ring.ops.handles import forbid_tracing
+from ds_ring.ops.tracing import forbid_tracing
 from ds_ring.patterns.documents.pattern import Documents, Tree
 from ds_ring.schedule.layout import Layout
 

@@ -175,9 +175,9 @@ def trained(
 MODELS = [flux, qwen, ltx, wan, cosmos]
 
 
+@pytest.mark.day("qwen-2-2")
 @pytest.mark.parametrize(("world_size", "ring_size"), [(2, 2), (4, 4), (4, 2)])
 @pytest.mark.parametrize("make", MODELS)
-@pytest.mark.day("flux-2-2", "qwen-2-2", "ltx-2-2", "wan-2-2", "cosmos-2-2")
 def test_a_model_trains_as_on_one_process(
     rank_pool: Pool, make: Callable[[], Any], world_size: int, ring_size: int
 ) -> None:
@@ -259,11 +259,11 @@ def called(rank: int, world_size: int, causal: bool, grouped: bool, mask: str, r
     ]
 
 
+@pytest.mark.day("False-False-bool-4", "False-True-none-1", "True-False-bool-1", "True-True-terms-4")
 @pytest.mark.parametrize("ring_size", [4, 2, 1])
 @pytest.mark.parametrize("mask", ["none", "bool", "terms"])
 @pytest.mark.parametrize("grouped", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.covering(2)
 def test_a_call_is_exact(rank_pool: Pool, causal: bool, grouped: bool, mask: str, ring_size: int) -> None:
     ring_size = (
         max(ring_size, 2) if grouped else ring_size

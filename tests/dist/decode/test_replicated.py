@@ -132,6 +132,7 @@ def test_every_pattern_and_layout_at_a_ragged_length(rank_pool: Pool, ring_size:
     check(rank_pool(ring_size).run(parity, cases), len(cases) * len(LAYOUTS), 1e-5)
 
 
+@pytest.mark.night
 def test_layouts_that_are_made_for_the_pattern(rank_pool: Pool) -> None:
     cases = [Case(Dilated((64, 128, 256), (1, 2, 4)), queries, 700) for queries in (3, 700)]
     check(rank_pool(3).run(parity, cases, ["auto"]), len(cases), 1e-5)
@@ -155,6 +156,7 @@ def test_cross_attention_takes_any_number_of_queries(rank_pool: Pool, queries: i
 SCATTERED = (999, 0, 5, 5, 500, 501, 502, 503, 10, 8, 6, 4, 1, 4, 7, 10, 13, 16, 19, 250, 600, 998)
 
 
+@pytest.mark.night
 def test_positions_in_any_order(rank_pool: Pool) -> None:
     rows = range(100, 1000, 50)
     cases = [Case(make(1000), len(SCATTERED), 1000, SCATTERED) for make in PATTERNS.values()]
@@ -173,6 +175,7 @@ def test_fewer_keys_than_ranks(rank_pool: Pool, keys: int) -> None:
     assert max(e for (_, _, name), e in errors.items() if name in ("out", "dv")) < 1e-5, errors
 
 
+@pytest.mark.night
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 1e-2), (torch.float64, 1e-12)])
 @pytest.mark.day("dtype0-0.01")
 def test_other_dtypes(rank_pool: Pool, dtype: torch.dtype, tolerance: float) -> None:
@@ -180,6 +183,7 @@ def test_other_dtypes(rank_pool: Pool, dtype: torch.dtype, tolerance: float) -> 
     check(rank_pool(3).run(parity, cases, ["zigzag"], dtype), len(cases), tolerance)
 
 
+@pytest.mark.night
 def test_the_reference_kernel_agrees(rank_pool: Pool) -> None:
     cases = [Case(make(203), 9, 203) for make in PATTERNS.values()]
     check(rank_pool(2).run(parity, cases, ["zigzag"], kernel="reference"), len(cases), 1e-5)
@@ -312,6 +316,7 @@ def compiled(rank: int, world_size: int) -> tuple[float, int]:
     return worst, graphs
 
 
+@pytest.mark.night
 def test_compiles_in_one_graph_for_all_positions(rank_pool: Pool) -> None:
     for error, graphs in rank_pool(2).run(compiled, timeout_s=120):
         assert error < 1e-5

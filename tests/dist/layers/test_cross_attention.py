@@ -27,7 +27,8 @@ from ds_ring import (
 )
 from ds_ring.config.pass_options import PassOptions
 from ds_ring.layers.cross.layout import PairLayout
-from ds_ring.schedule.layout import Layout, round_to_blocks
+from ds_ring.schedule.layout import Layout
+from ds_ring.schedule.pieces import round_to_blocks
 from ds_ring.schedule.plan import build_plan
 from ds_ring.simulation.simulate import SimulationOptions
 from ds_ring.transports.reproducible.blocks import cut_blocks
@@ -103,6 +104,7 @@ def crossed(
     return Layer(inputs, reference, attend, mesh, q_layout, layouts={"k": k_layout, "v": k_layout})
 
 
+@pytest.mark.day("2-1-True-16", "4-2-True-1")
 @pytest.mark.parametrize(
     ("world_size", "ulysses", "documents", "block"),
     [
@@ -114,7 +116,6 @@ def crossed(
         (4, 1, False, 16),
     ],
 )
-@pytest.mark.day("2-1-False-1", "2-1-True-1", "4-2-True-1", "2-1-True-16")
 def test_real_ranks_agree_with_float64(
     rank_pool: Pool, world_size: int, ulysses: int, documents: bool, block: int
 ) -> None:
@@ -151,8 +152,8 @@ def scored(rank: int, world_size: int, ulysses: int, block: int) -> list[dict[st
     return errors
 
 
+@pytest.mark.day("2-1-16")
 @pytest.mark.parametrize(("world_size", "ulysses", "block"), [(1, 1, 1), (2, 1, 1), (2, 2, 1), (2, 1, 16)])
-@pytest.mark.day("2-1-1", "2-1-16")
 @pytest.mark.situation("operators", "cross_attention with a score_mod of positions: a distance, tables")
 def test_score_mods_get_the_positions_of_each_sequence(
     rank_pool: Pool, world_size: int, ulysses: int, block: int
@@ -161,6 +162,7 @@ def test_score_mods_get_the_positions_of_each_sequence(
         assert len(errors) == 4 and max(errors.values()) < 1e-12, errors
 
 
+@pytest.mark.day("names0-lengths0-3", "names1-lengths1-2", "names2-lengths2-3")
 @pytest.mark.parametrize("ring_size", [2, 3])
 @pytest.mark.parametrize(("names", "lengths"), CASES)
 def test_virtual_ranks_agree_with_float64(
@@ -254,6 +256,7 @@ def test_wrong_arguments(what: str) -> None:
         cross_attention(*(torch.randn(1, 2, n, 8) for n in (8, 16, 16)), **arguments)
 
 
+@pytest.mark.night
 @pytest.mark.parametrize("how", ["function", "module", "function without a plan"])
 @pytest.mark.day("function")
 def test_a_graph_ends_before_it(how: str) -> None:

@@ -92,6 +92,7 @@ CASES = [("causal", "zigzag"), ("documents", "contiguous"), ("window", "striped"
 CASES += [("both ways", "striped"), ("both ways, documents", "zigzag")]
 
 
+@pytest.mark.day("causal-zigzag", "window-striped", "both ways, documents-zigzag")
 @pytest.mark.parametrize(("pattern", "layout"), CASES)
 def test_equals_dense_attention(rank_pool: Pool, pattern: str, layout: str) -> None:
     same_as_one_process(rank_pool(2), on_a_ring, (pattern, layout), count=6)

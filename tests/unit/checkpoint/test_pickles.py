@@ -214,6 +214,7 @@ def test_hostile_and_mutated_pickles_are_typed_errors_and_end_no_process(tmp_pat
     assert len(accepted) < 75
 
 
+@pytest.mark.night
 def test_each_name_that_torch_allows_is_called_as_a_checkpoint_does_or_not_at_all(tmp_path: Path) -> None:
     """Whoever has marked it as safe, too: transformers marks numpy's."""
     marked = [np.ndarray, np.dtype, type(np.dtype("O")), Fraction]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ds_ring.comm.collective import Agreement, collective
-from ds_ring.comm.exchange import Exchange, Route, make_batch_exchange
+from ds_ring.comm.exchange import Exchange, make_batch_exchange
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.comm.messages import Message
 from ds_ring.comm.waiting import CallSite, Task
@@ -221,21 +221,22 @@ def raising(error: BaseException) -> Any:
     return begin
 
 
-def route_that(error: BaseException) -> Route:
-    like = exchange_of_two().world_route([1], [1], torch.zeros(1), None)
-    return like._replace(begin=raising(error))
+def start_and_fail(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    monkeypatch.setattr("ds_ring.comm.exchange.start_batch", raising(error))
+    two = exchange_of_two()
+    two.start(two.world_route([1], [1], torch.zeros(1), None), [], [], 2)
 
 
-def test_a_batch_that_cannot_be_started_names_its_peer() -> None:
+def test_a_batch_that_cannot_be_started_names_its_peer(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was posted of it may be written to for ever, so its buffers are kept."""
     with pytest.raises(RingPeerError, match=r"could not start call 0, hop 2: the network is gone") as raised:
-        exchange_of_two().start(route_that(RuntimeError("the network is gone\nat 7")), [], [], 2)
+        start_and_fail(monkeypatch, RuntimeError("the network is gone\nat 7"))
     assert raised.value.peer == 1
 
 
-def test_a_fault_of_ds_ring_in_a_batch_stays_what_it_is() -> None:
+def test_a_fault_of_ds_ring_in_a_batch_stays_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RingBufferError, match="in flight"):
-        exchange_of_two().start(route_that(RingBufferError("in flight")), [], [])
+        start_and_fail(monkeypatch, RingBufferError("in flight"))
 
 
 def test_what_runs_in_a_waiting_thread_raises_where_its_result_is_asked_for() -> None:

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 # One interpreter imports torch; two processes forked from it end, one after the other.
 SCRIPT = """
 import os, sys, torch, torch.distributed as dist
@@ -29,6 +31,7 @@ for attempt in range(2):
 """
 
 
+@pytest.mark.night
 def test_a_process_ends_in_order_while_a_thread_deletes_works(tmp_path: Path) -> None:
     """Without the end of those threads: "terminate called without an active exception", status -6."""
     run = subprocess.run(

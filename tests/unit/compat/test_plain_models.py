@@ -27,7 +27,7 @@ for kind, values in [
     (P, dict(hop_timeout_seconds=True)), (P, dict(recompute_attention=0.5)), (P, dict(recompute_attention=2)),
     (P, dict(kernel_options={"a": [1, {"b": None}]})), (P, dict(kernel_options=[])),
     (P, dict(transport="all_gather", overlap=False)), (P, dict(check_finite="yes")),
-    (P, dict(transport="pull", gradient_payload="bfloat16", prune=False)), (O, dict(offload_attention=3)),
+    (P, dict(transport="direct", gradient_payload="bfloat16", prune=False)), (O, dict(offload_attention=3)),
     (O, dict(offload_attention="auto")), (O, dict(transport="all_gather", offload_attention=True)),
 ]:
     try:

@@ -153,6 +153,7 @@ AT_NIGHT = [Call(heads=4, kv_heads=2), Call(scale=0.5), Call(value_dim=24), Call
 BACK = [Call(), Call(dtype=torch.bfloat16), Call(score_mod=ScoreMod(Softcap(2.0))), Call(grad_lse=True)]
 
 
+@pytest.mark.night
 @pytest.mark.parametrize("every_pass", [False, True])
 @pytest.mark.day("False")
 def test_whatever_compiles_has_the_long_deadline_and_nothing_else(mesh: RingMesh, every_pass: bool) -> None:

@@ -25,6 +25,7 @@ def kernels() -> Iterator[ModuleType]:
         yield module
 
 
+@pytest.mark.night
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton comes with torch's CUDA wheels")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu/test_merge.py runs it on the GPU")
 @pytest.mark.parametrize("step", [1, 7])  # 7 has no factor in common with 4 views, 3 dtypes and 3 widths

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 
+import psutil
 import pytest
+import torch.distributed as dist
 
+from ds_ring.errors import RingError, RingShapeError
 from ds_ring.health.client import keep_for_ever
 from ds_ring_launcher.run.local_ranks import RanksError, _ended_by_signal, run_ranks
 
@@ -22,6 +26,7 @@ def return_from_a_stuck_wait() -> str:
     return "its report"
 
 
+@pytest.mark.night
 def test_what_a_rank_returned_is_read_though_a_peer_failed_in_its_work() -> None:
     assert run_ranks(return_from_a_stuck_wait, 2, (), threads=1, deadline_s=120) == ["its report"] * 2
 
@@ -34,6 +39,23 @@ def test_a_deadline_ends_all_ranks() -> None:
 def test_a_rank_that_leaves_without_a_word_is_named_with_its_status() -> None:
     with pytest.raises(RanksError, match="expected all ranks to end with 0, got rank 0 with 3"):
         run_ranks(leave_without_a_word, 1, (), threads=1, deadline_s=120)
+
+
+def fail_beside_a_sleeper() -> None:
+    if dist.get_rank() == 1:
+        raise RingShapeError("expected this, got that; do something")
+    time.sleep(600)
+
+
+@pytest.mark.night
+def test_a_rank_that_raises_is_named_and_no_other_one_outlives_it() -> None:
+    before, ticks = psutil.Process().children(recursive=True), []
+    with pytest.raises(RingError, match="rank 1: expected this, got that"):
+        run_ranks(fail_beside_a_sleeper, 2, (), threads=1, deadline_s=60, waiting=lambda: ticks.append(1))
+    assert ticks
+    begun = [one for one in psutil.Process().children(recursive=True) if one not in before]
+    ranks = [one for one in begun if "resource_tracker" not in " ".join(one.cmdline())]
+    assert not psutil.wait_procs(ranks, 10)[1]
 
 
 def test_sigterm_ends_what_waits_for_ranks() -> None:

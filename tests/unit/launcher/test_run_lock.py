@@ -119,6 +119,7 @@ def test_without_locks_the_process_tells(
     assert "has no locks (No locks available)" in capsys.readouterr().err
 
 
+@pytest.mark.night
 @pytest.mark.needs("namespaces")
 def test_a_launcher_in_a_container_is_not_taken_for_dead(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

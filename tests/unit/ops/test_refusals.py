@@ -25,7 +25,6 @@ from ds_ring.models.backend_mark import needs_backend_op
 from ds_ring.ops.checks import check_not_captured
 from ds_ring.ops.options import Options
 from ds_ring.patterns.captured.score_mod import ScoreMod
-from ds_ring.plugin import KV_PAYLOADS
 from ds_ring.schedule.plan import build_plan
 from tests import calls
 from tests.fake_cuda import fake_gpu, fake_tensors
@@ -94,22 +93,10 @@ ROWS: Refusals = {
     "stages without hops": (
         lambda: Options(transport="reproducible", stage_bytes=1 << 20), RingConfigError, "passes nothing on"
     ),
-    "payloads of tiles": (
-        lambda: Options(transport="tiles", kv_payload=list(KV_PAYLOADS)[-1]), RingConfigError, "by tiles"
-    ),
-    "offload of tiles": (
-        lambda: Options(transport="tiles", offload_attention=True),
-        RingConfigError,
-        "takes all of them at once",
-    ),
     "offload of all heads": (
         lambda: Options(transport="all_gather", offload_attention=True),
         RingConfigError,
         'expected transport "ring".*got "all_gather".*takes all of them at once',
-    ),
-    "offload of what is pulled": (
-        lambda: Options(transport="pull", offload_attention=True), RingConfigError,
-        '"pull", which needs them on the device',
     ),
     "twice recomputed": (
         lambda: Options(recompute_attention=2.0), RingConfigError, "recompute_attention: .*between 0 and 1"

@@ -12,9 +12,6 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
-from functools import partial
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -31,10 +28,7 @@ from ds_ring.masks.tiles import Tiles
 from ds_ring.ring import buffers, pool
 from ds_ring.ring.pool import Block
 from ds_ring.ring.ring_pass import RingPass
-from ds_ring.schedule.lowering import head_bytes, lower_rank
 from ds_ring.schedule.plan import build_plan
-from ds_ring.transports.pull.places import place_buffers
-from ds_ring.transports.pull.signals import SharedBuffers, give_places, kind_in_pass
 from tests.cases import PATTERNS, layout_for
 
 MAIN, POSTING, NCCL, OTHER = 0, 1, 2, 3
@@ -233,26 +227,6 @@ class Touch:
         return 0
 
 
-def placed(made: RingPass, q: Tensor, k: Tensor, v: Tensor, shift: int = 0) -> RingPass:
-    """The same pass with its buffers at their places in one memory, as of transport "pull".
-
-    Its pulls are ordered as NCCL's messages: they begin behind the stream that posts, on one of their own.
-    The seeded fault shifts every other place by some bytes.
-    """
-    nbytes = 0
-    for backward in (False, True):
-        sizes = {"head_bytes": head_bytes(k, v), "chunk_bytes": made.chunk_bytes}
-        schedule = lower_rank(made.plan, backward=backward, **sizes)
-        kind_at = partial(kind_in_pass, made.kernel, q, k, v)
-        found = place_buffers(schedule, kind_at)
-        moved = {key: at + shift * (turn % 2) for turn, (key, at) in enumerate(found.offsets.items())}
-        give_places(made.prepared.get(schedule, k, v), schedule, found._replace(offsets=moved), kind_at)
-        nbytes = max(nbytes, found.nbytes + shift)
-    storage = torch.empty(nbytes, dtype=torch.uint8).untyped_storage()
-    shared: Any = SimpleNamespace(nbytes=nbytes, storage=storage)
-    return replace(made, buffers=SharedBuffers(shared))
-
-
 class OfFewParts(Touch):
     """Its parts wait, and what it returns for keys is sent as it is."""
 
@@ -265,12 +239,10 @@ def run(
     behind_mark: bool,
     first: bool = True,
     kernel: Kernel | None = None,
-    pulls: int | None = None,
 ) -> Device:
     """One pass forward and one back on a rank; then the caller writes to all of its tensors.
 
-    They are the first ones of their shape, or the second ones, whose buffers are there already. With `pulls`
-    they lie in shared memory, 0, or so many bytes beside their places.
+    They are the first ones of their shape, or the second ones, whose buffers are there already.
     """
     dtype = torch.float32 if kernel is None else torch.bfloat16
     q, k, v, grad = (torch.zeros(1, heads, slots, 8, dtype=dtype) for heads in (4, 2, 2, 4))
@@ -281,8 +253,6 @@ def run(
         made = RingPass(
             rank_plan, kernel or Touch(), nccl, 1.0, chunk_bytes=1 << 12, finish_header_check=agreed
         )
-        if pulls is not None:
-            made = placed(made, q, k, v, pulls)
         if not first:
             nccl.device = Device()  # not looked at
             out, lse = made.forward(q, k, v)
@@ -298,9 +268,7 @@ def run(
 
 
 def kept(made: RingPass) -> list[Tensor]:
-    """All memory that the pool keeps, or that a ring shares."""
-    if isinstance(made.buffers, SharedBuffers):
-        return [torch.empty(0, dtype=torch.uint8).set_(made.buffers.shared.storage)]
+    """All memory that the pool keeps."""
     blocks = [block for free in made.buffers._free.values() for block in free]
     return [torch.empty(0, dtype=torch.uint8).set_(block._storage) for block in blocks]
 
@@ -411,20 +379,3 @@ def test_leaving_out_any_single_wait_is_found(name: str, layout_name: str) -> No
         device = run(plan, slots, True, first=False)
         missed = [wait for wait in range(device.waits) if not device.errors(left_out=wait)]
         assert device.waits > 3 and not missed, (ring_size, missed, device.waits)
-
-
-@pytest.mark.parametrize(("name", "layout_name"), [("causal", "zigzag"), ("documents, causal", "zigzag")])
-def test_places_in_shared_memory_are_used_in_order_as_well(name: str, layout_name: str) -> None:
-    for ring_size, most in ((2, None), (4, None), (8, None), (4, 2), (8, 4)):
-        plan, slots = rank_of(name, layout_name, ring_size, ring_size // 2, most)
-        for behind_mark, kernel in ((True, None), (False, None), (True, OfFewParts())):
-            errors = run(plan, slots, behind_mark, kernel=kernel, pulls=0).errors()
-            assert not errors, (ring_size, most, behind_mark, kernel, str(errors[0]))
-
-
-def test_a_place_that_is_used_too_early_is_found() -> None:
-    plan, slots = rank_of("causal", "zigzag", 4, 2)
-    assert run(plan, slots, True, pulls=64).errors()
-    device = run(plan, slots, True, pulls=0)
-    missed = [wait for wait in range(device.waits) if not device.errors(left_out=wait)]
-    assert device.waits > 3 and not missed

@@ -18,7 +18,8 @@ from ds_ring.errors import RingLayoutError
 from ds_ring.masks.pattern import Pattern
 from ds_ring.schedule import layout as layout_module
 from ds_ring.schedule.choose import EVEN, bind_one_head, choose_best, count_rank_work, rated, timed
-from ds_ring.schedule.layout import ChunkLayout, Layout, PieceLayout, whole_blocks
+from ds_ring.schedule.layout import ChunkLayout, Layout
+from ds_ring.schedule.pieces import PieceLayout, whole_blocks
 from ds_ring.schedule.plan import find_head_classes
 from tests.cases import LAYOUTS, LONG_PATTERNS, layout_for, longnet, rows_of
 
@@ -144,9 +145,16 @@ PATTERNS = {
 }
 
 
+@pytest.mark.day(
+    "causal-16384-2",
+    "window 1024-32768-8",
+    "window 4096-131072-64",
+    "documents-16384-4",
+    "LongNet-16384-2",
+    "LongNet, growth 4-16384-2",
+)
 @pytest.mark.parametrize(("tokens", "ring_size"), [(16384, 2), (16384, 4), (32768, 8), (131072, 64)])
 @pytest.mark.parametrize("name", PATTERNS)
-@pytest.mark.covering(1)
 def test_auto_is_even(name: str, tokens: int, ring_size: int) -> None:
     pattern = PATTERNS[name](tokens)
     layout = make_layout("auto", tokens=tokens, ring_size=ring_size, pattern=pattern)

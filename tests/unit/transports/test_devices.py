@@ -11,7 +11,7 @@ import torch
 
 from ds_ring import RingConfigError
 from ds_ring.engines.deepspeed import initialize
-from ds_ring.transports.devices import OF_NCCL, OF_SYMMETRIC_MEMORY, claim_device, select_gpu
+from ds_ring.transports.devices import SHARE, claim_device, select_gpu
 from ds_ring_launcher.run.local_ranks import RanksError, run_ranks
 from ds_ring_launcher.tune.__main__ import main as tune
 from tests.fake_cuda import fake_gpu
@@ -23,18 +23,16 @@ REFUSED = (
 
 @pytest.fixture(autouse=True)
 def _nothing_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (OF_NCCL, OF_SYMMETRIC_MEMORY):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv(SHARE, raising=False)
 
 
-@pytest.mark.parametrize("variable", [OF_NCCL, OF_SYMMETRIC_MEMORY])
-def test_a_rank_shares_a_gpu_only_if_the_user_says_so(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_shares_a_gpu_only_if_the_user_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [select_gpu(rank, 4) for rank in range(4)] == [0, 1, 2, 3]
     for value in ("", "0", "true"):
-        monkeypatch.setenv(variable, value)
+        monkeypatch.setenv(SHARE, value)
         with pytest.raises(RingConfigError, match=REFUSED.format(4, 5, 4)):
             select_gpu(4, 4)
-    monkeypatch.setenv(variable, "1")
+    monkeypatch.setenv(SHARE, "1")
     assert [select_gpu(rank, 2) for rank in range(5)] == [0, 1, 0, 1, 0]
     with pytest.raises(RingConfigError, match=REFUSED.format(0, 1, 0)):
         select_gpu(0, 0)
@@ -48,7 +46,7 @@ def test_deepspeed_takes_the_gpu_that_a_rank_shares(monkeypatch: pytest.MonkeyPa
     with fake_gpu(device_count=2):
         with pytest.raises(RingConfigError, match=REFUSED.format(3, 4, 2)):
             initialize.init_distributed()
-        monkeypatch.setenv(OF_NCCL, "1")
+        monkeypatch.setenv(SHARE, "1")
         initialize._claim_gpu()
         assert os.environ["LOCAL_RANK"] == "1"
         monkeypatch.delenv("LOCAL_RANK")
@@ -60,6 +58,7 @@ def nothing(options: Any) -> None:
     """What ranks do that get no GPU."""
 
 
+@pytest.mark.night
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
 def test_ranks_of_the_launcher_without_a_gpu_are_told_so(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(RanksError, match=r"rank \d: " + REFUSED.format(r"\d", r"\d", 0)):

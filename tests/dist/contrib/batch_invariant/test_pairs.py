@@ -34,6 +34,7 @@ def bits(rank: int, world_size: int, name: str, ring_size: int, padded: bool) ->
     return digests(result)
 
 
+@pytest.mark.night
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.day("bart-True")

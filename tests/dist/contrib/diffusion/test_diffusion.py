@@ -72,11 +72,11 @@ def on_ring(
     return losses, layout.name
 
 
+@pytest.mark.day("4-2-3-True")
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(
     ("world", "ulysses", "steps"), [(2, 1, 50), (4, 1, 50), (2, 1, 3), (2, 2, 3), (4, 2, 3)]
 )
-@pytest.mark.day("2-1-3-True", "4-2-3-True")
 def test_steps_have_the_losses_of_one_process(
     rank_pool: Any, world: int, ulysses: int, steps: int, packed: bool
 ) -> None:

@@ -16,6 +16,7 @@ CASES = {
 }
 
 
+@pytest.mark.night
 @pytest.mark.parametrize("name", sorted(CASES))
 @pytest.mark.day("bart on 2")
 def test_tokens_and_logits_are_those_of_one_process(rank_pool: Pool, name: str) -> None:

@@ -39,8 +39,7 @@ from ds_ring.masks.catalog import Before
 from ds_ring.masks.pattern import Pattern
 from ds_ring.models.attention_name import NAME
 from ds_ring.patches import apply
-from tests.dist.deepspeed_ranks import json_config, start_deepspeed, start_engine
-from tests.dist.harness import catch_refusal
+from tests.dist.deepspeed_ranks import json_config, start_deepspeed
 from tests.dist.one_process import from_first_rank
 from tests.reference import relative_error, worst
 
@@ -224,9 +223,9 @@ def attention_errors(rank: int, world_size: int, kind: str) -> dict[str, float]:
         mesh.close()
 
 
+@pytest.mark.day("2-packed", "4-whole")
 @pytest.mark.parametrize("kind", ["whole", "packed"])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.day("1-packed", "2-packed", "4-whole", "4-packed")
 def test_attention_to_a_window_and_entries_is_that_of_one_process(rank_pool, size, kind):
     for errors in rank_pool(size).run(attention_errors, kind):
         assert worst(errors.values()) < 1e-12, {key: item for key, item in errors.items() if not item < 1e-12}
@@ -249,6 +248,7 @@ def across_documents(rank: int, world_size: int) -> dict[str, float]:
     return with_pattern(lambda windows, apart: Before(apart), "packed")
 
 
+@pytest.mark.day("across_documents")
 @pytest.mark.parametrize("fault", [with_unfinished_entries, across_documents])
 def test_an_entry_that_a_query_may_not_see_is_found(rank_pool, fault):
     errors = rank_pool(2).run(fault)[0]
@@ -371,10 +371,10 @@ def picks(entries: Any, sharding: BatchSharding, rate: int) -> Tensor:
     return picked
 
 
+@pytest.mark.day("4-CSA-packed", "2-HCA-packed")
 @pytest.mark.parametrize("rows", ["whole", "packed"])
 @pytest.mark.parametrize("kind", ["HCA", "CSA"])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.day("1-CSA-packed", "2-HCA-packed", "4-CSA-whole", "4-HCA-packed", "4-CSA-packed")
 def test_entries_and_choices_are_those_of_one_process(rank_pool, size, kind, rows):
     for errors in rank_pool(size).run(compressor_errors, kind, rows):
         assert worst(errors.values()) < 1e-6, {key: item for key, item in errors.items() if not item < 1e-6}
@@ -401,6 +401,7 @@ def of_the_document_before(rank: int, world_size: int) -> dict[str, float]:
         return compressor_errors(rank, world_size, "CSA", "packed")
 
 
+@pytest.mark.night
 @pytest.mark.parametrize("fault", [without_windows_before, of_the_document_before])
 def test_a_window_of_another_place_is_found(rank_pool, fault):
     errors = rank_pool(2).run(fault)[0]
@@ -412,38 +413,6 @@ def small_model() -> Any:
 
     config = shrink(read_config("deepseek_v4"), tokens=61)
     return build(config, "causal-lm", seed=0)
-
-
-def off_and_on(rank: int, world_size: int) -> dict[str, Any]:
-    """Losses on one process, on the ring before and after `off`, and inside; and two generations."""
-    start_deepspeed()
-    ids = torch.randint(0, 80, (2, 61), generator=torch.Generator().manual_seed(0))
-    batch = {"input_ids": ids, "labels": ids}
-    alone = small_model()
-    alone.set_attn_implementation("eager")
-    model = small_model()
-    engine = start_engine(model, json_config(world_size, world_size, stage=0), 0.0)
-    alone.eval()
-    engine.eval()
-    outcome: dict[str, Any] = {}
-    with torch.no_grad():
-        outcome["alone"] = float(alone(**batch).loss)
-        outcome["expected"] = alone.generate(ids[:, :9], max_new_tokens=9, do_sample=False).tolist()
-        outcome["ring"] = float(engine.ring.mean_loss(engine(**engine.ring.shard_batch(batch)).loss))
-        with engine.ring.off():
-            outcome["off"] = float(engine(**batch).loss)
-            outcome["ids"] = engine.module.generate(ids[:, :9], max_new_tokens=9, do_sample=False).tolist()
-        outcome["on again"] = float(engine.ring.mean_loss(engine(**engine.ring.shard_batch(batch)).loss))
-        outcome["refused"] = catch_refusal(engine.module.generate, ids[:, :9], max_new_tokens=9)
-    return outcome
-
-
-def test_off_is_the_model_alone_and_generation_on_the_ring_is_refused(rank_pool):
-    for outcome in rank_pool(2).run(off_and_on):
-        for where in ("ring", "off", "on again"):
-            assert outcome[where] == pytest.approx(outcome["alone"], rel=1e-5), where
-        assert outcome["ids"] == outcome["expected"]
-        assert "layers that attend to compressed entries, which a ring's cache lacks" in outcome["refused"]
 
 
 # Two samples of 83 tokens: documents of one token, shorter than a window, of whole windows, across borders.
@@ -468,6 +437,7 @@ def packed_check(rank: int, world_size: int, section: dict[str, Any], dtype: tor
 SECTIONS = [{}, {"layout": "contiguous"}, {"layout": "balanced"}, {"layout": "document_zigzag"}]
 
 
+@pytest.mark.night
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.get("layout", "auto"))
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.day("3-auto")
@@ -579,6 +549,7 @@ def checkpointed(rank: int, world_size: int) -> list[Any]:
         return model_check.check_forms(model_check.CheckRequest("deepseek_v4", stage=3))
 
 
+@pytest.mark.night
 def test_checkpointed_layers_at_zero_3_are_exact(rank_pool):
     (report,) = rank_pool(2).run(checkpointed)[0]
     assert report.result == "exact", report.reason

@@ -27,16 +27,16 @@ from tests.dist.harness import Pool
 from tests.dist.tree_rounds import MODELS, OPERATORS, play, random_rollouts, tokens_of
 
 
+@pytest.mark.day("3-chunks")
 @pytest.mark.parametrize("name", OPERATORS)
 @pytest.mark.parametrize("ring_size", [1, 2, 3, 4])
-@pytest.mark.day("3-attention", "3-chunks", "4-delta rule after a convolution")
 def test_layers_on_a_tree(rank_pool: Pool, ring_size: int, name: str) -> None:
     assert not [item.wrong for item in play(name, range(4), rank_pool(ring_size)) if item.wrong]
 
 
+@pytest.mark.day("2-gpt_oss")
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("ring_size", [1, 2, 3, 4])
-@pytest.mark.day("2-gpt_oss", "2-rwkv", "4-qwen3_5_text")
 def test_models_on_a_tree(rank_pool: Pool, ring_size: int, name: str) -> None:
     assert not [item.wrong for item in play(name, range(3), rank_pool(ring_size)) if item.wrong]
 
@@ -69,8 +69,8 @@ def with_a_fault(rank: int, world_size: int, name: str, seeds: Sequence[int]) ->
         return run(rank, world_size, name, seeds)
 
 
+@pytest.mark.day("chunks")
 @pytest.mark.parametrize("name", FAULTS)
-@pytest.mark.day("chunks", "decay after a convolution", "bloom")
 def test_a_round_finds_a_fault(rank_pool: Pool, name: str) -> None:
     result = list(play(name, [0, 1], rank_pool(2), with_a_fault))
     assert any("outputs off by" in item.wrong for item in result), result

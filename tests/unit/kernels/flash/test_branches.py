@@ -38,6 +38,7 @@ def places(axis: Axis) -> dict[int, int]:
     return {s + i * ds: p + i * dp for s, ds, p, dp, n in rows for i in range(n)}
 
 
+@pytest.mark.night
 @pytest.mark.parametrize("layout_name", ["contiguous", "zigzag", "striped", "balanced"])
 @pytest.mark.parametrize("name", CASES)
 def test_arithmetic_agrees_with_the_tiles(name: str, layout_name: str, monkeypatch) -> None:

@@ -171,6 +171,7 @@ def test_calls_are_split_from_the_bound_on(fitting: FlashCall, split: FlashCall,
     assert sum(part.pairs for part in parts) == split.pairs
 
 
+@pytest.mark.night
 @pytest.mark.parametrize(
     "pattern",
     [

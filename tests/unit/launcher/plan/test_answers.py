@@ -67,7 +67,7 @@ def search_exhaustively(holds: Callable[[int], bool], most: int) -> int:
     return tokens if holds(tokens) else 0
 
 
-@pytest.mark.day("llama-3-8b-h100-tiles", "qwen3-30b-a3b-h200-all", "mistral-7b-a100-none")
+@pytest.mark.day("llama-3-8b-h100-tiles", "qwen3-30b-a3b-h200-all")
 @pytest.mark.parametrize("options", SETS)
 @pytest.mark.parametrize("gpu", GPUS)
 @pytest.mark.parametrize("model", PARAMETERS)

@@ -88,6 +88,7 @@ def test_attention_is_summed_over_the_layers_and_memory_is_that_of_the_largest()
     assert buffers[0] == max(buffers[1:])
 
 
+@pytest.mark.night
 def test_searches_know_the_mix() -> None:
     mixed = setting(
         1 << 16, 4, model=replace(SMALL, layers=6), pattern=((SlidingWindow(512), 5), (Causal(), 1))

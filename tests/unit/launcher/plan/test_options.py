@@ -98,6 +98,7 @@ def test_sets_that_fit_are_minimal_and_the_cheapest_comes_first() -> None:
         assert not tried.fits or tried.step_s >= seconds[0]
 
 
+@pytest.mark.night
 def test_searches_add_options_where_they_may() -> None:
     base = llama()
     free = replace(base, may_add_options=True)

@@ -64,6 +64,7 @@ def test_groups_have_at_least_the_bytes_of_a_chunk():
     assert of_rings == [1024, 1024, 512, 128, 128] and chunk_bytes_on("cuda", 8) == 64 << 20
 
 
+@pytest.mark.night
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.day("dtype0")
 def test_stages_as_virtual_ranks_measure_them(dtype: torch.dtype) -> None:

@@ -64,6 +64,7 @@ def test_rates_go_by_the_kernel() -> None:
     assert (seconds[0] - fixed) / (seconds[1] - fixed) == pytest.approx(0.374 / 0.35, rel=0.02)
 
 
+@pytest.mark.night
 def test_longnet_costs_what_the_kernel_executes() -> None:
     flex, flash = (layer_passes(setting(pattern=LONGNET, kernel=kernel)) for kernel in ("flex", "flash"))
     assert flex.layout.name == "residue" and flash.layout.name != "residue"

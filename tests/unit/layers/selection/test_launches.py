@@ -45,12 +45,14 @@ def waiting(real: Any) -> Any:
     return careless
 
 
+@pytest.mark.night
 @pytest.mark.parametrize(("module", "name"), [(select, "merge_best"), (selected_pass, "_first_true")])
 def test_one_more_wait_is_found(module: Any, name: str) -> None:
     with mock.patch.object(module, name, waiting(getattr(module, name))):
         assert within() == (True, False)
 
 
+@pytest.mark.night
 @pytest.mark.parametrize(
     ("module", "name", "value"),
     [(select, "SCORES", {"cuda": 1 << 18}), (selected_pass, "WORKSPACE", {"cpu": 1 << 20, "cuda": 1 << 20})],

@@ -122,6 +122,7 @@ def evaluated(call: Callable[[], Tensor]) -> Tensor | None:
         return None
 
 
+@pytest.mark.night
 @pytest.mark.parametrize("left", WHOLE, ids=str)
 @pytest.mark.parametrize("name", BINARY)
 @pytest.mark.day("mul-torch.uint8", "mul-torch.int64")

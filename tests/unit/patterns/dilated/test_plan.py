@@ -50,6 +50,7 @@ def test_parts_that_are_put_together_are_shown() -> None:
     assert any("b7 = b5" in text or " = b" in text for text in texts)
 
 
+@pytest.mark.night
 def test_sampled_rows_stand_for_all() -> None:
     pattern = longnet(1 << 14, 256)
     for name in ("contiguous", "residue"):
@@ -58,6 +59,7 @@ def test_sampled_rows_stand_for_all() -> None:
         assert counted == pytest.approx(executed(pattern, layout, 32), rel=0.1)
 
 
+@pytest.mark.night
 def test_longnet_on_flex_and_on_kernels_that_compute_pairs() -> None:
     """At blocks of 128: one executes what the tables of blocks hold, and gets another layout for it."""
     pattern = longnet(1 << 15)

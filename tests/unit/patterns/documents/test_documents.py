@@ -88,6 +88,7 @@ def test_whatever_the_ids_come_in_equal_documents_are_equal() -> None:
     assert next(iter(patterns)).tokens == 5
 
 
+@pytest.mark.night
 def test_a_document_table_grows_with_the_documents_and_not_with_their_square() -> None:
     tokens = 1 << 17
     ids = document_ids(tokens, mean=500)
