@@ -486,10 +486,6 @@ LAYERS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "halo": (ds_ring.halo, {"x": X, "before": 1, "after": 1, "dim": 1} | HERE),
     "shift_sequence": (ds_ring.shift_sequence, {"x": X, "offset": 1, "dim": 1} | HERE),
     "ring_scan": (ds_ring.ring_scan, {"transition": X[0, :1], "increment": X[0, :1], "matrix": False} | HERE),
-    "serial_scan": (
-        ds_ring.serial_scan,
-        {"step": lambda state, tensors: (tensors[0], state), "initial": X[:, 0], "tensors": [X]} | HERE,
-    ),
     "ngram_rows": (
         ds_ring.ngram_rows, {"ids": IDS[..., 0], "multipliers": [3, 5], "sizes": [[7, 11]]} | HERE,
     ),
@@ -497,11 +493,6 @@ LAYERS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "max_logits": (ds_ring.max_logits, {"q": Q, "k": Q} | HERE),
     "selected_attention": (ds_ring.selected_attention, {**QKV, "chosen": IDS} | HERE),
     "moba_attention": (ds_ring.moba_attention, {**QKV, "block_size": 4, "top_k": 1} | HERE),
-    "nsa_attention": (
-        ds_ring.nsa_attention,
-        {**QKV, "gates": Q[..., :3], "compress": lambda k, v: (k.mean(3), v.mean(3))}
-        | {"sizes": ds_ring.NsaSizes(4, 4, 4, 2, 1, 1, 4)} | HERE,
-    ),
     "latent_attention": (
         ds_ring.latent_attention, {**LATENTS, "up_projection": torch.ones(18, 3), "pattern": Causal()} | HERE,
     ),
