@@ -13,12 +13,6 @@ hop s is computed. Where a token's keys travel no further, its accumulator retur
 hop's K/V is ever saved. (Keys for the next node are kept for R batches, see `rank_plan.py`; `head_class.py`
 explains which sums are passed on.)
 
-[Note: encoded keys]
-K and V may travel as a codec writes them (`KV_PAYLOADS` in `plugin.py`). The owner encodes them when it
-packs them. A rank that they reach passes them on as they came, and decodes them into a buffer of the inputs'
-dtype, which its kernel reads. The owner itself computes with its own K and V. The backward pass sends the
-same bits, so it differentiates what the forward pass computed; the codec itself counts as the identity.
-
 [Note: head chunks]
 A backward pass in one direction, on one level, needs up to twelve shard-sized tensors besides copies for
 sends: K/V in use and arriving, accumulators of dK/dV arriving, in use and leaving, and gradients of the own
@@ -235,7 +229,7 @@ def lower_class(plan: HeadClassPlan, backward: bool) -> ChunkSteps:
     if backward:
         _keep_for_the_end(rounds)
     rounds.append(Round((*arrived, Free(RESULTS))))
-    plan.lowered[backward] = steps = ChunkSteps(tuple(buffers), tuple(rounds), plan.directions[0].codec)
+    plan.lowered[backward] = steps = ChunkSteps(tuple(buffers), tuple(rounds))
     return steps
 
 
@@ -265,7 +259,6 @@ class Way:
         own_shard = plan.at(0)
         assert own_shard is not None, "a rank always has its own shard"
         self.own_shard = own_shard
-        self.payload = Payload.KEYS if plan.codec is None else Payload.ENCODED  # of keys that travel
         # by the batch in which a message is posted: keys sent directly, and gradients that return here
         self.direct_sends: dict[int, list[DirectSend]] = {}
         for direct in plan.direct_sends:
@@ -288,15 +281,10 @@ class Way:
     ) -> Send:  # fmt: skip
         """Return the step that sends a part of a buffer: `slots` of the shard of `origin`."""
         buffer_payload = self.buffers[buffer].payload
-        payload = payload or (self.payload if buffer_payload is Payload.KEYS else buffer_payload)
+        payload = payload or buffer_payload
         packed = self.new(payload, count_slots(slots))  # used where the part is no range of a buffer
         self.leaving.append(packed)
         return Send(payload, buffer, part, peer, origin, slots, packed, needs, buffer_payload)
-
-    def decode(self, encoded: int, needs: int) -> Accumulate:
-        """Return the step that decodes the keys of a buffer into a new one, which the kernel reads."""
-        slots = self.buffers[encoded].slots
-        return Accumulate(self.new(Payload.KEYS, slots), encoded, np.array([[0, slots]]), needs)
 
 
 class _Direction(Way):
@@ -304,8 +292,7 @@ class _Direction(Way):
 
     def __init__(self, plan: DirectionPlan, buffers: list[Buffer], backward: bool) -> None:
         super().__init__(plan, buffers, backward)
-        self.keys = SHARD  # buffer of the current keys, as they travel
-        self.read = SHARD  # buffer of the same keys as the kernel reads them
+        self.keys = SHARD  # buffer of the current keys
         self.came = {SHARD: -1, RESULTS: -1}  # by buffer: the last batch that its contents depend on
         self.gradients: dict[int, int] = {0: RESULTS}  # accumulators: buffer by hop
         self.parts: list[tuple[int, SlotRanges]] = []  # of the next keys: buffer, and its place among them
@@ -362,10 +349,10 @@ class _Direction(Way):
         self, batch: int, coming: HopPlan, sender: int, slots: SlotRanges, parts: list[tuple[int, SlotRanges]]
     ) -> Recv:
         """Return the step that receives some keys of a hop in a batch; append its buffer to `parts`."""
-        buffer = self.new(self.payload, count_slots(slots))
+        buffer = self.new(Payload.KEYS, count_slots(slots))
         self.came[buffer] = batch
         parts.append((buffer, locate_ranges(slots, coming.held)))
-        return Recv(self.payload, buffer, sender, coming.origin, slots)
+        return Recv(Payload.KEYS, buffer, sender, coming.origin, slots)
 
     def _post_gradients(self, hop: int) -> list[Send | Recv]:
         """Return the sends of gradients computed at the last hop, and the receive of sums for this hop."""
@@ -414,9 +401,9 @@ class _Direction(Way):
             if hop:
                 self.gradients[hop] = self.new(Payload.GRADIENTS, count_slots(here.held))
                 # Until a neighbour's sum is added, the gradients depend on the keys alone.
-                self.came[self.gradients[hop]] = self.came[self.read]
+                self.came[self.gradients[hop]] = self.came[self.keys]
             gradients = self.gradients[hop]
-        return [Compute(hop, self.read, here.tiles, gradients, (here.origin,), self.came[self.read])]
+        return [Compute(hop, self.keys, here.tiles, gradients, (here.origin,), self.came[self.keys])]
 
     def arrive(self, hop: int) -> list[Accumulate | Free]:
         """Return the steps after a batch: its hop is computed, and its messages have arrived."""
@@ -435,7 +422,7 @@ class _Direction(Way):
             # No later hop reads these keys. Free them now and not with the gradients that still return,
             # because the next chunk's keys arrive before these do.
             steps += self._drop_keys()
-            self.keys = self.read = SHARD
+            self.keys = SHARD
         if self.partial is not None:
             buffer, part = self.partial
             self.came[self.gradients[hop]] = hop
@@ -454,21 +441,15 @@ class _Direction(Way):
         # If one message brought all keys, its buffer is the payload, without a copy.
         self.keys = parts[0][0]
         if len(parts) > 1:
-            self.keys = self.new(self.payload, slots)
+            self.keys = self.new(Payload.KEYS, slots)
             self.came[self.keys] = max(self.came[buffer] for buffer, _ in parts)
             for buffer, part in parts:
                 steps += [Accumulate(self.keys, buffer, part, self.came[buffer]), Free(buffer)]
-        self.read = self.keys
-        if self.plan.codec is not None:
-            decoded = self.decode(self.keys, self.came[self.keys])
-            steps.append(decoded)
-            self.read = decoded.buffer
-            self.came[self.read] = self.came[self.keys]
         return steps
 
     def _drop_keys(self) -> list[Free]:
         """Return the steps that free the current keys, unless they are the shard or still go to a node."""
-        return [Free(buffer) for buffer in sorted({self.keys, self.read} - {SHARD, self.inter_node})]
+        return [] if self.keys in (SHARD, self.inter_node) else [Free(self.keys)]
 
     def _send(
         self, buffer: int, hop_plan: HopPlan, peer: int, slots: SlotRanges, payload: Payload | None = None
@@ -496,7 +477,7 @@ class Stages(Way):
         valid = count_slots(self.own_shard.held)
         if sum(count_slots(direct.slots) for direct in self.plan.direct_sends) <= valid:
             return []
-        self.shard = self.new(self.payload, valid)
+        self.shard = self.new(Payload.KEYS, valid)
         return [Accumulate(self.shard, SHARD, self.own_shard.held, -1)]
 
     @property
@@ -520,9 +501,9 @@ class Stages(Way):
         coming = self._get_stage(number + 1)
         if coming is None:
             return []
-        self.coming = self.new(self.payload, coming.slots)
+        self.coming = self.new(Payload.KEYS, coming.slots)
         return [
-            Recv(self.payload, self.coming, hop.origin, hop.origin, hop.held, at)
+            Recv(Payload.KEYS, self.coming, hop.origin, hop.origin, hop.held, at)
             for hop, at in zip(coming.hops, coming.first, strict=True)
         ]
 
@@ -567,10 +548,6 @@ class Stages(Way):
         if self.keys not in (None, SHARD):
             steps.append(Free(self.keys))
         steps += self._take_keys(number)
-        if self.plan.codec is not None and self.keys is not None:
-            decoded = self.decode(self.keys, self.came)
-            steps += [decoded, Free(self.keys)]
-            self.keys = decoded.buffer
         steps += [Accumulate(RESULTS, buffer, part, number) for buffer, part in self.returns]
         steps += [Free(buffer) for buffer in [*(buffer for buffer, _ in self.returns), *self.leaving]]
         if number == self.sent_until and self.shard != SHARD:

@@ -178,7 +178,6 @@ def _setting(
         chunk_bytes=config.chunk_bytes,
         stage_bytes=config.stage_bytes,
         gradient_payload=config.gradient_payload,
-        kv_payload=config.kv_payload,
         kernel=config.kernel,
         block_size=config.block_size,
     )
