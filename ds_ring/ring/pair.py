@@ -52,12 +52,6 @@ class Codec(Protocol):
         ...
 
 
-def halves(both: Tensor, head_dim: int) -> Pair:
-    """Return the views of a tensor [slots, B, G, D + E], whose first part has this head dimension D."""
-    first, second = both.permute(1, 2, 0, 3).tensor_split((head_dim,), dim=-1)
-    return Pair(first, second, (both,))
-
-
 def tokens_first(first: Tensor, second: Tensor) -> Pair | None:
     """Return tensors [B, G, slots, ...] as a buffer of two messages; None if tokens are not dense."""
     memory = first.permute(2, 0, 1, 3), second.permute(2, 0, 1, 3)
@@ -87,12 +81,14 @@ class BufferKind(NamedTuple):
     def pair(self, elements: Tensor) -> Pair:
         """Return the tensors in so many contiguous elements."""
         if not self.apart:
-            return halves(elements.view(self.shape), self.head_dim)
+            both = elements.view(self.shape)
+            first, second = both.permute(1, 2, 0, 3).tensor_split((self.head_dim,), dim=-1)
+            return Pair(first, second, (both,))
         rows, width = math.prod(self.shape[:-1]), self.shape[-1]
         parts = elements.split((rows * self.head_dim, rows * (width - self.head_dim)))
         widths = self.head_dim, width - self.head_dim
-        both = (part.view(*self.shape[:-1], width) for part, width in zip(parts, widths, strict=True))
-        tensors = tokens_first(*(x.permute(1, 2, 0, 3) for x in both))
+        sides = (part.view(*self.shape[:-1], width) for part, width in zip(parts, widths, strict=True))
+        tensors = tokens_first(*(x.permute(1, 2, 0, 3) for x in sides))
         assert tensors is not None, "dense as it was made"
         return tensors
 

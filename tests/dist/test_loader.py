@@ -21,7 +21,7 @@ import ds_ring
 from ds_ring.data.packing import PackedRows
 from ds_ring.data.session import RingSession
 from ds_ring.ops.context import ContextCache
-from ds_ring.schedule import choose, layout, lowering, plan
+from ds_ring.schedule import choose, directions, layout, lowering, plan
 from tests.dist.harness import run_ranks_collect
 from tests.sessions import session_of
 
@@ -276,7 +276,7 @@ def plans_ahead(rank: int, world_size: int, ahead: bool) -> tuple[list[list[Tens
 
     with pytest.MonkeyPatch.context() as patches:
         for module, name in (
-            (plan, "choose_directions"), (lowering, "_keep_for_the_end"), (choose, "make_auto")
+            (directions, "choose_directions"), (lowering, "_keep_for_the_end"), (choose, "make_auto")
         ):  # fmt: skip
             patches.setattr(module, name, noted(getattr(module, name)))
         for batch in loader:
