@@ -35,10 +35,7 @@ from ds_ring.layers.scores import Softcap as Softcap
 from ds_ring.layers.selection.attention import selected_attention as selected_attention
 from ds_ring.layers.selection.max_logits import max_logits as max_logits
 from ds_ring.layers.selection.select import ring_select as ring_select
-from ds_ring.layers.serial.serial_scan import serial_scan as serial_scan
 from ds_ring.layers.sparse.moba import moba_attention as moba_attention
-from ds_ring.layers.sparse.nsa import NsaSizes as NsaSizes
-from ds_ring.layers.sparse.nsa import nsa_attention as nsa_attention
 from ds_ring.masks.catalog import Causal as Causal
 from ds_ring.masks.catalog import Chunked as Chunked
 from ds_ring.masks.catalog import DilatedWindow as DilatedWindow

@@ -11,6 +11,7 @@ floats are not.
 from __future__ import annotations
 
 import operator
+import reprlib
 from numbers import Integral
 from typing import TYPE_CHECKING
 
@@ -20,19 +21,39 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _SHOWN_CHARACTERS = 120
+_SHOWN_ITEMS = 4
+
+
+class _Items(reprlib.Repr):
+    """The first items of a list, a tuple or a set, each cut to a line."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlist = self.maxtuple = self.maxset = self.maxfrozenset = _SHOWN_ITEMS
+        self.maxstring = self.maxother = _SHOWN_CHARACTERS
 
 
 def shown(value: object) -> str:
-    """Return the type and repr of a value for a message: short, and safe if the repr raises."""
+    """Return the type and repr of a value for a message: short, and safe if the repr raises.
+
+    Of many items, such as the ids of tokens, it has the first ones and their number; of an array its shape.
+    """
     kind = type(value).__name__
     if isinstance(value, int) and abs(value) >= 10**30:  # a million digits take seconds to print
         return f"{kind} of {value.bit_length()} bits"
+    size = ""
     try:
-        text = repr(value)
+        if getattr(value, "ndim", 0) and hasattr(value, "dtype"):
+            return f"{kind} of shape {tuple(value.shape)}, {value.dtype}"  # type: ignore[attr-defined]
+        if isinstance(value, (list, tuple, set, frozenset)):
+            text = _Items().repr(value)
+            size = f" of {len(value):,} items" if len(value) > _SHOWN_ITEMS else ""
+        else:
+            text = repr(value)
     except Exception as error:
         return f"{kind}, whose repr raises {type(error).__name__}"
     text = text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
-    return text if isinstance(value, (int, float, str, bytes, bool, type(None))) else f"{kind} {text}"
+    return text if isinstance(value, (int, float, str, bytes, bool, type(None))) else f"{kind} {text}{size}"
 
 
 class RingError(Exception):

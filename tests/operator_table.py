@@ -384,30 +384,8 @@ def moba(place: Place, **given: Tensor) -> Tensor:
     return ds_ring.moba_attention(**given, block_size=3, top_k=2, documents=place.documents, **place.where)
 
 
-def nsa(place: Place, q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> Tensor:
-    sizes = ds_ring.NsaSizes(2, 1, 2, top_k=4, window=5)
-    return ds_ring.nsa_attention(q, k, v, gates, compress=_means, sizes=sizes, **place.where)
-
-
-def _means(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    return keys.mean(3), values.mean(3)
-
-
 def largest(place: Place, q: Tensor, k: Tensor) -> Tensor:
     return ds_ring.max_logits(q, k, **place.where)
-
-
-def step(state: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """A recurrence that is not linear: tanh of state and token."""
-    outs = []
-    for x in tensors[0].unbind(1):
-        state = torch.tanh(1.3 * state + x)
-        outs.append(state * x)
-    return torch.stack(outs, dim=1), state
-
-
-def serial(place: Place, initial: Tensor, x: Tensor) -> Tensor:
-    return ds_ring.serial_scan(step, initial, [x], batch_parts=2, **place.where)
 
 
 def ngrams(place: Place, ids: Tensor) -> Tensor:
@@ -479,10 +457,6 @@ OPERATORS: dict[str, Operator] = {
     ),
     "selected_attention": _row(attend_selected, ulysses="none"),
     "moba_attention": _row(moba, ulysses="none"),
-    "nsa_attention": _row(
-        nsa, inputs=lambda dtype: qkv(dtype) | drawn(dtype, 1, gates=(B, H, T, 3)),
-        dims=ATTENDED | {"gates": 2}, gradients=(*QKV, "gates"), ulysses="none",
-    ),
     "ring_select": Operator(
         lambda dtype: drawn(dtype, q=(B, H, T, D), k=(B, G, T, D)), _named("q k", 2), select, 1, (),
         ulysses="none",
@@ -510,10 +484,6 @@ OPERATORS: dict[str, Operator] = {
     ),
     "ring_scan, matrix": Operator(
         matrices, _named("move x"), matrix_scan, 1, ("move", "x")
-    ),
-    "serial_scan": Operator(
-        lambda dtype: drawn(dtype, initial=(B, 3), x=(B, T, 3)), {"initial": None, "x": 1}, serial, 1,
-        ("initial", "x"),
     ),
     "ngram_rows": Operator(
         lambda dtype: drawn(dtype, ids=(B, T)), {"ids": 1}, ngrams, 1, (), any_dtype=True

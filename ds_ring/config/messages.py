@@ -53,6 +53,8 @@ def shown(value: object) -> str:
         text = json.dumps(value)
     except (TypeError, ValueError, RecursionError):
         text = shown_in_errors(value)
+    if isinstance(value, (list, tuple)) and len(text) > 80:  # the ids of tokens, say
+        text = shown_in_errors(value).partition(" ")[2]
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 

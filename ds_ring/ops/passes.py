@@ -103,4 +103,4 @@ def get_forward_passes() -> int:
 
 
 # The last argument finishes the header check; None: it is finished.
-MakePass = Callable[["RingContext", "Prepared", Operands, Callable[[], None] | None], Pass]
+MakePass = Callable[["RingContext", "Prepared", Callable[[], None] | None], Pass]

@@ -71,7 +71,7 @@ def prepare_pass(
         kernel = operand.bind_operand(kernel, context, operands)
     if kernel is not prepared.kernel:
         prepared = prepared._replace(kernel=kernel)
-    return context.make_pass(context, prepared, operands, finish_header_check)
+    return context.make_pass(context, prepared, finish_header_check)
 
 
 def prepare(

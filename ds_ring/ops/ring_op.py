@@ -40,10 +40,7 @@ if TYPE_CHECKING:
 
 
 def make_pass(
-    context: RingContext,
-    prepared: Prepared,
-    operands: Operands,
-    finish_header_check: Callable[[], None] | None,
+    context: RingContext, prepared: Prepared, finish_header_check: Callable[[], None] | None
 ) -> RingPass:
     """Return the ring pass, with buffers of the mesh."""
     options, mesh, exchange = context.options, context.mesh, context.exchange

@@ -21,7 +21,7 @@ from ds_ring import RingMesh
 from ds_ring.layers.scores import Alibi, Softcap
 from ds_ring.schedule.layout import Layout
 from tests import calls
-from tests.dist.harness import Pool
+from tests.dist.harness import Pool, catch_refusal
 from tests.reference import relative_error
 
 pytestmark = pytest.mark.needs("compiler")
@@ -152,18 +152,6 @@ def moba(ring: Ring) -> tuple[Run, list[Tensor]]:
     return run, qkv()
 
 
-def nsa(ring: Ring) -> tuple[Run, list[Tensor]]:
-    def run(q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> Tensor:
-        sizes = ds_ring.NsaSizes(4, 2, 4, top_k=3, window=6)
-        return ds_ring.nsa_attention(q, k, v, gates, compress=_means, sizes=sizes, **ring.where)
-
-    return run, [*qkv(), randn(2, HEADS, SLOTS, 3)]
-
-
-def _means(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    return keys.mean(3), values.mean(3)
-
-
 def largest(ring: Ring) -> tuple[Run, list[Tensor]]:
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return q * ds_ring.max_logits(q, k, pattern=ds_ring.Causal(), **ring.where).view(-1, 1, 1)
@@ -230,7 +218,6 @@ FUNCTIONS: dict[str, Callable[[Ring], tuple[Run, list[Tensor]]]] = {
     "ring_scan": scanned,
     "ring_select and selected_attention": chosen,
     "moba_attention": moba,
-    "nsa_attention": nsa,
     "max_logits": largest,
 }
 
@@ -307,7 +294,7 @@ MODES: dict[str, Callable[[Run, list[Tensor]], list[Tensor]]] = {
 
 
 EAGERLY = "runs eagerly: call it outside of the graph"
-CHOSEN = ("ring_select and selected_attention", "moba_attention", "nsa_attention", "max_logits")
+CHOSEN = ("ring_select and selected_attention", "moba_attention", "max_logits")
 IN_GRAPHS = {
     **dict.fromkeys(
         ("keys of another sequence", "shard_sequence", "gather_sequence", "shift_sequence", *CHOSEN), EAGERLY
@@ -372,11 +359,7 @@ def made_inside(rank: int, world_size: int) -> str:
     """An object that Dynamo hands over without its attributes."""
     ring = Ring(RingMesh.single(), ds_ring.make_layout("contiguous", tokens=SLOTS, ring_size=1))
     run, inputs = attention(ring, make=lambda: {"score_mod": Tilt(0.5)})
-    try:
-        compiled(run, inputs)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+    return catch_refusal(compiled, run, inputs)
 
 
 @pytest.mark.night

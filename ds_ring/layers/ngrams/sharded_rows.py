@@ -74,8 +74,8 @@ class _Rows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, table: Tensor, rows: Tensor, mesh: RingMesh) -> Tensor:
         with collective(mesh, "sharded_rows") as call:
-            ctx.mesh, ctx.shape, ctx.dtype = mesh, table.shape, table.dtype
             _check(table, rows, mesh)
+            ctx.mesh, ctx.shape, ctx.dtype = mesh, table.shape, table.dtype
             wanted, place = rows.flatten().unique(return_inverse=True)
             call.agree({"table": tuple(table.shape), "dtype": table.dtype})
             counts = torch.bincount(wanted // len(table), minlength=mesh.sequence_size)

@@ -24,7 +24,7 @@ from torch import Tensor
 from ds_ring.comm.collective import collective
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.compat.torch import operator
-from ds_ring.errors import RingShapeError
+from ds_ring.errors import RingShapeError, check_bool
 from ds_ring.layers.scan.context import ByRank, ScanContext, get_scan_handle
 from ds_ring.layers.scan.sequence_runs import SequenceRuns
 from ds_ring.ops.checks import check_operand
@@ -67,6 +67,11 @@ def ring_scan(
         RingLayoutError, RingPatternError, RingMismatchError, RingPeerError: as `halo`.
     """
     handle = get_scan_handle(layout, mesh, documents, constant(hop_timeout_s))
+    if not torch.compiler.is_compiling():
+        with collective(mesh, "ring_scan"):  # else the dispatcher refuses it alone, and prints every number
+            check_operand("ring_scan: transition", transition)
+            check_operand("ring_scan: increment", increment)
+            check_bool(matrix, "ring_scan: matrix", RingShapeError)
     return run_compared(mesh, "ring_scan", scan_op, transition, increment, matrix, handle)
 
 

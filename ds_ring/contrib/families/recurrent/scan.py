@@ -8,7 +8,7 @@ Shapes: B samples, S local slots, L tokens of a piece, C channels.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,40 +28,12 @@ Original = Callable[..., Any]
 active: list[BatchSharding] = []  # of the layers that are being computed, innermost last
 
 
-class Steps(NamedTuple):
-    """A recurrence, one token after the other, as the model's own code computes a generated token.
-
-    Attributes:
-        shape: of a state, without the batch.
-        run: state [b, *shape] and the tensors of a piece -> outputs, and the state after it.
-    """
-
-    shape: tuple[int, ...]
-    run: Callable[[Tensor, Sequence[Tensor]], tuple[Tensor, Tensor]]
-
-
-class Recurrences:
-    """Hold what computes recurrences on a mesh in place of `recurrence`: `mesh.owners[Recurrences]`."""
-
-    def __init__(self) -> None:
-        # takes sharding, tensors, `Steps`, dim, wants_state, as `recurrence`; returns what it does
-        self.by_steps: Callable[..., tuple[Tensor, Tensor | None]] | None = None
-
-
 def get_sharding(kwargs: dict[str, Any]) -> BatchSharding | None:
     """Return the sharding of a call, and take it out of the arguments; None if each rank has all tokens."""
     sharding: BatchSharding | None = kwargs.pop(SHARDING, None)
     if sharding is None and active:
         sharding = active[-1]
-    if sharding is None or not sharding.is_replicated:
-        return sharding
-    positions: Any = sharding.q_positions  # type: ignore[attr-defined]
-    if len(positions) > 1 and sharding.mesh.owners[Recurrences].by_steps is not None:
-        raise RingConfigError.wrong(
-            "generate", "a prompt in one call, as states go token by token", f"{len(positions)} later tokens",
-            "leave prefill_chunk_size out",
-        )  # fmt: skip
-    return None
+    return None if sharding is None or sharding.is_replicated else sharding
 
 
 def split_rows(sharding: BatchSharding) -> list[tuple[ScanContext, list[int]]]:
@@ -116,7 +88,7 @@ def take_token_before(context: ScanContext, x: Tensor, first: Tensor) -> Tensor:
 
 def recurrence(
     sharding: BatchSharding, tensors: Sequence[Tensor], call: PieceKernel, matrix: bool, dim: int,
-    wants_state: bool = False, steps: Steps | None = None,
+    wants_state: bool = False,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Return the outputs of a recurrence over all pieces, and the state after the last token of each sample.
 
@@ -127,11 +99,7 @@ def recurrence(
         matrix: see `ring_scan`.
         dim: 1 or 2.
         wants_state: the state is returned, on every rank; it has no gradient.
-        steps: the same, token by token; None if the model has no such code of its own.
     """
-    by_steps = sharding.mesh.owners[Recurrences].by_steps
-    if by_steps is not None and steps is not None:
-        return by_steps(sharding, tensors, steps, dim, wants_state)
     sets = split_rows(sharding)
     results = [
         run_recurrence(context, [x[rows] if rows else x for x in tensors], call, matrix, dim, wants_state)
