@@ -69,12 +69,14 @@ class BufferKind(NamedTuple):
     def pair(self, elements: Tensor) -> Pair:
         """Return the tensors in so many contiguous elements."""
         if not self.apart:
-            return halves(elements.view(self.shape), self.head_dim)
+            both = elements.view(self.shape)
+            first, second = both.permute(1, 2, 0, 3).tensor_split((self.head_dim,), dim=-1)
+            return Pair(first, second, (both,))
         rows, width = math.prod(self.shape[:-1]), self.shape[-1]
         parts = elements.split((rows * self.head_dim, rows * (width - self.head_dim)))
         widths = self.head_dim, width - self.head_dim
-        both = (part.view(*self.shape[:-1], width) for part, width in zip(parts, widths, strict=True))
-        tensors = tokens_first(*(x.permute(1, 2, 0, 3) for x in both))
+        sides = (part.view(*self.shape[:-1], width) for part, width in zip(parts, widths, strict=True))
+        tensors = tokens_first(*(x.permute(1, 2, 0, 3) for x in sides))
         assert tensors is not None, "dense as it was made"
         return tensors
 

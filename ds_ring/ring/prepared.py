@@ -16,7 +16,7 @@ from ds_ring.schedule.steps import Schedule
 
 # [Note: what a pass finds out once]
 # The host time of a hop is Python, so results that do not depend on the caller's tensors are kept from pass
-# to pass, by schedule and shape: the routes of the messages ([Note: routes] in messages.py) and the kinds of
+# to pass, by schedule and shape: the routes of the messages ([Note: routes] in protocols.py) and the kinds of
 # the buffers. The pool keeps the memory of the buffers and their tensors. Messages are checked when their
 # route is made. `python tools/bench.py host` measures the host time of a hop.
 

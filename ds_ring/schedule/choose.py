@@ -38,9 +38,10 @@ from ds_ring.masks.pattern import BoundPattern, Pattern
 from ds_ring.masks.slots import IntArray, count_sets, intersect_slots, merge_progressions
 from ds_ring.masks.tiles import UNBOUNDED, Tiles
 from ds_ring.plugin import KERNELS, LAYOUTS, load
+from ds_ring.schedule.directions import sample_origins
 from ds_ring.schedule.head_class import HeadClass, ReadsOfShards
 from ds_ring.schedule.layout import ChunkLayout, Layout, Mix
-from ds_ring.schedule.plan import make_one_way, sample_origins
+from ds_ring.schedule.rank_plan import make_one_way
 
 Speeds = tuple[float, ...]  # of the ranks of a ring, relative to each other; empty for equal ones
 EVEN = 1.05  # an imbalance up to this value counts as even

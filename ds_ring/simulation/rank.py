@@ -41,7 +41,6 @@ from ds_ring.kernels.select import Kernel
 from ds_ring.masks.slots import IntArray, progressions_at
 from ds_ring.measure.memory import MemoryPeak, measure_cpu_memory
 from ds_ring.measure.trace import Trace
-from ds_ring.ring.pair import halves
 from ds_ring.ring.pool import Buffers
 from ds_ring.ring.ring_pass import RingPass
 from ds_ring.schedule.layout import Layout, expand_runs
@@ -264,7 +263,9 @@ class VirtualExchange:
         names = message.what.split("/")
         if len(names) == 1:
             return [(names[0], message.tensor.permute(1, 2, 0, 3))]
-        return list(zip(names, halves(message.tensor, self.source.geometry.head_dim)[:2], strict=True))
+        head_dim = self.source.geometry.head_dim
+        both = message.tensor.permute(1, 2, 0, 3).tensor_split((head_dim,), dim=-1)
+        return list(zip(names, both, strict=True))
 
     def _find_tokens(self, message: Message) -> tuple[TokenRange, IntArray]:
         tokens = message.tokens

@@ -16,9 +16,10 @@ from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import Tiles
 from ds_ring.plugin import KERNELS, PASSES, load
 from ds_ring.schedule.choose import AS_FAST, bind_one_head, count_rank_work
+from ds_ring.schedule.directions import sample_origins
 from ds_ring.schedule.layout import Layout, make_layout
 from ds_ring.schedule.lowering import chunk_bytes_on, stage_shards
-from ds_ring.schedule.plan import Plan, build_plan, sample_origins
+from ds_ring.schedule.plan import Plan, build_plan
 
 from .hardware import Hardware
 from .other_layers import LayerCost, LayerSetting, layer_cost

@@ -37,7 +37,8 @@ from ds_ring.errors import RingMeshError
 from ds_ring.masks.slots import SlotRanges, subtract_slots
 from ds_ring.schedule.grid import Coordinates, Grid
 from ds_ring.schedule.head_class import HeadClass
-from ds_ring.schedule.plan import Plan, make_one_way
+from ds_ring.schedule.plan import Plan
+from ds_ring.schedule.rank_plan import make_one_way
 
 Place = tuple[int, int]  # the first ring rank of an interval, and how many it has
 

@@ -28,9 +28,10 @@ from ds_ring.ops.passes import Operands
 from ds_ring.ops.prepare import prepare
 from ds_ring.ops.ring_op import ring_attention_backward_op, ring_attention_op
 from ds_ring.plugin import GRADIENT_PAYLOADS
+from ds_ring.schedule.directions import sample_origins
 from ds_ring.schedule.layout import make_layout
 from ds_ring.schedule.lowering import count_heads
-from ds_ring.schedule.plan import Plan, build_plan, sample_origins
+from ds_ring.schedule.plan import Plan, build_plan
 
 _LEAST = 64  # tokens of the shortest sample whose attention is estimated
 _DENSE = 6  # FLOPs for each parameter of a matrix and token, forward and backward (Kaplan et al. 2020)

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ds_ring.masks.slots import count_slots, locate_ranges
-from ds_ring.schedule.lowering import Stages
 from ds_ring.schedule.rank_plan import DirectSend, HopPlan, StagePlan
+from ds_ring.schedule.stages import Stages
 from ds_ring.schedule.steps import Accumulate, Buffer, Free, Payload, Recv, Send
 
 if TYPE_CHECKING:

@@ -22,8 +22,8 @@ from ds_ring.masks.slots import (
 from ds_ring.masks.tiles import Tiles
 from ds_ring.schedule.head_class import ReadsOfShards, find_reads, map_tiles_to_payload
 from ds_ring.schedule.layout import Layout, expand_runs
-from ds_ring.schedule.plan import Plan, find_head_classes, make_one_way
-from ds_ring.schedule.rank_plan import Direction
+from ds_ring.schedule.plan import Plan, find_head_classes
+from ds_ring.schedule.rank_plan import Direction, make_one_way
 from tests.cases import LAYOUTS, PATTERNS, layout_for, rows_of
 from tests.unit.masks.painting import in_order, paint, runs
 from tests.unit.masks.test_slot_ranges import as_ranges
