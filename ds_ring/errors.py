@@ -22,9 +22,15 @@ if TYPE_CHECKING:
 
 _SHOWN_CHARACTERS = 120
 _SHOWN_ITEMS = 4
-_ITEMS = reprlib.Repr()
-_ITEMS.maxlist = _ITEMS.maxtuple = _ITEMS.maxset = _ITEMS.maxfrozenset = _SHOWN_ITEMS
-_ITEMS.maxstring = _ITEMS.maxother = _SHOWN_CHARACTERS
+
+
+class _Items(reprlib.Repr):
+    """Show the first items of lists, of lists in lists, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlist = self.maxtuple = self.maxset = self.maxfrozenset = _SHOWN_ITEMS
+        self.maxstring = self.maxother = _SHOWN_CHARACTERS
 
 
 def shown(value: object) -> str:
@@ -40,7 +46,7 @@ def shown(value: object) -> str:
         if getattr(value, "ndim", 0) and hasattr(value, "dtype"):
             return f"{kind} of shape {tuple(value.shape)}, {value.dtype}"  # type: ignore[attr-defined]
         if isinstance(value, (list, tuple, set, frozenset)):
-            text = _ITEMS.repr(value)
+            text = _Items().repr(value)
             size = f" of {len(value):,} items" if len(value) > _SHOWN_ITEMS else ""
         else:
             text = repr(value)
