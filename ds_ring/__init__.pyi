@@ -1,11 +1,10 @@
 """The public names of ds_ring, each a row: what type checkers read, and `ds_ring/plugin.py`."""
 
-from ds_ring.api import RingAttention as RingAttention
 from ds_ring.api import ring_attention as ring_attention
+from ds_ring.attention_module import RingAttention as RingAttention
 from ds_ring.comm.mesh import RingMesh as RingMesh
 from ds_ring.config.pass_options import PassOptions as PassOptions
 from ds_ring.config.section import RingConfig as RingConfig
-from ds_ring.contrib.multihead import MultiheadRingAttention as MultiheadRingAttention
 from ds_ring.decode.attention import decode_attention as decode_attention
 from ds_ring.engines.deepspeed.enable import enable as enable
 from ds_ring.errors import RingBufferError as RingBufferError
@@ -36,10 +35,7 @@ from ds_ring.layers.scores import Softcap as Softcap
 from ds_ring.layers.selection.attention import selected_attention as selected_attention
 from ds_ring.layers.selection.max_logits import max_logits as max_logits
 from ds_ring.layers.selection.select import ring_select as ring_select
-from ds_ring.layers.serial.serial_scan import serial_scan as serial_scan
 from ds_ring.layers.sparse.moba import moba_attention as moba_attention
-from ds_ring.layers.sparse.nsa import NsaSizes as NsaSizes
-from ds_ring.layers.sparse.nsa import nsa_attention as nsa_attention
 from ds_ring.masks.catalog import Causal as Causal
 from ds_ring.masks.catalog import Chunked as Chunked
 from ds_ring.masks.catalog import DilatedWindow as DilatedWindow

@@ -127,7 +127,7 @@ class PassRow(NamedTuple):
     A pass attends over the keys of all ranks, forward and backward (`Pass` in `ops/passes.py`).
 
     Attributes:
-        home: function that makes it: of the context, `Prepared`, `Operands`, and what ends the header check.
+        home: function that makes it: of the context, `Prepared`, and what ends the header check.
         no_hops: why payload dtypes, chunks, stages and overlap have no effect; None: K/V go hop by hop.
         no_offload: why its operands cannot wait on the host; None: they can.
         no_hop_sums: why no kernel may keep a sum over the hops of a rank; None: one may.
@@ -189,7 +189,7 @@ class Plugin(NamedTuple):
         part_keys: keys of a part of the section, by "part.capability" (`PartKeys` in `config/messages.py`).
         rates: what finds the fastest of some kernels on a kind of device, by measured rates.
         tracers: what makes a function of pairs a value that ranks compare. `for_heads` returns `Scores` in
-            `kernels/interface.py`; `captured` holds what a function captured.
+            `kernels/pairs.py`; `captured` holds what a function captured.
         saved_tensors: what keeps tensors for a pass's gradient (`SavedTensors` in `ops/passes.py`).
         engine_parts: what is added to an engine (`EnginePart`), from the inside out.
         model_parts: what is added to a transformers model (`ModelPart`).
@@ -197,8 +197,6 @@ class Plugin(NamedTuple):
             chooses which sequence a layer reads comes before those that attend.
         row_kinds: kinds of rows by the tensor of a batch that has their patterns (`RowKind`).
         session_methods: functions that are methods of `engine.ring`: the first argument is the session.
-        invariant_parts: what gives kinds of layers the bits of a generation in
-            `engine.ring.batch_invariant()`: functions of the session and the mode that return a context.
         trainers: functions that put the trainers of a package on a ring, for `ds_ring.enable`.
         hooks: functions and classes that other capabilities use if they are there, by their own names.
     """
@@ -224,7 +222,6 @@ class Plugin(NamedTuple):
     families: Mapping[str, Object] = {}
     row_kinds: Mapping[str, Object] = {}
     session_methods: Mapping[str, Object] = {}
-    invariant_parts: Mapping[str, Object] = {}
     trainers: Mapping[str, Object] = {}
     hooks: Mapping[str, Object] = {}
 
@@ -344,7 +341,7 @@ PATTERNS, PATTERN_KEYS, JSON_KEYS = _table("patterns"), _table("pattern_keys"), 
 PART_KEYS, RATES, TRACERS = _table("part_keys"), _table("rates"), _table("tracers")
 SAVED_TENSORS, ENGINE_PARTS = _table("saved_tensors"), _table("engine_parts")
 MODEL_PARTS, FAMILIES, ROW_KINDS = _table("model_parts"), _table("families"), _table("row_kinds")
-SESSION_METHODS, INVARIANT_PARTS = _table("session_methods"), _table("invariant_parts")
+SESSION_METHODS = _table("session_methods")
 TRAINERS, HOOKS = _table("trainers"), _table("hooks")
 
 # What "auto" takes on a kind of device, for all patterns.

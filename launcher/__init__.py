@@ -17,8 +17,7 @@ ds_ring, not a part of it: nothing in ds_ring imports it, and it is the only pla
     doctor/      faults of hosts, network and ring (findings.py)
     status/      the state of a run (run_status.py), as tables
     plan/        the estimator (estimate.py); inputs.py makes a setting of options, report.py makes tables
-    published/   what others have measured, beside the estimator
-    tune/        a search on real ranks; `python -m ds_ring_launcher.tune` inside any launch
+    tune/        rates of this machine; `python -m ds_ring_launcher.tune` inside any launch
     demo/        the quick start's training script
     check/       a model on a ring against one process (model_check.py; small_model.py: model, batch)
 """

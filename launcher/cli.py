@@ -40,7 +40,7 @@ examples:
   ds-ring configs                                          write configs/ here: quick start, recipes, examples
   ds-ring launch configs/quickstart.yaml                   train on this machine
   ds-ring status runs/mine                                 how far it is
-  ds-ring tune --tokens 32768 --heads 8 --head-dim 64 --processes 4    what is fastest here
+  ds-ring tune --tokens 32k --heads 8 --head-dim 64 --processes 4    rates of this machine, for plan
   ds-ring compare --gpus 8 --hf-config qwen3-8b --tokens 64k    ring, Ulysses, other packages: on your machine
   ds-ring doctor cluster.yaml                              are hosts, network and ring as they must be?
   ds-ring plan --hf-config config.json --tokens 1048576 --hardware h100    what it needs, before it is started

@@ -179,14 +179,14 @@ def file_probes(folder: Path) -> Iterator[Probe]:
         yield Probe(f"status {name}", ["status", path])
         # an empty name is this folder: it has no checkpoint either
         yield Probe(f"verify-checkpoint {name}", ["verify-checkpoint", path], (2, 3))
-        for option in ("--output", "--hardware-output"):
-            if os.path.isdir(path) or name in (
-                "below a file",
-                "a name of 5000",
-                "a zero byte",
-                "no characters",
-            ):
-                yield Probe(f"tune {option} {name}", ["tune", *base_of("tune", folder), option, path])
+        if os.path.isdir(path) or name in (
+            "below a file",
+            "a name of 5000",
+            "a zero byte",
+            "no characters",
+        ):
+            command = ["tune", *base_of("tune", folder), "--hardware-output", path]
+            yield Probe(f"tune --hardware-output {name}", command)
         for key in ("script", "deepspeed_config", "hostfile"):
             text = FROM_HOSTFILE if key == "hostfile" else CLUSTER
             lines = [line for line in text.splitlines() if not line.startswith(f"{key}:")]

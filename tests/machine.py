@@ -140,9 +140,6 @@ NEEDS: dict[str, Callable[[], str]] = {
     "compiler": lacks_compiler,
     "diffusers": partial(lacks, "diffusers", ": pip install 'ds_ring[test]' brings it"),
     "megatron": partial(lacks, "megatron", ": pip install 'ds_ring[megatron]' brings it"),
-    "ms-swift": partial(
-        lacks, "swift", ": its environment is in ds_ring/contrib/training_commands/README.md"
-    ),
     "LLaMA-Factory": partial(
         lacks, "llamafactory", ": its environment is in ds_ring/contrib/training_commands/README.md"
     ),

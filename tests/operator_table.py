@@ -21,7 +21,6 @@ from torch import Tensor
 
 import ds_ring
 from ds_ring import PassOptions, RingMesh, make_layout
-from ds_ring.contrib.whole_heads.scan import run_whole_heads
 from ds_ring.layers.distance_bias.attention import DistanceBiasAttention
 from ds_ring.schedule.layout import Layout
 
@@ -95,7 +94,7 @@ class Operator(NamedTuple):
         loss: of an output that is whole: "sum" if the loss is that of all ranks together, "once" if every
             rank computes the same one, which counts once.
         layout: the name of a layout that suits.
-        ulysses: "any"; "none" if it takes rings alone, "only" if it takes no ring.
+        ulysses: "any"; "none" if it takes rings alone.
         any_dtype: copies values of any dtype.
     """
 
@@ -106,7 +105,7 @@ class Operator(NamedTuple):
     gradients: tuple[str, ...]
     loss: Literal["sum", "once"] = "sum"
     layout: str = "zigzag"
-    ulysses: Literal["any", "none", "only"] = "any"
+    ulysses: Literal["any", "none"] = "any"
     any_dtype: bool = False
 
     def shards(self, grid: Grid, whole: Inputs, rank: int) -> Inputs:
@@ -257,14 +256,6 @@ def attend_module(place: Place, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return ds_ring.RingAttention(ds_ring.Causal(), **place.where)(q, k, v)  # type: ignore[no-any-return]
 
 
-def multihead(place: Place, x: Tensor) -> Tensor:
-    torch.manual_seed(0)
-    made = ds_ring.MultiheadRingAttention(
-        8, H, pattern=ds_ring.Causal(), **place.where, dtype=x.dtype, batch_first=True
-    )
-    return made(x, x, x, need_weights=False)[0]  # type: ignore[no-any-return]
-
-
 def decode(place: Place, q: Tensor, k: Tensor, v: Tensor, **more: Any) -> Tensor:
     return ds_ring.decode_attention(q, k, v, **place.where, **more)  # type: ignore[no-any-return]
 
@@ -393,30 +384,8 @@ def moba(place: Place, **given: Tensor) -> Tensor:
     return ds_ring.moba_attention(**given, block_size=3, top_k=2, documents=place.documents, **place.where)
 
 
-def nsa(place: Place, q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> Tensor:
-    sizes = ds_ring.NsaSizes(2, 1, 2, top_k=4, window=5)
-    return ds_ring.nsa_attention(q, k, v, gates, compress=_means, sizes=sizes, **place.where)
-
-
-def _means(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    return keys.mean(3), values.mean(3)
-
-
 def largest(place: Place, q: Tensor, k: Tensor) -> Tensor:
     return ds_ring.max_logits(q, k, **place.where)
-
-
-def step(state: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """A recurrence that is not linear: tanh of state and token."""
-    outs = []
-    for x in tensors[0].unbind(1):
-        state = torch.tanh(1.3 * state + x)
-        outs.append(state * x)
-    return torch.stack(outs, dim=1), state
-
-
-def serial(place: Place, initial: Tensor, x: Tensor) -> Tensor:
-    return ds_ring.serial_scan(step, initial, [x], batch_parts=2, **place.where)
 
 
 def ngrams(place: Place, ids: Tensor) -> Tensor:
@@ -439,15 +408,6 @@ def by_distance(place: Place, q: Tensor, k: Tensor, v: Tensor, profiles: Tensor)
 
 def wide_queries(dtype: torch.dtype) -> Inputs:
     return qkv(dtype) | drawn(dtype, 1, q=(B, H, T, D + 3), profiles=(3, 5))
-
-
-def whole_heads(place: Place, x: Tensor) -> Tensor:
-    """A recurrence of each head, on Ulysses ranks alone."""
-
-    def run(tensors: list[Tensor]) -> Tensor:
-        return tensors[0].cumsum(dim=1)
-
-    return run_whole_heads(run, [x], place.layout, place.mesh, PassOptions())
 
 
 def _row(call: Callable[..., Tensor], **more: Any) -> Operator:
@@ -480,9 +440,6 @@ OPERATORS: dict[str, Operator] = {
     "ring_attention, MaskMod": _row(attend_mask_mod),
     "ring_attention, all_gather": _row(attend_by("all_gather")),
     "RingAttention": _row(attend_module),
-    "MultiheadRingAttention": Operator(
-        lambda dtype: drawn(dtype, x=(B, T, 8)), {"x": 1}, multihead, 1, ("x",)
-    ),
     "decode_attention": _row(decode, **FEW),
     "decode_attention, sinks and lse": _row(
         decode_with_sinks,
@@ -500,10 +457,6 @@ OPERATORS: dict[str, Operator] = {
     ),
     "selected_attention": _row(attend_selected, ulysses="none"),
     "moba_attention": _row(moba, ulysses="none"),
-    "nsa_attention": _row(
-        nsa, inputs=lambda dtype: qkv(dtype) | drawn(dtype, 1, gates=(B, H, T, 3)),
-        dims=ATTENDED | {"gates": 2}, gradients=(*QKV, "gates"), ulysses="none",
-    ),
     "ring_select": Operator(
         lambda dtype: drawn(dtype, q=(B, H, T, D), k=(B, G, T, D)), _named("q k", 2), select, 1, (),
         ulysses="none",
@@ -532,17 +485,10 @@ OPERATORS: dict[str, Operator] = {
     "ring_scan, matrix": Operator(
         matrices, _named("move x"), matrix_scan, 1, ("move", "x")
     ),
-    "serial_scan": Operator(
-        lambda dtype: drawn(dtype, initial=(B, 3), x=(B, T, 3)), {"initial": None, "x": 1}, serial, 1,
-        ("initial", "x"),
-    ),
     "ngram_rows": Operator(
         lambda dtype: drawn(dtype, ids=(B, T)), {"ids": 1}, ngrams, 1, (), any_dtype=True
     ),
     "sharded_rows": Operator(
         rows_of_tokens, {"table": 0, "rows": 1}, look_up, 1, ("table",), layout="contiguous"
-    ),
-    "whole heads": Operator(
-        lambda dtype: drawn(dtype, x=(B, T, 4, 3)), {"x": 1}, whole_heads, 1, ("x",), ulysses="only"
     ),
 }  # fmt: skip

@@ -27,22 +27,26 @@ def make_parser(about: str | None, **defaults: Any) -> argparse.ArgumentParser:
     """Return a parser whose help is a module's docstring, with an option for each default.
 
     A default is a value; a value and its help; or a value, its help and its choices. A list takes several
-    values, False is a switch.
+    values, False is a switch. Numbers of tokens may be written as 128k.
     """
+    from ds_ring_launcher.commands.parsers import read_tokens
+
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in defaults.items():
         value, text, choices, *_ = (*(default if isinstance(default, tuple) else (default,)), None, None)
         option: dict[str, Any] = {"default": value, "help": text}
+        first = value[0] if isinstance(value, list) and value else value
+        kind = read_tokens if name.endswith("tokens") and isinstance(first, int) else type(first)
         if value is False:
             option["action"] = "store_true"
         elif isinstance(value, list):
             option |= {
-                "type": type(value[0]) if value else str,
+                "type": kind if value else str,
                 "nargs": "+" if value else "*",
                 "choices": choices,
             }
         else:
-            option |= {"type": type(value), "choices": choices}
+            option |= {"type": kind, "choices": choices}
         parser.add_argument(f"--{name.replace('_', '-')}", **option)
     return parser
 

@@ -237,10 +237,16 @@ class collective:  # noqa: N801 - reads as contextlib's own
 
 
 def _gather_reports(exchange: Exchange, report: dict[str, str], number: int) -> list[dict[str, str]]:
-    """Return every rank's report, by sequence rank."""
+    """Return every rank's report, by sequence rank; they are sent padded with spaces to one size."""
     mine = {_OPERATION: report[_OPERATION], "number of the call": str(number), **report}
     text = json.dumps({name: _shorten(value) for name, value in mine.items()})
-    return [json.loads(row) for row in gather_texts(exchange, text)]
+    data = text.encode().ljust(_REPORT_BYTES)  # an all-gather takes equal sizes only
+    assert len(data) == _REPORT_BYTES, f"a report of {len(data)} bytes, there is room for {_REPORT_BYTES}"
+    mesh = exchange.mesh
+    # A bytearray, since torch warns of memory that it cannot write to.
+    row = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    rows = exchange.all_gather(row, mesh.cpu_group, mesh.sequence_size)
+    return [json.loads(bytes(row.tolist())) for row in rows]
 
 
 def _shorten(value: str) -> str:
@@ -248,14 +254,3 @@ def _shorten(value: str) -> str:
     if len(value) <= _VALUE_CHARACTERS:
         return value
     return f"{value[:_VALUE_CHARACTERS]}... (checksum {zlib.crc32(value.encode()):08x})"
-
-
-def gather_texts(exchange: Exchange, text: str) -> list[str]:
-    """Return the texts of all ranks of the sequence, by sequence rank, padded with spaces to one size."""
-    data = text.encode().ljust(_REPORT_BYTES)  # an all-gather takes equal sizes only
-    assert len(data) == _REPORT_BYTES, f"a report of {len(data)} bytes, there is room for {_REPORT_BYTES}"
-    mesh = exchange.mesh
-    # A bytearray, since torch warns of memory that it cannot write to.
-    row = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    rows = exchange.all_gather(row, mesh.cpu_group, mesh.sequence_size)
-    return [bytes(row.tolist()).decode() for row in rows]

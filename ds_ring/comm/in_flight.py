@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -52,7 +51,7 @@ class Pending:
     timeout_s: float
     sent: Sequence[Tensor]
     received: Sequence[Tensor]
-    group: Any = None
+    group: dist.ProcessGroup | None = None
     watchdog: Watchdog | None = None
     streams: Streams | None = None
     came: Callable[[], bool] = field(init=False, default=lambda: True)

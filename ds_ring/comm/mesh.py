@@ -131,7 +131,7 @@ class MeshState:
         groups: process groups that were made for the mesh and its smaller rings.
         abandoned: a wait for a message was given up, so torch may be using a group for ever.
         process: the one that made the mesh.
-        compared: name, value and words of a further number of headers (`ops/gradients.py`).
+        compared: name, value and words of a further number of headers (`ops/eager.py`).
         busy, thread: held during a call (`collective.py`), and by which thread.
     """
 

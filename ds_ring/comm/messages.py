@@ -136,11 +136,6 @@ class PostedBatch(NamedTuple):
         """Return the payload that leaves."""
         return sum(message.payload_bytes for message in self.sends)
 
-    @property
-    def bytes_received(self) -> int:
-        """Return the payload that arrives."""
-        return sum(message.payload_bytes for message in self.receives)
-
 
 NOTHING_SENT = PostedBatch()
 

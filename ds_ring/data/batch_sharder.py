@@ -46,7 +46,8 @@ from ds_ring.masks.pattern import Pattern
 from ds_ring.ops.context import get_block_side
 from ds_ring.plugin import PASSES, ROW_KINDS
 from ds_ring.schedule.choose import bind_one_head, count_rank_work
-from ds_ring.schedule.layout import Layout, choose_layout, round_to_blocks
+from ds_ring.schedule.layout import Layout, choose_layout
+from ds_ring.schedule.pieces import round_to_blocks
 
 # Check that the ranks of a sequence hold the same samples, by checksums in one small collective per batch.
 # A ring whose ranks hold different samples would train on a mixture without an error.

@@ -13,15 +13,15 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from ds_ring.api import RingAttention
+from ds_ring.attention_module import RingAttention
 from ds_ring.comm.device_tables import leave_inference_mode, to_device
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.config.section import RingConfig
 from ds_ring.data.layer_patterns import LayerPatterns
 from ds_ring.data.packing import RowGroup, number_positions
 from ds_ring.errors import RingShapeError
+from ds_ring.masks.pair_masks import ScoreFunction
 from ds_ring.masks.pattern import Pattern
-from ds_ring.masks.tiles import ScoreFunction
 from ds_ring.ops.context import RingContext
 from ds_ring.ops.prepare import MakePlan
 from ds_ring.plugin import HOOKS, load

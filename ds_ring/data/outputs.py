@@ -60,19 +60,6 @@ def make_whole_output(
     return _copy_gathering(output, values | numbers, later)
 
 
-def gather_computed(output: Any, name: str, compute: Callable[[Tensor], Tensor]) -> Tensor | None:
-    """Return the whole sequence of what `compute` makes of this rank's tokens of an output. Collective.
-
-    None if the output is no tensor: logits that a tiled loss does not compute.
-    """
-    by_key = isinstance(output, dict)
-    local = dict.__getitem__(output, name) if by_key else object.__getattribute__(output, name)
-    if not isinstance(local, Tensor):
-        return None
-    whole: Tensor = vars(output)["_later"][name](compute(local))
-    return whole
-
-
 def _values(output: Any) -> dict[Any, Any]:
     """Return the parts of an output by name; none of an object without tensors."""
     if isinstance(output, dict):

@@ -21,8 +21,9 @@ from ds_ring.config.pass_options import PassOptions
 from ds_ring.decode.replicated_op import replicated_attention_op
 from ds_ring.errors import RingConfigError, shown
 from ds_ring.masks.catalog import Causal
+from ds_ring.masks.pair_masks import ScoreFunction
 from ds_ring.masks.pattern import Pattern
-from ds_ring.masks.tiles import ScoreFunction
+from ds_ring.ops.checks import NAMES
 from ds_ring.ops.compiled import (
     GraphRefusal,
     check_traced,
@@ -32,9 +33,8 @@ from ds_ring.ops.compiled import (
     raise_in_trace,
     refusal_from,
 )  # fmt: skip
-from ds_ring.ops.context import RingContext, get_ring_context
-from ds_ring.ops.frontend import NAMES, AskedContext, check_eager, get_call_context
-from ds_ring.ops.gradients import run_compared
+from ds_ring.ops.context import AskedContext, RingContext, get_call_context, get_ring_context
+from ds_ring.ops.eager import check_eager, run_compared
 from ds_ring.schedule.layout import Layout
 
 

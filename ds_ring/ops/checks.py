@@ -5,11 +5,11 @@ Owns the limits on q, k and v and the messages about them. `collective.py` tells
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch._C._functorch import TransformType, peek_interpreter_stack
+from torch._C._functorch import TransformType, is_legacy_batchedtensor, peek_interpreter_stack
 from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
 from torch.autograd import forward_ad
 
@@ -17,6 +17,7 @@ from ds_ring.comm.streams import is_fake
 from ds_ring.errors import RingConfigError, RingFiniteError, RingLayoutError, RingShapeError, shown
 from ds_ring.schedule.layout import Layout
 
+NAMES = ("q", "k", "v", "sinks")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -62,6 +63,19 @@ def check_operand(name: str, x: object) -> None:
     raise RingShapeError.wrong(name, *why)
 
 
+def check_operands(return_lse: object, names: tuple[str, ...], *operands: object) -> None:
+    """Refuse arguments that the operator's schema would reject before its body runs; only sinks may be None.
+
+    Raises:
+        RingShapeError: names it.
+    """
+    for name, x in zip(names, operands, strict=True):
+        if x is not None or name != "sinks":
+            check_operand(name, x)
+    if not isinstance(return_lse, bool):
+        raise RingShapeError(f"return_lse: expected True or False, got {shown(return_lse)}; use a bool")
+
+
 def check_derivative(name: str = "ring attention") -> None:
     """Refuse the torch.func transforms and dual levels under which an operator would lose a derivative.
 
@@ -97,25 +111,6 @@ def check_layout(layout: object, ring_size: int | None = None) -> None:
         expected, got = f"one for {ring_size} ranks (the mesh's ring)", f"one for {layout.ring_size} ranks"
         advice = f"build it with make_layout(..., ring_size={ring_size})"
         raise RingLayoutError.wrong("layout", expected, got, advice)
-
-
-def check_arguments(batch_dim_idx: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise RingConfigError for arguments of a call that say something new (None and dropout 0 do not)."""
-    # type(), since True is an int as well.
-    if batch_dim_idx is not None and (type(batch_dim_idx) is not int or batch_dim_idx not in (0, 1)):
-        expected = "None for [B, H, S, D], 0 for [B, S, H, D] or 1 for [S, B, H, D]"
-        raise RingConfigError.wrong("batch_dim_idx", expected, shown(batch_dim_idx), "pass one of the three")
-    for name in ("dropout", "dropout_p"):
-        value = kwargs.pop(name, None)
-        if value is not None and not (isinstance(value, (int, float)) and value == 0):
-            raise RingConfigError.wrong(name, "0", shown(value), "set it to 0 in the model's config")
-    arguments = [repr(type(a).__name__) for a in args if a is not None]
-    arguments += [name for name, value in kwargs.items() if value is not None]
-    if arguments:
-        advice = "express masks as a pattern, apply rotary embeddings before the call"
-        raise RingConfigError.wrong(
-            "RingAttention", "q, k and v alone", f"{', '.join(arguments)} as well", advice
-        )
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, same_head_dim: bool = True) -> None:
@@ -211,3 +206,18 @@ def check_tokens(k_tokens: int, slots: int, q_tokens: int | None = None) -> None
         got = f"{f'q with {q_tokens} and ' if q_tokens is not None else ''}k with {k_tokens} local tokens"
         advice = "use shard_sequence (decode_attention takes queries that every rank has whole)"
         raise RingShapeError.wrong("shards", f"{slots} slots per rank, those of the layout", got, advice)
+
+
+_PLAIN = {Tensor, torch.nn.Parameter, type(None)}
+
+
+def sees_plain(tensors: Sequence[Tensor | None]) -> bool:
+    """Return whether only autograd handles these tensors: no transform, no mode, no tensor subclass."""
+    if peek_interpreter_stack() is not None or torch._C._len_torch_dispatch_stack():
+        return False
+    is_plain = set(map(type, tensors)) <= _PLAIN
+    # is_grads_batched=True makes legacy batched tensors; only an operator has a rule for them.
+    for x in tensors if is_plain else ():
+        if x is not None and is_legacy_batchedtensor(x):
+            return False
+    return is_plain

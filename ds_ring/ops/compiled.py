@@ -20,12 +20,12 @@ from ds_ring.comm.mesh import RingMesh, check_mesh
 from ds_ring.compat.torch import assume_constant, operator
 from ds_ring.config.pass_options import PassOptions
 from ds_ring.errors import RingConfigError, RingError
-from ds_ring.ops.checks import check_operand
-from ds_ring.ops.context import get_ring_context
-from ds_ring.ops.frontend import NAMES, AskedContext, check_derivatives, check_operands, make_context
-from ds_ring.ops.handles import constant, get_object, is_constant, new_handle, read_number
+from ds_ring.ops.checks import NAMES, check_operand, check_operands
+from ds_ring.ops.context import AskedContext, get_ring_context, make_context
+from ds_ring.ops.eager import attend_all_heads, check_derivatives
+from ds_ring.ops.handles import get_object, new_handle
 from ds_ring.ops.ring_op import make_fake_results, ring_attention_op
-from ds_ring.ops.ulysses import with_ulysses
+from ds_ring.ops.tracing import constant, is_constant, read_number
 from ds_ring.schedule.layout import Layout
 
 GraphRefusal = tuple[str, str]  # name of the error's class, and its text
@@ -99,7 +99,7 @@ def attend_compiled(
     def run(q: Tensor, k: Tensor, v: Tensor) -> Any:
         return ring_attention_op(q, k, v, result, sinks)
 
-    return with_ulysses(run, q, k, v, result, mesh.ulysses_size, return_lse)
+    return attend_all_heads(run, q, k, v, result, mesh.ulysses_size, return_lse)
 
 
 _PARTS, _OBJECT = "ds_ring parts", "ds_ring object"

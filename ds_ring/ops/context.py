@@ -9,9 +9,10 @@ import math
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
@@ -19,25 +20,35 @@ from ds_ring.comm.collective import collective
 from ds_ring.comm.exchange import Exchange
 from ds_ring.comm.mesh import RingMesh, check_mesh
 from ds_ring.comm.streams import is_fake
-from ds_ring.errors import (
-    RingPatternError,
-    shown,
-)
+from ds_ring.config.pass_options import PassOptions
+from ds_ring.errors import RingPatternError, shown
 from ds_ring.kernels.select import Kernel, KernelNeeds, get_kernel
 from ds_ring.kernels.select import get_block_side as get_block_side
 from ds_ring.masks.pattern import Pattern
 from ds_ring.ops.checks import check_layout
 from ds_ring.ops.handles import get_object, new_handle
-from ds_ring.ops.options import Options
+from ds_ring.ops.options import Options, as_value
 from ds_ring.ops.passes import MakePass, SavedTensors
 from ds_ring.plugin import DEVICES, SAVED_TENSORS, load
 from ds_ring.ring.prepared import PreparedPasses
-from ds_ring.schedule.layout import (
-    Layout,
-    check_layout_name,
-    make_layout,
-    round_to_blocks,
-)
+from ds_ring.schedule.layout import Layout, check_layout_name, make_layout
+
+if TYPE_CHECKING:
+    from ds_ring.masks.pair_masks import ScoreFunction
+
+
+class _PatienceByDevice(dict[str, Any]):
+    """Import, at its first use, what returns the seconds that a rank asks the others for as it compiles.
+
+    By kind of device; None where nothing compiles.
+    """
+
+    def __missing__(self, device_type: str) -> Any:
+        self[device_type] = load(DEVICES[device_type].patience) if device_type in DEVICES else None
+        return self[device_type]
+
+
+PATIENCE = _PatienceByDevice()
 
 
 @dataclass(eq=False)
@@ -77,9 +88,13 @@ class RingContext:
         self.make_pass = load(self.options.transport_spec.home)
         self.saved = SavedTensors()
         if self.options.offload_attention is not False and "offload_attention" in SAVED_TENSORS:
-            self.saved = load(SAVED_TENSORS["offload_attention"])(self.saved)
-        if self.options.recompute_attention < 1 and "results" in SAVED_TENSORS:
-            self.saved = load(SAVED_TENSORS["results"])(self.saved)
+            self.saved = load(SAVED_TENSORS["offload_attention"])()
+
+    @cached_property
+    def kept_results(self) -> Any:
+        """Return what keeps (out, lse) of passes in checkpointed regions; None if they run again."""
+        keeps = self.options.recompute_attention < 1 and "results" in SAVED_TENSORS
+        return load(SAVED_TENSORS["results"])() if keeps else None
 
     @cached_property
     def handle(self) -> int:
@@ -108,7 +123,11 @@ class RingContext:
             self.layout, tokens=max(local_tokens, 1) * mesh.ring_size, ring_size=mesh.ring_size,
             pattern=self.pattern, multiple_of=mesh.ulysses_size, block_size=block,
         )  # fmt: skip
-        return round_to_blocks(layout, options.block_size) if options.transport_spec.whole_blocks else layout
+        if not options.transport_spec.whole_blocks:
+            return layout
+        from ds_ring.schedule.pieces import round_to_blocks
+
+        return round_to_blocks(layout, options.block_size)
 
     def heads_here(self, q: Tensor) -> slice:
         """Return which of the query heads of all Ulysses ranks q [B, H, S, D] has in a pass."""
@@ -178,8 +197,8 @@ class RingContext:
         """
         if not call.alone:
             call.use(self.exchange)
-            row = DEVICES.get(q.device.type)
-            patience = 0.0 if row is None else load(row.patience)(self, call.name, q, k, compiles)
+            ask = PATIENCE[q.device.type]
+            patience = 0.0 if ask is None else ask(self, call.name, q, k, compiles)
             call.agree({**self.fields(q, k), **(fields or {})}, patience)
 
     @cached_property
@@ -270,3 +289,46 @@ def cache_context(mesh: RingMesh, key: tuple[Any, ...], make: Callable[[], Any])
                 del table[passing[0]]
     table.move_to_end(key)
     return table[key]
+
+
+class AskedContext(NamedTuple):
+    """The arguments of a public call from which its context is made; see `ring_attention`."""
+
+    pattern: Pattern
+    layout: Layout | str
+    mesh: RingMesh
+    scale: float | None = None
+    kernel: str = "auto"
+    options: PassOptions | None = None
+    score_mod: ScoreFunction | None = None
+
+
+def get_call_context(
+    request: AskedContext, check: Callable[[RingContext], None] | None = None
+) -> RingContext:
+    """Return the context of an eager call; arguments that are refused, by `check` too, raise on all ranks."""
+    pattern, layout, mesh, *settings, score_mod = request
+    check_mesh(mesh)
+    key: tuple[Any, ...] = ()
+    context: RingContext | None = None
+    with suppress(Exception):  # what cannot be hashed or compared is refused below, by name
+        if score_mod is None:
+            key = (pattern, layout, *settings, *map(type, settings), check)  # the types tell 1 from True
+            context = mesh.owners[ContextCache].recent.get(key)
+    if context is None:
+        with collective(mesh, "attention"):
+            context = make_context(request)
+            if check is not None:
+                check(context)
+        # Functions are not kept here: the values that they captured may change.
+        if key and not pattern.masks:
+            mesh.owners[ContextCache].recent[key] = context
+    return context
+
+
+def make_context(request: AskedContext) -> RingContext:
+    """Return the context of these arguments, or raise the RingError that refuses one of them."""
+    pattern, layout, mesh, scale, kernel, pass_options, score_mod = request
+    chosen = {} if isinstance(kernel, str) and kernel == "auto" else {"kernel": kernel}
+    options = Options.make(pass_options, scale=scale, score_mod=as_value(score_mod), **chosen)
+    return make_ring_context(pattern, layout, mesh, options)

@@ -1,7 +1,7 @@
 """Register the operator `ds_ring::ring_attention` and its gradient.
 
-Owns the registration with torch.library, and the plain autograd function of eager calls. `frontend.py`
-chooses one of them for a forward pass; `_backward` chooses here.
+Owns the registration with torch.library, and the plain autograd function of eager calls. `attend`
+chooses one of them for a forward pass, `_backward` for a backward pass.
 Saved for backward: local q, k, v, out, lse (or copies on the host), sinks; no other rank's K/V.
 
 [Note: an opaque operator]
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -24,29 +24,35 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ds_ring.comm.collective import collective
 from ds_ring.compat.torch import operator
-from ds_ring.kernels.interface import Operands
+from ds_ring.kernels.interface import Kernel, Operands
+from ds_ring.ops.checks import sees_plain
 from ds_ring.ops.context import RingContext, get_ring_context
-from ds_ring.ops.gradients import get_forward_call, refuse_second_derivative, run_gradient, sees_plain
-from ds_ring.ops.passes import ExtraOperand, FiniteKernel
+from ds_ring.ops.gradients import get_forward_call, refuse_second_derivative, run_gradient
+from ds_ring.ops.passes import running_region
 from ds_ring.ops.prepare import Prepared, prepare_pass
 from ds_ring.ring.merge import get_accumulator_dtype
 from ds_ring.ring.observer import Observers
 from ds_ring.ring.pool import Buffers
 from ds_ring.ring.ring_pass import RingPass
 
+if TYPE_CHECKING:
+    from ds_ring.ops.extra_operand import ExtraOperand
+
 
 def make_pass(
-    context: RingContext,
-    prepared: Prepared,
-    operands: Operands,
-    finish_header_check: Callable[[], None] | None,
+    context: RingContext, prepared: Prepared, finish_header_check: Callable[[], None] | None
 ) -> RingPass:
     """Return the ring pass, with buffers of the mesh."""
     options, mesh, exchange = context.options, context.mesh, context.exchange
     observers: Observers = mesh.owners[Observers]
+    kernel: Kernel = prepared.kernel
+    if options.check_finite:
+        from ds_ring.ops.finite import FiniteKernel
+
+        kernel = FiniteKernel(kernel, prepared.rank_plan)
     return RingPass(
         prepared.rank_plan,
-        FiniteKernel(prepared.kernel, prepared.rank_plan) if options.check_finite else prepared.kernel,
+        kernel,
         exchange,
         prepared.scale,
         options.overlap,
@@ -80,7 +86,9 @@ def run_forward(
                 results = operand.finish(context, results)
             return results
 
-    return context.saved.run(context, run, q, (q.shape, k.shape, v.shape, q.dtype, len(extras)))
+    if running_region()[0] is None or context.kept_results is None:
+        return run(context)
+    return context.kept_results.run(context, run, q, (q.shape, k.shape, v.shape, q.dtype, len(extras)))
 
 
 def run_backward(

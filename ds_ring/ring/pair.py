@@ -120,13 +120,11 @@ def check_keys_apart(like: Pair) -> bool:
 
 
 def make_buffer_kind(
-    like: Pair, slots: int, payload: Payload, dtype: torch.dtype, apart: bool | None = None,
-    codec: CodecRow | None = None,
+    like: Pair, slots: int, payload: Payload, dtype: torch.dtype, apart: bool, codec: CodecRow | None = None
 ) -> BufferKind:  # fmt: skip
     """Return the kind of buffers with B, G, the two head dimensions and the device of others.
 
-    `apart` is whether its two tensors are messages of their own; None: of PARTS alone. `codec` is that of
-    ENCODED.
+    `apart` is whether its two tensors are messages of their own. `codec` is that of ENCODED.
     """
     batch, heads, _, head_dim = like.k.shape
     width = head_dim + like.v.shape[3]
@@ -134,7 +132,6 @@ def make_buffer_kind(
         width = codec.pair_bytes(width, like.k.element_size())
     shape = (slots, batch, heads, width)
     nbytes = -(-math.prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT
-    apart = payload is Payload.PARTS if apart is None else apart
     return BufferKind(shape, head_dim, dtype, like.k.device, nbytes, is_fake(like.k), apart)
 
 

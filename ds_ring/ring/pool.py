@@ -16,11 +16,7 @@ from typing import NamedTuple
 import torch
 
 from ds_ring.comm.device_tables import DeviceTables
-from ds_ring.ring.pair import (
-    BufferKind,
-    Pair,
-    halves,
-)
+from ds_ring.ring.pair import BufferKind, Pair
 
 MAX_PAIRS_PER_BLOCK = 32
 
@@ -47,8 +43,7 @@ class Block:
                 count = math.prod(kind.shape)
                 both = torch.empty(0, dtype=kind.dtype, device=self.device)
                 both = both.set_(self._storage, 0, (count,), (1,))
-                side_by_side = None if kind.apart else halves(both.view(kind.shape), kind.head_dim)
-                pair = self._kept[kind] = side_by_side or kind.pair(both)
+                pair = self._kept[kind] = kind.pair(both)
         return pair
 
 

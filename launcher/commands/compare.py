@@ -50,7 +50,9 @@ examples:
 def add(commands: Commands) -> None:
     """Add the command."""
     parser = add_command(commands, "compare", run, _HELP, _DESCRIPTION, _EXAMPLE)
-    parser.add_argument("--tokens", type=read_tokens, required=True, metavar="T", help="length of a sequence")
+    parser.add_argument(
+        "--tokens", type=read_tokens, required=True, metavar="T", help="of a sequence, say 65536 or 64k"
+    )
     parser.add_argument(
         "--gpus", "--devices", type=int, nargs="+", required=True, metavar="N",
         help="numbers of GPUs to compare on; with --device cpu of ranks",
@@ -91,8 +93,8 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
     from ds_ring.transports.devices import select_gpu
     from ds_ring.written_files import write_at_once
 
+    from ..tune.hardware_file import require_writable
     from ..tune.request import DEVICES
-    from ..tune.result import require_writable
 
     if options.device not in DEVICES:
         raise RingConfigError.wrong("device", f"one of {', '.join(DEVICES)}", options.device, "choose one")

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ds_ring.config.messages import did_you_mean
+from ds_ring.config.problems import did_you_mean
 from ds_ring.plugin import LAYOUTS
 
 if TYPE_CHECKING:
@@ -196,7 +196,7 @@ MIB = 2**20
 def add_shapes(parser: argparse.ArgumentParser, ring_sizes: list[int]) -> None:
     """Add the options of pattern, layout and sizes."""
     parser.add_argument(
-        "--tokens", type=read_tokens, required=True, metavar="T", help="tokens of the sequence"
+        "--tokens", type=read_tokens, required=True, metavar="T", help="of the sequence, say 65536 or 64k"
     )
     sizes = " ".join(map(str, ring_sizes))
     parser.add_argument(

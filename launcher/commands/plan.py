@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from ds_ring.errors import RingConfigError
 from ds_ring.plugin import LAYOUTS
@@ -21,7 +22,6 @@ examples:
   ds-ring plan --layers 32 --hidden 4096 --heads 32 --kv-heads 8 --intermediate 14336 --vocab 128256 \\
       --devices 8 --hardware h200 --fit                                      the longest sequence that fits
   ds-ring plan --hf-config config.json --tokens 131072 --config ds_config.json --hardware cpu --json
-  ds-ring plan --published                                    what others measured, and the model beside it
   ds-ring plan --hf-config config.json --tokens 8388608 --devices 64 --hardware a100 \\
       --pattern '{"segment_lengths": [2048, 16384], "dilation_rates": [1, 8]}'
 """
@@ -75,8 +75,10 @@ def add(commands: Commands) -> None:
     )
     for part in ("loss", "MLP"):
         says = f"{part} in tiles of N tokens; without N as true in the JSON"
-        how.add_argument(f"--tiled-{part.lower()}", type=int, nargs="?", const=2**40, metavar="N", help=says)
-    how.add_argument("--loss-chunk", type=int, metavar="N", help="the same as --tiled-loss N")
+        how.add_argument(
+            f"--tiled-{part.lower()}", type=read_tokens, nargs="?", const=2**40, metavar="N", help=says
+        )
+    how.add_argument("--loss-chunk", type=read_tokens, metavar="N", help="the same as --tiled-loss N")
     how.add_argument("--offload-checkpoints", action="store_true", help="checkpoints are on the host")
     how.add_argument(
         "--offload-attention", action="store_true", help="q, k, v, out wait on the host for the backward pass"
@@ -90,7 +92,7 @@ def add(commands: Commands) -> None:
         action="store_true",
         help="the same on 2, 4 and 8 times as many devices, in one table",
     )
-    plan.add_argument("--published", action="store_true", help="the model beside published measurements")
+    plan.add_argument("--picture", metavar="FILE", help="draw memory by part; .svg, .png or .pdf")
     add_json(plan)
 
 
@@ -104,8 +106,10 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
     from ..plan.report import as_json, print_report
 
     refuse_extra("plan", extra_args)
-    if options.published:
-        return _published(options.json)
+    if options.picture is not None:
+        from ..tune.hardware_file import require_writable
+
+        require_writable(Path(options.picture), "--picture")
     with _show_progress() as say:
         planned = estimate(
             make_setting(options, say),
@@ -117,6 +121,10 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
         advice = advise(planned, say)
         rows = compare(planned, advice.reach.longest_tokens) if options.compare else []
         counts = plan_more_devices(planned, say) if options.more_devices else []
+        if options.picture is not None:
+            from ..plan.picture import plot_memory, save_figure
+
+            save_figure(plot_memory(planned), options.picture)
     if options.json:
         print(as_json(planned, advice, rows, counts))
     else:
@@ -136,22 +144,3 @@ def _show_progress() -> Iterator[Callable[[str], None]]:
             line.update()
 
         yield say
-
-
-def _published(json: bool) -> int:
-    from ..published.evaluate import evaluate, predict
-    from ..published.packed import PACK_COUNTS, model_packed_rows
-    from ..published.report import as_json, print_report
-    from ..published.table import published
-
-    with _show_progress() as say:
-        say("published passes and steps")
-        table = published()
-        results = evaluate(table)
-        say("ds_ring beside them")
-        figures = table, results, predict(table, results), model_packed_rows(table, PACK_COUNTS, say)
-    if json:
-        print(as_json(*figures))
-    else:
-        print_report(*figures)
-    return 0

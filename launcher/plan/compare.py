@@ -7,7 +7,8 @@ computes all pairs of the sequence, evenly divided among its ranks; its messages
 
 - DeepSpeed Ulysses (Jacobs et al. 2023, arXiv 2309.14509, sections 3.1 and 3.2): all-to-alls give each rank
   all tokens of H / P heads; q, k, v and out cross once a pass, so a device sends (P - 1) / P of its shards of
-  them. Ranks are at most the heads; K/V heads that are fewer than the ranks are copied.
+  them. Ranks divide the heads, and the K/V heads or a multiple of these: K/V heads that are fewer than the
+  ranks are copied (DeepSpeed 0.19.8, `UlyssesSPAttentionHF`). The other devices are data replicas.
 - ALST (Bekman et al. 2025, arXiv 2506.13996, section 3): the same all-to-alls, with the loss in tiles of a
   GiB of float32 logits, MLPs in ceil(tokens / hidden) tiles (as DeepSpeed's `TiledMLP`), checkpoints on
   the host, and at ZeRO 3 optimizer states on the host; parameters as well on a single GPU. Its published
@@ -54,7 +55,10 @@ class ComparisonRow(NamedTuple):
     method: str  # its name
     best_options: bool  # those of the longest sequences, else the setting's own
     options: tuple[str, ...]  # of `ds-ring plan`, which the method has then
-    ranks: int  # that share a sequence; the other devices are data-parallel replicas
+    ranks: int  # that share a sequence
+    replicas: int  # of so many ranks: sequences of a step
+    kv_copies: int  # ranks that get a copy of each K/V head
+    note: str  # of replicas and copies, for people; empty where there is one replica and no copy
     # peak_bytes, host_bytes: of a device, and of a node's host
     peak_bytes: int
     host_bytes: int
@@ -71,6 +75,7 @@ class _Method(NamedTuple):
     with_best_options: Callable[[TrainingSetting], TrainingSetting]
     step: Callable[[TrainingSetting], TrainingStep]
     ranks: Callable[[TrainingSetting], int]
+    copies_kv: bool  # K/V heads that are fewer than the ranks
     sent: Callable[[TrainingSetting], int]
     waiting_s: Callable[[TrainingSetting], float]  # for messages of a step's attention, all layers
 
@@ -98,10 +103,12 @@ def compare(planned: Estimate, longest_tokens: int) -> list[ComparisonRow]:
 def _make_own_row(planned: Estimate, best: bool, longest_tokens: int) -> ComparisonRow:
     setting, cost = planned.setting, planned.attention
     ranks = setting.ring_size * setting.ulysses_size
+    replicas = setting.devices // ranks
+    note = f"; {replicas} data replicas of {ranks} ranks" if replicas > 1 else ""
     name = "ds_ring, all options" if best else "ds_ring"
     return ComparisonRow(
-        name, best, list_flags(setting), ranks, planned.peak.total, planned.node_host_bytes,
-        cost.forward_bytes + cost.backward_bytes, planned.fits, planned.step_s,
+        name, best, list_flags(setting), ranks, replicas, 1, note, planned.peak.total,
+        planned.node_host_bytes, cost.forward_bytes + cost.backward_bytes, planned.fits, planned.step_s,
         setting.batch * setting.tokens / ranks / planned.step_s, longest_tokens,
     )  # fmt: skip
 
@@ -116,9 +123,18 @@ def _make_row(
     again = whole.forward_s * setting.recompute_attention * setting.checkpointing
     kernel_s = (whole.compute_s + again) / ranks
     seconds = kernel_s + method.waiting_s(setting) + here.dense_s * tokens_ratio + here.zero_s + here.host_s
+    model, replicas = setting.model, setting.devices // ranks
+    copies = max(ranks // model.kv_heads, 1) if method.copies_kv else 1
+    note = ""
+    if replicas > 1:
+        note = f"; {replicas} data replicas of {ranks} ranks, the most that {model.heads} query heads and"
+        note += f" {model.kv_heads} K/V heads allow on {setting.devices} devices"
+    if copies > 1:
+        note += f"; each of {model.kv_heads} K/V heads is copied to {copies} ranks"
     return ComparisonRow(
-        method.best_name if best else method.name, best, list_flags(setting), ranks, step.peak().total,
-        step.host_bytes * setting.node_devices, method.sent(setting), fits(setting, step.moments()), seconds,
+        method.best_name if best else method.name, best, list_flags(setting), ranks,
+        replicas, copies, note, step.peak().total, step.host_bytes * setting.node_devices,
+        method.sent(setting), fits(setting, step.moments()), seconds,
         setting.batch * setting.tokens / ranks / seconds, _longest(method, setting),
     )  # fmt: skip
 
@@ -151,9 +167,13 @@ def _has_room(method: _Method, setting: TrainingSetting, tokens: int) -> bool:
 
 
 def _ulysses_ranks(setting: TrainingSetting) -> int:
-    """Return the most ranks that divide both heads and devices."""
-    heads, devices = setting.model.heads, setting.devices
-    return max(n for n in range(1, heads + 1) if heads % n == 0 and devices % n == 0)
+    """Return the most ranks that divide heads and devices, each with as many K/V heads or one's copy."""
+    heads, kv_heads, devices = setting.model.heads, setting.model.kv_heads, setting.devices
+    return max(
+        ranks
+        for ranks in range(1, heads + 1)
+        if heads % ranks == 0 and devices % ranks == 0 and (kv_heads % ranks == 0 or ranks % kv_heads == 0)
+    )
 
 
 def _ulysses_step(setting: TrainingSetting) -> TrainingStep:
@@ -249,11 +269,11 @@ def _torch_waiting(setting: TrainingSetting) -> float:
 
 _METHODS = (
     _Method(
-        "DeepSpeed Ulysses", "ALST", _apply_alst, _ulysses_step, _ulysses_ranks, _sent_by_ulysses,
-        _ulysses_waiting,
+        "DeepSpeed Ulysses", "ALST", _apply_alst, _ulysses_step, _ulysses_ranks, True,
+        _sent_by_ulysses, _ulysses_waiting,
     ),
     _Method(
         "torch context parallel", "torch, TRL's guide", _apply_trl, _torch_step,
-        lambda setting: setting.devices, _sent_by_torch, _torch_waiting,
+        lambda setting: setting.devices, False, _sent_by_torch, _torch_waiting,
     ),
 )  # fmt: skip

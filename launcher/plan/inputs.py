@@ -13,8 +13,10 @@ from typing import Any
 
 from ds_ring.config.json_text import SECTION, SP_KEY, parse_object, resolve
 from ds_ring.config.messages import sentence, shown
+from ds_ring.config.problems import listed
 from ds_ring.config.section import RingConfig
 from ds_ring.errors import RingConfigError
+from ds_ring.limits import divisors
 from ds_ring.masks.pattern import Pattern
 from ds_ring.plugin import PASSES
 
@@ -127,7 +129,10 @@ def _setting(
         expected = f"at most {_MAX_DEVICES:,} ranks"
         raise RingConfigError(f"ring size: {sentence(expected, shown(ring * ulysses), 'take fewer')}")
     if model.kv_heads % ulysses:
-        raise RingConfigError(f"Ulysses size {ulysses}: expected a divisor of {model.kv_heads} K/V heads")
+        advice = f"use {listed(divisors(model.kv_heads))}, and a ring for the other ranks"
+        raise RingConfigError.wrong(
+            "ulysses_size", f"a divisor of {model.kv_heads} K/V heads", ulysses, advice
+        )
     from_json = _dtype(whole, bool(options.config))
     dtype = options.dtype or from_json
     hardware = read_hardware(options.hardware)

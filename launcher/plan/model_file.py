@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ds_ring.config.json_text import Json, parse_object, read_object
-from ds_ring.config.messages import did_you_mean, sentence, shown
+from ds_ring.config.messages import sentence, shown
+from ds_ring.config.problems import did_you_mean
 from ds_ring.config.section import RingConfig, named_patterns, pattern_from_config
 from ds_ring.data.layer_patterns import NARROW, LayerPatterns, make_type_patterns
 from ds_ring.errors import RingConfigError
@@ -51,27 +52,6 @@ def patterns_by(values: Mapping[str, Any]) -> tuple[Pattern, ...]:
         raise _refused("is_encoder_decoder", "a model of one sequence", True, "plan its parts by --layers")
     text_values = text_part(values)
     return make_type_patterns(_types(text_values), lambda key: _width(text_values, key), True)
-
-
-def read_model_patterns(hf_config: str | None, layers: int | None) -> tuple[Pattern | None, ...] | None:
-    """Return the attention of each layer: by a config.json or its text, or by their number alone.
-
-    Raises:
-        RingConfigError: both are given, or one of them is wrong, or a layer is not attention.
-    """
-    if hf_config is None:
-        if layers is not None and not 1 <= layers <= MAX_LAYERS:
-            raise RingConfigError.wrong("--layers", "a number of at least 1", layers, "correct it")
-        return None if layers is None else (None,) * layers
-    if layers is not None:
-        raise RingConfigError("--layers: expected no number beside --hf-config, got one; leave it out")
-    values = read_hf_config(hf_config)
-    model_patterns = patterns_by(values)
-    others = [kind.name for kind in kinds_by(values) if kind is not None]
-    if others:
-        advice = "measure its attention by --layers alone"
-        raise _refused("layer_types", "layers of attention", others[0], advice)
-    return model_patterns
 
 
 def kinds_by(values: Mapping[str, Any]) -> Kinds:

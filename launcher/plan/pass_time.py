@@ -1,8 +1,7 @@
 """Model the time of a ring pass on one rank: its steps with rates. The only time model; measures nothing.
 
 A batch of a schedule takes the time of its arithmetic, of posting its messages, and of the messages in
-flight. The caller gives the rates: from a hardware description (`PassCost` below), or measured
-(launcher/tune/model.py).
+flight. The rates are a hardware description's.
 
 FLOPs of attention: 4 D per attended pair and query head forward (two products of D multiply-adds), 10 D
 backward (five products; Dao et al. 2022, FlashAttention). One product forward and two backward are of values,
@@ -18,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ds_ring.kernels.cpu import TRIANGLE
-from ds_ring.kernels.cpu.triangles import triangulate
+from ds_ring.kernels.cpu.calls import triangulate
 from ds_ring.masks.tiles import Tiles
 from ds_ring.schedule.lowering import count_heads
 from ds_ring.schedule.rank_plan import HeadClassPlan

@@ -1,4 +1,4 @@
-"""Draw a plan: which rank and hop computes which block of the attention matrix, and what travels.
+"""Draw a plan: who computes which block of the attention matrix, what travels, and a step's memory by part.
 
 matplotlib is imported when a picture is drawn.
 """
@@ -8,16 +8,20 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from ds_ring.config.problems import listed
 from ds_ring.errors import RingConfigError
 from ds_ring.kernels.flex.blocks import find_block_intervals
 from ds_ring.masks.slots import count_slots, repeat_rows
 from ds_ring.schedule.plan import Plan
 from ds_ring.schedule.rank_plan import HopPlan
 from ds_ring.written_files import replaced
+
+from .estimate import Estimate
+from .report import format_count, get_unit
 
 _DPI = 110
 
@@ -36,10 +40,34 @@ def new_figure(width_inches: float, height_inches: float) -> Any:
 
 
 def save_figure(figure: Any, path: str | Path) -> None:
-    """Write a picture in the format of its name's ending."""
+    """Write a picture in the format of its name's ending; as SVG with text that can be read and searched.
+
+    Raises:
+        RingConfigError: a name with another ending.
+    """
+    from matplotlib import rc_context
+
     path = Path(path)
-    with replaced(path) as file:
-        figure.savefig(file, dpi=_DPI, format=path.suffix[1:] or "png")
+    ending, formats = path.suffix[1:] or "png", sorted(figure.canvas.get_supported_filetypes())
+    if ending not in formats:
+        raise RingConfigError.wrong(f"picture {path}", f"a name in {listed(formats)}", ending, "rename it")
+    dated: dict[str, Any] = {"metadata": {"Date": None}} if ending == "svg" else {}
+    lasting: dict[Any, Any] = {
+        "svg.fonttype": "none",
+        "svg.hashsalt": "ds_ring",
+        "font.sans-serif": ["DejaVu Sans"],
+    }
+    with rc_context(lasting), replaced(path) as file:
+        figure.savefig(file, dpi=_DPI, format=ending, **dated)
+
+
+class Picture(NamedTuple):
+    """A picture's file, which a notebook shows where it is the last expression of a cell."""
+
+    path: str | Path  # of a PNG
+
+    def _repr_png_(self) -> bytes:
+        return Path(self.path).read_bytes()
 
 
 def list_hops(plan: Plan, rank: int) -> Iterator[tuple[int, HopPlan]]:
@@ -159,3 +187,37 @@ def draw_plan(plan: Plan, title: str, block: int, path: str | Path) -> None:
     )
     figure.suptitle("\n".join(textwrap.fill(line, 110) for line in title.split("\n")))
     save_figure(figure, path)
+
+
+def plot_memory(planned: Estimate) -> Any:
+    """Return the figure of a device's memory: a bar for each moment of a step, of the parts in use then.
+
+    Raises:
+        RingConfigError: matplotlib is not installed.
+    """
+    figure = new_figure(11, 4.8)
+    from matplotlib import colormaps
+
+    axes, moments, setting = figure.subplots(), planned.moments, planned.setting
+    highest, (label, unit) = planned.peak.components, get_unit(planned.peak.total)
+    parts = {part for moment in moments for part, size in moment.components.items() if size}
+    left = np.zeros(len(moments))
+    # The largest part of the highest moment is on the left.
+    for number, part in enumerate(sorted(parts, key=lambda part: (-highest.get(part, 0), part))):
+        sizes = np.array([moment.components.get(part, 0) for moment in moments]) / unit
+        text = f"{part}: {highest[part] / unit:.2f}" if highest.get(part) else part
+        axes.barh(range(len(moments)), sizes, left=left, label=text, color=colormaps["tab20"](number))
+        left += sizes
+    axes.set_yticks(range(len(moments)), [moment.name for moment in moments])
+    for row, moment in enumerate(moments):
+        axes.text(moment.total / unit, row, f" {moment.total / unit:.2f}", va="center")
+    usable = setting.usable_bytes / unit
+    axes.axvline(usable, color="black", linestyle="--", label=f"tensors can have: {usable:,.1f}")
+    axes.invert_yaxis()  # the first moment on top
+    axes.set(xlabel=f"{label} of a device", xlim=(0, 1.1 * max(usable, planned.peak.total / unit)))
+    axes.legend(title=f"{label} at: {planned.peak.name}", loc="center left", bbox_to_anchor=(1, 0.5))
+    figure.suptitle(
+        f"{format_count(setting.model.parameters)} parameters, {setting.tokens:,} tokens on"
+        f" {setting.devices} x {setting.hardware.name}: memory of a device by part, at each moment of a step"
+    )
+    return figure

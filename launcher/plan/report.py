@@ -167,7 +167,7 @@ def print_report(
     ring = f"ring {setting.ring_size} x Ulysses {setting.ulysses_size}"
     data = setting.devices // (setting.ring_size * setting.ulysses_size)
     console.print(
-        f"{_count(setting.model.parameters)} parameters, {setting.tokens:,} tokens on"
+        f"{format_count(setting.model.parameters)} parameters, {setting.tokens:,} tokens on"
         f" {setting.devices} x {setting.hardware.name}: {ring} x data {data}, {planned.layout.name} layout,"
         f" kernel {setting.kernel_that_runs},"
         f" ZeRO {setting.zero.stage}, {setting.dtype};"
@@ -186,7 +186,7 @@ def print_report(
     if rows:
         print_table(_compared_table(rows))
         for row in rows:
-            console.print(f"{row.method}: {_join(row.options)}", markup=False)
+            console.print(f"{row.method}: {_join(row.options)}{row.note}", markup=False)
     if counts:
         print_table(_devices_table(counts))
         for plan in counts:
@@ -210,7 +210,7 @@ def print_report(
         console.print(f"[yellow]warning:[/] {warning}")
 
 
-def _count(number: int) -> str:
+def format_count(number: int) -> str:
     """Return a number in words of the size that it has."""
     for size, word in ((10**9, "billion"), (10**6, "million")):
         if number >= size:
@@ -236,13 +236,13 @@ def _join(options: Sequence[str]) -> str:
     return " ".join(options) or "no option that saves memory"
 
 
-def _unit(size: int) -> tuple[str, int]:
+def get_unit(size: int) -> tuple[str, int]:
     """Return the unit of a table whose largest figure this is."""
     return ("GiB", GIB) if size >= 4 * GIB else ("MiB", 2**20)
 
 
 def _memory_table(planned: Estimate) -> Table:
-    label, unit = _unit(planned.peak.total)
+    label, unit = get_unit(planned.peak.total)
     title = f"highest at: {planned.peak.name}"
     table = Table("memory of a device", label, "of all that it has", title=title, title_justify="left")
     table.columns[1].justify = "right"
@@ -273,7 +273,7 @@ def _memory_table(planned: Estimate) -> Table:
 
 
 def _size(size: int) -> str:
-    name, unit = _unit(size)
+    name, unit = get_unit(size)
     return f"{size / unit:.3g} {name}"
 
 
@@ -328,7 +328,7 @@ def _devices_table(plans: Sequence[Estimate]) -> Table:
 
 def _compared_table(rows: Sequence[ComparisonRow]) -> Table:
     """Build the table of other methods; `launcher/plan/compare.py` has the sources of their formulas."""
-    label, unit = _unit(max(row.peak_bytes for row in rows))
+    label, unit = get_unit(max(row.peak_bytes for row in rows))
     columns = (label, f"host {label}", f"sent {label}", "seconds", "tokens/s", "longest tokens")
     table = Table("method", "ranks", *columns, title="ways to split a sequence, computed")
     for column in table.columns[1:]:

@@ -1,9 +1,9 @@
-"""Run a search inside an existing launch: every rank runs this, rank 0 writes and prints.
+"""Measure inside an existing launch: every rank runs this, rank 0 writes and prints.
 
 Examples:
     torchrun --nproc-per-node 8 -m ds_ring_launcher.tune --tokens 131072 --heads 32 --kv-heads 8 \
-        --head-dim 128 --device cuda --config ds_config.json --output ds_config.tuned.json
-    deepspeed --hostfile hosts --module ds_ring_launcher.tune --tokens 131072 --heads 32 \
+        --head-dim 128 --device cuda --config ds_config.json --hardware-output here.yaml
+    deepspeed --hostfile hosts --module ds_ring_launcher.tune --tokens 128k --heads 32 \
         --head-dim 128 --device cuda
 """
 
@@ -17,32 +17,30 @@ import torch
 import torch.distributed as dist
 import yaml
 
-from ds_ring.config.json_text import SECTION, Json, parse_object, read_object
+from ds_ring.config.json_text import SECTION, parse_object, read_object
 from ds_ring.errors import RingError
 from ds_ring.transports.devices import select_gpu
 from ds_ring.written_files import write_at_once
 
-from ..plan.model_file import read_model_patterns
-from .arguments import declare
+from ..commands.tune import declare
+from .hardware_file import describe_hardware, require_writable
+from .measurements import measure
 from .request import TuningRequest, request_from
-from .result import TuningResult, describe_hardware, print_tables, require_writable
-from .search import tune
 
 
-def read(options: argparse.Namespace, world_size: int) -> tuple[Json, TuningRequest]:
-    """Read the DeepSpeed JSON and the request; measure nothing.
+def read(options: argparse.Namespace, world_size: int) -> TuningRequest:
+    """Read the request; measure nothing.
 
     Raises:
         RingConfigError: wrong options or files.
     """
-    for option in ("output", "hardware_output"):
-        if getattr(options, option) is not None:
-            require_writable(getattr(options, option), "--" + option.replace("_", "-"))
+    if options.hardware_output is not None:
+        require_writable(options.hardware_output, "--hardware-output")
     whole = read_object(options.config) if options.config is not None else {}
     if options.pattern is not None:
         section = whole.get(SECTION, {})
         whole = whole | {SECTION: dict(section) | {"pattern": parse_object(options.pattern, "--pattern")}}
-    request = request_from(
+    return request_from(
         whole,
         tokens=options.tokens,
         heads=options.heads,
@@ -52,36 +50,19 @@ def read(options: argparse.Namespace, world_size: int) -> tuple[Json, TuningRequ
         device=options.device,
         dtype=options.dtype,
         world_size=world_size,
-        model_patterns=read_model_patterns(options.hf_config, options.layers),
     )
-    return whole, request
 
 
-def run(options: argparse.Namespace) -> TuningResult:
-    """Read, tune, and on rank 0 write and print. Collective."""
-    whole, request = read(options, dist.get_world_size())
-    result = tune(request, progress=True)
+def run(options: argparse.Namespace) -> None:
+    """Read, measure, and on rank 0 write and print. Collective."""
+    request = read(options, dist.get_world_size())
+    description = describe_hardware(request, measure(request))
     if dist.get_rank() == 0:
-        merged = result.merged(whole)
-        if options.output is not None:
-            write_at_once(options.output, json.dumps(merged, indent=2) + "\n")
+        text = yaml.safe_dump(description, sort_keys=False)
         if options.hardware_output is not None:
-            write_at_once(options.hardware_output, yaml.safe_dump(describe_hardware(result), sort_keys=False))
-        _print(options, result, merged)
-    return result
-
-
-def _print(options: argparse.Namespace, result: TuningResult, merged: Json) -> None:
-    if options.json:
-        print(json.dumps(result.as_json(), indent=2))
-        return
-    print_tables(result)
-    if options.output is None:
-        print(json.dumps({key: merged[key] for key in ("sequence_parallel_size", SECTION)}, indent=2))
-    for path in (options.output, options.hardware_output):
-        if path is not None:
-            print(f"written: {path}")
-    sys.stdout.flush()
+            write_at_once(options.hardware_output, text)
+            text = f"written: {options.hardware_output}"
+        print(json.dumps(description, indent=2) if options.json else text, flush=True)
 
 
 def main(arguments: list[str] | None = None) -> int:

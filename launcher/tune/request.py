@@ -1,4 +1,4 @@
-"""Describe the request of a tuning: shapes, the number of ranks, and the section that it starts from."""
+"""Describe what is measured: shapes, the number of ranks, and the section of the passes."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from ds_ring.config.json_text import SECTION, SP_KEY, Json
 from ds_ring.config.section import RingConfig, named_patterns
 from ds_ring.errors import RingConfigError
-from ds_ring.masks.pattern import Pattern
-from ds_ring.plugin import FAST_KERNELS, PASSES
+from ds_ring.plugin import FAST_KERNELS
 from ds_ring.schedule.layout import Mix
 
 from ..plan.model_file import count_patterns
@@ -32,10 +31,7 @@ class TuningRequest:
     dtype: str  # "float32", "bfloat16" or "float16"
     device: str  # "cpu" or "cuda"
     world_size: int  # ranks that measure at once
-    base: RingConfig  # the section that is tuned; its sizes are replaced, other keys are kept
-    model_patterns: tuple[Pattern | None, ...] = (
-        None,
-    )  # pattern of each layer of the model, None if unknown
+    base: RingConfig  # the section; its sizes are replaced by one ring
 
     @property
     def sequence_size(self) -> int:
@@ -45,17 +41,13 @@ class TuningRequest:
     @property
     def mix(self) -> Mix:
         """Return what attends to what and in how many layers, without the documents of a batch."""
-        return count_patterns(self.base, self.model_patterns, self.tokens)
+        layers = max([1, *(layer + 1 for layer in named_patterns(self.base))])
+        return count_patterns(self.base, (None,) * layers, self.tokens)
 
     @property
     def item_bytes(self) -> int:
         """Return bytes of one element of q, k and v."""
         return ELEMENT_BYTES[self.dtype]
-
-    @property
-    def has_hops(self) -> bool:
-        """Return whether K/V go round: else there is nothing to overlap, no message size to choose."""
-        return PASSES[self.base.transport].no_hops is None
 
     @property
     def kernel(self) -> str:
@@ -76,7 +68,6 @@ def request_from(
     batch: int = 1,
     device: str = "cpu",
     dtype: str | None = None,
-    model_patterns: tuple[Pattern | None, ...] | None = None,
 ) -> TuningRequest:
     """Check a request.
 
@@ -90,13 +81,11 @@ def request_from(
         batch: sequences of a micro batch.
         device: "cpu" or "cuda".
         dtype: None is float32 on the CPU and bfloat16 on CUDA.
-        model_patterns: of each layer of the model, None if unknown; by default one layer, or as many as the
-            section's "layers" name.
 
     Raises:
         RingConfigError: sizes that cannot be, or a section that is refused.
         RingMeshError: the ranks do not fall into whole sequence groups.
-        RingPatternError: model and section contradict each other.
+        RingPatternError: a pattern that these tokens cannot have.
     """
     kv_heads = heads if kv_heads is None else kv_heads
     dtype = dtype or ("float32" if device == "cpu" else "bfloat16")
@@ -116,11 +105,7 @@ def request_from(
         raise RingConfigError(
             f"tokens: expected at least {base.sequence_parallel_size}, one a rank, got {tokens}"
         )
-    if model_patterns is None:
-        model_patterns = (None,) * max([1, *(layer + 1 for layer in named_patterns(base))])
-    request = TuningRequest(
-        tokens, heads, kv_heads, head_dim, batch, dtype, device, world_size, base, model_patterns
-    )
+    request = TuningRequest(tokens, heads, kv_heads, head_dim, batch, dtype, device, world_size, base)
     _ = request.mix  # or raise its error
     return request
 

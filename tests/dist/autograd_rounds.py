@@ -299,8 +299,11 @@ def judge(name: str, mode: str, grid: Grid, answer: Sequence[Outcome]) -> str:
 
 def cases(names: Sequence[str], modes: Sequence[str], ulysses: int) -> list[tuple[str, str]]:
     """The cases of a grid: every operator that has gradients and takes it, every mode."""
-    without = "none" if ulysses > 1 else "only"
-    rows = [name for name in names if OPERATORS[name].gradients and OPERATORS[name].ulysses != without]
+    rows = [
+        name
+        for name in names
+        if OPERATORS[name].gradients and (ulysses == 1 or OPERATORS[name].ulysses == "any")
+    ]
     return [(name, mode) for name in rows for mode in modes]
 
 

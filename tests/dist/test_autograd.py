@@ -8,7 +8,7 @@ from tests.dist.autograd_rounds import MODES, play
 from tests.dist.harness import Pool
 from tests.operator_table import OPERATORS
 
-FEW = ["ring_attention", "gather_sequence", "halo", "serial_scan", "sharded_rows"]
+FEW = ["ring_attention", "gather_sequence", "halo", "ring_scan", "sharded_rows"]
 
 
 @pytest.mark.situation("autograd", "asked for gradients of each operator in each way that autograd has")

@@ -18,8 +18,8 @@ DEFAULTS = {
     "dtype float64": ("cpu", torch.float64),
     "dtype float16": ("cpu", torch.float16),
 }
-# What the user's own code makes there: a module's parameters, and positions.
-OF_THE_USER = {"device meta": {"MultiheadRingAttention", "selected_attention"}}
+# What the user's own code makes there: positions.
+OF_THE_USER = {"device meta": {"selected_attention"}}
 
 
 @contextmanager
@@ -52,7 +52,7 @@ def differences(rank: int, world_size: int, ulysses_size: int, changed: str) -> 
     """What operators have otherwise under other defaults, by name."""
     mesh, result = RingMesh.from_world(world_size // ulysses_size, ulysses_size), {}
     for name, row in OPERATORS.items():
-        suits = row.ulysses == "any" or (row.ulysses == "none") == (ulysses_size == 1)
+        suits = row.ulysses == "any" or ulysses_size == 1
         if not suits or name in OF_THE_USER.get(changed, ()):
             continue
         place = Place(mesh, row.layout)

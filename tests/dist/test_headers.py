@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import ds_ring
-from ds_ring import Causal, Documents, NsaSizes, RingMesh, make_layout
+from ds_ring import Causal, RingMesh, make_layout
 from tests.dist.test_wrong_inputs import MISMATCH, Pool, Refusal, check_refusal, outcomes, refusal
 
 TOKENS = 32
@@ -66,22 +66,6 @@ def selection(mesh: RingMesh, second: bool) -> None:
                         2, keys, **placed(mesh))  # fmt: skip
 
 
-def serial(mesh: RingMesh, second: bool, name: str = "block_size") -> None:
-    x = drawn(2, slots(mesh), 3)
-    ds_ring.serial_scan(
-        lambda state, some: (some[0], state + some[0].sum(1)), drawn(2, 3), [x],
-        documents=Documents([0] * TOKENS), **{name: 2 if second else 1}, **placed(mesh, "contiguous"),
-    )  # fmt: skip
-
-
-def nsa(mesh: RingMesh, second: bool) -> None:
-    sizes = NsaSizes(4, 4, 4, 3, 1, 2 if second else 1, 8)
-    ds_ring.nsa_attention(
-        *qkv(mesh), drawn(1, 4, slots(mesh), 3), compress=lambda k, v: (k.mean(3), v.mean(3)), sizes=sizes,
-        **placed(mesh),
-    )  # fmt: skip
-
-
 def ngrams(mesh: RingMesh, second: bool, **changed: Any) -> None:
     ids = torch.randint(0, 9, (1, slots(mesh)))
     inputs: dict[str, Any] = {"multipliers": [3, 5], "sizes": [[7, 11]], "pad_id": 0}
@@ -100,10 +84,6 @@ ROWS: dict[str, tuple[int, Call, tuple[str, ...]]] = {
     "the gradient of lse of replicated queries": (1, lse_gradient, ("values of grad_lse",)),
     "max_logits' scale": (1, largest_score, ("scale: ", "has 0.5")),
     "the shape of ring_select's keys": (1, selection, ("shape of keys", "3, 4)", "2, 6)")),
-    "serial_scan's block_size": (1, serial, ("block_size: ", "has 1", "has 2")),
-    "serial_scan's block_size, Ulysses": (2, serial, ("block_size: ", "has 1", "has 2")),
-    "serial_scan's batch_parts": (1, lambda *of: serial(*of, "batch_parts"), ("batch_parts: ", "has 1", "has 2")),
-    "NSA's local_blocks": (1, nsa, ("local_blocks=1", "local_blocks=2")),
     "n-grams' multipliers": (1, lambda *of: ngrams(*of, multipliers=[3, 6]), ("multipliers: ", "[3, 6]")),
     "n-grams' sizes": (1, lambda *of: ngrams(*of, sizes=[[11, 7]]), ("sizes: ", "[[11, 7]]")),
     "n-grams' pad_id": (1, lambda *of: ngrams(*of, pad_id=3), ("pad_id: ", "has 3")),

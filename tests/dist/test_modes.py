@@ -93,18 +93,6 @@ def module(ring: Ring, score_mod: Any = None) -> tuple[Run, list[Tensor]]:
     return built, qkv()
 
 
-def multihead(ring: Ring) -> tuple[Run, list[Tensor]]:
-    torch.manual_seed(0)
-    built = ds_ring.MultiheadRingAttention(
-        32, HEADS, pattern=ds_ring.Causal(), **ring.where, dtype=torch.float64
-    )
-
-    def run(x: Tensor) -> Tensor:
-        return built(x, x, x, need_weights=False)[0]  # type: ignore[no-any-return]
-
-    return run, [randn(2, SLOTS, 32)]
-
-
 def sharded(ring: Ring) -> tuple[Run, list[Tensor]]:
     return partial(_shard, ring), [randn(2, TOKENS, 3)]
 
@@ -162,18 +150,6 @@ def moba(ring: Ring) -> tuple[Run, list[Tensor]]:
         return ds_ring.moba_attention(q, k, v, block_size=4, top_k=2, **ring.where)
 
     return run, qkv()
-
-
-def nsa(ring: Ring) -> tuple[Run, list[Tensor]]:
-    def run(q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> Tensor:
-        sizes = ds_ring.NsaSizes(4, 2, 4, top_k=3, window=6)
-        return ds_ring.nsa_attention(q, k, v, gates, compress=_means, sizes=sizes, **ring.where)
-
-    return run, [*qkv(), randn(2, HEADS, SLOTS, 3)]
-
-
-def _means(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    return keys.mean(3), values.mean(3)
 
 
 def largest(ring: Ring) -> tuple[Run, list[Tensor]]:
@@ -235,7 +211,6 @@ FUNCTIONS: dict[str, Callable[[Ring], tuple[Run, list[Tensor]]]] = {
     "score_mod": scored(lambda: lambda score, b, h, q, k: score + 0.1 * h * (k - q)),
     "RingAttention": module,
     "RingAttention, Softcap": partial(module, score_mod=CAP),
-    "MultiheadRingAttention": multihead,
     "shard_sequence": sharded,
     "gather_sequence": gathered,
     "shift_sequence": shifted,
@@ -243,7 +218,6 @@ FUNCTIONS: dict[str, Callable[[Ring], tuple[Run, list[Tensor]]]] = {
     "ring_scan": scanned,
     "ring_select and selected_attention": chosen,
     "moba_attention": moba,
-    "nsa_attention": nsa,
     "max_logits": largest,
 }
 
@@ -320,7 +294,7 @@ MODES: dict[str, Callable[[Run, list[Tensor]], list[Tensor]]] = {
 
 
 EAGERLY = "runs eagerly: call it outside of the graph"
-CHOSEN = ("ring_select and selected_attention", "moba_attention", "nsa_attention", "max_logits")
+CHOSEN = ("ring_select and selected_attention", "moba_attention", "max_logits")
 IN_GRAPHS = {
     **dict.fromkeys(
         ("keys of another sequence", "shard_sequence", "gather_sequence", "shift_sequence", *CHOSEN), EAGERLY

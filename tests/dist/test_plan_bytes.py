@@ -47,9 +47,7 @@ from ds_ring_launcher.plan.layer_passes import build_plans, choose_parts, pass_s
 from ds_ring_launcher.plan.model_file import (
     _OPTIONS,
     read_model,
-    read_model_patterns,
     text_part,
-    with_layer_types,
 )
 from ds_ring_launcher.plan.other_layers import (
     KNOWN,
@@ -419,10 +417,3 @@ def test_parameters_are_those_of_transformers() -> None:
 def test_what_cannot_be_planned_is_refused(capsys: Any, config: Any, more: list[str], says: str) -> None:
     status, text = run(capsys, config, *more)
     assert status == 2 and says in text, text
-
-
-def test_layers_beside_attention_cannot_be_tuned(capsys: Any) -> None:
-    with pytest.raises(RingConfigError, match='expected layers of attention, got "gated delta rule"'):
-        read_model_patterns(json.dumps(with_layer_types(json.dumps(QWEN))), None)
-    with pytest.raises(RingConfigError, match="expected the type of each layer, got null"):
-        read_model_patterns(json.dumps(QWEN), None)

@@ -79,7 +79,7 @@ def test_every_page_is_linked_from_the_index(pages: Path) -> None:
     linked = re.findall(r'<li><a href="([^"]+)">', (pages / "index.html").read_text())
     assert linked[:2] == ["index.html", "ds_ring/TUTORIAL.html"]
     assert len(linked) == len(build_site.TEXTS) + 1 and all((pages / link).is_file() for link in linked)
-    assert (pages / "tools/results/ring.svg").is_file()
+    assert all((pages / name).is_file() for name in ("tools/results/ring.svg", "configs/recipes/8_gpus.svg"))
 
 
 @pytest.mark.night
@@ -91,7 +91,7 @@ def test_a_broken_link_ends_the_command(tmp_path: Path, capsys: pytest.CaptureFi
         (root / text).parent.mkdir(parents=True, exist_ok=True)
         (root / text).write_text((ROOT / text).read_text())
     shutil.copytree(ROOT / "tools/results", root / "tools/results")
-    for file in ("launcher/run/run_folder.py", "ds_ring/patches.py"):
+    for file in ("launcher/run/run_folder.py", "ds_ring/patches.py", "configs/recipes/8_gpus.svg"):
         (root / file).parent.mkdir(parents=True, exist_ok=True)
         (root / file).write_text("")
     with (root / "ds_ring/TUTORIAL.md").open("a") as tutorial:

@@ -16,7 +16,7 @@ import pytest
 
 from ds_ring_launcher import cli
 
-SHAPES = ["--tokens", "4096", "--heads", "4", "--head-dim", "64"]
+SHAPES = ["--tokens", "4k", "--heads", "4", "--head-dim", "64"]
 # Its ranks import this file first: nothing heavy stands at its head.
 PARENT = """
 import time

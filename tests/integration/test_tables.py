@@ -3,27 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from ds_ring_launcher import cli
 from ds_ring_launcher.tables import WIDTH
-from ds_ring_launcher.tune.candidates import candidates
-from ds_ring_launcher.tune.result import print_tables
 from tests.integration.test_plan_command import CPU, SIZES
-from tests.unit.launcher.tune.cases import request
-from tests.unit.launcher.tune.test_result import result
 
 ATTENTION = ["--tokens", "500", "--heads", "4", "--kv-heads", "2", "--head-dim", "16"]
-
-
-def tune(folder: Path) -> int:
-    asked = request(4)
-    chosen = replace(candidates(asked)[0], heads_per_message=2, overlap=False)
-    print_tables(result(asked, chosen))
-    return 0
 
 
 def plan(folder: Path) -> int:
@@ -38,7 +26,6 @@ def simulate(folder: Path) -> int:
     ("command", "words"),
     [
         (plan, ["memory of a device", "optimizer states", "--fit turns on", "step"]),
-        (tune, ["large matrix product", "chosen", "3.0000", "no overlap"]),
         (simulate, ["peak", "sent by a rank"]),
     ],
 )

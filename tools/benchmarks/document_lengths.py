@@ -6,12 +6,14 @@ Lengths are drawn until a sequence is full; none is longer than a quarter of it.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
+from ds_ring import Causal, Documents
 from ds_ring.errors import RingConfigError, shown
+from ds_ring.masks.pattern import Pattern
 
 Draw = Callable[[np.random.Generator, int], np.ndarray]  # so many lengths, above 0
 LONGEST = 4  # a document is at most this part of the sequence
@@ -64,3 +66,10 @@ def draws(draw: Draw, tokens: int, count: int) -> Iterator[np.ndarray]:
             total += int(drawn.sum())
         ends = np.minimum(np.cumsum(np.concatenate(parts)), tokens)
         yield np.diff(ends[: int(np.searchsorted(ends, tokens)) + 1], prepend=0)
+
+
+def make_document_pattern(lengths: Sequence[int] | np.ndarray) -> Pattern:
+    """Return causal attention inside each of the documents that follow one another."""
+    if len(lengths) == 1:
+        return Causal()
+    return Documents(np.repeat(np.arange(len(lengths)), lengths)) & Causal()

@@ -23,11 +23,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.document_lengths import draws, read_lengths
+from benchmarks.document_lengths import draws, make_document_pattern, read_lengths
 from benchmarks.measuring import ResultRow
 from ds_ring import build_plan, make_layout
 from ds_ring.schedule.lowering import lower_rank
-from ds_ring_launcher.published.packs import make_document_pattern
 
 OPTIONS = {
     "ranks": [64, 256, 1024], "draws": 20, "shard": (8192, "tokens of a rank"), "lengths": "lognormal",

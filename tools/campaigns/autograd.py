@@ -8,7 +8,7 @@ one error on all ranks, after which the mesh works. All else is wrong, as is a r
 
 Example:
     python tools/campaign.py autograd
-    python tools/campaign.py autograd --only halo serial_scan --modes grad twice --ranks 3 --ulysses 1
+    python tools/campaign.py autograd --only halo ring_scan --modes grad twice --ranks 3 --ulysses 1
 """
 
 from __future__ import annotations

@@ -17,9 +17,9 @@ from common import ROOT, provenance
 
 from ds_ring.measure.rates import RATES
 from ds_ring.plugin import KERNELS
+from ds_ring_launcher.commands.tune import declare
 from ds_ring_launcher.run.local_ranks import run_ranks
 from ds_ring_launcher.tune.__main__ import run as tune
-from ds_ring_launcher.tune.arguments import declare
 
 from .kernels import get_shape, is_cuda
 from .longest import Trial, attempt

@@ -18,8 +18,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -34,7 +33,6 @@ from ds_ring.ops.ring_op import run_forward
 
 ROWS = 32  # of a product or a sum over rows; whole vectors of any instruction set
 CHUNK, VECTOR = 16384, 64  # elements of a call, and what their number is a multiple of
-PRODUCTS = 1 << 22  # numbers that exist at a time where elements are computed by themselves
 _SIDE = 8  # sides of a matrix: the rows of products with others differ in float64
 _CHECKED = 256  # shapes of products of which it is known
 
@@ -53,11 +51,10 @@ stack sub t _to_copy topk transpose tril triu trunc unbind unfold _unsafe_index 
 where zero zeros zeros_like
 """
 _EXACT = set(_NAMES.split())
-# Operators of ds_ring that send numbers as they are, or none.
-_MOVES = {"swap_heads_tokens", "refuse", "halo", "hand_over"}
+# Operators of ds_ring that send numbers as they are, or none; those of losses, which are no token's.
+_MOVES = {"swap_heads_tokens", "refuse", "halo", "sequence_sum", "sequence_max"}
 # Why passes have other bits in a generation than in training.
 _DIFFER = {
-    "scan": "recurrent layers whose model has code of its own for one token after the other",
     "latent_attention": "keys that are the same numbers in both, not latents that are expanded by rank",
 }
 
@@ -67,7 +64,7 @@ class BatchInvariant(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._in_pass = self._by_elements = False
+        self._in_pass = False
         self._checked: OrderedDict[tuple[Any, ...], None] = OrderedDict()
 
     def __torch_dispatch__(
@@ -119,15 +116,6 @@ class BatchInvariant(TorchDispatchMode):
         finally:
             self._in_pass = False
 
-    @contextmanager
-    def by_elements(self) -> Iterator[None]:
-        """Compute each element of a product by itself, for right sides that depend on the batch, too."""
-        before, self._by_elements = self._by_elements, True
-        try:
-            yield
-        finally:
-            self._by_elements = before
-
     # Products of matrices.
 
     def mm(self, a_MK: Tensor, b_KN: Tensor) -> Tensor:
@@ -135,8 +123,6 @@ class BatchInvariant(TorchDispatchMode):
         (rows, inner), columns = a_MK.shape, b_KN.shape[1]
         if inner <= 1:  # no sum
             return torch.mm(a_MK, b_KN)
-        if self._by_elements:
-            return _multiply_elements(a_MK, b_KN)
         wide, long = -columns % _SIDE, -inner % _SIDE
         if wide or long or b_KN.data_ptr() % 64:
             b_KN = pad(b_KN, (0, wide, 0, long)) if wide or long else b_KN.clone()
@@ -225,17 +211,6 @@ class BatchInvariant(TorchDispatchMode):
                 result[first:end] = self.mm(a_MK[first:end], matrix)
             first = end
         return result
-
-
-def _multiply_elements(a_MK: Tensor, b_KN: Tensor) -> Tensor:
-    """Return the product, whose elements are sums over rows."""
-    wide, columns = torch.promote_types(a_MK.dtype, torch.float32), b_KN.t().unsqueeze(0)
-    step = max(1, PRODUCTS // max(1, b_KN.numel()))
-    parts = []
-    for rows in a_MK.split(step):
-        result, shape = _run_on_rows(lambda x: x.sum(-1), rows.unsqueeze(1).to(wide) * columns.to(wide), [-1])
-        parts.append(result.reshape(shape))
-    return torch.cat(parts).to(a_MK.dtype)
 
 
 _PRODUCTS: dict[str, Callable[..., Tensor]] = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from ds_ring.contrib.batch_invariant.mode import BatchInvariant
 from ds_ring.data.loss import logprobs_and_entropies
 from ds_ring.data.session import RingSession
 from ds_ring.errors import RingConfigError, RingShapeError
-from ds_ring.plugin import INVARIANT_PARTS, PASSES, load
+from ds_ring.plugin import PASSES
 
 
 @contextmanager
@@ -30,22 +30,18 @@ def batch_invariant(session: RingSession) -> Iterator[None]:
 
     Needs `"transport": "reproducible"`, whose blocks are the same in both, and prompts without padding on the
     left: a token keeps its position. Forward passes alone: a weight's gradient is a sum over a rank's tokens.
-    On the CPU, products of `ROWS` rows; slower than without. Recurrent layers go token by token, one rank
-    after the other; where queries choose their keys, each rank gathers all keys and values.
+    On the CPU, products of `ROWS` rows; slower than without.
 
     Raises:
-        RingConfigError: another transport; in the block, an operator of whose bits nothing is known.
+        RingConfigError: another transport; in the block, an operator of whose bits nothing is known, such as
+            those of recurrent layers, of latents and of chosen keys.
     """
     if not PASSES[session.config.transport].whole_blocks:
         got = f'"{session.config.transport}"'
         raise RingConfigError.wrong(
             "batch_invariant", '"transport": "reproducible"', got, "set it in the JSON"
         )
-    mode = BatchInvariant()
-    with ExitStack() as stack:
-        for home in INVARIANT_PARTS.values():
-            stack.enter_context(load(home)(session, mode))
-        stack.enter_context(mode)
+    with BatchInvariant():
         yield
 
 

@@ -1,7 +1,7 @@
 """Print the path of a plug-in.
 
 Example:
-    swift sft --external_plugins "$(python -m ds_ring.contrib.training_commands ms_swift)" ...
+    python "$(python -m ds_ring.contrib.training_commands llama_factory)" train sft.yaml
 """
 
 from __future__ import annotations

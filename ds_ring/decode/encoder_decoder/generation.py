@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
-from ds_ring.api import RingAttention
+from ds_ring.attention_module import RingAttention
 from ds_ring.contrib.encoder_decoder.batch import DECODER, FULL, between, prepare_encoder
 from ds_ring.data.batch import SHARDING, cache_in, split_tokens, token_shape
 from ds_ring.data.batch_sharding import BatchSharding

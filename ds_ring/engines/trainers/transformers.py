@@ -9,8 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -167,7 +166,13 @@ def _add_up_flops(store: Callable[[Any], None], trainer: Any) -> None:
     reason="ranks of a sequence read the samples of one replica (batch_rebalance); their workers draw alike",
 )  # fmt: skip
 def _make_replica_loaders(make: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
-    with counting_replicas(trainer):
+    """Make a loader, which reads its share of the samples from the arguments: let these count replicas."""
+    replicas, kind = trainer.accelerator, type(trainer.args)
+    counts = {
+        "world_size": property(lambda _: replicas.num_processes),
+        "process_index": property(lambda _: replicas.process_index),
+    }
+    with applied(_loader_arguments.to(type(kind.__name__, (kind,), counts)), arguments=trainer.args):
         return make(trainer, *args, **kwargs)
 
 
@@ -182,18 +187,6 @@ def _with_documents(remove: Callable[..., Any], trainer: Any, *args: Any, **kwar
         trainer._set_signature_columns_if_needed()
         trainer._signature_columns.extend({DOCUMENT_IDS, *ROW_KINDS} - {*trainer._signature_columns})
     return remove(trainer, *args, **kwargs)
-
-
-@contextmanager
-def counting_replicas(trainer: Any) -> Iterator[None]:
-    """Let `world_size` and `process_index` of a Trainer's arguments count replicas: its loader reads them."""
-    replicas, kind = trainer.accelerator, type(trainer.args)
-    counts = {
-        "world_size": property(lambda _: replicas.num_processes),
-        "process_index": property(lambda _: replicas.process_index),
-    }
-    with applied(_loader_arguments.to(type(kind.__name__, (kind,), counts)), arguments=trainer.args):
-        yield
 
 
 @_trainer_patch(

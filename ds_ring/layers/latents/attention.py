@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_ring.api import RingAttention
+from ds_ring.attention_module import RingAttention
 from ds_ring.comm.collective import collective
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.config.pass_options import PassOptions
 from ds_ring.layers.latents.kernel import check_one_head, check_transport, latent_value_dim
 from ds_ring.layers.latents.latent_op import latent_attention_op
+from ds_ring.masks.pair_masks import ScoreFunction
 from ds_ring.masks.pattern import Pattern
-from ds_ring.masks.tiles import ScoreFunction
 from ds_ring.ops.compiled import (
     GraphRefusal,
     check_traced,
@@ -27,10 +27,10 @@ from ds_ring.ops.compiled import (
     make_refused_results,
     refusal_from,
 )
-from ds_ring.ops.context import RingContext
-from ds_ring.ops.frontend import AskedContext, check_eager, get_call_context
-from ds_ring.ops.gradients import run_compared
-from ds_ring.ops.passes import ExtraOperand, Operands
+from ds_ring.ops.context import AskedContext, RingContext, get_call_context
+from ds_ring.ops.eager import check_eager, run_compared
+from ds_ring.ops.extra_operand import ExtraOperand
+from ds_ring.ops.passes import Operands
 from ds_ring.ops.prepare import check
 from ds_ring.ops.ulysses import HEADS, SWAPS, TOKENS, UlyssesAllToAll, with_ulysses
 from ds_ring.schedule.layout import Layout

@@ -18,17 +18,17 @@ from ds_ring.comm.device_tables import DeviceTables, leave_inference_mode, on_de
 from ds_ring.comm.exchange import Exchange
 from ds_ring.comm.mesh import RingMesh, check_mesh
 from ds_ring.compat.torch import assume_constant
-from ds_ring.errors import RingLayoutError, RingPatternError
+from ds_ring.errors import RingPatternError
 from ds_ring.layers.scan.sequence_runs import (
     Piece,
     SequenceRuns,
     pieces,
-    positions_in_documents,
     sequence_runs,
 )
 from ds_ring.ops.checks import check_layout
 from ds_ring.ops.context import cache_context
-from ds_ring.ops.handles import new_handle, read_number
+from ds_ring.ops.handles import new_handle
+from ds_ring.ops.tracing import read_number
 from ds_ring.patterns.documents.pattern import Documents, Tree
 from ds_ring.schedule.layout import Layout
 
@@ -160,24 +160,9 @@ def scan_context(
                 "documents", "ds_ring.Documents or ds_ring.Tree", type(documents).__name__,
                 "pass ds_ring.Documents(document_ids)",
             )  # fmt: skip
+        check_layout(layout)
         context: ScanContext = cache_context(mesh, (ScanContext, layout, documents, hop_timeout_s), make)
     return context
-
-
-def check_blocks(name: str, context: ScanContext, block_size: int) -> None:
-    """Refuse runs that begin inside a block of `block_size` tokens, counted from where documents begin.
-
-    Raises:
-        RingLayoutError: names the first such position.
-    """
-    starts = context.runs.starts
-    where = positions_in_documents(context.documents, context.layout.tokens)[starts]
-    cut = starts[where % block_size > 0]
-    if len(cut):
-        raise RingLayoutError(
-            f"{name}: expected runs that begin with blocks of {block_size} tokens of their document, got one"
-            f" at position {int(cut[0])}; pad documents to blocks, or make a layout of whole blocks"
-        )
 
 
 @assume_constant

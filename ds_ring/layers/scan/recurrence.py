@@ -19,7 +19,7 @@ from ds_ring.comm.collective import collective
 from ds_ring.errors import RingConfigError
 from ds_ring.layers.scan.context import ScanContext
 from ds_ring.layers.scan.scan import compose, scan_op
-from ds_ring.ops.gradients import run_compared
+from ds_ring.ops.eager import run_compared
 
 
 class Computed(NamedTuple):

@@ -3,9 +3,6 @@
 A recurrence or a convolution passes from run to run, so it needs to know which run of which rank comes next.
 Owns this order and the messages that follow from it; pure data. Each run must be consecutive positions
 (step 1): the zigzag, contiguous and balanced layouts have such runs, the striped and residue layouts do not.
-
-A layer that makes one entry of every `size` tokens may need runs of whole blocks: `in_blocks` returns the
-layout of the entries.
 """
 
 from __future__ import annotations
@@ -22,7 +19,7 @@ import numpy as np
 from ds_ring.errors import RingLayoutError
 from ds_ring.masks.slots import IntArray
 from ds_ring.patterns.documents.pattern import Documents, Tree
-from ds_ring.schedule.layout import Layout, PieceLayout
+from ds_ring.schedule.layout import Layout
 
 
 class HaloMessages(NamedTuple):
@@ -212,31 +209,6 @@ def other_documents(
         of_places, of_borders = (np.searchsorted(starts, where, side="right") for where in (places, borders))
         outside.append(of_places != of_borders)
     return np.flatnonzero(np.concatenate(outside))
-
-
-@lru_cache(maxsize=64)
-def in_blocks(layout: Layout, size: int) -> Layout:
-    """Return the layout of blocks of `size` positions: block b is on the rank of its positions.
-
-    Raises:
-        RingLayoutError: a run does not begin and end where blocks do; the end of the sequence may cut one.
-    """
-    runs = sequence_runs(layout)
-    for start, length, rank in zip(
-        runs.starts.tolist(), runs.lengths.tolist(), runs.ranks.tolist(), strict=True
-    ):
-        if start % size or (length % size and start + length < layout.tokens):
-            pieces = layout.ring_size * max(
-                len(runs.list_rank_runs(rank)) for rank in range(layout.ring_size)
-            )
-            raise RingLayoutError(
-                f"{layout}: expected runs of whole blocks of {size} tokens, got {start} to"
-                f" {start + length - 1} on ring rank {rank}; pad the sequence to a multiple of"
-                f" {pieces * size} tokens"
-            )
-    starts = (runs.starts // size).tolist()
-    blocks = -(-layout.tokens // size)
-    return PieceLayout(blocks, layout.ring_size, 1, (*starts, blocks), tuple(runs.ranks.tolist()))
 
 
 @lru_cache(maxsize=64)

@@ -6,7 +6,6 @@ Shapes: B samples, S local tokens, C heads that choose for themselves, k chosen 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -25,14 +24,6 @@ from ds_ring.plugin import HOOKS, load
 Computation = Callable[[Any, slice, Tensor], Tensor]
 
 
-class Choices:
-    """Hold what gives choices on a mesh the same bits in any batch: `mesh.owners[Choices]`."""
-
-    def __init__(self) -> None:
-        self.exact: Callable[[], AbstractContextManager[Any]] = nullcontext  # in which scores are computed
-        self.attend: Callable[[AttentionCall, Tensor], Tensor] | None = None  # as `attend_to_chosen`
-
-
 def selected(sharding: BatchSharding, pattern: Pattern, scores: Computation, k: int, keys: Tensor) -> Tensor:
     """Return the chosen positions, int64 [B, S, k], or [B, C, S, k] where C heads choose for themselves.
 
@@ -45,13 +36,12 @@ def selected(sharding: BatchSharding, pattern: Pattern, scores: Computation, k: 
         of_all: Any = sharding
         select = partial(load(HOOKS["select_for_all"]), q_positions=of_all.q_positions.numpy())
     results = []
-    with sharding.mesh.owners[Choices].exact():
-        if not sharding.groups:
-            return select(partial(scores, slice(None)), k, keys, pattern=pattern, **place)
-        for group in sharding.groups:
-            rows = list(group.rows)
-            of_rows = partial(scores, rows)
-            results.append(select(of_rows, k, keys[rows], pattern=group.narrowed(pattern), **place))
+    if not sharding.groups:
+        return select(partial(scores, slice(None)), k, keys, pattern=pattern, **place)
+    for group in sharding.groups:
+        rows = list(group.rows)
+        of_rows = partial(scores, rows)
+        results.append(select(of_rows, k, keys[rows], pattern=group.narrowed(pattern), **place))
     return joined(sharding, results)
 
 
@@ -77,9 +67,6 @@ def attend_to_chosen(call: AttentionCall, chosen: Tensor) -> Tensor:
     """
     if call.softcap is not None:
         raise RingConfigError(f"{call.name}: expected no softcap beside chosen keys, got {call.softcap}")
-    exact = call.sharding.mesh.owners[Choices].attend
-    if exact is not None:
-        return exact(call, chosen)
     attend: Callable[..., Tensor] = selected_attention
     if call.sharding.is_replicated:
         attend = load(HOOKS["attend_for_all"])

@@ -1,6 +1,6 @@
 """Blocks of tokens on shards: gather the tokens of a block, and attend to chosen blocks.
 
-Layers of transformers models that choose blocks of tokens gather them as MoBA and NSA do: the tokens of a
+Layers of transformers models that choose blocks of tokens gather them as MoBA does: the tokens of a
 block may be on two ranks or more, and its owner gets them. Nothing here holds the keys of all ranks.
 
 Shapes: B samples, H query heads, G key/value heads, S local tokens, N local blocks, L tokens of a block.
@@ -17,13 +17,13 @@ from torch import Tensor
 from ds_ring.comm.device_tables import on_device
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.errors import RingConfigError
-from ds_ring.layers.scan.context import ScanContext, scan_context
+from ds_ring.layers.scan.context import scan_context
 from ds_ring.layers.scan.halo import halo_op
 from ds_ring.layers.selection.attention import selected_attention
 from ds_ring.layers.selection.block_layout import BlockLayout
 from ds_ring.masks.slots import IntArray
 from ds_ring.ops.checks import check_heads, check_layout, check_operand, check_tensors, check_tokens
-from ds_ring.ops.gradients import run_compared
+from ds_ring.ops.eager import run_compared
 from ds_ring.schedule.layout import Layout
 
 
@@ -61,38 +61,6 @@ def _index(blocks: BlockLayout, rank: int) -> IntArray:
         index[mine] = np.where(behind < 0, first + length + behind, slots + run * after + behind)
         first += length
     return index
-
-
-def windows(x: Tensor, context: ScanContext, before: int, after: int, step: int = 1) -> Tensor:
-    """Return `before` + step + `after` neighbours of each group of `step` slots: [B, n, that, ...].
-
-    Slots before and after the sequence are zeros. Differentiable; each rank takes part.
-
-    Args:
-        x: [B, S, ...], where the layout of `context` has S slots.
-        context: of a layout whose runs are whole groups; the end of the sequence may cut one.
-        before, after: slots before and after a group.
-        step: slots of a group.
-    """
-    size, parts = before + step + after, []
-    beside = None
-    if before + after:
-        beside = run_compared(
-            context.mesh, "windows of tokens", halo_op, x.contiguous(), 1, before, after, context.handle
-        )
-    for piece in context.pieces:
-        tokens = x[:, piece.slot : piece.slot + piece.length]
-        rest = tokens.new_zeros((len(tokens), -piece.length % step, *tokens.shape[2:]))
-        whole = torch.cat([tokens, rest], dim=1)
-        if beside is not None:
-            front, behind = beside[:, piece.run].split([before, after], dim=1)
-            whole = torch.cat([front, whole, behind], dim=1)
-        parts.append(whole.unfold(1, size, step).movedim(-1, 2))
-    if parts:
-        return torch.cat(parts, dim=1)
-    none = x.new_zeros((len(x), 0, size, *x.shape[2:]))
-    # Also without slots, every rank takes part in the backward pass of the halo.
-    return none if beside is None else none + beside.flatten()[:0].sum()
 
 
 def attend_to_blocks(

@@ -25,8 +25,7 @@ from torch import Tensor
 
 from ds_ring.comm.streams import is_fake
 from ds_ring.memory.host.host_memory import HostMemory
-from ds_ring.memory.regions import running_region
-from ds_ring.ops.passes import SavedTensors
+from ds_ring.ops.passes import SavedTensors, running_region
 from ds_ring.ring.buffers import Saved, select_chunk
 from ds_ring.schedule.steps import HeadChunk
 

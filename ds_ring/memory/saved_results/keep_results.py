@@ -28,8 +28,8 @@ from ds_ring.comm.device_tables import leave_inference_mode, to_device
 from ds_ring.comm.streams import active_fake_mode
 from ds_ring.masks.branches import Branch, in_range
 from ds_ring.masks.pattern import Pattern, QueryHead
-from ds_ring.memory.regions import ResultStore, TensorStore, running_region
-from ds_ring.ops.passes import Results, SavedTensors
+from ds_ring.memory.regions import ResultStore, TensorStore
+from ds_ring.ops.passes import Results, running_region
 
 if TYPE_CHECKING:
     from ds_ring.ops.context import RingContext
@@ -133,14 +133,13 @@ class FirstQueries(Pattern):
         return (Branch(queries=in_range(0, self.count)),)
 
 
-class KeepResults(SavedTensors):
+class KeepResults:
     """Keep (out, lse) of passes in checkpointed regions; of the last rows alone, if the options say so.
 
     `recompute_attention` is the part of the sequence whose rows are computed again.
     """
 
-    def __init__(self, inner: SavedTensors) -> None:
-        super().__init__(inner)
+    def __init__(self) -> None:
         # for tensors of a description: the context of the rows that are computed again, and the other slots
         self._first: dict[Hashable, tuple[RingContext, Tensor]] = {}
 

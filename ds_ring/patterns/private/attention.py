@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ds_ring.api import RingAttention
+from ds_ring.attention_module import RingAttention
 from ds_ring.comm.device_tables import on_device
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.errors import RingShapeError

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-
 import numpy as np
 import torch
 from torch import Tensor
 
-from ds_ring import Documents, RingMesh, Tree, make_layout
-from ds_ring.schedule.layout import round_to_blocks
-from tests.dist.one_process import Layer, compare
+from ds_ring import Documents, Tree
 
 T = 46
 IDS = [0] * 5 + [1] * 6 + [2] * 2 + [3] * 20 + [4] * 7 + [-1] * 6
@@ -51,33 +46,6 @@ def path_of(kind: str, t: int) -> list[int]:
     while before[result[-1]] >= 0:
         result.append(before[result[-1]])
     return result[::-1]
-
-
-def errors_on_a_ring(
-    world_size: int, ring: tuple[str, int, str], inputs: dict[str, Tensor], alone: Callable[..., Tensor],
-    operator: Callable[..., Tensor], block_size: int = 1,
-) -> dict[str, float]:  # fmt: skip
-    """Return the relative errors of the output and of each gradient.
-
-    Args:
-        world_size: ranks.
-        ring: layout, Ulysses size, and the kind of documents.
-        inputs: [B, T, ...] float64.
-        alone: reference, of the inputs and the kind of documents.
-        operator: of shards, by name, and of layout, mesh and documents.
-        block_size: tokens that one shard has whole.
-    """
-    name, ulysses, kind = ring
-    mesh = RingMesh.from_world(world_size // ulysses, ulysses)
-    pattern = documents_of(kind) or Documents(IDS)
-    layout = make_layout(name, tokens=T, ring_size=mesh.ring_size, multiple_of=ulysses, pattern=pattern)
-    if block_size > 1:
-        layout = round_to_blocks(make_layout(name, tokens=T, ring_size=mesh.ring_size), block_size)
-    layer = Layer(
-        inputs, partial(alone, kind=kind), partial(operator, layout=layout, mesh=mesh, documents=documents_of(kind)),
-        mesh, layout, dim=1, real=real_tokens(kind),
-    )  # fmt: skip
-    return compare(layer)
 
 
 def drawn(shapes: dict[str, tuple[int, ...]], seed: int = 0) -> dict[str, Tensor]:

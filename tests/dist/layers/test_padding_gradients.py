@@ -16,13 +16,11 @@ from ds_ring import (
     latent_attention,
     make_layout,
     moba_attention,
-    nsa_attention,
     ring_attention,
     ring_select,
     selected_attention,
 )
-from ds_ring.layers.sparse.nsa import NsaSizes
-from ds_ring.schedule.layout import round_to_blocks
+from ds_ring.schedule.pieces import round_to_blocks
 from tests.dist.harness import Pool
 
 Results = tuple[Tensor, ...]
@@ -61,16 +59,7 @@ def moba(x: dict[str, Tensor], place: dict[str, Any]) -> Results:
     return (moba_attention(x["q"], x["k"], x["v"], block_size=4, top_k=2, **place),)
 
 
-def nsa(x: dict[str, Tensor], place: dict[str, Any]) -> Results:
-    sizes = NsaSizes(4, 2, 4, 3, 1, 1, 8)
-
-    def compress(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return k.mean(3), v.mean(3)
-
-    return (nsa_attention(x["q"], x["k"], x["v"], x["gates"], compress=compress, sizes=sizes, **place),)
-
-
-CALLS = {item.__name__: item for item in (attention, latents, selected, crossed, moba, nsa)}
+CALLS = {item.__name__: item for item in (attention, latents, selected, crossed, moba)}
 
 
 def gradients(rank: int, world_size: int) -> dict[str, float]:
@@ -80,14 +69,14 @@ def gradients(rank: int, world_size: int) -> dict[str, float]:
     slots, tokens, result = layout.local_tokens, layout.valid_tokens(rank), {}
     shapes = {
         "q": (1, HEADS, slots, DIM), "k": (1, GROUPS, slots, DIM), "v": (1, GROUPS, slots, DIM),
-        "gates": (1, HEADS, slots, 3), "sinks": (HEADS,), "up": (HEADS * (4 + DIM), DIM),
+        "sinks": (HEADS,), "up": (HEADS * (4 + DIM), DIM),
     }  # fmt: skip
     for name, call in CALLS.items():
         grads: list[dict[str, Tensor]] = []
         for fill in (0.0, torch.nan):
             torch.manual_seed(rank)
             x = {key: torch.randn(shape, dtype=torch.float64) for key, shape in shapes.items()}
-            for key in ("q", "k", "v", "gates"):
+            for key in ("q", "k", "v"):
                 x[key][:, :, tokens:] = fill
             x = {key: item.requires_grad_() for key, item in x.items()}
             results = call(x, {"layout": layout, "mesh": mesh})
@@ -108,5 +97,5 @@ def gradients(rank: int, world_size: int) -> dict[str, float]:
 )
 def test_nan_of_padding_reaches_no_gradient(rank_pool: Pool) -> None:
     for result in rank_pool(2).run(gradients):
-        assert len(result) == 24  # inputs that get a gradient, of all calls
+        assert len(result) == 20  # inputs that get a gradient, of all calls
         assert all(error < 1e-12 for error in result.values()), result

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ds_ring.api import RingAttention
+from ds_ring.attention_module import RingAttention
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.config.section import RingConfig
 

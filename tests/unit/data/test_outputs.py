@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from ds_ring.data.outputs import LocalOutput, gather_computed, make_whole_output
+from ds_ring.data.outputs import LocalOutput, make_whole_output
 
 
 def test_a_number_that_has_a_name_of_its_own_is_made_whole_by_it() -> None:
@@ -108,18 +108,6 @@ def test_what_has_a_name_is_gathered_when_it_is_read(form: str) -> None:
         assert read(found, "logits").equal(logits + 100)
     assert whole.sequences == 1
     assert read(given, "loss") == 1, "the module keeps its own"
-
-
-@pytest.mark.parametrize("form", BY_NAME)
-def test_what_is_computed_of_local_tokens_is_gathered_alone(form: str) -> None:
-    whole, logits = Gathered(), torch.tensor([[0.0, 2.0], [1.0, 0.0]])
-    found = whole.of(BY_NAME[form](loss=torch.tensor(1.0), logits=logits))
-    for _ in range(2):
-        best = gather_computed(found, "logits", lambda x: x.argmax(dim=-1))
-        assert best is not None and best.tolist() == [101, 100]
-    assert read(found, "logits").equal(logits + 100) and whole.sequences == 3
-    deferred = whole.of(BY_NAME[form](loss=torch.tensor(1.0), logits="computed in tiles"))
-    assert gather_computed(deferred, "logits", lambda x: x) is None
 
 
 @pytest.mark.parametrize("form", ["ModelOutput", "dict", "OrderedDict", "dict with attributes"])

@@ -54,7 +54,8 @@ def test_a_rank_that_raises_is_named_and_no_other_one_outlives_it() -> None:
         run_ranks(fail_beside_a_sleeper, 2, (), threads=1, deadline_s=60, waiting=lambda: ticks.append(1))
     assert ticks
     begun = [one for one in psutil.Process().children(recursive=True) if one not in before]
-    assert not psutil.wait_procs([one for one in begun if "resource_tracker" not in " ".join(one.cmdline())], 10)[1]
+    ranks = [one for one in begun if "resource_tracker" not in " ".join(one.cmdline())]
+    assert not psutil.wait_procs(ranks, 10)[1]
 
 
 def test_sigterm_ends_what_waits_for_ranks() -> None:

@@ -25,7 +25,7 @@ from ds_ring.comm.mesh import check_mesh
 from ds_ring.errors import RingFiniteError, check_bool, check_whole_number
 from ds_ring.kernels.reference import ReferenceKernel
 from ds_ring.limits import MAX_TOKENS
-from ds_ring.ops.passes import FiniteKernel
+from ds_ring.ops.finite import FiniteKernel
 from ds_ring.schedule.grid import Grid
 from ds_ring.schedule.lowering import get_kernel_calls
 

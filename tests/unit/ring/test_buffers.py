@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 def kind(slots: int = 8, dtype: torch.dtype = torch.float32) -> BufferKind:
-    return make_buffer_kind(LIKE, slots, Payload.KEYS, dtype)
+    return make_buffer_kind(LIKE, slots, Payload.KEYS, dtype, apart=False)
 
 
 def take(buffers: Buffers, slots: int = 8) -> Block:

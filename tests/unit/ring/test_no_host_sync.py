@@ -22,7 +22,8 @@ from ds_ring.comm.exchange import Exchange
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.kernels.flash.kernel import FlashKernel
 from ds_ring.kernels.flex.kernel import FlexKernel
-from ds_ring.kernels.interface import Kernel, Scores
+from ds_ring.kernels.interface import Kernel
+from ds_ring.kernels.pairs import Scores
 from ds_ring.layers.scan.context import scan_context
 from ds_ring.layers.scan.halo import halo_backward_op, halo_op
 from ds_ring.layers.scores import Alibi
@@ -30,7 +31,6 @@ from ds_ring.masks.pattern import Pattern
 from ds_ring.memory.saved_results.keep_results import KeepResults
 from ds_ring.ops.context import make_ring_context
 from ds_ring.ops.options import Options
-from ds_ring.ops.passes import SavedTensors
 from ds_ring.patterns.captured.score_mod import ScoreMod
 from ds_ring.ring.pool import Buffers
 from ds_ring.ring.ring_pass import RingPass
@@ -112,7 +112,7 @@ def test_a_pass_of_flash_waits_for_nothing_not_even_the_first_of_its_shape(mesh:
 def test_slots_of_kept_rows_go_over_once_and_without_a_wait(mesh: RingMesh) -> None:
     context, keeps = (
         make_ring_context(Causal(), "zigzag", mesh, Options(recompute_attention=0.5)),
-        KeepResults(SavedTensors()),
+        KeepResults(),
     )
     with FakeTensorMode(), HostWaits().watching() as waits:
         slots = [keeps.first_queries(context, TOKENS // RING, torch.device("cuda:0"))[1] for _ in range(3)]

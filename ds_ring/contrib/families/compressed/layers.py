@@ -56,7 +56,7 @@ from ds_ring.models.attention_name import NAME
 from ds_ring.models.model import TABLE
 from ds_ring.models.rows import in_order
 from ds_ring.models.variant import STATE, AttachRequest, Variant
-from ds_ring.ops.gradients import run_compared
+from ds_ring.ops.eager import run_compared
 from ds_ring.patches import patch
 from ds_ring.patterns.documents.pattern import Documents
 

@@ -31,7 +31,6 @@ from ds_ring.data.batch_sharding import BatchSharding
 from ds_ring.errors import RingConfigError, RingPatternError
 from ds_ring.layers.selection.block_layout import BlockLayout
 from ds_ring.layers.selection.rows import (
-    Choices,
     attend_to_chosen,
     joined,
     layers_with_indexers,
@@ -394,7 +393,7 @@ class BlockIndexedLayer:
         if not isinstance(pattern, Causal):
             expected = f"expected a causal pattern, with or without documents, got {pattern}"
             raise RingPatternError(f"{name}: {expected}; leave the pattern out of the JSON")
-        with torch.no_grad(), sharding.mesh.owners[Choices].exact():
+        with torch.no_grad():
             # the hidden states, and what else scores are made of
             first, second = [*arguments.values()][:2]
             assert make is not None, "the layer matches"

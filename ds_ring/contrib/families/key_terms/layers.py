@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from ds_ring.data.batch_sharding import BatchSharding
 from ds_ring.layers.scores import with_key_terms
-from ds_ring.layers.selection.rows import Choices, attend_to_chosen, selected
+from ds_ring.layers.selection.rows import attend_to_chosen, selected
 from ds_ring.layers.selection.total_order import TotalOrder
 from ds_ring.masks.pattern import Pattern
 from ds_ring.models.attention_name import NAME
@@ -100,7 +100,7 @@ class TermsMask:
 
     def largest(self, sharding: BatchSharding, pattern: Pattern, queries: int) -> Tensor | None:
         """Return the keys with the largest terms [B, G, Q, k] of each query; None if it sees no more."""
-        if self.most >= sharding.layout.tokens and sharding.mesh.owners[Choices].attend is None:
+        if self.most >= sharding.layout.tokens:
             return None
 
         def scores(samples: Any, some: slice, terms_BSG: Tensor) -> Tensor:

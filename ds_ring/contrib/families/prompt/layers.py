@@ -22,7 +22,7 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from ds_ring.api import RingAttention
+from ds_ring.attention_module import RingAttention
 from ds_ring.data.batch import Batch
 from ds_ring.data.batch_sharding import BatchSharding
 from ds_ring.data.packing import DOCUMENT_IDS

@@ -14,7 +14,6 @@ Shapes: B samples, S local slots, L tokens of a piece, H heads, K key dim, V val
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,31 +23,14 @@ from torch import Tensor
 
 from ds_ring.contrib.families.recurrent.scan import (
     Original,
-    Recurrences,
-    Steps,
     add_halo,
     by_rows,
     get_sharding,
     recurrence,
     refuse_states,
 )
-from ds_ring.errors import RingConfigError
 from ds_ring.layers.scan.context import ScanContext
 from ds_ring.layers.scan.recurrence import Computed
-
-# What layers call for a single token, by the function for many.
-_OF_ONE_TOKEN = {
-    "torch_chunk_gated_delta_rule": "torch_recurrent_gated_delta_rule",
-    "chunk_kimi_delta_attention": "recurrent_kimi_delta_attention",
-    "mamba2_chunk_scan": "mamba2_selective_state_update",
-    "mamba_selective_scan": "mamba_selective_state_update",
-}
-
-
-def _get_single_step(original: Original) -> Original:
-    """Return what the layers of a modeling file call in place of `original` for a generated token."""
-    function: Original = getattr(sys.modules[original.__module__], _OF_ONE_TOKEN[original.__name__])
-    return function
 
 
 def convolution(
@@ -107,18 +89,7 @@ def delta_rule(
             lambda state: torch.einsum("blhk,bhkv->blhv", reach, state),
         )
 
-    def run(state: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        q, k, v, g, beta = tensors
-        arguments = {"g": g, "beta": beta, "initial_state": state, "output_final_state": True}
-        result: tuple[Tensor, Tensor] = _get_single_step(original)(q, k, v, **arguments, **kwargs)
-        return result
-
-    tensors = (query, key, value, g, beta)
-    recurrences = sharding.mesh.owners[Recurrences]
-    if recurrences.select_heads is not None and recurrences.by_steps is None and not output_final_state:
-        return recurrences.select_heads(sharding, tensors, call, True), None
-    steps = Steps((value.shape[2], key.shape[3], value.shape[3]), run)
-    return recurrence(sharding, tensors, call, True, 1, output_final_state, steps)
+    return recurrence(sharding, (query, key, value, g, beta), call, True, 1, output_final_state)
 
 
 def mamba2(
@@ -137,12 +108,6 @@ def mamba2(
         kwargs.get("dt_limit", (0.0, float("inf"))),
     ]
 
-    if sharding.mesh.owners[Recurrences].by_steps is not None and tuple(steps[2]) != (0.0, float("inf")):
-        raise RingConfigError.wrong(
-            "batch_invariant", "Mamba 2 without limits of its steps, which generation does not apply",
-            f"time_step_limit {tuple(steps[2])}", "set config.time_step_limit to (0.0, inf)",
-        )  # fmt: skip
-
     def call(tensors: Sequence[Tensor], continues: bool) -> Computed:
         x, dt, B, C = tensors
         out, final = original(x, dt, A, B, C, chunk_size, *args, return_final_states=True, **kwargs)
@@ -155,18 +120,7 @@ def mamba2(
 
         return Computed(out, final, transition, reach if continues else None)
 
-    def run(state: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        (size, states), D, bias = state.shape[2:], kwargs.get("D"), steps[0]
-        of_each = [None if x_ is None else x_[:, None].expand(-1, size) for x_ in (D, bias)]
-        rates, state, outs = A[:, None, None].expand(-1, size, states), state.clone(), []
-        for x, dt, B, C in zip(*(x_.unbind(1) for x_ in tensors), strict=True):
-            dt = dt[..., None].expand(-1, -1, size)
-            options = {"dt_bias": of_each[1], "dt_softplus": steps[1]}
-            outs.append(_get_single_step(original)(state, x, dt, rates, B, C, of_each[0], z=None, **options))
-        return torch.stack(outs, dim=1), state
-
-    of_tokens = Steps((*x.shape[2:], B.shape[3]), run)
-    out, state = recurrence(sharding, (x, dt, B, C), call, False, 1, returns_state, of_tokens)
+    out, state = recurrence(sharding, (x, dt, B, C), call, False, 1, returns_state)
     out = out if z is None else out * F.silu(z)
     return (out, state) if returns_state else out
 
@@ -219,16 +173,7 @@ def mamba1(
         transition = torch.exp(rates * steps[..., -1:])
         return Computed(out, final.to(dtype), transition, reach if continues else None)
 
-    def run(state: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        state, D, outs = state.clone(), kwargs.get("D"), []
-        D = None if D is None else D.to(tensors[0].dtype)  # of which the layer has made float32
-        options = {"dt_bias": delta_bias, "dt_softplus": delta_softplus}
-        for x, dt, B, C in zip(*(tensor.unbind(2) for tensor in tensors), strict=True):
-            outs.append(_get_single_step(original)(state, x, dt, A, B, C, D, z=None, **options))
-        return torch.stack(outs, dim=2), state
-
-    steps = Steps((x.shape[1], B.shape[1]), run)
-    out, state = recurrence(sharding, (x, dt, B, C), call, False, 2, returns_state, steps)
+    out, state = recurrence(sharding, (x, dt, B, C), call, False, 2, returns_state)
     out = out if z is None else out * F.silu(z)
     return (out, state) if returns_state else out
 

@@ -142,9 +142,7 @@ class Recurrent(Variant):
         return file_is_recurrent(kind) and (kind._can_set_attn_implementation() or attends_recurrently(kind))
 
     def install(self, adapter: ModelAdapter) -> None:
-        used = wrap_functions(adapter.model)
-        if any(FUNCTIONS.get(name) is functions.delta_rule for name in used):
-            adapter.session.mesh.owners[scan.Recurrences].has_delta_rules = True
+        wrap_functions(adapter.model)
         super().install(adapter)
 
     def install_on(self, module: nn.Module, adapter: ModelAdapter) -> None:
@@ -226,15 +224,14 @@ def _used(kind: type) -> set[tuple[str, str]]:
     return uses
 
 
-def wrap_functions(model: nn.Module) -> set[str]:
-    """Wrap the functions and methods that a model's layers use, each once in a process; return them."""
+def wrap_functions(model: nn.Module) -> None:
+    """Wrap the functions and methods that a model's layers use, each once in a process."""
     uses = {use for part in model.modules() for use in _used(type(part))}
     for file, name in uses:
         modeling = sys.modules[file]
         if name not in (known := _wrapped_of_file.setdefault(modeling, set())):
             apply(_patches[name].to(WRAPPERS[name]), modeling=modeling)
             known.add(name)
-    return {name for _, name in uses}
 
 
 def file_is_recurrent(kind: type) -> bool:

@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from ds_ring.comm.device_tables import on_device
 from ds_ring.contrib.families.recurrent.scan import (
     Original,
-    Steps,
     add_halo,
     by_rows,
     get_sharding,
@@ -42,7 +41,7 @@ from ds_ring.layers.scan.context import ScanContext
 from ds_ring.layers.scan.recurrence import Computed, group_pieces, on_every_rank, padded, take_last_run
 from ds_ring.layers.scan.scan import scan_op
 from ds_ring.models.rows import get_local_last_tokens, in_order
-from ds_ring.ops.gradients import run_compared
+from ds_ring.ops.eager import run_compared
 
 
 class Summary(NamedTuple):
@@ -292,15 +291,7 @@ def lightning_attention(
         out = torch.cat(outs, dim=2).transpose(1, 2)
         return Computed(out, state, transition, reach if continues else None)
 
-    def run(state: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        ratio, outs = torch.exp(-layer.slope_rate), []
-        for q, k, v in zip(*(x.transpose(1, 2).split(1, dim=2) for x in tensors), strict=True):
-            state = ratio * state + k.transpose(2, 3) @ v
-            outs.append((q @ state).transpose(1, 2))
-        return torch.cat(outs, dim=1), state
-
-    steps = Steps((query.shape[2], size, size), run)
-    out, state = recurrence(sharding, (query, key, value), call, False, 1, cache is not None, steps)
+    out, state = recurrence(sharding, (query, key, value), call, False, 1, cache is not None)
     if cache is not None and state is not None:
         cache.set_linear_cache(layer.layer_idx, state.to(value.dtype))
     out = layer.norm(out.flatten(2))
@@ -335,16 +326,8 @@ def rg_lru(
         decays = (gate * ~reset).to(final.dtype).cumprod(dim=1)
         return Computed(out, final, decays[:, -1], (lambda s: decays * s[:, None]) if continues else None)
 
-    def run(state: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        outs = []
-        for x, gate, reset in zip(*(tensor.split(1, dim=1) for tensor in tensors), strict=True):
-            out, state = original(layer, x, gate, reset, state, acc_dtype)
-            outs.append(out)
-        return torch.cat(outs, dim=1), state
-
     of_tokens = hidden_states, recurrent_gate, reset.expand(len(hidden_states), -1, -1)
-    steps = Steps(tuple(hidden_states.shape[2:]), run)
-    return recurrence(sharding, of_tokens, call, False, 1, generates, steps)
+    return recurrence(sharding, of_tokens, call, False, 1, generates)
 
 
 def compressed_convolution(

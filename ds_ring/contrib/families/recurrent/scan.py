@@ -8,7 +8,7 @@ Shapes: B samples, S local slots, L tokens of a piece, C channels.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from ds_ring.layers.scan.context import ScanContext, scan_context
 from ds_ring.layers.scan.halo import halo_op, shift_sequence
 from ds_ring.layers.scan.recurrence import PieceKernel, padded, run_recurrence
 from ds_ring.models.rows import in_order
-from ds_ring.ops.gradients import run_compared
+from ds_ring.ops.eager import run_compared
 
 Original = Callable[..., Any]
 
@@ -28,53 +28,22 @@ Original = Callable[..., Any]
 active: list[BatchSharding] = []  # of the layers that are being computed, innermost last
 
 
-class Steps(NamedTuple):
-    """A recurrence, one token after the other, as the model's own code computes a generated token.
-
-    Attributes:
-        shape: of a state, without the batch.
-        run: state [b, *shape] and the tensors of a piece -> outputs, and the state after it.
-    """
-
-    shape: tuple[int, ...]
-    run: Callable[[Tensor, Sequence[Tensor]], tuple[Tensor, Tensor]]
-
-
-class Recurrences:
-    """Hold what computes recurrences on a mesh in place of `recurrence`: `mesh.owners[Recurrences]`."""
-
-    def __init__(self) -> None:
-        self.has_delta_rules = False  # some layer of a model on this mesh
-        # takes sharding, tensors, `Steps`, dim, wants_state, as `recurrence`; returns what it does
-        self.by_steps: Callable[..., tuple[Tensor, Tensor | None]] | None = None
-        # takes sharding, tensors [B, S, H, ...], call and matrix, as `recurrence`; returns the outputs
-        self.select_heads: Callable[..., Tensor] | None = None
-
-
 def get_sharding(kwargs: dict[str, Any]) -> BatchSharding | None:
     """Return the sharding of a call, and take it out of the arguments; None if each rank has all tokens."""
     sharding: BatchSharding | None = kwargs.pop(SHARDING, None)
     if sharding is None and active:
         sharding = active[-1]
-    if sharding is None or not sharding.is_replicated:
-        return sharding
-    positions: Any = sharding.q_positions  # type: ignore[attr-defined]
-    if len(positions) > 1 and sharding.mesh.owners[Recurrences].by_steps is not None:
-        raise RingConfigError.wrong(
-            "generate", "a prompt in one call, as states go token by token", f"{len(positions)} later tokens",
-            "leave prefill_chunk_size out",
-        )  # fmt: skip
-    return None
+    return None if sharding is None or sharding.is_replicated else sharding
 
 
-def split_rows(
-    sharding: BatchSharding, make: Callable[..., ScanContext] = scan_context
-) -> list[tuple[ScanContext, list[int]]]:
+def split_rows(sharding: BatchSharding) -> list[tuple[ScanContext, list[int]]]:
     """Return the context of each set of documents, and the rows that have them; [] for all rows."""
     layout, mesh, timeout = sharding.layout, sharding.mesh, float(sharding.config.hop_timeout_seconds)
     if not sharding.groups or sharding.masks_padding:
-        return [(make(layout, mesh, None, timeout), [])]
-    return [(make(layout, mesh, group.pattern, timeout), list(group.rows)) for group in sharding.groups]
+        return [(scan_context(layout, mesh, None, timeout), [])]
+    return [
+        (scan_context(layout, mesh, group.pattern, timeout), list(group.rows)) for group in sharding.groups
+    ]
 
 
 def by_rows(sharding: BatchSharding, run: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
@@ -119,7 +88,7 @@ def take_token_before(context: ScanContext, x: Tensor, first: Tensor) -> Tensor:
 
 def recurrence(
     sharding: BatchSharding, tensors: Sequence[Tensor], call: PieceKernel, matrix: bool, dim: int,
-    wants_state: bool = False, steps: Steps | None = None,
+    wants_state: bool = False,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Return the outputs of a recurrence over all pieces, and the state after the last token of each sample.
 
@@ -130,11 +99,7 @@ def recurrence(
         matrix: see `ring_scan`.
         dim: 1 or 2.
         wants_state: the state is returned, on every rank; it has no gradient.
-        steps: the same, token by token; None if the model has no such code of its own.
     """
-    by_steps = sharding.mesh.owners[Recurrences].by_steps
-    if by_steps is not None and steps is not None:
-        return by_steps(sharding, tensors, steps, dim, wants_state)
     sets = split_rows(sharding)
     results = [
         run_recurrence(context, [x[rows] if rows else x for x in tensors], call, matrix, dim, wants_state)

@@ -19,7 +19,18 @@ from tests.dist.harness import Pool
 from tests.dist.test_generation import build
 
 BLOCK, PROMPT, NEW = 16, 77, 5  # generated tokens are in two blocks
-MODELS = ("Llama", "gpt-oss", "Mixtral", "qwen3", "gemma3_text")
+MODELS = ("Llama", "gpt-oss", "Mixtral", "qwen3", "gemma3_text", "lfm2")
+# Layers that are not softmax attention: what the mode says of them.
+REFUSED = {
+    "mamba2": "got a layer that calls scan",
+    "rwkv": "got a layer that calls scan",
+    "qwen3_next": "got linalg_solve_triangular",  # of its kernel
+    "kimi_linear": "got a layer that calls scan",
+    "deepseek_v3": "got a layer that calls latent_attention",
+    "deepseek_v32": "got a layer that calls select",
+    "doge": "got a layer that calls select",
+    "minimax_m3_vl_text": "got a layer that calls select",
+}
 
 
 def bits(rank: int, world_size: int, name: str, ring_size: int, invariant: bool) -> set[str]:
@@ -82,6 +93,23 @@ def test_one_number_for_rollout_and_update(rank_pool: Pool, name: str) -> None:
 @pytest.mark.night
 def test_without_the_mode_there_are_several(rank_pool: Pool) -> None:
     assert len(set().union(*rank_pool(2).run(bits, "Llama", 2, False))) > 1
+
+
+def refused_layer(rank: int, world_size: int, name: str, ring_size: int) -> str:
+    section = {"transport": "reproducible", "block_size": BLOCK}
+    engine = start_engine(build(name), json_config(ring_size, 1, 0, ring_attention=section))
+    engine.eval()
+    with pytest.raises(RingConfigError) as raised, engine.ring.batch_invariant():
+        engine.generate(torch.ones(1, PROMPT, dtype=torch.int64), max_new_tokens=NEW, pad_token_id=0)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.day("mamba2")
+def test_other_layers_are_refused_by_name(rank_pool: Pool, name: str) -> None:
+    for ring_size in (1, 2) if name != "deepseek_v3" else (2,):  # one rank has keys, no latents
+        for text in rank_pool(ring_size).run(refused_layer, name, ring_size):
+            assert REFUSED[name] in text
 
 
 def refused(rank: int, world_size: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -97,6 +98,13 @@ def test_llama_factory_trains_a_ring_as_one_process(tmp_path: Path, name: str) -
 def test_every_target_in_llama_factory_exists(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DISABLE_VERSION_CHECK", "1")
     llama_factory.FACTORY.check()
+
+
+def test_the_path_of_the_file_is_printed() -> None:
+    assert Path(plug_in("llama_factory")) == Path(str(llama_factory.__file__))
+    with pytest.raises(subprocess.CalledProcessError) as error:
+        plug_in("factory")
+    assert "expected one of ['llama_factory'], got ['factory']" in error.value.stderr
 
 
 def test_what_llama_factory_cannot_do_on_a_ring_is_refused() -> None:

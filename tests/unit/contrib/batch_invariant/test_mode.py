@@ -93,17 +93,6 @@ def test_a_convolution_of_one_token_has_the_bits_of_one_of_many() -> None:
     assert torch.equal(one[..., 0], whole[..., 41])
 
 
-def test_an_element_has_the_same_bits_among_any_columns() -> None:
-    x, keys = torch.randn(ROWS + 3, WIDTH), torch.randn(WIDTH, 70)
-    mode = BatchInvariant()
-    with mode, mode.by_elements():
-        whole = x @ keys
-        for row, column in ((0, 0), (ROWS + 1, 69), (7, 64)):
-            one = x[row : row + 1] @ keys[:, column : column + 1]
-            assert torch.equal(one[0, 0], whole[row, column])
-    assert torch.allclose(whole, x @ keys, atol=1e-5)
-
-
 def test_what_is_not_known_is_refused() -> None:
     with BatchInvariant(), pytest.raises(RingConfigError, match="got _fft_r2c"):
         torch.fft.rfft(torch.randn(4, 8))

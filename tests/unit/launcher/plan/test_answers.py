@@ -10,6 +10,7 @@ import pytest
 
 from ds_ring import Causal
 from ds_ring.errors import RingConfigError
+from ds_ring_launcher import cli
 from ds_ring_launcher.commands.parsers import read_tokens
 from ds_ring_launcher.plan import known_models
 from ds_ring_launcher.plan.advice import _warn_about_limits, advise
@@ -156,6 +157,48 @@ def test_methods_are_compared_with_the_same_options_first() -> None:
     assert all(row.tokens_per_s == pytest.approx((1 << 17) / row.ranks / row.step_s) for row in rows)
 
 
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "devices", "ranks", "copies", "bound"),
+    [
+        (64, 8, 64, 64, 8, ""),
+        (64, 8, 8, 8, 1, ""),
+        (64, 8, 128, 64, 8, "2 data replicas of 64 ranks, the most that 64 query heads and 8 K/V heads"),
+        # DeepSpeed refuses 12 ranks of 8 K/V heads: neither divides the other.
+        (24, 8, 12, 4, 1, "3 data replicas of 4 ranks, the most that 24 query heads and 8 K/V heads"),
+    ],
+)
+def test_ranks_of_ulysses_and_copies_of_its_heads(
+    heads: int, kv_heads: int, devices: int, ranks: int, copies: int, bound: str
+) -> None:
+    setting = make_setting("llama-3-8b", "h100")
+    model = replace(setting.model, layers=1, heads=heads, kv_heads=kv_heads, head_dim=64)
+    zero = replace(setting.zero, world=devices)
+    setting = replace(setting, tokens=96 << 10, ring_size=devices, model=model, zero=zero)
+    rows = {row.method: row for row in compare(estimate(setting), 0)}
+    note = f"; {bound} allow on {devices} devices" if bound else ""
+    note += f"; each of {kv_heads} K/V heads is copied to {copies} ranks" if copies > 1 else ""
+    for method in ("DeepSpeed Ulysses", "ALST"):
+        row = rows[method]
+        assert (row.ranks, row.replicas, row.kv_copies) == (ranks, devices // ranks, copies)
+        assert row.note == note
+        # q and out, k and v of a rank's tokens, to all but itself, both ways: copies travel, too
+        rows_sent = 2 * (heads + copies * kv_heads) * ((96 << 10) // ranks) * (ranks - 1) // ranks
+        assert row.sent_bytes == pytest.approx(2 * rows_sent * 64 * 2)
+    assert rows["ds_ring"].note == rows["torch context parallel"].note == ""
+    assert rows["ds_ring"].kv_copies == rows["torch context parallel"].kv_copies == 1
+
+
+def test_the_table_says_that_heads_are_copied(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = "--layers 1 --hidden 1024 --heads 16 --kv-heads 2 --vocab 4096 --tokens 4k"
+    assert cli.main(["plan", *sizes.split(), "--devices", "32", "--compare"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "DeepSpeed Ulysses: no option that saves memory; 2 data replicas of 16 ranks, the most" in printed
+    assert "; each of 2 K/V heads is copied to 8 ranks torch context parallel: " in printed
+    assert cli.main(["plan", *sizes.split(), "--devices", "32", "--ulysses-size", "8"]) == 2
+    refusal = capsys.readouterr().err
+    assert "expected a divisor of 2 K/V heads, got 8; use 1 or 2, and a ring for the other ranks" in refusal
+
+
 def test_speed_is_told_by_device() -> None:
     planned = estimate(make_setting("llama-3-8b", "h100"))
     assert planned.tokens_per_s == pytest.approx((1 << 17) / 8 / planned.step_s)
@@ -188,6 +231,22 @@ def test_lengths_may_be_written_short(text: str, tokens: int) -> None:
 def test_wrong_lengths_are_told_how_to_write_them(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match=r"expected a whole number, got .*131072 or 128k"):
         read_tokens(text)
+
+
+IN_TOKENS = {"--tokens", "--tiled-loss", "--tiled-mlp", "--loss-chunk"}
+
+
+def test_each_option_in_tokens_may_be_written_short() -> None:
+    (commands,) = [action for action in cli._parser()._actions if isinstance(action.choices, dict)]
+    options = {
+        (name, option): action.type
+        for name, command in commands.choices.items()
+        for action in command._actions
+        for option in IN_TOKENS & {*action.option_strings}
+    }
+    assert {name for name, _ in options} == {"plan", "simulate", "compare", "check-model", "tune"}
+    assert {option for _, option in options} == IN_TOKENS
+    assert {*options.values()} == {read_tokens}
 
 
 def test_any_set_of_options_is_looked_at_where_memory_falls() -> None:

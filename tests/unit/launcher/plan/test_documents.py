@@ -6,12 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from benchmarks.document_lengths import DISTRIBUTIONS, draws, read_lengths
+from benchmarks.document_lengths import DISTRIBUTIONS, draws, make_document_pattern, read_lengths
 
 from ds_ring import Causal, RingConfigError, build_plan, make_layout
 from ds_ring.schedule.choose import bind_one_head, count_rank_work, timed
 from ds_ring_launcher.plan.layer_passes import looked_at, sampled_ranks
-from ds_ring_launcher.published.packs import make_document_pattern
 
 
 @pytest.mark.parametrize("source", DISTRIBUTIONS)

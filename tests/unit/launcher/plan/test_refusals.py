@@ -1,17 +1,16 @@
-"""What a plan, and a measurement by a config.json, refuse that no other test triggers."""
+"""What a plan and a measurement refuse that no other test triggers."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ds_ring.errors import RingConfigError
-from ds_ring_launcher.plan.model_file import patterns_by, read_model_patterns
+from ds_ring_launcher.plan.model_file import patterns_by
 from ds_ring_launcher.plan.other_layers import _size, find_readers
-from ds_ring_launcher.tune.result import require_writable
+from ds_ring_launcher.tune.hardware_file import require_writable
 
 QWEN: dict[str, Any] = {
     "model_type": "qwen3_next", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4,
@@ -21,12 +20,7 @@ QWEN: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_what_a_config_says_of_layers_is_refused(tmp_path: Path) -> None:
-    mixed = json.dumps(QWEN | {"layer_types": ["linear_attention", "full_attention"]})
-    with pytest.raises(RingConfigError, match="expected no number beside --hf-config"):
-        read_model_patterns(mixed, 2)
-    with pytest.raises(RingConfigError, match="measure its attention by --layers alone"):
-        read_model_patterns(mixed, None)
+def test_what_a_config_says_of_layers_is_refused() -> None:
     with pytest.raises(RingConfigError, match="expected the type of each layer, got null"):
         patterns_by(QWEN)
     with pytest.raises(RingConfigError, match="linear_key_head_dim: expected a whole number of at least 1"):
