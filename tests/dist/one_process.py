@@ -57,6 +57,12 @@ class Layer(NamedTuple):
     pad_value: float = 0.0
 
 
+def make(name: str, *shape: int) -> Tensor:
+    """Draw a global tensor, float64, the same on every rank."""
+    generator = torch.Generator().manual_seed(sum(map(ord, name)))
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
 def compare(layer: Layer) -> dict[str, float]:
     """Return the relative error of each output ("out", "out 1", ...) and of each gradient, by the input's name."""
     expected, grads, wanted = from_first_rank(lambda: _reference(layer))

@@ -40,6 +40,7 @@ from ds_ring.layers.selection.block_layout import BlockLayout
 from ds_ring.masks.pattern import Pattern
 from ds_ring.transports import owner_walk
 from tests.dist.harness import catch_refusal
+from tests.dist.one_process import make
 from tests.reference import relative_error, worst
 
 TOKENS, SAMPLES, HEADS, GROUPS, HEAD_DIM, VALUE_DIM, INDEX_HEADS, INDEX_DIM = 203, 2, 4, 2, 8, 6, 3, 4
@@ -52,12 +53,6 @@ PATTERNS: dict[str, Pattern] = {
     "window": SlidingWindow(40),
     "mask_mod": MaskMod(lambda b, h, q, k: (q >= k) & (k % 3 != 1)),
 }
-
-
-def make(name: str, *shape: int) -> Tensor:
-    """A global tensor, the same on every rank."""
-    seed = sum(map(ord, name))
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def index_scores(queries: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
