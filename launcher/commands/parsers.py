@@ -41,7 +41,7 @@ class Parser(argparse.ArgumentParser):
         """Return the options; leave with status 2 at an unknown one, naming the nearest of the command."""
         options, unknown = self.parse_known_args(args, namespace)
         if unknown:
-            (commands,) = self._subparsers._group_actions if self._subparsers else (None,)
+            commands: Any = self._subparsers._group_actions[0] if self._subparsers else None
             command = commands.choices[options.command] if commands else self
             near = did_you_mean(unknown[0].partition("=")[0], command._option_string_actions)
             advice = "leave it out"
