@@ -50,7 +50,6 @@ BENCHMARKS = {
     "published": Benchmark("published figures beside the planner's", "published", warm_up=None),
     "scan-memory": Benchmark("peak memory of a layer with a recurrent state", "scan", "memory", 0),
     "scan-time": Benchmark("a layer with a recurrent state against one process", "scan", "time"),
-    "speeds": Benchmark("a rank that shares its core, with its speed known and not", "speeds", warm_up=2),
     "trees": Benchmark("rollouts as a tree against rows of their own", "trees"),
 }
 

@@ -30,7 +30,6 @@ SMALL = {
     "published": "--devices 8",
     "scan-memory": "--tokens 256 --hidden 64 --heads 2 --head-dim 16",
     "scan-time": f"--tokens 256 --heads 2 --head-dim 16 {SIZES}",
-    "speeds": f"--tokens 256 {SIZES}",
     "trees": f"--prompt 32 --answers 2 --length 8 --heads 2 {SIZES}",
 }
 ELSEWHERE = {"host"}  # test_checkers.py
