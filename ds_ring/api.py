@@ -25,7 +25,7 @@ from ds_ring.ops.eager import attend
 from ds_ring.schedule.layout import Layout
 
 if TYPE_CHECKING:
-    from ds_ring.masks.tiles import ScoreFunction
+    from ds_ring.masks.pair_masks import ScoreFunction
 
 
 def ring_attention(

@@ -12,7 +12,6 @@ from ds_ring.comm.mesh import RingMesh
 from ds_ring.compat import require
 from ds_ring.errors import RingConfigError, shown
 from ds_ring.masks.pattern import Pattern
-from ds_ring.ops.checks import check_arguments
 from ds_ring.ops.context import RingContext, make_ring_context
 from ds_ring.ops.eager import attend
 from ds_ring.ops.options import Options, as_value
@@ -20,7 +19,7 @@ from ds_ring.schedule.layout import Layout
 
 if TYPE_CHECKING:
     from ds_ring.config.section import RingConfig
-    from ds_ring.masks.tiles import ScoreFunction
+    from ds_ring.masks.pair_masks import ScoreFunction
     from ds_ring.ops.compiled import GraphRefusal
 
 
@@ -148,3 +147,22 @@ class RingAttention(nn.Module):
     def extra_repr(self) -> str:
         context = self.context
         return f"{context.pattern}, layout={context.layout}, ring_size={context.mesh.ring_size}"
+
+
+def check_arguments(batch_dim_idx: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise RingConfigError for arguments of a call that say something new (None and dropout 0 do not)."""
+    # type(), since True is an int as well.
+    if batch_dim_idx is not None and (type(batch_dim_idx) is not int or batch_dim_idx not in (0, 1)):
+        expected = "None for [B, H, S, D], 0 for [B, S, H, D] or 1 for [S, B, H, D]"
+        raise RingConfigError.wrong("batch_dim_idx", expected, shown(batch_dim_idx), "pass one of the three")
+    for name in ("dropout", "dropout_p"):
+        value = kwargs.pop(name, None)
+        if value is not None and not (isinstance(value, (int, float)) and value == 0):
+            raise RingConfigError.wrong(name, "0", shown(value), "set it to 0 in the model's config")
+    arguments = [repr(type(a).__name__) for a in args if a is not None]
+    arguments += [name for name, value in kwargs.items() if value is not None]
+    if arguments:
+        advice = "express masks as a pattern, apply rotary embeddings before the call"
+        raise RingConfigError.wrong(
+            "RingAttention", "q, k and v alone", f"{', '.join(arguments)} as well", advice
+        )

@@ -10,10 +10,8 @@ floats are not.
 
 from __future__ import annotations
 
-import errno
-import opcode
 import operator
-import re
+import reprlib
 from numbers import Integral
 from typing import TYPE_CHECKING
 
@@ -23,19 +21,39 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _SHOWN_CHARACTERS = 120
+_SHOWN_ITEMS = 4
+
+
+class _Items(reprlib.Repr):
+    """The first items of a list, a tuple or a set, each cut to a line."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlist = self.maxtuple = self.maxset = self.maxfrozenset = _SHOWN_ITEMS
+        self.maxstring = self.maxother = _SHOWN_CHARACTERS
 
 
 def shown(value: object) -> str:
-    """Return the type and repr of a value for a message: short, and safe if the repr raises."""
+    """Return the type and repr of a value for a message: short, and safe if the repr raises.
+
+    Of many items, such as the ids of tokens, it has the first ones and their number; of an array its shape.
+    """
     kind = type(value).__name__
     if isinstance(value, int) and abs(value) >= 10**30:  # a million digits take seconds to print
         return f"{kind} of {value.bit_length()} bits"
+    size = ""
     try:
-        text = repr(value)
+        if getattr(value, "ndim", 0) and hasattr(value, "dtype"):
+            return f"{kind} of shape {tuple(value.shape)}, {value.dtype}"  # type: ignore[attr-defined]
+        if isinstance(value, (list, tuple, set, frozenset)):
+            text = _Items().repr(value)
+            size = f" of {len(value):,} items" if len(value) > _SHOWN_ITEMS else ""
+        else:
+            text = repr(value)
     except Exception as error:
         return f"{kind}, whose repr raises {type(error).__name__}"
     text = text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
-    return text if isinstance(value, (int, float, str, bytes, bool, type(None))) else f"{kind} {text}"
+    return text if isinstance(value, (int, float, str, bytes, bool, type(None))) else f"{kind} {text}{size}"
 
 
 class RingError(Exception):
@@ -144,59 +162,6 @@ class RingCheckpointError(RingError, RuntimeError):
 
 class RingCheckpointMissingError(RingCheckpointError):
     """The requested checkpoint does not exist: no such tag, or no `latest` to name one."""
-
-
-def compiled_in(error: BaseException) -> str | None:
-    """Return the module that called the compiled code which raised an error; None where a `raise` did.
-
-    gloo's errors are plain RuntimeErrors: the module distinguishes them from a script's own, their text does
-    not.
-    """
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    if trace is None or trace.tb_frame.f_code.co_code[trace.tb_lasti] in _RAISES:
-        return None
-    return str(trace.tb_frame.f_globals.get("__name__"))
-
-
-def is_inside(name: str | None, *modules: str) -> bool:
-    """Return whether `name` is one of these modules or packages, or inside one."""
-    return name is not None and any(name == module or name.startswith(f"{module}.") for module in modules)
-
-
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
-
-
-def get_failure_kind(error: BaseException) -> tuple[str, int | None]:
-    """Return what ended a rank ("error", "lost" or "storage"), and the rank that the error names.
-
-    By the error's type and by where it was raised, or those of the error that was being handled then: its
-    text is never looked at, as a script's own error may speak of NCCL ([Note: who stopped first] in
-    launcher/run/culprit.py).
-    """
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, RingPeerError):
-            # the world's number is in the text alone, which is ds_ring's own
-            named = re.match(r"rank (\d+) of the world: ", cause.cause)
-            return "lost", int(named[1]) if named else cause.peer
-        is_dist = any(base.__name__ == "DistError" for base in type(cause).__mro__)
-        if is_dist or _is_compiled_error_in(cause, "torch.distributed", "deepspeed.comm"):
-            return "lost", None
-        if isinstance(cause, RingCheckpointError) or (isinstance(cause, OSError) and cause.errno in _FULL):
-            return "storage", None
-        if _is_compiled_error_in(cause, "torch.serialization"):
-            return "storage", None
-        cause = cause.__cause__ or cause.__context__
-    return "error", None
-
-
-def _is_compiled_error_in(error: BaseException, *modules: str) -> bool:
-    return isinstance(error, RuntimeError) and is_inside(compiled_in(error), *modules)
-
-
-_RAISES = (opcode.opmap["RAISE_VARARGS"], opcode.opmap["RERAISE"])
 
 
 def check_whole_number(value: object, what: str, error: type[RingError], most: int = MAX_TOKENS) -> int:

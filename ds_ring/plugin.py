@@ -125,7 +125,7 @@ class PassRow(NamedTuple):
     A pass attends over the keys of all ranks, forward and backward (`Pass` in `ops/passes.py`).
 
     Attributes:
-        home: function that makes it: of the context, `Prepared`, `Operands`, and what ends the header check.
+        home: function that makes it: of the context, `Prepared`, and what ends the header check.
         no_hops: why payload dtypes, chunks, stages and overlap have no effect; None: K/V go hop by hop.
         no_offload: why its operands cannot wait on the host; None: they can.
         no_hop_sums: why no kernel may keep a sum over the hops of a rank; None: one may.
@@ -175,7 +175,7 @@ class Plugin(NamedTuple):
         part_keys: keys of a part of the section, by "part.capability" (`PartKeys` in `config/messages.py`).
         rates: what finds the fastest of some kernels on a kind of device, by measured rates.
         tracers: what makes a function of pairs a value that ranks compare. `for_heads` returns `Scores` in
-            `kernels/interface.py`; `captured` holds what a function captured.
+            `kernels/pairs.py`; `captured` holds what a function captured.
         saved_tensors: what keeps tensors for a pass's gradient (`SavedTensors` in `ops/passes.py`).
         engine_parts: what is added to an engine (`EnginePart`), from the inside out.
         model_parts: what is added to a transformers model (`ModelPart`).

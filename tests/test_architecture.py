@@ -32,13 +32,14 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # From the bottom up. A module imports from its own layer or a lower one; a package stands for all in it.
 CORE = [
-    ["errors", "limits", "plugin", "compat"],
+    ["errors", "error_origins", "limits", "plugin", "compat"],
     ["masks"],
     ["config"],
     ["schedule"],
     ["health"],
     ["comm"],
-    ["kernels.interface", "kernels.select", "kernels.reference", "kernels.workspace", "kernels.trials"],
+    ["kernels.interface", "kernels.pairs", "kernels.select",
+        "kernels.reference", "kernels.workspace", "kernels.trials"],
     ["ring"],
     ["ops"],
     ["api", "attention_module"],
@@ -77,6 +78,7 @@ IMPORTERS = {
     "layers.selection.max_logits": {"ring.merge"},  # the accumulators' dtype
     "ops.context": {"comm.exchange", "kernels"},  # makes both, uses neither
     "ops.prepare": {"kernels"},  # chooses them
+    "ops.extra_operand": {"kernels"},  # may wrap one
     "ops.finite": {"kernels"},  # a kernel around another one
     "cuda.patience": {"kernels"},  # asks whether one compiles
     "memory.tiles.tiled_loss": {"ring.merge"},  # the same
@@ -823,7 +825,7 @@ OWN_OBJECTS = {
     ): "torch's context of a checkpointed region: no other place lives as long",
     ("data.ring_batch", "region"): "the same",
     ("data.ring_batch", "x"): "a tensor of a sharded batch, which carries the sharding",
-    ("ops.handles", "function"): "a function of ours, which it marks for torch.compile",
+    ("ops.tracing", "function"): "a function of ours, which it marks for torch.compile",
     ("compat.plain_models", "method.__func__"): "a method of ours, which it marks as a check of fields",
     ("compat.plain_models", "self_instance"): "its own instance, which is frozen",
     ("compat.torch", "function"): "a function of ours, which it marks for torch.compile",

@@ -38,19 +38,9 @@ class Benchmark(NamedTuple):
 
 BENCHMARKS = {
     "attention": Benchmark("causal attention against SDPA and other packages", "attention"),
-    "dynamic": Benchmark("training steps with dynamic rings against a fixed ring", "dynamic"),
     "host": Benchmark("processor time of the host for one hop", "host", warm_up=5),
-    "latents": Benchmark("multi-head latent attention in three ways", "latents"),
-    "layers": Benchmark("layers with windows against the same layers without", "layers"),
-    "long-memory": Benchmark('peak memory under "long_sequence"', "long", "memory", 0),
-    "long-time": Benchmark('seconds of a step under "long_sequence"', "long", "time"),
-    "overlap": Benchmark("exposed communication over a slow link", "overlap"),
-    "patterns": Benchmark("sparse patterns against the dense pass", "patterns"),
     "planning": Benchmark("processor time to plan packed documents", "planning", warm_up=0),
     "published": Benchmark("published figures beside the planner's", "published", warm_up=None),
-    "scan-memory": Benchmark("peak memory of a layer with a recurrent state", "scan", "memory", 0),
-    "scan-time": Benchmark("a layer with a recurrent state against one process", "scan", "time"),
-    "trees": Benchmark("rollouts as a tree against rows of their own", "trees"),
 }
 
 

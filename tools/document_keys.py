@@ -14,8 +14,9 @@ from pathlib import Path
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from ds_ring.config.messages import accepted_by, list_choices, shown
+from ds_ring.config.messages import shown
 from ds_ring.config.pattern_section import PatternConfig
+from ds_ring.config.problems import accepted_by, list_choices
 from ds_ring.config.section import PARTS, RingConfig
 
 DOCUMENT = Path(__file__).resolve().parents[1] / "configs/README.md"

@@ -35,7 +35,7 @@ from cuda_code import INSTALLED, OLDEST, TARGETS, flex_templates, lowered_for
 from torch._dynamo.utils import counters
 
 from ds_ring import Tree
-from ds_ring.compat.torch import derives_joint_graph
+from ds_ring.compat.torch_kernels import derives_joint_graph
 from ds_ring.kernels.flex.kernel import FlexKernel
 from ds_ring.masks.pattern import Pattern
 from tests.cases import PATTERNS, layout_for, longnet

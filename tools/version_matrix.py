@@ -214,13 +214,13 @@ def make_table(results: Sequence[dict[str, Any]]) -> str:
         lines += [f"| row | {' | '.join(columns)} | date, commit |", "|---" * (len(columns) + 2) + "|"]
         reasons: dict[str, list[str]] = {}
         for name in rows:
-            found = {cell: x for (row, cell), x in by_cell.items() if row == name}
-            if not found:
+            cells_run = {cell: x for (row, cell), x in by_cell.items() if row == name}
+            if not cells_run:
                 continue
-            texts = [_cell(found, column) for column in columns]
-            last = max(found.values(), key=lambda x: x["date"])
+            texts = [_cell(cells_run, column) for column in columns]
+            last = max(cells_run.values(), key=lambda x: x["date"])
             lines.append(f"| {name} | {' | '.join(texts)} | {last['date']}, {last['commit']} |")
-            for cell, x in found.items():
+            for cell, x in cells_run.items():
                 if x["reason"]:
                     text = x["reason"].replace("|", "/")[:320]
                     reasons.setdefault(f"{x['verdict']}: {text}", []).append(f"{name} {cell}")
@@ -231,12 +231,12 @@ def make_table(results: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _cell(found: Mapping[str, dict[str, Any]], column: str) -> str:
+def _cell(cells_run: Mapping[str, dict[str, Any]], column: str) -> str:
     """Return a cell's verdict, with that of its other form where it differs."""
     verdicts = [
-        found[cell]["verdict"]
+        cells_run[cell]["verdict"]
         for cell in (column, f"{column}.packed", f"{column}.accumulated")
-        if cell in found
+        if cell in cells_run
     ]
     return "; ".join(dict.fromkeys(verdicts)) if len(set(verdicts)) > 1 else (verdicts or [""])[0]
 

@@ -20,15 +20,8 @@ from typing import Any, TypeVar, cast
 
 from pydantic import BaseModel, ValidationError
 
-from ds_ring.config.messages import (
-    Problem,
-    Refused,
-    config_error,
-    did_you_mean,
-    list_problems,
-    sentence,
-    shown,
-)
+from ds_ring.config.messages import Refused, sentence, shown
+from ds_ring.config.problems import Problem, config_error, did_you_mean, list_problems
 from ds_ring.errors import RingConfigError
 from ds_ring.errors import shown as shown_in_errors
 

@@ -24,11 +24,11 @@ from ds_ring.config.messages import (
     FurtherKeys,
     Refused,
     Section,
-    list_problems,
     sentence,
     shown,
     without_effect,
-)  # fmt: skip
+)
+from ds_ring.config.problems import list_problems  # fmt: skip
 from ds_ring.masks.pattern import Pattern
 from ds_ring.plugin import PATTERN_KEYS, PATTERNS, load
 

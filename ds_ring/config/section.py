@@ -27,12 +27,12 @@ from ds_ring.config.messages import (
     Refused,
     Section,
     Timeout,
-    listed,
     part_from_word,
     sentence,
-)  # fmt: skip
+)
 from ds_ring.config.pass_options import PassOptions
 from ds_ring.config.pattern_section import FURTHER_KEYS, PATTERNS_BY_KEY, PatternConfig
+from ds_ring.config.problems import listed  # fmt: skip
 from ds_ring.errors import RingMeshError
 from ds_ring.limits import MAX_RANKS, MAX_TOKENS, Timeouts, divisors
 from ds_ring.masks.catalog import Causal, DilatedWindow, Full, Sinks, SlidingWindow

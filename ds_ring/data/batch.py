@@ -178,9 +178,33 @@ def _as_tensors(batch: Mapping[str, Tensor]) -> Batch:
     if not isinstance(batch, Mapping):
         raise RingShapeError.wrong("batch", "a mapping of names to tensors", type(batch).__name__, "use one")
     for key, value in batch.items():
-        if not isinstance(value, Tensor):
-            raise RingShapeError(f"batch[{key!r}]: expected a tensor, got {type(value).__name__}")
+        check_tensor(f"batch[{key!r}]", value)
     return dict(batch)
+
+
+def check_tensor(name: str, value: object) -> None:
+    """Raise RingShapeError for what is no tensor, such as a list of ids."""
+    if not isinstance(value, Tensor):
+        advice = "convert it with torch.as_tensor (in the data set, if it is from one)"
+        raise RingShapeError.wrong(name, "a tensor", type(value).__name__, advice)
+
+
+def check_local(function: str, batch: object, expected: str) -> None:
+    """Raise RingShapeError for what `shard_batch` has not returned for a batch with labels."""
+    if not isinstance(batch, Mapping):
+        advice = "pass all that engine.ring.shard_batch returned"
+        raise RingShapeError.wrong(function, "a batch by names", type(batch).__name__, advice)
+    if "shift_labels" not in batch:
+        advice = "shard a batch with labels by engine.ring.shard_batch"
+        raise RingShapeError.wrong(function, expected, f"{sorted(map(str, batch))}", advice)
+    check_tensor(f"{function}: batch['shift_labels']", batch["shift_labels"])
+
+
+def check_keywords(arguments: Mapping[str, Any]) -> None:
+    """Raise RingShapeError where a model is called with a list in place of a tensor of tokens."""
+    for name in ("input_ids", EMBEDS, *LABEL_KEYS, "position_ids"):
+        if arguments.get(name) is not None:
+            check_tensor(name, arguments[name])
 
 
 def _get_tokens(tensors: Mapping[str, Tensor]) -> Tensor:

@@ -43,7 +43,8 @@ from ds_ring.data.whole_gradients import check_divisor, with_whole_gradients
 from ds_ring.errors import RingConfigError, RingError, RingMismatchError
 from ds_ring.ops.context import get_block_side
 from ds_ring.plugin import PASSES, ROW_KINDS
-from ds_ring.schedule.layout import Layout, choose_layout, round_to_blocks
+from ds_ring.schedule.layout import Layout, choose_layout
+from ds_ring.schedule.pieces import round_to_blocks
 
 # Check that the ranks of a sequence hold the same samples, by checksums in one small collective per batch.
 # A ring whose ranks hold different samples would train on a mixture without an error.

@@ -20,8 +20,8 @@ from ds_ring.config.section import RingConfig
 from ds_ring.data.layer_patterns import LayerPatterns
 from ds_ring.data.packing import RowGroup, number_positions
 from ds_ring.errors import RingShapeError
+from ds_ring.masks.pair_masks import ScoreFunction
 from ds_ring.masks.pattern import Pattern
-from ds_ring.masks.tiles import ScoreFunction
 from ds_ring.ops.context import RingContext
 from ds_ring.ops.prepare import MakePlan
 from ds_ring.plugin import HOOKS, load

@@ -20,7 +20,8 @@ from ds_ring.config.section import RingConfig
 from ds_ring.data.config_agreement import job_secret
 from ds_ring.data.engine import DEEPSPEED, ENGINE
 from ds_ring.data.run_folder import record_fault
-from ds_ring.health.client import DetectorClient, is_distributed_error, make_peer_error, verdict
+from ds_ring.error_origins import is_distributed_error
+from ds_ring.health.client import DetectorClient, make_peer_error, verdict
 from ds_ring.health.failure_detector.wire import Fault
 from ds_ring.health.joining import join_detector
 from ds_ring.limits import Timeouts

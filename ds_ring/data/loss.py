@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 from ds_ring.comm.exchange import Exchange, make_batch_exchange
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.compat.torch import operator
-from ds_ring.data.batch import IGNORE, LABEL_KEYS, LOSS_WEIGHTS
+from ds_ring.data.batch import IGNORE, LABEL_KEYS, LOSS_WEIGHTS, check_local
 from ds_ring.errors import RingShapeError
 from ds_ring.ops.handles import get_object, new_handle
 from ds_ring.ring.merge import get_accumulator_dtype
@@ -119,10 +119,7 @@ def compute_logprobs(
     entropies: bool,
 ) -> Any:
     """Return the log-probabilities of a batch's labels, and the entropies: see `RingSession.logprobs`."""
-    if "shift_labels" not in batch:
-        raise RingShapeError.wrong(
-            "logprobs", "shift_labels", f"{sorted(batch)}", "shard a batch with labels"
-        )
+    check_local("logprobs", batch, "shift_labels")
     inputs = {key: x for key, x in batch.items() if key not in _NOT_OF_MODELS}
     with defer_logits():
         output = model(**inputs)

@@ -30,8 +30,8 @@ from ds_ring.comm.device_tables import on_device
 from ds_ring.errors import RingConfigError, RingPatternError, RingShapeError
 from ds_ring.layers.scores import AlongPaths, Softcap
 from ds_ring.masks.catalog import Causal, Chunked, Full
+from ds_ring.masks.pair_masks import ScoreFunction
 from ds_ring.masks.pattern import Pattern
-from ds_ring.masks.tiles import ScoreFunction
 from ds_ring.patterns.documents.pattern import Documents, Tree
 from ds_ring.plugin import ROW_KINDS, load
 

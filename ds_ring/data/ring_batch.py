@@ -232,7 +232,8 @@ class RecentBatches:
         if not fitting:
             raise RingShapeError(
                 f"expected a batch with the local length of a sharded one ({sorted(seen) or 'none so far'}),"
-                f" got {lengths or 'no tensor of [samples, tokens]'}; see engine.ring.shard_batch"
+                f" got {lengths or 'no tensor of [samples, tokens]'}; call"
+                " engine(**engine.ring.shard_batch(batch))"
             )
         if len(fitting) > 1:
             totals = sorted(sharding.layout.tokens for sharding in fitting)

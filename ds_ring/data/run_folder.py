@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from ds_ring.errors import compiled_in, get_failure_kind
+from ds_ring.error_origins import compiled_in, get_failure_kind
 from ds_ring.health.client import DetectorClient, LateNotice, log_late
 from ds_ring.written_files import append_text, replace_text
 

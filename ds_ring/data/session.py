@@ -20,7 +20,7 @@ from ds_ring.comm.collective import collective
 from ds_ring.comm.device_tables import on_device
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.config.section import RingConfig, named_patterns
-from ds_ring.data.batch import IGNORE
+from ds_ring.data.batch import IGNORE, check_local, check_tensor
 from ds_ring.data.batch_sharder import BatchSharder
 from ds_ring.data.batch_sharding import RowsAttention
 from ds_ring.data.dynamic_ring.assignment import DynamicRing
@@ -163,8 +163,10 @@ class RingSession:
         """Return the loss of local logits on a batch from `shard_batch`. Collective: one number, for
         `mean_loss`.
         """
-        if "shift_labels" not in batch:
-            raise RingShapeError.wrong("loss", "labels", f"{sorted(batch)}", "shard_batch takes labels")
+        check_local("loss", batch, "labels")
+        if not isinstance(logits_BSV, Tensor) and not hasattr(logits_BSV, "logprobs"):
+            got = type(logits_BSV).__name__
+            raise RingShapeError.wrong("loss", "logits [B, S, V]", got, "pass output.logits of the model")
         items = batch["num_items_in_batch"]
         backward_loss = local_loss(logits_BSV, batch["shift_labels"], items)
         return RingLoss(backward_loss, self.mean_loss(backward_loss), items * self.gradient_divisor)
@@ -213,8 +215,10 @@ class RingSession:
         Raises:
             RingShapeError, RingPatternError: other shapes, no labels, or a tree of rollouts; on every rank.
         """
+        check_local("document_losses", batch, "shift_labels")
         sharding = self.batches.select(batch.values())
         with collective(sharding.mesh, "document_losses"):
+            check_tensor("document_losses: losses", losses)
             check_losses(losses, batch, sharding.groups)
         labelled = batch["shift_labels"] != IGNORE
         both = torch.stack([losses.detach().where(labelled, 0.0), labelled.to(losses.dtype)], dim=-1)

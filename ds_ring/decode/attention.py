@@ -21,8 +21,8 @@ from ds_ring.config.pass_options import PassOptions
 from ds_ring.decode.replicated_op import replicated_attention_op
 from ds_ring.errors import RingConfigError, shown
 from ds_ring.masks.catalog import Causal
+from ds_ring.masks.pair_masks import ScoreFunction
 from ds_ring.masks.pattern import Pattern
-from ds_ring.masks.tiles import ScoreFunction
 from ds_ring.ops.checks import NAMES
 from ds_ring.ops.compiled import (
     GraphRefusal,

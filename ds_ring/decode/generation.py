@@ -40,8 +40,8 @@ from ds_ring.data.packing import PADDING, RowGroup, group_rows
 from ds_ring.data.session import RingSession
 from ds_ring.decode.replicated_op import replicated_attention_op
 from ds_ring.errors import RingConfigError, RingShapeError
+from ds_ring.masks.pair_masks import ScoreFunction
 from ds_ring.masks.pattern import Pattern
-from ds_ring.masks.tiles import ScoreFunction
 from ds_ring.models.layer_masks import makes_such_masks
 from ds_ring.models.model import GENERATOR, MODEL
 from ds_ring.models.model_part import Loss, ModelPart

@@ -28,7 +28,7 @@ from contextlib import contextmanager, suppress
 from multiprocessing import util
 from typing import Any, NamedTuple, TypeVar
 
-from ds_ring.errors import RingError, RingPeerError, compiled_in, is_inside
+from ds_ring.errors import RingPeerError
 from ds_ring.health.failure_detector.wire import GRACE_S, Fault, write_ranges
 from ds_ring.health.whereabouts import collective_calls, describe_place, get_default_group_id, get_group_names
 from ds_ring.limits import Limit
@@ -412,7 +412,11 @@ def call_guarded(
     if call.done():
         thread.join()  # it only lets go of the call; [Note: threads at exit] in comm/waiting.py
         error = call.exception()
-        if error is None or not is_distributed_error(error):
+        if error is None:
+            return call.result()
+        from ds_ring.error_origins import is_distributed_error
+
+        if not is_distributed_error(error):
             return call.result()
     else:
         keep_for_ever(call, act)
@@ -460,22 +464,6 @@ def verdict(detector: DetectorClient, error: BaseException | None = None) -> Fau
     while detector.fault is None and detector.is_open and time.monotonic() < end:
         time.sleep(0.005)
     return detector.fault
-
-
-def is_distributed_error(error: BaseException, *callers: str) -> bool:
-    """Return whether a collective raised this error: by its type and its caller, not by its text.
-
-    Args:
-        error: of any kind.
-        callers: other modules than torch's and DeepSpeed's whose calls of compiled code may be collectives.
-    """
-    import torch.distributed as dist
-
-    if isinstance(error, RingError) or not isinstance(error, RuntimeError):
-        return False
-    return isinstance(error, dist.DistError) or is_inside(
-        compiled_in(error), "torch.distributed", "deepspeed", "ds_ring", *callers
-    )
 
 
 def make_peer_error(grid: Grid, rank: int, hop: int | None, fault: Fault) -> RingPeerError:

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ds_ring.kernels.interface import PartialGrads, PartialOut, Scores, Tile, each_tile
+from ds_ring.kernels.interface import PartialGrads, PartialOut, Tile, each_tile
+from ds_ring.kernels.pairs import Scores
 from ds_ring.masks.tiles import Tiles
 
 

@@ -12,14 +12,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ds_ring.errors import RingConfigError
-from ds_ring.kernels.interface import Kernel, KernelNeeds, Scores
+from ds_ring.kernels.interface import Kernel, KernelNeeds
 from ds_ring.masks.pattern import Pattern
 from ds_ring.plugin import FAST_KERNELS, KERNELS, RATES, load, unmeasured
+
+if TYPE_CHECKING:
+    from ds_ring.kernels.pairs import Scores
 
 __all__ = ["Kernel", "KernelNeeds", "get_block_side", "get_kernel"]
 

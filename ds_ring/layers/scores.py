@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ds_ring.masks.tiles import ScoreFunction
+from ds_ring.masks.pair_masks import ScoreFunction
 
 
 @dataclass(frozen=True)

@@ -13,16 +13,19 @@ import itertools
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from ds_ring.errors import RingPatternError, check_whole_number
-from ds_ring.masks.branches import ALL, Branch, Primitive, counts_twice, product, union
-from ds_ring.masks.joins import find_near_rows, split_by_head
+from ds_ring.masks.branches import ALL, Branch, Primitive
+from ds_ring.masks.joins import split_by_head
 from ds_ring.masks.slots import IntArray
-from ds_ring.masks.tiles import UNBOUNDED, Axis, PairMask, Tiles
+from ds_ring.masks.tiles import UNBOUNDED, Axis, Tiles
 from ds_ring.plugin import JsonKey
+
+if TYPE_CHECKING:
+    from ds_ring.masks.pair_masks import PairMask
 
 MANY_PAIRS = 4096  # of runs; if there are more, `tiles` first leaves out those that no branch joins
 
@@ -171,7 +174,9 @@ class Pattern(ABC):
 
     def __and__(self, pattern: Pattern) -> Pattern:
         """Attend where both patterns do."""
-        return Intersection(self, _check_operand(pattern, "&"))
+        from ds_ring.masks.compose import intersect
+
+        return intersect(self, pattern)
 
     def __or__(self, pattern: Pattern) -> Pattern:
         """Attend where at least one of the two patterns does; a pair of both counts once.
@@ -180,10 +185,9 @@ class Pattern(ABC):
             RingPatternError: the pairs of both patterns cannot be described by a band of distances and ranges
                 of positions, so they cannot be subtracted from one of the two.
         """
-        either = Union(self, _check_operand(pattern, "|"))
-        # Raise here, at the line of the user that has the mistake, not later when a plan is built.
-        either.branches(QueryHead())
-        return either
+        from ds_ring.masks.compose import unite
+
+        return unite(self, pattern)
 
 
 def check_numbers(pattern: object, *names: str) -> None:
@@ -191,12 +195,6 @@ def check_numbers(pattern: object, *names: str) -> None:
     for name in names:
         what = f"{type(pattern).__name__}: {name}"
         object.__setattr__(pattern, name, check_whole_number(getattr(pattern, name), what, RingPatternError))
-
-
-def _check_operand(operand: object, operator: str) -> Pattern:
-    if not isinstance(operand, Pattern):
-        raise RingPatternError(f"{operator}: expected a pattern on both sides, got {type(operand).__name__}")
-    return operand
 
 
 def _combine_masks(each: list[tuple[Branch, ...]], branches: tuple[Branch, ...]) -> tuple[Branch, ...]:
@@ -235,6 +233,8 @@ class BoundPattern(Pattern):
     @cached_property
     def counts_twice(self) -> bool:
         """Return whether some pair may be in more than one branch (m > 1)."""
+        from ds_ring.masks.compose import counts_twice
+
         return any(counts_twice(branches) for branches in self.branches_by_head)
 
     @cached_property
@@ -258,6 +258,8 @@ class BoundPattern(Pattern):
         """Return the non-empty tiles of two shards, given by their runs in slot order, int64 [n, 3]."""
         near = None
         if len(q_runs) * len(k_runs) > MANY_PAIRS:
+            from ds_ring.masks.near_rows import find_near_rows
+
             every = itertools.chain(*self.branches_by_head)
             near = find_near_rows(every, Axis.from_runs(q_runs), Axis.from_runs(k_runs))
         return self.cut(Tiles.rectangles(q_runs, k_runs, near))
@@ -270,43 +272,3 @@ class BoundPattern(Pattern):
         """Return labels of query and key positions, int64 [heads, branches, n] and [heads, branches, m]."""
         by_head = [[branch.labels(q, k) for branch in branches] for branches in self.branches_by_head]
         return tuple(np.array([[pair[side] for pair in pairs] for pairs in by_head]) for side in (0, 1))  # type: ignore[return-value]
-
-
-@dataclass(frozen=True)
-class Intersection(Pattern):
-    """Attend where both of two patterns do: `a & b`."""
-
-    made_in_graphs = True
-    first: Pattern
-    second: Pattern
-
-    def branches(self, head: QueryHead) -> tuple[Branch, ...]:
-        return product(self.first.branches(head), self.second.branches(head))
-
-    @property
-    def conjuncts(self) -> tuple[Pattern, ...]:
-        return self.first.conjuncts + self.second.conjuncts
-
-    def __str__(self) -> str:
-        return f"{self.first} & {self.second}"
-
-
-@dataclass(frozen=True)
-class Union(Pattern):
-    """Attend where at least one of two patterns does, each pair counted once: `a | b`."""
-
-    made_in_graphs = True
-    first: Pattern
-    second: Pattern
-
-    def branches(self, head: QueryHead) -> tuple[Branch, ...]:
-        branches = union(self.first.branches(head), self.second.branches(head))
-        if branches is None:
-            raise RingPatternError(
-                f"{self.first} | {self.second}: expected that bands and ranges of positions describe their"
-                " common pairs, which must count once, got others; write the whole mask as one MaskMod"
-            )
-        return branches
-
-    def __str__(self) -> str:
-        return f"({self.first} | {self.second})"

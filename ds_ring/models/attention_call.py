@@ -15,8 +15,8 @@ from ds_ring.attention_module import RingAttention
 from ds_ring.data.batch_sharding import BatchSharding, RowsAttention
 from ds_ring.errors import RingConfigError, RingPatternError, RingShapeError
 from ds_ring.layers.scores import Softcap
+from ds_ring.masks.pair_masks import ScoreFunction
 from ds_ring.masks.pattern import Pattern
-from ds_ring.masks.tiles import ScoreFunction
 from ds_ring.models.layer_masks import (
     LayerMask,
     choose_layer_pattern,

@@ -17,7 +17,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ds_ring.compat.transformers import HAS_RECURRENT_FUNCTIONS, RECURRENT_SINCE
 from ds_ring.data.batch import cache_in
 from ds_ring.data.batch_sharding import BatchSharding
-from ds_ring.errors import RingConfigError, RingPatternError, RingShapeError, is_inside
+from ds_ring.error_origins import is_inside
+from ds_ring.errors import RingConfigError, RingPatternError, RingShapeError
 from ds_ring.models.variant import (
     CONVOLUTION,
     INTERFACE,

@@ -31,7 +31,8 @@ from ds_ring.data.batch_sharding import BatchSharding
 from ds_ring.data.engine import DEEPSPEED, ENGINE
 from ds_ring.data.session import RingSession
 from ds_ring.data.token_flow import Flow, ModuleFlow, get_geometry, list_tensors
-from ds_ring.errors import RingConfigError, is_inside
+from ds_ring.error_origins import is_inside
+from ds_ring.errors import RingConfigError
 from ds_ring.models.model_adapter import ModelAdapter
 from ds_ring.models.variants import encoder_modules
 from ds_ring.ops.passes import get_forward_passes

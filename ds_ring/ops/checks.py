@@ -6,7 +6,6 @@ Owns the limits on q, k and v and the messages about them. `collective.py` tells
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -112,25 +111,6 @@ def check_layout(layout: object, ring_size: int | None = None) -> None:
         expected, got = f"one for {ring_size} ranks (the mesh's ring)", f"one for {layout.ring_size} ranks"
         advice = f"build it with make_layout(..., ring_size={ring_size})"
         raise RingLayoutError.wrong("layout", expected, got, advice)
-
-
-def check_arguments(batch_dim_idx: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise RingConfigError for arguments of a call that say something new (None and dropout 0 do not)."""
-    # type(), since True is an int as well.
-    if batch_dim_idx is not None and (type(batch_dim_idx) is not int or batch_dim_idx not in (0, 1)):
-        expected = "None for [B, H, S, D], 0 for [B, S, H, D] or 1 for [S, B, H, D]"
-        raise RingConfigError.wrong("batch_dim_idx", expected, shown(batch_dim_idx), "pass one of the three")
-    for name in ("dropout", "dropout_p"):
-        value = kwargs.pop(name, None)
-        if value is not None and not (isinstance(value, (int, float)) and value == 0):
-            raise RingConfigError.wrong(name, "0", shown(value), "set it to 0 in the model's config")
-    arguments = [repr(type(a).__name__) for a in args if a is not None]
-    arguments += [name for name, value in kwargs.items() if value is not None]
-    if arguments:
-        advice = "express masks as a pattern, apply rotary embeddings before the call"
-        raise RingConfigError.wrong(
-            "RingAttention", "q, k and v alone", f"{', '.join(arguments)} as well", advice
-        )
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, same_head_dim: bool = True) -> None:

@@ -23,8 +23,9 @@ from ds_ring.errors import RingConfigError, RingError
 from ds_ring.ops.checks import NAMES, check_operand, check_operands
 from ds_ring.ops.context import AskedContext, get_ring_context, make_context
 from ds_ring.ops.eager import attend_all_heads, check_derivatives
-from ds_ring.ops.handles import constant, get_object, is_constant, new_handle, read_number
+from ds_ring.ops.handles import get_object, new_handle
 from ds_ring.ops.ring_op import make_fake_results, ring_attention_op
+from ds_ring.ops.tracing import constant, is_constant, read_number
 from ds_ring.schedule.layout import Layout
 
 GraphRefusal = tuple[str, str]  # name of the error's class, and its text

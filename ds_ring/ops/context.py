@@ -31,10 +31,10 @@ from ds_ring.ops.options import Options, as_value
 from ds_ring.ops.passes import MakePass, SavedTensors
 from ds_ring.plugin import DEVICES, SAVED_TENSORS, load
 from ds_ring.ring.prepared import PreparedPasses
-from ds_ring.schedule.layout import Layout, check_layout_name, make_layout, round_to_blocks
+from ds_ring.schedule.layout import Layout, check_layout_name, make_layout
 
 if TYPE_CHECKING:
-    from ds_ring.masks.tiles import ScoreFunction
+    from ds_ring.masks.pair_masks import ScoreFunction
 
 
 class _PatienceByDevice(dict[str, Any]):
@@ -123,7 +123,11 @@ class RingContext:
             self.layout, tokens=max(local_tokens, 1) * mesh.ring_size, ring_size=mesh.ring_size,
             pattern=self.pattern, multiple_of=mesh.ulysses_size, block_size=block,
         )  # fmt: skip
-        return round_to_blocks(layout, options.block_size) if options.transport_spec.whole_blocks else layout
+        if not options.transport_spec.whole_blocks:
+            return layout
+        from ds_ring.schedule.pieces import round_to_blocks
+
+        return round_to_blocks(layout, options.block_size)
 
     def heads_here(self, q: Tensor) -> slice:
         """Return which of the query heads of all Ulysses ranks q [B, H, S, D] has in a pass."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import weakref
-from collections.abc import Callable
 from typing import Any, TypeVar
 
 from ds_ring.compat.torch import assume_constant
@@ -18,7 +17,6 @@ _objects: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _made = itertools.count()
 _COUNT_BITS = 24
 T = TypeVar("T")
-F = TypeVar("F", bound=Callable[..., Any])
 
 
 def get_object(handle: int, kind: type[T]) -> T:
@@ -52,39 +50,3 @@ def new_handle(owner: object, *facts: object) -> int:
         pass
     _objects[handle] = owner
     return handle
-
-
-_HEX = "hexadecimal number"  # says that a text is a number
-
-
-def constant(value: Any) -> Any:
-    """Return a number as something that torch.compile takes for a constant; anything else as it is."""
-    # Dynamo makes a number symbolic, at its second value or before. A symbol is no constant; its text is.
-    most = 2**53 if isinstance(value, int) else 1e300
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and -most < value < most:
-        return _HEX, float(value).hex(), isinstance(value, int)
-    return value
-
-
-def is_constant(value: object) -> bool:
-    """Return whether it is a number that `constant` has written as a text."""
-    return isinstance(value, tuple) and len(value) == 3 and value[0] == _HEX
-
-
-def read_number(value: Any) -> Any:
-    """Return the number that `constant` has written as a text; anything else as it is."""
-    if not is_constant(value):
-        return value
-    number = float.fromhex(value[1])
-    return int(number) if value[2] else number
-
-
-def forbid_tracing(function: F) -> F:
-    """Set the flags of `torch.compiler.disable`: a graph ends before the call, under fullgraph with an error.
-
-    For functions whose tables depend on the layout, or that call a function of the user for each tile.
-    """
-    function._torchdynamo_disable = True  # type: ignore[attr-defined]
-    why = f"ds_ring.{function.__name__} runs eagerly: call it outside of the graph, or without fullgraph=True"
-    function._torchdynamo_disable_msg = why  # type: ignore[attr-defined]
-    return function

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from ds_ring.compat.pydantic import Field, PlainValidator, ValidationInfo, field_validator
 from ds_ring.config.messages import Accepted, Refused, Switch, sentence, shown
 from ds_ring.config.pass_options import PassOptions
 from ds_ring.errors import RingConfigError
-from ds_ring.masks.tiles import ScoreFunction
 from ds_ring.plugin import PASSES, SAVED_TENSORS, TRACERS, PassRow, load
 from ds_ring.schedule.lowering import chunk_bytes_on, heads_on_host
+
+if TYPE_CHECKING:
+    from ds_ring.masks.pair_masks import ScoreFunction
 
 _SCALE = Accepted("a finite number", "use None for 1 / sqrt(head_dim)")
 

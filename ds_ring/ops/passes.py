@@ -1,7 +1,6 @@
 """What a pass is: one way to attend over the keys of all ranks, forward and backward.
 
 `plugin.PASSES` has a row for each. Its `home` is a function like `MakePass`, in the file of the pass.
-`ExtraOperand` is what an attention layer with more operands than q, k and v is made of.
 `SavedTensors` keeps tensors of a pass for its gradient: this one as they are; `plugin.SAVED_TENSORS` names
 another. `running_region` finds the checkpointed region that a call belongs to.
 """
@@ -10,13 +9,12 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
-from ds_ring.kernels.interface import Kernel
 from ds_ring.kernels.interface import Operands as Operands
 from ds_ring.ring.buffers import HeadSource, Saved
 from ds_ring.schedule.steps import HeadChunk
@@ -24,7 +22,6 @@ from ds_ring.schedule.steps import HeadChunk
 if TYPE_CHECKING:
     from ds_ring.ops.context import RingContext
     from ds_ring.ops.prepare import Prepared
-    from ds_ring.schedule.plan import Plan
 
 Results = tuple[Tensor, Tensor]  # out and lse
 
@@ -42,46 +39,6 @@ class Pass(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Return (dq, dk, dv)."""
         ...
-
-
-class ExtraOperand:
-    """An operand of a call in addition to q, k, v, and its changes to a pass; this base changes nothing.
-
-    Attributes:
-        name: the argument of the public function.
-        tensor: its value.
-        allows_other_key_dim: k and v are expanded on arrival, so that k may have another head_dim than q.
-    """
-
-    name: ClassVar[str]
-    allows_other_key_dim: ClassVar[bool] = False
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-
-    @property
-    def description(self) -> Hashable:
-        """Return what a prepared pass depends on."""
-        return self.name, self.tensor.shape, self.tensor.dtype, self.tensor.device
-
-    def check(self, context: RingContext, operands: Operands, parts: int) -> None:
-        """Raise RingError for a tensor that does not fit; arguments as of `prepare.check`."""
-
-    def fields(self, k: Tensor) -> dict[str, object]:
-        """Return what ranks compare, by the name for the message."""
-        return {self.name: self.tensor.dtype}
-
-    def wrap_kernel(self, kernel: Kernel, context: RingContext, plan: Plan, operands: Operands) -> Kernel:
-        """Return the kernel that runs, for passes of this description."""
-        return kernel
-
-    def bind_operand(self, kernel: Kernel, context: RingContext, operands: Operands) -> Kernel:
-        """Return the kernel of one pass: what `wrap_kernel` returned, with this tensor."""
-        return kernel
-
-    def finish(self, context: RingContext, results: Results) -> Results:
-        """Return (out, lse) of a forward pass with this tensor, which may be changed in place."""
-        return results
 
 
 class SavedTensors:
@@ -146,4 +103,4 @@ def get_forward_passes() -> int:
 
 
 # The last argument finishes the header check; None: it is finished.
-MakePass = Callable[["RingContext", "Prepared", Operands, Callable[[], None] | None], Pass]
+MakePass = Callable[["RingContext", "Prepared", Callable[[], None] | None], Pass]

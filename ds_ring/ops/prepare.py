@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ds_ring.comm.collective import Agreement, collective
 from ds_ring.kernels.interface import Kernel, Operands
@@ -16,12 +16,15 @@ from ds_ring.masks.catalog import HeadShard
 from ds_ring.masks.pattern import Pattern
 from ds_ring.ops.checks import check_finite, check_heads, check_not_captured, check_tensors, check_tokens
 from ds_ring.ops.context import PATIENCE, RingContext
-from ds_ring.ops.passes import ExtraOperand, Pass, count_forward_pass
+from ds_ring.ops.passes import Pass, count_forward_pass
 from ds_ring.plugin import load
 from ds_ring.schedule.layout import Layout
 from ds_ring.schedule.lowering import stage_shards
 from ds_ring.schedule.plan import Plan, build_plan, check_length
 from ds_ring.schedule.rank_plan import RankPlan
+
+if TYPE_CHECKING:
+    from ds_ring.ops.extra_operand import ExtraOperand
 
 MakePlan = Callable[[Pattern, Layout], Plan]
 
@@ -68,7 +71,7 @@ def prepare_pass(
         kernel = operand.bind_operand(kernel, context, operands)
     if kernel is not prepared.kernel:
         prepared = prepared._replace(kernel=kernel)
-    return context.make_pass(context, prepared, operands, finish_header_check)
+    return context.make_pass(context, prepared, finish_header_check)
 
 
 def prepare(

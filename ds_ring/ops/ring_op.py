@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -28,19 +28,19 @@ from ds_ring.kernels.interface import Kernel, Operands
 from ds_ring.ops.checks import sees_plain
 from ds_ring.ops.context import RingContext, get_ring_context
 from ds_ring.ops.gradients import get_forward_call, refuse_second_derivative, run_gradient
-from ds_ring.ops.passes import ExtraOperand, running_region
+from ds_ring.ops.passes import running_region
 from ds_ring.ops.prepare import Prepared, prepare_pass
 from ds_ring.ring.merge import get_accumulator_dtype
 from ds_ring.ring.observer import Observers
 from ds_ring.ring.pool import Buffers
 from ds_ring.ring.ring_pass import RingPass
 
+if TYPE_CHECKING:
+    from ds_ring.ops.extra_operand import ExtraOperand
+
 
 def make_pass(
-    context: RingContext,
-    prepared: Prepared,
-    operands: Operands,
-    finish_header_check: Callable[[], None] | None,
+    context: RingContext, prepared: Prepared, finish_header_check: Callable[[], None] | None
 ) -> RingPass:
     """Return the ring pass, with buffers of the mesh."""
     options, mesh, exchange = context.options, context.mesh, context.exchange

@@ -16,7 +16,8 @@ from torch.nn.functional import pad
 
 from ds_ring.errors import RingShapeError
 from ds_ring.ops.checks import DTYPES
-from ds_ring.ops.passes import ExtraOperand, Operands, Results
+from ds_ring.ops.extra_operand import ExtraOperand
+from ds_ring.ops.passes import Operands, Results
 
 if TYPE_CHECKING:
     from ds_ring.ops.context import RingContext

@@ -25,7 +25,7 @@ from transformers.models.auto import modeling_auto
 
 from ds_ring.compat.transformers import PreTrainedConfig
 from ds_ring.config.json_text import read_object
-from ds_ring.config.messages import did_you_mean
+from ds_ring.config.problems import did_you_mean
 from ds_ring.data.batch import IGNORE, Batch
 from ds_ring.errors import RingConfigError
 from ds_ring.models.checks import bypasses_interface, uses_interface, works_as_is

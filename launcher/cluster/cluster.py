@@ -15,7 +15,8 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo
 
-from ds_ring.config.messages import Accepted, Refused, Section, did_you_mean, sentence, shown
+from ds_ring.config.messages import Accepted, Refused, Section, sentence, shown
+from ds_ring.config.problems import did_you_mean
 
 from ..engines.engine import ENGINES, Engine
 from ..run.job import LOOPBACK, LOOPBACK_6, SECRET_VARIABLE

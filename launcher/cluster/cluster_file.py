@@ -20,15 +20,8 @@ import yaml
 from pydantic import ValidationError
 
 from ds_ring.config.json_text import SECTION, read_small
-from ds_ring.config.messages import (
-    MAX_PROBLEMS,
-    Problem,
-    config_error,
-    did_you_mean,
-    list_problems,
-    sentence,
-    shown,
-)
+from ds_ring.config.messages import sentence, shown
+from ds_ring.config.problems import MAX_PROBLEMS, Problem, config_error, did_you_mean, list_problems
 from ds_ring.errors import RingConfigError
 
 from ..engines import engines as engines  # fills ENGINES, which the model reads

@@ -6,7 +6,6 @@ import argparse
 import datetime
 import json
 import os
-import re
 import sys
 import warnings
 from collections import Counter
@@ -14,11 +13,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 from multiprocessing.pool import ThreadPool
-from pathlib import Path
 from typing import Any
 
 from ds_ring.plugin import SESSION_METHODS
-from ds_ring.written_files import append_text
 
 from .parsers import (
     Commands,
@@ -46,8 +43,6 @@ examples:
   ds-ring check-model qwen3 --head token-classification --ring-size 4 --tokens 90 --json
   ds-ring check-model --all --jobs 2                        the model types of transformers, in four groups
   ds-ring check-model --all --head image-text --json        one group; a line of JSON for each type
-  ds-ring check-model falcon --configurations               alibi, parallel_attn, ...: one at a time
-  ds-ring check-model --all --configurations --rows FILE    of every causal type; goes on where it was ended
 
 prints exact, refused (with the reason) or WRONG (with the layer and the parameters that differ), and with
 --all a row for each model type, "no model" among them where no small model can be made of its defaults;
@@ -60,7 +55,6 @@ _HEADS = (
 _GROUPS = ("causal-lm", "image-text", "masked-lm", "seq2seq-lm")  # of --all
 _FORMS = ("plain", "padded", "packed", *(["tree"] if "tree_batch" in SESSION_METHODS else []))
 _RESULTS = {"exact": "exact", "refused": "refused", "invalid": "no model", "WRONG": "WRONG"}
-ROW_VERDICTS = ("exact", "refused", "no model", "WRONG", "raw error")  # of --configurations
 _SHOWN = 12
 
 
@@ -99,15 +93,6 @@ def add(commands: Commands) -> None:
     check.add_argument(
         "--deadline-seconds", type=float, default=120, help="all ranks are ended then (default 120)"
     )
-    check.add_argument(
-        "--configurations",
-        action="store_true",
-        help="each switch of the type's configuration by itself, gradient checkpointing and inputs_embeds",
-    )
-    check.add_argument(
-        "--rows", metavar="FILE", help="of --configurations: append rows of JSON; skip those that it has"
-    )
-    check.add_argument("--only", metavar="REGEX", help="of --configurations: those whose name has it")
     add_json(check)
 
 
@@ -126,22 +111,6 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
     require_deadline(options.deadline_seconds)
     if options.all == (options.model is not None):
         raise RingConfigError("model: expected a configuration, a model type or --all, and one of them only")
-    for name in ("rows", "only"):
-        if getattr(options, name) and not options.configurations:
-            raise RingConfigError(f"--{name}: expected --configurations with it")
-    if options.rows is not None:
-        from ..tune.hardware_file import require_writable
-
-        require_writable(Path(options.rows), "--rows")
-    for name, default in (("jobs", 1), ("batch", "plain")):
-        if options.configurations and getattr(options, name) != default:
-            raise RingConfigError.wrong(
-                f"--{name}", f"{default} with --configurations", "another", "leave it out"
-            )
-    try:
-        re.compile(options.only or "")
-    except re.error as error:
-        raise RingConfigError(f"--only: expected a regular expression, got {options.only!r}") from error
     if not 1 <= options.jobs <= 64:
         raise RingConfigError(f"--jobs: expected 1 to 64, got {options.jobs}")
     require_packages("check-model", "transformers")
@@ -165,8 +134,6 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
         report: dict[str, Any] = reports[0]
         return report | about
 
-    if options.configurations:
-        return _check_configurations(options, section, processes)
     if options.all:
         codes = []
         for head in (options.head,) if options.head else _GROUPS:
@@ -204,30 +171,6 @@ def _check_all(check: Callable[[str], dict[str, Any]], head: str, options: argpa
         totals = ", ".join(f"{counts[key]} {_RESULTS[key]}" for key in _RESULTS)
         print(f"{len(types)} model types ({head}, transformers {about['transformers']}, {today}): {totals}")
     return 1 if counts["WRONG"] else 0
-
-
-def _check_configurations(options: argparse.Namespace, section: dict[str, Any] | None, processes: int) -> int:
-    """Print a row for each configuration of the types, then the counts."""
-    from ..check.configuration_rows import RowRun, check_rows, read_rows, row_key
-
-    head = options.head or ("causal-lm" if options.all else None)
-    run = RowRun(processes, options.tokens, options.layers, options.seed, section, head)
-    types = _types(head) if options.all and head else [options.model]
-    file = Path(options.rows) if options.rows else None
-    known = read_rows(file)
-    counts: Counter[str] = Counter()
-    for source in types:
-        for row in check_rows(source, run, known, options.deadline_seconds, options.only or ""):
-            counts[row["verdict"]] += 1
-            if file is not None and row_key(row) not in known:
-                append_text(file, json.dumps(row) + "\n")
-            text = f"{row['verdict']:<9} {row['source']} {row['configuration']}"
-            reason = " ".join(row["reason"].split())
-            print(json.dumps(row) if options.json else text + f": {reason}" * bool(reason), flush=True)
-    if not options.json:
-        totals = ", ".join(f"{counts[key]} {key}" for key in ROW_VERDICTS)
-        print(f"{counts.total()} configurations of {len(types)} model types: {totals}")
-    return 1 if counts["WRONG"] or counts["raw error"] else 0
 
 
 def _section(options: argparse.Namespace) -> tuple[dict[str, Any] | None, int]:

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ds_ring.config.messages import did_you_mean
+from ds_ring.config.problems import did_you_mean
 from ds_ring.plugin import LAYOUTS
 
 if TYPE_CHECKING:

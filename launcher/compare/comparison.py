@@ -100,18 +100,18 @@ def compare(
         spent_s: seconds of the budget that are gone already.
     """
     clock, rows = Clock(request.budget_s * (1 - RESERVE) - spent_s), list[Row]()
-    one = Group(ONE, 1, request.device, start_s=min(START_S, request.budget_s / 4))
+    alone = Group(ONE, 1, request.device, start_s=min(START_S, request.budget_s / 4))
     with tempfile.TemporaryDirectory(prefix="ds-ring-compare-") as name:
         try:
             answers = [
-                _find_answer(one, cell, request, Path(name, f"{number}.pt"), show)
+                _find_answer(alone, cell, request, Path(name, f"{number}.pt"), show)
                 for number, cell in enumerate(request.cells)
             ]
             for at, size in enumerate(request.sizes):
                 part = clock.part(len(request.sizes) - at)
-                rows += _compare_size(request, size, one, answers, part, peers, worker, show)
+                rows += _compare_size(request, size, alone, answers, part, peers, worker, show)
         finally:
-            one.end()
+            alone.end()
     return rows
 
 
@@ -124,7 +124,7 @@ class Answer(NamedTuple):
 
 
 def _find_answer(
-    one: Group, cell: Cell, request: Request, path: Path, show: Callable[[str], object]
+    alone: Group, cell: Cell, request: Request, path: Path, show: Callable[[str], object]
 ) -> Answer:
     """Compute answers of doubled lengths until the cell's own, or until the next would take too long."""
     allowed_s = request.budget_s * ANSWERS / len(request.cells)
@@ -136,7 +136,7 @@ def _find_answer(
         shorter = _shorten(cell, cell.tokens >> halving, multiple)
         show(f"{cell.name}: one process computes {shorter.tokens:,} tokens")
         part = path.with_suffix(f".{halving}")
-        seconds = write_answer(one, shorter, part, clock.left_s)
+        seconds = write_answer(alone, shorter, part, clock.left_s)
         if isinstance(seconds, str):
             return answer if answer.failure == "" else Answer(cell, path, seconds)
         answer.path.unlink(missing_ok=True)
@@ -152,11 +152,11 @@ def _shorten(cell: Cell, tokens: int, multiple: int) -> Cell:
 
 
 def _compare_size(
-    request: Request, size: int, one: Group, answers: Sequence[Answer], clock: Clock, peers: Sequence[Peer],
+    request: Request, size: int, alone: Group, answers: Sequence[Answer], clock: Clock, peers: Sequence[Peer],
     worker: Sequence[str], show: Callable[[str], object],
 ) -> list[Row]:  # fmt: skip
     start_s = min(START_S, clock.left_s / 3)
-    groups = [one, *(Group(peer, size, request.device, worker, start_s) for peer in peers)]
+    groups = [alone, *(Group(peer, size, request.device, worker, start_s) for peer in peers)]
     rows: list[Row] = []
     late: list[Group] = []  # whose ranks hung: they would take the seconds of others again
     try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import statistics
 from collections.abc import Iterable, Sequence
 from datetime import datetime, timezone
 from importlib import metadata
@@ -53,36 +52,30 @@ def advise(rows: Sequence[Row]) -> list[Advice]:
     advice = []
     for devices, case in _tables(rows):
         table = _rows_in(rows, devices, case)
-        one_s = next((row.median_s for row in table if row.contestant == ONE.name), None)
-        timed = [row for row in table if row.seconds and row.contestant != ONE.name]
+        alone_s = next((row.median_s for row in table if row.contestant == ONE.name), None)
+        timed = [
+            (row.median_s, row) for row in table if row.median_s is not None and row.contestant != ONE.name
+        ]
         if not timed:
             advice.append(Advice(devices, case, "nothing", "", "none was exact and timed"))
             continue
-        timed.sort(key=_median)
-        alike = [row for row in timed if _median(row) <= CLOSE * _median(timed[0])]
-        best = min(alike, key=lambda row: row.peak_bytes)
-        why = _explain(best, alike, timed)
-        if one_s is not None and one_s < _median(best):
-            why += f"; but one process alone is {_median(best) / one_s:.2f} times as fast"
+        timed.sort(key=lambda pair: pair[0])
+        alike = [(seconds, row) for seconds, row in timed if seconds <= CLOSE * timed[0][0]]
+        best_s, best = min(alike, key=lambda pair: pair[1].peak_bytes)
+        close = [row.contestant for _, row in alike if row is not best]
+        slower = [(seconds, row) for seconds, row in timed if row is not best]
+        if close:
+            least = ", least memory" if best.peak_bytes else ""
+            why = f"exact{least}; {', '.join(close)} within {CLOSE - 1:.0%}"
+        elif slower:
+            seconds, following = slower[0]
+            why = f"exact; {seconds / best_s:.2f} times as fast as {following.contestant}, the next"
+        else:
+            why = "exact; no other was exact and timed"
+        if alone_s is not None and alone_s < best_s:
+            why += f"; but one process alone is {best_s / alone_s:.2f} times as fast"
         advice.append(Advice(devices, case, best.contestant, best.take, why))
     return advice
-
-
-def _median(row: Row) -> float:
-    return statistics.median(row.seconds)
-
-
-def _explain(best: Row, alike: Sequence[Row], timed: Sequence[Row]) -> str:
-    """Return the reason: the distance to the next one, or what decides between those alike."""
-    others = [row.contestant for row in alike if row is not best]
-    if others:
-        least = ", least memory" if best.peak_bytes else ""
-        return f"exact{least}; {', '.join(others)} within {CLOSE - 1:.0%}"
-    slower = [row for row in timed if row is not best]
-    if not slower:
-        return "exact; no other was exact and timed"
-    factor = _median(slower[0]) / _median(best)
-    return f"exact; {factor:.2f} times as fast as {slower[0].contestant}, the next"
 
 
 def as_json(request: Request, rows: Sequence[Row], command: str, spent_s: float) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from ..run.rank_script import FIRST, ONLY, SAFE_PATH
 from .engine import Engine
 
 if TYPE_CHECKING:
-    from ds_ring.config.messages import Problem
+    from ds_ring.config.problems import Problem
 
     from ..cluster.cluster import Cluster
 
@@ -48,7 +48,8 @@ class DeepSpeed(Engine):
 
     def problems(self, cluster: Cluster) -> list[Problem]:
         """Return options that would undo in DeepSpeed's launcher what ds-ring does."""
-        from ds_ring.config.messages import Problem, sentence
+        from ds_ring.config.messages import sentence
+        from ds_ring.config.problems import Problem
 
         text, problems = " ".join(cluster.engine_args), []
         if re.search(r"(^| )--launcher\b", text):

@@ -15,7 +15,7 @@ from ..run.job import Invocation, Job, module_command
 from ..run.run_folder import FOLDER_VARIABLE
 
 if TYPE_CHECKING:
-    from ds_ring.config.messages import Problem
+    from ds_ring.config.problems import Problem
 
     from ..cluster.cluster import Cluster
 

@@ -34,20 +34,14 @@ class HeadSwaps(NamedTuple):
     seconds: float  # both, of which nothing is hidden
 
 
-def swapped_heads(heads: int, kv_heads: int) -> int:
-    """Return the heads that a pass in one direction swaps: of q, k, v and out, or their gradients."""
-    return 2 * (heads + kv_heads)
-
-
 def head_swaps(setting: TrainingSetting, local_tokens: int) -> HeadSwaps:
     """Return the all-to-alls of a layer whose ring shards have so many slots, which Ulysses ranks share."""
     size, model, hardware = setting.ulysses_size, setting.model, setting.hardware
     if size == 1:
         return HeadSwaps(0, 0.0)
     row_bytes = model.head_dim * ELEMENT_BYTES[setting.dtype]
-    shard_bytes = (
-        setting.batch * local_tokens // size * row_bytes * swapped_heads(model.heads, model.kv_heads)
-    )
+    heads = 2 * (model.heads + model.kv_heads)  # of q, k, v and out, or their gradients
+    shard_bytes = setting.batch * local_tokens // size * row_bytes * heads
     return HeadSwaps(
         shard_bytes * (size - 1) // size,
         swap_seconds(shard_bytes, size, hardware) + SWAPS * hardware.link_latency_s,

@@ -13,15 +13,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 
-from ds_ring.config.messages import (
-    Accepted,
-    Section,
-    config_error,
-    did_you_mean,
-    list_problems,
-    sentence,
-    shown,
-)
+from ds_ring.config.messages import Accepted, Section, sentence, shown
+from ds_ring.config.problems import config_error, did_you_mean, list_problems
 from ds_ring.errors import RingConfigError
 from ds_ring.plugin import FAST_KERNELS, unmeasured
 

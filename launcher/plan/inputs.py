@@ -12,7 +12,8 @@ from dataclasses import replace
 from typing import Any
 
 from ds_ring.config.json_text import SECTION, SP_KEY, parse_object, resolve
-from ds_ring.config.messages import listed, sentence, shown
+from ds_ring.config.messages import sentence, shown
+from ds_ring.config.problems import listed
 from ds_ring.config.section import RingConfig
 from ds_ring.errors import RingConfigError
 from ds_ring.limits import divisors

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ds_ring.config.json_text import Json, parse_object, read_object
-from ds_ring.config.messages import did_you_mean, sentence, shown
+from ds_ring.config.messages import sentence, shown
+from ds_ring.config.problems import did_you_mean
 from ds_ring.config.section import RingConfig, named_patterns, pattern_from_config
 from ds_ring.data.layer_patterns import NARROW, LayerPatterns, make_type_patterns
 from ds_ring.errors import RingConfigError

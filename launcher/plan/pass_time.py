@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ds_ring.kernels.cpu import TRIANGLE
-from ds_ring.kernels.cpu.triangles import triangulate
+from ds_ring.kernels.cpu.calls import triangulate
 from ds_ring.masks.tiles import Tiles
 from ds_ring.schedule.lowering import count_heads
 from ds_ring.schedule.rank_plan import HeadClassPlan

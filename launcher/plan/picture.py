@@ -8,11 +8,11 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from ds_ring.config.messages import listed
+from ds_ring.config.problems import listed
 from ds_ring.errors import RingConfigError
 from ds_ring.kernels.flex.blocks import find_block_intervals
 from ds_ring.masks.slots import count_slots, repeat_rows
@@ -59,6 +59,15 @@ def save_figure(figure: Any, path: str | Path) -> None:
     }
     with rc_context(lasting), replaced(path) as file:
         figure.savefig(file, dpi=_DPI, format=ending, **dated)
+
+
+class Picture(NamedTuple):
+    """A picture's file, which a notebook shows where it is the last expression of a cell."""
+
+    path: str | Path  # of a PNG
+
+    def _repr_png_(self) -> bytes:
+        return Path(self.path).read_bytes()
 
 
 def list_hops(plan: Plan, rank: int) -> Iterator[tuple[int, HopPlan]]:

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, TracebackType
 
-from ds_ring.errors import compiled_in, get_failure_kind
+from ds_ring.error_origins import compiled_in, get_failure_kind
 from ds_ring.written_files import append_text
 
 from .job import open_standard_streams, raise_file_limit

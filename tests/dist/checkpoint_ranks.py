@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from tests.clock import unqueued_seconds
 from tests.dist.deepspeed_ranks import VOCABULARY, Size, build_model, start_deepspeed, take_step
+from tests.dist.harness import Failure, catch_failure
 
 SIZE = Size(hidden=16, layers=1, tokens=24, samples=2)
 
@@ -41,14 +41,6 @@ class Resumed(NamedTuple):
     state: dict[str, Any] | None
     losses: list[float]
     logged: str
-
-
-class Refused(NamedTuple):
-    """What one rank saw of a save or a load that was refused; `error` is "" where it was not."""
-
-    error: str
-    text: str
-    seconds: float
 
 
 def start_engine(config: dict[str, Any]) -> Any:
@@ -119,10 +111,10 @@ def load_refused(
     folder: str,
     tags: list[str | None],
     options: dict[str, Any] | None = None,
-) -> Refused:
+) -> Failure:
     """Load `tags[rank]`, which must fail."""
     engine = start_engine(config)
-    return _refused(lambda: engine.load_checkpoint(folder, tags[rank], **(options or {})))
+    return catch_failure(lambda: engine.load_checkpoint(folder, tags[rank], **(options or {})))
 
 
 class Planted:
@@ -144,24 +136,24 @@ def save_on(
     most_bytes: int = 0,
     background: bool = False,
     steps: int = 100,
-) -> Refused:
+) -> Failure:
     """Save, as if after many steps; with `most_bytes` no file of rank 1 may become longer."""
     engine, limits = start_engine(config), resource.getrlimit(resource.RLIMIT_FSIZE)
     engine.global_steps = steps
     if most_bytes and rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, limits[1]))
     try:
-        return _refused(lambda: engine.save_checkpoint(folder, tag, background=background))
+        return catch_failure(lambda: engine.save_checkpoint(folder, tag, background=background))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-def go_back_and_save(rank: int, world_size: int, config: dict[str, Any], folder: str) -> Refused:
+def go_back_and_save(rank: int, world_size: int, config: dict[str, Any], folder: str) -> Failure:
     """Load the newest that is whole, which is one of step 2, and save after step 3."""
     engine = start_engine(config)
     engine.load_checkpoint(folder)
     train_to(engine, 3)
-    return _refused(lambda: engine.save_checkpoint(folder))
+    return catch_failure(lambda: engine.save_checkpoint(folder))
 
 
 HELD: list[Any] = []
@@ -179,7 +171,7 @@ def hold_the_folder(rank: int, world_size: int, config: dict[str, Any], folder: 
     return os.getpid(), child
 
 
-def save_with_state(rank: int, world_size: int, config: dict[str, Any], folder: str, state: str) -> Refused:
+def save_with_state(rank: int, world_size: int, config: dict[str, Any], folder: str, state: str) -> Failure:
     """Save with a client state, and if that was no error, load it again."""
     states = {
         "a path": Path("data"),
@@ -193,24 +185,15 @@ def save_with_state(rank: int, world_size: int, config: dict[str, Any], folder: 
         loaded = start_engine(config).load_checkpoint(folder)[1]["mine"]
         assert len(loaded[0][1]) == 624 and loaded[1][0] == 3 and loaded[3] == 1.5  # those of rank 0
 
-    return _refused(save_and_load)
+    return catch_failure(save_and_load)
 
 
 def save_refused(
     rank: int, world_size: int, config: dict[str, Any], places: list[tuple[str, str]]
-) -> Refused:
+) -> Failure:
     """Save by the folder and the tag of `places[rank]`, which must fail."""
     engine = start_engine(config)
-    return _refused(lambda: engine.save_checkpoint(*places[rank]))
-
-
-def _refused(act: Callable[[], object]) -> Refused:
-    started = unqueued_seconds()
-    try:
-        act()
-    except Exception as error:
-        return Refused(type(error).__name__, str(error), unqueued_seconds() - started)
-    return Refused("", "", unqueued_seconds() - started)
+    return catch_failure(lambda: engine.save_checkpoint(*places[rank]))
 
 
 class LostHop(NamedTuple):
@@ -272,7 +255,7 @@ def lose_a_hop(rank: int, world_size: int, config: dict[str, Any], folder: str) 
         "background": lambda: engine.save_checkpoint(folder, "stale", background=True),
         "16 bit": lambda: engine.save_16bit_model(folder),
     }
-    refusals = {name: _refused(call) for name, call in calls.items()}
+    refusals = {name: catch_failure(call) for name, call in calls.items()}
     changed = [name for name, p in engine.module.named_parameters() if not torch.equal(before[name], p)]
     said = {name: f"{item.error}: {item.text}" for name, item in refusals.items()}
     return LostHop(said, (seen[0], seen[1], seen[2]), changed, engine.global_steps)
@@ -330,10 +313,10 @@ def two_hosts(rank: int, world_size: int, config: dict[str, Any], folders: list[
         os.environ["LOCAL_RANK"] = before
 
 
-def background_writer(rank: int, world_size: int, config: dict[str, Any]) -> Refused:
+def background_writer(rank: int, world_size: int, config: dict[str, Any]) -> Failure:
     """An engine whose checkpoint writer is still writing when save_checkpoint returns."""
     engine = start_engine(config)
     from ds_ring.checkpoint.load import guard_checkpoints
 
     engine.checkpoint_engine.is_decoupled = lambda: True
-    return _refused(lambda: guard_checkpoints(engine))
+    return catch_failure(lambda: guard_checkpoints(engine))

@@ -27,18 +27,19 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 from ds_ring.errors import RingError
+from tests.clock import unqueued_seconds
 from tests.dist.rank_process import (
     DUMP_SIGNAL,
     RANK_ENVIRONMENT,
@@ -103,6 +104,45 @@ def catch_refusal(call: Callable[..., object], *args: Any, **kwargs: Any) -> str
     except RingError as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+class Failure(NamedTuple):
+    """What a call raised; `error` is "" for nothing.
+
+    Attributes:
+        error, families: name of its type, and of all that it inherits from.
+        text: of the error.
+        seconds: until then, without time in the queue for a processor.
+    """
+
+    error: str
+    families: tuple[str, ...]
+    text: str
+    seconds: float
+
+
+def catch_failure(call: Callable[..., object], *args: Any, **kwargs: Any) -> Failure:
+    """Call, and return what came of it, also of an error that is not ds_ring's."""
+    started, error = unqueued_seconds(), None
+    try:
+        call(*args, **kwargs)
+    except Exception as raised:
+        error = raised
+    seconds = unqueued_seconds() - started
+    families = tuple(cls.__name__ for cls in type(error).__mro__)
+    return Failure("" if error is None else families[0], families, str(error), seconds)
+
+
+def catch_refusals(calls: Mapping[str, Callable[[], object]]) -> dict[str, str]:
+    """Return what each call by name is refused with."""
+    return {name: catch_refusal(call) for name, call in calls.items()}
+
+
+def check_texts(texts_by_rank: Iterable[Mapping[str, str]], words: Mapping[str, str]) -> None:
+    """Require of every rank the texts of these names, each with its words."""
+    for texts in texts_by_rank:
+        assert texts.keys() == words.keys()
+        assert not {name: texts[name] for name in words if words[name] not in texts[name]}
 
 
 def first_in_time(run: Callable[[], list[Any]], in_time: Callable[[list[Any]], bool]) -> list[Any]:

@@ -86,15 +86,13 @@ class LightRanks:
             self.beat()
             self._listen(0.01)
 
-    def await_verdict(self, timeout_s: float) -> float:
-        """The seconds until every rank knows who failed."""
-        started = time.monotonic()
-        expected = self.connections.keys()
-        while not expected <= self.verdicts.keys():
-            assert time.monotonic() < started + timeout_s, f"{len(self.verdicts)} of {len(expected)} know"
+    def await_verdict(self, timeout_s: float) -> None:
+        """Beat and listen until every rank knows who failed."""
+        deadline = time.monotonic() + timeout_s
+        while not self.connections.keys() <= self.verdicts.keys():
+            assert time.monotonic() < deadline, f"{len(self.verdicts)} of {self.count} know"
             self.beat()
             self._listen(0.05)
-        return time.monotonic() - started
 
     def _listen(self, seconds: float) -> None:
         for rank, line in self._lines(seconds):

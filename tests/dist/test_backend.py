@@ -25,7 +25,7 @@ from tests.dist.deepspeed_ranks import (
     train_alone,
 )
 from tests.dist.family_ranks import GROUPED, SIZES, check, gradients_of
-from tests.dist.harness import Pool
+from tests.dist.harness import Pool, catch_refusal
 
 SAMPLES, TOKENS, VOCABULARY, WINDOW = 2, 45, 61, 10
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -242,8 +242,8 @@ def test_a_compiled_engine_trains_like_one_process(
         check(run, expected)
 
 
-def batches_of_one_graph(rank: int, world_size: int) -> tuple[list[float], list[int]]:
-    """Batches with one number of local tokens, other lengths and other documents: losses, and graphs."""
+def batches_of_one_graph(rank: int, world_size: int) -> tuple[list[float], list[int], str]:
+    """Batches with one number of local tokens, other lengths and other documents: losses, graphs; a refusal."""
     counted = start_counting()
     pattern = {"layout": "zigzag", "pattern": {"documents": True}}
     _, engine = engine_of(world_size, 0, size=ONE_LAYER, ring_attention=pattern)
@@ -253,7 +253,7 @@ def batches_of_one_graph(rank: int, world_size: int) -> tuple[list[float], list[
         for batch in batches():
             loss = engine(**engine.ring.shard_batch(batch)).loss
             losses.append(float(engine.ring.mean_loss(loss)))
-    return losses, counted
+    return losses, counted, catch_refusal(engine.compile, backend="ds_ring")
 
 
 def batches() -> list[dict[str, Tensor]]:
@@ -277,11 +277,12 @@ def loss_alone(batch: dict[str, Tensor]) -> float:
     return total / count
 
 
-@pytest.mark.night  # by day test_compile.py has other lengths
+@pytest.mark.night  # by day test_compile.py has a layout of another length
 def test_other_lengths_and_documents_run_in_the_same_graph(rank_pool: Pool) -> None:
     with torch.no_grad():
         expected = [loss_alone(batch) for batch in batches()]
-    for losses, attentions in rank_pool(2).run(batches_of_one_graph, timeout_s=280):
+    for losses, attentions, again in rank_pool(2).run(batches_of_one_graph, timeout_s=280):
+        assert "expected an engine that is not compiled" in again
         assert losses == pytest.approx(expected, rel=1e-5)
         assert [n for n in attentions if n] == [ONE_LAYER.layers]
 

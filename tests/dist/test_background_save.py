@@ -22,8 +22,9 @@ from ds_ring.checkpoint.manifest import (
 from ds_ring.checkpoint.save import HostCopy, _make_room, _seal, exchange_reports, give_its_name
 from ds_ring.errors import RingCheckpointError
 from ds_ring.limits import Limit
-from tests.dist.checkpoint_ranks import SIZE, Refused, load_and_train, start_engine, train_to
+from tests.dist.checkpoint_ranks import SIZE, load_and_train, start_engine, train_to
 from tests.dist.deepspeed_ranks import json_config
+from tests.dist.harness import Failure, catch_failure
 from tests.machine import small_disk
 
 STEPS = 5
@@ -71,7 +72,7 @@ def test_a_checkpoint_holds_the_state_at_the_call(rank_pool: Any, tmp_path: Path
         assert resumed.losses == losses[first:] and resumed.state == {"seen": first}
 
 
-def fill_up(rank: int, world_size: int, config: dict[str, Any], folder: str, script: bool) -> Refused:
+def fill_up(rank: int, world_size: int, config: dict[str, Any], folder: str, script: bool) -> Failure:
     """Save once; fill the disk, or let rank 0 alone fail at the script that DeepSpeed copies; save again."""
     engine = start_engine(config)
     train_to(engine, 1)
@@ -91,12 +92,12 @@ def fill_up(rank: int, world_size: int, config: dict[str, Any], folder: str, scr
                 pass
     torch.distributed.barrier()
     train_to(engine, 2)
-    try:
+
+    def save_twice() -> None:
         engine.save_checkpoint(folder, background=True)
         engine.save_checkpoint(folder)
-    except Exception as error:
-        return Refused(type(error).__name__, str(error), 0.0)
-    return Refused("", "", 0.0)
+
+    return catch_failure(save_twice)
 
 
 @pytest.mark.needs("mounts")

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ds_ring import Causal, RingAttention, RingConfig, RingMesh, make_layout
-from ds_ring.ops import ring_op as autograd
 from ds_ring.ring.ring_pass import RingPass
-from tests.dist.deepspeed_ranks import gradient_errors, json_config, start_deepspeed, start_engine
+from tests.dist.deepspeed_ranks import gradient_errors, start_deepspeed
 from tests.dist.harness import Pool
 from tests.reference import worst
 
@@ -107,34 +106,6 @@ def test_a_step_has_as_many_passes_as_without(rank_pool: Pool) -> None:
         for (_, got), (_, want) in zip(result, plain, strict=True):
             assert len(got) == len(want) == 2 + 4 * LAYERS
             assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True)), kind
-
-
-def count_in_llama(rank: int, world_size: int, reentrant: bool) -> list[int]:
-    """Forward and backward passes of a step of a Llama of 8 layers under DeepSpeed."""
-    import transformers
-
-    counts, prepare_pass = [0, 0], autograd.prepare_pass
-
-    def counting(context: Any, call: Any, operands: Any, *extra: Any) -> Any:
-        counts[operands.grad_out is not None] += 1
-        return prepare_pass(context, call, operands, *extra)
-
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 4, "vocab_size": 64}
-    config = transformers.LlamaConfig(num_hidden_layers=LAYERS, num_key_value_heads=2, **sizes)
-    model = transformers.LlamaForCausalLM(config)
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    engine = start_engine(model, json_config(2, 1, 3))
-    ids = torch.arange(TOKENS)[None]
-    with mock.patch.object(autograd, "prepare_pass", counting):
-        engine.backward(engine(**engine.ring.shard_batch({"input_ids": ids, "labels": ids})).loss)
-    return counts
-
-
-@pytest.mark.night
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.day("False")
-def test_eight_layers_of_a_llama_take_eight_passes(rank_pool: Pool, reentrant: bool) -> None:
-    assert rank_pool(2).run(count_in_llama, reentrant) == [[LAYERS, LAYERS]] * 2
 
 
 @pytest.mark.night

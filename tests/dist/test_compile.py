@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
@@ -40,8 +39,7 @@ from ds_ring.ops.options import Options
 from tests.cases import Shape, tensors
 from tests.dist.compiled_rounds import BACKENDS, play
 from tests.dist.harness import Pool, run_ranks
-from tests.parity import gathered_pass
-from tests.reference import dense_attention, relative_error
+from tests.reference import relative_error
 
 pytestmark = pytest.mark.needs("compiler")
 
@@ -155,46 +153,6 @@ def test_the_graph_does_not_grow_with_the_ring() -> None:
     """On fresh ranks: what was compiled in a process before may make sizes symbolic, which adds nodes."""
     two, three = (run_ranks(compiled_block, size, 1, steps=1, timeout_s=120) for size in (2, 3))
     assert {tuple(result.nodes) for result in (*two, *three)} == {tuple(two[0].nodes)}
-
-
-def functional(rank: int, world_size: int, backend: str) -> list[tuple[int, float]]:
-    """`ring_attention` in a compiled function, with lengths that change: graphs so far and error of each."""
-    torch._dynamo.reset()
-    counters.clear()
-    mesh = RingMesh.from_world(world_size)
-
-    def step(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q = F.normalize(q, dim=-1) * 4
-        return ring_attention(q, k, v, pattern=Causal(), layout="zigzag", mesh=mesh, scale=0.5) * 2
-
-    compiled = torch.compile(step, fullgraph=True, backend=backend)
-    result = []
-    for tokens in (96, 60, 12, 96):
-        layout = make_layout("zigzag", tokens=tokens, ring_size=world_size)
-        everything = tensors(Shape(tokens=tokens))
-        got = gathered_pass(compiled, everything, layout, mesh)
-        result.append((counters["stats"]["unique_graphs"], max(dense_errors(everything, got))))
-    return result
-
-
-def dense_errors(everything: list[Tensor], got: list[Tensor]) -> list[float]:
-    """Errors of what `functional` computes, and of its gradients, in float64 and without ds_ring."""
-    q, k, v, grad = (x.double() for x in everything)
-    q.requires_grad_()
-    queries = F.normalize(q, dim=-1) * 4 * (0.5 * q.shape[-1] ** 0.5)  # dense_attention divides by the root
-    dense = dense_attention(queries, k, v, grad * 2, Causal())
-    queries.backward(dense.dq)
-    assert q.grad is not None
-    want = (dense.out * 2, q.grad, dense.dk, dense.dv)
-    return [relative_error(a, b) for a, b in zip(got, want, strict=True)]
-
-
-@pytest.mark.night
-@each_backend
-def test_a_compiled_function_takes_other_lengths(rank_pool: Pool, backend: str) -> None:
-    for result in rank_pool(2).run(functional, backend, timeout_s=120):
-        assert max(error for _, error in result) < 1e-5, result
-        assert result[-1][0] <= 2, result  # one for the first length, one for all others
 
 
 def not_mixed_up(rank: int, world_size: int, backend: str) -> dict[str, tuple[float, float]]:

@@ -1,4 +1,4 @@
-"""`ds-ring check-model --configurations`: a row for each configuration, and what becomes of those that fail."""
+"""`tools/check_configurations.py`: a row for each configuration, and what becomes of those that fail."""
 
 from __future__ import annotations
 
@@ -13,20 +13,23 @@ import pytest
 SEEDED = """
 import os, sys
 from ds_ring.contrib.families.eager_attention import families, scores
-from ds_ring_launcher.check import configuration_rows, model_check
-from ds_ring_launcher.cli import main
+from ds_ring_launcher.check import model_check
 
-rows = sys.argv[1]
+rows, tools = sys.argv[1:]
+sys.path.insert(0, tools)
+import check_configurations
+from check_configurations import main
 alibi, make = families._falcon_alibi, model_check.build
 row = families.FAMILIES["falcon"]
 object.__setattr__(row, "bias", lambda module, factor, implementation: alibi(module, factor, "sdpa"))
 model_check.build = lambda config, *others: os._exit(3) if config.bias else make(config, *others)
 only = "default|alibi=True, attn_implementation|bias|inputs_embeds|checkpointing=reentrant|tie_word"
-command = ["check-model", "falcon", "--configurations", "--tokens", "21", "--rows", rows, "--only", only]
+command = ["falcon", "--tokens", "21", "--rows", rows, "--only", only]
 first = main(command)
-configuration_rows.run_ranks = None  # a row that is there is not checked again
+check_configurations.run_ranks = None  # a row that is there is not checked again
 raise SystemExit(10 * first + main(command))
 """
+TOOLS = Path(__file__).resolve().parents[2] / "tools"
 VERDICTS = {
     "default": "exact",
     "checkpointing=reentrant": "exact",
@@ -44,7 +47,7 @@ VERDICTS = {
 def test_rows_name_the_configuration_that_is_wrong_or_ends_a_rank(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     done = subprocess.run(
-        [sys.executable, "-c", SEEDED, str(rows)], capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", SEEDED, str(rows), str(TOOLS)], capture_output=True, text=True, timeout=300
     )
     result = [json.loads(line) for line in rows.read_text().splitlines()]
     assert {row["configuration"]: row["verdict"] for row in result} == VERDICTS, done.stderr

@@ -20,7 +20,7 @@ from tests.dist.deepspeed_ranks import (
     train_alone,
     train_on_ring,
 )
-from tests.dist.harness import catch_refusal
+from tests.dist.harness import Failure, catch_failure, catch_refusal
 from tests.dist.test_deepspeed_parity import check_parity
 
 SIZE = Size(hidden=32, layers=2, tokens=21, samples=2)
@@ -75,19 +75,14 @@ MODELS = {
 }
 
 
-def error_of(config: dict[str, Any], change: Any = lambda model: None) -> tuple[str, str]:
+def error_of(config: dict[str, Any], change: Any = lambda model: None) -> Failure:
     start_deepspeed()
     model = build_model(SIZE, "sdpa")
     change(model)
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    try:
-        ds_ring.initialize(model=model, optimizer=sgd, config=config)
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "", ""
+    return catch_failure(start_engine, model, config)
 
 
-def all_refused(rank: int, world_size: int) -> dict[str, tuple[str, str]]:
+def all_refused(rank: int, world_size: int) -> dict[str, Failure]:
     config = json_config(2, 2, 1)
     result = {name: error_of(config | copy.deepcopy(extra)) for name, (extra, _, _) in REFUSED.items()}
     result |= {name: error_of(config, change) for name, (change, _) in MODELS.items()}
@@ -119,13 +114,13 @@ def test_what_would_not_be_exact_is_refused_by_name(rank_pool: Any) -> None:
     rows |= {
         "Ulysses": (OURS, "'sdpa' is DeepSpeed's Ulysses.*set ulysses_size in the section"),
         "tp_model_init": (OURS, "deepspeed.tp_model_init"),
-        "nothing of it": ("", "^$"),
+        "nothing of it": ("", "^None$"),
     }
     for result in rank_pool(2).run(all_refused, timeout_s=120):
         assert result.keys() == rows.keys()
         for name, (error, words) in rows.items():
-            assert result[name][0] == error, (name, result[name])
-            assert re.search(words, result[name][1]), (name, result[name])
+            assert result[name].error == error, (name, result[name])
+            assert re.search(words, result[name].text), (name, result[name])
 
 
 EXACT: dict[str, tuple[int, dict[str, Any]]] = {
@@ -153,13 +148,15 @@ def direct_backward(rank: int, world_size: int, stage: int, steps: int) -> tuple
     model = build_model(SIZE, "sdpa")
     engine = start_engine(model, json_config(2, 2, stage, gradient_accumulation_steps=steps))
     batch = engine.ring.shard_batch(build_batch(SIZE))
-    for _ in range(steps):
-        try:
+
+    def train() -> None:
+        for _ in range(steps):
             engine(**batch).loss.backward()
-        except ds_ring.RingConfigError as error:
-            return str(error), 0.0
-        engine.step()
-    return "", float((model.lm_head.weight - build_model(SIZE, "sdpa").lm_head.weight).norm())
+            engine.step()
+
+    return catch_refusal(train), float(
+        (model.lm_head.weight - build_model(SIZE, "sdpa").lm_head.weight).norm()
+    )
 
 
 def test_a_direct_backward_is_exact_or_refused(rank_pool: Any) -> None:
@@ -173,20 +170,16 @@ def test_a_direct_backward_is_exact_or_refused(rank_pool: Any) -> None:
             assert "expected engine.backward(loss), got a direct call" in text
 
 
-def optimizer_on_rank_0(rank: int, world_size: int) -> tuple[str, str]:
+def optimizer_on_rank_0(rank: int, world_size: int) -> str:
     start_deepspeed()
     model = build_model(SIZE, "sdpa")
     sgd = torch.optim.SGD(model.parameters(), lr=0.1) if rank == 0 else None
-    try:
-        ds_ring.initialize(model=model, optimizer=sgd, config=json_config(2, 2, 1))
-    except ds_ring.RingMismatchError as error:
-        return type(error).__name__, str(error)
-    return "", ""
+    return catch_refusal(ds_ring.initialize, model=model, optimizer=sgd, config=json_config(2, 2, 1))
 
 
 def test_ranks_of_which_one_has_an_optimizer_all_stop(rank_pool: Any) -> None:
-    for error, text in rank_pool(2).run(optimizer_on_rank_0):
-        assert error == "RingMismatchError"
+    for text in rank_pool(2).run(optimizer_on_rank_0):
+        assert text.startswith("RingMismatchError")
         assert 'optimizer=: "SGD" on rank 0, "NoneType" on rank 1' in text
 
 

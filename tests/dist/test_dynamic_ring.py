@@ -32,7 +32,7 @@ from tests.dist.deepspeed_ranks import (
     start_deepspeed,
     start_engine,
 )
-from tests.dist.harness import catch_refusal
+from tests.dist.harness import catch_refusals
 from tests.dist.test_loader import forking_session
 
 SIZE = Size(hidden=32, layers=2, tokens=0, samples=0)
@@ -291,25 +291,24 @@ class Spoiled(Texts):
 
 
 def refused(rank: int, world_size: int) -> dict[str, str]:
-    session, texts, result = session_with_rings(2, False), Texts(), {}
+    session, texts = session_with_rings(2, False), Texts()
     plain = forking_session(2)
     second = [length + (index == 8 and rank) for index, length in enumerate(texts.lengths)]
-    calls = {
-        "no lengths": lambda: session.loader(texts, 4),
-        "collate_fn": lambda: session.loader(texts, 4, lengths=texts.lengths, collate_fn=dict),
-        "most_tokens": lambda: session.loader(texts, 4, lengths=texts.lengths, most_tokens=0),
-        "most_tokens alone": lambda: plain.loader(texts, 4, lengths=texts.lengths, most_tokens=10),
-        "other lengths": lambda: list(session.loader(texts, 4, lengths=second)),
-        **{
-            how: lambda how=how: list(session.loader(Spoiled(how), 4, lengths=texts.lengths))
-            for how in ("shorter", "positions", "no labels")
-        },
-        "no configuration": lambda: _start_own(),
-        "compile": lambda: _start_compiled(),
-    }
-    for name, call in calls.items():
-        result[name] = catch_refusal(call)
-    return result
+    return catch_refusals(
+        {
+            "no lengths": lambda: session.loader(texts, 4),
+            "collate_fn": lambda: session.loader(texts, 4, lengths=texts.lengths, collate_fn=dict),
+            "most_tokens": lambda: session.loader(texts, 4, lengths=texts.lengths, most_tokens=0),
+            "most_tokens alone": lambda: plain.loader(texts, 4, lengths=texts.lengths, most_tokens=10),
+            "other lengths": lambda: list(session.loader(texts, 4, lengths=second)),
+            **{
+                how: lambda how=how: list(session.loader(Spoiled(how), 4, lengths=texts.lengths))
+                for how in ("shorter", "positions", "no labels")
+            },
+            "no configuration": lambda: _start_own(),
+            "compile": lambda: _start_compiled(),
+        }
+    )
 
 
 def _start_own() -> None:

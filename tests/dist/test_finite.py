@@ -7,15 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from ds_ring import Causal, Full, RingError, RingMesh
+from ds_ring import Causal, Full, RingMesh
 from ds_ring.kernels.flash.executors import OnCpu
 from tests import calls
-from tests.dist.harness import Pool, RankOutcome, run_ranks_collect
+from tests.dist.harness import Pool, RankOutcome, catch_refusal, run_ranks_collect
 
 
-def attend(
-    rank: int, world_size: int, where: str, check: bool, queries: str = "sharded"
-) -> tuple[str, str, bool]:
+def attend(rank: int, world_size: int, where: str, check: bool, queries: str = "sharded") -> tuple[str, bool]:
     """Rank 1 has something that is not finite; the error of this rank, and whether its output is finite."""
     mesh = RingMesh.from_world(world_size)
     torch.manual_seed(3)
@@ -33,15 +31,16 @@ def attend(
     for x in (q, k, v):
         x.requires_grad_()
     pattern = Full() if queries == "replicated" else Causal()
-    try:
-        out = calls.attend(
+    outs: list[torch.Tensor] = []
+
+    def run() -> None:
+        outs.append(calls.attend(
             q, k, v, pattern=pattern, layout="contiguous", mesh=mesh, sinks=sinks, check_finite=check,
             queries=queries,
-        )  # fmt: skip
-        out.backward(grad)
-    except RingError as error:
-        return type(error).__name__, str(error), False
-    return "", "", bool(out.isfinite().all())
+        ))  # fmt: skip
+        outs[0].backward(grad)
+
+    return catch_refusal(run), bool(outs and outs[0].isfinite().all())
 
 
 def outcomes(where: str, check: bool, *extra: str) -> list[RankOutcome]:
@@ -51,19 +50,19 @@ def outcomes(where: str, check: bool, *extra: str) -> list[RankOutcome]:
 @pytest.mark.parametrize("where", ["q", "k", "v", "sinks", "grad_out"])
 def test_inputs_are_named_before_anything_is_sent(rank_pool: Pool, where: str) -> None:
     peer, culprit = rank_pool(2).run(attend, where, True)
-    assert culprit[0] == "RingFiniteError", culprit
+    assert culprit[0].startswith("RingFiniteError"), culprit
     count = 2 if where == "sinks" else 64
-    assert f"in {where} of ring rank 1 before the first hop, got 1 of {count}" in culprit[1]
-    assert peer[0] == "RingMismatchError" and f"in {where} of ring rank 1" in peer[1], peer
+    assert f"in {where} of ring rank 1 before the first hop, got 1 of {count}" in culprit[0]
+    assert peer[0].startswith("RingMismatchError") and f"in {where} of ring rank 1" in peer[0], peer
 
 
 def test_what_overflows_in_a_hop_is_named_with_the_hop() -> None:
     peer, culprit = (item.value for item in outcomes("overflow", True))
-    assert culprit[0] == "RingFiniteError" and "of ring rank 1 after hop 0" in culprit[1], culprit
-    assert peer[0] == "RingPeerError" and "RingFiniteError" in peer[1], peer
+    assert culprit[0].startswith("RingFiniteError") and "rank 1 after hop 0" in culprit[0], culprit
+    assert peer[0].startswith("RingPeerError") and "RingFiniteError" in peer[0], peer
 
 
-def fail_in_kernel(rank: int, world_size: int) -> tuple[str, str]:
+def fail_in_kernel(rank: int, world_size: int) -> str:
     """The error of this rank, where the kernel of rank 1 fails in the backward pass."""
 
     def fails(*inputs: Any) -> Any:
@@ -71,27 +70,23 @@ def fail_in_kernel(rank: int, world_size: int) -> tuple[str, str]:
 
     mesh = RingMesh.from_world(world_size)
     q, k, v = (torch.randn(1, 2, 8, 8, requires_grad=True) for _ in range(3))
-    try:
-        out = calls.attend(q, k, v, pattern=Causal(), layout="contiguous", mesh=mesh, kernel="flash")
-        if rank == 1:
-            OnCpu.backward = fails  # type: ignore[method-assign]
-        out.sum().backward()
-    except RingError as error:
-        return type(error).__name__, str(error)
-    return "", ""
+    out = calls.attend(q, k, v, pattern=Causal(), layout="contiguous", mesh=mesh, kernel="flash")
+    if rank == 1:
+        OnCpu.backward = fails  # type: ignore[method-assign]
+    return catch_refusal(out.sum().backward)
 
 
 def test_a_kernel_that_fails_is_named_on_every_rank() -> None:
     peer, culprit = (item.value for item in run_ranks_collect(fail_in_kernel, 2, timeout_s=60))
-    assert culprit[0] == "RingKernelError" and '"implementation": "FA2"' in culprit[1], culprit
-    assert peer[0] == "RingPeerError" and "misaligned address" in peer[1] and "rank 1" in peer[1], peer
+    assert culprit.startswith("RingKernelError") and '"implementation": "FA2"' in culprit, culprit
+    assert peer.startswith("RingPeerError") and "misaligned address" in peer and "rank 1" in peer, peer
 
 
 def test_replicated_queries_are_checked_too(rank_pool: Pool) -> None:
     peer, culprit = rank_pool(2).run(attend, "k", True, "replicated")
-    assert (peer[0], culprit[0]) == ("RingMismatchError", "RingFiniteError")
+    assert peer[0].startswith("RingMismatchError") and culprit[0].startswith("RingFiniteError")
 
 
 def test_without_the_check_they_pass_through(rank_pool: Pool) -> None:
     first, second = rank_pool(2).run(attend, "v", False)
-    assert (first[0], second[0]) == ("", "") and first[2] and not second[2]
+    assert (first, second) == (("", True), ("", False))

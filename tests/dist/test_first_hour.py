@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,76 @@ def mistake(rank: int, world_size: int, kind: str) -> None:
 def test_a_mistake_is_named_on_every_rank(rank_pool: Any, kind: str, words: str) -> None:
     for outcome in rank_pool(2).collect(mistake, kind, grace_s=30):
         assert outcome.error_type == "RingShapeError" and words in outcome.message, outcome.report
+
+
+def lists(rank: int, world_size: int) -> dict[str, str]:
+    """What a user hears who passes Python lists, or what else a script has at hand, where tensors are due."""
+    engine = start_engine(build_model(SIZE, "sdpa"), json_config(world_size, 2, 0))
+    ring, whole = engine.ring, {"input_ids": build_batch(SIZE)["input_ids"]}
+    whole["labels"] = whole["input_ids"]
+    ids, batch = whole["input_ids"].tolist(), dict(ring.shard_batch(whole))
+    logits, losses = torch.ones(2, 12, 50), torch.ones(2, 12)
+    listed = {name: x.tolist() for name, x in batch.items()}
+    calls: dict[str, Callable[[], Any]] = {
+        "shard ids": lambda: ring.shard_batch({"input_ids": ids}),
+        "shard labels": lambda: ring.shard_batch(whole | {"labels": ids}),
+        "shard no names": lambda: ring.shard_batch(ids),
+        "wrap": lambda: next(iter(ring.wrap(DataLoader([{"input_ids": row} for row in ids], 2)))),
+        "engine ids": lambda: engine(**batch | {"input_ids": ids}),
+        "engine labels": lambda: engine(**batch | {"shift_labels": ids}),
+        "engine positions": lambda: engine(**batch | {"position_ids": listed["position_ids"]}),
+        "engine batch": lambda: engine(batch),
+        "loss logits": lambda: ring.loss(logits.tolist(), batch),
+        "loss output": lambda: ring.loss(engine(**batch), batch),
+        "loss labels": lambda: ring.loss(logits, batch | {"shift_labels": listed["shift_labels"]}),
+        "loss list": lambda: ring.loss(logits, ids),
+        "loss tensor": lambda: ring.loss(logits, whole["labels"]),
+        "logprobs list": lambda: ring.logprobs(engine, ids),
+        "document_losses list": lambda: ring.document_losses(ids, batch),
+        "document_losses batch": lambda: ring.document_losses(losses, ids),
+    }
+    said = {}
+    for name, call in calls.items():
+        try:
+            call()
+        except Exception as error:
+            said[name] = f"{type(error).__name__}: {error}"
+    engine(**ring.shard_batch(whole))  # the ring is as before
+    return said
+
+
+@pytest.mark.situation("first hour", "Python lists where tensors are due")
+def test_lists_are_named_and_not_printed(rank_pool: Any) -> None:
+    """(Three of them were raw errors, and one printed every id.)"""
+    tensor, by_name = (
+        "expected a tensor, got list; convert it with torch.as_tensor",
+        "expected a batch by names",
+    )
+    words = {
+        "shard ids": f"batch['input_ids']: {tensor}",
+        "shard labels": f"batch['labels']: {tensor}",
+        "shard no names": "batch: expected a mapping of names to tensors, got list",
+        "wrap": f"batch['input_ids']: {tensor}",
+        "engine ids": f"input_ids: {tensor}",
+        "engine labels": f"shift_labels: {tensor}",
+        "engine positions": f"position_ids: {tensor}",
+        "engine batch": "got no tensor of [samples, tokens]; call engine(**engine.ring.shard_batch(batch))",
+        "loss logits": "loss: expected logits [B, S, V], got list; pass output.logits",
+        "loss output": "loss: expected logits [B, S, V], got CausalLMOutputWithPast; pass output.logits",
+        "loss labels": f"loss: batch['shift_labels']: {tensor}",
+        "loss list": f"loss: {by_name}, got list; pass all that engine.ring.shard_batch returned",
+        "loss tensor": f"loss: {by_name}, got Tensor",
+        "logprobs list": f"logprobs: {by_name}, got list",
+        "document_losses list": f"document_losses: losses: {tensor}",
+        "document_losses batch": f"document_losses: {by_name}, got list",
+    }
+    for said in rank_pool(2).run(lists):
+        assert {*said} == {*words}
+        for name, text in said.items():
+            assert text.startswith("RingShapeError: ") and words[name] in text and len(text) < 250, (
+                name,
+                text,
+            )
 
 
 @pytest.mark.situation("first hour", "a token id above the vocabulary")

@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.dist.deepspeed_ranks import Run, json_config, start_deepspeed, start_engine
-from tests.dist.harness import catch_refusal
+from tests.dist.harness import catch_refusals, check_texts
 from tests.dist.long_table import step_alone, step_on_ring
 from tests.dist.training_table import errors
 
@@ -113,51 +113,39 @@ def refused(rank: int, world_size: int) -> dict[str, str]:
         model = getattr(transformers, kind)(config)
         return start_engine(model, json_config(2, 1, 0, ring_attention={"long_sequence": part}))
 
-    def message(call: Any) -> str:
-        return catch_refusal(call)
-
     llama = {"intermediate_size": 32}
     ids = torch.arange(16)[None]
     engine = engine_of({"tiled_loss": 4}, **llama)
     local = engine.ring.shard_batch({"input_ids": ids, "labels": ids})
     logits = engine(**local).logits
-    outcome = {
-        "no head": message(lambda: engine_of({"tiled_loss": True}, "LlamaModel", **llama)),
-        "no MLP": message(
-            lambda: engine_of({"tiled_mlp": True}, "OPTForCausalLM", ffn_dim=32, word_embed_proj_dim=16)
-        ),
-        "dropout": message(
-            lambda: engine_of({"tiled_mlp": True}, "GPT2LMHeadModel".replace("LMHeadModel", "Model"))
-        ),
-        "sum": message(lambda: logits.sum()),
-        "argmax": message(lambda: torch.argmax(logits, -1)),
-        "a part": message(lambda: logits[:, -1]),
-    }
-    scaled = (logits[:, 0:, :].float() * 2.0 / 4).tanh()
-    outcome["shape"] = str(list(scaled.shape))
-    outcome["loss"] = str(
-        float(engine.ring.loss(logits, local).mean_loss - engine.ring.mean_loss(engine(**local).loss))
+    opt = {"ffn_dim": 32, "word_embed_proj_dim": 16}
+    outcome = catch_refusals(
+        {
+            "no head": lambda: engine_of({"tiled_loss": True}, "LlamaModel", **llama),
+            "no MLP": lambda: engine_of({"tiled_mlp": True}, "OPTForCausalLM", **opt),
+            "dropout": lambda: engine_of({"tiled_mlp": True}, "GPT2Model"),
+            "sum": lambda: logits.sum(),
+            "argmax": lambda: torch.argmax(logits, -1),
+            "a part": lambda: logits[:, -1],
+        }
     )
+    scaled = (logits[:, 0:, :].float() * 2.0 / 4).tanh()
+    assert list(scaled.shape) == [1, 8, 64]
+    assert abs(engine.ring.loss(logits, local).mean_loss - engine.ring.mean_loss(engine(**local).loss)) < 1e-6
     engine.eval()
     with torch.no_grad():
-        outcome["eval"] = str(
-            type(
-                engine(
-                    **{k: x for k, x in local.items() if "label" not in k and k != "num_items_in_batch"}
-                ).logits
-            )
-        )
+        inputs = {k: x for k, x in local.items() if "label" not in k and k != "num_items_in_batch"}
+        assert type(engine(**inputs).logits) is torch.Tensor
     return outcome
 
 
 def test_what_is_refused_and_what_is_not(rank_pool: Any) -> None:
-    for said in rank_pool(2).run(refused):
-        assert "LlamaModel: long_sequence.tiled_loss: it has no language model's head" in said["no head"]
-        assert "long_sequence.tiled_mlp: expected MLPs" in said["no MLP"]
-        assert "GPT2MLP has a dropout" in said["dropout"]
-        for name in ("sum", "argmax"):
-            assert f"given to the loss, got {name}: they are computed in tiles" in said[name]
-        assert "got logits[" in said["a part"]
-        assert said["shape"] == "[1, 8, 64]"
-        assert abs(float(said["loss"])) < 1e-6
-        assert said["eval"] == "<class 'torch.Tensor'>"
+    words = {
+        "no head": "LlamaModel: long_sequence.tiled_loss: it has no language model's head",
+        "no MLP": "long_sequence.tiled_mlp: expected MLPs",
+        "dropout": "GPT2MLP has a dropout",
+        "sum": "given to the loss, got sum: they are computed in tiles",
+        "argmax": "given to the loss, got argmax: they are computed in tiles",
+        "a part": "got logits[",
+    }
+    check_texts(rank_pool(2).run(refused), words)

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from ds_ring import Causal, MaskMod, RingAttention, RingError, RingMesh
+from ds_ring import Causal, MaskMod, RingAttention, RingMesh
 from ds_ring.ops.options import Options
 from tests import calls
 from tests.cases import LAYOUTS, Shape, tensors
-from tests.dist.harness import Pool
+from tests.dist.harness import Pool, catch_refusal
 from tests.dist.test_patterns import NAMES, run_ring
 from tests.dist.test_wrong_inputs import Refusal, attend, check_refusal, outcomes, refusal, right_arguments
 from tests.masks import COMPOSED, MASKS, MaskFunction, attention_by_mask, causal, patterns
@@ -245,11 +245,7 @@ def short_tables(rank: int, world_size: int, name: str, queries: str) -> tuple[s
     where: dict[str, Any] = {"pattern": Causal(), "layout": "zigzag", "mesh": mesh, "queries": queries}
     if queries == "replicated":
         q = tensors(Shape(batch=2, query_heads=4, tokens=3))[0]
-    result = ""
-    try:
-        calls.attend(q, k, v, score_mod=functools.partial(SHORT[name], table), **where)
-    except RingError as error:
-        result = f"{type(error).__name__}: {error}"
+    result = catch_refusal(calls.attend, q, k, v, score_mod=functools.partial(SHORT[name], table), **where)
     out = calls.attend(q, k, v, **where)
     return result, bool(out.isfinite().all())
 

@@ -20,7 +20,6 @@ from torch.utils.checkpoint import checkpoint
 from ds_ring import (
     Causal,
     RingAttention,
-    RingError,
     RingMesh,
     RingMeshError,
     gather_sequence,
@@ -31,19 +30,8 @@ from ds_ring import (
 from ds_ring.comm.collective import collective
 from ds_ring.comm.mesh import destroy_dropped_groups
 from ds_ring.data.dynamic_ring.intervals import SubRings
-from tests.clock import unqueued_seconds
-from tests.dist.harness import Pool, run_ranks
+from tests.dist.harness import Failure, Pool, catch_failure, run_ranks
 from tests.dist.test_wrong_inputs import attend, error_of_a_correct_pass, right_arguments
-
-
-def raised(act: Callable[[], object]) -> tuple[str, str, float]:
-    """Class and text of what is raised ("" for nothing), and after how many seconds."""
-    started = unqueued_seconds()
-    try:
-        act()
-    except RingError as error:
-        return type(error).__name__, str(error), unqueued_seconds() - started
-    return "", "", unqueued_seconds() - started
 
 
 def after_close(rank: int, world_size: int) -> dict[str, tuple[str, str, float]]:
@@ -65,24 +53,24 @@ def after_close(rank: int, world_size: int) -> dict[str, tuple[str, str, float]]
         "a new module": lambda: RingAttention(Causal(), mesh=mesh),
         "replicated queries": lambda: attend(arguments | {"queries": "replicated"}),
     }
-    return {name: raised(act) for name, act in acts.items()}
+    return {name: catch_failure(act) for name, act in acts.items()}
 
 
 @pytest.mark.situation("mesh", "a closed mesh is used")
 @pytest.mark.parametrize("ring_size", [1, 2])
 def test_a_closed_mesh_raises_at_every_later_use(rank_pool: Pool, ring_size: int) -> None:
     for result in rank_pool(ring_size).run(after_close):
-        for name, (error, text, seconds) in result.items():
+        for name, (error, _, text, seconds) in result.items():
             assert error == "RingMeshError" and "mesh.close()" in text and "from_world" in text, (name, text)
             assert seconds < 1, (name, seconds)
 
 
 def _in_child(act: Callable[[], object], pipe: Any) -> None:
-    pipe.send(raised(act))
+    pipe.send(catch_failure(act))
     os._exit(0)
 
 
-def after_fork(rank: int, world_size: int) -> tuple[list[tuple[str, str, float]], float]:
+def after_fork(rank: int, world_size: int) -> tuple[list[Failure], float]:
     """Children of a fork attend and gather; then this process goes on."""
     mesh, result = RingMesh.from_world(world_size), []
     arguments = right_arguments(mesh)
@@ -96,7 +84,7 @@ def after_fork(rank: int, world_size: int) -> tuple[list[tuple[str, str, float]]
         child = os.fork()
         if not child:
             _in_child(act, theirs)
-        result.append(ours.recv() if ours.poll(20) else ("hung", "", 20.0))
+        result.append(ours.recv() if ours.poll(20) else Failure("hung", (), "", 20.0))
         os.waitpid(child, 0)
     return result, error_of_a_correct_pass(mesh)
 
@@ -105,12 +93,12 @@ def after_fork(rank: int, world_size: int) -> tuple[list[tuple[str, str, float]]
 @pytest.mark.parametrize("ring_size", [1, 2])
 def test_a_forked_child_cannot_use_the_mesh_of_its_parent(rank_pool: Pool, ring_size: int) -> None:
     for result, afterwards in rank_pool(ring_size).run(after_fork):
-        for error, text, seconds in result:
+        for error, _, text, seconds in result:
             assert error == "RingMeshError" and "before it forked" in text and seconds < 1, (text, seconds)
         assert afterwards < 1e-5
 
 
-def two_threads(rank: int, world_size: int) -> tuple[list[tuple[str, str, float]], float]:
+def two_threads(rank: int, world_size: int) -> tuple[list[Failure], float]:
     """Two threads attend in a loop on one mesh until each has raised, at most ten seconds."""
     mesh = RingMesh.from_world(world_size)
     arguments = right_arguments(mesh)
@@ -121,7 +109,7 @@ def two_threads(rank: int, world_size: int) -> tuple[list[tuple[str, str, float]
             while time.perf_counter() < started + 10:
                 attend(arguments)
 
-        result.append(raised(act))
+        result.append(catch_failure(act))
 
     threads = [threading.Thread(target=loop, name=f"loop {number}") for number in range(2)]
     for thread in threads:
@@ -135,9 +123,13 @@ def two_threads(rank: int, world_size: int) -> tuple[list[tuple[str, str, float]
 def test_one_mesh_in_two_threads_raises_on_every_rank(rank_pool: Pool) -> None:
     """Both threads of both ranks end with a typed error that says why; nobody waits."""
     for result, seconds in rank_pool(2).run(two_threads):
-        assert {error for error, _, _ in result} <= {"RingMeshError", "RingPeerError", "RingMismatchError"}
+        assert {failure.error for failure in result} <= {
+            "RingMeshError",
+            "RingPeerError",
+            "RingMismatchError",
+        }
         assert len(result) == 2 and seconds < 9, (result, seconds)
-        assert any("one thread at a time" in text for _, text, _ in result), result
+        assert any("one thread at a time" in failure.text for failure in result), result
 
 
 def allowed(rank: int, world_size: int) -> float:
@@ -180,13 +172,14 @@ def test_two_threads_on_a_mesh_of_one_rank() -> None:
     with collective(mesh, "a call"):
         second = threading.Thread(
             target=lambda: result.append(
-                raised(lambda: ring_attention(q, q, q, pattern=Causal(), layout=layout, mesh=mesh))
+                catch_failure(lambda: ring_attention(q, q, q, pattern=Causal(), layout=layout, mesh=mesh))
             )
         )
         second.start()
         second.join()
         ring_attention(q, q, q, pattern=Causal(), layout=layout, mesh=mesh)
-    assert [error for error, _, _ in result] == ["RingMeshError"] and "one thread at a time" in result[0][1]
+    assert [failure.error for failure in result] == ["RingMeshError"]
+    assert "one thread at a time" in result[0].text
     mesh.close()
     with pytest.raises(RingMeshError, match=r"mesh\.close"):
         ring_attention(q, q, q, pattern=Causal(), layout=layout, mesh=mesh)

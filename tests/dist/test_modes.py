@@ -21,7 +21,7 @@ from ds_ring import RingMesh
 from ds_ring.layers.scores import Alibi, Softcap
 from ds_ring.schedule.layout import Layout
 from tests import calls
-from tests.dist.harness import Pool
+from tests.dist.harness import Pool, catch_refusal
 from tests.reference import relative_error
 
 pytestmark = pytest.mark.needs("compiler")
@@ -359,11 +359,7 @@ def made_inside(rank: int, world_size: int) -> str:
     """An object that Dynamo hands over without its attributes."""
     ring = Ring(RingMesh.single(), ds_ring.make_layout("contiguous", tokens=SLOTS, ring_size=1))
     run, inputs = attention(ring, make=lambda: {"score_mod": Tilt(0.5)})
-    try:
-        compiled(run, inputs)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+    return catch_refusal(compiled, run, inputs)
 
 
 @pytest.mark.night

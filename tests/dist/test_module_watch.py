@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from ds_ring.errors import RingConfigError
 from tests.dist.deepspeed_ranks import Size, build_batch, build_model, json_config, start_engine, take_step
-from tests.dist.harness import Pool
+from tests.dist.harness import Pool, catch_refusal
 
 SIZE = Size(hidden=16, layers=2, tokens=29, samples=2)
 H = SIZE.hidden
@@ -370,11 +370,8 @@ def after_a_short_batch(rank: int, world_size: int, stage: int) -> list[str]:
     engine = start_engine(model, json_config(2, 2, stage, ring_attention={"min_sequence_length": 20}))
     result = []
     for tokens in (12, 29):
-        try:
-            take_step(engine, build_batch(SIZE._replace(tokens=tokens)))
-            result.append("")
-        except RingConfigError as error:
-            result.append(str(error).partition(":")[0])
+        text = catch_refusal(take_step, engine, build_batch(SIZE._replace(tokens=tokens)))
+        result.append(text.removeprefix("RingConfigError: ").partition(":")[0])
     return result
 
 

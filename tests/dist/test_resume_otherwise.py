@@ -16,8 +16,9 @@ import torch
 
 from ds_ring.checkpoint.manifest import MANIFEST, read_manifest, verify_checkpoint
 from ds_ring.checkpoint.resize import resize_checkpoint
-from tests.dist.checkpoint_ranks import SIZE, Refused, train_to
+from tests.dist.checkpoint_ranks import SIZE, train_to
 from tests.dist.deepspeed_ranks import build_model, json_config, skip_without, start_deepspeed
+from tests.dist.harness import Failure, catch_failure
 
 LR = 1e-2
 
@@ -95,16 +96,19 @@ def load(
     tags: tuple[str | None, str | None] = (None, None),
     universal: bool = False,
     **options: Any,
-) -> Refused | list[float]:
+) -> Failure | list[float]:
     """Load `folders[rank]` and train two steps: their losses, or what was raised, by training, too."""
     engine = engine_of(setup, universal)
     if "ranks_differ_in" in options:
         options = {options["ranks_differ_in"]: bool(rank)}
-    try:
+    losses: list[float] = []
+
+    def load_and_train() -> None:
         engine.load_checkpoint(folders[rank], tags[rank], **options)
-        return train_to(engine, engine.global_steps + 2)
-    except Exception as error:
-        return Refused(type(error).__name__, str(error), 0.0)
+        losses.extend(train_to(engine, engine.global_steps + 2))
+
+    failure = catch_failure(load_and_train)
+    return failure if failure.error else losses
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +133,7 @@ def loaded(rank_pool, setup: Setup, folders: Path | list[Path], *args: Any, **op
 
 def check(result: list[Any], words: str, error: str = "RingCheckpointError") -> None:
     for item in result:
-        assert isinstance(item, Refused), f"it went on: {item}"
+        assert isinstance(item, Failure), f"it went on: {item}"
         assert item.error == error and words in item.text, item
 
 

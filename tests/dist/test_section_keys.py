@@ -16,7 +16,7 @@ import torch
 
 from ds_ring.config.pattern_section import PATTERNS_BY_KEY
 from ds_ring.config.section import RingConfig, by_json_key
-from ds_ring.errors import RingConfigError, RingError
+from ds_ring.errors import RingConfigError
 from ds_ring.ops.options import Options
 from ds_ring.ring.observer import Observers
 from tests.dist.deepspeed_ranks import (
@@ -28,6 +28,7 @@ from tests.dist.deepspeed_ranks import (
     start_deepspeed,
     start_engine,
 )
+from tests.dist.harness import catch_failure, catch_refusal
 from tests.dist.test_ring_use import Own, of_the_session
 
 SIZE = Size(hidden=16, layers=1, tokens=64, samples=2)
@@ -130,7 +131,7 @@ def observe(section: dict[str, Any], name: str, folder: str, defaults: dict[bool
     batch = {"input_ids": build_batch(SIZE)["input_ids"]}
     with_documents = batch | {"document_ids": torch.arange(SIZE.tokens).expand(2, -1) // 20}
     if name == "takes documents":
-        return error_of(lambda: session.shard_batch(with_documents))
+        return catch_refusal(session.shard_batch, with_documents)
     local = session.shard_batch(batch)
     if name == "layer 1":
         return str(session.attention(layer=1).contexts[0][0].pattern)
@@ -138,7 +139,7 @@ def observe(section: dict[str, Any], name: str, folder: str, defaults: dict[bool
         return describe(kernel_on_cuda(Options.make(session.config)))
     if name == "NaN":
         torch.nn.init.constant_(model.embed.weight, float("nan"))
-        return error_of(lambda: engine(**local))
+        return catch_refusal(engine, **local)
     from ds_ring.comm import exchange
 
     waited, wait = [0], exchange.Pending.wait
@@ -201,14 +202,6 @@ def values_of(thing: Any) -> Any:
     if isinstance(thing, (int, float, str, tuple)) or not hasattr(thing, "__dict__"):
         return thing if isinstance(thing, (int, float, str, tuple)) else ""
     return sorted((name, str(values_of(value))) for name, value in vars(thing).items())
-
-
-def error_of(call: Any) -> str:
-    try:
-        call()
-    except RingError as error:
-        return type(error).__name__
-    return ""
 
 
 def all_keys(rank: int, world_size: int, folder: str) -> dict[str, tuple[str, str]]:
@@ -297,11 +290,7 @@ def test_tokens_are_counted_once_where_ranks_split_the_heads(rank_pool: Any) -> 
 
 
 def start_monitored(rank: int, world_size: int) -> str:
-    try:
-        start({"monitor": True}, Own(of_the_session))
-    except ValueError as error:
-        return str(error)
-    return ""
+    return catch_failure(start, {"monitor": True}, Own(of_the_session)).text
 
 
 def test_a_monitor_that_writes_nowhere_is_refused(rank_pool: Any) -> None:

@@ -34,8 +34,7 @@ from ds_ring import (
 from ds_ring.comm.exchange import Exchange
 from tests import calls
 from tests.cases import Shape, tensors
-from tests.clock import unqueued_seconds
-from tests.dist.harness import Pool, RankPool, first_in_time
+from tests.dist.harness import Pool, RankPool, catch_failure, first_in_time
 from tests.parity import errors, gathered_pass
 from tests.reference import dense_attention
 
@@ -90,16 +89,7 @@ def error_of_a_correct_pass(mesh: RingMesh) -> float:
 
 def refusal(act: Callable[[], object], mesh: RingMesh) -> Refusal:
     """What `act` raises here, and how a correct pass fares after it."""
-    started = unqueued_seconds()
-    error: Exception | None = None
-    try:
-        act()
-    except Exception as raised:
-        error = raised
-    seconds = unqueued_seconds() - started
-    families = tuple(cls.__name__ for cls in type(error).__mro__)
-    name = "" if error is None else type(error).__name__
-    return Refusal(name, families, str(error), seconds, error_of_a_correct_pass(mesh))
+    return Refusal(*catch_failure(act), error_of_a_correct_pass(mesh))
 
 
 def check_refusal(result: Refusal, error: str, says: tuple[str, ...]) -> None:

@@ -11,29 +11,19 @@ import re
 import types
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 
 import ds_ring
 import ds_ring.models.attention
-from tests.clock import unqueued_seconds
 from tests.dist.deepspeed_ranks import Size, build_batch, build_model, json_config, start_deepspeed
-from tests.dist.harness import RankPool, first_in_time
+from tests.dist.harness import Failure, RankPool, catch_failure, first_in_time
 
 SIZE = Size(hidden=32, layers=1, tokens=21, samples=2)
 SECONDS = 1.0
 GOOD = json_config(2, 2, 1)
-
-
-class Refusal(NamedTuple):
-    """What one rank saw; `error` is "" where nothing was raised."""
-
-    error: str
-    families: tuple[str, ...]
-    text: str
-    seconds: float
 
 
 class Endless(torch.utils.data.IterableDataset):
@@ -42,16 +32,9 @@ class Endless(torch.utils.data.IterableDataset):
             yield {"input_ids": torch.ones(9, dtype=torch.int64)}
 
 
-def refused(act: Callable[[], object]) -> Refusal:
+def refused(act: Callable[[], object]) -> Failure:
     torch.distributed.barrier()  # nobody's time has another rank's preparation in it
-    started, error = unqueued_seconds(), None
-    try:
-        act()
-    except Exception as raised:
-        error = raised
-    seconds = unqueued_seconds() - started
-    names = tuple(cls.__name__ for cls in type(error).__mro__)
-    return Refusal("" if error is None else names[0], names, str(error), seconds)
+    return catch_failure(act)
 
 
 def initialize(config: Any = None, implementation: str = "ds_ring", **arguments: Any) -> Callable[[], Any]:
@@ -74,13 +57,13 @@ def answers(pool: RankPool, fn: Callable[..., Any], *args: object) -> list[Any]:
     """What the ranks return: a refusal, or a tuple with one at its head."""
 
     def in_time(result: list[Any]) -> bool:
-        refusals = [item if isinstance(item, Refusal) else item[0] for item in result]
+        refusals = [item if isinstance(item, Failure) else item[0] for item in result]
         return all(item.seconds < SECONDS for item in refusals)
 
     return first_in_time(lambda: pool.run(fn, *args, timeout_s=30), in_time)
 
 
-def check(result: list[Refusal], errors: tuple[str, ...], *says: str) -> None:
+def check(result: list[Failure], errors: tuple[str, ...], *says: str) -> None:
     for rank, (item, error) in enumerate(zip(result, errors, strict=True)):
         assert item.error == error, (rank, item)
         assert {"RingError", "ValueError"} <= set(item.families)
@@ -130,7 +113,7 @@ STARTS: dict[str, tuple[dict[str, Any], str, str]] = {
 }  # fmt: skip
 
 
-def wrong_start(rank: int, world_size: int, what: str) -> Refusal:
+def wrong_start(rank: int, world_size: int, what: str) -> Failure:
     arguments = dict(STARTS[what][0])
     if arguments.get("mpu") == "MPU":
         arguments["mpu"] = MPU
@@ -180,7 +163,7 @@ REFUSED = {
 
 def differing_start(
     rank: int, world_size: int, what: Any, wrong_rank: int, folder: str
-) -> tuple[Refusal, bool]:
+) -> tuple[Failure, bool]:
     config: Any = GOOD
     if rank == wrong_rank:
         config = what
@@ -231,7 +214,7 @@ def test_an_argument_that_nobody_knows_is_a_type_error():
         ds_ring.initialize(model=torch.nn.Linear(2, 2), config=GOOD, modle=1)
 
 
-def own_paths(rank: int, world_size: int) -> Refusal:
+def own_paths(rank: int, world_size: int) -> Failure:
     logs = {"tensorboard": {"enabled": False, "output_path": f"host{rank}", "job_name": str(rank)}}
     return refused(initialize(GOOD | logs))
 
@@ -251,7 +234,7 @@ BATCHES: dict[str, tuple[Callable[[Any], Any], str, str]] = {  # others: tests/u
 }  # fmt: skip
 
 
-def wrong_batch(rank: int, world_size: int, what: str, who: int | None) -> Refusal:
+def wrong_batch(rank: int, world_size: int, what: str, who: int | None) -> Failure:
     engine = initialize(GOOD)()[0]
     batch = build_batch(SIZE)
     if who is None or rank == who:
@@ -271,7 +254,7 @@ def test_batches_that_no_pattern_can_express(rank_pool, what, who):
             check([result], ("RingMismatchError",), "rank 1 refused its batch")
 
 
-def dropout(rank: int, world_size: int) -> Refusal:
+def dropout(rank: int, world_size: int) -> Failure:
     start_deepspeed()
     model = build_model(SIZE, "ds_ring", attention_dropout=0.1)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -79,7 +79,7 @@ def test_all_hops_ranks_and_patterns_of_one_kind_are_one_compilation() -> None:
 @pytest.mark.parametrize("recompute", [False, True])
 def test_both_ways_back(recompute: bool) -> None:
     """The operator with the global out and lse, and the recomputed hop, which older versions take."""
-    from ds_ring.compat.torch import derives_joint_graph
+    from ds_ring.compat.torch_kernels import derives_joint_graph
 
     if not recompute and not derives_joint_graph():
         pytest.skip(f"torch {torch.__version__} does not compile flex_attention_backward by itself")

@@ -12,25 +12,13 @@ from pathlib import Path
 import pytest
 from benchmarks.measuring import ResultRow, get_unit
 
-from tests.machine import skip_without
 from tools import bench
 
 ROOT = Path(__file__).parents[2]
-SIZES = "--hidden 64 --rounds 1"
 SMALL = {
     "attention": "--tokens 256 --rounds 1 --only ds_ring",
-    "dynamic": f"--ranks 2 --longest 128 --batch 2 --layers 1 --kinds rows {SIZES}",
-    "latents": "--tokens 128 --heads 2 --rounds 1",
-    "layers": "--tokens 512 --ranks 2 --layers 2 --window 64",
-    "long-memory": "--tokens 2048 --options off --steps 1",
-    "long-time": "--tokens 512 --options off --rounds 1",
-    "overlap": "--tokens 256 --heads 2 --rounds 1",
-    "patterns": "--tokens 2048 --heads 1 --rounds 1",
     "planning": "--ranks 8 --draws 2 --shard 512",
     "published": "--devices 8",
-    "scan-memory": "--tokens 256 --hidden 64 --heads 2 --head-dim 16",
-    "scan-time": f"--tokens 256 --heads 2 --head-dim 16 {SIZES}",
-    "trees": f"--prompt 32 --answers 2 --length 8 --heads 2 {SIZES}",
 }
 ELSEWHERE = {"host"}  # test_checkers.py
 
@@ -46,8 +34,6 @@ def test_every_benchmark_has_a_module_and_a_case_here() -> None:
 @pytest.mark.day("planning")
 @pytest.mark.parametrize("name", list(SMALL))
 def test_a_benchmark_prints_and_stores_its_rows(name: str, tmp_path: Path) -> None:
-    if name == "overlap":
-        skip_without("namespaces")
     command = [
         sys.executable, "tools/bench.py", name, *SMALL[name].split(), "--output", str(tmp_path / "rows"),
     ]  # fmt: skip

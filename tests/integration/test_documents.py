@@ -557,6 +557,7 @@ BLOCKS: dict[str, Callable[[Place, str], None]] = {
     "ds-ring plan --hf-config config.json": plan,
     "ds-ring plan --hf-config llama-3-8b": plan_worked_case,
     "ds-ring doctor configs/recipes": only_reads("eight GPUs"),
+    "# on the machine with the GPU": is_a_picture("needs a GPU; test_gpu_first.py reads the command"),
     "model = AutoModelForCausalLM.from_pretrained": only_reads("weights of a hub"),
     "accelerate launch --num_processes 8": accelerate_launch,
     "ds-ring simulate --tokens 8192": simulate,

@@ -326,17 +326,6 @@ exec env -i "${kept[@]}" bash -c "$*"
 """
 
 
-@pytest.mark.night  # at another port of ssh; by day its ranks meet in the next test
-def test_mpirun_starts_other_hosts(workplace: Workplace) -> None:
-    require_engine("mpirun")
-    hosts, caller = by_ssh(workplace, "mpirun")
-    path = workplace.write(f"{hosts}ssh_port: 2222\nenvironment: {{GREETING: it's 2 words}}\n", MEET)
-    status, output = workplace.finish(workplace.start([*DS_RING, str(path)], **caller))
-    assert status == 0, output
-    assert "rank 0 sums 3" in output and "rank 1 sums 3" in output
-    assert workplace.report(1)["environment"]["GREETING"] == "it's 2 words"
-
-
 def by_ssh(workplace: Workplace, engine: str) -> tuple[str, dict[str, str]]:
     """The part of a YAML that names two hosts, and the environment in which a fake ssh reaches them."""
     programs = workplace.folder / "programs"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ from torch import Tensor
 import ds_ring
 from ds_ring import Causal, Documents, Full, PassOptions, RingConfig, RingError, RingMesh
 from ds_ring.config.pattern_section import PATTERNS_BY_KEY
+from ds_ring.errors import shown
 from tests import calls
 
 SECONDS = 1.0
@@ -470,6 +472,66 @@ def test_a_typed_error_or_the_right_result(
         if not is_equal(found, want) or seconds > SECONDS:
             wrong.append(f"{named(value)}: {named(found)} after {seconds:.2f} s, wanted {named(want)}")
     assert not wrong, "\n".join(wrong)
+
+
+# Functions of layers, each with arguments that it takes: their other wrong inputs are in tests/dist/layers.
+HERE = {"layout": LAYOUT, "mesh": MESH}
+X, IDS = torch.ones(1, 8, 4), torch.zeros(1, 8, 1, dtype=torch.int64)
+LATENTS = {"q": torch.ones(1, 2, 8, 6), "latent": torch.ones(1, 1, 8, 3), "rope": torch.ones(1, 1, 8, 2)}
+LAYERS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "halo": (ds_ring.halo, {"x": X, "before": 1, "after": 1, "dim": 1} | HERE),
+    "shift_sequence": (ds_ring.shift_sequence, {"x": X, "offset": 1, "dim": 1} | HERE),
+    "ring_scan": (ds_ring.ring_scan, {"transition": X[0, :1], "increment": X[0, :1], "matrix": False} | HERE),
+    "ngram_rows": (
+        ds_ring.ngram_rows, {"ids": IDS[..., 0], "multipliers": [3, 5], "sizes": [[7, 11]]} | HERE,
+    ),
+    "sharded_rows": (ds_ring.sharded_rows, {"table": X[0], "rows": IDS, "mesh": MESH}),
+    "max_logits": (ds_ring.max_logits, {"q": Q, "k": Q} | HERE),
+    "selected_attention": (ds_ring.selected_attention, {**QKV, "chosen": IDS} | HERE),
+    "moba_attention": (ds_ring.moba_attention, {**QKV, "block_size": 4, "top_k": 1} | HERE),
+    "latent_attention": (
+        ds_ring.latent_attention, {**LATENTS, "up_projection": torch.ones(18, 3), "pattern": Causal()} | HERE,
+    ),
+    "Softcap": (lambda cap: attend(**ATTENTION, score_mod=ds_ring.Softcap(cap)), {"cap": 3.0}),
+}  # fmt: skip
+MANY = list(range(1000, 2000))  # the ids of a sequence's tokens, say
+
+
+def test_layers_take_their_plain_arguments() -> None:
+    for function, arguments in LAYERS.values():
+        function(**arguments)
+
+
+@pytest.mark.parametrize("name", [*CALLS, *LAYERS])
+def test_no_message_prints_a_list_of_ids(name: str) -> None:
+    """(A dispatcher's own error had all of them: 12,000 letters.)"""
+    if name in CALLS:
+        function, plain, names = CALLS[name].function, CALLS[name].plain, [*CALLS[name].probed]
+    else:
+        function, plain = LAYERS[name]
+        names = [*plain]
+    wrong = []
+    for argument, value in itertools.product(names, (MANY, [MANY], tuple(MANY), torch.tensor(MANY))):
+        result, _ = outcome(Call(function, plain, {}), plain | {argument: value})
+        text = str(result) if isinstance(result, Exception) else "expected, got"
+        is_typed = isinstance(result, RingError) or not isinstance(result, Exception)
+        if not (is_typed and "expected" in text and "got" in text) or len(text) > 500:
+            wrong.append(f"{argument}, {named(value)}: {type(result).__name__} {text[:200]}")
+        elif re.search(r"(\d+, ){6}", text):
+            wrong.append(f"{argument}, {named(value)}: {text}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_many_items_are_counted_and_arrays_are_shapes() -> None:
+    assert shown(MANY) == "list [1000, 1001, 1002, 1003, ...] of 1,000 items"
+    assert shown((3, 4)) == "tuple (3, 4)" and shown([[1, 2], [3]]) == "list [[1, 2], [3]]"
+    assert shown([MANY]) == "list [[1000, 1001, 1002, 1003, ...]]"
+    assert shown(torch.tensor(MANY)) == "Tensor of shape (1000,), torch.int64"
+    assert shown(np.zeros((2, 3))) == "ndarray of shape (2, 3), float64"
+    assert shown(np.float32(2)) == f"float32 {np.float32(2)!r}"
+    with pytest.raises(ds_ring.RingConfigError) as error:
+        RingConfig.from_deepspeed({"sequence_parallel_size": 1, "ring_attention": {"chunk_bytes": [MANY]}})
+    assert not re.search(r"(\d+, ){6}", str(error.value))
 
 
 def test_there_are_enough_probes() -> None:

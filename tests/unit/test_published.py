@@ -143,7 +143,8 @@ def test_our_ring_beside_them(ranks: int, pack: int) -> None:
     assert direct.fixed < ring.fixed
 
 
-@pytest.mark.parametrize(("ranks", "least"), [(64, 0.95), pytest.param(1024, 0.75, marks=pytest.mark.night)])
+@pytest.mark.night
+@pytest.mark.parametrize(("ranks", "least"), [(64, 0.95), (1024, 0.75)])
 def test_a_direct_exchange_keeps_the_figures_of_one_node(ranks: int, least: float) -> None:
     first, large = (row.results for row in model_packed_rows(published(), [8, ranks], FEW_PACKS))
     for now, then in zip(large["direct"], first["direct"], strict=True):

@@ -9,14 +9,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 from common import in_turns, provenance
 from torch import Tensor
 
 from ds_ring import RingMesh
-from ds_ring.ops.context import ContextCache
-from ds_ring.schedule.layout import Layout
 from ds_ring_launcher.run.local_ranks import run_ranks
 
 Numbers = Mapping[str, Any]
@@ -104,12 +101,6 @@ def measure_on_ranks(
     return RoundResults(rounds, [report for _, report in ranks])
 
 
-def measure_here(works: Mapping[str, Callable[[], Numbers]], options: argparse.Namespace) -> RoundResults:
-    """Run works that take turns in this process."""
-    results = in_turns(works, options.rounds, options.warm_up)
-    return RoundResults({name: [(numbers,) for numbers in rounds] for name, rounds in results.items()}, [])
-
-
 def _take_turns(prepare: Callable[[Any], Turns], options: argparse.Namespace) -> tuple[Any, Any]:
     turns = prepare(options)
     results = in_turns(turns.works, options.rounds, options.warm_up)
@@ -132,12 +123,6 @@ def clock(together: bool = True) -> Iterator[dict[str, float]]:
     taken |= {"wall_s": time.perf_counter() - wall, "cpu_s": time.process_time() - cpu}
 
 
-def shard_inputs(layout: Layout, heads: int, head_dim: int, kv_heads: int | None = None) -> list[Tensor]:
-    """Return random q, k, v and gradient of the output, of one rank's shard."""
-    sizes = (heads, kv_heads or heads, kv_heads or heads, heads)
-    return [torch.randn(1, count, layout.local_tokens, head_dim) for count in sizes]
-
-
 def forward_and_backward(attend: Attend, inputs: Sequence[Tensor]) -> list[Tensor]:
     """Return the output and the gradients of q, k and v; `inputs` are these and the output's gradient."""
     *leaves, grad = inputs
@@ -145,20 +130,3 @@ def forward_and_backward(attend: Attend, inputs: Sequence[Tensor]) -> list[Tenso
     out = attend(*leaves)
     out.backward(grad)
     return [out.detach(), *(x.grad for x in leaves if x.grad is not None)]
-
-
-def timed_pass(attend: Attend, inputs: Sequence[Tensor]) -> dict[str, float]:
-    """Return the seconds of a forward and a backward pass; all ranks begin together."""
-    with clock() as taken:
-        forward_and_backward(attend, inputs)
-    return taken
-
-
-def bytes_sent(mesh: RingMesh) -> int:
-    """Return the payload bytes that this rank's passes on a mesh have sent so far."""
-    exchanges = {
-        id(item.exchange): item.exchange
-        for item in mesh.owners[ContextCache].by_key.values()
-        if item.exchange is not None
-    }
-    return sum(item.counters.bytes_sent for item in exchanges.values())

@@ -126,5 +126,5 @@ def model_packed_rows(table: Table, devices: Sequence[int], packs: int = FEW_PAC
         results = {"published": figures, "layout": layout, **dict(zip(names, mean[:6], strict=True)), **pairs}
         both = {name: 3.5 / (1 / forward + 2.5 / backward) for name, (forward, backward) in pairs.items()}
         first = first or both["ring"]
-        kept = {f"{name}_kept": both[name] / first for name in ("ring", "staged", "direct")}
-        yield ResultRow({"part": "packed", "devices": ranks}, results | kept)
+        shares = {f"{name}_kept": both[name] / first for name in ("ring", "staged", "direct")}
+        yield ResultRow({"part": "packed", "devices": ranks}, results | shares)

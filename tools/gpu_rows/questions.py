@@ -19,7 +19,7 @@ from common import in_turns
 from torch import Tensor
 
 from ds_ring import Causal
-from ds_ring.compat.torch import derives_joint_graph
+from ds_ring.compat.torch_kernels import derives_joint_graph
 from ds_ring.kernels.flash.kernel import FlashKernel
 from ds_ring.kernels.flex import block_mask
 from ds_ring.kernels.flex.kernel import FlexKernel

@@ -44,7 +44,7 @@ from ds_ring.models.model import PRETRAINED, TABLE
 from ds_ring.models.model_part import Loss, ModelPart
 from ds_ring.models.variant import Variant
 from ds_ring.ops.eager import run_compared
-from ds_ring.ops.gradients import compare_gradient, has_run_again, note_call
+from ds_ring.ops.layer_gradients import compare_gradient, has_run_again, note_call
 from ds_ring.patches import patch
 
 if TYPE_CHECKING:

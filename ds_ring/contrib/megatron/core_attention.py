@@ -31,7 +31,8 @@ from ds_ring.errors import RingConfigError, RingPatternError, RingShapeError
 from ds_ring.masks.catalog import Causal, Full, SlidingWindow
 from ds_ring.masks.pattern import Pattern
 from ds_ring.patterns.documents.pattern import Documents
-from ds_ring.schedule.layout import Layout, PieceLayout, make_layout
+from ds_ring.schedule.layout import Layout, make_layout
+from ds_ring.schedule.pieces import PieceLayout
 
 _CAUSAL = {AttnMaskType.causal, AttnMaskType.padding_causal}
 _FULL = {AttnMaskType.no_mask, AttnMaskType.padding}

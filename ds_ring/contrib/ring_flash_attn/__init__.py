@@ -45,11 +45,13 @@ from ds_ring.comm.mesh import RingMesh
 from ds_ring.errors import RingConfigError, RingMeshError, RingShapeError
 from ds_ring.layers.scores import Alibi, Softcap
 from ds_ring.masks.catalog import Band, Causal, Full, SlidingWindow
+from ds_ring.masks.pair_masks import ScoreFunction
 from ds_ring.masks.pattern import Pattern
-from ds_ring.masks.tiles import UNBOUNDED, ScoreFunction
+from ds_ring.masks.tiles import UNBOUNDED
 from ds_ring.patches import PatchTable, apply, patch
 from ds_ring.patterns.documents.pattern import Documents
-from ds_ring.schedule.layout import Layout, PieceLayout, StripedLayout, make_layout
+from ds_ring.schedule.layout import Layout, StripedLayout, make_layout
+from ds_ring.schedule.pieces import PieceLayout
 
 _PACKAGE = "ring_flash_attn"
 _MODULES = (

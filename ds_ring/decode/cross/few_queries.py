@@ -13,7 +13,7 @@ from torch import Tensor
 from ds_ring.decode.replicated_op import replicated_attention_op
 from ds_ring.layers.cross.attention import CrossAttention, among_keys
 from ds_ring.ops.eager import run_compared
-from ds_ring.schedule.layout import PieceLayout
+from ds_ring.schedule.pieces import PieceLayout
 
 
 class FewCrossQueries(CrossAttention):

@@ -21,6 +21,7 @@ from deepspeed.utils import set_z3_leaf_module
 
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.config.section import RingConfig
+from ds_ring.data.batch import check_keywords
 from ds_ring.data.config_agreement import agree_on_config, rendezvous_settings
 from ds_ring.data.engine import DEEPSPEED, ENGINE
 from ds_ring.data.engine_part import AttachedModels, EngineStart, engine_parts
@@ -241,6 +242,7 @@ def _destroy(session: RingSession, destroy: Callable[[], None]) -> None:
 def _find_sharding(session: RingSession, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     session.sharder.check_at_work()
     if not session.batches.is_off:
+        check_keywords(kwargs)
         session.batches.select(x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor))
 
 

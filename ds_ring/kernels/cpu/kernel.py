@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
@@ -27,8 +27,11 @@ from ds_ring.compat.torch import choose_cpu_flash
 from ds_ring.errors import RingConfigError
 from ds_ring.kernels.cpu import BIASED, BLOCK, TRIANGLE
 from ds_ring.kernels.cpu.calls import Sizes, _prepare_calls, calls
-from ds_ring.kernels.interface import PartialGrads, PartialOut, Tile, TilePredicate
+from ds_ring.kernels.interface import PartialGrads, PartialOut, Tile
 from ds_ring.masks.tiles import Tiles
+
+if TYPE_CHECKING:
+    from ds_ring.kernels.pairs import TilePredicate
 
 SMALL_BIAS = 256  # side of a log m bias small enough to cache several of them: 256 KiB each in float32
 Mode: TypeAlias = "FakeTensorMode | None"  # cached tensors belong to one mode; None for real tensors

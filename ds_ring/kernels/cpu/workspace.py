@@ -6,7 +6,7 @@ Exact to the byte for rectangles and triangles.
 from __future__ import annotations
 
 from ds_ring.kernels.cpu import BIASED, BLOCK, TRIANGLE
-from ds_ring.kernels.cpu.triangles import triangulate
+from ds_ring.kernels.cpu.calls import triangulate
 from ds_ring.kernels.workspace import FLOAT, HopShape
 from ds_ring.masks.tiles import Tiles
 

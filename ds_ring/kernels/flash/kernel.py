@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ds_ring.comm.streams import is_fake
-from ds_ring.compat.torch import current_flash_implementation
+from ds_ring.compat.torch_kernels import current_flash_implementation
 from ds_ring.errors import RingConfigError, RingError, RingKernelError, RingShapeError, shown
 from ds_ring.kernels.flash.calls import FlashCall, make_flash_calls, split_call
 from ds_ring.kernels.flash.executors import (

@@ -20,9 +20,10 @@ from ds_ring.comm.streams import active_fake_mode
 from ds_ring.kernels.flex.blocks import BlockIntervals, find_block_intervals
 from ds_ring.kernels.flex.workspace import KEPT_TABLE_BYTES
 from ds_ring.masks.branches import NO_LABEL, Partition
+from ds_ring.masks.pair_masks import MaskFunction
 from ds_ring.masks.pattern import BoundPattern
 from ds_ring.masks.slots import IntArray, repeat_rows
-from ds_ring.masks.tiles import Axis, MaskFunction, Tiles
+from ds_ring.masks.tiles import Axis, Tiles
 
 # [Note: hops that share a table]
 # Hops in which all pairs are attended share one table at all positions. If a mask depends on

@@ -24,7 +24,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from ds_ring.comm.device_tables import DeviceTables
 from ds_ring.comm.streams import is_fake
-from ds_ring.compat.torch import derives_joint_graph
+from ds_ring.compat.torch_kernels import derives_joint_graph
 from ds_ring.errors import RingConfigError, RingError, RingShapeError
 from ds_ring.kernels.flex.block_mask import (
     BandTensors,
@@ -41,12 +41,13 @@ from ds_ring.kernels.interface import (
     PartialOut,
     PassHeads,
     Rows,
-    Scores,
     make_kernel_error,
 )
+from ds_ring.kernels.pairs import Scores
 from ds_ring.kernels.trials import try_kernel
+from ds_ring.masks.pair_masks import ByIdentity
 from ds_ring.masks.pattern import BoundPattern
-from ds_ring.masks.tiles import ByIdentity, Tiles
+from ds_ring.masks.tiles import Tiles
 
 # FlexAttention's mask_mod, score_mod and BlockMask, made from a hop's tensors inside the compiled function.
 #

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ds_ring.compat.torch import list_flex_options
+from ds_ring.compat.torch_kernels import list_flex_options
 from ds_ring.errors import RingConfigError
 
 INTERNAL = {"OUTPUT_LOGSUMEXP", "OUTPUT_MAX"}  # options that the kernel sets itself

@@ -17,13 +17,13 @@ from ds_ring.comm.mesh import RingMesh, check_mesh
 from ds_ring.config.pass_options import PassOptions
 from ds_ring.errors import RingLayoutError, RingPatternError
 from ds_ring.layers.cross.layout import PairLayout
+from ds_ring.masks.pair_masks import ScoreFunction
 from ds_ring.masks.pattern import Pattern
-from ds_ring.masks.tiles import ScoreFunction
 from ds_ring.ops.checks import DTYPES
 from ds_ring.ops.compiled import GraphRefusal
 from ds_ring.ops.context import AskedContext, RingContext, get_call_context
 from ds_ring.ops.eager import attend
-from ds_ring.ops.handles import forbid_tracing
+from ds_ring.ops.tracing import forbid_tracing
 from ds_ring.plugin import PASSES
 from ds_ring.schedule.layout import Layout
 

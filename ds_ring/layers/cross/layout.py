@@ -10,9 +10,9 @@ from ds_ring.errors import RingLayoutError, RingPatternError
 from ds_ring.layers.scores import BetweenSequences
 from ds_ring.masks.branches import Branch, in_range
 from ds_ring.masks.catalog import Full
+from ds_ring.masks.pair_masks import ScoreFunction
 from ds_ring.masks.pattern import Pattern, QueryHead
 from ds_ring.masks.slots import IntArray
-from ds_ring.masks.tiles import ScoreFunction
 from ds_ring.patterns.documents.pattern import Documents
 from ds_ring.schedule.layout import Layout
 

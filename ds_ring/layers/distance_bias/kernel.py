@@ -23,7 +23,7 @@ from ds_ring.kernels.interface import Kernel, Operands, PartialGrads, PartialOut
 from ds_ring.kernels.reference import compute_score_gradients, compute_weights
 from ds_ring.masks.tiles import Tiles
 from ds_ring.ops.context import RingContext
-from ds_ring.ops.passes import ExtraOperand
+from ds_ring.ops.extra_operand import ExtraOperand
 from ds_ring.ring.merge import get_accumulator_dtype
 from ds_ring.schedule.plan import Plan
 

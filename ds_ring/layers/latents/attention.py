@@ -17,8 +17,8 @@ from ds_ring.comm.mesh import RingMesh
 from ds_ring.config.pass_options import PassOptions
 from ds_ring.layers.latents.kernel import check_one_head, check_transport, latent_value_dim
 from ds_ring.layers.latents.latent_op import latent_attention_op
+from ds_ring.masks.pair_masks import ScoreFunction
 from ds_ring.masks.pattern import Pattern
-from ds_ring.masks.tiles import ScoreFunction
 from ds_ring.ops.compiled import (
     GraphRefusal,
     check_traced,
@@ -29,7 +29,8 @@ from ds_ring.ops.compiled import (
 )
 from ds_ring.ops.context import AskedContext, RingContext, get_call_context
 from ds_ring.ops.eager import check_eager, run_compared
-from ds_ring.ops.passes import ExtraOperand, Operands
+from ds_ring.ops.extra_operand import ExtraOperand
+from ds_ring.ops.passes import Operands
 from ds_ring.ops.prepare import check
 from ds_ring.ops.ulysses import HEADS, SWAPS, TOKENS, UlyssesAllToAll, with_ulysses
 from ds_ring.schedule.layout import Layout

@@ -33,7 +33,7 @@ from ds_ring.kernels.interface import (
 from ds_ring.masks.pattern import BoundPattern, Pattern
 from ds_ring.masks.tiles import Tiles
 from ds_ring.ops.context import RingContext
-from ds_ring.ops.passes import ExtraOperand
+from ds_ring.ops.extra_operand import ExtraOperand
 from ds_ring.ring.merge import get_accumulator_dtype
 from ds_ring.schedule.lowering import split_heads
 from ds_ring.schedule.plan import Plan

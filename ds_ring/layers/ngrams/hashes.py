@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from ds_ring.comm.collective import collective
-from ds_ring.comm.mesh import RingMesh
+from ds_ring.comm.mesh import RingMesh, check_mesh
 from ds_ring.comm.streams import is_fake
 from ds_ring.errors import RingConfigError, RingShapeError, check_whole_number
 from ds_ring.layers.scan.halo import shift_sequence
 from ds_ring.ops.checks import check_operand
-from ds_ring.ops.handles import forbid_tracing
+from ds_ring.ops.tracing import forbid_tracing
 from ds_ring.patterns.documents.pattern import Documents, Tree
 from ds_ring.schedule.layout import Layout
 
@@ -50,6 +50,7 @@ def ngram_rows(
         RingConfigError: no sizes for each order.
         RingLayoutError, RingPatternError, RingMismatchError, RingPeerError: as `halo`.
     """
+    check_mesh(mesh)
     with collective(mesh, "ngram_rows", alone=is_fake(ids)) as call:
         check_operand("ngram_rows: ids", ids)
         if ids.dtype != torch.int64 or ids.dim() != 2:

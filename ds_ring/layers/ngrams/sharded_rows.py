@@ -18,8 +18,9 @@ from ds_ring.comm.mesh import RingMesh, check_mesh
 from ds_ring.errors import RingConfigError, RingShapeError
 from ds_ring.ops.checks import check_floats, check_operand
 from ds_ring.ops.eager import run_compared
-from ds_ring.ops.gradients import allow_first_derivative, compare_gradient, get_forward_call
-from ds_ring.ops.handles import forbid_tracing
+from ds_ring.ops.gradients import get_forward_call
+from ds_ring.ops.layer_gradients import allow_first_derivative, compare_gradient
+from ds_ring.ops.tracing import forbid_tracing
 
 _averaged = WeakTensorKeyDictionary()  # parameters whose values and gradients ranks have in common
 
@@ -73,8 +74,8 @@ class _Rows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, table: Tensor, rows: Tensor, mesh: RingMesh) -> Tensor:
         with collective(mesh, "sharded_rows") as call:
-            ctx.mesh, ctx.shape, ctx.dtype = mesh, table.shape, table.dtype
             _check(table, rows, mesh)
+            ctx.mesh, ctx.shape, ctx.dtype = mesh, table.shape, table.dtype
             wanted, place = rows.flatten().unique(return_inverse=True)
             call.agree({"table": tuple(table.shape), "dtype": table.dtype})
             counts = torch.bincount(wanted // len(table), minlength=mesh.sequence_size)

@@ -27,7 +27,8 @@ from ds_ring.layers.scan.sequence_runs import (
 )
 from ds_ring.ops.checks import check_layout
 from ds_ring.ops.context import cache_context
-from ds_ring.ops.handles import new_handle, read_number
+from ds_ring.ops.handles import new_handle
+from ds_ring.ops.tracing import read_number
 from ds_ring.patterns.documents.pattern import Documents, Tree
 from ds_ring.schedule.layout import Layout
 
@@ -159,6 +160,7 @@ def scan_context(
                 "documents", "ds_ring.Documents or ds_ring.Tree", type(documents).__name__,
                 "pass ds_ring.Documents(document_ids)",
             )  # fmt: skip
+        check_layout(layout)
         context: ScanContext = cache_context(mesh, (ScanContext, layout, documents, hop_timeout_s), make)
     return context
 

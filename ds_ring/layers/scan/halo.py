@@ -22,9 +22,11 @@ from ds_ring.masks.slots import IntArray
 from ds_ring.ops.bits import ADDED_UP, check_copied, fill_bits, view_as_bits, view_from_bits
 from ds_ring.ops.checks import check_operand
 from ds_ring.ops.eager import run_compared
-from ds_ring.ops.gradients import get_forward_call, has_run_again, note_call, run_gradient
-from ds_ring.ops.handles import constant, forbid_tracing, get_object
+from ds_ring.ops.gradients import get_forward_call, run_gradient
+from ds_ring.ops.handles import get_object
+from ds_ring.ops.layer_gradients import has_run_again, note_call
 from ds_ring.ops.passes import count_forward_pass
+from ds_ring.ops.tracing import constant, forbid_tracing
 from ds_ring.patterns.documents.pattern import Documents, Tree
 from ds_ring.schedule.layout import Layout
 
@@ -62,10 +64,15 @@ def halo(
         RingPeerError: another rank failed or was too late.
     """
     handle = get_scan_handle(layout, mesh, documents, constant(hop_timeout_s))
-    if isinstance(x, Tensor) and not torch.compiler.is_compiling():
-        with collective(mesh, "halo"):
+    if not torch.compiler.is_compiling():
+        with collective(mesh, "halo"):  # else the dispatcher refuses it alone, and prints every number
+            check_operand("halo: x", x)
             check_copied("halo", x)
-    if isinstance(x, Tensor) and isinstance(dim, int) and -x.dim() <= dim < 0:
+            axis: object = dim
+            if isinstance(axis, bool) or not isinstance(axis, Integral):
+                raise RingShapeError.wrong("halo: dim", "a whole number", dim, "name the token dimension")
+            _check_counts(before, after)
+    if -x.dim() <= dim < 0:
         dim += x.dim()
     return run_compared(mesh, "halo", halo_op, x, dim, before, after, handle)
 
@@ -171,9 +178,7 @@ def halo_op(x: Tensor, dim: int, before: int, after: int, handle: int) -> Tensor
 
 def _check_halo(x: Tensor, dim: int, before: int, after: int, context: ScanContext) -> None:
     check_operand("halo: x", x)
-    for name, value in (("before", before), ("after", after)):
-        if value:
-            check_whole_number(value, f"halo: {name}", RingShapeError)
+    _check_counts(before, after)
     if not before and not after:
         raise RingShapeError("halo: expected before or after above 0, got 0 for both; leave the call out")
     if after and context.tree is not None:
@@ -183,6 +188,12 @@ def _check_halo(x: Tensor, dim: int, before: int, after: int, context: ScanConte
         raise RingShapeError.wrong(
             "halo", f"{slots} slots in dim {dim}", list(x.shape), "pass this rank's shard, and its layout"
         )
+
+
+def _check_counts(before: int, after: int) -> None:
+    for name, value in (("before", before), ("after", after)):
+        if type(value) is not int or value:
+            check_whole_number(value, f"halo: {name}", RingShapeError)
 
 
 @operator("ds_ring::halo_backward")

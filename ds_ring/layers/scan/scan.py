@@ -24,14 +24,15 @@ from torch import Tensor
 from ds_ring.comm.collective import collective
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.compat.torch import operator
-from ds_ring.errors import RingShapeError
+from ds_ring.errors import RingShapeError, check_bool
 from ds_ring.layers.scan.context import ByRank, ScanContext, get_scan_handle
 from ds_ring.layers.scan.sequence_runs import SequenceRuns
 from ds_ring.ops.checks import check_operand
 from ds_ring.ops.eager import run_compared
 from ds_ring.ops.gradients import get_forward_call, refuse_second_derivative, run_gradient
-from ds_ring.ops.handles import constant, get_object
+from ds_ring.ops.handles import get_object
 from ds_ring.ops.passes import count_forward_pass
+from ds_ring.ops.tracing import constant
 from ds_ring.patterns.documents.pattern import Documents, Tree
 from ds_ring.schedule.layout import Layout
 
@@ -66,6 +67,11 @@ def ring_scan(
         RingLayoutError, RingPatternError, RingMismatchError, RingPeerError: as `halo`.
     """
     handle = get_scan_handle(layout, mesh, documents, constant(hop_timeout_s))
+    if not torch.compiler.is_compiling():
+        with collective(mesh, "ring_scan"):  # else the dispatcher refuses it alone, and prints every number
+            check_operand("ring_scan: transition", transition)
+            check_operand("ring_scan: increment", increment)
+            check_bool(matrix, "ring_scan: matrix", RingShapeError)
     return run_compared(mesh, "ring_scan", scan_op, transition, increment, matrix, handle)
 
 

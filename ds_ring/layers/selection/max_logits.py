@@ -13,7 +13,7 @@ from ds_ring.layers.selection.select import checked_scores, walk_tokens
 from ds_ring.masks.catalog import Causal
 from ds_ring.masks.pattern import Pattern
 from ds_ring.ops.checks import check_floats
-from ds_ring.ops.handles import forbid_tracing
+from ds_ring.ops.tracing import forbid_tracing
 from ds_ring.ring.merge import get_accumulator_dtype
 from ds_ring.schedule.layout import Layout
 

@@ -32,7 +32,7 @@ from ds_ring.masks.pattern import BoundPattern, Pattern
 from ds_ring.masks.slots import IntArray, expand_ranges
 from ds_ring.ops.checks import DTYPES, check_operand
 from ds_ring.ops.context import RingContext
-from ds_ring.ops.handles import forbid_tracing
+from ds_ring.ops.tracing import forbid_tracing
 from ds_ring.schedule.head_class import HeadClass, ReadsOfShards
 from ds_ring.schedule.layout import Layout
 from ds_ring.schedule.plan import make_one_way

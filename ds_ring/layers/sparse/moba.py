@@ -17,7 +17,7 @@ from ds_ring.errors import RingConfigError, check_whole_number
 from ds_ring.layers.selection.block_layout import BlockLayout
 from ds_ring.layers.selection.select import ring_select
 from ds_ring.layers.sparse.blocks import attend_to_blocks, check_shards, gather_blocks, without_padding
-from ds_ring.ops.handles import forbid_tracing
+from ds_ring.ops.tracing import forbid_tracing
 from ds_ring.patterns.documents.pattern import Documents
 from ds_ring.ring.merge import get_accumulator_dtype
 from ds_ring.schedule.layout import Layout

@@ -16,7 +16,8 @@ from ds_ring.schedule.choose import (
     imbalance,
     rated,
 )  # fmt: skip
-from ds_ring.schedule.layout import ChunkLayout, Layout, Mix, PieceLayout
+from ds_ring.schedule.layout import ChunkLayout, Layout, Mix
+from ds_ring.schedule.pieces import PieceLayout
 
 SLACK = 1.10  # maximum length of the longest shard over the mean
 PIECES_PER_RANK = (2, 4, 8, 16, 32)

@@ -30,9 +30,9 @@ from torch import Tensor, fx
 
 from ds_ring.errors import RingPatternError, check_bool
 from ds_ring.masks.branches import Branch
+from ds_ring.masks.pair_masks import ByIdentity, MaskFunction, PairMask
 from ds_ring.masks.pattern import Pattern, QueryHead
 from ds_ring.masks.slots import IntArray
-from ds_ring.masks.tiles import ByIdentity, MaskFunction, PairMask
 from ds_ring.patterns.captured.traced import (
     SAMPLED,
     CapturedValues,

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ds_ring.errors import RingConfigError, shown
-from ds_ring.masks.tiles import ScoreFunction
+from ds_ring.masks.pair_masks import ScoreFunction
 from ds_ring.patterns.captured.traced import (
     SAMPLED,
     CapturedValues,

@@ -43,7 +43,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ds_ring.errors import RingError
-from ds_ring.masks.tiles import ByIdentity
+from ds_ring.masks.pair_masks import ByIdentity
 
 _aten = torch.ops.aten
 # `and_masks` and `or_masks` call `batch.new_ones`, which takes no value from the batch index: become `full`

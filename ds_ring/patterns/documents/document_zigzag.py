@@ -9,7 +9,8 @@ import numpy as np
 from ds_ring.errors import RingLayoutError
 from ds_ring.patterns.documents.table import Table
 from ds_ring.schedule.choose import describe_mix
-from ds_ring.schedule.layout import Layout, Mix, PieceLayout
+from ds_ring.schedule.layout import Layout, Mix
+from ds_ring.schedule.pieces import PieceLayout
 
 
 @dataclass(frozen=True)

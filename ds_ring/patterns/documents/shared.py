@@ -10,7 +10,8 @@ import numpy as np
 from ds_ring.masks.slots import IntArray, repeat_rows
 from ds_ring.patterns.documents.table import Table
 from ds_ring.schedule.choose import count_run_work
-from ds_ring.schedule.layout import Layout, Mix, PieceLayout
+from ds_ring.schedule.layout import Layout, Mix
+from ds_ring.schedule.pieces import PieceLayout
 
 # Most of a rank's mean work, or of its tokens, that it takes of one document: each is a layout to compare.
 SHARES = (1.0, 0.7, 0.5, 0.3)

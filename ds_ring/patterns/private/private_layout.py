@@ -14,7 +14,8 @@ from ds_ring.errors import RingLayoutError
 from ds_ring.masks.slots import IntArray
 from ds_ring.patterns.private.ranges import PrivateTable
 from ds_ring.schedule.choose import Candidate, describe_mix, rated
-from ds_ring.schedule.layout import Layout, Mix, PieceLayout, expand_runs
+from ds_ring.schedule.layout import Layout, Mix, expand_runs
+from ds_ring.schedule.pieces import PieceLayout
 
 
 @dataclass(frozen=True)

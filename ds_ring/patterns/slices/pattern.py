@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from ds_ring.errors import RingPatternError, check_whole_number, shown
-from ds_ring.masks.branches import Branch, in_range, overlapping
+from ds_ring.masks.branches import Branch, in_range
+from ds_ring.masks.compose import overlapping
 from ds_ring.masks.pattern import Pattern, QueryHead
 from ds_ring.masks.tiles import UNBOUNDED
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ds_ring.comm.exchange import Exchange
-from ds_ring.kernels.interface import Kernel, Operands, value_dim
+from ds_ring.kernels.interface import Kernel, value_dim
 from ds_ring.masks.tiles import Tiles
 from ds_ring.ops.context import RingContext
 from ds_ring.ops.prepare import Prepared
@@ -24,10 +24,7 @@ from ds_ring.schedule.plan import Plan
 
 
 def make_pass(
-    context: RingContext,
-    prepared: Prepared,
-    operands: Operands,
-    finish_header_check: Callable[[], None] | None,
+    context: RingContext, prepared: Prepared, finish_header_check: Callable[[], None] | None
 ) -> GatherPass:
     """Return the pass of a context. It sends all heads at once: no chunks, no overlap, no kept buffers."""
     return GatherPass(

@@ -14,7 +14,8 @@ from ds_ring.kernels.interface import Kernel
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import Tiles
 from ds_ring.ring.merge import get_accumulator_dtype, make_empty_results, merge_
-from ds_ring.schedule.layout import Layout, whole_blocks
+from ds_ring.schedule.layout import Layout
+from ds_ring.schedule.pieces import whole_blocks
 
 Partial = tuple[Tensor, Tensor]  # out and lse of a block of queries
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from ds_ring.comm.exchange import Exchange
-from ds_ring.kernels.interface import Kernel, Operands, value_dim
+from ds_ring.kernels.interface import Kernel, value_dim
 from ds_ring.masks.tiles import Tiles
 from ds_ring.ops.context import RingContext
 from ds_ring.ops.prepare import Prepared
@@ -50,10 +50,7 @@ Square = tuple[int, int, int]  # head class, block of queries, block of keys
 
 
 def make_pass(
-    context: RingContext,
-    prepared: Prepared,
-    operands: Operands,
-    finish_header_check: Callable[[], None] | None,
+    context: RingContext, prepared: Prepared, finish_header_check: Callable[[], None] | None
 ) -> ReproduciblePass:
     """Return the pass of a context."""
     return ReproduciblePass(

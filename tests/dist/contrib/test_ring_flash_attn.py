@@ -5,31 +5,44 @@ The shards are cut here as that package's own tests cut them.
 
 from __future__ import annotations
 
+import functools
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-import ds_ring
 from ds_ring.contrib.ring_flash_attn import _make_document_layout
 from ds_ring.errors import RingConfigError
-from ds_ring.masks.pattern import Pattern
 from tests.dist.harness import Pool
-from tests.reference import dense_attention, relative_error
+from tests.reference import attend_by_counts, relative_error
 
 LENGTHS = (16, 48, 8, 24)  # of documents, multiples of 2P
 HEADS, GROUPS, DIM = 4, 2, 8
 FAMILIES = ("ring_flash_attn", "zigzag_ring_flash_attn", "stripe_flash_attn")
+# Function, causal, window (before, after; -1 for all), whether there are slopes
 CASES = [
-    *((f"{family}{form}", {"causal": True}) for family in FAMILIES for form in ("", "_varlen")),
-    ("llama3_flash_attn_varlen", {"causal": True}),
-    ("ring_flash_attn", {"causal": False}),
-    ("ring_flash_attn_varlen", {"causal": False}),
-    ("llama3_flash_attn_varlen", {"causal": False, "window_size": (5, 5)}),
-    ("zigzag_ring_flash_attn", {"causal": True, "window_size": (7, 0)}),
+    *((f"{family}{form}", True, (-1, -1), False) for family in FAMILIES for form in ("", "_varlen")),
+    ("llama3_flash_attn_varlen", True, (-1, -1), False),
+    ("ring_flash_attn", False, (-1, -1), False),
+    ("ring_flash_attn_varlen", False, (-1, -1), False),
+    ("llama3_flash_attn_varlen", False, (5, 5), False),
+    ("zigzag_ring_flash_attn", True, (7, 0), False),
+    ("ring_flash_attn", False, (-1, -1), True),
+    ("zigzag_ring_flash_attn", False, (3, 3), True),
+    ("stripe_flash_attn", True, (-1, -1), True),
+    ("zigzag_ring_flash_attn_varlen", False, (-1, -1), True),
+    ("llama3_flash_attn_varlen", False, (5, 2), True),
+    ("ring_flash_attn", False, (-1, 0), False),
+    ("ring_flash_attn", False, (2, 5), False),
+    ("zigzag_ring_flash_attn", False, (-1, 4), False),
+    ("llama3_flash_attn_varlen", False, (4, -1), False),
+    ("ring_flash_attn", True, (6, 3), False),
+    ("stripe_flash_attn", False, (0, 1), False),
 ]
+SLOPES = torch.tensor([0.5, 0.25, 0.1, 0.03])
 
 
 def part(x: Tensor, name: str, rank: int, world_size: int) -> Tensor:
@@ -49,17 +62,20 @@ def shard(x: Tensor, name: str, rank: int, world_size: int) -> Tensor:
     return torch.cat([part(document, name, rank, world_size) for document in x.split(LENGTHS)])
 
 
-def pattern_of(name: str, causal: bool, window_size: tuple[int, int] = (-1, -1)) -> Pattern:
-    pattern: Pattern = ds_ring.Causal() if causal else ds_ring.Full()
-    if window_size[0] >= 0:
-        pattern = ds_ring.SlidingWindow(window_size[0] + 1, causal=causal)
-    if "varlen" not in name:
-        return pattern
+def flash_weights(name: str, causal: bool, window_size: tuple[int, int], biased: bool) -> Tensor:
+    """How often a pair counts by FlashAttention's own definitions of windows and slopes, [1 or heads, T, T]."""
+    i, j = torch.arange(sum(LENGTHS))[:, None], torch.arange(sum(LENGTHS))
     ids = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))
-    return pattern & ds_ring.Documents(ids)
+    before, after = window_size
+    sees = (j <= i) | (not causal)
+    sees = sees & ((j >= i - before) | (before < 0)) & ((j <= i + after) | (after < 0))
+    sees = sees & ((ids[:, None] == ids) | ("varlen" not in name))
+    return sees * (-SLOPES.double() * biased)[:, None, None].mul((i - j).abs()).exp()
 
 
-def errors(rank: int, world_size: int, name: str, options: dict[str, Any]) -> list[float]:
+def errors(
+    rank: int, world_size: int, name: str, causal: bool, window_size: tuple[int, int], biased: bool
+) -> list[float]:
     """Errors of out, lse, dq, dk, dv in float64, of the function of q, k, v; the packed ones give the same bits."""
     from ds_ring.contrib import ring_flash_attn as module
 
@@ -67,11 +83,12 @@ def errors(rank: int, world_size: int, name: str, options: dict[str, Any]) -> li
     tokens, generator = sum(LENGTHS), torch.Generator().manual_seed(0)
     q, grad = (torch.randn(tokens, HEADS, DIM, generator=generator, dtype=torch.float64) for _ in range(2))
     k, v = (torch.randn(tokens, GROUPS, DIM, generator=generator, dtype=torch.float64) for _ in range(2))
-    want = dense_attention(*(x.transpose(0, 1)[None] for x in (q, k, v, grad)), pattern_of(name, **options))
+    weights = flash_weights(name, causal, window_size, biased)
+    want = attend_by_counts(*(x.transpose(0, 1)[None] for x in (q, k, v, grad)), weights)
     ends = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0)], dtype=torch.int32)
     arguments: tuple[Any, ...] = ()
     if name.startswith("llama3"):
-        *many, keys = module.llama3_flash_attn_prepare_cu_seqlens(ends, options["causal"], rank, world_size)
+        *many, keys = module.llama3_flash_attn_prepare_cu_seqlens(ends, causal, rank, world_size)
         arguments = (*many, 1, keys)
     elif "varlen" in name:
         arguments = (ends // world_size, max(LENGTHS) // world_size)
@@ -79,18 +96,19 @@ def errors(rank: int, world_size: int, name: str, options: dict[str, Any]) -> li
     mine = [shard(x, name, rank, world_size) for x in (q, k, v, grad)]
     q, k, v, grad = (x[None] if batched else x for x in mine)
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    attend = getattr(module, f"{name}_func")
-    out, lse, none = attend(*leaves, *arguments, return_attn_probs=True, **options)
+    attend, of_pairs, packed = (
+        functools.partial(
+            getattr(module, f"{name}_{form}"), causal=causal, window_size=window_size,
+            alibi_slopes=SLOPES if biased else None,
+        )
+        for form in ("func", "kvpacked_func", "qkvpacked_func")
+    )  # fmt: skip
+    out, lse, none = attend(*leaves, *arguments, return_attn_probs=True)
     assert none is None
     out.backward(grad)
-    packed = getattr(module, f"{name}_kvpacked_func")(
-        q, torch.stack([k, v], 2 if batched else 1), *arguments, **options
-    )
-    assert torch.equal(packed, out)
+    assert torch.equal(of_pairs(q, torch.stack([k, v], 2 if batched else 1), *arguments), out)
     every = torch.stack([q, *(x.repeat_interleave(2, -2) for x in (k, v))], 2 if batched else 1)
-    assert (
-        relative_error(getattr(module, f"{name}_qkvpacked_func")(every, *arguments, **options), out) < 1e-12
-    )
+    assert relative_error(packed(every, *arguments), out) < 1e-12
     whole = (want.out, want.lse[..., None], want.dq, want.dk, want.dv)
     rows = (out, lse.transpose(-1, -2)[..., None], *(x.grad for x in leaves))
     wanted = (shard(x[0].transpose(0, 1), name, rank, world_size) for x in whole)
@@ -98,89 +116,22 @@ def errors(rank: int, world_size: int, name: str, options: dict[str, Any]) -> li
 
 
 @pytest.mark.day(
-    "2-zigzag_ring_flash_attn_varlen-options3",
-    "2-stripe_flash_attn-options4",
-    "2-llama3_flash_attn_varlen-options6",
-    "4-ring_flash_attn_varlen-options1",
-    "2-zigzag_ring_flash_attn-options10",
+    "2-zigzag_ring_flash_attn_varlen-True-window_size3-False",
+    "2-stripe_flash_attn-True-window_size4-False",
+    "2-llama3_flash_attn_varlen-True-window_size6-False",
+    "4-ring_flash_attn_varlen-True-window_size1-False",
+    "2-zigzag_ring_flash_attn-True-window_size10-False",
 )
-@pytest.mark.parametrize(("name", "options"), CASES)
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_a_function_is_exact(rank_pool: Pool, world_size: int, name: str, options: dict[str, Any]) -> None:
-    for result in rank_pool(world_size).run(errors, name, options):
-        assert max(result) < 1e-12, result
-
-
-# Function, causal, window (before, after; -1 for all), whether there are slopes
-FLASH = [
-    ("ring_flash_attn", False, (-1, -1), True),
-    ("zigzag_ring_flash_attn", False, (3, 3), True),
-    ("stripe_flash_attn", True, (-1, -1), True),
-    ("zigzag_ring_flash_attn_varlen", False, (-1, -1), True),
-    ("llama3_flash_attn_varlen", False, (5, 2), True),
-    ("ring_flash_attn", False, (-1, 0), False),
-    ("ring_flash_attn", False, (2, 5), False),
-    ("zigzag_ring_flash_attn", False, (-1, 4), False),
-    ("llama3_flash_attn_varlen", False, (4, -1), False),
-    ("ring_flash_attn", True, (6, 3), False),
-    ("stripe_flash_attn", False, (0, 1), False),
-]
-
-
-def as_flash_attention(rank: int, world_size: int) -> dict[str, float]:
-    """Errors of out, dq, dk, dv where FlashAttention's own definitions of windows and slopes are written out."""
-    from ds_ring.contrib import ring_flash_attn as module
-
-    module._meshes.clear()
-    tokens, generator, result = sum(LENGTHS), torch.Generator().manual_seed(0), {}
-    q, grad = (torch.randn(tokens, HEADS, DIM, generator=generator, dtype=torch.float64) for _ in range(2))
-    k, v = (torch.randn(tokens, GROUPS, DIM, generator=generator, dtype=torch.float64) for _ in range(2))
-    slopes = torch.tensor([0.5, 0.25, 0.1, 0.03])
-    ids = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))
-    ends = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0)], dtype=torch.int32)
-    i, j = torch.arange(tokens)[:, None], torch.arange(tokens)
-    for name, causal, (before, after), biased in FLASH:
-        sees = (j <= i) if causal else torch.ones(tokens, tokens, dtype=torch.bool)
-        sees = sees & (j >= i - before) if before >= 0 else sees
-        sees = sees & (j <= i + after) if after >= 0 else sees
-        sees = sees & (ids[:, None] == ids) if "varlen" in name else sees
-        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-        keys, values = (x.repeat_interleave(HEADS // GROUPS, dim=1) for x in leaves[1:])
-        scores = torch.einsum("ihd,jhd->hij", leaves[0], keys) / DIM**0.5
-        if biased:
-            scores = scores - slopes.double()[:, None, None] * (i - j).abs()
-        out = torch.einsum("hij,jhd->ihd", scores.masked_fill(~sees, -torch.inf).softmax(-1), values)
-        want = (out.detach(), *torch.autograd.grad(out, leaves, grad))
-        arguments: tuple[Any, ...] = ()
-        if name.startswith("llama3"):
-            *many, local = module.llama3_flash_attn_prepare_cu_seqlens(ends, causal, rank, world_size)
-            arguments = (*many, 1, local)
-        elif "varlen" in name:
-            arguments = (ends // world_size, max(LENGTHS) // world_size)
-        mine = [shard(x, name, rank, world_size) for x in (q, k, v, grad)]
-        if "varlen" not in name:
-            mine = [x[None] for x in mine]
-        owned = [x.requires_grad_() for x in mine[:3]]
-        got = getattr(module, f"{name}_func")(
-            *owned, *arguments, causal=causal, window_size=(before, after),
-            alibi_slopes=slopes if biased else None,
-        )  # fmt: skip
-        rows = (got.detach(), *torch.autograd.grad(got, owned, mine[3]))
-        wanted = (shard(x, name, rank, world_size) for x in want)
-        case = f"{name} {causal} {before} {after} {biased}"
-        result[case] = max(relative_error(x.view_as(y), y) for x, y in zip(rows, wanted, strict=True))
-    return result
-
-
-@pytest.mark.night
-@pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.day("2")
 @pytest.mark.situation(
     "operators", "ring_flash_attn functions with alibi_slopes or any window_size, not causal"
 )
-def test_slopes_and_windows_are_those_of_flash_attention(rank_pool: Pool, world_size: int) -> None:
-    for result in rank_pool(world_size).run(as_flash_attention):
-        assert max(result.values()) < 1e-12, result
+@pytest.mark.parametrize(("name", "causal", "window_size", "biased"), CASES)
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_function_is_exact(
+    rank_pool: Pool, world_size: int, name: str, causal: bool, window_size: tuple[int, int], biased: bool
+) -> None:
+    for result in rank_pool(world_size).run(errors, name, causal, window_size, biased):
+        assert max(result) < 1e-12, result
 
 
 def test_documents_need_not_be_cut_evenly() -> None:
@@ -270,23 +221,23 @@ def refused(rank: int, world_size: int, what: str) -> None:
     wrong = rank == 0
     ends = torch.tensor([0, 8])
     many = module.llama3_flash_attn_prepare_cu_seqlens(ends * world_size, True, rank, world_size)
-    if what == "dropout":
-        module.ring_flash_attn_func(x[None], x[None], x[None], dropout_p=0.1 * wrong, causal=True)
-    elif what == "slopes":
-        slopes = torch.ones(2, HEADS) if wrong else None
-        module.ring_flash_attn_func(x[None], x[None], x[None], causal=True, alibi_slopes=slopes)
-    elif what == "tokens":
-        module.zigzag_ring_flash_attn_varlen_func(x, x, x, ends // (2 if wrong else 1), 8, causal=True)
-    elif what == "ends":
-        module.llama3_flash_attn_varlen_func(x, x, x, many[0].clone(), *many[1:4], 1, many[4], causal=True)
-    elif what == "filled anew":
-        many[0].mul_(2 if wrong else 1)
-        module.llama3_flash_attn_varlen_func(x, x, x, *many[:4], 1, many[4], causal=True)
-    elif what == "length":
-        module.llama3_flash_attn_prepare_cu_seqlens(ends + 1, True, rank, world_size)
-    elif what == "mask":
-        forward = module.create_ring_flash_attention_forward(None, 1)[-1]
-        forward(x[None], x[None], x[None], torch.ones(1, 8), 8, True)
+    dense = functools.partial(module.ring_flash_attn_func, x[None], x[None], x[None], causal=True)
+    zigzag, llama3 = (
+        functools.partial(getattr(module, f"{name}_flash_attn_varlen_func"), x, x, x, causal=True)
+        for name in ("zigzag_ring", "llama3")
+    )
+    calls: dict[str, Callable[[], Any]] = {
+        "dropout": lambda: dense(dropout_p=0.1 * wrong),
+        "slopes": lambda: dense(alibi_slopes=torch.ones(2, HEADS) if wrong else None),
+        "tokens": lambda: zigzag(ends // (2 if wrong else 1), 8),
+        "ends": lambda: llama3(many[0].clone(), *many[1:4], 1, many[4]),
+        "filled anew": lambda: llama3(many[0].mul_(2 if wrong else 1), *many[1:4], 1, many[4]),
+        "length": lambda: module.llama3_flash_attn_prepare_cu_seqlens(ends + 1, True, rank, world_size),
+        "mask": lambda: module.create_ring_flash_attention_forward(None, 1)[-1](
+            x[None], x[None], x[None], torch.ones(1, 8), 8, True
+        ),
+    }
+    calls[what]()
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,8 @@ from ds_ring import (
 )
 from ds_ring.config.pass_options import PassOptions
 from ds_ring.layers.cross.layout import PairLayout
-from ds_ring.schedule.layout import Layout, round_to_blocks
+from ds_ring.schedule.layout import Layout
+from ds_ring.schedule.pieces import round_to_blocks
 from ds_ring.schedule.plan import build_plan
 from ds_ring.simulation.simulate import SimulationOptions
 from ds_ring.transports.reproducible.blocks import cut_blocks

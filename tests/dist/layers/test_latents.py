@@ -22,8 +22,6 @@ from ds_ring import (
     Alibi,
     Causal,
     Documents,
-    RingConfigError,
-    RingError,
     RingMesh,
     SlidingWindow,
     latent_attention,
@@ -48,7 +46,7 @@ from tests.dist.deepspeed_ranks import (
     start_engine,
     take_step,
 )
-from tests.dist.harness import Pool
+from tests.dist.harness import Pool, catch_refusal
 from tests.dist.one_process import Layer, attend_densely, same_as_one_process
 from tests.reference import relative_error
 
@@ -265,14 +263,14 @@ def test_a_model_trains_as_with_expanded_keys(rank_pool: Pool, stage: int, laten
 
 def refused(rank: int, world_size: int) -> list[str]:
     start_deepspeed()
-    messages = []
-    dilated = {"segment_lengths": [16, 64], "dilation_rates": [1, 4]}
-    for model, pattern in ((build_model(SIZE, "sdpa"), {}), (build_latent_model(SIZE), dilated)):
+
+    def message(model: Any, pattern: dict[str, Any]) -> str:
         section = {"latents": True, "pattern": pattern}
-        with pytest.raises(RingConfigError) as caught:
-            ds_ring.initialize(model=model, config=json_config(world_size, 2, 0, ring_attention=section))
-        messages.append(str(caught.value))
-    return messages
+        config = json_config(world_size, 2, 0, ring_attention=section)
+        return catch_refusal(ds_ring.initialize, model=model, config=config)
+
+    dilated = {"segment_lengths": [16, 64], "dilation_rates": [1, 4]}
+    return [message(build_model(SIZE, "sdpa"), {}), message(build_latent_model(SIZE), dilated)]
 
 
 def test_latents_that_cannot_travel_are_refused(rank_pool: Pool) -> None:
@@ -287,24 +285,22 @@ HEADS, SIZES = 128, {"nope": 128, "rope": 64, "value": 128, "latent": 512}
 FEW = 8  # tokens
 
 
-def wrong_shapes(rank: int, world_size: int, what: str, compiled: bool) -> tuple[str, str]:
+def wrong_shapes(rank: int, world_size: int, what: str, compiled: bool) -> str:
     """The error of this rank, of two that share the heads, if rank 1 passes what is no latent."""
     mesh = RingMesh.from_world(1, world_size)
     layout = make_layout("contiguous", tokens=T, ring_size=1, multiple_of=world_size)
     q, latent, rope, up = inputs().values()
     q, latent, rope = (shard_sequence(x, layout, mesh=mesh, dim=2) for x in (q, latent, rope))
-    if rank == 1:
-        latent = latent.expand(-1, 2, -1, -1) if what == "heads" else latent
-        rope = rope.expand(-1, 2, -1, -1) if what == "heads" else rope
-        latent = latent[0] if what == "dimensions" else latent
-        q = q[:, :-1] if what == "queries" else q
+    wrong = {
+        "heads": (q, latent.expand(-1, 2, -1, -1), rope.expand(-1, 2, -1, -1)),
+        "dimensions": (q, latent[0], rope),
+        "queries": (q[:, :-1], latent, rope),
+    }
+    arguments = wrong[what] if rank == 1 else (q, latent, rope)
     place = {"pattern": PATTERNS["causal"], "layout": layout, "mesh": mesh}
     attend = lambda *arguments: latent_attention(*arguments, **place)  # noqa: E731
-    try:
-        (torch.compile(attend, fullgraph=True, backend="eager") if compiled else attend)(q, latent, rope, up)
-    except RingError as error:
-        return type(error).__name__, str(error)
-    return "", ""
+    run = torch.compile(attend, fullgraph=True, backend="eager") if compiled else attend
+    return catch_refusal(run, *arguments, up)
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
@@ -321,46 +317,38 @@ def test_what_is_no_latent_is_refused_beside_ulysses(
 ) -> None:
     """A latent of two heads would be taken for two copies."""
     second, local = rank_pool(2).run(wrong_shapes, what, compiled)
-    assert local[0] == "RingShapeError" and words in local[1], local
-    assert second[0] == "RingMismatchError" and words in second[1], second
+    assert local.startswith("RingShapeError") and words in local, local
+    assert second.startswith("RingMismatchError") and words in second, second
 
 
-def bytes_of_deepseek(rank: int, world_size: int) -> tuple[list[int], list[int], dict[str, float]]:
-    """Payload bytes of both passes with latents and with expanded keys, and the relative differences."""
+def bytes_of_deepseek(rank: int, world_size: int) -> tuple[list[int], list[int]]:
+    """Payload bytes of a forward and a backward pass, with latents and with expanded keys."""
     mesh = RingMesh.from_world(world_size)
     layout = make_layout("zigzag", tokens=FEW, ring_size=world_size)
-    torch.manual_seed(0)
+    context = make_ring_context(Causal(), layout, mesh, Options())
     nope, rope, value, latent = SIZES.values()
-    shapes = ((1, HEADS, FEW, nope + rope), (1, 1, FEW, latent), (1, 1, FEW, rope), (1, HEADS, FEW, value))
-    whole = [torch.randn(shape) for shape in shapes]
-    up = (torch.randn(HEADS * (nope + value), latent) * latent**-0.5).requires_grad_()
-    *shards, grad = (shard_sequence(x, layout, mesh=mesh, dim=2) for x in whole)
-    leaves = [x.requires_grad_() for x in shards] + [up]
-    result, sent = [], []
-    for window in (FEW, FEW + 1):  # equal masks, each with a context of its own
-        context = make_ring_context(SlidingWindow(window), layout, mesh, Options())
-        q, k, v = leaves[:3]
-        if window == FEW:
-            out = latent_attention_op(q, k, v, up, context.handle)[0]
-        else:
-            both = torch.nn.functional.linear(k[:, 0], up).unflatten(-1, (HEADS, -1)).transpose(1, 2)
-            k = torch.cat([both[..., :nope], v.expand(-1, HEADS, -1, -1)], dim=-1)
-            out = ring_attention_op(q, k, both[..., nope:], context.handle)[0]
+
+    def shard(heads: int, width: int) -> Tensor:
+        return torch.randn(1, heads, FEW // world_size, width, requires_grad=True)
+
+    def count(operator: Any, *operands: Tensor) -> list[int]:
+        out = operator(*operands, context.handle)[0]
         assert context.exchange is not None
-        forward = context.exchange.counters.bytes_sent
-        grads = torch.autograd.grad(out, leaves, grad)
-        sent.append([forward, context.exchange.counters.bytes_sent - forward])
-        of_up = grads[-1].clone()
-        dist.all_reduce(of_up)
-        result.append((out.detach(), *grads[:-1], of_up))
-    names = ("out", "q", "latent", "rope", "up")
-    errors = {name: relative_error(a, b) for name, a, b in zip(names, *result, strict=True)}
-    return sent[0], sent[1], errors
+        counters = context.exchange.counters
+        forward, counters.bytes_sent = counters.bytes_sent, 0
+        out.sum().backward()
+        backward, counters.bytes_sent = counters.bytes_sent, 0
+        return [forward, backward]
+
+    q, up = shard(HEADS, nope + rope), torch.randn(HEADS * (nope + value), latent, requires_grad=True)
+    return (
+        count(latent_attention_op, q, shard(1, latent), shard(1, rope), up),
+        count(ring_attention_op, q, shard(HEADS, nope + rope), shard(HEADS, value)),
+    )
 
 
 @pytest.mark.night
 def test_deepseek_v3_sends_a_71st(rank_pool: Pool) -> None:
-    for latents, expanded, errors in rank_pool(2).run(bytes_of_deepseek):
+    for latents, expanded in rank_pool(2).run(bytes_of_deepseek):
         for item, second in zip(latents, expanded, strict=True):
             assert item * 71 <= second < item * 72
-        assert max(errors.values()) < 1e-5, errors

@@ -20,7 +20,7 @@ from ds_ring import (
     ring_select,
     selected_attention,
 )
-from ds_ring.schedule.layout import round_to_blocks
+from ds_ring.schedule.pieces import round_to_blocks
 from tests.dist.harness import Pool
 
 Results = tuple[Tensor, ...]

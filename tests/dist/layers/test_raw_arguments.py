@@ -14,7 +14,6 @@ from ds_ring import (
     Documents,
     PassOptions,
     RingAttention,
-    RingError,
     RingMesh,
     Tree,
     halo,
@@ -23,7 +22,7 @@ from ds_ring import (
     ring_attention,
     shift_sequence,
 )
-from tests.dist.harness import Pool
+from tests.dist.harness import Pool, catch_refusals
 
 T = 16
 
@@ -51,15 +50,7 @@ def refused(rank: int, world_size: int) -> dict[str, str]:
         calls[f"offset {offset!r}"] = lambda wrong=wrong: shift_sequence(x, wrong, dim=1, **place)
     module = RingAttention(Causal(), **{"mesh": mesh, "layout": layout})
     calls["torch.save"] = lambda: torch.save(module, io.BytesIO())
-    result = {}
-    for name, call in calls.items():
-        try:
-            call()
-            result[name] = ""
-        except RingError as error:
-            result[name] = f"{type(error).__name__}: {error}"
-        except Exception as error:
-            result[name] = f"raw {type(error).__name__}: {error}"
+    result = catch_refusals(calls)
     sinks = torch.tensor([0.5, -torch.inf])
     checked = ring_attention(
         q, q, q, pattern=Causal(), sinks=sinks, options=PassOptions(check_finite=True), **place

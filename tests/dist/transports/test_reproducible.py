@@ -32,7 +32,7 @@ from ds_ring.masks.pattern import Pattern
 from ds_ring.ops.context import make_ring_context
 from ds_ring.ops.eager import attend
 from ds_ring.ops.options import Options
-from ds_ring.schedule.layout import round_to_blocks, whole_blocks
+from ds_ring.schedule.pieces import round_to_blocks, whole_blocks
 from ds_ring.transports.reproducible.trees import TreeSum
 from tests import calls
 from tests.dist.harness import Pool

@@ -13,7 +13,7 @@ from torch._dynamo.variables import functions
 from torch._guards import Source
 
 import ds_ring
-from ds_ring.compat import dynamo
+from ds_ring.compat import dynamo, torch_kernels
 from ds_ring.compat import torch as compat
 from tests.one_rank import one_rank_mesh
 
@@ -149,10 +149,10 @@ def test_an_all_to_all_works_where_gloo_has_none_of_lists(
 def test_options_of_flex_attention_are_known_without_its_class(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.nn.attention import flex_attention
 
-    known = compat.list_flex_options()
+    known = torch_kernels.list_flex_options()
     monkeypatch.delattr(flex_attention, "FlexKernelOptions")
     assert (
         {"BLOCK_M", "num_warps", "FORCE_USE_FLEX_ATTENTION"}
-        <= compat.list_flex_options()
+        <= torch_kernels.list_flex_options()
         <= known | {"OUTPUT_LOGSUMEXP"}
     )

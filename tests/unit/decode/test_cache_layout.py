@@ -6,7 +6,7 @@ import pytest
 
 from ds_ring import make_layout
 from ds_ring.decode.cache_layout import CacheLayout
-from ds_ring.schedule.layout import round_to_blocks
+from ds_ring.schedule.pieces import round_to_blocks
 from ds_ring.transports.reproducible.blocks import cut_blocks
 
 

@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 
+from ds_ring.error_origins import is_distributed_error
 from ds_ring.errors import RingPeerError
 from ds_ring.health import client as client_module
-from ds_ring.health.client import DetectorClient, LateNotice, call_guarded, is_distributed_error
+from ds_ring.health.client import DetectorClient, LateNotice, call_guarded
 from ds_ring.limits import Limit
 from ds_ring.schedule.grid import Grid
 from tests.clock import wait_until

@@ -20,17 +20,6 @@ REFUSED = {
     "no model": (["check-model"],
         "model: expected a configuration, a model type or --all, and one of them only"),
     "a model and all": (["check-model", "llama", "--all"], "one of them only"),
-    "rows of one check": (["check-model", "llama", "--rows", "f"], "--rows: expected --configurations"),
-    "no expression": (
-        ["check-model", "llama", "--configurations", "--only", "("],
-        "--only: expected a regular expression, got '('",
-    ),
-    "other batches of configurations": (
-        ["check-model", "llama", "--configurations", "--batch", "packed"],
-        "--batch: expected plain with --configurations",
-    ),
-    "rows in no folder": (["check-model", "llama", "--configurations", "--rows", "none/f"],
-        "--rows none/f: expected a file in a folder to write to, got no folder"),
     "no jobs": (["check-model", "--all", "--jobs", "0"], "--jobs: expected 1 to 64, got 0"),
     "a model that is none": (["check-model", "nosuchmodel"], "expected"),
     "a model without such a head": (["check-model", "vit", "--head", "causal-lm"],

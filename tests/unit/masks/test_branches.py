@@ -21,10 +21,8 @@ from ds_ring.masks.branches import (
     in_range,
     labelled,
     match_labels,
-    product,
-    subtract,
-    union,
 )
+from ds_ring.masks.compose import product, subtract, union
 from ds_ring.masks.joins import select_distances, split_by_head
 from ds_ring.masks.pattern import BoundPattern, Pattern, QueryHead
 from ds_ring.masks.tiles import UNBOUNDED, Axis, Tiles

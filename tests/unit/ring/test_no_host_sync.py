@@ -22,7 +22,8 @@ from ds_ring.comm.exchange import Exchange
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.kernels.flash.kernel import FlashKernel
 from ds_ring.kernels.flex.kernel import FlexKernel
-from ds_ring.kernels.interface import Kernel, Scores
+from ds_ring.kernels.interface import Kernel
+from ds_ring.kernels.pairs import Scores
 from ds_ring.layers.scan.context import scan_context
 from ds_ring.layers.scan.halo import halo_backward_op, halo_op
 from ds_ring.layers.scores import Alibi

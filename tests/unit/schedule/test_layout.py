@@ -18,7 +18,8 @@ from ds_ring.errors import RingLayoutError
 from ds_ring.masks.pattern import Pattern
 from ds_ring.schedule import layout as layout_module
 from ds_ring.schedule.choose import EVEN, bind_one_head, choose_best, count_rank_work, rated, timed
-from ds_ring.schedule.layout import ChunkLayout, Layout, PieceLayout, whole_blocks
+from ds_ring.schedule.layout import ChunkLayout, Layout
+from ds_ring.schedule.pieces import PieceLayout, whole_blocks
 from ds_ring.schedule.plan import find_head_classes
 from tests.cases import LAYOUTS, LONG_PATTERNS, layout_for, longnet, rows_of
 

@@ -23,7 +23,8 @@ from ds_ring.masks.pattern import Pattern, QueryHead
 from ds_ring.masks.slots import IntArray, repeat_rows
 from ds_ring.patterns.documents.pattern import Documents
 from ds_ring.patterns.documents.table import Table
-from ds_ring.schedule.layout import Layout, PieceLayout, expand_runs
+from ds_ring.schedule.layout import Layout, expand_runs
+from ds_ring.schedule.pieces import PieceLayout
 
 
 @dataclass(frozen=True)

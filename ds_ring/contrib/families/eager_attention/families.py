@@ -19,8 +19,8 @@ from transformers import PreTrainedModel
 from ds_ring.errors import RingPatternError
 from ds_ring.layers.scores import Alibi
 from ds_ring.masks.catalog import Causal, Full, SlidingWindow
+from ds_ring.masks.pair_masks import ScoreFunction
 from ds_ring.masks.pattern import Pattern
-from ds_ring.masks.tiles import ScoreFunction
 from ds_ring.models.variant import find_forward_home
 
 # Of an attention module, what the bias is multiplied by after it was added, and the attention that the model

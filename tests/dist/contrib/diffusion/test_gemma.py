@@ -12,10 +12,11 @@ from torch import Tensor
 
 from ds_ring.config.section import RingConfig
 from ds_ring.contrib.diffusion.batch import BLOCKS, make_block_numbers
-from ds_ring.errors import RingConfigError, RingError
+from ds_ring.errors import RingConfigError
 from ds_ring.models.attach import check_model
 from ds_ring.patterns.private.pattern import BlockDiffusion
 from tests.dist.deepspeed_ranks import json_config, start_engine, take_step
+from tests.dist.harness import catch_refusal
 
 VOCABULARY, TOKENS, BLOCK = 61, 29, 4  # the last block is short
 IDS = np.repeat([0, 1], [18, 11])
@@ -112,7 +113,7 @@ def refused(rank: int, world_size: int) -> list[str]:
     """What the model refuses in a call, and a batch of its engine."""
     engine, (clean, corrupted) = start_engine(build("sdpa"), json_config(world_size, 2, 0)), texts(0)
     batch = engine.ring.diffusion_batch(clean, corrupted, BLOCK)
-    local, messages = engine.ring.shard_batch(batch), []
+    local = engine.ring.shard_batch(batch)
     tries: list[Callable[[], Any]] = [
         lambda: engine(**local, attention_mask=local["input_ids"]),
         lambda: engine(**{key: x for key, x in local.items() if key != "decoder_position_ids"}),
@@ -121,11 +122,7 @@ def refused(rank: int, world_size: int) -> list[str]:
         lambda: engine(**local, pixel_values=torch.zeros(1, 4, 8)),
         lambda: engine.ring.shard_batch(batch | {"pixel_values": torch.zeros(2, 4, 8)}),
     ]
-    for attempt in tries:
-        with pytest.raises(RingError) as caught:
-            attempt()
-        messages.append(str(caught.value))
-    return messages
+    return [catch_refusal(attempt) for attempt in tries]
 
 
 def one_shorter(numbers: Tensor) -> Tensor:

@@ -22,10 +22,11 @@ from ds_ring.comm.exchange import Exchange
 from ds_ring.contrib.drafter.attention import _patterns
 from ds_ring.contrib.drafter.batch import drafter_batch
 from ds_ring.data.batch import IGNORE
-from ds_ring.errors import RingError, RingPatternError, RingShapeError
+from ds_ring.errors import RingPatternError, RingShapeError
 from ds_ring.patterns.private.private_layout import beside
 from tests.dist.contrib.drafter.models import MASK_TOKEN, Trained, dflash_loss, eagle_loss
 from tests.dist.deepspeed_ranks import VOCABULARY, json_config, start_engine
+from tests.dist.harness import catch_refusal
 from tests.unit.patterns.private.test_private import private_slots_sent
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -240,21 +241,16 @@ def test_wrong_batches_are_refused(extra: dict[str, Any], words: str) -> None:
 
 
 def refused(rank: int, world_size: int) -> list[str]:
-    engine, messages = started(world_size, True, 0, False), []
+    engine = started(world_size, True, 0, False)
     plain = engine.ring.shard_batch({"input_ids": drawn(0)[0]})
     x = torch.zeros(SAMPLES, 4, engine.ring.batches.current.local_tokens, 8)
-    tries: list[Callable[[], Any]] = [
-        lambda: engine.ring.draft_attention(x, x, x),
-        lambda: engine.ring.draft_loss(torch.zeros(SAMPLES, 3, VOCABULARY), plain),
+    messages = [
+        catch_refusal(engine.ring.draft_attention, x, x, x),
+        catch_refusal(engine.ring.draft_loss, torch.zeros(SAMPLES, 3, VOCABULARY), plain),
     ]
-    for attempt in tries:
-        with pytest.raises(RingError) as caught:
-            attempt()
-        messages.append(str(caught.value))
     local = engine.ring.shard_batch(batch_of(engine, True, 0, False))
-    with pytest.raises(RingError) as caught:
-        engine.ring.draft_attention(x, x, x)
-    return [*messages, str(caught.value), str(local["draft_labels"].shape[1] % DRAFT)]
+    messages.append(catch_refusal(engine.ring.draft_attention, x, x, x))
+    return [*messages, str(local["draft_labels"].shape[1] % DRAFT)]
 
 
 def test_calls_without_drafts_are_refused(rank_pool: Any) -> None:
@@ -268,9 +264,7 @@ def refused_with_ulysses(rank: int, world_size: int, blocks: bool) -> str:
     engine = start_engine(
         model, json_config(world_size, SAMPLES, 0, ring_attention={"ulysses_size": 2}), RATE
     )
-    with pytest.raises(RingShapeError) as caught:
-        engine.ring.shard_batch(batch_of(engine, blocks, 0, False))
-    return str(caught.value)
+    return catch_refusal(lambda: engine.ring.shard_batch(batch_of(engine, blocks, 0, False)))
 
 
 @pytest.mark.parametrize("blocks", [False, True])

@@ -39,8 +39,7 @@ from ds_ring.masks.catalog import Before
 from ds_ring.masks.pattern import Pattern
 from ds_ring.models.attention_name import NAME
 from ds_ring.patches import apply
-from tests.dist.deepspeed_ranks import json_config, start_deepspeed, start_engine
-from tests.dist.harness import catch_refusal
+from tests.dist.deepspeed_ranks import json_config, start_deepspeed
 from tests.dist.one_process import from_first_rank
 from tests.reference import relative_error, worst
 
@@ -414,39 +413,6 @@ def small_model() -> Any:
 
     config = shrink(read_config("deepseek_v4"), tokens=61)
     return build(config, "causal-lm", seed=0)
-
-
-def off_and_on(rank: int, world_size: int) -> dict[str, Any]:
-    """Losses on one process, on the ring before and after `off`, and inside; and two generations."""
-    start_deepspeed()
-    ids = torch.randint(0, 80, (2, 61), generator=torch.Generator().manual_seed(0))
-    batch = {"input_ids": ids, "labels": ids}
-    alone = small_model()
-    alone.set_attn_implementation("eager")
-    model = small_model()
-    engine = start_engine(model, json_config(world_size, world_size, stage=0), 0.0)
-    alone.eval()
-    engine.eval()
-    outcome: dict[str, Any] = {}
-    with torch.no_grad():
-        outcome["alone"] = float(alone(**batch).loss)
-        outcome["expected"] = alone.generate(ids[:, :9], max_new_tokens=9, do_sample=False).tolist()
-        outcome["ring"] = float(engine.ring.mean_loss(engine(**engine.ring.shard_batch(batch)).loss))
-        with engine.ring.off():
-            outcome["off"] = float(engine(**batch).loss)
-            outcome["ids"] = engine.module.generate(ids[:, :9], max_new_tokens=9, do_sample=False).tolist()
-        outcome["on again"] = float(engine.ring.mean_loss(engine(**engine.ring.shard_batch(batch)).loss))
-        outcome["refused"] = catch_refusal(engine.module.generate, ids[:, :9], max_new_tokens=9)
-    return outcome
-
-
-@pytest.mark.night
-def test_off_is_the_model_alone_and_generation_on_the_ring_is_refused(rank_pool):
-    for outcome in rank_pool(2).run(off_and_on):
-        for where in ("ring", "off", "on again"):
-            assert outcome[where] == pytest.approx(outcome["alone"], rel=1e-5), where
-        assert outcome["ids"] == outcome["expected"]
-        assert "layers that attend to compressed entries, which a ring's cache lacks" in outcome["refused"]
 
 
 # Two samples of 83 tokens: documents of one token, shorter than a window, of whole windows, across borders.

@@ -38,7 +38,7 @@ from tests.dist.deepspeed_ranks import (
     start_deepspeed,
     start_engine,
 )
-from tests.dist.harness import catch_refusal
+from tests.dist.harness import catch_refusal, check_texts
 from tests.parity import gathered_pass
 
 HEADS, KV_HEADS, DIM = 4, 2, 8
@@ -357,7 +357,7 @@ def refused(rank: int, world_size: int) -> dict[str, str]:
 
 
 REFUSED = {
-    "another pattern": "expected Causal\\(\\) and no documents",
+    "another pattern": "expected Causal() and no documents",
     "documents": "no documents or attention_mask with trees",
     "labels": "expected shift_labels with a tree",
     "a mask": "no documents or attention_mask with trees",
@@ -366,8 +366,4 @@ REFUSED = {
 
 
 def test_what_a_tree_does_not_allow_is_refused(rank_pool: Any) -> None:
-    for result in rank_pool(2).run(refused):
-        assert result.keys() == REFUSED.keys()
-        for name, message in REFUSED.items():
-            with pytest.raises(RingPatternError, match=message):
-                raise RingPatternError(result[name])
+    check_texts(rank_pool(2).run(refused), REFUSED)

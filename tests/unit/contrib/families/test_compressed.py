@@ -14,7 +14,8 @@ from ds_ring.contrib.families.compressed.windows import Windows
 from ds_ring.errors import RingConfigError, RingLayoutError, RingPatternError
 from ds_ring.layers.scan.sequence_runs import sequence_runs
 from ds_ring.patterns.documents.pattern import Documents
-from ds_ring.schedule.layout import Layout, PieceLayout, make_layout
+from ds_ring.schedule.layout import Layout, make_layout
+from ds_ring.schedule.pieces import PieceLayout
 from tests.refusals import Refusals, refuse
 from tests.unit.models.calls import IDS, ON, attend, sharding
 

@@ -12,9 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ds_ring import Causal, Dilated, SlidingWindow, build_plan, make_layout
 from ds_ring.comm.streams import is_fake
 from ds_ring.errors import RingConfigError
-from ds_ring.kernels.cpu.calls import Sizes, calls
+from ds_ring.kernels.cpu.calls import Sizes, calls, triangulate
 from ds_ring.kernels.cpu.kernel import CpuKernel
-from ds_ring.kernels.cpu.triangles import triangulate
 from ds_ring.kernels.select import get_kernel
 from ds_ring.masks.joins import select_distances
 from ds_ring.masks.pattern import Pattern

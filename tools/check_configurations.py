@@ -1,8 +1,13 @@
-"""Check many configurations of a model type on the same ranks: a row each.
+"""Check each switch of a model type's configuration by itself, gradient checkpointing and inputs_embeds.
 
-Owns the processes of `ds-ring check-model --configurations`: ranks that check one configuration after
-another, their rows, and what becomes of the others when one ends the ranks. Which configurations there are
-is configurations.py's; how one is checked is model_check.py's.
+Ranks check one configuration after another as `ds-ring check-model` does (launcher/check/model_check.py);
+where one ends the ranks, others begin with the next. configurations.py lists the configurations. A row is
+printed for each, and with --rows appended to a file, whose rows are not checked again. The exit status is 1
+where one is WRONG or a raw error.
+
+Examples:
+    python tools/check_configurations.py falcon --only alibi
+    python tools/check_configurations.py --rows runs/rows.jsonl    # every causal type, goes on where it ended
 """
 
 from __future__ import annotations
@@ -13,22 +18,26 @@ import re
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from common import make_parser
+from configurations import Configuration, list_configurations
+
 from ds_ring.errors import RingConfigError
 from ds_ring.written_files import append_text, replace_text
-
-from ..run.local_ranks import RanksError, run_ranks
-from .configurations import Configuration, list_configurations
-from .model_check import CheckRequest, ModelReport, check_forms
-from .small_model import read_config
+from ds_ring_launcher.check.model_check import CheckRequest, ModelReport, check_forms
+from ds_ring_launcher.check.small_model import HEADS, read_config
+from ds_ring_launcher.run.local_ranks import RanksError, run_ranks
+from ds_ring_launcher.tune.hardware_file import require_writable
 
 Row = dict[str, Any]
 _ROWS_PER_START = 40  # of ranks: engines leave a little behind
+VERDICTS = ("exact", "refused", "no model", "WRONG", "raw error")
 
 
 @dataclass(frozen=True)
@@ -39,7 +48,6 @@ class RowRun:
     tokens: int
     layers: int
     seed: int
-    section: Mapping[str, Any] | None = None
     head: str | None = None
 
     @property
@@ -78,7 +86,7 @@ def read_rows(file: Path | None) -> dict[tuple[str, ...], Row]:
             rows[row_key(row)] = row
         except (ValueError, KeyError, TypeError) as error:
             raise RingConfigError(
-                f"--rows: {file}, line {number}: expected a row of --configurations, got {line[:60]!r}"
+                f"--rows: {file}, line {number}: expected a row of this tool, got {line[:60]!r}"
             ) from error
     if cut_off:
         replace_text(file, text[: len(text) - len(cut_off)])
@@ -102,7 +110,7 @@ def check_rows(
         only: a regular expression, to be found in a configuration's name.
     """
     about = {"shape": run.shape, "seed": run.seed, "transformers": version("transformers"), "head": run.head}
-    about["section"] = None if run.section is None else dict(run.section)
+    about["section"] = None  # one made of the model's attention
 
     def row(configuration: Configuration, verdict: str, reason: str, report: Row) -> Row:
         told = {"source": source, "configuration": configuration.name, "verdict": verdict, "reason": reason}
@@ -168,7 +176,7 @@ def _on_rank(source: str, run: RowRun, configurations: Sequence[Configuration], 
     for configuration in configurations:
         (report,) = check_forms(
             CheckRequest(
-                source, run.tokens, run.layers, run.head, run.section, configuration.changes, seed=run.seed,
+                source, run.tokens, run.layers, run.head, None, configuration.changes, seed=run.seed,
                 checkpointing=configuration.checkpointing, inputs_embeds=configuration.inputs_embeds,
             )
         )  # fmt: skip
@@ -188,3 +196,39 @@ def _on_rank(source: str, run: RowRun, configurations: Sequence[Configuration], 
             append_text(Path(answers), json.dumps(answer) + "\n")
         if get_verdict(report) == "raw error":
             return
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print a row for each configuration of the types, then the counts."""
+    parser = make_parser(
+        __doc__, ring_size=2, tokens=(61, "of each sample"), layers=(2, "at least"), head="causal-lm", seed=0,
+        deadline_seconds=(120.0, "of one row"), rows=("", "file to append rows to"),
+        only=("", "a regular expression, to be found in a configuration's name"),
+    )  # fmt: skip
+    parser.add_argument("models", nargs="*", help="a config.json or a model type; default: all with the head")
+    options = parser.parse_args(arguments)
+    try:
+        re.compile(options.only)
+    except re.error as error:
+        parser.error(f"--only: expected a regular expression, got {options.only!r}: {error}")
+    file = Path(options.rows) if options.rows else None
+    if file is not None:
+        require_writable(file, "--rows")
+    run = RowRun(options.ring_size, options.tokens, options.layers, options.seed, options.head)
+    known, counts = read_rows(file), Counter[str]()
+    types = options.models or sorted(HEADS[options.head].families)
+    for source in types:
+        for row in check_rows(source, run, known, options.deadline_seconds, options.only):
+            counts[row["verdict"]] += 1
+            if file is not None and row_key(row) not in known:
+                append_text(file, json.dumps(row) + "\n")
+            reason = " ".join(row["reason"].split())
+            text = f"{row['verdict']:<9} {source} {row['configuration']}"
+            print(text + f": {reason}" * bool(reason), flush=True)
+    totals = ", ".join(f"{counts[verdict]} {verdict}" for verdict in VERDICTS)
+    print(f"{counts.total()} configurations of {len(types)} model types: {totals}")
+    return int(bool(counts["WRONG"] or counts["raw error"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

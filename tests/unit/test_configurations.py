@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from check_configurations import main, read_rows, row_key
+from configurations import WAYS, list_configurations
 
 from ds_ring import RingConfigError
-from ds_ring_launcher.check.configuration_rows import read_rows, row_key
-from ds_ring_launcher.check.configurations import WAYS, list_configurations
 from ds_ring_launcher.check.small_model import HEADS, read_config, shrink
 
 TOKENS = 61
@@ -81,5 +81,20 @@ def test_the_later_of_two_rows_holds_and_one_that_was_cut_off_is_left_out(tmp_pa
     assert row_key(a_row()) in found and row_key(a_row(section={"gradient_payload": "bfloat16"})) not in found
     assert file.read_text() == text, "what was cut off does not run into the next row"
     file.write_text("exact llama\n" + text)
-    with pytest.raises(RingConfigError, match="line 1: expected a row of --configurations, got 'exact llama"):
+    with pytest.raises(RingConfigError, match="line 1: expected a row of this tool, got 'exact llama"):
         read_rows(file)
+
+
+def test_no_regular_expression_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["falcon", "--only", "("])
+    assert (
+        ended.value.code == 2 and "--only: expected a regular expression, got '('" in capsys.readouterr().err
+    )
+
+
+def test_rows_in_no_folder_are_refused() -> None:
+    with pytest.raises(
+        RingConfigError, match="--rows none/f: expected a file in a folder to write to, got no"
+    ):
+        main(["falcon", "--rows", "none/f"])

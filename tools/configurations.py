@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 
 from ds_ring.compat.transformers import PreTrainedConfig
 from ds_ring.errors import RingConfigError
-
-from .small_model import Checkpointing, shrink
+from ds_ring_launcher.check.small_model import Checkpointing, shrink
 
 WINDOW = 12  # tokens: below every sequence that is checked
 _UNUSED_LENGTH = 4096  # of a rotary scaling's training; shrink() sets its own
