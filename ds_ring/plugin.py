@@ -55,8 +55,7 @@ class LayoutRow(NamedTuple):
 
     Attributes:
         home: returns the layout.
-        takes_speeds: whether `home` deals out work by the `speeds` of the ranks, too.
-        if_uneven: returns candidates, given the speeds, for "auto" where contiguous and zigzag are uneven.
+        if_uneven: returns candidates for "auto" where contiguous and zigzag are uneven.
         always: returns candidates that "auto" compares with contiguous and zigzag, for their own patterns.
         for_labels: returns layouts that keep tokens of equal labels on few ranks; "auto" compares them, too,
             where contiguous and zigzag are uneven, and takes the one whose modelled time is least.
@@ -64,7 +63,6 @@ class LayoutRow(NamedTuple):
     """
 
     home: Object
-    takes_speeds: bool = False
     if_uneven: Object = None
     always: Object = None
     for_blocks: Object = None

@@ -48,7 +48,7 @@ CAPABILITIES = [
     ["layouts", "patterns", "kernels.cpu", "kernels.flash", "kernels.flex", "cuda", "transports",
         "layers", "decode", "memory", "measure", "simulation"],
     ["patches", "written_files", "data", "models", "engines", "start", "checkpoint",
-        "measure.rank_speeds", "measure.run_report", "measure.step_metrics",
+        "measure.run_report", "measure.step_metrics",
         "memory.tiles.models_head", "memory.tiles.models_layers",
         "memory.host.offloaded_checkpoints", "layers.selection.rows", "layers.ngrams.sharded_tables"],
     ["contrib", "decode.generation", "decode.ring_cache", "decode.encoder_decoder"],

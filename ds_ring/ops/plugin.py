@@ -11,7 +11,7 @@ from ds_ring.schedule.layout import make_contiguous, make_striped, make_zigzag
 
 PLUGIN = Plugin(
     layouts={
-        "auto": LayoutRow(home=make_auto, takes_speeds=True),
+        "auto": LayoutRow(home=make_auto),
         "contiguous": LayoutRow(home=make_contiguous),
         "zigzag": LayoutRow(home=make_zigzag),
         "striped": LayoutRow(home=make_striped),

@@ -41,7 +41,6 @@ KEYS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "ring_attention.ring_size": ({"ring_size": 2}, {"ring_size": 1, "ulysses_size": 2}, "grid"),
     "ring_attention.ulysses_size": ({}, {"ulysses_size": 2}, "grid"),
     "ring_attention.layout": ({"layout": "zigzag"}, {"layout": "striped"}, "layout"),
-    "ring_attention.rank_speeds": ({}, {"rank_speeds": [1.0, 0.25]}, "layout"),
     "ring_attention.pattern.causal": ({}, {"pattern": {"causal": False}}, "output"),
     "ring_attention.pattern.window": ({}, {"pattern": {"window": 7}}, "output"),
     "ring_attention.pattern.window_dilation": ({"pattern": {"window": 7}},

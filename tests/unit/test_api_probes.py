@@ -530,7 +530,7 @@ def test_many_items_are_counted_and_arrays_are_shapes() -> None:
     assert shown(np.zeros((2, 3))) == "ndarray of shape (2, 3), float64"
     assert shown(np.float32(2)) == f"float32 {np.float32(2)!r}"
     with pytest.raises(ds_ring.RingConfigError) as error:
-        RingConfig.from_deepspeed({"sequence_parallel_size": 1, "ring_attention": {"rank_speeds": [MANY]}})
+        RingConfig.from_deepspeed({"sequence_parallel_size": 1, "ring_attention": {"chunk_bytes": [MANY]}})
     assert not re.search(r"(\d+, ){6}", str(error.value))
 
 
