@@ -22,8 +22,7 @@ from ds_ring.ring.buffers import HeadSource, RingBuffers, Saved, select_chunk, s
 from ds_ring.ring.merge import get_accumulator_dtype
 from ds_ring.ring.observer import BatchEvent, Observer
 from ds_ring.ring.pair import Pair
-from ds_ring.ring.pool import Buffers
-from ds_ring.ring.prepared import PreparedBatch, PreparedPass, PreparedPasses
+from ds_ring.ring.pool import Buffers, PreparedBatch, PreparedPass, PreparedPasses
 from ds_ring.schedule.lowering import head_bytes, lower_rank
 from ds_ring.schedule.rank_plan import RankPlan
 from ds_ring.schedule.steps import RESULTS, Compute, HeadChunk, Payload, Round, Schedule, Send
