@@ -28,12 +28,12 @@ from ds_ring.ring.buffers import RingBuffers
 from ds_ring.ring.pair import BufferKind
 from ds_ring.ring.pool import Block, Buffers, PreparedPasses
 from ds_ring.ring.ring_pass import RingPass
-from ds_ring.schedule import lowering
 from ds_ring.schedule.directions import make_two_levels
 from ds_ring.schedule.layout import Layout
 from ds_ring.schedule.lowering import lower_rank
 from ds_ring.schedule.plan import _build_plan
 from ds_ring.schedule.rank_plan import Direction, StagePlan
+from ds_ring.schedule.stages import Stages
 from tests.cases import PATTERNS, Shape, layout_for, tensors
 from tests.reference import Dense, dense_attention, relative_error
 
@@ -260,13 +260,13 @@ def keys_in_another_order(patch: pytest.MonkeyPatch) -> None:
 
 def gradients_to_another_owner(patch: pytest.MonkeyPatch) -> None:
     """Of a stage of two owners each gets what belongs to the other one."""
-    real = lowering.Stages._send
+    real = Stages._send
 
     def send(self: Any, buffer: int, needs: int, peer: int, origin: int, slots: Any, at: Any = None) -> Any:
         other = None if at is None else self.buffers[buffer].slots - count_slots(slots) - at
         return real(self, buffer, needs, peer, origin, slots, other)
 
-    patch.setattr(lowering.Stages, "_send", send)
+    patch.setattr(Stages, "_send", send)
 
 
 def dk_for_dv(patch: pytest.MonkeyPatch) -> None:
