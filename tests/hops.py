@@ -15,7 +15,7 @@ from ds_ring.schedule.layout import Layout
 from ds_ring.schedule.lowering import get_query_heads
 from ds_ring.schedule.plan import build_plan
 from ds_ring.schedule.rank_plan import HopPlan
-from tests.reference import Dense
+from tests.reference import Dense, relative_error
 
 
 def ring_hops(
@@ -60,6 +60,14 @@ def ring_hops(
                 total[hop_plan.origin][:, kv] = total[hop_plan.origin][:, kv].index_add(2, held, part)
     whole = (_unshard(parts, order, q.shape[2]) for parts in (out, lse, dq, dk, dv))
     return Dense(*whole)
+
+
+def worst_relative_error(got: Dense, want: Dense) -> float:
+    """The largest relative error of a result; rows that see no key have no lse and an output of 0."""
+    sees = want.lse.isfinite()
+    assert torch.equal(got.lse.isfinite(), sees) and got.out[~sees].eq(0).all()
+    pairs = ((got.lse[sees], want.lse[sees]), (got.out, want.out), *zip(got[2:], want[2:], strict=True))
+    return max(relative_error(*pair) for pair in pairs)
 
 
 def _hops(classes: tuple, group: int) -> Iterator[tuple[slice, slice, HopPlan]]:

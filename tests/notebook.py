@@ -50,7 +50,8 @@ def run_cells(notebook: dict[str, Any]) -> dict[str, CellOutput]:
             exec(compile(tree, f"<cell {name}>", "exec"), names)
             if last is not None:
                 shown = eval(compile(ast.Expression(last.value), f"<cell {name}>", "eval"), names)
-        png = shown._repr_png_() if hasattr(shown, "_repr_png_") else None
+        get_png = getattr(shown, "_repr_png_", None)
+        png = get_png() if get_png else None
         assert shown is None or png is not None, f"cell {name}: its last expression is no picture"
         outputs[name] = CellOutput(printed.getvalue(), png)
     return outputs

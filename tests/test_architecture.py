@@ -45,10 +45,10 @@ CORE = [
     ["api", "attention_module"],
 ]  # fmt: skip
 CAPABILITIES = [
-    ["codecs", "layouts", "patterns", "kernels.cpu", "kernels.flash", "kernels.flex", "cuda", "transports",
+    ["layouts", "patterns", "kernels.cpu", "kernels.flash", "kernels.flex", "cuda", "transports",
         "layers", "decode", "memory", "measure", "simulation"],
     ["patches", "written_files", "data", "models", "engines", "start", "checkpoint",
-        "measure.rank_speeds", "measure.run_report", "measure.step_metrics",
+        "measure.run_report", "measure.step_metrics",
         "memory.tiles.models_head", "memory.tiles.models_layers",
         "memory.host.offloaded_checkpoints", "layers.selection.rows", "layers.ngrams.sharded_tables"],
     ["contrib", "decode.generation", "decode.ring_cache", "decode.encoder_decoder"],
@@ -617,7 +617,7 @@ def test_every_pattern_is_public() -> None:
             tuple(
                 f"ds_ring.{one}"
                 for one in (
-                    "codecs", "cuda", "config.section", "decode",
+                    "cuda", "config.section", "decode",
                     "health.failure_detector.verdicts", "kernels.flex", "measure", "layers", "models",
                     "ops.compiled", "ops.sinks", "ops.ulysses", "patches", "patterns", "transports",
                 )

@@ -52,7 +52,6 @@ from ds_ring.masks.slots import (
     subtract_slots,
 )
 from ds_ring.masks.tiles import Tiles
-from ds_ring.plugin import CodecRow
 from ds_ring.schedule.layout import Layout
 from ds_ring.schedule.rank_plan import (
     Direction,
@@ -260,7 +259,6 @@ class HeadClass:
     directions: tuple[Direction, ...]
     prune: bool = True
     rounded: bool = False  # dK and dV return in bfloat16; [Note: where gradients are added]
-    codec: CodecRow | None = None  # writes K and V that travel; [Note: encoded keys] in `ways.py`
 
     @property
     def pattern(self) -> Pattern:
@@ -398,7 +396,7 @@ class HeadClass:
             if len(ending):
                 gradient_returns.append(GradientReturn(hop, reader, ending))
         messages = tuple(direct_sends), tuple(gradient_returns)
-        return DirectionPlan(tuple(hops), *messages, direction, self.rounded, self.codec)
+        return DirectionPlan(tuple(hops), *messages, direction, self.rounded)
 
     def _make_hop_plans(self, ring_rank: int, direction: Direction, hops: list[int]) -> list[HopPlan]:
         """Return the plans of all hops at which a rank holds tokens, computed together."""

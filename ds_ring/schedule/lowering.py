@@ -206,7 +206,7 @@ def lower_class(plan: HeadClassPlan, backward: bool) -> ChunkSteps:
     if backward:
         _keep_for_the_end(rounds)
     rounds.append(Round((*arrived, Free(RESULTS))))
-    plan.lowered[backward] = steps = ChunkSteps(tuple(buffers), tuple(rounds), plan.directions[0].codec)
+    plan.lowered[backward] = steps = ChunkSteps(tuple(buffers), tuple(rounds))
     return steps
 
 

@@ -25,7 +25,7 @@ from ds_ring.errors import (
 from ds_ring.limits import MAX_HEADS
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.slots import count_slots
-from ds_ring.plugin import GRADIENT_PAYLOADS, KV_PAYLOADS, CodecRow
+from ds_ring.plugin import GRADIENT_PAYLOADS
 from ds_ring.schedule.head_class import HeadClass, ReadsOfShards
 from ds_ring.schedule.layout import Layout
 from ds_ring.schedule.rank_plan import Direction, RankPlan, sum_over_heads
@@ -136,7 +136,6 @@ def build_plan(
     prune: bool = True,
     directions: tuple[Direction, ...] | None = None,
     gradient_payload: str = "float32",
-    kv_payload: str = "as_is",
     ranks_per_node: int | None = None,
     stage_shards: int | None = None,
 ) -> Plan:
@@ -150,7 +149,6 @@ def build_plan(
         directions: directions of travel; None chooses those whose tokens cross the fewest links.
         gradient_payload: dtype in which dK and dV return, a name of `plugin.GRADIENT_PAYLOADS`; they are
             added in the accumulators' dtype.
-        kv_payload: how K and V travel, a name of `plugin.KV_PAYLOADS`; [Note: encoded keys].
         ranks_per_node: number of neighbours on the ring that share a node, a divisor of the ring size; None
             if unknown. If it is known, a pattern that sends much between nodes travels on two levels.
         stage_shards: most shards of other ranks that are computed with at once; [Note: stages]. All ranks
@@ -172,13 +170,11 @@ def build_plan(
         isinstance(directions, tuple) and all(isinstance(x, Direction) for x in directions)
     ):
         raise RingLayoutError(f"build_plan: directions: expected Directions or None, got {shown(directions)}")
-    payloads = (
-        ("gradient_payload", gradient_payload, GRADIENT_PAYLOADS),
-        ("kv_payload", kv_payload, KV_PAYLOADS),
-    )
-    for name, value, known in payloads:
-        if not isinstance(value, str) or value not in known:
-            raise RingLayoutError(f"build_plan: {name}: expected {' or '.join(known)}, got {shown(value)}")
+    if not isinstance(gradient_payload, str) or gradient_payload not in GRADIENT_PAYLOADS:
+        raise RingLayoutError(
+            f"build_plan: gradient_payload: expected {' or '.join(GRADIENT_PAYLOADS)},"
+            f" got {shown(gradient_payload)}"
+        )
     size, nodes = layout.ring_size, 0
     if ranks_per_node is not None:
         nodes = check_whole_number(ranks_per_node, "build_plan: ranks_per_node", RingLayoutError)
@@ -199,9 +195,8 @@ def build_plan(
             from ds_ring.schedule.directions import make_stages
 
             directions = make_stages(size, stage_shards)
-    rounded, row = not GRADIENT_PAYLOADS[gradient_payload].exact, KV_PAYLOADS[kv_payload]
-    codec = row if row.home is not None else None
-    return _build_plan(pattern, layout, query_heads, kv_heads, prune, directions, rounded, codec, nodes)
+    rounded = not GRADIENT_PAYLOADS[gradient_payload].exact
+    return _build_plan(pattern, layout, query_heads, kv_heads, prune, directions, rounded, nodes)
 
 
 @lru_cache(maxsize=64)
@@ -213,7 +208,6 @@ def _build_plan(
     prune: bool,
     directions: tuple[Direction, ...] | None,
     rounded: bool,
-    codec: CodecRow | None,
     ranks_per_node: int,
 ) -> Plan:
     if query_heads % kv_heads:
@@ -233,5 +227,5 @@ def _build_plan(
         directions = choose_directions(bound[0][1], ranks_per_node)
     elif directions is None:
         directions = (Direction(1, size - 1, ranks_per_node),)
-    classes = tuple(HeadClass(reads, heads, directions, prune, rounded, codec) for heads, reads in bound)
+    classes = tuple(HeadClass(reads, heads, directions, prune, rounded) for heads, reads in bound)
     return Plan(pattern, layout, query_heads, kv_heads, classes)

@@ -41,7 +41,6 @@ import numpy as np
 
 from ds_ring.masks.slots import SlotRanges, count_slots, no_slots, subtract_slots
 from ds_ring.masks.tiles import Tiles
-from ds_ring.plugin import CodecRow
 
 
 class Direction(NamedTuple):
@@ -192,7 +191,6 @@ class DirectionPlan:
     gradient_returns: tuple[GradientReturn, ...]  # by ascending hop
     direction: Direction = ONE_RANK
     rounded: bool = False  # gradients are rounded to bfloat16 when they return to their owner
-    codec: CodecRow | None = None  # encodes K and V for their messages; None: they are sent as they are
     # class that lowers it, a `Way` of `ways.py`; None: hop by hop, or `stages.py`
     lowering: ClassVar[Callable[..., Any] | None] = None
 

@@ -38,7 +38,7 @@ class Stages(Way):
         valid = count_slots(self.own_shard.held)
         if sum(count_slots(direct.slots) for direct in self.plan.direct_sends) <= valid:
             return []
-        self.shard = self.new(self.payload, valid)
+        self.shard = self.new(Payload.KEYS, valid)
         return [Accumulate(self.shard, SHARD, self.own_shard.held, -1)]
 
     @property
@@ -62,9 +62,9 @@ class Stages(Way):
         coming = self._get_stage(number + 1)
         if coming is None:
             return []
-        self.coming = self.new(self.payload, coming.slots)
+        self.coming = self.new(Payload.KEYS, coming.slots)
         return [
-            Recv(self.payload, self.coming, hop.origin, hop.origin, hop.held, at)
+            Recv(Payload.KEYS, self.coming, hop.origin, hop.origin, hop.held, at)
             for hop, at in zip(coming.hops, coming.first, strict=True)
         ]
 
@@ -109,10 +109,6 @@ class Stages(Way):
         if self.keys not in (None, SHARD):
             steps.append(Free(self.keys))
         steps += self._take_keys(number)
-        if self.plan.codec is not None and self.keys is not None:
-            decoded = self.decode(self.keys, self.came)
-            steps += [decoded, Free(self.keys)]
-            self.keys = decoded.buffer
         steps += [Accumulate(RESULTS, buffer, part, number) for buffer, part in self.returns]
         steps += [Free(buffer) for buffer in [*(buffer for buffer, _ in self.returns), *self.leaving]]
         if number == self.sent_until and self.shard != SHARD:

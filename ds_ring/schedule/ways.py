@@ -7,17 +7,9 @@ is computed, so it is sent in the batch posted before hop s + 1. The sum of the 
 hop s is computed. Where a token's keys travel no further, its accumulator returns to its owner directly. No
 hop's K/V is ever saved. (Keys for the next node are kept for R batches, see `rank_plan.py`; `head_class.py`
 explains which sums are passed on.)
-
-[Note: encoded keys]
-K and V may travel as a codec writes them (`KV_PAYLOADS` in `plugin.py`). The owner encodes them when it
-packs them. A rank that they reach passes them on as they came, and decodes them into a buffer of the inputs'
-dtype, which its kernel reads. The owner itself computes with its own K and V. The backward pass sends the
-same bits, so it differentiates what the forward pass computed; the codec itself counts as the identity.
 """
 
 from __future__ import annotations
-
-import numpy as np
 
 from ds_ring.masks.slots import SlotRanges, count_slots, locate_ranges, select_part
 from ds_ring.schedule.rank_plan import DirectionPlan, DirectSend, GradientReturn, HopPlan
@@ -42,7 +34,6 @@ class Way:
         own_shard = plan.at(0)
         assert own_shard is not None, "a rank always has its own shard"
         self.own_shard = own_shard
-        self.payload = Payload.KEYS if plan.codec is None else Payload.ENCODED  # of keys that travel
         # by the batch in which a message is posted: keys sent directly, and gradients that return here
         self.direct_sends: dict[int, list[DirectSend]] = {}
         for direct in plan.direct_sends:
@@ -65,15 +56,10 @@ class Way:
     ) -> Send:  # fmt: skip
         """Return the step that sends a part of a buffer: `slots` of the shard of `origin`."""
         buffer_payload = self.buffers[buffer].payload
-        payload = payload or (self.payload if buffer_payload is Payload.KEYS else buffer_payload)
+        payload = payload or buffer_payload
         packed = self.new(payload, count_slots(slots))  # used where the part is no range of a buffer
         self.leaving.append(packed)
         return Send(payload, buffer, part, peer, origin, slots, packed, needs, buffer_payload)
-
-    def decode(self, encoded: int, needs: int) -> Accumulate:
-        """Return the step that decodes the keys of a buffer into a new one, which the kernel reads."""
-        slots = self.buffers[encoded].slots
-        return Accumulate(self.new(Payload.KEYS, slots), encoded, np.array([[0, slots]]), needs)
 
 
 class HopByHop(Way):
@@ -81,8 +67,7 @@ class HopByHop(Way):
 
     def __init__(self, plan: DirectionPlan, buffers: list[Buffer], backward: bool) -> None:
         super().__init__(plan, buffers, backward)
-        self.keys = SHARD  # buffer of the current keys, as they travel
-        self.read = SHARD  # buffer of the same keys as the kernel reads them
+        self.keys = SHARD  # buffer of the current keys
         self.came = {SHARD: -1, RESULTS: -1}  # by buffer: the last batch that its contents depend on
         self.gradients: dict[int, int] = {0: RESULTS}  # accumulators: buffer by hop
         self.parts: list[tuple[int, SlotRanges]] = []  # of the next keys: buffer, and its place among them
@@ -139,10 +124,10 @@ class HopByHop(Way):
         self, batch: int, coming: HopPlan, sender: int, slots: SlotRanges, parts: list[tuple[int, SlotRanges]]
     ) -> Recv:
         """Return the step that receives some keys of a hop in a batch; append its buffer to `parts`."""
-        buffer = self.new(self.payload, count_slots(slots))
+        buffer = self.new(Payload.KEYS, count_slots(slots))
         self.came[buffer] = batch
         parts.append((buffer, locate_ranges(slots, coming.held)))
-        return Recv(self.payload, buffer, sender, coming.origin, slots)
+        return Recv(Payload.KEYS, buffer, sender, coming.origin, slots)
 
     def _post_gradients(self, hop: int) -> list[Send | Recv]:
         """Return the sends of gradients computed at the last hop, and the receive of sums for this hop."""
@@ -191,9 +176,9 @@ class HopByHop(Way):
             if hop:
                 self.gradients[hop] = self.new(Payload.GRADIENTS, count_slots(here.held))
                 # Until a neighbour's sum is added, the gradients depend on the keys alone.
-                self.came[self.gradients[hop]] = self.came[self.read]
+                self.came[self.gradients[hop]] = self.came[self.keys]
             gradients = self.gradients[hop]
-        return [Compute(hop, self.read, here.tiles, gradients, (here.origin,), self.came[self.read])]
+        return [Compute(hop, self.keys, here.tiles, gradients, (here.origin,), self.came[self.keys])]
 
     def arrive(self, hop: int) -> list[Accumulate | Free]:
         """Return the steps after a batch: its hop is computed, and its messages have arrived."""
@@ -212,7 +197,7 @@ class HopByHop(Way):
             # No later hop reads these keys. Free them now and not with the gradients that still return,
             # because the next chunk's keys arrive before these do.
             steps += self._drop_keys()
-            self.keys = self.read = SHARD
+            self.keys = SHARD
         if self.partial is not None:
             buffer, part = self.partial
             self.came[self.gradients[hop]] = hop
@@ -231,21 +216,15 @@ class HopByHop(Way):
         # If one message brought all keys, its buffer is the payload, without a copy.
         self.keys = parts[0][0]
         if len(parts) > 1:
-            self.keys = self.new(self.payload, slots)
+            self.keys = self.new(Payload.KEYS, slots)
             self.came[self.keys] = max(self.came[buffer] for buffer, _ in parts)
             for buffer, part in parts:
                 steps += [Accumulate(self.keys, buffer, part, self.came[buffer]), Free(buffer)]
-        self.read = self.keys
-        if self.plan.codec is not None:
-            decoded = self.decode(self.keys, self.came[self.keys])
-            steps.append(decoded)
-            self.read = decoded.buffer
-            self.came[self.read] = self.came[self.keys]
         return steps
 
     def _drop_keys(self) -> list[Free]:
         """Return the steps that free the current keys, unless they are the shard or still go to a node."""
-        return [Free(buffer) for buffer in sorted({self.keys, self.read} - {SHARD, self.inter_node})]
+        return [] if self.keys in (SHARD, self.inter_node) else [Free(self.keys)]
 
     def _send(
         self, buffer: int, hop_plan: HopPlan, peer: int, slots: SlotRanges, payload: Payload | None = None

@@ -92,7 +92,7 @@ def build_plans(setting: TrainingSetting, layout: Layout | None = None) -> list[
     def plan(pattern: Pattern) -> Plan:
         ring = build_plan(
             pattern, layout, query_heads=heads, kv_heads=kv_heads, prune=setting.prune,
-            gradient_payload=setting.gradient_payload, kv_payload=setting.kv_payload,
+            gradient_payload=setting.gradient_payload,
             ranks_per_node=node, stage_shards=None if make_own else stage,
         )  # fmt: skip
         if make_own is None:

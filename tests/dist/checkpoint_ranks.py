@@ -7,7 +7,6 @@ Rank functions are called by the harness as fn(rank, world_size, ...).
 from __future__ import annotations
 
 import io
-import logging
 import os
 import random
 import resource
@@ -21,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from tests.dist.deepspeed_ranks import VOCABULARY, Size, build_model, start_deepspeed, take_step
+from tests.dist.deepspeed_ranks import VOCABULARY, Size, build_model, listen, start_deepspeed, take_step
 from tests.dist.harness import Failure, catch_failure
 
 SIZE = Size(hidden=16, layers=1, tokens=24, samples=2)
@@ -92,16 +91,12 @@ def load_and_train(
     options: dict[str, Any] | None = None,
 ) -> Resumed:
     """A new process's way: load, go on."""
-    engine, lines = start_engine(config), io.StringIO()
-    handler = logging.StreamHandler(lines)
-    logging.getLogger("ds_ring").addHandler(handler)
-    try:
+    engine = start_engine(config)
+    with listen() as lines:
         path, state = engine.load_checkpoint(folder, tag, **(options or {}))
-    finally:
-        logging.getLogger("ds_ring").removeHandler(handler)
     losses = train_to(engine, steps)
     seen = None if state is None else {"seen": state["seen"]}
-    return Resumed("" if path is None else Path(path).parent.name, seen, losses, lines.getvalue())
+    return Resumed("" if path is None else Path(path).parent.name, seen, losses, "\n".join(lines))
 
 
 def load_refused(

@@ -7,7 +7,8 @@ the tests. Rank functions are called by the harness as fn(rank, world_size, ...)
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,11 @@ from tests.machine import skip_without
 
 VOCABULARY = 61
 LEARNING_RATE = 0.1
+
+# Of `generate`, greedy and of a known length.
+GENERATION: dict[str, Any] = {
+    "max_new_tokens": 5, "do_sample": False, "eos_token_id": None, "pad_token_id": 1,
+}  # fmt: skip
 
 Batch = dict[str, Tensor]
 
@@ -159,6 +165,34 @@ def fit_alone(
                 trained[name] -= LEARNING_RATE * grad
         losses.append(sum(float(value.detach()) for value in values))
     return Run(losses, gradients)
+
+
+def train_by_sgd(
+    parameters: Iterable[torch.nn.Parameter], loss_of: Callable[[int], Tensor], steps: int,
+    rate: float = LEARNING_RATE,
+) -> list[float]:  # fmt: skip
+    """Take steps of plain SGD on one process, and return the loss of each."""
+    sgd, losses = torch.optim.SGD(parameters, lr=rate), []
+    for step in range(steps):
+        loss = loss_of(step)
+        sgd.zero_grad()
+        loss.backward()
+        sgd.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+@contextmanager
+def listen(logger: str = "ds_ring") -> Iterator[list[str]]:
+    """Collect what is logged."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger(logger).addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logging.getLogger(logger).removeHandler(handler)
 
 
 def start_deepspeed() -> Any:

@@ -41,7 +41,7 @@ class Layer(NamedTuple):
         dim: of the tokens in inputs and outputs.
         parameters: inputs that every rank has whole; their gradients are summed over the ranks.
         layouts: of inputs that have another one.
-        real: 1 for tokens and 0 for padding, [T]; None if all are tokens.
+        real: 1 for tokens and 0 for padding, [T], or [B, T] of [B, T, ...]; None if all are tokens.
         pad_value: what slots of padding hold.
     """
 
@@ -55,6 +55,12 @@ class Layer(NamedTuple):
     layouts: Mapping[str, Layout] = {}
     real: Tensor | None = None
     pad_value: float = 0.0
+
+
+def make(name: str, *shape: int) -> Tensor:
+    """Draw a global tensor, float64, the same on every rank."""
+    generator = torch.Generator().manual_seed(sum(map(ord, name)))
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
 def compare(layer: Layer) -> dict[str, float]:
@@ -144,9 +150,7 @@ def _as_list(outputs: Outputs) -> list[Tensor]:
 def _masked(x: Tensor, layer: Layer) -> Tensor:
     if layer.real is None:
         return x
-    shape = [1] * x.dim()
-    shape[layer.dim] = -1
-    return x * layer.real.view(shape)
+    return x * layer.real.view(*layer.real.shape, *[1] * (x.dim() - 1 - layer.dim))
 
 
 def _error(got: Tensor, want: Tensor | None) -> float:

@@ -11,7 +11,7 @@ import torch
 import ds_ring
 from ds_ring import RingMesh
 from tests.dist.dtype_table import DTYPES, Outcome, outcomes, rows_for
-from tests.dist.harness import Pool, RankPool
+from tests.dist.harness import Pool, RankPool, catch_failure
 from tests.operator_table import OPERATORS, Place, T
 
 NAMES = [str(dtype).removeprefix("torch.") for dtype in DTYPES]
@@ -55,21 +55,16 @@ def test_every_operator_and_dtype(rank_pool: Pool, world_size: int, ulysses_size
 
 def one_rank_has_another_dtype(rank: int, world_size: int) -> list[str]:
     """What each call raises: where elements are equally large, where rank 0 alone is wrong; then a right one."""
-    place, result = Place(RingMesh.from_world(world_size)), []
+    place = Place(RingMesh.from_world(world_size))
     x = torch.zeros(2, T // world_size, 3, dtype=(torch.uint16, torch.int16)[rank])
-    for call in (
+    calls = (
         lambda: ds_ring.halo(x, 1, dim=1, **place.where),
         lambda: ds_ring.gather_sequence(x, place.layout, mesh=place.mesh, dim=1),
         lambda: ds_ring.shift_sequence(x, 1, dim=1, fill=-1 if rank else 70000, **place.where),
         lambda: ds_ring.ngram_rows(x[..., 0].long(), (3, 5 if rank else "five"), ((7,),), **place.where),
         lambda: ds_ring.halo(x.view(torch.int16).long(), 1, dim=1, **place.where).sum(),
-    ):
-        try:
-            call()
-            result.append("")
-        except Exception as error:
-            result.append(type(error).__name__)
-    return result
+    )
+    return [catch_failure(call).error for call in calls]
 
 
 @pytest.mark.situation(

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.dist.harness import RankPool
-from tests.dist.test_trainers import plain_config, run_example
-from tests.dist.trainer_logs import EXAMPLES, check_logs
+from tests.dist.test_trainers import run_example
+from tests.dist.trainer_logs import EXAMPLES, check_logs, configs
 
 
 @pytest.mark.day("own_mask.py-4")
@@ -30,11 +29,9 @@ def test_a_script_trains_as_on_a_ring_of_one(rank_pool: Any, script: str, steps:
 @pytest.mark.night
 def test_grpo_samples_and_learns_as_one_process(rank_pool: Any, tmp_path: Path) -> None:
     pytest.importorskip("trl")
-    ring_json = EXAMPLES / "ds_config.json"
-    plain_json = plain_config(tmp_path, json.loads(ring_json.read_text()))
-    plain = ["--config", plain_json, "--output", str(tmp_path / "plain")]
+    plain = ["--config", configs(tmp_path)[0], "--output", str(tmp_path / "plain")]
     expected = rank_pool(1).run(run_example, "trl_grpo.py", plain, True)[0]
-    ring = ["--config", str(ring_json), "--output", str(tmp_path / "ring")]
+    ring = ["--config", str(EXAMPLES / "ds_config.json"), "--output", str(tmp_path / "ring")]
     got = rank_pool(2).run(run_example, "trl_grpo.py", ring, False)[0]
     assert len(expected) >= 3 and expected[0]["reward"] > 0
     check_logs(got, expected)

@@ -9,13 +9,13 @@ from unittest import mock
 
 import torch
 
-from ds_ring import Causal, RingMesh, RingMismatchError, RingPeerError, RingShapeError
+from ds_ring import Causal, RingMesh, RingPeerError, RingShapeError
 from ds_ring.kernels.cpu.kernel import CpuKernel
 from ds_ring.ops.context import make_ring_context
 from ds_ring.ops.options import Options
 from ds_ring.ops.ring_op import ring_attention_op
 from ds_ring.plugin import DEVICES
-from tests.dist.harness import RankPool
+from tests.dist.harness import Failure, RankPool, catch_failure
 
 HOP_S, SKEW_S = 0.6, 1.5
 
@@ -59,8 +59,8 @@ def test_a_slow_first_pass_is_waited_for_and_a_slow_second_one_is_not(
     assert error.startswith("1: ") and "before the deadline (hop_timeout_seconds;" in error
 
 
-def refused_by_compiling(rank: int, world_size: int) -> tuple[float, str, str]:
-    """Seconds, type and text of the error of a pass for which rank 0 cannot say what it compiles."""
+def refused_by_compiling(rank: int, world_size: int) -> Failure:
+    """The error of a pass for which rank 0 cannot say what it compiles."""
 
     def compiles(kernel: CpuKernel, *arguments: Any) -> bool:
         if rank == 0:
@@ -74,17 +74,12 @@ def refused_by_compiling(rank: int, world_size: int) -> tuple[float, str, str]:
         mock.patch.dict(DEVICES, cpu=DEVICES["cuda"]),
         mock.patch.object(CpuKernel, "compiles", compiles, create=True),
     ):
-        before = time.monotonic()
-        try:
-            ring_attention_op(q, k, v, context.handle)
-        except (RingShapeError, RingMismatchError) as error:
-            return time.monotonic() - before, type(error).__name__, str(error)
-    return time.monotonic() - before, "", ""
+        return catch_failure(ring_attention_op, q, k, v, context.handle)
 
 
 def test_a_refusal_while_asking_what_compiles_reaches_the_others(
     rank_pool: Callable[[int], RankPool],
 ) -> None:
     first, second = rank_pool(2).run(refused_by_compiling)
-    assert (first[1], second[1]) == ("RingShapeError", "RingMismatchError")
-    assert "expected another shape" in second[2] and max(first[0], second[0]) < 30.0
+    assert (first.error, second.error) == ("RingShapeError", "RingMismatchError")
+    assert "expected another shape" in second.text and max(first.seconds, second.seconds) < 30.0

@@ -16,7 +16,15 @@ from torch import Tensor
 
 import ds_ring
 from tests.dist import deepspeed_ranks, family_ranks
-from tests.dist.deepspeed_ranks import Run, Size, build_model, json_config, start_deepspeed, train_on_ring
+from tests.dist.deepspeed_ranks import (
+    Run,
+    Size,
+    build_model,
+    json_config,
+    listen,
+    start_deepspeed,
+    train_on_ring,
+)
 from tests.dist.family_ranks import attached, gradients_of, start_session, train_alone
 from tests.dist.harness import Pool, catch_refusal
 
@@ -138,17 +146,11 @@ def trained_on_the_left(rank: int, world_size: int, family: str) -> tuple[float,
 
     And the warnings.
     """
-    import logging
-
     deepspeed = start_deepspeed()
     from ds_ring.data.batch import warn_about_shifted_padding
 
     ds_ring.enable()
     warn_about_shifted_padding.cache_clear()
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("ds_ring").addHandler(handler)
     case = Case(family, side="left")
     model = build(case).float()
     batch = batch_for(model, case)
@@ -160,8 +162,9 @@ def trained_on_the_left(rank: int, world_size: int, family: str) -> tuple[float,
     whole.loss.backward()
     sgd = torch.optim.SGD(model.parameters(), lr=0.0)
     engine = deepspeed.initialize(model=model, optimizer=sgd, config=json_config(world_size, SAMPLES, 0))[0]
-    for _ in range(2):
-        loss = engine(**batch).loss
+    with listen() as messages:
+        for _ in range(2):
+            loss = engine(**batch).loss
     engine.backward(loss)
     errors = [
         float(
@@ -171,7 +174,6 @@ def trained_on_the_left(rank: int, world_size: int, family: str) -> tuple[float,
         for mine, theirs in zip(engine.module.parameters(), alone.parameters(), strict=True)
         if theirs.grad is not None
     ]
-    logging.getLogger("ds_ring").removeHandler(handler)
     return abs(float(loss - whole.loss)), max(errors), [line for line in messages if "labels" in line]
 
 

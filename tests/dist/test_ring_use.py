@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import ds_ring
-from tests.dist.deepspeed_ranks import Size, build_batch, build_model, json_config, start_engine
+from tests.dist.deepspeed_ranks import Size, build_batch, build_model, json_config, listen, start_engine
 from tests.dist.harness import catch_refusal
 
 SIZE = Size(hidden=16, layers=2, tokens=24, samples=2)
@@ -213,13 +212,6 @@ def warned(rank: int, world_size: int) -> dict[str, list[str]]:
     """The warnings of two steps of a model that gets these tensors of a batch."""
     result: dict[str, list[str]] = {}
 
-    class Kept(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            result[case].append(record.getMessage())
-
-    handler = Kept(logging.WARNING)
-    logger = logging.getLogger("ds_ring.engines.deepspeed.refusals")
-    logger.addHandler(handler)
     everything = ("input_ids", "position_ids", "shift_labels", "num_items_in_batch")
     for case, model, names in (
         ("all", Own, everything),
@@ -228,20 +220,19 @@ def warned(rank: int, world_size: int) -> dict[str, list[str]]:
         ("its loss, the items given", Losing, everything),
         ("copies", Losing, ("input_ids", "shift_labels")),
     ):
-        result[case] = []
         engine = start(model(of_the_session))
-        for _ in range(2):
-            whole = build_batch(SIZE)
-            whole["labels"][:, SIZE.tokens // 2 :] = -100
-            batch = engine.ring.shard_batch(whole)
-            out = engine(**{name: batch[name].clone() if case == "copies" else batch[name] for name in names})
-            engine.backward(out if out.ndim == 0 else out.mean())
-            engine.step()
-    logger.removeHandler(handler)
+        with listen("ds_ring.engines.deepspeed.refusals") as result[case]:
+            for _ in range(2):
+                whole = build_batch(SIZE)
+                whole["labels"][:, SIZE.tokens // 2 :] = -100
+                batch = engine.ring.shard_batch(whole)
+                inputs = {name: batch[name].clone() if case == "copies" else batch[name] for name in names}
+                out = engine(**inputs)
+                engine.backward(out if out.ndim == 0 else out.mean())
+                engine.step()
     return result
 
 
-@pytest.mark.night
 def test_positions_and_a_loss_of_ones_own_are_a_warning(rank_pool: Any) -> None:
     first, *others = rank_pool(2).run(warned, timeout_s=120)
     (positions,) = first.pop("no positions")

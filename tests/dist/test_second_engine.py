@@ -13,7 +13,14 @@ import torch
 from torch import nn
 
 import ds_ring
-from tests.dist.deepspeed_ranks import Size, build_batch, build_model, json_config, start_deepspeed
+from tests.dist.deepspeed_ranks import (
+    Size,
+    build_batch,
+    build_model,
+    json_config,
+    start_deepspeed,
+    train_by_sgd,
+)
 from tests.dist.harness import catch_refusal
 from tests.dist.trainer_logs import Logs, check_logs, configs, start_trainers
 
@@ -104,14 +111,7 @@ def test_a_module_with_hooks_of_a_ring_is_not_pickled(rank_pool: Any) -> None:
 
 def losses_alone() -> list[float]:
     model = build_model(SIZE, "sdpa")
-    sgd, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
-    for _ in range(2):
-        loss = model(**build_batch(SIZE)).loss
-        losses.append(float(loss))
-        sgd.zero_grad()
-        loss.backward()
-        sgd.step()
-    return losses
+    return train_by_sgd(model.parameters(), lambda _: model(**build_batch(SIZE)).loss, 2)
 
 
 @pytest.mark.situation("trainers", "a second engine on one model")

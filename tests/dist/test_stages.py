@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from ds_ring.ops.context import make_ring_context
 from ds_ring.ops.options import Options
 from ds_ring.ops.ring_op import ring_attention_op
 from tests.cases import PATTERNS, Shape, layout_for, least_kept, tensors
+from tests.dist.deepspeed_ranks import listen
 from tests.dist.harness import Pool, catch_refusal
 from tests.parity import errors, gathered_pass
 from tests.reference import Dense, dense_attention
@@ -98,13 +98,10 @@ def test_a_part_of_the_own_shard_for_the_end_is_exact(rank_pool: Pool, every: bo
 
 def differently(rank: int, world_size: int) -> tuple[str, list[str], float]:
     """What ranks that disagree are told; what is logged of too few bytes, and in how many stages it goes."""
-    mesh, lines = RingMesh.from_world(world_size), []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("ds_ring").addHandler(handler)
-    text = catch_refusal(attend, mesh, "causal", "zigzag", stage_bytes=(2 + rank) * SHARD_BYTES)
-    stages = attend(mesh, "causal", "zigzag", stage_bytes=SHARD_BYTES)["stages"]
-    logging.getLogger("ds_ring").removeHandler(handler)
+    mesh = RingMesh.from_world(world_size)
+    with listen() as lines:
+        text = catch_refusal(attend, mesh, "causal", "zigzag", stage_bytes=(2 + rank) * SHARD_BYTES)
+        stages = attend(mesh, "causal", "zigzag", stage_bytes=SHARD_BYTES)["stages"]
     return text, [line for line in lines if "stage_bytes" in line], stages
 
 

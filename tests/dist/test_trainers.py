@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import contextlib
 import io
-import json
 import os
 import re
 import subprocess
@@ -26,7 +25,7 @@ from ds_ring.engines.trainers.trl import TRL, _Distillation, _read_batch
 from ds_ring.plugin import load
 from tests.dist.deepspeed_ranks import Size, build_batch, build_model, json_config, start_deepspeed
 from tests.dist.harness import RankPool, catch_refusal, check_texts, run_ranks
-from tests.dist.trainer_logs import EXAMPLES, RING_KEYS, Logs, check_logs, start_trainers
+from tests.dist.trainer_logs import EXAMPLES, RING_KEYS, Logs, check_logs, configs, start_trainers
 
 STEPS = 2  # of TRL's trainers
 
@@ -52,12 +51,6 @@ def run_example(rank: int, world_size: int, name: str, arguments: list[str], pla
     return [entry for entry in result if not any(isinstance(value, str) for value in entry.values())]
 
 
-def plain_config(folder: Path, config: dict[str, Any]) -> str:
-    path = folder / "plain.json"
-    path.write_text(json.dumps({key: value for key, value in config.items() if key not in RING_KEYS}))
-    return str(path)
-
-
 # Where a script leaves what it resumes from, and how many of its entries come before that.
 SCRIPTS = {
     "hf_trainer.py": ("checkpoint-3", 0),
@@ -72,11 +65,9 @@ SCRIPTS = {
 @pytest.mark.day("hf_trainer.py")
 def test_a_script_trains_and_resumes_as_on_one_process(rank_pool: Any, tmp_path: Path, script: str) -> None:
     pytest.importorskip("trl" if "trl" in script else "accelerate")
-    ring_json = EXAMPLES / "ds_config.json"
-    plain_json = plain_config(tmp_path, json.loads(ring_json.read_text()))
-    plain = ["--config", plain_json, "--output", str(tmp_path / "plain")]
+    plain = ["--config", configs(tmp_path)[0], "--output", str(tmp_path / "plain")]
     expected = rank_pool(1).run(run_example, script, plain, True)[0]
-    ring = ["--config", str(ring_json), "--output", str(tmp_path / "ring")]
+    ring = ["--config", str(EXAMPLES / "ds_config.json"), "--output", str(tmp_path / "ring")]
     got = rank_pool(2).run(run_example, script, ring, False)[0]
     assert len(expected) >= 6
     check_logs(got, expected)
@@ -99,13 +90,11 @@ def test_a_script_trains_and_resumes_as_on_one_process(rank_pool: Any, tmp_path:
 def test_replicas_of_a_ring_see_other_samples(rank_pool: Any, tmp_path: Path, script: str) -> None:
     """Ring 2 x data 2 at ZeRO 3: one sample a replica is two on one process; evaluation fills up its last batch."""
     pytest.importorskip("accelerate")
-    config = json.loads((EXAMPLES / "ds_config.json").read_text()) | {"zero_optimization": {"stage": 3}}
-    config |= {"sequence_parallel_size": "auto", "ring_attention": {"ring_size": 2, "layout": "auto"}}
-    ring_json = tmp_path / "ring.json"
-    ring_json.write_text(json.dumps(config))
-    plain = ["--config", plain_config(tmp_path, config), "--output", str(tmp_path / "plain")]
+    changes = {"zero_optimization": {"stage": 3}, "ring_attention": {"ring_size": 2, "layout": "auto"}}
+    plain_json, ring_json = configs(tmp_path, "auto", **changes)
+    plain = ["--config", plain_json, "--output", str(tmp_path / "plain")]
     expected = rank_pool(1).run(run_example, script, plain, True)[0]
-    ring = ["--config", str(ring_json), "--output", str(tmp_path / "ring"), "--batch_size", "1"]
+    ring = ["--config", ring_json, "--output", str(tmp_path / "ring"), "--batch_size", "1"]
     got = rank_pool(4).run(run_example, script, ring, False)[0]
     # An evaluation's loss is a mean over batches, and those of one process are others.
     for entries in (got, expected):
@@ -494,16 +483,14 @@ def test_trl_is_the_same_as_on_one_process(
 ) -> None:
     pytest.importorskip("trl")
     model = str(save_model(tmp_path))
-    config = json.loads((EXAMPLES / "ds_config.json").read_text())
-    plain_json = plain_config(tmp_path, config)
-    config |= {"sequence_parallel_size": ring, "zero_optimization": {"stage": stage}}
-    (tmp_path / "ring.json").write_text(json.dumps(config))
+    plain_json = configs(tmp_path)[0]
     if method not in OF_ONE_PROCESS:
         OF_ONE_PROCESS[method] = rank_pool(1).run(run_trl, method, model, plain_json, False, {})[0]
     expected = OF_ONE_PROCESS[method]
+    ring_json = configs(tmp_path, ring, zero_optimization={"stage": stage})[1]
     # `enable` is for good: the pool of one rank stays without a ring.
     pool = rank_pool(ring) if ring > 1 else RankPool(1)
-    got = pool.run(run_trl, method, model, str(tmp_path / "ring.json"), True, {})
+    got = pool.run(run_trl, method, model, ring_json, True, {})
     if ring == 1:
         pool.close()
     worst = max(check_logs(logs, expected) for logs in got)
@@ -528,10 +515,7 @@ def run_grpo_by_its_backend(rank: int, world_size: int, model: str, config: str)
 @pytest.mark.needs("sp_backend registry")
 def test_grpo_runs_on_a_registered_backend_as_on_one_process(rank_pool: Any, tmp_path: Path) -> None:
     """tests/integration/test_upstream.py runs it with patched packages."""
-    model, plain = (
-        str(save_model(tmp_path)),
-        plain_config(tmp_path, json.loads((EXAMPLES / "ds_config.json").read_text())),
-    )
+    model, plain = str(save_model(tmp_path)), configs(tmp_path)[0]
     expected = rank_pool(1).run(run_trl, "GRPO", model, plain, False, {})[0]
     for logs in rank_pool(2).run(run_grpo_by_its_backend, model, plain):
         check_logs(logs, expected)
@@ -570,13 +554,12 @@ def test_replicas_of_a_ring_sample_as_processes_do(rank_pool: Any, tmp_path: Pat
     """Ring 2 x data 2 against data 2, each with rings of one rank: a group of rollouts lies on both replicas."""
     pytest.importorskip("trl")
     model = str(save_model(tmp_path))
-    config = json.loads((EXAMPLES / "ds_config.json").read_text())
     runs, extra = [], {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
     if method in ("GRPO", "RLOO"):
         extra |= {"num_generations": 4}
     for ring in (1, 2):
-        (tmp_path / "ring.json").write_text(json.dumps(config | {"sequence_parallel_size": ring}))
-        runs.append(rank_pool(2 * ring).run(run_trl, method, model, str(tmp_path / "ring.json"), True, extra))
+        config = configs(tmp_path, ring)[1]
+        runs.append(rank_pool(2 * ring).run(run_trl, method, model, config, True, extra))
     for rank, entries in enumerate(runs[1]):
         check_logs(entries, runs[0][rank // 2])
     completions = [[entry for entry in runs[1][rank] if "completions" in entry] for rank in (0, 2)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -17,8 +16,10 @@ from tests.dist.deepspeed_ranks import (
     build_batch,
     build_model,
     json_config,
+    listen,
     start_deepspeed,
     start_engine,
+    train_by_sgd,
 )
 
 SIZE = Size(hidden=16, layers=1, tokens=29, samples=4)
@@ -247,26 +248,11 @@ def inputs(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def alone(case: str) -> tuple[list[float], list[Tensor]]:
     kind, labels, loss_of, _ = CASES[case]
-    model, batch, losses = kind(labels), aligned(build_batch(SIZE)), []
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(STEPS):
-        loss = loss_of(model(**inputs(model, batch)), batch, None)
-        sgd.zero_grad()
-        loss.backward()
-        sgd.step()
-        losses.append(float(loss.detach()))
+    model, batch = kind(labels), aligned(build_batch(SIZE))
+    losses = train_by_sgd(
+        model.parameters(), lambda _: loss_of(model(**inputs(model, batch)), batch, None), STEPS
+    )
     return losses, [p.detach() for p in model.parameters()]
-
-
-class Heard(logging.Handler):
-    """Keeps what is said."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
 
 
 def on_a_ring(
@@ -274,8 +260,7 @@ def on_a_ring(
 ) -> Any:
     deepspeed = start_deepspeed()
     kind, labels, loss_of, _ = CASES[case]
-    model, heard = kind(labels), Heard()
-    logging.getLogger("ds_ring").addHandler(heard)
+    model = kind(labels)
     changes: dict[str, Any] = {"gradient_allreduce_op": "sum"} if change == "sum" else {}
     engine = start_engine(
         model, json_config(world_size, SIZE.samples, stage, ring_attention=section, **changes)
@@ -285,16 +270,16 @@ def on_a_ring(
     if change == "compiled":
         engine.compile(backend="eager")
     losses = []
-    for _ in range(STEPS):
-        batch = engine.ring.shard_batch(build_batch(SIZE))
-        loss = loss_of(engine(**inputs(model, batch)), batch, engine.ring)
-        engine.backward(loss)
-        engine.step()
-        losses.append(float(engine.ring.mean_loss(loss)))
-    engine.eval()
-    with torch.no_grad():
-        output = engine(**inputs(model, batch))
-    logging.getLogger("ds_ring").removeHandler(heard)
+    with listen() as lines:
+        for _ in range(STEPS):
+            batch = engine.ring.shard_batch(build_batch(SIZE))
+            loss = loss_of(engine(**inputs(model, batch)), batch, engine.ring)
+            engine.backward(loss)
+            engine.step()
+            losses.append(float(engine.ring.mean_loss(loss)))
+        engine.eval()
+        with torch.no_grad():
+            output = engine(**inputs(model, batch))
     with deepspeed.zero.GatheredParameters(list(model.parameters())):
         weights = [p.detach().clone() for p in model.parameters()]
     shapes = [
@@ -305,7 +290,7 @@ def on_a_ring(
     return (
         losses,
         weights,
-        [line for line in heard.lines if "reads across" in line or "is not known" in line],
+        [line for line in lines if "reads across" in line or "is not known" in line],
         shapes,
     )
 

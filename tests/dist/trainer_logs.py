@@ -72,11 +72,9 @@ def start_trainers() -> None:
     sys.path.insert(0, str(EXAMPLES))
 
 
-def configs(folder: Path, ring: int, **changes: Any) -> tuple[str, str]:
-    """The JSON without a ring, and with one."""
-    config = (
-        json.loads((EXAMPLES / "ds_config.json").read_text()) | {"zero_optimization": {"stage": 2}} | changes
-    )
+def configs(folder: Path, ring: int | str = 2, **changes: Any) -> tuple[str, str]:
+    """Write the examples' JSON without a ring, and with one."""
+    config = json.loads((EXAMPLES / "ds_config.json").read_text()) | changes
     plain = {key: value for key, value in config.items() if key not in RING_KEYS}
     (folder / "plain.json").write_text(json.dumps(plain))
     (folder / "ring.json").write_text(json.dumps(config | {"sequence_parallel_size": ring}))

@@ -7,8 +7,8 @@ import torch
 from ds_ring.kernels.select import Kernel
 from ds_ring.masks.pattern import Pattern
 from tests.cases import Shape, layout_for, tensors
-from tests.hops import ring_hops
-from tests.reference import dense_attention, relative_error
+from tests.hops import ring_hops, worst_relative_error
+from tests.reference import dense_attention
 
 
 def hold_kernel(
@@ -24,10 +24,5 @@ def hold_kernel(
     q, k, v, grad = (x.cuda() for x in tensors(shape, dtype))
     layout = layout_for(layout_name, pattern, tokens=shape.tokens, ring_size=ring_size)
     got = ring_hops(kernel, q, k, v, grad, pattern, layout)
-    want = dense_attention(q, k, v, grad, pattern)
-    sees = want.lse.isfinite()
-    assert torch.equal(got.lse.isfinite(), sees) and got.out[~sees].eq(0).all()
-    assert relative_error(got.lse[sees], want.lse[sees]) < limit
-    for part in ("out", "dq", "dk", "dv"):
-        error = relative_error(getattr(got, part), getattr(want, part))
-        assert error < limit, f"{part}: {error:.1e}"
+    error = worst_relative_error(got, dense_attention(q, k, v, grad, pattern))
+    assert error < limit, f"{error:.1e}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import re
 import shlex
 import socket
 import stat
@@ -122,6 +121,15 @@ BAD_YAML = {
     ),
     "ssh port": (LOCAL + "ssh_port: 2222\n",
         "ssh_port: expected none, as nothing is started by ssh, got 2222"),
+    **{f"a second hostfile by {argument}": (LOCAL + f"engine_args: ['{argument}']\n",
+        "engine_args: expected no hostfile") for argument in ("-H", "--hostfile=other", "--hostfile")},
+    "a hostfile beside hosts": (LOCAL + "hostfile: hosts.txt\n", "hostfile: expected none beside hosts"),
+    "a hostfile that is a number": ("hostfile: 3\n" + SCRIPT, "hostfile: expected the path of a file, got 3"),
+    "env a number": (f"engine: torchrun\n{LOCAL}env: 3\n",
+        "env: expected a list of names of the caller's environment variables, got 3"),
+    "env a name that is none": (f"engine: torchrun\n{LOCAL}env: [A-B]\n", 'got "A-B"'),
+    "an option of torchrun": (f"engine: torchrun\n{LOCAL}environment: {{PET_NNODES: 2}}\n",
+        "that torchrun does not read as options, got PET_NNODES"),
 }  # fmt: skip
 
 
@@ -205,16 +213,6 @@ def test_a_hostfile_is_the_hosts(folder: Path) -> None:
     (folder / "hosts.txt").write_text("# ours\nnode-0 slots=4  # the fast one\n\nnode-1   slots = 2\n")
     cluster = read_cluster(write(folder, "hostfile: hosts.txt\n" + SCRIPT))
     assert cluster == read_cluster(write(folder, HOSTS + SCRIPT))
-
-
-@pytest.mark.parametrize("argument", ["-H", "--hostfile=other", "--hostfile"])
-def test_a_second_hostfile_is_refused(folder: Path, argument: str) -> None:
-    with pytest.raises(RingConfigError, match="engine_args: expected no hostfile"):
-        read_cluster(write(folder, LOCAL + f"engine_args: ['{argument}']\n"))
-    with pytest.raises(RingConfigError, match="hostfile: expected none beside hosts"):
-        read_cluster(write(folder, LOCAL + "hostfile: hosts.txt\n"))
-    with pytest.raises(RingConfigError, match="hostfile: expected the path of a file, got 3"):
-        read_cluster(write(folder, "hostfile: 3\n" + SCRIPT))
 
 
 BAD_LAUNCHES = {
@@ -552,19 +550,6 @@ def test_the_environment_of_a_host_stands_in_a_file_of_its_user_alone(
         environment_file.read_environment(str(path))
     with pytest.raises(SystemExit, match="expected a request from ds-ring"):
         environment_file.main(io.StringIO("hello\n"))
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("env: 3", "env: expected a list of names of the caller's environment variables, got 3"),
-        ("env: [A-B]", 'got "A-B"'),
-        ("environment: {PET_NNODES: 2}", "that torchrun does not read as options, got PET_NNODES"),
-    ],
-)  # fmt: skip
-def test_bad_names_of_variables_are_refused(folder: Path, text: str, message: str) -> None:
-    with pytest.raises(RingConfigError, match=re.escape(message)):
-        read_cluster(write(folder, f"engine: torchrun\n{LOCAL}{text}\n"))
 
 
 def test_a_path_that_the_locale_has_no_letters_for_is_named(folder: Path) -> None:

@@ -102,7 +102,7 @@ def between_neighbours(plan: Plan, numbers: Sequence[int], ring_size: int) -> Pl
     if stays_linked(plan, numbers, ring_size):
         return plan
     way = make_one_way(plan.ring_size)
-    classes = (OnceAround(x.reads, x.kv_heads, way, False, x.rounded, x.codec) for x in plan.classes)
+    classes = (OnceAround(x.reads, x.kv_heads, way, False, x.rounded) for x in plan.classes)
     return Plan(plan.pattern, plan.layout, plan.query_heads, plan.kv_heads, tuple(classes))
 
 

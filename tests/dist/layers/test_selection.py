@@ -40,6 +40,7 @@ from ds_ring.layers.selection.block_layout import BlockLayout
 from ds_ring.masks.pattern import Pattern
 from ds_ring.transports import owner_walk
 from tests.dist.harness import catch_refusal
+from tests.dist.one_process import make
 from tests.reference import relative_error, worst
 
 TOKENS, SAMPLES, HEADS, GROUPS, HEAD_DIM, VALUE_DIM, INDEX_HEADS, INDEX_DIM = 203, 2, 4, 2, 8, 6, 3, 4
@@ -52,12 +53,6 @@ PATTERNS: dict[str, Pattern] = {
     "window": SlidingWindow(40),
     "mask_mod": MaskMod(lambda b, h, q, k: (q >= k) & (k % 3 != 1)),
 }
-
-
-def make(name: str, *shape: int) -> Tensor:
-    """A global tensor, the same on every rank."""
-    seed = sum(map(ord, name))
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def index_scores(queries: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
@@ -386,36 +381,9 @@ def test_wrong_arguments_raise_on_all_ranks_and_leave_the_ring_whole(rank_pool, 
     assert result[0].startswith(second) and words in result[0], result[0]
 
 
-def largest_scores(rank: int, world_size: int, name: str, documents: bool) -> float:
-    """The largest difference of `max_logits` from the dense scores, with grouped queries."""
-    torch.manual_seed(0)
-    tokens = 67
-    q, k = (torch.randn(2, heads, tokens, 8, dtype=torch.float64) for heads in (4, 2))
-    pattern: Pattern = Causal()
-    if documents:
-        pattern = Causal() & Documents([0] * 20 + [1] * 40 + [2] * 7)
-    visible = torch.from_numpy(
-        pattern.multiplicity(0, 1, 1, np.arange(tokens)[:, None], np.arange(tokens)) > 0
-    )
-    scale = 0.3 if documents else None
-    scores = q @ k.repeat_interleave(2, 1).mT * (scale or 8**-0.5)
-    scores = scores.masked_fill(~visible, float("-inf"))
-    mesh = RingMesh.from_world(world_size)
-    layout = make_layout(name, tokens=tokens, ring_size=world_size)
-    mine = (shard_sequence(x, layout, mesh=mesh, dim=2) for x in (q, k))
-    result = max_logits(*mine, layout=layout, mesh=mesh, pattern=pattern, scale=scale)
-    return float((result - scores.amax(dim=(0, 2, 3))).abs().max())
-
-
-@pytest.mark.parametrize(
-    ("world_size", "name", "documents"), [(1, "zigzag", True), (2, "striped", False), (4, "zigzag", True)]
-)
-def test_the_largest_scores_are_those_of_one_process(rank_pool, world_size, name, documents):
-    for error in rank_pool(world_size).run(largest_scores, name, documents):
-        assert error < 1e-12
-
-
 BY_HEAD: dict[str, Pattern] = {
+    "causal": Causal(),
+    "documents": Causal() & Documents([0] * 20 + [1] * 40 + [2] * 7),
     "mask_mod": MaskMod(lambda b, h, q, k: (q >= k) & (k % 4 == h)),
     "mask_mod by sample": MaskMod(lambda b, h, q, k: (q >= k) & (k % 4 == h + b)),
     "dilated": Dilated((16, 64), (2, 4)),
@@ -434,19 +402,23 @@ def visible_by_head(pattern: Pattern, tokens: int) -> Tensor:
 
 
 def largest_by_head(rank: int, world_size: int) -> dict[str, float]:
-    """The largest difference of `max_logits` from dense scores, for patterns that differ between heads."""
+    """The largest difference of `max_logits` from dense scores, with grouped queries and patterns by head."""
     torch.manual_seed(0)
     tokens, errors = 67, {}
     q, k = (torch.randn(2, heads, tokens, 8, dtype=torch.float64) for heads in (4, 2))
     mesh = RingMesh.from_world(world_size)
-    layout = make_layout("zigzag", tokens=tokens, ring_size=world_size)
-    place: Any = {"layout": layout, "mesh": mesh}
-    mine = [shard_sequence(x, layout, mesh=mesh, dim=2, pad_value=torch.nan) for x in (q, k)]
-    scores = q @ k.repeat_interleave(2, 1).mT * 8**-0.5
+    scores = q @ k.repeat_interleave(2, 1).mT
     with small_tiles(), closing(mesh):
         for name, pattern in BY_HEAD.items():
-            want = scores.masked_fill(~visible_by_head(pattern, tokens), -torch.inf).amax(dim=(0, 2, 3))
-            errors[name] = float((max_logits(*mine, pattern=pattern, **place) - want).abs().max())
+            layout = make_layout(
+                "striped" if name == "causal" else "zigzag", tokens=tokens, ring_size=world_size
+            )
+            place: Any = {"layout": layout, "mesh": mesh}
+            mine = [shard_sequence(x, dim=2, pad_value=torch.nan, **place) for x in (q, k)]
+            scale = 0.3 if name == "documents" else None
+            seen = (scores * (scale or 8**-0.5)).masked_fill(~visible_by_head(pattern, tokens), -torch.inf)
+            largest = max_logits(*mine, pattern=pattern, scale=scale, **place)
+            errors[name] = float((largest - seen.amax(dim=(0, 2, 3))).abs().max())
         # A NaN of one key of the first K/V head. The last query sees it, and no other one.
         k[1, 0, -1] = torch.nan
         result = max_logits(mine[0], shard_sequence(k, layout, mesh=mesh, dim=2), **place)
@@ -454,7 +426,7 @@ def largest_by_head(rank: int, world_size: int) -> dict[str, float]:
     return errors
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.day("2")
 @pytest.mark.situation("operators", "max_logits with a mask by head, or dilated attention, and with a NaN")
 def test_largest_scores_follow_the_pattern_of_each_head_and_keep_nan(rank_pool, world_size):

@@ -30,17 +30,11 @@ from ds_ring import (
 from ds_ring.layers.selection.selected_pass import SelectedPass
 from ds_ring.layers.sparse import blocks as of_tokens
 from ds_ring.measure.memory import measure_cpu_memory
-from tests.dist.harness import Pool
-from tests.dist.one_process import Layer, compare_cases, same_as_one_process
+from tests.dist.harness import Pool, catch_refusal
+from tests.dist.one_process import Layer, compare_cases, make, same_as_one_process
 from tests.reference import relative_error
 
 B, H, G, D, E = 2, 4, 2, 8, 6
-
-
-def make(name: str, *shape: int) -> Tensor:
-    """A global tensor, the same on every rank."""
-    generator = torch.Generator().manual_seed(sum(map(ord, name)))
-    return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -164,12 +158,7 @@ def wrong(rank: int, world_size: int, what: str) -> str:
         "keys on rank 1": {"k": x["k"][:, :, rank:]},
         "top_k on rank 1": {"top_k": 2 + rank},
     }
-    try:
-        moba_attention(**(x | requested | of_moba | changes.get(what, {})))
-    except RingError as error:
-        result = f"{type(error).__name__}: {error}"
-    else:
-        result = "not refused"
+    result = catch_refusal(moba_attention, **(x | requested | of_moba | changes.get(what, {})))
     if what != "ulysses":
         assert moba_attention(**x, **requested, **of_moba).shape == x["q"].shape
     mesh.close()

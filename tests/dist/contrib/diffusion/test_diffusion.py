@@ -16,13 +16,13 @@ from ds_ring.data.packing import RowGroup, refuse_trees
 from ds_ring.patterns.documents.pattern import Documents
 from ds_ring.patterns.private.pattern import BlockDiffusion
 from tests.dist.deepspeed_ranks import (
-    LEARNING_RATE,
     VOCABULARY,
     Size,
     build_model,
     json_config,
     start_engine,
     take_step,
+    train_by_sgd,
 )
 from tests.unit.patterns.private import masks
 
@@ -41,20 +41,16 @@ def texts(step: int) -> tuple[Tensor, Tensor]:
 def alone(steps: int, ids: np.ndarray | None) -> list[float]:
     """transformers' own attention with the paper's mask, labels not shifted."""
     model = build_model(SIZE, "sdpa")
-    sgd = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     seen = torch.from_numpy(masks.block_diffusion(BLOCK, CLEAN, ids))[None, None]
     local = np.zeros(CLEAN, dtype=int) if ids is None else ids
     places = torch.tensor([int((local[:t] == local[t]).sum()) for t in range(CLEAN)]).repeat(1, 2)
-    losses = []
-    for step in range(steps):
+
+    def loss_of(step: int) -> Tensor:
         clean, corrupted = texts(step)
         logits = model(torch.cat([clean, corrupted], 1), seen, places).logits[:, CLEAN:]
-        loss = torch.nn.functional.cross_entropy(logits.mT, clean.masked_fill(clean == corrupted, IGNORE))
-        sgd.zero_grad()
-        loss.backward()
-        sgd.step()
-        losses.append(float(loss.detach()))
-    return losses
+        return torch.nn.functional.cross_entropy(logits.mT, clean.masked_fill(clean == corrupted, IGNORE))
+
+    return train_by_sgd(model.parameters(), loss_of, steps)
 
 
 def on_ring(

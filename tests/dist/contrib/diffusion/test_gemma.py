@@ -15,7 +15,7 @@ from ds_ring.contrib.diffusion.batch import BLOCKS, make_block_numbers
 from ds_ring.errors import RingConfigError
 from ds_ring.models.attach import check_model
 from ds_ring.patterns.private.pattern import BlockDiffusion
-from tests.dist.deepspeed_ranks import json_config, start_engine, take_step
+from tests.dist.deepspeed_ranks import json_config, start_engine, take_step, train_by_sgd
 from tests.dist.harness import catch_refusal
 
 VOCABULARY, TOKENS, BLOCK = 61, 29, 4  # the last block is short
@@ -60,10 +60,9 @@ def has_text(packed: bool) -> Tensor:
 
 def alone(steps: int, packed: bool) -> list[float]:
     """Each block by itself, with the text of its document before it: no mask of ours."""
-    model, losses = build("sdpa"), []
-    sgd = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
-    ids = IDS if packed else np.zeros(TOKENS, dtype=int)
-    for step in range(steps):
+    model, ids = build("sdpa"), IDS if packed else np.zeros(TOKENS, dtype=int)
+
+    def loss_of(step: int) -> Tensor:
         clean, corrupted = texts(step)
         parts, first, labelled = [], 0, 0
         for length in np.bincount(ids):
@@ -75,12 +74,9 @@ def alone(steps: int, packed: bool) -> list[float]:
                 labels = text[:, canvas]
                 parts.append(torch.nn.functional.cross_entropy(logits.mT, labels, reduction="sum"))
                 labelled += labels.numel()
-        loss = torch.stack(parts).sum() / labelled
-        sgd.zero_grad()
-        loss.backward()
-        sgd.step()
-        losses.append(float(loss.detach()))
-    return losses
+        return torch.stack(parts).sum() / labelled
+
+    return train_by_sgd(model.parameters(), loss_of, steps, LEARNING_RATE)
 
 
 def on_ring(rank: int, world_size: int, steps: int, stage: int, packed: bool) -> list[float]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from ds_ring.data.batch import IGNORE
 from ds_ring.errors import RingPatternError, RingShapeError
 from ds_ring.patterns.private.private_layout import beside
 from tests.dist.contrib.drafter.models import MASK_TOKEN, Trained, dflash_loss, eagle_loss
-from tests.dist.deepspeed_ranks import VOCABULARY, json_config, start_engine
+from tests.dist.deepspeed_ranks import VOCABULARY, json_config, start_engine, train_by_sgd
 from tests.dist.harness import catch_refusal
 from tests.unit.patterns.private.test_private import private_slots_sent
 
@@ -55,16 +56,9 @@ def of_step(model: Trained, blocks: bool, step: int, ids: np.ndarray, soft: bool
 
 def alone(blocks: bool, steps: int, packed: bool) -> list[float]:
     """In float64, one document (and block) at a time."""
-    model = Trained(blocks).double()
-    sgd = torch.optim.SGD(model.drafter.parameters(), lr=RATE)
-    losses = []
-    for step in range(steps):
-        loss = of_step(model, blocks, step, IDS if packed else np.zeros(TRUNK, dtype=int))
-        sgd.zero_grad()
-        loss.backward()
-        sgd.step()
-        losses.append(float(loss.detach()))
-    return losses
+    model, ids = Trained(blocks).double(), IDS if packed else np.zeros(TRUNK, dtype=int)
+    losses_of = partial(of_step, model, blocks, ids=ids)
+    return train_by_sgd(model.drafter.parameters(), losses_of, steps, RATE)
 
 
 def started(

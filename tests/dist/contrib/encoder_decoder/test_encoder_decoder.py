@@ -32,6 +32,7 @@ from tests.dist.deepspeed_ranks import (
     train_on_ring,
 )
 from tests.dist.harness import Pool, catch_refusal
+from tests.dist.one_process import Layer, same_as_one_process
 
 BUILD = {"bart": build_bart, "t5": build_t5}
 STEPS = 3
@@ -180,7 +181,6 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], type[RingError], str]] 
     "dynamic": ({"dynamic_ring": True}, {}, RingConfigError, "dynamic_ring"),
     "first batch": ({"verify_first_batch": True}, {}, RingConfigError, '"verify_first_batch": true'),
     "tiles": ({"long_sequence": {"tiled_mlp": True}}, {}, RingConfigError, '"long_sequence"'),
-    "speeds": ({"rank_speeds": "measured"}, {}, RingConfigError, '"rank_speeds": "measured"'),
     "reproducible": ({"transport": "reproducible", "ulysses_size": 2}, {}, RingConfigError,
         '"transport": "reproducible" on Ulysses ranks'),
 }  # fmt: skip
@@ -249,56 +249,41 @@ def biased_module(family: str, causal: bool) -> Any:
     return kind(config, has_relative_attention_bias=True, layer_idx=0, is_causal=causal).double()
 
 
-def states_of() -> tuple[Tensor, Tensor, Tensor]:
-    """Hidden states, the gradient of the output, and which tokens are real: all of one sample, most of the other."""
+def states_of() -> tuple[Tensor, Tensor]:
+    """Hidden states, and which tokens are real: all of one sample, most of the other."""
     generator = torch.Generator().manual_seed(2)
-    x, grad = (torch.randn(2, TOKENS, WIDTH, generator=generator, dtype=torch.float64) for _ in range(2))
-    return x, grad, torch.arange(TOKENS) < torch.tensor([[TOKENS], [TOKENS - 40]])
+    x = torch.randn(2, TOKENS, WIDTH, generator=generator, dtype=torch.float64)
+    return x, torch.arange(TOKENS) < torch.tensor([[TOKENS], [TOKENS - 40]])
 
 
-def biased(rank: int, world_size: int, name: str, layout: str) -> dict[str, float]:
-    """Errors of the output and of each gradient."""
-    import torch.distributed as dist
-
+def biased(mesh: ds_ring.RingMesh, name: str, layout: str) -> Layer:
+    """Of a module its inputs and its parameters."""
     from ds_ring.data.packing import group_rows
 
     family, causal, padded = BIASED[name]
-    x, grad, real = states_of()
+    x, real = states_of()
     hidden = torch.zeros(2, 1, TOKENS, TOKENS, dtype=torch.float64)
     if padded:
         hidden = hidden.masked_fill(~real[:, None, None, :], -torch.inf)
-        grad = grad * real[..., None]  # what padding sees is not compared
     if causal:
         hidden = hidden.masked_fill(torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1), -torch.inf)
     alone, module = biased_module(family, causal), biased_module(family, causal)
-    whole = x.clone().requires_grad_()
-    inputs = {"mask" if family == "t5" else "attention_mask": hidden}
-    expected = alone(whole, **inputs)[0]
-    expected.backward(grad)
-    mesh = ds_ring.RingMesh.from_world(world_size)
     pattern = ds_ring.Causal() if causal else ds_ring.Full()
-    placed = ds_ring.make_layout(layout, tokens=TOKENS, ring_size=world_size, pattern=pattern)
+    placed = ds_ring.make_layout(layout, tokens=TOKENS, ring_size=mesh.ring_size, pattern=pattern)
     groups = group_rows(torch.where(real, 0, -1), 2) if padded else ()
-    config = RingConfig(ring_size=world_size, pattern={"causal": causal})
+    config = RingConfig(ring_size=mesh.ring_size, pattern={"causal": causal})
     sharding = BatchSharding(config, placed, mesh, LayerPatterns(pattern, {}), groups)
     module.compute_bias = wrap_bias(module)
     module.config._attn_implementation = "ds_ring"
-    mine, grad_mine = (ds_ring.shard_sequence(item, placed, mesh=mesh, dim=1) for item in (x, grad))
-    mine.requires_grad_()
-    out = module(mine, **{SHARDING: sharding})[0]
-    out.backward(grad_mine)
-    both = {"out": (out.detach(), expected.detach()), "x": (mine.grad, whole.grad)}
-    errors = {}
-    for key, (local, want) in both.items():
-        got = ds_ring.gather_sequence(local, placed, mesh=mesh, dim=1)
-        rows = real if padded else torch.ones_like(real)
-        errors[key] = float((got - want)[rows].abs().max() / want.abs().max())
-    for key, parameter in module.named_parameters():
-        dist.all_reduce(parameter.grad)
-        want = dict(alone.named_parameters())[key].grad
-        errors[key] = float((parameter.grad - want).abs().max() / want.abs().max())
-    assert len(errors) == 7 and errors["relative_attention_bias.weight"] >= 0
-    return errors
+    masks = {"mask" if family == "t5" else "attention_mask": hidden}
+    call = torch.func.functional_call
+    return Layer(
+        {"x": x, **dict(module.named_parameters())},
+        lambda x, **weights: call(alone, weights, (x,), masks)[0],
+        lambda x, **weights: call(module, weights, (x,), {SHARDING: sharding})[0],
+        mesh, placed, dim=1, parameters=list(dict(module.named_parameters())),
+        real=real if padded else None,  # what padding sees is not compared
+    )  # fmt: skip
 
 
 @pytest.mark.night
@@ -308,8 +293,7 @@ def biased(rank: int, world_size: int, name: str, layout: str) -> dict[str, floa
 def test_a_bias_of_distances_is_exact_in_float64(
     rank_pool: Pool, name: str, world_size: int, layout: str
 ) -> None:
-    errors = rank_pool(world_size).run(biased, name, layout)[0]
-    assert max(errors.values()) < 1e-12, errors
+    same_as_one_process(rank_pool(world_size), biased, (name, layout), count=7)
 
 
 @pytest.mark.night
@@ -320,7 +304,7 @@ def test_a_bias_of_distances_is_not_dropped_by_a_compiler() -> None:
     layout = ds_ring.make_layout("contiguous", tokens=TOKENS, ring_size=1)
     patterns = LayerPatterns(ds_ring.Causal(), {})
     sharding = BatchSharding(RingConfig(ring_size=1), layout, ds_ring.RingMesh.single(), patterns)
-    x, _, _ = states_of()
+    x, _ = states_of()
     hidden = torch.full((TOKENS, TOKENS), -torch.inf, dtype=torch.float64).triu(1)
     expected = biased_module("t5", causal=True)(x, mask=hidden)[0]
     result = torch.compile(module, backend="eager")(x, **{SHARDING: sharding})[0]

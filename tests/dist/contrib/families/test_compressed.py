@@ -40,7 +40,7 @@ from ds_ring.masks.pattern import Pattern
 from ds_ring.models.attention_name import NAME
 from ds_ring.patches import apply
 from tests.dist.deepspeed_ranks import json_config, start_deepspeed
-from tests.dist.one_process import from_first_rank
+from tests.dist.one_process import from_first_rank, make
 from tests.reference import relative_error, worst
 
 TOKENS, HEADS, HEAD_DIM, RATE, WINDOW, CHOSEN = 83, 3, 8, 4, 9, 3
@@ -49,12 +49,6 @@ TOKENS, HEADS, HEAD_DIM, RATE, WINDOW, CHOSEN = 83, 3, 8, 4, 9, 3
 DOCUMENTS = ((1, 3, 4, 21, 8, 2, 44), (30, -6, 47), (3,) * 27 + (2,))
 SAMPLES = len(DOCUMENTS)
 Spans = list[tuple[int, int, int]]  # sample, start and end of each document
-
-
-def make(name: str, *shape: int) -> Tensor:
-    """A global tensor, the same on every rank."""
-    generator = torch.Generator().manual_seed(sum(map(ord, name)))
-    return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
 def spans_of(kind: str, tokens: int = TOKENS) -> Spans:

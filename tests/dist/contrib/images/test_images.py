@@ -24,7 +24,7 @@ from ds_ring.masks.catalog import Causal
 from ds_ring.patterns.documents.pattern import Documents
 from ds_ring.schedule.grid import Grid
 from ds_ring_launcher.check.small_model import Form
-from tests.dist.deepspeed_ranks import Run, json_config, start_deepspeed, start_engine
+from tests.dist.deepspeed_ranks import GENERATION, Run, json_config, start_deepspeed, start_engine
 from tests.dist.family_ranks import attached, start_session, train_alone, train_on_ring
 from tests.dist.harness import Pool, catch_refusal
 from tests.dist.test_family_needs import GROUPED, check
@@ -523,15 +523,9 @@ def trained(rank: int, world_size: int) -> tuple[list[float], bool, list[str]]:
     engine.eval()
     prompt = {key: batch[key][:1] for key in ("input_ids", "attention_mask")}
     prompt["pixel_values"] = batch["pixel_values"][:2]
-    requested: dict[str, Any] = {
-        "max_new_tokens": 5,
-        "do_sample": False,
-        "eos_token_id": None,
-        "pad_token_id": 1,
-    }
-    texts = [item.generate(**prompt, **requested) for item in (engine.module, plain)]
+    texts = [item.generate(**prompt, **GENERATION) for item in (engine.module, plain)]
     with engine.ring.off():
-        texts.append(engine.module.generate(**prompt, **requested))
+        texts.append(engine.module.generate(**prompt, **GENERATION))
     same = all(torch.equal(text, texts[0]) for text in texts)
     faults = (
         {"pixel_values": batch["pixel_values"][:2]}, {"pixel_values_videos": batch["pixel_values"][None]},
@@ -583,13 +577,7 @@ def texts_of_videos(rank: int, world_size: int) -> list[Tensor]:
     prompt = {key: batch[key][:1] for key in ("input_ids", "pixel_values_videos")}
     prompt |= {key: batch[key][:2] for key in ("pixel_values", "image_sizes")}
     prompt["attention_mask"] = torch.ones_like(prompt["input_ids"])
-    requested: dict[str, Any] = {
-        "max_new_tokens": 5,
-        "do_sample": False,
-        "eos_token_id": None,
-        "pad_token_id": 1,
-    }
-    return [item.generate(**prompt, **requested) for item in (engine.module, plain)]
+    return [item.generate(**prompt, **GENERATION) for item in (engine.module, plain)]
 
 
 @pytest.mark.night

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -13,8 +12,8 @@ import torch
 from ds_ring import RingConfigError
 from ds_ring.contrib.policies.grpo import use_trees
 from tests.dist.harness import Pool
-from tests.dist.test_trainers import plain_config, run_trl, save_model
-from tests.dist.trainer_logs import EXAMPLES, Logs, check_logs
+from tests.dist.test_trainers import run_trl, save_model
+from tests.dist.trainer_logs import Logs, check_logs, configs
 
 OF_ONE_PROCESS: list[Logs] = []
 # The gradients of a shared prompt all but cancel, and Adam would divide their rounding by itself.
@@ -52,13 +51,11 @@ def run_on_trees(rank: int, world_size: int, model: str, config: str) -> tuple[L
 def test_grpo_on_trees_is_grpo_on_one_process(rank_pool: Pool, tmp_path: Path, ring: int, stage: int) -> None:
     pytest.importorskip("trl")
     model = str(save_model(tmp_path))
-    config = json.loads((EXAMPLES / "ds_config.json").read_text())
-    plain = plain_config(tmp_path, config)
-    config |= {"sequence_parallel_size": ring, "zero_optimization": {"stage": stage}}
-    (tmp_path / "ring.json").write_text(json.dumps(config))
+    plain = configs(tmp_path)[0]
     if not OF_ONE_PROCESS:
         OF_ONE_PROCESS.append(rank_pool(1).run(run_trl, "GRPO", model, plain, False, SETTINGS)[0])
-    for logs, tokens in rank_pool(ring).run(run_on_trees, model, str(tmp_path / "ring.json")):
+    on_ring = configs(tmp_path, ring, zero_optimization={"stage": stage})[1]
+    for logs, tokens in rank_pool(ring).run(run_on_trees, model, on_ring):
         moved = [item.pop("moved") for item in logs if "moved" in item]  # from old log-probabilities
         assert moved[0] <= 1e-5 < 1e-3 < max(moved)
         check_logs(

@@ -28,6 +28,7 @@ from ds_ring import (
 )
 from ds_ring.contrib.policies.trees import TREE_ENDS, TreeBatch, find_ends, make_tree
 from ds_ring.data.batch import LOSS_WEIGHTS
+from ds_ring.schedule.layout import Layout
 from tests.dist.deepspeed_ranks import (
     VOCABULARY,
     Size,
@@ -118,6 +119,13 @@ def largest_error(got: Passed, want: Passed) -> float:
     return max(float((a.nan_to_num() - b).abs().max()) for a, b in zip(got, want, strict=True))
 
 
+def simulated_error(tree: Tree, layout: Layout, rollouts: Tree | None = None) -> float:
+    """The largest error of a simulated ring, from the rollouts of this tree or of another one."""
+    *inputs, grad = operands(rollouts or tree)
+    result = simulate(*inputs, pattern=tree, layout=layout, grad_out=grad, measure_memory=False)
+    return largest_error(Passed(result.out, result.dq, result.dk, result.dv), one_by_one(rollouts or tree))
+
+
 # The day's trees need a fifth of the time of the first ones, which lie in many pieces in striped shards.
 @pytest.mark.night
 @pytest.mark.parametrize("seeds", [range(8, 18), range(8), *(range(n, n + 20) for n in range(18, 198, 20))])
@@ -128,10 +136,7 @@ def test_simulated_rings_compute_each_rollout(seeds: range) -> None:
         layout = make_layout(
             LAYOUTS[seed % 4], tokens=tree.tokens, ring_size=(1, 2, 3, 4, 8)[seed % 5], pattern=tree
         )
-        *given, grad = operands(tree)
-        result = simulate(*given, pattern=tree, layout=layout, grad_out=grad, measure_memory=False)
-        passed = Passed(result.out, result.dq, result.dk, result.dv)
-        assert largest_error(passed, one_by_one(tree)) < 1e-12, (seed, tree, layout)
+        assert simulated_error(tree, layout) < 1e-12, (seed, tree, layout)
 
 
 @pytest.mark.day("5")
@@ -142,10 +147,7 @@ def test_windows_are_those_of_each_path(window: int) -> None:
         layout = make_layout(
             LAYOUTS[seed % 4], tokens=tree.tokens, ring_size=(1, 2, 3, 4)[seed % 4], pattern=tree
         )
-        *given, grad = operands(tree)
-        result = simulate(*given, pattern=tree, layout=layout, grad_out=grad, measure_memory=False)
-        passed = Passed(result.out, result.dq, result.dk, result.dv)
-        assert largest_error(passed, one_by_one(tree)) < 1e-12, (seed, tree, layout)
+        assert simulated_error(tree, layout) < 1e-12, (seed, tree, layout)
 
 
 def test_windows_and_chunks_of_a_layer_narrow_a_tree_and_other_patterns_are_refused() -> None:
@@ -189,9 +191,7 @@ def test_rings_compute_each_rollout(rank_pool: Any, ring_size: int) -> None:
 def test_a_wrong_parent_is_found() -> None:
     tree, wrong = Tree((-1, 0, 0, 2), (5, 3, 4, 6)), Tree((-1, 0, 1, 2), (5, 3, 4, 6))
     layout = make_layout("zigzag", tokens=18, ring_size=2)
-    *given, grad = operands(tree)
-    result = simulate(*given, pattern=wrong, layout=layout, grad_out=grad, measure_memory=False)
-    assert largest_error(Passed(result.out, result.dq, result.dk, result.dv), one_by_one(tree)) > 1e-3
+    assert simulated_error(wrong, layout, tree) > 1e-3
 
 
 # --- rollouts as a batch ------------------------------------------------------------------------------

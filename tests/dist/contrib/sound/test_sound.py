@@ -16,7 +16,7 @@ from ds_ring.contrib.sound.model import EXACT, Sounds, SoundTokens, _features, m
 from ds_ring.errors import RingConfigError
 from ds_ring.schedule.layout import make_layout
 from ds_ring_launcher.check.model_check import CheckRequest, ModelReport
-from tests.dist.deepspeed_ranks import json_config, start_deepspeed, start_engine
+from tests.dist.deepspeed_ranks import GENERATION, json_config, start_deepspeed, start_engine
 from tests.dist.harness import Pool, catch_refusal
 from tests.dist.test_families import checked
 
@@ -43,7 +43,7 @@ def test_sound_is_exact(rank_pool: Pool, family: str) -> None:
 def test_documents_ulysses_and_zero_3_with_sound_are_exact(
     rank_pool: Pool, ranks: int, requested: dict[str, Any]
 ) -> None:
-    reports = rank_pool(ranks).run(checked, CheckRequest("audioflamingo3", head=HEAD, **requested))[0]
+    reports = rank_pool(ranks).run(checked, CheckRequest("audioflamingo3", head=HEAD, **GENERATION))[0]
     assert [report.result for report in reports] == ["exact"], reports[0].reason
 
 
@@ -83,13 +83,7 @@ def generated(rank: int, world_size: int) -> tuple[bool, str]:
     engine = start_engine(model, json_config(world_size, 2, 0), 0.0)
     engine.eval()
     prompt = batch | {"attention_mask": torch.ones_like(batch["input_ids"])}
-    requested: dict[str, Any] = {
-        "max_new_tokens": 5,
-        "do_sample": False,
-        "eos_token_id": None,
-        "pad_token_id": 1,
-    }
-    texts = [item.generate(**prompt, **requested) for item in (engine.module, plain)]
+    texts = [item.generate(**prompt, **GENERATION) for item in (engine.module, plain)]
     fewer = {key: batch[key][:2] for key in ("input_features", "feature_attention_mask")}
     return torch.equal(*texts), catch_refusal(engine, **engine.ring.shard_batch(batch | fewer))
 

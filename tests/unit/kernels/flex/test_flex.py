@@ -55,7 +55,7 @@ from ds_ring.schedule.layout import Layout
 from ds_ring.schedule.plan import build_plan
 from tests.cases import PATTERNS, Shape, document_ids, layout_for, longnet, rows_of, tensors
 from tests.fake_cuda import fake_gpu
-from tests.hops import ring_hops
+from tests.hops import ring_hops, worst_relative_error
 from tests.masks import MASKS, attention_by_mask, patterns
 from tests.reference import dense_attention, relative_error
 from tests.unit.masks.painting import paint
@@ -243,12 +243,7 @@ def test_kernel_equals_float64_over_a_ring(name: str) -> None:
     q, k, v, grad = (torch.randn(2, heads, TOKENS, 16) for heads in (4, 2, 2, 4))
     layout = layout_for("zigzag", pattern, tokens=TOKENS, ring_size=3)
     got = ring_hops(FlexKernel(32, "eager", recompute=True), q, k, v, grad, pattern, layout)
-    want = dense_attention(q, k, v, grad, pattern)
-    sees = want.lse.isfinite()
-    assert torch.equal(got.lse.isfinite(), sees) and got.out[~sees].eq(0).all()
-    assert relative_error(got.lse[sees], want.lse[sees]) < 2e-6
-    for part, expected in ((got.out, want.out), *zip(got[2:], want[2:], strict=True)):
-        assert relative_error(part, expected) < 2e-6
+    assert worst_relative_error(got, dense_attention(q, k, v, grad, pattern)) < 2e-6
 
 
 @pytest.mark.parametrize("name", MASKS)
@@ -281,8 +276,7 @@ def test_the_backward_operator_takes_the_global_out_and_lse_and_all_hops_are_one
     ):
         layout = layout_for(name, pattern, tokens=TOKENS, ring_size=ring_size)
         got = ring_hops(kernel, q, k, v, grad, pattern, layout)
-        for part, expected in zip(got, dense_attention(q, k, v, grad, pattern), strict=True):
-            assert relative_error(part, expected) < 2e-6
+        assert worst_relative_error(got, dense_attention(q, k, v, grad, pattern)) < 2e-6
     assert counters["stats"]["unique_graphs"] == 2  # forward and backward
 
 
@@ -439,8 +433,7 @@ def test_split_heads_are_the_same_gradients(
     monkeypatch.setattr("ds_ring.kernels.flex.kernel.OFFSETS", 2 * TOKENS * 16)
     kernel = FlexKernel(32, backend, recompute=False)
     got = ring_hops(kernel, q, k, v, grad, Causal(), layout)
-    for part, expected in zip(got, dense_attention(q, k, v, grad, Causal()), strict=True):
-        assert relative_error(part, expected) < 2e-6
+    assert worst_relative_error(got, dense_attention(q, k, v, grad, Causal())) < 2e-6
     assert counters["stats"]["unique_graphs"] == compilations
 
 
