@@ -25,7 +25,7 @@ _SHOWN_ITEMS = 4
 
 
 class _Items(reprlib.Repr):
-    """The first items of a list, a tuple or a set, each cut to a line."""
+    """Show the first items of lists, of lists in lists, too."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -55,8 +55,7 @@ class LayoutRow(NamedTuple):
 
     Attributes:
         home: returns the layout.
-        takes_speeds: whether `home` deals out work by the `speeds` of the ranks, too.
-        if_uneven: returns candidates, given the speeds, for "auto" where contiguous and zigzag are uneven.
+        if_uneven: returns candidates for "auto" where contiguous and zigzag are uneven.
         always: returns candidates that "auto" compares with contiguous and zigzag, for their own patterns.
         for_labels: returns layouts that keep tokens of equal labels on few ranks; "auto" compares them, too,
             where contiguous and zigzag are uneven, and takes the one whose modelled time is least.
@@ -64,7 +63,6 @@ class LayoutRow(NamedTuple):
     """
 
     home: Object
-    takes_speeds: bool = False
     if_uneven: Object = None
     always: Object = None
     for_blocks: Object = None
@@ -148,28 +146,16 @@ class PassRow(NamedTuple):
     plans: Object = None
 
 
-class CodecRow(NamedTuple):
-    """Describe how tensors are written while they travel, without importing the code that writes them.
+class PayloadRow(NamedTuple):
+    """Describe how dK and dV travel.
 
     Attributes:
-        home: class that encodes K and V (`Codec` in `ring/pair.py`); None: they are cast, if at all.
-        element_bytes: bytes of an element in a message; None: those of the tensors.
-        row_bytes: further bytes for each row of K and of V, that is, for one token of one head.
+        element_bytes: bytes of an element in a message.
         exact: what arrives equals what was sent.
     """
 
-    home: Object = None
-    element_bytes: int | None = None
-    row_bytes: int = 0
+    element_bytes: int
     exact: bool = True
-
-    def bytes_each(self, element_size: int) -> int:
-        """Return the bytes of an element in a message; `element_size` of the tensors themselves."""
-        return element_size if self.element_bytes is None else self.element_bytes
-
-    def pair_bytes(self, elements: int, element_size: int) -> int:
-        """Return the bytes of a row of K and of V in a message, which have so many elements together."""
-        return elements * self.bytes_each(element_size) + 2 * self.row_bytes
 
 
 class Plugin(NamedTuple):
@@ -180,8 +166,8 @@ class Plugin(NamedTuple):
         requires: folders of other capabilities, "layers/scan", without which this one is left out.
         needs: packages that its objects import, and the extra of ds_ring that installs them ("" for none).
         layouts, kernels, devices, passes: values of keys of the JSON, and what is used on a kind of device.
-        kv_payloads, gradient_payloads: the values of "kv_payload" and of "gradient_payload". Gradients are
-            added in the accumulators' dtype: [Note: where gradients are added] in `schedule/head_class.py`.
+        gradient_payloads: the values of "gradient_payload". Gradients are added in the accumulators' dtype:
+            [Note: where gradients are added] in `schedule/head_class.py`.
         patterns: patterns that have a `json_key`, by their names.
         pattern_keys: further keys of "pattern" (`FurtherKeys` in `config/messages.py`), in the order in which
             their patterns are composed.
@@ -208,8 +194,7 @@ class Plugin(NamedTuple):
     kernels: Mapping[str, KernelRow] = {}
     devices: Mapping[str, DeviceRow] = {}
     passes: Mapping[str, PassRow] = {}
-    kv_payloads: Mapping[str, CodecRow] = {}
-    gradient_payloads: Mapping[str, CodecRow] = {}
+    gradient_payloads: Mapping[str, PayloadRow] = {}
     patterns: Mapping[str, Object] = {}
     pattern_keys: Mapping[str, Object] = {}
     json_keys: Mapping[str, Object] = {}
@@ -228,7 +213,7 @@ class Plugin(NamedTuple):
 
 _ROW_TYPES: dict[str, Any] = {
     "layouts": LayoutRow, "kernels": KernelRow, "devices": DeviceRow, "passes": PassRow,
-    "kv_payloads": CodecRow, "gradient_payloads": CodecRow,
+    "gradient_payloads": PayloadRow,
 }  # fmt: skip
 KINDS = [name for name, value in Plugin._field_defaults.items() if value == {} and name != "needs"]
 
@@ -335,8 +320,7 @@ LAYOUTS: dict[str, LayoutRow] = _table("layouts")
 KERNELS: dict[str, KernelRow] = _table("kernels")
 DEVICES: dict[str, DeviceRow] = _table("devices")
 PASSES: dict[str, PassRow] = _table("passes")
-KV_PAYLOADS: dict[str, CodecRow] = _table("kv_payloads")
-GRADIENT_PAYLOADS: dict[str, CodecRow] = _table("gradient_payloads")
+GRADIENT_PAYLOADS: dict[str, PayloadRow] = _table("gradient_payloads")
 PATTERNS, PATTERN_KEYS, JSON_KEYS = _table("patterns"), _table("pattern_keys"), _table("json_keys")
 PART_KEYS, RATES, TRACERS = _table("part_keys"), _table("rates"), _table("tracers")
 SAVED_TENSORS, ENGINE_PARTS = _table("saved_tensors"), _table("engine_parts")

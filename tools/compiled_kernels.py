@@ -37,8 +37,7 @@ SPILLED = 64  # bytes of a thread, stored or loaded, that a kernel may spill
 MORE = {(100, 192, "backward"): 128, (100, 256, "backward"): 128}
 MORE |= {(90, dim, "backward"): 800 for dim in (64, 80, 96, 128)} | {(90, 64, "forward"): 320}
 MORE |= {(90, dim, "forward"): 96 for dim in (192, 256)}  # by triton 3.8; 56 by 3.7.1
-CODEC = ("encode_rows", "decode_rows")
-OURS = ("merge_rows", *CODEC)  # every function in ds_ring that `triton.jit` decorates and a launch names
+OURS = ("merge_rows",)  # every function in ds_ring that `triton.jit` decorates and a launch names
 
 
 class Row(NamedTuple):
@@ -81,9 +80,6 @@ def ours(capability: int, head_dims: Iterable[int]) -> Iterator[Row]:
             for variant in itertools.product(PART_DTYPES, PARTS, (False, True))
         ]
         yield Row(capability, head_dim, OURS[0], "", len(resources), find_worst(resources))
-        for name in CODEC:
-            resources = [compiled(codec_source(name, head_dim, kind), capability, {}) for kind in PART_DTYPES]
-            yield Row(capability, head_dim, name, "", len(resources), find_worst(resources))
 
 
 def merge_source(head_dim: int, pointer: str, parts: int, add: bool) -> Any:
@@ -103,23 +99,6 @@ def merge_source(head_dim: int, pointer: str, parts: int, add: bool) -> Any:
     known = {(at,): [["tt.divisibility", 16]] for at, name in enumerate(names) if name in even}
     compiler = importlib.import_module("triton.compiler")
     return compiler.ASTSource(module.merge_rows, signature, constants, known)
-
-
-def codec_source(name: str, head_dim: int, pointer: str) -> Any:
-    """Return a kernel of the codec "float8" as it is launched for dense K and V, for Triton's compiler."""
-    module: Any = importlib.import_module("ds_ring.codecs.float8_cuda")
-    kernel = getattr(module, name)
-    constants = {**module.make_constants(head_dim, head_dim), "k3": 1, "v3": 1}
-    if name == "decode_rows":
-        constants["HALF"] = pointer == "*fp16"
-    kinds = {"k": pointer, "v": pointer, "into": "*u8", "given": "*u8"}
-    names = kernel.arg_names
-    signature = {
-        argument: "constexpr" if argument in constants else kinds.get(argument, "i32") for argument in names
-    }
-    even = {argument for argument in names if argument in ("k", "v") or re.fullmatch("[kv][0-2]", argument)}
-    known = {(at,): [["tt.divisibility", 16]] for at, argument in enumerate(names) if argument in even}
-    return importlib.import_module("triton.compiler").ASTSource(kernel, signature, constants, known)
 
 
 class Captured(NamedTuple):

@@ -1,7 +1,7 @@
 """Count what the host does for a pass of one rank: operators that launch, copies, waits. Needs no GPU.
 
 The production code runs on fake CUDA tensors in a ring whose other ranks are missing. A Triton kernel (merge,
-sum of parts, float8), an attention operator, and every other operator that is not a view count as one launch
+sum of parts), an attention operator, and every other operator that is not a view count as one launch
 each. Passes are counted at their second call, when tables are cached. "select" is `ring_select` and
 `selected_attention`, in whose backward pass nothing is selected; what the host reads there are the numbers of
 a choice of keys, half of them at random, half like the other queries'.
@@ -17,7 +17,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -28,7 +27,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from ds_ring import Causal, RingMesh, build_plan, make_layout, ring_select
-from ds_ring.codecs import float8
 from ds_ring.comm.collective import collective
 from ds_ring.comm.exchange import Exchange
 from ds_ring.kernels.flash.kernel import FlashKernel
@@ -85,12 +83,10 @@ class Launches(HostWaits):  # type: ignore[misc]
         def one(*_: object, **__: object) -> None:
             self.launches += 1
 
-        kernels = SimpleNamespace(encode=one, decode=one)
         with ExitStack() as stack:
             for name in ("merge_parts_", "add_parts_", "merge_"):
                 stack.enter_context(mock.patch.object(accumulator, name, one))
             stack.enter_context(mock.patch.object(selected_pass, "merge_", one))
-            stack.enter_context(mock.patch.object(float8, "_kernels_for", return_value=kernels))
             stack.enter_context(mock.patch.object(collective, "agree"))
             yield stack.enter_context(super().watching())
 
@@ -109,7 +105,6 @@ def ring_pass(kind: str, mesh: RingMesh, options: Any) -> Both:
     shard_bytes = 2 * 2 * tokens * options.kv_heads * options.head_dim
     plan = build_plan(
         Causal(), layout, query_heads=options.heads, kv_heads=options.kv_heads,
-        kv_payload="float8" if kind == "float8" else "as_is",
         stage_shards=None if kind == "flex" else stage_shards("auto", "cuda", size, size, shard_bytes),
     )  # fmt: skip
     kernel = FlexKernel(128, None, recompute=False) if kind == "flex" else FlashKernel()
@@ -229,7 +224,7 @@ def counted(kind: str, options: Any) -> list[Launches]:
 
 
 LAYERS: dict[str, Callable[[RingMesh, Any], Both]] = {"scan": scan, "halo": halo}
-KINDS = ("flash", "flex", "float8", "scan", "halo", "select")
+KINDS = ("flash", "flex", "scan", "halo", "select")
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ds_ring.comm.in_flight import Pending
-from ds_ring.comm.mesh import Collectives, RingMesh, Watchdog
+from ds_ring.comm.mesh import RingMesh
 from ds_ring.comm.messages import BatchSizes, Counters, Message, check_messages, compute_batch_sizes
 from ds_ring.comm.streams import Streams, get_streams
 from ds_ring.comm.waiting import CallSite, blame, check_alive, first_line
@@ -25,6 +25,9 @@ from ds_ring.compat.torch import start_all_to_all
 from ds_ring.errors import RingError, RingPeerError
 from ds_ring.health.client import keep_for_ever
 from ds_ring.plugin import DEVICES, load
+
+if TYPE_CHECKING:
+    from ds_ring.comm.protocols import Collectives, Watchdog
 
 NOTHING = torch.empty(0, dtype=torch.float32, device="cpu")
 # What every backend sends; a tensor of another dtype travels as bytes.
@@ -36,7 +39,7 @@ NOT_COUNTED = BatchSizes(False, 0, 0)  # for headers, which do not count as payl
 
 
 class Route(NamedTuple):
-    """What `Exchange.start` needs besides tensors, made once for equal batches: [Note: routes], messages.py.
+    """What `Exchange.start` needs besides tensors, made once for equal batches: [Note: routes], protocols.py.
 
     Attributes:
         receives, sends: the group rank of the peer of each message, in order.

@@ -11,11 +11,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_ring.comm.mesh import RingMesh, Watchdog
+from ds_ring.comm.mesh import RingMesh
 from ds_ring.comm.streams import Streams
 from ds_ring.comm.waiting import (
     CallSite,
@@ -27,6 +28,9 @@ from ds_ring.comm.waiting import (
 from ds_ring.compat.torch import DEVICE_ERROR
 from ds_ring.errors import RingBufferError, RingPeerError
 from ds_ring.health.client import keep_for_ever
+
+if TYPE_CHECKING:
+    from ds_ring.comm.protocols import Watchdog
 
 
 @dataclass(slots=True, eq=False)

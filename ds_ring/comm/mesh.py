@@ -13,19 +13,16 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol, TypedDict
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
 
 from ds_ring.comm.groups import (
     NO_LIMIT,
     check_seconds,
     compute_world_size,
     destroy_groups,
-    list_sequences,
     make_groups,
 )
 from ds_ring.errors import RingMeshError, RingPeerError, shown
@@ -35,9 +32,10 @@ from ds_ring.limits import Limit, Timeouts
 from ds_ring.schedule.grid import Grid
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from typing_extensions import Unpack
 
-    from ds_ring.comm.in_flight import Pending
+    from ds_ring.comm.protocols import Collectives, MeshOptions, Watchdog
     from ds_ring.schedule.plan import Plan
 
 # A mesh counts its calls, and messages are matched by order, so two threads that call at once would mix up
@@ -87,35 +85,6 @@ class CallCounter(itertools.count):  # type: ignore[type-arg]
     """Count the headers of a ring: equal on all its ranks."""
 
     per_ring = True
-
-
-class Watchdog(Protocol):
-    """Enforces the deadlines of messages that a stream waits for; `plugin.DEVICES` names one."""
-
-    def add(self, batch: Pending) -> None:
-        """Watch over a batch from now on."""
-
-    def synchronize(self, mesh: RingMesh) -> None:
-        """Wait until all batches so far are over, and raise if one has failed."""
-
-
-class Collectives(Protocol):
-    """Collectives of a ring that has no process group of its own, only one with further ranks.
-
-    Each is called as the method of `Exchange` with its name. They send with the exchange that they are given.
-    """
-
-    def spread(self, exchange: Any, header: Tensor) -> Tensor:
-        """Return the least and the greatest header of all ranks."""
-        ...
-
-    def all_gather(self, exchange: Any, tensor: Tensor, group: ProcessGroup | None) -> list[Tensor]:
-        """Return every rank's (equally shaped, contiguous) tensor, in ring order."""
-        ...
-
-    def all_to_all(self, exchange: Any, parts: Sequence[Tensor], group: ProcessGroup | None) -> list[Tensor]:
-        """Send part i of this rank to ring rank i."""
-        ...
 
 
 class MeshState:
@@ -205,30 +174,6 @@ def destroy_dropped_groups() -> None:
     """Destroy gloo's groups of the meshes that are garbage."""
     while _groups_of_garbage:
         destroy_groups(_groups_of_garbage.popleft(), only_local=True)
-
-
-class MeshOptions(TypedDict, total=False):
-    """The arguments that every constructor of a mesh takes besides its ranks.
-
-    Attributes:
-        timeout_s: seconds until every rank has come here, and until the groups are made; 1800 by default. (A
-            hop has the exchange's limit.)
-        heartbeat_timeout_s: seconds of silence after which a rank counts as lost; 10 by default.
-        exit_after_fault_s: end this process, with its stacks, so long after a fault that raised no error here
-            (it is stuck in a collective outside ds_ring); None, the default, leaves it alone.
-        secret: what ranks and monitor process know each other by, the same on all ranks and at least 16
-            characters; None, the default, lets rank 0 publish one in the store (see `joining.py`).
-        ranks_per_node: consecutive ranks of the world that share a node (torchrun's LOCAL_WORLD_SIZE): rings
-            over several nodes then travel on two levels where that sends less. None by default.
-        timeouts: of what ds_ring's integrations do together on this mesh (`ds_ring.limits`).
-    """
-
-    timeout_s: float
-    heartbeat_timeout_s: float
-    exit_after_fault_s: float | None
-    secret: str | None
-    ranks_per_node: int | None
-    timeouts: Timeouts | None
 
 
 class MeshCoordinates:
@@ -398,6 +343,8 @@ class RingMesh(MeshCoordinates):
         Raises:
             RingMeshError: the mesh has no such dimension or is not over the world; and as `from_groups`.
         """
+        from ds_ring.comm.device_mesh import list_sequences
+
         sequences, ulysses_size = list_sequences(device_mesh, ring_dim, ulysses_dim)
         return cls.from_groups(sequences, ulysses_size, **options)
 

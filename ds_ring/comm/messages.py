@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
-from ds_ring.comm.streams import Streams
 from ds_ring.errors import RingMismatchError
 from ds_ring.masks.slots import SlotRanges
 
@@ -138,34 +137,3 @@ class PostedBatch(NamedTuple):
 
 
 NOTHING_SENT = PostedBatch()
-
-
-class InFlight(Protocol):
-    """A batch of messages in flight."""
-
-    def wait(self) -> None:
-        """Return when every message of the batch has arrived."""
-        ...
-
-
-# [Note: routes] Apart from the tensors, a batch is the same at every pass of a shape: peers, sizes and order.
-# So it is checked and looked up once, and kept as a route. Later passes provide tensors only: buffers of the
-# same kinds, and slices of them or of the own shard that were contiguous when the route was made.
-class Transport(Protocol):
-    """What a ring pass needs of an exchange: between real ranks, or between virtual ranks in one process."""
-
-    counters: Counters
-
-    def route(self, sends: Sequence[Message], receives: Sequence[Message]) -> Any:
-        """Return what `start` needs to know about all batches with these messages; see [Note: routes]."""
-        ...
-
-    def start(
-        self, route: Any, sent: Sequence[Tensor], received: Sequence[Tensor], hop: int | None = None
-    ) -> InFlight:
-        """Start all messages of a hop, without waiting for them."""
-        ...
-
-    def streams(self, tensor: Tensor) -> Streams:
-        """Return the object that orders the streams of a tensor's device."""
-        ...

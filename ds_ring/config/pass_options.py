@@ -33,7 +33,7 @@ from ds_ring.config.messages import (
     without_effect,
 )  # fmt: skip
 from ds_ring.limits import MAX_BLOCK, MAX_BYTES, Timeouts
-from ds_ring.plugin import GRADIENT_PAYLOADS, KERNELS, KV_PAYLOADS, PASSES
+from ds_ring.plugin import GRADIENT_PAYLOADS, KERNELS, PASSES
 
 BlockSize = Annotated[int, Field(le=MAX_BLOCK), Accepted("a power of two of at least 16", "use 128")]
 KernelOptions = Annotated[dict[str, JsonValue], Accepted("an object of JSON values", "use {} for no options")]
@@ -46,11 +46,9 @@ if TYPE_CHECKING:  # a type checker cannot read the words of a table
     KernelName = str
     TransportName = str
     GradientPayload = str
-    KVPayload = str
 else:
     TransportName = Annotated[Literal[tuple(PASSES)], WORD]
     GradientPayload = Annotated[Literal[tuple(GRADIENT_PAYLOADS)], WORD]
-    KVPayload = Annotated[Literal[tuple(KV_PAYLOADS)], WORD]
     KernelName = Annotated[Literal[("auto", *KERNELS)], WORD]
 
 
@@ -84,7 +82,6 @@ class PassOptions(Section):
     gradient_payload: GradientPayload = Field(
         default="float32", description="dtype in which dK and dV travel"
     )
-    kv_payload: KVPayload = Field(default="as_is", description="dtype in which K and V travel")
     chunk_bytes: ChunkBytes = Field(
         default=None, description="least size of K in a group of heads that travels together"
     )
@@ -133,7 +130,7 @@ class PassOptions(Section):
         near = f"use {below} or {2 * below}" if size > 16 else "use 16 or more; 128 suits FlexAttention best"
         raise Refused(sentence("a power of two of at least 16 tokens", shown(size), near))
 
-    @field_validator("overlap", "prune", "gradient_payload", "kv_payload", "chunk_bytes", "stage_bytes")
+    @field_validator("overlap", "prune", "gradient_payload", "chunk_bytes", "stage_bytes")
     @classmethod
     def _check_ring_option(cls, value: Any, info: ValidationInfo) -> Any:
         return refuse_without_hops(cls, value, info)

@@ -41,11 +41,8 @@ from ds_ring.data.packing import DOCUMENT_IDS, RowGroup, group_batch, group_rows
 from ds_ring.data.ring_batch import REMEMBERED, RecentBatches, RingBatch
 from ds_ring.data.whole_gradients import check_divisor, with_whole_gradients
 from ds_ring.errors import RingConfigError, RingError, RingMismatchError
-from ds_ring.masks.catalog import Full
-from ds_ring.masks.pattern import Pattern
 from ds_ring.ops.context import get_block_side
 from ds_ring.plugin import PASSES, ROW_KINDS
-from ds_ring.schedule.choose import bind_one_head, count_rank_work
 from ds_ring.schedule.layout import Layout, choose_layout
 from ds_ring.schedule.pieces import round_to_blocks
 
@@ -176,7 +173,6 @@ class BatchSharder:
 
     Attributes:
         patterns: of layers, in the JSON.
-        speeds: of the ranks of the ring; empty for equal ones.
         ended: why the session has ended; empty until then.
     """
 
@@ -188,7 +184,6 @@ class BatchSharder:
     batches: RecentBatches
     needs: ModelNeeds
     dynamic: DynamicRing
-    speeds: list[float]
     ended: list[str]
     # of (tokens, greatest position, ring), the latest last; batches of others are placed anew
     _by_length: OrderedDict[tuple[int, int, RingMesh | None], BatchSharding] = field(
@@ -344,10 +339,8 @@ class BatchSharder:
         name = "contiguous" if mesh.sequence_size == 1 < self.mesh.sequence_size else config.layout
         block_size = get_block_side(config.kernel, self.device.type, mix, config.block_size)
         layers = {groups[0].counted(pattern) if groups else pattern: count for pattern, count in mix.items()}
-        speeds = tuple(self.speeds) if name == config.layout else ()
-        layout = choose_layout(
-            name, tokens, mesh.ring_size, tuple(layers.items()), mesh.ulysses_size, block_size, speeds
-        )
+        mixed = tuple(layers.items())
+        layout = choose_layout(name, tokens, mesh.ring_size, mixed, mesh.ulysses_size, block_size)
         whole = PASSES[config.transport].whole_blocks
         return round_to_blocks(layout, config.block_size) if whole else layout
 
@@ -363,27 +356,3 @@ class BatchSharder:
             return sharding.with_slots(self.device) if self.needs.slots else sharding
 
         return make() if groups else self.kept_by_length((tokens, longest), mesh, make)
-
-    def set_speeds(self, speeds: tuple[float, ...]) -> None:
-        """Place the batches that come next by these speeds of the ring's ranks, the same on all of them."""
-        self.speeds[:] = speeds if len(set(speeds)) > 1 else ()
-        self._by_length.clear()
-
-    def count_pairs(self) -> float:
-        """Return the pairs of the current batch that this rank of the ring attends to; 0 if it is not cut."""
-        current = self.batches.current
-        if current.mesh.sequence_size == 1:
-            return 0.0
-
-        def count() -> float:
-            mix = self.patterns.counted(current.layout.tokens, self.needs.layers)
-            rows: list[Pattern] = [group.pattern for group in current.groups for _ in group.rows] or [Full()]
-            ring_rank = current.mesh.ring_rank
-            works = [
-                layers * count_rank_work(bind_one_head(pattern & row), current.layout)[ring_rank]
-                for pattern, layers in mix.items()
-                for row in rows
-            ]
-            return float(sum(works))
-
-        return current.cached("work", count)

@@ -85,7 +85,6 @@ class RingSession:
     ended: list[str] = field(default_factory=list, repr=False)
     latest: dict[str, Tensor] = field(default_factory=dict, repr=False)
     stop_request: StopRequest = field(default_factory=StopRequest, repr=False)
-    speeds: list[float] = field(default_factory=list)  # of the ranks of the ring; empty for equal ones
     patterns: LayerPatterns = field(init=False, repr=False)
     sharder: BatchSharder = field(init=False, repr=False)
     _loaders: Loaders = field(init=False, repr=False)
@@ -94,7 +93,7 @@ class RingSession:
         patterns = LayerPatterns(self.pattern, named_patterns(self.config))
         sharder = BatchSharder(
             self.config, self.mesh, patterns, self.device, self.gradient_divisor, self.batches, self.needs,
-            self.dynamic, self.speeds, self.ended,
+            self.dynamic, self.ended,
         )  # fmt: skip
         vars(self).update(patterns=patterns, sharder=sharder, _loaders=Loaders(sharder))
 

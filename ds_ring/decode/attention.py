@@ -97,13 +97,12 @@ def check_context(context: RingContext) -> None:
         )
     if options.transport_spec.few_queries is not None:
         return
-    fields, names = type(options).model_fields, ["gradient_payload", "kv_payload"]
-    for name in names if options.has_hops else ["transport"]:
-        value, usual = getattr(options, name), fields[name].default
-        if value != usual:
-            raise RingConfigError(
-                f'decode_attention sends no K/V: expected {name} "{usual}", got "{value}"; leave it out'
-            )
+    name = "gradient_payload" if options.has_hops else "transport"
+    value, usual = getattr(options, name), type(options).model_fields[name].default
+    if value != usual:
+        raise RingConfigError(
+            f'decode_attention sends no K/V: expected {name} "{usual}", got "{value}"; leave it out'
+        )
 
 
 def _checked(handle: int | GraphRefusal) -> int | GraphRefusal:

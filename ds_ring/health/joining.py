@@ -6,7 +6,6 @@ In order: what ranks write to the process group's store (`RankPresence`), waitin
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import logging
 import os
@@ -17,12 +16,11 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from ds_ring.compat import require
 from ds_ring.errors import RingConfigError, RingError, RingMeshError, RingPeerError
 from ds_ring.health.client import LINGER_S, DetectorClient, keep_for_ever, make_peer_error
 from ds_ring.health.failure_detector import handshake
@@ -96,52 +94,6 @@ def presence() -> RankPresence:
         return RankPresence(f"{boot}/{network}", f"{boot}/{processes}", os.getpid())
     except OSError:  # not Linux
         return RankPresence(platform.node(), platform.node(), os.getpid())
-
-
-def find_listening_hosts(store: Store, presences: Sequence[RankPresence]) -> list[str]:
-    """Choose where the monitor listens: loopback for one host, else the address that ranks know this host by.
-
-    Args:
-        store: of the process group; a TCPStore knows the name that every rank reached its host by.
-        presences: of all ranks.
-
-    Returns:
-        One address of this host, and loopback for the ranks on it; or [""], every address, where none is
-        known that all ranks reach.
-    """
-    if len({presence.host for presence in presences}) == 1:
-        return [LOOPBACK]
-    while (inner := getattr(store, "underlying_store", None)) is not None:  # of torch's PrefixStore
-        store = inner
-    name = getattr(store, "host", "")
-    try:
-        addresses = dict.fromkeys(str(info[4][0]) for info in socket.getaddrinfo(name, None)) if name else {}
-    except OSError:
-        addresses = {}
-    reachable = (
-        address
-        for address in addresses
-        if not ipaddress.ip_address(address).is_loopback and _is_own_address(address)
-    )
-    address = next(reachable, "")
-    return [address, LOOPBACK] if address else [""]
-
-
-def _find_addresses() -> list[str]:
-    psutil = require("psutil", "a ring over several hosts, whose store does not know this host's name,")
-    families = (socket.AF_INET, socket.AF_INET6)
-    return [a.address for of in psutil.net_if_addrs().values() for a in of if a.family in families]
-
-
-def _is_own_address(address: str) -> bool:
-    """Return whether an interface of this host has the address: no other one can be bound."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.bind((address, 0))
-        except OSError:
-            return False
-    return True
 
 
 def _is_running(pid: int) -> bool:
@@ -400,7 +352,11 @@ def join(
     arrival = Arrival(store, name, rank, world_size, limit, collective)
     arrival.announce()
     if rank == 0:
-        hosts = find_listening_hosts(store, arrival.wait_for_all())
+        presences, hosts = arrival.wait_for_all(), [LOOPBACK]
+        if len({presence.host for presence in presences}) > 1:
+            from ds_ring.health.hosts import find_listening_hosts
+
+            hosts = find_listening_hosts(store, presences)
         published = None if secret is not None else secrets.token_hex(32)
         if published is not None and hosts != [LOOPBACK]:
             log.warning(_NO_SECRET)
@@ -408,7 +364,9 @@ def join(
         arrival.check()  # from here on the monitor would wait for the dead
         hosts = hosts[::-1]  # loopback first
         if hosts == [""]:  # fe80 is of one cable only
-            outside = [a for a in _find_addresses() if not a.startswith(("127.", "::1", "fe80"))]
+            from ds_ring.health.hosts import find_addresses
+
+            outside = [a for a in find_addresses() if not a.startswith(("127.", "::1", "fe80"))]
             hosts = [LOOPBACK, *outside, socket.gethostname()]
         address = MonitorAddress(port, hosts, published, heartbeat_timeout_s)
         store.set(f"{name}/monitor", json.dumps(address))

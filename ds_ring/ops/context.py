@@ -30,7 +30,7 @@ from ds_ring.ops.handles import get_object, new_handle
 from ds_ring.ops.options import Options, as_value
 from ds_ring.ops.passes import MakePass, SavedTensors
 from ds_ring.plugin import DEVICES, SAVED_TENSORS, load
-from ds_ring.ring.prepared import PreparedPasses
+from ds_ring.ring.pool import PreparedPasses
 from ds_ring.schedule.layout import Layout, check_layout_name, make_layout
 
 if TYPE_CHECKING:

@@ -40,7 +40,7 @@ def as_value(score_mod: ScoreFunction | None) -> Any:
 class Options(PassOptions):
     """Hold the keys of the JSON that a pass reads, and what a call from Python may add.
 
-    Only `gradient_payload`, `kv_payload`, `scale` and `score_mod` change the result by more than rounding.
+    Only `gradient_payload`, `scale` and `score_mod` change the result by more than rounding.
 
     Attributes:
         scale: of the scores; None is 1 / sqrt(head_dim).

@@ -5,13 +5,13 @@ from __future__ import annotations
 from ds_ring.kernels.reference import ReferenceKernel
 from ds_ring.masks.catalog import Chunked, PrefixLM
 from ds_ring.ops.ring_op import make_pass
-from ds_ring.plugin import CodecRow, KernelRow, LayoutRow, PassRow, Plugin
+from ds_ring.plugin import KernelRow, LayoutRow, PassRow, PayloadRow, Plugin
 from ds_ring.schedule.choose import make_auto
 from ds_ring.schedule.layout import make_contiguous, make_striped, make_zigzag
 
 PLUGIN = Plugin(
     layouts={
-        "auto": LayoutRow(home=make_auto, takes_speeds=True),
+        "auto": LayoutRow(home=make_auto),
         "contiguous": LayoutRow(home=make_contiguous),
         "zigzag": LayoutRow(home=make_zigzag),
         "striped": LayoutRow(home=make_striped),
@@ -19,6 +19,5 @@ PLUGIN = Plugin(
     kernels={"reference": KernelRow(home=ReferenceKernel, takes_scores=True)},
     patterns={"Chunked": Chunked, "PrefixLM": PrefixLM},
     passes={"ring": PassRow(home=make_pass)},
-    kv_payloads={"as_is": CodecRow()},
-    gradient_payloads={"float32": CodecRow(), "bfloat16": CodecRow(element_bytes=2, exact=False)},
+    gradient_payloads={"float32": PayloadRow(4), "bfloat16": PayloadRow(2, exact=False)},
 )

@@ -192,7 +192,7 @@ def make_planner(context: RingContext, operands: Operands) -> MakePlan:
             pattern = HeadShard(pattern, mesh.ulysses_rank, mesh.ulysses_size)
         plan = build_plan(
             pattern, layout, query_heads=query_heads, kv_heads=kv_heads,
-            prune=options.prune, gradient_payload=options.gradient_payload, kv_payload=options.kv_payload,
+            prune=options.prune, gradient_payload=options.gradient_payload,
             ranks_per_node=node, stage_shards=stage,
         )  # fmt: skip
         plan = mesh.fitted(plan)

@@ -16,11 +16,9 @@ from ds_ring.comm.device_tables import DeviceTables
 from ds_ring.comm.messages import Label, TokenRange
 from ds_ring.comm.streams import get_stream_number
 from ds_ring.kernels.interface import ALL_HEADS, Rows
-from ds_ring.plugin import load
 from ds_ring.ring.accumulator import Accumulator
 from ds_ring.ring.pair import (
     BufferKinds,
-    Codec,
     Pair,
     check_keys_apart,
     get_payload_dtypes,
@@ -40,7 +38,6 @@ from ds_ring.schedule.steps import (
 )
 
 FEW_RANGES = 16  # up to this number ranges are copied as slices, above it by an index tensor
-ROWS_AT_ONCE = 2048  # slots that are gathered and encoded at once, in memory that is small against a message
 
 
 def _move(
@@ -72,22 +69,6 @@ def _move(
             part, source_part = to.narrow(dim, at_target, count), of.narrow(dim, at_source, count)
             (part.add_ if add else part.copy_)(source_part)
             offset += count
-
-
-def _encode(codec: Codec, rows: Tensor, keys: Pair, step: Send | Accumulate, tables: DeviceTables) -> None:
-    """Encode the slots of the shard that a step names, one after the other."""
-    first, second, _ = keys
-    if len(step.ranges) > FEW_RANGES:
-        index = tables.slot_index(step.part, rows.device)
-        for some, into in zip(index.split(ROWS_AT_ONCE), rows.split(ROWS_AT_ONCE), strict=True):
-            codec.encode(first.index_select(2, some), second.index_select(2, some), into)
-        return
-    offset = 0
-    for start, end in step.ranges:
-        count = end - start
-        parts = first.narrow(2, start, count), second.narrow(2, start, count)
-        codec.encode(*parts, rows.narrow(0, offset, count))
-        offset += count
 
 
 def select_some_heads(heads: slice, *tensors: Tensor) -> Sequence[Tensor]:
@@ -217,10 +198,8 @@ class RingBuffers:
         # All pairs have the batch size, heads and head dimensions of the own shard.
         shard, kind = self._pairs[SHARD], self._kinds.get(buffer)
         if kind is None:
-            apart = payload in self._apart
-            kind = self._kinds[buffer] = make_buffer_kind(
-                shard, slots, payload, self._dtypes[payload], apart, self.chunk.steps.codec
-            )
+            kind = make_buffer_kind(shard, slots, self._dtypes[payload], payload in self._apart)
+            self._kinds[buffer] = kind
         # Fake tensors use no memory, and a tensor of one FakeTensorMode cannot be used in another.
         if kind.fake:
             taken = kind.pair(shard.k.new_empty(math.prod(kind.shape), dtype=kind.dtype))
@@ -231,13 +210,6 @@ class RingBuffers:
             taken = block.pair(kind)
         self._pairs[buffer] = taken
         return taken
-
-    @property
-    def _codec(self) -> Codec:
-        row = self.chunk.steps.codec
-        assert row is not None and row.home is not None, "a schedule of encoded keys has their codec"
-        codec: Codec = load(row.home)
-        return codec
 
     def _pack(self, step: Send) -> Sequence[Tensor]:
         """Return what to send: copies if the slots are in several ranges, converted, or those of the shard.
@@ -254,10 +226,7 @@ class RingBuffers:
                 return (pair.memory[0].narrow(0, start, end - start),)
             return [x.narrow(0, start, end - start) for x in pair.memory]
         packed = self.pair(step.packed)
-        if step.payload is Payload.ENCODED and step.buffer_payload is Payload.KEYS:
-            _encode(self._codec, packed.memory[0], pair, step, self._pool.tables)
-        else:
-            _move(packed, pair, step, self._pool.tables)
+        _move(packed, pair, step, self._pool.tables)
         return packed.memory
 
     def _accumulate(self, step: Accumulate) -> None:
@@ -267,16 +236,9 @@ class RingBuffers:
             self._add_returned(self.own_kv_grads, step)
             return
         # Keys from several ranks may fill one buffer: the first part allocates it.
-        source_payload, payload = (
-            self.chunk.steps.buffers[buffer].payload for buffer in (step.source, step.buffer)
-        )
+        is_sum = self.chunk.steps.buffers[step.buffer].payload is Payload.GRADIENTS
         source, target = self._pairs[step.source], self.pair(step.buffer)
-        if source_payload is Payload.KEYS and payload is Payload.ENCODED:
-            _encode(self._codec, target.memory[0], source, step, self._pool.tables)
-        elif source_payload is Payload.ENCODED and payload is Payload.KEYS:
-            self._codec.decode(source.memory[0], target.k, target.v)
-        else:
-            _move(target, source, step, self._pool.tables, add=payload is Payload.GRADIENTS)
+        _move(target, source, step, self._pool.tables, add=is_sum)
 
     def _add_returned(self, own_kv_grads: Accumulator, step: Accumulate) -> None:
         """Add what returned to the gradients of the own shard."""

@@ -10,13 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ds_ring.comm.streams import is_fake
-from ds_ring.plugin import CodecRow
 from ds_ring.schedule.steps import Payload
 
 ALIGNMENT = 64  # bytes; a tensor begins at a multiple of it
@@ -35,23 +34,6 @@ class Pair(NamedTuple):
     memory: tuple[Tensor, ...] = ()
 
 
-class Codec(Protocol):
-    """Write K and V as bytes while they travel; `CodecRow` has the bytes of a row.
-
-    `decode` writes the same K and V wherever the same bytes arrive. Rows are independent of each other.
-    """
-
-    @staticmethod
-    def encode(k: Tensor, v: Tensor, rows: Tensor) -> None:
-        """Write [B, G, slots, D] and [B, G, slots, E] to rows, uint8 [slots, B, G, bytes]."""
-        ...
-
-    @staticmethod
-    def decode(rows: Tensor, k: Tensor, v: Tensor) -> None:
-        """Write to k and v, of the dtype that was encoded, what rows hold."""
-        ...
-
-
 def halves(both: Tensor, head_dim: int) -> Pair:
     """Return the views of a tensor [slots, B, G, D + E], whose first part has this head dimension D."""
     first, second = both.permute(1, 2, 0, 3).tensor_split((head_dim,), dim=-1)
@@ -68,7 +50,7 @@ class BufferKind(NamedTuple):
     """Describe a buffer of two tensors that travel together.
 
     Attributes:
-        shape: [slots, B, G, D + E]; of `Payload.ENCODED` the last dimension counts bytes.
+        shape: [slots, B, G, D + E].
         head_dim: D.
         dtype, device: of both.
         nbytes: a multiple of ALIGNMENT.
@@ -87,12 +69,14 @@ class BufferKind(NamedTuple):
     def pair(self, elements: Tensor) -> Pair:
         """Return the tensors in so many contiguous elements."""
         if not self.apart:
-            return halves(elements.view(self.shape), self.head_dim)
+            both = elements.view(self.shape)
+            first, second = both.permute(1, 2, 0, 3).tensor_split((self.head_dim,), dim=-1)
+            return Pair(first, second, (both,))
         rows, width = math.prod(self.shape[:-1]), self.shape[-1]
         parts = elements.split((rows * self.head_dim, rows * (width - self.head_dim)))
         widths = self.head_dim, width - self.head_dim
-        both = (part.view(*self.shape[:-1], width) for part, width in zip(parts, widths, strict=True))
-        tensors = tokens_first(*(x.permute(1, 2, 0, 3) for x in both))
+        sides = (part.view(*self.shape[:-1], width) for part, width in zip(parts, widths, strict=True))
+        tensors = tokens_first(*(x.permute(1, 2, 0, 3) for x in sides))
         assert tensors is not None, "dense as it was made"
         return tensors
 
@@ -105,7 +89,7 @@ def get_payload_dtypes(
 
     A forward pass has no `sums` and no `parts`.
     """
-    dtypes = {Payload.KEYS: keys, Payload.ENCODED: torch.uint8, Payload.ROUNDED: torch.bfloat16}
+    dtypes = {Payload.KEYS: keys, Payload.ROUNDED: torch.bfloat16}
     backward = {Payload.GRADIENTS: sums, Payload.PARTS: parts}
     return dtypes | {payload: dtype for payload, dtype in backward.items() if dtype is not None}
 
@@ -119,18 +103,13 @@ def check_keys_apart(like: Pair) -> bool:
     return like.k.shape[0] == 1 and like.k.device.type == "cpu"
 
 
-def make_buffer_kind(
-    like: Pair, slots: int, payload: Payload, dtype: torch.dtype, apart: bool, codec: CodecRow | None = None
-) -> BufferKind:  # fmt: skip
+def make_buffer_kind(like: Pair, slots: int, dtype: torch.dtype, apart: bool) -> BufferKind:
     """Return the kind of buffers with B, G, the two head dimensions and the device of others.
 
-    `apart` is whether its two tensors are messages of their own. `codec` is that of ENCODED.
+    `apart` is whether its two tensors are messages of their own.
     """
     batch, heads, _, head_dim = like.k.shape
-    width = head_dim + like.v.shape[3]
-    if payload is Payload.ENCODED and codec is not None:
-        width = codec.pair_bytes(width, like.k.element_size())
-    shape = (slots, batch, heads, width)
+    shape = (slots, batch, heads, head_dim + like.v.shape[3])
     nbytes = -(-math.prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT
     return BufferKind(shape, head_dim, dtype, like.k.device, nbytes, is_fake(like.k), apart)
 

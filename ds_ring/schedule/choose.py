@@ -7,8 +7,6 @@ patterns share one layout: traffic is summed over the layers, and so is the work
 because ranks wait for one another in every layer. Of the layouts with an imbalance of at most `EVEN` we take
 the one with the least traffic, then the one with the fewest runs; if there is none, the most even one. Memory
 is not considered: candidates differ little in the length of shards.
-With the `speeds` of the ranks, a rank's work is divided by its speed: a rank of half the speed gets half of
-the pairs, but as many tokens, since the tensors of all ranks have one shape.
 For a kernel that computes whole blocks a layout is even enough if it computes at most `EVEN` times the
 minimum.
 
@@ -38,11 +36,11 @@ from ds_ring.masks.pattern import BoundPattern, Pattern
 from ds_ring.masks.slots import IntArray, count_sets, intersect_slots, merge_progressions
 from ds_ring.masks.tiles import UNBOUNDED, Tiles
 from ds_ring.plugin import KERNELS, LAYOUTS, load
+from ds_ring.schedule.directions import sample_origins
 from ds_ring.schedule.head_class import HeadClass, ReadsOfShards
 from ds_ring.schedule.layout import ChunkLayout, Layout, Mix
-from ds_ring.schedule.plan import make_one_way, sample_origins
+from ds_ring.schedule.rank_plan import make_one_way
 
-Speeds = tuple[float, ...]  # of the ranks of a ring, relative to each other; empty for equal ones
 EVEN = 1.05  # an imbalance up to this value counts as even
 TOKEN_PAIRS, TOKEN_PAIRS_IN_NODE = 1600.0, 200.0  # cost of a token that is received; [Note: modelled time]
 NODE = 8  # ranks
@@ -141,24 +139,22 @@ def timed(mix: Mix, layouts: Sequence[Layout]) -> list[Candidate]:
     return options
 
 
-def imbalance(works: list[np.ndarray], speeds: Speeds = ()) -> float:
+def imbalance(works: list[np.ndarray]) -> float:
     """Return the imbalance of the ranks' work, given for each pattern over all its layers."""
     mean = sum(work.mean() for work in works)
-    relative = np.array(speeds) / np.mean(speeds) if speeds else 1.0
-    return float(sum((work / relative).max() for work in works) / mean) if mean else 1.0
+    return float(sum(work.max() for work in works) / mean) if mean else 1.0
 
 
-def rated(mix: Mix, layout: Layout, speeds: Speeds = ()) -> Candidate:
+def rated(mix: Mix, layout: Layout) -> Candidate:
     """Return a layout with its imbalance; [Note: the cost of a layout]."""
-    return rate_all(mix, [layout], speeds)[0]
+    return rate_all(mix, [layout])[0]
 
 
-def rate_all(mix: Mix, layouts: Sequence[Layout], speeds: Speeds = ()) -> list[Candidate]:
+def rate_all(mix: Mix, layouts: Sequence[Layout]) -> list[Candidate]:
     """Return layouts of equal sizes with their imbalance."""
     works = [layers * _count_rank_pairs(bind_one_head(pattern), layouts) for pattern, layers in mix]
     return [
-        Candidate(layout, imbalance([work[index] for work in works], speeds))
-        for index, layout in enumerate(layouts)
+        Candidate(layout, imbalance([work[index] for work in works])) for index, layout in enumerate(layouts)
     ]
 
 
@@ -182,9 +178,7 @@ def choose_best(mix: Mix, options: list[Candidate], least: float = 1.0) -> tuple
     return min(compared, key=lambda c: c.tokens_sent), compared
 
 
-def make_auto(
-    tokens: int, ring_size: int, multiple_of: int, mix: Mix, block: int = 1, speeds: Speeds = ()
-) -> Layout:
+def make_auto(tokens: int, ring_size: int, multiple_of: int, mix: Mix, block: int = 1) -> Layout:
     """Compare contiguous and zigzag layouts and, if both are uneven, those of other rows; log which and why.
 
     For a kernel that computes in blocks of `block` x `block` slots, the kernel's row rates the options.
@@ -192,20 +186,18 @@ def make_auto(
     if not mix or ring_size == 1:
         return ChunkLayout(tokens, ring_size, multiple_of, 1)
     bound = tuple((bind_one_head(pattern), layers) for pattern, layers in mix)
-    options = rate_all(bound, [ChunkLayout(tokens, ring_size, multiple_of, n) for n in (1, 2)], speeds)
+    options = rate_all(bound, [ChunkLayout(tokens, ring_size, multiple_of, n) for n in (1, 2)])
     for make in [load(row.always) for row in LAYOUTS.values() if row.always]:
-        options += make(tokens, ring_size, multiple_of, bound, speeds)
+        options += make(tokens, ring_size, multiple_of, bound)
     labels: list[Layout] = []
     # Pieces mean more runs, so try them only if no chunk layout is even.
     if min(o.imbalance for o in options) > EVEN:
-        for make in [load(row.for_labels) for row in LAYOUTS.values() if row.for_labels and not speeds]:
+        for make in [load(row.for_labels) for row in LAYOUTS.values() if row.for_labels]:
             labels += make(tokens, ring_size, multiple_of, bound)
         makers = [load(row.if_uneven) for row in LAYOUTS.values() if row.if_uneven]
-        options += [
-            layout for make in makers for layout in make(tokens, ring_size, multiple_of, bound, speeds)
-        ]
+        options += [layout for make in makers for layout in make(tokens, ring_size, multiple_of, bound)]
     least = 1.0
-    for row in KERNELS.values() if block > 1 and not speeds else ():
+    for row in KERNELS.values() if block > 1 else ():
         in_blocks = load(row.rates_layouts)(options, bound, block) if row.rates_layouts else None
         if in_blocks is not None:
             labels, options, least = [], in_blocks, min(o.imbalance for o in in_blocks)

@@ -15,7 +15,7 @@ nor for zigzag shards with a dense causal pattern. They are 2 to 9 % of the toke
 shards, and up to 30 % for a window on short runs. Suppose that only neighbours on the ring are linked. A
 direct send then crosses a link for each hop of its way. Compared with relaying, these tokens cross as many
 links for LongNet, and 9 to 37 % more for windows. Both directions send the same bytes; we choose by the
-number of links that tokens cross (`links`).
+number of links that tokens cross (`directions.py`).
 
 [Note: where gradients are added]
 With a float32 payload, the sum of a token's dK and dV is passed on with its keys, and each rank adds its own
@@ -52,7 +52,6 @@ from ds_ring.masks.slots import (
     subtract_slots,
 )
 from ds_ring.masks.tiles import Tiles
-from ds_ring.plugin import CodecRow
 from ds_ring.schedule.layout import Layout
 from ds_ring.schedule.rank_plan import (
     Direction,
@@ -260,7 +259,6 @@ class HeadClass:
     directions: tuple[Direction, ...]
     prune: bool = True
     rounded: bool = False  # dK and dV return in bfloat16; [Note: where gradients are added]
-    codec: CodecRow | None = None  # writes K and V that travel; [Note: encoded keys] in `lowering.py`
 
     @property
     def pattern(self) -> Pattern:
@@ -360,30 +358,6 @@ class HeadClass:
         """Return the tokens of some shards that are sent in a forward pass, per K/V head."""
         return sum(int(self.travel(origins, direction).held.sum()) for direction in self.directions)
 
-    def links(self, origins: Sequence[int]) -> int:
-        """Return the sum over tokens sent of the links that each crosses: 1 relayed, s sent directly."""
-        total = 0
-        for direction in self.directions:
-            _, hop, held, relayed = self.travel(origins, direction)
-            total += int((relayed + hop * (held - relayed)).sum())
-        return total
-
-    def busiest_adapter(self, origins: Sequence[int], ranks_per_node: int) -> int:
-        """Return the tokens of some shards that cross between nodes through the busiest network adapters.
-
-        Each rank has one adapter. Those at the same place in every node are counted together.
-        """
-        size, inner = self._size, ranks_per_node
-        left = np.zeros(inner, dtype=np.int64)
-        for direction in self.directions:
-            origin, hop, held, relayed = self.travel(origins, direction)
-            node = direction.reader(origin, hop, size) // inner
-            earlier = np.array([direction.before(hop_number) for hop_number in hop.tolist()], dtype=np.int64)
-            before = direction.reader(origin, earlier, size)
-            np.add.at(left, before % inner, np.where(before // inner != node, relayed, 0))
-            np.add.at(left, origin % inner, np.where(origin // inner != node, held - relayed, 0))
-        return int(left.max())
-
     def tokens_needed(self, origin: int) -> int:
         """Return the minimum traffic for one shard: the number of (token, other rank that reads it) pairs."""
         return sum(count_slots(self.reads.slots(origin, reader)) for reader in self.reads.readers(origin))
@@ -422,7 +396,7 @@ class HeadClass:
             if len(ending):
                 gradient_returns.append(GradientReturn(hop, reader, ending))
         messages = tuple(direct_sends), tuple(gradient_returns)
-        return DirectionPlan(tuple(hops), *messages, direction, self.rounded, self.codec)
+        return DirectionPlan(tuple(hops), *messages, direction, self.rounded)
 
     def _make_hop_plans(self, ring_rank: int, direction: Direction, hops: list[int]) -> list[HopPlan]:
         """Return the plans of all hops at which a rank holds tokens, computed together."""

@@ -14,12 +14,11 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
@@ -206,7 +205,6 @@ def make_layout(
     pattern: Pattern | Mapping[Pattern, int] | None = None,
     multiple_of: int = 1,
     block_size: int = 1,
-    speeds: Sequence[float] | None = None,
 ) -> Layout:
     """Build a layout by name.
 
@@ -222,7 +220,6 @@ def make_layout(
         block_size: rows and columns of the blocks in which the kernel computes. Only "auto" uses it, to
             count the pairs that the kernel computes with each layout. For the kernel "flex", pass the value
             of the JSON key "block_size"; for kernels that compute only the attended pairs, pass 1.
-        speeds: relative speed of each rank, for "auto" and "balanced": a faster rank gets more pairs.
 
     Raises:
         RingLayoutError: unknown name, sizes that are not positive integers, or a pattern that the named
@@ -235,8 +232,7 @@ def make_layout(
     check_layout_name(name)
     if name == "auto" and pattern is None and ring_size > 1:
         _warn_without_pattern()
-    mix, checked_speeds = _read_mix(pattern), _check_speeds(speeds, name, ring_size)
-    return choose_layout(name, tokens, ring_size, mix, multiple_of, block_size, checked_speeds)
+    return choose_layout(name, tokens, ring_size, _read_mix(pattern), multiple_of, block_size)
 
 
 @lru_cache(maxsize=1)  # once a process
@@ -245,23 +241,6 @@ def _warn_without_pattern() -> None:
         'ds_ring: make_layout("auto") without a pattern is contiguous, which is uneven under a causal one:'
         " pass pattern=, the pattern of the layers"
     )
-
-
-def _check_speeds(speeds: Sequence[float] | None, name: str, ring_size: int) -> tuple[float, ...]:
-    if speeds is None:
-        return ()
-    numbers = tuple(map(float, speeds))
-    if len(numbers) != ring_size or not all(0 < x < math.inf for x in numbers):
-        raise RingLayoutError(
-            f"make_layout: speeds: expected {ring_size} numbers above 0, one for each rank, got"
-            f" {shown(speeds)}"
-        )
-    if not LAYOUTS[name].takes_speeds:
-        able = " or ".join(f'"{name}"' for name, row in LAYOUTS.items() if row.takes_speeds)
-        raise RingLayoutError.wrong(
-            "make_layout: speeds", f"the layout {able}", f'"{name}"', "leave the speeds out"
-        )
-    return numbers if len(set(numbers)) > 1 else ()
 
 
 def _read_mix(pattern: object) -> Mix:
@@ -283,11 +262,8 @@ def _read_mix(pattern: object) -> Mix:
 
 # cached: a layout for a pattern is computed from the tiles of the whole sequence, which takes time
 @lru_cache(maxsize=256)
-def choose_layout(
-    name: str, tokens: int, ring_size: int, mix: Mix, multiple_of: int, block: int, speeds: tuple[float, ...]
-) -> Layout:
-    """Return the layout of arguments that have been checked; `speeds` is () for ranks of equal speed."""
-    options: dict[str, Any] = {"block": block} if name == "auto" and block > 1 else {}
-    options |= {"speeds": speeds} if speeds else {}
+def choose_layout(name: str, tokens: int, ring_size: int, mix: Mix, multiple_of: int, block: int) -> Layout:
+    """Return the layout of arguments that have been checked."""
+    options = {"block": block} if name == "auto" and block > 1 else {}
     layout: Layout = load(LAYOUTS[name].home)(tokens, ring_size, multiple_of, mix, **options)
     return layout

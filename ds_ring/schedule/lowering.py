@@ -1,23 +1,7 @@
 """Turn a plan into the steps of a rank, and decide their order.
 
-Only this file does, but for the stages of a direct exchange (`transports/direct/lowering.py`).
-
-It decides everything about time and memory: overlap, head chunks, double buffers, and when direct sends and
-gradient returns leave.
-
-[Note: one hop behind]
-In the backward pass keys and values travel as in the forward pass, and float32 accumulators of dK and dV
-follow them one hop later. This rank's contribution to a shard's gradients at hop s is known only after hop s
-is computed, so it is sent in the batch posted before hop s + 1. The sum of the ranks before it arrives while
-hop s is computed. Where a token's keys travel no further, its accumulator returns to its owner directly. No
-hop's K/V is ever saved. (Keys for the next node are kept for R batches, see `rank_plan.py`; `head_class.py`
-explains which sums are passed on.)
-
-[Note: encoded keys]
-K and V may travel as a codec writes them (`KV_PAYLOADS` in `plugin.py`). The owner encodes them when it
-packs them. A rank that they reach passes them on as they came, and decodes them into a buffer of the inputs'
-dtype, which its kernel reads. The owner itself computes with its own K and V. The backward pass sends the
-same bits, so it differentiates what the forward pass computed; the codec itself counts as the identity.
+The steps of one direction are in `ways.py`, of stages in `stages.py`. Together they decide everything
+about time and memory: overlap, head chunks, double buffers, and when direct sends and gradient returns leave.
 
 [Note: head chunks]
 A backward pass in one direction, on one level, needs up to twelve shard-sized tensors besides copies for
@@ -50,26 +34,19 @@ of its queries, so that a kernel may read it as the rule on a rectangle.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, Literal
 
-import numpy as np
-
 from ds_ring.masks.joins import cut_queries, find_middle_slot
-from ds_ring.masks.slots import SlotRanges, count_slots, locate_ranges, select_part
+from ds_ring.masks.slots import count_slots
 from ds_ring.schedule.rank_plan import (
     DirectionPlan,
-    DirectSend,
-    GradientReturn,
     HeadClassPlan,
-    HopPlan,
     RankPlan,
-    StagePlan,
 )
 from ds_ring.schedule.steps import (
     RESULTS,
-    SHARD,
     Accumulate,
     Buffer,
     ChunkSteps,
@@ -77,11 +54,10 @@ from ds_ring.schedule.steps import (
     Free,
     HeadChunk,
     Payload,
-    Recv,
     Round,
     Schedule,
-    Send,
 )
+from ds_ring.schedule.ways import HopByHop
 
 MANY_CHUNKS = 16  # from this number on, one chunk is small compared with the shard
 CHUNK_BYTES_CPU = 1 << 20  # in rings of at most two ranks
@@ -212,12 +188,7 @@ def lower_class(plan: HeadClassPlan, backward: bool) -> ChunkSteps:
     valid = count_slots(own_shard.held)
     # buffers number 0 and 1 are SHARD and RESULTS
     buffers = [Buffer(Payload.KEYS, valid), Buffer(Payload.GRADIENTS, valid)]
-    directions = [
-        (direction.lowering or (Stages if direction.direction.stages else _Direction))(
-            direction, buffers, backward
-        )
-        for direction in plan.directions
-    ]
+    directions = [_choose_way(direction)(direction, buffers, backward) for direction in plan.directions]
     rounds: list[Round] = []
     arrived: list[Accumulate | Free] = [step for direction in directions for step in direction.begin()]
     lengths = (
@@ -235,8 +206,19 @@ def lower_class(plan: HeadClassPlan, backward: bool) -> ChunkSteps:
     if backward:
         _keep_for_the_end(rounds)
     rounds.append(Round((*arrived, Free(RESULTS))))
-    plan.lowered[backward] = steps = ChunkSteps(tuple(buffers), tuple(rounds), plan.directions[0].codec)
+    plan.lowered[backward] = steps = ChunkSteps(tuple(buffers), tuple(rounds))
     return steps
+
+
+def _choose_way(plan: DirectionPlan) -> Callable[..., Any]:
+    """Return the class that lowers a direction."""
+    if plan.lowering is not None:
+        return plan.lowering
+    if not plan.direction.stages:
+        return HopByHop
+    from ds_ring.schedule.stages import Stages
+
+    return Stages
 
 
 def get_kernel_calls(plan: HeadClassPlan, backward: bool) -> list[Compute]:
@@ -255,349 +237,3 @@ def _keep_for_the_end(rounds: list[Round]) -> None:
         *deferred, first = cut_queries(own_step.tiles, slots)
         for number, tiles in zip(range(-count, 1), (*deferred, first), strict=True):
             rounds[number] = rounds[number]._replace(computed=(replace(own_step, tiles=tiles),))
-
-
-class Way:
-    """Hold what hops and stages have in common: the buffers of a chunk, and the steps that take new ones."""
-
-    def __init__(self, plan: DirectionPlan, buffers: list[Buffer], backward: bool) -> None:
-        self.plan, self.buffers, self.backward = plan, buffers, backward
-        own_shard = plan.at(0)
-        assert own_shard is not None, "a rank always has its own shard"
-        self.own_shard = own_shard
-        self.payload = Payload.KEYS if plan.codec is None else Payload.ENCODED  # of keys that travel
-        # by the batch in which a message is posted: keys sent directly, and gradients that return here
-        self.direct_sends: dict[int, list[DirectSend]] = {}
-        for direct in plan.direct_sends:
-            self.direct_sends.setdefault(plan.get_send_batch(direct.hop), []).append(direct)
-        self.gradient_returns: dict[int, list[GradientReturn]] = {}
-        for back in plan.gradient_returns:
-            for batch in plan.get_return_batches(back.hop):
-                self.gradient_returns.setdefault(batch, []).append(back)
-        self.returns: list[tuple[int, SlotRanges]] = []  # gradients of the own shard that this rank receives
-        self.leaving: list[int] = []  # buffers that are being sent: freed after the batch
-
-    def new(self, payload: Payload, slots: int) -> int:
-        """Add a buffer, and return its number."""
-        self.buffers.append(Buffer(payload, slots))
-        return len(self.buffers) - 1
-
-    def send(
-        self, buffer: int, part: SlotRanges, peer: int, origin: int, slots: SlotRanges, needs: int,
-        payload: Payload | None = None,
-    ) -> Send:  # fmt: skip
-        """Return the step that sends a part of a buffer: `slots` of the shard of `origin`."""
-        buffer_payload = self.buffers[buffer].payload
-        payload = payload or (self.payload if buffer_payload is Payload.KEYS else buffer_payload)
-        packed = self.new(payload, count_slots(slots))  # used where the part is no range of a buffer
-        self.leaving.append(packed)
-        return Send(payload, buffer, part, peer, origin, slots, packed, needs, buffer_payload)
-
-    def decode(self, encoded: int, needs: int) -> Accumulate:
-        """Return the step that decodes the keys of a buffer into a new one, which the kernel reads."""
-        slots = self.buffers[encoded].slots
-        return Accumulate(self.new(Payload.KEYS, slots), encoded, np.array([[0, slots]]), needs)
-
-
-class _Direction(Way):
-    """Track one direction of travel: the buffers that hold its keys and gradients at the current hop."""
-
-    def __init__(self, plan: DirectionPlan, buffers: list[Buffer], backward: bool) -> None:
-        super().__init__(plan, buffers, backward)
-        self.keys = SHARD  # buffer of the current keys, as they travel
-        self.read = SHARD  # buffer of the same keys as the kernel reads them
-        self.came = {SHARD: -1, RESULTS: -1}  # by buffer: the last batch that its contents depend on
-        self.gradients: dict[int, int] = {0: RESULTS}  # accumulators: buffer by hop
-        self.parts: list[tuple[int, SlotRanges]] = []  # of the next keys: buffer, and its place among them
-        self.partial: tuple[int, SlotRanges] | None = None  # other ranks' gradients of the current keys
-        self.inter_node = SHARD  # buffer of the keys that go to the next node
-        self.crossing: list[tuple[int, SlotRanges]] = []  # parts of keys in flight from another node
-        self.returning: list[tuple[HopPlan, int]] = []  # hops whose gradients this rank sends to the owner
-
-    def begin(self) -> list[Accumulate]:
-        """Return the steps before the first messages: none."""
-        return []
-
-    @property
-    def left(self) -> list[int]:
-        """Return the buffers that are still in use after the last batch."""
-        return [] if self.inter_node == SHARD else [self.inter_node]
-
-    def post(self, hop: int) -> list[Send | Recv]:
-        """Return the messages of the batch that is posted before a hop is computed.
-
-        Both sides of every connection use this order: keys to the next rank, keys to the next node, direct
-        sends, sums of gradients to the next rank, gradients to their owners.
-        """
-        here, coming = self.plan.at(hop), self.plan.at(hop + 1)
-        steps: list[Send | Recv] = []
-        if here is not None and len(here.forward):
-            steps.append(self._send(self.keys, here, here.send_rank, here.forward))
-        steps += self._post_across(hop)
-        for direct in self.direct_sends.get(hop, ()):
-            steps.append(self._send(SHARD, self.own_shard, direct.receiver, direct.slots))
-        if coming is not None:
-            # At hop 1 the neighbour is the origin, so everything counts as relayed.
-            if len(coming.relayed) and not self.plan.direction.crosses(coming.hop):
-                steps.append(self._receive(hop, coming, coming.recv_rank, coming.relayed, self.parts))
-            if len(coming.from_origin):
-                steps.append(self._receive(hop, coming, coming.origin, coming.from_origin, self.parts))
-        return steps + self._post_gradients(hop) if self.backward else steps
-
-    def _post_across(self, hop: int) -> list[Send | Recv]:
-        """Return this batch's part of the keys sent to the next node and received from another one."""
-        direction = self.plan.direction
-        if not (inner := direction.ranks_per_node):
-            return []
-        first = hop - hop % inner
-        leaving, coming = self.plan.at(first), self.plan.at(first + inner)
-        steps: list[Send | Recv] = []
-        if leaving is not None and len(part := select_part(leaving.inter_node, hop % inner, inner)):
-            steps.append(self._send(self.inter_node, leaving, leaving.inter_node_to, part))
-        if coming is not None and len(part := select_part(coming.relayed, hop % inner, inner)):
-            steps.append(self._receive(hop, coming, coming.recv_rank, part, self.crossing))
-        return steps
-
-    def _receive(
-        self, batch: int, coming: HopPlan, sender: int, slots: SlotRanges, parts: list[tuple[int, SlotRanges]]
-    ) -> Recv:
-        """Return the step that receives some keys of a hop in a batch; append its buffer to `parts`."""
-        buffer = self.new(self.payload, count_slots(slots))
-        self.came[buffer] = batch
-        parts.append((buffer, locate_ranges(slots, coming.held)))
-        return Recv(self.payload, buffer, sender, coming.origin, slots)
-
-    def _post_gradients(self, hop: int) -> list[Send | Recv]:
-        """Return the sends of gradients computed at the last hop, and the receive of sums for this hop."""
-        done, here = self.plan.at(hop - 1), self.plan.at(hop)
-        steps: list[Send | Recv] = []
-        # The gradients of the own shard stay in RESULTS.
-        leaving = done if done is not None and done.hop > 0 else None
-        if leaving is not None and len(leaving.grad_send):
-            gradients = self.gradients[leaving.hop]
-            steps.append(self._send(gradients, leaving, leaving.send_rank, leaving.grad_send))
-        if here is not None and len(here.grad_recv):
-            buffer = self.new(Payload.GRADIENTS, count_slots(here.grad_recv))
-            self.partial = buffer, locate_ranges(here.grad_recv, here.held)
-            steps.append(Recv(Payload.GRADIENTS, buffer, here.recv_rank, here.origin, here.grad_recv))
-        if leaving is not None:
-            self.returning.append((leaving, self.gradients.pop(leaving.hop)))
-        return steps + self._post_returns(hop, Payload.ROUNDED if self.plan.rounded else Payload.GRADIENTS)
-
-    def _post_returns(self, hop: int, payload: Payload) -> list[Send | Recv]:
-        """Return the messages of gradients that return to their owners, and to this rank."""
-        steps: list[Send | Recv] = []
-        returning, self.returning = self.returning, []
-        for hop_plan, gradients in returning:
-            number, parts = hop - 1 - hop_plan.hop, self.plan.direction.batches(hop_plan.hop)
-            if len(part := select_part(hop_plan.ends_here, number, parts)):
-                steps.append(self._send(gradients, hop_plan, hop_plan.origin, part, payload))
-            if number + 1 < parts and len(hop_plan.ends_here):
-                self.returning.append((hop_plan, gradients))
-            else:
-                self.leaving.append(gradients)
-        for back in self.gradient_returns.get(hop, ()):
-            number, parts = hop - 1 - back.hop, self.plan.direction.batches(back.hop)
-            if len(part := select_part(back.slots, number, parts)):
-                buffer = self.new(payload, count_slots(part))
-                self.returns.append((buffer, part))
-                steps.append(Recv(payload, buffer, back.sender, self.own_shard.origin, part))
-        return steps
-
-    def compute(self, hop: int) -> list[Compute]:
-        """Return what a hop computes: no step, or one."""
-        here = self.plan.at(hop)
-        if here is None:
-            return []
-        gradients = None
-        if self.backward:
-            if hop:
-                self.gradients[hop] = self.new(Payload.GRADIENTS, count_slots(here.held))
-                # Until a neighbour's sum is added, the gradients depend on the keys alone.
-                self.came[self.gradients[hop]] = self.came[self.read]
-            gradients = self.gradients[hop]
-        return [Compute(hop, self.read, here.tiles, gradients, (here.origin,), self.came[self.read])]
-
-    def arrive(self, hop: int) -> list[Accumulate | Free]:
-        """Return the steps after a batch: its hop is computed, and its messages have arrived."""
-        steps: list[Accumulate | Free] = []
-        if self.plan.direction.crosses(hop + 1):
-            # All parts were sent to the next node, and all parts of the next keys came from another node.
-            self.parts, self.crossing = self.crossing + self.parts, []
-            gone, self.inter_node = self.inter_node, SHARD
-            steps += [] if gone in (SHARD, self.keys) else [Free(gone)]
-        if self.parts:
-            # In the batch that has ended, this rank computed with the current keys and sent them on.
-            steps += [*self._drop_keys(), *self._join()]
-            if self.plan.direction.crosses(hop + 1):
-                self.inter_node = self.keys
-        elif self.plan.at(hop + 1) is None:
-            # No later hop reads these keys. Free them now and not with the gradients that still return,
-            # because the next chunk's keys arrive before these do.
-            steps += self._drop_keys()
-            self.keys = self.read = SHARD
-        if self.partial is not None:
-            buffer, part = self.partial
-            self.came[self.gradients[hop]] = hop
-            steps += [Accumulate(self.gradients[hop], buffer, part, hop), Free(buffer)]
-        for buffer, part in self.returns:
-            steps += [Accumulate(RESULTS, buffer, part, hop), Free(buffer)]
-        steps += [Free(buffer) for buffer in self.leaving]
-        self.partial, self.returns, self.leaving = None, [], []
-        return steps
-
-    def _join(self) -> list[Accumulate | Free]:
-        """Return the steps that combine the next keys from their parts: relayed ones and direct sends."""
-        parts, self.parts = self.parts, []
-        steps: list[Accumulate | Free] = []
-        slots = sum(self.buffers[buffer].slots for buffer, _ in parts)
-        # If one message brought all keys, its buffer is the payload, without a copy.
-        self.keys = parts[0][0]
-        if len(parts) > 1:
-            self.keys = self.new(self.payload, slots)
-            self.came[self.keys] = max(self.came[buffer] for buffer, _ in parts)
-            for buffer, part in parts:
-                steps += [Accumulate(self.keys, buffer, part, self.came[buffer]), Free(buffer)]
-        self.read = self.keys
-        if self.plan.codec is not None:
-            decoded = self.decode(self.keys, self.came[self.keys])
-            steps.append(decoded)
-            self.read = decoded.buffer
-            self.came[self.read] = self.came[self.keys]
-        return steps
-
-    def _drop_keys(self) -> list[Free]:
-        """Return the steps that free the current keys, unless they are the shard or still go to a node."""
-        return [Free(buffer) for buffer in sorted({self.keys, self.read} - {SHARD, self.inter_node})]
-
-    def _send(
-        self, buffer: int, hop_plan: HopPlan, peer: int, slots: SlotRanges, payload: Payload | None = None
-    ) -> Send:
-        """Return the step that sends some slots of a hop's shard; at hop 0 they are in place in the shard."""
-        part = slots if hop_plan.hop == 0 else locate_ranges(slots, hop_plan.held)
-        return self.send(buffer, part, peer, hop_plan.origin, slots, self.came[buffer], payload)
-
-
-class Stages(Way):
-    """Track the stages of a pass; see [Note: stages] in `rank_plan.py`."""
-
-    def __init__(self, plan: DirectionPlan, buffers: list[Buffer], backward: bool) -> None:
-        super().__init__(plan, buffers, backward)
-        self.shard = SHARD  # the own keys as they are sent
-        self.sent_until = max(self.direct_sends, default=-1)
-        self.keys: int | None = SHARD  # buffer of the keys of the present stage; None for no keys
-        self.came = -1  # batch that brought them
-        self.coming: int | None = None  # of the next stage
-        self.done: int | None = None  # gradients of the stage before
-        self.here: int | None = None  # gradients of the present stage
-
-    def begin(self) -> list[Accumulate]:
-        """Return one packed copy of the own K/V, if that is smaller than a copy for every message."""
-        valid = count_slots(self.own_shard.held)
-        if sum(count_slots(direct.slots) for direct in self.plan.direct_sends) <= valid:
-            return []
-        self.shard = self.new(self.payload, valid)
-        return [Accumulate(self.shard, SHARD, self.own_shard.held, -1)]
-
-    @property
-    def left(self) -> list[int]:
-        """Return the buffers that are still in use after the last batch."""
-        return []
-
-    def post(self, number: int) -> list[Send | Recv]:
-        """Return the messages of the batch in which a stage is computed.
-
-        They are keys for the next stage and then gradients of the last one, on both sides of a connection.
-        """
-        steps: list[Send | Recv] = []
-        for direct in self.direct_sends.get(number, ()):
-            steps.append(self._send(self.shard, -1, direct.receiver, self.own_shard.origin, direct.slots))
-        steps += self._post_keys(number)
-        return steps + self._post_gradients(number) if self.backward else steps
-
-    def _post_keys(self, number: int) -> list[Send | Recv]:
-        """Return the receives of keys for the next stage."""
-        coming = self._get_stage(number + 1)
-        if coming is None:
-            return []
-        self.coming = self.new(self.payload, coming.slots)
-        return [
-            Recv(self.payload, self.coming, hop.origin, hop.origin, hop.held, at)
-            for hop, at in zip(coming.hops, coming.first, strict=True)
-        ]
-
-    def _post_gradients(self, number: int) -> list[Send | Recv]:
-        """Return the messages of the gradients of the last stage, to their owners and to this rank."""
-        steps: list[Send | Recv] = []
-        done = self._get_stage(number - 1) if number > 1 else None
-        if done is not None:
-            assert self.done is not None, "gradients of a stage that was computed"
-            for hop, at in zip(done.hops, done.first, strict=True):
-                # they depend on the keys, which arrived two batches ago
-                steps.append(self._send(self.done, number - 2, hop.origin, hop.origin, hop.held, at))
-            self.leaving.append(self.done)
-        return steps + self._receive_returns(number)
-
-    def _receive_returns(self, number: int) -> list[Send | Recv]:
-        """Return the receives of gradients of the own shard in a batch."""
-        steps: list[Send | Recv] = []
-        for back in self.gradient_returns.get(number, ()):
-            payload = self._get_return_payload(back.hop)
-            buffer = self.new(payload, count_slots(back.slots))
-            self.returns.append((buffer, back.slots))
-            steps.append(Recv(payload, buffer, back.sender, self.own_shard.origin, back.slots))
-        return steps
-
-    def compute(self, number: int) -> list[Compute]:
-        """Return what a stage computes: no step, or one."""
-        here = self._get_stage(number)
-        if here is None:
-            return []
-        assert self.keys is not None, "keys of a stage that arrived"
-        gradients = None
-        if self.backward:
-            gradients = RESULTS if number == 0 else self.new(self._get_gradients_payload(number), here.slots)
-            self.here = gradients
-        origins = tuple(hop.origin for hop in here.hops)
-        return [Compute(number, self.keys, here.tiles, gradients, origins, self.came)]
-
-    def arrive(self, number: int) -> list[Accumulate | Free]:
-        """Return the steps after a batch: its stage is computed, and its messages have arrived."""
-        steps: list[Accumulate | Free] = []
-        if self.keys not in (None, SHARD):
-            steps.append(Free(self.keys))
-        steps += self._take_keys(number)
-        if self.plan.codec is not None and self.keys is not None:
-            decoded = self.decode(self.keys, self.came)
-            steps += [decoded, Free(self.keys)]
-            self.keys = decoded.buffer
-        steps += [Accumulate(RESULTS, buffer, part, number) for buffer, part in self.returns]
-        steps += [Free(buffer) for buffer in [*(buffer for buffer, _ in self.returns), *self.leaving]]
-        if number == self.sent_until and self.shard != SHARD:
-            steps.append(Free(self.shard))
-        self.returns, self.leaving = [], []
-        self.done, self.here = self.here, None
-        return steps
-
-    def _take_keys(self, number: int) -> list[Accumulate | Free]:
-        """Make the keys that arrived in a batch those of the next stage; return the steps that this takes."""
-        self.keys, self.coming, self.came = self.coming, None, number
-        return []
-
-    def _get_gradients_payload(self, number: int) -> Payload:
-        """Return what the gradients that a stage computes are."""
-        return Payload.ROUNDED if self.plan.rounded else Payload.PARTS
-
-    def _get_return_payload(self, hop: int) -> Payload:
-        """Return what gradients are that return to this rank, from the reader at a hop."""
-        return Payload.ROUNDED if self.plan.rounded else Payload.PARTS
-
-    def _get_stage(self, number: int) -> StagePlan | None:
-        return self.plan.stages[number] if 0 <= number < len(self.plan.stages) else None
-
-    def _send(
-        self, buffer: int, needs: int, peer: int, origin: int, slots: SlotRanges, at: int | None = None
-    ) -> Send:
-        """Return the step that sends slots: in place in the shard, or one after the other from `at` on."""
-        part = slots if at is None else np.array([[at, at + count_slots(slots)]])
-        return self.send(buffer, part, peer, origin, slots, needs)

@@ -25,13 +25,10 @@ from ds_ring.errors import (
 from ds_ring.limits import MAX_HEADS
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.slots import count_slots
-from ds_ring.plugin import GRADIENT_PAYLOADS, KV_PAYLOADS, CodecRow
+from ds_ring.plugin import GRADIENT_PAYLOADS
 from ds_ring.schedule.head_class import HeadClass, ReadsOfShards
 from ds_ring.schedule.layout import Layout
 from ds_ring.schedule.rank_plan import Direction, RankPlan, sum_over_heads
-
-STAGE_GROWTH = 4  # most shards of a stage over those of the stage before, during which they arrive
-SAMPLED_ORIGINS = 6  # in a large ring directions are chosen by the costs of this many shards
 
 
 @dataclass(frozen=True)
@@ -117,79 +114,6 @@ def find_head_classes(pattern: Pattern, query_heads: int, kv_heads: int) -> list
     return heads_and_patterns
 
 
-def sample_origins(size: int) -> list[int]:
-    """Return the shards by which costs are compared: a sample, or all of them up to 16."""
-    if size <= 16:
-        return list(range(size))
-    # Spread by the golden ratio: regular distances would hit the same place of every segment.
-    return sorted({int(size * (i * 0.6180339887 % 1)) for i in range(SAMPLED_ORIGINS)} | {size - 1})
-
-
-def make_one_way(size: int, sign: int = 1) -> tuple[Direction, ...]:
-    """Return one direction in which all shards travel."""
-    return (Direction(sign, size - 1),)
-
-
-def make_two_levels(size: int, ranks_per_node: int, sign: int = 1) -> tuple[Direction, ...]:
-    """Return a direction inside nodes and from node to node; [Note: two levels] in `rank_plan.py`."""
-    return (Direction(sign, size - 1, ranks_per_node),)
-
-
-def choose_stage_sizes(size: int, most: int) -> tuple[int, ...]:
-    """Return the shards of each stage after the own one, in a ring of `size` ranks; [Note: stages].
-
-    As few stages as `most` shards in each allow, and of these the ones whose largest stage is smallest. The
-    last stage is as short as that allows, because nothing is computed while its gradients return.
-    """
-    best_sizes: tuple[int, ...] = ()
-    for limit in range(min(most, size - 1), 0, -1):
-        sizes, left, last = [], size - 1, 1
-        while left:
-            last = min(limit, STAGE_GROWTH * last, left)
-            sizes.append(last)
-            left -= last
-        if best_sizes and len(sizes) > len(best_sizes):
-            break
-        best_sizes = tuple(sizes)
-    return best_sizes
-
-
-def make_stages(size: int, most: int) -> tuple[Direction, ...]:
-    """Return the direction of stages of at most so many shards; [Note: stages] in `rank_plan.py`."""
-    return (Direction(1, size - 1, stages=choose_stage_sizes(size, most)),)
-
-
-def choose_directions(reads: ReadsOfShards, ranks_per_node: int = 0) -> tuple[Direction, ...]:
-    """Return the directions whose tokens cross the fewest links; on a tie one direction, upwards.
-
-    The number of tokens sent is the same for every choice; see [Note: relays and direct sends]. With two
-    directions, a shard reaches every reader by the shorter way. This suits patterns that are not causal. If
-    the nodes are known, the traffic of the busiest network adapter is compared first. Then two levels are
-    chosen, unless few tokens go from node to node.
-    """
-    size = reads.layout.ring_size
-    if size <= 2:
-        return make_one_way(size)
-    # Together size - 1 hops, so every other rank is reached once.
-    both_ways = (Direction(1, size // 2), Direction(-1, (size - 1) // 2))
-    origins = sample_origins(size)
-    ways = [make_one_way(size), make_one_way(size, -1), both_ways]
-    of_nodes: list[int] = []
-    if ranks_per_node:
-        # the ranks of the first and of the middle node represent all ranks
-        firsts = {0, size // ranks_per_node // 2 * ranks_per_node}
-        of_nodes = [first + place for first in sorted(firsts) for place in range(ranks_per_node)]
-        ways += [make_two_levels(size, ranks_per_node), make_two_levels(size, ranks_per_node, -1)]
-
-    def cost(way: tuple[Direction, ...]) -> tuple[int, int]:
-        travel = HeadClass(reads, slice(0, 1), way)
-        crossing = travel.busiest_adapter(of_nodes, ranks_per_node) if ranks_per_node else 0
-        return crossing, travel.links(origins)
-
-    # `min` returns the first of equal costs.
-    return min(ways, key=cost)
-
-
 def check_length(pattern: Pattern, layout: Layout) -> None:
     """Raise RingPatternError unless the pattern fits the layout's sequence length.
 
@@ -212,7 +136,6 @@ def build_plan(
     prune: bool = True,
     directions: tuple[Direction, ...] | None = None,
     gradient_payload: str = "float32",
-    kv_payload: str = "as_is",
     ranks_per_node: int | None = None,
     stage_shards: int | None = None,
 ) -> Plan:
@@ -226,7 +149,6 @@ def build_plan(
         directions: directions of travel; None chooses those whose tokens cross the fewest links.
         gradient_payload: dtype in which dK and dV return, a name of `plugin.GRADIENT_PAYLOADS`; they are
             added in the accumulators' dtype.
-        kv_payload: how K and V travel, a name of `plugin.KV_PAYLOADS`; [Note: encoded keys].
         ranks_per_node: number of neighbours on the ring that share a node, a divisor of the ring size; None
             if unknown. If it is known, a pattern that sends much between nodes travels on two levels.
         stage_shards: most shards of other ranks that are computed with at once; [Note: stages]. All ranks
@@ -248,13 +170,11 @@ def build_plan(
         isinstance(directions, tuple) and all(isinstance(x, Direction) for x in directions)
     ):
         raise RingLayoutError(f"build_plan: directions: expected Directions or None, got {shown(directions)}")
-    payloads = (
-        ("gradient_payload", gradient_payload, GRADIENT_PAYLOADS),
-        ("kv_payload", kv_payload, KV_PAYLOADS),
-    )
-    for name, value, known in payloads:
-        if not isinstance(value, str) or value not in known:
-            raise RingLayoutError(f"build_plan: {name}: expected {' or '.join(known)}, got {shown(value)}")
+    if not isinstance(gradient_payload, str) or gradient_payload not in GRADIENT_PAYLOADS:
+        raise RingLayoutError(
+            f"build_plan: gradient_payload: expected {' or '.join(GRADIENT_PAYLOADS)},"
+            f" got {shown(gradient_payload)}"
+        )
     size, nodes = layout.ring_size, 0
     if ranks_per_node is not None:
         nodes = check_whole_number(ranks_per_node, "build_plan: ranks_per_node", RingLayoutError)
@@ -270,10 +190,13 @@ def build_plan(
             raise RingLayoutError.wrong(
                 "build_plan: stage_shards", "None with directions", stage_shards, "leave one of them out"
             )
-        directions, nodes = make_stages(size, stage_shards) if size > 1 else None, 0
-    rounded, row = not GRADIENT_PAYLOADS[gradient_payload].exact, KV_PAYLOADS[kv_payload]
-    codec = row if row.home is not None else None
-    return _build_plan(pattern, layout, query_heads, kv_heads, prune, directions, rounded, codec, nodes)
+        nodes = 0
+        if size > 1:
+            from ds_ring.schedule.directions import make_stages
+
+            directions = make_stages(size, stage_shards)
+    rounded = not GRADIENT_PAYLOADS[gradient_payload].exact
+    return _build_plan(pattern, layout, query_heads, kv_heads, prune, directions, rounded, nodes)
 
 
 @lru_cache(maxsize=64)
@@ -285,7 +208,6 @@ def _build_plan(
     prune: bool,
     directions: tuple[Direction, ...] | None,
     rounded: bool,
-    codec: CodecRow | None,
     ranks_per_node: int,
 ) -> Plan:
     if query_heads % kv_heads:
@@ -298,10 +220,12 @@ def _build_plan(
     ]
     # Choose the directions once: in all classes the keys are about equally far from the queries. The patterns
     # of two classes differ in the offset of a dilation, for example.
-    if directions is None and prune:
+    size = layout.ring_size
+    if directions is None and prune and size > 2:
+        from ds_ring.schedule.directions import choose_directions
+
         directions = choose_directions(bound[0][1], ranks_per_node)
     elif directions is None:
-        size = layout.ring_size
-        directions = make_two_levels(size, ranks_per_node) if ranks_per_node else make_one_way(size)
-    classes = tuple(HeadClass(reads, heads, directions, prune, rounded, codec) for heads, reads in bound)
+        directions = (Direction(1, size - 1, ranks_per_node),)
+    classes = tuple(HeadClass(reads, heads, directions, prune, rounded) for heads, reads in bound)
     return Plan(pattern, layout, query_heads, kv_heads, classes)

@@ -26,8 +26,8 @@ a rank computes one stage, the keys of the next stage arrive in token ranges of 
 stage are one table over its buffer, so a pass has as many kernel calls and partial results as stages. The
 number of bytes is that of a ring, but most messages go to ranks that are not neighbours. So stages are for
 ranks that all have a link to each other, as inside a node. Memory grows with the largest two stages, and
-`choose_stage_sizes` in `plan.py` bounds them. In MagiAttention (SandAI 2025) overlap stages are similar; the
-choice of sizes and the merge are ours.
+`choose_stage_sizes` in `directions.py` bounds them. In MagiAttention (SandAI 2025) overlap stages are
+similar; the choice of sizes and the merge are ours.
 """
 
 from __future__ import annotations
@@ -41,7 +41,6 @@ import numpy as np
 
 from ds_ring.masks.slots import SlotRanges, count_slots, no_slots, subtract_slots
 from ds_ring.masks.tiles import Tiles
-from ds_ring.plugin import CodecRow
 
 
 class Direction(NamedTuple):
@@ -100,6 +99,11 @@ class Direction(NamedTuple):
     def batches(self, hop: int) -> int:
         """Return in how many batches a hop's gradients go home: R to another node, else 1."""
         return self.ranks_per_node if 0 < self.ranks_per_node <= hop else 1
+
+
+def make_one_way(size: int, sign: int = 1) -> tuple[Direction, ...]:
+    """Return one direction in which all shards travel."""
+    return (Direction(sign, size - 1),)
 
 
 ONE_RANK = Direction(1, 0)  # the direction of a ring of one rank
@@ -187,8 +191,7 @@ class DirectionPlan:
     gradient_returns: tuple[GradientReturn, ...]  # by ascending hop
     direction: Direction = ONE_RANK
     rounded: bool = False  # gradients are rounded to bfloat16 when they return to their owner
-    codec: CodecRow | None = None  # encodes K and V for their messages; None: they are sent as they are
-    # class that lowers it, a `Way` of `lowering.py`; None: one of that file
+    # class that lowers it, a `Way` of `ways.py`; None: hop by hop, or `stages.py`
     lowering: ClassVar[Callable[..., Any] | None] = None
 
     def get_send_batch(self, hop: int) -> int:

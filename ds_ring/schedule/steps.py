@@ -21,7 +21,6 @@ from typing import NamedTuple, TypeAlias
 
 from ds_ring.masks.slots import SlotRanges, count_slots
 from ds_ring.masks.tiles import Tiles
-from ds_ring.plugin import CodecRow
 
 
 class Payload(Enum):
@@ -32,7 +31,6 @@ class Payload(Enum):
     """
 
     KEYS = "keys"  # in the dtype of the inputs
-    ENCODED = "encoded keys"  # bytes: K and V as a codec encodes them for the message
     GRADIENTS = "gradients"  # in the accumulators' dtype
     PARTS = "gradients of one rank"  # of a stage, not summed over ranks; [Note: stages] in rank_plan.py
     ROUNDED = "rounded gradients"  # in bfloat16 while in flight
@@ -40,7 +38,7 @@ class Payload(Enum):
     @property
     def names(self) -> str:
         """Return the names of both tensors, in the order in memory."""
-        return "K/V" if self in (Payload.KEYS, Payload.ENCODED) else "dK/dV"
+        return "K/V" if self is Payload.KEYS else "dK/dV"
 
 
 SHARD = 0  # buffer: K and V of the rank's own shard; the caller's memory, never freed
@@ -53,7 +51,7 @@ def get_buffer_name(buffer: int) -> str:
 
 
 class Buffer(NamedTuple):
-    """Memory for K and V, or dK and dV: [slots, batch, K/V heads, D + E]; for ENCODED, rows of bytes."""
+    """Memory for K and V, or dK and dV: [slots, batch, K/V heads, D + E]."""
 
     payload: Payload  # which two tensors, and so their dtype
     slots: int  # number of slots; padding is not counted in SHARD and RESULTS
@@ -126,10 +124,7 @@ class Compute:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Accumulate:
-    """Add received gradients to a buffer, or copy keys into a buffer: received keys or those of SHARD.
-
-    If one of the two buffers is ENCODED, the copy encodes or decodes.
-    """
+    """Add received gradients to a buffer, or copy keys into a buffer: received keys or those of SHARD."""
 
     buffer: int  # the target; a target for keys is allocated by the first step that fills a part of it
     source: int  # buffer of the received tensors, or SHARD
@@ -185,7 +180,6 @@ class ChunkSteps(NamedTuple):
 
     buffers: tuple[Buffer, ...]  # indexed by the buffer numbers of the steps
     rounds: tuple[Round, ...]  # by batch from the chunk's start; the last one posts and computes nothing
-    codec: CodecRow | None = None  # of buffers that are ENCODED
 
 
 class HeadChunk(NamedTuple):

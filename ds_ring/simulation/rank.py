@@ -41,8 +41,6 @@ from ds_ring.kernels.select import Kernel
 from ds_ring.masks.slots import IntArray, progressions_at
 from ds_ring.measure.memory import MemoryPeak, measure_cpu_memory
 from ds_ring.measure.trace import Trace
-from ds_ring.plugin import CodecRow, load
-from ds_ring.ring.pair import halves
 from ds_ring.ring.pool import Buffers
 from ds_ring.ring.ring_pass import RingPass
 from ds_ring.schedule.layout import Layout, expand_runs
@@ -208,13 +206,10 @@ class VirtualExchange:
         source: K and V of all tokens.
         layout: of the tokens.
         add: takes the gradients that are sent; None for a forward pass.
-        codec: of K and V that travel; None: they travel as they are.
     """
 
-    def __init__(
-        self, source: Source, layout: Layout, add: AddGradients | None = None, codec: CodecRow | None = None
-    ) -> None:
-        self.source, self.layout, self.add, self.codec = source, layout, add, codec
+    def __init__(self, source: Source, layout: Layout, add: AddGradients | None = None) -> None:
+        self.source, self.layout, self.add = source, layout, add
         self.counters = Counters()
 
     def route(self, sends: Sequence[Message], receives: Sequence[Message]) -> VirtualRoute:
@@ -260,24 +255,17 @@ class VirtualExchange:
     def look_up(self, message: Message) -> None:
         """Fill a message with the keys and values of its tokens."""
         tokens, runs = self._find_tokens(message)
-        rows, sizes, parts = message.tensor, self.source.geometry, self._parts(message)
-        if self.codec is not None:
-            shape = rows.shape[1], rows.shape[2], rows.shape[0]
-            parts = [
-                (name, torch.empty(*shape, sizes.width(name), dtype=sizes.dtype, device="cpu"))
-                for name in "kv"
-            ]
-        for what, part in parts:
+        for what, part in self._parts(message):
             self.source.fill(what.lower(), tokens.heads, runs, part)
-        if self.codec is not None:
-            load(str(self.codec.home)).encode(parts[0][1], parts[1][1], rows)
 
     def _parts(self, message: Message) -> list[tuple[str, Tensor]]:
         """Return the names and the tensors [B, heads, n, D or E] of a message: of both, or of one of them."""
         names = message.what.split("/")
         if len(names) == 1:
             return [(names[0], message.tensor.permute(1, 2, 0, 3))]
-        return list(zip(names, halves(message.tensor, self.source.geometry.head_dim)[:2], strict=True))
+        head_dim = self.source.geometry.head_dim
+        both = message.tensor.permute(1, 2, 0, 3).tensor_split((head_dim,), dim=-1)
+        return list(zip(names, both, strict=True))
 
     def _find_tokens(self, message: Message) -> tuple[TokenRange, IntArray]:
         tokens = message.tokens
@@ -417,7 +405,7 @@ class VirtualRanks:
         exchange = None
         if self.plan.ring_size > 1:
             add = None if self.sums is None else self.sums.add
-            exchange = VirtualExchange(self.source, self.plan.layout, add, self.plan.classes[0].codec)
+            exchange = VirtualExchange(self.source, self.plan.layout, add)
         trace = None
         if self.measure or self.keep_trace:
             # Processor time excludes what other processes took; with several threads it would count each.

@@ -111,8 +111,7 @@ class SimulationOptions:
     Attributes:
         kernel_options: of the kernel, by name; None for its defaults.
         chunk_bytes: least size of K, and of V, of the heads that travel together; None: as real CPU ranks.
-        prune, gradient_payload, kv_payload: as in the JSON. The measured memory counts one message more for K
-            and V that are encoded.
+        prune, gradient_payload: as in the JSON.
         ranks_per_node: neighbours on the ring that share a node, a divisor of the ring size: shards then
             travel on two levels where that sends less between nodes, as with `RingMesh.from_world`.
         stage_bytes: most bytes of K and V of one computation, as in the JSON; 0: hop by hop.
@@ -128,7 +127,6 @@ class SimulationOptions:
     chunk_bytes: int | None = None
     prune: bool = True
     gradient_payload: str = "float32"
-    kv_payload: str = "as_is"
     ranks_per_node: int | None = None
     stage_bytes: int | Literal["auto"] = 0
     transport: str = "ring"
@@ -155,7 +153,7 @@ class SimulationOptions:
         return Options(
             scale=scale, kernel=kernel, kernel_options=dict(self.kernel_options or {}),
             chunk_bytes=self.chunk_bytes, gradient_payload=self.gradient_payload,
-            stage_bytes=self.stage_bytes, kv_payload=self.kv_payload, transport=self.transport,
+            stage_bytes=self.stage_bytes, transport=self.transport,
         )  # fmt: skip
 
 
@@ -246,7 +244,7 @@ def _make_plan(
         stages = stage_shards(options.stage_bytes, "cpu", size, None, shard_bytes)
     plan = build_plan(
         pattern, layout, query_heads=sizes.query_heads, kv_heads=sizes.kv_heads, prune=settings.prune,
-        gradient_payload=options.gradient_payload, kv_payload=options.kv_payload,
+        gradient_payload=options.gradient_payload,
         ranks_per_node=settings.ranks_per_node, stage_shards=stages,
     )  # fmt: skip
     if row.plans is None:

@@ -38,7 +38,6 @@ from ds_ring.engines.first_batch.first_batch import (
 from ds_ring.errors import RingConfigError, RingError
 from ds_ring.layers.selection.total_order import TotalOrder
 from ds_ring.models.variants import encoder_modules
-from ds_ring.plugin import KV_PAYLOADS
 from ds_ring.start import initialize
 
 from .rounding import InFloat64, in_float64, measure_rounding, moved_rounding
@@ -303,8 +302,7 @@ def _compared(
             reason = f"crash: {type(fault).__name__}: {fault}"
             return [*reports, ModelReport(**about, result="WRONG", reason=reason)]
         differences = compare(on_ring[number], expected)
-        keys_rounded = not KV_PAYLOADS[section.get("kv_payload", "as_is")].exact
-        rounding = measure_rounding(untouched, run, expected, keys_rounded)
+        rounding = measure_rounding(untouched, run, expected)
         larger = wrong = rounding.beyond(differences)
         if larger and next(alone.parameters()).dtype == torch.float32:
             wrong = moved_rounding(untouched, run, expected, rounding).jumps(larger)

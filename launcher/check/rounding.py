@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ds_ring.engines.first_batch.first_batch import Difference, Numbers, Tolerance, compare
+from ds_ring.engines.first_batch.first_batch import Difference, Numbers, compare
 
 TIMES = 10.0
 _MIN_ERROR, _MAX_ERROR = 1e-6, 1e-4
@@ -41,12 +41,10 @@ class Rounding:
     Attributes:
         measured: how.
         errors: the error of everything that was compared.
-        keys_rounded: whether keys and values are rounded while they travel.
     """
 
     measured: RoundingMeasure
     errors: tuple[Difference, ...]
-    keys_rounded: bool = False
 
     def beyond(self, differences: Iterable[Difference]) -> list[Difference]:
         """Return the differences that rounding does not explain, in their order."""
@@ -62,8 +60,6 @@ class Rounding:
         gradients = [difference.error for difference in self.errors if difference.kind == "gradient"]
         # Rounding of outputs adds up from layer to layer; a gradient's may be small by chance.
         typical = {"layer": max(outputs), "logits": max(outputs), "gradient": median(gradients or [0.0])}
-        tolerance = Tolerance.for_dtype(torch.bfloat16)
-        tolerances = {"loss": tolerance.loss, "gradient": tolerance.gradients}
         wrong = []
         for difference in differences:
             error = max(
@@ -71,10 +67,7 @@ class Rounding:
                 typical.get(difference.kind, 0.0),
                 _MIN_ERROR,
             )
-            allowed = TIMES * min(error, most)
-            if self.keys_rounded:
-                allowed += tolerances.get(difference.kind, tolerance.outputs)
-            if not difference.error <= allowed:
+            if not difference.error <= TIMES * min(error, most):
                 wrong.append(difference)
         return wrong
 
@@ -105,29 +98,28 @@ class InFloat64(TorchFunctionMode):
         return function(*args, **options)
 
 
-def measure_rounding(model: nn.Module, run: Alone, expected: Numbers, keys_rounded: bool) -> Rounding:
+def measure_rounding(model: nn.Module, run: Alone, expected: Numbers) -> Rounding:
     """Measure a model's rounding by float64; by moved weights where it cannot run in float64.
 
     Args:
         model: in float32.
         run: what a model on one process computes of the batch.
         expected: what `model` does.
-        keys_rounded: whether keys and values are rounded while they travel.
     """
     try:
-        return Rounding("float64", tuple(compare(expected, run(in_float64(model)))), keys_rounded)
+        return Rounding("float64", tuple(compare(expected, run(in_float64(model)))))
     except Exception:  # of an operator without float64
-        return _moved_rounding(model, run, expected, keys_rounded)
+        return _moved_rounding(model, run, expected)
 
 
 def moved_rounding(model: nn.Module, run: Alone, expected: Numbers, known: Rounding) -> Rounding:
     """Measure a model's rounding by moved weights, unless `known` was measured so."""
     if known.measured == "moved weights":
         return known
-    return _moved_rounding(model, run, expected, known.keys_rounded)
+    return _moved_rounding(model, run, expected)
 
 
-def _moved_rounding(model: nn.Module, run: Alone, expected: Numbers, keys_rounded: bool) -> Rounding:
+def _moved_rounding(model: nn.Module, run: Alone, expected: Numbers) -> Rounding:
     worst: dict[tuple[str, str], Difference] = {}
     for number in range(_MOVED_RUNS):
         moved = copy.deepcopy(model)
@@ -135,7 +127,7 @@ def _moved_rounding(model: nn.Module, run: Alone, expected: Numbers, keys_rounde
         for difference in compare(run(moved), expected):
             key = (difference.kind, difference.name)
             worst[key] = max(worst.get(key, difference), difference, key=lambda difference: difference.error)
-    return Rounding("moved weights", tuple(worst.values()), keys_rounded)
+    return Rounding("moved weights", tuple(worst.values()))
 
 
 @torch.no_grad()

@@ -235,6 +235,10 @@ def _with_hosts(raw: _Raw) -> tuple[_Raw, list[Problem]]:
     """Return `raw` with a tuple of `Host` for its hosts, and their faults."""
     listed = raw.get("hosts")
     if listed == "local":
+        for key in raw if "slots" not in raw else ():
+            if did_you_mean(key, ["slots"], cutoff=0.8):
+                wrong = sentence("a known key", f"the unknown key '{key[:80]}'", "did you mean 'slots'?")
+                return {name: raw[name] for name in raw if name != key} | {"hosts": ()}, [Problem(key, wrong)]
         without_slots = {key: value for key, value in raw.items() if key != "slots"}
         host, problems = _host({"name": LOCAL_NAME, "slots": raw.get("slots")}, "")
         return {**without_slots, "hosts": (host,) if host else ()}, problems

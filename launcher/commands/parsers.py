@@ -37,18 +37,32 @@ class Parser(argparse.ArgumentParser):
         self.register("type", None, _word)
         self.register("type", Path, lambda text: Path(_word(text)))
 
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Return the options; leave with status 2 at an unknown one, naming the nearest of the command."""
+        options, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            commands: Any = self._subparsers._group_actions[0] if self._subparsers else None
+            command = commands.choices[options.command] if commands else self
+            near = did_you_mean(unknown[0].partition("=")[0], command._option_string_actions)
+            advice = "leave it out"
+            if near is not None:
+                advice = f"did you mean '{near}'?"
+            elif getattr(options, "command", None) == "launch":
+                advice = f"options of the script come after --: ds-ring launch FILE -- {' '.join(unknown)}"
+            self.error(f"expected no other arguments, got {' '.join(unknown)}; {advice}")
+        return options
+
     def error(self, message: str) -> NoReturn:
         """Print one line and leave with status 2; `--help` has the usage."""
         choice = re.fullmatch(r"(.*): invalid choice: (.*) \(choose from (.*)\)", message, re.DOTALL)
-        if message.startswith("unrecognized arguments:"):
-            message = f"expected no other arguments, got {message.partition(': ')[2]}"
-            message += " (options of a launched script come after --)"
-        elif "the following arguments are required" in message:
+        if "the following arguments are required" in message:
             message = f"expected {message.partition(': ')[2]}, got none"
         elif choice is not None:
-            near = did_you_mean(choice[2].strip("'"), re.findall("'([^']+)'", choice[3]))
-            advice = f"; did you mean '{near}'?" if near else ""
-            message = f"{choice[1]}: expected one of {choice[3]}, got {choice[2]}{advice}"
+            near = did_you_mean(choice[2].strip("'"), choice[3].replace("'", "").split(", "))
+            expected, advice = f"one of {choice[3]}", ""
+            if near:  # the list of all would hide it
+                expected, advice = "a known one", f"; did you mean '{near}'?"
+            message = f"{choice[1]}: expected {expected}, got {choice[2]}{advice}"
         self.exit(2, f"{self.prog}: error: {_short(message)}; see {self.prog} --help\n")
 
 

@@ -107,7 +107,6 @@ def _row(
             chunk_bytes=options.chunk_bytes,
             prune=config.prune,
             gradient_payload=config.gradient_payload,
-            kv_payload=config.kv_payload,
             stage_bytes=config.stage_bytes,
             transport=config.transport if PASSES[config.transport].plans else "ring",
         ),

@@ -118,12 +118,10 @@ def _sizes(devices: int | None, ring: int | None, ulysses: int) -> tuple[int | N
 def _setting(
     options: argparse.Namespace, config: RingConfig, whole: _Raw, devices: int | None, ring: int
 ) -> TrainingSetting:
-    has_hops, equal = PASSES[config.transport].no_hops is None, config.rank_speeds is None
-    for key, usual, is_planned in (("transport", '"ring"', has_hops), ("rank_speeds", "null", equal)):
-        if not is_planned:
-            advice = "plan computes ring passes of equally fast ranks: leave the key out for it"
-            what = sentence(usual, shown(getattr(config, key)), advice)
-            raise RingConfigError(f"--config: {SECTION}.{key}: {what}")
+    if PASSES[config.transport].no_hops is not None:
+        advice = "plan computes ring passes: leave the key out for it"
+        what = sentence('"ring"', shown(config.transport), advice)
+        raise RingConfigError(f"--config: {SECTION}.transport: {what}")
     model, ulysses = read_model(options), config.ulysses_size
     if ring * ulysses > _MAX_DEVICES:
         expected = f"at most {_MAX_DEVICES:,} ranks"
@@ -178,7 +176,6 @@ def _setting(
         chunk_bytes=config.chunk_bytes,
         stage_bytes=config.stage_bytes,
         gradient_payload=config.gradient_payload,
-        kv_payload=config.kv_payload,
         kernel=config.kernel,
         block_size=config.block_size,
     )

@@ -16,9 +16,10 @@ from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import Tiles
 from ds_ring.plugin import KERNELS, PASSES, load
 from ds_ring.schedule.choose import AS_FAST, bind_one_head, count_rank_work
+from ds_ring.schedule.directions import sample_origins
 from ds_ring.schedule.layout import Layout, make_layout
 from ds_ring.schedule.lowering import chunk_bytes_on, stage_shards
-from ds_ring.schedule.plan import Plan, build_plan, sample_origins
+from ds_ring.schedule.plan import Plan, build_plan
 
 from .hardware import Hardware
 from .other_layers import LayerCost, LayerSetting, layer_cost
@@ -91,7 +92,7 @@ def build_plans(setting: TrainingSetting, layout: Layout | None = None) -> list[
     def plan(pattern: Pattern) -> Plan:
         ring = build_plan(
             pattern, layout, query_heads=heads, kv_heads=kv_heads, prune=setting.prune,
-            gradient_payload=setting.gradient_payload, kv_payload=setting.kv_payload,
+            gradient_payload=setting.gradient_payload,
             ranks_per_node=node, stage_shards=None if make_own else stage,
         )  # fmt: skip
         if make_own is None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ds_ring.kernels.workspace import FLOAT, HopShape, get_workspace_bytes
-from ds_ring.plugin import KERNELS, CodecRow, load
+from ds_ring.plugin import KERNELS, load
 from ds_ring.schedule.lowering import count_heads, lower_pass
 from ds_ring.schedule.rank_plan import HeadClassPlan
 from ds_ring.schedule.steps import (
@@ -54,10 +54,8 @@ class PassShape:
         """Return D + E: the elements of a token's K and V of one head, which travel together."""
         return self.head_dim + self.value_dim
 
-    def slot_bytes(self, payload: Payload, codec: CodecRow | None) -> int:
+    def slot_bytes(self, payload: Payload) -> int:
         """Return the bytes of a slot of one head in a buffer: of K and V, or of dK and dV, together."""
-        if payload is Payload.ENCODED and codec is not None:
-            return codec.pair_bytes(self.pair_dim, self.element_bytes)
         element = 2 if payload is Payload.ROUNDED else FLOAT
         if payload is Payload.KEYS:
             element = self.element_bytes
@@ -182,7 +180,7 @@ class _Meter:
     def _take(self, index: int, chunk: HeadChunk, buffer: int) -> None:
         if (index, buffer) not in self.sizes:
             payload, slots = chunk.steps.buffers[buffer]
-            size = slots * self._rows(chunk.kv_heads) * self.shape.slot_bytes(payload, chunk.steps.codec)
+            size = slots * self._rows(chunk.kv_heads) * self.shape.slot_bytes(payload)
             self.sizes[index, buffer] = size
             self.used += size
             self.most_used = max(self.most_used, self.used)

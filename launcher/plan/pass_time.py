@@ -102,7 +102,7 @@ def count_work(
                 row[:3] += heads * int(tiles.pairs.sum()), heads * executed(tiles), len(tiles)
         for post in steps_now.posted:
             if isinstance(post, Recv):
-                size = post.count * shape.slot_bytes(post.payload, steps.codec)
+                size = post.count * shape.slot_bytes(post.payload)
                 row[4 if is_inside(post.peer) else 3] += size
     return work
 
@@ -221,9 +221,7 @@ def _sent(schedule: Schedule, shape: PassShape) -> int:
     for chunk in schedule.chunks:
         if id(chunk.steps) not in slots:
             posted = (post for steps in chunk.steps.rounds for post in steps.posted if isinstance(post, Send))
-            codec = chunk.steps.codec
-            sizes = (post.count * shape.slot_bytes(post.payload, codec) for post in posted)
-            slots[id(chunk.steps)] = sum(sizes)
+            slots[id(chunk.steps)] = sum(post.count * shape.slot_bytes(post.payload) for post in posted)
     heads = sum(count_heads(chunk.kv_heads) * slots[id(chunk.steps)] for chunk in schedule.chunks)
     return shape.batch * heads
 

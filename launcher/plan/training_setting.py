@@ -48,14 +48,13 @@ class TrainingSetting:
     offload_checkpoints: bool = False  # the layers' checkpoints are on the host
     offload_attention: bool | Literal["auto"] = False  # q, k, v, out and lse of a layer are on the host
     may_add_options: bool = False  # searches turn on the options of `options.py` that make a run fit
-    # transport, overlap, prune, chunk_bytes, stage_bytes, gradient_payload, kv_payload: as in the JSON
+    # transport, overlap, prune, chunk_bytes, stage_bytes, gradient_payload: as in the JSON
     transport: str = "ring"
     overlap: bool = True
     prune: bool = True
     chunk_bytes: int | None = None
     stage_bytes: int | Literal["auto"] = "auto"
     gradient_payload: str = "float32"
-    kv_payload: str = "as_is"
     # kernel, block_size: as in the JSON
     kernel: str = "auto"
     block_size: int = 128

@@ -106,7 +106,7 @@ def build_pass_plans(request: TuningRequest) -> list[tuple[Plan, int]]:
         (
             build_plan(
                 pattern, layout, query_heads=request.heads, kv_heads=request.kv_heads, prune=base.prune,
-                gradient_payload=base.gradient_payload, kv_payload=base.kv_payload,
+                gradient_payload=base.gradient_payload,
             ),
             layers,
         )

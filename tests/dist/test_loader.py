@@ -265,7 +265,7 @@ def plans_ahead(rank: int, world_size: int, ahead: bool) -> tuple[list[list[Tens
 
     with pytest.MonkeyPatch.context() as patches:
         for module, name in (
-            (plan, "choose_directions"), (lowering, "_keep_for_the_end"), (choose, "make_auto")
+            (plan, "find_head_classes"), (lowering, "_keep_for_the_end"), (choose, "make_auto")
         ):  # fmt: skip
             patches.setattr(module, name, noted(getattr(module, name)))
         for batch in loader:

@@ -30,6 +30,7 @@ from ds_ring import (
 from ds_ring.comm.collective import collective
 from ds_ring.comm.mesh import destroy_dropped_groups
 from ds_ring.data.dynamic_ring.intervals import SubRings
+from ds_ring.ring.pool import Buffers
 from tests.dist.harness import Failure, Pool, catch_failure, run_ranks
 from tests.dist.test_wrong_inputs import attend, error_of_a_correct_pass, right_arguments
 
@@ -40,8 +41,9 @@ def after_close(rank: int, world_size: int) -> dict[str, tuple[str, str, float]]
     q, layout = arguments["q"].requires_grad_(), arguments["layout"]
     out, whole = attend(arguments), gather_sequence(q, layout, mesh=mesh, dim=2)
     module = RingAttention(Causal(), mesh=mesh, layout=layout)
-    rest = (arguments["k"], arguments["v"])
+    rest, buffers = (arguments["k"], arguments["v"]), mesh.owners[Buffers]
     mesh.close()
+    assert not mesh.owners and not buffers.held_bytes
     mesh.close()  # is nothing new
     acts: dict[str, Callable[[], object]] = {
         "attention": lambda: attend(arguments),

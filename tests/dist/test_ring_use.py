@@ -233,7 +233,6 @@ def warned(rank: int, world_size: int) -> dict[str, list[str]]:
     return result
 
 
-@pytest.mark.night
 def test_positions_and_a_loss_of_ones_own_are_a_warning(rank_pool: Any) -> None:
     first, *others = rank_pool(2).run(warned, timeout_s=120)
     (positions,) = first.pop("no positions")

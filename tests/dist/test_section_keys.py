@@ -18,7 +18,6 @@ from ds_ring.config.pattern_section import PATTERNS_BY_KEY
 from ds_ring.config.section import RingConfig, by_json_key
 from ds_ring.errors import RingConfigError
 from ds_ring.ops.options import Options
-from ds_ring.plugin import KV_PAYLOADS
 from ds_ring.ring.observer import Observers
 from tests.dist.deepspeed_ranks import (
     Size,
@@ -42,7 +41,6 @@ KEYS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "ring_attention.ring_size": ({"ring_size": 2}, {"ring_size": 1, "ulysses_size": 2}, "grid"),
     "ring_attention.ulysses_size": ({}, {"ulysses_size": 2}, "grid"),
     "ring_attention.layout": ({"layout": "zigzag"}, {"layout": "striped"}, "layout"),
-    "ring_attention.rank_speeds": ({}, {"rank_speeds": [1.0, 0.25]}, "layout"),
     "ring_attention.pattern.causal": ({}, {"pattern": {"causal": False}}, "output"),
     "ring_attention.pattern.window": ({}, {"pattern": {"window": 7}}, "output"),
     "ring_attention.pattern.window_dilation": ({"pattern": {"window": 7}},
@@ -70,7 +68,6 @@ KEYS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "ring_attention.prune": ({"layout": "contiguous", "pattern": {"window": 7}},
         {"layout": "contiguous", "pattern": {"window": 7}, "prune": False}, "bytes"),
     "ring_attention.gradient_payload": ({}, {"gradient_payload": "bfloat16"}, "gradient payload"),
-    "ring_attention.kv_payload": ({}, {"kv_payload": list(KV_PAYLOADS)[-1]}, "bytes"),
     "ring_attention.chunk_bytes": ({}, {"chunk_bytes": 1}, "batches"),
     "ring_attention.stage_bytes": ({}, {"stage_bytes": 1 << 30}, "directions"),
     "ring_attention.latents": ({"latents": False}, {"latents": True}, "latents"),
@@ -309,10 +306,6 @@ def test_a_monitor_that_writes_nowhere_is_refused(rank_pool: Any) -> None:
         ({"transport": "all_gather", "chunk_bytes": 64}, "chunk_bytes"),
         ({"transport": "reproducible", "stage_bytes": 64}, "stage_bytes: .*passes nothing on"),
         ({"transport": "all_gather", "gradient_payload": "bfloat16"}, "gradient_payload: .*has no hops"),
-        (
-            {"transport": "reproducible", "kv_payload": list(KV_PAYLOADS)[-1]},
-            "kv_payload: .*passes nothing on",
-        ),
         ({"transport": "all_gather", "monitor": True}, "monitor"),
         ({"kernel": "cpu", "block_size": 64}, 'block_size: .*"kernel": "cpu", which has no mask blocks'),
         ({"pattern": {"head_offsets": "zero"}}, "pattern.head_offsets: .*it has no effect"),

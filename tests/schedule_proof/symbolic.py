@@ -98,8 +98,8 @@ class SymbolicRank:
             self.refuse("the tokens it names", f"others in {get_buffer_name(step.buffer)}")
         kinds = [self._chunk(index).steps.buffers[one].payload for one in (step.buffer, step.packed)]
         # sums are rounded in the copy alone; the part of one rank may be rounded from the start
-        rounds = (Payload.ROUNDED, Payload.GRADIENTS), (Payload.ENCODED, Payload.KEYS)
-        same = step.payload is kinds[0] or (step.payload, kinds[0]) in rounds
+        rounds = step.payload is Payload.ROUNDED and kinds[0] is Payload.GRADIENTS
+        same = step.payload is kinds[0] or rounds
         if step.payload is not kinds[1] or not same:
             self.refuse(
                 f"{step.payload.value}", f"a buffer of the other kind, {get_buffer_name(step.buffer)}"
@@ -185,11 +185,8 @@ class SymbolicRank:
         self.step = step
         source = self._read(index, step.source, step.needs)
         given = self._chunk(index).steps.buffers[step.source].payload
-        # rounded is what travels alone: sums are never rounded; keys may change between both of their kinds
-        keys, payload = (Payload.KEYS, Payload.ENCODED), Payload.GRADIENTS
-        if given in keys:
-            into = self._chunk(index).steps.buffers[step.buffer].payload
-            payload = into if into in keys else given
+        # rounded is what travels alone: sums are never rounded
+        payload = Payload.KEYS if given is Payload.KEYS else Payload.GRADIENTS
         # keys of several parts: the first part takes the buffer
         known = (index, step.buffer) in self.contents
         target = self._live(index, step.buffer) if known else self._fresh(index, step.buffer, payload)
@@ -200,7 +197,7 @@ class SymbolicRank:
                 f"{len(source.tokens)} slots of {get_buffer_name(step.buffer)}", f"{len(where)} or others"
             )
         target.came = max(target.came, source.came)
-        if payload in keys:
+        if payload is Payload.KEYS:
             if (target.tokens[where] != NOTHING).any():
                 self.refuse(f"empty slots of {get_buffer_name(step.buffer)}", "filled ones: written twice")
             target.tokens[where] = source.tokens

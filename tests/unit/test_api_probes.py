@@ -22,7 +22,6 @@ import ds_ring
 from ds_ring import Causal, Documents, Full, PassOptions, RingConfig, RingError, RingMesh
 from ds_ring.config.pattern_section import PATTERNS_BY_KEY
 from ds_ring.errors import shown
-from ds_ring.plugin import KV_PAYLOADS
 from tests import calls
 
 SECONDS = 1.0
@@ -167,7 +166,6 @@ CALLS: dict[str, Call] = {
             "kv_heads": counted(2, 3, 1 << 40),
             "prune": Argument(NO_FLAG, (True,)),
             "gradient_payload": Argument(NO_NAME, ("float32",)),
-            "kv_payload": Argument(NO_NAME, ("as_is",)),
             "ranks_per_node": Argument((*(x for x in NO_COUNT if x is not None), 3), (None, 1, 2)),
             "stage_shards": Argument(tuple(x for x in NO_COUNT if x is not None), (None,)),
             "directions": Argument((3, "up", [1], Hostile()), (None,)),
@@ -266,7 +264,6 @@ CALLS: dict[str, Call] = {
             "hop_timeout_seconds": Argument((*NOTHING, 0, -1, NAN, INF, 1e300, 10**400, True), (60, 1.5)),
             "check_finite": Argument(NO_FLAG, (True, False)),
             "gradient_payload": Argument(NO_NAME, ("float32", "bfloat16")),
-            "kv_payload": Argument(NO_NAME, tuple(KV_PAYLOADS)),
             "options": Argument((0.5, "x", Hostile(), {"overlap": False}, Causal()), (None, PassOptions())),
             "sinks": Argument(
                 (0.5, "x", Hostile(), [0.0] * Q.shape[1], Q, Q[0, 0, 0, :1].int(), Q.to("meta")),
@@ -388,7 +385,6 @@ CALLS: dict[str, Call] = {
             "threads": Argument((0, -1, True, "1", 2.0, 10**9, Hostile()), (1, None)),
             "prune": Argument(NO_FLAG, (True, False)),
             "gradient_payload": Argument(NO_NAME, ("float32", "bfloat16")),
-            "kv_payload": Argument(NO_NAME, ("as_is",)),
             "ranks_per_node": Argument((*(x for x in NO_COUNT if x is not None), 3), (None, 1, 2)),
             "stage_bytes": Argument(tuple(x for x in NO_COUNT if type(x) is not int or x),
                 (0, "auto", 1, 1 << 30)),
@@ -534,7 +530,7 @@ def test_many_items_are_counted_and_arrays_are_shapes() -> None:
     assert shown(np.zeros((2, 3))) == "ndarray of shape (2, 3), float64"
     assert shown(np.float32(2)) == f"float32 {np.float32(2)!r}"
     with pytest.raises(ds_ring.RingConfigError) as error:
-        RingConfig.from_deepspeed({"sequence_parallel_size": 1, "ring_attention": {"rank_speeds": [MANY]}})
+        RingConfig.from_deepspeed({"sequence_parallel_size": 1, "ring_attention": {"chunk_bytes": [MANY]}})
     assert not re.search(r"(\d+, ){6}", str(error.value))
 
 

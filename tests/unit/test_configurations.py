@@ -78,7 +78,7 @@ def test_the_later_of_two_rows_holds_and_one_that_was_cut_off_is_left_out(tmp_pa
     file.write_text(text + json.dumps(a_row(seed=2))[:40])
     found = read_rows(file)
     assert [row["verdict"] for row in found.values()] == ["WRONG", "exact"]
-    assert row_key(a_row()) in found and row_key(a_row(section={"kv_payload": "int8"})) not in found
+    assert row_key(a_row()) in found and row_key(a_row(section={"gradient_payload": "bfloat16"})) not in found
     assert file.read_text() == text, "what was cut off does not run into the next row"
     file.write_text("exact llama\n" + text)
     with pytest.raises(RingConfigError, match="line 1: expected a row of this tool, got 'exact llama"):

@@ -140,7 +140,7 @@ def rows(device: str) -> Iterator[Row]:
             yield row("rates", f"{kind}, {kernel}", "machine.rates", 60, kind=kind, kernel=kernel)
     for head_dim in (128, 64, 256):
         yield row("rates", f"blocks of flex, {head_dim}", "machine.flex_blocks", 120, head_dim=head_dim)
-    of_tests = {"float8": 30.0, "host_heads": 30.0, "flash": 110.0, "flex": 150.0}
+    of_tests = {"host_heads": 30.0, "flash": 110.0, "flex": 150.0}
     for name, most in of_tests.items() if device == "cuda" else ():
         file = f"test_{name}.py"
         yield row("tests", file, "machine.gpu_tests", most + 15, file=file, limit_s=most)

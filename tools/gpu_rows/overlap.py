@@ -28,7 +28,6 @@ from ds_ring.comm import exchange
 from ds_ring.kernels.flash.kernel import FlashKernel
 from ds_ring.kernels.flash.packages import SM_MARGIN
 from ds_ring.ops.options import Options
-from ds_ring.plugin import KV_PAYLOADS
 
 from .kernels import compute_errors, get_limit, get_shape, is_cuda, judged, operands, reference
 from .self_ring import Done, poisoned, self_group, self_ring
@@ -38,20 +37,18 @@ TRACE_BYTES = 15 << 20  # of a file that comes back from a borrowed machine
 
 
 def exact(device: str, kernel: str) -> Iterator[ResultRow]:
-    """Yield errors of rings of eight, hop by hop and in stages, with each payload of keys."""
+    """Yield errors of rings of eight, hop by hop and in stages."""
     names, ring_size = ("out", "lse", "dq", "dk", "dv"), 8
     with self_group(device, poisoned):
-        for payload, known in KV_PAYLOADS.items():
-            for stage_bytes in (0, 1 << 40):
-                options = Options(kernel=kernel, stage_bytes=stage_bytes, kv_payload=payload)
-                begin = time.perf_counter()
-                with self_ring(operands(device), ring_size, options) as passes:
-                    got = dict(zip(names, passes(), strict=True))
-                case = {"kernel": kernel, "keys_travel": "in stages" if stage_bytes else "hop by hop"}
-                limit = get_limit(get_shape(device).dtype) if known.exact else 0.15
-                first = {"first_pass_s": round(time.perf_counter() - begin, 2)}
-                errors = compute_errors(got, reference(device, "full"), math.log(ring_size))
-                yield judged(case | {"kv_payload": payload}, errors, limit, first)
+        for stage_bytes in (0, 1 << 40):
+            options = Options(kernel=kernel, stage_bytes=stage_bytes)
+            begin = time.perf_counter()
+            with self_ring(operands(device), ring_size, options) as passes:
+                got = dict(zip(names, passes(), strict=True))
+            case = {"kernel": kernel, "keys_travel": "in stages" if stage_bytes else "hop by hop"}
+            first = {"first_pass_s": round(time.perf_counter() - begin, 2)}
+            errors = compute_errors(got, reference(device, "full"), math.log(ring_size))
+            yield judged(case, errors, get_limit(get_shape(device).dtype), first)
 
 
 def _large(device: str) -> tuple[Tensor, ...]:

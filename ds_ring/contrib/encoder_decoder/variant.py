@@ -140,7 +140,6 @@ def check_pair(model: PreTrainedModel, config: RingConfig) -> None:
         '"dynamic_ring": true': config.get("dynamic_ring"),
         '"verify_first_batch": true': config.get("verify_first_batch"),
         '"long_sequence"': config.changes_models,
-        '"rank_speeds": "measured"': config.get("rank_speeds") == "measured",
         f'"transport": "{config.transport}" on Ulysses ranks': config.ulysses_size > 1
         and PASSES[config.transport].whole_blocks,
     }

@@ -37,7 +37,8 @@ from ds_ring.errors import RingMeshError
 from ds_ring.masks.slots import SlotRanges, subtract_slots
 from ds_ring.schedule.grid import Coordinates, Grid
 from ds_ring.schedule.head_class import HeadClass
-from ds_ring.schedule.plan import Plan, make_one_way
+from ds_ring.schedule.plan import Plan
+from ds_ring.schedule.rank_plan import make_one_way
 
 Place = tuple[int, int]  # the first ring rank of an interval, and how many it has
 
@@ -101,7 +102,7 @@ def between_neighbours(plan: Plan, numbers: Sequence[int], ring_size: int) -> Pl
     if stays_linked(plan, numbers, ring_size):
         return plan
     way = make_one_way(plan.ring_size)
-    classes = (OnceAround(x.reads, x.kv_heads, way, False, x.rounded, x.codec) for x in plan.classes)
+    classes = (OnceAround(x.reads, x.kv_heads, way, False, x.rounded) for x in plan.classes)
     return Plan(plan.pattern, plan.layout, plan.query_heads, plan.kv_heads, tuple(classes))
 
 

@@ -18,8 +18,6 @@ class DynamicRingKeys(Section):
     @field_validator("dynamic_ring")
     @classmethod
     def _has_plain_rings(cls, value: bool, info: ValidationInfo) -> bool:
-        if value and info.data.get("rank_speeds") is not None:
-            raise Refused(sentence("false", "true beside rank_speeds", "smaller rings have other ranks"))
         if value and info.data.get("ulysses_size", 1) > 1:
             why = "is for rings without Ulysses ranks"
             raise Refused(sentence("false", f"true beside ulysses_size {info.data['ulysses_size']}", why))

@@ -27,10 +27,11 @@ from ds_ring.ops.options import Options
 from ds_ring.ops.passes import Operands
 from ds_ring.ops.prepare import prepare
 from ds_ring.ops.ring_op import ring_attention_backward_op, ring_attention_op
-from ds_ring.plugin import GRADIENT_PAYLOADS, KV_PAYLOADS
+from ds_ring.plugin import GRADIENT_PAYLOADS
+from ds_ring.schedule.directions import sample_origins
 from ds_ring.schedule.layout import make_layout
 from ds_ring.schedule.lowering import count_heads
-from ds_ring.schedule.plan import Plan, build_plan, sample_origins
+from ds_ring.schedule.plan import Plan, build_plan
 
 _LEAST = 64  # tokens of the shortest sample whose attention is estimated
 _DENSE = 6  # FLOPs for each parameter of a matrix and token, forward and backward (Kaplan et al. 2020)
@@ -140,10 +141,9 @@ class SampleTimes:
                 tokens[hop.hop] += kv_heads * count_slots(hop.held) if hop.hop else 0
         busy_s += np.where(tokens > 0, self.rates.hop_s, 0.0)
         seconds = tokens * 2 * self.sizes.head_dim / self.rates.link_bytes_per_s  # of K and V, for each byte
-        gradient_bytes = GRADIENT_PAYLOADS[self.config.gradient_payload].bytes_each(4)
+        gradient_bytes = GRADIENT_PAYLOADS[self.config.gradient_payload].element_bytes
         # While a hop computes, K/V of the next one arrive, and backward the gradients of the last one leave.
-        key_bytes = KV_PAYLOADS[self.config.kv_payload].bytes_each(self._element_bytes)
-        moves_s = np.tile(np.append(seconds[1:], 0.0) * key_bytes, (2, 1))
+        moves_s = np.tile(np.append(seconds[1:], 0.0) * self._element_bytes, (2, 1))
         moves_s[1, 1:] += seconds[:-1] * gradient_bytes
         both = np.maximum(busy_s, moves_s) if self.config.overlap else busy_s + moves_s
         return float(both.sum())

@@ -211,9 +211,6 @@ def _make_patches(
     if first_batch is not None:
         first_batch.engine = engine
         patches.append(first_batch)
-    speeds = session.config.get("rank_speeds", None)
-    if speeds is not None and speeds != "measured":
-        session.sharder.set_speeds(tuple(speeds))
     mark_ring()
     start = EngineStart(engine, session, adapters, trains)
     for part in engine_parts():

@@ -11,7 +11,7 @@ import copy
 import logging
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -29,7 +29,6 @@ from ds_ring.data.session import RingSession
 from ds_ring.errors import RingConfigError, RingVerifyError
 from ds_ring.ops.shard import gather_sequence
 from ds_ring.patches import AppliedPatch, applied, apply, patch
-from ds_ring.plugin import KV_PAYLOADS
 from ds_ring.schedule.layout import make_layout
 
 log = logging.getLogger(__name__)
@@ -68,14 +67,8 @@ class Tolerance:
     gradients: float
 
     @classmethod
-    def for_dtype(cls, dtype: torch.dtype, keys_rounded: bool = False) -> Tolerance:
-        """Return the tolerance of a model of `dtype`, against a run in float32 (float64 for float64).
-
-        If K and V of other ranks are rounded (`KV_PAYLOADS`), bfloat16's tolerance is added once more.
-        """
-        if keys_rounded:
-            pairs = zip(astuple(cls.for_dtype(dtype)), astuple(cls.for_dtype(torch.bfloat16)), strict=True)
-            return cls(*(sum(pair) for pair in pairs))
+    def for_dtype(cls, dtype: torch.dtype) -> Tolerance:
+        """Return the tolerance of a model of `dtype`, against a run in float32 (float64 for float64)."""
         return {
             torch.float64: cls(1e-6, 1e-7, 1e-6),
             torch.float32: cls(1e-4, 1e-5, 2e-4),
@@ -450,8 +443,7 @@ class FirstBatch:
             differences += self._forward_alone(alone, parts, mean)
         expected = {name: p.grad.cpu() for name, p in alone.named_parameters() if p.grad is not None}
         differences += compare_gradients(gradients, expected)
-        exact = KV_PAYLOADS[self.session.config.kv_payload].exact or self.session.mesh.ring_size == 1
-        wrong = beyond(differences, Tolerance.for_dtype(dtype, not exact))
+        wrong = beyond(differences, Tolerance.for_dtype(dtype))
         if wrong:
             rest = f" and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
             return "; ".join(str(error) for error in wrong[:_NAMED]) + rest

@@ -1,4 +1,4 @@
-"""Let a rank and the monitor process each prove that it knows the job's secret.
+"""Let a rank and the monitor process each prove that it knows the job's secret: the rank's side.
 
 Owns the four lines that are exchanged before anything else. The secret itself never crosses the wire: each
 side sends a random nonce, and the other answers with an HMAC-SHA256 over both nonces, the rank and its own
@@ -31,10 +31,10 @@ import time
 VERSION = "ds_ring/1"
 HANDSHAKE_LINE_BYTES = 256  # a line before the welcome
 SECRET_BYTES = 16  # the least that a secret may have: it could be guessed from one answer otherwise
-_MONITOR, _RANK = "monitor", "rank"  # roles
-_HELLO = re.compile(rf"{VERSION} hello (\d{{1,7}}) ([0-9a-f]{{32}})", re.ASCII)
+MONITOR, RANK = "monitor", "rank"  # roles
+HELLO = re.compile(rf"{VERSION} hello (\d{{1,7}}) ([0-9a-f]{{32}})", re.ASCII)
 _CHALLENGE = re.compile(rf"{VERSION} challenge ([0-9a-f]{{32}}) ([0-9a-f]{{64}})", re.ASCII)
-_ANSWER = re.compile(rf"{VERSION} answer ([0-9a-f]{{64}})", re.ASCII)
+ANSWER = re.compile(rf"{VERSION} answer ([0-9a-f]{{64}})", re.ASCII)
 _WELCOME = re.compile(rf"{VERSION} welcome", re.ASCII)
 
 
@@ -42,47 +42,16 @@ class HandshakeError(Exception):
     """Report that the other side is not of this job, or does not speak this protocol."""
 
 
-def _compute_proof(secret: bytes, role: str, rank: int, rank_nonce: str, monitor_nonce: str) -> str:
+def compute_proof(secret: bytes, role: str, rank: int, rank_nonce: str, monitor_nonce: str) -> str:
     text = f"{VERSION} {role} {rank} {rank_nonce} {monitor_nonce}"
     return hmac.new(secret, text.encode(), hashlib.sha256).hexdigest()
 
 
-def _match(form: re.Pattern[str], line: bytes, expected: str) -> re.Match[str]:
+def match_line(form: re.Pattern[str], line: bytes, expected: str) -> re.Match[str]:
     match = form.fullmatch(line.decode("ascii", "replace"))
     if match is None:
         raise HandshakeError(f"expected {expected}, got {line[:40]!r}")
     return match
-
-
-class DetectorHandshake:
-    """Take the monitor's side, one line after the other.
-
-    Attributes:
-        rank: who it is, once `done`; a mere claim before.
-        done: the other side has proved that it knows the secret.
-    """
-
-    def __init__(self, secret: bytes, world_size: int) -> None:
-        self.rank, self.done = -1, False
-        self._secret, self._world_size = secret, world_size
-        self._rank_nonce, self._nonce = "", secrets.token_hex(16)
-
-    def take(self, line: bytes) -> bytes:
-        """Return the answer to a line."""
-        if not self._rank_nonce:
-            rank, self._rank_nonce = _match(_HELLO, line, "a hello").groups()
-            self.rank = int(rank)
-            if self.rank >= self._world_size:
-                raise HandshakeError(f"expected a rank below {self._world_size}, got {rank}")
-            mine = _compute_proof(self._secret, _MONITOR, self.rank, self._rank_nonce, self._nonce)
-            return f"{VERSION} challenge {self._nonce} {mine}\n".encode()
-        (proof,) = _match(_ANSWER, line, "an answer").groups()
-        if not hmac.compare_digest(
-            proof, _compute_proof(self._secret, _RANK, self.rank, self._rank_nonce, self._nonce)
-        ):
-            raise HandshakeError("another secret")
-        self.done = True
-        return f"{VERSION} welcome\n".encode()
 
 
 class RankHandshake:
@@ -97,17 +66,17 @@ class RankHandshake:
 
     def answer(self, challenge: bytes) -> bytes:
         """Return the second line, once the monitor has proved itself."""
-        nonce, proof = _match(_CHALLENGE, challenge, "a challenge").groups()
+        nonce, proof = match_line(_CHALLENGE, challenge, "a challenge").groups()
         if not hmac.compare_digest(
-            proof, _compute_proof(self._secret, _MONITOR, self._rank, self._nonce, nonce)
+            proof, compute_proof(self._secret, MONITOR, self._rank, self._nonce, nonce)
         ):
             raise HandshakeError("another secret")
-        proof = _compute_proof(self._secret, _RANK, self._rank, self._nonce, nonce)
+        proof = compute_proof(self._secret, RANK, self._rank, self._nonce, nonce)
         return f"{VERSION} answer {proof}\n".encode()
 
     def check_welcome(self, line: bytes) -> None:
         """Raise HandshakeError unless this is the welcome."""
-        _match(_WELCOME, line, "a welcome")
+        match_line(_WELCOME, line, "a welcome")
 
 
 def authenticate(connection: socket.socket, secret: bytes, rank: int, timeout_s: float) -> None:

@@ -18,7 +18,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from .handshake import HANDSHAKE_LINE_BYTES, DetectorHandshake, HandshakeError
+from .admission import DetectorHandshake
+from .handshake import HANDSHAKE_LINE_BYTES, HandshakeError
 from .verdicts import FailureDetector
 from .wire import Fault
 

@@ -18,9 +18,10 @@ from ds_ring.masks.slots import IntArray
 from ds_ring.masks.tiles import Axis
 from ds_ring.plugin import LAYOUTS, load
 from ds_ring.schedule.choose import Candidate, count_rank_work
+from ds_ring.schedule.directions import sample_origins
 from ds_ring.schedule.head_class import HeadClass, ReadsOfShards, map_tiles_to_payload
 from ds_ring.schedule.layout import Layout
-from ds_ring.schedule.plan import make_one_way, sample_origins
+from ds_ring.schedule.rank_plan import make_one_way
 
 ROWS = 32
 FEW_RANKS = 8

@@ -35,8 +35,7 @@ from ds_ring.ops.context import RingContext
 from ds_ring.ops.tracing import forbid_tracing
 from ds_ring.schedule.head_class import HeadClass, ReadsOfShards
 from ds_ring.schedule.layout import Layout
-from ds_ring.schedule.plan import make_one_way
-from ds_ring.schedule.rank_plan import HopPlan
+from ds_ring.schedule.rank_plan import HopPlan, make_one_way
 
 ScoresFunction = Callable[..., Tensor]  # of a slice of queries and keys, perhaps also their positions
 Merge = Callable[[slice, Tensor, Tensor], None]  # takes a slice of queries, scores, and positions of keys

@@ -7,5 +7,5 @@ from ds_ring.plugin import LayoutRow, Plugin
 
 PLUGIN = Plugin(
     order=15,
-    layouts={"balanced": LayoutRow(home=make_balanced, takes_speeds=True, if_uneven=even_pieces)},
+    layouts={"balanced": LayoutRow(home=make_balanced, if_uneven=even_pieces)},
 )

@@ -13,7 +13,7 @@ import numpy as np
 from ds_ring.errors import RingLayoutError
 from ds_ring.masks.slots import IntArray
 from ds_ring.patterns.private.ranges import PrivateTable
-from ds_ring.schedule.choose import Candidate, Speeds, describe_mix, rated
+from ds_ring.schedule.choose import Candidate, describe_mix, rated
 from ds_ring.schedule.layout import Layout, Mix, expand_runs
 from ds_ring.schedule.pieces import PieceLayout
 
@@ -130,11 +130,9 @@ def _beside(
     return PrivateLayout(table.tokens, ring_size, multiple_of, *pieces)
 
 
-def candidates(
-    tokens: int, ring_size: int, multiple_of: int, mix: Mix, speeds: Speeds = ()
-) -> list[Candidate]:
+def candidates(tokens: int, ring_size: int, multiple_of: int, mix: Mix) -> list[Candidate]:
     """Return the layout for "auto" to compare; none for patterns without private tokens."""
     table = private_table(mix)
     if table is None or table.tokens != tokens:
         return []
-    return [rated(mix, make_private(tokens, ring_size, multiple_of, mix), speeds)]
+    return [rated(mix, make_private(tokens, ring_size, multiple_of, mix))]

@@ -19,8 +19,9 @@ import numpy as np
 
 from ds_ring.masks.slots import count_slots, merge_progressions
 from ds_ring.schedule.choose import TOKEN_PAIRS, TOKEN_PAIRS_IN_NODE, bind_one_head, count_rank_work
+from ds_ring.schedule.directions import make_stages, sample_origins
 from ds_ring.schedule.lowering import STAGE_BYTES_GPU, lower_class
-from ds_ring.schedule.plan import Plan, make_stages, sample_origins
+from ds_ring.schedule.plan import Plan
 from ds_ring.schedule.steps import ChunkSteps, Recv
 from ds_ring.transports.direct.plan import plan_for_bytes
 

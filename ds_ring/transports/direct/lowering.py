@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ds_ring.masks.slots import count_slots, locate_ranges
-from ds_ring.schedule.lowering import Stages
 from ds_ring.schedule.rank_plan import DirectSend, HopPlan, StagePlan
+from ds_ring.schedule.stages import Stages
 from ds_ring.schedule.steps import Accumulate, Buffer, Free, Payload, Recv, Send
 
 if TYPE_CHECKING:
@@ -58,9 +58,9 @@ class DirectWay(Stages):
         far, at = self._get_stage(number + 2), 0
         if far is not None and self._is_far(number + 2) and (hops := self._list_hops(far, True)):
             total = sum(count_slots(hop.held) for hop, _ in hops)
-            buffer = self.crossed[number + 2] = self.new(self.payload, total)
+            buffer = self.crossed[number + 2] = self.new(Payload.KEYS, total)
             for hop, _ in hops:
-                steps.append(Recv(self.payload, buffer, hop.origin, hop.origin, hop.held, at))
+                steps.append(Recv(Payload.KEYS, buffer, hop.origin, hop.origin, hop.held, at))
                 at += count_slots(hop.held)
         if not self._is_far(number + 1):
             return steps + super()._post_keys(number)
@@ -68,9 +68,9 @@ class DirectWay(Stages):
         assert coming is not None, "a stage of other nodes"
         steps += self._relay(number + 1, coming)
         if relayed := self._list_hops(coming, False):
-            self.coming = self.new(self.payload, coming.slots)
+            self.coming = self.new(Payload.KEYS, coming.slots)
             for hop, at in relayed:
-                steps.append(Recv(self.payload, self.coming, hop.recv_rank, hop.origin, hop.held, at))
+                steps.append(Recv(Payload.KEYS, self.coming, hop.recv_rank, hop.origin, hop.held, at))
         return steps
 
     def _relay(self, number: int, stage: StagePlan) -> list[Send]:

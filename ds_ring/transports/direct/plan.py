@@ -163,7 +163,7 @@ class DirectClass(HeadClass):
                 returns.append(GradientReturn(hop, reader, slots))
                 sent_numbers[hop] = table.get_stage(ring_rank, reader, hop, inner)
         return DirectPlan(
-            tuple(plans), tuple(sends), tuple(returns), direction, self.rounded, self.codec, numbers,
+            tuple(plans), tuple(sends), tuple(returns), direction, self.rounded, numbers,
             sent_numbers, tuple(relays),
         )  # fmt: skip
 
@@ -199,7 +199,7 @@ def make_direct_plan(plan: Plan, ranks_per_node: int | None, stage_tokens: int) 
     if key not in plan.derived:
         direction = Direction(1, size - 1, inner)
         classes = tuple(
-            DirectClass(x.reads, x.kv_heads, (direction,), x.prune, x.rounded, x.codec, stage_tokens)
+            DirectClass(x.reads, x.kv_heads, (direction,), x.prune, x.rounded, stage_tokens)
             for x in plan.classes
         )
         plan.derived[key] = replace(plan, classes=classes, derived={}, _ranks={})

@@ -18,11 +18,13 @@ from ds_ring.checkpoint.manifest import (
     OWNER,
     Attempt,
     FolderLocks,
+    Storage,
     attempt_in,
     write_manifest,
 )
-from ds_ring.checkpoint.save import _commit
+from ds_ring.checkpoint.save import _commit, exchange_reports
 from ds_ring.errors import RingCheckpointError
+from ds_ring.limits import Limit
 
 HOLD = """
 import sys
@@ -157,3 +159,12 @@ def test_files_of_a_checkpoint_follow_the_umask(tmp_path: Path) -> None:
         os.umask(before)
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.rglob("*") if path.is_file()}
     assert len(modes) >= 2 and OWNER in modes and set(modes.values()) == {0o600}, modes
+
+
+def test_a_report_is_not_written_through_a_planted_link(tmp_path: Path) -> None:
+    victim, reports = tmp_path / "victim", tmp_path / "reports"
+    victim.write_text("precious")
+    reports.mkdir()
+    (reports / ".1").symlink_to(victim)
+    assert exchange_reports(reports, Storage((0, 1), 1), list, Limit(1.0, "no key")) is None
+    assert victim.read_text() == "precious"

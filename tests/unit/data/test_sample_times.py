@@ -7,7 +7,6 @@ import pytest
 from ds_ring.config.section import RingConfig
 from ds_ring.data.dynamic_ring.sample_times import MeasuredRates, ModelSizes, SampleTimes
 from ds_ring.kernels.select import get_kernel
-from ds_ring.plugin import KV_PAYLOADS
 
 SIZES = ModelSizes(layers=3, hidden=64, heads=4, kv_heads=2, head_dim=16, intermediate=128, vocab=256)
 RATES = MeasuredRates(
@@ -34,15 +33,14 @@ def test_seconds_on_one_rank(tokens: int) -> None:
     assert times.fixed(1) + times.sample(tokens, 1) == pytest.approx(whole_on_one(tokens), rel=1e-9)
 
 
-@pytest.mark.parametrize("payload", KV_PAYLOADS)
-def test_hops_and_messages_of_a_ring(payload: str) -> None:
-    tokens, element, gradient = 1024, KV_PAYLOADS[payload].bytes_each(4), 4
+def test_hops_and_messages_of_a_ring() -> None:
+    tokens, element, gradient = 1024, 4, 4
     shard = 2 * SIZES.kv_heads * SIZES.head_dim * tokens // 4  # elements of K and V
     whole = whole_on_one(tokens) / 4
     free = times_on(RATES._replace(link_bytes_per_s=1e30, hop_s=0.0), pattern={"causal": False})
     assert free.fixed(4) + free.sample(tokens, 4) == pytest.approx(whole, rel=1e-9)
     # Each way K/V of three hops arrive, and backward three hops' gradients leave. Nothing overlaps.
-    slow = times_on(pattern={"causal": False}, overlap=False, kv_payload=payload)
+    slow = times_on(pattern={"causal": False}, overlap=False)
     moved = 3 * shard * (2 * element + gradient) / 1e9
     expected = whole + 3 * (moved + 2 * 3 * 1e-3)
     assert slow.fixed(4) + slow.sample(tokens, 4) == pytest.approx(expected, rel=1e-9)

@@ -19,7 +19,6 @@ from ds_ring.plugin import SAVED_TENSORS
 KEYS: dict[str, dict[str, Any]] = {
     "latents": {"latents": True},
     "monitor": {"monitor": True},
-    "rank_speeds": {"rank_speeds": "measured"},
     "verify_first_batch": {"verify_first_batch": True},
     "tiled_loss": {"long_sequence": {"tiled_loss": True}},
     "tiled_mlp": {"long_sequence": {"tiled_mlp": 64}},

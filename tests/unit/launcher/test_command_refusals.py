@@ -16,7 +16,12 @@ REFUSED = {
     "sbatch of another engine": (["launch", "cluster.yaml", "--sbatch"], "--sbatch: expected engine: slurm"),
     "a misspelt command": (["lanch", "cluster.yaml"], "got 'lanch'; did you mean 'launch'?"),
     "an option of the script": (["launch", "cluster.yaml", "--steps", "3"],
-        "got --steps 3 (options of a launched script come after --)"),
+        "got --steps 3; options of the script come after --: ds-ring launch FILE -- --steps 3"),
+    "a misspelt option": (["plan", "--hf-confg", "llama-3-8b"],
+        "expected no other arguments, got --hf-confg llama-3-8b; did you mean '--hf-config'?"),
+    "a misspelt option of launch": (["launch", "cluster.yaml", "--dry-rum"], "did you mean '--dry-run'?"),
+    "an option too many": (["configs", "there", "--steps"], "got --steps; leave it out"),
+    "a misspelt key of slots": (["launch", "slot.yaml"], "slot: expected a known key, got the unknown key"),
     "no model": (["check-model"],
         "model: expected a configuration, a model type or --all, and one of them only"),
     "a model and all": (["check-model", "llama", "--all"], "one of them only"),
@@ -45,6 +50,7 @@ def test_it_is_refused(
 ) -> None:
     monkeypatch.chdir(folder)
     (folder / "cluster.yaml").write_text(LOCAL)
+    (folder / "slot.yaml").write_text(LOCAL.replace("slots", "slot"))
     (folder / "long.yaml").write_text(LOCAL + f"environment: {{A: {10**30}}}\n")
     try:
         status = cli.main(argv)

@@ -26,7 +26,6 @@ def return_from_a_stuck_wait() -> str:
     return "its report"
 
 
-@pytest.mark.night
 def test_what_a_rank_returned_is_read_though_a_peer_failed_in_its_work() -> None:
     assert run_ranks(return_from_a_stuck_wait, 2, (), threads=1, deadline_s=120) == ["its report"] * 2
 

@@ -149,6 +149,17 @@ def test_rewrites_are_the_plain_derivation(name: str) -> None:
                     assert coverage(tables[0], len(q), len(k), head_in_group).max(initial=0) <= 1
 
 
+@pytest.mark.parametrize("name", MASKS)
+def test_rows_that_are_left_out_of_many_have_no_pair(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ds_ring.masks.pattern.MANY_PAIRS", 0)
+    q_runs = np.array([[start, 1, 3] for start in range(0, TOKENS - 3, 3)])
+    k_runs = np.array([[start, 2, 2] for start in range(1, TOKENS - 3, 4)])
+    for _, bound in find_head_classes(MASKS[name].pattern, HEADS, KV_HEADS):
+        few, whole = bound.tiles(q_runs, k_runs), bound.cut(Tiles.rectangles(q_runs, k_runs))
+        assert len(few) == len(whole)
+        assert (few.pairs * few.multiplicity).sum() == (whole.pairs * whole.multiplicity).sum()
+
+
 @dataclass(frozen=True)
 class Blocks(Pattern):
     """Defined once, by its branches; before, one that said its tiles alone was wrong by 1.0 on flex."""

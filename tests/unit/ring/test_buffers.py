@@ -5,15 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 
 from ds_ring.comm import device_tables as device
-from ds_ring.plugin import KV_PAYLOADS, load
 from ds_ring.ring.buffers import select_some_heads
 from ds_ring.ring.pair import ALIGNMENT, BufferKind, Pair, make_buffer_kind
 from ds_ring.ring.pool import Block, Buffers
-from ds_ring.schedule.steps import Payload
 
 LIKE = Pair(torch.zeros(1, 2, 8, 4), torch.zeros(1, 2, 8, 6))
 BYTES = 8 * 2 * (4 + 6) * 4  # of two buffers of 8 slots
@@ -21,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 def kind(slots: int = 8, dtype: torch.dtype = torch.float32) -> BufferKind:
-    return make_buffer_kind(LIKE, slots, Payload.KEYS, dtype, apart=False)
+    return make_buffer_kind(LIKE, slots, dtype, apart=False)
 
 
 def take(buffers: Buffers, slots: int = 8) -> Block:
@@ -100,21 +97,3 @@ def test_every_second_head_is_not_all_heads() -> None:
         select_some_heads(slice(0, 4, 2), x)[0].shape[1] == 2
         and select_some_heads(slice(0, 3), x)[0].shape[1] == 3
     )
-
-
-@pytest.mark.parametrize("name", [name for name, row in KV_PAYLOADS.items() if row.home is not None])
-def test_rows_of_a_codec_are_whole_and_independent(name: str) -> None:
-    """Each byte that the table counts is written, and any range of tokens is a message of its own."""
-    row = KV_PAYLOADS[name]
-    codec, generator = load(str(row.home)), torch.Generator().manual_seed(0)
-    k, v = (torch.randn(2, 3, 5, width, generator=generator, dtype=torch.bfloat16) for width in (8, 6))
-    rows, other = (torch.full((5, 2, 3, row.pair_bytes(8 + 6, 2)), x, dtype=torch.uint8) for x in (0, 255))
-    for one in (rows, other):
-        codec.encode(k, v, one)
-    assert torch.equal(rows, other)
-    part = torch.zeros_like(rows[1:3])
-    codec.encode(k[:, :, 1:3], v[:, :, 1:3], part)
-    assert torch.equal(part, rows[1:3])
-    found = torch.empty_like(k), torch.empty_like(v)
-    codec.decode(rows, *found)
-    assert torch.equal(found[0], k) is row.exact

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ds_ring import build_plan
+from ds_ring import Causal, build_plan, make_layout
 from ds_ring.comm.messages import Message, check_messages
 from ds_ring.kernels.flash.kernel import FlashKernel
 from ds_ring.kernels.interface import Kernel, PartialGrads
@@ -26,13 +26,13 @@ from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.slots import count_slots
 from ds_ring.ring.buffers import RingBuffers
 from ds_ring.ring.pair import BufferKind
-from ds_ring.ring.pool import Block, Buffers
-from ds_ring.ring.prepared import PreparedPasses
+from ds_ring.ring.pool import Block, Buffers, PreparedPasses
 from ds_ring.ring.ring_pass import RingPass
-from ds_ring.schedule import lowering
+from ds_ring.schedule import stages
+from ds_ring.schedule.directions import make_two_levels
 from ds_ring.schedule.layout import Layout
 from ds_ring.schedule.lowering import lower_rank
-from ds_ring.schedule.plan import _build_plan, make_two_levels
+from ds_ring.schedule.plan import _build_plan
 from ds_ring.schedule.rank_plan import Direction, StagePlan
 from tests.cases import PATTERNS, Shape, layout_for, tensors
 from tests.reference import Dense, dense_attention, relative_error
@@ -83,7 +83,8 @@ class Delivery:
 
 def ring_of_threads(
     pattern: Pattern, layout: Layout, shape: Shape = SHAPE, dtype: torch.dtype = torch.float64,
-    kernel: Kernel | None = None, pool: type[Buffers] = Buffers, dense: bool = True, **planned: Any,
+    kernel: Kernel | None = None, pool: type[Buffers] = Buffers, dense: bool = True,
+    grad_lse: Tensor | None = None, **planned: Any,
 ) -> list[Dense]:  # fmt: skip
     """Out, lse and gradients in the order of positions, of the first and of the second pass of a shape.
 
@@ -97,6 +98,7 @@ def ring_of_threads(
     def rank_of(rank: int) -> list[tuple[Tensor, ...]]:
         where = order[rank]
         q, k, v, grad = (torch.where((where >= 0)[:, None], x[:, :, where], 7.0) for x in whole)
+        local_grad_lse = None if grad_lse is None else torch.where(where >= 0, grad_lse[:, :, where], 7.0)
         if not dense:
             k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k, v))
         run = RingPass(
@@ -110,7 +112,7 @@ def ring_of_threads(
         found = []
         for _ in range(2):
             out, lse = run.forward(q, k, v)
-            found.append((out, lse, *run.backward(grad, q, k, v, out, lse)))
+            found.append((out, lse, *run.backward(grad, q, k, v, out, lse, local_grad_lse)))
         return found
 
     with ThreadPoolExecutor(size) as threads:
@@ -127,8 +129,11 @@ def ring_of_threads(
     return passes
 
 
-def check(passes: list[Dense], pattern: Pattern, shape: Shape = SHAPE, **most: float) -> None:
-    want = dense_attention(*tensors(shape, torch.float64), pattern)
+def check(
+    passes: list[Dense], pattern: Pattern, shape: Shape = SHAPE, grad_lse: Tensor | None = None,
+    **most: float,
+) -> None:  # fmt: skip
+    want = dense_attention(*tensors(shape, torch.float64), pattern, grad_lse)
     for number, got in enumerate(passes):
         for name in ("out", "dq", "dk", "dv"):
             error = relative_error(getattr(got, name), getattr(want, name))
@@ -147,6 +152,12 @@ def test_a_ring_is_dense_attention(name: str, layout_name: str, ring_size: int) 
     pattern = PATTERNS[name](SHAPE.tokens)
     layout = layout_for(layout_name, pattern, tokens=SHAPE.tokens, ring_size=ring_size)
     check(ring_of_threads(pattern, layout), pattern)
+
+
+def test_a_gradient_of_the_lse_is_of_the_query_heads() -> None:
+    """Where they outnumber the K/V heads, and these go around the ring one after the other."""
+    grad_lse, layout = tensors(SHAPE, torch.float64)[0][..., 0], make_layout("zigzag", tokens=83, ring_size=3)
+    check(ring_of_threads(Causal(), layout, grad_lse=grad_lse), Causal(), grad_lse=grad_lse)
 
 
 @pytest.mark.parametrize(("name", "layout_name", "stages"), [
@@ -260,13 +271,13 @@ def keys_in_another_order(patch: pytest.MonkeyPatch) -> None:
 
 def gradients_to_another_owner(patch: pytest.MonkeyPatch) -> None:
     """Of a stage of two owners each gets what belongs to the other one."""
-    real = lowering.Stages._send
+    real = stages.Stages._send
 
     def send(self: Any, buffer: int, needs: int, peer: int, origin: int, slots: Any, at: Any = None) -> Any:
         other = None if at is None else self.buffers[buffer].slots - count_slots(slots) - at
         return real(self, buffer, needs, peer, origin, slots, other)
 
-    patch.setattr(lowering.Stages, "_send", send)
+    patch.setattr(stages.Stages, "_send", send)
 
 
 def dk_for_dv(patch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,9 @@ import pytest
 from ds_ring import Causal, Full, SlidingWindow, build_plan, make_layout
 from ds_ring.errors import RingLayoutError
 from ds_ring.masks.pattern import Pattern
+from ds_ring.schedule.directions import choose_stage_sizes
 from ds_ring.schedule.lowering import MANY_CHUNKS, lower_rank, stage_shards
-from ds_ring.schedule.plan import choose_stage_sizes, make_one_way
+from ds_ring.schedule.rank_plan import make_one_way
 from ds_ring.schedule.steps import Accumulate, Payload
 from tests.cases import rows_of
 from tests.schedule_proof.validate import validate_plan

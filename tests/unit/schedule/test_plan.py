@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -11,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_ring import Causal, Full, RingLayoutError, RingPatternError, SlidingWindow, build_plan, make_layout
-from ds_ring.masks.pattern import Pattern
+from ds_ring.masks.branches import Branch
+from ds_ring.masks.pattern import Pattern, QueryHead
 from ds_ring.masks.slots import (
     SlotRanges,
     count_slots,
@@ -22,8 +24,9 @@ from ds_ring.masks.slots import (
 from ds_ring.masks.tiles import Tiles
 from ds_ring.schedule.head_class import ReadsOfShards, find_reads, map_tiles_to_payload
 from ds_ring.schedule.layout import Layout, expand_runs
-from ds_ring.schedule.plan import Plan, find_head_classes, make_one_way
-from ds_ring.schedule.rank_plan import Direction
+from ds_ring.schedule.lowering import get_query_heads
+from ds_ring.schedule.plan import Plan, find_head_classes
+from ds_ring.schedule.rank_plan import Direction, make_one_way
 from tests.cases import LAYOUTS, PATTERNS, layout_for, rows_of
 from tests.unit.masks.painting import in_order, paint, runs
 from tests.unit.masks.test_slot_ranges import as_ranges
@@ -41,6 +44,27 @@ def attended(pattern: Pattern, head: int, q_positions: np.ndarray, k_positions: 
     """The pattern's multiplicities; padding (-1) attends to nothing."""
     q, k = q_positions[:, None], k_positions[None, :]
     return pattern.multiplicity(head, *HEADS, q, k) * (q >= 0) * (k >= 0)
+
+
+@dataclass(frozen=True)
+class EverySecondHead(Pattern):
+    """K/V heads with equal patterns are two apart."""
+
+    def branches(self, head: QueryHead) -> tuple[Branch, ...]:
+        kv_head = head.number * head.kv_heads // head.query_heads
+        return SlidingWindow(3 + kv_head % 2).branches(head)
+
+
+@pytest.mark.parametrize(("query_heads", "kv_heads"), [(4, 4), (8, 4), (12, 4), (6, 2)])
+def test_a_class_has_the_query_heads_that_share_its_kv_heads(query_heads: int, kv_heads: int) -> None:
+    pattern, group, held = EverySecondHead(), query_heads // kv_heads, list[int]()
+    for heads, bound in find_head_classes(pattern, query_heads, kv_heads):
+        of_class = range(kv_heads)[heads]
+        queries = range(query_heads)[get_query_heads(heads, group)]
+        assert [*queries] == [group * head + number for head in of_class for number in range(group)]
+        assert {pattern.bind((head,), query_heads, kv_heads) for head in queries} == {bound}
+        held += of_class
+    assert sorted(held) == [*range(kv_heads)]
 
 
 @pytest.mark.parametrize("layout_name", PLACED)

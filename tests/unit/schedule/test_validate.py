@@ -15,8 +15,8 @@ from ds_ring import Causal, Full, build_plan, make_layout
 from ds_ring.errors import RingError, RingScheduleError
 from ds_ring.masks.pattern import Pattern
 from ds_ring.schedule import lowering
+from ds_ring.schedule.directions import make_stages
 from ds_ring.schedule.lowering import lower_pass
-from ds_ring.schedule.plan import make_stages
 from ds_ring.schedule.rank_plan import Direction
 from ds_ring.schedule.steps import (
     RESULTS,

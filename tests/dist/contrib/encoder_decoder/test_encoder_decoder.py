@@ -181,7 +181,6 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], type[RingError], str]] 
     "dynamic": ({"dynamic_ring": True}, {}, RingConfigError, "dynamic_ring"),
     "first batch": ({"verify_first_batch": True}, {}, RingConfigError, '"verify_first_batch": true'),
     "tiles": ({"long_sequence": {"tiled_mlp": True}}, {}, RingConfigError, '"long_sequence"'),
-    "speeds": ({"rank_speeds": "measured"}, {}, RingConfigError, '"rank_speeds": "measured"'),
     "reproducible": ({"transport": "reproducible", "ulysses_size": 2}, {}, RingConfigError,
         '"transport": "reproducible" on Ulysses ranks'),
 }  # fmt: skip

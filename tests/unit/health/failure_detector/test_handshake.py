@@ -8,13 +8,8 @@ import time
 
 import pytest
 
-from ds_ring.health.failure_detector.handshake import (
-    DetectorHandshake,
-    HandshakeError,
-    RankHandshake,
-    _read_line,
-    authenticate,
-)
+from ds_ring.health.failure_detector.admission import DetectorHandshake
+from ds_ring.health.failure_detector.handshake import HandshakeError, RankHandshake, _read_line, authenticate
 
 SECRET = b"a secret of the length that it must have"
 

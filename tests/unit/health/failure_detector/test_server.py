@@ -19,7 +19,8 @@ import pytest
 
 from ds_ring.errors import RingMeshError
 from ds_ring.health.failure_detector import verdicts
-from ds_ring.health.failure_detector.handshake import DetectorHandshake, authenticate
+from ds_ring.health.failure_detector.admission import DetectorHandshake
+from ds_ring.health.failure_detector.handshake import authenticate
 from ds_ring.health.failure_detector.server import (
     ASKED_S,
     EMPTY_S,

@@ -51,6 +51,16 @@ def test_arithmetic_agrees_with_the_tiles(name: str, layout_name: str, monkeypat
             assert places(quick) == places(slow) == places(axis)
 
 
+@pytest.mark.day("causal")
+@pytest.mark.parametrize("name", CASES)
+def test_a_part_of_a_table_keeps_its_pairs(name: str) -> None:
+    """The branches are not cut anew where the runs of both sides have pairs that the table has not."""
+    for tiles in tables(CASES[name], "zigzag"):
+        part = tiles.rows(np.arange(len(tiles)) != len(tiles) // 2)
+        rewritten = make_flash_calls.get_branch_form(part), make_flash_calls._split_classes(part)
+        assert len({int((form.pairs * form.multiplicity).sum()) for form in rewritten}) == 1
+
+
 def test_a_table_of_a_long_shard_is_soon_done() -> None:
     """17 to 26 ms of a core at 256 Ki a shard, where it took 130; the bound is for a busy machine."""
     tokens = 1 << 21

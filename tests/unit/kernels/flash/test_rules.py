@@ -20,7 +20,14 @@ from ds_ring import Causal, Documents, Full, SlidingWindow, make_layout
 from ds_ring.errors import RingKernelError
 from ds_ring.kernels.flash import executors
 from ds_ring.kernels.flash import kernel as flash
-from ds_ring.kernels.flash.calls import FlashCall, make_flash_calls, split_call
+from ds_ring.kernels.flash.calls import (
+    OPEN,
+    FlashCall,
+    FlashWindow,
+    join_windows,
+    make_flash_calls,
+    split_call,
+)
 from ds_ring.kernels.flash.executors import CallSizes, Cudnn, Executor, Flash, Platform, needs_equal_bits
 from ds_ring.kernels.flash.kernel import FlashKernel, _assign_calls
 from ds_ring.kernels.interface import Rows
@@ -169,6 +176,16 @@ def test_calls_are_split_from_the_bound_on(fitting: FlashCall, split: FlashCall,
     assert all(flash.fits(part, sizes) for part in parts)
     assert not any(find_fault(flash, call, sizes, PLATFORMS[0]) for call in (fitting, *parts))
     assert sum(part.pairs for part in parts) == split.pairs
+
+
+def test_windows_of_one_head_are_not_joined_with_those_of_another() -> None:
+    first, second = Rows(0, 1, 4), Rows(4, 1, 4)
+    triangles = [FlashWindow(rows, rows, OPEN, 0, head, 0.0) for rows in (first, second) for head in (0, 1)]
+    squares = [FlashWindow(second, first, OPEN, OPEN, head, 0.0) for head in (0, 1)]
+    pairs = dict.fromkeys((0, 1), 0)
+    for window in join_windows([*triangles, *squares]):
+        pairs[window.head_in_group] += FlashCall(*window).pairs
+    assert pairs == dict.fromkeys((0, 1), 8 * 9 // 2)
 
 
 @pytest.mark.night

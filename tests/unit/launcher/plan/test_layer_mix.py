@@ -11,8 +11,9 @@ from ds_ring.config.section import RingConfig
 from ds_ring.errors import RingConfigError, RingPatternError
 from ds_ring_launcher.plan.estimate import Estimate, estimate
 from ds_ring_launcher.plan.hiding import hiding_shard
-from ds_ring_launcher.plan.layer_passes import layer_passes
+from ds_ring_launcher.plan.layer_passes import _most, layer_passes
 from ds_ring_launcher.plan.model_file import count_patterns, patterns_by, with_layer_types
+from ds_ring_launcher.plan.pass_memory import PassMemory
 from tests.unit.launcher.plan.test_cost import SMALL, setting
 
 GEMMA = {"num_hidden_layers": 6, "sliding_window": 512, "hidden_size": 64}
@@ -86,6 +87,10 @@ def test_attention_is_summed_over_the_layers_and_memory_is_that_of_the_largest()
     assert mixed.peak.total == max(narrow.peak.total, plain.peak.total)
     buffers = [layer_passes(one.setting).memory.buffers for one in (mixed, narrow, plain)]
     assert buffers[0] == max(buffers[1:])
+
+
+def test_a_rank_keeps_the_most_buffers_of_any_layer() -> None:
+    assert _most([PassMemory(7, 1, 1), PassMemory(2, 3, 4)]) == PassMemory(7, 3, 4)
 
 
 @pytest.mark.night

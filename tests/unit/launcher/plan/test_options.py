@@ -81,6 +81,10 @@ def test_checkpoints_on_the_host_are_the_layers_inputs() -> None:
         assert found.node_host_bytes == bytes_ and found.host_bytes == 2 * bytes_ // 8
 
 
+def test_every_option_is_in_some_set() -> None:
+    assert {option.flag for options, _ in option_sets(llama()) for option in options} == {*BY_FLAG}
+
+
 def test_sets_that_fit_are_minimal_and_the_cheapest_comes_first() -> None:
     base = llama(tokens=1 << 21)
     attention = layer_passes(base)

@@ -34,7 +34,6 @@ PACKED = Documents(np.repeat(np.arange(len(LENGTHS)), LENGTHS)) & Causal()
 PAYLOADS: list[dict[str, Any]] = [
     {},
     {"gradient_payload": "bfloat16"},
-    {"kv_payload": "float8"},
     {"prune": False},
 ]
 
@@ -72,7 +71,7 @@ def test_every_plan_of_the_registry_is_accepted(
 
 @pytest.mark.parametrize("options", PAYLOADS, ids=lambda options: f"options{PAYLOADS.index(options)}")
 @pytest.mark.parametrize(("size", "inner"), [(4, 2), (6, 3), (8, 2), (8, None)])
-@pytest.mark.day("4-2-options0", "6-3-options1", "8-2-options2", "4-2-options3")
+@pytest.mark.day("4-2-options0", "6-3-options1", "8-2-options2", "4-2-options2")
 def test_packed_documents_are_accepted(size: int, inner: int | None, options: dict[str, Any]) -> None:
     for most in (1, 60, 10**6):
         with least_kept(1):
