@@ -22,6 +22,7 @@ from ds_ring.checkpoint.manifest import (
 from ds_ring.checkpoint.save import HostCopy, _make_room, _seal, exchange_reports, give_its_name
 from ds_ring.errors import RingCheckpointError
 from ds_ring.limits import Limit
+from tests.clock import wait_until
 from tests.dist.checkpoint_ranks import SIZE, load_and_train, start_engine, train_to
 from tests.dist.deepspeed_ranks import json_config
 from tests.dist.harness import Failure, catch_failure
@@ -59,9 +60,7 @@ def test_a_checkpoint_holds_the_state_at_the_call(rank_pool: Any, tmp_path: Path
     config = json_config(2, SIZE.samples, stage)
     losses, seen = rank_pool(2).run(save_and_go_on, config, str(tmp_path))[0]
     assert seen == [None, "global_step2"]  # not there yet; the second call waited for the first
-    deadline = time.monotonic() + 20
-    while read_latest(tmp_path) != "global_step4" and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_until(lambda: read_latest(tmp_path) == "global_step4", 20.0)
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == [
         "global_step2",
         "global_step4",

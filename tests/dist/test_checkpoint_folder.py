@@ -11,7 +11,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from ds_ring.checkpoint.manifest import (
     write_manifest,
 )
 from ds_ring_launcher.cli import main
+from tests.clock import wait_until
 from tests.dist.checkpoint_ranks import (
     SIZE,
     Planted,
@@ -166,9 +166,7 @@ def test_planted_links_are_not_written_through(rank_pool, tmp_path, background):
         (folder / name).symlink_to(victim)
     result = rank_pool(2).run(save_on, config(1), str(folder), "tag", background=background)
     assert [item.error for item in result] == ["", ""], result
-    deadline = time.monotonic() + 20
-    while read_latest(folder) != "tag" and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_until(lambda: read_latest(folder) == "tag", 20.0)
     assert victim.read_text() == "precious"
     assert not [path for path in folder.rglob("*") if path.is_symlink()]
     assert os.access(folder / "zero_to_fp32.py", os.X_OK)

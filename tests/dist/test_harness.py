@@ -18,7 +18,16 @@ import torch.distributed as dist
 
 from ds_ring.errors import RingShapeError
 from tests.dist import harness
-from tests.dist.harness import RankPool, RanksFailed, run_ranks, run_ranks_collect
+from tests.dist.harness import (
+    RankPool,
+    RanksFailed,
+    catch_failure,
+    catch_refusal,
+    catch_refusals,
+    check_texts,
+    run_ranks,
+    run_ranks_collect,
+)
 
 Pools = Callable[[int], RankPool]
 
@@ -266,6 +275,16 @@ def test_what_does_not_pickle_is_an_error_and_no_hang(rank_pool: Pools) -> None:
         rank_pool(2).run(lambda rank, world_size: rank)
     with pytest.raises(RanksFailed, match="cannot pickle"):
         rank_pool(2).run(returns_what_does_not_pickle)
+
+
+@pytest.mark.parametrize("texts", [{}, {"a": "RingError: left"}, {"a": "RingError: right", "b": ""}])
+def test_texts_without_a_name_or_its_words_are_found(texts: dict[str, str]) -> None:
+    right = catch_refusals({"a": lambda: raises_on(0, 1, (0,))})
+    check_texts([right], {"a": "RingShapeError: rank 0 expected 4 heads"})
+    with pytest.raises(AssertionError):
+        check_texts([right, texts], {"a": "RingShapeError: rank 0 expected 4 heads"})
+    assert catch_failure(raises_on, 0, 1, ())[:3] == ("", ("NoneType", "object"), "None")
+    assert catch_failure(int, "x").error == "ValueError" and catch_refusal(int) == ""
 
 
 def leave_threads_behind(rank: int, world_size: int, count: int) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from ds_ring_launcher.cluster.checks import choose_free_port
+from tests.clock import wait_until
 from tests.dist.campaign import Zygote
 from tests.dist.strangers import ATTACKS, Target
 
@@ -21,9 +22,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.night]
 def attack(folder: Path, port: int, secret: str, refused: dict[str, str]) -> None:
     """All attacks, one after the other, once the job trains; then let it end."""
     try:
-        deadline = time.monotonic() + 90
-        while not (folder / "monitor").exists() and time.monotonic() < deadline:
-            time.sleep(0.05)
+        wait_until((folder / "monitor").exists, 90.0)
         time.sleep(0.2)  # the number stands in it
         target = Target(int((folder / "monitor").read_text()), port, secret)
         for name, act in ATTACKS.items():

@@ -7,8 +7,6 @@ are most of the time.
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ import pytest
 
 from ds_ring_launcher.run.run_folder import RunFolder
 from ds_ring_launcher.status.run_status import read_run
+from tests.clock import wait_until
 from tests.integration.test_launch import DS_RING, Workplace, workplace  # noqa: F401  a fixture
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -71,13 +70,6 @@ CONFIG = {
 
 def objects(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 120.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "the run does not come so far"
-        time.sleep(0.1)
 
 
 @pytest.mark.needs("mpirun")

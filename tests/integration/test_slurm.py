@@ -6,13 +6,13 @@ import re
 import shlex
 import signal
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
 from ds_ring_launcher.engines.slurm import read_rank_numbers
 from ds_ring_launcher.run.run_folder import RunFolder
+from tests.clock import wait_until
 from tests.dist.namespaces import two_hosts
 from tests.dist.slurm_cluster import NODES, SlurmCluster, slurm_on
 from tests.integration.test_launch import (
@@ -132,13 +132,6 @@ def shows(slurm: SlurmCluster, job: str, *words: str) -> bool:
     said = slurm.ask("scontrol", "show", "job", job)
     assert "JobState=FAILED" not in said, said
     return all(word in said for word in words)
-
-
-def wait_until(what: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 100
-    while not what():
-        assert time.monotonic() < deadline, "what is waited for does not come"
-        time.sleep(0.1)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from itertools import islice
@@ -25,6 +24,7 @@ from ds_ring.data.dynamic_ring.assignment import (
 from ds_ring.data.loader import NextBatch, RingLoader, SampleOrder, ordered_loader
 from ds_ring.data.packing import PackedRows
 from ds_ring.errors import RingConfigError, RingShapeError
+from tests.clock import wait_until
 from tests.dist.test_dynamic_ring import LONGEST, SAMPLES, Machine, Texts
 from tests.dist.test_loader import Numbered, _two_epochs, loader_of, numbers
 from tests.sessions import session_of
@@ -275,9 +275,7 @@ def test_the_next_batch_is_read_while_the_model_works_and_its_error_is_raised_th
     batches = iter(loader)
     assert next(batches) == {"read": 0}
     assert loader.state_dict()["samples"] == 1  # what was read ahead does not count
-    deadline = time.monotonic() + 30
-    while len(prepared) < 2 and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(lambda: len(prepared) == 2, 30.0)
     assert prepared == [(0, False), (1, False)]
     assert [next(batches)["read"], next(batches)["read"]] == [10, 20]
     with pytest.raises(Boom):
@@ -291,10 +289,8 @@ def test_a_loader_that_reads_ahead_ends_its_epoch() -> None:
     assert loader.state_dict() == {"epoch": 2, "samples": 0}
     assert list(NextBatch(iter(range(2)), lambda read: read)) == [0, 1]
     left = [one for one in threading.enumerate() if "next-batch" in one.name]
-    deadline = time.monotonic() + 10  # `close` does not wait for what a thread does now
-    while [one for one in left if one.is_alive()][1:] and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not [one for one in left if one.is_alive()][1:]
+    # `close` does not wait for what a thread does now
+    wait_until(lambda: not [one for one in left if one.is_alive()][1:], 10.0)
 
 
 def test_what_the_model_may_change_is_not_read_ahead() -> None:

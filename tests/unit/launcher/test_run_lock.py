@@ -18,6 +18,7 @@ from ds_ring_launcher.run import run_lock
 from ds_ring_launcher.run.run_folder import RunFolder
 from ds_ring_launcher.run.run_lock import RunInUseError, run_held
 from ds_ring_launcher.run.run_records import LauncherRecord, read_record
+from tests.clock import wait_until
 from tests.machine import make_read_only, small_disk
 
 HOLD = """
@@ -149,9 +150,7 @@ def test_a_launcher_whose_folder_was_taken_ends(
     monkeypatch.setattr(run_lock.os, "kill", lambda pid, number: killed.append(pid))
     with run_held(tmp_path / "run"):
         of_another_host(tmp_path / "run")
-        deadline = time.monotonic() + 20
-        while not killed and time.monotonic() < deadline:
-            time.sleep(0.02)
+        wait_until(lambda: killed, 20.0)
     assert killed == [os.getpid()] and "another launcher has taken" in capsys.readouterr().err
     assert said(tmp_path / "run").host == "node-7"
 
