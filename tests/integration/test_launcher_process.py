@@ -182,6 +182,20 @@ def test_without_a_run_folder_a_rank_is_told_once_to_end(tmp_path: Path) -> None
     assert heard.read_text() == "1 signals"
 
 
+def test_what_engines_and_ranks_have_started_is_no_rank() -> None:
+    """These hear of the end from their rank, or not at all: it may need them while it saves."""
+    mark = f"test {os.getpid()}"
+    command = "env RANK=0 sh -c 'sleep 60 & wait' & sleep 60 & wait"
+    engine = subprocess.Popen(["sh", "-c", command], env={**os.environ, process.MARK: mark})
+    try:
+        wait_until(lambda: len(process.marked(mark)) == 4)
+        (rank,) = process._ranks(mark)
+        assert rank.ppid() == engine.pid and rank.environ()["RANK"] == "0"
+    finally:
+        process.end_all(mark, 0.0)
+        engine.wait()
+
+
 @pytest.mark.night
 def test_what_a_script_leaves_at_work_is_named_before_it_is_ended(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]

@@ -150,6 +150,14 @@ def test_rewrites_are_the_plain_derivation(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MASKS)
+def test_multiplicities_are_the_formula_for_every_head(name: str) -> None:
+    at = np.arange(TOKENS)
+    pairs = at[:, None], at[None, :]
+    counts = [MASKS[name].pattern.multiplicity(head, HEADS, KV_HEADS, *pairs) for head in range(HEADS)]
+    np.testing.assert_array_equal(counts, dense(name))
+
+
+@pytest.mark.parametrize("name", MASKS)
 def test_rows_that_are_left_out_of_many_have_no_pair(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ds_ring.masks.pattern.MANY_PAIRS", 0)
     q_runs = np.array([[start, 1, 3] for start in range(0, TOKENS - 3, 3)])

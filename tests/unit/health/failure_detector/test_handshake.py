@@ -53,6 +53,14 @@ def test_an_answer_serves_one_connection_and_one_rank() -> None:
     assert monitor.done
 
 
+def test_a_challenge_for_another_rank_is_not_answered() -> None:
+    """Somebody between them changes the rank of the first line."""
+    monitor, mine = DetectorHandshake(SECRET, 4), RankHandshake(SECRET, 1)
+    challenge = monitor.take(mine.hello().replace(b"hello 1", b"hello 2").rstrip(b"\n"))
+    with pytest.raises(HandshakeError, match="another secret"):
+        mine.answer(challenge.rstrip(b"\n"))
+
+
 def test_the_challenge_is_no_answer() -> None:
     """A stranger that sends back what it got, as its own proof."""
     monitor, mine = DetectorHandshake(SECRET, 4), RankHandshake(SECRET, 1)

@@ -120,6 +120,10 @@ FOUR: dict[str, list[Step]] = {  # of four ranks that have joined
         (1.0, 1, wait(0)), (1.1, 1, late(0)), (1.0, 2, BYE), (1.0, 3, wait(2)), (30.0, None, PAUSES),
         (31.0 + GRACE_S, None, BLAMED), (31.1 + GRACE_S, 0, BLAMED),
     ],
+    "a pause of the monitor makes nobody late": [
+        (1.0, 1, wait(0) | {"limit": 10.0, "key": "k"}), (30.0, None, PAUSES), (31.9, [], LATE),
+        (32.0, [(0, 1, 10.0, "k")], LATE),
+    ],
     "the first fault wins": [
         (0.0, 3, ENDS), (0.1, 1, {"kind": "failed", "cause": "something else"}), (0.2, 3, BLAMED),
     ],
@@ -137,6 +141,9 @@ FOUR: dict[str, list[Step]] = {  # of four ranks that have joined
     "who leaves while others wait is blamed after a moment": [
         (1.0, 2, BYE), (1.5, 3, wait(2)), (1.5, 0, wait(3)), (1.5 + LEFT_S, None, BLAMED),
         (1.6 + LEFT_S, 2, BLAMED),
+    ],
+    "who leaves after others have waited for long is blamed after a moment, too": [
+        (1.0, 3, wait(2)), (8.0, 2, BYE), (8.0 + LEFT_S, None, BLAMED), (8.1 + LEFT_S, 2, BLAMED),
     ],
     "a broken collective is the fault of who left first, unless a death is heard of": [
         (1.0, 3, BROKEN), (1.0 + GRACE_S, None, BLAMED), (2.0, 2, BYE), (2.1, 1, BYE), (2.2, 0, BROKEN),

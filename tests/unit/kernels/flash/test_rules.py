@@ -188,11 +188,11 @@ def test_windows_of_one_head_are_not_joined_with_those_of_another() -> None:
     assert pairs == dict.fromkeys((0, 1), 8 * 9 // 2)
 
 
-@pytest.mark.night
+@pytest.mark.day("2-SlidingWindow(window=400, causal=True)")  # splits a call that one side alone cuts
 @pytest.mark.parametrize(
     "pattern",
     [
-        Causal(), Full(), SlidingWindow(200), SlidingWindow(150, causal=False),
+        Causal(), Full(), SlidingWindow(200), SlidingWindow(400), SlidingWindow(150, causal=False),
         Documents(document_ids(700, 100)) & Causal(), Documents(document_ids(700, 300)),
     ],
     ids=str,
