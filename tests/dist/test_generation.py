@@ -300,6 +300,7 @@ def beams_of_states(rank: int, world_size: int, name: str) -> list[str]:
     for requested in ({"num_beams": 2}, {"num_beams": 2, "do_sample": True}):
         torch.manual_seed(0)
         result.append(catch_refusal(model.generate, torch.arange(1, 20)[None], max_new_tokens=2, **requested))
+        assert result[-1].startswith("RingConfigError: "), result[-1]
     return result
 
 

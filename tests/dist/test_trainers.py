@@ -196,6 +196,7 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
         result[name] = catch_refusal(call)
     for home, second in ROLLOUTS.items():
         result[home] = catch_refusal(load(home), "unused", deepspeed=dict(config), bf16=False, **second)
+        assert result[home].startswith("RingConfigError: "), result[home]
     model = build_model(size, "sdpa")
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     engine = deepspeed.initialize(model=model, optimizer=sgd, config=config)[0]
@@ -302,6 +303,7 @@ def late(rank: int, world_size: int) -> list[str]:
         if isinstance(element, deepspeed.DeepSpeedEngine):  # as one that was made before `import ds_ring`
             element._config._param_dict["ring_attention"] = config["ring_attention"]
         result.append(catch_refusal(ds_ring.enable))
+        assert result[-1].startswith("RingConfigError: "), result[-1]
         if hasattr(element, "destroy"):
             element.destroy()
             (
