@@ -31,6 +31,22 @@ for attempt in range(2):
 """
 
 
+AT_EXIT = """
+import atexit
+atexit.register(lambda: print([thread.is_alive() for thread in waiting._waiters.threads]))  # runs last
+from ds_ring.comm import waiting
+
+task = waiting.Task(lambda: None)
+waiting._waiters.start(task)
+task.result()
+"""
+
+
+def test_no_thread_outlives_the_functions_at_exit() -> None:
+    run = subprocess.run([sys.executable, "-c", AT_EXIT], capture_output=True, text=True, timeout=100)
+    assert run.stdout == "[False]\n", run.stderr
+
+
 @pytest.mark.night
 def test_a_process_ends_in_order_while_a_thread_deletes_works(tmp_path: Path) -> None:
     """Without the end of those threads: "terminate called without an active exception", status -6."""
