@@ -1,9 +1,11 @@
 """Turn one description of a cluster into the command line of an engine that exists already: `ds-ring`.
 
 Installed as `ds_ring_launcher` (the folder's own name is too common for site-packages). It is a sibling of
-ds_ring, not a part of it: nothing in ds_ring imports it, and it is the only place that reads the environment.
+ds_ring, not a part of it: nothing in ds_ring imports it. It reads the environment; of ds_ring three
+files do (READS_THE_ENVIRONMENT in tests/test_architecture.py).
 
-    cli.py       the command and its subcommands (commands/): options, and who does the work
+    cli.py       the command `ds-ring`
+    commands/    its subcommands, one file each: options, and who does the work
     tables.py    tables that fit the terminal
     cluster/     YAML -> a frozen model (cluster_file.py, cluster.py), and what must hold on this machine
                  before anything is started (checks.py)
@@ -19,6 +21,7 @@ ds_ring, not a part of it: nothing in ds_ring imports it, and it is the only pla
     plan/        the estimator (estimate.py); inputs.py makes a setting of options, report.py makes tables
     tune/        rates of this machine; `python -m ds_ring_launcher.tune` inside any launch
     demo/        the quick start's training script
+    compare/     this package and others over one sequence, checked and timed (comparison.py)
     check/       a model on a ring against one process (model_check.py; small_model.py: model, batch)
 """
 

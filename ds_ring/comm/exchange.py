@@ -1,7 +1,8 @@
 """Send and receive the tensors of attention. Only this file sends them; `ring/naive.py` is for readers.
 
 Owns the point-to-point messages of a hop and of headers, the collectives (all-gather, the all-to-all of
-Ulysses, sums), the deadlines on all of these, and the count of bytes sent. Knows nothing of attention.
+Ulysses, sums), and the count of bytes sent. `waiting.py` and `in_flight.py` own the waits with deadlines.
+Knows nothing of attention.
 `collective.py` decides when ranks compare their headers.
 """
 

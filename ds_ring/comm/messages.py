@@ -45,7 +45,10 @@ class Label(NamedTuple):
 
 
 class Message(NamedTuple):
-    """A contiguous tensor, in a pass [slots, batch, K/V heads, D + E], and its label (see `Label`)."""
+    """A contiguous tensor and its label.
+
+    In a pass the tensor is [slots, batch, K/V heads, D + E]; [..., D] or [..., E] if the two travel apart.
+    """
 
     tensor: Tensor
     peer: int

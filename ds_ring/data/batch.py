@@ -2,7 +2,7 @@
 
 Owns what must happen to labels, position ids and padding masks *before* the tokens are cut apart, and the
 two ways of cutting: along the sequence, or (a short batch) along the samples. Pure: no collective, no model.
-Which layout is used, and whether the ranks hold the same batch, is `session.py`'s.
+Which layout is used, and whether the ranks hold the same batch, is `batch_sharder.py`'s.
 
 Shapes: B samples, T global tokens, S local tokens.
 """

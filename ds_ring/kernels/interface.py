@@ -195,8 +195,7 @@ class PartialGrads(NamedTuple):
     Attributes:
         heads, q_rows, k_rows: the query heads, query slots and key slots of the gradients.
         dq, dk, dv: [..., heads, rows, D] of `q_rows.select` and `k_rows.select`; see `tokens_first`.
-        tokens_first: their layout is [..., rows, heads, D]. The accumulator is transposed then, once per
-            pass.
+        tokens_first: their layout is [..., rows, heads, D]. Who adds them transposes them before.
     """
 
     heads: slice

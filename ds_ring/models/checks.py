@@ -40,7 +40,7 @@ THROUGH_SHARD_BATCH = (
 
 
 def check_model_call(name: str, arguments: dict[str, Any]) -> None:
-    """Refuse what a shard cannot answer. `given` is the call's arguments by name."""
+    """Refuse what a shard cannot answer. `arguments` are the call's, by name."""
     if arguments.get("position_ids") is None:
         wrong = "transformers would number this rank's tokens from 0"
         raise RingShapeError(f"{name}: expected position_ids, got none; {wrong}: {THROUGH_SHARD_BATCH}")

@@ -1,8 +1,8 @@
 """One row of the table of attention variants: the interface that the adapter's core calls.
 
 A variant is a way in which layers of transformers models read other tokens. The core (`attention.py`,
-`checks.py`, `model_adapter.py`) names none. It tries all rows of the table in `__init__.py`, in their order.
-A new variant overrides the methods that it needs.
+`checks.py`, `model_adapter.py`) names none. It tries all rows of `plugin.FAMILIES` (`variants.py`), in their
+order. A new variant overrides the methods that it needs.
 """
 
 from __future__ import annotations

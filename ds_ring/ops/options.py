@@ -86,7 +86,7 @@ class Options(PassOptions):
         return chunk_bytes_on(device_type, ring_size) if self.chunk_bytes is None else self.chunk_bytes
 
     def offload_on(self, device_type: str, local_tokens: int) -> bool:
-        """Return whether attention's tensors are kept on the host; see `split_heads.heads_on_host`."""
+        """Return whether attention's tensors are kept on the host; see `lowering.heads_on_host`."""
         if "offload_attention" not in SAVED_TENSORS:
             if self.offload_attention is True:
                 raise RingConfigError.wrong("offload_attention", "false", "true", "it is not installed")

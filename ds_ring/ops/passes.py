@@ -1,6 +1,7 @@
 """What a pass is: one way to attend over the keys of all ranks, forward and backward.
 
-`plugin.PASSES` has a row for each. Its `home` is a function like `MakePass`, in the file of the pass.
+`plugin.PASSES` has a row for each. Its `home` is a function like `MakePass`; that of `ring` is in
+`ring_op.py`.
 `SavedTensors` keeps tensors of a pass for its gradient: this one as they are; `plugin.SAVED_TENSORS` names
 another. `running_region` finds the checkpointed region that a call belongs to.
 """

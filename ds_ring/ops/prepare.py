@@ -61,9 +61,10 @@ class Prepared(NamedTuple):
 def prepare_pass(
     context: RingContext, call: collective, operands: Operands, extras: Sequence[ExtraOperand] = ()
 ) -> Pass:
-    """Return the pass of a context: backward if there is a gradient.
+    """Return the pass of a context, which has both methods.
 
-    Its headers were compared before, or on a GPU with overlap are being compared.
+    A gradient among the operands selects the cached description and the checks of a backward pass. The
+    headers were compared before, or on a GPU with overlap are being compared.
     """
     prepared, finish_header_check = prepare(context, call, operands, extras)
     kernel = prepared.kernel

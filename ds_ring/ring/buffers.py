@@ -172,7 +172,7 @@ class RingBuffers:
                     received.append(x if step.count == x.shape[0] else x.narrow(0, step.first, step.count))
 
     def labels(self, step: Send | Recv) -> list[Label]:
-        """Return the labels of a step's messages, by which a trace and the agreement identify them."""
+        """Return the labels of a step's messages; `check_messages` and virtual ranks read them."""
         tokens = TokenRange(step.origin, step.slots, self.chunk.kv_heads)
         dtype, names = self._dtypes[step.payload], step.payload.names
         messages = names.split("/") if step.payload in self._apart else [names]

@@ -210,8 +210,8 @@ def make_layout(
 
     Args:
         name: "contiguous", "zigzag" or "striped"; or one that is made for `pattern`: "residue" (dilated),
-            "balanced" (even work), "document_zigzag" (documents), "auto" (contiguous or zigzag; balanced
-            where both are uneven; with `block_size`, also layouts that are made for blocks).
+            "balanced" (even work), "document_zigzag" (documents), "private" (block diffusion, drafters).
+            "auto" takes the best of several: [Note: what auto compares] in `choose.py`.
         tokens: length T of the sequence; any T >= 1.
         ring_size: number of shards P.
         pattern: the pattern of all layers, or the number of layers with each pattern:

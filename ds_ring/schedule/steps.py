@@ -51,7 +51,7 @@ def get_buffer_name(buffer: int) -> str:
 
 
 class Buffer(NamedTuple):
-    """Memory for K and V, or dK and dV: [slots, batch, K/V heads, D + E]."""
+    """Memory for K and V, or dK and dV: [slots, batch, K/V heads, D + E], or each by itself."""
 
     payload: Payload  # which two tensors, and so their dtype
     slots: int  # number of slots; padding is not counted in SHARD and RESULTS
