@@ -34,12 +34,6 @@ class Pair(NamedTuple):
     memory: tuple[Tensor, ...] = ()
 
 
-def halves(both: Tensor, head_dim: int) -> Pair:
-    """Return the views of a tensor [slots, B, G, D + E], whose first part has this head dimension D."""
-    first, second = both.permute(1, 2, 0, 3).tensor_split((head_dim,), dim=-1)
-    return Pair(first, second, (both,))
-
-
 def tokens_first(first: Tensor, second: Tensor) -> Pair | None:
     """Return tensors [B, G, slots, ...] as a buffer of two messages; None if tokens are not dense."""
     memory = first.permute(2, 0, 1, 3), second.permute(2, 0, 1, 3)
