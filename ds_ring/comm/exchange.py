@@ -287,7 +287,7 @@ class Exchange:
         return total
 
     def _get_collectives(self, group: ProcessGroup | None) -> Collectives | None:
-        """Return the collectives to use where a group has ranks of other rings; None: use torch's."""
+        """Return the collectives of a ring that has no groups of its own; None: use those of torch."""
         return None if group is dist.group.WORLD else self.mesh.collectives
 
     def _finish(

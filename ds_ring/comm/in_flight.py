@@ -99,7 +99,7 @@ class Pending:
             raise RingBufferError.wrong(where, "unchanged K, V and gradients in flight", got, advice)
 
     def hand_over(self) -> None:
-        """Let the watchdog complete the batch of a pass that has failed, which nothing will wait for."""
+        """Let the watchdog complete the batch if its pass has failed: `wait` is not called any more."""
         if self.watchdog is not None and not self._over:
             # torch may still read and write its tensors: their memory must not be used again.
             keep_for_ever(self.sent, self.received)

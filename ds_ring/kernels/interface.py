@@ -76,7 +76,7 @@ class Rows(NamedTuple):
         return self._replace(start=self.start + first * self.step, length=length)
 
     def again(self, repeats: int, every: int) -> Rows:
-        """Return this progression `repeats` times, at a distance of `every` of its members."""
+        """Return this progression `repeats` times; each copy starts `every` of its steps after the last."""
         return self if repeats == 1 else self._replace(repeats=repeats, stride=every * self.step)
 
 
@@ -85,11 +85,13 @@ class Tile(NamedTuple):
 
     Attributes:
         q_rows, k_rows: query and key slots.
-        low, high: query i attends to key j if low <= i - j <= high; 1 - keys and queries - 1 cut nothing.
+        low, high: query i attends to key j if low <= i - j <= high. A low of 1 - keys excludes no pair, nor
+            does a high of queries - 1.
         head_in_group: the query head within the group of a K/V head; -1 for all.
         bias: log of the constant part of m, added to every score (0 for ordinary patterns).
         inside: what differs from pair to pair; None for ordinary patterns.
-        q_at, k_at: first position and step of the queries and of the keys; valid for whole tiles only.
+        q_at, k_at: first position and step of the queries and of the keys. `part` and `again` do not update
+            them.
     """
 
     q_rows: Rows
@@ -118,7 +120,7 @@ class Tile(NamedTuple):
         return self.low == 0 and self.q_rows.length == self.k_rows.length and self.edges == (True, False)
 
     def positions(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return the positions of queries and keys of a whole tile, int64."""
+        """Return the positions of queries and keys, int64; wrong for a tile from `part` or `again`."""
         sides = ((self.q_at, self.q_rows.length), (self.k_at, self.k_rows.length))
         q, k = (first + step * torch.arange(n, device=device) for (first, step), n in sides)
         return q, k
@@ -148,7 +150,7 @@ class Tile(NamedTuple):
         )
 
     def again(self, repeats: int, every: int) -> Tile:
-        """Return this tile `repeats` times, at a distance of `every` queries and keys."""
+        """Return this tile `repeats` times; each copy starts `every` queries and keys after the last."""
         q_rows, k_rows = self.q_rows.again(repeats, every), self.k_rows.again(repeats, every)
         return self._replace(q_rows=q_rows, k_rows=k_rows)
 
@@ -265,7 +267,7 @@ class Kernel(Protocol):
         ...
 
     def select_heads(self, heads: slice) -> Kernel:
-        """Return the kernel for some of the query heads: a different one if scores depend on the head."""
+        """Return a kernel for some query heads; it may be this one, unless scores depend on the head."""
         ...
 
     def count_executed_pairs(self, tiles: Tiles, backward: bool = False) -> int:

@@ -7,11 +7,10 @@ least <= q - k <= most. A causal pattern is the one branch with least = 0. The m
 the number of branches in which the pair takes part. The kernels add log m to the pair's score, so a pair with
 m = 0 is masked. m > 1 occurs only in patterns that count a pair several times on purpose (LongNet).
 
-`a & b` is the product: one branch for each combination of a branch of a and a branch of b. `a | b` is the
-sum, after the pairs that both patterns have were subtracted from one of them, so that they count once. The
-difference must again be a sum of branches. The pairs outside a range or a band are a sum of branches; the
-pairs of unequal labels are not. So `|` works only if ranges and bands alone describe the pairs that are
-subtracted.
+`a & b` is the product: one branch for each combination of a branch of a and a branch of b. `a | b` first
+removes each common pair from one of the patterns. Then it adds both, so each pair counts once. What remains
+must again be a sum of branches. A range or a band has a complement that is a sum of branches; equal labels
+have none. So `|` works only if ranges and bands alone describe the pairs that are removed.
 
 The branches are the only description of a pattern. Its tiles, its multiplicity, its mask in FlexAttention and
 the tokens that a rank reads are each derived from the branches by one function for all patterns. So a pattern
@@ -50,7 +49,7 @@ class Pieces(NamedTuple):
 class Primitive(ABC):
     """Base of the functions that label positions: frozen dataclasses, which compare and hash.
 
-    `labels`, `bounds` and `split` define a primitive. Some override what is below them.
+    `labels`, `bounds` and `split` define a primitive. A class may override the other methods, too.
 
     Attributes:
         tile_kind: rank and name of the kind of tiles by which rates of kernels are measured; of several
@@ -67,7 +66,7 @@ class Primitive(ABC):
     def bounds(self, axis: Axis) -> tuple[IntArray, IntArray]:
         """Return the least and the greatest label that may occur in each row.
 
-        A row without any label may have a least one above the greatest.
+        For a row without labels, least may exceed greatest.
         """
 
     @abstractmethod
@@ -80,7 +79,7 @@ class Primitive(ABC):
         return None
 
     def is_apart_from(self, primitive: Any) -> bool:
-        """Return whether it is known that no token takes part in both."""
+        """Return whether it is known that no token has a label in both primitives."""
         return False
 
     @classmethod

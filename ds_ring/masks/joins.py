@@ -4,10 +4,10 @@
 A run is an arithmetic progression of tokens; a rectangle is a query run x a key run. The tiles of a branch
 are computed in three steps: cut both sides of each rectangle into runs of one label, join the runs with equal
 labels, and drop the rows and columns of the result that have no pair in the band of distances. Several
-branches with the same band are handled together. If they are a product of alternatives (documents x
-dilations), the rectangles are refined by one factor after the other; a primitive may have a faster way to
-refine by a sum of its kind (`Primitive.refine_sum`). Both are optimisations: the plain derivation gives the
-same pairs, as tests show.
+branches with the same band are handled together. If they are all combinations of two lists (each document
+with each dilation), the rectangles are refined by the documents first, then by the dilations. A primitive may
+have a faster way to refine by several of its kind (`Primitive.refine_sum`). Both are optimisations: the plain
+derivation gives the same pairs, as tests show.
 """
 
 from __future__ import annotations

@@ -33,8 +33,8 @@ MANY_PAIRS = 4096  # of runs; if there are more, `tiles` first leaves out those 
 class QueryHead(NamedTuple):
     """Identify a query head: its number, and how many query heads and K/V heads are numbered.
 
-    These are the heads of the model. On a Ulysses rank, callers pass the heads of the rank, and `HeadShard`
-    makes those of the model of them.
+    These are the heads of the model. On a Ulysses rank, callers pass head numbers of the rank. `HeadShard`
+    converts them to head numbers of the model.
     """
 
     number: int = 0
@@ -112,8 +112,8 @@ class Pattern(ABC):
         Two K/V heads whose bound patterns are equal read the same tokens and share one plan.
         """
         each = [self.branches(QueryHead(head, query_heads, kv_heads)) for head in heads]
-        # Evaluate mask functions for all heads of the group at once: then heads whose branches are otherwise
-        # equal need one entry only.
+        # Evaluate mask functions for all heads of the group at once. Heads that differ only in their mask
+        # functions then share one entry.
         together = {_combine_masks(each, branches) for branches in each}
         if len(together) == 1:
             return BoundPattern(tuple(together))

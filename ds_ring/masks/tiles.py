@@ -131,8 +131,8 @@ class Tiles:
     """A table of tiles, one row per tile: a query run, a key run and a band of distances.
 
     A query attends to a key of its tile if least <= query position - key position <= most. Where a bound cuts
-    a tile, both sides have the same position step. A tile with a mask function has no band of its own: the
-    function includes it. `rule` is the pattern, bound to its heads: it describes the same pairs and the same
+    a tile, both sides have the same position step. If a tile has a mask function, the function also applies
+    the band. `rule` is the pattern, bound to its heads: it describes the same pairs and the same
     multiplicities. A kernel may use it instead of the tiles, for example to find a window.
 
     Raises:

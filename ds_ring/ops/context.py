@@ -38,9 +38,9 @@ if TYPE_CHECKING:
 
 
 class _PatienceByDevice(dict[str, Any]):
-    """Import, at its first use, what returns the seconds that a rank asks the others for as it compiles.
+    """Map a kind of device to a function: how many seconds must other ranks wait while this one compiles?
 
-    By kind of device; None where nothing compiles.
+    The function is imported at its first use; None for a device for which nothing compiles.
     """
 
     def __missing__(self, device_type: str) -> Any:
@@ -61,8 +61,9 @@ class RingContext:
         mesh: the ranks and process groups.
         options: kernel, transport and further options.
         in_a_graph: True if a compiled graph carries the handle; then the context lives as long as the mesh.
-        keeps_functions: True for modules: it has the caller's own function objects, of pattern and score_mod.
-            So `check_functions` tests whether captured values changed. Other contexts have any equal ones.
+        keeps_functions: True for modules: pattern and score_mod have the caller's own function objects, so
+            `check_functions` tests whether captured values changed. Other contexts may have the objects of an
+            earlier, equal call.
         make_pass: of the transport, from the table of passes.
         exchange: sends and receives tensors; None if the sequence has one rank.
         saved: what keeps tensors of a pass for its gradient.

@@ -28,7 +28,9 @@ def loses_derivatives() -> bool:
 
 
 def run_compared(mesh: RingMesh, name: str, function: Callable[..., T], *arguments: Any) -> T:
-    """Return `function(*arguments)`, a forward call that sends; its header tells whether it gets a gradient.
+    """Return `function(*arguments)`, a forward call that sends.
+
+    Its header also says whether an operand requires a gradient, so that ranks compare this.
 
     Raises:
         RingConfigError: a transform or a dual level under which the call would lose a derivative.
@@ -71,10 +73,10 @@ def check_derivatives(context: RingContext) -> None:
 def check_eager(
     context: RingContext, return_lse: object, names: tuple[str, ...], *operands: Tensor | None
 ) -> bool:
-    """Check the arguments of an eager call; return whether only autograd handles the tensors.
+    """Check the arguments of an eager call; return whether all tensors are plain (`sees_plain`).
 
-    Plain dense tensors pass at once. Others get the checks of a compiled call, and a refusal reaches all
-    ranks.
+    Only autograd handles plain tensors. If they are dense, they pass at once. Others get the checks of a
+    compiled call, and a refusal reaches all ranks.
     """
     is_plain = sees_plain(operands)
     is_dense = is_plain and (return_lse is True or return_lse is False)

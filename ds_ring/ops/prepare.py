@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 
 class PlanReasons:
-    """Hold why the latest plans of a mesh were taken, where there was a choice; `describe` says it."""
+    """Hold the reasons why the latest plans of a mesh were chosen; `engine.ring.describe` prints them."""
 
     def __init__(self) -> None:
         self.texts: dict[str, None] = {}
@@ -78,11 +78,13 @@ def prepare_pass(
 def prepare(
     context: RingContext, call: collective, operands: Operands, extras: Sequence[ExtraOperand] = ()
 ) -> tuple[Prepared, Callable[[], None] | None]:
-    """Check the operands, agree with the other ranks, and return what the pass needs and a function.
+    """Check the operands, and compare headers with the other ranks.
 
-    Operands of a description that were checked before are not checked again. The function finishes the header
-    check: the pass calls it before the first payload, and on a device the first hop computes meanwhile. It is
-    None if the check is finished.
+    Operands of a description that were checked before are not checked again.
+
+    Returns:
+        What the pass needs, and a function that finishes the header check; None if it is finished. The pass
+        calls the function before it sends the first payload. On a GPU the first hop computes meanwhile.
 
     Raises:
         RingShapeError: this rank's tensors do not fit.

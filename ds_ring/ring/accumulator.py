@@ -118,10 +118,10 @@ def _cut(slots: int, missing: _Pieces, parts: tuple[Rows, ...]) -> list[tuple[in
 # in new tensors (`Kernel.few_parts`). So a part waits in a list (`Accumulator.waiting`) until one Triton
 # kernel (`cuda/merge.py`) merges several parts, and reads and writes the accumulator once for all of them.
 # The last merge writes the rounded result, so a pass of at most `MAX_WAITING` parts needs no accumulator.
-# Parts that wait take memory. So out and dQ are allocated only when the first chunk is done, and two limits
-# below keep the list short. Parts in the accumulators' dtype do not wait: each takes as much memory as an
-# accumulator.
-# When this many parts wait, they are merged before the next hop: 4 before an accumulator exists, 2 after.
+# Parts that wait take memory. To make up for it, out and dQ are allocated only when the first chunk is done.
+# Two limits keep the list short. If so many parts wait, they are merged before the next hop: `MAX_WAITING`
+# before an accumulator exists, `MAX_WAITING_WITH_SUM` after. Parts in the accumulators' dtype do not wait:
+# each takes as much memory as an accumulator.
 MAX_WAITING, MAX_WAITING_WITH_SUM = 4, 2
 
 
@@ -137,7 +137,7 @@ class Accumulator:
 
     | accumulators (`_made`) | parts | when |
     |---|---|---|
-    | none | wait in a list | `waits`, until a merge or a part that cannot wait |
+    | none | wait in a list | `waits`, before the first merge and the first part that cannot wait |
     | tensors of their own | wait, those that can | `waits`, from then on |
     | tensors of their own | are merged or added at once | not `waits`, results of another dtype |
     | the results | are merged or added at once | not `waits`, results of their dtype |

@@ -45,8 +45,8 @@ def _move(
 ) -> None:
     """Copy (or add) slots of a pair to those of another one, in the dtype of the target.
 
-    The slots that a step names are the target's, of an `Accumulate`, or the source's, of a `Send`; the other
-    pair has exactly so many.
+    An `Accumulate` names slots of the target. A `Send` names slots of the source. The other pair has exactly
+    as many slots as the step names.
     """
     sides = [(target.k, source.k, 2), (target.v, source.v, 2)]
     if target.memory and len(target.memory) == len(source.memory):
@@ -142,9 +142,8 @@ class RingBuffers:
             if isinstance(step, Accumulate):
                 if step.buffer == RESULTS:
                     returned = True
-                elif (
-                    returned and self.own_kv_grads is not None
-                ):  # this step may take the memory of what waits
+                elif returned and self.own_kv_grads is not None:
+                    # This step may allocate a buffer in the memory of returned parts that still wait.
                     self.own_kv_grads.merge()
                 self._accumulate(step)
             elif step.buffer == RESULTS:  # the caller's memory, not the pool's
@@ -154,9 +153,8 @@ class RingBuffers:
                 block = self._blocks.pop(step.buffer, None)
                 if block is not None:
                     self._pool.give(block)
-        # Returned parts wait in `own_kv_grads` at most until here. Their memory was given back above, but no
-        # buffer uses it before this (or before `finish`, if the results are final): a batch takes buffers
-        # when it posts.
+        # Merge returned parts now at the latest: `Free` gave their memory back to the pool, and the messages
+        # that this batch posts may take it. If the results are final, `finish` merges the parts before that.
         if returned and not final:
             assert self.own_kv_grads is not None, "gradients in a forward pass"
             self.own_kv_grads.merge()

@@ -24,9 +24,9 @@ ALIGNMENT = 64  # bytes; a tensor begins at a multiple of it
 class Pair(NamedTuple):
     """K and V, or dK and dV, [B, G, slots, D] and [B, G, slots, E], which travel together.
 
-    `memory` is what a buffer sends, token by token, that they are views of: one tensor [slots, B, G, D + E];
-    or two, [slots, B, G, D] and [slots, B, G, E], of gradients as the kernel returns them and of keys that
-    travel apart (`check_keys_apart`). It is empty for the caller's tensors.
+    `memory` has the tensors that are sent, token by token. k and v are views of them. In most buffers it is
+    one tensor [slots, B, G, D + E]. It is two, [slots, B, G, D] and [slots, B, G, E], for gradients as the
+    kernel returns them, and for keys that travel apart (`check_keys_apart`). The caller's tensors have none.
     """
 
     k: Tensor

@@ -305,6 +305,7 @@ class RingPass:
             if note is not None:
                 note("wait", hop, known.posted)
             if finish_header_check is not None:
+                # In the first batch, also if this rank sends nothing in it.
                 finish_header_check()
                 pending, finish_header_check = self._post_behind(mark, *posting), None
             if pending is not None:

@@ -13,9 +13,9 @@ neighbour would send up to 16 % more for LongNet on zigzag shards, and 45 % more
 many short runs. Direct sends do not occur for contiguous shards with dense, windowed and dilated patterns,
 nor for zigzag shards with a dense causal pattern. They are 2 to 9 % of the tokens for LongNet on zigzag
 shards, and up to 30 % for a window on short runs. Suppose that only neighbours on the ring are linked. A
-direct send then crosses a link for each hop of its way. Compared with relaying, these tokens cross as many
-links for LongNet, and 9 to 37 % more for windows. Both directions send the same bytes; we choose by the
-number of links that tokens cross (`directions.py`).
+direct send then crosses a link for each hop of its way. The baseline passes everything from neighbour to
+neighbour. Against it, these tokens cross as many links for LongNet, and 9 to 37 % more for windows. Both
+directions send the same bytes; we choose by the number of links that tokens cross (`directions.py`).
 
 [Note: where gradients are added]
 With a float32 payload, the sum of a token's dK and dV is passed on with its keys, and each rank adds its own
@@ -159,7 +159,7 @@ def _split_progressions(slots: IntArray) -> list[tuple[int, int]]:
 class ReadsOfShards:
     """The slots that every rank reads of every shard of a layout; computed on demand and cached.
 
-    One table has all that one rank reads, or all ranks that read one shard.
+    A look-up computes one table of tiles: a rank's queries x all shards, or all ranks' queries x one shard.
     """
 
     pattern: Pattern  # bound to the query heads of one K/V head
@@ -278,7 +278,10 @@ class HeadClass:
 
     @cached_property
     def _width(self) -> int:
-        """Return a number above every slot: sets of several hops are joined by it."""
+        """Return a number above every slot.
+
+        Slots of set i (of several hops) are shifted by i times this number, so that sets do not overlap.
+        """
         return self.reads.layout.local_tokens + 1
 
     def unpruned(self, origin: int) -> SlotRanges:

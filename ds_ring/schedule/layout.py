@@ -46,7 +46,7 @@ class Layout(ABC):
     tokens: int
     ring_size: int
     multiple_of: int = 1
-    has_pairs_of_all: ClassVar[bool] = True  # any position may be a query of any other position as key
+    has_pairs_of_all: ClassVar[bool] = True  # every pair of positions can be a query and a key
 
     @property
     @abstractmethod

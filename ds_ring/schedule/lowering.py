@@ -15,8 +15,8 @@ A chunk receives no keys during its last hop, and its last gradients return afte
 all gradients return then, and they would overlap with no computation. So the next chunk starts early: its
 first keys and values travel during the last hop of this chunk, and the gradients of this chunk return while
 the next chunk computes. During that time the buffers of both chunks exist. If there are fewer chunks than
-`MANY_CHUNKS`, the buffers are large, so each chunk of a backward pass starts one batch later: then its first
-keys and values travel while the gradients of the chunk before return.
+`MANY_CHUNKS`, the buffers are large, so each chunk of a backward pass starts one batch later. Its first keys
+and values then travel while the gradients of the previous chunk return.
 
 If every rank computes at every hop, only the last gradients of the last chunk are left;
 [Note: a part for the end]. A rank that reads nothing at some hops (with a narrow window, for example) has
@@ -28,8 +28,8 @@ So all ranks start a chunk in the same batch, and the messages between two ranks
 After the last hop of a backward pass its gradients still return to their owners, in one batch or, from other
 nodes, in several. So in these batches a chunk computes the queries of the first half of the own shard, one
 triangle if it is causal, and only the others in the first batch. TransformerEngine computes its diagonal last
-for the same reason. All chunks have this order, so that their number changes no bit. Each part has all keys
-of its queries, so that a kernel may read it as the rule on a rectangle.
+for the same reason. All chunks have this order. So the number of chunks changes no bit of the result. Each
+part has all keys of its queries. So a kernel can apply the pattern (`Tiles.rule`) to the part.
 """
 
 from __future__ import annotations

@@ -151,8 +151,9 @@ def build_plan(
             added in the accumulators' dtype.
         ranks_per_node: number of neighbours on the ring that share a node, a divisor of the ring size; None
             if unknown. If it is known, a pattern that sends much between nodes travels on two levels.
-        stage_shards: most shards of other ranks that are computed with at once; [Note: stages]. All ranks
-            then send to each other, and none of the ways above is taken; None: keys travel hop by hop.
+        stage_shards: most shards of other ranks that are computed with at once; [Note: stages]. Owners then
+            send directly to readers: `directions` must be None, and `ranks_per_node` has no effect. None:
+            keys travel hop by hop.
 
     Raises:
         RingLayoutError: H is not a multiple of G; stages together with `directions`.

@@ -6,10 +6,11 @@ Pure data. `head_class.py` computes it and explains its terms; `lowering.py` tur
 Each node has R ranks. Take the shard of rank l of node n, and write a hop as s = t * R + i with i < R. At
 hop s, rank l + i (modulo R) of node n + t (modulo the number of nodes) computes with this shard; the other
 direction subtracts i and t. So the shard goes around one node, over its fast links, before it goes on to the
-next node. Rank l of each node gets the shard first, and sends it to rank l of the next node in R batches,
-one R-th of the shard in each. So every rank's network adapter sends 1 / R of a shard in every batch. In one
-ring of all ranks, one adapter of a node sends a whole shard and the others nothing. Sums of gradients follow
-the keys inside a node. They leave the node once, directly to the owner of the keys, also in R parts.
+next node. In each node, rank l is the first to receive the shard. It also sends the shard to rank l of the
+next node: one R-th in each of R batches. So every rank's network adapter sends 1 / R of a shard in every
+batch. In one ring of all ranks, one adapter of a node sends a whole shard and the others nothing. Sums of
+gradients follow the keys inside a node. They leave the node once, directly to the owner of the keys, also in
+R parts.
 Published as DoubleRing (Gu et al. 2024, LoongTrain, arXiv 2406.18485, section 4.2) and as BurstAttention's
 two rings (Sun et al. 2024, arXiv 2403.09347, section 3); TASP (Wang et al. 2025, arXiv
 2509.26541) uses all links by Hamiltonian cycles. The split into one part per batch is ours.
@@ -75,7 +76,7 @@ class Direction(NamedTuple):
 
     @property
     def steps(self) -> int:
-        """Return the index of the last batch that may compute: the count of stages or hops after hop 0."""
+        """Return the index of the last batch that may compute: the number of stages, or of the last hop."""
         return len(self.stages) or self.limit
 
     def stage(self, hop: int) -> int:
@@ -146,7 +147,7 @@ class HopPlan:
 
 
 class StagePlan(NamedTuple):
-    """The hops that one rank computes at once; [Note: stages]. Without stages, a single hop."""
+    """The hops that one kernel call computes; [Note: stages]. Without stages, a single hop."""
 
     hops: tuple[HopPlan, ...]  # by ascending origin, so that tiles of neighbouring shards are adjacent
     first: tuple[int, ...]  # where the keys of each hop begin in the buffer of the stage
@@ -175,7 +176,7 @@ class DirectSend(NamedTuple):
 
 
 class GradientReturn(NamedTuple):
-    """Slots of this rank's shard whose dK/dV a reader returns here instead of sending them on in a sum."""
+    """Slots of this rank's shard whose dK/dV a reader returns to this rank, and not to the next reader."""
 
     hop: int  # at which that rank computed them; the message is in the next batches (`Direction.batches`)
     sender: int

@@ -1,6 +1,7 @@
 """The schedule of one rank as data: its sends, receives, computations, sums and frees, batch by batch.
 
-`lowering.py` makes it from a plan; everything that runs, measures, prints or checks a pass reads it.
+`lowering.py` makes it from a plan; everything that runs, measures, prints or checks a pass reads it. Passes
+without hops (`PassRow.no_hops`) and passes of replicated queries have none: no rank relays keys in them.
 
 [Note: batches]
 A pass is a sequence of batches. In each batch a rank (1) accumulates what the messages of the previous batch
@@ -26,8 +27,8 @@ from ds_ring.masks.tiles import Tiles
 class Payload(Enum):
     """The content of a message: K and V, or dK and dV.
 
-    A token's two rows are adjacent, except in PARTS, and in KEYS if they travel apart. They do so if the
-    chunk has one K/V head and `check_keys_apart` (`ring/pair.py`) agrees.
+    A token's two rows are adjacent, except in PARTS, and in KEYS if K and V travel apart. K and V travel
+    apart if the chunk has one K/V head and `check_keys_apart` (`ring/pair.py`) agrees.
     """
 
     KEYS = "keys"  # in the dtype of the inputs
@@ -42,7 +43,9 @@ class Payload(Enum):
 
 
 SHARD = 0  # buffer: K and V of the rank's own shard; the caller's memory, never freed
-RESULTS = 1  # buffer: out and lse of the chunk's heads; in a backward pass dQ, and the own shard's dK, dV
+# buffer: out and lse of the chunk's heads; in a backward pass dQ, and dK and dV of the own shard. In both
+# passes `Free(RESULTS)` finishes the chunk: it writes them to the caller's tensors.
+RESULTS = 1
 
 
 def get_buffer_name(buffer: int) -> str:
@@ -68,7 +71,7 @@ class Send:
     origin: int  # ring rank that owns the tokens
     slots: SlotRanges  # the same tokens as slots of the shard of `origin`
     packed: int  # buffer for a copy of the part; used unless `in_place`
-    needs: int  # latest batch whose messages it depends on, counted from the chunk's start; -1 for none
+    needs: int  # the last batch whose messages this step needs; batch 0 is the chunk's first; -1 for none
     buffer_payload: Payload  # payload of the buffer
     ranges: tuple[tuple[int, int], ...] = field(init=False)  # `part` as Python ints
     count: int = field(init=False)  # number of slots
@@ -195,7 +198,7 @@ class ExchangeBatch(NamedTuple):
     """One batch of a pass; [Note: batches]."""
 
     number: int
-    hop: int  # the youngest active chunk receives the keys of this hop in this batch
+    hop: int  # the chunk that started last receives the keys of this hop in this batch
     rounds: list[tuple[int, Round]]  # the index of every active chunk, and its steps
 
 
