@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from launcher.commands.parsers import Parser
 from tests.documents import ROOT
 
 
@@ -28,10 +29,10 @@ def read_command(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if words[0] == "pytest":
         assert all((ROOT / word).exists() for word in words[1:] if not word.startswith("-")), command
         return
-    parse = argparse.ArgumentParser.parse_args
+    parse = Parser.parse_args, argparse.ArgumentParser.parse_args
 
     def parse_and_stop(self: argparse.ArgumentParser, *arguments: Any, **options: Any) -> None:
-        parse(self, *arguments, **options)
+        parse[not isinstance(self, Parser)](self, *arguments, **options)
         raise Parsed
 
     script = next(i for i, word in enumerate(words) if word.startswith(("tools", "ds-ring")))
@@ -40,7 +41,8 @@ def read_command(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
         patched.syspath_prepend(ROOT / "tools")  # a script finds its neighbours
         patched.setattr(sys, "argv", words[script:] + ["--help"] * is_named_only)
-        patched.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
+        for parser in (Parser, argparse.ArgumentParser):
+            patched.setattr(parser, "parse_args", parse_and_stop)
         with pytest.raises(SystemExit if is_named_only else Parsed) as stopped:
             importlib.import_module("launcher.cli" if name == "ds-ring" else name).main()
     assert not is_named_only or stopped.value.code == 0
