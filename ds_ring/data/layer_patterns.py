@@ -69,7 +69,7 @@ class LayerPatterns:
 
 # [Note: the pattern of a layer] A layer of a model is causal or not, and may have a window or a chunk
 # (`model_pattern`). The JSON's pattern is combined with it by these rules:
-# - Both must be causal, or neither.
+# - Both must be causal, or neither. transformers' causal models are bidirectional by `config.is_causal`.
 # - A layer with a window (or chunk) keeps it if the JSON has none, or has the same one.
 # - A layer that attends to everything gets the JSON's pattern: we assume that a narrower one (LongNet, a
 #   window) is intended. In a model whose other layers have windows this is not clear, so the JSON must name
@@ -89,10 +89,14 @@ def resolve_layer_pattern(
         named: whether the JSON names this very layer.
         mixed: whether layers of the model differ.
     """
-    if model_pattern.is_causal != json_pattern.is_causal:
+    if model_pattern.is_causal and not json_pattern.is_causal:
         raise RingPatternError(
-            f"the model is {'' if model_pattern.is_causal else 'not '}causal, the pattern {json_pattern} is"
-            f" {'' if json_pattern.is_causal else 'not '}causal; set pattern.causal in the JSON to match"
+            f"the model is causal, the pattern {json_pattern} is not causal; set model.config.is_causal = False"
+            ' before the ring is set up, and the pattern alone decides; or take a pattern with "causal": true'
+        )
+    if json_pattern.is_causal and not model_pattern.is_causal:
+        raise RingPatternError(
+            f'the model is not causal, the pattern {json_pattern} is causal; set "causal": false in "pattern"'
         )
     widths = [
         (part, getattr(part, "window", None) or getattr(part, "chunk", None))

@@ -87,6 +87,20 @@ def test_the_loss_is_that_of_sdpa(family):
     assert torch.allclose(got.logits, expected.logits[:, order], atol=1e-5)
 
 
+def test_a_pattern_that_is_not_causal_decides_alone_in_a_bidirectional_model():
+    """By `config.is_causal`, as the refusal of a causal model says: a prefix of 7 tokens, as a dense mask."""
+    visible = torch.ones(33, 33, dtype=torch.bool).tril()
+    visible[:7, :7] = True
+    bias = torch.zeros(33, 33).masked_fill(~visible, torch.finfo(torch.float32).min)
+    expected = build(FAMILIES["Llama"](), "sdpa")(input_ids=IDS, attention_mask=bias[None, None])
+    config = FAMILIES["Llama"]()
+    config.is_causal = False
+    model, session = attached(config, pattern={"prefix": 7})
+    got = model(**session.shard_batch({"input_ids": IDS}))
+    order = torch.from_numpy(session.layout.positions(0))
+    assert torch.allclose(got.logits, expected.logits[:, order], atol=1e-5)
+
+
 MODERN_BERT: dict[str, Any] = (
     SIZES
     | dict.fromkeys(("bos_token_id", "cls_token_id"), 1)
@@ -523,7 +537,7 @@ REFUSED: dict[str, Refusal] = {
     "dropout in training": (lambda: forward(transformers.GPT2Config(**GPT2_SIZES), train=True),
         RingConfigError, r"no dropout inside attention, got 0\.1"),
     "causal under a full pattern": (lambda: forward(pattern={"causal": False}), RingPatternError,
-        r"the model is causal, the pattern Full\(\) is not causal"),
+        r"the model is causal, the pattern Full\(\) is not causal; set model.config.is_causal = False"),
     "another window": (lambda: forward(WINDOW_5, pattern={"window": 6}), RingPatternError,
         f"SlidingWindow.window=5.* {WRITE_5}"),
     "a chunk": (lambda: forward(WINDOW_5, pattern={"chunk": 8}), RingPatternError, WRITE_5),
