@@ -91,8 +91,8 @@ def resolve_layer_pattern(
     """
     if model_pattern.is_causal and not json_pattern.is_causal:
         raise RingPatternError(
-            f"the model is causal, the pattern {json_pattern} is not causal; set model.config.is_causal = False"
-            ' before the ring is set up, and the pattern alone decides; or take a pattern with "causal": true'
+            f"the model is causal, the pattern {json_pattern} is not causal; set model.config.is_causal ="
+            ' False before the ring is set up, and the pattern alone decides; or take "causal": true'
         )
     if json_pattern.is_causal and not model_pattern.is_causal:
         raise RingPatternError(

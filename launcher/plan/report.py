@@ -313,7 +313,7 @@ def _cost_table(planned: Estimate) -> Table:
 def _devices_table(plans: Sequence[Estimate]) -> Table:
     """Build the table of the same step on more devices."""
     columns = ("T / P", "GiB", "seconds", "tokens/s", "MFU")
-    table = Table("devices", *columns, title="more devices, with these options, and others where they do not fit")
+    table = Table("devices", *columns, title="more devices: these options, more where they do not fit")
     for column in table.columns:
         column.justify = "right"
     for plan in plans:
