@@ -35,7 +35,7 @@ test_it_is_refused = refuse({
     "documents to report": (losses, RingPatternError,
         r"expected documents, got a tree; use tree\.of_rollouts"),
     "labels that are not there": (lambda: losses(shift_labels=None), RingShapeError,
-        "a batch with shift_labels, none, got"),
+        "document_losses: expected shift_labels, got"),
 })  # fmt: skip
 
 
