@@ -172,7 +172,7 @@ def stages(rank: int, world_size: int, config: str, ring: bool) -> Logs:
 @pytest.mark.night  # by day engines of ds_ring and of deepspeed.initialize, above
 def test_a_model_goes_from_trainer_to_trainer(rank_pool: Any, tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
-    plain, on_ring = configs(tmp_path, 2)
+    plain, on_ring = configs(tmp_path, 2, zero_optimization={"stage": 2})
     expected = rank_pool(1).run(stages, plain, False)[0]
     for logs in rank_pool(2).run(stages, on_ring, True):
         check_logs(logs, expected)

@@ -191,7 +191,7 @@ class Stream(torch.utils.data.IterableDataset[Any]):
 
 
 def compare(rank_pool: Any, folder: Path, cases: list[str], ring: int, **extra: Any) -> None:
-    plain, on_ring = configs(folder, ring)
+    plain, on_ring = configs(folder, ring, zero_optimization={"stage": 2})
     expected = rank_pool(1).run(run_trainer, cases, plain, False, extra)[0]
     for logs in rank_pool(ring).run(run_trainer, cases, on_ring, True, extra):
         for case in cases:
@@ -222,7 +222,7 @@ def test_losses_of_ones_own_are_evaluated_as_on_one_process(
 @pytest.mark.night
 def test_streams_of_replicas_are_evaluated_as_on_one_process(rank_pool: Any, tmp_path: Path) -> None:
     """Ring 2 x data 2, one sample a replica, and the last round half full; the model stays as it is."""
-    plain, on_ring = configs(tmp_path, 2)
+    plain, on_ring = configs(tmp_path, 2, zero_optimization={"stage": 2})
     local = {"iterable": True, "per_device_eval_batch_size": 1, "learning_rate": 0.0}
     expected = rank_pool(1).run(run_trainer, ["compute_loss"], plain, False, local)[0]["compute_loss"]
     local["per_device_train_batch_size"] = 1
