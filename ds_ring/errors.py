@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import operator
 import reprlib
+from collections.abc import Collection
 from numbers import Integral
 from typing import TYPE_CHECKING
 
@@ -33,27 +34,33 @@ class _Items(reprlib.Repr):
         self.maxstring = self.maxother = _SHOWN_CHARACTERS
 
 
+def show_items(values: Collection[object]) -> str:
+    """Return the first items of a list, and their number if there are more: of the ids of tokens, say."""
+    text = _cut(_Items().repr(values))
+    return f"{text} of {len(values):,} items" if len(values) > _SHOWN_ITEMS else text
+
+
 def shown(value: object) -> str:
     """Return the type and repr of a value for a message: short, and safe if the repr raises.
 
-    Of many items, such as the ids of tokens, it has the first ones and their number; of an array its shape.
+    Of a list it has `show_items`, of an array its shape.
     """
     kind = type(value).__name__
     if isinstance(value, int) and abs(value) >= 10**30:  # a million digits take seconds to print
         return f"{kind} of {value.bit_length()} bits"
-    size = ""
     try:
         if getattr(value, "ndim", 0) and hasattr(value, "dtype"):
             return f"{kind} of shape {tuple(value.shape)}, {value.dtype}"  # type: ignore[attr-defined]
         if isinstance(value, (list, tuple, set, frozenset)):
-            text = _Items().repr(value)
-            size = f" of {len(value):,} items" if len(value) > _SHOWN_ITEMS else ""
-        else:
-            text = repr(value)
+            return f"{kind} {show_items(value)}"
+        text = _cut(repr(value))
     except Exception as error:
         return f"{kind}, whose repr raises {type(error).__name__}"
-    text = text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
-    return text if isinstance(value, (int, float, str, bytes, bool, type(None))) else f"{kind} {text}{size}"
+    return text if isinstance(value, (int, float, str, bytes, bool, type(None))) else f"{kind} {text}"
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
 
 
 class RingError(Exception):

@@ -32,8 +32,8 @@ from ds_ring.errors import RingConfigError
 from ds_ring.written_files import append_text, replace_text
 from ds_ring_launcher.check.model_check import CheckRequest, ModelReport, check_forms
 from ds_ring_launcher.check.small_model import HEADS, read_config
+from ds_ring_launcher.commands.parsers import require_writable
 from ds_ring_launcher.run.local_ranks import RanksError, run_ranks
-from ds_ring_launcher.tune.hardware_file import require_writable
 
 Row = dict[str, Any]
 _ROWS_PER_START = 40  # of ranks: engines leave a little behind

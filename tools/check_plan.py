@@ -230,7 +230,9 @@ def partitioned_init(point: CheckedSetting, zero: dict[str, Any], low: dict[str,
         return nullcontext()
     import deepspeed
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # is compiled for two minutes, not used
+    from ds_ring.engines.deepspeed.initialize import leave_shm_out
+
+    leave_shm_out()
     config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero} | low
     return deepspeed.zero.Init(config_dict_or_path=config)
 

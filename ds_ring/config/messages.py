@@ -18,6 +18,7 @@ from ds_ring.compat.pydantic import (
     Field,
     ValidationError,
 )  # fmt: skip
+from ds_ring.errors import show_items
 from ds_ring.errors import shown as shown_in_errors
 from ds_ring.limits import MAX_SECONDS, MAX_TOKENS
 
@@ -54,7 +55,7 @@ def shown(value: object) -> str:
     except (TypeError, ValueError, RecursionError):
         text = shown_in_errors(value)
     if isinstance(value, (list, tuple)) and len(text) > 80:  # the ids of tokens, say
-        text = shown_in_errors(value).partition(" ")[2]
+        text = show_items(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 

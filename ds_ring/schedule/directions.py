@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ds_ring.schedule.head_class import HeadClass, ReadsOfShards
-from ds_ring.schedule.rank_plan import Direction, make_one_way
+from ds_ring.schedule.rank_plan import Direction, make_one_way, make_two_levels
 
 STAGE_GROWTH = 4  # most shards of a stage over those of the stage before, during which they arrive
 
@@ -21,11 +21,6 @@ def sample_origins(size: int) -> list[int]:
         return list(range(size))
     # Spread by the golden ratio: regular distances would hit the same place of every segment.
     return sorted({int(size * (i * 0.6180339887 % 1)) for i in range(SAMPLED_ORIGINS)} | {size - 1})
-
-
-def make_two_levels(size: int, ranks_per_node: int, sign: int = 1) -> tuple[Direction, ...]:
-    """Return a direction inside nodes and from node to node; [Note: two levels] in `rank_plan.py`."""
-    return (Direction(sign, size - 1, ranks_per_node),)
 
 
 def choose_stage_sizes(size: int, most: int) -> tuple[int, ...]:

@@ -28,7 +28,7 @@ from ds_ring.masks.slots import count_slots
 from ds_ring.plugin import GRADIENT_PAYLOADS
 from ds_ring.schedule.head_class import HeadClass, ReadsOfShards
 from ds_ring.schedule.layout import Layout
-from ds_ring.schedule.rank_plan import Direction, RankPlan, sum_over_heads
+from ds_ring.schedule.rank_plan import Direction, RankPlan, make_one_way, make_two_levels, sum_over_heads
 
 
 @dataclass(frozen=True)
@@ -227,6 +227,6 @@ def _build_plan(
 
         directions = choose_directions(bound[0][1], ranks_per_node)
     elif directions is None:
-        directions = (Direction(1, size - 1, ranks_per_node),)
+        directions = make_two_levels(size, ranks_per_node) if ranks_per_node else make_one_way(size)
     classes = tuple(HeadClass(reads, heads, directions, prune, rounded) for heads, reads in bound)
     return Plan(pattern, layout, query_heads, kv_heads, classes)

@@ -107,6 +107,11 @@ def make_one_way(size: int, sign: int = 1) -> tuple[Direction, ...]:
     return (Direction(sign, size - 1),)
 
 
+def make_two_levels(size: int, ranks_per_node: int, sign: int = 1) -> tuple[Direction, ...]:
+    """Return a direction inside nodes and from node to node; [Note: two levels]."""
+    return (Direction(sign, size - 1, ranks_per_node),)
+
+
 ONE_RANK = Direction(1, 0)  # the direction of a ring of one rank
 
 

@@ -20,6 +20,7 @@ from .parsers import (
     require_deadline,
     require_memory,
     require_sizes,
+    require_writable,
 )
 
 if TYPE_CHECKING:
@@ -93,7 +94,6 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
     from ds_ring.transports.devices import select_gpu
     from ds_ring.written_files import write_at_once
 
-    from ..tune.hardware_file import require_writable
     from ..tune.request import DEVICES
 
     if options.device not in DEVICES:

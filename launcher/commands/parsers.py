@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import re
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -191,6 +192,22 @@ def require_deadline(seconds: float, option: str = "--deadline-seconds") -> None
     if not 0 < seconds <= MAX_SECONDS:
         bound = "above 0" if seconds <= 0 else f"of at most {MAX_SECONDS:,}"
         raise RingConfigError(f"{option}: expected a number {bound}, got {seconds:g}; leave it out")
+
+
+def require_writable(path: Path, option: str) -> None:
+    """Raise RingConfigError, before anything is computed, unless a file can be written at `path`."""
+    from ds_ring.errors import RingConfigError
+
+    try:
+        folder = path.resolve().parent
+        path.exists()
+    except (OSError, ValueError, RuntimeError) as error:
+        raise RingConfigError(f"{option}: expected a file's name, got {str(path)[:80]!r}: {error}") from None
+    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+        got = "a folder" if path.is_dir() else "no folder" if not folder.is_dir() else "one that is not ours"
+        raise RingConfigError.wrong(
+            f"{option} {path}", "a file in a folder to write to", got, "choose another"
+        )
 
 
 # Options of `simulate`: sizes of an attention, its pattern, layout and kernel.

@@ -11,7 +11,7 @@ from ds_ring.errors import RingConfigError
 from ds_ring.plugin import LAYOUTS
 
 from ..plan import known_hardware, known_models
-from .parsers import Commands, add_command, add_json, read_tokens, refuse_extra
+from .parsers import Commands, add_command, add_json, read_tokens, refuse_extra, require_writable
 
 _HELP = "memory, traffic and time of a run that is not started yet"
 _DESCRIPTION = "Memory by component, FLOPs, bytes and time of one training step on given hardware."
@@ -107,8 +107,6 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
 
     refuse_extra("plan", extra_args)
     if options.picture is not None:
-        from ..tune.hardware_file import require_writable
-
         require_writable(Path(options.picture), "--picture")
     with _show_progress() as say:
         planned = estimate(

@@ -21,7 +21,7 @@ from ds_ring.schedule.rank_plan import HopPlan
 from ds_ring.written_files import replaced
 
 from .estimate import Estimate
-from .report import format_count, get_unit
+from .report import describe_size, get_unit
 
 _DPI = 110
 
@@ -216,8 +216,5 @@ def plot_memory(planned: Estimate) -> Any:
     axes.invert_yaxis()  # the first moment on top
     axes.set(xlabel=f"{label} of a device", xlim=(0, 1.1 * max(usable, planned.peak.total / unit)))
     axes.legend(title=f"{label} at: {planned.peak.name}", loc="center left", bbox_to_anchor=(1, 0.5))
-    figure.suptitle(
-        f"{format_count(setting.model.parameters)} parameters, {setting.tokens:,} tokens on"
-        f" {setting.devices} x {setting.hardware.name}: memory of a device by part, at each moment of a step"
-    )
+    figure.suptitle(f"{describe_size(setting)}: memory of a device by part, at each moment of a step")
     return figure

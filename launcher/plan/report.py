@@ -18,6 +18,7 @@ from .estimate import Estimate
 from .layer_passes import LayerPass
 from .options import list_flags, make_json
 from .other_layers import LayerCost
+from .training_setting import TrainingSetting
 
 GIB = 2**30
 BAR, BAR_WIDTH = "\u2588", 16  # the memory that tensors can have, in a table
@@ -167,8 +168,7 @@ def print_report(
     ring = f"ring {setting.ring_size} x Ulysses {setting.ulysses_size}"
     data = setting.devices // (setting.ring_size * setting.ulysses_size)
     console.print(
-        f"{format_count(setting.model.parameters)} parameters, {setting.tokens:,} tokens on"
-        f" {setting.devices} x {setting.hardware.name}: {ring} x data {data}, {planned.layout.name} layout,"
+        f"{describe_size(setting)}: {ring} x data {data}, {planned.layout.name} layout,"
         f" kernel {setting.kernel_that_runs},"
         f" ZeRO {setting.zero.stage}, {setting.dtype};"
         f" {setting.tokens // (setting.ring_size * setting.ulysses_size):,} tokens a device"
@@ -208,6 +208,14 @@ def print_report(
     console.print(f"transfers hide behind compute: {hides}")
     for warning in advice.warnings:
         console.print(f"[yellow]warning:[/] {warning}")
+
+
+def describe_size(setting: TrainingSetting) -> str:
+    """Return parameters, tokens and devices of a plan."""
+    parameters = format_count(setting.model.parameters)
+    return (
+        f"{parameters} parameters, {setting.tokens:,} tokens on {setting.devices} x {setting.hardware.name}"
+    )
 
 
 def format_count(number: int) -> str:

@@ -22,8 +22,9 @@ from ds_ring.errors import RingError
 from ds_ring.transports.devices import select_gpu
 from ds_ring.written_files import write_at_once
 
+from ..commands.parsers import require_writable
 from ..commands.tune import declare
-from .hardware_file import describe_hardware, require_writable
+from .hardware_file import describe_hardware
 from .measurements import measure
 from .request import TuningRequest, request_from
 

@@ -12,13 +12,11 @@ from __future__ import annotations
 import os
 import platform
 import socket
-from pathlib import Path
 
 import psutil
 import torch
 
 from ds_ring.config.json_text import Json
-from ds_ring.errors import RingConfigError
 from ds_ring.plugin import FAST_KERNELS
 from ds_ring.schedule.lowering import chunk_bytes_on
 from ds_ring.schedule.plan import Plan, build_plan
@@ -31,20 +29,6 @@ from .measurements import Measured, plan_layout
 from .request import TuningRequest
 
 MAX_CHANGE = 4.0  # how far a pass can move the rate of the kernel; beyond that something else was measured
-
-
-def require_writable(path: Path, option: str) -> None:
-    """Raise RingConfigError, before anything is measured, unless a file can be written at `path`."""
-    try:
-        folder = path.resolve().parent
-        path.exists()
-    except (OSError, ValueError, RuntimeError) as error:
-        raise RingConfigError(f"{option}: expected a file's name, got {str(path)[:80]!r}: {error}") from None
-    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-        got = "a folder" if path.is_dir() else "no folder" if not folder.is_dir() else "one that is not ours"
-        raise RingConfigError.wrong(
-            f"{option} {path}", "a file in a folder to write to", got, "choose another"
-        )
 
 
 def describe_hardware(request: TuningRequest, measured: Measured) -> Json:

@@ -68,8 +68,7 @@ def halo(
         with collective(mesh, "halo"):  # else the dispatcher refuses it alone, and prints every number
             check_operand("halo: x", x)
             check_copied("halo", x)
-            axis: object = dim
-            if isinstance(axis, bool) or not isinstance(axis, Integral):
+            if not _is_whole_number(dim):
                 raise RingShapeError.wrong("halo: dim", "a whole number", dim, "name the token dimension")
             _check_counts(before, after)
     if -x.dim() <= dim < 0:
@@ -105,7 +104,7 @@ def shift_sequence(
     check_mesh(mesh)
     with collective(mesh, "shift_sequence", alone=is_fake(x)) as call:
         raw: Any = offset
-        is_number = isinstance(raw, Integral) and not isinstance(raw, bool)
+        is_number = _is_whole_number(raw)
         if not is_number or raw:
             check_whole_number(abs(raw) if is_number else raw, "shift_sequence: offset", RingShapeError)
         check_operand("shift_sequence: x", x)
@@ -188,6 +187,10 @@ def _check_halo(x: Tensor, dim: int, before: int, after: int, context: ScanConte
         raise RingShapeError.wrong(
             "halo", f"{slots} slots in dim {dim}", list(x.shape), "pass this rank's shard, and its layout"
         )
+
+
+def _is_whole_number(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def _check_counts(before: int, after: int) -> None:

@@ -29,11 +29,10 @@ from ds_ring.ring.pair import BufferKind
 from ds_ring.ring.pool import Block, Buffers, PreparedPasses
 from ds_ring.ring.ring_pass import RingPass
 from ds_ring.schedule import stages
-from ds_ring.schedule.directions import make_two_levels
 from ds_ring.schedule.layout import Layout
 from ds_ring.schedule.lowering import lower_rank
 from ds_ring.schedule.plan import _build_plan
-from ds_ring.schedule.rank_plan import Direction, StagePlan
+from ds_ring.schedule.rank_plan import Direction, StagePlan, make_two_levels
 from tests.cases import PATTERNS, Shape, layout_for, tensors
 from tests.reference import Dense, dense_attention, relative_error
 

@@ -10,10 +10,9 @@ import pytest
 from ds_ring import Causal, Full, SlidingWindow, build_plan, make_layout
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.slots import count_slots
-from ds_ring.schedule.directions import make_two_levels
 from ds_ring.schedule.lowering import lower_pass
 from ds_ring.schedule.plan import Plan
-from ds_ring.schedule.rank_plan import Direction, make_one_way
+from ds_ring.schedule.rank_plan import Direction, make_one_way, make_two_levels
 from ds_ring.schedule.steps import Payload, Send
 from tests.cases import PATTERNS, layout_for
 from tests.schedule_proof.validate import validate_plan

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from ds_ring.errors import RingConfigError
+from ds_ring_launcher.commands.parsers import require_writable
 from ds_ring_launcher.plan.model_file import patterns_by
 from ds_ring_launcher.plan.other_layers import _size, find_readers
-from ds_ring_launcher.tune.hardware_file import require_writable
 
 QWEN: dict[str, Any] = {
     "model_type": "qwen3_next", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4,

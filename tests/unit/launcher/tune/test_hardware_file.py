@@ -10,6 +10,7 @@ import pytest
 from ds_ring.errors import RingConfigError
 from ds_ring.schedule.lowering import chunk_bytes_on
 from ds_ring.written_files import write_at_once
+from ds_ring_launcher.commands.parsers import require_writable
 from ds_ring_launcher.plan.hardware import hardware_from
 from ds_ring_launcher.plan.layer_passes import slowest_pass
 from ds_ring_launcher.plan.pass_memory import PassShape
@@ -18,7 +19,6 @@ from ds_ring_launcher.tune.hardware_file import (
     _describe,
     build_pass_plans,
     describe_hardware,
-    require_writable,
 )
 from ds_ring_launcher.tune.measurements import KernelSample, fit_rate
 from tests.unit.launcher.tune.cases import machine, request
