@@ -34,6 +34,7 @@ from ds_ring.attention_module import RingAttention
 from ds_ring.comm.collective import collective
 from ds_ring.comm.exchange import Exchange
 from ds_ring.comm.mesh import RingMesh
+from ds_ring.comm.messages import Observers
 from ds_ring.data.batch import cache_in, cache_name
 from ds_ring.data.batch_sharding import BatchSharding, RowsAttention
 from ds_ring.data.packing import PADDING, RowGroup, group_rows
@@ -50,7 +51,6 @@ from ds_ring.ops.context import ContextCache
 from ds_ring.ops.shard import shard_sequence
 from ds_ring.patches import guard_imports, patch
 from ds_ring.plugin import PASSES
-from ds_ring.ring.observer import Observers
 from ds_ring.schedule.grid import Grid
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ class Payload(Enum):
     """The content of a message: K and V, or dK and dV.
 
     A token's two rows are adjacent, except in PARTS, and in KEYS if K and V travel apart. K and V travel
-    apart if the chunk has one K/V head and `check_keys_apart` (`ring/pair.py`) agrees.
+    apart if the chunk has one K/V head and `check_keys_apart` (`ring/pool.py`) agrees.
     """
 
     KEYS = "keys"  # in the dtype of the inputs
