@@ -272,3 +272,9 @@ def test_only_stages_below_2_reduce_a_flat_copy(stage, copies):
     zero = Zero(stage, 4, 4, bucket_elements=1000, fused_adam=False)
     assert zero.reduction(SMALL) == int(4 * SMALL.parameters * copies)
     assert replace(zero, world=1).reduction(SMALL) == 0
+
+
+@pytest.mark.parametrize(("stage", "times"), [(0, 2), (1, 2), (2, 2), (3, 3)])
+def test_an_all_reduce_is_two_messages_and_stage_3_gathers_twice(stage, times):
+    """Rajbhandari et al. 2020, section 7: 2 W of parameters for stages 0 to 2, 3 W for stage 3."""
+    assert estimate(setting(ring=4, stage=stage)).zero_bytes == times * 4 * SMALL.parameters * 3 // 4
