@@ -51,7 +51,7 @@ CAPABILITIES = [
         "measure.run_report", "measure.step_metrics",
         "memory.tiles.models_head", "memory.tiles.models_layers",
         "memory.host.offloaded_checkpoints", "layers.selection.rows", "layers.ngrams.sharded_tables"],
-    ["contrib", "decode.generation", "decode.ring_cache", "decode.encoder_decoder"],
+    ["contrib", "decode.generation", "decode.ring_cache"],
 ]  # fmt: skip
 LAYERS = [*CORE, *CAPABILITIES]
 
