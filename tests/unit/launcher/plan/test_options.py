@@ -13,7 +13,7 @@ from deepspeed.runtime.config import DeepSpeedConfig
 
 from ds_ring import Causal
 from ds_ring.config.section import RingConfig
-from ds_ring_launcher.plan.compare import compare
+from ds_ring_launcher.plan.compare import _torch_step, _ulysses_step, compare
 from ds_ring_launcher.plan.estimate import estimate
 from ds_ring_launcher.plan.hardware import read_hardware
 from ds_ring_launcher.plan.layer_passes import LayerPasses, layer_passes
@@ -217,3 +217,10 @@ def test_other_methods_beside_it() -> None:
     assert 3.0e6 < alst.longest_tokens < 5.5e6 and ulysses.longest_tokens < alst.longest_tokens
     many = {row.method: row for row in compare(estimate(replace(llama(64), tokens=1 << 20)), 0)}
     assert many["ALST"].ranks == 32  # no more than heads
+
+
+def test_what_a_pass_of_other_methods_holds() -> None:
+    """Bytes of bf16 K and V of all tokens, and of float32 sums: out, or dq, dk and dv of a rank's tokens."""
+    base, tokens = llama(), 1 << 20
+    assert _torch_step(base).ring == (2 * tokens * 8 * 128 * 2, tokens // 8 * (32 + 2 * 8) * 128 * 4, 0)
+    assert _ulysses_step(base).ring == (0, tokens * 32 // 8 * 128 * 4, 0)
