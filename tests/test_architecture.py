@@ -827,8 +827,6 @@ OWN_OBJECTS = {
     ("data.ring_batch", "region"): "the same",
     ("data.ring_batch", "x"): "a tensor of a sharded batch, which carries the sharding",
     ("ops.tracing", "function"): "a function of ours, which it marks for torch.compile",
-    ("compat.plain_models", "method.__func__"): "a method of ours, which it marks as a check of fields",
-    ("compat.plain_models", "self_instance"): "its own instance, which is frozen",
     ("compat.torch", "function"): "a function of ours, which it marks for torch.compile",
     ("ops.traced_objects", "function"): "a function that it makes in place of a traced one",
     ("comm.mesh", "weakref.finalize(mesh.state, _drop, detector, mesh.state.groups)"): "its own finalizer",
