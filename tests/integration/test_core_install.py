@@ -119,7 +119,7 @@ def test_a_pass_and_the_simulator_need_no_more(blocked: dict[str, str], tmp_path
 
 @pytest.mark.night
 def test_the_wheel_alone_beside_what_a_vendor_installed(tmp_path: Path) -> None:
-    """A virtual environment with torch, numpy, pydantic and their needs; pip adds the wheel without an index."""
+    """A virtual environment with torch, numpy, pydantic and their needs; pip adds the wheel."""
     copy_tree(tmp_path / "tree")
     wheel = build("wheel", tmp_path / "tree", tmp_path)
     subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "venv")], check=True, timeout=120)
