@@ -74,7 +74,6 @@ IMPORTERS = {
     "decode.replicated_op": {"kernels"},  # whether a pass compiles
     "layers.selection.select": {"kernels"},
     "layers.selection.selected_pass": {"kernels", "ring.merge"},
-    "decode.selection.few_queries": {"ring.merge"},  # the accumulators' dtype
     "layers.selection.max_logits": {"ring.merge"},  # the accumulators' dtype
     "ops.context": {"comm.exchange", "kernels"},  # makes both, uses neither
     "ops.prepare": {"kernels"},  # chooses them
