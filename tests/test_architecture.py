@@ -1004,7 +1004,7 @@ vars(self)["x"] = 1
 GLOBAL_TABLES = {
     ("comm.mesh", "_groups_of_garbage"): "the next mesh destroys them",
     ("contrib.ring_flash_attn", "DATA_PARAMS"): "one set of keys, for the current batch",
-    ("health.client", "_in_stuck_waits"): "nothing: torch may write to them for ever; one wait a mesh",
+    ("health.stuck_waits", "_in_stuck_waits"): "nothing: torch may write to them for ever; one wait a mesh",
     ("patches", "_tables"): "one for each file of patches",
     ("patches", "_of_process"): "one for each patch",
     ("data.failure_attribution", "_hooked"): "one patch",
