@@ -74,7 +74,6 @@ IMPORTERS = {
     "decode.replicated_op": {"kernels"},  # whether a pass compiles
     "layers.selection.select": {"kernels"},
     "layers.selection.selected_pass": {"kernels", "ring.merge"},
-    "decode.selection.few_queries": {"ring.merge"},  # the accumulators' dtype
     "layers.selection.max_logits": {"ring.merge"},  # the accumulators' dtype
     "ops.context": {"comm.exchange", "kernels"},  # makes both, uses neither
     "ops.prepare": {"kernels"},  # chooses them
@@ -827,8 +826,6 @@ OWN_OBJECTS = {
     ("data.ring_batch", "region"): "the same",
     ("data.ring_batch", "x"): "a tensor of a sharded batch, which carries the sharding",
     ("ops.tracing", "function"): "a function of ours, which it marks for torch.compile",
-    ("compat.plain_models", "method.__func__"): "a method of ours, which it marks as a check of fields",
-    ("compat.plain_models", "self_instance"): "its own instance, which is frozen",
     ("compat.torch", "function"): "a function of ours, which it marks for torch.compile",
     ("ops.traced_objects", "function"): "a function that it makes in place of a traced one",
     ("comm.mesh", "weakref.finalize(mesh.state, _drop, detector, mesh.state.groups)"): "its own finalizer",

@@ -73,7 +73,7 @@ class CachedSharding(BatchSharding):
     ) -> RowsAttention:
         assert make is None, "queries that every rank has"
         layer_pattern = self.patterns.pattern if pattern is None else pattern
-        parts = [
+        parts: list[RingAttention] = [
             _CachedAttention(
                 self.config, mesh=self.mesh, layout=self.layout, scale=scale, pattern=row_pattern,
                 score_mod=score_mod, q_positions=self.q_positions,
