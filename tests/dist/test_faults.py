@@ -33,7 +33,6 @@ def zygote() -> Iterator[Zygote]:
     built.close()
 
 
-@pytest.mark.night
 def test_a_job_without_ranks_ends(zygote: Zygote) -> None:
     """And the imports, which take seconds, are over when tests begin for which the other worker waits."""
     assert zygote.run({"world_size": 0, "deadline_s": 1.0}) == {"exits": []}

@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.dist.rank_process import RANK_ENVIRONMENT
+from tests.dist.rank_server import RANK_ENVIRONMENT
 
 
 def in_the_rank(rank: int, job: dict[str, Any]) -> None:

@@ -61,7 +61,10 @@ PLUGIN = Plugin(
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the package, changed as TOUCHED says, and the test of its architecture."""
     folder = tmp_path_factory.mktemp("copy")
-    shutil.copytree(ROOT / "ds_ring", folder / "ds_ring", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        ROOT / "ds_ring",
+        folder / "ds_ring",
+    )
     with open(folder / "ds_ring/__init__.pyi", "a") as file:
         for source, name, module, public in TOUCHED.values():
             target = folder / "ds_ring" / name
