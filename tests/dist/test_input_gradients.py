@@ -122,8 +122,9 @@ def test_gradients_of_whole_tensors_are_those_of_one_process(
         assert max(result.values()) < TOLERANCE, result
 
 
-def test_gradients_of_whole_samples_on_each_rank(rank_pool: Pool) -> None:
-    for result in rank_pool(2).run(of_whole_tensors, 0, False, min_sequence_length=40):
+@pytest.mark.parametrize("section", [{"min_sequence_length": 40}, {"ulysses_size": 2}])
+def test_gradients_of_whole_samples_or_heads_on_each_rank(rank_pool: Pool, section: dict[str, int]) -> None:
+    for result in rank_pool(2).run(of_whole_tensors, 0, False, **section):
         assert max(result.values()) < TOLERANCE, result
 
 

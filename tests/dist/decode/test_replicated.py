@@ -149,7 +149,8 @@ def cross(rank: int, world_size: int, case: Case) -> float:
 @pytest.mark.parametrize("queries", [3, 300, 603])
 @pytest.mark.day("3", "603")
 def test_cross_attention_takes_any_number_of_queries(rank_pool: Pool, queries: int) -> None:
-    errors = rank_pool(4).run(cross, Case(Full(), queries, 301, query_heads=6))
+    # an odd number of rows: the parts of an all-reduce are padded
+    errors = rank_pool(4).run(cross, Case(Full(), queries, 301, query_heads=3, kv_heads=1))
     assert max(errors) < 1e-5, errors
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+from torch import Tensor
 
 from ds_ring import RingConfigError
-from ds_ring.contrib.policies.grpo import use_trees
+from ds_ring.contrib.policies.grpo import _compute_tree_logps, use_trees
+from ds_ring.data.batch import IGNORE
 from tests.dist.harness import Pool
 from tests.dist.test_trainers import run_trl, save_model
 from tests.dist.trainer_logs import Logs, check_logs, configs
@@ -86,3 +89,31 @@ def test_without_a_ring_rollouts_stay_rows() -> None:
         torch.nn.Linear(1, 1), None, None, 3, pixel_values=None
     )
     assert result == "rows of 4, ['batch_size', 'compute_aux_loss', 'compute_entropy', 'pixel_values']"
+
+
+class Chain(torch.nn.Module):
+    """A model whose next token depends on the latest alone: rows and trees have the same log-probabilities."""
+
+    def forward(self, input_ids: Tensor, shift_labels: Tensor, **_: Any) -> Any:
+        logits = torch.randn(9, 9, generator=torch.Generator().manual_seed(0)).log_softmax(-1)[input_ids]
+        labelled = shift_labels != IGNORE
+        picked = logits.gather(-1, (shift_labels * labelled)[..., None])[..., 0]
+        return SimpleNamespace(
+            log_probs=picked * labelled, entropy=-(logits.exp() * logits).sum(-1) * labelled
+        )
+
+
+@pytest.mark.parametrize("entropies", [False, True])
+def test_the_tokens_of_a_completion_are_labelled_and_no_others(entropies: bool) -> None:
+    """Two prompts, completions of one to four tokens, and padding on both sides."""
+    ids_BT = torch.tensor([
+        [0, 1, 2, 3, 4, 5, 6, 0], [0, 1, 2, 3, 4, 7, 0, 0], [0, 1, 2, 3, 8, 0, 0, 0], [5, 6, 7, 1, 1, 2, 3, 4],
+    ])  # fmt: skip
+    mask_BT = torch.tensor([
+        [0, 1, 1, 1, 1, 1, 1, 0], [0, 1, 1, 1, 1, 1, 0, 0], [0, 1, 1, 1, 1, 0, 0, 0], [1] * 8,
+    ]).bool()  # fmt: skip
+    logps_BK, entropy_BK = _compute_tree_logps(Chain(), ids_BT, mask_BT, 4, entropies)
+    rows = Chain()(ids_BT[:, :-1], ids_BT[:, 1:])
+    torch.testing.assert_close(logps_BK, rows.log_probs[:, -4:] * mask_BT[:, -4:])
+    wanted = rows.entropy[:, -4:] * mask_BT[:, -4:] if entropies else torch.zeros(0)
+    torch.testing.assert_close(entropy_BK, wanted)

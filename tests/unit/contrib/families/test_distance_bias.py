@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ import torch
 from ds_ring.contrib.families.distance_bias import layers as distance_bias
 from ds_ring.errors import RingConfigError
 from ds_ring.models import checks
-from tests.unit.models.calls import REQUEST
+from tests.unit.models.calls import REQUEST, sharding
 
 inkling = pytest.importorskip("transformers.models.inkling.modeling_inkling")
 
@@ -41,3 +43,14 @@ def test_each_attention_has_a_bias_and_full_layers_scale() -> None:
         True,
     ]
     assert not any(distance_bias.scales(layer) for layer in layers if layer.is_sliding)
+
+
+def test_queries_grow_with_their_position_as_in_the_layer() -> None:
+    """1 + alpha log(max((p + 1) / floor, 1)) for token p: `InklingAttention.forward`."""
+    config = inkling.InklingTextConfig(log_scaling_n_floor=2, log_scaling_alpha=0.5)
+    full = SimpleNamespace(config=config, sliding_window=None, rel_logits_proj=None)
+    call: Any = SimpleNamespace(module=full, sharding=sharding(), q_BHSD=torch.zeros(1, 2, 4, 8))
+    tau = distance_bias._scaling(call)
+    assert tau is not None
+    wanted = [1.0, 1.0, 1 + 0.5 * math.log(3 / 2), 1 + 0.5 * math.log(2)]
+    torch.testing.assert_close(tau.flatten(), torch.tensor(wanted))

@@ -272,3 +272,28 @@ def test_only_stages_below_2_reduce_a_flat_copy(stage, copies):
     zero = Zero(stage, 4, 4, bucket_elements=1000, fused_adam=False)
     assert zero.reduction(SMALL) == int(4 * SMALL.parameters * copies)
     assert replace(zero, world=1).reduction(SMALL) == 0
+
+
+@pytest.mark.parametrize(("stage", "times"), [(0, 2), (1, 2), (2, 2), (3, 3)])
+def test_an_all_reduce_is_two_messages_and_stage_3_gathers_twice(stage, times):
+    """Rajbhandari et al. 2020, section 7: 2 W of parameters for stages 0 to 2, 3 W for stage 3."""
+    assert estimate(setting(ring=4, stage=stage)).zero_bytes == times * 4 * SMALL.parameters * 3 // 4
+
+
+@pytest.mark.parametrize(
+    ("stage", "offload", "held", "buckets"),
+    [
+        (0, False, 1, 0),
+        (1, False, 1, 1),
+        (2, False, 1 / 4, 1),
+        (3, False, 0, 0),
+        (1, True, 0, 1),
+        (2, True, 0, 1),
+    ],
+)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_gradients_are_held_with_a_bucket_and_one_that_is_sent(stage, offload, held, buckets, overlap):
+    zero = Zero(stage, 4, 4, bucket_elements=1000, offload_optimizer=offload, overlap_comm=overlap)
+    largest = SMALL.largest_parameter if offload else 0  # each moves to the host once it is reduced
+    elements = largest + held * SMALL.parameters + buckets * 1000 * (2 if overlap else 1)
+    assert zero.gradients(SMALL, SMALL.parameters) == 4 * elements

@@ -475,6 +475,22 @@ def test_derivatives_are_masked_and_are_those_of_the_function(function: Function
 # --- what is traced -------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    "look_up",
+    [
+        lambda table: lambda s, b, h, q, k: s + table[b],
+        lambda table: lambda s, b, h, q, k: s + table[h],
+        lambda table: lambda s, b, h, q, k: s + table[q],
+        lambda table: lambda s, b, h, q, k: s + table[k],
+    ],
+    ids=["sample", "head", "query", "key"],
+)
+def test_a_table_that_ends_before_the_last_index_is_refused(look_up: Callable[[Tensor], Function]) -> None:
+    ScoreMod(look_up(torch.zeros(5))).check(tokens=5, samples=5, query_heads=5)
+    with pytest.raises(RingConfigError, match="index"):
+        ScoreMod(look_up(torch.zeros(4))).check(tokens=5, samples=5, query_heads=5)
+
+
 def test_heads_and_positions_are_told_apart() -> None:
     """(A trace with one tensor for all indices gave score + head and score + query one digest.)"""
     mods = [ScoreMod(lambda s, b, h, q, k: s + h), ScoreMod(lambda s, b, h, q, k: s + q)]
