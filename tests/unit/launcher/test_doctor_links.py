@@ -10,7 +10,7 @@ from ds_ring_launcher.doctor.findings import OK, WARNING, WRONG, _links
 
 
 def ring(**bytes_per_s: float) -> list[dict[str, Any]]:
-    """Eight ranks on two hosts, 10 GB/s inside a host and 1 GB/s between them, but for links `r0`, `r1`, ..."""
+    """Eight ranks on two hosts, 10 GB/s inside a host and 1 GB/s between them, but for links named."""
     ranks = []
     for rank in range(8):
         crosses = rank % 4 == 3
@@ -25,7 +25,7 @@ def ring(**bytes_per_s: float) -> list[dict[str, Any]]:
     ("slow", "state", "says"),
     [
         ({}, OK, "slowest rank 3 (node-0) to rank 4 (node-1): 1000 MB/s, 50 us"),
-        ({"r1": 1e9}, WARNING, "slow link rank 1 (node-0) to rank 2 (node-0): 1000 MB/s, 50 us; its kind has 10000 MB/s"),
+        ({"r1": 1e9}, WARNING, "(node-0): 1000 MB/s, 50 us; its kind has 10000 MB/s in the middle"),
         ({"r3": 5e7}, WRONG, "slow link rank 3 (node-0) to rank 4 (node-1): 50 MB/s, 50 us"),
         ({"r2": 0.0}, WRONG, "rank 2 of node-0 measured no link to the next rank"),
     ],
