@@ -51,7 +51,7 @@ CAPABILITIES = [
         "measure.run_report", "measure.step_metrics",
         "memory.tiles.models_head", "memory.tiles.models_layers",
         "memory.host.offloaded_checkpoints", "layers.selection.rows", "layers.ngrams.sharded_tables"],
-    ["contrib", "decode.generation", "decode.ring_cache", "decode.encoder_decoder"],
+    ["contrib", "decode.generation", "decode.ring_cache"],
 ]  # fmt: skip
 LAYERS = [*CORE, *CAPABILITIES]
 
@@ -1007,7 +1007,7 @@ vars(self)["x"] = 1
 GLOBAL_TABLES = {
     ("comm.mesh", "_groups_of_garbage"): "the next mesh destroys them",
     ("contrib.ring_flash_attn", "DATA_PARAMS"): "one set of keys, for the current batch",
-    ("health.client", "_in_stuck_waits"): "nothing: torch may write to them for ever; one wait a mesh",
+    ("health.stuck_waits", "_in_stuck_waits"): "nothing: torch may write to them for ever; one wait a mesh",
     ("patches", "_tables"): "one for each file of patches",
     ("patches", "_of_process"): "one for each patch",
     ("data.failure_attribution", "_hooked"): "one patch",

@@ -157,9 +157,9 @@ class collective:  # noqa: N801 - reads as contextlib's own
         # Never reduce the patience here: headers of the last call may be in flight, or a rank may compile.
         state.patience_s = max(state.patience_s, patience_s)
         # Headers are compared lexicographically: if the first two integers are the same on all ranks, the
-        # greatest header has the longest patience of all ranks. Compare the last integers if both are known.
-        # If all ranks have the same patience, as on CPUs, these are the least and the greatest of all ranks.
-        # Else they are those of any two ranks, and a difference between other ranks can be missed.
+        # greatest header has the longest patience of all ranks. The fourth integers are compared if both are
+        # set. With equal patience on all ranks, as on CPUs, they are the least and the greatest of all ranks.
+        # Else they are those of two of the ranks, and a difference between other ranks can be missed.
         header = torch.tensor([0, agreement.digest ^ number, math.ceil(patience_s), value], device="cpu")
         least, greatest = exchange.spread(header).tolist()
         if least[:2] != greatest[:2] or (0 < least[3] != greatest[3] > 0):

@@ -24,7 +24,7 @@ from ds_ring.comm.streams import Streams, get_streams
 from ds_ring.comm.waiting import CallSite, blame, check_alive, first_line
 from ds_ring.compat.torch import start_all_to_all
 from ds_ring.errors import RingError, RingPeerError
-from ds_ring.health.client import keep_for_ever
+from ds_ring.health.stuck_waits import keep_for_ever
 from ds_ring.plugin import DEVICES, load
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from ds_ring.comm.waiting import (
 )
 from ds_ring.compat.torch import DEVICE_ERROR
 from ds_ring.errors import RingBufferError, RingPeerError
-from ds_ring.health.client import keep_for_ever
+from ds_ring.health.stuck_waits import keep_for_ever
 
 if TYPE_CHECKING:
     from ds_ring.comm.protocols import Watchdog

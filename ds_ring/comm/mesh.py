@@ -18,16 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from ds_ring.comm.groups import (
-    NO_LIMIT,
-    check_seconds,
-    compute_world_size,
-    destroy_groups,
-    make_groups,
-)
 from ds_ring.errors import RingMeshError, RingPeerError, shown
-from ds_ring.health.client import DetectorClient, call_guarded
-from ds_ring.health.joining import join_detector, leave_on_error
 from ds_ring.limits import Limit, Timeouts
 from ds_ring.schedule.grid import Grid
 
@@ -36,6 +27,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from ds_ring.comm.protocols import Collectives, MeshOptions, Watchdog
+    from ds_ring.health.client import DetectorClient
     from ds_ring.schedule.plan import Plan
 
 # A mesh counts its calls, and messages are matched by order, so two threads that call at once would mix up
@@ -172,6 +164,8 @@ def _drop(detector: DetectorClient | None, groups: list[ProcessGroup | None]) ->
 
 def destroy_dropped_groups() -> None:
     """Destroy gloo's groups of the meshes that are garbage."""
+    from ds_ring.comm.groups import destroy_groups
+
     while _groups_of_garbage:
         destroy_groups(_groups_of_garbage.popleft(), only_local=True)
 
@@ -293,6 +287,8 @@ class RingMesh(MeshCoordinates):
             RingMismatchError: ranks gave different sizes.
             RingPeerError: another rank failed during the call; names it.
         """
+        from ds_ring.comm.groups import compute_world_size
+
         grid = Grid(compute_world_size("from_world"), ring_size, ulysses_size)
         return cls._join(grid, detector, **options)
 
@@ -316,6 +312,8 @@ class RingMesh(MeshCoordinates):
             RingMismatchError: ranks gave different groups.
             RingPeerError: another rank failed during the call; names it.
         """
+        from ds_ring.comm.groups import compute_world_size
+
         return cls._join(
             Grid.from_groups(compute_world_size("from_groups"), sequences, ulysses_size), **options
         )
@@ -361,6 +359,10 @@ class RingMesh(MeshCoordinates):
         timeouts: Timeouts | None = None,
     ) -> RingMesh:
         """Join the failure detector and make the groups of a grid; see `from_world`."""
+        from ds_ring.comm.groups import NO_LIMIT, check_seconds, make_groups
+        from ds_ring.health.joining import join_detector, leave_on_error
+        from ds_ring.health.stuck_waits import call_guarded
+
         grid.ring_ranks_per_node(dist.get_rank(), ranks_per_node)  # raises for a bad `ranks_per_node`
         for name, value in (("timeout_s", timeout_s), ("heartbeat_timeout_s", heartbeat_timeout_s)):
             check_seconds(value, name)
@@ -394,6 +396,8 @@ class RingMesh(MeshCoordinates):
         is garbage leaves the detector by itself; its groups, if they are gloo's, are destroyed when the next
         mesh is made.
         """
+        from ds_ring.comm.groups import destroy_groups
+
         if not self.state.closed and self.state.is_healthy(self.detector):
             destroy_groups(self.state.groups)
         self.state.closed = True

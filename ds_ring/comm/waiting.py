@@ -11,16 +11,19 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch.distributed as dist
 
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.compat.torch import DEVICE_ERROR
 from ds_ring.errors import RingPeerError
-from ds_ring.health.client import PATIENCE_S, DetectorClient, keep_for_ever, make_peer_error, verdict
 from ds_ring.health.failure_detector.wire import Fault
+from ds_ring.health.stuck_waits import PATIENCE_S, keep_for_ever, make_peer_error, verdict
 from ds_ring.limits import MAX_SECONDS, Limit
+
+if TYPE_CHECKING:
+    from ds_ring.health.client import DetectorClient
 
 _HOP_KEYS = "hop_timeout_seconds; first_pass_timeout_seconds in a GPU's first pass of a shape"
 FOR_EVER = datetime.timedelta(seconds=MAX_SECONDS)

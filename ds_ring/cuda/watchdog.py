@@ -22,7 +22,7 @@ from ds_ring.comm.waiting import (
     wait_for,
 )
 from ds_ring.errors import RingPeerError
-from ds_ring.health.client import keep_for_ever
+from ds_ring.health.stuck_waits import keep_for_ever
 from ds_ring.limits import ABORT_S
 
 if TYPE_CHECKING:

@@ -28,9 +28,10 @@ from ds_ring.comm.groups import gather_objects
 from ds_ring.config.json_text import SP_KEY
 from ds_ring.config.section import RingConfig, by_json_key
 from ds_ring.errors import RingConfigError, RingError, RingMismatchError
-from ds_ring.health.client import DetectorClient, call_guarded
+from ds_ring.health.client import DetectorClient
 from ds_ring.health.joining import leave_on_error
 from ds_ring.health.rendezvous import Rendezvous
+from ds_ring.health.stuck_waits import call_guarded
 from ds_ring.limits import Limit, Timeouts
 from ds_ring.schedule.grid import Grid
 

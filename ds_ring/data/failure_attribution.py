@@ -21,9 +21,10 @@ from ds_ring.data.config_agreement import job_secret
 from ds_ring.data.engine import DEEPSPEED, ENGINE
 from ds_ring.data.run_folder import record_fault
 from ds_ring.error_origins import is_distributed_error
-from ds_ring.health.client import DetectorClient, make_peer_error, verdict
+from ds_ring.health.client import DetectorClient
 from ds_ring.health.failure_detector.wire import Fault
 from ds_ring.health.joining import join_detector
+from ds_ring.health.stuck_waits import make_peer_error, verdict
 from ds_ring.limits import Timeouts
 from ds_ring.patches import AppliedPatch, apply, patch
 from ds_ring.schedule.grid import Grid

@@ -74,22 +74,21 @@ class CachedSharding(BatchSharding):
         assert make is None, "queries that every rank has"
         layer_pattern = self.patterns.pattern if pattern is None else pattern
         parts = [
-            self._make_attention(scale=scale, pattern=row_pattern, score_mod=score_mod)
+            _CachedAttention(
+                self.config, mesh=self.mesh, layout=self.layout, scale=scale, pattern=row_pattern,
+                score_mod=score_mod, q_positions=self.q_positions,
+            )
             for row_pattern in self.list_row_patterns(layer_pattern)
-        ]
+        ]  # fmt: skip
         return RowsAttention(parts, tuple(group.rows for group in self.groups))
-
-    def _make_attention(self, **options: Any) -> RingAttention:
-        """Return what attends in rows with the same documents; arguments as of `RingAttention`."""
-        attention = _CachedAttention(self.config, mesh=self.mesh, layout=self.layout, **options)
-        attention.q_positions = self.q_positions
-        return attention
 
 
 class _CachedAttention(RingAttention):
     """Attention of few queries, which every rank has, over the keys of all ranks."""
 
-    q_positions: Tensor
+    def __init__(self, *args: Any, q_positions: Tensor, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._q_positions = q_positions
 
     def forward(
         self,
@@ -103,7 +102,7 @@ class _CachedAttention(RingAttention):
     ) -> Any:
         assert not args and not kwargs
         handle = self.context.handle
-        result = replicated_attention_op(query, key, value, self.q_positions, handle, sinks)
+        result = replicated_attention_op(query, key, value, self._q_positions, handle, sinks)
         return result if return_lse else result[0]
 
 
@@ -178,17 +177,14 @@ class Generation(ModelPart):
             settings.update(**{name: value for name, value in arguments.items() if hasattr(settings, name)})
             self._check(arguments, settings)
             call.agree(_described(arguments, settings))
-        changes: dict[str, Any] = {} if cache_in(arguments) is not None else {self._name: self.new_cache()}
+        changes: dict[str, Any] = {} if cache_in(arguments) is not None else {self._name: self._make_cache()}
         # Replicas that end early go on with the others: at ZeRO 3 each layer's weights come from all ranks.
         sharded = any(hasattr(parameter, "ds_id") for parameter in self.model.parameters())
         if sharded and self.mesh.data_size > 1 and arguments.get("synced_gpus") is None:
             changes["synced_gpus"] = True
         return changes
 
-    def end(self) -> None:
-        """End a call of `generate`, which may have failed."""
-
-    def new_cache(self) -> Any:
+    def _make_cache(self) -> RingCache:
         """Return an empty cache."""
         config, model = self.session.config, self.model
         has_states = not self._has_own_cache and any(variant.has_states(model) for variant in variants())
@@ -198,21 +194,6 @@ class Generation(ModelPart):
             Exchange(self.mesh, config.hop_timeout_seconds),
             config.block_size if PASSES[config.transport].whole_blocks else 1,
         )  # fmt: skip
-
-    def _faults(self, arguments: dict[str, Any], settings: Any) -> dict[str, bool]:
-        """Return what is refused of the prompts, and whether it applies."""
-        # On one process a last token that is padding sees the tokens before it.
-        ids_BT, mask_BT = arguments.get("inputs", arguments.get("input_ids")), arguments.get("attention_mask")
-        padding, ends = settings.pad_token_id, settings.eos_token_id
-        if mask_BT is None and ids_BT is not None and padding is not None and padding not in _listed(ends):
-            mask_BT = ids_BT != padding  # as transformers makes it
-        return {
-            "expected prompts that end with a token, got padding there: pad them on the left, or give an"
-            " attention_mask": isinstance(mask_BT, Tensor)
-            and mask_BT.ndim == 2
-            and not self._has_own_cache
-            and not bool(mask_BT[:, -1].bool().all())
-        }
 
     def _check(self, arguments: dict[str, Any], settings: Any) -> None:
         name = f"{type(self.model).__name__}.generate"
@@ -227,6 +208,10 @@ class Generation(ModelPart):
             }.items()
             if is_on
         ]
+        ids_BT, mask_BT = arguments.get("inputs", arguments.get("input_ids")), arguments.get("attention_mask")
+        padding, ends = settings.pad_token_id, settings.eos_token_id
+        if mask_BT is None and ids_BT is not None and padding is not None and padding not in _listed(ends):
+            mask_BT = ids_BT != padding  # as transformers makes it
         # A window in the configuration, but in no mask (Moshi).
         only_the_cache_slides = (
             bool(getattr(config, "sliding_window", None))
@@ -255,8 +240,13 @@ class Generation(ModelPart):
             "expected no hidden states or attentions as a result, got a request for them": bool(
                 settings.output_hidden_states or settings.output_attentions
             ),
+            # On one process a last token that is padding sees the tokens before it.
+            "expected prompts that end with a token, got padding there: pad them on the left, or give an"
+            " attention_mask": isinstance(mask_BT, Tensor)
+            and mask_BT.ndim == 2
+            and not self._has_own_cache
+            and not bool(mask_BT[:, -1].bool().all()),
         }
-        faults |= self._faults(arguments, settings)
         reasons = [variant.refuse_generation(self.model) for variant in variants()]
         reasons += [fault for fault, applies in faults.items() if applies]
         for fault in filter(None, reasons):
@@ -377,23 +367,11 @@ class _Generate:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         bound = inspect.signature(self.own).bind(*args, **kwargs).arguments
         arguments = {**bound, **bound.pop("kwargs", {})}
-        try:
-            return self.own(**arguments | self._generation.start(arguments))
-        finally:
-            self._generation.end()
+        return self.own(**arguments | self._generation.start(arguments))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Give a copy of the model its own method: this one would go on with the original's weights."""
         return types.MethodType(type(self._model).generate, memo[id(self._model)])
-
-
-def make_generation(
-    model: PreTrainedModel, session: RingSession, rewritten: Callable[[], bool]
-) -> Generation:
-    """Return what runs `generate` of a model."""
-    kind: Any = next(filter(None, (variant.generation(model) for variant in variants())), Generation)
-    generation: Generation = kind(model, session, rewritten)
-    return generation
 
 
 def _described(arguments: dict[str, Any], settings: Any) -> dict[str, object]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from ds_ring.decode.generation import make_generation
+from ds_ring.decode.generation import Generation
 from ds_ring.plugin import Plugin
 
 PLUGIN = Plugin(
     order=50,
-    model_parts={"generation": make_generation},
+    model_parts={"generation": Generation},
 )

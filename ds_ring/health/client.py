@@ -10,7 +10,6 @@ every later call on it raises the reason. Buffers of a wait that does not comple
 
 from __future__ import annotations
 
-import atexit
 import faulthandler
 import json
 import logging
@@ -18,21 +17,16 @@ import math
 import os
 import selectors
 import socket
-import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
-from multiprocessing import util
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
-from ds_ring.errors import RingPeerError
-from ds_ring.health.failure_detector.wire import GRACE_S, Fault, write_ranges
+from ds_ring.health.failure_detector.wire import Fault, write_ranges
+from ds_ring.health.stuck_waits import clients_of_process
 from ds_ring.health.whereabouts import collective_calls, describe_place, get_default_group_id, get_group_names
 from ds_ring.limits import Limit
-from ds_ring.schedule.grid import Grid
 
 LINGER_S = 1.5
 BEATS_PER_TIMEOUT = 5
@@ -109,7 +103,7 @@ class DetectorClient:
         self._connection.settimeout(heartbeat_timeout_s)
         self.is_open = True  # until this rank has left, or the monitor is lost
         threading.Thread(target=self._run, name="ds_ring detector", daemon=True).start()
-        _clients_of_process.add(self)
+        clients_of_process.add(self)
 
     def subscribe(self, wake: threading.Event) -> None:
         """Set this event when a fault becomes known."""
@@ -179,7 +173,7 @@ class DetectorClient:
             # Others may be in a collective that a process which ends will never begin.
             self._send({"kind": "bye"} | (self._read_calls() if ends else {}))
             self._close()
-        _clients_of_process.discard(self)
+        clients_of_process.discard(self)
 
     def leave_later(self) -> None:
         """Leave as a mesh that is garbage does.
@@ -206,6 +200,11 @@ class DetectorClient:
                 log.error(text, self.rank, self.fault.rank, self.fault.cause)
             time.sleep(max(0.0, self._since + LINGER_S - time.monotonic()))
         self.leave(ends=True)
+
+    def forget(self) -> None:
+        """Close the connection without a goodbye: the process that made it uses it on."""
+        self.is_open = False
+        self._connection.close()
 
     def _record_fault(self, fault: Fault) -> None:
         with self._lock:
@@ -315,164 +314,3 @@ def log_late(notice: LateNotice | int) -> None:
         log.warning("rank %d goes on", notice)
     else:
         log.warning("%s", notice)
-
-
-_clients_of_process: weakref.WeakSet[DetectorClient] = weakref.WeakSet()
-# Buffers that a stuck wait of torch may still write to: those of one wait a mesh, which is broken then.
-_in_stuck_waits: list[object] = []
-
-
-def keep_for_ever(*things: object) -> None:
-    """Keep buffers that torch may still write to; [Note: the end of a process]."""
-    _in_stuck_waits.extend(things)
-
-
-def _say_goodbye() -> None:
-    """End all detectors of this process in order; [Note: the end of a process]."""
-    error = getattr(sys, "last_value", None)
-    detectors = list(_clients_of_process)
-    for detector in detectors:
-        if error is not None and detector.fault is None:
-            detector.report_failure(f"it ended with {type(error).__name__}: {str(error)[:300]}")
-    for detector in detectors:
-        detector.end()
-    if _in_stuck_waits:
-        logging.shutdown()
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-        os._exit(1)
-
-
-def _forget_in_child() -> None:
-    """Close the connection in a forked child (a data loader's worker), which must not keep it open."""
-    for detector in list(_clients_of_process):
-        detector.is_open = False
-        detector._connection.close()
-    _clients_of_process.clear()
-    _in_stuck_waits.clear()  # no thread of a child waits
-
-
-def _say_goodbye_in_child(_: object) -> None:
-    """Say goodbye at the end of a child of multiprocessing, which runs no atexit functions."""
-    util.Finalize(None, _say_goodbye, exitpriority=100)
-
-
-atexit.register(_say_goodbye)
-_say_goodbye_in_child(None)  # this process may be one
-# A child drops the finalizers that it inherits when it starts.
-util.register_after_fork(_clients_of_process, _say_goodbye_in_child)
-os.register_at_fork(after_in_child=_forget_in_child)
-
-
-# Calls that may never return (collectives of torch), made in a thread so that they can be left.
-
-PATIENCE_S = 0.25  # a longer wait is reported to the monitor; after a fault, a wait gets this time to end
-VERDICT_S = GRACE_S + 1.5  # for the monitor's answer
-T = TypeVar("T")
-
-
-def call_guarded(
-    act: Callable[[], T], detector: DetectorClient | None, grid: Grid, what: str, step: int, limit: Limit
-) -> T:
-    """Make a call in which all ranks of the world take part; leave it when one of them fails.
-
-    Args:
-        act: the call. Where it is left, its thread stays: [Note: the end of a process].
-        detector: None calls without a guard.
-        grid: for the names of ranks in the error.
-        what: for messages, "making process groups" say.
-        step: the number of this call among those before the mesh's first one; the same on all ranks.
-        limit: for the call.
-
-    Raises:
-        RingPeerError: a rank failed, or the time is over; names the rank.
-    """
-    if detector is None:
-        return act()
-    import torch
-
-    cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
-    device = torch.cuda.current_device() if cuda else None  # a thread has its own
-    call: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            if device is not None:
-                torch.cuda.set_device(device)
-            call.set_result(act())
-        except BaseException as error:
-            call.set_exception(error)
-
-    thread = threading.Thread(target=run, name="ds_ring call", daemon=True)
-    thread.start()
-    # Most calls end at once: only a long one is worth a message to the monitor.
-    if wait([call], PATIENCE_S).not_done:
-        _wait_watched(call, detector, grid, what, step, limit)
-    error = None
-    if call.done():
-        thread.join()  # it only lets go of the call; [Note: threads at exit] in comm/waiting.py
-        error = call.exception()
-        if error is None:
-            return call.result()
-        from ds_ring.error_origins import is_distributed_error
-
-        if not is_distributed_error(error):
-            return call.result()
-    else:
-        keep_for_ever(call, act)
-    cause = f"{what} failed" if call.done() else f"{what} did not end within {limit.seconds:g} s"
-    fault = verdict(detector, error) or Fault(-1, f"{cause}, and no rank is known to have failed: {error}")
-    raise make_peer_error(grid, detector.rank, None, fault) from error
-
-
-def _wait_watched(
-    call: Future[T], detector: DetectorClient, grid: Grid, what: str, step: int, limit: Limit
-) -> None:
-    """Tell the monitor, and wait until the call is over, a fault is known or the limit passes."""
-    deadline = time.monotonic() + limit.seconds
-    others = [rank for rank in range(grid.world_size) if rank != detector.rank]
-    wake = threading.Event()
-    call.add_done_callback(lambda _: wake.set())
-    detector.subscribe(wake)
-    detector.report_wait(others, (-1, step), what, limit)
-    try:
-        while not call.done() and detector.fault is None and time.monotonic() < deadline:
-            wake.wait(min(1.0, max(0.0, deadline - time.monotonic())))
-        if detector.fault is not None:
-            wait([call], PATIENCE_S)
-        # The deadline has passed and no rank is known to have failed: ask the monitor which one is late.
-        elif not call.done():
-            detector.report_timeout(
-                others, f"it did not come to {what} within {limit.seconds:g} s ({limit.key})"
-            )
-        if call.done():
-            detector.wait_done()
-    finally:
-        detector.unsubscribe(wake)
-
-
-def verdict(detector: DetectorClient, error: BaseException | None = None) -> Fault | None:
-    """Wait a moment for the monitor's verdict; return who failed, if that is known then.
-
-    Args:
-        detector: of this rank.
-        error: of a collective that is not ours; the monitor hears of it and looks for who left or never came.
-    """
-    if error is not None:
-        detector.report_broken_collective(str(error).splitlines()[0] if str(error) else type(error).__name__)
-    end = time.monotonic() + VERDICT_S
-    while detector.fault is None and detector.is_open and time.monotonic() < end:
-        time.sleep(0.005)
-    return detector.fault
-
-
-def make_peer_error(grid: Grid, rank: int, hop: int | None, fault: Fault) -> RingPeerError:
-    """Return the monitor's verdict as the error of a world rank, with ranks by their place in the ring."""
-    data, ring_rank, _ = grid.coordinates(rank)
-    if not 0 <= fault.rank < grid.world_size:
-        return RingPeerError(ring_rank, hop, None, fault.cause)
-    location = grid.coordinates(fault.rank)
-    peer = location.ring if location.data == data else None
-    alone = peer is not None and grid.world_size == grid.ring_size
-    who = "" if alone else f"rank {fault.rank} of the world: "
-    return RingPeerError(ring_rank, hop, peer, who + fault.cause)

@@ -22,9 +22,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from ds_ring.errors import RingConfigError, RingError, RingMeshError, RingPeerError
-from ds_ring.health.client import LINGER_S, DetectorClient, keep_for_ever, make_peer_error
+from ds_ring.health.client import LINGER_S, DetectorClient
 from ds_ring.health.failure_detector import handshake
 from ds_ring.health.failure_detector.wire import WARNED_PART, Fault
+from ds_ring.health.stuck_waits import keep_for_ever, make_peer_error
 from ds_ring.limits import Limit, Timeouts
 from ds_ring.schedule.grid import Grid
 

@@ -7,9 +7,9 @@ import logging
 import socket
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ds_ring.health.client import make_peer_error
 from ds_ring.health.failure_detector.wire import WARNED_PART, Fault
 from ds_ring.health.joining import Arrival, PeerLost
+from ds_ring.health.stuck_waits import make_peer_error
 from ds_ring.limits import Limit
 from ds_ring.schedule.grid import Grid
 

@@ -17,7 +17,8 @@ the tokens that a rank reads are each derived from the branches by one function 
 cannot be right with one kernel and wrong with another.
 
 A primitive is a function that labels positions; only tokens with equal labels attend to one another. It
-implements `labels` for single positions and `split` for whole runs. A new one is a class, in any folder.
+implements `labels` for single positions, and `bounds` and `split` for whole runs. A new one is a class, in
+any folder.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ class Primitive(ABC):
     `labels`, `bounds` and `split` define a primitive. A class may override the other methods, too.
 
     Attributes:
-        tile_kind: rank and name of the kind of tiles by which rates of kernels are measured; of several
-            primitives in a pattern the highest rank decides.
+        tile_kind: (priority, name). Rates of kernels are measured for each kind of tile. The primitive with
+            the highest priority names the kind of a pattern.
     """
 
     tile_kind: ClassVar[tuple[int, str]] = (0, "")
@@ -84,10 +85,10 @@ class Primitive(ABC):
 
     @classmethod
     def refine_sum(cls, tiles: Tiles, alternatives: list[Any], causal: bool) -> Tiles | None:
-        """Cut rectangles by a sum of primitives of this class that label queries and keys alike.
+        """Cut rectangles by several branches at once, each of one primitive of this class.
 
-        Return None to let `joins.py` join one alternative after the other. If `causal`, keys after their
-        query may be left out: the band will drop them.
+        Each primitive (`alternatives`) labels queries and keys alike. None: `joins.py` cuts by one branch
+        after the other. If `causal`, keys after their query may be left out: the band will drop them.
         """
         return None
 

@@ -55,7 +55,7 @@ class Pattern(ABC):
 
     @abstractmethod
     def branches(self, head: QueryHead) -> tuple[Branch, ...]:
-        """Return the branches whose sum a query head attends to; at least one. All heads have as many."""
+        """Return the branches whose sum a query head attends to: at least one, and as many for each head."""
 
     @property
     def conjuncts(self) -> tuple[Pattern, ...]:

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ds_ring.models.attention_call import AttentionCall
-    from ds_ring.models.model_part import ModelPart
 
 # Needs of a model that `checks.py` finds: softmax over keys does not cover them. Words of `layer_types`, too.
 INTERFACE = "attention interface"  # its attention bypasses transformers' interface
@@ -132,10 +131,6 @@ class Variant:
 
     def refuse_generation(self, model: PreTrainedModel) -> str | None:
         """Return why a model cannot generate on a ring; None if this variant has no reason."""
-        return None
-
-    def generation(self, model: PreTrainedModel) -> type[ModelPart] | None:
-        """Return what runs `generate` of a model in place of `Generation`; None for any other model."""
         return None
 
     def has_states(self, model: PreTrainedModel) -> bool:

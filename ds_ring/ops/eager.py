@@ -75,8 +75,8 @@ def check_eager(
 ) -> bool:
     """Check the arguments of an eager call; return whether all tensors are plain (`sees_plain`).
 
-    Only autograd handles plain tensors. If they are dense, they pass at once. Others get the checks of a
-    compiled call, and a refusal reaches all ranks.
+    A plain tensor is handled by autograd alone: no mode, transform or subclass. Dense plain tensors need no
+    further check. Others get the checks of a compiled call, and a refusal reaches all ranks.
     """
     is_plain = sees_plain(operands)
     is_dense = is_plain and (return_lse is True or return_lse is False)

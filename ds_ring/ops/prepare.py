@@ -61,7 +61,7 @@ class Prepared(NamedTuple):
 def prepare_pass(
     context: RingContext, call: collective, operands: Operands, extras: Sequence[ExtraOperand] = ()
 ) -> Pass:
-    """Return the pass of a context, which has both methods.
+    """Return the context's pass, an object with `forward` and `backward`.
 
     A gradient among the operands selects the cached description and the checks of a backward pass. The
     headers were compared before, or on a GPU with overlap are being compared.

@@ -33,7 +33,7 @@ class UlyssesAllToAll(NamedTuple):
 
     Attributes:
         split_dim, join_dim: the dimensions that it splits and joins.
-        gradient: the name of its gradient's.
+        gradient: the name of the all-to-all that computes its gradient.
         check: of the context, the tensors and the number of parts: raises RingError for what does not fit;
             None: what comes here was made by this package.
     """

@@ -119,8 +119,8 @@ def _cut(slots: int, missing: _Pieces, parts: tuple[Rows, ...]) -> list[tuple[in
 # kernel (`cuda/merge.py`) merges several parts, and reads and writes the accumulator once for all of them.
 # The last merge writes the rounded result, so a pass of at most `MAX_WAITING` parts needs no accumulator.
 # Parts that wait take memory. To make up for it, out and dQ are allocated only when the first chunk is done.
-# Two limits keep the list short. If so many parts wait, they are merged before the next hop: `MAX_WAITING`
-# before an accumulator exists, `MAX_WAITING_WITH_SUM` after. Parts in the accumulators' dtype do not wait:
+# The waiting parts are merged before the next hop once there are `MAX_WAITING` of them, or
+# `MAX_WAITING_WITH_SUM` if an accumulator exists. Parts in the accumulators' dtype do not wait:
 # each takes as much memory as an accumulator.
 MAX_WAITING, MAX_WAITING_WITH_SUM = 4, 2
 
@@ -137,7 +137,7 @@ class Accumulator:
 
     | accumulators (`_made`) | parts | when |
     |---|---|---|
-    | none | wait in a list | `waits`, before the first merge and the first part that cannot wait |
+    | none | wait in a list | `waits`, until a merge or a part that cannot wait, whichever is first |
     | tensors of their own | wait, those that can | `waits`, from then on |
     | tensors of their own | are merged or added at once | not `waits`, results of another dtype |
     | the results | are merged or added at once | not `waits`, results of their dtype |

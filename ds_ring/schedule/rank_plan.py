@@ -302,7 +302,7 @@ class RankPlan:
     """All that one ring rank does in a pass."""
 
     ring_rank: int
-    # all form one pass: chunks of a class start after those of the class before
+    # all classes form one pass: the head chunks of a class follow those of the class before it
     classes: tuple[HeadClassPlan, ...]
     group: int  # query heads that share a K/V head
     kv_heads: int

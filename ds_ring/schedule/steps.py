@@ -27,8 +27,9 @@ from ds_ring.masks.tiles import Tiles
 class Payload(Enum):
     """The content of a message: K and V, or dK and dV.
 
-    A token's two rows are adjacent, except in PARTS, and in KEYS if K and V travel apart. K and V travel
-    apart if the chunk has one K/V head and `check_keys_apart` (`ring/pair.py`) agrees.
+    In memory, a token's K row and V row (or dK and dV) are adjacent, with two exceptions: PARTS, and KEYS if
+    K and V are separate messages. They are separate if the chunk has one K/V head and `check_keys_apart`
+    (`ring/pair.py`) agrees.
     """
 
     KEYS = "keys"  # in the dtype of the inputs

@@ -6,20 +6,21 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
-from .estimate import Estimate
+from .estimate import Estimate, estimate
 from .hiding import Hiding, hiding_shard, waiting
 from .options import (
+    MAX_RANKS,
     fewest_devices,
     list_flags,
-    longest_sequence,
+    longest_planned,
     longest_with_options,
+    name_limit,
     sets_that_fit,
 )
 from .other_layers import Recurrence, Selection
 from .pass_time import EXPOSED
 from .training_setting import ELEMENT_BYTES, TrainingSetting
 
-MAX_RANKS = 256  # of a ring that is searched: the estimate grows as its square, 4096 ranks take minutes
 GIB = 2**30
 
 
@@ -77,8 +78,10 @@ class Reach(NamedTuple):
 
     longest_tokens: int  # the most that fit these devices, to 1 / 64; 0 if none
     longest_options: tuple[str, ...]
+    longest_ends_at: str  # whose memory is full; empty if none fits
     fewest_devices: int | None  # that fit these tokens, a power of two; None if none do
     fewest_options: tuple[str, ...]
+    fewest_step_s: float | None  # of a step on these; None where a ring is too large to be estimated
 
 
 class Advice(NamedTuple):
@@ -97,7 +100,8 @@ def advise(planned: Estimate, say: Callable[[str], None] = lambda what: None) ->
         fit_reach = _fit_reach(planned.setting, say)
         if fit_reach.longest_options == reach.longest_options:
             # The search of `own` looked at a small ring.
-            reach = reach._replace(longest_tokens=fit_reach.longest_tokens)
+            tokens, ends_at = fit_reach.longest_tokens, fit_reach.longest_ends_at
+            reach = reach._replace(longest_tokens=tokens, longest_ends_at=ends_at)
     say("the shard whose transfers hide")
     hiding = hiding_shard(planned.setting)
     warnings = [
@@ -113,26 +117,38 @@ def _reach(planned: Estimate, say: Callable[[str], None]) -> Reach:
     setting = replace(planned.setting, may_add_options=False)
     flags = list_flags(setting)
     say("the longest sequence that fits")
-    longest = longest_sequence(setting)
+    longest = longest_planned(setting)
     say("the fewest devices that fit")
     fewest = fewest_devices(setting)
-    counts = [] if fewest is None else [fewest.devices]
-    counts += [setting.devices] if planned.fits else []  # which may be no power of two
-    return Reach(longest, flags, min(counts, default=None), flags)
+    if planned.fits and (fewest is None or setting.devices <= fewest.devices):
+        fewest = setting  # which may be no power of two
+    step_s = None
+    # The search looks at a small ring: the whole one may need a little more.
+    while fewest is not None and fewest.ring_size <= MAX_RANKS:
+        whole = planned if fewest is setting else estimate(fewest)
+        if whole.fits:
+            step_s = whole.step_s
+            break
+        fewest = fewest_devices(setting, 2 * fewest.ring_size)
+    ends_at = name_limit(setting, longest) if longest else ""
+    return Reach(longest, flags, ends_at, None if fewest is None else fewest.devices, flags, step_s)
 
 
 def _fit_reach(setting: TrainingSetting, say: Callable[[str], None]) -> Reach:
     say("the longest sequence that fits with more options")
     longest = longest_with_options(setting)
-    tokens, options = (0, ()) if longest is None else (longest.tokens, list_flags(longest))
+    limit = (0, (), "")
+    if longest is not None:
+        limit = (longest.tokens, list_flags(longest), name_limit(longest, longest.tokens))
     say("the fewest devices that fit with more options")
     fewest = fewest_devices(setting)
     # The search looks at a small ring: the whole one may need a little more.
     while fewest is not None and fewest.ring_size <= MAX_RANKS:
         if sets := sets_that_fit(fewest):
-            return Reach(tokens, options, fewest.devices, list_flags(sets[0].estimate.setting))
+            cheapest = sets[0].estimate
+            return Reach(*limit, fewest.devices, list_flags(cheapest.setting), cheapest.step_s)
         fewest = fewest_devices(setting, 2 * fewest.ring_size)
-    return Reach(tokens, options, None, ())
+    return Reach(*limit, None, (), None)
 
 
 def _memory(planned: Estimate, reach: Reach) -> list[str]:
@@ -143,7 +159,7 @@ def _memory(planned: Estimate, reach: Reach) -> list[str]:
     most = max(peak.components, key=lambda name: peak.components[name])
     text = (
         f"does not fit: {peak.total / GIB:.1f} GiB at the {peak.name}, of"
-        f" {setting.usable_bytes / GIB:.1f} GiB that tensors can have; {most} take"
+        f" {setting.usable_bytes / GIB:.1f} GiB that a plan may take; {most} take"
         f" {peak.components[most] / GIB:.1f} GiB"
     )
     ways = [f"at most {longest:,} tokens fit {setting.devices} devices"] if longest else []

@@ -1,9 +1,11 @@
 """Plan the same training by other ways to split a sequence, from what their authors have published.
 
-Owns two rows for each: with the setting's own options, the same for all methods, and with the options that
-its authors train the longest sequences with. The layer around attention, the states, the hardware and the
-kernel are those of ds_ring's own plan, so that rows differ by method and options only. A method's attention
-computes all pairs of the sequence, evenly divided among its ranks; its messages are not hidden.
+Owns two rows for each: with the setting's own options, the same for all methods, and with the options of its
+longest sequences: of other methods those of their authors, of ds_ring what a search chooses. A hybrid of
+ds_ring, Ulysses inside a ring, has the setting's own options. The layer around attention, the states, the
+hardware and the kernel are those of ds_ring's own plan, so that rows differ by method and options only. A
+method's attention computes all pairs of the sequence, evenly divided among its ranks; its messages are not
+hidden.
 
 - DeepSpeed Ulysses (Jacobs et al. 2023, arXiv 2309.14509, sections 3.1 and 3.2): all-to-alls give each rank
   all tokens of H / P heads; q, k, v and out cross once a pass, so a device sends (P - 1) / P of its shards of
@@ -24,19 +26,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from math import gcd
 from typing import NamedTuple
 
 from .estimate import Estimate, HeadSwaps, estimate, fits, head_swaps, training_step
 from .layer_passes import LayerPasses, layer_passes
 from .model_memory import FLOAT, LocalTokens, TrainingStep
-from .options import (
-    MAX_TOKENS,
-    OPTIONS,
-    list_flags,
-    longest_sequence,
-    longest_that,
-    with_options,
-)  # fmt: skip
+from .options import MAX_TOKENS, list_flags, longest_planned, longest_that, longest_with_options
 from .pass_memory import PassMemory
 from .pass_time import PassCost
 from .training_setting import ELEMENT_BYTES, TrainingSetting
@@ -44,9 +40,6 @@ from .training_setting import ELEMENT_BYTES, TrainingSetting
 GIB = 1 << 30
 FINE = 256  # lengths are exact to 1 / FINE
 CHUNK_TOKENS = 256  # of TRL's chunked_nll
-_ALST = {
-    *("--tiled-loss", "--tiled-mlp", "--offload-checkpoints", "--recompute-attention", "--offload-optimizer"),
-}
 
 
 class ComparisonRow(NamedTuple):
@@ -62,7 +55,7 @@ class ComparisonRow(NamedTuple):
     # peak_bytes, host_bytes: of a device, and of a node's host
     peak_bytes: int
     host_bytes: int
-    sent_bytes: int  # by a device for all layers' attention, forward and backward
+    sent_bytes: int  # by a device for all layers' attention in a step, what is computed again included
     fits: bool  # whether the devices and their hosts have that much
     step_s: float  # of one step
     tokens_per_s: float  # of a device
@@ -91,24 +84,38 @@ def compare(planned: Estimate, longest_tokens: int) -> list[ComparisonRow]:
     """
     setting = replace(planned.setting, may_add_options=False)
     whole = layer_passes(replace(setting, ring_size=1, ulysses_size=1, layout="contiguous")).total
-    best = _with_best_options(planned)
-    rows = [_make_own_row(planned, False, longest_tokens)]
+    longest = longest_with_options(setting)
+    rows = [_make_own_row("ds_ring", planned, False, longest_tokens)]
+    if (ulysses := _hybrid_ulysses(setting)) > 1:
+        ring = setting.ring_size // ulysses
+        hybrid = replace(setting, ring_size=ring, ulysses_size=ulysses)
+        name = f"ds_ring, Ulysses {ulysses} x ring {ring}"
+        rows.append(_make_own_row(name, estimate(hybrid), False, longest_planned(hybrid)))
     rows += [_make_row(method, _as_others(setting), planned, whole, False) for method in _METHODS]
-    rows.append(_make_own_row(best, True, longest_sequence(best.setting)))
+    if longest is not None:
+        best = estimate(replace(longest, tokens=setting.tokens))
+        rows.append(_make_own_row("ds_ring, longest", best, True, longest.tokens))
     for method in _METHODS:
         rows.append(_make_row(method, method.with_best_options(setting), planned, whole, True))
     return rows
 
 
-def _make_own_row(planned: Estimate, best: bool, longest_tokens: int) -> ComparisonRow:
-    setting, cost = planned.setting, planned.attention
+def _hybrid_ulysses(setting: TrainingSetting) -> int:
+    """Return the most Ulysses ranks of a node that a ring can have inside it; 1 if none or if it has some."""
+    divides = gcd(setting.model.kv_heads, setting.ring_size)
+    sizes = range(1, min(setting.hardware.devices_per_node, setting.ring_size - 1) + 1)
+    has_ulysses = setting.ulysses_size > 1
+    return 1 if has_ulysses else max((size for size in sizes if divides % size == 0), default=1)
+
+
+def _make_own_row(name: str, planned: Estimate, best: bool, longest_tokens: int) -> ComparisonRow:
+    setting = planned.setting
     ranks = setting.ring_size * setting.ulysses_size
     replicas = setting.devices // ranks
     note = f"; {replicas} data replicas of {ranks} ranks" if replicas > 1 else ""
-    name = "ds_ring, all options" if best else "ds_ring"
     return ComparisonRow(
         name, best, list_flags(setting), ranks, replicas, 1, note, planned.peak.total,
-        planned.node_host_bytes, cost.forward_bytes + cost.backward_bytes, planned.fits, planned.step_s,
+        planned.node_host_bytes, planned.sent_bytes + planned.swap_bytes, planned.fits, planned.step_s,
         setting.batch * setting.tokens / ranks / planned.step_s, longest_tokens,
     )  # fmt: skip
 
@@ -120,7 +127,7 @@ def _make_row(
     here = estimate(setting, attention=_get_passes(planned))
     # The rest of a step is that of ds_ring's plan, for as many tokens as a device has here.
     tokens_ratio = setting.ring_size * setting.ulysses_size / ranks
-    again = whole.forward_s * setting.recompute_attention * setting.checkpointing
+    again = whole.forward_s * setting.repeated_attention
     kernel_s = (whole.compute_s + again) / ranks
     seconds = kernel_s + method.waiting_s(setting) + here.dense_s * tokens_ratio + here.zero_s + here.host_s
     model, replicas = setting.model, setting.devices // ranks
@@ -143,15 +150,6 @@ def _get_passes(planned: Estimate) -> LayerPasses:
     """Return the passes of a plan, for other options of the same model; memory is estimated elsewhere."""
     memory = PassMemory(0, 0, 0)
     return LayerPasses(planned.layout, planned.passes, planned.other_layers, memory, planned.ranks)
-
-
-def _with_best_options(planned: Estimate) -> Estimate:
-    """Return the plan with what ALST turns on, in ds_ring's sizes of tiles."""
-    setting = replace(planned.setting, checkpointing=True, may_add_options=False)
-    taken = [option for option in OPTIONS if option.flag in _ALST and not option.is_on(setting)]
-    changed = with_options(setting, tuple(option for option in taken if option.is_possible(setting)))
-    assert changed is not None, "each is possible"
-    return estimate(changed)
 
 
 def _longest(method: _Method, setting: TrainingSetting) -> int:
@@ -239,14 +237,15 @@ def _swap_heads(setting: TrainingSetting) -> HeadSwaps:
 
 
 def _sent_by_ulysses(setting: TrainingSetting) -> int:
-    return 2 * setting.model.layers * _swap_heads(setting).sent_bytes  # and their gradients
+    """Forward, again under checkpointing, and the gradients."""
+    return (2 + setting.checkpointing) * setting.model.layers * _swap_heads(setting).sent_bytes
 
 
 def _sent_by_torch(setting: TrainingSetting) -> int:
-    """K and V once forward and once backward to all others, and their float32 gradients home."""
+    """K and V forward, again under checkpointing, and backward; and their float32 gradients home."""
     model, ranks = setting.model, setting.devices
     elements = 2 * setting.batch * setting.tokens // ranks * model.kv_heads * model.head_dim * (ranks - 1)
-    return model.layers * elements * (2 * ELEMENT_BYTES[setting.dtype] + FLOAT)
+    return model.layers * elements * ((2 + setting.checkpointing) * ELEMENT_BYTES[setting.dtype] + FLOAT)
 
 
 def _ulysses_waiting(setting: TrainingSetting) -> float:
@@ -261,10 +260,7 @@ def get_torch_peak(setting: TrainingSetting) -> int:
 
 def _torch_waiting(setting: TrainingSetting) -> float:
     """Return the seconds in which K and V are gathered, again under checkpointing, and gradients go home."""
-    ranks, model, element = setting.devices, setting.model, ELEMENT_BYTES[setting.dtype]
-    rows = 2 * setting.batch * setting.tokens // ranks * model.kv_heads * model.head_dim * (ranks - 1)
-    moved = model.layers * rows * ((2 + setting.checkpointing) * element + FLOAT)
-    return moved / setting.hardware.link_bytes_per_s(ranks)
+    return _sent_by_torch(setting) / setting.hardware.link_bytes_per_s(setting.devices)
 
 
 _METHODS = (

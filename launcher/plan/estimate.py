@@ -70,9 +70,11 @@ class Estimate(NamedTuple):
     moments: list[MemoryMoment]  # every moment at which memory can be highest
     passes: tuple[LayerPass, ...]  # of one layer of each pattern on the slowest rank looked at
     attention: PassCost  # of all layers' passes
-    # attention_s: of all layers, with what checkpointing computes again; exposed_s: of it, waiting for keys
+    # of all layers, with what checkpointing computes again: attention_s; of it, waiting for keys: exposed_s;
+    # K/V and gradients that a device sends: sent_bytes
     attention_s: float
     exposed_s: float
+    sent_bytes: int
     other_layers: tuple[LayerCost, ...]  # of one layer of each kind that is not attention over all keys
     other_layers_s: float  # of all of them, with what checkpointing computes again
     # swap_bytes, swap_s: of attention, Ulysses' all-to-alls
@@ -205,7 +207,7 @@ def estimate(
     # Checkpointing runs the forward pass, its transfers included, once more only where it is set to. The
     # first part of the rows takes that part of the time, not its square, on the zigzag rank that has the
     # middle of the sequence.
-    again = total.forward_s * setting.recompute_attention if setting.checkpointing else 0.0
+    again = setting.repeated_attention
     tokens = step.tokens.outside
     # 2 FLOPs per parameter and token forward, 4 backward, and 2 more where the forward is repeated. Tiles of
     # an MLP are repeated, but not twice under checkpointing ("checkpointed regions" in
@@ -238,8 +240,9 @@ def estimate(
         step.moments(),
         attention.passes,
         total,
-        total.seconds + again + swap_s,
-        total.exposed_s,
+        total.seconds + again * total.forward_s + swap_s,
+        total.exposed_s + again * total.forward_exposed_s,
+        round((1 + again) * total.forward_bytes) + total.backward_bytes,
         attention.other_layers,
         other_layers_s,
         times * model.attention_layers * swaps.sent_bytes,

@@ -33,7 +33,7 @@ from .options import (
     MAX_TOKENS,
     OPTIONS,
     fewest_devices,
-    longest_sequence,
+    longest_planned,
     longest_with_options,
     tiled_loss,
     tiled_mlp,
@@ -84,7 +84,7 @@ def make_setting(options: argparse.Namespace, say: Callable[[str], None]) -> Tra
     if not options.fit:
         return setting
     say("the cheapest options that fit")
-    return with_cheapest_options(setting)
+    return replace(with_cheapest_options(setting), before_fit=setting)
 
 
 def _ring_config(options: argparse.Namespace) -> tuple[RingConfig, _Raw]:
@@ -178,6 +178,7 @@ def _setting(
         gradient_payload=config.gradient_payload,
         kernel=config.kernel,
         block_size=config.block_size,
+        config=whole,
     )
     return _with_options(setting, options, config)
 
@@ -278,8 +279,10 @@ def _flag(section: _Raw, prefix: str, key: str) -> bool | None:
 def _longest(setting: TrainingSetting) -> TrainingSetting:
     if setting.may_add_options:
         longest = longest_with_options(setting)
+        if longest is not None:
+            longest = replace(longest, before_fit=replace(setting, tokens=longest.tokens))
     else:
-        tokens = longest_sequence(setting)
+        tokens = longest_planned(setting)
         longest = replace(setting, tokens=tokens) if tokens else None
     if longest is None:
         raise RingConfigError.wrong(

@@ -58,7 +58,7 @@ class LayerPasses(NamedTuple):
 def total_cost(passes: Sequence[LayerPass]) -> PassCost:
     """Return the sum of the passes of all layers."""
     if not passes:  # all attention is over chosen keys
-        return PassCost(0, 0, 0, 0, 0.0, 0.0, 0.0, 0, 0, 0)
+        return PassCost(0, 0, 0, 0, 0.0, 0.0, 0.0, 0, 0, 0, 0.0)
     weighted = [
         [layer_pass.layers * value for value in vars(layer_pass.cost).values()] for layer_pass in passes
     ]

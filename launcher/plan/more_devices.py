@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from .advice import MAX_RANKS
 from .estimate import Estimate, estimate
-from .options import sets_that_fit
+from .options import MAX_RANKS, sets_that_fit
 
 TIMES = (1, 2, 4, 8)
 
@@ -15,11 +14,10 @@ TIMES = (1, 2, 4, 8)
 def plan_more_devices(planned: Estimate, say: Callable[[str], None] = lambda what: None) -> list[Estimate]:
     """Return plans on as many devices and on 2, 4 and 8 times as many, in a larger ring.
 
-    Each has the cheapest options that make it fit, or the plan's own where none do.
+    Each has what --fit chooses there, beside the options that were asked for; these alone where nothing fits.
     """
-    plans = []
+    plans, setting = [], planned.setting.before_fit or planned.setting
     for times in TIMES:
-        setting = planned.setting
         ring, world = times * setting.ring_size, times * setting.zero.world
         if ring > MAX_RANKS or ring * setting.ulysses_size > setting.tokens:
             break

@@ -6,7 +6,7 @@ option are computed in `model_memory.py`, its costs in `estimate.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import combinations
@@ -224,11 +224,45 @@ def make_json(setting: TrainingSetting) -> dict[str, Any]:
     return whole
 
 
+def make_deepspeed_json(setting: TrainingSetting) -> dict[str, Any]:
+    """Return a whole DeepSpeed JSON: that of --config, or one with AdamW, and what the plan has chosen."""
+    config, ring, ulysses = setting.config, setting.ring_size, setting.ulysses_size
+    whole: dict[str, Any] = {"train_micro_batch_size_per_gpu": setting.batch}
+    if set(config) <= {"ring_attention", "sequence_parallel_size"}:  # sizes of options alone
+        replicas = setting.devices // (ring * ulysses)
+        whole = {"train_batch_size": setting.batch * replicas} | whole
+        whole |= {"gradient_accumulation_steps": 1, "optimizer": {"type": "AdamW", "params": {"lr": 2e-5}}}
+    elif "train_batch_size" in config:
+        whole = {}
+    precision = {"bfloat16": {"bf16": {"enabled": True}}, "float16": {"fp16": {"enabled": True}}}
+    sizes = {"ring_size": ring} | ({"ulysses_size": ulysses} if ulysses > 1 else {})
+    chosen = {
+        "zero_optimization": {"stage": setting.zero.stage},
+        "sequence_parallel_size": ring * ulysses,
+        "ring_attention": sizes,
+    }
+    for part in (config, precision.get(setting.dtype, {}), chosen, make_json(setting)):
+        _merge(whole, part)
+    return whole
+
+
+def _merge(whole: dict[str, Any], part: Mapping[str, Any]) -> None:
+    """Put a part into a JSON: objects key by key, all else in place of what is there."""
+    for key, value in part.items():
+        if isinstance(value, Mapping):
+            inner = whole.get(key)
+            whole[key] = dict(inner) if isinstance(inner, Mapping) else {}
+            _merge(whole[key], value)
+        else:
+            whole[key] = value
+
+
 # Searches for the longest sequence and the fewest devices call `estimate.py` many times, on rings of at most
 # four ranks with the same tokens per rank, so that a search over a thousand devices takes a second.
 
 MAX_TOKENS = 1 << 40
 MAX_DEVICES = 1 << 14
+MAX_RANKS = 256  # of a ring that is planned in a search: it grows as its square, 4096 ranks take minutes
 FINE = 64  # a search ends when it is exact to 1 / FINE
 FEW_STEPS = 4
 
@@ -262,6 +296,17 @@ def longest_sequence(setting: TrainingSetting) -> int:
     return setting.ring_size * longest_that(partial(can_hold, setting), falls, most, unit, FINE)
 
 
+def name_limit(setting: TrainingSetting, tokens: int) -> str:
+    """Return whose memory a sequence does not fit that is a sixteenth longer than the longest."""
+    smaller = like_in_memory(setting, (tokens + tokens // 16) // setting.ring_size)
+    layout, memory = rough_pass_memory(smaller)
+    moments = training_step(smaller, layout.local_tokens, memory).moments()
+    on_device = max(moment.total for moment in moments) > setting.usable_bytes
+    on_host = max(moment.host_total for moment in moments) > (setting.usable_host_bytes or 0.0)
+    limits = ["the device's memory"] * on_device + ["the host's memory"] * on_host
+    return " and ".join(limits) or "the search's end"
+
+
 def memory_falls(setting: TrainingSetting) -> Iterator[int]:
     """Yield the tokens per ring rank from which on an option saves memory: below, it changes nothing."""
     if setting.mlp_tokens is not None:  # a tile is shorter than the tokens outside attention
@@ -288,6 +333,17 @@ def longest_that(holds: Callable[[int], bool], falls: Iterable[int], most: int, 
             return low
         end = start
     return 0
+
+
+def longest_planned(setting: TrainingSetting) -> int:
+    """Return the longest sequence that also fits when the whole ring is planned; 0 if none does."""
+    tokens = longest_sequence(setting)
+    # The search looks at a small ring: the whole one may need a little more.
+    for _ in range(FEW_STEPS if setting.ring_size <= MAX_RANKS else 0):
+        if not tokens or estimate(replace(setting, tokens=tokens)).fits:
+            break
+        tokens -= tokens // FINE
+    return tokens
 
 
 def longest_with_options(setting: TrainingSetting) -> TrainingSetting | None:

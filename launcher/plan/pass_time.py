@@ -173,6 +173,7 @@ class PassCost:
     hops: int  # batches of all head chunks, forward and backward
     exposed_hops: int  # of these, where the transfer takes longer than the arithmetic that should hide it
     late_hops: int  # of these, up to the last hop; the others wait for gradients when all hops are computed
+    forward_exposed_s: float  # of exposed_s, in the forward pass
 
     @property
     def seconds(self) -> float:
@@ -289,4 +290,6 @@ def pass_cost(
     exposed = transfer > (compute if overlap else 0)
     hops = (len(compute), int(exposed.sum()), int((exposed & np.concatenate(in_hops)).sum()))
     forward_s, backward_s = (line.seconds(overlap) for line in lines)
-    return PassCost(pairs, executed, sent[0], sent[1], forward_s, backward_s, float(compute.sum()), *hops)
+    waits = max(0.0, forward_s - float(lines[0].compute.sum()))
+    seconds = (forward_s, backward_s, float(compute.sum()))
+    return PassCost(pairs, executed, sent[0], sent[1], *seconds, *hops, waits)

@@ -212,7 +212,7 @@ def plot_memory(planned: Estimate) -> Any:
     for row, moment in enumerate(moments):
         axes.text(moment.total / unit, row, f" {moment.total / unit:.2f}", va="center")
     usable = setting.usable_bytes / unit
-    axes.axvline(usable, color="black", linestyle="--", label=f"tensors can have: {usable:,.1f}")
+    axes.axvline(usable, color="black", linestyle="--", label=f"a plan may take: {usable:,.1f}")
     axes.invert_yaxis()  # the first moment on top
     axes.set(xlabel=f"{label} of a device", xlim=(0, 1.1 * max(usable, planned.peak.total / unit)))
     axes.legend(title=f"{label} at: {planned.peak.name}", loc="center left", bbox_to_anchor=(1, 0.5))

@@ -16,12 +16,12 @@ from .advice import Advice, Reach, latents_on_the_wire
 from .compare import ComparisonRow
 from .estimate import Estimate
 from .layer_passes import LayerPass
-from .options import list_flags, make_json
+from .options import list_flags, make_deepspeed_json
 from .other_layers import LayerCost
-from .training_setting import TrainingSetting
+from .training_setting import MEMORY_ERROR, TrainingSetting
 
 GIB = 2**30
-BAR, BAR_WIDTH = "\u2588", 16  # the memory that tensors can have, in a table
+BAR, BAR_WIDTH = "\u2588", 16  # the memory that a plan may take, in a table
 
 
 def as_json(
@@ -72,7 +72,7 @@ def as_dict(planned: Estimate, advice: Advice) -> dict[str, Any]:
         "offload_attention": setting.offload_attention,
         "offload_optimizer": setting.zero.offload_optimizer,
         "offload_param": setting.zero.offload_parameters,
-        "deepspeed_json": make_json(setting),
+        "deepspeed_json": make_deepspeed_json(setting),
         "parameters": setting.model.parameters,
         "memory": {
             "peak_bytes": planned.peak.total,
@@ -98,6 +98,7 @@ def as_dict(planned: Estimate, advice: Advice) -> dict[str, Any]:
         "step": {
             "attention_s": planned.attention_s,
             "exposed_s": planned.exposed_s,
+            "attention_bytes_sent": planned.sent_bytes,
             "other_layers_s": planned.other_layers_s,
             "swap_bytes_sent": planned.swap_bytes,
             "swap_s": planned.swap_s,
@@ -113,7 +114,9 @@ def as_dict(planned: Estimate, advice: Advice) -> dict[str, Any]:
         },
         "ranks_looked_at": planned.ranks,
         "longest_tokens": advice.reach.longest_tokens,
+        "longest_ends_at": advice.reach.longest_ends_at,
         "fewest_devices": advice.reach.fewest_devices,
+        "fewest_step_s": advice.reach.fewest_step_s,
         "with_fit_options": None if advice.fit_reach is None else advice.fit_reach._asdict(),
         "hiding_tokens_per_rank": advice.hiding.tokens,
         "never_hides": advice.hiding.never,
@@ -175,28 +178,27 @@ def print_report(
     )
     if len(setting.mix) > 1:
         console.print(f"attention: {describe_mix(setting.mix)}", markup=False)
-    options = make_json(setting)
-    if options or setting.checkpointing:
-        how = "activation checkpointing; " if setting.checkpointing else ""
-        console.print(f"with {how}in the JSON {json.dumps(options)}", markup=False)
+    console.print(f"these options: {_join(list_flags(setting))}", markup=False)
     print_table(_memory_table(planned))
     print_table(_cost_table(planned))
     used = "" if planned.mfu is None else f", {planned.mfu:.0%} of its peak in the model's arithmetic (MFU)"
     console.print(f"speed, computed: {planned.tokens_per_s:,.0f} tokens/s a device{used}", markup=False)
     if rows:
-        print_table(_compared_table(rows))
+        for best in (False, True):
+            print_table(_compared_table([row for row in rows if row.best_options == best]))
         for row in rows:
-            console.print(f"{row.method}: {_join(row.options)}{row.note}", markup=False)
+            how = "these options" if row.options == list_flags(setting) else _join(row.options)
+            if how != "these options" or row.note:
+                console.print(f"{row.method}: {how}{row.note}", markup=False)
     if counts:
         print_table(_devices_table(counts))
         for plan in counts:
             console.print(f"{plan.setting.devices} devices: {_join(list_flags(plan.setting))}", markup=False)
     reach, fit_reach = advice.reach, advice.fit_reach
-    longest, fewest = f"{reach.longest_tokens:,} tokens with these options", _fewest(reach)
+    longest, fewest = _longest(reach, "tokens with these options"), _fewest(reach)
     if fit_reach is not None and fit_reach.longest_options != reach.longest_options:
-        longest += (
-            f"; {fit_reach.longest_tokens:,} with {_added(fit_reach.longest_options, reach.longest_options)}"
-        )
+        how = f"with {_added(fit_reach.longest_options, reach.longest_options)}"
+        longest += f"; {_longest(fit_reach, how)}"
     if fit_reach is not None and fit_reach.fewest_devices != reach.fewest_devices:
         fewest += f"; {_fewest(fit_reach, reach)}"
     console.print(f"longest sequence on these devices: {longest}", markup=False)
@@ -208,6 +210,9 @@ def print_report(
     console.print(f"transfers hide behind compute: {hides}")
     for warning in advice.warnings:
         console.print(f"[yellow]warning:[/] {warning}")
+    console.print(f"DeepSpeed JSON: {json.dumps(make_deepspeed_json(setting))}", markup=False, soft_wrap=True)
+    if setting.checkpointing:
+        console.print("and in the script: model.gradient_checkpointing_enable()")
 
 
 def describe_size(setting: TrainingSetting) -> str:
@@ -233,11 +238,22 @@ def _added(options: Sequence[str], before: Sequence[str]) -> str:
 
 def _fewest(reach: Reach, before: Reach | None = None) -> str:
     how = "these options" if before is None else _added(reach.fewest_options, before.fewest_options)
-    return f"{'none up to 16384' if reach.fewest_devices is None else f'{reach.fewest_devices:,}'} with {how}"
+    seconds = "" if reach.fewest_step_s is None else f", {_seconds(reach.fewest_step_s)} s a step"
+    count = "none up to 16384" if reach.fewest_devices is None else f"{reach.fewest_devices:,}"
+    return f"{count} with {how}{seconds}"
+
+
+def _longest(reach: Reach, how: str) -> str:
+    ends = f" (limit: {reach.longest_ends_at})" if reach.longest_ends_at else ""
+    return f"{reach.longest_tokens:,} {how}{ends}"
 
 
 def _tokens(number: int) -> str:
     return f"{number / 1e6:.2f} M" if number >= 10**6 else f"{number:,}"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:,.0f}" if seconds >= 100 else f"{seconds:.3g}"
 
 
 def _join(options: Sequence[str]) -> str:
@@ -264,7 +280,7 @@ def _memory_table(planned: Estimate) -> Table:
             table.add_row(name, f"{size / unit:.3f}", bar(size))
     table.add_section()
     usable = planned.setting.usable_bytes / unit
-    row = f"peak, of {usable:,.1f} that tensors can have"
+    row = f"peak, of {usable:,.1f} with a margin of {MEMORY_ERROR:.0%}"
     table.add_row(row, f"{planned.peak.total / unit:.3f}", bar(planned.peak.total))
     if planned.node_host_bytes:
         table.add_section()
@@ -291,43 +307,45 @@ def _cost_table(planned: Estimate) -> Table:
     table = Table("cost of a step, slowest device", "amount", "seconds")
     for column in table.columns[1:]:
         column.justify = "right"
-    share = cost.exposed_s / cost.seconds if cost.seconds else 0.0
+    share = planned.exposed_s / (planned.attention_s - planned.swap_s) if cost.seconds else 0.0
     attended = cost.pairs / max(cost.executed, 1)
-    table.add_row("attention", f"{cost.pairs:.3g} pairs", f"{planned.attention_s:.3g}")
+    table.add_row("attention", f"{cost.pairs:.3g} pairs", _seconds(planned.attention_s))
     for layer_pass in planned.passes if len(planned.passes) > 1 else ():
         pairs, seconds = (
             layer_pass.layers * layer_pass.cost.pairs,
             layer_pass.layers * layer_pass.cost.seconds,
         )
-        table.add_row(f"  {layer_pass.layers} x {layer_pass.pattern}", f"{pairs:.3g} pairs", f"{seconds:.3g}")
-    table.add_row("  of it waiting for K/V", f"{share:.1%}", f"{planned.exposed_s:.3g}")
+        table.add_row(
+            f"  {layer_pass.layers} x {layer_pass.pattern}", f"{pairs:.3g} pairs", _seconds(seconds)
+        )
+    table.add_row("  of it waiting for K/V", f"{share:.1%}", _seconds(planned.exposed_s))
     table.add_row("  attended of executed pairs", f"{attended:.1%}", "")
     if planned.swap_bytes:
-        table.add_row("  Ulysses' all-to-alls", _size(planned.swap_bytes), f"{planned.swap_s:.3g}")
-    table.add_row("  K/V, dK/dV sent", _size(cost.forward_bytes + cost.backward_bytes), "")
+        table.add_row("  Ulysses' all-to-alls", _size(planned.swap_bytes), _seconds(planned.swap_s))
+    table.add_row("  K/V, dK/dV sent", _size(planned.sent_bytes), "")
     for layer in planned.other_layers:
         size, count = _layer(layer, planned)["step_bytes_sent"], layer.layers
         seconds = count * ((1 + planned.setting.checkpointing) * layer.forward_s + layer.backward_s)
-        table.add_row(f"{count} x {layer.kind.name}", f"{_size(size)} sent", f"{seconds:.3g}")
-    table.add_row("other matrices", f"{planned.dense_flops:.3g} FLOPs", f"{planned.dense_s:.3g}")
-    table.add_row("ZeRO, not overlapped", _size(planned.zero_bytes), f"{planned.zero_s:.3g}")
+        table.add_row(f"{count} x {layer.kind.name}", f"{_size(size)} sent", _seconds(seconds))
+    table.add_row("other matrices", f"{planned.dense_flops:.3g} FLOPs", _seconds(planned.dense_s))
+    table.add_row("ZeRO, not overlapped", _size(planned.zero_bytes), _seconds(planned.zero_s))
     if planned.host_bytes or planned.host_s:
-        table.add_row("host, not overlapped", _size(planned.host_bytes), f"{planned.host_s:.3g}")
+        table.add_row("host, not overlapped", _size(planned.host_bytes), _seconds(planned.host_s))
     table.add_section()
-    table.add_row("step", "", f"{planned.step_s:.3g}")
+    table.add_row("step", "", _seconds(planned.step_s))
     return table
 
 
 def _devices_table(plans: Sequence[Estimate]) -> Table:
     """Build the table of the same step on more devices."""
     columns = ("T / P", "GiB", "seconds", "tokens/s", "MFU")
-    table = Table("devices", *columns, title="more devices: these options, more where they do not fit")
+    table = Table("devices", *columns, title="more devices, each with what --fit chooses there")
     for column in table.columns:
         column.justify = "right"
     for plan in plans:
         setting = plan.setting
         figures = [f"{setting.tokens // (setting.ring_size * setting.ulysses_size):,}"]
-        figures += [f"{plan.peak.total / GIB:.1f}", f"{plan.step_s:.3g}", f"{plan.tokens_per_s:,.0f}"]
+        figures += [f"{plan.peak.total / GIB:.1f}", _seconds(plan.step_s), f"{plan.tokens_per_s:,.0f}"]
         figures.append("" if plan.mfu is None else f"{plan.mfu:.0%}")
         mark = "" if plan.fits else " (does not fit)"
         table.add_row(f"{setting.devices}{mark}", *figures)
@@ -338,14 +356,13 @@ def _compared_table(rows: Sequence[ComparisonRow]) -> Table:
     """Build the table of other methods; `launcher/plan/compare.py` has the sources of their formulas."""
     label, unit = get_unit(max(row.peak_bytes for row in rows))
     columns = (label, f"host {label}", f"sent {label}", "seconds", "tokens/s", "longest tokens")
-    table = Table("method", "ranks", *columns, title="ways to split a sequence, computed")
+    how = "its options for the longest" if rows[0].best_options else "these options"
+    table = Table("method", "ranks", *columns, title=f"ways to split a sequence, computed: {how}")
     for column in table.columns[1:]:
         column.justify = "right"
-    for row, following in zip(rows, (*rows[1:], None), strict=True):
+    for row in rows:
         figures = [f"{size / unit:,.1f}" for size in (row.peak_bytes, row.host_bytes, row.sent_bytes)]
-        figures += [f"{row.step_s:.3g}", f"{row.tokens_per_s:,.0f}", _tokens(row.longest_tokens)]
+        figures += [_seconds(row.step_s), f"{row.tokens_per_s:,.0f}", _tokens(row.longest_tokens)]
         mark = "" if row.fits else " (does not fit)"
         table.add_row(row.method + mark, str(row.ranks), *figures)
-        if following is not None and following.best_options != row.best_options:
-            table.add_section()
     return table

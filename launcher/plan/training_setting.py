@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 from ds_ring.masks.pattern import Pattern
 from ds_ring.schedule.grid import Grid
@@ -19,6 +19,7 @@ from .other_layers import Kind, Selection
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 USABLE = {"cuda": 0.92, "cpu": 1.0}  # the rest: context, communication buffers, fragmentation (assumed)
+MEMORY_ERROR = 0.04  # of a planned peak (tools/check_plan.py): every choice and search leaves it free
 USABLE_HOST = 0.95  # the rest: the system and the scripts (assumed)
 FEW_RANKS = 8
 
@@ -63,6 +64,8 @@ class TrainingSetting:
     ring_ranks_per_node: int | None = None
     # the other layers (`other_layers.py`): their kind, their pattern, how many there are
     other_layers: tuple[tuple[Kind, Pattern, int], ...] = ()
+    before_fit: TrainingSetting | None = None  # without the options that --fit has turned on
+    config: dict[str, Any] = field(default_factory=dict, compare=False)  # the DeepSpeed JSON of --config
 
     @property
     def mix(self) -> Mix:
@@ -96,8 +99,13 @@ class TrainingSetting:
 
     @property
     def usable_bytes(self) -> float:
-        """Return the memory of a device that tensors can have."""
-        return self.hardware.memory_bytes * USABLE[self.hardware.kind]
+        """Return the memory of a device that a plan may take: with its error tensors still fit."""
+        return self.hardware.memory_bytes * USABLE[self.hardware.kind] / (1 + MEMORY_ERROR)
+
+    @property
+    def repeated_attention(self) -> float:
+        """Return the part of attention's forward pass that checkpointing computes, and sends, once more."""
+        return self.recompute_attention if self.checkpointing else 0.0
 
     @property
     def host_is_device(self) -> bool:

@@ -1,4 +1,4 @@
-"""Example scripts whose pattern only a ring has: two ranks against a ring of one. GRPO: against one process."""
+"""Example scripts that only a ring can run: two ranks against a ring of one. GRPO: against one process."""
 
 from __future__ import annotations
 
@@ -23,6 +23,23 @@ def test_a_script_trains_as_on_a_ring_of_one(rank_pool: Any, script: str, steps:
     assert len(expected) == steps and not nothing
     assert expected[-1]["loss"] < expected[0]["loss"] - 0.5
     check_logs(got, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.night
+def test_a_loop_with_an_own_loader_trains_evaluates_and_resumes(rank_pool: Any, tmp_path: Path) -> None:
+    config = ["--config", str(EXAMPLES / "ds_config.json")]
+    alone = RankPool(1)
+    expected = alone.run(
+        run_example, "own_loop.py", [*config, "--ring", "1", "--output", str(tmp_path / "one")], False
+    )[0]
+    alone.close()
+    ring = [*config, "--output", str(tmp_path / "ring")]
+    check_logs(rank_pool(2).run(run_example, "own_loop.py", ring, False)[0], expected)
+    assert len(expected) == 18 and expected[-1]["held out"] < expected[8]["held out"] - 0.5
+    (tmp_path / "ring/latest").write_text("global_step4")  # the end of the first epoch
+    resumed = rank_pool(2).run(run_example, "own_loop.py", [*ring, "--resume", str(tmp_path / "ring")], False)
+    check_logs(resumed[0], expected[9:])
 
 
 @pytest.mark.slow

@@ -40,7 +40,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 GREEDY: dict[str, Any] = {"max_new_tokens": NEW}
 # Of families; no token of a prompt is padding where that is refused, or the last one would be.
 CHANGES: dict[str, dict[str, Any]] = {
-    "bigbird_pegasus": {"attention_type": "original_full"},
     "minimax_m3_vl_text": {"pad_token_id": None},
     "dots3_note_text": {"pad_token_id": None},
     "doge": {"keep_window_size": 20},  # fewer keys than there are
@@ -49,8 +48,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "greedy": GREEDY,
     "sampled": GREEDY | {"do_sample": True, "top_k": 20},
     "padded on the left": GREEDY | {"padding": (0, 11, 4)},
-    "padded on the right": GREEDY | {"padding": (0, 11, 4), "on_the_right": True},
-    "begun": GREEDY | {"decoder_input_ids": torch.arange(15).view(3, 5) + 3},
     "beams": GREEDY | {"num_beams": 3, "num_return_sequences": 2},
     "sampled beams": GREEDY | {"num_beams": 3, "num_return_sequences": 2, "do_sample": True},
     "several samples": GREEDY | {"num_return_sequences": 2, "do_sample": True},
@@ -89,9 +86,8 @@ def build(name: str) -> Any:
         from ds_ring_launcher.check.small_model import build as build_small
         from ds_ring_launcher.check.small_model import read_config, shrink
 
-        family, _, head = name.partition("/")
-        config = shrink(read_config(family), PROMPT + NEW, 2, CHANGES.get(family, {}))
-        model = build_small(config, head or "causal-lm", 0).eval()
+        config = shrink(read_config(name), PROMPT + NEW, 2, CHANGES.get(name, {}))
+        model = build_small(config, "causal-lm", 0).eval()
         model.set_attn_implementation("eager")
         model.generation_config.eos_token_id, model.generation_config.use_cache = None, True
         return model
@@ -108,8 +104,6 @@ def generate(model: Any, way: str, tokens: int, replica: int = 0) -> Generated:
     ids = torch.randint(1, VOCABULARY, (requested.pop("samples", 3), tokens), generator=generator)
     if padding is not None:
         requested["attention_mask"] = (torch.arange(tokens) >= torch.tensor(padding)[:, None]).long()
-        if requested.pop("on_the_right", False):
-            requested["attention_mask"] = requested["attention_mask"].flip(1)
     torch.manual_seed(7)
     output = model.generate(
         ids, **requested, return_dict_in_generate=True, output_logits="num_beams" not in requested
@@ -167,7 +161,7 @@ NIGHTLY = {
     "states: zaya on 2",  # by day its documents, in test_families.py
     *(f"states: {name} on 4" for name in ("qwen3_5_text", *STATES, *KEPT)),
 }  # fmt: skip
-EVERY = tuple(way for way in WAYS if way not in ("padded on the right", "begun"))  # of encoder-decoders
+EVERY = tuple(WAYS)
 CASES = {
     "ring 4, every way": Case(4, EVERY),
     "ring 4": Case(4, ("greedy", "padded on the left")),

@@ -43,12 +43,11 @@ from ds_ring.models.variant import (
     find_forward_home,
 )
 from ds_ring.patches import patch
-from ds_ring.plugin import HOOKS, PASSES, load
+from ds_ring.plugin import PASSES
 
 if TYPE_CHECKING:
     from ds_ring.models.attention_call import AttentionCall
     from ds_ring.models.model_adapter import ModelAdapter
-    from ds_ring.models.model_part import ModelPart
 
 _LABELS = ("labels", "shift_labels", "num_items_in_batch")
 # The model types that tests compare with one process: tests/dist/test_families.py.
@@ -113,8 +112,10 @@ class EncoderDecoder(Variant):
             if pattern is not None and not pattern.is_causal:
                 call.sharding = call.sharding.cross  # the decoder's own attention is causal
 
-    def generation(self, model: PreTrainedModel) -> type[ModelPart] | None:
-        return load(HOOKS["PairGeneration"]) if "PairGeneration" in HOOKS and self.matches(model) else None
+    def refuse_generation(self, model: PreTrainedModel) -> str | None:
+        if not self.matches(model):
+            return None
+        return "expected a model of one sequence, got an encoder-decoder, which trains on a ring alone"
 
 
 def check_pair(model: PreTrainedModel, config: RingConfig) -> None:
@@ -165,15 +166,13 @@ def make_decoder_ids(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
 
 _encoder_patch = patch(
     TABLE.given("encoder", "transformers.modeling_utils.PreTrainedModel"), stage="before_forward",
-    feature="two sequences", reason="passes the sharding of the encoder's sequence, cuts prompts of generate",
+    feature="two sequences", reason="passes the sharding of the encoder's sequence",
     when="the model is an encoder-decoder",
 )  # fmt: skip
 
 
 def give_encoder_sharding(adapter: ModelAdapter) -> Callable[..., Any]:
     """Return the hook that gives the encoder the sharding of its own sequence in place of the decoder's."""
-    call, encoder = adapter.call, adapter.model.get_encoder()
-    signature = inspect.signature(encoder.forward)
 
     @_encoder_patch
     def before(
@@ -182,10 +181,7 @@ def give_encoder_sharding(adapter: ModelAdapter) -> Callable[..., Any]:
         sharding = kwargs.get(SHARDING)
         if isinstance(sharding, BatchSharding) and sharding.encoder is not None:
             return args, kwargs | {SHARDING: sharding.encoder}
-        assert isinstance(call, PairCall)
-        arguments = dict(signature.bind_partial(*args).arguments) | kwargs
-        encoded = call.encode(arguments) if sharding is None else None
-        return None if encoded is None else ((), encoded)
+        return None
 
     return before
 
@@ -201,15 +197,6 @@ class PairCall(ModelCall):
         self._positions: dict[str, Tensor] = {}
         self._labels: tuple[Tensor, Tensor] | None = None
         self._encoder = {id(module) for module in self.model.get_encoder().modules()}
-
-    def encode(self, arguments: dict[str, Any]) -> dict[str, Any] | None:
-        """Return the arguments of the encoder for this rank where `generate` calls it; None elsewhere."""
-        part: Any
-        for part in self.adapter.parts:
-            if hasattr(part, "encode") and (encoded := part.encode(arguments)) is not None:
-                self._positions = part.positions
-                return dict(encoded)
-        return None
 
     def get_sharding(self, module: nn.Module) -> BatchSharding:
         sharding = self.session.batches.current
@@ -228,11 +215,6 @@ class PairCall(ModelCall):
         self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Check the call; take positions and labels out, and put the sharding in."""
-        part: Any
-        for part in self.adapter.parts:
-            if part.sharding is not None:
-                self._positions = part.positions
-                return args, kwargs | {SHARDING: part.sharding}
         self._positions = {}
         arguments = dict(self.signature.bind_partial(*args, **kwargs).arguments) | kwargs
         arguments.pop("kwargs", None)

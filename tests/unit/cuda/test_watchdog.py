@@ -22,7 +22,7 @@ from ds_ring.cuda import streams as device
 from ds_ring.cuda import watchdog
 from ds_ring.cuda.watchdog import WorkWatchdog
 from ds_ring.errors import RingPeerError
-from ds_ring.health import client
+from ds_ring.health import stuck_waits
 from ds_ring.health.failure_detector.wire import Fault
 from ds_ring.limits import Timeouts
 from ds_ring.schedule.grid import Grid
@@ -37,7 +37,7 @@ DEVICE_FAILS = torch.AcceleratorError("CUDA error: an illegal memory access was 
 def saved(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """What is kept for ever, until the end of a test: else the tests' process ends with exit code 1."""
     saved: list[object] = []
-    monkeypatch.setattr(client, "_in_stuck_waits", saved)
+    monkeypatch.setattr(stuck_waits, "_in_stuck_waits", saved)
     return saved
 
 

@@ -17,8 +17,8 @@ from ds_ring.data.dynamic_ring.intervals import (
     stays_linked,
 )
 from ds_ring.errors import RingMeshError
-from ds_ring.health.client import make_peer_error
 from ds_ring.health.failure_detector.wire import Fault
+from ds_ring.health.stuck_waits import make_peer_error
 from ds_ring.masks.pattern import Pattern
 from ds_ring.memory.regions import ResultStore
 from ds_ring.ops.context import ContextCache

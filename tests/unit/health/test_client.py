@@ -17,7 +17,9 @@ import pytest
 from ds_ring.error_origins import is_distributed_error
 from ds_ring.errors import RingPeerError
 from ds_ring.health import client as client_module
-from ds_ring.health.client import DetectorClient, LateNotice, call_guarded
+from ds_ring.health import stuck_waits
+from ds_ring.health.client import DetectorClient, LateNotice
+from ds_ring.health.stuck_waits import call_guarded
 from ds_ring.limits import Limit
 from ds_ring.schedule.grid import Grid
 from tests.clock import wait_until
@@ -161,7 +163,7 @@ def test_a_mesh_that_is_dropped_leaves_the_job(
 def test_a_guarded_call_that_takes_too_long_names_the_limit(
     monitor: Monitor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client_module, "_in_stuck_waits", [])  # else the tests' process ends with exit code 1
+    monkeypatch.setattr(stuck_waits, "_in_stuck_waits", [])  # else the tests' process ends with exit code 1
     detector, wake = DetectorClient(1, monitor.of_rank, 0, HEARTBEAT_S), threading.Event()
 
     def verdict() -> None:
@@ -208,8 +210,8 @@ def test_a_forked_child_does_not_end_for_the_stuck_wait_of_its_parent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As a data loader's worker: the thread that waits is not in it."""
-    monkeypatch.setattr(client_module, "_in_stuck_waits", [])
-    client_module.keep_for_ever(object())
+    monkeypatch.setattr(stuck_waits, "_in_stuck_waits", [])
+    stuck_waits.keep_for_ever(object())
     child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(0,))
     child.start()
     child.join(10.0)

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from ds_ring.errors import RingError, RingShapeError
-from ds_ring.health.client import keep_for_ever
+from ds_ring.health.stuck_waits import keep_for_ever
 from ds_ring_launcher.run.local_ranks import RanksError, _ended_by_signal, run_ranks
 
 

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -48,20 +47,12 @@ def digests(result: list[Tensor]) -> set[str]:
     return {hashlib.sha256(x.contiguous().numpy().tobytes()).hexdigest() for x in result}
 
 
-def numbers_of(
-    engine: Any, ids: Tensor, mode: Any, texts: Callable[[Tensor], dict[str, Tensor]] | None = None
-) -> list[Tensor]:
-    """Return log-probabilities [B, NEW]: of a generation, of an update, of an update of each sample.
-
-    `texts` makes the encoder's tensors of some rows, for models that begin an answer by `ids`.
-    """
-    inputs = {"inputs": ids, "attention_mask": torch.ones_like(ids)}
-    if texts is not None:
-        inputs = texts(torch.arange(len(ids))) | {"decoder_input_ids": ids}
+def numbers_of(engine: Any, ids: Tensor, mode: Any) -> list[Tensor]:
+    """Return log-probabilities [B, NEW]: of a generation, of an update, of an update of each sample."""
     torch.manual_seed(2)
     with mode, torch.no_grad():
         output = engine.generate(
-            **inputs, max_new_tokens=NEW, do_sample=True, top_k=8, pad_token_id=0,
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=True, top_k=8, pad_token_id=0,
             return_dict_in_generate=True, output_logits=True,
         )  # fmt: skip
         result, tokens = [engine.ring.generated_logprobs(output)], output.sequences
@@ -70,11 +61,7 @@ def numbers_of(
         for batches in ([torch.arange(len(ids))], rows_BS):
             each = []
             for rows in batches:
-                whole = {"input_ids": tokens[rows], "labels": tokens[rows]}
-                if texts is not None:
-                    whole = {"decoder_input_ids": tokens[rows][:, :-1], "labels": tokens[rows][:, 1:]}
-                    whole |= texts(rows)
-                batch = engine.ring.shard_batch(whole)
+                batch = engine.ring.shard_batch({"input_ids": tokens[rows], "labels": tokens[rows]})
                 numbers = engine.ring.gather(engine.ring.logprobs(engine, batch))
                 each.append(numbers[:, first : first + NEW].contiguous())
             result.append(torch.cat(each))

@@ -22,10 +22,12 @@ from ds_ring_launcher.plan.model_memory import Zero
 from ds_ring_launcher.plan.more_devices import plan_more_devices
 from ds_ring_launcher.plan.options import (
     can_hold,
+    list_flags,
     longest_sequence,
     longest_that,
     memory_falls,
     option_sets,
+    with_cheapest_options,
     with_options,
 )  # fmt: skip
 from ds_ring_launcher.plan.training_setting import TrainingSetting
@@ -146,13 +148,16 @@ def test_the_start_of_a_divided_model_is_never_the_peak(stage: int) -> None:
 def test_methods_are_compared_with_the_same_options_first() -> None:
     planned = estimate(make_setting("llama-3-8b", "h100", "tiles"))
     rows = compare(planned, 12345)
-    assert [row.best_options for row in rows] == [False] * 3 + [True] * 3
-    for row in rows[:3]:
+    assert [row.best_options for row in rows] == [False] * 4 + [True] * 3
+    for row in rows[:4]:
         assert row.options == ("--tiled-loss", "--tiled-mlp"), row
-    ours, alst = rows[3], rows[4]
-    assert ours.options == alst.options and ours.host_bytes == pytest.approx(alst.host_bytes, rel=0.01)
+    # (The row of "all options" was shorter than some of them reach: offloading fills the host.)
+    ours = rows[4]
+    sets = [changed for _, changed in option_sets(planned.setting)]
+    assert ours.longest_tokens >= 63 / 64 * max(longest_sequence(changed) for changed in sets[::40])
+    assert ours.longest_tokens > max(row.longest_tokens for row in rows if row is not ours)
     # The same arithmetic at the same rates: methods differ by messages, and by what they compute again.
-    for row in rows[1:3]:
+    for row in rows[1:4]:
         assert row.step_s == pytest.approx(planned.step_s, rel=0.1)
     assert all(row.tokens_per_s == pytest.approx((1 << 17) / row.ranks / row.step_s) for row in rows)
 
@@ -183,7 +188,8 @@ def test_ranks_of_ulysses_and_copies_of_its_heads(
         assert row.note == note
         # q and out, k and v of a rank's tokens, to all but itself, both ways: copies travel, too
         rows_sent = 2 * (heads + copies * kv_heads) * ((96 << 10) // ranks) * (ranks - 1) // ranks
-        assert row.sent_bytes == pytest.approx(2 * rows_sent * 64 * 2)
+        passes = 2 + ("--activation-checkpointing" in row.options)
+        assert row.sent_bytes == pytest.approx(passes * rows_sent * 64 * 2)
     assert rows["ds_ring"].note == rows["torch context parallel"].note == ""
     assert rows["ds_ring"].kv_copies == rows["torch context parallel"].kv_copies == 1
 
@@ -192,8 +198,8 @@ def test_the_table_says_that_heads_are_copied(capsys: pytest.CaptureFixture[str]
     sizes = "--layers 1 --hidden 1024 --heads 16 --kv-heads 2 --vocab 4096 --tokens 4k"
     assert cli.main(["plan", *sizes.split(), "--devices", "32", "--compare"]) == 0
     printed = " ".join(capsys.readouterr().out.split())
-    assert "DeepSpeed Ulysses: no option that saves memory; 2 data replicas of 16 ranks, the most" in printed
-    assert "; each of 2 K/V heads is copied to 8 ranks torch context parallel: " in printed
+    assert "DeepSpeed Ulysses: these options; 2 data replicas of 16 ranks, the most" in printed
+    assert "; each of 2 K/V heads is copied to 8 ranks" in printed
     assert cli.main(["plan", *sizes.split(), "--devices", "32", "--ulysses-size", "8"]) == 2
     refusal = capsys.readouterr().err
     assert "expected a divisor of 2 K/V heads, got 8; use 1 or 2, and a ring for the other ranks" in refusal
@@ -211,7 +217,11 @@ def test_speed_is_told_by_device() -> None:
 
 
 def test_more_devices_are_planned_with_what_they_need() -> None:
-    plans = plan_more_devices(estimate(make_setting("llama-3-8b", "h100", tokens=1 << 18)))
+    """(They kept the options that --fit had chosen for the fewest, which more devices do not need.)"""
+    plain = make_setting("llama-3-8b", "h100", tokens=1 << 18)
+    plans = plan_more_devices(estimate(plain))
+    fitted = estimate(replace(with_cheapest_options(plain), before_fit=plain))
+    assert list_flags(fitted.setting) and plan_more_devices(fitted) == plans
     assert [plan.setting.devices for plan in plans] == [8, 16, 32, 64] and all(plan.fits for plan in plans)
     seconds = [plan.step_s for plan in plans]
     assert seconds == sorted(seconds, reverse=True)
