@@ -18,10 +18,13 @@ from typing import Any
 import pytest
 import torch
 
+from ds_ring import RingMesh
 from ds_ring.checkpoint.manifest import (
     MANIFEST,
     OWNER,
+    Storage,
     files_in,
+    find_storage,
     read_latest,
     record_files,
     verify_checkpoint,
@@ -309,3 +312,16 @@ def test_zero_3_takes_weights_from_latest_only(rank_pool, saved, tmp_path):
     options = {"load_optimizer_states": False}
     result = rank_pool(2).run(load_refused, config(3), str(copy), [OLDER, OLDER], options)
     check(result, f"expected that to be {OLDER}, got {NEWER}")
+
+
+def storage_of(rank: int, world_size: int, local_ranks: list[int]) -> tuple[Storage, Storage]:
+    RingMesh.from_world(world_size).close()
+    return find_storage(local_ranks[rank], node_local=False), find_storage(local_ranks[rank], node_local=True)
+
+
+def test_ranks_of_a_host_share_its_own_storage(rank_pool: RankPool) -> None:
+    """Three ranks on the first host, one on the second."""
+    for rank, (shared, local) in enumerate(rank_pool(4).run(storage_of, [0, 1, 2, 0])):
+        assert shared == Storage((0, 1, 2, 3), rank)
+        assert local == Storage((0, 1, 2) if rank < 3 else (3,), rank)
+        assert local.leads == (rank in (0, 3))

@@ -20,7 +20,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING
 
-from ds_ring_launcher.check.model_check import CheckRequest, ModelReport
+from ds_ring_launcher.check.model_check import CheckRequest, ModelReport, _gather_reports
 from ds_ring_launcher.check.small_model import FORMS, Form
 from tests.dist.deepspeed_ranks import start_deepspeed
 from tests.dist.test_first_batch import silently_wrong
@@ -270,6 +270,15 @@ def test_an_orphan_of_a_tree_is_found(rank_pool, family):
     assert report.result == "exact", report.reason
     (report,) = rank_pool(2).run(with_an_orphan, CheckRequest(family, forms=("tree",)))[0]
     assert report.result == "WRONG" and report.differences
+
+
+def reports_of_rank_0_alone(rank: int, world_size: int) -> list[str]:
+    both, one = ModelReport("a", "A", "exact"), ModelReport("b", "B", "exact")
+    return [report.result for report in _gather_reports([both] if rank else [both, one])]
+
+
+def test_a_form_that_a_rank_does_not_report_is_wrong(rank_pool):
+    assert rank_pool(2).run(reports_of_rank_0_alone) == [["exact", "WRONG"]] * 2
 
 
 @pytest.mark.night

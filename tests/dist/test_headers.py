@@ -79,6 +79,7 @@ def shifted(mesh: RingMesh, second: bool) -> None:
 # by what the last rank has otherwise: Ulysses size, the call, words of the message
 ROWS: dict[str, tuple[int, Call, tuple[str, ...]]] = {
     "the width of v, Ulysses": (2, lambda *of: attention(*of, value_dim=4), ("tensor 2 of Ulysses", "16, 8)", "16, 4)")),
+    "the width of v": (1, lambda *of: attention(*of, value_dim=4), ("head_dim of v: ", "has 8", "has 4")),
     "return_lse, Ulysses": (2, lambda *of: attention(*of, lse=True), ("tensor 1 of Ulysses", "has none")),
     "the width of latents, Ulysses": (2, latents, ("tensor 1 of Ulysses", "16, 6)", "16, 5)")),
     "the gradient of lse of replicated queries": (1, lse_gradient, ("values of grad_lse",)),

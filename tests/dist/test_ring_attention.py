@@ -140,10 +140,10 @@ def test_heads_in_groups_change_no_bit(rank_pool: Pool) -> None:
     assert all(rank_pool(3).run(grouped))
 
 
-def gather_gradient(rank: int, world_size: int, same_loss: bool) -> float:
+def gather_gradient(rank: int, world_size: int, same_loss: bool, ulysses: int) -> float:
     """A gathered tensor's gradient with a non-contiguous gradient coming in (silently wrong in torch)."""
-    mesh = RingMesh.from_world(world_size)
-    layout = make_layout("striped", tokens=21, ring_size=world_size)
+    mesh = RingMesh.from_world(world_size // ulysses, ulysses)
+    layout = make_layout("striped", tokens=21, ring_size=mesh.ring_size, multiple_of=ulysses)
     whole = torch.randn(2, 21, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     weight = torch.randn(3, 21, 2, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     local = shard_sequence(whole, layout, mesh=mesh, dim=1).requires_grad_()
@@ -156,9 +156,12 @@ def gather_gradient(rank: int, world_size: int, same_loss: bool) -> float:
     return relative_error(local.grad, want)
 
 
+@pytest.mark.parametrize(("ranks", "ulysses"), [(3, 1), (4, 2)])
 @pytest.mark.parametrize("same_loss", [False, True])
-def test_gather_is_the_inverse_of_shard_and_its_gradient_exact(rank_pool: Pool, same_loss: bool) -> None:
-    assert max(rank_pool(3).run(gather_gradient, same_loss)) < 1e-12
+def test_gather_is_the_inverse_of_shard_and_its_gradient_exact(
+    rank_pool: Pool, same_loss: bool, ranks: int, ulysses: int
+) -> None:
+    assert max(rank_pool(ranks).run(gather_gradient, same_loss, ulysses)) < 1e-12
 
 
 def rows_without_keys(rank: int, world_size: int) -> bool:

@@ -109,6 +109,7 @@ def ids_of_a_shuffling_loader(rank: int, world_size: int, axis: str, seedable: b
     from accelerate import Accelerator, DataLoaderConfiguration, DeepSpeedPlugin
     from accelerate.parallelism_config import ParallelismConfig
     from accelerate.state import AcceleratorState
+    from accelerate.utils import set_seed
 
     AcceleratorState._reset_state(reset_partial_state=True)
     torch.manual_seed(rank)
@@ -122,6 +123,10 @@ def ids_of_a_shuffling_loader(rank: int, world_size: int, axis: str, seedable: b
     data = torch.utils.data.DataLoader(list(range(12)), batch_size=3, shuffle=True)
     loader = accelerator.prepare_data_loader(data)
     assert (accelerator.num_processes, accelerator.process_index) == (world_size // 2, rank // 2)
+    state = torch.get_rng_state()
+    set_seed(7, device_specific=True)
+    assert torch.initial_seed() == 7 + rank // 2, "ranks of a sequence draw alike, replicas do not"
+    torch.set_rng_state(state)
     mine = [x for batch in loader for x in batch.tolist()]
     every = accelerator.gather(torch.tensor([rank])).tolist()
     objects = accelerator.gather_for_metrics([f"rank {rank}"], use_gather_object=True)

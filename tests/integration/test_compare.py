@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from ds_ring_launcher import cli
 from ds_ring_launcher.compare.cells import Cell
-from ds_ring_launcher.compare.comparison import Request, Row, compare, make_documents
+from ds_ring_launcher.compare.comparison import Clock, Request, Row, _take_turns, compare, make_documents
 from ds_ring_launcher.compare.group import Verdict
 from ds_ring_launcher.compare.peers import ONE, PEERS, Peer
 from ds_ring_launcher.compare.report import advise, as_json, write_page
@@ -146,3 +148,23 @@ def test_wrong_input_starts_nothing(
     assert cli.main(["compare", *SIZES, *arguments]) == 2
     printed = capsys.readouterr()
     assert printed.out == "" and words in printed.err, printed.err
+
+
+class Uneven:
+    """A contestant of two ranks, the second one slower and the first one larger."""
+
+    peer, size = SimpleNamespace(name="uneven"), 2
+
+    def call(self, *_: Any) -> tuple[list[dict[str, float]], str]:
+        return [{"seconds": 0.1, "peak_bytes": 30}, {"seconds": 0.3, "peak_bytes": 20}], ""
+
+
+def test_a_round_takes_what_the_slowest_rank_takes() -> None:
+    row, group, answer = (
+        Row(2, "a", "uneven", "1", "", Verdict("exact")),
+        Uneven(),
+        SimpleNamespace(path=None),
+    )
+    arguments: Any = [group], {"uneven": row}, None, answer, Request((), (2,), "cpu", rounds=3), Clock(600.0)
+    _take_turns(*arguments)
+    assert (row.seconds, row.peak_bytes, row.median_s) == ([0.3] * 3, 30, 0.3)

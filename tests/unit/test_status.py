@@ -65,7 +65,8 @@ def run(tmp_path: Path) -> RunFolder:
         course(folder, 4.0, 3.0, "nan", first=attempt)
         for rank in range(len(hosts)):
             link = {
-                "from": 1 - rank, "hops": 2, "hop_seconds": 0.01 + rank, "wait_seconds": 0.001, "bytes": 9,
+                "from": 1 - rank, "hops": 2, "hop_seconds": 0.01 + rank, "wait_seconds": 0.001,
+                "bytes": 3 << 20,
             }  # fmt: skip
             figures(folder, rank, attempt + 2, links=[link])
         if attempt == 1:
@@ -381,9 +382,9 @@ def test_a_long_history_is_thinned_out_evenly(tmp_path: Path) -> None:
     assert steps == list(range(1, 100, 16))
 
 
-def test_times_of_a_link_are_milliseconds(run: RunFolder) -> None:
+def test_times_of_a_link_are_milliseconds_and_bytes_kibibytes(run: RunFolder) -> None:
     links = next(one for one in make_tables(read_run(run.path)) if one.title.startswith("Hop times"))
-    assert [row[3:5] for row in links.rows] == [("10.00 ms", "1.00 ms")]
+    assert [row[3:] for row in links.rows] == [("10.00 ms", "1.00 ms", "3,072 KiB")]
 
 
 def test_of_a_larger_file_nothing_or_the_last_bytes_are_read(tmp_path: Path) -> None:

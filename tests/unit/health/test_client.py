@@ -71,15 +71,16 @@ def monitor() -> Iterator[Monitor]:
     built.connection.close()
 
 
+@pytest.mark.parametrize("pause_s", [1.5 * HEARTBEAT_S, 100.0])
 def test_a_pause_of_this_process_is_no_silence_of_the_monitor(
-    monitor: Monitor, monkeypatch: pytest.MonkeyPatch
+    monitor: Monitor, monkeypatch: pytest.MonkeyPatch, pause_s: float
 ) -> None:
     """(Suspended, or stopped for a debugger. A seeded fault did not excuse it.)"""
     clock = Clock()
     monkeypatch.setattr(client_module, "time", clock)
     detector = DetectorClient(1, monitor.of_rank, 0, HEARTBEAT_S)
     wait_until(lambda: len(monitor.kinds("beat")) > 1)
-    clock.added_s = 100.0
+    clock.added_s = pause_s
     beats = len(monitor.kinds("beat"))
     wait_until(lambda: len(monitor.kinds("beat")) > beats + 2)
     assert detector.fault is None and detector.is_open

@@ -11,7 +11,8 @@ from torch import Tensor
 from transformers.models.mixtral import modeling_mixtral
 
 from ds_ring.errors import RingConfigError
-from ds_ring.models.families import RouterLoss, read_router_loss
+from ds_ring.models.families import LossGuard, RouterLoss, read_router_loss, router_loss
+from tests.sessions import session_of
 
 EXPERTS, CHOSEN, RANKS, SAMPLES, TOKENS = 5, 2, 3, 2, 12
 
@@ -61,3 +62,18 @@ def test_experts_and_weight_are_read_off_the_model(monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(modeling_mixtral, "load_balancing_loss_func", wrong)
         with pytest.raises(RingConfigError, match="expected transformers' router loss"):
             read_router_loss(model)
+
+
+def test_a_model_that_adds_the_local_term_in_place_has_that_of_all_tokens_once() -> None:
+    torch.manual_seed(0)
+    model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**SIZES)).eval()
+    batch, session = {"input_ids": torch.randint(32, (2, 12))}, session_of()
+    batch["labels"] = batch["input_ids"]
+    before = model(**batch, output_router_logits=True)
+    guard = model.loss_function = LossGuard(model.loss_function)
+    replace = router_loss(model, guard, session)
+    on_ring = model(**session.shard_batch(batch), output_router_logits=True)
+    replace(model, (), {}, on_ring)
+    assert before.aux_loss > 0.1
+    torch.testing.assert_close(on_ring.aux_loss, before.aux_loss)
+    torch.testing.assert_close(on_ring.loss, before.loss)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ds_ring.health.failure_detector.verdicts import JOIN_S, LEFT_S, FailureDetector
-from ds_ring.health.failure_detector.wire import GRACE_S, write_ranges
+from ds_ring.health.failure_detector.wire import GRACE_S, merged, write_ranges
 
 TIMEOUT_S = 10.0
 
@@ -104,6 +104,7 @@ def play(detector: FailureDetector, *steps: Step) -> None:
 
 def test_ranks_are_written_as_the_fewest_ranges() -> None:
     assert write_ranges([5, 2, 0, 1]) == ((0, 2), (5, 5))
+    assert merged([(7, 9), (0, 5), (1, 2), (6, 6), (8, 8)]) == ((0, 9),), "one range may be inside another"
     assert write_ranges(range(1000)) == ((0, 999),), "a line of JSON holds a wait for all ranks"
 
 

@@ -91,7 +91,7 @@ def seen(tensors: HopTensors, head_in_group: int) -> np.ndarray:
 @pytest.mark.parametrize(
     "rule",
     [
-        Causal(), SlidingWindow(9), PrefixLM(21), Chunked(20), Sinks(5) | SlidingWindow(4),
+        Causal(), SlidingWindow(9), PrefixLM(21), Chunked(20), Sinks(21) | SlidingWindow(4),
         Dilated((8, 16, 64), (1, 2, 4)),
     ],
     ids=str,

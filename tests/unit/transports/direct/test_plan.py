@@ -17,9 +17,11 @@ from ds_ring.masks.slots import count_slots
 from ds_ring.schedule.layout import Layout
 from ds_ring.schedule.lowering import lower_pass
 from ds_ring.schedule.plan import Plan
+from ds_ring.schedule.rank_plan import Direction
 from ds_ring.schedule.steps import Accumulate, Payload, Recv, Send
 from ds_ring.simulation.generate import GeneratedSource
 from ds_ring.simulation.simulate import SimulationOptions, exact_rows
+from ds_ring.transports.direct.exchange_table import make_exchange_table
 from ds_ring.transports.direct.plan import make_direct_plan, plan_for_bytes
 from ds_ring_launcher.plan.model_memory import attention_alone
 from ds_ring_launcher.plan.pass_memory import PassShape, pass_memory
@@ -248,3 +250,11 @@ def test_simulation_refuses_a_transport_without_a_plan_of_steps() -> None:
             GeneratedSource(64, 1, 1, 8), pattern=Causal(), layout=layout,
             options=SimulationOptions(transport="all_gather"),
         )  # fmt: skip
+
+
+def test_the_last_stage_is_that_of_the_node_with_most() -> None:
+    """Ranks 0 and 1, a node, read all of ranks 2 and 3, and these read nothing."""
+    reads = {(origin, reader): np.array([[0, 8]]) for origin in (2, 3) for reader in (0, 1)}
+    table = make_exchange_table(reads, Direction(1, 3, 2), 4, stage_tokens=4)
+    assert table.last == max(table.far_stages.values()) > 0
+    assert {node for _, node in table.far_stages} == {0}
