@@ -32,7 +32,9 @@ engine, *_ = ds_ring.initialize(model=model, optimizer=optimizer, config=config)
 # The ranks of a ring take the same samples, so the sampler counts replicas of the ring, not ranks.
 mesh = engine.ring.mesh
 data, held_out = text.samples(16, 120), text.samples(20, 120)[16:]
-sampler = DistributedSampler(data, num_replicas=mesh.data_size, rank=mesh.data_rank)
+sampler: DistributedSampler[object] = DistributedSampler(
+    data, num_replicas=mesh.data_size, rank=mesh.data_rank
+)
 loader = DataLoader(data, batch_size=2, sampler=sampler)
 
 
