@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from ds_ring.comm.collective import collective
 from ds_ring.comm.mesh import RingMesh
-from ds_ring.compat import require
 from ds_ring.errors import RingConfigError, shown
 from ds_ring.masks.pattern import Pattern
 from ds_ring.ops.context import RingContext, make_ring_context
@@ -51,7 +50,6 @@ class RingAttention(nn.Module):
             options, name = Options(scale=scale), "auto"
             pattern = config_or_pattern
         else:
-            require("pydantic", "RingAttention of a configuration")
             from ds_ring.config.section import RingConfig, pattern_from_config
 
             if not isinstance(config_or_pattern, RingConfig):

@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Generator
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 # A process that a test starts would compile ds_ring again, 0.3 s of its processor time, if none may keep it.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -19,11 +19,13 @@ sys.dont_write_bytecode = False
 gc.disable()  # until all is imported: what is imported stays, and a collection finds nothing (1 s of 4.6)
 
 import pytest  # noqa: E402
+from _pytest.assertion import rewrite  # noqa: E402
 
 ROOT = str(Path(__file__).resolve().parent.parent)
 if ROOT not in sys.path:
     sys.path.insert(0, ROOT)
 
+from tests.dist.rank_server import start_server, use_server  # noqa: E402
 from tests.machine import skip_without  # noqa: E402
 from tests.selection import pytest_addoption, pytest_collection_modifyitems  # noqa: E402, F401
 
@@ -38,7 +40,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Prepare a process that runs tests; one that hands them to workers needs no torch (3 s)."""
-    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+    workerinput = getattr(config, "workerinput", None)
+    if workerinput is not None:
+        use_server(workerinput["rank_server"])
+        _rewrite_tests(config, int(workerinput["workerid"].removeprefix("gw")), workerinput["workercount"])
+    elif config.getoption("numprocesses", None):
         gc.enable()
         return
     import torch
@@ -50,6 +56,22 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.register_profile("day", derandomize=True, max_examples=60, deadline=None)
     settings.register_profile("night", max_examples=400, deadline=None)
     settings.load_profile("night" if config.option.night else "day")
+
+
+def _rewrite_tests(config: pytest.Config, worker: int, workers: int) -> None:
+    """Cache a share of the test files: each worker would rewrite all of a new checkout (5 s)."""
+    state = config.stash[rewrite.assertstate_key]
+    for path in sorted(Path(ROOT, "tests").rglob("test_*.py"))[worker::workers]:
+        cached = rewrite.get_cache_dir(path) / f"{path.stem}{rewrite.PYC_TAIL}"
+        if rewrite._read_pyc(path, cached) is None and rewrite.try_makedirs(cached.parent):
+            source_hash, code = rewrite._rewrite_test(path, config)
+            rewrite._write_pyc(state, code, source_hash, cached)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Let all workers fork ranks from one server: its imports take 7 s of a processor."""
+    node.workerinput["rank_server"] = start_server()
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

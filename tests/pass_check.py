@@ -1,4 +1,4 @@
-"""Check a pass with what is installed, torch and numpy alone if there is no more; prints one line of JSON.
+"""Check a pass with what is installed, torch, numpy and pydantic at least; prints one line of JSON.
 
     python tests/pass_check.py                   # elsewhere than in a checkout: the installed package
     python tests/pass_check.py pass simulator    # some of the parts
@@ -25,7 +25,7 @@ import ds_ring
 TOKENS, RANKS, QUERY_HEADS, KV_HEADS, HEAD_DIM = 96, 2, 4, 2, 16
 MOST = 1e-12
 # Packages that a pass does without, also where they are installed.
-OPTIONAL = ("deepspeed", "transformers", "pydantic", "psutil", "filelock", "rich", "tqdm", "yaml", "shtab")
+OPTIONAL = ("deepspeed", "transformers", "psutil", "filelock", "rich", "tqdm", "yaml", "shtab")
 
 
 def within_block(batch: Any, head: Any, query: Any, key: Any) -> Any:

@@ -17,6 +17,7 @@ import importlib
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from functools import cache
 from importlib.metadata import packages_distributions, version
 from pathlib import Path
 
@@ -29,6 +30,7 @@ _OPERATORS = ("torch.ops.ds_ring", "torch.ops.flash_attn_3")
 OWN = {"ds_ring", "ds_ring_launcher", "launcher", "tests", "tools", "__future__", *sys.stdlib_module_names}
 
 
+@cache
 def names_used(path: Path) -> set[str]:
     """Return the dotted names outside the standard library that a file imports, and their attributes."""
     tree = ast.parse(path.read_text())

@@ -1,13 +1,14 @@
-"""Describe the messages of a hop, check them against the plan, and count them.
+"""Describe the messages of a hop, check them against the plan, count them, and show them to an observer.
 
-Owns what real and virtual ranks have in common. `exchange.py` sends; `simulation/rank.py` looks up.
+Owns what real and virtual ranks have in common. `exchange.py` sends; `simulation/rank.py` looks up. A ring
+pass calls `Observer.on_batch` if its mesh has an observer; `ds_ring.measure.Trace` is one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -140,3 +141,37 @@ class PostedBatch(NamedTuple):
 
 
 NOTHING_SENT = PostedBatch()
+
+
+class BatchEvent(NamedTuple):
+    """Describe a moment of a ring pass: a stage of a batch begins, and the one before it ends.
+
+    Attributes:
+        stage: "begin" (of the pass), "send" (take what arrived, pack and post the next batch), "compute"
+            (attend in every head chunk), "wait" (for the batch), or "end" (of the pass).
+        phase: "forward" or "backward".
+        hop: of the head chunk that set out last. "send" and "wait" have the hop of the messages, one more
+            than the hop that is computed meanwhile.
+        buffers_bytes: memory of messages now: in flight, held, or kept for the next ones.
+        accumulators_bytes: float32 accumulators of low-precision results now.
+        posted: the messages of the batch, from "compute" on.
+    """
+
+    stage: str
+    phase: str
+    hop: int
+    buffers_bytes: int
+    accumulators_bytes: int
+    posted: PostedBatch
+
+
+class Observer(Protocol):
+    """Observe ring passes."""
+
+    def on_batch(self, event: BatchEvent) -> None:
+        """Take note of an event; the pass waits for the return."""
+        ...
+
+
+class Observers(list[Observer]):
+    """Hold the observers of a mesh, innermost last; a pass calls the last one, in autograd's thread, too."""

@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from ds_ring.compat.pydantic import (
+from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
     ValidationError,
 )  # fmt: skip
+
 from ds_ring.errors import show_items
 from ds_ring.errors import shown as shown_in_errors
 from ds_ring.limits import MAX_SECONDS, MAX_TOKENS

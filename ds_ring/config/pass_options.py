@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from ds_ring.compat.pydantic import (
+from pydantic import (
     BaseModel,
     BeforeValidator,
     Field,
@@ -17,6 +17,7 @@ from ds_ring.compat.pydantic import (
     ValidationInfo,
     field_validator,
 )
+
 from ds_ring.config.messages import (
     ONE_UP,
     WORD,

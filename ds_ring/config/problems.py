@@ -8,7 +8,10 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple, get_args, get_origin
 
-from ds_ring.compat.pydantic import BaseModel, ErrorDetails, FieldInfo, ValidationError
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
 from ds_ring.config.messages import Accepted, Refused, sentence, shown
 from ds_ring.errors import RingConfigError
 

@@ -17,7 +17,7 @@ from ds_ring.comm.mesh import RingMesh
 from ds_ring.compat.torch import operator
 from ds_ring.data.batch import IGNORE, LABEL_KEYS, LOSS_WEIGHTS, check_local
 from ds_ring.errors import RingShapeError
-from ds_ring.ops.handles import get_object, new_handle
+from ds_ring.ops.context import get_object, new_handle
 from ds_ring.ring.merge import get_accumulator_dtype
 
 

@@ -34,6 +34,7 @@ from ds_ring.attention_module import RingAttention
 from ds_ring.comm.collective import collective
 from ds_ring.comm.exchange import Exchange
 from ds_ring.comm.mesh import RingMesh
+from ds_ring.comm.messages import Observers
 from ds_ring.data.batch import cache_in, cache_name
 from ds_ring.data.batch_sharding import BatchSharding, RowsAttention
 from ds_ring.data.packing import PADDING, RowGroup, group_rows
@@ -50,7 +51,6 @@ from ds_ring.ops.context import ContextCache
 from ds_ring.ops.shard import shard_sequence
 from ds_ring.patches import guard_imports, patch
 from ds_ring.plugin import PASSES
-from ds_ring.ring.observer import Observers
 from ds_ring.schedule.grid import Grid
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class CachedSharding(BatchSharding):
     ) -> RowsAttention:
         assert make is None, "queries that every rank has"
         layer_pattern = self.patterns.pattern if pattern is None else pattern
-        parts = [
+        parts: list[RingAttention] = [
             _CachedAttention(
                 self.config, mesh=self.mesh, layout=self.layout, scale=scale, pattern=row_pattern,
                 score_mod=score_mod, q_positions=self.q_positions,

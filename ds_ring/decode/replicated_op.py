@@ -17,8 +17,7 @@ from ds_ring.decode.tiles import query_positions, replicated_tiles
 from ds_ring.kernels.interface import Operands, PassHeads, compiles
 from ds_ring.ops.checks import check_finite, check_heads, check_tensors, check_tokens
 from ds_ring.ops.context import RingContext, get_ring_context
-from ds_ring.ops.gradients import get_forward_call, run_gradient
-from ds_ring.ops.passes import count_forward_pass
+from ds_ring.ops.passes import count_forward_pass, get_forward_call, run_gradient
 from ds_ring.ops.ring_op import register
 from ds_ring.ops.sinks import add_sinks, check_sinks, compute_sinks_gradient
 from ds_ring.plugin import load

@@ -107,7 +107,7 @@ class RingCache(Cache):
         """Return the memory of this rank's part, bytes."""
         held: list[Any] = []
         for layer in self.layers:
-            held += [getattr(layer, name, None) for name in ("keys", "values", "indexer_keys")]
+            held += [getattr(layer, name, None) for name in ("keys", "values")]
             if isinstance(layer, RingStateLayer):
                 held += [*layer.conv_states.values(), *layer.recurrent_states.values()]
         return sum(x.nbytes for x in held if x is not None)
@@ -168,7 +168,6 @@ class RingCacheLayer(CacheLayerMixin):
     def __init__(self, cache: RingCache) -> None:
         super().__init__()
         self._cache = cache
-        self.indexer_keys: Tensor | None = None  # of an indexer that selects keys, [B, 1, S, D]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.keys, self.values = self._room(key_states), self._room(value_states)
@@ -188,11 +187,6 @@ class RingCacheLayer(CacheLayerMixin):
             return key_states, value_states
         return self.keys, self.values
 
-    def update_indexer(self, keys_BQD: Tensor) -> Tensor:
-        """Store the keys of an indexer [B, Q, D]; return what it scores, as `update` does."""
-        self.indexer_keys = self._stored(self.indexer_keys, keys_BQD.unsqueeze(1))
-        return keys_BQD if self._cache.arriving.start == 0 else self.indexer_keys.squeeze(1)
-
     def _stored(self, stored_rows: Tensor | None, new: Tensor) -> Tensor:
         """Return `stored_rows` with this rank's arriving tokens, [B, G, Q, D] of a prompt or of all ranks."""
         cache = self._cache
@@ -208,11 +202,6 @@ class RingCacheLayer(CacheLayerMixin):
             if slot is not None:
                 stored_rows[:, :, slot] = new[:, :, index]
         return stored_rows
-
-    def reorder_cache(self, beam_idx: Any) -> None:
-        super().reorder_cache(beam_idx)
-        if self.indexer_keys is not None:
-            self.indexer_keys = self.indexer_keys.index_select(0, beam_idx.to(self.indexer_keys.device))
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self._cache.get_mask_sizes(query_length, 0)

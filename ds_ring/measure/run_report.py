@@ -32,6 +32,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from ds_ring.comm.mesh import RingMesh
+from ds_ring.comm.messages import Observers
 from ds_ring.data.engine import ENGINE
 from ds_ring.data.engine_part import EnginePart, EngineStart
 from ds_ring.data.run_folder import attempt_folder
@@ -40,7 +41,6 @@ from ds_ring.errors import RingShapeError
 from ds_ring.measure.step_metrics import count_tokens
 from ds_ring.measure.trace import Span, Trace
 from ds_ring.patches import patch
-from ds_ring.ring.observer import Observers
 from ds_ring.written_files import append_text, replace_text
 
 FILE = "history.jsonl"

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 from ds_ring.comm.exchange import Exchange
+from ds_ring.comm.messages import Observers
 from ds_ring.config.section import RingConfig
 from ds_ring.data.engine import ENGINE
 from ds_ring.data.engine_part import EnginePart, EngineStart
@@ -36,7 +37,6 @@ from ds_ring.data.session import RingSession
 from ds_ring.errors import RingConfigError
 from ds_ring.measure.trace import Span, Trace
 from ds_ring.patches import patch
-from ds_ring.ring.observer import Observers
 
 EVENTS = (
     "forward_hop_seconds",

@@ -1,6 +1,6 @@
 """Record what ring passes did, and when: spans of sending, computing and waiting.
 
-Owns the times. `ring/observer.py` defines the events of a pass.
+Owns the times. `comm/messages.py` defines the events of a pass.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from torch._C._autograd import _profiler_enabled
 from torch.profiler import record_function
 
 from ds_ring.comm.mesh import RingMesh
-from ds_ring.comm.messages import NOTHING_SENT, PostedBatch
-from ds_ring.ring.observer import BatchEvent, Observers
+from ds_ring.comm.messages import NOTHING_SENT, BatchEvent, Observers, PostedBatch
 
 MARK = "ds_ring span "  # and its number: a span's name among the profiler's events
 

@@ -1,6 +1,6 @@
 """Make the calls of functions that torch.compile traces. The first such call loads this file.
 
-A traced call carries the handle of its context ([Note: handles in compiled code] in `handles.py`). Dynamo
+A traced call carries the handle of its context ([Note: handles in compiled code] in `context.py`). Dynamo
 wraps what traced code raises into an error of its own; only an operator can raise an error unchanged, when
 the graph runs. So a call that a check refuses becomes the operator `ds_ring::refuse`, and class and text of
 the error are constants of the graph.
@@ -21,9 +21,8 @@ from ds_ring.compat.torch import assume_constant, operator
 from ds_ring.config.pass_options import PassOptions
 from ds_ring.errors import RingConfigError, RingError
 from ds_ring.ops.checks import NAMES, check_operand, check_operands
-from ds_ring.ops.context import AskedContext, get_ring_context, make_context
+from ds_ring.ops.context import AskedContext, get_object, get_ring_context, make_context, new_handle
 from ds_ring.ops.eager import attend_all_heads, check_derivatives
-from ds_ring.ops.handles import get_object, new_handle
 from ds_ring.ops.ring_op import make_fake_results, ring_attention_op
 from ds_ring.ops.tracing import constant, is_constant, read_number
 from ds_ring.schedule.layout import Layout

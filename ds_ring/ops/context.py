@@ -1,10 +1,13 @@
 """A ring context: pattern, layout, mesh and options of a call together, and what is made of them once.
 
-A context is kept alive by its mesh's table and by other references; `handles.py` refers to it weakly.
+A context is kept alive by its mesh's table and by other references. Compiled graphs carry integers: one
+table of weak references maps such a handle to its object.
 """
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import math
 import weakref
 from collections import OrderedDict
@@ -12,7 +15,7 @@ from collections.abc import Callable, Hashable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -20,13 +23,13 @@ from ds_ring.comm.collective import collective
 from ds_ring.comm.exchange import Exchange
 from ds_ring.comm.mesh import RingMesh, check_mesh
 from ds_ring.comm.streams import is_fake
+from ds_ring.compat.torch import assume_constant
 from ds_ring.config.pass_options import PassOptions
 from ds_ring.errors import RingPatternError, shown
 from ds_ring.kernels.select import Kernel, KernelNeeds, get_kernel
 from ds_ring.kernels.select import get_block_side as get_block_side
 from ds_ring.masks.pattern import Pattern
 from ds_ring.ops.checks import check_layout
-from ds_ring.ops.handles import get_object, new_handle
 from ds_ring.ops.options import Options, as_value
 from ds_ring.ops.passes import MakePass, SavedTensors
 from ds_ring.plugin import DEVICES, SAVED_TENSORS, load
@@ -35,6 +38,8 @@ from ds_ring.schedule.layout import Layout, check_layout_name, make_layout
 
 if TYPE_CHECKING:
     from ds_ring.masks.pair_masks import ScoreFunction
+
+T = TypeVar("T")
 
 
 class _PatienceByDevice(dict[str, Any]):
@@ -333,3 +338,41 @@ def make_context(request: AskedContext) -> RingContext:
     chosen = {} if isinstance(kernel, str) and kernel == "auto" else {"kernel": kernel}
     options = Options.make(pass_options, scale=scale, score_mod=as_value(score_mod), **chosen)
     return make_ring_context(pattern, layout, mesh, options)
+
+
+_owners: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+_COUNT_BITS = 24
+
+
+def get_object(handle: int, kind: type[T]) -> T:
+    """Return the object behind a handle."""
+    value = _owners.get(handle)
+    assert isinstance(value, kind), (
+        f"{kind.__name__} {handle} is gone: its mesh, model or batch was dropped before this call"
+    )
+    return value
+
+
+# [Note: handles in compiled code]
+# torch.compile runs a function marked `assume_constant_result` while it traces and keeps the result, here the
+# integer by which the operator finds pattern, layout, mesh and options. It guards the arguments: numbers and
+# texts by value, objects that come from outside by identity ([Note: guards of functions] in
+# `traced_objects.py` has those of functions). An object that the traced code itself makes is
+# handed over without its attributes, so that nothing may be wrapped into an object before such a call: it
+# would arrive with its defaults.
+
+
+# [Note: handles in caches on disk]
+# Inductor and AOTAutograd keep compiled graphs in files, which all ranks and later runs share, by the text of
+# the traced graph. What fake results and gradients read from the object behind a handle (runs of a rank, the
+# Ulysses rank, options) is not in that text. So the upper bits of a handle are a digest of it.
+@assume_constant
+def new_handle(owner: object, *facts: object) -> int:
+    """Return the integer by which an operator finds this object; `facts` are what a graph may depend on."""
+    text = " | ".join(map(str, (type(owner).__name__, *facts)))
+    digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> (_COUNT_BITS + 1)
+    while (handle := digest << _COUNT_BITS | next(_numbers) % (1 << _COUNT_BITS)) in _owners:
+        pass
+    _owners[handle] = owner
+    return handle

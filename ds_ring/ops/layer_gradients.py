@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ds_ring.comm.mesh import RingMesh
-from ds_ring.ops.gradients import GRADIENT, CallNumber, get_forward_call, raise_for_second_derivative
+from ds_ring.ops.passes import GRADIENT, CallNumber, get_forward_call, raise_for_second_derivative
 
 
 @contextmanager

@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
-from ds_ring.compat.pydantic import Field, PlainValidator, ValidationInfo, field_validator
+from pydantic import Field, PlainValidator, ValidationInfo, field_validator
+
 from ds_ring.config.messages import Accepted, Refused, Switch, sentence, shown
 from ds_ring.config.pass_options import PassOptions
 from ds_ring.errors import RingConfigError

@@ -23,15 +23,14 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ds_ring.comm.collective import collective
+from ds_ring.comm.messages import Observers
 from ds_ring.compat.torch import operator
 from ds_ring.kernels.interface import Kernel, Operands
 from ds_ring.ops.checks import sees_plain
 from ds_ring.ops.context import RingContext, get_ring_context
-from ds_ring.ops.gradients import get_forward_call, refuse_second_derivative, run_gradient
-from ds_ring.ops.passes import running_region
+from ds_ring.ops.passes import get_forward_call, refuse_second_derivative, run_gradient, running_region
 from ds_ring.ops.prepare import Prepared, prepare_pass
 from ds_ring.ring.merge import get_accumulator_dtype
-from ds_ring.ring.observer import Observers
 from ds_ring.ring.pool import Buffers
 from ds_ring.ring.ring_pass import RingPass
 

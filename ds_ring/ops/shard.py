@@ -21,8 +21,8 @@ from ds_ring.errors import RingConfigError, RingShapeError, shown
 from ds_ring.ops.bits import check_copied, fill_bits, view_as_bits, view_from_bits
 from ds_ring.ops.checks import check_layout, check_not_transformed, check_operand
 from ds_ring.ops.eager import run_compared
-from ds_ring.ops.gradients import get_forward_call
 from ds_ring.ops.layer_gradients import compare_gradient, has_run_again, note_call
+from ds_ring.ops.passes import get_forward_call
 from ds_ring.ops.tracing import forbid_tracing
 from ds_ring.schedule.layout import Layout
 

@@ -20,9 +20,8 @@ from ds_ring.compat.torch import operator
 from ds_ring.ops.bits import pack, unpack, view_as_bits, view_from_bits
 from ds_ring.ops.context import RingContext, get_ring_context
 from ds_ring.ops.eager import run_compared
-from ds_ring.ops.gradients import run_gradient
 from ds_ring.ops.layer_gradients import has_run_again, note_call
-from ds_ring.ops.passes import Operands
+from ds_ring.ops.passes import Operands, run_gradient
 from ds_ring.ops.prepare import check
 
 HEADS, TOKENS = 1, 2

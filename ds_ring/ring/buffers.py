@@ -1,6 +1,6 @@
 """The buffers of a head chunk: take them from the pool, pack messages to send, accumulate those that arrive.
 
-`pair.py` owns the memory layout of K and V, `pool.py` the memory.
+`pool.py` owns the memory of K and V, and its layout.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ from ds_ring.comm.messages import Label, TokenRange
 from ds_ring.comm.streams import get_stream_number
 from ds_ring.kernels.interface import ALL_HEADS, Rows
 from ds_ring.ring.accumulator import Accumulator
-from ds_ring.ring.pair import (
+from ds_ring.ring.pool import (
+    Block,
     BufferKinds,
+    Buffers,
     Pair,
     check_keys_apart,
     get_payload_dtypes,
     make_buffer_kind,
     tokens_first,
 )
-from ds_ring.ring.pool import Block, Buffers
 from ds_ring.schedule.steps import (
     RESULTS,
     SHARD,

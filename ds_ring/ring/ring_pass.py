@@ -15,14 +15,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ds_ring.comm.messages import NOTHING_SENT, Label, Message, MessageSize, PostedBatch
+from ds_ring.comm.messages import NOTHING_SENT, BatchEvent, Label, Message, MessageSize, Observer, PostedBatch
 from ds_ring.kernels.interface import ALL_HEADS, Kernel, value_dim
 from ds_ring.ring.accumulator import Accumulator, check_parts_wait
 from ds_ring.ring.buffers import HeadSource, RingBuffers, Saved, select_chunk, select_some_heads
 from ds_ring.ring.merge import get_accumulator_dtype
-from ds_ring.ring.observer import BatchEvent, Observer
-from ds_ring.ring.pair import Pair
-from ds_ring.ring.pool import Buffers, PreparedBatch, PreparedPass, PreparedPasses
+from ds_ring.ring.pool import Buffers, Pair, PreparedBatch, PreparedPass, PreparedPasses
 from ds_ring.schedule.lowering import head_bytes, lower_rank
 from ds_ring.schedule.rank_plan import RankPlan
 from ds_ring.schedule.steps import RESULTS, Compute, HeadChunk, Payload, Round, Schedule, Send

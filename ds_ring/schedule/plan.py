@@ -73,15 +73,22 @@ class Plan:
 
     @property
     def tokens_needed(self) -> int:
-        """Return the minimum of `tokens_sent`: each token once to every other rank that reads it."""
+        """Return the minimum of `tokens_sent`: each token once to every other rank that reads it.
+
+        An upper bound for a pattern with a mask function, such as MaskMod: the plan hides no pair for it.
+        """
         origins = range(self.ring_size)
         return sum_over_heads(
             self.classes, self.kv_heads, lambda head_class: sum(map(head_class.tokens_needed, origins))
         )
 
     def summary(self) -> str:
-        """Return a readable table: tiles, pairs, and tokens held and sent on, by rank, class and hop."""
-        lines = [f"{self.pattern} on {self.layout}"]
+        """Return a readable table: tiles, pairs, and tokens held and sent on, by rank, class and hop.
+
+        Pairs and tokens are upper bounds for a pattern with a mask function, as in `tokens_needed`.
+        """
+        bound = "; pairs and tokens are upper bounds: mask functions hide more" if self.pattern.masks else ""
+        lines = [f"{self.pattern} on {self.layout}{bound}"]
         for head_class in self.classes:
             heads = list(range(self.kv_heads)[head_class.kv_heads])
             lines += [f"K/V heads {heads}: shards travel {head_class.ways}"]

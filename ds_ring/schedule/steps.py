@@ -29,7 +29,7 @@ class Payload(Enum):
 
     In memory, a token's K row and V row (or dK and dV) are adjacent, with two exceptions: PARTS, and KEYS if
     K and V are separate messages. They are separate if the chunk has one K/V head and `check_keys_apart`
-    (`ring/pair.py`) agrees.
+    (`ring/pool.py`) agrees.
     """
 
     KEYS = "keys"  # in the dtype of the inputs

@@ -137,7 +137,7 @@ def _reach(planned: Estimate, say: Callable[[str], None]) -> Reach:
 def _fit_reach(setting: TrainingSetting, say: Callable[[str], None]) -> Reach:
     say("the longest sequence that fits with more options")
     longest = longest_with_options(setting)
-    limit = (0, (), "")
+    limit: tuple[int, tuple[str, ...], str] = (0, (), "")
     if longest is not None:
         limit = (longest.tokens, list_flags(longest), name_limit(longest, longest.tokens))
     say("the fewest devices that fit with more options")

@@ -267,17 +267,6 @@ FINE = 64  # a search ends when it is exact to 1 / FINE
 FEW_STEPS = 4
 
 
-def peak_bytes(setting: TrainingSetting, local_tokens: int) -> int:
-    """Return the peak of a device with so many tokens per rank, or a part of it that is too much."""
-    smaller = like_in_memory(setting, local_tokens)
-    # Cheap lower bound first: most of a search's settings need no plan.
-    least = least_step(smaller).peak().total
-    if least > setting.usable_bytes:
-        return least
-    layout, memory = rough_pass_memory(smaller)
-    return training_step(smaller, layout.local_tokens, memory).peak().total
-
-
 def can_hold(setting: TrainingSetting, local_tokens: int) -> bool:
     """Return whether devices and hosts hold so many tokens per rank, with options added where they may be."""
     smaller = like_in_memory(setting, local_tokens)

@@ -163,7 +163,7 @@ class _Meter:
             else:
                 self.used -= size
         elif isinstance(step, Send):
-            # as `check_keys_apart` of ring/pair.py
+            # as `check_keys_apart` of ring/pool.py
             apart = self.shape.kernel == "cpu" and self._rows(chunk.kv_heads) == 1
             of_shard = step.buffer == SHARD and step.payload is Payload.KEYS and len(step.ranges) == 1
             if not (step.in_place or (apart and of_shard)):

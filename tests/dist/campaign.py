@@ -37,11 +37,12 @@ class Zygote:
         )
         self._read()
 
-    def run(self, job: dict[str, Any]) -> dict[str, Any]:
-        """The answer to a job."""
+    def run(self, *jobs: dict[str, Any]) -> list[list[int | None]]:
+        """The exit codes of the ranks of each job; all run at once."""
         assert self._process.stdin is not None
-        print(json.dumps(job), file=self._process.stdin, flush=True)
-        return self._read()
+        print(json.dumps(jobs), file=self._process.stdin, flush=True)
+        exits: list[list[int | None]] = self._read()["exits"]
+        return exits
 
     def close(self) -> None:
         """End it, and wait until it is gone."""
@@ -58,16 +59,34 @@ class Zygote:
         raise RuntimeError(f"the zygote ended with exit code {self._process.wait()}")
 
 
-def play(zygote: Zygote, kind: str, mode: str, turn: int, world_size: int = 4) -> Verdict:
-    """One round of one fault."""
-    with tempfile.TemporaryDirectory() as folder:
-        job = {"world_size": world_size, "folder": folder, "kind": kind, "mode": mode, "deadline_s": 90.0}
-        job |= {"heartbeat_timeout_s": HEARTBEAT_S, "hop_timeout_s": HOP_S, "batch_number": 5 + turn % 4}
-        job |= {"stage": turn % 4, "port": _free_port()}
-        # The one that is stopped never ends, and nobody waits for the one that sleeps.
-        job |= {"stopped": [culprit_of(kind)] if kind.startswith(("stop", "sleep")) else []}
-        exits = zygote.run(job)["exits"]
-        return judge(kind, exits, Path(folder), world_size)
+class Round(NamedTuple):
+    """A fault, where it happens (a mode of `faults.py`), and the number of the round, which varies the rest."""
+
+    kind: str
+    mode: str
+    turn: int
+
+
+def play(zygote: Zygote, *rounds: Round, world_size: int = 4) -> list[Verdict]:
+    """Rounds of one fault each, at once."""
+    with tempfile.TemporaryDirectory() as root:
+        folders = [Path(root, str(number)) for number in range(len(rounds))]
+        jobs: list[dict[str, Any]] = []
+        for (kind, mode, turn), folder in zip(rounds, folders, strict=True):
+            folder.mkdir()
+            job = {
+                "world_size": world_size,
+                "folder": str(folder),
+                "kind": kind,
+                "mode": mode,
+                "deadline_s": 90.0,
+            }
+            job |= {"heartbeat_timeout_s": HEARTBEAT_S, "hop_timeout_s": HOP_S, "batch_number": 5 + turn % 4}
+            job |= {"stage": turn % 4, "port": _free_port()}
+            # The one that is stopped never ends, and nobody waits for the one that sleeps.
+            jobs.append(job | {"stopped": [culprit_of(kind)] if kind.startswith(("stop", "sleep")) else []})
+        results = zip(rounds, zygote.run(*jobs), folders, strict=True)
+        return [judge(item.kind, exits, folder, world_size) for item, exits, folder in results]
 
 
 def judge(kind: str, exits: list[int | None], folder: Path, world_size: int) -> Verdict:

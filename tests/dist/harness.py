@@ -21,17 +21,15 @@ ranks goes to a file, and into the report when something fails.
 
 from __future__ import annotations
 
-import functools
 import multiprocessing
 import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from multiprocessing import forkserver
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerContext, ForkServerProcess
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -42,7 +40,6 @@ from ds_ring.errors import RingError
 from tests.clock import unqueued_seconds
 from tests.dist.rank_process import (
     DUMP_SIGNAL,
-    RANK_ENVIRONMENT,
     RankOutcome,
     log_path,
     pack,
@@ -50,9 +47,9 @@ from tests.dist.rank_process import (
     stack_path,
     unpack,
 )
+from tests.dist.rank_server import start_server
 
 _ROOT = Path(__file__).resolve().parents[2]
-_PRELOAD = ["tests.dist.preload"]
 _START_SECONDS = 60.0
 DEADLINE_SECONDS = 120.0  # of a call that takes seconds, on a machine that others keep busy
 _STACK_SECONDS = 1.0
@@ -279,7 +276,8 @@ class RankPool:
 
     def _start(self) -> None:
         self._folder = tempfile.mkdtemp(prefix="ranks_")
-        context = _context()
+        start_server()
+        context = multiprocessing.get_context("forkserver")
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
             arguments = (rank, self.world_size, self._folder, theirs)
@@ -391,24 +389,3 @@ def _threads(pid: int) -> int:
 def _of_status(pid: int | None, key: str, otherwise: str) -> str:
     lines = _text(Path(f"/proc/{pid}/status")).splitlines()
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(f"{key}:")), otherwise)
-
-
-@functools.cache
-def _context() -> ForkServerContext:
-    """The fork server, started with the ranks' environment: OpenMP reads its number of threads on import."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
-    with _environment(RANK_ENVIRONMENT | {"PYTHONPATH": f"{_ROOT}:{os.environ.get('PYTHONPATH', '')}"}):
-        forkserver.ensure_running()
-    return context
-
-
-@contextmanager
-def _environment(values: dict[str, str]) -> Iterator[None]:
-    before = dict(os.environ)
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)

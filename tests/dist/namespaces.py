@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 from types import TracebackType
 
-from tests.dist.rank_process import RANK_ENVIRONMENT
+from tests.dist.rank_server import RANK_ENVIRONMENT
 
 ROOT = Path(__file__).resolve().parents[2]
 PORT = 29400  # free: the namespaces are new

@@ -14,7 +14,7 @@ import warnings
 from pathlib import Path
 
 from tests.dist.monitors import Monitors
-from tests.dist.rank_process import RANK_ENVIRONMENT
+from tests.dist.rank_server import RANK_ENVIRONMENT
 
 os.environ.update(RANK_ENVIRONMENT)  # DeepSpeed looks for its accelerator when it is imported
 

@@ -23,13 +23,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.distributed as dist
 
-RANK_ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-    "GLOO_SOCKET_IFNAME": "lo",  # or gloo asks the name service for this host's address
-    "TORCHINDUCTOR_COMPILE_THREADS": "1",  # more would fork a pool of compilers in every rank
-    "DS_ACCELERATOR": "cpu",
-}
+from tests.dist.rank_server import RANK_ENVIRONMENT
+
 DUMP_SIGNAL = signal.SIGUSR1
 _PR_SET_PDEATHSIG = 1
 _ENGINES = ("DeepSpeedEngine", "DeepSpeedZeroOptimizer")

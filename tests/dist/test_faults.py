@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.dist.campaign import Zygote, play
+from tests.dist.campaign import Round, Zygote, play
 from tests.dist.faults import KINDS, LATE, WHILE_STARTING
 
 pytestmark = pytest.mark.slow
@@ -20,6 +20,10 @@ OUTSIDE_THE_RING = (
     ("kill in a collective of the script", 0),
     ("kill while configurations are compared", 1),
 )
+OF_THE_DAY = (
+    Round("stop in a small hop", "attention", 0), Round("swapped order", "attention", 0),
+    Round("kill before it connects", "attention", 0), Round("kill in a collective of the script", "outside", 0),
+)  # fmt: skip
 IN_TRAINING = (
     "kill in mid 64 MB", "stop in a small hop", "exception", "different hop counts", "different config",
 )  # fmt: skip
@@ -33,51 +37,56 @@ def zygote() -> Iterator[Zygote]:
     built.close()
 
 
-@pytest.mark.night
 def test_a_job_without_ranks_ends(zygote: Zygote) -> None:
     """And the imports, which take seconds, are over when tests begin for which the other worker waits."""
-    assert zygote.run({"world_size": 0, "deadline_s": 1.0}) == {"exits": []}
+    assert zygote.run({"world_size": 0, "deadline_s": 1.0}) == [[]]
+
+
+def check(zygote: Zygote, *rounds: Round) -> None:
+    """Play rounds at once."""
+    for verdict in play(zygote, *rounds):
+        assert not verdict.wrong, verdict.wrong
+
+
+@pytest.mark.alone
+def test_four_jobs_at_once_each_name_their_culprit_in_time(zygote: Zygote) -> None:
+    """The rounds of the day that wait more than they compute."""
+    check(zygote, *OF_THE_DAY)
 
 
 @pytest.mark.alone
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.day("kill in mid 64 MB", "stop in a small hop", "swapped order")
+@pytest.mark.day("kill in mid 64 MB")
 def test_every_survivor_names_the_culprit_in_time(zygote: Zygote, kind: str) -> None:
-    verdict = play(zygote, kind, "attention", 0)
-    assert not verdict.wrong, verdict.wrong
+    check(zygote, Round(kind, "attention", 0))
 
 
 @pytest.mark.alone
 @pytest.mark.parametrize("kind", IN_TRAINING)
 @pytest.mark.night
 def test_in_a_training_step_under_deepspeed_too(zygote: Zygote, kind: str) -> None:
-    verdict = play(zygote, kind, "deepspeed", 0)
-    assert not verdict.wrong, verdict.wrong
+    check(zygote, Round(kind, "deepspeed", 0))
 
 
 @pytest.mark.alone
 @pytest.mark.parametrize("kind", WHILE_STARTING)
-@pytest.mark.day("kill before it connects")
+@pytest.mark.night
 def test_a_rank_that_fails_while_the_mesh_is_made_is_named(zygote: Zygote, kind: str) -> None:
     """The others waited there for half an hour."""
-    verdict = play(zygote, kind, "attention", 0)
-    assert not verdict.wrong, verdict.wrong
+    check(zygote, Round(kind, "attention", 0))
 
 
 @pytest.mark.alone
 @pytest.mark.parametrize(("kind", "stage"), OUTSIDE_THE_RING)
-@pytest.mark.day("kill in a collective of the script-0")
+@pytest.mark.night
 def test_a_rank_that_fails_outside_the_ring_is_named(zygote: Zygote, kind: str, stage: int) -> None:
     """gloo's RuntimeError named nobody."""
-    verdict = play(zygote, kind, "outside", stage)
-    assert not verdict.wrong, verdict.wrong
+    check(zygote, Round(kind, "outside", stage))
 
 
 @pytest.mark.night
 @pytest.mark.alone
 @pytest.mark.parametrize("kind", LATE)
-@pytest.mark.day("sleep in the data set")
 def test_a_rank_that_is_late_or_leaves_outside_of_a_pass_is_named(zygote: Zygote, kind: str) -> None:
     """The others waited for half an hour, for a key that no document named."""
-    verdict = play(zygote, kind, "late", 1)
-    assert not verdict.wrong, verdict.wrong
+    check(zygote, Round(kind, "late", 1))

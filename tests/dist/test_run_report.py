@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_ring.ring.observer import Observers
+from ds_ring.comm.messages import Observers
 from tests.dist.conftest import RankPools
 from tests.dist.deepspeed_ranks import Size, build_batch, build_model, json_config, start_engine
 

@@ -14,11 +14,11 @@ from unittest import mock
 import pytest
 import torch
 
+from ds_ring.comm.messages import Observers
 from ds_ring.config.pattern_section import PATTERNS_BY_KEY
 from ds_ring.config.section import RingConfig, by_json_key
 from ds_ring.errors import RingConfigError
 from ds_ring.ops.options import Options
-from ds_ring.ring.observer import Observers
 from tests.dist.deepspeed_ranks import (
     Size,
     build_batch,

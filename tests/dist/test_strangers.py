@@ -49,7 +49,7 @@ def test_strangers_change_not_one_bit_of_a_live_training(tmp_path: Path) -> None
             attacker = threading.Thread(target=attack, args=(folder, port, secret, wrong))
             if name == "disturbed":
                 attacker.start()
-            exits = zygote.run(job)["exits"]
+            (exits,) = zygote.run(job)
             if name == "disturbed":
                 attacker.join()
             logs = "\n".join((folder / f"rank{rank}.log").read_text()[-2000:] for rank in range(2))

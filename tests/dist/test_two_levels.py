@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from ds_ring import Causal, Full, PassOptions, RingMesh, build_plan, ring_attention
-from ds_ring.comm.messages import MessageSize
-from ds_ring.ring.observer import BatchEvent, Observers
+from ds_ring.comm.messages import BatchEvent, MessageSize, Observers
 from tests.cases import PATTERNS, Shape, layout_for, tensors
 from tests.dist.deepspeed_ranks import json_config, start_engine
 from tests.dist.harness import Pool, catch_refusal

@@ -3,8 +3,8 @@
 Owns the parent of the ranks. The ranks of `harness.py` are children of multiprocessing, which end without
 Python's shutdown; what a process does at its end (goodbyes, exit codes, stuck threads) needs these.
 
-    python -m tests.dist.zygote tests.dist.faults          # then one job per line on standard input:
-    {"world_size": 4, "deadline_s": 30, "folder": "/tmp/x", ...}    -> {"exits": [1, 1, -9, 1]}
+    python -m tests.dist.zygote tests.dist.faults          # then one list of jobs per line on standard input:
+    [{"world_size": 4, "deadline_s": 30, "folder": "/tmp/x", ...}]    -> {"exits": [[1, 1, -9, 1]]}
 
 The module named on the command line has `rank_main(rank, job)`. A rank that is still there at the deadline is
 killed and its exit is null: it hung. Output goes to rank<N>.log in the folder.
@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.dist.rank_process import RANK_ENVIRONMENT
+from tests.dist.rank_server import RANK_ENVIRONMENT
 
 
 def in_the_rank(rank: int, job: dict[str, Any]) -> None:
@@ -34,30 +34,30 @@ def in_the_rank(rank: int, job: dict[str, Any]) -> None:
     os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(job["world_size"])})
 
 
-def run(job: dict[str, Any]) -> int | None:
-    """Fork the ranks of a job and answer; in a rank, its number."""
-    pids = []
-    for rank in range(job["world_size"]):
-        pid = os.fork()
-        if not pid:
-            in_the_rank(rank, job)
-            return rank
-        pids.append(pid)
-    exits: list[int | None] = [None] * len(pids)
-    left = set(range(len(pids)))
-    deadline = time.monotonic() + job["deadline_s"]
-    while left and time.monotonic() < deadline:
-        for rank in sorted(left):
-            pid, status = os.waitpid(pids[rank], os.WNOHANG)
+def run(jobs: list[dict[str, Any]]) -> tuple[int, dict[str, Any]] | None:
+    """Fork the ranks of all jobs at once and answer; in a rank, its number and its job."""
+    pids: dict[tuple[int, int], int] = {}
+    for number, job in enumerate(jobs):
+        for rank in range(job["world_size"]):
+            pid = os.fork()
+            if not pid:
+                in_the_rank(rank, job)
+                return rank, job
+            pids[number, rank] = pid
+    exits: list[list[int | None]] = [[None] * job["world_size"] for job in jobs]
+    left, began = set(pids), time.monotonic()
+    while left and time.monotonic() < began + max(job["deadline_s"] for job in jobs):
+        for number, rank in sorted(left):
+            pid, status = os.waitpid(pids[number, rank], os.WNOHANG)
             if pid:
-                exits[rank] = os.waitstatus_to_exitcode(status)
-                left.discard(rank)
-        if left <= set(job.get("stopped", ())):
+                exits[number][rank] = os.waitstatus_to_exitcode(status)
+                left.discard((number, rank))
+        if all(rank in jobs[number].get("stopped", ()) for number, rank in left):
             break  # they never end by themselves, or not soon
         time.sleep(0.01)
-    for rank in left:
-        os.kill(pids[rank], signal.SIGKILL)
-        os.waitpid(pids[rank], 0)
+    for place in left:
+        os.kill(pids[place], signal.SIGKILL)
+        os.waitpid(pids[place], 0)
     print(json.dumps({"exits": exits}), flush=True)
     return None
 
@@ -71,10 +71,9 @@ def main() -> None:
     gc.freeze()
     print(json.dumps({"ready": True}), flush=True)
     while line := sys.stdin.readline():
-        job = json.loads(line)
-        rank = run(job)
-        if rank is not None:
-            module.rank_main(rank, job)
+        place = run(json.loads(line))
+        if place is not None:
+            module.rank_main(*place)
             return
 
 

@@ -61,7 +61,10 @@ PLUGIN = Plugin(
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the package, changed as TOUCHED says, and the test of its architecture."""
     folder = tmp_path_factory.mktemp("copy")
-    shutil.copytree(ROOT / "ds_ring", folder / "ds_ring", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        ROOT / "ds_ring",
+        folder / "ds_ring",
+    )
     with open(folder / "ds_ring/__init__.pyi", "a") as file:
         for source, name, module, public in TOUCHED.values():
             target = folder / "ds_ring" / name
@@ -97,20 +100,11 @@ def test_a_folder_and_the_index_are_all(copy: Path) -> None:
 
 
 def run_ranks(folder: Path, *paths: Path) -> list[dict[str, Any]]:
-    reports = [folder / f"report{rank}" for rank in range(2)]
-    command = [sys.executable, str(ADDITIONS / "rank.py")]
-    ranks = []
-    for rank, report in enumerate(reports):
-        arguments = [*command, str(rank), str(folder / "store"), str(report)]
-        output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        ranks.append(subprocess.Popen(arguments, env=environment(*paths), cwd=paths[0], **output))
-    try:
-        printed = [rank.communicate(timeout=180)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(printed)
-    return [json.loads(path.read_text()) for path in reports]
+    command = [sys.executable, str(ADDITIONS / "rank.py"), str(folder)]
+    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    done = subprocess.run(command, env=environment(*paths), cwd=paths[0], timeout=180, **output)
+    assert done.returncode == 0, done.stdout
+    return [json.loads((folder / f"report{rank}").read_text()) for rank in range(2)]
 
 
 def check(reports: list[dict[str, Any]], package: Path, pattern: str) -> None:

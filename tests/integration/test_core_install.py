@@ -1,4 +1,4 @@
-"""A pass, the simulator and the plan with torch and numpy alone; what else is missing is named."""
+"""A pass, the simulator and the plan with torch, numpy and pydantic alone; what else is missing is named."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.integration.test_wheel import build
 from tests.removals import copy_tree
 
 CHECK = ROOT / "tests/pass_check.py"
-CORE = {"torch", "numpy"}
+CORE = {"torch", "numpy", "pydantic"}
 # What Python imports at its start: no other package than these can be found, in child processes either.
 BLOCK = """
 import sys
@@ -35,7 +35,6 @@ sys.meta_path[:] = [BuiltinImporter, FrozenImporter, Allowed]
 NEEDS = {
     "initialize": "needs deepspeed: pip install 'ds_ring[deepspeed]'",
     "enable": "needs deepspeed: pip install 'ds_ring[deepspeed]'",
-    "RingConfig": "needs pydantic: pip install pydantic",
 }
 PROBE = """
 import sys, ds_ring
@@ -77,7 +76,7 @@ def modules_of(name: str) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def blocked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """An environment in which Python finds torch, numpy, what these require, and ds_ring."""
+    """An environment in which Python finds torch, numpy, pydantic, what these require, and ds_ring."""
     folder = tmp_path_factory.mktemp("blocked")
     allowed = {path.name.split(".")[0] for name in requirements(CORE) for path in modules_of(name)}
     allowed |= {
@@ -120,7 +119,7 @@ def test_a_pass_and_the_simulator_need_no_more(blocked: dict[str, str], tmp_path
 
 @pytest.mark.night
 def test_the_wheel_alone_beside_what_a_vendor_installed(tmp_path: Path) -> None:
-    """A virtual environment with torch, numpy and what they require; pip adds the wheel without an index."""
+    """A virtual environment with torch, numpy, pydantic and their needs; pip adds the wheel."""
     copy_tree(tmp_path / "tree")
     wheel = build("wheel", tmp_path / "tree", tmp_path)
     subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "venv")], check=True, timeout=120)

@@ -126,7 +126,6 @@ def test_signal_ends_everything(tmp_path: Path, number: signal.Signals) -> None:
     assert signal.getsignal(number) is before
 
 
-@pytest.mark.alone
 def test_second_signal_does_not_wait_for_the_grace(tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
 

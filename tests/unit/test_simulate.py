@@ -26,10 +26,9 @@ from ds_ring import (
     ring_attention,
     simulate,
 )
-from ds_ring.comm.messages import Message, PostedBatch
+from ds_ring.comm.messages import Message, Observers, PostedBatch
 from ds_ring.masks.slots import progressions_at
 from ds_ring.measure.trace import tracing
-from ds_ring.ring.observer import Observers
 from ds_ring.schedule.layout import expand_runs
 from ds_ring.schedule.steps import Payload
 from ds_ring.simulation import rank as rank_module

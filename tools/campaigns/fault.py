@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from benchmarks.measuring import ResultRow
 from common import ONLY, choose
 
-from tests.dist.campaign import Zygote, play
+from tests.dist.campaign import Round, Zygote, play
 from tests.dist.faults import KINDS, LATE, OUTSIDE, WHILE_STARTING
 
 from . import count_row
@@ -41,7 +41,7 @@ def run(options: Namespace) -> Iterator[ResultRow]:
     names = choose(options.only, FAULTS[options.mode])
     zygote = Zygote(options.mode)
     for name in names:
-        rounds = [play(zygote, name, options.mode, turn) for turn in range(options.rounds)]
+        rounds = [play(zygote, Round(name, options.mode, turn))[0] for turn in range(options.rounds)]
         times = [verdict.seconds for verdict in rounds]
         counts = {"rounds": len(rounds), "median_s": round(statistics.median(times), 2)}
         counts["slowest_s"] = round(max(times), 2)

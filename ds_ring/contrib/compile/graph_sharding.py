@@ -28,8 +28,7 @@ from ds_ring.errors import RingPatternError, RingShapeError
 from ds_ring.masks.catalog import Causal, Full, SlidingWindow
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import UNBOUNDED
-from ds_ring.ops.context import RingContext, make_ring_context
-from ds_ring.ops.handles import get_object, new_handle
+from ds_ring.ops.context import RingContext, get_object, make_ring_context, new_handle
 from ds_ring.ops.options import Options
 from ds_ring.patterns.documents.pattern import Documents
 from ds_ring.schedule.layout import Layout

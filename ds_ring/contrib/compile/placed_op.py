@@ -16,8 +16,7 @@ from torch import Tensor
 from ds_ring.comm.collective import collective
 from ds_ring.compat.torch import operator
 from ds_ring.errors import RingShapeError
-from ds_ring.ops.context import RingContext
-from ds_ring.ops.handles import get_object, new_handle
+from ds_ring.ops.context import RingContext, get_object, new_handle
 from ds_ring.ops.ring_op import make_fake_results, register, run_backward, run_forward
 from ds_ring.ops.ulysses import swap_op, with_ulysses
 

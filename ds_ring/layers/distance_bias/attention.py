@@ -22,9 +22,8 @@ from ds_ring.masks.pattern import Pattern, QueryHead
 from ds_ring.ops.context import RingContext
 from ds_ring.ops.eager import check_eager, run_compared
 from ds_ring.ops.extra_operand import ExtraOperand
-from ds_ring.ops.gradients import run_gradient
 from ds_ring.ops.layer_gradients import allow_first_derivative
-from ds_ring.ops.passes import Operands
+from ds_ring.ops.passes import Operands, run_gradient
 from ds_ring.ops.prepare import check
 from ds_ring.ops.ring_op import run_backward, run_forward, save
 from ds_ring.ops.ulysses import HEADS, SWAPS, TOKENS, UlyssesAllToAll, with_ulysses

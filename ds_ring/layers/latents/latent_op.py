@@ -17,7 +17,7 @@ from torch import Tensor
 from ds_ring.compat.torch import operator
 from ds_ring.layers.latents.kernel import UpProjection, latent_value_dim
 from ds_ring.ops.context import get_ring_context
-from ds_ring.ops.gradients import refuse_second_derivative, run_gradient
+from ds_ring.ops.passes import refuse_second_derivative, run_gradient
 from ds_ring.ops.ring_op import make_fake_results, run_backward, run_forward, save
 from ds_ring.ops.sinks import compute_sinks_gradient
 

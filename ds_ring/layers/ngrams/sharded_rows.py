@@ -18,8 +18,8 @@ from ds_ring.comm.mesh import RingMesh, check_mesh
 from ds_ring.errors import RingConfigError, RingShapeError
 from ds_ring.ops.checks import check_floats, check_operand
 from ds_ring.ops.eager import run_compared
-from ds_ring.ops.gradients import get_forward_call
 from ds_ring.ops.layer_gradients import allow_first_derivative, compare_gradient
+from ds_ring.ops.passes import get_forward_call
 from ds_ring.ops.tracing import forbid_tracing
 
 _averaged = WeakTensorKeyDictionary()  # parameters whose values and gradients ranks have in common

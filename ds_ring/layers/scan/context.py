@@ -26,8 +26,7 @@ from ds_ring.layers.scan.sequence_runs import (
     sequence_runs,
 )
 from ds_ring.ops.checks import check_layout
-from ds_ring.ops.context import cache_context
-from ds_ring.ops.handles import new_handle
+from ds_ring.ops.context import cache_context, new_handle
 from ds_ring.ops.tracing import read_number
 from ds_ring.patterns.documents.pattern import Documents, Tree
 from ds_ring.schedule.layout import Layout

@@ -21,11 +21,10 @@ from ds_ring.layers.scan.sequence_runs import halo_messages, other_documents
 from ds_ring.masks.slots import IntArray
 from ds_ring.ops.bits import ADDED_UP, check_copied, fill_bits, view_as_bits, view_from_bits
 from ds_ring.ops.checks import check_operand
+from ds_ring.ops.context import get_object
 from ds_ring.ops.eager import run_compared
-from ds_ring.ops.gradients import get_forward_call, run_gradient
-from ds_ring.ops.handles import get_object
 from ds_ring.ops.layer_gradients import has_run_again, note_call
-from ds_ring.ops.passes import count_forward_pass
+from ds_ring.ops.passes import count_forward_pass, get_forward_call, run_gradient
 from ds_ring.ops.tracing import constant, forbid_tracing
 from ds_ring.patterns.documents.pattern import Documents, Tree
 from ds_ring.schedule.layout import Layout

@@ -28,10 +28,9 @@ from ds_ring.errors import RingShapeError, check_bool
 from ds_ring.layers.scan.context import ByRank, ScanContext, get_scan_handle
 from ds_ring.layers.scan.sequence_runs import SequenceRuns
 from ds_ring.ops.checks import check_operand
+from ds_ring.ops.context import get_object
 from ds_ring.ops.eager import run_compared
-from ds_ring.ops.gradients import get_forward_call, refuse_second_derivative, run_gradient
-from ds_ring.ops.handles import get_object
-from ds_ring.ops.passes import count_forward_pass
+from ds_ring.ops.passes import count_forward_pass, get_forward_call, refuse_second_derivative, run_gradient
 from ds_ring.ops.tracing import constant
 from ds_ring.patterns.documents.pattern import Documents, Tree
 from ds_ring.schedule.layout import Layout

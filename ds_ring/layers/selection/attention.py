@@ -18,8 +18,7 @@ from ds_ring.masks.catalog import Full
 from ds_ring.ops.checks import check_heads, check_operand, check_tensors, check_tokens
 from ds_ring.ops.context import RingContext, get_ring_context
 from ds_ring.ops.eager import run_compared
-from ds_ring.ops.gradients import get_forward_call, run_gradient
-from ds_ring.ops.passes import count_forward_pass
+from ds_ring.ops.passes import count_forward_pass, get_forward_call, run_gradient
 from ds_ring.ops.ring_op import register
 from ds_ring.ops.sinks import add_sinks, check_sinks, compute_sinks_gradient
 from ds_ring.ops.tracing import forbid_tracing

@@ -18,8 +18,9 @@ from ds_ring.layers.selection.select import ring_select
 from ds_ring.masks.pattern import Pattern
 from ds_ring.models.attention_call import AttentionCall
 from ds_ring.models.rows import in_order
-from ds_ring.plugin import HOOKS, load
 
+# Why such a model does not generate on a ring.
+CHOOSES = "expected layers that read all keys, got layers that choose theirs, which train on a ring alone"
 # Computes some scores: of samples and of slots of this rank's queries, with some keys.
 Computation = Callable[[Any, slice, Tensor], Tensor]
 
@@ -31,17 +32,13 @@ def selected(sharding: BatchSharding, pattern: Pattern, scores: Computation, k: 
     """
     place: dict[str, Any] = {"layout": sharding.layout, "mesh": sharding.mesh}
     place["hop_timeout_s"] = float(sharding.config.hop_timeout_seconds)
-    select: Callable[..., Tensor] = ring_select
-    if sharding.is_replicated:  # a step of a generation, which can be removed
-        of_all: Any = sharding
-        select = partial(load(HOOKS["select_for_all"]), q_positions=of_all.q_positions.numpy())
     results = []
     if not sharding.groups:
-        return select(partial(scores, slice(None)), k, keys, pattern=pattern, **place)
+        return ring_select(partial(scores, slice(None)), k, keys, pattern=pattern, **place)
     for group in sharding.groups:
         rows = list(group.rows)
         of_rows = partial(scores, rows)
-        results.append(select(of_rows, k, keys[rows], pattern=group.narrowed(pattern), **place))
+        results.append(ring_select(of_rows, k, keys[rows], pattern=group.narrowed(pattern), **place))
     return joined(sharding, results)
 
 
@@ -67,10 +64,7 @@ def attend_to_chosen(call: AttentionCall, chosen: Tensor) -> Tensor:
     """
     if call.softcap is not None:
         raise RingConfigError(f"{call.name}: expected no softcap beside chosen keys, got {call.softcap}")
-    attend: Callable[..., Tensor] = selected_attention
-    if call.sharding.is_replicated:
-        attend = load(HOOKS["attend_for_all"])
-    return attend(
+    return selected_attention(
         call.q_BHSD, call.k_BGSD, call.v_BGSE, chosen, layout=call.sharding.layout, mesh=call.sharding.mesh,
         scale=call.scale, sinks=call.sinks, hop_timeout_s=float(call.sharding.config.hop_timeout_seconds),
     )  # fmt: skip

@@ -1,13 +1,15 @@
-"""One of two ranks of the changed package: a model with all additions, by their names, against float64.
+"""Two ranks of the changed package: a model with all additions, by their names, against float64.
 
-Arguments: rank, file of the store, file for the report.
+Argument: the folder for the file of the store and the reports. What is imported is imported once, and forked.
 """
 
 from __future__ import annotations
 
 import datetime
 import json
+import multiprocessing
 import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -42,9 +44,9 @@ class Model(torch.nn.Module):
         return x
 
 
-def main(rank: int, store: str, report: str) -> None:
+def main(rank: int, folder: Path) -> None:
     dist.init_process_group(
-        "gloo", f"file://{store}", rank=rank, world_size=2, timeout=datetime.timedelta(seconds=60)
+        "gloo", f"file://{folder}/store", rank=rank, world_size=2, timeout=datetime.timedelta(seconds=60)
     )
     mesh = RingMesh.from_world(2)
     config = RingConfig.from_deepspeed({"sequence_parallel_size": 2, "ring_attention": SECTION})
@@ -80,10 +82,17 @@ def main(rank: int, store: str, report: str) -> None:
         "pattern": load(PATTERNS["BlockCausal"]).__module__,
         "file": ds_ring.__file__,
     }
-    with open(report, "w") as file:
-        json.dump(document, file)
+    (folder / f"report{rank}").write_text(json.dumps(document))
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), *sys.argv[2:])
+    processes = [
+        multiprocessing.get_context("fork").Process(target=main, args=(n, Path(sys.argv[1])))
+        for n in range(2)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    sys.exit(any(process.exitcode for process in processes))

@@ -8,6 +8,7 @@ import pytest
 
 from ds_ring import Causal, Documents, Full, SlidingWindow, make_layout
 from ds_ring.comm.mesh import CallCounter, RingMesh
+from ds_ring.comm.messages import Observers
 from ds_ring.data.dynamic_ring import intervals
 from ds_ring.data.dynamic_ring.intervals import (
     SubRings,
@@ -22,7 +23,6 @@ from ds_ring.health.stuck_waits import make_peer_error
 from ds_ring.masks.pattern import Pattern
 from ds_ring.memory.regions import ResultStore
 from ds_ring.ops.context import ContextCache
-from ds_ring.ring.observer import Observers
 from ds_ring.ring.pool import Buffers
 from ds_ring.schedule.grid import Grid
 from ds_ring.schedule.lowering import lower_rank

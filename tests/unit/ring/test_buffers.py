@@ -9,8 +9,7 @@ import torch
 
 from ds_ring.comm import device_tables as device
 from ds_ring.ring.buffers import select_some_heads
-from ds_ring.ring.pair import ALIGNMENT, BufferKind, Pair, make_buffer_kind
-from ds_ring.ring.pool import Block, Buffers
+from ds_ring.ring.pool import ALIGNMENT, Block, BufferKind, Buffers, Pair, make_buffer_kind
 
 LIKE = Pair(torch.zeros(1, 2, 8, 4), torch.zeros(1, 2, 8, 6))
 BYTES = 8 * 2 * (4 + 6) * 4  # of two buffers of 8 slots

@@ -25,8 +25,7 @@ from ds_ring.kernels.reference import ReferenceKernel
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.slots import count_slots
 from ds_ring.ring.buffers import RingBuffers
-from ds_ring.ring.pair import BufferKind
-from ds_ring.ring.pool import Block, Buffers, PreparedPasses
+from ds_ring.ring.pool import Block, BufferKind, Buffers, PreparedPasses
 from ds_ring.ring.ring_pass import RingPass
 from ds_ring.schedule import stages
 from ds_ring.schedule.layout import Layout

@@ -11,7 +11,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_ring import Causal, Full, RingLayoutError, RingPatternError, SlidingWindow, build_plan, make_layout
+from ds_ring import (
+    Causal,
+    Full,
+    MaskMod,
+    RingLayoutError,
+    RingPatternError,
+    SlidingWindow,
+    build_plan,
+    make_layout,
+)  # fmt: skip
 from ds_ring.masks.branches import Branch
 from ds_ring.masks.pattern import Pattern, QueryHead
 from ds_ring.masks.slots import (
@@ -400,3 +409,13 @@ def test_pairs_are_counted_beyond_int64(exponent: int, name: str, pattern: Patte
         assert max(results) * 4 < 1.06 * sum(results)
     if name == "auto" and not isinstance(pattern, SlidingWindow):
         assert layout.name == make_layout(name, tokens=(1 << 20) + 24, ring_size=4, pattern=pattern).name
+
+
+def test_a_mask_function_makes_pairs_and_tokens_upper_bounds() -> None:
+    """(They looked exact, while the function hid half of them.)"""
+    layout = make_layout("contiguous", tokens=64, ring_size=4)
+    near = MaskMod(lambda batch, head, q, k: (q - k >= 0) & (q - k < 4))
+    plan = build_plan(near, layout)
+    assert "pairs and tokens are upper bounds" in plan.summary().splitlines()[0]
+    assert plan.tokens_needed > build_plan(SlidingWindow(4), layout).tokens_needed
+    assert "upper bounds" not in build_plan(SlidingWindow(4), layout).summary()

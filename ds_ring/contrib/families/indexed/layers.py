@@ -27,6 +27,7 @@ from ds_ring.data.batch import SHARDING, cache_in, cache_name
 from ds_ring.data.batch_sharding import BatchSharding
 from ds_ring.errors import RingConfigError, RingPatternError
 from ds_ring.layers.selection.rows import (
+    CHOOSES,
     Computation,
     attend_to_chosen,
     layers_with_indexers,
@@ -75,6 +76,9 @@ class IndexedKeys(Variant):
     def attend(self, call: AttentionCall) -> Tensor | None:
         chosen = call.taken["indices"]
         return None if chosen is None else attend_to_chosen(call, chosen)
+
+    def refuse_generation(self, model: PreTrainedModel) -> str | None:
+        return CHOOSES if any(map(self.matches, model.modules())) else None
 
 
 class _Visible:
@@ -158,15 +162,14 @@ def _refuse_formula(how: str) -> RingConfigError:
 class _Keys:
     """Stand for the cache to which an indexer gives its keys."""
 
-    def __init__(self, sharding: BatchSharding, pattern: Pattern, cache: Any) -> None:
-        self._sharding, self._pattern, self._cache = sharding, pattern, cache
+    def __init__(self, sharding: BatchSharding, pattern: Pattern) -> None:
+        self._sharding, self._pattern = sharding, pattern
 
     def update_indexer(self, keys_BSD: Tensor, layer: int) -> KeysOfAllRanks:
         sharding, tokens = self._sharding, self._sharding.layout.tokens
-        held = keys_BSD if self._cache is None else self._cache.update_indexer(keys_BSD, layer)
 
         def select(scores: Computation, k: int) -> Tensor:
-            return selected(sharding, self._pattern, scores, k, held)
+            return selected(sharding, self._pattern, scores, k, keys_BSD)
 
         shape = torch.Size((*keys_BSD.shape[:2], tokens))
         return KeysOfAllRanks(select, shape, lambda samples, slots, shard: shard)
@@ -195,8 +198,7 @@ class IndexedLayer:
         self, indexer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         sharding, name = self._sharding, type(indexer).__name__
-        cache, generates = cache_in(kwargs), isinstance(sharding, BatchSharding) and sharding.masks_padding
-        if cache is not None and not generates:
+        if cache_in(kwargs) is not None:
             raise has_cache(name)
         masks = [x for x in (*args, *kwargs.values()) if isinstance(x, LayerMask)]
         if not isinstance(sharding, BatchSharding) or len(masks) != 1:
@@ -204,7 +206,7 @@ class IndexedLayer:
             raise RingPatternError(f"{name}: expected its layer's mask, {got}; call the engine, not compiled")
         masks[0].check_blocks(sharding)
         pattern = choose_layer_pattern(self._layer, sharding, masks[0].pattern)
-        visible, keys = _Visible(), _Keys(sharding, pattern, cache)
+        visible, keys = _Visible(), _Keys(sharding, pattern)
         args = tuple(visible if isinstance(x, LayerMask) else x for x in args)
         kwargs = {key: visible if isinstance(x, LayerMask) else x for key, x in kwargs.items()}
         return args, kwargs | {cache_name(inspect.signature(indexer.forward).parameters): keys}

@@ -31,6 +31,7 @@ from ds_ring.data.batch_sharding import BatchSharding
 from ds_ring.errors import RingConfigError, RingPatternError
 from ds_ring.layers.selection.block_layout import BlockLayout
 from ds_ring.layers.selection.rows import (
+    CHOOSES,
     attend_to_chosen,
     joined,
     layers_with_indexers,
@@ -46,7 +47,6 @@ from ds_ring.models.model import TABLE
 from ds_ring.models.variant import Variant
 from ds_ring.patches import patch
 from ds_ring.patterns.documents.pattern import Documents
-from ds_ring.plugin import HOOKS, load
 
 if TYPE_CHECKING:
     from ds_ring.models.attention_call import AttentionCall
@@ -181,7 +181,11 @@ def minimax_m3(
     if not 1 <= local <= indexer.topk_blocks:
         expected = f"expected index_local_blocks from 1 to index_topk_blocks, {indexer.topk_blocks}"
         raise RingConfigError(f"{type(indexer).__name__}: {expected}, got {local}; set index_local_blocks")
-    queries, keys = _project_minimax_m3(indexer, hidden_states, cos_sin)
+    dim = indexer.head_dim
+    queries = indexer.q_norm(indexer.q_proj(hidden_states).unflatten(2, (-1, dim))).transpose(1, 2)
+    keys = indexer.k_norm(indexer.k_proj(hidden_states).unflatten(2, (-1, dim))).transpose(1, 2)
+    queries, keys = _rotary(indexer)(queries, keys, *(x[..., :dim] for x in cos_sin))
+    keys = keys.squeeze(1)
 
     def scores(of_samples: Tensor, slots: slice, tokens: Tensor) -> Tensor:
         products = [
@@ -204,59 +208,6 @@ def minimax_m3(
             chosen = torch.cat([chosen, best], dim=3)
         results.append(chosen)
     return joined(sharding, results)
-
-
-def _project_minimax_m3(
-    indexer: Any, hidden_states: Tensor, cos_sin: Sequence[Tensor]
-) -> tuple[Tensor, Tensor]:
-    """Return the queries [B, H, S, D] and keys [B, S, D] of MiniMax M3's indexer."""
-    dim = indexer.head_dim
-    queries = indexer.q_norm(indexer.q_proj(hidden_states).unflatten(2, (-1, dim))).transpose(1, 2)
-    keys = indexer.k_norm(indexer.k_proj(hidden_states).unflatten(2, (-1, dim))).transpose(1, 2)
-    queries, keys = _rotary(indexer)(queries, keys, *(x[..., :dim] for x in cos_sin))
-    return queries, keys.squeeze(1)
-
-
-def minimax_m3_with_cache(
-    indexer: Any, sharding: Any, hidden_states: Tensor, cos_sin: Sequence[Tensor], cache: Any
-) -> Tensor:
-    """Return what `minimax_m3` does for a prompt, or [B, H, Q, k] for queries that every rank has.
-
-    Raises:
-        RingPatternError: padded prompts, whose blocks begin in the padding on one process.
-    """
-    if sharding.groups:
-        name = type(indexer).__name__
-        raise RingPatternError.wrong(
-            f"{name}: attention_mask", "prompts of one length", "padding", "generate one at a time"
-        )
-    queries, keys = _project_minimax_m3(indexer, hidden_states, cos_sin)
-    keys = cache.layers[indexer.layer_idx].update_indexer(keys)
-    if not sharding.is_replicated:
-        return minimax_m3(indexer, sharding, hidden_states, cos_sin)
-    size, layout, mesh = indexer.block_size, sharding.layout, sharding.mesh
-    of_queries: Tensor = sharding.q_positions.to(keys.device)
-    count = layout.valid_tokens(mesh.ring_rank)
-    of_keys = on_device(layout.positions(mesh.ring_rank)[:count], keys.device)
-    scores = torch.matmul(queries.float(), keys[:, None, :count].float().mT)
-    scores = scores.masked_fill(of_keys > of_queries[:, None], -torch.inf)
-    blocks = int(of_queries[-1]) // size + 1
-    best = scores.new_full((*scores.shape[:3], blocks + 1), -torch.inf)  # the last one of reserved slots
-    best.scatter_reduce_(3, (of_keys // size).clamp(max=blocks).expand_as(scores), scores, "amax")
-    best = load(HOOKS["greatest_for_all"])(
-        best[..., :blocks].contiguous(), layout=layout, mesh=mesh,
-        hop_timeout_s=float(sharding.config.hop_timeout_seconds),
-    )  # fmt: skip
-    query_block = (of_queries // size)[:, None]
-    numbers = torch.arange(blocks, device=keys.device)
-    best = best.masked_fill(
-        (numbers <= query_block) & (numbers > query_block - indexer.local_blocks), torch.inf
-    )
-    sorted_scores, chosen = best.sort(dim=3, descending=True, stable=True)
-    chosen, sorted_scores = (x[..., : indexer.topk_blocks] for x in (chosen, sorted_scores))
-    tokens = (chosen[..., None] * size + torch.arange(size, device=keys.device)).flatten(3)
-    hidden = (sorted_scores == -torch.inf).repeat_interleave(size, dim=3)
-    return tokens.masked_fill(hidden | (tokens > of_queries[:, None]), -1)
 
 
 def glm5(indexer: Any, sharding: BatchSharding, hidden_states: Tensor, q_resid: Tensor) -> Tensor:
@@ -293,10 +244,6 @@ _INDEXERS: dict[str, Callable[..., Tensor]] = {
 }
 
 
-# Those that take a cache: of a generation.
-_WITH_CACHE: dict[str, Callable[..., Tensor]] = {"MiniMaxM3VLIndexer": minimax_m3_with_cache}
-
-
 class IndexedBlocks(Variant):
     """Layers that attend to blocks of keys, which their indexer or that of a layer before them selects."""
 
@@ -330,6 +277,9 @@ class IndexedBlocks(Variant):
     def attend(self, call: AttentionCall) -> Tensor | None:
         chosen = call.taken["blocks"]
         return None if chosen is None else attend_to_chosen(call, chosen)
+
+    def refuse_generation(self, model: PreTrainedModel) -> str | None:
+        return CHOOSES if any(map(self.matches, model.modules())) else None
 
 
 @patch(
@@ -381,11 +331,8 @@ class BlockIndexedLayer:
             return forward(*args, **kwargs)  # engine.ring.off()
         sharding, name = self._sharding, type(self._indexer).__name__
         arguments = inspect.signature(forward).bind(*args, **kwargs).arguments
-        cache, make = cache_in(arguments), _INDEXERS.get(name)
-        if cache is not None:
-            if name not in _WITH_CACHE or not getattr(sharding, "masks_padding", False):
-                raise has_cache(name)
-            make = partial(_WITH_CACHE[name], cache=cache)
+        if cache_in(arguments) is not None:
+            raise has_cache(name)
         if not isinstance(sharding, BatchSharding) or torch.compiler.is_compiling():
             raise no_sharding(name, sharding)
         layer_pattern = self._mask.pattern if self._mask is not None else read_call_pattern(self._layer, {})
@@ -396,5 +343,4 @@ class BlockIndexedLayer:
         with torch.no_grad():
             # the hidden states, and what else scores are made of
             first, second = [*arguments.values()][:2]
-            assert make is not None, "the layer matches"
-            return make(self._indexer, sharding, first, second)
+            return _INDEXERS[name](self._indexer, sharding, first, second)

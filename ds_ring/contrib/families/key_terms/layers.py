@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from ds_ring.data.batch_sharding import BatchSharding
 from ds_ring.layers.scores import with_key_terms
-from ds_ring.layers.selection.rows import attend_to_chosen, selected
+from ds_ring.layers.selection.rows import CHOOSES, attend_to_chosen, selected
 from ds_ring.layers.selection.total_order import TotalOrder
 from ds_ring.masks.pattern import Pattern
 from ds_ring.models.attention_name import NAME
@@ -75,6 +75,9 @@ class DynamicMask(Variant):
         call.q_BHSD, call.k_BGSD = with_key_terms(call.q_BHSD, call.k_BGSD, terms.terms, call.scale)
         chosen = terms.largest(call.sharding, call.pattern, call.q_BHSD.shape[2])
         return call.softmax() if chosen is None else attend_to_chosen(call, chosen)
+
+    def refuse_generation(self, model: PreTrainedModel) -> str | None:
+        return CHOOSES if any(map(self.matches, model.modules())) else None
 
 
 @dataclass(frozen=True, eq=False)

@@ -26,9 +26,7 @@ REFUSED = {
     "qwen3_next": "got linalg_solve_triangular",  # of its kernel
     "kimi_linear": "got a layer that calls scan",
     "deepseek_v3": "got a layer that calls latent_attention",
-    "deepseek_v32": "got a layer that calls select",
-    "doge": "got a layer that calls select",
-    "minimax_m3_vl_text": "got a layer that calls select",
+    "deepseek_v32": "got layers that choose theirs",
 }
 
 

@@ -32,8 +32,6 @@ from ds_ring.health.failure_detector.server import (
 from ds_ring.health.joining import start_monitor
 from tests.dist.light_ranks import LightRanks
 
-pytestmark = pytest.mark.alone
-
 
 def gone_within(port: int, seconds: float) -> bool:
     """Looks without connecting, which would keep nothing alive either."""
@@ -59,6 +57,7 @@ def test_strangers_do_not_keep_it_alive() -> None:
         assert gone_within(port, 8.0)
 
 
+@pytest.mark.alone
 def test_it_ends_with_the_last_rank_once_the_job_is_told_to_end() -> None:
     """A launcher waited a second for it before each attempt."""
     with LightRanks(2, 5.0) as ranks:
