@@ -348,6 +348,6 @@ def test_a_module_that_sends_by_itself_is_left_alone_with_a_warning(rank_pool: A
 
 
 @pytest.mark.parametrize("case", ["last real token", "mean by a mask", "penalty beside a loss", "centred"])
-@pytest.mark.day("penalty beside a loss", "centred")
+@pytest.mark.day("last real token", "penalty beside a loss", "centred")
 def test_what_runs_on_whole_sequences_is_verified(rank_pool: Any, case: str) -> None:
     rank_pool(2).run(on_a_ring, case, 0, {"verify_first_batch": True})
