@@ -210,9 +210,21 @@ def print_report(
     console.print(f"transfers hide behind compute: {hides}")
     for warning in advice.warnings:
         console.print(f"[yellow]warning:[/] {warning}")
-    console.print(f"DeepSpeed JSON: {json.dumps(make_deepspeed_json(setting))}", markup=False, soft_wrap=True)
+    console.print("DeepSpeed JSON:")
+    console.print(_show_json(make_deepspeed_json(setting), console.width), markup=False, soft_wrap=True)
     if setting.checkpointing:
         console.print("and in the script: model.gradient_checkpointing_enable()")
+
+
+def _show_json(document: dict[str, Any], width: int) -> str:
+    """Return JSON with a line for each key; a value that would be wider takes several."""
+    lines = []
+    for key, value in document.items():
+        line = f"{json.dumps(key)}: {json.dumps(value)}"
+        if len(line) + 3 > width:  # with what stands around it
+            line = f"{json.dumps(key)}: {json.dumps(value, indent=1)}".replace("\n", "\n ")
+        lines.append(line)
+    return "{" + ",\n ".join(lines) + "}"
 
 
 def describe_size(setting: TrainingSetting) -> str:

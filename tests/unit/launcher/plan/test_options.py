@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -32,6 +31,7 @@ from ds_ring_launcher.plan.options import (
     with_cheapest_options,
     with_options,
 )
+from ds_ring_launcher.plan.report import _show_json
 from ds_ring_launcher.plan.training_setting import TrainingSetting
 from tests.unit.launcher.plan.test_cost import LLAMA_8B
 
@@ -135,7 +135,7 @@ def test_the_printed_json_is_whole(own: dict[str, Any], tmp_path: Path) -> None:
     """(--fit printed a part, without batch, stage, precision and sizes.)"""
     setting = replace(with_flags(llama(), "--tiled-loss", "--offload-optimizer"), batch=2, config=own)
     path = tmp_path / "ds.json"
-    path.write_text(json.dumps(make_deepspeed_json(setting)))
+    path.write_text(_show_json(make_deepspeed_json(setting), 80))
     section = RingConfig.from_deepspeed(path)
     assert (section.ring_size, section.sequence_parallel_size, section.prune) == (8, 8, not own)
     assert section.long_sequence.tiled_loss is True
