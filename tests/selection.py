@@ -29,6 +29,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--night", action="store_true", help="run every test and every case, not only those of the day"
     )
     group.addoption("--day", action="store_true", help="hold files that are named to the day, too")
+    group.addoption(
+        "--without-a-capability",
+        action="store_true",
+        help="of tests.removals: cases that `day` names may be gone with their capability",
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -37,7 +42,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     whole = config.option.night or ((named or config.option.keyword) and not config.option.day)
     if whole:
         return
-    skipped = left_out(items)
+    skipped = left_out(items, config.option.without_a_capability)
     if skipped:
         config.hook.pytest_deselected(items=skipped)
         gone = set(skipped)
@@ -80,7 +85,7 @@ def covering_set(rows: Sequence[Row], strength: int = 2) -> list[int]:
     return sorted(taken)
 
 
-def left_out(items: Sequence[pytest.Item]) -> list[pytest.Item]:
+def left_out(items: Sequence[pytest.Item], cases_may_be_gone: bool = False) -> list[pytest.Item]:
     """The items that wait for the night."""
     tests: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
@@ -88,18 +93,18 @@ def left_out(items: Sequence[pytest.Item]) -> list[pytest.Item]:
     skipped = []
     for test, group in tests.items():
         by_day = [item for item in group if item.get_closest_marker("night") is None]
-        kept = set(_of_the_day(test, by_day)) if by_day else set()
+        kept = set(_of_the_day(test, by_day, cases_may_be_gone)) if by_day else set()
         skipped += [item for item in group if item not in kept]
     return skipped
 
 
-def _of_the_day(test: str, items: list[pytest.Item]) -> list[pytest.Item]:
+def _of_the_day(test: str, items: list[pytest.Item], cases_may_be_gone: bool) -> list[pytest.Item]:
     if not hasattr(items[0], "callspec"):
         return items
     named = items[0].get_closest_marker("day")
     if named is not None:
         kept = [item for item in items if item.callspec.id in named.args]  # type: ignore[attr-defined]
-        if len(kept) != len(named.args):
+        if len(kept) != len(named.args) and not cases_may_be_gone:
             found = sorted(item.callspec.id for item in items)  # type: ignore[attr-defined]
             absent = sorted(set(named.args) - set(found))
             raise pytest.UsageError(

@@ -1,4 +1,5 @@
-"""The catalog of patterns. Each lists its branches (`branches.py`); a new pattern is a class here.
+"""The catalog of patterns. Each lists its branches (`branches.py`); a new pattern is
+a class in a folder of `ds_ring/patterns`.
 
 Documents and trees, slices, dilated attention and mask functions have folders of their own in
 `ds_ring/patterns`.
@@ -160,7 +161,8 @@ class PrefixLM(_NumbersOfTokens, Pattern):
         RingPatternError: the prefix is not a positive integer.
     """
 
-    # the dict: keys that conflict with "prefix", and the reason in the error ("which hides no later token")
+    # the dict: keys that conflict with "prefix" if they are not the default (`"causal": false`), and the
+    # reason in the error ("which hides no later token")
     json_key = JsonKey(
         "prefix",
         "the first n tokens see one another both ways",

@@ -1,7 +1,8 @@
 """Register the operator `ds_ring::ring_attention` and its gradient.
 
 Owns the registration with torch.library, and the plain autograd function of eager calls. `attend`
-chooses one of them for a forward pass, `_backward` for a backward pass.
+(`eager.py`) chooses one of them for a forward pass. `_backward` chooses `run_backward` or the operator of
+the backward pass.
 Saved for backward: local q, k, v, out, lse (or copies on the host), sinks; no other rank's K/V.
 
 [Note: an opaque operator]

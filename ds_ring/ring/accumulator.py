@@ -113,7 +113,7 @@ def _cut(slots: int, missing: _Pieces, parts: tuple[Rows, ...]) -> list[tuple[in
 
 
 # [Note: parts that wait]
-# To merge one part of 16 bits into a float32 accumulator moves 10 bytes an element (4 and 2 are read, 4
+# Merging a part in a 16-bit dtype into a float32 accumulator moves 10 bytes an element (4 and 2 are read, 4
 # written), and a causal zigzag pass of 8 ranks has 8 parts. The kernels "flash" and "flex" return few parts,
 # in new tensors (`Kernel.few_parts`). So a part waits in a list (`Accumulator.waiting`) until one Triton
 # kernel (`cuda/merge.py`) merges several parts, and reads and writes the accumulator once for all of them.
@@ -137,8 +137,8 @@ class Accumulator:
 
     | accumulators (`_made`) | parts | when |
     |---|---|---|
-    | none | wait in a list | `waits`, until a merge or a part that cannot wait, whichever is first |
-    | tensors of their own | wait, those that can | `waits`, from then on |
+    | none | wait in a list | `waits`, before the first merge |
+    | tensors of their own | wait if they can | `waits`, from then on |
     | tensors of their own | are merged or added at once | not `waits`, results of another dtype |
     | the results | are merged or added at once | not `waits`, results of their dtype |
 

@@ -88,7 +88,7 @@ class BackwardChunk:
         if self.dq.waiting:
             self.dq.make_room()
         # `kv_grads` accumulates dK and dV of this step's keys; at hop 0, those of the own shard. After
-        # hop 0 the target is a new buffer: only this step computes into it, and sums are added later.
+        # hop 0 the target is a new buffer, and only this step computes into it.
         keys, kv_grads = self.buffers.pair(step.buffer), self.own_kv_grads
         is_stage = False
         if step.gradients != RESULTS:
@@ -250,7 +250,7 @@ class RingPass:
         return dq(), dk, dv
 
     def _make_schedule(self, k: Tensor, v: Tensor, backward: bool) -> Schedule:
-        # head_bytes 0 means one chunk for each head class. A sequence of one rank gains nothing from smaller
+        # head_bytes 0 means one chunk for each head class. A single rank gains nothing from smaller
         # chunks, unless there are float32 accumulators apart from the results, or heads come from the host.
         is_wide = k.element_size() >= torch.float32.itemsize
         chunked = self.exchange is not None or not is_wide or self.load_heads is not None

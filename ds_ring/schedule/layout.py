@@ -46,7 +46,7 @@ class Layout(ABC):
     tokens: int
     ring_size: int
     multiple_of: int = 1
-    has_pairs_of_all: ClassVar[bool] = True  # every pair of positions can be a query and a key
+    has_pairs_of_all: ClassVar[bool] = True  # False: queries and keys are two sequences
 
     @property
     @abstractmethod

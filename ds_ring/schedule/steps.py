@@ -199,7 +199,7 @@ class ExchangeBatch(NamedTuple):
     """One batch of a pass; [Note: batches]."""
 
     number: int
-    hop: int  # the chunk that started last receives the keys of this hop in this batch
+    hop: int  # the hop whose keys the youngest chunk receives in this batch
     rounds: list[tuple[int, Round]]  # the index of every active chunk, and its steps
 
 

@@ -120,7 +120,8 @@ def _reach(planned: Estimate, say: Callable[[str], None]) -> Reach:
     longest = longest_planned(setting)
     say("the fewest devices that fit")
     fewest = fewest_devices(setting)
-    if planned.fits and (fewest is None or setting.devices <= fewest.devices):
+    is_one_ring = setting.devices == setting.ring_size * setting.ulysses_size
+    if planned.fits and is_one_ring and (fewest is None or setting.devices <= fewest.devices):
         fewest = setting  # which may be no power of two
     step_s = None
     # The search looks at a small ring: the whole one may need a little more.
@@ -204,8 +205,9 @@ def _warn_about_limits(planned: Estimate) -> list[str]:
     zero, whole = setting.zero, setting.zero.whole_start(setting.model)
     if zero.stage == 3 and whole > planned.peak.total:
         warnings.append(
-            f"made whole, the model takes {whole / GIB:.1f} GiB of every device at the start: make it under"
-            " deepspeed.zero.Init, as Trainer's from_pretrained does at stage 3; the plan assumes that"
+            f"made whole, the model takes {whole / GIB:.1f} GiB of every device at the start, more than the"
+            " peak: make it under deepspeed.zero.Init, as Trainer's from_pretrained does at stage 3; the plan"
+            " assumes that"
         )
     if setting.zero.stage in (1, 2, 3) and setting.zero.bucket_elements > setting.model.parameters:
         size = setting.zero.bucket_elements * setting.zero.element_bytes / GIB

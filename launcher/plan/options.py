@@ -125,7 +125,17 @@ OptionSet = tuple[MemoryOption, ...]
 
 
 def option_sets(setting: TrainingSetting) -> Iterator[tuple[OptionSet, TrainingSetting]]:
-    """Yield every set of options that can be turned on, the empty one first, with the setting that has it."""
+    """Yield every set of options that can be turned on, the empty one first, with the setting that has it.
+
+    Where half of attention is computed again, all of it may be instead.
+    """
+    yield from _additions(setting)
+    if 0 < setting.recompute_attention < 1:
+        instead = _additions(replace(setting, recompute_attention=0.0))
+        yield from (item for item in instead if item[1].recompute_attention == 1)
+
+
+def _additions(setting: TrainingSetting) -> Iterator[tuple[OptionSet, TrainingSetting]]:
     checkpointed = replace(setting, checkpointing=True)  # what some of them need
     off = [
         option

@@ -18,6 +18,7 @@ from .estimate import Estimate
 from .layer_passes import LayerPass
 from .options import list_flags, make_deepspeed_json
 from .other_layers import LayerCost
+from .pass_time import EXPOSED
 from .training_setting import MEMORY_ERROR, TrainingSetting
 
 GIB = 2**30
@@ -197,7 +198,7 @@ def print_report(
     reach, fit_reach = advice.reach, advice.fit_reach
     longest, fewest = _longest(reach, "tokens with these options"), _fewest(reach)
     if fit_reach is not None and fit_reach.longest_options != reach.longest_options:
-        how = f"with {_added(fit_reach.longest_options, reach.longest_options)}"
+        how = f"with these and {_added(fit_reach.longest_options, reach.longest_options)}"
         longest += f"; {_longest(fit_reach, how)}"
     if fit_reach is not None and fit_reach.fewest_devices != reach.fewest_devices:
         fewest += f"; {_fewest(fit_reach, reach)}"
@@ -205,9 +206,11 @@ def print_report(
     console.print(f"fewest devices for these tokens (one ring; 1, 2, 4, ...): {fewest}", markup=False)
     tokens, never = advice.hiding
     hides = (
-        f"never: {never}" if tokens is None else f"T/P >= {tokens:,} (here {planned.layout.local_tokens:,})"
+        f"never: {never}"
+        if tokens is None
+        else f"from {tokens:,} tokens of a ring rank on (here {planned.layout.local_tokens:,})"
     )
-    console.print(f"transfers hide behind compute: {hides}")
+    console.print(f"transfers hide behind compute (under {EXPOSED:.0%} of a pass waits): {hides}")
     for warning in advice.warnings:
         console.print(f"[yellow]warning:[/] {warning}")
     console.print("DeepSpeed JSON:")
@@ -249,7 +252,9 @@ def _added(options: Sequence[str], before: Sequence[str]) -> str:
 
 
 def _fewest(reach: Reach, before: Reach | None = None) -> str:
-    how = "these options" if before is None else _added(reach.fewest_options, before.fewest_options)
+    how = "these options"
+    if before is not None:
+        how = f"these and {_added(reach.fewest_options, before.fewest_options)}"
     seconds = "" if reach.fewest_step_s is None else f", {_seconds(reach.fewest_step_s)} s a step"
     count = "none up to 16384" if reach.fewest_devices is None else f"{reach.fewest_devices:,}"
     return f"{count} with {how}{seconds}"
@@ -350,7 +355,7 @@ def _cost_table(planned: Estimate) -> Table:
 
 def _devices_table(plans: Sequence[Estimate]) -> Table:
     """Build the table of the same step on more devices."""
-    columns = ("T / P", "GiB", "seconds", "tokens/s", "MFU")
+    columns = ("T / P", "GiB", "seconds", "tokens/s a device", "MFU")
     table = Table("devices", *columns, title="more devices, each with what --fit chooses there")
     for column in table.columns:
         column.justify = "right"
@@ -367,8 +372,8 @@ def _devices_table(plans: Sequence[Estimate]) -> Table:
 def _compared_table(rows: Sequence[ComparisonRow]) -> Table:
     """Build the table of other methods; `launcher/plan/compare.py` has the sources of their formulas."""
     label, unit = get_unit(max(row.peak_bytes for row in rows))
-    columns = (label, f"host {label}", f"sent {label}", "seconds", "tokens/s", "longest tokens")
-    how = "its options for the longest" if rows[0].best_options else "these options"
+    columns = (label, f"host {label}", f"sent {label}", "seconds", "tokens/s a device", "longest tokens")
+    how = "its options for the longest" if rows[0].best_options else "these options, others as listed"
     table = Table("method", "ranks", *columns, title=f"ways to split a sequence, computed: {how}")
     for column in table.columns[1:]:
         column.justify = "right"

@@ -13,7 +13,17 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import and_masks, create_mask
 from torch.testing import assert_close
 
-from ds_ring import Causal, MaskMod, RingConfig, RingConfigError, RingError, RingPatternError, SlidingWindow
+from ds_ring import (
+    Causal,
+    MaskMod,
+    RingConfig,
+    RingConfigError,
+    RingError,
+    RingPatternError,
+    SlidingWindow,
+    build_plan,
+    make_layout,
+)
 from ds_ring.config.section import pattern_from_config
 from ds_ring.masks.pattern import Pattern, QueryHead
 from ds_ring.patterns.captured.mask_mod import trace_mask
@@ -253,3 +263,13 @@ def test_what_is_no_name_is_refused(value: Any) -> None:
 def test_what_cannot_be_imported_is_refused(name: str) -> None:
     with pytest.raises(RingPatternError, match=rf"expected a function that can be imported, got '{name}'"):
         pattern_of(mask_mod=name)
+
+
+def test_a_mask_function_makes_pairs_and_tokens_upper_bounds() -> None:
+    """(They looked exact, while the function hid half of them.)"""
+    layout = make_layout("contiguous", tokens=64, ring_size=4)
+    near = MaskMod(lambda batch, head, q, k: (q - k >= 0) & (q - k < 4))
+    plan = build_plan(near, layout)
+    assert "pairs and tokens are upper bounds" in plan.summary().splitlines()[0]
+    assert plan.tokens_needed > build_plan(SlidingWindow(4), layout).tokens_needed
+    assert "upper bounds" not in build_plan(SlidingWindow(4), layout).summary()
