@@ -1,6 +1,6 @@
-"""The catalog of patterns. Each lists its branches (`branches.py`); a new pattern is
-a class in a folder of `ds_ring/patterns`.
+"""The catalog of patterns. Each lists its branches (`branches.py`).
 
+A new pattern is a class in a folder of `ds_ring/patterns`.
 Documents and trees, slices, dilated attention and mask functions have folders of their own in
 `ds_ring/patterns`.
 """
