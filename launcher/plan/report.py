@@ -188,8 +188,9 @@ def print_report(
         for best in (False, True):
             print_table(_compared_table([row for row in rows if row.best_options == best]))
         for row in rows:
-            how = "these options" if row.options == list_flags(setting) else _join(row.options)
-            if how != "these options" or row.note:
+            has_these = row.options == list_flags(setting)
+            if not has_these or row.note:
+                how = "these options" if has_these else _join(row.options)
                 console.print(f"{row.method}: {how}{row.note}", markup=False)
     if counts:
         print_table(_devices_table(counts))
