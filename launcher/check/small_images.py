@@ -89,7 +89,7 @@ _SAM_DOWN = _SAM | {"downsample_channels": [24, _WIDTH], "image_size": 8 * PATCH
 # both. Of the third list an image token is a video's between the tokens that begin and end one.
 _MEDIA_TOKENS = ("image_token", "video_token")
 _VIDEO_TOKENS = ("video_token_id", "video_token_index")
-_ONE_TOKEN = ("glm46v", "glm4v", "glm4v_moe", "glm_ocr", "molmo2", "nemotron_h_omni")
+_ONE_TOKEN = ("glm46v", "glm4v", "glm4v_moe", "glm_ocr", "glmga", "molmo2", "nemotron_h_omni")
 _SPANS = ("glm5_next",)
 _SECONDS = ("second_per_grid_ts", "video_second_per_grid")  # between the steps of a video
 LEAST_TOKENS = {"deepseek_ocr2": 700}  # an image of it has 145 tokens at least

@@ -80,7 +80,7 @@ _GRIDS = ("image_grid_thw", "image_grid_hw", "video_grid_thw", *_STRIPS)
 # over the batch.
 _TILES = frozenset({"pixel_values_local", "image_token_pooling", "video_token_pooling"})
 # A video's tokens are image tokens: transformers takes no batch with both.
-_ONE_TOKEN = ("glm46v", "glm4v", "glm4v_moe", "glm_ocr", "molmo2", "nemotron_h_omni")
+_ONE_TOKEN = ("glm46v", "glm4v", "glm4v_moe", "glm_ocr", "glmga", "molmo2", "nemotron_h_omni")
 # Their encoders attend over all frames of a video: one rank encodes it.
 _WHOLE_VIDEOS = ("kimi_k25", "minimax_m3_vl")
 # Their encoders call modules once for each image: ranks have equal numbers, so that ZeRO 3 gathers alike.

@@ -6,23 +6,28 @@ Images and videos lie across the borders of shards, and samples have different n
 from __future__ import annotations
 
 import inspect
+import re
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.contrib.images.batch import OF_IMAGES, OF_VIDEOS, PIXELS
-from ds_ring.contrib.images.model import _ONE_BY_ONE, EXACT
+from ds_ring.contrib.images.model import _ONE_BY_ONE, _ONE_TOKEN, EXACT
 from ds_ring.errors import RingConfigError, RingError
 from ds_ring.masks.catalog import Causal
 from ds_ring.patterns.documents.pattern import Documents
 from ds_ring.schedule.grid import Grid
+from ds_ring_launcher.check import small_images
 from ds_ring_launcher.check.small_model import Form
 from tests.dist.deepspeed_ranks import GENERATION, Run, json_config, start_deepspeed, start_engine
 from tests.dist.family_ranks import attached, start_session, train_alone, train_on_ring
@@ -305,11 +310,23 @@ def test_a_comparison_finds_what_is_wrong_with_a_video(rank_pool: Pool, fault: s
 # Types that take videos, their images and videos in one batch where one process takes both.
 VIDEOS = """
     cohere_compass cosmos3_edge cosmos3_omni dots3_note ernie4_5_vl_moe exaone4_5 gemma4 gemma4_unified glm46v glm4v
-    glm4v_moe glm5_next glm_ocr hy_v4_vl hyperclovax_vision_v2 kimi_k25 lfm3_vl llava_next_video llava_onevision minicpm_ocr
-    minicpmv4_6 minicpmv4_7 minimax_m3_vl molmo2 muse_glimmer muse_spark nemotron_h_omni qwen2_5_omni_thinker
+    glm4v_moe glm5_next glm_ocr glmga hy_v4_vl hyperclovax_vision_v2 kimi_k25 lfm3_vl llava_next_video llava_onevision
+    minicpm_ocr minicpmv4_6 minicpmv4_7 minimax_m3_vl molmo2 muse_glimmer muse_spark nemotron_h_omni qwen2_5_omni_thinker
     qwen2_5_vl qwen2_vl qwen3_5 qwen3_5_moe qwen3_omni_moe_thinker qwen3_vl qwen3_vl_moe qwen4_exp video_llama_3
     video_llava
 """
+
+
+def test_types_whose_videos_have_image_tokens_are_listed() -> None:
+    """By the masks of features that transformers' files make, of all types that share one of their classes."""
+    by_class: dict[str, bool] = {}
+    for path in Path(transformers.__file__).parent.glob("models/*/modeling_*.py"):
+        text = path.read_text()
+        alike = "special_video_mask = input_ids == self.config.image_token_id" in text
+        by_class |= dict.fromkeys(re.findall(r"^class (\w+)", text, re.MULTILINE), alike)
+    classes = {kind: MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(kind, "") for kind in EXACT}
+    expected = {kind for kind, name in classes.items() if by_class.get(name)}
+    assert expected >= {"glm4v"} and expected <= set(_ONE_TOKEN) == set(small_images._ONE_TOKEN)
 
 
 def checked(
