@@ -139,7 +139,7 @@ def _attach_models(module: torch.nn.Module, trains: bool, session: RingSession) 
             from ds_ring.models.wrappers import wrap_model
         adapters = list(attach(module, session))
         attached = attached._replace(adapters=adapters, wrapper=wrap_model(module, session, adapters))
-        if adapters and config.check_modules and session.mesh.sequence_size > 1:
+        if adapters and config.check_modules and session.run_mesh.sequence_size > 1:
             attached = attached._replace(watch=ModuleWatch)
     if config.get("dynamic_ring"):
         session.dynamic.sizes = read_model_sizes(module)

@@ -1014,6 +1014,7 @@ GLOBAL_TABLES = {
     ("data.failure_attribution", "_hooked"): "one patch",
     ("contrib.families.recurrent.scan", "active"): "each layer takes its own entry back",
     ("kernels.flex.kernel", "_compiled_calls"): "MAX_COMPILED_CALLS",
+    ("patterns.captured.score_mod", "_score_mods"): "MAX_SCORE_MODS",
     ("patterns.captured.traced", "_codes"): "MAX_CODES",
 }
 CONTAINERS = {"set", "dict", "list", "deque", "OrderedDict", "defaultdict", "Counter", "ByteLRU"}
@@ -1118,7 +1119,7 @@ def test_the_session_is_a_facade() -> None:
         if isinstance(node, ast.ClassDef) and node.name == "RingSession"
     ]
     names = [one.name for one in facade.body if isinstance(one, ast.FunctionDef) and one.name[:1] != "_"]
-    assert len(names) <= 14, sorted(names)
+    assert len(names) <= 15, sorted(names)
 
 
 # Words that say nothing of a value, alone as a name; verbs that a function may begin with.

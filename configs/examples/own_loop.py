@@ -30,7 +30,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 engine, *_ = ds_ring.initialize(model=model, optimizer=optimizer, config=config)
 
 # The ranks of a ring take the same samples, so the sampler counts replicas of the ring, not ranks.
-mesh = engine.ring.mesh
+mesh = engine.ring.run_mesh
 data, held_out = text.samples(16, 120), text.samples(20, 120)[16:]
 sampler: DistributedSampler[object] = DistributedSampler(
     data, num_replicas=mesh.data_size, rank=mesh.data_rank

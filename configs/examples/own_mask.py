@@ -54,7 +54,7 @@ engine, _, loader, _ = ds_ring.initialize(
         "train_micro_batch_size_per_gpu": 2,
         "zero_optimization": {"stage": 2},
         "sequence_parallel_size": options.ring,
-        "ring_attention": {"ring_size": "auto"},
+        "ring_attention": {"ring_size": "auto", "verify_first_batch": True},
     },
 )
 assert loader is not None, "training data were given"

@@ -22,7 +22,7 @@ class SealedCheckpoints(EnginePart):
     def patches(self, start: EngineStart) -> list[Any]:
         """Return the patches of `save_checkpoint` and `load_checkpoint`."""
         if start.engine.checkpoint_engine is not None:
-            limit = start.session.mesh.timeouts.limit("checkpoint")
+            limit = start.session.run_mesh.timeouts.limit("checkpoint")
             return [*guard_checkpoints(start.engine, attempt_in(attempt_folder()), limit)]
         return [] if start.trains else [refuse_checkpoints]
 

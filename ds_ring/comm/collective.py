@@ -112,7 +112,7 @@ class collective:  # noqa: N801 - reads as contextlib's own
         if torch.compiler.is_compiling():  # the operators of the graph make calls, when it runs
             return self
         state, thread = self.mesh.state, threading.get_ident()
-        if state.closed or os.getpid() != state.process:
+        if state.closed or state.refusal or os.getpid() != state.process:
             state.check()
         # else nested in a call of this thread, which alone writes its own id there
         if state.thread != thread:

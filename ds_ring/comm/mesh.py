@@ -92,12 +92,14 @@ class MeshState:
         groups: process groups that were made for the mesh and its smaller rings.
         abandoned: a wait for a message was given up, so torch may be using a group for ever.
         process: the one that made the mesh.
+        refusal: why no rank may call now; empty if ranks may.
         compared: name, value and words of a further number of headers (`ops/eager.py`).
         busy, thread: held during a call (`collective.py`), and by which thread.
     """
 
     def __init__(self) -> None:
         self.closed = False
+        self.refusal = ""
         self.broken: RingPeerError | None = None
         self.operations: set[Hashable] = set()
         self.patience_s = 0.0
@@ -115,10 +117,10 @@ class MeshState:
         return self.broken is None and not self.abandoned and (detector is None or detector.fault is None)
 
     def check(self) -> None:
-        """Refuse a mesh that is closed, or that another process made.
+        """Refuse a mesh that is closed, that another process made, or on which no rank may call now.
 
         Raises:
-            RingMeshError: either.
+            RingMeshError: any of these.
         """
         if os.getpid() != self.process:
             expected = f"one of this process ({os.getpid()})"
@@ -128,6 +130,8 @@ class MeshState:
             raise RingMeshError.wrong(
                 "mesh", "an open one", "one after mesh.close()", "use RingMesh.from_world"
             )
+        if self.refusal:
+            raise RingMeshError(self.refusal)
 
     def refuse_thread(self, detector: DetectorClient | None) -> NoReturn:
         """Tell the other ranks of two threads in a call, whose messages may be mixed up, and raise.

@@ -460,7 +460,7 @@ def _splits(loader: Any, replicas: int, split: bool | None) -> bool:
             raise RingConfigError(
                 f"wrap: expected a DistributedSampler of {replicas} data replicas and split=False, got"
                 f" {sampler.num_replicas} and split={split}; give it"
-                " num_replicas=engine.ring.mesh.data_size, rank=engine.ring.mesh.data_rank"
+                " num_replicas=engine.ring.run_mesh.data_size, rank=engine.ring.run_mesh.data_rank"
             )
         return False
     if split is None and replicas > 1 and type(sampler) not in _ALIKE_EVERYWHERE:

@@ -77,8 +77,8 @@ class ModelCopies:
             RingConfigError: with the layer's name.
         """
 
-    def set_attention(self, copy: nn.Module, config: RingConfig) -> None:
-        """Give the copy the attention that it is to be compared with."""
+    def set_attention(self, copy: nn.Module, model: nn.Module, config: RingConfig) -> None:
+        """Give the copy of a model the attention that the model is to be compared with."""
 
     def arguments(self, copy: nn.Module, kwargs: dict[str, Any], sharding: BatchSharding) -> dict[str, Any]:
         """Return the arguments of a call with all tokens of a batch at once."""

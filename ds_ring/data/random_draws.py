@@ -48,7 +48,7 @@ class RandomDraws(EnginePart):
 
     def patches(self, start: EngineStart) -> list[Any]:
         """Return the hooks of the engine; none where no sequence is cut."""
-        if start.session.mesh.sequence_size == 1:
+        if start.session.run_mesh.sequence_size == 1:
             return []
         return list(_hooks(start.session, start.engine))
 
@@ -81,7 +81,7 @@ class _PassDraws:
         if drops_layers:
             base = _share_first_number(base, session)
         self._states = _states(self._device)
-        rank_seed = (base + _STEP * (session.mesh.global_rank + 1)) % 2**63
+        rank_seed = (base + _STEP * (session.run_mesh.global_rank + 1)) % 2**63
         on_cpu = self._device.type == "cpu"
         torch.default_generator.manual_seed(rank_seed if on_cpu else base)
         if self._device.type == "cuda":
@@ -106,7 +106,7 @@ def _states(device: torch.device) -> list[Tensor]:
 
 def _share_first_number(number: int, session: RingSession) -> int:
     """Return the number of the sequence's first rank. Collective."""
-    mesh = session.mesh
+    mesh = session.run_mesh
     mine = torch.tensor(number if mesh.sequence_rank == 0 else 0, device=session.device)
     return int(sequence_sum_op(mine, get_mesh_number(mesh)))
 

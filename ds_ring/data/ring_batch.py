@@ -160,6 +160,11 @@ class RecentBatches:
                 batches.append(sharding)
         return sharding
 
+    @property
+    def has_current(self) -> bool:
+        """Return whether there was a batch."""
+        return self._current is not None
+
     def _selected(self) -> BatchSharding:
         if self._current is None:
             raise RingShapeError("expected a sharded batch, got none so far; use engine.ring.shard_batch")

@@ -55,7 +55,7 @@ class RingSession:
 
     Attributes:
         config: the "ring_attention" section.
-        mesh: this process's place in the data x ring x ulysses grid.
+        run_mesh: this process's place in the data x ring x ulysses grid; `mesh` is that of a batch.
         pattern: of every batch, for layers without a pattern of their own in the model or the JSON; packed
             documents narrow it batch by batch.
         device: of sharded batches.
@@ -73,7 +73,7 @@ class RingSession:
     """
 
     config: RingConfig
-    mesh: RingMesh
+    run_mesh: RingMesh
     pattern: Pattern
     device: torch.device
     gradient_divisor: float
@@ -92,8 +92,8 @@ class RingSession:
     def __post_init__(self) -> None:
         patterns = LayerPatterns(self.pattern, named_patterns(self.config))
         sharder = BatchSharder(
-            self.config, self.mesh, patterns, self.device, self.gradient_divisor, self.batches, self.needs,
-            self.dynamic, self.ended,
+            self.config, self.run_mesh, patterns, self.device, self.gradient_divisor, self.batches,
+            self.needs, self.dynamic, self.ended,
         )  # fmt: skip
         vars(self).update(patterns=patterns, sharder=sharder, _loaders=Loaders(sharder))
 
@@ -107,6 +107,15 @@ class RingSession:
     def layout(self) -> Layout:
         """Return the layout of the batch that the model is working on (for attention modules of your own)."""
         return self.batches.current.layout
+
+    @property
+    def mesh(self) -> RingMesh:
+        """Return the ranks that share the batch that the model is working on; `run_mesh` before the first.
+
+        They are fewer for a batch that is not cut, for one of a smaller ring, and in the one process of
+        `verify_first_batch`.
+        """
+        return self.batches.current.mesh if self.batches.has_current else self.run_mesh
 
     def attention(self, scale: float | None = None, layer: int | None = None) -> RowsAttention:
         """Return attention over the batch that the model is working on, packed documents included.
@@ -136,7 +145,7 @@ class RingSession:
         One line for each change, by package, in the order in which they are applied. Where a plan was chosen
         among several, further lines say which was taken last, and why.
         """
-        return "\n".join([describe(self), *self.mesh.owners[PlanReasons].texts])
+        return "\n".join([describe(self), *self.run_mesh.owners[PlanReasons].texts])
 
     def shard_batch(self, batch: Mapping[str, Tensor]) -> RingBatch:
         """Return this rank's part of a batch that every rank of its sequence group holds whole. Collective.
@@ -196,7 +205,7 @@ class RingSession:
         """Return the mean over the world's labelled tokens, out of every rank's `engine(**batch).loss`.
         Collective.
         """
-        self.latest["loss"] = mean = world_mean(loss, self.gradient_divisor, self.mesh)
+        self.latest["loss"] = mean = world_mean(loss, self.gradient_divisor, self.run_mesh)
         return mean
 
     def document_losses(self, losses: Tensor, batch: Mapping[str, Tensor]) -> DocumentLosses:
@@ -238,7 +247,7 @@ class RingSession:
         Raises:
             RingPeerError: a rank failed.
         """
-        return self.stop_request.came_to_any(self.mesh, self.device)
+        return self.stop_request.came_to_any(self.run_mesh, self.device)
 
     def leave(self) -> NoReturn:
         """End this process with status 75 (EX_TEMPFAIL), by which a launcher knows that nothing failed."""
@@ -255,7 +264,7 @@ class RingSession:
             if sharding.encoder is None:
                 raise RingShapeError("gather: expected the batch of an encoder-decoder, got one sequence")
             sharding = sharding.encoder
-        if sharding.mesh is not self.mesh and sharding.mesh.sequence_size == 1:
+        if sharding.mesh is not self.run_mesh and sharding.mesh.sequence_size == 1:
             return local  # this rank's samples are whole already
         return gather_sequence(local, sharding.layout, mesh=sharding.mesh, dim=dim)
 

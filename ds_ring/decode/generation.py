@@ -145,7 +145,7 @@ class Generation(ModelPart):
     @functools.cached_property
     def mesh(self) -> RingMesh:
         """Return the mesh that generation runs on. Collective in the sequence, at first use."""
-        return one_ring(self.session.mesh)
+        return one_ring(self.session.run_mesh)
 
     def patches(self, loss: Loss) -> list[Any]:
         """Return the patches with which `model.generate` runs on the ring."""

@@ -5,12 +5,13 @@ So there are no hops and no payloads: one table of tiles for each class of heads
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
 from ds_ring.errors import RingShapeError
+from ds_ring.masks.caches import cache_by_pattern
 from ds_ring.masks.catalog import Full
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.slots import IntArray
@@ -77,7 +78,7 @@ def query_runs(positions: IntArray) -> IntArray:
     return np.array(runs, dtype=np.int64).reshape(len(runs), 3)
 
 
-@lru_cache(maxsize=64)
+@partial(cache_by_pattern, 64)
 def replicated_tiles(
     pattern: Pattern, layout: Layout, ring_rank: int, positions: bytes, query_heads: int, kv_heads: int
 ) -> tuple[HeadTiles, ...]:

@@ -40,6 +40,11 @@ class PairMask(ABC):
 
     @property
     @abstractmethod
+    def captured_bytes(self) -> int:
+        """Return the memory of the tensors that the function captured."""
+
+    @property
+    @abstractmethod
     def is_known_causal(self) -> bool:
         """Return whether no query attends to a key after itself."""
 

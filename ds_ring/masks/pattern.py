@@ -82,6 +82,11 @@ class Pattern(ABC):
         """Return the mask functions of single pairs, which only a kernel can evaluate."""
         return tuple(dict.fromkeys(mask for branch in self._one_head_branches for mask in branch.masks))
 
+    @cached_property
+    def captured_bytes(self) -> int:
+        """Return the memory of the tensors that mask functions captured."""
+        return sum(mask.captured_bytes for mask in self.masks)
+
     @property
     def mask_ids(self) -> tuple[int, ...]:
         """Return the ids of the mask functions: two objects with equal traces compare equal."""

@@ -144,7 +144,7 @@ class _Report:
         self._awaits_loss = False
         self._written_s = self._timed_s = -math.inf
         self._links: list[dict[str, Any]] = []
-        self._times, self._own_trace = False, Trace(session.mesh.ring_rank)
+        self._times, self._own_trace = False, Trace(session.run_mesh.ring_rank)
 
     @_patch(stage="before_forward")
     def before_forward(self, engine: Any, args: Any, kwargs: Any) -> None:
@@ -152,7 +152,7 @@ class _Report:
         if self._awaits_loss:
             self._write(whole=True)
         if engine.module.training and not self._began:  # engine.eval() leaves engine.training
-            now_s, mesh = time.monotonic(), self._session.mesh
+            now_s, mesh = time.monotonic(), self._session.run_mesh
             self._began = True
             self._loss_before = self._session.latest.get("loss")
             # Hops are timed once in a while: that costs microseconds a hop. On a GPU the stream waits and not
@@ -173,12 +173,12 @@ class _Report:
 
     @_patch("step", stage="around_step")
     def around_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        observers = self._session.mesh.owners[Observers]
+        observers = self._session.run_mesh.owners[Observers]
         steps = self._engine.global_steps
         trace = next((observer for observer in reversed(observers) if isinstance(observer, Trace)), None)
         # Before the step, since the monitor of the section clears its spans in it.
         if self._times and trace is not None:
-            self._links = link_times(trace.spans, self._session.mesh)
+            self._links = link_times(trace.spans, self._session.run_mesh)
         result = step(*args, **kwargs)
         if self._engine.global_steps > steps:
             self._after_step(int(self._engine.global_steps))
@@ -189,7 +189,7 @@ class _Report:
         if self._times:
             self._times, self._timed_s = False, now_s
             self._own_trace.spans.clear()
-            traces = self._session.mesh.owners[Observers]
+            traces = self._session.run_mesh.owners[Observers]
             traces[:] = [trace for trace in traces if trace is not self._own_trace]
         seconds = None if self._started_s is None else now_s - self._started_s
         self._last = _EndedStep(number, time.time(), seconds, self._tokens)
@@ -227,7 +227,7 @@ class _Report:
             # Ranks have equal parts of a batch, but for a dynamic ring's.
             "tokens_per_second": None if rate is None else rate * self._world_size,
             "memory_bytes": int(get_accelerator().max_memory_allocated()),
-            "ring_rank": self._session.mesh.ring_rank,
+            "ring_rank": self._session.run_mesh.ring_rank,
             "world_size": self._world_size,
             "links": self._links,
         }

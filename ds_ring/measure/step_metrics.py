@@ -61,7 +61,7 @@ def gather_numbers(mine: Sequence[float], session: RingSession) -> torch.Tensor:
     size, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     table = torch.zeros(size, len(mine), dtype=torch.float64, device=session.device)
     table[rank] = torch.tensor(mine, dtype=torch.float64, device="cpu")
-    world_sum(table, session.mesh, Exchange(session.mesh, session.mesh.timeouts.hop))
+    world_sum(table, session.run_mesh, Exchange(session.run_mesh, session.run_mesh.timeouts.hop))
     return table
 
 
@@ -85,11 +85,11 @@ class StepMetrics:
     """Trace the ring passes of an engine, and report them after each of its optimizer steps."""
 
     def __init__(self, engine: Any, session: RingSession) -> None:
-        self._engine, self._session, self._trace = engine, session, Trace(session.mesh.ring_rank)
+        self._engine, self._session, self._trace = engine, session, Trace(session.run_mesh.ring_rank)
         self._spans = 0  # before the forward pass that is under way
         self._tokens = 0.0  # of the step's training batches, this rank's part
         self._started_s: float | None = None  # of the monotonic clock; None in the first step
-        session.mesh.owners[Observers].append(self._trace)
+        session.run_mesh.owners[Observers].append(self._trace)
 
     @_patch(stage="before_forward")
     def before_forward(self, _: Any, args: Any, kwargs: Any) -> None:

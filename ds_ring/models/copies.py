@@ -49,9 +49,22 @@ class TransformersCopies(ModelCopies):
                     "leave it out; `ds-ring check-model` compares packed samples with each document alone",
                 )
 
-    def set_attention(self, copy: nn.Module, config: RingConfig) -> None:
-        """Give the copy its own attention where that is what the JSON asks for, else the ring's."""
-        if not is_transformers_model(copy):
+    def set_attention(self, copy: nn.Module, model: nn.Module, config: RingConfig) -> None:
+        """Give the copy its own attention where that is what the JSON asks for, else the ring's.
+
+        A function of the user's that the model was given after the ring's serves the copy, too.
+        """
+        is_set = False
+        for name, part in model.named_modules():
+            if is_transformers_model(part):
+                implementation = getattr(part.config, "_attn_implementation", None)
+                twin: Any = copy.get_submodule(name)
+                if implementation not in (NAME, getattr(twin.config, "_attn_implementation", None)):
+                    twin.set_attn_implementation(implementation)
+                    is_set = True
+        if is_set:
+            log.info("verify_first_batch: attention is the user's function, so its mask is not compared")
+        if is_set or not is_transformers_model(copy):
             return
         if not _is_own_pattern(config, copy.config):
             copy.set_attn_implementation(attention_names(copy, NAME))  # type: ignore[operator]

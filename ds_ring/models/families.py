@@ -53,7 +53,7 @@ def make_pooling_hooks(model: PreTrainedModel, session: RingSession) -> list[Any
     signature = inspect.signature(model.forward)
     noted: dict[str, Tensor | None] = {}
     padding = model.config.get_text_config().pad_token_id
-    mesh = session.mesh
+    mesh = session.run_mesh
 
     @_notes_ids
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -390,7 +390,7 @@ def router_loss(model: PreTrainedModel, guard: LossGuard, session: RingSession) 
         router = refused
     if isinstance(router, RouterLoss):
         session.needs.slots = session.needs.real_tokens = True
-    scale = shared_scale(session.mesh, session.gradient_divisor)
+    scale = shared_scale(session.run_mesh, session.gradient_divisor)
 
     @_replaces_router_loss
     def after(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -411,7 +411,7 @@ def router_loss(model: PreTrainedModel, guard: LossGuard, session: RingSession) 
             logits = output.router_logits[0]
             rows = logits.numel() // logits.shape[-1] // sharding.local_tokens
             counted_BS = (sharding.slots >= 0).to(torch.float32).expand(rows, -1)
-        number = get_mesh_number(session.mesh)
+        number = get_mesh_number(session.run_mesh)
         exact = scale * router(output.router_logits, counted_BS, lambda x: sequence_sum_op(x, number))
         output["aux_loss"] = exact
         if output.loss is not None and guard.own is not None:

@@ -143,13 +143,13 @@ class ModelAdapter:
         pools, loss = pools_the_last_token(model), model.loss_function
         for part in parts:
             loss = part.loss_function(loss)
-        scale = shared_scale(session.mesh, session.gradient_divisor) if pools else None
+        scale = shared_scale(session.run_mesh, session.gradient_divisor) if pools else None
         guard = LossGuard(loss, scale)
         kind = next(filter(None, (variant.model_call(model) for variant in variants())), ModelCall)
         self.call = kind(self, guard)
         # Image encoders number patches of their own.
         known = self.call.one_sequence and not own_attention(model)
-        numbering = make_numbering_check(model, session.mesh) if known else None
+        numbering = make_numbering_check(model, session.run_mesh) if known else None
         patches = [
             *(replacement for part in parts for replacement in part.patches(loss)),
             _guards_loss.to(guard),

@@ -288,7 +288,7 @@ class ModuleWatch:
 
     def _gathered(self, mine: Any, of_world: bool) -> list[Any]:
         """Return what all ranks of the sequence, or of the world, give. Collective."""
-        group = dist.group.WORLD if of_world else self._session.mesh.sequence_group
+        group = dist.group.WORLD if of_world else self._session.run_mesh.sequence_group
         return [mine] if group is None else gather_objects(mine, group)
 
 

@@ -220,11 +220,11 @@ class WrappedModel:
                 self._name, "shift_labels to be used as they are", f"a shift ({flow.fault})", "leave it out"
             )
         if flow.sends:
-            if session.mesh.global_rank == 0:
+            if session.run_mesh.global_rank == 0:
                 log.warning(_SENDS, self._name, flow.fault)
             return False
         reason = ""
-        if sharding.mesh.sequence_size != session.mesh.sequence_size:
+        if sharding.mesh.sequence_size != session.run_mesh.sequence_size:
             reason = (
                 f"the {sharding.layout.tokens} tokens of this batch are on fewer ranks than the ring has; set"
                 ' "min_sequence_length": 0 and "dynamic_ring": false in the "ring_attention" section'
@@ -238,7 +238,7 @@ class WrappedModel:
                 f"{self._name} reads across the tokens of a sequence, of which a rank has a part:"
                 f" {flow.fault}; {reason}, or {_INSTEAD}"
             )
-        if session.mesh.global_rank == 0:
+        if session.run_mesh.global_rank == 0:
             log.warning(_RUNS_WHOLE, self._name, flow.fault, sharding.layout.tokens)
         return True
 
@@ -357,7 +357,7 @@ class WrappedModel:
 def wrap_model(module: nn.Module, session: RingSession, attached: list[ModelAdapter]) -> WrappedModel | None:
     """Return what calls a module that is no transformers model itself but has some inside; None without."""
     models, is_attached = [adapter.model for adapter in attached], False
-    if not models or session.mesh.sequence_size == 1:
+    if not models or session.run_mesh.sequence_size == 1:
         return None
     if module in models:  # a class of the user's around a base model of transformers
         if find_forward_home(module).startswith("transformers."):

@@ -28,6 +28,7 @@ from ds_ring.config.pass_options import PassOptions
 from ds_ring.errors import RingPatternError, shown
 from ds_ring.kernels.select import Kernel, KernelNeeds, get_kernel
 from ds_ring.kernels.select import get_block_side as get_block_side
+from ds_ring.masks.caches import KEPT_LARGE, SMALL_BYTES
 from ds_ring.masks.pattern import Pattern
 from ds_ring.ops.checks import check_layout
 from ds_ring.ops.options import Options, as_value
@@ -101,6 +102,12 @@ class RingContext:
         """Return what keeps (out, lse) of passes in checkpointed regions; None if they run again."""
         keeps = self.options.recompute_attention < 1 and "results" in SAVED_TENSORS
         return load(SAVED_TENSORS["results"])() if keeps else None
+
+    @cached_property
+    def captured_bytes(self) -> int:
+        """Return the memory of the tensors that mask functions and the score_mod captured."""
+        mod = self.options.score_mod
+        return self.pattern.captured_bytes + (0 if mod is None else mod.captured_bytes)
 
     @cached_property
     def handle(self) -> int:
@@ -288,11 +295,12 @@ def cache_context(mesh: RingMesh, key: tuple[Any, ...], make: Callable[[], Any])
     table: OrderedDict[Any, Any] = mesh.owners[ContextCache].by_key
     if key not in table:
         table[key] = make()
-        if len(table) > KEPT_CONTEXTS:
-            # A compiled graph may use its handle at any time, so never drop its context.
-            passing = [old for old, context in table.items() if not context.in_a_graph]
-            if len(passing) > KEPT_CONTEXTS:
-                del table[passing[0]]
+        # A compiled graph may use its handle at any time, so never drop its context.
+        passing = [old for old, context in table.items() if not context.in_a_graph]
+        large = [old for old in passing if table[old].captured_bytes > SMALL_BYTES]
+        for keys, most in ((passing, KEPT_CONTEXTS), (large, KEPT_LARGE)):
+            if len(keys) > most:
+                table.pop(keys[0], None)
     table.move_to_end(key)
     return table[key]
 

@@ -17,13 +17,14 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import ClassVar
 
 import numpy as np
 
 from ds_ring.errors import RingLayoutError, RingShapeError, check_whole_number, shown
 from ds_ring.limits import MAX_RANKS
+from ds_ring.masks.caches import cache_by_pattern
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.slots import IntArray, repeat_rows
 from ds_ring.plugin import LAYOUTS, load
@@ -261,7 +262,7 @@ def _read_mix(pattern: object) -> Mix:
 
 
 # cached: a layout for a pattern is computed from the tiles of the whole sequence, which takes time
-@lru_cache(maxsize=256)
+@partial(cache_by_pattern, 256)
 def choose_layout(name: str, tokens: int, ring_size: int, mix: Mix, multiple_of: int, block: int) -> Layout:
     """Return the layout of arguments that have been checked."""
     options = {"block": block} if name == "auto" and block > 1 else {}

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from ds_ring.errors import (
     shown,
 )
 from ds_ring.limits import MAX_HEADS
+from ds_ring.masks.caches import cache_by_pattern
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.slots import count_slots
 from ds_ring.plugin import GRADIENT_PAYLOADS
@@ -207,7 +208,7 @@ def build_plan(
     return _build_plan(pattern, layout, query_heads, kv_heads, prune, directions, rounded, nodes)
 
 
-@lru_cache(maxsize=64)
+@partial(cache_by_pattern, 64)
 def _build_plan(
     pattern: Pattern,
     layout: Layout,

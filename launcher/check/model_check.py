@@ -412,7 +412,7 @@ def _on_the_ring(
         return results, error
     finally:
         if engine is not None:
-            engine.ring.mesh.close()
+            engine.ring.run_mesh.close()
     return results, None
 
 

@@ -102,7 +102,7 @@ def _alone(plain: nn.Module, whole: dict[str, Tensor], pattern: Pattern) -> _Run
 
 
 def _on_the_ring(engine: Any, whole: dict[str, Tensor]) -> _Run:
-    mesh, micro_batches = engine.ring.mesh, engine.gradient_accumulation_steps()
+    mesh, micro_batches = engine.ring.run_mesh, engine.gradient_accumulation_steps()
     mine = {name: x.chunk(mesh.data_size)[mesh.data_rank] for name, x in whole.items()}
     batch = engine.ring.shard_batch(mine)
     with _measuring() as memory:

@@ -153,7 +153,7 @@ def compare_with_one_process(
     tokens = min(options.compare_tokens, options.sequence_length)
     if tokens <= 0 or tokens < engine.ring.config.min_sequence_length:
         return None  # not wanted, or not sharded
-    samples = engine.train_micro_batch_size_per_gpu() * engine.ring.mesh.data_size
+    samples = engine.train_micro_batch_size_per_gpu() * engine.ring.run_mesh.data_size
     whole = default_collate([documents[index] for index in range(samples)])
     whole = {name: tensor[:, :tokens] for name, tensor in whole.items()}
     plain = build_model(options).to(next(engine.module.parameters()).dtype)
@@ -180,7 +180,7 @@ def main() -> None:
     engine, _, loader, _ = ds_ring.initialize(
         args=options, model=model, model_parameters=model.parameters(), training_data=documents
     )
-    mesh = engine.ring.mesh
+    mesh = engine.ring.run_mesh
     report = Report(
         f"{parameters:,} parameters, {options.sequence_length} tokens,"
         f" ring {mesh.ring_size} x data {mesh.data_size}, ZeRO {engine.zero_optimization_stage()}"

@@ -207,7 +207,7 @@ def lose_a_hop(rank: int, world_size: int, config: dict[str, Any], folder: str) 
     from ds_ring.cuda.watchdog import WorkWatchdog
 
     engine = start_engine(config)
-    mesh, waits = engine.ring.mesh, [0]
+    mesh, waits = engine.ring.run_mesh, [0]
     work_watchdog = WorkWatchdog.for_mesh(mesh)
     synchronize = work_watchdog.synchronize
 

@@ -244,7 +244,7 @@ def fit_on_ring(rank: int, engine: Any, batch: Batch, steps: int, wrong_scale: f
     import deepspeed
 
     micro_batches = engine.gradient_accumulation_steps()
-    parts = [_mine(batch, engine.ring.mesh, part, micro_batches) for part in range(micro_batches)]
+    parts = [_mine(batch, engine.ring.run_mesh, part, micro_batches) for part in range(micro_batches)]
     trained = {name: p for name, p in engine.module.named_parameters() if p.requires_grad}
     losses, gradients = list[float](), dict[str, Tensor]()
     for _ in range(steps):

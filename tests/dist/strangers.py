@@ -203,7 +203,7 @@ def rank_main(rank: int, job: dict[str, Any]) -> None:
     config = json_config(job["world_size"], 1, 1) | {"ring_attention": section}
     engine, *_ = ds_ring.initialize(model=model, optimizer=sgd, config=config)
     batch = engine.ring.shard_batch(build_batch(size))
-    detector = engine.ring.mesh.detector
+    detector = engine.ring.run_mesh.detector
     assert detector is not None
     if rank == 0:
         (folder / "monitor").write_text(str(detector._connection.getpeername()[1]))

@@ -237,7 +237,7 @@ def test_the_longest_sample_of_a_batch_scales_positions_on_all_rings(rank_pool):
 
 def session_with_rings(ring_size: int, documents: bool) -> RingSession:
     session = forking_session(ring_size, dynamic_ring=True, pattern={"documents": documents})
-    session.dynamic.rings, session.dynamic.times = SubRings(session.mesh), Machine()
+    session.dynamic.rings, session.dynamic.times = SubRings(session.run_mesh), Machine()
     return session
 
 
@@ -255,6 +255,7 @@ def resumed_in_mid_epoch(rank: int, world_size: int) -> list[set[int]]:
             epoch.append({key: value.clone() for key, value in batch.items()})
             current = session.batches.current
             sizes.append({current.mesh.ring_size})
+            assert session.mesh is current.mesh and session.run_mesh.ring_size == world_size
             gathered = session.gather(batch["input_ids"][..., None].float())
             assert gathered.shape[1] == current.layout.tokens
         assert len(epoch) == len(whole) == 5

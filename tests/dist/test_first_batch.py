@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+import ds_ring
 from tests.dist.deepspeed_ranks import (
     Size,
     build_batch,
@@ -18,7 +19,7 @@ from tests.dist.deepspeed_ranks import (
     start_engine,
     take_step,
 )
-from tests.dist.test_ring_use import Own, of_the_session
+from tests.dist.test_ring_use import Own, a_module_on_the_mesh, of_the_session
 
 SIZE = Size(hidden=32, layers=2, tokens=45, samples=2)
 
@@ -114,6 +115,29 @@ def test_a_module_of_ones_own_is_compared(rank_pool, stage):
     rank_pool(2).run(train_own, of_the_session, stage)
     for outcome in rank_pool(2).collect(train_own, of_the_session, stage, "lost payload", grace_s=30):
         assert outcome.error_type == "RingVerifyError", outcome.report
+
+
+def train_held(rank: int, world_size: int, before: bool) -> None:
+    """A module that has a RingAttention, made before the engine on a mesh of its own, or after it."""
+    model = Own(a_module_on_the_mesh)
+    pattern, section = ds_ring.Causal(), {"layout": "zigzag", "verify_first_batch": True}
+    if before:
+        mesh = ds_ring.RingMesh.from_world(2)
+        model.ring = ds_ring.RingAttention(pattern, mesh=mesh, layout="zigzag")
+    engine = start_engine(model, json_config(2, 2, 1, ring_attention=section))
+    if not before:
+        model.ring = ds_ring.RingAttention(pattern, mesh=engine.ring.mesh, layout="zigzag")
+    batch = engine.ring.shard_batch(build_batch(SIZE))
+    engine.backward(engine.ring.loss(engine(input_ids=batch["input_ids"]), batch).backward_loss)
+    engine.step()
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_module_that_holds_a_mesh_is_refused_at_once(rank_pool, before):
+    for outcome in rank_pool(2).collect(train_held, before, grace_s=30):  # below hop_timeout_seconds
+        assert outcome.error_type == "RingVerifyError", outcome.report
+        assert "a RingAttention, or a mesh that was read before, keeps that mesh" in outcome.message
+        assert "call engine.ring.attention()" in outcome.message and "the first name" not in outcome.message
 
 
 def start(rank: int, world_size: int, dropout: float, train: bool) -> None:

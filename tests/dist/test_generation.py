@@ -123,9 +123,9 @@ def on_a_ring(rank: int, world_size: int, case: Case) -> Ways:
     config["sequence_parallel_size"] *= case.section.get("ulysses_size", 1)
     engine = start_engine(model, config)
     engine.eval()
-    replica = engine.ring.mesh.data_rank
+    replica = engine.ring.run_mesh.data_rank
     result = {way: generate(model, way, case.tokens, replica) for way in case.ways}
-    ways = () if engine.ring.mesh.sequence_rank else case.ways
+    ways = () if engine.ring.run_mesh.sequence_rank else case.ways
     return Ways(replica, result, {way: generate(plain, way, case.tokens, replica) for way in ways})
 
 

@@ -139,7 +139,7 @@ def with_replicas(rank: int, world_size: int) -> tuple[float, float]:
     torch.manual_seed(1)
     outside = nn.Linear(16, 16)
     engine, shard = engine_of(0, False)
-    mesh = engine.ring.mesh
+    mesh = engine.ring.run_mesh
     batch = samples_of(build_batch(size), mesh.data_rank, mesh.data_size)
     batch["inputs_embeds"] = whole(engine.module, batch.pop("input_ids"), outside)
     engine.backward(engine(**shard(batch)).loss)

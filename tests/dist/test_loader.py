@@ -60,8 +60,8 @@ def loader_of(session: RingSession, kind: str) -> Any:
         return session.loader(Numbered(), 2, shuffle=True, seed=4, num_workers=2 * kind.endswith("workers"))
     if kind == "stream":
         return session.wrap(DataLoader(Stream(), 2), split=True)
-    torch.manual_seed(session.mesh.sequence_rank)  # ranks that draw from the default generator differ
-    mesh, options = session.mesh, {"batch_size": 2, "num_workers": 2 * kind.endswith("workers")}
+    torch.manual_seed(session.run_mesh.sequence_rank)  # ranks that draw from the default generator differ
+    mesh, options = session.run_mesh, {"batch_size": 2, "num_workers": 2 * kind.endswith("workers")}
     if kind == "distributed":
         sampler = DistributedSampler(Numbered(), mesh.data_size, mesh.data_rank)
         return session.wrap(DataLoader(Numbered(), sampler=sampler, **options))
@@ -251,7 +251,7 @@ def plans_ahead(rank: int, world_size: int, ahead: bool) -> tuple[list[list[Tens
     session = forking_session(2, pattern={"causal": True, "documents": True})
     for cache in (plan._build_plan, layout.choose_layout):
         cache.cache_clear()
-    session.mesh.owners[ContextCache].by_key.clear()
+    session.run_mesh.owners[ContextCache].by_key.clear()
     documents, generator, result = Documents(60, 90), torch.Generator().manual_seed(5), []
     loader = session.loader(documents, 2, shuffle=True, lengths=documents.lengths, pack_tokens=401)
     loader.ahead = loader.ahead if ahead else None

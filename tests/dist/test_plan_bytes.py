@@ -190,7 +190,7 @@ def trained(
         engine.backward(engine(**local).loss)
         return counted() - before
     finally:
-        engine.ring.mesh.close()
+        engine.ring.run_mesh.close()
 
 
 def as_json(config: Any) -> str:

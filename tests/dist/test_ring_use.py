@@ -70,6 +70,12 @@ def of_the_session(model: Own, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return out
 
 
+def by_its_parts(model: Own, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """As configs/examples/own_mask.py does."""
+    ring = model.session
+    return ds_ring.ring_attention(q, k, v, pattern=ring.pattern, layout=ring.layout, mesh=ring.mesh)
+
+
 def a_module_on_the_mesh(model: Own, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     out: Tensor = model.ring(q, k, v)
     return out
@@ -138,6 +144,7 @@ ATTENTIONS: dict[str, tuple[Attend, str]] = {
     "every second layer": (every_second_layer, LOCAL),
     "nothing": (lambda model, q, k, v: v, NO_PASS),
     "the session's": (of_the_session, ""),
+    "by its parts": (by_its_parts, ""),
     "a module's": (a_module_on_the_mesh, ""),
     "recomputed": (recomputed, ""),
     "replicated": (replicated_queries, ""),
@@ -146,11 +153,13 @@ ATTENTIONS: dict[str, tuple[Attend, str]] = {
 
 
 def every_attention(rank: int, world_size: int) -> dict[str, list[str]]:
-    """Two steps with each."""
+    """Two steps with each; the first is one of a short batch where parts of a batch are asked for."""
     result = {}
     for name, (attend, _) in ATTENTIONS.items():
         engine = start(Own(attend))
         result[name] = [step(engine), step(engine)]
+    engine = start(Own(by_its_parts), section={"layout": "zigzag", "min_sequence_length": 24})
+    result["by its parts"] = [step(engine, tokens=20), step(engine)]
     return result
 
 

@@ -103,7 +103,7 @@ def compiled_on_a_ring(rank: int, world_size: int, family: str, layout: str, rou
     if route == "options":
         # Without a session the graph is for one layout, so for batches of one length.
         item = make_layout(layout, tokens=LENGTHS[0], ring_size=world_size)
-        where = {"mesh": session.mesh, "pattern": session.pattern, "layout": item}
+        where = {"mesh": session.run_mesh, "pattern": session.pattern, "layout": item}
         call = torch.compile(model, backend=backend, options=inner | where)
     elif rings_own:
         call = torch.compile(attached(model, session), backend="aot_eager")

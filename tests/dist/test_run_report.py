@@ -50,7 +50,7 @@ def train(rank: int, world_size: int, folder: str, asks: str, monitor: bool) -> 
                     engine.ring.mean_loss(engine(**engine.ring.shard_batch(build_batch(SIZE))).loss * 100)
                 engine.train()
         run_report._finish_reports()
-        return {"losses": losses, "traces": len(engine.ring.mesh.owners[Observers])}
+        return {"losses": losses, "traces": len(engine.ring.run_mesh.owners[Observers])}
     finally:
         patch.undo()
 

@@ -154,7 +154,7 @@ def observe(section: dict[str, Any], name: str, folder: str, defaults: dict[bool
     with mock.patch.object(exchange.Pending, "wait", counting), torch.no_grad():
         output = engine(**local)
     observables = {
-        "grid": lambda: session.mesh.grid,
+        "grid": lambda: session.run_mesh.grid,
         "layout": lambda: (session.layout, session.batches.current.mesh.sequence_size),
         "output": lambda: session.gather(output).double().sum().item(),
         "kernel": lambda: describe(context.choose_kernel(output)),
@@ -165,11 +165,11 @@ def observe(section: dict[str, Any], name: str, folder: str, defaults: dict[bool
         "gradient payload": lambda: context.options.gradient_payload,
         "recompute": lambda: float(context.options.recompute_attention),
         "offload": lambda: context.options.offload_attention,
-        "heartbeat": lambda: session.mesh.detector.heartbeat_timeout_s,
+        "heartbeat": lambda: session.run_mesh.detector.heartbeat_timeout_s,
         "hop deadline": lambda: context.exchange and context.exchange.hop_timeout_s,
         "first deadline": lambda: context.options.first_pass_timeout_seconds,
-        "late ranks": lambda: session.mesh.timeouts,
-        "traces": lambda: len(session.mesh.owners[Observers]),
+        "late ranks": lambda: session.run_mesh.timeouts,
+        "traces": lambda: len(session.run_mesh.owners[Observers]),
         "forward": lambda: wrappers_of(engine.forward),
     }
     return str(observables[name]())
@@ -249,7 +249,10 @@ def train_monitored(rank: int, world_size: int, folder: str) -> int:
     unit = (
         4 * SIZE.samples * kv_heads * local * head_dim
     )  # of K; each micro-batch sends K and V, twice, and dK, dV
-    assert len(engine.ring.mesh.owners[Observers]) == 1 and not engine.ring.mesh.owners[Observers][0].spans
+    assert (
+        len(engine.ring.run_mesh.owners[Observers]) == 1
+        and not engine.ring.run_mesh.owners[Observers][0].spans
+    )
     return 2 * 6 * unit
 
 

@@ -104,7 +104,7 @@ def node_size_of_an_engine(rank: int, world_size: int, local_sizes: list[str]) -
         engine = start_engine(model, json_config(world_size, 1, 0))
         ids = torch.arange(32)[None]
         engine(**engine.ring.shard_batch({"input_ids": ids, "labels": ids}))
-        node_size: int | None = engine.ring.mesh.ranks_per_node
+        node_size: int | None = engine.ring.run_mesh.ranks_per_node
         return node_size
     finally:
         del os.environ["LOCAL_WORLD_SIZE"]

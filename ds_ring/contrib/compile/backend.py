@@ -286,7 +286,7 @@ def backend(
     """
     options = options or {}
     session = options.get("session")
-    mesh = session.mesh if isinstance(session, RingSession) else options.get("mesh")
+    mesh = session.run_mesh if isinstance(session, RingSession) else options.get("mesh")
     try:
         read = BackendOptions.read(options)
         mesh, registered = read.source.mesh, RegisteredSource(read.source)

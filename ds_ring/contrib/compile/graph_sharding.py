@@ -100,7 +100,7 @@ class SessionSource:
 
     @property
     def mesh(self) -> RingMesh:
-        return self.session.mesh
+        return self.session.run_mesh
 
     def sharding(
         self,

@@ -109,6 +109,6 @@ def draft_loss(
     else:
         losses = -(targets_BMV * logprobs).sum(dim=-1)
     weights = batch[WEIGHTS]
-    total = world_sum(weights.sum(), session.mesh)
+    total = world_sum(weights.sum(), session.run_mesh)
     loss = (losses * weights).sum() * session.gradient_divisor / total.clamp_min(1e-12)
     return RingLoss(loss, session.mean_loss(loss), total)

@@ -56,8 +56,8 @@ class DynamicRing:
     def start(self, session: Any, dtype: torch.dtype) -> None:
         """Measure the machine. Collective over the world."""
         assert self.sizes is not None
-        self.rings = SubRings(session.mesh)
-        if (ranks := session.mesh.ring_size) > 1:
+        self.rings = SubRings(session.run_mesh)
+        if (ranks := session.run_mesh.ring_size) > 1:
             mesh = self.rings.get_ring([(0, ranks)])
             self.times = measure_times(self.sizes, session.config, mesh, session.device, dtype)
 

@@ -157,7 +157,7 @@ class WholeBatches:
 
     def __init__(self, session: RingSession, module: nn.Module) -> None:
         self._session, self._module = session, module
-        self.share = session.mesh.data_size / session.gradient_divisor
+        self.share = session.run_mesh.data_size / session.gradient_divisor
         self._parameters = inspect.signature(module.forward).parameters
         self._nested = 0  # calls of the outermost module inside its call
         self._outermost: tuple[nn.Module, BatchSharding, bool, Tensor | None, Any] | None = None
@@ -184,7 +184,7 @@ class WholeBatches:
         if _ITEMS in local and (items is not None or not torch.is_grad_enabled()):
             if items is None:  # the labelled tokens of this rank's sequences
                 mine = (local["shift_labels"] != IGNORE).sum().float()
-                items = sequence_sum_op(mine, get_mesh_number(self._session.mesh)).clamp_min(1)
+                items = sequence_sum_op(mine, get_mesh_number(self._session.run_mesh)).clamp_min(1)
             items = torch.as_tensor(items, device=self._session.device)
             local[_ITEMS] = items * self.share
         shifts = "labels" in arguments and "shift_labels" not in arguments
@@ -253,7 +253,7 @@ class WholeBatches:
 
     def summed(self, local: Tensor) -> Tensor:
         """Return the sum over the ranks of a sequence, without a gradient. Collective."""
-        return sequence_sum_op(local.detach(), get_mesh_number(self._session.mesh))
+        return sequence_sum_op(local.detach(), get_mesh_number(self._session.run_mesh))
 
     def shown(self, local_loss: Tensor) -> Tensor:
         """Return a loss with the gradient of this rank's and the value of the replica's. Collective."""
@@ -357,12 +357,12 @@ def _whole(session: RingSession, sharding: BatchSharding, left_B1: Tensor | None
     """Return the whole sequence of a local result; another tensor as it is. Collective."""
     if output.ndim < 2 or output.shape[1] != sharding.local_tokens:
         return output
-    if sharding.mesh is not session.mesh:
+    if sharding.mesh is not session.run_mesh:
         raise RingShapeError(
             f"outputs: expected a sharded sequence, got {sharding.layout.tokens} tokens, below"
             ' min_sequence_length; read nothing but the loss, or set "min_sequence_length": 0'
         )
     sent = output.to(torch.uint8) if output.dtype is torch.bool else output  # no message has that type
-    whole = gather_sequence(sent, sharding.layout, mesh=session.mesh, dim=1).to(output.dtype)
+    whole = gather_sequence(sent, sharding.layout, mesh=session.run_mesh, dim=1).to(output.dtype)
     whole = whole.contiguous()  # as a module returns it: scripts call view
     return whole if left_B1 is None else _rolled(whole, -left_B1)

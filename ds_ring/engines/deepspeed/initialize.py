@@ -147,7 +147,7 @@ def start_engine(
     config = config if configuration.trains else without_optimizer(config)
     with applied(_flatten):
         engine, optimizer, _, scheduler = attribute_failure(
-            session.mesh, _start_engine, config=config, **values
+            session.run_mesh, _start_engine, config=config, **values
         )
     return engine, optimizer, scheduler
 
@@ -161,7 +161,7 @@ def patch_engine(
         apply(refuse_to_pickle, session=session, module=module)
     if session.dynamic.sizes is not None:
         dtype = next(engine.module.parameters()).dtype
-        attribute_failure(session.mesh, session.dynamic.start, session, dtype)
+        attribute_failure(session.run_mesh, session.dynamic.start, session, dtype)
 
 
 def make_loader(
@@ -179,8 +179,10 @@ def make_loader(
         )
         loader.on_batch = engine.tput_timer.start  # as DeepSpeed's: the timer covers loading, too
         apply(_training_dataloader.to(loader), session=session, engine=engine)
-    if session.mesh.detector is not None:
-        session.mesh.detector.report_collectives("the training script", session.config.timeouts.limit("step"))
+    if session.run_mesh.detector is not None:
+        session.run_mesh.detector.report_collectives(
+            "the training script", session.config.timeouts.limit("step")
+        )
     return loader
 
 
@@ -223,9 +225,9 @@ def _make_patches(
         patches += [UnseenBackward(session), DividedOnce(engine)]
         if engine.zero_optimization_stage() == 2:
             patches.append(partial(keep_micro_batches, engine))
-    patches += [SynchronizedResults(engine, session.mesh), partial(_destroy, session)]
-    if session.mesh.detector is not None:
-        patches.append(partial(attribute_engine_failure, session.mesh))
+    patches += [SynchronizedResults(engine, session.run_mesh), partial(_destroy, session)]
+    if session.run_mesh.detector is not None:
+        patches.append(partial(attribute_engine_failure, session.run_mesh))
     return [*(replacement for replacement in patches if replacement is not None), refuse_to_pickle]
 
 

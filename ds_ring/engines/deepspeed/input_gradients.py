@@ -47,7 +47,7 @@ class InputGradients:
         if not inputs or not self._is_at_work():
             return
         parameters = {id(parameter) for parameter in self._engine.module.parameters()}
-        with collective(self._session.mesh, "gradients of inputs"):
+        with collective(self._session.run_mesh, "gradients of inputs"):
             for name, x in inputs.items():
                 leads_out = (
                     x.grad_fn is None or x.retains_grad or any(leaf not in parameters for leaf in _leaves(x))
@@ -68,7 +68,7 @@ class InputGradients:
                 apply(_checks_retained.to(_refuse_to_retain(weakref.ref(x))), session=self._session, tensor=x)
 
     def _is_at_work(self) -> bool:
-        return self._session.mesh.sequence_size > 1 and not self._session.batches.is_off
+        return self._session.run_mesh.sequence_size > 1 and not self._session.batches.is_off
 
     @patch(
         ENGINE, "_backward_prologue", stage="around_backward", feature="input_gradients",
@@ -78,7 +78,7 @@ class InputGradients:
         """Refuse torch.autograd.grad(loss, x), but for x of a batch that was given whole."""
         engine, executes = self._engine, torch._C._will_engine_execute_node
         direct = not engine._running_engine_backward and engine._support_torch_style_backward
-        if direct and self._session.mesh.sequence_size > 1 and torch._C._current_graph_task_id() != -1:
+        if direct and self._session.run_mesh.sequence_size > 1 and torch._C._current_graph_task_id() != -1:
             trained = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
             if trained and count_used_parameters is not None and count_used_parameters(trained) == 0:
                 whole = any(executes(node) for node in list(whole_nodes))

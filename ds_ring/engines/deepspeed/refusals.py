@@ -317,7 +317,7 @@ class RingUse:
 
     def _warn(self, names: set[str], sharding: BatchSharding, output: Any) -> None:
         """Warn of a module's own positions and loss, on rank 0; from copies of a batch nothing is known."""
-        if not names or self._session.mesh.global_rank != 0:
+        if not names or self._session.run_mesh.global_rank != 0:
             return
         name = type(self._engine.module).__name__
         if "position_ids" not in names:

@@ -47,6 +47,14 @@ _notes_gradient = _patch(
 _step_patch = partial(
     _patch, ENGINE, feature="first_batch", reason="records the first step and compares it with one process"
 )
+_HELD = (
+    "mesh: expected engine.ring.mesh as it is in this forward pass, got the mesh of all ranks, of which only"
+    " rank 0 computes now; a RingAttention, or a mesh that was read before, keeps that mesh"
+)
+_ADVICE = (
+    "in one process engine.ring.layout and engine.ring.mesh are those of one rank: read both in each forward"
+    " pass, or call engine.ring.attention()"
+)
 _FLOOR = 1e-2  # of the root mean square of all gradients' norms
 
 
@@ -292,8 +300,11 @@ def filled(
         wide = torch.float32 if value.dtype in (torch.float16, torch.bfloat16) else value.dtype
         state[name].data = value.detach().to(device, wide, copy=True)
     changed = {(id(change.owner), change.row.name) for change in changes}
-    for name, part in alone.named_modules():
+    for name, part in list(alone.named_modules()):
         engine_part = module.get_submodule(name)
+        for key, child in engine_part.named_children():
+            if not hasattr(part, key) or getattr(part, key) is None:  # a RingAttention, say
+                setattr(part, key, child)
         later = {  # the session, say: what was set after the copy was made
             key: value
             for key, value in vars(engine_part).items()
@@ -336,10 +347,10 @@ def on_device(value: Any, device: torch.device) -> Any:
 # Rank 0 needs memory for the whole model in float32, its gradients, and the whole batch: the check is for a
 # short first batch. The copy has the model's own attention, made before the ring's was given to it; where the
 # JSON asks for another one than the model's (LongNet, another window), it has the ring's kernel on all tokens
-# at once, which shows hops and positions to be right but not the pattern. Modules of your own may ask
-# `engine.ring.attention()`; one that holds a RingAttention, or calls ring_attention with the ring's mesh,
-# cannot be run on one rank. The step compared is the one before the first `engine.step()` at a boundary of
-# gradient accumulation; gradients are compared as the engine reduced them.
+# at once, which shows hops and positions to be right but not the pattern. Attention of your own asks
+# `engine.ring.attention()`, or `engine.ring.layout` and `engine.ring.mesh` in each forward pass: those of one
+# rank here. A mesh that a module holds is refused. The step compared is the one before the first
+# `engine.step()` at a boundary of gradient accumulation; gradients are compared as the engine reduced them.
 @dataclass
 class FirstBatch:
     """Compare the first step of an engine with one process."""
@@ -388,7 +399,7 @@ class FirstBatch:
 
     def _patience(self) -> AbstractContextManager[None]:
         """Let the others wait as long as at the start: rank 0 computes a step of the whole model."""
-        detector, limit = self.session.mesh.detector, self.session.mesh.timeouts.limit("start")
+        detector, limit = self.session.run_mesh.detector, self.session.run_mesh.timeouts.limit("start")
         return nullcontext() if detector is None else detector.within("verify_first_batch", limit)
 
     @torch.no_grad()
@@ -409,7 +420,7 @@ class FirstBatch:
                 verdict = [self._compare_with_one_process(engine.module, weights, pieces, means, gradients)]
             except Exception as error:
                 # Any error becomes the verdict: the other ranks wait for it in a broadcast.
-                verdict = [f"the model on one process raised {type(error).__name__}: {error}"]
+                verdict = [f"the model on one process raised {type(error).__name__}: {error}; {_ADVICE}"]
         dist.broadcast_object_list(verdict, src=0, device=self.session.device)
         if verdict[0] == _AGAIN:
             log.info("verify_first_batch: gradients overflowed in fp16, the next step is compared")
@@ -418,8 +429,7 @@ class FirstBatch:
         del self._alone
         if verdict[0] is not None:
             raise RingVerifyError(
-                f"verify_first_batch: expected the ring to equal one process, got: {verdict[0]}; look at the"
-                " first name: a model of your own uses position_ids, shift_labels and engine.ring.loss"
+                f"verify_first_batch: expected the ring to equal one process, got: {verdict[0]}"
             )
 
     def _compare_with_one_process(
@@ -437,7 +447,7 @@ class FirstBatch:
             # then repeated.
             return _AGAIN
         alone = filled(self._alone, module, weights, self.session.changes, self.session.device)
-        self.session.needs.copies.set_attention(alone, self.session.config)
+        self.session.needs.copies.set_attention(alone, module, self.session.config)
         differences: list[Difference] = []
         for parts, mean in zip(pieces, means, strict=True):
             differences += self._forward_alone(alone, parts, mean)
@@ -446,7 +456,11 @@ class FirstBatch:
         wrong = beyond(differences, Tolerance.for_dtype(dtype))
         if wrong:
             rest = f" and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
-            return "; ".join(str(error) for error in wrong[:_NAMED]) + rest
+            names = "; ".join(str(error) for error in wrong[:_NAMED]) + rest
+            return (
+                f"{names}; look at the first name: a model of your own uses position_ids, shift_labels and"
+                " engine.ring.loss"
+            )
         worst = ", ".join(str(error) for error in largest(differences).values())
         log.info("verify_first_batch: the ring equals one process; largest relative errors: %s", worst)
         return None
@@ -463,7 +477,7 @@ class FirstBatch:
                 recording(alone, self.session.needs.encoder_modules(alone)) as layers,
                 without_masks(alone),
                 self.session.needs.one_process(),
-                self._one_rank(part) as single,
+                self._one_rank(part, alone) as single,
             ):
                 kwargs = dict(part.kwargs)
                 if isinstance(kwargs.get("num_items_in_batch"), Tensor):  # the loss is a mean over the world
@@ -486,23 +500,33 @@ class FirstBatch:
         return differences
 
     @contextmanager
-    def _one_rank(self, part: Forward) -> Iterator[BatchSharding]:
-        """Make `session.attention()` attend to all tokens on this rank inside the block."""
+    def _one_rank(self, part: Forward, alone: nn.Module) -> Iterator[BatchSharding]:
+        """Make the session's attention, layout and mesh those of all tokens on this rank inside the block.
+
+        A call on the mesh of the run, or on one that a module holds, is refused: no other rank takes part.
+        """
         tokens, patterns, groups = part.attended
         layout, book = make_layout("contiguous", tokens=tokens, ring_size=1), self.session.batches
         single = BatchSharding(self.session.config, layout, RingMesh.single(), patterns, groups)
+        held = [mesh for module in alone.modules() for mesh in vars(module).values()]
+        meshes = [self.session.run_mesh, *(mesh for mesh in held if isinstance(mesh, RingMesh))]
+        states = {mesh.state for mesh in meshes if mesh.sequence_size > 1}
         before, book._current = book._current, single
+        for state in states:
+            state.refusal = _HELD
         try:
             yield single
         finally:
             book._current = before
+            for state in states:
+                state.refusal = ""
 
     def _pieces(self, step: Forward) -> list[Forward]:
         """Return the whole sequences of a forward pass, on the CPU, on rank 0, each once. Collective."""
         sharding = step.sharding
         assert sharding is not None
         mesh = sharding.mesh
-        whole = mesh is not self.session.mesh and mesh.sequence_size == 1  # this rank's samples are whole
+        whole = mesh is not self.session.run_mesh and mesh.sequence_size == 1  # this rank's samples are whole
 
         def take(value: Any) -> Any:
             if isinstance(value, dict):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +20,7 @@ from ds_ring.comm.streams import active_fake_mode
 from ds_ring.kernels.flex.blocks import BlockIntervals, find_block_intervals
 from ds_ring.kernels.flex.workspace import KEPT_TABLE_BYTES
 from ds_ring.masks.branches import NO_LABEL, Partition
+from ds_ring.masks.caches import SMALL_BYTES
 from ds_ring.masks.pair_masks import MaskFunction
 from ds_ring.masks.pattern import BoundPattern
 from ds_ring.masks.slots import IntArray, repeat_rows
@@ -283,10 +284,14 @@ class TableOptions(NamedTuple):
 
 @dataclass
 class _Known:
-    """Hold a hop's geometry, and the side of its blocks once its tables were made."""
+    """Hold a hop's geometry, and the side of its blocks once its tables were made.
+
+    `masks` are those of a pattern that captured much memory, by fake mode: no other table shares them.
+    """
 
     geometry: HopGeometry
     side: int | None = None
+    masks: dict[Any, HopMask] = field(default_factory=dict)
 
 
 class HopMasks:
@@ -312,10 +317,14 @@ class HopMasks:
             of_tiles[options] = _Known(make_geometry(tiles, block, *options[2:]))
         known = of_tiles[options]
         key = (known.geometry.key, block, device, active_fake_mode())
-        masks = self.by_geometry.get(key)
+        is_large = known.geometry.rule.captured_bytes > SMALL_BYTES
+        masks = known.masks.get(key[-1]) if is_large else self.by_geometry.get(key)
         if masks is None:
             masks = _build(known.geometry, tiles, block, device)
-            self.by_geometry.add(key, masks, masks.tensors.nbytes)
+            if is_large:
+                known.masks[key[-1]] = masks
+            else:
+                self.by_geometry.add(key, masks, masks.tensors.nbytes)
         known.side = masks.block
         return masks
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -48,6 +48,7 @@ class ScanContext:
         own_runs: number of this rank's runs.
     """
 
+    captured_bytes: ClassVar[int] = 0
     layout: Layout
     documents: Documents | Tree | None
     mesh: RingMesh

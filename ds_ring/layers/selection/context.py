@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import partial
 
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.errors import RingConfigError, RingPatternError
+from ds_ring.masks.caches import cache_by_pattern
 from ds_ring.masks.pattern import Pattern
 from ds_ring.ops.checks import check_layout, check_not_transformed
 from ds_ring.ops.context import RingContext, make_ring_context
@@ -43,6 +44,6 @@ def selection_context(
 _HEADS = 64  # at which two patterns of heads are compared
 
 
-@lru_cache(maxsize=16)
+@partial(cache_by_pattern, 16)
 def _is_same_for_heads(pattern: Pattern) -> bool:
     return pattern.bind(tuple(range(_HEADS)), _HEADS, _HEADS).is_same_for_heads

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, partial
 from itertools import chain
 
 import numpy as np
@@ -27,6 +27,7 @@ from ds_ring.layers.selection.block_layout import BlockLayout
 from ds_ring.layers.selection.context import selection_context
 from ds_ring.layers.selection.total_order import BestKeys, in_order, merge_best, none_so_far
 from ds_ring.masks.branches import Branch
+from ds_ring.masks.caches import cache_by_pattern
 from ds_ring.masks.catalog import Before, Causal, Full
 from ds_ring.masks.pattern import BoundPattern, Pattern
 from ds_ring.masks.slots import IntArray, expand_ranges
@@ -139,13 +140,13 @@ def checked_scores(
     return scores.shape[:-2], torch.promote_types(scores.dtype, torch.float32)
 
 
-@lru_cache(maxsize=16)
+@partial(cache_by_pattern, 16)
 def _head_class(pattern: BoundPattern, layout: Layout) -> HeadClass:
     # Every owner sends to its readers directly, so the order of ranks is all that a direction says here.
     return HeadClass(ReadsOfShards(pattern, layout), slice(0, 1), make_one_way(layout.ring_size))
 
 
-@lru_cache(maxsize=16)
+@partial(cache_by_pattern, 16)
 def _hops(pattern: BoundPattern, layout: Layout, ring_rank: int) -> tuple[HopPlan | None, ...]:
     """Return what a rank sees of each shard, by hop: at hop s that of rank `ring_rank` - s."""
     return _head_class(pattern, layout).rank(ring_rank).directions[0].hops

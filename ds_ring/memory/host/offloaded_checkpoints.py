@@ -83,8 +83,8 @@ def offloaded_checkpoints(model: PreTrainedModel, session: RingSession) -> Calla
     if not model.is_activation_checkpointing:
         log.info("%s: its layers are checkpointed from now on (long_sequence.offload_checkpoints)", name)
         model.activation_checkpointing_enable({"use_reentrant": False})
-    memory = session.mesh.owners[HostMemory]
-    session.mesh.owners[ResultStore].store = memory
+    memory = session.run_mesh.owners[HostMemory]
+    session.run_mesh.owners[ResultStore].store = memory
     # A layer's input alone where all of attention is run again: more would occupy the device for nothing.
     memory.ahead = 1 if session.config.recompute_attention is True else LAYER_TENSORS
 

@@ -260,6 +260,11 @@ class HeadMask(PairMask):
         return id(self.whole)
 
     @property
+    def captured_bytes(self) -> int:
+        _, facts = self.whole._traced
+        return facts.traced.captured_bytes if isinstance(facts, MaskFacts) else 0
+
+    @property
     def is_known_causal(self) -> bool:
         return self.whole.is_known_causal
 

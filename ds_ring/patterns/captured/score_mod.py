@@ -16,7 +16,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -79,13 +78,16 @@ class ScoreMod:
     def lookup(cls, function: ScoreFunction) -> ScoreMod:
         """Return the ScoreMod of a function as it is now, the one of before if it captured numbers alone."""
         mod = None
-        with suppress(Exception):  # a function that has no hash, or no weak references
+        with suppress(Exception):  # a function that has no hash
             mod = _score_mods.get(function)
         if mod is not None and mod.captured.is_all and not mod.is_changed():
             return mod
         mod = cls(function)
-        with suppress(Exception):
-            _score_mods[function] = mod
+        if mod.captured.is_all:
+            with suppress(Exception):
+                _score_mods[function] = mod
+            if len(_score_mods) > MAX_SCORE_MODS:
+                _score_mods.pop(next(iter(_score_mods)), None)
         return mod
 
     captured: CapturedValues = field(init=False, repr=False)
@@ -98,6 +100,11 @@ class ScoreMod:
                 self.check_unchanged()
             self._by_dtype[dtype] = self._trace(dtype)
         return self._by_dtype[dtype]
+
+    @property
+    def captured_bytes(self) -> int:
+        """Return the memory of the copies of captured tensors."""
+        return sum(traced.captured_bytes for traced in self._by_dtype.values())
 
     def _trace(self, dtype: torch.dtype) -> Traced:
         def both(score: Tensor, batch: Tensor, head: Tensor, q: Tensor, k: Tensor, grad: Tensor) -> Any:
@@ -210,7 +217,8 @@ class ScoreMod:
         return f"{name_function(self.function)}, contents {self.traced(torch.float32).digest}"
 
 
-_score_mods: WeakKeyDictionary[ScoreFunction, ScoreMod] = WeakKeyDictionary()
+MAX_SCORE_MODS = 64
+_score_mods: dict[ScoreFunction, ScoreMod] = {}  # of functions that captured numbers alone
 
 
 class HeadScores(NamedTuple):

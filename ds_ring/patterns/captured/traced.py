@@ -142,6 +142,11 @@ class Traced:
         self._number_of = {node: numbers[id(get_constant(graph, node))] for node in nodes}
         self._functions: dict[tuple[int, torch.device, Any], PairFunction] = {}
 
+    @property
+    def captured_bytes(self) -> int:
+        """Return the memory of the copies."""
+        return sum(constant.nbytes for constant in self.constants)
+
     @cached_property
     def value(self) -> tuple[str, ...]:
         """Return a key that is equal for two traces that are interchangeable on this rank."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ds_ring.kernels.interface import Kernel
+from ds_ring.masks.caches import cache_by_pattern
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import Tiles
 from ds_ring.ring.merge import get_accumulator_dtype, make_empty_results, merge_
@@ -91,7 +92,7 @@ def cut_blocks(layout: Layout, ring_rank: int, size: int, whole: bool) -> tuple[
     return tuple(block._replace(side=size if whole else block.length) for block in blocks)
 
 
-@lru_cache(maxsize=64)
+@partial(cache_by_pattern, 64)
 def find_squares(pattern: Pattern, tokens: int, size: int) -> np.ndarray:
     """Return which squares may have pairs, bool [blocks of queries, blocks of keys]: the same everywhere."""
     count = -(-tokens // size)
@@ -108,7 +109,7 @@ def find_squares(pattern: Pattern, tokens: int, size: int) -> np.ndarray:
     return squares
 
 
-@lru_cache(maxsize=1 << 14)
+@partial(cache_by_pattern, 1 << 14)
 def make_tiles(pattern: Pattern, tokens: int, size: int, query: int, key: int) -> Tiles:
     runs = [np.array([[i * size, 1, min(size, tokens - i * size)]]) for i in (query, key)]
     return pattern.tiles(*runs)

@@ -177,7 +177,7 @@ def test_a_backward_pass_outlives_the_table_of_contexts(monkeypatch):
         batch = {"input_ids": IDS, "document_ids": DOCUMENTS.roll(shift, dims=1)}
         session.shard_batch(batch)
         outs.append(session.attention()(q, q, q))
-    assert len(session.mesh.owners[ContextCache].by_key) == 1
+    assert len(session.run_mesh.owners[ContextCache].by_key) == 1
     sum(out.square().sum() for out in outs).backward()
     assert q.grad is not None and q.grad.isfinite().all()
 

@@ -99,7 +99,7 @@ def make_latent_layers(model: nn.Module, session: RingSession) -> dict[nn.Module
     """
     setting = session.config.latents
     layers: dict[nn.Module, Latents] = {}
-    if setting is False or (setting == "auto" and not pays(session.mesh, session.device)):
+    if setting is False or (setting == "auto" and not pays(session.run_mesh, session.device)):
         return layers
     refused = None
     for layer in filter(LatentLayers().matches, model.modules()):

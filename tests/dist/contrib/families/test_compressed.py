@@ -480,7 +480,7 @@ def trained(rank: int, world_size: int, ring_size: int, stage: int) -> dict[str,
     optimizer = torch.optim.SGD(alone.parameters(), lr=0.05, momentum=0.9)
     outcome: dict[str, Any] = {"ring": [], "alone": []}
     for step in range(STEPS):
-        ids, documents = packed_rows(engine.ring.mesh.data_rank, step)
+        ids, documents = packed_rows(engine.ring.run_mesh.data_rank, step)
         batch = {"input_ids": ids, "labels": ids, "document_ids": torch.stack(documents)}
         loss = engine(**engine.ring.shard_batch(batch)).loss
         outcome["ring"].append(float(engine.ring.mean_loss(loss)))

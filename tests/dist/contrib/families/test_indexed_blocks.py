@@ -203,7 +203,7 @@ def losses(rank: int, world_size: int, family: str, stage: int) -> dict[str, Any
     result["generation"] = catch_refusal(
         engine.module.generate, batch["input_ids"][:1, :20], max_new_tokens=3
     )
-    engine.ring.mesh.close()
+    engine.ring.run_mesh.close()
     return result
 
 
