@@ -24,7 +24,7 @@ from ds_ring.contrib.families.indexed_blocks import layers as indexed_blocks
 from ds_ring.data.packing import RowGroup
 from ds_ring.layers.selection.total_order import TotalOrder
 from ds_ring.layers.sparse import blocks as sparse
-from tests.dist.deepspeed_ranks import json_config, start_deepspeed, start_engine, take_step
+from tests.dist.deepspeed_ranks import json_config, start_engine, take_step
 from tests.dist.harness import catch_refusal
 
 TOKENS, SAMPLES, HIDDEN, DIM, ROTARY = 101, 3, 24, 8, 4
@@ -167,7 +167,6 @@ FAMILIES = {
 
 def losses(rank: int, world_size: int, family: str, stage: int) -> dict[str, Any]:
     """The loss on the ring, off it, and on it again; and what a generation on the ring raises."""
-    start_deepspeed()
     import copy
 
     from ds_ring_launcher.check.small_model import build, make_batch, read_config, shrink

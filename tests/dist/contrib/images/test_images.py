@@ -491,7 +491,6 @@ def _attended(x: Tensor) -> Tensor:
 
 def as_many_as_patches(rank: int, world_size: int) -> list[str]:
     """An encoder of five patches beside five tokens of each rank; then plain attention in the language part."""
-    start_deepspeed()
     ids = torch.tensor([[3, *[IMAGE] * FEATURES, 4, 5, 6, 7, 8]])
     batch = {"input_ids": ids, "labels": ids, "pixel_values": batch_of("llava")["pixel_values"][:1]}
     outcome = []
@@ -514,7 +513,6 @@ def test_an_encoder_may_attend_over_as_many_patches_as_a_rank_has_tokens(rank_po
 
 def trained(rank: int, world_size: int) -> tuple[list[float], bool, list[str]]:
     """Two steps at ZeRO 3, the first compared with one process; a generation; then what is refused."""
-    start_deepspeed()
     model, plain, batch = build("llava"), build("llava").eval(), batch_of("llava")
     config = json_config(world_size, 2, 3, ring_attention={"verify_first_batch": True})
     engine = start_engine(model, config, 0.0)
@@ -548,7 +546,6 @@ def test_training_generation_and_refusals(rank_pool: Pool) -> None:
 
 def verified(rank: int, world_size: int) -> tuple[float, float]:
     """The loss of a step at ZeRO 3 that is compared with one process, and that of one process."""
-    start_deepspeed()
     model, plain, batch = build("qwen2_5_vl"), build("qwen2_5_vl"), batch_of("qwen2_5_vl")
     config = json_config(world_size, 2, 3, ring_attention={"verify_first_batch": True})
     engine = start_engine(model, config, 0.0)
@@ -563,7 +560,6 @@ def test_a_first_batch_with_videos_and_padding_is_verified(rank_pool: Pool) -> N
 
 def texts_of_videos(rank: int, world_size: int) -> list[Tensor]:
     """What a prompt with two images and a video goes on with, on a ring and on one process."""
-    start_deepspeed()
     (model, _), (plain, text) = (small_images_model("llava_onevision", 61) for _ in range(2))
     batch = small_images.add_images(text, plain.eval(), 0)
     engine = start_engine(model, json_config(world_size, 2, 0), 0.0)
