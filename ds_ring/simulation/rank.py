@@ -76,7 +76,6 @@ class Source(Protocol):
     @property
     def geometry(self) -> GlobalSizes:
         """Return the sizes."""
-        ...
 
     def fill(self, name: str, heads: slice, runs: IntArray, out: Tensor) -> None:
         """Write tokens of "q", "k", "v" or "grad_out" into `out`.
@@ -87,7 +86,6 @@ class Source(Protocol):
             runs: positions, int64 [m, 3] of (start, step, length).
             out: [B, heads, n, D or E] for the n positions one after the other; any strides.
         """
-        ...
 
 
 class TensorSource:

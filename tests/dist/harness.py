@@ -49,7 +49,6 @@ from tests.dist.rank_process import (
 )
 from tests.dist.rank_server import start_server
 
-_ROOT = Path(__file__).resolve().parents[2]
 _START_SECONDS = 60.0
 DEADLINE_SECONDS = 120.0  # of a call that takes seconds, on a machine that others keep busy
 _STACK_SECONDS = 1.0
