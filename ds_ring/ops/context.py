@@ -62,7 +62,7 @@ class RingContext:
 
     Attributes:
         pattern: which query attends to which key.
-        layout: the rank and slot of each token, or a name; then a layout is made for each length.
+        layout: the rank and slot of each token; or a name, from which a layout is made for each length.
         mesh: the ranks and process groups.
         options: kernel, transport and further options.
         in_a_graph: True if a compiled graph carries the handle; then the context lives as long as the mesh.

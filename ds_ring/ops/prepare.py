@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 MakePlan = Callable[[Pattern, Layout], Plan]
 
-KEPT_DESCRIPTIONS = 8  # of operands, per context
+KEPT_DESCRIPTIONS = 8  # of operands, per context; and reasons of plans, per mesh
 _log = logging.getLogger(__name__)
 
 

@@ -108,7 +108,7 @@ class RingBuffers:
             added here.
         shard: K and V of the own tokens.
         own_kv_grads: sums of their gradients; None in a forward pass.
-        parts_dtype: of gradients as the kernel returns them (`Payload.PARTS`).
+        parts_dtype: dtype of `Payload.PARTS`; None in a forward pass.
     """
 
     def __init__(
@@ -117,8 +117,8 @@ class RingBuffers:
     ) -> None:  # fmt: skip
         self.chunk, self.own_kv_grads = chunk, own_kv_grads
         self._pool, self._kinds = pool, kinds
-        # SHARD and RESULTS are the caller's tensors, which no step frees. All other buffers come from the
-        # pool, including the copies made for sends.
+        # SHARD and RESULTS are the caller's tensors, which never go to the pool. All other buffers come from
+        # it, including the copies made for sends, except a kernel's tensors (`adopt`).
         self._pairs = {SHARD: shard}
         self._dtypes = get_payload_dtypes(
             shard.k.dtype, None if own_kv_grads is None else own_kv_grads.dtype, parts_dtype

@@ -142,7 +142,7 @@ class RingPass:
         buffers: pool of memory for payloads.
         on_gradients_final: called with the K/V heads of a chunk and dK and dV of the own shard, after the
             gradients of other ranks were added and before they are rounded; None for no call.
-        observer: is called at the begin and the end of a pass, and before the sends, the computation and the
+        observer: is called at the start and the end of a pass, and before the sends, the computation and the
             wait of each batch; None for no calls.
         load_heads: makes the object that copies q, k, v, out and lse of each head chunk from the host to
             the device; None: they were saved on the device.
