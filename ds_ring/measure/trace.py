@@ -28,8 +28,7 @@ class Span(NamedTuple):
             head chunk under way) or "wait" (for the batch). One of each, in this order, is a step.
         phase: "forward" or "backward".
         step: counts the steps of a phase from 0.
-        hop: of the head chunk that set out last; "send" and "wait" have the hop that the messages are for,
-            one more than the hop that is computed while they travel.
+        hop: of the head chunk that set out last, as in `BatchEvent` (`comm/messages.py`).
         start_ns, end_ns: of the system's clock (`time.time_ns`), or as `Trace.processor_time` says.
         buffers_bytes: memory of messages at the end: in flight, held, or kept for the next ones.
         accumulators_bytes: float32 accumulators of low-precision results.
