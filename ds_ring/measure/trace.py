@@ -57,7 +57,6 @@ class Trace:
             that other load of the machine does not count as their work.
     """
 
-    ring_rank: int = 0
     spans: list[Span] = field(default_factory=list)
     processor_time: bool = False
     _open: tuple[BatchEvent, int, Any] | None = field(default=None, init=False, repr=False)
@@ -100,7 +99,7 @@ class Trace:
 @contextmanager
 def tracing(mesh: RingMesh) -> Iterator[Trace]:
     """Record what ring passes on a mesh do inside the block; a few microseconds a hop, nothing outside it."""
-    trace, observers = Trace(mesh.ring_rank), mesh.owners[Observers]
+    trace, observers = Trace(), mesh.owners[Observers]
     observers.append(trace)
     try:
         yield trace
