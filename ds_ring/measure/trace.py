@@ -53,8 +53,7 @@ class Trace:
 
     Attributes:
         processor_time: times are the processor time of the thread, not the system's clock: for virtual ranks,
-        so
-            that other load of the machine does not count as their work.
+            so that other load of the machine does not count as their work.
     """
 
     spans: list[Span] = field(default_factory=list)
