@@ -407,7 +407,7 @@ class VirtualRanks:
         trace = None
         if self.measure or self.keep_trace:
             # Processor time excludes what other processes took; with several threads it would count each.
-            trace = Trace(ring_rank, processor_time=torch.get_num_threads() == 1)
+            trace = Trace(processor_time=torch.get_num_threads() == 1)
         shard = partial(read_shard, self.source, self.plan.layout, ring_rank=ring_rank)
         plan = self.plan.rank(ring_rank)  # made outside of the measured block; it holds no tensor
         ring = RingPass(
