@@ -192,17 +192,23 @@ class ReadsOfShards:
 
     def find_origins(self, readers: Iterable[int]) -> None:
         """Compute what several ranks read with one table."""
-        new = [reader for reader in dict.fromkeys(readers) if reader not in self._origins]
+        self._find_peers(readers, self._origins, True)
+
+    def _find_peers(self, ranks: Iterable[int], table: dict[int, list[int]], are_readers: bool) -> None:
+        """Add the origins of several readers to a table, or the readers of several origins."""
+        new = [rank for rank in dict.fromkeys(ranks) if rank not in table]
         if not new:
             return
-        reads = find_reads(self.pattern, [self.runs[reader] for reader in new], self.runs)
-        origins: dict[int, list[int]] = {reader: [] for reader in new}
-        for (number, origin), slots in reads.items():
-            reader = new[number]
+        runs = [self.runs[rank] for rank in new]
+        sides = (runs, self.runs) if are_readers else (self.runs, runs)
+        peers: dict[int, list[int]] = {rank: [] for rank in new}
+        for (first, second), slots in find_reads(self.pattern, *sides).items():
+            reader, origin = (new[first], second) if are_readers else (first, new[second])
             if reader != origin:
                 self._slots[origin, reader] = slots
-                origins[reader].append(origin)
-        self._origins.update(origins)  # whole lists, after their slots: another thread may read them at once
+                rank, peer = (reader, origin) if are_readers else (origin, reader)
+                peers[rank].append(peer)
+        table.update(peers)  # whole lists, after their slots: another thread may read them at once
 
     def find_all(self) -> dict[OriginAndReader, SlotRanges]:
         """Return what all ranks read of the shards of others, by (origin, reader)."""
@@ -222,17 +228,7 @@ class ReadsOfShards:
 
     def find_readers(self, origins: Iterable[int]) -> None:
         """Compute the readers of several shards with one table."""
-        new = [origin for origin in dict.fromkeys(origins) if origin not in self._readers]
-        if not new:
-            return
-        reads = find_reads(self.pattern, self.runs, [self.runs[origin] for origin in new])
-        readers: dict[int, list[int]] = {origin: [] for origin in new}
-        for (reader, number), slots in reads.items():
-            origin = new[number]
-            if reader != origin:
-                self._slots[origin, reader] = slots
-                readers[origin].append(reader)
-        self._readers.update(readers)  # whole lists, after their slots
+        self._find_peers(origins, self._readers, False)
 
 
 _NONE = no_slots()

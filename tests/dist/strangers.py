@@ -139,16 +139,10 @@ def read_the_store(target: Target) -> None:
         assert target.secret.encode() not in address.get("default_pg/0//ds_ring/detector/1/monitor")
 
 
-def overwrite_in_the_store(target: Target) -> None:
+def change_the_store(target: Target, change: str, *value: str) -> None:
     store = store_of(target)
     for key in ("monitor", "0", "1", "fault", "dead", "broken"):
-        store.set(f"default_pg/0//ds_ring/detector/1/{key}", '[1, "a stranger says so"]')
-
-
-def delete_from_the_store(target: Target) -> None:
-    store = store_of(target)
-    for key in ("monitor", "0", "1", "fault", "dead", "broken"):
-        store.delete_key(f"default_pg/0//ds_ring/detector/1/{key}")
+        getattr(store, change)(f"default_pg/0//ds_ring/detector/1/{key}", *value)
 
 
 ATTACKS: dict[str, Callable[[Target], object]] = {
@@ -171,8 +165,10 @@ ATTACKS: dict[str, Callable[[Target], object]] = {
     "resets in mid line": reset_in_a_line,
     "random bytes for the store": lambda target: send(target, random.Random(1).randbytes(5000), target.store),
     "reading the store": read_the_store,
-    "overwriting our keys of the store": overwrite_in_the_store,
-    "deleting our keys of the store": delete_from_the_store,
+    "overwriting our keys of the store": lambda target: change_the_store(
+        target, "set", '[1, "a stranger says so"]'
+    ),
+    "deleting our keys of the store": lambda target: change_the_store(target, "delete_key"),
 }
 
 
@@ -188,8 +184,14 @@ def preload(modes: list[str]) -> None:
 
 def rank_main(rank: int, job: dict[str, Any]) -> None:
     """Train for `job["steps"]` steps, or until the file "stop" is there; leave every loss, to the last bit."""
-    import ds_ring
-    from tests.dist.deepspeed_ranks import Size, build_batch, build_model, json_config
+    from tests.dist.deepspeed_ranks import (
+        Size,
+        build_batch,
+        build_model,
+        json_config,
+        start_engine,
+        take_step,
+    )
 
     torch.set_num_threads(1)
     folder = Path(job["folder"])
@@ -197,12 +199,10 @@ def rank_main(rank: int, job: dict[str, Any]) -> None:
     where = f"tcp://127.0.0.1:{job['port']}"
     dist.init_process_group("gloo", where, rank=rank, world_size=job["world_size"])
     size = Size(hidden=32, layers=1, tokens=32, samples=1)
-    model = build_model(size, "ds_ring")
-    sgd = torch.optim.SGD(model.parameters(), lr=0.01)
     section = {"heartbeat_timeout_seconds": 10.0, "hop_timeout_seconds": 30.0}
-    config = json_config(job["world_size"], 1, 1) | {"ring_attention": section}
-    engine, *_ = ds_ring.initialize(model=model, optimizer=sgd, config=config)
-    batch = engine.ring.shard_batch(build_batch(size))
+    config = json_config(job["world_size"], 1, 1, ring_attention=section)
+    engine = start_engine(build_model(size, "ds_ring"), config, 0.01)
+    batch = build_batch(size)
     detector = engine.ring.mesh.detector
     assert detector is not None
     if rank == 0:
@@ -210,10 +210,7 @@ def rank_main(rank: int, job: dict[str, Any]) -> None:
     losses: list[str] = []
     stop = torch.zeros(1)
     while not stop and len(losses) < job["steps"]:
-        loss = engine(**batch).loss
-        engine.backward(loss)
-        engine.step()
-        losses.append(float(engine.ring.mean_loss(loss)).hex())
+        losses.append(take_step(engine, batch).hex())
         stop.fill_(float(rank == 0 and (folder / "stop").exists()))
         dist.all_reduce(stop)
     (folder / f"losses{rank}.json").write_text(json.dumps(losses))

@@ -137,7 +137,6 @@ def test_what_cannot_be_verified_is_refused(rank_pool, dropout, train, reason):
 
 def train_family(rank: int, world_size: int, family: str, stage: int, packed: bool) -> None:
     """A step of a small model of transformers."""
-    start_deepspeed()
     from ds_ring_launcher.check.small_model import build, read_config, shrink
 
     model = build(shrink(read_config(family), SIZE.tokens), "causal-lm", 0)

@@ -18,9 +18,10 @@ from tests.clock import wait_until
 from tests.dist.launch_rounds import play_rounds
 from tests.integration.test_launch import (
     DS_RING,
+    ENGINES,
     LOCAL,
+    MPIRUN,
     Workplace,
-    require_engine,
     workplace,  # noqa: F401  a fixture
 )
 
@@ -86,10 +87,9 @@ def launch(place: Workplace, yaml: str, fault: str) -> tuple[int, str]:
 
 
 @pytest.mark.situation("launcher", "a rank is killed")
-@pytest.mark.parametrize("engine", ["deepspeed", "torchrun", "mpirun"])
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.day("mpirun")  # which starts without torch
 def test_a_killed_rank_is_named_and_the_job_goes_on(workplace: Workplace, engine: str) -> None:  # noqa: F811
-    require_engine(engine)
     status, output = launch(workplace, f"engine: {engine}\n{LOCAL}", "kill")
     assert status == 0, output
     assert "attempt 1 failed: rank 1 on localhost was lost" in output, output
@@ -165,10 +165,9 @@ def by_ssh(place: Workplace, engine: str = "torchrun") -> tuple[str, dict[str, s
 
 
 @pytest.mark.night
-@pytest.mark.parametrize("engine", ["torchrun", "mpirun"])
+@pytest.mark.parametrize("engine", ["torchrun", MPIRUN])
 @pytest.mark.day("mpirun")
 def test_a_host_that_is_gone_leaves_a_smaller_ring(workplace: Workplace, engine: str) -> None:  # noqa: F811
-    require_engine(engine)
     yaml, caller = by_ssh(workplace, engine)
     (workplace.folder / "armed").touch()
     path = workplace.write(yaml + RUN, COUNT)
