@@ -24,6 +24,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import shutil
+import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -208,6 +209,7 @@ class RankPool:
 
     def close(self) -> None:
         """Let idle ranks end by themselves, kill what does not, wait for all, remove the folder."""
+        self._signal(signal.SIGCONT)
         for pipe in self._pipes:
             _send(pipe, b"")
         deadline = time.monotonic() + _END_SECONDS
@@ -235,6 +237,7 @@ class RankPool:
             if not self._processes:
                 self._start()
             started = time.monotonic()
+            self._signal(signal.SIGCONT)
             for pipe in self._pipes:
                 _send(pipe, request)
             outcomes = self._gather(started, started + timeout_s, grace_s, silent)
@@ -243,7 +246,14 @@ class RankPool:
             raise
         if any(outcome.status != "returned" for outcome in outcomes):
             self._kill()
+        else:
+            self._signal(signal.SIGSTOP)
         return outcomes
+
+    def _signal(self, number: int) -> None:
+        """Stop the ranks between calls: gloo's threads wake a hundred times a second (5 % of the suite)."""
+        for pid in self.pids:
+            os.kill(pid, number)
 
     def _gather(
         self, started: float, deadline: float, grace_s: float, silent: Sequence[int]
