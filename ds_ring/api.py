@@ -70,7 +70,7 @@ def ring_attention(
         RingConfigError, RingShapeError: unknown names, or tensors that do not fit each other or the layout.
         RingMismatchError: ranks that call with different shapes, dtypes or settings; nothing was sent.
         RingPeerError: another rank failed or was too late.
-        RingFiniteError: with `check_finite`, on the rank that has such values.
+        RingFiniteError: with `check_finite`, on the rank whose tensors have NaN or Inf.
     """
     request = AskedContext(pattern, layout, mesh, scale, kernel, options, score_mod)
     if torch.compiler.is_compiling():

@@ -138,9 +138,11 @@ class Accumulator:
     | accumulators (`_made`) | parts | when |
     |---|---|---|
     | none | wait in a list | `waits`, before the first merge |
-    | tensors of their own | wait if they can | `waits`, from then on |
+    | tensors of their own | wait in a list | `waits`, after the first merge |
     | tensors of their own | are merged or added at once | not `waits`, results of another dtype |
-    | the results | are merged or added at once | not `waits`, results of their dtype |
+    | the results | are merged or added at once | not `waits`, results of the accumulators' dtype |
+
+    With `waits`, a part of strided rows or of some heads does not wait: it is merged or added at once.
 
     Args:
         results: allocates and returns the result tensors [B, H, S, ...], without lse. Only its first
@@ -193,7 +195,7 @@ class Accumulator:
         return self._made
 
     def make_room(self) -> None:
-        """Merge the parts that wait if there are as many as may wait until the next hop."""
+        """Merge the waiting parts if `MAX_WAITING` wait, or `MAX_WAITING_WITH_SUM` beside an accumulator."""
         if len(self.waiting) >= (MAX_WAITING if self._made is None else MAX_WAITING_WITH_SUM):
             self._write(self._get_accumulators())
 

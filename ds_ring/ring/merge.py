@@ -136,5 +136,5 @@ def _load_cuda_merge() -> Callable[[Tensor, Tensor | None, Sequence[Part]], None
 
 
 def get_accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return what results are accumulated in: float64 stays, everything else is float32."""
+    """Return the dtype in which results are accumulated: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32

@@ -199,7 +199,9 @@ class ExchangeBatch(NamedTuple):
     """One batch of a pass; [Note: batches]."""
 
     number: int
-    hop: int  # the hop whose keys the youngest chunk receives in this batch
+    # the hop (or stage) whose keys the youngest chunk receives in this batch, one more than the hop that it
+    # computes. After the last hop this is a mere number: no keys arrive ([Note: a part for the end])
+    hop: int
     rounds: list[tuple[int, Round]]  # the index of every active chunk, and its steps
 
 
@@ -227,7 +229,7 @@ class Schedule:
                 for index, (at, end) in enumerate(zip(starts, ends, strict=True))
                 if at <= number < end
             ]
-            # In its batch b, a chunk receives the keys of hop b + 1.
+            # In its batch b, a chunk receives the keys of hop b + 1, if there is such a hop.
             youngest = max(at for at in starts if at <= number)
             batches.append(ExchangeBatch(number, number - youngest + 1, rounds))
         return tuple(batches)

@@ -337,9 +337,12 @@ def longest_that(holds: Callable[[int], bool], falls: Iterable[int], most: int, 
     end = most // unit * unit + unit  # does not hold
     for start in sorted({unit, *(tokens for tokens in starts if unit < tokens < end)}, reverse=True):
         if holds(start):
-            low, high = start, min(2 * start, end)
-            while high < end and holds(high):
-                low, high = high, min(2 * high, end)
+            # How often `start` can be doubled, by halving the doublings that are possible.
+            doublings, too_many = 0, (-(-end // start) - 1).bit_length()
+            while too_many - doublings > 1:
+                tried = (doublings + too_many) // 2
+                doublings, too_many = (tried, too_many) if holds(start << tried) else (doublings, tried)
+            low, high = start << doublings, min(start << too_many, end)
             while high - low > max(low // fine, unit):
                 middle = (low + high) // 2 // unit * unit
                 low, high = (middle, high) if holds(middle) else (low, middle)

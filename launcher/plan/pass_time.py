@@ -171,7 +171,7 @@ class PassCost:
     compute_s: float  # of these, both together, seconds in the kernel
     hops: int  # batches of all head chunks, forward and backward
     exposed_hops: int  # of these, where the transfer takes longer than the arithmetic that should hide it
-    late_hops: int  # of these, up to the last hop; the others wait for gradients when all hops are computed
+    late_hops: int  # of these, up to the last hop; the others are in the batches in which gradients return
     forward_exposed_s: float  # of exposed_s, in the forward pass
     longest_hop_s: float  # of a batch
 
@@ -210,7 +210,7 @@ def bytes_sent(parts: list[CostPart], shape: PassShape) -> tuple[int, int]:
     """Return the bytes that one rank sends, forward and backward.
 
     K and V of every token that the plan sends travel once forward and once backward. In the backward pass dK
-    and dV of each received token return, in float32 or in `gradient_payload`.
+    and dV of each received token return, in the dtype of their payload (`PassShape.slot_bytes`).
     """
     classes = [part.head_class for part in parts for _ in range(part.times)]
     return _sent(shape.schedule(classes, False), shape), _sent(shape.schedule(classes, True), shape)

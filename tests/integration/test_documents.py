@@ -590,7 +590,6 @@ NOT_MEASURED: dict[tuple[str, str], str] = {
     ("configs/README.md", "- Batches are divided"): "a threshold of the code",
     ("tools/README.md", "| LongNet, 8 ranks"): "counted in a plan, the same everywhere; the row has the call",
     ("ds_ring/NOTES.md", "| the cost of a layout"): "a threshold of the code",
-    ("ds_ring/NOTES.md", "| head chunks"): "a default",
     ("ds_ring/NOTES.md", "| how large tables are"): "a bound of the code",
 }  # fmt: skip
 

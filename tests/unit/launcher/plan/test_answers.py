@@ -17,7 +17,7 @@ from ds_ring_launcher import cli
 from ds_ring_launcher.commands.parsers import read_tokens
 from ds_ring_launcher.plan import known_models
 from ds_ring_launcher.plan.advice import _warn_about_limits, _warn_about_timeouts, advise, get_longest_work
-from ds_ring_launcher.plan.compare import compare
+from ds_ring_launcher.plan.compare import _sent_by_torch, _torch_waiting, compare
 from ds_ring_launcher.plan.estimate import estimate
 from ds_ring_launcher.plan.hardware import read_hardware
 from ds_ring_launcher.plan.model_file import ModelShape, _from_transformers
@@ -110,8 +110,8 @@ def test_a_plan_that_fits_is_no_longer_than_the_longest_sequence() -> None:
 
 
 def test_a_search_goes_on_behind_a_length_that_does_not_hold() -> None:
-    holds = lambda tokens: tokens < 50 or 100 <= tokens < 3000  # noqa: E731
-    assert 2900 < longest_that(holds, [100], 1 << 20, 1, 256) < 3000
+    holds = lambda tokens: tokens < 50 or 100 <= tokens < 120  # noqa: E731
+    assert longest_that(holds, [100], 1 << 20, 1, 256) == 119
     assert 45 < longest_that(holds, [], 1 << 20, 1, 256) < 50  # what a seeded search without falls says
     assert longest_that(lambda tokens: False, [100], 1 << 20, 1, 256) == 0
     assert longest_that(lambda tokens: True, [100, 1 << 30], 1 << 10, 8, 256) == 1 << 10
@@ -159,6 +159,14 @@ def test_the_start_of_a_divided_model_is_never_the_peak(stage: int) -> None:
     assert "deepspeed.zero.Init" in warnings and "131.4 GiB" in warnings
     small = _warn_about_limits(estimate(make_setting("qwen3-0.6b", "h100")))
     assert not any("zero.Init" in warning for warning in small)
+    wide = on_devices(make_setting("llama-3-8b", "h100", "checkpoints"), 64)
+    assert any("takes 15.0 GiB" in warning for warning in _warn_about_limits(estimate(wide)))
+
+
+def test_torch_gathers_over_the_links_of_all_devices() -> None:
+    """Between nodes, where a ring in each would stay inside one."""
+    setting = replace(on_devices(make_setting("llama-3-8b", "h100"), 64), ring_size=8)
+    assert _torch_waiting(setting) == _sent_by_torch(setting) / setting.hardware.inter_node_bytes_per_s
 
 
 def test_methods_are_compared_with_the_same_options_first() -> None:
