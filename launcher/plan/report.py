@@ -8,7 +8,6 @@ from typing import Any
 
 from rich.table import Table
 
-from ds_ring.config.json_text import Json
 from ds_ring.schedule.choose import describe_mix
 
 from ..tables import console as make_console
@@ -27,7 +26,7 @@ BAR, BAR_WIDTH = "\u2588", 16  # the memory that a plan may take, in a table
 
 
 def as_json(
-    planned: Estimate, advice: Advice, config: Json, rows: Sequence[ComparisonRow] = (),
+    planned: Estimate, advice: Advice, config: dict[str, Any], rows: Sequence[ComparisonRow] = (),
     counts: Sequence[Estimate] = (),
 ) -> str:  # fmt: skip
     """Return one object; sizes in bytes, times in seconds. `config` is the DeepSpeed JSON of --config."""
@@ -164,7 +163,7 @@ def _usable_node_bytes(planned: Estimate) -> int | None:
 
 
 def print_report(
-    planned: Estimate, advice: Advice, config: Json, rows: Sequence[ComparisonRow] = (),
+    planned: Estimate, advice: Advice, config: dict[str, Any], rows: Sequence[ComparisonRow] = (),
     counts: Sequence[Estimate] = (),
 ) -> None:  # fmt: skip
     """Print the tables, then the warnings, on stdout."""
@@ -363,8 +362,10 @@ def _devices_table(plans: Sequence[Estimate]) -> Table:
 def _compared_table(rows: Sequence[ComparisonRow]) -> Table:
     """Build the table of other methods; `launcher/plan/compare.py` has the sources of their formulas."""
     label, unit = get_unit(max(row.peak_bytes for row in rows))
-    sizes = (f"{label} a device", f"{label} of a node's host", f"{label} sent by a device")
-    columns = (*sizes, "seconds", "tokens/s a device", "longest tokens")
+    columns = (
+        *(f"{label} a device", f"{label} of a node's host", f"{label} sent by a device"),
+        *("seconds", "tokens/s a device", "longest tokens"),
+    )
     how = "its options for the longest" if rows[0].best_options else "these options, others as listed"
     table = Table("method", "ranks", *columns, title=f"ways to split a sequence, computed: {how}")
     for column in table.columns[1:]:
