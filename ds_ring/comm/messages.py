@@ -171,7 +171,6 @@ class Observer(Protocol):
 
     def on_batch(self, event: BatchEvent) -> None:
         """Take note of an event; the pass waits for the return."""
-        ...
 
 
 class Observers(list[Observer]):

@@ -256,7 +256,6 @@ class Kernel(Protocol):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> Iterator[PartialOut]:
         """Yield partial results that together contain every attended pair exactly once."""
-        ...
 
     def backward(
         self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tiles: Tiles,
@@ -266,15 +265,12 @@ class Kernel(Protocol):
 
         grad_lse, a gradient of the global lse [B, H, S], is subtracted from the row sums of out x grad_out.
         """
-        ...
 
     def select_heads(self, heads: slice) -> Kernel:
         """Return a kernel for some query heads; it may be this one, unless scores depend on the head."""
-        ...
 
     def count_executed_pairs(self, tiles: Tiles, backward: bool = False) -> int:
         """Return the number of (query, key) pairs per head that the kernel multiplies, waste included."""
-        ...
 
 
 class PassHeads(NamedTuple):

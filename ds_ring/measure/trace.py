@@ -52,11 +52,9 @@ class Trace:
 
     Attributes:
         processor_time: times are the processor time of the thread, not the system's clock: for virtual ranks,
-        so
-            that other load of the machine does not count as their work.
+            so that other load of the machine does not count as their work.
     """
 
-    ring_rank: int = 0
     spans: list[Span] = field(default_factory=list)
     processor_time: bool = False
     _open: tuple[BatchEvent, int, Any] | None = field(default=None, init=False, repr=False)
@@ -99,7 +97,7 @@ class Trace:
 @contextmanager
 def tracing(mesh: RingMesh) -> Iterator[Trace]:
     """Record what ring passes on a mesh do inside the block; a few microseconds a hop, nothing outside it."""
-    trace, observers = Trace(mesh.ring_rank), mesh.owners[Observers]
+    trace, observers = Trace(), mesh.owners[Observers]
     observers.append(trace)
     try:
         yield trace

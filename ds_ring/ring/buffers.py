@@ -87,7 +87,6 @@ class HeadSource(Protocol):
 
     def load(self, chunk: HeadChunk) -> Saved:
         """Return q, k, v, out and lse of the next chunk's heads, on the device."""
-        ...
 
 
 def select_chunk(saved: Saved, chunk: HeadChunk) -> Saved:

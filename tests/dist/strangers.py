@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from ds_ring.data.config_agreement import SECRET_VARIABLE
 from ds_ring.health.failure_detector.handshake import HandshakeError, RankHandshake, authenticate
+from tests.dist.faults import preload as preload_faults
 
 HELLO = b"ds_ring/1 hello 1 " + b"0" * 32 + b"\n"
 TLS_HELLO = bytes.fromhex("16030100c8010000c40303") + bytes(range(200))
@@ -174,12 +175,7 @@ ATTACKS: dict[str, Callable[[Target], object]] = {
 
 def preload(modes: list[str]) -> None:
     """Imports that every rank shares."""
-    import deepspeed
-    import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401  seconds, else within initialize
-    import transformers.models.llama.modeling_llama  # noqa: F401
-
-    import ds_ring.models.attention
-    import ds_ring.start  # noqa: F401
+    preload_faults(["deepspeed"])
 
 
 def rank_main(rank: int, job: dict[str, Any]) -> None:

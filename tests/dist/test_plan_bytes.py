@@ -36,7 +36,7 @@ from ds_ring_launcher.check.small_model import SAMPLES, build, make_batch, read_
 from ds_ring_launcher.plan import other_layers
 from ds_ring_launcher.plan.advice import latents_on_the_wire
 from ds_ring_launcher.plan.estimate import estimate
-from ds_ring_launcher.plan.inputs import make_setting
+from ds_ring_launcher.plan.inputs import make_request
 from ds_ring_launcher.plan.layer_passes import build_plans, choose_parts, pass_shape, plan_layout
 from ds_ring_launcher.plan.model_file import _OPTIONS, read_model, text_part
 from ds_ring_launcher.plan.other_layers import (
@@ -214,7 +214,7 @@ def setting(config: Any, size: int, layout: str) -> TrainingSetting:
         "hf_config": as_json(config), "tokens": TOKENS, "devices": size,
         "batch": SAMPLES, "dtype": "float32", "hardware": "cpu", "layout": layout,
     }  # fmt: skip
-    asked = make_setting(Namespace(**given), lambda _: None)
+    asked = make_request(Namespace(**given), lambda _: None).setting
     return replace(asked, ring_ranks_per_node=0)  # all ranks are in one node here
 
 
@@ -271,7 +271,6 @@ def test_latents_send_what_the_advice_says(rank_pool: Pool) -> None:
     config = configuration("deepseek_v3", {})
     asked = setting(config, 2, "zigzag")
     advice = latents_on_the_wire(estimate(asked))
-    assert advice is not None
     for latents, want in ((True, advice.latent_bytes), (False, advice.expanded_bytes)):
         found = rank_pool(2).run(trained, "deepseek_v3", {}, "zigzag", latents)
         assert config.num_hidden_layers * want in found  # of the rank that takes longest

@@ -328,11 +328,11 @@ exec env -i "${kept[@]}" bash -c "$*"
 """
 
 
-def by_ssh(workplace: Workplace, engine: str) -> tuple[str, dict[str, str]]:
+def by_ssh(workplace: Workplace, engine: str, ssh: str = FAKE_SSH) -> tuple[str, dict[str, str]]:
     """The part of a YAML that names two hosts, and the environment in which a fake ssh reaches them."""
     programs = workplace.folder / "programs"
     programs.mkdir()
-    (programs / "ssh").write_text(FAKE_SSH)
+    (programs / "ssh").write_text(ssh)
     (programs / "ssh").chmod(stat.S_IRWXU)
     hosts = "hosts: [{name: node-0, slots: 1}, {name: node-1, slots: 1}]\nmaster_address: 127.0.0.1\n"
     return f"engine: {engine}\n{hosts}", {"PATH": f"{programs}{os.pathsep}{os.environ['PATH']}"}

@@ -43,7 +43,7 @@ def test_sound_is_exact(rank_pool: Pool, family: str) -> None:
 def test_documents_ulysses_and_zero_3_with_sound_are_exact(
     rank_pool: Pool, ranks: int, requested: dict[str, Any]
 ) -> None:
-    reports = rank_pool(ranks).run(checked, CheckRequest("audioflamingo3", head=HEAD, **GENERATION))[0]
+    reports = rank_pool(ranks).run(checked, CheckRequest("audioflamingo3", head=HEAD, **requested))[0]
     assert [report.result for report in reports] == ["exact"], reports[0].reason
 
 

@@ -60,7 +60,6 @@ CASES: dict[str, Case] = {
 def private_slots_sent(pattern: Pattern, layout: Layout) -> tuple[int, int]:
     """The private and the shared tokens that arrive anywhere, by the plan."""
     table = private_table(((pattern, 1),))
-    assert table is not None
     plan, result = build_plan(pattern, layout), [0, 0]
     for rank in range(layout.ring_size):
         for hop in (hop for item in plan.rank(rank).classes for hop in item.hops if hop.hop):
