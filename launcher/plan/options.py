@@ -258,8 +258,8 @@ def make_deepspeed_json(setting: TrainingSetting, config: Json) -> Json:
     whole: Json = {"train_micro_batch_size_per_gpu": setting.batch}
     if set(config) <= {"ring_attention", "sequence_parallel_size"}:  # sizes of options alone
         replicas = setting.devices // (ring * ulysses)
-        whole = {"train_batch_size": setting.batch * replicas} | whole
-        whole |= {"gradient_accumulation_steps": 1, "optimizer": {"type": "AdamW", "params": {"lr": 2e-5}}}
+        whole = {"train_batch_size": setting.batch * replicas, **whole}
+        whole.update(gradient_accumulation_steps=1, optimizer={"type": "AdamW", "params": {"lr": 2e-5}})
     elif "train_batch_size" in config:
         whole = {}
     precision = {"bfloat16": {"bf16": {"enabled": True}}, "float16": {"fp16": {"enabled": True}}}
