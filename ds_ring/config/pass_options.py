@@ -94,7 +94,7 @@ class PassOptions(Section):
         description="under activation checkpointing: send K/V again, instead of keeping outputs",
     )
     hop_timeout_seconds: Timeout = Field(
-        default=Timeouts().hop, description="how late a rank may come to a hop, or inside the engine"
+        default=Timeouts().hop, description="how late ranks may come to a hop, or inside the engine"
     )
     first_pass_timeout_seconds: Timeout = Field(
         default=600.0, description="the same in a GPU's first pass of a shape, which compiles"

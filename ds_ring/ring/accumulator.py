@@ -114,7 +114,7 @@ def _cut(slots: int, missing: _Pieces, parts: tuple[Rows, ...]) -> list[tuple[in
 
 # [Note: parts that wait]
 # Merging a part in a 16-bit dtype into a float32 accumulator moves 10 bytes an element (4 and 2 are read, 4
-# written), and a causal zigzag pass of 8 ranks has 8 parts. The kernels "flash" and "flex" return few parts,
+# written). A causal zigzag pass of 8 ranks has 8 parts. The kernels "flash" and "flex" return few parts,
 # in new tensors (`Kernel.few_parts`). So a part waits in a list (`Accumulator.waiting`) until one Triton
 # kernel (`cuda/merge.py`) merges several parts, and reads and writes the accumulator once for all of them.
 # The last merge writes the rounded result, so a pass of at most `MAX_WAITING` parts needs no accumulator.

@@ -140,8 +140,8 @@ class RingPass:
         overlap: if False, the pass waits for each hop's messages before it computes (for comparison).
         chunk_bytes: minimum size of K and of V of a head chunk, the heads that go around the ring together.
         buffers: pool of memory for payloads.
-        on_gradients_final: called with the K/V heads of a chunk and dK and dV of the own shard, after the
-            gradients of other ranks were added and before they are rounded; None for no call.
+        on_gradients_final: called with the K/V heads of a chunk and dK and dV of the own shard; None for no
+            call. The gradients of other ranks are in these sums, and they are not rounded yet.
         observer: is called at the start and the end of a pass, and before the sends, the computation and the
             wait of each batch; None for no calls.
         load_heads: makes the object that copies q, k, v, out and lse of each head chunk from the host to
@@ -325,10 +325,10 @@ class RingPass:
 
     # [Note: the header while the first hop computes]
     # Usually the messages of a batch are posted before its kernels are launched. If `finish_header_check` is
-    # given (on a GPU, with overlap), the kernels of the first batch are launched first, so that ranks compare
-    # their headers while hop 0 computes. The payloads must not wait for those kernels. So an event is
-    # recorded before the kernels are launched, once all buffers are allocated and packed. The messages wait
-    # for that event only (`streams.py`).
+    # given (on a GPU, with overlap), the first batch launches its kernels first, and ranks compare headers
+    # while hop 0 computes. The payloads must not wait for those kernels. So an event is recorded before the
+    # kernels are launched, once all buffers are allocated and packed. The messages wait for that event only
+    # (`streams.py`).
     def _post_behind(
         self, mark: Any, route: Any, sent: list[Tensor], received: list[Tensor], hop: int
     ) -> InFlight | None:

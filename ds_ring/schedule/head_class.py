@@ -7,15 +7,15 @@ that the rank before the reader holds as well.
 
 [Note: relays and direct sends]
 In a ring of P ranks and a direction of sign d, rank (o + d * s) mod P computes at hop s with the shard of
-rank o. It receives exactly the tokens that it reads, each once. Some of these tokens are also read by the
-rank before it on the shard's way. That rank sends them on (a relay). The origin sends the others (a direct
-send, which never waits for another message). So the traffic is minimal. Passing everything from neighbour to
-neighbour would send up to 16 % more for LongNet on zigzag shards, and 45 % more for a window on shards of
-many short runs. Direct sends do not occur for contiguous shards with dense, windowed and dilated patterns,
-nor for zigzag shards with a dense causal pattern. They are 2 to 9 % of the tokens for LongNet on zigzag
-shards, and up to 30 % for a window on short runs. If only neighbours on the ring are linked, a direct send
-crosses one link for each hop of its way. All tokens of a pass together then cross as many links for LongNet
-as if each were passed on from neighbour to neighbour, and up to 40 % more for windows on short runs. Both
+rank o. It receives exactly the tokens that it reads, each once. The rank before it on the shard's way holds
+some of these tokens, too, and sends them on (a relay). The origin sends the others (a direct send, which
+never waits for another message). So the traffic is minimal. To pass everything from neighbour to neighbour
+would send up to 16 % more for LongNet on zigzag shards. For a window on shards of many short runs it would
+send 45 % more. Direct sends do not occur for contiguous shards with dense, windowed and dilated patterns, nor
+for zigzag shards with a dense causal pattern. They are 2 to 9 % of the tokens for LongNet on zigzag shards,
+and up to 30 % for a window on short runs. If only neighbours on the ring are linked, a direct send crosses
+one link for each hop of its way. Compare all tokens of a pass with a pass in which each token goes from
+neighbour to neighbour. For LongNet they cross as many links, for windows on short runs up to 40 % more. Both
 directions send the same bytes; we choose by the number of links that tokens cross (`directions.py`).
 
 [Note: where gradients are added]

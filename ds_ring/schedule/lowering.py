@@ -26,12 +26,12 @@ on all ranks. So all ranks start a chunk in the same batch, and the messages bet
 order on both.
 
 [Note: a part for the end]
-After the last hop at which a rank computes in a backward pass, gradients still return to their owners, in one
-batch or, from other nodes, in several. So in these batches a chunk computes the queries of the first half of
-the own shard (on causal zigzag shards one triangle), and only the others in the first batch. A half of fewer
-than `LEAST_KEPT` queries stays in the first batch. TransformerEngine computes its diagonal last for the same
-reason. All chunks have this order, so the number of chunks changes no bit of the result. Each part has all
-keys of its queries, so a kernel can apply the pattern (`Tiles.rule`) to the part.
+After the last hop at which a rank computes in a backward pass, gradients still return to their owners. This
+takes one batch, from other nodes several. In these batches a chunk computes the queries of the first half of
+the own shard; on causal zigzag shards this is one triangle. Only the other queries are computed in the first
+batch. A half of fewer than `LEAST_KEPT` queries stays in the first batch. TransformerEngine computes its
+diagonal last for the same reason. All chunks have this order, so the number of chunks changes no bit of the
+result. Each part has all keys of its queries, so a kernel can apply the pattern (`Tiles.rule`) to the part.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def chunk_bytes_on(device_type: str, ring_size: int) -> int:
     """Return the least bytes of K, or of V, for which a head chunk of its own pays.
 
     On the CPU this is 1 MiB for two ranks. For more ranks it shrinks in proportion to the ring size, down to
-    128 KiB, so that for one sequence the message buffers shrink with the ring as the shards do.
+    128 KiB. So for one sequence the message buffers shrink with the ring as the shards do.
     """
     if device_type != "cpu":
         return CHUNK_BYTES_GPU

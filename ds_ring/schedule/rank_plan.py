@@ -28,9 +28,9 @@ stage are one table over its buffer, so a stage is one kernel call for each head
 the own shard may take several: [Note: a part for the end] in `lowering.py`.) The number of tokens sent is
 that of a ring, but most messages go to ranks that are not neighbours. So stages are for ranks that all have a
 link to each other, as inside a node. The gradients that return are of one rank each. With a float32 payload
-they are in the inputs' dtype if that has 16 bits and the kernel is "flash" or "flex", else in that of the
-accumulators. Memory grows with the largest two stages, and `choose_stage_sizes` in `directions.py` bounds
-them. In MagiAttention (SandAI 2025) overlap stages are similar; the choice of sizes and the merge are ours.
+they have the accumulators' dtype, or that of 16-bit inputs if the kernel is "flash" or "flex". Memory grows
+with the largest two stages, and `choose_stage_sizes` in `directions.py` bounds them. In MagiAttention (SandAI
+2025) overlap stages are similar; the choice of sizes and the merge are ours.
 """
 
 from __future__ import annotations

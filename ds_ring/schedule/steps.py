@@ -5,11 +5,11 @@ without hops (`PassRow.no_hops`) and passes of replicated queries have none: no 
 
 [Note: batches]
 A pass is a sequence of batches. In each batch a rank (1) accumulates what the messages of the previous batch
-brought and frees the buffers that are no longer used, (2) posts all its sends and receives together,
-(3) computes while they are in flight, (4) waits until all of them have completed. So a tensor received in
-batch b may be read from batch b + 1 on, and a tensor sent in batch b may be written or freed from batch b + 1
-on. Heads are independent. They go around the ring in head chunks, each with its own buffers. The next chunk
-starts before this one has ended.
+brought and frees the buffers that are no longer used, (2) posts all its sends and receives together, (3)
+computes while they are in flight, (4) waits until all of them have completed. So from batch b + 1 on, a
+tensor received in batch b may be read, and a tensor sent in batch b may be written or freed. Heads are
+independent. They go around the ring in head chunks, each with its own buffers. The next chunk starts before
+this one has ended.
 """
 
 from __future__ import annotations

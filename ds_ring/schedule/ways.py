@@ -3,9 +3,9 @@
 [Note: one hop behind]
 In the backward pass keys and values travel as in the forward pass, and float32 accumulators of dK and dV
 follow them one hop later. This rank's contribution to a shard's gradients at hop s is known only after hop s
-is computed, so it is sent in the batch posted before hop s + 1. The sum of the ranks before it arrives while
-hop s is computed. Where a sum is not passed on ([Note: where gradients are added] in `head_class.py`), it
-returns to the owner directly. No hop's K/V is ever saved. (Keys for the next node are kept for R batches:
+is computed. So it is sent in the batch of hop s + 1. The sum of the earlier ranks arrives while hop s is
+computed. Where a sum is not passed on ([Note: where gradients are added] in `head_class.py`), it returns to
+the owner directly. No hop's K/V is ever saved. (Keys for the next node are kept for R batches:
 [Note: two levels] in `rank_plan.py`.)
 """
 

@@ -197,20 +197,21 @@ def _as_others(setting: TrainingSetting) -> TrainingSetting:
 
 def _apply_alst(setting: TrainingSetting) -> TrainingSetting:
     zero, model = setting.zero, setting.model
-    changed = replace(
-        setting,
-        checkpointing=True,
-        loss_tokens=max(GIB // (FLOAT * model.vocab), 1),
-        mlp_tokens=model.hidden,
-        offload_checkpoints=True,
-        zero=replace(
-            zero,
-            stage=3,
-            offload_optimizer=True,
-            offload_parameters=zero.offload_parameters or zero.world == 1,
-        ),
+    return _as_others(
+        replace(
+            setting,
+            checkpointing=True,
+            loss_tokens=max(GIB // (FLOAT * model.vocab), 1),
+            mlp_tokens=model.hidden,
+            offload_checkpoints=True,
+            zero=replace(
+                zero,
+                stage=3,
+                offload_optimizer=True,
+                offload_parameters=zero.offload_parameters or zero.world == 1,
+            ),
+        )
     )
-    return _as_others(changed)
 
 
 def _apply_trl(setting: TrainingSetting) -> TrainingSetting:

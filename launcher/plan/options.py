@@ -264,7 +264,7 @@ def make_deepspeed_json(setting: TrainingSetting, config: Json) -> Json:
         whole = {}
     precision = {"bfloat16": {"bf16": {"enabled": True}}, "float16": {"fp16": {"enabled": True}}}
     sizes = {"ring_size": ring} | ({"ulysses_size": ulysses} if ulysses > 1 else {})
-    chosen = {
+    chosen: Json = {
         "zero_optimization": {"stage": setting.zero.stage},
         "sequence_parallel_size": ring * ulysses,
         "ring_attention": sizes,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from rich.table import Table
@@ -26,7 +26,7 @@ BAR, BAR_WIDTH = "\u2588", 16  # the memory that a plan may take, in a table
 
 
 def as_json(
-    planned: Estimate, advice: Advice, config: Mapping[str, Any], rows: Sequence[ComparisonRow] = (),
+    planned: Estimate, advice: Advice, config: dict[str, Any], rows: Sequence[ComparisonRow] = (),
     counts: Sequence[Estimate] = (),
 ) -> str:  # fmt: skip
     """Return one object; sizes in bytes, times in seconds. `config` is the DeepSpeed JSON of --config."""
@@ -163,7 +163,7 @@ def _usable_node_bytes(planned: Estimate) -> int | None:
 
 
 def print_report(
-    planned: Estimate, advice: Advice, config: Mapping[str, Any], rows: Sequence[ComparisonRow] = (),
+    planned: Estimate, advice: Advice, config: dict[str, Any], rows: Sequence[ComparisonRow] = (),
     counts: Sequence[Estimate] = (),
 ) -> None:  # fmt: skip
     """Print the tables, then the warnings, on stdout."""
@@ -362,8 +362,10 @@ def _devices_table(plans: Sequence[Estimate]) -> Table:
 def _compared_table(rows: Sequence[ComparisonRow]) -> Table:
     """Build the table of other methods; `launcher/plan/compare.py` has the sources of their formulas."""
     label, unit = get_unit(max(row.peak_bytes for row in rows))
-    columns = (f"{label} a device", f"{label} of a node's host", f"{label} sent by a device", "seconds")
-    columns += ("tokens/s a device", "longest tokens")
+    columns = (
+        *(f"{label} a device", f"{label} of a node's host", f"{label} sent by a device"),
+        *("seconds", "tokens/s a device", "longest tokens"),
+    )
     how = "its options for the longest" if rows[0].best_options else "these options, others as listed"
     table = Table("method", "ranks", *columns, title=f"ways to split a sequence, computed: {how}")
     for column in table.columns[1:]:

@@ -23,6 +23,7 @@ OUTSIDE_THE_RING = (
 OF_THE_DAY = (
     Round("stop in a small hop", "attention", 0), Round("swapped order", "attention", 0),
     Round("kill before it connects", "attention", 0), Round("kill in a collective of the script", "outside", 0),
+    Round("kill in mid 64 MB", "attention", 0),
 )  # fmt: skip
 IN_TRAINING = (
     "kill in mid 64 MB", "stop in a small hop", "exception", "different hop counts", "different config",
@@ -49,8 +50,7 @@ def check(zygote: Zygote, *rounds: Round) -> None:
 
 
 @pytest.mark.alone
-def test_four_jobs_at_once_each_name_their_culprit_in_time(zygote: Zygote) -> None:
-    """The rounds of the day that wait more than they compute."""
+def test_five_jobs_at_once_each_name_their_culprit_in_time(zygote: Zygote) -> None:
     check(zygote, *OF_THE_DAY)
 
 
@@ -66,6 +66,6 @@ ROUNDS = [
 
 @pytest.mark.alone
 @pytest.mark.parametrize("fault", ROUNDS, ids=lambda fault: f"{fault.kind}, {fault.mode}")
-@pytest.mark.day("kill in mid 64 MB, attention")
+@pytest.mark.night
 def test_every_survivor_names_the_culprit_in_time(zygote: Zygote, fault: Round) -> None:
     check(zygote, fault)
