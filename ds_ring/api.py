@@ -35,10 +35,10 @@ def ring_attention(
 ) -> Any:  # fmt: skip
     """Compute exact attention over a sequence that is sharded over the ranks of a ring. Differentiable.
 
-    Ring attention (Liu, Zaharia, Abbeel 2023): K/V shards travel around the ring by point-to-point sends, so
-    that a rank holds its share plus, for each direction, keys of two other shards (up to four if nodes form a
-    ring of their own). In stages (GPUs of one node: `stage_bytes` of the options) it holds two buffers of a
-    few shards each. Rows of padding, and rows without a key, are 0.
+    Ring attention (Liu, Zaharia, Abbeel 2023): K/V shards travel around the ring by point-to-point sends. So
+    a rank holds its share plus, for each direction, keys of two other shards (up to four on two levels). In
+    stages (GPUs of one node: `stage_bytes` of the options) it holds two buffers of a few shards each. Rows of
+    padding, and rows without a key, are 0.
 
     Args:
         q: local queries [B, H, S, D]. S is layout.local_tokens divided by the Ulysses size.
@@ -70,7 +70,7 @@ def ring_attention(
         RingConfigError, RingShapeError: unknown names, or tensors that do not fit each other or the layout.
         RingMismatchError: ranks that call with different shapes, dtypes or settings; nothing was sent.
         RingPeerError: another rank failed or was too late.
-        RingFiniteError: with `check_finite`, on the rank that has such values.
+        RingFiniteError: with `check_finite`, on the rank whose tensors have NaN or Inf.
     """
     request = AskedContext(pattern, layout, mesh, scale, kernel, options, score_mod)
     if torch.compiler.is_compiling():

@@ -231,7 +231,7 @@ def apply(*replacements: Any, session: Any = None, **objects: Any) -> list[Appli
     _note(changes, session)
     record = getattr(session, "changes", None)
     if record is not None:
-        known = {(change.row.target, id(change.owner)) for change in record if change.row.kind == "set"}
+        known = {(change.row.target, id(change.owner)) for change in record}
         record += [
             change
             for change in changes

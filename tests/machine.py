@@ -114,19 +114,20 @@ def lacks_compiler() -> str:
 @contextmanager
 def small_disk(folder: Path, size_bytes: int) -> Iterator[None]:
     """Mount a file system of so many bytes on `folder`; OSError where that is not allowed."""
-    _run("mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "ds_ring_test", str(folder))
+    run("mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "ds_ring_test", str(folder))
     try:
         yield
     finally:
-        _run("umount", "--lazy", str(folder))  # a rank may still have its lock file open
+        run("umount", "--lazy", str(folder))  # a rank may still have its lock file open
 
 
 def make_read_only(folder: Path) -> None:
     """Let nobody, not even root, write on the file system mounted on `folder`."""
-    _run("mount", "-o", "remount,ro", str(folder))
+    run("mount", "-o", "remount,ro", str(folder))
 
 
-def _run(*command: str) -> None:
+def run(*command: str) -> None:
+    """Run a command; OSError with what it said where it fails."""
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise OSError(f"{' '.join(command)}: exit code {done.returncode}, {done.stderr.strip()}")

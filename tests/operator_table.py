@@ -24,7 +24,7 @@ from ds_ring import PassOptions, RingMesh, make_layout
 from ds_ring.layers.distance_bias.attention import DistanceBiasAttention
 from ds_ring.schedule.layout import Layout
 
-B, T, H, G, D, E = 2, 24, 4, 2, 8, 8
+B, T, H, G, D, E = 2, 24, 4, 2, 8, 6
 KEYS = 12  # of another sequence
 IDS = torch.tensor([0] * 5 + [1] * 11 + [2] * 8)  # of the documents
 
@@ -350,7 +350,6 @@ def matrix_scan(place: Place, move: Tensor, x: Tensor) -> Tensor:
             total = of_run[:, t] if total is None else of_run[:, t] @ total
             states.append(state)
             totals.append(total)
-        assert total is not None
         moves.append(total)
         ends.append(state)
         outs.append((torch.stack(states, dim=1), torch.stack(totals, dim=1)))

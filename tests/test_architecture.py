@@ -70,7 +70,6 @@ IMPORTERS = {
     "ops.passes": {"kernels"},  # in annotations
     "comm.collective": {"comm.exchange"},  # compares headers
     "decode.replicated": {"comm.exchange", "kernels", "ring.merge"},
-    "decode.all_reduce": {"comm.exchange", "ring.merge"},
     "decode.replicated_op": {"kernels"},  # whether a pass compiles
     "layers.selection.select": {"kernels"},
     "layers.selection.selected_pass": {"kernels", "ring.merge"},

@@ -8,6 +8,7 @@ optimizer states of ZeRO 1 and 2 into each other, and those of another optimizer
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -222,10 +223,12 @@ def _states_after_a_step(engine: DeepSpeedEngine) -> tuple[str, ...]:
     """Return the states that a new optimizer of the engine's class has after a step, as far as known."""
     inner = _own_optimizer(engine)
     make: Callable[..., Any] = type(inner)
+    defaults = inner.defaults if inner is not None else {}
     # If the class needs more arguments than its defaults, nothing is compared.
     with suppress(Exception), torch.enable_grad():
         parameter = torch.nn.Parameter(torch.zeros(1, dtype=torch.float32, device="cpu"))
-        optimizer = make([parameter], **(inner.defaults if inner is not None else {}))
+        takes = inspect.signature(make).parameters  # AdamW has defaults of Adam's that it does not take
+        optimizer = make([parameter], **{name: x for name, x in defaults.items() if name in takes})
         parameter.sum().backward()
         optimizer.step()
         return _list_states(optimizer)

@@ -526,9 +526,8 @@ def together(act: Callable[[], T]) -> list[T]:
     """
     from ds_ring.comm.groups import gather_objects
 
-    mine: tuple[T | None, str, bool]
     try:
-        mine = (act(), "", False)
+        mine: tuple[T | None, str, bool] = (act(), "", False)
     except (OSError, RingCheckpointError) as error:
         mine = (None, str(error), isinstance(error, RingCheckpointMissingError))
     everyones = gather_objects(mine)

@@ -189,9 +189,8 @@ def exchange_reports(
     Raises:
         RingCheckpointError: a rank could not write its files, or has not reported in time.
     """
-    report: dict[str, Any]
     try:
-        report = {"files": [record.model_dump() for record in make()]}
+        report: dict[str, Any] = {"files": [record.model_dump() for record in make()]}
     except Exception as error:  # such as a full disk
         report = {"fault": f"rank {storage.rank}: {type(error).__name__}: {error}"}
     part = folder / f".{storage.rank}"

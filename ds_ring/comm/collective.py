@@ -74,8 +74,8 @@ class collective:  # noqa: N801 - reads as contextlib's own
             call.agree({"shape": tuple(x.shape)})  # RingMismatchError on every rank if the fields differ
             send_and_compute(call.exchange)  # an error that is raised here is a failure: peers are notified
 
-    Calls within it, of the same thread, are part of it. A block that never agrees sends nothing unless it
-    raises.
+    Calls that the same thread makes inside the block are part of this call. A block that never agrees sends
+    nothing, unless it raises: then it sends the refusal.
 
     Args:
         mesh: the ranks.
@@ -114,7 +114,8 @@ class collective:  # noqa: N801 - reads as contextlib's own
         state, thread = self.mesh.state, threading.get_ident()
         if state.closed or state.refusal or os.getpid() != state.process:
             state.check()
-        # else nested in a call of this thread, which alone writes its own id there
+        # If `state.thread` is this thread, the call is nested in another one. Only a thread itself writes its
+        # id there.
         if state.thread != thread:
             if not state.busy.acquire(blocking=False):
                 state.refuse_thread(self.mesh.detector)
@@ -122,12 +123,13 @@ class collective:  # noqa: N801 - reads as contextlib's own
         return self
 
     def agree(self, fields: Mapping[str, object], patience_s: float = 0.0) -> None:
-        """Check that all ranks of the sequence make the same call. Only headers are sent, if all agree.
+        """Check that all ranks of the sequence make the same call. If they do, only headers are sent.
 
         Args:
             fields: what must be equal on all ranks, by the name that messages use; compared as texts.
-            patience_s: least seconds of the deadline of every wait of the call; the longest of all ranks is
-                set on the mesh ([Note: compile skew] in `cuda/patience.py`). 0: the exchange's own.
+            patience_s: every wait of the call has at least this deadline, in seconds. The mesh gets the
+                greatest value of all ranks ([Note: compile skew] in `cuda/patience.py`). With 0 on all ranks
+                the deadline of the exchange applies.
 
         Raises:
             RingMismatchError: another rank refused its input, or fields differ; names ranks and fields.
@@ -157,9 +159,9 @@ class collective:  # noqa: N801 - reads as contextlib's own
         # Never reduce the patience here: headers of the last call may be in flight, or a rank may compile.
         state.patience_s = max(state.patience_s, patience_s)
         # Headers are compared lexicographically: if the first two integers are the same on all ranks, the
-        # greatest header has the longest patience of all ranks. The fourth integers are compared if both are
-        # set. With equal patience on all ranks, as on CPUs, they are the least and the greatest of all ranks.
-        # Else they are those of two of the ranks, and a difference between other ranks can be missed.
+        # greatest header has the longest patience of all ranks. The fourth integers of the least and of the
+        # greatest header are compared if neither is 0. If all ranks have one patience, as on CPUs, these two
+        # are the extremes of all ranks. If not, a difference between other ranks can be missed.
         header = torch.tensor([0, agreement.digest ^ number, math.ceil(patience_s), value], device="cpu")
         least, greatest = exchange.spread(header).tolist()
         if least[:2] != greatest[:2] or (0 < least[3] != greatest[3] > 0):
@@ -188,8 +190,9 @@ class collective:  # noqa: N801 - reads as contextlib's own
             error.peers_know = True  # type: ignore[attr-defined]
         if self._agreement_began:
             self.exchange.failed(error)
-        # Also what is no RingError, such as an IndexError of the user's function: ranks wait for a header.
-        # (A KeyboardInterrupt ends the process, and the failure detector sees that.)
+        # Refuse for any exception, such as an IndexError of the user's function, not for a RingError alone:
+        # the other ranks wait for a header. (A KeyboardInterrupt ends the process, and the failure detector
+        # sees that.)
         elif isinstance(error, Exception) and not torch.compiler.is_compiling():
             self._refuse(error)
 

@@ -78,7 +78,7 @@ class Exchange:
     Args:
         mesh: the ranks and process groups.
         hop_timeout_s: seconds that one hop (or one collective) may take.
-        operation: its name and the JSON key of its time limit; None for a pass.
+        operation: name of a collective, and the JSON key of its time limit; None for a pass.
     """
 
     def __init__(
@@ -209,7 +209,7 @@ class Exchange:
         """Return the least and the greatest header of all ranks of the sequence (ring x Ulysses).
 
         Uses dissemination (Hensgen, Finkel, Manber 1988): in round i a rank sends to the rank 2^i ahead and
-        receives from the rank 2^i before. Minimum and maximum are idempotent, so ceil(log2 P) rounds suffice
+        receives from the rank 2^i behind. Minimum and maximum are idempotent, so ceil(log2 P) rounds suffice
         for any number P of ranks.
 
         Args:

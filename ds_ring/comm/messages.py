@@ -150,8 +150,9 @@ class BatchEvent(NamedTuple):
         stage: "begin" (of the pass), "send" (take what arrived, pack and post the next batch), "compute"
             (attend in every head chunk), "wait" (for the batch), or "end" (of the pass).
         phase: "forward" or "backward".
-        hop: of the head chunk that set out last. "send" and "wait" have the hop of the messages, one more
-            than the hop that is computed meanwhile.
+        hop: counts the batches of the head chunk that set out last. "compute" has the hop (or stage) that
+            the chunk computes, "send" and "wait" the next one, whose keys travel. After the last hop this is
+            the number of the batch only: [Note: a part for the end] in `schedule/lowering.py`.
         buffers_bytes: memory of messages now: in flight, held, or kept for the next ones.
         accumulators_bytes: float32 accumulators of low-precision results now.
         posted: the messages of the batch, from "compute" on.
@@ -170,7 +171,6 @@ class Observer(Protocol):
 
     def on_batch(self, event: BatchEvent) -> None:
         """Take note of an event; the pass waits for the return."""
-        ...
 
 
 class Observers(list[Observer]):

@@ -33,15 +33,12 @@ class Collectives(Protocol):
 
     def spread(self, exchange: Any, header: Tensor) -> Tensor:
         """Return the least and the greatest header of all ranks."""
-        ...
 
     def all_gather(self, exchange: Any, tensor: Tensor, group: ProcessGroup | None) -> list[Tensor]:
         """Return every rank's (equally shaped, contiguous) tensor, in ring order."""
-        ...
 
     def all_to_all(self, exchange: Any, parts: Sequence[Tensor], group: ProcessGroup | None) -> list[Tensor]:
         """Send part i of this rank to ring rank i."""
-        ...
 
 
 class MeshOptions(TypedDict, total=False):
@@ -73,7 +70,6 @@ class InFlight(Protocol):
 
     def wait(self) -> None:
         """Return when every message of the batch has arrived."""
-        ...
 
 
 # [Note: routes] Apart from the tensors, a batch is the same at every pass of a shape: peers, sizes and order.
@@ -86,14 +82,11 @@ class Transport(Protocol):
 
     def route(self, sends: Sequence[Message], receives: Sequence[Message]) -> Any:
         """Return what `start` needs to know about all batches with these messages; see [Note: routes]."""
-        ...
 
     def start(
         self, route: Any, sent: Sequence[Tensor], received: Sequence[Tensor], hop: int | None = None
     ) -> InFlight:
         """Start all messages of a hop, without waiting for them."""
-        ...
 
     def streams(self, tensor: Tensor) -> Streams:
         """Return the object that orders the streams of a tensor's device."""
-        ...

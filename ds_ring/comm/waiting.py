@@ -103,7 +103,7 @@ class _WaitTask(Task):
         poll_fast: threading.Event | None = None,
     ) -> None:
         self.works, self.arrived, self.poll_fast = works, arrived, poll_fast or threading.Event()
-        self.wake, self.done, self.over, self.error = threading.Event(), 0, not works, None
+        self.wake, self.done, self.over, self.error = threading.Event(), 0, False, None
 
     def run(self) -> None:
         """Wait for all works, or until the first error."""
@@ -206,7 +206,7 @@ def wait_for(
     """Wait for works until the deadline; see [Note: a wait that can be left].
 
     Args:
-        works: works, in approximately the order in which they complete.
+        works: one or more, in approximately the order in which they complete.
         peers: for each work the world ranks that it depends on.
         mesh, site: the ranks and process groups, and the call and the hop of the wait.
         deadline: on the monotonic clock, seconds.

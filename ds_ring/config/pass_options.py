@@ -79,9 +79,9 @@ class PassOptions(Section):
     overlap: Flag = Field(
         default=True, description="send and receive the next hop while this one is computed"
     )
-    prune: Flag = Field(default=True, description="do not send what no later rank of the ring needs")
+    prune: Flag = Field(default=True, description="send each rank only the tokens that it reads")
     gradient_payload: GradientPayload = Field(
-        default="float32", description="dtype in which dK and dV travel"
+        default="float32", description="dtype in which dK and dV travel; in stages see `stage_bytes`"
     )
     chunk_bytes: ChunkBytes = Field(
         default=None, description="least size of K in a group of heads that travels together"
@@ -94,7 +94,7 @@ class PassOptions(Section):
         description="under activation checkpointing: send K/V again, instead of keeping outputs",
     )
     hop_timeout_seconds: Timeout = Field(
-        default=Timeouts().hop, description="longest wait for a hop, or for a rank inside the engine"
+        default=Timeouts().hop, description="how late ranks may come to a hop, or inside the engine"
     )
     first_pass_timeout_seconds: Timeout = Field(
         default=600.0, description="the same in a GPU's first pass of a shape, which compiles"

@@ -5,8 +5,8 @@ communicate: the ring pass adds the parts in float32, in one place for all kerne
 
 [Note: values of another width]
 Values may have another head dimension than queries and keys (192 and 128 in DeepSeek V3). Buffers, messages
-and results have the head dimension of the values. Where aten's CPU operators require one for both, the
-kernel pads its inputs.
+and results have the head dimension of the values. Where aten's CPU operators require one head dimension for
+queries and values, the kernel pads its inputs.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Rows(NamedTuple):
         return self._replace(start=self.start + first * self.step, length=length)
 
     def again(self, repeats: int, every: int) -> Rows:
-        """Return this progression `repeats` times; each copy starts `every` of its steps after the last."""
+        """Return this progression `repeats` times, each copy `every` of its steps after the previous one."""
         return self if repeats == 1 else self._replace(repeats=repeats, stride=every * self.step)
 
 
@@ -150,7 +150,7 @@ class Tile(NamedTuple):
         )
 
     def again(self, repeats: int, every: int) -> Tile:
-        """Return this tile `repeats` times; each copy starts `every` queries and keys after the last."""
+        """Return this tile `repeats` times, each copy `every` queries and keys after the previous one."""
         q_rows, k_rows = self.q_rows.again(repeats, every), self.k_rows.again(repeats, every)
         return self._replace(q_rows=q_rows, k_rows=k_rows)
 
@@ -196,8 +196,10 @@ class PartialGrads(NamedTuple):
 
     Attributes:
         heads, q_rows, k_rows: the query heads, query slots and key slots of the gradients.
-        dq, dk, dv: [..., heads, rows, D] of `q_rows.select` and `k_rows.select`; see `tokens_first`.
-        tokens_first: their layout is [..., rows, heads, D]. Who adds them transposes them before.
+        dq, dk, dv: dq has the shape of `q_rows.select`, dk and dv that of `k_rows.select`:
+            [..., heads, rows, D], E instead of D for dv.
+        tokens_first: rows and heads change places, [..., rows, heads, D]. Whoever adds the gradients
+            transposes them first (`heads_first`).
     """
 
     heads: slice
@@ -254,7 +256,6 @@ class Kernel(Protocol):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> Iterator[PartialOut]:
         """Yield partial results that together contain every attended pair exactly once."""
-        ...
 
     def backward(
         self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tiles: Tiles,
@@ -264,15 +265,12 @@ class Kernel(Protocol):
 
         grad_lse, a gradient of the global lse [B, H, S], is subtracted from the row sums of out x grad_out.
         """
-        ...
 
     def select_heads(self, heads: slice) -> Kernel:
         """Return a kernel for some query heads; it may be this one, unless scores depend on the head."""
-        ...
 
     def count_executed_pairs(self, tiles: Tiles, backward: bool = False) -> int:
         """Return the number of (query, key) pairs per head that the kernel multiplies, waste included."""
-        ...
 
 
 class PassHeads(NamedTuple):

@@ -8,7 +8,7 @@ the number of branches in which the pair takes part. The kernels add log m to th
 m = 0 is masked. m > 1 occurs only in patterns that count a pair several times on purpose (LongNet).
 
 `a & b` is the product: one branch for each combination of a branch of a and a branch of b. `a | b` first
-removes each common pair from one of the patterns. Then it adds both, so each pair counts once. What remains
+removes each common pair from one of the patterns. Then it adds both, so each pair counts once. The rest
 must again be a sum of branches. A range or a band has a complement that is a sum of branches; equal labels
 have none. So `|` works only if ranges and bands alone describe the pairs that are removed.
 
@@ -42,7 +42,7 @@ NO_LABEL = -1  # the label of a token that takes no part
 class Pieces(NamedTuple):
     """The rows of an axis, cut into pieces of one label each; some pieces may be empty."""
 
-    row: IntArray  # that each piece was cut from, ascending
+    row: IntArray  # index of the row from which each piece was cut, ascending
     axis: Axis
     label: IntArray  # never `NO_LABEL`
 
@@ -76,7 +76,7 @@ class Primitive(ABC):
 
     @property
     def only_length(self) -> int | None:
-        """Return the only sequence length for which it is defined; None for any."""
+        """Return the only sequence length for which this primitive is defined; None for any."""
         return None
 
     def is_apart_from(self, primitive: Any) -> bool:
@@ -87,8 +87,9 @@ class Primitive(ABC):
     def refine_sum(cls, tiles: Tiles, alternatives: list[Any], causal: bool) -> Tiles | None:
         """Cut rectangles by several branches at once, each of one primitive of this class.
 
-        Each primitive (`alternatives`) labels queries and keys alike. None: `joins.py` cuts by one branch
-        after the other. If `causal`, keys after their query may be left out: the band will drop them.
+        Each primitive (`alternatives`) labels queries and keys alike. If this method returns None, `joins.py`
+        cuts by one branch after the other. If `causal`, the result may leave out keys after their query: the
+        band drops them later.
         """
         return None
 

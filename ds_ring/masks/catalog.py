@@ -161,8 +161,8 @@ class PrefixLM(_NumbersOfTokens, Pattern):
         RingPatternError: the prefix is not a positive integer.
     """
 
-    # the dict: keys that conflict with "prefix" if they are not the default (`"causal": false`), and the
-    # reason in the error ("which hides no later token")
+    # The dict maps each key that conflicts with "prefix" to the reason, which follows the word "which" in the
+    # error. A key that has its default value does not conflict.
     json_key = JsonKey(
         "prefix",
         "the first n tokens see one another both ways",
@@ -186,8 +186,9 @@ class HeadShard(Pattern):
     """The pattern of the heads of one Ulysses rank.
 
     [Note: numbers of heads]
-    The offsets of a dilated pattern depend on the index of a query head among all heads of the model. A
-    Ulysses rank numbers its heads from 0; this class adds the number of heads before them.
+    Some patterns depend on the index of a query head among all heads of the model. `Dilated` (LongNet), for
+    example, may give each head an offset. A Ulysses rank numbers its heads from 0; this class adds the number
+    of heads before them.
 
     Attributes:
         whole: the pattern of all heads.

@@ -1,7 +1,8 @@
 """Patterns: which query position attends to which key position, in global positions, independent of ranks.
 
 A pattern only lists its branches (`Pattern.branches`, see `branches.py`); composition by `&` and `|`, and all
-that is computed from branches, are in the base class. The patterns are in `catalog.py`.
+that is computed from branches, are in the base class. `catalog.py` has the simple patterns; the others are in
+folders of `ds_ring/patterns`.
 
 Terms: the multiplicity m of a (query, key) pair is the number of branches that contain it; log m is added to
 the pair's score. A run is an arithmetic progression of positions (start, step, length).
@@ -31,10 +32,10 @@ MANY_PAIRS = 4096  # of runs; if there are more, `tiles` first leaves out those 
 
 
 class QueryHead(NamedTuple):
-    """Identify a query head: its number, and how many query heads and K/V heads are numbered.
+    """Identify a query head: its number, and how many query heads and K/V heads there are.
 
-    These are the heads of the model. On a Ulysses rank, callers pass head numbers of the rank. `HeadShard`
-    converts them to head numbers of the model.
+    Patterns expect the number and the counts of the whole model. A Ulysses rank passes those of its own
+    heads, and `HeadShard` converts them.
     """
 
     number: int = 0
@@ -50,7 +51,8 @@ class Pattern(ABC):
     """
 
     json_key: ClassVar[JsonKey | None] = None
-    # torch.compile may make it inside a graph: its fields are numbers, texts and other patterns of this kind
+    # True: torch.compile may make this pattern inside a graph. Its fields must then be numbers, texts and
+    # patterns of this kind.
     made_in_graphs = False
 
     @abstractmethod
@@ -68,7 +70,7 @@ class Pattern(ABC):
 
     @cached_property
     def distance(self) -> tuple[int, int]:
-        """Return the minimum and maximum (query position - key position) that attend; +-UNBOUNDED if open."""
+        """Return the least and greatest (query position - key position) of a pair; +-UNBOUNDED if open."""
         bounds = [branch.distance for branch in self._one_head_branches]
         return min(least for least, _ in bounds), max(most for _, most in bounds)
 
@@ -126,9 +128,9 @@ class Pattern(ABC):
         return BoundPattern(tuple(_combine_masks([branches], branches) for branches in each))
 
     def check(self, tokens: int, samples: int, query_heads: int, device: str) -> None:
-        """Raise RingPatternError if a mask function fails for such a call.
+        """Raise RingPatternError if a mask function fails for a call of these sizes.
 
-        Runs before anything is sent. `samples` is the batch size, `query_heads` counts those of all ranks.
+        Runs before anything is sent. `samples` is the batch size, `query_heads` the number on all ranks.
         """
         for mask in self.masks:
             mask.check(tokens, samples, query_heads, device)
@@ -219,7 +221,8 @@ def _combine_masks(each: list[tuple[Branch, ...]], branches: tuple[Branch, ...])
 class BoundPattern(Pattern):
     """A pattern for the query heads that share one K/V head: what `bind` returns. Plans and kernels use this.
 
-    It has the same number of branches for every query head of the group; one entry if all heads are equal.
+    `branches_by_head` has one entry if all query heads of the group are equal, else one for each. All entries
+    have the same number of branches.
     """
 
     branches_by_head: tuple[tuple[Branch, ...], ...]

@@ -144,7 +144,7 @@ class _Report:
         self._awaits_loss = False
         self._written_s = self._timed_s = -math.inf
         self._links: list[dict[str, Any]] = []
-        self._times, self._own_trace = False, Trace(session.run_mesh.ring_rank)
+        self._times, self._own_trace = False, Trace()
 
     @_patch(stage="before_forward")
     def before_forward(self, engine: Any, args: Any, kwargs: Any) -> None:

@@ -85,7 +85,7 @@ class StepMetrics:
     """Trace the ring passes of an engine, and report them after each of its optimizer steps."""
 
     def __init__(self, engine: Any, session: RingSession) -> None:
-        self._engine, self._session, self._trace = engine, session, Trace(session.run_mesh.ring_rank)
+        self._engine, self._session, self._trace = engine, session, Trace()
         self._spans = 0  # before the forward pass that is under way
         self._tokens = 0.0  # of the step's training batches, this rank's part
         self._started_s: float | None = None  # of the monotonic clock; None in the first step

@@ -28,8 +28,7 @@ class Span(NamedTuple):
             head chunk under way) or "wait" (for the batch). One of each, in this order, is a step.
         phase: "forward" or "backward".
         step: counts the steps of a phase from 0.
-        hop: of the head chunk that set out last; "send" and "wait" have the hop that the messages are for,
-            one more than the hop that is computed while they travel.
+        hop: of the head chunk that set out last, as in `BatchEvent` (`comm/messages.py`).
         start_ns, end_ns: of the system's clock (`time.time_ns`), or as `Trace.processor_time` says.
         buffers_bytes: memory of messages at the end: in flight, held, or kept for the next ones.
         accumulators_bytes: float32 accumulators of low-precision results.
@@ -53,11 +52,9 @@ class Trace:
 
     Attributes:
         processor_time: times are the processor time of the thread, not the system's clock: for virtual ranks,
-        so
-            that other load of the machine does not count as their work.
+            so that other load of the machine does not count as their work.
     """
 
-    ring_rank: int = 0
     spans: list[Span] = field(default_factory=list)
     processor_time: bool = False
     _open: tuple[BatchEvent, int, Any] | None = field(default=None, init=False, repr=False)
@@ -100,7 +97,7 @@ class Trace:
 @contextmanager
 def tracing(mesh: RingMesh) -> Iterator[Trace]:
     """Record what ring passes on a mesh do inside the block; a few microseconds a hop, nothing outside it."""
-    trace, observers = Trace(mesh.ring_rank), mesh.owners[Observers]
+    trace, observers = Trace(), mesh.owners[Observers]
     observers.append(trace)
     try:
         yield trace

@@ -383,9 +383,8 @@ _replaces_router_loss = patch(
 def router_loss(model: PreTrainedModel, guard: LossGuard, session: RingSession) -> Callable[..., None]:
     """Return the hook that replaces the load balancing loss of local tokens by that of all tokens."""
     # A loss that cannot be replaced is refused where it is computed: most models never ask for it.
-    router: RouterLoss | RingConfigError | None
     try:
-        router = read_router_loss(model)
+        router: RouterLoss | RingConfigError | None = read_router_loss(model)
     except RingConfigError as refused:
         router = refused
     if isinstance(router, RouterLoss):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -49,12 +49,13 @@ def counts_real_tokens(model: nn.Module) -> bool:
     """Return whether a model that numbers its tokens leaves out what an attention_mask hides (OPT)."""
     # BioGPT's table of positions could do so, too, but is given position ids.
     kinds = {type(part) for part in model.modules() if not isinstance(part, nn.Embedding)}
-    return any("position_ids = torch.cumsum(" in _read_forward_source(kind) for kind in kinds)
+    return any("position_ids = torch.cumsum(" in _read_source(kind.forward) for kind in kinds)
 
 
-def _read_forward_source(kind: type[nn.Module]) -> str:
+@lru_cache(1024)
+def _read_source(forward: Callable[..., Any]) -> str:
     try:
-        return inspect.getsource(inspect.unwrap(kind.forward))
+        return inspect.getsource(inspect.unwrap(forward))
     except (OSError, TypeError):
         return ""
 
@@ -205,7 +206,7 @@ def depends_on_length(module: nn.Module) -> bool:
     names = types.values() if isinstance(types, dict) else (types,)
     if any(kind in str(name) for name in names for kind in _BY_LENGTH):
         return True
-    source = _read_forward_source(type(module))
+    source = _read_source(type(module).forward)
     return "max(position_ids" in source or "position_ids.max(" in source  # PhiMoE asks for it itself
 
 

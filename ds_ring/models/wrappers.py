@@ -145,12 +145,12 @@ class WrappedModel:
         if engine.is_compiled and engine.module.training not in self._whole:
             with self._session.off():  # the attention of some models runs in compiled code only
                 flow, _ = self._look(engine.module, args, kwargs)
-            self._whole[engine.module.training] = False
             if flow.fault is not None:
                 raise RingConfigError(
                     f"{self._name} reads across the tokens of a sequence, of which a rank has a part:"
                     f" {flow.fault}; do not compile it, or {_INSTEAD}"
                 )
+            self._whole[engine.module.training] = False
         return args, kwargs
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

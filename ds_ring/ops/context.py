@@ -1,4 +1,4 @@
-"""A ring context: pattern, layout, mesh and options of a call together, and what is made of them once.
+"""A ring context: pattern, layout, mesh and options of a call together, and what is computed from them once.
 
 A context is kept alive by its mesh's table and by other references. Compiled graphs carry integers: one
 table of weak references maps such a handle to its object.
@@ -63,7 +63,7 @@ class RingContext:
 
     Attributes:
         pattern: which query attends to which key.
-        layout: the rank and slot of each token, or a name; then a layout is made for each length.
+        layout: the rank and slot of each token; or a name, from which a layout is made for each length.
         mesh: the ranks and process groups.
         options: kernel, transport and further options.
         in_a_graph: True if a compiled graph carries the handle; then the context lives as long as the mesh.
@@ -99,7 +99,7 @@ class RingContext:
 
     @cached_property
     def kept_results(self) -> Any:
-        """Return what keeps (out, lse) of passes in checkpointed regions; None if they run again."""
+        """Return the store for (out, lse) of passes in checkpointed regions; None if passes run again."""
         keeps = self.options.recompute_attention < 1 and "results" in SAVED_TENSORS
         return load(SAVED_TENSORS["results"])() if keeps else None
 
@@ -158,7 +158,8 @@ class RingContext:
         Called in forward passes only, since the backward pass computes with the values of the forward pass.
 
         Raises:
-            RingPatternError, RingConfigError: of the mask; of the score_mod.
+            RingPatternError: a mask function changed.
+            RingConfigError: the score_mod changed.
         """
         if self.keeps_functions:
             self.pattern.check_unchanged()
@@ -174,7 +175,8 @@ class RingContext:
             query_heads: the number on all ranks.
 
         Raises:
-            RingPatternError, RingConfigError: of the mask; of the score_mod.
+            RingPatternError: a mask function fails.
+            RingConfigError: the score_mod fails.
         """
         self.pattern.check(layout.tokens, q.shape[0], query_heads, str(q.device))
         mod = self.options.score_mod
@@ -279,7 +281,7 @@ class ContextCache:
     """Cache the contexts of a mesh, as long as the mesh lives.
 
     Attributes:
-        by_key: by all that a context is made of; at most `KEPT_CONTEXTS`, and those of compiled graphs.
+        by_key: by all that a context is made of; those of compiled graphs, and up to `KEPT_CONTEXTS` others.
         recent: those of eager calls, by the arguments of the calls.
     """
 
@@ -320,7 +322,7 @@ class AskedContext(NamedTuple):
 def get_call_context(
     request: AskedContext, check: Callable[[RingContext], None] | None = None
 ) -> RingContext:
-    """Return the context of an eager call; arguments that are refused, by `check` too, raise on all ranks."""
+    """Return the context of an eager call; arguments that it or `check` refuses raise on all ranks."""
     pattern, layout, mesh, *settings, score_mod = request
     check_mesh(mesh)
     key: tuple[Any, ...] = ()
@@ -366,9 +368,9 @@ def get_object(handle: int, kind: type[T]) -> T:
 # torch.compile runs a function marked `assume_constant_result` while it traces and keeps the result, here the
 # integer by which the operator finds pattern, layout, mesh and options. It guards the arguments: numbers and
 # texts by value, objects that come from outside by identity ([Note: guards of functions] in
-# `traced_objects.py` has those of functions). An object that the traced code itself makes is
-# handed over without its attributes, so that nothing may be wrapped into an object before such a call: it
-# would arrive with its defaults.
+# `traced_objects.py` has those of functions). An object that the traced code itself makes arrives here
+# without its attributes, with defaults instead. So a caller must pass its arguments one by one, not wrapped
+# in an object.
 
 
 # [Note: handles in caches on disk]

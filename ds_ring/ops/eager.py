@@ -1,4 +1,4 @@
-"""Make eager calls: refuse what an operator would lose, compare ranks, and choose how autograd sees a pass.
+"""Make eager calls: refuse derivatives that would be lost, compare ranks, choose how autograd sees a pass.
 
 `compiled.py` makes the calls of functions that torch.compile traces.
 """
@@ -76,7 +76,8 @@ def check_eager(
     """Check the arguments of an eager call; return whether all tensors are plain (`sees_plain`).
 
     A plain tensor is handled by autograd alone: no mode, transform or subclass. Dense plain tensors need no
-    further check. Others get the checks of a compiled call, and a refusal reaches all ranks.
+    further check, unless there is a score_mod, a transform or a dual level. All others get the checks of a
+    compiled call, and a refusal reaches all ranks.
     """
     is_plain = sees_plain(operands)
     is_dense = is_plain and (return_lse is True or return_lse is False)
@@ -85,7 +86,7 @@ def check_eager(
             is_dense = is_dense and name == "sinks"
         else:
             is_dense = is_dense and x.layout is strided and not (x.is_meta or x.is_nested or x.is_quantized)
-    # functorch would raise before the operator's body
+    # Check transforms here: functorch would raise before the operator's body, where ranks compare headers.
     if not is_dense or loses_derivatives() or context.options.score_mod is not None:
         with collective(context.mesh, "attention"):
             check_operands(return_lse, names, *operands)
@@ -111,7 +112,7 @@ def attend(
 def attend_all_heads(
     run: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, handle: int, ulysses_size: int, return_lse: bool
 ) -> Any:
-    """Return what `run` computes from q, k and v for all heads, which Ulysses ranks share out meanwhile."""
+    """Call `run` on q, k and v and return all heads; inside `run`, a Ulysses rank has some of the heads."""
     if ulysses_size > 1:
         from ds_ring.ops.ulysses import with_ulysses
 

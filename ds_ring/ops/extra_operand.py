@@ -1,4 +1,4 @@
-"""An operand beside q, k and v: what an attention layer that has one is made of."""
+"""The base class of an operand beside q, k and v, with what an attention layer defines for it."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 MakePlan = Callable[[Pattern, Layout], Plan]
 
-KEPT_DESCRIPTIONS = 8  # of operands, per context
+KEPT_DESCRIPTIONS = 8  # of operands, per context; and reasons of plans, per mesh
 _log = logging.getLogger(__name__)
 
 
@@ -39,14 +39,14 @@ class PlanReasons:
         self.texts: dict[str, None] = {}
 
     def add(self, text: str) -> None:
-        """Add a text, and drop the oldest one of more than `KEPT_DESCRIPTIONS`."""
+        """Add a text. If there are more than `KEPT_DESCRIPTIONS` texts, drop the oldest one."""
         self.texts[text] = self.texts.pop(text, None)
         if len(self.texts) > KEPT_DESCRIPTIONS:
             del self.texts[next(iter(self.texts))]
 
 
 class Prepared(NamedTuple):
-    """What a pass over tensors of one description needs besides them."""
+    """What a pass over tensors of one description needs besides the tensors."""
 
     plan: Plan
     rank_plan: RankPlan
@@ -55,7 +55,7 @@ class Prepared(NamedTuple):
     chunk_bytes: int
     offload: bool
     agreement: Agreement
-    make_plan: MakePlan  # made the plan
+    make_plan: MakePlan  # the function that made `plan`
 
 
 def prepare_pass(
@@ -63,8 +63,8 @@ def prepare_pass(
 ) -> Pass:
     """Return the context's pass, an object with `forward` and `backward`.
 
-    A gradient among the operands selects the cached description and the checks of a backward pass. The
-    headers were compared before, or on a GPU with overlap are being compared.
+    With `grad_out` among the operands this is a backward pass, with its own cache entry and checks. When this
+    returns, the headers have been compared; on a GPU with overlap their comparison may still run.
     """
     prepared, finish_header_check = prepare(context, call, operands, extras)
     kernel = prepared.kernel
@@ -80,11 +80,11 @@ def prepare(
 ) -> tuple[Prepared, Callable[[], None] | None]:
     """Check the operands, and compare headers with the other ranks.
 
-    Operands of a description that were checked before are not checked again.
+    The first operands of a description get all checks, later ones only the checks of each call.
 
     Returns:
         What the pass needs, and a function that finishes the header check; None if it is finished. The pass
-        calls the function before it sends the first payload. On a GPU the first hop computes meanwhile.
+        calls the function before it sends the first payload, but after it launched the first hop's kernels.
 
     Raises:
         RingShapeError: this rank's tensors do not fit.
@@ -117,7 +117,7 @@ def prepare(
         patience = 0.0
         if ask is not None:
             patience = ask(context, call.name, q, k, prepared=prepared, operands=operands)
-        # On the CPU nothing computes meanwhile, so compare the headers at once.
+        # Only on a GPU, with hops and overlap, something computes during the comparison.
         if not (q.is_cuda and options.overlap and options.has_hops):
             call.compare_headers(prepared.agreement, patience)
         else:
@@ -191,7 +191,7 @@ def make_planner(context: RingContext, operands: Operands) -> MakePlan:
                     "ds_ring: stage_bytes: expected room for two shards, %d bytes each, got %d: keys travel"
                     " hop by hop; give at least twice as many bytes, or 0", shard_bytes, options.stage_bytes,
                 )  # fmt: skip
-        if mesh.ulysses_size > 1:  # a dilated pattern depends on the number of the head
+        if mesh.ulysses_size > 1:  # [Note: numbers of heads]
             pattern = HeadShard(pattern, mesh.ulysses_rank, mesh.ulysses_size)
         plan = build_plan(
             pattern, layout, query_heads=query_heads, kv_heads=kv_heads,

@@ -1,8 +1,8 @@
 """Register the operator `ds_ring::ring_attention` and its gradient.
 
 Owns the registration with torch.library, and the plain autograd function of eager calls. `attend`
-(`eager.py`) chooses one of them for a forward pass. `_backward` chooses `run_backward` or the operator of
-the backward pass.
+(`eager.py`) calls either the operator or `EagerAttention`. `_backward` calls either the operator of the
+backward pass or `run_backward`.
 Saved for backward: local q, k, v, out, lse (or copies on the host), sinks; no other rank's K/V.
 
 [Note: an opaque operator]
@@ -71,7 +71,7 @@ def run_forward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Run a pass; return (out, lse), sinks included.
 
-    If a checkpointed region runs again, return the kept results.
+    If a checkpointed region runs again and the results of its first run were kept, return those.
     """
     if sinks is not None:
         from ds_ring.ops.sinks import SinkLogits
@@ -175,7 +175,7 @@ def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tup
 
 
 class EagerAttention(torch.autograd.Function):
-    """What `ring_attention_op` does, for eager calls; takes the context instead of a handle."""
+    """Do what `ring_attention_op` does, in eager calls; takes the context instead of a handle."""
 
     @staticmethod
     def forward(

@@ -1,9 +1,9 @@
 """Trade tokens for heads by all-to-all, around the ring (Jacobs et al. 2023, DeepSpeed Ulysses).
 
 Owns the differentiable all-to-all as the operator `ds_ring::swap_heads_tokens`. The U ranks of a Ulysses
-group hold consecutive parts of one ring shard; before the pass each gets the whole shard of H / U heads,
-after it everything goes back. Like every operator that sends, it agrees with all ranks of the sequence
-first; the checks of q, k and v are made here, before they are taken apart.
+group hold consecutive parts of one ring shard. Before the pass each gets the whole shard of H / U heads;
+after the pass the results go back. Like every operator that sends, this one first compares headers with all
+ranks of the sequence. q, k and v are checked here, before they are split.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ HEADS, TOKENS = 1, 2
 
 
 class UlyssesAllToAll(NamedTuple):
-    """One of the four all-to-alls of a step.
+    """One of the all-to-alls of a step; four for q, k, v.
 
     Attributes:
         split_dim, join_dim: the dimensions that it splits and joins.
         gradient: the name of the all-to-all that computes its gradient.
-        check: of the context, the tensors and the number of parts: raises RingError for what does not fit;
-            None: what comes here was made by this package.
+        check: a function of context, tensors and number of parts; raises RingError for tensors that do not
+            fit. None for tensors that this package made.
     """
 
     split_dim: int
@@ -48,8 +48,8 @@ def _check(context: RingContext, tensors: Sequence[Tensor], parts: int) -> None:
     check(context, Operands(q, k, v), parts)
 
 
-# Two operations under several names: ranks agree on the name, so swaps of two places in a step cannot meet.
-# A layer with operands of its own adds a row.
+# There are two operations, with a name for each use. Ranks compare the name, so two ranks cannot exchange
+# data of different uses. A layer with operands of its own adds a row.
 SWAPS = {
     "Ulysses of q, k, v": UlyssesAllToAll(HEADS, TOKENS, "Ulysses of dq, dk, dv", _check),
     "Ulysses of out": UlyssesAllToAll(TOKENS, HEADS, "Ulysses of the gradient of out"),
@@ -60,7 +60,7 @@ SWAPS = {
 
 @operator("ds_ring::swap_heads_tokens")
 def swap_op(tensors: Sequence[Tensor], name: str, handle: int) -> list[Tensor]:
-    """Run the all-to-all of that name, for each of some [B, H, S, D]."""
+    """Run the all-to-all of that name on all tensors, each [B, H, S, D], in one exchange."""
     context = get_ring_context(handle)
     mesh, swap = context.mesh, SWAPS[name]
     is_fake = isinstance(tensors[0], FakeTensor)
@@ -116,7 +116,7 @@ def with_ulysses(
     run: Callable[..., tuple[Tensor, Tensor]], q: Tensor, k: Tensor, v: Tensor, handle: int,
     ulysses_size: int, return_lse: bool, name: str = "Ulysses of q, k, v",
 ) -> Any:  # fmt: skip
-    """Return what `run` computes from q, k and v, for all heads, which Ulysses ranks share out meanwhile.
+    """Call `run` on q, k and v and return all heads; inside `run`, a Ulysses rank has some of the heads.
 
     `name` is that of the all-to-all before the pass.
     """

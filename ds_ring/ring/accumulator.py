@@ -114,7 +114,7 @@ def _cut(slots: int, missing: _Pieces, parts: tuple[Rows, ...]) -> list[tuple[in
 
 # [Note: parts that wait]
 # Merging a part in a 16-bit dtype into a float32 accumulator moves 10 bytes an element (4 and 2 are read, 4
-# written), and a causal zigzag pass of 8 ranks has 8 parts. The kernels "flash" and "flex" return few parts,
+# written). A causal zigzag pass of 8 ranks has 8 parts. The kernels "flash" and "flex" return few parts,
 # in new tensors (`Kernel.few_parts`). So a part waits in a list (`Accumulator.waiting`) until one Triton
 # kernel (`cuda/merge.py`) merges several parts, and reads and writes the accumulator once for all of them.
 # The last merge writes the rounded result, so a pass of at most `MAX_WAITING` parts needs no accumulator.
@@ -138,9 +138,11 @@ class Accumulator:
     | accumulators (`_made`) | parts | when |
     |---|---|---|
     | none | wait in a list | `waits`, before the first merge |
-    | tensors of their own | wait if they can | `waits`, from then on |
+    | tensors of their own | wait in a list | `waits`, after the first merge |
     | tensors of their own | are merged or added at once | not `waits`, results of another dtype |
-    | the results | are merged or added at once | not `waits`, results of their dtype |
+    | the results | are merged or added at once | not `waits`, results of the accumulators' dtype |
+
+    With `waits`, a part of strided rows or of some heads does not wait: it is merged or added at once.
 
     Args:
         results: allocates and returns the result tensors [B, H, S, ...], without lse. Only its first
@@ -193,7 +195,7 @@ class Accumulator:
         return self._made
 
     def make_room(self) -> None:
-        """Merge the parts that wait if there are as many as may wait until the next hop."""
+        """Merge the waiting parts if `MAX_WAITING` wait, or `MAX_WAITING_WITH_SUM` beside an accumulator."""
         if len(self.waiting) >= (MAX_WAITING if self._made is None else MAX_WAITING_WITH_SUM):
             self._write(self._get_accumulators())
 

@@ -87,7 +87,6 @@ class HeadSource(Protocol):
 
     def load(self, chunk: HeadChunk) -> Saved:
         """Return q, k, v, out and lse of the next chunk's heads, on the device."""
-        ...
 
 
 def select_chunk(saved: Saved, chunk: HeadChunk) -> Saved:
@@ -108,7 +107,7 @@ class RingBuffers:
             added here.
         shard: K and V of the own tokens.
         own_kv_grads: sums of their gradients; None in a forward pass.
-        parts_dtype: of gradients as the kernel returns them (`Payload.PARTS`).
+        parts_dtype: dtype of `Payload.PARTS`; None in a forward pass.
     """
 
     def __init__(
@@ -117,8 +116,8 @@ class RingBuffers:
     ) -> None:  # fmt: skip
         self.chunk, self.own_kv_grads = chunk, own_kv_grads
         self._pool, self._kinds = pool, kinds
-        # SHARD and RESULTS are the caller's tensors, which no step frees. All other buffers come from the
-        # pool, including the copies made for sends.
+        # SHARD and RESULTS are the caller's tensors, which never go to the pool. All other buffers come from
+        # it, including the copies made for sends, except a kernel's tensors (`adopt`).
         self._pairs = {SHARD: shard}
         self._dtypes = get_payload_dtypes(
             shard.k.dtype, None if own_kv_grads is None else own_kv_grads.dtype, parts_dtype
@@ -149,7 +148,7 @@ class RingBuffers:
                 self._accumulate(step)
             elif step.buffer == RESULTS:  # the caller's memory, not the pool's
                 final = True
-            else:  # a send that needed no copy, and fake tensors, have no block
+            else:  # A buffer may have no block: fake tensors, or a send that needed no copy.
                 self._pairs.pop(step.buffer, None)
                 block = self._blocks.pop(step.buffer, None)
                 if block is not None:
@@ -178,10 +177,10 @@ class RingBuffers:
         return [Label(step.peer, tensor_index, step.count, dtype, tokens) for tensor_index in messages]
 
     def adopt(self, buffer: int, parts: tuple[Tensor, ...] | None) -> bool:
-        """Send the kernel's dK and dV [B, G, slots, ...] without a copy if dtype and strides allow.
+        """Make the kernel's dK and dV [B, G, slots, ...] the buffer, so that they are sent without a copy.
 
-        Then they become the buffer. It must be one of PARTS of their dtype, and each token's heads must be
-        adjacent.
+        Return False if that is not possible: there are no such tensors, the buffer does not have PARTS of
+        their dtype, or the heads of a token are not adjacent in memory.
         """
         payload = self.chunk.steps.buffers[buffer].payload
         if parts is None or payload is not Payload.PARTS:
@@ -211,9 +210,9 @@ class RingBuffers:
         return taken
 
     def _pack(self, step: Send) -> Sequence[Tensor]:
-        """Return what to send: copies if the slots are in several ranges, converted, or those of the shard.
+        """Return the tensors to send: views of the buffer (`Send.in_place`), or a packed copy.
 
-        Those of the shard are sent in place if keys travel apart.
+        One range of the shard is sent in place, too, if K and V travel apart and their tokens are dense.
         """
         pair, in_place = self._pairs[step.buffer], step.in_place
         if step.buffer == SHARD and len(step.ranges) == 1 and step.payload in self._apart:

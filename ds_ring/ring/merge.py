@@ -7,8 +7,8 @@ A row without keys has out 0 and lse -inf. If both parts have no key, the merged
 the NaN of (-inf) - (-inf), the weights are computed with the least finite number in place of this lse.
 `logaddexp` subtracts the maximum first, so lse1 and lse2 may differ by any amount (the popular
 `log1p(exp(lse2 - lse1))` overflows at a difference of 89 in float32). `torch.lerp` would be one pass over
-memory, but its rounding depends on strides, so the result of a head would change in its last bits with the
-number of heads in a chunk.
+memory, but its rounding depends on strides. So the last bits of a head's result would depend on the number of
+heads in a chunk.
 """
 
 from __future__ import annotations
@@ -136,5 +136,5 @@ def _load_cuda_merge() -> Callable[[Tensor, Tensor | None, Sequence[Part]], None
 
 
 def get_accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return what results are accumulated in: float64 stays, everything else is float32."""
+    """Return the dtype in which results are accumulated: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32

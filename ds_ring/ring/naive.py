@@ -3,8 +3,8 @@
 Shapes: B batch, H query heads, G K/V heads, S local queries, T keys of a hop, D head dim, E value dim.
 
 Every rank holds one shard. K/V go around the ring once. In the backward pass their gradients go with them,
-and one rank further: home. Nothing here checks its input, skips masked pairs or overlaps messages with
-computation. `tests/dist/test_naive.py` compares it with `ring_attention` and with dense attention.
+and one rank further, to the owner. Nothing here checks its input, skips masked pairs or overlaps messages
+with computation. `tests/dist/test_naive.py` compares it with `ring_attention` and with dense attention.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ class BufferKind(NamedTuple):
 def get_payload_dtypes(
     keys: torch.dtype, sums: torch.dtype | None, parts: torch.dtype | None
 ) -> Mapping[Payload, torch.dtype]:
-    """Return the dtype of each payload: of K and V, of sums of dK and dV, and as the kernel returns those.
+    """Return the dtype of each payload, from those of K and V, of sums of dK and dV, and of a kernel's parts.
 
     A forward pass has no `sums` and no `parts`.
     """

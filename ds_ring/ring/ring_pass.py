@@ -140,14 +140,15 @@ class RingPass:
         overlap: if False, the pass waits for each hop's messages before it computes (for comparison).
         chunk_bytes: minimum size of K and of V of a head chunk, the heads that go around the ring together.
         buffers: pool of memory for payloads.
-        on_gradients_final: called with the K/V heads of a chunk and dK and dV of the own shard, after the
-            gradients of other ranks were added and before they are rounded; None for no call.
-        observer: is called at the begin and the end of a pass, and before the sends, the computation and the
+        on_gradients_final: called with the K/V heads of a chunk and dK and dV of the own shard; None for no
+            call. The gradients of other ranks are in these sums, and they are not rounded yet.
+        observer: is called at the start and the end of a pass, and before the sends, the computation and the
             wait of each batch; None for no calls.
         load_heads: makes the object that copies q, k, v, out and lse of each head chunk from the host to
             the device; None: they were saved on the device.
         finish_header_check: called once before the first payload is posted; raises if the ranks' headers
-            differ. None if they were compared before. See [Note: the header while the first hop computes].
+            differ. None if they were compared before the pass, or if there is nobody to compare with. See
+            [Note: the header while the first hop computes].
         prepared: what earlier passes of the same shapes computed once, such as message routes.
     """
 
@@ -294,7 +295,8 @@ class RingPass:
             elif sent or received:
                 assert self.exchange is not None, "a header check on a ring of one"
                 mark = self.exchange.streams((*sent, *received)[0]).mark()
-            # The youngest chunk receives the keys of `hop` in this batch, and computes hop - 1 meanwhile.
+            # The youngest chunk computes hop - 1 while the keys of `hop` arrive. After its last hop no keys
+            # arrive, and it may compute a part of hop 0: [Note: a part for the end] in `lowering.py`.
             if note is not None:
                 note("compute", hop - 1, known.posted)
             for index, steps in rounds:
@@ -322,11 +324,11 @@ class RingPass:
         self.observer.on_batch(BatchEvent(stage, phase, hop, self.buffers.held_bytes, accumulators, posted))
 
     # [Note: the header while the first hop computes]
-    # Usually messages are posted before the hop's kernels are launched. If `finish_header_check` is given (on
-    # a GPU, with overlap), the kernels of the first batch are launched first, so that ranks compare their
-    # headers while hop 0 computes. The payloads must not wait for those kernels. So an event is recorded
-    # before the kernels are launched, once all buffers are allocated and packed. The messages wait for that
-    # event only (`streams.py`).
+    # Usually the messages of a batch are posted before its kernels are launched. If `finish_header_check` is
+    # given (on a GPU, with overlap), the first batch launches its kernels first, and ranks compare headers
+    # while hop 0 computes. The payloads must not wait for those kernels. So an event is recorded before the
+    # kernels are launched, once all buffers are allocated and packed. The messages wait for that event only
+    # (`streams.py`).
     def _post_behind(
         self, mark: Any, route: Any, sent: list[Tensor], received: list[Tensor], hop: int
     ) -> InFlight | None:

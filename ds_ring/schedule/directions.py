@@ -27,7 +27,8 @@ def choose_stage_sizes(size: int, most: int) -> tuple[int, ...]:
     """Return the shards of each stage after the own one, in a ring of `size` ranks; [Note: stages].
 
     As few stages as `most` shards in each allow, and of these the ones whose largest stage is smallest. The
-    last stage is as short as that allows, because nothing is computed while its gradients return.
+    last stage is as short as that allows, because at most a part of the own shard is computed while its
+    gradients return.
     """
     best_sizes: tuple[int, ...] = ()
     for limit in range(min(most, size - 1), 0, -1):

@@ -2,27 +2,32 @@
 
 A class is the K/V heads whose patterns are equal. Terms: the origin of a shard is the rank that owns it. At
 each hop, one rank, the reader, computes with the shard; the slots that it reads are the held slots of the
-hop. The relayed slots are those held slots that the rank before the reader reads as well.
+hop. At hop 0 the reader is the origin, and all slots are held. The relayed slots of a hop are the held slots
+that the rank before the reader holds as well.
 
 [Note: relays and direct sends]
 In a ring of P ranks and a direction of sign d, rank (o + d * s) mod P computes at hop s with the shard of
-rank o. It receives exactly the tokens that it reads, each once. Some of these tokens are also read by the
-rank before it on the shard's way. That rank sends them on (a relay). The origin sends the others (a direct
-send, which never waits for another message). So the traffic is minimal. Passing everything from neighbour to
-neighbour would send up to 16 % more for LongNet on zigzag shards, and 45 % more for a window on shards of
-many short runs. Direct sends do not occur for contiguous shards with dense, windowed and dilated patterns,
-nor for zigzag shards with a dense causal pattern. They are 2 to 9 % of the tokens for LongNet on zigzag
-shards, and up to 30 % for a window on short runs. Suppose that only neighbours on the ring are linked. A
-direct send then crosses a link for each hop of its way. The baseline passes everything from neighbour to
-neighbour. Against it, these tokens cross as many links for LongNet, and 9 to 37 % more for windows. Both
+rank o. It receives exactly the tokens that it reads, each once. The rank before it on the shard's way holds
+some of these tokens, too, and sends them on (a relay). The origin sends the others (a direct send, which
+never waits for another message). So the traffic is minimal. To pass everything from neighbour to neighbour
+would send up to 16 % more for LongNet on zigzag shards. For a window on shards of many short runs it would
+send 45 % more. Direct sends do not occur for contiguous shards with dense, windowed and dilated patterns, nor
+for zigzag shards with a dense causal pattern. They are 2 to 9 % of the tokens for LongNet on zigzag shards,
+and up to 30 % for a window on short runs. If only neighbours on the ring are linked, a direct send crosses
+one link for each hop of its way. Compare all tokens of a pass with a pass in which each token goes from
+neighbour to neighbour. For LongNet they cross as many links, for windows on short runs up to 40 % more. Both
 directions send the same bytes; we choose by the number of links that tokens cross (`directions.py`).
 
 [Note: where gradients are added]
-With a float32 payload, the sum of a token's dK and dV is passed on with its keys, and each rank adds its own
-part. Rounded to bfloat16 at every hop, that sum would lose a bit for every fourfold number of ranks: the
-error with 64 ranks is 5.5 to 5.9 times that of one rank. So with a bfloat16 payload each rank returns its own
-part to the owner, which adds in float32: the number of bytes is the same, and the error is 1.3 times that of
-one rank for every ring size. Only inside a node, where links are fast, sums are passed on, in float32.
+With a float32 payload, the sum of a token's dK and dV follows its keys, and each rank adds its own part. A
+rank returns the sum to the owner where the next rank does not hold the token, and where the next rank is in
+another node. If a later rank reads the token, a second sum begins there. In stages
+([Note: stages] in `rank_plan.py`) nothing is summed on the way.
+
+A sum that is rounded to bfloat16 at every hop has, with 64 ranks, 5.5 to 5.9 times the error of one rank. So
+with a bfloat16 payload on one level each rank returns its own part to the owner, which adds in float32. The
+number of bytes is the same, and the error is 1.3 times that of one rank for every ring size. On two levels,
+sums are passed on inside a node, where links are fast, in float32; only the way to the owner is in bfloat16.
 """
 
 from __future__ import annotations
@@ -192,17 +197,23 @@ class ReadsOfShards:
 
     def find_origins(self, readers: Iterable[int]) -> None:
         """Compute what several ranks read with one table."""
-        new = [reader for reader in dict.fromkeys(readers) if reader not in self._origins]
+        self._find_peers(readers, self._origins, True)
+
+    def _find_peers(self, ranks: Iterable[int], table: dict[int, list[int]], are_readers: bool) -> None:
+        """Add the origins of several readers to a table, or the readers of several origins."""
+        new = [rank for rank in dict.fromkeys(ranks) if rank not in table]
         if not new:
             return
-        reads = find_reads(self.pattern, [self.runs[reader] for reader in new], self.runs)
-        origins: dict[int, list[int]] = {reader: [] for reader in new}
-        for (number, origin), slots in reads.items():
-            reader = new[number]
+        runs = [self.runs[rank] for rank in new]
+        sides = (runs, self.runs) if are_readers else (self.runs, runs)
+        peers: dict[int, list[int]] = {rank: [] for rank in new}
+        for (first, second), slots in find_reads(self.pattern, *sides).items():
+            reader, origin = (new[first], second) if are_readers else (first, new[second])
             if reader != origin:
                 self._slots[origin, reader] = slots
-                origins[reader].append(origin)
-        self._origins.update(origins)  # whole lists, after their slots: another thread may read them at once
+                rank, peer = (reader, origin) if are_readers else (origin, reader)
+                peers[rank].append(peer)
+        table.update(peers)  # whole lists, after their slots: another thread may read them at once
 
     def find_all(self) -> dict[OriginAndReader, SlotRanges]:
         """Return what all ranks read of the shards of others, by (origin, reader)."""
@@ -222,17 +233,7 @@ class ReadsOfShards:
 
     def find_readers(self, origins: Iterable[int]) -> None:
         """Compute the readers of several shards with one table."""
-        new = [origin for origin in dict.fromkeys(origins) if origin not in self._readers]
-        if not new:
-            return
-        reads = find_reads(self.pattern, self.runs, [self.runs[origin] for origin in new])
-        readers: dict[int, list[int]] = {origin: [] for origin in new}
-        for (reader, number), slots in reads.items():
-            origin = new[number]
-            if reader != origin:
-                self._slots[origin, reader] = slots
-                readers[origin].append(reader)
-        self._readers.update(readers)  # whole lists, after their slots
+        self._find_peers(origins, self._readers, False)
 
 
 _NONE = no_slots()
@@ -333,7 +334,7 @@ class HeadClass:
         return _NONE if direction.stages else intersect_slots(held, join_sets(before, self._width))
 
     def _has_sums(self, direction: Direction, hop: int) -> bool:
-        """Return whether the rank at `hop` receives sums of the gradients of what is relayed to it.
+        """Return whether the rank at `hop` receives sums of the gradients of the tokens relayed to it.
 
         See [Note: where gradients are added]. The owner itself sends no sum: its own part stays on it.
         """

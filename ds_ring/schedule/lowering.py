@@ -18,18 +18,20 @@ the next chunk computes. During that time the buffers of both chunks exist. If t
 `MANY_CHUNKS`, the buffers are large, so each chunk of a backward pass starts one batch later. Its first keys
 and values then travel while the gradients of the previous chunk return.
 
-If every rank computes at every hop, only the last gradients of the last chunk are left;
-[Note: a part for the end]. A rank that reads nothing at some hops (with a narrow window, for example) has
-nothing to compute in their batches. It may send and receive gradients there, in each chunk. The next chunk
-does not start earlier for it, because the distance between the starts of two chunks is the same on all ranks.
-So all ranks start a chunk in the same batch, and the messages between two ranks have the same order on both.
+If every rank computes at every hop, only the last gradients of the last chunk have no computation to overlap
+with: see [Note: a part for the end]. A rank that reads nothing at some hops (with a narrow window, for
+example) has nothing to compute in their batches. It may send and receive gradients there, in each chunk. The
+next chunk does not start earlier for that, because the distance between the starts of two chunks is the same
+on all ranks. So all ranks start a chunk in the same batch, and the messages between two ranks have the same
+order on both.
 
 [Note: a part for the end]
-After the last hop of a backward pass its gradients still return to their owners, in one batch or, from other
-nodes, in several. So in these batches a chunk computes the queries of the first half of the own shard, one
-triangle if it is causal, and only the others in the first batch. TransformerEngine computes its diagonal last
-for the same reason. All chunks have this order. So the number of chunks changes no bit of the result. Each
-part has all keys of its queries. So a kernel can apply the pattern (`Tiles.rule`) to the part.
+After the last hop at which a rank computes in a backward pass, gradients still return to their owners. This
+takes one batch, from other nodes several. In these batches a chunk computes the queries of the first half of
+the own shard; on causal zigzag shards this is one triangle. Only the other queries are computed in the first
+batch. A half of fewer than `LEAST_KEPT` queries stays in the first batch. TransformerEngine computes its
+diagonal last for the same reason. All chunks have this order, so the number of chunks changes no bit of the
+result. Each part has all keys of its queries, so a kernel can apply the pattern (`Tiles.rule`) to the part.
 """
 
 from __future__ import annotations
@@ -72,7 +74,7 @@ def chunk_bytes_on(device_type: str, ring_size: int) -> int:
     """Return the least bytes of K, or of V, for which a head chunk of its own pays.
 
     On the CPU this is 1 MiB for two ranks. For more ranks it shrinks in proportion to the ring size, down to
-    128 KiB, so that for one sequence the message buffers shrink with the ring as the shards do.
+    128 KiB. So for one sequence the message buffers shrink with the ring as the shards do.
     """
     if device_type != "cpu":
         return CHUNK_BYTES_GPU
@@ -104,7 +106,7 @@ def stage_shards(
     if setting == "auto":
         setting = STAGE_BYTES_GPU if device_type != "cpu" and ranks_per_node == ring_size else 0
     most = min(setting // max(shard_bytes, 1), ring_size - 1)
-    # Stages of one shard save nothing, but for the only one of a ring of two.
+    # Stages of one shard save nothing, except in a ring of two, which has only one.
     return most if most >= min(2, ring_size - 1) > 0 else None
 
 
@@ -119,7 +121,8 @@ def split_heads(kv_heads: slice, head_bytes: int, chunk_bytes: int) -> list[slic
     heads = range(kv_heads.start, kv_heads.stop, step)
     # Only divisors, so that all chunks have one size.
     sizes = [n for n in range(1, len(heads) + 1) if len(heads) % n == 0]
-    size = next((n for n in sizes if n * head_bytes >= chunk_bytes), len(heads))  # all: nothing to send
+    # all heads if they have too few bytes for a chunk, or if `head_bytes` is 0
+    size = next((n for n in sizes if n * head_bytes >= chunk_bytes), len(heads))
     chunks = (heads[first : first + size] for first in range(0, len(heads), size))
     return [slice(chunk[0], chunk[-1] + 1, step) for chunk in chunks]
 

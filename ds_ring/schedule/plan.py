@@ -1,7 +1,7 @@
 """The plan: for every rank and hop which tiles are computed and which tokens are sent. Pure data.
 
-It has one entry for each class of K/V heads with equal patterns (a dilated pattern may give every head its
-own offset). A class has one or two directions of travel. A direction has, on each rank, one entry for each
+It has one entry for each class of K/V heads with equal patterns (`Dilated` may give every head its own
+offset). A class has one or two directions of travel. A direction has, on each rank, one entry for each
 hop. `rank_plan.py` holds the data of one rank; `head_class.py` computes who reads which tokens and who sends
 them.
 """
@@ -155,10 +155,10 @@ def build_plan(
         query_heads, kv_heads: H and G, heads per rank; H must be a multiple of G.
         prune: send only the tokens that the receiver reads.
         directions: directions of travel; None chooses those whose tokens cross the fewest links.
-        gradient_payload: dtype in which dK and dV return, a name of `plugin.GRADIENT_PAYLOADS`; they are
-            added in the accumulators' dtype.
+        gradient_payload: dtype in which dK and dV return, a name of `plugin.GRADIENT_PAYLOADS`. They are
+            added in the accumulators' dtype. In stages "float32" may mean the inputs' dtype: [Note: stages].
         ranks_per_node: number of neighbours on the ring that share a node, a divisor of the ring size; None
-            if unknown. If it is known, a pattern that sends much between nodes travels on two levels.
+            if unknown. If it is known, `build_plan` chooses one ring or two levels: [Note: two levels].
         stage_shards: most shards of other ranks that are computed with at once; [Note: stages]. Owners then
             send directly to readers: `directions` must be None, and `ranks_per_node` has no effect. None:
             keys travel hop by hop.

@@ -9,8 +9,8 @@ direction subtracts i and t. So the shard goes around one node, over its fast li
 next node. In each node, rank l is the first to receive the shard. It also sends the shard to rank l of the
 next node: one R-th in each of R batches. So every rank's network adapter sends 1 / R of a shard in every
 batch. In one ring of all ranks, one adapter of a node sends a whole shard and the others nothing. Sums of
-gradients follow the keys inside a node. They leave the node once, directly to the owner of the keys, also in
-R parts.
+gradients follow the keys inside a node. From there they go directly to the owner of the keys, to another node
+also in R parts.
 Published as DoubleRing (Gu et al. 2024, LoongTrain, arXiv 2406.18485, section 4.2) and as BurstAttention's
 two rings (Sun et al. 2024, arXiv 2403.09347, section 3); TASP (Wang et al. 2025, arXiv
 2509.26541) uses all links by Hamiltonian cycles. The split into one part per batch is ours.
@@ -24,11 +24,13 @@ stage is several consecutive hops that one kernel call computes: with stages of 
 of a ring of 8 computes with its own shard, then with the keys of four ranks, then with those of three. Every
 owner sends its keys directly to each reader, and every reader returns dK and dV directly to the owner. While
 a rank computes one stage, the keys of the next stage arrive in token ranges of one buffer. The tiles of a
-stage are one table over its buffer, so a pass has as many kernel calls and partial results as stages. The
-number of bytes is that of a ring, but most messages go to ranks that are not neighbours. So stages are for
-ranks that all have a link to each other, as inside a node. Memory grows with the largest two stages, and
-`choose_stage_sizes` in `directions.py` bounds them. In MagiAttention (SandAI 2025) overlap stages are
-similar; the choice of sizes and the merge are ours.
+stage are one table over its buffer, so a stage is one kernel call for each head chunk. (In a backward pass
+the own shard may take several: [Note: a part for the end] in `lowering.py`.) The number of tokens sent is
+that of a ring, but most messages go to ranks that are not neighbours. So stages are for ranks that all have a
+link to each other, as inside a node. The gradients that return are of one rank each. With a float32 payload
+they have the accumulators' dtype, or that of 16-bit inputs if the kernel is "flash" or "flex". Memory grows
+with the largest two stages, and `choose_stage_sizes` in `directions.py` bounds them. In MagiAttention (SandAI
+2025) overlap stages are similar; the choice of sizes and the merge are ours.
 """
 
 from __future__ import annotations
@@ -76,7 +78,11 @@ class Direction(NamedTuple):
 
     @property
     def steps(self) -> int:
-        """Return the index of the last batch that may compute: the number of stages, or of the last hop."""
+        """Return the number of the last stage, or without stages of the last hop.
+
+        A later batch of a backward pass may compute a part of the own shard: [Note: a part for the end] in
+        `lowering.py`.
+        """
         return len(self.stages) or self.limit
 
     def stage(self, hop: int) -> int:
@@ -98,7 +104,7 @@ class Direction(NamedTuple):
         return 0 < hop <= self.limit and not self.crosses(hop)
 
     def batches(self, hop: int) -> int:
-        """Return in how many batches a hop's gradients go home: R to another node, else 1."""
+        """Return in how many batches a hop's gradients return to their owner: R to another node, else 1."""
         return self.ranks_per_node if 0 < self.ranks_per_node <= hop else 1
 
 
@@ -175,15 +181,15 @@ class StagePlan(NamedTuple):
 class DirectSend(NamedTuple):
     """Slots of this rank's shard that it sends to a reader, as the rank before the reader lacks them."""
 
-    hop: int  # at which they are read; the message is in the batch posted before it
+    hop: int  # at which they are read; the message is in an earlier batch (`DirectionPlan.get_send_batch`)
     receiver: int
     slots: SlotRanges
 
 
 class GradientReturn(NamedTuple):
-    """Slots of this rank's shard whose dK/dV a reader returns to this rank, and not to the next reader."""
+    """Slots of this rank's shard whose dK/dV a reader sends to this rank, and not to the next reader."""
 
-    hop: int  # at which that rank computed them; the message is in the next batches (`Direction.batches`)
+    hop: int  # at which the sender computed them; `DirectionPlan.get_return_batches` has the batches
     sender: int
     slots: SlotRanges
 
@@ -210,7 +216,7 @@ class DirectionPlan:
         return range(first, first + self.direction.batches(hop))
 
     def at(self, hop: int) -> HopPlan | None:
-        """Return the plan of a hop; None if nothing happens."""
+        """Return the plan of a hop; None if this rank holds nothing at that hop."""
         return self.hops[hop] if 0 <= hop < len(self.hops) else None
 
     @property
@@ -244,7 +250,7 @@ class DirectionPlan:
     def backward_batches(self) -> int:
         """Return the number of batches of the backward pass.
 
-        Those after the last hop, which only return gradients, count as well.
+        The batches after the last hop, in which gradients return, count as well.
         """
         # the gradients of hop s are sent from batch s + 1 on
         received = [back.hop for back in self.gradient_returns]

@@ -5,11 +5,11 @@ without hops (`PassRow.no_hops`) and passes of replicated queries have none: no 
 
 [Note: batches]
 A pass is a sequence of batches. In each batch a rank (1) accumulates what the messages of the previous batch
-brought and frees the buffers that are no longer used, (2) posts all its sends and receives together,
-(3) computes while they are in flight, (4) waits until all of them have completed. So a tensor received in
-batch b may be read from batch b + 1 on, and a tensor sent in batch b may be written or freed from batch b + 1
-on. Heads are independent. They go around the ring in head chunks, each with its own buffers. The next chunk
-starts before this one has ended.
+brought and frees the buffers that are no longer used, (2) posts all its sends and receives together, (3)
+computes while they are in flight, (4) waits until all of them have completed. So from batch b + 1 on, a
+tensor received in batch b may be read, and a tensor sent in batch b may be written or freed. Heads are
+independent. They go around the ring in head chunks, each with its own buffers. The next chunk starts before
+this one has ended.
 """
 
 from __future__ import annotations
@@ -199,7 +199,9 @@ class ExchangeBatch(NamedTuple):
     """One batch of a pass; [Note: batches]."""
 
     number: int
-    hop: int  # the hop whose keys the youngest chunk receives in this batch
+    # the hop (or stage) whose keys the youngest chunk receives in this batch, one more than the hop that it
+    # computes. After the last hop this is a mere number: no keys arrive ([Note: a part for the end])
+    hop: int
     rounds: list[tuple[int, Round]]  # the index of every active chunk, and its steps
 
 
@@ -227,7 +229,7 @@ class Schedule:
                 for index, (at, end) in enumerate(zip(starts, ends, strict=True))
                 if at <= number < end
             ]
-            # In its batch b, a chunk receives the keys of hop b + 1.
+            # In its batch b, a chunk receives the keys of hop b + 1, if there is such a hop.
             youngest = max(at for at in starts if at <= number)
             batches.append(ExchangeBatch(number, number - youngest + 1, rounds))
         return tuple(batches)

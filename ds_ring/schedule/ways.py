@@ -3,10 +3,10 @@
 [Note: one hop behind]
 In the backward pass keys and values travel as in the forward pass, and float32 accumulators of dK and dV
 follow them one hop later. This rank's contribution to a shard's gradients at hop s is known only after hop s
-is computed, so it is sent in the batch posted before hop s + 1. The sum of the ranks before it arrives while
-hop s is computed. Where a token's keys travel no further, its accumulator returns to its owner directly. No
-hop's K/V is ever saved. (Keys for the next node are kept for R batches, see `rank_plan.py`; `head_class.py`
-explains which sums are passed on.)
+is computed. So it is sent in the batch of hop s + 1. The sum of the earlier ranks arrives while hop s is
+computed. Where a sum is not passed on ([Note: where gradients are added] in `head_class.py`), it returns to
+the owner directly. No hop's K/V is ever saved. (Keys for the next node are kept for R batches:
+[Note: two levels] in `rank_plan.py`.)
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class HopByHop(Way):
         return Recv(Payload.KEYS, buffer, sender, coming.origin, slots)
 
     def _post_gradients(self, hop: int) -> list[Send | Recv]:
-        """Return the sends of gradients computed at the last hop, and the receive of sums for this hop."""
+        """Return the sends of gradients computed at the hop before, and the receive of sums for this hop."""
         done, here = self.plan.at(hop - 1), self.plan.at(hop)
         steps: list[Send | Recv] = []
         # The gradients of the own shard stay in RESULTS.

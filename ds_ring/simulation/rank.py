@@ -76,7 +76,6 @@ class Source(Protocol):
     @property
     def geometry(self) -> GlobalSizes:
         """Return the sizes."""
-        ...
 
     def fill(self, name: str, heads: slice, runs: IntArray, out: Tensor) -> None:
         """Write tokens of "q", "k", "v" or "grad_out" into `out`.
@@ -87,7 +86,6 @@ class Source(Protocol):
             runs: positions, int64 [m, 3] of (start, step, length).
             out: [B, heads, n, D or E] for the n positions one after the other; any strides.
         """
-        ...
 
 
 class TensorSource:
@@ -409,7 +407,7 @@ class VirtualRanks:
         trace = None
         if self.measure or self.keep_trace:
             # Processor time excludes what other processes took; with several threads it would count each.
-            trace = Trace(ring_rank, processor_time=torch.get_num_threads() == 1)
+            trace = Trace(processor_time=torch.get_num_threads() == 1)
         shard = partial(read_shard, self.source, self.plan.layout, ring_rank=ring_rank)
         plan = self.plan.rank(ring_rank)  # made outside of the measured block; it holds no tensor
         ring = RingPass(

@@ -253,7 +253,7 @@ def add_shapes(parser: argparse.ArgumentParser, ring_sizes: list[int]) -> None:
         "--chunk-bytes",
         type=int,
         metavar="BYTES",
-        help="least size of a K or V message (1 MiB); 1: head by head",
+        help="least size of K or V in a message (as real CPU ranks); 1: head by head",
     )
     parser.add_argument("--seed", type=int, default=0, help="of the numbers (0)")
 

@@ -101,7 +101,7 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
     from ..plan.advice import advise
     from ..plan.compare import compare
     from ..plan.estimate import estimate
-    from ..plan.inputs import make_setting
+    from ..plan.inputs import make_request
     from ..plan.more_devices import plan_more_devices
     from ..plan.report import as_json, print_report
 
@@ -109,24 +109,24 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
     if options.picture is not None:
         require_writable(Path(options.picture), "--picture")
     with _show_progress() as say:
+        request = make_request(options, say)
         planned = estimate(
-            make_setting(options, say),
-            lambda done, total: say(f"rank {done + 1} of {total} that are looked at"),
+            request.setting, lambda done, total: say(f"rank {done + 1} of {total} that are looked at")
         )
         if options.compare and planned.other_layers:
             kind = planned.other_layers[0].kind.name
             raise RingConfigError(f"--compare: expected a model of softmax attention alone, got {kind}")
-        advice = advise(planned, say)
+        advice = advise(planned, say, request.before_fit if options.fit else None, request.section.timeouts)
         rows = compare(planned, advice.reach.longest_tokens) if options.compare else []
-        counts = plan_more_devices(planned, say) if options.more_devices else []
+        counts = plan_more_devices(request.before_fit, say) if options.more_devices else []
         if options.picture is not None:
             from ..plan.picture import plot_memory, save_figure
 
             save_figure(plot_memory(planned), options.picture)
     if options.json:
-        print(as_json(planned, advice, rows, counts))
+        print(as_json(planned, advice, request.config, rows, counts))
     else:
-        print_report(planned, advice, rows, counts)
+        print_report(planned, advice, request.config, rows, counts)
     return 0
 
 

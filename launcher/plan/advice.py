@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from math import ceil
 from typing import NamedTuple
 
-from .estimate import Estimate, estimate
+from ds_ring.limits import Timeouts
+
+from .estimate import Estimate, get_optimizer_seconds
 from .hiding import Hiding, hiding_shard, waiting
 from .options import (
-    MAX_RANKS,
-    fewest_devices,
+    fewest_planned,
+    find_roomier,
     list_flags,
     longest_planned,
-    longest_with_options,
     name_limit,
     sets_that_fit,
 )
@@ -22,6 +24,8 @@ from .pass_time import EXPOSED
 from .training_setting import ELEMENT_BYTES, TrainingSetting
 
 GIB = 2**30
+TIMEOUTS = Timeouts()
+PATIENCE = 2  # times the planned work, which a limit has to leave: no GPU has timed the plan
 
 
 class LatentAdvice(NamedTuple):
@@ -69,7 +73,8 @@ def _latents(planned: Estimate) -> list[str]:
         f" {latents.latent_bytes / 1e6:,.1f} MB in a layer's passes, not"
         f" {latents.expanded_bytes / 1e6:,.1f} MB, and computes {latents.expansion_s * 1e3:.3g} ms more:"
         f" faster over links of less than {least:.3g} GB/s; these have {rate:.3g} GB/s, over which latents"
-        f" are faster below T/P = {latents.pays_below_tokens_per_rank:,}"
+        f" are faster below {latents.pays_below_tokens_per_rank // planned.setting.ulysses_size:,} tokens a"
+        " device"
     ]
 
 
@@ -90,66 +95,62 @@ class Advice(NamedTuple):
     reach: Reach  # with the setting's own options
     fit_reach: Reach | None  # with those that --fit would add; None without --fit
     hiding: Hiding  # the shard from which on transfers hide, or why there is none
+    roomier: Estimate | None  # --fit's next set: clearly less memory, hardly more time; None if none
     warnings: tuple[str, ...]  # sentences
 
 
-def advise(planned: Estimate, say: Callable[[str], None] = lambda what: None) -> Advice:
-    """Search around a setting and warn of its faults; `say` is called with each search."""
-    reach, fit_reach = _reach(planned, say), None
-    if planned.setting.may_add_options:
-        fit_reach = _fit_reach(planned.setting, say)
+def advise(
+    planned: Estimate,
+    say: Callable[[str], None] = lambda what: None,
+    before_fit: TrainingSetting | None = None,
+    timeouts: Timeouts = TIMEOUTS,
+) -> Advice:
+    """Search around a setting and warn of its faults.
+
+    Args:
+        planned: the setting's plan.
+        say: called with each search.
+        before_fit: the setting without the options that --fit has turned on; None without --fit.
+        timeouts: of the section.
+    """
+    setting = planned.setting
+    reach, fit_reach = _reach(replace(setting, may_add_options=False), planned, say), None
+    if setting.may_add_options:
+        fit_reach = _reach(setting, planned, say)
         if fit_reach.longest_options == reach.longest_options:
-            # The search of `own` looked at a small ring.
+            # The search without more options looked at a small ring.
             tokens, ends_at = fit_reach.longest_tokens, fit_reach.longest_ends_at
             reach = reach._replace(longest_tokens=tokens, longest_ends_at=ends_at)
     say("the shard whose transfers hide")
-    hiding = hiding_shard(planned.setting)
+    hiding = hiding_shard(setting)
     warnings = [
         *_memory(planned, fit_reach or reach),
         *_exposed(planned, hiding),
         *_latents(planned),
+        *_warn_about_timeouts(planned, timeouts),
         *_warn_about_limits(planned),
     ]
-    return Advice(reach, fit_reach, hiding, tuple(warnings))
+    roomier = None if before_fit is None else find_roomier(planned, before_fit)
+    return Advice(reach, fit_reach, hiding, roomier, tuple(warnings))
 
 
-def _reach(planned: Estimate, say: Callable[[str], None]) -> Reach:
-    setting = replace(planned.setting, may_add_options=False)
-    flags = list_flags(setting)
-    say("the longest sequence that fits")
+def _reach(setting: TrainingSetting, planned: Estimate, say: Callable[[str], None]) -> Reach:
+    options = " with more options" if setting.may_add_options else ""
+    say(f"the longest sequence that fits{options}")
     longest = longest_planned(setting)
-    say("the fewest devices that fit")
-    fewest = fewest_devices(setting)
+    say(f"the fewest devices that fit{options}")
+    fewest, plan = fewest_planned(setting)
     is_one_ring = setting.devices == setting.ring_size * setting.ulysses_size
     if planned.fits and is_one_ring and (fewest is None or setting.devices <= fewest.devices):
-        fewest = setting  # which may be no power of two
-    step_s = None
-    # The search looks at a small ring: the whole one may need a little more.
-    while fewest is not None and fewest.ring_size <= MAX_RANKS:
-        whole = planned if fewest is setting else estimate(fewest)
-        if whole.fits:
-            step_s = whole.step_s
-            break
-        fewest = fewest_devices(setting, 2 * fewest.ring_size)
-    ends_at = name_limit(setting, longest) if longest else ""
-    return Reach(longest, flags, ends_at, None if fewest is None else fewest.devices, flags, step_s)
-
-
-def _fit_reach(setting: TrainingSetting, say: Callable[[str], None]) -> Reach:
-    say("the longest sequence that fits with more options")
-    longest = longest_with_options(setting)
-    limit: tuple[int, tuple[str, ...], str] = (0, (), "")
-    if longest is not None:
-        limit = (longest.tokens, list_flags(longest), name_limit(longest, longest.tokens))
-    say("the fewest devices that fit with more options")
-    fewest = fewest_devices(setting)
-    # The search looks at a small ring: the whole one may need a little more.
-    while fewest is not None and fewest.ring_size <= MAX_RANKS:
-        if sets := sets_that_fit(fewest):
-            cheapest = sets[0].estimate
-            return Reach(*limit, fewest.devices, list_flags(cheapest.setting), cheapest.step_s)
-        fewest = fewest_devices(setting, 2 * fewest.ring_size)
-    return Reach(*limit, None, (), None)
+        fewest, plan = planned.setting, planned  # which may be no power of two
+    return Reach(
+        0 if longest is None else longest.tokens,
+        list_flags(longest or setting),
+        "" if longest is None else name_limit(longest),
+        None if fewest is None else fewest.devices,
+        list_flags(fewest or setting),
+        None if plan is None else plan.step_s,
+    )
 
 
 def _memory(planned: Estimate, reach: Reach) -> list[str]:
@@ -165,9 +166,48 @@ def _memory(planned: Estimate, reach: Reach) -> list[str]:
     )
     ways = [f"at most {longest:,} tokens fit {setting.devices} devices"] if longest else []
     ways += [f"{devices} devices fit {setting.tokens:,} tokens"] if devices else []
-    ways += ["both with the options of --fit"] if setting.may_add_options and ways else []
-    ways += [] if setting.may_add_options else ["--fit turns on the cheapest options that make it fit"]
-    return ["; ".join([text, *ways])]
+    if setting.may_add_options:
+        ways += ["both with the options of --fit"] if ways else []
+        return ["; ".join([text, *ways])]
+    fitting = sets_that_fit(replace(setting, may_add_options=True), planned.attention_passes)
+    with_fit = f"no options of --fit make {setting.tokens:,} tokens fit {setting.devices} devices"
+    if fitting:
+        with_fit = f"it fits with --fit, which would choose {describe_plan(fitting[0])}"
+    return ["; ".join([text, *ways]), with_fit]
+
+
+def describe_plan(planned: Estimate) -> str:
+    """Return the options of a plan, its memory and its time."""
+    flags = " ".join(list_flags(planned.setting))
+    return f"{flags}: {planned.peak.total / GIB:.1f} GiB a device, {planned.step_s:.3g} s a step"
+
+
+# A rank is late by no more than the work between two of its messages: in the passes of a layer a hop, and
+# what the fastest rank is ahead of the slowest; between passes the matrices of a layer and of the output, or
+# the optimizer on the host. On a GPU `step_timeout_seconds` bounds that work itself (`cuda/watchdog.py`).
+def get_longest_work(planned: Estimate) -> float:
+    """Return the most seconds that a rank is busy without a message: no other waits longer for it."""
+    model = planned.setting.model
+    hop_s = max((part.cost.longest_hop_s + part.lead_s for part in planned.passes), default=0.0)
+    layer = model.active_mlp_parameters + model.mixing_parameters / model.layers
+    share = (layer + model.head_parameters) / (model.layers * layer + model.head_parameters)
+    others_s = max((cost.forward_s + cost.backward_s for cost in planned.other_layers), default=0.0)
+    between_s = share * planned.dense_s + others_s
+    return max(hop_s, between_s, get_optimizer_seconds(planned.setting))
+
+
+def _warn_about_timeouts(planned: Estimate, timeouts: Timeouts) -> list[str]:
+    setting, work_s = planned.setting, get_longest_work(planned)
+    if work_s <= timeouts.hop / PATIENCE or setting.ring_size * setting.ulysses_size == 1:
+        return []
+    seconds = 10 * ceil(PATIENCE * work_s / 10)
+    keys = f'"hop_timeout_seconds": {seconds}'
+    if seconds > timeouts.step and not setting.host_is_device:
+        keys += f' and "step_timeout_seconds": {seconds}'
+    return [
+        f"a rank works up to {work_s:.0f} s without a message, near hop_timeout_seconds ({timeouts.hop:g}),"
+        f" after which a late one counts as failed: set {keys}"
+    ]
 
 
 def _exposed(planned: Estimate, hiding: Hiding) -> list[str]:
@@ -175,18 +215,24 @@ def _exposed(planned: Estimate, hiding: Hiding) -> list[str]:
     share = waiting(cost)
     if setting.ring_size == 1 or share <= EXPOSED:
         return []
-    here = planned.layout.local_tokens
-    advice = (
-        f"never: {hiding.never}" if hiding.tokens is None else f"from T/P = {hiding.tokens:,} on it hides"
+    here, least = (
+        count and count // setting.ulysses_size for count in (planned.layout.local_tokens, hiding.tokens)
     )
+    advice = f"never: {hiding.never}" if least is None else f"from {least:,} tokens a device on they hide"
     return [
         f"transfers do not hide behind compute: {share:.0%} of each pass waits ({cost.exposed_hops} of"
-        f" {cost.hops} hops) at T/P = {here:,}; {advice}, or take a smaller ring and more Ulysses ranks"
+        f" {cost.hops} hops) at {here:,} tokens a device; {advice}, or take a smaller ring and more Ulysses"
+        " ranks"
     ]
 
 
 def _warn_about_limits(planned: Estimate) -> list[str]:
     setting, warnings = planned.setting, []
+    if (positions := setting.model.positions) is not None and positions < setting.tokens:
+        warnings.append(
+            f"positions: the model's file reaches {positions:,} (max_position_embeddings and rope scaling),"
+            f" fewer than {setting.tokens:,} tokens: scale them, or pack shorter documents"
+        )
     if (experts := setting.model.experts) is not None:
         warnings.append(
             f"experts: every layer is planned with {experts.number}, of which a token runs {experts.active},"
@@ -202,7 +248,8 @@ def _warn_about_limits(planned: Estimate) -> list[str]:
             "layers other than attention keep what goes into their kernels and comes out; what a kernel keeps"
             " inside is not counted, and their arithmetic is rough"
         )
-    zero, whole = setting.zero, setting.zero.whole_start(setting.model)
+    zero = setting.zero
+    whole = replace(zero, partitioned_init=False).start(setting.model)
     if zero.stage == 3 and whole > planned.peak.total:
         warnings.append(
             f"made whole, the model takes {whole / GIB:.1f} GiB of every device at the start, more than the"

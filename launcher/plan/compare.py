@@ -1,8 +1,8 @@
 """Plan the same training by other ways to split a sequence, from what their authors have published.
 
 Owns two rows for each: with the setting's own options, the same for all methods, and with the options of its
-longest sequences: of other methods those of their authors, of ds_ring what a search chooses. A hybrid of
-ds_ring, Ulysses inside a ring, has the setting's own options. The layer around attention, the states, the
+longest sequences: of other methods those of their authors, of ds_ring what a search chooses. Ulysses of
+ds_ring, inside a ring and alone, has the setting's own options. The layer around attention, the states, the
 hardware and the kernel are those of ds_ring's own plan, so that rows differ by method and options only. A
 method's attention computes all pairs of the sequence, evenly divided among its ranks; its messages are not
 hidden.
@@ -29,10 +29,12 @@ from functools import partial
 from math import gcd
 from typing import NamedTuple
 
+from ds_ring.limits import divisors
+
 from .estimate import Estimate, HeadSwaps, estimate, fits, head_swaps, training_step
-from .layer_passes import LayerPasses, layer_passes
+from .layer_passes import layer_passes
 from .model_memory import FLOAT, LocalTokens, TrainingStep
-from .options import MAX_TOKENS, list_flags, longest_planned, longest_that, longest_with_options
+from .options import MAX_TOKENS, list_flags, longest_planned, longest_that
 from .pass_memory import PassMemory
 from .pass_time import PassCost
 from .training_setting import ELEMENT_BYTES, TrainingSetting
@@ -84,28 +86,33 @@ def compare(planned: Estimate, longest_tokens: int) -> list[ComparisonRow]:
     """
     setting = replace(planned.setting, may_add_options=False)
     whole = layer_passes(replace(setting, ring_size=1, ulysses_size=1, layout="contiguous")).total
-    longest = longest_with_options(setting)
+    longest = longest_planned(replace(setting, may_add_options=True))
     rows = [_make_own_row("ds_ring", planned, False, longest_tokens)]
-    if (ulysses := _hybrid_ulysses(setting)) > 1:
+    for ulysses in _list_ulysses_sizes(setting):
         ring = setting.ring_size // ulysses
         hybrid = replace(setting, ring_size=ring, ulysses_size=ulysses)
         name = f"ds_ring, Ulysses {ulysses} x ring {ring}"
-        rows.append(_make_own_row(name, estimate(hybrid), False, longest_planned(hybrid)))
+        reached = longest_planned(hybrid)
+        rows.append(_make_own_row(name, estimate(hybrid), False, 0 if reached is None else reached.tokens))
     rows += [_make_row(method, _as_others(setting), planned, whole, False) for method in _METHODS]
     if longest is not None:
-        best = estimate(replace(longest, tokens=setting.tokens))
+        best = estimate(replace(longest, tokens=setting.tokens, may_add_options=False))
         rows.append(_make_own_row("ds_ring, longest", best, True, longest.tokens))
     for method in _METHODS:
         rows.append(_make_row(method, method.with_best_options(setting), planned, whole, True))
     return rows
 
 
-def _hybrid_ulysses(setting: TrainingSetting) -> int:
-    """Return the most Ulysses ranks of a node that a ring can have inside it; 1 if none or if it has some."""
-    divides = gcd(setting.model.kv_heads, setting.ring_size)
-    sizes = range(1, min(setting.hardware.devices_per_node, setting.ring_size - 1) + 1)
-    has_ulysses = setting.ulysses_size > 1
-    return 1 if has_ulysses else max((size for size in sizes if divides % size == 0), default=1)
+def _list_ulysses_sizes(setting: TrainingSetting) -> list[int]:
+    """Return the most Ulysses ranks of a node inside a ring, and all ranks of it, where K/V heads allow them.
+
+    None for a ring of one, or one that has Ulysses ranks.
+    """
+    if setting.ulysses_size > 1:
+        return []
+    ring, sizes = setting.ring_size, divisors(gcd(setting.model.kv_heads, setting.ring_size))
+    inside = max((n for n in sizes if n < ring and n <= setting.hardware.devices_per_node), default=1)
+    return sorted({inside, sizes[-1] if sizes[-1] == ring else 1} - {1})
 
 
 def _make_own_row(name: str, planned: Estimate, best: bool, longest_tokens: int) -> ComparisonRow:
@@ -113,6 +120,12 @@ def _make_own_row(name: str, planned: Estimate, best: bool, longest_tokens: int)
     ranks = setting.ring_size * setting.ulysses_size
     replicas = setting.devices // ranks
     note = f"; {replicas} data replicas of {ranks} ranks" if replicas > 1 else ""
+    if setting.ring_size == 1:
+        workspace = planned.attention_passes.memory.workspace / GIB
+        note += (
+            f"; with {workspace:.1f} GiB of the kernel's buffers for a whole sequence: rows of other methods"
+        )
+        note += " have what their authors count"
     return ComparisonRow(
         name, best, list_flags(setting), ranks, replicas, 1, note, planned.peak.total,
         planned.node_host_bytes, planned.sent_bytes + planned.swap_bytes, planned.fits, planned.step_s,
@@ -124,7 +137,7 @@ def _make_row(
     method: _Method, setting: TrainingSetting, planned: Estimate, whole: PassCost, best: bool
 ) -> ComparisonRow:
     step, ranks = method.step(setting), method.ranks(setting)
-    here = estimate(setting, attention=_get_passes(planned))
+    here = estimate(setting, attention=planned.attention_passes)
     # The rest of a step is that of ds_ring's plan, for as many tokens as a device has here.
     tokens_ratio = setting.ring_size * setting.ulysses_size / ranks
     again = whole.forward_s * setting.repeated_attention
@@ -144,12 +157,6 @@ def _make_row(
         method.sent(setting), fits(setting, step.moments()), seconds,
         setting.batch * setting.tokens / ranks / seconds, _longest(method, setting),
     )  # fmt: skip
-
-
-def _get_passes(planned: Estimate) -> LayerPasses:
-    """Return the passes of a plan, for other options of the same model; memory is estimated elsewhere."""
-    memory = PassMemory(0, 0, 0)
-    return LayerPasses(planned.layout, planned.passes, planned.other_layers, memory, planned.ranks)
 
 
 def _longest(method: _Method, setting: TrainingSetting) -> int:
@@ -188,29 +195,29 @@ def _as_others(setting: TrainingSetting) -> TrainingSetting:
     return replace(setting, recompute_attention=again, offload_attention=False)
 
 
-def _apply_checkpointing(setting: TrainingSetting) -> TrainingSetting:
-    """Turn on what all of them train long sequences with: checkpointing, and attention computed again."""
-    return _as_others(replace(setting, checkpointing=True))
-
-
 def _apply_alst(setting: TrainingSetting) -> TrainingSetting:
     zero, model = setting.zero, setting.model
-    return replace(
-        _apply_checkpointing(setting),
-        loss_tokens=max(GIB // (FLOAT * model.vocab), 1),
-        mlp_tokens=model.hidden,
-        offload_checkpoints=True,
-        zero=replace(
-            zero,
-            stage=3,
-            offload_optimizer=True,
-            offload_parameters=zero.offload_parameters or zero.world == 1,
-        ),
+    return _as_others(
+        replace(
+            setting,
+            checkpointing=True,
+            loss_tokens=max(GIB // (FLOAT * model.vocab), 1),
+            mlp_tokens=model.hidden,
+            offload_checkpoints=True,
+            zero=replace(
+                zero,
+                stage=3,
+                offload_optimizer=True,
+                offload_parameters=zero.offload_parameters or zero.world == 1,
+            ),
+        )
     )
 
 
 def _apply_trl(setting: TrainingSetting) -> TrainingSetting:
-    return replace(_apply_checkpointing(setting), loss_tokens=CHUNK_TOKENS, offload_checkpoints=True)
+    return _as_others(
+        replace(setting, checkpointing=True, loss_tokens=CHUNK_TOKENS, offload_checkpoints=True)
+    )
 
 
 def _torch_step(setting: TrainingSetting) -> TrainingStep:

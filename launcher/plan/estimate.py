@@ -89,7 +89,7 @@ class Estimate(NamedTuple):
     # host_bytes, host_s: between one device and its host, the optimizer there included
     host_bytes: int
     host_s: float
-    ranks: int  # how many ring ranks were looked at
+    attention_passes: LayerPasses  # of all layers, which plans with other options share
 
     @property
     def peak(self) -> MemoryMoment:
@@ -143,12 +143,6 @@ def fits(setting: TrainingSetting, moments: list[MemoryMoment]) -> bool:
     """Return whether device and host have enough memory at every moment."""
     host = setting.usable_host_bytes or 0.0
     return all(moment.total <= setting.usable_bytes and moment.host_total <= host for moment in moments)
-
-
-def least_step(setting: TrainingSetting) -> TrainingStep:
-    """Return a step without what the ring needs: no plan has to be made for it."""
-    slots = -(-setting.tokens // (setting.ring_size * setting.ulysses_size)) * setting.ulysses_size
-    return training_step(setting, slots, PassMemory(0, 0, 0))
 
 
 def training_step(setting: TrainingSetting, slots: int, ring: PassMemory) -> TrainingStep:
@@ -253,7 +247,7 @@ def estimate(
         zero_bytes / link,
         host_bytes,
         host_s,
-        attention.ranks,
+        attention,
     )
 
 
@@ -264,18 +258,24 @@ def estimate(
 # two moments, the gradient read; all but the gradient written) at the rate of the host's memory, which all
 # devices of a node share. Parameters on the host come as often as stage 3 gathers them. All of it counts as
 # if compute hid nothing.
+def get_optimizer_seconds(setting: TrainingSetting) -> float:
+    """Return the seconds of an optimizer on the host; 0 without one, or without the rate of its memory."""
+    rate = setting.hardware.host_memory_bytes_per_s
+    if rate is None or not setting.zero.offload_optimizer:
+        return 0.0
+    return 28 * setting.zero.share(setting.model.parameters) * setting.node_devices / rate
+
+
 def host_traffic(setting: TrainingSetting, step: TrainingStep) -> tuple[int, float]:
     """Return bytes between one device and its host in a step, and seconds; [Note: traffic with the host]."""
     zero, model, hardware = setting.zero, setting.model, setting.hardware
-    moved, adam_s = 0, 0.0
+    moved, adam_s = 0, get_optimizer_seconds(setting)
     if setting.checkpointing and setting.offload_checkpoints:
         moved += 2 * model.layers * step.checkpoint_bytes
     moved += 2 * model.attention_layers * step.offloaded_bytes
     share = zero.share(model.parameters)
     if zero.offload_optimizer:
         moved += 2 * zero.element_bytes * share
-        if hardware.host_memory_bytes_per_s is not None:
-            adam_s = 28 * share * setting.node_devices / hardware.host_memory_bytes_per_s
     if zero.offload_parameters and zero.stage == 3:
         moved += 3 * zero.element_bytes * share
     link = hardware.host_link_bytes_per_s

@@ -8,18 +8,17 @@ launcher's; pass_time.py computes times from it. `ds-ring tune` measures a machi
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 
-from ds_ring.config.messages import Accepted, Section, sentence, shown
-from ds_ring.config.problems import config_error, did_you_mean, list_problems
+from ds_ring.config.messages import Accepted, Section, sentence
+from ds_ring.config.problems import config_error, list_problems
 from ds_ring.errors import RingConfigError
 from ds_ring.plugin import FAST_KERNELS, unmeasured
 
 from ..cluster.cluster_file import read_mapping
-from . import is_there, known_hardware
+from . import find_file, known_hardware
 
 DTYPES = ("float32", "bfloat16", "float16")
 # Bounds that no device comes near: within them no time that is estimated overflows.
@@ -182,14 +181,5 @@ def hardware_from(values: dict[str, Any], source: str) -> Hardware:
 
 def read_hardware(name_or_path: str) -> Hardware:
     """Read a description that comes with the package, or a YAML file; RingConfigError for anything else."""
-    known = known_hardware()
-    path = Path(name_or_path)
-    if name_or_path.lower() in known:
-        path = known[name_or_path.lower()]
-    elif path.suffix not in (".yaml", ".yml") and not is_there(path):
-        near = did_you_mean(name_or_path, known)
-        advice = f"did you mean '{near}'?" if near else "or the path of a YAML file with the keys of these"
-        raise config_error(
-            "hardware", f"expected one of {', '.join(known)}, got {shown(name_or_path)}; {advice}"
-        )
+    path = find_file("hardware", name_or_path, known_hardware(), "a YAML file", ".yaml", ".yml")
     return hardware_from(read_mapping(path), str(path))

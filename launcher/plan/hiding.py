@@ -77,7 +77,7 @@ def _cost(setting: TrainingSetting, local_tokens: int) -> PassCost:
 
 def _why(setting: TrainingSetting, most: int) -> str:
     long, shorter = _cost(setting, most), _cost(setting, most // STEP)
-    wait = f"{waiting(long):.0%} of a pass waits at T/P = {most:,}"
+    wait = f"{waiting(long):.0%} of a pass waits at {most // setting.ulysses_size:,} tokens a device"
     now, before = (cost.exposed_s / cost.compute_s for cost in (long, shorter))
     if now > (1 - HOPS_ALIKE) * before:
         return f"transfers and compute of this pattern and layout grow alike ({wait})"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ds_ring.config.json_text import SECTION, SP_KEY, parse_object, resolve
@@ -34,10 +34,9 @@ from .options import (
     OPTIONS,
     fewest_devices,
     longest_planned,
-    longest_with_options,
+    plan_whole,
     tiled_loss,
     tiled_mlp,
-    with_cheapest_options,
 )
 from .other_layers import Kind, Selection
 from .training_setting import ELEMENT_BYTES, TrainingSetting
@@ -57,7 +56,17 @@ _MAX_SIZES = {
 }
 
 
-def make_setting(options: argparse.Namespace, say: Callable[[str], None]) -> TrainingSetting:
+@dataclass(frozen=True)
+class PlanRequest:
+    """Hold what the options of `ds-ring plan` ask for."""
+
+    setting: TrainingSetting  # the planned one
+    before_fit: TrainingSetting  # without the options that --fit has turned on
+    config: _Raw  # the DeepSpeed JSON of --config
+    section: RingConfig  # its "ring_attention", with the options in it
+
+
+def make_request(options: argparse.Namespace, say: Callable[[str], None]) -> PlanRequest:
     """Return what the options ask for; with --tokens or --devices left out, what a search found."""
     if options.tiled_loss is None:
         options.tiled_loss = options.loss_chunk
@@ -67,7 +76,7 @@ def make_setting(options: argparse.Namespace, say: Callable[[str], None]) -> Tra
     ring_size = options.ring_size or (config.ring_size if options.config else None)
     devices, ring = _sizes(options.devices, ring_size, ulysses)
     # Checked before any search, which may take seconds.
-    setting = _setting(options, config, whole, devices, ring)
+    setting = fitted = _setting(options, config, whole, devices, ring)
     if options.tokens is None and devices is None:
         raise RingConfigError("expected --tokens, --devices or both, got neither; give one of them")
     if devices is None:
@@ -77,14 +86,20 @@ def make_setting(options: argparse.Namespace, say: Callable[[str], None]) -> Tra
             raise RingConfigError.wrong(
                 "--devices", f"room for {setting.tokens:,} tokens", "none up to 16384", "try --fit"
             )
-        setting = smallest
+        setting = fitted = smallest
     elif options.tokens is None:
         say("the longest sequence that fits")
-        return _longest(setting)
-    if not options.fit:
-        return setting
-    say("the cheapest options that fit")
-    return replace(with_cheapest_options(setting), before_fit=setting)
+        longest = longest_planned(setting)
+        if longest is None:
+            raise RingConfigError.wrong(
+                "--tokens", f"a length that fits {setting.devices} devices", "none", "take more devices"
+            )
+        fitted, setting = longest, replace(setting, tokens=longest.tokens)
+    if options.fit:
+        say("the cheapest options that fit")
+        planned = plan_whole(setting)
+        fitted = setting if planned is None else planned.setting
+    return PlanRequest(fitted, setting, whole, config)
 
 
 def _ring_config(options: argparse.Namespace) -> tuple[RingConfig, _Raw]:
@@ -178,7 +193,6 @@ def _setting(
         gradient_payload=config.gradient_payload,
         kernel=config.kernel,
         block_size=config.block_size,
-        config=whole,
     )
     return _with_options(setting, options, config)
 
@@ -274,18 +288,3 @@ def _flag(section: _Raw, prefix: str, key: str) -> bool | None:
         what = sentence("true or false", shown(value), "write it without quotes")
         raise RingConfigError(f"--config: {prefix}.{key}: {what}")
     return value
-
-
-def _longest(setting: TrainingSetting) -> TrainingSetting:
-    if setting.may_add_options:
-        longest = longest_with_options(setting)
-        if longest is not None:
-            longest = replace(longest, before_fit=replace(setting, tokens=longest.tokens))
-    else:
-        tokens = longest_planned(setting)
-        longest = replace(setting, tokens=tokens) if tokens else None
-    if longest is None:
-        raise RingConfigError.wrong(
-            "--tokens", f"a length that fits {setting.devices} devices", "none", "take more devices"
-        )
-    return longest

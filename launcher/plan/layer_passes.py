@@ -8,6 +8,7 @@ pass_time.py has the cost of one pass, pass_memory.py its memory.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -38,6 +39,7 @@ class LayerPass(NamedTuple):
     pattern: Pattern  # theirs
     layers: int  # how many have it
     cost: PassCost  # of the passes of one of them, on the slowest rank that was looked at
+    lead_s: float = 0.0  # how much earlier the fastest rank has done these passes
 
 
 class LayerPasses(NamedTuple):
@@ -58,11 +60,12 @@ class LayerPasses(NamedTuple):
 def total_cost(passes: Sequence[LayerPass]) -> PassCost:
     """Return the sum of the passes of all layers."""
     if not passes:  # all attention is over chosen keys
-        return PassCost(0, 0, 0, 0, 0.0, 0.0, 0.0, 0, 0, 0, 0.0)
+        return PassCost(0, 0, 0, 0, 0.0, 0.0, 0.0, 0, 0, 0, 0.0, 0.0)
     weighted = [
         [layer_pass.layers * value for value in vars(layer_pass.cost).values()] for layer_pass in passes
     ]
-    return PassCost(*(sum(values) for values in zip(*weighted, strict=True)))
+    total = PassCost(*(sum(values) for values in zip(*weighted, strict=True)))
+    return replace(total, longest_hop_s=max(layer_pass.cost.longest_hop_s for layer_pass in passes))
 
 
 def get_block_side(setting: TrainingSetting) -> int:
@@ -206,11 +209,14 @@ def layer_passes(setting: TrainingSetting, progress: OnProgress | None = None) -
         needs.append(_most([_memory(mine, shape) for mine in parts]))
         of_rank = zip(parts, executed, strict=True)
         costs.append([pass_cost(mine, shape, *rates, count_executed) for mine, count_executed in of_rank])
-    slowest = [max(of_layers, key=lambda cost: cost.seconds) for of_layers in zip(*costs, strict=True)]
-    passes = zip(plans, slowest, strict=True)
+    passes = []
+    for (plan, layers), of_ranks in zip(plans, zip(*costs, strict=True), strict=True):
+        slowest = max(of_ranks, key=lambda cost: cost.seconds)
+        lead_s = slowest.seconds - min(cost.seconds for cost in of_ranks)
+        passes.append(LayerPass(plan.pattern, layers, slowest, lead_s))
     return LayerPasses(
         layout,
-        tuple(LayerPass(plan.pattern, layers, cost) for (plan, layers), cost in passes),
+        tuple(passes),
         _other_layers(setting, layout, ranks),
         max(needs, key=lambda memory: memory.total),
         len(ranks),

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from ds_ring.config.json_text import Json, parse_object, read_object
@@ -22,7 +21,7 @@ from ds_ring.errors import RingConfigError
 from ds_ring.masks.pattern import Pattern
 from ds_ring.schedule.layout import Mix
 
-from . import is_there, known_models
+from . import find_file, known_models
 from .other_layers import KNOWN, Kind, Kinds, Selection, find_readers, read_kinds
 
 # The layers of each pattern, from `layer_types` and windows of a config.json and from the JSON's section.
@@ -54,12 +53,6 @@ def patterns_by(values: Mapping[str, Any]) -> tuple[Pattern, ...]:
     return make_type_patterns(_types(text_values), lambda key: _width(text_values, key), True)
 
 
-def kinds_by(values: Mapping[str, Any]) -> Kinds:
-    """Return which layers of a config.json are not softmax attention over all keys, and what they are."""
-    text_values = text_part(values)
-    return read_kinds(text_values, _types(text_values))
-
-
 def read_hf_config(path_or_text: str) -> Json:
     """Return a config.json: by its path, its text, or the name of a model in `configs/models`.
 
@@ -67,17 +60,7 @@ def read_hf_config(path_or_text: str) -> Json:
         RingConfigError: no such name and no such file, or no JSON.
     """
     if not path_or_text.lstrip().startswith("{"):
-        known = known_models()
-        if path_or_text.lower() in known:
-            return read_object(known[path_or_text.lower()])
-        path = Path(path_or_text)
-        if path.suffix != ".json" and len(path.parts) == 1 and not is_there(path):
-            near = did_you_mean(path_or_text, known)
-            names = ", ".join(known)
-            advice = f"did you mean '{near}'?" if near else "or the path of a config.json"
-            expected = f"one of {names}" if near is None else "a known model or the path of a config.json"
-            raise RingConfigError(f"--hf-config: {sentence(expected, shown(path_or_text), advice)}")
-        return read_object(path_or_text)
+        return read_object(find_file("--hf-config", path_or_text, known_models(), "a config.json", ".json"))
     return parse_object(path_or_text, "--hf-config")
 
 
@@ -188,6 +171,7 @@ class ModelShape:
     latents: LatentShape | None = None
     experts: Experts | None = None  # instead of the MLP of `intermediate`, in every layer
     kinds: Kinds = ()  # of every layer, None for attention; empty where all are attention
+    positions: int | None = None  # how far they reach by the file; None where it does not say
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocab"):
@@ -292,6 +276,7 @@ _KEYS = {
     "intermediate": "intermediate_size",
     "vocab": "vocab_size",
 }
+_LENGTHENS = ("linear", "dynamic", "yarn")  # of rope scaling
 _EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
 _ACTIVE = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts", "num_experts_per_token")
 _OPTIONS = ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocab")
@@ -378,6 +363,7 @@ def _from_transformers(path_or_text: str) -> ModelShape:
                 f"--hf-config: {key}: expected a whole number, got {shown(values.get(key))}; {advice}"
             )
         sizes[name] = values[key]
+    typed = text_part(with_layer_types(path_or_text))
     latents, head_dim = _latents(values), _optional(values, "head_dim")
     if latents is not None:
         head_dim = (latents.nope + latents.rope + latents.value) // 2
@@ -387,8 +373,9 @@ def _from_transformers(path_or_text: str) -> ModelShape:
         head_dim=_head_dim(head_dim, sizes["hidden"], sizes["heads"]),
         latents=latents,
         experts=_experts(values, sizes["intermediate"]),
-        kinds=kinds_by(with_layer_types(path_or_text)),
+        kinds=read_kinds(typed, _types(typed)),
         tied=bool(whole.get("tie_word_embeddings", False)),
+        positions=_read_positions(values),
     )
 
 
@@ -417,6 +404,18 @@ def _experts(values: Mapping[str, Any], intermediate: int) -> Experts | None:
     if shared is None:
         shared = (_optional(values, "n_shared_experts") or 0) * width
     return Experts(count, active, width, shared)
+
+
+# transformers' "linear", "dynamic" and "yarn" reach as far as the factor says, or as far as
+# `max_position_embeddings`, which may count the factor already; "longrope" and "llama3" as far as that key.
+def _read_positions(values: Mapping[str, Any]) -> int | None:
+    """Return how far positions reach; None where the file does not say."""
+    most = _optional(values, "max_position_embeddings")
+    rope = values.get("rope_scaling") or values.get("rope_parameters")
+    if most is None or not isinstance(rope, dict) or not isinstance(rope.get("factor"), (int, float)):
+        return most
+    kind, first = rope.get("rope_type", rope.get("type")), _optional(rope, "original_max_position_embeddings")
+    return max(most, int(rope["factor"] * (first or most))) if kind in _LENGTHENS else most
 
 
 def _latents(values: Mapping[str, Any]) -> LatentShape | None:

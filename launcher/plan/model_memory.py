@@ -9,7 +9,7 @@ fused norms, fused losses and compilation save less), loss and MLP in tiles thos
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from .model_file import ModelShape
@@ -43,11 +43,6 @@ class Zero:
     # stage 3: parameters are divided as each module is made (`deepspeed.zero.Init`, which transformers'
     # `from_pretrained` uses), so that no rank ever has the whole model
     partitioned_init: bool = True
-
-    @property
-    def low(self) -> bool:
-        """Return whether precision is mixed."""
-        return self.element_bytes < FLOAT
 
     def share(self, elements: int) -> int:
         """Return the elements of one rank's partition."""
@@ -86,7 +81,7 @@ class Zero:
             return 0
         elements = self.share(model.parameters) if self.stage else model.parameters
         # DeepSpeed's stages 1 to 3 keep a float32 master copy in any precision.
-        master = FLOAT if self.low or self.stage else 0
+        master = FLOAT if self.element_bytes < FLOAT or self.stage else 0
         return (2 * FLOAT + master) * elements
 
     # [Note: buckets]
@@ -129,7 +124,7 @@ class Zero:
             gradients = FLOAT * share
             temporary = 0 if self.fused_adam else 2 * FLOAT * share
             return gradients, temporary
-        gradients = (self.element_bytes + (FLOAT if self.low else 0)) * whole
+        gradients = (self.element_bytes + (FLOAT if self.element_bytes < FLOAT else 0)) * whole
         return gradients, 0 if self.fused_adam else 2 * FLOAT * model.largest_parameter
 
     # [Note: the start at stage 3]
@@ -150,10 +145,6 @@ class Zero:
         copies = parameters + 2 * FLOAT * share
         buckets = element * (self.bucket_elements + 2 * model.largest_parameter)
         return max(partition, copies, parameters + (element + FLOAT) * share + buckets)
-
-    def whole_start(self, model: ModelShape) -> int:
-        """Return `start` of a model that each rank makes whole, without `deepspeed.zero.Init`."""
-        return replace(self, partitioned_init=False).start(model)
 
 
 Components = dict[str, int]
@@ -235,11 +226,6 @@ class TrainingStep:
         return 0 if self.heads_here is None else self.attention_bytes - self._query_bytes
 
     @property
-    def _attention_here(self) -> int:
-        """Return what a layer's attention keeps on the device between its passes."""
-        return self.attention_bytes - self.offloaded_bytes
-
-    @property
     def _results_bytes(self) -> int:
         here = self.tokens
         return here.inside * here.heads * (self.model.head_dim * self.zero.element_bytes + FLOAT)
@@ -303,7 +289,7 @@ class TrainingStep:
         if not attention:
             others = self.other_layers_bytes * layers // self.model.layers
             return layers * (2 * self.norm_bytes + self.mlp_bytes) + others
-        return min(layers, self.model.attention_layers) * self._attention_here
+        return min(layers, self.model.attention_layers) * (self.attention_bytes - self.offloaded_bytes)
 
     def moments(self) -> list[MemoryMoment]:
         """Return every moment that can be the highest, in the order of a step."""
@@ -372,7 +358,7 @@ class TrainingStep:
             yield self._moment("loss, in tiles", before | {"logits and loss": sums + tile}, layers)
             backward = 2 * self.layer_input_bytes
         else:
-            forward = element + FLOAT + (FLOAT if self.zero.low else 0)
+            forward = element + FLOAT + (FLOAT if self.zero.element_bytes < FLOAT else 0)
             yield self._moment("loss, forward", before | {"logits and loss": forward * self.logits}, layers)
             wide = 3 * FLOAT * self.logits
             yield self._moment("loss, backward", before | {"logits and loss": wide}, layers)
@@ -390,7 +376,7 @@ class TrainingStep:
                 saved += 2 * self.norm_bytes + self.mlp_bytes + self.most_of_other_layers
                 # What is kept is the tensor itself where it is all, and a copy where it is a part.
                 same = self.keeps_attention == 1 and self.heads_here is None and attention > 0
-                attention += self._attention_here - (self._kept_bytes if same else 0)
+                attention += self.attention_bytes - self.offloaded_bytes - (self._kept_bytes if same else 0)
             mlp = self._mlp(elements, saved, attention)
             yield self._moment(f"MLP of the {name} layer, backward", mlp, left)
             inside = self._attention(elements + self.model.mlp_parameters, saved, attention)

@@ -6,17 +6,18 @@ option are computed in `model_memory.py`, its costs in `estimate.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
 from itertools import combinations
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from ds_ring.config.json_text import Json
 from ds_ring.memory.tiles.keys import get_chunk_tokens
 from ds_ring.plugin import KERNELS, unmeasured
 from ds_ring.schedule.lowering import LONG_SHARD
 
-from .estimate import Estimate, estimate, fits, least_step, training_step
+from .estimate import Estimate, estimate, fits, training_step
 from .layer_passes import LayerPasses, layer_passes, rough_pass_memory
 from .pass_memory import PassMemory
 from .training_setting import TrainingSetting, like_in_memory
@@ -28,8 +29,8 @@ class MemoryOption(NamedTuple):
     """Describe an option."""
 
     flag: str  # of `ds-ring plan`
-    # its place in the DeepSpeed JSON, as a path of keys and the value
-    section: tuple[tuple[str, ...], object] | None
+    # its part of the DeepSpeed JSON of a setting that has it; None: it is the model's, or the trainer's
+    section: Callable[[TrainingSetting], Json] | None
     is_on: Callable[[TrainingSetting], bool]  # whether a setting has it
     apply: Callable[[TrainingSetting], TrainingSetting]  # turns it on
     needs: str = "any model"  # for the complaint where it is not possible
@@ -56,24 +57,36 @@ def _has_host(setting: TrainingSetting) -> bool:
     return known or setting.host_is_device
 
 
-_LONG = ("ring_attention", "long_sequence")
-_ZERO = "zero_optimization"
-_PINNED = {"device": "cpu", "pin_memory": True}
+def _make_long(key: str, value: int | None = True) -> Json:
+    return {"ring_attention": {"long_sequence": {key: value}}}
+
+
+def _make_offload(key: str) -> Json:
+    return {"zero_optimization": {key: {"device": "cpu", "pin_memory": True}}}
+
 
 OPTIONS = (
     MemoryOption(
-        "--tiled-loss", ((*_LONG, "tiled_loss"), True), lambda s: s.loss_tokens is not None, tiled_loss
+        "--tiled-loss",
+        lambda s: _make_long("tiled_loss", tiled_loss(s) == s or s.loss_tokens),  # true is the default size
+        lambda s: s.loss_tokens is not None,
+        tiled_loss,
     ),
-    MemoryOption("--tiled-mlp", ((*_LONG, "tiled_mlp"), True), lambda s: s.mlp_tokens is not None, tiled_mlp),
+    MemoryOption(
+        "--tiled-mlp",
+        lambda s: _make_long("tiled_mlp", tiled_mlp(s) == s or s.mlp_tokens),
+        lambda s: s.mlp_tokens is not None,
+        tiled_mlp,
+    ),
     MemoryOption(
         "--activation-checkpointing",
-        None,  # the model's, or the trainer's
+        None,
         lambda s: s.checkpointing,
         lambda s: replace(s, checkpointing=True),
     ),
     MemoryOption(
         "--offload-checkpoints",
-        ((*_LONG, "offload_checkpoints"), True),
+        lambda s: _make_long("offload_checkpoints"),
         lambda s: s.offload_checkpoints,
         lambda s: replace(s, checkpointing=True, offload_checkpoints=True),
         _HOST,
@@ -81,7 +94,7 @@ OPTIONS = (
     ),
     MemoryOption(
         "--offload-attention",
-        ((*_LONG, "offload_attention"), True),
+        lambda s: _make_long("offload_attention"),
         lambda s: s.offload_attention is True,
         lambda s: replace(s, offload_attention=True),
         f"a GPU, and {_HOST}",
@@ -89,7 +102,7 @@ OPTIONS = (
     ),
     MemoryOption(
         "--recompute-half-of-attention",
-        (("ring_attention", "recompute_attention"), 0.5),
+        lambda s: {"ring_attention": {"recompute_attention": 0.5}},
         lambda s: s.recompute_attention == 0.5,
         lambda s: replace(s, recompute_attention=0.5),
         "activation checkpointing, and no --recompute-attention",
@@ -97,7 +110,7 @@ OPTIONS = (
     ),
     MemoryOption(
         "--recompute-attention",
-        (("ring_attention", "recompute_attention"), True),
+        lambda s: {"ring_attention": {"recompute_attention": True}},
         lambda s: s.recompute_attention == 1,
         lambda s: replace(s, recompute_attention=1.0),
         "activation checkpointing, and no --recompute-half-of-attention",
@@ -105,7 +118,7 @@ OPTIONS = (
     ),
     MemoryOption(
         "--offload-optimizer",
-        ((_ZERO, "offload_optimizer"), _PINNED),
+        lambda s: _make_offload("offload_optimizer"),
         lambda s: s.zero.offload_optimizer,
         lambda s: replace(s, zero=replace(s.zero, offload_optimizer=True)),
         f"ZeRO 1, 2 or 3 and {_HOST}",
@@ -113,13 +126,15 @@ OPTIONS = (
     ),
     MemoryOption(
         "--offload-param",
-        ((_ZERO, "offload_param"), _PINNED),
+        lambda s: _make_offload("offload_param"),
         lambda s: s.zero.offload_parameters,
         lambda s: replace(s, zero=replace(s.zero, offload_parameters=True)),
         f"ZeRO 3 and {_HOST}",
         lambda s: s.zero.stage == 3 and _has_host(s),
     ),
 )
+
+CLEARLY_MORE, HARDLY_SLOWER = 0.1, 1.01  # of the memory that a plan may take; of its seconds
 
 OptionSet = tuple[MemoryOption, ...]
 
@@ -174,37 +189,51 @@ def fits_somehow(setting: TrainingSetting, slots: int, ring: PassMemory) -> bool
 
 def _get_candidates(setting: TrainingSetting) -> Iterator[TrainingSetting]:
     """Yield a setting, with every set of options if it allows to add some."""
-    if setting.may_add_options:
-        yield from (changed for _, changed in option_sets(setting))
-    else:
-        yield setting
+    sets = option_sets(setting)
+    yield from (changed for _, changed in (sets if setting.may_add_options else [next(sets)]))
 
 
-class FoundSetting(NamedTuple):
-    """Hold a set of options and what a step with them costs."""
+def sets_that_fit(setting: TrainingSetting, attention: LayerPasses | None = None) -> list[Estimate]:
+    """Return the plans that fit, cheapest first, with the sets of options that a setting may add.
 
-    options: OptionSet
-    estimate: Estimate
-
-
-def sets_that_fit(setting: TrainingSetting, attention: LayerPasses | None = None) -> list[FoundSetting]:
-    """Return the sets of options that make a setting fit, none with a needless one, cheapest first."""
+    None has a needless option.
+    """
     attention = layer_passes(setting) if attention is None else attention
-    fitting: list[FoundSetting] = []
-    for options, changed in option_sets(setting):  # small sets come first
-        flags = {option.flag for option in options}
-        if any(flags.issuperset(option.flag for option in smaller.options) for smaller in fitting):
+    fitting: list[Estimate] = []
+    for changed in _get_candidates(setting):  # small sets come first
+        flags = {*list_flags(changed)}
+        if any(flags.issuperset(list_flags(smaller.setting)) for smaller in fitting):
             continue
         tried = estimate(changed, attention=attention)
         if tried.fits:
-            fitting.append(FoundSetting(options, tried))
-    return sorted(fitting, key=lambda option_set: (option_set.estimate.step_s, len(option_set.options)))
+            fitting.append(tried)
+    return sorted(fitting, key=lambda plan: (plan.step_s, len(list_flags(plan.setting))))
 
 
-def with_cheapest_options(setting: TrainingSetting) -> TrainingSetting:
-    """Turn on the cheapest set of options that makes a setting fit; as it was where none does."""
+def plan_whole(setting: TrainingSetting) -> Estimate | None:
+    """Return the plan of a whole ring, with the cheapest options if it may add some; None: it does not fit.
+
+    Searches look at a small ring: the whole one may need a little more.
+    """
     fitting = sets_that_fit(setting)
-    return fitting[0].estimate.setting if fitting else setting
+    return fitting[0] if fitting else None
+
+
+def find_roomier(planned: Estimate, before_fit: TrainingSetting) -> Estimate | None:
+    """Return the cheapest plan with clearly more memory left for less than 1 % more time; None if none.
+
+    Args:
+        planned: with what --fit chose.
+        before_fit: the setting without that.
+    """
+    most_bytes = planned.peak.total - CLEARLY_MORE * planned.setting.usable_bytes
+    tried = (estimate(changed, attention=planned.attention_passes) for _, changed in option_sets(before_fit))
+    roomier = (
+        plan
+        for plan in tried
+        if plan.fits and plan.peak.total <= most_bytes and plan.step_s < HARDLY_SLOWER * planned.step_s
+    )
+    return min(roomier, key=lambda plan: (plan.step_s, plan.peak.total), default=None)
 
 
 def list_flags(setting: TrainingSetting) -> tuple[str, ...]:
@@ -212,59 +241,44 @@ def list_flags(setting: TrainingSetting) -> tuple[str, ...]:
     return tuple(option.flag for option in OPTIONS if option.is_on(setting))
 
 
-def make_json(setting: TrainingSetting) -> dict[str, Any]:
+def make_json(setting: TrainingSetting) -> Json:
     """Return the part of the DeepSpeed JSON that turns on a setting's options."""
-    whole: dict[str, Any] = {}
+    parts = [option.section(setting) for option in OPTIONS if option.section and option.is_on(setting)]
     kernel = setting.kernel_that_runs
     if kernel != unmeasured(setting.hardware.kind, setting.kinds, KERNELS):  # what "auto" takes without rates
-        whole["ring_attention"] = {"kernel": kernel}
+        parts.append({"ring_attention": {"kernel": kernel}})
     if setting.transport != "ring":
-        whole.setdefault("ring_attention", {})["transport"] = setting.transport
-    tiles = {"--tiled-loss": setting.loss_tokens, "--tiled-mlp": setting.mlp_tokens}
-    for option in OPTIONS:
-        if option.section is None or not option.is_on(setting):
-            continue
-        *path, key = option.section[0]
-        inner = whole
-        for name in path:
-            inner = inner.setdefault(name, {})
-        inner[key] = option.section[1]
-        if option.flag in tiles and option.apply(setting) != setting:  # not the default size
-            inner[key] = tiles[option.flag]
-    return whole
+        parts.append({"ring_attention": {"transport": setting.transport}})
+    return reduce(_merge, parts, {})
 
 
-def make_deepspeed_json(setting: TrainingSetting) -> dict[str, Any]:
+def make_deepspeed_json(setting: TrainingSetting, config: Json) -> Json:
     """Return a whole DeepSpeed JSON: that of --config, or one with AdamW, and what the plan has chosen."""
-    config, ring, ulysses = setting.config, setting.ring_size, setting.ulysses_size
-    whole: dict[str, Any] = {"train_micro_batch_size_per_gpu": setting.batch}
+    ring, ulysses = setting.ring_size, setting.ulysses_size
+    whole: Json = {"train_micro_batch_size_per_gpu": setting.batch}
     if set(config) <= {"ring_attention", "sequence_parallel_size"}:  # sizes of options alone
         replicas = setting.devices // (ring * ulysses)
-        whole = {"train_batch_size": setting.batch * replicas} | whole
-        whole |= {"gradient_accumulation_steps": 1, "optimizer": {"type": "AdamW", "params": {"lr": 2e-5}}}
+        whole = {"train_batch_size": setting.batch * replicas, **whole}
+        whole.update(gradient_accumulation_steps=1, optimizer={"type": "AdamW", "params": {"lr": 2e-5}})
     elif "train_batch_size" in config:
         whole = {}
     precision = {"bfloat16": {"bf16": {"enabled": True}}, "float16": {"fp16": {"enabled": True}}}
     sizes = {"ring_size": ring} | ({"ulysses_size": ulysses} if ulysses > 1 else {})
-    chosen = {
+    chosen: Json = {
         "zero_optimization": {"stage": setting.zero.stage},
         "sequence_parallel_size": ring * ulysses,
         "ring_attention": sizes,
     }
-    for part in (config, precision.get(setting.dtype, {}), chosen, make_json(setting)):
-        _merge(whole, part)
-    return whole
+    return reduce(_merge, (config, precision.get(setting.dtype, {}), chosen, make_json(setting)), whole)
 
 
-def _merge(whole: dict[str, Any], part: Mapping[str, Any]) -> None:
-    """Put a part into a JSON: objects key by key, all else in place of what is there."""
+def _merge(whole: Json, part: Json) -> Json:
+    """Return both: objects key by key, all else from the part."""
+    merged = dict(whole)
     for key, value in part.items():
-        if isinstance(value, Mapping):
-            inner = whole.get(key)
-            whole[key] = dict(inner) if isinstance(inner, Mapping) else {}
-            _merge(whole[key], value)
-        else:
-            whole[key] = value
+        both = isinstance(value, dict) and isinstance(whole.get(key), dict)
+        merged[key] = _merge(whole[key], value) if both else value
+    return merged
 
 
 # Searches for the longest sequence and the fewest devices call `estimate.py` many times, on rings of at most
@@ -274,14 +288,13 @@ MAX_TOKENS = 1 << 40
 MAX_DEVICES = 1 << 14
 MAX_RANKS = 256  # of a ring that is planned in a search: it grows as its square, 4096 ranks take minutes
 FINE = 64  # a search ends when it is exact to 1 / FINE
-FEW_STEPS = 4
+FEW_STEPS = 8
 
 
 def can_hold(setting: TrainingSetting, local_tokens: int) -> bool:
     """Return whether devices and hosts hold so many tokens per rank, with options added where they may be."""
     smaller = like_in_memory(setting, local_tokens)
-    least = least_step(smaller)
-    if not fits_somehow(smaller, least.tokens.inside // smaller.batch, least.ring):
+    if not fits_somehow(smaller, local_tokens, PassMemory(0, 0, 0)):  # no plan has to be made for it
         return False
     layout, memory = rough_pass_memory(smaller)
     return fits_somehow(smaller, layout.local_tokens, memory)
@@ -295,13 +308,14 @@ def longest_sequence(setting: TrainingSetting) -> int:
     return setting.ring_size * longest_that(partial(can_hold, setting), falls, most, unit, FINE)
 
 
-def name_limit(setting: TrainingSetting, tokens: int) -> str:
+def name_limit(longest: TrainingSetting) -> str:
     """Return whose memory a sequence does not fit that is a sixteenth longer than the longest."""
-    smaller = like_in_memory(setting, (tokens + tokens // 16) // setting.ring_size)
+    tokens = longest.tokens + longest.tokens // 16
+    smaller = like_in_memory(longest, tokens // longest.ring_size)
     layout, memory = rough_pass_memory(smaller)
     moments = training_step(smaller, layout.local_tokens, memory).moments()
-    on_device = max(moment.total for moment in moments) > setting.usable_bytes
-    on_host = max(moment.host_total for moment in moments) > (setting.usable_host_bytes or 0.0)
+    on_device = max(moment.total for moment in moments) > longest.usable_bytes
+    on_host = max(moment.host_total for moment in moments) > (longest.usable_host_bytes or 0.0)
     limits = ["the device's memory"] * on_device + ["the host's memory"] * on_host
     return " and ".join(limits) or "the search's end"
 
@@ -323,9 +337,12 @@ def longest_that(holds: Callable[[int], bool], falls: Iterable[int], most: int, 
     end = most // unit * unit + unit  # does not hold
     for start in sorted({unit, *(tokens for tokens in starts if unit < tokens < end)}, reverse=True):
         if holds(start):
-            low, high = start, min(2 * start, end)
-            while high < end and holds(high):
-                low, high = high, min(2 * high, end)
+            # How often `start` can be doubled, by halving the doublings that are possible.
+            doublings, too_many = 0, (-(-end // start) - 1).bit_length()
+            while too_many - doublings > 1:
+                tried = (doublings + too_many) // 2
+                doublings, too_many = (tried, too_many) if holds(start << tried) else (doublings, tried)
+            low, high = start << doublings, min(start << too_many, end)
             while high - low > max(low // fine, unit):
                 middle = (low + high) // 2 // unit * unit
                 low, high = (middle, high) if holds(middle) else (low, middle)
@@ -334,27 +351,29 @@ def longest_that(holds: Callable[[int], bool], falls: Iterable[int], most: int, 
     return 0
 
 
-def longest_planned(setting: TrainingSetting) -> int:
-    """Return the longest sequence that also fits when the whole ring is planned; 0 if none does."""
+def longest_planned(setting: TrainingSetting) -> TrainingSetting | None:
+    """Return the longest sequence that fits the whole ring, with options if it may add some; None: none."""
     tokens = longest_sequence(setting)
-    # The search looks at a small ring: the whole one may need a little more.
-    for _ in range(FEW_STEPS if setting.ring_size <= MAX_RANKS else 0):
-        if not tokens or estimate(replace(setting, tokens=tokens)).fits:
-            break
-        tokens -= tokens // FINE
-    return tokens
-
-
-def longest_with_options(setting: TrainingSetting) -> TrainingSetting | None:
-    """Return the longest sequence with the cheapest options that make it fit, None if none does."""
-    tokens = longest_sequence(replace(setting, may_add_options=True))
-    # The search looks at a small ring: the whole one may need a little more.
-    for _ in range(FEW_STEPS):
-        fitting = sets_that_fit(replace(setting, tokens=tokens)) if tokens else []
-        if fitting:
-            return fitting[0].estimate.setting
+    if tokens and setting.ring_size > MAX_RANKS:
+        return replace(setting, tokens=tokens)
+    for _ in range(FEW_STEPS if tokens else 0):
+        if (planned := plan_whole(replace(setting, tokens=tokens))) is not None:
+            return planned.setting
         tokens -= tokens // FINE
     return None
+
+
+def fewest_planned(setting: TrainingSetting) -> tuple[TrainingSetting | None, Estimate | None]:
+    """Return the setting on the fewest devices that fit the whole ring, and its plan.
+
+    Without a setting none fits; without a plan the ring is too large to be planned.
+    """
+    fewest = fewest_devices(setting)
+    while fewest is not None and fewest.ring_size <= MAX_RANKS:
+        if (planned := plan_whole(fewest)) is not None:
+            return planned.setting, planned
+        fewest = fewest_devices(setting, 2 * fewest.ring_size)
+    return fewest, None
 
 
 def fewest_devices(setting: TrainingSetting, first: int = 1) -> TrainingSetting | None:

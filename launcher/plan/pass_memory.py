@@ -59,9 +59,14 @@ class PassShape:
         element = 2 if payload is Payload.ROUNDED else FLOAT
         if payload is Payload.KEYS:
             element = self.element_bytes
-        if payload is Payload.PARTS and getattr(load(KERNELS[self.kernel].home), "few_parts", False):
-            element = min(self.element_bytes, FLOAT)
+        if payload is Payload.PARTS and self.parts_wait:
+            element = self.element_bytes
         return self.pair_dim * element
+
+    @property
+    def parts_wait(self) -> bool:
+        """Return whether parts wait without float32: [Note: parts that wait] in ring/accumulator.py."""
+        return self.element_bytes < FLOAT and getattr(load(KERNELS[self.kernel].home), "few_parts", False)
 
     @property
     def head_bytes(self) -> int:
@@ -192,8 +197,13 @@ class _Meter:
         self.first = max(self.first, now, key=sum)
 
     def _results_bytes(self, chunk: HeadChunk, backward: bool) -> int:
-        """Return the bytes of float32 results in addition to those of the inputs' dtype."""
-        if self.shape.element_bytes >= FLOAT:
+        """Return the bytes of float32 results in addition to those of the inputs' dtype.
+
+        One part, as a ring of one has, is rounded as it is; two that wait are as large as a float32 sum.
+        """
+        tiles = [step.tiles for steps in chunk.steps.rounds for step in steps.computed]
+        is_one_part = len(tiles) == len(tiles[0]) == 1 and (tiles[0].q.slot_step == 1).all()
+        if self.shape.element_bytes >= FLOAT or (self.shape.parts_wait and is_one_part):
             return 0
         rows, shape = self._rows(chunk.query_heads), self.shape
         elements = rows * shape.value_dim  # out, or dQ with the own shard's dK and dV

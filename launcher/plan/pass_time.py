@@ -58,10 +58,9 @@ class TimeLine(NamedTuple):
         """Return the seconds in which the rank is busy."""
         return self.kernel + self.posting
 
-    def seconds(self, overlap: bool) -> float:
-        """Return how long the pass takes: messages travel while the rank computes, or after that."""
-        both = np.maximum(self.compute, self.transfer) if overlap else self.compute + self.transfer
-        return float(both.sum())
+    def seconds(self, overlap: bool) -> np.ndarray:
+        """Return how long each batch takes: messages travel while the rank computes, or after that."""
+        return np.maximum(self.compute, self.transfer) if overlap else self.compute + self.transfer
 
 
 def by_head(tiles: Tiles, group: int) -> Iterator[tuple[Tiles, int]]:
@@ -172,8 +171,9 @@ class PassCost:
     compute_s: float  # of these, both together, seconds in the kernel
     hops: int  # batches of all head chunks, forward and backward
     exposed_hops: int  # of these, where the transfer takes longer than the arithmetic that should hide it
-    late_hops: int  # of these, up to the last hop; the others wait for gradients when all hops are computed
+    late_hops: int  # of these, up to the last hop; the others are in the batches in which gradients return
     forward_exposed_s: float  # of exposed_s, in the forward pass
+    longest_hop_s: float  # of a batch
 
     @property
     def seconds(self) -> float:
@@ -210,7 +210,7 @@ def bytes_sent(parts: list[CostPart], shape: PassShape) -> tuple[int, int]:
     """Return the bytes that one rank sends, forward and backward.
 
     K and V of every token that the plan sends travel once forward and once backward. In the backward pass dK
-    and dV of each received token return, in float32 or in `gradient_payload`.
+    and dV of each received token return, in the dtype of their payload (`PassShape.slot_bytes`).
     """
     classes = [part.head_class for part in parts for _ in range(part.times)]
     return _sent(shape.schedule(classes, False), shape), _sent(shape.schedule(classes, True), shape)
@@ -289,7 +289,9 @@ def pass_cost(
     )
     exposed = transfer > (compute if overlap else 0)
     hops = (len(compute), int(exposed.sum()), int((exposed & np.concatenate(in_hops)).sum()))
-    forward_s, backward_s = (line.seconds(overlap) for line in lines)
+    batches = [line.seconds(overlap) for line in lines]
+    forward_s, backward_s = (float(seconds.sum()) for seconds in batches)
     waits = max(0.0, forward_s - float(lines[0].compute.sum()))
     seconds = (forward_s, backward_s, float(compute.sum()))
-    return PassCost(pairs, executed, sent[0], sent[1], *seconds, *hops, waits)
+    longest_s = max(float(seconds.max()) for seconds in batches)
+    return PassCost(pairs, executed, sent[0], sent[1], *seconds, *hops, waits, longest_s)

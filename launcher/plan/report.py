@@ -12,7 +12,7 @@ from ds_ring.schedule.choose import describe_mix
 
 from ..tables import console as make_console
 from ..tables import print_table
-from .advice import Advice, Reach, latents_on_the_wire
+from .advice import Advice, Reach, describe_plan, get_longest_work, latents_on_the_wire
 from .compare import ComparisonRow
 from .estimate import Estimate
 from .layer_passes import LayerPass
@@ -26,32 +26,15 @@ BAR, BAR_WIDTH = "\u2588", 16  # the memory that a plan may take, in a table
 
 
 def as_json(
-    planned: Estimate, advice: Advice, rows: Sequence[ComparisonRow] = (), counts: Sequence[Estimate] = ()
-) -> str:
-    """Return one object; sizes in bytes, times in seconds."""
+    planned: Estimate, advice: Advice, config: dict[str, Any], rows: Sequence[ComparisonRow] = (),
+    counts: Sequence[Estimate] = (),
+) -> str:  # fmt: skip
+    """Return one object; sizes in bytes, times in seconds. `config` is the DeepSpeed JSON of --config."""
     compared: dict[str, Any] = {"compared": [row._asdict() for row in rows]} if rows else {}
     if counts:
-        compared["more_devices"] = [_count_devices(plan) for plan in counts]
-    return json.dumps(as_dict(planned, advice) | compared, indent=2)
-
-
-def _count_devices(planned: Estimate) -> dict[str, Any]:
-    setting = planned.setting
-    return {
-        "devices": setting.devices,
-        "peak_bytes": planned.peak.total,
-        "fits": planned.fits,
-        "step_s": planned.step_s,
-        "tokens_per_s": planned.tokens_per_s,
-        "mfu": planned.mfu,
-        "options": list(list_flags(setting)),
-    }
-
-
-def as_dict(planned: Estimate, advice: Advice) -> dict[str, Any]:
-    """Return everything that the tables have, in full precision."""
+        compared["more_devices"] = [_summarize(plan) for plan in counts]
     setting, latents = planned.setting, latents_on_the_wire(planned)
-    return {
+    whole = {
         "hardware": setting.hardware.name,
         "devices": setting.devices,
         "ring_size": setting.ring_size,
@@ -73,7 +56,7 @@ def as_dict(planned: Estimate, advice: Advice) -> dict[str, Any]:
         "offload_attention": setting.offload_attention,
         "offload_optimizer": setting.zero.offload_optimizer,
         "offload_param": setting.zero.offload_parameters,
-        "deepspeed_json": make_deepspeed_json(setting),
+        "deepspeed_json": make_deepspeed_json(setting, config),
         "parameters": setting.model.parameters,
         "memory": {
             "peak_bytes": planned.peak.total,
@@ -113,16 +96,32 @@ def as_dict(planned: Estimate, advice: Advice) -> dict[str, Any]:
             "tokens_per_s": planned.tokens_per_s,
             "mfu": planned.mfu,
         },
-        "ranks_looked_at": planned.ranks,
+        "ranks_looked_at": planned.attention_passes.ranks,
         "longest_tokens": advice.reach.longest_tokens,
         "longest_ends_at": advice.reach.longest_ends_at,
         "fewest_devices": advice.reach.fewest_devices,
         "fewest_step_s": advice.reach.fewest_step_s,
         "with_fit_options": None if advice.fit_reach is None else advice.fit_reach._asdict(),
+        "roomier_set": None if advice.roomier is None else _summarize(advice.roomier),
+        "longest_work_s": get_longest_work(planned),
         "hiding_tokens_per_rank": advice.hiding.tokens,
         "never_hides": advice.hiding.never,
         "latents": None if latents is None else latents._asdict(),
         "warnings": list(advice.warnings),
+    } | compared
+    return json.dumps(whole, indent=2)
+
+
+def _summarize(planned: Estimate) -> dict[str, Any]:
+    setting = planned.setting
+    return {
+        "devices": setting.devices,
+        "peak_bytes": planned.peak.total,
+        "fits": planned.fits,
+        "step_s": planned.step_s,
+        "tokens_per_s": planned.tokens_per_s,
+        "mfu": planned.mfu,
+        "options": list(list_flags(setting)),
     }
 
 
@@ -164,8 +163,9 @@ def _usable_node_bytes(planned: Estimate) -> int | None:
 
 
 def print_report(
-    planned: Estimate, advice: Advice, rows: Sequence[ComparisonRow] = (), counts: Sequence[Estimate] = ()
-) -> None:
+    planned: Estimate, advice: Advice, config: dict[str, Any], rows: Sequence[ComparisonRow] = (),
+    counts: Sequence[Estimate] = (),
+) -> None:  # fmt: skip
     """Print the tables, then the warnings, on stdout."""
     console = make_console()
     setting = planned.setting
@@ -207,28 +207,21 @@ def print_report(
     console.print(f"fewest devices for these tokens (one ring; 1, 2, 4, ...): {fewest}", markup=False)
     tokens, never = advice.hiding
     hides = (
-        f"never: {never}"
-        if tokens is None
-        else f"from {tokens:,} tokens of a ring rank on (here {planned.layout.local_tokens:,})"
+        f"never: {never}" if tokens is None else f"from {tokens // setting.ulysses_size:,} tokens a device on"
     )
     console.print(f"transfers hide behind compute (under {EXPOSED:.0%} of a pass waits): {hides}")
+    console.print(
+        f"a rank is without a message for at most {_seconds(get_longest_work(planned))} s"
+        " (hop_timeout_seconds)"
+    )
+    if advice.roomier is not None:
+        console.print(f"with more memory to spare: {describe_plan(advice.roomier)}", markup=False)
     for warning in advice.warnings:
         console.print(f"[yellow]warning:[/] {warning}")
     console.print("DeepSpeed JSON:")
-    console.print(_show_json(make_deepspeed_json(setting), console.width), markup=False, soft_wrap=True)
+    console.print_json(data=make_deepspeed_json(setting, config))
     if setting.checkpointing:
         console.print("and in the script: model.gradient_checkpointing_enable()")
-
-
-def _show_json(document: dict[str, Any], width: int) -> str:
-    """Return JSON with a line for each key; a value that would be wider takes several."""
-    lines = []
-    for key, value in document.items():
-        line = f"{json.dumps(key)}: {json.dumps(value)}"
-        if len(line) + 3 > width:  # with what stands around it
-            line = f"{json.dumps(key)}: {json.dumps(value, indent=1)}".replace("\n", "\n ")
-        lines.append(line)
-    return "{" + ",\n ".join(lines) + "}"
 
 
 def describe_size(setting: TrainingSetting) -> str:
@@ -264,10 +257,6 @@ def _fewest(reach: Reach, before: Reach | None = None) -> str:
 def _longest(reach: Reach, how: str) -> str:
     ends = f" (limit: {reach.longest_ends_at})" if reach.longest_ends_at else ""
     return f"{reach.longest_tokens:,} {how}{ends}"
-
-
-def _tokens(number: int) -> str:
-    return f"{number / 1e6:.2f} M" if number >= 10**6 else f"{number:,}"
 
 
 def _seconds(seconds: float) -> str:
@@ -356,7 +345,7 @@ def _cost_table(planned: Estimate) -> Table:
 
 def _devices_table(plans: Sequence[Estimate]) -> Table:
     """Build the table of the same step on more devices."""
-    columns = ("T / P", "GiB", "seconds", "tokens/s a device", "MFU")
+    columns = ("tokens a device", "GiB a device", "seconds", "tokens/s a device", "MFU")
     table = Table("devices", *columns, title="more devices, each with what --fit chooses there")
     for column in table.columns:
         column.justify = "right"
@@ -373,14 +362,17 @@ def _devices_table(plans: Sequence[Estimate]) -> Table:
 def _compared_table(rows: Sequence[ComparisonRow]) -> Table:
     """Build the table of other methods; `launcher/plan/compare.py` has the sources of their formulas."""
     label, unit = get_unit(max(row.peak_bytes for row in rows))
-    columns = (label, f"host {label}", f"sent {label}", "seconds", "tokens/s a device", "longest tokens")
+    columns = (
+        *(f"{label} a device", f"{label} of a node's host", f"{label} sent by a device"),
+        *("seconds", "tokens/s a device", "longest tokens"),
+    )
     how = "its options for the longest" if rows[0].best_options else "these options, others as listed"
     table = Table("method", "ranks", *columns, title=f"ways to split a sequence, computed: {how}")
     for column in table.columns[1:]:
         column.justify = "right"
     for row in rows:
         figures = [f"{size / unit:,.1f}" for size in (row.peak_bytes, row.host_bytes, row.sent_bytes)]
-        figures += [_seconds(row.step_s), f"{row.tokens_per_s:,.0f}", _tokens(row.longest_tokens)]
+        figures += [_seconds(row.step_s), f"{row.tokens_per_s:,.0f}", f"{row.longest_tokens:,}"]
         mark = "" if row.fits else " (does not fit)"
         table.add_row(row.method + mark, str(row.ranks), *figures)
     return table

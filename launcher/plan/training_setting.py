@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Literal
 
 from ds_ring.masks.pattern import Pattern
 from ds_ring.schedule.grid import Grid
@@ -64,8 +64,6 @@ class TrainingSetting:
     ring_ranks_per_node: int | None = None
     # the other layers (`other_layers.py`): their kind, their pattern, how many there are
     other_layers: tuple[tuple[Kind, Pattern, int], ...] = ()
-    before_fit: TrainingSetting | None = None  # without the options that --fit has turned on
-    config: dict[str, Any] = field(default_factory=dict, compare=False)  # the DeepSpeed JSON of --config
 
     @property
     def mix(self) -> Mix:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -70,8 +71,9 @@ def _result(out: Tensor, arguments: Inputs) -> Result:
     return Result(out.detach(), {name: x.grad for name, x in arguments.items() if x.grad is not None})
 
 
-def backward(call: Call) -> list[Result]:
-    arguments = call.inputs()
+def backward(call: Call, names: Sequence[str] | None = None) -> list[Result]:
+    """Gradients of the inputs `names` (None: of all)."""
+    arguments = call.inputs(names)
     out = call.out(arguments)
     call.loss(out).backward()
     return [_result(out, arguments)]
@@ -97,22 +99,13 @@ def one_input(call: Call) -> list[Result]:
 
 def some_inputs(call: Call) -> list[Result]:
     """One input requires a gradient, the others do not, for each input."""
-    answer = []
-    for name in call.row.gradients:
-        arguments = call.inputs([name])
-        out = call.out(arguments)
-        call.loss(out).backward()
-        answer.append(_result(out, arguments))
-    return answer
+    return [result for name in call.row.gradients for result in backward(call, [name])]
 
 
 def other_inputs(call: Call) -> list[Result]:
     """On each rank another input requires a gradient."""
     names = call.row.gradients
-    arguments = call.inputs([names[call.rank % len(names)]])
-    out = call.out(arguments)
-    call.loss(out).backward()
-    return [_result(out, arguments)]
+    return backward(call, [names[call.rank % len(names)]])
 
 
 def none_on_a_rank(call: Call) -> list[Result]:
@@ -134,27 +127,30 @@ def twice(call: Call) -> list[Result]:
     return [Result(out.detach(), {name: x.grad / 2 for name, x in arguments.items() if x.grad is not None})]
 
 
-def checkpointed(reentrant: bool) -> Callable[[Call], list[Result]]:
-    def run(call: Call) -> list[Result]:
-        arguments, names = call.inputs(), tuple(call.whole)
+def checkpointed(call: Call, reentrant: bool) -> list[Result]:
+    arguments, names = call.inputs(), tuple(call.whole)
 
-        def region(*tensors: Tensor) -> Tensor:
-            return call.out(dict(zip(names, tensors, strict=True)))
+    def region(*tensors: Tensor) -> Tensor:
+        return call.out(dict(zip(names, tensors, strict=True)))
 
-        out = checkpoint(region, *arguments.values(), use_reentrant=reentrant)
-        call.loss(out).backward()
-        return [_result(out, arguments)]
+    out = checkpoint(region, *arguments.values(), use_reentrant=reentrant)
+    call.loss(out).backward()
+    return [_result(out, arguments)]
 
-    return run
+
+def two_calls(call: Call, second: Call, backward: Callable[[list[Tensor]], None]) -> list[Result]:
+    """Two forward passes, then the backward passes of both losses."""
+    calls = [call, second]
+    arguments = [item.inputs() for item in calls]
+    outs = [item.out(x) for item, x in zip(calls, arguments, strict=True)]
+    backward([item.loss(out) for item, out in zip(calls, outs, strict=True)])
+    return [_result(out, x) for out, x in zip(outs, arguments, strict=True)]
 
 
 def two_lengths(call: Call) -> list[Result]:
     """Two forward passes of other lengths, then one backward pass of both."""
-    calls = [call, Call.of(call.row, call.place.mesh, call.rank, 2 * T)]
-    arguments = [item.inputs() for item in calls]
-    outs = [item.out(x) for item, x in zip(calls, arguments, strict=True)]
-    sum(item.loss(out) for item, out in zip(calls, outs, strict=True)).backward()  # type: ignore[union-attr]
-    return [_result(out, x) for out, x in zip(outs, arguments, strict=True)]
+    longer_call = Call.of(call.row, call.place.mesh, call.rank, 2 * T)
+    return two_calls(call, longer_call, lambda losses: (losses[0] + losses[1]).backward())
 
 
 def halved(whole: Inputs) -> Inputs:
@@ -164,13 +160,12 @@ def halved(whole: Inputs) -> Inputs:
 
 def other_order(call: Call) -> list[Result]:
     """Two calls of equal shapes, whose backward passes rank 0 runs in another order."""
-    calls = [call, call._replace(whole=halved(call.whole))]
-    arguments = [item.inputs() for item in calls]
-    outs = [item.out(x) for item, x in zip(calls, arguments, strict=True)]
-    losses = [item.loss(out) for item, out in zip(calls, outs, strict=True)]
-    for loss in losses if call.rank else losses[::-1]:
-        loss.backward()
-    return [_result(out, x) for out, x in zip(outs, arguments, strict=True)]
+
+    def in_turn(losses: list[Tensor]) -> None:
+        for loss in losses if call.rank else losses[::-1]:
+            loss.backward()
+
+    return two_calls(call, call._replace(whole=halved(call.whole)), in_turn)
 
 
 def forward_mode(call: Call) -> list[Result]:
@@ -204,7 +199,7 @@ def second_derivative(call: Call) -> list[Result]:
 MODES: dict[str, Callable[[Call], list[Result]]] = {
     "backward": backward, "grad": grad, "backward(inputs=[one])": one_input, "some inputs": some_inputs,
     "another input on each rank": other_inputs, "no input on the last rank": none_on_a_rank, "twice": twice,
-    "reentrant": checkpointed(True), "non-reentrant": checkpointed(False), "two lengths": two_lengths,
+    "reentrant": partial(checkpointed, reentrant=True), "non-reentrant": partial(checkpointed, reentrant=False), "two lengths": two_lengths,
     "another order on rank 0": other_order, "forward mode": forward_mode, "second derivative": second_derivative,
 }  # fmt: skip
 SELF = ("second derivative",)  # one process plays the mode, too

@@ -39,19 +39,16 @@ class Zygote:
 
     def run(self, *jobs: dict[str, Any]) -> list[list[int | None]]:
         """The exit codes of the ranks of each job; all run at once."""
-        assert self._process.stdin is not None
         print(json.dumps(jobs), file=self._process.stdin, flush=True)
         exits: list[list[int | None]] = self._read()["exits"]
         return exits
 
     def close(self) -> None:
         """End it, and wait until it is gone."""
-        assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait(timeout=30)
 
     def _read(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
         while line := self._process.stdout.readline():
             if line.startswith("{"):  # libraries print, too
                 answer: dict[str, Any] = json.loads(line)

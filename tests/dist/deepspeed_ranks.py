@@ -230,7 +230,6 @@ def train_on_ring(
     build: Callable[..., torch.nn.Module] = build_model,
 ) -> Run:
     """The same training through `ds_ring.initialize`, in an ordinary DeepSpeed loop."""
-    start_deepspeed()
     skip_without(*({"fp16", "bf16"} & config.keys()))
     model = build(size, "sdpa")  # ds_ring.initialize gives it the ring's attention
     if checkpointing:

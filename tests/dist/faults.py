@@ -297,9 +297,8 @@ def otherwise(
 
 def train(rank: int, job: dict[str, Any], fault: str | None) -> None:
     """Real training steps under DeepSpeed with ZeRO 1; the fault is in the second or a later one."""
-    import ds_ring
     from ds_ring.models.attention import attention as registered
-    from tests.dist.deepspeed_ranks import json_config
+    from tests.dist.deepspeed_ranks import json_config, start_engine, take_step
 
     folder, large = Path(job["folder"]), "64 MB" in job["kind"]
     section = {
@@ -312,10 +311,7 @@ def train(rank: int, job: dict[str, Any], fault: str | None) -> None:
     if fault == "different config":
         happens_now(folder)
         section["prune"] = large
-    model = _model()
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    config = json_config(job["world_size"], 1, 1) | {"ring_attention": section}
-    engine, *_ = ds_ring.initialize(model=model, optimizer=sgd, config=config)
+    engine = start_engine(_model(), json_config(job["world_size"], 1, 1, ring_attention=section), 0.1)
     tokens = (LARGE if large else SMALL) * job["world_size"]
     for step in range(STEPS):
         ids = torch.randint(1, 61, (1, tokens), generator=torch.Generator().manual_seed(step))
@@ -324,16 +320,12 @@ def train(rank: int, job: dict[str, Any], fault: str | None) -> None:
         if step == 1 and fault in IN_THE_CALL:
             happens_now(folder)
             ids = _misbehave(fault, ids, registered)
-        loss = engine(**engine.ring.shard_batch({"input_ids": ids, "labels": ids.clone()})).loss
-        engine.backward(loss)
-        engine.step()
-        engine.ring.mean_loss(loss)
+        take_step(engine, {"input_ids": ids, "labels": ids.clone()})
 
 
 def train_and_save(rank: int, job: dict[str, Any], fault: str | None) -> None:
     """Training with a loader, collectives of the script and checkpoints, at any ZeRO stage; small sequences."""
-    import ds_ring
-    from tests.dist.deepspeed_ranks import json_config
+    from tests.dist.deepspeed_ranks import json_config, start_engine
 
     folder = Path(job["folder"])
     where, act = (OUTSIDE | LATE).get(fault or "", ("", lambda: None))
@@ -357,10 +349,8 @@ def train_and_save(rank: int, job: dict[str, Any], fault: str | None) -> None:
     section |= {"hop_timeout_seconds": job["hop_timeout_s"]}
     if late:
         section |= {f"{name}_timeout_seconds": seconds for name, seconds in LIMITS_S.items()}
-    model = _model()
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    config = json_config(job["world_size"], 1, job["stage"]) | {"ring_attention": section}
-    engine, *_ = ds_ring.initialize(model=model, optimizer=sgd, config=config)
+    config = json_config(job["world_size"], 1, job["stage"], ring_attention=section)
+    engine = start_engine(_model(), config, 0.1)
     take_step, steps = engine._take_model_step, iter(range(STEPS))
 
     def take_step_or_fail(*args: Any, **kwargs: Any) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.dist.deepspeed_ranks import Run, fit_alone, fit_on_ring, json_config, start_deepspeed, start_engine
+from tests.dist.deepspeed_ranks import Run, fit_alone, fit_on_ring, json_config, start_engine
 
 VOCABULARY, TOKENS, SAMPLES = 97, 53, 4
 _SIZES = {
@@ -71,7 +71,6 @@ def step_on_ring(
     rank: int, world_size: int, family: str, stage: int, option: str, ring: int, checkpointing: bool = False
 ) -> Run:
     """The same through `ds_ring.initialize`, with an option."""
-    start_deepspeed()
     section = {"long_sequence": OPTIONS.get(option, option)}
     model = build(family).train()
     if checkpointing:

@@ -28,7 +28,6 @@ _TIMEOUT_S = 60.0
 def serve(folder: str) -> None:
     """Print an address, and fork a monitor for each line of settings that comes there."""
     spec = importlib.util.spec_from_file_location("failure_detector", Path(folder, "__init__.py"))
-    assert spec is not None
     sys.modules["failure_detector"] = importlib.util.module_from_spec(spec)
     monitor = importlib.import_module("failure_detector.server")
     with socket.socket(socket.AF_UNIX) as listener, selectors.DefaultSelector() as selector:
@@ -61,7 +60,6 @@ class Monitors:
     def __init__(self, folder: str, otherwise: Callable[[str, int, float, str], int]) -> None:
         command = [sys.executable, "-I", "-S", __file__, folder]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        assert process.stdout is not None
         self._process = process  # whose pipe every fork holds
         self._otherwise = otherwise
         self._address = b"\0" + process.stdout.readline().strip()
@@ -79,7 +77,6 @@ class Monitors:
 
     def close(self) -> None:
         """End the process; monitors go on until their ranks are gone."""
-        assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait(_TIMEOUT_S)
 

@@ -18,17 +18,11 @@ from pathlib import Path
 from types import TracebackType
 
 from tests.dist.rank_server import RANK_ENVIRONMENT
+from tests.machine import run
 
 ROOT = Path(__file__).resolve().parents[2]
 PORT = 29400  # free: the namespaces are new
 _numbers = itertools.count()
-
-
-def run(*command: str) -> None:
-    """Run a command; OSError with what it said where it fails."""
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise OSError(f"{' '.join(command)}: exit code {done.returncode}, {done.stderr.strip()}")
 
 
 @cache

@@ -58,6 +58,8 @@ with contextlib.suppress(ImportError):
     joining = importlib.import_module("ds_ring.health.joining")
     folder = str(Path(joining.handshake.__file__).parent)
     setattr(joining, "start_monitor", Monitors(folder, joining.start_monitor).start)  # noqa: B010
+# ZeRO 3 prints its parameters into a text that it throws away, 25 ms in each rank of each engine.
+importlib.import_module("torch").set_printoptions(threshold=8, edgeitems=1)
 gc.collect()
 gc.freeze()  # a collection in a rank would write to, and so copy, every page that it shares with the server
 # The ranks end when the server has ended: without a second or more of tearing torch down.

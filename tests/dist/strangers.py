@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from ds_ring.data.config_agreement import SECRET_VARIABLE
 from ds_ring.health.failure_detector.handshake import HandshakeError, RankHandshake, authenticate
+from tests.dist.faults import preload as preload_faults
 
 HELLO = b"ds_ring/1 hello 1 " + b"0" * 32 + b"\n"
 TLS_HELLO = bytes.fromhex("16030100c8010000c40303") + bytes(range(200))
@@ -139,16 +140,10 @@ def read_the_store(target: Target) -> None:
         assert target.secret.encode() not in address.get("default_pg/0//ds_ring/detector/1/monitor")
 
 
-def overwrite_in_the_store(target: Target) -> None:
+def change_the_store(target: Target, change: str, *value: str) -> None:
     store = store_of(target)
     for key in ("monitor", "0", "1", "fault", "dead", "broken"):
-        store.set(f"default_pg/0//ds_ring/detector/1/{key}", '[1, "a stranger says so"]')
-
-
-def delete_from_the_store(target: Target) -> None:
-    store = store_of(target)
-    for key in ("monitor", "0", "1", "fault", "dead", "broken"):
-        store.delete_key(f"default_pg/0//ds_ring/detector/1/{key}")
+        getattr(store, change)(f"default_pg/0//ds_ring/detector/1/{key}", *value)
 
 
 ATTACKS: dict[str, Callable[[Target], object]] = {
@@ -171,25 +166,28 @@ ATTACKS: dict[str, Callable[[Target], object]] = {
     "resets in mid line": reset_in_a_line,
     "random bytes for the store": lambda target: send(target, random.Random(1).randbytes(5000), target.store),
     "reading the store": read_the_store,
-    "overwriting our keys of the store": overwrite_in_the_store,
-    "deleting our keys of the store": delete_from_the_store,
+    "overwriting our keys of the store": lambda target: change_the_store(
+        target, "set", '[1, "a stranger says so"]'
+    ),
+    "deleting our keys of the store": lambda target: change_the_store(target, "delete_key"),
 }
 
 
 def preload(modes: list[str]) -> None:
     """Imports that every rank shares."""
-    import deepspeed
-    import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401  seconds, else within initialize
-    import transformers.models.llama.modeling_llama  # noqa: F401
-
-    import ds_ring.models.attention
-    import ds_ring.start  # noqa: F401
+    preload_faults(["deepspeed"])
 
 
 def rank_main(rank: int, job: dict[str, Any]) -> None:
     """Train for `job["steps"]` steps, or until the file "stop" is there; leave every loss, to the last bit."""
-    import ds_ring
-    from tests.dist.deepspeed_ranks import Size, build_batch, build_model, json_config
+    from tests.dist.deepspeed_ranks import (
+        Size,
+        build_batch,
+        build_model,
+        json_config,
+        start_engine,
+        take_step,
+    )
 
     torch.set_num_threads(1)
     folder = Path(job["folder"])
@@ -197,12 +195,10 @@ def rank_main(rank: int, job: dict[str, Any]) -> None:
     where = f"tcp://127.0.0.1:{job['port']}"
     dist.init_process_group("gloo", where, rank=rank, world_size=job["world_size"])
     size = Size(hidden=32, layers=1, tokens=32, samples=1)
-    model = build_model(size, "ds_ring")
-    sgd = torch.optim.SGD(model.parameters(), lr=0.01)
     section = {"heartbeat_timeout_seconds": 10.0, "hop_timeout_seconds": 30.0}
-    config = json_config(job["world_size"], 1, 1) | {"ring_attention": section}
-    engine, *_ = ds_ring.initialize(model=model, optimizer=sgd, config=config)
-    batch = engine.ring.shard_batch(build_batch(size))
+    config = json_config(job["world_size"], 1, 1, ring_attention=section)
+    engine = start_engine(build_model(size, "ds_ring"), config, 0.01)
+    batch = build_batch(size)
     detector = engine.ring.run_mesh.detector
     assert detector is not None
     if rank == 0:
@@ -210,10 +206,7 @@ def rank_main(rank: int, job: dict[str, Any]) -> None:
     losses: list[str] = []
     stop = torch.zeros(1)
     while not stop and len(losses) < job["steps"]:
-        loss = engine(**batch).loss
-        engine.backward(loss)
-        engine.step()
-        losses.append(float(engine.ring.mean_loss(loss)).hex())
+        losses.append(take_step(engine, batch).hex())
         stop.fill_(float(rank == 0 and (folder / "stop").exists()))
         dist.all_reduce(stop)
     (folder / f"losses{rank}.json").write_text(json.dumps(losses))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,15 @@ from ds_ring.checkpoint.manifest import (
     record_files,
     verify_checkpoint,
 )
-from ds_ring.checkpoint.save import HostCopy, _make_room, _seal, exchange_reports, give_its_name
+from ds_ring.checkpoint.save import (
+    HostCopy,
+    _make_room,
+    _seal,
+    _seal_later,
+    _Writes,
+    exchange_reports,
+    give_its_name,
+)
 from ds_ring.errors import RingCheckpointError
 from ds_ring.limits import Limit
 from tests.clock import wait_until
@@ -122,6 +131,28 @@ def test_a_report_that_was_cut_short_is_a_fault(tmp_path: Path) -> None:
     assert not tmp_path.exists()
 
 
+def test_a_report_that_comes_later_is_seen_soon(tmp_path: Path) -> None:
+    (tmp_path / ".0").touch()
+    (tmp_path / ".1").write_text('{"files": []}')
+    began = time.monotonic()
+    threading.Timer(0.05, (tmp_path / ".1").rename, [tmp_path / "1.json"]).start()
+    assert exchange_reports(tmp_path, Storage((0, 1), 0), list, Limit(60.0, "a key")) == {0: [], 1: []}
+    assert time.monotonic() < began + 5
+
+
+def test_a_rank_that_does_not_lead_a_storage_leaves_the_checkpoint_to_the_one_that_does(
+    tmp_path: Path,
+) -> None:
+    hidden, reports = tmp_path / ".tag.saving", tmp_path / ".tag.saving.reports"
+    hidden.mkdir()
+    reports.mkdir()
+    (reports / ".1").touch()
+    of, storage, locks = (3, None), Storage((0, 1), 1), FolderLocks()
+    _seal_later(_Writes(hidden, None), tmp_path / "tag", of, True, storage, locks, Limit(1.0, "a key"))
+    assert [path.name for path in reports.iterdir()] == ["1.json"]
+    assert not (tmp_path / "tag").exists() and not (tmp_path / "latest").exists()
+
+
 def test_reports_of_a_save_that_was_cut_short_are_gone(tmp_path: Path) -> None:
     hidden, reports = tmp_path / ".tag.saving", tmp_path / ".tag.saving.reports"
     for folder in (hidden, reports):
@@ -157,8 +188,11 @@ def test_a_file_that_its_leader_sees_otherwise_is_not_sealed(tmp_path: Path) -> 
 def test_a_copy_shares_what_the_original_shares() -> None:
     flat = torch.arange(6.0)
     state = {"a": flat[:3].view(3, 1), "b": [flat[3:], (flat.int(), 7)], "p": torch.nn.Parameter(flat[1:2])}
+    state["sparse"] = flat.to_sparse()
     copied = HostCopy()(state)
     flat.zero_()
+    state["sparse"].values().zero_()
+    assert copied["sparse"].to_dense().tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
     assert copied["a"].flatten().tolist() == [0.0, 1.0, 2.0] and copied["b"][0].tolist() == [3.0, 4.0, 5.0]
     assert copied["a"].untyped_storage().data_ptr() == copied["b"][0].untyped_storage().data_ptr()
     assert copied["b"][1][1] == 7 and isinstance(copied["p"], torch.nn.Parameter)

@@ -29,7 +29,6 @@ from tests.cases import LONG_PATTERNS, Shape, tensors
 from tests.dist.harness import Pool
 
 TOKENS, HEADS, HEAD_DIM = 16384, 2, 16
-DAY = ("causal-2", "window 1024-4", "documents-2", "LongNet-2")
 MAX_RATIO = 1.05  # of the work over its mean, and of the bytes over the least that must cross
 # Of a (query, key) pair of one head: two products of head_dim forward, five back; 2 FLOPs each.
 FORWARD_FLOPS, BACKWARD_FLOPS = 4 * HEAD_DIM, 10 * HEAD_DIM
@@ -100,7 +99,6 @@ def count(rank: int, world_size: int, pattern: Pattern) -> Counted:
     for x in (q, k, v):
         x.requires_grad_()
     context = make_ring_context(pattern, layout, mesh, Options())
-    assert context.exchange is not None
     counters = context.exchange.counters
     with counting(result):
         out, _ = ring_attention_op(q, k, v, context.handle)

@@ -5,7 +5,8 @@ The layers that run again must get the batch of their first run. Compared with o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -63,6 +64,12 @@ def prepared(case: Case) -> tuple[Any, list[dict[str, Tensor]], bool, dict[str, 
     return model, batches, own_loss, section
 
 
+def gradients_of(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
 def gradients(rank: int, world_size: int, case: Case) -> dict[str, float]:
     """The largest relative error of a gradient of this rank, by batch and by what it is compared with."""
     model, batches, own_loss, section = prepared(case)
@@ -78,11 +85,7 @@ def gradients(rank: int, world_size: int, case: Case) -> dict[str, float]:
         logits = output.logits if hasattr(output, "logits") else output.last_hidden_state
         return session.loss(logits, local)[0]
 
-    def backward(loss: Tensor) -> dict[str, Tensor]:
-        model.zero_grad()
-        loss.backward()
-        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
+    backward = partial(gradients_of, model)
     plain = [backward(loss_of(batch)) for batch in batches]
     if case.kind != "none":
         model.gradient_checkpointing_enable(REENTRANT[case.kind])
@@ -167,6 +170,22 @@ KINDS = (
 )  # fmt: skip
 
 
+def between_and_in_turn(
+    model: nn.Module, loss_of: Callable[..., Tensor], batches: list[Any], plain: Any, kinds: Iterable[Any]
+) -> dict[Any, float]:
+    """How far gradients of two batches, one forward pass between, are from plain ones in turn, by kind."""
+    want, result = [gradients_of(model, loss_of(batch, plain)) for batch in batches], {}
+    for kind in kinds:
+        losses = [loss_of(batch, kind) for batch in batches]
+        got = [gradients_of(model, loss) for loss in losses]
+        result[kind] = max(
+            float((a[name] - b[name]).abs().max() / b[name].abs().max())
+            for a, b in zip(got, want, strict=True)
+            for name in a.keys() | b.keys()
+        )
+    return result
+
+
 def of_own_layers(rank: int, world_size: int) -> dict[str, float]:
     """The largest difference of gradients of two layers, two batches in turn and one between, by kind."""
     start_deepspeed()
@@ -183,22 +202,7 @@ def of_own_layers(rank: int, world_size: int) -> dict[str, float]:
             x = by(kind, layer, x)
         return x.square().sum()
 
-    def backward(loss: Tensor) -> list[Tensor]:
-        layers.zero_grad()
-        loss.backward()
-        return [p.grad.clone() for p in layers.parameters() if p.grad is not None]
-
-    plain = [backward(loss_of(batch, "none")) for batch in batches]
-    result = {}
-    for kind in KINDS:
-        first, second = [loss_of(batch, kind) for batch in batches]
-        between = [backward(first), backward(second)]
-        result[kind] = max(
-            float((a - b).abs().max() / b.abs().max())
-            for got, want in zip(between, plain, strict=True)
-            for a, b in zip(got, want, strict=True)
-        )
-    return result
+    return between_and_in_turn(layers, loss_of, batches, "none", KINDS)
 
 
 @pytest.mark.night
@@ -234,19 +238,7 @@ def of_a_checkpointed_model(rank: int, world_size: int) -> float:
         local["inputs_embeds"].requires_grad_()
         return checkpoint(run, *local.values(), use_reentrant=True) if checkpointed else run(*local.values())
 
-    def backward(loss: Tensor) -> list[Tensor]:
-        model.zero_grad()
-        loss.backward()
-        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
-
-    plain = [backward(loss_of(batch, False)) for batch in batches]
-    first, second = [loss_of(batch, True) for batch in batches]
-    between = [backward(first), backward(second)]
-    return max(
-        float((a - b).abs().max() / b.abs().max())
-        for got, want in zip(between, plain, strict=True)
-        for a, b in zip(got, want, strict=True)
-    )
+    return between_and_in_turn(model, loss_of, batches, False, (True,))[True]
 
 
 @pytest.mark.situation("checkpointing", "checkpointed a whole model, two batches before one backward pass")

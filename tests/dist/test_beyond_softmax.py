@@ -14,7 +14,6 @@ from ds_ring import (
     Causal,
     RingMesh,
     SlidingWindow,
-    gather_sequence,
     make_layout,
     ring_attention,
     shard_sequence,
@@ -27,7 +26,6 @@ from ds_ring.schedule.plan import build_plan
 from tests import calls
 from tests.dist.harness import Pool, RankPool, catch_refusal
 from tests.dist.one_process import Layer, compare, same_as_one_process
-from tests.reference import relative_error
 
 TOKENS, HEADS, KV_HEADS = 131, 8, 4
 WIDTHS = ((24, 16), (16, 24))  # of keys and of values: DeepSeek's proportion, and the other way round
@@ -118,25 +116,6 @@ def test_other_dtypes(rank_pool: Pool, dtype: torch.dtype, bound: float) -> None
     check(rank_pool(2), bound, dtype=dtype)
 
 
-def replicated(rank: int, world_size: int) -> list[float]:
-    """Errors with queries that every rank has; dq and dsinks are whole everywhere."""
-    mesh = RingMesh.from_world(world_size)
-    layout = make_layout("contiguous", tokens=TOKENS, ring_size=world_size)
-    whole = {name: x.requires_grad_() for name, x in inputs(24, 16, torch.float32, queries=7).items()}
-    want = dense(**whole, pattern=Causal(), positions=range(TOKENS - 7, TOKENS))
-    grads = [torch.randn_like(x) for x in want]
-    wanted = [*want, *torch.autograd.grad(want, [*whole.values()], grads)]
-    local = {
-        name: shard_sequence(x.detach(), layout, mesh=mesh, dim=2).requires_grad_() if name in "kv" else x
-        for name, x in whole.items()
-    }
-    place: dict[str, Any] = {"pattern": Causal(), "layout": layout, "mesh": mesh, "queries": "replicated"}
-    out = calls.attend(local["q"], local["k"], local["v"], sinks=local["sinks"], return_lse=True, **place)
-    dq, dk, dv, dsinks = torch.autograd.grad(out, [*local.values()], grads)
-    dk, dv = (gather_sequence(x, layout, mesh=mesh, dim=2) for x in (dk, dv))
-    return [relative_error(a, b) for a, b in zip((*out, dq, dk, dv, dsinks), wanted, strict=True)]
-
-
 def bytes_sent(rank: int, world_size: int) -> tuple[list[int], list[int]]:
     """Bytes counted forward and back, and those of keys of width 24 and values of width 16 in the plan."""
     mesh = RingMesh.from_world(world_size)
@@ -144,7 +123,6 @@ def bytes_sent(rank: int, world_size: int) -> tuple[list[int], list[int]]:
     arguments = inputs(24, 16, torch.bfloat16)
     q, k, v = (shard_sequence(arguments[name], layout, mesh=mesh, dim=2).requires_grad_() for name in "qkv")
     exchange = make_ring_context(Causal(), layout, mesh, Options()).exchange
-    assert exchange is not None
     out = ring_attention(q, k, v, pattern=Causal(), layout=layout, mesh=mesh)
     forward = exchange.counters.bytes_sent
     out.backward(torch.ones_like(out))

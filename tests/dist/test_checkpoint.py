@@ -6,10 +6,11 @@ on it; the losses must equal the uninterrupted run's exactly. Two gloo ranks, a 
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -65,37 +66,26 @@ def item(folder: Path, pattern: str) -> Path:
     return sorted(folder.glob(pattern))[-1]
 
 
-def truncate(pattern: str) -> Callable[[Path], str]:
-    def spoil(root: Path) -> str:
-        path = item(root / NEWER, pattern)
-        size = path.stat().st_size
-        with open(path, "r+b") as file:
-            file.truncate(size // 2)
-        return f"{path.name}: expected {size} bytes, got {size // 2}: truncated"
-
-    return spoil
+def truncate(root: Path, pattern: str) -> str:
+    path = item(root / NEWER, pattern)
+    size = path.stat().st_size
+    os.truncate(path, size // 2)
+    return f"{path.name}: expected {size} bytes, got {size // 2}: truncated"
 
 
-def flip_a_bit(pattern: str, where: float = 0.5) -> Callable[[Path], str]:
+def flip_a_bit(root: Path, pattern: str, where: float = 0.5) -> str:
     """One bit, at `where` of the file."""
-
-    def spoil(root: Path) -> str:
-        path = item(root / NEWER, pattern)
-        data = bytearray(path.read_bytes())
-        data[int(len(data) * where)] ^= 4
-        path.write_bytes(data)
-        return f"{path.name}: damaged" if path.name == MANIFEST else f"{path.name}: expected sha256"
-
-    return spoil
+    path = item(root / NEWER, pattern)
+    data = bytearray(path.read_bytes())
+    data[int(len(data) * where)] ^= 4
+    path.write_bytes(data)
+    return f"{path.name}: damaged" if path.name == MANIFEST else f"{path.name}: expected sha256"
 
 
-def remove(pattern: str) -> Callable[[Path], str]:
-    def spoil(root: Path) -> str:
-        path = item(root / NEWER, pattern)
-        path.unlink()
-        return "got none: saving was cut short" if path.name == MANIFEST else f"{path.name}: expected"
-
-    return spoil
+def remove(root: Path, pattern: str) -> str:
+    path = item(root / NEWER, pattern)
+    path.unlink()
+    return "got none: saving was cut short" if path.name == MANIFEST else f"{path.name}: expected"
 
 
 def append(root: Path) -> str:
@@ -104,32 +94,29 @@ def append(root: Path) -> str:
     return f"{path.name}: expected {path.stat().st_size - 1} bytes"
 
 
-def write_latest(text: str) -> Callable[[Path], str]:
-    def spoil(root: Path) -> str:
-        (root / "latest").write_text(text)
-        shutil.rmtree(root / NEWER)
-        return "expected a checkpoint, got none"
-
-    return spoil
+def write_latest(root: Path, text: str) -> str:
+    (root / "latest").write_text(text)
+    shutil.rmtree(root / NEWER)
+    return "expected a checkpoint, got none"
 
 
 DAMAGE = {
-    "model truncated": truncate(MODEL),
-    "optimizer shard truncated": truncate(SHARD),
+    "model truncated": partial(truncate, pattern=MODEL),
+    "optimizer shard truncated": partial(truncate, pattern=SHARD),
     "model emptied": lambda root: item(root / NEWER, MODEL).write_bytes(b"") or "got 0: truncated",
-    "bit of the model": flip_a_bit(MODEL),
-    "first byte of the model": flip_a_bit(MODEL, 0.0),
-    "bit of the optimizer": flip_a_bit(SHARD),
-    "bit near the optimizer's end": flip_a_bit(SHARD, 0.99),
-    "model removed": remove(MODEL),
-    "optimizer shard removed": remove(SHARD),
+    "bit of the model": partial(flip_a_bit, pattern=MODEL),
+    "first byte of the model": partial(flip_a_bit, pattern=MODEL, where=0.0),
+    "bit of the optimizer": partial(flip_a_bit, pattern=SHARD),
+    "bit near the optimizer's end": partial(flip_a_bit, pattern=SHARD, where=0.99),
+    "model removed": partial(remove, pattern=MODEL),
+    "optimizer shard removed": partial(remove, pattern=SHARD),
     "a byte too many": append,
-    "manifest removed": remove(MANIFEST),
-    "manifest truncated": lambda root: truncate(MANIFEST)(root) and f"{MANIFEST}: damaged",
-    "bit of the manifest": flip_a_bit(MANIFEST),
-    "latest torn": write_latest(""),
-    "latest torn to zeros": write_latest("\0\0\0"),
-    "latest names nothing": write_latest("global_step9"),
+    "manifest removed": partial(remove, pattern=MANIFEST),
+    "manifest truncated": lambda root: truncate(root, MANIFEST) and f"{MANIFEST}: damaged",
+    "bit of the manifest": partial(flip_a_bit, pattern=MANIFEST),
+    "latest torn": partial(write_latest, text=""),
+    "latest torn to zeros": partial(write_latest, text="\0\0\0"),
+    "latest names nothing": partial(write_latest, text="global_step9"),
 }
 
 
@@ -159,10 +146,7 @@ def test_four_ranks_and_two_replicas_take_the_same_one(rank_pool, tmp_path):
     """The shard of the last rank is spoilt; the ranks that did not read it go back as well."""
     config = json_config(2, SIZE.samples, 2)
     losses = rank_pool(4).run(train_and_save, config, str(tmp_path), STEPS, (2, 4))[0]
-    path = item(tmp_path / NEWER, "*zero_pp_rank_3_mp_rank_00_optim_states.pt")
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 128
-    path.write_bytes(data)
+    flip_a_bit(tmp_path, "*zero_pp_rank_3_mp_rank_00_optim_states.pt")
     for resumed in rank_pool(4).run(load_and_train, config, str(tmp_path), STEPS):
         assert resumed.folder == OLDER
         assert resumed.losses == losses[2:]

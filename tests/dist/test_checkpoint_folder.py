@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,14 @@ def check(result: list[Any], *words: str) -> None:
         assert all(word in item.text for word in words), item.text
 
 
+def copy_older(saved, stage: int, target: Path) -> list[float]:
+    """Put the older checkpoint there as the newest; return the losses of the run."""
+    folder, losses = saved(stage)
+    shutil.copytree(folder / OLDER, target / OLDER)
+    (target / "latest").write_text(OLDER)
+    return losses
+
+
 def check_goes_on(rank_pool, stage: int, folder: Path, losses: list[float], tag: str) -> None:
     """The checkpoint before is the one that `latest` names, is loaded, and training goes on exactly."""
     assert (folder / "latest").read_text() == tag
@@ -110,10 +119,8 @@ def check_goes_on(rank_pool, stage: int, folder: Path, losses: list[float], tag:
 @pytest.mark.day("the same tag")
 def test_a_full_disk_leaves_the_checkpoint_before(rank_pool, saved, disk, tag):
     """Room for one checkpoint and a half: DeepSpeed alone leaves the other rank in a barrier."""
-    folder, losses = saved(3)
-    small = disk(size_of(folder / OLDER) * 3 // 2 + 4 * 4096)
-    shutil.copytree(folder / OLDER, small / OLDER)
-    (small / "latest").write_text(OLDER)
+    small = disk(size_of(saved(3)[0] / OLDER) * 3 // 2 + 4 * 4096)
+    losses = copy_older(saved, 3, small)
     check(rank_pool(2).run(save_on, config(3), str(small), tag), str(small), "cannot be written")
     assert not list(small.glob(".*.saving")), "what was written of it is left, and the disk stays full"
     check_goes_on(rank_pool, 3, small, losses, OLDER)
@@ -122,9 +129,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(rank_pool, saved, disk, tag):
 @pytest.mark.night
 def test_a_limit_of_file_sizes_does_the_same(rank_pool, saved, tmp_path):
     """On rank 1 only: where no disk can be mounted, and as on a host whose own disk is full."""
-    folder, losses = saved(1)
-    shutil.copytree(folder / OLDER, tmp_path / OLDER)
-    (tmp_path / "latest").write_text(OLDER)
+    losses = copy_older(saved, 1, tmp_path)
     result = rank_pool(2).run(save_on, config(1), str(tmp_path), NEWER, most_bytes=5000)
     check(result, "rank 1: ", "optim_states.pt: cannot be written")
     check_goes_on(rank_pool, 1, tmp_path, losses, OLDER)
@@ -132,10 +137,8 @@ def test_a_limit_of_file_sizes_does_the_same(rank_pool, saved, tmp_path):
 
 @pytest.mark.needs("mounts")
 def test_a_read_only_folder_is_an_error_on_every_rank(rank_pool, saved, disk):
-    folder, losses = saved(1)
     small = disk(1 << 24)
-    shutil.copytree(folder / OLDER, small / OLDER)
-    (small / "latest").write_text(OLDER)
+    losses = copy_older(saved, 1, small)
     make_read_only(small)
     check(rank_pool(2).run(save_on, config(1), str(small), NEWER), "rank 0: ", "Read-only file system")
     check_goes_on(rank_pool, 1, small, losses, OLDER)
@@ -220,24 +223,19 @@ def test_a_run_that_went_back_past_damage_saves_on(rank_pool, saved, tmp_path):
     assert (copy / "latest").read_text() == "global_step3"
 
 
-def reseal(folder: Path) -> None:
-    """As somebody who may write there would."""
+def plant_and_seal(folder: Path, pattern: str) -> None:
+    """As somebody who may write there would: the sums in the manifest are right."""
+    plant_in(folder, pattern)
     (folder / MANIFEST).unlink()
     write_manifest(folder, record_files(folder, list(files_in(folder))), 4)
 
 
-def plant_in(pattern: str, sealed: bool = True) -> Callable[[Path], None]:
-    """Code in a pickled file; the sums in the manifest are right."""
-
-    def plant(folder: Path) -> None:
-        path = sorted(folder.rglob(pattern))[-1]
-        state = torch.load(path, weights_only=False)
-        state["planted"] = Planted(str(folder.parent / "was run"))
-        torch.save(state, path)
-        if sealed:
-            reseal(folder)
-
-    return plant
+def plant_in(folder: Path, pattern: str) -> None:
+    """Code in a pickled file."""
+    path = sorted(folder.rglob(pattern))[-1]
+    state = torch.load(path, weights_only=False)
+    state["planted"] = Planted(str(folder.parent / "was run"))
+    torch.save(state, path)
 
 
 def add_a_shard(folder: Path) -> None:
@@ -251,8 +249,8 @@ def put_a_fifo(folder: Path) -> None:
 
 
 STRANGERS = {
-    "code in the model": (1, plant_in("*model_states.pt"), "got posix.system, which loading would run"),
-    "code in the optimizer": (3, plant_in("*optim_states.pt"), "got posix.system, which loading would run"),
+    "code in the model": (1, partial(plant_and_seal, pattern="*model_states.pt"), "got posix.system, which loading would run"),
+    "code in the optimizer": (3, partial(plant_and_seal, pattern="*optim_states.pt"), "got posix.system, which loading would run"),
     "one file more": (1, add_a_shard, "mp_rank_01_model_states.pt: expected only the files that"),
     "a FIFO": (3, put_a_fifo, "expected a regular file, got a FIFO"),
     "latest elsewhere": (1, lambda folder: (folder.parent / "latest").write_text("../other/global_step4"),
@@ -275,7 +273,7 @@ def test_what_no_crash_leaves_is_refused_on_every_rank(rank_pool, saved, tmp_pat
 def test_code_in_a_universal_checkpoint_is_not_run(rank_pool, universal, tmp_path, pattern):
     """It has no manifest: what its files hold is looked at all the same."""
     copy = Path(shutil.copytree(universal, tmp_path / "checkpoints"))
-    plant_in(pattern, sealed=False)(copy / "universal")
+    plant_in(copy / "universal", pattern)
     result = rank_pool(2).run(
         load_refused, config(1) | {"checkpoint": {"load_universal": True}}, str(copy), [None, None]
     )

@@ -104,7 +104,6 @@ def gradients(block: Callable[[Tensor], Tensor], parameters: dict[str, nn.Parame
         parameter.grad = None
     out = block(x)
     (out * torch.linspace(0.5, 1.5, out.numel()).view_as(out)).sum().backward()
-    assert x.grad is not None
     result = {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
     assert len(result) == len(parameters)
     return {"out": out.detach(), "x": x.grad, **result}

@@ -7,6 +7,7 @@ itself: an average over parameters would hide a wrong one.
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import pytest
 
@@ -50,30 +51,33 @@ def test_training_equals_one_process(rank_pool, mesh, stage, size):
     check_parity(runs, alone(size))
 
 
-VARIANTS = {
-    "zero3 without reduce_scatter": {"zero_optimization": {"stage": 3, "reduce_scatter": False}},
-    "zero3 in small buckets": {"zero_optimization": {"stage": 3, "reduce_bucket_size": 500}},
-    "summed gradients": {"gradient_allreduce_op": "sum"},
-    "summed gradients, zero2": {"gradient_allreduce_op": "sum", "zero_optimization": {"stage": 2}},
-    "prescaled gradients": {"prescale_gradients": True, "gradient_predivide_factor": 4.0},
-    "all_gather": {"ring_attention": {"transport": "all_gather"}},
-    "short batches": {"ring_attention": {"min_sequence_length": RAGGED.tokens + 1}},
-    "just not short": {"ring_attention": {"min_sequence_length": RAGGED.tokens}},
+# Ranks of the ring, and what is added to the JSON. Accumulation averages the means of micro-batches, as DeepSpeed does.
+VARIANTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "zero3 without reduce_scatter": (2, {"zero_optimization": {"stage": 3, "reduce_scatter": False}}),
+    "zero3 in small buckets": (2, {"zero_optimization": {"stage": 3, "reduce_bucket_size": 500}}),
+    "summed gradients": (2, {"gradient_allreduce_op": "sum"}),
+    "summed gradients, zero2": (2, {"gradient_allreduce_op": "sum", "zero_optimization": {"stage": 2}}),
+    "prescaled gradients": (2, {"prescale_gradients": True, "gradient_predivide_factor": 4.0}),
+    "all_gather": (2, {"ring_attention": {"transport": "all_gather"}}),
+    "short batches": (2, {"ring_attention": {"min_sequence_length": RAGGED.tokens + 1}}),
+    "just not short": (2, {"ring_attention": {"min_sequence_length": RAGGED.tokens}}),
+    "Ulysses, zero1": (4, {"ring_attention": {"ulysses_size": 2}, "zero_optimization": {"stage": 1}}),
+    "Ulysses, zero3": (4, {"ring_attention": {"ulysses_size": 2}, "zero_optimization": {"stage": 3}}),
+    "accumulation": (2, {"gradient_accumulation_steps": 2}),
+    "accumulation, zero3": (2, {"gradient_accumulation_steps": 2, "zero_optimization": {"stage": 3}}),
 }
 
 
-@pytest.mark.day("summed gradients, zero2", "prescaled gradients", "short batches")
+@pytest.mark.day(
+    "summed gradients, zero2", "prescaled gradients", "short batches", "Ulysses, zero3", "accumulation, zero3"
+)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_settings_that_could_change_the_scale(rank_pool, variant):
-    config = json_config(2, RAGGED.samples, 0, **VARIANTS[variant])
-    check_parity(rank_pool(2).run(train_on_ring, RAGGED, config, STEPS), alone(RAGGED))
-
-
-@pytest.mark.parametrize("stage", [1, 3], ids=lambda stage: f"zero{stage}")
-@pytest.mark.day("zero3")
-def test_a_ring_of_ulysses_groups(rank_pool, stage):
-    config = json_config(4, RAGGED.samples, stage, ring_attention={"ulysses_size": 2})
-    check_parity(rank_pool(4).run(train_on_ring, RAGGED, config, STEPS), alone(RAGGED))
+    ranks, changes = VARIANTS[variant]
+    micro_batches = changes.get("gradient_accumulation_steps", 1)
+    config = json_config(ranks, RAGGED.samples // micro_batches, 0, **changes)
+    got = rank_pool(ranks).run(train_on_ring, RAGGED, config, STEPS)
+    check_parity(got, alone(RAGGED, micro_batches))
 
 
 @pytest.mark.parametrize("ring", [2, 4])
@@ -85,14 +89,6 @@ def test_a_short_batch_whose_samples_do_not_divide(rank_pool, ring):
     check_parity(rank_pool(ring).run(train_on_ring, size, config, 3), train_alone(size, 3))
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.day("3")
-def test_accumulation_averages_micro_batches(rank_pool, stage):
-    """DeepSpeed's own meaning: the mean of the micro-batches' means, whatever their numbers of tokens."""
-    config = json_config(2, RAGGED.samples // 2, stage, gradient_accumulation_steps=2)
-    check_parity(rank_pool(2).run(train_on_ring, RAGGED, config, STEPS), alone(RAGGED, micro_batches=2))
-
-
 @pytest.mark.night
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def test_low_precision_keeps_the_scale(rank_pool, precision):
@@ -100,8 +96,7 @@ def test_low_precision_keeps_the_scale(rank_pool, precision):
     settings = {"enabled": True} | ({"loss_scale": 256} if precision == "fp16" else {})
     config = json_config(2, EVEN.samples, 1, **{precision: settings})
     runs = rank_pool(2).run(train_on_ring, EVEN, config, 3)
-    expected = alone(EVEN)
-    check_parity(runs, expected, loss_error=1e-2, gradient_error=5e-2)
+    check_parity(runs, alone(EVEN), loss_error=1e-2, gradient_error=5e-2)
 
 
 def train_without_fp16(rank, world_size, *arguments):

@@ -3,7 +3,7 @@
 Each row is a small model with random weights (`ds-ring check-model` makes the same ones): windows, chunks
 and the length that rotary scaling was trained on lie below the number of tokens, which does not divide by the
 number of ranks. Each exact family runs with one form of a batch (plain, padded, packed), in turn. The day
-takes the families of DAY, the night all.
+takes one of each kind, the night all.
 """
 
 from __future__ import annotations
@@ -155,13 +155,6 @@ def forms_of(family: str, requested: dict[str, Any]) -> tuple[Form, ...]:
     return FORMS[:2] if requested.get("head") in two else ROWS
 
 
-# One of each kind: plain, fused QKV, experts, layers that differ, documents, rotary scaling, heads, refusals.
-DAY = (
-    "llama0", "gpt2", "mixtral", "deepseek_v32", "bert", "gemma3_text", "llama4_text", "qwen3_next", "t5-seq2seq-lm",
-    "led", "gpt_neo", "bart-causal-lm", "llama-sequence-classification",
-)  # fmt: skip
-
-
 def forms_run(row: tuple[str, dict[str, Any], str]) -> tuple[Form, ...]:
     """The forms that a family runs with: of most exact ones the next of all in the order of the table."""
     family, requested, expected = row
@@ -217,7 +210,7 @@ def test_a_family_is_exact_or_refused(rank_pool, row):
             assert report.result == "refused" and reason in report.reason, report
 
 
-# One for each wrapper of variants/recurrent/ that no family of DAY, and no generation of the day, runs.
+# One for each wrapper of variants/recurrent/ that no family of the day, and no generation of the day, runs.
 OTHER_RECURRENCES: dict[str, dict[str, Any]] = {
     "mamba2": {"time_step_limit": [0.5, 0.8]},  # steps are cut off on both sides
     **{family: {} for family in ("falcon_mamba", "minimax", "recurrent_gemma", "rwkv", "zaya")},

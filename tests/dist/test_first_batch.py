@@ -9,7 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+<<<<<<< HEAD
 import ds_ring
+=======
+from ds_ring.engines.first_batch.first_batch import Numbers, compare_outputs
+>>>>>>> main
 from tests.dist.deepspeed_ranks import (
     Size,
     build_batch,
@@ -92,9 +96,15 @@ def test_a_silent_error_is_raised_on_every_rank(rank_pool, fault, layer, stage):
         assert "gradient model." in outcome.message
 
 
+def test_outputs_of_other_shapes_are_not_broadcast():
+    one, two = (Numbers(torch.ones(1, tokens, 2)) for tokens in (1, 2))
+    assert [x.error for x in compare_outputs(two, one)] == [float("inf")]
+
+
 def train_own(rank: int, world_size: int, attend: Any, stage: int, fault: str = "") -> None:
     """A module of one's own, a loss of the training loop's own, two micro-batches, bfloat16 at ZeRO 2."""
     model = Own(attend)
+    model.table = torch.nn.Parameter(torch.arange(2), requires_grad=False)  # integers, before all others
     changes = {"bf16": {"enabled": True}} if stage == 2 else {}
     config = json_config(
         2, 2, stage, gradient_accumulation_steps=2, ring_attention={"verify_first_batch": True}, **changes
@@ -161,7 +171,6 @@ def test_what_cannot_be_verified_is_refused(rank_pool, dropout, train, reason):
 
 def train_family(rank: int, world_size: int, family: str, stage: int, packed: bool) -> None:
     """A step of a small model of transformers."""
-    start_deepspeed()
     from ds_ring_launcher.check.small_model import build, read_config, shrink
 
     model = build(shrink(read_config(family), SIZE.tokens), "causal-lm", 0)

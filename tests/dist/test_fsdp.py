@@ -67,7 +67,6 @@ def trained(rank: int, world_size: int) -> float:
         alone(item, lambda q, k, v: plain(q, k, v, is_causal=True)).square().sum().backward()
     errors = []
     for got, want in zip(model.parameters(), alone.parameters(), strict=True):
-        assert got.grad is not None and want.grad is not None
         errors.append(relative_error(got.grad.full_tensor(), want.grad))
     refused_dtensors(mesh, layout, device_mesh["cp"])
     return max(errors)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.dist.deepspeed_ranks import Run, json_config, start_deepspeed, start_engine
+from tests.dist.deepspeed_ranks import Run, json_config, start_engine
 from tests.dist.harness import catch_refusals, check_texts
 from tests.dist.long_table import step_alone, step_on_ring
 from tests.dist.training_table import errors
@@ -103,7 +103,6 @@ def test_no_tensor_of_tokens_by_vocabulary_or_intermediate_exists(rank_pool: Any
 
 def refused(rank: int, world_size: int) -> dict[str, str]:
     """What each wrong use says."""
-    start_deepspeed()
     import transformers
 
     def engine_of(part: Any, kind: str = "LlamaForCausalLM", **extra: Any) -> Any:

@@ -79,55 +79,34 @@ def replicated(ring: Ring) -> tuple[Run, list[Tensor]]:
     return run, [q[:, :, :4], k, v]
 
 
-def latents(ring: Ring) -> tuple[Run, list[Tensor]]:
-    def run(q: Tensor, latent: Tensor, rope: Tensor, up: Tensor) -> Tensor:
-        options = {"pattern": ds_ring.Causal(), "up_projection": up, **ring.where}
-        return calls.attend(q, latent, rope, **options)  # type: ignore[no-any-return]
+def called(
+    ring: Ring, function: Callable[..., Tensor], make: Callable[[Ring], list[Tensor]], **options: Any
+) -> tuple[Run, list[Tensor]]:
+    """A function of the inputs that `make` returns, and of where it runs."""
 
+    def run(*inputs: Tensor) -> Tensor:
+        return function(*inputs, **ring.where, **options)
+
+    return run, make(ring)
+
+
+def latents(ring: Ring) -> list[Tensor]:
     q = randn(2, HEADS, SLOTS, 12)
-    return run, [q, randn(2, 1, SLOTS, 6), randn(2, 1, SLOTS, 4), randn(HEADS * (8 + 8), 6)]
+    return [q, randn(2, 1, SLOTS, 6), randn(2, 1, SLOTS, 4), randn(HEADS * (8 + 8), 6)]
+
+
+def local_tokens(ring: Ring) -> list[Tensor]:
+    return [randn(2, SLOTS, 3)]
+
+
+def states(ring: Ring) -> list[Tensor]:
+    runs = len(ring.layout.runs(ring.mesh.ring_rank))
+    return [randn(runs, 2, 3), randn(runs, 2, 3, seed=1)]
 
 
 def module(ring: Ring, score_mod: Any = None) -> tuple[Run, list[Tensor]]:
     built = ds_ring.RingAttention(ds_ring.Causal(), **ring.where, score_mod=score_mod)
     return built, qkv()
-
-
-def sharded(ring: Ring) -> tuple[Run, list[Tensor]]:
-    return partial(_shard, ring), [randn(2, TOKENS, 3)]
-
-
-def _shard(ring: Ring, x: Tensor) -> Tensor:
-    return ds_ring.shard_sequence(x, ring.layout, mesh=ring.mesh, dim=1)
-
-
-def gathered(ring: Ring) -> tuple[Run, list[Tensor]]:
-    def run(x: Tensor) -> Tensor:
-        return ds_ring.gather_sequence(x, ring.layout, mesh=ring.mesh, dim=1)
-
-    return run, [randn(2, SLOTS, 3)]
-
-
-def shifted(ring: Ring) -> tuple[Run, list[Tensor]]:
-    def run(x: Tensor) -> Tensor:
-        return ds_ring.shift_sequence(x, 1, dim=1, **ring.where)
-
-    return run, [randn(2, SLOTS, 3)]
-
-
-def haloed(ring: Ring) -> tuple[Run, list[Tensor]]:
-    def run(x: Tensor) -> Tensor:
-        return ds_ring.halo(x, 2, 1, dim=1, **ring.where)
-
-    return run, [randn(2, SLOTS, 3)]
-
-
-def scanned(ring: Ring) -> tuple[Run, list[Tensor]]:
-    def run(transition: Tensor, increment: Tensor) -> Tensor:
-        return ds_ring.ring_scan(transition, increment, **ring.where)
-
-    runs = len(ring.layout.runs(ring.mesh.ring_rank))
-    return run, [randn(runs, 2, 3), randn(runs, 2, 3, seed=1)]
 
 
 def chosen(ring: Ring) -> tuple[Run, list[Tensor]]:
@@ -141,13 +120,6 @@ def chosen(ring: Ring) -> tuple[Run, list[Tensor]]:
 
         picked = ds_ring.ring_select(scores, 5, keys, pattern=ds_ring.Causal(), **ring.where)
         return ds_ring.selected_attention(q, k, v, picked, **ring.where)  # type: ignore[no-any-return]
-
-    return run, qkv()
-
-
-def moba(ring: Ring) -> tuple[Run, list[Tensor]]:
-    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return ds_ring.moba_attention(q, k, v, block_size=4, top_k=2, **ring.where)
 
     return run, qkv()
 
@@ -194,7 +166,7 @@ FUNCTIONS: dict[str, Callable[[Ring], tuple[Run, list[Tensor]]]] = {
     "attention": attention,
     "sinks and lse": with_sinks,
     "replicated queries": replicated,
-    "latents": latents,
+    "latents": partial(called, function=ds_ring.latent_attention, make=latents, pattern=ds_ring.Causal()),
     "keys of another sequence": between,
     "SlidingWindow": pattern(lambda: ds_ring.SlidingWindow(9)),
     "Dilated": pattern(lambda: ds_ring.Dilated((8, 16), (1, 2))),
@@ -211,13 +183,17 @@ FUNCTIONS: dict[str, Callable[[Ring], tuple[Run, list[Tensor]]]] = {
     "score_mod": scored(lambda: lambda score, b, h, q, k: score + 0.1 * h * (k - q)),
     "RingAttention": module,
     "RingAttention, Softcap": partial(module, score_mod=CAP),
-    "shard_sequence": sharded,
-    "gather_sequence": gathered,
-    "shift_sequence": shifted,
-    "halo": haloed,
-    "ring_scan": scanned,
+    "shard_sequence": partial(
+        called, function=ds_ring.shard_sequence, make=lambda ring: [randn(2, TOKENS, 3)], dim=1
+    ),
+    "gather_sequence": partial(called, function=ds_ring.gather_sequence, make=local_tokens, dim=1),
+    "shift_sequence": partial(called, function=ds_ring.shift_sequence, make=local_tokens, offset=1, dim=1),
+    "halo": partial(called, function=ds_ring.halo, make=local_tokens, before=2, after=1, dim=1),
+    "ring_scan": partial(called, function=ds_ring.ring_scan, make=states),
     "ring_select and selected_attention": chosen,
-    "moba_attention": moba,
+    "moba_attention": partial(
+        called, function=ds_ring.moba_attention, make=lambda ring: qkv(), block_size=4, top_k=2
+    ),
     "max_logits": largest,
 }
 

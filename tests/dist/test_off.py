@@ -17,6 +17,7 @@ from tests.dist.deepspeed_ranks import (
     json_config,
     start_deepspeed,
     start_engine,
+    take_step,
     train_alone,
 )
 from tests.dist.harness import catch_refusal
@@ -49,10 +50,7 @@ def train_generate_save(rank: int, world_size: int, stage: int, folder: str) -> 
             result["state"] = state
             with engine.ring.off():
                 result["refused"] = catch_refusal(engine, **build_batch(SIZE))
-        loss = engine(**engine.ring.shard_batch(build_batch(SIZE))).loss
-        engine.backward(loss)
-        engine.step()
-        result["losses"].append(float(engine.ring.mean_loss(loss)))
+        result["losses"].append(take_step(engine, build_batch(SIZE)))
     return result
 
 

@@ -32,7 +32,7 @@ from ds_ring.ops.ring_op import ring_attention_op
 from tests.cases import LAYOUTS, Shape, layout_for, not_one_of_three, tensors
 from tests.dilated_definition import RULES, Branches, mixture, one_softmax
 from tests.dist.harness import Pool
-from tests.reference import dense_attention
+from tests.reference import Dense, dense_attention
 
 NAMES = ("out", "dq", "dk", "dv")
 
@@ -56,16 +56,6 @@ SETS = [
 ]
 
 
-class Result(NamedTuple):
-    """Global output, lse and gradients of a sharded pass."""
-
-    out: Tensor
-    lse: Tensor
-    dq: Tensor
-    dk: Tensor
-    dv: Tensor
-
-
 def run_ring(
     mesh: RingMesh,
     pattern: Pattern,
@@ -74,7 +64,7 @@ def run_ring(
     dtype: torch.dtype,
     seed: int = 0,
     options: Options | None = None,
-) -> Result:
+) -> Dense:
     """A pass forward and back, gathered."""
     layout = layout_for(layout_name, pattern, tokens=shape.tokens, ring_size=mesh.ring_size)
     *leaves, grad = (shard_sequence(x, layout, mesh=mesh, dim=2) for x in tensors(shape, dtype, seed))
@@ -84,7 +74,7 @@ def run_ring(
     out, lse = ring_attention_op(*leaves, context.handle)
     parts = (out.detach(), lse, *torch.autograd.grad(out, leaves, grad))
     assert {x.dtype for x in (parts[0], *parts[2:])} == {dtype}
-    return Result(*(gather_sequence(x, layout, mesh=mesh, dim=2) for x in parts))
+    return Dense(*(gather_sequence(x, layout, mesh=mesh, dim=2) for x in parts))
 
 
 def error(got: Tensor, want: Tensor) -> float:
@@ -99,14 +89,13 @@ def differentiate(
     oracle: Callable[[Tensor, Tensor, Tensor, Branches], tuple[Tensor, Tensor]],
     branches: Branches,
     shape: Shape,
-) -> Result:
+) -> Dense:
     q, k, v, grad = (x.double() for x in tensors(shape))
     for x in (q, k, v):
         x.requires_grad_()
     out, lse = oracle(q, k, v, branches)
     out.backward(grad)
-    assert q.grad is not None and k.grad is not None and v.grad is not None
-    return Result(out.detach(), lse.detach(), q.grad, k.grad, v.grad)
+    return Dense(out.detach(), lse.detach(), q.grad, k.grad, v.grad)
 
 
 def test_the_mixture_is_the_one_softmax() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import json
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,38 +17,28 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from ds_ring import (
-    Causal,
-    Full,
-    RingMesh,
-    halo,
-    make_layout,
-    ring_scan,
-    ring_select,
-    selected_attention,
-)
+from ds_ring import Causal, Full, RingMesh, halo, make_layout, ring_scan, ring_select, selected_attention
 from ds_ring.comm.exchange import Exchange
 from ds_ring.contrib.families.recurrent.layers import FUNCTIONS, METHODS
 from ds_ring.errors import RingConfigError
 from ds_ring.layers.scan.context import scan_context
-from ds_ring.layers.scan.sequence_runs import SequenceRuns, sequence_runs
+from ds_ring.layers.scan.scan import gradient_messages, scan_messages
+from ds_ring.layers.scan.sequence_runs import SequenceRuns, halo_messages, sequence_runs
 from ds_ring.layers.selection import select, selected_pass
 from ds_ring.measure.memory import measure_cpu_memory
+from ds_ring.schedule.layout import Layout
 from ds_ring_launcher import cli
 from ds_ring_launcher.check.small_model import SAMPLES, build, make_batch, read_config, shrink
 from ds_ring_launcher.plan import other_layers
 from ds_ring_launcher.plan.advice import latents_on_the_wire
 from ds_ring_launcher.plan.estimate import estimate
-from ds_ring_launcher.plan.inputs import make_setting
+from ds_ring_launcher.plan.inputs import make_request
 from ds_ring_launcher.plan.layer_passes import build_plans, choose_parts, pass_shape, plan_layout
-from ds_ring_launcher.plan.model_file import (
-    _OPTIONS,
-    read_model,
-    text_part,
-)
+from ds_ring_launcher.plan.model_file import _OPTIONS, read_model, text_part
 from ds_ring_launcher.plan.other_layers import (
     KNOWN,
     LayerSetting,
@@ -59,9 +49,37 @@ from ds_ring_launcher.plan.other_layers import (
 )
 from ds_ring_launcher.plan.pass_time import bytes_sent
 from ds_ring_launcher.plan.training_setting import TrainingSetting
-from tests.dist.deepspeed_ranks import start_deepspeed
+from tests.dist.deepspeed_ranks import json_config, start_engine
 from tests.dist.harness import RankPool
-from tests.virtual_scans import halo_bytes, scan_bytes
+
+
+def scan_bytes(
+    layout: Layout, transitions: Sequence[Tensor], increments: Sequence[Tensor], matrix: bool, reverse: bool
+) -> list[int]:
+    """The bytes that each rank sends in `ring_scan`, or in its backward pass, without documents."""
+    runs, ranks = sequence_runs(layout), range(layout.ring_size)
+    messages = gradient_messages if reverse else scan_messages
+    jobs = [messages(runs, rank, transitions[rank], increments[rank], matrix) for rank in ranks]
+    sent = [0] * layout.ring_size
+    while posted := {rank: tensors for rank, job in enumerate(jobs) if (tensors := next(job, None))}:
+        assert len(posted) == layout.ring_size, "all ranks have the same number of rounds"
+        for rank, (sends, _) in posted.items():
+            for peer, message in sends.items():
+                sent[rank] += message.nbytes
+                posted[peer][1][rank].copy_(message)
+    return sent
+
+
+def halo_bytes(layout: Layout, token_bytes: int, before: int) -> list[int]:
+    """The bytes that each rank sends in `halo`, without documents."""
+    plans = [halo_messages(layout, 1, rank, before, 0) for rank in range(layout.ring_size)]
+    sent = [0] * layout.ring_size
+    for reader, plan in enumerate(plans):
+        for owner, places in plan.receives.items():
+            assert len(plans[owner].sends[reader]) == len(places)
+            sent[owner] += token_bytes * len(places)
+    return sent
+
 
 Pool = Callable[[int], RankPool]
 TOKENS, BATCH = 61, 2
@@ -128,7 +146,6 @@ def primitives(rank: int, world_size: int, kind: Recurrence, ulysses: int, fault
         return found
     finally:
         SequenceRuns.rounds = rounds  # type: ignore[method-assign]
-        mesh.close()
 
 
 def planned(kind: Recurrence, size: int, ulysses: int) -> list[list[int]]:
@@ -171,26 +188,13 @@ def trained(
     rank: int, world_size: int, family: str, changes: dict[str, Any], layout: str, latents: bool
 ) -> int:
     """Bytes that this rank sends in one step of a small model."""
-    start_deepspeed()
-    import ds_ring
-
-    config = configuration(family, changes)
-    model = build(config, "causal-lm", seed=0)
-    engine = ds_ring.initialize(
-        model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
-        config={
-            "train_micro_batch_size_per_gpu": SAMPLES, "zero_allow_untested_optimizer": True,
-            "steps_per_print": 10**9, "sequence_parallel_size": world_size,
-            "ring_attention": {"layout": layout, "latents": latents},
-        },
-    )[0]  # fmt: skip
-    try:
-        local = engine.ring.shard_batch(make_batch(config, "causal-lm", TOKENS, 0, True))
-        before = counted()
-        engine.backward(engine(**local).loss)
-        return counted() - before
-    finally:
-        engine.ring.run_mesh.close()
+    config, section = configuration(family, changes), {"layout": layout, "latents": latents}
+    settings = json_config(world_size, SAMPLES, 0, ring_attention=section)
+    engine = start_engine(build(config, "causal-lm", seed=0), settings, 0.0)
+    local = engine.ring.shard_batch(make_batch(config, "causal-lm", TOKENS, 0, True))
+    before = counted()
+    engine.backward(engine(**local).loss)
+    return counted() - before
 
 
 def as_json(config: Any) -> str:
@@ -210,7 +214,7 @@ def setting(config: Any, size: int, layout: str) -> TrainingSetting:
         "hf_config": as_json(config), "tokens": TOKENS, "devices": size,
         "batch": SAMPLES, "dtype": "float32", "hardware": "cpu", "layout": layout,
     }  # fmt: skip
-    asked = make_setting(Namespace(**given), lambda _: None)
+    asked = make_request(Namespace(**given), lambda _: None).setting
     return replace(asked, ring_ranks_per_node=0)  # all ranks are in one node here
 
 
@@ -267,7 +271,6 @@ def test_latents_send_what_the_advice_says(rank_pool: Pool) -> None:
     config = configuration("deepseek_v3", {})
     asked = setting(config, 2, "zigzag")
     advice = latents_on_the_wire(estimate(asked))
-    assert advice is not None
     for latents, want in ((True, advice.latent_bytes), (False, advice.expanded_bytes)):
         found = rank_pool(2).run(trained, "deepseek_v3", {}, "zigzag", latents)
         assert config.num_hidden_layers * want in found  # of the rank that takes longest
@@ -383,7 +386,7 @@ def test_a_hybrid_plan_counts_each_kind_of_layer(capsys: Any) -> None:
     status, text = run(capsys, SPARSE | {"n_routed_experts": 16, "num_experts_per_tok": 2})
     assert "every layer is planned with 16, of which a token runs 2" in " ".join(text.split())
     assert status == 0 and "2 x chosen keys" in text and "which rows cross is known at run time" in text
-    assert "hide behind compute: never: all attention is over chosen keys" in " ".join(text.split())
+    assert "waits): never: all attention is over chosen keys" in " ".join(text.split())
 
 
 def test_parameters_are_those_of_transformers() -> None:

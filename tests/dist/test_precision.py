@@ -8,7 +8,6 @@ overlap and without: nothing depends on when a message arrives.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -20,12 +19,9 @@ from ds_ring import (
     Documents,
     RingMesh,
     SlidingWindow,
-    gather_sequence,
     make_layout,
-    shard_sequence,
 )
 from ds_ring.masks.pattern import Pattern
-from ds_ring.ops.context import ContextCache
 from tests.calls import attend
 from tests.cases import Shape, document_ids, tensors
 from tests.dist.harness import Pool
@@ -77,23 +73,6 @@ def test_the_error_does_not_grow_with_the_ring(
         for tensor, error, alone in zip(NAMES, result, by_size[1], strict=True):
             assert error < 1.02 * alone, (size, tensor, by_size)
             assert error < rounding, (size, tensor, by_size)
-
-
-def passed_in(
-    rank: int, world_size: int, dtype: torch.dtype, options: dict[str, Any]
-) -> tuple[list[Tensor], int, int]:
-    """dq, dk, dv of causal attention, whole; bytes that this rank sent forward and backward."""
-    mesh = RingMesh.from_world(world_size)
-    layout = make_layout("zigzag", tokens=SHAPE.tokens, ring_size=world_size)
-    q, k, v, grad = (shard_sequence(x.to(dtype), layout, mesh=mesh, dim=2) for x in tensors(SHAPE))
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    out = attend(*leaves, pattern=Causal(), layout=layout, mesh=mesh, **options)
-    counters = next(iter(mesh.owners[ContextCache].by_key.values())).exchange.counters
-    forward = counters.bytes_sent
-    out.backward(grad)
-    backward = counters.bytes_sent - forward
-    result = [gather_sequence(x.grad, layout, mesh=mesh, dim=2) for x in leaves if x.grad is not None]
-    return result, forward, backward
 
 
 def bits_that_differ(rank: int, world_size: int, name: str, dtype: torch.dtype) -> list[str]:

@@ -39,7 +39,6 @@ def real_pass(rank: int, world_size: int, pattern_name: str, layout_name: str, d
     layout = make_layout(layout_name, tokens=SHAPE.tokens, ring_size=world_size)
     context = make_ring_context(pattern, layout, mesh, Options(chunk_bytes=CHUNK_BYTES))
     inputs = tensors(SHAPE, dtype)
-    assert context.exchange is not None
     counters = context.exchange.counters
     drop_cached(get_kernel("auto", "cpu"))  # of tests before
     with measure_cpu_memory() as memory:
@@ -47,7 +46,6 @@ def real_pass(rank: int, world_size: int, pattern_name: str, layout_name: str, d
         out, _ = ring_attention_op(q, k, v, context.handle)
         forward = counters.bytes_sent
         out.backward(shard_sequence(inputs[3], layout, mesh=mesh, dim=2))
-    assert q.grad is not None and k.grad is not None and v.grad is not None
     found = {"out": out.detach(), "dq": q.grad, "dk": k.grad, "dv": v.grad}
     return Real(found, BytesSent(forward, counters.bytes_sent - forward), memory.peak_bytes)
 

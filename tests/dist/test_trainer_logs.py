@@ -190,34 +190,6 @@ class Stream(torch.utils.data.IterableDataset[Any]):
         return iter(self.samples)
 
 
-def compare(rank_pool: Any, folder: Path, cases: list[str], ring: int, **extra: Any) -> None:
-    plain, on_ring = configs(folder, ring, zero_optimization={"stage": 2})
-    expected = rank_pool(1).run(run_trainer, cases, plain, False, extra)[0]
-    for logs in rank_pool(ring).run(run_trainer, cases, on_ring, True, extra):
-        for case in cases:
-            print(case, check_logs(logs[case], expected[case]))
-
-
-@pytest.mark.night
-@pytest.mark.situation("trainers", "a model returns a dict, a tuple or a dataclass, and is evaluated")
-@pytest.mark.parametrize("ring", [2, 4])
-@pytest.mark.parametrize("forms", [("dataclass", "tensor"), tuple(FORMS)], ids=["some", "all"])
-@pytest.mark.day("some-2")
-def test_outputs_of_any_form_are_evaluated_as_on_one_process(
-    rank_pool: Any, tmp_path: Path, forms: tuple[str, ...], ring: int
-) -> None:
-    compare(rank_pool, tmp_path, list(forms), ring)
-
-
-@pytest.mark.situation("trainers", "compute_loss of one's own, label smoothing, a teacher")
-@pytest.mark.parametrize("ring", [2, 4])
-@pytest.mark.day("2")
-def test_losses_of_ones_own_are_evaluated_as_on_one_process(
-    rank_pool: Any, tmp_path: Path, ring: int
-) -> None:
-    compare(rank_pool, tmp_path, list(OWN_LOSSES), ring)
-
-
 @pytest.mark.situation("trainers", "an IterableDataset on several replicas")
 @pytest.mark.night
 def test_streams_of_replicas_are_evaluated_as_on_one_process(rank_pool: Any, tmp_path: Path) -> None:
@@ -246,29 +218,46 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "averaged": {"average_tokens_across_devices": False, "gradient_accumulation_steps": 2},
     "metrics by batch": {"eval_accumulation_steps": 1, "eval_do_concat_batches": False},
 }
+LENGTHS = {"lengths": (60, 60, 40, 60, 37), "max_steps": 5, "gradient_accumulation_steps": 2}
+# What a row is for: its names, the sizes of rings, cases of `run_trainer`, options of Trainer.
+Compared = dict[str, tuple[tuple[int, ...], tuple[str, ...], dict[str, Any]]]
+COMPARED: dict[str, Compared] = {
+    "a model returns a dict, a tuple or a dataclass, and is evaluated": {
+        "some forms": ((2, 4), ("dataclass", "tensor"), {}), "all forms": ((2, 4), tuple(FORMS), {}),
+    },
+    "compute_loss of one's own, label smoothing, a teacher": {"own losses": ((2, 4), tuple(OWN_LOSSES), {})},
+    "an option of TrainingArguments": {
+        name: ((2,), ("ModelOutput",), options) for name, options in OPTIONS.items()
+    },
+    "batches of different lengths, the last one of fewer samples": {
+        "lengths": ((2,), ("ModelOutput",), LENGTHS),
+        "lengths, streamed": ((2,), ("ModelOutput",), LENGTHS | {"iterable": True}),
+    },
+    "an IterableDataset whose last batch is incomplete": {
+        "streamed": ((2, 4), ("ModelOutput",), {"iterable": True})
+    },
+}  # fmt: skip
 
 
 @pytest.mark.night
-@pytest.mark.situation("trainers", "an option of TrainingArguments")
-@pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.day("random collator")
-def test_options_of_trainer_are_those_of_one_process(rank_pool: Any, tmp_path: Path, option: str) -> None:
-    compare(rank_pool, tmp_path, ["ModelOutput"], 2, **OPTIONS[option])
-
-
-@pytest.mark.situation("trainers", "batches of different lengths, the last one of fewer samples")
-@pytest.mark.parametrize("iterable", [False, True])
-@pytest.mark.night
-def test_batches_of_other_lengths_are_counted_as_on_one_process(
-    rank_pool: Any, tmp_path: Path, iterable: bool
+@pytest.mark.parametrize(
+    ("ring", "cases", "extra"),
+    [
+        pytest.param(
+            ring, cases, extra, marks=pytest.mark.situation("trainers", what), id=f"{name}, ring {ring}"
+        )
+        for what, rows in COMPARED.items()
+        for name, (rings, cases, extra) in rows.items()
+        for ring in rings
+    ],
+)
+@pytest.mark.day("some forms, ring 2", "own losses, ring 2", "random collator, ring 2", "streamed, ring 2")
+def test_trainer_logs_what_one_process_does(
+    rank_pool: Any, tmp_path: Path, ring: int, cases: tuple[str, ...], extra: dict[str, Any]
 ) -> None:
-    extra = {"lengths": (60, 60, 40, 60, 37), "max_steps": 5, "gradient_accumulation_steps": 2}
-    compare(rank_pool, tmp_path, ["ModelOutput"], 2, iterable=iterable, **extra)
-
-
-@pytest.mark.night
-@pytest.mark.situation("trainers", "an IterableDataset whose last batch is incomplete")
-@pytest.mark.parametrize("ring", [2, 4])
-@pytest.mark.day("2")
-def test_streams_are_evaluated_as_on_one_process(rank_pool: Any, tmp_path: Path, ring: int) -> None:
-    compare(rank_pool, tmp_path, ["ModelOutput"], ring, iterable=True)
+    """Losses, evaluations, predictions and numbers of tokens."""
+    plain, on_ring = configs(tmp_path, ring, zero_optimization={"stage": 2})
+    expected = rank_pool(1).run(run_trainer, cases, plain, False, extra)[0]
+    for logs in rank_pool(ring).run(run_trainer, cases, on_ring, True, extra):
+        for name in cases:
+            print(name, check_logs(logs[name], expected[name]))

@@ -61,7 +61,6 @@ class MaskedMean(Wrapper):
         self, input_ids: Tensor, position_ids: Tensor | None = None, attention_mask: Tensor | None = None
     ) -> tuple[Tensor]:
         hidden = self.hidden(input_ids, position_ids, attention_mask)
-        assert attention_mask is not None
         weights = attention_mask[..., None].float()
         return (self.head((hidden * weights).sum(1) / weights.sum(1)),)
 

@@ -19,7 +19,6 @@ from tests.dist.deepspeed_ranks import (
     fit_alone,
     fit_on_ring,
     json_config,
-    start_deepspeed,
     start_engine,
 )
 from tests.reference import worst
@@ -127,7 +126,6 @@ def train_on_ring(rank: int, world_size: int, name: str, stage: int, mesh: str) 
     config = json_config(sequence, samples, stage, ring_attention=dict(section), **variant.changes)
     offload = {"offload_param": {"device": "cpu"}} if stage == 3 and variant.zero else {}
     config["zero_optimization"] |= {**variant.zero, **offload}
-    start_deepspeed()
     engine = start_engine(variant.model(build_model(SIZE, "sdpa")), config)
     return fit_on_ring(rank, engine, build_batch(SIZE), STEPS)
 

@@ -248,7 +248,6 @@ def test_what_is_written_survives_the_end_of_the_command(tmp_path: Path) -> None
     command = [sys.executable, "tools/gpu_first.py", "--device", "cpu", "--output", str(tmp_path)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
         seen = [next(process.stdout) for _ in range(8)]
         process.send_signal(signal.SIGKILL)
     ended = [one for one in results_in(tmp_path) if "seconds" in one]
@@ -323,7 +322,6 @@ def test_a_machine_without_a_gpu_is_told_so(tmp_path: Path, capsys: pytest.Captu
 def command_of_the_readme() -> str:
     """The command that tools/README.md gives for a bare machine."""
     found = re.search(r"```bash\n# on the machine with the GPU\n(.+?)\n```", README, re.DOTALL)
-    assert found is not None
     return found[1]
 
 

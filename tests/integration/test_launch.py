@@ -23,7 +23,6 @@ import yaml
 from ds_ring_launcher.cluster.checks import choose_free_port
 from tests.clock import wait_until
 from tests.documents import SMALL_RUN, changed
-from tests.machine import skip_without
 
 DEADLINE_SECONDS = 120
 DS_RING = [sys.executable, "-m", "ds_ring_launcher.cli", "launch"]
@@ -143,19 +142,23 @@ def unused_port() -> int:
     return choose_free_port()
 
 
-def require_engine(engine: str) -> None:
-    if engine == "mpirun":
-        skip_without("mpirun")
+NEEDS = pytest.mark.needs("mpirun")
+MPIRUN = pytest.param("mpirun", marks=NEEDS)
+ENGINES = ["deepspeed", "torchrun", MPIRUN]
 
 
 @pytest.mark.parametrize(
     ("engine", "script"),
-    [("deepspeed", MEET), ("torchrun", MEET), ("mpirun", MEET), ("mpirun", REPORT)],
+    [
+        ("deepspeed", MEET),
+        ("torchrun", MEET),
+        pytest.param("mpirun", MEET, marks=NEEDS),
+        pytest.param("mpirun", REPORT, marks=NEEDS),
+    ],
     ids=["deepspeed", "torchrun", "mpirun", "mpirun-report"],
 )
 @pytest.mark.day("mpirun-report")  # by day they meet in test_environment_crosses_to_other_hosts
 def test_ranks_meet(workplace: Workplace, engine: str, script: str) -> None:
-    require_engine(engine)
     path = workplace.write(f"engine: {engine}\n{LOCAL}environment: {{GREETING: it's 2 words}}\n", script)
     status, output = workplace.launch(path, "--", "--fail-on", "5")
     assert status == 0, output
@@ -171,10 +174,12 @@ def test_ranks_meet(workplace: Workplace, engine: str, script: str) -> None:
         assert options["fail_on"] == 5
 
 
-@pytest.mark.parametrize(("engine", "expected"), [("deepspeed", 17), ("torchrun", 1), ("mpirun", 17)])
+# torchrun ends with 1 whatever the rank said
+@pytest.mark.parametrize(
+    ("engine", "expected"), [("deepspeed", 17), ("torchrun", 1), pytest.param("mpirun", 17, marks=NEEDS)]
+)
 @pytest.mark.day("mpirun-17")
 def test_failing_rank_ends_the_run(workplace: Workplace, engine: str, expected: int) -> None:
-    require_engine(engine)  # torchrun ends with 1 whatever the rank said
     path = workplace.write(f"engine: {engine}\n{LOCAL}")
     status, output = workplace.launch(path, "--", "--fail-on", "1", "--sleep")
     assert status == expected, output
@@ -196,12 +201,11 @@ def test_the_last_line_names_who_failed_in_place_of_torchruns_forty(
         assert "rank 1 on localhost left with status 17 while others were at work" in last
 
 
-@pytest.mark.parametrize("engine", ["deepspeed", "torchrun", "mpirun"])
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.night
 def test_an_error_on_a_ring_is_named_last_and_a_normal_run_is_quiet(
     workplace: Workplace, engine: str
 ) -> None:
-    require_engine(engine)
     script = (Path(__file__).resolve().parents[1] / "dist/relaunch_train.py").read_text()
     path = workplace.write(f"engine: {engine}\n{LOCAL}", script)
     config = json.loads((workplace.folder / "ds.json").read_text())
@@ -217,10 +221,9 @@ def test_an_error_on_a_ring_is_named_last_and_a_normal_run_is_quiet(
     assert output.splitlines()[-1] == f"ds-ring: error: {expected}", output
 
 
-@pytest.mark.parametrize("engine", ["deepspeed", "torchrun", "mpirun"])
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.day("torchrun")
 def test_sigterm_ends_the_run(workplace: Workplace, engine: str) -> None:
-    require_engine(engine)
     started = workplace.start([*DS_RING, str(workplace.write(f"engine: {engine}\n{LOCAL}")), "--", "--sleep"])
     workplace.wait_for_reports(2)
     started.send_signal(signal.SIGTERM)
@@ -249,11 +252,10 @@ def test_two_nodes_without_ssh(workplace: Workplace, engine: str, script: str, u
         assert (seen["MASTER_ADDR"], seen["MASTER_PORT"]) == ("127.0.0.1", str(unused_port))
 
 
-@pytest.mark.parametrize("engine", ["deepspeed", "mpirun"])
+@pytest.mark.parametrize("engine", ["deepspeed", MPIRUN])
 @pytest.mark.day("mpirun")
 def test_dry_run_is_the_run(workplace: Workplace, engine: str) -> None:
     """With a device that is found, whose visible numbers reach the ranks."""
-    require_engine(engine)
     variables = "environment: {GREETING: it's 2 words, DS_ACCELERATOR: cpu}\n"
     path = workplace.write(f"engine: {engine}\n{LOCAL}{variables}")
     path.write_text(path.read_text().replace("device: cpu", "device: auto"))
@@ -326,24 +328,20 @@ exec env -i "${kept[@]}" bash -c "$*"
 """
 
 
-def by_ssh(workplace: Workplace, engine: str) -> tuple[str, dict[str, str]]:
+def by_ssh(workplace: Workplace, engine: str, ssh: str = FAKE_SSH) -> tuple[str, dict[str, str]]:
     """The part of a YAML that names two hosts, and the environment in which a fake ssh reaches them."""
     programs = workplace.folder / "programs"
     programs.mkdir()
-    (programs / "ssh").write_text(FAKE_SSH)
+    (programs / "ssh").write_text(ssh)
     (programs / "ssh").chmod(stat.S_IRWXU)
     hosts = "hosts: [{name: node-0, slots: 1}, {name: node-1, slots: 1}]\nmaster_address: 127.0.0.1\n"
     return f"engine: {engine}\n{hosts}", {"PATH": f"{programs}{os.pathsep}{os.environ['PATH']}"}
-
-
-ENGINES = ["deepspeed", "torchrun", "mpirun"]
 
 
 @pytest.mark.night
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.day("mpirun")
 def test_environment_crosses_to_other_hosts(workplace: Workplace, engine: str) -> None:
-    require_engine(engine)
     hosts, caller = by_ssh(workplace, engine)
     path = workplace.write(hosts + "environment: {GREETING: it's 2 words}\n", MEET)
     status, output = workplace.finish(workplace.start([*DS_RING, str(path)], **caller))
@@ -374,7 +372,6 @@ def command_lines() -> str:
 @pytest.mark.day("mpirun-ssh")
 def test_kill_9_of_the_launcher_ends_the_job(workplace: Workplace, engine: str, reach: str) -> None:
     """On other hosts too; meanwhile no value of environment stands on a command line or in the output."""
-    require_engine(engine)
     hosts, caller = by_ssh(workplace, engine) if reach == "ssh" else (f"engine: {engine}\n{LOCAL}", {})
     value = f"token-{workplace.mark}"
     names = "TOKEN", "NCCL_TOKEN"  # DeepSpeed logs every variable of NCCL's at its usual level
@@ -396,9 +393,9 @@ def test_kill_9_of_the_launcher_ends_the_job(workplace: Workplace, engine: str, 
 @pytest.mark.night
 @pytest.mark.parametrize("reach", ["local", "ssh"])
 @pytest.mark.day("local")
+@NEEDS
 def test_sigterm_leaves_time_to_a_handler_under_mpirun(workplace: Workplace, reach: str) -> None:
     """mpirun's own SIGKILL comes after a second, and at once where the first rank's handler ends."""
-    require_engine("mpirun")
     hosts, caller = by_ssh(workplace, "mpirun") if reach == "ssh" else (f"engine: mpirun\n{LOCAL}", {})
     path = workplace.write(hosts)
     started = workplace.start([*DS_RING, str(path), "--", "--handler-seconds", "2", "--sleep"], **caller)
@@ -437,7 +434,6 @@ SHADOWS = ("queue", "psutil", "signal", "fnmatch")  # a file; `torch` and `deeps
 def test_modules_of_the_working_folder_take_no_others_place(
     workplace: Workplace, engine: str, run_folder: str
 ) -> None:
-    require_engine(engine)
     path = workplace.write(f"engine: {engine}\n{LOCAL}{run_folder}")
     elsewhere = workplace.folder / "elsewhere"
     elsewhere.mkdir()
@@ -454,8 +450,8 @@ def test_modules_of_the_working_folder_take_no_others_place(
         assert "PYTHONSAFEPATH" not in workplace.report(rank)["environment"]
 
 
+@NEEDS
 def test_an_environment_of_another_job_is_left_out(workplace: Workplace) -> None:
-    require_engine("mpirun")
     path = workplace.write(f"engine: mpirun\n{LOCAL}")
     odd = {"RANK": "7", "WORLD_SIZE": "9", "PET_MAX_RESTARTS": "3", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     status, output = workplace.finish(workplace.start([*DS_RING, str(path)], **odd))
@@ -478,8 +474,8 @@ def test_torchrun_does_not_start_a_rank_again(workplace: Workplace) -> None:
 @pytest.mark.night
 @pytest.mark.parametrize("run_folder", ["", "run_folder: run\n"], ids=["plain", "run_folder"])
 @pytest.mark.day("run_folder")
+@NEEDS
 def test_closed_streams_end_no_rank(workplace: Workplace, run_folder: str) -> None:
-    require_engine("mpirun")
     path = workplace.write(f"engine: mpirun\n{LOCAL}{run_folder}")
     closed = 'exec "$@" <&- >&- 2>&-'
     started = workplace.start(["bash", "-c", closed, "bash", *DS_RING, str(path)])
@@ -493,8 +489,8 @@ def test_closed_streams_end_no_rank(workplace: Workplace, run_folder: str) -> No
 @pytest.mark.night
 @pytest.mark.parametrize("run_folder", ["", "run_folder: run\n"], ids=["plain", "run_folder"])
 @pytest.mark.day("run_folder")
+@NEEDS
 def test_a_run_in_which_no_rank_made_a_ring_says_so(workplace: Workplace, run_folder: str) -> None:
-    require_engine("mpirun")
     status, output = workplace.launch(workplace.write(f"engine: mpirun\n{LOCAL}{run_folder}"))
     assert status == 0 and output.count("no rank has made a ring") == 1, output
     built = REPORT + "(pathlib.Path(os.environ['DS_RING_RUN_FOLDER']) / f'rank-{rank}.ring').touch()\n"

@@ -5,9 +5,7 @@ Importing torch would be nearly all of the time; test_run_status.py has real tra
 
 from __future__ import annotations
 
-import os
 import signal
-import stat
 from pathlib import Path
 
 import pytest
@@ -18,9 +16,11 @@ from tests.clock import wait_until
 from tests.dist.launch_rounds import play_rounds
 from tests.integration.test_launch import (
     DS_RING,
+    ENGINES,
     LOCAL,
+    MPIRUN,
     Workplace,
-    require_engine,
+    by_ssh,
     workplace,  # noqa: F401  a fixture
 )
 
@@ -86,10 +86,9 @@ def launch(place: Workplace, yaml: str, fault: str) -> tuple[int, str]:
 
 
 @pytest.mark.situation("launcher", "a rank is killed")
-@pytest.mark.parametrize("engine", ["deepspeed", "torchrun", "mpirun"])
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.day("mpirun")  # which starts without torch
 def test_a_killed_rank_is_named_and_the_job_goes_on(workplace: Workplace, engine: str) -> None:  # noqa: F811
-    require_engine(engine)
     status, output = launch(workplace, f"engine: {engine}\n{LOCAL}", "kill")
     assert status == 0, output
     assert "attempt 1 failed: rank 1 on localhost was lost" in output, output
@@ -155,21 +154,15 @@ exec env -i "${{kept[@]}}" bash -c "$*"
 """
 
 
-def by_ssh(place: Workplace, engine: str = "torchrun") -> tuple[str, dict[str, str]]:
-    programs = place.folder / "programs"
-    programs.mkdir()
-    (programs / "ssh").write_text(FAKE_SSH.format(folder=place.folder))
-    (programs / "ssh").chmod(stat.S_IRWXU)
-    hosts = "hosts: [{name: node-0, slots: 1}, {name: node-1, slots: 1}]\nmaster_address: 127.0.0.1\n"
-    return f"engine: {engine}\n{hosts}", {"PATH": f"{programs}{os.pathsep}{os.environ['PATH']}"}
+def on_two_hosts(place: Workplace, engine: str = "torchrun") -> tuple[str, dict[str, str]]:
+    return by_ssh(place, engine, FAKE_SSH.format(folder=place.folder))
 
 
 @pytest.mark.night
-@pytest.mark.parametrize("engine", ["torchrun", "mpirun"])
+@pytest.mark.parametrize("engine", ["torchrun", MPIRUN])
 @pytest.mark.day("mpirun")
 def test_a_host_that_is_gone_leaves_a_smaller_ring(workplace: Workplace, engine: str) -> None:  # noqa: F811
-    require_engine(engine)
-    yaml, caller = by_ssh(workplace, engine)
+    yaml, caller = on_two_hosts(workplace, engine)
     (workplace.folder / "armed").touch()
     path = workplace.write(yaml + RUN, COUNT)
     status, output = workplace.finish(
@@ -189,7 +182,7 @@ def test_a_host_that_is_gone_leaves_a_smaller_ring(workplace: Workplace, engine:
 @pytest.mark.night
 @pytest.mark.needs("mpirun")
 def test_a_ring_below_the_smallest_is_not_taken(workplace: Workplace) -> None:  # noqa: F811
-    yaml, caller = by_ssh(workplace, "mpirun")
+    yaml, caller = on_two_hosts(workplace, "mpirun")
     (workplace.folder / "armed").touch()
     policy = RUN.replace(
         "backoff_seconds: 0.1", "backoff_seconds: 0.1, smallest_ring_size: 2, max_attempts: 2"
@@ -204,7 +197,7 @@ def test_a_ring_below_the_smallest_is_not_taken(workplace: Workplace) -> None:  
 
 @pytest.mark.needs("mpirun")
 def test_a_host_that_takes_no_environment_is_named(workplace: Workplace) -> None:  # noqa: F811
-    yaml, caller = by_ssh(workplace, "mpirun")
+    yaml, caller = on_two_hosts(workplace, "mpirun")
     ssh = workplace.folder / "programs/ssh"
     refusal = '[[ "$*" == *environment_file* && "$*" == *node-1* ]] && exit 255\n'
     ssh.write_text(ssh.read_text().replace("#!/bin/bash\n", f"#!/bin/bash\n{refusal}"))
@@ -216,7 +209,7 @@ def test_a_host_that_takes_no_environment_is_named(workplace: Workplace) -> None
 
 
 def test_a_host_that_never_came_is_named(workplace: Workplace) -> None:  # noqa: F811
-    yaml, caller = by_ssh(workplace)
+    yaml, caller = on_two_hosts(workplace)
     (workplace.folder / "gone-node-1").touch()
     path = workplace.write(yaml + RUN, COUNT)
     status, output = workplace.finish(workplace.start([*DS_RING, str(path)], **caller))

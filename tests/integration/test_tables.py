@@ -25,7 +25,7 @@ def simulate(folder: Path) -> int:
 @pytest.mark.parametrize(
     ("command", "words"),
     [
-        (plan, ["memory of a device", "optimizer states", "--fit turns on", "step"]),
+        (plan, ["memory of a device", "optimizer states", "does not fit", "step"]),
         (simulate, ["peak", "sent by a rank"]),
     ],
 )

@@ -128,6 +128,7 @@ def test_the_quick_start_is_exact(tmp_path):
     output, other = run_ranks(quick_start, 2, str(tmp_path))
     assert "loss of the trained model on 4 x 512 tokens, one process" in output and not other
     check_quick_start(tmp_path)
+    assert len(log_of(tmp_path)["losses"]) == 2
 
 
 def test_a_difference_is_seen_in_the_rows():

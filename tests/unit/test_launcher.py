@@ -92,6 +92,8 @@ BAD_YAML = {
         "script: expected the path of a file"),
     "no json": ("hosts: local\nslots: 2\nscript: train.py\n",
         "deepspeed_config: expected the path of a file"),
+    "a key twice": (LOCAL + "slots: 3\n",
+        "line 5, column 1: expected every key once, got 'slots' twice; keep one of them"),
     "environment list": (LOCAL + "environment: [A=1]\n",
         "environment: expected a mapping of names to values"),
     "environment name": (LOCAL + "environment: {A-B: 1}\n",

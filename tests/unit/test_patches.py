@@ -82,6 +82,8 @@ def test_replacements_are_applied_in_the_order_of_the_call_and_taken_back(table:
     prepended = row(module, feature="first", stage="before_forward", options=("prepend",))
     inner = row(module, "forward", feature="inner")
     outer = row(module, "forward", feature="outer", reason="c", when="asked")
+    row(module, "later", feature="first.part")  # of a feature that is on, as `second` of "any"
+    row(module, "other", feature="off")
     changes = apply(
         inner.to(Around(noted, "inner").around),
         Hooks(noted, "second"),
@@ -95,6 +97,7 @@ def test_replacements_are_applied_in_the_order_of_the_call_and_taken_back(table:
     assert printed == [
         ["model.forward", "(inner):"], ["model", "(second):"], ["model", "(second):"], ["model", "(first):"],
         ["model.forward", "(outer):"], ["any", "(second):"],
+        ["model.later", "(first.part):"],
     ]  # fmt: skip
     assert describe(torch.nn.Identity()) == "" and "(outer): c; if asked" in describe(session)
     undo(changes)

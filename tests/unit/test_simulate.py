@@ -144,7 +144,6 @@ def test_low_precision_gradients_are_rounded_once() -> None:
         grad_out=grad.float(),
         measure_memory=False,
     )
-    assert got.dv is not None and wide.dv is not None
     assert got.dv.dtype == torch.bfloat16
     gap = (got.dv.float() - wide.dv).abs()
     # one rounding to 8 bits is half of 2^-8 of a value, and `out` in bf16 does not enter dV
@@ -199,7 +198,6 @@ def test_a_sample_of_ranks_leaves_the_rest_open() -> None:
     some = simulate(q, k, v, pattern=Causal(), layout=layout, grad_out=grad, ranks=[2])
     whole = simulate(q, k, v, pattern=Causal(), layout=layout, grad_out=grad)
     mine = torch.arange(RAGGED.tokens) % 4 == 2
-    assert some.dq is not None and whole.dq is not None
     for sample, all_of_it in ((some.out, whole.out), (some.lse, whole.lse), (some.dq, whole.dq)):
         assert torch.equal(sample[:, :, mine], all_of_it[:, :, mine])
         assert bool(sample[:, :, ~mine].isnan().all())

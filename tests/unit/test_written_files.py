@@ -155,16 +155,21 @@ def test_a_dry_run_writes_into_a_folder_of_its_own(
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
 
 
+WRITERS = ("write_text", "write_bytes", "copyfile", "copy2", "mkstemp", "touch", "open", "savefig")
+
+
 def writers(tree: ast.AST) -> Iterator[int]:
     """Yield lines of calls that would follow a link of the name that they are given."""
     for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
         name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+        if name not in WRITERS:
+            continue
         options = {one.arg: ast.unparse(one.value) for one in call.keywords}
         words = ast.unparse(call)
         if name == "open" and isinstance(call.args[0], ast.Constant) and isinstance(call.args[0].value, int):
             continue  # a descriptor, and no name
         if (
-            name in ("write_text", "write_bytes", "copyfile", "copy2", "mkstemp")
+            name in WRITERS[:5]
             or (name == "touch" and options.get("exist_ok") != "False")
             or (name == "open" and "O_CREAT" in words and "O_NOFOLLOW" not in words and "flags" not in words)
             or (name == "savefig" and ast.unparse(call.args[0]) != "file")

@@ -98,8 +98,9 @@ class BatchInvariant(TorchDispatchMode):
 
     def _pass(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator of ds_ring."""
-        passes: dict[str, Callable[..., Any]]
-        passes = {"ring_attention": _run_ring, "replicated_attention": _run_replicated}
+        passes: dict[str, Callable[..., Any]] = {
+            "ring_attention": _run_ring, "replicated_attention": _run_replicated
+        }  # fmt: skip
         if name in _MOVES:
             return func(*args, **kwargs)
         if name not in passes:

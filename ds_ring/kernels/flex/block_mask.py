@@ -300,8 +300,7 @@ class HopMasks:
     def __init__(self, max_bytes: int = KEPT_TABLE_BYTES) -> None:
         self.by_geometry: ByteLRU[HopMask] = ByteLRU(max_bytes)
         # Properties by the tiles of a plan, so that a warm pass reads no row of them.
-        self._known: weakref.WeakKeyDictionary[Tiles, dict[TableOptions, _Known]]
-        self._known = weakref.WeakKeyDictionary()
+        self._known = weakref.WeakKeyDictionary[Tiles, dict[TableOptions, _Known]]()
 
     def get(
         self, tiles: Tiles, block: int, device: torch.device, shortest: int = 0, slots: int = 0,

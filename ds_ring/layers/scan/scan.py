@@ -258,13 +258,11 @@ def gradient_messages(
             if not done
         ]
         arrived = yield from deliver([*up, *down], ranks, rank, grad)
-        moves = dict(move)
         for letter, (part,) in arrived:
             if letter.of > letter.to:  # from a run below: numbers rise along each path
                 gradient[place[letter.to]] += part
-            else:
-                moves[letter.to] = move[letter.to] @ part if matrix else move[letter.to] * part
-        move = moves
+            else:  # one a run and round
+                move[letter.to] = move[letter.to] @ part if matrix else move[letter.to] * part
     return gradient
 
 

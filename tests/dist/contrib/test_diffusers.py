@@ -126,6 +126,13 @@ def run(model: Any, inputs: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
     return out.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
+def install() -> None:
+    from ds_ring.contrib import diffusers, ring_flash_attn
+
+    ring_flash_attn._meshes.clear()  # their groups ended with the last call on this pool
+    diffusers.install()
+
+
 def trained(
     rank: int, world_size: int, make: Callable[[], Any], ring_size: int, backend: str = "ds_ring"
 ) -> dict[str, float]:
@@ -133,12 +140,8 @@ def trained(
     import torch.distributed as dist
     from diffusers import ContextParallelConfig
 
-    from ds_ring.contrib import diffusers as module
-    from ds_ring.contrib import ring_flash_attn
-
-    ring_flash_attn._meshes.clear()  # their groups ended with the last call on this pool
-    module.install()
-    module.install()  # the second one changes nothing
+    install()
+    install()  # the second one changes nothing
     # On a machine without accelerator diffusers numbers the devices of none.
     torch.accelerator.device_count = lambda: 1  # type: ignore[method-assign]
     torch.set_default_dtype(torch.float64)
@@ -196,11 +199,7 @@ def parallel(ring_size: int, ulysses_size: int, **options: Any) -> Any:
     """Install the backend and return the `ParallelConfig` of a model that is split so."""
     from diffusers import ContextParallelConfig, ParallelConfig
 
-    from ds_ring.contrib import diffusers as module
-    from ds_ring.contrib import ring_flash_attn
-
-    ring_flash_attn._meshes.clear()
-    module.install()
+    install()
     config = ParallelConfig(
         context_parallel_config=ContextParallelConfig(
             ring_degree=ring_size, ulysses_degree=ulysses_size, **options

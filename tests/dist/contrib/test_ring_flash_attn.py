@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ds_ring.contrib.ring_flash_attn import _make_document_layout
+from ds_ring.contrib import ring_flash_attn as module
 from ds_ring.errors import RingConfigError
 from tests.dist.harness import Pool
 from tests.reference import attend_by_counts, relative_error
@@ -77,8 +77,6 @@ def errors(
     rank: int, world_size: int, name: str, causal: bool, window_size: tuple[int, int], biased: bool
 ) -> list[float]:
     """Errors of out, lse, dq, dk, dv in float64, of the function of q, k, v; the packed ones give the same bits."""
-    from ds_ring.contrib import ring_flash_attn as module
-
     module._meshes.clear()  # their groups ended with the last call on this pool
     tokens, generator = sum(LENGTHS), torch.Generator().manual_seed(0)
     q, grad = (torch.randn(tokens, HEADS, DIM, generator=generator, dtype=torch.float64) for _ in range(2))
@@ -136,7 +134,7 @@ def test_a_function_is_exact(
 
 def test_documents_need_not_be_cut_evenly() -> None:
     """Ranks have equally many tokens of each."""
-    layout = _make_document_layout("zigzag_ring_flash_attn", (6, 10), 2)
+    layout = module._make_document_layout("zigzag_ring_flash_attn", (6, 10), 2)
     assert [layout.positions(rank).tolist() for rank in (0, 1)] == [
         [0, 4, 5, 6, 7, 13, 14, 15],
         [1, 2, 3, 8, 9, 10, 11, 12],
@@ -147,8 +145,6 @@ def trained(rank: int, world_size: int) -> list[float]:
     """Errors of the loss and of every gradient of a Llama, as OpenRLHF trains it: rows unpadded, packed, cut."""
     import torch.distributed as dist
     from transformers import LlamaConfig, LlamaForCausalLM
-
-    from ds_ring.contrib import ring_flash_attn as module
 
     module._meshes.clear()
     module.install()
@@ -214,8 +210,6 @@ def test_a_transformers_model_trains_as_row_by_row(rank_pool: Pool, world_size: 
 
 def refused(rank: int, world_size: int, what: str) -> None:
     """Each of these raises on every rank, also where only rank 0 is wrong."""
-    from ds_ring.contrib import ring_flash_attn as module
-
     module._meshes.clear()
     x = torch.zeros(8, HEADS, DIM)
     wrong = rank == 0
@@ -259,8 +253,6 @@ def test_what_the_ring_does_not_compute_is_refused(rank_pool: Pool, what: str, s
 
 
 def test_the_package_itself_is_not_replaced_behind_its_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ds_ring.contrib import ring_flash_attn
-
     monkeypatch.setitem(sys.modules, "ring_flash_attn", pytest)
     with pytest.raises(RingConfigError, match="expected to come before"):
-        ring_flash_attn.install()
+        module.install()

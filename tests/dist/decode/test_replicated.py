@@ -201,7 +201,6 @@ def count_bytes(rank: int, world_size: int, queries: int, keys: int) -> tuple[in
         q.requires_grad_(), k, v, pattern=case.pattern, layout=layout, mesh=mesh, queries="replicated"
     )
     exchange = make_ring_context(case.pattern, layout, mesh, Options()).exchange
-    assert exchange is not None
     forward_bytes = exchange.counters.bytes_sent
     out.backward(grad)
     return forward_bytes, exchange.counters.bytes_sent, k.nbytes + v.nbytes
@@ -235,11 +234,9 @@ def parameters(rank: int, world_size: int) -> list[float]:
     local = shard_sequence(y, layout, mesh=mesh, dim=2) @ w_k
     out = calls.attend(x @ w_q, local, local, pattern=Full(), layout=layout, mesh=mesh, queries="replicated")
     out.square().sum().backward()
-    assert w_q.grad is not None and w_k.grad is not None and dense_q.grad is not None
     summed_q, summed_k = w_q.grad.clone(), w_k.grad.clone()
     torch.distributed.all_reduce(summed_q)
     torch.distributed.all_reduce(summed_k)
-    assert dense_k.grad is not None
     return [
         relative_error(w_q.grad, dense_q.grad),  # whole on every rank
         relative_error(summed_q, world_size * dense_q.grad),

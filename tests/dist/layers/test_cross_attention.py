@@ -192,7 +192,6 @@ def test_virtual_ranks_agree_with_float64(
     leaves = [x.clone().requires_grad_() for x in whole[:3]]
     out = dense(*leaves, None)
     want = (out.detach(), *torch.autograd.grad(out, leaves, whole[3]))
-    assert result.dq is not None and result.dk is not None and result.dv is not None
     got = tuple(x[:, :, first : first + queries] for x in (result.out, result.dq))
     got += (result.dk[:, :, :keys], result.dv[:, :, :keys])
     assert max(map(relative_error, got, want)) < 1e-12

@@ -92,22 +92,12 @@ CASES = [("causal", "zigzag"), ("documents", "contiguous"), ("window", "striped"
 CASES += [("both ways", "striped"), ("both ways, documents", "zigzag")]
 
 
-@pytest.mark.day("causal-zigzag", "window-striped", "both ways, documents-zigzag")
+@pytest.mark.day("2-1-causal-zigzag", "2-1-window-striped", "2-1-both ways, documents-zigzag")
 @pytest.mark.parametrize(("pattern", "layout"), CASES)
-def test_equals_dense_attention(rank_pool: Pool, pattern: str, layout: str) -> None:
-    same_as_one_process(rank_pool(2), on_a_ring, (pattern, layout), count=6)
-
-
-@pytest.mark.night
-@pytest.mark.parametrize(("pattern", "layout"), CASES)
-def test_equals_dense_attention_on_more_ranks(rank_pool: Pool, pattern: str, layout: str) -> None:
-    same_as_one_process(rank_pool(3), on_a_ring, (pattern, layout), count=6)
-
-
-@pytest.mark.night
-@pytest.mark.parametrize("pattern", ["causal", "both ways, documents"])
-def test_ulysses_ranks_take_the_profiles_of_their_heads(rank_pool: Pool, pattern: str) -> None:
-    same_as_one_process(rank_pool(4), on_a_ring, (pattern, "zigzag"), ulysses=2, count=6)
+@pytest.mark.parametrize(("ranks", "ulysses"), [(2, 1), (3, 1), (4, 2)])
+def test_equals_dense_attention(rank_pool: Pool, ranks: int, ulysses: int, pattern: str, layout: str) -> None:
+    """Ulysses ranks take the profiles of their heads."""
+    same_as_one_process(rank_pool(ranks), on_a_ring, (pattern, layout), ulysses=ulysses, count=6)
 
 
 def refused(rank: int, world_size: int) -> None:

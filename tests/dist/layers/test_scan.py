@@ -273,7 +273,6 @@ def bytes_of(rank: int, world_size: int, tokens: int) -> int:
     moves = torch.rand(context.own_runs, 1, K, K, requires_grad=True)
     finals = torch.rand(context.own_runs, 1, K, V, requires_grad=True)
     ring_scan(moves, finals, matrix=True, layout=context.layout, mesh=mesh).sum().backward()
-    assert context.exchange is not None
     return context.exchange.counters.bytes_sent
 
 

@@ -139,7 +139,7 @@ def on_trees(mesh: RingMesh, seed: int, name: str, matrix: bool) -> Layer:
     )  # fmt: skip
 
 
-@pytest.mark.day("1-zigzag-1-False", "4-zigzag-2-False")
+@pytest.mark.day("1-zigzag-1-True", "4-zigzag-2-False")
 @pytest.mark.parametrize("matrix", [False, True])
 @pytest.mark.parametrize(
     ("world_size", "layout", "ulysses"),

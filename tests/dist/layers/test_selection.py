@@ -40,8 +40,8 @@ from ds_ring.layers.selection.block_layout import BlockLayout
 from ds_ring.masks.pattern import Pattern
 from ds_ring.transports import owner_walk
 from tests.dist.harness import catch_refusal
-from tests.dist.one_process import make
-from tests.reference import relative_error, worst
+from tests.dist.one_process import Layer, compare, make
+from tests.reference import worst
 
 TOKENS, SAMPLES, HEADS, GROUPS, HEAD_DIM, VALUE_DIM, INDEX_HEADS, INDEX_DIM = 203, 2, 4, 2, 8, 6, 3, 4
 DOCUMENTS = Documents(document_ids=np.repeat([0, 1, 2], [70, 21, 112]))
@@ -72,8 +72,6 @@ def tensors(choices: int) -> dict[str, Tensor]:
         "q": make("q", SAMPLES, HEADS, TOKENS, HEAD_DIM),
         "k": make("k", SAMPLES, GROUPS, TOKENS, HEAD_DIM),
         "v": make("v", SAMPLES, GROUPS, TOKENS, VALUE_DIM),
-        "grad": make("grad", SAMPLES, HEADS, TOKENS, VALUE_DIM),
-        "grad_lse": make("grad_lse", SAMPLES, HEADS, TOKENS),
     }
 
 
@@ -83,66 +81,25 @@ def scores_of(x: dict[str, Tensor], choices: int, rows: slice, keys: Tensor) -> 
     return item if choices == 0 else torch.stack([item, -item][:choices], dim=1)
 
 
-def alone(x: dict[str, Tensor], pattern: Pattern, k: int, choices: int, sinks: Tensor) -> dict[str, Any]:
-    """The chosen sets as a mask, out, lse and the gradients by dense mathematics."""
+def choose_alone(x: dict[str, Tensor], pattern: Pattern, k: int, choices: int) -> Tensor:
+    """The chosen sets as a mask, by a sort of all scores."""
     positions = np.arange(TOKENS)
     visible = torch.from_numpy(pattern.mask(positions, positions))
-    scores = scores_of(x, choices, slice(None), x["ik"])
-    scores = scores.masked_fill(~visible, float("-inf"))
+    scores = scores_of(x, choices, slice(None), x["ik"]).masked_fill(~visible, float("-inf"))
     order = scores.sort(dim=-1, descending=True, stable=True).indices[..., :k]
-    mask = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, order, True) & visible
-    inputs = {name: x[name].clone().requires_grad_() for name in ("q", "k", "v")}
-    owned = sinks.clone().requires_grad_()
-    keys, values = (inputs[name].repeat_interleave(HEADS // GROUPS, dim=1) for name in ("k", "v"))
+    return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, order, True) & visible
+
+
+def attend_alone(
+    mask: Tensor, choices: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Out and lse over a mask's keys and the sinks by dense mathematics."""
+    keys, values = (x.repeat_interleave(HEADS // GROUPS, dim=1) for x in (k, v))
     by_head = mask.unsqueeze(1) if choices == 0 else mask.repeat_interleave(HEADS // choices, dim=1)
-    logits = inputs["q"] @ keys.mT / HEAD_DIM**0.5
-    logits = logits.masked_fill(~by_head, float("-inf"))
-    column = owned[None, :, None, None].expand(SAMPLES, -1, TOKENS, 1)
+    logits = (q @ keys.mT / HEAD_DIM**0.5).masked_fill(~by_head, float("-inf"))
+    column = sinks[None, :, None, None].expand(SAMPLES, -1, TOKENS, 1)
     lse = torch.cat([logits, column], dim=-1).logsumexp(-1)
-    out = (logits - lse.unsqueeze(-1)).exp() @ values
-    torch.autograd.backward([out, lse], [x["grad"], x["grad_lse"]])
-    grads = {f"d{name}": item.grad for name, item in inputs.items()}
-    return {"mask": mask, "out": out.detach(), "lse": lse.detach(), **grads, "dsinks": owned.grad}
-
-
-def on_the_ring(
-    mesh: RingMesh, x: dict[str, Tensor], pattern: Pattern, k: int, choices: int, sinks: Tensor, name: str
-) -> dict[str, Any]:
-    """The same from a ring, gathered; also bytes sent."""
-    layout = make_layout(name, tokens=TOKENS, ring_size=mesh.ring_size, pattern=pattern)
-    # NaN in padding slots must not matter
-    local = {
-        key: shard_sequence(item, layout, mesh=mesh, dim=1 if key[0] == "i" else 2, pad_value=float("nan"))
-        for key, item in x.items()
-    }
-    chosen = ring_select(
-        lambda rows, keys: scores_of(local, choices, rows, keys), k, local["ik"],
-        layout=layout, mesh=mesh, pattern=pattern,
-    )  # fmt: skip
-    owned = sinks.clone().requires_grad_()
-    for key in ("q", "k", "v"):
-        local[key].requires_grad_()
-    padding = torch.from_numpy(layout.positions(mesh.ring_rank)) < 0
-    out, lse = selected_attention(
-        local["q"], local["k"], local["v"], chosen, layout=layout, mesh=mesh, sinks=owned, return_lse=True
-    )
-    grads = [
-        local[key].masked_fill(padding.view(-1, *[1] * (local[key].dim() - 3)), 0)
-        for key in ("grad", "grad_lse")
-    ]
-    torch.autograd.backward([out, lse], grads)
-    assert owned.grad is not None
-    if mesh.sequence_group is not None:
-        torch.distributed.all_reduce(owned.grad, group=mesh.sequence_group)
-    dim = chosen.dim() - 2
-    every = gather_sequence(chosen, layout, mesh=mesh, dim=dim)
-    mask = torch.zeros((*every.shape[:-1], TOKENS + 1), dtype=torch.bool)
-    mask.scatter_(-1, torch.where(every < 0, TOKENS, every), True)
-    result = {"mask": mask[..., :TOKENS], "chosen": every, "dsinks": owned.grad}
-    tokens = {"out": out, "lse": lse, "dq": local["q"].grad, "dk": local["k"].grad, "dv": local["v"].grad}
-    return result | {
-        key: gather_sequence(item.detach(), layout, mesh=mesh, dim=2) for key, item in tokens.items()
-    }
+    return (logits - lse.unsqueeze(-1)).exp() @ values, lse
 
 
 CASES = [
@@ -170,31 +127,45 @@ def small_tiles() -> Iterator[None]:
 
 
 def parity(rank: int, world_size: int, cases: list[Any] = CASES) -> dict[str, float]:
-    """The largest error of each result, over the cases, on rank 0; 1 for chosen sets that differ."""
+    """The largest error of each result, over the cases; 1 for chosen sets that differ."""
     mesh, errors = RingMesh.from_world(world_size), {}
     with small_tiles(), closing(mesh):
         for name, pattern, k, choices in cases:
-            x, sinks = tensors(choices), make("sinks", HEADS)
-            got = on_the_ring(mesh, x, PATTERNS[pattern], k, choices, sinks, name)
-            if rank != 0:  # it has the same gathered tensors
-                continue
-            want = alone(x, PATTERNS[pattern], k, choices, sinks)
-            for key, item in want.items():
-                case = f"{name} {pattern} {k} {choices} {key}"
-                errors[case] = (
-                    float(bool((item != got[key]).any())) if key == "mask" else relative_error(got[key], item)
-                )
+            x, case = tensors(choices), f"{name} {pattern} {k} {choices}"
+            layout = make_layout(name, tokens=TOKENS, ring_size=mesh.ring_size, pattern=PATTERNS[pattern])
+            place: dict[str, Any] = {"layout": layout, "mesh": mesh}
+            # NaN in padding slots must not matter
+            local = {
+                key: shard_sequence(x[key], dim=1, pad_value=float("nan"), **place)
+                for key in ("iq", "iw", "ik")
+            }
+            chosen = ring_select(
+                partial(scores_of, local, choices), k, local["ik"], pattern=PATTERNS[pattern], **place
+            )
+            every = gather_sequence(chosen, dim=chosen.dim() - 2, **place)
+            mask = torch.zeros((*every.shape[:-1], TOKENS + 1), dtype=torch.bool)
+            mask.scatter_(-1, torch.where(every < 0, TOKENS, every), True)
+            want = choose_alone(x, PATTERNS[pattern], k, choices)
+            errors[f"{case} mask"] = float(bool((want != mask[..., :TOKENS]).any()))
             scores = scores_of(x, choices, slice(None), x["ik"])
-            ordered = scores.gather(-1, got["chosen"].clamp_min(0)).masked_fill(got["chosen"] < 0, -1e9)
-            errors[f"{name} {pattern} order"] = float(bool((ordered.diff(dim=-1) > 0).any()))
+            ordered = scores.gather(-1, every.clamp_min(0)).masked_fill(every < 0, -1e9)
+            errors[f"{case} order"] = float(bool((ordered.diff(dim=-1) > 0).any()))
+            attend = partial(selected_attention, chosen=chosen, return_lse=True, **place)
+            inputs = {key: x[key] for key in "qkv"} | {"sinks": make("sinks", HEADS)}
+            layer = Layer(
+                inputs, partial(attend_alone, want, choices), attend, mesh, layout, parameters=["sinks"],
+                pad_value=float("nan"),
+            )  # fmt: skip
+            errors |= {f"{case} {key}": error for key, error in compare(layer).items()}
         return errors
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.day("4")
 def test_sets_outputs_and_gradients_are_those_of_one_process(rank_pool, size):
-    errors = rank_pool(size).run(parity)[0]
-    assert worst(errors.values()) < 1e-12, {key: item for key, item in errors.items() if not item < 1e-12}
+    for errors in rank_pool(size).run(parity):
+        assert len(errors) == 8 * len(CASES)
+        assert worst(errors.values()) < 1e-12, {key: item for key, item in errors.items() if not item < 1e-12}
 
 
 BLOCKS = [
@@ -309,8 +280,8 @@ def without_a_gradient(rank: int, world_size: int) -> dict[str, float]:
 
 def test_a_gradient_that_does_not_return_is_found(rank_pool):
     errors = rank_pool(2).run(without_a_gradient)[0]
-    assert errors["zigzag causal 16 0 dk"] > 1e-3 and errors["zigzag causal 16 0 dv"] > 1e-3
-    assert errors["zigzag causal 16 0 dq"] < 1e-12 and errors["zigzag causal 16 0 mask"] == 0
+    assert errors["zigzag causal 16 0 k"] > 1e-3 and errors["zigzag causal 16 0 v"] > 1e-3
+    assert errors["zigzag causal 16 0 q"] < 1e-12 and errors["zigzag causal 16 0 mask"] == 0
 
 
 def wrong(rank: int, world_size: int, what: str) -> str:
@@ -349,7 +320,6 @@ def wrong(rank: int, world_size: int, what: str) -> str:
     if what != "ulysses":
         what = ""
         assert call().shape == q.shape  # all ranks can go on
-    mesh.close()
     return result
 
 

@@ -161,7 +161,6 @@ def wrong(rank: int, world_size: int, what: str) -> str:
     result = catch_refusal(moba_attention, **(x | requested | of_moba | changes.get(what, {})))
     if what != "ulysses":
         assert moba_attention(**x, **requested, **of_moba).shape == x["q"].shape
-    mesh.close()
     return result
 
 
@@ -235,7 +234,6 @@ def blocks_as_tokens(rank: int, world_size: int) -> dict[str, float]:
     ):  # fmt: skip
         with pytest.raises(RingError, match="no sinks where" if what == "sinks" else "block_size: expected"):
             call()
-    mesh.close()
     return errors
 
 
@@ -254,7 +252,6 @@ def peaks(rank: int, world_size: int, tokens: int) -> int:
     with measure_cpu_memory() as memory:
         q, k, v = (torch.rand(1, heads, slots, 16, requires_grad=True) for heads in (4, 2, 2))
         moba_attention(q, k, v, **place, block_size=64, top_k=3).sum().backward()
-    mesh.close()
     return memory.peak_bytes
 
 

@@ -12,7 +12,7 @@ import torch
 
 from ds_ring.checkpoint import load, pickles, resize
 from ds_ring.checkpoint import manifest as manifest_module
-from ds_ring.checkpoint.compatible import deepspeed_errors_typed
+from ds_ring.checkpoint.compatible import _states_after_a_step, deepspeed_errors_typed
 from ds_ring.checkpoint.manifest import (
     LOCK,
     MANIFEST,
@@ -56,6 +56,13 @@ def test_an_optimizer_that_has_lost_settings_is_named_before_its_first_step(tmp_
     words = "expected the settings of SGD, got some without momentum"
     with pytest.raises(RingCheckpointError, match=words), deepspeed_errors_typed(tmp_path, engine, True):
         del engine.optimizer.param_groups[0]["momentum"]
+
+
+def test_states_are_those_of_the_optimizers_own_settings() -> None:
+    parameter = torch.nn.Parameter(torch.ones(1))
+    for amsgrad, states in ((False, ()), (True, ("max_exp_avg_sq",))):
+        engine: Any = SimpleNamespace(optimizer=torch.optim.AdamW([parameter], amsgrad=amsgrad))
+        assert _states_after_a_step(engine) == ("exp_avg", "exp_avg_sq", *states, "step")
 
 
 def test_a_members_stand_in_names_stages_alone() -> None:

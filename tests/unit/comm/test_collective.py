@@ -210,6 +210,11 @@ def test_a_mesh_has_one_call_at_a_time_and_is_free_after_an_error() -> None:
 # --- the exchange ----------------------------------------------------------------------------------------
 
 
+def test_a_group_of_one_keeps_its_parts() -> None:
+    parts = [torch.ones(2)]
+    assert Exchange(RingMesh.single()).all_to_all(parts, None) == parts
+
+
 def exchange_of_two() -> Exchange:
     return Exchange(RingMesh(Grid(2, 2), 0))
 

@@ -295,6 +295,8 @@ def test_results_are_settled_once_every_message_has_arrived() -> None:
     ring.post(lambda: time.monotonic() > began + 0.1)
     ring.mesh.synchronize()
     assert time.monotonic() > began + 0.1 and ring.mesh.state.broken is None
+    ring.post(fails)
+    wait_until(lambda: ring.mesh.state.broken is not None, 5.0)  # later batches are watched, too
 
 
 @pytest.mark.parametrize("poll_fast", [False, True])

@@ -33,6 +33,12 @@ def test_seconds_on_one_rank(tokens: int) -> None:
     assert times.fixed(1) + times.sample(tokens, 1) == pytest.approx(whole_on_one(tokens), rel=1e-9)
 
 
+def test_seconds_between_two_knots_are_on_a_line() -> None:
+    times = times_on(pattern={"causal": False})
+    middle = (whole_on_one(256) + whole_on_one(362)) / 2
+    assert times.fixed(1) + times.sample(309, 1) == pytest.approx(middle, rel=1e-9)
+
+
 def test_hops_and_messages_of_a_ring() -> None:
     tokens, element, gradient = 1024, 4, 4
     shard = 2 * SIZES.kv_heads * SIZES.head_dim * tokens // 4  # elements of K and V

@@ -37,6 +37,14 @@ REFUSED = {
         "FOLDER: expected a folder to write to, got train.py/out"),
     "a number of 31 digits": (["launch", "long.yaml"],
         "expected a number of at most 30 digits, got a longer one"),
+    **{
+        f"more words for {words.split()[0]}": ([*words.split(), "--", "more"],
+            f"{words.split()[0]}: expected nothing after --, got more")
+        for words in (
+            "configs", "doctor", "status x", "compare --tokens 8 --gpus 2", "check-model x",
+            "verify-checkpoint x", "resize-checkpoint x --world-size 2",
+        )
+    },
 }  # fmt: skip
 
 

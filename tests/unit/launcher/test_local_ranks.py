@@ -30,14 +30,17 @@ def test_what_a_rank_returned_is_read_though_a_peer_failed_in_its_work() -> None
     assert run_ranks(return_from_a_stuck_wait, 2, (), threads=1, deadline_s=120) == ["its report"] * 2
 
 
-def test_a_deadline_ends_all_ranks() -> None:
-    with pytest.raises(RanksError, match=r"to end within 0.01 s, got 2 still at work"):
-        run_ranks(leave_without_a_word, 2, (), threads=1, deadline_s=0.01)
-
-
-def test_a_rank_that_leaves_without_a_word_is_named_with_its_status() -> None:
-    with pytest.raises(RanksError, match="expected all ranks to end with 0, got rank 0 with 3"):
-        run_ranks(leave_without_a_word, 1, (), threads=1, deadline_s=120)
+@pytest.mark.parametrize(
+    ("ranks", "deadline_s", "words"),
+    [
+        (2, 0.01, "to end within 0.01 s, got 2 still at work"),
+        (1, 120, "expected all ranks to end with 0, got rank 0 with 3"),
+    ],
+    ids=["a deadline ends all", "one leaves without a word"],
+)
+def test_ranks_that_do_not_end_well_are_named(ranks: int, deadline_s: float, words: str) -> None:
+    with pytest.raises(RanksError, match=words):
+        run_ranks(leave_without_a_word, ranks, (), threads=1, deadline_s=deadline_s)
 
 
 def fail_beside_a_sleeper() -> None:

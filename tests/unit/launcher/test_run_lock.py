@@ -33,7 +33,6 @@ with run_held(Path(sys.argv[1])):
 
 def said(run: Path) -> LauncherRecord:
     found = read_record(run / "launcher.json", LauncherRecord)
-    assert found is not None
     return found
 
 

@@ -76,6 +76,12 @@ def attached(config: Any = None, **section: Any) -> tuple[Any, RingSession]:
     return model, session
 
 
+def check_logits(got, expected, session):
+    """In the order of the shard."""
+    order = torch.from_numpy(session.layout.positions(0))
+    assert torch.allclose(got.logits, expected.logits[:, order], atol=1e-5)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_loss_is_that_of_sdpa(family):
     expected = build(FAMILIES[family](), "sdpa")(input_ids=IDS, labels=IDS)
@@ -83,8 +89,7 @@ def test_the_loss_is_that_of_sdpa(family):
     got = model(**session.shard_batch({"input_ids": IDS, "labels": IDS}))
     assert got.loss.item() == pytest.approx(expected.loss.item(), rel=1e-6)
     assert got.past_key_values is None, "a cache would keep every layer's keys"
-    order = torch.from_numpy(session.layout.positions(0))
-    assert torch.allclose(got.logits, expected.logits[:, order], atol=1e-5)
+    check_logits(got, expected, session)
 
 
 def test_a_pattern_that_is_not_causal_decides_alone_in_a_bidirectional_model():
@@ -97,8 +102,7 @@ def test_a_pattern_that_is_not_causal_decides_alone_in_a_bidirectional_model():
     config.is_causal = False
     model, session = attached(config, pattern={"prefix": 7})
     got = model(**session.shard_batch({"input_ids": IDS}))
-    order = torch.from_numpy(session.layout.positions(0))
-    assert torch.allclose(got.logits, expected.logits[:, order], atol=1e-5)
+    check_logits(got, expected, session)
 
 
 MODERN_BERT: dict[str, Any] = (
@@ -418,8 +422,7 @@ def test_packed_positions_reach_the_model_and_its_mask_is_accepted():
     expected = build(FAMILIES["Llama"](), "sdpa")(**batch, labels=labels, use_cache=False)
     model, session = attached(pattern={"documents": True})
     got = model(**session.shard_batch({**batch, "labels": IDS}))
-    order = torch.from_numpy(session.layout.positions(0))
-    assert torch.allclose(got.logits, expected.logits[:, order], atol=1e-5)
+    check_logits(got, expected, session)
     assert got.loss.item() == pytest.approx(expected.loss.item(), rel=1e-6)
 
 

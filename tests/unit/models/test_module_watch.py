@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from ds_ring.errors import RingConfigError
 from ds_ring.models.module_watch import ModuleWatch
+from ds_ring.models.wrappers import WrappedModel
 from ds_ring_launcher.check.small_model import build, read_config, shrink
 
 FAMILIES = (
@@ -46,3 +49,37 @@ def test_what_a_user_adds_is_watched() -> None:
     inner.layers[1].register_forward_hook(lambda *_: None)
     torch.nn.utils.parametrizations.weight_norm(inner.layers[1].mlp.up_proj)
     assert watched(tuned.base_model.model) == ["model.layers.0.mlp.2", "model.layers.1"]
+
+
+class OneRank:
+    """A session of a rank with 4 tokens of a sequence."""
+
+    needs, device, off = SimpleNamespace(real_tokens=False), torch.device("cpu"), nullcontext
+    batches = SimpleNamespace(is_off=False, current=SimpleNamespace(local_tokens=4, whole=None))
+
+
+class Counting(nn.Module):
+    """Count the passes of a module."""
+
+    def __init__(self, mixes: bool) -> None:
+        super().__init__()
+        self.mixes, self.passes = mixes, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.passes += 1
+        return x - x.mean(dim=1, keepdim=True) if self.mixes else x * 2
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("mixes", [True, False])
+def test_a_compiled_wrapper_is_looked_at_once_in_each_mode_and_refused_each_time(
+    mixes: bool, training: bool
+) -> None:
+    """(A script that went on after the error trained on what each rank made of its own tokens.)"""
+    module = Counting(mixes).train(training)
+    wrapper = WrappedModel(module, OneRank(), [])  # type: ignore[arg-type]
+    engine = SimpleNamespace(is_compiled=True, module=module)
+    for _ in range(2):
+        with pytest.raises(RingConfigError, match="do not compile it") if mixes else nullcontext():
+            wrapper.before_forward(engine, (torch.zeros(2, 4, 3),), {})
+    assert module.passes == 1 + mixes

@@ -10,14 +10,13 @@ from ds_ring.data.packing import DOCUMENT_IDS
 from ds_ring.models.positions import find_numbering
 
 PADDING = 1
+SIZES = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
+MODEL = RobertaModel(RobertaConfig(vocab_size=32, pad_token_id=PADDING, **SIZES))
 
 
 def test_padding_in_packed_documents_has_the_number_of_padding() -> None:
     """Behind the documents, and between them: what no document holds has the padding's row of the table."""
-    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
-    model = RobertaModel(RobertaConfig(vocab_size=32, pad_token_id=PADDING, **sizes))
-    numbered, alone = find_numbering(model), model.embeddings.create_position_ids_from_input_ids
-    assert numbered is not None
+    numbered, alone = find_numbering(MODEL), MODEL.embeddings.create_position_ids_from_input_ids
     gap = torch.full((1, 2), PADDING)
     parts = [x for length in (4, 1, 7) for x in (torch.arange(5, 5 + length)[None], gap)]
     row, want = torch.cat(parts, dim=1), torch.cat([alone(x, PADDING) for x in parts], dim=1)
@@ -32,10 +31,7 @@ def test_padding_in_packed_documents_has_the_number_of_padding() -> None:
 @pytest.mark.situation("inputs", "packed rows of a RoBERTa decoder with padding tokens inside documents")
 @pytest.mark.parametrize("kind", ["documents", "trees"])
 def test_padding_tokens_inside_a_document_are_not_counted(kind: str) -> None:
-    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
-    model = RobertaModel(RobertaConfig(vocab_size=32, pad_token_id=PADDING, **sizes))
-    numbered, alone = find_numbering(model), model.embeddings.create_position_ids_from_input_ids
-    assert numbered is not None
+    numbered, alone = find_numbering(MODEL), MODEL.embeddings.create_position_ids_from_input_ids
     documents = [[7, PADDING, 9, 4], [5], [6, 8, PADDING, PADDING, 3]]
     if kind == "trees":  # two branches behind the first document's tokens
         trees = pytest.importorskip("ds_ring.contrib.policies.trees")
@@ -58,11 +54,8 @@ def test_padding_tokens_inside_a_document_are_not_counted(kind: str) -> None:
 
 def test_rows_of_embeddings_are_counted_from_behind_the_number_of_padding() -> None:
     """Without ids no token is padding: transformers counts all of them."""
-    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
-    model = RobertaModel(RobertaConfig(vocab_size=32, pad_token_id=PADDING, **sizes))
-    numbered, embeds = find_numbering(model), torch.zeros(1, 6, 8)
-    assert numbered is not None
-    want = model.embeddings.create_position_ids_from_inputs_embeds(embeds, PADDING)
+    numbered, embeds = find_numbering(MODEL), torch.zeros(1, 6, 8)
+    want = MODEL.embeddings.create_position_ids_from_inputs_embeds(embeds, PADDING)
     assert (
         numbered({"inputs_embeds": embeds, "position_ids": torch.arange(6)[None]}).tolist() == want.tolist()
     )

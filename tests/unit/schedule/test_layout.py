@@ -48,16 +48,16 @@ def test_every_position_has_one_slot(name: str, tokens: int, ring_size: int, mul
         assert waste < ring_size * (multiple_of + 2 * 12) + 0.1 * tokens
 
 
-def test_zigzag_pairs_mirror_chunks() -> None:
-    layout = make_layout("zigzag", tokens=16, ring_size=2)
-    assert layout.positions(0).tolist() == [0, 1, 2, 3, 12, 13, 14, 15]
-    assert layout.positions(1).tolist() == [4, 5, 6, 7, 8, 9, 10, 11]
-
-
-def test_striped_deals_tokens_out() -> None:
-    layout = make_layout("striped", tokens=7, ring_size=3)
-    assert layout.positions(0).tolist() == [0, 3, 6]
-    assert layout.positions(2).tolist() == [2, 5, -1]
+@pytest.mark.parametrize(
+    ("name", "shards"),
+    [
+        ("zigzag", [[0, 1, 2, 3, 12, 13, 14, 15], [4, 5, 6, 7, 8, 9, 10, 11]]),  # pairs of mirrored chunks
+        ("striped", [[0, 3, 6], [1, 4, -1], [2, 5, -1]]),  # dealt out
+    ],
+)
+def test_a_layout_has_each_token_in_its_place(name: str, shards: list[list[int]]) -> None:
+    layout = make_layout(name, tokens=16 if name == "zigzag" else 7, ring_size=len(shards))
+    assert [layout.positions(rank).tolist() for rank in range(len(shards))] == shards
 
 
 def test_auto_follows_the_pattern() -> None:

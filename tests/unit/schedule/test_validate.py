@@ -37,13 +37,6 @@ ALL_APART = {"head_bytes": 1, "chunk_bytes": 1}  # every K/V head is a chunk of 
 
 
 _DILATED = ["dilated"] if "dilated" in PATTERNS else []  # a capability
-DAY = [
-    (None, "causal", 4), (None, "full", 2), (3, "full", 4), (None, "window", 3), (3, "window both ways", 3),
-    (3, "dilated", 4), (None, "dilated, not nested, not causal", 3), (3, "documents", 4),
-    (None, "documents, causal", 1), (3, "mask function, causal", 4),
-]  # fmt: skip
-
-
 # --- what is accepted ------------------------------------------------------------------------------
 
 

@@ -39,7 +39,7 @@ from ds_ring.masks.catalog import Before
 from ds_ring.masks.pattern import Pattern
 from ds_ring.models.attention_name import NAME
 from ds_ring.patches import apply
-from tests.dist.deepspeed_ranks import json_config, start_deepspeed
+from tests.dist.deepspeed_ranks import json_config, start_deepspeed, take_step
 from tests.dist.one_process import from_first_rank, make
 from tests.reference import relative_error, worst
 
@@ -177,44 +177,41 @@ def attention_errors(rank: int, world_size: int, kind: str) -> dict[str, float]:
         "grad": make("grad", SAMPLES, HEADS, TOKENS, HEAD_DIM),
     }
     entries = [make(f"entries {sample}", 1, count, HEAD_DIM) for sample, count in enumerate(counts)]
-    try:
-        for name in ("zigzag", "contiguous"):
-            sharding = sharding_of(mesh, name, kind)
-            rows = compressed.split_rows(sharding, RATE, True, torch.device("cpu"))
-            places: dict[str, Any] = {"layout": sharding.layout, "mesh": mesh}
-            for chosen in (None, choices(reference(kind))):
-                want, want_entries = from_first_rank(partial(dense, x, entries, kind, chosen))
-                local = {key: shard_sequence(x[key], dim=2, **places) for key in ("q", "kv", "grad")}
-                local |= {"sinks": x["sinks"].clone(), "entries": shard_entries(entries, sharding, RATE, 1)}
-                picked = None
-                if chosen is not None:
-                    picked = []
-                    for samples, windows in windows_of(sharding, RATE):
-                        of_entry = torch.from_numpy(np.append(np.flatnonzero(windows.has_entry), -1))
-                        whole = of_entry[torch.stack([chosen[sample] for sample in samples])]
-                        picked.append(shard_sequence(whole, dim=1, pad_value=-1, **places))
-                for key in ("q", "kv", "entries", "sinks"):
-                    local[key].requires_grad_()
-                both = torch.cat([local["kv"], local["entries"]], dim=2)
-                out = compressed.attend(
-                    local["q"], both, sharding, rows, picked, SlidingWindow(WINDOW), None, local["sinks"]
-                )
-                out.backward(local["grad"])
-                grads = {key: local[key].grad for key in ("q", "kv", "entries", "sinks")}
-                assert all(item is not None for item in grads.values())
-                if world_size > 1:
-                    torch.distributed.all_reduce(grads["sinks"], group=mesh.sequence_group)
-                got = {"out": out.detach(), "q": grads["q"], "kv": grads["kv"]}
-                got = {key: gather_sequence(item, dim=2, **places) for key, item in got.items()}
-                got["sinks"] = grads["sinks"]
-                of_entries = gather_entries(grads["entries"], sharding, RATE, 1)
-                case = f"{name} {'all' if chosen is None else 'chosen'}"
-                errors |= {f"{case} {key}": relative_error(got[key], item) for key, item in want.items()}
-                pairs = zip(of_entries, want_entries, counts, strict=True)
-                errors[f"{case} entries"] = max(relative_error(*pair) for *pair, count in pairs if count)
-        return errors
-    finally:
-        mesh.close()
+    for name in ("zigzag", "contiguous"):
+        sharding = sharding_of(mesh, name, kind)
+        rows = compressed.split_rows(sharding, RATE, True, torch.device("cpu"))
+        places: dict[str, Any] = {"layout": sharding.layout, "mesh": mesh}
+        for chosen in (None, choices(reference(kind))):
+            want, want_entries = from_first_rank(partial(dense, x, entries, kind, chosen))
+            local = {key: shard_sequence(x[key], dim=2, **places) for key in ("q", "kv", "grad")}
+            local |= {"sinks": x["sinks"].clone(), "entries": shard_entries(entries, sharding, RATE, 1)}
+            picked = None
+            if chosen is not None:
+                picked = []
+                for samples, windows in windows_of(sharding, RATE):
+                    of_entry = torch.from_numpy(np.append(np.flatnonzero(windows.has_entry), -1))
+                    whole = of_entry[torch.stack([chosen[sample] for sample in samples])]
+                    picked.append(shard_sequence(whole, dim=1, pad_value=-1, **places))
+            for key in ("q", "kv", "entries", "sinks"):
+                local[key].requires_grad_()
+            both = torch.cat([local["kv"], local["entries"]], dim=2)
+            out = compressed.attend(
+                local["q"], both, sharding, rows, picked, SlidingWindow(WINDOW), None, local["sinks"]
+            )
+            out.backward(local["grad"])
+            grads = {key: local[key].grad for key in ("q", "kv", "entries", "sinks")}
+            assert all(item is not None for item in grads.values())
+            if world_size > 1:
+                torch.distributed.all_reduce(grads["sinks"], group=mesh.sequence_group)
+            got = {"out": out.detach(), "q": grads["q"], "kv": grads["kv"]}
+            got = {key: gather_sequence(item, dim=2, **places) for key, item in got.items()}
+            got["sinks"] = grads["sinks"]
+            of_entries = gather_entries(grads["entries"], sharding, RATE, 1)
+            case = f"{name} {'all' if chosen is None else 'chosen'}"
+            errors |= {f"{case} {key}": relative_error(got[key], item) for key, item in want.items()}
+            pairs = zip(of_entries, want_entries, counts, strict=True)
+            errors[f"{case} entries"] = max(relative_error(*pair) for *pair, count in pairs if count)
+    return errors
 
 
 @pytest.mark.day("2-packed", "4-whole")
@@ -299,54 +296,50 @@ def one_by_one(kind: str, hidden: Tensor, queries: Tensor, spans: Spans) -> Comp
     total = sum((item * grad).sum() for item, grad in zip(entries, grads, strict=True))
     (total + 0 * owned.sum()).backward()
     parameters = {name: item.grad for name, item in alone.named_parameters() if item.grad is not None}
-    assert owned.grad is not None
     return Compressed([item.detach() for item in entries], grads, picked, owned.grad, parameters)
 
 
 def compressor_errors(rank: int, world_size: int, kind: str, rows: str) -> dict[str, float]:
     """Errors of entries and of gradients; 1 for choices that differ."""
     mesh, errors = RingMesh.from_world(world_size), {}
-    try:
-        for tokens in LENGTHS if rows == "whole" else LENGTHS[:1]:
-            hidden, queries = make("hidden", SAMPLES, tokens, 16), make("queries", SAMPLES, tokens, 6)
-            spans = spans_of(rows, tokens)
-            positions = torch.zeros(SAMPLES, tokens, dtype=torch.int64)
-            want = from_first_rank(partial(one_by_one, kind, hidden, queries, spans))
-            for sample, start, end in spans:
-                positions[sample, start:end] = torch.arange(end - start)
-            for name in ("zigzag", "contiguous"):
-                sharding, built = sharding_of(mesh, name, rows, tokens), compressor(kind)
-                rate, places = built.compress_rate, {"layout": sharding.layout, "mesh": mesh, "dim": 1}
-                layer = SimpleNamespace(compressor=built, config=SimpleNamespace(_attn_implementation=NAME))
-                entries: Any = compressed.CompressedEntries(layer)
-                if kind == "CSA":
-                    apply(entries, scorer=built.indexer.scorer)
-                entries.note(built, (), {compressed.SHARDING: sharding})
-                inputs = [shard_sequence(x, **places) for x in (hidden, queries, positions)]
-                inputs[0].requires_grad_()
-                got, mask = entries.compress(*inputs, None, 0)
-                assert mask is None and got.requires_grad
-                grads = shard_entries([item[None] for item in want.grads], sharding, rate, 1)
-                got.backward(torch.where(grads == 1e3, 0.0, grads))
-                case = f"{tokens} {name}"
-                of_hidden = gather_sequence(inputs[0].grad, **places)
-                outcome = gather_entries(got.detach(), sharding, rate, 1)
-                if any(map(len, want.entries)):
-                    of_entries = torch.cat([item[0] for item in outcome])
-                    errors[f"{case} entries"] = relative_error(of_entries, torch.cat(want.entries))
-                    errors[f"{case} hidden"] = relative_error(of_hidden, want.hidden)
-                    for parameter, grad in want.parameters.items():
-                        owned = built.get_parameter(parameter).grad.clone()
-                        if world_size > 1:
-                            torch.distributed.all_reduce(owned, group=mesh.sequence_group)
-                        errors[f"{case} {parameter}"] = relative_error(owned, grad)
-                else:
-                    assert not of_hidden.any()
-                if kind == "CSA":
-                    errors[f"{case} choices"] = float((picks(entries, sharding, rate) != want.picked).any())
-        return errors
-    finally:
-        mesh.close()
+    for tokens in LENGTHS if rows == "whole" else LENGTHS[:1]:
+        hidden, queries = make("hidden", SAMPLES, tokens, 16), make("queries", SAMPLES, tokens, 6)
+        spans = spans_of(rows, tokens)
+        positions = torch.zeros(SAMPLES, tokens, dtype=torch.int64)
+        want = from_first_rank(partial(one_by_one, kind, hidden, queries, spans))
+        for sample, start, end in spans:
+            positions[sample, start:end] = torch.arange(end - start)
+        for name in ("zigzag", "contiguous"):
+            sharding, built = sharding_of(mesh, name, rows, tokens), compressor(kind)
+            rate, places = built.compress_rate, {"layout": sharding.layout, "mesh": mesh, "dim": 1}
+            layer = SimpleNamespace(compressor=built, config=SimpleNamespace(_attn_implementation=NAME))
+            entries: Any = compressed.CompressedEntries(layer)
+            if kind == "CSA":
+                apply(entries, scorer=built.indexer.scorer)
+            entries.note(built, (), {compressed.SHARDING: sharding})
+            inputs = [shard_sequence(x, **places) for x in (hidden, queries, positions)]
+            inputs[0].requires_grad_()
+            got, mask = entries.compress(*inputs, None, 0)
+            assert mask is None and got.requires_grad
+            grads = shard_entries([item[None] for item in want.grads], sharding, rate, 1)
+            got.backward(torch.where(grads == 1e3, 0.0, grads))
+            case = f"{tokens} {name}"
+            of_hidden = gather_sequence(inputs[0].grad, **places)
+            outcome = gather_entries(got.detach(), sharding, rate, 1)
+            if any(map(len, want.entries)):
+                of_entries = torch.cat([item[0] for item in outcome])
+                errors[f"{case} entries"] = relative_error(of_entries, torch.cat(want.entries))
+                errors[f"{case} hidden"] = relative_error(of_hidden, want.hidden)
+                for parameter, grad in want.parameters.items():
+                    owned = built.get_parameter(parameter).grad.clone()
+                    if world_size > 1:
+                        torch.distributed.all_reduce(owned, group=mesh.sequence_group)
+                    errors[f"{case} {parameter}"] = relative_error(owned, grad)
+            else:
+                assert not of_hidden.any()
+            if kind == "CSA":
+                errors[f"{case} choices"] = float((picks(entries, sharding, rate) != want.picked).any())
+    return errors
 
 
 def picks(entries: Any, sharding: BatchSharding, rate: int) -> Tensor:
@@ -482,10 +475,7 @@ def trained(rank: int, world_size: int, ring_size: int, stage: int) -> dict[str,
     for step in range(STEPS):
         ids, documents = packed_rows(engine.ring.run_mesh.data_rank, step)
         batch = {"input_ids": ids, "labels": ids, "document_ids": torch.stack(documents)}
-        loss = engine(**engine.ring.shard_batch(batch)).loss
-        outcome["ring"].append(float(engine.ring.mean_loss(loss)))
-        engine.backward(loss)
-        engine.step()
+        outcome["ring"].append(take_step(engine, batch))
 
         by_length: dict[int, list[Tensor]] = {}
         for replica in range(replicas):

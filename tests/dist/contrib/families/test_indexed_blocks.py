@@ -19,12 +19,12 @@ from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextIndexer
 from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VLIndexer
 from transformers.models.qwen4_exp.modeling_qwen4_exp import Qwen4ExpTextQSAIndexer
 
-from ds_ring import Causal, Documents, RingMesh, gather_sequence, initialize, make_layout, shard_sequence
+from ds_ring import Causal, Documents, RingMesh, gather_sequence, make_layout, shard_sequence
 from ds_ring.contrib.families.indexed_blocks import layers as indexed_blocks
 from ds_ring.data.packing import RowGroup
 from ds_ring.layers.selection.total_order import TotalOrder
 from ds_ring.layers.sparse import blocks as sparse
-from tests.dist.deepspeed_ranks import start_deepspeed
+from tests.dist.deepspeed_ranks import json_config, start_engine, take_step
 from tests.dist.harness import catch_refusal
 
 TOKENS, SAMPLES, HIDDEN, DIM, ROTARY = 101, 3, 24, 8, 4
@@ -130,10 +130,7 @@ CASES = [
 def choices(rank: int, world_size: int, cases: Any = CASES) -> dict[tuple[str, bool, str], int]:
     """The number of pairs that differ from those of one process."""
     mesh = RingMesh.from_world(world_size)
-    try:
-        return {case: int((on_the_ring(mesh, *case) != alone(*case[:2])).sum()) for case in cases}
-    finally:
-        mesh.close()
+    return {case: int((on_the_ring(mesh, *case) != alone(*case[:2])).sum()) for case in cases}
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -170,7 +167,6 @@ FAMILIES = {
 
 def losses(rank: int, world_size: int, family: str, stage: int) -> dict[str, Any]:
     """The loss on the ring, off it, and on it again; and what a generation on the ring raises."""
-    start_deepspeed()
     import copy
 
     from ds_ring_launcher.check.small_model import build, make_batch, read_config, shrink
@@ -182,28 +178,15 @@ def losses(rank: int, world_size: int, family: str, stage: int) -> dict[str, Any
     plain.set_attn_implementation("eager")
     with torch.no_grad(), TotalOrder():
         result: dict[str, Any] = {"alone": float(plain(**batch).loss)}
-    engine = initialize(
-        model=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
-        config={
-            "train_micro_batch_size_per_gpu": 2,
-            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-            "zero_allow_untested_optimizer": True,
-            "sequence_parallel_size": world_size,
-            "ring_attention": {"hop_timeout_seconds": 20},
-        },
-    )[0]
+    section = {"hop_timeout_seconds": 20}
+    engine = start_engine(model, json_config(world_size, 2, stage, ring_attention=section), 0.0)
     for name in ("before", "after"):
-        loss = engine(**engine.ring.shard_batch(batch)).loss
-        engine.backward(loss)
-        engine.step()
-        result[name] = float(engine.ring.mean_loss(loss))
+        result[name] = take_step(engine, batch)
         with engine.ring.off(), torch.no_grad(), TotalOrder():
             result[f"off {name}"] = float(engine.module(**batch).loss)
     result["generation"] = catch_refusal(
         engine.module.generate, batch["input_ids"][:1, :20], max_new_tokens=3
     )
-    engine.ring.run_mesh.close()
     return result
 
 

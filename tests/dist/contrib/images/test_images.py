@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -22,14 +23,17 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.contrib.images.batch import OF_IMAGES, OF_VIDEOS, PIXELS
-from ds_ring.contrib.images.model import _ONE_BY_ONE, _ONE_TOKEN, EXACT
+from ds_ring.contrib.images.blocks import BlockRows, JoinedBlocks, numbers_blocks
+from ds_ring.contrib.images.model import _ONE_BY_ONE, _ONE_TOKEN, EXACT, ImageModels, _share
+from ds_ring.data.packing import RowGroup
 from ds_ring.errors import RingConfigError, RingError
 from ds_ring.masks.catalog import Causal
+from ds_ring.models.layer_masks import LayerMask
 from ds_ring.patterns.documents.pattern import Documents
 from ds_ring.schedule.grid import Grid
-from ds_ring_launcher.check import small_images
+from ds_ring_launcher.check import small_images, small_model
 from ds_ring_launcher.check.small_model import Form
-from tests.dist.deepspeed_ranks import GENERATION, Run, json_config, start_deepspeed, start_engine
+from tests.dist.deepspeed_ranks import GENERATION, Run, json_config, start_deepspeed, start_engine, take_step
 from tests.dist.family_ranks import attached, start_session, train_alone, train_on_ring
 from tests.dist.harness import Pool, catch_refusal
 from tests.dist.test_family_needs import GROUPED, check
@@ -115,8 +119,6 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Tensor]]] = {
 
 
 def build(name: str) -> Any:
-    import transformers
-
     kind, values, _ = MODELS[name]
     torch.manual_seed(0)
     config = getattr(transformers, f"{kind}Config")(**values)
@@ -232,8 +234,6 @@ def test_each_step_of_a_video_is_encoded_once(rank_pool: Pool) -> None:
 
 def shares_of(kind: str, inputs: dict[str, Tensor], ranks: int) -> list[dict[str, Any]]:
     """What each rank encodes of videos."""
-    from ds_ring.contrib.images.model import _share
-
     base = SimpleNamespace(config=SimpleNamespace(model_type=kind))
     return [_share(base, inputs, inputs, RingMesh(Grid(ranks, ranks), r)).pixels for r in range(ranks)]
 
@@ -341,9 +341,7 @@ def checked(
 
 def frames_of_one_video(rank: int, world_size: int) -> list[Any]:
     """Nemotron's older form: it joins the five frames in pairs."""
-    from unittest.mock import patch
-
-    from ds_ring_launcher.check import model_check, small_images
+    from ds_ring_launcher.check import model_check
 
     def frames(*_: Any) -> dict[str, Tensor]:
         return {"pixel_values_videos": torch.randn(5, 3, 16, 16, generator=torch.Generator().manual_seed(7))}
@@ -369,16 +367,17 @@ def test_videos_are_exact(rank_pool: Pool, kind: str, ring_size: int) -> None:
         assert report.result == "exact", (report.form, report.reason)
 
 
+def small_images_model(kind: str, tokens: int) -> tuple[Any, dict[str, Tensor]]:
+    """A small model of a type, and a batch of text."""
+    config = small_model.shrink(small_model.read_config(kind), tokens, images=True)
+    model = small_model.build(config, "image-text", 0)
+    return model, small_model.make_batch(model.config, "image-text", tokens, 0, True)
+
+
 def calls_of(kind: str, modality: str, ranks: int) -> list[list[str]]:
     """The modules with parameters that each rank calls for its share of a batch, in their order."""
-    from ds_ring.contrib.images import model as images
-    from ds_ring_launcher.check.small_images import LEAST_TOKENS, add_images
-    from ds_ring_launcher.check.small_model import build, make_batch, read_config, shrink
-
-    tokens = LEAST_TOKENS.get(kind, 61)
-    model = build(shrink(read_config(kind), tokens, images=True), "image-text", 0)
-    text = make_batch(model.config, "image-text", tokens, 0, True)
-    batch = add_images(text, model, 0, only_videos=modality == "video" and kind in images._ONE_TOKEN)
+    model, text = small_images_model(kind, small_images.LEAST_TOKENS.get(kind, 61))
+    batch = small_images.add_images(text, model, 0, only_videos=modality == "video" and kind in _ONE_TOKEN)
     base: Any = model.base_model
     encode = getattr(base, f"get_{modality}_features")
     takes = inspect.signature(encode).parameters
@@ -386,7 +385,7 @@ def calls_of(kind: str, modality: str, ranks: int) -> list[list[str]]:
     names = OF_IMAGES if modality == "image" else OF_VIDEOS
     pixels = {key: batch[key] for key in names if key in batch and key in takes}
     for rank, called in enumerate(calls):
-        share = images._share(base, pixels, takes, RingMesh(Grid(ranks, ranks), rank))
+        share = _share(base, pixels, takes, RingMesh(Grid(ranks, ranks), rank))
         hooks = [
             module.register_forward_hook(lambda *_, name=name, called=called: called.append(name))
             for name, module in base.named_modules()
@@ -432,8 +431,6 @@ def test_all_ranks_call_the_same_modules(kind: str, modality: str) -> None:
 
 def test_images_that_fill_up_a_sample_are_encoded_by_nobody() -> None:
     """Idefics: a sample with fewer images than another one has zeros."""
-    from ds_ring.contrib.images.model import _share
-
     values, mask = torch.randn(2, 2, 3, 4, 4), torch.ones(2, 2, 4, 4)
     values[0, 1] = 0
     inputs = {"pixel_values": values, "pixel_attention_mask": mask}
@@ -445,8 +442,6 @@ def test_images_that_fill_up_a_sample_are_encoded_by_nobody() -> None:
 
 def test_patches_of_a_strip_are_divided_by_image() -> None:
     """MiniCPM: the patches of all images side by side, as squares of one strip."""
-    from ds_ring.contrib.images.model import _share
-
     values = torch.randn(1, 3, 4, 4 * (4 + 8 + 4))
     inputs = {"pixel_values": values, "target_sizes": torch.tensor([[2, 2], [2, 4], [2, 2]])}
     shares = [_share(None, inputs, inputs, RingMesh(Grid(2, 2), r)).pixels for r in (0, 1)]
@@ -455,8 +450,6 @@ def test_patches_of_a_strip_are_divided_by_image() -> None:
 
 
 def test_blocks_are_numbered_by_the_token_types_of_whole_batches() -> None:
-    from ds_ring.contrib.images.blocks import JoinedBlocks, numbers_blocks
-
     types = torch.tensor([[0, 1, 1, 0, 1, 0]])
     number = numbers_blocks(build("gemma3"))
     ids = number({"token_type_ids": types})
@@ -469,10 +462,6 @@ def test_blocks_are_numbered_by_the_token_types_of_whole_batches() -> None:
 
 
 def test_blocks_that_a_batch_does_not_have_are_refused() -> None:
-    from ds_ring.contrib.images.blocks import BlockRows, JoinedBlocks, numbers_blocks
-    from ds_ring.data.packing import RowGroup
-    from ds_ring.models.layer_masks import LayerMask
-
     group = RowGroup(JoinedBlocks(Documents([0, 0, -1])), (0,))
     mask = LayerMask(Causal(), joins_blocks=True)
     mask.check_blocks(SimpleNamespace(groups=(group,)))  # type: ignore[arg-type]
@@ -502,7 +491,6 @@ def _attended(x: Tensor) -> Tensor:
 
 def as_many_as_patches(rank: int, world_size: int) -> list[str]:
     """An encoder of five patches beside five tokens of each rank; then plain attention in the language part."""
-    start_deepspeed()
     ids = torch.tensor([[3, *[IMAGE] * FEATURES, 4, 5, 6, 7, 8]])
     batch = {"input_ids": ids, "labels": ids, "pixel_values": batch_of("llava")["pixel_values"][:1]}
     outcome = []
@@ -525,7 +513,6 @@ def test_an_encoder_may_attend_over_as_many_patches_as_a_rank_has_tokens(rank_po
 
 def trained(rank: int, world_size: int) -> tuple[list[float], bool, list[str]]:
     """Two steps at ZeRO 3, the first compared with one process; a generation; then what is refused."""
-    start_deepspeed()
     model, plain, batch = build("llava"), build("llava").eval(), batch_of("llava")
     config = json_config(world_size, 2, 3, ring_attention={"verify_first_batch": True})
     engine = start_engine(model, config, 0.0)
@@ -533,10 +520,7 @@ def trained(rank: int, world_size: int) -> tuple[list[float], bool, list[str]]:
     for inputs in (batch, {key: x for key, x in batch.items() if key != "pixel_values"}):
         if inputs is not batch:
             inputs["input_ids"] = inputs["input_ids"].masked_fill(inputs["input_ids"] == IMAGE, 5)
-        loss = engine(**engine.ring.shard_batch(inputs)).loss
-        engine.backward(loss)
-        engine.step()
-        losses += [float(engine.ring.mean_loss(loss)), float(plain(**inputs).loss)]
+        losses += [take_step(engine, inputs), float(plain(**inputs).loss)]
     engine.eval()
     prompt = {key: batch[key][:1] for key in ("input_ids", "attention_mask")}
     prompt["pixel_values"] = batch["pixel_values"][:2]
@@ -562,14 +546,10 @@ def test_training_generation_and_refusals(rank_pool: Pool) -> None:
 
 def verified(rank: int, world_size: int) -> tuple[float, float]:
     """The loss of a step at ZeRO 3 that is compared with one process, and that of one process."""
-    start_deepspeed()
     model, plain, batch = build("qwen2_5_vl"), build("qwen2_5_vl"), batch_of("qwen2_5_vl")
     config = json_config(world_size, 2, 3, ring_attention={"verify_first_batch": True})
     engine = start_engine(model, config, 0.0)
-    loss = engine(**engine.ring.shard_batch(batch)).loss
-    engine.backward(loss)
-    engine.step()
-    return float(engine.ring.mean_loss(loss)), float(plain(**batch).loss)
+    return take_step(engine, batch), float(plain(**batch).loss)
 
 
 @pytest.mark.night
@@ -580,15 +560,8 @@ def test_a_first_batch_with_videos_and_padding_is_verified(rank_pool: Pool) -> N
 
 def texts_of_videos(rank: int, world_size: int) -> list[Tensor]:
     """What a prompt with two images and a video goes on with, on a ring and on one process."""
-    start_deepspeed()
-    from ds_ring_launcher.check.small_images import add_images
-    from ds_ring_launcher.check.small_model import build, make_batch, read_config, shrink
-
-    model, plain = (
-        build(shrink(read_config("llava_onevision"), 61, images=True), "image-text", 0) for _ in range(2)
-    )
-    plain.eval()
-    batch = add_images(make_batch(plain.config, "image-text", 61, 0, True), plain, 0)
+    (model, _), (plain, text) = (small_images_model("llava_onevision", 61) for _ in range(2))
+    batch = small_images.add_images(text, plain.eval(), 0)
     engine = start_engine(model, json_config(world_size, 2, 0), 0.0)
     engine.eval()
     prompt = {key: batch[key][:1] for key in ("input_ids", "pixel_values_videos")}
@@ -604,8 +577,6 @@ def test_a_text_goes_on_after_a_video(rank_pool: Pool) -> None:
 
 
 def test_a_window_over_generated_tokens_alone_is_refused_in_a_generation() -> None:
-    from ds_ring.contrib.images.model import ImageModels
-
     text = SimpleNamespace(layer_types=["reference_sliding_attention"])
     model: Any = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: text))
     assert "window over generated tokens" in (ImageModels().refuse_generation(model) or "")

@@ -16,7 +16,7 @@ from ds_ring.contrib.sound.model import EXACT, Sounds, SoundTokens, _features, m
 from ds_ring.errors import RingConfigError
 from ds_ring.schedule.layout import make_layout
 from ds_ring_launcher.check.model_check import CheckRequest, ModelReport
-from tests.dist.deepspeed_ranks import GENERATION, json_config, start_deepspeed, start_engine
+from tests.dist.deepspeed_ranks import GENERATION, json_config, start_engine
 from tests.dist.harness import Pool, catch_refusal
 from tests.dist.test_families import checked
 
@@ -43,7 +43,7 @@ def test_sound_is_exact(rank_pool: Pool, family: str) -> None:
 def test_documents_ulysses_and_zero_3_with_sound_are_exact(
     rank_pool: Pool, ranks: int, requested: dict[str, Any]
 ) -> None:
-    reports = rank_pool(ranks).run(checked, CheckRequest("audioflamingo3", head=HEAD, **GENERATION))[0]
+    reports = rank_pool(ranks).run(checked, CheckRequest("audioflamingo3", head=HEAD, **requested))[0]
     assert [report.result for report in reports] == ["exact"], reports[0].reason
 
 
@@ -71,7 +71,6 @@ def test_features_of_other_tokens_are_found(rank_pool: Pool) -> None:
 
 def generated(rank: int, world_size: int) -> tuple[bool, str]:
     """A generation with sounds and one without a ring; then sounds that are too few."""
-    start_deepspeed()
     from ds_ring_launcher.check.small_model import build, make_batch, read_config, shrink
     from ds_ring_launcher.check.small_sounds import add_sounds
 

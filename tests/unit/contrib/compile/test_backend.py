@@ -217,6 +217,22 @@ def graph_of(fn: Callable[..., Tensor], *tensors: Any, **options: Any) -> torch.
     return seen[0]
 
 
+def grown(q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
+    """A factor of the sequence's length, as dynamic rotary embeddings have, made in a checkpoint."""
+
+    def region(q: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q * (positions.max() + 1), k, v, is_causal=True)
+
+    return checkpoint(region, q, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+def test_the_greatest_position_is_that_of_all_ranks_in_a_checkpoint_too() -> None:
+    module = graph_of(grown, *(x.requires_grad_() for x in qkv()), POSITIONS).owning_module
+    parts = [part for part in module.modules() if isinstance(part, torch.fx.GraphModule)]
+    targets = [node.target for part in parts for node in part.graph.nodes]
+    assert targets.count(torch.ops.ds_ring.greatest_position.default) == 1
+
+
 def repeated(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """transformers' repeat_kv, which it uses beside a mask."""
     k, v = (

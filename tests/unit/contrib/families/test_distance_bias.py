@@ -51,6 +51,5 @@ def test_queries_grow_with_their_position_as_in_the_layer() -> None:
     full = SimpleNamespace(config=config, sliding_window=None, rel_logits_proj=None)
     call: Any = SimpleNamespace(module=full, sharding=sharding(), q_BHSD=torch.zeros(1, 2, 4, 8))
     tau = distance_bias._scaling(call)
-    assert tau is not None
     wanted = [1.0, 1.0, 1 + 0.5 * math.log(3 / 2), 1 + 0.5 * math.log(2)]
     torch.testing.assert_close(tau.flatten(), torch.tensor(wanted))

@@ -14,12 +14,31 @@ from torch import Tensor
 
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.config.section import RingConfig
-from ds_ring.contrib.families.recurrent import layers, scan
+from ds_ring.contrib.families.recurrent import layers, methods, scan
 from ds_ring.errors import RingConfigError
 from ds_ring.layers.scan import recurrence
 from ds_ring.models.attach import check_model
 from tests.refusals import Refusals, refuse
 from tests.unit.models.test_attention import FAMILIES, GROUPED, build
+
+X = torch.zeros(1, 2, 4)
+
+
+def named(layer: Any, hidden_states: Any, past_key_values: Any) -> None: ...
+
+
+def given_a_cache(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[[], Any]:
+    """Call a layer's function on a ring, with what earlier tokens left."""
+
+    def call() -> Any:
+        scan.active.append(SimpleNamespace(is_replicated=False, masks_padding=False))  # type: ignore[arg-type]
+        try:
+            return function(named, *args, **kwargs)
+        finally:
+            scan.active.pop()
+
+    return call
+
 
 CASES: Refusals = {
     "no tokens for a state": (
@@ -32,6 +51,18 @@ CASES: Refusals = {
     "a state that is passed on": (
         lambda: scan.refuse_states("scan", None, True), RingConfigError, "a call without a cache on a ring"
     ),
+    **{
+        f"a cache in {says}": (call, RingConfigError, f"{says}: expected a call without a cache on a ring")
+        for says, call in {
+            "RWKV": given_a_cache(methods.wkv, X, X, X, X, state=X),
+            "mLSTM": given_a_cache(methods.mlstm, None, X, X, X, X, X, c_initial=X),
+            "lightning attention": given_a_cache(methods.lightning_attention, None, X, X),
+            "RG-LRU": given_a_cache(methods.rg_lru, None, X, X, X, X),
+            "compressed convolutional attention": given_a_cache(methods.compressed_convolution, None, X, X),
+            "dynamic convolution": given_a_cache(methods.dynamic_convolution, None, X, X, past_key_values=X),
+            "n-gram embedding": given_a_cache(methods.ngrams, None, X, X),
+        }.items()
+    },
 }  # fmt: skip
 
 

@@ -109,22 +109,18 @@ def test_low_precision_results_are_partial_sums_in_float32() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("device", "options", "message"),
     [
-        ((("blok", 3),), "blok"),
-        ((("block", 64), ("triangle", 128)), "triangle: expected at most block 64, got 128"),
-        ((("triangle", 0),), "triangle: expected 1 token or more, got 0"),
-        ((("block", 64.0),), "block: expected 1 token or more, got 64.0"),
+        ("cpu", (("blok", 3),), "blok"),
+        ("cpu", (("block", 64), ("triangle", 128)), "triangle: expected at most block 64, got 128"),
+        ("cpu", (("triangle", 0),), "triangle: expected 1 token or more, got 0"),
+        ("cpu", (("block", 64.0),), "block: expected 1 token or more, got 64.0"),
+        ("cuda", (), "expected tensors on cpu, got cuda"),
     ],
 )
-def test_options_that_are_refused(options: tuple[tuple[str, int], ...], message: str) -> None:
+def test_what_is_refused(device: str, options: tuple[tuple[str, int], ...], message: str) -> None:
     with pytest.raises(RingConfigError, match=message):
-        get_kernel("cpu", "cpu", options)
-
-
-def test_it_is_for_the_cpu_alone() -> None:
-    with pytest.raises(RingConfigError, match="expected tensors on cpu, got cuda"):
-        get_kernel("cpu", "cuda")
+        get_kernel("cpu", device, options)
 
 
 def test_small_triangles_of_many_segments_are_few_calls() -> None:

@@ -20,6 +20,10 @@ def test_workspace_of_flash_by_hand() -> None:
     kept = 2 * 8 * 1000 * 80 * 2 + 8 * 1000 * 4
     assert get_workspace_bytes("flash", tiles, shape, True) == accumulators + results + kept
     assert get_workspace_bytes("flash", tiles, shape, False) == 8 * 1000 * (80 * (2 + 4) + 24)
+    for narrow in (shape._replace(value_dim=64), shape._replace(head_dim=64)):  # widened for the operators
+        for backward in (False, True):
+            bytes_here = get_workspace_bytes("flash", tiles, narrow, backward)
+            assert bytes_here == get_workspace_bytes("flash", tiles, shape, backward)
     alone = shape._replace(rows=2)
     expanded = 2 * 80 * 2 * 2 * 500
     assert (

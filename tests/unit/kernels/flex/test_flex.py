@@ -522,12 +522,11 @@ def test_blocks_are_counted_as_flex_counts_them(name: str) -> None:
 
 
 def test_workspace_of_flex_has_the_tables_that_are_kept() -> None:
-    tiles, shape = Tiles.rectangles(*(build_runs(n) for n in (8, 4))), HopShape(2, 1, 8, 4, 16, 2, 16)
-    tables = (64 << 20) + 4 * (16 + 16) * 2  # and contiguous copies of K and V
-    assert get_workspace_bytes("flex", tiles, shape, False) == tables + 2 * 8 * (16 * (2 + 4) + 24)
-    assert (
-        get_workspace_bytes("flex", tiles, shape, True) == tables + (2 * 8 + 2 * 4) * 16 * 2 + 2 * 2 * 8 * 4
-    )
+    tiles, shape = Tiles.rectangles(*(build_runs(n) for n in (8, 4))), HopShape(2, 1, 8, 4, 16, 2, 12)
+    tables = (64 << 20) + 4 * (16 + 12) * 2  # and contiguous copies of K and V
+    assert get_workspace_bytes("flex", tiles, shape, False) == tables + 2 * 8 * (12 * (2 + 4) + 24)
+    gradients = (2 * 8 * 16 + 4 * (16 + 12)) * 2 + 2 * 2 * 8 * 4
+    assert get_workspace_bytes("flex", tiles, shape, True) == tables + gradients
 
 
 def build_runs(length: int) -> np.ndarray:

@@ -234,7 +234,7 @@ def test_where_transfers_never_hide_the_reason_is_said(changes, why):
 )
 def test_a_large_ring_is_sampled(pattern):
     found = estimate(setting(tokens=128 * 1024, ring=128, pattern=pattern, layout="auto"))
-    assert found.ranks == 2 and found.peak.total > 0
+    assert found.attention_passes.ranks == 2 and found.peak.total > 0
 
 
 def test_a_swap_of_heads_sends_all_but_the_own_part():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -13,25 +14,24 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from ds_ring import Causal
 from ds_ring.config.section import RingConfig
 from ds_ring_launcher.plan.compare import _torch_step, _ulysses_step, compare
-from ds_ring_launcher.plan.estimate import estimate
+from ds_ring_launcher.plan.estimate import Estimate, estimate
 from ds_ring_launcher.plan.hardware import read_hardware
 from ds_ring_launcher.plan.layer_passes import LayerPasses, layer_passes
 from ds_ring_launcher.plan.model_memory import Zero
 from ds_ring_launcher.plan.options import (
     OPTIONS,
     fewest_devices,
+    list_flags,
     longest_planned,
     longest_sequence,
-    longest_with_options,
     make_deepspeed_json,
     make_json,
     name_limit,
     option_sets,
+    plan_whole,
     sets_that_fit,
-    with_cheapest_options,
     with_options,
 )
-from ds_ring_launcher.plan.report import _show_json
 from ds_ring_launcher.plan.training_setting import TrainingSetting
 from tests.unit.launcher.plan.test_cost import LLAMA_8B
 
@@ -42,6 +42,13 @@ def llama(devices: int = 8, tokens: int = 1 << 20) -> TrainingSetting:
     zero = Zero(3, devices, 2, overlap_comm=True)
     hardware = read_hardware("h100")
     return TrainingSetting(tokens, devices, 1, LLAMA_8B, Causal(), "auto", zero, "bfloat16", hardware)
+
+
+def fit(setting: TrainingSetting) -> Estimate:
+    """Return the plan with the cheapest options that make a setting fit."""
+    found = plan_whole(replace(setting, may_add_options=True))
+    assert found is not None
+    return found
 
 
 @cache
@@ -96,14 +103,16 @@ def test_every_option_is_in_some_set() -> None:
 def test_sets_that_fit_are_minimal_and_the_cheapest_comes_first() -> None:
     base = llama(tokens=1 << 21)
     attention = layer_passes(base)
-    found = sets_that_fit(base, attention)
-    assert found and all(one.estimate.fits for one in found)
-    seconds = [one.estimate.step_s for one in found]
+    found = sets_that_fit(replace(base, may_add_options=True), attention)
+    assert found and all(one.fits for one in found)
+    seconds = [one.step_s for one in found]
     assert seconds == sorted(seconds)
     for one in found:
-        for left_out in one.options:
-            fewer = with_options(base, tuple(option for option in one.options if option is not left_out))
-            assert fewer is None or not estimate(fewer, attention=attention).fits
+        flags = list_flags(one.setting)
+        for left_out in flags:
+            fewer = with_options(base, tuple(BY_FLAG[flag] for flag in flags if flag != left_out))
+            is_same = fewer is not None and list_flags(fewer) == flags  # another option implies it
+            assert fewer is None or is_same or not estimate(fewer, attention=attention).fits
     # none of all the others is both enough and cheaper
     for _, changed in option_sets(base):
         tried = estimate(changed, attention=attention)
@@ -114,7 +123,7 @@ def test_sets_that_fit_are_minimal_and_the_cheapest_comes_first() -> None:
 def test_searches_add_options_where_they_may() -> None:
     base = llama()
     free = replace(base, may_add_options=True)
-    chosen = longest_with_options(free)
+    chosen = longest_planned(free)
     assert chosen is not None and estimate(chosen).fits
     assert chosen.tokens > 10 * longest_sequence(base)
     fewest, with_them = fewest_devices(base), fewest_devices(free)
@@ -133,9 +142,9 @@ def test_the_json_turns_them_on() -> None:
 @pytest.mark.parametrize("own", [{}, {"gradient_clipping": 0.5, "ring_attention": {"prune": False}}])
 def test_the_printed_json_is_whole(own: dict[str, Any], tmp_path: Path) -> None:
     """(--fit printed a part, without batch, stage, precision and sizes.)"""
-    setting = replace(with_flags(llama(), "--tiled-loss", "--offload-optimizer"), batch=2, config=own)
+    setting = replace(with_flags(llama(), "--tiled-loss", "--offload-optimizer"), batch=2)
     path = tmp_path / "ds.json"
-    path.write_text(_show_json(make_deepspeed_json(setting), 80))
+    path.write_text(json.dumps(make_deepspeed_json(setting, own)))
     section = RingConfig.from_deepspeed(path)
     assert (section.ring_size, section.sequence_parallel_size, section.prune) == (8, 8, not own)
     assert section.long_sequence.tiled_loss is True
@@ -152,10 +161,11 @@ def test_a_plan_leaves_the_error_of_its_memory_free() -> None:
     """(--fit chose plans at 99 % of the GPU, while the planner is 4 % off.)"""
     hardware = read_hardware("h100")
     for tokens in (1 << 18, 1 << 20, 3 << 20):
-        plan = estimate(with_cheapest_options(llama(tokens=tokens)))
+        plan = fit(llama(tokens=tokens))
         assert plan.peak.total * 1.04 <= 0.92 * hardware.memory_bytes
     longest = longest_planned(llama())
-    plan = estimate(replace(llama(), tokens=longest))
+    assert longest is not None
+    plan = estimate(longest)
     assert 0.95 < plan.peak.total * 1.04 / (0.92 * hardware.memory_bytes) <= 1
 
 
@@ -188,7 +198,8 @@ def test_the_limit_of_the_longest_sequence_has_a_name() -> None:
         ),
     ):
         setting = with_flags(llama(), *flags)
-        assert name_limit(setting, longest_planned(setting)) == name
+        longest = longest_planned(setting)
+        assert longest is not None and name_limit(longest) == name
 
 
 def test_an_h200_is_no_slower_than_an_h100() -> None:
@@ -204,15 +215,21 @@ def test_a_file_without_a_host_has_nothing_offloaded() -> None:
 
 
 def test_other_methods_beside_it() -> None:
-    found = estimate(with_cheapest_options(llama()))
+    found = fit(llama())
     rows = {row.method: row for row in compare(found, 12345)}
-    own, hybrid, ulysses, torch_cp, ours, alst, guide = rows.values()
+    own, hybrid, alone, ulysses, torch_cp, ours, alst, guide = rows.values()
     assert own.longest_tokens == 12345 and own.peak_bytes == found.peak.total
     assert ulysses.ranks == alst.ranks == torch_cp.ranks == guide.ranks == ours.ranks == 8
     # Jacobs et al. 2023, section 3.2: q, k, v and out of N / P tokens, both ways
     shard = (1 << 20) // 8 * (32 + 8 + 8 + 32) * 128 * 2
     assert ulysses.sent_bytes == pytest.approx(3 * 32 * shard * 7 / 8)  # again under checkpointing
     assert hybrid.method == "ds_ring, Ulysses 4 x ring 2" and hybrid.options == own.options
+    # (Ulysses alone had no row.) It sends what DeepSpeed's does, and counts its kernel's buffers.
+    assert alone.method == "ds_ring, Ulysses 8 x ring 1" and alone.options == own.options
+    assert alone.sent_bytes == ulysses.sent_bytes and "GiB of the kernel's buffers" in alone.note
+    twelve = replace(llama(), ring_size=12, zero=replace(llama().zero, world=12), tokens=12 << 10)
+    names = [row.method for row in compare(estimate(twelve), 0)]
+    assert "ds_ring, Ulysses 4 x ring 3" in names and not any("x ring 1" in name for name in names)
     # Bekman et al. 2025: 3.7 million tokens of this model on 8 H100
     assert 3.0e6 < alst.longest_tokens < 5.5e6 and ulysses.longest_tokens < alst.longest_tokens
     many = {row.method: row for row in compare(estimate(replace(llama(64), tokens=1 << 20)), 0)}

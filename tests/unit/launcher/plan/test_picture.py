@@ -15,7 +15,7 @@ from ds_ring.ops.ulysses import SWAPS, UlyssesAllToAll
 from ds_ring.schedule.plan import Plan
 from ds_ring_launcher import cli
 from ds_ring_launcher.plan.estimate import Estimate, estimate
-from ds_ring_launcher.plan.inputs import make_setting
+from ds_ring_launcher.plan.inputs import make_request
 from ds_ring_launcher.plan.picture import (
     describe_hop,
     draw_plan,
@@ -75,7 +75,7 @@ def read_plan(tokens: str = "128k") -> Estimate:
     command = re.search(r"^ds-ring (plan .*) --compare$", text, re.MULTILINE)
     assert command is not None and " --tokens 128k " in command[1]
     words = command[1].replace("128k", tokens).replace("configs/", f"{ROOT}/configs/").split()
-    return estimate(make_setting(cli._parser().parse_args(words), lambda text: None))
+    return estimate(make_request(cli._parser().parse_args(words), lambda text: None).setting)
 
 
 def read_texts(path: Path) -> list[str]:

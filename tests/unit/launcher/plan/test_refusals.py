@@ -27,6 +27,7 @@ def test_what_a_config_says_of_layers_is_refused() -> None:
         _size({"linear_key_head_dim": 0}, "linear_key_head_dim")
     with pytest.raises(RingConfigError, match=r'model_type: expected attention alone.* with "ssm_cfg"'):
         find_readers({"model_type": "another", "ssm_cfg": {}})
+    assert find_readers({"model_type": "another", "index_topk": None, "compress": False}) == {}
 
 
 @pytest.mark.parametrize("name", ["a\0b", "x" * 5000])

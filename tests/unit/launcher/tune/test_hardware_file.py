@@ -49,7 +49,6 @@ def test_one_rank_says_nothing_of_links() -> None:
 
 def test_of_two_links_the_slower_is_between_nodes() -> None:
     links = machine().links
-    assert links is not None
     description = describe_hardware(request(2), machine(links=type(links)(1e9, 2e9, 1e-4)))
     assert (description["inter_node_bytes_per_s"], description["intra_node_bytes_per_s"]) == (1e9, 2e9)
 

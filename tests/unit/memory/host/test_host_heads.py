@@ -70,7 +70,6 @@ def test_gradients_are_exact(mesh: ds_ring.RingMesh, checkpointed: bool) -> None
     (out * weights).sum().backward()
     want = dense_attention(*values, weights, ds_ring.Causal())
     for leaf, right in zip(values, (want.dq, want.dk, want.dv), strict=True):
-        assert leaf.grad is not None
         torch.testing.assert_close(leaf.grad, right, rtol=0, atol=1e-12)
 
 

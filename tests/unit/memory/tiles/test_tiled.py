@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.functional import cross_entropy, gelu, linear
 from torch.utils.checkpoint import checkpoint
 
@@ -73,6 +75,19 @@ def test_a_loss_goes_back_once_and_only_to_what_wants_a_gradient() -> None:
         torch.testing.assert_close(
             tiled_loss(hidden, weight, None, labels_of(1, 13), ITEMS, 5), loss.detach()
         )
+
+
+def test_the_logits_of_a_tile_are_gone_before_those_of_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits, gone = list[StorageWeakRef](), list[bool]()
+
+    def watched(*inputs: Any) -> Tensor:
+        gone.extend(ref.expired() for ref in logits)
+        logits[:] = [StorageWeakRef((made := linear(*inputs)).untyped_storage())]
+        return made
+
+    monkeypatch.setattr(sys.modules[tiled_loss.__module__], "linear", watched)
+    tiled_loss(drawn(1, 13, WIDTH), drawn(WORDS, WIDTH), None, labels_of(1, 13), ITEMS, 5)
+    assert gone == [True, True]
 
 
 def test_sums_over_many_tiles_are_made_in_float32() -> None:

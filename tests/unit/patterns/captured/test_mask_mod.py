@@ -253,16 +253,23 @@ def test_a_function_is_combined_with_the_other_keys(keys: dict[str, Any], expect
     assert pattern_of(mask_mod=NAME, **keys) == expected
 
 
-@pytest.mark.parametrize("value", ["every_third", "tests.masks:", "a b:c", 3, [NAME]])
-def test_what_is_no_name_is_refused(value: Any) -> None:
-    with pytest.raises(RingConfigError, match=r'pattern\.mask_mod: expected "module:function", got'):
+NO_NAME = r'pattern\.mask_mod: expected "module:function", got'
+GONE = "expected a function that can be imported, got"
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "words"),
+    [
+        *((value, RingConfigError, NO_NAME) for value in ("every_third", "tests.masks:", "a b:c", 3, [NAME])),
+        *(
+            (f"{name}", RingPatternError, f"{GONE} '{name}'")
+            for name in ("no_such_module:fn", "tests.masks:gone")
+        ),
+    ],
+)
+def test_what_is_no_name_or_gone_is_refused(value: Any, error: type[RingError], words: str) -> None:
+    with pytest.raises(error, match=words):
         pattern_of(mask_mod=value)
-
-
-@pytest.mark.parametrize("name", ["no_such_module:fn", "tests.masks:gone"])
-def test_what_cannot_be_imported_is_refused(name: str) -> None:
-    with pytest.raises(RingPatternError, match=rf"expected a function that can be imported, got '{name}'"):
-        pattern_of(mask_mod=name)
 
 
 def test_a_mask_function_makes_pairs_and_tokens_upper_bounds() -> None:

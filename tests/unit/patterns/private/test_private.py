@@ -26,6 +26,7 @@ from ds_ring.schedule.choose import rated
 from ds_ring.schedule.layout import Layout
 from ds_ring.simulation.simulate import SimulationOptions
 from tests.reference import attend_by_counts
+from tests.refusals import refuse
 from tests.unit.patterns.private import masks
 
 PACKED = np.repeat([4, 0, -1, 7], [17, 5, 3, 14])  # 39 tokens
@@ -59,7 +60,6 @@ CASES: dict[str, Case] = {
 def private_slots_sent(pattern: Pattern, layout: Layout) -> tuple[int, int]:
     """The private and the shared tokens that arrive anywhere, by the plan."""
     table = private_table(((pattern, 1),))
-    assert table is not None
     plan, result = build_plan(pattern, layout), [0, 0]
     for rank in range(layout.ring_size):
         for hop in (hop for item in plan.rank(rank).classes for hop in item.hops if hop.hop):
@@ -185,24 +185,23 @@ def test_a_layer_narrows_block_diffusion_by_its_window() -> None:
         pattern.narrowed(Drafter(3, 1))
 
 
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda: BlockDiffusion(0, 8), "block"),
-        (lambda: BlockDiffusion(2, 8, Documents([0] * 7)), "Documents of 8 tokens"),
-        (lambda: BlockDiffusion(2, 3, Documents([0, 1, 0])), "each in one place"),
-        (lambda: BlockDiffusion(2, 8, causal=1), "True or False"),
-        (lambda: Drafter(8, 2, (8,)), "trunk positions from -1"),
-        (lambda: Drafter(8, 2, ()), "trunk positions from -1"),
-        (lambda: Drafter(8, 2).step(3), "at most 2"),
-        (lambda: Drafter(8, 2, (1,)).step(1), "expected no anchors"),
-    ],
-)
-def test_wrong_numbers(make: Any, words: str) -> None:
-    with pytest.raises(RingPatternError, match=words):
-        make()
-
-
-def test_a_pattern_without_private_tokens_has_no_such_layout() -> None:
-    with pytest.raises(RingLayoutError, match="BlockDiffusion or Drafter"):
-        make_layout("private", tokens=8, ring_size=2, pattern=Causal())
+test_what_cannot_be_is_refused = refuse(
+    {
+        "no block": (lambda: BlockDiffusion(0, 8), RingPatternError, "block"),
+        "short documents": (
+            lambda: BlockDiffusion(2, 8, Documents([0] * 7)), RingPatternError, "Documents of 8 tokens"
+        ),
+        "a document in two places": (
+            lambda: BlockDiffusion(2, 3, Documents([0, 1, 0])), RingPatternError, "each in one place"
+        ),
+        "causal is a number": (lambda: BlockDiffusion(2, 8, causal=1), RingPatternError, "True or False"),
+        "an anchor behind": (lambda: Drafter(8, 2, (8,)), RingPatternError, "trunk positions from -1"),
+        "no anchor": (lambda: Drafter(8, 2, ()), RingPatternError, "trunk positions from -1"),
+        "a step too many": (lambda: Drafter(8, 2).step(3), RingPatternError, "at most 2"),
+        "a step of anchors": (lambda: Drafter(8, 2, (1,)).step(1), RingPatternError, "expected no anchors"),
+        "a layout without private tokens": (
+            lambda: make_layout("private", tokens=8, ring_size=2, pattern=Causal()),
+            RingLayoutError, "BlockDiffusion or Drafter",
+        ),
+    }
+)  # fmt: skip
