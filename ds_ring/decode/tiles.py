@@ -11,9 +11,8 @@ from typing import NamedTuple
 import numpy as np
 
 from ds_ring.errors import RingShapeError
-from ds_ring.masks.caches import cache_by_pattern
 from ds_ring.masks.catalog import Full
-from ds_ring.masks.pattern import Pattern
+from ds_ring.masks.pattern import Pattern, cache_by_pattern
 from ds_ring.masks.slots import IntArray
 from ds_ring.masks.tiles import Tiles
 from ds_ring.schedule.layout import Layout

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from functools import cached_property, lru_cache, update_wrapper
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -28,6 +29,8 @@ from ds_ring.plugin import JsonKey
 if TYPE_CHECKING:
     from ds_ring.masks.pair_masks import PairMask
 
+P = ParamSpec("P")
+T = TypeVar("T")
 MANY_PAIRS = 4096  # of runs; if there are more, `tiles` first leaves out those that no branch joins
 
 
@@ -280,3 +283,39 @@ class BoundPattern(Pattern):
         """Return labels of query and key positions, int64 [heads, branches, n] and [heads, branches, m]."""
         by_head = [[branch.labels(q, k) for branch in branches] for branches in self.branches_by_head]
         return tuple(np.array([[pair[side] for pair in pairs] for pairs in by_head]) for side in (0, 1))  # type: ignore[return-value]
+
+
+# [Note: captured tensors in caches]
+# A mask function has copies of captured tensors, and a loop may make one for each batch: few of these stay.
+SMALL_BYTES = 1 << 18  # captured by a pattern that counts as any other
+KEPT_LARGE = 8  # patterns with more: those of a few batches
+
+
+def find_large_masks(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the mask functions with much captured memory of patterns and tables of tiles among values."""
+    masks: tuple[Any, ...] = ()
+    for value in values:
+        pattern = getattr(value, "rule", value)  # of a table
+        if isinstance(pattern, Pattern) and pattern.captured_bytes > SMALL_BYTES:
+            masks += tuple(mask.for_heads(()) for mask in pattern.masks)
+        elif type(value) is tuple:
+            masks += find_large_masks(value)
+    return masks
+
+
+class cache_by_pattern(Generic[P, T]):  # noqa: N801 - a decorator
+    """As `lru_cache`; of patterns that captured much memory it keeps the `KEPT_LARGE` latest."""
+
+    def __init__(self, maxsize: int, function: Callable[P, T]) -> None:
+        self._small = lru_cache(maxsize)(function)
+        self._large = lru_cache(KEPT_LARGE)(lambda masks: lru_cache(maxsize)(function))
+        update_wrapper(self, function)
+
+    def __call__(self, *arguments: P.args, **keywords: P.kwargs) -> T:
+        masks = find_large_masks(arguments)
+        cached: Callable[P, T] = self._large(masks) if masks else self._small
+        return cached(*arguments, **keywords)
+
+    def cache_clear(self) -> None:
+        self._small.cache_clear()
+        self._large.cache_clear()

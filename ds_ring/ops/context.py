@@ -28,8 +28,7 @@ from ds_ring.config.pass_options import PassOptions
 from ds_ring.errors import RingPatternError, shown
 from ds_ring.kernels.select import Kernel, KernelNeeds, get_kernel
 from ds_ring.kernels.select import get_block_side as get_block_side
-from ds_ring.masks.caches import KEPT_LARGE, SMALL_BYTES
-from ds_ring.masks.pattern import Pattern
+from ds_ring.masks.pattern import KEPT_LARGE, SMALL_BYTES, Pattern
 from ds_ring.ops.checks import check_layout
 from ds_ring.ops.options import Options, as_value
 from ds_ring.ops.passes import MakePass, SavedTensors
@@ -106,8 +105,7 @@ class RingContext:
     @cached_property
     def captured_bytes(self) -> int:
         """Return the memory of the tensors that mask functions and the score_mod captured."""
-        mod = self.options.score_mod
-        return self.pattern.captured_bytes + (0 if mod is None else mod.captured_bytes)
+        return self.pattern.captured_bytes + getattr(self.options.score_mod, "captured_bytes", 0)
 
     @cached_property
     def handle(self) -> int:

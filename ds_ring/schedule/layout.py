@@ -24,8 +24,7 @@ import numpy as np
 
 from ds_ring.errors import RingLayoutError, RingShapeError, check_whole_number, shown
 from ds_ring.limits import MAX_RANKS
-from ds_ring.masks.caches import cache_by_pattern
-from ds_ring.masks.pattern import Pattern
+from ds_ring.masks.pattern import Pattern, cache_by_pattern
 from ds_ring.masks.slots import IntArray, repeat_rows
 from ds_ring.plugin import LAYOUTS, load
 

@@ -23,8 +23,7 @@ from ds_ring.errors import (
     shown,
 )
 from ds_ring.limits import MAX_HEADS
-from ds_ring.masks.caches import cache_by_pattern
-from ds_ring.masks.pattern import Pattern
+from ds_ring.masks.pattern import Pattern, cache_by_pattern
 from ds_ring.masks.slots import count_slots
 from ds_ring.plugin import GRADIENT_PAYLOADS
 from ds_ring.schedule.head_class import HeadClass, ReadsOfShards

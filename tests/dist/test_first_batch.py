@@ -9,11 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-<<<<<<< HEAD
 import ds_ring
-=======
 from ds_ring.engines.first_batch.first_batch import Numbers, compare_outputs
->>>>>>> main
 from tests.dist.deepspeed_ranks import (
     Size,
     build_batch,

@@ -14,14 +14,15 @@ import itertools
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
 from ds_ring.kernels.cpu import BIASED, BLOCK, TRIANGLE
 from ds_ring.kernels.interface import Rows, Tile, each_tile
-from ds_ring.masks.caches import cache_by_tiles
 from ds_ring.masks.joins import trimmed
+from ds_ring.masks.pattern import cache_by_pattern
 from ds_ring.masks.slots import IntArray, repeat_rows
 from ds_ring.masks.tiles import Tiles
 
@@ -43,7 +44,7 @@ class Sizes:
     backward: bool = False
 
 
-@cache_by_tiles
+@partial(cache_by_pattern, 512)
 def calls(tiles: Tiles, sizes: Sizes) -> tuple[Tile, ...]:
     """Return the calls of the operator that compute a table of tiles, cached by the table.
 
@@ -77,7 +78,7 @@ class PreparedCall(NamedTuple):
     has_bias: bool
 
 
-@cache_by_tiles
+@partial(cache_by_pattern, 512)
 def _prepare_calls(tiles: Tiles, sizes: Sizes, group: int) -> tuple[PreparedCall, ...]:
     """Return the calls for a table of tiles, if `group` query heads share a K/V head."""
     prepared = []

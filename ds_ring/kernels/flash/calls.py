@@ -22,15 +22,15 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import numpy as np
 
 from ds_ring.comm.device_tables import DeviceTables
 from ds_ring.kernels.interface import ALL_HEADS, Rows, Tile, each_tile
-from ds_ring.masks.caches import cache_by_tiles
 from ds_ring.masks.joins import split_by_head, trimmed
+from ds_ring.masks.pattern import cache_by_pattern
 from ds_ring.masks.slots import IntArray
 from ds_ring.masks.tiles import Axis, Tiles
 
@@ -355,7 +355,7 @@ class FlashCall:
         return self.q_rows.repeats * sum(counts)
 
 
-@cache_by_tiles
+@partial(cache_by_pattern, 512)
 def make_flash_calls(tiles: Tiles) -> tuple[FlashCall, ...]:
     """Return the calls for a table of tiles; cached for each table object.
 

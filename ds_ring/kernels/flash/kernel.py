@@ -51,7 +51,7 @@ from ds_ring.kernels.interface import (
     make_kernel_error,
 )
 from ds_ring.kernels.trials import try_kernel
-from ds_ring.masks.caches import cache_by_tiles
+from ds_ring.masks.pattern import cache_by_pattern
 from ds_ring.masks.tiles import Tiles
 
 _MASKED = (
@@ -401,7 +401,7 @@ def _select_heads(x: Tensor, head_in_group: int, group: int) -> Tensor:
     return x[:, head_in_group::group]
 
 
-@cache_by_tiles
+@partial(cache_by_pattern, 512)
 def _assign_calls(
     tiles: Tiles, executors: tuple[Executor, ...], sizes: CallSizes
 ) -> tuple[tuple[FlashCall, Executor, slice], ...]:

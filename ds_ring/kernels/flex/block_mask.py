@@ -20,9 +20,8 @@ from ds_ring.comm.streams import active_fake_mode
 from ds_ring.kernels.flex.blocks import BlockIntervals, find_block_intervals
 from ds_ring.kernels.flex.workspace import KEPT_TABLE_BYTES
 from ds_ring.masks.branches import NO_LABEL, Partition
-from ds_ring.masks.caches import SMALL_BYTES
 from ds_ring.masks.pair_masks import MaskFunction
-from ds_ring.masks.pattern import BoundPattern
+from ds_ring.masks.pattern import SMALL_BYTES, BoundPattern
 from ds_ring.masks.slots import IntArray, repeat_rows
 from ds_ring.masks.tiles import Axis, Tiles
 

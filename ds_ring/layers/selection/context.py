@@ -6,8 +6,7 @@ from functools import partial
 
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.errors import RingConfigError, RingPatternError
-from ds_ring.masks.caches import cache_by_pattern
-from ds_ring.masks.pattern import Pattern
+from ds_ring.masks.pattern import Pattern, cache_by_pattern
 from ds_ring.ops.checks import check_layout, check_not_transformed
 from ds_ring.ops.context import RingContext, make_ring_context
 from ds_ring.ops.options import Options

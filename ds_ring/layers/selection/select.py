@@ -27,9 +27,8 @@ from ds_ring.layers.selection.block_layout import BlockLayout
 from ds_ring.layers.selection.context import selection_context
 from ds_ring.layers.selection.total_order import BestKeys, in_order, merge_best, none_so_far
 from ds_ring.masks.branches import Branch
-from ds_ring.masks.caches import cache_by_pattern
 from ds_ring.masks.catalog import Before, Causal, Full
-from ds_ring.masks.pattern import BoundPattern, Pattern
+from ds_ring.masks.pattern import BoundPattern, Pattern, cache_by_pattern
 from ds_ring.masks.slots import IntArray, expand_ranges
 from ds_ring.ops.checks import DTYPES, check_operand
 from ds_ring.ops.context import RingContext

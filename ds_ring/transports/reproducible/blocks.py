@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ds_ring.kernels.interface import Kernel
-from ds_ring.masks.caches import cache_by_pattern
-from ds_ring.masks.pattern import Pattern
+from ds_ring.masks.pattern import Pattern, cache_by_pattern
 from ds_ring.masks.tiles import Tiles
 from ds_ring.ring.merge import get_accumulator_dtype, make_empty_results, merge_
 from ds_ring.schedule.layout import Layout

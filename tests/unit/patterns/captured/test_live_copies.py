@@ -11,13 +11,11 @@ from unittest import mock
 import pytest
 import torch
 
-from ds_ring import Causal, MaskMod, RingMesh, make_layout, ring_attention
+from ds_ring import Causal, MaskMod, PassOptions, RingMesh, make_layout, ring_attention
 from ds_ring.kernels.flex.block_mask import HopMasks
-from ds_ring.masks.caches import SMALL_BYTES
-from ds_ring.masks.pattern import Pattern
+from ds_ring.masks.pattern import SMALL_BYTES, Pattern
 from ds_ring.patterns.captured.traced import Traced
 from ds_ring.schedule.plan import build_plan
-from ds_ring.transports.reproducible.blocks import find_squares, make_tiles
 
 TOKENS, BATCHES = 32, 24
 MESH = RingMesh.single()
@@ -47,18 +45,13 @@ def call_flex(batch: int) -> None:
     MASKS.get(tiles, 16, torch.device("cpu"))
 
 
-def cut_blocks(batch: int) -> None:
-    mask = make_mask(batch)
-    find_squares(mask, TOKENS, 16)
-    make_tiles(mask, TOKENS, 16, 1, 0)
-
-
+REPRODUCIBLE = PassOptions(transport="reproducible", block_size=16)
 MASKS = HopMasks()
 USES: dict[str, Callable[[int], None]] = {
     "the cpu kernel": lambda batch: attend(make_mask(batch)),
     "a layout's name": lambda batch: attend(make_mask(batch), layout="balanced"),
     "the reference kernel": lambda batch: attend(make_mask(batch), kernel="reference"),
-    "reproducible": cut_blocks,
+    "reproducible": lambda batch: attend(make_mask(batch), options=REPRODUCIBLE),
     "flex": call_flex,
     "a score_mod": change_scores,
 }
