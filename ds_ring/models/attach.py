@@ -56,7 +56,10 @@ def check_model(model: nn.Module, config: RingConfig) -> None:
             continue  # it joins image encoders and a language part, which is looked at by itself
         if config.attention == "ring" and (home := checks.find_attention_home(implementation)):
             got = f"{implementation!r} of {home}: the ring would replace it, and its mask"
-            advice = 'use "sdpa" and a pattern ("mask_mod", say)'
+            advice = (
+                'use "sdpa" and a pattern ("mask_mod", say), or set yours after ds_ring.initialize, where it'
+                " calls ds_ring.ring_attention: see configs/examples/batch_mask.py"
+            )
             raise RingConfigError.wrong(type(part).__name__, "an attention of transformers", got, advice)
         as_is = config.attention == "as_is" and implementation == UNMODIFIED
         checks.check_class(part, AttachRequest(config, as_is, part in outermost))

@@ -14,7 +14,9 @@ from tests.dist.trainer_logs import EXAMPLES, check_logs, configs
 
 @pytest.mark.day("own_mask.py-4")
 @pytest.mark.slow
-@pytest.mark.parametrize(("script", "steps"), [("longnet.py", 4), ("own_mask.py", 4), ("packed.py", 7)])
+@pytest.mark.parametrize(
+    ("script", "steps"), [("longnet.py", 4), ("own_mask.py", 4), ("batch_mask.py", 4), ("packed.py", 7)]
+)
 def test_a_script_trains_as_on_a_ring_of_one(rank_pool: Any, script: str, steps: int) -> None:
     alone = RankPool(1)  # one that other tests use stays without a ring
     expected = alone.run(run_example, script, ["--ring", "1"], False)[0]

@@ -806,10 +806,11 @@ def test_a_long_sentence_and_a_long_cell_are_noticed() -> None:
     assert [words(one) for one in cells] == [2, 1, 0, 0, 2, 0]
 
 
-# Of pip, torch, accelerate, Python's argparse and the system, and a folder of torch's.
+# Of pip, torch, accelerate, Python, its argparse and the system, and a folder of torch's.
 MESSAGES_OF_OTHERS = {
     "No matching distribution found for ds_ring",
     "requires a different Python",
+    "module 'ds_ring' has no attribute",
     "conflicting dependencies",
     "Using the Trainer with PyTorch requires accelerate",
     "No module named 'mpi4py'",

@@ -293,7 +293,8 @@ class HeadMask(PairMask):
         if self.whole.facts.traced.is_changed(self.whole.function, captured):
             raise RingPatternError(
                 f"MaskMod {name_function(self.whole.function)}: expected unchanged captured values, got"
-                " others than when it was made; make a new MaskMod for a new mask"
+                " others than when it was made; give each call of ring_attention a new MaskMod (a mask of the"
+                " JSON is fixed for the run: see configs/examples/batch_mask.py)"
             )
 
     def pairs(self, q: IntArray, k: IntArray) -> IntArray:

@@ -17,6 +17,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ds_ring import RingConfig, RingConfigError
 from ds_ring.models.attach import check_model
+from ds_ring.models.copies import TransformersCopies
 from ds_ring_launcher.check.small_model import build, read_config, shrink
 
 CONFIG = RingConfig.from_deepspeed({"sequence_parallel_size": 2, "ring_attention": {}})
@@ -41,8 +42,20 @@ def model_of(implementation: str) -> LlamaForCausalLM:
 
 def test_an_attention_of_the_users_is_not_replaced_in_silence(own: str) -> None:
     """Its mask would be gone: the model would train on another attention."""
-    with pytest.raises(RingConfigError, match="expected an attention of transformers, got 'own' of tests"):
+    with pytest.raises(
+        RingConfigError, match="expected an attention of transformers, got 'own' of tests"
+    ) as e:
         check_model(model_of(own), CONFIG)
+    assert "see configs/examples/batch_mask.py" in str(e.value)
+
+
+def test_an_attention_of_the_users_that_came_after_the_rings_serves_the_copy_of_one_process(own: str) -> None:
+    model, copy = model_of("ds_ring"), model_of("sdpa")
+    TransformersCopies().set_attention(copy, model, CONFIG)
+    assert copy.config._attn_implementation == "sdpa"
+    model.set_attn_implementation(own)
+    TransformersCopies().set_attention(copy, model, CONFIG)
+    assert copy.config._attn_implementation == own
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
