@@ -117,12 +117,9 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
             kind = planned.other_layers[0].kind.name
             raise RingConfigError(f"--compare: expected a model of softmax attention alone, got {kind}")
         advice = advise(planned, say, request.before_fit if options.fit else None, request.section.timeouts)
-        counts = []
         rows = compare(planned, advice.reach.longest_tokens) if options.compare else []
-        if options.more_devices:
-            batch = request.config.get("train_batch_size")
-            batch = batch if isinstance(batch, int) else 0  # "auto", or left out
-            counts = plan_more_devices(request.before_fit, say, request.names_ring, batch)
+        sizes = request.names_ring, request.config.get("train_batch_size")
+        counts = plan_more_devices(request.before_fit, say, *sizes) if options.more_devices else []
         if options.picture is not None:
             from ..plan.picture import plot_memory, save_figure
 

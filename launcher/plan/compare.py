@@ -123,8 +123,7 @@ def _list_ulysses_sizes(setting: TrainingSetting) -> list[int]:
 def _make_own_row(name: str, planned: Estimate, best: bool, longest_tokens: int) -> ComparisonRow:
     setting = planned.setting
     ranks = setting.ring_size * setting.ulysses_size
-    replicas = setting.devices // ranks
-    note = f"; {replicas} data replicas of {ranks} ranks" if replicas > 1 else ""
+    note = f"; {setting.replicas} data replicas of {ranks} ranks" if setting.replicas > 1 else ""
     if setting.ring_size == 1:
         workspace = planned.attention_passes.memory.workspace / GIB
         note += (
@@ -132,7 +131,7 @@ def _make_own_row(name: str, planned: Estimate, best: bool, longest_tokens: int)
         )
         note += " have what their authors count"
     return ComparisonRow(
-        name, best, list_flags(setting), ranks, replicas, 1, note, planned.peak.total,
+        name, best, list_flags(setting), ranks, setting.replicas, 1, note, planned.peak.total,
         planned.node_host_bytes, planned.sent_bytes + planned.swap_bytes, planned.fits, planned.step_s,
         setting.batch * setting.tokens / ranks / planned.step_s, longest_tokens,
     )  # fmt: skip
@@ -276,32 +275,20 @@ def get_torch_peak(setting: TrainingSetting) -> int:
     return _torch_step(_apply_trl(setting)).peak().total
 
 
-def _torch_waiting(setting: TrainingSetting, whole: PassCost) -> float:
-    """Return the seconds of messages that torch's kernels do not hide; its hops compute equal parts."""
+def get_torch_waiting(setting: TrainingSetting, whole: PassCost) -> float:
+    """Return the seconds of messages that torch's kernels do not hide, in all layers.
+
+    Args:
+        setting: of all ranks.
+        whole: passes of all layers on one device, of which a hop of a rank computes an equal part.
+    """
     ranks, hardware, shard = setting.devices, setting.hardware, _torch_shard(setting)
     layers, forwards = setting.model.layers, 1 + setting.checkpointing
     forward_s, backward_s = (seconds / layers / ranks**2 for seconds in (whole.forward_s, whole.backward_s))
-    gathered = shard * ELEMENT_BYTES[setting.dtype] * (ranks - 1)
-    gather_s = gathered / hardware.collective_bytes_per_s(ranks)
+    gather_s = ELEMENT_BYTES[setting.dtype] * shard * (ranks - 1) / hardware.collective_bytes_per_s(ranks)
     hop_s = shard * FLOAT * (ranks > 1) / hardware.link_bytes_per_s(ranks)
-    return layers * compute_torch_waiting(ranks, forwards, gather_s, hop_s, (forward_s, backward_s))
-
-
-def compute_torch_waiting(
-    ranks: int, forwards: int, gather_s: float, hop_s: float, kernel_s: tuple[float, float]
-) -> float:
-    """Return the seconds of messages of a layer that torch's ring does not hide.
-
-    Args:
-        ranks: of the ring.
-        forwards: forward passes in a step.
-        gather_s: of K and V of all ranks.
-        hop_s: of dK and dV to the next rank.
-        kernel_s: of a hop, forward and backward.
-    """
-    forward_s, backward_s = kernel_s
     exposed_s = forwards * max(0.0, gather_s - forward_s) + max(0.0, gather_s - backward_s)
-    return exposed_s + (ranks - 1) * max(0.0, hop_s - backward_s) + hop_s
+    return layers * (exposed_s + (ranks - 1) * max(0.0, hop_s - backward_s) + hop_s)
 
 
 _METHODS = (
@@ -311,6 +298,6 @@ _METHODS = (
     ),
     _Method(
         "torch context parallel", "torch, TRL's guide", _apply_trl, _torch_step,
-        lambda setting: setting.devices, False, _sent_by_torch, _torch_waiting,
+        lambda setting: setting.devices, False, _sent_by_torch, get_torch_waiting,
     ),
 )  # fmt: skip

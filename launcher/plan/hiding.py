@@ -79,9 +79,11 @@ def _cost(setting: TrainingSetting, local_tokens: int) -> PassCost:
 
     Without fixed costs: their time hides no message.
     """
-    free = setting.hardware.model_copy(update={"call_overhead_s": 0.0, "hop_overhead_s": 0.0})
-    smaller = like_in_hops(replace(setting, hardware=free), local_tokens)
-    return total_cost(slowest_passes(smaller, setting.bytes_per_s))
+    setting = replace(
+        setting,
+        hardware=setting.hardware.model_copy(update={"call_overhead_s": 0.0, "hop_overhead_s": 0.0}),
+    )
+    return total_cost(slowest_passes(like_in_hops(setting, local_tokens), setting.bytes_per_s))
 
 
 def _why(setting: TrainingSetting, most: int) -> str:

@@ -215,7 +215,7 @@ def layer_passes(setting: TrainingSetting, progress: OnProgress | None = None) -
         slowest = max(of_ranks, key=lambda cost: cost.seconds)
         lead_s = slowest.seconds - min(cost.seconds for cost in of_ranks)
         sent = [(cost.forward_bytes, cost.backward_bytes) for cost in of_ranks]
-        ends = {1, layout.ring_size - 2} if layout.ring_size > FEW_RANKS else set()
+        ends = {1, layout.ring_size - 2}.intersection(range(layout.ring_size))
         sent += [bytes_sent(choose_parts(plan, rank), shape) for rank in ends.difference(ranks)]
         forward, backward = max(sent, key=sum)
         busiest = replace(slowest, forward_bytes=forward, backward_bytes=backward)

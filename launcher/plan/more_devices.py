@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from .estimate import Estimate, estimate
-from .options import MAX_RANKS, plan_whole, sets_that_fit
+from .options import MAX_RANKS, plan_whole
 from .training_setting import TrainingSetting
 
 TIMES = (1, 2, 4, 8)
@@ -14,7 +14,7 @@ TIMES = (1, 2, 4, 8)
 
 def plan_more_devices(
     setting: TrainingSetting, say: Callable[[str], None] = lambda what: None, keeps_ring: bool = False,
-    train_batch: int = 0,
+    train_batch: object = None,
 ) -> list[Estimate]:  # fmt: skip
     """Return plans on as many devices and on 2, 4 and 8 times as many: in a larger ring, and by replicas.
 
@@ -24,21 +24,22 @@ def plan_more_devices(
         setting: of the first plan.
         say: called with each number of devices.
         keeps_ring: the ring's size was asked for: it grows only where replicas do not divide the batch.
-        train_batch: sequences of a step, which replicas divide; 0 for any number.
+        train_batch: sequences of a step, which replicas divide; None or "auto" for any number.
     """
     plans: list[Estimate] = []
     for times in TIMES:
-        world = times * setting.devices
-        say(f"{world} devices")
-        larger = replace(setting, zero=replace(setting.zero, world=world), may_add_options=True)
-        divides = train_batch % (setting.batch * larger.replicas) == 0
+        say(f"{times * setting.devices} devices")
+        larger = replace(
+            setting, zero=replace(setting.zero, world=times * setting.devices), may_add_options=True
+        )
+        divides = not isinstance(train_batch, int) or train_batch % (setting.batch * larger.replicas) == 0
         ring = times * setting.ring_size
-        fits_ring = ring <= MAX_RANKS and ring * setting.ulysses_size <= setting.tokens
-        if times == 1 or (fits_ring and not (keeps_ring and divides)):
+        if times == 1 or (
+            not (keeps_ring and divides) and ring <= min(MAX_RANKS, setting.tokens // setting.ulysses_size)
+        ):
             whole = replace(larger, ring_size=ring)
             plans.append(plan_whole(whole) or estimate(whole))
-        if times > 1 and divides:  # attention is that of the first plan
-            attention = plans[0].attention_passes
-            fitting = sets_that_fit(larger, attention)
-            plans.append(fitting[0] if fitting else estimate(larger, attention=attention))
+        if times > 1 and divides:
+            attention = plans[0].attention_passes  # the same ring
+            plans.append(plan_whole(larger, attention) or estimate(larger, attention=attention))
     return plans

@@ -210,12 +210,12 @@ def sets_that_fit(setting: TrainingSetting, attention: LayerPasses | None = None
     return sorted(fitting, key=lambda plan: (plan.step_s, len(list_flags(plan.setting))))
 
 
-def plan_whole(setting: TrainingSetting) -> Estimate | None:
+def plan_whole(setting: TrainingSetting, attention: LayerPasses | None = None) -> Estimate | None:
     """Return the plan of a whole ring, with the cheapest options if it may add some; None: it does not fit.
 
     Searches look at a small ring: the whole one may need a little more.
     """
-    fitting = sets_that_fit(setting)
+    fitting = sets_that_fit(setting, attention)
     return fitting[0] if fitting else None
 
 

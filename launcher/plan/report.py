@@ -22,10 +22,6 @@ from .pass_time import EXPOSED
 from .training_setting import MEMORY_ERROR, TrainingSetting
 
 GIB = 2**30
-EXPOSED_MESSAGES = (
-    "messages of a ring travel behind its kernels, torch's all-gather behind the first one, its dK/dV behind"
-    " the next one: what is longer is exposed. All-to-alls and ZeRO are exposed"
-)  # by the code of each; compare.py has the places
 BAR, BAR_WIDTH = "\u2588", 16  # the memory that a plan may take, in a table
 
 
@@ -197,12 +193,18 @@ def print_report(
             if not has_these or row.note:
                 how = "these options" if has_these else _join(row.options)
                 console.print(f"{row.method}: {how}{row.note}", markup=False)
-        console.print(EXPOSED_MESSAGES, markup=False)
+        # by the code of each: compare.py
+        console.print(
+            "messages of a ring travel behind its kernels, torch's all-gather behind the first one, its dK/dV"
+            " behind the next one: what is longer is exposed. All-to-alls and ZeRO are exposed"
+        )
     if counts:
         print_table(_devices_table(counts))
         for plan in counts:
-            name = f"{plan.setting.devices} devices, {plan.setting.split}"
-            console.print(f"{name}: {_join(list_flags(plan.setting))}", markup=False)
+            console.print(
+                f"{plan.setting.devices} devices, {plan.setting.split}: {_join(list_flags(plan.setting))}",
+                markup=False,
+            )
     reach, fit_reach = advice.reach, advice.fit_reach
     longest, fewest = _longest(reach, "tokens with these options"), _fewest(reach)
     if fit_reach is not None and fit_reach.longest_options != reach.longest_options:
@@ -333,8 +335,11 @@ def _cost_table(planned: Estimate) -> Table:
             f"  {layer_pass.layers} x {layer_pass.pattern}", f"{pairs:.3g} pairs", _seconds(seconds)
         )
     table.add_row("  of it waiting for K/V", f"{share:.1%}", _seconds(planned.exposed_s))
-    fixed_s = planned.fixed_share * (planned.attention_s - planned.swap_s)
-    table.add_row("  fixed costs of calls, hops", f"{planned.fixed_share:.1%}", _seconds(fixed_s))
+    table.add_row(
+        "  fixed costs of calls, hops",
+        f"{planned.fixed_share:.1%}",
+        _seconds(planned.fixed_share * (planned.attention_s - planned.swap_s)),
+    )
     table.add_row("  attended of executed pairs", f"{attended:.1%}", "")
     if planned.swap_bytes:
         table.add_row("  Ulysses' all-to-alls", _size(planned.swap_bytes), _seconds(planned.swap_s))
@@ -354,18 +359,24 @@ def _cost_table(planned: Estimate) -> Table:
 
 def _devices_table(plans: Sequence[Estimate]) -> Table:
     """Build the table of the same step on more devices."""
-    columns = ("ring x Ulysses x data", "sequences a step", "tokens a device", "GiB a device", "seconds")
-    columns += ("tokens/s a device", "MFU")
+    columns = (
+        *("ring x Ulysses x data", "sequences a step", "tokens a device", "GiB a device", "seconds"),
+        *("tokens/s a device", "MFU"),
+    )
     table = Table("devices", *columns, title="more devices, each row with what --fit chooses there")
     for column in table.columns:
         column.justify = "right"
     for plan in plans:
         setting = plan.setting
-        figures = [f"{setting.ring_size}x{setting.ulysses_size}x{setting.replicas}"]
-        figures.append(str(setting.batch * setting.replicas))
-        figures.append(f"{setting.tokens // (setting.ring_size * setting.ulysses_size):,}")
-        figures += [f"{plan.peak.total / GIB:.1f}", _seconds(plan.step_s), f"{plan.tokens_per_s:,.0f}"]
-        figures.append("" if plan.mfu is None else f"{plan.mfu:.0%}")
+        figures = (
+            f"{setting.ring_size}x{setting.ulysses_size}x{setting.replicas}",
+            f"{setting.batch * setting.replicas}",
+            f"{setting.tokens // (setting.ring_size * setting.ulysses_size):,}",
+            f"{plan.peak.total / GIB:.1f}",
+            _seconds(plan.step_s),
+            f"{plan.tokens_per_s:,.0f}",
+            "" if plan.mfu is None else f"{plan.mfu:.0%}",
+        )
         mark = "" if plan.fits else " (does not fit)"
         table.add_row(f"{setting.devices}{mark}", *figures)
     return table

@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ds_ring.masks.catalog import Causal
-from ds_ring_launcher.plan.compare import FINE, GIB, compute_torch_waiting, get_torch_peak
+from ds_ring_launcher.plan.compare import FINE, GIB, get_torch_peak, get_torch_waiting
 from ds_ring_launcher.plan.estimate import Estimate, estimate, fits, training_step
-from ds_ring_launcher.plan.hardware import AttentionEfficiency, Hardware, get_collective_rate, read_hardware
+from ds_ring_launcher.plan.hardware import AttentionEfficiency, Hardware, read_hardware
 from ds_ring_launcher.plan.model_file import ModelShape
 from ds_ring_launcher.plan.model_memory import LocalTokens, Zero
 from ds_ring_launcher.plan.options import MAX_TOKENS, longest_that
@@ -66,16 +66,13 @@ def torch_extra_s(planned: Estimate, machine: Machine) -> float:
     local = setting.tokens // ranks
     out = local * model.heads * model.head_dim
     kv = 2 * local * model.kv_heads * model.head_dim
-    inside = ranks <= machine.node
-    rate = machine.link if inside else get_collective_rate(machine.link, machine.node, machine.network)
-    gather = ELEMENT * kv * (ranks - 1) / rate
     merge = MERGE_BYTES * out * (ranks - 1) / machine.memory
     added = CAST_AND_ADD_BYTES * (out + kv) * ranks / machine.memory
-    hop = FLOAT * kv / (machine.link if inside else machine.network)
-    attention = planned.attention
-    kernels = tuple(seconds / model.layers / ranks for seconds in (attention.forward_s, attention.backward_s))
-    waiting = compute_torch_waiting(ranks, 2, gather, hop, kernels)
-    return model.layers * (waiting + 2 * merge + added)
+    links = {"intra_node_bytes_per_s": machine.link, "inter_node_bytes_per_s": machine.network}
+    hardware = setting.hardware.model_copy(update=links | {"devices_per_node": machine.node})
+    one, attention = replace(setting, hardware=hardware), planned.attention
+    whole = replace(attention, forward_s=ranks * attention.forward_s, backward_s=ranks * attention.backward_s)
+    return get_torch_waiting(one, whole) + model.layers * (2 * merge + added)
 
 
 def longest_tokens(table: Table, row: LengthRow) -> int:

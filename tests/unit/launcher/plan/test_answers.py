@@ -18,7 +18,7 @@ from ds_ring_launcher import cli
 from ds_ring_launcher.commands.parsers import read_tokens
 from ds_ring_launcher.plan import known_models
 from ds_ring_launcher.plan.advice import _warn_about_limits, _warn_about_timeouts, advise, get_longest_work
-from ds_ring_launcher.plan.compare import _sent_by_torch, _torch_waiting, compare
+from ds_ring_launcher.plan.compare import _sent_by_torch, compare, get_torch_waiting
 from ds_ring_launcher.plan.estimate import estimate, head_swaps
 from ds_ring_launcher.plan.hardware import read_hardware
 from ds_ring_launcher.plan.layer_passes import build_plans, choose_parts, pass_shape
@@ -200,10 +200,10 @@ def test_what_torch_hides_behind_its_kernels() -> None:
     }
     for (forward_s, backward_s), exposed_s in cases.items():
         whole = replace(kernel, forward_s=forward_s * hops, backward_s=backward_s * hops)
-        assert _torch_waiting(setting, whole) == pytest.approx(layers * exposed_s)
+        assert get_torch_waiting(setting, whole) == pytest.approx(layers * exposed_s)
     # K and V of 63 ranks three times; 64 float32 gradients, the own ones last of all
     assert _sent_by_torch(setting) == layers * shard * (3 * 63 * 2 + 64 * 4)
-    assert _sent_by_torch(on_devices(setting, 1)) == _torch_waiting(on_devices(setting, 1), kernel) == 0
+    assert _sent_by_torch(on_devices(setting, 1)) == get_torch_waiting(on_devices(setting, 1), kernel) == 0
 
 
 def test_methods_are_compared_with_the_same_options_first() -> None:
