@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 # 1. 0, or 1 from a rank that refuses its input ([Note: refusals]); its other three integers are 0.
 # 2. The digest of the fields (`Agreement`), combined with the number of the call on this mesh.
 # 3. Seconds of patience that the rank asks for ([Note: compile skew] in `cuda/patience.py`); 0 for none.
-# 4. A further value (`MeshState.compared`): 1 or 2, whether an operand requires a gradient; or 1 + the number
-#    of the forward call whose gradient this is. 0: this rank compares none.
+# 4. A further value (`MeshState.compared`): 1 if no operand requires a gradient, 2 if one does; or 1 + the
+#    number of the forward call whose gradient this is. 0: this rank compares none.
 # The first two must be equal on all ranks. Then the greatest header has the longest patience, which all ranks
-# take, and the fourth is compared in the least and the greatest header, unless one has 0. With one patience,
-# as on CPUs, these have its extremes; else a difference can be missed. After a difference all ranks send each
-# other their reports, so that the error names fields, values and ranks.
+# take. The fourth is compared in the least and the greatest header, unless either has 0. If all ranks ask for
+# one patience, as on CPUs, these have its extremes; else a difference can be missed. After a difference all
+# ranks send each other their reports, so that the error names fields, values and ranks.
 #
 # The least and the greatest header spread to all ranks in log2 P rounds, so every rank raises the same error
 # at once. If the header went to the next rank only, two ranks would see a difference, and the others would

@@ -18,7 +18,7 @@ from ds_ring.ring.merge import MAX_PARTS, add_parts_, assign_, merge_, merge_par
 
 # [Note: the first part of a row]
 # The first partial result of a row is assigned, so the accumulator is not filled before. Rows without results
-# are filled at the end, or earlier if a part is strided, of some heads, or on new and old rows: it is merged.
+# are filled at the end. A strided part, one of some heads, or of new and old rows is merged: it fills first.
 
 
 class UnwrittenSlots:

@@ -13,10 +13,10 @@ never waits for another message). So the traffic is minimal. Direct sends do not
 with dense, causal windowed and causal dilated patterns, nor for zigzag shards with a dense causal pattern.
 
 Of 16,384 tokens on 8 ranks, LongNet (segments 512, 2048, 8192, rates 1, 2, 4, causal, 8 heads; zigzag) sends
-8 % of its messages' tokens directly. To pass all from neighbour to neighbour would send 14 % more. With a
-`SlidingWindow(2048)` on its "balanced" shards of many short runs, these numbers are 30 % and 45 %. If only
-neighbours are linked, a direct send crosses one link for each hop of its way. Both directions send the same
-number of tokens; we choose by the number of links that tokens cross (`directions.py`).
+8 % of its messages' tokens directly. To pass all from neighbour to neighbour, up to the last reader, would
+send 14 % more. With `SlidingWindow(2048)` on its "balanced" shards of many short runs, this is 30 % and 45 %.
+If only neighbours are linked, a direct send crosses one link for each hop of its way. Both directions send
+the same number of tokens; we choose by the number of links that tokens cross (`directions.py`).
 
 [Note: where gradients are added]
 With a float32 payload, the sum of a token's dK and dV follows its keys, and each rank adds its own part. A

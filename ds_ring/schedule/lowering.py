@@ -27,7 +27,7 @@ for that: all ranks start a chunk in the same batch, so messages of two ranks ha
 In a backward pass, gradients still return to their owners after a rank's last hop. If the rank computes at
 every hop, this takes one batch, from another node of R ranks R batches. A rank that stops earlier has more
 such batches, as later ranks still read its shard. In a contiguous causal ring of 4 ranks, rank 0 computes at
-hop 0 alone and has four (1 to 4), rank 1 has two (2 and 3). In the last of them a chunk computes the queries
+hop 0 alone and has four (1 to 4). Rank 1 has two (2 and 3). In the last of them a chunk computes the queries
 of the first half of the own shard, in parts of at least `LEAST_KEPT` queries, one a batch. On causal zigzag
 shards this is one triangle. The other queries, and a half that is shorter, are computed in the first batch.
 TransformerEngine also computes its diagonal last. All chunks have this order, so the number of chunks changes
