@@ -312,9 +312,9 @@ class cache_by_pattern(Generic[P, T]):  # noqa: N801 - a decorator
         update_wrapper(self, function)
 
     def __call__(self, *arguments: P.args, **keywords: P.kwargs) -> T:
-        masks = find_large_masks(arguments)
-        cached: Callable[P, T] = self._large(masks) if masks else self._small
-        return cached(*arguments, **keywords)
+        cached: Any = self._large(masks) if (masks := find_large_masks(arguments)) else self._small
+        result: T = cached(*arguments, **keywords)
+        return result
 
     def cache_clear(self) -> None:
         self._small.cache_clear()
