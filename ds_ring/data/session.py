@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,7 +39,7 @@ from ds_ring.data.loss import (
 from ds_ring.data.model_needs import ModelNeeds
 from ds_ring.data.packing import check_losses, number_documents
 from ds_ring.data.ring_batch import RecentBatches, RingBatch
-from ds_ring.data.stop_request import PREEMPTED, StopRequest
+from ds_ring.data.stop_request import StopRequest
 from ds_ring.errors import RingShapeError
 from ds_ring.masks.pattern import Pattern
 from ds_ring.ops.prepare import PlanReasons
@@ -242,16 +242,12 @@ class RingSession:
 
             if engine.ring.should_stop():
                 engine.save_checkpoint(folder, client_state=state)
-                engine.ring.leave()
+                sys.exit(os.EX_TEMPFAIL)  # 75, by which a launcher knows that nothing failed
 
         Raises:
             RingPeerError: a rank failed.
         """
         return self.stop_request.came_to_any(self.run_mesh, self.device)
-
-    def leave(self) -> NoReturn:
-        """End this process with status 75 (EX_TEMPFAIL), by which a launcher knows that nothing failed."""
-        raise SystemExit(PREEMPTED)
 
     def gather(self, local: Tensor, dim: int = 1, *, encoder: bool = False) -> Tensor:
         """Return the whole sequence of a local result (logits, say) of the current batch, or of the samples
