@@ -285,6 +285,9 @@ class RingSession:
         `"dynamic_ring": true` each batch is divided among smaller rings ([Note: dynamic rings] in
         assignment.py), and a rank reads the samples of its own.
 
+        Replicas get equally many samples: without `drop_last` some are repeated, which an evaluation counts
+        twice (`wrap(loader, split=False)` repeats none).
+
         Args:
             dataset: samples by index, mappings of tensors.
             batch_size: samples per data replica.
@@ -307,7 +310,8 @@ class RingSession:
         """Return a loader that shards the batches of a DataLoader, or of any iterable of whole batches.
 
         All ranks of a ring must get the same batches; every batch is compared, and so is the end of an
-        epoch. A shuffling sampler of torch's without a generator is given one, seeded by `seed` and the
+        epoch. Replicas that take turns get equally many: the last ones repeat the first batches, which an
+        evaluation counts twice. With `split=False` each replica takes all. A shuffling sampler of torch's without a generator is given one, seeded by `seed` and the
         epoch. The same loader gives the same wrapper, which counts its epochs; an epoch that the caller has
         set by `sampler.set_epoch` stays.
 

@@ -254,10 +254,10 @@ def read_outputs(output: Any) -> tuple[Tensor, Tensor | None]:
     return max(tensors, key=lambda item: item.ndim), next((item for item in tensors if item.ndim == 0), None)
 
 
-# Compare a loss of the loop's own. The copy of one process gets the gradient of the logits from the loop, since
-# it cannot run the loop: a wrong loss is repeated there. So that gradient is compared with the one of
-# `engine.ring.loss`, on each rank by itself: labels that are shifted twice give another direction, a mean over
-# the rank's own labels another factor on each rank. A loop may mean another loss: a difference is a warning.
+# Compare a loss that the loop computes. The copy of one process gets the gradient of the logits from the
+# loop, since it cannot run the loop, so it repeats a wrong loss. That gradient is compared with the one of
+# `engine.ring.loss`, rank by rank: labels that are shifted twice give another direction, a mean over the labels
+# of a rank another factor on each rank. A loop may mean another loss: a difference is a warning.
 
 
 class LossFit(NamedTuple):
