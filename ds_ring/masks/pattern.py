@@ -14,8 +14,8 @@ import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache, update_wrapper
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, ParamSpec, TypeVar
+from functools import cached_property, lru_cache, wraps
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, ParamSpec, TypeVar, cast
 
 import numpy as np
 
@@ -303,19 +303,27 @@ def find_large_masks(values: tuple[Any, ...]) -> tuple[Any, ...]:
     return masks
 
 
-class cache_by_pattern(Generic[P, T]):  # noqa: N801 - a decorator
-    """As `lru_cache`; of patterns that captured much memory it keeps the `KEPT_LARGE` latest."""
+_CACHES: list[Any] = []
+_recent: dict[tuple[Any, ...], None] = {}  # mask functions with much captured memory that caches may hold
 
-    def __init__(self, maxsize: int, function: Callable[P, T]) -> None:
-        self._small = lru_cache(maxsize)(function)
-        self._large = lru_cache(KEPT_LARGE)(lambda masks: lru_cache(maxsize)(function))
-        update_wrapper(self, function)
 
-    def __call__(self, *arguments: P.args, **keywords: P.kwargs) -> T:
-        cached: Any = self._large(masks) if (masks := find_large_masks(arguments)) else self._small
-        result: T = cached(*arguments, **keywords)
-        return result
+def cache_by_pattern(maxsize: int, function: Callable[P, T]) -> Callable[P, T]:
+    """As `lru_cache`; all such caches are emptied before they hold more than `KEPT_LARGE` large masks.
 
-    def cache_clear(self) -> None:
-        self._small.cache_clear()
-        self._large.cache_clear()
+    A hit calls no Python function.
+    """
+
+    @lru_cache(maxsize)
+    @wraps(function)
+    def compute(*arguments: P.args, **keywords: P.kwargs) -> T:
+        masks = find_large_masks(arguments)
+        if masks and masks not in _recent:
+            if len(_recent) == KEPT_LARGE:
+                _recent.clear()
+                for cached in _CACHES:
+                    cached.cache_clear()
+            _recent[masks] = None
+        return function(*arguments, **keywords)
+
+    _CACHES.append(compute)
+    return cast(Callable[P, T], compute)
