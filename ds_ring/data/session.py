@@ -311,14 +311,16 @@ class RingSession:
 
         All ranks of a ring must get the same batches; every batch is compared, and so is the end of an
         epoch. Replicas that take turns get equally many: the last ones repeat the first batches, which an
-        evaluation counts twice. With `split=False` each replica takes all. A shuffling sampler of torch's without a generator is given one, seeded by `seed` and the
-        epoch. The same loader gives the same wrapper, which counts its epochs; an epoch that the caller has
-        set by `sampler.set_epoch` stays.
+        evaluation would count twice. With `split=False` each replica takes all, and none is repeated.
+
+        A shuffling sampler of torch's without a generator is given one, seeded by `seed` and the epoch. The
+        same loader gives the same wrapper, which counts its epochs; an epoch that the caller has set by
+        `sampler.set_epoch` stays.
 
         Args:
             loader: gives mappings of tensors, as `shard_batch` takes them.
             split: whether data replicas take turns with its batches (True: it gives every rank the same
-                ones) or have loaders of their own (False); None: by its sampler.
+                ones) or take all of them, or have loaders of their own (False); None: by its sampler.
             seed: of the order that a shuffling sampler gets.
 
         Raises:

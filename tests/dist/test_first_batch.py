@@ -167,6 +167,7 @@ LOSSES: dict[str, tuple[Any, str]] = {
         ),
         "its gradient differs by ",
     ),
+    "of squares": (lambda loss, logits, batch: logits.square().mean(), ""),
     "undivided": (lambda loss, logits, batch: loss * 2, "its gradient is 2 times as large"),
 }
 
