@@ -1013,6 +1013,8 @@ GLOBAL_TABLES = {
     ("data.failure_attribution", "_hooked"): "one patch",
     ("contrib.families.recurrent.scan", "active"): "each layer takes its own entry back",
     ("kernels.flex.kernel", "_compiled_calls"): "MAX_COMPILED_CALLS",
+    ("masks.pattern", "_CACHES"): "one for each cached function",
+    ("masks.pattern", "_recent"): "KEPT_LARGE",
     ("patterns.captured.score_mod", "_score_mods"): "MAX_SCORE_MODS",
     ("patterns.captured.traced", "_codes"): "MAX_CODES",
 }

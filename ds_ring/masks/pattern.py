@@ -285,22 +285,18 @@ class BoundPattern(Pattern):
         return tuple(np.array([[pair[side] for pair in pairs] for pairs in by_head]) for side in (0, 1))  # type: ignore[return-value]
 
 
-# [Note: captured tensors in caches]
-# A mask function has copies of captured tensors, and a loop may make one for each batch: few of these stay.
+# [Note: captured tensors in caches] A loop may make a mask for each batch, with copies of tensors: few stay.
 SMALL_BYTES = 1 << 18  # captured by a pattern that counts as any other
 KEPT_LARGE = 8  # patterns with more: those of a few batches
 
 
-def find_large_masks(values: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the mask functions with much captured memory of patterns and tables of tiles among values."""
-    masks: tuple[Any, ...] = ()
-    for value in values:
-        pattern = getattr(value, "rule", value)  # of a table
-        if isinstance(pattern, Pattern) and pattern.captured_bytes > SMALL_BYTES:
-            masks += tuple(mask.for_heads(()) for mask in pattern.masks)
-        elif type(value) is tuple:
-            masks += find_large_masks(value)
-    return masks
+def find_large_masks(value: Any) -> tuple[Any, ...]:
+    """Return the mask functions with much captured memory of a pattern, a table of tiles, or several."""
+    if type(value) is tuple:
+        return tuple(mask for part in value for mask in find_large_masks(part))
+    pattern = getattr(value, "rule", value)
+    is_large = isinstance(pattern, Pattern) and pattern.captured_bytes > SMALL_BYTES
+    return tuple(mask.for_heads(()) for mask in pattern.masks) if is_large else ()
 
 
 _CACHES: list[Any] = []
@@ -308,16 +304,12 @@ _recent: dict[tuple[Any, ...], None] = {}  # mask functions with much captured m
 
 
 def cache_by_pattern(maxsize: int, function: Callable[P, T]) -> Callable[P, T]:
-    """As `lru_cache`; all such caches are emptied before they hold more than `KEPT_LARGE` large masks.
-
-    A hit calls no Python function.
-    """
+    """As `lru_cache`; all such caches are emptied before they hold more than `KEPT_LARGE` large masks."""
 
     @lru_cache(maxsize)
     @wraps(function)
     def compute(*arguments: P.args, **keywords: P.kwargs) -> T:
-        masks = find_large_masks(arguments)
-        if masks and masks not in _recent:
+        if (masks := find_large_masks(arguments)) and masks not in _recent:
             if len(_recent) == KEPT_LARGE:
                 _recent.clear()
                 for cached in _CACHES:
