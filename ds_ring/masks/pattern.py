@@ -60,7 +60,7 @@ class Pattern(ABC):
 
     @abstractmethod
     def branches(self, head: QueryHead) -> tuple[Branch, ...]:
-        """Return the branches whose sum a query head attends to: at least one, and as many for each head."""
+        """Return the branches whose sum a query head attends to: at least one, for all heads equally many."""
 
     @property
     def conjuncts(self) -> tuple[Pattern, ...]:
@@ -84,7 +84,7 @@ class Pattern(ABC):
 
     @cached_property
     def masks(self) -> tuple[PairMask, ...]:
-        """Return the mask functions of single pairs, which only a kernel can evaluate."""
+        """Return the mask functions of single pairs: tiles ignore them, kernels evaluate them."""
         return tuple(dict.fromkeys(mask for branch in self._one_head_branches for mask in branch.masks))
 
     @cached_property
@@ -94,7 +94,7 @@ class Pattern(ABC):
 
     @property
     def mask_ids(self) -> tuple[int, ...]:
-        """Return the ids of the mask functions: two objects with equal traces compare equal."""
+        """Return the ids of the mask functions: they tell apart functions that compare equal by traces."""
         return tuple(mask.identity for mask in self.masks)
 
     @property
@@ -252,7 +252,7 @@ class BoundPattern(Pattern):
     def bands(self) -> tuple[tuple[int, int, tuple[PairMask, ...]], ...]:
         """Return (least distance, most, mask functions) of each branch; one entry if all agree."""
         branches = self.branches_by_head[0]
-        # for any heads: the kernel that reads the functions evaluates them head by head
+        # Leave the head numbers out: the kernel that reads these functions passes the head itself.
         bands = tuple((b.least, b.most, tuple(mask.for_heads(()) for mask in b.masks)) for b in branches)
         return bands[:1] if len(set(bands)) == 1 else bands
 
