@@ -167,7 +167,10 @@ LOSSES: dict[str, tuple[Any, str]] = {
         ),
         "its gradient differs by ",
     ),
-    "of squares": (lambda loss, logits, batch: logits.square().mean(), ""),
+    "of squares": (
+        lambda loss, logits, batch: logits[batch["shift_labels"] != -100].square().mean(),
+        "",
+    ),
     "undivided": (lambda loss, logits, batch: loss * 2, "its gradient is 2 times as large"),
 }
 
