@@ -18,7 +18,7 @@ from ds_ring.masks.pattern import SMALL_BYTES, Pattern
 from ds_ring.patterns.captured.traced import Traced
 from ds_ring.schedule.plan import build_plan
 
-TOKENS, BATCHES = 32, 24
+TOKENS, BATCHES = 32, 18
 MESH = RingMesh.single()
 NUMBERS = itertools.count()  # no two masks are equal
 
@@ -60,6 +60,7 @@ USES: dict[str, Callable[[int], None]] = {
 
 
 @pytest.mark.parametrize("use", USES)
+@pytest.mark.day("the cpu kernel", "flex", "a score_mod")
 def test_captured_tensors_of_a_few_batches_stay(use: str) -> None:
     traces = weakref.WeakSet[Traced]()
     init = Traced.__init__
