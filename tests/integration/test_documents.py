@@ -600,7 +600,7 @@ def run_block(place: Place, block: Block) -> None:
 
 def by_day_or_night(block: Block) -> Any:
     """README and the tutorial by day; the others at night, with README's two commands, the start of the
-    tutorial's script and two of its blocks that train. Scripts of the day run on ranks that have torch loaded.
+    tutorial's script and two of its blocks that train. By day scripts run on ranks that have torch loaded.
     """
     started = "DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 deepspeed --num_gpus 2 --log_level"
     slow = ("python3 -m venv .venv && ", started, "# samples of 100 to 1000", "# the loss of each whole")
