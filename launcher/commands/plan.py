@@ -90,7 +90,7 @@ def add(commands: Commands) -> None:
     plan.add_argument(
         "--more-devices",
         action="store_true",
-        help="the same on 2, 4 and 8 times as many devices, in one table",
+        help="2, 4 and 8 times as many devices, for one sequence and by data replicas",
     )
     plan.add_argument("--picture", metavar="FILE", help="draw memory by part; .svg, .png or .pdf")
     add_json(plan)
@@ -117,8 +117,12 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
             kind = planned.other_layers[0].kind.name
             raise RingConfigError(f"--compare: expected a model of softmax attention alone, got {kind}")
         advice = advise(planned, say, request.before_fit if options.fit else None, request.section.timeouts)
+        counts = []
         rows = compare(planned, advice.reach.longest_tokens) if options.compare else []
-        counts = plan_more_devices(request.before_fit, say) if options.more_devices else []
+        if options.more_devices:
+            batch = request.config.get("train_batch_size")
+            batch = batch if isinstance(batch, int) else 0  # "auto", or left out
+            counts = plan_more_devices(request.before_fit, say, request.names_ring, batch)
         if options.picture is not None:
             from ..plan.picture import plot_memory, save_figure
 

@@ -25,6 +25,7 @@ from .training_setting import ELEMENT_BYTES, TrainingSetting
 
 GIB = 2**30
 TIMEOUTS = Timeouts()
+MOST = 0.5  # of attention's passes
 PATIENCE = 2  # times the planned work, which a limit has to leave: no GPU has timed the plan
 
 
@@ -228,6 +229,12 @@ def _exposed(planned: Estimate, hiding: Hiding) -> list[str]:
 
 def _warn_about_limits(planned: Estimate) -> list[str]:
     setting, warnings = planned.setting, []
+    if setting.ring_size > 1 and planned.fixed_share > MOST:
+        local = planned.layout.local_tokens // setting.ulysses_size
+        warnings.append(
+            f"fixed costs of kernel calls and hops are {planned.fixed_share:.0%} of attention's passes at"
+            f" {local:,} tokens a device: share a sequence among fewer devices, or take more Ulysses ranks"
+        )
     if (positions := setting.model.positions) is not None and positions < setting.tokens:
         warnings.append(
             f"positions: the model's file reaches {positions:,} (max_position_embeddings and rope scaling),"

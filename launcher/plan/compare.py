@@ -4,8 +4,9 @@ Owns two rows for each: with the setting's own options, the same for all methods
 longest sequences: of other methods those of their authors, of ds_ring what a search chooses. Ulysses of
 ds_ring, inside a ring and alone, has the setting's own options. The layer around attention, the states, the
 hardware and the kernel are those of ds_ring's own plan, so that rows differ by method and options only. A
-method's attention computes all pairs of the sequence, evenly divided among its ranks; its messages are not
-hidden.
+method's attention computes all pairs of the sequence, evenly divided among its ranks. All-gathers and
+reduce-scatters, ZeRO's included, come by every adapter of a node, other messages by one a device. All-to-alls
+are exposed, and so is ZeRO in every row.
 
 - DeepSpeed Ulysses (Jacobs et al. 2023, arXiv 2309.14509, sections 3.1 and 3.2): all-to-alls give each rank
   all tokens of H / P heads; q, k, v and out cross once a pass, so a device sends (P - 1) / P of its shards of
@@ -17,7 +18,10 @@ hidden.
   lengths for Llama-8B are 0.5, 3.7 and 15 million tokens on 1, 8 and 32 H100.
 - torch's context parallelism as TRL's guide to a million tokens uses it (torch 2.13: K and V of all ranks are
   gathered, the default of `torch.distributed.tensor.experimental`'s `set_rotate_method`;
-  huggingface.co/docs/trl/long_context_training: `chunked_nll`, checkpoints on the host). Its published figure
+  huggingface.co/docs/trl/long_context_training: `chunked_nll`, checkpoints on the host). In torch's
+  `_templated_ring_attention` the gather is posted before the kernel of the own shard and waited for after it;
+  in its backward dK and dV leave for the next rank after a hop and are waited for after the next hop's
+  kernel. What exceeds these kernels is exposed, and so is the last message. Its published figure
   is Qwen3-8B, 1,048,576 tokens on 8 H100, 56.2 GB a device.
 """
 
@@ -72,7 +76,8 @@ class _Method(NamedTuple):
     ranks: Callable[[TrainingSetting], int]
     copies_kv: bool  # K/V heads that are fewer than the ranks
     sent: Callable[[TrainingSetting], int]
-    waiting_s: Callable[[TrainingSetting], float]  # for messages of a step's attention, all layers
+    # for messages of a step's attention, all layers, beside a kernel that has all pairs on one device
+    waiting_s: Callable[[TrainingSetting, PassCost], float]
 
 
 def compare(planned: Estimate, longest_tokens: int) -> list[ComparisonRow]:
@@ -141,8 +146,8 @@ def _make_row(
     # The rest of a step is that of ds_ring's plan, for as many tokens as a device has here.
     tokens_ratio = setting.ring_size * setting.ulysses_size / ranks
     again = whole.forward_s * setting.repeated_attention
-    kernel_s = (whole.compute_s + again) / ranks
-    seconds = kernel_s + method.waiting_s(setting) + here.dense_s * tokens_ratio + here.zero_s + here.host_s
+    attention_s = (whole.compute_s + again) / ranks + method.waiting_s(setting, whole)
+    seconds = attention_s + here.dense_s * tokens_ratio + here.zero_s + here.host_s
     model, replicas = setting.model, setting.devices // ranks
     copies = max(ranks // model.kv_heads, 1) if method.copies_kv else 1
     note = ""
@@ -249,13 +254,19 @@ def _sent_by_ulysses(setting: TrainingSetting) -> int:
 
 
 def _sent_by_torch(setting: TrainingSetting) -> int:
-    """K and V forward, again under checkpointing, and backward; and their float32 gradients home."""
-    model, ranks = setting.model, setting.devices
-    elements = 2 * setting.batch * setting.tokens // ranks * model.kv_heads * model.head_dim * (ranks - 1)
-    return model.layers * elements * ((2 + setting.checkpointing) * ELEMENT_BYTES[setting.dtype] + FLOAT)
+    """K and V forward, again under checkpointing, and backward; float32 gradients all the way round."""
+    ranks, shard = setting.devices, _torch_shard(setting)
+    gathered = (2 + setting.checkpointing) * ELEMENT_BYTES[setting.dtype] * (ranks - 1)
+    return setting.model.layers * shard * (gathered + FLOAT * ranks) * (ranks > 1)
 
 
-def _ulysses_waiting(setting: TrainingSetting) -> float:
+def _torch_shard(setting: TrainingSetting) -> int:
+    """Return the elements of K and V of a rank."""
+    model = setting.model
+    return 2 * setting.batch * setting.tokens // setting.devices * model.kv_heads * model.head_dim
+
+
+def _ulysses_waiting(setting: TrainingSetting, whole: PassCost) -> float:
     """Return the seconds of the all-to-alls: forward, again under checkpointing, and backward."""
     return (2 + setting.checkpointing) * setting.model.layers * _swap_heads(setting).seconds
 
@@ -265,9 +276,32 @@ def get_torch_peak(setting: TrainingSetting) -> int:
     return _torch_step(_apply_trl(setting)).peak().total
 
 
-def _torch_waiting(setting: TrainingSetting) -> float:
-    """Return the seconds in which K and V are gathered, again under checkpointing, and gradients go home."""
-    return _sent_by_torch(setting) / setting.hardware.link_bytes_per_s(setting.devices)
+def _torch_waiting(setting: TrainingSetting, whole: PassCost) -> float:
+    """Return the seconds of messages that torch's kernels do not hide; its hops compute equal parts."""
+    ranks, hardware, shard = setting.devices, setting.hardware, _torch_shard(setting)
+    layers, forwards = setting.model.layers, 1 + setting.checkpointing
+    forward_s, backward_s = (seconds / layers / ranks**2 for seconds in (whole.forward_s, whole.backward_s))
+    gathered = shard * ELEMENT_BYTES[setting.dtype] * (ranks - 1)
+    gather_s = gathered / hardware.collective_bytes_per_s(ranks)
+    hop_s = shard * FLOAT * (ranks > 1) / hardware.link_bytes_per_s(ranks)
+    return layers * compute_torch_waiting(ranks, forwards, gather_s, hop_s, (forward_s, backward_s))
+
+
+def compute_torch_waiting(
+    ranks: int, forwards: int, gather_s: float, hop_s: float, kernel_s: tuple[float, float]
+) -> float:
+    """Return the seconds of messages of a layer that torch's ring does not hide.
+
+    Args:
+        ranks: of the ring.
+        forwards: forward passes in a step.
+        gather_s: of K and V of all ranks.
+        hop_s: of dK and dV to the next rank.
+        kernel_s: of a hop, forward and backward.
+    """
+    forward_s, backward_s = kernel_s
+    exposed_s = forwards * max(0.0, gather_s - forward_s) + max(0.0, gather_s - backward_s)
+    return exposed_s + (ranks - 1) * max(0.0, hop_s - backward_s) + hop_s
 
 
 _METHODS = (

@@ -117,6 +117,11 @@ class Estimate(NamedTuple):
         return self.attention_s + self.other_layers_s + self.dense_s + self.zero_s + self.host_s
 
     @property
+    def fixed_share(self) -> float:
+        """Return the part of attention's passes that is fixed costs of kernel calls and hops."""
+        return self.attention.fixed_s / self.attention.seconds if self.attention.seconds else 0.0
+
+    @property
     def tokens_per_s(self) -> float:
         """Return the tokens of one device that are trained in a second."""
         setting = self.setting
@@ -226,7 +231,6 @@ def estimate(
     zero = setting.zero
     zero_bytes = (3 if zero.stage == 3 else 2) * zero.element_bytes * model.parameters
     zero_bytes = zero_bytes * (zero.world - 1) // zero.world
-    link = hardware.link_bytes_per_s(setting.devices)
     host_bytes, host_s = host_traffic(setting, step)
     return Estimate(
         setting,
@@ -244,7 +248,7 @@ def estimate(
         dense,
         dense / rate,
         zero_bytes,
-        zero_bytes / link,
+        zero_bytes / hardware.collective_bytes_per_s(setting.devices),
         host_bytes,
         host_s,
         attention,

@@ -137,6 +137,14 @@ class Hardware(Section):
         inside = devices <= self.devices_per_node
         return self.intra_node_bytes_per_s if inside else self.inter_node_bytes_per_s
 
+    def collective_bytes_per_s(self, devices: int) -> float:
+        """Return the rate at which one of so many devices receives an all-gather or reduce-scatter of all."""
+        if devices <= self.devices_per_node:
+            return self.intra_node_bytes_per_s
+        return get_collective_rate(
+            self.intra_node_bytes_per_s, self.devices_per_node, self.inter_node_bytes_per_s
+        )
+
     def runs(self, kernel: str, kinds: Iterable[str]) -> str:
         """Return the kernel of a name of the JSON.
 
@@ -162,6 +170,16 @@ class Hardware(Section):
         """Return the efficiency of a kernel that `runs` has returned."""
         by_name = {str(name): efficiency for name, efficiency in (self.attention_by_kernel or {}).items()}
         return by_name.get(kernel, self.attention_efficiency)
+
+
+def get_collective_rate(link: float, node: int, adapter: float) -> float:
+    """Return bytes a second that a device receives in a collective of several nodes.
+
+    NCCL's rings enter and leave a node by all of its adapters, one a device, and pass on inside it: what
+    comes from other nodes comes once for all devices of a node. Point-to-point messages and all-to-alls have
+    one adapter a device. (A ring an adapter: NVIDIA/nccl issue 601; tools/results/published.md has times.)
+    """
+    return min(link, node * adapter)
 
 
 def hardware_from(values: dict[str, Any], source: str) -> Hardware:

@@ -1,7 +1,11 @@
-"""Find the shortest shard whose compute hides its transfers, by bisection on the cost model."""
+"""Find the shortest shard whose arithmetic hides its transfers, by bisection on the cost model.
+
+Fixed costs of kernel calls and hops hide nothing here: a pass of short shards takes them in full.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from .layer_passes import slowest_passes, total_cost
@@ -33,9 +37,9 @@ def waiting(cost: PassCost) -> float:
 
 
 # [Note: from which on]
-# Very short shards hide because posting a message takes longer than the message; longer ones may not, until
-# compute, which grows faster, has caught up. The search therefore comes down from long shards to the first
-# that does not hide, and bisects between that one and the last that does.
+# Arithmetic grows as the square of a shard, transfers as the shard. Where a pattern makes both grow alike,
+# shorter shards may hide and longer ones not: the search comes down from long shards to the first that does
+# not hide, and bisects between that one and the last that does.
 def hiding_shard(setting: TrainingSetting) -> Hiding:
     """Return the fewest tokens per ring rank from which on transfers hide; [Note: from which on].
 
@@ -71,8 +75,13 @@ def _most(setting: TrainingSetting) -> int:
 
 
 def _cost(setting: TrainingSetting, local_tokens: int) -> PassCost:
-    """Return the cost of all layers on the slowest of up to eight ranks, over the planned ring's links."""
-    return total_cost(slowest_passes(like_in_hops(setting, local_tokens), setting.bytes_per_s))
+    """Return the cost of all layers on the slowest of up to eight ranks, over the planned ring's links.
+
+    Without fixed costs: their time hides no message.
+    """
+    free = setting.hardware.model_copy(update={"call_overhead_s": 0.0, "hop_overhead_s": 0.0})
+    smaller = like_in_hops(replace(setting, hardware=free), local_tokens)
+    return total_cost(slowest_passes(smaller, setting.bytes_per_s))
 
 
 def _why(setting: TrainingSetting, most: int) -> str:

@@ -64,6 +64,7 @@ class PlanRequest:
     before_fit: TrainingSetting  # without the options that --fit has turned on
     config: _Raw  # the DeepSpeed JSON of --config
     section: RingConfig  # its "ring_attention", with the options in it
+    names_ring: bool  # whether --ring-size or the JSON does
 
 
 def make_request(options: argparse.Namespace, say: Callable[[str], None]) -> PlanRequest:
@@ -71,7 +72,7 @@ def make_request(options: argparse.Namespace, say: Callable[[str], None]) -> Pla
     if options.tiled_loss is None:
         options.tiled_loss = options.loss_chunk
     require_sizes(options, _MAX_SIZES)
-    config, whole = _ring_config(options)
+    config, whole, names_ring = _ring_config(options)
     ulysses = config.ulysses_size
     ring_size = options.ring_size or (config.ring_size if options.config else None)
     devices, ring = _sizes(options.devices, ring_size, ulysses)
@@ -99,11 +100,11 @@ def make_request(options: argparse.Namespace, say: Callable[[str], None]) -> Pla
         say("the cheapest options that fit")
         planned = plan_whole(setting)
         fitted = setting if planned is None else planned.setting
-    return PlanRequest(fitted, setting, whole, config)
+    return PlanRequest(fitted, setting, whole, config, names_ring)
 
 
-def _ring_config(options: argparse.Namespace) -> tuple[RingConfig, _Raw]:
-    """Return the section with the options in it, checked as any section is, and the whole JSON."""
+def _ring_config(options: argparse.Namespace) -> tuple[RingConfig, _Raw, bool]:
+    """Return the section with the options in it, checked as any section is, the whole JSON, `names_ring`."""
     whole: _Raw = resolve(options.config, RingConfig)[1] if options.config else {SECTION: {}}
     section: _Raw = dict(whole[SECTION])
     sizes = {"ring_size": options.ring_size, "ulysses_size": options.ulysses_size, "layout": options.layout}
@@ -112,9 +113,10 @@ def _ring_config(options: argparse.Namespace) -> tuple[RingConfig, _Raw]:
         section["pattern"] = parse_object(options.pattern, "--pattern")
     if options.ring_size:  # refuses what the JSON would
         whole = {key: value for key, value in whole.items() if key != SP_KEY}
-    if SP_KEY not in whole and not isinstance(section.get("ring_size"), int):
+    names_ring = SP_KEY in whole or isinstance(section.get("ring_size"), int)
+    if not names_ring:
         section["ring_size"] = max((options.devices or 1) // (options.ulysses_size or 1), 1)
-    return resolve(whole | {SECTION: section}, RingConfig)
+    return *resolve(whole | {SECTION: section}, RingConfig), names_ring
 
 
 def _sizes(devices: int | None, ring: int | None, ulysses: int) -> tuple[int | None, int]:

@@ -25,7 +25,7 @@ from ds_ring.schedule.plan import Plan, build_plan
 from .hardware import Hardware
 from .other_layers import LayerCost, LayerSetting, layer_cost
 from .pass_memory import PassMemory, PassShape, pass_memory
-from .pass_time import CostPart, PassCost, pass_cost
+from .pass_time import CostPart, PassCost, bytes_sent, pass_cost
 from .training_setting import ELEMENT_BYTES, FEW_RANKS, TrainingSetting
 
 FEW_CLASSES, MANY_RANKS = 4, 64
@@ -38,7 +38,7 @@ class LayerPass(NamedTuple):
 
     pattern: Pattern  # theirs
     layers: int  # how many have it
-    cost: PassCost  # of the passes of one of them, on the slowest rank that was looked at
+    cost: PassCost  # of the passes of one of them, on the slowest rank looked at; bytes of the busiest
     lead_s: float = 0.0  # how much earlier the fastest rank has done these passes
 
 
@@ -60,7 +60,7 @@ class LayerPasses(NamedTuple):
 def total_cost(passes: Sequence[LayerPass]) -> PassCost:
     """Return the sum of the passes of all layers."""
     if not passes:  # all attention is over chosen keys
-        return PassCost(0, 0, 0, 0, 0.0, 0.0, 0.0, 0, 0, 0, 0.0, 0.0)
+        return PassCost(0, 0, 0, 0, 0.0, 0.0, 0.0, 0, 0, 0, 0.0, 0.0, 0.0)
     weighted = [
         [layer_pass.layers * value for value in vars(layer_pass.cost).values()] for layer_pass in passes
     ]
@@ -143,7 +143,8 @@ def pass_shape(setting: TrainingSetting, layout: Layout) -> PassShape:
 # [Note: sampled ranks]
 # Up to eight ranks all are looked at, and of up to four all classes of heads; of larger rings three ranks
 # (the first and the last among them; beyond 64 two) and two classes (beyond 64 one), which represent the
-# others; and a rank with more work than these, where documents are packed.
+# others; and a rank with more work than these, where documents are packed. Of bytes sent the second rank and
+# the last but one are looked at as well: in causal rings one of the four ends sends most.
 def sampled_ranks(ring_size: int) -> list[int]:
     """Return the ring ranks that represent all; [Note: sampled ranks]."""
     if ring_size <= FEW_RANKS:
@@ -213,7 +214,12 @@ def layer_passes(setting: TrainingSetting, progress: OnProgress | None = None) -
     for (plan, layers), of_ranks in zip(plans, zip(*costs, strict=True), strict=True):
         slowest = max(of_ranks, key=lambda cost: cost.seconds)
         lead_s = slowest.seconds - min(cost.seconds for cost in of_ranks)
-        passes.append(LayerPass(plan.pattern, layers, slowest, lead_s))
+        sent = [(cost.forward_bytes, cost.backward_bytes) for cost in of_ranks]
+        ends = {1, layout.ring_size - 2} if layout.ring_size > FEW_RANKS else set()
+        sent += [bytes_sent(choose_parts(plan, rank), shape) for rank in ends.difference(ranks)]
+        forward, backward = max(sent, key=sum)
+        busiest = replace(slowest, forward_bytes=forward, backward_bytes=backward)
+        passes.append(LayerPass(plan.pattern, layers, busiest, lead_s))
     return LayerPasses(
         layout,
         tuple(passes),

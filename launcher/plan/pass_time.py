@@ -49,9 +49,10 @@ class PassRates(NamedTuple):
 class TimeLine(NamedTuple):
     """Hold the seconds of every batch of a pass; float64 [batches] each."""
 
-    kernel: np.ndarray  # in the kernel
+    kernel: np.ndarray  # in the kernel, its calls' fixed costs included
     posting: np.ndarray  # of the rank's other work
     transfer: np.ndarray  # until the messages have arrived
+    calls: np.ndarray  # of the kernel's, fixed costs of its calls
 
     @property
     def compute(self) -> np.ndarray:
@@ -120,7 +121,7 @@ def time_line(schedule: Schedule, work: dict[int, Work], shape: PassShape, rates
     starts = schedule.starts
     # Chunks overlap: a batch takes what all chunks under way in it take.
     line = np.zeros(
-        (3, max(at + len(work[id(c.steps)]) for at, c in zip(starts, schedule.chunks, strict=True)))
+        (4, max(at + len(work[id(c.steps)]) for at, c in zip(starts, schedule.chunks, strict=True)))
     )
     for start, chunk in zip(starts, schedule.chunks, strict=True):
         mine = work[id(chunk.steps)]
@@ -132,15 +133,16 @@ def time_line(schedule: Schedule, work: dict[int, Work], shape: PassShape, rates
             for sizes, rate in ((far, rates.bytes_per_s), (near, rates.node_bytes_per_s or rates.bytes_per_s))
         ]
         size = far + near
-        kernel = executed * rows * flops / rates.flops_per_s + calls * rates.tile_s
+        called = calls * rates.tile_s
+        kernel = executed * rows * flops / rates.flops_per_s + called
         # both kinds of link are at work at once
         transfer = np.maximum(*seconds) + np.where(size > 0, rates.latency_s, 0.0)
-        part = np.stack([kernel, np.where(size > 0, rates.post_s, 0.0), transfer])
+        part = np.stack([kernel, np.where(size > 0, rates.post_s, 0.0), transfer, called])
         line[:, start : start + len(mine)] += part
-    kernel, posting, transfer = line
+    kernel, posting, transfer, called = line
     # While messages travel the kernel has 1 - share of the device: its loss is added.
     lost = rates.message_share * np.minimum(transfer, kernel / (1 - rates.message_share))
-    return TimeLine(kernel + lost, posting, transfer)
+    return TimeLine(kernel + lost, posting, transfer, called)
 
 
 # FLOPs, bytes and time of one rank's attention pass on described hardware.
@@ -162,7 +164,7 @@ class PassCost:
     # pairs, executed: summed over query heads and the batch
     pairs: int
     executed: int
-    # forward_bytes, backward_bytes: sent by this rank
+    # forward_bytes, backward_bytes: sent by this rank; of a LayerPass by the rank that sends most
     forward_bytes: int
     backward_bytes: int
     # forward_s, backward_s: seconds
@@ -174,6 +176,7 @@ class PassCost:
     late_hops: int  # of these, up to the last hop; the others are in the batches in which gradients return
     forward_exposed_s: float  # of exposed_s, in the forward pass
     longest_hop_s: float  # of a batch
+    fixed_s: float  # of compute_s, fixed costs of kernel calls and of posting messages
 
     @property
     def seconds(self) -> float:
@@ -294,4 +297,5 @@ def pass_cost(
     waits = max(0.0, forward_s - float(lines[0].compute.sum()))
     seconds = (forward_s, backward_s, float(compute.sum()))
     longest_s = max(float(seconds.max()) for seconds in batches)
-    return PassCost(pairs, executed, sent[0], sent[1], *seconds, *hops, waits, longest_s)
+    fixed_s = sum(float(line.calls.sum() + line.posting.sum()) for line in lines)
+    return PassCost(pairs, executed, sent[0], sent[1], *seconds, *hops, waits, longest_s, fixed_s)

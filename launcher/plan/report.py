@@ -22,6 +22,10 @@ from .pass_time import EXPOSED
 from .training_setting import MEMORY_ERROR, TrainingSetting
 
 GIB = 2**30
+EXPOSED_MESSAGES = (
+    "messages of a ring travel behind its kernels, torch's all-gather behind the first one, its dK/dV behind"
+    " the next one: what is longer is exposed. All-to-alls and ZeRO are exposed"
+)  # by the code of each; compare.py has the places
 BAR, BAR_WIDTH = "\u2588", 16  # the memory that a plan may take, in a table
 
 
@@ -82,6 +86,7 @@ def as_json(
         "step": {
             "attention_s": planned.attention_s,
             "exposed_s": planned.exposed_s,
+            "fixed_share": planned.fixed_share,
             "attention_bytes_sent": planned.sent_bytes,
             "other_layers_s": planned.other_layers_s,
             "swap_bytes_sent": planned.swap_bytes,
@@ -116,6 +121,8 @@ def _summarize(planned: Estimate) -> dict[str, Any]:
     setting = planned.setting
     return {
         "devices": setting.devices,
+        "split": setting.split,
+        "sequences_per_step": setting.batch * setting.replicas,
         "peak_bytes": planned.peak.total,
         "fits": planned.fits,
         "step_s": planned.step_s,
@@ -169,10 +176,8 @@ def print_report(
     """Print the tables, then the warnings, on stdout."""
     console = make_console()
     setting = planned.setting
-    ring = f"ring {setting.ring_size} x Ulysses {setting.ulysses_size}"
-    data = setting.devices // (setting.ring_size * setting.ulysses_size)
     console.print(
-        f"{describe_size(setting)}: {ring} x data {data}, {planned.layout.name} layout,"
+        f"{describe_size(setting)}: {setting.split}, {planned.layout.name} layout,"
         f" kernel {setting.kernel_that_runs},"
         f" ZeRO {setting.zero.stage}, {setting.dtype};"
         f" {setting.tokens // (setting.ring_size * setting.ulysses_size):,} tokens a device"
@@ -192,10 +197,12 @@ def print_report(
             if not has_these or row.note:
                 how = "these options" if has_these else _join(row.options)
                 console.print(f"{row.method}: {how}{row.note}", markup=False)
+        console.print(EXPOSED_MESSAGES, markup=False)
     if counts:
         print_table(_devices_table(counts))
         for plan in counts:
-            console.print(f"{plan.setting.devices} devices: {_join(list_flags(plan.setting))}", markup=False)
+            name = f"{plan.setting.devices} devices, {plan.setting.split}"
+            console.print(f"{name}: {_join(list_flags(plan.setting))}", markup=False)
     reach, fit_reach = advice.reach, advice.fit_reach
     longest, fewest = _longest(reach, "tokens with these options"), _fewest(reach)
     if fit_reach is not None and fit_reach.longest_options != reach.longest_options:
@@ -209,7 +216,7 @@ def print_report(
     hides = (
         f"never: {never}" if tokens is None else f"from {tokens // setting.ulysses_size:,} tokens a device on"
     )
-    console.print(f"transfers hide behind compute (under {EXPOSED:.0%} of a pass waits): {hides}")
+    console.print(f"transfers hide behind arithmetic (under {EXPOSED:.0%} of a pass waits): {hides}")
     console.print(
         f"a rank is without a message for at most {_seconds(get_longest_work(planned))} s"
         " (hop_timeout_seconds)"
@@ -326,10 +333,12 @@ def _cost_table(planned: Estimate) -> Table:
             f"  {layer_pass.layers} x {layer_pass.pattern}", f"{pairs:.3g} pairs", _seconds(seconds)
         )
     table.add_row("  of it waiting for K/V", f"{share:.1%}", _seconds(planned.exposed_s))
+    fixed_s = planned.fixed_share * (planned.attention_s - planned.swap_s)
+    table.add_row("  fixed costs of calls, hops", f"{planned.fixed_share:.1%}", _seconds(fixed_s))
     table.add_row("  attended of executed pairs", f"{attended:.1%}", "")
     if planned.swap_bytes:
         table.add_row("  Ulysses' all-to-alls", _size(planned.swap_bytes), _seconds(planned.swap_s))
-    table.add_row("  K/V, dK/dV sent", _size(planned.sent_bytes), "")
+    table.add_row("  K/V, dK/dV sent, at most", _size(planned.sent_bytes), "")
     for layer in planned.other_layers:
         size, count = _layer(layer, planned)["step_bytes_sent"], layer.layers
         seconds = count * ((1 + planned.setting.checkpointing) * layer.forward_s + layer.backward_s)
@@ -345,13 +354,16 @@ def _cost_table(planned: Estimate) -> Table:
 
 def _devices_table(plans: Sequence[Estimate]) -> Table:
     """Build the table of the same step on more devices."""
-    columns = ("tokens a device", "GiB a device", "seconds", "tokens/s a device", "MFU")
-    table = Table("devices", *columns, title="more devices, each with what --fit chooses there")
+    columns = ("ring x Ulysses x data", "sequences a step", "tokens a device", "GiB a device", "seconds")
+    columns += ("tokens/s a device", "MFU")
+    table = Table("devices", *columns, title="more devices, each row with what --fit chooses there")
     for column in table.columns:
         column.justify = "right"
     for plan in plans:
         setting = plan.setting
-        figures = [f"{setting.tokens // (setting.ring_size * setting.ulysses_size):,}"]
+        figures = [f"{setting.ring_size}x{setting.ulysses_size}x{setting.replicas}"]
+        figures.append(str(setting.batch * setting.replicas))
+        figures.append(f"{setting.tokens // (setting.ring_size * setting.ulysses_size):,}")
         figures += [f"{plan.peak.total / GIB:.1f}", _seconds(plan.step_s), f"{plan.tokens_per_s:,.0f}"]
         figures.append("" if plan.mfu is None else f"{plan.mfu:.0%}")
         mark = "" if plan.fits else " (does not fit)"

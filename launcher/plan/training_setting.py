@@ -86,6 +86,16 @@ class TrainingSetting:
         return self.zero.world
 
     @property
+    def replicas(self) -> int:
+        """Return how many rings there are, each with its own sequences."""
+        return self.devices // (self.ring_size * self.ulysses_size)
+
+    @property
+    def split(self) -> str:
+        """Return how devices share the sequences of a step."""
+        return f"ring {self.ring_size} x Ulysses {self.ulysses_size} x data {self.replicas}"
+
+    @property
     def kernel_that_runs(self) -> str:
         """Return the kernel of a name on this hardware; RingConfigError if it has no rates."""
         return self.hardware.runs(self.kernel, self.kinds)

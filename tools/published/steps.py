@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ds_ring.masks.catalog import Causal
-from ds_ring_launcher.plan.compare import FINE, GIB, get_torch_peak
-from ds_ring_launcher.plan.estimate import estimate, fits, training_step
-from ds_ring_launcher.plan.hardware import AttentionEfficiency, Hardware, read_hardware
+from ds_ring_launcher.plan.compare import FINE, GIB, compute_torch_waiting, get_torch_peak
+from ds_ring_launcher.plan.estimate import Estimate, estimate, fits, training_step
+from ds_ring_launcher.plan.hardware import AttentionEfficiency, Hardware, get_collective_rate, read_hardware
 from ds_ring_launcher.plan.model_file import ModelShape
 from ds_ring_launcher.plan.model_memory import LocalTokens, Zero
 from ds_ring_launcher.plan.options import MAX_TOKENS, longest_that
@@ -49,33 +49,33 @@ def torch_step(table: Table, row: StepRow) -> tuple[float, float]:
     """Return seconds and peak (GB) of a step of torch's context parallelism.
 
     Read in torch/distributed/tensor/experimental/_context_parallel.
-    K and V of all ranks are gathered after the first hop began, before its end is used: once forward, once
-    more where it is computed again, once backward. Every hop merges out in float32 by torch operations, or
-    casts and adds dq, dk and dv; dK and dV travel to the next rank after each hop, and nothing overlaps that.
+    K and V of all ranks are gathered behind the first hop's kernel: once forward, once more where it is
+    computed again, once backward. Every hop merges out in float32 by torch operations, or casts and adds dq,
+    dk and dv; dK and dV travel to the next rank behind the next hop's kernel, the last ones behind none.
     """
     setting = make_published_setting(table, row)
     planned = estimate(setting)
-    seconds = planned.step_s - planned.host_s + torch_extra_s(setting, table.machines["h100"])
+    seconds = planned.step_s - planned.host_s + torch_extra_s(planned, table.machines["h100"])
     return seconds, get_torch_peak(setting) / 1e9
 
 
-def torch_extra_s(setting: TrainingSetting, machine: Machine) -> float:
+def torch_extra_s(planned: Estimate, machine: Machine) -> float:
     """Return the seconds of a step that torch's ring takes beside kernels and matrices."""
+    setting = planned.setting
     model, ranks = setting.model, setting.devices
     local = setting.tokens // ranks
     out = local * model.heads * model.head_dim
     kv = 2 * local * model.kv_heads * model.head_dim
     inside = ranks <= machine.node
-    gather = (
-        ELEMENT
-        * kv
-        * (ranks - 1)
-        / (machine.link if inside else min(machine.link, machine.node * machine.network))
-    )
+    rate = machine.link if inside else get_collective_rate(machine.link, machine.node, machine.network)
+    gather = ELEMENT * kv * (ranks - 1) / rate
     merge = MERGE_BYTES * out * (ranks - 1) / machine.memory
     added = CAST_AND_ADD_BYTES * (out + kv) * ranks / machine.memory
-    home = FLOAT * kv * ranks / (machine.link if inside else machine.network)
-    return model.layers * (3 * gather + 2 * merge + added + home)
+    hop = FLOAT * kv / (machine.link if inside else machine.network)
+    attention = planned.attention
+    kernels = tuple(seconds / model.layers / ranks for seconds in (attention.forward_s, attention.backward_s))
+    waiting = compute_torch_waiting(ranks, 2, gather, hop, kernels)
+    return model.layers * (waiting + 2 * merge + added)
 
 
 def longest_tokens(table: Table, row: LengthRow) -> int:

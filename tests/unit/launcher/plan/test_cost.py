@@ -214,6 +214,16 @@ def test_transfers_hide_above_the_threshold_and_not_just_below_it(pattern, layou
     assert hiding_shard(longer) == found
 
 
+def test_fixed_costs_hide_nothing():
+    """By hand: a hop computes n^2 x 4 heads x 4 D / 5e11 s, receives n x 2 x 2 heads x D x 4 bytes / 1e8.
+
+    (With fixed costs counted as what hides, any shard was long enough.)
+    """
+    slow = MACHINE.model_copy(update={"devices_per_node": 1, "call_overhead_s": 1.0, "hop_overhead_s": 1.0})
+    sized = setting(tokens=4096, ring=4, pattern=Full(), layout="contiguous", hardware=slow)
+    assert hiding_shard(sized).tokens == pytest.approx(2 * 2 * 4 * 5e11 / (4 * 4 * 1e8), rel=1 / 32)
+
+
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
