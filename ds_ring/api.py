@@ -67,9 +67,11 @@ def ring_attention(
         denominator (sinks included), [B, H, S], float32 or float64: -inf where a row has no key and no sink.
 
     Raises:
-        RingConfigError, RingShapeError: unknown names, or tensors that do not fit each other or the layout.
+        RingConfigError, RingMeshError: an option, a kernel, a score_mod or a mesh that cannot be used.
+        RingShapeError, RingLayoutError, RingPatternError: tensors, a layout or a pattern that do not fit.
         RingMismatchError: ranks that call with different shapes, dtypes or settings; nothing was sent.
         RingPeerError: another rank failed or was too late.
+        RingBufferError, RingKernelError: a tensor was written to while it was sent; the kernel failed.
         RingFiniteError: with `check_finite`, on the rank whose tensors have NaN or Inf.
     """
     request = AskedContext(pattern, layout, mesh, scale, kernel, options, score_mod)

@@ -1013,6 +1013,8 @@ GLOBAL_TABLES = {
     ("data.failure_attribution", "_hooked"): "one patch",
     ("contrib.families.recurrent.scan", "active"): "each layer takes its own entry back",
     ("kernels.flex.kernel", "_compiled_calls"): "MAX_COMPILED_CALLS",
+    ("masks.pattern", "_CACHES"): "one for each cached function",
+    ("masks.pattern", "_recent"): "KEPT_LARGE",
     ("patterns.captured.score_mod", "_score_mods"): "MAX_SCORE_MODS",
     ("patterns.captured.traced", "_codes"): "MAX_CODES",
 }
@@ -1118,7 +1120,7 @@ def test_the_session_is_a_facade() -> None:
         if isinstance(node, ast.ClassDef) and node.name == "RingSession"
     ]
     names = [one.name for one in facade.body if isinstance(one, ast.FunctionDef) and one.name[:1] != "_"]
-    assert len(names) <= 15, sorted(names)
+    assert len(names) <= 14, sorted(names)
 
 
 # Words that say nothing of a value, alone as a name; verbs that a function may begin with.

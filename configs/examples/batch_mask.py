@@ -13,15 +13,16 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 import ds_ring
+from ds_ring.masks.pattern import Pattern
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--ring", type=int, default=2, help="ranks that share a sequence")
 parser.add_argument("--local_rank", type=int, default=-1)
 options = parser.parse_args()
-pattern: ds_ring.Pattern = ds_ring.Causal()  # of the batch
+pattern: Pattern = ds_ring.Causal()  # of the batch
 
 
-def mask_of_speakers(speakers: Tensor) -> ds_ring.Pattern:
+def mask_of_speakers(speakers: Tensor) -> Pattern:
     """Return the mask of a batch; `speakers` are those of all its tokens, [samples, tokens]."""
 
     def near_or_same(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:

@@ -35,18 +35,19 @@ data, held_out = text.samples(16, 120), text.samples(20, 120)[16:]
 sampler: DistributedSampler[object] = DistributedSampler(
     data, num_replicas=mesh.data_size, rank=mesh.data_rank
 )
-loader = DataLoader(data, batch_size=2, sampler=sampler)
+loader, held_out_loader = DataLoader(data, batch_size=2, sampler=sampler), DataLoader(held_out)
 
 
 def evaluate() -> float:
-    """Return the mean loss of the held-out text, by labelled tokens."""
+    """Return the mean loss of the held-out text, by labelled tokens: the same on all ranks."""
     engine.eval()
     total = tokens = 0.0
     with torch.no_grad():
-        for batch in engine.ring.loader(held_out, 1):
-            per_token = -engine.ring.logprobs(engine, batch)  # [samples, T / P]
-            means, labelled = engine.ring.document_losses(per_token, batch)  # of whole sequences
-            total, tokens = total + (means * labelled).sum().item(), tokens + labelled.sum().item()
+        # split=False: each data replica takes every batch. Replicas that take turns repeat some at the end.
+        for batch in engine.ring.wrap(held_out_loader, split=False):
+            mean = engine.ring.mean_loss(engine(**batch).loss)  # over the labelled tokens of all ranks,
+            weight = batch["num_items_in_batch"].item()  # which this counts, but for a constant factor
+            total, tokens = total + mean.item() * weight, tokens + weight
     engine.train()
     return total / tokens
 

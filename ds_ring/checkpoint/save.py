@@ -252,8 +252,8 @@ def save_checkpoint(
     there before is whole until the new one is. That takes the disk space of both.
 
     With `background` it returns when all tensors are copied to host memory, which takes as much as the
-    checkpoint; files, hashes and commit follow in a thread. The next save or load, `engine.ring.leave()` and
-    the end of the script wait for it. An error in it is raised by the next save or load.
+    checkpoint; files, hashes and commit follow in a thread. The next save or load and the
+    end of the script wait for it. An error in it is raised by the next save or load.
 
     Raises:
         RingCheckpointError: a file could not be written or read back (a full disk, a read-only folder),

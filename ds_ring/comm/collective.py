@@ -29,10 +29,18 @@ from ds_ring.errors import RingError, RingMismatchError, RingPeerError
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-# The header has a digest of the report. If any digest differs, all ranks send each other their reports, so
-# that the error can name the fields that differ and the ranks that have each value.
-#
 # [Note: a header on every call]
+# A header is four integers. The first one that differs decides which of two headers is the greater:
+# 1. 0, or 1 from a rank that refuses its input ([Note: refusals]); its other three integers are 0.
+# 2. The digest of the fields (`Agreement`), combined with the number of the call on this mesh.
+# 3. Seconds of patience that the rank asks for ([Note: compile skew] in `cuda/patience.py`); 0 for none.
+# 4. A further value (`MeshState.compared`): 1 if no operand requires a gradient, 2 if one does; or 1 + the
+#    number of the forward call whose gradient this is. 0: this rank compares none.
+# The first two must be equal on all ranks. Then the greatest header has the longest patience, which all ranks
+# take. The fourth is compared in the least and the greatest header, unless either has 0. If all ranks ask for
+# one patience, as on CPUs, these have its extremes; else a difference can be missed. After a difference all
+# ranks send each other their reports, so that the error names fields, values and ranks.
+#
 # The least and the greatest header spread to all ranks in log2 P rounds, so every rank raises the same error
 # at once. If the header went to the next rank only, two ranks would see a difference, and the others would
 # wait for their deadline. The comparison costs one small message a round.
@@ -74,8 +82,8 @@ class collective:  # noqa: N801 - reads as contextlib's own
             call.agree({"shape": tuple(x.shape)})  # RingMismatchError on every rank if the fields differ
             send_and_compute(call.exchange)  # an error that is raised here is a failure: peers are notified
 
-    Calls that the same thread makes inside the block are part of this call. A block that never agrees sends
-    nothing, unless it raises: then it sends the refusal.
+    The same thread may make further calls inside the block. They use this call's lock, but send headers of
+    their own. A block that never agrees sends nothing, unless it raises: then it sends the refusal.
 
     Args:
         mesh: the ranks.
@@ -158,10 +166,7 @@ class collective:  # noqa: N801 - reads as contextlib's own
         further, value, words = state.compared
         # Never reduce the patience here: headers of the last call may be in flight, or a rank may compile.
         state.patience_s = max(state.patience_s, patience_s)
-        # Headers are compared lexicographically: if the first two integers are the same on all ranks, the
-        # greatest header has the longest patience of all ranks. The fourth integers of the least and of the
-        # greatest header are compared if neither is 0. If all ranks have one patience, as on CPUs, these two
-        # are the extremes of all ranks. If not, a difference between other ranks can be missed.
+        # The meaning and the order of the integers: [Note: a header on every call].
         header = torch.tensor([0, agreement.digest ^ number, math.ceil(patience_s), value], device="cpu")
         least, greatest = exchange.spread(header).tolist()
         if least[:2] != greatest[:2] or (0 < least[3] != greatest[3] > 0):
@@ -201,7 +206,6 @@ class collective:  # noqa: N801 - reads as contextlib's own
         # Refused calls count as well: ranks that go on after one must still have equal numbers.
         exchange.call = number = next(self.mesh.calls)
         try:
-            # The 1 is in no header of a rank that agrees.
             least, _ = exchange.spread(torch.tensor([1, 0, 0, 0], device="cpu")).tolist()
             if least[0] == 0:  # some rank does not refuse, and gathers the reports
                 why = str(error) if isinstance(error, RingError) else f"{type(error).__name__}: {error}"

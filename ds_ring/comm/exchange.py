@@ -2,8 +2,7 @@
 
 Owns the point-to-point messages of a hop and of headers, the collectives (all-gather, the all-to-all of
 Ulysses, sums), and the count of bytes sent. `waiting.py` and `in_flight.py` own the waits with deadlines.
-Knows nothing of attention.
-`collective.py` decides when ranks compare their headers.
+Knows nothing of attention. `collective.py` decides when ranks compare their headers.
 """
 
 from __future__ import annotations

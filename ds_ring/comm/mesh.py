@@ -93,7 +93,7 @@ class MeshState:
         abandoned: a wait for a message was given up, so torch may be using a group for ever.
         process: the one that made the mesh.
         refusal: why no rank may call now; empty if ranks may.
-        compared: name, value and words of a further number of headers (`ops/eager.py`).
+        compared: name, value and words of the fourth integer of headers; [Note: a header on every call].
         busy, thread: held during a call (`collective.py`), and by which thread.
     """
 

@@ -163,7 +163,8 @@ def _check_equal(reports: list[BatchReport], firsts: list[int], compared: dict[s
                 last = max(rank for rank, first_of_rank in enumerate(firsts) if first_of_rank == first)
                 raise RingMismatchError(
                     f"{words}: expected the same on ranks {first} to {last} of a sequence, got {expected} on"
-                    f" rank {first} and {got} on rank {rank}; use engine.ring.loader"
+                    f" rank {first} and {got} on rank {rank}; use engine.ring.loader, or a DistributedSampler"
+                    " with num_replicas=engine.ring.run_mesh.data_size, rank=engine.ring.run_mesh.data_rank"
                 )
 
 

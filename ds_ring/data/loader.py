@@ -456,11 +456,16 @@ def _splits(loader: Any, replicas: int, split: bool | None) -> bool:
     """
     sampler = getattr(loader, "sampler", None)
     if isinstance(sampler, DistributedSampler):
-        if sampler.num_replicas != replicas or split:
+        if sampler.num_replicas != replicas:
             raise RingConfigError(
-                f"wrap: expected a DistributedSampler of {replicas} data replicas and split=False, got"
-                f" {sampler.num_replicas} and split={split}; give it"
-                " num_replicas=engine.ring.run_mesh.data_size, rank=engine.ring.run_mesh.data_rank"
+                f"wrap: expected a DistributedSampler of {replicas} data replicas,"
+                f" got {sampler.num_replicas};"
+                " give it num_replicas=engine.ring.run_mesh.data_size, rank=engine.ring.run_mesh.data_rank"
+            )
+        if split:
+            raise RingConfigError(
+                "wrap: expected no split=True with a DistributedSampler, which splits the samples, got both;"
+                " leave split out"
             )
         return False
     if split is None and replicas > 1 and type(sampler) not in _ALIKE_EVERYWHERE:

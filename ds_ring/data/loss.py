@@ -144,6 +144,9 @@ def world_mean(loss: Tensor, gradient_divisor: float, mesh: RingMesh) -> Tensor:
 
 def check_loss(function: str, loss: object) -> None:
     """Raise RingShapeError unless `loss` is a tensor: a model without labels returns None."""
+    if isinstance(loss, RingLoss):
+        advice = "pass loss.backward_loss, or log loss.mean_loss"
+        raise RingShapeError.wrong(function, "a tensor", "what engine.ring.loss returns", advice)
     if not isinstance(loss, Tensor):
         raise RingShapeError.wrong(function, "a model's loss", type(loss).__name__, "give labels in a batch")
 

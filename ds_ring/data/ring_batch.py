@@ -118,6 +118,7 @@ class RecentBatches:
         self._recent: deque[BatchSharding] = deque(maxlen=REMEMBERED)  # for copies of their tensors
         self._count = 0  # of batches so far
         self._current: BatchSharding | None = None
+        self._labels: Tensor | None = None  # the shift_labels of the latest batch
         self.used: list[UsedPass] = []  # of the latest batch that was worked on before the current one
         self.is_off = False  # batches are each rank's own, and nothing is sharded
         self.defers_logits = False  # the pass under way is one of `logprobs`
@@ -193,7 +194,9 @@ class RecentBatches:
         self._count += 1
         self._recent.append(sharding)
         self._current = sharding
-        return RingBatch.place(local, sharding, self, self._count)
+        batch = RingBatch.place(local, sharding, self, self._count)
+        self._labels = batch.get("shift_labels")
+        return batch
 
     def work_on(self, sharding: BatchSharding) -> None:
         """Make a sharding the current one that belongs to no batch: a step of a generation."""
@@ -224,6 +227,13 @@ class RecentBatches:
     def list_tensor_names(self, values: Iterable[Any]) -> set[str]:
         """Return the names of the batch's tensors that a model was called with; empty for copies of them."""
         return {placement.name for placement in self._placements(values)}
+
+    def get_labels(self, values: Iterable[Any]) -> Tensor | None:
+        """Return the shift_labels of the batch whose tensors a model was called with; None for copies of
+        them, for earlier batches, and without labels.
+        """
+        numbers = {placement.number for placement in self._placements(values)}
+        return self._labels if numbers == {self._count} else None
 
     def _placements(self, values: Iterable[Any]) -> list[Placement]:
         """Return what tensors of this session's batches carry."""

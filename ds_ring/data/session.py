@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,7 +39,7 @@ from ds_ring.data.loss import (
 from ds_ring.data.model_needs import ModelNeeds
 from ds_ring.data.packing import check_losses, number_documents
 from ds_ring.data.ring_batch import RecentBatches, RingBatch
-from ds_ring.data.stop_request import PREEMPTED, StopRequest
+from ds_ring.data.stop_request import StopRequest
 from ds_ring.errors import RingShapeError
 from ds_ring.masks.pattern import Pattern
 from ds_ring.ops.prepare import PlanReasons
@@ -242,16 +242,12 @@ class RingSession:
 
             if engine.ring.should_stop():
                 engine.save_checkpoint(folder, client_state=state)
-                engine.ring.leave()
+                sys.exit(os.EX_TEMPFAIL)  # 75, by which a launcher knows that nothing failed
 
         Raises:
             RingPeerError: a rank failed.
         """
         return self.stop_request.came_to_any(self.run_mesh, self.device)
-
-    def leave(self) -> NoReturn:
-        """End this process with status 75 (EX_TEMPFAIL), by which a launcher knows that nothing failed."""
-        raise SystemExit(PREEMPTED)
 
     def gather(self, local: Tensor, dim: int = 1, *, encoder: bool = False) -> Tensor:
         """Return the whole sequence of a local result (logits, say) of the current batch, or of the samples
@@ -289,6 +285,9 @@ class RingSession:
         `"dynamic_ring": true` each batch is divided among smaller rings ([Note: dynamic rings] in
         assignment.py), and a rank reads the samples of its own.
 
+        Replicas get equally many samples: without `drop_last` some are repeated, which an evaluation counts
+        twice (`wrap(loader, split=False)` repeats none).
+
         Args:
             dataset: samples by index, mappings of tensors.
             batch_size: samples per data replica.
@@ -311,14 +310,17 @@ class RingSession:
         """Return a loader that shards the batches of a DataLoader, or of any iterable of whole batches.
 
         All ranks of a ring must get the same batches; every batch is compared, and so is the end of an
-        epoch. A shuffling sampler of torch's without a generator is given one, seeded by `seed` and the
-        epoch. The same loader gives the same wrapper, which counts its epochs; an epoch that the caller has
-        set by `sampler.set_epoch` stays.
+        epoch. Replicas that take turns get equally many: the last ones repeat the first batches, which an
+        evaluation would count twice. With `split=False` each replica takes all, and none is repeated.
+
+        A shuffling sampler of torch's without a generator is given one, seeded by `seed` and the epoch. The
+        same loader gives the same wrapper, which counts its epochs; an epoch that the caller has set by
+        `sampler.set_epoch` stays.
 
         Args:
             loader: gives mappings of tensors, as `shard_batch` takes them.
             split: whether data replicas take turns with its batches (True: it gives every rank the same
-                ones) or have loaders of their own (False); None: by its sampler.
+                ones) or take all of them, or have loaders of their own (False); None: by its sampler.
             seed: of the order that a shuffling sampler gets.
 
         Raises:

@@ -12,7 +12,6 @@ from ds_ring.data.engine import DEEPSPEED
 from ds_ring.data.loss import world_sum
 from ds_ring.patches import apply, patch
 
-PREEMPTED = 75  # sysexits.h's EX_TEMPFAIL: try again later
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # that ask the job to end (Slurm's `--signal=USR1@120`)
 
 

@@ -88,8 +88,8 @@ class Primitive(ABC):
         """Cut rectangles by several branches at once, each of one primitive of this class.
 
         Each primitive (`alternatives`) labels queries and keys alike. If this method returns None, `joins.py`
-        cuts by one branch after the other. If `causal`, the result may leave out keys after their query: the
-        band drops them later.
+        cuts by one branch after the other. If `causal`, the method may already leave out keys after their
+        query. The band would drop them anyway.
         """
         return None
 

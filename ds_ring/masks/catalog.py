@@ -1,8 +1,7 @@
 """The catalog of patterns. Each lists its branches (`branches.py`).
 
-A new pattern is a class in a folder of `ds_ring/patterns`.
-Documents and trees, slices, dilated attention and mask functions have folders of their own in
-`ds_ring/patterns`.
+A new pattern is a class in a folder of `ds_ring/patterns`. Documents and trees, slices, dilated attention and
+mask functions have folders there.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Masks of single pairs, which only a kernel can evaluate; `patterns/captured` makes them of functions."""
+"""Masks of single pairs: tiles ignore them, kernels evaluate them. `patterns/captured` makes them."""
 
 from __future__ import annotations
 

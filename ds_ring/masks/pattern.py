@@ -14,8 +14,8 @@ import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache, update_wrapper
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, ParamSpec, TypeVar
+from functools import cached_property, lru_cache, wraps
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, ParamSpec, TypeVar, cast
 
 import numpy as np
 
@@ -60,7 +60,7 @@ class Pattern(ABC):
 
     @abstractmethod
     def branches(self, head: QueryHead) -> tuple[Branch, ...]:
-        """Return the branches whose sum a query head attends to: at least one, and as many for each head."""
+        """Return the branches whose sum a query head attends to: at least one, for all heads equally many."""
 
     @property
     def conjuncts(self) -> tuple[Pattern, ...]:
@@ -84,7 +84,7 @@ class Pattern(ABC):
 
     @cached_property
     def masks(self) -> tuple[PairMask, ...]:
-        """Return the mask functions of single pairs, which only a kernel can evaluate."""
+        """Return the mask functions of single pairs: tiles ignore them, kernels evaluate them."""
         return tuple(dict.fromkeys(mask for branch in self._one_head_branches for mask in branch.masks))
 
     @cached_property
@@ -94,7 +94,7 @@ class Pattern(ABC):
 
     @property
     def mask_ids(self) -> tuple[int, ...]:
-        """Return the ids of the mask functions: two objects with equal traces compare equal."""
+        """Return the ids of the mask functions: they tell apart functions that compare equal by traces."""
         return tuple(mask.identity for mask in self.masks)
 
     @property
@@ -252,7 +252,7 @@ class BoundPattern(Pattern):
     def bands(self) -> tuple[tuple[int, int, tuple[PairMask, ...]], ...]:
         """Return (least distance, most, mask functions) of each branch; one entry if all agree."""
         branches = self.branches_by_head[0]
-        # for any heads: the kernel that reads the functions evaluates them head by head
+        # Leave the head numbers out: the kernel that reads these functions passes the head itself.
         bands = tuple((b.least, b.most, tuple(mask.for_heads(()) for mask in b.masks)) for b in branches)
         return bands[:1] if len(set(bands)) == 1 else bands
 
@@ -285,37 +285,37 @@ class BoundPattern(Pattern):
         return tuple(np.array([[pair[side] for pair in pairs] for pairs in by_head]) for side in (0, 1))  # type: ignore[return-value]
 
 
-# [Note: captured tensors in caches]
-# A mask function has copies of captured tensors, and a loop may make one for each batch: few of these stay.
+# [Note: captured tensors in caches] A loop may make a mask for each batch, with copies of tensors: few stay.
 SMALL_BYTES = 1 << 18  # captured by a pattern that counts as any other
 KEPT_LARGE = 8  # patterns with more: those of a few batches
 
 
-def find_large_masks(values: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the mask functions with much captured memory of patterns and tables of tiles among values."""
-    masks: tuple[Any, ...] = ()
-    for value in values:
-        pattern = getattr(value, "rule", value)  # of a table
-        if isinstance(pattern, Pattern) and pattern.captured_bytes > SMALL_BYTES:
-            masks += tuple(mask.for_heads(()) for mask in pattern.masks)
-        elif type(value) is tuple:
-            masks += find_large_masks(value)
-    return masks
+def find_large_masks(value: Any) -> tuple[Any, ...]:
+    """Return the mask functions with much captured memory of a pattern, a table of tiles, or several."""
+    if type(value) is tuple:
+        return tuple(mask for part in value for mask in find_large_masks(part))
+    pattern = getattr(value, "rule", value)
+    is_large = isinstance(pattern, Pattern) and pattern.captured_bytes > SMALL_BYTES
+    return tuple(mask.for_heads(()) for mask in pattern.masks) if is_large else ()
 
 
-class cache_by_pattern(Generic[P, T]):  # noqa: N801 - a decorator
-    """As `lru_cache`; of patterns that captured much memory it keeps the `KEPT_LARGE` latest."""
+_CACHES: list[Any] = []
+_recent: dict[tuple[Any, ...], None] = {}  # mask functions with much captured memory that caches may hold
 
-    def __init__(self, maxsize: int, function: Callable[P, T]) -> None:
-        self._small = lru_cache(maxsize)(function)
-        self._large = lru_cache(KEPT_LARGE)(lambda masks: lru_cache(maxsize)(function))
-        update_wrapper(self, function)
 
-    def __call__(self, *arguments: P.args, **keywords: P.kwargs) -> T:
-        masks = find_large_masks(arguments)
-        cached: Callable[P, T] = self._large(masks) if masks else self._small
-        return cached(*arguments, **keywords)
+def cache_by_pattern(maxsize: int, function: Callable[P, T]) -> Callable[P, T]:
+    """As `lru_cache`; all such caches are emptied before they hold more than `KEPT_LARGE` large masks."""
 
-    def cache_clear(self) -> None:
-        self._small.cache_clear()
-        self._large.cache_clear()
+    @lru_cache(maxsize)
+    @wraps(function)
+    def compute(*arguments: P.args, **keywords: P.kwargs) -> T:
+        if (masks := find_large_masks(arguments)) and masks not in _recent:
+            if len(_recent) == KEPT_LARGE:
+                _recent.clear()
+                for cached in _CACHES:
+                    cached.cache_clear()
+            _recent[masks] = None
+        return function(*arguments, **keywords)
+
+    _CACHES.append(compute)
+    return cast(Callable[P, T], compute)

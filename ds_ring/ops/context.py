@@ -291,7 +291,7 @@ class ContextCache:
 
 
 def cache_context(mesh: RingMesh, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
-    """Return the context of a key; the oldest are dropped, since documents make a new one for every batch."""
+    """Return the context of a key; drop the oldest. A pattern with document ids makes one for every batch."""
     table: OrderedDict[Any, Any] = mesh.owners[ContextCache].by_key
     if key not in table:
         table[key] = make()
@@ -372,9 +372,9 @@ def get_object(handle: int, kind: type[T]) -> T:
 
 
 # [Note: handles in caches on disk]
-# Inductor and AOTAutograd keep compiled graphs in files, which all ranks and later runs share, by the text of
-# the traced graph. What fake results and gradients read from the object behind a handle (runs of a rank, the
-# Ulysses rank, options) is not in that text. So the upper bits of a handle are a digest of it.
+# Inductor and AOTAutograd keep compiled graphs in files that all ranks and later runs share. The key is the
+# text of the traced graph. What fake results and gradients read from the object behind a handle (runs of a
+# rank, the Ulysses rank, options) is not in that text. So the upper bits of a handle are a digest of it.
 @assume_constant
 def new_handle(owner: object, *facts: object) -> int:
     """Return the integer by which an operator finds this object; `facts` are what a graph may depend on."""

@@ -30,7 +30,7 @@ def loses_derivatives() -> bool:
 def run_compared(mesh: RingMesh, name: str, function: Callable[..., T], *arguments: Any) -> T:
     """Return `function(*arguments)`, a forward call that sends.
 
-    Its header also says whether an operand requires a gradient, so that ranks compare this.
+    Its headers say whether an operand requires a gradient: [Note: a header on every call] in `collective.py`.
 
     Raises:
         RingConfigError: a transform or a dual level under which the call would lose a derivative.

@@ -16,7 +16,7 @@ from ds_ring.ops.passes import GRADIENT, CallNumber, get_forward_call, raise_for
 
 @contextmanager
 def compare_gradient(mesh: RingMesh, number: int) -> Iterator[None]:
-    """Let the headers of calls inside carry the number of the forward call whose gradient they compute."""
+    """Let headers of calls inside carry the number of their forward call, as `run_gradient` does."""
     state, before = mesh.state, mesh.state.compared
     state.compared = GRADIENT, number + 1, str(number)
     try:

@@ -141,7 +141,7 @@ def run_gradient(mesh: RingMesh, number: int, function: Callable[..., T], *argum
         RingMismatchError: other ranks compute that of another call; nothing was sent.
     """
     state, before = mesh.state, mesh.state.compared
-    state.compared = GRADIENT, number + 1, str(number)  # a mesh's first call has the number 0
+    state.compared = GRADIENT, number + 1, str(number)  # the number is -1 if no call was made
     try:
         return function(*arguments)
     finally:

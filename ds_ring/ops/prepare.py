@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 
 class PlanReasons:
-    """Hold the reasons why the latest plans of a mesh were chosen; `engine.ring.describe` prints them."""
+    """Hold the reasons why the latest plans of a mesh were chosen; `engine.ring.describe` returns them."""
 
     def __init__(self) -> None:
         self.texts: dict[str, None] = {}

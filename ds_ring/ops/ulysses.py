@@ -28,7 +28,9 @@ HEADS, TOKENS = 1, 2
 
 
 class UlyssesAllToAll(NamedTuple):
-    """One of the all-to-alls of a step; four for q, k, v.
+    """One all-to-all of a training step.
+
+    Attention has four: of q, k, v; of out; and of the gradients of each.
 
     Attributes:
         split_dim, join_dim: the dimensions that it splits and joins.

@@ -17,8 +17,8 @@ from ds_ring.kernels.interface import ALL_HEADS, Kernel, Rows
 from ds_ring.ring.merge import MAX_PARTS, add_parts_, assign_, merge_, merge_parts_
 
 # [Note: the first part of a row]
-# The first partial result of a row is assigned to the accumulator, and later ones are merged into it. So the
-# accumulator is not set to zero before. Rows that no partial result covers are filled at the end.
+# The first partial result of a row is assigned, so the accumulator is not filled before. Rows without results
+# are filled at the end. A strided part, one of some heads, or of new and old rows is merged: it fills first.
 
 
 class UnwrittenSlots:

@@ -18,20 +18,20 @@ the next chunk computes. During that time the buffers of both chunks exist. If t
 `MANY_CHUNKS`, the buffers are large, so each chunk of a backward pass starts one batch later. Its first keys
 and values then travel while the gradients of the previous chunk return.
 
-If every rank computes at every hop, only the last gradients of the last chunk have no computation to overlap
-with: see [Note: a part for the end]. A rank that reads nothing at some hops (with a narrow window, for
-example) has nothing to compute in their batches. It may send and receive gradients there, in each chunk. The
-next chunk does not start earlier for that, because the distance between the starts of two chunks is the same
-on all ranks. So all ranks start a chunk in the same batch, and the messages between two ranks have the same
-order on both.
+The last gradients of the last chunk have no later chunk to overlap with: see [Note: a part for the end]. A
+rank may read nothing at some hops before its last one (with a window and sinks, for example). In their
+batches it computes nothing, but may send and receive, in each chunk. The next chunk does not start earlier
+for that: all ranks start a chunk in the same batch, so messages of two ranks have the same order on both.
 
 [Note: a part for the end]
-After the last hop at which a rank computes in a backward pass, gradients still return to their owners. This
-takes one batch, from other nodes several. In these batches a chunk computes the queries of the first half of
-the own shard; on causal zigzag shards this is one triangle. Only the other queries are computed in the first
-batch. A half of fewer than `LEAST_KEPT` queries stays in the first batch. TransformerEngine computes its
-diagonal last for the same reason. All chunks have this order, so the number of chunks changes no bit of the
-result. Each part has all keys of its queries, so a kernel can apply the pattern (`Tiles.rule`) to the part.
+In a backward pass, gradients still return to their owners after a rank's last hop. If the rank computes at
+every hop, this takes one batch, from another node of R ranks R batches. A rank that stops earlier has more
+such batches, as later ranks still read its shard. In a contiguous causal ring of 4 ranks, rank 0 computes at
+hop 0 alone and has four (1 to 4). Rank 1 has two (2 and 3). In the last of them a chunk computes the queries
+of the first half of the own shard, in parts of at least `LEAST_KEPT` queries, one a batch. On causal zigzag
+shards this is one triangle. The other queries, and a half that is shorter, are computed in the first batch.
+TransformerEngine also computes its diagonal last. All chunks have this order, so the number of chunks changes
+no bit of the result. Each part has all keys of its queries, so a kernel can apply the pattern (`Tiles.rule`).
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ MANY_CHUNKS = 16  # from this number on, one chunk is small compared with the sh
 CHUNK_BYTES_CPU = 1 << 20  # in rings of at most two ranks
 LEAST_BYTES_CPU = 128 << 10
 CHUNK_BYTES_GPU = 64 << 20  # fewer heads would not fill the device
-STAGE_BYTES_GPU = 128 << 20  # K and V of four shards of 8 Ki tokens, 8 heads and D 128: longer ones gain less
-LEAST_KEPT = 2048  # queries of a part for the end: a smaller one takes less time than its call
+STAGE_BYTES_GPU = 128 << 20  # K, V of four shards of 8 Ki tokens, 8 heads, D 128; longer shards gain less
+LEAST_KEPT = 2048  # queries of a part for the end; a smaller part costs more to launch than to compute
 LONG_SHARD = 131_072  # tokens; from here on copies to the host and back take less time than the pass
 
 
@@ -230,7 +230,7 @@ def get_kernel_calls(plan: HeadClassPlan, backward: bool) -> list[Compute]:
 
 
 def _keep_for_the_end(rounds: list[Round]) -> None:
-    """Move a part of the own shard's tiles to the last batches; [Note: a part for the end]."""
+    """Move queries of the own shard to the batches after the last hop; [Note: a part for the end]."""
     (own_step,) = rounds[0].computed
     computing = max(number for number, step_round in enumerate(rounds) if step_round.computed)
     middle = find_middle_slot(own_step.tiles)

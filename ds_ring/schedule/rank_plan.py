@@ -3,17 +3,16 @@
 Pure data. `head_class.py` computes it and explains its terms; `lowering.py` turns it into steps.
 
 [Note: two levels]
-Each node has R ranks. Take the shard of rank l of node n, and write a hop as s = t * R + i with i < R. At
-hop s, rank l + i (modulo R) of node n + t (modulo the number of nodes) computes with this shard; the other
+Each node has R ranks. Take the shard of rank l of node n, and write a hop as s = t * R + i with i < R. At hop
+s, rank l + i (modulo R) of node n + t (modulo the number of nodes) computes with this shard; the other
 direction subtracts i and t. So the shard goes around one node, over its fast links, before it goes on to the
 next node. In each node, rank l is the first to receive the shard. It also sends the shard to rank l of the
 next node: one R-th in each of R batches. So every rank's network adapter sends 1 / R of a shard in every
 batch. In one ring of all ranks, one adapter of a node sends a whole shard and the others nothing. Sums of
-gradients follow the keys inside a node. From there they go directly to the owner of the keys, to another node
-also in R parts.
-Published as DoubleRing (Gu et al. 2024, LoongTrain, arXiv 2406.18485, section 4.2) and as BurstAttention's
-two rings (Sun et al. 2024, arXiv 2403.09347, section 3); TASP (Wang et al. 2025, arXiv
-2509.26541) uses all links by Hamiltonian cycles. The split into one part per batch is ours.
+gradients follow the keys inside a node. From there they go directly to the owner of the keys. To an owner in
+another node they go in R parts, as the keys do. Published as DoubleRing (Gu et al. 2024, LoongTrain, arXiv
+2406.18485, section 4.2) and as BurstAttention's two rings (Sun et al. 2024, arXiv 2403.09347, section 3);
+TASP (Wang et al. 2025, arXiv 2509.26541) uses all links by Hamiltonian cycles. The split into parts is ours.
 
 If the ranks of a node are known (LOCAL_WORLD_SIZE, or `ranks_per_node` of `RingMesh.from_world`),
 `build_plan` takes one ring or two levels, whichever sends less through the busiest network adapter.
@@ -27,10 +26,10 @@ a rank computes one stage, the keys of the next stage arrive in token ranges of 
 stage are one table over its buffer, so a stage is one kernel call for each head chunk. (In a backward pass
 the own shard may take several: [Note: a part for the end] in `lowering.py`.) The number of tokens sent is
 that of a ring, but most messages go to ranks that are not neighbours. So stages are for ranks that all have a
-link to each other, as inside a node. The gradients that return are of one rank each. With a float32 payload
-they have the accumulators' dtype, or that of 16-bit inputs if the kernel is "flash" or "flex". Memory grows
-with the largest two stages, and `choose_stage_sizes` in `directions.py` bounds them. In MagiAttention (SandAI
-2025) overlap stages are similar; the choice of sizes and the merge are ours.
+link to each other, as inside a node. Each gradient that returns is of one rank. With `gradient_payload`
+"float32" it has the accumulators' dtype; with kernel "flash" or "flex" and 16-bit inputs it has the inputs'
+dtype. Memory grows with the largest two stages, and `choose_stage_sizes` in `directions.py` bounds them. In
+MagiAttention (SandAI 2025) overlap stages are similar; the choice of sizes and the merge are ours.
 """
 
 from __future__ import annotations
@@ -78,11 +77,8 @@ class Direction(NamedTuple):
 
     @property
     def steps(self) -> int:
-        """Return the number of the last stage, or without stages of the last hop.
-
-        A later batch of a backward pass may compute a part of the own shard: [Note: a part for the end] in
-        `lowering.py`.
-        """
+        """Return the number of the last stage, or without stages of the last hop."""
+        # Later batches of a backward pass may compute the own shard: [Note: a part for the end].
         return len(self.stages) or self.limit
 
     def stage(self, hop: int) -> int:
@@ -179,7 +175,7 @@ class StagePlan(NamedTuple):
 
 
 class DirectSend(NamedTuple):
-    """Slots of this rank's shard that it sends to a reader, as the rank before the reader lacks them."""
+    """Slots of this rank's shard that it sends to a reader: those that no rank relays, in stages all."""
 
     hop: int  # at which they are read; the message is in an earlier batch (`DirectionPlan.get_send_batch`)
     receiver: int

@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import logging
-import statistics
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -101,10 +101,12 @@ def evaluate(engine: Any, held_out: PackedBytes, batches: int = 4) -> float:
     """Return the mean loss on documents that are not trained on."""
     engine.eval()
     loader = engine.ring.loader(held_out, engine.train_micro_batch_size_per_gpu(), drop_last=True)
-    some = itertools.islice(loader, batches)
-    loss = statistics.mean(engine.ring.mean_loss(engine(**batch).loss).item() for batch in some)
+    total = weights = 0.0
+    for batch in itertools.islice(loader, batches):
+        mean, weight = engine.ring.mean_loss(engine(**batch).loss), batch["num_items_in_batch"].item()
+        total, weights = total + mean.item() * weight, weights + weight
     engine.train()
-    return loss
+    return total / weights
 
 
 def resume(engine: Any, loader: Any, report: Report, folder: Path) -> None:
@@ -142,7 +144,7 @@ def train(
             state = {"report": asdict(report), "loader": loader.state_dict()}
             engine.save_checkpoint(str(checkpoints), client_state=state)
         if leaving and step < options.steps:
-            engine.ring.leave()
+            sys.exit(os.EX_TEMPFAIL)  # for the launcher: nothing failed
         bar.set_postfix(loss=report.losses[-1], tokens_per_s=report.tokens_per_second[-1], refresh=False)
 
 

@@ -27,7 +27,7 @@ class Hiding(NamedTuple):
 
 def hides(cost: PassCost) -> bool:
     """Return whether no computing hop waits, and the whole pass waits at most 5 % of its time."""
-    # (The last gradients come home when nothing is left to compute: they count in the whole only.)
+    # (Waits after the last hop, in the batches in which gradients return, count in the whole only.)
     return cost.late_hops == 0 and waiting(cost) <= EXPOSED
 
 

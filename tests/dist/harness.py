@@ -209,7 +209,7 @@ class RankPool:
 
     def close(self) -> None:
         """Let idle ranks end by themselves, kill what does not, wait for all, remove the folder."""
-        self._signal(signal.SIGCONT)
+        self.resume()
         for pipe in self._pipes:
             _send(pipe, b"")
         deadline = time.monotonic() + _END_SECONDS
@@ -237,7 +237,7 @@ class RankPool:
             if not self._processes:
                 self._start()
             started = time.monotonic()
-            self._signal(signal.SIGCONT)
+            self.resume()
             for pipe in self._pipes:
                 _send(pipe, request)
             outcomes = self._gather(started, started + timeout_s, grace_s, silent)
@@ -246,12 +246,15 @@ class RankPool:
             raise
         if any(outcome.status != "returned" for outcome in outcomes):
             self._kill()
-        else:
+        else:  # gloo's threads wake a hundred times a second, 5 % of the suite
             self._signal(signal.SIGSTOP)
         return outcomes
 
+    def resume(self) -> None:
+        """Let the ranks run, which stop between calls: for what a thread of theirs has to finish."""
+        self._signal(signal.SIGCONT)
+
     def _signal(self, number: int) -> None:
-        """Stop the ranks between calls: gloo's threads wake a hundred times a second (5 % of the suite)."""
         for pid in self.pids:
             os.kill(pid, number)
 

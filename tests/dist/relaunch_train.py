@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -96,7 +97,7 @@ def main() -> None:
         if leaving or step % options.save_every == 0 or step == options.steps:
             engine.save_checkpoint(str(options.output / "checkpoints"))
         if leaving:
-            ring.leave()
+            sys.exit(os.EX_TEMPFAIL)
     dist.destroy_process_group()
 
 

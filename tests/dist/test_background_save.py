@@ -69,6 +69,7 @@ def test_a_checkpoint_holds_the_state_at_the_call(rank_pool: Any, tmp_path: Path
     config = json_config(2, SIZE.samples, stage)
     losses, seen = rank_pool(2).run(save_and_go_on, config, str(tmp_path))[0]
     assert seen == [None, "global_step2"]  # not there yet; the second call waited for the first
+    rank_pool(2).resume()
     wait_until(lambda: read_latest(tmp_path) == "global_step4", 20.0)
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == [
         "global_step2",

@@ -172,6 +172,7 @@ def test_planted_links_are_not_written_through(rank_pool, tmp_path, background):
         (folder / name).symlink_to(victim)
     result = rank_pool(2).run(save_on, config(1), str(folder), "tag", background=background)
     assert [item.error for item in result] == ["", ""], result
+    rank_pool(2).resume()
     wait_until(lambda: read_latest(folder) == "tag", 20.0)
     assert victim.read_text() == "precious"
     assert not [path for path in folder.rglob("*") if path.is_symlink()]

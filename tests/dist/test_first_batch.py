@@ -16,6 +16,7 @@ from tests.dist.deepspeed_ranks import (
     build_batch,
     build_model,
     json_config,
+    listen,
     start_deepspeed,
     start_engine,
     take_step,
@@ -122,6 +123,65 @@ def test_a_module_of_ones_own_is_compared(rank_pool, stage):
     rank_pool(2).run(train_own, of_the_session, stage)
     for outcome in rank_pool(2).collect(train_own, of_the_session, stage, "lost payload", grace_s=30):
         assert outcome.error_type == "RingVerifyError", outcome.report
+
+
+def train_by_another_loss(rank: int, world_size: int, loss: str) -> list[str]:
+    """Return the warnings of a step whose loop computes its loss of the logits."""
+    model = Own(of_the_session)
+    changes = {"bf16": {"enabled": True}} if loss == "bfloat16" else {}
+    config = json_config(2, 2, 1, gradient_accumulation_steps=2, ring_attention={"verify_first_batch": True})
+    engine = start_engine(model, config | changes)
+    model.session = engine.ring
+    with listen("ds_ring.engines.first_batch.first_batch") as texts:
+        for _ in range(4):
+            batch = engine.ring.shard_batch(build_batch(SIZE))
+            logits = engine(input_ids=batch["input_ids"])
+            engine.backward(LOSSES[loss][0](engine.ring.loss(logits, batch).backward_loss, logits, batch))
+            engine.step()
+    return [text for text in texts if "the loss of your loop" in text]
+
+
+def cross_entropy(logits: Any, labels: Any, items: Any = None) -> Any:
+    reduction = "mean" if items is None else "sum"
+    loss = torch.nn.functional.cross_entropy(
+        logits.float().flatten(0, 1), labels.flatten(), reduction=reduction
+    )
+    return loss if items is None else loss / items
+
+
+# Of the loss of ds_ring, the logits and the batch, a loss; what is said of it.
+LOSSES: dict[str, tuple[Any, str]] = {
+    "right": (lambda loss, logits, batch: loss, ""),
+    "bfloat16": (lambda loss, logits, batch: loss, ""),
+    "by items": (
+        lambda loss, logits, batch: cross_entropy(logits, batch["shift_labels"], batch["num_items_in_batch"]),
+        "",
+    ),
+    "local mean": (
+        lambda loss, logits, batch: cross_entropy(logits, batch["shift_labels"]),
+        "ranks weight a token by ",
+    ),
+    "shifted twice": (
+        lambda loss, logits, batch: cross_entropy(
+            logits[:, :-1], batch["shift_labels"][:, 1:], batch["num_items_in_batch"]
+        ),
+        "its gradient differs by ",
+    ),
+    "of squares": (
+        lambda loss, logits, batch: logits[batch["shift_labels"] != -100].square().mean(),
+        "",
+    ),
+    "undivided": (lambda loss, logits, batch: loss * 2, "its gradient is 2 times as large"),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.day("right", "local mean", "shifted twice")
+def test_another_loss_of_the_loop_is_named_once(rank_pool, loss):
+    by_rank = rank_pool(2).run(train_by_another_loss, loss)
+    expected = LOSSES[loss][1]
+    assert by_rank[1] == [] and len(by_rank[0]) == bool(expected)
+    assert all(expected in text and "call engine.ring.loss" in text for text in by_rank[0])
 
 
 def train_held(rank: int, world_size: int, before: bool) -> None:

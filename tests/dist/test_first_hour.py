@@ -52,6 +52,9 @@ def mistake(rank: int, world_size: int, kind: str) -> None:
     whole = build_batch(SIZE)
     if kind == "token id":
         whole["input_ids"] += 10**6
+    if kind == "a RingLoss, backward":
+        labelled = engine.ring.shard_batch(whole)
+        engine.backward(engine.ring.loss(engine(**labelled).logits, labelled))
     batch = engine.ring.shard_batch({"input_ids": whole["input_ids"]})
     output = engine(input_ids=batch["input_ids"], position_ids=batch["position_ids"])
     if kind == "no labels, backward":
@@ -66,6 +69,7 @@ def mistake(rank: int, world_size: int, kind: str) -> None:
     ("kind", "words"),
     [
         ("no labels, backward", "engine.backward: expected a model's loss, got NoneType; give labels"),
+        ("a RingLoss, backward", "engine.backward: expected a tensor, got what engine.ring.loss returns; pass loss."),
         ("no labels, logged", "mean_loss: expected a model's loss, got NoneType; give labels"),
         ("no labels, ring.loss", "loss: expected labels, got ['input_ids'"),
         ("ragged", "expected one length, got 12, 17 tokens; give lengths="),

@@ -163,15 +163,27 @@ def refused(rank: int, world_size: int, cases: list[str]) -> list[str]:
         "other order": lambda: DataLoader(Numbered(offset=rank), 2),
         "other length": lambda: [{"input_ids": torch.ones(1, 8, dtype=torch.int64)}] * (3 + rank),
         "world sampler": lambda: DataLoader(Numbered(), 2, sampler=DistributedSampler(Numbered(), 4, rank)),
+        "split twice": lambda: DataLoader(
+            Numbered(), 2, sampler=DistributedSampler(Numbered(), 2, rank // 2)
+        ),
         "iterable": lambda: DataLoader(Stream(), 2),
     }
-    return [catch_refusal(lambda what=what: list(session.wrap(loaders[what]()))) for what in cases]
+    splits = {"split twice": True}
+    return [
+        catch_refusal(lambda what=what: list(session.wrap(loaders[what](), split=splits.get(what))))
+        for what in cases
+    ]
 
 
 REFUSED = {
     "other order": (2, "RingMismatchError", "input tokens (checksum)"),
     "other length": (2, "RingMismatchError", "expected equal numbers, got one more on rank 1"),
-    "world sampler": (4, "RingConfigError", "DistributedSampler of 2 data replicas"),
+    "world sampler": (
+        4,
+        "RingConfigError",
+        "DistributedSampler of 2 data replicas, got 4; give it num_replicas=",
+    ),
+    "split twice": (4, "RingConfigError", "expected no split=True with a DistributedSampler"),
     "iterable": (4, "RingConfigError", "split=True"),
 }
 

@@ -40,15 +40,22 @@ def plain_script(name: str) -> str:
 
 def run_example(rank: int, world_size: int, name: str, arguments: list[str], plain: bool) -> Logs:
     """What the script prints on this rank."""
+    source = plain_script(name) if plain else (EXAMPLES / name).read_text()
+    return run_script(name, source, arguments)[0]
+
+
+def run_script(name: str, source: str, arguments: list[str]) -> tuple[Logs, dict[str, Any]]:
+    """What a script prints on this rank, and its names."""
     start_deepspeed()
     start_trainers()
     sys.argv = [name, *arguments]
-    source = plain_script(name) if plain else (EXAMPLES / name).read_text()
+    names: dict[str, Any] = {"__name__": "__main__"}
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        exec(compile(source, str(EXAMPLES / name), "exec"), {"__name__": "__main__"})
+        exec(compile(source, str(EXAMPLES / name), "exec"), names)
     result = [ast.literal_eval(line) for line in printed.getvalue().splitlines() if line.startswith("{")]
     # Not Trainer's own lines, whose numbers are strings.
-    return [entry for entry in result if not any(isinstance(value, str) for value in entry.values())]
+    logs = [entry for entry in result if not any(isinstance(value, str) for value in entry.values())]
+    return logs, names
 
 
 # Where a script leaves what it resumes from, and how many of its entries come before that.
@@ -278,7 +285,7 @@ def test_what_cannot_be_whole_on_a_ring_is_refused(rank_pool: Any) -> None:
         "dynamic": "dynamic_ring: expected false under ds_ring.enable(), got true",
         "loss": "Bare: expected logits, or a loss by num_items_in_batch, got a tensor",
         "places": "Bare: expected arguments by name, got 3",
-        "positions": "Unnumbered.forward: expected position_ids, got ['input_ids', 'labels']",
+        "positions": "Unnumbered.forward: expected position_ids, got ['input_ids', 'labels']; take them as an argument",
         "borders": "batch: expected position_ids with cu_seq_lens_q, got none",
         "short": "outputs: expected a sharded sequence, got 16 tokens, below min_sequence_length",
     }

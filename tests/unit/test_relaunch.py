@@ -93,7 +93,7 @@ def test_a_preempted_attempt_has_not_failed(tmp_path: Path) -> None:
     assert decide([by_itself], POLICY).again
     told = read_outcome(1, folder, HOSTS, 128 + 15, 15, True)
     assert (decide([told], POLICY).again, decide([told], POLICY).status) == (False, PREEMPTED)
-    assert decide([by_itself], None).status == PREEMPTED
+    assert decide([by_itself], None).status == PREEMPTED == os.EX_TEMPFAIL
     saved_nothing = [read_outcome(attempt, folder, HOSTS, 1, None, False) for attempt in range(1, 4)]
     assert decide(saved_nothing[:2], POLICY).again and not decide(saved_nothing, POLICY).again
     for path in folder.iterdir():

@@ -304,7 +304,8 @@ class WholeBatches:
         takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in self._parameters.values())
         if key == "position_ids" and not takes_all and key not in self._parameters:
             raise RingConfigError(
-                f"{type(self._module).__name__}.forward: expected position_ids, got {list(self._parameters)}"
+                f"{type(self._module).__name__}.forward: expected position_ids, got {list(self._parameters)};"
+                " take them as an argument, and number tokens by them: a rank has a part of the sequence"
             )
         return takes_all or key in self._parameters or key not in _LABELS
 

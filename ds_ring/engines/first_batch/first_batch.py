@@ -20,7 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ds_ring.comm.groups import gather_objects
 from ds_ring.comm.mesh import RingMesh
+from ds_ring.data.batch import IGNORE
 from ds_ring.data.batch_sharding import BatchSharding
 from ds_ring.data.engine import DEEPSPEED, ENGINE, is_transformers_model
 from ds_ring.data.layer_patterns import LayerPatterns
@@ -55,6 +57,11 @@ _ADVICE = (
     "in one process engine.ring.layout and engine.ring.mesh are those of one rank: read both in each forward"
     " pass, or call engine.ring.attention()"
 )
+_OTHER_LOSS = (
+    "verify_first_batch: the loss of your loop is not that of engine.ring.loss(logits, batch): %s. It was not"
+    " compared with one process; unless you mean another loss, call engine.ring.loss"
+)
+_NO_SOFTMAX = 5e-2  # a sum over the vocabulary, of the gradient's norm: more than rounding in bfloat16
 _FLOOR = 1e-2  # of the root mean square of all gradients' norms
 
 
@@ -212,6 +219,7 @@ class Forward:
     # gradients of "loss" (what the training loop made of it) and "logits", without those that are not used
     gradients: dict[str, Tensor] = field(default_factory=dict)
     sharding: BatchSharding | None = None
+    labels: Tensor | None = None  # the shift_labels of the batch, where they are known
 
 
 def whole_parameters(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -245,6 +253,76 @@ def read_outputs(output: Any) -> tuple[Tensor, Tensor | None]:
     if not tensors:
         raise RingVerifyError(f"verify_first_batch: expected logits or a tensor, got {type(output).__name__}")
     return max(tensors, key=lambda item: item.ndim), next((item for item in tensors if item.ndim == 0), None)
+
+
+# Compare a loss that the loop computes. The copy of one process gets the gradient of the logits from the
+# loop, since it cannot run the loop, so it repeats a wrong loss. That gradient is compared with the one of
+# `engine.ring.loss`, rank by rank: labels that are shifted twice give another direction, a mean over the
+# labels of a rank another factor on each rank. A loop may mean another loss: a difference is a warning.
+
+
+class LossFit(NamedTuple):
+    """Hold how a rank's gradient of the logits fits that of the summed cross entropy of its labels.
+
+    Attributes:
+        labelled: its labelled tokens.
+        factor: with which the gradient of the cross entropy is nearest; None where that is zero.
+        squared: the squared norm of the gradient, and of what that factor leaves of it.
+    """
+
+    labelled: int
+    factor: float | None
+    squared: tuple[float, float]
+
+
+def read_loss_fit(forward: Forward) -> LossFit | None:
+    """Return the fit of a forward pass; None for a loss of the module, and for another one than of a softmax.
+
+    A gradient of softmax sums to zero over the vocabulary; one of hidden states or of squares does not.
+    """
+    got_BSV, labels_BS, logits_BSV = forward.gradients.get("logits"), forward.labels, forward.logits.detach()
+    if got_BSV is None or labels_BS is None or "loss" in forward.gradients:
+        return None
+    if logits_BSV.shape[:-1] != labels_BS.shape or int(labels_BS.max()) >= logits_BSV.shape[-1]:
+        return None
+    labelled_BS = labels_BS != IGNORE
+    expected_BSV = logits_BSV.to(torch.promote_types(logits_BSV.dtype, torch.float32)).softmax(dim=-1)
+    ones_BS1 = torch.ones_like(expected_BSV[..., :1])
+    expected_BSV.scatter_add_(-1, labels_BS.clamp_min(0)[..., None], -ones_BS1).mul_(labelled_BS[..., None])
+    got_BSV = got_BSV.to(expected_BSV.dtype)
+    if float(got_BSV.sum(dim=-1).norm()) > _NO_SOFTMAX * float(got_BSV.norm()):
+        return None
+    norm = float(expected_BSV.square().sum())
+    factor = float((got_BSV * expected_BSV).sum()) / norm if norm > 0 else None
+    rest = got_BSV - expected_BSV * (factor or 0.0)
+    return LossFit(
+        int(labelled_BS.sum()), factor, (float(got_BSV.square().sum()), float(rest.square().sum()))
+    )
+
+
+def compare_loss(fits: Sequence[LossFit], divisor: float, scale: float | None, dtype: torch.dtype) -> str:
+    """Return how all ranks' gradients differ from those of the mean over all labels; "" if they do not.
+
+    Args:
+        divisor: by which the engine divides summed gradients ([Note: gradient scale] in loss.py).
+        scale: of the loss in the engine; None if unknown.
+        dtype: of the logits.
+    """
+    half = dtype in (torch.float16, torch.bfloat16)
+    rounding, tolerance = (2e-2, 1e-1) if half else (2e-4, 1e-3)
+    squared, rest = (sum(values) for values in zip(*(fit.squared for fit in fits), strict=True))
+    if not rest <= tolerance**2 * squared:
+        return f"its gradient differs by {(rest / squared) ** 0.5:.1e}"
+    factors = [fit.factor for fit in fits if fit.factor is not None]
+    if not factors:
+        return ""
+    least, most = min(factors), max(factors)
+    if not most - least <= rounding * abs(most):
+        return f"ranks weight a token by {least:.3g} to {most:.3g}, each by labels of its own"
+    times = most * sum(fit.labelled for fit in fits) / divisor / (scale or 1.0)
+    if scale is not None and not abs(times - 1) <= rounding:
+        return f"its gradient is {times:.3g} times as large"
+    return ""
 
 
 # Copy a model for one rank ([Note: one process]).
@@ -381,7 +459,8 @@ class FirstBatch:
             output = forward(*args, **kwargs)
         attended = sharding.layout.tokens, sharding.patterns, sharding.groups
         logits, loss = read_outputs(output)
-        seen = Forward(args, kwargs, attended, logits, loss, layers, sharding=sharding)
+        labels = self.session.batches.get_labels([*args, *kwargs.values()])
+        seen = Forward(args, kwargs, attended, logits, loss, layers, sharding=sharding, labels=labels)
         # What the training loop makes of the results shows in the backward pass.
         for name, result in (("loss", loss), ("logits", None if logits is loss else logits)):
             if result is not None and result.requires_grad:
@@ -412,6 +491,7 @@ class FirstBatch:
         means = [
             None if forward.loss is None else float(self.session.mean_loss(forward.loss)) for forward in used
         ]
+        losses = [self._describe_loss(forward) for forward in used]
         pieces = [self._pieces(forward) for forward in used]
         weights, gradients = whole_parameters(engine.module)
         verdict: list[Any] = [None]
@@ -431,6 +511,20 @@ class FirstBatch:
             raise RingVerifyError(
                 f"verify_first_batch: expected the ring to equal one process, got: {verdict[0]}"
             )
+        if any(losses) and dist.get_rank() == 0:
+            log.warning(_OTHER_LOSS, next(filter(None, losses)))
+
+    def _describe_loss(self, forward: Forward) -> str:
+        """Return how the loss that the loop computes of the logits differs from `engine.ring.loss`; "" if it
+        does not, or if the module has the loss, which is compared. Collective.
+        """
+        fits = read_loss_fit(forward)
+        fits_by_rank = gather_objects(fits)
+        if fits is None or any(fit is None for fit in fits_by_rank):
+            return ""
+        fp16 = bool(self.engine.fp16_enabled())  # whose loss scale is in the gradients
+        scale = None if fp16 else 1 / self.engine.gradient_accumulation_steps()
+        return compare_loss(fits_by_rank, self.session.gradient_divisor, scale, forward.logits.dtype)
 
     def _compare_with_one_process(
         self,

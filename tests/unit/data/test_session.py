@@ -14,7 +14,6 @@ from ds_ring.data.dynamic_ring.sub_rings import SubRing
 from ds_ring.data.model_needs import WholeTensors
 from ds_ring.data.packing import DocumentPart
 from ds_ring.data.session import end_session
-from ds_ring.data.stop_request import PREEMPTED
 from ds_ring.errors import RingConfigError, RingShapeError
 from tests.refusals import Refusals, refuse
 from tests.sessions import session_of
@@ -51,12 +50,6 @@ def test_one_sequence_has_no_encoder() -> None:
     assert session.gather(local["input_ids"]).equal(IDS[None])
     with pytest.raises(RingShapeError, match="expected the batch of an encoder-decoder, got one sequence"):
         session.gather(local["input_ids"], encoder=True)
-
-
-def test_whoever_leaves_says_that_nothing_failed() -> None:
-    with pytest.raises(SystemExit) as left:
-        session_of().leave()
-    assert left.value.code == PREEMPTED == 75
 
 
 def with_images() -> Any:

@@ -79,14 +79,14 @@ class Pooled(nn.Module):
 def pooled(_: Given) -> Any:
     current = SimpleNamespace(mesh=SimpleNamespace(sequence_size=1), layout=SimpleNamespace(tokens=4))
     session: Any = SimpleNamespace(
-        mesh=SimpleNamespace(sequence_size=2), batches=SimpleNamespace(current=current)
+        run_mesh=SimpleNamespace(sequence_size=2), batches=SimpleNamespace(current=current)
     )
     model: Any = Pooled()
     return families.make_pooling_hooks(model, session)[1](model, (), {}, torch.zeros(1, 4, 1))
 
 
 def routed(**output: Any) -> Any:
-    session: Any = SimpleNamespace(mesh=RingMesh.single(), gradient_divisor=1.0)
+    session: Any = SimpleNamespace(run_mesh=RingMesh.single(), gradient_divisor=1.0)
     model: Any = nn.Linear(1, 1)
     hook = families.router_loss(model, None, session)  # type: ignore[arg-type]
     return hook(model, (), {}, SimpleNamespace(aux_loss=torch.zeros(()), loss=None, **output))
@@ -108,7 +108,7 @@ def offloading(model: Any) -> Any:
     config = SimpleNamespace(
         long_sequence=SimpleNamespace(offload_checkpoints=True), recompute_attention=False
     )
-    session: Any = SimpleNamespace(config=config, device=torch.device("cpu"), mesh=RingMesh.single())
+    session: Any = SimpleNamespace(config=config, device=torch.device("cpu"), run_mesh=RingMesh.single())
     hook: Any = offloaded_checkpoints.offloaded_checkpoints(model, session)
     return hook()
 

@@ -223,7 +223,7 @@ def test_a_new_mask_has_what_was_captured_now_and_the_old_one_is_refused(kind: s
         plans.append(build_plan(pattern, LAYOUT))
     assert plans[0] is plans[2] and plans[0] is not plans[1]
     change(6)
-    with pytest.raises(RingPatternError, match="make a new MaskMod"):
+    with pytest.raises(RingPatternError, match="give each call of ring_attention a new MaskMod"):
         attended(pattern=first)
 
 
@@ -266,7 +266,7 @@ def test_a_write_that_torch_does_not_count_is_a_change(how: str) -> None:
     want = attended(pattern=Causal(), score_mod=scored)
     assert relative_error(module(*inputs()), want) < 1e-12
     for call in (lambda: masked(*inputs()), lambda: attended(pattern=pattern)):
-        with pytest.raises(RingPatternError, match="make a new MaskMod"):
+        with pytest.raises(RingPatternError, match="give each call of ring_attention a new MaskMod"):
             call()
 
 
@@ -303,7 +303,7 @@ def test_a_list_that_is_cut_elsewhere_is_a_change() -> None:
     first = MaskMod(mask)
     first.check_unchanged()
     groups[:] = [[1, 2]]
-    with pytest.raises(RingPatternError, match="make a new MaskMod"):
+    with pytest.raises(RingPatternError, match="give each call of ring_attention a new MaskMod"):
         first.check_unchanged()
     assert MaskMod(mask) != first
 
@@ -325,7 +325,7 @@ def test_masks_of_equal_code_and_values_are_one_plan() -> None:
     mine.zero_()
     want = truth(lambda b, h, q, k: ids[q] == ids[k])
     assert relative_error(attended(pattern=second), want) < 1e-12
-    with pytest.raises(RingPatternError, match="make a new MaskMod"):
+    with pytest.raises(RingPatternError, match="give each call of ring_attention a new MaskMod"):
         attended(pattern=first)
 
 

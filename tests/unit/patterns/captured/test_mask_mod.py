@@ -189,7 +189,7 @@ def test_what_a_default_holds_is_captured(where: str) -> None:
         near.__defaults__ = (8,)
     else:
         wide.__kwdefaults__ = {"width": 8}
-    with pytest.raises(RingPatternError, match="make a new MaskMod"):
+    with pytest.raises(RingPatternError, match="give each call of ring_attention a new MaskMod"):
         pattern.check_unchanged()
 
 
