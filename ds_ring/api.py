@@ -47,7 +47,7 @@ def ring_attention(
         pattern: which query position attends to which key position, in global positions.
         layout: the rank and slot of each position; a name builds that layout for ring_size * U * S tokens,
             U being the Ulysses size.
-        mesh: this process's place in the grid of ranks; every rank of the ring must call.
+        mesh: this process's place in the grid of ranks; all ranks of the sequence (ring x Ulysses) must call.
         scale: factor of the scores; None is 1 / sqrt(D).
         sinks: [H] of any floating dtype, the same on all ranks; all heads, even if Ulysses splits them.
         score_mod: as in FlexAttention, (score, batch, head, q_position, k_position) -> score, with global

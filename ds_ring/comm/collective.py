@@ -38,12 +38,13 @@ if TYPE_CHECKING:
 #    number of the forward call whose gradient this is. 0: this rank compares none.
 # The first two must be equal on all ranks. Then the greatest header has the longest patience, which all ranks
 # take. The fourth is compared in the least and the greatest header, unless either has 0. If all ranks ask for
-# one patience, as on CPUs, these have its extremes; else a difference can be missed. After a difference all
-# ranks send each other their reports, so that the error names fields, values and ranks.
+# equal patience, as on CPUs, these two headers have the extremes of the fourth. Otherwise a difference can be
+# missed, as patience is compared before the fourth. After a difference all ranks send each other their
+# reports, so that the error names fields, values and ranks.
 #
-# The least and the greatest header spread to all ranks in log2 P rounds, so every rank raises the same error
-# at once. If the header went to the next rank only, two ranks would see a difference, and the others would
-# wait for their deadline. The comparison costs one small message a round.
+# The least and the greatest header spread to all ranks in log2 P rounds, so all ranks raise at once: a rank
+# that refuses its own error, the others the same one. If the header went to the next rank only, two ranks
+# would see a difference, and the others would wait for their deadline. It costs one small message a round.
 
 _OPERATION, _REFUSAL, _NONE = "operation", "refused", "none"
 _VALUE_CHARACTERS = 300  # of a value in a report

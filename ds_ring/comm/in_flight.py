@@ -104,7 +104,7 @@ class Pending:
             # torch may still read and write its tensors: their memory must not be used again.
             keep_for_ever(self.sent, self.received)
             self._over, self.sent, self.received = True, (), ()
-            self.watchdog.add(self)  # it has no marks, so its works are queried
+            self.watchdog.add(self)  # without marks in a stream, it queries the batch's works
 
     def _wait_on_device(self, streams: Streams) -> None:
         """Make the current stream wait for the works, and record a mark before and after; does not block."""

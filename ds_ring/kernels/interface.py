@@ -76,7 +76,7 @@ class Rows(NamedTuple):
         return self._replace(start=self.start + first * self.step, length=length)
 
     def again(self, repeats: int, every: int) -> Rows:
-        """Return this progression `repeats` times, each copy `every` of its steps after the previous one."""
+        """Return this progression `repeats` times; a copy begins `every` steps after the one before."""
         return self if repeats == 1 else self._replace(repeats=repeats, stride=every * self.step)
 
 

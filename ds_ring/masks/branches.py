@@ -85,7 +85,7 @@ class Primitive(ABC):
 
     @classmethod
     def refine_sum(cls, tiles: Tiles, alternatives: list[Any], causal: bool) -> Tiles | None:
-        """Cut rectangles by several branches at once, each of one primitive of this class.
+        """Cut rectangles by several branches at once. Each branch has one primitive, of this class.
 
         Each primitive (`alternatives`) labels queries and keys alike. If this method returns None, `joins.py`
         cuts by one branch after the other. If `causal`, the method may already leave out keys after their

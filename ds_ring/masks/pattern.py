@@ -84,7 +84,7 @@ class Pattern(ABC):
 
     @cached_property
     def masks(self) -> tuple[PairMask, ...]:
-        """Return the mask functions of single pairs: tiles ignore them, kernels evaluate them."""
+        """Return the mask functions of single pairs: tiles refer to them, kernels evaluate them."""
         return tuple(dict.fromkeys(mask for branch in self._one_head_branches for mask in branch.masks))
 
     @cached_property
@@ -208,7 +208,7 @@ def check_numbers(pattern: object, *names: str) -> None:
 
 
 def _combine_masks(each: list[tuple[Branch, ...]], branches: tuple[Branch, ...]) -> tuple[Branch, ...]:
-    """Return `branches` with mask functions that are evaluated once for the heads of all of `each`."""
+    """Return `branches`, one head's, with mask functions that are evaluated once for all heads in `each`."""
     evaluated = list(branches)
     for index, branch in enumerate(branches):
         for number, mask in enumerate(branch.masks):
@@ -285,9 +285,10 @@ class BoundPattern(Pattern):
         return tuple(np.array([[pair[side] for pair in pairs] for pairs in by_head]) for side in (0, 1))  # type: ignore[return-value]
 
 
-# [Note: captured tensors in caches] A loop may make a mask for each batch, with copies of tensors: few stay.
-SMALL_BYTES = 1 << 18  # captured by a pattern that counts as any other
-KEPT_LARGE = 8  # patterns with more: those of a few batches
+# [Note: captured tensors in caches] A training loop may make a mask for each batch. Each holds copies of the
+# captured tensors. So caches keep at most `KEPT_LARGE` patterns that captured more than `SMALL_BYTES`.
+SMALL_BYTES = 1 << 18
+KEPT_LARGE = 8
 
 
 def find_large_masks(value: Any) -> tuple[Any, ...]:

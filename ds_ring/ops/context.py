@@ -279,8 +279,8 @@ class ContextCache:
     """Cache the contexts of a mesh, as long as the mesh lives.
 
     Attributes:
-        by_key: by all that a context is made of; those of compiled graphs, and up to `KEPT_CONTEXTS` others.
-        recent: those of eager calls, by the arguments of the calls.
+        by_key: by all that they are made of. Has those of compiled graphs and up to `KEPT_CONTEXTS` others.
+        recent: contexts of eager calls, by the arguments of the calls.
     """
 
     per_ring = True
@@ -373,8 +373,8 @@ def get_object(handle: int, kind: type[T]) -> T:
 
 # [Note: handles in caches on disk]
 # Inductor and AOTAutograd keep compiled graphs in files that all ranks and later runs share. The key is the
-# text of the traced graph. What fake results and gradients read from the object behind a handle (runs of a
-# rank, the Ulysses rank, options) is not in that text. So the upper bits of a handle are a digest of it.
+# text of the traced graph. It has the handle, but not what fake results and gradients read from its object
+# (runs of a rank, the Ulysses rank, options). So the upper bits of a handle are a digest of those values.
 @assume_constant
 def new_handle(owner: object, *facts: object) -> int:
     """Return the integer by which an operator finds this object; `facts` are what a graph may depend on."""

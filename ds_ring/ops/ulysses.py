@@ -36,7 +36,7 @@ class UlyssesAllToAll(NamedTuple):
         split_dim, join_dim: the dimensions that it splits and joins.
         gradient: the name of the all-to-all that computes its gradient.
         check: a function of context, tensors and number of parts; raises RingError for tensors that do not
-            fit. None for tensors that this package made.
+            fit. None for results and gradients.
     """
 
     split_dim: int
@@ -91,7 +91,10 @@ def _(tensors: Sequence[Tensor], name: str, handle: int) -> list[Tensor]:
 
 
 def swap(tensors: Sequence[Tensor], name: str, handle: int) -> list[Tensor]:
-    """Run the all-to-all of that name, in a call whose gradient every rank computes."""
+    """Run the all-to-all of that name.
+
+    Outside of compiled code, ranks first compare whether a gradient is required: on all of them, or on none.
+    """
     if torch.compiler.is_compiling():
         return swap_op(tensors, name, handle)
     return run_compared(get_ring_context(handle).mesh, name, swap_op, tensors, name, handle)

@@ -18,7 +18,8 @@ from ds_ring.ring.merge import MAX_PARTS, add_parts_, assign_, merge_, merge_par
 
 # [Note: the first part of a row]
 # The first partial result of a row is assigned, so the accumulator is not filled before. Rows without results
-# are filled at the end. A strided part, one of some heads, or of new and old rows is merged: it fills first.
+# are filled at the end. Three kinds of parts are merged instead: strided ones, those of some heads, and those
+# with new and old rows. Before that, unwritten rows are filled with the neutral element.
 
 
 class UnwrittenSlots:
@@ -252,7 +253,7 @@ class Accumulator:
         return parts if rows.length == self._unwritten.slots else None
 
     def merge(self) -> None:
-        """Merge the parts that wait, because others will write to their memory."""
+        """Merge the waiting parts now: the caller is about to reuse their memory."""
         if self.waiting:
             self._write(self._get_accumulators())
 

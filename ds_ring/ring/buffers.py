@@ -143,12 +143,12 @@ class RingBuffers:
                 if step.buffer == RESULTS:
                     returned = True
                 elif returned and self.own_kv_grads is not None:
-                    # This step may allocate a buffer in the memory of returned parts that still wait.
+                    # The pool may give this step the memory of returned parts: merge them before.
                     self.own_kv_grads.merge()
                 self._accumulate(step)
             elif step.buffer == RESULTS:  # the caller's memory, not the pool's
                 final = True
-            else:  # A buffer may have no block: fake tensors, or a send that needed no copy.
+            else:  # No block: fake tensors, an adopted buffer, or a send that needed no copy.
                 self._pairs.pop(step.buffer, None)
                 block = self._blocks.pop(step.buffer, None)
                 if block is not None:

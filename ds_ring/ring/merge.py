@@ -6,9 +6,7 @@
 A row without keys has out 0 and lse -inf. If both parts have no key, the merged lse is -inf as well. To avoid
 the NaN of (-inf) - (-inf), the weights are computed with the least finite number in place of this lse.
 `logaddexp` subtracts the maximum first, so lse1 and lse2 may differ by any amount (the popular
-`log1p(exp(lse2 - lse1))` overflows at a difference of 89 in float32). `torch.lerp` would be one pass over
-memory, but its rounding depends on strides. So the last bits of a head's result would depend on the number of
-heads in a chunk.
+`log1p(exp(lse2 - lse1))` overflows at a difference of 89 in float32).
 """
 
 from __future__ import annotations

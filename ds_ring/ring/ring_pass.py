@@ -92,7 +92,7 @@ class BackwardChunk:
         keys, kv_grads = self.buffers.pair(step.buffer), self.own_kv_grads
         is_stage = False
         if step.gradients != RESULTS:
-            # In a ring (GRADIENTS), sums of other ranks are added to this buffer later, so it is an
+            # In a ring (GRADIENTS), sums of other ranks may be added to this buffer later, so it is an
             # accumulator. In stages no sums arrive, so parts may wait; a single part may become the buffer
             # without a copy (`adopt`).
             is_stage = self.buffers.chunk.steps.buffers[step.gradients].payload is not Payload.GRADIENTS

@@ -10,13 +10,14 @@ In a ring of P ranks and a direction of sign d, rank (o + d * s) mod P computes 
 rank o. It receives exactly the tokens that it reads, each once. The rank before it on the shard's way holds
 some of these tokens, too, and sends them on (a relay). The origin sends the others (a direct send, which
 never waits for another message). So the traffic is minimal. Direct sends do not occur for contiguous shards
-with dense, causal windowed and causal dilated patterns, nor for zigzag shards with a dense causal pattern.
+with dense, causal windowed, and causal dilated patterns (of rates up to the length of a shard), nor for
+zigzag shards with a dense causal pattern.
 
 Of 16,384 tokens on 8 ranks, LongNet (segments 512, 2048, 8192, rates 1, 2, 4, causal, 8 heads; zigzag) sends
-8 % of its messages' tokens directly. To pass all from neighbour to neighbour, up to the last reader, would
-send 14 % more. With `SlidingWindow(2048)` on its "balanced" shards of many short runs, this is 30 % and 45 %.
-If only neighbours are linked, a direct send crosses one link for each hop of its way. Both directions send
-the same number of tokens; we choose by the number of links that tokens cross (`directions.py`).
+8 % of its messages' tokens directly. If neighbours relayed every token up to its last reader, 14 % more
+tokens would be sent. With `SlidingWindow(2048)` on a "balanced" layout, 30 % are sent directly, and relaying
+all would send 45 % more. If only neighbours are linked, a direct send crosses one link for each hop of its
+way. Both directions send the same number of tokens; `directions.py` chooses by the links that they cross.
 
 [Note: where gradients are added]
 With a float32 payload, the sum of a token's dK and dV follows its keys, and each rank adds its own part. A

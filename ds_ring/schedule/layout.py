@@ -64,7 +64,7 @@ class Layout(ABC):
 
     @property
     def local_tokens(self) -> int:
-        """Return the number of slots of every shard, padding included: the length S of a sharded tensor."""
+        """Return the slots of a shard, padding included: S of a sharded tensor, times the Ulysses size."""
         # at least one slot, so that no local tensor is empty
         return -(-max(self.longest_shard, 1) // self.multiple_of) * self.multiple_of
 

@@ -24,12 +24,12 @@ batches it computes nothing, but may send and receive, in each chunk. The next c
 for that: all ranks start a chunk in the same batch, so messages of two ranks have the same order on both.
 
 [Note: a part for the end]
-In a backward pass, gradients still return to their owners after a rank's last hop. If the rank computes at
-every hop, this takes one batch, from another node of R ranks R batches. A rank that stops earlier has more
-such batches, as later ranks still read its shard. In a contiguous causal ring of 4 ranks, rank 0 computes at
-hop 0 alone and has four (1 to 4). Rank 1 has two (2 and 3). In the last of them a chunk computes the queries
-of the first half of the own shard, in parts of at least `LEAST_KEPT` queries, one a batch. On causal zigzag
-shards this is one triangle. The other queries, and a half that is shorter, are computed in the first batch.
+In a backward pass, gradients return to owners after a rank's last hop. If the rank computes at every hop,
+this takes one batch. Gradients from another node of R ranks take R batches. A rank that stops earlier has
+more batches, as later ranks still read its shard. In a contiguous causal ring of 4 ranks, rank 0 computes at
+hop 0 alone and has four (1 to 4). Rank 1 has two (2 and 3). The first half of the own shard's queries is cut
+into parts of at least `LEAST_KEPT` queries. The last batches compute one part each. On causal zigzag shards
+they form one triangle. The first batch computes the other queries, and a half below `LEAST_KEPT`.
 TransformerEngine also computes its diagonal last. All chunks have this order, so the number of chunks changes
 no bit of the result. Each part has all keys of its queries, so a kernel can apply the pattern (`Tiles.rule`).
 """
@@ -73,8 +73,8 @@ LONG_SHARD = 131_072  # tokens; from here on copies to the host and back take le
 def chunk_bytes_on(device_type: str, ring_size: int) -> int:
     """Return the least bytes of K, or of V, for which a head chunk of its own pays.
 
-    On the CPU this is 1 MiB for two ranks. For more ranks it shrinks in proportion to the ring size, down to
-    128 KiB. So for one sequence the message buffers shrink with the ring as the shards do.
+    On the CPU this is 1 MiB for two ranks. For more ranks it is 2 MiB divided by the ring size, but at least
+    128 KiB. So for one sequence the message buffers shrink in larger rings, as the shards do.
     """
     if device_type != "cpu":
         return CHUNK_BYTES_GPU
@@ -129,7 +129,7 @@ def split_heads(kv_heads: slice, head_bytes: int, chunk_bytes: int) -> list[slic
 
 def get_query_heads(kv_heads: slice, group: int) -> slice:
     """Return the query heads that share the K/V heads of a slice, `group` query heads for each."""
-    # only here may a slice have a step: see `find_head_classes` in `plan.py`
+    # With group 1 a slice may have a step; with larger groups it has none (`find_head_classes`, `plan.py`).
     if group == 1:
         return kv_heads
     return slice(kv_heads.start * group, kv_heads.stop * group)

@@ -22,14 +22,14 @@ In a ring every hop has a partial result to merge, and sums of dK and dV are rea
 stage is several consecutive hops that one kernel call computes: with stages of 1, 4 and 3 shards, each rank
 of a ring of 8 computes with its own shard, then with the keys of four ranks, then with those of three. Every
 owner sends its keys directly to each reader, and every reader returns dK and dV directly to the owner. While
-a rank computes one stage, the keys of the next stage arrive in token ranges of one buffer. The tiles of a
-stage are one table over its buffer, so a stage is one kernel call for each head chunk. (In a backward pass
-the own shard may take several: [Note: a part for the end] in `lowering.py`.) The number of tokens sent is
-that of a ring, but most messages go to ranks that are not neighbours. So stages are for ranks that all have a
-link to each other, as inside a node. Each gradient that returns is of one rank. With `gradient_payload`
-"float32" it has the accumulators' dtype; with kernel "flash" or "flex" and 16-bit inputs it has the inputs'
-dtype. Memory grows with the largest two stages, and `choose_stage_sizes` in `directions.py` bounds them. In
-MagiAttention (SandAI 2025) overlap stages are similar; the choice of sizes and the merge are ours.
+a rank computes one stage, the keys of the next stage arrive as token ranges of a buffer. The tiles of a stage
+are one table over its buffer, so a stage is one kernel call a head chunk. (In a backward pass the own shard
+may take several: [Note: a part for the end] in `lowering.py`.) The number of tokens sent is that of a ring,
+but most messages go to ranks that are not neighbours. So stages are for ranks that are all linked to each
+other, as inside a node. Each returned gradient is of one rank. With `gradient_payload` "bfloat16" it is
+bfloat16. With "float32" it has the accumulators' dtype, except with kernel "flash" or "flex" and 16-bit
+inputs: then it has the inputs' dtype. Memory grows with the largest two stages; `choose_stage_sizes` bounds
+them. Overlap stages of MagiAttention (SandAI 2025) are similar; sizes and merge are ours.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The schedule of one rank as data: its sends, receives, computations, sums and frees, batch by batch.
 
 `lowering.py` makes it from a plan; everything that runs, measures, prints or checks a pass reads it. Passes
-without hops (`PassRow.no_hops`) and passes of replicated queries have none: no rank relays keys in them.
+without hops (`PassRow.no_hops`) and passes of replicated queries have no schedule.
 
 [Note: batches]
 A pass is a sequence of batches. In each batch a rank (1) accumulates what the messages of the previous batch

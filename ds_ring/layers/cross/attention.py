@@ -45,7 +45,7 @@ def cross_attention(
         pattern: `Full`, or `Documents` with the ids of all queries, then those of all keys.
         layout: of the queries.
         key_layout: of the keys.
-        mesh: this process's place in the grid of ranks; every rank of the ring must call.
+        mesh: this process's place in the grid of ranks; all ranks of the sequence (ring x Ulysses) must call.
         scale, sinks, score_mod, return_lse, options: see `ring_attention`. A score_mod gets the position of a
             query among the queries, and of a key among the keys.
 

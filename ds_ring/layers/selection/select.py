@@ -64,7 +64,7 @@ def ring_select(
         k: keys that a query chooses at most.
         keys: of the indexer, which travel: this rank's [B, S, ...], of any dtype.
         layout: of the keys.
-        mesh: this process's place in the grid of ranks; every rank of the ring must call.
+        mesh: this process's place in the grid of ranks; all ranks of the sequence (ring x Ulysses) must call.
         pattern: which keys a query may choose, the same for all heads; None is `Causal()`.
         blocks: `keys` are of blocks of tokens, [B, blocks.local_tokens, ...], and the numbers of blocks are
             returned. A query may choose blocks of its document, and there is no pattern.
