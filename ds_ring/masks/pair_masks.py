@@ -1,4 +1,4 @@
-"""Masks of single pairs: tiles ignore them, kernels evaluate them. `patterns/captured` makes them."""
+"""Masks of single pairs: tiles refer to them, kernels evaluate them. `patterns/captured` makes them."""
 
 from __future__ import annotations
 

@@ -279,7 +279,7 @@ class ContextCache:
     """Cache the contexts of a mesh, as long as the mesh lives.
 
     Attributes:
-        by_key: by all that they are made of. Has those of compiled graphs and up to `KEPT_CONTEXTS` others.
+        by_key: contexts, by what they are made of: all of compiled graphs, up to `KEPT_CONTEXTS` others.
         recent: contexts of eager calls, by the arguments of the calls.
     """
 

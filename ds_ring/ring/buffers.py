@@ -148,7 +148,7 @@ class RingBuffers:
                 self._accumulate(step)
             elif step.buffer == RESULTS:  # the caller's memory, not the pool's
                 final = True
-            else:  # No block: fake tensors, an adopted buffer, or a send that needed no copy.
+            else:  # A buffer may have no block: fake tensors, an adopted one, or a send without a copy.
                 self._pairs.pop(step.buffer, None)
                 block = self._blocks.pop(step.buffer, None)
                 if block is not None:
