@@ -23,7 +23,7 @@ pattern: Pattern = ds_ring.Causal()  # of the batch
 
 
 def mask_of_speakers(speakers: Tensor) -> Pattern:
-    """Return the mask of a batch; `speakers` are those of all its tokens, [samples, tokens]."""
+    """Return the mask of this rank's samples; `speakers` are those of all their tokens, [samples, tokens]."""
 
     def near_or_same(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (query - key < 64) | (speakers[batch, query] == speakers[batch, key])
@@ -58,8 +58,10 @@ samples = text.samples(8, 512)
 for step in range(4):
     rows = samples[2 * step : 2 * step + 2]
     whole = {name: torch.stack([row[name] for row in rows]) for name in ("input_ids", "labels")}
-    pattern = mask_of_speakers((whole["input_ids"] == ord("\n")).cumsum(1) % 5)  # a turn is a line
-    loss = engine(**engine.ring.shard_batch(whole)).loss
+    whole["speakers"] = (whole["input_ids"] == ord("\n")).cumsum(1) % 5  # a turn is a line
+    local = engine.ring.shard_batch(whole)  # a short batch, which is not cut, has other samples on each rank
+    pattern = mask_of_speakers(engine.ring.gather(local["speakers"]))
+    loss = engine(**local).loss
     engine.backward(loss)
     engine.step()
     mean = engine.ring.mean_loss(loss).item()

@@ -534,6 +534,11 @@ def read_slices(dataset: Any, local: Batch) -> None:
             continue
         sample, position = divmod(int(codes[first]), _MAX_TOKENS)
         part = read_part(dataset, sample - 1, position, position + end - first)
+        if others := sorted({*part} - {"input_ids", "labels", "attention_mask"}):
+            advice = "leave it out, or shard batches of your own by engine.ring.wrap"
+            raise RingConfigError.wrong(
+                "samples of slices or packed rows", "input_ids and labels", ", ".join(others), advice
+            )
         for name in ("input_ids", "labels"):
             if name in part:
                 parts.setdefault(name, []).append(torch.as_tensor(part[name], device="cpu").long())

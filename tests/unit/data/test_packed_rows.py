@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from ds_ring.data.loader import code_batch, read_slices
 from ds_ring.data.packing import PackedRows
 from ds_ring.errors import RingConfigError
 from tests.refusals import refuse
@@ -12,6 +13,7 @@ from tests.sessions import session_of
 
 LENGTHS = np.random.default_rng(1).lognormal(5, 1, 300).astype(int) + 1
 TEXTS = [{"input_ids": torch.arange(length) + 10_000 * index} for index, length in enumerate(LENGTHS)]
+IMAGES = PackedRows([{"input_ids": torch.ones(3), "image_ids": torch.ones(3)}], [3], 4)
 
 
 def test_every_token_lies_in_one_row():
@@ -47,4 +49,6 @@ test_what_does_not_go_together_is_refused = refuse({
         '"documents": true'),
     "workers": (lambda: session_of().loader(PackedRows(TEXTS, LENGTHS, 512), 2, num_workers=2),
         RingConfigError, "no workers"),
+    "a key that would be lost": (lambda: read_slices(IMAGES, code_batch(IMAGES, [0])), RingConfigError,
+        "expected input_ids and labels, got image_ids; leave it out"),
 })  # fmt: skip
