@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from .estimate import Estimate, estimate
+from .layer_passes import LayerPasses, layer_passes
 from .options import MAX_RANKS, plan_whole
 from .training_setting import TrainingSetting
 
@@ -38,8 +39,11 @@ def plan_more_devices(
             not (keeps_ring and divides) and ring <= min(MAX_RANKS, setting.tokens // setting.ulysses_size)
         ):
             whole = replace(larger, ring_size=ring)
-            plans.append(plan_whole(whole) or estimate(whole))
+            plans.append(_plan(whole, layer_passes(whole)))
         if times > 1 and divides:
-            attention = plans[0].attention_passes  # the same ring
-            plans.append(plan_whole(larger, attention) or estimate(larger, attention=attention))
+            plans.append(_plan(larger, plans[0].attention_passes))  # the same ring
     return plans
+
+
+def _plan(setting: TrainingSetting, attention: LayerPasses) -> Estimate:
+    return plan_whole(setting, attention) or estimate(setting, attention=attention)
