@@ -23,6 +23,7 @@ from ds_ring.config.section import RingConfig
 from ds_ring.data.batch import (
     LABEL_KEYS,
     REAL_TOKENS,
+    SAMPLER_SIZES,
     Batch,
     number_real_tokens,
     prepare_batch,
@@ -164,7 +165,7 @@ def _check_equal(reports: list[BatchReport], firsts: list[int], compared: dict[s
                 raise RingMismatchError(
                     f"{words}: expected the same on ranks {first} to {last} of a sequence, got {expected} on"
                     f" rank {first} and {got} on rank {rank}; use engine.ring.loader, or a DistributedSampler"
-                    " with num_replicas=engine.ring.run_mesh.data_size, rank=engine.ring.run_mesh.data_rank"
+                    f" with {SAMPLER_SIZES}"
                 )
 
 

@@ -37,7 +37,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from ds_ring.data.batch import IGNORE, LABEL_KEYS, Batch, pad_value
+from ds_ring.data.batch import IGNORE, LABEL_KEYS, SAMPLER_SIZES, Batch, pad_value
 from ds_ring.data.engine import DEEPSPEED
 from ds_ring.data.packing import DOCUMENT_IDS, read_part
 from ds_ring.errors import RingConfigError, RingMismatchError, RingShapeError, shown
@@ -459,8 +459,7 @@ def _splits(loader: Any, replicas: int, split: bool | None) -> bool:
         if sampler.num_replicas != replicas:
             raise RingConfigError(
                 f"wrap: expected a DistributedSampler of {replicas} data replicas,"
-                f" got {sampler.num_replicas};"
-                " give it num_replicas=engine.ring.run_mesh.data_size, rank=engine.ring.run_mesh.data_rank"
+                f" got {sampler.num_replicas}; give it {SAMPLER_SIZES}"
             )
         if split:
             raise RingConfigError(
