@@ -23,6 +23,7 @@ from ds_ring.errors import (
     RingPeerError,
     RingShapeError,
 )
+from ds_ring.health import stuck_waits
 from ds_ring.schedule.grid import Grid
 
 REPORTS = [
@@ -227,6 +228,7 @@ def raising(error: BaseException) -> Any:
 
 
 def start_and_fail(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    monkeypatch.setattr(stuck_waits, "_in_stuck_waits", [])
     monkeypatch.setattr("ds_ring.comm.exchange.start_batch", raising(error))
     two = exchange_of_two()
     two.start(two.world_route([1], [1], torch.zeros(1), None), [], [], 2)
