@@ -61,10 +61,9 @@ class Prepared(NamedTuple):
 def prepare_pass(
     context: RingContext, call: collective, operands: Operands, extras: Sequence[ExtraOperand] = ()
 ) -> Pass:
-    """Return the context's pass, an object with `forward` and `backward`.
+    """Return the pass of the context (a `RingPass`, or that of another transport), checked and planned.
 
-    With `grad_out` among the operands this is a backward pass, with its own cache entry and checks. When this
-    returns, the headers have been compared; on a GPU with overlap their comparison may still run.
+    When this function returns, ranks have compared headers; on a GPU with overlap they may still do so.
     """
     prepared, finish_header_check = prepare(context, call, operands, extras)
     kernel = prepared.kernel
@@ -80,11 +79,11 @@ def prepare(
 ) -> tuple[Prepared, Callable[[], None] | None]:
     """Check the operands, and compare headers with the other ranks.
 
-    The first operands of a description get all checks, later ones only the checks of each call.
+    A description of operands (`key`) has their shapes, dtypes and devices, and whether the pass is backward.
+    `_prepare` checks and plans a description once. Other checks are made in every call.
 
     Returns:
-        What the pass needs, and a function that finishes the header check; None if it is finished. The pass
-        calls the function before it sends the first payload, but after it launched the first hop's kernels.
+        What the pass needs, and a function that finishes the comparison of headers; None if it is finished.
 
     Raises:
         RingShapeError: this rank's tensors do not fit.
@@ -105,7 +104,7 @@ def prepare(
         if len(context.prepared) >= KEPT_DESCRIPTIONS:
             context.prepared.clear()
         context.prepared[key] = prepared
-    # Below: checks of each call. They are not cached with the description.
+    # The following checks are made in every call.
     if q.is_cuda:
         check_not_captured(q)
     if options.check_finite:
@@ -117,7 +116,7 @@ def prepare(
         patience = 0.0
         if ask is not None:
             patience = ask(context, call.name, q, k, prepared=prepared, operands=operands)
-        # Only on a GPU, with hops and overlap, something computes during the comparison.
+        # On a GPU with hops and overlap, hop 0 computes while ranks compare headers.
         if not (q.is_cuda and options.overlap and options.has_hops):
             call.compare_headers(prepared.agreement, patience)
         else:
