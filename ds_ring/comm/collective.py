@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 # [Note: a header on every call]
 # A header is four integers that each rank sends before the first payload of a call:
 # 1. 0; or 1 if the rank refuses its input ([Note: refusals]). A rank that refuses sends 1, 0, 0, 0.
-# 2. The digest of the call's fields (`Agreement`), combined with the number of the call on this mesh.
+# 2. The digest of the values that must be equal on all ranks (`Agreement`), combined with the call's number.
 # 3. Seconds of patience that the rank asks for ([Note: compile skew] in `cuda/patience.py`); 0 for none.
 # 4. A further value (`MeshState.compared`); 0 for none. In a forward call it is 1 if no operand requires a
 #    gradient, 2 if an operand does. In a backward call it is 1 + the number of the forward call.
@@ -42,8 +42,9 @@ if TYPE_CHECKING:
 # greatest header. (If ranks ask for different patience, a difference of fourth integers may be missed.) If
 # the call does not go on, all ranks send each other reports: the error names fields, values and ranks.
 #
-# Every rank gets the same two headers after ceil(log2 P) rounds of one small message, so all ranks raise at
-# once. If headers went to the next rank only, the other ranks would wait until their deadline.
+# With N ranks, every rank gets the same two headers after ceil(log2 N) rounds of one small message, so all
+# ranks raise at once. If a rank sent its header to the next rank only, the others would wait until their
+# deadline.
 
 _OPERATION, _REFUSAL, _NONE = "operation", "refused", "none"
 _VALUE_CHARACTERS = 300  # of a value in a report

@@ -66,7 +66,7 @@ class Route(NamedTuple):
 # - Only contiguous tensors are sent.
 # - Ranks compare headers before they post the first payload. Otherwise a rank may receive a message of
 #   another size or dtype, and read wrong numbers without an error.
-# - Nothing writes to a buffer that is in flight.
+# - No code writes to a tensor that is in flight.
 # - A rank keeps every Work (torch's handle of a message) and waits for it, with a deadline. The host waits
 #   (`waiting.py`). On a GPU the stream waits, and a thread enforces the deadline (`cuda/watchdog.py`).
 # - Sender and receiver list the messages of a batch in the same order. Messages between two ranks are matched

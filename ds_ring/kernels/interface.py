@@ -88,8 +88,8 @@ class Tile(NamedTuple):
         q_rows, k_rows: query and key slots.
         low, high: the i-th query of `q_rows` attends to the j-th key of `k_rows` if low <= i - j <= high.
         head_in_group: index of the query head among the query heads that share a K/V head; -1: all of them.
-        bias: log of the factor of m that all pairs of the tile share; added to every score; 0 if no m is > 1.
-        inside: the mask function, or the weights by which m differs from pair to pair; None without both.
+        bias: log of the factor of m that is the same for all pairs of the tile; added to every score.
+        inside: a mask function, or weights that make m differ from pair to pair; None without both.
         q_at, k_at: (first position, step) of the queries and of the keys. `part` and `again` leave these
             values unchanged.
     """

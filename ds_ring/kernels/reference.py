@@ -87,8 +87,8 @@ class ReferenceKernel:
             tile.k_rows.select(x).to(dtype).repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v)
         )
         visible = tile.visible(len(q), q.device)
-        # If m branches contain a pair, log m is added to its score. `tile.bias` is the part of log m that is
-        # constant in a tile, `tile.inside.bias` the part that differs from pair to pair.
+        # If m branches contain a pair, log m is added to the pair's score. `tile.bias` is the term of log m
+        # that is constant in a tile. `tile.inside.bias` is the term that differs from pair to pair.
         products = q_t @ k_t.mT * scale
         scores = products
         if self._change_scores is not None:

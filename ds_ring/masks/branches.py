@@ -1,23 +1,24 @@
 """Branches: the data that every pattern consists of, the labels of positions, and the algebra of branches.
 
 [Note: sum of branches]
-A pattern is a sum of branches. A branch gives a label to each query position and to each key position, such
-as the number of a document. A branch also has a band of distances. Query position q and key position k are a
-pair of the branch if their labels are equal and least <= q - k <= most. A causal pattern has one branch, with
-least = 0 and the same label for all positions. The multiplicity m(q, k) is the number of branches that
-contain the pair. Kernels add log m to the pair's score, so a pair with m = 0 is masked. In `Dilated`
-(LongNet), some pairs have m > 1.
+A pattern is a sum of branches. A branch gives labels to query positions and to key positions; the number of
+a document may be a label. A position without a label is in no pair of the branch. A branch also has a band,
+from least to most. Query position q and key position k are a pair of the branch if their labels are equal and
+least <= q - k <= most. A causal pattern has one branch, with least = 0 and the same label for all positions.
+The multiplicity m(q, k) is the number of branches that contain the pair. Kernels add log m to the pair's
+score, so a pair with m = 0 is masked. In `Dilated` (LongNet), some pairs have m > 1.
 
 The pattern `a & b` has one branch for each combination of a branch of a and a branch of b. The pattern
 `a | b` has the branches of both, after the common pairs are removed from a or from b: no pair counts twice.
-Common pairs can be removed only if ranges of positions and bands describe them. If not, `a | b` is refused.
+Common pairs can be removed only if ranges of positions and bands describe them. In other cases `a | b` raises
+RingPatternError.
 
 A pattern has no other description than its branches. Tiles, multiplicity, the mask in FlexAttention and the
 tokens that a rank reads are computed from the branches, for all patterns by the same functions. So a pattern
 cannot be right with one kernel and wrong with another.
 
 A primitive is a function that gives labels to positions. A primitive implements `labels` for single
-positions, and `bounds` and `split` for whole runs. A new primitive is a class, in any folder.
+positions, and `bounds` and `split` for whole runs.
 """
 
 from __future__ import annotations
@@ -183,7 +184,7 @@ class Branch:
     keys: Partition = ALL
     least: int = -UNBOUNDED  # bounds of query position - key position; +-UNBOUNDED for no bound
     most: int = UNBOUNDED
-    masks: tuple[PairMask, ...] = ()  # functions of a pair; each must return True
+    masks: tuple[PairMask, ...] = ()  # functions of a pair; a pair is in the branch if all return True
 
     def __post_init__(self) -> None:
         assert len(self.queries.primitives) == len(self.keys.primitives), (

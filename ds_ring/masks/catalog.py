@@ -175,7 +175,7 @@ class PrefixLM(_NumbersOfTokens, Pattern):
     prefix: int
 
     def branches(self, head: QueryHead) -> tuple[Branch, ...]:
-        # The first branch has no key after its query, the second branch only such keys: no pair is in both.
+        # Keys of the first branch are not after the query; keys of the second branch are. No pair is in both.
         prefix = in_range(0, self.prefix)
         return Branch(least=0), Branch(prefix, prefix, most=-1)
 

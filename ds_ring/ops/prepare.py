@@ -63,7 +63,7 @@ def prepare_pass(
 ) -> Pass:
     """Return the pass of the context (a `RingPass`, or that of another transport), checked and planned.
 
-    When this function returns, ranks have compared headers; on a GPU with overlap they may still do so.
+    Before the function returns, ranks compare headers; on a GPU with overlap this may still run afterwards.
     """
     prepared, finish_header_check = prepare(context, call, operands, extras)
     kernel = prepared.kernel
@@ -80,14 +80,14 @@ def prepare(
     """Check the operands, and compare headers with the other ranks.
 
     A description of operands (`key`) has their shapes, dtypes and devices, and whether the pass is backward.
-    `_prepare` checks and plans a description once. Other checks are made in every call.
+    For a new description, `_prepare` checks the operands and makes the plan. Each call makes further checks.
 
     Returns:
-        What the pass needs, and a function that finishes the comparison of headers; None if it is finished.
+        What the pass needs; and a function that finishes the comparison of headers, or None.
 
     Raises:
         RingShapeError: this rank's tensors do not fit.
-        RingMismatchError: another rank's tensors do not fit, or differ from this rank's.
+        RingMismatchError: the tensors of another rank do not fit, or differ from this rank's tensors.
     """
     q, k, v, grad_out, _ = operands
     options = context.options

@@ -1,7 +1,8 @@
 """Register the operator `ds_ring::ring_attention` and its gradient with torch.library.
 
 In an eager call, `attend` (`eager.py`) calls the autograd function `EagerAttention` for plain tensors, and
-the operator for other tensors. A compiled call has the operator in its graph.
+the operator for other tensors. A compiled call has the operator in its graph. The gradient of both is
+`_backward`, which runs the backward pass by `run_backward`.
 
 [Note: an opaque operator]
 torch.compile sees the whole pass as one opaque node. So a compiled graph has no break, and does not grow with
@@ -67,9 +68,9 @@ def run_forward(
     context: RingContext, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None,
     extras: Sequence[ExtraOperand] = (),
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Run a forward pass and return (out, lse), sinks included.
+    """Run a forward pass; return (out, lse), with the effect of sinks and other extra operands.
 
-    If a checkpointed region runs again, return the results of its first run, provided that these were kept.
+    If a checkpointed region runs again, and the results of the first run were kept, return these results.
     """
     if sinks is not None:
         from ds_ring.ops.sinks import SinkLogits

@@ -135,8 +135,8 @@ def check_parts_wait(kernel: Kernel, dtype: torch.dtype, accumulator: torch.dtyp
 class Accumulator:
     """Collect the parts of a head chunk's results: out and lse, or dQ, or dK and dV.
 
-    Parts of out and lse are merged; parts of gradients are added. If `waits` is False, this is done when a
-    part arrives. If `waits` is True, parts wait in a list, and several are merged at once
+    Parts of out and lse are merged; parts of gradients are added. If `waits` is False, `add` merges or adds a
+    part at once. If `waits` is True, parts wait in a list, and one call merges or adds several parts
     ([Note: parts that wait]). A part of strided rows or of some heads never waits.
 
     Accumulators are the tensors into which parts are merged or added. If `waits` is False and the results
@@ -200,7 +200,7 @@ class Accumulator:
         """Merge or add a part, now or later; the caller must not write to `parts` afterwards."""
         accumulators = self._made
         if self._waits and heads == ALL_HEADS and rows.step == rows.repeats == 1:
-            # `make_room` runs once a hop: the parts of one hop, or returned gradients, may fill the list.
+            # `make_room` empties the list once a hop, but one hop's parts or returned gradients may fill it.
             if len(self.waiting) == MAX_PARTS - (accumulators is not None):
                 self._write(self._get_accumulators())
             self.waiting.append((rows, parts))

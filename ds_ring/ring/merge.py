@@ -53,10 +53,10 @@ def merge_(out_BHSD: Tensor, lse_BHS: Tensor, part_out_BHSD: Tensor, part_lse_BH
     """Merge a part into an accumulator, in place; on CUDA in one pass over memory.
 
     Args:
-        out_BHSD: the accumulator's out, [batch, heads, tokens, head_dim], any strides, float32 or float64;
-            changed. A dim of repeats may follow the first dim (`Rows` in `kernels/interface.py`).
-        lse_BHS: the accumulator's lse, the same shape without head_dim, the same dtype; changed.
-        part_out_BHSD, part_lse_BHS: the part, in any dtype; not changed. Its keys are not in the accumulator.
+        out_BHSD: the accumulator's out, [B, H, S, D], any strides, float32 or float64; changed. A dim of
+            repeats may follow the first dim (`Rows` in `kernels/interface.py`).
+        lse_BHS: the accumulator's lse, [B, H, S], the dtype of out; changed.
+        part_out_BHSD, part_lse_BHS: the part, over keys that no earlier part has, in any dtype; not changed.
     """
     if out_BHSD.is_cuda and not is_fake(out_BHSD):
         merge_parts_(out_BHSD, lse_BHS, [(out_BHSD, lse_BHS), (part_out_BHSD, part_lse_BHS)])

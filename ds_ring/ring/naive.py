@@ -1,11 +1,11 @@
 """Ring attention on one page, for readers: the formulas of `ring_pass.py` without plans, tiles or buffers.
 
-Shapes: B batch, H query heads, G K/V heads, S local queries, T keys of a hop, D head dim, E value dim.
+Shapes: B samples, H query heads, G K/V heads, S local queries, T keys of a hop, D head dim, E value dim.
 
 Every rank owns one shard. In each pass K/V go around the ring once. In the backward pass dK and dV travel
-with K/V; after the last hop they go one rank further, to the owner. The functions do not check their input,
-skip masked pairs or overlap messages with computation. `tests/dist/test_naive.py` compares `forward` and
-`backward` with `ring_attention` and with dense attention.
+with K/V. After the last hop dK and dV go one rank further, to their owner. The functions do not check their
+input, skip masked pairs or overlap messages with computation. `tests/dist/test_naive.py` compares `forward`
+and `backward` with `ring_attention` and with dense attention.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Visible = Callable[[int], Tensor]
 
 
 def rotate(*tensors: Tensor) -> list[Tensor]:
-    """Send tensors to the next rank of the ring, and return those of the previous rank."""
+    """Send tensors to the next rank of the ring, and return the tensors of the previous rank."""
     rank, ring_size = dist.get_rank(), dist.get_world_size()
     received = [torch.empty_like(x) for x in tensors]
     operations = [dist.P2POp(dist.isend, x, (rank + 1) % ring_size) for x in tensors]
@@ -58,12 +58,12 @@ def forward(q_BHSD: Tensor, k_BGSD: Tensor, v_BGSE: Tensor, visible: Visible) ->
     lse_BHS1 = q_BHSD.new_full((*q_BHSD.shape[:-1], 1), float("-inf"))
     k_BGTD, v_BGTE = k_BGSD, v_BGSE
     for hop in range(ring_size):
-        if hop > 0:  # rotate returns the K/V of rank - hop
+        if hop > 0:  # `rotate` returns K/V of the rank `hop` places before this rank
             k_BGTD, v_BGTE = rotate(k_BGTD, v_BGTE)
         scores_BHST = compute_scores(q_BHSD, repeat_heads(k_BGTD, heads), visible((rank - hop) % ring_size))
         hop_lse_BHS1 = scores_BHST.logsumexp(-1, keepdim=True)
         hop_out_BHSE = subtract_and_exp(scores_BHST, hop_lse_BHS1) @ repeat_heads(v_BGTE, heads)
-        # Merge results over disjoint keys: the weight of each is its share of the sum of exponentials.
+        # Merge two results over disjoint keys. A result's weight is its share of the sum of exponentials.
         merged_lse_BHS1 = torch.logaddexp(lse_BHS1, hop_lse_BHS1)
         out_BHSE = out_BHSE * subtract_and_exp(lse_BHS1, merged_lse_BHS1)
         out_BHSE = out_BHSE + hop_out_BHSE * subtract_and_exp(hop_lse_BHS1, merged_lse_BHS1)
@@ -90,7 +90,7 @@ def backward(
             k_BGTD, v_BGTE, dk_BGTD, dv_BGTE = rotate(k_BGTD, v_BGTE, dk_BGTD, dv_BGTE)
         k_BHTD, v_BHTE = repeat_heads(k_BGTD, heads), repeat_heads(v_BGTE, heads)
         scores_BHST = compute_scores(q_BHSD, k_BHTD, visible((rank - hop) % ring_size))
-        # lse covers the keys of all ranks, so the weights are columns of the whole softmax: hops add up.
+        # lse covers the keys of all ranks, so these weights are columns of the whole softmax.
         weights_BHST = subtract_and_exp(scores_BHST, lse_BHS1)
         dscores_BHST = weights_BHST * (grad_out_BHSE @ v_BHTE.mT - delta_BHS1) * q_BHSD.shape[-1] ** -0.5
         dq_BHSD += dscores_BHST @ k_BHTD

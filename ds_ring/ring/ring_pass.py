@@ -93,7 +93,7 @@ class BackwardChunk:
         is_stage = False
         if step.gradients != RESULTS:
             # Without stages (GRADIENTS), the sum of earlier ranks may be added to this buffer later. In
-            # stages no sums arrive, so parts may wait, and a single part may become the buffer (`adopt`).
+            # stages no sum arrives, so parts may wait, and a single part may become the buffer (`adopt`).
             is_stage = self.buffers.chunk.steps.buffers[step.gradients].payload is not Payload.GRADIENTS
             shapes, waits = (keys.k.shape, keys.v.shape), is_stage and self.waits
             buffer_pair = partial(self.buffers.pair, step.gradients)
@@ -176,7 +176,7 @@ class RingPass:
             out [B, H, S, E] in q's dtype, contiguous; lse [B, H, S], float32 (float64 for float64 inputs).
         """
         shape = (*q.shape[:-1], value_dim(self.kernel, v))
-        out = lru_cache(maxsize=1)(partial(q.new_empty, shape))  # allocated at its first use
+        out = lru_cache(maxsize=1)(partial(q.new_empty, shape))  # the first call of `out` allocates it
         lse = q.new_empty(q.shape[:-1], dtype=get_accumulator_dtype(q.dtype))
         waits = check_parts_wait(self.kernel, q.dtype, lse.dtype)
 
@@ -283,10 +283,10 @@ class RingPass:
                 if done:
                     del under_way[index]
                 del chunk
-            known = batches.get(number)
-            if known is None:
-                known = batches[number] = self._prepare(rounds, under_way, sent, received)
-            posting = known.route, sent, received, hop
+            prepared_batch = batches.get(number)
+            if prepared_batch is None:
+                prepared_batch = batches[number] = self._prepare(rounds, under_way, sent, received)
+            posting = prepared_batch.route, sent, received, hop
             pending, mark = None, None
             if finish_header_check is None:
                 if sent or received:
@@ -294,15 +294,15 @@ class RingPass:
             elif sent or received:
                 assert self.exchange is not None, "a header check on a ring of one"
                 mark = self.exchange.streams((*sent, *received)[0]).mark()
-            # The chunk that started last computes hop - 1 while its keys of `hop` arrive. (After its last hop
-            # no keys arrive; it may compute a part of hop 0: [Note: a part for the end] in `lowering.py`.)
+            # The chunk that started last computes hop - 1 while keys of `hop` arrive. After the last hop no
+            # keys arrive, and it may compute a part of hop 0: [Note: a part for the end] in `lowering.py`.
             if note is not None:
-                note("compute", hop - 1, known.posted)
+                note("compute", hop - 1, prepared_batch.posted)
             for index, steps in rounds:
                 for step in steps.computed:
                     under_way[index].compute(step)
             if note is not None:
-                note("wait", hop, known.posted)
+                note("wait", hop, prepared_batch.posted)
             if finish_header_check is not None:
                 # This is the first batch. Finish the check even if this rank has no messages in it.
                 finish_header_check()

@@ -8,25 +8,25 @@ that the rank before the reader holds as well.
 [Note: relays and direct sends]
 In a ring of P ranks with direction d (+1 or -1), rank (o + d * s) mod P computes at hop s with the shard of
 rank o. The rank receives only the tokens that it reads, and each token once. So the number of tokens sent is
-minimal. If the rank before it on the shard's way holds a token, too, that rank sends the token on (a relay).
-If not, the origin sends the token (a direct send). A direct send does not wait for another message. Dense
-causal patterns on contiguous or zigzag layouts have no direct sends.
+minimal. If the reader at hop s - 1 holds a token that the reader at hop s reads, the first of the two sends
+the token to the second (a relay). If not, the origin sends the token to the reader (a direct send). A direct
+send does not wait for another message. `Causal` on a contiguous or zigzag layout has no direct sends.
 
-Of 16,384 tokens on 8 ranks, LongNet (segments 512, 2048, 8192, rates 1, 2, 4, causal, 8 heads; zigzag) sends
-8 % of its messages' tokens directly. If neighbours relayed every token up to its last reader, 14 % more
-tokens would be sent. If only neighbours are linked, a direct send to the reader at hop s crosses s links.
-Both directions send the same number of tokens; `directions.py` chooses the direction with fewer crossings.
+For LongNet (segments 512, 2048, 8192, rates 1, 2, 4, causal, 8 heads; zigzag) with 16,384 tokens on 8 ranks,
+8 % of the tokens are sent directly. If relays carried every token up to the token's last reader, 14 % more
+tokens would be sent. If only neighbours are linked, a direct send to the reader at hop s crosses s links. The
+number of tokens sent does not depend on the direction; `directions.py` chooses by the number of links.
 
 [Note: where gradients are added]
 The option `gradient_payload` is "float32" by default. Then the sum of a token's dK and dV follows the token's
-keys from reader to reader, and each reader adds its own part. A reader returns the sum to the owner if the
+keys from reader to reader, and each reader adds its own part. A reader returns the sum to the origin if the
 next rank does not hold the token, or is in another node. If a later rank reads the token, a second sum begins
-at that rank. In stages ([Note: stages] in `rank_plan.py`), each reader returns its own part to the owner.
+at that rank. In stages ([Note: stages] in `rank_plan.py`), each reader returns its own part to the origin.
 
 A sum that is rounded to bfloat16 at every hop has, with 64 ranks, 5.5 to 5.9 times the error of one rank. So
-if `gradient_payload` is "bfloat16" in a ring of one level, each reader returns its own part to the owner. The
-owner adds the parts in float32: the error is 1.3 times that of one rank, for every ring size. With two
-levels, sums travel in float32 inside a node, and only messages to the owner are in bfloat16.
+if `gradient_payload` is "bfloat16" in a ring of one level, each reader returns its own part to the origin.
+The origin adds the parts in float32. The error is then 1.3 times the error of one rank, for every ring size.
+With two levels, sums travel in float32 inside a node, and only messages to the origin are in bfloat16.
 """
 
 from __future__ import annotations

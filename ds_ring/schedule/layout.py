@@ -54,7 +54,7 @@ class Layout(ABC):
 
     @abstractmethod
     def runs(self, ring_rank: int) -> IntArray:
-        """Return the runs of a shard in slot order: int64 [n, 3], rows (start, step, length), no length 0."""
+        """Return the runs of a shard in slot order: int64 [n, 3], rows (start, step, length), length > 0."""
 
     @cached_property
     def longest_shard(self) -> int:

@@ -128,7 +128,7 @@ class HopPlan:
     held: SlotRanges  # slots that this rank reads, ascending; at hop 0 all slots
     relayed: SlotRanges  # held slots that `recv_rank` sends to this rank; `origin` sends the other held slots
     forward: SlotRanges  # held slots that this rank sends to `send_rank`
-    tiles: Tiles  # of this hop; a tile's key slot n is the n-th slot of `held`
+    tiles: Tiles  # of this hop; their key slots are indices into `held`
     # with two levels, held slots that this rank sends to `inter_node_to`, a rank of the next node
     inter_node: SlotRanges = field(default_factory=no_slots)
     inter_node_to: int = 0
@@ -144,12 +144,12 @@ class HopPlan:
 
     @cached_property
     def ends_here(self) -> SlotRanges:
-        """Return the held slots whose dK and dV this rank sends to `origin`."""
+        """Return the held slots whose dK and dV this rank sends to `origin`, for a hop after hop 0."""
         return subtract_slots(self.held, self.grad_send)
 
     @property
     def pairs(self) -> int:
-        """Return the number of attended pairs; a tile counts once, for however many query heads it is."""
+        """Return the number of attended pairs; a tile of several query heads counts once."""
         return int(self.tiles.pairs.sum())
 
 
@@ -175,7 +175,7 @@ class StagePlan(NamedTuple):
 
 
 class DirectSend(NamedTuple):
-    """Slots of this rank's shard that this rank sends to a reader because no other rank sends them."""
+    """Slots of this rank's shard that this rank sends directly to a reader."""
 
     hop: int  # at which `receiver` reads them; `DirectionPlan.get_send_batch` has the batch of the message
     receiver: int

@@ -8,8 +8,8 @@ A pass is a sequence of batches. In each batch a rank does four things in this o
 messages of the previous batch, and frees buffers. (2) It posts all its sends and receives together. (3) It
 computes while these messages are in flight. (4) It waits until these messages have completed. So a tensor
 that is received in batch b may be read from batch b + 1 on. A tensor that is sent in batch b may be written
-or freed from batch b + 1 on. Heads are independent, so they go around the ring in head chunks. Each chunk has
-its own buffers. The next chunk starts before the previous chunk has ended.
+or freed from batch b + 1 on. Head chunks go around the ring one after the other. Each chunk has its own
+buffers. The next chunk starts before the previous chunk has ended.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Payload(Enum):
 
 SHARD = 0  # number of the buffer with K and V of the rank's own shard: the caller's memory, never freed
 # Number of the buffer with out and lse of the chunk's heads, or in a backward pass with dQ, and dK and dV of
-# the own shard. `Free(RESULTS)` writes these results to the caller's tensors, and ends the chunk.
+# the own shard.
 RESULTS = 1
 
 
@@ -55,7 +55,7 @@ def get_buffer_name(buffer: int) -> str:
 
 
 class Buffer(NamedTuple):
-    """Memory for K and V, or for dK and dV: one tensor [slots, batch, K/V heads, D + E], or two tensors."""
+    """Memory for K and V, or for dK and dV: one tensor [slots, B, K/V heads, D + E], or two tensors."""
 
     payload: Payload
     slots: int  # number of slots; padding is not counted in SHARD and RESULTS
@@ -72,8 +72,8 @@ class Send:
     origin: int  # ring rank that owns the tokens of the message
     slots: SlotRanges  # the slots of these tokens in the shard of `origin`
     packed: int  # number of another buffer, for a packed copy of the part
-    needs: int  # the last batch of the chunk whose messages this step needs, from 0; -1 for none
-    buffer_payload: Payload  # of the buffer; if it is not `payload`, the packed copy is converted
+    needs: int  # this step needs the messages up to this batch (0 is the chunk's first); -1 for none
+    buffer_payload: Payload  # of the buffer; if it differs from `payload`, packing converts the dtype
     ranges: tuple[tuple[int, int], ...] = field(init=False)  # `part` as Python ints
     count: int = field(init=False)  # number of slots
     # Whether the message is sent without a packed copy: the part is one range of a buffer other than SHARD
@@ -113,7 +113,7 @@ class Recv:
 class Compute:
     """Compute attention over the keys of a buffer, or its gradients; out, lse and dQ go to RESULTS."""
 
-    hop: int  # number of the hop, or in stages of the stage; 0 for the own shard
+    hop: int  # number of the hop, or of the stage; 0 for the own shard
     buffer: int  # number of the buffer with K and V
     tiles: Tiles  # the key slots of the tiles are slots of `buffer`
     gradients: int | None  # number of the buffer for dK and dV of these keys; None in a forward pass
@@ -130,7 +130,7 @@ class Compute:
 class Accumulate:
     """Add received gradients to a buffer; or copy K and V, received or of SHARD, into a buffer."""
 
-    buffer: int  # number of the target; the first step that copies keys into a target allocates it
+    buffer: int  # number of the target buffer; the first step that copies keys into it allocates it
     source: int  # number of the buffer with the received tensors; or SHARD
     part: SlotRanges  # the slots of the target, as many as the source has
     needs: int  # as in `Send`
@@ -145,7 +145,7 @@ class Accumulate:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Free:
-    """Free a buffer; `Free(RESULTS)` ends the chunk, as the comment above `RESULTS` says."""
+    """Free a buffer. `Free(RESULTS)` writes the results to the caller's tensors: the chunk has ended."""
 
     buffer: int
 
@@ -169,7 +169,7 @@ ScheduleStep: TypeAlias = Send | Recv | Compute | Accumulate | Free
 class Round(NamedTuple):
     """The steps of one head chunk in one batch, in the order of the fields; [Note: batches]."""
 
-    arrived: tuple[Accumulate | Free, ...] = ()  # for the messages of the previous batch
+    arrived: tuple[Accumulate | Free, ...] = ()  # add the messages of the previous batch, free
     posted: tuple[Send | Recv, ...] = ()  # sender and receiver match their messages by order alone
     computed: tuple[Compute, ...] = ()  # while the messages are in flight
 

@@ -1,11 +1,11 @@
 """The steps of one direction of travel, hop by hop, and what all ways of travel have in common (`Way`).
 
 [Note: one hop behind]
-In the backward pass K and V travel as in the forward pass. Sums of dK and dV follow K and V one hop later: a
-rank knows its own part of a shard's dK and dV only after it has computed hop s, so it sends the sum in batch
-s + 1. While the rank computes hop s, the sum of the earlier ranks arrives. If a sum is not passed on, the
-rank sends it to the owner ([Note: where gradients are added] in `head_class.py`). K and V of other ranks are
-never saved. (Keys for the next node are kept for R batches: [Note: two levels] in `rank_plan.py`.)
+In the backward pass K and V travel as in the forward pass. A rank computes its part of a shard's dK and dV at
+hop s, in batch s. In the same batch the sum of the earlier ranks arrives. In batch s + 1 the rank adds both
+and sends the sum. So sums follow K and V one hop later. If a sum is not passed on, the rank sends the sum to
+the origin ([Note: where gradients are added] in `head_class.py`). K and V of other ranks are never saved.
+(Keys for the next node are kept for R batches: [Note: two levels] in `rank_plan.py`.)
 """
 
 from __future__ import annotations

@@ -20,10 +20,10 @@ def count_words(text: str, part: str) -> int:
     if part == "docstring":
         return len((ast.get_docstring(ast.parse(text)) or "").split())
     if part.startswith("[Note"):
-        before, _, note = text.rpartition(f"{part}\n")
-        assert before, f"expected the definition of {part}, got none"
-        end = r"\n#?\s*\n#? ?\[Note|\n(?!#)" if before.endswith("# ") else r'\n\n\[Note|"""'
-        return len(re.split(end, note, maxsplit=1)[0].replace("#", "").split())
+        at = re.search(rf"^(# )?{re.escape(part)}$", text, re.MULTILINE)
+        assert at, f"expected the definition of {part}, got none"
+        end = r"\n#?\s*\n#? ?\[Note|\n(?!#)" if at[1] else r'\n\n\[Note|"""'
+        return len(re.split(end, text[at.end() + 1 :], maxsplit=1)[0].replace("#", "").split())
     found: Any = ast.parse(text)
     for name in part.removeprefix("head of ").strip("`").split("."):
         named = [
