@@ -181,6 +181,8 @@ class ScoreMod:
         """
         if (tokens, samples, query_heads) in self._tried:
             return
+        name = f"score_mod {name_function(self.function)}"
+        self.traced(torch.float32).check_rows(1, samples, RingConfigError, name)
         where = torch.linspace(0, tokens - 1, min(SAMPLED, tokens), dtype=torch.float64, device="cpu").long()
         batch, heads = (torch.tensor(sorted({0, n - 1}), device="cpu") for n in (samples, query_heads))
         scores = torch.zeros(

@@ -491,6 +491,41 @@ def test_a_table_that_ends_before_the_last_index_is_refused(look_up: Callable[[T
         ScoreMod(look_up(torch.zeros(4))).check(tokens=5, samples=5, query_heads=5)
 
 
+OF_SAMPLES: dict[str, Callable[[Tensor], Function]] = {
+    "one index": lambda table: lambda s, b, h, q, k: s + table[b],
+    "an index for each dimension": lambda table: lambda s, b, h, q, k: s + table[b, q],
+    "one index after the other": lambda table: lambda s, b, h, q, k: s + table[b][k],
+    "columns": lambda table: lambda s, b, h, q, k: s + table.T[q, b],
+    "the last dimension": lambda table: lambda s, b, h, q, k: s + table.T.index_select(-1, b)[q, 0],
+    "another type": lambda table: lambda s, b, h, q, k: s + table[b.int(), k],
+    "a changed table": lambda table: lambda s, b, h, q, k: s + (table * 2)[b, q],
+    "embedding": lambda table: lambda s, b, h, q, k: s + torch.nn.functional.embedding(b, table)[q],
+    "gather": lambda table: lambda s, b, h, q, k: s + table.gather(0, b.expand(1, 5))[0, q],
+}
+
+
+@pytest.mark.parametrize("name", OF_SAMPLES)
+@pytest.mark.situation("masks", "a table of the whole batch, where this rank has some of its samples")
+def test_a_table_of_more_samples_than_there_are_is_refused(name: str) -> None:
+    table = torch.zeros(3) if name == "one index" else torch.zeros(3, 5)
+    function = OF_SAMPLES[name](table)
+    ScoreMod(function).check(tokens=5, samples=3, query_heads=5)
+    mask = MaskMod(lambda *pair: function(pair[2], *pair) > 0)
+    mask.check(5, 3, 5, "cpu")
+    for samples in (1, 2):
+        says = f"one row for each of this rank's {samples} samples.*got 3 rows.*batch_mask.py"
+        with pytest.raises(RingConfigError, match=f"score_mod .*{says}"):
+            ScoreMod(function).check(tokens=5, samples=samples, query_heads=5)
+        with pytest.raises(RingPatternError, match=f"MaskMod .*{says}"):
+            mask.check(5, samples, 5, "cpu")
+
+
+def test_tables_of_heads_and_of_kinds_of_samples_may_have_more_rows() -> None:
+    table = torch.zeros(8, 8)
+    for function in (lambda s, b, h, q, k: s + table[h, q], lambda s, b, h, q, k: s + table[b % 2, q]):
+        ScoreMod(function).check(tokens=5, samples=3, query_heads=2)
+
+
 def test_heads_and_positions_are_told_apart() -> None:
     """(A trace with one tensor for all indices gave score + head and score + query one digest.)"""
     mods = [ScoreMod(lambda s, b, h, q, k: s + h), ScoreMod(lambda s, b, h, q, k: s + q)]
