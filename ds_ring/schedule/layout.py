@@ -1,8 +1,8 @@
 """Layouts: which token of the sequence is in which slot of which rank.
 
 A layout gives every ring rank an ordered list of runs. All shards have the same number of slots. The tokens
-of a shard fill its first slots; the other slots are padding. No tile has padding, no query attends to
-padding, and `gather_sequence` removes padding. `ops/shard.py` applies layouts to tensors.
+of a shard fill its first slots; the other slots are padding. No tile contains padding, and
+`gather_sequence` removes padding. `ops/shard.py` applies layouts to tensors.
 
 The zigzag layout cuts the sequence into 2P chunks. Rank p has the chunks p and 2P - 1 - p, so with a causal
 mask all ranks have about the same work (Zhu 2024, ring-flash-attention). The striped layout gives token t to

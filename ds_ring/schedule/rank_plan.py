@@ -177,7 +177,9 @@ class StagePlan(NamedTuple):
 class DirectSend(NamedTuple):
     """Slots of this rank's shard that this rank sends directly to a reader."""
 
-    hop: int  # at which `receiver` reads them; `DirectionPlan.get_send_batch` has the batch of the message
+    hop: (
+        int  # at which `receiver` reads them; `DirectionPlan.get_send_batch` returns the batch of the message
+    )
     receiver: int
     slots: SlotRanges
 
@@ -185,7 +187,7 @@ class DirectSend(NamedTuple):
 class GradientReturn(NamedTuple):
     """Slots of this rank's shard whose dK and dV a reader sends to this rank."""
 
-    hop: int  # at which `sender` reads them; `DirectionPlan.get_return_batches` has the batches
+    hop: int  # at which `sender` reads them; `DirectionPlan.get_return_batches` returns the batches
     sender: int
     slots: SlotRanges
 
