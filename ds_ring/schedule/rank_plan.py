@@ -177,9 +177,7 @@ class StagePlan(NamedTuple):
 class DirectSend(NamedTuple):
     """Slots of this rank's shard that this rank sends directly to a reader."""
 
-    hop: (
-        int  # at which `receiver` reads them; `DirectionPlan.get_send_batch` returns the batch of the message
-    )
+    hop: int  # at which `receiver` reads them; `DirectionPlan.get_send_batch` returns the message's batch
     receiver: int
     slots: SlotRanges
 
