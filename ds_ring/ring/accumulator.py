@@ -200,7 +200,7 @@ class Accumulator:
         """Merge or add a part, now or later; the caller must not write to `parts` afterwards."""
         accumulators = self._made
         if self._waits and heads == ALL_HEADS and rows.step == rows.repeats == 1:
-            # `make_room` empties the list once a hop, but one hop's parts or returned gradients may fill it.
+            # `make_room` shortens the list once a hop, but one hop's parts or returned gradients may fill it.
             if len(self.waiting) == MAX_PARTS - (accumulators is not None):
                 self._write(self._get_accumulators())
             self.waiting.append((rows, parts))

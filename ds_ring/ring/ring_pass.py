@@ -146,7 +146,7 @@ class RingPass:
         load_heads: makes the object that copies q, k, v, out and lse of each head chunk from the host to
             the device; None if these tensors were saved on the device.
         finish_header_check: called in the first batch, before its messages are posted; raises if the headers
-            of the ranks differ. None if headers were compared before the pass, or if there is one rank. See
+            of the ranks differ. None if no comparison of headers is running. See
             [Note: the header while the first hop computes].
         prepared: values that passes of the same shapes share, such as the routes of messages.
     """

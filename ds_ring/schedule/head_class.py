@@ -15,7 +15,7 @@ send does not wait for another message. `Causal` on a contiguous or zigzag layou
 For LongNet (segments 512, 2048, 8192, rates 1, 2, 4, causal, 8 heads; zigzag) with 16,384 tokens on 8 ranks,
 8 % of the tokens are sent directly. If relays carried every token up to the token's last reader, 14 % more
 tokens would be sent. If only neighbours are linked, a direct send to the reader at hop s crosses s links. The
-number of tokens sent does not depend on the direction; `directions.py` chooses by the number of links.
+number of tokens sent does not depend on the direction. `directions.py` chooses the fewest crossings of links.
 
 [Note: where gradients are added]
 The option `gradient_payload` is "float32" by default. Then the sum of a token's dK and dV follows the token's
