@@ -10,8 +10,8 @@ score, so a pair with m = 0 is masked. In `Dilated` (LongNet), some pairs have m
 
 The pattern `a & b` has one branch for each combination of a branch of a and a branch of b. The pattern
 `a | b` has the branches of both, after the common pairs are removed from a or from b: no pair counts twice.
-Common pairs can be removed only if ranges of positions and bands describe them. In other cases `a | b` raises
-RingPatternError.
+Common pairs can be removed only if ranges of positions and bands describe them, and no pair has m > 1. In
+other cases `a | b` raises RingPatternError.
 
 A pattern has no other description than its branches. Tiles, multiplicity, the mask in FlexAttention and the
 tokens that a rank reads are computed from the branches, for all patterns by the same functions. So a pattern
