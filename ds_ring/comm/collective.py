@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 #    gradient, 2 if an operand does. In a backward call it is 1 + the number of the forward call.
 # `Exchange.spread` compares headers integer by integer, from the first to the fourth. It returns the least
 # and the greatest header of all ranks. The call goes on if the first and the second integers of these two
-# headers are equal, and the fourth integers are equal or either is 0. Then all ranks take the patience of the
+# headers are equal, and the fourth are equal or one of them is 0. Then all ranks take the patience of the
 # greatest header. (If ranks ask for different patience, a difference of fourth integers may be missed.) If
 # the call does not go on, all ranks send each other reports: the error names fields, values and ranks.
 #

@@ -89,9 +89,9 @@ class Tile(NamedTuple):
         low, high: the i-th query of `q_rows` attends to the j-th key of `k_rows` if low <= i - j <= high.
         head_in_group: index of the query head among the query heads that share a K/V head; -1: all of them.
         bias: log of the factor of m that is the same for all pairs of the tile; added to every score.
-        inside: a mask function, or weights that make m differ from pair to pair; None without both.
-        q_at, k_at: (first position, step) of the queries and of the keys. `part` and `again` leave these
-            values unchanged.
+        inside: a mask function, or weights that make m differ from pair to pair; None if there is neither.
+        q_at, k_at: (first position, step) of the queries and of the keys. A tile that `part` or `again`
+            returns has the values of the whole tile.
     """
 
     q_rows: Rows

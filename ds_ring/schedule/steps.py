@@ -169,7 +169,7 @@ ScheduleStep: TypeAlias = Send | Recv | Compute | Accumulate | Free
 class Round(NamedTuple):
     """The steps of one head chunk in one batch, in the order of the fields; [Note: batches]."""
 
-    arrived: tuple[Accumulate | Free, ...] = ()  # add the messages of the previous batch, free
+    arrived: tuple[Accumulate | Free, ...] = ()  # accumulate received tensors, free buffers
     posted: tuple[Send | Recv, ...] = ()  # sender and receiver match their messages by order alone
     computed: tuple[Compute, ...] = ()  # while the messages are in flight
 
@@ -229,7 +229,7 @@ class Schedule:
                 for index, (at, end) in enumerate(zip(starts, ends, strict=True))
                 if at <= number < end
             ]
-            # In the batch b after its start, a chunk receives the keys of hop b + 1, if there is such a hop.
+            # A chunk receives the keys of hop b + 1 (if there is one) b batches after the chunk's first batch.
             youngest = max(at for at in starts if at <= number)
             batches.append(ExchangeBatch(number, number - youngest + 1, rounds))
         return tuple(batches)
