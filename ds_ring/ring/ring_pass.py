@@ -295,7 +295,7 @@ class RingPass:
                 assert self.exchange is not None, "a header check on a ring of one"
                 mark = self.exchange.streams((*sent, *received)[0]).mark()
             # The chunk that started last computes hop - 1 while keys of `hop` arrive. After the last hop no
-            # keys arrive. Then the chunk may compute a part of hop 0: [Note: a part for the end] (lowering.py).
+            # keys arrive. Then the chunk may compute a part of hop 0: [Note: a part for the end].
             if note is not None:
                 note("compute", hop - 1, prepared_batch.posted)
             for index, steps in rounds:

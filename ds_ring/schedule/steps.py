@@ -229,7 +229,7 @@ class Schedule:
                 for index, (at, end) in enumerate(zip(starts, ends, strict=True))
                 if at <= number < end
             ]
-            # A chunk receives the keys of hop b + 1 (if there is one) b batches after the chunk's first batch.
+            # A chunk receives keys of hop b + 1 (if there is one) b batches after the chunk's first batch.
             youngest = max(at for at in starts if at <= number)
             batches.append(ExchangeBatch(number, number - youngest + 1, rounds))
         return tuple(batches)
