@@ -134,13 +134,14 @@ BAD_YAML = {
     "an option of torchrun": (f"engine: torchrun\n{LOCAL}environment: {{PET_NNODES: 2}}\n",
         "that torchrun does not read as options, got PET_NNODES"),
     "a list for a key": (LOCAL + "? [a]\n: 1\n", "expected a word for a key, got a list or a mapping"),
-    "an integer of 5000 digits": (LOCAL + f"master_port: {'9' * 5000}\n", "expected values that can be read, got"),
+    "an integer of 5000 digits": (f"slots: {'9' * 5000}\n", "expected values that can be read, got"),
     "too deep": ("[" * 17, "line 1, column 17: expected at most 16 levels in each other, got more"),
     "an alias": (f"script_args: &x [a]\nengine_args: *x\n{LOCAL}",
         "line 2, column 14: expected plain values, got the alias *x; write the value itself"),
     "a tag": (LOCAL + "engine_args: !!set {a}\n", "got the tag tag:yaml.org,2002:set; remove it"),
     "a character that is none": (LOCAL + "engine: \x01\n", "expected YAML, got what is none: "),
-    "a relaunch without a run_folder": (LOCAL + RELAUNCH, "relaunch: expected run_folder beside it, got none"),
+    "a relaunch without a run_folder": (LOCAL + RELAUNCH,
+        "relaunch: expected run_folder beside it, got none"),
     "a relaunch on each host": (f"{ON_EACH_HOST}{RELAUNCH}run_folder: runs\n",
         "relaunch: expected one call that starts all hosts, got ssh: false"),
     **{f"two relaunches by {argument}": (
@@ -179,7 +180,7 @@ def test_missing_yaml_names_the_near_one(folder: Path) -> None:
         read_cluster(folder)
     (folder / "train.py").unlink()
     (folder / "train.py").symlink_to("train.py")
-    with pytest.raises(RingConfigError, match="script: expected .*train.py"):
+    with pytest.raises(RingConfigError, match=r"script: expected .*train\.py"):
         checks.require_inputs(read_cluster(folder / "cluster.yaml"))
 
 
@@ -448,6 +449,14 @@ def test_mpirun(folder: Path) -> None:
     assert "-x MASTER_ADDR -x MASTER_PORT -x DS_RING_ENVIRONMENT_FILE" in command and "-x A " not in command
     assert made.by_file == {"A": "a b"}
     assert (made.environment["MASTER_ADDR"], made.environment["MASTER_PORT"]) == ("node-0", "20001")
+
+
+def test_dry_run_prints_the_script_of_each_host(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["launch", str(write(folder, HOSTS + SCRIPT)), "--dry-run"]) == 0
+    printed = capsys.readouterr().out
+    for rank, name in enumerate(("node-0", "node-1")):
+        script = printed.partition(f"# on {name}, reached by ssh; beside this, one new DS_RING_SECRET")[2]
+        assert f"--node_rank={rank} " in script.partition("# on ")[0]
 
 
 def test_dry_run_prints_a_script(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
