@@ -88,7 +88,7 @@ class Tile(NamedTuple):
         q_rows, k_rows: query and key slots.
         low, high: the i-th query of `q_rows` attends to the j-th key of `k_rows` if low <= i - j <= high.
         head_in_group: index of the query head among the query heads that share a K/V head; -1: all of them.
-        bias: log of the factor of m that is the same for all pairs of the tile; added to every score.
+        bias: the term of log m that is the same for all pairs of the tile; added to every score.
         inside: a mask function, or weights that make m differ from pair to pair; None if there is neither.
         q_at, k_at: (first position, step) of the queries and of the keys. A tile that `part` or `again`
             returns has the values of the whole tile.
@@ -180,8 +180,9 @@ class PartialOut(NamedTuple):
 
     Attributes:
         heads: the query heads.
-        q_rows: the query slots. The results have the shape of `q_rows.select(q)`, with E in place of D.
-        out_BHSD: output, normalised over these keys alone.
+        q_rows: the query slots.
+        out_BHSD: output, normalised over these keys alone. The shape is that of `q_rows.select(q[:, heads])`,
+            with E in place of D; lse has no last dimension.
         lse_BHS: natural logarithm of the sum of exp(score) over these keys, float32 (float64 for float64 q).
     """
 

@@ -1,12 +1,13 @@
 """Branches: the data that every pattern consists of, the labels of positions, and the algebra of branches.
 
 [Note: sum of branches]
-A pattern is a sum of branches. A branch gives labels to query positions and to key positions; the number of
-a document may be a label. A position without a label is in no pair of the branch. A branch also has a band,
-from least to most. Query position q and key position k are a pair of the branch if their labels are equal and
-least <= q - k <= most. A causal pattern has one branch, with least = 0 and the same label for all positions.
-The multiplicity m(q, k) is the number of branches that contain the pair. Kernels add log m to the pair's
-score, so a pair with m = 0 is masked. In `Dilated` (LongNet), some pairs have m > 1.
+A pattern is a sum of branches. A branch gives labels to query positions and to key positions; the number of a
+document may be a label. A position without a label is in no pair of the branch. A branch also has a band,
+from least to most. Query position q and key position k are a pair of the branch if their labels are equal,
+least <= q - k <= most, and all mask functions of the branch (most branches have none) return True. A causal
+pattern has one branch, with least = 0 and the same label for all positions. The multiplicity m(q, k) is the
+number of branches that contain the pair. Kernels add log m to the pair's score, so a pair with m = 0 is
+masked. In `Dilated` (LongNet), some pairs have m > 1.
 
 The pattern `a & b` has one branch for each combination of a branch of a and a branch of b. The pattern
 `a | b` has the branches of both, after the common pairs are removed from a or from b: no pair counts twice.
@@ -174,7 +175,7 @@ def labelled(primitive: Primitive) -> Partition:
 
 @dataclass(frozen=True)
 class Branch:
-    """The pairs with equal labels and a distance in the band; see [Note: sum of branches].
+    """The pairs with equal labels, a distance in the band, and all `masks`; see [Note: sum of branches].
 
     `queries` and `keys` have the same number of primitives. The n-th primitive of `queries` labels queries;
     the n-th primitive of `keys` labels keys. A pair has equal labels if the two labels are equal for every n.
@@ -184,7 +185,7 @@ class Branch:
     keys: Partition = ALL
     least: int = -UNBOUNDED  # bounds of query position - key position; +-UNBOUNDED for no bound
     most: int = UNBOUNDED
-    masks: tuple[PairMask, ...] = ()  # functions of a pair; a pair is in the branch if all return True
+    masks: tuple[PairMask, ...] = ()  # functions of a pair; a pair is in the branch only if all return True
 
     def __post_init__(self) -> None:
         assert len(self.queries.primitives) == len(self.keys.primitives), (

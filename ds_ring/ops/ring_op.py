@@ -8,7 +8,7 @@ in contrib/compile). The gradient of both is `_backward`, which runs the backwar
 torch.compile sees the whole pass as one opaque node. So a compiled graph has no break, and does not grow with
 the number of ranks. If torch.compile traced the messages of a pass, the partitioner could save every shard
 that arrives, and memory would be O(T). Inductor could also reorder the sends. With torch.compile's backend
-"ds_ring", one graph serves all inputs of a local length, for any layout and pattern: each run of the graph
+"ds_ring", one graph serves all inputs of one local length, for any layout and pattern: each run of the graph
 computes the handle of its context ([Note: placements in compiled code] in contrib/compile/placed_op.py).
 """
 
@@ -174,7 +174,7 @@ def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tup
 
 
 class EagerAttention(torch.autograd.Function):
-    """Do what `ring_attention_op` does in eager calls; takes a context in place of the context's handle."""
+    """Do in eager calls what `ring_attention_op` does in compiled calls; takes a context, not its handle."""
 
     @staticmethod
     def forward(

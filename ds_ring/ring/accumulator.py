@@ -143,7 +143,7 @@ class Accumulator:
     have the dtype of the accumulators, the results themselves are the accumulators.
 
     Args:
-        results: returns the result tensors [B, H, S, ...], without lse; the first `len(shapes)` are used.
+        results: returns the result tensors [B, H, S, ...], without lse, first; other items are ignored.
         like: a tensor on the device of the results.
         shapes: of the results.
         dtype: of the accumulators.
@@ -200,7 +200,7 @@ class Accumulator:
         """Merge or add a part, now or later; the caller must not write to `parts` afterwards."""
         accumulators = self._made
         if self._waits and heads == ALL_HEADS and rows.step == rows.repeats == 1:
-            # `make_room` shortens the list once a hop, but one hop's parts or returned gradients may fill it.
+            # `make_room` empties a long list before each hop, but the parts of one hop may still fill it.
             if len(self.waiting) == MAX_PARTS - (accumulators is not None):
                 self._write(self._get_accumulators())
             self.waiting.append((rows, parts))

@@ -137,7 +137,7 @@ class RingPass:
         exchange: sends and receives messages; None if the sequence (ring x Ulysses) has one rank.
         scale: factor of the scores.
         overlap: if False, the pass waits for the messages of a batch before it computes (for comparison).
-        chunk_bytes: least bytes of K, and of V, of a head chunk.
+        chunk_bytes: least bytes of K of a head chunk, and of V; a class with fewer bytes is one chunk.
         buffers: pool of memory for buffers.
         on_gradients_final: called for each head chunk with its K/V heads, and with the final dK and dV of the
             own shard before these are rounded; None for no call.

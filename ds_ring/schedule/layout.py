@@ -45,7 +45,7 @@ class Layout(ABC):
     tokens: int
     ring_size: int
     multiple_of: int = 1
-    has_pairs_of_all: ClassVar[bool] = True  # False if queries and keys are two sequences
+    is_one_sequence: ClassVar[bool] = True  # False if queries and keys are of two sequences
 
     @property
     @abstractmethod

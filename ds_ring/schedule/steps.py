@@ -6,10 +6,11 @@ without hops (`PassRow.no_hops`) and passes of replicated queries have no schedu
 [Note: batches]
 A pass is a sequence of batches. In each batch a rank does four things in this order. (1) It accumulates the
 messages of the previous batch, and frees buffers. (2) It posts all its sends and receives together. (3) It
-computes while these messages are in flight. (4) It waits until these messages have completed. So a tensor
-that is received in batch b may be read from batch b + 1 on. A tensor that is sent in batch b may be written
-or freed from batch b + 1 on. Head chunks go around the ring one after the other. Each chunk has its own
-buffers. The next chunk starts before the previous chunk has ended.
+computes while these messages are in flight. (4) It waits until these messages have completed. (On a GPU the
+first batch computes before it posts: [Note: the header while the first hop computes] in `ring_pass.py`.) So a
+tensor that is received in batch b may be read from batch b + 1 on. A tensor that is sent in batch b may be
+written or freed from batch b + 1 on. Head chunks go around the ring one after the other. Each chunk has its
+own buffers. The next chunk starts before the previous chunk has ended.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ class Payload(Enum):
 
 
 SHARD = 0  # number of the buffer with K and V of the rank's own shard: the caller's memory, never freed
-# Number of the buffer with out and lse of the chunk's heads, or in a backward pass with dQ, and dK and dV of
-# the own shard.
+# Number of the buffer for results. Forward: out and lse of the chunk's heads. Backward: dQ of these heads,
+# and dK and dV of the own shard.
 RESULTS = 1
 
 
@@ -199,8 +200,8 @@ class ExchangeBatch(NamedTuple):
     """One batch of a pass; [Note: batches]."""
 
     number: int
-    # The hop (or stage) whose keys the chunk that started last receives in this batch. This chunk computes
-    # hop - 1. After the last hop no keys arrive: [Note: a part for the end] in `lowering.py`.
+    # In this batch, the chunk that started last receives the keys of this hop (or stage) and computes hop - 1.
+    # After the last hop no keys arrive: [Note: a part for the end] in `lowering.py`.
     hop: int
     rounds: list[tuple[int, Round]]  # for every chunk that is under way: its index and its steps
 

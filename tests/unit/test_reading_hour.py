@@ -20,6 +20,7 @@ def count_words(text: str, part: str) -> int:
     if part == "docstring":
         return len((ast.get_docstring(ast.parse(text)) or "").split())
     if part.startswith("[Note"):
+        text = re.sub(r"^ +#", "#", text, flags=re.MULTILINE)
         at = re.search(rf"^(# )?{re.escape(part)}$", text, re.MULTILINE)
         assert at, f"expected the definition of {part}, got none"
         end = r"\n#?\s*\n#? ?\[Note|\n(?!#)" if at[1] else r'\n\n\[Note|"""'
