@@ -200,7 +200,7 @@ class ExchangeBatch(NamedTuple):
     """One batch of a pass; [Note: batches]."""
 
     number: int
-    # In this batch, the chunk that started last receives the keys of this hop (or stage) and computes hop - 1.
+    # In this batch the chunk that started last receives the keys of this hop (or stage); it computes hop - 1.
     # After the last hop no keys arrive: [Note: a part for the end] in `lowering.py`.
     hop: int
     rounds: list[tuple[int, Round]]  # for every chunk that is under way: its index and its steps
