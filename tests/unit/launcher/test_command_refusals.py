@@ -39,7 +39,7 @@ REFUSED = {
     "a blank": (["plan", "--hf-config", " "], "--hf-config: expected a word, got ' '"),
     "too large a number": (
         ["check-model", "llama", "--seed", "9" * 20], "--seed: expected a number of at most"
-    ),  # fmt: skip
+    ),
     "no number": (["check-model", "llama", "--deadline-seconds", "x"],
         "--deadline-seconds: expected a number, got 'x'"),
     "a number without end": (["check-model", "llama", "--deadline-seconds", "inf"], "got 'inf'"),
