@@ -569,6 +569,7 @@ BLOCKS: dict[str, Callable[[Place, str], None]] = {
     "python tools/build_site.py": only_reads("tests/integration/test_build_site.py runs it"),
     # ds_ring/DESIGN.md
     "DeepSpeed JSON ->": is_a_picture("of the flow"),
+    "loader or shard_batch": is_a_picture("of the way of a batch"),
     "rank hop origin": summary_of_a_plan,
     "rank 1, forward": is_a_picture("the command before it prints one like it, and is read"),
     # ds_ring/contrib/training_commands/README.md, whose tests run such commands where the packages are

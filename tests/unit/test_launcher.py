@@ -31,6 +31,7 @@ from tests.clock import unqueued_seconds
 LOCAL = "hosts: local\nslots: 2\nscript: train.py\ndeepspeed_config: ds.json\n"
 SCRIPT = "script: train.py\ndeepspeed_config: ds.json\n"
 HOSTS = "hosts: [{name: node-0, slots: 4}, {name: node-1, slots: 2}]\n"
+RELAUNCH = "relaunch: {checkpoints: checkpoints}\n"
 ON_EACH_HOST = HOSTS + "ssh: false\nmaster_port: 23456\n" + SCRIPT
 
 
@@ -132,6 +133,21 @@ BAD_YAML = {
     "env a name that is none": (f"engine: torchrun\n{LOCAL}env: [A-B]\n", 'got "A-B"'),
     "an option of torchrun": (f"engine: torchrun\n{LOCAL}environment: {{PET_NNODES: 2}}\n",
         "that torchrun does not read as options, got PET_NNODES"),
+    "a list for a key": (LOCAL + "? [a]\n: 1\n", "expected a word for a key, got a list or a mapping"),
+    "an integer of 5000 digits": (f"slots: {'9' * 5000}\n", "expected values that can be read, got"),
+    "too deep": ("[" * 17, "line 1, column 17: expected at most 16 levels in each other, got more"),
+    "an alias": (f"script_args: &x [a]\nengine_args: *x\n{LOCAL}",
+        "line 2, column 14: expected plain values, got the alias *x; write the value itself"),
+    "a tag": (LOCAL + "engine_args: !!set {a}\n", "got the tag tag:yaml.org,2002:set; remove it"),
+    "a character that is none": (LOCAL + "engine: \x01\n", "expected YAML, got what is none: "),
+    "a relaunch without a run_folder": (LOCAL + RELAUNCH,
+        "relaunch: expected run_folder beside it, got none"),
+    "a relaunch on each host": (f"{ON_EACH_HOST}{RELAUNCH}run_folder: runs\n",
+        "relaunch: expected one call that starts all hosts, got ssh: false"),
+    **{f"two relaunches by {argument}": (
+        f"engine: torchrun\n{LOCAL}{RELAUNCH}run_folder: runs\nengine_args: [{argument}]\n",
+        "engine_args: expected no restarts of the engine's own, got --max-restarts",
+    ) for argument in ("--max-restarts=3", "--max_restarts")},
 }  # fmt: skip
 
 
@@ -162,6 +178,10 @@ def test_missing_yaml_names_the_near_one(folder: Path) -> None:
         read_cluster(folder / "nowhere" / "cluster.yaml")
     with pytest.raises(RingConfigError, match="got a directory"):
         read_cluster(folder)
+    (folder / "train.py").unlink()
+    (folder / "train.py").symlink_to("train.py")
+    with pytest.raises(RingConfigError, match=r"script: expected .*train\.py"):
+        checks.require_inputs(read_cluster(folder / "cluster.yaml"))
 
 
 def test_a_script_is_named_as_an_installed_module(folder: Path) -> None:
@@ -195,6 +215,9 @@ BAD_HOSTFILES = {
     "slots a word": ("node-0 slots=two\n", "line 1: expected 'node-0 slots=8'"),
     "slots negative": ("node-0 slots=-1\n", "line 1: expected 'node-0 slots=8'"),
     "a name that is none": ("node-0;rm slots=2\n", "hosts[0].name: expected a host name or address"),
+    "a folder": ("/", "expected a hostfile, got the directory"),
+    "another kind of file": ("a\n" * 50, "50 problems\n  - hostfile: "),
+    "too large": ("#" * 2**17 + "\n", "hosts.txt: expected at most 131,072 bytes, got more"),
 }
 
 
@@ -202,7 +225,9 @@ BAD_HOSTFILES = {
 def test_bad_hostfile_ends_with_status_2_within_a_second(
     folder: Path, capsys: pytest.CaptureFixture[str], text: str | None, message: str
 ) -> None:
-    if text is not None:
+    if text == "/":
+        (folder / "hosts.txt").mkdir()
+    elif text is not None:
         (folder / "hosts.txt").write_text(text)
     path = write(folder, "hostfile: hosts.txt\nssh: false\nmaster_port: 23456\n" + SCRIPT)
     started = unqueued_seconds()
@@ -424,6 +449,14 @@ def test_mpirun(folder: Path) -> None:
     assert "-x MASTER_ADDR -x MASTER_PORT -x DS_RING_ENVIRONMENT_FILE" in command and "-x A " not in command
     assert made.by_file == {"A": "a b"}
     assert (made.environment["MASTER_ADDR"], made.environment["MASTER_PORT"]) == ("node-0", "20001")
+
+
+def test_dry_run_prints_the_script_of_each_host(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["launch", str(write(folder, HOSTS + SCRIPT)), "--dry-run"]) == 0
+    printed = capsys.readouterr().out
+    for rank, name in enumerate(("node-0", "node-1")):
+        script = printed.partition(f"# on {name}, reached by ssh; beside this, one new DS_RING_SECRET")[2]
+        assert f"--node_rank={rank} " in script.partition("# on ")[0]
 
 
 def test_dry_run_prints_a_script(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -98,7 +98,8 @@ def test_a_preempted_attempt_has_not_failed(tmp_path: Path) -> None:
     assert decide(saved_nothing[:2], POLICY).again and not decide(saved_nothing, POLICY).again
     for path in folder.iterdir():
         path.unlink()
-    assert decide([read_outcome(1, folder, HOSTS, 143, 15, False)], POLICY).status == 128 + 15
+    interrupted = read_outcome(1, folder, HOSTS, 143, 15, False)
+    assert (decide([interrupted], POLICY).status, interrupted.verdict) == (128 + 15, "interrupted")
 
 
 def test_the_culprit_is_who_failed_by_itself_then_who_is_named_then_who_is_silent(tmp_path: Path) -> None:
@@ -114,6 +115,11 @@ def test_the_culprit_is_who_failed_by_itself_then_who_is_named_then_who_is_silen
     named = find_culprit(tmp_path, HOSTS, 1)
     assert (named.rank, named.host) == (2, "node-1") and "in step 5" in named.what
     assert named.what.endswith(", says rank 0")  # it was "say ranks 0"
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    write_fault(alone, replace(lost, blames=None))
+    nobody = find_culprit(alone, HOSTS, 1)
+    assert (nobody.kind, nobody.rank, nobody.what) == ("lost", None, "ranks lost each other: it is gone")
     write_fault(tmp_path, replace(lost, rank=1))
     assert find_culprit(tmp_path, HOSTS, 1).what.endswith(", say ranks 0, 1")
     write_fault(tmp_path, BUG)
@@ -299,3 +305,14 @@ def test_a_checkpoint_that_any_number_of_ranks_loads_is_not_converted(
     (tmp_path / "global_step4" / "zero_pp_rank_1_mp_rank_00_optim_states.pt").touch()
     assert convert(tmp_path, 2, tmp_path) == "global_step4"
     assert convert(tmp_path, 4, tmp_path) == "global_step4 for others"
+
+
+def test_a_checkpoint_that_is_not_whole_gives_way_to_the_one_before(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert convert(tmp_path, 2, tmp_path) is None
+    for step in (2, 4):
+        (tmp_path / f"global_step{step}").mkdir()
+    (tmp_path / "latest").write_text("global_step4")
+    assert convert(tmp_path, 2, tmp_path) is None
+    assert "global_step4: not whole, trying the one before: " in capsys.readouterr().err

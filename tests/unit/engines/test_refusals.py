@@ -407,6 +407,11 @@ MORE: Refusals = {
     "a batch that torch cannot collate": (
         lambda: loader.stacked([[1, 2], [1]]), RuntimeError, "should be of equal size"
     ),
+    "samples of several lengths": (
+        lambda: loader.stacked([{"a": torch.zeros(3)}, {"a": torch.zeros(2)}]),
+        RingShapeError,
+        "samples of a batch: expected one length, got 2, 3 tokens; give lengths",
+    ),
     "an index beyond a whole sequence": (
         lambda: alone().around_forward(IDS.__getitem__, 2), IndexError, "index 2 is out of bounds"
     ),

@@ -24,7 +24,10 @@ from ds_ring import (
     RingConfigError,
     RingMesh,
     RingPatternError,
+    decode_attention,
+    max_logits,
     ring_attention,
+    simulate,
 )
 from ds_ring.layers.scores import Softcap
 from ds_ring.patterns.captured.mask_mod import trace_mask
@@ -279,6 +282,29 @@ def test_contents_are_compared_bit_by_bit() -> None:
     assert held.is_same(function)
     table.data[1] = 0.0
     assert not held.is_same(function)
+
+
+Q = torch.zeros(1, 1, TOKENS, 4)
+WHERE: Any = {"layout": LAYOUT, "mesh": RingMesh.single()}
+ENTRIES: dict[str, Callable[[MaskMod], object]] = {
+    "simulate": lambda pattern: simulate(Q, Q, Q, pattern=pattern, layout=LAYOUT),
+    "a dense mask": lambda pattern: pattern.mask(np.arange(TOKENS), np.arange(TOKENS)),
+    "decode_attention": lambda pattern: decode_attention(
+        Q[:, :, :1], Q, Q, positions=[1], pattern=pattern, **WHERE
+    ),
+    "max_logits": lambda pattern: max_logits(Q, Q, pattern=pattern, **WHERE),
+}
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+@pytest.mark.situation("masks", "a captured tensor is changed in place: each call that takes a pattern")
+def test_each_call_that_evaluates_a_mask_refuses_one_that_has_changed(name: str) -> None:
+    ids = torch.arange(TOKENS) // 4
+    pattern = MaskMod(lambda b, h, q, k: ids[q] == ids[k])
+    ENTRIES[name](pattern)
+    ids.zero_()
+    with pytest.raises(RingPatternError, match="expected unchanged captured values"):
+        ENTRIES[name](pattern)
 
 
 @pytest.mark.situation("compile", "a mask or score function is itself a compiled function, or calls one")
