@@ -29,6 +29,7 @@ from ds_ring.errors import (
     RingPeerError,
     RingShapeError,
 )
+from ds_ring.health import stuck_waits
 from ds_ring.health.failure_detector.wire import Fault
 from ds_ring.schedule.grid import Grid
 
@@ -255,6 +256,7 @@ def raising(error: BaseException) -> Any:
 def start_and_fail(
     monkeypatch: pytest.MonkeyPatch, error: BaseException, detector: Told | None = None
 ) -> None:
+    monkeypatch.setattr(stuck_waits, "_in_stuck_waits", [])
     monkeypatch.setattr("ds_ring.comm.exchange.start_batch", raising(error))
     two = exchange_of_two(detector)
     two.start(two.world_route([1], [1], torch.zeros(1), None), [], [], 2)
