@@ -37,9 +37,8 @@ REFUSED = {
         "--ring-size: expected 1 to 64 ranks of this machine, got 65"),
     "two dashes for a value": (["plan", "--devices=--"], "--devices: expected a value, got '--'"),
     "a blank": (["plan", "--hf-config", " "], "--hf-config: expected a word, got ' '"),
-    "too large a number": (
-        ["check-model", "llama", "--seed", "9" * 20], "--seed: expected a number of at most"
-    ),
+    "too large a number": (["check-model", "llama", "--seed", "9" * 20],
+        "--seed: expected a number of at most"),
     "no number": (["check-model", "llama", "--deadline-seconds", "x"],
         "--deadline-seconds: expected a number, got 'x'"),
     "a number without end": (["check-model", "llama", "--deadline-seconds", "inf"], "got 'inf'"),
