@@ -137,6 +137,37 @@ LLAMA_8B = [
 ]
 
 
+ALL_AUTO = {"long_sequence": "auto", "ulysses_size": 2}
+OPTION_SETS = [  # arguments, and the JSON of --config
+    (["--tokens", "1M"], ALL_AUTO),  # "auto" has attention on the host from 131,072 tokens a ring rank on
+    (["--tokens", "256k"], ALL_AUTO),
+    (["--tokens", "256k", "--fit", "--batch", "1"], {"long_sequence": {"offload_attention": "auto"}}),
+    (["--tokens", "64k", "--batch", "2", "--dtype", "float16", "--zero-stage", "2"], {"prune": False}),
+    (["--tokens", "64k", "--layout", "contiguous", "--offload-optimizer"], {"recompute_attention": 0.3}),
+]
+
+
+@pytest.mark.parametrize(("arguments", "section"), OPTION_SETS)
+def test_the_printed_json_has_the_figures_that_are_printed(capsys, tmp_path: Path, arguments, section):
+    """("auto" had attention on the host, in no line nor the JSON; --batch and --dtype were left out.)"""
+    path, printed = tmp_path / "ds.json", tmp_path / "printed.json"
+    whole = {"bf16": {"enabled": True}, "train_batch_size": 8, "sequence_parallel_size": 8}
+    whole |= {"zero_optimization": {"stage": 3}, "ring_attention": section}
+    path.write_text(json.dumps(whole))
+    common = ["--hf-config", "llama-3-8b", "--hardware", "h100", "--devices", "16"]
+    first = plan(capsys, *common, *arguments, "--config", str(path))
+    printed.write_text(json.dumps(first["deepspeed_json"]))
+    script = ["--activation-checkpointing"] * first["activation_checkpointing"]  # a line after the JSON
+    again = plan(capsys, *common, *arguments[:2], *script, "--config", str(printed))
+    differing = {key for key in first if again[key] != first[key]}
+    # next sets are those of --fit alone
+    assert differing <= {"with_fit_options", "roomier_set"}, [(first[key], again[key]) for key in differing]
+    assert (first["offload_attention"] is True) == (arguments[1] == "1M")
+    batch = first["deepspeed_json"]
+    steps = batch["gradient_accumulation_steps"]
+    assert batch["train_batch_size"] == 8 == first["batch"] * steps * 2  # replicas
+
+
 @pytest.mark.night
 def test_every_line_of_the_annotated_report_is_in_one(capsys):
     section = (ROOT / "launcher/README.md").read_text().split("### A report, line by line")[1].split("## ")[0]
