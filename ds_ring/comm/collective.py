@@ -36,12 +36,11 @@ if TYPE_CHECKING:
 # 3. Seconds of patience that the rank asks for ([Note: compile skew] in `cuda/patience.py`); 0 for none.
 # 4. A further value (`MeshState.compared`); 0 for none. In a forward call it is 1 if no operand requires a
 #    gradient, 2 if an operand does. In a backward call it is 1 + the number of the forward call.
-# `Exchange.spread` compares headers integer by integer, from the first to the fourth. It returns the least
-# and the greatest header of all ranks. The call goes on if these two headers have the same first integer, the
-# same second integer, and fourth integers that are equal or of which one is 0. Then all ranks take the
-# patience of the greatest header. (If ranks ask for different patience, a difference of fourth integers may
-# be missed.) If the call does not go on, all ranks send each other reports: the error names fields, values
-# and ranks.
+# `Exchange.spread` orders headers lexicographically. It returns the least and the greatest header, each of
+# one rank. The call goes on if these two headers have the same first integer, the same second integer, and
+# fourth integers that are equal or of which one is 0. Then all ranks take the patience of the greatest
+# header. (So if ranks ask for different patience, a difference of fourth integers may be missed.) If the call
+# does not go on, all ranks send each other reports: the error names fields, values and ranks.
 #
 # With N ranks, every rank gets the same two headers after ceil(log2 N) rounds of one small message, so all
 # ranks raise at once. If a rank sent its header to the next rank only, the others would wait until their
