@@ -130,8 +130,10 @@ def _get_attention_flops(setting: TrainingSetting) -> tuple[float, float]:
 def _list_ulysses_sizes(setting: TrainingSetting) -> list[int]:
     """Return 1, the most Ulysses ranks of a node inside a ring, and all ranks, where K/V heads allow them.
 
-    The setting's own number is left out.
+    The setting's own number is left out; all are where more than 1 was asked for.
     """
+    if setting.ulysses_size > 1 and not setting.may_split_heads:
+        return []
     ranks = setting.ring_size * setting.ulysses_size
     sizes = divisors(gcd(setting.model.kv_heads, ranks))
     inside = max((n for n in sizes if n < ranks and n <= setting.hardware.devices_per_node), default=1)

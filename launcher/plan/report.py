@@ -202,17 +202,11 @@ def print_report(
         console.print(
             "memory of each row has its kernel's buffers: of other methods, what FlashAttention allocates"
         )
-        own, torch_rates = rows[0].attention_flops, rows[-1].attention_flops
-        if own == torch_rates:
-            console.print(
-                f"seconds of all rows have one rate of attention, {_rates(own)}: they compare messages and"
-                " what is computed again"
-            )
-        else:
-            console.print(
-                f"seconds have ds_ring's attention at {_rates(own)}, that of other methods at torch's own"
-                f" call, {_rates(torch_rates)}"
-            )
+        own, others = (_rates(row.attention_flops) for row in (rows[0], rows[-1]))
+        rest = f"that of other methods at torch's own call, {others}"
+        if own == others:
+            rest = "as that of other methods: they compare messages and what is computed again"
+        console.print(f"seconds have ds_ring's attention at {own}, {rest}")
     if counts:
         print_table(_devices_table(counts))
         for plan in counts:
@@ -382,7 +376,7 @@ def _cost_table(planned: Estimate) -> Table:
 def _devices_table(plans: Sequence[Estimate]) -> Table:
     """Build the table of the same step on more devices."""
     columns = (
-        *("ring x Ulysses x data", "samples a step", "tokens a device", "GiB a device", "s a step"),
+        *("ring x Ulysses x data", "sequences a step", "tokens a device", "GiB a device", "s a step"),
         *("tokens/s a device", "MFU"),
     )
     table = Table("devices", *columns, title="more devices, each row with what --fit chooses there")

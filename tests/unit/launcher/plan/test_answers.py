@@ -551,6 +551,11 @@ def test_tables_have_one_word_for_one_thing(capsys: pytest.CaptureFixture[str]) 
     assert "attention at 507 TFLOP/s forward and 481 backward, that of other methods at torch's" in printed
     assert "ways to split 65,536 tokens, computed: its options for the longest" in printed
     assert "memory of each row has its kernel's buffers" in printed
+    assert "tokens/s" in printed.split("more devices, each row")[1] and "\u2026" not in printed
+    words = "--hf-config llama-3-8b --tokens 64k --devices 8 --hardware a100 --compare"
+    assert cli.main(["plan", *words.split()]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "206 TFLOP/s forward and 165 backward, as that of other methods: they compare" in printed
     assert "tokens a device" in [str(column.header) for column in _devices_table([]).columns]
     assert re.search(r"transfers hide .*: from [0-9,]+ tokens a device on", printed)
     assert not re.search(r"T ?/ ?P|ring rank|[0-9] M\b", printed)
