@@ -143,6 +143,8 @@ HOSTILE: dict[str, Any] = {
     "a key that is a list": None,
     "a key that takes for ever": None,  # made below
     "a call of a number": None,
+    "a state for a class": None,
+    "a state for a storage": None,
     "a list's item without a list": None,
     "nothing on the stack": None,
     "no such opcode": None,
@@ -160,6 +162,8 @@ RAW = {
     "a key that takes for ever": b"\x80\x02" + _NESTED + b".",
     "a key that is a list": b"\x80\x02}]K\x01s.",
     "a call of a number": b"\x80\x02K\x01)R.",
+    "a state for a class": b"\x80\x02" + opcodes(Global("torch.Size")) + opcodes({"path": "a"}) + b"b.",
+    "a state for a storage": b"\x80\x02" + opcodes(FLOATS) + opcodes({"nbytes": 1 << 40}) + b"b.",
     "a list's item without a list": b"\x80\x02K\x01K\x02a.",
     "nothing on the stack": b"\x80\x02R.",
     "no such opcode": b"\x80\x02\x8eabcdefgh.",

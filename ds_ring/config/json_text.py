@@ -27,6 +27,7 @@ from ds_ring.errors import shown as shown_in_errors
 
 MAX_BYTES = 4 * 2**20
 MAX_NESTED = 64
+_TOO_DEEP = sentence(f"at most {MAX_NESTED} brackets in each other", "more", "is this the right text?")
 
 
 def read_small(path: Path, most_bytes: int = MAX_BYTES) -> str:
@@ -59,14 +60,6 @@ def read_small(path: Path, most_bytes: int = MAX_BYTES) -> str:
         raise RingConfigError.wrong(label, "text in UTF-8", got, "save the file as UTF-8") from None
 
 
-def is_file(path: Path) -> bool:
-    """Return whether there is a regular file, also where the name is none that a file can have."""
-    try:
-        return path.is_file()
-    except (OSError, ValueError):
-        return False
-
-
 Json = dict[str, Any]
 
 
@@ -95,8 +88,7 @@ def parse_object(text: str, label: str) -> Json:
         advice = "JSON has no comments, no trailing commas, and strings in double quotes"
         raise config_error(label, f"not JSON: {error}; {advice}") from None
     except RecursionError:
-        what = sentence(f"at most {MAX_NESTED} brackets in each other", "more", "is this the right text?")
-        raise config_error(label, f"cannot be read as JSON: {what}") from None
+        raise config_error(label, f"cannot be read as JSON: {_TOO_DEEP}") from None
     except Refused as error:
         raise config_error(label, f"cannot be read as JSON: {error}") from None
     except ValueError:
@@ -129,7 +121,7 @@ def non_finite(value: object) -> list[Problem]:
 
 
 def _walk(value: object, key: str = "", levels: int = MAX_NESTED) -> Iterator[tuple[str, object]]:
-    """Yield every value inside `value`, with its dotted key; RecursionError beyond so many levels."""
+    """Yield every value inside `value`, with its dotted key; Refused beyond so many levels."""
     yield key, value
     items: list[tuple[str, object]] = []
     if isinstance(value, dict):
@@ -137,7 +129,7 @@ def _walk(value: object, key: str = "", levels: int = MAX_NESTED) -> Iterator[tu
     elif isinstance(value, (list, tuple)):
         items = [(f"{key}[{index}]", item) for index, item in enumerate(value)]
     if items and not levels:
-        raise RecursionError
+        raise Refused(_TOO_DEEP)
     for name, item in items:
         yield from _walk(item, name, levels - 1)
 
@@ -175,9 +167,11 @@ def resolve(source: JsonSource, model: type[Model]) -> tuple[Model, Json]:
     advice = f'got it at the top level, where it has no effect; move it into "{SECTION}"'
     problems += [Problem(key, advice) for key in model.model_fields if key != SP_KEY and key in whole]
     ours = {key: whole[key] for key in (SP_KEY, SECTION) if key in whole}
-    problems += non_finite(ours)
     try:
+        problems += non_finite(ours)
         config = model.model_validate(copy.deepcopy(section | {SP_KEY: whole.get(SP_KEY, "auto")}))
+    except Refused as refused:
+        raise config_error(label, str(refused)) from None
     except ValidationError as error:
         # A fault that was found above has the better words for its key.
         known = {problem.key for problem in problems}

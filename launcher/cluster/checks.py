@@ -5,12 +5,12 @@ Looks at this machine only. What the YAML itself may say is cluster.py's.
 
 from __future__ import annotations
 
+import os
 import random
 import secrets
 import shutil
 import socket
 
-from ds_ring.config.json_text import is_file
 from ds_ring.config.section import RingConfig
 from ds_ring.errors import RingConfigError
 
@@ -20,7 +20,7 @@ from .cluster_file import missing_file
 
 def require_inputs(cluster: Cluster) -> None:
     """Raise unless the script is there and the DeepSpeed JSON fits the number of processes."""
-    if not is_file(cluster.script):
+    if not os.path.isfile(cluster.script):  # False for a name that no file can have, too
         raise RingConfigError(f"script: {missing_file(cluster.script, 'a Python file')}")
     RingConfig.from_deepspeed(cluster.deepspeed_config).validate_world(cluster.world_size)
 

@@ -536,6 +536,9 @@ BLOCKS: dict[str, Callable[[Place, str], None]] = {
     "pattern = ds_ring.Causal() & ": make_plan,
     "chosen = ds_ring.ring_select(": only_reads("tests/dist/layers/test_selection.py makes such calls"),
     "out = ds_ring.moba_attention(": only_reads("tests/dist/layers/test_sparse.py makes such calls"),
+    "from ds_ring.layers.distance_bias.attention": only_reads(
+        "tests/dist/layers/test_distance_bias.py makes such calls"
+    ),
     "tree = engine.ring.tree_batch(": only_reads(
         "tests/dist/contrib/policies/test_trees.py makes such calls"
     ),
@@ -569,6 +572,7 @@ BLOCKS: dict[str, Callable[[Place, str], None]] = {
     "python tools/build_site.py": only_reads("tests/integration/test_build_site.py runs it"),
     # ds_ring/DESIGN.md
     "DeepSpeed JSON ->": is_a_picture("of the flow"),
+    "loader or shard_batch": is_a_picture("of the way of a batch"),
     "rank hop origin": summary_of_a_plan,
     "rank 1, forward": is_a_picture("the command before it prints one like it, and is read"),
     # ds_ring/contrib/training_commands/README.md, whose tests run such commands where the packages are

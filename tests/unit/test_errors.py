@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import pytest
 import torch
 
-from ds_ring.errors import RingConfigError, RingError, RingShapeError
+from ds_ring.errors import RingConfigError, RingError, RingPeerError, RingShapeError
 
 
 @pytest.mark.parametrize(
@@ -25,6 +26,13 @@ def test_a_message_has_what_was_expected_what_was_got_and_advice(got: Any, text:
     error = RingShapeError.wrong("q", "one thing", got, "pass it")
     assert str(error) == f"q: expected one thing, got {text}; pass it"
     assert isinstance(error, ValueError) and not error.peers_know
+
+
+def test_an_error_of_a_peer_survives_pickling() -> None:
+    """Launchers of ranks hand errors on as pickles."""
+    error = RingPeerError(1, 2, None, "it is gone")
+    again = pickle.loads(pickle.dumps(error))
+    assert type(again) is RingPeerError and vars(again) == vars(error) and str(again) == str(error)
 
 
 def test_the_error_is_of_the_class_it_is_made_by() -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
-from ds_ring.compat import untried
+from ds_ring.compat import require, untried
+from ds_ring.errors import RingConfigError
 
 
 @pytest.mark.parametrize(
@@ -26,3 +29,15 @@ def test_a_later_minor_version_is_noted_once(
 def test_a_package_that_was_not_imported_is_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(untried, "HIGHEST", {"no_such_package": "0.1"})
     assert untried.list_untried() == []
+
+
+def test_a_package_that_is_a_folder_on_the_path_has_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(untried, "HIGHEST", {"tests": "0.1"})
+    assert untried.list_untried() == []
+
+
+def test_a_package_that_is_missing_is_named_with_its_command() -> None:
+    words = r"a ring over hosts needs no_such_package: pip install no-such-package"
+    with pytest.raises(RingConfigError, match=words):
+        require("no_such_package.part", "a ring over hosts")
+    assert require("json", "nothing") is json

@@ -35,6 +35,14 @@ def test_samples_of_a_step_are_those_of_the_replicas(tmp_path: Path, data_ranks:
     assert count_step_samples(tmp_path, "step") == 3 * 5 * 2
 
 
+def test_samples_of_a_step_that_the_json_counts_together(tmp_path: Path) -> None:
+    (tmp_path / "step").mkdir()
+    model = {"ds_config": {"train_batch_size": 7}, "dp_world_size": 4}
+    torch.save(model, tmp_path / "step" / "mp_rank_00_model_states.pt")
+    write_manifest(tmp_path / "step", record_files(tmp_path / "step", files_in(tmp_path / "step")), 1)
+    assert count_step_samples(tmp_path, "step") == 7
+
+
 @pytest.mark.parametrize("as_json", [False, True])
 def test_the_command_says_what_keeps_the_samples_of_a_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], as_json: bool
@@ -51,3 +59,5 @@ def test_the_command_says_what_keeps_the_samples_of_a_step(
     else:
         assert '"sequence_parallel_size": 4' in printed
         assert '"gradient_accumulation_steps" = 15 keep the 30 samples' in printed
+    assert main([*command[:-3], "16", "--ring-size", "4"]) == 2
+    assert "--world-size: expected replicas that divide 30 samples, got 4" in capsys.readouterr().err

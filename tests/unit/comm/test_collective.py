@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from ds_ring import Causal, RingAttention, RingConfig
+from ds_ring.comm import in_flight, waiting
 from ds_ring.comm.collective import Agreement, collective
 from ds_ring.comm.exchange import Exchange, make_batch_exchange
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.comm.messages import Message
 from ds_ring.comm.waiting import CallSite, Task
+from ds_ring.data.failure_attribution import attribute_failure
 from ds_ring.errors import (
     RingBufferError,
     RingConfigError,
@@ -24,6 +30,7 @@ from ds_ring.errors import (
     RingShapeError,
 )
 from ds_ring.health import stuck_waits
+from ds_ring.health.failure_detector.wire import Fault
 from ds_ring.schedule.grid import Grid
 
 REPORTS = [
@@ -216,8 +223,27 @@ def test_a_group_of_one_keeps_its_parts() -> None:
     assert Exchange(RingMesh.single()).all_to_all(parts, None) == parts
 
 
-def exchange_of_two() -> Exchange:
-    return Exchange(RingMesh(Grid(2, 2), 0))
+class Told:
+    """What a monitor would be told, and the fault that it knows of."""
+
+    fault: Fault | None = None
+    rank, is_open, noticed = 0, False, False
+
+    def __init__(self) -> None:
+        self.failures: list[str] = []
+        self.late: list[Any] = []
+
+    def report_failure(self, cause: str) -> None:
+        self.failures.append(cause)
+
+    report_broken_collective = report_failure
+
+    def report_timeout(self, *late: Any) -> None:
+        self.late.append(late)
+
+
+def exchange_of_two(detector: Any = None) -> Exchange:
+    return Exchange(RingMesh(Grid(2, 2), 0, detector=detector))
 
 
 def raising(error: BaseException) -> Any:
@@ -227,10 +253,12 @@ def raising(error: BaseException) -> Any:
     return begin
 
 
-def start_and_fail(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+def start_and_fail(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException, detector: Told | None = None
+) -> None:
     monkeypatch.setattr(stuck_waits, "_in_stuck_waits", [])
     monkeypatch.setattr("ds_ring.comm.exchange.start_batch", raising(error))
-    two = exchange_of_two()
+    two = exchange_of_two(detector)
     two.start(two.world_route([1], [1], torch.zeros(1), None), [], [], 2)
 
 
@@ -239,11 +267,87 @@ def test_a_batch_that_cannot_be_started_names_its_peer(monkeypatch: pytest.Monke
     with pytest.raises(RingPeerError, match=r"could not start call 0, hop 2: the network is gone") as raised:
         start_and_fail(monkeypatch, RuntimeError("the network is gone\nat 7"))
     assert raised.value.peer == 1
+    told = Told()
+    with pytest.raises(RingPeerError):
+        start_and_fail(monkeypatch, RuntimeError("the network is gone"), told)
+    assert told.late == [((1,), "could not start call 0, hop 2: the network is gone")]
 
 
 def test_a_fault_of_ds_ring_in_a_batch_stays_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RingBufferError, match="in flight"):
         start_and_fail(monkeypatch, RingBufferError("in flight"))
+
+
+def test_the_monitor_is_told_of_faults_of_this_rank_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stuck_waits, "_in_stuck_waits", [])
+    told = Told()
+    exchange_of_two(told).failed(RingPeerError(0, None, 1, "it is gone"))
+    assert told.failures == []
+    exchange_of_two(told).failed(ValueError("a line\nand more"))
+    assert told.failures == ["ValueError in call 0: a line"]
+
+
+def test_a_broken_collective_of_others_names_the_rank_that_failed() -> None:
+    told = Told()
+    mesh = RingMesh(Grid(2, 2), 0, detector=told)  # type: ignore[arg-type]
+    broken = dist.DistBackendError("Connection closed by peer\nand more")
+    for fault in (None, Fault(0, "its own")):
+        told.fault = fault
+        with pytest.raises(dist.DistBackendError):
+            attribute_failure(mesh, raising(broken))
+    told.fault = Fault(1, "it ended")
+    with pytest.raises(RingPeerError, match="waiting for ring rank 1: it ended"):
+        attribute_failure(mesh, raising(broken))
+    assert told.noticed and told.failures == ["Connection closed by peer"] * 3
+
+
+class Stuck:
+    """A work that ends when it is let."""
+
+    def __init__(self) -> None:
+        self.end = threading.Event()
+
+    def wait(self, *_: object) -> None:
+        self.end.wait()
+
+
+def test_without_a_monitor_a_wait_ends_at_its_deadline_and_names_its_peer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(stuck_waits, "_in_stuck_waits", [])
+    monkeypatch.setattr(waiting, "PATIENCE_S", 0.01)
+    mesh, work, site = RingMesh(Grid(2, 2), 0), Stuck(), CallSite(3, 1)
+    began = time.monotonic()
+    words = "waiting for ring rank 1: it did not come to call 3, hop 1 before the deadline"
+    with pytest.raises(RingPeerError, match=words):
+        waiting.wait_for([work], [[1]], mesh, site, began + 0.06)  # type: ignore[list-item]
+    assert time.monotonic() - began > 0.05 and mesh.state.abandoned
+    work.end.set()
+    fault = waiting.get_own_fault(mesh, site, RuntimeError("a bad address\nat 7"))
+    assert (fault.peer, fault.hop, fault.cause) == (0, 1, "its device failed: a bad address")
+
+
+def test_a_mesh_that_is_held_is_refused() -> None:
+    mesh = RingMesh(Grid(2, 2), 0)
+    mesh.state.refusal = "expected no call now"
+    with pytest.raises(RingMeshError, match="expected no call now"), collective(mesh, "a call"):
+        pass
+
+
+def test_a_copy_of_a_module_is_on_the_same_mesh() -> None:
+    """As nn.TransformerEncoder copies its layer, and as averages of weights are kept."""
+    mesh = RingMesh.single()
+    attention = RingAttention(RingConfig(ring_size=1), mesh=mesh, layout="contiguous", pattern=Causal())
+    again = copy.deepcopy([attention, mesh])
+    assert again[0].context is attention.context and again[1] is mesh
+
+
+def test_writes_to_tensors_of_inference_are_not_counted() -> None:
+    plain = torch.zeros(2).add_(1)
+    with torch.inference_mode():
+        inference = torch.zeros(2)
+    assert in_flight._read_versions([plain]) == [1]
+    assert in_flight._read_versions([plain, inference]) == [1, 0]
 
 
 def test_what_runs_in_a_waiting_thread_raises_where_its_result_is_asked_for() -> None:

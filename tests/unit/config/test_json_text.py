@@ -82,10 +82,11 @@ def test_the_top_level_must_be_an_object(tmp_path: Path, text: str) -> None:
         "": "Expecting value: line ",
         " \n\t ": "Expecting value: line ",
         "[" * 100_000: "cannot be read as JSON: ",
+        '{"a": ' + "[" * 64 + "1" + "]" * 64 + "}": "expected at most 64 brackets in each other, got more",
         '{"a": ' + "9" * 10_000 + "}": "cannot be read as JSON: ",
         '{"ring_attention": {"ring_size": 2, "layout": 1}}': "ring_attention.layout: ",
     }.items(),
-    ids=["empty", "blanks", "nested", "long number", "a problem in the section"],
+    ids=["empty", "blanks", "nested", "a little nested", "long number", "a problem in the section"],
 )
 def test_a_text_is_refused(tmp_path: Path, text: str, words: str) -> None:
     assert words in refusal_of(text, tmp_path)
@@ -128,6 +129,19 @@ def test_a_missing_file_offers_its_neighbour(tmp_path: Path) -> None:
 
 def test_a_folder_is_no_file(tmp_path: Path) -> None:
     assert "expected a JSON file, got a directory; name a file in it" in refusal(tmp_path)
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    words = "expected a regular file, got a pipe, a device or a socket; write its contents to a file"
+    assert words in refusal(tmp_path / "pipe")
+
+
+def test_an_object_without_an_end_is_refused() -> None:
+    endless: dict[str, object] = {"ring_size": 2}
+    endless["pattern"] = [endless]
+    words = "the DeepSpeed configuration: expected at most 64 brackets in each other, got more; is this"
+    assert words in refusal({"ring_attention": endless})  # type: ignore[arg-type]
 
 
 def test_json_text_in_place_of_a_path() -> None:

@@ -122,15 +122,15 @@ def test_smaller_rings_share_what_the_whole_one_keeps() -> None:
 def test_all_ranks_forget_a_ring_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever rings a rank was in itself, or two ranks of one would count their calls differently."""
     monkeypatch.setattr(intervals, "KEPT_RINGS", 3)
-    divisions = [[(0, 2), (2, 2)], [(0, 4)], *([(first, 1)] * 14 for first in (0, 2)), [(0, 3), (3, 1)]]
-    divisions += [[(0, 1), (1, 3)], [(1, 2)], [(0, 2), (2, 2)], [(0, 4)], [(2, 1)], [(3, 1)], [(1, 1)]]
+    divisions = [[(first, ranks)] for ranks in range(1, 9) for first in range(9 - ranks)]
     alike = []
-    for rank in range(4):
-        rings, made = SubRings(RingMesh(Grid(4, 4), rank)), []
-        for _ in range(3):
-            for places in divisions:
-                made.append(rings.get_ring(places))
-        assert len(rings) <= 16
+    for rank in range(0, 8, 3):
+        rings = SubRings(RingMesh(Grid(8, 8), rank))
+        first = rings.get_ring([(0, 8)])
+        for places in divisions[:-1]:
+            rings.get_ring(places)
+        assert len(rings) == 32 < len(divisions)
+        assert rings.get_ring([(0, 8)]) is not first
         alike.append(tuple(rings._meshes))
     assert len(set(alike)) == 1
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from ds_ring.data.batch import IGNORE
 from ds_ring.data.loader import code_batch, read_slices
 from ds_ring.data.packing import PackedRows
 from ds_ring.errors import RingConfigError
@@ -37,6 +38,13 @@ def test_a_document_goes_where_it_leaves_least_room():
     rows = PackedRows(texts, lengths, 10)
     whole = sorted(rows.slice(row, 0, 10)["input_ids"].tolist() for row in range(len(rows)))
     assert whole == [[1] + [0] * 9, [6] * 6 + [4] * 4, [7] * 7 + [3] * 3, [8] * 8 + [2] * 2]
+
+
+def test_a_part_without_tokens_of_the_data_set_reads_nothing() -> None:
+    local = {"input_ids": torch.zeros(1, 3).long(), "labels": torch.zeros(1, 3).long()}
+    local["shift_labels"] = local["labels"].clone()
+    read_slices(None, local)
+    assert local["input_ids"].tolist() == [[0] * 3] and local["shift_labels"].tolist() == [[IGNORE] * 3]
 
 
 test_what_does_not_go_together_is_refused = refuse({

@@ -11,17 +11,21 @@ import torch
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.data.batch import IGNORE, REAL_TOKENS, prepare_batch, valid_tokens
 from ds_ring.data.packing import (
+    RowGroup,
     group_rows,
     has_no_label,
     ids_from_positions,
     number_documents,
+    number_positions,
     positions_in_documents,
 )
 from ds_ring.data.ring_batch import REMEMBERED
 from ds_ring.errors import RingPatternError, RingShapeError
+from ds_ring.layers.scores import Alibi
 from ds_ring.masks.catalog import Causal, Chunked, Full
 from ds_ring.masks.pattern import Pattern
 from ds_ring.ops.context import ContextCache
+from ds_ring.patterns.documents.pattern import Documents, Tree
 from ds_ring.schedule.grid import Grid
 from tests.sessions import session_of
 
@@ -203,6 +207,18 @@ def test_what_cannot_be_packed_is_refused(what):
     others, documents, error, words = WRONG[what]
     with pytest.raises(error, match=words):
         prepare_batch({"input_ids": IDS, **others}, Causal(), documents)
+
+
+def test_places_in_a_document_or_on_a_path_number_tokens() -> None:
+    slots, tree = torch.tensor([0, 2, 3, 5]), Tree((-1, 0, 0), (2, 2, 2))
+    assert number_positions(Documents([0, 0, 0, 1, 1, 1]), slots).tolist() == [0, 2, 0, 2]
+    assert number_positions(tree, slots).tolist() == [0, 2, 3, 3]
+    assert number_positions(None, slots) is slots
+    score_mod = RowGroup(tree, (0,)).along_paths(Alibi((0.5,)))
+    assert score_mod is not None and RowGroup(tree, (0,)).along_paths(None) is None
+    # From the end of the second branch, depth 3, to the root, depth 0.
+    where = [torch.tensor(number) for number in (0, 0, 5, 0)]
+    assert float(score_mod(torch.tensor(1.0), *where)) == 1.0 - 0.5 * 3
 
 
 def test_chunks_begin_with_each_document() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ds_ring.config.section import RingConfig
-from ds_ring.data.dynamic_ring.sample_times import MeasuredRates, ModelSizes, SampleTimes
+from ds_ring.data.dynamic_ring.sample_times import MeasuredRates, ModelSizes, SampleTimes, _fit
 from ds_ring.kernels.select import get_kernel
 
 SIZES = ModelSizes(layers=3, hidden=64, heads=4, kv_heads=2, head_dim=16, intermediate=128, vocab=256)
@@ -37,6 +37,17 @@ def test_seconds_between_two_knots_are_on_a_line() -> None:
     times = times_on(pattern={"causal": False})
     middle = (whole_on_one(256) + whole_on_one(362)) / 2
     assert times.fixed(1) + times.sample(309, 1) == pytest.approx(middle, rel=1e-9)
+
+
+def test_seconds_of_nine_ranks_are_between_those_of_eight_and_ten() -> None:
+    times = times_on(pattern={"causal": False})
+    eight, nine, ten = (times._attention(1024, ranks) for ranks in (8, 9, 10))
+    assert nine == pytest.approx((eight + ten) / 2, rel=1e-12) and eight != ten
+
+
+def test_a_rate_of_two_times() -> None:
+    assert _fit((2.0, 6.0), (3.0, 5.0)) == (2.0, 2.0)
+    assert _fit((2.0, 6.0), (3.0, 3.0)) == (2.0, 0.0)  # that of the larger one
 
 
 def test_hops_and_messages_of_a_ring() -> None:
