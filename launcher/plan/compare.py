@@ -40,7 +40,7 @@ from ds_ring.limits import divisors
 from .estimate import Estimate, HeadSwaps, estimate, fits, head_swaps, training_step
 from .layer_passes import layer_passes
 from .model_memory import FLOAT, LocalTokens, TrainingStep
-from .options import MAX_TOKENS, list_flags, longest_planned, longest_that
+from .options import MAX_TOKENS, SHARD_PARTS, list_flags, longest_planned, longest_that
 from .pass_memory import PassMemory
 from .pass_time import PassCost
 from .training_setting import ELEMENT_BYTES, TrainingSetting
@@ -183,7 +183,7 @@ def _longest(method: _Method, setting: TrainingSetting) -> int:
     """Return the longest sequence for which a method has room."""
     tile, ranks = setting.mlp_tokens, method.ranks(setting)
     falls = [] if tile is None else [ranks * tile // setting.batch + 1]
-    return longest_that(partial(_has_room, method, setting), falls, MAX_TOKENS, ranks, FINE)
+    return longest_that(partial(_has_room, method, setting), falls, MAX_TOKENS, ranks * SHARD_PARTS, FINE)
 
 
 def _has_room(method: _Method, setting: TrainingSetting, tokens: int) -> bool:

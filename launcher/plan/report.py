@@ -403,7 +403,7 @@ def _compared_table(rows: Sequence[ComparisonRow], tokens: int) -> Table:
     label, unit = get_unit(max(row.peak_bytes for row in rows))
     columns = (
         *(f"{label} a device", f"{label} of a node's host", f"{label} sent by a device"),
-        *("seconds", "tokens/s a device", "longest tokens"),
+        *(f"seconds for {tokens:,}", "tokens/s a device", "longest tokens"),
     )
     how = "its options for the longest" if rows[0].best_options else "these options, others as listed"
     table = Table("method", "ranks", *columns, title=f"ways to split {tokens:,} tokens, computed: {how}")

@@ -94,6 +94,7 @@ def test_the_longest_sequence_is_what_an_exhaustive_search_finds(model: str, gpu
     setting = make_setting(model, gpu, options)
     found = longest_sequence(setting)
     ring = setting.ring_size
+    assert found % (2 * ring * setting.ulysses_size) == 0  # zigzag takes two parts of a rank
     expected = ring * search_exhaustively(lambda tokens: can_hold(setting, tokens), 1 << 24)
     # Both searches are exact to a part of the length: 1 / 64, and 1 / 128.
     assert 63 / 64 * expected <= found <= 129 / 128 * expected, (found, expected)
@@ -102,6 +103,7 @@ def test_the_longest_sequence_is_what_an_exhaustive_search_finds(model: str, gpu
     assert (planned is None) == (not expected)
     if planned is not None:
         assert 62 / 64 * expected <= planned.tokens <= 129 / 128 * expected
+        assert planned.tokens % (2 * ring * setting.ulysses_size) == 0
         peak = estimate(planned).peak.total
         assert peak * 1.04 <= USABLE["cuda"] * setting.hardware.memory_bytes
 
