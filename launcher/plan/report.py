@@ -277,6 +277,8 @@ def _fewest(reach: Reach, before: Reach | None = None) -> str:
 
 def _longest(reach: Reach, how: str) -> str:
     ends = f" (limit: {reach.longest_ends_at})" if reach.longest_ends_at else ""
+    if not reach.longest_tokens:
+        return f"none {how.removeprefix('tokens ')}"
     return f"{reach.longest_tokens:,} {how}{ends}"
 
 

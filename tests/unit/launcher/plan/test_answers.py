@@ -17,7 +17,13 @@ from ds_ring.masks.pattern import Pattern
 from ds_ring_launcher import cli
 from ds_ring_launcher.commands.parsers import read_tokens
 from ds_ring_launcher.plan import known_models
-from ds_ring_launcher.plan.advice import _warn_about_limits, _warn_about_timeouts, advise, get_longest_work
+from ds_ring_launcher.plan.advice import (
+    Reach,
+    _warn_about_limits,
+    _warn_about_timeouts,
+    advise,
+    get_longest_work,
+)
 from ds_ring_launcher.plan.compare import _sent_by_torch, compare, get_torch_waiting
 from ds_ring_launcher.plan.estimate import estimate, head_swaps
 from ds_ring_launcher.plan.hardware import read_hardware
@@ -40,7 +46,7 @@ from ds_ring_launcher.plan.options import (
     with_options,
 )  # fmt: skip
 from ds_ring_launcher.plan.pass_time import bytes_sent
-from ds_ring_launcher.plan.report import _devices_table
+from ds_ring_launcher.plan.report import _devices_table, _longest
 from ds_ring_launcher.plan.training_setting import USABLE, TrainingSetting
 from tests.unit.launcher.plan.test_options import BY_FLAG
 
@@ -115,6 +121,14 @@ def test_a_plan_that_fits_is_no_longer_than_the_longest_sequence() -> None:
     assert planned.fits and advise(planned).reach.longest_tokens > setting.tokens
     (falls,) = memory_falls(setting)
     assert setting.mlp_tokens is not None and falls == setting.mlp_tokens + 1
+
+
+def test_devices_that_no_length_fits_have_no_longest_sequence() -> None:
+    """(It was of 0 tokens.)"""
+    reach = Reach(0, (), "", None, None, (), None)
+    assert _longest(reach, "tokens with these options") == "none with these options"
+    reach = reach._replace(longest_tokens=4096, longest_ends_at="the device's memory")
+    assert _longest(reach, "with these and -x") == "4,096 with these and -x (limit: the device's memory)"
 
 
 def test_a_search_goes_on_behind_a_length_that_does_not_hold() -> None:
