@@ -96,7 +96,7 @@ class Advice(NamedTuple):
     reach: Reach  # with the setting's own options
     fit_reach: Reach | None  # with those that --fit would add; None without --fit
     hiding: Hiding  # the shard from which on transfers hide, or why there is none
-    roomier: Estimate | None  # --fit's next set: clearly less memory, hardly more time; None if none
+    roomier: Estimate | None  # a set of options with clearly less memory, in hardly more time; None if none
     warnings: tuple[str, ...]  # sentences
 
 
@@ -131,7 +131,7 @@ def advise(
         *_warn_about_timeouts(planned, timeouts),
         *_warn_about_limits(planned),
     ]
-    roomier = None if before_fit is None else find_roomier(planned, before_fit)
+    roomier = find_roomier(planned, before_fit or setting) if planned.fits else None
     return Advice(reach, fit_reach, hiding, roomier, tuple(warnings))
 
 
@@ -240,7 +240,8 @@ def _warn_about_limits(planned: Estimate) -> list[str]:
     if (positions := setting.model.positions) is not None and positions < setting.tokens:
         warnings.append(
             f"positions: the model's file reaches {positions:,} (max_position_embeddings and rope scaling),"
-            f" fewer than {setting.tokens:,} tokens: scale them, or pack shorter documents"
+            f" fewer than {setting.tokens:,} tokens: scale them {setting.tokens / positions:.3g} times"
+            " (rope_parameters in its config.json: YaRN, say), or pack shorter documents"
         )
     if (experts := setting.model.experts) is not None:
         warnings.append(

@@ -222,16 +222,22 @@ def plan_whole(setting: TrainingSetting, attention: LayerPasses | None = None) -
         sets_that_fit(shape, attention if shape.ulysses_size == setting.ulysses_size else None)
         for shape in list_shapes(setting)
     )
-    return min((plans[0] for plans in fitting if plans), key=lambda plan: plan.step_s, default=None)
+    cheapest = [plans[0] for plans in fitting if plans]
+    # Ulysses ranks send less, and other jobs have the links between nodes, too.
+    return min(
+        cheapest,
+        key=lambda plan: plan.step_s * (HARDLY_SLOWER if plan.setting.ulysses_size == 1 else 1),
+        default=None,
+    )
 
 
 def list_shapes(setting: TrainingSetting) -> list[TrainingSetting]:
-    """Return a setting, or as many ranks as a ring alone and with the most Ulysses ranks inside a node."""
+    """Return a setting; on several nodes, if it may split heads, one ring, and the most Ulysses in a node."""
     if not (setting.may_add_options and setting.may_split_heads):
         return [setting]
-    ranks = setting.ring_size * setting.ulysses_size
-    splits = divisors(gcd(setting.model.kv_heads, ranks))
-    most = max(size for size in splits if size <= setting.hardware.devices_per_node)
+    ranks, node = setting.ring_size * setting.ulysses_size, setting.hardware.devices_per_node
+    splits = divisors(gcd(setting.model.kv_heads, ranks)) if ranks > node else [1]
+    most = max(size for size in splits if size <= node)
     return [replace(setting, ring_size=ranks // size, ulysses_size=size) for size in sorted({1, most})]
 
 
@@ -411,7 +417,7 @@ def fewest_devices(setting: TrainingSetting, beyond: int = 0) -> TrainingSetting
 
     Looked at are powers of two, and three halves of them where these are whole nodes.
     """
-    unit = 1 if len(list_shapes(setting)) > 1 else setting.ulysses_size
+    unit = 1 if setting.may_add_options and setting.may_split_heads else setting.ulysses_size
     doubled = [unit << power for power in range(MAX_DEVICES.bit_length()) if unit << power <= MAX_DEVICES]
     nodes = [3 * size // 2 for size in doubled if 3 * size // 2 % setting.hardware.devices_per_node == 0]
     for size in sorted({*doubled, *(size for size in nodes if size % unit == 0)}):

@@ -382,7 +382,7 @@ def _cost_table(planned: Estimate) -> Table:
 def _devices_table(plans: Sequence[Estimate]) -> Table:
     """Build the table of the same step on more devices."""
     columns = (
-        *("ring x Ulysses x data", "samples a step", "tokens a device", "GiB a device", "seconds"),
+        *("ring x Ulysses x data", "samples a step", "tokens a device", "GiB a device", "s a step"),
         *("tokens/s a device", "MFU"),
     )
     table = Table("devices", *columns, title="more devices, each row with what --fit chooses there")

@@ -131,7 +131,7 @@ def test_a_loss_that_is_no_softmax_is_not_compared() -> None:
 
 def test_logits_that_were_put_off_are_computed() -> None:
     head, hidden = nn.Linear(4, 9), torch.randn(1, 3, 4)
-    output = SimpleNamespace(loss=torch.zeros(()), logits=DeferredLogits(hidden, head, 2, 9))
+    output = SimpleNamespace(loss=torch.zeros(()), logits=DeferredLogits(hidden, lambda x, _: head(x), 2, 9))
     logits, loss = read_outputs(output)
     assert torch.equal(logits, head(hidden)) and loss is output.loss
 

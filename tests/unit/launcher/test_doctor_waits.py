@@ -7,6 +7,7 @@ import signal
 import socket
 import threading
 import time
+from dataclasses import replace
 from functools import partial
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
@@ -79,6 +80,26 @@ def test_a_host_that_does_not_come_is_missing(jobs: list[Job], rank: int, missin
     assert not more and answer.missing.keys() == {name}
     assert answer.missing[name].startswith(words.format(port=jobs[0].port))
     assert list(answer.answers) == [f"node-{rank}"]
+
+
+def test_hosts_that_ssh_reaches_are_asked(
+    jobs: list[Job], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`ssh` is a script: it runs the real probes, and of node-2 says that there is no such host."""
+    command = 'for word; do last="$word"; done; exec sh -c "$last"'
+    lost = 'case "$*" in *node-2*) echo "ssh: no such host" >&2; exit 255;; esac; '
+    (tmp_path / "ssh").write_text(f"#!/bin/sh\n{lost}{command}\n")
+    (tmp_path / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    text = ON_EACH_HOST.format(port=jobs[0].port).replace("ssh: false", "ssh: true")
+    path = tmp_path / "cluster.yaml"
+    path.write_text(text.replace("slots: 2}", "slots: 2}, {name: node-2, slots: 1}"))
+    answer = hosts.ask(replace(jobs[0], cluster=read_cluster(path)), 40)
+    assert sorted(answer.answers) == ["node-0", "node-1"]
+    assert answer.missing.keys() == {"node-2"} and "ssh: no such host" in answer.missing["node-2"]
+    assert answer.ways == dict.fromkeys(("node-0", "node-1"), ("127.0.0.1", "lo"))
+    assert answer.seen == {name: {str(tmp_path / "run"): [0, 1]} for name in ("node-0", "node-1")}
+    assert list((tmp_path / "run").iterdir()) == []
 
 
 def test_files_that_cannot_be_read_have_no_values(tmp_path: Path) -> None:
