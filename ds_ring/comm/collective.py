@@ -36,12 +36,11 @@ if TYPE_CHECKING:
 # 3. Seconds of patience that the rank asks for ([Note: compile skew] in `cuda/patience.py`); 0 for none.
 # 4. A further value (`MeshState.compared`); 0 for none. In a forward call it is 1 if no operand requires a
 #    gradient, 2 if an operand does. In a backward call it is 1 + the number of the forward call.
-# `Exchange.spread` compares headers integer by integer, from the first to the fourth. It returns the least
-# and the greatest header of all ranks. The call goes on if these two headers have the same first integer, the
-# same second integer, and fourth integers that are equal or of which one is 0. Then all ranks take the
-# patience of the greatest header. (If ranks ask for different patience, a difference of fourth integers may
-# be missed.) If the call does not go on, all ranks send each other reports: the error names fields, values
-# and ranks.
+# `Exchange.spread` orders headers lexicographically. It returns the least and the greatest header, each of
+# one rank. The call goes on if these two headers have the same first integer, the same second integer, and
+# fourth integers that are equal or of which one is 0. Then all ranks take the patience of the greatest
+# header. (So if ranks ask for different patience, a difference of fourth integers may be missed.) If the call
+# does not go on, all ranks send each other reports: the error names fields, values and ranks.
 #
 # With N ranks, every rank gets the same two headers after ceil(log2 N) rounds of one small message, so all
 # ranks raise at once. If a rank sent its header to the next rank only, the others would wait until their
@@ -84,17 +83,17 @@ class collective:  # noqa: N801 - reads as contextlib's own
             call.agree({"shape": tuple(x.shape)})  # RingMismatchError on every rank if the fields differ
             send_and_compute(call.exchange)  # an error that is raised here is a failure: peers are notified
 
-    The same thread may make further calls inside the block. They use this call's lock, but send headers of
-    their own. A block that never agrees sends nothing, unless it raises: then it sends the refusal.
+    The same thread may make further calls inside the block; each call sends a header of its own. A block in
+    which no headers are compared sends nothing, unless the block raises: then the rank sends a refusal.
 
     Args:
         mesh: the ranks.
-        name: of the operation; ranks compare it.
-        exchange: sends the headers; None makes one when it is needed.
-        alone: send no headers, because the tensors are fake. (A sequence of one rank sends none either.)
+        name: name of the operation, which ranks compare.
+        exchange: sends the headers; None: the call makes an exchange.
+        alone: if True, send no headers, because the tensors are fake. (A single rank never sends headers.)
 
     Raises:
-        RingMeshError: the mesh is closed, another process's, or in use by another thread.
+        RingMeshError: the mesh is closed, belongs to another process, or is in use by another thread.
     """
 
     __slots__ = ("_agreement_began", "_exchange", "_is_outermost", "alone", "mesh", "name")

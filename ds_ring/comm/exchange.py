@@ -129,7 +129,7 @@ class Exchange:
         return self.start(route, [x for _, x in sends], [x for _, x in receives])
 
     def route(self, sends: Sequence[Message], receives: Sequence[Message]) -> Route:
-        """Check messages, and return their route. All batches with equal messages share a route.
+        """Check messages, and return their route. The caller keeps it for all batches with equal messages.
 
         Raises:
             RingMismatchError: a message differs from the plan (a fault of this rank; nothing was sent).

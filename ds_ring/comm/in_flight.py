@@ -73,7 +73,7 @@ class Pending:
         """Wait for all messages of the batch. The host waits; on a GPU the current stream waits.
 
         Raises:
-            RingPeerError: a rank failed, left, or was late; the error names this rank.
+            RingPeerError: a rank failed, left, or was late; the error names the rank at fault.
             RingBufferError: a tensor was written while it was being sent.
         """
         if self._over:  # without overlap, `wait` is called twice for a batch

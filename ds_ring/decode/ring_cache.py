@@ -103,24 +103,9 @@ class RingCache(Cache):
         return range(self._tokens, self._tokens + self._arriving)
 
     @property
-    def nbytes(self) -> int:
-        """Return the memory of this rank's part, bytes."""
-        held: list[Any] = []
-        for layer in self.layers:
-            held += [getattr(layer, name, None) for name in ("keys", "values")]
-            if isinstance(layer, RingStateLayer):
-                held += [*layer.conv_states.values(), *layer.recurrent_states.values()]
-        return sum(x.nbytes for x in held if x is not None)
-
-    @property
     def is_compileable(self) -> bool:
         """Return False: the passes of a ring are no graph that transformers could compile."""
         return False
-
-    @property
-    def has_states(self) -> bool:
-        """Return whether a layer holds states."""
-        return self._config is not None
 
     def last_inputs(self, x_BCS: Tensor, width: int) -> Tensor:
         """Return the last inputs of the prompt [B, C, width] on every rank; zeros where there is no token.

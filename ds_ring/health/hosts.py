@@ -4,29 +4,25 @@ from __future__ import annotations
 
 import ipaddress
 import socket
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ds_ring.compat import require
-from ds_ring.health.joining import LOOPBACK, RankPresence
+from ds_ring.health.joining import LOOPBACK
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 
-def find_listening_hosts(store: Store, presences: Sequence[RankPresence]) -> list[str]:
-    """Choose where the monitor listens: loopback for one host, else the address that ranks know this host by.
+def find_listening_hosts(store: Store) -> list[str]:
+    """Choose where the monitor of several hosts listens: at the address that ranks know this host by.
 
     Args:
         store: of the process group; a TCPStore knows the name that every rank reached its host by.
-        presences: of all ranks.
 
     Returns:
         One address of this host, and loopback for the ranks on it; or [""], every address, where none is
         known that all ranks reach.
     """
-    if len({presence.host for presence in presences}) == 1:
-        return [LOOPBACK]
     while (inner := getattr(store, "underlying_store", None)) is not None:  # of torch's PrefixStore
         store = inner
     name = getattr(store, "host", "")

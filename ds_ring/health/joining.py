@@ -357,7 +357,7 @@ def join(
         if len({presence.host for presence in presences}) > 1:
             from ds_ring.health.hosts import find_listening_hosts
 
-            hosts = find_listening_hosts(store, presences)
+            hosts = find_listening_hosts(store)
         published = None if secret is not None else secrets.token_hex(32)
         if published is not None and hosts != [LOOPBACK]:
             log.warning(_NO_SECRET)

@@ -88,10 +88,10 @@ class Tile(NamedTuple):
         q_rows, k_rows: query and key slots.
         low, high: the i-th query of `q_rows` attends to the j-th key of `k_rows` if low <= i - j <= high.
         head_in_group: index of the query head among the query heads that share a K/V head; -1: all of them.
-        bias: added to every score: log m, without what `inside` adds for single pairs.
-        inside: a mask function, or weights that make m differ from pair to pair; None without both.
-        q_at, k_at: (first position, step) of the queries and of the keys. `part` and `again` leave these
-            values unchanged.
+        bias: the term of log m that is the same for all pairs of the tile; added to every score.
+        inside: a mask function, or weights that make m differ from pair to pair; None if there is neither.
+        q_at, k_at: (first position, step) of the queries and of the keys. A tile that `part` or `again`
+            returns has the values of the whole tile.
     """
 
     q_rows: Rows

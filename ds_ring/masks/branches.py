@@ -4,15 +4,15 @@
 A pattern is a sum of branches. A branch gives labels to query positions and to key positions; the number of a
 document may be a label. A position without a label is in no pair of the branch. A branch also has a band,
 from least to most. Query position q and key position k are a pair of the branch if their labels are equal,
-least <= q - k <= most, and all mask functions of the branch (most branches have none) return True. A causal
-pattern has one branch, with least = 0 and the same label for all positions. The multiplicity m(q, k) is the
-number of branches that contain the pair. Kernels add log m to the pair's score, so a pair with m = 0 is
-masked. In `Dilated` (LongNet), some pairs have m > 1.
+least <= q - k <= most, and all mask functions of the branch (most branches have none) return True. `Causal`
+has one branch, with least = 0 and the same label for all positions. The multiplicity m(q, k) is the number
+of branches that contain the pair. Kernels add log m to the pair's score, so a pair with m = 0 is masked. In
+`Dilated` (LongNet), some pairs have m > 1.
 
 The pattern `a & b` has one branch for each combination of a branch of a and a branch of b. The pattern
 `a | b` has the branches of both, after the common pairs are removed from a or from b: no pair counts twice.
-Common pairs can be removed only if ranges of positions and bands describe them. In other cases `a | b` raises
-RingPatternError.
+Common pairs can be removed only if ranges of positions and bands describe them, and no pair has m > 1. In
+other cases `a | b` raises RingPatternError.
 
 A pattern has no other description than its branches. Tiles, multiplicity, the mask in FlexAttention and the
 tokens that a rank reads are computed from the branches, for all patterns by the same functions. So a pattern

@@ -202,6 +202,3 @@ class HeadShard(Pattern):
         number = self.part * head.query_heads + head.number
         of_all = QueryHead(number, self.parts * head.query_heads, self.parts * head.kv_heads)
         return self.whole.branches(of_all)
-
-    def __str__(self) -> str:
-        return f"{self.whole} (part {self.part} of {self.parts} of the heads)"

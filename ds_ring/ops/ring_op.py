@@ -1,8 +1,8 @@
 """Register the operator `ds_ring::ring_attention` and its gradient with torch.library.
 
 In an eager call, `attend` (`eager.py`) calls the autograd function `EagerAttention` for plain tensors, and
-the operator for other tensors. A compiled call has the operator in its graph. The gradient of both is
-`_backward`, which runs the backward pass by `run_backward`.
+the operator for other tensors. A compiled call has the operator in its graph (backend "ds_ring": another one,
+in contrib/compile). The gradient of both is `_backward`, which runs the backward pass by `run_backward`.
 
 [Note: an opaque operator]
 torch.compile sees the whole pass as one opaque node. So a compiled graph has no break, and does not grow with

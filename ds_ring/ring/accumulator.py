@@ -143,7 +143,8 @@ class Accumulator:
     have the dtype of the accumulators, the results themselves are the accumulators.
 
     Args:
-        results: returns the result tensors [B, H, S, ...], without lse, first; other items are ignored.
+        results: returns a sequence that begins with the result tensors [B, H, S, ...], without lse; its
+            further items are ignored.
         like: a tensor on the device of the results.
         shapes: of the results.
         dtype: of the accumulators.

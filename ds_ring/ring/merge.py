@@ -1,4 +1,4 @@
-"""Merge parts: attention of the same queries over disjoint keys. This file has only the formula.
+"""Merge parts: attention of the same queries over disjoint keys.
 
     lse = logaddexp(lse1, lse2),  out = out1 * exp(lse1 - lse) + out2 * exp(lse2 - lse)
 

@@ -137,7 +137,7 @@ class RingPass:
         exchange: sends and receives messages; None if the sequence (ring x Ulysses) has one rank.
         scale: factor of the scores.
         overlap: if False, the pass waits for the messages of a batch before it computes (for comparison).
-        chunk_bytes: K of a head chunk has at least so many bytes, and V too, if the heads suffice.
+        chunk_bytes: least bytes of K of a head chunk, and of V; a class with fewer bytes is one chunk.
         buffers: pool of memory for buffers.
         on_gradients_final: called for each head chunk with its K/V heads, and with the final dK and dV of the
             own shard before these are rounded; None for no call.
@@ -146,7 +146,7 @@ class RingPass:
         load_heads: makes the object that copies q, k, v, out and lse of each head chunk from the host to
             the device; None if these tensors were saved on the device.
         finish_header_check: called in the first batch, before its messages are posted; raises if the headers
-            of the ranks differ. None if headers were compared before the pass, or if there is one rank. See
+            of the ranks differ. None if no comparison of headers is running. See
             [Note: the header while the first hop computes].
         prepared: values that passes of the same shapes share, such as the routes of messages.
     """
@@ -295,7 +295,7 @@ class RingPass:
                 assert self.exchange is not None, "a header check on a ring of one"
                 mark = self.exchange.streams((*sent, *received)[0]).mark()
             # The chunk that started last computes hop - 1 while keys of `hop` arrive. After the last hop no
-            # keys arrive, and it may compute a part of hop 0: [Note: a part for the end] in `lowering.py`.
+            # keys arrive. Then the chunk may compute a part of hop 0: [Note: a part for the end].
             if note is not None:
                 note("compute", hop - 1, prepared_batch.posted)
             for index, steps in rounds:

@@ -7,15 +7,16 @@ that the rank before the reader holds as well.
 
 [Note: relays and direct sends]
 In a ring of P ranks with direction d (+1 or -1), rank (o + d * s) mod P computes at hop s with the shard of
-rank o. The rank receives only the tokens that it reads, and each token once. So the number of tokens sent is
-minimal. If the reader at hop s - 1 holds a token that the reader at hop s reads, the first of the two sends
-the token to the second (a relay). If not, the origin sends the token to the reader (a direct send). A direct
-send does not wait for another message. `Causal` on a contiguous or zigzag layout has no direct sends.
+rank o. The rank receives only the tokens that it reads (unless the option `prune` is False), and each token
+once. So the number of tokens sent is minimal. If the reader at hop s - 1 holds a token that the reader at hop
+s reads, the first of the two sends the token to the second (a relay). If not, the origin sends the token to
+the reader (a direct send). A direct send does not wait for another message. `Causal` on a contiguous or
+zigzag layout has no direct sends.
 
 For LongNet (segments 512, 2048, 8192, rates 1, 2, 4, causal, 8 heads; zigzag) with 16,384 tokens on 8 ranks,
 8 % of the tokens are sent directly. If relays carried every token up to the token's last reader, 14 % more
 tokens would be sent. If only neighbours are linked, a direct send to the reader at hop s crosses s links. The
-number of tokens sent does not depend on the direction; `directions.py` chooses by the number of links.
+number of tokens sent does not depend on the direction. `directions.py` chooses the fewest crossings of links.
 
 [Note: where gradients are added]
 The option `gradient_payload` is "float32" by default. Then the sum of a token's dK and dV follows the token's

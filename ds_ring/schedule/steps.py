@@ -170,7 +170,7 @@ ScheduleStep: TypeAlias = Send | Recv | Compute | Accumulate | Free
 class Round(NamedTuple):
     """The steps of one head chunk in one batch, in the order of the fields; [Note: batches]."""
 
-    arrived: tuple[Accumulate | Free, ...] = ()  # add the messages of the previous batch, free
+    arrived: tuple[Accumulate | Free, ...] = ()  # accumulate received tensors, free buffers
     posted: tuple[Send | Recv, ...] = ()  # sender and receiver match their messages by order alone
     computed: tuple[Compute, ...] = ()  # while the messages are in flight
 
@@ -181,27 +181,27 @@ class Round(NamedTuple):
 
 
 class ChunkSteps(NamedTuple):
-    """The steps of any head chunk of one class (K/V heads with equal patterns)."""
+    """The steps of a head chunk; all chunks of a head class have the same steps."""
 
     buffers: tuple[Buffer, ...]  # indexed by the buffer numbers of the steps
-    rounds: tuple[Round, ...]  # by batch from the chunk's start; the last one posts and computes nothing
+    rounds: tuple[Round, ...]  # one for each batch of the chunk; the last round posts and computes nothing
 
 
 class HeadChunk(NamedTuple):
     """Heads that go around the ring together."""
 
-    kv_heads: slice  # of the K/V heads on this rank
+    kv_heads: slice  # numbers of the K/V heads, among the K/V heads on this rank
     query_heads: slice  # the query heads that share these K/V heads
     steps: ChunkSteps
-    next_after: int  # number of batches from the start of this chunk to the start of the next one
+    next_after: int  # number of batches from the start of this chunk to the start of the next chunk
 
 
 class ExchangeBatch(NamedTuple):
     """One batch of a pass; [Note: batches]."""
 
     number: int
-    # Of the chunk that started last: in this batch it receives the keys of this hop (or stage), and computes
-    # hop - 1. After the last hop no keys arrive: [Note: a part for the end] in `lowering.py`.
+    # The chunk that started last receives keys of this hop (or stage) in this batch, and computes hop - 1.
+    # After the last hop no keys arrive: [Note: a part for the end] in `lowering.py`.
     hop: int
     rounds: list[tuple[int, Round]]  # for every chunk that is under way: its index and its steps
 
@@ -230,7 +230,7 @@ class Schedule:
                 for index, (at, end) in enumerate(zip(starts, ends, strict=True))
                 if at <= number < end
             ]
-            # In the batch b after its start, a chunk receives the keys of hop b + 1, if there is such a hop.
+            # A chunk receives keys of hop b + 1 (if there is one) b batches after the chunk's first batch.
             youngest = max(at for at in starts if at <= number)
             batches.append(ExchangeBatch(number, number - youngest + 1, rounds))
         return tuple(batches)

@@ -85,9 +85,9 @@ class Reach(NamedTuple):
     longest_options: tuple[str, ...]
     longest_ends_at: str  # whose memory is full; empty if none fits
     fewest_devices: int | None  # that fit these tokens, of those looked at; None if none do
+    fewest_split: str | None  # how these share the sequence; None for one ring
     fewest_options: tuple[str, ...]
     fewest_step_s: float | None  # of a step on these; None where a ring is too large to be estimated
-    fewest_split: str | None = None  # how these share the sequence
 
 
 class Advice(NamedTuple):
@@ -149,9 +149,9 @@ def _reach(setting: TrainingSetting, planned: Estimate, say: Callable[[str], Non
         list_flags(longest or setting),
         "" if longest is None else name_limit(longest),
         None if fewest is None else fewest.devices,
+        None if fewest is None or fewest.ulysses_size == 1 else fewest.split,
         list_flags(fewest or setting),
         None if plan is None else plan.step_s,
-        None if fewest is None else fewest.split,
     )
 
 

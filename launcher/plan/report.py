@@ -270,7 +270,7 @@ def _fewest(reach: Reach, before: Reach | None = None) -> str:
         how = f"these and {_added(reach.fewest_options, before.fewest_options)}"
     seconds = "" if reach.fewest_step_s is None else f", {_seconds(reach.fewest_step_s)} s a step"
     count = "none up to 16384" if reach.fewest_devices is None else f"{reach.fewest_devices:,}"
-    if reach.fewest_split is not None and "Ulysses 1 " not in reach.fewest_split:
+    if reach.fewest_split is not None:
         count += f" ({reach.fewest_split})"
     return f"{count} with {how}{seconds}"
 

@@ -536,6 +536,9 @@ BLOCKS: dict[str, Callable[[Place, str], None]] = {
     "pattern = ds_ring.Causal() & ": make_plan,
     "chosen = ds_ring.ring_select(": only_reads("tests/dist/layers/test_selection.py makes such calls"),
     "out = ds_ring.moba_attention(": only_reads("tests/dist/layers/test_sparse.py makes such calls"),
+    "from ds_ring.layers.distance_bias.attention": only_reads(
+        "tests/dist/layers/test_distance_bias.py makes such calls"
+    ),
     "tree = engine.ring.tree_batch(": only_reads(
         "tests/dist/contrib/policies/test_trees.py makes such calls"
     ),

@@ -256,6 +256,32 @@ def test_nothing_fits(capsys, tmp_path: Path):
     assert "expected a length that fits 2 devices" in refused(capsys, *small, "--devices", "2")
 
 
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"zero_optimization": 3}, "zero_optimization: expected an object {...}, got 3; correct it"),
+        ({"zero_optimization": {"stage": 4}}, "stage: expected a number from 0 to 3, got 4"),
+        ({"zero_optimization": {"stage": True}}, "stage: expected a number from 0 to 3, got true"),
+        ({"zero_optimization": {"stage": 2, "overlap_comm": "yes"}},
+            'zero_optimization.overlap_comm: expected true or false, got "yes"; write it without quotes'),
+        ({"zero_optimization": {"offload_param": "cpu"}},
+            "zero_optimization.offload_param: expected an object {...}, got cpu"),
+        ({"train_micro_batch_size_per_gpu": 0}, "size_per_gpu: expected a number from 1 to 1,048,576"),
+    ],
+)  # fmt: skip
+def test_a_wrong_deepspeed_json_is_refused(capsys, tmp_path: Path, config, says):
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"sequence_parallel_size": 2, "ring_attention": {}} | config))
+    options = ["--tokens", "64", "--devices", "2", "--config", str(path)]
+    assert says in refused(capsys, *SIZES, *options)
+
+
+def test_a_size_of_a_config_json_that_is_no_number_is_refused(capsys):
+    wrong = json.dumps(LLAMA | {"num_key_value_heads": "two"})
+    words = '--hf-config: num_key_value_heads: expected a whole number or null, got "two"'
+    assert words in refused(capsys, "--hf-config", wrong, *CPU, "--tokens", "64", "--devices", "2")
+
+
 def test_what_is_not_estimated_is_refused(capsys, tmp_path):
     path, section = tmp_path / "ds.json", {"transport": "reproducible"}
     path.write_text(json.dumps({"sequence_parallel_size": 2, "ring_attention": section}))

@@ -17,11 +17,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from ds_ring.data.run_folder import FOLDER_VARIABLE
 from ds_ring.errors import RingConfigError
 from ds_ring_launcher import cli
 from ds_ring_launcher.cluster import checks
 from ds_ring_launcher.cluster.checks import secret_for
 from ds_ring_launcher.cluster.cluster_file import read_cluster
+from ds_ring_launcher.engines import torchrun
 from ds_ring_launcher.engines.engine import ssh_command
 from ds_ring_launcher.engines.engines import ENGINES
 from ds_ring_launcher.run import agent, environment_file, job, process, start
@@ -430,6 +432,15 @@ def test_torchrun(folder: Path) -> None:
     ]
 
 
+def test_a_signal_that_ended_a_rank_is_named(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(FOLDER_VARIABLE, str(folder))
+    torchrun._report({0: -9, 1: -15, 2: 1})
+    assert capsys.readouterr().err == "ds-ring: rank 0 was ended by SIGKILL\n"
+    assert list(folder.glob("rank-*")) == []  # 2 ended with the others
+
+
 def test_engines_are_brief_where_ds_ring_names_who_failed(folder: Path) -> None:
     cluster = read_cluster(write(folder, "engine: torchrun\n" + LOCAL))
     for engine, brief in (("torchrun", "--brief"), ("deepspeed", "--log_level=critical")):
@@ -448,6 +459,8 @@ def test_mpirun(folder: Path) -> None:
     assert "mpirun -n 6 --host node-0:4,node-1:2" in command
     assert "-x MASTER_ADDR -x MASTER_PORT -x DS_RING_ENVIRONMENT_FILE" in command and "-x A " not in command
     assert made.by_file == {"A": "a b"}
+    by_port = invocation(folder, "engine: mpirun\nssh_port: 2222\n" + HOSTS + SCRIPT)
+    assert "--prtemca plm_ssh_args '-p 2222'" in shlex.join(by_port.argv)
     assert (made.environment["MASTER_ADDR"], made.environment["MASTER_PORT"]) == ("node-0", "20001")
 
 

@@ -32,8 +32,8 @@ def count_words(text: str, part: str) -> int:
         ]
         (found,) = [node for defined, node in named if defined == name]
     methods = [node.lineno for node in getattr(found, "body", ()) if isinstance(node, ast.FunctionDef)]
-    end = methods[0] - 1 if part.startswith("head") else found.end_lineno
-    return len(" ".join(text.splitlines()[found.lineno - 1 : end]).split())
+    last = methods[0] - 1 if part.startswith("head") else found.end_lineno
+    return len(" ".join(text.splitlines()[found.lineno - 1 : last]).split())
 
 
 def count_step(lines: str) -> int:

@@ -10,11 +10,16 @@ from typing import Any
 
 import pytest
 
+from ds_ring.errors import RingConfigError
 from ds_ring_launcher.cluster.cluster import Host, Relaunch
+from ds_ring_launcher.cluster.cluster_file import read_cluster
 from ds_ring_launcher.run.culprit import find_culprit
+from ds_ring_launcher.run.job import Job
+from ds_ring_launcher.run.presence import HostPresence, HostsMissing
 from ds_ring_launcher.run.rank import describe_fault
 from ds_ring_launcher.run.relaunch import (
     Outcome,
+    _RelaunchedRun,
     convert,
     count_saved_ranks,
     decide,
@@ -264,6 +269,41 @@ def test_the_next_ring_keeps_the_samples_of_a_step(
         assert found[2] * steps * replicas == given["train_micro_batch_size_per_gpu"] * planned_replicas
     assert found == expected
     assert json.dumps(given) == before
+
+
+def test_a_host_that_is_gone_leaves_a_smaller_ring(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps(config(4)))
+    (tmp_path / "cluster.yaml").write_text(
+        "hosts: [{name: node-0, slots: 2}, {name: node-1, slots: 2}]\nscript: train.py\n"
+        "deepspeed_config: ds.json\nrun_folder: run\nmaster_port: 23456\n"
+        "relaunch: {checkpoints: saved, smallest_ring_size: 2}\n"
+    )
+    cluster = read_cluster(tmp_path / "cluster.yaml")
+    run = _RelaunchedRun(Job(cluster, 0, 23456, tmp_path, {}, secret="old"), [], "token")
+    run.number = run.folder.start_attempt("token")
+    only = HostPresence(cluster.hosts[1:], {"node-0": "gone"})
+    with pytest.raises(HostsMissing, match=r"got 1 that did not: node-0: gone; start them"):
+        run._job_for(only)  # of the first attempt
+    run.history.append(Outcome(1, 1, None, False, False, None))
+    job = run._job_for(only)
+    assert job.cluster.hosts == cluster.hosts[1:] and job.cluster.master_address == "node-1"
+    assert json.loads(job.cluster.deepspeed_config.read_text())["sequence_parallel_size"] == 2
+    assert (job.port, job.attempt_folder) == (23456, run.folder.attempt(1)) and job.secret != "old"
+    said = capsys.readouterr().err
+    assert "going on without node-0: gone" in said
+    assert "2 ranks are left; 2 of them to a sequence" in said
+    few = HostPresence((Host(name="node-1", slots=1),), {"node-0": "gone"})
+    with pytest.raises(RingConfigError, match=r"expected a ring of 2 ranks or more on 1 slots, got .*none"):
+        run._job_for(few)
+    capsys.readouterr()
+    run._report(outcome(tmp_path, 9, BUG), decide([Outcome(9, 1, None, False, False, None)], None))
+    said = capsys.readouterr().err
+    assert said.startswith(
+        f"{BUG.traceback}ds-ring: attempt 1 failed: rank 3 on node-1 raised ZeroDivisionError"
+    )
+    assert said.endswith("ds-ring: error: no other attempt: the YAML has no relaunch\n")
 
 
 def test_the_last_hosts_lose_their_slots() -> None:

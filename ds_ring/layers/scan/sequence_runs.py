@@ -211,17 +211,6 @@ def other_documents(
     return np.flatnonzero(np.concatenate(outside))
 
 
-@lru_cache(maxsize=64)
-def positions_in_documents(documents: Documents | Tree | None, tokens: int) -> IntArray:
-    """Return the position of each token of the sequence in its document, or on its path in a tree, [T]."""
-    if isinstance(documents, Tree):
-        end = int(documents.starts[-1])
-        return np.concatenate([documents.depths[:end], np.arange(tokens - end)])
-    starts = np.array([0] if documents is None else documents.starts, dtype=np.int64)
-    positions: IntArray = np.arange(tokens, dtype=np.int64)
-    return positions - starts[np.searchsorted(starts, positions, side="right") - 1]
-
-
 class Piece(NamedTuple):
     """Consecutive slots of a rank in one run and one document.
 

@@ -202,7 +202,8 @@ class ScoreMod:
         if torch.is_grad_enabled() and self.needs_gradient:
             raise RingConfigError(
                 f"score_mod {name_function(self.function)}: expected captured tensors that require no"
-                " gradient, got one that does; detach it inside the function, or use torch.no_grad()"
+                " gradient, got one that does, and would get none: DistanceBiasAttention (ds_ring/layers/"
+                "distance_bias) trains a term by distance; for a constant, detach it inside the function"
             )
 
     def __eq__(self, other: object) -> bool:

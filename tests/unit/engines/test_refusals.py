@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +25,7 @@ from ds_ring.contrib.images.batch import Images
 from ds_ring.data import batch, loader
 from ds_ring.data.packing import DOCUMENT_IDS
 from ds_ring.decode import generation, ring_cache
-from ds_ring.engines.deepspeed import initialize
+from ds_ring.engines.deepspeed import enable, initialize
 from ds_ring.engines.deepspeed.refusals import RingUse
 from ds_ring.engines.first_batch import first_batch
 from ds_ring.errors import (
@@ -42,6 +43,8 @@ from ds_ring.memory.tiles import models_layers as layers
 from ds_ring.models import attention_call, checks, families, layer_masks, positions, wrappers
 from ds_ring.models.attach import attach
 from ds_ring.models.attention_name import NAME
+from ds_ring.schedule.grid import Grid
+from ds_ring.schedule.layout import make_layout
 from ds_ring_launcher.check.small_model import build, read_config, shrink
 from tests.dist.contrib.images import test_images
 from tests.refusals import Refusals, refuse
@@ -415,6 +418,22 @@ MORE: Refusals = {
     "an index beyond a whole sequence": (
         lambda: alone().around_forward(IDS.__getitem__, 2), IndexError, "index 2 is out of bounds"
     ),
+    "an index of the whole sequence": (
+        lambda: alone(2).around_forward(IDS.__getitem__, (0, 7)), RingShapeError,
+        "Graph: .*; a rank has 4 of 8 tokens, so an index of the whole sequence does not fit: use",
+    ),
+    "an index of the whole sequence of one dimension": (
+        lambda: alone(2).around_forward(IDS.select, -1, 7), RingShapeError,
+        "a rank has 4 of 8 tokens",
+    ),
+    "a token above the vocabulary": (
+        lambda: alone(2).around_forward(torch.ones(5).__getitem__, 7), IndexError, "with size 5",
+    ),
+    "an error of an index that names no size": (
+        lambda: alone(2).around_forward([].__getitem__, 7), IndexError, "list index out of range",
+    ),
+    "enabled too late": (lambda: enabled_late(), RingConfigError,
+        "expected no TrainingArguments whose DeepSpeed JSON has the 'ring_attention' section yet, got one"),
     "an attention that a model does not take": (
         lambda: attach(Choosy.small(takes=False), windowed()), RingConfigError, "got 'sdpa' and only sdpa"
     ),
@@ -458,10 +477,22 @@ MORE: Refusals = {
 }  # fmt: skip
 
 
-def alone() -> RingUse:
-    session: Any = SimpleNamespace(batches=SimpleNamespace(is_off=False, current=sharding()))
-    engine = SimpleNamespace(module=SimpleNamespace(training=True))
+def alone(ranks: int = 1) -> RingUse:
+    """The first passes of an engine, whose rank has 4 tokens."""
+    current: Any = sharding()
+    if ranks > 1:
+        layout = make_layout("contiguous", tokens=4 * ranks, ring_size=ranks)
+        current = replace(current, layout=layout, mesh=RingMesh(Grid(ranks, ranks), 0))
+    session: Any = SimpleNamespace(batches=SimpleNamespace(is_off=False, current=current))
+    engine = SimpleNamespace(module=Graph(), is_compiled=True)
     return RingUse(session, engine, is_own=False)
+
+
+def enabled_late() -> None:
+    """Arguments that a script has made before it calls `ds_ring.enable()`; garbage does not count."""
+    args: Any = object.__new__(transformers.TrainingArguments)
+    args.hf_deepspeed_config = SimpleNamespace(config={"ring_attention": {}})
+    enable._refuse_to_be_late()
 
 
 test_compiled_code_is_refused = refuse(COMPILED, compiling=True)
@@ -499,6 +530,10 @@ def test_a_package_that_mpi4py_lacks_is_named(tmp_path: Path, monkeypatch: pytes
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(ModuleNotFoundError, match="nosuchlibrary"):
         initialize.init_distributed()
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    with pytest.raises(RingConfigError, match="that a launcher has started, got none of RANK, WORLD_"):
+        initialize.init_distributed()
+    enable._refuse_to_be_late()  # nothing is left of other tests
 
 
 def test_a_model_with_an_image_encoder_is_refused_without_the_row_of_images(

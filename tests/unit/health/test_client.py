@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import multiprocessing
+import re
 import socket
 import threading
 import time
@@ -19,7 +20,9 @@ from ds_ring.errors import RingPeerError
 from ds_ring.health import client as client_module
 from ds_ring.health import stuck_waits
 from ds_ring.health.client import DetectorClient, LateNotice
-from ds_ring.health.stuck_waits import call_guarded
+from ds_ring.health.failure_detector.wire import Fault
+from ds_ring.health.stuck_waits import call_guarded, make_peer_error
+from ds_ring.health.whereabouts import describe_place
 from ds_ring.limits import Limit
 from ds_ring.schedule.grid import Grid
 from tests.clock import wait_until
@@ -176,6 +179,41 @@ def test_a_guarded_call_that_takes_too_long_names_the_limit(
     assert monitor.kinds("wait")[0]["limit"] == 0.5
     wake.set()
     detector.leave()
+
+
+def test_a_guarded_call_that_ends_is_not_waited_for_any_more(
+    monitor: Monitor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stuck_waits, "PATIENCE_S", 0.01)
+    detector, wake = DetectorClient(1, monitor.of_rank, 0, HEARTBEAT_S), threading.Event()
+    threading.Thread(target=lambda: wait_until(lambda: monitor.kinds("wait")) or wake.set()).start()
+    assert call_guarded(wake.wait, detector, Grid(2, 2), "a call", 1, Limit(9.0, "a_key"))
+    wait_until(lambda: monitor.kinds("go"))
+    assert not monitor.kinds("timeout")
+    detector.leave()
+
+
+def test_where_a_thread_is_names_the_function_of_the_user() -> None:
+    """Inside a library the call that the script made; of a thread that has ended nothing is known."""
+    wake = threading.Event()
+
+    def of_the_user() -> None:
+        wake.wait()
+
+    thread = threading.Thread(target=of_the_user)
+    thread.start()
+    number = thread.ident
+    assert number is not None
+    pattern = r".*wait \(threading.py:\d+\), called by .*of_the_user \(test_client.py:\d+\)"
+    wait_until(lambda: re.fullmatch(pattern, describe_place(number)))
+    wake.set()
+    thread.join()
+    assert describe_place(number) == "a thread that has ended"
+
+
+def test_a_fault_of_no_rank_of_the_world_names_none() -> None:
+    error = make_peer_error(Grid(2, 2), 1, 3, Fault(-1, "the monitor is lost"))
+    assert (error.ring_rank, error.hop, error.peer, error.cause) == (1, 3, None, "the monitor is lost")
 
 
 def test_an_error_is_of_a_collective_by_who_called_it() -> None:

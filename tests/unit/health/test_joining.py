@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import platform
 import socket
 import subprocess
 import threading
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 from unittest import mock
 
 import pytest
@@ -15,12 +18,14 @@ import torch.distributed as dist
 from torch.distributed import HashStore
 
 from ds_ring.errors import RingConfigError, RingMeshError, RingPeerError
-from ds_ring.health import joining
+from ds_ring.health import hosts, joining
 from ds_ring.health.client import DetectorClient
 from ds_ring.health.failure_detector.wire import Fault
 from ds_ring.health.joining import (
+    ENDED,
     START,
     Arrival,
+    FirstCollective,
     MonitorAddress,
     PeerLost,
     join,
@@ -96,6 +101,94 @@ def test_only_a_failure_of_its_own_is_told_to_the_others_at_the_start(
         failed,
         left,
     )
+
+
+def gone_rank() -> int:
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    return gone.pid
+
+
+@pytest.mark.usefixtures("no_linger")
+def test_rank_0_decides_who_ended_first() -> None:
+    """Another rank that sees a death writes it down."""
+    store: Any = HashStore()
+    store.set("dead/2", json.dumps(presence()._replace(pid=gone_rank())))
+    Arrival(store, "dead", 3, 4, START, None).check()
+    assert store.get("dead/dead") == b"2"
+    with pytest.raises(PeerLost) as raised:
+        Arrival(store, "dead", 0, 4, START, None).check()
+    assert raised.value.fault == Fault(2, ENDED)
+
+
+class Broken:
+    """A first collective that has failed."""
+
+    def is_completed(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+
+@pytest.mark.usefixtures("no_linger")
+def test_a_first_collective_that_broke_tells_who_never_came() -> None:
+    store, collective = cast(Any, HashStore()), FirstCollective()
+    arrival = Arrival(store, "first", 0, 2, START, collective)
+    store.set("first/0", json.dumps(presence()))
+    arrival.check()
+    collective._work = Broken()  # type: ignore[assignment]
+    arrival.check()  # it writes down what it saw, and judges when it looks again
+    with pytest.raises(PeerLost) as raised:
+        arrival.check()
+    assert raised.value.fault == Fault(1, "its process ended before it came to where ds_ring starts")
+
+
+@pytest.mark.usefixtures("no_linger")
+def test_a_monitor_that_nobody_starts_is_the_fault_of_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joining, "START_S", 0.0)
+    store: Any = HashStore()
+    for key in ("0", "1"):
+        store.set(f"all/{key}", json.dumps(presence()))
+    store.set("all/broken", "")
+    store.set("all/alarm", "")
+    arrival = Arrival(store, "all", 1, 2, START, None)
+    with pytest.raises(PeerLost, match="it did not start the monitor process within 0 s"):
+        arrival.check()
+
+
+def test_a_host_without_the_files_of_linux_is_known_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(path: str) -> Any:
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(joining.os, "stat", fail)
+    assert presence() == (platform.node(), platform.node(), os.getpid())
+
+
+def test_a_monitor_of_several_hosts_listens_where_ranks_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the name that they know the store's host by, if it leads to an address of this one."""
+
+    def at(address: str) -> Any:
+        def resolve(name: str, port: None) -> Any:
+            assert name == "head"
+            return [(0, 0, 0, "", (address, 0))]
+
+        return resolve
+
+    store: Any = SimpleNamespace(underlying_store=SimpleNamespace(underlying_store=None, host="head"))
+    assert hosts.find_listening_hosts(cast(Any, HashStore())) == [""]
+    monkeypatch.setattr(socket, "getaddrinfo", at("127.0.0.1"))
+    assert hosts.find_listening_hosts(store) == [""]
+    monkeypatch.setattr(socket, "getaddrinfo", at("192.0.2.1"))  # of documents: no interface has it
+    assert hosts.find_listening_hosts(store) == [""] and hosts._is_own_address("127.0.0.1")
+    monkeypatch.setattr(hosts, "_is_own_address", lambda address: address == "192.0.2.1")
+    assert hosts.find_listening_hosts(store) == ["192.0.2.1", "127.0.0.1"]
+
+    def fail(*_: Any) -> Any:
+        raise OSError("unknown host")
+
+    monkeypatch.setattr(socket, "getaddrinfo", fail)
+    assert hosts.find_listening_hosts(store) == [""]
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 
 from ds_ring import Dilated, Documents, RingMesh, SlidingWindow, make_layout
 from ds_ring.errors import RingConfigError
-from ds_ring.kernels.select import Kernel, get_kernel
+from ds_ring.kernels.select import Kernel, _choose_kernel, get_kernel
 from ds_ring.masks.catalog import Causal
 from ds_ring.masks.joins import select_distances
 from ds_ring.masks.pattern import Pattern
@@ -98,6 +98,16 @@ def check_forward_and_gradients(kernel: Kernel, kind: str, queries: int, keys: i
         for got, exact in zip(gradients, want[2:], strict=True):
             assert relative_error(got, exact) < 5e-6 or float(exact.abs().max()) < 1e-12
     assert out[:, :, ~sees].eq(0).all() and lse[:, :, ~sees].eq(-torch.inf).all()
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_table_without_tiles_is_no_call(name: str) -> None:
+    """As "all_gather" hands over for the shard of a rank that sees none of its keys."""
+    kernel, nothing = get_kernel(name, "cpu"), tiles_of("full", 4, 4).rows(np.zeros(4 * 0, dtype=np.int64))
+    q = torch.ones(1, 2, 4, 16)
+    assert len(nothing) == 0 and list(kernel.forward(q, q, q, nothing, 1.0)) == []
+    assert list(kernel.backward(q, q, q, q, q, q[..., 0], nothing, 1.0)) == []
+    assert kernel.count_executed_pairs(nothing) == 0
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -239,6 +249,13 @@ def test_a_captured_tensor_that_needs_a_gradient_is_refused_in_compiled_code_too
     for call in (compiled, lambda *qkv: attend(*qkv, score_mod=moved)):
         with pytest.raises(RingConfigError, match="captured tensors that require no gradient"):
             call(q, k, v)
+
+
+def test_on_a_device_without_a_kernel_of_its_own_auto_is_one_that_runs_anywhere(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert _choose_kernel("xpu", None, None) == "reference"
+    assert "for xpu tensors, since no kernel for them is installed: it is slow" in caplog.text
 
 
 @pytest.mark.parametrize("device_type", FAST_KERNELS)

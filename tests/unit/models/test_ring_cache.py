@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import NemotronHConfig, Qwen3NextConfig
 from transformers.cache_utils import DynamicCache
 
 from ds_ring import Causal, RingConfigError, make_layout
@@ -108,3 +109,23 @@ def test_a_ring_of_one_decodes_what_the_model_alone_does(family: str, how: dict[
         torch.testing.assert_close(ours, right, atol=1e-5, rtol=1e-5)
     assert isinstance(got.past_key_values, RingCache)
     assert got.past_key_values.get_seq_length() == want.past_key_values.get_seq_length()
+
+
+def test_layers_of_a_hybrid_are_those_that_its_configuration_says() -> None:
+    """Attention, states, and none; after the prompt a convolution reads the inputs before a token."""
+    kinds = ["linear_attention", "full_attention"]
+    config = Qwen3NextConfig(num_hidden_layers=2, layer_types=kinds)
+    layout = make_layout("contiguous", tokens=4, ring_size=1)
+    cache, whole = RingCache(0, 1, config), DynamicCache(config=config)
+    assert [type(layer) for layer in cache.layers] == [ring_cache.RingStateLayer, ring_cache.RingCacheLayer]
+    inputs = torch.arange(12.0).view(1, 2, 6)
+    for first, end in ((0, 4), (4, 5), (5, 6)):
+        cache.begin(end - first, layout if first == 0 else None)
+        new = inputs[..., first:end]
+        read: Any = [one.layers[0].update_conv_state(new, conv_kernel_size=3) for one in (cache, whole)]
+        assert first == 0 or torch.equal(*read)
+        cache.finish()
+    with_none = RingCache(0, 1, NemotronHConfig(layers_block_type=["mamba", "mlp", "attention"]))
+    assert [type(layer).__name__ for layer in with_none.layers] == [
+        "RingStateLayer", ring_cache.NO_CACHE_LAYER.__name__, "RingCacheLayer",
+    ]  # fmt: skip

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from ds_ring.health.failure_detector.collective_calls import CollectiveCalls, RankStage
 from ds_ring.health.failure_detector.verdicts import JOIN_S, LEFT_S, FailureDetector
 from ds_ring.health.failure_detector.wire import GRACE_S, merged, write_ranges
 
@@ -274,6 +275,29 @@ def test_ranks_that_are_blocked_by_the_late_one_in_another_group_are_not_blamed(
     calls = ({"0": 7}, {"0": 6, "3": 2}, {"0": 6, "3": 1}, {"0": 7})
     begun = [(0.0, rank, beat(of_rank)) for rank, of_rank in enumerate(calls)]
     play(joined(4, timeout_s=2.0), *begun, *beats(11.0, ranks=4), (11.0, 2, BLAMED))
+
+
+def test_ranks_wait_in_vain_for_one_that_has_left() -> None:
+    """It is no late one: nobody can ask it where it is."""
+    late_rank = (1, 0, 4.0, "a_key")
+    waits = {
+        "kind": "wait",
+        "on": ranges([1]),
+        "place": [3, 1],
+        "what": "call 3",
+        "limit": 4.0,
+        "key": "a_key",
+    }
+    play(joined(2), (0.0, 0, waits), (1.0, [late_rank], LATE), (1.0, 1, BYE), (1.0, [], LATE))
+
+
+def test_a_rank_is_judged_by_the_longest_limit_since_a_time() -> None:
+    calls = CollectiveCalls()
+    assert calls.stage(0, 0.0) is None
+    stages = [RankStage("a", 9.0, "k"), RankStage("b", 3.0, "k"), RankStage("c", 5.0, "k")]
+    for now, stage in enumerate(stages):
+        calls.hear(0, stage, {}, float(now))
+    assert [calls.stage(0, since) for since in (0.5, 1.5, 2.5)] == [stages[0], stages[2], stages[2]]
 
 
 @pytest.mark.parametrize(

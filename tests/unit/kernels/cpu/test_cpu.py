@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ds_ring import Causal, Dilated, SlidingWindow, build_plan, make_layout
 from ds_ring.comm.streams import is_fake
 from ds_ring.errors import RingConfigError
+from ds_ring.kernels.cpu import workspace
 from ds_ring.kernels.cpu.calls import Sizes, calls, triangulate
 from ds_ring.kernels.cpu.kernel import CpuKernel
 from ds_ring.kernels.select import get_kernel
@@ -99,6 +100,28 @@ def test_calls_cover_the_tiles_once_whatever_the_sizes(
     np.testing.assert_array_equal(covered, paint(tiles, side, side))
     # a strip of keys is up to two triangles wide
     assert computed - int(covered.sum()) <= sum(2 * triangle * side for side in tiles.q.length.tolist())
+
+
+@pytest.mark.parametrize("width", [3, 100, 1500, 3000])
+def test_a_bands_calls_are_no_larger_than_their_memory_is_planned_for(width: int) -> None:
+    """Of keys that a window is cut into, without its triangles at both ends."""
+    side = 4000
+    rows = np.array([[0, 1, side]]), np.array([[0, 1, side + width - 1]])
+    tiles = select_distances(Tiles.rectangles(*rows), 1 - width, 0)
+    assert (tiles.edges == 2).all()
+    sizes = Sizes(backward=True)
+    made = list(calls(tiles, sizes))
+    queries, keys = workspace._call_sides(tiles)
+    assert max(call.q_rows.length for call in made) <= queries
+    assert max(call.k_rows.length for call in made) <= max(keys, queries)
+    assert workspace._count_bias(tiles, backward=True) > 0
+
+
+def test_a_band_shorter_than_it_is_wide_is_covered_once() -> None:
+    tiles = select_distances(Tiles.rectangles(*[np.array([[0, 1, 20]])] * 2), 0, 15)
+    for backward in (False, True):
+        covered, _ = painted_calls(tiles, 20, Sizes(48, 4, backward))
+        np.testing.assert_array_equal(covered, paint(tiles, 20, 20))
 
 
 def test_low_precision_results_are_partial_sums_in_float32() -> None:

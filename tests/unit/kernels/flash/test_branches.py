@@ -61,6 +61,18 @@ def test_a_part_of_a_table_keeps_its_pairs(name: str) -> None:
         assert len({int((form.pairs * form.multiplicity).sum()) for form in rewritten}) == 1
 
 
+def test_branches_of_many_runs_are_not_cut_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each pair of runs would be a rectangle."""
+    runs = np.stack([np.arange(0, 64, 8), np.ones(8, int), np.full(8, 4)], axis=1)
+    tiles = Dilated((16, 64), (1, 2)).tiles(runs, runs)
+    anew = make_flash_calls._cut_anew(tiles)
+    assert anew is not None
+    monkeypatch.setattr(make_flash_calls, "MANY_RUNS", 7)
+    assert make_flash_calls._cut_anew(tiles) is None
+    forms = anew, make_flash_calls.get_branch_form(tiles)
+    assert len({int((form.pairs * form.multiplicity).sum()) for form in forms}) == 1
+
+
 def test_a_table_of_a_long_shard_is_soon_done() -> None:
     """17 to 26 ms of a core at 256 Ki a shard, where it took 130; the bound is for a busy machine."""
     tokens = 1 << 21

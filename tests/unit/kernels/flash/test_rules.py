@@ -322,3 +322,6 @@ def test_a_device_without_memory_stays_that_error() -> None:
     q, tiles = torch.zeros(1, 4, 96, 64), next(all_tiles())
     with pytest.raises(torch.OutOfMemoryError, match="16 GiB"):
         list(kernel_of(Flash(emulated()._replace(flash_forward=fails))).forward(q, q, q, tiles, 0.1))
+    kernel = kernel_of(Flash(emulated()._replace(flash_backward=fails)))
+    with pytest.raises(torch.OutOfMemoryError, match="16 GiB"):
+        list(kernel.backward(q, q, q, q, q, q[..., 0], tiles, 0.1))

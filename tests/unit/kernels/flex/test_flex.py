@@ -30,6 +30,7 @@ from ds_ring import (
     make_layout,
 )
 from ds_ring.errors import RingConfigError, RingKernelError, RingShapeError
+from ds_ring.kernels.flex import block_mask, layouts
 from ds_ring.kernels.flex.block_mask import BlockTable, HopMasks, HopTensors, make_geometry
 from ds_ring.kernels.flex.kernel import (
     FlexKernel,
@@ -51,7 +52,7 @@ from ds_ring.masks.tiles import Tiles
 from ds_ring.patterns.captured.score_mod import ScoreMod
 from ds_ring.ring.merge import merge_
 from ds_ring.schedule.choose import EVEN, bind_one_head
-from ds_ring.schedule.layout import Layout
+from ds_ring.schedule.layout import Layout, expand_runs
 from ds_ring.schedule.plan import build_plan
 from tests.cases import PATTERNS, Shape, document_ids, layout_for, longnet, rows_of, tensors
 from tests.fake_cuda import fake_gpu
@@ -175,6 +176,32 @@ def test_tables_are_as_wide_as_the_widest_row_and_kept() -> None:
     for table in (*rows, *columns):
         assert table.blocks.shape[3] <= 1000 // 128 + 2
     assert tensors.nbytes < 1 << 21
+
+
+def test_rows_of_many_intervals_are_written_on_the_host_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = layout_for("zigzag", Causal(), tokens=TOKENS, ring_size=1)
+    pattern = Documents(document_ids(TOKENS)) & Causal()
+    tiles = build_plan(pattern, layout).rank(0).classes[0].hops[0].tiles
+    on_device = HopMasks().get(tiles, 16, CPU).tensors
+    monkeypatch.setattr(block_mask, "FEW_INTERVALS", 0)
+    on_host = HopMasks().get(tiles, 16, CPU).tensors
+    for name in ("partial_rows", "full_rows", "partial_columns", "full_columns"):
+        ours, theirs = getattr(on_device, name), getattr(on_host, name)
+        assert torch.equal(ours.counts, theirs.counts), name
+        shown = torch.arange(ours.blocks.shape[3]) < ours.counts[..., None]
+        assert torch.equal(ours.blocks.where(shown, 0), theirs.blocks.where(shown, 0)), name
+
+
+@pytest.mark.parametrize("rows", [16, 31])
+def test_rows_of_blocks_are_sampled_evenly(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    """Of 40 rows, some at regular distances, each whole; few rows are all taken."""
+    runs = np.array([[0, 1, 300], [1000, 2, 100]])
+    assert layouts._sample_rows(runs, 20) == (pytest.approx(runs), 1.0)
+    monkeypatch.setattr(layouts, "ROWS", rows)
+    sampled, share = layouts._sample_rows(runs, 10)
+    assert share == pytest.approx(rows / 40) and int(sampled[:, 2].sum()) == 10 * rows
+    positions = expand_runs(sampled)
+    assert {0, 1198} <= set(positions.tolist()) <= set(expand_runs(runs).tolist())
 
 
 def test_tables_of_a_long_shard_are_small_and_shared_by_geometry() -> None:
@@ -527,6 +554,10 @@ def test_workspace_of_flex_has_the_tables_that_are_kept() -> None:
     assert get_workspace_bytes("flex", tiles, shape, False) == tables + 2 * 8 * (12 * (2 + 4) + 24)
     gradients = (2 * 8 * 16 + 4 * (16 + 12)) * 2 + 2 * 2 * 8 * 4
     assert get_workspace_bytes("flex", tiles, shape, True) == tables + gradients
+    wide = shape._replace(queries=1 << 28)  # heads in parts, and all of them once more
+    elements = 2 * (1 << 28) * 16 + 4 * (16 + 12)
+    expected = tables + 2 * elements * 2 + 2 * 2 * (1 << 28) * 4
+    assert get_workspace_bytes("flex", tiles, wide, True) == expected
 
 
 def build_runs(length: int) -> np.ndarray:

@@ -104,8 +104,9 @@ def test_a_report_says_what_its_figures_are_of(capsys: pytest.CaptureFixture[str
         "pattern": ((SlidingWindow(512), 5), (Causal(), 1)), "dtype": "bfloat16",
     }  # fmt: skip
     mixed = estimate(setting(8192, 4, hardware=read_hardware("h100"), **changes))
-    few = Reach(8192, ("--tiled-loss",), "the device's memory", 8, ("--tiled-loss",), 3.0)
-    more = Reach(65536, ("--tiled-loss", "--tiled-mlp"), "the host's memory", 2, ("--tiled-loss",), 250.4)
+    tiled = ("--tiled-loss",)
+    few = Reach(8192, tiled, "the device's memory", 8, "ring 1 x Ulysses 8", tiled, 3.0)
+    more = Reach(65536, (*tiled, "--tiled-mlp"), "the host's memory", 2, None, tiled, 250.4)
     advice = Advice(few, more, Hiding(4096, None), mixed, ("read this",))
     print_report(mixed, advice, {})
     printed = " ".join(capsys.readouterr().out.split())
@@ -123,7 +124,8 @@ def test_a_report_says_what_its_figures_are_of(capsys: pytest.CaptureFixture[str
         f"host, not overlapped │ {mixed.host_bytes / 2**20:.3g} MiB │ {mixed.host_s:.3g}",
         "8,192 tokens with these options (limit: the device's memory); 65,536 with these and --tiled-mlp"
         " (limit: the host's memory)",
-        "8 with these options, 3 s a step; 2 with these and no option more, 250 s a step",
+        "8 (ring 1 x Ulysses 8) with these options, 3 s a step; 2 with these and no option more, 250 s a"
+        " step",
         "from 4,096 tokens a device on",
         "with more memory to spare: ",
         "warning: read this",

@@ -29,7 +29,7 @@ from ds_ring import (
     ring_attention,
     simulate,
 )
-from ds_ring.layers.scores import Softcap
+from ds_ring.layers.scores import Alibi, Softcap
 from ds_ring.patterns.captured.mask_mod import trace_mask
 from ds_ring.patterns.captured.score_mod import ScoreMod
 from ds_ring.patterns.captured.traced import CapturedValues
@@ -419,13 +419,14 @@ LEARNED: dict[str, Any] = {
     "a tensor that was computed": product,
     "a module": RELATIVE,
     "a module's method": RELATIVE.forward,
+    "slopes": Alibi(torch.nn.Parameter(torch.ones(4))),
 }
 
 
 @pytest.mark.situation("masks", "a score_mod captures a parameter, a leaf tensor or a module")
 @pytest.mark.parametrize("name", LEARNED)
 @pytest.mark.parametrize("how", ["call", "module", "replicated"])
-@pytest.mark.day("call-a module", "module-a tensor that was computed")
+@pytest.mark.day("call-a module", "module-a tensor that was computed", "call-slopes")
 def test_a_captured_tensor_that_requires_a_gradient_is_refused(name: str, how: str) -> None:
     function = LEARNED[name]
     module = RingAttention(Causal(), mesh=RingMesh.single(), layout=LAYOUT, score_mod=function)
