@@ -50,17 +50,6 @@ def test_a_block_keeps_few_pairs(monkeypatch: Any) -> None:
     assert len(block._kept) == 1 and block.pair(kinds[2]) is last and block.pair(kinds[1]) is not first[1]
 
 
-def test_what_is_given_back_makes_room_for_itself() -> None:
-    """The size that was used last stays; no more is kept than was in use at once."""
-    buffers = Buffers()
-    small, large = take(buffers, 1), take(buffers, 9)
-    buffers.give(small)
-    buffers.give(large)
-    buffers._most_bytes = large.nbytes
-    buffers.give(taken := take(buffers, 9))
-    assert taken is large and buffers.free_bytes == large.nbytes and take(buffers, 1) is not small
-
-
 def test_a_block_is_used_again_and_given_to_nobody_else_meanwhile() -> None:
     buffers = Buffers()
     block = take(buffers)

@@ -192,9 +192,8 @@ def test_without_nodes_tokens_go_straight_to_their_readers(pattern: Pattern) -> 
     assert plan.tokens_sent == plan.tokens_needed
     assert all(plan.rank(rank).classes[0].limit == 1 for rank in range(5))  # one stage
     assert "straight to their readers" in plan.summary()
-    assert (
-        sum(plan.rank(rank).classes[0].tokens_sent for rank in range(5)) * plan.kv_heads == plan.tokens_sent
-    )
+    sent = sum(plan.rank(rank).classes[0].tokens_sent for rank in range(5))
+    assert sent * plan.kv_heads == plan.tokens_sent
 
 
 def test_what_is_not_compared_is_said_with_the_choice() -> None:
