@@ -136,6 +136,7 @@ def _parser() -> argparse.ArgumentParser:
         help="print a script for bash, zsh or tcsh; eval it there, and TAB completes ds-ring",
     )  # fmt: skip
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands.type = str  # argparse gives the words of a command's options to the command's own type, too
     for add in COMMANDS:
         add(commands)
     return parser

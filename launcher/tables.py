@@ -21,16 +21,18 @@ def print_table(table: Table) -> None:
     A table of which no number can be read is worth nothing: what does not fit has its columns for rows.
     """
     here = console()
-    here.print(table if _width(table) <= here.width else _turned(table))
-
-
-def _width(table: Table) -> int:
-    """Columns that the table takes with every cell, and every word of a header, unbroken."""
-    widths = [
-        max(len(word) for word in [*map(str, column.cells), *str(column.header).split(), ""])
-        for column in table.columns
-    ]
-    return 1 + sum(width + 3 for width in widths)
+    cells = [max([0, *(len(str(cell)) for cell in column.cells)]) for column in table.columns]
+    headers = [str(column.header) for column in table.columns]
+    # every cell unbroken, and every word of a header
+    broken = [max([size, *map(len, header.split())]) for size, header in zip(cells, headers, strict=True)]
+    whole = [max(size, len(header)) for size, header in zip(cells, headers, strict=True)]
+    edges = 1 + 3 * len(cells)
+    if sum(broken) + edges > here.width:
+        table = _turned(table)
+    elif sum(whole) + edges > here.width:
+        for column, size in zip(table.columns, broken, strict=True):
+            column.width = size
+    here.print(table)
 
 
 def _turned(table: Table) -> Table:

@@ -19,11 +19,10 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--ring", type=int, default=2, help="ranks that share a sequence")
 parser.add_argument("--local_rank", type=int, default=-1)
 options = parser.parse_args()
-pattern: Pattern = ds_ring.Causal()  # of the batch
 
 
 def mask_of_speakers(speakers: Tensor) -> Pattern:
-    """Return the mask of this rank's samples; `speakers` are those of all their tokens, [samples, tokens]."""
+    """Return the mask of some samples; `speakers` are those of all their tokens, [samples, tokens]."""
 
     def near_or_same(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (query - key < 64) | (speakers[batch, query] == speakers[batch, key])
@@ -33,9 +32,10 @@ def mask_of_speakers(speakers: Tensor) -> Pattern:
 
 def attend(
     module: object, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None = None,
-    scaling: float | None = None, **_: Any,
+    scaling: float | None = None, *, speakers: Tensor, **_: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """Compute attention by transformers' interface, over the batch that the model is working on."""
+    """Compute attention by transformers' interface; `speakers` is a shard, which the model passes on."""
+    pattern = mask_of_speakers(engine.ring.gather(speakers))  # a new one for each batch
     place = {"layout": engine.ring.layout, "mesh": engine.ring.mesh}
     out = ds_ring.ring_attention(q, k, v, pattern=pattern, scale=scaling, **place)
     return out.transpose(1, 2).contiguous(), None
@@ -59,9 +59,7 @@ for step in range(4):
     rows = samples[2 * step : 2 * step + 2]
     whole = {name: torch.stack([row[name] for row in rows]) for name in ("input_ids", "labels")}
     whole["speakers"] = (whole["input_ids"] == ord("\n")).cumsum(1) % 5  # a turn is a line
-    local = engine.ring.shard_batch(whole)  # a short batch, which is not cut, has other samples on each rank
-    pattern = mask_of_speakers(engine.ring.gather(local["speakers"]))
-    loss = engine(**local).loss
+    loss = engine(**engine.ring.shard_batch(whole)).loss
     engine.backward(loss)
     engine.step()
     mean = engine.ring.mean_loss(loss).item()

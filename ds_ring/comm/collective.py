@@ -30,21 +30,21 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 # [Note: a header on every call]
-# A header is four integers. The first one that differs decides which of two headers is the greater:
-# 1. 0, or 1 from a rank that refuses its input ([Note: refusals]); its other three integers are 0.
-# 2. The digest of the fields (`Agreement`), combined with the number of the call on this mesh.
+# A header is four integers that each rank sends before the first payload of a call:
+# 1. 0; or 1 if the rank refuses its input ([Note: refusals]). A rank that refuses sends 1, 0, 0, 0.
+# 2. The digest of the values that must be equal on all ranks (`Agreement`), combined with the call's number.
 # 3. Seconds of patience that the rank asks for ([Note: compile skew] in `cuda/patience.py`); 0 for none.
-# 4. A further value (`MeshState.compared`): 1 if no operand requires a gradient, 2 if one does; or 1 + the
-#    number of the forward call whose gradient this is. 0: this rank compares none.
-# The first two must be equal on all ranks. Then the greatest header has the longest patience, which all ranks
-# take. The fourth is compared in the least and the greatest header, unless either has 0. If all ranks ask for
-# equal patience, as on CPUs, these two headers have the extremes of the fourth. Otherwise a difference can be
-# missed, as patience is compared before the fourth. After a difference all ranks send each other their
-# reports, so that the error names fields, values and ranks.
+# 4. A further value (`MeshState.compared`); 0 for none. In a forward call it is 1 if no operand requires a
+#    gradient, 2 if an operand does. In a backward call it is 1 + the number of the forward call.
+# `Exchange.spread` orders headers lexicographically. It returns the least and the greatest header, each of
+# one rank. The call goes on if these two headers have the same first integer, the same second integer, and
+# fourth integers that are equal or of which one is 0. Then all ranks take the patience of the greatest
+# header. (So if ranks ask for different patience, a difference of fourth integers may be missed.) If the call
+# does not go on, all ranks send each other reports: the error names fields, values and ranks.
 #
-# The least and the greatest header spread to all ranks in log2 P rounds, so all ranks raise at once: a rank
-# that refuses its own error, the others the same one. If the header went to the next rank only, two ranks
-# would see a difference, and the others would wait for their deadline. It costs one small message a round.
+# With N ranks, every rank gets the same two headers after ceil(log2 N) rounds of one small message, so all
+# ranks raise at once. If a rank sent its header to the next rank only, the others would wait until their
+# deadline.
 
 _OPERATION, _REFUSAL, _NONE = "operation", "refused", "none"
 _VALUE_CHARACTERS = 300  # of a value in a report
@@ -70,11 +70,11 @@ class Agreement(NamedTuple):
 
 
 # [Note: refusals]
-# A rank that refuses its own input still sends its header, so that the others raise instead of waiting for
-# it. Headers go over the whole sequence group, ring and Ulysses ranks alike: every rank that would wait for
-# the refusing rank, directly or through another rank, learns of it. Nothing else was sent, so all ranks can
-# use the mesh afterwards. An error after the header is a failure: other ranks may be waiting for payload of
-# this rank, so it is reported to the failure detector, which notifies them, and the mesh is broken.
+# A rank that refuses its own input still sends a header, so that the other ranks raise instead of waiting.
+# Headers go to all ranks of the sequence (ring x Ulysses). No payload was sent, so all ranks can use the mesh
+# afterwards. An error after the header is a failure, not a refusal: other ranks may be waiting for payload of
+# this rank. The rank reports a failure to the failure detector, which tells the other ranks. The mesh cannot
+# be used afterwards.
 class collective:  # noqa: N801 - reads as contextlib's own
     """Surround a call that all ranks of a sequence make together; see [Note: refusals].
 
@@ -83,17 +83,17 @@ class collective:  # noqa: N801 - reads as contextlib's own
             call.agree({"shape": tuple(x.shape)})  # RingMismatchError on every rank if the fields differ
             send_and_compute(call.exchange)  # an error that is raised here is a failure: peers are notified
 
-    The same thread may make further calls inside the block. They use this call's lock, but send headers of
-    their own. A block that never agrees sends nothing, unless it raises: then it sends the refusal.
+    The same thread may make further calls inside the block; each call sends a header of its own. A block in
+    which no headers are compared sends nothing, unless the block raises: then the rank sends a refusal.
 
     Args:
         mesh: the ranks.
-        name: of the operation; ranks compare it.
-        exchange: sends the headers; None makes one when it is needed.
-        alone: send no headers, because the tensors are fake. (A sequence of one rank sends none either.)
+        name: name of the operation, which ranks compare.
+        exchange: sends the headers; None: the call makes an exchange.
+        alone: if True, send no headers, because the tensors are fake. (A single rank never sends headers.)
 
     Raises:
-        RingMeshError: the mesh is closed, another process's, or in use by another thread.
+        RingMeshError: the mesh is closed, belongs to another process, or is in use by another thread.
     """
 
     __slots__ = ("_agreement_began", "_exchange", "_is_outermost", "alone", "mesh", "name")

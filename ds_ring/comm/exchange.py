@@ -60,17 +60,17 @@ class Route(NamedTuple):
 
 
 # [Note: rules of the exchange]
-# Bare point-to-point communication hangs, corrupts data and aborts in known ways. These rules prevent it:
-# - One batch per hop holds every send and receive. (If all ranks block in a send before they receive, they
-#   deadlock even with messages of one element.)
-# - Only contiguous buffers are sent.
-# - Headers are compared before the first payload is posted. Otherwise a message of another size or dtype is
-#   received as silent garbage. (On a GPU, hop 0 may compute while headers are compared.)
-# - Buffers in flight are never written.
-# - Every Work is kept and waited for, with a deadline: by the host (`waiting.py`), or on a GPU by the stream,
-#   while a thread enforces the deadline (`cuda/watchdog.py`).
-# - Both sides list the messages of a batch in the same order: messages between two ranks are matched by order
-#   alone (NCCL ignores tags). In a ring of two ranks, previous and next are the same rank.
+# Point-to-point messages can hang, corrupt data or abort a process. These rules prevent that:
+# - A rank posts all sends and receives of a batch in one call. (If all ranks wait for a send before they
+#   post a receive, they deadlock even with messages of one element.)
+# - Only contiguous tensors are sent.
+# - Ranks compare headers before they post the first payload. Otherwise a rank may receive a message of
+#   another size or dtype, and read wrong numbers without an error.
+# - No code writes to a tensor that is in flight.
+# - A rank keeps every Work (torch's handle of a message) and waits for it, with a deadline. The host waits
+#   (`waiting.py`). On a GPU the stream waits, and a thread enforces the deadline (`cuda/watchdog.py`).
+# - Sender and receiver list the messages of a batch in the same order. Messages between two ranks are matched
+#   by order alone, because NCCL ignores tags.
 class Exchange:
     """Send and receive the messages of one ring.
 
@@ -129,17 +129,17 @@ class Exchange:
         return self.start(route, [x for _, x in sends], [x for _, x in receives])
 
     def route(self, sends: Sequence[Message], receives: Sequence[Message]) -> Route:
-        """Return what all batches with these messages have in common; see [Note: routes].
+        """Check messages, and return their route. The caller keeps it for all batches with equal messages.
 
         Raises:
             RingMismatchError: a message differs from the plan (a fault of this rank; nothing was sent).
         """
-        # Check both before anything is posted, so that an error leaves no message in flight.
         check_messages(sends)
         check_messages(receives)
-        of, to = ([self.mesh.global_rank_of(message.peer) for message in side] for side in (receives, sends))
+        find_rank, sizes = self.mesh.global_rank_of, compute_batch_sizes(sends, receives)
+        sources, targets = ([find_rank(message.peer) for message in side] for side in (receives, sends))
         tensor = (*receives, *sends)[0].tensor if receives or sends else NOTHING
-        return self.world_route(of, to, tensor, self.mesh.ring_group, compute_batch_sizes(sends, receives))
+        return self.world_route(sources, targets, tensor, self.mesh.ring_group, sizes)
 
     def world_route(
         self, receives: Sequence[int], sends: Sequence[int], like: Tensor, group: ProcessGroup | None,
@@ -161,7 +161,7 @@ class Exchange:
     def start(
         self, route: Route, sent: Sequence[Tensor], received: Sequence[Tensor], hop: int | None = None
     ) -> Pending:
-        """Start all messages of a batch."""
+        """Post all messages of a batch, and return the object that waits for them."""
         mesh, counters, sizes = self.mesh, self.counters, route.sizes
         counters.batches += sizes.is_one
         counters.messages_sent += sizes.sends
@@ -172,9 +172,9 @@ class Exchange:
         try:
             works = start_batch(route, sent, received)
         except RuntimeError as error:
-            if isinstance(error, RingError):  # a fault of this rank: `collective` notifies the peers
+            if isinstance(error, RingError):  # a fault of this rank; `collective` tells the other ranks
                 raise
-            # Some messages of the batch may have been posted already, so their buffers must never be freed.
+            # Some messages of the batch may be in flight, so the memory of their tensors is never freed.
             keep_for_ever(sent, received)
             peers, cause = route.peers, f"could not start {site}: {first_line(error)}"
             if mesh.detector is not None:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class Pending:
-    """A batch of messages in flight. Before `wait`, do not write its buffers or read received tensors.
+    """A batch of messages in flight. Before `wait`, do not write to its tensors or read received tensors.
 
     Attributes:
         works, peers: the Works of torch, and for each the world ranks that it depends on.
@@ -70,13 +70,13 @@ class Pending:
         self.deadline = time.monotonic() + self.timeout_s
 
     def wait(self) -> None:
-        """Wait for every message of the batch. The host waits, or on a GPU the current stream.
+        """Wait for all messages of the batch. The host waits; on a GPU the current stream waits.
 
         Raises:
-            RingPeerError: a rank failed, left, or did not come before the deadline; names it.
+            RingPeerError: a rank failed, left, or was late; the error names the rank at fault.
             RingBufferError: a tensor was written while it was being sent.
         """
-        if self._over:  # without overlap a batch is waited for twice
+        if self._over:  # without overlap, `wait` is called twice for a batch
             return
         sent, versions, watchdog = self.sent, self._versions, self.watchdog
         if self.streams is not None:
@@ -85,11 +85,11 @@ class Pending:
             try:
                 wait_for(self.works, self.peers, self.mesh, self.site, self.deadline)
             except RingPeerError:
-                # torch may still read and write them: their memory must not be used again.
+                # torch may still read and write these tensors: their memory must not be used again.
                 keep_for_ever(sent, self.received)
                 raise
             self.works = []
-        # Drop the tensors: the watchdog needs only the works.
+        # Release the tensors: the watchdog needs only the works.
         self._over, self.sent, self.received = True, (), ()
         if watchdog is not None:
             watchdog.add(self)

@@ -38,6 +38,11 @@ LABEL_KEYS = ("labels", "shift_labels")
 _FEW_LABELS = 8  # may be the next tokens by chance
 EMBEDS = "inputs_embeds"  # [B, T, E], in place of input_ids
 LOSS_WEIGHTS = "loss_weights"  # of tokens in a loss of the caller's: no model takes them
+# Keys whose padding is `pad_value`: the mask hides it, or it counts nothing.
+PADDED_ALIKE = (
+    "input_ids", EMBEDS, "attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids",
+    DOCUMENT_IDS, LOSS_WEIGHTS, *LABEL_KEYS,
+)  # fmt: skip
 # of a DistributedSampler: the ranks of a ring take the same samples
 SAMPLER_SIZES = "num_replicas=engine.ring.run_mesh.data_size, rank=engine.ring.run_mesh.data_rank"
 REAL_TOKENS = "ds_ring_real_tokens"  # of prepared batches only: 1 for tokens, 0 for padding

@@ -207,10 +207,12 @@ class BatchSharder:
         ready = self.prepare(read)
         return self.shard_prepared(ready, assigned)
 
-    def shard_assigned(self, assigned: Assigned, samples: Sequence[Mapping[str, Any]]) -> RingBatch:
+    def shard_assigned(
+        self, pad_values: Mapping[str, float], assigned: Assigned, samples: Sequence[Mapping[str, Any]]
+    ) -> RingBatch:
         """Return this rank's part of the samples of its ring in a batch of a dynamic ring. Collective."""
         packed = self.config.pattern.documents
-        return self.shard(lambda: joined(assigned, samples, packed), assigned)
+        return self.shard(lambda: joined(assigned, samples, packed, pad_values), assigned)
 
     def shard_prepared(self, ready: ReadyBatch, assigned: Assigned | None = None) -> RingBatch:
         """Compare a prepared batch between the ranks, and return this rank's part. Collective."""

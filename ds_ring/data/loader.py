@@ -37,7 +37,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from ds_ring.data.batch import IGNORE, LABEL_KEYS, SAMPLER_SIZES, Batch, pad_value
+from ds_ring.data.batch import IGNORE, LABEL_KEYS, PADDED_ALIKE, SAMPLER_SIZES, Batch, pad_value
 from ds_ring.data.engine import DEEPSPEED
 from ds_ring.data.packing import DOCUMENT_IDS, read_part
 from ds_ring.errors import RingConfigError, RingMismatchError, RingShapeError, shown
@@ -571,13 +571,31 @@ def stacked(samples: list[Any]) -> Any:
         ) from error
 
 
-def padded(samples: Sequence[dict[str, Tensor]]) -> Batch:
-    """Collate samples of different lengths, with padding on the right and an attention_mask."""
-    tokens = max(len(sample["input_ids"]) for sample in samples)
+def padded(samples: Sequence[Mapping[str, Tensor]], pad_values: Mapping[str, float] | None = None) -> Batch:
+    """Collate samples of different lengths, with padding on the right and an attention_mask.
+
+    Args:
+        samples: tensors by name.
+        pad_values: what padding has in tensors of the caller's own.
+
+    Raises:
+        RingShapeError: a tensor of the caller's own has to be padded, and is not among them.
+    """
+    tokens, values = max(len(sample["input_ids"]) for sample in samples), pad_values or {}
     batch: Batch = {}
     for key in samples[0]:
         rows = [torch.as_tensor(sample[key], device="cpu") for sample in samples]
-        batch[key] = pad_sequence(rows, batch_first=True, padding_value=pad_value(key))
+        if len({row.shape for row in rows}) == 1:  # labels of whole samples, say
+            batch[key] = torch.stack(rows)
+            continue
+        if key not in PADDED_ALIKE and key not in values:
+            got = ", ".join(map(str, sorted({len(row) for row in rows})))
+            raise RingShapeError.wrong(
+                f"samples: {key}", "one length, or the value of its padding", got,
+                f"say it: engine.ring.loader(..., pad_values={{{key!r}: -1}})",
+            )  # fmt: skip
+        fill = values.get(key, pad_value(key))
+        batch[key] = pad_sequence(rows, batch_first=True, padding_value=fill)
     lengths = torch.tensor([len(sample["input_ids"]) for sample in samples], device="cpu")
     batch.setdefault("attention_mask", (torch.arange(tokens, device="cpu") < lengths[:, None]).long())
     return batch

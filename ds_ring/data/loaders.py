@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 from torch.utils.data import Dataset
 
 from ds_ring.comm.groups import gather_objects
-from ds_ring.data.batch import IGNORE, Batch
+from ds_ring.data.batch import IGNORE, PADDED_ALIKE, Batch
 from ds_ring.data.batch_sharder import ENDED, BatchSharder, ReadyBatch, check_consistency
 from ds_ring.data.dynamic_ring.assignment import AssignedBatches, AssignedSamples
 from ds_ring.data.loader import (
@@ -54,6 +54,7 @@ class Loaders:
         lengths: Sequence[int] | None,
         pack_tokens: int | None,
         most_tokens: int | None,
+        pad_values: Mapping[str, float] | None,
     ) -> RingLoader:
         """Return the loader of a data set; see `RingSession.loader`."""
         sharder = self.sharder
@@ -62,6 +63,14 @@ class Loaders:
         if dynamic and lengths is None and hasattr(dataset, "length"):
             lengths = [int(dataset.length(index)) for index in range(len(dataset))]  # type: ignore[arg-type]
         self._check(lengths, collate_fn, pack_tokens, most_tokens)
+        values = dict(pad_values or {})
+        if pad_values is not None and (lengths is None or collate_fn is not None):
+            got = "no lengths" if lengths is None else "a collate_fn, which pads by itself"
+            raise RingConfigError.wrong("pad_values", "lengths=... and no collate_fn", got, "leave them out")
+        if known := values.keys() & PADDED_ALIKE:
+            raise RingConfigError.wrong(
+                "pad_values", "keys of your own", str(sorted(known)), "leave them out"
+            )
         whole: Any = dataset if pack_tokens is None else PackedRows(dataset, lengths or (), pack_tokens)
         lengths = lengths if pack_tokens is None else None
         replica = sharder.mesh.data_rank, sharder.mesh.data_size
@@ -76,7 +85,8 @@ class Loaders:
             reads = ordered_loader(
                 AssignedSamples(whole), parts, num_workers=num_workers, collate_fn=itemgetter(0)
             )
-            return RingLoader(reads, lambda read: sharder.shard_assigned(*read), order, gather=self._gather)
+            shard_read = functools.partial(sharder.shard_assigned, values)
+            return RingLoader(reads, lambda read: shard_read(*read), order, gather=self._gather)
         if is_sliced(whole):
             if num_workers or collate_fn is not None or sharder.needs.whole_batches:
                 raise RingConfigError(
@@ -87,7 +97,8 @@ class Loaders:
             ahead = sharder.make_ahead(isinstance(whole, PackedRows), functools.partial(code_batch, whole))
             shard = functools.partial(self._shard_slices, whole)
             return RingLoader(order, shard, order, gather=self._gather, ahead=ahead)
-        collate_fn = padded if lengths is not None and collate_fn is None else collate_fn
+        if lengths is not None and collate_fn is None:
+            collate_fn = functools.partial(padded, pad_values=values)
         reads = ordered_loader(whole, order, num_workers=num_workers, collate_fn=collate_fn)
         ahead = sharder.make_ahead(num_workers > 0)
         return RingLoader(reads, self._shard_read, order, gather=self._gather, ahead=ahead)

@@ -277,6 +277,7 @@ class RingSession:
         lengths: Sequence[int] | None = None,
         pack_tokens: int | None = None,
         most_tokens: int | None = None,
+        pad_values: Mapping[str, float] | None = None,
     ) -> RingLoader:
         """Return a loader of sharded batches: one sequence group's ranks get the same samples.
 
@@ -297,13 +298,18 @@ class RingSession:
             pack_tokens: pack the samples, documents of `lengths`, into rows of so many tokens.
             most_tokens: under `"dynamic_ring": true`, of one rank of a ring that is smaller than the whole
                 one; None: what the whole ring's longest batch takes, and an eighth more.
+            pad_values: with `lengths`, what padding has in tensors of your own, by name: an id that no token
+                has, for example.
 
         Raises:
             RingConfigError: the arguments or the JSON's pattern do not go together.
+            RingShapeError: (from an iteration) a tensor of your own has to be padded, and is not in
+                `pad_values`.
         """
         return self._loaders.make(
             dataset, batch_size, shuffle=shuffle, seed=seed, drop_last=drop_last, collate_fn=collate_fn,
             num_workers=num_workers, lengths=lengths, pack_tokens=pack_tokens, most_tokens=most_tokens,
+            pad_values=pad_values,
         )  # fmt: skip
 
     def wrap(self, loader: Iterable[Any], *, split: bool | None = None, seed: int = 0) -> RingLoader:

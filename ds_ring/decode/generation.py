@@ -43,6 +43,7 @@ from ds_ring.decode.replicated_op import replicated_attention_op
 from ds_ring.errors import RingConfigError, RingShapeError
 from ds_ring.masks.pair_masks import ScoreFunction
 from ds_ring.masks.pattern import Pattern
+from ds_ring.models.attention_name import NAME
 from ds_ring.models.layer_masks import makes_such_masks
 from ds_ring.models.model import GENERATOR, MODEL
 from ds_ring.models.model_part import Loss, ModelPart
@@ -218,8 +219,12 @@ class Generation(ModelPart):
             and getattr(config, "layer_types", None) is None
             and not makes_such_masks(self.model, "sliding_attention")
         )
+        attention = config._attn_implementation
         faults = {
             "expected attention of the model's own, got one that the backend has rewritten": self.rewritten(),
+            f"expected attention '{NAME}', got {attention!r}, which does not read a cache that is on a ring:"
+            f" call model.set_attn_implementation('{NAME}') to generate under the JSON's pattern"
+            " (engine.ring.off() has the model's own attention, without a mask of yours)": attention != NAME,
             "expected evaluation mode, or training without dropout and checkpointing, got training with"
             f" {' and '.join(only_in_training)}: call engine.eval(), or leave that out (in TRL"
             " disable_dropout=True)": bool(only_in_training),

@@ -29,9 +29,10 @@ ALL_HEADS = slice(None)
 
 
 class Rows(NamedTuple):
-    """The slots start + i * step (i < length), repeated `repeats` times at a distance of `stride` slots.
+    """The slots start + i * step for 0 <= i < length, or `repeats` copies of these slots.
 
-    Equal tiles at a regular distance become one call on a strided view, without a copy.
+    Each copy is `stride` slots after the copy before. So a kernel computes equal tiles at regular distances
+    in one call, on a strided view.
     """
 
     start: int
@@ -85,13 +86,12 @@ class Tile(NamedTuple):
 
     Attributes:
         q_rows, k_rows: query and key slots.
-        low, high: query i attends to key j if low <= i - j <= high. A low of 1 - keys excludes no pair, nor
-            does a high of queries - 1.
-        head_in_group: the query head within the group of a K/V head; -1 for all.
-        bias: log of the constant part of m, added to every score (0 for ordinary patterns).
-        inside: what differs from pair to pair; None for ordinary patterns.
-        q_at, k_at: first position and step of the queries and of the keys. `part` and `again` do not update
-            them.
+        low, high: the i-th query of `q_rows` attends to the j-th key of `k_rows` if low <= i - j <= high.
+        head_in_group: index of the query head among the query heads that share a K/V head; -1: all of them.
+        bias: the term of log m that is the same for all pairs of the tile; added to every score.
+        inside: a mask function, or weights that make m differ from pair to pair; None if there is neither.
+        q_at, k_at: (first position, step) of the queries and of the keys. A tile that `part` or `again`
+            returns has the values of the whole tile.
     """
 
     q_rows: Rows
@@ -176,13 +176,14 @@ def each_tile(tiles: Tiles) -> Iterator[Tile]:
 
 
 class PartialOut(NamedTuple):
-    """The attention of some queries over some keys.
+    """A part: the attention of some queries over some keys.
 
     Attributes:
         heads: the query heads.
-        q_rows: the query slots; `q_rows.select` returns views with the shape of the results.
-        out_BHSD: output, normalised over these keys alone.
-        lse_BHS: natural-log log-sum-exp over these keys, float32 (float64 for float64 inputs).
+        q_rows: the query slots.
+        out_BHSD: output, normalised over these keys alone. The shape is that of `q_rows.select(q[:, heads])`,
+            with E in place of D; lse has no last dimension.
+        lse_BHS: natural logarithm of the sum of exp(score) over these keys, float32 (float64 for float64 q).
     """
 
     heads: slice
@@ -192,14 +193,14 @@ class PartialOut(NamedTuple):
 
 
 class PartialGrads(NamedTuple):
-    """The gradients of one tile; dk and dv have all K/V heads and are summed over the query heads.
+    """The gradients of some pairs.
 
     Attributes:
-        heads, q_rows, k_rows: the query heads, query slots and key slots of the gradients.
-        dq, dk, dv: dq has the shape of `q_rows.select`, dk and dv that of `k_rows.select`:
-            [..., heads, rows, D], E instead of D for dv.
-        tokens_first: rows and heads change places, [..., rows, heads, D]. Whoever adds the gradients
-            transposes them first (`heads_first`).
+        heads, q_rows, k_rows: the query heads, query slots and key slots of these pairs.
+        dq: [..., heads, rows, D], the gradient of the queries in `heads` and `q_rows`.
+        dk, dv: [..., K/V heads, rows, D] and [..., K/V heads, rows, E], the gradients of all K/V heads in
+            `k_rows`, summed over the query heads in `heads`.
+        tokens_first: if True, rows come before heads in dq, dk and dv; `heads_first` transposes the three.
     """
 
     heads: slice
@@ -248,29 +249,30 @@ class KernelNeeds(NamedTuple):
 class Kernel(Protocol):
     """Compute the attention of one hop.
 
-    q [B, H, S, D]; k [B, G, n, D] and v [B, G, n, E], the payload; out [B, H, S, E]; H a multiple of G.
-    A kernel whose `few_parts` is True returns few parts of a hop, in tensors that it does not keep.
+    Shapes: q [B, H, S, D]; k [B, G, n, D] and v [B, G, n, E], with the n keys of the hop; out [B, H, S, E].
+    H is a multiple of G. A kernel with `few_parts` = True yields few parts for a hop, in new tensors.
     """
 
     name: str
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> Iterator[PartialOut]:
-        """Yield partial results that together contain every attended pair exactly once."""
+        """Yield parts. Every attended pair of the tiles is in exactly one part."""
 
     def backward(
         self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tiles: Tiles,
         scale: float, grad_lse: Tensor | None = None,
     ) -> Iterator[PartialGrads]:  # fmt: skip
-        """Yield partial gradients. They are exact and additive, because `out` and `lse` are global.
+        """Yield gradients. Every attended pair of the tiles is in exactly one of the yielded objects.
 
-        grad_lse, a gradient of the global lse [B, H, S], is subtracted from the row sums of out x grad_out.
+        `out` and `lse` are the results of the whole forward pass, so gradients of different tiles and hops
+        are added. `grad_lse` is the gradient of lse, [B, H, S].
         """
 
     def select_heads(self, heads: slice) -> Kernel:
-        """Return a kernel for some query heads; it may be this one, unless scores depend on the head."""
+        """Return a kernel for some query heads; it may be this object."""
 
     def count_executed_pairs(self, tiles: Tiles, backward: bool = False) -> int:
-        """Return the number of (query, key) pairs per head that the kernel multiplies, waste included."""
+        """Return the number of pairs per head that the kernel multiplies, masked pairs included."""
 
 
 class PassHeads(NamedTuple):

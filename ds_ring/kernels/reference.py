@@ -1,6 +1,6 @@
-"""The reference kernel: dense attention of each tile, for any floating dtype and device. Slow and obvious.
+"""The reference kernel: dense attention of each tile, for any floating dtype and device. Slow and simple.
 
-Every other kernel is tested against this one, and this one against a dense softmax in float64.
+Tests compare every other kernel with the reference kernel, and the reference kernel with a dense softmax.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ds_ring.masks.tiles import Tiles
 
 def compute_weights(scores: Tensor, lse: Tensor) -> Tensor:
     """Return exp(scores - lse); 0 in rows without keys."""
-    # A row without keys has scores and lse of -inf; clamp lse, so that exp gives 0 and not NaN.
+    # In a row without keys, scores and lse are -inf: clamp lse, so that exp returns 0 and not NaN.
     return torch.exp(scores - lse.clamp_min(torch.finfo(lse.dtype).min).unsqueeze(-1))
 
 
@@ -27,9 +27,9 @@ def compute_score_gradients(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return queries and grad_out of a tile, its weights, and the gradient of its scores."""
     q_t, grad_t, out_t = (tile.q_rows.select(x[:, heads]).to(scores.dtype) for x in (q, grad_out, out))
-    # With the global lse these are this tile's columns of the whole softmax.
+    # `lse` covers the keys of all ranks, so these weights are the tile's columns of the whole softmax.
     weights = compute_weights(scores, tile.q_rows.select(lse[:, heads]).to(scores.dtype))
-    # With the global out, delta is the sum of weights * dweights over the keys of all tiles.
+    # `out` covers the keys of all ranks: delta is the sum of weights * dweights over the keys of all tiles.
     delta = (grad_t * out_t).sum(-1, keepdim=True)
     if grad_lse is not None:
         delta = delta - tile.q_rows.select(grad_lse[:, heads]).to(delta.dtype).unsqueeze(-1)
@@ -67,7 +67,7 @@ class ReferenceKernel:
             if self._change_scores is not None:
                 positions = tile.positions(q.device)
                 dscores = self._change_scores.select(heads).gradient(products, *positions, dscores)
-                # the derivative of a masked score may be infinite or NaN
+                # The derivative of a masked score may be infinite or NaN.
                 dscores = dscores.masked_fill(scores == float("-inf"), 0)
             dscores = dscores * scale
             dk, dv = (x.unflatten(1, (groups, -1)).sum(2) for x in (dscores.mT @ q_t, weights.mT @ grad_t))
@@ -87,8 +87,8 @@ class ReferenceKernel:
             tile.k_rows.select(x).to(dtype).repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v)
         )
         visible = tile.visible(len(q), q.device)
-        # If m branches contain a pair, log m is added to its score. `tile.bias` is the part of log m that is
-        # constant in a tile, `tile.inside.bias` the part that differs from pair to pair.
+        # If m branches contain a pair, log m is added to the pair's score. `tile.bias` is the term of log m
+        # that is constant in a tile. `tile.inside.bias` is the term that differs from pair to pair.
         products = q_t @ k_t.mT * scale
         scores = products
         if self._change_scores is not None:

@@ -32,11 +32,11 @@ class Alibi:
     """
 
     made_in_graphs = True
-    slopes: tuple[float, ...]  # of the model's query heads
+    slopes: tuple[float, ...] | Tensor  # of the model's query heads; constants
     both_ways: bool = False
 
     def __call__(self, score: Tensor, batch: Any, head: Any, query: Any, key: Any) -> Tensor:
-        slopes = torch.tensor(self.slopes, dtype=score.dtype, device=score.device)
+        slopes = torch.as_tensor(self.slopes, dtype=score.dtype, device=score.device)
         distance = -(query - key).abs() if self.both_ways else key - query
         return score + slopes[head] * distance
 

@@ -1,24 +1,25 @@
 """Branches: the data that every pattern consists of, the labels of positions, and the algebra of branches.
 
 [Note: sum of branches]
-A pattern is a sum of branches. A branch gives labels to queries and keys (the number of a token's document,
-say) and has a band of distances: query q and key k take part in it if their labels are equal and
-least <= q - k <= most. A causal pattern is the one branch with least = 0. The multiplicity m(q, k) is
-the number of branches in which the pair takes part. The kernels add log m to the pair's score, so a pair with
-m = 0 is masked. m > 1 occurs only in patterns that count a pair several times on purpose (LongNet).
+A pattern is a sum of branches. A branch gives labels to query positions and to key positions; the number of a
+document may be a label. A position without a label is in no pair of the branch. A branch also has a band,
+from least to most. Query position q and key position k are a pair of the branch if their labels are equal,
+least <= q - k <= most, and all mask functions of the branch (most branches have none) return True. `Causal`
+has one branch, with least = 0 and the same label for all positions. The multiplicity m(q, k) is the number
+of branches that contain the pair. Kernels add log m to the pair's score, so a pair with m = 0 is masked. In
+`Dilated` (LongNet), some pairs have m > 1.
 
-`a & b` is the product: one branch for each combination of a branch of a and a branch of b. `a | b` first
-removes each common pair from one of the patterns. Then it adds both, so each pair counts once. The rest
-must again be a sum of branches. A range or a band has a complement that is a sum of branches; equal labels
-have none. So `|` works only if ranges and bands alone describe the pairs that are removed.
+The pattern `a & b` has one branch for each combination of a branch of a and a branch of b. The pattern
+`a | b` has the branches of both, after the common pairs are removed from a or from b: no pair counts twice.
+Common pairs can be removed only if ranges of positions and bands describe them, and no pair has m > 1. In
+other cases `a | b` raises RingPatternError.
 
-The branches are the only description of a pattern. Its tiles, its multiplicity, its mask in FlexAttention and
-the tokens that a rank reads are each derived from the branches by one function for all patterns. So a pattern
+A pattern has no other description than its branches. Tiles, multiplicity, the mask in FlexAttention and the
+tokens that a rank reads are computed from the branches, for all patterns by the same functions. So a pattern
 cannot be right with one kernel and wrong with another.
 
-A primitive is a function that labels positions; only tokens with equal labels attend to one another. It
-implements `labels` for single positions, and `bounds` and `split` for whole runs. A new one is a class, in
-any folder.
+A primitive is a function that gives labels to positions. A primitive implements `labels` for single
+positions, and `bounds` and `split` for whole runs.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ def each_number(first: IntArray, last: IntArray) -> tuple[IntArray, IntArray]:
 
 @dataclass(frozen=True)
 class Segment(Primitive):
-    """Label consecutive segments of `length` positions: p // length."""
+    """Give position p the label p // length: segments of `length` positions have the same label."""
 
     length: int
 
@@ -143,9 +144,10 @@ class Remainder(Primitive):
 
 @dataclass(frozen=True)
 class Partition:
-    """The positions first <= p < end, labelled by several primitives together.
+    """A label for each position first <= p < end; other positions have no label.
 
-    A token's label is the tuple of their labels; without a primitive all tokens in range have one label.
+    The label is the tuple of the labels that the primitives give. Without primitives, all positions in the
+    range have the same label.
     """
 
     first: int = 0
@@ -173,18 +175,17 @@ def labelled(primitive: Primitive) -> Partition:
 
 @dataclass(frozen=True)
 class Branch:
-    """The pairs of equal label within a band of distances; see [Note: sum of branches].
+    """The pairs with equal labels, a distance in the band, and all `masks`; see [Note: sum of branches].
 
-    The queries and the keys each have a range of positions and a tuple of primitives, of equal length. A
-    primitive is a function that gives a label to a position. The label of a query by the n-th primitive of
-    the queries is compared with the label of a key by the n-th primitive of the keys.
+    `queries` and `keys` have the same number of primitives. The n-th primitive of `queries` labels queries;
+    the n-th primitive of `keys` labels keys. A pair has equal labels if the two labels are equal for every n.
     """
 
     queries: Partition = ALL
     keys: Partition = ALL
-    least: int = -UNBOUNDED  # least and most (query position - key position); +-UNBOUNDED if open
+    least: int = -UNBOUNDED  # bounds of query position - key position; +-UNBOUNDED for no bound
     most: int = UNBOUNDED
-    masks: tuple[PairMask, ...] = ()  # functions of single pairs, which must all be true
+    masks: tuple[PairMask, ...] = ()  # functions of a pair; a pair is in the branch only if all return True
 
     def __post_init__(self) -> None:
         assert len(self.queries.primitives) == len(self.keys.primitives), (
@@ -240,5 +241,5 @@ class Branch:
 
 
 def match_labels(primitive: Primitive, least: int = -UNBOUNDED, most: int = UNBOUNDED) -> Branch:
-    """Return the branch of all pairs to which one primitive gives the same label, within a band."""
+    """Return the branch of the pairs with equal labels by one primitive and a distance in the band."""
     return Branch(labelled(primitive), labelled(primitive), least, most)

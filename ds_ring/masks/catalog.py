@@ -27,7 +27,7 @@ class Full(Pattern):
 
 @dataclass(frozen=True)
 class Causal(Pattern):
-    """Attend to the query itself and to what came before."""
+    """Attend to the query's own position and to all positions before it."""
 
     made_in_graphs = True
 
@@ -68,15 +68,15 @@ class _NumbersOfTokens:
 
 @dataclass(frozen=True)
 class SlidingWindow(_NumbersOfTokens, Pattern):
-    """Attend to the `window` positions that end with the query itself (Beltagy et al. 2020, Longformer).
+    """Attend to the `window` positions that end with the query's own (Beltagy et al. 2020, Longformer).
 
     Attributes:
-        window: number of positions that a query sees, its own included, as in Mistral; FlashAttention's
-            window_size is (window - 1, 0).
-        causal: if False, a query also sees as many positions after it as before it.
+        window: number of positions in the window, the query's own included (as in Mistral). FlashAttention's
+            window_size for a causal window is (window - 1, 0).
+        causal: if False, a query also attends to the window - 1 positions after its own.
 
     Raises:
-        RingPatternError: the window is not a positive integer.
+        RingPatternError: `window` is not a positive integer, or `causal` is not a bool.
     """
 
     window: int
@@ -131,14 +131,14 @@ class Sinks(_NumbersOfTokens, Pattern):
 
 @dataclass(frozen=True)
 class Chunked(_NumbersOfTokens, Pattern):
-    """Attend to the query itself and to earlier keys in the query's own chunk of `chunk` tokens.
+    """Attend to the query's own position and to the positions before it in the same chunk.
 
     Attributes:
-        chunk: tokens of a chunk; the first begins at position 0.
-        causal: if False, a query also attends to later keys of its chunk.
+        chunk: number of positions of a chunk; the first chunk begins at position 0.
+        causal: if False, a query also attends to the later positions of its chunk.
 
     Raises:
-        RingPatternError: the chunk is not a positive integer.
+        RingPatternError: `chunk` is not a positive integer, or `causal` is not a bool.
     """
 
     json_key = JsonKey("chunk", "tokens see their own chunk of n tokens only (Llama 4)")
@@ -151,17 +151,17 @@ class Chunked(_NumbersOfTokens, Pattern):
 
 @dataclass(frozen=True)
 class PrefixLM(_NumbersOfTokens, Pattern):
-    """Attend causally, and within the first `prefix` tokens both ways (as in T5 and PaliGemma).
+    """Attend causally, and among the first `prefix` tokens in both directions (as in T5 and PaliGemma).
 
     Attributes:
-        prefix: number of tokens that see one another.
+        prefix: number of tokens that all attend to each other.
 
     Raises:
-        RingPatternError: the prefix is not a positive integer.
+        RingPatternError: `prefix` is not a positive integer.
     """
 
-    # The dict maps each key that conflicts with "prefix" to the reason, which follows the word "which" in the
-    # error. A key that has its default value does not conflict.
+    # The dict has the JSON keys that must keep their default values if "prefix" is set, and for each key the
+    # reason that the error prints.
     json_key = JsonKey(
         "prefix",
         "the first n tokens see one another both ways",
@@ -175,7 +175,7 @@ class PrefixLM(_NumbersOfTokens, Pattern):
     prefix: int
 
     def branches(self, head: QueryHead) -> tuple[Branch, ...]:
-        # the second branch has only keys after their query, so no pair is in both
+        # Keys of the first branch are not after the query; keys of the second branch are. No pair is in both.
         prefix = in_range(0, self.prefix)
         return Branch(least=0), Branch(prefix, prefix, most=-1)
 

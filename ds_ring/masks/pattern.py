@@ -175,6 +175,7 @@ class Pattern(ABC):
 
         -1 (padding) never attends.
         """
+        self.check_unchanged()
         q, k = q_positions[:, None], k_positions[None, :]
         return (self.multiplicity(head, query_heads, kv_heads, q, k) > 0) & (q >= 0) & (k >= 0)
 

@@ -19,6 +19,7 @@ from ds_ring.data.batch import cache_in
 from ds_ring.data.batch_sharding import BatchSharding
 from ds_ring.error_origins import is_inside
 from ds_ring.errors import RingConfigError, RingPatternError, RingShapeError
+from ds_ring.models.attention_name import NAME
 from ds_ring.models.variant import (
     CONVOLUTION,
     INTERFACE,
@@ -230,6 +231,21 @@ def find_attention_home(name: str) -> str | None:
     function = ALL_ATTENTION_FUNCTIONS.get(name)
     home = getattr(getattr(function, "func", function), "__module__", None)
     return None if home is None or is_inside(home, "transformers", "ds_ring", "kernels") else home
+
+
+def check_attention(name: str, implementation: str) -> None:
+    """Refuse a model that was given an attention of transformers in place of the ring's.
+
+    Raises:
+        RingConfigError: with the model's class.
+    """
+    if implementation != NAME and find_attention_home(implementation) is None:
+        got = f"{implementation!r}, which would attend to this rank's tokens only"
+        advice = (
+            f"call model.set_attn_implementation('{NAME}'), or engine.ring.off() for a pass without a ring; a"
+            " function of your own calls ds_ring.ring_attention: see configs/examples/batch_mask.py"
+        )
+        raise RingConfigError.wrong(name, f"attention '{NAME}' on a ring", got, advice)
 
 
 def check_adapters(model: nn.Module) -> None:

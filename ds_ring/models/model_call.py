@@ -55,6 +55,8 @@ class ModelCall:
     def __init__(self, adapter: ModelAdapter, guard: LossGuard) -> None:
         self.adapter, self.model, self.session = adapter, adapter.model, adapter.session
         self.guard, self._warned = guard, False
+        configs = {id(part.config): part.config for part in adapter.implementations}
+        self._on_ring = [config for config in configs.values() if config._attn_implementation == NAME]
         self.name, self.signature = type(self.model).__name__, inspect.signature(self.model.forward)
         if type(self).before is ModelCall.before and not checks.takes_more(self.signature):
             raise checks.cannot_run(self.model, checks.TAKES_NO_MORE)
@@ -75,6 +77,9 @@ class ModelCall:
 
         @_before_call
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if not torch.compiler.is_compiling():
+                for config in self._on_ring:
+                    checks.check_attention(self.name, config._attn_implementation)
             return self.before(module, args, kwargs)
 
         @_after_call

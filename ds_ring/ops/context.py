@@ -178,7 +178,7 @@ class RingContext:
         """
         self.pattern.check(layout.tokens, q.shape[0], query_heads, str(q.device))
         mod = self.options.score_mod
-        if mod is not None and layout.has_pairs_of_all and not is_fake(q):
+        if mod is not None and layout.is_one_sequence and not is_fake(q):
             mod.check(layout.tokens, q.shape[0], query_heads)
 
     def choose_kernel(self, q: Tensor) -> Kernel:

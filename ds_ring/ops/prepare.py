@@ -61,10 +61,9 @@ class Prepared(NamedTuple):
 def prepare_pass(
     context: RingContext, call: collective, operands: Operands, extras: Sequence[ExtraOperand] = ()
 ) -> Pass:
-    """Return the context's pass, an object with `forward` and `backward`.
+    """Return the pass of the context (a `RingPass`, or that of another transport), checked and planned.
 
-    With `grad_out` among the operands this is a backward pass, with its own cache entry and checks. When this
-    returns, the headers have been compared; on a GPU with overlap their comparison may still run.
+    Before the function returns, ranks compare headers; on a GPU with overlap this may still run afterwards.
     """
     prepared, finish_header_check = prepare(context, call, operands, extras)
     kernel = prepared.kernel
@@ -80,15 +79,15 @@ def prepare(
 ) -> tuple[Prepared, Callable[[], None] | None]:
     """Check the operands, and compare headers with the other ranks.
 
-    The first operands of a description get all checks, later ones only the checks of each call.
+    A description of operands (`key`) has their shapes, dtypes and devices, and whether the pass is backward.
+    For a new description, `_prepare` checks the operands and makes the plan. Each call makes further checks.
 
     Returns:
-        What the pass needs, and a function that finishes the header check; None if it is finished. The pass
-        calls the function before it sends the first payload, but after it launched the first hop's kernels.
+        What the pass needs; and a function that finishes the comparison of headers, or None.
 
     Raises:
         RingShapeError: this rank's tensors do not fit.
-        RingMismatchError: another rank's tensors do not fit, or differ from this rank's.
+        RingMismatchError: the tensors of another rank do not fit, or differ from this rank's tensors.
     """
     q, k, v, grad_out, _ = operands
     options = context.options
@@ -105,7 +104,7 @@ def prepare(
         if len(context.prepared) >= KEPT_DESCRIPTIONS:
             context.prepared.clear()
         context.prepared[key] = prepared
-    # Below: checks of each call. They are not cached with the description.
+    # The following checks are made in every call.
     if q.is_cuda:
         check_not_captured(q)
     if options.check_finite:
@@ -117,7 +116,7 @@ def prepare(
         patience = 0.0
         if ask is not None:
             patience = ask(context, call.name, q, k, prepared=prepared, operands=operands)
-        # Only on a GPU, with hops and overlap, something computes during the comparison.
+        # On a GPU with hops and overlap, hop 0 computes while ranks compare headers.
         if not (q.is_cuda and options.overlap and options.has_hops):
             call.compare_headers(prepared.agreement, patience)
         else:

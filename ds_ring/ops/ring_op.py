@@ -1,16 +1,15 @@
-"""Register the operator `ds_ring::ring_attention` and its gradient.
+"""Register the operator `ds_ring::ring_attention` and its gradient with torch.library.
 
-Owns the registration with torch.library, and the plain autograd function of eager calls. `attend`
-(`eager.py`) calls either the operator or `EagerAttention`. `_backward` calls either the operator of the
-backward pass or `run_backward`.
-Saved for backward: local q, k, v, out, lse (or copies on the host), sinks; no other rank's K/V.
+In an eager call, `attend` (`eager.py`) calls the autograd function `EagerAttention` for plain tensors, and
+the operator for other tensors. A compiled call has the operator in its graph (backend "ds_ring": another one,
+in contrib/compile). The gradient of both is `_backward`, which runs the backward pass by `run_backward`.
 
 [Note: an opaque operator]
-For torch.compile the whole pass is one opaque node, so a compiled graph has no break and does not grow with
-the number of ranks. If the collectives were traced, the partitioner could save every shard that arrives,
-so memory would be O(T), and Inductor could reorder the sends. With torch.compile's backend "ds_ring", one
-graph serves all inputs of a local length, whatever their layout and pattern: each run of the graph computes
-the handle of its context ([Note: placements in compiled code] in contrib/compile/placed_op.py).
+torch.compile sees the whole pass as one opaque node. So a compiled graph has no break, and does not grow with
+the number of ranks. If torch.compile traced the messages of a pass, the partitioner could save every shard
+that arrives, and memory would be O(T). Inductor could also reorder the sends. With torch.compile's backend
+"ds_ring", one graph serves all inputs of one local length, for any layout and pattern: each run of the graph
+computes the handle of its context ([Note: placements in compiled code] in contrib/compile/placed_op.py).
 """
 
 from __future__ import annotations
@@ -69,9 +68,9 @@ def run_forward(
     context: RingContext, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None,
     extras: Sequence[ExtraOperand] = (),
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Run a pass; return (out, lse), sinks included.
+    """Run a forward pass; return (out, lse), with the effect of sinks and other extra operands.
 
-    If a checkpointed region runs again and the results of its first run were kept, return those.
+    If a checkpointed region runs again, and the results of the first run were kept, return these results.
     """
     if sinks is not None:
         from ds_ring.ops.sinks import SinkLogits
@@ -114,7 +113,7 @@ def ring_attention_op(
 ) -> tuple[Tensor, Tensor]:
     """Return (out, lse) of local q [B, H, S, D] over the ring's k [B, G, S, D] and v [B, G, S, E].
 
-    See `RingPass.forward`. The sinks are those of the heads of all Ulysses ranks.
+    See `RingPass.forward`. `sinks` has the heads of all Ulysses ranks.
     """
     return run_forward(get_ring_context(handle), q, k, v, sinks)
 
@@ -139,12 +138,12 @@ def save(
     ctx: Any, context: RingContext, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor], eager: bool,
     further: tuple[Tensor, ...] = (),
 ) -> None:  # fmt: skip
-    """Save the tensors that the backward pass needs; `further` are saved after the sinks."""
+    """Save the tensors that the backward pass needs: local q, k, v, out, lse, sinks, then `further`."""
     q, k, v, _, sinks = inputs
     ctx.eager = eager
-    # Save no hop's K/V: they travel again in the backward pass, which keeps memory at O(T / P).
+    # K/V of other ranks are not saved, because they travel again in the backward pass: memory is O(T / P).
     saved = context.saved.save(context, (q, k, v, *output))
-    ctx.context = context  # keeps it alive until the backward pass
+    ctx.context = context
     ctx.call = get_forward_call(context.exchange)
     ctx.save_for_backward(*saved, sinks, *further)
     ctx.set_materialize_grads(False)
@@ -175,7 +174,7 @@ def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tup
 
 
 class EagerAttention(torch.autograd.Function):
-    """Do what `ring_attention_op` does, in eager calls; takes the context instead of a handle."""
+    """Do in eager calls what `ring_attention_op` does in compiled calls; takes a context, not its handle."""
 
     @staticmethod
     def forward(

@@ -17,9 +17,10 @@ from ds_ring.kernels.interface import ALL_HEADS, Kernel, Rows
 from ds_ring.ring.merge import MAX_PARTS, add_parts_, assign_, merge_, merge_parts_
 
 # [Note: the first part of a row]
-# The first partial result of a row is assigned, so the accumulator is not filled before. Rows without results
-# are filled at the end. Three kinds of parts are merged instead: strided ones, those of some heads, and those
-# with new and old rows. Before that, unwritten rows are filled with the neutral element.
+# The first part of a row is assigned, not merged, so the memory of the accumulator is not filled before.
+# Rows without any part are filled at the end. A part cannot be assigned if its rows are strided, if it has
+# only some heads, or if some of its rows have a part already. Before such a part is merged or added,
+# unwritten rows are filled with the neutral element: 0, and for lse -inf.
 
 
 class UnwrittenSlots:
@@ -132,30 +133,26 @@ def check_parts_wait(kernel: Kernel, dtype: torch.dtype, accumulator: torch.dtyp
 
 
 class Accumulator:
-    """Results of a chunk, as their parts arrive: out and lse, or dQ, or dK and dV; [Note: parts that wait].
+    """Collect the parts of a head chunk's results: out and lse, or dQ, or dK and dV.
 
-    Its states; `finish` writes the results in each:
+    Parts of out and lse are merged; parts of gradients are added. If `waits` is False, `add` merges or adds a
+    part at once. If `waits` is True, parts wait in a list, and one call merges or adds several parts
+    ([Note: parts that wait]). A part of strided rows or of some heads never waits.
 
-    | accumulators (`_made`) | parts | when |
-    |---|---|---|
-    | none | wait in a list | `waits`, before the first merge |
-    | tensors of their own | wait in a list | `waits`, after the first merge |
-    | tensors of their own | are merged or added at once | not `waits`, results of another dtype |
-    | the results | are merged or added at once | not `waits`, results of the accumulators' dtype |
-
-    With `waits`, a part of strided rows or of some heads does not wait: it is merged or added at once.
+    Accumulators are the tensors into which parts are merged or added. If `waits` is False and the results
+    have the dtype of the accumulators, the results themselves are the accumulators.
 
     Args:
-        results: allocates and returns the result tensors [B, H, S, ...], without lse. Only its first
-            `len(shapes)` tensors are used.
-        like: a tensor of their device.
+        results: returns a sequence that begins with the result tensors [B, H, S, ...], without lse; its
+            further items are ignored.
+        like: a tensor on the device of the results.
         shapes: of the results.
         dtype: of the accumulators.
-        lse: [B, H, S], uninitialised, of the same dtype, if parts are merged; None if they are added.
-        waits: whether parts wait to be merged together; if not, each is merged or added when it arrives.
+        lse: lse of the results, uninitialised, of the accumulators' dtype; None if parts are added.
+        waits: whether parts wait to be merged together.
 
     Attributes:
-        own_bytes: memory of the accumulators; 0 if the results themselves are the accumulators.
+        own_bytes: memory of the accumulators; 0 if the results are the accumulators.
     """
 
     __slots__ = (
@@ -201,10 +198,10 @@ class Accumulator:
             self._write(self._get_accumulators())
 
     def add(self, rows: Rows, heads: slice, *parts: Tensor) -> None:
-        """Merge (or add) one part of each result, now or later; the caller must not write to parts again."""
-        accumulators = self._made  # read without a call: Python calls are most of a hop's host time
+        """Merge or add a part, now or later; the caller must not write to `parts` afterwards."""
+        accumulators = self._made
         if self._waits and heads == ALL_HEADS and rows.step == rows.repeats == 1:
-            # `make_room` runs once a hop; one hop's parts, or returned gradients, can still fill the list.
+            # `make_room` empties a long list before each hop, but the parts of one hop may still fill it.
             if len(self.waiting) == MAX_PARTS - (accumulators is not None):
                 self._write(self._get_accumulators())
             self.waiting.append((rows, parts))
@@ -212,8 +209,7 @@ class Accumulator:
         if accumulators is None:
             accumulators = self._get_accumulators()
         first = bool(self._unwritten.open) and self._unwritten.claim(rows, heads)
-        views = rows.views(*accumulators, heads=heads)
-        # Views, so that the accumulators are changed in place
+        views = rows.views(*accumulators, heads=heads)  # views: the accumulators are changed in place
         if self.lse is not None:
             (assign_ if first else merge_)(*views, *parts)
             return
@@ -228,7 +224,7 @@ class Accumulator:
         return accumulators
 
     def finish(self) -> None:
-        """Write the results."""
+        """Write the results to the result tensors and to lse."""
         accumulators = self._made
         if self._targets is None:
             self._targets = tuple(self._results()[: len(self._shapes)])

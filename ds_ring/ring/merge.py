@@ -1,12 +1,12 @@
-"""Merge partial attention results over disjoint keys. Owns this formula and nothing else.
+"""Merge parts: attention of the same queries over disjoint keys.
 
     lse = logaddexp(lse1, lse2),  out = out1 * exp(lse1 - lse) + out2 * exp(lse2 - lse)
 
 (Liu et al. 2023, Ring Attention, section 3; Dao et al. 2022, FlashAttention, for the online softmax.)
-A row without keys has out 0 and lse -inf. If both parts have no key, the merged lse is -inf as well. To avoid
-the NaN of (-inf) - (-inf), the weights are computed with the least finite number in place of this lse.
-`logaddexp` subtracts the maximum first, so lse1 and lse2 may differ by any amount (the popular
-`log1p(exp(lse2 - lse1))` overflows at a difference of 89 in float32).
+A row without keys has out 0 and lse -inf. If a row has no key in either part, the merged lse is -inf, and
+(-inf) - (-inf) is NaN. So the least finite number replaces a merged lse of -inf in the weights. `logaddexp`
+subtracts the maximum first, so lse1 and lse2 may differ by any amount. (`log1p(exp(lse2 - lse1))` overflows
+in float32 at a difference of 89.)
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ def assign_(out_BHSD: Tensor, lse_BHS: Tensor, part_out_BHSD: Tensor, part_lse_B
 
 
 def merge_(out_BHSD: Tensor, lse_BHS: Tensor, part_out_BHSD: Tensor, part_lse_BHS: Tensor) -> None:
-    """Merge a partial result into an accumulator, in place; on CUDA in one pass over memory.
+    """Merge a part into an accumulator, in place; on CUDA in one pass over memory.
 
     Args:
-        out_BHSD: accumulated output, [batch, heads, tokens, head_dim], any strides, float32 or float64;
-            changed. It may have a dim of repeats after the first one (`Rows` in `kernels/interface.py`).
-        lse_BHS: accumulated natural-log log-sum-exp, the same shape without head_dim, same dtype; changed.
-        part_out_BHSD, part_lse_BHS: the part, over keys not seen so far, in any dtype; not changed.
+        out_BHSD: the accumulator's out, [B, H, S, D], any strides, float32 or float64; changed. A dim of
+            repeats may follow the first dim (`Rows` in `kernels/interface.py`).
+        lse_BHS: the accumulator's lse, [B, H, S], the dtype of out; changed.
+        part_out_BHSD, part_lse_BHS: the part, over keys that no earlier part has, in any dtype; not changed.
     """
     if out_BHSD.is_cuda and not is_fake(out_BHSD):
         merge_parts_(out_BHSD, lse_BHS, [(out_BHSD, lse_BHS), (part_out_BHSD, part_lse_BHS)])
@@ -70,7 +70,7 @@ def merge_by_operators_(
     """Merge as `merge_` does, by torch's operators on any device."""
     part_lse_BHS = part_lse_BHS.to(lse_BHS.dtype)
     merged_BHS = torch.logaddexp(lse_BHS, part_lse_BHS)
-    # Only rows without keys change here: their weights become exp(-inf) = 0.
+    # This changes only the lse of rows without keys: the weights of these rows become exp(-inf) = 0.
     finite_BHS = merged_BHS.clamp_min(torch.finfo(merged_BHS.dtype).min)
     old_weight = torch.exp(lse_BHS - finite_BHS).unsqueeze(-1)
     new_weight = torch.exp(part_lse_BHS - finite_BHS).unsqueeze(-1)

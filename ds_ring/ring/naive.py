@@ -1,10 +1,11 @@
 """Ring attention on one page, for readers: the formulas of `ring_pass.py` without plans, tiles or buffers.
 
-Shapes: B batch, H query heads, G K/V heads, S local queries, T keys of a hop, D head dim, E value dim.
+Shapes: B samples, H query heads, G K/V heads, S local queries, T keys of a hop, D head dim, E value dim.
 
-Every rank holds one shard. K/V go around the ring once. In the backward pass their gradients go with them,
-and one rank further, to the owner. Nothing here checks its input, skips masked pairs or overlaps messages
-with computation. `tests/dist/test_naive.py` compares it with `ring_attention` and with dense attention.
+Every rank owns one shard. In each pass K/V go around the ring once. In the backward pass dK and dV travel
+with K/V. After the last hop dK and dV go one rank further, to their owner. The functions do not check their
+input, skip masked pairs or overlap messages with computation. `tests/dist/test_naive.py` compares `forward`
+and `backward` with `ring_attention` and with dense attention.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# For a ring rank: the mask between the local queries and the keys of that rank, bool [S, T] or [B, H, S, T].
+# Takes a ring rank; returns the mask of the local queries and that rank's keys, bool [S, T] or [B, H, S, T].
 Visible = Callable[[int], Tensor]
 
 
 def rotate(*tensors: Tensor) -> list[Tensor]:
-    """Send tensors to the next rank of the ring, and return those of the previous rank."""
+    """Send tensors to the next rank of the ring, and return the tensors of the previous rank."""
     rank, ring_size = dist.get_rank(), dist.get_world_size()
     received = [torch.empty_like(x) for x in tensors]
     operations = [dist.P2POp(dist.isend, x, (rank + 1) % ring_size) for x in tensors]
@@ -36,17 +37,17 @@ def repeat_heads(x_BGTD: Tensor, query_heads: int) -> Tensor:
 
 
 def sum_heads(x_BHTD: Tensor, kv_heads: int) -> Tensor:
-    """Return the gradient of `repeat_heads`."""
+    """Return dK or dV: sum the gradients of the query heads that read the same K/V head."""
     return x_BHTD.unflatten(1, (kv_heads, -1)).sum(2)
 
 
 def compute_scores(q_BHSD: Tensor, k_BHTD: Tensor, visible: Tensor) -> Tensor:
-    """Return the scores [B, H, S, T], -inf where the mask hides a key."""
+    """Return the scores [B, H, S, T]; masked pairs have -inf."""
     return (q_BHSD @ k_BHTD.mT * q_BHSD.shape[-1] ** -0.5).masked_fill(~visible, float("-inf"))
 
 
 def subtract_and_exp(x: Tensor, lse: Tensor) -> Tensor:
-    """Return exp(x - lse), which is 0 in rows that saw no key: there, x and lse are -inf."""
+    """Return exp(x - lse). In rows without a key x and lse are -inf, and the result is 0."""
     return torch.exp(x - lse.clamp_min(torch.finfo(lse.dtype).min))
 
 
@@ -57,12 +58,12 @@ def forward(q_BHSD: Tensor, k_BGSD: Tensor, v_BGSE: Tensor, visible: Visible) ->
     lse_BHS1 = q_BHSD.new_full((*q_BHSD.shape[:-1], 1), float("-inf"))
     k_BGTD, v_BGTE = k_BGSD, v_BGSE
     for hop in range(ring_size):
-        if hop > 0:  # now a rank has the K/V of the rank `hop` places before it
+        if hop > 0:  # `rotate` returns K/V of the rank `hop` places before this rank
             k_BGTD, v_BGTE = rotate(k_BGTD, v_BGTE)
         scores_BHST = compute_scores(q_BHSD, repeat_heads(k_BGTD, heads), visible((rank - hop) % ring_size))
         hop_lse_BHS1 = scores_BHST.logsumexp(-1, keepdim=True)
         hop_out_BHSE = subtract_and_exp(scores_BHST, hop_lse_BHS1) @ repeat_heads(v_BGTE, heads)
-        # Merge two softmaxes over disjoint keys: each counts by its share of the sum of exponentials.
+        # Merge two results over disjoint keys. A result's weight is its share of the sum of exponentials.
         merged_lse_BHS1 = torch.logaddexp(lse_BHS1, hop_lse_BHS1)
         out_BHSE = out_BHSE * subtract_and_exp(lse_BHS1, merged_lse_BHS1)
         out_BHSE = out_BHSE + hop_out_BHSE * subtract_and_exp(hop_lse_BHS1, merged_lse_BHS1)
@@ -74,7 +75,7 @@ def backward(
     grad_out_BHSE: Tensor, q_BHSD: Tensor, k_BGSD: Tensor, v_BGSE: Tensor, out_BHSE: Tensor, lse_BHS1: Tensor,
     visible: Visible,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the gradients of the local q, k and v. out and lse are those of the whole forward pass."""
+    """Return the gradients of the local q, k and v; out and lse are the results of `forward`."""
     rank, ring_size, heads, kv_heads = (
         dist.get_rank(),
         dist.get_world_size(),
@@ -89,7 +90,7 @@ def backward(
             k_BGTD, v_BGTE, dk_BGTD, dv_BGTE = rotate(k_BGTD, v_BGTE, dk_BGTD, dv_BGTE)
         k_BHTD, v_BHTE = repeat_heads(k_BGTD, heads), repeat_heads(v_BGTE, heads)
         scores_BHST = compute_scores(q_BHSD, k_BHTD, visible((rank - hop) % ring_size))
-        # With the lse of all keys these are columns of the whole softmax: gradients of hops are simply added.
+        # lse covers the keys of all ranks, so these weights are columns of the whole softmax.
         weights_BHST = subtract_and_exp(scores_BHST, lse_BHS1)
         dscores_BHST = weights_BHST * (grad_out_BHSE @ v_BHTE.mT - delta_BHS1) * q_BHSD.shape[-1] ** -0.5
         dq_BHSD += dscores_BHST @ k_BHTD

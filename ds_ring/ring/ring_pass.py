@@ -1,8 +1,8 @@
 """Run the steps of a rank on tensors, forward and backward: the ring pass.
 
-Decides what each step does to tensors. Others do the rest: `schedule/lowering.py` orders the steps, the
-kernel computes the attention of one hop, the exchange sends the messages, and `accumulator.py` merges the
-partial results. A new pattern, layout or kernel changes nothing here.
+This file decides what each step does to tensors. `schedule/lowering.py` orders the steps, the kernel computes
+the attention of one hop, the exchange sends the messages, and `accumulator.py` merges parts. A new pattern,
+layout or kernel changes nothing in this file.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class ForwardChunk:
-    """The forward pass of a head chunk: merges the partial results of each hop into out and lse.
+    """The forward pass of a head chunk.
 
     Args:
         total: accumulates out [B, H, S, E] and lse [B, H, S].
@@ -43,13 +43,13 @@ class ForwardChunk:
         self.total = total
 
     def compute(self, step: Compute) -> None:
-        """Attend to the keys of a step and merge the partial results."""
+        """Attend to the keys of a step and merge the parts into `total`."""
         keys, total = self.buffers.pair(step.buffer), self.total
         if total.waiting:
             total.make_room()
         for part in self.kernel.forward(self.q, keys.k, keys.v, step.tiles, self.ring.scale):
             total.add(part.q_rows, part.heads, part.out_BHSD, part.lse_BHS)
-            del part  # else it stays alive while the kernel computes the next one
+            del part  # Without this, the part stays in memory while the kernel computes the next part.
 
     @property
     def accumulators_bytes(self) -> int:
@@ -87,14 +87,13 @@ class BackwardChunk:
         assert step.gradients is not None, "steps of a forward pass"
         if self.dq.waiting:
             self.dq.make_room()
-        # `kv_grads` accumulates dK and dV of this step's keys; at hop 0, those of the own shard. After
-        # hop 0 the target is a new buffer, and only this step computes into it.
+        # `kv_grads` accumulates dK and dV of this step's keys. At hop 0 these are keys of the own shard. At
+        # other hops `kv_grads` writes to a new buffer, and no other step computes into this buffer.
         keys, kv_grads = self.buffers.pair(step.buffer), self.own_kv_grads
         is_stage = False
         if step.gradients != RESULTS:
-            # In a ring (GRADIENTS), sums of other ranks may be added to this buffer later, so it is an
-            # accumulator. In stages no sums arrive, so parts may wait; a single part may become the buffer
-            # without a copy (`adopt`).
+            # Without stages (GRADIENTS), the sum of earlier ranks may be added to this buffer later. In
+            # stages no sum arrives, so parts may wait, and a single part may become the buffer (`adopt`).
             is_stage = self.buffers.chunk.steps.buffers[step.gradients].payload is not Payload.GRADIENTS
             shapes, waits = (keys.k.shape, keys.v.shape), is_stage and self.waits
             buffer_pair = partial(self.buffers.pair, step.gradients)
@@ -102,10 +101,10 @@ class BackwardChunk:
         inputs = (keys.k, keys.v, out, lse, step.tiles, self.ring.scale, grad_lse)
         for part in self.kernel.backward(grad_out, q, *inputs):
             heads, rows, key_rows, dq_part, dk_part, dv_part, tokens_first = part
-            if tokens_first:  # the kernel returned tokens before heads
+            if tokens_first:
                 dq_part, dk_part, dv_part = (x.transpose(-3, -2) for x in (dq_part, dk_part, dv_part))
             self.dq.add(rows, heads, dq_part)
-            # All K/V heads: the kernel has already summed over the query heads that share one.
+            # dK and dV have all K/V heads: the kernel has summed over the query heads of each K/V head.
             kv_grads.add(key_rows, ALL_HEADS, dk_part, dv_part)
             del part, dq_part, dk_part, dv_part
         adopted = is_stage and self.buffers.adopt(step.gradients, kv_grads.whole())
@@ -134,22 +133,22 @@ class RingPass:
 
     Attributes:
         plan: this rank's part of the plan.
-        kernel: computes one hop.
-        exchange: sends and receives payloads; None if the sequence (ring x Ulysses) has one rank.
+        kernel: computes the attention of one hop.
+        exchange: sends and receives messages; None if the sequence (ring x Ulysses) has one rank.
         scale: factor of the scores.
-        overlap: if False, the pass waits for each hop's messages before it computes (for comparison).
-        chunk_bytes: minimum size of K and of V of a head chunk, the heads that go around the ring together.
-        buffers: pool of memory for payloads.
-        on_gradients_final: called with the K/V heads of a chunk and dK and dV of the own shard; None for no
-            call. The gradients of other ranks are in these sums, and they are not rounded yet.
-        observer: is called at the start and the end of a pass, and before the sends, the computation and the
+        overlap: if False, the pass waits for the messages of a batch before it computes (for comparison).
+        chunk_bytes: least bytes of K of a head chunk, and of V; a class with fewer bytes is one chunk.
+        buffers: pool of memory for buffers.
+        on_gradients_final: called for each head chunk with its K/V heads, and with the final dK and dV of the
+            own shard before these are rounded; None for no call.
+        observer: called at the start and the end of a pass, and before the sends, the computation and the
             wait of each batch; None for no calls.
         load_heads: makes the object that copies q, k, v, out and lse of each head chunk from the host to
-            the device; None: they were saved on the device.
-        finish_header_check: called once before the first payload is posted; raises if the ranks' headers
-            differ. None if they were compared before the pass, or if there is nobody to compare with. See
+            the device; None if these tensors were saved on the device.
+        finish_header_check: called in the first batch, before its messages are posted; raises if the headers
+            of the ranks differ. None if no comparison of headers is running. See
             [Note: the header while the first hop computes].
-        prepared: what earlier passes of the same shapes computed once, such as message routes.
+        prepared: values that passes of the same shapes share, such as the routes of messages.
     """
 
     plan: RankPlan
@@ -177,12 +176,12 @@ class RingPass:
             out [B, H, S, E] in q's dtype, contiguous; lse [B, H, S], float32 (float64 for float64 inputs).
         """
         shape = (*q.shape[:-1], value_dim(self.kernel, v))
-        out = lru_cache(maxsize=1)(partial(q.new_empty, shape))  # allocated at its first use
+        out = lru_cache(maxsize=1)(partial(q.new_empty, shape))  # the first call of `out` allocates it
         lse = q.new_empty(q.shape[:-1], dtype=get_accumulator_dtype(q.dtype))
         waits = check_parts_wait(self.kernel, q.dtype, lse.dtype)
 
         def begin(chunk: HeadChunk) -> Chunk:
-            # Heads are slices, so these are views: chunks read and write the caller's tensors directly.
+            # `heads` and `kv` are slices, so all tensors of the chunk are views of the caller's tensors.
             heads, kv = chunk.query_heads, chunk.kv_heads
             k_here, v_here = select_some_heads(kv, k, v)
             kernel = self.kernel.select_heads(heads)
@@ -278,16 +277,16 @@ class RingPass:
                 done = bool(steps.arrived) and chunk.buffers.arrive(steps.arrived)
                 if done:
                     chunk.finish()
-                # Two ranks match their messages by order alone, so keep the schedule's order.
+                # Sender and receiver match messages by order alone, so keep the schedule's order.
                 if steps.posted:
                     chunk.buffers.post(steps.posted, sent, received)
                 if done:
                     del under_way[index]
                 del chunk
-            known = batches.get(number)
-            if known is None:
-                known = batches[number] = self._prepare(rounds, under_way, sent, received)
-            posting = known.route, sent, received, hop
+            prepared_batch = batches.get(number)
+            if prepared_batch is None:
+                prepared_batch = batches[number] = self._prepare(rounds, under_way, sent, received)
+            posting = prepared_batch.route, sent, received, hop
             pending, mark = None, None
             if finish_header_check is None:
                 if sent or received:
@@ -295,22 +294,22 @@ class RingPass:
             elif sent or received:
                 assert self.exchange is not None, "a header check on a ring of one"
                 mark = self.exchange.streams((*sent, *received)[0]).mark()
-            # The youngest chunk computes hop - 1 while the keys of `hop` arrive. After its last hop no keys
-            # arrive, and it may compute a part of hop 0: [Note: a part for the end] in `lowering.py`.
+            # The chunk that started last computes hop - 1 while keys of `hop` arrive. After the last hop no
+            # keys arrive. Then the chunk may compute a part of hop 0: [Note: a part for the end].
             if note is not None:
-                note("compute", hop - 1, known.posted)
+                note("compute", hop - 1, prepared_batch.posted)
             for index, steps in rounds:
                 for step in steps.computed:
                     under_way[index].compute(step)
             if note is not None:
-                note("wait", hop, known.posted)
+                note("wait", hop, prepared_batch.posted)
             if finish_header_check is not None:
-                # In the first batch, also if this rank sends nothing in it.
+                # This is the first batch. Finish the check even if this rank has no messages in it.
                 finish_header_check()
                 pending, finish_header_check = self._post_behind(mark, *posting), None
             if pending is not None:
                 pending.wait()
-            # Drop the references, so that the next batch can allocate the memory of buffers that it frees.
+            # Delete the references, so that the memory of buffers can be used again in the next batch.
             del sent, received, pending, posting
         if note is not None:
             note("end", 0, NOTHING_SENT)
@@ -324,11 +323,11 @@ class RingPass:
         self.observer.on_batch(BatchEvent(stage, phase, hop, self.buffers.held_bytes, accumulators, posted))
 
     # [Note: the header while the first hop computes]
-    # Usually the messages of a batch are posted before its kernels are launched. If `finish_header_check` is
-    # given (on a GPU, with overlap), the first batch launches its kernels first, and ranks compare headers
-    # while hop 0 computes. The payloads must not wait for those kernels. So an event is recorded before the
-    # kernels are launched, once all buffers are allocated and packed. The messages wait for that event only
-    # (`streams.py`).
+    # In most batches a rank posts messages before it launches kernels. If `finish_header_check` is not None
+    # (on a GPU, with overlap), the first batch launches the kernels of hop 0 first. While these kernels run,
+    # ranks compare headers; then messages are posted. The messages must not wait for the kernels. So an event
+    # (`mark`) is recorded before the kernels are launched, after all buffers are allocated and packed. The
+    # messages wait for this event only (`streams.py`).
     def _post_behind(
         self, mark: Any, route: Any, sent: list[Tensor], received: list[Tensor], hop: int
     ) -> InFlight | None:

@@ -6,29 +6,28 @@ hop. At hop 0 the reader is the origin, and all slots are held. The relayed slot
 that the rank before the reader holds as well.
 
 [Note: relays and direct sends]
-In a ring of P ranks and a direction of sign d, rank (o + d * s) mod P computes at hop s with the shard of
-rank o. It receives exactly the tokens that it reads, each once. The rank before it on the shard's way holds
-some of these tokens, too, and sends them on (a relay). The origin sends the others (a direct send, which
-never waits for another message). So the traffic is minimal. Direct sends do not occur for contiguous shards
-with dense, causal windowed, and causal dilated patterns (of rates up to the length of a shard), nor for
-zigzag shards with a dense causal pattern.
+In a ring of P ranks with direction d (+1 or -1), rank (o + d * s) mod P computes at hop s with the shard of
+rank o. The rank receives only the tokens that it reads (unless the option `prune` is False), and each token
+once. So the number of tokens sent is minimal. If the reader at hop s - 1 holds a token that the reader at hop
+s reads, the first of the two sends the token to the second (a relay). If not, the origin sends the token to
+the reader (a direct send). A direct send does not wait for another message. `Causal` on a contiguous or
+zigzag layout has no direct sends.
 
-Of 16,384 tokens on 8 ranks, LongNet (segments 512, 2048, 8192, rates 1, 2, 4, causal, 8 heads; zigzag) sends
-8 % of its messages' tokens directly. If neighbours relayed every token up to its last reader, 14 % more
-tokens would be sent. With `SlidingWindow(2048)` on a "balanced" layout, 30 % are sent directly, and relaying
-all would send 45 % more. If only neighbours are linked, a direct send crosses one link for each hop of its
-way. Both directions send the same number of tokens; `directions.py` chooses by the links that they cross.
+For LongNet (segments 512, 2048, 8192, rates 1, 2, 4, causal, 8 heads; zigzag) with 16,384 tokens on 8 ranks,
+8 % of the tokens are sent directly. If relays carried every token up to the token's last reader, 14 % more
+tokens would be sent. If only neighbours are linked, a direct send to the reader at hop s crosses s links. The
+number of tokens sent does not depend on the direction. `directions.py` chooses the fewest crossings of links.
 
 [Note: where gradients are added]
-With a float32 payload, the sum of a token's dK and dV follows its keys, and each rank adds its own part. A
-rank returns the sum to the owner where the next rank does not hold the token, and where the next rank is in
-another node. If a later rank reads the token, a second sum begins there. In stages
-([Note: stages] in `rank_plan.py`) nothing is summed on the way.
+The option `gradient_payload` is "float32" by default. Then the sum of a token's dK and dV follows the token's
+keys from reader to reader, and each reader adds its own part. A reader returns the sum to the origin if the
+next rank does not hold the token, or is in another node. If a later rank reads the token, a second sum begins
+at that rank. In stages ([Note: stages] in `rank_plan.py`), each reader returns its own part to the origin.
 
 A sum that is rounded to bfloat16 at every hop has, with 64 ranks, 5.5 to 5.9 times the error of one rank. So
-with a bfloat16 payload on one level each rank returns its own part to the owner, which adds in float32. The
-number of bytes is the same, and the error is 1.3 times that of one rank for every ring size. On two levels,
-sums are passed on inside a node, where links are fast, in float32; only the way to the owner is in bfloat16.
+if `gradient_payload` is "bfloat16" in a ring of one level, each reader returns its own part to the origin.
+The origin adds the parts in float32. The error is then 1.3 times the error of one rank, for every ring size.
+With two levels, sums travel in float32 inside a node, and only messages to the origin are in bfloat16.
 """
 
 from __future__ import annotations

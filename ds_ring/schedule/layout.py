@@ -1,13 +1,12 @@
 """Layouts: which token of the sequence is in which slot of which rank.
 
-A layout gives every ring rank an ordered list of runs (arithmetic progressions of positions). All shards
-have equally many slots. The real tokens of a shard come first; the remaining slots are padding: no tile
-covers them, no query attends to them, and `gather_sequence` strips them.
-`ops/shard.py` applies layouts to tensors.
+A layout gives every ring rank an ordered list of runs. All shards have the same number of slots. The tokens
+of a shard fill its first slots; the other slots are padding. No tile contains padding, and
+`gather_sequence` removes padding. `ops/shard.py` applies layouts to tensors.
 
-The zigzag layout gives rank p the chunks p and 2P-1-p, so that a causal mask gives every rank the same work
-(Zhu 2024, ring-flash-attention). The striped layout deals out single tokens for the same reason (Brandon et
-al. 2023, Striped Attention).
+The zigzag layout cuts the sequence into 2P chunks. Rank p has the chunks p and 2P - 1 - p, so with a causal
+mask all ranks have about the same work (Zhu 2024, ring-flash-attention). The striped layout gives token t to
+rank t mod P for the same reason (Brandon et al. 2023, Striped Attention).
 """
 
 from __future__ import annotations
@@ -35,18 +34,18 @@ Mix = tuple[tuple[Pattern, int], ...]  # patterns, and how many layers have each
 
 @dataclass(frozen=True)
 class Layout(ABC):
-    """Describe the bijection position <-> (ring rank, slot) for `tokens` tokens over `ring_size` ranks.
+    """Map every position of a sequence to a ring rank and a slot of this rank's shard.
 
     Attributes:
-        tokens: length T of the real sequence.
-        ring_size: number of shards P.
-        multiple_of: every shard is padded to a multiple of this many slots.
+        tokens: length T of the sequence, without padding.
+        ring_size: number P of ranks, and of shards.
+        multiple_of: the number of slots of a shard is a multiple of this number.
     """
 
     tokens: int
     ring_size: int
     multiple_of: int = 1
-    has_pairs_of_all: ClassVar[bool] = True  # False: queries and keys are two sequences
+    is_one_sequence: ClassVar[bool] = True  # False if queries and keys are of two sequences
 
     @property
     @abstractmethod
@@ -55,17 +54,17 @@ class Layout(ABC):
 
     @abstractmethod
     def runs(self, ring_rank: int) -> IntArray:
-        """Return the runs of one shard in slot order: int64 [n, 3] of (start, step, length), none empty."""
+        """Return the runs of a shard in slot order: int64 [n, 3], rows (start, step, length), length > 0."""
 
     @cached_property
     def longest_shard(self) -> int:
-        """Count real tokens of the fullest shard."""
+        """Return the greatest number of tokens of a shard, without padding."""
         return max(self.valid_tokens(rank) for rank in range(self.ring_size))
 
     @property
     def local_tokens(self) -> int:
-        """Return the slots of a shard, padding included: S of a sharded tensor, times the Ulysses size."""
-        # at least one slot, so that no local tensor is empty
+        """Return the number of slots of a shard, padding included."""
+        # A shard has at least one slot, so that no local tensor is empty.
         return -(-max(self.longest_shard, 1) // self.multiple_of) * self.multiple_of
 
     def part_slots(self, parts: int) -> int:
@@ -82,7 +81,7 @@ class Layout(ABC):
         return self.local_tokens // parts
 
     def valid_tokens(self, ring_rank: int) -> int:
-        """Count real tokens of one shard; they fill slots 0 .. valid_tokens-1."""
+        """Return the number of tokens of a shard, without padding; they fill the first slots."""
         return int(self.runs(ring_rank)[:, 2].sum())
 
     def positions(self, ring_rank: int) -> IntArray:
@@ -93,7 +92,7 @@ class Layout(ABC):
         return positions
 
     def slots_by_position(self) -> IntArray:
-        """Return for every position its index ring_rank * local_tokens + slot; int64 [tokens]."""
+        """Return ring_rank * local_tokens + slot for every position; int64 [tokens]."""
         order = np.empty(self.tokens, dtype=np.int64)
         for ring_rank in range(self.ring_size):
             real = expand_runs(self.runs(ring_rank))
@@ -129,8 +128,7 @@ def split_pieces(starts: IntArray, ends: IntArray, owners: IntArray, ring_size: 
 class ChunkLayout(Layout):
     """Cut the sequence into consecutive chunks: one per rank (contiguous), or two per rank (zigzag).
 
-    Chunk lengths differ by at most one token, also if the number of chunks does not divide the length. So
-    with zigzag all ranks have about the same causal work.
+    The lengths of two chunks differ by at most one token.
 
     Raises:
         RingLayoutError: chunks_per_rank is neither 1 nor 2.

@@ -4,11 +4,11 @@ The steps of one direction are in `ways.py`, of stages in `stages.py`. Together 
 about time and memory: overlap, head chunks, double buffers, and when direct sends and gradient returns leave.
 
 [Note: head chunks]
-A backward pass in one direction, on one level, needs up to twelve shard-sized tensors besides copies for
-sends: K/V in use and arriving, accumulators of dK/dV arriving, in use and leaving, and gradients of the own
-shard that return. So heads, which are independent, go around the ring in chunks, one after the other, and the
-buffers shrink by the number of chunks. A chunk must be large enough that its messages use the network well;
-`chunk_bytes_on` returns the least size.
+A backward pass in one direction, on one level, needs up to twelve shard-sized tensors, packed copies not
+counted: K and V in use and arriving (4), dK and dV arriving, in use and leaving (6), and dK and dV of the own
+shard that return (2). Heads are independent, so they go around the ring in chunks, one after the other. With
+n equal chunks a buffer has one n-th of the size. A chunk must be large enough that its messages use the
+network well; `chunk_bytes_on` returns the least size.
 
 [Note: one chunk after another]
 A chunk receives no keys during its last hop, and its last gradients return after that hop. With two ranks,

@@ -48,15 +48,15 @@ from ds_ring.masks.tiles import Tiles
 class Direction(NamedTuple):
     """The order in which shards reach the ranks of a ring; [Note: two levels]."""
 
-    sign: int  # +1 from rank o to o + 1, -1 for the other way
+    sign: int  # +1: shards travel from rank o to rank o + 1; -1: from rank o to rank o - 1
     limit: int  # number of the last hop
-    ranks_per_node: int = 0  # R, a divisor of the ring size; 0 for one ring of all ranks
-    stages: tuple[int, ...] = ()  # number of hops of each stage after hop 0; [Note: stages]; () for none
+    ranks_per_node: int = 0  # with two levels the number R of ranks of a node; 0 for one level
+    stages: tuple[int, ...] = ()  # hops of each stage after hop 0 ([Note: stages]); () for no stages
 
     def reader(self, origin: Any, hop: Any, size: int) -> Any:
         """Return the rank that computes with the shard of `origin` at a hop, in a ring of `size` ranks.
 
-        Ranks and hops are ints or arrays of them, here and in `hop`.
+        On one level this is (origin + sign * hop) % size. `origin` and `hop` may be integer arrays.
         """
         inner = self.ranks_per_node or size
         nodes, places = divmod(hop, inner)
@@ -119,37 +119,37 @@ ONE_RANK = Direction(1, 0)  # the direction of a ring of one rank
 
 @dataclass(frozen=True)
 class HopPlan:
-    """One hop on one rank. At this hop, the rank has the tokens of the shard of `origin` that it reads."""
+    """One hop on one rank, called "this rank". All slots are slots of the shard of `origin`."""
 
-    hop: int  # s; at hop 0 the rank computes with its own shard, in place
-    origin: int  # ring rank that owns these keys and values
-    recv_rank: int  # the rank before this one on the shard's way
-    send_rank: int  # the rank after this one on the shard's way; with two levels, used only inside a node
-    held: SlotRanges  # slots of the origin's shard that it reads, ascending; at hop 0 all of the own shard
-    relayed: SlotRanges  # the subset that `recv_rank` sends; `origin` itself sends the rest
-    forward: SlotRanges  # the subset that `send_rank` reads as well and receives from here
-    tiles: Tiles  # of this hop; key slots index the received (packed) tokens, at hop 0 the shard
-    # with two levels, the subset that is sent to `inter_node_to`, a rank of the next node
+    hop: int  # s; at hop 0 this rank computes with its own shard
+    origin: int  # ring rank that owns the keys and values of this hop
+    recv_rank: int  # the rank before this rank on the shard's way
+    send_rank: int  # the rank after this rank on the shard's way; with two levels, used only inside a node
+    held: SlotRanges  # slots that this rank reads, ascending; at hop 0 all slots
+    relayed: SlotRanges  # held slots that `recv_rank` sends to this rank; `origin` sends the other held slots
+    forward: SlotRanges  # held slots that this rank sends to `send_rank`
+    tiles: Tiles  # of this hop; their key slots are indices into `held`
+    # with two levels, held slots that this rank sends to `inter_node_to`, a rank of the next node
     inter_node: SlotRanges = field(default_factory=no_slots)
     inter_node_to: int = 0
-    # the subset for which `recv_rank` sends this rank a sum of dK/dV
+    # held slots for which `recv_rank` sends this rank a sum of dK and dV
     grad_recv: SlotRanges = field(default_factory=no_slots)
-    # the subset whose summed dK/dV this rank sends to `send_rank`; it sends those of other slots to `origin`
+    # held slots whose dK and dV this rank sends to `send_rank`
     grad_send: SlotRanges = field(default_factory=no_slots)
 
     @cached_property
     def from_origin(self) -> SlotRanges:
-        """Return the slots that the origin itself sends to this rank."""
+        """Return the held slots that `origin` sends to this rank."""
         return subtract_slots(self.held, self.relayed)
 
     @cached_property
     def ends_here(self) -> SlotRanges:
-        """Return the slots of the origin's shard whose gradients return from here to the origin."""
+        """Return the held slots whose dK and dV this rank sends to `origin`, for a hop after hop 0."""
         return subtract_slots(self.held, self.grad_send)
 
     @property
     def pairs(self) -> int:
-        """Return the number of attended pairs; a tile for all query heads of a group counts once."""
+        """Return the number of attended pairs; a tile of several query heads counts once."""
         return int(self.tiles.pairs.sum())
 
 
@@ -175,17 +175,17 @@ class StagePlan(NamedTuple):
 
 
 class DirectSend(NamedTuple):
-    """Slots of this rank's shard that it sends to a reader: those that no rank relays, in stages all."""
+    """Slots of this rank's shard that this rank sends directly to a reader."""
 
-    hop: int  # at which they are read; the message is in an earlier batch (`DirectionPlan.get_send_batch`)
+    hop: int  # at which `receiver` reads them; `DirectionPlan.get_send_batch` returns the message's batch
     receiver: int
     slots: SlotRanges
 
 
 class GradientReturn(NamedTuple):
-    """Slots of this rank's shard whose dK/dV a reader sends to this rank, and not to the next reader."""
+    """Slots of this rank's shard whose dK and dV a reader sends to this rank."""
 
-    hop: int  # at which the sender computed them; `DirectionPlan.get_return_batches` has the batches
+    hop: int  # at which `sender` reads them; `DirectionPlan.get_return_batches` returns the batches
     sender: int
     slots: SlotRanges
 

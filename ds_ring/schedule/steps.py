@@ -4,12 +4,13 @@
 without hops (`PassRow.no_hops`) and passes of replicated queries have no schedule.
 
 [Note: batches]
-A pass is a sequence of batches. In each batch a rank (1) accumulates what the messages of the previous batch
-brought and frees the buffers that are no longer used, (2) posts all its sends and receives together, (3)
-computes while they are in flight, (4) waits until all of them have completed. So from batch b + 1 on, a
-tensor received in batch b may be read, and a tensor sent in batch b may be written or freed. Heads are
-independent. They go around the ring in head chunks, each with its own buffers. The next chunk starts before
-this one has ended.
+A pass is a sequence of batches. In each batch a rank does four things in this order. (1) It accumulates the
+messages of the previous batch, and frees buffers. (2) It posts all its sends and receives together. (3) It
+computes while these messages are in flight. (4) It waits until these messages have completed. (On a GPU the
+first batch computes before it posts: [Note: the header while the first hop computes] in `ring_pass.py`.) So a
+tensor that is received in batch b may be read from batch b + 1 on. A tensor that is sent in batch b may be
+written or freed from batch b + 1 on. Head chunks go around the ring one after the other. Each chunk has its
+own buffers. The next chunk starts before the previous chunk has ended.
 """
 
 from __future__ import annotations
@@ -25,27 +26,27 @@ from ds_ring.masks.tiles import Tiles
 
 
 class Payload(Enum):
-    """The content of a message: K and V, or dK and dV.
+    """The content of a message or of a buffer: K and V, or dK and dV.
 
-    In memory, a token's K row and V row (or dK and dV) are adjacent, with two exceptions: PARTS, and KEYS if
-    K and V are separate messages. They are separate if the chunk has one K/V head and `check_keys_apart`
-    (`ring/pool.py`) agrees.
+    PARTS travel in two messages, dK and dV. KEYS of a single K/V head may travel in two messages, K and V
+    (`check_keys_apart` in `ring/pool.py`). In all other cases one message has both tensors, and the two rows
+    of a token are adjacent in memory.
     """
 
-    KEYS = "keys"  # in the dtype of the inputs
-    GRADIENTS = "gradients"  # in the accumulators' dtype
-    PARTS = "gradients of one rank"  # of a stage, not summed over ranks; [Note: stages] in rank_plan.py
-    ROUNDED = "rounded gradients"  # in bfloat16 while in flight
+    KEYS = "keys"  # K and V in the dtype of the inputs
+    GRADIENTS = "gradients"  # dK and dV in the accumulators' dtype
+    PARTS = "gradients of one rank"  # dK and dV of a stage; [Note: stages] in rank_plan.py
+    ROUNDED = "rounded gradients"  # dK and dV in bfloat16
 
     @property
     def names(self) -> str:
-        """Return the names of both tensors, in the order in memory."""
+        """Return the names of both tensors."""
         return "K/V" if self is Payload.KEYS else "dK/dV"
 
 
-SHARD = 0  # buffer: K and V of the rank's own shard; the caller's memory, never freed
-# buffer: out and lse of the chunk's heads; in a backward pass dQ, and dK and dV of the own shard. In both
-# passes `Free(RESULTS)` finishes the chunk: it writes them to the caller's tensors.
+SHARD = 0  # number of the buffer with K and V of the rank's own shard: the caller's memory, never freed
+# Number of the buffer for results. Forward: out and lse of the chunk's heads. Backward: dQ of these heads,
+# and dK and dV of the own shard.
 RESULTS = 1
 
 
@@ -55,9 +56,9 @@ def get_buffer_name(buffer: int) -> str:
 
 
 class Buffer(NamedTuple):
-    """Memory for K and V, or dK and dV: [slots, batch, K/V heads, D + E], or each by itself."""
+    """Memory for K and V, or for dK and dV: one tensor [slots, B, K/V heads, D + E], or two tensors."""
 
-    payload: Payload  # which two tensors, and so their dtype
+    payload: Payload
     slots: int  # number of slots; padding is not counted in SHARD and RESULTS
 
 
@@ -65,19 +66,19 @@ class Buffer(NamedTuple):
 class Send:
     """Send a part of a buffer to one rank."""
 
-    payload: Payload  # of the message; packing converts from `buffer_payload`
-    buffer: int  # must not be written or freed before the batch has ended
+    payload: Payload  # of the message
+    buffer: int  # number of the buffer
     part: SlotRanges  # the slots of the buffer that are sent
-    peer: int  # ring rank that receives
-    origin: int  # ring rank that owns the tokens
-    slots: SlotRanges  # the same tokens as slots of the shard of `origin`
-    packed: int  # buffer for a copy of the part; used unless `in_place`
-    needs: int  # the last batch whose messages this step needs; batch 0 is the chunk's first; -1 for none
-    buffer_payload: Payload  # payload of the buffer
+    peer: int  # ring rank that receives the message
+    origin: int  # ring rank that owns the tokens of the message
+    slots: SlotRanges  # the slots of these tokens in the shard of `origin`
+    packed: int  # number of another buffer, for a packed copy of the part
+    needs: int  # this step needs the messages up to this batch (0 is the chunk's first); -1 for none
+    buffer_payload: Payload  # of the buffer; if it differs from `payload`, packing converts the dtype
     ranges: tuple[tuple[int, int], ...] = field(init=False)  # `part` as Python ints
     count: int = field(init=False)  # number of slots
-    # whether the message is sent from the buffer itself: one range, not of SHARD or RESULTS, not converted.
-    # (`RingBuffers` also sends one range of SHARD in place if K and V travel apart: see `Payload`.)
+    # Whether the message is sent without a packed copy: the part is one range of a buffer other than SHARD
+    # and RESULTS, and is not converted. (`RingBuffers` may also send one range of SHARD without a copy.)
     in_place: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -95,11 +96,11 @@ class Recv:
     """Receive into a buffer from one rank."""
 
     payload: Payload
-    buffer: int  # allocated by the first step that receives into it, and filled when the batch has ended
-    peer: int  # ring rank that sends
-    origin: int  # origin and slots as in `Send`
-    slots: SlotRanges
-    first: int = 0  # the buffer's slot for the first token; the other tokens follow it
+    buffer: int  # number of the buffer; the first step that receives into a buffer allocates it
+    peer: int  # ring rank that sends the message
+    origin: int  # ring rank that owns the tokens of the message
+    slots: SlotRanges  # the slots of these tokens in the shard of `origin`
+    first: int = 0  # the buffer's slot for the first token; the other tokens are in the next slots
     count: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -111,14 +112,14 @@ class Recv:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Compute:
-    """Attend to the keys of a buffer and merge the result into RESULTS."""
+    """Compute attention over the keys of a buffer, or its gradients; out, lse and dQ go to RESULTS."""
 
-    hop: int  # number of the hop, or of the stage if there are stages; 0 for the own shard
-    buffer: int  # of the keys and values
-    tiles: Tiles  # their key slots are slots of the buffer
-    gradients: int | None  # buffer for dK and dV of these keys (RESULTS at hop 0); None in a forward pass
-    origins: tuple[int, ...]  # ring ranks that own the keys; several in a stage
-    needs: int  # batch that brought the keys, as in `Send`; -1 for none
+    hop: int  # number of the hop, or of the stage; 0 for the own shard
+    buffer: int  # number of the buffer with K and V
+    tiles: Tiles  # the key slots of the tiles are slots of `buffer`
+    gradients: int | None  # number of the buffer for dK and dV of these keys; None in a forward pass
+    origins: tuple[int, ...]  # ring ranks that own the keys; several only in a stage
+    needs: int  # as in `Send`
 
     def __str__(self) -> str:
         into = "" if self.gradients is None else f", dK/dV in {get_buffer_name(self.gradients)}"
@@ -128,12 +129,12 @@ class Compute:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Accumulate:
-    """Add received gradients to a buffer, or copy keys into a buffer: received keys or those of SHARD."""
+    """Add received gradients to a buffer; or copy K and V, received or of SHARD, into a buffer."""
 
-    buffer: int  # the target; a target for keys is allocated by the first step that fills a part of it
-    source: int  # buffer of the received tensors, or SHARD
+    buffer: int  # number of the target buffer; the first step that copies keys into it allocates it
+    source: int  # number of the buffer with the received tensors; or SHARD
     part: SlotRanges  # the slots of the target, as many as the source has
-    needs: int  # batch that brought the source, as in `Send`
+    needs: int  # as in `Send`
     ranges: tuple[tuple[int, int], ...] = field(init=False)  # `part` as Python ints
 
     def __post_init__(self) -> None:
@@ -145,7 +146,7 @@ class Accumulate:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Free:
-    """Free a buffer. To free RESULTS means to write them to the caller's tensors: the chunk is done."""
+    """Free a buffer. `Free(RESULTS)` writes the results to the caller's tensors: the chunk has ended."""
 
     buffer: int
 
@@ -167,10 +168,10 @@ ScheduleStep: TypeAlias = Send | Recv | Compute | Accumulate | Free
 
 
 class Round(NamedTuple):
-    """What one head chunk does in one batch, in this order; [Note: batches]."""
+    """The steps of one head chunk in one batch, in the order of the fields; [Note: batches]."""
 
-    arrived: tuple[Accumulate | Free, ...] = ()  # add what the last batch brought, free what is used no more
-    posted: tuple[Send | Recv, ...] = ()  # two ranks match the messages between them by order alone
+    arrived: tuple[Accumulate | Free, ...] = ()  # accumulate received tensors, free buffers
+    posted: tuple[Send | Recv, ...] = ()  # sender and receiver match their messages by order alone
     computed: tuple[Compute, ...] = ()  # while the messages are in flight
 
     @property
@@ -180,34 +181,34 @@ class Round(NamedTuple):
 
 
 class ChunkSteps(NamedTuple):
-    """The steps of any head chunk of one class (K/V heads with equal patterns)."""
+    """The steps of a head chunk; all chunks of a head class have the same steps."""
 
     buffers: tuple[Buffer, ...]  # indexed by the buffer numbers of the steps
-    rounds: tuple[Round, ...]  # by batch from the chunk's start; the last one posts and computes nothing
+    rounds: tuple[Round, ...]  # one for each batch of the chunk; the last round posts and computes nothing
 
 
 class HeadChunk(NamedTuple):
     """Heads that go around the ring together."""
 
-    kv_heads: slice  # of the K/V heads on this rank
+    kv_heads: slice  # numbers of the K/V heads, among the K/V heads on this rank
     query_heads: slice  # the query heads that share these K/V heads
     steps: ChunkSteps
-    next_after: int  # number of batches from the start of this chunk to the start of the next one
+    next_after: int  # number of batches from the start of this chunk to the start of the next chunk
 
 
 class ExchangeBatch(NamedTuple):
     """One batch of a pass; [Note: batches]."""
 
     number: int
-    # the hop (or stage) whose keys the youngest chunk receives in this batch, one more than the hop that it
-    # computes. After the last hop this is a mere number: no keys arrive ([Note: a part for the end])
+    # The chunk that started last receives keys of this hop (or stage) in this batch, and computes hop - 1.
+    # After the last hop no keys arrive: [Note: a part for the end] in `lowering.py`.
     hop: int
-    rounds: list[tuple[int, Round]]  # the index of every active chunk, and its steps
+    rounds: list[tuple[int, Round]]  # for every chunk that is under way: its index and its steps
 
 
 @dataclass(frozen=True, eq=False)  # compared by identity: passes use it as a key of their caches
 class Schedule:
-    """All that one rank does in a forward or in a backward pass."""
+    """The steps of one rank in a forward or in a backward pass."""
 
     ring_rank: int
     backward: bool
@@ -215,7 +216,7 @@ class Schedule:
 
     @property
     def starts(self) -> list[int]:
-        """Return the batch in which each chunk starts."""
+        """Return the number of the batch in which each chunk starts."""
         return [0, *accumulate(chunk.next_after for chunk in self.chunks[:-1])]
 
     @cached_property
@@ -229,7 +230,7 @@ class Schedule:
                 for index, (at, end) in enumerate(zip(starts, ends, strict=True))
                 if at <= number < end
             ]
-            # In its batch b, a chunk receives the keys of hop b + 1, if there is such a hop.
+            # A chunk receives keys of hop b + 1 (if there is one) b batches after the chunk's first batch.
             youngest = max(at for at in starts if at <= number)
             batches.append(ExchangeBatch(number, number - youngest + 1, rounds))
         return tuple(batches)

@@ -1,12 +1,11 @@
 """The steps of one direction of travel, hop by hop, and what all ways of travel have in common (`Way`).
 
 [Note: one hop behind]
-In the backward pass keys and values travel as in the forward pass, and float32 accumulators of dK and dV
-follow them one hop later. This rank's contribution to a shard's gradients at hop s is known only after hop s
-is computed. So it is sent in the batch of hop s + 1. The sum of the earlier ranks arrives while hop s is
-computed. Where a sum is not passed on ([Note: where gradients are added] in `head_class.py`), it returns to
-the owner directly. No hop's K/V is ever saved. (Keys for the next node are kept for R batches:
-[Note: two levels] in `rank_plan.py`.)
+In the backward pass K and V travel as in the forward pass. A rank computes its part of a shard's dK and dV at
+hop s, in batch s. In the same batch the sum of the earlier ranks arrives. In batch s + 1 the rank adds both
+and sends the sum. So sums follow K and V one hop later. If a sum is not passed on, the rank sends the sum to
+the origin ([Note: where gradients are added] in `head_class.py`). K and V of other ranks are never saved.
+(Keys for the next node are kept for R batches: [Note: two levels] in `rank_plan.py`.)
 """
 
 from __future__ import annotations

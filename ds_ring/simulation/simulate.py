@@ -302,6 +302,7 @@ def _checked_source(
         raise RingShapeError.wrong(
             "layout", f"{sizes.tokens} tokens, as q has", layout.tokens, "pass global tensors"
         )
+    pattern.check_unchanged()
     pattern.check(sizes.tokens, sizes.batch, sizes.query_heads, "cpu")
     return source
 

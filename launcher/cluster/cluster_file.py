@@ -21,7 +21,7 @@ from pydantic import ValidationError
 
 from ds_ring.config.json_text import SECTION, read_small
 from ds_ring.config.messages import sentence, shown
-from ds_ring.config.problems import MAX_PROBLEMS, Problem, config_error, did_you_mean, list_problems
+from ds_ring.config.problems import Problem, config_error, did_you_mean, list_problems
 from ds_ring.errors import RingConfigError
 
 from ..engines import engines as engines  # fills ENGINES, which the model reads
@@ -155,9 +155,6 @@ def read_hostfile(path: Path) -> tuple[list[dict[str, Any]], list[Problem]]:
         content = line.split("#")[0].strip()
         if not content:
             continue
-        # A file of another kind has a problem on each line: the first ones are enough.
-        if len(problems) > MAX_PROBLEMS:
-            break
         problem = _find_problem(content, number, seen)
         if problem:
             problems.append(Problem("hostfile", f"{path}, line {number}: {problem}"))

@@ -105,7 +105,7 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
     refuse_extra("check-model", extra_args)
     require_sizes(options, {"tokens": 65536, "layers": 1024})
     section, processes = _section(options)
-    for name, least in (("tokens", 2 * processes), ("layers", 1), ("seed", 0)):
+    for name, least in (("tokens", 2 * processes), ("seed", 0)):
         if getattr(options, name) < least:
             raise RingConfigError(f"--{name}: expected at least {least}, got {getattr(options, name)}")
     require_deadline(options.deadline_seconds)

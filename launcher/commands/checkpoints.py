@@ -137,11 +137,7 @@ def _check_folder(folder: Path, tag: str | None) -> None:
     """Raise RingConfigError for what names no folder, or no tag in one."""
     from ds_ring.config.messages import shown
 
-    try:
-        is_folder = folder.is_dir()
-    except (OSError, ValueError):
-        is_folder = False
-    if not is_folder:
+    if not os.path.isdir(folder):  # no error for a name that no folder can have
         raise RingConfigError(f"expected save_checkpoint's folder, got {shown(str(folder))}, no folder")
     if tag is not None and (
         tag in (".", "..") or "/" in tag or not tag.isprintable() or len(os.fsencode(tag)) > 255

@@ -50,7 +50,8 @@ def add(commands: Commands) -> None:
     )
     plan.add_argument("--devices", type=int, metavar="N", help="default: the fewest of 1, 2, 4, ... that fit")
     plan.add_argument("--ring-size", type=int, metavar="P", help="default: devices / Ulysses size")
-    plan.add_argument("--ulysses-size", type=int, metavar="U", help="default: 1")
+    shape = "default: 1; on several nodes --fit tries the most inside one"
+    plan.add_argument("--ulysses-size", type=int, metavar="U", help=shape)
     plan.add_argument("--batch", type=int, metavar="B", help="sequences of one ring at a time; default: 1")
     known = f"{', '.join(known_hardware())}, or a YAML file; default: {_HARDWARE}"
     plan.add_argument("--hardware", default=_HARDWARE, metavar="NAME|FILE", help=known)

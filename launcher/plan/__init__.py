@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from ds_ring.config.messages import sentence, shown
@@ -35,16 +36,9 @@ def find_file(what: str, name: str, known: dict[str, Path], kind: str, *endings:
         RingConfigError: neither.
     """
     path = known.get(name.lower(), Path(name))
-    if path.suffix in endings or len(path.parts) > 1 or _is_there(path):
+    if path.suffix in endings or len(path.parts) > 1 or os.path.exists(path):
         return path
     near = did_you_mean(name, known)
     expected = f"one of {', '.join(known)}" if near is None else f"a known name or the path of {kind}"
     advice = f"give one of these, or the path of {kind}" if near is None else f"did you mean '{near}'?"
     raise RingConfigError(f"{what}: {sentence(expected, shown(name), advice)}")
-
-
-def _is_there(path: Path) -> bool:
-    try:
-        return path.exists()
-    except (OSError, ValueError):  # a name that no file can have
-        return False

@@ -17,7 +17,7 @@ from .options import (
     list_flags,
     longest_planned,
     name_limit,
-    sets_that_fit,
+    plan_whole,
 )
 from .other_layers import Recurrence, Selection
 from .pass_time import EXPOSED
@@ -84,7 +84,8 @@ class Reach(NamedTuple):
     longest_tokens: int  # the most that fit these devices, to 1 / 64; 0 if none
     longest_options: tuple[str, ...]
     longest_ends_at: str  # whose memory is full; empty if none fits
-    fewest_devices: int | None  # that fit these tokens, a power of two; None if none do
+    fewest_devices: int | None  # that fit these tokens, of those looked at; None if none do
+    fewest_split: str | None  # how these share the sequence; None for one ring
     fewest_options: tuple[str, ...]
     fewest_step_s: float | None  # of a step on these; None where a ring is too large to be estimated
 
@@ -95,7 +96,7 @@ class Advice(NamedTuple):
     reach: Reach  # with the setting's own options
     fit_reach: Reach | None  # with those that --fit would add; None without --fit
     hiding: Hiding  # the shard from which on transfers hide, or why there is none
-    roomier: Estimate | None  # --fit's next set: clearly less memory, hardly more time; None if none
+    roomier: Estimate | None  # a set of options with clearly less memory, in hardly more time; None if none
     warnings: tuple[str, ...]  # sentences
 
 
@@ -130,14 +131,14 @@ def advise(
         *_warn_about_timeouts(planned, timeouts),
         *_warn_about_limits(planned),
     ]
-    roomier = None if before_fit is None else find_roomier(planned, before_fit)
+    roomier = find_roomier(planned, before_fit or setting) if planned.fits else None
     return Advice(reach, fit_reach, hiding, roomier, tuple(warnings))
 
 
 def _reach(setting: TrainingSetting, planned: Estimate, say: Callable[[str], None]) -> Reach:
     options = " with more options" if setting.may_add_options else ""
     say(f"the longest sequence that fits{options}")
-    longest = longest_planned(setting)
+    longest = longest_planned(replace(setting, may_split_heads=False))
     say(f"the fewest devices that fit{options}")
     fewest, plan = fewest_planned(setting)
     is_one_ring = setting.devices == setting.ring_size * setting.ulysses_size
@@ -148,6 +149,7 @@ def _reach(setting: TrainingSetting, planned: Estimate, say: Callable[[str], Non
         list_flags(longest or setting),
         "" if longest is None else name_limit(longest),
         None if fewest is None else fewest.devices,
+        None if fewest is None or fewest.ulysses_size == 1 else fewest.split,
         list_flags(fewest or setting),
         None if plan is None else plan.step_s,
     )
@@ -169,17 +171,18 @@ def _memory(planned: Estimate, reach: Reach) -> list[str]:
     if setting.may_add_options:
         ways += ["both with the options of --fit"] if ways else []
         return ["; ".join([text, *ways])]
-    fitting = sets_that_fit(replace(setting, may_add_options=True), planned.attention_passes)
+    fitting = plan_whole(replace(setting, may_add_options=True), planned.attention_passes)
     with_fit = f"no options of --fit make {setting.tokens:,} tokens fit {setting.devices} devices"
-    if fitting:
-        with_fit = f"it fits with --fit, which would choose {describe_plan(fitting[0])}"
+    if fitting is not None:
+        with_fit = f"it fits with --fit, which would choose {describe_plan(fitting)}"
     return ["; ".join([text, *ways]), with_fit]
 
 
 def describe_plan(planned: Estimate) -> str:
-    """Return the options of a plan, its memory and its time."""
+    """Return the options of a plan, its memory and its time; its shape where a search may choose that."""
     flags = " ".join(list_flags(planned.setting))
-    return f"{flags}: {planned.peak.total / GIB:.1f} GiB a device, {planned.step_s:.3g} s a step"
+    shape = f" on {planned.setting.split}" if planned.setting.may_split_heads else ""
+    return f"{flags}{shape}: {planned.peak.total / GIB:.1f} GiB a device, {planned.step_s:.3g} s a step"
 
 
 # A rank is late by no more than the work between two of its messages: in the passes of a layer a hop, and
@@ -237,7 +240,8 @@ def _warn_about_limits(planned: Estimate) -> list[str]:
     if (positions := setting.model.positions) is not None and positions < setting.tokens:
         warnings.append(
             f"positions: the model's file reaches {positions:,} (max_position_embeddings and rope scaling),"
-            f" fewer than {setting.tokens:,} tokens: scale them, or pack shorter documents"
+            f" fewer than {setting.tokens:,} tokens: scale them {setting.tokens / positions:.3g} times"
+            " (rope_parameters in its config.json: YaRN, say), or pack shorter documents"
         )
     if (experts := setting.model.experts) is not None:
         warnings.append(

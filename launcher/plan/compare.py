@@ -4,7 +4,9 @@ Owns two rows for each: with the setting's own options, the same for all methods
 longest sequences: of other methods those of their authors, of ds_ring what a search chooses. Ulysses of
 ds_ring, inside a ring and alone, has the setting's own options. The layer around attention, the states, the
 hardware and the kernel are those of ds_ring's own plan, so that rows differ by method and options only. A
-method's attention computes all pairs of the sequence, evenly divided among its ranks. All-gathers and
+method's attention computes all pairs of the sequence, evenly divided among its ranks, at the hardware's rates
+of torch's own call if it has them. It holds what FlashAttention allocates: float32 sums of dq, and dk and dv
+of every query head ([Note: what FlashAttention allocates] in `kernels/flash/workspace.py`). All-gathers and
 reduce-scatters, ZeRO's included, come by every adapter of a node, other messages by one a device. All-to-alls
 are exposed, and so is ZeRO in every row.
 
@@ -66,6 +68,7 @@ class ComparisonRow(NamedTuple):
     step_s: float  # of one step
     tokens_per_s: float  # of a device
     longest_tokens: int  # that fit the same devices with these options; 0 if none
+    attention_flops: tuple[float, float]  # of attention in a second, forward and backward
 
 
 class _Method(NamedTuple):
@@ -90,56 +93,69 @@ def compare(planned: Estimate, longest_tokens: int) -> list[ComparisonRow]:
         longest_tokens: of ds_ring on these devices, with the setting's options.
     """
     setting = replace(planned.setting, may_add_options=False)
-    whole = layer_passes(replace(setting, ring_size=1, ulysses_size=1, layout="contiguous")).total
+    alone = replace(setting, ring_size=1, ulysses_size=1, layout="contiguous")
+    hardware, torch_attention = setting.hardware, setting.hardware.torch_attention
+    if torch_attention is not None and setting.kernel_that_runs == "flash":
+        rates = {"kernel": "flash", "attention_efficiency": torch_attention, "attention_by_kernel": None}
+        alone = replace(alone, hardware=hardware.model_copy(update=rates))
+    whole, flops = layer_passes(alone).total, _get_attention_flops(alone)
     longest = longest_planned(replace(setting, may_add_options=True))
     rows = [_make_own_row("ds_ring", planned, False, longest_tokens)]
     for ulysses in _list_ulysses_sizes(setting):
-        ring = setting.ring_size // ulysses
+        ring = setting.ring_size * setting.ulysses_size // ulysses
         hybrid = replace(setting, ring_size=ring, ulysses_size=ulysses)
         name = f"ds_ring, Ulysses {ulysses} x ring {ring}"
         reached = longest_planned(hybrid)
-        rows.append(_make_own_row(name, estimate(hybrid), False, 0 if reached is None else reached.tokens))
-    rows += [_make_row(method, _as_others(setting), planned, whole, False) for method in _METHODS]
+        row = _make_own_row(name, estimate(hybrid), False, 0 if reached is None else reached.tokens)
+        command = f"--ring-size {ring} --ulysses-size {ulysses}"
+        rows.append(row._replace(note=f"{row.note}; for its JSON: {command}"))
+    others = (planned, whole, flops)
+    rows += [_make_row(method, _as_others(setting), *others, False) for method in _METHODS]
     if longest is not None:
         best = estimate(replace(longest, tokens=setting.tokens, may_add_options=False))
-        rows.append(_make_own_row("ds_ring, longest", best, True, longest.tokens))
+        row = _make_own_row("ds_ring, longest", best, True, longest.tokens)
+        rows.append(row._replace(note=f"{row.note}; {longest.split}"))
     for method in _METHODS:
-        rows.append(_make_row(method, method.with_best_options(setting), planned, whole, True))
+        rows.append(_make_row(method, method.with_best_options(setting), *others, True))
     return rows
 
 
-def _list_ulysses_sizes(setting: TrainingSetting) -> list[int]:
-    """Return the most Ulysses ranks of a node inside a ring, and all ranks of it, where K/V heads allow them.
+def _get_attention_flops(setting: TrainingSetting) -> tuple[float, float]:
+    """Return the rates of attention, forward and backward, FLOPs a second."""
+    hardware, peak = setting.hardware, setting.hardware.flops(setting.dtype)
+    efficiency = hardware.efficiency(setting.kernel_that_runs)
+    return efficiency.forward * peak, efficiency.backward * peak
 
-    None for a ring of one, or one that has Ulysses ranks.
+
+def _list_ulysses_sizes(setting: TrainingSetting) -> list[int]:
+    """Return 1, the most Ulysses ranks of a node inside a ring, and all ranks, where K/V heads allow them.
+
+    The setting's own number is left out; all are where more than 1 was asked for.
     """
-    if setting.ulysses_size > 1:
+    if setting.ulysses_size > 1 and not setting.may_split_heads:
         return []
-    ring, sizes = setting.ring_size, divisors(gcd(setting.model.kv_heads, setting.ring_size))
-    inside = max((n for n in sizes if n < ring and n <= setting.hardware.devices_per_node), default=1)
-    return sorted({inside, sizes[-1] if sizes[-1] == ring else 1} - {1})
+    ranks = setting.ring_size * setting.ulysses_size
+    sizes = divisors(gcd(setting.model.kv_heads, ranks))
+    inside = max((n for n in sizes if n < ranks and n <= setting.hardware.devices_per_node), default=1)
+    return sorted({1, inside, sizes[-1] if sizes[-1] == ranks else 1} - {setting.ulysses_size})
 
 
 def _make_own_row(name: str, planned: Estimate, best: bool, longest_tokens: int) -> ComparisonRow:
     setting = planned.setting
     ranks = setting.ring_size * setting.ulysses_size
     note = f"; {setting.replicas} data replicas of {ranks} ranks" if setting.replicas > 1 else ""
-    if setting.ring_size == 1:
-        workspace = planned.attention_passes.memory.workspace / GIB
-        note += (
-            f"; with {workspace:.1f} GiB of the kernel's buffers for a whole sequence: rows of other methods"
-        )
-        note += " have what their authors count"
     return ComparisonRow(
         name, best, list_flags(setting), ranks, setting.replicas, 1, note, planned.peak.total,
         planned.node_host_bytes, planned.sent_bytes + planned.swap_bytes, planned.fits, planned.step_s,
         setting.batch * setting.tokens / ranks / planned.step_s, longest_tokens,
+        _get_attention_flops(setting),
     )  # fmt: skip
 
 
 def _make_row(
-    method: _Method, setting: TrainingSetting, planned: Estimate, whole: PassCost, best: bool
-) -> ComparisonRow:
+    method: _Method, setting: TrainingSetting, planned: Estimate, whole: PassCost,
+    flops: tuple[float, float], best: bool,
+) -> ComparisonRow:  # fmt: skip
     step, ranks = method.step(setting), method.ranks(setting)
     here = estimate(setting, attention=planned.attention_passes)
     # The rest of a step is that of ds_ring's plan, for as many tokens as a device has here.
@@ -159,7 +175,7 @@ def _make_row(
         method.best_name if best else method.name, best, list_flags(setting), ranks,
         replicas, copies, note, step.peak().total, step.host_bytes * setting.node_devices,
         method.sent(setting), fits(setting, step.moments()), seconds,
-        setting.batch * setting.tokens / ranks / seconds, _longest(method, setting),
+        setting.batch * setting.tokens / ranks / seconds, _longest(method, setting), flops,
     )  # fmt: skip
 
 
@@ -167,7 +183,7 @@ def _longest(method: _Method, setting: TrainingSetting) -> int:
     """Return the longest sequence for which a method has room."""
     tile, ranks = setting.mlp_tokens, method.ranks(setting)
     falls = [] if tile is None else [ranks * tile // setting.batch + 1]
-    return longest_that(partial(_has_room, method, setting), falls, MAX_TOKENS, 1, FINE)
+    return longest_that(partial(_has_room, method, setting), falls, MAX_TOKENS, ranks, FINE)
 
 
 def _has_room(method: _Method, setting: TrainingSetting, tokens: int) -> bool:
@@ -189,8 +205,7 @@ def _ulysses_step(setting: TrainingSetting) -> TrainingStep:
     ranks, model = _ulysses_ranks(setting), setting.model
     inside = setting.batch * setting.tokens
     tokens = LocalTokens(-(-inside // ranks), inside, model.heads // ranks, max(model.kv_heads // ranks, 1))
-    # FlashAttention adds dq up in float32 (Dao 2023, section 3.2).
-    return _step(setting, tokens, PassMemory(0, inside * (model.heads // ranks) * model.head_dim * FLOAT, 0))
+    return _step(setting, tokens, PassMemory(0, 0, _get_kernel_bytes(setting, tokens)))
 
 
 def _as_others(setting: TrainingSetting) -> TrainingSetting:
@@ -233,7 +248,13 @@ def _torch_step(setting: TrainingSetting) -> TrainingStep:
     )
     added = local * (model.heads + 2 * model.kv_heads) * model.head_dim * FLOAT
     tokens = LocalTokens(local, local, model.heads, model.kv_heads)
-    return _step(setting, tokens, PassMemory(gathered, added, 0))
+    return _step(setting, tokens, PassMemory(gathered, added, _get_kernel_bytes(setting, tokens)))
+
+
+def _get_kernel_bytes(setting: TrainingSetting, tokens: LocalTokens) -> int:
+    """Return what FlashAttention's backward pass allocates beside its results (Dao 2023, section 3.2)."""
+    expanded = 2 * ELEMENT_BYTES[setting.dtype] * setting.model.head_dim * (tokens.heads > tokens.kv_heads)
+    return tokens.inside * tokens.heads * ((setting.model.head_dim + 1) * FLOAT + expanded)
 
 
 def _step(setting: TrainingSetting, tokens: LocalTokens, ring: PassMemory) -> TrainingStep:

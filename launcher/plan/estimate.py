@@ -6,6 +6,7 @@ in options.py.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from ds_ring.schedule.layout import Layout
@@ -171,11 +172,17 @@ def training_step(setting: TrainingSetting, slots: int, ring: PassMemory) -> Tra
     )  # fmt: skip
 
 
+def settle(setting: TrainingSetting, slots: int) -> TrainingSetting:
+    """Return a setting with what "auto" of "offload_attention" does where a ring rank has so many slots."""
+    on_host = heads_on_host(setting.offload_attention, setting.hardware.kind, slots)
+    return replace(setting, offload_attention=on_host)
+
+
 def heads_here(setting: TrainingSetting, slots: int) -> float | None:
     """Return the part of attention's heads that are on the device while some are computed; None for all."""
     kind, model = setting.hardware.kind, setting.model
     # On the CPU both are one memory: nothing is gained, and a copy replaces its source.
-    if setting.host_is_device or not heads_on_host(setting.offload_attention, kind, slots):
+    if setting.host_is_device or not settle(setting, slots).offload_attention:
         return None
     kv_heads = model.kv_heads // setting.ulysses_size
     head_bytes = setting.batch * slots * model.head_dim * ELEMENT_BYTES[setting.dtype]
@@ -201,6 +208,7 @@ def estimate(
     rate = hardware.flops(setting.dtype) * hardware.matmul_efficiency
     if attention is None:
         attention = layer_passes(setting, progress)
+    setting = settle(setting, attention.layout.local_tokens)
     step = training_step(setting, attention.layout.local_tokens, attention.memory)
     total = attention.total
     # Checkpointing runs the forward pass, its transfers included, once more only where it is set to. The

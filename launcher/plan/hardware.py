@@ -78,6 +78,10 @@ ByKernel = Annotated[
     dict[Literal["cpu", "flex", "flash"], AttentionEfficiency] | None,
     Accepted("a mapping of kernels to efficiencies, or null", "write 'flash: {forward: 0.5, backward: 0.4}'"),
 ]
+TorchEfficiency = Annotated[
+    AttentionEfficiency | None,
+    Accepted("a mapping with forward and backward, or null", "write 'forward: 0.5', or leave it out"),
+]
 
 
 class Hardware(Section):
@@ -98,6 +102,9 @@ class Hardware(Section):
     )
     attention_by_kernel: ByKernel = Field(
         default=None, description="the same of other kernels, for plans with that kernel in the JSON"
+    )
+    torch_attention: TorchEfficiency = Field(
+        default=None, description="the same of torch's own call of flash, which other methods make"
     )
     matmul_efficiency: Fraction = Field(description="of peak_flops in the model's other matrices")
     call_overhead_s: WaitSeconds = Field(description="fixed cost of a kernel call")

@@ -32,6 +32,7 @@ from .model_memory import Zero
 from .options import (
     MAX_TOKENS,
     OPTIONS,
+    PRECISION_KEYS,
     fewest_devices,
     longest_planned,
     plan_whole,
@@ -77,7 +78,8 @@ def make_request(options: argparse.Namespace, say: Callable[[str], None]) -> Pla
     ring_size = options.ring_size or (config.ring_size if options.config else None)
     devices, ring = _sizes(options.devices, ring_size, ulysses)
     # Checked before any search, which may take seconds.
-    setting = fitted = _setting(options, config, whole, devices, ring)
+    names_shape = names_ring or "ulysses_size" in whole[SECTION]
+    setting = fitted = _setting(options, config, whole, devices, ring, names_shape)
     if options.tokens is None and devices is None:
         raise RingConfigError("expected --tokens, --devices or both, got neither; give one of them")
     if devices is None:
@@ -133,8 +135,9 @@ def _sizes(devices: int | None, ring: int | None, ulysses: int) -> tuple[int | N
 
 
 def _setting(
-    options: argparse.Namespace, config: RingConfig, whole: _Raw, devices: int | None, ring: int
-) -> TrainingSetting:
+    options: argparse.Namespace, config: RingConfig, whole: _Raw, devices: int | None, ring: int,
+    names_shape: bool,
+) -> TrainingSetting:  # fmt: skip
     if PASSES[config.transport].no_hops is not None:
         advice = "plan computes ring passes: leave the key out for it"
         what = sentence('"ring"', shown(config.transport), advice)
@@ -172,7 +175,6 @@ def _setting(
         raise RingConfigError(f"Ulysses size: {sentence(expected, str(ulysses), 'use a larger ring')}")
     if model.attention_layers == 0:
         raise RingConfigError("--hf-config: layer_types: expected a layer of attention, got none; add one")
-    batch = options.batch or _number(whole, "", "train_micro_batch_size_per_gpu", least=1, most=2**20)
     setting = TrainingSetting(
         tokens=options.tokens or 1,
         ring_size=ring,
@@ -184,9 +186,10 @@ def _setting(
         zero=_zero(options, whole, dtype, devices or ring * ulysses, hardware.kind),
         dtype=dtype,
         hardware=hardware,
-        batch=1 if batch is None else int(batch),
+        batch=options.batch or _batch(whole, (devices or ring * ulysses) // (ring * ulysses)),
         recompute_attention=float(config.recompute_attention),
         may_add_options=options.fit,
+        may_split_heads=not (names_shape or config.dynamic_ring or model.other_layers),
         transport=config.transport,
         overlap=config.overlap,
         prune=config.prune,
@@ -228,9 +231,16 @@ def _with_options(
     return setting
 
 
+def _batch(whole: _Raw, replicas: int) -> int:
+    """Return the sequences of a ring at a time, as DeepSpeed finds them; 1 where the JSON says none."""
+    keys = ("train_micro_batch_size_per_gpu", "train_batch_size", "gradient_accumulation_steps")
+    batch, samples, steps = (_number(whole, "", key, least=1, most=2**20) for key in keys)
+    return int(batch or (samples or 1) // ((steps or 1) * replicas) or 1)
+
+
 def _dtype(whole: _Raw, from_json: bool) -> str:
     """Return what the JSON enables; DeepSpeed's default is float32, ours without a JSON bfloat16."""
-    for key, name in (("bf16", "bfloat16"), ("fp16", "float16")):
+    for key, name in PRECISION_KEYS.items():
         if _flag(_mapping(whole, key), key, "enabled"):
             return name
     return "float32" if from_json else "bfloat16"

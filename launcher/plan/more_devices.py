@@ -41,7 +41,9 @@ def plan_more_devices(
             whole = replace(larger, ring_size=ring)
             plans.append(_plan(whole, layer_passes(whole)))
         if times > 1 and divides:
-            plans.append(_plan(larger, plans[0].attention_passes))  # the same ring
+            first = plans[0].setting  # the same ring
+            larger = replace(larger, ring_size=first.ring_size, ulysses_size=first.ulysses_size)
+            plans.append(_plan(replace(larger, may_split_heads=False), plans[0].attention_passes))
     return plans
 
 

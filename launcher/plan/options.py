@@ -10,14 +10,16 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial, reduce
 from itertools import combinations
+from math import gcd
 from typing import NamedTuple
 
-from ds_ring.config.json_text import Json
+from ds_ring.config.json_text import SECTION, SP_KEY, Json
+from ds_ring.limits import divisors
 from ds_ring.memory.tiles.keys import get_chunk_tokens
 from ds_ring.plugin import KERNELS, unmeasured
 from ds_ring.schedule.lowering import LONG_SHARD
 
-from .estimate import Estimate, estimate, fits, training_step
+from .estimate import Estimate, estimate, fits, settle, training_step
 from .layer_passes import LayerPasses, layer_passes, rough_pass_memory
 from .pass_memory import PassMemory
 from .training_setting import TrainingSetting, like_in_memory
@@ -134,6 +136,7 @@ OPTIONS = (
     ),
 )
 
+PRECISION_KEYS = {"bf16": "bfloat16", "fp16": "float16"}  # of DeepSpeed's JSON, with their dtypes
 CLEARLY_MORE, HARDLY_SLOWER = 0.1, 1.01  # of the memory that a plan may take; of its seconds
 
 OptionSet = tuple[MemoryOption, ...]
@@ -200,7 +203,7 @@ def sets_that_fit(setting: TrainingSetting, attention: LayerPasses | None = None
     """
     attention = layer_passes(setting) if attention is None else attention
     fitting: list[Estimate] = []
-    for changed in _get_candidates(setting):  # small sets come first
+    for changed in _get_candidates(settle(setting, attention.layout.local_tokens)):  # small sets come first
         flags = {*list_flags(changed)}
         if any(flags.issuperset(list_flags(smaller.setting)) for smaller in fitting):
             continue
@@ -215,8 +218,27 @@ def plan_whole(setting: TrainingSetting, attention: LayerPasses | None = None) -
 
     Searches look at a small ring: the whole one may need a little more.
     """
-    fitting = sets_that_fit(setting, attention)
-    return fitting[0] if fitting else None
+    fitting = (
+        sets_that_fit(shape, attention if shape.ulysses_size == setting.ulysses_size else None)
+        for shape in list_shapes(setting)
+    )
+    cheapest = [plans[0] for plans in fitting if plans]
+    # Ulysses ranks send less, and other jobs have the links between nodes, too.
+    return min(
+        cheapest,
+        key=lambda plan: plan.step_s * (HARDLY_SLOWER if plan.setting.ulysses_size == 1 else 1),
+        default=None,
+    )
+
+
+def list_shapes(setting: TrainingSetting) -> list[TrainingSetting]:
+    """Return a setting; on several nodes, if it may split heads, one ring, and the most Ulysses in a node."""
+    if not (setting.may_add_options and setting.may_split_heads):
+        return [setting]
+    ranks, node = setting.ring_size * setting.ulysses_size, setting.hardware.devices_per_node
+    splits = divisors(gcd(setting.model.kv_heads, ranks)) if ranks > node else [1]
+    most = max(size for size in splits if size <= node)
+    return [replace(setting, ring_size=ranks // size, ulysses_size=size) for size in sorted({1, most})]
 
 
 def find_roomier(planned: Estimate, before_fit: TrainingSetting) -> Estimate | None:
@@ -227,7 +249,10 @@ def find_roomier(planned: Estimate, before_fit: TrainingSetting) -> Estimate | N
         before_fit: the setting without that.
     """
     most_bytes = planned.peak.total - CLEARLY_MORE * planned.setting.usable_bytes
-    tried = (estimate(changed, attention=planned.attention_passes) for _, changed in option_sets(before_fit))
+    ring_size, ulysses_size = planned.setting.ring_size, planned.setting.ulysses_size
+    before_fit = replace(before_fit, ring_size=ring_size, ulysses_size=ulysses_size)
+    settled = settle(before_fit, planned.layout.local_tokens)
+    tried = (estimate(changed, attention=planned.attention_passes) for _, changed in option_sets(settled))
     roomier = (
         plan
         for plan in tried
@@ -253,23 +278,28 @@ def make_json(setting: TrainingSetting) -> Json:
 
 
 def make_deepspeed_json(setting: TrainingSetting, config: Json) -> Json:
-    """Return a whole DeepSpeed JSON: that of --config, or one with AdamW, and what the plan has chosen."""
+    """Return a whole DeepSpeed JSON: that of --config, or one with AdamW, and all that the plan counts."""
     ring, ulysses = setting.ring_size, setting.ulysses_size
-    whole: Json = {"train_micro_batch_size_per_gpu": setting.batch}
-    if set(config) <= {"ring_attention", "sequence_parallel_size"}:  # sizes of options alone
-        replicas = setting.devices // (ring * ulysses)
-        whole = {"train_batch_size": setting.batch * replicas, **whole}
-        whole.update(gradient_accumulation_steps=1, optimizer={"type": "AdamW", "params": {"lr": 2e-5}})
-    elif "train_batch_size" in config:
-        whole = {}
-    precision = {"bfloat16": {"bf16": {"enabled": True}}, "float16": {"fp16": {"enabled": True}}}
+    batch: Json = {"train_micro_batch_size_per_gpu": setting.batch}
+    samples = config.get("train_batch_size")
+    if isinstance(samples, int):
+        of_rings = setting.batch * setting.replicas
+        steps = max(samples // of_rings, 1)
+        batch = {"train_batch_size": steps * of_rings, **batch, "gradient_accumulation_steps": steps}
+    if set(config) <= {SECTION, SP_KEY}:
+        config = batch | {"optimizer": {"type": "AdamW", "params": {"lr": 2e-5}}} | config
+    precision = {
+        key: {"enabled": dtype == setting.dtype}
+        for key, dtype in PRECISION_KEYS.items()
+        if dtype == setting.dtype or config.get(key, {}).get("enabled") is True
+    }
     sizes = {"ring_size": ring} | ({"ulysses_size": ulysses} if ulysses > 1 else {})
     chosen: Json = {
         "zero_optimization": {"stage": setting.zero.stage},
         "sequence_parallel_size": ring * ulysses,
         "ring_attention": sizes,
     }
-    return reduce(_merge, (config, precision.get(setting.dtype, {}), chosen, make_json(setting)), whole)
+    return reduce(_merge, (config, batch, precision, chosen, make_json(setting)))
 
 
 def _merge(whole: Json, part: Json) -> Json:
@@ -353,6 +383,11 @@ def longest_that(holds: Callable[[int], bool], falls: Iterable[int], most: int, 
 
 def longest_planned(setting: TrainingSetting) -> TrainingSetting | None:
     """Return the longest sequence that fits the whole ring, with options if it may add some; None: none."""
+    shapes = (_plan_longest(replace(shape, may_split_heads=False)) for shape in list_shapes(setting))
+    return max(filter(None, shapes), key=lambda longest: longest.tokens, default=None)
+
+
+def _plan_longest(setting: TrainingSetting) -> TrainingSetting | None:
     tokens = longest_sequence(setting)
     if tokens and setting.ring_size > MAX_RANKS:
         return replace(setting, tokens=tokens)
@@ -360,6 +395,7 @@ def longest_planned(setting: TrainingSetting) -> TrainingSetting | None:
         if (planned := plan_whole(replace(setting, tokens=tokens))) is not None:
             return planned.setting
         tokens -= tokens // FINE
+        tokens -= tokens % (setting.ring_size * setting.ulysses_size)
     return None
 
 
@@ -372,23 +408,23 @@ def fewest_planned(setting: TrainingSetting) -> tuple[TrainingSetting | None, Es
     while fewest is not None and fewest.ring_size <= MAX_RANKS:
         if (planned := plan_whole(fewest)) is not None:
             return planned.setting, planned
-        fewest = fewest_devices(setting, 2 * fewest.ring_size)
+        fewest = fewest_devices(setting, fewest.devices)
     return fewest, None
 
 
-def fewest_devices(setting: TrainingSetting, first: int = 1) -> TrainingSetting | None:
-    """Return the setting on the smallest power of two of devices that fit, all in one ring, or None.
+def fewest_devices(setting: TrainingSetting, beyond: int = 0) -> TrainingSetting | None:
+    """Return the setting on the fewest devices, more than `beyond`, that fit, all in one ring, or None.
 
-    `first` is the smallest ring that is tried.
+    Looked at are powers of two, and three halves of them where these are whole nodes.
     """
-    size = setting.ulysses_size * first
-    while size <= MAX_DEVICES:
-        ring = size // setting.ulysses_size
-        tried = replace(setting, ring_size=ring, zero=replace(setting.zero, world=size))
-        local = -(-setting.tokens // size) * setting.ulysses_size
-        if can_hold(tried, local):
-            return tried
-        if local <= setting.ulysses_size:
-            break
-        size *= 2
+    unit = 1 if setting.may_add_options and setting.may_split_heads else setting.ulysses_size
+    doubled = [unit << power for power in range(MAX_DEVICES.bit_length()) if unit << power <= MAX_DEVICES]
+    nodes = [3 * size // 2 for size in doubled if 3 * size // 2 % setting.hardware.devices_per_node == 0]
+    for size in sorted({*doubled, *(size for size in nodes if size % unit == 0)}):
+        if beyond < size < setting.tokens + unit:
+            zero = replace(setting.zero, world=size)
+            whole = replace(setting, ring_size=size // unit, ulysses_size=unit, zero=zero)
+            for shape in list_shapes(whole):
+                if can_hold(shape, -(-setting.tokens // size) * shape.ulysses_size):
+                    return shape
     return None

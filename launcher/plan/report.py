@@ -172,11 +172,12 @@ def print_report(
     """Print the tables, then the warnings, on stdout."""
     console = make_console()
     setting = planned.setting
+    shard = f", {planned.layout.local_tokens:,} in a ring's shard" if setting.ulysses_size > 1 else ""
     console.print(
         f"{describe_size(setting)}: {setting.split}, {planned.layout.name} layout,"
         f" kernel {setting.kernel_that_runs},"
         f" ZeRO {setting.zero.stage}, {setting.dtype};"
-        f" {setting.tokens // (setting.ring_size * setting.ulysses_size):,} tokens a device"
+        f" {setting.tokens // (setting.ring_size * setting.ulysses_size):,} tokens a device{shard}"
     )
     if len(setting.mix) > 1:
         console.print(f"attention: {describe_mix(setting.mix)}", markup=False)
@@ -187,7 +188,7 @@ def print_report(
     console.print(f"speed, computed: {planned.tokens_per_s:,.0f} tokens/s a device{used}", markup=False)
     if rows:
         for best in (False, True):
-            print_table(_compared_table([row for row in rows if row.best_options == best]))
+            print_table(_compared_table([row for row in rows if row.best_options == best], setting.tokens))
         for row in rows:
             has_these = row.options == list_flags(setting)
             if not has_these or row.note:
@@ -198,6 +199,18 @@ def print_report(
             "messages of a ring travel behind its kernels, torch's all-gather behind the first one, its dK/dV"
             " behind the next one: what is longer is exposed. All-to-alls and ZeRO are exposed"
         )
+        console.print(
+            "memory of each row has its kernel's buffers: of other methods, what FlashAttention allocates"
+        )
+        console.print(
+            "under checkpointing ds_ring keeps attention's results; rows with --recompute-attention compute"
+            " attention again"
+        )
+        own, others = (_rates(row.attention_flops) for row in (rows[0], rows[-1]))
+        rest = f"that of other methods at torch's own call, {others}"
+        if own == others:
+            rest = "as that of other methods: they compare messages and what is computed again"
+        console.print(f"seconds have ds_ring's attention at {own}, {rest}")
     if counts:
         print_table(_devices_table(counts))
         for plan in counts:
@@ -205,15 +218,18 @@ def print_report(
                 f"{plan.setting.devices} devices, {plan.setting.split}: {_join(list_flags(plan.setting))}",
                 markup=False,
             )
+        if isinstance(sequences := config.get("train_batch_size"), int):
+            console.print(f"replicas divide the JSON's train_batch_size, {sequences}: without it, all may")
     reach, fit_reach = advice.reach, advice.fit_reach
     longest, fewest = _longest(reach, "tokens with these options"), _fewest(reach)
     if fit_reach is not None and fit_reach.longest_options != reach.longest_options:
         how = f"with these and {_added(fit_reach.longest_options, reach.longest_options)}"
         longest += f"; {_longest(fit_reach, how)}"
-    if fit_reach is not None and fit_reach.fewest_devices != reach.fewest_devices:
+    if fit_reach is not None and reach.fewest_devices is None:
         fewest += f"; {_fewest(fit_reach, reach)}"
-    console.print(f"longest sequence on these devices: {longest}", markup=False)
-    console.print(f"fewest devices for these tokens (one ring; 1, 2, 4, ...): {fewest}", markup=False)
+    console.print(f"longest sequence on {setting.split}: {longest}", markup=False)
+    sizes = "one ring; of 1, 2, 4, ... devices or 1, 2, 3, 4, 6, ... nodes"
+    console.print(f"fewest devices for these tokens ({sizes}): {fewest}", markup=False)
     tokens, never = advice.hiding
     hides = (
         f"never: {never}" if tokens is None else f"from {tokens // setting.ulysses_size:,} tokens a device on"
@@ -260,6 +276,8 @@ def _fewest(reach: Reach, before: Reach | None = None) -> str:
         how = f"these and {_added(reach.fewest_options, before.fewest_options)}"
     seconds = "" if reach.fewest_step_s is None else f", {_seconds(reach.fewest_step_s)} s a step"
     count = "none up to 16384" if reach.fewest_devices is None else f"{reach.fewest_devices:,}"
+    if reach.fewest_split is not None:
+        count += f" ({reach.fewest_split})"
     return f"{count} with {how}{seconds}"
 
 
@@ -270,6 +288,10 @@ def _longest(reach: Reach, how: str) -> str:
 
 def _seconds(seconds: float) -> str:
     return f"{seconds:,.0f}" if seconds >= 100 else f"{seconds:.3g}"
+
+
+def _rates(flops: tuple[float, float]) -> str:
+    return "{:.0f} TFLOP/s forward and {:.0f} backward".format(*(rate / 1e12 for rate in flops))
 
 
 def _join(options: Sequence[str]) -> str:
@@ -360,7 +382,7 @@ def _cost_table(planned: Estimate) -> Table:
 def _devices_table(plans: Sequence[Estimate]) -> Table:
     """Build the table of the same step on more devices."""
     columns = (
-        *("ring x Ulysses x data", "sequences a step", "tokens a device", "GiB a device", "seconds"),
+        *("ring x Ulysses x data", "sequences a step", "tokens a device", "GiB a device", "s a step"),
         *("tokens/s a device", "MFU"),
     )
     table = Table("devices", *columns, title="more devices, each row with what --fit chooses there")
@@ -382,7 +404,7 @@ def _devices_table(plans: Sequence[Estimate]) -> Table:
     return table
 
 
-def _compared_table(rows: Sequence[ComparisonRow]) -> Table:
+def _compared_table(rows: Sequence[ComparisonRow], tokens: int) -> Table:
     """Build the table of other methods; `launcher/plan/compare.py` has the sources of their formulas."""
     label, unit = get_unit(max(row.peak_bytes for row in rows))
     columns = (
@@ -390,7 +412,7 @@ def _compared_table(rows: Sequence[ComparisonRow]) -> Table:
         *("seconds", "tokens/s a device", "longest tokens"),
     )
     how = "its options for the longest" if rows[0].best_options else "these options, others as listed"
-    table = Table("method", "ranks", *columns, title=f"ways to split a sequence, computed: {how}")
+    table = Table("method", "ranks", *columns, title=f"ways to split {tokens:,} tokens, computed: {how}")
     for column in table.columns[1:]:
         column.justify = "right"
     for row in rows:

@@ -49,6 +49,7 @@ class TrainingSetting:
     offload_checkpoints: bool = False  # the layers' checkpoints are on the host
     offload_attention: bool | Literal["auto"] = False  # q, k, v, out and lse of a layer are on the host
     may_add_options: bool = False  # searches turn on the options of `options.py` that make a run fit
+    may_split_heads: bool = False  # these searches try Ulysses ranks inside a node as well
     # transport, overlap, prune, chunk_bytes, stage_bytes, gradient_payload: as in the JSON
     transport: str = "ring"
     overlap: bool = True

@@ -72,7 +72,7 @@ NO_PAIRS = {  # and a part of the reason
     "switch_transformers": "its experts take as many tokens of the sequence as they have room for",
     "whisper": "its encoder reads input_features and not tokens",
 }
-SINCE_5_24 = "dory lara_mini apertus1p5_text exaone sarvam_mla sarvam_moe"
+SINCE_5_24 = "dory lara_mini apertus1p5_text exaone sarvam_mla sarvam_moe inkling2_loop_text"
 MIXED_LAYERS = "gpt_oss gemma2 llama4_text gemma3_text olmo3 cohere2 exaone4 modernbert"
 MIXED_QWEN = {"use_sliding_window": True, "max_window_layers": 16, "layer_types": None}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
@@ -131,7 +131,6 @@ FAMILIES: list[tuple[str, dict[str, Any], str]] = [
     ("gpt2", {"head": "base"}, EXACT),
     ("deepseek_v4", {}, EXACT),
     *((family, {}, EXACT) for family in SINCE_5_24.split() if family in CONFIG_MAPPING),
-    *((item, {}, "expected no sinks") for item in ("inkling2_loop_text",) if item in CONFIG_MAPPING),
     ("phi4_multimodal", {"head": "causal-lm"}, EXACT),
     ("big_bird", {"tokens": 190}, "draws blocks of keys at random for more than 176 tokens, got 190"),
 ]  # fmt: skip
@@ -191,7 +190,9 @@ def checked(rank: int, world_size: int, request: CheckRequest) -> list[ModelRepo
     "llama0",
     "mixtral",
     "deepseek_v32",
+    "doge",
     "gemma3_text",
+    "inkling2_loop_text",
     "led",
     "bart-causal-lm",
     "llama-sequence-classification",
@@ -213,11 +214,11 @@ def test_a_family_is_exact_or_refused(rank_pool, row):
 # One for each wrapper of variants/recurrent/ that no family of the day, and no generation of the day, runs.
 OTHER_RECURRENCES: dict[str, dict[str, Any]] = {
     "mamba2": {"time_step_limit": [0.5, 0.8]},  # steps are cut off on both sides
-    **{family: {} for family in ("falcon_mamba", "minimax", "recurrent_gemma", "rwkv", "zaya")},
+    **{family: {} for family in ("falcon_mamba", "minimax", "recurrent_gemma", "rwkv", "xlstm", "zaya")},
 }
 
 
-@pytest.mark.day("recurrent_gemma")
+@pytest.mark.day("minimax", "recurrent_gemma", "rwkv", "xlstm", "zaya")
 @pytest.mark.parametrize("family", OTHER_RECURRENCES)
 def test_a_recurrence_is_exact_within_documents(rank_pool, family):
     request = CheckRequest(family, forms=("packed",), changes=OTHER_RECURRENCES[family])

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from ds_ring import Causal, ring_attention
 from ds_ring.errors import RingConfigError, RingMismatchError
 from tests.dist.deepspeed_ranks import Size, build_batch, build_model, json_config, start_engine, take_step
 from tests.dist.harness import Pool, RankPool, catch_refusal
@@ -265,6 +266,44 @@ def test_what_cannot_be_honoured_is_refused_on_every_rank(rank_pool: Pool) -> No
         )  # fmt: skip
         for word, text in zip(words, result, strict=True):
             assert word in text, (number, text)
+
+
+def with_another_attention(rank: int, world_size: int) -> dict[str, list[str]]:
+    """What a forward pass and generate raise under attention that was set after initialize."""
+    from transformers import AttentionInterface
+
+    def attend(
+        module: Any, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        where: Any = {"layout": engine.ring.layout, "mesh": engine.ring.mesh}
+        return ring_attention(q, k, v, pattern=Causal(), **where).transpose(1, 2).contiguous(), None
+
+    AttentionInterface.register("mine", attend)
+    model, result = build("Llama"), {}
+    engine = start_engine(model, json_config(world_size, 1, 0))
+    engine.eval()
+    ids = torch.arange(1, 20)[None]
+    alone = build("Llama").generate(ids, max_new_tokens=3)
+    for name in ("mine", "sdpa", "eager", "ds_ring"):
+        model.set_attn_implementation(name)
+        batch = engine.ring.shard_batch({"input_ids": ids, "labels": ids})
+        forward = catch_refusal(engine, **batch)
+        result[name] = [forward, catch_refusal(model.generate, ids, max_new_tokens=3)]
+        with engine.ring.off():
+            assert torch.equal(model.generate(ids, max_new_tokens=3), alone)
+    assert torch.equal(model.generate(ids, max_new_tokens=3), alone)
+    return result
+
+
+@pytest.mark.situation("generation", "generate, and a pass, under attention that was set after initialize")
+def test_attention_that_was_set_after_initialize_is_refused_where_it_would_be_local(rank_pool: Pool) -> None:
+    for result in rank_pool(2).run(with_another_attention):
+        assert result.pop("ds_ring") == ["", ""]
+        for name, (forward, generated) in result.items():
+            says = f"expected attention 'ds_ring', got {name!r}"
+            assert says in generated and "with engine.ring.off()" in generated, generated
+            says = f"expected attention 'ds_ring' on a ring, got {name!r}"
+            assert forward == "" if name == "mine" else says in forward, forward
 
 
 def beams_of_states(rank: int, world_size: int, name: str) -> list[str]:

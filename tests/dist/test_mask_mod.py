@@ -134,6 +134,10 @@ NO_MASKS: dict[str, tuple[MaskFunction, tuple[str, ...]]] = {
         lambda b, h, q, k: q - k <= SIXTY_FOUR[:5][h],
         ("a mask of positions up to 63", "IndexError"),
     ),
+    "knows other samples": (
+        lambda b, h, q, k: SIXTY_FOUR.view(8, 8)[b, q % 8] >= k,
+        ("a table with one row for each of this rank's", "got 8 rows", "engine.ring.gather"),
+    ),
 }
 
 
@@ -155,7 +159,7 @@ def test_different_masks_on_two_ranks_are_named_on_every_rank(rank_pool: Pool, n
 
 
 @pytest.mark.parametrize("name", NO_MASKS)
-@pytest.mark.day("returns nothing", "branches", "draws", "knows too few documents")
+@pytest.mark.day("returns nothing", "branches", "draws", "knows too few documents", "knows other samples")
 def test_what_is_no_mask_ends_in_a_typed_error_on_every_rank(rank_pool: Pool, name: str) -> None:
     for wrong_ranks in (1, 2):
         for rank, result in enumerate(outcomes(rank_pool(2), call_with_masks, "NO_MASKS", name, wrong_ranks)):

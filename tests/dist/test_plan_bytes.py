@@ -45,6 +45,7 @@ from ds_ring_launcher.plan.other_layers import (
     Recurrence,
     Selection,
     layer_memory,
+    read_kinds,
     sent_by,
 )
 from ds_ring_launcher.plan.pass_time import bytes_sent
@@ -266,6 +267,12 @@ def test_of_chosen_rows_as_many_bytes_arrive_as_leave() -> None:
             assert sent == received and (sent > 0 or way == "backward")
 
 
+def test_a_layer_that_shares_its_indexer_finds_nothing() -> None:
+    first, second = read_kinds(SPARSE | {"indexer_types": ["full", "shared"]}, ["indexed_attention"] * 2)
+    assert first.finds and first.parameters > 0
+    assert second == first._replace(finds=False, parameters=0)
+
+
 @pytest.mark.night
 def test_latents_send_what_the_advice_says(rank_pool: Pool) -> None:
     config = configuration("deepseek_v3", {})
@@ -363,23 +370,23 @@ SPARSE = {
 
 
 def run(capsys: Any, config: dict[str, Any], *more: str) -> tuple[int, str]:
-    sizes = ["--tokens", "4096", "--devices", "4", "--hardware", "cpu", "--dtype", "float32"]
+    sizes = ["--tokens", "4096", "--devices", "2", "--hardware", "cpu", "--dtype", "float32"]
     status = cli.main(["plan", "--hf-config", json.dumps(config), *sizes, *more])
     return status, "".join(capsys.readouterr())
 
 
-@pytest.mark.night
 def test_a_hybrid_plan_counts_each_kind_of_layer(capsys: Any) -> None:
-    found = json.loads(run(capsys, QWEN, "--json")[1])
+    found = json.loads(run(capsys, QWEN, "--json", "--tokens", "256")[1])
     (one,) = found["other_layers"]
     assert (one["kind"], one["layers"]) == ("gated delta rule", 3)
     assert [row["layers"] for row in found["attention_by_pattern"]] == [1]
     assert one["step_bytes_sent"] == 3 * (one["forward_bytes_sent"] + one["backward_bytes_sent"]) > 0
-    again = json.loads(run(capsys, QWEN, "--json", "--activation-checkpointing")[1])["other_layers"][0]
+    again = json.loads(run(capsys, QWEN, "--json", "--tokens", "256", "--activation-checkpointing")[1])[
+        "other_layers"
+    ][0]
     assert again["step_bytes_sent"] == 3 * (2 * one["forward_bytes_sent"] + one["backward_bytes_sent"])
     assert found["step"]["total_s"] > found["step"]["other_layers_s"] > 0
-    status, text = run(capsys, QWEN)
-    assert status == 0 and "3 x gated delta rule" in text
+    assert found["step"]["mfu"] is None
     sparse = json.loads(run(capsys, SPARSE, "--json")[1])
     assert sparse["attention"] is None and [one["layers"] for one in sparse["other_layers"]] == [2]
     assert not any("experts" in one for one in sparse["warnings"])
@@ -389,20 +396,56 @@ def test_a_hybrid_plan_counts_each_kind_of_layer(capsys: Any) -> None:
     assert "waits): never: all attention is over chosen keys" in " ".join(text.split())
 
 
-def test_parameters_are_those_of_transformers() -> None:
-    for values in (QWEN, SPARSE | {"mlp_layer_types": ["dense"] * 2}):
-        config = CONFIG_MAPPING[values["model_type"]](
-            **{k: v for k, v in values.items() if k != "model_type"}
-        )
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
-        real = sum(x.numel() for x in model.parameters() if x.dim() == 2)
-        asked = Namespace(hf_config=json.dumps(values), **dict.fromkeys(_OPTIONS))
-        shape = read_model(asked)
-        norms = (2 * shape.layers + 1) * shape.hidden
-        # of Qwen 3.5 the gate of the attention's output
-        gates = (shape.layers - len(shape.other_layers)) * shape.hidden * 4 * 16
-        assert shape.parameters - norms + gates == real, values["model_type"]
+HYBRID = {
+    "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 96, "vocab_size": 256, "layer_types": ["linear_attention", "full_attention"],
+    "tie_word_embeddings": False,
+}  # fmt: skip
+KIMI = HYBRID | {
+    "model_type": "kimi_linear", "linear_head_dim": 8, "linear_num_heads": 4, "linear_conv_kernel_dim": 4,
+    "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8, "pad_token_id": None,
+    "mlp_layer_types": ["dense"] * 2,
+}  # fmt: skip
+GRANITE = HYBRID | {
+    "model_type": "granitemoehybrid", "mamba_n_heads": 8, "mamba_n_groups": 1, "mamba_d_state": 16,
+    "mamba_d_head": 16, "mamba_d_conv": 4, "mamba_expand": 2, "num_local_experts": 0,
+    "shared_intermediate_size": 96,
+}  # fmt: skip
+MINIMAX = HYBRID | {"model_type": "minimax", "num_local_experts": 2, "num_experts_per_tok": 1}
+LFM2 = HYBRID | {
+    "model_type": "lfm2", "conv_L_cache": 3, "layer_types": ["conv", "full_attention"],
+    "block_auto_adjust_ff_dim": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("values", "state", "transition"),
+    [
+        (QWEN, 4 * 8 * 8, 4 * 8 * 8), (SPARSE | {"mlp_layer_types": ["dense"] * 2}, None, None),
+        (KIMI, 4 * 8 * 8, 4 * 8 * 8), (GRANITE, 8 * 16 * 16, 8), (MINIMAX, 4 * 16 * 16, 4), (LFM2, 0, 0),
+    ],
+    ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
+)  # fmt: skip
+def test_sizes_are_those_of_transformers(values: dict[str, Any], state: Any, transition: Any) -> None:
+    config = CONFIG_MAPPING[values["model_type"]](**{k: v for k, v in values.items() if k != "model_type"})
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    weights = dict(model.named_parameters())
+    real = sum(x.numel() for name, x in weights.items() if x.dim() == 2 or "experts" in name)
+    asked = Namespace(hf_config=json.dumps(values), **dict.fromkeys(_OPTIONS))
+    shape = read_model(asked)
+    norms = (2 * shape.layers + 1) * shape.hidden
+    # of Qwen 3.5 the gate of the attention's output
+    gates = (shape.layers - len(shape.other_layers)) * shape.hidden * 4 * 16 if values is QWEN else 0
+    assert shape.parameters - norms + gates == real
+    convolutions = [
+        x.shape for name, x in weights.items() if "layers.0." in name and "conv" in name and x.dim() == 3
+    ]
+    kind = shape.other_layers[0]
+    if isinstance(kind, Recurrence):
+        assert kind.channels == sum(size[0] for size in convolutions)
+        assert kind.before == max((size[-1] for size in convolutions), default=1) - 1
+        assert (kind.state, kind.transition) == (state, transition)
 
 
 @pytest.mark.parametrize(

@@ -6,15 +6,16 @@ import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 from ds_ring_launcher import cli
+from ds_ring_launcher.compare import comparison
 from ds_ring_launcher.compare.cells import Cell
 from ds_ring_launcher.compare.comparison import Clock, Request, Row, _take_turns, compare, make_documents
-from ds_ring_launcher.compare.group import Verdict
+from ds_ring_launcher.compare.group import Verdict, explain_failure
 from ds_ring_launcher.compare.peers import ONE, PEERS, Peer
 from ds_ring_launcher.compare.report import advise, as_json, write_page
 from tests import seeded_contestants
@@ -168,3 +169,78 @@ def test_a_round_takes_what_the_slowest_rank_takes() -> None:
     arguments: Any = [group], {"uneven": row}, None, answer, Request((), (2,), "cpu", rounds=3), Clock(600.0)
     _take_turns(*arguments)
     assert (row.seconds, row.peak_bytes, row.median_s) == ([0.3] * 3, 30, 0.3)
+
+
+class Ranks:
+    """The ranks of a contestant as a table sees them: whether they join, and what they reply."""
+
+    def __init__(self, name: str, *replies: Any, joins: bool = True, has_ended: bool = False) -> None:
+        self.peer, self.size, self.start_s = RING._replace(name=name), 1, 60.0
+        self.replies, self.joins, self.has_ended = replies, joins, has_ended
+
+    def join(self, seconds: float) -> bool:
+        return self.joins
+
+    def end(self) -> str:
+        return "killed"
+
+    def call(self, *_: Any) -> tuple[list[Any], str]:
+        return list(self.replies), "its last line"
+
+
+ASKED = Request((Cell("causal", tokens=64),), (2,), "cpu", 1, 200.0, deadline_s=10)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "seconds", "says"),
+    [
+        (Ranks("a", joins=False), 100, "left out: its ranks did not join within 25 s killed"),
+        (Ranks("a", joins=False, has_ended=True), 400,
+            "does not run: its ranks did not join within 60 s killed"),
+        (Ranks("a"), 0.1, "left out: the budget of 200 s is spent"),
+        (Ranks("a"), 100, "does not run: no answer in time: its ranks hang or have ended: its last line"),
+    ],
+    ids=["late", "ended", "spent", "silent"],
+)  # fmt: skip
+def test_who_does_not_answer_has_a_verdict(ranks: Any, seconds: float, says: str, tmp_path: Path) -> None:
+    answer = comparison.Answer(ASKED.cells[0], tmp_path)
+    assert str(comparison._check(ranks, answer, ASKED, comparison.Clock(seconds))) == says
+
+
+def test_who_fails_while_timed_is_not_timed_again(tmp_path: Path) -> None:
+    groups: list[Any] = [Ranks("fails"), Ranks("times", {"seconds": 0.5, "peak_bytes": 7})]
+    table = {group.peer.name: make_row(group.peer.name, []) for group in groups}
+    answer = comparison.Answer(ASKED.cells[0], tmp_path)
+    comparison._take_turns(groups, table, answer.cell, answer, ASKED, comparison.Clock(100))
+    assert table["fails"].verdict.word == "does not run" and not table["fails"].seconds
+    assert table["fails"].verdict.why.startswith("exact, then no answer in time")
+    assert (table["times"].seconds, table["times"].peak_bytes) == ([0.5], 7)
+    table = {"times": make_row("times", [])}
+    comparison._take_turns(groups[1:], table, answer.cell, answer, ASKED, comparison.Clock(0.1))
+    assert str(table["times"].verdict) == "left out: exact; the budget of 200 s is spent"
+
+
+def test_one_process_computes_longer_answers_while_there_is_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    computed: list[int] = []
+
+    def write(alone: Any, cell: Cell, path: Path, seconds: float) -> float | str:
+        computed.append(cell.tokens)
+        return 0.0 if cell.tokens < 4 * least else "out of memory"
+
+    least = comparison.MIN_CHECK_TOKENS
+    monkeypatch.setattr(comparison, "write_answer", write)
+    cell, nobody = Cell("causal", tokens=4 * least), cast(Any, None)
+    answer = comparison._find_answer(nobody, cell, ASKED, tmp_path / "answer", lambda text: None)
+    assert computed == [least, 2 * least, 4 * least]
+    assert (answer.cell.tokens, answer.failure, answer.path) == (2 * least, "", tmp_path / "answer.1")
+
+
+def test_what_a_cpu_lacks_is_no_refusal() -> None:
+    texts = "Could not run 'aten::flash_fwd' on CPU", "aten.mm.default: no sharding strategy"
+    said = [explain_failure(1, [{"raised": "NotImplementedError", "text": text}]) for text in texts]
+    assert [str(one) for one in said] == [
+        "does not run: flash_fwd needs a GPU",
+        "does not run: on CPU ranks: aten.mm.default: no sharding strategy",
+    ]

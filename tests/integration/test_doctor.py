@@ -61,8 +61,12 @@ def of_two(**keys: Any) -> HostAnswers:
     return HostAnswers({"node-0": answer("node-0"), "node-1": answer("node-1", **keys)})
 
 
+UP = {"addresses": ["10.0.0.2"], "up": True, "mbit": 1000}
+DOWN = {"eth0": UP, "eth1": {**UP, "addresses": []}}
+
+
 def test_healthy_hosts_have_nothing_wrong() -> None:
-    found = states(of_two())
+    found = states(of_two(chosen={"NCCL_SOCKET_IFNAME": "^docker"}))
     assert {state for state, _ in found.values()} == {OK, NOT_LOOKED_AT}, found
 
 
@@ -73,10 +77,15 @@ def test_healthy_hosts_have_nothing_wrong() -> None:
         ("port", HostAnswers({"node-0": answer("node-0", port_holder="nc")}), ["node-0 by nc"]),
         ("interfaces", of_two(chosen={"GLOO_SOCKET_IFNAME": "ib7"}), ["node-1", "no such interface", "eth0"]),
         ("interfaces", of_two(chosen={"GLOO_SOCKET_IFNAME": "lo"}), ["node-1", "reached by eth0 (10.0.0.2)"]),
+        ("interfaces", of_two(chosen={"NCCL_SOCKET_IFNAME": "l"}), ["node-1", "reached by eth0 (10.0.0.2)"]),
+        ("interfaces", of_two(chosen={"GLOO_SOCKET_IFNAME": "eth1"}, interfaces=DOWN),
+            ["node-1: GLOO_SOCKET_IFNAME=eth1: that interface is down or has no address, it has eth0"]),
         ("interfaces", of_two(own_address="127.0.1.1"), ["127.0.1.1", "set run_folder, or GLOO_SOCKET"]),
         ("interfaces", of_two(names={"node-0": None}), ["node-1 does not know the name node-0"]),
         ("versions", of_two(versions={"torch": "2.11.0"}), ["torch 2.13.0 on node-0, 2.11.0 on node-1"]),
         ("script", of_two(files={"script": None}), ["node-1", "copy it there"]),
+        ("script", of_two(files={"script": "def"}), ["differs: abc on node-0, def on node-1 (sha256)"]),
+        ("configuration", of_two(config=None), ["the DeepSpeed JSON cannot be read on node-1"]),
         ("configuration", of_two(config={"train_batch_size": "4"}), ["2 on node-0, 4 on node-1"]),
         ("configuration", of_two(cluster={"engine": '"mpirun"'}), ["engine of the cluster YAML"]),
         ("folders", of_two(folders={"/x": "Read-only"}), ["node-1 cannot write to /x: Read-only"]),
@@ -106,6 +115,8 @@ def test_too_few_gpus_and_a_folder_that_is_not_shared() -> None:
         seen={"node-0": {"/shared": [0]}, "node-1": {"/shared": [1]}},
     )
     assert "node-0 does not see in /shared what node-1 wrote" in states(found)["folders"][1]
+    found.seen = {name: {"/shared": [0, 1]} for name in ("node-0", "node-1")}
+    assert states(found)["folders"] == (OK, "/shared: written by all hosts, seen by all")
 
 
 MOVED = {"sends": 8, "sent": 512, "received": 512, "largest": 64, "others": {}, "integers": 8}
@@ -138,6 +149,9 @@ def ring_states(**keys: Any) -> dict[str, tuple[str, str]]:
 
 def test_a_healthy_ring_has_nothing_wrong() -> None:
     assert {state for state, _ in ring_states().values()} == {OK}
+    alone = {one.what: (one.state, one.says) for one in judge_ring([rank(0, ring_size=1, link=None)])}
+    assert alone["ring"] == (OK, "a ring of one sends nothing")
+    assert alone["links"] == (NOT_LOOKED_AT, "a ring of one has none")
 
 
 @pytest.mark.parametrize(

@@ -295,7 +295,7 @@ def simulate_in_python(place: Place, text: str) -> None:
 
 def plan(place: Place, text: str) -> None:
     output = place.bash(text)
-    assert output.count("longest sequence on these devices") == 3, output
+    assert output.count("longest sequence on ring") == 3, output
 
 
 def plan_worked_case(place: Place, text: str) -> None:
@@ -536,6 +536,9 @@ BLOCKS: dict[str, Callable[[Place, str], None]] = {
     "pattern = ds_ring.Causal() & ": make_plan,
     "chosen = ds_ring.ring_select(": only_reads("tests/dist/layers/test_selection.py makes such calls"),
     "out = ds_ring.moba_attention(": only_reads("tests/dist/layers/test_sparse.py makes such calls"),
+    "from ds_ring.layers.distance_bias.attention": only_reads(
+        "tests/dist/layers/test_distance_bias.py makes such calls"
+    ),
     "tree = engine.ring.tree_batch(": only_reads(
         "tests/dist/contrib/policies/test_trees.py makes such calls"
     ),
@@ -554,7 +557,7 @@ BLOCKS: dict[str, Callable[[Place, str], None]] = {
     "ds-ring plan --hf-config llama-3-8b": plan_worked_case,
     "ds-ring doctor configs/recipes": only_reads("eight GPUs"),
     "# on the machine with the GPU": is_a_picture("needs a GPU; test_gpu_first.py reads the command"),
-    "model = AutoModelForCausalLM.from_pretrained": only_reads("weights of a hub"),
+    "config = AutoConfig.from_pretrained": only_reads("weights of a hub"),
     "accelerate launch --num_processes 8": accelerate_launch,
     "ds-ring simulate --tokens 8192": simulate,
     "ds-ring tune": tune,
@@ -569,6 +572,7 @@ BLOCKS: dict[str, Callable[[Place, str], None]] = {
     "python tools/build_site.py": only_reads("tests/integration/test_build_site.py runs it"),
     # ds_ring/DESIGN.md
     "DeepSpeed JSON ->": is_a_picture("of the flow"),
+    "loader or shard_batch": is_a_picture("of the way of a batch"),
     "rank hop origin": summary_of_a_plan,
     "rank 1, forward": is_a_picture("the command before it prints one like it, and is read"),
     # ds_ring/contrib/training_commands/README.md, whose tests run such commands where the packages are

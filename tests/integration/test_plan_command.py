@@ -137,6 +137,39 @@ LLAMA_8B = [
 ]
 
 
+ALL_AUTO = {"long_sequence": "auto", "ulysses_size": 2}
+OPTION_SETS = [  # arguments, and the JSON of --config
+    (["--tokens", "1M"], ALL_AUTO),  # "auto" has attention on the host from 131,072 tokens a ring rank on
+    (["--tokens", "256k"], ALL_AUTO),
+    (["--tokens", "256k", "--fit", "--batch", "1"], {"long_sequence": {"offload_attention": "auto"}}),
+    (["--tokens", "64k", "--batch", "2", "--dtype", "float16", "--zero-stage", "2"], {"prune": False}),
+    (["--tokens", "64k", "--layout", "contiguous", "--offload-optimizer"], {"recompute_attention": 0.3}),
+]
+
+
+@pytest.mark.parametrize(("arguments", "section"), OPTION_SETS)
+def test_the_printed_json_has_the_figures_that_are_printed(capsys, tmp_path: Path, arguments, section):
+    """("auto" had attention on the host, in no line nor the JSON; --batch and --dtype were left out.)"""
+    path, printed = tmp_path / "ds.json", tmp_path / "printed.json"
+    whole = {"bf16": {"enabled": True}, "train_batch_size": 8, "sequence_parallel_size": 8}
+    whole |= {"zero_optimization": {"stage": 3}, "ring_attention": section}
+    path.write_text(json.dumps(whole))
+    common = ["--hf-config", "llama-3-8b", "--hardware", "h100", "--devices", "16"]
+    first = plan(capsys, *common, *arguments, "--config", str(path))
+    printed.write_text(json.dumps(first["deepspeed_json"]))
+    script = ["--activation-checkpointing"] * first["activation_checkpointing"]  # a line after the JSON
+    again = plan(capsys, *common, *arguments[:2], *script, "--config", str(printed))
+    differing = {key for key in first if again[key] != first[key]}
+    # next sets are those of --fit alone
+    assert differing <= {"with_fit_options", "roomier_set"}, [(first[key], again[key]) for key in differing]
+    assert (first["offload_attention"] is True) == (arguments[1] == "1M")
+    # (A JSON with the samples of a step alone was planned with one of them.)
+    assert first["batch"] == int(dict(zip(arguments[:-1], arguments[1:], strict=True)).get("--batch", 4))
+    batch = first["deepspeed_json"]
+    steps = batch["gradient_accumulation_steps"]
+    assert batch["train_batch_size"] == 8 == first["batch"] * steps * 2  # replicas
+
+
 @pytest.mark.night
 def test_every_line_of_the_annotated_report_is_in_one(capsys):
     section = (ROOT / "launcher/README.md").read_text().split("### A report, line by line")[1].split("## ")[0]
@@ -152,7 +185,7 @@ def test_every_line_of_the_annotated_report_is_in_one(capsys):
     assert [line for line in lines if line not in printed] == []
     limit = r"\(limit: the (device|host)'s memory( and the host's memory)?\)"
     longest = f"[0-9,]+ tokens with these options {limit}; [0-9,]+ with these and --[a-z -]+ {limit}"
-    assert re.search(f"longest sequence on these devices: {longest}", printed)
+    assert re.search(f"longest sequence on ring .*: {longest}", printed)
     # (Two H100 fit, for hours a step, which was nowhere.)
     seconds = "[0-9,.]+ s a step"
     assert re.search(
@@ -221,6 +254,32 @@ def test_nothing_fits(capsys, tmp_path: Path):
     small = [*SIZES, "--dtype", "float32", "--hardware", str(path)]
     assert "none up to 16384" in refused(capsys, *small, "--tokens", "4096")
     assert "expected a length that fits 2 devices" in refused(capsys, *small, "--devices", "2")
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"zero_optimization": 3}, "zero_optimization: expected an object {...}, got 3; correct it"),
+        ({"zero_optimization": {"stage": 4}}, "stage: expected a number from 0 to 3, got 4"),
+        ({"zero_optimization": {"stage": True}}, "stage: expected a number from 0 to 3, got true"),
+        ({"zero_optimization": {"stage": 2, "overlap_comm": "yes"}},
+            'zero_optimization.overlap_comm: expected true or false, got "yes"; write it without quotes'),
+        ({"zero_optimization": {"offload_param": "cpu"}},
+            "zero_optimization.offload_param: expected an object {...}, got cpu"),
+        ({"train_micro_batch_size_per_gpu": 0}, "size_per_gpu: expected a number from 1 to 1,048,576"),
+    ],
+)  # fmt: skip
+def test_a_wrong_deepspeed_json_is_refused(capsys, tmp_path: Path, config, says):
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"sequence_parallel_size": 2, "ring_attention": {}} | config))
+    options = ["--tokens", "64", "--devices", "2", "--config", str(path)]
+    assert says in refused(capsys, *SIZES, *options)
+
+
+def test_a_size_of_a_config_json_that_is_no_number_is_refused(capsys):
+    wrong = json.dumps(LLAMA | {"num_key_value_heads": "two"})
+    words = '--hf-config: num_key_value_heads: expected a whole number or null, got "two"'
+    assert words in refused(capsys, "--hf-config", wrong, *CPU, "--tokens", "64", "--devices", "2")
 
 
 def test_what_is_not_estimated_is_refused(capsys, tmp_path):

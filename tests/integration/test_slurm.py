@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ds_ring_launcher.engines.slurm import read_rank_numbers
+from ds_ring_launcher.engines.slurm import Slurm, read_rank_numbers
 from ds_ring_launcher.run.run_folder import RunFolder
 from tests.clock import wait_until
 from tests.dist.namespaces import two_hosts
@@ -141,6 +141,17 @@ def test_ranks_of_a_node(counts: str, node: int, expected: str | None) -> None:
     around = {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_LOCALID": "0"}
     found = read_rank_numbers(around | {"SLURM_STEP_TASKS_PER_NODE": counts, "SLURM_NODEID": str(node)})
     assert found.get("LOCAL_SIZE") == expected
+
+
+def test_a_rank_that_slurm_did_not_start_is_refused() -> None:
+    with pytest.raises(SystemExit, match=r"expected to be started by Slurm's srun, which sets SLURM_NTASKS"):
+        read_rank_numbers({"SLURM_PROCID": "0", "SLURM_LOCALID": "0"})
+
+
+def test_a_host_of_the_allocation_is_reached_beside_the_job() -> None:
+    command, advice = Slurm().reach("node-3", None, "a.module")
+    assert command[0] == "srun" and {"--nodelist=node-3", "--overlap", "--nodes=1"} <= {*command}
+    assert command[-1] == "a.module" and "inside a Slurm allocation" in advice
 
 
 def test_names_of_any_letters_are_one_word_of_the_sbatch_script(workplace: Workplace) -> None:  # noqa: F811

@@ -17,11 +17,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from ds_ring.data.run_folder import FOLDER_VARIABLE
 from ds_ring.errors import RingConfigError
 from ds_ring_launcher import cli
 from ds_ring_launcher.cluster import checks
 from ds_ring_launcher.cluster.checks import secret_for
 from ds_ring_launcher.cluster.cluster_file import read_cluster
+from ds_ring_launcher.engines import torchrun
 from ds_ring_launcher.engines.engine import ssh_command
 from ds_ring_launcher.engines.engines import ENGINES
 from ds_ring_launcher.run import agent, environment_file, job, process, start
@@ -31,6 +33,7 @@ from tests.clock import unqueued_seconds
 LOCAL = "hosts: local\nslots: 2\nscript: train.py\ndeepspeed_config: ds.json\n"
 SCRIPT = "script: train.py\ndeepspeed_config: ds.json\n"
 HOSTS = "hosts: [{name: node-0, slots: 4}, {name: node-1, slots: 2}]\n"
+RELAUNCH = "relaunch: {checkpoints: checkpoints}\n"
 ON_EACH_HOST = HOSTS + "ssh: false\nmaster_port: 23456\n" + SCRIPT
 
 
@@ -132,6 +135,21 @@ BAD_YAML = {
     "env a name that is none": (f"engine: torchrun\n{LOCAL}env: [A-B]\n", 'got "A-B"'),
     "an option of torchrun": (f"engine: torchrun\n{LOCAL}environment: {{PET_NNODES: 2}}\n",
         "that torchrun does not read as options, got PET_NNODES"),
+    "a list for a key": (LOCAL + "? [a]\n: 1\n", "expected a word for a key, got a list or a mapping"),
+    "an integer of 5000 digits": (f"slots: {'9' * 5000}\n", "expected values that can be read, got"),
+    "too deep": ("[" * 17, "line 1, column 17: expected at most 16 levels in each other, got more"),
+    "an alias": (f"script_args: &x [a]\nengine_args: *x\n{LOCAL}",
+        "line 2, column 14: expected plain values, got the alias *x; write the value itself"),
+    "a tag": (LOCAL + "engine_args: !!set {a}\n", "got the tag tag:yaml.org,2002:set; remove it"),
+    "a character that is none": (LOCAL + "engine: \x01\n", "expected YAML, got what is none: "),
+    "a relaunch without a run_folder": (LOCAL + RELAUNCH,
+        "relaunch: expected run_folder beside it, got none"),
+    "a relaunch on each host": (f"{ON_EACH_HOST}{RELAUNCH}run_folder: runs\n",
+        "relaunch: expected one call that starts all hosts, got ssh: false"),
+    **{f"two relaunches by {argument}": (
+        f"engine: torchrun\n{LOCAL}{RELAUNCH}run_folder: runs\nengine_args: [{argument}]\n",
+        "engine_args: expected no restarts of the engine's own, got --max-restarts",
+    ) for argument in ("--max-restarts=3", "--max_restarts")},
 }  # fmt: skip
 
 
@@ -162,6 +180,10 @@ def test_missing_yaml_names_the_near_one(folder: Path) -> None:
         read_cluster(folder / "nowhere" / "cluster.yaml")
     with pytest.raises(RingConfigError, match="got a directory"):
         read_cluster(folder)
+    (folder / "train.py").unlink()
+    (folder / "train.py").symlink_to("train.py")
+    with pytest.raises(RingConfigError, match=r"script: expected .*train\.py"):
+        checks.require_inputs(read_cluster(folder / "cluster.yaml"))
 
 
 def test_a_script_is_named_as_an_installed_module(folder: Path) -> None:
@@ -195,6 +217,9 @@ BAD_HOSTFILES = {
     "slots a word": ("node-0 slots=two\n", "line 1: expected 'node-0 slots=8'"),
     "slots negative": ("node-0 slots=-1\n", "line 1: expected 'node-0 slots=8'"),
     "a name that is none": ("node-0;rm slots=2\n", "hosts[0].name: expected a host name or address"),
+    "a folder": ("/", "expected a hostfile, got the directory"),
+    "another kind of file": ("a\n" * 50, "50 problems\n  - hostfile: "),
+    "too large": ("#" * 2**17 + "\n", "hosts.txt: expected at most 131,072 bytes, got more"),
 }
 
 
@@ -202,7 +227,9 @@ BAD_HOSTFILES = {
 def test_bad_hostfile_ends_with_status_2_within_a_second(
     folder: Path, capsys: pytest.CaptureFixture[str], text: str | None, message: str
 ) -> None:
-    if text is not None:
+    if text == "/":
+        (folder / "hosts.txt").mkdir()
+    elif text is not None:
         (folder / "hosts.txt").write_text(text)
     path = write(folder, "hostfile: hosts.txt\nssh: false\nmaster_port: 23456\n" + SCRIPT)
     started = unqueued_seconds()
@@ -405,6 +432,15 @@ def test_torchrun(folder: Path) -> None:
     ]
 
 
+def test_a_signal_that_ended_a_rank_is_named(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(FOLDER_VARIABLE, str(folder))
+    torchrun._report({0: -9, 1: -15, 2: 1})
+    assert capsys.readouterr().err == "ds-ring: rank 0 was ended by SIGKILL\n"
+    assert list(folder.glob("rank-*")) == []  # 2 ended with the others
+
+
 def test_engines_are_brief_where_ds_ring_names_who_failed(folder: Path) -> None:
     cluster = read_cluster(write(folder, "engine: torchrun\n" + LOCAL))
     for engine, brief in (("torchrun", "--brief"), ("deepspeed", "--log_level=critical")):
@@ -423,7 +459,17 @@ def test_mpirun(folder: Path) -> None:
     assert "mpirun -n 6 --host node-0:4,node-1:2" in command
     assert "-x MASTER_ADDR -x MASTER_PORT -x DS_RING_ENVIRONMENT_FILE" in command and "-x A " not in command
     assert made.by_file == {"A": "a b"}
+    by_port = invocation(folder, "engine: mpirun\nssh_port: 2222\n" + HOSTS + SCRIPT)
+    assert "--prtemca plm_ssh_args '-p 2222'" in shlex.join(by_port.argv)
     assert (made.environment["MASTER_ADDR"], made.environment["MASTER_PORT"]) == ("node-0", "20001")
+
+
+def test_dry_run_prints_the_script_of_each_host(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["launch", str(write(folder, HOSTS + SCRIPT)), "--dry-run"]) == 0
+    printed = capsys.readouterr().out
+    for rank, name in enumerate(("node-0", "node-1")):
+        script = printed.partition(f"# on {name}, reached by ssh; beside this, one new DS_RING_SECRET")[2]
+        assert f"--node_rank={rank} " in script.partition("# on ")[0]
 
 
 def test_dry_run_prints_a_script(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,11 +10,16 @@ from typing import Any
 
 import pytest
 
+from ds_ring.errors import RingConfigError
 from ds_ring_launcher.cluster.cluster import Host, Relaunch
+from ds_ring_launcher.cluster.cluster_file import read_cluster
 from ds_ring_launcher.run.culprit import find_culprit
+from ds_ring_launcher.run.job import Job
+from ds_ring_launcher.run.presence import HostPresence, HostsMissing
 from ds_ring_launcher.run.rank import describe_fault
 from ds_ring_launcher.run.relaunch import (
     Outcome,
+    _RelaunchedRun,
     convert,
     count_saved_ranks,
     decide,
@@ -98,7 +103,8 @@ def test_a_preempted_attempt_has_not_failed(tmp_path: Path) -> None:
     assert decide(saved_nothing[:2], POLICY).again and not decide(saved_nothing, POLICY).again
     for path in folder.iterdir():
         path.unlink()
-    assert decide([read_outcome(1, folder, HOSTS, 143, 15, False)], POLICY).status == 128 + 15
+    interrupted = read_outcome(1, folder, HOSTS, 143, 15, False)
+    assert (decide([interrupted], POLICY).status, interrupted.verdict) == (128 + 15, "interrupted")
 
 
 def test_the_culprit_is_who_failed_by_itself_then_who_is_named_then_who_is_silent(tmp_path: Path) -> None:
@@ -114,6 +120,11 @@ def test_the_culprit_is_who_failed_by_itself_then_who_is_named_then_who_is_silen
     named = find_culprit(tmp_path, HOSTS, 1)
     assert (named.rank, named.host) == (2, "node-1") and "in step 5" in named.what
     assert named.what.endswith(", says rank 0")  # it was "say ranks 0"
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    write_fault(alone, replace(lost, blames=None))
+    nobody = find_culprit(alone, HOSTS, 1)
+    assert (nobody.kind, nobody.rank, nobody.what) == ("lost", None, "ranks lost each other: it is gone")
     write_fault(tmp_path, replace(lost, rank=1))
     assert find_culprit(tmp_path, HOSTS, 1).what.endswith(", say ranks 0, 1")
     write_fault(tmp_path, BUG)
@@ -260,6 +271,41 @@ def test_the_next_ring_keeps_the_samples_of_a_step(
     assert json.dumps(given) == before
 
 
+def test_a_host_that_is_gone_leaves_a_smaller_ring(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps(config(4)))
+    (tmp_path / "cluster.yaml").write_text(
+        "hosts: [{name: node-0, slots: 2}, {name: node-1, slots: 2}]\nscript: train.py\n"
+        "deepspeed_config: ds.json\nrun_folder: run\nmaster_port: 23456\n"
+        "relaunch: {checkpoints: saved, smallest_ring_size: 2}\n"
+    )
+    cluster = read_cluster(tmp_path / "cluster.yaml")
+    run = _RelaunchedRun(Job(cluster, 0, 23456, tmp_path, {}, secret="old"), [], "token")
+    run.number = run.folder.start_attempt("token")
+    only = HostPresence(cluster.hosts[1:], {"node-0": "gone"})
+    with pytest.raises(HostsMissing, match=r"got 1 that did not: node-0: gone; start them"):
+        run._job_for(only)  # of the first attempt
+    run.history.append(Outcome(1, 1, None, False, False, None))
+    job = run._job_for(only)
+    assert job.cluster.hosts == cluster.hosts[1:] and job.cluster.master_address == "node-1"
+    assert json.loads(job.cluster.deepspeed_config.read_text())["sequence_parallel_size"] == 2
+    assert (job.port, job.attempt_folder) == (23456, run.folder.attempt(1)) and job.secret != "old"
+    said = capsys.readouterr().err
+    assert "going on without node-0: gone" in said
+    assert "2 ranks are left; 2 of them to a sequence" in said
+    few = HostPresence((Host(name="node-1", slots=1),), {"node-0": "gone"})
+    with pytest.raises(RingConfigError, match=r"expected a ring of 2 ranks or more on 1 slots, got .*none"):
+        run._job_for(few)
+    capsys.readouterr()
+    run._report(outcome(tmp_path, 9, BUG), decide([Outcome(9, 1, None, False, False, None)], None))
+    said = capsys.readouterr().err
+    assert said.startswith(
+        f"{BUG.traceback}ds-ring: attempt 1 failed: rank 3 on node-1 raised ZeroDivisionError"
+    )
+    assert said.endswith("ds-ring: error: no other attempt: the YAML has no relaunch\n")
+
+
 def test_the_last_hosts_lose_their_slots() -> None:
     assert hosts_for(HOSTS, 3) == (HOSTS[0], Host(name="node-1", slots=1))
     assert hosts_for(HOSTS, 2) == (HOSTS[0],)
@@ -299,3 +345,14 @@ def test_a_checkpoint_that_any_number_of_ranks_loads_is_not_converted(
     (tmp_path / "global_step4" / "zero_pp_rank_1_mp_rank_00_optim_states.pt").touch()
     assert convert(tmp_path, 2, tmp_path) == "global_step4"
     assert convert(tmp_path, 4, tmp_path) == "global_step4 for others"
+
+
+def test_a_checkpoint_that_is_not_whole_gives_way_to_the_one_before(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert convert(tmp_path, 2, tmp_path) is None
+    for step in (2, 4):
+        (tmp_path / f"global_step{step}").mkdir()
+    (tmp_path / "latest").write_text("global_step4")
+    assert convert(tmp_path, 2, tmp_path) is None
+    assert "global_step4: not whole, trying the one before: " in capsys.readouterr().err

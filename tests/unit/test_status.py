@@ -8,6 +8,7 @@ import os
 import random
 import re
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,8 @@ from ds_ring_launcher.run.run_records import (
     read_bytes,
     read_lines,
 )
-from ds_ring_launcher.status.run_status import SILENT_SECONDS, read_run
-from ds_ring_launcher.status.table import make_tables, print_status
+from ds_ring_launcher.status.run_status import SILENT_SECONDS, RankStatus, read_run
+from ds_ring_launcher.status.table import make_tables, memory_text, print_status, seconds_text
 from tests.clock import unqueued_seconds
 
 NASTY = "</td><script>document.title='owned'</script><img src=x onerror=alert(1)> & \x1b[31m [bold]"
@@ -94,6 +95,34 @@ def test_a_run_under_way_is_known(run: RunFolder) -> None:
     assert status.age_seconds is not None and status.age_seconds < 5
     json.dumps(status.document(), allow_nan=False)
     assert status.document()["latest"]["loss"] == "nan"
+
+
+def test_before_and_between_attempts_more_may_come(run: RunFolder, tmp_path: Path) -> None:
+    run.record("end", 2, status=1, verdict="failed", next="again", why="lost", wait_seconds=1.0)
+    status = read_run(run.path)
+    assert (status.state, status.why) == ("waiting", "attempt 2 failed; another one follows")
+    (tmp_path / "attempts.jsonl").touch()
+    status = read_run(tmp_path)
+    assert (status.state, status.why, status.is_under_way) == ("starting", "no attempt has begun", True)
+
+
+def test_of_many_ranks_those_that_need_a_look_are_shown(run: RunFolder) -> None:
+    figures: dict[str, Any] = {"host": "node-0", "ring_rank": 0, "step": 1, "loss": None}
+    figures |= {"step_seconds": None, "tokens_per_second": None}
+    ranks = [
+        RankStatus(rank=rank, memory_bytes=1 << 30, age_seconds=1.0, state="at work", **figures)
+        for rank in range(9)
+    ]
+    ranks[8] = replace(ranks[8], state="raised KeyError")
+    ranks[3] = replace(ranks[3], age_seconds=240.0)
+    ranks[5], ranks[6] = (replace(ranks[n], memory_bytes=n << 31) for n in (5, 6))
+    table = make_tables(replace(read_run(run.path), ranks=tuple(ranks)), most=4)[1]
+    assert [row[0] for row in table.rows] == ["3", "5", "6", "8"] and table.left_out == 5
+    assert table.rows[0][-2:] == ("1,024 MiB", "4 min before") and table.rows[2][-2] == "12.0 GiB"
+    assert [seconds_text(seconds) for seconds in (119.0, 120.0, 7199.0, 7200.0)] == [
+        "119 s", "2 min", "120 min", "2.0 h",
+    ]  # fmt: skip
+    assert memory_text(None) == "unknown"
 
 
 def test_only_what_is_known_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

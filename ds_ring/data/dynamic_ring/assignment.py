@@ -124,11 +124,17 @@ class AssignedSamples(Dataset[tuple[Assigned, list[Mapping[str, Any]]]]):
         return {"labels": tensors["input_ids"]} | tensors
 
 
-def joined(assigned: Assigned, samples: Sequence[Mapping[str, Any]], packed: bool) -> Batch:
-    """Return the samples of a ring as one batch: a packed row [1, N], or padded rows [B, T].
+def joined(
+    assigned: Assigned,
+    samples: Sequence[Mapping[str, Any]],
+    packed: bool,
+    pad_values: Mapping[str, float],
+) -> Batch:
+    """Return the samples of a ring as one batch: a packed row [1, N], or rows padded by `padded` [B, T].
 
     Raises:
-        RingShapeError: a sample has another length than reported, or other tensors than the one before.
+        RingShapeError: a sample has another length than reported, or other tensors than the one before, or
+            one that has to be padded by an unknown value.
         RingPatternError: a sample has positions or documents of its own.
     """
     rows: list[dict[str, Tensor]] = []
@@ -144,7 +150,7 @@ def joined(assigned: Assigned, samples: Sequence[Mapping[str, Any]], packed: boo
             rows[0][key].fill_(IGNORE)
         rows[0]["attention_mask"] = torch.zeros(1, dtype=torch.int64, device="cpu")
     if not packed:
-        return padded(rows)
+        return padded(rows, pad_values)
     ids = [torch.full((len(row["input_ids"]),), number, device="cpu") for number, row in enumerate(rows)]
     batch = {key: torch.cat([row[key] for row in rows])[None] for key in rows[0]}
     return batch | {DOCUMENT_IDS: torch.cat(ids)[None]}

@@ -48,7 +48,7 @@ class PairLayout(Layout):
     block: int = field(kw_only=True, default=1)
 
     name = "pair"
-    has_pairs_of_all = False
+    is_one_sequence = False
 
     @classmethod
     def join(cls, queries: Layout, keys: Layout, parts: int = 1, block: int = 1) -> PairLayout:

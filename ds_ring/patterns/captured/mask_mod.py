@@ -282,6 +282,7 @@ class HeadMask(PairMask):
         whole, facts = self.whole, self.whole.facts
         key = (tokens, samples, query_heads, device)
         if key not in whole._tried:
+            facts.traced.check_rows(0, samples, RingPatternError, f"MaskMod {name_function(whole.function)}")
             # spread over the whole sequence, first and last position included
             number = min(SAMPLED, tokens)
             some = torch.linspace(0, tokens - 1, number, dtype=torch.float64, device=device).long()

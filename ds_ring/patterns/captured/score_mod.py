@@ -181,6 +181,8 @@ class ScoreMod:
         """
         if (tokens, samples, query_heads) in self._tried:
             return
+        name = f"score_mod {name_function(self.function)}"
+        self.traced(torch.float32).check_rows(1, samples, RingConfigError, name)
         where = torch.linspace(0, tokens - 1, min(SAMPLED, tokens), dtype=torch.float64, device="cpu").long()
         batch, heads = (torch.tensor(sorted({0, n - 1}), device="cpu") for n in (samples, query_heads))
         scores = torch.zeros(
@@ -200,7 +202,8 @@ class ScoreMod:
         if torch.is_grad_enabled() and self.needs_gradient:
             raise RingConfigError(
                 f"score_mod {name_function(self.function)}: expected captured tensors that require no"
-                " gradient, got one that does; detach it inside the function, or use torch.no_grad()"
+                " gradient, got one that does, and would get none: DistanceBiasAttention (ds_ring/layers/"
+                "distance_bias) trains a term by distance; for a constant, detach it inside the function"
             )
 
     def __eq__(self, other: object) -> bool:

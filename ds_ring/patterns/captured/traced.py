@@ -158,6 +158,24 @@ class Traced:
         written = any(writes_to(tensor) != count for tensor, count in self.captured)
         return written or not captured.is_same(function)
 
+    def check_rows(self, argument: int, samples: int, error: type[RingError], name: str) -> None:
+        """Refuse a captured table that an index of the sample reads, but that has not a row for each.
+
+        Args:
+            argument: the place of the index of the sample among the function's arguments.
+            samples: of this rank.
+            error, name: for the message.
+        """
+        for rows in _find_rows(self.graph, argument):
+            if rows != samples:
+                raise error.wrong(
+                    name,
+                    f"a table with one row for each of this rank's {samples:,} samples, whose index batch is",
+                    f"{rows:,} rows",
+                    "ranks may have other samples of a batch, so make the table of the sharded batch:"
+                    " engine.ring.gather(batch[key]), as in configs/examples/batch_mask.py",
+                )
+
     def function(self, device: torch.device = _CPU, result: int = 0) -> PairFunction:
         """Return one of the results as a function of the same arguments, on a device."""
         fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
@@ -288,6 +306,31 @@ def _make_graph(
     graph.graph.eliminate_dead_code()
     graph.recompile()
     return graph
+
+
+def _find_rows(graph: fx.GraphModule, argument: int) -> set[int]:
+    """Return how many rows the captured tables have that an argument of the graph is the index of."""
+    nodes = list(graph.graph.nodes)
+    indices, tables, rows = {nodes[argument]}, set[fx.Node](), set[int]()
+    for node in nodes:
+        if node.op == "get_attr" or not tables.isdisjoint(node.all_input_nodes):
+            tables.add(node)  # a captured tensor, or what is made of it
+        if node.target in _SAME_INDEX and node.args[0] in indices:
+            indices.add(node)
+        elif node.target in _LOOKUPS and node.args[0] in tables:
+            table, *rest = node.args
+            shape = table.meta["val"].shape
+            rows.update(shape[dim] for dim, index in _LOOKUPS[node.target](*rest) if index in indices)
+    return rows
+
+
+_SAME_INDEX = {getattr(_aten, name).default for name in ("clone", "expand", "view", "unsqueeze", "_to_copy")}
+_LOOKUPS: dict[Any, Callable[..., Any]] = {  # the dimensions of the table, and their indices
+    _aten.index.Tensor: enumerate,
+    _aten.index_select.default: lambda dim, index: [(dim, index)],
+    _aten.gather.default: lambda dim, index, **_: [(dim, index)],
+    _aten.embedding.default: lambda index, *_: [(0, index)],
+}
 
 
 def get_constant(graph: fx.GraphModule, node: fx.Node) -> Tensor:

@@ -285,6 +285,8 @@ def test_the_command(tmp_path, capsys):
     (tmp_path / "latest").write_text("global_step4")
     assert main(["verify-checkpoint", str(tmp_path)]) == 0
     assert capsys.readouterr().out == "whole: 2 files, 2,148 bytes, after step 4\n"
+    assert main(["verify-checkpoint", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"files": 2, "bytes": 2148, "global_steps": 4}
     (folder / "offloaded" / "swap.bin").unlink()
     assert main(["verify-checkpoint", str(tmp_path), "--tag", "nothing"]) == 3
     assert "no such checkpoint" in capsys.readouterr().err

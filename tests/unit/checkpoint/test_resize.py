@@ -59,3 +59,5 @@ def test_the_command_says_what_keeps_the_samples_of_a_step(
     else:
         assert '"sequence_parallel_size": 4' in printed
         assert '"gradient_accumulation_steps" = 15 keep the 30 samples' in printed
+    assert main([*command[:-3], "16", "--ring-size", "4"]) == 2
+    assert "--world-size: expected replicas that divide 30 samples, got 4" in capsys.readouterr().err

@@ -29,6 +29,7 @@ from ds_ring.errors import (
     RingPeerError,
     RingShapeError,
 )
+from ds_ring.health import stuck_waits
 from ds_ring.health.failure_detector.wire import Fault
 from ds_ring.schedule.grid import Grid
 
@@ -255,6 +256,7 @@ def raising(error: BaseException) -> Any:
 def start_and_fail(
     monkeypatch: pytest.MonkeyPatch, error: BaseException, detector: Told | None = None
 ) -> None:
+    monkeypatch.setattr(stuck_waits, "_in_stuck_waits", [])
     monkeypatch.setattr("ds_ring.comm.exchange.start_batch", raising(error))
     two = exchange_of_two(detector)
     two.start(two.world_route([1], [1], torch.zeros(1), None), [], [], 2)
@@ -276,7 +278,8 @@ def test_a_fault_of_ds_ring_in_a_batch_stays_what_it_is(monkeypatch: pytest.Monk
         start_and_fail(monkeypatch, RingBufferError("in flight"))
 
 
-def test_the_monitor_is_told_of_faults_of_this_rank_alone() -> None:
+def test_the_monitor_is_told_of_faults_of_this_rank_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stuck_waits, "_in_stuck_waits", [])
     told = Told()
     exchange_of_two(told).failed(RingPeerError(0, None, 1, "it is gone"))
     assert told.failures == []
@@ -311,6 +314,7 @@ class Stuck:
 def test_without_a_monitor_a_wait_ends_at_its_deadline_and_names_its_peer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(stuck_waits, "_in_stuck_waits", [])
     monkeypatch.setattr(waiting, "PATIENCE_S", 0.01)
     mesh, work, site = RingMesh(Grid(2, 2), 0), Stuck(), CallSite(3, 1)
     began = time.monotonic()

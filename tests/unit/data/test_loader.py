@@ -91,7 +91,7 @@ def test_every_sample_of_a_batch_is_on_one_ring(packed: bool, batch: int) -> Non
             assert one.ring.first <= rank < one.ring.first + one.ring.ranks
             sizes.add((one.ring.ranks, bool(one.ring.samples)))
             tokens[one.ring.first].add(one.pieces if one.ring.samples else ())
-            check_joined(joined(one, AssignedSamples(dataset)[one][1], packed), one, texts, packed)
+            check_joined(joined(one, AssignedSamples(dataset)[one][1], packed, {}), one, texts, packed)
         assert all(len(pieces) == 1 for pieces in tokens.values()), "ranks of a ring hold the same"
         for (pieces,) in tokens.values():
             for piece in pieces:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -80,7 +81,21 @@ def ended() -> Any:
 
 def join(**sample: Tensor) -> Any:
     assigned = Assigned(SubRing(0, 1, (0,)), ((0, 1),), (DocumentPart(0, 0, 8, 0),), 7, 0)
-    return joined(assigned, [sample], packed=False)
+    return joined(assigned, [sample], packed=False, pad_values={})
+
+
+RAGGED = [{"input_ids": IDS[:n], "labels": IDS[:n], "image_ids": IDS[:n] % 3} for n in (8, 5)]
+
+
+def load_ragged(**pad_values: float) -> Any:
+    """Return a batch of samples that are not equally long."""
+    return next(iter(session_of().loader(RAGGED, 2, lengths=[8, 5], pad_values=pad_values)))  # type: ignore[arg-type]
+
+
+def join_ragged(**pad_values: float) -> Any:
+    """Return what a dynamic ring makes of the same samples."""
+    pieces = DocumentPart(0, 0, 8, 0), DocumentPart(1, 0, 5, 0)
+    return joined(Assigned(SubRing(0, 1, (0, 1)), ((0, 1),), pieces, 7, 0), RAGGED, False, pad_values)
 
 
 def labelled(function: str, values: Any) -> Any:
@@ -91,6 +106,21 @@ def labelled(function: str, values: Any) -> Any:
 
 
 REFUSED: Refusals = {
+    **{
+        f"padding of unknown value: {load.__name__}": (
+            load, RingShapeError,
+            r"image_ids: expected one length, or the value of its padding, got 5, 8; .*pad_values=",
+        )
+        for load in (load_ragged, join_ragged)
+    },
+    "a value for padding, no lengths": (
+        lambda: session_of().loader([], 1, pad_values={"image_ids": -1}), RingConfigError,
+        "pad_values: expected lengths=... and no collate_fn, got no lengths",
+    ),
+    "a value for padding of labels": (
+        lambda: load_ragged(labels=0), RingConfigError,
+        r"pad_values: expected keys of your own, got \['labels'\]",
+    ),
     **{
         f"a sample of {tokens} tokens": (
             lambda tokens=tokens: next(iter(session_of().loader(Sliced(tokens), 1))), RingShapeError,
@@ -126,6 +156,19 @@ REFUSED: Refusals = {
     },
 }  # fmt: skip
 test_it_is_refused = refuse(REFUSED)
+
+
+@pytest.mark.parametrize("load", [load_ragged, join_ragged])
+def test_padding_of_keys_of_ones_own_has_the_value_that_was_given(load: Callable[..., Any]) -> None:
+    batch = load(image_ids=-1)
+    assert batch["image_ids"].tolist() == [(IDS % 3).tolist(), [1, 2, 0, 1, 2, -1, -1, -1]]
+    assert batch["labels"][1, 5:].eq(-100).all() and batch["input_ids"][1, 5:].eq(0).all()
+
+
+def test_labels_of_whole_samples_are_stacked() -> None:
+    texts = [{"input_ids": IDS[:n], "labels": torch.tensor(n)} for n in (8, 5)]
+    batch = next(iter(session_of().loader(texts, 2, lengths=[8, 5])))  # type: ignore[arg-type]
+    assert batch["labels"].tolist() == [8, 5]
 
 
 def test_losses_of_documents_are_means_of_their_labelled_tokens() -> None:

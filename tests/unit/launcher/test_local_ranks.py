@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from typing import Any
 
 import psutil
 import pytest
@@ -19,6 +20,10 @@ def leave_without_a_word() -> None:
     os._exit(3)
 
 
+def refuse() -> None:
+    raise RingShapeError("expected this, got that; do something")
+
+
 def return_from_a_stuck_wait() -> str:
     keep_for_ever(
         object()
@@ -31,16 +36,17 @@ def test_what_a_rank_returned_is_read_though_a_peer_failed_in_its_work() -> None
 
 
 @pytest.mark.parametrize(
-    ("ranks", "deadline_s", "words"),
+    ("work", "ranks", "deadline_s", "words"),
     [
-        (2, 0.01, "to end within 0.01 s, got 2 still at work"),
-        (1, 120, "expected all ranks to end with 0, got rank 0 with 3"),
+        (leave_without_a_word, 2, 0.01, "to end within 0.01 s, got 2 still at work"),
+        (leave_without_a_word, 1, 120, "expected all ranks to end with 0, got rank 0 with 3"),
+        (refuse, 1, 120, "rank 0: expected this, got that; do something"),
     ],
-    ids=["a deadline ends all", "one leaves without a word"],
+    ids=["a deadline ends all", "one leaves without a word", "one refuses"],
 )
-def test_ranks_that_do_not_end_well_are_named(ranks: int, deadline_s: float, words: str) -> None:
+def test_ranks_that_do_not_end_well_are_named(work: Any, ranks: int, deadline_s: float, words: str) -> None:
     with pytest.raises(RanksError, match=words):
-        run_ranks(leave_without_a_word, ranks, (), threads=1, deadline_s=deadline_s)
+        run_ranks(work, ranks, (), threads=1, deadline_s=deadline_s, imported=True)
 
 
 def fail_beside_a_sleeper() -> None:

@@ -26,6 +26,7 @@ from ds_ring_launcher.check.small_model import (
     read_config,
     shrink,
 )
+from ds_ring_launcher.check.small_sounds import add_sounds
 
 
 def test_a_small_model_keeps_a_layer_of_each_kind_that_shares_keys() -> None:
@@ -108,8 +109,8 @@ def written(folder: Path, **values: Any) -> str:
 
 
 def small(model_type: str, head: str = "causal-lm", tokens: int = 61) -> Any:
-    images = head == "image-text"
-    return build(shrink(read_config(model_type), tokens, images=images), head, seed=0)
+    images, sounds = head == "image-text", head == "seq2seq-lm"
+    return build(shrink(read_config(model_type), tokens, images=images, sounds=sounds), head, seed=0)
 
 
 REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
@@ -140,6 +141,14 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "images of no size": (lambda _: add_images({}, _without_images(), 0), "no images can be made"),
     "images that do not fit": (lambda _: _few_tokens(), "expected images of 6 tokens"),
+    "sounds that do not fit": (
+        lambda _: add_sounds({"input_ids": torch.zeros(2, 9)}, small("voxtral", "seq2seq-lm"), 0),
+        r"voxtral: expected sounds of \[4, 4, 4\] tokens, got .*9 tokens.*; give more",
+    ),
+    "sounds of another type": (
+        lambda _: shrink(read_config("qwen2_5_omni_thinker"), 61, sounds=True),
+        "qwen2_5_omni_thinker: expected one of audioflamingo3, .*; check its text part",
+    ),
 }  # fmt: skip
 
 
@@ -175,16 +184,46 @@ def test_a_run_in_float64_is_in_float64_where_a_model_asks_for_float32() -> None
     assert wide.float().dtype == torch.float32
 
 
-@pytest.mark.parametrize("family", ["aria", "deepseek_vl_hybrid", "fuyu"])
+@pytest.mark.night
+@pytest.mark.day(
+    *("aria", "deepseek_vl_hybrid", "fuyu", "gemma4", "idefics2", "inkling2", "instructblip", "kimi_k25"),
+    *("lfm2_vl", "llama4", "llava_next", "minicpmv4_6", "qwen2_vl", "qwen2_5_omni_thinker", "step3p7"),
+)
+@pytest.mark.parametrize(
+    "family",
+    [
+        *("aria", "deepseek_vl_hybrid", "fuyu", "gemma4", "granite4_vision", "idefics2", "inkling2"),
+        *("instructblip", "kimi_k25", "lfm2_vl", "llama4", "llava_next", "minicpmv4_6", "molmo2"),
+        *("nemotron_h_omni", "paddleocr_vl", "paligemma", "qwen2_vl", "qwen2_5_omni_thinker", "step3p7"),
+        "video_llama_3",
+    ],
+)
 def test_images_of_small_models_have_their_features(family: str) -> None:
-    """Of encoders in parts, of two resolutions, of one projection."""
+    """Every form in which a family takes images and videos: the model counts features and tokens itself."""
     config = shrink(read_config(family), 61, images=True)
     model = build(config, "image-text", 0)
     text = make_batch(config, "image-text", 61, 0, True)
-    assert add_images(text, small("llama"), 0) is text  # a class that reads text only
     batch = add_images(text, model, 0)
     loss = model(**batch).loss
     loss.backward()
     assert bool(torch.isfinite(loss))
-    grads = [p.grad for name, p in model.named_parameters() if "vision" in name and p.grad is not None]
+    grads = [p.grad for name, p in model.named_parameters() if "vis" in name and p.grad is not None]
     assert grads and all(bool(torch.isfinite(one).all()) for one in grads)
+
+
+def test_a_class_that_reads_text_gets_no_images() -> None:
+    model = small("llama")
+    text = make_batch(model.config, "causal-lm", 61, 0, True)
+    assert add_images(text, model, 0) is text
+
+
+@pytest.mark.parametrize(
+    "family", ["glmasr", "granite_speech", "omniasr", "qwen3_asr", "vibevoice_asr", "voxtral"]
+)
+def test_sounds_of_small_models_have_their_features(family: str) -> None:
+    model = small(family, "seq2seq-lm")
+    batch = add_sounds(make_batch(model.config, "causal-lm", 61, 0, True), model, 0)
+    loss = model(**batch).loss
+    loss.backward()
+    tower = [p.grad for name, p in model.named_parameters() if "language_model" not in name]
+    assert bool(torch.isfinite(loss)) and any(grad is not None and bool(grad.any()) for grad in tower)

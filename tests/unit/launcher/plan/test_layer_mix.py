@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from ds_ring import Causal, Chunked, SlidingWindow
 from ds_ring.config.section import RingConfig
 from ds_ring.errors import RingConfigError, RingPatternError
+from ds_ring_launcher.plan.advice import Advice, Reach
 from ds_ring_launcher.plan.estimate import Estimate, estimate
-from ds_ring_launcher.plan.hiding import hiding_shard
+from ds_ring_launcher.plan.hardware import read_hardware
+from ds_ring_launcher.plan.hiding import Hiding, hiding_shard
 from ds_ring_launcher.plan.layer_passes import _most, layer_passes
 from ds_ring_launcher.plan.model_file import count_patterns, patterns_by, with_layer_types
 from ds_ring_launcher.plan.pass_memory import PassMemory
+from ds_ring_launcher.plan.report import as_json, print_report
 from tests.unit.launcher.plan.test_cost import SMALL, setting
 
 GEMMA = {"num_hidden_layers": 6, "sliding_window": 512, "hidden_size": 64}
@@ -91,6 +96,50 @@ def test_attention_is_summed_over_the_layers_and_memory_is_that_of_the_largest()
 
 def test_a_rank_keeps_the_most_buffers_of_any_layer() -> None:
     assert _most([PassMemory(7, 1, 1), PassMemory(2, 3, 4)]) == PassMemory(7, 3, 4)
+
+
+def test_a_report_says_what_its_figures_are_of(capsys: pytest.CaptureFixture[str]) -> None:
+    changes: dict[str, Any] = {
+        "model": replace(SMALL, layers=6), "checkpointing": True, "offload_checkpoints": True,
+        "pattern": ((SlidingWindow(512), 5), (Causal(), 1)), "dtype": "bfloat16",
+    }  # fmt: skip
+    mixed = estimate(setting(8192, 4, hardware=read_hardware("h100"), **changes))
+    tiled = ("--tiled-loss",)
+    few = Reach(8192, tiled, "the device's memory", 8, "ring 1 x Ulysses 8", tiled, 3.0)
+    more = Reach(65536, (*tiled, "--tiled-mlp"), "the host's memory", 2, None, tiled, 250.4)
+    advice = Advice(few, more, Hiding(4096, None), mixed, ("read this",))
+    print_report(mixed, advice, {})
+    printed = " ".join(capsys.readouterr().out.split())
+    usable = 4 * (mixed.setting.usable_host_bytes or 0) / 2**20
+    host_mib = mixed.node_host_bytes / 2**20
+    on_host = [4 * size / 2**20 for size in mixed.host_peak.host.values() if size]
+    seconds = [part.layers * part.cost.seconds for part in mixed.passes]
+    pairs = [part.layers * part.cost.pairs for part in mixed.passes]
+    for words in (
+        "attention: SlidingWindow(window=512, causal=True) in 5 layers, Causal() in 1 layer",
+        "these options: --activation-checkpointing --offload-checkpoints",
+        f"node's host: checkpoints │ {on_host[0]:.3f}",
+        f"node's host: attention's results │ {on_host[1]:.3f}",
+        f"node's host, in all, of {usable:,.1f} │ {host_mib:.3f}",
+        f"5 x SlidingWindow(window=512, causal=True) │ {pairs[0]:.3g} pairs │ {seconds[0]:.3g}",
+        f"1 x Causal() │ {pairs[1]:.3g} pairs │ {seconds[1]:.3g}",
+        f"host, not overlapped │ {mixed.host_bytes / 2**20:.3g} MiB │ {mixed.host_s:.3g}",
+        "8,192 tokens with these options (limit: the device's memory); 65,536 with these and --tiled-mlp"
+        " (limit: the host's memory)",
+        "8 (ring 1 x Ulysses 8) with these options, 3 s a step transfers",
+        "from 4,096 tokens a device on",
+        "with more memory to spare: ",
+        "warning: read this",
+        "and in the script: model.gradient_checkpointing_enable()",
+    ):
+        assert words in printed, printed
+    none = few._replace(fewest_devices=None, fewest_split=None, fewest_step_s=None)
+    print_report(mixed, advice._replace(reach=none), {"train_batch_size": 3}, counts=[mixed])
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "none up to 16384 with these options; 2 with these and no option more, 250 s a step" in printed
+    assert "replicas divide the JSON's train_batch_size, 3" in printed
+    (row,) = json.loads(as_json(mixed, advice, {}, counts=[mixed]))["more_devices"]
+    assert (row["devices"], row["peak_bytes"]) == (4, mixed.peak.total)
 
 
 @pytest.mark.night

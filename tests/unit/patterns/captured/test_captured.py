@@ -24,9 +24,12 @@ from ds_ring import (
     RingConfigError,
     RingMesh,
     RingPatternError,
+    decode_attention,
+    max_logits,
     ring_attention,
+    simulate,
 )
-from ds_ring.layers.scores import Softcap
+from ds_ring.layers.scores import Alibi, Softcap
 from ds_ring.patterns.captured.mask_mod import trace_mask
 from ds_ring.patterns.captured.score_mod import ScoreMod
 from ds_ring.patterns.captured.traced import CapturedValues
@@ -281,6 +284,29 @@ def test_contents_are_compared_bit_by_bit() -> None:
     assert not held.is_same(function)
 
 
+Q = torch.zeros(1, 1, TOKENS, 4)
+WHERE: Any = {"layout": LAYOUT, "mesh": RingMesh.single()}
+ENTRIES: dict[str, Callable[[MaskMod], object]] = {
+    "simulate": lambda pattern: simulate(Q, Q, Q, pattern=pattern, layout=LAYOUT),
+    "a dense mask": lambda pattern: pattern.mask(np.arange(TOKENS), np.arange(TOKENS)),
+    "decode_attention": lambda pattern: decode_attention(
+        Q[:, :, :1], Q, Q, positions=[1], pattern=pattern, **WHERE
+    ),
+    "max_logits": lambda pattern: max_logits(Q, Q, pattern=pattern, **WHERE),
+}
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+@pytest.mark.situation("masks", "a captured tensor is changed in place: each call that takes a pattern")
+def test_each_call_that_evaluates_a_mask_refuses_one_that_has_changed(name: str) -> None:
+    ids = torch.arange(TOKENS) // 4
+    pattern = MaskMod(lambda b, h, q, k: ids[q] == ids[k])
+    ENTRIES[name](pattern)
+    ids.zero_()
+    with pytest.raises(RingPatternError, match="expected unchanged captured values"):
+        ENTRIES[name](pattern)
+
+
 @pytest.mark.situation("compile", "a mask or score function is itself a compiled function, or calls one")
 @pytest.mark.parametrize("nested", [False, True])
 def test_a_compiled_function_is_what_it_was_compiled_of(nested: bool) -> None:
@@ -393,13 +419,14 @@ LEARNED: dict[str, Any] = {
     "a tensor that was computed": product,
     "a module": RELATIVE,
     "a module's method": RELATIVE.forward,
+    "slopes": Alibi(torch.nn.Parameter(torch.ones(4))),
 }
 
 
 @pytest.mark.situation("masks", "a score_mod captures a parameter, a leaf tensor or a module")
 @pytest.mark.parametrize("name", LEARNED)
 @pytest.mark.parametrize("how", ["call", "module", "replicated"])
-@pytest.mark.day("call-a module", "module-a tensor that was computed")
+@pytest.mark.day("call-a module", "module-a tensor that was computed", "call-slopes")
 def test_a_captured_tensor_that_requires_a_gradient_is_refused(name: str, how: str) -> None:
     function = LEARNED[name]
     module = RingAttention(Causal(), mesh=RingMesh.single(), layout=LAYOUT, score_mod=function)
@@ -489,6 +516,41 @@ def test_a_table_that_ends_before_the_last_index_is_refused(look_up: Callable[[T
     ScoreMod(look_up(torch.zeros(5))).check(tokens=5, samples=5, query_heads=5)
     with pytest.raises(RingConfigError, match="index"):
         ScoreMod(look_up(torch.zeros(4))).check(tokens=5, samples=5, query_heads=5)
+
+
+OF_SAMPLES: dict[str, Callable[[Tensor], Function]] = {
+    "one index": lambda table: lambda s, b, h, q, k: s + table[b],
+    "an index for each dimension": lambda table: lambda s, b, h, q, k: s + table[b, q],
+    "one index after the other": lambda table: lambda s, b, h, q, k: s + table[b][k],
+    "columns": lambda table: lambda s, b, h, q, k: s + table.T[q, b],
+    "the last dimension": lambda table: lambda s, b, h, q, k: s + table.T.index_select(-1, b)[q, 0],
+    "another type": lambda table: lambda s, b, h, q, k: s + table[b.int(), k],
+    "a changed table": lambda table: lambda s, b, h, q, k: s + (table * 2)[b, q],
+    "embedding": lambda table: lambda s, b, h, q, k: s + torch.nn.functional.embedding(b, table)[q],
+    "gather": lambda table: lambda s, b, h, q, k: s + table.gather(0, b.expand(1, 5))[0, q],
+}
+
+
+@pytest.mark.parametrize("name", OF_SAMPLES)
+@pytest.mark.situation("masks", "a table of the whole batch, where this rank has some of its samples")
+def test_a_table_of_more_samples_than_there_are_is_refused(name: str) -> None:
+    table = torch.zeros(3) if name == "one index" else torch.zeros(3, 5)
+    function = OF_SAMPLES[name](table)
+    ScoreMod(function).check(tokens=5, samples=3, query_heads=5)
+    mask = MaskMod(lambda *pair: function(pair[2], *pair) > 0)
+    mask.check(5, 3, 5, "cpu")
+    for samples in (1, 2):
+        says = f"one row for each of this rank's {samples} samples.*got 3 rows.*batch_mask.py"
+        with pytest.raises(RingConfigError, match=f"score_mod .*{says}"):
+            ScoreMod(function).check(tokens=5, samples=samples, query_heads=5)
+        with pytest.raises(RingPatternError, match=f"MaskMod .*{says}"):
+            mask.check(5, samples, 5, "cpu")
+
+
+def test_tables_of_heads_and_of_kinds_of_samples_may_have_more_rows() -> None:
+    table = torch.zeros(8, 8)
+    for function in (lambda s, b, h, q, k: s + table[h, q], lambda s, b, h, q, k: s + table[b % 2, q]):
+        ScoreMod(function).check(tokens=5, samples=3, query_heads=2)
 
 
 def test_heads_and_positions_are_told_apart() -> None:
