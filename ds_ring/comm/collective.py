@@ -83,17 +83,17 @@ class collective:  # noqa: N801 - reads as contextlib's own
             call.agree({"shape": tuple(x.shape)})  # RingMismatchError on every rank if the fields differ
             send_and_compute(call.exchange)  # an error that is raised here is a failure: peers are notified
 
-    The same thread may make further calls inside the block. They use this call's lock, but send headers of
-    their own. A block that never agrees sends nothing, unless it raises: then it sends the refusal.
+    The same thread may make further calls inside the block; each call sends a header of its own. A block in
+    which no headers are compared sends nothing, unless the block raises: then the rank sends a refusal.
 
     Args:
         mesh: the ranks.
-        name: of the operation; ranks compare it.
-        exchange: sends the headers; None makes one when it is needed.
-        alone: send no headers, because the tensors are fake. (A sequence of one rank sends none either.)
+        name: name of the operation, which ranks compare.
+        exchange: sends the headers; None: the call makes an exchange.
+        alone: if True, send no headers, because the tensors are fake. (A single rank never sends headers.)
 
     Raises:
-        RingMeshError: the mesh is closed, another process's, or in use by another thread.
+        RingMeshError: the mesh is closed, belongs to another process, or is in use by another thread.
     """
 
     __slots__ = ("_agreement_began", "_exchange", "_is_outermost", "alone", "mesh", "name")

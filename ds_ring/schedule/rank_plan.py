@@ -51,7 +51,7 @@ class Direction(NamedTuple):
     sign: int  # +1: shards travel from rank o to rank o + 1; -1: from rank o to rank o - 1
     limit: int  # number of the last hop
     ranks_per_node: int = 0  # with two levels the number R of ranks of a node; 0 for one level
-    stages: tuple[int, ...] = ()  # how many hops each stage after hop 0 has, [Note: stages]; or ()
+    stages: tuple[int, ...] = ()  # hops of each stage after hop 0 ([Note: stages]); () for no stages
 
     def reader(self, origin: Any, hop: Any, size: int) -> Any:
         """Return the rank that computes with the shard of `origin` at a hop, in a ring of `size` ranks.

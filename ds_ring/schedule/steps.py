@@ -181,26 +181,26 @@ class Round(NamedTuple):
 
 
 class ChunkSteps(NamedTuple):
-    """The steps of any head chunk of one class (K/V heads with equal patterns)."""
+    """The steps of a head chunk; all chunks of a head class have the same steps."""
 
     buffers: tuple[Buffer, ...]  # indexed by the buffer numbers of the steps
-    rounds: tuple[Round, ...]  # by batch from the chunk's start; the last one posts and computes nothing
+    rounds: tuple[Round, ...]  # one for each batch of the chunk; the last round posts and computes nothing
 
 
 class HeadChunk(NamedTuple):
     """Heads that go around the ring together."""
 
-    kv_heads: slice  # of the K/V heads on this rank
+    kv_heads: slice  # numbers of the K/V heads, among the K/V heads on this rank
     query_heads: slice  # the query heads that share these K/V heads
     steps: ChunkSteps
-    next_after: int  # number of batches from the start of this chunk to the start of the next one
+    next_after: int  # number of batches from the start of this chunk to the start of the next chunk
 
 
 class ExchangeBatch(NamedTuple):
     """One batch of a pass; [Note: batches]."""
 
     number: int
-    # In this batch the chunk that started last receives the keys of this hop (or stage); it computes hop - 1.
+    # The chunk that started last receives keys of this hop (or stage) in this batch, and computes hop - 1.
     # After the last hop no keys arrive: [Note: a part for the end] in `lowering.py`.
     hop: int
     rounds: list[tuple[int, Round]]  # for every chunk that is under way: its index and its steps
