@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from deepspeed.runtime.pipe.module import PipelineModule
 from torch import nn
 
 from ds_ring.comm.mesh import RingMesh
@@ -26,7 +27,7 @@ from ds_ring.data import batch, loader
 from ds_ring.data.packing import DOCUMENT_IDS
 from ds_ring.decode import generation, ring_cache
 from ds_ring.engines.deepspeed import enable, initialize
-from ds_ring.engines.deepspeed.refusals import RingUse
+from ds_ring.engines.deepspeed.refusals import RingUse, _model_features
 from ds_ring.engines.first_batch import first_batch
 from ds_ring.errors import (
     RingConfigError,
@@ -43,6 +44,7 @@ from ds_ring.memory.tiles import models_layers as layers
 from ds_ring.models import attention_call, checks, families, layer_masks, positions, wrappers
 from ds_ring.models.attach import attach
 from ds_ring.models.attention_name import NAME
+from ds_ring.plugin import load
 from ds_ring.schedule.grid import Grid
 from ds_ring.schedule.layout import make_layout
 from ds_ring_launcher.check.small_model import build, read_config, shrink
@@ -518,6 +520,22 @@ def test_compiled_models_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 test_it_is_refused_too = refuse(MORE)
+
+
+def test_a_pipeline_is_a_feature_that_a_ring_excludes() -> None:
+    what, why = next(_model_features(object.__new__(PipelineModule)))
+    assert what == "a PipelineModule" and "use ZeRO" in why
+
+
+def test_a_row_is_an_object_or_the_name_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package that its plug-in needs is named with the command that installs it."""
+    assert load(len) is len and load("ds_ring.errors.RingError") is RingError
+    home = "ds_ring.contrib.megatron.core_attention.RingCoreAttention"
+    for name in ("megatron", "megatron.core", home.rpartition(".")[0]):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setitem(sys.modules, "megatron", None)
+    with pytest.raises(RingConfigError, match=r"megatron needs megatron: pip install 'ds_ring\[megatron\]'"):
+        load(home)
 
 
 def test_a_package_that_mpi4py_lacks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

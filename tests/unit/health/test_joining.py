@@ -115,7 +115,8 @@ def test_rank_0_decides_who_ended_first() -> None:
     store: Any = HashStore()
     store.set("dead/2", json.dumps(presence()._replace(pid=gone_rank())))
     Arrival(store, "dead", 3, 4, START, None).check()
-    assert store.get("dead/dead") == b"2"
+    assert store.check(["dead/dead"]) and store.get("dead/dead") == b"2"
+    store.set("dead/2", json.dumps(presence()))  # of a host where rank 0 does not see it
     with pytest.raises(PeerLost) as raised:
         Arrival(store, "dead", 0, 4, START, None).check()
     assert raised.value.fault == Fault(2, ENDED)

@@ -132,10 +132,25 @@ def evaluated(call: Callable[[], Tensor]) -> Tensor | None:
         return None
 
 
+@pytest.mark.parametrize(
+    ("left", "right", "fast"),
+    [(torch.uint8, torch.int64, False), (torch.int64, torch.uint8, True)],
+    ids=str,
+)
+def test_a_number_counts_as_its_own_type_beside_a_table(
+    left: torch.dtype, right: torch.dtype, fast: bool
+) -> None:
+    """torch computes a table of uint8 and a number of int64 in uint8, but two numbers in int64."""
+    function = of_types("mul", left, right)["table and number"]
+    at, want = torch.arange(4), create_mask(function, 1, 1, 4, 4, device="cpu")
+    (branch,) = MaskMod(function).branches(QueryHead())
+    assert torch.equal(branch.masks[0](1, at, at).expand(1, 1, 4, 4), want)
+    assert trace_mask(function).elementwise == fast
+
+
 @pytest.mark.night
 @pytest.mark.parametrize("left", WHOLE, ids=str)
 @pytest.mark.parametrize("name", BINARY)
-@pytest.mark.day("mul-torch.uint8", "mul-torch.int64", "mul-torch.int32")
 @pytest.mark.situation(
     "dtypes", "a mask_mod of a uint8 table and an int64 number: every operator and two types"
 )
