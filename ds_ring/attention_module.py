@@ -142,6 +142,10 @@ class RingAttention(nn.Module):
             self._handle = self.context.handle
         return self.context
 
+    def extra_repr(self) -> str:
+        context = self.context
+        return f"{context.pattern}, layout={context.layout}, ring_size={context.mesh.ring_size}"
+
 
 def check_arguments(batch_dim_idx: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raise RingConfigError for arguments of a call that say something new (None and dropout 0 do not)."""

@@ -311,8 +311,13 @@ def import_all() -> None:
         try:
             importlib.import_module(file.name)
         except ModuleNotFoundError as error:
-            if (error.name or "").partition(".")[0] == "ds_ring":
+            if is_own_fault(error):
                 raise
+
+
+def is_own_fault(error: ImportError) -> bool:
+    """Return whether ds_ring itself lacks what is imported: no version of another package has it."""
+    return (error.name or "").partition(".")[0] == "ds_ring"
 
 
 @contextmanager
@@ -320,11 +325,13 @@ def guard_imports(feature: str, package: str, since: str = "") -> Iterator[None]
     """Refuse a feature by its name if an import inside fails: the installed package lacks something.
 
     Raises:
-        RingConfigError: in place of the ImportError.
+        RingConfigError: in place of the ImportError, but for one of ds_ring's own modules.
     """
     try:
         yield
     except ImportError as error:
+        if is_own_fault(error):
+            raise
         raise RingConfigError(
             f"{feature}: expected another version of {package}, got {version(package)}: {error};"
             f" install {since or 'one'}"

@@ -690,7 +690,7 @@ NOTE = re.compile(r"\[Note: ([^\]]+)\]")
 DEFINITION = re.compile(r"^[ \t]*(?:# |\"{3})?\[Note: ([^\]]+)\](?=$| [A-Z])", re.MULTILINE)
 FILE = re.compile(r"[\w/-]*\w\.py\b")
 # A script of the user's, a placeholder in a command, a module of Python's.
-NOT_OURS = {"train.py", "SCRIPT.py", "socket.py"}
+NOT_OURS = {"train.py", "SCRIPT.py", "socket.py", "runner.py"}
 
 
 def lost_references(texts: dict[str, str], files: set[str]) -> list[str]:

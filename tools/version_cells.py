@@ -125,13 +125,12 @@ def run_script(rank: int, world_size: int, script: str, arguments: list[str], pl
 
 def check_script(name: str) -> Cell:
     """Compare the logs of an example with those of one process without a ring."""
-    from tests.dist.test_trainers import EXAMPLES, check_logs, plain_config
+    from tests.dist.trainer_logs import EXAMPLES, check_logs, configs
 
     script, ring_json = SCRIPTS[name], EXAMPLES / "ds_config.json"
     with tempfile.TemporaryDirectory() as folder:
         # At ZeRO 1: DeepSpeed 0.17.0 to 0.18.2 drop micro-batches at ZeRO 2.
-        config = json.loads(ring_json.read_text()) | {"zero_optimization": {"stage": 1}}
-        plain = plain_config(Path(folder), config)
+        plain = configs(Path(folder), zero_optimization={"stage": 1})[0]
         try:
             alone = ["--config", plain, "--output", f"{folder}/plain"]
             expected = run_on_ranks(1, run_script, script, alone, True)

@@ -122,8 +122,7 @@ class Pattern(ABC):
         Two K/V heads whose bound patterns are equal read the same tokens and share one plan.
         """
         each = [self.branches(QueryHead(head, query_heads, kv_heads)) for head in heads]
-        # Evaluate mask functions for all heads of the group at once. Heads that differ only in their mask
-        # functions then share one entry.
+        # Mask functions of all heads of the group at once: heads that differ in these alone share one entry.
         together = {_combine_masks(each, branches) for branches in each}
         if len(together) == 1:
             return BoundPattern(tuple(together))

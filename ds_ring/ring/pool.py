@@ -202,8 +202,6 @@ class Buffers:
             self._free.move_to_end(size)
             self._used_bytes -= block.nbytes
             self.free_bytes += block.nbytes
-            while self.free_bytes > self._most_bytes - self._used_bytes:
-                self._pop(next(iter(self._free)))
 
     def release(self) -> None:
         """Free everything that is not in use."""

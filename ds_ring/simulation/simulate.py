@@ -150,6 +150,10 @@ class SimulationOptions:
 
     def make_pass_options(self, scale: float | None, kernel: str) -> Options:
         """Return the options of a real call, checked."""
+        known = [name for name, row in PASSES.items() if name == "ring" or row.plans is not None]
+        if self.transport not in known:  # before options that have no effect on it
+            expected = f"one of {', '.join(known)}"
+            raise RingConfigError.wrong("transport", expected, self.transport, "use one of these")
         return Options(
             scale=scale, kernel=kernel, kernel_options=dict(self.kernel_options or {}),
             chunk_bytes=self.chunk_bytes, gradient_payload=self.gradient_payload,
@@ -237,9 +241,6 @@ def _make_plan(
     token_bytes = sizes.batch * sizes.kv_heads * width * sizes.dtype.itemsize
     row, size, stages = options.transport_spec, layout.ring_size, None
     if row.plans is None:
-        if options.transport != "ring":
-            known = ", ".join(name for name, other in PASSES.items() if name == "ring" or other.plans)
-            raise RingConfigError.wrong("transport", f"one of {known}", options.transport, "use one of these")
         shard_bytes = token_bytes * layout.local_tokens
         stages = stage_shards(options.stage_bytes, "cpu", size, None, shard_bytes)
     plan = build_plan(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from ds_ring.compat.deepspeed_launcher import takes_log_level
 from ds_ring.errors import RingConfigError
 
 from ..run.job import RANK_SCRIPT, Invocation, Job, module_command
@@ -36,7 +37,8 @@ class DeepSpeed(Engine):
         argv += ["--no_ssh", f"--node_rank={job.node_rank}", f"--master_addr={job.master_address}"]
         # At "info" it writes the values of NCCL's variables into the log, at "error" the failed command line.
         level = "critical" if job.names_culprit and not job.verbose else "warning"
-        argv += [f"--log_level={level}", *cluster.engine_args]
+        argv += [f"--log_level={level}"] if takes_log_level() else []
+        argv += cluster.engine_args
         # Its runner starts its launcher by `python -m`, in whose ranks rank_script.py ends this.
         first = sum(host.slots for host in cluster.hosts[: job.node_rank])
         only = [ONLY] if job.attempt_folder is None else []
@@ -57,10 +59,11 @@ class DeepSpeed(Engine):
             problems.append(Problem("engine_args", sentence("no --launcher", "one", advice)))
         logs = re.search(r"(^| )--log_level[= ](info|debug)", text)
         shown_names = sorted(name for name in cluster.environment if "NCCL" in name)
-        if logs and shown_names:
+        if shown_names and (logs or not takes_log_level()):
             expected = f"a --log_level of warning or above beside environment.{shown_names[0]}"
             advice = "at info DeepSpeed writes NCCL's variables into the log: remove one of the two"
-            problems.append(Problem("engine_args", sentence(expected, logs[2], advice)))
+            got = logs[2] if logs else "a DeepSpeed that has no such option"
+            problems.append(Problem("engine_args", sentence(expected, got, advice)))
         return problems
 
 

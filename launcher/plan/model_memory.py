@@ -318,7 +318,8 @@ class TrainingStep:
         waiting = min(layers, 1 if self.checkpointing else self.model.attention_layers)
         host = {
             "states on the host": self.zero.host(self.model),
-            "checkpoints on the host": layers * self.checkpoint_bytes if offloaded else 0,
+            "checkpoints on the host": layers * self.layer_input_bytes if offloaded else 0,
+            "attention's results on the host": layers * self._kept_bytes if offloaded else 0,
             "attention on the host": waiting * self.offloaded_bytes,
         }
         if self.host_is_device:

@@ -281,12 +281,12 @@ def make_deepspeed_json(setting: TrainingSetting, config: Json) -> Json:
     """Return a whole DeepSpeed JSON: that of --config, or one with AdamW, and all that the plan counts."""
     ring, ulysses = setting.ring_size, setting.ulysses_size
     batch: Json = {"train_micro_batch_size_per_gpu": setting.batch}
-    samples, sizes_alone = config.get("train_batch_size"), set(config) <= {SECTION, SP_KEY}
-    if sizes_alone or isinstance(samples, int):
+    samples = config.get("train_batch_size")
+    if isinstance(samples, int):
         of_rings = setting.batch * setting.replicas
-        steps = max((samples or 0) // of_rings, 1)
+        steps = max(samples // of_rings, 1)
         batch = {"train_batch_size": steps * of_rings, **batch, "gradient_accumulation_steps": steps}
-    if sizes_alone:
+    if set(config) <= {SECTION, SP_KEY}:
         config = batch | {"optimizer": {"type": "AdamW", "params": {"lr": 2e-5}}} | config
     precision = {
         key: {"enabled": dtype == setting.dtype}

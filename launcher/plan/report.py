@@ -202,6 +202,10 @@ def print_report(
         console.print(
             "memory of each row has its kernel's buffers: of other methods, what FlashAttention allocates"
         )
+        console.print(
+            "under checkpointing ds_ring keeps attention's results; rows with --recompute-attention compute"
+            " attention again"
+        )
         own, others = (_rates(row.attention_flops) for row in (rows[0], rows[-1]))
         rest = f"that of other methods at torch's own call, {others}"
         if own == others:
@@ -214,14 +218,16 @@ def print_report(
                 f"{plan.setting.devices} devices, {plan.setting.split}: {_join(list_flags(plan.setting))}",
                 markup=False,
             )
+        if isinstance(sequences := config.get("train_batch_size"), int):
+            console.print(f"replicas divide the JSON's train_batch_size, {sequences}: without it, all may")
     reach, fit_reach = advice.reach, advice.fit_reach
     longest, fewest = _longest(reach, "tokens with these options"), _fewest(reach)
     if fit_reach is not None and fit_reach.longest_options != reach.longest_options:
         how = f"with these and {_added(fit_reach.longest_options, reach.longest_options)}"
         longest += f"; {_longest(fit_reach, how)}"
-    if fit_reach is not None and fit_reach.fewest_devices != reach.fewest_devices:
+    if fit_reach is not None and reach.fewest_devices is None:
         fewest += f"; {_fewest(fit_reach, reach)}"
-    console.print(f"longest sequence on these devices: {longest}", markup=False)
+    console.print(f"longest sequence on {setting.split}: {longest}", markup=False)
     sizes = "one ring; of 1, 2, 4, ... devices or 1, 2, 3, 4, 6, ... nodes"
     console.print(f"fewest devices for these tokens ({sizes}): {fewest}", markup=False)
     tokens, never = advice.hiding

@@ -295,7 +295,7 @@ def simulate_in_python(place: Place, text: str) -> None:
 
 def plan(place: Place, text: str) -> None:
     output = place.bash(text)
-    assert output.count("longest sequence on these devices") == 3, output
+    assert output.count("longest sequence on ring") == 3, output
 
 
 def plan_worked_case(place: Place, text: str) -> None:
@@ -557,7 +557,7 @@ BLOCKS: dict[str, Callable[[Place, str], None]] = {
     "ds-ring plan --hf-config llama-3-8b": plan_worked_case,
     "ds-ring doctor configs/recipes": only_reads("eight GPUs"),
     "# on the machine with the GPU": is_a_picture("needs a GPU; test_gpu_first.py reads the command"),
-    "model = AutoModelForCausalLM.from_pretrained": only_reads("weights of a hub"),
+    "config = AutoConfig.from_pretrained": only_reads("weights of a hub"),
     "accelerate launch --num_processes 8": accelerate_launch,
     "ds-ring simulate --tokens 8192": simulate,
     "ds-ring tune": tune,

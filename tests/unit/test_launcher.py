@@ -12,11 +12,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from ds_ring.compat import deepspeed_launcher
 from ds_ring.data.run_folder import FOLDER_VARIABLE
 from ds_ring.errors import RingConfigError
 from ds_ring_launcher import cli
@@ -346,6 +348,34 @@ def test_local_deepspeed(folder: Path) -> None:
         "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "A": "1", "PYTHONSAFEPATH": "ds-ring"
     }  # fmt: skip
     assert made.environment["PATH"].startswith(str(Path(sys.executable).parent))
+
+
+@pytest.fixture
+def fresh_probe() -> Iterator[None]:
+    """Let DeepSpeed's launcher be looked at again, after the test, too."""
+    yield
+    deepspeed_launcher.takes_log_level.cache_clear()
+
+
+@pytest.mark.usefixtures("fresh_probe")
+def test_a_deepspeed_that_has_no_log_level_is_not_given_one(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """0.16.9 refuses the option, and writes NCCL's variables into the log: these are refused then."""
+    for text, takes in (("parser.add_argument('--quiet')", False), ("'--log_level'", True)):
+        runner = folder / f"{takes}/launcher/runner.py"
+        runner.parent.mkdir(parents=True)
+        runner.write_text(text)
+        spec = ModuleSpec("deepspeed", None, is_package=True)
+        spec.submodule_search_locations = [str(folder / str(takes))]
+        monkeypatch.setattr(deepspeed_launcher, "find_spec", lambda _, spec=spec: spec)
+        deepspeed_launcher.takes_log_level.cache_clear()
+        assert deepspeed_launcher.takes_log_level() is takes
+        argv = invocation(folder, LOCAL).argv
+        assert any("--log_level" in argument for argument in argv) is takes
+        if not takes:
+            with pytest.raises(RingConfigError, match="got a DeepSpeed that has no such option"):
+                read_cluster(write(folder, LOCAL + "environment: {NCCL_DEBUG: x}\n"))
 
 
 def test_device_sets_only_what_it_says(folder: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import symtable
 import sys
 from pathlib import Path
 from typing import Any
@@ -82,6 +84,19 @@ def test_the_table_has_verdicts_of_both_forms_reasons_and_dates() -> None:
 def test_an_unknown_row_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"expected all, corners or rows .* got \['deepspeed 9'\]"):
         version_matrix.main(["--folder", str(tmp_path), "--rows", "deepspeed 9"])
+
+
+def test_what_tools_take_from_tests_is_there() -> None:
+    """A cell imports it when it runs, which it does at night."""
+    root, missing = Path(version_matrix.ROOT), []
+    for file in (root / "tools").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("tests."):
+                continue
+            home = root / f"{node.module.replace('.', '/')}.py"  # type: ignore[union-attr]
+            names = symtable.symtable(home.read_text(), str(home), "exec").get_identifiers()
+            missing += [f"{file.name}: {node.module}.{x.name}" for x in node.names if x.name not in names]
+    assert not missing
 
 
 @pytest.mark.night

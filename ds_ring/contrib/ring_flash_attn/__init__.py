@@ -25,7 +25,6 @@ What differs: `llama3_` functions send K/V around the ring, where ring-flash-att
 from __future__ import annotations
 
 import functools
-import inspect
 import sys
 import weakref
 from collections.abc import Callable, Sequence
@@ -357,11 +356,6 @@ def use_ring_attn(flag: bool) -> None:
     """Let models attend on the ring, or with False by transformers' own FlashAttention."""
     global RING_ATTN_SWITCH
     RING_ATTN_SWITCH = flag
-
-
-def check_params(f1: Callable[..., Any], f2: Callable[..., Any]) -> bool:
-    """Return whether both functions have equally many parameters."""
-    return len(inspect.signature(f1).parameters) == len(inspect.signature(f2).parameters)
 
 
 def create_ring_flash_attention_forward(

@@ -177,9 +177,6 @@ class DeferredLogits:
         operands = [whole.get(id(x), x) for x in args]
         return func(*operands, **{key: whole.get(id(x), x) for key, x in (kwargs or {}).items()})
 
-    def __repr__(self) -> str:
-        return f"DeferredLogits({list(self.shape)}, computed in tiles of {self._tile} tokens with the loss)"
-
 
 def _symbol(name: str) -> Callable[..., Any]:
     def operator(self: DeferredLogits, *operands: Any) -> Any:

@@ -319,6 +319,17 @@ def test_what_the_ring_does_not_compute_is_refused_on_every_rank(rank_pool: Pool
     assert all(says in ranks[0][what] for what, says in REFUSED.items()), ranks[0]
 
 
+def test_without_a_parallel_config_a_rank_attends_by_itself() -> None:
+    from ds_ring.contrib.diffusers import attention
+
+    q, k, v = (torch.randn(2, 5, 4, 8) for _ in range(3))
+    wanted = torch.nn.functional.scaled_dot_product_attention(
+        *(x.transpose(1, 2) for x in (q, k, v)), is_causal=True, scale=0.3
+    )
+    out = attention(q, k, v, is_causal=True, scale=0.3)
+    assert torch.allclose(out, wanted.transpose(1, 2), atol=1e-6)
+
+
 def test_every_change_to_diffusers_is_a_row_of_the_table() -> None:
     from ds_ring.contrib.diffusers import DIFFUSERS
 

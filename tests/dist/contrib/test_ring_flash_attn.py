@@ -16,6 +16,8 @@ from torch import Tensor
 
 from ds_ring.contrib import ring_flash_attn as module
 from ds_ring.errors import RingConfigError
+from ds_ring.masks.catalog import Band, Causal, Full, SlidingWindow
+from ds_ring.masks.tiles import UNBOUNDED
 from tests.dist.harness import Pool
 from tests.reference import attend_by_counts, relative_error
 
@@ -130,6 +132,21 @@ def test_a_function_is_exact(
 ) -> None:
     for result in rank_pool(world_size).run(errors, name, causal, window_size, biased):
         assert max(result) < 1e-12, result
+
+
+@pytest.mark.parametrize(
+    ("causal", "window_size", "pattern"),
+    [
+        (True, (-1, -1), Causal()), (False, (-1, -1), Full()), (False, (-1, 0), Causal()),
+        (True, (7, 3), SlidingWindow(8)), (False, (7, 0), SlidingWindow(8)),
+        (False, (3, 3), SlidingWindow(4, causal=False)), (False, (2, 5), Band(-5, 2)),
+        (False, (-1, 4), Band(-4, UNBOUNDED)), (False, (4, -1), Band(-UNBOUNDED, 4)),
+    ],
+)  # fmt: skip
+def test_a_window_is_the_pattern_of_the_same_pairs(
+    causal: bool, window_size: tuple[int, int], pattern: object
+) -> None:
+    assert module._make_pattern(causal, window_size) == pattern
 
 
 def test_documents_need_not_be_cut_evenly() -> None:

@@ -340,6 +340,7 @@ def test_a_copy_of_a_module_is_on_the_same_mesh() -> None:
     attention = RingAttention(RingConfig(ring_size=1), mesh=mesh, layout="contiguous", pattern=Causal())
     again = copy.deepcopy([attention, mesh])
     assert again[0].context is attention.context and again[1] is mesh
+    assert repr(again[0]) == "RingAttention(Causal(), layout=contiguous, ring_size=1)"
 
 
 def test_writes_to_tensors_of_inference_are_not_counted() -> None:

@@ -101,16 +101,6 @@ def check_forward_and_gradients(kernel: Kernel, kind: str, queries: int, keys: i
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_a_table_without_tiles_is_no_call(name: str) -> None:
-    """As "all_gather" hands over for the shard of a rank that sees none of its keys."""
-    kernel, nothing = get_kernel(name, "cpu"), tiles_of("full", 4, 4).rows(np.zeros(4 * 0, dtype=np.int64))
-    q = torch.ones(1, 2, 4, 16)
-    assert len(nothing) == 0 and list(kernel.forward(q, q, q, nothing, 1.0)) == []
-    assert list(kernel.backward(q, q, q, q, q, q[..., 0], nothing, 1.0)) == []
-    assert kernel.count_executed_pairs(nothing) == 0
-
-
-@pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("strided", [False, True])
 @pytest.mark.parametrize("pattern", PATTERNS, ids=str)
 @pytest.mark.covering(1)

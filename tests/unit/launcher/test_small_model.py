@@ -184,7 +184,6 @@ def test_a_run_in_float64_is_in_float64_where_a_model_asks_for_float32() -> None
     assert wide.float().dtype == torch.float32
 
 
-@pytest.mark.night
 @pytest.mark.day(
     *("aria", "deepseek_vl_hybrid", "fuyu", "gemma4", "idefics2", "inkling2", "instructblip", "kimi_k25"),
     *("lfm2_vl", "llama4", "llava_next", "minicpmv4_6", "qwen2_vl", "qwen2_5_omni_thinker", "step3p7"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -57,6 +58,19 @@ def test_experts_and_weight_are_read_off_the_model(monkeypatch: pytest.MonkeyPat
     model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**SIZES))
     assert read_router_loss(model) == RouterLoss(EXPERTS, CHOSEN, 0.37)
     assert read_router_loss(torch.nn.Linear(1, 1)) is None
+    with pytest.MonkeyPatch.context() as patch:
+        for faulty in ({"num_experts": "five"}, {"router_aux_loss_coef": None}):
+            for name, value in faulty.items():
+                patch.setattr(model, name, value)
+            with pytest.raises(RingConfigError, match="expected transformers' router loss, got another"):
+                read_router_loss(model)
+    session = session_of()
+    model.num_experts, guard = None, LossGuard(len)
+    hook: Any = router_loss(model, guard, session)
+    output = SimpleNamespace(aux_loss=torch.zeros(()), router_logits=(torch.ones(1),), loss=None)
+    with pytest.raises(RingConfigError, match="expected transformers' router loss, got another"):
+        hook(model, (), {}, output)
+    model.num_experts = EXPERTS
     right = modeling_mixtral.load_balancing_loss_func
     for wrong in (lambda *given: 2 * right(*given), lambda logits, e, k, mask: right(logits, e, k, None)):
         monkeypatch.setattr(modeling_mixtral, "load_balancing_loss_func", wrong)

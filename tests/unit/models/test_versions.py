@@ -55,6 +55,13 @@ def test_an_import_that_fails_is_a_refusal_by_name() -> None:
         from torch import no_such_name  # type: ignore[attr-defined]  # noqa: F401
 
 
+def test_an_import_that_fails_inside_ds_ring_is_no_version_of_another_package() -> None:
+    with pytest.raises(ImportError, match="ds_ring"), guard_imports("pictures", "torch"):
+        from ds_ring.plugin import no_such_name  # type: ignore[attr-defined]  # noqa: F401
+    with pytest.raises(ModuleNotFoundError, match="ds_ring"), guard_imports("pictures", "torch"):
+        importlib.import_module("ds_ring.no_such_module")
+
+
 @pytest.mark.parametrize(
     ("names", "name"),
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ds_ring
-from ds_ring import Causal, RingAttention, RingMesh
+from ds_ring import Causal, RingAttention, RingMesh, SlidingWindow
 from ds_ring.contrib.compile.graph_attention import Scope, _values
 from ds_ring.contrib.compile.graph_sharding import check_positions
 from ds_ring.errors import RingConfigError, RingLayoutError, RingPatternError, RingShapeError
@@ -22,10 +23,20 @@ from ds_ring.kernels.select import get_kernel
 from ds_ring.layers.scores import Softcap
 from ds_ring.memory.tiles.deferred_logits import DeferredLogits
 from ds_ring.models.backend_mark import needs_backend_op
-from ds_ring.ops.checks import check_not_captured
-from ds_ring.ops.options import Options
+from ds_ring.ops import prepare
+from ds_ring.ops.checks import check_finite, check_not_captured, sees_plain
+from ds_ring.ops.compiled import _OBJECT, _make_again
+from ds_ring.ops.context import make_ring_context
+from ds_ring.ops.options import Options, as_value
+from ds_ring.ops.shard import _ReduceScatter
+from ds_ring.ops.tracing import constant, read_number
 from ds_ring.patterns.captured.score_mod import ScoreMod
+from ds_ring.plugin import TRACERS
+from ds_ring.schedule.grid import Grid
+from ds_ring.schedule.layout import Layout
+from ds_ring.schedule.pieces import round_to_blocks
 from ds_ring.schedule.plan import build_plan
+from ds_ring.transports.reproducible.blocks import check_blocks, is_in_blocks
 from tests import calls
 from tests.fake_cuda import fake_gpu, fake_tensors
 from tests.refusals import Refusals, refuse
@@ -50,6 +61,32 @@ def latents_reproducible() -> Any:
     layout = ds_ring.make_layout("contiguous", tokens=128, ring_size=1)
     q, latent, rope = (torch.ones(1, heads, 128, width) for heads, width in ((2, 9), (1, 6), (1, 4)))
     return attend(q=q, k=latent, v=rope, layout=layout, **extra)
+
+
+def of_two(layout: str) -> Layout:
+    return ds_ring.make_layout(layout, tokens=TOKENS, ring_size=2)
+
+
+def untraced() -> Any:
+    with mock.patch.dict(TRACERS, clear=True):
+        return as_value(Softcap(2.0))
+
+
+def batched_gradient(act: Any) -> Any:
+    """Act on a gradient that `is_grads_batched=True` hands over."""
+
+    class Acts(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x * 1
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            act(grad, RingMesh.single(), 0)
+            return grad
+
+    x = torch.ones(2, requires_grad=True)
+    return torch.autograd.grad(Acts.apply(x), x, torch.ones(3, 2), is_grads_batched=True)
 
 
 def other_values() -> Any:
@@ -173,6 +210,23 @@ ROWS: Refusals = {
         lambda: _get_padded_dims((Flash(),), 256, 300, True), RingShapeError,
         "got 300 with the gradient of the log-sum-exp",
     ),
+    "a score_mod that no module traces": (untraced, RingConfigError,
+        "score_mod: expected none, as no module traces one, got"),
+    "a pattern that a compiled function made": (
+        lambda: _make_again((_OBJECT, 0), (SimpleNamespace(value=object.__new__(SlidingWindow)),)),
+        RingConfigError,
+        "SlidingWindow: expected one that is made outside of the compiled function, got .*make the SlidingW",
+    ),
+    "blocks of shards with gaps": (
+        lambda: round_to_blocks(of_two("striped"), 4), RingLayoutError,
+        "expected shards of consecutive positions for blocks of 4 tokens, got others; use the layout",
+    ),
+    "blocks that runs cut": (
+        lambda: check_blocks(of_two("contiguous"), 5), RingLayoutError,
+        r"expected runs that begin at multiples of 5 tokens \(block_size\), got others",
+    ),
+    "a gradient of several at once": (lambda: batched_gradient(_ReduceScatter.apply), RingConfigError,
+        r"gather_sequence: expected one gradient at a time, got several \(is_grads_batched=True\); call"),
     "an attribute that deferred logits lack": (
         lambda: DeferredLogits(torch.ones(1, 4, 2), lambda x, job: job(x), 2, 3, True).nothing,
         AttributeError, "nothing",
@@ -181,6 +235,46 @@ ROWS: Refusals = {
 
 
 test_it_is_refused = refuse(ROWS)
+
+
+def test_gradients_of_several_at_once_are_seen() -> None:
+    seen: list[bool] = []
+    batched_gradient(lambda grad, *_: seen.append(sees_plain([grad])) or grad)
+    assert seen == [False] and sees_plain([torch.ones(1), None])
+
+
+def test_fake_values_are_not_looked_at() -> None:
+    with FakeTensorMode():
+        check_finite(0, None, q=torch.ones(2))
+
+
+def test_numbers_are_written_as_texts_for_graphs() -> None:
+    """And what is none stays what it is, in tuples, too."""
+    written = (constant(3), constant(True), ("text", constant(0.1)), (_OBJECT, 0))
+    assert _make_again(written, (SimpleNamespace(value=Q),)) == (3, True, ("text", 0.1), Q)
+    assert constant(1e301) == 1e301 and read_number(constant(-0.1)) == -0.1
+
+
+def test_a_named_layout_has_whole_blocks_where_the_transport_needs_them() -> None:
+    options = Options(transport="reproducible", block_size=16)
+    context = make_ring_context(Causal(), "contiguous", RingMesh(Grid(2, 2), 0), options)
+    layout = context.layout_for(30, "cpu")
+    assert [layout.runs(rank).tolist() for rank in range(2)] == [[[0, 1, 32]], [[32, 1, 28]]]
+    assert is_in_blocks(layout, 16) and not is_in_blocks(layout, 5)
+    assert not is_in_blocks(of_two("striped"), 4)
+
+
+def test_the_latest_reasons_and_descriptions_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepare, "KEPT_DESCRIPTIONS", 2)
+    reasons = prepare.PlanReasons()
+    for text in "abac":
+        reasons.add(text)
+    assert list(reasons.texts) == ["a", "c"]
+    attention = RingAttention(Causal(), **place())
+    for heads in (1, 2, 3):
+        x = torch.ones(1, heads, TOKENS, 8)
+        attention(x, x, x)
+        assert len(attention.context.prepared) == (1, 2, 1)[heads - 1]
 
 
 def test_a_captured_stream_is_refused() -> None:

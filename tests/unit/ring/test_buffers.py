@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from ds_ring.comm import device_tables as device
+from ds_ring.ring import pool
 from ds_ring.ring.buffers import select_some_heads
 from ds_ring.ring.pool import ALIGNMENT, Block, BufferKind, Buffers, Pair, make_buffer_kind
 
@@ -37,6 +38,16 @@ def test_a_pair_has_its_shapes_and_dtype_and_its_own_memory() -> None:
         second.fill_(2)
         assert (first.unique().tolist(), second.unique().tolist()) == ([1], [2])
         assert block.pair(one) is pair
+
+
+def test_a_block_keeps_few_pairs(monkeypatch: Any) -> None:
+    monkeypatch.setattr(pool, "MAX_PAIRS_PER_BLOCK", 2)
+    kinds = [kind(slots) for slots in (8, 7, 6)]
+    block = Block(kinds[0].nbytes, CPU)
+    first = [block.pair(one) for one in kinds[:2]]
+    assert block.pair(kinds[1]) is first[1]
+    last = block.pair(kinds[2])
+    assert len(block._kept) == 1 and block.pair(kinds[2]) is last and block.pair(kinds[1]) is not first[1]
 
 
 def test_a_block_is_used_again_and_given_to_nobody_else_meanwhile() -> None:

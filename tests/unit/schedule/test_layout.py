@@ -17,7 +17,15 @@ from ds_ring import Causal, Full, RingShapeError, SlidingWindow, build_plan, mak
 from ds_ring.errors import RingLayoutError
 from ds_ring.masks.pattern import Pattern
 from ds_ring.schedule import layout as layout_module
-from ds_ring.schedule.choose import EVEN, bind_one_head, choose_best, count_rank_work, rated, timed
+from ds_ring.schedule.choose import (
+    EVEN,
+    bind_one_head,
+    choose_best,
+    compute_costs,
+    count_rank_work,
+    rated,
+    timed,
+)
 from ds_ring.schedule.layout import ChunkLayout, Layout
 from ds_ring.schedule.pieces import PieceLayout, whole_blocks
 from ds_ring.schedule.plan import find_head_classes
@@ -201,6 +209,15 @@ def test_traffic_counts_every_layer() -> None:
         return choose_best(mix, [rated(mix, layout)])[0].tokens_sent
 
     assert sent(window=5, whole=2) == 5 * sent(window=1) + 2 * sent(whole=1) > 0
+
+
+def test_tokens_received_are_not_known_of_shards_with_gaps() -> None:
+    """Their work is."""
+    pattern = bind_one_head(Causal())
+    layouts = [make_layout(name, tokens=16, ring_size=2) for name in ("striped", "contiguous")]
+    work, received = compute_costs(pattern, layouts)
+    assert work.tolist() == [[64.0, 72.0], [36.0, 100.0]] and not received.any()
+    assert compute_costs(pattern, layouts[1:])[1].tolist() == [[0, 8]]
 
 
 def test_auto_without_a_pattern_is_told_that_it_is_contiguous(caplog: pytest.LogCaptureFixture) -> None:

@@ -52,6 +52,14 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "norm": lambda x: torch.linalg.vector_norm(x, dim=-1),
     "cumulative sum": lambda x: x.cumsum(-1),
     "products of a batch": lambda x: (x[:, None] @ WEIGHT.t())[:, 0],
+    "products of a batch, added": lambda x: torch.baddbmm(
+        x[:, None, :19], x[:, None], WEIGHT.t().expand(len(x), -1, -1), beta=0.5, alpha=2.0
+    )[:, 0],
+    "products, added": lambda x: torch.addmm(x[:, :19], x, WEIGHT.t(), beta=0.5, alpha=2.0),
+    "products without a sum": lambda x: (
+        torch.bmm(x[:, :1, None], x[:, None])[:, 0] + x[:, :1] @ BIAS[None, :1]
+    ),
+    "sum of all": lambda x: torch.stack([row.sum() for row in x]),
     "experts": grouped,
     "convolution of channels": lambda x: convolved(x, OF_CHANNELS, BIAS[:4], 4),
     "convolution of groups": lambda x: convolved(x, OF_GROUPS, None, 2),
@@ -96,6 +104,18 @@ def test_a_convolution_of_one_token_has_the_bits_of_one_of_many() -> None:
 def test_what_is_not_known_is_refused() -> None:
     with BatchInvariant(), pytest.raises(RingConfigError, match="got _fft_r2c"):
         torch.fft.rfft(torch.randn(4, 8))
+    with BatchInvariant(), pytest.raises(RingConfigError, match="expected groups of rows, got other groups"):
+        torch._grouped_mm(torch.randn(3, 4, 32), EXPERTS)
+
+
+def test_a_greatest_of_groups_is_computed_in_any_order() -> None:
+    x, index = torch.randn(4, 6), torch.randint(3, (4, 6))
+    zeros = torch.zeros(4, 3)
+    with BatchInvariant():
+        found = zeros.scatter_reduce(1, index, x, "amax", include_self=False)
+        with pytest.raises(RingConfigError, match="scatter_reduce"):
+            zeros.scatter_reduce(1, index, x, "sum")
+    assert torch.equal(found, zeros.scatter_reduce(1, index, x, "amax", include_self=False))
 
 
 def test_a_product_whose_rows_differ_by_place_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,32 @@ class PairWithoutShift(nn.Module):
     def forward(self, decoder_input_ids: Any) -> None: ...
 
 
+class Pair(nn.Module):
+    def __init__(self, model_type: str, main_input_name: str = "input_ids") -> None:
+        super().__init__()
+        self.config = SimpleNamespace(is_encoder_decoder=True, model_type=model_type)
+        self.main_input_name = main_input_name
+
+    def forward(self, input_ids: Any) -> None: ...
+
+
+def attach(*names: str) -> None:
+    pair: Any = Pair(*names)
+    encoder_decoder.EncoderDecoder().refuse(pair, SimpleNamespace(is_outermost=True))  # type: ignore[arg-type]
+
+
 CASES: Refusals = {
+    "another input": (
+        lambda: attach("whisper", "input_features"),
+        RingConfigError,
+        "it is an encoder-decoder, and its encoder reads input_features and not tokens; use BART",
+    ),
+    "windows of an encoder": (
+        lambda: attach("led"), RingConfigError, "its encoder attends within windows that it cuts out"
+    ),
+    "an unknown type": (
+        lambda: attach("novel"), RingConfigError, "no test compares it with one process"
+    ),
     "sound": (
         lambda: check_pair(ReadsSound(), CONFIG), RingConfigError, "a class that reads sound"
     ),

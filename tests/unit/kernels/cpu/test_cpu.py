@@ -117,13 +117,6 @@ def test_a_bands_calls_are_no_larger_than_their_memory_is_planned_for(width: int
     assert workspace._count_bias(tiles, backward=True) > 0
 
 
-def test_a_band_shorter_than_it_is_wide_is_covered_once() -> None:
-    tiles = select_distances(Tiles.rectangles(*[np.array([[0, 1, 20]])] * 2), 0, 15)
-    for backward in (False, True):
-        covered, _ = painted_calls(tiles, 20, Sizes(48, 4, backward))
-        np.testing.assert_array_equal(covered, paint(tiles, 20, 20))
-
-
 def test_low_precision_results_are_partial_sums_in_float32() -> None:
     q, k, v = (torch.randn(1, 2, 64, 16).bfloat16() for _ in range(3))
     tiles = tiles_of("full", 64, 64)

@@ -178,6 +178,15 @@ def test_tables_are_as_wide_as_the_widest_row_and_kept() -> None:
     assert tensors.nbytes < 1 << 21
 
 
+def test_a_table_without_tiles_is_no_call() -> None:
+    """As "all_gather" hands over for the shard of a rank that sees none of its keys."""
+    kernel, nothing = FlexKernel(16, "eager", recompute=False), Tiles.rectangles(*[build_runs(4)] * 2)
+    nothing, q = nothing.rows(np.zeros(1, dtype=bool)), torch.ones(1, 2, 4, 16)
+    assert len(nothing) == 0 and list(kernel.forward(q, q, q, nothing, 1.0)) == []
+    assert list(kernel.backward(q, q, q, q, q, q[..., 0], nothing, 1.0)) == []
+    assert kernel.count_executed_pairs(nothing) == 0
+
+
 def test_rows_of_many_intervals_are_written_on_the_host_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     layout = layout_for("zigzag", Causal(), tokens=TOKENS, ring_size=1)
     pattern = Documents(document_ids(TOKENS)) & Causal()

@@ -112,26 +112,32 @@ def test_a_report_says_what_its_figures_are_of(capsys: pytest.CaptureFixture[str
     printed = " ".join(capsys.readouterr().out.split())
     usable = 4 * (mixed.setting.usable_host_bytes or 0) / 2**20
     host_mib = mixed.node_host_bytes / 2**20
+    on_host = [4 * size / 2**20 for size in mixed.host_peak.host.values() if size]
     seconds = [part.layers * part.cost.seconds for part in mixed.passes]
     pairs = [part.layers * part.cost.pairs for part in mixed.passes]
     for words in (
         "attention: SlidingWindow(window=512, causal=True) in 5 layers, Causal() in 1 layer",
         "these options: --activation-checkpointing --offload-checkpoints",
-        f"node's host: checkpoints │ {host_mib:.3f}",
+        f"node's host: checkpoints │ {on_host[0]:.3f}",
+        f"node's host: attention's results │ {on_host[1]:.3f}",
         f"node's host, in all, of {usable:,.1f} │ {host_mib:.3f}",
         f"5 x SlidingWindow(window=512, causal=True) │ {pairs[0]:.3g} pairs │ {seconds[0]:.3g}",
         f"1 x Causal() │ {pairs[1]:.3g} pairs │ {seconds[1]:.3g}",
         f"host, not overlapped │ {mixed.host_bytes / 2**20:.3g} MiB │ {mixed.host_s:.3g}",
         "8,192 tokens with these options (limit: the device's memory); 65,536 with these and --tiled-mlp"
         " (limit: the host's memory)",
-        "8 (ring 1 x Ulysses 8) with these options, 3 s a step; 2 with these and no option more, 250 s a"
-        " step",
+        "8 (ring 1 x Ulysses 8) with these options, 3 s a step transfers",
         "from 4,096 tokens a device on",
         "with more memory to spare: ",
         "warning: read this",
         "and in the script: model.gradient_checkpointing_enable()",
     ):
         assert words in printed, printed
+    none = few._replace(fewest_devices=None, fewest_split=None, fewest_step_s=None)
+    print_report(mixed, advice._replace(reach=none), {"train_batch_size": 3}, counts=[mixed])
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "none up to 16384 with these options; 2 with these and no option more, 250 s a step" in printed
+    assert "replicas divide the JSON's train_batch_size, 3" in printed
     (row,) = json.loads(as_json(mixed, advice, {}, counts=[mixed]))["more_devices"]
     assert (row["devices"], row["peak_bytes"]) == (4, mixed.peak.total)
 

@@ -215,7 +215,7 @@ def truth(function: Function) -> Tensor:
 
 @pytest.mark.situation("masks", "a mask is made anew after what its function captured has changed")
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.day("two_levels_down", "by_method")
+@pytest.mark.day("two_levels_down", "by_method", "by_property", "by_slot", "by_array", "by_attribute")
 def test_a_new_mask_has_what_was_captured_now_and_the_old_one_is_refused(kind: str) -> None:
     function, change = KINDS[kind]()
     first, plans = MaskMod(function), []

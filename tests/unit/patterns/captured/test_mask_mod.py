@@ -135,7 +135,7 @@ def evaluated(call: Callable[[], Tensor]) -> Tensor | None:
 @pytest.mark.night
 @pytest.mark.parametrize("left", WHOLE, ids=str)
 @pytest.mark.parametrize("name", BINARY)
-@pytest.mark.day("mul-torch.uint8", "mul-torch.int64")
+@pytest.mark.day("mul-torch.uint8", "mul-torch.int64", "mul-torch.int32")
 @pytest.mark.situation(
     "dtypes", "a mask_mod of a uint8 table and an int64 number: every operator and two types"
 )
@@ -274,6 +274,21 @@ GONE = "expected a function that can be imported, got"
 def test_what_is_no_name_or_gone_is_refused(value: Any, error: type[RingError], words: str) -> None:
     with pytest.raises(error, match=words):
         pattern_of(mask_mod=value)
+
+
+def test_a_function_that_is_said_to_be_causal_is() -> None:
+    near = lambda batch, head, q, k: (q >= k) & (q - k < 4)  # noqa: E731
+    said, unsaid = MaskMod(near, is_known_causal=True), MaskMod(near)
+    assert (said.is_causal, unsaid.is_causal) == (True, False)
+    assert said.mask(np.arange(0), np.arange(4)).shape == (0, 4)
+
+
+def test_a_score_mod_that_fails_far_out_is_refused_before_it_runs() -> None:
+    table = torch.zeros(4)
+    mod = ScoreMod(lambda score, b, h, q, k: score + table[q])
+    mod.check(4, 1, 1)
+    with pytest.raises(RingConfigError, match=r"expected scores at positions up to 7 and 7, got .*out of"):
+        mod.check(8, 1, 1)
 
 
 def test_a_mask_function_makes_pairs_and_tokens_upper_bounds() -> None:

@@ -81,6 +81,7 @@ def test_the_side_goes_by_the_kernel() -> None:
 def test_rates_that_repeat_beyond_the_smallest_segment_have_no_residue_layout() -> None:
     with pytest.raises(RingLayoutError, match="repeat after 15 tokens, more than the smallest segment 4"):
         make_layout("residue", tokens=64, ring_size=2, pattern=Dilated((4, 32), (3, 5)))
+    assert for_blocks(64, 2, 1, [(Dilated((4, 32), (3, 5)), 1)]) == []
 
 
 @pytest.mark.parametrize(("tokens", "layouts"), [(8192, 2), (16384, 0)])

@@ -22,6 +22,7 @@ from ds_ring import (
 )
 from ds_ring.masks.pattern import Pattern
 from ds_ring.patterns.private.private_layout import PrivateLayout, beside, private_table
+from ds_ring.patterns.private.ranges import seen_ranges
 from ds_ring.schedule.choose import rated
 from ds_ring.schedule.layout import Layout
 from ds_ring.simulation.simulate import SimulationOptions
@@ -133,6 +134,11 @@ def test_random_patterns(seed: int) -> None:
         assert private_slots_sent(pattern, layout)[0] == 0
         plan = build_plan(pattern, layout)
         assert sum(plan.rank(rank).pairs for rank in range(ring_size)) == seen.sum()
+
+
+def test_queries_that_see_nothing_have_no_branch() -> None:
+    queries, nothing = np.array([[0, 4], [4, 8]]), np.array([[0, 0], [3, 3]])
+    assert seen_ranges(queries, nothing, 8) == ()
 
 
 def test_a_step_of_eagle_is_a_pass_of_its_own() -> None:

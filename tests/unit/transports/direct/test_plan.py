@@ -21,6 +21,7 @@ from ds_ring.schedule.rank_plan import Direction
 from ds_ring.schedule.steps import Accumulate, Payload, Recv, Send
 from ds_ring.simulation.generate import GeneratedSource
 from ds_ring.simulation.simulate import SimulationOptions, exact_rows
+from ds_ring.transports.direct.choose import _count_reads, choose_plan
 from ds_ring.transports.direct.exchange_table import make_exchange_table
 from ds_ring.transports.direct.plan import make_direct_plan, plan_for_bytes
 from ds_ring_launcher.plan.model_memory import attention_alone
@@ -191,6 +192,19 @@ def test_without_nodes_tokens_go_straight_to_their_readers(pattern: Pattern) -> 
     assert plan.tokens_sent == plan.tokens_needed
     assert all(plan.rank(rank).classes[0].limit == 1 for rank in range(5))  # one stage
     assert "straight to their readers" in plan.summary()
+    sent = sum(plan.rank(rank).classes[0].tokens_sent for rank in range(5))
+    assert sent * plan.kv_heads == plan.tokens_sent
+
+
+def test_what_is_not_compared_is_said_with_the_choice() -> None:
+    """A ring of one has nothing to choose."""
+    layout = make_layout("zigzag", tokens=64, ring_size=4)
+    plan = build_plan(Causal(), layout)
+    assert "direct, as stage_bytes is 0" in choose_plan(plan, None, 0, 1).reason
+    assert "direct, as stage_bytes is 0" not in choose_plan(plan, None, "auto", 1).reason
+    assert _count_reads(build_plan(Causal(), layout, prune=False)) == 16.0
+    single = build_plan(Causal(), make_layout("contiguous", tokens=64, ring_size=1))
+    assert choose_plan(single, None, "auto", 1) is make_direct_plan(single, None, 1) is single
 
 
 # --- virtual ranks ---------------------------------------------------------------------------------
@@ -244,7 +258,8 @@ def test_virtual_ranks_of_a_large_ring_are_exact(size: int) -> None:
 
 def test_simulation_refuses_a_transport_without_a_plan_of_steps() -> None:
     layout = make_layout("zigzag", tokens=64, ring_size=2)
-    with pytest.raises(RingConfigError, match="transport"):
+    words = "transport: expected one of ring, .*direct.*, got .*all_gather.*; use one of these"
+    with pytest.raises(RingConfigError, match=words):
         simulate(
             GeneratedSource(64, 1, 1, 8), pattern=Causal(), layout=layout,
             options=SimulationOptions(transport="all_gather"),
