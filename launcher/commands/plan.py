@@ -79,7 +79,6 @@ def add(commands: Commands) -> None:
         how.add_argument(
             f"--tiled-{part.lower()}", type=read_tokens, nargs="?", const=2**40, metavar="N", help=says
         )
-    how.add_argument("--loss-chunk", type=read_tokens, metavar="N", help="the same as --tiled-loss N")
     how.add_argument("--offload-checkpoints", action="store_true", help="checkpoints are on the host")
     how.add_argument(
         "--offload-attention", action="store_true", help="q, k, v, out wait on the host for the backward pass"

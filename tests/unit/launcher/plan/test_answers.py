@@ -383,7 +383,7 @@ def test_wrong_lengths_are_told_how_to_write_them(text: str) -> None:
         read_tokens(text)
 
 
-IN_TOKENS = {"--tokens", "--tiled-loss", "--tiled-mlp", "--loss-chunk"}
+IN_TOKENS = {"--tokens", "--tiled-loss", "--tiled-mlp"}
 
 
 def test_each_option_in_tokens_may_be_written_short() -> None:
