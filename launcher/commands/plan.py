@@ -103,6 +103,7 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
     from ..plan.estimate import estimate
     from ..plan.inputs import make_request
     from ..plan.more_devices import plan_more_devices
+    from ..plan.options import find_roomier
     from ..plan.report import as_json, print_report
 
     refuse_extra("plan", extra_args)
@@ -120,6 +121,7 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
         rows = compare(planned, advice.reach.longest_tokens) if options.compare else []
         sizes = request.names_ring, request.config.get("train_batch_size")
         counts = plan_more_devices(request.before_fit, say, *sizes) if options.more_devices else []
+        spare = [find_roomier(plan, request.before_fit) if plan.fits else None for plan in counts]
         if options.picture is not None:
             from ..plan.picture import plot_memory, save_figure
 
@@ -127,7 +129,7 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
     if options.json:
         print(as_json(planned, advice, request.config, rows, counts))
     else:
-        print_report(planned, advice, request.config, rows, counts)
+        print_report(planned, advice, request.config, rows, counts, spare)
     return 0
 
 

@@ -250,7 +250,8 @@ def find_roomier(planned: Estimate, before_fit: TrainingSetting) -> Estimate | N
     """
     most_bytes = planned.peak.total - CLEARLY_MORE * planned.setting.usable_bytes
     ring_size, ulysses_size = planned.setting.ring_size, planned.setting.ulysses_size
-    before_fit = replace(before_fit, ring_size=ring_size, ulysses_size=ulysses_size)
+    zero = replace(before_fit.zero, world=planned.setting.zero.world)
+    before_fit = replace(before_fit, zero=zero, ring_size=ring_size, ulysses_size=ulysses_size)
     settled = settle(before_fit, planned.layout.local_tokens)
     tried = (estimate(changed, attention=planned.attention_passes) for _, changed in option_sets(settled))
     roomier = (

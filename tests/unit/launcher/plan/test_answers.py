@@ -453,6 +453,19 @@ def test_searches_try_ulysses_ranks_inside_a_node() -> None:
         assert plan_whole(replace(tried, tokens=1 << 23)) is None
 
 
+def test_what_no_option_makes_fit_is_told_with_the_least_that_it_takes() -> None:
+    """(The largest part without any option was named, which options take away.)"""
+    setting = make_setting("qwen3-32b", "h100", tokens=1 << 18)
+    whole = replace(setting, zero=replace(setting.zero, stage=2), may_add_options=True)
+    assert plan_whole(whole) is None
+    planned = estimate(whole)
+    warning = next(text for text in advise(planned, before_fit=whole).warnings if "does not fit" in text)
+    parameters = 4 * whole.model.parameters / 2**30  # and gradients, both whole in bfloat16
+    least, share = re.findall(r"([\d.]+) GiB a device.*gradients take ([\d.]+)", warning)[0]
+    assert float(share) == pytest.approx(parameters, rel=0.01) and float(share) <= float(least) < 140
+    assert warning.endswith("--zero-stage 3 divides them")
+
+
 @pytest.mark.parametrize(
     ("words", "free"),
     [("", True), ("--ulysses-size 1", False), ("--ring-size 4", False), ("--ulysses-size 8", False)],
