@@ -21,17 +21,14 @@ def print_table(table: Table) -> None:
     A table of which no number can be read is worth nothing: what does not fit has its columns for rows.
     """
     here = console()
-    cells = [max([0, *(len(str(cell)) for cell in column.cells)]) for column in table.columns]
-    headers = [str(column.header) for column in table.columns]
     # every cell unbroken, and every word of a header
-    broken = [max([size, *map(len, header.split())]) for size, header in zip(cells, headers, strict=True)]
-    whole = [max(size, len(header)) for size, header in zip(cells, headers, strict=True)]
-    edges = 1 + 3 * len(cells)
-    if sum(broken) + edges > here.width:
+    words = [[*map(str, column.cells), *str(column.header).split(), ""] for column in table.columns]
+    widths = [max(map(len, column_words)) for column_words in words]
+    if 1 + sum(width + 3 for width in widths) > here.width:
         table = _turned(table)
-    elif sum(whole) + edges > here.width:
-        for column, size in zip(table.columns, broken, strict=True):
-            column.width = size
+    elif here.measure(table, options=here.options.update(width=1000)).maximum > here.width:
+        for column, width in zip(table.columns, widths, strict=True):
+            column.width = width
     here.print(table)
 
 

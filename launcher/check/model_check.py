@@ -40,7 +40,7 @@ from ds_ring.layers.selection.total_order import TotalOrder
 from ds_ring.models.variants import encoder_modules
 from ds_ring.start import initialize
 
-from .rounding import InFloat64, in_float64, measure_rounding, moved_rounding
+from .rounding import InFloat64, in_float64, measure_moved_rounding, measure_rounding
 from .small_images import LEAST_TOKENS, add_images
 from .small_model import (
     HEADS,
@@ -305,7 +305,7 @@ def _compared(
         rounding = measure_rounding(untouched, run, expected)
         larger = wrong = rounding.beyond(differences)
         if larger and next(alone.parameters()).dtype == torch.float32:
-            wrong = moved_rounding(untouched, run, expected, rounding).jumps(larger)
+            wrong = measure_moved_rounding(untouched, run, expected).jumps(larger)
         reports.append(
             ModelReport(
                 **about,

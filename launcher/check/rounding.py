@@ -109,17 +109,11 @@ def measure_rounding(model: nn.Module, run: Alone, expected: Numbers) -> Roundin
     try:
         return Rounding("float64", tuple(compare(expected, run(in_float64(model)))))
     except Exception:  # of an operator without float64
-        return _moved_rounding(model, run, expected)
+        return measure_moved_rounding(model, run, expected)
 
 
-def moved_rounding(model: nn.Module, run: Alone, expected: Numbers, known: Rounding) -> Rounding:
-    """Measure a model's rounding by moved weights, unless `known` was measured so."""
-    if known.measured == "moved weights":
-        return known
-    return _moved_rounding(model, run, expected)
-
-
-def _moved_rounding(model: nn.Module, run: Alone, expected: Numbers) -> Rounding:
+def measure_moved_rounding(model: nn.Module, run: Alone, expected: Numbers) -> Rounding:
+    """Measure a model's rounding by moved weights."""
     worst: dict[tuple[str, str], Difference] = {}
     for number in range(_MOVED_RUNS):
         moved = copy.deepcopy(model)

@@ -79,7 +79,6 @@ def add(commands: Commands) -> None:
         how.add_argument(
             f"--tiled-{part.lower()}", type=read_tokens, nargs="?", const=2**40, metavar="N", help=says
         )
-    how.add_argument("--loss-chunk", type=read_tokens, metavar="N", help="the same as --tiled-loss N")
     how.add_argument("--offload-checkpoints", action="store_true", help="checkpoints are on the host")
     how.add_argument(
         "--offload-attention", action="store_true", help="q, k, v, out wait on the host for the backward pass"
@@ -104,6 +103,7 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
     from ..plan.estimate import estimate
     from ..plan.inputs import make_request
     from ..plan.more_devices import plan_more_devices
+    from ..plan.options import find_roomier
     from ..plan.report import as_json, print_report
 
     refuse_extra("plan", extra_args)
@@ -121,6 +121,7 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
         rows = compare(planned, advice.reach.longest_tokens) if options.compare else []
         sizes = request.names_ring, request.config.get("train_batch_size")
         counts = plan_more_devices(request.before_fit, say, *sizes) if options.more_devices else []
+        spare = [find_roomier(plan, request.before_fit) if plan.fits else None for plan in counts]
         if options.picture is not None:
             from ..plan.picture import plot_memory, save_figure
 
@@ -128,7 +129,7 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
     if options.json:
         print(as_json(planned, advice, request.config, rows, counts))
     else:
-        print_report(planned, advice, request.config, rows, counts)
+        print_report(planned, advice, request.config, rows, counts, spare)
     return 0
 
 

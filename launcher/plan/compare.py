@@ -40,7 +40,7 @@ from ds_ring.limits import divisors
 from .estimate import Estimate, HeadSwaps, estimate, fits, head_swaps, training_step
 from .layer_passes import layer_passes
 from .model_memory import FLOAT, LocalTokens, TrainingStep
-from .options import MAX_TOKENS, list_flags, longest_planned, longest_that
+from .options import MAX_TOKENS, SHARD_PARTS, list_flags, longest_planned, longest_that
 from .pass_memory import PassMemory
 from .pass_time import PassCost
 from .training_setting import ELEMENT_BYTES, TrainingSetting
@@ -78,9 +78,8 @@ class _Method(NamedTuple):
     step: Callable[[TrainingSetting], TrainingStep]
     ranks: Callable[[TrainingSetting], int]
     copies_kv: bool  # K/V heads that are fewer than the ranks
-    sent: Callable[[TrainingSetting], int]
-    # for messages of a step's attention, all layers, beside a kernel that has all pairs on one device
-    waiting_s: Callable[[TrainingSetting, PassCost], float]
+    # bytes and exposed seconds of a step's messages, beside a kernel that has all pairs on one device
+    messages: Callable[[TrainingSetting, PassCost], HeadSwaps]
 
 
 def compare(planned: Estimate, longest_tokens: int) -> list[ComparisonRow]:
@@ -104,20 +103,16 @@ def compare(planned: Estimate, longest_tokens: int) -> list[ComparisonRow]:
     for ulysses in _list_ulysses_sizes(setting):
         ring = setting.ring_size * setting.ulysses_size // ulysses
         hybrid = replace(setting, ring_size=ring, ulysses_size=ulysses)
-        name = f"ds_ring, Ulysses {ulysses} x ring {ring}"
-        reached = longest_planned(hybrid)
-        row = _make_own_row(name, estimate(hybrid), False, 0 if reached is None else reached.tokens)
-        command = f"--ring-size {ring} --ulysses-size {ulysses}"
-        rows.append(row._replace(note=f"{row.note}; for its JSON: {command}"))
+        name, note = f"Ulysses {ulysses} x ring {ring}", f"--ring-size {ring} --ulysses-size {ulysses}"
+        reached, planned_here = longest_planned(hybrid), estimate(hybrid)
+        tokens = 0 if reached is None else reached.tokens
+        rows.append(_make_own_row(f"ds_ring, {name}", planned_here, False, tokens, f"; for its JSON: {note}"))
     others = (planned, whole, flops)
     rows += [_make_row(method, _as_others(setting), *others, False) for method in _METHODS]
     if longest is not None:
         best = estimate(replace(longest, tokens=setting.tokens, may_add_options=False))
-        row = _make_own_row("ds_ring, longest", best, True, longest.tokens)
-        rows.append(row._replace(note=f"{row.note}; {longest.split}"))
-    for method in _METHODS:
-        rows.append(_make_row(method, method.with_best_options(setting), *others, True))
-    return rows
+        rows.append(_make_own_row("ds_ring, longest", best, True, longest.tokens, f"; {longest.split}"))
+    return rows + [_make_row(method, method.with_best_options(setting), *others, True) for method in _METHODS]
 
 
 def _get_attention_flops(setting: TrainingSetting) -> tuple[float, float]:
@@ -140,10 +135,13 @@ def _list_ulysses_sizes(setting: TrainingSetting) -> list[int]:
     return sorted({1, inside, sizes[-1] if sizes[-1] == ranks else 1} - {setting.ulysses_size})
 
 
-def _make_own_row(name: str, planned: Estimate, best: bool, longest_tokens: int) -> ComparisonRow:
+def _make_own_row(
+    name: str, planned: Estimate, best: bool, longest_tokens: int, note: str = ""
+) -> ComparisonRow:
     setting = planned.setting
     ranks = setting.ring_size * setting.ulysses_size
-    note = f"; {setting.replicas} data replicas of {ranks} ranks" if setting.replicas > 1 else ""
+    if setting.replicas > 1:
+        note = f"; {setting.replicas} data replicas of {ranks} ranks{note}"
     return ComparisonRow(
         name, best, list_flags(setting), ranks, setting.replicas, 1, note, planned.peak.total,
         planned.node_host_bytes, planned.sent_bytes + planned.swap_bytes, planned.fits, planned.step_s,
@@ -161,7 +159,8 @@ def _make_row(
     # The rest of a step is that of ds_ring's plan, for as many tokens as a device has here.
     tokens_ratio = setting.ring_size * setting.ulysses_size / ranks
     again = whole.forward_s * setting.repeated_attention
-    attention_s = (whole.compute_s + again) / ranks + method.waiting_s(setting, whole)
+    messages = method.messages(setting, whole)
+    attention_s = (whole.compute_s + again) / ranks + messages.seconds
     seconds = attention_s + here.dense_s * tokens_ratio + here.zero_s + here.host_s
     model, replicas = setting.model, setting.devices // ranks
     copies = max(ranks // model.kv_heads, 1) if method.copies_kv else 1
@@ -174,7 +173,7 @@ def _make_row(
     return ComparisonRow(
         method.best_name if best else method.name, best, list_flags(setting), ranks,
         replicas, copies, note, step.peak().total, step.host_bytes * setting.node_devices,
-        method.sent(setting), fits(setting, step.moments()), seconds,
+        messages.sent_bytes, fits(setting, step.moments()), seconds,
         setting.batch * setting.tokens / ranks / seconds, _longest(method, setting), flops,
     )  # fmt: skip
 
@@ -183,7 +182,7 @@ def _longest(method: _Method, setting: TrainingSetting) -> int:
     """Return the longest sequence for which a method has room."""
     tile, ranks = setting.mlp_tokens, method.ranks(setting)
     falls = [] if tile is None else [ranks * tile // setting.batch + 1]
-    return longest_that(partial(_has_room, method, setting), falls, MAX_TOKENS, ranks, FINE)
+    return longest_that(partial(_has_room, method, setting), falls, MAX_TOKENS, ranks * SHARD_PARTS, FINE)
 
 
 def _has_room(method: _Method, setting: TrainingSetting, tokens: int) -> bool:
@@ -261,16 +260,13 @@ def _step(setting: TrainingSetting, tokens: LocalTokens, ring: PassMemory) -> Tr
     return replace(training_step(setting, 1, ring), tokens=tokens)
 
 
-def _swap_heads(setting: TrainingSetting) -> HeadSwaps:
-    """Return the all-to-alls of a layer; K/V heads that are fewer than the ranks are copied."""
+def _swap_heads(setting: TrainingSetting, whole: PassCost) -> HeadSwaps:
+    """Return all-to-alls of all layers, checkpointing's too; K/V heads fewer than the ranks are copied."""
     ranks, model = _ulysses_ranks(setting), setting.model
     copied = replace(model, kv_heads=max(model.kv_heads, ranks))
-    return head_swaps(replace(setting, ulysses_size=ranks, model=copied), setting.tokens)
-
-
-def _sent_by_ulysses(setting: TrainingSetting) -> int:
-    """Forward, again under checkpointing, and the gradients."""
-    return (2 + setting.checkpointing) * setting.model.layers * _swap_heads(setting).sent_bytes
+    swaps = head_swaps(replace(setting, ulysses_size=ranks, model=copied), setting.tokens)
+    times = (2 + setting.checkpointing) * model.layers
+    return HeadSwaps(times * swaps.sent_bytes, times * swaps.seconds)
 
 
 def _sent_by_torch(setting: TrainingSetting) -> int:
@@ -284,11 +280,6 @@ def _torch_shard(setting: TrainingSetting) -> int:
     """Return the elements of K and V of a rank."""
     model = setting.model
     return 2 * setting.batch * setting.tokens // setting.devices * model.kv_heads * model.head_dim
-
-
-def _ulysses_waiting(setting: TrainingSetting, whole: PassCost) -> float:
-    """Return the seconds of the all-to-alls: forward, again under checkpointing, and backward."""
-    return (2 + setting.checkpointing) * setting.model.layers * _swap_heads(setting).seconds
 
 
 def get_torch_peak(setting: TrainingSetting) -> int:
@@ -314,11 +305,11 @@ def get_torch_waiting(setting: TrainingSetting, whole: PassCost) -> float:
 
 _METHODS = (
     _Method(
-        "DeepSpeed Ulysses", "ALST", _apply_alst, _ulysses_step, _ulysses_ranks, True,
-        _sent_by_ulysses, _ulysses_waiting,
+        "DeepSpeed Ulysses", "ALST", _apply_alst, _ulysses_step, _ulysses_ranks, True, _swap_heads,
     ),
     _Method(
         "torch context parallel", "torch, TRL's guide", _apply_trl, _torch_step,
-        lambda setting: setting.devices, False, _sent_by_torch, get_torch_waiting,
+        lambda setting: setting.devices, False,
+        lambda setting, whole: HeadSwaps(_sent_by_torch(setting), get_torch_waiting(setting, whole)),
     ),
 )  # fmt: skip

@@ -70,8 +70,6 @@ class PlanRequest:
 
 def make_request(options: argparse.Namespace, say: Callable[[str], None]) -> PlanRequest:
     """Return what the options ask for; with --tokens or --devices left out, what a search found."""
-    if options.tiled_loss is None:
-        options.tiled_loss = options.loss_chunk
     require_sizes(options, _MAX_SIZES)
     config, whole, names_ring = _ring_config(options)
     ulysses = config.ulysses_size

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial, reduce
 from itertools import combinations
-from math import gcd
+from math import gcd, lcm
 from typing import NamedTuple
 
 from ds_ring.config.json_text import SECTION, SP_KEY, Json
@@ -250,7 +250,8 @@ def find_roomier(planned: Estimate, before_fit: TrainingSetting) -> Estimate | N
     """
     most_bytes = planned.peak.total - CLEARLY_MORE * planned.setting.usable_bytes
     ring_size, ulysses_size = planned.setting.ring_size, planned.setting.ulysses_size
-    before_fit = replace(before_fit, ring_size=ring_size, ulysses_size=ulysses_size)
+    zero = replace(before_fit.zero, world=planned.setting.zero.world)
+    before_fit = replace(before_fit, zero=zero, ring_size=ring_size, ulysses_size=ulysses_size)
     settled = settle(before_fit, planned.layout.local_tokens)
     tried = (estimate(changed, attention=planned.attention_passes) for _, changed in option_sets(settled))
     roomier = (
@@ -319,6 +320,7 @@ MAX_DEVICES = 1 << 14
 MAX_RANKS = 256  # of a ring that is planned in a search: it grows as its square, 4096 ranks take minutes
 FINE = 64  # a search ends when it is exact to 1 / FINE
 FEW_STEPS = 8
+SHARD_PARTS = 2  # of ds_ring's zigzag, and of the balanced order of torch's context parallelism
 
 
 def can_hold(setting: TrainingSetting, local_tokens: int) -> bool:
@@ -331,8 +333,11 @@ def can_hold(setting: TrainingSetting, local_tokens: int) -> bool:
 
 
 def longest_sequence(setting: TrainingSetting) -> int:
-    """Return the most tokens T whose step fits the setting's devices, to 1 / 64; 0 if none does."""
-    unit = setting.ulysses_size
+    """Return the most tokens T whose step fits the setting's devices, to 1 / 64; 0 if none does.
+
+    A ring rank's are a multiple of its Ulysses ranks, and of the two parts of a zigzag shard.
+    """
+    unit = lcm(setting.ulysses_size, SHARD_PARTS)
     most = MAX_TOKENS // setting.ring_size
     falls = {tokens for candidate in _get_candidates(setting) for tokens in memory_falls(candidate)}
     return setting.ring_size * longest_that(partial(can_hold, setting), falls, most, unit, FINE)
@@ -395,7 +400,7 @@ def _plan_longest(setting: TrainingSetting) -> TrainingSetting | None:
         if (planned := plan_whole(replace(setting, tokens=tokens))) is not None:
             return planned.setting
         tokens -= tokens // FINE
-        tokens -= tokens % (setting.ring_size * setting.ulysses_size)
+        tokens -= tokens % (setting.ring_size * lcm(setting.ulysses_size, SHARD_PARTS))
     return None
 
 

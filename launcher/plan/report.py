@@ -167,7 +167,7 @@ def _usable_node_bytes(planned: Estimate) -> int | None:
 
 def print_report(
     planned: Estimate, advice: Advice, config: dict[str, Any], rows: Sequence[ComparisonRow] = (),
-    counts: Sequence[Estimate] = (),
+    counts: Sequence[Estimate] = (), spare: Sequence[Estimate | None] = (),
 ) -> None:  # fmt: skip
     """Print the tables, then the warnings, on stdout."""
     console = make_console()
@@ -186,6 +186,10 @@ def print_report(
     print_table(_cost_table(planned))
     used = "" if planned.mfu is None else f", {planned.mfu:.0%} of its peak in the model's arithmetic (MFU)"
     console.print(f"speed, computed: {planned.tokens_per_s:,.0f} tokens/s a device{used}", markup=False)
+    steps = make_deepspeed_json(setting, config).get("gradient_accumulation_steps", 1)
+    if isinstance(steps, int) and steps > 1:
+        seconds = _seconds(steps * planned.step_s)
+        console.print(f"a step above has one micro-batch: the JSON's {steps} take at most {seconds} s")
     if rows:
         for best in (False, True):
             print_table(_compared_table([row for row in rows if row.best_options == best], setting.tokens))
@@ -213,11 +217,10 @@ def print_report(
         console.print(f"seconds have ds_ring's attention at {own}, {rest}")
     if counts:
         print_table(_devices_table(counts))
-        for plan in counts:
-            console.print(
-                f"{plan.setting.devices} devices, {plan.setting.split}: {_join(list_flags(plan.setting))}",
-                markup=False,
-            )
+        for plan, roomier in zip(counts, spare or [None] * len(counts), strict=True):
+            text = f"{plan.setting.devices} devices, {plan.setting.split}: {_join(list_flags(plan.setting))}"
+            text += "" if roomier is None else f"; with more memory to spare {describe_plan(roomier)}"
+            console.print(text, markup=False)
         if isinstance(sequences := config.get("train_batch_size"), int):
             console.print(f"replicas divide the JSON's train_batch_size, {sequences}: without it, all may")
     reach, fit_reach = advice.reach, advice.fit_reach
@@ -225,7 +228,7 @@ def print_report(
     if fit_reach is not None and fit_reach.longest_options != reach.longest_options:
         how = f"with these and {_added(fit_reach.longest_options, reach.longest_options)}"
         longest += f"; {_longest(fit_reach, how)}"
-    if fit_reach is not None and reach.fewest_devices is None:
+    if fit_reach is not None and fit_reach.fewest_devices is not None and reach.fewest_devices is None:
         fewest += f"; {_fewest(fit_reach, reach)}"
     console.print(f"longest sequence on {setting.split}: {longest}", markup=False)
     sizes = "one ring; of 1, 2, 4, ... devices or 1, 2, 3, 4, 6, ... nodes"
@@ -283,6 +286,8 @@ def _fewest(reach: Reach, before: Reach | None = None) -> str:
 
 def _longest(reach: Reach, how: str) -> str:
     ends = f" (limit: {reach.longest_ends_at})" if reach.longest_ends_at else ""
+    if not reach.longest_tokens:
+        return f"none {how.removeprefix('tokens ')}"
     return f"{reach.longest_tokens:,} {how}{ends}"
 
 
@@ -409,7 +414,7 @@ def _compared_table(rows: Sequence[ComparisonRow], tokens: int) -> Table:
     label, unit = get_unit(max(row.peak_bytes for row in rows))
     columns = (
         *(f"{label} a device", f"{label} of a node's host", f"{label} sent by a device"),
-        *("seconds", "tokens/s a device", "longest tokens"),
+        *(f"seconds for {tokens:,}", "tokens/s a device", "longest tokens"),
     )
     how = "its options for the longest" if rows[0].best_options else "these options, others as listed"
     table = Table("method", "ranks", *columns, title=f"ways to split {tokens:,} tokens, computed: {how}")

@@ -207,7 +207,7 @@ def as_json(config: Any) -> str:
 def setting(config: Any, size: int, layout: str) -> TrainingSetting:
     """What `ds-ring plan` reads of a model."""
     names = (
-        "layers hidden heads kv_heads head_dim intermediate vocab loss_chunk tiled_loss tiled_mlp ulysses_size"
+        "layers hidden heads kv_heads head_dim intermediate vocab tiled_loss tiled_mlp ulysses_size"
         " config pattern zero_stage ring_size offload_param recompute_attention activation_checkpointing"
         " offload_checkpoints offload_attention offload_optimizer recompute_half_of_attention fit"
     )

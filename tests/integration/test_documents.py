@@ -826,6 +826,7 @@ MESSAGES_OF_OTHERS = {
     "stack expects each tensor to be equal size",
     "Connection closed by peer",
     "CUDA out of memory",
+    "A module has unknown inputs or outputs type",
 }
 
 

@@ -147,6 +147,11 @@ HONOURED = {
     "grouped queries": (causal, Causal(), KV_HEADS),
     "a triangle": (masked(make_triangle), Causal(), HEADS),
     "no mask": (full, Full(), HEADS),
+    "differences": (
+        compare_slots(lambda q, k: (q - k >= 0) & (q - k < 7)),
+        SlidingWindow(7),
+        HEADS,
+    ),
     "flex": (flex, SlidingWindow(5), HEADS),
     "inside a checkpoint": (checkpointed, Causal(), HEADS),
 }

@@ -17,7 +17,13 @@ from ds_ring.masks.pattern import Pattern
 from ds_ring_launcher import cli
 from ds_ring_launcher.commands.parsers import read_tokens
 from ds_ring_launcher.plan import known_models
-from ds_ring_launcher.plan.advice import _warn_about_limits, _warn_about_timeouts, advise, get_longest_work
+from ds_ring_launcher.plan.advice import (
+    Reach,
+    _warn_about_limits,
+    _warn_about_timeouts,
+    advise,
+    get_longest_work,
+)
 from ds_ring_launcher.plan.compare import _sent_by_torch, compare, get_torch_waiting
 from ds_ring_launcher.plan.estimate import estimate, head_swaps
 from ds_ring_launcher.plan.hardware import read_hardware
@@ -40,7 +46,7 @@ from ds_ring_launcher.plan.options import (
     with_options,
 )  # fmt: skip
 from ds_ring_launcher.plan.pass_time import bytes_sent
-from ds_ring_launcher.plan.report import _devices_table
+from ds_ring_launcher.plan.report import _devices_table, _longest
 from ds_ring_launcher.plan.training_setting import USABLE, TrainingSetting
 from tests.unit.launcher.plan.test_options import BY_FLAG
 
@@ -94,6 +100,7 @@ def test_the_longest_sequence_is_what_an_exhaustive_search_finds(model: str, gpu
     setting = make_setting(model, gpu, options)
     found = longest_sequence(setting)
     ring = setting.ring_size
+    assert found % (2 * ring * setting.ulysses_size) == 0  # zigzag takes two parts of a rank
     expected = ring * search_exhaustively(lambda tokens: can_hold(setting, tokens), 1 << 24)
     # Both searches are exact to a part of the length: 1 / 64, and 1 / 128.
     assert 63 / 64 * expected <= found <= 129 / 128 * expected, (found, expected)
@@ -102,6 +109,7 @@ def test_the_longest_sequence_is_what_an_exhaustive_search_finds(model: str, gpu
     assert (planned is None) == (not expected)
     if planned is not None:
         assert 62 / 64 * expected <= planned.tokens <= 129 / 128 * expected
+        assert planned.tokens % (2 * ring * setting.ulysses_size) == 0
         peak = estimate(planned).peak.total
         assert peak * 1.04 <= USABLE["cuda"] * setting.hardware.memory_bytes
 
@@ -113,6 +121,14 @@ def test_a_plan_that_fits_is_no_longer_than_the_longest_sequence() -> None:
     assert planned.fits and advise(planned).reach.longest_tokens > setting.tokens
     (falls,) = memory_falls(setting)
     assert setting.mlp_tokens is not None and falls == setting.mlp_tokens + 1
+
+
+def test_devices_that_no_length_fits_have_no_longest_sequence() -> None:
+    """(It was of 0 tokens.)"""
+    reach = Reach(0, (), "", None, None, (), None)
+    assert _longest(reach, "tokens with these options") == "none with these options"
+    reach = reach._replace(longest_tokens=4096, longest_ends_at="the device's memory")
+    assert _longest(reach, "with these and -x") == "4,096 with these and -x (limit: the device's memory)"
 
 
 def test_a_search_goes_on_behind_a_length_that_does_not_hold() -> None:
@@ -367,7 +383,7 @@ def test_wrong_lengths_are_told_how_to_write_them(text: str) -> None:
         read_tokens(text)
 
 
-IN_TOKENS = {"--tokens", "--tiled-loss", "--tiled-mlp", "--loss-chunk"}
+IN_TOKENS = {"--tokens", "--tiled-loss", "--tiled-mlp"}
 
 
 def test_each_option_in_tokens_may_be_written_short() -> None:
@@ -435,6 +451,19 @@ def test_searches_try_ulysses_ranks_inside_a_node() -> None:
     for devices in (fewest.devices // 2, 3 * fewest.devices // 4):
         tried = on_devices(free, devices)
         assert plan_whole(replace(tried, tokens=1 << 23)) is None
+
+
+def test_what_no_option_makes_fit_is_told_with_the_least_that_it_takes() -> None:
+    """(The largest part without any option was named, which options take away.)"""
+    setting = make_setting("qwen3-32b", "h100", tokens=1 << 18)
+    whole = replace(setting, zero=replace(setting.zero, stage=2), may_add_options=True)
+    assert plan_whole(whole) is None
+    planned = estimate(whole)
+    warning = next(text for text in advise(planned, before_fit=whole).warnings if "does not fit" in text)
+    parameters = 4 * whole.model.parameters / 2**30  # and gradients, both whole in bfloat16
+    least, share = re.findall(r"([\d.]+) GiB a device.*gradients take ([\d.]+)", warning)[0]
+    assert float(share) == pytest.approx(parameters, rel=0.01) and float(share) <= float(least) < 140
+    assert warning.endswith("--zero-stage 3 divides them")
 
 
 @pytest.mark.parametrize(

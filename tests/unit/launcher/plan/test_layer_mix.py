@@ -11,7 +11,7 @@ import pytest
 from ds_ring import Causal, Chunked, SlidingWindow
 from ds_ring.config.section import RingConfig
 from ds_ring.errors import RingConfigError, RingPatternError
-from ds_ring_launcher.plan.advice import Advice, Reach
+from ds_ring_launcher.plan.advice import Advice, Reach, describe_plan
 from ds_ring_launcher.plan.estimate import Estimate, estimate
 from ds_ring_launcher.plan.hardware import read_hardware
 from ds_ring_launcher.plan.hiding import Hiding, hiding_shard
@@ -134,10 +134,13 @@ def test_a_report_says_what_its_figures_are_of(capsys: pytest.CaptureFixture[str
     ):
         assert words in printed, printed
     none = few._replace(fewest_devices=None, fewest_split=None, fewest_step_s=None)
-    print_report(mixed, advice._replace(reach=none), {"train_batch_size": 3}, counts=[mixed])
+    config = {"train_batch_size": 3}
+    print_report(mixed, advice._replace(reach=none), config, counts=[mixed], spare=[mixed])
     printed = " ".join(capsys.readouterr().out.split())
     assert "none up to 16384 with these options; 2 with these and no option more, 250 s a step" in printed
     assert "replicas divide the JSON's train_batch_size, 3" in printed
+    assert f"3 take at most {3 * mixed.step_s:.3g} s" in printed
+    assert printed.count(f"with more memory to spare {describe_plan(mixed)}") == 1
     (row,) = json.loads(as_json(mixed, advice, {}, counts=[mixed]))["more_devices"]
     assert (row["devices"], row["peak_bytes"]) == (4, mixed.peak.total)
 
