@@ -16,6 +16,7 @@ from ds_ring.masks.slots import (
     locate_slots,
     merge_progressions,
     no_slots,
+    progressions_at,
     subtract_slots,
 )
 
@@ -76,3 +77,9 @@ def test_unions_of_progressions(rows: list[tuple[int, int, int]], stretches: boo
     members = {slot + step * index for slot, step, length in rows for index in range(length)}
     found = merge_progressions(np.array(rows, dtype=np.int64).reshape(-1, 3))
     np.testing.assert_array_equal(found, as_ranges(members))
+
+
+def test_no_slots_and_an_empty_shard_have_no_positions() -> None:
+    runs, slots = np.array([[3, 2, 4]]), np.array([[1, 3]])
+    assert progressions_at(runs, slots).tolist() == [[5, 2, 2]]
+    assert progressions_at(runs[:0], slots).shape == progressions_at(runs, slots[:0]).shape == (0, 3)

@@ -190,7 +190,22 @@ def tiled(head: Any, choice: Any = True, loss: Any = None) -> Any:
 def another_loss(*_: Any) -> None: ...
 
 
+def cut(name: str, x: Any) -> Any:
+    """Hand a tensor to a model inside a wrapper that runs on whole sequences."""
+    wrapper: Any = object.__new__(wrappers.WrappedModel)
+    wrapper._name, wrapper._call = "Model", SimpleNamespace(sharding=sharding(), local_of={})
+    return wrapper._cut("Inner", name, x)
+
+
+def test_what_a_wrapper_makes_of_whole_sequences_is_cut() -> None:
+    whole, other = torch.arange(8).view(2, 4), torch.ones(2, 3)
+    assert cut("hidden", whole).equal(whole) and cut("hidden", whole) is not whole
+    assert cut("hidden", other) is other and cut("hidden", 3) == 3
+
+
 REFUSED: Refusals = {
+    "other tokens than the batch's": (lambda: cut("input_ids", torch.ones(2, 3)), RingShapeError,
+        r"input_ids: expected the batch's 4 tokens from Model, got \[2, 3\]"),
     "a shift of shifted labels": (lambda: decided({"shifts": True}, {}), RingShapeError,
         r"Model: expected shift_labels to be used as they are, got a shift \(mean at a.py:3\)"),
     "a short batch": (lambda: decided({}, {}, mesh=RingMesh.single()), RingConfigError,
@@ -269,6 +284,15 @@ MASKS: dict[str, tuple[dict[str, Any], Pattern]] = {
 def test_a_layer_without_a_mask_says_its_pattern_by_its_arguments(case: str) -> None:
     kwargs, pattern = MASKS[case]
     assert layer_masks.read_call_pattern(nn.Linear(1, 1), kwargs) == pattern
+
+
+def test_a_window_of_nothing_is_a_mask_for_no_layer() -> None:
+    """Qwen's configuration without windows."""
+
+    def of(sliding_window: int) -> Any:
+        return lambda b, h, q, k: q - k < sliding_window
+
+    assert layer_masks.read_mask(of(0)) == layer_masks.LayerMask(None)
 
 
 def test_a_mask_is_no_tensor_that_could_be_cast() -> None:

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from ds_ring import (
+    Causal,
     Full,
+    RingAttention,
     RingConfigError,
     RingError,
     RingLayoutError,
@@ -110,3 +112,16 @@ def test_the_hop_is_named_forward_and_backward(options: dict[str, int], calls: i
         lse = torch.zeros(1, 1, 4)
         with pytest.raises(RingFiniteError, match=f"in dq of ring rank 1 after hop {hop}"):
             list(kernel.backward(q * torch.inf, q, k, k, q, lse, tiles, 1.0))
+
+
+@pytest.mark.parametrize(("batch_dim_idx", "order"), [(0, (0, 2, 1, 3)), (1, (2, 0, 1, 3))])
+def test_a_module_takes_the_layouts_of_deepspeed(batch_dim_idx: int, order: tuple[int, ...]) -> None:
+    """[B, S, H, D] and [S, B, H, D]; the log-sum-exp is [B, H, S] in all."""
+    q, k, v = (torch.randn(2, heads, 8, 4) for heads in (4, 2, 2))
+    layout = make_layout("contiguous", tokens=8, ring_size=1)
+    attention = RingAttention(Causal(), mesh=RingMesh.single(), layout=layout)
+    out, lse = attention(q, k, v, return_lse=True)
+    inputs = [x.permute(order) for x in (q, k, v)]
+    assert torch.equal(attention(*inputs, batch_dim_idx), out.permute(order))
+    ours = attention(*inputs, batch_dim_idx, return_lse=True)
+    assert torch.equal(ours[0], out.permute(order)) and torch.equal(ours[1], lse)

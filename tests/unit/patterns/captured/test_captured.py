@@ -131,6 +131,13 @@ def by_slot() -> tuple[Function, Change]:
     return lambda b, h, q, k: q - k < slotted.window, lambda x: setattr(slotted, "window", x)
 
 
+def by_attribute_of_function() -> tuple[Function, Change]:
+    def helper() -> None: ...
+
+    helper.width = NUMBER  # type: ignore[attr-defined]
+    return within(lambda: helper.width), lambda x: setattr(helper, "width", x)  # type: ignore[attr-defined]
+
+
 def by_cell() -> tuple[Function, Change]:
     window = 9
 
@@ -184,8 +191,8 @@ KINDS = {
     one.__name__: one
     for one in (
         by_attribute, two_levels_down, by_dict, by_list, by_array, by_global, by_method, by_property,
-        by_called_method, by_class, by_slot, by_cell, by_tensor, by_ids, by_buffer, by_nested_function,
-        by_function_of_frozen,
+        by_called_method, by_class, by_slot, by_attribute_of_function, by_cell, by_tensor, by_ids, by_buffer,
+        by_nested_function, by_function_of_frozen,
     )
 }  # fmt: skip
 
@@ -215,7 +222,9 @@ def truth(function: Function) -> Tensor:
 
 @pytest.mark.situation("masks", "a mask is made anew after what its function captured has changed")
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.day("two_levels_down", "by_method", "by_property", "by_slot", "by_array")
+@pytest.mark.day(
+    "two_levels_down", "by_method", "by_property", "by_slot", "by_array", "by_attribute_of_function"
+)
 def test_a_new_mask_has_what_was_captured_now_and_the_old_one_is_refused(kind: str) -> None:
     function, change = KINDS[kind]()
     first, plans = MaskMod(function), []
