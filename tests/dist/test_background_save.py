@@ -64,7 +64,6 @@ def save_and_go_on(
 
 @pytest.mark.night
 @pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.day("3")
 def test_a_checkpoint_holds_the_state_at_the_call(rank_pool: Any, tmp_path: Path, stage: int) -> None:
     config = json_config(2, SIZE.samples, stage)
     losses, seen = rank_pool(2).run(save_and_go_on, config, str(tmp_path))[0]

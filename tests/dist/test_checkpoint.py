@@ -121,7 +121,6 @@ DAMAGE = {
 
 
 @pytest.mark.night
-@pytest.mark.day("zero3")
 def test_an_undamaged_checkpoint_is_the_newest(whole, copied, rank_pool):
     for resumed in rank_pool(2).run(load_and_train, whole.config, str(copied), STEPS):
         assert (resumed.folder, resumed.state) == (NEWER, {"seen": 4})
@@ -175,7 +174,6 @@ def test_a_rank_killed_in_mid_save(whole, tmp_path, rank_pool, where):
     assert (unused in results[0].logged) == (where != "latest")
 
 
-@pytest.mark.night
 @pytest.mark.day("zero1")
 def test_a_rank_killed_while_the_newest_is_written_anew(whole, copied, rank_pool):
     """`latest` names the very tag that was being written: the one of before is there, and whole."""

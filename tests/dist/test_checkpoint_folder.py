@@ -116,7 +116,6 @@ def check_goes_on(rank_pool, stage: int, folder: Path, losses: list[float], tag:
 @pytest.mark.night
 @pytest.mark.needs("mounts")
 @pytest.mark.parametrize("tag", [NEWER, OLDER], ids=["another tag", "the same tag"])
-@pytest.mark.day("the same tag")
 def test_a_full_disk_leaves_the_checkpoint_before(rank_pool, saved, disk, tag):
     """Room for one checkpoint and a half: DeepSpeed alone leaves the other rank in a barrier."""
     small = disk(size_of(saved(3)[0] / OLDER) * 3 // 2 + 4 * 4096)

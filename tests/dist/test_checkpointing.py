@@ -108,7 +108,6 @@ def test_a_step_has_as_many_passes_as_without(rank_pool: Pool) -> None:
             assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True)), kind
 
 
-@pytest.mark.night
 @pytest.mark.parametrize("options", [{"recompute": True}, {"writes": True}], ids=str)
 @pytest.mark.day("{'writes': True}")
 def test_passes_run_again_where_they_are_told_to_or_must(rank_pool: Pool, options: dict[str, bool]) -> None:
@@ -188,7 +187,6 @@ def against_stock(rank: int, world_size: int, family: str, reentrant: bool) -> t
 
 @pytest.mark.night
 @pytest.mark.parametrize("family", SHARED)
-@pytest.mark.day("gemma4_text")
 @pytest.mark.situation("checkpointing", "trained Gemma 3n or 4, whose layers share K/V, with checkpoints")
 def test_layers_that_share_keys_have_the_gradients_of_stock(rank_pool: Pool, family: str) -> None:
     for error, of_stock, warned in rank_pool(2).run(against_stock, family, reentrant=True):

@@ -575,7 +575,6 @@ SHARED = ["halo", "scan", "attention", "sinks and Ulysses", "latents and Ulysses
 @pytest.mark.night
 @pytest.mark.situation("compile", "a second run takes Inductor's graphs from disk, of ranks with other sizes")
 @pytest.mark.parametrize("names", [["halo"], SHARED], ids=["halo", "all"])
-@pytest.mark.day("halo")
 def test_ranks_with_other_sizes_share_the_cache_of_graphs(tmp_path: Path, names: list[str]) -> None:
     for _ in range(2):  # with an empty cache, and with a warm one in new processes
         for result in run_ranks(shared_cache, 2, str(tmp_path), names, timeout_s=600):

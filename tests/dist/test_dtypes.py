@@ -33,7 +33,6 @@ def bad_cases(
 @pytest.mark.night
 @pytest.mark.situation("dtypes", "shards of uint16, float8, bits and other dtypes are copied between ranks")
 @pytest.mark.parametrize(("world_size", "ulysses_size"), [(2, 1), (2, 2)])
-@pytest.mark.day("2-2")  # on a ring the next test copies by day, by the same calls
 def test_values_of_all_dtypes_are_copied(rank_pool: Pool, world_size: int, ulysses_size: int) -> None:
     copying = [name for name in rows_for(ulysses_size) if OPERATORS[name].any_dtype]
     cases = [(name, dtype) for name in copying for dtype in NAMES]

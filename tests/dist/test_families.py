@@ -404,7 +404,6 @@ def test_rotary_positions_of_the_shard_are_found(rank_pool):
 @pytest.mark.parametrize(
     ("family", "layer"), [("deepseek_v32", 0), ("doge", 0), ("qwen4_exp_text", 1), ("minimax_m3_vl_text", 1)]
 )
-@pytest.mark.day("deepseek_v32-0")
 def test_other_keys_than_the_indexer_selects_are_found(rank_pool, family, layer):
     (report,) = rank_pool(2).run(with_other_keys, family)[0]
     assert report.result == "WRONG"
@@ -420,7 +419,6 @@ TIPPED = {
 
 @pytest.mark.night
 @pytest.mark.parametrize("family", TIPPED)
-@pytest.mark.day("llama4_text")
 def test_a_threshold_that_rounding_tips_is_told_from_a_fault(rank_pool, family):
     (report,) = rank_pool(2).run(with_other_rounding, family)[0]
     assert report.result == "exact", report.reason
@@ -431,7 +429,6 @@ def test_a_threshold_that_rounding_tips_is_told_from_a_fault(rank_pool, family):
 
 @pytest.mark.night
 @pytest.mark.parametrize("family", TIPPED)
-@pytest.mark.day("llama4_text")
 def test_a_fault_that_is_as_large_as_a_jump_is_found_in_float64(rank_pool, family):
     (report,) = rank_pool(2).run(with_a_small_fault, family, TIPPED[family], 4e-3)[0]
     assert report.result == "WRONG" and report.in_float64 == "WRONG", report.reason

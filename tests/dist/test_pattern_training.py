@@ -236,7 +236,6 @@ def losses_of(
 @pytest.mark.night
 @pytest.mark.parametrize("layouts", [("zigzag",), ("contiguous", "balanced")], ids="-".join)
 @pytest.mark.parametrize("packed", [True, False])
-@pytest.mark.day("True-zigzag")
 def test_the_losses_of_documents_are_those_of_one_process(rank_pool, packed, layouts):
     """Given losses: the same bits for all rings and layouts. A document of one token, and padding, has no label."""
     batch, documents = tokens_and_labels(), document_ids_of(SIZE.samples)

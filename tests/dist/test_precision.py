@@ -59,7 +59,6 @@ def errors(result: list[Tensor], name: str, dtype: torch.dtype) -> list[float]:
 @pytest.mark.night
 @pytest.mark.parametrize("sizes", [(1, 2, 8), (4, 16)], ids=str)
 @pytest.mark.parametrize(("name", "dtype"), [("causal", torch.bfloat16), ("LongNet", torch.float16)])
-@pytest.mark.day("causal-dtype0-(1, 2, 8)")
 def test_the_error_does_not_grow_with_the_ring(
     rank_pool: Pool, name: str, dtype: torch.dtype, sizes: tuple[int, ...]
 ) -> None:

@@ -63,7 +63,6 @@ def config_for(world: int, ring: int, stage: int) -> dict[str, Any]:
 
 @pytest.mark.night
 @pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.day("2")
 def test_two_ranks_then_four_then_one(rank_pool, tmp_path, capsys, stage):
     whole, part = tmp_path / "whole", tmp_path / "part"
     expected = rank_pool(2).run(train_on, config_for(2, 2, stage), str(whole), STEPS, False)[0]

@@ -144,7 +144,6 @@ def check(result: list[Any], words: str, error: str = "RingCheckpointError") -> 
 @pytest.mark.situation("checkpoints", "ranks load different checkpoints of one tag")
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("tag", [None, "global_step2"])
-@pytest.mark.day("global_step2-3")
 def test_ranks_that_read_two_whole_checkpoints(rank_pool, saved, stage, tag) -> None:
     """(Each went on from its own: rank 0 trained on A and rank 1 on B.)"""
     folders = [saved(Setup(stage), copy)[0] for copy in (0, 1)]

@@ -77,7 +77,6 @@ def test_float32_is_within_1e_5_of_float64(rank_pool: Pool, ring_size: int, toke
 
 @pytest.mark.night
 @pytest.mark.parametrize(("ring_size", "layouts"), [(1, CHUNKS), (3, ("zigzag",)), (3, CHUNKS), (8, CHUNKS)])
-@pytest.mark.day("3-layouts1")
 def test_bfloat16_is_within_1e_2(rank_pool: Pool, ring_size: int, layouts: tuple[str, ...]) -> None:
     errors = rank_pool(ring_size).run(parity, SMALL, torch.bfloat16, layouts=layouts)[0]
     assert max(errors.values()) < 1e-2, errors

@@ -78,7 +78,6 @@ def on_a_ring(rank: int, world_size: int, family: str, layout: str, packed: bool
         ("longrope", "striped", True, True),
     ],
 )
-@pytest.mark.covering(1)
 def test_the_length_is_that_of_the_whole_batch(
     rank_pool: Pool, family: str, layout: str, packed: bool, checkpointing: bool
 ) -> None:

@@ -88,7 +88,6 @@ def with_a_part_for_the_end(rank: int, world_size: int, every: bool) -> list[tup
 
 @pytest.mark.night
 @pytest.mark.parametrize("every", [False, True])
-@pytest.mark.day("False")
 def test_a_part_of_the_own_shard_for_the_end_is_exact(rank_pool: Pool, every: bool) -> None:
     """[Note: a part for the end] of lowering.py, which real shards have from 4 Ki tokens on."""
     for what, result in rank_pool(4).run(with_a_part_for_the_end, every, timeout_s=120)[0]:

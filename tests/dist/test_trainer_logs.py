@@ -251,7 +251,6 @@ COMPARED: dict[str, Compared] = {
         for ring in rings
     ],
 )
-@pytest.mark.day("some forms, ring 2", "own losses, ring 2", "random collator, ring 2", "streamed, ring 2")
 def test_trainer_logs_what_one_process_does(
     rank_pool: Any, tmp_path: Path, ring: int, cases: tuple[str, ...], extra: dict[str, Any]
 ) -> None:

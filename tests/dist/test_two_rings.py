@@ -138,7 +138,6 @@ def two_rings(rank: int, world_size: int, second: tuple[int, int], rounds: int) 
 @pytest.mark.parametrize(
     ("world", "second"), [(2, (2, 1)), (2, (1, 2)), (4, (4, 1)), (4, (2, 2)), (4, (2, 1))]
 )
-@pytest.mark.day("2-second0")
 def test_two_rings_at_once_are_exact(rank_pool, world, second):
     """The second is the same ring again, one with Ulysses, or two rings of data replicas."""
     # Every second round finds full caches.

@@ -31,7 +31,6 @@ def test_every_benchmark_has_a_module_and_a_case_here() -> None:
 
 
 @pytest.mark.night
-@pytest.mark.day("planning")
 @pytest.mark.parametrize("name", list(SMALL))
 def test_a_benchmark_prints_and_stores_its_rows(name: str, tmp_path: Path) -> None:
     command = [

@@ -84,7 +84,6 @@ def faults_of(probe: Probe) -> list[str]:
 
 @pytest.mark.night
 @pytest.mark.parametrize("third", range(3))
-@pytest.mark.day("0")
 def test_every_probe_ends_typed_and_soon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, third: int) -> None:
     monkeypatch.setattr(cli, "_parser", functools.cache(cli._parser))  # of 1,600 calls, half of their time
     probes = cli_probes(tmp_path)

@@ -72,7 +72,6 @@ def test_a_fault_is_found(right: str, wrong: str, found: str) -> None:
 
 @pytest.mark.night
 @pytest.mark.parametrize("missing", ["nothing", "launcher", "configs"])
-@pytest.mark.day("nothing")
 def test_what_it_copies_builds_the_package(tmp_path: Path, missing: str) -> None:
     (tmp_path / "tree").mkdir()
     for name in copied(TEXT):

@@ -188,7 +188,6 @@ def test_failing_rank_ends_the_run(workplace: Workplace, engine: str, expected: 
 
 @pytest.mark.night
 @pytest.mark.parametrize("verbose", [False, True])
-@pytest.mark.day("False")
 def test_the_last_line_names_who_failed_in_place_of_torchruns_forty(
     workplace: Workplace, verbose: bool
 ) -> None:
@@ -340,7 +339,6 @@ def by_ssh(workplace: Workplace, engine: str, ssh: str = FAKE_SSH) -> tuple[str,
 
 @pytest.mark.night
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.day("mpirun")
 def test_environment_crosses_to_other_hosts(workplace: Workplace, engine: str) -> None:
     hosts, caller = by_ssh(workplace, engine)
     path = workplace.write(hosts + "environment: {GREETING: it's 2 words}\n", MEET)
@@ -368,8 +366,6 @@ def command_lines() -> str:
 @pytest.mark.night
 @pytest.mark.parametrize("reach", ["local", "ssh"])
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.covering(1)
-@pytest.mark.day("mpirun-ssh")
 def test_kill_9_of_the_launcher_ends_the_job(workplace: Workplace, engine: str, reach: str) -> None:
     """On other hosts too; meanwhile no value of environment stands on a command line or in the output."""
     hosts, caller = by_ssh(workplace, engine) if reach == "ssh" else (f"engine: {engine}\n{LOCAL}", {})
@@ -392,7 +388,6 @@ def test_kill_9_of_the_launcher_ends_the_job(workplace: Workplace, engine: str, 
 
 @pytest.mark.night
 @pytest.mark.parametrize("reach", ["local", "ssh"])
-@pytest.mark.day("local")
 @NEEDS
 def test_sigterm_leaves_time_to_a_handler_under_mpirun(workplace: Workplace, reach: str) -> None:
     """mpirun's own SIGKILL comes after a second, and at once where the first rank's handler ends."""
@@ -473,7 +468,6 @@ def test_torchrun_does_not_start_a_rank_again(workplace: Workplace) -> None:
 
 @pytest.mark.night
 @pytest.mark.parametrize("run_folder", ["", "run_folder: run\n"], ids=["plain", "run_folder"])
-@pytest.mark.day("run_folder")
 @NEEDS
 def test_closed_streams_end_no_rank(workplace: Workplace, run_folder: str) -> None:
     path = workplace.write(f"engine: mpirun\n{LOCAL}{run_folder}")
@@ -488,7 +482,6 @@ def test_closed_streams_end_no_rank(workplace: Workplace, run_folder: str) -> No
 
 @pytest.mark.night
 @pytest.mark.parametrize("run_folder", ["", "run_folder: run\n"], ids=["plain", "run_folder"])
-@pytest.mark.day("run_folder")
 @NEEDS
 def test_a_run_in_which_no_rank_made_a_ring_says_so(workplace: Workplace, run_folder: str) -> None:
     status, output = workplace.launch(workplace.write(f"engine: mpirun\n{LOCAL}{run_folder}"))

@@ -120,7 +120,6 @@ def test_a_bug_ends_it_after_two_attempts_with_its_traceback_first(workplace: Wo
     )
 
 
-@pytest.mark.night
 @pytest.mark.situation("launcher", "the job is preempted")
 @pytest.mark.needs("mpirun")  # which starts without torch
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
@@ -139,7 +138,6 @@ def test_a_preempted_job_ends_with_75(workplace: Workplace, number: signal.Signa
 @pytest.mark.situation("launcher", "two launches of one YAML")
 @pytest.mark.needs("mpirun")
 @pytest.mark.parametrize("rounds", [1, 10])
-@pytest.mark.day("1")
 def test_of_two_launches_of_a_run_one_is_refused(tmp_path: Path, rounds: int) -> None:
     assert play_rounds(tmp_path, rounds) == [""] * rounds
 
@@ -160,7 +158,6 @@ def on_two_hosts(place: Workplace, engine: str = "torchrun") -> tuple[str, dict[
 
 @pytest.mark.night
 @pytest.mark.parametrize("engine", ["torchrun", MPIRUN])
-@pytest.mark.day("mpirun")
 def test_a_host_that_is_gone_leaves_a_smaller_ring(workplace: Workplace, engine: str) -> None:  # noqa: F811
     yaml, caller = on_two_hosts(workplace, engine)
     (workplace.folder / "armed").touch()

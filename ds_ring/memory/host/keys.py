@@ -15,7 +15,8 @@ class HostKeys(PartKeys):
     description: ClassVar[str] = "what is computed in chunks or kept on the host"
 
     offload_checkpoints: Switch = Field(
-        default=False, description="checkpoint each layer; checkpoints and attention's results in pinned host memory"
+        default=False,
+        description="checkpoint each layer; checkpoints and attention's results in pinned host memory",
     )
     offload_attention: Switch = Field(
         default=False, description="keep attention's saved tensors in pinned memory of the host"

@@ -188,7 +188,6 @@ def packed(rank: int, world_size: int) -> float:
 
 @pytest.mark.night
 @pytest.mark.parametrize("ring_size", [2, 3, 4])
-@pytest.mark.day("4")
 @pytest.mark.situation("operators", "Megatron's cu_seqlens in a buffer that is filled anew for each batch")
 def test_packed_sequences_do_not_see_each_other(rank_pool: Pool, ring_size: int) -> None:
     assert max(rank_pool(ring_size).run(packed)) < 1e-5

@@ -178,7 +178,6 @@ def test_fewer_keys_than_ranks(rank_pool: Pool, keys: int) -> None:
 
 @pytest.mark.night
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 1e-2), (torch.float64, 1e-12)])
-@pytest.mark.day("dtype0-0.01")
 def test_other_dtypes(rank_pool: Pool, dtype: torch.dtype, tolerance: float) -> None:
     cases = [Case(make(503), 9, 503) for make in PATTERNS.values()]
     check(rank_pool(3).run(parity, cases, ["zigzag"], dtype), len(cases), tolerance)

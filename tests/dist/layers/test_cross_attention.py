@@ -257,7 +257,6 @@ def test_wrong_arguments(what: str) -> None:
 
 @pytest.mark.night
 @pytest.mark.parametrize("how", ["function", "module", "function without a plan"])
-@pytest.mark.day("function")
 def test_a_graph_ends_before_it(how: str) -> None:
     is_planned = how != "function without a plan"  # Dynamo traces what makes a plan, too: 10 s
     mesh, slots = RingMesh.single(), 8 if is_planned else 10

@@ -155,7 +155,6 @@ BACK = [Call(), Call(dtype=torch.bfloat16), Call(score_mod=ScoreMod(Softcap(2.0)
 
 @pytest.mark.night
 @pytest.mark.parametrize("every_pass", [False, True])
-@pytest.mark.day("False")
 def test_whatever_compiles_has_the_long_deadline_and_nothing_else(mesh: RingMesh, every_pass: bool) -> None:
     """So many combinations in one process, each compiled once, its heads and widths constants."""
     before, left_out = 0, [] if every_pass else AT_NIGHT

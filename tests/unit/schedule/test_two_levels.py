@@ -70,7 +70,6 @@ def test_both_ends_have_the_same_messages_in_every_batch(
                 assert sent and sent == received, (name, way)
 
 
-@pytest.mark.night
 @pytest.mark.parametrize(("size", "node"), [(4, 2), (6, 3), (6, 2)])
 @pytest.mark.day("4-2", "6-2")
 def test_schedules_of_two_levels_are_proven(size: int, node: int) -> None:
@@ -97,7 +96,6 @@ def left_by_adapter(plan: Plan, node: int, backward: bool) -> np.ndarray:
     return left.reshape(-1, node)[[1, 7]] / plan.layout.local_tokens
 
 
-@pytest.mark.night
 @pytest.mark.parametrize(("pattern", "name"), [(Full(), "contiguous"), (Causal(), "zigzag")])
 @pytest.mark.day("pattern1-zigzag")
 def test_adapters_of_a_node_send_alike(pattern: Pattern, name: str) -> None:

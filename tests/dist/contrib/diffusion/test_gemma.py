@@ -96,7 +96,6 @@ def on_ring(rank: int, world_size: int, steps: int, stage: int, packed: bool) ->
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize(("world", "steps"), [(2, 50), (4, 50), (2, 2)])
-@pytest.mark.day("2-2-3-True")
 def test_steps_have_the_losses_of_one_process(
     rank_pool: Any, world: int, steps: int, stage: int, packed: bool
 ) -> None:

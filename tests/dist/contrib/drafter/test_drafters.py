@@ -320,7 +320,6 @@ def gradients(rank: int, world_size: int, blocks: bool, soft: bool) -> dict[str,
     return dict(zip(named, mine, strict=True))
 
 
-@pytest.mark.night
 @pytest.mark.parametrize(("blocks", "soft"), [(False, False), (False, True), (True, False)])
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.day("2-False-True")

@@ -279,7 +279,6 @@ def biased(mesh: ds_ring.RingMesh, name: str, layout: str) -> Layer:
 @pytest.mark.night
 @pytest.mark.parametrize(("world_size", "layout"), [(2, "zigzag"), (4, "contiguous")])
 @pytest.mark.parametrize("name", BIASED)
-@pytest.mark.day("padded-2-zigzag")
 def test_a_bias_of_distances_is_exact_in_float64(
     rank_pool: Pool, name: str, world_size: int, layout: str
 ) -> None:

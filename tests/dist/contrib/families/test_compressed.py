@@ -427,7 +427,6 @@ SECTIONS = [{}, {"layout": "contiguous"}, {"layout": "balanced"}, {"layout": "do
 @pytest.mark.night
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.get("layout", "auto"))
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.day("3-auto")
 def test_each_document_of_a_row_is_the_model_alone(rank_pool, size, section):
     (report,) = rank_pool(size).run(packed_check, section, torch.float64)[0]
     assert report.result == "exact", report.reason

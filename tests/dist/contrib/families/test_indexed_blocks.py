@@ -193,7 +193,6 @@ def losses(rank: int, world_size: int, family: str, stage: int) -> dict[str, Any
 @pytest.mark.night
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.day("3-minimax_m3_vl_text")
 def test_the_model_is_plain_while_the_ring_is_off(rank_pool, family, stage):
     for result in rank_pool(2).run(losses, family, stage):
         for name in ("before", "off before", "after", "off after"):

@@ -360,7 +360,6 @@ def test_frames_that_are_joined_are_encoded_by_all(rank_pool: Pool) -> None:
 @pytest.mark.night
 @pytest.mark.parametrize("ring_size", [2, 3, 4])
 @pytest.mark.parametrize("kind", [item for item in VIDEOS.split() if item in CONFIG_MAPPING])
-@pytest.mark.day("qwen3_vl-3")
 def test_videos_are_exact(rank_pool: Pool, kind: str, ring_size: int) -> None:
     """Deepstack features, parted steps, positions: whatever the type has."""
     for report in rank_pool(ring_size).run(checked, kind, 3 if ring_size == 3 else 0)[0]:

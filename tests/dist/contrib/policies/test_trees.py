@@ -127,7 +127,6 @@ def simulated_error(tree: Tree, layout: Layout, rollouts: Tree | None = None) ->
 
 
 # The day's trees need a fifth of the time of the first ones, which lie in many pieces in striped shards.
-@pytest.mark.night
 @pytest.mark.parametrize("seeds", [range(8, 18), range(8), *(range(n, n + 20) for n in range(18, 198, 20))])
 @pytest.mark.day("seeds0")
 def test_simulated_rings_compute_each_rollout(seeds: range) -> None:

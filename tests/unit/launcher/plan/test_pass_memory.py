@@ -70,7 +70,6 @@ def test_groups_have_at_least_the_bytes_of_a_chunk():
 
 @pytest.mark.night
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.day("dtype0")
 def test_stages_as_virtual_ranks_measure_them(dtype: torch.dtype) -> None:
     """Bytes on the wire to the byte, memory within 5 %."""
     layout = make_layout("zigzag", tokens=8192, ring_size=4)

@@ -57,7 +57,6 @@ def test_one_more_wait_is_found(module: Any, name: str) -> None:
     ("module", "name", "value"),
     [(select, "SCORES", {"cuda": 1 << 18}), (selected_pass, "WORKSPACE", {"cpu": 1 << 20, "cuda": 1 << 20})],
 )
-@pytest.mark.day("ds_ring.layers.selection.select-SCORES-value0")
 def test_small_tiles_and_batches_launch_more_than_the_budget(module: Any, name: str, value: Any) -> None:
     with mock.patch.object(module, name, value):
         assert within() == (False, True)
