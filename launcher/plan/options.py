@@ -216,7 +216,8 @@ def sets_that_fit(setting: TrainingSetting, attention: LayerPasses | None = None
 def plan_whole(setting: TrainingSetting, attention: LayerPasses | None = None) -> Estimate | None:
     """Return the plan of a whole ring, with the cheapest options if it may add some; None: it does not fit.
 
-    Searches look at a small ring: the whole one may need a little more.
+    Where these leave less than a tenth of the memory, options that leave clearly more in hardly more time are
+    taken. Searches look at a small ring: the whole one may need a little more.
     """
     fitting = (
         sets_that_fit(shape, attention if shape.ulysses_size == setting.ulysses_size else None)
@@ -224,11 +225,18 @@ def plan_whole(setting: TrainingSetting, attention: LayerPasses | None = None) -
     )
     cheapest = [plans[0] for plans in fitting if plans]
     # Ulysses ranks send less, and other jobs have the links between nodes, too.
-    return min(
+    best = min(
         cheapest,
         key=lambda plan: plan.step_s * (HARDLY_SLOWER if plan.setting.ulysses_size == 1 else 1),
         default=None,
     )
+    if (
+        best is None
+        or not setting.may_add_options
+        or best.peak.total < (1 - CLEARLY_MORE) * setting.usable_bytes
+    ):
+        return best
+    return find_roomier(best, setting) or best
 
 
 def list_shapes(setting: TrainingSetting) -> list[TrainingSetting]:

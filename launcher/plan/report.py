@@ -183,6 +183,8 @@ def print_report(
         console.print(f"attention: {describe_mix(setting.mix)}", markup=False)
     console.print(f"these options: {_join(list_flags(setting))}", markup=False)
     print_table(_memory_table(planned))
+    if planned.node_host_bytes and not setting.host_is_device:
+        console.print("on the host torch pins blocks of powers of two: up to twice as much")
     print_table(_cost_table(planned))
     used = "" if planned.mfu is None else f", {planned.mfu:.0%} of its peak in the model's arithmetic (MFU)"
     console.print(f"speed, computed: {planned.tokens_per_s:,.0f} tokens/s a device{used}", markup=False)
@@ -424,5 +426,6 @@ def _compared_table(rows: Sequence[ComparisonRow], tokens: int) -> Table:
         figures = [f"{size / unit:,.1f}" for size in (row.peak_bytes, row.host_bytes, row.sent_bytes)]
         figures += [_seconds(row.step_s), f"{row.tokens_per_s:,.0f}", f"{row.longest_tokens:,}"]
         mark = "" if row.fits else " (does not fit)"
-        table.add_row(row.method + mark, str(row.ranks), *figures)
+        several = f", {row.replicas} sequences a step" if row.replicas > 1 else ""
+        table.add_row(row.method + mark, f"{row.ranks}{several}", *figures)
     return table

@@ -37,12 +37,14 @@ from ds_ring_launcher.plan.options import (
     fewest_devices,
     find_roomier,
     list_flags,
+    list_shapes,
     longest_planned,
     longest_sequence,
     longest_that,
     memory_falls,
     option_sets,
     plan_whole,
+    sets_that_fit,
     with_options,
 )  # fmt: skip
 from ds_ring_launcher.plan.pass_time import bytes_sent
@@ -441,6 +443,12 @@ def test_searches_try_ulysses_ranks_inside_a_node() -> None:
     assert chosen.sent_bytes + chosen.swap_bytes < alone.sent_bytes / 2
     roomier = find_roomier(chosen, free)
     assert roomier is not None and roomier.setting.split == chosen.setting.split
+    # (For 1 of 143 seconds, memory was full to 97 %.)
+    tight = on_devices(replace(free, tokens=1 << 19), 16)
+    taken, cheapest = plan_whole(tight), sets_that_fit(list_shapes(tight)[1])[0]
+    assert taken is not None and taken.setting.split == cheapest.setting.split
+    assert taken.peak.total < 0.9 * tight.usable_bytes < cheapest.peak.total
+    assert cheapest.step_s < taken.step_s < 1.01 * cheapest.step_s
     shapes = [plan.setting.split for plan in plan_more_devices(replace(free, may_add_options=False))]
     assert shapes[:3] == [f"ring {size} x Ulysses 8 x data {n}" for size, n in ((4, 1), (8, 1), (4, 2))]
     reach = advise(chosen, before_fit=free).fit_reach
