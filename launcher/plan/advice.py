@@ -248,7 +248,7 @@ def _warn_about_limits(planned: Estimate) -> list[str]:
     if (positions := setting.model.positions) is not None and positions < setting.tokens:
         warnings.append(
             f"positions: the model's file reaches {positions:,} (max_position_embeddings and rope scaling),"
-            f" fewer than {setting.tokens:,} tokens: scale them {setting.tokens / positions:.3g} times"
+            f" fewer than {setting.tokens:,} tokens: scale them by {setting.tokens / positions:.3g} at least"
             " (rope_parameters in its config.json: YaRN, say), or pack shorter documents"
         )
     if (experts := setting.model.experts) is not None:

@@ -204,7 +204,8 @@ def _ulysses_step(setting: TrainingSetting) -> TrainingStep:
     ranks, model = _ulysses_ranks(setting), setting.model
     inside = setting.batch * setting.tokens
     tokens = LocalTokens(-(-inside // ranks), inside, model.heads // ranks, max(model.kv_heads // ranks, 1))
-    return _step(setting, tokens, PassMemory(0, 0, _get_kernel_bytes(setting, tokens)))
+    step = _step(setting, tokens, PassMemory(0, 0, _get_kernel_bytes(setting, tokens)))
+    return replace(step, pins=False)  # ALST copies checkpoints to pageable memory, TRL to pinned memory
 
 
 def _as_others(setting: TrainingSetting) -> TrainingSetting:

@@ -169,6 +169,7 @@ def training_step(setting: TrainingSetting, slots: int, ring: PassMemory) -> Tra
         heads_here(setting, slots), sum(others[kind].kept_bytes for kind in model.other_layers),
         max((memory.kept_bytes for memory in others.values()), default=0),
         max((memory.messages for memory in others.values()), default=0) * (setting.ring_size * ulysses > 1),
+        pins=not setting.host_is_device,
     )  # fmt: skip
 
 

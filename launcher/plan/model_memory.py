@@ -203,6 +203,7 @@ class TrainingStep:
     other_layers_bytes: int = 0
     most_of_other_layers: int = 0
     messages: int = 0
+    pins: bool = False  # tensors on the host are in pinned memory
 
     @property
     def norm_bytes(self) -> int:
@@ -226,13 +227,26 @@ class TrainingStep:
         return 0 if self.heads_here is None else self.attention_bytes - self._query_bytes
 
     @property
+    def _results(self) -> tuple[int, int]:
+        """Return the bytes of out and of lse."""
+        rows = self.tokens.inside * self.tokens.heads
+        return rows * self.model.head_dim * self.zero.element_bytes, rows * FLOAT
+
+    @property
     def _results_bytes(self) -> int:
-        here = self.tokens
-        return here.inside * here.heads * (self.model.head_dim * self.zero.element_bytes + FLOAT)
+        return sum(self._results)
 
     @property
     def _kept_bytes(self) -> int:
         return int(self._results_bytes * self.keeps_attention)
+
+    def _count_on_host(self, *tensors: float) -> int:
+        """Return what such tensors take on the host: torch's allocator of pinned memory rounds up.
+
+        Each gets the next power of two (`CachingHostAllocator`, torch 2.8 to 2.13).
+        """
+        sizes = map(int, tensors)
+        return sum(1 << (size - 1).bit_length() if self.pins and size else size for size in sizes)
 
     @property
     def _query_bytes(self) -> int:
@@ -314,13 +328,19 @@ class TrainingStep:
     def _moment(self, name: str, components: Components, layers: int = 0) -> MemoryMoment:
         """Return a moment at which so many layers wait for their backward pass."""
         offloaded = self.checkpointing and self.offload_checkpoints
+        inputs = self._count_on_host(self.layer_input_bytes)
+        results = self._count_on_host(*(size * self.keeps_attention for size in self._results))
+        keys = self.tokens.inside * self.tokens.kv_heads * self.model.head_dim * self.zero.element_bytes
+        attention = 0
+        if self.heads_here is not None:
+            attention = self._count_on_host(self._results[0], keys, keys, *self._results)
         # checkpointed layers do so one by one
         waiting = min(layers, 1 if self.checkpointing else self.model.attention_layers)
         host = {
             "states on the host": self.zero.host(self.model),
-            "checkpoints on the host": layers * self.layer_input_bytes if offloaded else 0,
-            "attention's results on the host": layers * self._kept_bytes if offloaded else 0,
-            "attention on the host": waiting * self.offloaded_bytes,
+            "checkpoints on the host": layers * inputs if offloaded else 0,
+            "attention's results on the host": layers * results if offloaded else 0,
+            "attention on the host": waiting * attention,
         }
         if self.host_is_device:
             return MemoryMoment(name, components | host, {})

@@ -184,7 +184,7 @@ def print_report(
     console.print(f"these options: {_join(list_flags(setting))}", markup=False)
     print_table(_memory_table(planned))
     if planned.node_host_bytes and not setting.host_is_device:
-        console.print("on the host torch pins blocks of powers of two: up to twice as much")
+        console.print("on the host each pinned tensor takes a power of two of bytes (torch's allocator)")
     print_table(_cost_table(planned))
     used = "" if planned.mfu is None else f", {planned.mfu:.0%} of its peak in the model's arithmetic (MFU)"
     console.print(f"speed, computed: {planned.tokens_per_s:,.0f} tokens/s a device{used}", markup=False)
@@ -210,7 +210,7 @@ def print_report(
         )
         console.print(
             "under checkpointing ds_ring keeps attention's results; rows with --recompute-attention compute"
-            " attention again"
+            " attention again (but for selective checkpointing of theirs, which no row has)"
         )
         own, others = (_rates(row.attention_flops) for row in (rows[0], rows[-1]))
         rest = f"that of other methods at torch's own call, {others}"

@@ -238,7 +238,12 @@ def test_methods_are_compared_with_the_same_options_first() -> None:
     ours = rows[5]
     sets = [changed for _, changed in option_sets(planned.setting)]
     assert ours.longest_tokens >= 63 / 64 * max(longest_sequence(changed) for changed in sets[::40])
-    assert ours.longest_tokens > max(row.longest_tokens for row in rows if row is not ours)
+    assert ours.longest_tokens > max(row.longest_tokens for row in rows[:5])
+    # Pinned tensors take powers of two of bytes: 16,384 tokens x 4,096 x 2 bytes are one, those of 20,000 not.
+    for tokens, times in ((1 << 17, 1.0), (160_000, (1 << 28) / (20_000 * 4096 * 2))):
+        kept = estimate(replace(setting, tokens=tokens, checkpointing=True, offload_checkpoints=True))
+        blocks = kept.setting.model.layers * 4096 * 2 * tokens // 8
+        assert kept.host_peak.host["checkpoints on the host"] == pytest.approx(times * blocks, rel=1e-6)
     # The same arithmetic at the same rates: methods differ by messages, and by what they compute again.
     for row in rows[1:5]:
         assert row.step_s == pytest.approx(planned.step_s, rel=0.1)
@@ -411,8 +416,8 @@ def test_any_set_of_options_is_looked_at_where_memory_falls() -> None:
 
 
 def test_the_longest_does_not_depend_on_what_fit_chose_for_fewer_tokens() -> None:
-    """(With half of attention computed again, all of it was not tried: 1.10 M tokens in place of 1.99 M.)"""
-    plain = on_devices(make_setting("qwen3-32b", "h100", tokens=1 << 20), 8)
+    """(With half of attention computed again, all of it was not tried.)"""
+    plain = on_devices(make_setting("qwen3-32b", "h100", tokens=3 << 18), 8)
     free = replace(plain, may_add_options=True)
     fitted = plan_whole(free)
     assert fitted is not None and fitted.setting.recompute_attention == 0.5

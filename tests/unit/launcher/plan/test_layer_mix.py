@@ -129,7 +129,7 @@ def test_a_report_says_what_its_figures_are_of(capsys: pytest.CaptureFixture[str
         "8 (ring 1 x Ulysses 8) with these options, 3 s a step transfers",
         "from 4,096 tokens a device on",
         "with more memory to spare: ",
-        "pins blocks of powers of two: up to twice as much",
+        "each pinned tensor takes a power of two of bytes",
         "warning: read this",
         "and in the script: model.gradient_checkpointing_enable()",
     ):
