@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -67,6 +68,7 @@ SETS = {
         *("--recompute-attention", "--offload-optimizer"),
     ),
 }
+ROOT = Path(__file__).resolve().parents[4]
 GPUS = ("a100", "h100", "h200", "b200")
 DEVICES = {"qwen3-235b-a22b": 64, "llama-3-70b": 64, "qwen3-32b": 32}
 
@@ -239,7 +241,7 @@ def test_methods_are_compared_with_the_same_options_first() -> None:
     sets = [changed for _, changed in option_sets(planned.setting)]
     assert ours.longest_tokens >= 63 / 64 * max(longest_sequence(changed) for changed in sets[::40])
     assert ours.longest_tokens > max(row.longest_tokens for row in rows[:5])
-    # Pinned tensors take powers of two of bytes: 16,384 tokens x 4,096 x 2 bytes are one, those of 20,000 not.
+    # Pinned tensors take powers of two of bytes: 16,384 x 4,096 x 2 are one, 20,000 x 4,096 x 2 are not.
     for tokens, times in ((1 << 17, 1.0), (160_000, (1 << 28) / (20_000 * 4096 * 2))):
         kept = estimate(replace(setting, tokens=tokens, checkpointing=True, offload_checkpoints=True))
         blocks = kept.setting.model.layers * 4096 * 2 * tokens // 8
@@ -248,6 +250,21 @@ def test_methods_are_compared_with_the_same_options_first() -> None:
     for row in rows[1:5]:
         assert row.step_s == pytest.approx(planned.step_s, rel=0.1)
     assert all(row.tokens_per_s == pytest.approx((1 << 17) / row.ranks / row.step_s) for row in rows)
+
+
+def test_the_table_of_the_worked_case_is_its_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (ROOT / "configs/recipes/README.md").read_text()
+    (command,) = re.findall(r"^ds-ring (plan .* --compare)$", text, re.MULTILINE)
+    assert not cli.main([*command.replace("configs/", f"{ROOT}/configs/").split(), "--json"])
+    rows = json.loads(capsys.readouterr().out)["compared"]
+    expected = [
+        f"{row['peak_bytes'] / 2**30:.1f} | {row['host_bytes'] / 2**30:.1f} | {row['step_s']:.1f} |"
+        f" {row['longest_tokens']:,}"
+        for row in rows
+        if "guide" not in row["method"]
+    ]
+    table = re.findall(r"^\| (?:ds_ring|DeepSpeed|torch|ALST)[^|]* \| (.*) \|$", text, re.MULTILINE)
+    assert sorted(table) == sorted(expected)
 
 
 @pytest.mark.parametrize(
