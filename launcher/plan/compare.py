@@ -111,7 +111,8 @@ def compare(planned: Estimate, longest_tokens: int) -> list[ComparisonRow]:
     rows += [_make_row(method, _as_others(setting), *others, False) for method in _METHODS]
     if longest is not None:
         best = estimate(replace(longest, tokens=setting.tokens, may_add_options=False))
-        rows.append(_make_own_row("ds_ring, longest", best, True, longest.tokens, f"; {longest.split}"))
+        kept = "" if setting.may_split_heads else ", the sizes asked for"
+        rows.append(_make_own_row("ds_ring, longest", best, True, longest.tokens, f"; {longest.split}{kept}"))
     return rows + [_make_row(method, method.with_best_options(setting), *others, True) for method in _METHODS]
 
 
