@@ -85,8 +85,9 @@ class Loaders:
             reads = ordered_loader(
                 AssignedSamples(whole), parts, num_workers=num_workers, collate_fn=itemgetter(0)
             )
-            shard_read = functools.partial(sharder.shard_assigned, values)
-            return RingLoader(reads, lambda read: shard_read(*read), order, gather=self._gather)
+            return RingLoader(
+                reads, lambda read: sharder.shard_assigned(values, *read), order, gather=self._gather
+            )
         if is_sliced(whole):
             if num_workers or collate_fn is not None or sharder.needs.whole_batches:
                 raise RingConfigError(

@@ -9,15 +9,15 @@ from typing import NamedTuple
 
 from ds_ring.limits import Timeouts
 
-from .estimate import Estimate, estimate, get_optimizer_seconds
+from .estimate import Estimate, get_optimizer_seconds
 from .hiding import Hiding, hiding_shard, waiting
 from .options import (
+    estimate_sets,
     fewest_planned,
     find_roomier,
     list_flags,
     longest_planned,
     name_limit,
-    option_sets,
     plan_whole,
 )
 from .other_layers import Recurrence, Selection
@@ -171,10 +171,7 @@ def _memory(planned: Estimate, reach: Reach) -> list[str]:
     ways += [f"{devices} devices fit {setting.tokens:,} tokens"] if devices else []
     if setting.may_add_options:
         ways += ["both with the options of --fit"] if ways else []
-        least = min(
-            (estimate(changed, attention=planned.attention_passes) for _, changed in option_sets(setting)),
-            key=lambda plan: plan.peak.total,
-        )
+        least = min(estimate_sets(setting, planned.attention_passes), key=lambda plan: plan.peak.total)
         whole = sum(least.peak.components.get(name, 0) for name in ("parameters", "gradients"))
         ways += [f"with {describe_plan(least)}, of which parameters and gradients take {whole / GIB:.1f}"]
         ways += ["--zero-stage 3 divides them"] if setting.zero.stage < 3 else []

@@ -217,28 +217,29 @@ class TrainingStep:
     @property
     def attention_bytes(self) -> int:
         """Return bytes of q, k, v, out, the output in the order of tokens, and the float32 lse."""
-        here, element = self.tokens, self.zero.element_bytes
-        inside = here.inside * (here.heads + 2 * here.kv_heads) * self.model.head_dim * element
-        return inside + self._results_bytes + self._query_bytes
+        return sum(self._attention_tensors) + self._query_bytes
+
+    @property
+    def _attention_tensors(self) -> tuple[int, ...]:
+        """Return the bytes of q, k, v, out and the float32 lse."""
+        here = self.tokens
+        head = here.inside * self.model.head_dim * self.zero.element_bytes
+        queries, keys = here.heads * head, here.kv_heads * head
+        return queries, keys, keys, queries, here.inside * here.heads * FLOAT
 
     @property
     def offloaded_bytes(self) -> int:
         """Return the bytes of a layer's attention on the host: q, k, v, out and lse."""
-        return 0 if self.heads_here is None else self.attention_bytes - self._query_bytes
+        return 0 if self.heads_here is None else sum(self._attention_tensors)
 
     @property
-    def _results(self) -> tuple[int, int]:
+    def _results(self) -> tuple[int, ...]:
         """Return the bytes of out and of lse."""
-        rows = self.tokens.inside * self.tokens.heads
-        return rows * self.model.head_dim * self.zero.element_bytes, rows * FLOAT
-
-    @property
-    def _results_bytes(self) -> int:
-        return sum(self._results)
+        return self._attention_tensors[3:]
 
     @property
     def _kept_bytes(self) -> int:
-        return int(self._results_bytes * self.keeps_attention)
+        return int(sum(self._results) * self.keeps_attention)
 
     def _count_on_host(self, *tensors: float) -> int:
         """Return what such tensors take on the host: torch's allocator of pinned memory rounds up.
@@ -330,10 +331,7 @@ class TrainingStep:
         offloaded = self.checkpointing and self.offload_checkpoints
         inputs = self._count_on_host(self.layer_input_bytes)
         results = self._count_on_host(*(size * self.keeps_attention for size in self._results))
-        keys = self.tokens.inside * self.tokens.kv_heads * self.model.head_dim * self.zero.element_bytes
-        attention = 0
-        if self.heads_here is not None:
-            attention = self._count_on_host(self._results[0], keys, keys, *self._results)
+        attention = 0 if self.heads_here is None else self._count_on_host(*self._attention_tensors)
         # checkpointed layers do so one by one
         waiting = min(layers, 1 if self.checkpointing else self.model.attention_layers)
         host = {

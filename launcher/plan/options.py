@@ -249,6 +249,12 @@ def list_shapes(setting: TrainingSetting) -> list[TrainingSetting]:
     return [replace(setting, ring_size=ranks // size, ulysses_size=size) for size in sorted({1, most})]
 
 
+def estimate_sets(setting: TrainingSetting, attention: LayerPasses) -> Iterator[Estimate]:
+    """Yield the plan with every set of options that can be turned on, the empty one first."""
+    settled = settle(setting, attention.layout.local_tokens)
+    yield from (estimate(changed, attention=attention) for _, changed in option_sets(settled))
+
+
 def find_roomier(planned: Estimate, before_fit: TrainingSetting) -> Estimate | None:
     """Return the cheapest plan with clearly more memory left for less than 1 % more time; None if none.
 
@@ -260,11 +266,9 @@ def find_roomier(planned: Estimate, before_fit: TrainingSetting) -> Estimate | N
     ring_size, ulysses_size = planned.setting.ring_size, planned.setting.ulysses_size
     zero = replace(before_fit.zero, world=planned.setting.zero.world)
     before_fit = replace(before_fit, zero=zero, ring_size=ring_size, ulysses_size=ulysses_size)
-    settled = settle(before_fit, planned.layout.local_tokens)
-    tried = (estimate(changed, attention=planned.attention_passes) for _, changed in option_sets(settled))
     roomier = (
         plan
-        for plan in tried
+        for plan in estimate_sets(before_fit, planned.attention_passes)
         if plan.fits and plan.peak.total <= most_bytes and plan.step_s < HARDLY_SLOWER * planned.step_s
     )
     return min(roomier, key=lambda plan: (plan.step_s, plan.peak.total), default=None)

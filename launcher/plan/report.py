@@ -188,7 +188,8 @@ def print_report(
     print_table(_cost_table(planned))
     used = "" if planned.mfu is None else f", {planned.mfu:.0%} of its peak in the model's arithmetic (MFU)"
     console.print(f"speed, computed: {planned.tokens_per_s:,.0f} tokens/s a device{used}", markup=False)
-    steps = make_deepspeed_json(setting, config).get("gradient_accumulation_steps", 1)
+    deepspeed_json = make_deepspeed_json(setting, config)
+    steps = deepspeed_json.get("gradient_accumulation_steps", 1)
     if isinstance(steps, int) and steps > 1:
         seconds = _seconds(steps * planned.step_s)
         console.print(f"a step above has one micro-batch: the JSON's {steps} take at most {seconds} s")
@@ -249,7 +250,7 @@ def print_report(
     for warning in advice.warnings:
         console.print(f"[yellow]warning:[/] {warning}")
     console.print("DeepSpeed JSON:")
-    console.print_json(data=make_deepspeed_json(setting, config))
+    console.print_json(data=deepspeed_json)
     if setting.checkpointing:
         console.print("and in the script: model.gradient_checkpointing_enable()")
 
