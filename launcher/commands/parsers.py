@@ -50,7 +50,7 @@ class Parser(argparse.ArgumentParser):
                 advice = f"did you mean '{near}'?"
             elif getattr(options, "command", None) == "launch":
                 advice = f"options of the script come after --: ds-ring launch FILE -- {' '.join(unknown)}"
-            self.error(f"expected no other arguments, got {' '.join(unknown)}; {advice}")
+            command.error(f"expected no other arguments, got {' '.join(unknown)}; {advice}")
         return options
 
     def error(self, message: str) -> NoReturn:

@@ -50,7 +50,7 @@ def add(commands: Commands) -> None:
     )
     plan.add_argument("--devices", type=int, metavar="N", help="default: the fewest of 1, 2, 4, ... that fit")
     plan.add_argument("--ring-size", type=int, metavar="P", help="default: devices / Ulysses size")
-    shape = "default: 1; on several nodes --fit tries the most inside one"
+    shape = "default: 1; --fit tries the most inside a node, too"
     plan.add_argument("--ulysses-size", type=int, metavar="U", help=shape)
     plan.add_argument("--batch", type=int, metavar="B", help="sequences of one ring at a time; default: 1")
     known = f"{', '.join(known_hardware())}, or a YAML file; default: {_HARDWARE}"
@@ -90,7 +90,7 @@ def add(commands: Commands) -> None:
     plan.add_argument(
         "--more-devices",
         action="store_true",
-        help="2, 4 and 8 times as many devices, for one sequence and by data replicas",
+        help="2, 3, 4 and 8 times as many devices, for one sequence and by data replicas",
     )
     plan.add_argument("--picture", metavar="FILE", help="draw memory by part; .svg, .png or .pdf")
     add_json(plan)

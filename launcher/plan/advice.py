@@ -83,7 +83,9 @@ class Reach(NamedTuple):
     """Hold the limits of a run, and with which options of `ds-ring plan` they are reached."""
 
     longest_tokens: int  # the most that fit these devices, to 1 / 64; 0 if none
+    longest_split: str  # how the devices share it
     longest_options: tuple[str, ...]
+    longest_step_s: float | None  # of a step with it; None where a ring is too large to be estimated
     longest_ends_at: str  # whose memory is full; empty if none fits
     fewest_devices: int | None  # that fit these tokens, of those looked at; None if none do
     fewest_split: str | None  # how these share the sequence; None for one ring
@@ -121,8 +123,8 @@ def advise(
         fit_reach = _reach(setting, planned, say)
         if fit_reach.longest_options == reach.longest_options:
             # The search without more options looked at a small ring.
-            tokens, ends_at = fit_reach.longest_tokens, fit_reach.longest_ends_at
-            reach = reach._replace(longest_tokens=tokens, longest_ends_at=ends_at)
+            longest = {key: value for key, value in fit_reach._asdict().items() if key.startswith("longest")}
+            reach = reach._replace(**longest)
     say("the shard whose transfers hide")
     hiding = hiding_shard(setting)
     warnings = [
@@ -139,7 +141,7 @@ def advise(
 def _reach(setting: TrainingSetting, planned: Estimate, say: Callable[[str], None]) -> Reach:
     options = " with more options" if setting.may_add_options else ""
     say(f"the longest sequence that fits{options}")
-    longest = longest_planned(replace(setting, may_split_heads=False))
+    longest, longest_plan = longest_planned(setting)
     say(f"the fewest devices that fit{options}")
     fewest, plan = fewest_planned(setting)
     is_one_ring = setting.devices == setting.ring_size * setting.ulysses_size
@@ -147,7 +149,9 @@ def _reach(setting: TrainingSetting, planned: Estimate, say: Callable[[str], Non
         fewest, plan = planned.setting, planned  # which may be no power of two
     return Reach(
         0 if longest is None else longest.tokens,
+        (longest or setting).split,
         list_flags(longest or setting),
+        None if longest_plan is None else longest_plan.step_s,
         "" if longest is None else name_limit(longest),
         None if fewest is None else fewest.devices,
         None if fewest is None or fewest.ulysses_size == 1 else fewest.split,
@@ -246,7 +250,8 @@ def _warn_about_limits(planned: Estimate) -> list[str]:
         warnings.append(
             f"positions: the model's file reaches {positions:,} (max_position_embeddings and rope scaling),"
             f" fewer than {setting.tokens:,} tokens: scale them by {setting.tokens / positions:.3g} at least"
-            " (rope_parameters in its config.json: YaRN, say), or pack shorter documents"
+            " (rope_parameters in its config.json: YaRN, say; by more if the model's card has a shorter"
+            " original length), or pack shorter documents"
         )
     if (experts := setting.model.experts) is not None:
         warnings.append(

@@ -1,8 +1,11 @@
 """Plan the same training by other ways to split a sequence, from what their authors have published.
 
-Owns two rows for each: with the setting's own options, the same for all methods, and with the options of its
+Owns rows for each: with the setting's own options, the same for all methods, and with the options of its
 longest sequences: of other methods those of their authors, of ds_ring what a search chooses. Ulysses of
-ds_ring, inside a ring and alone, has the setting's own options. The layer around attention, the states, the
+ds_ring, inside a ring and alone, has the setting's own options. Under checkpointing other methods have a row
+that computes attention again, as Hugging Face's checkpointing does, and one that keeps its results, as
+ds_ring does and as selective checkpointing can: torchtitan's saves the outputs of SDPA
+(`torch.utils.checkpoint.create_selective_checkpoint_contexts`). The layer around attention, the states, the
 hardware and the kernel are those of ds_ring's own plan, so that rows differ by method and options only. A
 method's attention computes all pairs of the sequence, evenly divided among its ranks, at the hardware's rates
 of torch's own call if it has them. It holds what FlashAttention allocates: float32 sums of dq, and dk and dv
@@ -55,6 +58,7 @@ class ComparisonRow(NamedTuple):
 
     method: str  # its name
     best_options: bool  # those of the longest sequences, else the setting's own
+    keeps_attention: bool  # of another method: its checkpointing keeps attention's results
     options: tuple[str, ...]  # of `ds-ring plan`, which the method has then
     ranks: int  # that share a sequence
     replicas: int  # of so many ranks: sequences of a step
@@ -98,17 +102,18 @@ def compare(planned: Estimate, longest_tokens: int) -> list[ComparisonRow]:
         rates = {"kernel": "flash", "attention_efficiency": torch_attention, "attention_by_kernel": None}
         alone = replace(alone, hardware=hardware.model_copy(update=rates))
     whole, flops = layer_passes(alone).total, _get_attention_flops(alone)
-    longest = longest_planned(replace(setting, may_add_options=True))
+    longest, _ = longest_planned(replace(setting, may_add_options=True))
     rows = [_make_own_row("ds_ring", planned, False, longest_tokens)]
     for ulysses in _list_ulysses_sizes(setting):
         ring = setting.ring_size * setting.ulysses_size // ulysses
         hybrid = replace(setting, ring_size=ring, ulysses_size=ulysses)
         name, note = f"Ulysses {ulysses} x ring {ring}", f"--ring-size {ring} --ulysses-size {ulysses}"
-        reached, planned_here = longest_planned(hybrid), estimate(hybrid)
+        (reached, _), planned_here = longest_planned(hybrid), estimate(hybrid)
         tokens = 0 if reached is None else reached.tokens
         rows.append(_make_own_row(f"ds_ring, {name}", planned_here, False, tokens, f"; for its JSON: {note}"))
     others = (planned, whole, flops)
-    rows += [_make_row(method, _as_others(setting), *others, False) for method in _METHODS]
+    for keeps in (False, True) if setting.checkpointing else (False,):
+        rows += [_make_row(method, _as_others(setting, keeps), *others, False, keeps) for method in _METHODS]
     if longest is not None:
         best = estimate(replace(longest, tokens=setting.tokens, may_add_options=False))
         kept = "" if setting.may_split_heads else ", the sizes asked for"
@@ -144,7 +149,7 @@ def _make_own_row(
     if setting.replicas > 1:
         note = f"; {setting.replicas} data replicas of {ranks} ranks{note}"
     return ComparisonRow(
-        name, best, list_flags(setting), ranks, setting.replicas, 1, note, planned.peak.total,
+        name, best, False, list_flags(setting), ranks, setting.replicas, 1, note, planned.peak.total,
         planned.node_host_bytes, planned.sent_bytes + planned.swap_bytes, planned.fits, planned.step_s,
         setting.batch * setting.tokens / ranks / planned.step_s, longest_tokens,
         _get_attention_flops(setting),
@@ -153,7 +158,7 @@ def _make_own_row(
 
 def _make_row(
     method: _Method, setting: TrainingSetting, planned: Estimate, whole: PassCost,
-    flops: tuple[float, float], best: bool,
+    flops: tuple[float, float], best: bool, keeps: bool = False,
 ) -> ComparisonRow:  # fmt: skip
     step, ranks = method.step(setting), method.ranks(setting)
     here = estimate(setting, attention=planned.attention_passes)
@@ -171,8 +176,9 @@ def _make_row(
         note += f" {model.kv_heads} K/V heads allow on {setting.devices} devices"
     if copies > 1:
         note += f"; each of {model.kv_heads} K/V heads is copied to {copies} ranks"
+    name = method.best_name if best else method.name
     return ComparisonRow(
-        method.best_name if best else method.name, best, list_flags(setting), ranks,
+        f"{name}, attention kept" if keeps else name, best, keeps, list_flags(setting), ranks,
         replicas, copies, note, step.peak().total, step.host_bytes * setting.node_devices,
         messages.sent_bytes, fits(setting, step.moments()), seconds,
         setting.batch * setting.tokens / ranks / seconds, _longest(method, setting), flops,
@@ -209,9 +215,12 @@ def _ulysses_step(setting: TrainingSetting) -> TrainingStep:
     return replace(step, pins=False)  # ALST copies checkpoints to pageable memory, TRL to pinned memory
 
 
-def _as_others(setting: TrainingSetting) -> TrainingSetting:
-    """Return a setting without what only ds_ring has: attention on the host, results kept by checkpoints."""
-    again = 1.0 if setting.checkpointing else 0.0
+def _as_others(setting: TrainingSetting, keeps: bool = False) -> TrainingSetting:
+    """Return a setting without attention on the host, which only ds_ring has.
+
+    Checkpointing computes attention again, unless it keeps its results.
+    """
+    again = 1.0 if setting.checkpointing and not keeps else 0.0
     return replace(setting, recompute_attention=again, offload_attention=False)
 
 
@@ -272,9 +281,9 @@ def _swap_heads(setting: TrainingSetting, whole: PassCost) -> HeadSwaps:
 
 
 def _sent_by_torch(setting: TrainingSetting) -> int:
-    """K and V forward, again under checkpointing, and backward; float32 gradients all the way round."""
+    """K and V forward, again where attention is, and backward; float32 gradients all the way round."""
     ranks, shard = setting.devices, _torch_shard(setting)
-    gathered = (2 + setting.checkpointing) * ELEMENT_BYTES[setting.dtype] * (ranks - 1)
+    gathered = (2 + bool(setting.repeated_attention)) * ELEMENT_BYTES[setting.dtype] * (ranks - 1)
     return setting.model.layers * shard * (gathered + FLOAT * ranks) * (ranks > 1)
 
 
@@ -297,7 +306,7 @@ def get_torch_waiting(setting: TrainingSetting, whole: PassCost) -> float:
         whole: passes of all layers on one device, of which a hop of a rank computes an equal part.
     """
     ranks, hardware, shard = setting.devices, setting.hardware, _torch_shard(setting)
-    layers, forwards = setting.model.layers, 1 + setting.checkpointing
+    layers, forwards = setting.model.layers, 1 + bool(setting.repeated_attention)
     forward_s, backward_s = (seconds / layers / ranks**2 for seconds in (whole.forward_s, whole.backward_s))
     gather_s = ELEMENT_BYTES[setting.dtype] * shard * (ranks - 1) / hardware.collective_bytes_per_s(ranks)
     hop_s = shard * FLOAT * (ranks > 1) / hardware.link_bytes_per_s(ranks)

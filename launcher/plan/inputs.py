@@ -90,7 +90,7 @@ def make_request(options: argparse.Namespace, say: Callable[[str], None]) -> Pla
         setting = fitted = smallest
     elif options.tokens is None:
         say("the longest sequence that fits")
-        longest = longest_planned(setting)
+        longest, _ = longest_planned(setting)
         if longest is None:
             raise RingConfigError.wrong(
                 "--tokens", f"a length that fits {setting.devices} devices", "none", "take more devices"

@@ -10,16 +10,17 @@ from .layer_passes import LayerPasses, layer_passes
 from .options import MAX_RANKS, plan_whole
 from .training_setting import TrainingSetting
 
-TIMES = (1, 2, 4, 8)
+TIMES = (1, 2, 3, 4, 8)
 
 
 def plan_more_devices(
     setting: TrainingSetting, say: Callable[[str], None] = lambda what: None, keeps_ring: bool = False,
     train_batch: object = None,
 ) -> list[Estimate]:  # fmt: skip
-    """Return plans on as many devices and on 2, 4 and 8 times as many: in a larger ring, and by replicas.
+    """Return plans on as many devices and on 2, 3, 4 and 8 times as many: in a larger ring, and by replicas.
 
-    Each has what --fit chooses there, beside the options that were asked for; these alone where nothing fits.
+    Three times as many only where these are whole nodes. Each has what --fit chooses there, beside the
+    options that were asked for; these alone where nothing fits.
 
     Args:
         setting: of the first plan.
@@ -29,6 +30,8 @@ def plan_more_devices(
     """
     plans: list[Estimate] = []
     for times in TIMES:
+        if times == 3 and times * setting.devices % setting.hardware.devices_per_node:
+            continue
         say(f"{times * setting.devices} devices")
         larger = replace(
             setting, zero=replace(setting.zero, world=times * setting.devices), may_add_options=True

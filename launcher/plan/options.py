@@ -224,28 +224,25 @@ def plan_whole(setting: TrainingSetting, attention: LayerPasses | None = None) -
         for shape in list_shapes(setting)
     )
     cheapest = [plans[0] for plans in fitting if plans]
-    # Ulysses ranks send less, and other jobs have the links between nodes, too.
+    if not cheapest:
+        return None
+    # Of shapes that are as fast the one that sends least: other jobs have the links, too.
+    most_s = HARDLY_SLOWER * min(plan.step_s for plan in cheapest)
     best = min(
-        cheapest,
-        key=lambda plan: plan.step_s * (HARDLY_SLOWER if plan.setting.ulysses_size == 1 else 1),
-        default=None,
+        (plan for plan in cheapest if plan.step_s < most_s),
+        key=lambda plan: plan.sent_bytes + plan.swap_bytes,
     )
-    if (
-        best is None
-        or not setting.may_add_options
-        or best.peak.total < (1 - CLEARLY_MORE) * setting.usable_bytes
-    ):
+    if not setting.may_add_options or best.peak.total < (1 - CLEARLY_MORE) * setting.usable_bytes:
         return best
     return find_roomier(best, setting) or best
 
 
 def list_shapes(setting: TrainingSetting) -> list[TrainingSetting]:
-    """Return a setting; on several nodes, if it may split heads, one ring, and the most Ulysses in a node."""
+    """Return a setting; if it may split heads, one ring, and the most Ulysses ranks inside a node."""
     if not (setting.may_add_options and setting.may_split_heads):
         return [setting]
     ranks, node = setting.ring_size * setting.ulysses_size, setting.hardware.devices_per_node
-    splits = divisors(gcd(setting.model.kv_heads, ranks)) if ranks > node else [1]
-    most = max(size for size in splits if size <= node)
+    most = max(size for size in divisors(gcd(setting.model.kv_heads, ranks)) if size <= node)
     return [replace(setting, ring_size=ranks // size, ulysses_size=size) for size in sorted({1, most})]
 
 
@@ -398,22 +395,25 @@ def longest_that(holds: Callable[[int], bool], falls: Iterable[int], most: int, 
     return 0
 
 
-def longest_planned(setting: TrainingSetting) -> TrainingSetting | None:
-    """Return the longest sequence that fits the whole ring, with options if it may add some; None: none."""
-    shapes = (_plan_longest(replace(shape, may_split_heads=False)) for shape in list_shapes(setting))
-    return max(filter(None, shapes), key=lambda longest: longest.tokens, default=None)
+def longest_planned(setting: TrainingSetting) -> tuple[TrainingSetting | None, Estimate | None]:
+    """Return the longest sequence that fits the whole ring, with options if it may add some, and its plan.
+
+    Without a setting none fits; without a plan the ring is too large to be planned.
+    """
+    shapes = [_plan_longest(replace(shape, may_split_heads=False)) for shape in list_shapes(setting)]
+    return max(shapes, key=lambda longest: longest[0].tokens if longest[0] else 0)
 
 
-def _plan_longest(setting: TrainingSetting) -> TrainingSetting | None:
+def _plan_longest(setting: TrainingSetting) -> tuple[TrainingSetting | None, Estimate | None]:
     tokens = longest_sequence(setting)
     if tokens and setting.ring_size > MAX_RANKS:
-        return replace(setting, tokens=tokens)
+        return replace(setting, tokens=tokens), None
     for _ in range(FEW_STEPS if tokens else 0):
         if (planned := plan_whole(replace(setting, tokens=tokens))) is not None:
-            return planned.setting
+            return planned.setting, planned
         tokens -= tokens // FINE
         tokens -= tokens % (setting.ring_size * lcm(setting.ulysses_size, SHARD_PARTS))
-    return None
+    return None, None
 
 
 def fewest_planned(setting: TrainingSetting) -> tuple[TrainingSetting | None, Estimate | None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 from rich.table import Table
@@ -99,6 +100,7 @@ def as_json(
         },
         "ranks_looked_at": planned.attention_passes.ranks,
         "longest_tokens": advice.reach.longest_tokens,
+        "longest_step_s": advice.reach.longest_step_s,
         "longest_ends_at": advice.reach.longest_ends_at,
         "fewest_devices": advice.reach.fewest_devices,
         "fewest_step_s": advice.reach.fewest_step_s,
@@ -120,6 +122,7 @@ def _summarize(planned: Estimate) -> dict[str, Any]:
         "split": setting.split,
         "sequences_per_step": setting.batch * setting.replicas,
         "peak_bytes": planned.peak.total,
+        "host_bytes": planned.node_host_bytes,
         "fits": planned.fits,
         "step_s": planned.step_s,
         "tokens_per_s": planned.tokens_per_s,
@@ -194,8 +197,9 @@ def print_report(
         seconds = _seconds(steps * planned.step_s)
         console.print(f"a step above has one micro-batch: the JSON's {steps} take at most {seconds} s")
     if rows:
-        for best in (False, True):
-            print_table(_compared_table([row for row in rows if row.best_options == best], setting.tokens))
+        ways = f"ways to split {setting.tokens:,} tokens, computed"
+        for options, group in groupby(rows, key=_describe_options):
+            print_table(_compared_table(list(group), f"{ways}: {options}"))
         for row in rows:
             has_these = row.options == list_flags(setting)
             if not has_these or row.note:
@@ -209,10 +213,12 @@ def print_report(
         console.print(
             "memory of each row has its kernel's buffers: of other methods, what FlashAttention allocates"
         )
-        console.print(
-            "under checkpointing ds_ring keeps attention's results; rows with --recompute-attention compute"
-            " attention again (but for selective checkpointing of theirs, which no row has)"
-        )
+        if setting.checkpointing:
+            console.print(
+                "under checkpointing ds_ring keeps attention's results. Rows with --recompute-attention"
+                " compute attention again, as Hugging Face's checkpointing does; those with attention kept"
+                " need selective checkpointing in the training code, as torchtitan has it"
+            )
         own, others = (_rates(row.attention_flops) for row in (rows[0], rows[-1]))
         rest = f"that of other methods at torch's own call, {others}"
         if own == others:
@@ -230,6 +236,7 @@ def print_report(
     longest, fewest = _longest(reach, "tokens with these options"), _fewest(reach)
     if fit_reach is not None and fit_reach.longest_options != reach.longest_options:
         how = f"with these and {_added(fit_reach.longest_options, reach.longest_options)}"
+        how += "" if fit_reach.longest_split == setting.split else f" on {fit_reach.longest_split}"
         longest += f"; {_longest(fit_reach, how)}"
     if fit_reach is not None and fit_reach.fewest_devices is not None and reach.fewest_devices is None:
         fewest += f"; {_fewest(fit_reach, reach)}"
@@ -240,7 +247,8 @@ def print_report(
     hides = (
         f"never: {never}" if tokens is None else f"from {tokens // setting.ulysses_size:,} tokens a device on"
     )
-    console.print(f"transfers hide behind arithmetic (under {EXPOSED:.0%} of a pass waits): {hides}")
+    if setting.ring_size > 1:
+        console.print(f"transfers hide behind arithmetic (under {EXPOSED:.0%} of a pass waits): {hides}")
     console.print(
         f"a rank is without a message for at most {_seconds(get_longest_work(planned))} s"
         " (hop_timeout_seconds)"
@@ -288,10 +296,10 @@ def _fewest(reach: Reach, before: Reach | None = None) -> str:
 
 
 def _longest(reach: Reach, how: str) -> str:
-    ends = f" (limit: {reach.longest_ends_at})" if reach.longest_ends_at else ""
     if not reach.longest_tokens:
         return f"none {how.removeprefix('tokens ')}"
-    return f"{reach.longest_tokens:,} {how}{ends}"
+    seconds = "" if reach.longest_step_s is None else f", {_seconds(reach.longest_step_s)} s a step"
+    return f"{reach.longest_tokens:,} {how}{seconds} (limit: {reach.longest_ends_at})"
 
 
 def _seconds(seconds: float) -> str:
@@ -390,8 +398,8 @@ def _cost_table(planned: Estimate) -> Table:
 def _devices_table(plans: Sequence[Estimate]) -> Table:
     """Build the table of the same step on more devices."""
     columns = (
-        *("ring x Ulysses x data", "sequences a step", "tokens a device", "GiB a device", "s a step"),
-        *("tokens/s a device", "MFU"),
+        *("ring x Ulysses x data", "sequences a step", "tokens a device", "GiB a device", "GiB a host"),
+        *("s a step", "tokens/s a device"),
     )
     table = Table("devices", *columns, title="more devices, each row with what --fit chooses there")
     for column in table.columns:
@@ -403,24 +411,31 @@ def _devices_table(plans: Sequence[Estimate]) -> Table:
             f"{setting.batch * setting.replicas}",
             f"{setting.tokens // (setting.ring_size * setting.ulysses_size):,}",
             f"{plan.peak.total / GIB:.1f}",
+            f"{plan.node_host_bytes / GIB:,.0f}",
             _seconds(plan.step_s),
             f"{plan.tokens_per_s:,.0f}",
-            "" if plan.mfu is None else f"{plan.mfu:.0%}",
         )
         mark = "" if plan.fits else " (does not fit)"
         table.add_row(f"{setting.devices}{mark}", *figures)
     return table
 
 
-def _compared_table(rows: Sequence[ComparisonRow], tokens: int) -> Table:
+def _describe_options(row: ComparisonRow) -> str:
+    if row.best_options:
+        return "its options for the longest"
+    if row.keeps_attention:
+        return "these options, attention kept by selective checkpointing"
+    return "these options, others as listed"
+
+
+def _compared_table(rows: Sequence[ComparisonRow], title: str) -> Table:
     """Build the table of other methods; `launcher/plan/compare.py` has the sources of their formulas."""
     label, unit = get_unit(max(row.peak_bytes for row in rows))
     columns = (
         *(f"{label} a device", f"{label} of a node's host", f"{label} sent by a device"),
-        *(f"seconds for {tokens:,}", "tokens/s a device", "longest tokens"),
+        *("seconds a step", "tokens/s a device", "longest tokens"),
     )
-    how = "its options for the longest" if rows[0].best_options else "these options, others as listed"
-    table = Table("method", "ranks", *columns, title=f"ways to split {tokens:,} tokens, computed: {how}")
+    table = Table("method", "ranks", *columns, title=title)
     for column in table.columns[1:]:
         column.justify = "right"
     for row in rows:

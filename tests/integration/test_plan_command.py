@@ -206,11 +206,12 @@ def test_every_figure_names_its_options_and_other_methods_have_the_same(capsys):
     assert own["options"] == flags and own["longest_tokens"] == found["longest_tokens"]
     longest = found["with_fit_options"]
     assert longest["longest_tokens"] > 3 * own["longest_tokens"]
+    assert longest["longest_split"] == "ring 8 x Ulysses 1 x data 1"
     assert set(longest["longest_options"]) > set(flags)
     for row in others:
         assert set(flags) <= set(row["options"]), row
     # each longest sequence fits with its options, and what is longer does not
-    small = [*LLAMA_8B, "--tokens", str(own["longest_tokens"]), *flags]
+    small = [*LLAMA_8B, "--ulysses-size", "8", "--tokens", str(own["longest_tokens"]), *flags]
     assert estimated(*small).fits
     assert not estimated(*small, "--tokens", str(int(1.05 * own["longest_tokens"]))).fits
     more = [*LLAMA_8B, "--tokens", str(longest["longest_tokens"]), *longest["longest_options"]]

@@ -105,8 +105,9 @@ def test_a_report_says_what_its_figures_are_of(capsys: pytest.CaptureFixture[str
     }  # fmt: skip
     mixed = estimate(setting(8192, 4, hardware=read_hardware("h100"), **changes))
     tiled = ("--tiled-loss",)
-    few = Reach(8192, tiled, "the device's memory", 8, "ring 1 x Ulysses 8", tiled, 3.0)
-    more = Reach(65536, (*tiled, "--tiled-mlp"), "the host's memory", 2, None, tiled, 250.4)
+    device, host = "the device's memory", "the host's memory"
+    few = Reach(8192, mixed.setting.split, tiled, None, device, 8, "ring 1 x Ulysses 8", tiled, 3.0)
+    more = Reach(65536, "ring 2 x Ulysses 2", (*tiled, "--tiled-mlp"), 120.0, host, 2, None, tiled, 250.4)
     advice = Advice(few, more, Hiding(4096, None), mixed, ("read this",))
     print_report(mixed, advice, {})
     printed = " ".join(capsys.readouterr().out.split())
@@ -125,7 +126,7 @@ def test_a_report_says_what_its_figures_are_of(capsys: pytest.CaptureFixture[str
         f"1 x Causal() │ {pairs[1]:.3g} pairs │ {seconds[1]:.3g}",
         f"host, not overlapped │ {mixed.host_bytes / 2**20:.3g} MiB │ {mixed.host_s:.3g}",
         "8,192 tokens with these options (limit: the device's memory); 65,536 with these and --tiled-mlp"
-        " (limit: the host's memory)",
+        " on ring 2 x Ulysses 2, 120 s a step (limit: the host's memory)",
         "8 (ring 1 x Ulysses 8) with these options, 3 s a step transfers",
         "from 4,096 tokens a device on",
         "with more memory to spare: ",
