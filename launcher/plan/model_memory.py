@@ -22,6 +22,15 @@ from .pass_memory import PassMemory
 # compared with real runs by `tools/check_plan.py`.
 
 FLOAT = 4
+SUB_GROUP = 1_000_000_000  # parameters of a partition that stage 3 updates together (sub_group_size)
+
+
+def count_pinned(*tensors: float) -> int:
+    """Return what tensors of so many bytes take in pinned memory.
+
+    Each gets the next power of two from torch's allocator (`CachingHostAllocator`, torch 2.8 to 2.13).
+    """
+    return sum(1 << (int(size) - 1).bit_length() for size in tensors if int(size))
 
 
 @dataclass(frozen=True)
@@ -58,12 +67,19 @@ class Zero:
     # [Note: on the host]
     # Optimizer: the float32 copy, two moments and the gradients in float32 are there from the start. Stages
     # 1 and 2 have a low-precision copy of the partition for the way back, stage 3 the flat gradient
-    # partition.
-    def host(self, model: ModelShape) -> int:
-        """Return bytes that one device keeps on its host; [Note: on the host]."""
-        share = self.share(model.parameters)
-        parameters = self.element_bytes * share if self.offload_parameters and self.stage == 3 else 0
-        return parameters + ((4 * FLOAT + self.element_bytes) * share if self.offload_optimizer else 0)
+    # partition. With `pin_memory` these two are pinned, and gradients: at stage 3 those of each sub-group by
+    # itself, at stages 1 and 2 all together, and the float32 copy, too.
+    def host(self, model: ModelShape, pins: bool) -> int:
+        """Return bytes that one device keeps on its host, with or without `pin_memory`; [Note: on the host]."""
+        share, element = self.share(model.parameters), self.element_bytes
+        total = element * share if self.offload_parameters and self.stage == 3 else 0
+        if not self.offload_optimizer:
+            return total
+        gradients = [share] if self.stage < 3 else [SUB_GROUP] * (share // SUB_GROUP) + [share % SUB_GROUP]
+        pinned = [element * share, *(FLOAT * elements for elements in gradients)]
+        pinned += [FLOAT * share] if self.stage < 3 else []
+        pageable = (4 * FLOAT + element) * share - sum(pinned)
+        return total + pageable + (count_pinned(*pinned) if pins else sum(pinned))
 
     # [Note: gathered parameters]
     # Stage 3 releases a parameter after use unless it is used again within `stage3_max_reuse_distance` and no
@@ -242,12 +258,8 @@ class TrainingStep:
         return int(sum(self._results) * self.keeps_attention)
 
     def _count_on_host(self, *tensors: float) -> int:
-        """Return what such tensors take on the host: torch's allocator of pinned memory rounds up.
-
-        Each gets the next power of two (`CachingHostAllocator`, torch 2.8 to 2.13).
-        """
-        sizes = map(int, tensors)
-        return sum(1 << (size - 1).bit_length() if self.pins and size else size for size in sizes)
+        """Return what such tensors take on the host."""
+        return count_pinned(*tensors) if self.pins else sum(map(int, tensors))
 
     @property
     def _query_bytes(self) -> int:
@@ -335,7 +347,7 @@ class TrainingStep:
         # checkpointed layers do so one by one
         waiting = min(layers, 1 if self.checkpointing else self.model.attention_layers)
         host = {
-            "states on the host": self.zero.host(self.model),
+            "ZeRO's states on the host": self.zero.host(self.model, pins=not self.host_is_device),
             "checkpoints on the host": layers * inputs if offloaded else 0,
             "attention's results on the host": layers * results if offloaded else 0,
             "attention on the host": waiting * attention,

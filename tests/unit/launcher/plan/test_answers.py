@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -258,6 +259,29 @@ def test_methods_are_compared_with_the_same_options_first() -> None:
     for row in rows[1:5]:
         assert row.step_s == pytest.approx(planned.step_s, rel=0.1)
     assert all(row.tokens_per_s == pytest.approx((1 << 17) / row.ranks / row.step_s) for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("stage", "pinned"),
+    [
+        # the flat gradients in bf16, float32 ones of sub-groups of a billion parameters each, and the rest
+        (3, [2 * 4.095e9, *[4e9] * 4, 4 * 0.095e9]),
+        (2, [2 * 4.095e9, 4 * 4.095e9, 4 * 4.095e9]),  # bf16 for the way back, gradients, the float32 copy
+    ],
+)
+def test_states_on_the_host_are_pinned_in_powers_of_two(stage: int, pinned: list[float]) -> None:
+    """(Only checkpoints and attention's results were: a host that looked roomy could be full.)"""
+    setting = make_setting("qwen3-32b", "h100")
+    model = setting.model
+    zero = Zero(stage, 8, 2, offload_optimizer=True)
+    assert model.parameters / 8 == pytest.approx(4.095e9, rel=1e-3)
+    plain = zero.host(model, pins=False)
+    assert plain == 18 * zero.share(model.parameters)  # float32: copy, two moments, gradients; bf16
+    blocks = sum(2 ** math.ceil(math.log2(size)) for size in pinned)
+    assert zero.host(model, pins=True) == pytest.approx(plain - sum(pinned) + blocks, rel=1e-3)
+    assert replace(zero, offload_optimizer=False).host(model, pins=True) == 0
+    on_host = estimate(replace(setting, zero=replace(zero, world=32))).host_peak.host
+    assert on_host["ZeRO's states on the host"] == replace(zero, world=32).host(model, pins=True)
 
 
 def test_the_table_of_the_worked_case_is_its_commands(capsys: pytest.CaptureFixture[str]) -> None:
