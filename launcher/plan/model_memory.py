@@ -70,7 +70,7 @@ class Zero:
     # partition. With `pin_memory` these two are pinned, and gradients: at stage 3 those of each sub-group by
     # itself, at stages 1 and 2 all together, and the float32 copy, too.
     def host(self, model: ModelShape, pins: bool) -> int:
-        """Return bytes that one device keeps on its host, with or without `pin_memory`; [Note: on the host]."""
+        """Return bytes that one device keeps on its host, `pins`: with `pin_memory`; [Note: on the host]."""
         share, element = self.share(model.parameters), self.element_bytes
         total = element * share if self.offload_parameters and self.stage == 3 else 0
         if not self.offload_optimizer:
