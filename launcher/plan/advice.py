@@ -82,7 +82,7 @@ def _latents(planned: Estimate) -> list[str]:
 class Reach(NamedTuple):
     """Hold the limits of a run, and with which options of `ds-ring plan` they are reached."""
 
-    longest_tokens: int  # the most that fit these devices, to 1 / 64; 0 if none
+    longest_tokens: int  # the most that fit these devices, to 1 / 1024; 0 if none
     longest_split: str  # how the devices share it
     longest_options: tuple[str, ...]
     longest_step_s: float | None  # of a step with it; None where a ring is too large to be estimated
@@ -142,6 +142,8 @@ def _reach(setting: TrainingSetting, planned: Estimate, say: Callable[[str], Non
     options = " with more options" if setting.may_add_options else ""
     say(f"the longest sequence that fits{options}")
     longest, longest_plan = longest_planned(setting)
+    if planned.fits and (longest is None or longest.tokens < setting.tokens):
+        longest, longest_plan = planned.setting, planned  # the search is not exact
     say(f"the fewest devices that fit{options}")
     fewest, plan = fewest_planned(setting)
     is_one_ring = setting.devices == setting.ring_size * setting.ulysses_size
@@ -171,6 +173,15 @@ def _memory(planned: Estimate, reach: Reach) -> list[str]:
         f" {setting.usable_bytes / GIB:.1f} GiB that a plan may take; {most} take"
         f" {peak.components[most] / GIB:.1f} GiB"
     )
+    if peak.total <= setting.usable_bytes:
+        host = planned.host_peak.host
+        most, of_node = max(host, key=lambda name: host[name]), setting.node_devices / GIB
+        usable = (setting.usable_host_bytes or 0) * of_node
+        text = (
+            f"does not fit: {planned.node_host_bytes / GIB:,.1f} GiB of a node's host at the"
+            f" {planned.host_peak.name}, of {usable:,.1f} GiB that a plan may take; {most} take"
+            f" {host[most] * of_node:,.1f} GiB"
+        )
     ways = [f"at most {longest:,} tokens fit {setting.devices} devices"] if longest else []
     ways += [f"{devices} devices fit {setting.tokens:,} tokens"] if devices else []
     if setting.may_add_options:
@@ -191,7 +202,10 @@ def describe_plan(planned: Estimate) -> str:
     """Return the options of a plan, its memory and its time; its shape where a search may choose that."""
     flags = " ".join(list_flags(planned.setting))
     shape = f" on {planned.setting.split}" if planned.setting.may_split_heads else ""
-    return f"{flags}{shape}: {planned.peak.total / GIB:.1f} GiB a device, {planned.step_s:.3g} s a step"
+    memory = f"{planned.peak.total / GIB:.1f} GiB a device"
+    if planned.node_host_bytes and not planned.setting.host_is_device:
+        memory += f", {planned.node_host_bytes / GIB:,.0f} of a node's host"
+    return f"{flags}{shape}: {memory}, {planned.step_s:.3g} s a step"
 
 
 # A rank is late by no more than the work between two of its messages: in the passes of a layer a hop, and

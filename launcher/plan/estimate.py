@@ -221,11 +221,8 @@ def estimate(
     # an MLP are repeated, but not twice under checkpointing ("checkpointed regions" in
     # memory/tiles/tiled_call.py).
     # A training step costs 6 FLOPs per token for each (Kaplan et al. 2020, Scaling Laws, section 2.1).
-    dense = (
-        (8 if setting.checkpointing else 6)
-        * float(model.layers * model.active_mlp_parameters + model.mixing_parameters + model.head_parameters)
-        * tokens
-    )
+    layers = float(model.layers * model.active_mlp_parameters + model.mixing_parameters)
+    dense = ((8 if setting.checkpointing else 6) * layers + 6 * model.head_parameters) * tokens
     if setting.mlp_tokens is not None and not setting.checkpointing:
         dense += 2.0 * model.layers * model.active_mlp_parameters * tokens
     # Checkpointing swaps q, k, v and out of a layer once more, whether it computes attention again or not.

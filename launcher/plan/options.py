@@ -327,7 +327,7 @@ def _merge(whole: Json, part: Json) -> Json:
 MAX_TOKENS = 1 << 40
 MAX_DEVICES = 1 << 14
 MAX_RANKS = 256  # of a ring that is planned in a search: it grows as its square, 4096 ranks take minutes
-FINE = 64  # a search ends when it is exact to 1 / FINE
+FINE = 1024  # a search ends when it is exact to 1 / FINE
 FEW_STEPS = 8
 SHARD_PARTS = 2  # of ds_ring's zigzag, and of the balanced order of torch's context parallelism
 
@@ -342,7 +342,7 @@ def can_hold(setting: TrainingSetting, local_tokens: int) -> bool:
 
 
 def longest_sequence(setting: TrainingSetting) -> int:
-    """Return the most tokens T whose step fits the setting's devices, to 1 / 64; 0 if none does.
+    """Return the most tokens T whose step fits the setting's devices, to 1 / 1024; 0 if none does.
 
     A ring rank's are a multiple of its Ulysses ranks, and of the two parts of a zigzag shard.
     """
@@ -375,7 +375,8 @@ def memory_falls(setting: TrainingSetting) -> Iterator[int]:
 def longest_that(holds: Callable[[int], bool], falls: Iterable[int], most: int, unit: int, fine: int) -> int:
     """Return the largest multiple of `unit` up to `most` that holds, to 1 / `fine`; 0: none does.
 
-    Between two of `falls`, whatever is longer than a length that does not hold does not hold either.
+    Between two of `falls`, whatever is longer than a length that does not hold does not hold either. The
+    roundest length of the last interval is tried as well: pinned memory grows at powers of two.
     """
     starts = {-(-tokens // unit) * unit for tokens in falls}
     end = most // unit * unit + unit  # does not hold
@@ -390,7 +391,10 @@ def longest_that(holds: Callable[[int], bool], falls: Iterable[int], most: int, 
             while high - low > max(low // fine, unit):
                 middle = (low + high) // 2 // unit * unit
                 low, high = (middle, high) if holds(middle) else (low, middle)
-            return low
+            units, last = low // unit, high // unit - 1
+            zeros = max((units ^ last).bit_length() - 1, 0)
+            roundest = (last >> zeros << zeros) * unit
+            return roundest if roundest > low and holds(roundest) else low
         end = start
     return 0
 
@@ -408,11 +412,12 @@ def _plan_longest(setting: TrainingSetting) -> tuple[TrainingSetting | None, Est
     tokens = longest_sequence(setting)
     if tokens and setting.ring_size > MAX_RANKS:
         return replace(setting, tokens=tokens), None
-    for _ in range(FEW_STEPS if tokens else 0):
+    unit = setting.ring_size * lcm(setting.ulysses_size, SHARD_PARTS)
+    for step in range(FEW_STEPS if tokens else 0):
         if (planned := plan_whole(replace(setting, tokens=tokens))) is not None:
             return planned.setting, planned
-        tokens -= tokens // FINE
-        tokens -= tokens % (setting.ring_size * lcm(setting.ulysses_size, SHARD_PARTS))
+        tokens -= (tokens << step) // FINE
+        tokens -= tokens % unit
     return None, None
 
 
