@@ -185,13 +185,14 @@ def test_every_line_of_the_annotated_report_is_in_one(capsys):
     printed = " ".join(capsys.readouterr().out.split())
     assert [line for line in lines if line not in printed] == []
     limit = r"\(limit: the (device|host)'s memory( and the host's memory)?\)"
-    longest = f"[0-9,]+ tokens with these options {limit}; [0-9,]+ with these and --[a-z -]+ {limit}"
+    seconds = "[0-9,.]+ s a step"
+    longest = f"[0-9,]+ tokens with these options, {seconds} {limit};"
+    longest += f" [0-9,]+ with these and --[a-z -]+ on ring 8 x Ulysses 1 x data 1, {seconds} {limit}"
     assert re.search(f"longest sequence on ring .*: {longest}", printed)
     # (Two H100 fit, for hours a step, which was nowhere.)
-    seconds = "[0-9,.]+ s a step"
-    assert re.search(
-        f"fewest devices .*: 8 with these options, {seconds}; 2 with these and --[a-z -]+, {seconds}", printed
-    )
+    fewest = r"fewest devices .*: 8 \(ring 1 x Ulysses 8 x data 1\) with these options, "
+    fewest += rf"{seconds}; 2 \(ring 1 x Ulysses 2 x data 1\) with these and --[a-z -]+, {seconds}"
+    assert re.search(fewest, printed)
     assert "these options: --tiled-loss --activation-checkpointing --offload-checkpoints highest" in printed
     assert "DeepSpeed Ulysses: --tiled-loss" in printed and "ALST: --tiled-loss --tiled-mlp" in printed
     assert "ds_ring, longest: --tiled-loss --tiled-mlp" in printed
