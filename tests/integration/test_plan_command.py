@@ -189,10 +189,8 @@ def test_every_line_of_the_annotated_report_is_in_one(capsys):
     longest = f"[0-9,]+ tokens with these options, {seconds} {limit};"
     longest += f" [0-9,]+ with these and --[a-z -]+ on ring 8 x Ulysses 1 x data 1, {seconds} {limit}"
     assert re.search(f"longest sequence on ring .*: {longest}", printed)
-    # (Two H100 fit, for hours a step, which was nowhere.)
     fewest = r"fewest devices .*: 8 \(ring 1 x Ulysses 8 x data 1\) with these options, "
-    fewest += rf"{seconds}; 2 \(ring 1 x Ulysses 2 x data 1\) with these and --[a-z -]+, {seconds}"
-    assert re.search(fewest, printed)
+    assert re.search(fewest + seconds, printed)
     assert "these options: --tiled-loss --activation-checkpointing --offload-checkpoints highest" in printed
     assert "DeepSpeed Ulysses: --tiled-loss" in printed and "ALST: --tiled-loss --tiled-mlp" in printed
     assert "ds_ring, longest: --tiled-loss --tiled-mlp" in printed
