@@ -370,8 +370,9 @@ def test_ranks_of_ulysses_and_copies_of_its_heads(
     zero = replace(setting.zero, world=devices)
     setting = replace(setting, tokens=96 << 10, ring_size=devices, model=model, zero=zero)
     rows = {row.method: row for row in compare(estimate(setting), 0)}
+    copied = f"is copied to {copies} ranks, as UlyssesSPAttentionHF does (DistributedAttention refuses that)"
     note = f"; {bound} allow on {devices} devices" if bound else ""
-    note += f"; each of {kv_heads} K/V heads is copied to {copies} ranks" if copies > 1 else ""
+    note += f"; each of {kv_heads} K/V heads {copied}" if copies > 1 else ""
     for method in ("DeepSpeed Ulysses", "ALST"):
         row = rows[method]
         assert (row.ranks, row.replicas, row.kv_copies) == (ranks, devices // ranks, copies)
