@@ -96,7 +96,7 @@ class Slurm(Engine):
             "#SBATCH --open-mode=append",
             f"#SBATCH --output={_quoted(log)}",
             f"#SBATCH --signal=B:USR1@{seconds}",
-            "# What your cluster asks for: sbatch --time=... --partition=... --account=... --mem=0 THIS_SCRIPT",
+            "# Your cluster may ask for: sbatch --time=... --partition=... --account=... --mem=0 THIS_SCRIPT",
             "",
         ]
         command = [*module_command("ds_ring_launcher.cli"), "launch", str(config.absolute())]
