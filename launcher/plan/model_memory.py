@@ -22,7 +22,6 @@ from .pass_memory import PassMemory
 # compared with real runs by `tools/check_plan.py`.
 
 FLOAT = 4
-SUB_GROUP = 1_000_000_000  # parameters of a partition that stage 3 updates together (sub_group_size)
 
 
 def count_pinned(*tensors: float) -> int:
@@ -43,6 +42,7 @@ class Zero:
     bucket_elements: int = 500_000_000  # reduce_bucket_size
     overlap_comm: bool = False  # two buckets instead of one
     live_elements: int = 1_000_000_000  # stage3_max_live_parameters
+    sub_group_elements: int = 1_000_000_000  # of a partition, that stage 3 updates together (sub_group_size)
     # an optimizer without temporaries (DeepSpeed's FusedAdam on GPUs); torch's on the CPU has two of the size
     # of the parameters that it updates
     fused_adam: bool = True
@@ -56,6 +56,11 @@ class Zero:
     def share(self, elements: int) -> int:
         """Return the elements of one rank's partition."""
         return -(-elements // self.world)
+
+    def sub_group(self, model: ModelShape) -> int:
+        """Return the elements that the optimizer updates together: stage 3 divides a partition."""
+        share = self.share(model.parameters)
+        return min(share, self.sub_group_elements) if self.stage == 3 else share
 
     def parameters(self, model: ModelShape) -> int:
         """Return bytes of the copy that computes, between passes."""
@@ -75,7 +80,8 @@ class Zero:
         total = element * share if self.offload_parameters and self.stage == 3 else 0
         if not self.offload_optimizer:
             return total
-        gradients = [share] if self.stage < 3 else [SUB_GROUP] * (share // SUB_GROUP) + [share % SUB_GROUP]
+        group = self.sub_group(model)
+        gradients = [group] * (share // group) + [share % group]
         pinned = [element * share, *(FLOAT * elements for elements in gradients)]
         pinned += [FLOAT * share] if self.stage < 3 else []
         pageable = (4 * FLOAT + element) * share - sum(pinned)
@@ -131,17 +137,20 @@ class Zero:
             return self.element_bytes * self.share(model.parameters)
         return self.element_bytes * min(model.parameters, 500_000_000)  # the engine's own bucket
 
+    # The optimizer takes float32 gradients of a flat partition, at stage 3 of one sub-group, which are freed
+    # before the next. They are made of a flat copy of the gradients in low precision, which is freed before
+    # the step. At stages 1 and 2 the gradients themselves wait for that; at stage 3 they always stay.
     def step(self, model: ModelShape) -> tuple[int, int]:
         """Return bytes of gradients and temporaries while the optimizer steps."""
-        whole, share = model.parameters, self.share(model.parameters)
+        whole, element = model.parameters, self.element_bytes
         if self.offload_optimizer:
             return 0, 0
-        if self.stage:
-            gradients = FLOAT * share
-            temporary = 0 if self.fused_adam else 2 * FLOAT * share
-            return gradients, temporary
-        gradients = (self.element_bytes + (FLOAT if self.element_bytes < FLOAT else 0)) * whole
-        return gradients, 0 if self.fused_adam else 2 * FLOAT * model.largest_parameter
+        if not self.stage:
+            gradients = (element + (FLOAT if element < FLOAT else 0)) * whole
+            return gradients, 0 if self.fused_adam else 2 * FLOAT * model.largest_parameter
+        group = self.sub_group(model)
+        flat = (element if element < FLOAT else 0) + (element if self.stage < 3 else 0)
+        return FLOAT * group, max(flat, 0 if self.fused_adam else 2 * FLOAT) * group
 
     # [Note: the start at stage 3]
     # Measured with DeepSpeed 0.19.8, 2 and 4 ranks, three sizes of buckets (tools/check_plan.py): parameters
@@ -151,14 +160,16 @@ class Zero:
     def start(self, model: ModelShape) -> int:
         """Return bytes while the engine is made: stages 1 and 2 flatten, stage 3 partitions."""
         element, whole = self.element_bytes, self.element_bytes * model.parameters
-        share = 0 if self.offload_optimizer else self.share(model.parameters)
+        share, group = self.share(model.parameters), self.sub_group(model)
+        if self.offload_optimizer:
+            share = group = 0
         if self.stage == 0:
             return whole
         if self.stage < 3:
             return max(2 * whole, whole + FLOAT * share)
         parameters = self.parameters(model)
         partition = parameters + element * model.largest_parameter if self.partitioned_init else whole
-        copies = parameters + 2 * FLOAT * share
+        copies = parameters + FLOAT * (share + group)
         buckets = element * (self.bucket_elements + 2 * model.largest_parameter)
         return max(partition, copies, parameters + (element + FLOAT) * share + buckets)
 
