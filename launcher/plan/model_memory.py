@@ -49,6 +49,10 @@ class Zero:
     # offload_optimizer, offload_parameters: to the host's memory; parameters at stage 3 only
     offload_optimizer: bool = False
     offload_parameters: bool = False
+    # pins_optimizer, pins_parameters: their `pin_memory`
+    pins_optimizer: bool = True
+    pins_parameters: bool = True
+    accumulates: bool = False  # a step has several micro-batches (gradient_accumulation_steps)
     # stage 3: parameters are divided as each module is made (`deepspeed.zero.Init`, which transformers'
     # `from_pretrained` uses), so that no rank ever has the whole model
     partitioned_init: bool = True
@@ -71,21 +75,30 @@ class Zero:
 
     # [Note: on the host]
     # Optimizer: the float32 copy, two moments and the gradients in float32 are there from the start. Stages
-    # 1 and 2 have a low-precision copy of the partition for the way back, stage 3 the flat gradient
-    # partition. With `pin_memory` these two are pinned, and gradients: at stage 3 those of each sub-group by
-    # itself, at stages 1 and 2 all together, and the float32 copy, too.
+    # 1 and 2 have a low-precision copy of the partition for the way back, and one of the largest parameter,
+    # stage 3 the flat gradient partition. With `pin_memory` these are pinned, and gradients: at stage 3 those
+    # of each sub-group by itself, at stages 1 and 2 all together, and the float32 copy, too. Stage 2 pins the
+    # gradients of earlier micro-batches as well, a parameter's in a tensor; they count as one.
+    # Parameters: one flat tensor, which is always pinned. With `pin_memory` those of each parameter were
+    # pinned as it was divided: torch's allocator keeps these blocks, and no later tensor has their sizes.
     def host(self, model: ModelShape, pins: bool) -> int:
-        """Return bytes that one device keeps on its host, `pins`: with `pin_memory`; [Note: on the host]."""
+        """Return bytes that one device keeps on its host, where it can pin or not; [Note: on the host]."""
         share, element = self.share(model.parameters), self.element_bytes
-        total = element * share if self.offload_parameters and self.stage == 3 else 0
+        total = 0
+        if self.offload_parameters and self.stage == 3:
+            flat = element * share
+            total += count_pinned(flat) + flat * self.pins_parameters if pins else flat
         if not self.offload_optimizer:
             return total
         group = self.sub_group(model)
         gradients = [group] * (share // group) + [share % group]
         pinned = [element * share, *(FLOAT * elements for elements in gradients)]
-        pinned += [FLOAT * share] if self.stage < 3 else []
-        pageable = (4 * FLOAT + element) * share - sum(pinned)
-        return total + pageable + (count_pinned(*pinned) if pins else sum(pinned))
+        if self.stage < 3:
+            pinned += [FLOAT * share, element * model.largest_parameter]
+        if self.stage == 2 and self.accumulates:
+            pinned.append(element * share)
+        pageable = (3 if self.stage == 3 else 2) * FLOAT * share
+        return total + pageable + (count_pinned(*pinned) if pins and self.pins_optimizer else sum(pinned))
 
     # [Note: gathered parameters]
     # Stage 3 releases a parameter after use unless it is used again within `stage3_max_reuse_distance` and no
@@ -112,20 +125,32 @@ class Zero:
     # one from the start. A parameter larger than the bucket is reduced by itself; that is not modelled.
     def standing_gradients(self, model: ModelShape) -> int:
         """Return bytes kept between passes: stage 3's flat partition and its bucket; [Note: buckets]."""
-        if self.stage < 3:
+        if self.stage == 3:
+            partition = 0 if self.offload_optimizer else self.share(model.parameters)
+            return self.element_bytes * (partition + self.bucket_elements)
+        on_its_way = model.largest_parameter if self.stage and self.offload_optimizer else 0  # to the host
+        return self.element_bytes * on_its_way
+
+    def earlier_gradients(self, model: ModelShape) -> int:
+        """Return bytes that earlier micro-batches of a step leave on the device, beside what always stands.
+
+        Stages 0 and 1 keep all gradients, wherever the optimizer is, stage 2 those of the partition.
+        """
+        if not self.accumulates or self.stage == 3 or (self.stage == 2 and self.offload_optimizer):
             return 0
-        partition = 0 if self.offload_optimizer else self.share(model.parameters)
-        return self.element_bytes * (partition + self.bucket_elements)
+        return self.element_bytes * (self.share(model.parameters) if self.stage == 2 else model.parameters)
 
     def gradients(self, model: ModelShape, elements: int) -> int:
-        """Return bytes in a backward pass that has made the gradients of `made` parameters."""
+        """Return bytes in a backward pass that has made the gradients of so many parameters."""
         if self.stage == 3:
             return 0
         buckets = self.bucket_elements * (1 + self.overlap_comm) if self.stage and elements else 0
         held = elements
         if self.stage == 2:
             held = self.share(model.parameters) if elements else 0
-        if self.stage and self.offload_optimizer:  # each moves to the host once it is reduced
+        # Each moves to the host once it is reduced: at stage 1 after the pass, if nothing is overlapped.
+        moves = self.offload_optimizer and self.stage and (self.stage == 2 or self.overlap_comm)
+        if moves or (self.accumulates and self.stage < 2):  # each is added to that of earlier micro-batches
             held = min(elements, model.largest_parameter)
         return self.element_bytes * (held + buckets)
 
@@ -373,11 +398,13 @@ class TrainingStep:
 
     def _states(self, elements: int, passing: bool = True) -> Components:
         zero, model = self.zero, self.model
+        gradients = zero.standing_gradients(model) + zero.gradients(model, elements)
+        gradients += zero.earlier_gradients(model) if passing else 0
         return {
             "parameters": zero.parameters(model),
             "gathered parameters": zero.gathered(model) if passing else 0,
             "optimizer states": zero.optimizer(model),
-            "gradients": zero.standing_gradients(model) + zero.gradients(model, elements),
+            "gradients": gradients,
             "ring buffers": self.ring.buffers,
         }
 

@@ -285,6 +285,38 @@ def test_only_stages_below_2_reduce_a_flat_copy(stage, copies):
 
 
 @pytest.mark.parametrize(
+    ("stage", "offload", "kept"),
+    [
+        (0, False, 1),
+        (1, False, 1),
+        (1, True, 1),
+        (2, False, 1 / 4),
+        (2, True, 0),
+        (3, False, 0),
+        (3, True, 0),
+    ],
+)
+def test_gradients_of_earlier_micro_batches_are_there_throughout(stage, offload, kept):
+    """(A plan of eight micro-batches at ZeRO 1 had no gradients at its peak, and did not fit.)"""
+    base = setting(ring=4, stage=stage)
+    zero = replace(base.zero, offload_optimizer=offload)
+    several = estimate(replace(base, zero=replace(zero, accumulates=True))).moments
+    one = estimate(replace(base, zero=zero)).moments
+    kept_bytes = pytest.approx(4 * kept * SMALL.parameters, rel=1e-3)
+    more = {
+        later.name: later.components.get("gradients", 0) - first.components.get("gradients", 0)
+        for later, first in zip(several, one, strict=True)
+    }
+    kept_bytes = pytest.approx(4 * kept * SMALL.parameters, rel=1e-3)
+    assert more["loss, forward"] == kept_bytes == more["loss, backward"]
+    assert more["optimizer step"] == 0 == more["start of the engine"]
+    if stage < 2:  # all are there at the end of one micro-batch, too
+        assert more["end of the backward pass"] == 4 * SMALL.largest_parameter
+    else:
+        assert more["end of the backward pass"] == kept_bytes
+
+
+@pytest.mark.parametrize(
     ("stage", "element", "fused", "gradients", "temporaries"),
     [
         (3, 2, True, 4 / 8, 2 / 8),  # one of two sub-groups, and its flat copy in low precision
@@ -325,13 +357,15 @@ def test_an_all_reduce_is_two_messages_and_stage_3_gathers_twice(stage, times):
         (1, False, 1, 1),
         (2, False, 1 / 4, 1),
         (3, False, 0, 0),
-        (1, True, 0, 1),
+        (1, True, 1, 1),
         (2, True, 0, 1),
     ],
 )
 @pytest.mark.parametrize("overlap", [False, True])
 def test_gradients_are_held_with_a_bucket_and_one_that_is_sent(stage, offload, held, buckets, overlap):
+    """(ZeRO 1 moves them to the host in the backward pass only where it overlaps.)"""
     zero = Zero(stage, 4, 4, bucket_elements=1000, offload_optimizer=offload, overlap_comm=overlap)
-    largest = SMALL.largest_parameter if offload else 0  # each moves to the host once it is reduced
-    elements = largest + held * SMALL.parameters + buckets * 1000 * (2 if overlap else 1)
+    moves = offload and (stage == 2 or overlap)
+    elements = SMALL.largest_parameter if moves else held * SMALL.parameters
+    elements += buckets * 1000 * (2 if overlap else 1)
     assert zero.gradients(SMALL, SMALL.parameters) == 4 * elements
