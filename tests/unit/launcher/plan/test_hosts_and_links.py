@@ -86,3 +86,20 @@ def test_three_times_as_many_devices_are_whole_hosts() -> None:
     """(Twelve devices, three trays of a rack, had no row.)"""
     rows = plan_more_devices(on_devices(make_setting("qwen3-4b", "gb200", tokens=1 << 16), 4))
     assert 12 in [plan.setting.devices for plan in rows]
+
+
+@pytest.mark.parametrize("ulysses", [1, 8, 16])
+def test_the_fewest_devices_may_be_whole_racks(ulysses: int) -> None:
+    """(No rack was looked at: neither 2^k nor 3 x 2^k is a multiple of 72. The answer was 128.)"""
+    rack = on_devices(make_setting("qwen3-235b-a22b", "gb200", "tiles", 2_400 << 10), 72)
+    model = replace(rack.model, kv_heads=16)
+    rack = replace(rack, checkpointing=True, model=model, ulysses_size=ulysses)
+    sizes = [0]
+    while (larger := fewest_devices(rack, sizes[-1])) is not None:
+        assert larger.ring_size * larger.ulysses_size == larger.devices and larger.ulysses_size == ulysses
+        sizes.append(larger.devices)
+    racks = [size for size in (72, 144, 216, 288, 432, 576, 864, 1152, 1728) if size % ulysses == 0]
+    assert sizes[1] == (128 if ulysses == 16 else 72)  # 16 ranks that share heads divide two racks, not one
+    assert set(racks) <= set(sizes) and sizes == sorted(set(sizes)) and sizes[-1] == 1 << 14
+    doubled = {1 << power for power in range(7, 15)}
+    assert doubled <= set(sizes) and all(size in doubled or size % 72 == 0 for size in sizes)
