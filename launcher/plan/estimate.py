@@ -53,7 +53,7 @@ def swap_seconds(shard_bytes: int, size: int, hardware: Hardware) -> float:
     """Return the seconds in which all-to-alls of `size` ranks move their own bytes, without latency."""
     # Ulysses ranks are neighbours in the world: of a rank's peers so many share its node.
     inside = min(size, hardware.devices_per_node) - 1
-    rates = (hardware.intra_node_bytes_per_s, hardware.inter_node_bytes_per_s)
+    rates = (hardware.peers_bytes_per_s(inside), hardware.inter_node_bytes_per_s)
     peers = (inside, size - 1 - inside)
     # both kinds of link are at work at once
     return max(shard_bytes * count / size / rate for count, rate in zip(peers, rates, strict=True))

@@ -118,6 +118,9 @@ class Hardware(Section):
     intra_node_bytes_per_s: Rate = Field(
         description="that one device receives from its neighbour in the node"
     )
+    intra_node_links: Count = Field(
+        default=1, description="of a device to its peers in the node, each of that rate; 1 for a switch"
+    )
     inter_node_bytes_per_s: Rate = Field(description="that one device receives from another node")
     link_latency_s: WaitSeconds = Field(description="from a send to the first byte")
     hop_overhead_s: WaitSeconds = Field(description="fixed cost of posting and waiting for a hop's messages")
@@ -156,17 +159,22 @@ class Hardware(Section):
         inside = devices <= self.devices_per_node
         return self.intra_node_bytes_per_s if inside else self.inter_node_bytes_per_s
 
+    def peers_bytes_per_s(self, peers: int) -> float:
+        """Return the rate at which a device receives from so many peers of its node at once."""
+        return self.intra_node_bytes_per_s * max(min(peers, self.intra_node_links), 1)
+
     def collective_bytes_per_s(self, devices: int) -> float:
         """Return the rate at which one of so many devices receives an all-gather or reduce-scatter of all.
 
         NCCL's rings enter and leave a node by all of its adapters, one a device, and pass on inside it: what
         comes from other nodes comes once for all devices of a node. Point-to-point messages and all-to-alls
         have one adapter a device. (A ring an adapter: NVIDIA/nccl issue 601; tools/results/published.md has
-        times.)
+        times.) Where devices have a link to each peer, these rings share out the links.
         """
+        inside = self.peers_bytes_per_s(min(devices, self.devices_per_node) - 1)
         if devices <= self.devices_per_node:
-            return self.intra_node_bytes_per_s
-        return min(self.intra_node_bytes_per_s, self.devices_per_node * self.inter_node_bytes_per_s)
+            return inside
+        return min(inside, self.devices_per_node * self.inter_node_bytes_per_s)
 
     def runs(self, kernel: str, kinds: Iterable[str]) -> str:
         """Return the kernel of a name of the JSON.

@@ -11,7 +11,7 @@ from ds_ring.errors import RingConfigError
 from ds_ring.schedule.grid import Grid
 from ds_ring_launcher.plan import known_hardware
 from ds_ring_launcher.plan.advice import advise, describe_plan
-from ds_ring_launcher.plan.estimate import estimate, get_optimizer_seconds
+from ds_ring_launcher.plan.estimate import estimate, get_optimizer_seconds, head_swaps
 from ds_ring_launcher.plan.hardware import hardware_from, read_hardware
 from ds_ring_launcher.plan.layer_passes import build_plans, layer_passes
 from ds_ring_launcher.plan.more_devices import plan_more_devices
@@ -103,3 +103,44 @@ def test_the_fewest_devices_may_be_whole_racks(ulysses: int) -> None:
     assert set(racks) <= set(sizes) and sizes == sorted(set(sizes)) and sizes[-1] == 1 << 14
     doubled = {1 << power for power in range(7, 15)}
     assert doubled <= set(sizes) and all(size in doubled or size % 72 == 0 for size in sizes)
+
+
+@pytest.mark.parametrize(
+    ("devices", "swap_rate", "zero_rate"), [(2, 64e9, 64e9), (4, 192e9, 192e9), (8, 448e9, 448e9)]
+)
+def test_links_to_every_peer_are_at_work_at_once(devices: int, swap_rate: float, zero_rate: float) -> None:
+    """(All-to-alls and ZeRO of eight MI300X had one of seven links.) A hop has one."""
+    ring = on_devices(make_setting("llama-3-8b", "mi300x", tokens=1 << 16), devices)
+    assert ring.bytes_per_s == 64e9
+    setting = replace(ring, ring_size=1, ulysses_size=devices)
+    planned = estimate(setting)
+    parameters = 3 * 2 * setting.model.parameters * (devices - 1) / devices
+    assert planned.zero_s == pytest.approx(parameters / zero_rate)
+    sent = (1 << 16) // devices * 128 * 2 * 2 * (32 + 8) * (devices - 1) / devices
+    fixed = 2 * setting.hardware.link_latency_s
+    assert head_swaps(setting, 1 << 16).seconds == pytest.approx(sent / swap_rate + fixed, rel=1e-6)
+    assert planned.swap_s == pytest.approx(2 * 32 * (sent / swap_rate + fixed), rel=1e-6)
+
+
+def test_nodes_of_links_have_one_adapter_a_device() -> None:
+    """Rings of collectives enter by eight adapters of 50 GB/s; half of sixteen ranks' all-to-alls by one."""
+    setting = on_devices(make_setting("llama-3-8b", "mi300x", tokens=1 << 16), 16)
+    assert setting.hardware.collective_bytes_per_s(16) == 400e9 and setting.bytes_per_s == 50e9
+    model = replace(setting.model, kv_heads=16)
+    wide = replace(setting, ring_size=1, ulysses_size=16, model=model)
+    own = (1 << 16) // 16 * 128 * 2 * 2 * (32 + 16)
+    fixed = 2 * setting.hardware.link_latency_s
+    assert head_swaps(wide, 1 << 16).seconds == pytest.approx(own / 2 / 50e9 + fixed)
+    one_link = wide.hardware.model_copy(update={"intra_node_links": 1, "inter_node_bytes_per_s": 1e12})
+    slow = replace(wide, hardware=one_link)
+    assert head_swaps(slow, 1 << 16).seconds == pytest.approx(own * 7 / 16 / 64e9 + fixed)
+
+
+@pytest.mark.parametrize("name", known_hardware())
+def test_a_switch_has_one_rate_to_all_peers(name: str) -> None:
+    hardware = read_hardware(name)
+    links = 7 if name == "mi300x" else 1
+    assert hardware.intra_node_links == links
+    for devices in {2, hardware.devices_per_node}:
+        rate = hardware.intra_node_bytes_per_s * min(links, devices - 1)
+        assert hardware.collective_bytes_per_s(devices) == rate
