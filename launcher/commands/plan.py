@@ -122,7 +122,8 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
         if options.compare and planned.other_layers:
             kind = planned.other_layers[0].kind.name
             raise RingConfigError(f"--compare: expected a model of softmax attention alone, got {kind}")
-        advice = advise(planned, say, request.before_fit if options.fit else None, request.section.timeouts)
+        before_fit, section = request.before_fit if options.fit else None, request.section
+        advice = advise(planned, say, before_fit, section.timeouts, section.pattern.documents)
         rows = compare(planned, advice.reach.longest_tokens) if options.compare else []
         sizes = request.names_ring, request.config.get("train_batch_size")
         counts = plan_more_devices(request.before_fit, say, *sizes) if options.more_devices else []

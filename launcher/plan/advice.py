@@ -79,6 +79,12 @@ def _latents(planned: Estimate) -> list[str]:
     ]
 
 
+_ONE_DOCUMENT = (
+    "documents: a sequence is planned as one document, because lengths come with the batches: shorter ones"
+    " have fewer pairs, and send less"
+)
+
+
 class Reach(NamedTuple):
     """Hold the limits of a run, and with which options of `ds-ring plan` they are reached."""
 
@@ -108,6 +114,7 @@ def advise(
     say: Callable[[str], None] = lambda what: None,
     before_fit: TrainingSetting | None = None,
     timeouts: Timeouts = TIMEOUTS,
+    documents: bool = False,
 ) -> Advice:
     """Search around a setting and warn of its faults.
 
@@ -116,6 +123,7 @@ def advise(
         say: called with each search.
         before_fit: the setting without the options that --fit has turned on; None without --fit.
         timeouts: of the section.
+        documents: whether sequences are packed documents.
     """
     setting = planned.setting
     reach, fit_reach = _reach(replace(setting, may_add_options=False), planned, say), None
@@ -133,6 +141,7 @@ def advise(
         *_latents(planned),
         *_warn_about_timeouts(planned, timeouts),
         *_warn_about_limits(planned),
+        *([_ONE_DOCUMENT] if documents else []),
     ]
     roomier = find_roomier(planned, before_fit or setting) if planned.fits else None
     return Advice(reach, fit_reach, hiding, roomier, tuple(warnings))

@@ -7,7 +7,7 @@ launcher's; pass_time.py computes times from it. `ds-ring tune` measures a machi
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
@@ -176,11 +176,11 @@ class Hardware(Section):
             return inside
         return min(inside, self.devices_per_node * self.inter_node_bytes_per_s)
 
-    def runs(self, kernel: str, kinds: Iterable[str]) -> str:
+    def runs(self, kernel: str, kinds: Iterable[str], refused: Container[str] = ()) -> str:
         """Return the kernel of a name of the JSON.
 
         "auto" is the file's own kernel if the file names one, else what "auto" takes for tiles of these kinds
-        (`Pattern.tile_kind`) among those of which the file has rates.
+        (`Pattern.tile_kind`) among those of which the file has rates, without the `refused` ones.
 
         Raises:
             RingConfigError: the file has no rates of it.
@@ -188,7 +188,8 @@ class Hardware(Section):
         default, others = self.kernel or FAST_KERNELS[self.kind], self.attention_by_kernel or {}
         runs = kernel
         if kernel == "auto":
-            runs = self.kernel or unmeasured(self.kind, kinds, (default, *others))
+            able = [name for name in (default, *others) if name not in refused]
+            runs = self.kernel if self.kernel in able else unmeasured(self.kind, kinds, able)
         if runs != default and runs not in others:
             known = ", ".join((default, *others))
             advice = "add it under attention_by_kernel, or take another file"

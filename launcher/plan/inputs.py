@@ -153,7 +153,6 @@ def _setting(
     dtype = options.dtype or from_json
     hardware = read_hardware(options.hardware)
     hardware.flops(dtype)  # or an error with its dtypes
-    hardware.runs(config.kernel, ())  # likewise
     model_patterns = (
         (None,) * model.layers
         if options.hf_config is None
@@ -197,6 +196,7 @@ def _setting(
         kernel=config.kernel,
         block_size=config.block_size,
     )
+    _ = setting.kernel_that_runs  # or an error: no rates, or another dtype
     return _with_options(setting, options, config)
 
 

@@ -280,7 +280,8 @@ def make_json(setting: TrainingSetting) -> Json:
     """Return the part of the DeepSpeed JSON that turns on a setting's options."""
     parts = [option.section(setting) for option in OPTIONS if option.section and option.is_on(setting)]
     kernel = setting.kernel_that_runs
-    if kernel != unmeasured(setting.hardware.kind, setting.kinds, KERNELS):  # what "auto" takes without rates
+    able = [name for name in KERNELS if name not in setting.refused_kernels]
+    if kernel != unmeasured(setting.hardware.kind, setting.kinds, able):  # what "auto" takes without rates
         parts.append({"ring_attention": {"kernel": kernel}})
     if setting.transport != "ring":
         parts.append({"ring_attention": {"transport": setting.transport}})
