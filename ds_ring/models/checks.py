@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils.generic import TransformersKwargs
 
 from ds_ring.compat.transformers import HAS_RECURRENT_FUNCTIONS, RECURRENT_SINCE
 from ds_ring.data.batch import cache_in
 from ds_ring.data.batch_sharding import BatchSharding
+from ds_ring.data.loss import ITEMS, check_items
 from ds_ring.error_origins import is_inside
 from ds_ring.errors import RingConfigError, RingPatternError, RingShapeError
 from ds_ring.models.attention_name import NAME
@@ -62,6 +64,7 @@ def check_model_call(name: str, arguments: dict[str, Any]) -> None:
         )  # fmt: skip
     if arguments.get("output_attentions"):
         raise refuse_weights(name)
+    check_items(name, arguments.get(ITEMS))
 
 
 LOST_GRADIENTS = (
@@ -97,6 +100,26 @@ def check_length(name: str, arguments: dict[str, Any], sharding: BatchSharding) 
             expected = f"{sharding.local_tokens} local tokens, a rank's part of {sharding.layout.tokens}"
             got = f"got {tensor.shape[1]}; {THROUGH_SHARD_BATCH}"
             raise RingShapeError(f"{name}: {key}: expected {expected}, {got}")
+
+
+_READ_BY_MODELS = frozenset(TransformersKwargs.__annotations__) | {"shift_labels", "token_type_ids"}
+UNREAD_KEYS = (
+    "the ring's attention does not read the batch's own %s: an attention function of yours would, by"
+    " model.set_attn_implementation(NAME) (configs/examples/batch_mask.py); leave what only the"
+    " loop reads out of the model's call"
+)
+
+
+def list_unread_keys(
+    signature: inspect.Signature, kwargs: Mapping[str, Any], sharding: BatchSharding
+) -> list[str]:
+    """Return the keys of a user's tensors of local tokens that a model without such a parameter is given."""
+    known = _READ_BY_MODELS | signature.parameters.keys()
+    return [
+        key
+        for key, value in kwargs.items()
+        if key not in known and isinstance(value, Tensor) and value.shape[1:2] == (sharding.local_tokens,)
+    ]
 
 
 def refuse_other_inputs(name: str, arguments: Mapping[str, Any]) -> None:

@@ -54,7 +54,7 @@ class ModelCall:
 
     def __init__(self, adapter: ModelAdapter, guard: LossGuard) -> None:
         self.adapter, self.model, self.session = adapter, adapter.model, adapter.session
-        self.guard, self._warned = guard, False
+        self.guard, self._warned, self._warned_of_keys = guard, False, False
         configs = {id(part.config): part.config for part in adapter.implementations}
         self._on_ring = [config for config in configs.values() if config._attn_implementation == NAME]
         self.name, self.signature = type(self.model).__name__, inspect.signature(self.model.forward)
@@ -125,6 +125,11 @@ class ModelCall:
             session.batches.select(x for x in arguments.values() if isinstance(x, Tensor))
         sharding = session.batches.current
         checks.check_length(self.name, arguments, sharding)
+        if not (self._warned_of_keys or torch.compiler.is_compiling()):
+            unread = checks.list_unread_keys(self.signature, kwargs, sharding)
+            if unread and any(config._attn_implementation == NAME for config in self._on_ring):
+                self._warned_of_keys = True
+                log.warning(f"%s: {checks.UNREAD_KEYS}", self.name, ", ".join(unread))
         if torch.compiler.is_compiling() and self._narrowest < sharding.layout.tokens:
             raise RingPatternError(
                 f"{self.name}: a layer sees {self._narrowest} of {sharding.layout.tokens} tokens, which only"

@@ -48,7 +48,12 @@ def add(commands: Commands) -> None:
         metavar="T",
         help=_TOKENS,
     )
-    plan.add_argument("--devices", type=int, metavar="N", help="default: the fewest of 1, 2, 4, ... that fit")
+    plan.add_argument(
+        "--devices",
+        type=int,
+        metavar="N",
+        help="default: the fewest of 1, 2, 4, ... or of whole nodes that fit",
+    )
     plan.add_argument("--ring-size", type=int, metavar="P", help="default: devices / Ulysses size")
     shape = "default: 1; --fit tries the most inside a node, too"
     plan.add_argument("--ulysses-size", type=int, metavar="U", help=shape)
@@ -117,7 +122,8 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
         if options.compare and planned.other_layers:
             kind = planned.other_layers[0].kind.name
             raise RingConfigError(f"--compare: expected a model of softmax attention alone, got {kind}")
-        advice = advise(planned, say, request.before_fit if options.fit else None, request.section.timeouts)
+        before_fit, section = request.before_fit if options.fit else None, request.section
+        advice = advise(planned, say, before_fit, section.timeouts, section.pattern.documents)
         rows = compare(planned, advice.reach.longest_tokens) if options.compare else []
         sizes = request.names_ring, request.config.get("train_batch_size")
         counts = plan_more_devices(request.before_fit, say, *sizes) if options.more_devices else []

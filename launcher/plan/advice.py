@@ -79,6 +79,12 @@ def _latents(planned: Estimate) -> list[str]:
     ]
 
 
+_ONE_DOCUMENT = (
+    "documents: a sequence is planned as one document, because lengths come with the batches: shorter ones"
+    " have fewer pairs, and send less"
+)
+
+
 class Reach(NamedTuple):
     """Hold the limits of a run, and with which options of `ds-ring plan` they are reached."""
 
@@ -108,6 +114,7 @@ def advise(
     say: Callable[[str], None] = lambda what: None,
     before_fit: TrainingSetting | None = None,
     timeouts: Timeouts = TIMEOUTS,
+    documents: bool = False,
 ) -> Advice:
     """Search around a setting and warn of its faults.
 
@@ -116,6 +123,7 @@ def advise(
         say: called with each search.
         before_fit: the setting without the options that --fit has turned on; None without --fit.
         timeouts: of the section.
+        documents: whether sequences are packed documents.
     """
     setting = planned.setting
     reach, fit_reach = _reach(replace(setting, may_add_options=False), planned, say), None
@@ -133,6 +141,7 @@ def advise(
         *_latents(planned),
         *_warn_about_timeouts(planned, timeouts),
         *_warn_about_limits(planned),
+        *([_ONE_DOCUMENT] if documents else []),
     ]
     roomier = find_roomier(planned, before_fit or setting) if planned.fits else None
     return Advice(reach, fit_reach, hiding, roomier, tuple(warnings))
@@ -178,7 +187,7 @@ def _memory(planned: Estimate, reach: Reach) -> list[str]:
         most, of_node = max(host, key=lambda name: host[name]), setting.node_devices / GIB
         usable = (setting.usable_host_bytes or 0) * of_node
         text = (
-            f"does not fit: {planned.node_host_bytes / GIB:,.1f} GiB of a node's host at the"
+            f"does not fit: {planned.node_host_bytes / GIB:,.1f} GiB of a {setting.host_name} at the"
             f" {planned.host_peak.name}, of {usable:,.1f} GiB that a plan may take; {most} take"
             f" {host[most] * of_node:,.1f} GiB"
         )
@@ -204,7 +213,7 @@ def describe_plan(planned: Estimate) -> str:
     shape = f" on {planned.setting.split}" if planned.setting.may_split_heads else ""
     memory = f"{planned.peak.total / GIB:.1f} GiB a device"
     if planned.node_host_bytes and not planned.setting.host_is_device:
-        memory += f", {planned.node_host_bytes / GIB:,.0f} of a node's host"
+        memory += f", {planned.node_host_bytes / GIB:,.0f} of a {planned.setting.host_name}"
     return f"{flags}{shape}: {memory}, {planned.step_s:.3g} s a step"
 
 

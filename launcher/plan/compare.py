@@ -21,13 +21,13 @@ are exposed, and so is ZeRO in every row.
   GiB of float32 logits, MLPs in ceil(tokens / hidden) tiles (as DeepSpeed's `TiledMLP`), checkpoints on
   the host, and at ZeRO 3 optimizer states on the host; parameters as well on a single GPU. Its published
   lengths for Llama-8B are 0.5, 3.7 and 15 million tokens on 1, 8 and 32 H100.
-- torch's context parallelism as TRL's guide to a million tokens uses it (torch 2.13: K and V of all ranks are
-  gathered, the default of `torch.distributed.tensor.experimental`'s `set_rotate_method`;
+- torch's context parallelism as TRL's guide to a million tokens uses it (torch 2.13: K and V of all ranks
+  are gathered, the default of `torch.distributed.tensor.experimental`'s `set_rotate_method`;
   huggingface.co/docs/trl/long_context_training: `chunked_nll`, checkpoints on the host). In torch's
-  `_templated_ring_attention` the gather is posted before the kernel of the own shard and waited for after it;
-  in its backward dK and dV leave for the next rank after a hop and are waited for after the next hop's
-  kernel. What exceeds these kernels is exposed, and so is the last message. Its published figure
-  is Qwen3-8B, 1,048,576 tokens on 8 H100, 56.2 GB a device.
+  `_templated_ring_attention`, which takes no mask but the causal one, the gather is posted before the
+  kernel of the own shard and waited for after it; in its backward dK and dV leave for the next rank after a
+  hop and are waited for after the next hop's kernel. What exceeds these kernels is exposed, and so is the
+  last message. Its published figure is Qwen3-8B, 1,048,576 tokens on 8 H100, 56.2 GB a device.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ from math import gcd
 from typing import NamedTuple
 
 from ds_ring.limits import divisors
+from ds_ring.masks.catalog import Causal, Full
 
-from .estimate import Estimate, HeadSwaps, estimate, fits, head_swaps, training_step
+from .estimate import Estimate, HeadSwaps, estimate, fits, head_swaps, host_traffic, training_step
 from .layer_passes import layer_passes
 from .model_memory import FLOAT, LocalTokens, TrainingStep
 from .options import MAX_TOKENS, SHARD_PARTS, list_flags, longest_planned, longest_that
@@ -82,6 +83,7 @@ class _Method(NamedTuple):
     step: Callable[[TrainingSetting], TrainingStep]
     ranks: Callable[[TrainingSetting], int]
     copies_kv: bool  # K/V heads that are fewer than the ranks
+    has_masks: bool  # computes attention that is neither causal nor of all pairs
     # bytes and exposed seconds of a step's messages, beside a kernel that has all pairs on one device
     messages: Callable[[TrainingSetting, PassCost], HeadSwaps]
 
@@ -112,13 +114,27 @@ def compare(planned: Estimate, longest_tokens: int) -> list[ComparisonRow]:
         tokens = 0 if reached is None else reached.tokens
         rows.append(_make_own_row(f"ds_ring, {name}", planned_here, False, tokens, f"; for its JSON: {note}"))
     others = (planned, whole, flops)
+    methods = [method for method in _METHODS if _computes(method, setting)]
     for keeps in (False, True) if setting.checkpointing else (False,):
-        rows += [_make_row(method, _as_others(setting, keeps), *others, False, keeps) for method in _METHODS]
+        rows += [_make_row(method, _as_others(setting, keeps), *others, False, keeps) for method in methods]
     if longest is not None:
         best = estimate(replace(longest, tokens=setting.tokens, may_add_options=False))
         kept = "" if setting.may_split_heads else ", the sizes asked for"
         rows.append(_make_own_row("ds_ring, longest", best, True, longest.tokens, f"; {longest.split}{kept}"))
-    return rows + [_make_row(method, method.with_best_options(setting), *others, True) for method in _METHODS]
+    return rows + [_make_row(method, method.with_best_options(setting), *others, True) for method in methods]
+
+
+def list_left_out(setting: TrainingSetting) -> list[str]:
+    """Return the methods that have no row, for people."""
+    return [
+        f"{method.name}: no row; it computes causal attention or that of all pairs, no other mask"
+        for method in _METHODS
+        if not _computes(method, setting)
+    ]
+
+
+def _computes(method: _Method, setting: TrainingSetting) -> bool:
+    return method.has_masks or all(isinstance(pattern, Causal | Full) for pattern, _ in setting.mix)
 
 
 def _get_attention_flops(setting: TrainingSetting) -> tuple[float, float]:
@@ -167,7 +183,8 @@ def _make_row(
     again = whole.forward_s * setting.repeated_attention
     messages = method.messages(setting, whole)
     attention_s = (whole.compute_s + again) / ranks + messages.seconds
-    seconds = attention_s + here.dense_s * tokens_ratio + here.zero_s + here.host_s
+    host_s = host_traffic(setting, step)[1]
+    seconds = attention_s + here.dense_s * tokens_ratio + here.zero_s + host_s
     model, replicas = setting.model, setting.devices // ranks
     copies = max(ranks // model.kv_heads, 1) if method.copies_kv else 1
     note = ""
@@ -319,11 +336,11 @@ def get_torch_waiting(setting: TrainingSetting, whole: PassCost) -> float:
 
 _METHODS = (
     _Method(
-        "DeepSpeed Ulysses", "ALST", _apply_alst, _ulysses_step, _ulysses_ranks, True, _swap_heads,
+        "DeepSpeed Ulysses", "ALST", _apply_alst, _ulysses_step, _ulysses_ranks, True, True, _swap_heads,
     ),
     _Method(
         "torch context parallel", "torch, TRL's guide", _apply_trl, _torch_step,
-        lambda setting: setting.devices, False,
+        lambda setting: setting.devices, False, False,
         lambda setting, whole: HeadSwaps(_sent_by_torch(setting), get_torch_waiting(setting, whole)),
     ),
 )  # fmt: skip

@@ -150,7 +150,6 @@ def _setting(
     hardware = read_hardware(options.hardware)
     dtype, batch, zero = read_deepspeed(options, whole, model, devices, ring * ulysses, hardware.kind)
     hardware.flops(dtype)  # or an error with its dtypes
-    hardware.runs(config.kernel, ())  # likewise
     model_patterns = (
         (None,) * model.layers
         if options.hf_config is None
@@ -194,6 +193,7 @@ def _setting(
         kernel=config.kernel,
         block_size=config.block_size,
     )
+    _ = setting.kernel_that_runs  # or an error: no rates, or another dtype
     return _with_options(setting, options, config)
 
 

@@ -14,7 +14,7 @@ from ds_ring.schedule.choose import describe_mix
 from ..tables import console as make_console
 from ..tables import print_table
 from .advice import Advice, Reach, describe_plan, get_longest_work, latents_on_the_wire
-from .compare import ComparisonRow
+from .compare import ComparisonRow, list_left_out
 from .estimate import Estimate
 from .layer_passes import LayerPass
 from .options import list_flags, make_deepspeed_json
@@ -31,7 +31,10 @@ def as_json(
     counts: Sequence[Estimate] = (),
 ) -> str:  # fmt: skip
     """Return one object; sizes in bytes, times in seconds. `config` is the DeepSpeed JSON of --config."""
-    compared: dict[str, Any] = {"compared": [row._asdict() for row in rows]} if rows else {}
+    compared: dict[str, Any] = {}
+    if rows:
+        left_out = list_left_out(planned.setting)
+        compared = {"compared": [row._asdict() for row in rows], "not_compared": left_out}
     if counts:
         compared["more_devices"] = [_summarize(plan) for plan in counts]
     setting, latents = planned.setting, latents_on_the_wire(planned)
@@ -205,6 +208,8 @@ def print_report(
             if not has_these or row.note:
                 how = "these options" if has_these else _join(row.options)
                 console.print(f"{row.method}: {how}{row.note}", markup=False)
+        for sentence in list_left_out(setting):
+            console.print(sentence, markup=False)
         # by the code of each: compare.py
         console.print(
             "messages of a ring travel behind its kernels, torch's all-gather behind the first one, its dK/dV"

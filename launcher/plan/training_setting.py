@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Literal
 
+import torch
+
+from ds_ring.errors import RingError
+from ds_ring.kernels.interface import KernelNeeds
 from ds_ring.masks.pattern import Pattern
+from ds_ring.plugin import KERNELS, load
 from ds_ring.schedule.grid import Grid
 from ds_ring.schedule.layout import Mix
 from ds_ring.schedule.lowering import chunk_bytes_on
@@ -60,7 +66,7 @@ class TrainingSetting:
     # kernel, block_size: as in the JSON
     kernel: str = "auto"
     block_size: int = 128
-    # neighbours on a ring that share a node; None: as the runtime finds it with the hardware's nodes, 0: not
+    # neighbours on a ring that share a host; None: as the runtime finds it with the hardware's hosts, 0: not
     # known, which makes one ring of all ranks
     ring_ranks_per_node: int | None = None
     # the other layers (`other_layers.py`): their kind, their pattern, how many there are
@@ -98,8 +104,21 @@ class TrainingSetting:
 
     @property
     def kernel_that_runs(self) -> str:
-        """Return the kernel of a name on this hardware; RingConfigError if it has no rates."""
-        return self.hardware.runs(self.kernel, self.kinds)
+        """Return the kernel of a name on this hardware.
+
+        Raises:
+            RingConfigError: it has no rates.
+            RingShapeError: the kernel does not take the dtype or the head dimension.
+        """
+        if (error := self.refused_kernels.get(self.kernel)) is not None:
+            raise error
+        return self.hardware.runs(self.kernel, self.kinds, self.refused_kernels)
+
+    @property
+    def refused_kernels(self) -> Mapping[str, RingError]:
+        """Return the errors of the kernels that cannot compute this attention, as a run raises them."""
+        patterns = tuple(pattern for pattern, _ in self.mix)
+        return _find_refused(self.hardware.kind, self.dtype, self.model.head_dim, patterns)
 
     @property
     def kinds(self) -> set[str]:
@@ -124,7 +143,14 @@ class TrainingSetting:
     @property
     def node_devices(self) -> int:
         """Return how many devices of the setting share a host."""
-        return min(self.devices, self.hardware.devices_per_node)
+        return min(self.devices, self.hardware.host_devices)
+
+    @property
+    def host_name(self) -> str:
+        """Return what reports call the host: that of a node, or of the devices in a part of it."""
+        hardware = self.hardware
+        is_node = hardware.host_devices == hardware.devices_per_node
+        return "node's host" if is_node else f"host of {hardware.host_devices} devices"
 
     @property
     def usable_host_bytes(self) -> float | None:
@@ -153,8 +179,22 @@ class TrainingSetting:
         neighbours = self.ring_ranks_per_node
         if neighbours is None:
             grid = Grid(self.devices, self.ring_size, self.ulysses_size)
-            neighbours = grid.ring_ranks_per_node(0, self.hardware.devices_per_node) or 0
+            # The runtime counts the processes of a host (torchrun's LOCAL_WORLD_SIZE), not links.
+            neighbours = grid.ring_ranks_per_node(0, self.hardware.host_devices) or 0
         return neighbours
+
+
+@lru_cache(maxsize=64)
+def _find_refused(
+    device: str, dtype: str, head_dim: int, patterns: tuple[Pattern, ...]
+) -> Mapping[str, RingError]:
+    errors: dict[str, RingError] = {}
+    for name, row in KERNELS.items():
+        for pattern in patterns if row.refuses is not None else ():
+            error = load(row.refuses)(KernelNeeds(device, getattr(torch, dtype), head_dim, pattern))
+            if error is not None:
+                errors[name] = error
+    return errors
 
 
 def like_in_memory(setting: TrainingSetting, local_tokens: int) -> TrainingSetting:

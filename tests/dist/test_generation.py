@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from io import StringIO
 from typing import Any, NamedTuple
 
 import pytest
@@ -284,14 +286,21 @@ def with_another_attention(rank: int, world_size: int) -> dict[str, list[str]]:
     engine.eval()
     ids = torch.arange(1, 20)[None]
     alone = build("Llama").generate(ids, max_new_tokens=3)
+    log, warnings = logging.getLogger("ds_ring.models.model_call"), StringIO()
+    log.addHandler(handler := logging.StreamHandler(warnings))
     for name in ("mine", "sdpa", "eager", "ds_ring"):
         model.set_attn_implementation(name)
-        batch = engine.ring.shard_batch({"input_ids": ids, "labels": ids})
+        batch = engine.ring.shard_batch({"input_ids": ids, "labels": ids, "speakers": ids})
         forward = catch_refusal(engine, **batch)
+        # (Without set_attn_implementation a mask of one's own was silently the JSON's.)
+        assert ("does not read the batch's own speakers:" in warnings.getvalue()) == (name == "ds_ring")
         result[name] = [forward, catch_refusal(model.generate, ids, max_new_tokens=3)]
         with engine.ring.off():
             assert torch.equal(model.generate(ids, max_new_tokens=3), alone)
     assert torch.equal(model.generate(ids, max_new_tokens=3), alone)
+    engine(**batch)
+    log.removeHandler(handler)
+    assert warnings.getvalue().count("own speakers") == 1, "once for an engine"
     return result
 
 

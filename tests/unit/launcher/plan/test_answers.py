@@ -408,6 +408,48 @@ def test_ranks_of_ulysses_and_copies_of_its_heads(
     assert rows["ds_ring"].kv_copies == rows["torch context parallel"].kv_copies == 1
 
 
+def test_rows_move_what_their_ranks_hold() -> None:
+    """(32 of 128 ranks moved the checkpoints of an eighth of their tokens: 0.009 s for 0.036.)"""
+    setting = on_devices(make_setting("qwen3-4b", "h100", tokens=1 << 16), 128)
+    flags = ("--tiled-loss", "--tiled-mlp", "--activation-checkpointing", "--offload-checkpoints")
+    changed = with_options(setting, tuple(BY_FLAG[flag] for flag in flags))
+    assert changed is not None
+    planned = estimate(changed)
+    rows = {row.method: row for row in compare(planned, 0)}
+    again, kept = rows["DeepSpeed Ulysses"], rows["DeepSpeed Ulysses, attention kept"]
+    assert again.ranks == kept.ranks == 32 and planned.setting.ring_size == 128
+    model, tokens = changed.model, (1 << 16) // 32
+    results = tokens * model.heads * (model.head_dim * 2 + 4)  # out in bf16, lse in float32
+    moved_s = 2 * model.layers * results / (changed.hardware.host_link_bytes_per_s or 1)
+    forward_s = 4 * model.head_dim * model.heads * model.layers * (1 << 31) / 32 / again.attention_flops[0]
+    assert again.step_s - kept.step_s == pytest.approx(forward_s - moved_s, rel=0.05)
+
+
+def test_a_method_that_lacks_the_mask_has_no_row(capsys: pytest.CaptureFixture[str]) -> None:
+    """(torch's ring, which takes no window, was a windowed pass of 12 seconds.)"""
+    words = "plan --hf-config llama-3.2-1b --tokens 64k --devices 8 --compare"
+    for more, count in (([], 2), (["--pattern", '{"window": 4096}'], 0)):
+        assert cli.main([*words.split(), *more]) == 0
+        printed = " ".join(capsys.readouterr().out.split())
+        assert printed.count("torch context parallel: no row; it computes causal attention") == (not count)
+        assert cli.main([*words.split(), *more, "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert sum("torch" in row["method"] for row in found["compared"]) == count
+        assert len(found["not_compared"]) == (not count)
+        assert {"DeepSpeed Ulysses", "ALST"} <= {row["method"] for row in found["compared"]}
+
+
+def test_documents_are_planned_as_one(capsys: pytest.CaptureFixture[str]) -> None:
+    """(Seconds were those of causal attention, and nothing said so.)"""
+    words = "plan --hf-config llama-3.2-1b --tokens 64k --devices 8 --json"
+    warned = []
+    for more in ([], ["--pattern", '{"documents": true}']):
+        assert cli.main([*words.split(), *more]) == 0
+        warnings = json.loads(capsys.readouterr().out)["warnings"]
+        warned.append(any("planned as one document" in warning for warning in warnings))
+    assert warned == [False, True]
+
+
 def test_the_table_says_that_heads_are_copied(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = "--layers 1 --hidden 1024 --heads 16 --kv-heads 2 --vocab 4096 --tokens 4k"
     assert cli.main(["plan", *sizes.split(), "--devices", "32", "--compare"]) == 0

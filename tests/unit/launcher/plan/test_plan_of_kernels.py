@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from ds_ring import Causal, Dilated, make_layout
-from ds_ring.errors import RingConfigError
+from ds_ring.errors import RingConfigError, RingShapeError
+from ds_ring_launcher import cli
 from ds_ring_launcher.plan.estimate import estimate
 from ds_ring_launcher.plan.hardware import hardware_from, read_hardware
 from ds_ring_launcher.plan.layer_passes import get_block_side, layer_passes, pass_shape
@@ -50,6 +52,34 @@ def test_a_kernel_is_the_files_or_the_jsons() -> None:
     for hardware, kernel in ((cpu, "flash"), (FLASH3, "flex"), (H100, "reference")):
         with pytest.raises(RingConfigError, match="attention_by_kernel"):
             assert replace(setting(), hardware=hardware, kernel=kernel).kernel_that_runs
+
+
+def test_a_kernel_that_refuses_the_dtype_or_the_width_is_not_planned() -> None:
+    """(float32 was timed with "flash", which takes none: 15.0 s in place of 23.6.)"""
+    wide = replace(LLAMA_8B, heads=16, head_dim=512)
+    for changes in ({"dtype": "float32"}, {"model": wide}):
+        planned = setting(**changes)
+        assert planned.kernel_that_runs == "flex" and "ring_attention" not in make_json(planned)
+        efficiency = H100.efficiency(planned.kernel_that_runs)
+        assert (efficiency.forward, efficiency.backward) == (0.35, 0.3)
+        with pytest.raises(RingShapeError, match='kernel "flash": expected'):  # as the run's own
+            assert setting(kernel="flash", **changes).kernel_that_runs
+        with pytest.raises(RingConfigError, match="attention_by_kernel"):  # the file has rates of flash alone
+            assert setting(FLASH3, **changes).kernel_that_runs
+    assert setting(dtype="float16").kernel_that_runs == "flash"
+
+
+def test_the_command_refuses_a_kernel_that_does_not_take_the_dtype(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text('{"sequence_parallel_size": 8, "ring_attention": {"kernel": "flash"}}')
+    common = "--hf-config llama-3-8b --devices 8 --dtype float32 --hardware h100 --config"
+    for tokens in ([], ["--tokens", "64k"], ["--tokens", "64k", "--fit"]):
+        assert cli.main(["plan", *common.split(), str(path), *tokens]) == 2
+        assert 'kernel "flash": expected bfloat16 or float16 on cuda, got torch.float32' in (
+            capsys.readouterr().err
+        )
 
 
 def test_rates_go_by_the_kernel() -> None:
