@@ -90,6 +90,7 @@ REFUSED = {
     "fp16.fp16_master_weights_and_grads": _OFF,
     "torch_autocast.enabled": _OFF,
 }
+_TWO_MOMENTS = ("adam", "adamw", "muadam", "muadamw", "lamb")  # optimizers with Adam's states
 # A dtype that a plan takes to be the parameters'.
 DTYPES = ("data_types.grad_accum_dtype", "communication_data_type")
 _DTYPE_NAMES = {
@@ -151,7 +152,7 @@ def read_deepspeed(
         devices or ranks,
         ELEMENT_BYTES[dtype],
         overlap_comm=stage == 3 if overlap is None else overlap,
-        fused_adam=kind == "cuda",
+        fused_adam=kind == "cuda" and _find(whole, "optimizer.params.torch_adam") is not True,
         # to the host's memory
         offload_optimizer=optimizer.get("device") == "cpu",
         offload_parameters=parameters.get("device") == "cpu",
@@ -242,6 +243,10 @@ def _refuse(whole: Json, dtype: str, stage: int) -> Iterator[Problem]:
     if not stage and _find(whole, f"{ZERO}.offload_optimizer.device") == "cpu":
         what = sentence("ZeRO 1, 2 or 3", "ZeRO 0", "leave it out: DeepSpeed's step fails")
         yield Problem(f"{ZERO}.offload_optimizer", what)
+    optimizer = _find(whole, "optimizer.type")
+    if optimizer is not None and str(optimizer).lower() not in _TWO_MOMENTS:
+        advice = "a plan counts Adam's two moments: leave the section out"
+        yield Problem("optimizer.type", sentence("Adam or AdamW", shown(optimizer), advice))
     for name in DTYPES:
         value = _find(whole, name)
         if value is not None and str(value).lower() not in _DTYPE_NAMES[dtype]:

@@ -71,6 +71,7 @@ def test_every_key_of_deepspeed_has_a_row() -> None:
             'data_types.grad_accum_dtype: expected bfloat16, got "fp32"'),
         ({"bf16": {"enabled": True}, "communication_data_type": "fp32"}, "data_type: expected bf"),
         ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, "bf16_master_weights_and_grads"),
+        ({"optimizer": {"type": "SGD"}}, 'optimizer.type: expected Adam or AdamW, got "SGD"'),
         ({"torch_autocast": {"enabled": True}}, "torch_autocast.enabled: expected false, got true"),
     ],
 )  # fmt: skip
@@ -179,6 +180,13 @@ def test_steps_that_nobody_knows_are_asked_for_where_they_take_memory() -> None:
     assert 'expected a number at ZeRO 2, got "auto"; write 1' in refused(sizes | {"zero": {"stage": 2}})
     assert not read(sizes | {"zero": {"stage": 3}}).zero.accumulates
     assert read(sizes | {"train_batch_size": 8}).zero.accumulates
+
+
+def test_temporaries_are_those_of_the_optimizer() -> None:
+    adam = {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}}
+    assert read({"optimizer": adam | {"params": {}}}).zero.fused_adam
+    assert not read({"optimizer": adam}).zero.fused_adam
+    assert not read({"optimizer": {"type": "adam"}}, kind="cpu").zero.fused_adam
 
 
 def test_pinned_memory_is_that_of_the_json() -> None:
