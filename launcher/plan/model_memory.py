@@ -62,9 +62,11 @@ class Zero:
         return -(-elements // self.world)
 
     def sub_group(self, model: ModelShape) -> int:
-        """Return the elements that the optimizer updates together: stage 3 divides a partition."""
+        """Return the elements that the optimizer updates together: at stage 3 at least one parameter's."""
         share = self.share(model.parameters)
-        return min(share, self.sub_group_elements) if self.stage == 3 else share
+        if self.stage < 3:
+            return share
+        return min(share, max(self.sub_group_elements, self.share(model.largest_parameter)))
 
     def parameters(self, model: ModelShape) -> int:
         """Return bytes of the copy that computes, between passes."""

@@ -341,6 +341,7 @@ def test_a_large_partition_steps_in_its_sub_groups():
     zero = Zero(3, 8, 2)
     assert zero.share(model.parameters) > 3e9
     assert zero.step(model) == (4_000_000_000, 2_000_000_000)
+    assert replace(zero, sub_group_elements=1).step(model)[0] == 4 * zero.share(model.largest_parameter)
     assert zero.start(model) < replace(zero, sub_group_elements=10**12).start(model)
 
 
