@@ -7,7 +7,7 @@ The profiler does not see what gloo's threads free. A tensor whose last owner is
 ended counts as alive for ever; so waits are a little longer here, until gloo has let go.
 
 Example:
-    python tools/check_plan.py                       # all 30 points, five to fifteen minutes
+    python tools/check_plan.py                       # all 38 points, ten to twenty minutes
     python tools/check_plan.py --only zero3 --json
 """
 
@@ -69,6 +69,10 @@ class CheckedSetting(NamedTuple):
     recompute: bool = False  # attention, under checkpointing
     # the engine's start alone, at stage 3: "whole" or "partitioned" (`deepspeed.zero.Init`) as it is made
     start: str | None = None
+    sub_group: int | None = None  # sub_group_size of stage 3
+    fused: bool = False  # an optimizer without temporaries, as on GPUs
+    steps: int = 1  # micro-batches of a step
+    offload: bool = False  # the optimizer
 
     @property
     def name(self) -> str:
@@ -76,6 +80,11 @@ class CheckedSetting(NamedTuple):
         what += "" if self.start is None else f" start {self.start}"
         options = ", checkpointing" if self.checkpointing else ""
         options += "".join(f", {key}" for key in self.long) + (", recompute" if self.recompute else "")
+        options += ", offload" if self.offload else ""
+        options += ", sub-groups" if self.sub_group else ""
+        options += (", fused" if self.fused else "") + (
+            f", {self.steps} micro-batches" if self.steps > 1 else ""
+        )
         heads = f"H{self.heads} G{self.kv_heads}"
         return f"{what} P={self.ranks} T={self.tokens} {heads} {self.dtype} {self.pattern}{options}"
 
@@ -128,6 +137,16 @@ POINTS = [
     _training(1, "float32", LONG, 4096, "window")._replace(long=EVERY, checkpointing=True),
     _training(3, "bfloat16", LONG, 4096, "window")._replace(long=EVERY, checkpointing=True),
     _training(1, "float32", LONG, 4096, "window")._replace(long=EVERY, checkpointing=True, recompute=True),
+    # the optimizer's step is the highest moment
+    _training(3, "bfloat16", DEEP, 64)._replace(sub_group=6_000_000),
+    _training(1, "bfloat16", DEEP, 64)._replace(fused=True),
+    _training(2, "float32", DEEP, 64)._replace(fused=True),
+    # gradients of earlier micro-batches are there at the loss
+    _training(0, "bfloat16", WIDE, 4096)._replace(steps=2),
+    _training(1, "bfloat16", WIDE, 4096)._replace(steps=2),
+    _training(2, "bfloat16", WIDE, 4096)._replace(steps=2),
+    _training(1, "bfloat16", DEEP, 64)._replace(fused=True, offload=True),
+    _training(2, "bfloat16", DEEP, 64)._replace(fused=True, offload=True, steps=2),
     *(
         _training(3, dtype, DEEP, 256)._replace(start=start, ranks=ranks)
         for dtype, start, ranks in (
@@ -148,7 +167,18 @@ def planned(point: CheckedSetting) -> PeakAndTraffic:
     """Return the cost model's plan for the rank that needs most."""
     pattern, element = PATTERNS[point.pattern][0], ELEMENT_BYTES[point.dtype]
     if point.model is not None and point.stage is not None:
-        zero = Zero(point.stage, point.ranks, element, get_bucket(point), point.stage == 3, fused_adam=False)
+        zero = Zero(
+            point.stage,
+            point.ranks,
+            element,
+            get_bucket(point),
+            point.stage == 3,
+            fused_adam=point.fused,
+            accumulates=point.steps > 1,
+            offload_optimizer=point.offload,
+        )
+        if point.sub_group is not None:
+            zero = replace(zero, sub_group_elements=point.sub_group)
         cpu = read_hardware("cpu")
         setting = TrainingSetting(
             point.tokens, point.ranks, 1, point.model, pattern, "auto", zero, point.dtype, cpu,
@@ -205,19 +235,26 @@ def training_rank(point: CheckedSetting) -> PeakAndTraffic:
     sizes = (shape.vocab, shape.hidden, shape.intermediate, shape.layers, shape.heads, shape.kv_heads)
     ids = torch.randint(1, shape.vocab, (1, point.tokens), generator=torch.Generator().manual_seed(0))
     zero = make_zero_section(point.stage, get_bucket(point))
+    if point.sub_group is not None:
+        zero["sub_group_size"] = point.sub_group
     section = {
         "pattern": PATTERNS[point.pattern][1],
         "long_sequence": {key: TILES.get(key, True) for key in point.long},
         "recompute_attention": point.recompute,
     }
+    if point.offload:
+        zero["offload_optimizer"] = {"device": "cpu"}
     low: dict[str, Any] = {"bf16": {"enabled": True}} if point.dtype == "bfloat16" else {}
+    adam = {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True, "fused": point.fused}}
+    keys = low | {"optimizer": adam, "gradient_accumulation_steps": point.steps}
+    keys["zero_force_ds_cpu_optimizer"] = False
     with patient_waits(), measure_cpu_memory() as memory:
         with partitioned_init(point, zero, low):
             model = llama(point.tokens, *sizes, attention="ds_ring", head_dim=shape.head_dim)
         if point.checkpointing:
             model.gradient_checkpointing_enable()
-        engine = make_engine(model, point.ranks, section, zero, **low)
-        for _ in range(0 if point.start is not None else 2):
+        engine = make_engine(model, point.ranks, section, zero, **keys)
+        for _ in range(0 if point.start is not None else 2 * point.steps):
             loss = engine(**engine.ring.shard_batch({"input_ids": ids, "labels": ids.clone()})).loss
             engine.backward(loss)
             engine.step()

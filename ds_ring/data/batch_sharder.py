@@ -36,7 +36,7 @@ from ds_ring.data.batch import (
 from ds_ring.data.batch_sharding import BatchSharding, plan_passes
 from ds_ring.data.dynamic_ring.assignment import Assigned, DynamicRing, joined
 from ds_ring.data.layer_patterns import LayerPatterns
-from ds_ring.data.loss import items_per_batch
+from ds_ring.data.loss import ITEMS, OWN_ITEMS, items_per_batch
 from ds_ring.data.model_needs import ModelNeeds
 from ds_ring.data.packing import DOCUMENT_IDS, RowGroup, group_batch, group_rows, row_kind
 from ds_ring.data.ring_batch import REMEMBERED, RecentBatches, RingBatch
@@ -226,7 +226,7 @@ class BatchSharder:
         labelled_tokens = check_consistency(report, ready.fault, self.mesh, self.device)
         local, sharding = self.cut(ready, mesh, longest)
         if "shift_labels" in local:
-            local["num_items_in_batch"] = items_per_batch(labelled_tokens, self.gradient_divisor, self.device)
+            local[ITEMS] = items_per_batch(labelled_tokens, self.gradient_divisor, self.device)
         return self.batches.record(local, sharding)
 
     def prepare(self, read: Callable[[], Mapping[str, Tensor]]) -> ReadyBatch:
@@ -235,6 +235,8 @@ class BatchSharder:
             documents, needs, batch = self.config.pattern.documents, self.needs, read()
             if isinstance(batch, Mapping):  # what is none is refused below
                 check_divisor(batch, self.gradient_divisor, self.mesh.grid.world_size)
+                if ITEMS in batch:
+                    raise RingConfigError.wrong(f"batch[{ITEMS!r}]", "none", batch[ITEMS], OWN_ITEMS)
             if needs.batches is not None:
                 prepared = needs.batches.prepare(batch, needs.number_tokens)
                 return ReadyBatch(prepared, report_batch(prepared))

@@ -16,7 +16,7 @@ from ds_ring.comm.exchange import Exchange, make_batch_exchange
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.compat.torch import operator
 from ds_ring.data.batch import IGNORE, LABEL_KEYS, LOSS_WEIGHTS, check_local
-from ds_ring.errors import RingShapeError
+from ds_ring.errors import RingConfigError, RingShapeError
 from ds_ring.ops.context import get_object, new_handle
 from ds_ring.ring.merge import get_accumulator_dtype
 
@@ -79,6 +79,25 @@ def items_per_batch(valid_tokens: int, gradient_divisor: float, device: torch.de
     # transformers' losses divide by it when it is given as `num_items_in_batch`. A float32 tensor and not a
     # float, so that `tensor.to(device)` over a whole batch works.
     return torch.tensor(max(valid_tokens, 1) / gradient_divisor, dtype=torch.float32, device=device)
+
+
+ITEMS = "num_items_in_batch"
+OWN_ITEMS = (
+    "a batch gets its own from ds_ring: the labelled tokens of all ranks, over the number of ranks. To weigh"
+    " the micro-batches of a step by their tokens, multiply each loss by steps * n / (the sum of n over the"
+    " step), where n is a sharded batch's num_items_in_batch"
+)
+
+
+def check_items(where: str, items: object) -> None:
+    """Refuse a number of tokens that a user counted, by which a rank's sum would be divided.
+
+    Raises:
+        RingConfigError: it is whole; that of a sharded batch is a float.
+    """
+    is_whole = isinstance(items, int) or (isinstance(items, Tensor) and not items.is_floating_point())
+    if is_whole:
+        raise RingConfigError.wrong(f"{where}: {ITEMS}", "that of the batch", items, OWN_ITEMS)
 
 
 class UncomputedLogits(Protocol):

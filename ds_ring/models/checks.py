@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.utils import TransformersKwargs
+from transformers.utils.generic import TransformersKwargs
 
 from ds_ring.compat.transformers import HAS_RECURRENT_FUNCTIONS, RECURRENT_SINCE
 from ds_ring.data.batch import cache_in
 from ds_ring.data.batch_sharding import BatchSharding
+from ds_ring.data.loss import ITEMS, check_items
 from ds_ring.error_origins import is_inside
 from ds_ring.errors import RingConfigError, RingPatternError, RingShapeError
 from ds_ring.models.attention_name import NAME
@@ -63,6 +64,7 @@ def check_model_call(name: str, arguments: dict[str, Any]) -> None:
         )  # fmt: skip
     if arguments.get("output_attentions"):
         raise refuse_weights(name)
+    check_items(name, arguments.get(ITEMS))
 
 
 LOST_GRADIENTS = (

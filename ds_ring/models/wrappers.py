@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 from ds_ring.data.batch import SHARDING, cache_in, pad_value
 from ds_ring.data.batch_sharding import BatchSharding
 from ds_ring.data.engine import ENGINE, MODULE
+from ds_ring.data.loss import ITEMS
 from ds_ring.data.session import RingSession
 from ds_ring.data.token_flow import TokenFlow
 from ds_ring.errors import RingConfigError, RingShapeError
@@ -53,7 +54,7 @@ _after_model = _model_patch(
     reason="gathers the outputs, if the module around the model reads across tokens",
 )  # fmt: skip
 
-_ITEMS, _MASK = "num_items_in_batch", "attention_mask"
+_MASK = "attention_mask"
 _TOKENS = ("input_ids", "inputs_embeds", "position_ids")
 _INSTEAD = (
     "let the module return a result for each token, or call engine.ring.gather on what the inner model"
@@ -203,7 +204,7 @@ class WrappedModel:
         finally:
             self._flow = None
         results = dict(_tensors(output))
-        flow.check_results(results.values(), kwargs.get(_ITEMS) is not None)
+        flow.check_results(results.values(), kwargs.get(ITEMS) is not None)
         return flow, results
 
     def _decide(self, flow: TokenFlow) -> bool:
@@ -252,7 +253,7 @@ class WrappedModel:
             if not isinstance(x, Tensor):
                 return x
             result = x
-            if name == _ITEMS and x.ndim == 0:
+            if name == ITEMS and x.ndim == 0:
                 result = x * sharding.mesh.sequence_size
             elif x.ndim >= 2 and x.shape[1] == sharding.local_tokens:
                 result = _gathered(x, sharding)

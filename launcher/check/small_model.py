@@ -583,7 +583,8 @@ def make_batch(config: PreTrainedConfig, head: str, tokens: int, seed: int, own_
     named += [*(values.get("vocabulary_map") or {}).values()]  # of codes of images
     flat = [item for value in named for item in (value if isinstance(value, list) else [value])]
     special = {item for item in flat if isinstance(item, int)}
-    plain = torch.tensor([token for token in range(VOCABULARY) if token not in special])
+    known = min(VOCABULARY, getattr(config.get_text_config(), "vocab_size", None) or VOCABULARY)
+    plain = torch.tensor([token for token in range(known) if token not in special])
     generator = torch.Generator().manual_seed(seed + 1)
     shape = (SAMPLES, tokens)
     ids_BT = plain[torch.randint(len(plain), shape, generator=generator)]

@@ -48,7 +48,12 @@ def add(commands: Commands) -> None:
         metavar="T",
         help=_TOKENS,
     )
-    plan.add_argument("--devices", type=int, metavar="N", help="default: the fewest of 1, 2, 4, ... that fit")
+    plan.add_argument(
+        "--devices",
+        type=int,
+        metavar="N",
+        help="default: the fewest of 1, 2, 4, ... or of whole nodes that fit",
+    )
     plan.add_argument("--ring-size", type=int, metavar="P", help="default: devices / Ulysses size")
     shape = "default: 1; --fit tries the most inside a node, too"
     plan.add_argument("--ulysses-size", type=int, metavar="U", help=shape)

@@ -187,7 +187,7 @@ def _memory(planned: Estimate, reach: Reach) -> list[str]:
         most, of_node = max(host, key=lambda name: host[name]), setting.node_devices / GIB
         usable = (setting.usable_host_bytes or 0) * of_node
         text = (
-            f"does not fit: {planned.node_host_bytes / GIB:,.1f} GiB of a node's host at the"
+            f"does not fit: {planned.node_host_bytes / GIB:,.1f} GiB of a {setting.host_name} at the"
             f" {planned.host_peak.name}, of {usable:,.1f} GiB that a plan may take; {most} take"
             f" {host[most] * of_node:,.1f} GiB"
         )
@@ -213,7 +213,7 @@ def describe_plan(planned: Estimate) -> str:
     shape = f" on {planned.setting.split}" if planned.setting.may_split_heads else ""
     memory = f"{planned.peak.total / GIB:.1f} GiB a device"
     if planned.node_host_bytes and not planned.setting.host_is_device:
-        memory += f", {planned.node_host_bytes / GIB:,.0f} of a node's host"
+        memory += f", {planned.node_host_bytes / GIB:,.0f} of a {planned.setting.host_name}"
     return f"{flags}{shape}: {memory}, {planned.step_s:.3g} s a step"
 
 

@@ -53,7 +53,7 @@ def swap_seconds(shard_bytes: int, size: int, hardware: Hardware) -> float:
     """Return the seconds in which all-to-alls of `size` ranks move their own bytes, without latency."""
     # Ulysses ranks are neighbours in the world: of a rank's peers so many share its node.
     inside = min(size, hardware.devices_per_node) - 1
-    rates = (hardware.intra_node_bytes_per_s, hardware.inter_node_bytes_per_s)
+    rates = (hardware.peers_bytes_per_s(inside), hardware.inter_node_bytes_per_s)
     peers = (inside, size - 1 - inside)
     # both kinds of link are at work at once
     return max(shard_bytes * count / size / rate for count, rate in zip(peers, rates, strict=True))
@@ -104,7 +104,7 @@ class Estimate(NamedTuple):
 
     @property
     def node_host_bytes(self) -> int:
-        """Return the most memory on a node's host, of all its devices."""
+        """Return the most memory on a host, of all its devices."""
         return self.host_peak.host_total * self.setting.node_devices
 
     @property
@@ -266,7 +266,7 @@ def estimate(
 # do attention's tensors between its passes. An optimizer on the host gets the gradients of the device's
 # partition and returns parameters; it reads and writes its float32 states (28 bytes a parameter: the copy,
 # two moments, the gradient read; all but the gradient written) at the rate of the host's memory, which all
-# devices of a node share. Parameters on the host come as often as stage 3 gathers them. All of it counts as
+# devices of a host share. Parameters on the host come as often as stage 3 gathers them. All of it counts as
 # if compute hid nothing.
 def get_optimizer_seconds(setting: TrainingSetting) -> float:
     """Return the seconds of an optimizer on the host; 0 without one, or without the rate of its memory."""

@@ -32,6 +32,10 @@ Bytes = Annotated[
     int, Field(ge=1, le=2**60), Accepted("a whole number of bytes above 0", "write 80_000_000_000, say")
 ]
 Count = Annotated[int, Field(ge=1, le=2**20), Accepted("a whole number of at least 1", "write 8, say")]
+CountOrNone = Annotated[
+    Annotated[int, Field(ge=1, le=2**20)] | None,
+    Accepted("a whole number of at least 1, or null", "write 4, say, or leave it out"),
+]
 Rate = Annotated[float, Field(ge=1, le=1e30, allow_inf_nan=False), Accepted(_RATE, "write 3.12e+14, say")]
 RateOrNone = Annotated[
     Annotated[float, Field(ge=1, le=1e30, allow_inf_nan=False)] | None,
@@ -91,6 +95,9 @@ class Hardware(Section):
     kind: DeviceKind = Field(description="cuda also stands for ROCm, as in torch")
     memory_bytes: Bytes = Field(description="of one device (for kind cpu: that one process may use)")
     devices_per_node: Count = Field(description="devices that intra_node_bytes_per_s connects")
+    devices_per_host: CountOrNone = Field(
+        default=None, description="devices that share a host, a part of a node; without it a node is one host"
+    )
     peak_flops: Annotated[
         PeakFlops, Accepted("a mapping of dtypes to rates", "write 'bfloat16: 9.89e+14'")
     ] = Field(description="of one device")
@@ -111,6 +118,9 @@ class Hardware(Section):
     intra_node_bytes_per_s: Rate = Field(
         description="that one device receives from its neighbour in the node"
     )
+    intra_node_links: Count = Field(
+        default=1, description="of a device to its peers in the node, each of that rate; 1 for a switch"
+    )
     inter_node_bytes_per_s: Rate = Field(description="that one device receives from another node")
     link_latency_s: WaitSeconds = Field(description="from a send to the first byte")
     hop_overhead_s: WaitSeconds = Field(description="fixed cost of posting and waiting for a hop's messages")
@@ -119,15 +129,20 @@ class Hardware(Section):
         description="part of the device that the kernels of messages hold inside a node; without it nothing",
     )
     host_memory_bytes: BytesOrNone = Field(
-        default=None, description="of a node's host, for what is offloaded; without it nothing is"
+        default=None, description="of a host, for what is offloaded; without it nothing is"
     )
     host_link_bytes_per_s: RateOrNone = Field(
         default=None, description="between one device and pinned memory of its host, each way"
     )
     host_memory_bytes_per_s: RateOrNone = Field(
-        default=None, description="that a node's processors read and write, for an optimizer on the host"
+        default=None, description="that a host's processors read and write, for an optimizer there"
     )
     source: Sources = Field(description="where each figure is from")
+
+    @property
+    def host_devices(self) -> int:
+        """Return the number of devices that share a host: processes that a launcher starts there."""
+        return self.devices_per_host or self.devices_per_node
 
     def flops(self, dtype: str) -> float:
         """Return peak FLOPs per second in a dtype."""
@@ -144,17 +159,22 @@ class Hardware(Section):
         inside = devices <= self.devices_per_node
         return self.intra_node_bytes_per_s if inside else self.inter_node_bytes_per_s
 
+    def peers_bytes_per_s(self, peers: int) -> float:
+        """Return the rate at which a device receives from so many peers of its node at once."""
+        return self.intra_node_bytes_per_s * max(min(peers, self.intra_node_links), 1)
+
     def collective_bytes_per_s(self, devices: int) -> float:
         """Return the rate at which one of so many devices receives an all-gather or reduce-scatter of all.
 
         NCCL's rings enter and leave a node by all of its adapters, one a device, and pass on inside it: what
         comes from other nodes comes once for all devices of a node. Point-to-point messages and all-to-alls
         have one adapter a device. (A ring an adapter: NVIDIA/nccl issue 601; tools/results/published.md has
-        times.)
+        times.) Where devices have a link to each peer, these rings share out the links.
         """
+        inside = self.peers_bytes_per_s(min(devices, self.devices_per_node) - 1)
         if devices <= self.devices_per_node:
-            return self.intra_node_bytes_per_s
-        return min(self.intra_node_bytes_per_s, self.devices_per_node * self.inter_node_bytes_per_s)
+            return inside
+        return min(inside, self.devices_per_node * self.inter_node_bytes_per_s)
 
     def runs(self, kernel: str, kinds: Iterable[str], refused: Container[str] = ()) -> str:
         """Return the kernel of a name of the JSON.
@@ -194,9 +214,14 @@ def hardware_from(values: dict[str, Any], source: str) -> Hardware:
     if isinstance(filled["peak_flops"], dict) and not any(filled["peak_flops"].values()):
         raise config_error(source, "peak_flops: expected a rate for one dtype at least, got none; add one")
     try:
-        return Hardware.model_validate(filled)
+        hardware = Hardware.model_validate(filled)
     except ValidationError as error:
         raise config_error(source, *list_problems(error, Hardware, "")) from None
+    if hardware.devices_per_node % hardware.host_devices:
+        expected = f"a divisor of devices_per_node, {hardware.devices_per_node}"
+        what = sentence(expected, str(hardware.host_devices), "a node has whole hosts: correct one of them")
+        raise config_error(source, f"devices_per_host: {what}")
+    return hardware
 
 
 def read_hardware(name_or_path: str) -> Hardware:

@@ -254,6 +254,7 @@ def _zero(options: argparse.Namespace, whole: _Raw, dtype: str, devices: int, ki
     numbers = {
         "bucket_elements": _number(section, f"{_ZERO}.", "reduce_bucket_size", least=1, most=2**53),
         "live_elements": _number(section, f"{_ZERO}.", "stage3_max_live_parameters", least=0, most=2**53),
+        "sub_group_elements": _number(section, f"{_ZERO}.", "sub_group_size", least=1, most=2**53),
     }
     sizes: dict[str, Any] = {name: int(value) for name, value in numbers.items() if value is not None}
     overlap = _flag(section, _ZERO, "overlap_comm")

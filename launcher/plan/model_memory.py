@@ -22,7 +22,6 @@ from .pass_memory import PassMemory
 # compared with real runs by `tools/check_plan.py`.
 
 FLOAT = 4
-SUB_GROUP = 1_000_000_000  # parameters of a partition that stage 3 updates together (sub_group_size)
 
 
 def count_pinned(*tensors: float) -> int:
@@ -43,12 +42,17 @@ class Zero:
     bucket_elements: int = 500_000_000  # reduce_bucket_size
     overlap_comm: bool = False  # two buckets instead of one
     live_elements: int = 1_000_000_000  # stage3_max_live_parameters
+    sub_group_elements: int = 1_000_000_000  # of a partition, that stage 3 updates together (sub_group_size)
     # an optimizer without temporaries (DeepSpeed's FusedAdam on GPUs); torch's on the CPU has two of the size
     # of the parameters that it updates
     fused_adam: bool = True
     # offload_optimizer, offload_parameters: to the host's memory; parameters at stage 3 only
     offload_optimizer: bool = False
     offload_parameters: bool = False
+    # pins_optimizer, pins_parameters: their `pin_memory`
+    pins_optimizer: bool = True
+    pins_parameters: bool = True
+    accumulates: bool = False  # a step has several micro-batches (gradient_accumulation_steps)
     # stage 3: parameters are divided as each module is made (`deepspeed.zero.Init`, which transformers'
     # `from_pretrained` uses), so that no rank ever has the whole model
     partitioned_init: bool = True
@@ -56,6 +60,11 @@ class Zero:
     def share(self, elements: int) -> int:
         """Return the elements of one rank's partition."""
         return -(-elements // self.world)
+
+    def sub_group(self, model: ModelShape) -> int:
+        """Return the elements that the optimizer updates together: stage 3 divides a partition."""
+        share = self.share(model.parameters)
+        return min(share, self.sub_group_elements) if self.stage == 3 else share
 
     def parameters(self, model: ModelShape) -> int:
         """Return bytes of the copy that computes, between passes."""
@@ -66,20 +75,30 @@ class Zero:
 
     # [Note: on the host]
     # Optimizer: the float32 copy, two moments and the gradients in float32 are there from the start. Stages
-    # 1 and 2 have a low-precision copy of the partition for the way back, stage 3 the flat gradient
-    # partition. With `pin_memory` these two are pinned, and gradients: at stage 3 those of each sub-group by
-    # itself, at stages 1 and 2 all together, and the float32 copy, too.
+    # 1 and 2 have a low-precision copy of the partition for the way back, and one of the largest parameter,
+    # stage 3 the flat gradient partition. With `pin_memory` these are pinned, and gradients: at stage 3 those
+    # of each sub-group by itself, at stages 1 and 2 all together, and the float32 copy, too. Stage 2 pins the
+    # gradients of earlier micro-batches as well, a parameter's in a tensor; they count as one.
+    # Parameters: one flat tensor, which is always pinned. With `pin_memory` those of each parameter were
+    # pinned as it was divided: torch's allocator keeps these blocks, and no later tensor has their sizes.
     def host(self, model: ModelShape, pins: bool) -> int:
-        """Return bytes that one device keeps on its host, `pins`: with `pin_memory`; [Note: on the host]."""
+        """Return bytes that one device keeps on its host, where it can pin or not; [Note: on the host]."""
         share, element = self.share(model.parameters), self.element_bytes
-        total = element * share if self.offload_parameters and self.stage == 3 else 0
+        total = 0
+        if self.offload_parameters and self.stage == 3:
+            flat = element * share
+            total += count_pinned(flat) + flat * self.pins_parameters if pins else flat
         if not self.offload_optimizer:
             return total
-        gradients = [share] if self.stage < 3 else [SUB_GROUP] * (share // SUB_GROUP) + [share % SUB_GROUP]
+        group = self.sub_group(model)
+        gradients = [group] * (share // group) + [share % group]
         pinned = [element * share, *(FLOAT * elements for elements in gradients)]
-        pinned += [FLOAT * share] if self.stage < 3 else []
-        pageable = (4 * FLOAT + element) * share - sum(pinned)
-        return total + pageable + (count_pinned(*pinned) if pins else sum(pinned))
+        if self.stage < 3:
+            pinned += [FLOAT * share, element * model.largest_parameter]
+        if self.stage == 2 and self.accumulates:
+            pinned.append(element * share)
+        pageable = (3 if self.stage == 3 else 2) * FLOAT * share
+        return total + pageable + (count_pinned(*pinned) if pins and self.pins_optimizer else sum(pinned))
 
     # [Note: gathered parameters]
     # Stage 3 releases a parameter after use unless it is used again within `stage3_max_reuse_distance` and no
@@ -106,20 +125,32 @@ class Zero:
     # one from the start. A parameter larger than the bucket is reduced by itself; that is not modelled.
     def standing_gradients(self, model: ModelShape) -> int:
         """Return bytes kept between passes: stage 3's flat partition and its bucket; [Note: buckets]."""
-        if self.stage < 3:
+        if self.stage == 3:
+            partition = 0 if self.offload_optimizer else self.share(model.parameters)
+            return self.element_bytes * (partition + self.bucket_elements)
+        on_its_way = model.largest_parameter if self.stage and self.offload_optimizer else 0  # to the host
+        return self.element_bytes * on_its_way
+
+    def earlier_gradients(self, model: ModelShape) -> int:
+        """Return bytes that earlier micro-batches of a step leave on the device, beside what always stands.
+
+        Stages 0 and 1 keep all gradients, wherever the optimizer is, stage 2 those of the partition.
+        """
+        if not self.accumulates or self.stage == 3 or (self.stage == 2 and self.offload_optimizer):
             return 0
-        partition = 0 if self.offload_optimizer else self.share(model.parameters)
-        return self.element_bytes * (partition + self.bucket_elements)
+        return self.element_bytes * (self.share(model.parameters) if self.stage == 2 else model.parameters)
 
     def gradients(self, model: ModelShape, elements: int) -> int:
-        """Return bytes in a backward pass that has made the gradients of `made` parameters."""
+        """Return bytes in a backward pass that has made the gradients of so many parameters."""
         if self.stage == 3:
             return 0
         buckets = self.bucket_elements * (1 + self.overlap_comm) if self.stage and elements else 0
         held = elements
         if self.stage == 2:
             held = self.share(model.parameters) if elements else 0
-        if self.stage and self.offload_optimizer:  # each moves to the host once it is reduced
+        # Each moves to the host once it is reduced: at stage 1 after the pass, if nothing is overlapped.
+        moves = self.offload_optimizer and self.stage and (self.stage == 2 or self.overlap_comm)
+        if moves or (self.accumulates and self.stage < 2):  # each is added to that of earlier micro-batches
             held = min(elements, model.largest_parameter)
         return self.element_bytes * (held + buckets)
 
@@ -131,17 +162,20 @@ class Zero:
             return self.element_bytes * self.share(model.parameters)
         return self.element_bytes * min(model.parameters, 500_000_000)  # the engine's own bucket
 
+    # The optimizer takes float32 gradients of a flat partition, at stage 3 of one sub-group, which are freed
+    # before the next. They are made of a flat copy of the gradients in low precision, which is freed before
+    # the step. At stages 1 and 2 the gradients themselves wait for that; at stage 3 they always stay.
     def step(self, model: ModelShape) -> tuple[int, int]:
         """Return bytes of gradients and temporaries while the optimizer steps."""
-        whole, share = model.parameters, self.share(model.parameters)
+        whole, element = model.parameters, self.element_bytes
         if self.offload_optimizer:
             return 0, 0
-        if self.stage:
-            gradients = FLOAT * share
-            temporary = 0 if self.fused_adam else 2 * FLOAT * share
-            return gradients, temporary
-        gradients = (self.element_bytes + (FLOAT if self.element_bytes < FLOAT else 0)) * whole
-        return gradients, 0 if self.fused_adam else 2 * FLOAT * model.largest_parameter
+        if not self.stage:
+            gradients = (element + (FLOAT if element < FLOAT else 0)) * whole
+            return gradients, 0 if self.fused_adam else 2 * FLOAT * model.largest_parameter
+        group = self.sub_group(model)
+        flat = (element if element < FLOAT else 0) + (element if self.stage < 3 else 0)
+        return FLOAT * group, max(flat, 0 if self.fused_adam else 2 * FLOAT) * group
 
     # [Note: the start at stage 3]
     # Measured with DeepSpeed 0.19.8, 2 and 4 ranks, three sizes of buckets (tools/check_plan.py): parameters
@@ -151,14 +185,16 @@ class Zero:
     def start(self, model: ModelShape) -> int:
         """Return bytes while the engine is made: stages 1 and 2 flatten, stage 3 partitions."""
         element, whole = self.element_bytes, self.element_bytes * model.parameters
-        share = 0 if self.offload_optimizer else self.share(model.parameters)
+        share, group = self.share(model.parameters), self.sub_group(model)
+        if self.offload_optimizer:
+            share = group = 0
         if self.stage == 0:
             return whole
         if self.stage < 3:
             return max(2 * whole, whole + FLOAT * share)
         parameters = self.parameters(model)
         partition = parameters + element * model.largest_parameter if self.partitioned_init else whole
-        copies = parameters + 2 * FLOAT * share
+        copies = parameters + FLOAT * (share + group)
         buckets = element * (self.bucket_elements + 2 * model.largest_parameter)
         return max(partition, copies, parameters + (element + FLOAT) * share + buckets)
 
@@ -365,11 +401,13 @@ class TrainingStep:
 
     def _states(self, elements: int, passing: bool = True) -> Components:
         zero, model = self.zero, self.model
+        gradients = zero.standing_gradients(model) + zero.gradients(model, elements)
+        gradients += zero.earlier_gradients(model) if passing else 0
         return {
             "parameters": zero.parameters(model),
             "gathered parameters": zero.gathered(model) if passing else 0,
             "optimizer states": zero.optimizer(model),
-            "gradients": zero.standing_gradients(model) + zero.gradients(model, elements),
+            "gradients": gradients,
             "ring buffers": self.ring.buffers,
         }
 

@@ -19,7 +19,7 @@ def plan_more_devices(
 ) -> list[Estimate]:  # fmt: skip
     """Return plans on as many devices and on 2, 3, 4 and 8 times as many: in a larger ring, and by replicas.
 
-    Three times as many only where these are whole nodes. Each has what --fit chooses there, beside the
+    Three times as many only where these are whole hosts. Each has what --fit chooses there, beside the
     options that were asked for; these alone where nothing fits.
 
     Args:
@@ -30,7 +30,7 @@ def plan_more_devices(
     """
     plans: list[Estimate] = []
     for times in TIMES:
-        if times == 3 and times * setting.devices % setting.hardware.devices_per_node:
+        if times == 3 and times * setting.devices % setting.hardware.host_devices:
             continue
         say(f"{times * setting.devices} devices")
         larger = replace(

@@ -438,13 +438,14 @@ def fewest_planned(setting: TrainingSetting) -> tuple[TrainingSetting | None, Es
 def fewest_devices(setting: TrainingSetting, beyond: int = 0) -> TrainingSetting | None:
     """Return the setting on the fewest devices, more than `beyond`, that fit, all in one ring, or None.
 
-    Looked at are powers of two, and three halves of them where these are whole nodes.
+    Looked at are 1, 2, 4, ... devices and 1, 2, 3, 4, 6, ... nodes; of both, what Ulysses ranks divide.
     """
     unit = 1 if setting.may_add_options and setting.may_split_heads else setting.ulysses_size
-    doubled = [unit << power for power in range(MAX_DEVICES.bit_length()) if unit << power <= MAX_DEVICES]
-    nodes = [3 * size // 2 for size in doubled if 3 * size // 2 % setting.hardware.devices_per_node == 0]
-    for size in sorted({*doubled, *(size for size in nodes if size % unit == 0)}):
-        if beyond < size < setting.tokens + unit:
+    nodes = lcm(setting.hardware.devices_per_node, unit)
+    powers = range(MAX_DEVICES.bit_length())
+    sizes = {start << power for start in (unit, nodes, 3 * nodes) for power in powers}
+    for size in sorted(sizes):
+        if beyond < size < setting.tokens + unit and size <= MAX_DEVICES:
             zero = replace(setting.zero, world=size)
             whole = replace(setting, ring_size=size // unit, ulysses_size=unit, zero=zero)
             for shape in list_shapes(whole):

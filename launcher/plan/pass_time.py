@@ -257,7 +257,9 @@ def pass_cost(
     classes = [part.head_class for part in parts for _ in range(part.times)]
     # A plan that does not go by nodes has 0 ranks of a node: no peer is inside.
     way = classes[0].directions[0]
-    first_hop, node = way.hops[0], way.direction.ranks_per_node
+    # Hosts of one node share its links: none of their messages has another rate.
+    is_one_rate = bytes_per_s == hardware.intra_node_bytes_per_s
+    first_hop, node = way.hops[0], 0 if is_one_rate else way.direction.ranks_per_node
     inside = lambda peer: node > 0 and first_hop is not None and peer // node == first_hop.origin // node  # noqa: E731
     efficiency, lines, in_hops, sent = hardware.efficiency(shape.kernel), [], [], []
     share = hardware.message_share or 0.0

@@ -66,7 +66,7 @@ class TrainingSetting:
     # kernel, block_size: as in the JSON
     kernel: str = "auto"
     block_size: int = 128
-    # neighbours on a ring that share a node; None: as the runtime finds it with the hardware's nodes, 0: not
+    # neighbours on a ring that share a host; None: as the runtime finds it with the hardware's hosts, 0: not
     # known, which makes one ring of all ranks
     ring_ranks_per_node: int | None = None
     # the other layers (`other_layers.py`): their kind, their pattern, how many there are
@@ -143,7 +143,14 @@ class TrainingSetting:
     @property
     def node_devices(self) -> int:
         """Return how many devices of the setting share a host."""
-        return min(self.devices, self.hardware.devices_per_node)
+        return min(self.devices, self.hardware.host_devices)
+
+    @property
+    def host_name(self) -> str:
+        """Return what reports call the host: that of a node, or of the devices in a part of it."""
+        hardware = self.hardware
+        is_node = hardware.host_devices == hardware.devices_per_node
+        return "node's host" if is_node else f"host of {hardware.host_devices} devices"
 
     @property
     def usable_host_bytes(self) -> float | None:
@@ -172,7 +179,8 @@ class TrainingSetting:
         neighbours = self.ring_ranks_per_node
         if neighbours is None:
             grid = Grid(self.devices, self.ring_size, self.ulysses_size)
-            neighbours = grid.ring_ranks_per_node(0, self.hardware.devices_per_node) or 0
+            # The runtime counts the processes of a host (torchrun's LOCAL_WORLD_SIZE), not links.
+            neighbours = grid.ring_ranks_per_node(0, self.hardware.host_devices) or 0
         return neighbours
 
 

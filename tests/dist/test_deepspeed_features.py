@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import ds_ring
 from tests.dist.deepspeed_ranks import (
@@ -168,6 +169,47 @@ def test_a_direct_backward_is_exact_or_refused(rank_pool: Any) -> None:
     for stage in (1, 2):
         for text, _ in rank_pool(2).run(direct_backward, stage, 2):
             assert "expected engine.backward(loss), got a direct call" in text
+
+
+def weighted_by_tokens(rank: int, world_size: int) -> tuple[list[str], Tensor]:
+    """Refusals of an own num_items_in_batch; a step whose micro-batches are weighted by their tokens."""
+    model = build_model(SIZE, "sdpa")
+    engine = start_engine(model, json_config(2, 2, 1, gradient_accumulation_steps=2))
+    batches = list(map(engine.ring.shard_batch, uneven_batches()))
+    texts = [
+        catch_refusal(
+            engine.ring.shard_batch, uneven_batches()[0] | {"num_items_in_batch": torch.tensor(40)}
+        ),
+        catch_refusal(engine.ring.shard_batch, uneven_batches()[0] | {"num_items_in_batch": 40}),
+        catch_refusal(engine, **(batches[0] | {"num_items_in_batch": torch.tensor(40)})),
+        catch_refusal(engine, **(batches[0] | {"num_items_in_batch": 40})),
+    ]
+    items = [batch["num_items_in_batch"] for batch in batches]
+    for batch, own in zip(batches, items, strict=True):
+        engine.backward(engine(**batch).loss * 2 * own / sum(items))
+        engine.step()
+    return texts, model.lm_head.weight.detach().clone()
+
+
+def uneven_batches() -> list[dict[str, Tensor]]:
+    first, second = build_batch(SIZE), build_batch(SIZE)
+    labels = second["labels"].clone()
+    labels[:, 5:] = -100
+    return [first, second | {"labels": labels}]
+
+
+def test_an_own_number_of_tokens_is_refused_with_what_serves_instead(rank_pool: Any) -> None:
+    """(The batch's was taken for a tensor of tokens; the model's call divided by it on each rank: 1 / P.)"""
+    alone = build_model(SIZE, "sdpa")
+    count = sum(int((batch["labels"][:, 1:] >= 0).sum()) for batch in uneven_batches())
+    for batch in uneven_batches():
+        alone(**batch, num_items_in_batch=count).loss.backward()
+    expected = alone.lm_head.weight - 0.1 * alone.lm_head.weight.grad
+    for texts, weight in rank_pool(2).run(weighted_by_tokens):
+        for text in texts:
+            assert "multiply each loss by steps * n / (the sum of n over the step)" in text, text
+            assert "num_items_in_batch" in text and "got " in text
+        assert torch.allclose(weight, expected, atol=1e-6)
 
 
 def optimizer_on_rank_0(rank: int, world_size: int) -> str:

@@ -26,7 +26,7 @@ from ds_ring.config.json_text import SECTION
 from ds_ring.data.batch import EMBEDS, IGNORE, cache_in, warn_about_shifted_padding
 from ds_ring.data.batch_sharding import BatchSharding
 from ds_ring.data.engine import DEEPSPEED, ENGINE, MODULE, is_transformers_model
-from ds_ring.data.loss import get_mesh_number, sequence_sum_op
+from ds_ring.data.loss import ITEMS, get_mesh_number, sequence_sum_op
 from ds_ring.data.outputs import Gather, is_number, make_whole_output
 from ds_ring.data.session import RingSession
 from ds_ring.engines.deepspeed.initialize import leave_shm_out
@@ -37,13 +37,12 @@ from ds_ring.plugin import TRAINERS, load
 from ds_ring.schedule.layout import Layout
 from ds_ring.start import initialize
 
-_ITEMS = "num_items_in_batch"
 # What TRL's fused head returns for each label: one fewer than tokens where it shifts the labels itself.
 _OF_LABELS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask")
 # Sums over the tokens of TRL's head before 1.16.
 _COUNTS = ("num_correct_tokens", "entropy_sum", "num_valid_tokens")
 _KEEP = "logits_to_keep"  # transformers' argument
-_LABELS = ("labels", "shift_labels", _ITEMS)
+_LABELS = ("labels", "shift_labels", ITEMS)
 # Where documents begin, for kernels of variable length; position ids say the same.
 _BORDERS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
@@ -177,16 +176,16 @@ class WholeBatches:
         if cache_in(kwargs) is not None:  # `generate` cuts its prompts itself
             return None
         arguments = self._named(args, kwargs)
-        items, keep = arguments.pop(_ITEMS, None), self._kept_logits(arguments)
+        items, keep = arguments.pop(ITEMS, None), self._kept_logits(arguments)
         batch = {key: x for key, x in arguments.items() if isinstance(x, Tensor) and x.ndim > 0}
         flushed, left_B1 = self._flushed(_without_borders(batch))
         local: dict[str, Any] = dict(self._session.shard_batch(flushed))
-        if _ITEMS in local and (items is not None or not torch.is_grad_enabled()):
+        if ITEMS in local and (items is not None or not torch.is_grad_enabled()):
             if items is None:  # the labelled tokens of this rank's sequences
                 mine = (local["shift_labels"] != IGNORE).sum().float()
                 items = sequence_sum_op(mine, get_mesh_number(self._session.run_mesh)).clamp_min(1)
             items = torch.as_tensor(items, device=self._session.device)
-            local[_ITEMS] = items * self.share
+            local[ITEMS] = items * self.share
         shifts = "labels" in arguments and "shift_labels" not in arguments
         self._outermost = module, self._session.batches.current, shifts, left_B1, keep
         rest = {key: x for key, x in arguments.items() if key not in batch and key not in _BORDERS}
@@ -205,10 +204,10 @@ class WholeBatches:
         self._outermost = None
         if output is None:  # the call failed
             return None
-        if is_number(output) and _ITEMS not in self._parameters:
+        if is_number(output) and ITEMS not in self._parameters:
             raise RingConfigError(
-                f"{type(self._module).__name__}: expected logits, or a loss by {_ITEMS}, got a tensor"
-                f" {list(output.shape)}; return logits, or divide the sum of the loss by {_ITEMS}"
+                f"{type(self._module).__name__}: expected logits, or a loss by {ITEMS}, got a tensor"
+                f" {list(output.shape)}; return logits, or divide the sum of the loss by {ITEMS}"
             )
         whole = partial(_whole, self._session, sharding, left_B1)
         by_name: dict[str, Gather] = {}

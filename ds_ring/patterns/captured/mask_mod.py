@@ -167,7 +167,8 @@ class MaskMod(Pattern):
 
     It is evaluated as FlexAttention does: with 0-d tensors, by vmap over samples, heads, queries and keys.
     One that depends on the head is evaluated for each head, with the head's number among all query heads of
-    the model; one that depends on the batch for each sample, numbered in this rank's batch.
+    the call, those of other Ulysses ranks included; one that depends on the batch for each sample, numbered
+    in this rank's batch.
 
     The function is traced here, and the pattern is a value: it holds copies of the tensors that the function
     captured. Two are equal if their code and all captured values are, tensors included; ranks compare them

@@ -32,6 +32,28 @@ def test_a_model_is_exact_and_with_another_mask_it_is_not(
     assert report["section"] == section | {"ring_size": 1}
 
 
+@pytest.mark.parametrize(
+    ("changes", "measured"),
+    [
+        ({"vocab_size": 20}, "float64"),  # (an index out of range)
+        (
+            {"model_type": "mistral", "sliding_window": 6},
+            "moved weights",
+        ),  # (float64 had NaN: "inf is allowed")
+    ],
+)
+def test_small_vocabularies_and_padded_windows_are_checked(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path, changes: dict[str, Any], measured: str
+) -> None:
+    sizes = {"model_type": "llama", "vocab_size": 256, "hidden_size": 32, "intermediate_size": 48}
+    sizes |= {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    (tmp_path / "config.json").write_text(json.dumps(sizes | changes))
+    words = ["check-model", str(tmp_path), "--ring-size", "1", "--tokens", "32"]
+    assert cli.main([*words, "--batch", "packed", "--layers", "1"]) == 0
+    printed = capfd.readouterr().out
+    assert f"rounding of one process ({measured}): " in printed and "inf" not in printed, printed
+
+
 def test_ranks_that_do_not_end_are_wrong(capfd: pytest.CaptureFixture[str]) -> None:
     assert cli.main([*LLAMA, "--deadline-seconds", "0.001"]) == 1
     assert capfd.readouterr().out.startswith("WRONG: llama: expected all ranks to end within 0.001 s, got 1")
