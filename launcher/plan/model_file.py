@@ -264,9 +264,9 @@ class ModelShape:
         return self.counts.active_width
 
     @cached_property
-    def mlp_matrices(self) -> int:
-        """Return how many matrices an MLP has: gate, up and down, or two."""
-        return self.counts.mlp_matrices
+    def mlp_saved(self) -> int:
+        """Return how many tensors of its width an MLP saves."""
+        return self.counts.mlp_saved
 
     @cached_property
     def layer_parameters(self) -> int:

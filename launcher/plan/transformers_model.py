@@ -34,7 +34,7 @@ _PROJECTIONS = {
     "q": "q_proj", "query": "q_proj", "k": "k_proj", "key": "k_proj",
     "qkv": "qkv", "wqkv": "qkv", "query_key_value": "qkv", "c_attn": "qkv",
 }  # fmt: skip
-_GATED, _PLAIN = 3, 2  # matrices of an MLP
+_PLAIN, _GATED = 2, 3  # matrices of an MLP
 
 
 class Counts(NamedTuple):
@@ -48,7 +48,8 @@ class Counts(NamedTuple):
     active_width: int  # of the MLP that a token runs; the mean of layers that differ
     head: int  # the output matrix, which may be the embedding
     largest: int  # tensor
-    mlp_matrices: int = _GATED  # of an MLP: gate, up and down, or two
+    # tensors of an MLP's width that are saved: of Llama's the gate, silu(gate), up and their product
+    mlp_saved: int = 4
 
 
 class Experts(NamedTuple):
@@ -199,8 +200,26 @@ def count_parameters(whole: Mapping[str, Any], reading: LayerReading) -> Counts:
         active_width=round(active_mlp / (len(layers) * reading.hidden * mlp_matrices)),
         head=head.weight.numel() if hasattr(head, "weight") else 0,
         largest=max(numbers),
-        mlp_matrices=mlp_matrices,
+        mlp_saved=_count_saved(layers[0]) + 2 * (mlp_matrices == _GATED),
     )
+
+
+def _count_saved(layer: Any) -> int:
+    """Return how many tensors the activation of an MLP saves; its output, which a matrix saves, included."""
+    import torch
+
+    names = ((path.rpartition(".")[2], module) for path, module in layer.named_modules())
+    activation = next((part for name, part in names if name.startswith("act")), torch.nn.functional.silu)
+    saved: list[torch.Tensor] = []
+
+    def save(x: torch.Tensor) -> torch.Tensor:
+        saved.append(x)
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda x: x):
+        x = torch.empty(1, 8, device="meta", requires_grad=True)
+        saved.append(activation(x))
+    return len({tensor.untyped_storage()._cdata for tensor in saved if tensor.numel() == x.numel()})
 
 
 def _make_model(config: Any) -> Any:

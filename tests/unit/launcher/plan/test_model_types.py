@@ -108,6 +108,7 @@ def _try(model_type: str) -> bool:
     return is_planned(model_type)
 
 
+@pytest.mark.day("gemma2", "gpt_oss", "llama", "mistral", "qwen3", "qwen3_moe")
 @pytest.mark.parametrize("model_type", sorted(FORMULA))
 def test_types_of_the_formula_need_no_model(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transformers_model, "_make_model", None)
@@ -181,7 +182,20 @@ def test_experts_and_matrices_are_those_of_the_model() -> None:
     active = shape.layers * shape.active_mlp_parameters + shape.mixing_parameters + shape.head_parameters
     assert active / 1e9 == pytest.approx(37, rel=0.02)
     assert shape.active_intermediate == pytest.approx(18432, rel=0.01)
-    widths = {"gpt_neox": (2, 24576), "phi": (2, 8192), "lfm2": (3, 8192), "llama4_text": (3, 16384)}
-    for model_type, (matrices, width) in widths.items():
+    for model_type, width in {"gpt_neox": 24576, "lfm2": 8192, "llama4_text": 16384}.items():
         shape = _from_transformers(write(CONFIG_MAPPING[model_type]()))
-        assert shape.mlp_matrices == matrices and shape.active_intermediate == pytest.approx(width, rel=0.01)
+        assert shape.active_intermediate == pytest.approx(width, rel=0.01)
+
+
+# GELU in one kernel, in Python's operations, ReLU, its square, and gated ones.
+@pytest.mark.parametrize("model_type", ["gpt_neox", "phi", "opt", "nemotron", "exaone", "gemma3_text"])
+def test_an_mlp_saves_as_many_tensors_as_autograd_does(model_type: str) -> None:
+    config = shrink(read_config(model_type), 61)
+    shape = _from_transformers(write(config))
+    width, saved = shape.active_intermediate, []
+    model = AutoModelForCausalLM.from_config(config).train()
+    (layers,) = [part for part in model.modules() if isinstance(part, torch.nn.ModuleList)][:1]
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        model(input_ids=torch.arange(61)[None])
+    wide = {x.untyped_storage()._cdata for x in saved if x.shape[-1:] == (width,) and x.numel() == 61 * width}
+    assert len(wide) == len(layers) * shape.mlp_saved
