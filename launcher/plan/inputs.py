@@ -25,8 +25,8 @@ from .hardware import read_hardware
 from .model_file import (
     layer_patterns,
     patterns_by,
+    read_complete_config,
     read_model,
-    with_layer_types,
 )
 from .model_memory import Zero
 from .options import (
@@ -156,7 +156,7 @@ def _setting(
     model_patterns = (
         (None,) * model.layers
         if options.hf_config is None
-        else patterns_by(with_layer_types(options.hf_config))
+        else patterns_by(read_complete_config(options.hf_config))
     )
     patterns = layer_patterns(config, model_patterns, options.tokens or MAX_TOKENS)
     kinds = model.kinds or (None,) * model.layers
