@@ -21,6 +21,7 @@ from ds_ring.masks.pattern import Pattern
 from ds_ring.plugin import PASSES
 
 from ..commands.parsers import require_sizes
+from .deepspeed_json import read_deepspeed
 from .hardware import read_hardware
 from .model_file import (
     layer_patterns,
@@ -28,11 +29,9 @@ from .model_file import (
     read_complete_config,
     read_model,
 )
-from .model_memory import Zero
 from .options import (
     MAX_TOKENS,
     OPTIONS,
-    PRECISION_KEYS,
     fewest_devices,
     longest_planned,
     plan_whole,
@@ -40,10 +39,9 @@ from .options import (
     tiled_mlp,
 )
 from .other_layers import Kind, Selection
-from .training_setting import ELEMENT_BYTES, TrainingSetting
+from .training_setting import TrainingSetting
 
 _Raw = dict[str, Any]
-_ZERO = "zero_optimization"
 _MAX_DEVICES = 2**16
 DEFAULT_TILE = MAX_TOKENS  # of --tiled-loss and --tiled-mlp without a number
 _MAX_SIZES = {
@@ -149,9 +147,8 @@ def _setting(
         raise RingConfigError.wrong(
             "ulysses_size", f"a divisor of {model.kv_heads} K/V heads", ulysses, advice
         )
-    from_json = _dtype(whole, bool(options.config))
-    dtype = options.dtype or from_json
     hardware = read_hardware(options.hardware)
+    dtype, batch, zero = read_deepspeed(options, whole, model, devices, ring * ulysses, hardware.kind)
     hardware.flops(dtype)  # or an error with its dtypes
     model_patterns = (
         (None,) * model.layers
@@ -180,10 +177,10 @@ def _setting(
         pattern=tuple(attention.items()),
         other_layers=tuple((*which, layers) for which, layers in other_layers.items()),
         layout=config.layout,
-        zero=_zero(options, whole, dtype, devices or ring * ulysses, hardware.kind),
+        zero=zero,
         dtype=dtype,
         hardware=hardware,
-        batch=options.batch or _batch(whole, (devices or ring * ulysses) // (ring * ulysses)),
+        batch=batch,
         recompute_attention=float(config.recompute_attention),
         may_add_options=options.fit,
         may_split_heads=not (names_shape or config.dynamic_ring or model.other_layers),
@@ -227,75 +224,3 @@ def _with_options(
             raise RingConfigError(f"{option.flag}: {sentence(option.needs, 'another one', 'leave it out')}")
         setting = option.apply(setting)
     return setting
-
-
-def _batch(whole: _Raw, replicas: int) -> int:
-    """Return the sequences of a ring at a time, as DeepSpeed finds them; 1 where the JSON says none."""
-    keys = ("train_micro_batch_size_per_gpu", "train_batch_size", "gradient_accumulation_steps")
-    batch, samples, steps = (_number(whole, "", key, least=1, most=2**20) for key in keys)
-    return int(batch or (samples or 1) // ((steps or 1) * replicas) or 1)
-
-
-def _dtype(whole: _Raw, from_json: bool) -> str:
-    """Return what the JSON enables; DeepSpeed's default is float32, ours without a JSON bfloat16."""
-    for key, name in PRECISION_KEYS.items():
-        if _flag(_mapping(whole, key), key, "enabled"):
-            return name
-    return "float32" if from_json else "bfloat16"
-
-
-def _zero(options: argparse.Namespace, whole: _Raw, dtype: str, devices: int, kind: str) -> Zero:
-    section = _mapping(whole, _ZERO)
-    stage = options.zero_stage
-    if stage is None:
-        given_stage = _number(section, f"{_ZERO}.", "stage", least=0, most=3)
-        # Without a JSON the ZeRO stage is 3, which long sequences need.
-        stage = int(given_stage or 0) if options.config else 3
-    numbers = {
-        "bucket_elements": _number(section, f"{_ZERO}.", "reduce_bucket_size", least=1, most=2**53),
-        "live_elements": _number(section, f"{_ZERO}.", "stage3_max_live_parameters", least=0, most=2**53),
-        "sub_group_elements": _number(section, f"{_ZERO}.", "sub_group_size", least=1, most=2**53),
-    }
-    sizes: dict[str, Any] = {name: int(value) for name, value in numbers.items() if value is not None}
-    overlap = _flag(section, _ZERO, "overlap_comm")
-    return Zero(
-        stage,
-        devices,
-        ELEMENT_BYTES[dtype],
-        overlap_comm=stage == 3 if overlap is None else overlap,
-        fused_adam=kind == "cuda",
-        # to the host's memory
-        offload_optimizer=_mapping(section, "offload_optimizer", f"{_ZERO}.").get("device") == "cpu",
-        offload_parameters=_mapping(section, "offload_param", f"{_ZERO}.").get("device") == "cpu",
-        **sizes,
-    )
-
-
-def _mapping(whole: _Raw, key: str, prefix: str = "") -> _Raw:
-    """Return a sub-section of DeepSpeed's; nothing where it is left out."""
-    value = whole.get(key)
-    if value is not None and not isinstance(value, dict):
-        raise RingConfigError.wrong(f"--config: {prefix}{key}", "an object {...}", value, "correct it")
-    return value or {}
-
-
-def _number(section: _Raw, prefix: str, key: str, *, least: int, most: int) -> float | None:
-    """Return a number of DeepSpeed's, None where it is left out or "auto"."""
-    value = section.get(key)
-    if value is None or value == "auto":
-        return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= most:
-        what = sentence(f"a number from {least} to {most:,}", shown(value), "correct it")
-        raise RingConfigError(f"--config: {prefix}{key}: {what}")
-    return value
-
-
-def _flag(section: _Raw, prefix: str, key: str) -> bool | None:
-    """Return a switch of DeepSpeed's, None where it is left out or "auto"."""
-    value = section.get(key)
-    if value is None or value == "auto":
-        return None
-    if not isinstance(value, bool):
-        what = sentence("true or false", shown(value), "write it without quotes")
-        raise RingConfigError(f"--config: {prefix}.{key}: {what}")
-    return value

@@ -19,6 +19,7 @@ from ds_ring.memory.tiles.keys import get_chunk_tokens
 from ds_ring.plugin import KERNELS, unmeasured
 from ds_ring.schedule.lowering import LONG_SHARD
 
+from .deepspeed_json import PRECISION_KEYS
 from .estimate import Estimate, estimate, fits, settle, training_step
 from .layer_passes import LayerPasses, layer_passes, rough_pass_memory
 from .pass_memory import PassMemory
@@ -63,8 +64,8 @@ def _make_long(key: str, value: int | None = True) -> Json:
     return {"ring_attention": {"long_sequence": {key: value}}}
 
 
-def _make_offload(key: str) -> Json:
-    return {"zero_optimization": {key: {"device": "cpu", "pin_memory": True}}}
+def _make_offload(key: str, pins: bool) -> Json:
+    return {"zero_optimization": {key: {"device": "cpu", "pin_memory": pins}}}
 
 
 OPTIONS = (
@@ -120,7 +121,7 @@ OPTIONS = (
     ),
     MemoryOption(
         "--offload-optimizer",
-        lambda s: _make_offload("offload_optimizer"),
+        lambda s: _make_offload("offload_optimizer", s.zero.pins_optimizer),
         lambda s: s.zero.offload_optimizer,
         lambda s: replace(s, zero=replace(s.zero, offload_optimizer=True)),
         f"ZeRO 1, 2 or 3 and {_HOST}",
@@ -128,7 +129,7 @@ OPTIONS = (
     ),
     MemoryOption(
         "--offload-param",
-        lambda s: _make_offload("offload_param"),
+        lambda s: _make_offload("offload_param", s.zero.pins_parameters),
         lambda s: s.zero.offload_parameters,
         lambda s: replace(s, zero=replace(s.zero, offload_parameters=True)),
         f"ZeRO 3 and {_HOST}",
@@ -136,7 +137,6 @@ OPTIONS = (
     ),
 )
 
-PRECISION_KEYS = {"bf16": "bfloat16", "fp16": "float16"}  # of DeepSpeed's JSON, with their dtypes
 CLEARLY_MORE, HARDLY_SLOWER = 0.1, 1.01  # of the memory that a plan may take; of its seconds
 
 OptionSet = tuple[MemoryOption, ...]
@@ -314,7 +314,7 @@ def make_deepspeed_json(setting: TrainingSetting, config: Json) -> Json:
     precision = {
         key: {"enabled": dtype == setting.dtype}
         for key, dtype in PRECISION_KEYS.items()
-        if dtype == setting.dtype or config.get(key, {}).get("enabled") is True
+        if dtype == setting.dtype or config.get(key, {}).get("enabled") in (True, "auto")
     }
     sizes = {"ring_size": ring} | ({"ulysses_size": ulysses} if ulysses > 1 else {})
     chosen: Json = {

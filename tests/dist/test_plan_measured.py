@@ -20,6 +20,9 @@ POINTS = [
     CheckedSetting(4, 4096, 8, 4, "bfloat16", "causal"),
     CheckedSetting(2, 1024, 4, 2, "float32", "causal", 1, MODEL),
     CheckedSetting(2, 1024, 4, 2, "bfloat16", "window", 2, MODEL),
+    CheckedSetting(2, 1024, 4, 2, "bfloat16", "causal", 1, MODEL, steps=2),
+    CheckedSetting(2, 64, 4, 2, "bfloat16", "causal", 2, MODEL, fused=True),
+    CheckedSetting(2, 64, 4, 2, "bfloat16", "causal", 3, MODEL, fused=True, sub_group=600_000),
     CheckedSetting(2, 256, 4, 2, "bfloat16", "causal", 3, MODEL, start="partitioned"),
     CheckedSetting(2, 256, 4, 2, "float32", "causal", 3, MODEL, start="whole"),
 ]

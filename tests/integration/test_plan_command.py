@@ -268,6 +268,11 @@ def test_nothing_fits(capsys, tmp_path: Path):
         ({"zero_optimization": {"offload_param": "cpu"}},
             "zero_optimization.offload_param: expected an object {...}, got cpu"),
         ({"train_micro_batch_size_per_gpu": 0}, "size_per_gpu: expected a number from 1 to 1,048,576"),
+        ({"bf16": {"enabled": "auto"}}, 'bf16.enabled: expected true or false, got "auto"; give --dtype'),
+        ({"train_batch_size": 8, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 4},
+            "train_batch_size: expected 4 (1 a replica x 4 steps x 1 replicas), got 8"),
+        ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}},
+            'offload_optimizer.device: expected "cpu" or "none", got "nvme"'),
     ],
 )  # fmt: skip
 def test_a_wrong_deepspeed_json_is_refused(capsys, tmp_path: Path, config, says):
@@ -275,6 +280,20 @@ def test_a_wrong_deepspeed_json_is_refused(capsys, tmp_path: Path, config, says)
     path.write_text(json.dumps({"sequence_parallel_size": 2, "ring_attention": {}} | config))
     options = ["--tokens", "64", "--devices", "2", "--config", str(path)]
     assert says in refused(capsys, *SIZES, *options)
+
+
+def test_micro_batches_of_a_step_take_memory(capsys, tmp_path: Path):
+    """(ZeRO 1 with eight micro-batches fitted a sequence without the gradients of seven.)"""
+    path, peaks = tmp_path / "ds.json", []
+    config = {"ring_attention": {}, "sequence_parallel_size": 8, "bf16": {"enabled": True}}
+    config |= {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 1}}
+    for steps in (1, 8):
+        path.write_text(json.dumps(config | {"gradient_accumulation_steps": steps}))
+        arguments = ["--config", str(path), "--tokens", "131072", "--activation-checkpointing"]
+        found = plan(capsys, *LLAMA_8B, *arguments)
+        peaks.append(found["memory"]["peak_bytes"])
+    assert peaks[1] - peaks[0] == pytest.approx(16e9, rel=0.05)  # all gradients in bfloat16
+    assert not found["memory"]["fits"]
 
 
 def test_a_size_of_a_config_json_that_is_no_number_is_refused(capsys):

@@ -91,8 +91,8 @@ def on_devices(setting: TrainingSetting, devices: int) -> TrainingSetting:
 def search_exhaustively(holds: Callable[[int], bool], most: int) -> int:
     """Return the longest of lengths 1 / 128 apart that holds, from the longest on."""
     tokens = most
-    while tokens > 128 and not holds(tokens):
-        tokens -= tokens // 128
+    while tokens > 1 and not holds(tokens):
+        tokens -= max(tokens // 128, 1)
     return tokens if holds(tokens) else 0
 
 

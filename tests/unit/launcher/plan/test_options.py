@@ -157,6 +157,20 @@ def test_the_printed_json_is_whole(own: dict[str, Any], tmp_path: Path) -> None:
     assert own.get("ring_attention", {}) in ({}, {"prune": False})  # the caller's JSON stays
 
 
+def test_the_printed_json_keeps_what_the_plan_counts() -> None:
+    """(It pinned memory that the JSON did not pin, and left an "auto" beside a dtype.)"""
+    setting = with_flags(llama(), "--offload-optimizer", "--offload-param")
+    zero = replace(setting.zero, pins_optimizer=False)
+    pageable = {"zero_optimization": {"offload_optimizer": {"device": "cpu", "pin_memory": False}}}
+    printed = make_deepspeed_json(replace(setting, zero=zero), pageable)["zero_optimization"]
+    assert printed["offload_optimizer"] == {"device": "cpu", "pin_memory": False}
+    assert printed["offload_param"] == {"device": "cpu", "pin_memory": True}
+    auto = {"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}
+    for dtype, enabled in (("bfloat16", (True, False)), ("float32", (False, False))):
+        printed = make_deepspeed_json(replace(setting, dtype=dtype), auto)
+        assert (printed["bf16"]["enabled"], printed["fp16"]["enabled"]) == enabled
+
+
 def test_a_plan_leaves_the_error_of_its_memory_free() -> None:
     """(--fit chose plans at 99 % of the GPU, while the planner is 4 % off.)"""
     hardware = read_hardware("h100")
