@@ -95,7 +95,7 @@ def add(commands: Commands) -> None:
     plan.add_argument(
         "--more-devices",
         action="store_true",
-        help="2, 3, 4 and 8 times as many devices, for one sequence and by data replicas",
+        help="2, 3 (whole hosts), 4 and 8 times as many devices, for one sequence and by data replicas",
     )
     plan.add_argument("--picture", metavar="FILE", help="draw memory by part; .svg, .png or .pdf")
     add_json(plan)
@@ -126,7 +126,13 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
         advice = advise(planned, say, before_fit, section.timeouts, section.pattern.documents)
         rows = compare(planned, advice.reach.longest_tokens) if options.compare else []
         sizes = request.names_ring, request.config.get("train_batch_size")
-        counts = plan_more_devices(request.before_fit, say, *sizes) if options.more_devices else []
+        left_out: list[str] = []
+        counts = (
+            plan_more_devices(request.before_fit, say, *sizes, left_out.append)
+            if options.more_devices
+            else []
+        )
+        advice = advice._replace(warnings=(*advice.warnings, *left_out))
         spare = [find_roomier(plan, request.before_fit) if plan.fits else None for plan in counts]
         if options.picture is not None:
             from ..plan.picture import plot_memory, save_figure

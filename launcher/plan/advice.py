@@ -278,7 +278,7 @@ def _warn_about_limits(planned: Estimate) -> list[str]:
         )
     if (experts := setting.model.experts) is not None:
         warnings.append(
-            f"experts: every layer is planned with {experts.number}, of which a token runs {experts.active},"
+            f"experts: layers of experts have {experts.number}, of which a token runs {experts.active},"
             " evenly spread; expert parallelism is not planned"
         )
     if any(isinstance(layer.kind, Selection) for layer in planned.other_layers):

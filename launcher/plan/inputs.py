@@ -26,8 +26,8 @@ from .hardware import read_hardware
 from .model_file import (
     layer_patterns,
     patterns_by,
+    read_complete_config,
     read_model,
-    with_layer_types,
 )
 from .options import (
     MAX_TOKENS,
@@ -153,7 +153,7 @@ def _setting(
     model_patterns = (
         (None,) * model.layers
         if options.hf_config is None
-        else patterns_by(with_layer_types(options.hf_config))
+        else patterns_by(read_complete_config(options.hf_config))
     )
     patterns = layer_patterns(config, model_patterns, options.tokens or MAX_TOKENS)
     kinds = model.kinds or (None,) * model.layers

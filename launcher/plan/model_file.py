@@ -1,6 +1,6 @@
 """Read the model of `ds-ring plan`: a transformers config.json, read as JSON, or sizes one by one.
 
-Only where the file leaves open which of its layers have a window or chunk, transformers decides.
+What the file leaves out, and what the formula of `ModelShape` does not cover, transformers says.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -22,7 +22,16 @@ from ds_ring.masks.pattern import Pattern
 from ds_ring.schedule.layout import Mix
 
 from . import find_file, known_models
-from .other_layers import KNOWN, Kind, Kinds, Selection, find_readers, read_kinds
+from .other_layers import Kind, Kinds, Selection, find_readers, read_kinds
+from .transformers_model import (
+    FORMULA,
+    Counts,
+    Experts,
+    LayerReading,
+    count_parameters,
+    fill_in,
+    is_complete,
+)
 
 # The layers of each pattern, from `layer_types` and windows of a config.json and from the JSON's section.
 # layer_patterns.py combines the two; for a model object, models reads its masks.
@@ -38,7 +47,7 @@ def text_part(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def patterns_by(values: Mapping[str, Any]) -> tuple[Pattern, ...]:
-    """Return the attention of every layer by a config.json, as of a causal model.
+    """Return the attention of every layer by a config.json.
 
     Args:
         values: of the file. Without `layer_types` all layers have the window or chunk that it names.
@@ -50,7 +59,15 @@ def patterns_by(values: Mapping[str, Any]) -> tuple[Pattern, ...]:
     if values.get("is_encoder_decoder"):
         raise _refused("is_encoder_decoder", "a model of one sequence", True, "plan its parts by --layers")
     text_values = text_part(values)
-    return make_type_patterns(_types(text_values), lambda key: _width(text_values, key), True)
+    return make_type_patterns(
+        _types(text_values), lambda key: _width(text_values, key), _is_causal(text_values)
+    )
+
+
+def _is_causal(values: Mapping[str, Any]) -> bool:
+    """Return whether the layers are causal: two keys make models bidirectional that else are causal."""
+    both_ways = values.get("use_bidirectional_attention") in (True, "all")
+    return values.get("is_causal") is not False and not both_ways
 
 
 def read_hf_config(path_or_text: str) -> Json:
@@ -145,15 +162,6 @@ class LatentShape(NamedTuple):
     query_latent: int | None = None  # of queries, if they have one
 
 
-class Experts(NamedTuple):
-    """Describe a mixture of experts: a gated MLP each, of which a token runs some."""
-
-    number: int  # of a layer
-    active: int  # that a token runs
-    intermediate: int  # width of one
-    shared: int = 0  # width of those together that every token runs
-
-
 @dataclass(frozen=True)
 class ModelShape:
     """Describe the sizes of a decoder."""
@@ -172,6 +180,7 @@ class ModelShape:
     experts: Experts | None = None  # instead of the MLP of `intermediate`, in every layer
     kinds: Kinds = ()  # of every layer, None for attention; empty where all are attention
     positions: int | None = None  # how far they reach by the file; None where it does not say
+    counted: Counts | None = None  # parameters of its model; None: by the formula
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocab"):
@@ -209,25 +218,40 @@ class ModelShape:
         return self.layers - sum(not isinstance(kind, Selection) for kind in self.other_layers)
 
     @cached_property
+    def counts(self) -> Counts:
+        """Count the parameters: those of its model, else by a formula without biases."""
+        if self.counted is not None:
+            return self.counted
+        mixing = self.layers * self.attention_parameters
+        width, largest, router = self.intermediate, self.hidden * self.intermediate, 0
+        if self.experts is not None:
+            router, width = self.experts.number, self.experts.number * self.experts.intermediate
+            # gate and up projections of all experts are one tensor in transformers 5
+            largest, width = 2 * width * self.hidden, width + self.experts.shared
+        active_width, head = get_active_width(self.intermediate, self.experts), self.vocab * self.hidden
+        mlp, active_mlp = (self.hidden * (3 * columns + router) for columns in (width, active_width))
+        norms = 2 * self.hidden
+        of_layers = self.layers * (mlp + norms) + mixing
+        return Counts(
+            of_layers + (1 if self.tied else 2) * head + self.hidden, mixing // self.layers + mlp + norms,
+            mixing, self.layers * mlp, self.layers * active_mlp, active_width, head,
+            max(head, largest, self.hidden * self.heads * self.head_dim),
+        )  # fmt: skip
+
+    @cached_property
     def mixing_parameters(self) -> int:
-        """Count what mixes tokens, of all layers: attention's projections and those of other kinds."""
-        return self.attention_layers * self.attention_parameters + sum(
-            kind.parameters for kind in self.other_layers
-        )
+        """Return those of what mixes tokens, of all layers: attention's projections, and other kinds."""
+        return self.counts.mixing
 
     @cached_property
     def mlp_parameters(self) -> int:
-        """Count the gate, up and down projections of one layer: of all experts, with the router."""
-        if self.experts is None:
-            return 3 * self.hidden * self.intermediate
-        width = self.experts.number * self.experts.intermediate + self.experts.shared
-        return self.hidden * (3 * width + self.experts.number)
+        """Return those of the MLP of one layer: of all experts, with the router."""
+        return self.counts.mlp // self.layers
 
     @cached_property
     def active_mlp_parameters(self) -> int:
-        """Count what a token multiplies with in the MLP of one layer."""
-        router = 0 if self.experts is None else self.experts.number
-        return self.hidden * (3 * self.active_intermediate + router)
+        """Return what a token multiplies with in the MLP of one layer."""
+        return self.counts.active_mlp // self.layers
 
     @cached_property
     def active_experts(self) -> int:
@@ -237,36 +261,37 @@ class ModelShape:
     @cached_property
     def active_intermediate(self) -> int:
         """Return the width of the MLP that a token runs: of its experts together."""
-        if self.experts is None:
-            return self.intermediate
-        return self.experts.active * self.experts.intermediate + self.experts.shared
+        return self.counts.active_width
+
+    @cached_property
+    def mlp_saved(self) -> int:
+        """Return how many tensors of its width an MLP saves."""
+        return self.counts.mlp_saved
 
     @cached_property
     def layer_parameters(self) -> int:
-        """Count the parameters of one layer, its two norms included; the mean of layers that differ."""
-        return self.mixing_parameters // self.layers + self.mlp_parameters + 2 * self.hidden
+        """Return the parameters of one layer, its two norms included; the mean of layers that differ."""
+        return self.counts.layer
 
     @cached_property
     def head_parameters(self) -> int:
-        """Count the output matrix, which may be the embedding."""
-        return self.vocab * self.hidden
+        """Return the output matrix, which may be the embedding."""
+        return self.counts.head
 
     @cached_property
     def parameters(self) -> int:
-        """Count all parameters, each once."""
-        matrices = (1 if self.tied else 2) * self.head_parameters
-        of_layers = self.layers * (self.mlp_parameters + 2 * self.hidden) + self.mixing_parameters
-        return of_layers + matrices + self.hidden
+        """Return all parameters, each once."""
+        return self.counts.parameters
 
     @cached_property
     def largest_parameter(self) -> int:
         """Return the elements of the largest single tensor."""
-        mlp = self.hidden * self.intermediate
-        if (
-            self.experts is not None
-        ):  # gate and up projections of all experts are one tensor in transformers 5
-            mlp = 2 * self.experts.number * self.experts.intermediate * self.hidden
-        return max(self.head_parameters, mlp, self.hidden * self.heads * self.head_dim)
+        return self.counts.largest
+
+
+def get_active_width(intermediate: int, experts: Experts | None) -> int:
+    """Return the width of the MLP that a token runs: of its experts together."""
+    return intermediate if experts is None else experts.active * experts.intermediate + experts.shared
 
 
 _KEYS = {
@@ -307,36 +332,20 @@ def read_model(options: argparse.Namespace) -> ModelShape:
     )
 
 
-def with_layer_types(path_or_text: str) -> dict[str, Any]:
-    """Return a config.json with its `layer_types`, which transformers fills in where the file has none.
+def read_complete_config(path_or_text: str) -> Mapping[str, Any]:
+    """Return the language model's part of a config.json, with transformers' values of what it leaves out.
 
     Raises:
         RingConfigError: only transformers could tell, and it is not installed or does not know the model.
     """
+    whole = _read_whole(path_or_text)
+    return whole if is_complete(whole) else fill_in(whole)
+
+
+def _read_whole(path_or_text: str) -> Mapping[str, Any]:
+    """Return a config.json; where it has no type, its language model's part."""
     whole = read_hf_config(path_or_text)
-    values = text_part(whole)
-    model_type, narrow = values.get("model_type"), [key for key in NARROW.values() if values.get(key)]
-    needed = narrow or (["the sizes of its other layers"] if model_type in KNOWN else [])
-    if "layer_types" in values or model_type is None or not needed:
-        return whole
-    try:
-        from transformers import CONFIG_MAPPING
-    except ImportError:
-        known = False
-    else:
-        known = isinstance(model_type, str) and model_type in CONFIG_MAPPING
-    if not known:
-        raise RingConfigError(
-            f"--hf-config: layer_types: expected every layer's type with {needed[0]}, got none, and"
-            f" transformers does not know {model_type!r}; add it"
-        )
-    config = CONFIG_MAPPING[model_type](
-        **{key: value for key, value in values.items() if key != "model_type"}
-    )
-    lists = {key: getattr(config, key, None) for key in ("layer_types", "indexer_types")}
-    return dict(values) | {
-        key: list(layer_list) for key, layer_list in lists.items() if layer_list is not None
-    }
+    return whole if "model_type" in whole else text_part(whole)
 
 
 def _head_dim(head_dim: int | None, hidden: int, heads: int) -> int:
@@ -350,8 +359,22 @@ def _head_dim(head_dim: int | None, hidden: int, heads: int) -> int:
 
 
 def _from_transformers(path_or_text: str) -> ModelShape:
-    whole = read_hf_config(path_or_text)
-    values = text_part(whole)
+    """Return the model of a config.json, its text or a known name."""
+    whole, (shape, values) = _read_whole(path_or_text), _read_shape(path_or_text)
+    if whole.get("model_type") in (None, *FORMULA):
+        return shape
+    checked = shape.latents is None
+    layers = LayerReading(
+        _is_causal(values), checked * shape.heads * shape.head_dim, checked * shape.kv_heads * shape.head_dim,
+        [kind is None for kind in shape.kinds], shape.experts, shape.hidden,
+    )  # fmt: skip
+    counts = count_parameters(whole, layers)
+    experts = shape.experts if counts.active_mlp < counts.mlp else None  # which no layer may have
+    return replace(shape, counted=counts, experts=experts)
+
+
+def _read_shape(path_or_text: str) -> tuple[ModelShape, Mapping[str, Any]]:
+    values = read_complete_config(path_or_text)
     sizes = {}
     for name, key in _KEYS.items():
         if not isinstance(values.get(key), int) or isinstance(values.get(key), bool):
@@ -363,20 +386,22 @@ def _from_transformers(path_or_text: str) -> ModelShape:
                 f"--hf-config: {key}: expected a whole number, got {shown(values.get(key))}; {advice}"
             )
         sizes[name] = values[key]
-    typed = text_part(with_layer_types(path_or_text))
     latents, head_dim = _latents(values), _optional(values, "head_dim")
+    kv_heads = _optional(values, "num_key_value_heads") or sizes["heads"]
     if latents is not None:
+        kv_heads = sizes["heads"]
         head_dim = (latents.nope + latents.rope + latents.value) // 2
-    return ModelShape(
+    shape = ModelShape(
         **sizes,
-        kv_heads=_optional(values, "num_key_value_heads") or sizes["heads"],
+        kv_heads=kv_heads,
         head_dim=_head_dim(head_dim, sizes["hidden"], sizes["heads"]),
         latents=latents,
         experts=_experts(values, sizes["intermediate"]),
-        kinds=read_kinds(typed, _types(typed)),
-        tied=bool(whole.get("tie_word_embeddings", False)),
+        kinds=read_kinds(values, _types(values)),
+        tied=bool(values.get("tie_word_embeddings", False)),
         positions=_read_positions(values),
     )
+    return shape, values
 
 
 def read_heads(hf_config: str) -> tuple[int, int, int]:
@@ -385,7 +410,7 @@ def read_heads(hf_config: str) -> tuple[int, int, int]:
     Raises:
         RingConfigError: it cannot be read, or its attention has latents in place of K/V heads.
     """
-    model = _from_transformers(hf_config)
+    model, _ = _read_shape(hf_config)
     if model.latents is not None:
         raise _refused("kv_lora_rank", "attention with K/V heads", "latents", "give --heads and --head-dim")
     return model.heads, model.kv_heads, model.head_dim

@@ -306,12 +306,12 @@ class TrainingStep:
 
     @property
     def mlp_bytes(self) -> int:
-        """Return bytes of gate, silu(gate), up, and their product; in tiles, none but the input is kept."""
+        """Return bytes of what Llama's saves, gate, silu(gate), up and their product; in tiles, the input."""
         if self._mlp_tile is not None:
             return 0
         model = self.model
         # Each of a token's experts has a copy of its input and an output of its own.
-        width = 4 * model.active_intermediate + 2 * model.active_experts * model.hidden
+        width = model.mlp_saved * model.active_intermediate + 2 * model.active_experts * model.hidden
         return self.tokens.outside * width * self.zero.element_bytes
 
     @property
@@ -463,7 +463,7 @@ class TrainingStep:
         width = model.active_intermediate + max(model.active_experts, 1) * model.hidden
         passing = tokens * element * 2 * width
         if (tile := self._mlp_tile) is not None:
-            inside = tile * element * (6 * model.active_intermediate + 2 * model.hidden)
+            inside = tile * element * ((model.mlp_saved + 2) * model.active_intermediate + 2 * model.hidden)
             passing = 2 * self.layer_input_bytes + inside + (FLOAT + element) * model.mlp_parameters
         return self._states(elements) | {"activations": saved + passing, "attention": attention}
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from .estimate import Estimate, estimate
 from .layer_passes import LayerPasses, layer_passes
-from .options import MAX_RANKS, plan_whole
+from .options import MAX_RANKS, limit_ring, plan_whole
 from .training_setting import TrainingSetting
 
 TIMES = (1, 2, 3, 4, 8)
@@ -15,7 +15,7 @@ TIMES = (1, 2, 3, 4, 8)
 
 def plan_more_devices(
     setting: TrainingSetting, say: Callable[[str], None] = lambda what: None, keeps_ring: bool = False,
-    train_batch: object = None,
+    train_batch: object = None, warn: Callable[[str], None] = lambda what: None,
 ) -> list[Estimate]:  # fmt: skip
     """Return plans on as many devices and on 2, 3, 4 and 8 times as many: in a larger ring, and by replicas.
 
@@ -27,8 +27,10 @@ def plan_more_devices(
         say: called with each number of devices.
         keeps_ring: the ring's size was asked for: it grows only where replicas do not divide the batch.
         train_batch: sequences of a step, which replicas divide; None or "auto" for any number.
+        warn: called with what rows are left out.
     """
     plans: list[Estimate] = []
+    left_out: list[str] = []
     for times in TIMES:
         if times == 3 and times * setting.devices % setting.hardware.host_devices:
             continue
@@ -37,16 +39,25 @@ def plan_more_devices(
             setting, zero=replace(setting.zero, world=times * setting.devices), may_add_options=True
         )
         divides = not isinstance(train_batch, int) or train_batch % (setting.batch * larger.replicas) == 0
-        ring = times * setting.ring_size
-        if times == 1 or (
-            not (keeps_ring and divides) and ring <= min(MAX_RANKS, setting.tokens // setting.ulysses_size)
-        ):
-            whole = replace(larger, ring_size=ring)
-            plans.append(_plan(whole, layer_passes(whole)))
+        if times == 1 or not (keeps_ring and divides):
+            ring = replace(larger, ring_size=times * setting.ring_size)
+            has_tokens = ring.ring_size * ring.ulysses_size <= ring.tokens
+            whole = ring if times == 1 else limit_ring(ring) if has_tokens else None
+            plan = None if whole is None else _plan(whole, layer_passes(whole))
+            # Where Ulysses ranks alone leave a ring that may be planned, one of all ranks may fit instead.
+            if plan is None or not (plan.fits or whole is ring):
+                left_out.append(f"{ring.devices:,}")
+            else:
+                plans.append(plan)
         if times > 1 and divides:
             first = plans[0].setting  # the same ring
             larger = replace(larger, ring_size=first.ring_size, ulysses_size=first.ulysses_size)
             plans.append(_plan(replace(larger, may_split_heads=False), plans[0].attention_passes))
+    if left_out:
+        warn(
+            f"--more-devices: a larger ring on {', '.join(left_out)} devices is left out: it would need more"
+            f" than {MAX_RANKS} ranks beside those of Ulysses, or more ranks than tokens"
+        )
     return plans
 
 

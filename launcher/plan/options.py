@@ -246,6 +246,18 @@ def list_shapes(setting: TrainingSetting) -> list[TrainingSetting]:
     return [replace(setting, ring_size=ranks // size, ulysses_size=size) for size in sorted({1, most})]
 
 
+def limit_ring(setting: TrainingSetting) -> TrainingSetting | None:
+    """Return a setting whose shapes all have rings that a search may plan; None if none has.
+
+    Where one ring is too large, the most Ulysses ranks inside a node may leave one that is not.
+    """
+    shapes = list_shapes(setting)
+    small = [shape for shape in shapes if shape.ring_size <= MAX_RANKS]
+    if len(small) == len(shapes):
+        return setting
+    return replace(small[-1], may_split_heads=False) if small else None
+
+
 def estimate_sets(setting: TrainingSetting, attention: LayerPasses) -> Iterator[Estimate]:
     """Yield the plan with every set of options that can be turned on, the empty one first."""
     settled = settle(setting, attention.layout.local_tokens)
@@ -428,9 +440,11 @@ def fewest_planned(setting: TrainingSetting) -> tuple[TrainingSetting | None, Es
     Without a setting none fits; without a plan the ring is too large to be planned.
     """
     fewest = fewest_devices(setting)
-    while fewest is not None and fewest.ring_size <= MAX_RANKS:
-        if (planned := plan_whole(fewest)) is not None:
+    while fewest is not None and (whole := limit_ring(fewest)) is not None:
+        if (planned := plan_whole(whole)) is not None:
             return planned.setting, planned
+        if whole is not fewest:  # its larger ring may fit
+            break
         fewest = fewest_devices(setting, fewest.devices)
     return fewest, None
 

@@ -40,7 +40,6 @@ class Recurrence(NamedTuple):
     """Describe a layer that passes a state on or convolves tokens, in the place of attention."""
 
     name: str
-    parameters: int  # of its matrices
     kept_elements: int  # a token that it keeps for the backward pass in addition to its kernel's
     # before, channels: tokens that its convolution looks back, and convolved elements a token
     before: int = 0
@@ -55,7 +54,6 @@ class Selection(NamedTuple):
     """Describe the additional parts of attention over chosen keys."""
 
     name: str
-    parameters: int  # of the indexer
     top_k: int
     heads: int  # of the indexer
     key_dim: int  # elements of its key
@@ -77,61 +75,52 @@ def _size(values: ModelValues, key: str) -> int:
 
 
 def _gated_delta(values: ModelValues) -> Recurrence:
-    hidden, width = _size(values, "hidden_size"), _size(values, "linear_conv_kernel_dim")
+    width = _size(values, "linear_conv_kernel_dim")
     heads, key_dim = _size(values, "linear_num_value_heads"), _size(values, "linear_key_head_dim")
     value_dim = _size(values, "linear_value_head_dim")
     keys, inner = _size(values, "linear_num_key_heads") * key_dim, heads * value_dim
     channels = 2 * keys + inner
     return Recurrence(
-        "gated delta rule", hidden * (channels + 2 * inner + 2 * heads),
-        2 * channels + 3 * inner + 2 * heads * key_dim, width - 1, channels,
+        "gated delta rule", 2 * channels + 3 * inner + 2 * heads * key_dim, width - 1, channels,
         heads * key_dim * value_dim, heads * key_dim**2, True,
     )  # fmt: skip
 
 
 def _kimi_delta(values: ModelValues) -> Recurrence:
-    hidden, width = _size(values, "hidden_size"), _size(values, "linear_conv_kernel_dim")
+    width = _size(values, "linear_conv_kernel_dim")
     heads, dim = _size(values, "linear_num_heads"), _size(values, "linear_head_dim")
     inner = heads * dim
     return Recurrence(
-        "Kimi delta attention", 4 * hidden * inner + 2 * dim * (hidden + inner) + hidden * heads,
-        12 * inner, width - 1, 3 * inner, inner * dim, inner * dim, True,
-    )  # fmt: skip
+        "Kimi delta attention", 12 * inner, width - 1, 3 * inner, inner * dim, inner * dim, True
+    )
 
 
 def _mamba2(values: ModelValues) -> Recurrence:
-    hidden, width = _size(values, "hidden_size"), _size(values, "mamba_d_conv")
+    width = _size(values, "mamba_d_conv")
     heads, dim = _size(values, "mamba_n_heads"), _size(values, "mamba_d_head")
     states, inner = _size(values, "mamba_d_state"), heads * dim
     channels = inner + 2 * _size(values, "mamba_n_groups") * states
-    parameters = hidden * (2 * inner + channels + heads)
-    return Recurrence(
-        "Mamba 2", parameters, 2 * channels + 3 * inner, width - 1, channels, inner * states, heads
-    )
+    return Recurrence("Mamba 2", 2 * channels + 3 * inner, width - 1, channels, inner * states, heads)
 
 
 def _lightning(values: ModelValues) -> Recurrence:
     hidden, heads = _size(values, "hidden_size"), _size(values, "num_attention_heads")
     dim = values.get("head_dim") or hidden // heads
     inner = heads * dim
-    return Recurrence(
-        "lightning attention", 5 * hidden * inner, 9 * inner, state=inner * dim, transition=heads
-    )
+    return Recurrence("lightning attention", 9 * inner, state=inner * dim, transition=heads)
 
 
 def _short_convolution(values: ModelValues) -> Recurrence:
     hidden = _size(values, "hidden_size")
     before = _size(values, "conv_L_cache") - 1
-    return Recurrence("short convolution", 4 * hidden**2, 6 * hidden, before, hidden)
+    return Recurrence("short convolution", 6 * hidden, before, hidden)
 
 
 def _selection(values: ModelValues) -> Selection:
-    hidden, heads = _size(values, "hidden_size"), _size(values, "index_n_heads")
-    dim, queries = _size(values, "index_head_dim"), _size(values, "q_lora_rank")
+    heads, dim = _size(values, "index_n_heads"), _size(values, "index_head_dim")
     of_head = sum(_size(values, key) for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
     row = _size(values, "num_attention_heads") * of_head
-    parameters = queries * heads * dim + hidden * (dim + heads)
-    return Selection("chosen keys", parameters, _size(values, "index_topk"), heads, dim, row)
+    return Selection("chosen keys", _size(values, "index_topk"), heads, dim, row)
 
 
 Readers = Mapping[str, Callable[[ModelValues], Kind]]
@@ -151,7 +140,7 @@ KNOWN: Mapping[str, Readers] = {
 # Keys of configurations whose layers are not all softmax attention, for any `layer_types`.
 _SIGNS = re.compile(
     r"mamba|ssm_|linear_(num|key|conv|attn)|index|lru_width|block_types?$|layers_block_type|attn_layer_"
-    r"|conv_(kernel|L_cache)|compress|cca_|state_size|keep_window_size|hybrid_|ple_"
+    r"|conv_(kernel|L_cache)|compress|cca_|state_size|keep_window_size|hybrid_|ple_|attention_types$"
 )
 
 
@@ -184,7 +173,7 @@ def read_kinds(values: ModelValues, types: Sequence[str]) -> Kinds:
     for word, indexer in zip(types, shared, strict=False):
         kind = kinds_by_word.get(word)
         if isinstance(kind, Selection) and indexer == "shared":
-            kind = kind._replace(parameters=0, finds=False)
+            kind = kind._replace(finds=False)
         kinds.append(kind)
     return tuple(kinds)
 

@@ -78,7 +78,7 @@ def _describe(request: TuningRequest, measured: Measured, times: float) -> Json:
             "all": f"ds-ring tune, torch {torch.__version__}, {request.world_size} ranks at once",
             "peak_flops": "the best of a large product of matrices and the attention kernel",
             "inter_node_bytes_per_s": "the slowest link of the ring",
-            "intra_node_bytes_per_s": "the fastest link of the ring",
+            "intra_node_bytes_per_s": "the fastest link of the ring; intra_node_links, not measured, is 1",
         }
     }
 

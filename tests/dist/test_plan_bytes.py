@@ -84,8 +84,8 @@ def halo_bytes(layout: Layout, token_bytes: int, before: int) -> list[int]:
 
 Pool = Callable[[int], RankPool]
 TOKENS, BATCH = 61, 2
-DELTA = Recurrence("delta", 0, 0, 3, 5, 2 * 3 * 4, 2 * 3 * 3, matrix=True)
-DECAY = Recurrence("decay", 0, 0, 6, 2, 2 * 3 * 4, 2)
+DELTA = Recurrence("delta", 0, 3, 5, 2 * 3 * 4, 2 * 3 * 3, matrix=True)
+DECAY = Recurrence("decay", 0, 6, 2, 2 * 3 * 4, 2)
 
 
 def tensors(kind: Recurrence, runs: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -257,7 +257,7 @@ def test_fewer_keys_send_fewer_rows_than_are_planned(rank_pool: Pool) -> None:
 def test_of_chosen_rows_as_many_bytes_arrive_as_leave() -> None:
     """Where the last rank has a key more than the others have queries, each of which chooses one."""
     place = LayerSetting(make_layout("contiguous", tokens=53, ring_size=4), 1, 1, 4, Full())
-    parts = [sent_by(Selection("", 0, 1, 1, 4, 8), place, rank) for rank in range(4)]
+    parts = [sent_by(Selection("", 1, 1, 4, 8), place, rank) for rank in range(4)]
     for ones in zip(*parts, strict=True):
         for way in ("forward", "backward"):
             sent, received = (
@@ -269,8 +269,7 @@ def test_of_chosen_rows_as_many_bytes_arrive_as_leave() -> None:
 
 def test_a_layer_that_shares_its_indexer_finds_nothing() -> None:
     first, second = read_kinds(SPARSE | {"indexer_types": ["full", "shared"]}, ["indexed_attention"] * 2)
-    assert first.finds and first.parameters > 0
-    assert second == first._replace(finds=False, parameters=0)
+    assert first.finds and second == first._replace(finds=False)
 
 
 @pytest.mark.night
@@ -302,7 +301,7 @@ def peaks(rank: int, world_size: int) -> list[float]:
     grad = torch.ones_like(out)
     with measure_cpu_memory() as memory:
         torch.autograd.grad(out, (q, key, value), grad)
-    kind = Selection("", 0, k, 1, 4, 2 * heads * dim)
+    kind = Selection("", k, 1, 4, 2 * heads * dim)
     sizes = [layer_memory(one, 1, slots, 1024, 4, "cpu") for one in (delta, kind)]
     pass_bytes = memory.peak_bytes - 3 * q.nbytes  # without its results
     mesh.close()
@@ -390,8 +389,9 @@ def test_a_hybrid_plan_counts_each_kind_of_layer(capsys: Any) -> None:
     sparse = json.loads(run(capsys, SPARSE, "--json")[1])
     assert sparse["attention"] is None and [one["layers"] for one in sparse["other_layers"]] == [2]
     assert not any("experts" in one for one in sparse["warnings"])
-    status, text = run(capsys, SPARSE | {"n_routed_experts": 16, "num_experts_per_tok": 2})
-    assert "every layer is planned with 16, of which a token runs 2" in " ".join(text.split())
+    experts = {"n_routed_experts": 16, "num_experts_per_tok": 2, "mlp_layer_types": ["dense", "sparse"]}
+    status, text = run(capsys, SPARSE | experts)
+    assert "layers of experts have 16, of which a token runs 2" in " ".join(text.split())
     assert status == 0 and "2 x chosen keys" in text and "which rows cross is known at run time" in text
     assert "waits): never: all attention is over chosen keys" in " ".join(text.split())
 
@@ -431,13 +431,9 @@ def test_sizes_are_those_of_transformers(values: dict[str, Any], state: Any, tra
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     weights = dict(model.named_parameters())
-    real = sum(x.numel() for name, x in weights.items() if x.dim() == 2 or "experts" in name)
     asked = Namespace(hf_config=json.dumps(values), **dict.fromkeys(_OPTIONS))
     shape = read_model(asked)
-    norms = (2 * shape.layers + 1) * shape.hidden
-    # of Qwen 3.5 the gate of the attention's output
-    gates = (shape.layers - len(shape.other_layers)) * shape.hidden * 4 * 16 if values is QWEN else 0
-    assert shape.parameters - norms + gates == real
+    assert shape.parameters == sum(x.numel() for x in weights.values())
     convolutions = [
         x.shape for name, x in weights.items() if "layers.0." in name and "conv" in name and x.dim() == 3
     ]
@@ -455,9 +451,9 @@ def test_sizes_are_those_of_transformers(values: dict[str, Any], state: Any, tra
         (QWEN, ["--compare"], "--compare: expected a model of softmax attention alone, got gated delta rule"),
         (QWEN | {"linear_conv_kernel_dim": 0}, [], "linear_conv_kernel_dim: expected a whole number"),
         (QWEN | {"layer_types": ["linear_attention"] * 4}, [], "expected a layer of attention, got none"),
-        (QWEN | {"layer_types": ["mystery"] * 4}, [], "layer_types: expected full_attention, attention"),
+        (QWEN | {"layer_types": ["mystery"] * 4}, [], "transformers cannot make it"),
         (SPARSE, ["--ulysses-size", "2"], "expected 1 for attention over chosen keys, got 2"),
-        (QWEN | {"model_type": "jamba", "attn_layer_period": 8}, [], 'got "jamba", with "linear_conv'),
+        (QWEN | {"model_type": "jamba", "attn_layer_period": 8}, [], 'got "jamba", with "attn_layer_'),
     ],
 )
 def test_what_cannot_be_planned_is_refused(capsys: Any, config: Any, more: list[str], says: str) -> None:

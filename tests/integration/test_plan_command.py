@@ -307,3 +307,11 @@ def test_what_is_not_estimated_is_refused(capsys, tmp_path):
     path.write_text(json.dumps({"sequence_parallel_size": 2, "ring_attention": section}))
     assert cli.main(["plan", *SIZES, "--tokens", "64", "--devices", "2", "--config", str(path)]) == 2
     assert "plan computes ring passes: leave the key out" in capsys.readouterr().err
+
+
+def test_larger_rings_that_are_left_out_are_named(capsys):
+    """(--more-devices left them out without a word.)"""
+    found = plan(capsys, *SIZES, *CPU, "--tokens", "32", "--devices", "8", "--more-devices")
+    rings = [row["devices"] for row in found["more_devices"] if row["sequences_per_step"] == 1]
+    assert rings == [8, 16, 24, 32]
+    assert any("a larger ring on 64 devices is left out" in warning for warning in found["warnings"])

@@ -15,7 +15,7 @@ from ds_ring_launcher.plan.estimate import estimate, get_optimizer_seconds, head
 from ds_ring_launcher.plan.hardware import hardware_from, read_hardware
 from ds_ring_launcher.plan.layer_passes import build_plans, layer_passes
 from ds_ring_launcher.plan.more_devices import plan_more_devices
-from ds_ring_launcher.plan.options import fewest_devices
+from ds_ring_launcher.plan.options import fewest_devices, fewest_planned
 from ds_ring_launcher.plan.training_setting import USABLE_HOST, TrainingSetting
 from tests.unit.launcher.plan.test_answers import make_setting, on_devices
 from tests.unit.launcher.plan.test_node_orders import FAST, MACHINE, MODEL
@@ -144,3 +144,55 @@ def test_a_switch_has_one_rate_to_all_peers(name: str) -> None:
     for devices in {2, hardware.devices_per_node}:
         rate = hardware.intra_node_bytes_per_s * min(links, devices - 1)
         assert hardware.collective_bytes_per_s(devices) == rate
+
+
+def test_larger_rings_are_bounded_after_ulysses_has_divided_them() -> None:
+    """(384 to 1,024 devices had replicas alone, without a word: 384 x 1 was more than 256 ranks.)"""
+    setting = on_devices(make_setting("llama-3-70b", "h100", tokens=1 << 20), 128)
+    free = replace(setting, may_add_options=True, may_split_heads=True)
+    warnings: list[str] = []
+    rows = plan_more_devices(free, warn=warnings.append)
+    shapes = [(plan.setting.ring_size, plan.setting.ulysses_size, plan.setting.replicas) for plan in rows]
+    rings = [(16 * times, 8, 1) for times in (1, 2, 3, 4, 8)]
+    assert [shape for shape in shapes if shape[2] == 1] == rings and not warnings
+    assert [shape for shape in shapes if shape[2] > 1] == [(16, 8, times) for times in (2, 3, 4, 8)]
+    assert all(plan.fits for plan in rows)
+
+
+@pytest.mark.parametrize(("devices", "tokens"), [(128, 1 << 20), (16, 64)])
+def test_a_ring_that_is_left_out_is_named(devices: int, tokens: int) -> None:
+    """(It was left out without a word.)"""
+    setting = on_devices(make_setting("qwen3-0.6b", "h100", tokens=tokens), devices)
+    warnings: list[str] = []
+    rows = plan_more_devices(setting, warn=warnings.append)
+    most = max(plan.setting.devices for plan in rows if plan.setting.replicas == 1)
+    assert most == (256 if devices == 128 else 64)
+    named = "384, 512, 1,024" if devices == 128 else "128"
+    assert len(warnings) == 1 and f"a larger ring on {named} devices is left out" in warnings[0]
+    quiet: list[str] = []
+    plan_more_devices(setting, keeps_ring=True, warn=quiet.append)
+    assert not quiet
+
+
+def make_free(model: str, tokens: int) -> TrainingSetting:
+    setting = on_devices(make_setting(model, "h100", tokens=tokens), 128)
+    return replace(setting, may_add_options=True, may_split_heads=True)
+
+
+def test_the_fewest_devices_are_planned_where_ulysses_leaves_a_small_ring() -> None:
+    """(512 devices had no seconds: one ring of all was too large to be planned, 64 x 8 is not.)"""
+    fewest, planned = fewest_planned(make_free("llama-3-70b", 1 << 26))
+    assert fewest is not None and planned is not None and planned.fits
+    assert (fewest.ring_size, fewest.ulysses_size, fewest.devices) == (64, 8, 512)
+
+
+@pytest.mark.night
+def test_a_row_that_fits_in_one_ring_alone_does_not_say_that_nothing_fits() -> None:
+    warnings: list[str] = []
+    free = make_free("llama-3-8b", 1 << 28)
+    rows = plan_more_devices(free, warn=warnings.append)
+    larger = [plan.setting.devices for plan in rows if plan.setting.replicas == 1]
+    assert larger == [128, 256, 1024] and rows[-2].fits
+    assert len(warnings) == 1 and "ring on 384, 512 devices is left out" in warnings[0]
+    fewest, planned = fewest_planned(free)  # 64 x 8 has no room, which one ring has
+    assert fewest is not None and fewest.devices == 512 and planned is None

@@ -16,7 +16,7 @@ from ds_ring_launcher.plan.estimate import Estimate, estimate
 from ds_ring_launcher.plan.hardware import read_hardware
 from ds_ring_launcher.plan.hiding import Hiding, hiding_shard
 from ds_ring_launcher.plan.layer_passes import _most, layer_passes
-from ds_ring_launcher.plan.model_file import count_patterns, patterns_by, with_layer_types
+from ds_ring_launcher.plan.model_file import count_patterns, patterns_by, read_complete_config
 from ds_ring_launcher.plan.pass_memory import PassMemory
 from ds_ring_launcher.plan.report import as_json, print_report
 from tests.unit.launcher.plan.test_cost import SMALL, setting
@@ -41,12 +41,14 @@ def test_layer_types_say_what_each_layer_sees() -> None:
 
 
 def test_what_a_file_leaves_open_is_transformers_word() -> None:
-    found = with_layer_types('{"model_type": "gemma3_text", "num_hidden_layers": 12, "sliding_window": 512}')
+    found = read_complete_config(
+        '{"model_type": "gemma3_text", "num_hidden_layers": 12, "sliding_window": 512}'
+    )
     assert found["layer_types"] == ([LOCAL] * 5 + ["full_attention"]) * 2
     with pytest.raises(RingConfigError, match="is_encoder_decoder: expected a model of one sequence"):
         patterns_by(GEMMA | {"is_encoder_decoder": True})
-    with pytest.raises(RingConfigError, match="layer_types: expected every layer's type"):
-        with_layer_types('{"model_type": "no_such_model", "num_hidden_layers": 2, "sliding_window": 4}')
+    with pytest.raises(RingConfigError, match='expected one of the installed transformers, got "no_such'):
+        read_complete_config('{"model_type": "no_such_model", "num_hidden_layers": 2, "sliding_window": 4}')
 
 
 @pytest.mark.parametrize(
