@@ -347,11 +347,12 @@ def _memory_table(planned: Estimate) -> Table:
         for name, size in planned.host_peak.host.items():
             if size:
                 table.add_row(
-                    f"node's host: {name.removesuffix(' on the host')}", f"{size * devices / unit:.3f}"
+                    f"{planned.setting.host_name}: {name.removesuffix(' on the host')}",
+                    f"{size * devices / unit:.3f}",
                 )
         node = _usable_node_bytes(planned)
         limit = "" if node is None else f", of {node / unit:,.1f}"
-        table.add_row(f"node's host, in all{limit}", f"{planned.node_host_bytes / unit:.3f}")
+        table.add_row(f"{planned.setting.host_name}, in all{limit}", f"{planned.node_host_bytes / unit:.3f}")
     return table
 
 
@@ -386,7 +387,8 @@ def _cost_table(planned: Estimate) -> Table:
     table.add_row("  attended of executed pairs", f"{attended:.1%}", "")
     if planned.swap_bytes:
         table.add_row("  Ulysses' all-to-alls", _size(planned.swap_bytes), _seconds(planned.swap_s))
-    table.add_row("  K/V, dK/dV sent, at most", _size(planned.sent_bytes), "")
+    if planned.sent_bytes:
+        table.add_row("  K/V, dK/dV sent, at most", _size(planned.sent_bytes), "")
     for layer in planned.other_layers:
         size, count = _layer(layer, planned)["step_bytes_sent"], layer.layers
         seconds = count * ((1 + planned.setting.checkpointing) * layer.forward_s + layer.backward_s)
@@ -437,7 +439,7 @@ def _compared_table(rows: Sequence[ComparisonRow], title: str) -> Table:
     """Build the table of other methods; `launcher/plan/compare.py` has the sources of their formulas."""
     label, unit = get_unit(max(row.peak_bytes for row in rows))
     columns = (
-        *(f"{label} a device", f"{label} of a node's host", f"{label} sent by a device"),
+        *(f"{label} a device", f"{label} of a host", f"{label} sent by a device"),
         *("seconds a step", "tokens/s a device", "longest tokens"),
     )
     table = Table("method", "ranks", *columns, title=title)

@@ -776,4 +776,4 @@ def test_tables_have_one_word_for_one_thing(capsys: pytest.CaptureFixture[str]) 
     assert "tokens a device" in [str(column.header) for column in _devices_table([]).columns]
     assert re.search(r"transfers hide .*: from [0-9,]+ tokens a device on", printed)
     assert not re.search(r"T ?/ ?P|ring rank|[0-9] M\b", printed)
-    assert not re.search("host [GM]iB", printed) and re.search("[│┃] [GM]iB of a node's host [│┃]", printed)
+    assert not re.search("host [GM]iB", printed) and re.search("[│┃] [GM]iB of a host [│┃]", printed)
