@@ -112,7 +112,7 @@ def _make_config(text: str) -> Any:
     values = json.loads(text)
     model_type = values.pop("model_type", None)
     try:
-        from transformers import CONFIG_MAPPING
+        from transformers import CONFIG_MAPPING, logging
     except ImportError:
         advice = 'pip install transformers, or write all sizes, "layer_types" and "tie_word_embeddings"'
         if model_type not in FORMULA:
@@ -121,6 +121,7 @@ def _make_config(text: str) -> Any:
             f"--hf-config: model_type: expected transformers to read {shown(model_type)}, got no"
             f" transformers; {advice}"
         ) from None
+    logging.set_verbosity_error()
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         near = did_you_mean(str(model_type), list(CONFIG_MAPPING))
         advice = "give --layers and the other sizes instead" if near is None else f"did you mean '{near}'?"
@@ -258,8 +259,10 @@ def _check_attention(model_type: str, part: Any, reading: LayerReading) -> None:
     """Refuse attention of another kind, or of other heads, than was read of the file."""
     causal = {module.is_causal for module in part.modules() if hasattr(module, "is_causal")}
     if reading.causal and causal != {True}:
-        problem = "is not causal, as an encoder's" if causal else "does not say whether it is causal"
-        raise _make_error(model_type, f"its attention {problem}")
+        problem = "its attention does not say whether it is causal"
+        if causal:
+            problem = """its attention is not causal, which --pattern '{"causal": false}' plans by sizes"""
+        raise _make_error(model_type, problem)
     if not reading.kv_elements:
         return
     queries, keys = reading.query_elements, reading.kv_elements

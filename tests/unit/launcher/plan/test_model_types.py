@@ -143,13 +143,19 @@ def test_a_key_that_is_left_out_has_the_default_of_the_type(model_type: str, key
 
 def test_a_window_that_is_left_out_is_that_of_the_type() -> None:
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 128}
-    sizes |= {"intermediate_size": 96}
+    sizes |= {"intermediate_size": 96, "num_key_value_heads": 2, "head_dim": 16, "tie_word_embeddings": False}
     mistral = json.dumps(sizes | {"model_type": "mistral"})
     assert patterns_by(read_complete_config(mistral)) == (SlidingWindow(4096),) * 2
     assert patterns_by(read_complete_config(json.dumps(sizes))) == (Causal(),) * 2
     both_ways = sizes | {"model_type": "gemma3_text", "use_bidirectional_attention": True}
     assert not any(pattern.is_causal for pattern in patterns_by(read_complete_config(json.dumps(both_ways))))
     assert patterns_by(sizes | {"is_causal": False}) == (Full(),) * 2
+
+
+def test_latents_have_as_many_keys_as_queries() -> None:
+    """(DeepSeek's default of `num_key_value_heads` is 128, for any number of heads.)"""
+    shape = _from_transformers('{"model_type": "deepseek_v3", "num_attention_heads": 64}')
+    assert (shape.heads, shape.kv_heads) == (64, 64)
 
 
 def test_a_misspelt_size_is_no_default() -> None:
